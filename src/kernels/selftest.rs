@@ -15,8 +15,8 @@ use crate::kernels::attention::{
     AttentionBackend, AttentionInputs, AttentionMask, BLOCK_TOKENS, CachedLayer, PassBlocks, Queries, attention,
 };
 use crate::kernels::matmul::matmul_f32;
+use crate::kernels::moe::combine::combine;
 use crate::kernels::moe::experts::{ExpertWeights, expert_matmul};
-use crate::kernels::moe::grouped_gemm::combine;
 use crate::kernels::moe::topk::{Softmax, topk_softmax};
 use crate::kernels::norm::{Addend, add_norm};
 use crate::kernels::quantized::{PlaneBytes, QuantizedMatrix, WeightFormat};

@@ -8,11 +8,11 @@ use super::linear::{Bias, Linear, SHARE_COLUMNS, gate_up_rows};
 use crate::device::World;
 use crate::kernels::activation::{Activation, clamped_swiglu, gated_halves};
 use crate::kernels::matrix::Matrix;
+use crate::kernels::moe::combine::combine;
 #[cfg(feature = "cuda")]
 use crate::kernels::moe::expert_mlp::{ExpertLinear, expert_mlp};
 use crate::kernels::moe::expert_usage::ExpertUsage;
 use crate::kernels::moe::experts::{ExpertWeights, MAX_PAIRS, expert_matmul};
-use crate::kernels::moe::grouped_gemm::combine;
 use crate::kernels::moe::mxfp4::MXFP4_BLOCK;
 #[cfg(feature = "cuda")]
 use crate::kernels::moe::route::RoutedPairs;

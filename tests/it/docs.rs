@@ -195,13 +195,10 @@ fn speeds_and_memory_agree_with_the_stored_results() {
     .map(|(single, serving)| (Results::read(single), Results::read(serving)));
     let decode = |results: &Results| format!("{} / {}", results.speed("tg", 128, 0), results.speed("tg", 128, 8192));
     let prefill = |results: &Results| format!("{} / {}", results.speed("pp", 512, 0), results.speed("pp", 2048, 0));
-    let each = |kind, tokens| [&oss, &llama, &small].map(|results| results.speed(kind, tokens, 0)).join(" | ");
     let (loaded, end) = ("after_load_bytes", "at_end_bytes");
     let overview =
         |results: &Results| format!("{} | {} | {} GB", decode(results), prefill(results), results.gigabytes(loaded));
-    let memory = [&oss, &llama, &small]
-        .map(|results| format!("{} / {} GB", results.gigabytes(loaded), results.gigabytes(end)))
-        .join(" | ");
+    let memory = |results: &Results| format!("{} / {} GB", results.gigabytes(loaded), results.gigabytes(end));
 
     let singles = |speeds: &dyn Fn(&Results) -> String| newest.each_ref().map(|(single, _)| speeds(single)).join(" | ");
     let at_once = |requests| newest.each_ref().map(|(_, serving)| serving.speed_at_once(requests)).join(" | ");
@@ -211,15 +208,38 @@ fn speeds_and_memory_agree_with_the_stored_results() {
         ("README.md", format!("8 requests at once (512 prompt tokens, 128 generated) | {}", at_once(8))),
         ("README.md", format!("128 such requests | {}", at_once(128))),
         ("README.md", format!("Qwen3-30B-A3B | {}", overview(&qwen))),
-        ("docs/benchmarks.md", format!("decode, empty context | {}", each("tg", 128))),
-        ("docs/benchmarks.md", format!("decode after 8,192 tokens | {}", oss.speed("tg", 128, 8192))),
-        ("docs/benchmarks.md", format!("prefill, 512 tokens | {}", each("pp", 512))),
-        ("docs/benchmarks.md", format!("prefill, 2,048 tokens | {}", each("pp", 2048))),
-        ("docs/benchmarks.md", format!("prefill, 8,192 tokens | {}", oss.speed("pp", 8192, 0))),
-        ("docs/benchmarks.md", format!("(context 16,386 / 2,050 / 2,050) | {memory}")),
-        ("docs/benchmarks.md", format!("(Gemma-2: 6,000) | {} | {}", decode(&qwen), decode(&qwen_q8))),
-        ("docs/benchmarks.md", format!("prefill of 512 / 2,048 tokens | {} | {}", prefill(&qwen), prefill(&qwen_q8))),
+        ("docs/benchmarks.md", format!("gpt-oss-20b | 8,194 | {}", memory(&newest[0].0))),
+        ("docs/benchmarks.md", format!("Llama-3.1-8B | 2,050 | {}", memory(&llama))),
+        ("docs/benchmarks.md", format!("Llama-3.2-1B | 2,050 | {}", memory(&small))),
+        ("docs/benchmarks.md", format!("Llama-3.1-8B | {} | {}", llama.speed("tg", 128, 0), prefill(&llama))),
+        ("docs/benchmarks.md", format!("Llama-3.2-1B | {} | {}", small.speed("tg", 128, 0), prefill(&small))),
+        ("docs/benchmarks.md", format!("Qwen3-30B-A3B | {}", overview(&qwen))),
+        ("docs/benchmarks.md", format!("Qwen3-30B-A3B with `--quantize q8_0` | {}", overview(&qwen_q8))),
+        ("docs/benchmark-history.md", format!("decode, empty context | {}", oss.speed("tg", 128, 0))),
+        ("docs/benchmark-history.md", format!("decode after 8,192 tokens | {}", oss.speed("tg", 128, 8192))),
+        ("docs/benchmark-history.md", format!("prefill, 512 tokens | {}", oss.speed("pp", 512, 0))),
+        ("docs/benchmark-history.md", format!("prefill, 2,048 tokens | {}", oss.speed("pp", 2048, 0))),
+        ("docs/benchmark-history.md", format!("prefill, 8,192 tokens | {}", oss.speed("pp", 8192, 0))),
     ];
+    // docs/benchmarks.md has a section for each of these GPU setups. Two sections may contain the same row.
+    let benchmarks = page("docs/benchmarks.md");
+    let sections = ["## One H200", "## One H100", "### Two H100s"];
+    for (heading, (single, serving)) in sections.into_iter().zip(&newest) {
+        let level = heading.split(' ').next().unwrap();
+        let section = benchmarks.split_once(&format!("\n{heading}\n")).unwrap().1;
+        let section = section.split(&format!("\n{level} ")).next().unwrap();
+        let mut rows = vec![format!("| decode | {} |", single.speed("tg", 128, 0))];
+        for (tokens, name) in [(512, "512"), (2048, "2,048"), (8192, "8,192")] {
+            rows.push(format!("| prefill of {name} tokens | {} |", single.speed("pp", tokens, 0)));
+        }
+        for requests in [8, 32, 64, 128, 256] {
+            let name = if level == "###" { format!("{requests} requests") } else { requests.to_string() };
+            rows.push(format!("| {name} | {} |", serving.speed_at_once(requests)));
+        }
+        for row in rows {
+            assert!(section.contains(&row), "{heading} in docs/benchmarks.md does not contain this row: {row}");
+        }
+    }
     for (name, row) in rows {
         assert!(page(name).contains(&format!("{row} |")), "{name} does not contain this row: {row}");
     }

@@ -12,8 +12,8 @@ use std::cell::RefCell;
 use std::fmt::Write;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::process::ExitCode;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, RwLock};
 
 use clap::Parser;
 use libtest_mimic::{Arguments, Completion, Failed, Trial};
@@ -26,6 +26,8 @@ pub struct Test {
     /// The full path: crate, modules and function, joined with `::`.
     pub path: Cow<'static, str>,
     pub need: Option<Need>,
+    /// Whether no other test may run at the same time.
+    pub is_alone: bool,
     pub run: fn(),
 }
 
@@ -109,7 +111,12 @@ fn tests_of_cuda_builds() -> Vec<Test> {
         let (argument, function) = rest.split_once(']')?;
         let name = function.split_once("fn ")?.1.split('(').next()?;
         let need = if argument == "(full_size)" { Need::FullSize } else { Need::Gpu };
-        Some(Test { path: format!("it::{module}::{name}").into(), need: Some(need), run: fail_without_cuda })
+        Some(Test {
+            path: format!("it::{module}::{name}").into(),
+            need: Some(need),
+            is_alone: false,
+            run: fail_without_cuda,
+        })
     });
     tests.collect()
 }
@@ -165,7 +172,14 @@ pub fn main() -> ExitCode {
                 skipped[need as usize].fetch_add(1, Ordering::Relaxed);
                 Ok(Completion::ignored_with(format!("needs {}", need.name())))
             }
-            _ => run_captured(test.run, is_captured).map(|()| Completion::Completed),
+            _ => {
+                // A panic of a test does not poison the lock, because `run_captured` catches it.
+                let (_others, _alone) = match test.is_alone {
+                    true => (None, Some(RUNNING.write())),
+                    false => (Some(RUNNING.read()), None),
+                };
+                run_captured(test.run, is_captured).map(|()| Completion::Completed)
+            }
         });
         // `--ignored` runs only the tests that have a requirement.
         trial.with_ignored_flag(common.ignored && need.is_some())
@@ -182,6 +196,9 @@ pub fn main() -> ExitCode {
     }
     conclusion.exit_code()
 }
+
+/// Held by every test that runs: shared, or exclusively by a test that must run alone.
+static RUNNING: RwLock<()> = RwLock::new(());
 
 thread_local! {
     /// The output of the test on this thread, or `None` if output is not captured.

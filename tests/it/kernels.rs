@@ -12,8 +12,8 @@ use inferno::kernels::attention::{
     AttentionBackend, AttentionInputs, AttentionMask, BLOCK_TOKENS, CachedLayer, PassBlocks, Queries, attention, slot,
 };
 use inferno::kernels::bandwidth;
+use inferno::kernels::moe::combine::combine;
 use inferno::kernels::moe::experts::{ExpertWeights, expert_matmul};
-use inferno::kernels::moe::grouped_gemm::combine;
 use inferno::kernels::moe::mxfp4::{E2M1_VALUES, e8m0_to_f32};
 use inferno::kernels::moe::topk::{Softmax, topk_softmax};
 use inferno::kernels::norm::{Addend, add_norm};

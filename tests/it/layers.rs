@@ -85,6 +85,37 @@ fn files_of_a_folder_have_no_cycles() {
     assert!(cycles.is_empty(), "{cycles}");
 }
 
+/// The checks above find what they look for.
+#[test]
+fn cycles_and_imports_are_found_in_examples() {
+    let parse =
+        |files: &[(&str, &str)]| Sources::parse(files.iter().map(|(name, text)| (name.into(), text.to_string())));
+    let folders =
+        |files: &[(&str, &str)]| parse(files).cycles().into_iter().map(|(folder, _)| folder).collect::<Vec<_>>();
+    let a = "use super::b::Thing;\npub struct Other;";
+    assert_eq!(folders(&[("x/mod.rs", ""), ("x/a.rs", a), ("x/b.rs", "pub struct Thing;")]), [""; 0]);
+    // A cycle of two files, one through a re-export in the folder's own module, and one of three files.
+    let b = "pub struct Thing;\nfn f() { super::a::Other }";
+    assert_eq!(folders(&[("x/mod.rs", "mod a; mod b;"), ("x/a.rs", a), ("x/b.rs", b)]), ["x"]);
+    let b = "use super::Other;\npub struct Thing(Other);";
+    assert_eq!(folders(&[("x/mod.rs", "mod a;\npub use a::Other;"), ("x/a.rs", a), ("x/b.rs", b)]), ["x"]);
+    let c = "use crate::x::a::Other;\npub struct Third(Other);";
+    let b = "use super::c::Third;\npub struct Thing(Third);";
+    assert_eq!(folders(&[("x/mod.rs", ""), ("x/a.rs", a), ("x/b.rs", b), ("x/c.rs", c)]), ["x"]);
+    // A method with the name of an imported item does not hide the import.
+    let hidden = "pub use super::a::other;\nstruct S;\nimpl S { fn other() {} }";
+    let user = "use super::b::other;\npub fn third() { other() }";
+    let a = "use super::c::third;\npub fn other() { third() }";
+    assert_eq!(folders(&[("x/mod.rs", ""), ("x/a.rs", a), ("x/b.rs", hidden), ("x/c.rs", user)]), ["x"]);
+
+    let sources =
+        parse(&[("nn/mod.rs", "use crate::engine::{self, handle::Handle};\nfn f() { crate::text::size(1) }")]);
+    let found: Vec<String> = sources.references().iter().map(|reference| reference.to.join("::")).collect();
+    for expected in ["engine", "engine::handle::Handle", "text::size"] {
+        assert!(found.iter().any(|path| path == expected), "{expected} is missing in {found:?}");
+    }
+}
+
 /// The path of a module or item, relative to the crate root.
 type ModulePath = Vec<String>;
 
@@ -118,24 +149,30 @@ impl Sources {
         let src = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
         let mut files = Vec::new();
         collect(&src, &mut files);
+        let text = |file: &PathBuf| std::fs::read_to_string(file).unwrap();
+        let sources =
+            Self::parse(files.iter().map(|file| (file.strip_prefix(&src).unwrap().to_path_buf(), text(file))));
+        assert!(sources.0.len() > 20);
+        sources
+    }
+
+    /// Parses files. Each has its path in `src` and its text.
+    fn parse(files: impl Iterator<Item = (PathBuf, String)>) -> Self {
         let mut sources = BTreeMap::new();
-        for file in files {
-            let relative = file.strip_prefix(&src).unwrap().to_path_buf();
+        for (relative, text) in files {
             let mut module: ModulePath =
                 relative.with_extension("").iter().map(|part| part.to_str().unwrap().to_string()).collect();
             if module.last().is_some_and(|name| name == "mod") {
                 module.pop();
             }
-            if [vec!["lib"], vec!["main"]].iter().any(|root| module == *root) {
+            if module == ["lib"] || module == ["main"] {
                 continue;
             }
-            let text = std::fs::read_to_string(&file).unwrap();
             let tokens: TokenStream = text.parse().unwrap_or_else(|error| panic!("{}: {error}", relative.display()));
             let mut source = Source { file: relative, ..Default::default() };
-            source.scan(tokens, &module, &module);
+            source.scan(tokens, &module, &module, true);
             sources.insert(module, source);
         }
-        assert!(sources.len() > 20);
         Self(sources)
     }
 
@@ -229,16 +266,16 @@ impl Sources {
 
 impl Source {
     /// Collects names and paths. `module` is the module of the file. `scope` is that module or an inline module in it.
-    fn scan(&mut self, tokens: TokenStream, module: &ModulePath, scope: &ModulePath) {
+    /// `is_top` is true outside all braces: only there, an item is an item of the file.
+    fn scan(&mut self, tokens: TokenStream, module: &ModulePath, scope: &ModulePath, is_top: bool) {
         let tokens: Vec<TokenTree> = tokens.into_iter().collect();
-        let is_top = module == scope;
         let mut i = 0;
         while i < tokens.len() {
             let start = i;
             i += 1;
             let TokenTree::Ident(ident) = &tokens[start] else {
                 if let TokenTree::Group(group) = &tokens[start] {
-                    self.scan(group.stream(), module, scope);
+                    self.scan(group.stream(), module, scope, false);
                 }
                 continue;
             };
@@ -253,7 +290,8 @@ impl Source {
                 ("mod", Some(TokenTree::Ident(name)), Some(TokenTree::Group(body))) => {
                     let name = name.to_string();
                     if name != "tests" {
-                        self.scan(body.stream(), module, &[&scope[..], std::slice::from_ref(&name)].concat());
+                        let scope = [&scope[..], std::slice::from_ref(&name)].concat();
+                        self.scan(body.stream(), module, &scope, false);
                     }
                     i += 2;
                 }

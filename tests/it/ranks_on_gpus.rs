@@ -1,7 +1,8 @@
 //! Tests of several ranks that run one model together on GPUs. With fewer GPUs than ranks, several ranks share a GPU.
+//!
+//! While one GPU waits for another, no other test may load kernels or allocate memory on them, so these tests run alone.
 
 use std::path::Path;
-use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use candle_core::{DType, Device, Tensor};
 use half::bf16;
@@ -19,13 +20,6 @@ use crate::queued_steps;
 use crate::ranks::{CONTEXT, assert_ranks_agree, expected, logits_on, on_ranks, split_world};
 use crate::support::engine::{Answer, GraphModel, assert_greedy, generate, generate_at_once, two_gpus};
 use crate::support::{GoldenKind, golden, golden_models, logits_of};
-
-/// Lets only one of these tests run at a time, because another test would load kernels and allocate memory.
-/// While one GPU waits for another, no program may do so on either GPU.
-fn one_at_a_time() -> MutexGuard<'static, ()> {
-    static GPUS: Mutex<()> = Mutex::new(());
-    GPUS.lock().unwrap_or_else(PoisonError::into_inner)
-}
 
 /// Calls `work` for each rank with its connected world, its GPU, and the exchange between the GPUs.
 /// With fewer GPUs than ranks, several ranks share a GPU.
@@ -45,9 +39,8 @@ fn on_host(x: &Tensor) -> Vec<f32> {
     x.flatten_all().unwrap().to_vec1().unwrap()
 }
 
-#[test(gpu)]
+#[test(gpu_alone)]
 fn gpus_exchange_tensors_of_all_sizes() {
-    let _guard = one_at_a_time();
     let value = |rank: usize, i: usize| ((i * 31 + rank * 17 + 5) % 1009) as f32;
     for size in [2, 3, 4] {
         on_gpus(size, |world, device, exchange| {
@@ -91,10 +84,9 @@ fn gpus_exchange_tensors_of_all_sizes() {
 
 /// Runs many sums in a row and compares each one with the sum that was computed beforehand.
 /// `INFERNO_TEST_EXCHANGES` sets the number of sums, which is 10,000 by default.
-#[test(gpu)]
+#[test(gpu_alone)]
 fn many_sums_in_a_row_are_exact() {
     const TENSORS: usize = 16;
-    let _guard = one_at_a_time();
     let sums = std::env::var("INFERNO_TEST_EXCHANGES").map_or(10_000, |sums| sums.parse::<usize>().unwrap());
     let size = device::gpu_count().clamp(2, 8);
     let value = |rank: usize, tensor: usize, i: usize| ((i * 31 + rank * 17 + tensor * 101 + 5) % 1009) as f32;
@@ -125,9 +117,8 @@ fn many_sums_in_a_row_are_exact() {
 }
 
 /// Each data word of an exchange is its own arrival flag, so no value may look like a word that has not arrived.
-#[test(gpu)]
+#[test(gpu_alone)]
 fn gpus_exchange_every_kind_of_number() {
-    let _guard = one_at_a_time();
     let values = [f32::from_bits(u32::MAX), f32::NAN, f32::INFINITY, -0.0, f32::MIN_POSITIVE / 2.0, 1.0, 2.0, 3.0];
     let sums = on_gpus(2, |world, device, exchange| {
         let x = Tensor::new(&values, device).unwrap();
@@ -154,9 +145,8 @@ fn gpus_exchange_every_kind_of_number() {
 }
 
 /// With one GPU, both ranks share it, so the times do not measure an exchange between GPUs.
-#[test(gpu)]
+#[test(gpu_alone)]
 fn the_exchange_of_gpus_can_be_measured() {
-    let _guard = one_at_a_time();
     let times = on_ranks(2, |world| {
         let device = device::open(DeviceChoice::Cuda(world.rank() % device::gpu_count())).unwrap();
         let Device::Cuda(device) = device else { panic!("not a GPU") };
@@ -166,9 +156,8 @@ fn the_exchange_of_gpus_can_be_measured() {
     assert!(times.iter().all(|times| times.small > 0.0 && times.small < times.large && times.large < 0.1), "{times:?}");
 }
 
-#[test(gpu)]
+#[test(gpu_alone)]
 fn a_gpu_that_does_not_answer_ends_the_world() {
-    let _guard = one_at_a_time();
     let errors = on_gpus(2, |world, device, exchange| {
         let x = Tensor::new(&[1f32], device).unwrap();
         on_host(&exchange.sum(&x).unwrap());
@@ -187,9 +176,8 @@ fn a_gpu_that_does_not_answer_ends_the_world() {
 
 /// A first launch may take long, because hosts load kernels before it. Between two launches of graphs, they load none.
 /// A host that hangs between the launches is therefore noticed within the short time limit for a GPU.
-#[test(gpu)]
+#[test(gpu_alone)]
 fn a_host_that_does_not_launch_its_graph_ends_the_world() {
-    let _guard = one_at_a_time();
     let errors = on_gpus(2, |world, device, exchange| {
         on_host(&exchange.sum(&Tensor::new(&[1f32], device).unwrap()).unwrap());
         exchange.launch_together(&mut || Ok(())).unwrap();
@@ -206,9 +194,8 @@ fn a_host_that_does_not_launch_its_graph_ends_the_world() {
 
 /// Runs each golden model token by token on the decode graphs of two ranks.
 /// Skips models for which a rank has no decode graph.
-#[test(gpu)]
+#[test(gpu_alone)]
 fn decode_graphs_of_ranks_agree_with_transformers() {
-    let _guard = one_at_a_time();
     for (dtype, tolerance) in [(DType::BF16, 6e-2), (DType::F16, 2e-2)] {
         let mut models = Vec::new();
         for case in golden_models(|model| model.kind != GoldenKind::Compressed) {
@@ -264,9 +251,8 @@ fn graph_logits(
 }
 
 /// Runs two ranks on two GPUs, or on the same GPU if there is only one. Some cases run eight ranks on one GPU.
-#[test(gpu)]
+#[test(gpu_alone)]
 fn ranks_on_gpus_agree_with_transformers() {
-    let _guard = one_at_a_time();
     let devices = two_gpus();
     for (dtype, tolerance) in [(DType::F32, 1e-4), (DType::BF16, 6e-2), (DType::F16, 2e-2)] {
         for case in golden_models(|model| model.kind != GoldenKind::Compressed) {
@@ -297,9 +283,8 @@ fn ranks_on_gpus_agree_with_transformers() {
 }
 
 /// Runs greedy requests on two ranks. Every answer has the full length, and most answers equal the answers of one GPU.
-#[test(gpu)]
+#[test(gpu_alone)]
 fn engines_of_several_gpus_answer_many_requests() {
-    let _guard = one_at_a_time();
     let engine =
         |devices: Devices, split| queued_steps::demo().devices(devices).split(split).dtype(DType::F32).load().unwrap();
     let one = engine("cuda".parse().unwrap(), Split::Tensor);
@@ -322,9 +307,8 @@ fn engines_of_several_gpus_answer_many_requests() {
 }
 
 /// A single sequence runs on decode graphs, and several sequences run on batch graphs.
-#[test(gpu)]
+#[test(gpu_alone)]
 fn graphs_of_several_gpus_choose_the_most_likely_tokens() {
-    let _guard = one_at_a_time();
     let cases = [
         ("mistral", Split::Tensor),
         ("gpt_oss_graph", Split::Tensor),

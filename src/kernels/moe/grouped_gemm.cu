@@ -118,23 +118,6 @@ __device__ void grouped_gemm(const T* weights, const T* bias, const T* x, const 
     }
 }
 
-// Computes out[t] = Σ routing_weights[t, n] · y[t, n] over n.
-//   y: T [tokens, chosen, columns]
-//   routing_weights: f32 [tokens, chosen]
-//   out: f32 [tokens, columns]; n = tokens · columns
-//   grid: ceil(n / 256); block: 256
-//   bytes moved: n · (chosen · sizeof(T) + 4)
-template <typename T>
-__device__ void mix(const T* y, const float* routing_weights, float* out, int n, int columns, int chosen) {
-    const int i = blockIdx.x * blockDim.x + threadIdx.x;
-    if (i >= n) return;
-    const int token = i / columns, column = i % columns;
-    float sum = 0.0f;
-    for (int c = 0; c < chosen; ++c)
-        sum += routing_weights[token * chosen + c] * to_float(y[((size_t)token * chosen + c) * columns + column]);
-    out[i] = sum;
-}
-
 #define DEFINE_GEMM(T, SUFFIX, BM)                                                                                     \
     extern "C" __global__ void __launch_bounds__(GROUPED_GEMM_THREADS, 2)                                              \
         grouped_gemm_##BM##_##SUFFIX(const T* weights, const T* bias, const T* x, const uint32_t* sorted,              \
@@ -145,10 +128,3 @@ DEFINE_GEMM(__half, f16, 64)
 DEFINE_GEMM(__half, f16, 128)
 DEFINE_GEMM(__nv_bfloat16, bf16, 64)
 DEFINE_GEMM(__nv_bfloat16, bf16, 128)
-
-#define DEFINE_MIX(T, SUFFIX)                                                                                          \
-    extern "C" __global__ void __launch_bounds__(256)                                                                  \
-        combine_##SUFFIX(const T* y, const float* routing_weights, float* out, int n, int columns, int chosen) {       \
-        mix(y, routing_weights, out, n, columns, chosen);                                                              \
-    }
-FOR_EACH_DTYPE(DEFINE_MIX)

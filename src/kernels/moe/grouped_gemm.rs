@@ -1,18 +1,11 @@
-//! Matrix products of routed experts with float weights, for many tokens (`grouped_gemm.cu`).
-//!
-//! [`combine`] computes the weighted sum of the experts' outputs.
+//! Matrix products of routed experts with float weights, for many tokens, on a GPU (`grouped_gemm.cu`).
 
-#[cfg(feature = "cuda")]
 use candle_core::cuda_backend::CudaDevice;
-use candle_core::{DType, Device, Result, Tensor, bail};
+use candle_core::{Result, Tensor};
 
-#[cfg(feature = "cuda")]
 use super::sort_by_expert::{SortedPairs, sort_by_expert};
-#[cfg(feature = "cuda")]
 use crate::kernels::constants::{GROUPED_GEMM_COLUMNS, GROUPED_GEMM_ROWS, GROUPED_GEMM_STAGES, GROUPED_GEMM_THREADS};
-#[cfg(feature = "cuda")]
 use crate::kernels::launch::{Arguments, Launch, LaunchShape, dtype_suffix, module};
-use crate::kernels::unsupported;
 
 /// Writes `out[t, n] = weights[ids[t, n]] · x[t] + bias[ids[t, n]]`, or with `x[t, n]` if x has three dimensions.
 ///
@@ -26,7 +19,6 @@ use crate::kernels::unsupported;
 ///
 /// # Safety
 /// The tensors must have the shapes and dtypes listed above, and every id must be less than `experts`.
-#[cfg(feature = "cuda")]
 pub(super) unsafe fn grouped_gemm(
     device: &CudaDevice,
     x: &Tensor,
@@ -57,36 +49,4 @@ pub(super) unsafe fn grouped_gemm(
     let kernel = format!("grouped_gemm_{tile_pairs}_{}", dtype_suffix(x.dtype())?);
     // SAFETY: the caller guarantees valid shapes and ids; the grid covers the maximum number of tiles.
     unsafe { Launch::new(module!("grouped_gemm"), kernel, shape, arguments).enqueue(device) }
-}
-
-/// Returns `Σ routing_weights[t, n] · y[t, n]` over n as f32 `[tokens, columns]`.
-///
-/// - y: `[tokens, chosen, columns]`
-/// - routing_weights: f32 `[tokens, chosen]`
-pub fn combine(y: &Tensor, routing_weights: &Tensor) -> Result<Tensor> {
-    let (tokens, chosen, columns) = y.dims3()?;
-    if routing_weights.dims() != [tokens, chosen] || routing_weights.dtype() != DType::F32 {
-        let (dtype, dims) = (routing_weights.dtype(), routing_weights.dims());
-        bail!("combine: routing weights are {dtype:?} {dims:?}, expected F32 [{tokens}, {chosen}]");
-    }
-    match y.device() {
-        Device::Cpu => y.to_dtype(DType::F32)?.broadcast_mul(&routing_weights.unsqueeze(2)?)?.sum(1),
-        #[cfg(feature = "cuda")]
-        Device::Cuda(device) => {
-            let count = tokens * columns;
-            // SAFETY: the kernel writes every element of `out`.
-            let out = unsafe { crate::kernels::scratch::empty((tokens, columns), DType::F32, y.device())? };
-            let arguments =
-                Arguments::new().tensor(y)?.tensor(routing_weights)?.tensor(&out)?.int(count).int(columns).int(chosen);
-            let kernel = format!("combine_{}", dtype_suffix(y.dtype())?);
-            let launch = Launch::new(module!("grouped_gemm"), kernel, LaunchShape::one_thread_each(count), arguments);
-            // SAFETY: shapes and dtypes are checked above.
-            unsafe { launch.enqueue(device)? };
-            Ok(out)
-        }
-        _ => {
-            let _ = columns;
-            unsupported("combine", y)
-        }
-    }
 }

@@ -25,13 +25,15 @@
 //!
 //! On a CPU, `experts::reference` computes the products.
 
+pub mod combine;
 #[cfg(feature = "cuda")]
 mod expert_few;
 #[cfg(feature = "cuda")]
 pub mod expert_mlp;
 pub mod expert_usage;
 pub mod experts;
-pub mod grouped_gemm;
+#[cfg(feature = "cuda")]
+mod grouped_gemm;
 pub mod mxfp4;
 #[cfg(feature = "cuda")]
 pub mod mxfp4_tiles;

@@ -11,8 +11,9 @@ use proc_macro::{Delimiter, Group, TokenStream, TokenTree};
 ///
 /// - `#[test]` runs everywhere.
 /// - `#[test(gpu)]` needs an NVIDIA GPU.
+/// - `#[test(gpu_alone)]` needs an NVIDIA GPU, and runs while no other test runs.
 /// - `#[test(fixtures)]` needs the folder that `INFERNO_FIXTURES` names.
-/// - `#[test(full_size)]` needs a GPU and the model that `INFERNO_FULL_SIZE` names.
+/// - `#[test(full_size)]` needs a GPU and the model that `INFERNO_FULL_SIZE` names. It also runs alone.
 /// - `#[test(no_driver)]` needs a program that starts without an NVIDIA driver.
 /// - `#[test(mount)]` needs the right to mount filesystems.
 ///
@@ -20,15 +21,18 @@ use proc_macro::{Delimiter, Group, TokenStream, TokenTree};
 /// A `#[cfg]` below `#[test(gpu)]` removes only the body of the test, so builds without CUDA still list it.
 #[proc_macro_attribute]
 pub fn test(need: TokenStream, function: TokenStream) -> TokenStream {
-    let need = match need.to_string().as_str() {
+    let argument = need.to_string();
+    let is_alone = matches!(argument.as_str(), "gpu_alone" | "full_size");
+    let need = match argument.as_str() {
         "" => "None",
-        "gpu" => "Some(crate::harness::Need::Gpu)",
+        "gpu" | "gpu_alone" => "Some(crate::harness::Need::Gpu)",
         "fixtures" => "Some(crate::harness::Need::Fixtures)",
         "full_size" => "Some(crate::harness::Need::FullSize)",
         "no_driver" => "Some(crate::harness::Need::NoDriver)",
         "mount" => "Some(crate::harness::Need::Mount)",
         other => {
-            return error(&format!("unknown #[test] argument '{other}'; use gpu, fixtures, full_size, no_driver or mount"));
+            let known = "gpu, gpu_alone, fixtures, full_size, no_driver or mount";
+            return error(&format!("unknown #[test] argument '{other}'; use {known}"));
         }
     };
     let tokens: Vec<TokenTree> = function.clone().into_iter().collect();
@@ -61,6 +65,7 @@ pub fn test(need: TokenStream, function: TokenStream) -> TokenStream {
         "::inventory::submit! {{ crate::harness::Test {{
             path: ::std::borrow::Cow::Borrowed(concat!(module_path!(), \"::{name}\")),
             need: {need},
+            is_alone: {is_alone},
             run: {run},
         }} }}"
     );
