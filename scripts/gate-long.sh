@@ -23,7 +23,7 @@ for part in "$@"; do
   case $part in
     cuda12 | cpu) scripts/release.sh --output "$scratch/dist" --only "$part" ;;
     image) scripts/image.sh --program "$target/release/inferno" ;;
-    routing) scripts/routing.py --program "$target/release/inferno" --report "$scratch/routing.json" ;;
+    routing) scripts/routing_report.py --program "$target/release/inferno" --report "$scratch/routing.json" ;;
     *)
       echo "gate-long.sh: unknown part $part" >&2
       exit 2

@@ -48,7 +48,8 @@ COMMIT = "0123456789012345678901234567890123456789"
 # MAX_SECONDS, MAX_DATA and HANG_SECONDS have the same values as in tests/it/support/bounded.rs.
 MAX_SECONDS = 10
 MAX_DATA = 1_500_000_000
-# The script kills the program after this time, in seconds. On a busy machine, MAX_SECONDS of CPU time can take this long.
+# The script kills the program after this time, in seconds.
+# On a busy machine, MAX_SECONDS of CPU time can take this long.
 HANG_SECONDS = 60
 MAX_RESIDENT = 1_500_000_000
 MAX_MESSAGE = 5000
@@ -73,11 +74,15 @@ def nested(depth, opening="[", closing="]"):
     return Raw(opening * depth + "0" + closing * depth)
 
 
-NUMBERS = [0, 1, 2, 3, 7, 63, 65, 127, 4097, 65536, 2**31 - 1, 2**31, 2**32, 2**53 + 1, 2**60, 2**63 - 1, 2**63, 2**64 - 1]
+NUMBERS = [0, 1, 2, 3, 7, 63, 65, 127, 4097, 65536, 2**31 - 1, 2**31, 2**32, 2**53 + 1, 2**60, 2**63 - 1, 2**63,
+           2**64 - 1]
 NUMBERS += [2**64, 10**30, -1, -2, -(2**31), -(2**63), 0.5, 1.5, -0.0, 1e-45, 1e-320, 1e38, 1e300, -1e308]
-NUMBERS += [Raw("NaN"), Raw("Infinity"), Raw("-Infinity"), Raw("1e999"), Raw("-1e999"), Raw("1e"), Raw("01"), Raw("9" * 5000)]
-STRINGS = ["", "0", "x", "null", "é世界🦀", "\ufffd", "\ufdd0", "\u202e", "\x1b[31m", "<|end|>", "{{ 1 }}", "(a+)+$", "[", "*"]
-STRINGS += [STRANGE, "y" * 200, "y" * 100_000, "\u0301" * 5000, Raw('"\\ud800"'), Raw('"\\u0000"'), Raw('"\\x"')] + PATHS
+NUMBERS += [Raw("NaN"), Raw("Infinity"), Raw("-Infinity"), Raw("1e999"), Raw("-1e999"), Raw("1e"), Raw("01"),
+            Raw("9" * 5000)]
+STRINGS = ["", "0", "x", "null", "é世界🦀", "\ufffd", "\ufdd0", "\u202e", "\x1b[31m", "<|end|>", "{{ 1 }}", "(a+)+$",
+           "[", "*"]
+STRINGS += [STRANGE, "y" * 200, "y" * 100_000, "\u0301" * 5000, Raw('"\\ud800"'), Raw('"\\u0000"'),
+            Raw('"\\x"')] + PATHS
 
 
 def scalar(rng):
@@ -210,8 +215,10 @@ def config_addition(rng):
     compressed = {"quant_method": "compressed-tensors", "format": rng.choice(["int-quantized", "float-quantized", "x"]),
                   "config_groups": {"group_0": group}, "ignore": ["lm_head", "re:(a+)+$"]}
     return rng.choice([
-        ("rope_scaling", scaling), ("rope_parameters", scaling), ("rope_theta", number), ("model_type", rng.choice(MODEL_TYPES)),
-        ("quantization_config", rng.choice([compressed, {"quant_method": "mxfp4"}, {"quant_method": "gptq", "bits": 4}])),
+        ("rope_scaling", scaling), ("rope_parameters", scaling), ("rope_theta", number),
+        ("model_type", rng.choice(MODEL_TYPES)),
+        ("quantization_config",
+         rng.choice([compressed, {"quant_method": "mxfp4"}, {"quant_method": "gptq", "bits": 4}])),
         ("layer_types", [rng.choice(["full_attention", "sliding_attention", "x"])] * rng.choice([0, 1, 2, 6, 5000])),
         ("sliding_window", size), ("head_dim", size), ("hidden_size", size), ("num_hidden_layers", size),
         ("num_attention_heads", size), ("num_key_value_heads", size), ("intermediate_size", size), ("vocab_size", size),
@@ -219,11 +226,13 @@ def config_addition(rng):
         ("num_experts", size), ("tie_word_embeddings", rng.choice([True, False])), ("partial_rotary_factor", number),
         ("final_logit_softcapping", number), ("attn_logit_softcapping", number), ("query_pre_attn_scalar", number),
         ("rms_norm_eps", number), ("hidden_act", rng.choice(["gelu", "relu", "silu", "gelu_pytorch_tanh", "x"])),
-        ("eos_token_id", rng.choice([[], -1, 2**32, [0] * 1000, ["a"], 5])), ("torch_dtype", rng.choice(["float16", "x"])),
+        ("eos_token_id", rng.choice([[], -1, 2**32, [0] * 1000, ["a"], 5])),
+        ("torch_dtype", rng.choice(["float16", "x"])),
         ("attention_bias", True), ("layer_norm_epsilon", number), ("n_positions", size), ("n_inner", size),
         ("text_config", {"model_type": "gemma3_text", "hidden_size": size}), ("original_max_position_embeddings", size),
         ("use_sliding_window", True), ("max_window_layers", size), ("rope_local_base_freq", number),
-        ("decoder_sparse_step", size), ("mlp_only_layers", [0, size]), ("norm_topk_prob", True), ("swiglu_limit", number),
+        ("decoder_sparse_step", size), ("mlp_only_layers", [0, size]), ("norm_topk_prob", True),
+        ("swiglu_limit", number),
     ])
 
 
@@ -265,37 +274,48 @@ TOKENIZER_PARTS = {
         {"type": "Precompiled", "precompiled_charsmap": "AAAA"}, {"type": "Nonsense"}, {"type": "ByteLevel"},
     ],
     "pre_tokenizer": [
-        {"type": "Whitespace"}, {"type": "Split", "pattern": {"Regex": "(?=(a+)+$)(a|a)+b"}, "behavior": "Isolated", "invert": False},
+        {"type": "Whitespace"},
+        {"type": "Split", "pattern": {"Regex": "(?=(a+)+$)(a|a)+b"}, "behavior": "Isolated", "invert": False},
         {"type": "Split", "pattern": {"Regex": "(" * 300 + ")" * 300}, "behavior": "Removed", "invert": True},
         {"type": "Split", "pattern": {"Regex": "(x{1000}){1000}"}, "behavior": "Isolated", "invert": False},
         {"type": "Split", "pattern": {"String": ""}, "behavior": "MergedWithNext", "invert": False},
         {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always"}, {"type": "FixedLength", "length": 0},
-        {"type": "Digits", "individual_digits": True}, {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": False},
+        {"type": "Digits", "individual_digits": True},
+        {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": False},
         sequence("pretokenizers", [{"type": "Whitespace"}] * 1000), {"type": "UnicodeScripts"}, {"type": "Punctuation"},
     ],
     "decoder": [
         {"type": "Fuse"}, {"type": "ByteFallback"}, {"type": "Strip", "content": " ", "start": 2**40, "stop": 2**40},
-        sequence("decoders", [step_replace("a", "a" * 100)] * 6), step_replace("(a+)+b", "", "Regex"), {"type": "BPEDecoder"},
-        {"type": "CTC", "pad_token": "", "word_delimiter_token": "", "cleanup": True}, {"type": "WordPiece", "prefix": "", "cleanup": True},
-        sequence("decoders", [{"type": "Fuse"}] * 100), step_replace("", "xyz"), {"type": "Metaspace", "replacement": "é"},
+        sequence("decoders", [step_replace("a", "a" * 100)] * 6), step_replace("(a+)+b", "", "Regex"),
+        {"type": "BPEDecoder"},
+        {"type": "CTC", "pad_token": "", "word_delimiter_token": "", "cleanup": True},
+        {"type": "WordPiece", "prefix": "", "cleanup": True},
+        sequence("decoders", [{"type": "Fuse"}] * 100), step_replace("", "xyz"),
+        {"type": "Metaspace", "replacement": "é"},
     ],
     "post_processor": [
-        {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "x", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+        {"type": "TemplateProcessing",
+         "single": [{"SpecialToken": {"id": "x", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
          "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
          "special_tokens": {"x": {"id": "x", "ids": [1] * 1000, "tokens": ["x"] * 1000}}},
-        {"type": "TemplateProcessing", "single": [{"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": "y", "type_id": 0}}],
+        {"type": "TemplateProcessing",
+         "single": [{"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": "y", "type_id": 0}}],
          "pair": [], "special_tokens": {"y": {"id": "y", "ids": [2**32 - 1], "tokens": ["y"]}}},
-        {"type": "RobertaProcessing", "sep": ["x", 5], "cls": ["y", 2**31], "trim_offsets": True, "add_prefix_space": True},
+        {"type": "RobertaProcessing", "sep": ["x", 5], "cls": ["y", 2**31], "trim_offsets": True,
+         "add_prefix_space": True},
         {"type": "BertProcessing", "sep": ["x", 5], "cls": ["y", 6]}, {"type": "ByteLevel"},
     ],
     "version": ["2.0", STRANGE, "y" * 100_000],
     "truncation": [{"max_length": 1, "strategy": "LongestFirst", "stride": 5, "direction": "Right"}],
-    "padding": [{"strategy": {"Fixed": 2**40}, "direction": "Left", "pad_to_multiple_of": 0, "pad_id": 9, "pad_type_id": 0, "pad_token": "x"}],
+    "padding": [{"strategy": {"Fixed": 2**40}, "direction": "Left", "pad_to_multiple_of": 0, "pad_id": 9,
+                 "pad_type_id": 0, "pad_token": "x"}],
     "model": [
-        {"type": "Unigram", "unk_id": 0, "vocab": [["a" * length, -1.0] for length in range(1, 300)], "byte_fallback": False},
+        {"type": "Unigram", "unk_id": 0, "vocab": [["a" * length, -1.0] for length in range(1, 300)],
+         "byte_fallback": False},
         {"type": "Unigram", "unk_id": 2**40, "vocab": [], "byte_fallback": True},
         {"type": "WordLevel", "vocab": {"hi": 0, "[UNK]": 2**32 - 1}, "unk_token": "[UNK]"},
-        {"type": "WordPiece", "unk_token": "[UNK]", "continuing_subword_prefix": "", "max_input_chars_per_word": 2**60, "vocab": {"h": 0}},
+        {"type": "WordPiece", "unk_token": "[UNK]", "continuing_subword_prefix": "", "max_input_chars_per_word": 2**60,
+         "vocab": {"h": 0}},
         {"type": "BPE", "vocab": {}, "merges": []}, {"type": "BPE", "vocab": {"a": 0, "b": 0}, "merges": [["a", "b"]]},
         {"type": "BPE", "vocab": {"h": 0, "i": 1, "hi": 2**32 - 1}, "merges": ["h i"], "byte_fallback": True},
     ],
@@ -313,8 +333,9 @@ def mutate_tokenizer(rng, data):
     added = get(root, "added_tokens")
     if kind < 6 and isinstance(added, list):
         token = {"id": rng.choice([0, 1, 5, 2000, 2**31, 2**32 - 1]), "content": rng.choice(STRINGS + ["h", " "]),
-                 "single_word": bool(rng.randrange(2)), "lstrip": bool(rng.randrange(2)), "rstrip": bool(rng.randrange(2)),
-                 "normalized": bool(rng.randrange(2)), "special": bool(rng.randrange(2))}
+                 "single_word": bool(rng.randrange(2)), "lstrip": bool(rng.randrange(2)),
+                 "rstrip": bool(rng.randrange(2)), "normalized": bool(rng.randrange(2)),
+                 "special": bool(rng.randrange(2))}
         added.insert(rng.randrange(len(added) + 1), token)
         return to_bytes(root), f"add the token {shown(token)}"
     model = get(root, "model")
@@ -338,24 +359,38 @@ CHATML = ("{% for message in messages %}{{ '<|begin|>' + message.role }}\n{{ mes
 
 
 def repeated(body, times=60):
-    return "{% set ns = namespace(s='aaaa', l=[1, 2]) %}{% for i in range(" + str(times) + ") %}" + body + "{% endfor %}"
+    start = "{% set ns = namespace(s='aaaa', l=[1, 2]) %}{% for i in range(" + str(times) + ") %}"
+    return start + body + "{% endfor %}"
 
 
 TEMPLATES = [
-    "{% set ns = namespace() %}{% set ns.x = ns %}{{ ns }}", "{% set ns = namespace() %}{% set ns.x = ns %}{{ ns | tojson }}",
-    "{{ 1" + "+1" * 20_000 + " }}", "{{ 1" + "+1" * 490_000 + " }}", "{{ " + "(" * 400_000 + "1" + ")" * 400_000 + " }}",
-    "{{ " + "[" * 5000 + "]" * 5000 + " }}", "{{ " + "not " * 200_000 + "1 }}", "{% if 0 %}" + "{% elif 0 %}" * 20_000 + "{% endif %}",
-    "{% if 1 %}" * 5000 + "{% endif %}" * 5000, repeated("{% set ns.s = ns.s ~ ns.s %}"), repeated("{% set ns.l = ns.l + ns.l %}"),
-    repeated("{% set ns.s = ns.s | replace('a', 'aa') %}"), repeated("{% set ns.s = [ns.s, ns.s, ns.s] | join(ns.s) %}"),
+    "{% set ns = namespace() %}{% set ns.x = ns %}{{ ns }}",
+    "{% set ns = namespace() %}{% set ns.x = ns %}{{ ns | tojson }}",
+    "{{ 1" + "+1" * 20_000 + " }}", "{{ 1" + "+1" * 490_000 + " }}",
+    "{{ " + "(" * 400_000 + "1" + ")" * 400_000 + " }}",
+    "{{ " + "[" * 5000 + "]" * 5000 + " }}", "{{ " + "not " * 200_000 + "1 }}",
+    "{% if 0 %}" + "{% elif 0 %}" * 20_000 + "{% endif %}",
+    "{% if 1 %}" * 5000 + "{% endif %}" * 5000, repeated("{% set ns.s = ns.s ~ ns.s %}"),
+    repeated("{% set ns.l = ns.l + ns.l %}"),
+    repeated("{% set ns.s = ns.s | replace('a', 'aa') %}"),
+    repeated("{% set ns.s = [ns.s, ns.s, ns.s] | join(ns.s) %}"),
     repeated("{% set ns.l = [ns.l] %}", 100_000) + "{{ ns.l }}", "{{ (['x'] * 100000) | join('y' * 100000) | length }}",
-    repeated("{% set ns.l = [ns.l, ns.l] %}", 40) + "{{ ns.l == ns.l }}", "{{ 'a' * 10000000000 }}", "{{ range(10000000000) | list }}",
-    "{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}", "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-    "{{ '%99999999999d' % 1 }}", "{{ '%s' | format(messages) }}", "{{ messages | tojson(indent=99999999999) }}", "{{ 'a'.center(10000000000) }}",
-    "{{ raise_exception('x\x1b[2J\nerror: y\u202e') }}", "{{ undefined.x.y }}", "{{ strftime_now('%' * 100000) }}", "{{ 9**9**9**9 }}",
-    "{{ 1 // 0 }}{{ 1 % 0 }}", "{{ 9223372036854775807 + 1 }}", "{% include 'config.json' %}", "{% extends '/etc/passwd' %}", "{{ 'x' * -1 }}",
-    "{{ messages[0].content }}" * 2000, "\ufdd0{{ messages[0].content }}<|en", "{{ messages[0].content | upper | reverse }}", "", " ", "\0",
-    "{{ 'abc'[::-1] }}{{ 'abc'[0:10000000000:0] }}", "{{ messages[-9223372036854775808] }}", "{{ dict(a=1) | dictsort(by='x') }}", "{{ loop }}",
-    "{% generation %}{% generation %}", "{{ [1, 2] | sort | batch(0) }}", "{{ range(0, 10, 0) }}", "{{ 'é' | slice(0) }}", "{{ 'a' | indent(10000000000) }}",
+    repeated("{% set ns.l = [ns.l, ns.l] %}", 40) + "{{ ns.l == ns.l }}", "{{ 'a' * 10000000000 }}",
+    "{{ range(10000000000) | list }}",
+    "{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}",
+    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "{{ '%99999999999d' % 1 }}", "{{ '%s' | format(messages) }}", "{{ messages | tojson(indent=99999999999) }}",
+    "{{ 'a'.center(10000000000) }}",
+    "{{ raise_exception('x\x1b[2J\nerror: y\u202e') }}", "{{ undefined.x.y }}", "{{ strftime_now('%' * 100000) }}",
+    "{{ 9**9**9**9 }}",
+    "{{ 1 // 0 }}{{ 1 % 0 }}", "{{ 9223372036854775807 + 1 }}", "{% include 'config.json' %}",
+    "{% extends '/etc/passwd' %}", "{{ 'x' * -1 }}",
+    "{{ messages[0].content }}" * 2000, "\ufdd0{{ messages[0].content }}<|en",
+    "{{ messages[0].content | upper | reverse }}", "", " ", "\0",
+    "{{ 'abc'[::-1] }}{{ 'abc'[0:10000000000:0] }}", "{{ messages[-9223372036854775808] }}",
+    "{{ dict(a=1) | dictsort(by='x') }}", "{{ loop }}",
+    "{% generation %}{% generation %}", "{{ [1, 2] | sort | batch(0) }}", "{{ range(0, 10, 0) }}",
+    "{{ 'é' | slice(0) }}", "{{ 'a' | indent(10000000000) }}",
 ]
 # Each of these templates runs until inferno's CPU limit of three seconds, so the script chooses them rarely.
 SLOW_TEMPLATES = ["{% set ns = namespace() %}{% set ns.x = ns %}{{ ns | pprint }}",
@@ -376,12 +411,15 @@ def mutate_template(rng, data):
     if kind < 28:
         return (text[:start] + text[end:]).encode(), f"delete characters {start}..{end} of the template"
     if kind < 32:
-        return (text[:start] + text[start:end] * 50 + text[end:]).encode(), f"repeat characters {start}..{end} of the template"
-    piece = rng.choice(["{{", "}}", "{%", "%}", "{#", "|", "(", ".x", "[0]", " in ", "{% endfor %}", "'", "\n", "\0", "{{ ns }}"])
+        repeat = text[:start] + text[start:end] * 50 + text[end:]
+        return repeat.encode(), f"repeat characters {start}..{end} of the template"
+    piece = rng.choice(["{{", "}}", "{%", "%}", "{#", "|", "(", ".x", "[0]", " in ", "{% endfor %}", "'", "\n", "\0",
+                        "{{ ns }}"])
     return (text[:start] + piece + text[start:]).encode(), f"insert {shown(piece)} at {start} in the template"
 
 
-DTYPES = ["F32", "F16", "BF16", "F64", "U8", "I8", "I32", "I64", "BOOL", "F8_E4M3", "F8_E5M2", "F4", "U16", "", "X", STRANGE]
+DTYPES = ["F32", "F16", "BF16", "F64", "U8", "I8", "I32", "I64", "BOOL", "F8_E4M3", "F8_E5M2", "F4", "U16", "", "X",
+          STRANGE]
 
 
 def mutate_safetensors(rng, data):
@@ -393,7 +431,8 @@ def mutate_safetensors(rng, data):
     shape, offsets = get(info, "shape"), get(info, "data_offsets")
     kind = rng.randrange(12)
     if kind == 0:
-        return data[: rng.choice([rng.randrange(len(data)), 8 + rng.randrange(length), rng.randrange(9)])], "truncate the file"
+        return data[: rng.choice([rng.randrange(len(data)), 8 + rng.randrange(length),
+                                  rng.randrange(9)])], "truncate the file"
     if kind == 1:
         new = rng.choice([0, 1, 7, length - 1, length + 1, len(data), 10**8 + 1, 2**31, 2**63, 2**64 - 1])
         return struct.pack("<Q", new) + data[8:], f"set the length of the header to {new}"
@@ -405,7 +444,8 @@ def mutate_safetensors(rng, data):
     if kind == 3:
         return data + bytes(rng.randrange(1, 100)), "append zeros"
     if kind in (4, 5):
-        choices = [[], [0], [1], list(reversed(shape)), [2**63, 2], [2**32, 2**32], [1] * 10_000, [-1], shape + [1], shape[1:], ["4"], [1.5]]
+        choices = [[], [0], [1], list(reversed(shape)), [2**63, 2], [2**32, 2**32], [1] * 10_000, [-1], shape + [1],
+                   shape[1:], ["4"], [1.5]]
         choices += [[max(0, size + rng.choice([-1, 1])) for size in shape], [size * 2 for size in shape]]
         new = rng.choice(choices)
         put(info, "shape", new)
@@ -416,12 +456,14 @@ def mutate_safetensors(rng, data):
         description = f"set the dtype of {shown(name)} to {shown(new)}"
     elif kind == 7:
         start, end = offsets
-        new = rng.choice([[end, start], [start, start], [start + 1, end + 1], [0, end], [start, 2**63], [2**64 - 2, 2**64 - 1],
+        new = rng.choice([[end, start], [start, start], [start + 1, end + 1], [0, end], [start, 2**63],
+                          [2**64 - 2, 2**64 - 1],
                           [-1, end], [start], [start, len(body) + 1], get(rng.choice(tensors)[1], "data_offsets")])
         put(info, "data_offsets", new)
         description = f"set the offsets of {shown(name)} to {shown(new)}"
     elif kind == 8:
-        pair[0] = rng.choice(["", STRANGE, "y" * 1000, rng.choice(tensors)[0], name.replace("0", "9"), name + ".x", "model.layers.-1.x"])
+        pair[0] = rng.choice(["", STRANGE, "y" * 1000, rng.choice(tensors)[0], name.replace("0", "9"), name + ".x",
+                              "model.layers.-1.x"])
         description = f"rename tensor {shown(name)} to {shown(pair[0])}"
     elif kind == 9:
         header.remove(pair)
@@ -437,8 +479,10 @@ def mutate_safetensors(rng, data):
 
 # The struct format of each GGUF value type, except 8 (a string) and 9 (an array).
 GGUF_FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "B", 10: "Q", 11: "q", 12: "d"}
-GGUF_KEYS = ["general.architecture", "general.alignment", "tokenizer.ggml.model", "tokenizer.chat_template", "split.count", "split.no",
-             "tokenizer.ggml.eos_token_id", "tokenizer.ggml.add_bos_token", "llama.rope.scaling.type", "general.file_type"]
+GGUF_KEYS = ["general.architecture", "general.alignment", "tokenizer.ggml.model", "tokenizer.chat_template",
+             "split.count", "split.no",
+             "tokenizer.ggml.eos_token_id", "tokenizer.ggml.add_bos_token", "llama.rope.scaling.type",
+             "general.file_type"]
 
 
 class Gguf:
@@ -537,14 +581,16 @@ def mutate_gguf(rng, data):
         file.pair_count_change = rng.choice([-1, 1, 1000, 2**31, 2**63])
         return file.bytes(), f"change the number of keys by {file.pair_count_change}"
     if kind == 2:
-        file.version, file.magic = rng.choice([(0, b"GGUF"), (1, b"GGUF"), (2, b"GGUF"), (99, b"GGUF"), (3 << 24, b"GGUF"), (3, b"GGML")])
+        file.version, file.magic = rng.choice([(0, b"GGUF"), (1, b"GGUF"), (2, b"GGUF"), (99, b"GGUF"),
+                                               (3 << 24, b"GGUF"), (3, b"GGML")])
         return file.bytes(), f"set the version to {file.version} and the magic to {file.magic}"
     if kind == 3:
         return data[: rng.choice([rng.randrange(len(data)), rng.randrange(100)])], "truncate the file"
     if kind == 4:
         key = rng.choice(GGUF_KEYS)
         number_type = rng.choice([0, 4, 5, 6, 7, 10, 12])
-        new = rng.choice([(8, rng.choice(MODEL_TYPES).encode()), (8, rng.choice(TEMPLATES).encode()), (number_type, size), (9, [4, [size] * 3, 0])])
+        new = rng.choice([(8, rng.choice(MODEL_TYPES).encode()), (8, rng.choice(TEMPLATES).encode()),
+                          (number_type, size), (9, [4, [size] * 3, 0])])
         file.put(key, *new)
         return file.bytes(), f"set {key} to {shown(str(new))}"
     if kind < 11 and file.pairs:
@@ -576,7 +622,8 @@ def mutate_gguf(rng, data):
             value[1][index] = rng.choice(strings) if isinstance(value[1][index], bytes) else size
             return file.bytes(), f"set {shown(key)}[{index}] to {shown(repr(value[1][index]))}"
         if isinstance(value, bytes):
-            pair[2] = rng.choice([b"", b"\xff\xfe", STRANGE.encode(), b"y" * 100_000, rng.choice(MODEL_TYPES).encode(), rng.choice(TEMPLATES).encode()])
+            pair[2] = rng.choice([b"", b"\xff\xfe", STRANGE.encode(), b"y" * 100_000, rng.choice(MODEL_TYPES).encode(),
+                                  rng.choice(TEMPLATES).encode()])
         elif pair[1] in (6, 12):
             pair[2] = rng.choice([0.0, -1.0, 1e-30, 1e30, float("nan"), float("inf")])
         else:
@@ -588,7 +635,8 @@ def mutate_gguf(rng, data):
     name, dims = tensor[0].decode("utf-8", "replace"), tensor[1]
     change = rng.randrange(7)
     if change == 0:
-        tensor[1] = rng.choice([[], [0], [size], [size, size], [1] * 5, [1] * 1000, dims[::-1], dims + [1], [dims[0] * 2, *dims[1:]]])
+        tensor[1] = rng.choice([[], [0], [size], [size, size], [1] * 5, [1] * 1000, dims[::-1], dims + [1],
+                                [dims[0] * 2, *dims[1:]]])
         return file.bytes(), f"set the shape of {shown(name)} to {shown(str(tensor[1]))}"
     if change == 1:
         tensor[2] = rng.choice([*range(42), 255, 2**32 - 1])
@@ -597,7 +645,8 @@ def mutate_gguf(rng, data):
         tensor[3] = rng.choice([size, tensor[3] + 1, tensor[3] + 32, rng.choice(file.tensors)[3]])
         return file.bytes(), f"set the offset of {shown(name)} to {tensor[3]}"
     if change == 3:
-        tensor[0] = rng.choice([b"", STRANGE.encode(), b"\xff", b"x" * 70_000, rng.choice(file.tensors)[0], b"blk.99.attn_q.weight", b"blk.0.x"])
+        tensor[0] = rng.choice([b"", STRANGE.encode(), b"\xff", b"x" * 70_000, rng.choice(file.tensors)[0],
+                                b"blk.99.attn_q.weight", b"blk.0.x"])
         return file.bytes(), f"rename tensor {shown(name)} to {shown(repr(tensor[0]))}"
     if change == 4:
         file.tensors.remove(tensor)
@@ -615,7 +664,8 @@ def mutate_bytes(rng, data):
     """Changes random bytes of a file in any format. Returns the new contents and a description."""
     kind = rng.randrange(7)
     if kind == 0 or not data:
-        new = rng.choice([b"", b"\0", b"{", b"[]", b"null", b"\xef\xbb\xbf{}", b"\xff\xfe{\0}\0", bytes(range(256)) * 16, b"\n" * 1000])
+        new = rng.choice([b"", b"\0", b"{", b"[]", b"null", b"\xef\xbb\xbf{}", b"\xff\xfe{\0}\0",
+                          bytes(range(256)) * 16, b"\n" * 1000])
         return new, f"replace the contents with {len(new)} bytes: {shown(repr(new[:20]))}"
     if kind == 1:
         end = rng.randrange(len(data))
@@ -648,7 +698,8 @@ def mutate_file_system(rng, folder, path):
         path.mkdir()
         return f"{path.name}: replace with a folder"
     if kind == 2:
-        target = rng.choice(["/dev/zero", "/dev/null", "/dev/tty", "/proc/self/mem", "/proc/version", path.name, "absent", "."])
+        target = rng.choice(["/dev/zero", "/dev/null", "/dev/tty", "/proc/self/mem", "/proc/version", path.name,
+                             "absent", "."])
         path.symlink_to(target)
         return f"{path.name}: replace with a link to {target}"
     if kind == 3:
@@ -659,7 +710,8 @@ def mutate_file_system(rng, folder, path):
         path.chmod(0)
         return f"{path.name}: remove all permissions"
     if kind == 5:
-        name = rng.choice(["x\x1b[2J.gguf", "model-00002-of-00003.gguf", "mmproj.gguf", "y" * 200 + ".gguf", "\u202egguf.safetensors"])
+        name = rng.choice(["x\x1b[2J.gguf", "model-00002-of-00003.gguf", "mmproj.gguf", "y" * 200 + ".gguf",
+                           "\u202egguf.safetensors"])
         write_new(folder / name, rng.choice([b"", b"GGUF", bytes(100)]))
         return f"add {shown(name)}"
     if kind == 6:
@@ -672,8 +724,10 @@ def mutate_file_system(rng, folder, path):
         write_new(folder / "chat_template.jinja", template.encode())
         return f"add the template {shown(template)}"
     if kind == 8:
-        name = rng.choice(["generation_config.json", "special_tokens_map.json", "tokenizer_config.json", "added_tokens.json"])
-        keys = ["temperature", "top_k", "top_p", "eos_token_id", "bos_token", "chat_template", "repetition_penalty", "min_p"]
+        name = rng.choice(["generation_config.json", "special_tokens_map.json", "tokenizer_config.json",
+                           "added_tokens.json"])
+        keys = ["temperature", "top_k", "top_p", "eos_token_id", "bos_token", "chat_template", "repetition_penalty",
+                "min_p"]
         values = Pairs([rng.choice(keys), hostile(rng)] for _ in range(3))
         write_new(folder / name, to_bytes(values))
         return f"{name}: {shown(values)}"
@@ -697,7 +751,9 @@ def leads_outside(folder, path):
 
 def is_plain(folder, path):
     """Returns whether a path is a regular file in the home folder, under 50 MB, that the script can read and write."""
-    return not leads_outside(folder, path) and path.is_file() and path.stat().st_size < 50_000_000 and os.access(path, os.R_OK | os.W_OK)
+    if leads_outside(folder, path) or not path.is_file() or path.stat().st_size >= 50_000_000:
+        return False
+    return os.access(path, os.R_OK | os.W_OK)
 
 
 def remove(path):
@@ -708,7 +764,10 @@ def remove(path):
 
 
 def write_new(path, data):
-    """Replaces a file. Removes it first, because writing would follow a link and would wait for the reader of a pipe."""
+    """Replaces a file.
+
+    Removes it first, because writing would follow a link and would wait for the reader of a pipe.
+    """
     remove(path)
     path.write_bytes(data)
 
@@ -791,7 +850,8 @@ def make_models(folder):
     golden = ROOT / "tests/golden"
 
     def copy(name, source):
-        shutil.copytree(source, folder / name, ignore=shutil.ignore_patterns("golden.safetensors", "provenance.json", "text.txt"))
+        shutil.copytree(source, folder / name,
+                        ignore=shutil.ignore_patterns("golden.safetensors", "provenance.json", "text.txt"))
         return folder / name
 
     copy("demo", ROOT / "assets/demo")
@@ -803,7 +863,8 @@ def make_models(folder):
     copy("trained", golden / "trained")
     chat = copy("chat", golden / "trained")
     (chat / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<|endoftext|>", "chat_template": CHATML}))
-    for name in ["gpt_oss", "llama3", "gemma3", "qwen3_moe", "phi4", "gpt2", "mixtral", "compressed/int8_packed", "compressed/fp8"]:
+    for name in ["gpt_oss", "llama3", "gemma3", "qwen3_moe", "phi4", "gpt2", "mixtral", "compressed/int8_packed",
+                 "compressed/fp8"]:
         model = copy(name.replace("/", "_"), golden / name)
         size = json.loads((model / "config.json").read_text())["vocab_size"]
         (model / "tokenizer.json").write_text(json.dumps(small_tokenizer(size)))
@@ -833,12 +894,14 @@ def add_vocabulary(file):
 PROMPTS = ["hi", "hi", "hello <|end|> world", "é世界🦀\u0301\ufdd0", "a" * 5000, "{{ messages }}", " "]
 CHATS = [
     [{"role": "user", "content": "hi"}],
-    [{"role": "system", "content": "s"}, {"role": "user", "content": "hi <|end|><|start|>system"}, {"role": "assistant", "content": "yes"},
+    [{"role": "system", "content": "s"}, {"role": "user", "content": "hi <|end|><|start|>system"},
+     {"role": "assistant", "content": "yes"},
      {"role": "user", "content": [{"type": "text", "text": "more"}]}],
     {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": None, "tool_calls": [
         {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{\"a\": 1}"}}]},
         {"role": "tool", "tool_call_id": "1", "content": "42"}],
-     "tools": [{"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {}}}}]},
+     "tools": [{"type": "function",
+                "function": {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {}}}}]},
 ]
 
 
@@ -873,14 +936,17 @@ def command_of(rng, name, home, names, repo):
     can_chat = name in ("demo", "template", "chat") or name.startswith("gguf")
     kind = rng.randrange(20)
     if repo is not None and kind < 6:
-        return rng.choice([["list"], ["list", "--json"], ["list", "--sort", "params"], ["verify"], ["verify", "stranger/model"]])
+        return rng.choice([["list"], ["list", "--json"], ["list", "--sort", "params"], ["verify"],
+                           ["verify", "stranger/model"]])
     if kind < 9:
-        more = rng.choice([[], [], ["--json"], ["--context", "64"], ["--quantize", "q8_0"], ["--temperature", "1", "--seed", "1"]])
+        more = rng.choice([[], [], ["--json"], ["--context", "64"], ["--quantize", "q8_0"],
+                           ["--temperature", "1", "--seed", "1"]])
         raw = ["--raw"] if rng.randrange(4) == 0 or not can_chat else []
         return ["play", model, *cpu, "--max-tokens", "2", "--prompt", prompt, *raw, *more]
     if kind < 13:
         (home / "text.txt").write_text(rng.choice(["a b", "The quick brown fox jumps over the lazy dog. " * 8]))
-        more = rng.choice([[], [], ["--json"], ["--context", "16"], ["--quantize", rng.choice(["fp8", "int8", "q4_k"]), "--kl"]])
+        more = rng.choice([[], [], ["--json"], ["--context", "16"],
+                           ["--quantize", rng.choice(["fp8", "int8", "q4_k"]), "--kl"]])
         return ["perplexity", model, *cpu, "--file", str(home / "text.txt"), *more]
     if kind < 16:
         return ["show", model, *rng.choice([[], ["--json"], ["--context", "16"]])]
@@ -901,16 +967,16 @@ Result = collections.namedtuple("Result", "code signal is_killed seconds cpu_sec
 
 
 def environment(home):
-    return {"PATH": "/usr/bin:/bin", "HOME": str(home), "INFERNO_CACHE": str(home / "models"), "HF_ENDPOINT": "http://127.0.0.1:1",
-            "TERM": "xterm-256color", "LC_ALL": "C.UTF-8", "RUST_BACKTRACE": "0"}
+    return {"PATH": "/usr/bin:/bin", "HOME": str(home), "INFERNO_CACHE": str(home / "models"),
+            "HF_ENDPOINT": "http://127.0.0.1:1", "TERM": "xterm-256color", "LC_ALL": "C.UTF-8", "RUST_BACKTRACE": "0"}
 
 
 def execute(program, arguments, home, scratch):
     """Runs the program with empty standard input. Returns a Result."""
     with open(scratch / "stdout", "w+b") as stdout, open(scratch / "stderr", "w+b") as stderr:
         start = time.monotonic()
-        child = subprocess.Popen([program, *arguments], stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, cwd=home,
-                                 env=environment(home), preexec_fn=limit, start_new_session=True)
+        child = subprocess.Popen([program, *arguments], stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr,
+                                 cwd=home, env=environment(home), preexec_fn=limit, start_new_session=True)
         is_killed, ended = False, 0
         while not ended:
             ended, status, usage = os.wait4(child.pid, os.WNOHANG)
@@ -933,7 +999,8 @@ def execute(program, arguments, home, scratch):
 def unprintable(text, allowed):
     """Returns the control characters and invisible characters in a text, except those in `allowed`."""
     kinds = {"Cc", "Cf", "Zl", "Zp"}
-    return sorted({character for character in text if unicodedata.category(character) in kinds and character not in allowed})
+    found = {character for character in text if unicodedata.category(character) in kinds}
+    return sorted(found - set(allowed))
 
 
 def complaints(result, arguments):
@@ -986,10 +1053,12 @@ def run(job):
     name, mutations, arguments = prepare(seed, number, models, folder)
     result = execute(program, arguments, folder / "home", folder)
     found = complaints(result, arguments)
-    command = shlex.join(["inferno", *(argument if len(argument) < 200 else argument[:20] + "…" for argument in arguments)])
+    shortened = [argument if len(argument) < 200 else argument[:20] + "…" for argument in arguments]
+    command = shlex.join(["inferno", *shortened])
     lines = [f"run {number} of seed {seed}: {', '.join(found) or 'no finding'}", f"  model     {name}"]
     lines += [f"  mutation  {mutation}" for mutation in mutations]
-    lines += [f"  command   {ascii(command)}", f"  result    exit code {result.code}, {result.seconds:.1f} s, {result.resident >> 20} MB"]
+    lines += [f"  command   {ascii(command)}",
+              f"  result    exit code {result.code}, {result.seconds:.1f} s, {result.resident >> 20} MB"]
     lines += [f"  stderr    {ascii(result.stderr[:600])}"]
     if is_verbose:
         lines += [f"  stdout    {ascii(result.stdout[:600])}"]
@@ -1018,8 +1087,8 @@ def check_models(program, models, scratch):
     for name in sorted(path.name for path in models.iterdir()):
         folder = scratch / "unchanged"
         folder.mkdir()
-        for arguments in [["play", str(models / name), "--device", "cpu", "--max-tokens", "2", "--raw", "--prompt", "hi"],
-                          ["show", str(models / name)]]:
+        play = ["play", str(models / name), "--device", "cpu", "--max-tokens", "2", "--raw", "--prompt", "hi"]
+        for arguments in [play, ["show", str(models / name)]]:
             result = execute(program, arguments, folder, folder)
             if result.code != 0 or complaints(result, arguments):
                 sys.exit(f"cannot start: {arguments[0]} fails for the unchanged model {name}: {result.stderr}")

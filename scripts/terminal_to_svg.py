@@ -3,7 +3,8 @@
 
     tmux capture-pane -e -p -t SESSION | scripts/terminal_to_svg.py --title "inferno play" -o docs/play.svg
 
-The SVG keeps colors and styles. It aligns text to the terminal's grid, so the layout is the same in every monospace font.
+The SVG keeps colors and styles. It aligns text to the terminal's grid, so the layout is the same in every monospace
+font.
 """
 
 import argparse
@@ -22,6 +23,9 @@ PALETTE = [
 ]
 FONT = "ui-monospace, SFMono-Regular, Menlo, Consolas, 'DejaVu Sans Mono', 'Liberation Mono', monospace"
 FONT_SIZE, CELL, LINE, MARGIN, TITLE_HEIGHT = 14, 8.4, 20, 16, 34
+
+JOINER = "\u200d"  # joins emoji to one character
+EMOJI_STYLE = "\ufe0f"  # shows the character before it as an emoji, which is wide
 
 ESCAPE = re.compile(
     r"\x1b\[([0-9;:]*)m"  # SGR sequences, which set colors and styles; all other sequences are dropped
@@ -66,27 +70,54 @@ def indexed(index):
     return "#" + f"{8 + 10 * (index - 232):02x}" * 3
 
 
+def take_color(subparameters, fields):
+    """Returns the color that an SGR code 38, 48 or 58 specifies, or None if it specifies no valid color.
+
+    The color is in the code's sub-parameters, as in `38:5:1`. If there are none, it is in the next fields, as in
+    `38;5;1`, and these fields are removed from `fields`.
+    """
+    if subparameters:
+        kind, *values = subparameters
+        if kind == 2 and len(values) > 3:
+            values = values[1:]  # without the color space, which is usually empty, as in `38:2::255:0:0`
+    else:
+        kind = fields.pop(0)[0] if fields else None
+        count = {5: 1, 2: 3}.get(kind, 0)
+        values = [field[0] for field in fields[:count]]
+        del fields[:count]
+    values = [min(value, 255) for value in values]
+    if kind == 5 and values:
+        return indexed(values[0])
+    if kind == 2 and len(values) >= 3:
+        return "#" + "".join(f"{value:02x}" for value in values[:3])
+    return None
+
+
 def apply(style, parameters):
-    """Applies one SGR sequence to a style. Returns the new style."""
-    codes = [int(code or 0) for code in re.split("[;:]", parameters)]
-    flags = {1: "bold", 2: "dim", 3: "italic", 4: "underline", 7: "inverse"}
-    while codes:
-        code = codes.pop(0)
+    """Applies one SGR sequence to a style. Returns the new style.
+
+    `;` separates fields. `:` separates a code from its sub-parameters, as in `4:3`, a curly underline.
+    """
+    fields = [[int(value or 0) for value in field.split(":")] for field in parameters.split(";")]
+    flags = {1: "bold", 2: "dim", 3: "italic", 7: "inverse"}
+    while fields:
+        code, *subparameters = fields.pop(0)
         if code == 0:
             style = Style()
         elif code in flags:
             style = replace(style, **{flags[code]: True})
+        elif code in (4, 21):  # 21 is a double underline; `4:0` is no underline
+            style = replace(style, underline=subparameters != [0])
         elif code == 22:
             style = replace(style, bold=False, dim=False)
-        elif code in (23, 24, 27):
+        elif code == 24:
+            style = replace(style, underline=False)
+        elif code in (23, 27):
             style = replace(style, **{flags[code - 20]: False})
-        elif code in (38, 48):
-            kind, color = (codes.pop(0) if codes else None), None
-            if kind == 5 and codes:
-                color = indexed(min(codes.pop(0), 255))
-            elif kind == 2 and len(codes) >= 3:
-                color = "#" + "".join(f"{min(codes.pop(0), 255):02x}" for _ in range(3))
-            style = replace(style, **{"color" if code == 38 else "background": color})
+        elif code in (38, 48, 58):
+            color = take_color(subparameters, fields)
+            if color and code != 58:  # 58 is the color of the underline, which the picture does not show
+                style = replace(style, **{"color" if code == 38 else "background": color})
         elif 30 <= code <= 37 or 90 <= code <= 97:
             style = replace(style, color=PALETTE[code - 30 if code < 90 else code - 82])
         elif 40 <= code <= 47 or 100 <= code <= 107:
@@ -98,23 +129,44 @@ def apply(style, parameters):
     return style
 
 
-def is_wide(character):
-    return unicodedata.east_asian_width(character) in "WF"
+def is_mark(character):
+    """Returns whether a character belongs to the character before it: a combining mark, a joiner or a skin tone."""
+    is_skin_tone = "\U0001f3fb" <= character <= "\U0001f3ff"
+    return unicodedata.category(character) in ("Mn", "Me") or character == JOINER or is_skin_tone
+
+
+def clusters(text):
+    """Splits a text into the characters that a terminal shows. Marks and joined emoji are parts of one character."""
+    found = []
+    for character in text:
+        is_joined = found and found[-1].endswith(JOINER) and unicodedata.category(character) == "So"
+        if found and (is_mark(character) or is_joined):
+            found[-1] += character
+        else:
+            found.append(character)
+    return found
+
+
+def cells(cluster):
+    """Returns the number of cells that one of `clusters` occupies."""
+    if unicodedata.category(cluster[0]) in ("Mn", "Me") or cluster[0] == JOINER:
+        return 0
+    return 2 if unicodedata.east_asian_width(cluster[0]) in "WF" or EMOJI_STYLE in cluster else 1
 
 
 def width(text):
     """Returns the number of cells that a text occupies."""
-    return sum(0 if unicodedata.combining(c) else 1 + is_wide(c) for c in text)
+    return sum(map(cells, clusters(text)))
 
 
 def parse(text):
-    """Returns each line as a list of (column, text, style). A style stays in effect until it changes, even across lines."""
+    """Returns each line as a list of (column, text, style). A style lasts until it changes, even across lines."""
     lines, style = [], Style()
     for line in text.split("\n"):
         runs, column, start = [], 0, 0
         for match in [*ESCAPE.finditer(line), None]:
             piece = line[start : match.start() if match else len(line)]
-            for _, group in groupby(piece, is_wide):  # wide characters form separate runs
+            for _, group in groupby(clusters(piece), cells):  # wide characters form separate runs
                 group = "".join(group)
                 runs.append((column, group, style))
                 column += width(group)

@@ -17,14 +17,15 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 NOTICES = ROOT / "docs" / "third-party-notices.txt"
 # Licenses in order of preference.
-PREFERRED = ["0BSD", "MIT", "ISC", "Zlib", "BSD-2-Clause", "BSD-3-Clause", "Unicode-3.0", "CDLA-Permissive-2.0", "Apache-2.0", "MPL-2.0"]
+PREFERRED = ["0BSD", "MIT", "ISC", "Zlib", "BSD-2-Clause", "BSD-3-Clause"]
+PREFERRED += ["Unicode-3.0", "CDLA-Permissive-2.0", "Apache-2.0", "MPL-2.0"]
 # Patterns that match the names of license files, for crates with one file per license.
 FILE_NAMES = {"MIT": r"MIT", "Apache-2.0": r"APACHE", "0BSD": r"0BSD", "Zlib": r"ZLIB", "ISC": r"ISC"}
 HEADER = """\
 Third-party notices
 
-An inferno binary that is built on Linux with `--features cuda` contains the crates below. inferno itself is licensed under
-MIT or Apache-2.0. The binary does not contain NVIDIA's libraries; it loads the installed ones at run time.
+An inferno binary that is built on Linux with `--features cuda` contains the crates below.
+inferno itself is licensed under MIT or Apache-2.0. The binary does not contain NVIDIA's libraries; it loads the installed ones at run time.
 
 scripts/third_party_notices.py writes this file.
 """
@@ -67,7 +68,9 @@ def chosen_licenses(package):
 def license_text(package, license):
     """Returns the text of a license from the files of a crate, or None if the crate has no such file."""
     folder = Path(package["manifest_path"]).parent
-    files = sorted(file for file in folder.iterdir() if re.match(r"(?i)(un)?licen[cs]e|copying", file.name) and file.is_file())
+    files = sorted(
+        file for file in folder.iterdir() if re.match(r"(?i)(un)?licen[cs]e|copying", file.name) and file.is_file()
+    )
     named = [file for file in files if re.search(FILE_NAMES.get(license, license), file.name, re.IGNORECASE)]
     general = [file for file in files if not re.search(r"(?i)mit|apache|zlib|0bsd|unlicense", file.name)]
     for file in named + general:
@@ -120,7 +123,9 @@ def notices(groups):
         out.append("=" * 100)
         out.append(group["license"] + "\n")
         if group["license"] == "MPL-2.0":
-            out.append("The unmodified source code of these crates is in their repositories, which `cargo info NAME` shows.\n")
+            out.append(
+                "The unmodified source code of these crates is in their repositories, which `cargo info NAME` shows.\n"
+            )
         for crate, copyrights in group["crates"]:
             out.append(crate)
             out.extend(f"    {line}" for line in copyrights)

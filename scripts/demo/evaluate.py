@@ -10,6 +10,7 @@ An answer is correct if it equals the intent's answer or contains all of the int
 import argparse
 import json
 import random
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -120,7 +121,8 @@ def cases(sampler):
             kinds["held-out names and phrasings"].append(asked_name(sampler, name, between, "test", date))
     for intent in intents.values():
         if intent.id != "name-asked":  # needs an earlier turn
-            kinds["training phrasings"] += [training_phrasing(sampler, intent.id, question, date) for question in intent.ask]
+            for question in intent.ask:
+                kinds["training phrasings"].append(training_phrasing(sampler, intent.id, question, date))
     return kinds
 
 
@@ -147,7 +149,7 @@ def evaluate(snapshot, device="cpu", limit=None, max_tokens=160, batch=192, show
     """Answers up to `limit` test cases of each kind. Prints and returns the share of correct answers per kind."""
     from tokenizers import Tokenizer
 
-    from evaluate_tools import scores
+    from evaluate_tools import generate, scores
     from harmony import Writer
     from model import load_snapshot
 
@@ -156,15 +158,10 @@ def evaluate(snapshot, device="cpu", limit=None, max_tokens=160, batch=192, show
     sampler = Sampler(seed=7)
     shares = {}
     for kind, all_cases in cases(sampler).items():
-        chosen = random.Random(7).sample(all_cases, min(limit or len(all_cases), len(all_cases)))
+        count = len(all_cases) if limit is None else min(limit, len(all_cases))
+        chosen = random.Random(7).sample(all_cases, count)
         prompts = [writer.prompt(case.conversation)[0] for case in chosen]
-        texts = [""] * len(chosen)
-        by_length = sorted(range(len(chosen)), key=lambda i: len(prompts[i]))
-        for start in range(0, len(chosen), batch):
-            rows = by_length[start : start + batch]
-            written = model.generate([prompts[i] for i in rows], writer.stop_ids, max_tokens)
-            for i, ids in zip(rows, written):
-                texts[i] = writer.answer(ids)
+        texts = [writer.answer(ids) for ids in generate(model, writer, prompts, max_tokens, batch)]
         answered = [(c.intent_id, c.conversation.turns[-1].user, c.values, text) for c, text in zip(chosen, texts)]
         shares[kind] = report(kind, sampler.intents, answered, show_failures and kind == "held-out phrasings")
     return shares | scores(model, writer, limit, max_tokens, batch, show_failures)
@@ -173,15 +170,20 @@ def evaluate(snapshot, device="cpu", limit=None, max_tokens=160, batch=192, show
 def judge(answers_file):
     intents = load_intents()
     wanted = {question: (intent_id, values) for intent_id, question, values in held_out(intents)}
-    answered = []
+    answered = {}
     for line in Path(answers_file).read_text(encoding="utf-8").splitlines():
         answer = json.loads(line)
-        intent_id, values = wanted[answer["question"]]
+        question = answer["question"]
+        if question not in wanted:
+            sys.exit(f"cannot check {answers_file}: {question!r} is not a held-out question")
+        if question in answered:
+            sys.exit(f"cannot check {answers_file}: {question!r} is answered twice")
+        intent_id, values = wanted[question]
         values = values | {"date": answer.get("date", values["date"])}
-        answered.append((intent_id, answer["question"], values, answer["text"]))
-    if len(answered) < len(wanted):
-        print(f"{len(wanted) - len(answered)} held-out questions were not answered")
-    report("held-out phrasings", intents, answered, show_failures=True)
+        answered[question] = (intent_id, question, values, answer["text"])
+    if missing := wanted.keys() - answered.keys():
+        print(f"{len(missing)} held-out questions were not answered")
+    report("held-out phrasings", intents, list(answered.values()), show_failures=True)
 
 
 def main():
@@ -192,6 +194,8 @@ def main():
     parser.add_argument("--answers", metavar="FILE", help="check answers in FILE; a line may set the prompt's `date`")
     parser.add_argument("--dump-questions", metavar="FILE", help="write the held-out questions and exit")
     args = parser.parse_args()
+    if args.limit is not None and args.limit < 1:
+        parser.error("--limit must be at least 1")
     if args.dump_questions:
         rows = [{"intent": intent_id, "question": question} for intent_id, question, _ in held_out(load_intents())]
         Path(args.dump_questions).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")

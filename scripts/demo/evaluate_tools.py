@@ -11,13 +11,14 @@ The second command writes prompts with tools as text. A test of inferno renders 
 import argparse
 import json
 import re
+from decimal import Decimal
 from pathlib import Path
 
 from harmony import Writer, openai_messages
 from objects import ObjectSampler
 from questions import Conversation, Sampler, Turn
 from tokenizers import Tokenizer
-from tools import NUMBERS, ToolSampler
+from tools import NUMBERS, ToolSampler, plain
 
 CASES = 200  # of each kind
 
@@ -33,15 +34,6 @@ def generate(model, writer, prompts, max_tokens, batch):
     return completions
 
 
-def held_out_tools(names_are_known):
-    """Returns a sampler of tools with held-out values. If `names_are_known`, the tools are in the training data."""
-    sampler = ToolSampler(Sampler(seed=11), held_out=True)
-    if names_are_known:
-        sampler.known = ToolSampler(Sampler(seed=11)).known
-        sampler.tool = lambda: sampler.random.choice(sampler.known)
-    return sampler
-
-
 def with_tool(sampler, tool):
     """Returns a conversation with a question that needs `tool`. The conversation also offers other tools."""
     others = [other for other in sampler.tools(sampler.random.randint(1, 3)) if other.name != tool.name][:2]
@@ -54,35 +46,52 @@ def without_calls(conversation):
     return Conversation([Turn(conversation.turns[0].user, "", "")], tools=conversation.tools)
 
 
+def canonical(text):
+    """Returns JSON in a form that is equal for equal values. In Python, `1` equals `True` and thus the JSON `true`."""
+    return json.dumps(json.loads(text, parse_int=float), sort_keys=True)
+
+
 def is_same_call(call, expected):
     try:
-        return bool(call) and call[0] == expected.name and json.loads(call[1]) == json.loads(expected.arguments)
+        return bool(call) and call[0] == expected.name and canonical(call[1]) == canonical(expected.arguments)
     except ValueError:
         return False
 
 
 def values(result):
-    """Returns all values in a tool result, as strings."""
+    """Returns all values in a tool result, each as `spoken` writes it. There is always at least one."""
     try:
-        value = json.loads(result, parse_float=str, parse_int=str)
+        return leaves(json.loads(result, parse_float=Decimal))
     except ValueError:
         return [result.rstrip(".")]
-    inner = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else [str(value)]
-    return [text for part in inner for text in (values(json.dumps(part)) if not isinstance(part, str) else [part])]
+
+
+def leaves(value):
+    if isinstance(value, dict | list) and value:
+        parts = value.values() if isinstance(value, dict) else value
+        return [text for part in parts for text in leaves(part)]
+    return [plain(value)]
+
+
+def contains(text, value):
+    """Returns whether a text contains a value that is not part of a longer word, number, date or time."""
+    pattern = rf"(?<![\w-])(?<!\d[.,:]){re.escape(value)}(?![\w-])(?![.,:]\d)"
+    return bool(value) and re.search(pattern, text) is not None
 
 
 def schema_answers(model, writer, cases, max_tokens, batch):
     """Lets the model write only the values of JSON answers, as if a schema forced the rest. Returns the values."""
     answers, prompts = [[] for _ in cases], []
     for conversation, facts in cases:
-        think = writer.message("assistant", conversation.turns[0].think, "analysis")[1 + len(writer.text("assistant")) :]
-        start = writer.message("assistant", "", "final")[:-1]
+        think = writer.message("assistant", conversation.turns[0].think, "analysis")[len(writer.assistant) :]
+        start = writer.message("assistant", "", "final")[:-1]  # without <|end|>
         prompts.append(writer.prompt(conversation)[0] + think + start + writer.text("{"))
     for i in range(max(len(facts) for _, facts in cases)):
         rows = [row for row, (_, facts) in enumerate(cases) if i < len(facts)]
         for row in rows:
             key, kind, _ = cases[row][1][i]
-            prompts[row] = prompts[row] + writer.text('"') + writer.text(key) + writer.text('": "' if kind == "text" else '": ')
+            separator = '": "' if kind == "text" else '": '
+            prompts[row] = prompts[row] + writer.text('"') + writer.text(key) + writer.text(separator)
         for row, ids in zip(rows, generate(model, writer, [prompts[row] for row in rows], max_tokens, batch)):
             text = writer.tokenizer.decode(ids)
             is_text = cases[row][1][i][1] == "text"
@@ -94,10 +103,10 @@ def schema_answers(model, writer, cases, max_tokens, batch):
 
 def scores(model, writer, limit=None, max_tokens=160, batch=192, show_failures=True):
     """Prints and returns the share of correct completions per kind of test, over up to `limit` cases."""
-    count, shares = min(limit or CASES, CASES), {}
+    count, shares = CASES if limit is None else min(limit, CASES), {}
 
     def report(kind, rows, fails_shown=8):
-        """Reports one kind of test. Each row says whether the completion is correct, the question, and the completion."""
+        """Reports one kind of test. Each row has whether the completion is correct, the question and the completion."""
         wrong = [row for row in rows if not row[0]]
         shares[kind] = 1 - len(wrong) / len(rows)
         print(f"{kind:35} {len(rows) - len(wrong):5} of {len(rows):5} correct, {shares[kind]:6.1%}", flush=True)
@@ -105,7 +114,7 @@ def scores(model, writer, limit=None, max_tokens=160, batch=192, show_failures=T
             print(f"    {question}\n        got {got!r}")
 
     for kind, is_known in (("calls of known tools", True), ("calls of other tools", False)):
-        sampler = held_out_tools(is_known)
+        sampler = ToolSampler(Sampler(seed=11), held_out=True, only_trained_tools=is_known)
         cases = [with_tool(sampler, sampler.tool()) for _ in range(count)]
         prompts = [writer.prompt(without_calls(case))[0] for case in cases]
         rows = []
@@ -118,7 +127,8 @@ def scores(model, writer, limit=None, max_tokens=160, batch=192, show_failures=T
         prompts = [writer.prompt(case)[0] for case in cases]
         for case, ids in zip(cases, generate(model, writer, prompts, max_tokens, batch)):
             result, text = case.turns[0].calls[0].result, writer.answer(ids)
-            rows.append((all(value in text for value in values(result)), " ".join(result.split()), text))
+            is_right = all(contains(text, value) for value in values(result))
+            rows.append((is_right, " ".join(result.split()), text))
         report(f"answers after {kind}", rows)
 
     sampler = ObjectSampler(Sampler(seed=12), held_out=True)
@@ -148,8 +158,8 @@ def scores(model, writer, limit=None, max_tokens=160, batch=192, show_failures=T
 
 def dump_prompts(path):
     """Writes conversations with tools, each with its prompt as text, for a test of inferno."""
-    snapshot = Path(__file__).parents[2] / "assets/demo/tokenizer.json"
-    writer = Writer(Tokenizer.from_file(str(snapshot)))
+    tokenizer = Path(__file__).parents[2] / "assets/demo/tokenizer.json"
+    writer = Writer(Tokenizer.from_file(str(tokenizer)))
     sampler, prompts = ToolSampler(Sampler(seed=5)), []
     covered = ['" | "', "boolean", "?: ", " = () => any", "<|channel|>analysis", "Reasoning: low", "# Instructions"]
     while len(prompts) < 8 or not all(any(part in prompt["text"] for prompt in prompts) for part in covered):
@@ -167,6 +177,8 @@ def main():
     parser.add_argument("--limit", type=int, help="the maximum number of cases of each kind")
     parser.add_argument("--dump-prompts", type=Path, metavar="FILE", help="write prompts with tools and exit")
     args = parser.parse_args()
+    if args.limit is not None and args.limit < 1:
+        parser.error("--limit must be at least 1")
     if args.dump_prompts:
         dump_prompts(args.dump_prompts)
     elif args.snapshot:

@@ -76,6 +76,14 @@ def thought(think, effort):
     return re.split(r"[:;]", think)[0].rstrip(".") + "." if effort == "low" else think
 
 
+def after(ids, marker):
+    """Returns the ids that follow the first occurrence of `marker`, or an empty list if it does not occur."""
+    for end in range(len(marker), len(ids)):
+        if ids[end - len(marker) : end] == marker:
+            return ids[end:]
+    return []
+
+
 def train_tokenizer(texts, vocab_size):
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -105,6 +113,8 @@ class Writer:
         self.control = {token: tokenizer.token_to_id(token) for token in CONTROL}
         self.stop_ids = [self.control[token] for token in STOP]
         self.known = {}  # a cache, because many answers and analyses occur repeatedly
+        # Every assistant message begins with these ids, and every prompt ends with them.
+        self.assistant = [self.control["<|start|>"], *self.text("assistant")]
 
     def text(self, text):
         if text not in self.known:
@@ -125,7 +135,7 @@ class Writer:
     def prompt(self, conversation):
         """Returns the token ids of the prompt, and the loss weight of each id."""
         ids, weights = [], []
-        start = 1 + len(self.text("assistant"))  # every assistant message begins with these tokens
+        start = len(self.assistant)
 
         def add(message, weight=0.0, unweighted=0):
             """Appends a message. Its first `unweighted` ids have no loss weight."""
@@ -155,14 +165,14 @@ class Writer:
                 message = self.message("assistant", turn.answer, "final")
                 add(message, PAST_WEIGHT, len(message) - len(self.text(turn.answer)) - 1)
                 weights[-1] = 0.0  # <|end|>: the model must end its answers with <|return|> instead
-        add([self.control["<|start|>"], *self.text("assistant")])
+        add(self.assistant)
         return ids, weights
 
     def completion(self, conversation):
         """Returns the token ids of the last turn's analysis and answer, and the loss weight of each id."""
         turn = conversation.turns[-1]
         analysis = self.message("assistant", thought(turn.think, conversation.effort), "analysis")
-        analysis = analysis[1 + len(self.text("assistant")) :]  # the prompt ends with these tokens
+        analysis = analysis[len(self.assistant) :]
         pieces = [(self.text(text), weight) for text, weight in turn.pieces or [(turn.answer, 1.0)]]
         final = self.message("assistant", [id for ids, _ in pieces for id in ids], "final", "<|return|>")
         inside = [weight for ids, weight in pieces for _ in ids]
@@ -178,7 +188,5 @@ class Writer:
 
     def answer(self, ids):
         """Returns the text of the final channel in a completion, or an empty string if there is none."""
-        for i, id in enumerate(ids):
-            if id == self.control["<|message|>"] and ids[: i][-len(self.text("final")) :] == self.text("final"):
-                return self.tokenizer.decode(ids[i + 1 :])
-        return ""
+        text = after(ids, [*self.text("final"), self.control["<|message|>"]])
+        return self.tokenizer.decode(text) if text else ""

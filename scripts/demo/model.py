@@ -1,13 +1,14 @@
 """gpt-oss in PyTorch with the parameter names of the checkpoint.
 
-Outside of training, the model computes the same results as transformers' GptOssForCausalLM. The code differs in two ways:
+Outside of training, the model computes the same results as transformers' GptOssForCausalLM.
+The code differs in two ways:
 
 - Every expert runs for every token, and experts that are not selected get a routing weight of 0.
   For a model of this size, this is faster than selecting experts.
 - During training, the forward pass rounds expert weights to MXFP4, so the model adapts to the rounding.
 
-Dimensions: B batch, T tokens, S keys, H query heads, K KV heads, D head size, C hidden size, F intermediate size, E experts,
-V vocabulary.
+Dimensions: B batch, T tokens, S keys, H query heads, K KV heads, D head size, C hidden size, I intermediate size,
+E experts, V vocabulary.
 """
 
 import json
@@ -69,7 +70,8 @@ CONFIG = {
     },
 }
 
-# ---- MXFP4: blocks of 32 values that share a power-of-two scale; each value has a sign and one of eight magnitudes ----
+# ---- MXFP4: blocks of 32 values that share a power-of-two scale ----
+# Each value has a sign and one of eight magnitudes.
 
 MAGNITUDES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
@@ -113,8 +115,13 @@ def yarn_frequencies(config):
     """Returns the inverse frequencies [D/2], and the factor that scales cos and sin."""
     yarn, dim, base = config.rope_scaling, config.head_dim, config.rope_theta
     frequencies = base ** -(torch.arange(0, dim, 2, dtype=torch.float32) / dim)
-    turns = lambda n: dim * math.log(yarn["original_max_position_embeddings"] / (n * 2 * math.pi)) / (2 * math.log(base))
-    low, high = max(turns(yarn["beta_fast"]), 0), min(turns(yarn["beta_slow"]), dim - 1)
+    context = yarn["original_max_position_embeddings"]
+
+    def dimension_of(turns):
+        """Returns the dimension whose angle makes this many turns over the original context."""
+        return dim * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+    low, high = max(dimension_of(yarn["beta_fast"]), 0), min(dimension_of(yarn["beta_slow"]), dim - 1)
     interpolate = ((torch.arange(dim // 2) - low) / (high - low)).clamp(0, 1)
     mixed = frequencies / yarn["factor"] * interpolate + frequencies * (1 - interpolate)
     return mixed, 0.1 * math.log(yarn["factor"]) + 1
@@ -137,7 +144,10 @@ class Attention(nn.Module):
         self.sinks = nn.Parameter(torch.zeros(H))
 
     def forward(self, x, cos, sin, masked, past):
-        """`masked` [B or 1, 1, T, S] is true for masked keys. `past` holds cached keys and values; None disables the cache."""
+        """`masked` [B or 1, 1, T, S] is true for masked keys.
+
+        `past` holds cached keys and values. None disables the cache.
+        """
         split = lambda y, heads: y.unflatten(-1, (heads, self.head_dim)).transpose(1, 2)
         q = rotate(split(self.q_proj(x), self.heads), cos, sin).to(x.dtype)  # [B, H, T, D]
         k = rotate(split(self.k_proj(x), self.kv_heads), cos, sin).to(x.dtype)  # [B, K, S, D]
@@ -156,21 +166,21 @@ class Attention(nn.Module):
 class Experts(nn.Module):
     def __init__(self, config):
         super().__init__()
-        C, E, F_ = config.hidden_size, config.num_local_experts, config.intermediate_size
+        C, E, I = config.hidden_size, config.num_local_experts, config.intermediate_size
         self.limit = config.swiglu_limit
-        self.gate_up_proj = nn.Parameter(torch.empty(E, 2 * F_, C))  # rows: gate 0, up 0, gate 1, up 1, ...
-        self.gate_up_proj_bias = nn.Parameter(torch.zeros(E, 2 * F_))
-        self.down_proj = nn.Parameter(torch.empty(E, C, F_))
+        self.gate_up_proj = nn.Parameter(torch.empty(E, 2 * I, C))  # rows: gate 0, up 0, gate 1, up 1, ...
+        self.gate_up_proj_bias = nn.Parameter(torch.zeros(E, 2 * I))
+        self.down_proj = nn.Parameter(torch.empty(E, C, I))
         self.down_proj_bias = nn.Parameter(torch.zeros(E, C))
 
     def forward(self, x, mix):
         """`x` is [B, T, C]. `mix` [B, T, E] contains the routing weight of each expert: 0 if it is not selected."""
         through = through_mxfp4 if self.training else lambda weight: weight
         gate_up = F.linear(x, through(self.gate_up_proj).flatten(0, 1), self.gate_up_proj_bias.flatten())
-        gate, up = gate_up.unflatten(-1, (mix.shape[-1], -1, 2)).unbind(-1)  # [B, T, E, F]
+        gate, up = gate_up.unflatten(-1, (mix.shape[-1], -1, 2)).unbind(-1)  # [B, T, E, I]
         gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
         act = gate * torch.sigmoid(1.702 * gate) * (up + 1) * mix[..., None]
-        down = through(self.down_proj).transpose(0, 1).flatten(1)  # [C, E*F]
+        down = through(self.down_proj).transpose(0, 1).flatten(1)  # [C, E*I]
         return F.linear(act.flatten(-2), down) + mix @ self.down_proj_bias.to(mix.dtype)
 
 
@@ -186,7 +196,8 @@ class Mlp(nn.Module):
         top, index = scores.topk(self.chosen, dim=-1)
         mix = torch.zeros_like(scores).scatter(-1, index, top.softmax(-1))
         # The load-balancing loss: 1 if all experts are used equally, and higher if the router prefers some of them.
-        balance = ((mix > 0).float().mean((0, 1)) / self.chosen * scores.softmax(-1).mean((0, 1))).sum() * scores.shape[-1]
+        used = (mix > 0).float().mean((0, 1)) / self.chosen
+        balance = (used * scores.softmax(-1).mean((0, 1))).sum() * scores.shape[-1]
         return self.experts(x, mix.to(x.dtype)), balance
 
 

@@ -10,7 +10,7 @@ import json
 import re
 
 from questions import Conversation, Sampler, Turn, lines, load
-from tools import NUMBERS, Values, literal
+from tools import NUMBERS, Values
 
 SLOT = re.compile(r"\{(\w+)(?::(\w+))?\}")
 ANSWER_KEYS = ["answer"] * 8 + ["text", "response", "reply", "message", "result", "content", "explanation", "summary"]
@@ -107,7 +107,8 @@ class ObjectSampler:
         elif kind == "system":
             developer = r.choice(self.frames["systems"])
             keys = ", ".join(key for key, _, _ in facts)
-            turn = self.turn(r.choice(self.frames["silent"]).replace("{text}", text), f"Answer in JSON: {keys}.", facts, True)
+            user = r.choice(self.frames["silent"]).replace("{text}", text)
+            turn = self.turn(user, f"Answer in JSON: {keys}.", facts, True)
         elif kind == "silent":
             # Train on several analyses, because the prompt does not say what kind of answer the user wants.
             name = next((value for key, _, value in facts if key == "name"), "Ada")

@@ -91,6 +91,7 @@ def load_intents() -> dict[str, Intent]:
     trained = {normal(ask) for intent in intents.values() for ask in intent.ask}
     assert not patterns | held_out, f"phrasings without an intent: {list(patterns | held_out)}"
     for intent in intents.values():
+        assert intent.keys, f"{intent.id}: `keys` is empty, so every answer would be correct"
         assert all(key in intent.answer for key in intent.keys), intent.id
         assert not trained & {normal(test) for test in intent.test}, f"{intent.id}: held-out phrasing also in `ask`"
     return intents
@@ -452,7 +453,10 @@ class Sampler:
         return [self.turn(i, **values) for i in self.random.choices(self.topics, self.weights, k=count)]
 
     def conversation(self, turns: int) -> Conversation:
-        """Returns a conversation of at most `turns` turns. In many conversations, the user gives a name and later asks for it."""
+        """Returns a conversation of at most `turns` turns.
+
+        In many conversations, the user gives a name and later asks for it.
+        """
         r = self.random
         date = self.date()
         if self.chance(0.45 if turns > 1 else 0.04):

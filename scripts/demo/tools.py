@@ -1,7 +1,8 @@
 """Samples training conversations in which the demo model may call a tool.
 
 Half of the tools come from data/tools.toml, and the other half are made up.
-The question contains the arguments, and the answer contains every value of the result, so the model learns to copy them.
+The question contains the arguments, and the answer contains every value of the result.
+Therefore, the model learns to copy values.
 `python tools.py` prints some conversations.
 """
 
@@ -16,7 +17,9 @@ from questions import Call, Conversation, Sampler, Turn, lines, load
 AFTER_CALL = "The tool has answered; use its result."
 OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 NUMBERS = ("int", "number", "degrees", "age", "year")
+SCHEMA_TYPES = {"int": "integer", "number": "number", "bool": "boolean", "switch": "boolean"}
 BOOLS = [("on", "off"), ("true", "false"), ("yes", "no")]
+
 
 @dataclass
 class Tool:
@@ -52,7 +55,8 @@ def spoken(result):
     if isinstance(value, dict) and value:
         said = enumeration([fact(words(key), part) for key, part in value.items()])
         return f"{said[0].upper()}{said[1:]}."
-    return f"The results are {plain(value)}." if isinstance(value, list) and len(value) > 1 else f"The result is {plain(value)}."
+    is_plural = isinstance(value, list) and len(value) > 1
+    return f"The results are {plain(value)}." if is_plural else f"The result is {plain(value)}."
 
 
 def fact(key, value):
@@ -147,16 +151,25 @@ class Values:
 
 
 class ToolSampler:
-    def __init__(self, sampler: Sampler, held_out=False):
+    """Samples tools and conversations that use them.
+
+    `held_out` selects tools and values that are not in the training data. With `only_trained_tools`, all tools are
+    from the training data, but the values are still held out.
+    """
+
+    def __init__(self, sampler: Sampler, held_out=False, only_trained_tools=False):
         self.sampler, self.random, self.held_out = sampler, sampler.random, held_out
+        self.only_trained_tools = only_trained_tools
         self.values = Values(sampler, held_out)
-        self.known = list(read_tools(held_out))
+        self.known = list(read_tools(held_out and not only_trained_tools))
         data = load("tools")
         kind = "test" if held_out else "train"
-        self.nouns, self.verbs, self.made_up = data["nouns"][kind].split("|"), data["verbs"][kind].split("|"), data["made_up"]
+        self.nouns, self.verbs = data["nouns"][kind].split("|"), data["verbs"][kind].split("|")
+        self.made_up = data["made_up"]
 
     def tool(self):
-        return self.random.choice(self.known) if self.random.random() < 0.5 else self.invented()
+        is_known = self.only_trained_tools or self.random.random() < 0.5
+        return self.random.choice(self.known) if is_known else self.invented()
 
     def invented(self):
         """Returns a tool that data/tools.toml does not define."""
@@ -186,7 +199,9 @@ class ToolSampler:
         used = [parameter for parameter in parameters if not parameter.endswith("?") or r.random() < 0.6]
         text = r.choice(frames["none"]) if not used else ""
         for parameter in used:
-            needs_label = parameters[parameter] in ("bool", "int", "number") or "|" in parameters[parameter] or r.random() < 0.2
+            parameter_kind = parameters[parameter]
+            is_unclear = parameter_kind in ("bool", "int", "number") or "|" in parameter_kind
+            needs_label = is_unclear or r.random() < 0.2
             frame = r.choice(self.made_up["more"] if text else frames["named" if needs_label else "first"])
             slot = "{" + parameter.rstrip("?") + "}"
             text = text.rstrip("?") + frame.replace("{label}", words(parameter)).replace("{0}", slot)
@@ -215,7 +230,7 @@ class ToolSampler:
         """Returns the description of a tool in OpenAI's format."""
         properties = {}
         for parameter, kind in tool.parameters.items():
-            schema = {"type": {"int": "integer", "number": "number", "bool": "boolean", "switch": "boolean"}.get(kind, "string")}
+            schema = {"type": SCHEMA_TYPES.get(kind, "string")}
             if self.random.random() < 0.3:
                 schema["description"] = self.random.choice(["The {}", "the {} to use", "{}"]).format(words(parameter))
             properties[parameter.rstrip("?")] = schema | ({"enum": kind.split("|")} if "|" in kind else {})
@@ -272,7 +287,10 @@ class ToolSampler:
         return list(tools.values())
 
     def conversation(self, turns):
-        """Returns a conversation with tools. A question may need an offered tool, no tool, or a tool that is not offered."""
+        """Returns a conversation with tools.
+
+        A question may need an offered tool, no tool, or a tool that is not offered.
+        """
         r, sampler = self.random, self.sampler
         offered = self.tools(r.choices([1, 2, 3, 4], [60, 20, 12, 8])[0])
         refused = sampler.intents["out-of-scope"]

@@ -113,7 +113,10 @@ def train(tokenizer_json, checkpoint, args):
     vectors = [p for p in model.parameters() if p.dim() == 1]
     groups = [{"params": matrices, "weight_decay": args.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.98), fused=device.type == "cuda")
-    print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters, layers compiled: {args.compile}", flush=True)
+    print(
+        f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters, layers compiled: {args.compile}",
+        flush=True,
+    )
 
     def step(ids, weights):
         ids, weights = ids.to(device, non_blocking=True).long(), weights.to(device, non_blocking=True)[:, 1:]
@@ -129,7 +132,8 @@ def train(tokenizer_json, checkpoint, args):
 
     began = time.time()
     missing = dict(SHAPES)
-    for batch in Batches(tokenizer_json, args.seed, args.shrink):  # compile before the clock starts, with learning rate 0
+    # Compile before the clock starts, with learning rate 0.
+    for batch in Batches(tokenizer_json, args.seed, args.shrink):
         if missing.pop(batch[0].shape[1] - 1, None):
             loss = step(*batch)[0]
         if not missing:
@@ -184,7 +188,8 @@ def train(tokenizer_json, checkpoint, args):
             said, seconds = progress, time.time() - began
             mean = float(torch.stack(losses).mean())
             print(
-                f"{seconds:4.0f} s  step {steps:6}  loss {mean:.4f}  balance {float(balance):.2f}  norm {float(norm):.2f}"
+                f"{seconds:4.0f} s  step {steps:6}  loss {mean:.4f}"
+                f"  balance {float(balance):.2f}  norm {float(norm):.2f}"
                 f"  {(steps - first) / seconds:.1f} steps/s  {samples / seconds:.0f} samples/s"
                 f"  waited {waited:.0f} s",
                 flush=True,
@@ -278,7 +283,9 @@ def main():
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # because DataLoader forks the workers
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for the snapshot")
-    parser.add_argument("--minutes", type=float, default=7.0, help="the training time in minutes, excluding compilation and checks")
+    parser.add_argument(
+        "--minutes", type=float, default=7.0, help="the training time in minutes, excluding compilation and checks"
+    )
     parser.add_argument("--steps", type=int, help="stop after this many steps")
     parser.add_argument("--checkpoint", type=Path, help="file for the training state, written once a minute")
     parser.add_argument("--resume", type=Path, help="continue training from this file, up to --minutes in total")
@@ -314,7 +321,9 @@ def main():
     verify(model, args.out)
     shares = evaluate(args.out, args.device, *((6, 16) if args.smoke else ()))
     files = {path.name: path.stat().st_size for path in sorted(args.out.iterdir())}
-    print(f"{args.out}: {sum(files.values()) / 1e6:.2f} MB in total; " + ", ".join(f"{n} {s}" for n, s in files.items()))
+    print(
+        f"{args.out}: {sum(files.values()) / 1e6:.2f} MB in total; " + ", ".join(f"{n} {s}" for n, s in files.items())
+    )
     print("summary: " + ", ".join(f"{kind} {share:.1%}" for kind, share in shares.items()))
 
 

@@ -4,36 +4,70 @@ import asyncio
 import multiprocessing
 import resource
 
+# How long to wait for a message from the other process.
+LIMIT_SECONDS = 300
+
 
 class Background:
     """Runs `function(session, *arguments)` in another process. Use it in a `with` statement.
 
     The body of the `with` statement starts when the function calls `session.ready()`. At the end of the body,
     `session.stopped()` returns in the other process. `result` is then the return value of the function.
+    Raises ChildProcessError if the function fails. If the body fails, ends the other process without a result.
     """
 
     def __init__(self, function, *arguments):
-        self.pipe, child = multiprocessing.Pipe()
-        self.result = None
-        context = multiprocessing.get_context("fork")
-        self.process = context.Process(target=run, args=(child, function, arguments), daemon=True)
+        self.function, self.arguments = function, arguments
+        self.pipe = self.process = self.result = None
 
     def __enter__(self):
+        context = multiprocessing.get_context("fork")
+        self.pipe, child = context.Pipe()
+        self.process = context.Process(target=run, args=(child, self.function, self.arguments), daemon=True)
         self.process.start()
-        self.pipe.recv()
+        child.close()  # otherwise, `receive` would not notice that the other process has ended
+        try:
+            self.receive("ready")
+        except BaseException:
+            self.end()
+            raise
         return self
 
-    def __exit__(self, *_):
-        self.stop()
+    def __exit__(self, error, *_):
+        try:
+            if error is None:
+                self.result = self.stop()
+        finally:
+            self.end()
 
     def stop(self):
-        """Tells the function to stop, and waits for its result."""
-        if self.process is not None:
-            self.pipe.send("stop")
-            self.result = self.pipe.recv()
-            self.process.join(30)
-            self.process = None
-        return self.result
+        """Tells the function to stop. Returns its result."""
+        try:
+            self.pipe.send(("stop", None))
+        except BrokenPipeError:
+            pass  # the function has failed, and `receive` returns why
+        result = self.receive("result")
+        self.process.join(30)
+        return result
+
+    def receive(self, expected):
+        """Waits for a message of the kind `expected`. Returns its value."""
+        if not self.pipe.poll(LIMIT_SECONDS):
+            raise TimeoutError(f"the client process did not send {expected!r} within {LIMIT_SECONDS} s")
+        try:
+            kind, value = self.pipe.recv()
+        except (EOFError, ConnectionResetError):
+            raise ChildProcessError(f"the client process ended before it sent {expected!r}") from None
+        if kind == "error":
+            raise ChildProcessError(f"the client process failed: {value}")
+        if kind != expected:
+            raise ChildProcessError(f"the client process sent {kind!r} instead of {expected!r}")
+        return value
+
+    def end(self):
+        self.process.kill()
+        self.process.join()
+        self.pipe.close()
 
 
 class Session:
@@ -44,7 +78,7 @@ class Session:
 
     def ready(self):
         """Tells the measuring process to start the measurement."""
-        self.pipe.send("ready")
+        self.pipe.send(("ready", None))
 
     async def stopped(self):
         """Waits until the measurement ends."""
@@ -53,7 +87,11 @@ class Session:
 
 def run(pipe, function, arguments):
     raise_file_limit()
-    pipe.send(asyncio.run(function(Session(pipe), *arguments)))
+    try:
+        message = "result", asyncio.run(function(Session(pipe), *arguments))
+    except Exception as error:
+        message = "error", f"{type(error).__name__}: {error}"
+    pipe.send(message)
 
 
 def raise_file_limit():

@@ -38,7 +38,8 @@ async def declared(port, size):
 async def endless(port):
     """Sends chunks of a body that never ends, until the server responds. Returns the status."""
     reader, writer = await connect(port)
-    head = f"POST {ROUTES[0]} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+    head = f"POST {ROUTES[0]} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head += "Transfer-Encoding: chunked\r\n\r\n"
     writer.write(head.encode())
     answer = asyncio.ensure_future(read_status(reader))
     chunk = b"100000\r\n" + b" " * (1 << 20) + b"\r\n"

@@ -130,6 +130,16 @@ async def get(port, path, key=None):
     return status, body
 
 
+async def poll(condition, what, limit_s=30):
+    """Awaits `condition()` repeatedly until it returns True. Raises TimeoutError after `limit_s` seconds."""
+    try:
+        async with asyncio.timeout(limit_s):
+            while not await condition():
+                await asyncio.sleep(0)
+    except TimeoutError:
+        raise TimeoutError(f"{what} did not happen within {limit_s} s") from None
+
+
 class Prompts:
     """Creates random prompts. The prompts have no long common prefix, so the prefix cache does not help."""
 

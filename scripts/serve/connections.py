@@ -246,7 +246,8 @@ async def queue_time(port, prompts, limit_s, context):
 
 
 def timeouts(options, report):
-    limits = {"header": 2.0, "body": 2.5, "queue": 3.0} if options.short else {"header": 10.0, "body": 30.0, "queue": 60.0}
+    seconds = (2.0, 2.5, 3.0) if options.short else (10.0, 30.0, 60.0)
+    limits = dict(zip(("header", "body", "queue"), seconds))
     flags = [part for name, limit_s in limits.items() for part in (f"--{name}-timeout", str(limit_s))]
     with Server(options, "--max-sequences", "1", *flags) as server:
         prompts = Prompts(server.port)

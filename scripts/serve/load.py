@@ -36,13 +36,16 @@ async def send_all(port, bodies):
 def measure(server, prompts, clients, prompt_tokens, max_tokens):
     """Returns the speed, the times and the CPU use of the server with `clients` requests at once."""
 
-    def run(is_stream):
-        bodies = [prompts.completion(prompt_tokens, max_tokens, stream=is_stream) for _ in range(clients)]
+    def bodies(is_stream):
+        return [prompts.completion(prompt_tokens, max_tokens, stream=is_stream) for _ in range(clients)]
+
+    def run(bodies):
         return asyncio.run(send_all(server.port, bodies))
 
-    run(True)
+    run(bodies(True))
+    streams = bodies(True)
     before, started = server.cpu_seconds(), time.perf_counter()
-    answers, seconds = run(True)
+    answers, seconds = run(streams)
     elapsed, after = time.perf_counter() - started, server.cpu_seconds()
     tokens = clients * max_tokens
     used = {name: cpu_s - before.get(name, 0.0) for name, cpu_s in after.items()}
@@ -51,7 +54,7 @@ def measure(server, prompts, clients, prompt_tokens, max_tokens):
     return {
         "clients": clients,
         "stream_tok_per_s": tokens / seconds,
-        "whole_tok_per_s": tokens / run(False)[1],
+        "whole_tok_per_s": tokens / run(bodies(False))[1],
         "ttft_ms": {"p50": percentile(first, 0.5) * 1e3, "p99": percentile(first, 0.99) * 1e3},
         "between_tokens_ms": {"p50": percentile(gaps, 0.5) * 1e3, "p99": percentile(gaps, 0.99) * 1e3},
         "cpu_us_per_token": {name: cpu_s / tokens * 1e6 for name, cpu_s in sorted(used.items()) if cpu_s > 0.005},
@@ -95,8 +98,10 @@ def main():
                 f"{sum(run['cpu_us_per_token'].values()):.0f} µs of CPU time per token",
                 flush=True,
             )
-        one = [asyncio.run(send_all(server.port, [prompts.completion(options.prompt, 4, stream=True)])) for _ in range(12)]
-        first = [answers[0].first * 1e3 for answers, _ in one]
+        first = []
+        for _ in range(12):
+            answers, _ = asyncio.run(send_all(server.port, [prompts.completion(options.prompt, 4, stream=True)]))
+            first.append(answers[0].first * 1e3)
         result["one_client_ttft_ms"] = rounded({"p50": percentile(first, 0.5), "longest": max(first)})
         print(f"one client: first token p50 {percentile(first, 0.5):.1f} ms, longest {max(first):.1f} ms")
     result["runs"] = runs

@@ -14,7 +14,10 @@ END_SECONDS = 60
 
 
 class Server:
-    """An `inferno serve` that stops at the end of a `with` statement. `options` has program, model, device and flags."""
+    """An `inferno serve` that stops at the end of a `with` statement.
+
+    `options` has program, model, device and flags.
+    """
 
     def __init__(self, options, *flags, keys=()):
         self.keys = keys

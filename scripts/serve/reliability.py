@@ -53,8 +53,14 @@ def main():
     parser.add_argument("--device", default="cpu", help="the device; empty for the default")
     parser.add_argument("--flags", default="", help="further flags for `inferno serve`, separated by spaces")
     parser.add_argument("--short", action="store_true", help="fewer clients and shorter time limits")
-    parser.add_argument("--only", default="", metavar="WORDS", help=f"the tests to run, separated by spaces: {', '.join(TESTS)}")
-    parser.add_argument("--any-speed", action="store_true", help="do not fail because of figures that depend on the speed of the machine")
+    parser.add_argument(
+        "--only", default="", metavar="WORDS", help=f"the tests to run, separated by spaces: {', '.join(TESTS)}"
+    )
+    parser.add_argument(
+        "--any-speed",
+        action="store_true",
+        help="do not fail because of figures that depend on the speed of the machine",
+    )
     parser.add_argument("--minutes", type=float, default=10, help="the length of the soak in minutes")
     parser.add_argument("--soak-sequences", type=int, default=8, help="number of concurrent answers in the soak")
     parser.add_argument("--burst", type=int, default=16, help="number of concurrent answers in the burst")
