@@ -15,12 +15,10 @@ use crate::tokenizer::Tokenizer;
 
 /// A model's chat format. It renders conversations and creates the parser for answers.
 pub enum ChatFormat {
-    Harmony(HarmonyFormat),
+    /// Harmony, the format of gpt-oss, with the ids of its control tokens.
+    Harmony(Harmony),
     Template(TemplateFormat),
 }
-
-/// Harmony, the format of gpt-oss.
-pub struct HarmonyFormat(Harmony);
 
 /// A Jinja template from the model's files.
 pub struct TemplateFormat {
@@ -28,13 +26,6 @@ pub struct TemplateFormat {
     name: String,
     /// `None` if another process renders the template.
     template: Option<Box<Template>>,
-}
-
-impl HarmonyFormat {
-    /// Returns the ids that harmony's control tokens have in the model's vocabulary.
-    pub fn control_tokens(&self) -> Harmony {
-        self.0
-    }
 }
 
 impl TemplateFormat {
@@ -55,7 +46,7 @@ impl ChatFormat {
     /// Returns `None` for a base model, which has no chat format.
     pub fn load(dir: &Path, tokenizer: &Tokenizer) -> Result<Option<ChatFormat>> {
         if let Some(harmony) = Harmony::find(tokenizer) {
-            return Ok(Some(ChatFormat::Harmony(HarmonyFormat(harmony))));
+            return Ok(Some(ChatFormat::Harmony(harmony)));
         }
         Ok(Template::load(dir)?.map(|template| ChatFormat::Template(TemplateFormat::new(template))))
     }
@@ -74,7 +65,7 @@ impl ChatFormat {
         special_tokens: Vec<(String, String)>,
     ) -> Option<ChatFormat> {
         if let Some(harmony) = Harmony::find(tokenizer) {
-            return Some(ChatFormat::Harmony(HarmonyFormat(harmony)));
+            return Some(ChatFormat::Harmony(harmony));
         }
         let template = Template::new(file, template.filter(|template| !template.is_empty())?.into(), special_tokens);
         let template = match tool_use.filter(|template| !template.is_empty()) {
@@ -89,7 +80,7 @@ impl ChatFormat {
     /// If the vocabulary has harmony's control tokens, the format is harmony instead.
     pub fn rendered_elsewhere(tokenizer: &Tokenizer, name: String) -> ChatFormat {
         match Harmony::find(tokenizer) {
-            Some(harmony) => ChatFormat::Harmony(HarmonyFormat(harmony)),
+            Some(harmony) => ChatFormat::Harmony(harmony),
             None => ChatFormat::Template(TemplateFormat { name, template: None }),
         }
     }
@@ -108,7 +99,7 @@ impl ChatFormat {
     /// In harmony, fails if a tool call or a tool result cannot be rendered.
     pub fn render(&self, tokenizer: &Tokenizer, messages: &[Message], options: &RenderOptions) -> Result<Rendered> {
         match self {
-            ChatFormat::Harmony(format) => format.0.render(tokenizer, messages, options),
+            ChatFormat::Harmony(harmony) => harmony.render(tokenizer, messages, options),
             ChatFormat::Template(format) => match &format.template {
                 Some(template) => template.render(tokenizer, messages, options),
                 None => bail!("cannot render the conversation: its chat template runs in another process"),
@@ -119,7 +110,7 @@ impl ChatFormat {
     /// Returns the stop token ids that the format defines: none for a template. The model's config files can add more.
     pub fn stop_ids(&self) -> Vec<u32> {
         match self {
-            ChatFormat::Harmony(format) => format.0.stop_ids(),
+            ChatFormat::Harmony(harmony) => harmony.stop_ids(),
             ChatFormat::Template(_) => Vec::new(),
         }
     }
@@ -127,7 +118,7 @@ impl ChatFormat {
     /// Returns a parser for the text generated after `prompt`.
     pub fn parser(&self, prompt: &Rendered) -> Parser {
         Parser::new(match self {
-            ChatFormat::Harmony(format) => ParserKind::Harmony(Box::new(HarmonyParser::new(format.0))),
+            ChatFormat::Harmony(harmony) => ParserKind::Harmony(Box::new(HarmonyParser::new(*harmony))),
             ChatFormat::Template(_) => ParserKind::Tagged(Box::new(TaggedParser::new(&prompt.text))),
         })
     }

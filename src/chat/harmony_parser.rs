@@ -218,29 +218,19 @@ impl HarmonyParser {
                 self.emit(channel, text, out);
             }
             State::Header(header) => {
-                let parsed = header.parse(tokenizer)?;
                 if header.is_fresh() {
                     return Ok(());
                 }
-                // A generation that ends inside a valid header is not a violation.
-                let words = parsed.words.trim_start();
-                let started = CHANNELS.iter().any(|channel| channel.starts_with(words) || words.starts_with(channel));
-                if ending == Ending::Generation
-                    && header.channel.is_some()
-                    && started
-                    && (parsed.rest.is_empty() || parsed.is_undecided)
-                {
-                    return Ok(());
-                }
-                self.violations.add(FormatViolation::MissingToken);
-                // The message ended without `<|message|>`, so undecided words after the channel are content.
-                // If the generation was cut off, undecided words are part of the header instead.
-                let cut_off = ending == Ending::Generation && header.channel.is_some() && parsed.is_undecided;
-                if cut_off || (parsed.rest.is_empty() && parsed.recipient.is_none()) {
-                    push_words(&mut self.header_words, &parsed.words);
-                } else {
-                    self.open(parsed, out);
-                    self.state = State::Between;
+                let parsed = header.parse(tokenizer)?;
+                let unfinished = Unfinished::new(&header, &parsed, ending);
+                self.violations.add_if(unfinished != Unfinished::ValidStart, FormatViolation::MissingToken);
+                match unfinished {
+                    Unfinished::ValidStart => {}
+                    Unfinished::Words => push_words(&mut self.header_words, &parsed.words),
+                    Unfinished::Content => {
+                        self.open(parsed, out);
+                        self.state = State::Between;
+                    }
                 }
             }
         }
@@ -259,5 +249,32 @@ impl HarmonyParser {
             call.arguments.push_str(&text);
         }
         out.push(Delta { channel, text });
+    }
+}
+
+/// What a header is that ends without `<|message|>`.
+#[derive(Clone, Copy, PartialEq)]
+enum Unfinished {
+    /// The start of a valid header. The generation was cut off, which is not a violation.
+    ValidStart,
+    /// Words that are not content.
+    Words,
+    /// A header, followed by content.
+    Content,
+}
+
+impl Unfinished {
+    fn new(header: &Header, parsed: &ParsedHeader, ending: Ending) -> Self {
+        let is_cut_off = ending == Ending::Generation && header.channel.is_some();
+        let words = parsed.words.trim_start();
+        let has_channel = CHANNELS.iter().any(|channel| channel.starts_with(words) || words.starts_with(channel));
+        if is_cut_off && has_channel && (parsed.rest.is_empty() || parsed.is_undecided) {
+            Self::ValidStart
+        } else if (is_cut_off && parsed.is_undecided) || (parsed.rest.is_empty() && parsed.recipient.is_none()) {
+            Self::Words
+        } else {
+            // The message has ended, so undecided words after the channel are content.
+            Self::Content
+        }
     }
 }

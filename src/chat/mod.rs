@@ -31,7 +31,7 @@ mod typescript;
 mod violations;
 
 pub use channel::{Channel, Delta};
-pub use format::{ChatFormat, HarmonyFormat, TemplateFormat};
+pub use format::{ChatFormat, TemplateFormat};
 pub use harmony::{Harmony, address as harmony_recipient};
 pub use message::{Message, ReasoningEffort, Role, ToolCall};
 pub use parser::Parser;

@@ -15,7 +15,7 @@ use inferno::nn::pass::{LogitRows, SequenceSpan, StepBatch};
 use inferno::nn::rope::{RopeConfig, RopeLengths};
 use inferno::weights::{Checkpoint, LoadProgress, Weights};
 
-use crate::support::{GoldenKind, Random, devices, golden, golden_models, relative_error, values};
+use crate::support::{GoldenKind, Random, devices, golden, golden_models, logits_tolerance, relative_error, values};
 
 const CONTEXT: usize = 160;
 
@@ -119,10 +119,8 @@ impl Case {
             // This error can change a quantized activation.
             (_, "compressed/fp8") if self.is_16_bit() || self.device.is_cuda() => 12e-2,
             (_, "compressed/fp8_static") if self.is_16_bit() || self.device.is_cuda() => 19e-2,
-            (DType::F32, _) => 1e-4,
-            (_, "compressed/int8") => 7e-2,
-            (DType::F16, _) => 2e-2,
-            _ => 6e-2,
+            (DType::BF16 | DType::F16, "compressed/int8") => 7e-2,
+            (dtype, _) => logits_tolerance(dtype),
         }
     }
 }

@@ -3,10 +3,11 @@
 //! While one GPU waits for another, no other test may load kernels or allocate memory on them, so these tests run alone.
 
 use std::path::Path;
+use std::time::Duration;
 
 use candle_core::{DType, Device, Tensor};
 use half::bf16;
-use inferno::device::{self, DeviceChoice, Devices, Exchange, Split, World};
+use inferno::device::{self, ANSWER_TIME, DeviceChoice, Devices, Exchange, Split, World};
 use inferno::engine::Engine;
 use inferno::kernels::exchange;
 use inferno::models;
@@ -19,7 +20,7 @@ use inferno::{GenerateOptions, SamplingParams};
 use crate::queued_steps;
 use crate::ranks::{CONTEXT, assert_ranks_agree, expected, logits_on, on_ranks, split_world};
 use crate::support::engine::{Answer, GraphModel, assert_greedy, generate, generate_at_once, two_gpus};
-use crate::support::{GoldenKind, golden, golden_models, logits_of};
+use crate::support::{GoldenKind, golden, golden_models, logits_of, logits_tolerance};
 
 /// Calls `work` for each rank with its connected world, its GPU, and the exchange between the GPUs.
 /// With fewer GPUs than ranks, several ranks share a GPU.
@@ -168,7 +169,7 @@ fn a_gpu_that_does_not_answer_ends_the_world() {
             // The second rank says that it launches, but launches nothing.
             exchange.launch_together(&mut || Ok(())).unwrap();
         }
-        std::thread::sleep(std::time::Duration::from_secs(7));
+        std::thread::sleep(ANSWER_TIME + Duration::from_secs(2));
         world.check().unwrap_err().to_string()
     });
     assert!(errors.iter().all(|error| error.contains("GPU 2 of 2 does not answer")), "{errors:?}");
@@ -185,7 +186,7 @@ fn a_host_that_does_not_launch_its_graph_ends_the_world() {
             // Returns once the time limit is over, because the second rank launches no second graph.
             exchange.launch_together(&mut || Ok(())).unwrap();
         } else {
-            std::thread::sleep(std::time::Duration::from_secs(7));
+            std::thread::sleep(ANSWER_TIME + Duration::from_secs(2));
         }
         world.check().unwrap_err().to_string()
     });
@@ -196,7 +197,7 @@ fn a_host_that_does_not_launch_its_graph_ends_the_world() {
 /// Skips models for which a rank has no decode graph.
 #[test(gpu_alone)]
 fn decode_graphs_of_ranks_agree_with_transformers() {
-    for (dtype, tolerance) in [(DType::BF16, 6e-2), (DType::F16, 2e-2)] {
+    for dtype in [DType::BF16, DType::F16] {
         let mut models = Vec::new();
         for case in golden_models(|model| model.kind != GoldenKind::Compressed) {
             let dir = golden(case);
@@ -204,14 +205,14 @@ fn decode_graphs_of_ranks_agree_with_transformers() {
             for split in [Split::Tensor, Split::Layers] {
                 let ranks = on_gpus(2, |world, device, _| graph_logits(world, split, device, dtype, &dir, &ids));
                 if let Some(ranks) = ranks.into_iter().collect::<Option<Vec<_>>>() {
-                    assert_ranks_agree(case, &ranks, &expected, tolerance);
+                    assert_ranks_agree(case, &ranks, &expected, logits_tolerance(dtype));
                     models.push((case, split));
                 }
             }
         }
-        let expected = ["gpt_oss_graph", "llama_graph", "mixtral_graph", "qwen3_moe_graph", "gemma2_graph"];
+        let with_graphs = ["gpt_oss_graph", "llama_graph", "mixtral_graph", "qwen3_moe_graph", "gemma2_graph"];
         let has_graphs = |&model| [Split::Tensor, Split::Layers].iter().all(|&split| models.contains(&(model, split)));
-        assert!(expected.iter().all(has_graphs), "only {models:?} have graphs");
+        assert!(with_graphs.iter().all(has_graphs), "only {models:?} have graphs");
     }
 }
 
@@ -254,7 +255,8 @@ fn graph_logits(
 #[test(gpu_alone)]
 fn ranks_on_gpus_agree_with_transformers() {
     let devices = two_gpus();
-    for (dtype, tolerance) in [(DType::F32, 1e-4), (DType::BF16, 6e-2), (DType::F16, 2e-2)] {
+    for dtype in [DType::F32, DType::BF16, DType::F16] {
+        let tolerance = logits_tolerance(dtype);
         for case in golden_models(|model| model.kind != GoldenKind::Compressed) {
             let dir = golden(case);
             let (ids, expected) = expected(&dir.join("golden.safetensors"));

@@ -91,8 +91,8 @@ fn run_limited<T: Send + 'static>(
 fn plan(request: ConstrainedRequest) -> Result<Plan> {
     let stops = request.stops();
     let (parts, start) = match (&request.chat, &request.language.chat) {
-        (Some(prompt), Some(ChatFormat::Harmony(format))) => {
-            harmony::parts(&request, format.control_tokens(), prompt.has_generation_prompt)?
+        (Some(prompt), Some(ChatFormat::Harmony(tokens))) => {
+            harmony::parts(&request, *tokens, prompt.has_generation_prompt)?
         }
         (Some(prompt), _) => tagged::parts(&request, &prompt.text)?,
         (None, _) => text_parts(&request, &stops)?,

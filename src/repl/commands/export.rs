@@ -9,15 +9,15 @@ use crate::files;
 
 /// Writes the conversation to a new file. Returns a message for the user. Errors are such messages, too.
 pub fn run(arguments: &str, session: &Session) -> Result<String, String> {
+    if session.messages.is_empty() {
+        return Err("nothing to export yet".to_string());
+    }
     let (format, path) = arguments.split_once(char::is_whitespace).unwrap_or((arguments, ""));
     let document = match format {
         "md" => markdown(session),
         "json" => json(session)?,
         _ => return Err("usage: /export md|json [PATH]".to_string()),
     };
-    if session.messages.is_empty() {
-        return Err("nothing to export yet".to_string());
-    }
     let name = match &session.recording {
         Recording::Journal(journal) => journal.name(),
         _ => "conversation",

@@ -85,7 +85,8 @@ const COMMANDS: &[Command] = &[
         name: "export",
         arguments: "md|json [PATH]",
         summary: "write the conversation to a new file",
-        details: "The JSON contains the messages in OpenAI's format, with reasoning. Existing files are not replaced.",
+        details: "Markdown contains the text of the messages. JSON contains the messages in OpenAI's format, with \
+                  reasoning and tool calls. Existing files are not replaced.",
     },
     Command { name: "stats", arguments: "", summary: "describe the loaded model", details: "" },
     Command {

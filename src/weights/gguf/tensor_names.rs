@@ -1,4 +1,4 @@
-//! The naming scheme of tensors in GGUF files.
+//! The names of layer tensors and of RoPE factors in GGUF files.
 
 /// The tensors with RoPE factors: for all contexts, for short contexts, and for long contexts.
 /// Hugging Face models store these factors in config.json, so the tensors do not count as parameters or weights.
@@ -18,6 +18,8 @@ impl<'n> LayerTensorName<'n> {
     pub fn parse(name: &'n str) -> Option<Self> {
         let (layer, rest) = name.strip_prefix("blk.")?.split_once('.')?;
         let (part, suffix) = rest.rsplit_once('.')?;
-        Some(Self { layer: layer.parse().ok()?, part, suffix })
+        // `parse` also accepts `+1` and `01`. Reject them, so that a tensor has only one name.
+        let layer = layer.parse().ok().filter(|number: &usize| number.to_string() == layer)?;
+        Some(Self { layer, part, suffix })
     }
 }

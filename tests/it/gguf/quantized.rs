@@ -6,7 +6,7 @@ use candle_core::{DType, Device, safetensors};
 use inferno::models;
 use inferno::weights::{Checkpoint, Inventory, LoadProgress, Weights};
 
-use crate::support::{devices, golden, logits_of, relative_error, values};
+use crate::support::{devices, golden, logits_of, logits_tolerance, relative_error, values};
 
 const FAMILIES: [&str; 10] =
     ["llama", "mixtral", "qwen2", "qwen3", "qwen3_moe", "phi3", "gemma2", "gemma3", "gpt2", "gpt_oss"];
@@ -31,13 +31,7 @@ fn check(family: &str, device: &Device, dtype: DType) {
     let logits = values(&logits_of(&decoder, &ids, dtype, device).unwrap());
     let error = relative_error(&logits, &values(&expected["logits"]));
     println!("{family} on {:?} in {dtype:?}: logits are off by {error:e}", device.location());
-    // golden.rs has the same tolerances, except on the CPU.
-    let tolerance = match (device, dtype) {
-        (Device::Cpu, DType::F32) => 1e-5,
-        (_, DType::F32) => 1e-4,
-        (_, DType::F16) => 2e-2,
-        _ => 6e-2,
-    };
+    let tolerance = if device.is_cpu() { 1e-5 } else { logits_tolerance(dtype) };
     assert!(error < tolerance, "{family} in {dtype:?}: logits are off by {error:e}");
 
     assert_eq!(

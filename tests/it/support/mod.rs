@@ -122,6 +122,15 @@ pub fn gpu_with_dtypes() -> Vec<(Device, DType)> {
     [DType::F32, DType::BF16, DType::F16].map(|dtype| (gpu.clone(), dtype)).into()
 }
 
+/// Returns the relative error that logits may have against transformers on a GPU, or on a CPU in f32.
+pub fn logits_tolerance(dtype: DType) -> f32 {
+    match dtype {
+        DType::F32 => 1e-4,
+        DType::F16 => 2e-2,
+        _ => 6e-2,
+    }
+}
+
 /// Returns the CPU paired with f32, and the pairs of [`gpu_with_dtypes`] if a GPU is expected.
 pub fn devices() -> Vec<(Device, DType)> {
     let mut devices = vec![(Device::Cpu, DType::F32)];
