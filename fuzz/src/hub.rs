@@ -31,7 +31,7 @@ pub fn hub_json(data: &[u8]) {
     for (include, exclude) in
         [(&[][..], &[][..]), (&["*"], &[]), (&["*.safetensors", "*Q4*"], &["*.json"]), (&[], &["*"])]
     {
-        let filter = FileFilter { include: globs(include), exclude: globs(exclude) };
+        let filter = FileFilter { include: globs(include), exclude: globs(exclude), tag: None };
         match choose_files("org/model", &listing.files, &filter, index) {
             Ok(files) => {
                 let chosen: HashSet<&str> = files.iter().map(|file| file.name.as_str()).collect();

@@ -7,13 +7,14 @@ use anyhow::Result;
 
 use super::shared::progress::{Operation, ProgressStyle, ProgressView};
 use super::shared::warn_about_token;
-use crate::hub::{FileFilter, Hub, shell_word};
+use crate::error::Error;
+use crate::hub::{FileFilter, Hub, parse_download_name, shell_word};
 use crate::text::printable;
 
 /// Fetch a model from the Hugging Face hub; run the same command again to resume an interrupted download
 #[derive(clap::Args)]
 pub struct Args {
-    /// Repository, such as openai/gpt-oss-20b
+    /// Repository, such as openai/gpt-oss-20b, or a GGUF model in it, such as org/name:Q4_K_M
     repo: String,
     /// Branch, tag or commit
     #[arg(long, value_name = "REV")]
@@ -35,8 +36,12 @@ pub fn run(args: Args) -> Result<ExitCode> {
         warn_about_token(&hub);
     }
     let progress = ProgressView::new(ProgressStyle::new(args.quiet), Operation::Download);
-    let filter = FileFilter { include: args.include, exclude: args.exclude };
-    let result = hub.download(&args.repo, args.revision.as_deref(), &filter, &progress);
+    let (name, revision, of_name) = parse_download_name(&args.repo, args.revision.as_deref())?;
+    if of_name.tag.is_some() && !args.include.is_empty() {
+        return Err(Error::usage("--include cannot be combined with a tag: the tag selects the model".to_string()));
+    }
+    let filter = FileFilter { include: args.include, exclude: args.exclude, ..of_name };
+    let result = hub.download(&name, revision.as_deref(), &filter, &progress);
     progress.finish();
     let snapshot = result?;
     if args.quiet {

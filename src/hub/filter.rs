@@ -23,7 +23,7 @@ const SMALL_FILES: [&str; 6] = [
     "chat_template.jinja",
 ];
 
-/// Glob patterns that select the files to download. The default selects what inferno needs to run the model.
+/// Selects the files to download. The default selects what inferno needs to run the model.
 #[derive(Clone, Debug, Default)]
 pub struct FileFilter {
     /// Patterns of files to download instead of the default weights.
@@ -31,39 +31,46 @@ pub struct FileFilter {
     pub include: Vec<String>,
     /// Patterns of files to skip.
     pub exclude: Vec<String>,
+    /// The tag of the GGUF model to download, as in `org/name:Q4_K_M`. Takes precedence over `include`.
+    pub tag: Option<String>,
 }
 
-/// Splits `org/name:Q4_K_M@revision` into the name, the revision, and a filter with the pattern `*Q4_K_M*`.
+/// Splits `org/name:Q4_K_M@revision` into the name, the revision, and a filter with the tag `Q4_K_M`.
 pub fn parse_download_name(model: &str, revision: Option<&str>) -> Result<(String, Option<String>, FileFilter)> {
     let (name, revision) = names::split_revision(model, revision)?;
     let (name, tag) = gguf::split_tag(name);
-    let include = tag.map(|tag| format!("*{tag}*")).into_iter().collect();
-    Ok((name.to_string(), revision.map(str::to_string), FileFilter { include, ..FileFilter::default() }))
+    let filter = FileFilter { tag: tag.map(str::to_string), ..FileFilter::default() };
+    Ok((name.to_string(), revision.map(str::to_string), filter))
 }
 
 pub(super) struct CompiledFilter {
     /// `None` selects the default weights.
     include: Option<GlobSet>,
     exclude: GlobSet,
+    tag: Option<String>,
 }
 
 impl CompiledFilter {
     pub fn new(filter: &FileFilter) -> Result<Self> {
         let include = if filter.include.is_empty() { None } else { Some(compile(&filter.include)?) };
-        Ok(Self { include, exclude: compile(&filter.exclude)? })
+        Ok(Self { include, exclude: compile(&filter.exclude)?, tag: filter.tag.clone() })
     }
 
     /// Returns whether the choice of weights depends on the shard index, if the repository has one.
     pub fn needs_index(&self) -> bool {
-        self.include.is_none()
+        self.include.is_none() && self.tag.is_none()
     }
 
     /// Returns the files to download, small files first. Fails if there are none.
     /// `index` is the contents of [`INDEX`], if the repository has this file and [`needs_index`](Self::needs_index).
     pub fn choose(&self, repo: &str, files: &FileList, index: Option<&[u8]>) -> Result<Vec<RemoteFile>> {
-        let mut chosen = match &self.include {
-            Some(patterns) => included_files(repo, files, patterns)?,
-            None => model_files(repo, files, index)?,
+        let mut chosen = match (&self.tag, &self.include) {
+            (Some(tag), _) => {
+                let model = choose_gguf(repo, files, Some(tag))?;
+                small_files(files).into_iter().chain(model.into_iter().flatten()).collect()
+            }
+            (None, Some(patterns)) => included_files(repo, files, patterns)?,
+            (None, None) => model_files(repo, files, index)?,
         };
         chosen.retain(|file| !self.exclude.is_match(&file.name));
         if chosen.is_empty() {
@@ -198,12 +205,13 @@ fn only_gguf_model(repo: &str, files: &FileList) -> Result<Vec<RemoteFile>> {
     match models[..] {
         [] => bail!("{}", no_weights(repo, files)),
         [model] => gguf_parts(repo, files, model),
-        [first, ..] => {
+        _ => {
             let line = |model: &&RemoteFile| gguf::size_line(&model.name, gguf_bytes(repo, files, model));
-            let suggested = models.iter().find(|file| file.name.contains("Q4_K_M")).unwrap_or(&first);
+            let files: Vec<&str> = models.iter().map(|file| file.name.as_str()).collect();
+            let suggested = models.iter().position(|file| file.name.contains("Q4_K_M")).unwrap_or(0);
             Err(Error::usage(format!(
-                "'{repo}' has several GGUF models; choose one, for example:\n  inferno download {repo} --include {}\n{}",
-                shell_word(&format!("*{}*", gguf::tag(&suggested.name))),
+                "'{repo}' has several GGUF models; choose one, for example:\n  inferno download {}\n{}",
+                shell_word(&gguf::model_names(repo, &files)[suggested]),
                 model_list(models.iter().map(line))
             )))
         }
@@ -263,7 +271,7 @@ mod tests {
     fn choose(names: &[&str], patterns: &[&str], index: Option<&str>) -> Result<Vec<String>> {
         let (exclude, include): (Vec<&str>, Vec<&str>) = patterns.iter().partition(|glob| glob.starts_with('!'));
         let globs = |globs: Vec<&str>| globs.iter().map(|glob| glob.trim_start_matches('!').to_string()).collect();
-        let filter = FileFilter { include: globs(include), exclude: globs(exclude) };
+        let filter = FileFilter { include: globs(include), exclude: globs(exclude), tag: None };
         let chosen = choose_files("a/b", &files(names), &filter, index.map(str::as_bytes))?;
         Ok(chosen.into_iter().map(|file| file.name).collect())
     }
@@ -321,12 +329,29 @@ mod tests {
         );
         let several = ["m-Q2_K.gguf", "m-Q4_K_M.gguf", "m-Q8_0-00001-of-00002.gguf", "m-Q8_0-00002-of-00002.gguf"];
         let error = choose(&several, &[], None).unwrap_err().to_string();
-        assert!(
-            error.contains("inferno download a/b --include '*Q4_K_M*'") && error.contains("m-Q2_K.gguf"),
-            "{error}"
-        );
+        assert!(error.contains("inferno download a/b:Q4_K_M\n") && error.contains("m-Q2_K.gguf"), "{error}");
         assert!(!error.contains("00002-of-00002"), "{error}");
         assert_eq!(choose(&several, &["*Q4_K_M*"], None).unwrap(), ["m-Q4_K_M.gguf"]);
+    }
+
+    #[test]
+    fn a_tag_selects_one_model() {
+        let names = [
+            "config.json",
+            "m-F16.gguf",
+            "m-BF16.gguf",
+            "mmproj-m-F16.gguf",
+            "m-Q4_K_M-00001-of-00002.gguf",
+            "m-Q4_K_M-00002-of-00002.gguf",
+            "model.safetensors",
+        ];
+        let choose = |model: &str| -> Result<Vec<String>> {
+            let (_, _, filter) = parse_download_name(model, None)?;
+            Ok(choose_files("a/b", &files(&names), &filter, None)?.into_iter().map(|file| file.name).collect())
+        };
+        assert_eq!(choose("a/b:F16").unwrap(), ["config.json", "m-F16.gguf"]);
+        assert_eq!(choose("a/b:q4_k_m").unwrap(), [&names[..1], &names[4..6]].concat());
+        assert!(choose("a/b:Q4_0").unwrap_err().to_string().contains("a/b:BF16"));
     }
 
     #[test]

@@ -8,7 +8,7 @@ use anyhow::Result;
 use super::cache::RepoDir;
 use super::client::Hub;
 use super::demo;
-use super::names::{self, MAIN};
+use super::names::{self, MAIN, shell_word};
 use super::snapshot::{Snapshot, Source};
 use crate::error::Error;
 use crate::snapshot::{Required, first_missing_file, gguf};
@@ -64,15 +64,17 @@ impl Hub {
     /// The hint names a missing file of the model, or a model with a similar name, if there is one.
     fn download_hint(&self, name: &str, tag: Option<&str>, revision: Option<&str>, required: Required) -> String {
         let revision_flag = revision.map(|revision| format!(" --revision {revision}")).unwrap_or_default();
-        let include_flag = tag.map(|tag| format!(" --include '*{tag}*'")).unwrap_or_default();
-        let flags = format!("{revision_flag}{include_flag}");
+        let with_tag = |name: &str| shell_word(&tag.map_or(name.to_string(), |tag| format!("{name}:{tag}")));
         let missing = self.caches().iter().find_map(|(cache, _)| {
             let repo = cache.repo(name);
             let commit = repo.commit(revision.unwrap_or(MAIN)).or_else(|| repo.commits().into_iter().next())?;
             first_missing_file(&repo.snapshot(&commit), required)
         });
         if let Some(file) = missing {
-            return format!("it is incomplete: {file} is missing; to fetch the rest: inferno download {name}{flags}");
+            return format!(
+                "it is incomplete: {file} is missing; to fetch the rest: inferno download {}{revision_flag}",
+                with_tag(name)
+            );
         }
         let complete: BTreeSet<String> = self.list().into_iter().flatten().map(|snapshot| snapshot.name).collect();
         let complete: Vec<String> = complete.into_iter().collect();
@@ -80,9 +82,10 @@ impl Hub {
         let nearest =
             nearest.map(|name| format!("\n  did you mean '{name}', which is on this machine?")).unwrap_or_default();
         if name.contains('/') {
-            format!("inferno download {name}{flags}{nearest}")
+            format!("inferno download {}{revision_flag}{nearest}", with_tag(name))
         } else {
-            format!("inferno download ORG/{name}{flags}, where ORG is the organization{nearest}")
+            let name = with_tag(&format!("ORG/{name}"));
+            format!("inferno download {name}{revision_flag}, where ORG is the organization{nearest}")
         }
     }
 

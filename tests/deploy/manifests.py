@@ -149,6 +149,10 @@ def compose_problems(compose):
             source = mount.split(":")[0]
             if not source.startswith(".") and source not in compose["volumes"]:
                 yield f"{name} mounts the unknown volume {source}"
+        # Compose can put only files into a read-only container.
+        sources = [compose["secrets"].get(secret, {}) for secret in service.get("secrets", [])]
+        if service.get("read_only") and any("file" not in source for source in sources):
+            yield f"{name} is read-only, but has a secret that is not a file"
         for secret in service.get("secrets", []):
             if secret not in compose["secrets"]:
                 yield f"{name} uses the unknown secret {secret}"

@@ -55,6 +55,7 @@ impl Hub {
         let compiled = CompiledFilter::new(filter)?;
         if self.config.offline
             && filter.include.is_empty()
+            && filter.tag.is_none()
             && let Some(snapshot) = self.look_up(name, revision, Required::Weights)
         {
             progress.already_present(&snapshot);

@@ -248,7 +248,7 @@ fn suggested_commands_are_safe_to_paste() {
     let fake = FakeHub::start(&[("a-$(reboot).gguf", b"GGUF"), ("b-'; reboot; '.gguf", b"GGUF")]);
     let home = TempDir::new().unwrap();
     let output = bounded(command(&home, &fake, &["download", REPO]));
-    output.assert_fails(2, &["inferno download org/tiny-model --include '*$(reboot)*'\n"]);
+    output.assert_fails(2, &["inferno download 'org/tiny-model:$(reboot)'\n"]);
     let output = bounded(command(&home, &fake, &["show", REPO, "--remote"]));
     let shown =
         ["inferno show 'org/tiny-model:$(reboot)' --remote", r"inferno show 'org/tiny-model:'\''; reboot; '\''' --"];

@@ -438,7 +438,7 @@ fn one_of_several_gguf_files_is_chosen_by_its_tag() {
     let machine = Machine::new(fake.endpoint());
     let (message, code) = message_and_code(machine.hub().download(REPO, None, &FileFilter::default(), &()));
     assert_eq!(code, 2, "{message}");
-    assert!(message.contains(&format!("inferno download {REPO} --include '*Q4_K_M*'")), "{message}");
+    assert!(message.contains(&format!("inferno download {REPO}:Q4_K_M\n")), "{message}");
     assert!(message.contains("a-Q8_0.gguf"), "{message}");
     let snapshot = machine.hub().download(REPO, None, &include_only("*Q4_K_M*"), &()).unwrap();
     assert_eq!(file_names(&snapshot.path), ["a-Q4_K_M.gguf"]);

@@ -161,7 +161,7 @@ fn one_of_several_models_is_chosen_by_name() {
     fake.change(|world| world.files.retain(|name, _| name == "README.md"));
     assert_fails(&show_named(&format!("{REPO}:Q2_K")), 3, &["has no GGUF file; it has 'README.md'"]);
     // The error for a missing model suggests `show --remote`.
-    let hints = ["inferno show org/name:Q2_K --remote", "inferno download org/name --include '*Q2_K*'"];
+    let hints = ["inferno show org/name:Q2_K --remote", "inferno download org/name:Q2_K"];
     assert_fails(&crate::support::program::run(&["show", "org/name:Q2_K"]), 3, &hints);
 }
 
