@@ -272,7 +272,7 @@ impl EngineHandle {
     }
 
     /// Fails if the text of a prompt is far too long for the context, to avoid the cost of encoding the text.
-    fn check_text(&self, prompt_bytes: usize) -> Result<()> {
+    pub(crate) fn check_text(&self, prompt_bytes: usize) -> Result<()> {
         let context_tokens = self.context();
         if prompt_bytes > MIN_TEXT_BYTES.max(context_tokens.saturating_mul(MAX_BYTES_PER_TOKEN)) {
             return Err(Error::PromptTooLong { prompt_bytes, context_tokens }.into());

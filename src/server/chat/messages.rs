@@ -36,6 +36,7 @@ fn read_message(fields: &mut Fields) -> Result<Message, ApiError> {
     fields.refuse("function_call", &[], "use 'tool_calls'")?;
     let content = read_content(fields, "content")?;
     let (reasoning, reasoning_content) = (fields.take_string("reasoning")?, fields.take_string("reasoning_content")?);
+    let reasoning = reasoning.or(reasoning_content);
     let tool_calls = read_tool_calls(fields)?;
     if role != Role::Assistant && !tool_calls.is_empty() {
         return Err(fields.invalid("tool_calls", "only an assistant message can have tool calls"));
@@ -45,7 +46,7 @@ fn read_message(fields: &mut Fields) -> Result<Message, ApiError> {
     }
     Ok(Message {
         content: content.unwrap_or_default(),
-        reasoning: reasoning.or(reasoning_content).filter(|_| role == Role::Assistant),
+        reasoning: reasoning.filter(|_| role == Role::Assistant),
         tool_calls,
         tool_call_id: fields.take_string("tool_call_id")?.filter(|_| role == Role::Tool),
         name: fields.take_string("name")?,

@@ -19,6 +19,8 @@ const MAX_DEPTH: usize = 64;
 
 /// The maximum number of JSON values in a body. A value takes much more memory than its text.
 const MAX_VALUES: usize = 500_000;
+/// The maximum number of notes about unused fields. A response header lists no more.
+const MAX_IGNORED: usize = 32;
 
 /// Reads the JSON object in the body of a request.
 pub async fn read_json(request: Request, timeouts: &Timeouts) -> Result<Fields, ApiError> {
@@ -193,8 +195,9 @@ impl Fields {
     }
 
     /// Records the name of a field that has no effect on the response, or a note about such a field.
+    /// Keeps at most [`MAX_IGNORED`] notes: a body can have 500,000 unknown fields.
     pub fn ignore(&mut self, note: String) {
-        if !self.ignored.contains(&note) {
+        if self.ignored.len() < MAX_IGNORED && !self.ignored.contains(&note) {
             self.ignored.push(note);
         }
     }
@@ -204,7 +207,7 @@ impl Fields {
         let Self { map, path, mut ignored } = self;
         let path = path.replace(|c: char| c.is_ascii_digit(), "");
         let left = map.into_iter().filter(|(_, value)| !value.is_null()).map(|(name, _)| format!("{path}{name}"));
-        ignored.extend(left);
+        ignored.extend(left.take(MAX_IGNORED));
         ignored
     }
 }
@@ -245,5 +248,9 @@ mod tests {
         assert_eq!(fields.ignored(), ["note", "user"]);
         let nested = Fields::nested("messages[12]", json!({ "a": 1 })).unwrap();
         assert_eq!(nested.ignored(), ["messages[].a"]);
+        let many: Map<String, Value> = (0..1000).map(|number| (format!("f{number}"), json!(1))).collect();
+        let mut fields = Fields::new(many);
+        (0..1000).for_each(|number| fields.ignore(format!("note {number}")));
+        assert_eq!(fields.ignored().len(), 2 * MAX_IGNORED);
     }
 }

@@ -1,5 +1,7 @@
 //! Reads the messages of a request.
 
+use std::collections::VecDeque;
+
 use serde_json::{Value, json};
 
 use crate::chat::{Message, Role};
@@ -40,18 +42,40 @@ fn renamed((index, mut item): (usize, Value)) -> Result<Value, ApiError> {
     Ok(item)
 }
 
-/// Adds missing ids to tool calls and results. Results without an id belong to the latest calls, in order.
+/// Adds missing ids to tool calls and results. A result without an id belongs to the first of the latest calls that has
+/// no result yet and has the name in the result, or else to the first one without a result.
 fn link_results(messages: &mut [Message]) {
-    let mut open: std::collections::VecDeque<String> = Default::default();
+    // The name and the id of each call without a result.
+    let mut open: VecDeque<(String, String)> = VecDeque::new();
     for (index, message) in messages.iter_mut().enumerate() {
         if message.role == Role::Assistant {
             open.clear();
             for (position, call) in message.tool_calls.iter_mut().enumerate() {
-                open.push_back(call.id.get_or_insert_with(|| format!("call_{index}_{position}")).clone());
+                let id = call.id.get_or_insert_with(|| format!("call_{index}_{position}")).clone();
+                open.push_back((call.name.clone(), id));
             }
         } else if message.role == Role::Tool {
-            let next = open.pop_front();
+            let named = open.iter().position(|(name, _)| Some(name) == message.name.as_ref());
+            let next = open.remove(named.unwrap_or(0)).map(|(_, id)| id);
             message.tool_call_id = message.tool_call_id.take().or(next);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::chat::ToolCall;
+
+    #[test]
+    fn results_belong_to_the_call_with_their_name() {
+        let call = |name: &str| ToolCall { id: None, name: name.to_string(), arguments: "{}".to_string() };
+        let result = |name: Option<&str>| Message { name: name.map(str::to_string), ..Message::new(Role::Tool, "") };
+        let mut asked = Message::new(Role::Assistant, "");
+        asked.tool_calls = vec![call("f"), call("g"), call("g")];
+        let mut messages = vec![asked, result(Some("g")), result(None), result(Some("g")), result(Some("g"))];
+        link_results(&mut messages);
+        let ids: Vec<Option<&str>> = messages[1..].iter().map(|message| message.tool_call_id.as_deref()).collect();
+        assert_eq!(ids, [Some("call_0_1"), Some("call_0_0"), Some("call_0_2"), None]);
     }
 }

@@ -96,13 +96,17 @@ impl Shared {
             let neutral: Vec<Value> = neutral.iter().filter_map(|text| serde_json::from_str(text).ok()).collect();
             nested.refuse(name, &neutral, "")?;
         }
-        // A negative number means no limit.
+        // Zero or a negative number means no limit.
         let limit = nested.take_integer("num_predict", -2..=i64::from(u32::MAX))?;
         if let Some(penalty) = nested.take("repeat_penalty") {
             nested.put("repetition_penalty", penalty);
         }
+        // In ollama, the default seed of -1 chooses a random seed.
+        if let Some(seed) = nested.take("seed").filter(|seed| seed.as_i64() != Some(-1)) {
+            nested.put("seed", seed);
+        }
         let mut options = generate_options::read(&mut nested, server, engine)?;
-        options.max_tokens = limit.and_then(|limit| usize::try_from(limit).ok());
+        options.max_tokens = limit.and_then(|limit| usize::try_from(limit).ok()).filter(|&limit| limit > 0);
         nested.ignored().into_iter().for_each(|name| fields.ignore(name));
         let has_logprobs = fields.take_bool("logprobs")?.unwrap_or(false);
         let top_logprobs = fields.take_integer("top_logprobs", 0..=20)?.unwrap_or(0) as usize;

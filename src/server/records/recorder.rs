@@ -125,14 +125,17 @@ impl Writer {
 fn write(folder: &Path, record: &Record) -> Result<()> {
     let json = serde_json::to_vec(record)?;
     let name = file_name(&record.id);
-    let mut file = match files::create_private(&folder.join(format!("{name}.json"))) {
+    let mut path = folder.join(format!("{name}.json"));
+    let mut file = match files::create_private(&path) {
         // A client may use the same request id twice.
         Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => {
-            files::create_private(&folder.join(format!("{}.json", ids::new(&format!("{name}-")))))
+            path = folder.join(format!("{}.json", ids::new(&format!("{name}-"))));
+            files::create_private(&path)
         }
         file => file,
     }?;
-    Ok(file.write_all(&json)?)
+    // Leave no incomplete record, for example on a full disk.
+    Ok(file.write_all(&json).inspect_err(|_| drop(std::fs::remove_file(&path)))?)
 }
 
 /// Returns a request id as a file name. Characters with a special meaning in file names become `_`.

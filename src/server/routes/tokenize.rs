@@ -61,7 +61,10 @@ fn read_input(fields: &mut Fields, engine: &EngineHandle) -> Result<EncodeInput,
         } else {
             ControlTokens::Parse
         };
-        return Ok(Box::new(move |engine| engine.tokenizer().encode(&prompt, controls)));
+        return Ok(Box::new(move |engine| {
+            engine.check_text(prompt.len())?;
+            engine.tokenizer().encode(&prompt, controls)
+        }));
     }
     let messages = chat::read_messages(fields)?;
     let options = RenderOptions {

@@ -110,6 +110,8 @@ fn honored_fields_change_the_answer() {
     let content = |fields: Value| server.chat(fields).ok()["choices"][0]["message"]["content"].clone();
     let plain = content(json!({}));
     let id = &server.post("/tokenize", &json!({ "prompt": "The" })).ok()["tokens"][0];
+    // Encoding a text that is far too long would delay other clients.
+    server.post("/tokenize", &json!({ "prompt": "a".repeat(4 << 20) })).error(400);
     let biased = content(json!({ "logit_bias": { id.to_string(): -100 } }));
     assert!(plain.as_str().unwrap().starts_with("The") && !biased.as_str().unwrap().starts_with("The"), "{biased}");
     // At this temperature, the answer is random even if the model is almost certain of each token.
@@ -144,6 +146,7 @@ fn all_roles_and_forms_of_content_are_accepted() {
             { "id": "call_1", "type": "function", "function": { "name": "list", "arguments": "{}" } }] },
         { "role": "tool", "tool_call_id": "call_1", "content": "demo" },
         { "role": "assistant", "content": "One: demo.", "reasoning_content": "The tool told me." },
+        { "role": "assistant", "content": null, "reasoning_content": "I was cut off." },
         { "role": "user", "content": [{ "type": "text", "text": "Thanks!" }] },
     ]);
     let function = json!({ "name": "list", "description": "Lists models.", "parameters": { "type": "object" } });
