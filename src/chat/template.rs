@@ -9,6 +9,7 @@
 //! minijinja cannot limit memory, the time of a single step, or recursion during compilation.
 //! The templates of downloaded models therefore run in another process (see `worker`).
 
+use std::borrow::Cow;
 use std::io;
 use std::path::Path;
 use std::sync::OnceLock;
@@ -32,6 +33,9 @@ const FUEL: u64 = 20_000_000;
 const MAX_DEPTH: usize = 200;
 const MAX_OUTPUT_BYTES: usize = 64 << 20;
 const NAME: &str = "chat_template";
+
+/// The length of tool call ids in Mistral's templates.
+const SHORT_CALL_ID: usize = 9;
 
 /// The tags around reasoning. The marker leaves them unchanged in the content and the reasoning of assistant messages,
 /// because templates search for them to remove earlier reasoning.
@@ -69,6 +73,8 @@ struct Dialect {
     reasoning_keys: Vec<&'static str>,
     /// Whether the template distinguishes null content from empty content in messages with tool calls.
     null_content: bool,
+    /// Whether the template accepts only tool call ids of nine letters and digits, as Mistral's templates do.
+    short_call_ids: bool,
 }
 
 impl Template {
@@ -186,6 +192,7 @@ impl Source {
                 .iter()
                 .flat_map(|content| [format!("{content} is none"), format!("{content} is not none")])
                 .any(|test| text.contains(&test)),
+            short_call_ids: ["id|length != 9", "id | length != 9"].iter().any(|test| text.contains(test)),
         };
         Self { file: file.to_string(), text, environment: OnceLock::new(), dialect }
     }
@@ -223,10 +230,11 @@ impl Dialect {
         dict.insert("role".into(), json!(role.as_str()));
         let absent = self.null_content && message.content.is_empty() && !message.tool_calls.is_empty();
         dict.insert("content".into(), if absent { Json::Null } else { json!(mark_content(&message.content)?) });
-        for (key, value) in [("name", &message.name), ("tool_call_id", &message.tool_call_id)] {
-            if let Some(value) = value {
-                dict.insert(key.into(), json!(mark(value)?));
-            }
+        if let Some(name) = &message.name {
+            dict.insert("name".into(), json!(mark(name)?));
+        }
+        if let Some(id) = &message.tool_call_id {
+            dict.insert("tool_call_id".into(), json!(mark(&self.call_id(id))?));
         }
         if let Some(reasoning) = &message.reasoning {
             for key in &self.reasoning_keys {
@@ -237,7 +245,7 @@ impl Dialect {
             let calls = message.tool_calls.iter().map(|call| {
                 let mut dict = Map::new();
                 if let Some(id) = &call.id {
-                    dict.insert("id".into(), json!(mark(id)?));
+                    dict.insert("id".into(), json!(mark(&self.call_id(id))?));
                 }
                 dict.insert("type".into(), json!("function"));
                 let parsed = serde_json::from_str::<Json>(&call.arguments).ok().filter(Json::is_object);
@@ -251,6 +259,20 @@ impl Dialect {
             dict.insert("tool_calls".into(), calls.collect::<Result<_>>()?);
         }
         Ok(Json::Object(dict))
+    }
+
+    /// Returns the id of a tool call as the template accepts it. Equal ids always become equal ids.
+    fn call_id<'i>(&self, id: &'i str) -> Cow<'i, str> {
+        let is_short = id.len() == SHORT_CALL_ID && id.bytes().all(|byte| byte.is_ascii_alphanumeric());
+        if !self.short_call_ids || is_short {
+            return id.into();
+        }
+        // FNV-1a, whose value is the same in every build. With a hash, `call_1_11` and `call_11_1` stay different.
+        let hash = id
+            .bytes()
+            .fold(0xcbf2_9ce4_8422_2325, |hash: u64, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3));
+        let hash = format!("{hash:016x}");
+        hash[hash.len() - SHORT_CALL_ID..].to_string().into()
     }
 }
 

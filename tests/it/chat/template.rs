@@ -164,6 +164,32 @@ fn tool_call_arguments_are_objects_or_strings() {
     assert_eq!(render("{{ messages[0].content == '' }}", turns("{}"), &options()).unwrap().text, "True");
 }
 
+/// Mistral's templates accept only such ids, and clients send the longer ids of the server back.
+#[test]
+fn tool_call_ids_have_the_length_that_the_template_requires() {
+    let source = "{% for m in messages %}{% for c in m.tool_calls or [] %}{% if c.id|length != 9 %}\
+                  {{ raise_exception('too long') }}{% endif %}{{ c.id }} {% endfor %}{{ m.tool_call_id }}{% endfor %}";
+    let turns = |id: &str| {
+        json!([
+            {"role": "assistant", "content": "", "tool_calls": [{"id": id, "type": "function", "function": {"name": "f", "arguments": "{}"}}]},
+            {"role": "tool", "content": "1", "tool_call_id": id},
+        ])
+    };
+    let ids = |id: &str| {
+        let text = render(source, turns(id), &options()).unwrap().text;
+        let (call, result) = text.split_once(' ').unwrap();
+        assert_eq!(call, result);
+        call.to_string()
+    };
+    assert_eq!(ids("abcDEF123"), "abcDEF123");
+    let short = ids("call_0123456789abcdef01234567");
+    assert!(short.len() == 9 && short.bytes().all(|byte| byte.is_ascii_alphanumeric()), "{short}");
+    assert_ne!(ids("call_1_11"), ids("call_11_1"));
+    // Other templates get the id of the client.
+    let plain = "{{ messages[0].tool_calls[0].id }}";
+    assert_eq!(render(plain, turns("call_1_11"), &options()).unwrap().text, "call_1_11");
+}
+
 #[test]
 fn errors_name_the_file_the_line_and_the_cause() {
     let error_text = error("\n\n{{ raise_exception('Only users may speak!') }}");

@@ -109,9 +109,11 @@ fn prompts_are_questions_or_plain_text() {
         generate(json!({ "prompt": "What is the KV cache?", "system": "Be kind.", "options": { "num_predict": 1 } }));
     assert!(system["prompt_eval_count"].as_u64() > whole["prompt_eval_count"].as_u64());
 
-    // The seed -1 is random, and a limit of 0 is no limit.
-    let random = json!({ "temperature": 2, "seed": -1, "num_predict": 0, "stop": ["."] });
-    let texts = [(); 3].map(|()| generate(json!({ "prompt": "Hi", "options": random }))["response"].clone());
+    // A limit of 0 is no limit, and the seed -1 is random.
+    let unlimited = generate(json!({ "prompt": "What is the KV cache?", "options": { "num_predict": 0 } }));
+    assert_eq!(unlimited["response"], whole["response"]);
+    let random = json!({ "prompt": "Hi", "raw": true, "options": { "temperature": 2, "seed": -1, "num_predict": 16 } });
+    let texts = [(); 3].map(|()| generate(random.clone())["response"].clone());
     assert!(texts.iter().any(|text| *text != texts[0]), "{texts:?}");
 
     let options = json!({ "temperature": 0, "num_predict": 8 });
