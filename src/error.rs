@@ -73,8 +73,8 @@ pub enum Error {
         match (fitting_context, fitting_gpus) {
             (Some(context), None) => format!("try --context {context}, or free memory on the device"),
             (Some(context), Some(gpus)) => format!("try --context {context}, or --gpus {gpus} if you have {gpus} such GPUs"),
-            (None, Some(gpus)) => format!("a shorter context does not help: try --gpus {gpus} if you have {gpus} such GPUs"),
-            (None, None) => "a shorter context does not help: free memory on the device, or choose a smaller model".to_string(),
+            (None, Some(gpus)) => format!("no context of 2048 tokens or more fits: try --gpus {gpus} if you have {gpus} such GPUs"),
+            (None, None) => "no context of 2048 tokens or more fits: free memory on the device, or choose a smaller model".to_string(),
         }
     )]
     OutOfMemory {

@@ -68,10 +68,7 @@ impl ChatFormat {
             return Some(ChatFormat::Harmony(harmony));
         }
         let template = Template::new(file, template.filter(|template| !template.is_empty())?.into(), special_tokens);
-        let template = match tool_use.filter(|template| !template.is_empty()) {
-            Some(source) => template.with_tool_use(file, source.into()),
-            None => template,
-        };
+        let template = template.with_tool_use(file, tool_use.filter(|template| !template.is_empty()));
         Some(ChatFormat::Template(TemplateFormat::new(template)))
     }
 

@@ -89,11 +89,7 @@ impl Template {
         }
         let Some((default, tool_use)) = config.get("chat_template").and_then(named_templates) else { return Ok(None) };
         let file = "tokenizer_config.json";
-        let template = Self::new(file, default.to_string(), special_tokens);
-        Ok(Some(match tool_use {
-            Some(source) => template.with_tool_use(file, source.to_string()),
-            None => template,
-        }))
+        Ok(Some(Self::new(file, default.to_string(), special_tokens).with_tool_use(file, tool_use)))
     }
 
     /// Creates a template from its `source`. Error messages name `file`.
@@ -103,9 +99,9 @@ impl Template {
         Self { default: Source::new(file, source), tool_use: None, special_tokens }
     }
 
-    /// Sets the template for conversations with tools.
-    pub fn with_tool_use(self, file: &str, source: String) -> Self {
-        Self { tool_use: Some(Source::new(file, source)), ..self }
+    /// Sets the template for conversations with tools, if the model has another one for them.
+    pub fn with_tool_use(self, file: &str, source: Option<&str>) -> Self {
+        Self { tool_use: source.map(|source| Source::new(file, source.to_string())), ..self }
     }
 
     /// Returns the name of the file that contains the template.
@@ -120,15 +116,18 @@ impl Template {
 
     /// Renders a conversation to token ids.
     pub fn render(&self, tokenizer: &Tokenizer, messages: &[Message], options: &RenderOptions) -> Result<Rendered> {
-        let (tools, variables) = (Json::Array(options.tools.clone()), Json::Object(options.template_variables.clone()));
+        let tools = Json::Array(options.tools.clone());
         // Parsing arguments turns escapes such as \ufdd0 into characters. The mark must differ from these characters.
         let calls = messages.iter().flat_map(|message| &message.tool_calls);
         let arguments: Vec<Json> = calls.filter_map(|call| serde_json::from_str(&call.arguments).ok()).collect();
-        let written = messages.iter().flat_map(Message::texts).chain(strings_of(&tools)).chain(strings_of(&variables));
+        let written = messages.iter().flat_map(Message::texts).chain(strings_of(&tools));
+        let written = written.chain(options.template_variables.values().flat_map(strings_of));
         let written = written.chain(arguments.iter().flat_map(strings_of));
         let marker = Marker::new(tokenizer, written.collect::<Vec<_>>().into_iter())?;
         let mark = |value: &Json| map_strings(value, &|text| marker.mark(text, &[]));
-        let inputs = Inputs { messages, tools: mark(&tools)?, variables: mark(&variables)?, options };
+        // The names of variables are not rendered.
+        let variables = options.template_variables.iter().map(|(name, value)| Ok((name.clone(), mark(value)?)));
+        let inputs = Inputs { messages, tools: mark(&tools)?, variables: variables.collect::<Result<_>>()?, options };
 
         // In OpenAI's format, the arguments of a tool call are a string that contains JSON.
         // Nearly every template expects an object instead, so try objects first.
@@ -165,8 +164,7 @@ impl Template {
         if options.reasoning_effort != ReasoningEffort::Medium {
             context.push(("reasoning_effort".into(), Value::from(options.reasoning_effort.to_string())));
         }
-        let variables = variables.as_object().into_iter().flatten();
-        let variables = variables.filter(|(name, _)| !RESERVED_VARIABLES.contains(&name.as_str()));
+        let variables = variables.iter().filter(|(name, _)| !RESERVED_VARIABLES.contains(&name.as_str()));
         context.extend(variables.map(|(name, value)| (name.clone(), Value::from(Serde(value)))));
         source.render(Value::from_pairs(context))
     }
@@ -176,7 +174,7 @@ impl Template {
 struct Inputs<'r> {
     messages: &'r [Message],
     tools: Json,
-    variables: Json,
+    variables: Map<String, Json>,
     options: &'r RenderOptions,
 }
 
@@ -350,12 +348,14 @@ fn read_json(path: &Path) -> Result<Json> {
 /// `value` is a string, or a list of `{name, template}` objects. From a list, the default is the template named
 /// `default`, or the first template if none has this name. The template named `tool_use` is the one for tools.
 fn named_templates(value: &Json) -> Option<(&str, Option<&str>)> {
-    let source = |value: &'_ Json| value.as_str().is_some_and(|source| !source.is_empty());
-    let Json::Array(list) = value else { return Some((value.as_str().filter(|_| source(value))?, None)) };
+    let Json::Array(list) = value else { return Some((source_text(value)?, None)) };
     let named = |name: &str| list.iter().find(|entry| entry["name"] == name).map(|entry| &entry["template"]);
-    let default = named("default").or_else(|| Some(&list.first()?["template"]))?;
-    let tool_use = named("tool_use").filter(|template| source(template)).and_then(Json::as_str);
-    Some((default.as_str().filter(|_| source(default))?, tool_use))
+    let default = named("default").or_else(|| Some(&list.first()?["template"])).and_then(source_text)?;
+    Some((default, named("tool_use").and_then(source_text)))
+}
+
+fn source_text(value: &Json) -> Option<&str> {
+    value.as_str().filter(|text| !text.is_empty())
 }
 
 /// Returns the variable names and the texts of the special tokens.

@@ -8,6 +8,7 @@ use axum::response::Response;
 use serde::Serialize;
 
 use super::answers::Answers;
+use crate::server::http::body::MAX_IGNORED;
 use crate::server::http::error::ApiError;
 use crate::server::ids;
 use crate::server::state::Server;
@@ -67,12 +68,12 @@ pub fn is_deterministic(headers: &HeaderMap) -> bool {
     headers.get(DETERMINISTIC).is_some_and(|value| value == "1")
 }
 
-/// Lists up to 32 ignored fields in a header of the response.
+/// Lists up to [`MAX_IGNORED`] ignored fields in a header of the response.
 pub fn with_ignored(mut response: Response, ignored: &[String]) -> Response {
     // Field names come from the client and can contain characters that a header must not contain.
     let is_safe = |c: char| c.is_ascii_graphic() && c != ',' || c == ' ';
     let name = |name: &String| name.chars().take(64).map(|c| if is_safe(c) { c } else { '?' }).collect::<String>();
-    let names: Vec<String> = ignored.iter().take(32).map(name).collect();
+    let names: Vec<String> = ignored.iter().take(MAX_IGNORED).map(name).collect();
     if let Ok(value) = HeaderValue::from_str(&names.join(", "))
         && !names.is_empty()
     {

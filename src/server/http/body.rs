@@ -20,7 +20,7 @@ const MAX_DEPTH: usize = 64;
 /// The maximum number of JSON values in a body. A value takes much more memory than its text.
 const MAX_VALUES: usize = 500_000;
 /// The maximum number of notes about unused fields. A response header lists no more.
-const MAX_IGNORED: usize = 32;
+pub const MAX_IGNORED: usize = 32;
 
 /// Reads the JSON object in the body of a request.
 pub async fn read_json(request: Request, timeouts: &Timeouts) -> Result<Fields, ApiError> {

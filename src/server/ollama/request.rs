@@ -151,7 +151,7 @@ fn read_think(fields: &mut Fields) -> Result<(ReasoningEffort, bool), ApiError> 
     let effort = ReasoningEffort::default();
     match think.as_ref().map(|think| (think.as_bool(), think.as_str())) {
         None | Some((Some(true), _)) => Ok((effort, true)),
-        // The model still thinks, but the answer does not contain the thinking.
+        // Most models still think, but the answer does not contain the thinking.
         Some((Some(false), _)) => {
             fields.ignore("think (false as hidden)".to_string());
             Ok((ReasoningEffort::Low, false))
