@@ -36,6 +36,8 @@ struct Mailboxes {
     int rank, ranks, region;
     // The maximum time to wait for another rank.
     int timeout_seconds;
+    // Nonzero if another rank uses the same GPU.
+    int shares_gpu;
 };
 
 struct Scalar {
@@ -162,7 +164,9 @@ __device__ __forceinline__ void receive(const Batch& batch, const Mailboxes& m, 
 template <typename V, typename Own, typename Take>
 __device__ void exchange(Own own_words, const Mailboxes& m, int words, int largest, Take take) {
     pdl_wait();
-    pdl_launch_dependents();
+    // On a shared GPU, the next kernel must not start while this kernel waits for the other ranks.
+    // The blocks of the next kernel could leave no room for the kernels of those ranks.
+    if (!m.shares_gpu) pdl_launch_dependents();
     const int first = (blockIdx.x * blockDim.x + threadIdx.x) * V::SIZE, step = gridDim.x * blockDim.x * V::SIZE;
     // A small operation takes little longer than its loads, so load the first words together with the state.
     typename V::Word v[BATCH];

@@ -73,6 +73,7 @@ struct RawMailboxes {
     ranks: i32,
     region: i32,
     timeout_seconds: i32,
+    shares_gpu: i32,
 }
 
 // SAFETY: the struct has C's layout and contains only numbers.
@@ -185,6 +186,7 @@ impl GpuExchange {
             ranks: ranks as i32,
             region: self.region() as i32,
             timeout_seconds: TIMEOUT_SECONDS,
+            shares_gpu: self.shares_gpu.into(),
         };
         for (rank, mailbox) in self.mailboxes.iter().enumerate() {
             raw.of[rank] = mailbox.address;
