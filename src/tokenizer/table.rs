@@ -239,8 +239,41 @@ fn controls(library: &tokenizers::Tokenizer) -> (Vec<ControlToken>, bool) {
     (controls, is_any_normalized)
 }
 
+/// The HTML tags in the vocabularies of Gemma, which encode ordinary text. Each also occurs with a slash, as `</b>`.
+///
+/// Gemma also has `<s>` and `</s>`, but in other vocabularies these are control tokens.
+const HTML_TAGS: &[&str] = &[
+    "table",
+    "caption",
+    "thead",
+    "tbody",
+    "tfoot",
+    "tr",
+    "th",
+    "td",
+    "h1",
+    "h2",
+    "h3",
+    "h4",
+    "h5",
+    "h6",
+    "blockquote",
+    "strong",
+    "em",
+    "b",
+    "i",
+    "u",
+    "sub",
+    "sup",
+    "code",
+];
+
 /// Returns whether a token looks like a control token, such as `<think>`, `</tool_call>` or `[INST]`.
 fn looks_like_control(content: &str) -> bool {
+    let html = content.strip_prefix('<').and_then(|rest| rest.strip_suffix('>'));
+    if html.is_some_and(|tag| HTML_TAGS.contains(&tag.strip_prefix('/').unwrap_or(tag))) {
+        return false;
+    }
     let inner = content
         .strip_prefix('<')
         .and_then(|rest| rest.strip_suffix('>'))

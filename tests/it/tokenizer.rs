@@ -251,3 +251,25 @@ fn strange_vocabularies_do_not_panic() {
     assert!(outcome(format!("\u{feff}{crlf}").as_bytes(), "abc").unwrap().contains("cannot load the tokenizer: "));
     assert_eq!(outcome(&small(|_| ()), "a\r\nb\u{feff}\0c"), None);
 }
+
+/// Gemma has HTML tags as added tokens that are not special. They are text, as in transformers.
+#[test]
+fn html_tags_are_text_unless_they_are_special() {
+    // The next tokens need ids from 4, because the vocabulary has four tokens.
+    let tokenizer = |contents: &[&str], special: bool| {
+        let added = contents.iter().zip(4..).map(|(content, id)| {
+            json!({"id": id, "content": content, "single_word": false, "lstrip": false, "rstrip": false,
+                "normalized": false, "special": special})
+        });
+        Tokenizer::from_bytes(&small(|json| json["added_tokens"] = added.collect())).unwrap()
+    };
+    let contents = ["<h1>", "</h1>", "<table>", "<s>", "</s>", "<think>", "<unused0>", "<h7>", "[i]"];
+    let ours = tokenizer(&contents, false);
+    for controls in [ControlTokens::Text, ControlTokens::Parse] {
+        assert_eq!(ours.encode("<h1>ab</h1>c<table>", controls).unwrap(), [4, 3, 5, 2, 6]);
+    }
+    assert_eq!(ours.table().bytes(4), b"<h1>");
+    let names = |tokenizer: &Tokenizer| tokenizer.controls().map(|(name, _)| name.to_string()).collect::<Vec<_>>();
+    assert_eq!(names(&ours), ["<unused0>", "<think>", "</s>", "<h7>", "<s>", "[i]"]);
+    assert_eq!(names(&tokenizer(&["<h1>", "</code>"], true)), ["</code>", "<h1>"]);
+}
