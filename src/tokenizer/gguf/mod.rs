@@ -154,10 +154,13 @@ fn owned(ids: &HashMap<&str, u32>) -> Vocab {
 }
 
 fn added_tokens(vocabulary: &Vocabulary) -> Vec<AddedToken> {
-    let added = |(id, token): (usize, &&str)| match vocabulary.token_type(id) {
-        TokenType::Control | TokenType::Unknown => Some(AddedToken::from(*token, true)),
-        TokenType::UserDefined => Some(AddedToken::from(*token, false).normalized(false)),
-        TokenType::Normal | TokenType::Unused | TokenType::Byte => None,
+    let added = |(id, token): (usize, &&str)| {
+        let added = match vocabulary.token_type(id) {
+            TokenType::Control | TokenType::Unknown => AddedToken::from(*token, true),
+            TokenType::UserDefined => AddedToken::from(*token, false).normalized(false),
+            TokenType::Normal | TokenType::Unused | TokenType::Byte => return None,
+        };
+        Some(added.rstrip(vocabulary.absorbs_whitespace(token)))
     };
     vocabulary.tokens.iter().enumerate().filter_map(added).collect()
 }

@@ -12,9 +12,11 @@ pub const MAX_TOKENS: usize = 1 << 21;
 /// The maximum number of merges in a vocabulary. The largest known vocabularies have about 450,000.
 pub const MAX_MERGES: usize = 1 << 22;
 
-/// The vocabulary in GGUF metadata. Each field holds the value of one `tokenizer.ggml.*` key.
+/// The vocabulary in GGUF metadata. Each field except `architecture` holds the value of one `tokenizer.ggml.*` key.
 #[derive(Clone, Debug, Default)]
 pub struct Vocabulary<'v> {
+    /// The value of `general.architecture`.
+    pub architecture: Option<&'v str>,
     /// `gpt2` for byte-level BPE, `llama` for SentencePiece.
     pub model: &'v str,
     /// The name of the pre-tokenizer, for byte-level BPE.
@@ -81,7 +83,17 @@ const STOPS: &[&str] = &[
     "<｜end▁of▁sentence｜>",
 ];
 
+/// The tokens of Phi-3 that keep the whitespace after them.
+const KEEP_WHITESPACE: [&str; 3] = ["<unk>", "<s>", "<|endoftext|>"];
+
 impl Vocabulary<'_> {
+    /// Returns whether an added token absorbs the whitespace after it in the text.
+    ///
+    /// GGUF has no key for this property. Like llama.cpp, this function knows which tokens of Phi-3 have it.
+    pub(super) fn absorbs_whitespace(&self, token: &str) -> bool {
+        self.architecture == Some("phi3") && self.model == "llama" && !KEEP_WHITESPACE.contains(&token)
+    }
+
     pub(super) fn token_type(&self, id: usize) -> TokenType {
         match self.types.as_ref().and_then(|types| types.get(id)) {
             Some(2) => TokenType::Unknown,

@@ -30,6 +30,7 @@ pub fn vocabulary<'c>(metadata: &Metadata<'c>) -> Result<Vocabulary<'c>> {
     let key = |name: &str| format!("tokenizer.ggml.{name}");
     let id = |name: &str| metadata.u32(&key(name));
     Ok(Vocabulary {
+        architecture: metadata.string("general.architecture")?,
         model: metadata.required(&key("model"), Metadata::string)?,
         pre: metadata.string(&key("pre"))?,
         tokens: metadata.required(&key("tokens"), Metadata::strings)?,

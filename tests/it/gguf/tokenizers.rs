@@ -248,6 +248,55 @@ fn sentencepiece_model_agrees_with_tokenizer_json() {
     assert_eq!(ids.iter().map(|id| ours.token(*id).unwrap()).collect::<Vec<_>>(), ["▁x", "</s>", "▁y"]);
 }
 
+/// Control tokens of Phi-3 absorb the whitespace after them, except three. GGUF has no key for this property.
+#[test(fixtures)]
+fn control_tokens_of_phi_3_absorb_whitespace() {
+    let folder = fixtures().join("phi-3-mini");
+    let model = converted(&folder);
+    let phi = model.sentencepiece(&llama2_scores(&model)).string("general.architecture", "phi3");
+    let (ours, theirs) = (tokenizer(&phi), Tokenizer::from_dir(&folder).unwrap());
+    for text in [
+        "<|system|>\nBe brief.<|end|>\n<|user|>\nHello<|end|>\n<|assistant|>\n",
+        "<|user|> \t\n\n  indented<|end|>\u{3000}\n x <|end|>",
+        "</s> a</s>\nb",
+        "<s> a<s>\n<|endoftext|> b<|endoftext|>\n<unk> c<unk>\n",
+    ] {
+        let want = theirs.encode(text, ControlTokens::Parse).unwrap();
+        assert_eq!(ours.encode(text, ControlTokens::Parse).unwrap(), want, "{text:?}");
+        // Text from users keeps its whitespace.
+        let want = theirs.encode(text, ControlTokens::Text).unwrap();
+        assert_eq!(ours.encode(text, ControlTokens::Text).unwrap(), want, "{text:?}");
+    }
+}
+
+#[test]
+fn control_tokens_absorb_whitespace_only_in_phi_3() {
+    let mut model = Converted {
+        tokens: ["<unk>", "<s>", "</s>"].map(String::from).to_vec(),
+        types: vec![UNKNOWN, CONTROL, USER_DEFINED],
+        merges: vec![],
+    };
+    for token in ["<|endoftext|>", "<|end|>"] {
+        push(&mut model.tokens, &mut model.types, token, CONTROL);
+    }
+    for token in ["▁", "a"] {
+        push(&mut model.tokens, &mut model.types, token, NORMAL);
+    }
+    let sentencepiece = || model.sentencepiece(&[0.0; 7]).bool("tokenizer.ggml.add_space_prefix", false);
+    let ids = |writer: Writer, token: &str| {
+        tokenizer(&writer).encode(&format!("{token} \u{20}a"), ControlTokens::Parse).unwrap()
+    };
+    for (id, token) in (0..).zip(&model.tokens[..5]) {
+        let phi = ids(sentencepiece().string("general.architecture", "phi3"), token);
+        let absorbs = matches!(token.as_str(), "</s>" | "<|end|>");
+        assert_eq!(phi, if absorbs { vec![id, 6] } else { vec![id, 5, 5, 6] }, "{token}");
+        for architecture in ["llama", "phi2"] {
+            let other = ids(sentencepiece().string("general.architecture", architecture), token);
+            assert_eq!(other, [id, 5, 5, 6], "{architecture}: {token}");
+        }
+    }
+}
+
 /// A tokenizer from GGUF metadata and one from tokenizer.json must agree on ids, decoded text and control tokens.
 #[test(fixtures)]
 fn converted_vocabularies_agree_with_tokenizer_json() {
