@@ -24,13 +24,15 @@ pub enum ChatFormat {
 pub struct TemplateFormat {
     /// The name of the template file.
     name: String,
+    reads_tools: bool,
     /// `None` if another process renders the template.
     template: Option<Box<Template>>,
 }
 
 impl TemplateFormat {
     fn new(template: Template) -> Self {
-        Self { name: template.name().to_string(), template: Some(Box::new(template)) }
+        let (name, reads_tools) = (template.name().to_string(), template.reads_tools());
+        Self { name, reads_tools, template: Some(Box::new(template)) }
     }
 }
 
@@ -73,12 +75,13 @@ impl ChatFormat {
     }
 
     /// Creates a chat format for the template `name`, which another process renders.
+    /// `reads_tools` is the value of [`reads_tools`](Self::reads_tools) in that process.
     ///
     /// If the vocabulary has harmony's control tokens, the format is harmony instead.
-    pub fn rendered_elsewhere(tokenizer: &Tokenizer, name: String) -> ChatFormat {
+    pub fn rendered_elsewhere(tokenizer: &Tokenizer, name: String, reads_tools: bool) -> ChatFormat {
         match Harmony::find(tokenizer) {
             Some(harmony) => ChatFormat::Harmony(harmony),
-            None => ChatFormat::Template(TemplateFormat { name, template: None }),
+            None => ChatFormat::Template(TemplateFormat { name, reads_tools, template: None }),
         }
     }
 
@@ -87,6 +90,14 @@ impl ChatFormat {
         match self {
             ChatFormat::Harmony(_) => "harmony",
             ChatFormat::Template(format) => &format.name,
+        }
+    }
+
+    /// Returns whether the prompt contains the tools of a request. Some templates ignore them.
+    pub fn reads_tools(&self) -> bool {
+        match self {
+            ChatFormat::Harmony(_) => true,
+            ChatFormat::Template(format) => format.reads_tools,
         }
     }
 

@@ -75,6 +75,8 @@ struct Dialect {
     null_content: bool,
     /// Whether the template accepts only tool call ids of nine letters and digits, as Mistral's templates do.
     short_call_ids: bool,
+    /// Whether the template reads the tools of a request. Some templates, such as Gemma 2's, do not.
+    tools: bool,
 }
 
 impl Template {
@@ -107,6 +109,11 @@ impl Template {
     /// Returns the name of the file that contains the template.
     pub fn name(&self) -> &str {
         &self.default.file
+    }
+
+    /// Returns whether the template for conversations with tools reads the tools.
+    pub fn reads_tools(&self) -> bool {
+        self.tool_use.as_ref().unwrap_or(&self.default).dialect.tools
     }
 
     /// Returns the template for a conversation, as transformers chooses it.
@@ -190,6 +197,7 @@ impl Source {
                 .iter()
                 .flat_map(|content| [format!("{content} is none"), format!("{content} is not none")])
                 .any(|test| text.contains(&test)),
+            tools: has_word(&text, "tools"),
             short_call_ids: ["id|length != 9", "id | length != 9"].iter().any(|test| text.contains(test)),
         };
         Self { file: file.to_string(), text, environment: OnceLock::new(), dialect }

@@ -34,7 +34,7 @@ impl Worker {
         let worker = Arc::new(Self { dir, process: Mutex::new(Some(process)) });
         let table = TokenTable::from_parts(table, &tokens)?;
         let tokenizer = Tokenizer::from_table(table, Box::new(Remote(worker.clone())));
-        let chat = chat.map(|name| ChatFormat::rendered_elsewhere(&tokenizer, name));
+        let chat = chat.map(|(name, reads_tools)| ChatFormat::rendered_elsewhere(&tokenizer, name, reads_tools));
         let language = Language::new(tokenizer, chat, generation_config, stop_ids);
         Ok(language.with_renderer(Box::new(Remote(worker))))
     }

@@ -59,8 +59,8 @@ pub enum Response {
 #[derive(Serialize, Deserialize)]
 pub struct Loaded {
     pub table: Value,
-    /// The name of the chat format, or `None` for a base model.
-    pub chat: Option<String>,
+    /// The name of the chat format and whether it reads tools, or `None` for a base model.
+    pub chat: Option<(String, bool)>,
     pub generation_config: Value,
     pub stop_ids: Vec<u32>,
 }

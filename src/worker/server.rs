@@ -45,7 +45,7 @@ fn answer(request: Request, body: Vec<u8>, language: &mut Option<Language>) -> R
         let (table, tokens) = loaded.tokenizer.table().to_parts()?;
         let response = Loaded {
             table,
-            chat: loaded.chat.as_ref().map(|chat| chat.name().to_string()),
+            chat: loaded.chat.as_ref().map(|chat| (chat.name().to_string(), chat.reads_tools())),
             generation_config: loaded.generation_config.clone(),
             stop_ids: loaded.stop_ids().to_vec(),
         };

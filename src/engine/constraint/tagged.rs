@@ -39,6 +39,9 @@ pub fn parts(request: &ConstrainedRequest, prompt: &str) -> Result<(Vec<Part>, P
     let has_other_calls = [MISTRAL_CALLS, LLAMA_CALLS].into_iter().any(|token| control(token).is_some());
     let tags = match (control(TOOL_CALL), control(END_TOOL_CALL)) {
         (Some(open), Some(close)) if !constraint.tools.is_empty() => Some(ToolTags { open, close }),
+        _ if constraint.requires_tool && request.language.chat.as_ref().is_some_and(|chat| !chat.reads_tools()) => {
+            return Err(invalid("tool_choice", "the chat template of this model has no tools"));
+        }
         _ if constraint.requires_tool => {
             return Err(invalid("tool_choice", "the chat format of this model does not support required tool calls"));
         }

@@ -29,7 +29,7 @@ impl ChatRequest {
     pub fn read(mut fields: Fields, server: &Server, engine: &EngineHandle) -> Result<Self, ApiError> {
         generate_options::check_model(&mut fields, server)?;
         let messages = messages::read(&mut fields)?;
-        let tools = tools::read(&mut fields)?;
+        let tools = tools::read(&mut fields, engine)?;
         let format = constraint::read_response_format(&mut fields)?;
         fields.refuse("prediction", &[], "")?;
         fields.refuse("audio", &[], "")?;

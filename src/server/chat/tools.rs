@@ -2,7 +2,8 @@
 
 use serde_json::{Value, json};
 
-use crate::engine::{Constraint, Grammar, GrammarKind, ToolGrammar};
+use crate::chat::ChatFormat;
+use crate::engine::{Constraint, EngineHandle, Grammar, GrammarKind, ToolGrammar};
 use crate::server::generation::constraint::named;
 use crate::server::http::body::Fields;
 use crate::server::http::error::ApiError;
@@ -34,7 +35,14 @@ pub enum ToolChoice {
 impl Tools {
     /// Creates the tools of a request from functions in the format of chat completions.
     /// Fails if `choice` requires a tool but there is none, or if it names a function that is not in `functions`.
-    pub fn new(fields: &Fields, functions: Vec<Value>, choice: ToolChoice) -> Result<Self, ApiError> {
+    ///
+    /// Reports `tools` as ignored if the prompt cannot contain them, unless the model must call one of them.
+    pub fn new(
+        fields: &mut Fields,
+        engine: &EngineHandle,
+        functions: Vec<Value>,
+        choice: ToolChoice,
+    ) -> Result<Self, ApiError> {
         match &choice {
             ToolChoice::Required if functions.is_empty() => {
                 return Err(fields.invalid("tool_choice", "expected at least one tool"));
@@ -45,7 +53,18 @@ impl Tools {
             _ => {}
         }
         let shown = if choice == ToolChoice::None { Vec::new() } else { functions };
-        Ok(Self { shown, choice })
+        let tools = Self { shown, choice };
+        let is_shown = engine.language().chat.as_ref().is_none_or(ChatFormat::reads_tools);
+        // A required call has the form of the tools even if the model does not know them.
+        if !tools.shown.is_empty() && !is_shown && !tools.is_required() {
+            fields.ignore("tools".to_string());
+        }
+        Ok(tools)
+    }
+
+    /// Returns whether the model must call a tool.
+    fn is_required(&self) -> bool {
+        self.is_named() || self.choice == ToolChoice::Required
     }
 
     /// Returns whether the client named the tool that the model must call.
@@ -56,7 +75,7 @@ impl Tools {
     /// Returns the constraint on the text and the tool calls of an answer. If `answer` is set, the text must match it.
     /// Returns `None` if any text and any tool call are allowed.
     pub fn constraint(&self, answer: Option<Grammar>, can_call_in_parallel: bool) -> Option<Constraint> {
-        let requires_tool = self.is_named() || self.choice == ToolChoice::Required;
+        let requires_tool = self.is_required();
         let mut tools = Vec::with_capacity(self.shown.len());
         for (index, tool) in self.shown.iter().enumerate() {
             let function = &tool["function"];
@@ -88,7 +107,7 @@ fn arguments_schema(parameters: &Value) -> Value {
 }
 
 /// Reads `tools` and `tool_choice`.
-pub fn read(fields: &mut Fields) -> Result<Tools, ApiError> {
+pub fn read(fields: &mut Fields, engine: &EngineHandle) -> Result<Tools, ApiError> {
     fields.refuse("functions", &[json!([])], "use 'tools'")?;
     fields.refuse("function_call", &[json!("none"), json!("auto")], "use 'tool_choice'")?;
     let items = fields.take_array("tools")?.unwrap_or_default();
@@ -101,7 +120,7 @@ pub fn read(fields: &mut Fields) -> Result<Tools, ApiError> {
         tools.push(item);
     }
     let choice = read_choice(fields)?;
-    Tools::new(fields, tools, choice)
+    Tools::new(fields, engine, tools, choice)
 }
 
 fn check_tool(path: &str, item: Value) -> Result<(), ApiError> {

@@ -65,7 +65,7 @@ impl MessagesRequest {
             fields.refuse(name, &neutral, hint)?;
         }
         let messages = conversation::read(&mut fields)?;
-        let (tools, can_call_in_parallel) = read_tools(&mut fields)?;
+        let (tools, can_call_in_parallel) = read_tools(&mut fields, engine)?;
         let (thinking, shows_thinking) = read_thinking(&mut fields)?;
         let (effort, format) = read_output_config(&mut fields)?;
         let stop = read_stop(&mut fields)?;
@@ -93,7 +93,7 @@ impl MessagesRequest {
 ///
 /// Skips tools that Anthropic's service runs, and tools whose schema only that service knows.
 /// Reports the skipped tools as ignored.
-fn read_tools(fields: &mut Fields) -> Result<(Tools, bool), ApiError> {
+fn read_tools(fields: &mut Fields, engine: &EngineHandle) -> Result<(Tools, bool), ApiError> {
     let items = fields.take_array("tools")?.unwrap_or_default();
     if items.len() > MAX_TOOLS {
         return Err(fields.invalid("tools", format!("expected at most {MAX_TOOLS} tools")));
@@ -130,7 +130,7 @@ fn read_tools(fields: &mut Fields) -> Result<(Tools, bool), ApiError> {
         };
         nested.ignored().into_iter().for_each(|name| fields.ignore(name));
     }
-    Ok((Tools::new(fields, functions, choice)?, can_call_in_parallel))
+    Ok((Tools::new(fields, engine, functions, choice)?, can_call_in_parallel))
 }
 
 /// Reads `thinking`. Returns the reasoning effort for the thinking budget,

@@ -44,7 +44,7 @@ impl OllamaRequest {
     pub fn read_chat(mut fields: Fields, server: &Server, engine: &EngineHandle) -> Result<Self, ApiError> {
         check_model(&mut fields, server)?;
         let messages = conversation::read(&mut fields)?;
-        let tools = read_tools(&mut fields)?;
+        let tools = read_tools(&mut fields, engine)?;
         Shared::read(&mut fields, server, engine)?.finish(fields, messages.map(Prompt::Chat), tools)
     }
 

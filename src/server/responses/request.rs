@@ -68,7 +68,7 @@ impl ResponseRequest {
         }
         let (Input { earlier, items }, previous_response_id) = input::read(&mut fields, store)?;
         let instructions = fields.take_string("instructions")?;
-        let Tools { functions, served, choice } = tools::read(&mut fields)?;
+        let Tools { functions, served, choice } = tools::read(&mut fields, engine)?;
         let (text, format) = read_text(&mut fields)?;
         let mut shape = read_include(&mut fields)?;
         let (effort, shows_reasoning) = read_reasoning(&mut fields)?;

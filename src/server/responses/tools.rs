@@ -4,6 +4,7 @@ use std::collections::HashSet;
 
 use serde_json::{Value, json};
 
+use crate::engine::EngineHandle;
 use crate::server::chat::{self, MAX_TOOLS, ToolChoice, check_function};
 use crate::server::http::body::Fields;
 use crate::server::http::error::ApiError;
@@ -25,7 +26,7 @@ pub struct Tools {
 ///
 /// Skips tools whose type is not `function` and reports them as ignored.
 /// Clients such as Codex always send tools of other types.
-pub fn read(fields: &mut Fields) -> Result<Tools, ApiError> {
+pub fn read(fields: &mut Fields, engine: &EngineHandle) -> Result<Tools, ApiError> {
     let items = fields.take_array("tools")?.unwrap_or_default();
     if items.len() > MAX_TOOLS {
         return Err(fields.invalid("tools", format!("expected at most {MAX_TOOLS} tools")));
@@ -61,7 +62,7 @@ pub fn read(fields: &mut Fields) -> Result<Tools, ApiError> {
             kind
         }
     };
-    Ok(Tools { functions: chat::Tools::new(fields, functions, kind)?, served, choice })
+    Ok(Tools { functions: chat::Tools::new(fields, engine, functions, kind)?, served, choice })
 }
 
 /// Returns an object with the entries of `item` whose keys are in `keys`. Skips null values.

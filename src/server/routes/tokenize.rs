@@ -68,7 +68,7 @@ fn read_input(fields: &mut Fields, engine: &EngineHandle) -> Result<EncodeInput,
     }
     let messages = chat::read_messages(fields)?;
     let options = RenderOptions {
-        tools: chat::read_tools(fields)?.shown,
+        tools: chat::read_tools(fields, engine)?.shown,
         reasoning_effort: ReasoningEffort::default(),
         date: today(),
         add_generation_prompt: fields.take_bool("add_generation_prompt")?.unwrap_or(true),

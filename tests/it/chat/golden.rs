@@ -108,6 +108,25 @@ fn differences(golden: &Value, name: &str, source: &str, template: &Value) -> Ve
 
 /// Compares token ids with transformers. The conversations use each model's own template, special tokens and tokenizer.
 #[test(fixtures)]
+fn templates_without_tools_are_recognized() {
+    let folder = fixtures().join("chat_templates");
+    for (name, reads_tools) in [
+        ("google-gemma-2-2b-it", false),
+        ("microsoft-Phi-3.5-mini-instruct", false),
+        ("deepseek-ai-DeepSeek-R1-Distill-Llama-8B", false),
+        ("Qwen-Qwen3-0.6B", true),
+        ("meta-llama-Llama-3.2-3B-Instruct", true),
+        ("mistralai-Mistral-Nemo-Instruct-2407", true),
+        ("NousResearch-Hermes-3-Llama-3.1-8B-tool_use", true),
+    ] {
+        let template = std::fs::read_to_string(folder.join(format!("{name}.jinja"))).unwrap();
+        let tokenizer = byte_tokenizer(&[], &[]);
+        let format = ChatFormat::from_template(&tokenizer, name, Some(&template), None, Vec::new()).unwrap();
+        assert_eq!(format.reads_tools(), reads_tools, "{name}");
+    }
+}
+
+#[test(fixtures)]
 fn ids_agree_with_transformers() {
     let fixtures = fixtures();
     let golden = golden();

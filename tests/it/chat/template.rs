@@ -46,6 +46,9 @@ fn templates_load_from_either_file() {
     // Conversations with tools use another template, as in transformers.
     let with_tools = RenderOptions { tools: vec![json!({})], ..options() };
     assert_eq!(format.render(&tokenizer(), &[], &with_tools).unwrap().text, "no");
+    assert!(!format.reads_tools());
+    let with_tools_text = list.replace("\"no\"", "\"{{ tools }}\"");
+    assert!(load(&[("tokenizer_config.json", &with_tools_text)]).unwrap().unwrap().reads_tools());
     let format = load(&[("tokenizer_config.json", list), ("chat_template.jinja", "file")]).unwrap().unwrap();
     assert_eq!(format.render(&tokenizer(), &[], &with_tools).unwrap().text, "file");
     assert!(format.stop_ids().is_empty());

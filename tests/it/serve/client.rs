@@ -34,9 +34,14 @@ impl Server {
 
     /// Like [`start`](Self::start), with additional environment variables.
     pub fn start_with(args: &[&str], variables: &[(&str, &str)]) -> Self {
+        Self::start_model("demo", args, variables)
+    }
+
+    /// Starts `inferno serve` with the model `model`, which is a name or the path of a folder.
+    pub fn start_model(model: &str, args: &[&str], variables: &[(&str, &str)]) -> Self {
         let home = TempDir::new().unwrap();
         let mut command = inferno(&home);
-        command.args(["serve", "demo", "--port", "0"]).args(args);
+        command.args(["serve", model, "--port", "0"]).args(args);
         if !args.contains(&"--device") {
             command.args(["--device", "cpu"]);
         }

@@ -26,3 +26,4 @@ mod routes;
 mod stored_responses;
 mod structured;
 mod tls;
+mod tools;

@@ -1,0 +1,117 @@
+//! Tests of tools in requests to models whose chat template cannot show them to the model.
+
+use std::fs;
+
+use serde_json::{Value, json};
+use tempfile::TempDir;
+
+use super::client::{JSON, Response, Server};
+use crate::support::program::copy_of_demo;
+
+/// Starts a server whose chat template is `template`, for a copy of the demo model without harmony's control tokens.
+fn start(template: &str, renamed: &[(&str, &str)]) -> (TempDir, Server) {
+    let (folder, path) = copy_of_demo();
+    let file = path.join("tokenizer.json");
+    let mut tokenizer = fs::read_to_string(&file).unwrap().replace("<|channel|>", "<|other|>");
+    renamed.iter().for_each(|(old, new)| tokenizer = tokenizer.replace(old, new));
+    fs::write(file, tokenizer).unwrap();
+    fs::write(path.join("chat_template.jinja"), template).unwrap();
+    let server = Server::start_model(path.to_str().unwrap(), &[], &[]);
+    (folder, server)
+}
+
+const WITHOUT_TOOLS: &str =
+    "{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}{% endfor %}<|start|>assistant";
+const WITH_TOOLS: &str = "{{ tools | tojson }}<|start|>assistant";
+
+/// Sends a request with a tool to each API that has tools, as (path, response).
+/// `choice` is the tool choice of OpenAI's APIs and of Anthropic's API.
+fn ask(server: &Server, choice: Option<(Value, Value)>) -> Vec<(&'static str, Response)> {
+    let model = server.get("/v1/models").ok()["data"][0]["id"].clone();
+    let messages = json!([{ "role": "user", "content": "Hi" }]);
+    let schema = json!({ "type": "object", "properties": { "city": { "enum": ["Paris"] } }, "required": ["city"],
+        "additionalProperties": false });
+    let function = json!({ "name": "get_weather", "parameters": schema });
+    let chat_tools = json!([{ "type": "function", "function": function }]);
+    let mut response_tool = function.clone();
+    response_tool["type"] = json!("function");
+    let bodies = [
+        ("/v1/chat/completions", json!({ "messages": messages, "max_tokens": 100, "tools": chat_tools })),
+        ("/v1/responses", json!({ "input": "Hi", "max_output_tokens": 100, "tools": [response_tool] })),
+        (
+            "/v1/messages",
+            json!({ "messages": messages, "max_tokens": 100,
+                "tools": [{ "name": "get_weather", "input_schema": schema }] }),
+        ),
+        (
+            "/api/chat",
+            json!({ "messages": messages, "stream": false, "options": { "num_predict": 100 }, "tools": chat_tools }),
+        ),
+    ];
+    let send = |(path, mut body): (&'static str, Value)| {
+        body["model"] = model.clone();
+        if let Some((openai, anthropic)) = &choice {
+            let choice = if path == "/v1/messages" { anthropic } else { openai };
+            let named = json!({ "type": "function", "name": openai["function"]["name"] });
+            let is_flat = path == "/v1/responses" && openai.is_object();
+            body["tool_choice"] = if is_flat { named } else { choice.clone() };
+        }
+        (path, server.post(path, &body))
+    };
+    bodies.into_iter().map(send).collect()
+}
+
+/// Returns tool choices that demand a call.
+fn demands() -> [(Value, Value); 2] {
+    let named = json!({ "type": "function", "function": { "name": "get_weather" } });
+    [(json!("required"), json!({ "type": "any" })), (named, json!({ "type": "tool", "name": "get_weather" }))]
+}
+
+#[test]
+fn tools_that_the_template_does_not_read_are_named() {
+    let (_folder, server) = start(WITHOUT_TOOLS, &[]);
+    for (path, response) in ask(&server, None) {
+        response.ok();
+        assert_eq!(response.header("x-inferno-ignored"), Some("tools"), "{path}");
+    }
+    // With `none`, no template shows the tools.
+    for (path, response) in ask(&server, Some((json!("none"), json!({ "type": "none" })))) {
+        response.ok();
+        assert_eq!(response.header("x-inferno-ignored"), None, "{path}");
+    }
+    for (path, response) in demands().into_iter().flat_map(|choice| ask(&server, Some(choice))) {
+        assert_eq!(response.status, 400, "{path}: {}", response.text());
+        assert!(response.text().contains("tool_choice"), "{path}: {}", response.text());
+        assert!(response.text().contains("the chat template of this model has no tools"), "{}", response.text());
+    }
+    let model = server.get("/v1/models").ok()["data"][0]["id"].clone();
+    let body = json!({ "model": model, "messages": [{ "role": "user", "content": "Hi" }],
+        "tools": [{ "type": "function", "function": { "name": "f" } }] });
+    let headers = [JSON, ("x-inferno-strict", "1")];
+    let strict = server.send("POST", "/v1/chat/completions", &headers, body.to_string().as_bytes());
+    assert_eq!(strict.error(400)["param"], "tools");
+    let tokens = server.post("/tokenize", &body);
+    tokens.ok();
+    assert_eq!(tokens.header("x-inferno-ignored"), Some("tools"));
+}
+
+#[test]
+fn tools_with_an_effect_are_not_named() {
+    let (_folder, server) = start(WITH_TOOLS, &[]);
+    for (path, response) in ask(&server, None) {
+        response.ok();
+        assert_eq!(response.header("x-inferno-ignored"), None, "{path}");
+    }
+    for (path, response) in demands().into_iter().flat_map(|choice| ask(&server, Some(choice))) {
+        assert_eq!(response.status, 400, "{path}: {}", response.text());
+        let reason = "the chat format of this model does not support required tool calls";
+        assert!(response.text().contains(reason), "{path}: {}", response.text());
+    }
+    // The grammar of a required call does not depend on the template.
+    let (_folder, server) = start(WITHOUT_TOOLS, &[("<|constrain|>", "<tool_call>"), ("<|call|>", "</tool_call>")]);
+    for (path, response) in demands().into_iter().flat_map(|choice| ask(&server, Some(choice))) {
+        response.ok();
+        assert_eq!(response.header("x-inferno-ignored"), None, "{path}");
+        assert!(response.text().contains("get_weather"), "{path}: {}", response.text());
+    }
+}
