@@ -10,9 +10,10 @@
 //! - `harmony`, `harmony_header`, `harmony_parser`, `typescript`: render and parse harmony
 //! - `template`, `template_functions`, `python`, `injection`: Jinja templates
 //! - `parser`, `channel`: split generated tokens into channels
-//! - `tagged_parser`, `tagged_call`: parse the output of models with a template
+//! - `tagged_parser`, `tagged_call`, `bare_call`: parse the output of models with a template
 //! - `violations`: counts how often a model violates its format
 
+mod bare_call;
 mod channel;
 mod format;
 mod harmony;

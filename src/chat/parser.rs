@@ -1,10 +1,12 @@
 //! Splits generated tokens into channels of text.
 
 use anyhow::Result;
+use serde_json::Value;
 
 use super::channel::Delta;
 use super::harmony_parser::HarmonyParser;
 use super::message::ToolCall;
+use super::tagged_call::LLAMA_CALLS;
 use super::tagged_parser::TaggedParser;
 use super::violations::FormatViolations;
 use crate::tokenizer::Tokenizer;
@@ -23,6 +25,23 @@ pub enum ParserKind {
 impl Parser {
     pub(super) fn new(kind: ParserKind) -> Self {
         Self(kind)
+    }
+
+    /// Sets the tools of the request, in the format of chat completions.
+    ///
+    /// If the vocabulary has `<|python_tag|>`, an answer that consists only of calls of these tools counts as calls,
+    /// even without that token.
+    pub fn with_tools(self, tokenizer: &Tokenizer, tools: &[Value]) -> Self {
+        let names: Vec<String> =
+            tools.iter().filter_map(|tool| tool["function"]["name"].as_str()).map(str::to_string).collect();
+        Self(match self.0 {
+            ParserKind::Tagged(parser)
+                if !names.is_empty() && tokenizer.controls().any(|(name, _)| name == LLAMA_CALLS) =>
+            {
+                ParserKind::Tagged(Box::new(parser.with_bare_calls(names)))
+            }
+            kind => kind,
+        })
     }
 
     /// Adds a token and returns the text whose channel is now certain, in zero or more pieces.

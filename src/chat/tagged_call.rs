@@ -53,14 +53,30 @@ pub fn read_calls(text: &str) -> Option<Vec<ToolCall>> {
         let calls: Vec<Call> = serde_json::from_str(text).ok()?;
         return (!calls.is_empty()).then(|| calls.into_iter().map(ToolCall::from).collect());
     }
+    Some(read_objects(text, false)?.into_iter().map(ToolCall::from).collect())
+}
+
+/// Parses an answer that consists of tool calls in the format of Llama 3, separated by semicolons or whitespace.
+/// Returns `None` if the answer is not valid JSON, or if a call has no arguments.
+pub fn read_bare_calls(text: &str) -> Option<Vec<ToolCall>> {
+    let calls = read_objects(text.trim(), true)?;
+    calls.into_iter().map(|call| call.arguments.is_some().then(|| call.into())).collect()
+}
+
+/// Parses JSON objects that are separated by semicolons, or by whitespace if `allows_whitespace` is set.
+fn read_objects(text: &str, allows_whitespace: bool) -> Option<Vec<Call>> {
     let (mut calls, mut rest) = (Vec::new(), text);
     loop {
         let mut values = serde_json::Deserializer::from_str(rest).into_iter::<Call>();
-        calls.push(values.next()?.ok()?.into());
+        calls.push(values.next()?.ok()?);
         rest = rest[values.byte_offset()..].trim_start();
         if rest.is_empty() {
             return Some(calls);
         }
-        rest = rest.strip_prefix(';')?.trim_start();
+        rest = match rest.strip_prefix(';') {
+            Some(rest) => rest.trim_start(),
+            None if allows_whitespace => rest,
+            None => return None,
+        };
     }
 }

@@ -7,11 +7,13 @@
 //! Tool calls are part of the answer, between `<tool_call>` and `</tool_call>`. In the formats of Mistral and Llama 3,
 //! a call begins with `[TOOL_CALLS]` or `<|python_tag|>`, and ends with the answer or where another call begins.
 //! The parser recognizes tool call tags only as tokens, because an answer may quote the tags as text.
+//! If the request has tools, an answer of Llama 3 that consists only of calls needs no token (see `bare_call`).
 //!
 //! Other control tokens are dropped.
 
 use anyhow::Result;
 
+use super::bare_call::BareCalls;
 use super::channel::{Channel, Delta};
 use super::message::ToolCall;
 use super::tagged_call::{LLAMA_CALLS, MISTRAL_ARGUMENTS, MISTRAL_CALLS, MISTRAL_ID, read_calls};
@@ -31,8 +33,10 @@ const MAX_NEWLINES: usize = 2;
 pub struct TaggedParser {
     channel: Channel,
     stream: TextStream,
-    /// Text that may be the start of a tag, or whitespace that is dropped if a tag follows.
+    /// Text that may be the start of a tag or of a call without a token, or whitespace that is dropped if a tag follows.
     held: String,
+    /// Recognizes tool calls without a token. `None` if every call needs a token.
+    bare_calls: Option<BareCalls>,
     /// The number of newlines that may still be dropped after the last tag.
     skip_newlines: usize,
     /// Whether the answer has begun. From then on, `<think>` counts as a tag only if it is a single token.
@@ -52,12 +56,18 @@ impl TaggedParser {
             channel: if thinking { Channel::Reasoning } else { Channel::Answer },
             stream: TextStream::new(),
             held: String::new(),
+            bare_calls: None,
             skip_newlines: if thinking || prompt.ends_with(END_THINK) { MAX_NEWLINES } else { 0 },
             answered: false,
             tool_calls: Vec::new(),
             has_end_tag: false,
             violations: FormatViolations::default(),
         }
+    }
+
+    /// Lets an answer that consists only of calls of the tools `names` count as tool calls, even without a token.
+    pub fn with_bare_calls(self, names: Vec<String>) -> Self {
+        Self { bare_calls: Some(BareCalls::new(names)), ..self }
     }
 
     pub fn tool_calls(&self) -> &[ToolCall] {
@@ -104,6 +114,13 @@ impl TaggedParser {
         let text = std::mem::take(&mut self.stream).finish(tokenizer)?;
         self.feed(&text, &mut out);
         let held = std::mem::take(&mut self.held);
+        let calls =
+            if self.has_only_held() { self.bare_calls.as_mut().and_then(|bare| bare.finish(&held)) } else { None };
+        if let Some(calls) = calls {
+            out.push(Delta { channel: Channel::ToolCall, text: held });
+            self.tool_calls = calls;
+            return Ok(out);
+        }
         self.emit(&held, &mut out);
         if self.channel == Channel::ToolCall {
             self.violations.add_if(self.has_end_tag, FormatViolation::MissingToken);
@@ -149,12 +166,21 @@ impl TaggedParser {
         self.emit(&certain, out);
     }
 
-    /// Returns the offset from which text must stay held: a tag, or whitespace before a tag, may begin there.
-    fn undecided_start(&self) -> usize {
+    /// Returns whether the held text is the whole answer so far.
+    fn has_only_held(&self) -> bool {
+        self.channel == Channel::Answer && !self.answered && self.tool_calls.is_empty()
+    }
+
+    /// Returns the offset from which text must stay held: a tag, whitespace before a tag, or a call without a token
+    /// may begin there.
+    fn undecided_start(&mut self) -> usize {
         let Some((tag, _)) = self.tag() else { return self.held.len() };
         if self.channel == Channel::Answer {
             // Whitespace before <think> is dropped, so hold it back until the next text shows whether a tag follows.
-            return if tag.starts_with(self.held.trim_start()) { 0 } else { self.held.len() };
+            let is_tag = tag.starts_with(self.held.trim_start());
+            let is_call =
+                self.has_only_held() && self.bare_calls.as_mut().is_some_and(|bare| bare.is_possible(&self.held));
+            return if is_tag || is_call { 0 } else { self.held.len() };
         }
         let begins_tag = |at: &usize| self.held.is_char_boundary(*at) && tag.starts_with(&self.held[*at..]);
         let earliest = self.held.len().saturating_sub(tag.len());
@@ -165,6 +191,7 @@ impl TaggedParser {
     /// Emits the held text without whitespace before the tag, reads a complete tool call, and switches to `next`.
     fn enter(&mut self, next: Channel, out: &mut Vec<Delta>) {
         let held = std::mem::take(&mut self.held);
+        self.bare_calls.iter_mut().for_each(BareCalls::reset);
         let text = match self.channel {
             Channel::Reasoning => held.trim_end_matches('\n'),
             Channel::Answer if held.trim().is_empty() => "",

@@ -110,7 +110,11 @@ impl EngineHandle {
         let (ids, outputs): (Vec<u32>, Vec<Output>) = match request.prompt {
             Prompt::Chat { messages, render } => {
                 let (rendered, format) = (self.render(&messages, &render)?, language.chat_format()?);
-                let output = |_| Output::chat(language.clone(), format.parser(&rendered), &options);
+                // An answer that must match a grammar is text, even if it looks like a tool call.
+                let has_grammar = options.constraint.as_ref().is_some_and(|constraint| constraint.answer.is_some());
+                let tools = if has_grammar { &[] } else { &render.tools[..] };
+                let parser = || format.parser(&rendered).with_tools(&language.tokenizer, tools);
+                let output = |_| Output::chat(language.clone(), parser(), &options);
                 let outputs = (0..n).map(output).collect();
                 let has_generation_prompt = render.add_generation_prompt;
                 chat = Some(ChatPrompt { text: rendered.text, has_generation_prompt });

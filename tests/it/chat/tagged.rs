@@ -108,6 +108,107 @@ fn tool_calls_of_mistral_and_llama_are_parsed() {
     }
 }
 
+/// Llama 3.2 writes calls without `<|python_tag|>`.
+fn llama_tokenizer() -> Tokenizer {
+    byte_tokenizer(&["<|python_tag|>", "<|eot_id|>", "<think>", "</think>"], &[])
+}
+
+/// Returns a parser of an answer to a request with the tools `f` and `get_weather`.
+fn with_tools(tokenizer: &Tokenizer) -> Parser {
+    let tools = ["f", "get_weather"].map(|name| json!({ "type": "function", "function": { "name": name } }));
+    let prompt = Rendered { ids: Vec::new(), text: String::new() };
+    format(tokenizer).parser(&prompt).with_tools(tokenizer, &tools)
+}
+
+#[test]
+fn answers_of_llama_that_are_only_calls_are_calls() {
+    let tokenizer = llama_tokenizer();
+    let paris = ("get_weather", "{\"city\": \"Paris } \\\" {\"}");
+    let call = r#"{"name": "get_weather", "parameters": {"city": "Paris } \" {"}}"#;
+    for (text, calls) in [
+        (call.to_string(), &[paris][..]),
+        (format!("\n {call} \n<|eot_id|>"), &[paris]),
+        (format!("{call}; {}", r#"{"arguments":{},"name":"f"}"#), &[paris, ("f", "{}")]),
+        (format!("{call}\n\n{call}"), &[paris, paris]),
+        (
+            r#"{"type": "function", "name": "f", "parameters": {"x": {"y": [{}]}}}"#.into(),
+            &[("f", "{\"x\": {\"y\": [{}]}}")],
+        ),
+        (format!("<think>Hm.</think>\n\n{call}"), &[paris]),
+    ] {
+        let ids = tokenizer.encode(&text, ControlTokens::Parse).unwrap();
+        let parsed = parse_with(with_tools(&tokenizer), &tokenizer, &ids);
+        let found: Vec<_> = parsed.tool_calls.iter().map(|call| (&*call.name, &*call.arguments)).collect();
+        assert_eq!((found.as_slice(), parsed.answer().as_str()), (calls, ""), "{text}");
+        assert_eq!(parsed.format_violations, 0, "{text}");
+    }
+}
+
+#[test]
+fn other_answers_in_json_are_text() {
+    let call = r#"{"name": "f", "parameters": {}}"#;
+    let texts = [
+        r#"{"name": "g", "parameters": {}}"#.to_string(),
+        r#"{"name": "f"}"#.to_string(),
+        r#"{"parameters": {}}"#.to_string(),
+        r#"{"name": "f", "parameters": "{}"}"#.to_string(),
+        r#"{"name": "f", "parameters": [1]}"#.to_string(),
+        r#"{"name": "f", "parameters": {}, "parameters": {}}"#.to_string(),
+        r#"{"name": "f", "parameters": {}, "arguments": {}}"#.to_string(),
+        r#"{"name": "f", "parameters": {1}}"#.to_string(),
+        r#"{"name": "f", "parameters": {}, "note": 1}"#.to_string(),
+        r#"{"name": "f", "parameters": {"x": 1"#.to_string(),
+        format!("{call} is a call."),
+        format!("Call: {call}"),
+        format!("```json\n{call}\n```"),
+        format!("{call} {call}"),
+        format!("{call};"),
+        format!("[{call}]"),
+        "\n\n{\n  \"name\": \"x\"\n}\n".into(),
+        "{".into(),
+        "{}".into(),
+        " \n".into(),
+    ];
+    let tokenizer = llama_tokenizer();
+    let check = |parser: Parser, tokenizer: &Tokenizer, text: &str| {
+        let parsed = parse_with(parser, tokenizer, &tokenizer.encode(text, ControlTokens::Text).unwrap());
+        assert_eq!((parsed.answer().as_str(), parsed.tool_calls.len()), (text, 0), "{text}");
+        assert_eq!(parsed.format_violations, 0, "{text}");
+    };
+    for text in &texts {
+        check(with_tools(&tokenizer), &tokenizer, text);
+    }
+    // A call is text if the request has no tools, or if the vocabulary is not that of Llama 3.
+    let prompt = Rendered { ids: Vec::new(), text: String::new() };
+    check(format(&tokenizer).parser(&prompt).with_tools(&tokenizer, &[]), &tokenizer, call);
+    let other = byte_tokenizer(&["<|im_end|>"], &[]);
+    check(with_tools(&other), &other, call);
+}
+
+#[test]
+fn answers_in_json_are_held_back_only_while_they_can_be_calls() {
+    let tokenizer = llama_tokenizer();
+    for (start, next) in [
+        ("{\"", "c"),
+        ("{\"name\": \"get_w", "i"),
+        ("{\"name\": ", "1"),
+        ("{\"name\": \"f\", \"parameters\": ", "["),
+        ("{\"name\": \"f\", \"parameters\": {\"x\": \"}\"}}", " I"),
+        ("\n{\"name\": \"f\", \"parameters\": {}}; ", "x"),
+    ] {
+        let mut parser = with_tools(&tokenizer);
+        for id in tokenizer.encode(start, ControlTokens::Text).unwrap() {
+            assert_eq!(parser.push(&tokenizer, id).unwrap(), [], "{start}");
+        }
+        let ids = tokenizer.encode(next, ControlTokens::Text).unwrap();
+        let deltas: Vec<Delta> = ids.iter().flat_map(|&id| parser.push(&tokenizer, id).unwrap()).collect();
+        assert_eq!(deltas, [Delta { channel: Answer, text: format!("{start}{next}") }]);
+        // From now on, nothing is held back.
+        let id = tokenizer.encode("{", ControlTokens::Text).unwrap()[0];
+        assert_eq!(parser.push(&tokenizer, id).unwrap(), [Delta { channel: Answer, text: "{".into() }]);
+    }
+}
+
 #[test]
 fn control_tokens_are_never_text() {
     let tokenizer = byte_tokenizer(&["<|im_start|>", "<|im_end|>"], &TAGS);
