@@ -67,21 +67,25 @@ pub enum Error {
     UnsupportedQuantization { what: String },
 
     #[error(
-        "{what} needs {:.1} GB of memory on {device}, but only {:.1} GB is free\n  {}",
+        "{what} needs {:.1} GB of memory on {device}, but {}\n  {}",
         *needed_bytes as f64 / 1e9,
-        *free_bytes as f64 / 1e9,
-        match (fitting_context, fitting_gpus) {
-            (Some(context), None) => format!("try --context {context}, or free memory on the device"),
-            (Some(context), Some(gpus)) => format!("try --context {context}, or --gpus {gpus} if you have {gpus} such GPUs"),
-            (None, Some(gpus)) => format!("no context of 2048 tokens or more fits: try --gpus {gpus} if you have {gpus} such GPUs"),
-            (None, None) => "no context of 2048 tokens or more fits: free memory on the device, or choose a smaller model".to_string(),
-        }
+        match limit_bytes {
+            Some(limit) => format!(
+                "--gpu-memory allows only {:.1} GB of the {:.1} GB that is free",
+                *limit as f64 / 1e9,
+                *free_bytes as f64 / 1e9
+            ),
+            None => format!("only {:.1} GB is free", *free_bytes as f64 / 1e9),
+        },
+        out_of_memory_hint(*needed_bytes, *free_bytes, *limit_bytes, *fitting_context, *fitting_gpus)
     )]
     OutOfMemory {
         what: String,
         device: String,
         needed_bytes: u64,
         free_bytes: u64,
+        /// The memory that `--gpu-memory` allows, if this limit is too small and less than `free_bytes`.
+        limit_bytes: Option<u64>,
         /// A shorter context that would fit, in tokens.
         fitting_context: Option<usize>,
         /// The smallest number of equal GPUs (2, 4 or 8) that can hold the model and its context.
@@ -182,6 +186,34 @@ impl Error {
             Error::ContextFull { .. } | Error::PromptTooLong { .. } | Error::ServerContextFull { .. } => 10,
             Error::DiskFull { .. } => DISK_FULL,
         }
+    }
+}
+
+/// Returns the hint of [`Error::OutOfMemory`].
+fn out_of_memory_hint(
+    needed_bytes: u64,
+    free_bytes: u64,
+    limit_bytes: Option<u64>,
+    fitting_context: Option<usize>,
+    fitting_gpus: Option<usize>,
+) -> String {
+    let more_memory = match limit_bytes {
+        Some(_) if needed_bytes <= free_bytes => "raise --gpu-memory",
+        Some(_) => "free memory on the device and raise --gpu-memory",
+        None => "free memory on the device",
+    };
+    let more_gpus = fitting_gpus.map(|gpus| format!("--gpus {gpus} if you have {gpus} such GPUs"));
+    match (fitting_context, more_gpus) {
+        (Some(context), None) => format!("try --context {context}, or {more_memory}"),
+        (Some(context), Some(gpus)) if limit_bytes.is_some() => {
+            format!("try --context {context}, or {more_memory}, or use {gpus}")
+        }
+        (Some(context), Some(gpus)) => format!("try --context {context}, or {gpus}"),
+        (None, Some(gpus)) if limit_bytes.is_some() => {
+            format!("no context of 2048 tokens or more fits: {more_memory}, or try {gpus}")
+        }
+        (None, Some(gpus)) => format!("no context of 2048 tokens or more fits: try {gpus}"),
+        (None, None) => format!("no context of 2048 tokens or more fits: {more_memory}, or choose a smaller model"),
     }
 }
 

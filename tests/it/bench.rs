@@ -255,6 +255,10 @@ fn gpu_memory_gives_the_rest_of_the_limit_to_the_cache() {
     let added = figure(&large, "cache_bytes") - figure(&small, "cache_bytes");
     assert!((200_000_000 - block_bytes..=200_000_000 + block_bytes).contains(&added), "{added}");
     assert!(figure(&large, "cache_sequences") > figure(&small, "cache_sequences"));
-    assert_fails(&bench(&["--gpu-memory", "100MB"]), 8, &["needs"]);
+    assert_fails(
+        &bench(&["--gpu-memory", "100MB"]),
+        8,
+        &["needs", "--gpu-memory allows only 0.1 GB", "raise --gpu-memory"],
+    );
     assert_fails(&bench(&["--gpu-memory", "20"]), 2, &["expected a size such as 20GB"]);
 }

@@ -492,6 +492,7 @@ impl MemoryPlan {
             device: device.name.clone(),
             needed_bytes,
             free_bytes,
+            limit_bytes: self.limit_bytes.filter(|&limit| limit < free_bytes && limit < needed_bytes),
             fitting_context,
             fitting_gpus,
         }
@@ -587,6 +588,27 @@ mod tests {
         let error = plan.choose(None, &device(1 << 30)).unwrap_err();
         let Some(Error::OutOfMemory { fitting_context, .. }) = error.downcast_ref() else { panic!("{error}") };
         assert_eq!(*fitting_context, None);
+    }
+
+    #[test]
+    fn out_of_memory_error_names_gpu_memory_if_this_limit_is_too_small() {
+        let error = |limit: u64, free| plan().with_limit(limit).choose(Some(16_384), &device(free)).unwrap_err();
+        let limit = plan().with_limit(0).bytes(Capacity { context: 2048, chunk: 512 });
+        let text = error(limit, 60 << 30).to_string();
+        let allowed = format!("--gpu-memory allows only {:.1} GB of the 64.4 GB that is free", limit as f64 / 1e9);
+        assert!(text.ends_with(&format!("but {allowed}\n  try --context 2048, or raise --gpu-memory")), "{text}");
+        let text = error(1 << 30, 60 << 30).to_string();
+        assert!(text.ends_with("fits: raise --gpu-memory, or choose a smaller model"), "{text}");
+        let text = error(1 << 30, 2 << 30).to_string();
+        assert!(text.contains("free memory on the device and raise --gpu-memory"), "{text}");
+        // With less free memory than the limit, raising the limit does not help.
+        for (limit, free) in [(40u64 << 30, 2 << 30), (2 << 30, 2 << 30)] {
+            let text = error(limit, free).to_string();
+            assert!(text.contains("only 2.1 GB is free") && !text.contains("--gpu-memory"), "{text}");
+        }
+        let gpu = DeviceInfo { compute_capability: Some((9, 0)), ..device(60 << 30) };
+        let text = plan().with_limit(9 << 30).choose(Some(2048), &gpu).unwrap_err().to_string();
+        assert!(text.ends_with("fits: raise --gpu-memory, or try --gpus 2 if you have 2 such GPUs"), "{text}");
     }
 
     #[test]

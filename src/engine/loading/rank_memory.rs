@@ -29,11 +29,14 @@ impl RankMemory {
         split: Split,
         limit: Option<MemoryLimit>,
     ) -> Result<Self> {
-        let mut usable = infos.to_vec();
+        let mut infos = infos.to_vec();
         // Several ranks can run on one device, and share its memory.
         let ranks = devices.most_ranks_per_device() as u64;
-        for device in &mut usable {
+        // The memory that each rank may use. `free_bytes` keeps the free memory, for error messages.
+        let mut usable_bytes = Vec::with_capacity(infos.len());
+        for device in &mut infos {
             device.free_bytes /= ranks;
+            let mut usable = device.free_bytes;
             if let Some(limit) = limit {
                 if device.total_bytes == 0 {
                     let message =
@@ -41,25 +44,24 @@ impl RankMemory {
                     return Err(Error::Usage(message).into());
                 }
                 // The limit may be more than the free memory, because of other processes.
-                device.free_bytes = device.free_bytes.min(limit.bytes(device.total_bytes) / ranks);
+                usable = usable.min(limit.bytes(device.total_bytes) / ranks);
             }
+            usable_bytes.push(usable);
         }
         let stages = match split {
-            Split::Layers if usable.len() > 1 => {
-                Some(plan.stages(&usable.iter().map(|device| device.free_bytes).collect::<Vec<_>>())?)
-            }
+            Split::Layers if infos.len() > 1 => Some(plan.stages(&usable_bytes)?),
             _ => None,
         };
-        let count = usable.len();
+        let count = infos.len();
         let rank = |(rank, device): (usize, DeviceInfo)| {
             let part = match &stages {
                 Some(stages) => plan.clone().with_stage(stages[rank].clone(), count),
                 None => plan.clone().with_rank(rank, count),
             };
-            let part = if limit.is_some() { part.with_limit(device.free_bytes) } else { part };
+            let part = if limit.is_some() { part.with_limit(usable_bytes[rank]) } else { part };
             (part, device)
         };
-        Ok(Self { ranks: usable.into_iter().enumerate().map(rank).collect(), stages })
+        Ok(Self { ranks: infos.into_iter().enumerate().map(rank).collect(), stages })
     }
 
     /// Returns the smallest context and the smallest chunk that a rank's plan chooses. See [`MemoryPlan::choose`].
