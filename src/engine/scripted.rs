@@ -90,6 +90,7 @@ fn info(vocab_size: usize) -> ModelInfo {
         cache_blocks: 0,
         cache_sequences: 0,
         max_sequences: 1,
+        ignored_defaults: Vec::new(),
         load: LoadTimes::default(),
     }
 }

@@ -251,6 +251,21 @@ fn large_files_are_refused() {
     }
 }
 
+/// Otherwise, requests that do not set these parameters would fail.
+#[test]
+fn sampling_defaults_out_of_range_are_ignored_with_a_warning() {
+    let model = Model::chat();
+    model.write("generation_config.json", r#"{"do_sample":true,"temperature":"x","top_p":1.5,"repetition_penalty":0}"#);
+    let play = model.play();
+    play.assert_succeeds();
+    for reason in
+        ["temperature is \"x\": ", "top_p is 1.5: expected a number from 0 to 1; ", "repetition_penalty is 0: "]
+    {
+        let warning = format!("warning: ignored a sampling default: in generation_config.json, {reason}");
+        assert_eq!(play.stderr.matches(&warning).count(), 1, "{warning}: {}", play.stderr);
+    }
+}
+
 #[test]
 fn small_files_cannot_take_much_memory() {
     let values = |count: usize| format!("[{}0]", "0,".repeat(count));

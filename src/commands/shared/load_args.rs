@@ -207,6 +207,9 @@ impl LoadArgs {
         if let Some(reason) = engine.no_decode_graph().filter(|reason| reason.is_unexpected()) {
             terminal::print(&format!("warning: {reason}\n  answers are slower; please report this"));
         }
+        for reason in &engine.info().ignored_defaults {
+            terminal::print(&format!("warning: ignored a sampling default: {reason}"));
+        }
         Ok(engine)
     }
 }

@@ -52,6 +52,8 @@ pub struct ModelInfo {
     pub cache_sequences: usize,
     /// The maximum number of sequences that run at once.
     pub max_sequences: usize,
+    /// Messages about invalid sampling defaults in the model's files. The engine ignores these values.
+    pub ignored_defaults: Vec<String>,
     pub load: LoadTimes,
 }
 

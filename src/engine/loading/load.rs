@@ -128,6 +128,8 @@ pub fn load(dir: &Path, options: &LoadOptions) -> Result<EngineParts> {
     times.total_s = started.elapsed().as_secs_f64();
     // With LongRoPE, contexts longer than the default use other RoPE factors.
     let has_long_context = runner.limits().context > config.architecture.default_context();
+    let (defaults, ignored) = SamplingParams::from_generation_config(&language.generation_config);
+    let source = if checkpoint.gguf().is_some() { "the GGUF metadata" } else { "generation_config.json" };
     let info = ModelInfo {
         family: config.family.model_type,
         quantization: match (config.quantization, options.quantize) {
@@ -155,9 +157,9 @@ pub fn load(dir: &Path, options: &LoadOptions) -> Result<EngineParts> {
             .max_sequences
             .unwrap_or(MAX_SEQUENCES)
             .clamp(1, MAX_SEQUENCES.min(runner.limits().chunk)),
+        ignored_defaults: ignored.into_iter().map(|reason| format!("in {source}, {reason}")).collect(),
         load: times,
     };
-    let defaults = SamplingParams::from_generation_config(&language.generation_config);
     log(&info);
     tracing::debug!(stop_ids = ?language.stop_ids(), ?defaults, "generation");
     let fingerprint = fingerprint(dir, &checkpoint, has_long_context, options, &info, runner.prompt_parts());

@@ -14,6 +14,8 @@ use std::str::FromStr;
 
 use serde_json::Value;
 
+use crate::text::excerpt;
+
 /// Defines [`SamplingParams`] and [`SAMPLING_FIELDS`] from rows of this form:
 ///
 /// `field: type, "flag" "VALUE_NAME", neutral: value, range: from..=to, generation_config: when, help: "text";`
@@ -48,11 +50,7 @@ macro_rules! sampling_table {
                 is_valid: |params| $range.contains(&params.$field),
                 get: |params| params.$field.to_string(),
                 set_text: |params, text| set(&mut params.$field, text.parse().ok(), &$range),
-                set_json: |params, json| {
-                    if let Some(value) = <$type>::from_json(json) {
-                        params.$field = value;
-                    }
-                },
+                set_json: |params, json| set(&mut params.$field, <$type>::from_json(json), &$range),
             },
         )*];
     };
@@ -108,7 +106,7 @@ pub struct SamplingField {
     is_valid: fn(&SamplingParams) -> bool,
     get: fn(&SamplingParams) -> String,
     set_text: fn(&mut SamplingParams, &str) -> Result<(), String>,
-    set_json: fn(&mut SamplingParams, &Value),
+    set_json: fn(&mut SamplingParams, &Value) -> Result<(), String>,
 }
 
 /// When the generation_config.json of a model sets a parameter.
@@ -149,10 +147,14 @@ impl SamplingParams {
     /// Reads a model's sampling defaults from generation_config.json. Returns greedy sampling for JSON null.
     ///
     /// Without `"do_sample": true`, reads only the repetition penalty. The other parameters are those of
-    /// greedy sampling, as in transformers. Does not check the range of the values.
-    pub fn from_generation_config(generation_config: &Value) -> Self {
+    /// greedy sampling, as in transformers.
+    ///
+    /// Ignores values that are invalid or out of range, and returns a message about each of them,
+    /// such as `top_p is 1.5: expected a number from 0 to 1; the default is 1`.
+    pub fn from_generation_config(generation_config: &Value) -> (Self, Vec<String>) {
         let is_sampling = generation_config["do_sample"].as_bool() == Some(true);
         let mut params = Self::greedy();
+        let mut ignored = Vec::new();
         if is_sampling {
             params.temperature = 1.0;
         }
@@ -162,11 +164,16 @@ impl SamplingParams {
                 GenerationConfigUse::WhenSampling => is_sampling,
                 GenerationConfigUse::Never => false,
             };
-            if is_used {
-                (field.set_json)(&mut params, &generation_config[field.name]);
+            let value = &generation_config[field.name];
+            if !is_used || value.is_null() {
+                continue;
+            }
+            if let Err(expected) = (field.set_json)(&mut params, value) {
+                let (value, default) = (excerpt(&value.to_string()), field.get(&params));
+                ignored.push(format!("{} is {value}: {expected}; the default is {default}", field.name));
             }
         }
-        params
+        (params, ignored)
     }
 }
 
@@ -215,7 +222,7 @@ fn expected<T: FieldType>(range: &RangeInclusive<T>) -> String {
     }
 }
 
-/// Sets `field` to `parsed`, which is `None` if the text is not a number.
+/// Sets `field` to `parsed`, which is `None` if the text or the JSON value is not a number.
 /// Fails if there is no number, or if the number is out of range or NaN.
 fn set<T: FieldType>(field: &mut T, parsed: Option<T>, range: &RangeInclusive<T>) -> Result<(), String> {
     let value = parsed.filter(|value| range.contains(value)).ok_or_else(|| expected(range))?;
@@ -256,12 +263,45 @@ mod tests {
 
     #[test]
     fn generation_config_without_do_sample_is_greedy() {
-        let read = |json| SamplingParams::from_generation_config(&json);
+        let read = |json| SamplingParams::from_generation_config(&json).0;
         let greedy = SamplingParams::greedy();
         assert_eq!(read(Value::Null), greedy);
         let penalty = SamplingParams { repetition_penalty: 1.5, ..greedy.clone() };
         assert_eq!(read(serde_json::json!({ "temperature": 0.5, "repetition_penalty": 1.5 })), penalty);
         let sampling = SamplingParams { temperature: 1.0, top_k: 7, ..greedy };
         assert_eq!(read(serde_json::json!({ "do_sample": true, "top_k": 7, "seed": 3 })), sampling);
+    }
+
+    /// Otherwise, requests that do not set the parameter would fail.
+    #[test]
+    fn generation_config_with_invalid_values_is_ignored() {
+        let defaults = SamplingParams { temperature: 1.0, ..SamplingParams::greedy() };
+        for (json, message) in [
+            (r#"{"temperature": -1}"#, "temperature is -1: expected a number from 0 to 100; the default is 1"),
+            (r#"{"temperature": "NaN"}"#, "temperature is \"NaN\": expected a number from 0 to 100; the default is 1"),
+            (r#"{"top_k": -5}"#, "top_k is -5: expected a whole number, 0 or more; the default is 0"),
+            (r#"{"top_k": 2.5}"#, "top_k is 2.5: expected a whole number, 0 or more; the default is 0"),
+            (r#"{"top_p": 1.5}"#, "top_p is 1.5: expected a number from 0 to 1; the default is 1"),
+            (r#"{"min_p": [0]}"#, "min_p is [0]: expected a number from 0 to 1; the default is 0"),
+            (
+                r#"{"repetition_penalty": 0}"#,
+                "repetition_penalty is 0: expected a number from 0.01 to 100; the default is 1",
+            ),
+            (
+                r#"{"repetition_penalty": 1e39}"#,
+                "repetition_penalty is 1e+39: expected a number from 0.01 to 100; the default is 1",
+            ),
+        ] {
+            let mut json: Value = serde_json::from_str(json).unwrap();
+            json["do_sample"] = true.into();
+            let (params, ignored) = SamplingParams::from_generation_config(&json);
+            assert_eq!((params, ignored), (defaults.clone(), vec![message.to_string()]), "{json}");
+        }
+        let json = serde_json::json!({
+            "do_sample": true, "temperature": null, "top_p": 0.5, "frequency_penalty": 1000, "seed": "x"
+        });
+        let (params, ignored) = SamplingParams::from_generation_config(&json);
+        assert_eq!((params.top_p, params.validate()), (0.5, Ok(())));
+        assert!(ignored.is_empty(), "null and fields that are not read are no problem: {ignored:?}");
     }
 }
