@@ -123,7 +123,7 @@ impl GrammarCompiler {
                 return Err(invalid(&grammar.name, "expected at least one text"));
             }
             GrammarKind::Choice(texts) => {
-                let texts: Vec<String> = texts.iter().map(|text| json!(text).to_string()).collect();
+                let texts: Vec<String> = texts.iter().map(|text| lark_string(text)).collect();
                 TopLevelGrammar::from_lark(format!("start: {}", texts.join(" | ")))
             }
             GrammarKind::Lark(lark) => TopLevelGrammar::from_lark(lark.clone()),
@@ -136,6 +136,12 @@ impl GrammarCompiler {
         matcher.compute_mask().map_err(|problem| invalid(&grammar.name, &problem.to_string()))?;
         Ok(matcher)
     }
+}
+
+/// Returns a Lark string that matches exactly `text`.
+pub fn lark_string(text: &str) -> String {
+    // Lark strings have the syntax of JSON strings, except that they cannot contain DEL.
+    json!(text).to_string().replace('\u{7f}', "\\u007f")
 }
 
 /// Returns a schema in the form that llguidance expects, with inferno's options.
@@ -194,5 +200,62 @@ fn token_bytes(table: &TokenTable, id: u32) -> Vec<u8> {
         Vec::new()
     } else {
         bytes
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use super::*;
+    use crate::tokenizer::{ControlTokens, Tokenizer};
+
+    const STOP: u32 = 1993;
+
+    /// Checks that a grammar matches the tokens of `text` and no other text. Only prefixes of `text` are allowed.
+    fn assert_matches_only(compiler: &GrammarCompiler, tokenizer: &Tokenizer, kind: GrammarKind, text: &str) {
+        let grammar = Grammar { name: "choice".to_string(), kind };
+        let mut matcher = compiler.compile(&grammar).unwrap_or_else(|error| panic!("{text:?}: {error}")).matcher;
+        let ids = tokenizer.encode(text, ControlTokens::Text).unwrap();
+        let mut rest = text.as_bytes();
+        for id in ids {
+            let mask = matcher.compute_mask().unwrap();
+            for allowed in (0..compiler.vocab_size() as u32).filter(|&id| mask.is_allowed(id)) {
+                let bytes = tokenizer.table().bytes(allowed);
+                assert!(allowed != STOP && rest.starts_with(&bytes), "{text:?}: {bytes:?} before {rest:?}");
+            }
+            matcher.consume_token(id).unwrap_or_else(|error| panic!("{text:?}: {error}"));
+            rest = &rest[tokenizer.table().bytes(id).len()..];
+        }
+        assert!(rest.is_empty() && matcher.is_accepting().unwrap(), "{text:?}: {rest:?}");
+        assert!(matcher.compute_mask_or_eos().unwrap().iter().eq([STOP]), "{text:?}");
+    }
+
+    #[test]
+    fn choices_can_contain_any_character() {
+        let demo = Path::new(env!("CARGO_MANIFEST_DIR")).join("assets/demo");
+        let tokenizer = Tokenizer::from_dir(&demo).unwrap();
+        let compiler = GrammarCompiler::new(tokenizer.table(), 2000, &[STOP]).unwrap();
+        let check = |text: &str| {
+            assert_matches_only(&compiler, &tokenizer, GrammarKind::Choice(vec![text.to_string()]), text);
+        };
+        // The control characters of ASCII and of C1, and all other characters of ASCII and Latin-1.
+        for character in '\0'..='\u{ff}' {
+            check(&character.to_string());
+            check(&format!("a{character}{character}b"));
+        }
+        // Line separators, the ends of the ranges of scalars, noncharacters, and a sample of all others.
+        for character in "\u{2028}\u{2029}\u{feff}\u{d7ff}\u{e000}\u{fffe}\u{ffff}\u{10000}\u{10ffff}".chars() {
+            check(&format!("a{character}b"));
+        }
+        for start in (0x100..0x11_0000).step_by(4999) {
+            check(&(start..start + 5).filter_map(char::from_u32).collect::<String>());
+        }
+        for text in [
+            "\"", "\"\"", "\\", "\\\"", "\\u007f", "\\x41", "\"i", "a\"i", "//", "/* a */", "#", "%json {}", " ",
+            "\r\n", "a | b",
+        ] {
+            check(text);
+        }
     }
 }

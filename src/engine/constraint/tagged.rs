@@ -9,7 +9,7 @@ use std::fmt::Write;
 use anyhow::Result;
 use serde_json::{Value, json};
 
-use super::compiler::{invalid, with_options};
+use super::compiler::{invalid, lark_string, with_options};
 use super::context::ConstrainedRequest;
 use super::plan::{END, Free, Part, PartId, all_to};
 use super::{Grammar, GrammarKind, ToolGrammar};
@@ -110,7 +110,7 @@ fn tool_calls(tools: &[ToolGrammar]) -> Grammar {
     let _ = writeln!(lark, "start: {}", names.join(" | "));
     for (index, tool) in tools.iter().enumerate() {
         let head = format!("\n{{\"name\": {}, \"arguments\": ", json!(tool.name));
-        let _ = writeln!(lark, "call{index}: {} arguments{index} {}", json!(head), json!("}\n"));
+        let _ = writeln!(lark, "call{index}: {} arguments{index} {}", lark_string(&head), lark_string("}\n"));
         let schema = match tool.arguments.as_ref().map(|arguments| &arguments.kind) {
             Some(GrammarKind::JsonSchema(schema)) => schema.clone(),
             _ => json!({ "type": "object" }),
@@ -121,4 +121,26 @@ fn tool_calls(tools: &[ToolGrammar]) -> Grammar {
     let named = tools.iter().find_map(|tool| tool.arguments.as_ref());
     let name = named.map_or("tools", |arguments| arguments.name.as_str()).to_string();
     Grammar { name, kind: GrammarKind::Lark(lark) }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use super::super::compiler::GrammarCompiler;
+    use super::*;
+    use crate::tokenizer::Tokenizer;
+
+    #[test]
+    fn tools_can_contain_any_character() {
+        let demo = Path::new(env!("CARGO_MANIFEST_DIR")).join("assets/demo");
+        let tokenizer = Tokenizer::from_dir(&demo).unwrap();
+        let compiler = GrammarCompiler::new(tokenizer.table(), 2000, &[1993]).unwrap();
+        for text in ["a\u{7f}b", "a\u{85}\u{2028}b", "a\"\\\n\0b"] {
+            let schema = json!({ "type": "object", "properties": { text: { "const": text } }, "description": text });
+            let arguments = Grammar { name: "tools".to_string(), kind: GrammarKind::JsonSchema(schema) };
+            let tool = ToolGrammar { name: text.to_string(), arguments: Some(arguments) };
+            compiler.compile(&tool_calls(&[tool])).unwrap_or_else(|error| panic!("{text:?}: {error}"));
+        }
+    }
 }
