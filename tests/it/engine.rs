@@ -141,6 +141,72 @@ fn stop_strings_are_found_across_token_borders() {
     assert_eq!(run(&[""], &["all"]), ("all".into(), "".into(), false));
 }
 
+#[test]
+fn stop_strings_are_not_found_in_unsearched_text() {
+    // Pieces with a `~` are not searched.
+    let run = |stops: &[&str], pieces: &[&str]| {
+        let stops: Vec<String> = stops.iter().map(|stop| stop.to_string()).collect();
+        let mut matcher = StopStrings::new(&stops);
+        let push = |piece: &&str| match piece.strip_prefix('~') {
+            Some(piece) => matcher.push_unsearched(piece),
+            None => matcher.push(piece),
+        };
+        let shown: Vec<String> = pieces.iter().map(push).collect();
+        let found = matcher.found().map(str::to_string);
+        (shown.join("|"), matcher.finish(), found)
+    };
+    let found = |stop: &str| Some(stop.to_string());
+    assert_eq!(run(&["STOP"], &["~a STOP", "b STOP c"]), ("a STOP|b ".into(), "".into(), found("STOP")));
+    assert_eq!(run(&["STOP"], &["~a STOP", "b"]), ("a STOP|b".into(), "".into(), None));
+    // A stop string can begin in unsearched text, which is held back only for this.
+    assert_eq!(run(&["STOP"], &["~a ST", "OP"]), ("a |".into(), "".into(), found("STOP")));
+    assert_eq!(run(&["STOP"], &["~a S", "~T", "A"]), ("a ||STA".into(), "".into(), None));
+    assert_eq!(run(&["STOP"], &["~a ST"]), ("a ".into(), "ST".into(), None));
+    // The held-back text `abc` contains a stop string that ends too early.
+    assert_eq!(run(&["abcx", "b"], &["~abc", "d"]), ("|abcd".into(), "".into(), None));
+    assert_eq!(run(&["abcx", "b"], &["~abc", "x"]), ("|".into(), "".into(), found("abcx")));
+    assert_eq!(run(&["abcx", "b"], &["~abc", "ab"]), ("|abca".into(), "".into(), found("b")));
+    assert_eq!(run(&["aa"], &["~aa", "a"]), ("a|".into(), "".into(), found("aa")));
+    assert_eq!(run(&["éé!", "é"], &["~éé", "!"]), ("|".into(), "".into(), found("éé!")));
+    assert_eq!(run(&["éé!", "é"], &["~éé", "?"]), ("|éé?".into(), "".into(), None));
+}
+
+#[test]
+fn stop_strings_end_answers_only_after_min_tokens() {
+    const STOP: &str = "e";
+    let engine = demo(1024);
+    let options = |stop: &[&str], min_tokens| GenerateOptions {
+        ignore_eos: true,
+        max_tokens: Some(40),
+        stop: stop.iter().map(|stop| stop.to_string()).collect(),
+        min_tokens,
+        ..greedy()
+    };
+    let ask = |stop: &[&str], min_tokens| engine.complete("How do I list", options(stop, min_tokens)).unwrap();
+    let stream = ask(&[], 0);
+    let pieces: Vec<String> = stream
+        .into_iter()
+        .filter_map(|event| match event.unwrap() {
+            Event::Token { deltas, .. } => Some(deltas.into_iter().map(|delta| delta.text).collect()),
+            _ => None,
+        })
+        .collect();
+    assert!(pieces.iter().filter(|piece| piece.contains(STOP)).count() > 2, "{pieces:?}");
+    for min_tokens in 0..=40 {
+        let answer = Answer::read(ask(&[STOP], min_tokens));
+        let last = (min_tokens..40).find(|&index| pieces[index].contains(STOP));
+        let (expected, tokens, reason) = match last {
+            Some(last) => {
+                let end = pieces[last].split(STOP).next().unwrap();
+                (pieces[..last].concat() + end, last + 1, FinishReason::Stop)
+            }
+            None => (pieces.concat(), 40, FinishReason::Length),
+        };
+        assert_eq!((answer.text, answer.tokens.len()), (expected, tokens), "{min_tokens}");
+        assert_eq!(answer.summary.finish_reason, reason, "{min_tokens}");
+    }
+}
+
 fn render() -> RenderOptions {
     RenderOptions {
         tools: Vec::new(),

@@ -15,6 +15,10 @@ pub struct Output {
     language: Arc<Language>,
     reader: Reader,
     stop: StopStrings,
+    /// The number of tokens so far.
+    tokens: usize,
+    /// See [`GenerateOptions::min_tokens`].
+    min_tokens: usize,
     stop_token_ids: Vec<u32>,
     ignore_eos: bool,
 }
@@ -39,13 +43,14 @@ impl Output {
     }
 
     fn new(language: Arc<Language>, reader: Reader, options: &GenerateOptions) -> Self {
-        let GenerateOptions { stop, stop_token_ids, ignore_eos, .. } = options;
+        let GenerateOptions { stop, stop_token_ids, ignore_eos, min_tokens, .. } = options;
         let (stop, stop_token_ids) = (StopStrings::new(stop), stop_token_ids.clone());
-        Self { language, reader, stop, stop_token_ids, ignore_eos: *ignore_eos }
+        Self { language, reader, stop, tokens: 0, min_tokens: *min_tokens, stop_token_ids, ignore_eos: *ignore_eos }
     }
 
     /// Adds a token. Returns the text that is no longer held back. A stop token adds no text.
     pub fn push(&mut self, token: u32) -> Result<Vec<Delta>> {
+        self.tokens += 1;
         if self.stop_token_ids.contains(&token) {
             return Ok(Vec::new());
         }
@@ -95,11 +100,14 @@ impl Output {
         }
     }
 
-    /// Cuts the answer text off at the first stop string. Passes the other channels through unchanged.
+    /// Cuts the answer text off at the first stop string that ends after the first `min_tokens` tokens, as in vLLM.
+    /// Passes the other channels through unchanged.
     fn until_stop(&mut self, deltas: Vec<Delta>) -> Vec<Delta> {
         let mut passed = Vec::new();
         for delta in deltas {
-            if delta.channel == Channel::Answer {
+            if delta.channel == Channel::Answer && self.tokens <= self.min_tokens {
+                passed.extend(answer(self.stop.push_unsearched(&delta.text)));
+            } else if delta.channel == Channel::Answer {
                 passed.extend(answer(self.stop.push(&delta.text)));
             } else {
                 // Emit the held-back answer text first. It cannot grow into a stop string anymore.

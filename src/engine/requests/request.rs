@@ -83,8 +83,8 @@ pub struct GenerateOptions {
     pub stop: Vec<String>,
     /// Tokens that end the answer, in addition to the model's stop tokens. Their text is not part of the answer.
     pub stop_token_ids: Vec<u32>,
-    /// The minimum number of tokens to generate before a stop token. Stop strings and `max_tokens` can end the answer
-    /// earlier.
+    /// The minimum number of tokens to generate before a stop token. A stop string must end in the text of a later
+    /// token, but can begin earlier. `max_tokens` and a complete constraint can end the answer earlier.
     pub min_tokens: usize,
     /// Biases from -100 to 100 to add to the logits of these tokens, before penalties.
     /// In effect, -100 bans a token, and 100 selects it.

@@ -4,6 +4,9 @@
 pub struct StopStrings {
     stops: Vec<String>,
     held: String,
+    /// The length in bytes of the text at the start of `held` that was not searched.
+    /// A stop string must end after this text, but can begin in it.
+    unsearched: usize,
     /// The index in `stops` of the stop string that was found.
     found: Option<usize>,
 }
@@ -12,7 +15,7 @@ impl StopStrings {
     /// Creates a filter for `stops`. Ignores empty strings, because they would match before the first character.
     pub fn new(stops: &[String]) -> Self {
         let stops = stops.iter().filter(|stop| !stop.is_empty()).cloned().collect();
-        Self { stops, held: String::new(), found: None }
+        Self { stops, held: String::new(), unsearched: 0, found: None }
     }
 
     pub fn is_stopped(&self) -> bool {
@@ -32,20 +35,47 @@ impl StopStrings {
             return String::new();
         }
         self.held.push_str(text);
-        let places =
-            self.stops.iter().enumerate().filter_map(|(index, stop)| Some((self.held.find(stop.as_str())?, index)));
+        let places = self.stops.iter().enumerate().filter_map(|(index, stop)| Some((self.find(stop)?, index)));
         if let Some((at, index)) = places.min() {
             self.found = Some(index);
             self.held.truncate(at);
             return std::mem::take(&mut self.held);
         }
+        self.release()
+    }
+
+    /// Adds a piece of text in which no stop string can end. Returns the held-back text that cannot be part
+    /// of a stop string.
+    ///
+    /// A stop string that ends in later text can begin in this piece.
+    pub fn push_unsearched(&mut self, text: &str) -> String {
+        if self.found.is_some() {
+            return String::new();
+        }
+        self.held.push_str(text);
+        self.unsearched = self.held.len();
+        self.release()
+    }
+
+    /// Returns the index of the first place in `held` where `stop` occurs and ends after the unsearched text.
+    fn find(&self, stop: &str) -> Option<usize> {
+        let first = (self.unsearched + 1).saturating_sub(stop.len());
+        let first = (first..=self.held.len()).find(|&at| self.held.is_char_boundary(at))?;
+        Some(first + self.held[first..].find(stop)?)
+    }
+
+    /// Returns the held-back text, except for the end that may begin a stop string.
+    fn release(&mut self) -> String {
         let prefix_bytes = self.stops.iter().map(|stop| longest_prefix_at_end(&self.held, stop)).max().unwrap_or(0);
         let held = self.held.split_off(self.held.len() - prefix_bytes);
-        std::mem::replace(&mut self.held, held)
+        let released = std::mem::replace(&mut self.held, held);
+        self.unsearched = self.unsearched.saturating_sub(released.len());
+        released
     }
 
     /// Ends the stream. Returns the text that is still held back.
     pub fn finish(&mut self) -> String {
+        self.unsearched = 0;
         std::mem::take(&mut self.held)
     }
 }
