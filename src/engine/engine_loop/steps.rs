@@ -206,8 +206,10 @@ fn inputs<'s>(
     sequences: &'s mut HashMap<SequenceId, Sequence>,
 ) -> Result<Vec<StepSequence<'s>>> {
     let mut inputs = Vec::with_capacity(plan.work.len());
-    let mut borrowed: HashMap<SequenceId, &mut Sequence> =
-        sequences.iter_mut().map(|(&id, sequence)| (id, sequence)).collect();
+    // Skip the waiting sequences, of which there can be hundreds: `prepare` has started all planned sequences.
+    let started = sequences.iter_mut().filter(|(_, sequence)| sequence.has_started());
+    let mut borrowed: HashMap<SequenceId, &mut Sequence> = HashMap::with_capacity(plan.work.len());
+    borrowed.extend(started.map(|(&id, sequence)| (id, sequence)));
     for SequenceWork { id, range, is_last } in &plan.work {
         let (Some(sequence), Some(tables)) = (borrowed.remove(id), scheduler.tables(*id)) else {
             bail!("internal error: the scheduler planned the unknown request {id}");
