@@ -16,9 +16,9 @@ use crate::chat::{FormatViolation, FormatViolations};
 use crate::engine::{EngineHandle, EngineHistograms, EngineStats, HistogramStats};
 use crate::nn::kv_cache::BLOCK_TOKENS;
 
-/// The prefix of all metric names.
+/// The prefix of the names of inferno's metrics.
 const PREFIX: &str = "inferno_";
-/// The prefix of the additional names for dashboards that were made for vLLM.
+/// The prefix of the additional names and metrics for dashboards that were made for vLLM.
 const VLLM_PREFIX: &str = "vllm:";
 
 /// The names, without a prefix, of the metrics that inferno and vLLM share. There is one exception: vLLM's name for
@@ -26,16 +26,13 @@ const VLLM_PREFIX: &str = "vllm:";
 const VLLM_NAMES: &[&str] = &[
     "cache_config_info",
     "e2e_request_latency_seconds",
-    "engine_sleep_state",
     "generation_tokens_total",
     "inter_token_latency_seconds",
     "iteration_tokens",
     "kv_cache_usage_perc",
-    "lora_requests_info",
     "num_preemptions_total",
     "num_requests_running",
     "num_requests_waiting",
-    "num_requests_waiting_by_reason",
     "prefix_cache_hits_total",
     "prefix_cache_queries_total",
     "prompt_tokens_by_source_total",
@@ -137,9 +134,8 @@ type ReadTotal = fn(&EngineStats) -> u64;
 struct EngineMetrics {
     running: IntGauge,
     waiting: IntGauge,
-    waiting_by_reason: IntGaugeVec,
-    lora_info: IntGaugeVec,
-    sleep_state: IntGaugeVec,
+    /// `None` without vLLM's names.
+    vllm: Option<VllmMetrics>,
     /// The labels of the histograms that the engine keeps itself.
     labels: HashMap<String, String>,
     cancel_latency: Histogram,
@@ -150,13 +146,20 @@ struct EngineMetrics {
     updating: Mutex<()>,
 }
 
+/// Metrics that tell nothing about inferno, but that dashboards and routers for vLLM read.
+struct VllmMetrics {
+    waiting_by_reason: IntGaugeVec,
+    lora_info: IntGaugeVec,
+    sleep_state: IntGaugeVec,
+}
+
 impl Metrics {
     /// Creates the metrics of a server. `model` is the name of the served model.
     pub fn new(model: &str, has_vllm_names: bool) -> Result<Self> {
         let labels: HashMap<String, String> =
             HashMap::from([("model_name".to_string(), model.to_string()), ("engine".into(), "0".into())]);
         let registry = Registry::new();
-        let make = Maker { registry: &registry, labels };
+        let make = Maker { registry: &registry, prefix: PREFIX, labels };
         Ok(Self {
             has_vllm_names,
             requests: make.counters("request_success_total", "Finished answers.", "finished_reason", FINISH_REASONS)?,
@@ -180,7 +183,7 @@ impl Metrics {
             )?,
             is_alive: make
                 .gauge("engine_alive", "1 if the engine makes progress or is loading its model, 0 if not.")?,
-            engine: EngineMetrics::new(&make)?,
+            engine: EngineMetrics::new(&make, has_vllm_names)?,
             registry,
         })
     }
@@ -316,24 +319,50 @@ impl PromptMetrics {
     }
 }
 
-impl EngineMetrics {
+impl VllmMetrics {
     fn new(make: &Maker) -> Result<Self> {
+        let make = Maker { registry: make.registry, prefix: VLLM_PREFIX, labels: make.labels.clone() };
+        let gauges =
+            |name: &str, help: &str, labels: &[&str]| make.register(IntGaugeVec::new(make.opts(name, help), labels)?);
         Ok(Self {
+            waiting_by_reason: gauges(
+                "num_requests_waiting_by_reason",
+                "Waiting sequences by reason: capacity for all of them.",
+                &["reason"],
+            )?,
+            lora_info: gauges(
+                "lora_requests_info",
+                "The current time. inferno serves no LoRA adapters.",
+                &["max_lora", "running_lora_adapters", "waiting_lora_adapters"],
+            )?,
+            sleep_state: gauges(
+                "engine_sleep_state",
+                "1 for the state of the engine: inferno's engine is always awake.",
+                &["sleep_state"],
+            )?,
+        })
+    }
+
+    fn update(&self, stats: &EngineStats) {
+        // A sequence waits only because too few KV cache blocks are free, or because `--max-sequences` sequences run.
+        // vLLM calls both reasons `capacity`.
+        self.waiting_by_reason.with_label_values(&["capacity"]).set(stats.waiting as i64);
+        self.waiting_by_reason.with_label_values(&["deferred"]).set(0);
+        for (state, value) in [("awake", 1), ("weights_offloaded", 0), ("discard_all", 0)] {
+            self.sleep_state.with_label_values(&[state]).set(value);
+        }
+        // The value is the current time, as in vLLM.
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs());
+        self.lora_info.with_label_values(&["0", "", ""]).set(now as i64);
+    }
+}
+
+impl EngineMetrics {
+    fn new(make: &Maker, has_vllm_names: bool) -> Result<Self> {
+        Ok(Self {
+            vllm: if has_vllm_names { Some(VllmMetrics::new(make)?) } else { None },
             running: make.gauge("num_requests_running", "Running sequences.")?,
             waiting: make.gauge("num_requests_waiting", "Waiting sequences.")?,
-            waiting_by_reason: {
-                let opts = make.opts("num_requests_waiting_by_reason", "Waiting sequences by reason.");
-                make.register(IntGaugeVec::new(opts, &["reason"])?)?
-            },
-            lora_info: {
-                let help = "inferno serves no LoRA adapters. Routers for vLLM require this metric.";
-                let labels = ["max_lora", "running_lora_adapters", "waiting_lora_adapters"];
-                make.register(IntGaugeVec::new(make.opts("lora_requests_info", help), &labels)?)?
-            },
-            sleep_state: {
-                let help = "1 for the state of the engine. inferno's engine never sleeps. Dashboards for vLLM use this metric.";
-                make.register(IntGaugeVec::new(make.opts("engine_sleep_state", help), &["sleep_state"])?)?
-            },
             labels: make.labels.clone(),
             cancel_latency: make.histogram(
                 "cancel_latency_seconds",
@@ -390,16 +419,9 @@ impl EngineMetrics {
         let stats = engine.stats();
         self.running.set(stats.running as i64);
         self.waiting.set(stats.waiting as i64);
-        // A sequence waits only because too few KV cache blocks are free, or because `--max-sequences` sequences run.
-        // vLLM calls both reasons `capacity`.
-        self.waiting_by_reason.with_label_values(&["capacity"]).set(stats.waiting as i64);
-        self.waiting_by_reason.with_label_values(&["deferred"]).set(0);
-        for (state, value) in [("awake", 1), ("weights_offloaded", 0), ("discard_all", 0)] {
-            self.sleep_state.with_label_values(&[state]).set(value);
+        if let Some(vllm) = &self.vllm {
+            vllm.update(&stats);
         }
-        // The value is the current time, as in vLLM.
-        let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs());
-        self.lora_info.with_label_values(&["0", "", ""]).set(now as i64);
         engine.take_cancel_times().into_iter().for_each(|time_s| self.cancel_latency.observe(time_s));
         self.cache_usage.set(cache_usage(&stats));
         let blocks = engine.info().cache_blocks.saturating_sub(1);
@@ -448,13 +470,15 @@ pub fn cache_usage(stats: &EngineStats) -> f64 {
 /// Creates metrics with the same labels, and registers them.
 struct Maker<'r> {
     registry: &'r Registry,
+    /// The prefix of every name.
+    prefix: &'static str,
     /// The labels of every metric.
     labels: HashMap<String, String>,
 }
 
 impl Maker<'_> {
     fn opts(&self, name: &str, help: &str) -> Opts {
-        Opts::new(format!("{PREFIX}{name}"), help).const_labels(self.labels.clone())
+        Opts::new(format!("{}{name}", self.prefix), help).const_labels(self.labels.clone())
     }
 
     fn register<M: Collector + Clone + 'static>(&self, metric: M) -> Result<M> {
