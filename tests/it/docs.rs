@@ -104,7 +104,7 @@ fn reference_page_lists_exactly_the_exit_codes() {
 
     // In `Error::exit_code`, each match arm ends with an exit code: a number or the name of a constant.
     let source = page("src/error.rs");
-    let function = source.split_once("pub fn exit_code").unwrap().1;
+    let function = source.split_once("pub fn exit_code").unwrap().1.split("\n    }\n").next().unwrap();
     let arms = function.lines().filter_map(|line| line.trim_end_matches(',').rsplit_once("=> "));
     let constant = |name: &str| source.split_once(&format!("const {name}: u8 = "))?.1.split(';').next()?.parse().ok();
     let number = |code: &str| code.parse::<u8>().ok().or_else(|| constant(code));
