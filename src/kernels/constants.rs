@@ -169,6 +169,8 @@ pub const EXPERT_MMA_THREADS: usize = 256;
 pub const EXPERT_WGMMA_ROW_TILES: usize = 12;
 /// Threads per block in the wgmma kernels.
 pub const EXPERT_WGMMA_THREADS: usize = 512;
+/// Bytes of a `Tile` (`moe/mxfp4_tiles.cuh`) in each stage of the ring buffers of the wgmma kernels.
+pub const EXPERT_WGMMA_TILE_BYTES: usize = 20;
 /// The maximum number of (token, expert) pairs in a wide tile.
 pub const EXPERT_WIDE_PAIRS: usize = 160;
 /// Stages of the ring buffer for wide tiles.

@@ -3,8 +3,7 @@
 
 #include <stdint.h>
 
-// Returns the 32-bit shared memory address of `p`, which PTX instructions take.
-__device__ __forceinline__ uint32_t shared_address(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
+#include "headers/shared_memory.cuh"
 
 // Starts copying 16 bytes.
 __device__ __forceinline__ void copy_async(uint32_t to, const void* from) {

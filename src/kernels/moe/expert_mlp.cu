@@ -9,6 +9,7 @@
 #include "headers/async_copy.cuh"
 #include "headers/barrier.cuh"
 #include "headers/pdl.cuh"
+#include "headers/shared_memory.cuh"
 #include "headers/wgmma.cuh"
 #include "moe/mxfp4_tiles.cuh"
 
@@ -260,7 +261,6 @@ template <int PAIRS_, int UNROLL_PAIRS_, int STAGES_, int BLOCKS_> struct TileSh
     static constexpr int HALF_X = PAIRS * 128, X_BYTES = 2 * HALF_X;
     static constexpr int WEIGHT_BYTES = EXPERT_WGMMA_ROW_TILES * STAGE_TILE_BYTES;
     static constexpr int SCALE_BYTES = EXPERT_WGMMA_ROW_TILES * STAGE_SCALE_BYTES;
-    static constexpr int W_BYTES = WEIGHT_BYTES + SCALE_BYTES;
 };
 // For many pairs per expert. With wide tiles, the weights are read less often.
 using Wide = TileShape<EXPERT_WIDE_PAIRS, 0, EXPERT_WIDE_STAGES, 1>;
@@ -273,50 +273,76 @@ using Slim = TileShape<EXPERT_SLIM_PAIRS, EXPERT_SLIM_PAIRS, EXPERT_SLIM_STAGES,
 // Empty kernels must not be launched.
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-// The ring buffer of stages. The barrier `full` counts copied bytes; `empty` counts warps that have finished reading.
-template <typename S> struct Ring {
-    static constexpr int WEIGHTS = S::STAGES * S::X_BYTES, BARRIERS = S::STAGES * (S::X_BYTES + S::W_BYTES);
-    unsigned char* base;
-    uint32_t address;
-    __device__ __forceinline__ uint32_t x(int stage) const { return address + stage * S::X_BYTES; }
-    __device__ __forceinline__ uint32_t weights(int stage) const { return address + WEIGHTS + stage * S::W_BYTES; }
-    __device__ __forceinline__ const unsigned char* weight_bytes(int stage) const {
-        return base + WEIGHTS + stage * S::W_BYTES;
-    }
-    __device__ __forceinline__ uint32_t full(int stage) const { return address + BARRIERS + stage * 16; }
-    __device__ __forceinline__ uint32_t empty(int stage) const { return full(stage) + 8; }
+// Where a stage of the ring buffer holds what, in bytes from its start. x is first, because wgmma requires alignment.
+// The barrier FULL counts copied bytes; EMPTY counts warps that have finished reading.
+// TILE is the tile that the stage belongs to. It is valid in the first stage of each tile.
+template <typename S> struct Stage {
+    static constexpr int WEIGHTS = S::X_BYTES, SCALES = WEIGHTS + S::WEIGHT_BYTES, FULL = SCALES + S::SCALE_BYTES;
+    static constexpr int EMPTY = FULL + 8, TILE = EMPTY + 8;
+    static constexpr int BYTES = (TILE + EXPERT_WGMMA_TILE_BYTES + 1023) / 1024 * 1024;
 };
-// The stage that is copied or multiplied next, and the number of completed rounds of the ring.
-// A reader waits at `full` for the parity of `round`, and the writer waits at `empty` for the other parity.
-template <int STAGES> struct Position {
-    int stage = 0;
-    uint32_t round = 0;
+static_assert(sizeof(Tile) == EXPERT_WGMMA_TILE_BYTES);
+
+__device__ __forceinline__ void store_tile_of_stage(uint32_t to, const Tile& tile) {
+    store_shared_16(to, make_uint4(tile.expert, tile.first_pair, tile.pairs, tile.row));
+    store_shared_4(to + 16, tile.row_tile);
+}
+__device__ __forceinline__ Tile load_tile_of_stage(uint32_t from) {
+    const uint4 words = load_shared_16(from);
+    return {(int)words.x, (int)words.y, (int)words.z, (int)words.w, (int)load_shared_4(from + 16)};
+}
+
+// The stage that is copied or multiplied next: its address and the wgmma descriptor of its x.
+// A reader waits at FULL for the phase `parity`, and the writer waits at EMPTY for the other phase.
+template <typename S> class Position {
+    uint32_t first;
+    uint64_t first_x;
+    int left = S::STAGES;  // stages before the position returns to the first one
+
+public:
+    uint32_t stage;
+    uint64_t x;
+    uint32_t parity = 0;
+
+    __device__ __forceinline__ explicit Position(uint32_t ring) {
+        // The shuffles return what every lane already has.
+        // They tell the compiler that all lanes have the same values, so that it keeps them in uniform registers.
+        const auto uniform = [](uint32_t value) { return __shfl_sync(0xffffffffu, value, 0); };
+        const uint64_t descriptor = wgmma_descriptor(ring);
+        stage = first = uniform(ring);
+        x = first_x = (uint64_t)uniform(descriptor >> 32) << 32 | uniform(descriptor);
+    }
     __device__ __forceinline__ void next() {
-        if (++stage == STAGES) stage = 0, ++round;
+        stage += Stage<S>::BYTES, x += Stage<S>::BYTES / 16;
+        if (--left == 0) stage = first, x = first_x, left = S::STAGES, parity ^= 1;
     }
 };
 
+// Returns `value`. The compiler keeps the result in a register, instead of computing it anew in each iteration of a
+// loop.
+__device__ __forceinline__ uint32_t in_register(uint32_t value) {
+    asm volatile("" : "+r"(value));
+    return value;
+}
+
 // Computes one warpgroup's part of a tile: 64 rows × N pairs.
+// Unpacking limits the speed, so every instruction in the loop over columns counts.
+// For N up to UNROLL_PAIRS, the loop executes 177 instructions per 8 wgmmas.
 template <typename S, typename T, int N, bool GATE_UP>
-__device__ __forceinline__ void consume(const Ring<S>& ring, Position<S::STAGES>& position, const Weights& w,
-                                        const Output<T>& o, const Tile& tile) {
+__device__ __forceinline__ void consume(Position<S>& position, const Weights& w, const Output<T>& o, const Tile& tile) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4;  // each warp has one weight tile
-    const int steps = (w.columns + STEP - 1) / STEP;
+    const uint32_t words_at = in_register(Stage<S>::WEIGHTS + warp * STAGE_TILE_BYTES + lane * 16);
+    const uint32_t scales_at = in_register(Stage<S>::SCALES + warp * STAGE_SCALE_BYTES + g * 4);
     float sum[N / 2];
 #pragma unroll
     for (int i = 0; i < N / 2; ++i) sum[i] = 0.0f;
-    uint32_t a[2][4];  // the weights of two MMAs with K = 16: one runs while the next is unpacked
-    int previous = -1;
+    uint32_t a[2][4];       // the weights of two MMAs with K = 16: one runs while the next is unpacked
+    uint32_t previous = 0;  // the address of the previous stage of this tile, or 0
     const auto multiply = [&](int half) __attribute__((always_inline)) {
-        const unsigned char* bytes = ring.weight_bytes(position.stage);
-        const unsigned char* word_bytes = bytes + warp * STAGE_TILE_BYTES + half * MXFP4_TILE_BYTES + lane * 16;
-        const uint4 words = *reinterpret_cast<const uint4*>(word_bytes);
-        const unsigned char* scale_bytes =
-            bytes + S::WEIGHT_BYTES + warp * STAGE_SCALE_BYTES + half * MXFP4_TILE_SCALE_BYTES + g * 4;
-        const uint32_t scales = *reinterpret_cast<const uint32_t*>(scale_bytes);
+        const uint4 words = load_shared_16(position.stage + words_at + half * MXFP4_TILE_BYTES);
         uint32_t factors[4];
-        scale_factors<T>(scales, factors);
-        const uint64_t b = wgmma_descriptor(ring.x(position.stage) + half * S::HALF_X);
+        scale_factors<T>(load_shared_4(position.stage + scales_at + half * MXFP4_TILE_SCALE_BYTES), factors);
+        const uint64_t b = position.x + half * (S::HALF_X / 16);
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
             const uint32_t low = k / 2 ? words.z : words.x, high = k / 2 ? words.w : words.y;
@@ -329,14 +355,14 @@ __device__ __forceinline__ void consume(const Ring<S>& ring, Position<S::STAGES>
             wgmma_commit();
             wgmma_wait<1>();
             // At this point, all products of the previous stage have finished.
-            if (k == 0 && half == 0 && previous >= 0 && lane == 0) barrier_arrive(ring.empty(previous));
+            if (k == 0 && half == 0 && previous && lane == 0) barrier_arrive(previous + Stage<S>::EMPTY);
         }
     };
-    int step = 0;
+    int left = (w.columns + STEP - 1) / STEP;  // steps
     if constexpr (N <= S::UNROLL_PAIRS) {
 #pragma unroll 1
-        for (; step + 1 < steps; step += 2) {
-            barrier_wait(ring.full(position.stage), position.round & 1);
+        for (; left > 1; left -= 2) {
+            barrier_wait(position.stage + Stage<S>::FULL, position.parity);
             multiply(0);
             multiply(1);
             previous = position.stage;
@@ -344,20 +370,19 @@ __device__ __forceinline__ void consume(const Ring<S>& ring, Position<S::STAGES>
         }
     }
 #pragma unroll 1
-    for (; step < steps; ++step) {
-        if (step % 2 == 0) barrier_wait(ring.full(position.stage), position.round & 1);
-        multiply(step % 2);
-        if (step % 2 == 1 || step + 1 == steps) {
-            previous = position.stage;
-            position.next();
-        }
+    for (; left > 0; left -= 2) {
+        barrier_wait(position.stage + Stage<S>::FULL, position.parity);
+#pragma unroll 1
+        for (int half = 0; half < min(left, 2); ++half) multiply(half);
+        previous = position.stage;
+        position.next();
     }
     wgmma_wait<0>();
     // wgmma writes the sums asynchronously, which the compiler does not know.
     // These empty instructions keep the compiler from reading the sums before the wait.
 #pragma unroll
     for (int i = 0; i < N / 2; ++i) asm volatile("" : "+f"(sum[i])::"memory");
-    if (lane == 0) barrier_arrive(ring.empty(previous));
+    if (lane == 0) barrier_arrive(previous + Stage<S>::EMPTY);
 
     const int row_tile = tile.row_tile + warp;
     const float2 bias[1] = {row_bias<T, GATE_UP>(o, w.rows, tile.expert, row_tile)};
@@ -367,15 +392,15 @@ __device__ __forceinline__ void consume(const Ring<S>& ring, Position<S::STAGES>
 
 // Runs `consume` with the smallest N, a multiple of 16, that holds all pairs of the tile.
 template <typename S, typename T, int N, bool GATE_UP>
-__device__ __forceinline__ void multiply_tile(const Ring<S>& ring, Position<S::STAGES>& position, const Weights& w,
-                                              const Output<T>& o, const Tile& tile) {
+__device__ __forceinline__ void multiply_tile(Position<S>& position, const Weights& w, const Output<T>& o,
+                                              const Tile& tile) {
     if constexpr (N < S::PAIRS) {
-        if (tile.pairs > N) return multiply_tile<S, T, N + 16, GATE_UP>(ring, position, w, o, tile);
+        if (tile.pairs > N) return multiply_tile<S, T, N + 16, GATE_UP>(position, w, o, tile);
     }
-    consume<S, T, N, GATE_UP>(ring, position, w, o, tile);
+    consume<S, T, N, GATE_UP>(position, w, o, tile);
 }
 
-// Three warpgroups multiply. The fourth warpgroup copies data for later steps, including data of the next tile.
+// Three warpgroups multiply. The fourth warpgroup finds the tiles and copies their data, several stages ahead.
 // Bulk copies access memory through the async proxy, like wgmma.
 // With cp.async, each stage would need a fence that waits for all copies.
 //   grid: any number of blocks; each block processes every gridDim.x-th tile
@@ -385,23 +410,20 @@ __device__ __forceinline__ void multiply_tile(const Ring<S>& ring, Position<S::S
 template <typename S, typename T, bool GATE_UP>
 __device__ void expert_product_wgmma(const Weights& w, const Output<T>& o, const T* x, const uint32_t* offsets,
                                      int experts) {
-    constexpr int STAGES = S::STAGES, ROW_TILES = EXPERT_WGMMA_ROW_TILES;
+    constexpr int ROW_TILES = EXPERT_WGMMA_ROW_TILES;
     constexpr int MULTIPLYING = EXPERT_WGMMA_THREADS / 4 * 3;  // threads
     constexpr int LANES = ROW_TILES / 3;                       // weight tiles per copying warp
     extern __shared__ __align__(1024) unsigned char shared[];
-    Ring<S> ring;
-    ring.address = (__cvta_generic_to_shared(shared) + 1023) / 1024 * 1024;
-    ring.base = shared + (ring.address - (uint32_t)__cvta_generic_to_shared(shared));
+    const uint32_t ring = (shared_address(shared) + 1023) / 1024 * 1024;
     if (threadIdx.x == 0) {
-        for (int s = 0; s < STAGES; ++s) barrier_init(ring.full(s), 1), barrier_init(ring.empty(s), MULTIPLYING / 32);
+        for (int s = 0; s < S::STAGES; ++s) {
+            barrier_init(ring + s * Stage<S>::BYTES + Stage<S>::FULL, 1);
+            barrier_init(ring + s * Stage<S>::BYTES + Stage<S>::EMPTY, MULTIPLYING / 32);
+        }
         asm volatile("fence.proxy.async;" ::: "memory");
     }
     __syncthreads();
-    Tile tile;
-    Position<STAGES> position;
-    const auto next = [&](int number) {
-        return find_tile<ROW_TILES, GATE_UP>(offsets, experts, w.rows, S::PAIRS, number, tile);
-    };
+    Position<S> position(ring);
     if (threadIdx.x >= MULTIPLYING) {
         // Each thread starts with 128 / BLOCKS registers.
         // The copying warpgroup releases most of its registers, so that the multiplying warpgroups can use them.
@@ -413,39 +435,56 @@ __device__ void expert_product_wgmma(const Weights& w, const Output<T>& o, const
         // A warp issues its copies one by one, so three warps share the copies of weights.
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, row_tile = (warp - 1) * LANES + lane % LANES;
         const int row_tiles = (w.rows + 15) / 16, steps = (w.columns + STEP - 1) / STEP;
+        const bool leads = threadIdx.x == MULTIPLYING;
         if (warp == 0) {
             pdl_wait();
             pdl_launch_dependents();
         }
+        Tile tile;
+        const auto next = [&](int number) {
+            return find_tile<ROW_TILES, GATE_UP>(offsets, experts, w.rows, S::PAIRS, number, tile);
+        };
         for (int number = blockIdx.x; next(number); number += gridDim.x) {
             const size_t first_tile = ((size_t)tile.expert * row_tiles + tile.row_tile + row_tile) * steps;
             const int tiles = min(row_tiles - tile.row_tile, ROW_TILES), x_bytes = (tile.pairs + 7) / 8 * 1024;
             const bool blocks = lane < LANES;
             const int size = blocks ? MXFP4_TILE_BYTES : MXFP4_TILE_SCALE_BYTES;
-            const int to = blocks ? row_tile * STAGE_TILE_BYTES : S::WEIGHT_BYTES + row_tile * STAGE_SCALE_BYTES;
+            const int to = blocks ? Stage<S>::WEIGHTS + row_tile * STAGE_TILE_BYTES
+                                  : Stage<S>::SCALES + row_tile * STAGE_SCALE_BYTES;
             const uint8_t* from = (blocks ? w.blocks : w.scales) + first_tile * size;
             const char* x_from = reinterpret_cast<const char*>(x) + (size_t)tile.row * 128;
             const size_t x_pitch = (size_t)o.tiled_rows * 128;
 #pragma unroll 1
             for (int step = 0; step < steps; step += 2) {
                 const int count = min(2, steps - step);
-                barrier_wait(ring.empty(position.stage), (position.round & 1) ^ 1);
-                const uint32_t full = ring.full(position.stage);
-                if (threadIdx.x == MULTIPLYING) {
+                barrier_wait(position.stage + Stage<S>::EMPTY, position.parity ^ 1);
+                const uint32_t full = position.stage + Stage<S>::FULL;
+                if (leads) {
+                    if (step == 0) store_tile_of_stage(position.stage + Stage<S>::TILE, tile);
                     barrier_expect(full, count * (x_bytes + tiles * (MXFP4_TILE_BYTES + MXFP4_TILE_SCALE_BYTES)));
-                    copy_bulk(ring.x(position.stage), x_from, x_bytes, full);
-                    if (count == 2) copy_bulk(ring.x(position.stage) + S::HALF_X, x_from + x_pitch, x_bytes, full);
+                    copy_bulk(position.stage, x_from, x_bytes, full);
+                    if (count == 2) copy_bulk(position.stage + S::HALF_X, x_from + x_pitch, x_bytes, full);
                 }
                 if (warp > 0 && lane < 2 * LANES && row_tile < tiles)
-                    copy_bulk(ring.weights(position.stage) + to, from, size * count, full);
+                    copy_bulk(position.stage + to, from, size * count, full);
                 from += size * 2, x_from += x_pitch * 2;
                 position.next();
             }
         }
+        // A tile without pairs tells the other warpgroups to stop.
+        if (leads) {
+            barrier_wait(position.stage + Stage<S>::EMPTY, position.parity ^ 1);
+            store_tile_of_stage(position.stage + Stage<S>::TILE, {});
+            barrier_arrive(position.stage + Stage<S>::FULL);
+        }
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(S::REGISTERS));
-        for (int number = blockIdx.x; next(number); number += gridDim.x)
-            multiply_tile<S, T, 16, GATE_UP>(ring, position, w, o, tile);
+        while (true) {
+            barrier_wait(position.stage + Stage<S>::FULL, position.parity);
+            const Tile tile = load_tile_of_stage(position.stage + Stage<S>::TILE);
+            if (tile.pairs == 0) return;
+            multiply_tile<S, T, 16, GATE_UP>(position, w, o, tile);
+        }
     }
 }
 #else

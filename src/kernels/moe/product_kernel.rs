@@ -8,7 +8,7 @@ use crate::device::has_machine_code;
 use crate::kernels::SumOrder;
 use crate::kernels::constants::{
     EXPERT_MMA_ROW_TILES, EXPERT_MMA_STAGES, EXPERT_MMA_THREADS, EXPERT_NARROW_PAIRS, EXPERT_NARROW_STAGES,
-    EXPERT_SLIM_PAIRS, EXPERT_SLIM_STAGES, EXPERT_WGMMA_ROW_TILES, EXPERT_WGMMA_THREADS, EXPERT_WIDE_PAIRS,
+    EXPERT_SLIM_PAIRS, EXPERT_SLIM_STAGES, EXPERT_WGMMA_ROW_TILES, EXPERT_WGMMA_THREADS, EXPERT_WGMMA_TILE_BYTES, EXPERT_WIDE_PAIRS,
     EXPERT_WIDE_STAGES, MXFP4_TILE_BYTES, MXFP4_TILE_SCALE_BYTES,
 };
 use crate::kernels::launch::{Arguments, Launch, LaunchShape, module, multiprocessors};
@@ -94,8 +94,10 @@ const fn mma_shared_bytes(pairs: usize) -> usize {
 
 /// Returns the shared memory of a wgmma kernel, in bytes.
 ///
-/// A stage of the ring buffer holds two steps and two barriers. The ring buffer is aligned to 1024 bytes.
+/// A stage of the ring buffer holds two steps, two barriers and a tile (`Stage` in `expert_mlp.cu`).
+/// Stages and the ring buffer are aligned to 1024 bytes.
 const fn wgmma_shared_bytes(pairs: usize, stages: usize) -> usize {
     let weight_bytes = EXPERT_WGMMA_ROW_TILES * (MXFP4_TILE_BYTES + MXFP4_TILE_SCALE_BYTES);
-    stages * (2 * (pairs * 128 + weight_bytes) + 16) + 1024
+    let stage_bytes = 2 * (pairs * 128 + weight_bytes) + 16 + EXPERT_WGMMA_TILE_BYTES;
+    stages * stage_bytes.next_multiple_of(1024) + 1024
 }

@@ -1,0 +1,32 @@
+// Access to shared memory by 32-bit addresses.
+// With addresses instead of pointers, a loop over stages needs fewer instructions:
+// the compiler adds the address of a stage, the offset of a lane and a constant in the load instruction itself.
+// The compiler does not reorder these functions and barriers (see barrier.cuh).
+#pragma once
+
+#include <stdint.h>
+
+// Returns the 32-bit shared memory address of `p`, which PTX instructions take.
+__device__ __forceinline__ uint32_t shared_address(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
+
+__device__ __forceinline__ uint32_t load_shared_4(uint32_t from) {
+    uint32_t word;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(from) : "memory");
+    return word;
+}
+__device__ __forceinline__ uint4 load_shared_16(uint32_t from) {
+    uint4 words;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
+                 : "r"(from)
+                 : "memory");
+    return words;
+}
+__device__ __forceinline__ void store_shared_4(uint32_t to, uint32_t word) {
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(word) : "memory");
+}
+__device__ __forceinline__ void store_shared_16(uint32_t to, uint4 words) {
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(words.x), "r"(words.y), "r"(words.z),
+                 "r"(words.w)
+                 : "memory");
+}
