@@ -579,35 +579,45 @@ fn experts_in_fixed_order_do_not_depend_on_other_tokens() {
     use inferno::kernels::moe::expert_mlp::{ExpertLinear, expert_mlp};
     use inferno::kernels::moe::mxfp4_tiles::{Mxfp4Tiles, RowOrder};
     use inferno::kernels::moe::route::RoutedPairs;
-    let (tokens, experts, chosen, columns, intermediate) = (200, 32, 4, 2880, 2880);
-    for (device, dtype) in gpu_with_dtypes().into_iter().filter(|(_, dtype)| *dtype != DType::F32) {
-        let mut noise = Random(9);
-        let x = to_device(&(noise.tensor(&[tokens, columns], DType::F32) * 0.5).unwrap(), &device, DType::F32);
-        let mut linear = |rows: usize, columns: usize, order| {
-            let blocks = noise.bytes(&[experts, rows, columns / 32, 16], 0..256).to_device(&device).unwrap();
-            let scales = noise.bytes(&[experts, rows, columns / 32], 120..125).to_device(&device).unwrap();
-            let bias = to_device(&noise.tensor(&[experts, rows], dtype), &device, dtype);
-            (Mxfp4Tiles::repack(&blocks, &scales, order).unwrap().unwrap(), bias)
-        };
-        let up = linear(2 * intermediate, columns, RowOrder::Paired);
-        let down = linear(columns, intermediate, RowOrder::Plain);
-        let router = to_device(&noise.tensor(&[experts, columns], DType::F32), &device, DType::F32);
-        let run = |first: usize, count: usize| {
-            let x = x.narrow(0, first, count).unwrap().force_contiguous().unwrap();
-            let routed = RoutedPairs::route(&x, &router, None, chosen, SumOrder::Fixed, None).unwrap();
-            let (up, down) =
-                (ExpertLinear { tiles: &up.0, bias: &up.1 }, ExpertLinear { tiles: &down.0, bias: &down.1 });
-            let y = expert_mlp(&x, &routed, up, down, 7.0, SumOrder::Fixed).unwrap();
-            (values(&routed.shares), values(&y))
-        };
-        let (shares, all) = run(0, tokens);
-        for (first, count) in (0..64).map(|first| (first, 1)).chain([(0, 2), (5, 7), (20, 40), (3, 130)]) {
-            let (got_shares, got) = run(first, count);
-            assert!(
-                got_shares == shares[first * chosen..][..count * chosen],
-                "routing of {count} tokens from index {first}"
-            );
-            assert!(got == all[first * columns..][..count * columns], "{dtype:?}, {count} tokens from index {first}");
+    // In the second case, the padding of h needs a row block without weights, as when two GPUs divide gpt-oss.
+    // Copying warps that had nothing to copy once missed phases of a barrier, so gate_up sometimes never ended.
+    for (experts, chosen, intermediate) in [(32, 4, 2880), (128, 15, 480)] {
+        let (tokens, columns) = (200, 2880);
+        for (device, dtype) in gpu_with_dtypes().into_iter().filter(|(_, dtype)| *dtype != DType::F32) {
+            let mut noise = Random(9);
+            let x = to_device(&(noise.tensor(&[tokens, columns], DType::F32) * 0.5).unwrap(), &device, DType::F32);
+            let mut linear = |rows: usize, columns: usize, order| {
+                let blocks = noise.bytes(&[experts, rows, columns / 32, 16], 0..256).to_device(&device).unwrap();
+                let scales = noise.bytes(&[experts, rows, columns / 32], 120..125).to_device(&device).unwrap();
+                let bias = to_device(&noise.tensor(&[experts, rows], dtype), &device, dtype);
+                (Mxfp4Tiles::repack(&blocks, &scales, order).unwrap().unwrap(), bias)
+            };
+            let up = linear(2 * intermediate, columns, RowOrder::Paired);
+            let down = linear(columns, intermediate, RowOrder::Plain);
+            let router = to_device(&noise.tensor(&[experts, columns], DType::F32), &device, DType::F32);
+            let run = |first: usize, count: usize| {
+                let x = x.narrow(0, first, count).unwrap().force_contiguous().unwrap();
+                let routed = RoutedPairs::route(&x, &router, None, chosen, SumOrder::Fixed, None).unwrap();
+                let (up, down) =
+                    (ExpertLinear { tiles: &up.0, bias: &up.1 }, ExpertLinear { tiles: &down.0, bias: &down.1 });
+                let y = expert_mlp(&x, &routed, up, down, 7.0, SumOrder::Fixed).unwrap();
+                (values(&routed.shares), values(&y))
+            };
+            let (shares, all) = run(0, tokens);
+            for _ in 0..20 {
+                assert!(run(0, tokens).1 == all, "{dtype:?}, all tokens again");
+            }
+            for (first, count) in (0..64).map(|first| (first, 1)).chain([(0, 2), (5, 7), (20, 40), (3, 130)]) {
+                let (got_shares, got) = run(first, count);
+                assert!(
+                    got_shares == shares[first * chosen..][..count * chosen],
+                    "routing of {count} tokens from index {first}"
+                );
+                assert!(
+                    got == all[first * columns..][..count * columns],
+                    "{dtype:?}, {count} tokens from index {first}"
+                );
+            }
         }
     }
 }

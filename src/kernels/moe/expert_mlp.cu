@@ -274,7 +274,7 @@ using Slim = TileShape<EXPERT_SLIM_PAIRS, EXPERT_SLIM_PAIRS, EXPERT_SLIM_STAGES,
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
 // Where a stage of the ring buffer holds what, in bytes from its start. x is first, because wgmma requires alignment.
-// The barrier FULL counts copied bytes; EMPTY counts warps that have finished reading.
+// The barrier FULL counts copying warps and copied bytes; EMPTY counts warps that have finished reading.
 // TILE is the tile that the stage belongs to. It is valid in the first stage of each tile.
 template <typename S> struct Stage {
     static constexpr int WEIGHTS = S::X_BYTES, SCALES = WEIGHTS + S::WEIGHT_BYTES, FULL = SCALES + S::SCALE_BYTES;
@@ -411,13 +411,13 @@ template <typename S, typename T, bool GATE_UP>
 __device__ void expert_product_wgmma(const Weights& w, const Output<T>& o, const T* x, const uint32_t* offsets,
                                      int experts) {
     constexpr int ROW_TILES = EXPERT_WGMMA_ROW_TILES;
-    constexpr int MULTIPLYING = EXPERT_WGMMA_THREADS / 4 * 3;  // threads
-    constexpr int LANES = ROW_TILES / 3;                       // weight tiles per copying warp
+    constexpr int MULTIPLYING = EXPERT_WGMMA_THREADS / 4 * 3, COPYING = EXPERT_WGMMA_THREADS / 4;  // threads
+    constexpr int LANES = ROW_TILES / 3;  // weight tiles per copying warp
     extern __shared__ __align__(1024) unsigned char shared[];
     const uint32_t ring = (shared_address(shared) + 1023) / 1024 * 1024;
     if (threadIdx.x == 0) {
         for (int s = 0; s < S::STAGES; ++s) {
-            barrier_init(ring + s * Stage<S>::BYTES + Stage<S>::FULL, 1);
+            barrier_init(ring + s * Stage<S>::BYTES + Stage<S>::FULL, COPYING / 32);
             barrier_init(ring + s * Stage<S>::BYTES + Stage<S>::EMPTY, MULTIPLYING / 32);
         }
         asm volatile("fence.proxy.async;" ::: "memory");
@@ -433,9 +433,11 @@ __device__ void expert_product_wgmma(const Weights& w, const Output<T>& o, const
         // It lets this kernel start only after the kernels that write `offsets` have ended.
         // In each of the other warps, four lanes copy the blocks of one weight tile each, and four copy the scales.
         // A warp issues its copies one by one, so three warps share the copies of weights.
+        // Every copying warp arrives at FULL, even without anything to copy, after all its lanes have seen that the
+        // stage is empty. Otherwise, the stage could become full and empty again before a slow lane looks.
+        // That lane would then wait forever, because it would miss a phase of EMPTY.
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, row_tile = (warp - 1) * LANES + lane % LANES;
         const int row_tiles = (w.rows + 15) / 16, steps = (w.columns + STEP - 1) / STEP;
-        const bool leads = threadIdx.x == MULTIPLYING;
         if (warp == 0) {
             pdl_wait();
             pdl_launch_dependents();
@@ -447,6 +449,8 @@ __device__ void expert_product_wgmma(const Weights& w, const Output<T>& o, const
         for (int number = blockIdx.x; next(number); number += gridDim.x) {
             const size_t first_tile = ((size_t)tile.expert * row_tiles + tile.row_tile + row_tile) * steps;
             const int tiles = min(row_tiles - tile.row_tile, ROW_TILES), x_bytes = (tile.pairs + 7) / 8 * 1024;
+            const int own_tiles = max(min(tiles - (warp - 1) * LANES, LANES), 0);
+            const int bytes = warp == 0 ? x_bytes : own_tiles * (MXFP4_TILE_BYTES + MXFP4_TILE_SCALE_BYTES);
             const bool blocks = lane < LANES;
             const int size = blocks ? MXFP4_TILE_BYTES : MXFP4_TILE_SCALE_BYTES;
             const int to = blocks ? Stage<S>::WEIGHTS + row_tile * STAGE_TILE_BYTES
@@ -458,10 +462,11 @@ __device__ void expert_product_wgmma(const Weights& w, const Output<T>& o, const
             for (int step = 0; step < steps; step += 2) {
                 const int count = min(2, steps - step);
                 barrier_wait(position.stage + Stage<S>::EMPTY, position.parity ^ 1);
+                __syncwarp();
                 const uint32_t full = position.stage + Stage<S>::FULL;
-                if (leads) {
-                    if (step == 0) store_tile_of_stage(position.stage + Stage<S>::TILE, tile);
-                    barrier_expect(full, count * (x_bytes + tiles * (MXFP4_TILE_BYTES + MXFP4_TILE_SCALE_BYTES)));
+                if (threadIdx.x == MULTIPLYING && step == 0) store_tile_of_stage(position.stage + Stage<S>::TILE, tile);
+                if (lane == 0) barrier_expect(full, count * bytes);
+                if (threadIdx.x == MULTIPLYING) {
                     copy_bulk(position.stage, x_from, x_bytes, full);
                     if (count == 2) copy_bulk(position.stage + S::HALF_X, x_from + x_pitch, x_bytes, full);
                 }
@@ -472,11 +477,10 @@ __device__ void expert_product_wgmma(const Weights& w, const Output<T>& o, const
             }
         }
         // A tile without pairs tells the other warpgroups to stop.
-        if (leads) {
-            barrier_wait(position.stage + Stage<S>::EMPTY, position.parity ^ 1);
-            store_tile_of_stage(position.stage + Stage<S>::TILE, {});
-            barrier_arrive(position.stage + Stage<S>::FULL);
-        }
+        barrier_wait(position.stage + Stage<S>::EMPTY, position.parity ^ 1);
+        __syncwarp();
+        if (threadIdx.x == MULTIPLYING) store_tile_of_stage(position.stage + Stage<S>::TILE, {});
+        if (lane == 0) barrier_arrive(position.stage + Stage<S>::FULL);
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(S::REGISTERS));
         while (true) {
