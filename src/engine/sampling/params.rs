@@ -152,9 +152,14 @@ impl SamplingParams {
     /// Ignores values that are invalid or out of range, and returns a message about each of them,
     /// such as `top_p is 1.5: expected a number from 0 to 1; the default is 1`.
     pub fn from_generation_config(generation_config: &Value) -> (Self, Vec<String>) {
-        let is_sampling = generation_config["do_sample"].as_bool() == Some(true);
+        let do_sample = &generation_config["do_sample"];
+        let is_sampling = do_sample.as_bool() == Some(true);
         let mut params = Self::greedy();
         let mut ignored = Vec::new();
+        if !do_sample.is_null() && !do_sample.is_boolean() {
+            let value = excerpt(&do_sample.to_string());
+            ignored.push(format!("do_sample is {value}: expected true or false; the default is false"));
+        }
         if is_sampling {
             params.temperature = 1.0;
         }
@@ -165,7 +170,9 @@ impl SamplingParams {
                 GenerationConfigUse::Never => false,
             };
             let value = &generation_config[field.name];
-            if !is_used || value.is_null() {
+            // -1 keeps all tokens in vLLM, and files of models use it.
+            let is_neutral = field.name == "top_k" && value.as_i64() == Some(-1);
+            if !is_used || value.is_null() || is_neutral {
                 continue;
             }
             if let Err(expected) = (field.set_json)(&mut params, value) {
@@ -298,10 +305,13 @@ mod tests {
             assert_eq!((params, ignored), (defaults.clone(), vec![message.to_string()]), "{json}");
         }
         let json = serde_json::json!({
-            "do_sample": true, "temperature": null, "top_p": 0.5, "frequency_penalty": 1000, "seed": "x"
+            "do_sample": true, "temperature": null, "top_k": -1, "top_p": 0.5, "frequency_penalty": 1000, "seed": "x"
         });
         let (params, ignored) = SamplingParams::from_generation_config(&json);
-        assert_eq!((params.top_p, params.validate()), (0.5, Ok(())));
-        assert!(ignored.is_empty(), "null and fields that are not read are no problem: {ignored:?}");
+        assert_eq!((params.top_k, params.top_p, params.validate()), (0, 0.5, Ok(())));
+        assert!(ignored.is_empty(), "null, -1 and fields that are not read are no problem: {ignored:?}");
+        let (params, ignored) = SamplingParams::from_generation_config(&serde_json::json!({ "do_sample": "true" }));
+        assert_eq!(params, SamplingParams::greedy());
+        assert_eq!(ignored, [r#"do_sample is "true": expected true or false; the default is false"#]);
     }
 }
