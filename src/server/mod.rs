@@ -8,7 +8,7 @@
 //! - `routes/`: the other routes: models, health, metrics, records, receipts, tokenization and the admission preview
 //! - `generation/`: runs requests and turns their events into responses
 //! - `http/`: request bodies, errors, access and logging; `connections/`: the listener, TLS and slow clients
-//! - `limits/`: limits the number of requests, and estimates how long a rejected request should wait
+//! - `limits/`: limits the number of requests, and estimates when the client of a rejected request should retry
 //! - `records/`: keeps records of requests, and signs receipts
 //! - `router`: the routes, and the code that runs before and after each route
 //! - `retries`, `orphans`: let the retry of a request receive the answer to the first attempt

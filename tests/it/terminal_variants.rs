@@ -66,7 +66,7 @@ fn folding_and_unfolding_reasoning_changes_no_words() {
     chat.send(b"\x0f");
     let folded = wait_for_end(&mut chat);
     assert_eq!(words(&chat.bright_rows()), answers);
-    // The row of folded reasoning, such as `▸ thought: 3 words`, has 4 words. The reasoning itself may have fewer.
+    // Do not count the 4 words of each summary, such as `▸ thought: 3 words`: the reasoning may have fewer words.
     let summaries = folded.iter().filter(|word| *word == "thought:").count();
     assert!(summaries > 0 && folded.len() - 4 * summaries < plain.len(), "{folded:?}\n{plain:?}");
 }

@@ -98,7 +98,7 @@ pub fn parts(request: &ConstrainedRequest, prompt: &str) -> Result<(Vec<Part>, P
     ))
 }
 
-/// Returns a part that consists of one of several tokens.
+/// Returns a part that is one of `tokens`. Each token comes with the part that follows it.
 fn choice(tokens: &[(u32, PartId)]) -> Part {
     Part::Choice(tokens.iter().map(|&(token, part)| (vec![token], part)).collect())
 }

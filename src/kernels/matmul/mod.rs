@@ -51,7 +51,7 @@ fn product(x: &Tensor, w: &Tensor) -> Result<Tensor> {
 /// Multiplies groups of [`FIXED_TOKENS`] tokens. The last group is padded with zeros.
 ///
 /// All products with a matrix then have the same size, so cuBLAS always runs the same algorithm.
-/// The algorithm sums in the same order at every position in the group. A GPU test checks this.
+/// The algorithm uses the same summation order for every token of a group. A GPU test checks this.
 #[cfg(feature = "cuda")]
 fn product_of_fixed_tokens(x: &Tensor, w: &Tensor) -> Result<Tensor> {
     let tokens = x.dim(0)?;

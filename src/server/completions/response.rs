@@ -101,7 +101,7 @@ fn text_of(id: u32, tokenizer: &Tokenizer) -> String {
     String::from_utf8_lossy(&tokenizer.table().bytes(id)).into_owned()
 }
 
-/// Returns the offset of each token of a prompt in the text of the prompt, in characters.
+/// Returns the character offset in `echo`, the text of the prompt, at which each token of the prompt starts.
 ///
 /// `echo` may lack the control token at the start of the prompt, and the space that a tokenizer puts before the text.
 fn echo_offsets(tokens: &[u32], echo: &str, tokenizer: &Tokenizer) -> Vec<usize> {
