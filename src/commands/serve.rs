@@ -113,7 +113,7 @@ enum MetricsCompat {
 /// The time limits of requests.
 #[derive(clap::Args)]
 struct LimitArgs {
-    /// Seconds to complete a TLS handshake, to receive the headers of a request, or to keep an idle connection open
+    /// Maximum seconds for a TLS handshake, for the headers of a request, and for an idle connection
     #[arg(long, default_value_t = 10.0, value_name = "SECONDS", hide_short_help = true, value_parser = seconds)]
     header_timeout: f64,
     /// Seconds to receive the body of a request

@@ -51,7 +51,7 @@ pub struct SafetensorsHeader {
     pub file: String,
     /// The JSON text, without its 8-byte length prefix.
     pub json: Vec<u8>,
-    /// The size of the file after its header, in bytes. `None` if the hub does not list the size of the file.
+    /// The number of bytes after the header. `None` if the hub does not list the size of the file.
     pub data_bytes: Option<u64>,
 }
 

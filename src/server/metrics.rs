@@ -142,7 +142,7 @@ struct EngineMetrics {
     cache_usage: Gauge,
     cache_config: IntGaugeVec,
     totals: Vec<(IntCounter, ReadTotal)>,
-    /// Locked during an update, so that two simultaneous readers do not count an increase twice.
+    /// Held during an update, so that two concurrent scrapes do not add the same increase twice.
     updating: Mutex<()>,
 }
 

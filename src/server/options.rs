@@ -17,7 +17,7 @@ pub struct ServerOptions {
     /// The origins of web pages that may use the API. `*` allows every origin.
     pub cors_origins: Vec<String>,
     /// Whether the server's own chat page may use the API under any host name, not only under a loopback address.
-    /// True is safe only if every client has access: an attacker's page can point its own host name at the server.
+    /// Safe only on a server that is open to all: with DNS rebinding, any web page can pass as the server's own page.
     pub is_open: bool,
     /// The maximum number of sequences that run at once.
     pub max_sequences: usize,

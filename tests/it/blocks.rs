@@ -435,7 +435,7 @@ fn the_tail_of_the_sequence_that_was_released_first_is_evicted_first() {
         assert_eq!(manager.stats().evicted as usize, 2 * groups);
         assert_eq!(hit(&mut manager, &first), 3 * BLOCK_TOKENS, "{groups} groups");
         assert_eq!(hit(&mut manager, &second), 5 * BLOCK_TOKENS);
-        // Use the first two texts after the third, so that the third is the least recently used.
+        // Release the third text before the first two are used again, so that the third is the least recently used.
         manager.release(third);
         hit(&mut manager, &first);
         hit(&mut manager, &second);

@@ -173,7 +173,7 @@ pub fn main() -> ExitCode {
                 Ok(Completion::ignored_with(format!("needs {}", need.name())))
             }
             _ => {
-                // A panic of a test does not poison the lock, because `run_captured` catches it.
+                // `run_captured` catches panics, so a panicking test does not poison `RUNNING`.
                 let (_others, _alone) = match test.is_alone {
                     true => (None, Some(RUNNING.write())),
                     false => (Some(RUNNING.read()), None),

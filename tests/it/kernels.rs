@@ -462,7 +462,7 @@ fn expert_mlp_matches_separate_products() {
         hidden: usize,
         intermediate: usize,
     }
-    // The kernels for few tokens per expert need hidden and intermediate sizes that are multiples of 192.
+    // Only cases whose hidden and intermediate sizes are multiples of 192 can use the `expert_few` kernels.
     let cases = [
         Case { tokens: 1, experts: 7, chosen: 4, hidden: 64, intermediate: 96 },
         Case { tokens: 5, experts: 4, chosen: 2, hidden: 96, intermediate: 160 },

@@ -14,13 +14,13 @@ impl ExpertUsage {
         Ok(Self(Tensor::zeros(2, DType::U32, device)?))
     }
 
-    /// Returns the counters, u32 `[2]`: the number of batches, then the total number of experts.
+    /// Returns the counters, u32 `[2]`: the number of batches, and the sum of their numbers of distinct experts.
     #[cfg(feature = "cuda")]
     pub(super) fn counters(&self) -> &Tensor {
         &self.0
     }
 
-    /// Returns the number of batches and the total number of experts, and resets both. Waits for the device.
+    /// Returns the values of `counters`, and resets both. Waits for the device.
     pub fn take(&self) -> Result<(u64, u64)> {
         let counts: Vec<u32> = self.0.to_vec1()?;
         self.0.zero_set()?;

@@ -1,4 +1,4 @@
-// The parameters, random numbers and bin search that the sampling kernels share.
+// Code that the sampling kernels share: parameters, penalties, random numbers, and a round of the threshold search.
 #pragma once
 #include "constants.cuh"
 #include "headers/common.cuh"
