@@ -318,8 +318,7 @@ public:
     }
 };
 
-// Returns `value`. The compiler keeps the result in a register, instead of computing it anew in each iteration of a
-// loop.
+// Returns `value`, held in a register. Otherwise, the compiler would compute it anew in each iteration of a loop.
 __device__ __forceinline__ uint32_t in_register(uint32_t value) {
     asm volatile("" : "+r"(value));
     return value;
