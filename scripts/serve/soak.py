@@ -200,7 +200,8 @@ def soak(options, report):
         # Growth in the first half comes from caches and buffers, so it is not a leak.
         settled = [sample for sample in samples if sample[0] > seconds / 2]
         growth = slope(settled) * 3600 / 1e6
-        details = {"start_mb": samples[0][1] / 1e6, "middle_mb": settled[0][1] / 1e6, "end_mb": settled[-1][1] / 1e6}
+        evenly = [samples[index * (len(samples) - 1) // 24] for index in range(25)]
+        details = {"minutes_and_mb": [[round(at / 60, 2), round(rss / 1e6, 1)] for at, rss in evenly]}
         figure = f"{growth:+.1f} MB/h"
         report.add(f"{name}: growth of memory in the second half", "≤ 1 MB/h", figure, growth <= 1, **details)
     leak = after["kv_cache_usage_perc"] - before["kv_cache_usage_perc"]

@@ -326,12 +326,13 @@ impl BlockManager {
         sequence.computed = tokens.len();
         self.extend_hashes(&mut sequence.hashes, &tokens[..full * BLOCK_TOKENS]);
         let hashes = &sequence.hashes;
+        let (blocks, _) = tokens.as_chunks::<BLOCK_TOKENS>();
         for group in 0..self.windows.len() {
             for index in first.max(sequence.first_held[group])..full.min(sequence.reusable) {
                 let content = BlockContent {
                     key: BlockKey { group, hash: hashes.blocks[index] },
                     parent: hashes.before(index),
-                    tokens: tokens[index * BLOCK_TOKENS..][..BLOCK_TOKENS].into(),
+                    tokens: blocks[index],
                 };
                 self.pool.publish(sequence.tables.get(group, index), content);
             }

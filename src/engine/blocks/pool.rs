@@ -3,6 +3,8 @@
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 
+use crate::nn::kv_cache::BLOCK_TOKENS;
+
 /// The index of a block in the KV cache.
 pub type BlockId = u32;
 
@@ -15,7 +17,7 @@ pub struct BlockContent {
     pub key: BlockKey,
     /// The hash of the salt and of all tokens before the block.
     pub parent: u128,
-    pub tokens: Box<[u32]>,
+    pub tokens: [u32; BLOCK_TOKENS],
 }
 
 /// The key of a cached block: its group of layers, and a hash of its content.
@@ -135,7 +137,7 @@ impl BlockPool {
     pub fn find(&self, key: BlockKey, parent: u128, tokens: &[u32]) -> Option<BlockId> {
         let id = *self.cached.get(&key)?;
         let content = self.blocks[id as usize].content.as_ref()?;
-        (content.parent == parent && *content.tokens == *tokens).then_some(id)
+        (content.parent == parent && content.tokens == *tokens).then_some(id)
     }
 
     /// Adds a reference to a block, and removes the block from the free blocks. Ignores the scratch block.
