@@ -159,7 +159,7 @@ def random_slot(rng, root):
 
 
 def mutate_tree(rng, root):
-    """Makes one random change to a JSON value. Returns its description, or None if the value has no items."""
+    """Makes one random change to a JSON value. Returns what it changed, or None if the value has no items."""
     slot = random_slot(rng, root)
     if slot is None:
         return None

@@ -191,7 +191,8 @@ fn to_text(path: &Path, bytes: Vec<u8>) -> Result<String> {
     }
 }
 
-/// Returns an upper bound on the number of values in a JSON text: the number of separators outside strings, plus 1.
+/// Returns an upper bound on the number of values in a JSON text: 1, plus the number of `,`, `:`, `[` and `{`
+/// outside strings.
 fn count_json_values(json: &[u8]) -> usize {
     let (mut count, mut bytes) = (1, json.iter());
     while let Some(byte) = bytes.next() {

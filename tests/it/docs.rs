@@ -189,8 +189,14 @@ fn speeds_and_memory_agree_with_the_stored_results() {
     // The results of a single sequence and of concurrent requests, for one H200, one H100 and two H100s.
     let newest = [
         (&["2026-11-25-nvidia-h200-gpt-oss-20b-prefill"][..], &H200_SERVING[..]),
-        (&["2026-11-27-nvidia-h100-gpt-oss-20b"], &["2026-11-27-nvidia-h100-gpt-oss-20b-serving"]),
-        (&["2026-11-27-nvidia-h100-x2-gpt-oss-20b"], &["2026-11-27-nvidia-h100-x2-gpt-oss-20b-serving"]),
+        (
+            &["2026-11-27-nvidia-h100-gpt-oss-20b-4", "2026-11-27-nvidia-h100-gpt-oss-20b-5"],
+            &["2026-11-27-nvidia-h100-gpt-oss-20b-serving-5", "2026-11-27-nvidia-h100-gpt-oss-20b-serving-6"],
+        ),
+        (
+            &["2026-11-27-nvidia-h100-x2-gpt-oss-20b-2", "2026-11-27-nvidia-h100-x2-gpt-oss-20b-3"],
+            &["2026-11-27-nvidia-h100-x2-gpt-oss-20b-serving-2", "2026-11-27-nvidia-h100-x2-gpt-oss-20b-serving-3"],
+        ),
     ]
     .map(|(single, serving)| (Results::read(single), Results::read(serving)));
     let decode = |results: &Results| format!("{} / {}", results.speed("tg", 128, 0), results.speed("tg", 128, 8192));

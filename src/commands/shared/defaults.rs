@@ -198,7 +198,7 @@ fn typed_values(matches: &ArgMatches, flags: &[&str]) -> SettingValues {
     settings
 }
 
-/// Returns whether a conversation removed this limit, as with `/set max-tokens none`.
+/// Returns whether the user removed the value of this flag in a conversation, as with `/set max-tokens none`.
 fn is_removed_limit(flag: &str, values: &[String]) -> bool {
     matches!(flag, "max-tokens" | "stop") && values == ["none"]
 }
@@ -300,7 +300,7 @@ fn sorted<'f>(lists: &[&[&'f str]]) -> Vec<&'f str> {
     flags
 }
 
-/// Returns clap's ID for a flag: the name of its field in `Args`.
+/// Returns clap's id for a flag: the name of its field in `Args`.
 fn id(flag: &str) -> String {
     flag.replace('-', "_")
 }

@@ -35,7 +35,7 @@ impl ConstrainedRequest {
         self.language.stop_ids().iter().chain(&self.stop_token_ids).copied().collect()
     }
 
-    /// Compiles a grammar. Returns the part of an answer whose text matches the grammar.
+    /// Compiles a grammar. Returns a part of a plan that allows only text that matches the grammar.
     ///
     /// The `instead` tokens may come in place of the text, and the `after` tokens may come after the whole text.
     pub fn grammar(&self, grammar: &Grammar, instead: Vec<(u32, PartId)>, after: Vec<(u32, PartId)>) -> Result<Part> {

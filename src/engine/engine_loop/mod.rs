@@ -111,7 +111,7 @@ pub struct EngineLoop {
     queued_step: Option<QueuedWork>,
     /// The fault that strikes in the next step, if a test injected one.
     fault: Option<Fault>,
-    /// The fault of a rank, planned by `INFERNO_FAULT` or by a test.
+    /// A fault to inject into one rank, planned by `INFERNO_FAULT` or by a test.
     planned_fault: Option<PlannedFault>,
     /// Whether the device has stopped working. Every later step would fail.
     is_device_broken: bool,

@@ -133,7 +133,7 @@ impl Scheduler {
         }
     }
 
-    /// Plans the chunks of prompts: of running sequences, and of waiting sequences that can start.
+    /// Plans chunks of the prompts of running sequences, and of waiting sequences that can start.
     fn plan_prefills(&mut self, budget: &mut usize, plan: &mut StepPlan) {
         let running = self.running.iter().copied().filter(|other| self.sequences[&other.id()].needs_prefill());
         let mut candidates = PrefillCandidates { running: running.collect(), can_admit: true };

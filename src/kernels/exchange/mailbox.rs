@@ -19,7 +19,8 @@ pub(super) struct RankMailbox {
     pub context: Arc<CudaContext>,
     /// The device address of the mailbox. The memory is not from candle's pool, which other GPUs cannot access.
     pub address: u64,
-    /// The control word. All ranks share the control word of the first rank, and the other control words are unused.
+    /// A word in host memory that ends the exchange when it is not zero.
+    /// All ranks use the word of the first rank. The words of the other ranks are unused.
     pub control: Arc<HostWords>,
     /// How many times this rank has been ready to launch an operation, or a CUDA graph with operations.
     pub ready: AtomicU64,

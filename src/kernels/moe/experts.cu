@@ -6,11 +6,12 @@
 //   x: T [pairs / pairs_per_x, columns]; `pairs_per_x` consecutive pairs share one row of x
 //   ids: u32 [pairs]
 //   out: T [pairs, rows]
-// `expert_gemv` is for few tokens, f32 and fixed sum orders. `expert_gemm` is for many tokens with MXFP4 weights.
-// `expert_gemm` reads each expert's weights once per 64 (token, expert) pairs instead of once per pair.
+// `expert_gemv` is for fewer than 64 (token, expert) pairs, for f32, or for `SumOrder::Fixed`.
+// `expert_gemm` is for all other products with MXFP4 weights.
+// `expert_gemm` reads each expert's weights once per 64 pairs instead of once per pair.
 // The pairs of `expert_gemm` must be sorted by expert (sort_by_expert.cu).
 // With bf16 or f16, most MXFP4 checkpoints use the kernels for tiles instead (see moe/mod.rs).
-// Float weights in bf16 or f16 use grouped_gemm.cu for many tokens.
+// Float weights in bf16 or f16 use grouped_gemm.cu for many pairs.
 #include "constants.cuh"
 #include "headers/common.cuh"
 #include <mma.h>

@@ -9,7 +9,7 @@
 //! | --- | --- | --- |
 //! | MXFP4 tiles | of a single sequence, on the decode graph | `decode/mxfp4_experts` |
 //! | float, quantized | of a single sequence, on the decode graph | `decode/routed_experts` |
-//! | MXFP4 tiles | at most 12 pairs per expert on average, not fixed | `expert_few` |
+//! | MXFP4 tiles | at most 5 pairs per expert on average, not fixed | `expert_few` |
 //! | MXFP4 tiles | all others | `expert_mlp`: wgmma on compute capability 9.0, mma.sync on other GPUs |
 //! | MXFP4 | fewer than 64 pairs, f32, or fixed | `experts`: `expert_gemv_mxfp4` |
 //! | MXFP4 | all others | `experts`: `expert_gemm_mxfp4` |
@@ -20,7 +20,7 @@
 //!
 //! - With bf16 or f16 on a GPU, `weights::mxfp4` repacks MXFP4 weights into tiles if their sizes and scales allow it.
 //! - `expert_few` also needs hidden and intermediate sizes that are multiples of 192.
-//!   If its largest tile that fits in shared memory has fewer than 24 pairs, the limit is half of these pairs.
+//!   If shared memory has room only for its tile of 8 pairs, it is used for at most 4 pairs per expert on average.
 //! - `expert_mlp` has tiles of three widths. The average number of pairs per expert decides (`product_kernel`).
 //!
 //! On a CPU, `experts::reference` computes the products.

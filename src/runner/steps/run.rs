@@ -114,7 +114,7 @@ impl Runner {
         self.choose_tokens(sequences, &logits)
     }
 
-    /// Fails if the sequences together have more input tokens than the chunk size.
+    /// Fails if the sequences have more input tokens in total than one step can process.
     pub(super) fn check_tokens(&self, sequences: &[StepSequence]) -> Result<()> {
         let tokens: usize = sequences.iter().map(|sequence| sequence.ids.len()).sum();
         if tokens > self.limits.chunk {

@@ -144,7 +144,7 @@ pub fn check_function(function: &mut Fields) -> Result<(), ApiError> {
     function.take_bool("strict")?;
     match function.take("parameters") {
         None | Some(Value::Object(_)) => Ok(()),
-        Some(_) => Err(function.invalid("parameters", "expected a JSON schema")),
+        Some(_) => Err(function.invalid("parameters", "expected a JSON schema that is an object")),
     }
 }
 

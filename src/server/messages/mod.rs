@@ -102,7 +102,7 @@ pub async fn count_tokens(State(server): State<Arc<Server>>, request: Request) -
     Ok(reply::with_ignored(json_response(&TokenCount { input_tokens: rendered.ids.len() })?, &request.ignored))
 }
 
-/// A message while its answer is generated.
+/// An answer in the format of Anthropic's messages, while it is generated.
 struct Progress {
     message: MessageObject,
     content: Content,

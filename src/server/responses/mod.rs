@@ -107,7 +107,7 @@ pub async fn count_tokens(
     Ok(reply::with_ignored(json_response(&tokens)?, &request.ignored))
 }
 
-/// A response while its answer is generated.
+/// An answer in the format of OpenAI's Responses API, while it is generated.
 struct Progress {
     object: ResponseObject,
     input: Vec<Arc<Item>>,
