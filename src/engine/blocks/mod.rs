@@ -219,8 +219,8 @@ impl BlockManager {
     }
 
     fn find(&self, group: usize, tokens: &[u32], hashes: &BlockHashes, index: usize) -> Option<BlockId> {
-        let tokens = &tokens[index * BLOCK_TOKENS..][..BLOCK_TOKENS];
-        self.pool.find(BlockKey { group, hash: hashes.blocks[index] }, hashes.before(index), tokens)
+        let key = BlockKey { group, hash: hashes.blocks[index] };
+        self.pool.find(key, hashes.before(index), tokens_of_block(tokens, index))
     }
 
     /// Returns the index of the first block that a token at `position` attends to.
@@ -326,13 +326,12 @@ impl BlockManager {
         sequence.computed = tokens.len();
         self.extend_hashes(&mut sequence.hashes, &tokens[..full * BLOCK_TOKENS]);
         let hashes = &sequence.hashes;
-        let (blocks, _) = tokens.as_chunks::<BLOCK_TOKENS>();
         for group in 0..self.windows.len() {
             for index in first.max(sequence.first_held[group])..full.min(sequence.reusable) {
                 let content = BlockContent {
                     key: BlockKey { group, hash: hashes.blocks[index] },
                     parent: hashes.before(index),
-                    tokens: blocks[index],
+                    tokens: *tokens_of_block(tokens, index),
                 };
                 self.pool.publish(sequence.tables.get(group, index), content);
             }
@@ -432,4 +431,9 @@ impl BlockManager {
     pub fn forget_prefixes(&mut self) {
         self.pool.forget();
     }
+}
+
+/// Returns the tokens of a full block of a sequence.
+fn tokens_of_block(tokens: &[u32], index: usize) -> &[u32; BLOCK_TOKENS] {
+    &tokens.as_chunks().0[index]
 }

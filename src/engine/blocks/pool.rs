@@ -134,7 +134,7 @@ impl BlockPool {
     }
 
     /// Returns the block with this key if its tokens and its parent hash match. Adds no reference.
-    pub fn find(&self, key: BlockKey, parent: u128, tokens: &[u32]) -> Option<BlockId> {
+    pub fn find(&self, key: BlockKey, parent: u128, tokens: &[u32; BLOCK_TOKENS]) -> Option<BlockId> {
         let id = *self.cached.get(&key)?;
         let content = self.blocks[id as usize].content.as_ref()?;
         (content.parent == parent && content.tokens == *tokens).then_some(id)
