@@ -20,12 +20,17 @@ class Background:
         self.function, self.arguments = function, arguments
         self.pipe = self.process = self.result = None
 
-    def __enter__(self):
+    def start(self):
+        """Starts the process before the `with` statement, so that several processes can get ready at the same time."""
         context = multiprocessing.get_context("fork")
         self.pipe, child = context.Pipe()
         self.process = context.Process(target=run, args=(child, self.function, self.arguments), daemon=True)
         self.process.start()
         child.close()  # otherwise, `receive` would not notice that the other process has ended
+
+    def __enter__(self):
+        if self.process is None:
+            self.start()
         try:
             self.receive("ready")
         except BaseException:

@@ -1,7 +1,9 @@
 """Tests a long overload: more requests than a server can answer, some of them from faulty clients."""
 
 import asyncio
+import contextlib
 import json
+import os
 import random
 import time
 
@@ -34,9 +36,9 @@ def outcome(answer):
 class Load:
     """Sends requests at a given rate, some of them faulty, and counts the results."""
 
-    def __init__(self, port, prompts, prompt_tokens, max_tokens):
-        self.port, self.prompts, self.sizes = port, prompts, (prompt_tokens, max_tokens)
-        self.random = random.Random(5)
+    def __init__(self, port, prompts, sizes, seed):
+        self.port, self.prompts, self.sizes = port, prompts, sizes
+        self.random = random.Random(seed)
         self.counts = {}
         self.tokens = 0
         self.slowest = 0.0
@@ -150,9 +152,12 @@ async def saturate(load, clients, seconds):
     return requests[0] / elapsed, (load.tokens - before) / elapsed
 
 
-async def send(session, port, sizes, clients, peak_s, seconds):
-    """Measures the server's capacity, then sends 1.5 times as many requests per second."""
-    load = Load(port, await asyncio.to_thread(Prompts, port), *sizes)
+async def send(session, port, sizes, seed, clients, peak_s, seconds):
+    """Measures the server's capacity, then sends 1.5 times as many requests per second.
+
+    If several processes do this at the same time, each measures its share of the capacity.
+    """
+    load = Load(port, await asyncio.to_thread(Prompts, port, seed=seed), sizes, seed)
     await saturate(load, clients, peak_s / 4)
     peak = await saturate(load, clients, peak_s)
     session.ready()
@@ -160,6 +165,17 @@ async def send(session, port, sizes, clients, peak_s, seconds):
     measured = await load.run(1.5 * peak[0], seconds) - measured
     await session.stopped()
     return {"peak": peak, "tokens": measured, "counts": load.counts, "slowest_s": load.slowest}
+
+
+def added(results):
+    """Combines the results of several processes."""
+    counts = {}
+    for result in results:
+        for what, count in result["counts"].items():
+            counts[what] = counts.get(what, 0) + count
+    peak = [sum(result["peak"][index] for result in results) for index in (0, 1)]
+    tokens, slowest = sum(result["tokens"] for result in results), max(result["slowest_s"] for result in results)
+    return {"peak": peak, "tokens": tokens, "counts": counts, "slowest_s": slowest}
 
 
 def slope(samples):
@@ -174,24 +190,34 @@ def soak(options, report):
     seconds = 15 if options.short else options.minutes * 60
     peak_s = 6 if options.short else 20
     running = options.soak_sequences
+    # A single process sends at most about 350 requests per second.
+    processes = max(1, min(8, (os.cpu_count() or 1) // 4))
     flags = ["--max-sequences", str(running), "--queue", str(8 * running), "--queue-timeout", str(QUEUE_SECONDS)]
     with Server(options, *flags, "--write-timeout", "5") as server:
         before = server.metrics()
         samples = []
-        with Background(send, server.port, (64, 64), 2 * running, peak_s, seconds) as clients:
+        share = -(-2 * running // processes)  # clients per process
+        clients = [Background(send, server.port, (64, 64), seed, share, peak_s, seconds) for seed in range(processes)]
+        for client in clients:
+            client.start()
+        with contextlib.ExitStack() as stack:
+            for client in clients:
+                stack.enter_context(client)
             started = time.monotonic()
             while (elapsed := time.monotonic() - started) < seconds:
                 samples.append((elapsed, server.rss()))
                 time.sleep(0.5)
         idle_s = server.wait_until_idle(HANG_SECONDS)
         after, faults = server.metrics(), server.faults()
-    result, counts = clients.result, clients.result["counts"]
+    result = added([client.result for client in clients])
+    counts = result["counts"]
     goodput = result["tokens"] / seconds / result["peak"][1]
     unexpected = {name: count for name, count in counts.items() if name not in EXPECTED}
     name = f"{seconds / 60:g} min at 1.5× capacity with faults"
     passed = not unexpected and idle_s is not None and not faults
     details = {"peak_requests_per_s": result["peak"][0], "peak_tok_per_s": result["peak"][1], "faults": faults}
     details |= {"slowest_s": result["slowest_s"], "sequences": running, "unexpected": unexpected}
+    details |= {"client_processes": processes, "sent_per_s": sum(counts.values()) / seconds}
     target = "0 hung, 0 lost, 0 unexpected outcomes"
     report.add(f"{name}: answers", target, str(dict(sorted(counts.items()))), passed, **details)
     figure = f"{goodput:.1%} ({result['tokens'] / seconds:.0f} of {result['peak'][1]:.0f} tokens/s)"
