@@ -18,6 +18,7 @@ KEY = "key-of-the-routing-tests"
 TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 START_SECONDS = 60
 REQUEST_SECONDS = 120
+LOG_SECONDS = 5  # how long to wait for lines of a log
 
 
 class Failure(Exception):
@@ -175,9 +176,19 @@ class Cluster:
             return 0
 
     def shares(self, answers):
-        """Returns how many of these answers each replica gave."""
+        """Returns how many of these answers each replica gave, according to its log.
+
+        A replica may write a line shortly after it has sent the answer, so this waits for the lines of all whole answers.
+        A killed replica may never write them.
+        """
         ids = {answer.id for answer in answers}
-        return [sum(r["id"] in ids and r["status"] == 200 for r in replica.requests()) for replica in self.replicas]
+        whole = sum(answer.status == 200 and answer.is_whole for answer in answers)
+        end = time.monotonic() + LOG_SECONDS
+        while True:
+            shares = [sum(r["id"] in ids and r["status"] == 200 for r in replica.requests()) for replica in self.replicas]
+            if sum(shares) >= whole or time.monotonic() > end:
+                return shares
+            time.sleep(0.05)
 
 
 class Answer:
