@@ -9,7 +9,7 @@ use candle_core::cuda_backend::CudaDevice;
 use candle_core::cuda_backend::cudarc::driver::{CudaContext, DriverError, result, sys};
 
 use super::info::DeviceInfo;
-use super::libraries;
+use super::{libraries, stream_memory};
 use crate::error::Error;
 use crate::text::plain_cuda_errors;
 
@@ -38,6 +38,7 @@ pub fn open(ordinal: usize) -> Result<Device> {
     // `kernels::upload` copies on a second stream and records its own events.
     unsafe { device.disable_event_tracking() };
     keep_freed_memory(&device)?;
+    stream_memory::reuse(device.cuda_stream().cu_stream());
     Ok(Device::Cuda(device))
 }
 
@@ -73,6 +74,8 @@ fn keep_freed_memory(device: &CudaDevice) -> Result<()> {
 pub fn info_after_trim(device: &Device) -> Result<DeviceInfo> {
     if let Device::Cuda(cuda) = device {
         let stream = cuda.cuda_stream();
+        stream.context().bind_to_thread()?;
+        stream_memory::release(stream.cu_stream()).map_err(DriverError)?;
         stream.synchronize()?;
         let mut pool = ptr::null_mut();
         // SAFETY: the first call writes `pool` before the second reads it; trimming frees no memory in use.

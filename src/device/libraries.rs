@@ -23,6 +23,8 @@ use std::sync::atomic::{AtomicPtr, Ordering};
 
 use libloading::Library;
 
+use super::stream_memory;
+
 /// The address of a library function. Before [`load`] has set it, the address of [`called_before_load`].
 type Address = AtomicPtr<c_void>;
 
@@ -46,7 +48,21 @@ const SINCE_CUDA_12_8: &str = "cuEventElapsedTime_v2";
 /// Loads the libraries on the first call. Later calls return the first call's result.
 pub fn load() -> Result<(), &'static LoadError> {
     static LOADED: OnceLock<Result<(), LoadError>> = OnceLock::new();
-    LOADED.get_or_init(|| LIBRARIES.iter().try_for_each(load_library)).as_ref().copied()
+    let load_all = || LIBRARIES.iter().try_for_each(load_library).map(|()| replace_allocator());
+    LOADED.get_or_init(load_all).as_ref().copied()
+}
+
+/// Lets candle's calls of the driver's allocator jump to [`stream_memory`].
+fn replace_allocator() {
+    use addresses::{cuMemAllocAsync, cuMemFreeAsync, cuStreamDestroy_v2};
+    let driver = |function: &Address| function.load(Ordering::Acquire);
+    // SAFETY: `load_library` has stored the addresses of these functions.
+    let by = unsafe {
+        stream_memory::replace(driver(&cuMemAllocAsync), driver(&cuMemFreeAsync), driver(&cuStreamDestroy_v2))
+    };
+    cuMemAllocAsync.store(by.allocate, Ordering::Release);
+    cuMemFreeAsync.store(by.free, Ordering::Release);
+    cuStreamDestroy_v2.store(by.destroy_stream, Ordering::Release);
 }
 
 /// Loads one library and stores the addresses of its functions.

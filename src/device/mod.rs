@@ -9,6 +9,10 @@ mod facts;
 mod info;
 #[cfg(feature = "cuda")]
 mod libraries;
+#[cfg(any(feature = "cuda", test))]
+mod reused_memory;
+#[cfg(feature = "cuda")]
+mod stream_memory;
 mod world;
 
 use std::str::FromStr;

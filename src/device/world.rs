@@ -65,7 +65,7 @@ pub trait Exchange: Any + fmt::Debug + Send + Sync {
     /// Implements [`World::sum`].
     fn sum(&self, x: &Tensor) -> Result<Tensor>;
 
-    /// Like [`sum`](Self::sum), but may round each rank's `x` to bf16 before the addition, to send half as many bytes.
+    /// Like [`sum`](Self::sum), but may round each rank's `x` and the sum to bf16, to send half as many bytes.
     fn sum_rounded(&self, x: &Tensor) -> Result<Tensor>;
 
     /// Implements [`World::concat_columns`].
@@ -103,7 +103,7 @@ impl World {
         Self { stages: Some(stages.into()), ..self }
     }
 
-    /// Allows [`sum_partials`](Self::sum_partials) to round the parts of large tensors to bf16.
+    /// Allows [`sum_partials`](Self::sum_partials) to round large tensors and their sums to bf16.
     pub fn with_rounded_partials(self) -> Self {
         Self { rounds_partials: true, ..self }
     }
@@ -152,7 +152,7 @@ impl World {
 
     /// Like [`sum`](Self::sum), for x that is a partial result of a matrix product.
     /// With [`with_rounded_partials`](Self::with_rounded_partials), an [`Exchange`] may round large tensors to bf16
-    /// before it adds them in f32. All ranks still get the same bits.
+    /// before it adds them in f32, and may round the sums. All ranks still get the same bits.
     pub fn sum_partials(&self, x: &Tensor) -> Result<Tensor> {
         match &self.exchange {
             Some(exchange) if self.rounds_partials && exchange.can_queue() => exchange.sum_rounded(x),

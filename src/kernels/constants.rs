@@ -33,8 +33,8 @@ pub const ROPE_FEW_TOKENS: usize = 64;
 pub const EXCHANGE_MAX_RANKS: usize = 8;
 /// Slots per mailbox. Operation k uses slot k mod `EXCHANGE_SLOTS`.
 pub const EXCHANGE_SLOTS: usize = 4;
-/// The maximum number of thread blocks of all ranks together.
-/// If all ranks run on one GPU, as in tests, waiting blocks must leave multiprocessors free for other ranks.
+/// The maximum number of thread blocks of an operation on one GPU.
+/// If several ranks run on one GPU, as in tests, waiting blocks must leave multiprocessors free for other ranks.
 pub const EXCHANGE_BLOCKS: usize = 128;
 
 // Paged KV cache (`attention/paged.rs`, `attention/paged.cuh`).

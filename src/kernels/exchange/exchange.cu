@@ -155,48 +155,77 @@ __device__ __forceinline__ void receive(const Batch& batch, const Mailboxes& m, 
     batch.each([&](int j, int i) { waiting.complete<V>(part[j], region + i, rank); });
 }
 
-// Performs one operation. Sends `words` words to all other ranks, and empties the slot of the previous operation.
-// Then calls `take(slot, waiting, first, step)`, which receives the words of the other ranks.
-// `own_words(i)` returns one or four words to send, starting at word i. None of them is EMPTY.
-// `slot` is the current slot of this rank's mailbox. It starts with the region of rank 0.
-// A thread handles the words that start at `first`, `first` + `step`, and so on.
-// `largest` is the number of words in the largest region of this operation.
-template <typename V, typename Own, typename Take>
-__device__ void exchange(Own own_words, const Mailboxes& m, int words, int largest, Take take) {
+// One operation of this rank. Reads the number of the operation and its slots from the state.
+struct Operation {
+    const Mailboxes& m;
+    uint32_t number, previous;
+    // Where the current slot and the slot of the previous operation start in a mailbox, in words.
+    size_t slot, last_slot;
+
+    __device__ explicit Operation(const Mailboxes& m) : m(m) {
+        number = Scalar::load(m.state), previous = Scalar::load(m.state + 1);
+        slot = (size_t)(number % EXCHANGE_SLOTS) * m.ranks * m.region;
+        last_slot = (size_t)((number + EXCHANGE_SLOTS - 1) % EXCHANGE_SLOTS) * m.ranks * m.region;
+    }
+    // The current slot of this rank's mailbox, which starts with the region of rank 0.
+    __device__ const uint32_t* own_slot() const { return m.of[m.rank] + slot; }
+    // The region of this rank in the current slot of another rank's mailbox.
+    __device__ uint32_t* region_at(int rank) const { return m.of[rank] + slot + (size_t)m.rank * m.region; }
+
+    // Empties the slot of the previous operation, and updates the state for the next operation.
+    // All threads call this function after they have sent their first words, and before they wait for other ranks.
+    // `thread` and `threads` number the threads of the grid.
+    // `largest` is the number of words in the largest region of this operation.
+    __device__ void prepare_next(int thread, int threads, int largest) const {
+        // The size of a region is a multiple of 4 words, so these stores stay within the region.
+        uint32_t* own = m.of[m.rank] + last_slot;
+        for (int i = 4 * thread; i < previous; i += 4 * threads)
+            for (int rank = 0; rank < m.ranks; ++rank)
+                if (rank != m.rank) Quad::store(own + (size_t)rank * m.region + i, Quad::empty());
+        // The last block to read the state updates the state for the next operation, which starts after this kernel.
+        // The update comes before the wait for the other ranks, which hides the latency of the atomic.
+        __syncthreads();
+        if (threadIdx.x == 0 && atomicAdd(m.state + 2, 1u) == gridDim.x - 1) {
+            Scalar::store(m.state, number + 1);
+            Scalar::store(m.state + 1, largest);
+            Scalar::store(m.state + 2, 0);
+        }
+    }
+};
+
+// Waits for the previous kernel, and lets the next kernel start.
+__device__ __forceinline__ void begin(const Mailboxes& m) {
     pdl_wait();
     // On a shared GPU, the next kernel must not start while this kernel waits for the other ranks.
     // The blocks of the next kernel could leave no room for the kernels of those ranks.
     if (!m.shares_gpu) pdl_launch_dependents();
-    const int first = (blockIdx.x * blockDim.x + threadIdx.x) * V::SIZE, step = gridDim.x * blockDim.x * V::SIZE;
+}
+
+// Performs one operation. Sends `words` words to all other ranks.
+// Then calls `take(slot, waiting, first, step)`, which receives the words of the other ranks from `slot`.
+// `own_words(i)` returns one or four words to send, starting at word i. None of them is EMPTY.
+// A thread handles the words that start at `first`, `first` + `step`, and so on.
+// `largest` is the number of words in the largest region of this operation.
+template <typename V, typename Own, typename Take>
+__device__ void exchange(Own own_words, const Mailboxes& m, int words, int largest, Take take) {
+    begin(m);
+    const int thread = blockIdx.x * blockDim.x + threadIdx.x, threads = gridDim.x * blockDim.x;
+    const int first = thread * V::SIZE, step = threads * V::SIZE;
     // A small operation takes little longer than its loads, so load the first words together with the state.
     typename V::Word v[BATCH];
     const auto load = [&](const Batch& batch) { batch.each([&](int j, int i) { v[j] = own_words(i); }); };
     load({first, step, words});
-    const uint32_t op = Scalar::load(m.state), previous = Scalar::load(m.state + 1);
-    const size_t slot = (size_t)(op % EXCHANGE_SLOTS) * m.ranks * m.region;
-    const size_t last_slot = (size_t)((op + EXCHANGE_SLOTS - 1) % EXCHANGE_SLOTS) * m.ranks * m.region;
+    const Operation operation(m);
     each_batch(first, step, words, [&](const Batch& batch) {
         if (batch.start != first) load(batch);
         for (int rank = 0; rank < m.ranks; ++rank) {
-            uint32_t* to = m.of[rank] + slot + (size_t)m.rank * m.region;
+            uint32_t* to = operation.region_at(rank);
             if (rank != m.rank) batch.each([&](int j, int i) { V::store(to + i, v[j]); });
         }
     });
-    // The size of a region is a multiple of 4 words, so these stores stay within the region.
-    uint32_t* own = m.of[m.rank];
-    for (int i = first / V::SIZE * 4; i < previous; i += step / V::SIZE * 4)
-        for (int rank = 0; rank < m.ranks; ++rank)
-            if (rank != m.rank) Quad::store(own + last_slot + (size_t)rank * m.region + i, Quad::empty());
-    // The last block to read the state updates the state for the next operation, which starts after this kernel.
-    // The update comes before the wait for the other ranks, which hides the latency of the atomic.
-    __syncthreads();
-    if (threadIdx.x == 0 && atomicAdd(m.state + 2, 1u) == gridDim.x - 1) {
-        Scalar::store(m.state, op + 1);
-        Scalar::store(m.state + 1, largest);
-        Scalar::store(m.state + 2, 0);
-    }
+    operation.prepare_next(thread, threads, largest);
     Waiting waiting(m);
-    take(own + slot, waiting, first, step);
+    take(operation.own_slot(), waiting, first, step);
 }
 
 template <typename V>
@@ -227,7 +256,7 @@ __device__ void exchange_sum(uint32_t* x, uint32_t* out, const Mailboxes& m, int
 //   x, out: f32 [words]; out may be x
 //   words: at most the size of a region; exchange_sum_4 needs a multiple of 4
 //   clears_x: whether to fill x with zeros; must be 0 if out is x
-//   grid: at most EXCHANGE_BLOCKS / ranks; block: at most 512
+//   grid: at most EXCHANGE_BLOCKS, divided by the number of ranks if ranks share a GPU; block: at most 512
 //   bytes moved: 8 · words, and 4 · words to each other rank
 extern "C" __global__ void __launch_bounds__(512)
     exchange_sum_4(uint32_t* x, uint32_t* out, const __grid_constant__ Mailboxes m, int words, int clears_x) {
@@ -251,6 +280,27 @@ __device__ __forceinline__ void add_bf16_pair(float& first, float& second, uint3
     second += __uint_as_float(word & 0xffff0000u);
 }
 
+__device__ __forceinline__ void add_bf16(float (&sum)[8], uint4 words) {
+    add_bf16_pair(sum[0], sum[1], words.x), add_bf16_pair(sum[2], sum[3], words.y);
+    add_bf16_pair(sum[4], sum[5], words.z), add_bf16_pair(sum[6], sum[7], words.w);
+}
+// Rounds 8 values to bf16.
+__device__ __forceinline__ uint4 round_to_bf16(const float (&v)[8]) {
+    const auto pair = [&](int i) { return to_bf16_pair(__float_as_uint(v[i]), __float_as_uint(v[i + 1])); };
+    return make_uint4(pair(0), pair(2), pair(4), pair(6));
+}
+// Loads 8 f32 values and rounds them to bf16.
+__device__ __forceinline__ uint4 load_as_bf16(const uint32_t* x) {
+    const uint4 a = Quad::load(x), b = Quad::load(x + 4);
+    return make_uint4(to_bf16_pair(a.x, a.y), to_bf16_pair(a.z, a.w), to_bf16_pair(b.x, b.y), to_bf16_pair(b.z, b.w));
+}
+__device__ __forceinline__ void store_8(uint32_t* out, const float (&v)[8]) {
+#pragma unroll
+    for (int half = 0; half < 8; half += 4)
+        Quad::store(out + half, make_uint4(__float_as_uint(v[half]), __float_as_uint(v[half + 1]),
+                                           __float_as_uint(v[half + 2]), __float_as_uint(v[half + 3])));
+}
+
 // Computes out = Σ bf16(x) over all ranks, in f32 and in the order of the ranks.
 // The ranks send half as many bytes as in exchange_sum_4.
 //   x, out: f32 [2 · words]; out may be x
@@ -259,11 +309,7 @@ __device__ __forceinline__ void add_bf16_pair(float& first, float& second, uint3
 //   bytes moved: 16 · words, and 4 · words to each other rank
 extern "C" __global__ void __launch_bounds__(512)
     exchange_sum_bf16(uint32_t* x, uint32_t* out, const __grid_constant__ Mailboxes m, int words) {
-    const auto own_words = [&](int i) {
-        const uint4 a = Quad::load(x + 2 * (size_t)i), b = Quad::load(x + 2 * (size_t)i + 4);
-        return make_uint4(to_bf16_pair(a.x, a.y), to_bf16_pair(a.z, a.w), to_bf16_pair(b.x, b.y),
-                          to_bf16_pair(b.z, b.w));
-    };
+    const auto own_words = [&](int i) { return load_as_bf16(x + 2 * (size_t)i); };
     exchange<Quad>(own_words, m, words, words, [&](const uint32_t* slot, Waiting& waiting, int first, int step) {
         each_batch(first, step, words, [&](const Batch& batch) {
             uint4 own[BATCH], part[BATCH];
@@ -271,20 +317,73 @@ extern "C" __global__ void __launch_bounds__(512)
             batch.each([&](int j, int i) { own[j] = own_words(i); });
             for (int rank = 0; rank < m.ranks; ++rank) {
                 receive<Quad>(batch, m, slot, rank, waiting, [&](int j, int) { return own[j]; }, part);
-                batch.each([&](int j, int) {
-                    add_bf16_pair(sum[j][0], sum[j][1], part[j].x), add_bf16_pair(sum[j][2], sum[j][3], part[j].y);
-                    add_bf16_pair(sum[j][4], sum[j][5], part[j].z), add_bf16_pair(sum[j][6], sum[j][7], part[j].w);
-                });
+                batch.each([&](int j, int) { add_bf16(sum[j], part[j]); });
             }
-            batch.each([&](int j, int i) {
-#pragma unroll
-                for (int half = 0; half < 8; half += 4)
-                    Quad::store(out + 2 * (size_t)i + half,
-                                make_uint4(__float_as_uint(sum[j][half]), __float_as_uint(sum[j][half + 1]),
-                                           __float_as_uint(sum[j][half + 2]), __float_as_uint(sum[j][half + 3])));
-            });
+            batch.each([&](int j, int i) { store_8(out + 2 * (size_t)i, sum[j]); });
         });
     });
+}
+
+// Computes out = bf16(Σ bf16(x)) over all ranks, in two steps:
+// each rank adds its share of the elements, in f32 and in the order of the ranks, and sends the sums to the others.
+// With R ranks, a rank sends 2 · (R - 1) / R · words words instead of (R - 1) · words as in exchange_sum_bf16.
+//   x, out: f32 [2 · words]; out may be x
+//   words: a multiple of 4; twice the largest share must fit in a region
+//   m.first_column: the first group of 4 words of each rank's share, then the number of groups
+//   grid, block: as for exchange_sum_4
+//   bytes moved: 16 · words, and the words sent to other ranks
+extern "C" __global__ void __launch_bounds__(512)
+    exchange_sum_shares_bf16(uint32_t* x, uint32_t* out, const __grid_constant__ Mailboxes m, int words) {
+    begin(m);
+    const int thread = blockIdx.x * blockDim.x + threadIdx.x, threads = gridDim.x * blockDim.x;
+    const int first = thread * Quad::SIZE, step = threads * Quad::SIZE;
+    const auto start_of = [&](int rank) { return m.first_column[rank] * Quad::SIZE; };
+    const auto words_of = [&](int rank) { return start_of(rank + 1) - start_of(rank); };
+    // The share of rank 0 is the largest. In a region, the sums follow the parts of the largest share.
+    const int most = words_of(0);
+    const Operation operation(m);
+    for (int rank = 0; rank < m.ranks; ++rank) {
+        if (rank == m.rank) continue;
+        uint32_t* to = operation.region_at(rank);
+        const uint32_t* from = x + 2 * (size_t)start_of(rank);
+        each_batch(first, step, words_of(rank), [&](const Batch& batch) {
+            uint4 v[BATCH];
+            batch.each([&](int j, int i) { v[j] = load_as_bf16(from + 2 * (size_t)i); });
+            batch.each([&](int j, int i) { Quad::store(to + i, v[j]); });
+        });
+    }
+    operation.prepare_next(thread, threads, words ? 2 * most : 0);
+    Waiting waiting(m);
+    const uint32_t* slot = operation.own_slot();
+    const auto store = [&](int rank, int i, uint4 v) {
+        float values[8] = {};
+        add_bf16(values, v);
+        store_8(out + 2 * (size_t)(start_of(rank) + i), values);
+    };
+    each_batch(first, step, words_of(m.rank), [&](const Batch& batch) {
+        uint4 part[BATCH];
+        float sum[BATCH][8] = {};
+        const uint32_t* own = x + 2 * (size_t)start_of(m.rank);
+        for (int rank = 0; rank < m.ranks; ++rank) {
+            receive<Quad>(
+                batch, m, slot, rank, waiting, [&](int, int i) { return load_as_bf16(own + 2 * (size_t)i); }, part);
+            batch.each([&](int j, int) { add_bf16(sum[j], part[j]); });
+        }
+        batch.each([&](int j, int i) {
+            part[j] = round_to_bf16(sum[j]);
+            for (int rank = 0; rank < m.ranks; ++rank)
+                if (rank != m.rank) Quad::store(operation.region_at(rank) + most + i, part[j]);
+            store(m.rank, i, part[j]);
+        });
+    });
+    for (int rank = 0; rank < m.ranks; ++rank) {
+        if (rank == m.rank) continue;
+        each_batch(first, step, words_of(rank), [&](const Batch& batch) {
+            uint4 part[BATCH];
+            receive<Quad>(batch, m, slot + most, rank, waiting, [&](int, int) { return Quad::zero(); }, part);
+            batch.each([&](int j, int i) { store(rank, i, part[j]); });
+        });
+    }
 }
 
 template <typename V>

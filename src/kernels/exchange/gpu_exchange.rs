@@ -198,7 +198,7 @@ impl GpuExchange {
     /// Returns the launch shape for `items` items. Each thread handles one or more items.
     fn shape(&self, items: usize) -> LaunchShape {
         // Use small blocks for few items. The items are then spread over more multiprocessors.
-        let blocks = EXCHANGE_BLOCKS / self.mailboxes.len();
+        let blocks = if self.shares_gpu { EXCHANGE_BLOCKS / self.mailboxes.len() } else { EXCHANGE_BLOCKS };
         let threads = if items <= blocks * 128 { 128 } else { 512 };
         LaunchShape::linear(items.div_ceil(threads).clamp(1, blocks), threads)
     }
@@ -221,20 +221,36 @@ impl GpuExchange {
             .overlapping())
     }
 
+    /// Returns the maximum number of elements of a [`rounded_sum_launch`](Self::rounded_sum_launch), a multiple of 8.
+    fn rounded_elements(&self) -> usize {
+        // Two bf16 values fit in a word. With shares, a region holds two shares.
+        let shares = if self.sums_shares() { self.mailboxes.len() } else { 2 };
+        self.region() / 8 * 8 * shares
+    }
+
+    /// Returns whether each rank adds its share of a large tensor and sends the sums to the other ranks.
+    /// With two ranks, this would send as much as if each rank adds everything.
+    fn sums_shares(&self) -> bool {
+        self.mailboxes.len() > 2
+    }
+
     /// Returns a launch that rounds every rank's `x` to bf16 and writes the sum, as f32, to `out`. `out` may be `x`.
+    /// With more than two ranks, rounds the sum to bf16, too.
     ///
     /// Both tensors are contiguous f32 and have the same number of elements.
-    /// This number must be a multiple of 8, and at most twice the size of a [`region`](Self::region).
+    /// This number must be a multiple of 8, and at most [`rounded_elements`](Self::rounded_elements).
     fn rounded_sum_launch(&self, x: &Tensor, out: &Tensor) -> Result<Launch> {
         let (elements, words) = (x.elem_count(), x.elem_count() / 2);
         let (x_address, out_address) = (address(x)?, address(out)?);
         let is_aligned = elements.is_multiple_of(8) && x_address.is_multiple_of(16) && out_address.is_multiple_of(16);
         let is_f32 = x.dtype() == DType::F32 && out.dtype() == DType::F32;
-        if !is_aligned || !is_f32 || out.elem_count() != elements || words > self.region() {
+        if !is_aligned || !is_f32 || out.elem_count() != elements || elements > self.rounded_elements() {
             bail!("exchange_sum: cannot write the sum of x {:?} {:?} to out {:?}", x.dtype(), x.dims(), out.dims());
         }
-        let arguments = Arguments::new().tensor(x)?.tensor(out)?.value(self.raw(0), []).int(words);
-        Ok(Launch::new(module!("exchange"), "exchange_sum_bf16", self.shape(words / 4), arguments)
+        let (kernel, groups) =
+            if self.sums_shares() { ("exchange_sum_shares_bf16", words / 4) } else { ("exchange_sum_bf16", 0) };
+        let arguments = Arguments::new().tensor(x)?.tensor(out)?.value(self.raw(groups), []).int(words);
+        Ok(Launch::new(module!("exchange"), kernel, self.shape(words / 4), arguments)
             .with_bytes_moved(8 * elements as u64)
             .overlapping())
     }
@@ -295,6 +311,7 @@ impl GpuExchange {
             ("exchange_columns_4", true),
             ("exchange_columns_1", true),
             ("exchange_sum_bf16", false),
+            ("exchange_sum_shares_bf16", false),
         ] {
             let arguments = if has_flag { arguments().int(0) } else { arguments() };
             let launch = Launch::new(module!("exchange"), kernel, self.shape(0), arguments);
@@ -347,7 +364,7 @@ impl Exchange for GpuExchange {
         if elements < MIN_ROUNDED_ELEMENTS || !elements.is_multiple_of(8) {
             return self.sum(x);
         }
-        self.sum_parts(x, 2 * self.region(), |x, out| self.rounded_sum_launch(x, out))
+        self.sum_parts(x, self.rounded_elements(), |x, out| self.rounded_sum_launch(x, out))
     }
 
     fn concat_columns(&self, x: &Tensor, columns: usize) -> Result<Tensor> {
