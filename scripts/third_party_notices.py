@@ -21,8 +21,6 @@ PREFERRED = ["0BSD", "MIT", "ISC", "Zlib", "BSD-2-Clause", "BSD-3-Clause"]
 PREFERRED += ["Unicode-3.0", "CDLA-Permissive-2.0", "Apache-2.0", "MPL-2.0"]
 # Patterns that match the names of license files, for crates with one file per license.
 FILE_NAMES = {"MIT": r"MIT", "Apache-2.0": r"APACHE", "0BSD": r"0BSD", "Zlib": r"ZLIB", "ISC": r"ISC"}
-# Libraries that a crate compiles from its own folder: the license files whose copyright lines are added to the crate's.
-INCLUDED = {"libmimalloc-sys": "c_src/mimalloc/v3/LICENSE"}
 HEADER = """\
 Third-party notices
 
@@ -105,9 +103,6 @@ def group_crates(packages):
             elif text is None:
                 sys.exit(f"cannot find the text of license {license} in {crate}")
             copyrights, body = split_copyrights(text, license)
-            if included := INCLUDED.get(package["name"]):
-                included = Path(package["manifest_path"]).parent / included
-                copyrights += split_copyrights(included.read_text(encoding="utf-8"), license)[0]
             if license in ("MIT", "Apache-2.0"):
                 key = license  # all crates share one text
             else:
