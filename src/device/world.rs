@@ -17,10 +17,10 @@ use std::time::{Duration, Instant};
 
 use candle_core::{Result, Tensor, bail};
 
-/// How long a rank waits for a rank that makes no progress, if the ranks are on CPUs or exchange data directly.
+/// How long a rank waits for a rank that makes no progress, if the ranks are on CPUs or exchange data with kernels.
 pub const ANSWER_TIME: Duration = Duration::from_secs(5);
 
-/// Replaces [`ANSWER_TIME`] if GPUs exchange data through the host, and while the ranks connect or load weights.
+/// Replaces [`ANSWER_TIME`] if the host copies data between GPUs, and while the ranks connect or load weights.
 /// Opening a GPU and loading kernels from a disk can take seconds.
 const HOST_ANSWER_TIME: Duration = Duration::from_secs(60);
 

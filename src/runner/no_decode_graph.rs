@@ -14,7 +14,7 @@ pub enum NoDecodeGraph {
     Deterministic,
     NotOnGpu,
     /// Several devices run the model together.
-    /// The devices exchange data through the host, or one of them holds no part of a layer or of the output head.
+    /// The host copies data between the devices, or one of them holds no part of a layer or of the output head.
     SeveralDevices,
     /// The graph supports only bf16 and f16.
     Dtype(DType),
@@ -57,7 +57,7 @@ impl fmt::Display for NoDecodeGraph {
             NoDecodeGraph::Deterministic => f.write_str("--deterministic was given"),
             NoDecodeGraph::NotOnGpu => f.write_str("the model is not on a GPU"),
             NoDecodeGraph::SeveralDevices => {
-                f.write_str("the GPUs cannot exchange data directly, or one GPU holds no part of a layer")
+                f.write_str("the host copies data between the GPUs, or one GPU holds no part of a layer")
             }
             NoDecodeGraph::Dtype(dtype) => write!(f, "the graph supports bf16 and f16, not {dtype:?}"),
             NoDecodeGraph::HeadDim(size) => write!(f, "the graph has no attention kernel for head size {size}"),

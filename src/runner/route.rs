@@ -22,7 +22,7 @@ pub struct RunnerFacts {
     pub has_decode_graph: bool,
     /// Whether the runner has batch graphs that can run its model.
     pub has_batch_graphs: bool,
-    /// Whether steps can be queued. False on a CPU, except in tests, and if ranks exchange data through the host.
+    /// Whether steps can be queued. False on a CPU, except in tests, and if the host copies data between ranks.
     pub can_queue: bool,
     /// Whether several ranks run the model.
     pub has_several_ranks: bool,
@@ -155,7 +155,7 @@ mod tests {
         ("– some with a constraint, or with log probabilities, or both", &[DETERMINISTIC], &[ONE_CONSTRAINED, MANY_CONSTRAINED]),
         ("step with chunks of prompts with `--deterministic`", &[DETERMINISTIC], &[CHUNKS]),
         ("step with a deterministic request, without `--deterministic`", &[GPU], &[StepFacts { has_deterministic_sequence: true, ..ONE }, StepFacts { has_deterministic_sequence: true, ..MANY }]),
-        ("any step with `--eager`, or of GPUs that exchange data through the host", &[EAGER], &[ONE, MANY, CHUNKS]),
+        ("any step with `--eager`, or of GPUs between which the host copies data", &[EAGER], &[ONE, MANY, CHUNKS]),
     ];
 
     #[test]

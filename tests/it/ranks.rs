@@ -10,7 +10,7 @@ use std::path::Path;
 use candle_core::{DType, Device, safetensors};
 use inferno::device::{self, Devices, Split, World, share};
 use inferno::engine::{EngineBuilder, Request};
-use inferno::kernels::exchange;
+use inferno::kernels::exchange::{self, ExchangePath};
 use inferno::models;
 use inferno::nn::kv_cache::KvCache;
 use inferno::runner::{RankParts, Runner, RunnerLimits, RunnerOptions};
@@ -81,7 +81,7 @@ pub fn logits_on(
         let device = device::open(devices.iter().nth(world.rank()).unwrap()).unwrap();
         let progress = LoadProgress::silent();
         let world = split_world(world, split, config.architecture.cache_layers().len());
-        let world = exchange::connect(world, &device).unwrap();
+        let world = exchange::connect(world, &device, &[ExchangePath::Direct]).unwrap();
         let weights = Weights::of_rank(&checkpoint, &device, dtype, &progress, world).unwrap();
         let weights = match quantize {
             Some(quantize) => weights.quantized_to(quantize),

@@ -9,7 +9,7 @@ use candle_core::{DType, Device, Tensor};
 use half::bf16;
 use inferno::device::{self, ANSWER_TIME, DeviceChoice, Devices, Exchange, Split, World};
 use inferno::engine::Engine;
-use inferno::kernels::exchange;
+use inferno::kernels::exchange::{self, ExchangePath};
 use inferno::models;
 use inferno::nn::kv_cache::KvCache;
 use inferno::runner::Executor;
@@ -24,11 +24,15 @@ use crate::support::{GoldenKind, golden, golden_models, logits_of, logits_tolera
 
 /// Calls `work` for each rank with its connected world, its GPU, and the exchange between the GPUs.
 /// With fewer GPUs than ranks, several ranks share a GPU.
-fn on_gpus<T: Send>(size: usize, work: impl Fn(&World, &Device, &dyn Exchange) -> T + Sync) -> Vec<T> {
+fn on_gpus<T: Send>(
+    size: usize,
+    path: ExchangePath,
+    work: impl Fn(&World, &Device, &dyn Exchange) -> T + Sync,
+) -> Vec<T> {
     on_ranks(size, |world| {
         let device = device::open(DeviceChoice::Cuda(world.rank() % device::gpu_count())).unwrap();
-        let world = exchange::connect(world.clone(), &device).unwrap();
-        let exchange = world.exchange().expect("the GPUs cannot exchange data directly");
+        let world = exchange::connect(world.clone(), &device, &[path]).unwrap();
+        let exchange = world.exchange().expect("the GPUs cannot exchange data");
         work(&world, &device, &**exchange)
     })
 }
@@ -43,8 +47,9 @@ fn on_host(x: &Tensor) -> Vec<f32> {
 #[test(gpu_alone)]
 fn gpus_exchange_tensors_of_all_sizes() {
     let value = |rank: usize, i: usize| ((i * 31 + rank * 17 + 5) % 1009) as f32;
-    for size in [2, 3, 4] {
-        on_gpus(size, |world, device, exchange| {
+    let cases = [2, 3, 4].map(|size| (size, ExchangePath::Direct));
+    for (size, path) in cases.into_iter().chain([(2, ExchangePath::HostMemory), (3, ExchangePath::HostMemory)]) {
+        on_gpus(size, path, |world, device, exchange| {
             for round in 0..3 {
                 // The last two tensors are larger than a region of a mailbox.
                 for count in [1, 3, 4, 2880, 2881, 8 * 2880, 5_000_000, 5_000_003] {
@@ -95,30 +100,32 @@ fn many_sums_in_a_row_are_exact() {
     let sums = std::env::var("INFERNO_TEST_EXCHANGES").map_or(10_000, |sums| sums.parse::<usize>().unwrap());
     let size = device::gpu_count().clamp(2, 8);
     let value = |rank: usize, tensor: usize, i: usize| ((i * 31 + rank * 17 + tensor * 101 + 5) % 1009) as f32;
-    on_gpus(size, |world, device, exchange| {
-        let tensor = |value: &dyn Fn(usize) -> f32| {
-            Tensor::from_vec((0..2880).map(value).collect::<Vec<_>>(), 2880, device).unwrap()
-        };
-        let parts: Vec<_> = (0..TENSORS).map(|k| tensor(&|i| value(world.rank(), k, i))).collect();
-        let expected = |k, i| (0..size).map(|rank| value(rank, k, i)).sum::<f32>();
-        let expected: Vec<_> = (0..TENSORS).map(|k| tensor(&|i| expected(k, i))).collect();
-        // Load all kernels before the first sum: while a rank waits for another rank, no kernels can be loaded.
-        let zeros = parts[0].zeros_like().unwrap();
-        let mut error = (&zeros - zeros.clone()).unwrap().abs().unwrap().maximum(&zeros).unwrap();
-        device.synchronize().unwrap();
-        for sum in 0..sums {
-            let difference = (exchange.sum(&parts[sum % TENSORS]).unwrap() - &expected[sum % TENSORS]).unwrap();
-            error = error.maximum(&difference.abs().unwrap()).unwrap();
-            // With too many queued operations, launches block. On a shared GPU, this also blocks the other rank.
-            if sum % 50 == 0 {
-                device.synchronize().unwrap();
+    for path in [ExchangePath::Direct, ExchangePath::HostMemory] {
+        on_gpus(size, path, |world, device, exchange| {
+            let tensor = |value: &dyn Fn(usize) -> f32| {
+                Tensor::from_vec((0..2880).map(value).collect::<Vec<_>>(), 2880, device).unwrap()
+            };
+            let parts: Vec<_> = (0..TENSORS).map(|k| tensor(&|i| value(world.rank(), k, i))).collect();
+            let expected = |k, i| (0..size).map(|rank| value(rank, k, i)).sum::<f32>();
+            let expected: Vec<_> = (0..TENSORS).map(|k| tensor(&|i| expected(k, i))).collect();
+            // Load all kernels before the first sum: while a rank waits for another rank, no kernels can be loaded.
+            let zeros = parts[0].zeros_like().unwrap();
+            let mut error = (&zeros - zeros.clone()).unwrap().abs().unwrap().maximum(&zeros).unwrap();
+            device.synchronize().unwrap();
+            for sum in 0..sums {
+                let difference = (exchange.sum(&parts[sum % TENSORS]).unwrap() - &expected[sum % TENSORS]).unwrap();
+                error = error.maximum(&difference.abs().unwrap()).unwrap();
+                // With too many queued operations, launches block. On a shared GPU, this also blocks the other rank.
+                if sum % 50 == 0 {
+                    device.synchronize().unwrap();
+                }
             }
-        }
-        let error = on_host(&error).into_iter().fold(0.0, f32::max);
-        world.check().unwrap();
-        assert_eq!(error, 0.0, "the largest error of {sums} sums of {size} ranks");
-    });
-    println!("{sums} sums of {size} ranks are exact");
+            let error = on_host(&error).into_iter().fold(0.0, f32::max);
+            world.check().unwrap();
+            assert_eq!(error, 0.0, "the largest error of {sums} sums of {size} ranks");
+        });
+        println!("{sums} sums of {size} ranks are exact: {path:?}");
+    }
 }
 
 /// Each data word of an exchange is its own arrival flag, so no value may look like a word that has not arrived.
@@ -126,7 +133,7 @@ fn many_sums_in_a_row_are_exact() {
 fn gpus_exchange_every_kind_of_number() {
     let values = [f32::from_bits(u32::MAX), f32::NAN, f32::INFINITY, -0.0, f32::MIN_POSITIVE / 2.0, 1.0, 2.0, 3.0];
     // With three ranks, large tensors are summed in shares.
-    on_gpus(3, |world, device, exchange| {
+    on_gpus(3, ExchangePath::Direct, |world, device, exchange| {
         let many = Tensor::new(&values, device).unwrap().repeat(1 << 15).unwrap();
         for sum in on_host(&exchange.sum_rounded(&many).unwrap()).chunks(8) {
             assert!(sum[0].is_nan() && sum[1].is_nan() && sum[2..4] == [f32::INFINITY, 0.0], "{sum:?}");
@@ -134,7 +141,7 @@ fn gpus_exchange_every_kind_of_number() {
         }
         world.check().unwrap();
     });
-    let sums = on_gpus(2, |world, device, exchange| {
+    let sums = on_gpus(2, ExchangePath::Direct, |world, device, exchange| {
         let x = Tensor::new(&values, device).unwrap();
         // Rounding to bf16 must not produce the bit pattern of an empty word.
         let many = Tensor::new(&values, device).unwrap().repeat(1 << 15).unwrap();
@@ -164,7 +171,7 @@ fn the_exchange_of_gpus_can_be_measured() {
     let times = on_ranks(2, |world| {
         let device = device::open(DeviceChoice::Cuda(world.rank() % device::gpu_count())).unwrap();
         let Device::Cuda(device) = device else { panic!("not a GPU") };
-        exchange::measure(world, &device).unwrap().unwrap()
+        exchange::measure(world, &device, ExchangePath::Direct).unwrap().unwrap()
     });
     println!("{times:?}");
     assert!(times.iter().all(|times| times.small > 0.0 && times.small < times.large && times.large < 0.1), "{times:?}");
@@ -172,7 +179,7 @@ fn the_exchange_of_gpus_can_be_measured() {
 
 #[test(gpu_alone)]
 fn a_gpu_that_does_not_answer_ends_the_world() {
-    let errors = on_gpus(2, |world, device, exchange| {
+    let errors = on_gpus(2, ExchangePath::Direct, |world, device, exchange| {
         let x = Tensor::new(&[1f32], device).unwrap();
         on_host(&exchange.sum(&x).unwrap());
         world.check().unwrap();
@@ -192,7 +199,7 @@ fn a_gpu_that_does_not_answer_ends_the_world() {
 /// A host that hangs between the launches is therefore noticed within the short time limit for a GPU.
 #[test(gpu_alone)]
 fn a_host_that_does_not_launch_its_graph_ends_the_world() {
-    let errors = on_gpus(2, |world, device, exchange| {
+    let errors = on_gpus(2, ExchangePath::Direct, |world, device, exchange| {
         on_host(&exchange.sum(&Tensor::new(&[1f32], device).unwrap()).unwrap());
         exchange.launch_together(&mut || Ok(())).unwrap();
         if world.is_first() {
@@ -215,8 +222,12 @@ fn decode_graphs_of_ranks_agree_with_transformers() {
         for case in golden_models(|model| model.kind != GoldenKind::Compressed) {
             let dir = golden(case);
             let (ids, expected) = expected(&dir.join("golden.safetensors"));
+            // In f16, the ranks exchange data through host memory.
+            let path = if dtype == DType::F16 { ExchangePath::HostMemory } else { ExchangePath::Direct };
             for split in [Split::Tensor, Split::Layers] {
-                let ranks = on_gpus(2, |world, device, _| graph_logits(world, split, device, dtype, &dir, &ids));
+                let graph_logits =
+                    |world: &World, device: &Device| graph_logits(world, split, device, dtype, &dir, &ids);
+                let ranks = on_gpus(2, path, |world, device, _| graph_logits(world, device));
                 if let Some(ranks) = ranks.into_iter().collect::<Option<Vec<_>>>() {
                     assert_ranks_agree(case, &ranks, &expected, logits_tolerance(dtype));
                     models.push((case, split));

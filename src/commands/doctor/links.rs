@@ -1,4 +1,4 @@
-//! Checks whether the GPUs can exchange data directly. A model on several GPUs is slow without direct exchange.
+//! Checks how the GPUs can exchange data. A model on several GPUs is slower without direct exchange.
 
 use std::panic::resume_unwind;
 use std::thread;
@@ -8,20 +8,27 @@ use candle_core::Device;
 
 use super::finding::Finding;
 use crate::device::{self, DeviceChoice, World};
-use crate::kernels::exchange::{self, ExchangeTimes, LARGE_ELEMENTS, SMALL_ELEMENTS};
+use crate::kernels::exchange::{self, ExchangePath, ExchangeTimes, LARGE_ELEMENTS, SMALL_ELEMENTS};
 use crate::text::one_line;
 
 /// Checks the links between GPUs. Returns `None` if there are fewer than two GPUs.
 pub fn check() -> Option<Finding> {
     let count = device::gpu_count().min(device::MAX_RANKS);
-    (count > 1).then(|| finding(count, measure(count)))
+    (count > 1).then(|| {
+        let direct = measure(count, ExchangePath::Direct);
+        let through_host = matches!(direct, Ok(Err(_))).then(|| measure(count, ExchangePath::HostMemory));
+        finding(count, direct, through_host)
+    })
 }
 
-/// Measures the exchange between the first `count` GPUs. The inner error says why direct exchange is not possible.
-fn measure(count: usize) -> Result<Result<ExchangeTimes, String>> {
+/// The times of an exchange. The inner error says why the GPUs cannot exchange data on this path.
+type Measured = Result<Result<ExchangeTimes, String>>;
+
+/// Measures the exchange between the first `count` GPUs.
+fn measure(count: usize, path: ExchangePath) -> Measured {
     thread::scope(|scope| {
         let measure = |world: World| {
-            let measured = measure_rank(&world);
+            let measured = measure_rank(&world, path);
             // If this rank fails, end the exchange, because the other ranks would otherwise wait for this rank.
             measured.inspect_err(|error| world.end(&one_line(error)))
         };
@@ -38,32 +45,40 @@ fn slower(a: ExchangeTimes, b: ExchangeTimes) -> ExchangeTimes {
     ExchangeTimes { small: a.small.max(b.small), large: a.large.max(b.large) }
 }
 
-fn measure_rank(world: &World) -> Result<Result<ExchangeTimes, String>> {
+fn measure_rank(world: &World, path: ExchangePath) -> Measured {
     match device::open(DeviceChoice::Cuda(world.rank()))? {
-        Device::Cuda(device) => Ok(exchange::measure(world, &device)?),
+        Device::Cuda(device) => Ok(exchange::measure(world, &device, path)?),
         _ => Ok(Err("there is no GPU".into())),
     }
 }
 
-fn finding(count: usize, measured: Result<Result<ExchangeTimes, String>>) -> Finding {
+/// Returns the finding. `through_host` is set if a direct exchange is not possible.
+fn finding(count: usize, direct: Measured, through_host: Option<Measured>) -> Finding {
     const NEXT: &str = "nvidia-smi topo -p2p r";
-    match measured {
-        Ok(Ok(ExchangeTimes { small, large })) => {
-            let kilobytes = |elements: usize| (elements * size_of::<f32>()) as f64 / 1e3;
-            let (small_kb, large_kb) = (kilobytes(SMALL_ELEMENTS), kilobytes(LARGE_ELEMENTS));
-            let (small, large) = (small * 1e6, large * 1e6);
-            let what = format!(
-                "{count} GPUs exchange data directly: summing {small_kb:.1} KB takes {small:.1} µs, {large_kb:.0} KB \
-                 {large:.0} µs"
-            );
-            Finding::pass("links", what)
+    match (direct, through_host) {
+        (Ok(Ok(times)), _) => {
+            Finding::pass("links", format!("{count} GPUs exchange data directly: {}", described(times)))
         }
-        Ok(Err(reason)) => {
-            let what = format!("{count} GPUs cannot exchange data directly, so --gpus is slow: {reason}");
+        (Ok(Err(reason)), Some(Ok(Ok(times)))) => {
+            let times = described(times);
+            let what = format!(
+                "{count} GPUs exchange data through host memory: {times}. Directly would be faster, but {reason}"
+            );
             Finding::warn("links", what, NEXT)
         }
-        Err(error) => Finding::fail("links", one_line(&error), NEXT),
+        (Ok(Err(reason)), _) => {
+            let what = format!("{count} GPUs cannot exchange data, so --gpus is very slow: {reason}");
+            Finding::warn("links", what, NEXT)
+        }
+        (Err(error), _) => Finding::fail("links", one_line(&error), NEXT),
     }
+}
+
+fn described(times: ExchangeTimes) -> String {
+    let kilobytes = |elements: usize| (elements * size_of::<f32>()) as f64 / 1e3;
+    let (small_kb, large_kb) = (kilobytes(SMALL_ELEMENTS), kilobytes(LARGE_ELEMENTS));
+    let (small, large) = (times.small * 1e6, times.large * 1e6);
+    format!("summing {small_kb:.1} KB takes {small:.1} µs, {large_kb:.0} KB {large:.0} µs")
 }
 
 #[cfg(test)]
@@ -73,12 +88,16 @@ mod tests {
 
     #[test]
     fn links_are_reported_with_their_times() {
-        let found = finding(2, Ok(Ok(ExchangeTimes { small: 3.25e-6, large: 41e-6 })));
+        let times = || Ok(Ok(ExchangeTimes { small: 3.25e-6, large: 41e-6 }));
+        let no_access = || Ok(Err("no peer access".into()));
+        let found = finding(2, times(), None);
         assert_eq!(found.status, Status::Pass);
         assert!(found.what.ends_with("summing 11.5 KB takes 3.2 µs, 4194 KB 41 µs"), "{}", found.what);
-        let found = finding(2, Ok(Err("no peer access".into())));
+        let found = finding(2, no_access(), Some(times()));
+        assert!(found.status == Status::Warn && found.what.contains("host memory: summing 11.5 KB"), "{}", found.what);
+        let found = finding(2, no_access(), Some(no_access()));
         assert!(found.status == Status::Warn && found.what.ends_with("slow: no peer access"), "{}", found.what);
-        assert_eq!(finding(2, Err(anyhow::anyhow!("no GPU"))).status, Status::Fail);
+        assert_eq!(finding(2, Err(anyhow::anyhow!("no GPU")), None).status, Status::Fail);
         let slow = ExchangeTimes { small: 2.0, large: 1.0 };
         assert_eq!(slower(slow, ExchangeTimes { small: 1.0, large: 3.0 }), ExchangeTimes { small: 2.0, large: 3.0 });
     }

@@ -13,7 +13,7 @@ use crate::device::{self, DeviceChoice, Devices, World};
 use crate::engine::fault::PlannedFault;
 use crate::error::Error;
 use crate::kernels::attention::AttentionBackend;
-use crate::kernels::exchange;
+use crate::kernels::exchange::{self, ExchangePath};
 use crate::models::ModelConfig;
 use crate::nn::kv_cache::KvCache;
 use crate::runner::{PANIC, RankParts, failure};
@@ -79,7 +79,7 @@ impl RankLoader<'_> {
             world,
             others,
             |(world, _)| world,
-            |world| self.load_rank(exchange::connect(world, first)?, first, progress),
+            |world| self.load_rank(connect(world, first)?, first, progress),
             load_other,
         )?;
         let LoadedRank { parts, attention, cache_s } = first;
@@ -88,7 +88,7 @@ impl RankLoader<'_> {
 
     fn load_other(&self, world: World, choice: DeviceChoice) -> Result<(World, LoadedRank)> {
         let device = device::open(choice)?;
-        self.load_rank(exchange::connect(world, &device)?, &device, &LoadProgress::silent())
+        self.load_rank(connect(world, &device)?, &device, &LoadProgress::silent())
     }
 
     /// Loads the decoder of one rank, and allocates its KV cache.
@@ -114,6 +114,11 @@ impl RankLoader<'_> {
         let cache_s = started.elapsed().as_secs_f64();
         Ok((world, LoadedRank { parts: RankParts { decoder, cache }, attention, cache_s }))
     }
+}
+
+/// Connects a rank with the other ranks, on a path that `INFERNO_EXCHANGE` allows.
+fn connect(world: World, device: &Device) -> Result<World> {
+    Ok(exchange::connect(world, device, ExchangePath::from_environment()?)?)
 }
 
 /// Calls `load_first` on this thread, and `load_other` for each item of `others` on a thread of its own.

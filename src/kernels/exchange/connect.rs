@@ -8,34 +8,46 @@ use candle_core::{Device, Result as CandleResult, Tensor};
 
 use super::gpu_exchange::GpuExchange;
 use super::mailbox::RankMailbox;
+use super::path::ExchangePath;
 use super::sizes::{ExchangeTimes, LARGE_ELEMENTS, SMALL_ELEMENTS};
 use crate::device::{Exchange, World};
 
-/// Returns `world` with a direct exchange between the GPUs, or unchanged if the GPUs cannot exchange data directly.
-pub fn connect(world: World, device: &CudaDevice) -> CandleResult<World> {
-    match connected(&world, device)? {
-        Ok(exchange) => {
-            if world.is_first() {
-                tracing::info!(ranks = world.size(), "the GPUs exchange data directly");
+/// Returns `world` with an exchange on the first path that works, or unchanged if no path works.
+pub fn connect(world: World, device: &CudaDevice, paths: &[ExchangePath]) -> CandleResult<World> {
+    for &path in paths {
+        match connected(&world, device, path)? {
+            Ok(exchange) => {
+                if world.is_first() {
+                    match path {
+                        ExchangePath::Direct => tracing::info!(ranks = world.size(), "the GPUs exchange data directly"),
+                        ExchangePath::HostMemory => tracing::info!(
+                            ranks = world.size(),
+                            "the GPUs exchange data through host memory, which is slower than a direct exchange"
+                        ),
+                    }
+                }
+                return Ok(world.with_exchange(Arc::new(exchange)));
             }
-            Ok(world.with_exchange(Arc::new(exchange)))
-        }
-        Err(reason) => {
-            // All ranks receive the same reason, so only the first rank logs the reason.
-            if world.is_first() {
-                tracing::warn!(%reason, "the GPUs exchange data through the host, which is slow");
+            Err(reason) => {
+                // All ranks receive the same reason, so only the first rank logs the reason.
+                if world.is_first() {
+                    tracing::warn!(%reason, ?path, "the GPUs cannot exchange data on this path");
+                }
             }
-            Ok(world)
         }
     }
+    if world.is_first() {
+        tracing::warn!("the host copies all data between the GPUs, which is very slow");
+    }
+    Ok(world)
 }
 
-/// Creates and tests the direct exchange of this rank with all other ranks.
+/// Creates and tests the exchange of this rank with all other ranks.
 ///
-/// The inner error is the reason why the ranks cannot exchange data directly. The reason is the same on all ranks.
+/// The inner error is the reason why the ranks cannot exchange data on this path. It is the same on all ranks.
 /// An outer error means that the ranks have stopped.
-fn connected(world: &World, device: &CudaDevice) -> CandleResult<Result<GpuExchange, String>> {
-    let mailboxes = match agree(world, RankMailbox::new(device))? {
+fn connected(world: &World, device: &CudaDevice, path: ExchangePath) -> CandleResult<Result<GpuExchange, String>> {
+    let mailboxes = match agree(world, RankMailbox::new(device, path))? {
         Ok(mailboxes) => mailboxes,
         Err(reason) => return Ok(Err(reason)),
     };
@@ -50,9 +62,9 @@ fn connected(world: &World, device: &CudaDevice) -> CandleResult<Result<GpuExcha
 }
 
 /// Connects the GPUs of all ranks like [`super::connect`], and measures the time of their exchanges.
-/// The inner error is the reason why the GPUs cannot exchange data directly.
-pub fn measure(world: &World, device: &CudaDevice) -> CandleResult<Result<ExchangeTimes, String>> {
-    let exchange = match connected(world, device)? {
+/// The inner error is the reason why the GPUs cannot exchange data on this path.
+pub fn measure(world: &World, device: &CudaDevice, path: ExchangePath) -> CandleResult<Result<ExchangeTimes, String>> {
+    let exchange = match connected(world, device, path)? {
         Ok(exchange) => exchange,
         Err(reason) => return Ok(Err(reason)),
     };

@@ -1,6 +1,6 @@
-// Exchange of data between ranks on several GPUs, without the host.
+// Exchange of data between ranks on several GPUs, without copies by the host.
 //
-// Every rank has a mailbox to which all ranks can write.
+// Every rank has a mailbox to which all ranks can write. The mailbox is in the memory of the rank's GPU or of the host.
 // A mailbox has EXCHANGE_SLOTS slots, and each slot has one region per sending rank.
 // A rank writes its values to its region in the mailbox of every other rank.
 // The rank then waits until the values of all other ranks have arrived in its own mailbox.
@@ -38,6 +38,8 @@ struct Mailboxes {
     int timeout_seconds;
     // Nonzero if another rank uses the same GPU.
     int shares_gpu;
+    // Nonzero if the mailboxes are in host memory.
+    int in_host_memory;
 };
 
 struct Scalar {
@@ -182,6 +184,9 @@ struct Operation {
         for (int i = 4 * thread; i < previous; i += 4 * threads)
             for (int rank = 0; rank < m.ranks; ++rank)
                 if (rank != m.rank) Quad::store(own + (size_t)rank * m.region + i, Quad::empty());
+        // Stores to host memory and to other GPUs take different paths. The slot must be empty before this rank sends
+        // the values of the next operation, because these values allow the other ranks to use the slot again.
+        if (m.in_host_memory) __threadfence_system();
         // The last block to read the state updates the state for the next operation, which starts after this kernel.
         // The update comes before the wait for the other ranks, which hides the latency of the atomic.
         __syncthreads();

@@ -1,4 +1,4 @@
-//! The direct exchange of one rank with the other ranks. It launches the kernels in `exchange.cu`.
+//! The exchange of one rank with the other ranks. It launches the kernels in `exchange.cu`.
 
 use std::any::Any;
 use std::sync::Arc;
@@ -11,6 +11,7 @@ use candle_core::cuda_backend::{CudaDevice, WrapErr};
 use candle_core::{DType, Device, Result, Tensor, bail};
 
 use super::mailbox::RankMailbox;
+use super::path::ExchangePath;
 use super::sizes::MAILBOX_BYTES;
 use crate::device::{ANSWER_TIME, Exchange, World, share};
 use crate::kernels::constants::{EXCHANGE_BLOCKS, EXCHANGE_MAX_RANKS, EXCHANGE_SLOTS};
@@ -57,7 +58,7 @@ pub fn add_columns(launches: &mut LaunchList, world: &World, x: &Tensor, out: &T
 fn of_world(world: &World) -> Result<&GpuExchange> {
     match world.exchange().and_then(|exchange| (&**exchange as &dyn Any).downcast_ref()) {
         Some(exchange) => Ok(exchange),
-        None => bail!("internal error: the GPUs cannot exchange data directly"),
+        None => bail!("internal error: the GPUs have no exchange for CUDA graphs"),
     }
 }
 
@@ -74,12 +75,13 @@ struct RawMailboxes {
     region: i32,
     timeout_seconds: i32,
     shares_gpu: i32,
+    in_host_memory: i32,
 }
 
 // SAFETY: the struct has C's layout and contains only numbers.
 unsafe impl DeviceRepr for RawMailboxes {}
 
-/// The direct exchange of one rank with the other ranks.
+/// The exchange of one rank with the other ranks.
 pub(super) struct GpuExchange {
     rank: usize,
     device: CudaDevice,
@@ -179,7 +181,7 @@ impl GpuExchange {
         let ranks = self.mailboxes.len();
         let mut raw = RawMailboxes {
             of: [0; EXCHANGE_MAX_RANKS],
-            state: self.own().state(),
+            state: self.own().state,
             control: self.control().address(0),
             first_column: [columns as i32; EXCHANGE_MAX_RANKS + 1],
             rank: self.rank as i32,
@@ -187,6 +189,7 @@ impl GpuExchange {
             region: self.region() as i32,
             timeout_seconds: TIMEOUT_SECONDS,
             shares_gpu: self.shares_gpu.into(),
+            in_host_memory: (self.own().path == ExchangePath::HostMemory).into(),
         };
         for (rank, mailbox) in self.mailboxes.iter().enumerate() {
             raw.of[rank] = mailbox.address;

@@ -1,4 +1,4 @@
-//! The mailbox of a rank, in GPU memory that all ranks can access.
+//! The mailbox of a rank, in memory that the GPUs of all ranks can access.
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
@@ -7,18 +7,22 @@ use candle_core::cuda_backend::cudarc::driver::{CudaContext, result, sys};
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
 use candle_core::{Result, bail};
 
+use super::path::ExchangePath;
 use super::sizes::MAILBOX_BYTES;
 use crate::kernels::launch::HostWords;
 
-/// The size of the rank's state in bytes. The state follows the mailbox in memory.
+/// The size of the rank's state in bytes.
 const STATE_BYTES: usize = 256;
 
 /// The mailbox of a rank. Every rank holds a reference, so the mailbox lives as long as any rank uses it.
 pub(super) struct RankMailbox {
     device: CudaDevice,
     pub context: Arc<CudaContext>,
+    pub path: ExchangePath,
     /// The device address of the mailbox. The memory is not from candle's pool, which other GPUs cannot access.
     pub address: u64,
+    /// The device address of the rank's state, in GPU memory.
+    pub state: u64,
     /// A word in host memory that ends the exchange when it is not zero.
     /// All ranks use the word of the first rank. The words of the other ranks are unused.
     pub control: Arc<HostWords>,
@@ -29,32 +33,38 @@ pub(super) struct RankMailbox {
 }
 
 impl RankMailbox {
-    pub fn new(device: &CudaDevice) -> Result<Self> {
+    /// Allocates an empty mailbox: in GPU memory for a direct exchange, otherwise in host memory.
+    pub fn new(device: &CudaDevice, path: ExchangePath) -> Result<Self> {
         let stream = device.cuda_stream();
         let context = stream.context().clone();
         context.bind_to_thread().w()?;
         let control = HostWords::new(device, 1)?;
         // SAFETY: any size is allowed, and the context is bound. `drop` frees the memory.
-        let address = unsafe { result::malloc_sync(MAILBOX_BYTES + STATE_BYTES) }.w()?;
+        let state = unsafe { result::malloc_sync(STATE_BYTES) }.w()?;
         let (ready, launched) = (AtomicU64::new(0), AtomicU64::new(0));
-        let mailbox = Self { device: device.clone(), context, address, control, ready, launched };
-        // SAFETY: the allocation has space for the mailbox and the state.
+        // If the next allocation fails, dropping the mailbox frees the state. Freeing address 0 does nothing.
+        let mut mailbox = Self { device: device.clone(), context, path, address: 0, state, control, ready, launched };
+        // SAFETY: the context is bound, and the allocations have space for the state and the mailbox.
         unsafe {
-            result::memset_d8_async(address, 0xff, MAILBOX_BYTES, stream.cu_stream()).w()?;
-            result::memset_d8_async(mailbox.state(), 0, STATE_BYTES, stream.cu_stream()).w()?;
+            result::memset_d8_async(state, 0, STATE_BYTES, stream.cu_stream()).w()?;
+            mailbox.address = match path {
+                ExchangePath::Direct => result::malloc_sync(MAILBOX_BYTES).w()?,
+                // With unified addressing, as on 64-bit Linux, the host address is also valid on all GPUs.
+                ExchangePath::HostMemory => {
+                    let flags = sys::CU_MEMHOSTALLOC_PORTABLE | sys::CU_MEMHOSTALLOC_DEVICEMAP;
+                    result::malloc_host(MAILBOX_BYTES, flags).w()? as u64
+                }
+            };
+            // Every word is `EMPTY` of `exchange.cu`.
+            result::memset_d8_async(mailbox.address, 0xff, MAILBOX_BYTES, stream.cu_stream()).w()?;
         }
         stream.synchronize().w()?;
         Ok(mailbox)
     }
 
-    /// Returns the address of the rank's state.
-    pub fn state(&self) -> u64 {
-        self.address + MAILBOX_BYTES as u64
-    }
-
-    /// Lets the GPU of this mailbox access the memory of `peer`.
+    /// Lets the GPU of this mailbox access the mailbox of `peer`.
     pub fn open_to(&self, peer: &RankMailbox) -> Result<()> {
-        if self.context.cu_device() == peer.context.cu_device() {
+        if self.path == ExchangePath::HostMemory || self.context.cu_device() == peer.context.cu_device() {
             return Ok(());
         }
         self.context.bind_to_thread().w()?;
@@ -80,7 +90,13 @@ impl Drop for RankMailbox {
         // After a failed synchronization, a queued kernel may still use the memory, so the memory is leaked.
         if self.context.bind_to_thread().is_ok() && self.device.cuda_stream().synchronize().is_ok() {
             // SAFETY: `new` allocated the memory, and no kernel of any rank uses it any longer.
-            let _ = unsafe { result::free_sync(self.address) };
+            let _ = unsafe {
+                match self.path {
+                    ExchangePath::Direct => result::free_sync(self.address),
+                    ExchangePath::HostMemory => result::free_host(self.address as *mut _),
+                }
+                .and(result::free_sync(self.state))
+            };
         }
     }
 }

@@ -1,4 +1,4 @@
-//! Exchange of data between ranks on GPUs that can access each other's memory, without the host (`exchange.cu`).
+//! Exchange of data between ranks on GPUs, without copies by the host (`exchange.cu`).
 //!
 //! The kernels run in stream order like all other kernels, so passes with exchanges can be captured as CUDA graphs.
 
@@ -8,12 +8,14 @@ mod connect;
 mod gpu_exchange;
 #[cfg(feature = "cuda")]
 mod mailbox;
+mod path;
 mod sizes;
 
 #[cfg(feature = "cuda")]
 pub use connect::measure;
 #[cfg(feature = "cuda")]
 pub use gpu_exchange::{add_columns, add_sum};
+pub use path::ExchangePath;
 pub use sizes::{ExchangeTimes, LARGE_ELEMENTS, MAILBOX_BYTES, SMALL_ELEMENTS};
 
 use candle_core::{Device, Result};
@@ -23,18 +25,17 @@ use crate::device::World;
 /// Connects the GPUs of all ranks, and returns the world of this rank.
 /// On a CPU or with a single rank, returns `world` unchanged.
 ///
-/// The ranks exchange data directly if the GPUs can access each other's memory. Otherwise, they use host memory.
-/// The environment variable `INFERNO_EXCHANGE=host` forces copies through host memory.
+/// Uses the first of `paths` that works. If none works, returns `world` unchanged, and the host copies all data.
 ///
-/// All ranks must call this function, each on its own thread.
-pub fn connect(world: World, device: &Device) -> Result<World> {
+/// All ranks must call this function with the same paths, each on its own thread.
+pub fn connect(world: World, device: &Device, paths: &[ExchangePath]) -> Result<World> {
     match device {
         #[cfg(feature = "cuda")]
-        Device::Cuda(device)
-            if world.size() > 1 && std::env::var_os("INFERNO_EXCHANGE").is_none_or(|by| by != "host") =>
-        {
-            connect::connect(world, device)
+        Device::Cuda(device) if world.size() > 1 => connect::connect(world, device, paths),
+        _ => {
+            // Only builds for GPUs use the paths.
+            let _ = paths;
+            Ok(world)
         }
-        _ => Ok(world),
     }
 }

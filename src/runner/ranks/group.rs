@@ -90,7 +90,7 @@ impl RankGroup {
     }
 
     /// Returns whether CUDA graphs can contain the exchange of data between ranks.
-    /// CUDA graphs cannot contain an exchange through the host.
+    /// CUDA graphs cannot contain copies by the host.
     pub fn supports_graphs(&self) -> bool {
         self.is_single() || self.world.exchange().is_some()
     }

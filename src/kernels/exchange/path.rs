@@ -1,0 +1,25 @@
+//! The path of exchanged data between GPUs.
+
+use candle_core::{Result, bail};
+
+/// The path of the data that GPUs exchange with kernels.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ExchangePath {
+    /// Each GPU writes to the memory of the other GPUs, over NVLink or PCIe.
+    Direct,
+    /// Each GPU writes to host memory that the other GPUs read. This works without access to the other GPUs' memory.
+    HostMemory,
+}
+
+impl ExchangePath {
+    /// Returns the paths to try in this order, according to the environment variable `INFERNO_EXCHANGE`:
+    /// `host` allows only host memory, and `copy` allows no path, so that the host copies the data.
+    pub fn from_environment() -> Result<&'static [Self]> {
+        match std::env::var("INFERNO_EXCHANGE").as_deref() {
+            Err(_) | Ok("") => Ok(&[Self::Direct, Self::HostMemory]),
+            Ok("host") => Ok(&[Self::HostMemory]),
+            Ok("copy") => Ok(&[]),
+            Ok(other) => bail!("INFERNO_EXCHANGE is '{other}'; use host or copy"),
+        }
+    }
+}
