@@ -186,7 +186,7 @@ fn speeds_and_memory_agree_with_the_stored_results() {
     let (llama, small) = (read("2026-11-22-nvidia-h200-llama-3.1-8b"), read("2026-11-22-nvidia-h200-llama-3.2-1b"));
     let qwen = read("2026-11-22-nvidia-h200-qwen3-30b-a3b");
     let qwen_q8 = read("2026-11-22-nvidia-h200-qwen3-30b-a3b-q8_0");
-    // The results of a single sequence and of concurrent requests, for one H200, one H100 and two H100s.
+    // The results of a single sequence and of concurrent requests, for one H200, one H100, two H100s and four H100s.
     let newest = [
         (&["2026-11-25-nvidia-h200-gpt-oss-20b-prefill"][..], &H200_SERVING[..]),
         (
@@ -196,6 +196,10 @@ fn speeds_and_memory_agree_with_the_stored_results() {
         (
             &["2026-11-27-nvidia-h100-x2-gpt-oss-20b-2", "2026-11-27-nvidia-h100-x2-gpt-oss-20b-3"],
             &["2026-11-27-nvidia-h100-x2-gpt-oss-20b-serving-2", "2026-11-27-nvidia-h100-x2-gpt-oss-20b-serving-3"],
+        ),
+        (
+            &["2026-11-27-nvidia-h100-x4-gpt-oss-20b", "2026-11-27-nvidia-h100-x4-gpt-oss-20b-2"],
+            &["2026-11-27-nvidia-h100-x4-gpt-oss-20b-serving", "2026-11-27-nvidia-h100-x4-gpt-oss-20b-serving-2"],
         ),
     ]
     .map(|(single, serving)| (Results::read(single), Results::read(serving)));
@@ -229,7 +233,7 @@ fn speeds_and_memory_agree_with_the_stored_results() {
     ];
     // docs/benchmarks.md has a section for each of these GPU setups. Two sections may contain the same row.
     let benchmarks = page("docs/benchmarks.md");
-    let sections = ["## One H200", "## One H100", "### Two H100s"];
+    let sections = ["## One H200", "## One H100", "### Two H100s", "### Four H100s"];
     for (heading, (single, serving)) in sections.into_iter().zip(&newest) {
         let level = heading.split(' ').next().unwrap();
         let section = benchmarks.split_once(&format!("\n{heading}\n")).unwrap().1;
