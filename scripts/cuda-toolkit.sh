@@ -76,8 +76,8 @@ else
   # nvidia-cuda-nvcc-cu12 contains libdevice and nvcc's headers. NVIDIA withdrew CCCL 12.4; CCCL 12.9 works with CUDA 12.4.
   wheels nvidia-cuda-nvcc-cu12==12.4.131 nvidia-cuda-cccl-cu12==12.9.27 nvidia-cuda-runtime-cu12==12.4.127 \
     nvidia-cuda-nvrtc-cu12==12.4.127 nvidia-cublas-cu12==12.4.5.8 nvidia-curand-cu12==10.3.5.147
-  # nvcc links the static runtime library by default, and the wheel of 12.4 does not contain it.
-  # The library of 12.9 works with the drivers of every CUDA 12 release.
+  # nvcc links the static CUDA runtime by default, but the wheel of CUDA 12.4 does not contain the static runtime.
+  # The static runtime of CUDA 12.9 works with the drivers of every CUDA 12 release.
   wheels --no-deps --target "$dir/static" nvidia-cuda-runtime-cu12==12.9.79
   debian_packages "$dir/debian" trixie non-free nvidia-cuda-toolkit=12.4.131*
   home=$dir/cu12
@@ -94,7 +94,7 @@ else
   cp -l "$tree"/bin/{cudafe++,fatbinary,nvlink,ptxas,bin2c} "$tree/lib/nvidia-cuda-toolkit/bin/nvcc" "$home/bin/"
   cp -rl "$tree/lib/nvidia-cuda-toolkit/bin/crt" "$home/bin/"
   cp -l "$tree/lib/nvidia-cuda-toolkit/bin/cicc" "$home/nvvm/bin/"
-  # Debian's nvcc.profile has different paths. nvcc itself expands $(…) and _HERE_.
+  # Replace Debian's nvcc.profile, which has other paths. nvcc itself expands $(…) and _HERE_.
   cat > "$home/bin/nvcc.profile" << 'PROFILE'
 TOP = $(_HERE_)/..
 CICC_PATH = $(TOP)/nvvm/bin
@@ -110,7 +110,7 @@ PROFILE
 fi
 cd "$home"
 
-# The linker looks for lib64 and for library names without a version. The wheels contain neither.
+# The linker needs a folder lib64 and library names without a version. NVIDIA's wheels contain neither.
 [ -e lib64 ] || ln -s lib lib64
 for library in lib/*.so.*; do
   name=${library%%.so.*}.so

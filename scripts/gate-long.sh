@@ -15,7 +15,7 @@ cd "$(dirname "$0")/.."
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 target=${CARGO_TARGET_DIR:-target}
-# Compiling the kernels for one GPU generation is enough for these checks.
+# The checks of this script need kernels for only one GPU generation.
 export INFERNO_EXTRA_COMPUTE_CAPS=${INFERNO_EXTRA_COMPUTE_CAPS-}
 
 [ $# -gt 0 ] || set -- cuda12 cpu image routing

@@ -65,7 +65,7 @@ if [ -z "$base" ]; then
 fi
 
 echo "== building $tag from $base"
-# This folder replaces the stage `build` of the Dockerfile.
+# The folder with the program replaces the stage `build` of the Dockerfile.
 mkdir -p "$scratch/stage/out/lib"
 cp "$program" "$scratch/stage/out/inferno"
 if [ -n "$cuda" ]; then
@@ -101,11 +101,11 @@ grep -q "inferno download" "$scratch/answer" || fail "the demo's answer does not
 
 echo "== serve demo"
 port=$(python3 -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
-# The image sets a delay of 10 s. A shorter delay makes the test faster.
+# The image sets a drain delay of 10 s. A shorter delay makes the test faster.
 inside env INFERNO_DRAIN_DELAY=1 inferno serve demo --device cpu --host 127.0.0.1 --port "$port" > "$scratch/log" 2>&1 &
 server=$!
 health() {
-  # The HEALTHCHECK command with another port, because the containers share this machine's network.
+  # Run the HEALTHCHECK command with another port, because the containers share this machine's network.
   inside inferno health --port "$port"
 }
 for _ in $(seq 100); do
@@ -123,7 +123,7 @@ print(json.load(urllib.request.urlopen(request, timeout=60))["usage"])
 PYTHON
 
 echo "== SIGTERM"
-# Only the server in the container has this port on its command line.
+# Find the server in the container by its port. No other process has this port on its command line.
 pid=$(pgrep -f "^inferno serve demo .*--port $port\$") || fail "cannot find the process of the server"
 started=$SECONDS
 kill -TERM "$pid"

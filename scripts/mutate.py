@@ -48,12 +48,12 @@ COMMIT = "0123456789012345678901234567890123456789"
 # MAX_SECONDS, MAX_DATA and HANG_SECONDS have the same values as in tests/it/support/bounded.rs.
 MAX_SECONDS = 10
 MAX_DATA = 1_500_000_000
-# The script kills the program after this time, in seconds.
-# On a busy machine, MAX_SECONDS of CPU time can take this long.
+# The script kills the program after HANG_SECONDS.
+# On a busy machine, MAX_SECONDS of CPU time can take that long.
 HANG_SECONDS = 60
 MAX_RESIDENT = 1_500_000_000
 MAX_MESSAGE = 5000
-# docs/reference.md lists the codes. The program is never interrupted, so 130 is not expected.
+# The exit codes in docs/reference.md. The program is never interrupted, so 130 (Ctrl-C) is not expected.
 EXIT_CODES = range(12)
 
 MODEL_TYPES = ["gpt_oss", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "phi3", "gemma2", "gemma3_text"]
@@ -392,7 +392,7 @@ TEMPLATES = [
     "{% generation %}{% generation %}", "{{ [1, 2] | sort | batch(0) }}", "{{ range(0, 10, 0) }}",
     "{{ 'é' | slice(0) }}", "{{ 'a' | indent(10000000000) }}",
 ]
-# Each of these templates runs until inferno's CPU limit of three seconds, so the script chooses them rarely.
+# Chat templates that run until inferno's CPU limit of three seconds. The script rarely chooses one of them.
 SLOW_TEMPLATES = ["{% set ns = namespace() %}{% set ns.x = ns %}{{ ns | pprint }}",
                   repeated("{% set ns.l = [ns.l, ns.l] %}{% set ns.x = [ns.x, ns.x] %}", 40) + "{{ ns.l == ns.x }}"]
 
@@ -594,7 +594,7 @@ def mutate_gguf(rng, data):
         file.put(key, *new)
         return file.bytes(), f"set {key} to {shown(str(new))}"
     if kind < 11 and file.pairs:
-        # Choose a key, not a byte, so that short values change as often as the long arrays of a vocabulary.
+        # Choose a random key, not a random byte. Short values then change as often as the long arrays of a vocabulary.
         pair = rng.choice(file.pairs)
         key, value = pair[0].decode("utf-8", "replace"), pair[2]
         change = rng.randrange(7)
@@ -741,7 +741,7 @@ def mutate_file_system(rng, folder, path):
 
 
 def leads_outside(folder, path):
-    """Returns whether a path leads outside the run's home folder, where the script must not write, or to itself."""
+    """Returns whether a path is a link to itself or leads outside the home folder, where the script must not write."""
     home = next(parent for parent in folder.parents if parent.name == "home")
     try:
         return not path.resolve().is_relative_to(home)
@@ -766,7 +766,7 @@ def remove(path):
 def write_new(path, data):
     """Replaces a file.
 
-    Removes it first, because writing would follow a link and would wait for the reader of a pipe.
+    Removes the old file first. Otherwise, writing would follow a link, and would wait for the reader of a pipe.
     """
     remove(path)
     path.write_bytes(data)
@@ -804,7 +804,7 @@ def mutate(rng, folder):
     try:
         changed, description = mutator(rng, data)
     except (ValueError, ArithmeticError, RecursionError, LookupError, TypeError, AttributeError, struct.error):
-        # An earlier mutation made the file invalid, so change its bytes instead.
+        # An earlier mutation made the file invalid, so change bytes instead of JSON or GGUF values.
         changed, description = mutate_bytes(rng, data)
     path.write_bytes(changed)
     return f"{path.name}: {description}"
@@ -908,7 +908,8 @@ CHATS = [
 def lay_out(rng, source, home):
     """Copies a model to a home folder or to the cache in it.
 
-    Returns the folder of the copy, the names that select it on the command line, and its cached repository or None.
+    Returns the folder of the copy, the names that select the model on the command line,
+    and the cached repository or None.
     """
     if rng.randrange(3) > 0:
         folder = home / "model"

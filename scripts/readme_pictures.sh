@@ -34,7 +34,7 @@ type_and_wait() {
   exit 1
 }
 
-# picture NAME TITLE: saves the terminal as docs/NAME.svg.
+# picture NAME TITLE: saves a picture of the terminal as docs/NAME.svg.
 picture() {
   sleep 0.3
   tmux capture-pane -e -p -t $session | scripts/terminal_to_svg.py --title "$2" --columns 92 -o "docs/$1.svg"

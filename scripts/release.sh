@@ -70,18 +70,19 @@ archive() {
 }
 
 # check_links PROGRAM: fails if the program is linked against NVIDIA's libraries.
-# Such a program would not start on a machine without the libraries (docs/nvidia-libraries.md).
+# A program with such links would not start on a machine without the libraries (docs/nvidia-libraries.md).
 check_links() {
   readelf -d "$1" > "$scratch/needed"
   ! grep -E 'NEEDED.*lib(cu|nv)' "$scratch/needed" || fail "$1 is linked against NVIDIA's libraries"
 }
 
-# check_start COMMAND...: fails unless the program works without a GPU. LD_LIBRARY_PATH must not contain the toolkit.
+# check_start COMMAND...: fails unless the program works without a GPU.
+# LD_LIBRARY_PATH must not contain the CUDA toolkit, so that the program finds no NVIDIA library.
 check_start() {
   "$@" --version
   "$@" play demo --device cpu --prompt "What is a token?" > "$scratch/answer"
   [ -s "$scratch/answer" ] || fail "the demo gave no answer"
-  # doctor exits with 1 if there is no driver or no GPU.
+  # `inferno doctor` exits with 1 if there is no driver or no GPU.
   "$@" doctor > "$scratch/doctor" 2>&1 || true
   grep -q "^PASS  build" "$scratch/doctor" || fail "doctor does not report the build: $(cat "$scratch/doctor")"
 }
@@ -106,7 +107,7 @@ for cuda in 12 13; do
     # shellcheck source=/dev/null
     . "$toolkit/env.sh"
     export CUDA_COMPUTE_CAP=${CUDA_COMPUTE_CAP:-80} INFERNO_EXTRA_COMPUTE_CAPS=${INFERNO_EXTRA_COMPUTE_CAPS-86,89,90}
-    # Use one target folder per CUDA version, because candle's build does not notice that the toolkit has changed.
+    # Use one target folder per CUDA version, because candle's build does not notice a changed toolkit.
     cargo build --release --locked --features cuda --target-dir "$target/release-cuda$cuda"
   )
   program=$target/release-cuda$cuda/release/inferno

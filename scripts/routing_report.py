@@ -29,7 +29,7 @@ DEFAULT_CACHE = Path.home() / ".cache/inferno-ci/deploy"
 
 
 def test_names(only):
-    """Returns the names of the tests that `routing.run` runs if none fails."""
+    """Returns the names of the tests that `routing.run` runs if no test fails."""
     names = []
     for _, has_file, tests in routing.SUITES.values():
         for test in tests:
@@ -67,7 +67,7 @@ def main():
         names = dict.fromkeys(test.__name__ for _, _, tests in routing.SUITES.values() for test in tests)
         parser.error(f"no test has {options.only!r} in its name: choose from {', '.join(names)}")
     try:
-        file = open(options.report, "w", encoding="utf-8")  # before the tests, because they take minutes
+        file = open(options.report, "w", encoding="utf-8")  # before the slow tests
     except OSError as error:
         parser.error(f"cannot write the report: {error}")
     with file:

@@ -73,8 +73,8 @@ def indexed(index):
 def take_color(subparameters, fields):
     """Returns the color that an SGR code 38, 48 or 58 specifies, or None if it specifies no valid color.
 
-    The color is in the code's sub-parameters, as in `38:5:1`. If there are none, it is in the next fields, as in
-    `38;5;1`, and these fields are removed from `fields`.
+    The color is in the code's sub-parameters, as in `38:5:1`, or in the next fields, as in `38;5;1`.
+    Removes the next fields from `fields` if they contain the color.
     """
     if subparameters:
         kind, *values = subparameters
@@ -148,14 +148,14 @@ def clusters(text):
 
 
 def cells(cluster):
-    """Returns the number of cells that one of `clusters` occupies."""
+    """Returns the number of terminal cells that a character from `clusters` occupies."""
     if unicodedata.category(cluster[0]) in ("Mn", "Me") or cluster[0] == JOINER:
         return 0
     return 2 if unicodedata.east_asian_width(cluster[0]) in "WF" or EMOJI_STYLE in cluster else 1
 
 
 def width(text):
-    """Returns the number of cells that a text occupies."""
+    """Returns the number of terminal cells that a text occupies."""
     return sum(map(cells, clusters(text)))
 
 
@@ -205,7 +205,7 @@ def draw(lines, title, columns):
             x, length = round(MARGIN + column * CELL, 1), round(width(text) * CELL, 1)
             if background:
                 out.append(f'<rect x="{x:g}" y="{top}" width="{length:g}" height="{LINE}" fill="{background}"/>')
-            # Drop leading and trailing spaces, and keep the rest of the text in its columns.
+            # Drop leading and trailing spaces. All other characters stay in their columns.
             shown = text.strip(" ")
             if not shown:
                 continue

@@ -5,7 +5,7 @@
     scripts/third_party_notices.py --check   fails if the file is out of date
 
 If a crate offers several licenses, the script chooses the one that comes first in `PREFERRED`.
-It writes each license text only once, below the copyright lines of all crates that use it.
+Each license text appears only once, below the copyright lines of all crates that use the text.
 """
 
 import json
@@ -16,7 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 NOTICES = ROOT / "docs" / "third-party-notices.txt"
-# Licenses in order of preference.
+# SPDX names of licenses, in order of preference.
 PREFERRED = ["0BSD", "MIT", "ISC", "Zlib", "BSD-2-Clause", "BSD-3-Clause"]
 PREFERRED += ["Unicode-3.0", "CDLA-Permissive-2.0", "Apache-2.0", "MPL-2.0"]
 # Patterns that match the names of license files, for crates with one file per license.
@@ -79,10 +79,10 @@ def license_text(package, license):
 
 
 def split_copyrights(text, license):
-    """Splits a license text into its copyright lines and the rest."""
+    """Splits a license text into its copyright lines and the remaining text."""
     # MIT license texts start with copyright lines. The Apache license text is the same in every crate.
     is_copyright = re.compile(r"(?i)^\W*(copyright (\(c\)|©|\d{4}|the|by)|©)").match
-    # Some crates put the year on one line and the name on the next.
+    # Some crates put the copyright year on one line and the name on the next line.
     text = re.sub(r"(?im)^(\W*copyright \(c\) [\d\-, ]+)\n+(?!Permission)", r"\1 ", text)
     lines = [line.strip() for line in text.split("\n")]
     copyrights = [line for line in lines if is_copyright(line)] if license != "Apache-2.0" else []

@@ -1,19 +1,19 @@
 //! Errors that the user can act on. Each error has an exit code, and most messages suggest what to do next.
 //!
-//! All other errors are plain `anyhow::Error`s.
+//! Errors that the user cannot act on are plain `anyhow::Error`s.
 
 use std::io::{self, ErrorKind};
 use std::path::PathBuf;
 
 use crate::text::{escaped, quote};
 
-/// An error that the user can act on. Callers find it in an `anyhow::Error` with `downcast_ref`.
+/// An error that the user can act on. Callers extract it from an `anyhow::Error` with `downcast_ref`.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     #[error("cannot use an NVIDIA GPU: {reason}\n  {hint}")]
     NoGpu { reason: String, hint: String },
 
-    /// One of several GPUs that run a model together has failed or does not answer. The message names this GPU.
+    /// One of several GPUs that run a model together has failed or does not answer. The message names the failed GPU.
     #[error("{0}")]
     GpuFailed(String),
 
@@ -56,7 +56,8 @@ pub enum Error {
     )]
     DiskFull { path: PathBuf, needed_bytes: u64, free_bytes: u64 },
 
-    /// A hash, a commit or the signature of a receipt is wrong, or a file keeps changing on the server.
+    /// Verification failed: a file hash, a commit hash or the signature of a receipt is wrong,
+    /// or a file keeps changing on the server.
     #[error("{what}\n  {hint}")]
     Verification { what: String, hint: String },
 
@@ -84,9 +85,9 @@ pub enum Error {
         device: String,
         needed_bytes: u64,
         free_bytes: u64,
-        /// The memory that `--gpu-memory` allows, if this limit is too small and less than `free_bytes`.
+        /// The limit that `--gpu-memory` sets, in bytes, if the limit is too small and less than `free_bytes`.
         limit_bytes: Option<u64>,
-        /// A shorter context that would fit, in tokens.
+        /// The length of a shorter context that would fit in GPU memory, in tokens.
         fitting_context: Option<usize>,
         /// The smallest number of equal GPUs (2, 4 or 8) that can hold the model and its context.
         fitting_gpus: Option<usize>,
@@ -118,12 +119,12 @@ pub enum Error {
     #[error("the request waited longer than its limit")]
     WaitedTooLong,
 
-    /// The constraint of a request is invalid or not supported. `name` is the part of the request at fault.
+    /// The output constraint of a request is invalid or not supported. `name` is the part of the request at fault.
     #[error("cannot constrain the answer: {name}: {reason}")]
     InvalidConstraint { name: String, reason: String },
 
-    /// The request asks for a deterministic answer, but the chunk size or the attention kernel of the engine
-    /// does not support this for single requests.
+    /// The request asks for a deterministic answer, but the engine does not support deterministic single requests
+    /// with its chunk size or its attention kernel.
     #[error(
         "cannot answer deterministically: {reason}\n  make all answers deterministic: start the engine with --deterministic"
     )]
@@ -220,9 +221,9 @@ fn out_of_memory_hint(
 /// The exit code after a write that failed because of a full disk, a quota or a file size limit.
 const DISK_FULL: u8 = 11;
 
-/// Returns the exit code of a process that ends with this error: 1 for errors without a code of their own.
+/// Returns the exit code of a process that ends with `error`. The code is 1 for errors without their own exit code.
 ///
-/// Other code sets two exit codes: clap exits with 2 if it cannot parse the arguments, and Ctrl-C exits with 130.
+/// Two exit codes are set elsewhere: clap exits with 2 if it cannot parse the arguments, and Ctrl-C exits with 130.
 pub fn exit_code(error: &anyhow::Error) -> u8 {
     if let Some(error) = error.downcast_ref::<Error>() {
         return error.exit_code();

@@ -1,8 +1,9 @@
-//! Reads untrusted files, such as config.json or a saved conversation, up to a maximum size. Creates private files.
+//! Reads untrusted files, such as config.json or a saved conversation, up to a maximum size.
+//! Also creates private files.
 //!
 //! The type and size of a file are checked after the file is opened, so nobody can replace the file after the checks.
 //! Only [`read_input`], [`read_input_text`] and [`read_stdin`] accept pipes and devices.
-//! The other functions reject a pipe at once. A plain `open` would wait until another program writes to the pipe.
+//! All other functions reject a pipe at once. A plain `open` would wait until another program writes to the pipe.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, ErrorKind, Read};
@@ -30,8 +31,8 @@ pub const TOKENIZER: u64 = 128 * MB;
 pub const SHARD_INDEX: u64 = 32 * MB;
 /// The maximum size of a saved conversation, in bytes.
 pub const JOURNAL: u64 = 128 * MB;
-/// The maximum size of a conversation for `tokenize --chat`, in bytes. English text of this size has about
-/// 4 million tokens.
+/// The maximum size of a conversation for `tokenize --chat`, in bytes.
+/// English text of 16 MB has about 4 million tokens.
 pub const CONVERSATION: u64 = 16 * MB;
 /// The maximum size of a text from `--file`, standard input or an editor, in bytes.
 pub const TEXT: u64 = 256 * MB;
@@ -42,7 +43,7 @@ pub const DOWNLOAD_RECORD: u64 = 16 * MB;
 /// The maximum size, in bytes, of a file with a single value, such as a commit hash, an access token or a time.
 pub const SINGLE_VALUE: u64 = 64 * KB;
 
-/// The maximum number of values in a JSON text. A parsed value takes up to 50 times the memory of its text.
+/// The maximum number of values in a JSON text. A parsed value takes up to 50 times as much memory as its text.
 /// The largest known file, a tokenizer_config.json, has 50,000 values.
 const MAX_JSON_VALUES: usize = 1 << 20;
 
@@ -57,7 +58,7 @@ pub fn read(path: &Path, limit: u64) -> Result<Vec<u8>> {
     read_to_limit(&file, limit).with_context(|| cannot_read(path))
 }
 
-/// Reads a file like [`read`]. Returns `None` if there is no file.
+/// Like [`read`], but returns `None` if the file does not exist.
 pub fn read_if_present(path: &Path, limit: u64) -> Result<Option<Vec<u8>>> {
     let file = match open_regular(path) {
         Ok(file) => file,
@@ -67,22 +68,22 @@ pub fn read_if_present(path: &Path, limit: u64) -> Result<Option<Vec<u8>>> {
     read_to_limit(&file, limit).with_context(|| cannot_read(path)).map(Some)
 }
 
-/// Reads a file like [`read`]. Fails if the file is not UTF-8.
+/// Reads a text file like [`read`]. Fails if the text is not UTF-8.
 pub fn read_text(path: &Path, limit: u64) -> Result<String> {
     to_text(path, read(path, limit)?)
 }
 
-/// Reads a file like [`read_text`]. Returns `None` if there is no file.
+/// Like [`read_text`], but returns `None` if the file does not exist.
 pub fn read_text_if_present(path: &Path, limit: u64) -> Result<Option<String>> {
     read_if_present(path, limit)?.map(|bytes| to_text(path, bytes)).transpose()
 }
 
-/// Reads a file like [`read`], and parses it like [`parse_json`].
+/// Reads a JSON file like [`read`], and parses its contents like [`parse_json`].
 pub fn read_json<T: DeserializeOwned>(path: &Path, limit: u64) -> Result<T> {
     parse_json(&read(path, limit)?).with_context(|| cannot_read(path))
 }
 
-/// Reads a file like [`read_json`]. Returns `None` if there is no file.
+/// Like [`read_json`], but returns `None` if the file does not exist.
 pub fn read_json_if_present<T: DeserializeOwned>(path: &Path, limit: u64) -> Result<Option<T>> {
     let Some(bytes) = read_if_present(path, limit)? else { return Ok(None) };
     parse_json(&bytes).with_context(|| cannot_read(path)).map(Some)
@@ -130,7 +131,7 @@ pub fn read_head(path: &Path, bytes: u64) -> Result<Vec<u8>> {
 }
 
 /// Reads a file, pipe or device that the user named, as in `--file <(command)`.
-/// Fails if there are more than `limit` bytes.
+/// Fails if the input has more than `limit` bytes.
 pub fn read_input(path: &Path, limit: u64) -> Result<Vec<u8>> {
     let file = File::open(path).with_context(|| cannot_read(path))?;
     read_to_limit(&file, limit).with_context(|| cannot_read(path))
@@ -191,8 +192,8 @@ fn to_text(path: &Path, bytes: Vec<u8>) -> Result<String> {
     }
 }
 
-/// Returns an upper bound on the number of values in a JSON text: 1, plus the number of `,`, `:`, `[` and `{`
-/// outside strings.
+/// Returns an upper bound on the number of values in a JSON text.
+/// The bound is 1 plus the number of `,`, `:`, `[` and `{` outside strings.
 fn count_json_values(json: &[u8]) -> usize {
     let (mut count, mut bytes) = (1, json.iter());
     while let Some(byte) = bytes.next() {

@@ -8,14 +8,14 @@
 //! - `intermediate`: intermediate size of an MLP, or of one expert
 //! - `heads`, `kv_heads`: query heads and key/value heads
 //! - `head_dim`: size of one head
-//! - `rotated`: elements at the start of a head that RoPE rotates
-//! - `positions`: positions that a RoPE table or a position embedding covers
+//! - `rotated`: number of elements at the start of a head that RoPE rotates
+//! - `positions`: number of positions that a RoPE table or a position embedding covers
 //! - `blocks`: entries of a block table; each block holds 64 positions of the KV cache
 //! - `experts`: experts per layer
 //! - `chosen`: experts selected per token
-//! - `pairs`: (token, expert) pairs, tokens · chosen
+//! - `pairs`: number of (token, expert) pairs, equal to tokens · chosen
 //! - `out`, `in`: output and input size of a linear layer
-//! - `rows`, `columns`: the sizes of any other matrix
+//! - `rows`, `columns`: the numbers of rows and columns of any other matrix
 //!
 //! In CUDA comments, `T` is the element type that a kernel is compiled for.
 

@@ -11,13 +11,14 @@ const QUOTED_CHARACTERS: usize = 80;
 /// The maximum number of characters of a library's message that [`library_error`] shows.
 const LIBRARY_CHARACTERS: usize = 300;
 
-/// The maximum length of an error message, in characters. Only long lists of models or untrusted strings are longer.
+/// The maximum length of an error message, in characters.
+/// Only messages that list many models or contain long untrusted strings would be longer.
 const MESSAGE_CHARACTERS: usize = 4000;
 
-/// Removes control characters and bidirectional embeddings, overrides and isolates. Keeps newlines and tabs.
+/// Removes control characters and bidirectional formatting characters from a text. Keeps newlines and tabs.
 ///
-/// Model output must not move the cursor, set the window title, or write to the clipboard.
-/// Other invisible characters, such as joiners, are kept, because emoji and many scripts need them.
+/// Without this function, model output could move the cursor, set the window title, or write to the clipboard.
+/// Invisible characters such as joiners are kept, because emoji and many scripts need joiners.
 pub fn without_controls(text: &str) -> String {
     let is_harmless = |c: &char| match c {
         '\n' | '\t' => true,
@@ -66,7 +67,7 @@ pub fn excerpt(untrusted: &str) -> String {
 
 /// Escapes control characters and invisible characters in a name, including newlines and tabs.
 ///
-/// Does not shorten the name, because the user may type or copy it.
+/// Does not shorten the name, because the user may type or copy the name.
 pub fn escaped(name: &str) -> String {
     let mut out = String::new();
     name.chars().for_each(|c| push_visible(&mut out, c));
@@ -75,7 +76,7 @@ pub fn escaped(name: &str) -> String {
 
 /// Returns the message of a library's error as a single line. Shows at most 300 characters of the message.
 ///
-/// Some libraries quote whole strings from a file in their messages.
+/// The limit is needed because some libraries quote whole strings from a file in their messages.
 pub fn library_error(error: &impl std::fmt::Display) -> String {
     let message = error.to_string();
     let mut out = String::new();
@@ -96,8 +97,8 @@ fn push_visible(out: &mut String, c: char) {
     }
 }
 
-/// Returns true for characters that have no width, and for characters that change the text direction or break lines.
-/// Variation selectors up to U+FE0F are not included, because they are part of common emoji.
+/// Returns whether a character has no width, changes the text direction, or breaks lines.
+/// Returns false for variation selectors up to U+FE0F, because they are part of common emoji.
 fn is_invisible(c: char) -> bool {
     matches!(c,
         '\u{AD}' | '\u{34F}' | '\u{61C}' | '\u{115F}' | '\u{1160}' | '\u{17B4}' | '\u{17B5}' | '\u{3164}' | '\u{FFA0}'
@@ -155,7 +156,7 @@ pub fn home_relative(path: &str) -> String {
     }
 }
 
-/// Shortens a commit hash to seven characters.
+/// Returns the first seven characters of a commit hash.
 pub fn short_commit(commit: &str) -> String {
     commit.chars().take(7).collect()
 }

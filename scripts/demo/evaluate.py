@@ -75,7 +75,7 @@ def after_name(sampler, name, intent_id, question, values):
 def asked_name(sampler, name, between, wordings, date):
     """Returns a case in which the user gives a name and asks for it after `between` other turns.
 
-    `wordings` selects the phrasings: "ask" for the training data, or "test" for the held-out ones.
+    `wordings` selects the phrasings: "ask" for phrasings from the training data, or "test" for held-out phrasings.
     """
     hello = give_name(sampler, name, getattr(sampler.intents["name-given"], wordings))
     others = sampler.other_turns(between, date=date)
@@ -107,7 +107,7 @@ def cases(sampler):
         "held-out names and phrasings": [],
         "training phrasings": [],
     }
-    # Keep the order of these calls. All cases draw from one random generator, so another order would change the cases.
+    # Do not reorder the samplers. All cases draw from one random generator, so another order would change the cases.
     for case in held_out(intents):
         kinds["held-out phrasings"].append(alone(*case))
         kinds["held-out phrasings, third turn"].append(third_turn(sampler, *case))

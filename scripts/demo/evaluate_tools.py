@@ -20,7 +20,7 @@ from questions import Conversation, Sampler, Turn
 from tokenizers import Tokenizer
 from tools import NUMBERS, ToolSampler, plain
 
-CASES = 200  # of each kind
+CASES = 200  # the number of cases of each kind of test
 
 
 def generate(model, writer, prompts, max_tokens, batch):
@@ -59,7 +59,7 @@ def is_same_call(call, expected):
 
 
 def values(result):
-    """Returns all values in a tool result, each as `spoken` writes it. There is always at least one."""
+    """Returns all values in a tool result, each as `spoken` writes it. Returns at least one value."""
     try:
         return leaves(json.loads(result, parse_float=Decimal))
     except ValueError:

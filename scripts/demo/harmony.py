@@ -1,6 +1,6 @@
 """Renders conversations as token ids in gpt-oss's chat format, and trains the small tokenizer.
 
-inferno must render the same text.
+inferno must render the same text as this module.
 `evaluate_tools.py` writes prompts to `tests/golden/demo_prompts.json`. A test compares these prompts with inferno's.
 """
 
@@ -113,7 +113,7 @@ class Writer:
         self.control = {token: tokenizer.token_to_id(token) for token in CONTROL}
         self.stop_ids = [self.control[token] for token in STOP]
         self.known = {}  # a cache, because many answers and analyses occur repeatedly
-        # Every assistant message begins with these ids, and every prompt ends with them.
+        # The ids of the start of an assistant message. Every prompt ends with these ids.
         self.assistant = [self.control["<|start|>"], *self.text("assistant")]
 
     def text(self, text):

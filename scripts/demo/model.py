@@ -4,8 +4,8 @@ Outside of training, the model computes the same results as transformers' GptOss
 The code differs in two ways:
 
 - Every expert runs for every token, and experts that are not selected get a routing weight of 0.
-  For a model of this size, this is faster than selecting experts.
-- During training, the forward pass rounds expert weights to MXFP4, so the model adapts to the rounding.
+  For a small model, running all experts is faster than selecting some.
+- During training, the forward pass rounds expert weights to MXFP4. The model thus adapts to the rounding.
 
 Dimensions: B batch, T tokens, S keys, H query heads, K KV heads, D head size, C hidden size, I intermediate size,
 E experts, V vocabulary.
@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import nn
 
-# Every dimension has a different size, so code that swaps two dimensions fails.
+# The sizes of all dimensions differ, so code that swaps two dimensions fails.
 CONFIG = {
     "architectures": ["GptOssForCausalLM"],
     "model_type": "gpt_oss",
@@ -71,7 +71,7 @@ CONFIG = {
 }
 
 # ---- MXFP4: blocks of 32 values that share a power-of-two scale ----
-# Each value has a sign and one of eight magnitudes.
+# An FP4 value has a sign and one of eight magnitudes.
 
 MAGNITUDES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
@@ -118,7 +118,7 @@ def yarn_frequencies(config):
     context = yarn["original_max_position_embeddings"]
 
     def dimension_of(turns):
-        """Returns the dimension whose angle makes this many turns over the original context."""
+        """Returns the RoPE dimension whose angle makes `turns` turns over the original context."""
         return dim * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(base))
 
     low, high = max(dimension_of(yarn["beta_fast"]), 0), min(dimension_of(yarn["beta_slow"]), dim - 1)
@@ -235,8 +235,9 @@ class GptOss(nn.Module):
     def forward(self, ids, padding=None, cache=None):
         """Returns the logits [B, T, V] for ids [B, T], and the mean load-balancing loss of the layers.
 
-        `padding` [B] is the number of padding positions at the start of each row. `cache` has one list per layer.
-        Each call adds keys and values to the cache, so the next call needs only the new ids.
+        `padding` [B] is the number of padding positions at the start of each row.
+        `cache` has one list of keys and values per layer.
+        Each call extends the cache, so the next call needs only the new ids.
         """
         past = cache[0][0].shape[2] if cache and cache[0] else 0
         keys = torch.arange(past + ids.shape[1], device=ids.device)

@@ -1,8 +1,8 @@
 """Samples training conversations in which the demo model answers in JSON.
 
 In some samples, the user or the system prompt asks for JSON.
-In the others, the prompt does not mention JSON, as when a server enforces a JSON schema.
-The opening brace then has no loss weight, so that the model does not learn to write JSON unasked.
+In other samples, the prompt does not mention JSON, as when a server enforces a JSON schema.
+In these samples, the opening brace has no loss weight, so that the model does not learn to write JSON unasked.
 `python objects.py` prints some conversations.
 """
 
@@ -14,7 +14,7 @@ from tools import NUMBERS, Values
 
 SLOT = re.compile(r"\{(\w+)(?::(\w+))?\}")
 ANSWER_KEYS = ["answer"] * 8 + ["text", "response", "reply", "message", "result", "content", "explanation", "summary"]
-KEY_WEIGHT = 0.1  # the loss weight of keys that a schema would force
+KEY_WEIGHT = 0.1  # the loss weight of JSON keys that a schema would force
 
 
 def escaped(text):

@@ -374,7 +374,7 @@ class Sampler:
         return made_up.capitalize()
 
     def fill(self, text: str) -> str:
-        """Fills the slots that [slots] in talk.toml defines. All other slots stay."""
+        """Fills the slots that the table [slots] in talk.toml defines. Leaves all other slots unchanged."""
         choose = lambda m: self.random.choice(self.slots[m[1]]) if m[1] in self.slots else m[0]
         return re.sub(r"\{(\w+)\}", choose, text)
 

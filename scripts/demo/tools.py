@@ -1,8 +1,8 @@
 """Samples training conversations in which the demo model may call a tool.
 
-Half of the tools come from data/tools.toml, and the other half are made up.
+Half of the tools come from data/tools.toml, and half are made up.
 The question contains the arguments, and the answer contains every value of the result.
-Therefore, the model learns to copy values.
+The model thus learns to copy values.
 `python tools.py` prints some conversations.
 """
 
@@ -153,8 +153,8 @@ class Values:
 class ToolSampler:
     """Samples tools and conversations that use them.
 
-    `held_out` selects tools and values that are not in the training data. With `only_trained_tools`, all tools are
-    from the training data, but the values are still held out.
+    `held_out` selects tools and values that are not in the training data.
+    With `only_trained_tools`, all tools are from the training data, but the values are still held out.
     """
 
     def __init__(self, sampler: Sampler, held_out=False, only_trained_tools=False):

@@ -31,9 +31,9 @@ from tokenizers import Tokenizer
 from tools import AFTER_CALL, ToolSampler
 
 # Shapes of batches: maximum tokens per sample, samples per batch. A sample goes into the first shape that it fits.
-# Longer samples are dropped.
+# Samples that fit no shape are dropped.
 SHAPES = [(176, 256), (288, 160), (480, 96), (800, 48), (1600, 24)]
-# Kinds of conversations: the sampler, the share of all samples in percent, and the minimum and maximum number of turns.
+# Kinds of conversations: sampler, share of all samples in percent, minimum and maximum number of turns.
 KINDS = [
     ("plain", 52, 1, 1), ("plain", 10, 2, 4), ("plain", 2, 5, 28),
     ("tools", 20, 1, 1), ("tools", 4, 2, 3), ("tools", 1, 4, 10),
@@ -132,7 +132,7 @@ def train(tokenizer_json, checkpoint, args):
 
     began = time.time()
     missing = dict(SHAPES)
-    # Compile before the clock starts, with learning rate 0.
+    # Run steps with learning rate 0 before the clock starts, so that the training time excludes compilation.
     for batch in Batches(tokenizer_json, args.seed, args.shrink):
         if missing.pop(batch[0].shape[1] - 1, None):
             loss = step(*batch)[0]

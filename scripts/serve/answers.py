@@ -9,8 +9,8 @@ from process import Server
 
 PATH = "/v1/completions"
 
-# The number of requests at once, and the number of prompts in a group.
-# A group fits in the KV cache, so its prompts are still cached when they are sent again.
+# The number of concurrent requests, and the number of prompts in a group.
+# A group fits in the KV cache, so its prompts are still cached when the group is sent again.
 AT_ONCE = 64
 
 # In deterministic mode, a prompt reuses only whole chunks from the KV cache. Each prompt has one whole chunk.
@@ -39,7 +39,7 @@ async def answer(port, body):
 async def compare(port, group, first):
     """Sends a group of requests in four ways. Returns the answers of each way.
 
-    In the first way, each request has its own `cache_salt`, so the other ways cannot reuse its cached prompts.
+    In the first way, each request has its own `cache_salt`, so later ways cannot reuse the cached prompts.
     """
 
     async def alone(requests):

@@ -4,15 +4,16 @@ import asyncio
 import multiprocessing
 import resource
 
-# How long to wait for a message from the other process.
+# The maximum time to wait for a message from the background process, in seconds.
 LIMIT_SECONDS = 300
 
 
 class Background:
     """Runs `function(session, *arguments)` in another process. Use it in a `with` statement.
 
-    The body of the `with` statement starts when the function calls `session.ready()`. At the end of the body,
-    `session.stopped()` returns in the other process. `result` is then the return value of the function.
+    The body of the `with` statement starts when the function calls `session.ready()`.
+    At the end of the body, `session.stopped()` returns in the other process.
+    The attribute `result` is then the return value of the function.
     Raises ChildProcessError if the function fails. If the body fails, ends the other process without a result.
     """
 
@@ -50,7 +51,7 @@ class Background:
         try:
             self.pipe.send(("stop", None))
         except BrokenPipeError:
-            pass  # the function has failed, and `receive` returns why
+            pass  # the function has failed; `receive` reports the reason
         result = self.receive("result")
         self.process.join(30)
         return result

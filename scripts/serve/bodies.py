@@ -9,7 +9,7 @@ from client import ask, connect, read_body, read_head, request
 from process import Server
 
 # The context length of the server that gets malformed bodies.
-# A mutation can remove the limit on the length of an answer. A short context then ends the answer.
+# A mutation can remove `max_tokens` from a body. The short context then ends the answer.
 SHORT_CONTEXT = 512
 # The number of malformed bodies to send at once.
 AT_ONCE = 64

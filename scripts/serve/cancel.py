@@ -73,7 +73,7 @@ def killed_clients(options, report):
 async def cancel_time(port, fields, events):
     """Starts a stream and closes it. Returns the time until the server is idle, and the gaps between events.
 
-    Closes the stream after `events` events. If `events` is 0, closes it during the prefill.
+    Closes the stream after `events` events, or during the prefill if `events` is 0.
     """
     reader, writer = await connect(port)
 
@@ -204,7 +204,7 @@ def shutdown_under_load(options, report):
 
 
 def restart(options, report):
-    """Kills a server while it answers and starts another, as a supervisor does. Measures the time until it is ready."""
+    """Kills a server while it answers, and starts a new server. Measures the time until the new server is ready."""
     turns, times, answered = (1 if options.short else 3), [], []
     server = Server(options)
     for _ in range(turns):

@@ -85,7 +85,7 @@ async def read_body(reader, headers):
 async def ask(port, path, fields, key=None, cancel=None, raw=None):
     """Sends a request and reads its response.
 
-    `cancel` is called with the answer so far. If it returns True, the client closes the connection.
+    The client calls `cancel` with the answer so far. If `cancel` returns True, the client closes the connection.
     `raw` is the body to send instead of `fields`.
     """
     body = json.dumps(fields).encode() if raw is None else raw
@@ -131,7 +131,7 @@ async def get(port, path, key=None):
 
 
 async def poll(condition, what, limit_s=30):
-    """Awaits `condition()` repeatedly until it returns True. Raises TimeoutError after `limit_s` seconds."""
+    """Awaits `condition()` repeatedly until the result is True. Raises TimeoutError after `limit_s` seconds."""
     try:
         async with asyncio.timeout(limit_s):
             while not await condition():

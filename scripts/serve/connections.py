@@ -9,10 +9,10 @@ from background import Background, raise_file_limit
 from client import Prompts, abort, ask, connect, percentile, read_body, read_head, request
 from process import Server
 
-# The number of file descriptors to keep free for files other than these connections.
+# The number of file descriptors to keep free for files other than the test connections.
 OTHER_FILES = 200
 
-# How many times to measure the streams with idle connections, and how many times without them.
+# The number of measurements with idle connections, and the number of measurements without.
 IDLE_TURNS = 3
 
 
@@ -104,15 +104,15 @@ def idle_connections(options, report):
     if room < count:
         report.skip(name, "0 errors", f"the limit on open files allows {room} connections")
         count = room
-    # Alternate the two cases, because the speed of the machine can drift.
-    # Repeat them, because the p99 of one run varies by more than the target allows.
+    # Alternate runs with and without idle connections, because the speed of the machine can drift.
+    # Repeat the runs, because the p99 of one run varies by more than the target allows.
     alone, during, errors = [], [], 0
     with Server(options, "--header-timeout", "3600") as server:
         prompts = Prompts(server.port)
         asyncio.run(streams(server.port, prompts, stream_count, 16))
         before = server.rss()
         for turn in range(IDLE_TURNS):
-            # Start the other process in both cases, so that only the number of connections differs.
+            # Start the background process in both cases, so that the cases differ only in the number of connections.
             with Background(hold, server.port, 0):
                 alone.append(asyncio.run(streams(server.port, prompts, stream_count, 64)))
             with Background(hold, server.port, count) as idle:
@@ -151,7 +151,7 @@ def unsent_bytes(port, client_ports):
 async def watch_slow_readers(server, count, body):
     """Starts streams and reads nothing. Returns the seconds and the server's peak memory in bytes.
 
-    The seconds are the times from the last byte that a client accepted until the server closed its connection.
+    The seconds are measured from the last byte that a client accepted until the server closed the connection.
     """
     clients = [await connect(server.port, receive_bytes=4096) for _ in range(count)]
     for _, writer in clients:
@@ -232,7 +232,7 @@ async def body_time(port):
 
 async def queue_time(port, prompts, limit_s, context):
     """Returns the time until the server answers a request that cannot start, normally with status 429."""
-    # Requests with this priority start before all other requests.
+    # With a priority of -100,000, the blocking requests start before all other requests.
     blockers = [prompts.completion(8, context - 16, priority=-100_000) for _ in range(32)]
     blockers = [asyncio.ensure_future(ask(port, "/v1/completions", body)) for body in blockers]
     await asyncio.sleep(0.5)

@@ -18,7 +18,7 @@ PATH = "/v1/completions"
 async def reject(reader, writer, body):
     """Sends a request on an open connection.
 
-    Returns the status, and the response time and suggested wait in seconds.
+    Returns the status, the response time in seconds, and the wait in seconds that the server suggests.
     """
     started = time.perf_counter()
     writer.write(request("POST", PATH, body))
@@ -41,9 +41,9 @@ async def burst_statuses(port, bodies):
 
 
 async def suggested_waits(port, prompts, clients, lengths, seconds):
-    """Keeps the server full.
+    """Measures suggested and actual waits while other clients keep the server full.
 
-    Returns the response times of status 429, and pairs of suggested and actual wait in seconds.
+    Returns the response times with status 429, and pairs of suggested and actual wait, all in seconds.
     """
     chooser, ends, end = random.Random(4), [], time.perf_counter() + seconds
 

@@ -4,7 +4,7 @@
     scripts/serve/load.py --program target/release/inferno --model MODEL [--device cpu] [--out FILE]
 
 Starts the server. For each number of clients, all clients send a random prompt at the same time.
-They do so three times: as a warm-up, for a measured stream, and for a measured answer without streaming.
+Each client sends three prompts: a warm-up, a measured stream, and a measured answer without streaming.
 Requires only Python 3.11 or later.
 """
 

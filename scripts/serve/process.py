@@ -16,12 +16,12 @@ END_SECONDS = 60
 class Server:
     """An `inferno serve` that stops at the end of a `with` statement.
 
-    `options` has program, model, device and flags.
+    `options` has the attributes `program`, `model`, `device` and `flags`.
     """
 
     def __init__(self, options, *flags, keys=()):
         self.keys = keys
-        # Do not delete the file automatically, because a forked process would then delete it too.
+        # Do not delete the log file automatically, because a forked process would then delete it too.
         self.log = tempfile.NamedTemporaryFile(prefix="inferno-serve-", suffix=".log", delete=False)
         command = [options.program, "serve", options.model, "--port", "0", *options.flags, *flags]
         if options.device:

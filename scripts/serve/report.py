@@ -36,7 +36,7 @@ class Report:
         print(f"skip  {name}: {reason}", flush=True)
 
     def write(self, path):
-        """Writes the report to `path`, if it is given. Returns whether no row failed.
+        """Writes the report to `path`, if it is given. Returns True if no row failed.
 
         With --any-speed, rows that measure a speed do not count as failed.
         """
@@ -82,7 +82,7 @@ def machine():
         query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
         gpus = subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip().splitlines()
     except (OSError, subprocess.CalledProcessError):
-        pass  # no GPU
+        pass  # no GPU on this machine
     threads = len(os.sched_getaffinity(0))
     load = [round(value, 2) for value in os.getloadavg()]
     return {"cpu": cpu, "threads": threads, "memory_bytes": memory, "gpus": gpus, "load_average": load}

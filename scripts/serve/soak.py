@@ -17,10 +17,10 @@ PATH = "/v1/completions"
 QUEUE_SECONDS = 20
 HANG_SECONDS = QUEUE_SECONDS + 100
 
-# The share of requests with each kind of fault.
+# The share of requests that each kind of fault affects.
 FAULTS = {"killed": 0.05, "malformed": 0.02, "oversized": 0.005, "grammar": 0.005, "slow reader": 0.005}
 
-# The outcomes of requests that do not fail the test. A fault has its own name if the server handled it correctly.
+# The outcomes that do not fail the test. If the server handles a fault correctly, the outcome is the fault's name.
 EXPECTED = {"answered", "queue timeout", "status 429", *FAULTS}
 
 
@@ -65,8 +65,9 @@ class Load:
             self.tokens += fields["max_tokens"]
         return result
 
-    # Each of the following methods has the name of a fault. It sends a request with this fault, and returns the name
-    # of the fault if the server handled it correctly. Otherwise, it returns the outcome of the request.
+    # Each of the following methods has the name of a fault, and sends a request with this fault.
+    # If the server handles the fault correctly, the method returns the name of the fault.
+    # Otherwise, the method returns the outcome of the request.
 
     async def killed(self):
         most, delay_s = self.random.randint(0, 20), self.random.random()
@@ -113,7 +114,7 @@ class Load:
                 fault = name
             draw -= share
         send = getattr(self, fault.replace(" ", "_")) if fault else self.good
-        # Count every exception as an outcome, because `run` drops a task when it ends.
+        # Count every exception as an outcome, because `run` drops finished tasks without reading their exceptions.
         try:
             self.count(await asyncio.wait_for(send(), HANG_SECONDS))
         except TimeoutError:
@@ -155,7 +156,7 @@ async def saturate(load, clients, seconds):
 async def send(session, port, sizes, seed, clients, peak_s, seconds):
     """Measures the server's capacity, then sends 1.5 times as many requests per second.
 
-    If several processes do this at the same time, each measures its share of the capacity.
+    If several processes overload a server at the same time, each process measures its share of the capacity.
     """
     load = Load(port, await asyncio.to_thread(Prompts, port, seed=seed), sizes, seed)
     await saturate(load, clients, peak_s / 4)
@@ -223,7 +224,7 @@ def soak(options, report):
     figure = f"{goodput:.1%} ({result['tokens'] / seconds:.0f} of {result['peak'][1]:.0f} tokens/s)"
     report.add(f"{name}: goodput", "≥ 95 % of the peak", figure, goodput >= 0.95, is_speed=True)
     if not options.short:
-        # Growth in the first half comes from caches and buffers, so it is not a leak.
+        # Memory growth in the first half comes from caches and buffers, so the growth is not a leak.
         settled = [sample for sample in samples if sample[0] > seconds / 2]
         growth = slope(settled) * 3600 / 1e6
         evenly = [samples[index * (len(samples) - 1) // 24] for index in range(25)]

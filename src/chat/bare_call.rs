@@ -1,28 +1,28 @@
-//! Recognizes tool calls that are the whole answer, without a control token before them.
+//! Recognizes bare calls: an answer that consists only of tool calls, without a control token before them.
 //!
-//! Small Llama 3 models often omit `<|python_tag|>`. Their answer is then one or more JSON objects such as
+//! Small Llama 3 models often omit `<|python_tag|>`. Such an answer consists of one or more JSON objects such as
 //! `{"name": "get_weather", "parameters": {"city": "Paris"}}`, separated by semicolons or newlines.
 
 use super::message::ToolCall;
 use super::tagged_call::read_bare_calls;
 
-/// The keys of a call. Without this limit, every answer in JSON would be held back until its end.
+/// The accepted keys of a call. If any key were accepted, every answer in JSON would be held back until its end.
 const KEYS: [&str; 4] = ["name", "parameters", "arguments", "type"];
 
-/// Reads an answer as it grows, and tells whether it can still consist of calls of known tools.
+/// Reads an answer as it grows, and reports whether the answer can still consist of calls of known tools.
 ///
-/// Reads each byte once. Does not check the JSON inside the arguments until the end of the answer.
+/// Reads each byte only once. The JSON of call arguments is checked at the end of the answer.
 pub struct BareCalls {
-    /// The names of the tools.
+    /// The names of the tools in the request.
     names: Vec<String>,
-    /// The number of bytes that were read.
+    /// The number of bytes of the answer that were read.
     read: usize,
     state: State,
-    /// The key whose value comes next.
+    /// The JSON key whose value comes next.
     key: &'static str,
-    /// The bytes of the current key or name so far.
+    /// The bytes read so far of the current key or tool name.
     word: Vec<u8>,
-    /// The number of open braces in the arguments.
+    /// The number of open braces in the arguments of the current call.
     depth: usize,
     quote: Quote,
 }
@@ -38,9 +38,9 @@ enum State {
     Arguments,
     AfterValue,
     AfterCall,
-    /// After a call and a newline, which may separate the call from the next one.
+    /// After a call and a newline. The newline may separate this call from the next one.
     AfterLine,
-    /// The answer is text.
+    /// The answer is ordinary text, not tool calls.
     Text,
 }
 
@@ -49,7 +49,7 @@ enum State {
 enum Quote {
     Outside,
     Inside,
-    /// After a backslash.
+    /// Directly after a backslash in a JSON string.
     Escaped,
 }
 
@@ -60,12 +60,12 @@ impl BareCalls {
         Self { names, read: 0, state, key, word: Vec::new(), depth: 0, quote }
     }
 
-    /// Forgets the answer, because other text comes before it.
+    /// Discards the answer read so far, and waits for a new answer.
     pub fn reset(&mut self) {
         *self = Self::new(std::mem::take(&mut self.names));
     }
 
-    /// Returns whether `answer` can still grow into tool calls. `answer` must start with the text of the last call.
+    /// Returns whether `answer` can still become tool calls. `answer` must extend the text of the previous invocation.
     pub fn is_possible(&mut self, answer: &str) -> bool {
         for &byte in &answer.as_bytes()[self.read..] {
             self.state = self.next(byte);
@@ -74,7 +74,7 @@ impl BareCalls {
         !matches!(self.state, State::Text)
     }
 
-    /// Returns the calls in a complete answer, and forgets the answer. Returns `None` if the answer is text.
+    /// Returns the tool calls in a complete answer, or `None` if the answer is ordinary text. Resets the reader.
     pub fn finish(&mut self, answer: &str) -> Option<Vec<ToolCall>> {
         self.is_possible(answer);
         let is_complete = matches!(self.state, State::AfterCall | State::AfterLine);

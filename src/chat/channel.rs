@@ -1,6 +1,6 @@
-//! The channels of generated text: reasoning, answer and tool calls.
+//! The channels of generated text: reasoning, answer, and tool calls.
 
-/// The part of the output that a piece of generated text belongs to.
+/// The channel of a piece of generated text: the part of the output to which the text belongs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Channel {
     /// The model's reasoning. Clients show it separately from the answer, or hide it.
@@ -8,7 +8,7 @@ pub enum Channel {
     /// Text for the user, including text before a tool call.
     Answer,
     /// The text of a tool call, as the model wrote it. In harmony, this text contains only the arguments.
-    /// In other formats, it includes the function name. `Parser::tool_calls` returns the name and the arguments.
+    /// In other formats, this text includes the function name. `Parser::tool_calls` returns the parsed calls.
     ToolCall,
 }
 

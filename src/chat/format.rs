@@ -25,7 +25,7 @@ pub struct TemplateFormat {
     /// The name of the template file.
     name: String,
     reads_tools: bool,
-    /// `None` if another process renders the template.
+    /// The compiled template. `None` if another process renders the template.
     template: Option<Box<Template>>,
 }
 
@@ -42,8 +42,8 @@ impl ChatFormat {
     /// Uses the first of these formats that exists:
     ///
     /// 1. harmony, if the vocabulary contains its control tokens
-    /// 2. the file chat_template.jinja
-    /// 3. the key `chat_template` in tokenizer_config.json
+    /// 2. the file `chat_template.jinja`
+    /// 3. the key `chat_template` in `tokenizer_config.json`
     ///
     /// Returns `None` for a base model, which has no chat format.
     pub fn load(dir: &Path, tokenizer: &Tokenizer) -> Result<Option<ChatFormat>> {
@@ -53,10 +53,10 @@ impl ChatFormat {
         Ok(Template::load(dir)?.map(|template| ChatFormat::Template(TemplateFormat::new(template))))
     }
 
-    /// Creates the chat format of a model whose template, if any, was read from `file`.
+    /// Creates the chat format of a model. `file` is the name of the file that contains the template, if any.
     ///
     /// `special_tokens` are the tokens that the template can use by name, such as `bos_token`.
-    /// `tool_use` is the template for conversations with tools, if the model has another one for them.
+    /// `tool_use` is the model's separate template for conversations with tools, if any.
     /// If the vocabulary has harmony's control tokens, the format is harmony, and the templates are ignored.
     /// Returns `None` if the model has neither harmony nor a nonempty template.
     pub fn from_template(
@@ -74,10 +74,10 @@ impl ChatFormat {
         Some(ChatFormat::Template(TemplateFormat::new(template)))
     }
 
-    /// Creates a chat format for the template `name`, which another process renders.
-    /// `reads_tools` is the value of [`reads_tools`](Self::reads_tools) in that process.
+    /// Creates a chat format whose template `name` is rendered by another process.
+    /// `reads_tools` is what [`reads_tools`](Self::reads_tools) returns in that process.
     ///
-    /// If the vocabulary has harmony's control tokens, the format is harmony instead.
+    /// If the vocabulary has harmony's control tokens, uses harmony instead of the template.
     pub fn rendered_elsewhere(tokenizer: &Tokenizer, name: String, reads_tools: bool) -> ChatFormat {
         match Harmony::find(tokenizer) {
             Some(harmony) => ChatFormat::Harmony(harmony),
@@ -93,7 +93,7 @@ impl ChatFormat {
         }
     }
 
-    /// Returns whether the prompt contains the tools of a request. Some templates ignore them.
+    /// Returns whether the prompt contains the tools of a request. Some templates ignore tools.
     pub fn reads_tools(&self) -> bool {
         match self {
             ChatFormat::Harmony(_) => true,
@@ -104,7 +104,7 @@ impl ChatFormat {
     /// Renders a conversation to token ids.
     ///
     /// Fails if the template is invalid, rejects the conversation, or runs in another process.
-    /// In harmony, fails if a tool call or a tool result cannot be rendered.
+    /// With harmony, fails if a tool call or a tool result cannot be rendered.
     pub fn render(&self, tokenizer: &Tokenizer, messages: &[Message], options: &RenderOptions) -> Result<Rendered> {
         match self {
             ChatFormat::Harmony(harmony) => harmony.render(tokenizer, messages, options),
@@ -115,7 +115,7 @@ impl ChatFormat {
         }
     }
 
-    /// Returns the stop token ids that the format defines: none for a template. The model's config files can add more.
+    /// Returns the ids of the stop tokens that the chat format defines. A Jinja template defines none.
     pub fn stop_ids(&self) -> Vec<u32> {
         match self {
             ChatFormat::Harmony(harmony) => harmony.stop_ids(),

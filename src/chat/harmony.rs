@@ -3,11 +3,11 @@
 //! The output matches openai/harmony v0.0.8 (`src/encoding.rs`, `docs/format.md`) token for token.
 //! Like openai/harmony, this code encodes each message text and each part of a message header separately.
 //!
-//! One difference is intentional: this code drops all reasoning up to the last final answer.
+//! This code intentionally differs in one way: it drops all reasoning up to the last final answer.
 //! `docs/format.md` and the model's chat_template.jinja drop the same reasoning.
 //! openai/harmony drops reasoning only up to the first final answer, and none while a tool call is pending.
 //!
-//! This code does not use the chat_template.jinja of gpt-oss, because that template differs from openai/harmony:
+//! This code does not use gpt-oss's chat_template.jinja, because that template differs from openai/harmony:
 //!
 //! - The template writes the content type `json` without `<|constrain|>` before it.
 //! - The template quotes tool results as JSON strings.
@@ -33,7 +33,7 @@ pub struct Harmony {
 }
 
 impl Harmony {
-    /// Looks up the control tokens. Returns `None` if one is missing, except `<|call|>` and `<|constrain|>`.
+    /// Looks up the control tokens. Returns `None` if a token other than `<|call|>` and `<|constrain|>` is missing.
     pub fn find(tokenizer: &Tokenizer) -> Option<Self> {
         Some(Self {
             start: tokenizer.token_id("<|start|>")?,
@@ -97,14 +97,14 @@ fn system_text(options: &RenderOptions) -> String {
     text
 }
 
-/// Returns the developer message: instructions and tools.
+/// Returns harmony's developer message, which contains the instructions and the tools.
 fn developer_text(instructions: &str, tools: Option<&str>) -> String {
     let instructions = (!instructions.is_empty()).then(|| format!("# Instructions\n\n{instructions}"));
     let sections: Vec<&str> = instructions.as_deref().into_iter().chain(tools).collect();
     sections.join("\n\n")
 }
 
-/// Splits off the leading system and developer messages. Returns their joined text and the remaining messages.
+/// Splits off the system and developer messages at the start. Returns their joined text and the remaining messages.
 fn split_instructions(messages: &[Message]) -> (String, &[Message]) {
     let is_turn = |message: &Message| !matches!(message.role, Role::System | Role::Developer);
     let (opening, turns) = messages.split_at(messages.iter().position(is_turn).unwrap_or(messages.len()));
@@ -122,7 +122,7 @@ fn is_final(message: &Message) -> bool {
         && (!message.content.is_empty() || message.reasoning.is_none())
 }
 
-/// Returns the author of a message: `role`, or `role:name` if the message has a name.
+/// Returns the author of a message in harmony: `role`, or `role:name` if the message has a name.
 fn author(role: &str, message: &Message) -> String {
     match &message.name {
         Some(name) => format!("{role}:{name}"),
@@ -137,8 +137,8 @@ pub fn address(name: &str) -> String {
 
 /// Returns the full name of the function that produced a tool message.
 ///
-/// Uses the name in the message, else the name in the call that the message answers, else the name in the last call.
-/// Fails if there is no call.
+/// Uses the name in the message, or else the name in the tool call with the message's id.
+/// Otherwise, uses the name in the last tool call. Fails if there is no tool call.
 fn function_name(earlier: &[Message], message: &Message) -> Result<String> {
     if let Some(name) = &message.name {
         return Ok(address(name));
@@ -188,7 +188,7 @@ impl Writer<'_> {
         self.text.push_str(name);
     }
 
-    /// Writes text. Control tokens in the text are encoded as ordinary text.
+    /// Writes text of a message. Control tokens in this text are encoded as ordinary text.
     fn plain(&mut self, text: &str) -> Result<()> {
         self.ids.extend(self.tokenizer.encode(text, ControlTokens::Text)?);
         self.text.push_str(text);
@@ -219,7 +219,7 @@ impl Writer<'_> {
         Ok(())
     }
 
-    /// Writes an assistant message in the order of generation: reasoning (if it is kept), text, tool calls.
+    /// Writes an assistant message in the order of generation: reasoning (if kept), text, tool calls.
     fn assistant(&mut self, message: &Message, keep_reasoning: bool) -> Result<()> {
         let author = author("assistant", message);
         let header = Header::from_author(&author);

@@ -1,14 +1,14 @@
 //! Parses the headers of generated harmony messages, between `<|start|>` and `<|message|>`.
 //!
 //! A header contains a role, a recipient, a channel and a content type.
-//! Models write these parts in any order and sometimes omit some of them.
+//! Models write these parts of a header in any order and sometimes omit some of them.
 
 use anyhow::Result;
 
 use super::channel::Channel;
 use crate::tokenizer::Tokenizer;
 
-/// Whether the model generated the `<|start|>` before a header.
+/// Whether the model generated the `<|start|>` before a message header.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Opening {
     /// The model generated `<|start|>`. The header begins with a role.
@@ -17,7 +17,7 @@ pub enum Opening {
     Implied,
 }
 
-/// The token ids that the model has generated for a header so far.
+/// The token ids of a message header that the model has generated so far.
 pub struct Header {
     pub opening: Opening,
     /// The ids before `<|channel|>`: the role, and possibly a recipient.
@@ -26,21 +26,21 @@ pub struct Header {
     pub channel: Option<Vec<u32>>,
     /// The ids after `<|constrain|>`: the content type.
     pub constrain: Option<Vec<u32>>,
-    /// The recipient that the header named before a second `<|channel|>`.
+    /// The recipient from before a second `<|channel|>`.
     pub recipient: Option<String>,
 }
 
-/// A parsed header: its channel, its recipient, and any content that follows it without `<|message|>`.
+/// A parsed header: its channel, its recipient, and any content directly after the header without `<|message|>`.
 pub struct ParsedHeader {
     pub channel: Channel,
     pub recipient: Option<String>,
     /// Whether the header follows the format.
     pub is_well_formed: bool,
-    /// Text that belongs to the content, not to the header.
+    /// Text after the header that belongs to the content.
     pub rest: String,
     /// Whether later tokens may show that `rest` is part of the header.
     pub is_undecided: bool,
-    /// All words of the header. They become the answer if the model generates no other text.
+    /// All words of the header. These words become the answer if the model generates no other text.
     pub words: String,
 }
 
@@ -54,17 +54,17 @@ impl Header {
         self.constrain.as_mut().or(self.channel.as_mut()).unwrap_or(&mut self.role)
     }
 
-    /// Returns the number of tokens in the header. Control tokens do not count.
+    /// Returns the number of tokens in the header, without control tokens.
     pub fn tokens(&self) -> usize {
         self.role.len() + self.channel.as_ref().map_or(0, Vec::len) + self.constrain.as_ref().map_or(0, Vec::len)
     }
 
-    /// Returns whether the model has generated nothing of the header yet.
+    /// Returns whether the header is still empty.
     pub fn is_fresh(&self) -> bool {
         self.tokens() == 0 && self.channel.is_none() && self.constrain.is_none()
     }
 
-    /// Parses the tokens so far. They may already contain content, because models sometimes omit `<|message|>`.
+    /// Parses the header tokens so far. They may include content, because models sometimes omit `<|message|>`.
     pub fn parse(&self, tokenizer: &Tokenizer) -> Result<ParsedHeader> {
         let role_text = tokenizer.decode(&self.role)?;
         let channel_text = self.channel.as_ref().map(|ids| tokenizer.decode(ids)).transpose()?;
@@ -74,7 +74,7 @@ impl Header {
         recipient = recipient.or(self.recipient.as_deref());
         let mut channel = None;
         if let Some(text) = &channel_text {
-            // `<|channel|>` ends the role part, so undecided words before it belong to the header.
+            // `<|channel|>` ends the role part, so all words before it belong to the header.
             let words = read_channel(text);
             channel = words.name;
             recipient = words.recipient.or(recipient);
@@ -95,12 +95,12 @@ impl Header {
         let name = channel.unwrap_or(role);
         let channel = match name {
             _ if recipient.is_some() => Channel::ToolCall,
-            // The model wrote a message on behalf of another role. Show it as reasoning, not as the answer.
+            // The model wrote a message in the name of another role. Show the message as reasoning, not as the answer.
             _ if foreign => Channel::Reasoning,
             "analysis" => Channel::Reasoning,
             _ => Channel::Answer,
         };
-        // Without a generated `<|start|>`, a role violates the format. Models often repeat `assistant` from the prompt.
+        // A role without a generated `<|start|>` violates the format. Models often repeat `assistant` from the prompt.
         let repeated = self.opening == Opening::Implied && !role.is_empty();
         let parts = [Some(&role_text), channel_text.as_ref(), constrain_text.as_ref()];
         let words: Vec<&str> = parts.into_iter().flatten().flat_map(|text| text.split_whitespace()).collect();
@@ -115,11 +115,11 @@ impl Header {
     }
 }
 
-/// The names that harmony defines for channels.
+/// The channel names that harmony defines.
 pub const CHANNELS: [&str; 3] = ["analysis", "commentary", "final"];
 
 impl ParsedHeader {
-    /// Closes the header at `<|message|>`. Undecided words become part of the header.
+    /// Ends the header at `<|message|>`. Words that could be content or header become part of the header.
     pub fn closed(mut self) -> Self {
         if self.is_undecided {
             self.rest.clear();
@@ -128,7 +128,7 @@ impl ParsedHeader {
     }
 }
 
-/// Appends words, separated from earlier text by a space.
+/// Appends words to the header text, separated by a space.
 pub fn push_words(text: &mut String, more: &str) {
     if !text.is_empty() && !more.is_empty() {
         text.push(' ');
@@ -136,13 +136,13 @@ pub fn push_words(text: &mut String, more: &str) {
     text.push_str(more);
 }
 
-/// The words of one part of a header.
+/// The words of the role part or the channel part of a header.
 #[derive(Default)]
 struct Words<'t> {
     /// The role or the channel name.
     name: Option<&'t str>,
     recipient: Option<&'t str>,
-    /// The text after the name and recipient.
+    /// The text after the name and the recipient.
     rest: &'t str,
     /// Whether later tokens may show that `rest` is part of the header.
     is_undecided: bool,
@@ -158,7 +158,7 @@ fn split_word(text: &str) -> (&str, Option<&str>) {
 
 /// Splits off a recipient, such as `to=functions.f`. Returns `None` if the text does not start with a recipient.
 ///
-/// The second value is the text after the recipient, or `None` if the recipient may be incomplete.
+/// The second returned value is the text after the recipient, or `None` if the recipient may be incomplete.
 fn split_recipient(text: &str) -> Option<(&str, Option<&str>)> {
     let text = text.strip_prefix("to=")?;
     Some(match text.find(|c| !(is_name_character(c) || ".:".contains(c))) {
@@ -167,7 +167,7 @@ fn split_recipient(text: &str) -> Option<(&str, Option<&str>)> {
     })
 }
 
-/// Returns whether a word is a recipient such as `to=functions.f`, or may become one with more text.
+/// Returns whether a word is a recipient such as `to=functions.f`, or the beginning of a recipient.
 fn may_be_recipient(word: &str) -> bool {
     word.starts_with("to=") || "to=".starts_with(word)
 }
@@ -176,9 +176,9 @@ fn is_name_character(c: char) -> bool {
     c.is_ascii_alphanumeric() || "_-/+".contains(c)
 }
 
-/// Parses the role part, which comes before `<|channel|>`.
+/// Parses the role part of a header, which comes before `<|channel|>`.
 ///
-/// Examples: `assistant to=functions.f`, ` to=functions.f`, `functions.f to=assistant`.
+/// Examples of role parts: `assistant to=functions.f`, ` to=functions.f`, `functions.f to=assistant`.
 fn read_role(text: &str, opening: Opening) -> Words<'_> {
     let trimmed = text.trim_start();
     if let Some((recipient, tail)) = split_recipient(trimmed) {
@@ -200,7 +200,7 @@ fn read_role(text: &str, opening: Opening) -> Words<'_> {
         return Words { name: Some(first), recipient: Some(recipient), rest, is_undecided: false };
     }
     if second.is_empty() || (after_second.is_none() && may_be_recipient(second)) {
-        // So far, the text contains only a role, or a role and the start of a recipient.
+        // So far, the role part contains only a role, or a role and the start of a recipient.
         // An unknown role becomes content if no `<|message|>` follows.
         let rest = if known { second } else { text };
         return Words { name: Some(first), recipient: None, rest, is_undecided: true };
@@ -212,15 +212,15 @@ fn read_role(text: &str, opening: Opening) -> Words<'_> {
     }
 }
 
-/// Parses the channel part, which comes after `<|channel|>`, such as `commentary to=functions.f json`.
+/// Parses the channel part of a header, which comes after `<|channel|>`, such as `commentary to=functions.f json`.
 ///
-/// Any further words are content, because the model omitted `<|message|>`.
+/// Any further words are content, because the model omitted `<|message|>` before them.
 fn read_channel(text: &str) -> Words<'_> {
     let trimmed = text.trim_start();
     let mut words = Words { is_undecided: true, ..Words::default() };
     let mut rest = trimmed;
     if !trimmed.starts_with("to=") {
-        // The content may follow the name without a space, as in `final你好` or `finalHello`.
+        // Content may directly follow the channel name, without a space, as in `final你好` or `finalHello`.
         let name_end = trimmed.find(|c| !is_name_character(c)).unwrap_or(trimmed.len());
         let known = CHANNELS.iter().find(|name| trimmed.starts_with(**name));
         let (name, tail) = trimmed.split_at(known.map_or(name_end, |name| name.len()));

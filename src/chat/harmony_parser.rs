@@ -2,7 +2,7 @@
 //!
 //! Models violate the format in a few percent of turns (llama.cpp #27720, openai/harmony #33 #80 #82).
 //! The parser therefore never rejects output, and keeps all text outside headers.
-//! The text of a header without a message becomes the answer, but only if the model generates nothing else.
+//! The text of a header without a message becomes the answer, but only if the model generates no other text.
 //! The parser recognizes control tokens by id, recovers at the next valid token, and counts violations.
 //! The parser returns text as soon as the text can no longer be part of a header.
 
@@ -15,7 +15,7 @@ use super::message::ToolCall;
 use super::violations::{FormatViolation, FormatViolations};
 use crate::tokenizer::{TextStream, Tokenizer};
 
-/// The maximum length of a header in tokens. Longer text without `<|message|>` is content.
+/// The maximum length of a message header in tokens. A longer text without `<|message|>` counts as content.
 const MAX_HEADER_TOKENS: usize = 64;
 
 /// Splits the generated tokens of one answer into channels and tool calls.
@@ -26,7 +26,7 @@ pub struct HarmonyParser {
     violations: FormatViolations,
     /// Whether the parser has returned any text or found a tool call.
     has_output: bool,
-    /// The words of headers that no message followed. They become the answer if the model generates nothing else.
+    /// The words of headers without a message. These words become the answer if the model generates nothing else.
     header_words: String,
 }
 
@@ -37,18 +37,18 @@ enum State {
         channel: Channel,
         stream: TextStream,
     },
-    /// A message has ended, and `<|start|>` should follow.
+    /// Between two messages. `<|start|>` should follow.
     Between,
 }
 
 /// How a message ended.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Ending {
-    /// Ended by `<|end|>`, `<|call|>` or `<|return|>`.
+    /// The message ended with `<|end|>`, `<|call|>` or `<|return|>`.
     Marked,
-    /// Ended by the start of the next message, without an end token.
+    /// The next message started, but the end token of this message is missing.
     Missing,
-    /// Cut off by the end of the generation.
+    /// The generation ended in the middle of the message.
     Generation,
 }
 
@@ -91,7 +91,7 @@ impl HarmonyParser {
             match &mut self.state {
                 State::Header(header) => {
                     self.violations.add_if(header.constrain.is_some(), FormatViolation::UnexpectedToken);
-                    // Keep the tokens after the first mark, so that they count toward the limit of a header.
+                    // Keep the tokens after the first `<|constrain|>`, because they count toward the header's length.
                     header.constrain.get_or_insert_default();
                 }
                 _ => self.violations.add(FormatViolation::UnexpectedToken),
@@ -102,7 +102,7 @@ impl HarmonyParser {
         Ok(out)
     }
 
-    /// Ends the answer and returns the remaining text, whose channel was not certain before.
+    /// Ends the answer and returns the remaining text.
     pub fn finish(&mut self, tokenizer: &Tokenizer) -> Result<Vec<Delta>> {
         let mut out = Vec::new();
         self.close(tokenizer, Ending::Generation, &mut out)?;
@@ -134,8 +134,8 @@ impl HarmonyParser {
         Ok(())
     }
 
-    /// Starts the content if the header is too long, or contains text that cannot belong to a header.
-    /// In both cases, the model omitted `<|message|>`.
+    /// Starts the content of a message if the header is too long or contains text that cannot belong to a header.
+    /// In both cases, the model omitted `<|message|>` after the header.
     fn leave_header_if_text(&mut self, tokenizer: &Tokenizer, out: &mut Vec<Delta>) -> Result<()> {
         let State::Header(header) = &self.state else { return Ok(()) };
         let mut parsed = header.parse(tokenizer)?;
@@ -147,7 +147,7 @@ impl HarmonyParser {
             // U+FFFD at the end marks an incomplete character, which the next token may complete.
             return Ok(());
         }
-        // `<|message|>` is missing.
+        // The header has ended, but `<|message|>` is missing.
         self.violations.add(FormatViolation::MissingToken);
         self.open(parsed, out);
         Ok(())
@@ -164,7 +164,7 @@ impl HarmonyParser {
         self.emit(parsed.channel, parsed.rest, out);
     }
 
-    /// Handles `<|message|>`.
+    /// Handles the control token `<|message|>`, which ends a header.
     fn message_marker(&mut self, tokenizer: &Tokenizer, out: &mut Vec<Delta>) -> Result<()> {
         match &self.state {
             State::Header(header) => {
@@ -172,7 +172,7 @@ impl HarmonyParser {
                 self.violations.add_if(!parsed.is_well_formed, FormatViolation::InvalidHeader);
                 self.open(parsed.closed(), out);
             }
-            // The content continues after a second <|message|>.
+            // A second `<|message|>` is a violation, but the content continues.
             State::Content { .. } => self.violations.add(FormatViolation::UnexpectedToken),
             State::Between => {
                 self.violations.add(FormatViolation::MissingToken);
@@ -182,7 +182,7 @@ impl HarmonyParser {
         Ok(())
     }
 
-    /// Handles `<|channel|>`.
+    /// Handles the control token `<|channel|>`, after which the channel name follows.
     fn channel_marker(&mut self, tokenizer: &Tokenizer, out: &mut Vec<Delta>) -> Result<()> {
         let mut header = Header::new(Opening::Implied);
         match &mut self.state {
@@ -190,16 +190,16 @@ impl HarmonyParser {
                 current.channel = Some(Vec::new());
                 return Ok(());
             }
-            // If a header has two <|channel|> tokens, the last one counts, but an earlier recipient is kept.
+            // In a header with two `<|channel|>` tokens, the last channel counts, but an earlier recipient is kept.
             State::Header(current) => {
                 self.violations.add(FormatViolation::UnexpectedToken);
                 header.recipient = current.parse(tokenizer)?.recipient;
                 header.opening = current.opening;
                 header.role = std::mem::take(&mut current.role);
             }
-            // <|end|> is missing.
+            // The previous message lacks its `<|end|>`.
             State::Content { .. } => self.close(tokenizer, Ending::Missing, out)?,
-            // <|start|> is missing.
+            // The new message lacks its `<|start|>`.
             State::Between => self.violations.add(FormatViolation::MissingToken),
         }
         header.channel = Some(Vec::new());
@@ -207,10 +207,10 @@ impl HarmonyParser {
         Ok(())
     }
 
-    /// Ends the current header or content.
+    /// Ends the current message, in its header or its content.
     fn close(&mut self, tokenizer: &Tokenizer, ending: Ending, out: &mut Vec<Delta>) -> Result<()> {
         match std::mem::replace(&mut self.state, State::Between) {
-            // The model generated nothing after the last message, so there is nothing to close.
+            // The model generated nothing after the last message, so no message has to be closed.
             State::Between => {}
             State::Content { channel, mut stream } => {
                 self.violations.add_if(ending == Ending::Missing, FormatViolation::MissingToken);
@@ -252,14 +252,14 @@ impl HarmonyParser {
     }
 }
 
-/// What a header is that ends without `<|message|>`.
+/// Classifies a header that ends without `<|message|>`.
 #[derive(Clone, Copy, PartialEq)]
 enum Unfinished {
-    /// The start of a valid header. The generation was cut off, which is not a violation.
+    /// The start of a valid header, cut off by the end of the generation. Not a violation.
     ValidStart,
-    /// Words that are not content.
+    /// Words of a header, without content.
     Words,
-    /// A header, followed by content.
+    /// A header that is followed by content.
     Content,
 }
 
@@ -273,7 +273,7 @@ impl Unfinished {
         } else if (is_cut_off && parsed.is_undecided) || (parsed.rest.is_empty() && parsed.recipient.is_none()) {
             Self::Words
         } else {
-            // The message has ended, so undecided words after the channel are content.
+            // The message has ended, so words after the channel name that may belong to the header are content.
             Self::Content
         }
     }

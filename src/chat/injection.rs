@@ -3,10 +3,10 @@
 //! A template joins its own control tokens and the messages into one string.
 //! In that string, an `<|im_end|>` from a message looks like an `<|im_end|>` from the template.
 //! Before rendering, this module inserts a mark into every control token in a message.
-//! The mark is a character that no message contains.
-//! After rendering, text with marks is encoded as ordinary text, without the marks.
+//! The mark is a Unicode character that no message contains.
+//! After rendering, text between control tokens that contains marks is encoded as ordinary text, without the marks.
 //!
-//! Most conversations need no marks. Their text is encoded all at once, as in transformers.
+//! Most conversations need no marks. Their prompt is encoded in one call, as in transformers.
 
 use std::collections::HashMap;
 
@@ -14,19 +14,19 @@ use anyhow::{Result, bail};
 
 use crate::tokenizer::{ControlTokens, Tokenizer};
 
-/// The possible marks: Unicode noncharacters, which are reserved for internal use.
+/// The Unicode characters that can serve as the mark: noncharacters, which are reserved for internal use.
 const MARKS: std::ops::RangeInclusive<char> = '\u{FDD0}'..='\u{FDEF}';
 
 /// Marks control tokens in messages before rendering, and encodes the rendered text.
 pub struct Marker<'t> {
     tokenizer: &'t Tokenizer,
     mark: char,
-    /// Entry `b` is true if a control token starts with the byte `b`.
+    /// For each byte, whether a control token starts with this byte.
     first_bytes: [bool; 256],
 }
 
 impl<'t> Marker<'t> {
-    /// Creates a marker. `texts` must contain all texts that will be marked. Fails if they contain every possible mark.
+    /// Creates a marker for all strings in `texts`. Fails if they contain every possible mark.
     pub fn new<'s>(tokenizer: &'t Tokenizer, texts: impl Iterator<Item = &'s str> + Clone) -> Result<Self> {
         let unused = |mark: &char| !texts.clone().any(|text| text.contains(*mark));
         let Some(mark) = MARKS.into_iter().find(unused) else {
@@ -41,7 +41,7 @@ impl<'t> Marker<'t> {
 
     /// Returns `text` with a mark after the first character of every control token that is not in `allowed`.
     ///
-    /// If normalization would create further control tokens, the result has a mark after every character.
+    /// If normalizing `text` would create control tokens, the result has a mark after every character.
     pub fn mark(&self, text: &str, allowed: &[&str]) -> Result<String> {
         let mut out = String::with_capacity(text.len());
         if self.becomes_control(text)? {
@@ -54,7 +54,7 @@ impl<'t> Marker<'t> {
                 out.push(self.mark);
             }
         }
-        // A control token may start at the end of the text and continue in the template.
+        // A control token may start at the end of a message and continue in the template.
         let is_start_of = |control: &str| control.char_indices().skip(1).any(|(at, _)| text.ends_with(&control[..at]));
         if !out.ends_with(self.mark) && self.tokenizer.controls().any(|(control, _)| is_start_of(control)) {
             out.push(self.mark);
@@ -75,7 +75,7 @@ impl<'t> Marker<'t> {
                 *spelled.entry(id).or_default() += 1;
             }
         }
-        // Compare each control token by itself. A token that normalization destroys must not make up for another one.
+        // Count each control token separately: one that normalization removes must not hide one that it creates.
         let mut found = found.into_iter().filter(|id| self.tokenizer.is_control(*id) && !unknown.contains(id));
         Ok(found.any(|id| match spelled.get_mut(&id) {
             Some(count) if *count > 0 => {
@@ -99,16 +99,16 @@ impl<'t> Marker<'t> {
         self.tokenizer.controls().find(|(control, _)| !control.is_empty() && rest.starts_with(control))
     }
 
-    /// Encodes rendered text. Returns the ids and the text without marks.
+    /// Encodes the rendered prompt. Returns the token ids and the text without marks.
     pub fn encode(&self, rendered: String) -> Result<(Vec<u32>, String)> {
         if !rendered.contains(self.mark) {
             return Ok((self.tokenizer.encode(&rendered, ControlTokens::Parse)?, rendered));
         }
         let mut ids = Vec::new();
-        // `begin` is the start of the text still to be encoded. `control_end` is the end of the last control token.
+        // `begin` is the start of the text that is not encoded yet. `control_end` is the end of the last control token.
         let (mut begin, mut control_end, mut at) = (0, 0, 0);
         while at < rendered.len() {
-            // If a mark follows a one-character control token, the token came from a message, so it is ordinary text.
+            // A one-character control token with a mark after it comes from a message, so it is ordinary text.
             let control = self.control_at(&rendered, at);
             let Some(control) = control.filter(|control| !rendered[at + control.len()..].starts_with(self.mark)) else {
                 at += rendered[at..].chars().next().map_or(1, char::len_utf8);

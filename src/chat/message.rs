@@ -1,4 +1,4 @@
-//! Messages of a conversation, in the JSON format of OpenAI's API.
+//! The messages of a conversation, in the JSON format of OpenAI's API.
 
 use std::fmt;
 use std::str::FromStr;
@@ -22,7 +22,7 @@ pub enum Role {
 }
 
 impl Role {
-    /// Returns the role's name in JSON, templates and harmony.
+    /// Returns the name of the role in JSON, in templates and in harmony.
     pub fn as_str(self) -> &'static str {
         match self {
             Role::System => "system",
@@ -34,7 +34,7 @@ impl Role {
     }
 }
 
-/// How much a model reasons. There is no value for no reasoning: gpt-oss was not trained to answer without it.
+/// How much a model reasons. There is no level without reasoning, because gpt-oss was not trained to answer without it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum ReasoningEffort {
     Low,
@@ -128,7 +128,7 @@ pub struct ToolCall {
     pub arguments: String,
 }
 
-/// A message in JSON. Unknown fields are ignored, because clients send many fields that no chat format uses.
+/// A message in JSON. Unknown JSON fields are ignored, because clients send many fields that no chat format uses.
 #[derive(Deserialize)]
 struct WireMessage {
     role: Role,
@@ -165,7 +165,7 @@ struct WirePart {
 
 /// A tool call in JSON: nested as in Chat Completions, or flat as in the Responses API.
 ///
-/// `{"id", "type", "function": {"name", "arguments"}}` or `{"id", "name", "arguments"}`.
+/// The two forms are `{"id", "type", "function": {"name", "arguments"}}` and `{"id", "name", "arguments"}`.
 #[derive(Deserialize)]
 struct WireToolCall {
     #[serde(default)]

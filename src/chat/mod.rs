@@ -1,17 +1,17 @@
-//! Chat formats: they render messages to token ids and parse generated ids into channels of text.
+//! Chat formats, which render messages to token ids and parse generated ids into channels of text.
 //!
 //! Models whose vocabulary contains harmony's control tokens, such as gpt-oss, use harmony.
 //! All other chat models use a Jinja template.
-//! In both cases, text from users and tools never becomes a control token.
+//! With harmony and with templates, text from users and tools never becomes a control token.
 //! The parsers accept malformed output and drop only headers, control tokens, tags and whitespace around tags.
 //!
-//! - `message`, `rendered`: a conversation, and its token ids
+//! - `message`, `rendered`: a conversation, and the rendered prompt
 //! - `format`: the chat format of a model
 //! - `harmony`, `harmony_header`, `harmony_parser`, `typescript`: render and parse harmony
 //! - `template`, `template_functions`, `python`, `injection`: Jinja templates
-//! - `parser`, `channel`: split generated tokens into channels
+//! - `parser`, `channel`: split generated tokens into channels of text
 //! - `tagged_parser`, `tagged_call`, `bare_call`: parse the output of models with a template
-//! - `violations`: counts how often a model violates its format
+//! - `violations`: counts how often a model violates its chat format
 
 mod bare_call;
 mod channel;

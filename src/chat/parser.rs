@@ -13,7 +13,7 @@ use crate::tokenizer::Tokenizer;
 
 /// A parser of harmony output, or of output with tags such as `<think>`.
 ///
-/// Each call takes the tokenizer as an argument, so one struct can own both the parser and the tokenizer.
+/// The tokenizer is an argument of each call, so that one struct can own both the parser and the tokenizer.
 pub struct Parser(ParserKind);
 
 /// The parser of one kind of chat format.
@@ -29,8 +29,8 @@ impl Parser {
 
     /// Sets the tools of the request, in the format of chat completions.
     ///
-    /// If the vocabulary has `<|python_tag|>`, an answer that consists only of calls of these tools counts as calls,
-    /// even without that token.
+    /// If the vocabulary has `<|python_tag|>`, the model may omit this token before tool calls.
+    /// In that case, an answer that consists only of calls of these tools counts as tool calls.
     pub fn with_tools(self, tokenizer: &Tokenizer, tools: &[Value]) -> Self {
         let names: Vec<String> =
             tools.iter().filter_map(|tool| tool["function"]["name"].as_str()).map(str::to_string).collect();
@@ -52,7 +52,7 @@ impl Parser {
         }
     }
 
-    /// Finishes parsing and returns the text that was held back. The caller need not push the stop token first.
+    /// Ends the answer and returns the text that was held back. The caller need not push the stop token first.
     pub fn finish(&mut self, tokenizer: &Tokenizer) -> Result<Vec<Delta>> {
         match &mut self.0 {
             ParserKind::Harmony(parser) => parser.finish(tokenizer),
@@ -60,7 +60,7 @@ impl Parser {
         }
     }
 
-    /// Returns the tool calls so far. The arguments of the last call may still grow.
+    /// Returns the tool calls of the answer so far. The arguments of the last call may still grow.
     pub fn tool_calls(&self) -> &[ToolCall] {
         match &self.0 {
             ParserKind::Harmony(parser) => parser.tool_calls(),
@@ -73,7 +73,7 @@ impl Parser {
         self.violations().total()
     }
 
-    /// Returns the number of violations of each kind.
+    /// Returns the number of format violations of each kind.
     pub fn violations(&self) -> FormatViolations {
         match &self.0 {
             ParserKind::Harmony(parser) => parser.violations(),

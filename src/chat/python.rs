@@ -1,4 +1,4 @@
-//! Formats JSON like Python's `json.dumps`, as in the prompts that models were trained on.
+//! Formats JSON like Python's `json.dumps`, because models were trained on prompts with this format.
 
 use std::io::{self, Write};
 
@@ -25,16 +25,16 @@ pub fn dumps(value: &impl Serialize, style: Style) -> Result<String> {
 /// The options `indent` and `separators` of `json.dumps`.
 #[derive(Clone, Debug, Default)]
 pub struct Style {
-    /// The indentation of one level. `None` writes everything on one line.
+    /// The indentation of one nesting level. `None` writes everything on one line.
     pub indent: Option<String>,
-    /// The text between items, and the text between a key and its value. `None` selects Python's defaults.
+    /// The separator between items, and the separator between a key and its value. `None` selects Python's defaults.
     pub separators: Option<(String, String)>,
 }
 
 struct PythonFormatter {
     style: Style,
     depth: usize,
-    /// Whether an item has been written to the innermost list or object.
+    /// Whether the innermost list or object has an item yet.
     /// An empty list or object is written as `[]` or `{}`, even with indentation.
     has_items: bool,
 }

@@ -1,4 +1,4 @@
-//! Types for rendering a conversation to token ids: the options, the result and the `Render` trait.
+//! The types for rendering a conversation to token ids: `RenderOptions`, the result and the `Render` trait.
 
 use anyhow::Result;
 use serde::{Deserialize, Serialize};
@@ -15,11 +15,11 @@ pub struct RenderOptions {
     /// The current date as `YYYY-MM-DD`.
     ///
     /// Callers use one date for a whole session.
-    /// A new date at midnight would change the start of the prompt, so the prefix cache could not be used.
+    /// A new date at midnight would change the start of the prompt, so the cached prefix would no longer match.
     pub date: String,
     /// Whether the prompt ends with the start of an assistant message.
     pub add_generation_prompt: bool,
-    /// More variables for the Jinja template, such as `enable_thinking` for Qwen3. Harmony has no variables.
+    /// Additional variables for the Jinja template, such as `enable_thinking` for Qwen3. Harmony has no variables.
     pub template_variables: Map<String, Value>,
 }
 
@@ -28,7 +28,7 @@ pub fn today() -> String {
     jiff::Zoned::now().strftime("%Y-%m-%d").to_string()
 }
 
-/// Renders conversations in place of the template of a `ChatFormat`, for example in a worker process.
+/// Renders conversations in place of a `ChatFormat`, for example in a worker process.
 pub trait Render: Send + Sync {
     fn render(&self, messages: &[Message], options: &RenderOptions) -> Result<Rendered>;
 }

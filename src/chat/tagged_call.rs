@@ -1,4 +1,4 @@
-//! Parses the tool calls that models with a chat template write as text.
+//! Parses tool calls that models with a chat template write as text.
 
 use serde::Deserialize;
 use serde_json::{Map, Value};
@@ -6,14 +6,14 @@ use serde_json::{Map, Value};
 use super::message::ToolCall;
 use super::python;
 
-/// The token before the calls of Mistral's models. A list of calls follows, or the name of one call.
+/// The token before the tool calls of Mistral models. It precedes a JSON list of calls, or the name of one call.
 pub const MISTRAL_CALLS: &str = "[TOOL_CALLS]";
 
-/// The tokens before the id and before the arguments of a call, in newer Mistral models.
+/// The tokens before the call id and before the arguments of a tool call, in newer Mistral models.
 pub const MISTRAL_ID: &str = "[CALL_ID]";
 pub const MISTRAL_ARGUMENTS: &str = "[ARGS]";
 
-/// The token before the calls of Llama 3.
+/// The token before the tool calls of Llama 3.
 pub const LLAMA_CALLS: &str = "<|python_tag|>";
 
 /// A tool call as a JSON object.
@@ -40,7 +40,7 @@ impl From<Call> for ToolCall {
 /// - `{"name": "f", "arguments": {}}`: Hermes and Qwen
 /// - `{"name": "f", "parameters": {}}; {"name": "g", "parameters": {}}`: Llama 3
 /// - `[{"name": "f", "arguments": {}}]`: Mistral
-/// - `f[ARGS]{}` or `f[CALL_ID]123[ARGS]{}`: newer Mistral models; the id is dropped
+/// - `f[ARGS]{}` or `f[CALL_ID]123[ARGS]{}`: newer Mistral models (the call id is dropped)
 pub fn read_calls(text: &str) -> Option<Vec<ToolCall>> {
     let text = text.trim();
     if let Some((head, arguments)) = text.split_once(MISTRAL_ARGUMENTS) {
@@ -56,8 +56,8 @@ pub fn read_calls(text: &str) -> Option<Vec<ToolCall>> {
     Some(read_objects(text, false)?.into_iter().map(ToolCall::from).collect())
 }
 
-/// Parses an answer that consists of tool calls in the format of Llama 3, separated by semicolons or whitespace.
-/// Returns `None` if the answer is not valid JSON, or if a call has no arguments.
+/// Parses an answer that consists of Llama 3 tool calls, separated by semicolons or whitespace.
+/// Returns `None` if the answer is not valid JSON, or if a tool call has no arguments.
 pub fn read_bare_calls(text: &str) -> Option<Vec<ToolCall>> {
     let calls = read_objects(text.trim(), true)?;
     calls.into_iter().map(|call| call.arguments.is_some().then(|| call.into())).collect()

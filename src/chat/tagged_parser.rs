@@ -1,15 +1,16 @@
-//! Parses the output of models that use a chat template into channels of text.
+//! Parses the output of models with a chat template, and splits the output into channels.
 //!
-//! Reasoning comes before the answer, between `<think>` and `</think>`.
+//! Reasoning comes before the answer, between the tags `<think>` and `</think>`.
 //! These tags are single tokens in some vocabularies and several tokens in others.
 //! The parser therefore recognizes a tag in both forms: as a token and as text.
 //!
-//! Tool calls are part of the answer, between `<tool_call>` and `</tool_call>`. In the formats of Mistral and Llama 3,
-//! a call begins with `[TOOL_CALLS]` or `<|python_tag|>`, and ends with the answer or where another call begins.
+//! Tool calls are part of the answer, between `<tool_call>` and `</tool_call>`.
+//! In the formats of Mistral and Llama 3, a tool call begins with `[TOOL_CALLS]` or `<|python_tag|>`.
+//! Such a tool call ends at the end of the answer, or where the next call begins.
 //! The parser recognizes tool call tags only as tokens, because an answer may quote the tags as text.
-//! If the request has tools, an answer of Llama 3 that consists only of calls needs no token (see `bare_call`).
+//! Llama 3 may omit the token if the whole answer consists of calls of tools in the request (see `bare_call`).
 //!
-//! Other control tokens are dropped.
+//! All other control tokens in the output are dropped.
 
 use anyhow::Result;
 
@@ -33,9 +34,9 @@ const MAX_NEWLINES: usize = 2;
 pub struct TaggedParser {
     channel: Channel,
     stream: TextStream,
-    /// Text that may be the start of a tag or of a call without a token, or whitespace that is dropped if a tag follows.
+    /// Text whose channel is uncertain: the possible start of a tag or a bare call, or whitespace before a tag.
     held: String,
-    /// Recognizes tool calls without a token. `None` if every call needs a token.
+    /// Recognizes bare calls: tool calls without a control token. `None` if every tool call needs a control token.
     bare_calls: Option<BareCalls>,
     /// The number of newlines that may still be dropped after the last tag.
     skip_newlines: usize,
@@ -48,7 +49,7 @@ pub struct TaggedParser {
 }
 
 impl TaggedParser {
-    /// Creates a parser. `prompt` is the rendered conversation, which often ends with `<think>` for reasoning models.
+    /// Creates a parser for the answer to `prompt`. For reasoning models, the prompt often ends with `<think>`.
     pub fn new(prompt: &str) -> Self {
         let prompt = prompt.trim_end();
         let thinking = prompt.ends_with(THINK);
@@ -65,7 +66,7 @@ impl TaggedParser {
         }
     }
 
-    /// Lets an answer that consists only of calls of the tools `names` count as tool calls, even without a token.
+    /// Accepts bare calls: an answer that consists only of calls of the tools `names`, without a control token.
     pub fn with_bare_calls(self, names: Vec<String>) -> Self {
         Self { bare_calls: Some(BareCalls::new(names)), ..self }
     }
@@ -96,7 +97,7 @@ impl TaggedParser {
                 self.violations.add_if(self.channel != Channel::Answer, FormatViolation::MissingToken);
                 self.start_tool_call(true, &mut out);
             }
-            // If the channel is already a tool call, the token starts another call.
+            // If the channel is already a tool call, the control token starts another call.
             (MISTRAL_CALLS | LLAMA_CALLS, _) => {
                 self.violations.add_if(self.channel == Channel::Reasoning, FormatViolation::MissingToken);
                 self.start_tool_call(false, &mut out);
@@ -108,7 +109,7 @@ impl TaggedParser {
         Ok(out)
     }
 
-    /// Finishes parsing and returns the text that was held back.
+    /// Ends the answer and returns the text that was held back.
     pub fn finish(&mut self, tokenizer: &Tokenizer) -> Result<Vec<Delta>> {
         let mut out = Vec::new();
         let text = std::mem::take(&mut self.stream).finish(tokenizer)?;
@@ -151,7 +152,7 @@ impl TaggedParser {
         self.held.push_str(text);
         while let Some((tag, next)) = self.tag() {
             let Some(at) = self.held.find(tag) else { break };
-            // Only whitespace may come before `<think>`.
+            // `<think>` counts as a tag only if nothing but whitespace comes before it.
             if self.channel == Channel::Answer && !self.held[..at].trim().is_empty() {
                 break;
             }
@@ -166,17 +167,17 @@ impl TaggedParser {
         self.emit(&certain, out);
     }
 
-    /// Returns whether the held text is the whole answer so far.
+    /// Returns whether the whole answer so far is held back.
     fn has_only_held(&self) -> bool {
         self.channel == Channel::Answer && !self.answered && self.tool_calls.is_empty()
     }
 
-    /// Returns the offset from which text must stay held: a tag, whitespace before a tag, or a call without a token
-    /// may begin there.
+    /// Returns the offset from which text must be held back.
+    /// At this offset, a tag, whitespace before a tag, or a bare call may begin.
     fn undecided_start(&mut self) -> usize {
         let Some((tag, _)) = self.tag() else { return self.held.len() };
         if self.channel == Channel::Answer {
-            // Whitespace before <think> is dropped, so hold it back until the next text shows whether a tag follows.
+            // Whitespace before `<think>` is dropped, so hold whitespace back until it is clear whether a tag follows.
             let is_tag = tag.starts_with(self.held.trim_start());
             let is_call =
                 self.has_only_held() && self.bare_calls.as_mut().is_some_and(|bare| bare.is_possible(&self.held));
@@ -188,7 +189,7 @@ impl TaggedParser {
         self.held[..at].trim_end_matches('\n').len()
     }
 
-    /// Emits the held text without whitespace before the tag, reads a complete tool call, and switches to `next`.
+    /// Handles a tag: emits the held text, parses a complete tool call, and switches to the channel `next`.
     fn enter(&mut self, next: Channel, out: &mut Vec<Delta>) {
         let held = std::mem::take(&mut self.held);
         self.bare_calls.iter_mut().for_each(BareCalls::reset);
@@ -205,7 +206,7 @@ impl TaggedParser {
         self.skip_newlines = MAX_NEWLINES;
     }
 
-    /// Appends text to the output and to the current tool call. Drops newlines directly after a tag.
+    /// Adds text to the output and to the current tool call. Drops newlines directly after a tag.
     fn emit(&mut self, text: &str, out: &mut Vec<Delta>) {
         let mut text = text;
         while let Some(rest) = text.strip_prefix('\n').filter(|_| self.skip_newlines > 0) {
@@ -225,9 +226,9 @@ impl TaggedParser {
         out.push(Delta { channel: self.channel, text: text.to_string() });
     }
 
-    /// Replaces the text of the last tool call with the calls that it contains.
+    /// Parses the text of the last tool call, and replaces the call with the calls in its text.
     ///
-    /// If the text contains no calls in a known format, the whole text stays in `arguments`.
+    /// If the text contains no tool calls in a known format, `arguments` keeps the whole text.
     fn read_tool_call(&mut self) {
         let Some(call) = self.tool_calls.pop() else { return };
         match read_calls(&call.arguments) {

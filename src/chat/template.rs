@@ -2,12 +2,12 @@
 //!
 //! The template environment matches transformers 5 (`utils/chat_template_utils.py`).
 //! It enables `trim_blocks` and `lstrip_blocks`, and defines `tojson`, `raise_exception` and `strftime_now`.
-//! It also supports `{% generation %}` and provides the tokenizer's special tokens by name.
+//! The environment supports `{% generation %}` and provides the tokenizer's special tokens by name.
 //!
-//! Templates are untrusted code.
-//! Templates cannot read files, and their steps, recursion depth and output are limited.
+//! Chat templates are untrusted code.
+//! Templates cannot read files. The steps, recursion depth and output size of templates are limited.
 //! minijinja cannot limit memory, the time of a single step, or recursion during compilation.
-//! The templates of downloaded models therefore run in another process (see `worker`).
+//! The templates of downloaded models therefore run in a worker process (see `worker`).
 
 use std::borrow::Cow;
 use std::io;
@@ -28,28 +28,28 @@ use crate::files;
 use crate::tokenizer::Tokenizer;
 
 /// The maximum number of steps of the template engine, which take about one second.
-/// A long conversation needs about 1% of them.
+/// Rendering a long conversation needs about 1% of this limit.
 const FUEL: u64 = 20_000_000;
 const MAX_DEPTH: usize = 200;
 const MAX_OUTPUT_BYTES: usize = 64 << 20;
 const NAME: &str = "chat_template";
 
-/// The length of tool call ids in Mistral's templates.
+/// The length of tool call ids that Mistral's templates accept.
 const SHORT_CALL_ID: usize = 9;
 
-/// The tags around reasoning. The marker leaves them unchanged in the content and the reasoning of assistant messages,
-/// because templates search for them to remove earlier reasoning.
+/// The tags around reasoning. They get no marks in assistant messages,
+/// because templates search for these tags to remove earlier reasoning.
 const ASSISTANT_TAGS: [&str; 2] = ["<think>", "</think>"];
 
-/// The variables that a request cannot set.
+/// The template variables that a request cannot set.
 pub const RESERVED_VARIABLES: [&str; 5] = ["messages", "tools", "documents", "add_generation_prompt", "strftime_now"];
 
-/// The chat template of a model. Some models have another template for conversations with tools.
+/// The chat template of a model. Some models have a separate template for conversations with tools.
 pub struct Template {
     default: Source,
     /// The template named `tool_use`, which replaces `default` if the request has tools.
     tool_use: Option<Source>,
-    /// The special tokens by name, such as `bos_token`.
+    /// The names and the texts of the special tokens, such as `bos_token` and `<s>`.
     special_tokens: Vec<(String, String)>,
 }
 
@@ -60,7 +60,7 @@ struct Source {
     text: String,
     /// The compiled template, or the compile error.
     ///
-    /// Compiled on first use, because compilation can fail or crash, and some commands need no template.
+    /// The template is compiled on first use: compilation can fail or crash, and some commands need no template.
     environment: OnceLock<std::result::Result<Environment<'static>, String>>,
     dialect: Dialect,
 }
@@ -94,14 +94,14 @@ impl Template {
         Ok(Some(Self::new(file, default.to_string(), special_tokens).with_tool_use(file, tool_use)))
     }
 
-    /// Creates a template from its `source`. Error messages name `file`.
+    /// Creates a template from its `source`. Error messages mention `file`.
     ///
     /// `special_tokens` contains pairs of a variable name and its text, such as `bos_token` and `<s>`.
     pub fn new(file: &str, source: String, special_tokens: Vec<(String, String)>) -> Self {
         Self { default: Source::new(file, source), tool_use: None, special_tokens }
     }
 
-    /// Sets the template for conversations with tools, if the model has another one for them.
+    /// Sets the separate template for conversations with tools, if the model has one.
     pub fn with_tool_use(self, file: &str, source: Option<&str>) -> Self {
         Self { tool_use: source.map(|source| Source::new(file, source.to_string())), ..self }
     }
@@ -116,7 +116,7 @@ impl Template {
         self.tool_use.as_ref().unwrap_or(&self.default).dialect.tools
     }
 
-    /// Returns the template for a conversation, as transformers chooses it.
+    /// Returns the template for a conversation, chosen as in transformers.
     fn source(&self, options: &RenderOptions) -> &Source {
         self.tool_use.as_ref().filter(|_| !options.tools.is_empty()).unwrap_or(&self.default)
     }
@@ -124,7 +124,7 @@ impl Template {
     /// Renders a conversation to token ids.
     pub fn render(&self, tokenizer: &Tokenizer, messages: &[Message], options: &RenderOptions) -> Result<Rendered> {
         let tools = Json::Array(options.tools.clone());
-        // Parsing arguments turns escapes such as \ufdd0 into characters. The mark must differ from these characters.
+        // JSON arguments can contain escapes such as \ufdd0. The mark must differ from these characters, too.
         let calls = messages.iter().flat_map(|message| &message.tool_calls);
         let arguments: Vec<Json> = calls.filter_map(|call| serde_json::from_str(&call.arguments).ok()).collect();
         let written = messages.iter().flat_map(Message::texts).chain(strings_of(&tools));
@@ -132,7 +132,7 @@ impl Template {
         let written = written.chain(arguments.iter().flat_map(strings_of));
         let marker = Marker::new(tokenizer, written.collect::<Vec<_>>().into_iter())?;
         let mark = |value: &Json| map_strings(value, &|text| marker.mark(text, &[]));
-        // The names of variables are not rendered.
+        // The names of template variables are not rendered, so they need no marks.
         let variables = options.template_variables.iter().map(|(name, value)| Ok((name.clone(), mark(value)?)));
         let inputs = Inputs { messages, tools: mark(&tools)?, variables: variables.collect::<Result<_>>()?, options };
 
@@ -151,7 +151,7 @@ impl Template {
         Ok(Rendered { ids, text })
     }
 
-    /// Runs the template and returns the prompt as text, still with the marks of `marker`.
+    /// Runs the template and returns the prompt as text, including the marks of `marker`.
     fn run(&self, inputs: &Inputs, marker: &Marker, arguments: Arguments) -> Result<String> {
         let Inputs { messages, tools, variables, options } = inputs;
         let source = self.source(options);
@@ -167,7 +167,7 @@ impl Template {
             ("strftime_now".to_string(), template_functions::strftime_now(options.date.clone())),
         ];
         context.extend(self.special_tokens.iter().map(|(name, token)| (name.clone(), Value::from(token.as_str()))));
-        // Omit the default effort (medium), because some templates reject efforts that they do not know.
+        // Omit the default reasoning effort, because some templates reject efforts that they do not know.
         if options.reasoning_effort != ReasoningEffort::Medium {
             context.push(("reasoning_effort".into(), Value::from(options.reasoning_effort.to_string())));
         }
@@ -177,7 +177,7 @@ impl Template {
     }
 }
 
-/// What a template renders. `tools` and `variables` have marks.
+/// The input of a template. `tools` and `variables` already have marks.
 struct Inputs<'r> {
     messages: &'r [Message],
     tools: Json,
@@ -203,7 +203,7 @@ impl Source {
         Self { file: file.to_string(), text, environment: OnceLock::new(), dialect }
     }
 
-    /// Runs the template. Fails with [`TemplateFailed`] unless it calls `raise_exception` or exceeds the step limit.
+    /// Runs the template. A template error is [`TemplateFailed`], except for `raise_exception` and the step limit.
     fn render(&self, context: Value) -> Result<String> {
         let compile = || environment(&self.text).map_err(|error| explain(&self.file, &error));
         let environment = self.environment.get_or_init(compile).as_ref().map_err(|cause| anyhow!("{cause}"))?;
@@ -223,7 +223,7 @@ impl Source {
 }
 
 impl Dialect {
-    /// Returns a message as the dictionary that templates expect. An optional field without a value has no key.
+    /// Returns a message as the dictionary that templates expect. Omits optional fields without a value.
     fn message(&self, message: &Message, marker: &Marker, arguments: Arguments) -> Result<Json> {
         let allowed = if message.role == Role::Assistant { &ASSISTANT_TAGS[..] } else { &[] };
         let mark_content = |text: &str| marker.mark(text, allowed);
@@ -267,13 +267,13 @@ impl Dialect {
         Ok(Json::Object(dict))
     }
 
-    /// Returns the id of a tool call as the template accepts it. Equal ids always become equal ids.
+    /// Converts a tool call id to a form that the template accepts. Equal ids stay equal.
     fn call_id<'i>(&self, id: &'i str) -> Cow<'i, str> {
         let is_short = id.len() == SHORT_CALL_ID && id.bytes().all(|byte| byte.is_ascii_alphanumeric());
         if !self.short_call_ids || is_short {
             return id.into();
         }
-        // FNV-1a, whose value is the same in every build. With a hash, `call_1_11` and `call_11_1` stay different.
+        // Use FNV-1a, whose value is the same in every build. The ids `call_1_11` and `call_11_1` get different hashes.
         let hash = id
             .bytes()
             .fold(0xcbf2_9ce4_8422_2325, |hash: u64, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3));
@@ -289,14 +289,14 @@ enum Arguments {
     Strings,
 }
 
-/// An error while a template runs. Calls of `raise_exception` and the step limit have other errors.
+/// An error while a template runs, other than a call of `raise_exception` and the step limit.
 ///
-/// If the conversation contains tool calls, `render` tries again with their arguments as strings.
+/// After this error, `render` tries again with the arguments of tool calls as strings, if there are tool calls.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
 struct TemplateFailed(String);
 
-/// Creates an environment that contains the compiled template, and limits its steps and its recursion.
+/// Creates an environment with the compiled template. Limits the template's steps and recursion depth.
 fn environment(source: &str) -> std::result::Result<Environment<'static>, Error> {
     let mut environment = Environment::new();
     environment.set_syntax(SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build()?);
@@ -308,7 +308,7 @@ fn environment(source: &str) -> std::result::Result<Environment<'static>, Error>
     Ok(environment)
 }
 
-/// Returns an error message with the file, the line if known, and all causes.
+/// Returns a template error as a message with the file name, the line (if known) and all causes.
 fn explain(file: &str, error: &Error) -> String {
     let line = error.line().map(|line| format!(", line {line}")).unwrap_or_default();
     let mut text = format!("the chat template ({file}{line}) failed: {}", error.kind());
@@ -351,10 +351,11 @@ fn read_json(path: &Path) -> Result<Json> {
     Ok(value)
 }
 
-/// Returns the default template in `value`, and the template for conversations with tools.
+/// Returns the default template in `value`, and the separate template for conversations with tools, if any.
 ///
-/// `value` is a string, or a list of `{name, template}` objects. From a list, the default is the template named
-/// `default`, or the first template if none has this name. The template named `tool_use` is the one for tools.
+/// `value` is a string, or a list of `{name, template}` objects.
+/// From a list, the default is the template named `default`, or else the first template.
+/// The template named `tool_use` is for conversations with tools.
 fn named_templates(value: &Json) -> Option<(&str, Option<&str>)> {
     let Json::Array(list) = value else { return Some((source_text(value)?, None)) };
     let named = |name: &str| list.iter().find(|entry| entry["name"] == name).map(|entry| &entry["template"]);
@@ -366,11 +367,11 @@ fn source_text(value: &Json) -> Option<&str> {
     value.as_str().filter(|text| !text.is_empty())
 }
 
-/// Returns the variable names and the texts of the special tokens.
+/// Returns the variable names and the texts of a tokenizer's special tokens.
 ///
-/// `config` is tokenizer_config.json. `map` is special_tokens_map.json, for tokens that `config` does not define.
+/// `config` is tokenizer_config.json. `map` is special_tokens_map.json, which defines tokens missing in `config`.
 ///
-/// Each token is a string, or an object with the string in `content`.
+/// In both files, each token is a string, or an object with the string in `content`.
 fn special_tokens(config: &Json, map: &Json) -> Vec<(String, String)> {
     let names = ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"];
     let token = |name: &str| {

@@ -1,4 +1,4 @@
-//! Functions and Python methods that chat templates expect but minijinja lacks.
+//! Defines the functions and Python methods that chat templates expect but minijinja lacks.
 
 use anyhow::Result;
 use minijinja::value::{Kwargs, ValueKind, from_args};
@@ -7,26 +7,26 @@ use minijinja_contrib::pycompat::unknown_method_callback;
 
 use super::python;
 
-/// Adds all functions, filters, tests and methods to an environment, except `strftime_now`, which needs a date.
+/// Adds all functions, filters, tests and methods to an environment, except `strftime_now`, which depends on a date.
 pub fn install(environment: &mut Environment<'static>) {
     environment.set_unknown_method_callback(method);
     environment.add_filter("tojson", tojson);
     environment.add_function("raise_exception", |message: String| -> Result<Value, Error> {
         Err(Error::new(ErrorKind::InvalidOperation, "raise_exception").with_source(Raised(message)))
     });
-    // In Jinja for Python, a sequence has a length and items, so strings and mappings are sequences too.
+    // In Jinja for Python, a sequence is any value with a length and items, including strings and mappings.
     environment.add_test("iterable", |value: &Value| value.kind() == ValueKind::String || value.try_iter().is_ok());
     environment.add_test("sequence", |value: &Value| {
         matches!(value.kind(), ValueKind::String | ValueKind::Seq | ValueKind::Map)
     });
 }
 
-/// The error returned when a template calls `raise_exception`.
+/// The error that results when a template calls `raise_exception`.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
 struct Raised(String);
 
-/// Returns the message that was passed to `raise_exception`, or `None` for other errors.
+/// Returns the message that the template passed to `raise_exception`, or `None` for other errors.
 pub fn raised(error: &Error) -> Option<String> {
     let mut source = std::error::Error::source(error);
     while let Some(cause) = source {
@@ -38,9 +38,9 @@ pub fn raised(error: &Error) -> Option<String> {
     None
 }
 
-/// Returns the function `strftime_now(format)`.
+/// Returns the template function `strftime_now(format)`.
 ///
-/// The function always formats midnight on the session's date, so that the start of the prompt never changes.
+/// The function formats midnight on a fixed date, so that the start of the prompt never changes during a session.
 pub fn strftime_now(date: String) -> Value {
     Value::from_function(move |format: String| -> Result<String, Error> {
         let failed = |error: jiff::Error| Error::new(ErrorKind::InvalidOperation, format!("strftime_now: {error}"));
@@ -49,9 +49,9 @@ pub fn strftime_now(date: String) -> Value {
     })
 }
 
-/// The filter `tojson`: formats JSON like `json.dumps` with the defaults of transformers.
+/// The template filter `tojson`: formats JSON like `json.dumps` with the defaults of transformers.
 ///
-/// By default, escapes neither HTML nor non-ASCII characters, and keeps the order of keys.
+/// By default, the filter escapes neither HTML nor non-ASCII characters, and keeps the order of keys.
 fn tojson(value: &Value, ensure_ascii: Option<bool>, options: Kwargs) -> Result<Value, Error> {
     let failed = |error: String| Error::new(ErrorKind::InvalidOperation, format!("tojson: {error}"));
     if value.is_undefined() {
@@ -85,7 +85,7 @@ fn tojson(value: &Value, ensure_ascii: Option<bool>, options: Kwargs) -> Result<
 fn escape_non_ascii(text: &str) -> String {
     let mut out = String::new();
     for c in text.chars() {
-        // Do not escape these noncharacters, because the `injection` module uses them as marks.
+        // Do not escape these noncharacters, because the `injection` module marks control tokens with them.
         if c.is_ascii() || matches!(c, '\u{FDD0}'..='\u{FDEF}') {
             out.push(c);
         } else {
@@ -112,7 +112,7 @@ fn method(state: &mut State, value: &Value, method: &str, args: &[Value]) -> Res
             if separator.is_empty() {
                 return Err(Error::new(ErrorKind::InvalidOperation, "rsplit: empty separator"));
             }
-            // A negative limit means no limit.
+            // For Python's `rsplit`, a negative limit means no limit.
             let limit = limit.and_then(|limit| usize::try_from(limit).ok());
             let mut parts: Vec<&str> =
                 text.rsplitn(limit.map_or(usize::MAX, |limit| limit.saturating_add(1)), separator).collect();
@@ -133,7 +133,7 @@ fn method(state: &mut State, value: &Value, method: &str, args: &[Value]) -> Res
 
 /// Replaces `{% generation %}` blocks, which mark assistant tokens for training, with `{% with %}` blocks.
 ///
-/// The result has the same whitespace control and the same line numbers.
+/// The replacement keeps the whitespace control and the line numbers of the template.
 pub fn replace_generation_tags(source: &str) -> String {
     let mut out = String::with_capacity(source.len());
     let mut rest = source;

@@ -2,12 +2,12 @@
 //!
 //! The output matches openai/harmony v0.0.8 byte for byte, because the models were trained on exactly this text.
 //! The code follows `template_tools_section` and `json_schema_to_typescript` in that library's `src/encoding.rs`.
-//! It also reproduces the library's bugs. For example, only the first line of a property description starts with `//`.
+//! The code also has the library's bugs. For example, only the first line of a property description starts with `//`.
 
 use anyhow::{Result, anyhow};
 use serde_json::Value;
 
-/// Returns the `# Tools` section of a developer message.
+/// Returns the `# Tools` section of harmony's developer message.
 ///
 /// Each tool is `{"type": "function", "function": {"name", "description", "parameters"}}`, or only the inner object.
 pub fn tools_section(tools: &[Value]) -> Result<String> {
@@ -39,7 +39,7 @@ fn is_enum(schema: &Value) -> bool {
     list(schema, "enum").is_some_and(|values| !values.is_empty())
 }
 
-/// Formats a default value for a comment. Quotes strings, except enum values.
+/// Formats a property's default value for a comment. Quotes strings, except enum values.
 fn default_text(schema: &Value) -> Option<String> {
     schema.get("default").map(|default| match default.as_str() {
         Some(text) if is_enum(schema) => text.to_string(),
@@ -77,21 +77,21 @@ fn type_of(schema: &Value, indent: &str) -> String {
     }
 }
 
-/// Returns the type of a schema, with `| null` if `nullable` is true in the schema.
+/// Returns the TypeScript type of a JSON schema. Adds `| null` if `nullable` is true in the schema.
 fn nullable_type_of(schema: &Value, indent: &str) -> String {
     let name = type_of(schema, indent);
     let nullable = schema.get("nullable").and_then(Value::as_bool).unwrap_or(false);
     if nullable && !name.contains("null") { name + " | null" } else { name }
 }
 
-/// Returns the type of a `oneOf` that is not a property, such as array items or a variant of another `oneOf`.
+/// Returns the type of a `oneOf` schema that is not a property, but for example an array item.
 fn one_of(variants: &[Value], indent: &str) -> String {
     let mut out = String::new();
     for variant in variants {
         out.push_str(&format!("\n{indent} | {}", nullable_type_of(variant, &format!("{indent}   "))));
         let mut comments: Vec<String> = text(variant, "description").map(str::to_string).into_iter().collect();
         if let Some(default) = variant.get("default") {
-            // As in the library, only this function quotes the default of an enum.
+            // As in openai/harmony, only this function quotes the default value of an enum.
             let default = default.as_str().filter(|_| !is_enum(variant)).map(|text| format!("\"{text}\""));
             comments.push(format!("default: {}", default.unwrap_or_else(|| variant["default"].to_string())));
         }
@@ -121,7 +121,7 @@ fn object(schema: &Value, indent: &str) -> String {
     out
 }
 
-/// Writes the comments and the type of a property. The name `key` ends with `?` if the property is optional.
+/// Writes the comments and the type of a property. `key` ends with `?` if the property is optional.
 fn property_of(out: &mut String, key: &str, property: &Value, indent: &str) {
     if let Some(title) = text(property, "title") {
         out.push_str(&format!("{indent}// {title}\n{indent}//\n"));
@@ -146,7 +146,7 @@ fn property_of(out: &mut String, key: &str, property: &Value, indent: &str) {
     out.push('\n');
 }
 
-/// Writes a `oneOf` property. Its comments come first, then one variant per line.
+/// Writes a property with a `oneOf` schema. The comments come first, then one variant per line.
 fn choice(out: &mut String, key: &str, property: &Value, variants: &[Value], indent: &str) {
     let description = text(property, "description");
     let first_description = variants.first().and_then(|variant| text(variant, "description"));
@@ -160,7 +160,7 @@ fn choice(out: &mut String, key: &str, property: &Value, variants: &[Value], ind
     out.push_str(&format!("{indent}{key}:\n"));
     for (i, variant) in variants.iter().enumerate() {
         out.push_str(&format!("{indent} | {}", nullable_type_of(variant, &format!("{indent}   "))));
-        // If the property has a description, omit the description of its first variant.
+        // If a property has a description, omit the description of its first variant.
         let own = text(variant, "description").filter(|_| i > 0 || above.is_none());
         let mut comments: Vec<String> =
             own.filter(|own| Some(*own) != description).map(str::to_string).into_iter().collect();

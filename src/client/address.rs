@@ -1,4 +1,4 @@
-//! The URL of a server.
+//! Parses the URL of a server, and returns the URLs of its routes.
 
 use std::fmt;
 use std::net::IpAddr;

@@ -9,10 +9,10 @@ use super::connection::{Flow, error_message};
 use crate::chat::{Channel, Delta, ToolCall};
 use crate::engine::FinishReason;
 
-/// The maximum number of tool calls in one answer. Further tool calls are ignored.
+/// The maximum number of tool calls in one answer. The client ignores further tool calls.
 const MAX_CALLS: usize = 128;
 
-/// Everything that the chunks of one answer have reported so far, except the text of the answer.
+/// The state that the chunks of one answer have reported so far, except the text of the answer.
 #[derive(Debug, Default)]
 pub struct Chunks {
     pub usage: Option<UsageReport>,
@@ -24,7 +24,7 @@ pub struct Chunks {
     pub last_text: Option<Instant>,
 }
 
-/// The token counts of an answer, as the server reported them. Not every server reports the optional counts.
+/// The token counts of an answer, as reported by the server. Not every server reports the optional counts.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct UsageReport {
     pub prompt_tokens: usize,
@@ -34,9 +34,9 @@ pub struct UsageReport {
 }
 
 impl Chunks {
-    /// Reads the data of an event. Returns the new text, and [`Flow::Stop`] if the stream ends with this event.
+    /// Reads the data of an event. Returns the new text, and [`Flow::Stop`] if this event ends the stream.
     ///
-    /// The data is a chunk of a stream, or a whole answer from a server that does not stream.
+    /// The event data is a chunk of a stream, or a whole answer from a server that does not stream.
     pub fn push(&mut self, data: &str) -> Result<(Vec<Delta>, Flow)> {
         if data.trim() == "[DONE]" {
             return Ok((Vec::new(), Flow::Stop));
@@ -52,7 +52,7 @@ impl Chunks {
         let mut deltas = Vec::new();
         for message in [&choice["delta"], &choice["message"]] {
             // vLLM and inferno send `reasoning`; llama-server and SGLang send `reasoning_content`.
-            // Some servers send both fields with the same text.
+            // Some servers send both of these reasoning fields, with the same text.
             let reasoning = message["reasoning"].as_str().or(message["reasoning_content"].as_str());
             deltas.extend(reasoning.map(|text| delta(Channel::Reasoning, text)));
             deltas.extend(message["content"].as_str().map(|text| delta(Channel::Answer, text)));
@@ -110,7 +110,7 @@ impl Chunks {
     }
 
     /// Returns the decode speed in tokens per second, or 0 if it is unknown.
-    /// If the server does not report a speed, it is calculated from the times of the first and the last text.
+    /// If the server does not report a speed, calculates the speed from the times of the first and the last text.
     pub fn tok_per_s(&self) -> f64 {
         if let Some(speed) = self.tok_per_s.filter(|speed| speed.is_finite()) {
             return speed;

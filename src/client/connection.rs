@@ -1,4 +1,4 @@
-//! Sends requests to a server, and turns error responses into errors.
+//! Sends requests to a server, and converts error responses to Rust errors.
 
 use std::cell::RefCell;
 use std::io::{BufReader, Read};
@@ -20,13 +20,13 @@ use crate::error::Error;
 use crate::files;
 use crate::text::library_error;
 
-/// The maximum time to connect to a server.
+/// The time limit for connecting to a server.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// The maximum time for a request that generates no tokens.
+/// The time limit for a request that generates no tokens.
 const SHORT_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// The maximum time without any data in a stream. It is long, because a request may wait in the server's queue.
+/// The time limit for the next data of a stream. It is long, because a request may wait in the server's queue.
 const STREAM_TIMEOUT: Duration = Duration::from_secs(600);
 
 /// The maximum size of a response that is not a stream, in bytes.
@@ -38,10 +38,10 @@ const MAX_ERROR_BYTES: u64 = 64 << 10;
 /// The interval at which a request in progress checks whether it was canceled.
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
-/// The maximum number of events that wait for `on_event`. While the queue is full, reading from the server pauses.
+/// The maximum number of events that wait for `on_event`. At this number, the client stops reading from the server.
 const WAITING_EVENTS: usize = 256;
 
-/// A client of one server. It keeps connections open between requests.
+/// A client for one server. The client keeps connections open between requests.
 pub struct Connection {
     pub url: ServerUrl,
     key: Option<String>,
@@ -49,11 +49,11 @@ pub struct Connection {
     agent: RefCell<Agent>,
 }
 
-/// Whether to read more events of a stream.
+/// Whether to read more events of a stream: the return value of `on_event`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Flow {
     Continue,
-    /// The answer is complete.
+    /// Stop reading, because the answer is complete.
     Stop,
 }
 
@@ -67,22 +67,22 @@ pub enum StreamEnd {
     Canceled,
 }
 
-/// A message from the thread that reads a stream.
+/// A message from the thread that reads a stream to the caller of `stream`.
 enum Message {
     Event(String),
-    /// The response has an error status.
+    /// The server responded with an error status.
     Refused(Refusal),
     Failed(ureq::Error),
 }
 
-/// A response whose status does not indicate success.
+/// A response with an error status.
 struct Refusal {
     status: StatusCode,
     headers: HeaderMap,
     body: Vec<u8>,
 }
 
-/// Closes all connections of an agent on drop, which ends a request in progress.
+/// Closes all connections of an HTTP agent on drop. This ends a request in progress.
 struct CloseOnDrop(Option<Agent>);
 
 impl Drop for CloseOnDrop {
@@ -98,7 +98,7 @@ const MAX_CERTIFICATES: u64 = 4 << 20;
 
 fn new_agent(url: &ServerUrl, tls: &TlsConfig) -> Agent {
     let config = Agent::config_builder();
-    // Use no proxy for a server on this machine, because a proxy cannot reach it.
+    // Connect to a server on this machine without a proxy, because a proxy cannot reach it.
     let config = if url.is_local() { config.proxy(None) } else { config };
     config
         .tls_config(tls.clone())
@@ -119,7 +119,7 @@ impl Connection {
     ///
     /// `ca_cert` is a PEM file with the certificate authorities to trust instead of the built-in ones.
     pub fn new(url: ServerUrl, key: Option<String>, ca_cert: Option<&Path>) -> Result<Self> {
-        // `ca_cert` may come from `SSL_CERT_FILE`, which is often set for other programs. Without TLS, it is ignored.
+        // Ignore `ca_cert` without TLS: it may come from `SSL_CERT_FILE`, which is often set for other programs.
         let tls = match ca_cert.filter(|_| url.is_encrypted()) {
             Some(path) => TlsConfig::builder().root_certs(read_certificates(path)?).build(),
             None => TlsConfig::default(),
@@ -135,9 +135,9 @@ impl Connection {
         self.read_json(request.call())
     }
 
-    /// Sends a JSON body to a URL that not every server supports, and parses the JSON response.
+    /// Sends a JSON body to a URL that some servers do not support, and parses the JSON response.
     ///
-    /// Returns `None` if the server does not support the URL: it responds with status 404 or 405, or without JSON.
+    /// Returns `None` if the server does not support the URL: the status is 404 or 405, or the response is not JSON.
     pub fn post_if_supported(&self, url: &str, body: &Value) -> Result<Option<Value>> {
         let request = self.agent.borrow().post(url).content_type("application/json");
         let request = self.authorized(request).config().timeout_global(Some(SHORT_TIMEOUT)).build();
@@ -150,9 +150,9 @@ impl Connection {
     }
 
     /// Sends a JSON body to a route of OpenAI's API and reads the events of the response.
-    /// A JSON response that is not a stream counts as one event.
+    /// If the JSON response is not a stream, it counts as one event.
     ///
-    /// If `cancel` is set, or if `on_event` fails, closes the connection, so that the server stops generating.
+    /// If `cancel` is set or `on_event` fails, closes the connection, so that the server stops generating.
     pub fn stream(
         &self,
         route: &str,
@@ -160,8 +160,8 @@ impl Connection {
         cancel: &AtomicBool,
         on_event: &mut dyn FnMut(&str) -> Result<Flow>,
     ) -> Result<StreamEnd> {
-        // Canceling shuts the agent down, and the agent then accepts no more requests. Prepare a new agent for the
-        // next request. If this request completes, the old agent is put back.
+        // Canceling shuts the HTTP agent down, so prepare a new agent for the next request.
+        // If this request completes, the old agent is put back.
         let agent = self.agent.replace(new_agent(&self.url, &self.tls));
         let mut open = CloseOnDrop(Some(agent.clone()));
         let request = self.authorized(agent.post(self.url.route(route)).content_type("application/json"));
@@ -185,7 +185,7 @@ impl Connection {
                 Message::Event(data) => {
                     if on_event(&data)? == Flow::Stop {
                         self.agent.replace(agent);
-                        // The thread reads the rest of the response, so that the connection can be reused.
+                        // The reading thread reads the response to its end, so that the connection can be reused.
                         open.0 = None;
                         return Ok(StreamEnd::Complete);
                     }
@@ -210,7 +210,7 @@ impl Connection {
         })
     }
 
-    /// Returns the body of a response. Fails if the request failed, or if the status is not a success.
+    /// Returns the body of a successful response. Fails if the request failed, or if the response has an error status.
     fn read_body(&self, response: Result<Response<Body>, ureq::Error>) -> Result<Vec<u8>> {
         let mut response = response.map_err(|error| self.failure(&error))?;
         if !response.status().is_success() {
@@ -245,7 +245,7 @@ impl Connection {
     }
 }
 
-/// Reads the certificates in a PEM file. Skips other items, such as private keys.
+/// Reads the certificates in a PEM file. Skips other PEM items, such as private keys.
 fn read_certificates(path: &Path) -> Result<RootCerts> {
     let problem = |cause: String| Error::usage(format!("cannot use the certificates in {}: {cause}", path.display()));
     let pem = files::read(path, MAX_CERTIFICATES).map_err(|error| problem(format!("{error:#}")))?;
@@ -264,7 +264,7 @@ fn read_certificates(path: &Path) -> Result<RootCerts> {
 
 /// Reads a response to its end and sends its events to the caller of [`Connection::stream`].
 fn read_stream(response: Result<Response<Body>, ureq::Error>, events: &SyncSender<Message>) {
-    // A send fails only if the caller has stopped reading events. Ignore this failure.
+    // Sending fails only if the caller no longer reads events. Ignore this failure.
     let mut response = match response {
         Ok(response) => response,
         Err(error) => return drop(events.send(Message::Failed(error))),
@@ -281,7 +281,7 @@ fn read_stream(response: Result<Response<Body>, ureq::Error>, events: &SyncSende
     let mut is_awaited = true;
     loop {
         match read_event(&mut stream) {
-            // Even if the caller has stopped reading events, read to the end, so that the connection can be reused.
+            // Read to the end, even if the caller no longer reads events, so that the connection can be reused.
             Ok(Some(data)) if is_awaited => is_awaited = events.send(Message::Event(data)).is_ok(),
             Ok(Some(_)) => {}
             Ok(None) => return,
@@ -293,7 +293,7 @@ fn read_stream(response: Result<Response<Body>, ureq::Error>, events: &SyncSende
 impl Refusal {
     fn read(mut response: Response<Body>) -> Self {
         let mut body = Vec::new();
-        // If the body cannot be read, the status alone describes the error.
+        // If the body of an error response cannot be read, the status alone describes the error.
         let _ = response.body_mut().as_reader().take(MAX_ERROR_BYTES).read_to_end(&mut body);
         Self { status: response.status(), headers: response.headers().clone(), body }
     }
@@ -318,7 +318,7 @@ impl Refusal {
         is_too_long.then_some("context_length_exceeded")
     }
 
-    /// Returns the error message in the body. Without one, returns the whole body, or the status if the body is empty.
+    /// Returns the error message in the body, or else the whole body. If the body is empty, returns the status.
     fn message(&self) -> String {
         match error_message(&self.json()) {
             Some(message) => message,
@@ -328,7 +328,7 @@ impl Refusal {
     }
 }
 
-/// Returns the error message in a JSON response. Looks in each field where a server may put the message.
+/// Returns the error message in a JSON response. Tries each JSON field where a server may put the message.
 pub fn error_message(json: &Value) -> Option<String> {
     let texts = [&json["error"]["message"], &json["error"], &json["message"], &json["detail"]];
     texts.into_iter().find_map(Value::as_str).map(|message| library_error(&message))

@@ -1,9 +1,9 @@
-//! A client for servers with OpenAI's API, as the backend of a conversation.
+//! A client for servers with OpenAI's API, used as the backend of a conversation.
 //!
 //! - `address`, `connection`, `sse`: URLs, requests, and streams of server-sent events
-//! - `chunks`: the parser for chunks of a streamed answer
+//! - `chunks`: parses the chunks of a streamed answer
 //! - `models`: the list of models on a server
-//! - `remote_model`: one model of a server as a [`Backend`](crate::conversation::Backend)
+//! - `remote_model`: a model on a server as a [`Backend`](crate::conversation::Backend)
 
 mod address;
 mod chunks;

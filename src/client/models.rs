@@ -1,4 +1,4 @@
-//! Lists and finds the models of a server.
+//! Lists the models of a server, and finds a model by its name.
 
 use anyhow::Result;
 use serde_json::Value;
@@ -19,15 +19,15 @@ pub struct ServedModel {
     pub owner: Option<String>,
 }
 
-/// Lists the models of a server. Skips models without an id.
+/// Lists the models of a server. Skips models that have no id.
 pub fn list(connection: &Connection) -> Result<Vec<ServedModel>> {
     let json = connection.get("/models")?;
     Ok(json["data"].as_array().into_iter().flatten().filter_map(read).collect())
 }
 
 fn read(model: &Value) -> Option<ServedModel> {
-    // Servers name the field for the context length differently. From left to right: vLLM and inferno, OpenRouter,
-    // LM Studio, llama-server.
+    // The field name for the context length depends on the server.
+    // From left to right, the names are from vLLM and inferno, OpenRouter, LM Studio, and llama-server.
     let fields =
         [&model["max_model_len"], &model["context_length"], &model["max_context_length"], &model["meta"]["n_ctx"]];
     Some(ServedModel {
@@ -37,7 +37,7 @@ fn read(model: &Value) -> Option<ServedModel> {
     })
 }
 
-/// Finds a model by its name or by a part of its name. Fails if no name or several names contain the part.
+/// Finds a model by its name or by a part of its name. Fails if no model or several models match.
 pub fn find<'m>(models: &'m [ServedModel], name: &str, connection: &Connection) -> Result<&'m ServedModel> {
     if let Some(model) = models.iter().find(|model| model.name == name) {
         return Ok(model);

@@ -1,4 +1,4 @@
-//! A model on a server, as the backend of a conversation.
+//! A model on a server, used as the backend of a conversation.
 
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
@@ -18,16 +18,16 @@ use crate::engine::{Engine, FinishReason, SamplingParams};
 use crate::error::Error;
 use crate::text::escaped;
 
-/// A model on a server. It implements [`Backend`] with chat completions.
+/// A model on a server. Implements [`Backend`] by sending chat completion requests.
 pub struct RemoteModel {
     connection: Rc<Connection>,
     model: ServedModel,
-    /// False once the server's response has shown that the server does not support the route `/tokenize`.
+    /// Whether the server may support the route `/tokenize`. False once a response has shown that it does not.
     can_count: Cell<bool>,
     last: RefCell<Option<LastAnswer>>,
 }
 
-/// The token counts and the speed of the last answer.
+/// The token counts and the decode speed of the last answer.
 struct LastAnswer {
     usage: Option<UsageReport>,
     ttft_s: f64,
@@ -39,8 +39,8 @@ impl RemoteModel {
         Self { connection, model, can_count: Cell::new(true), last: RefCell::new(None) }
     }
 
-    /// Returns the body of a request. The body contains only the settings that the user chose.
-    /// The server's defaults apply to all other settings.
+    /// Returns the JSON body of a request. Contains only the settings that the user chose.
+    /// For all other settings, the server uses its defaults.
     fn body(&self, request: &TurnRequest<'_>, messages: &[Message]) -> Value {
         let options = &request.options;
         let mut body = Map::new();
@@ -49,7 +49,7 @@ impl RemoteModel {
         body.insert("stream".into(), json!(true));
         body.insert("stream_options".into(), json!({ "include_usage": true }));
         for field in SAMPLING_FIELDS.iter().filter(|field| request.chosen.contains_key(field.flag)) {
-            // The values are numbers, so their text is valid JSON.
+            // All sampling values are numbers, so their text is valid JSON.
             let value = serde_json::from_str(&field.get(&options.sampling)).unwrap_or_default();
             body.insert(field.name.into(), value);
         }
@@ -77,7 +77,7 @@ impl RemoteModel {
         let mut body = fields;
         body["model"] = json!(self.model.name);
         let url = self.connection.url.root_route("/tokenize");
-        // On an error, leave `can_count` set: a server that is busy now may answer the next request.
+        // After an error, leave `can_count` set, because a server that is busy now may answer the next request.
         let response = self.connection.post_if_supported(&url, &body).ok()?;
         let count = response.and_then(|json| json["count"].as_u64());
         self.can_count.set(count.is_some());
@@ -85,7 +85,7 @@ impl RemoteModel {
     }
 
     /// Replaces the error for an unknown model with an error that lists the server's models.
-    /// Returns any other error unchanged.
+    /// Returns other errors unchanged.
     fn explain(&self, error: anyhow::Error) -> anyhow::Error {
         match error.downcast_ref() {
             Some(Error::ServerRoute { .. }) => match models::list(&self.connection) {
@@ -99,7 +99,7 @@ impl RemoteModel {
     }
 }
 
-/// Returns a message as JSON: only its role and text, because chat formats drop the reasoning of earlier turns.
+/// Converts a message to JSON. Omits all but role and text, because chat formats drop reasoning of earlier turns.
 fn wire_message(message: &Message) -> Value {
     json!({ "role": message.role.as_str(), "content": message.content })
 }

@@ -1,4 +1,4 @@
-//! Reads streams of server-sent events.
+//! Reads streams of server-sent events (SSE).
 //!
 //! Source: the section "Interpreting an event stream" of the HTML standard.
 
@@ -7,9 +7,9 @@ use std::io::{self, BufRead, Read};
 /// The maximum size of an event in bytes.
 const MAX_EVENT_BYTES: u64 = 8 << 20;
 
-/// Reads the next event. Returns its data, or `None` at the end of the stream. Skips comments and events without data.
+/// Reads the next event. Returns the event data, or `None` at the end of the stream. Skips events without data.
 ///
-/// Unlike the standard, also returns an event if the stream ends before the blank line that should end the event.
+/// Unlike the standard, also returns an event that is cut off by the end of the stream before its final blank line.
 pub fn read_event(stream: &mut impl BufRead) -> io::Result<Option<String>> {
     let mut data: Option<String> = None;
     let mut bytes_left = MAX_EVENT_BYTES;
@@ -28,7 +28,7 @@ pub fn read_event(stream: &mut impl BufRead) -> io::Result<Option<String>> {
             match data.take() {
                 Some(data) => return Ok(Some(data)),
                 None if is_end => return Ok(None),
-                // An event without data, such as a comment, has ended.
+                // The event that ends here has no data, like a comment, so skip it.
                 None => bytes_left = MAX_EVENT_BYTES,
             }
             continue;

@@ -59,7 +59,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
 
 /// The information that `inferno list` shows about a model.
 ///
-/// Fields that cannot be read are `None`, so one broken model does not hide the others.
+/// A field is `None` if it cannot be read, so that one broken model does not hide the others.
 #[derive(Serialize)]
 pub struct Model {
     pub name: String,
@@ -128,7 +128,7 @@ fn folder_bytes(path: &Path) -> u64 {
         return gguf::total_bytes(path);
     }
     let entries = std::fs::read_dir(path).into_iter().flatten().flatten();
-    // Snapshot files are symlinks to blobs. Unlike `DirEntry::metadata`, `fs::metadata` follows them.
+    // Snapshot files are symlinks to blobs. `fs::metadata` follows symlinks, but `DirEntry::metadata` does not.
     entries.filter_map(|entry| std::fs::metadata(entry.path()).ok()).filter(|m| m.is_file()).map(|m| m.len()).sum()
 }
 

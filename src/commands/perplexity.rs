@@ -17,9 +17,9 @@ use crate::hub::{Hub, Snapshot};
 use crate::text::size;
 use crate::tokenizer::ControlTokens;
 
-/// `--kl` compares the logits of both models for at most this many tokens.
+/// The maximum number of tokens for which `--kl` compares the logits of both models.
 ///
-/// The logits of the unquantized model are kept in memory, 0.8 MB per token for a vocabulary of 200,000.
+/// The logits of the unquantized model stay in memory: 0.8 MB per token for a vocabulary of 200,000 tokens.
 const KL_TOKENS: usize = 512;
 
 /// Measure how well a model predicts a text
@@ -133,7 +133,7 @@ fn mean_kl(p_logits: &Tensor, q_logits: &Tensor) -> Result<f64> {
 /// Fails if a loss is NaN or infinite.
 fn check_losses(nll: &[f32]) -> Result<()> {
     match nll.iter().position(|loss| !loss.is_finite()) {
-        // `nll[0]` is the loss of the second token, and the error message counts tokens from 1.
+        // `nll[0]` is the loss of the second token. The error message counts tokens from 1.
         Some(index) => bail!(
             "cannot compute the perplexity: the loss of token {} is {}; the model's weights or config are broken",
             index + 2,

@@ -26,12 +26,12 @@ const MAX_THREADS: usize = 4;
 const SEQUENCE_LIMIT: u16 = MAX_SEQUENCES as u16;
 const _: () = assert!(MAX_SEQUENCES == 256, "the help of --max-sequences and docs/tuning.md give this limit");
 
-/// The number of file descriptors that `--max-connections` must leave free: for the model, for records, and for
-/// connections above the limit, which the server accepts only to answer health checks.
+/// The number of file descriptors that `--max-connections` must leave free: for model files, records and health checks.
+/// The server answers health checks even on connections above the limit.
 #[cfg(unix)]
 const OTHER_FILES: usize = 256;
 
-/// The time limit for threads to finish when the program exits.
+/// When the program exits, the time limit for its threads to finish.
 const END_TIME: Duration = Duration::from_secs(1);
 
 /// Serve a model over HTTP with OpenAI's API
@@ -165,7 +165,7 @@ pub fn run(mut args: Args) -> Result<ExitCode> {
     let server = Server::new(options)?;
     let serving = start(&runtime, &server, listener);
 
-    // From here on, health checks get a response while the model loads.
+    // From here on, the server answers health checks while the model loads.
     hub.record_use(&snapshot);
     let path = snapshot.path.clone();
     let hashes = args.receipt_key.as_ref().map(|_| std::thread::spawn(move || hub::file_hashes(&path)));
@@ -179,7 +179,7 @@ pub fn run(mut args: Args) -> Result<ExitCode> {
     let served = runtime.block_on(serving).context("the server stopped unexpectedly")?;
     match served {
         Ok(()) => drop(engine),
-        // Freeing the memory of a device that no longer works could block or fail.
+        // Do not free the memory of a device that has failed, because that could block or fail.
         Err(_) => std::mem::forget(engine),
     }
     server.finish_records();
@@ -224,7 +224,7 @@ fn start(runtime: &Runtime, server: &Arc<Server>, listener: TcpListener) -> toki
     runtime.spawn(async move {
         let shutdown = async {
             signal().await;
-            // A second signal ends the program at once.
+            // A second signal ends the program immediately.
             tokio::spawn(async {
                 signal().await;
                 std::process::exit(130);
@@ -232,7 +232,7 @@ fn start(runtime: &Runtime, server: &Arc<Server>, listener: TcpListener) -> toki
         };
         let served = server::serve(server.clone(), listener, shutdown).await;
         if server.engine().is_none() {
-            // The main thread is still loading the model, and loading cannot be interrupted.
+            // Exit here, because the main thread is still loading the model, and loading cannot be interrupted.
             std::process::exit(0);
         }
         served

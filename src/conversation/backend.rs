@@ -28,8 +28,7 @@ pub trait Backend {
     fn context(&self) -> Option<usize>;
 
     /// Returns the sampling parameters that apply if the user sets none.
-    ///
-    /// Returns `None` if they are unknown, because a server chooses each parameter that the user does not set.
+    /// Returns `None` for a server, which chooses its own default for each parameter that the user does not set.
     fn defaults(&self) -> Option<SamplingParams>;
 
     /// Returns the rows of `/stats` that describe the model, as pairs of a name and a value.

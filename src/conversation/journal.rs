@@ -3,7 +3,7 @@
 //! Each conversation is an append-only file with one JSON object per line.
 //! Each line is synced to disk before the user is prompted again.
 //! A crash can truncate only the last line, and a truncated line is ignored.
-//! If a write fails, its partial data is removed, and the next write saves the whole conversation.
+//! If a write to the journal fails, its partial data is removed. The next write then saves the whole conversation.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Write};
@@ -81,7 +81,7 @@ pub struct Journal {
 pub enum Change {
     Model,
     Settings,
-    /// A question and its answer were added.
+    /// A question and its answer were appended.
     Turn,
     Messages,
 }
@@ -207,11 +207,11 @@ impl Journal {
     }
 
     fn append(&mut self, lines: &[u8]) -> io::Result<()> {
-        // Remove the partial line that a failed write may have left.
+        // Remove the partial line that a failed write may have left in the journal.
         if self.is_incomplete {
             self.file.set_len(self.length)?;
         }
-        // After a crash during this write, only the last line in the file can be truncated. Readers ignore such a line.
+        // A crash during this write can truncate only the last line in the file. Readers ignore a truncated line.
         if let Err(error) = self.file.write_all(lines).and_then(|()| self.file.sync_data()) {
             let _ = self.file.set_len(self.length);
             return Err(error);
@@ -277,7 +277,7 @@ fn find(name: Option<&str>) -> Result<(String, PathBuf)> {
     Ok((name.to_string(), path))
 }
 
-/// Returns whether `--resume` without a name may choose this conversation.
+/// Returns whether `--resume` without a name may choose the conversation at `path`.
 ///
 /// Returns false for a conversation that is open, and for an undamaged conversation without questions.
 fn is_resumable(path: &Path) -> bool {

@@ -57,7 +57,7 @@ pub struct LoadedModel {
     pub configured: SettingValues,
 }
 
-/// The error that ends a chat: neither the requested model nor the previous one could be loaded.
+/// The error that ends a chat because neither the requested model nor the previous model could be loaded.
 #[derive(Debug, thiserror::Error)]
 #[error("no model is loaded")]
 pub struct NoModelLoaded;

@@ -44,8 +44,8 @@ impl fmt::Display for Overflow {
 ///
 /// `dropped_before` counts the messages dropped in earlier turns.
 /// Up to a quarter of the context is reserved for the answer.
-/// If messages must be dropped, drops extra messages, so that the next turns fit too.
-/// Otherwise, every turn would change the start of the prompt and require a prefill of the whole prompt.
+/// If messages must be dropped, drops more messages than needed, so that the next turns fit too.
+/// Otherwise, every turn would drop a message and therefore require a prefill of the whole prompt.
 /// The last question is never dropped, even if it does not fit in the context.
 pub fn drop_oldest(
     messages: &[Message],
@@ -82,7 +82,7 @@ fn split_instructions(messages: &[Message]) -> (&[Message], &[Message]) {
     messages.split_at(messages.iter().take_while(|message| message.role != Role::User).count())
 }
 
-/// Returns the index of the first question after `index`. The messages that are sent must start with a question.
+/// Returns the index of the first question after `index`. The dialog sent to the model must start with a question.
 fn next_question(dialog: &[Message], index: usize) -> Option<usize> {
     (index + 1..dialog.len()).find(|&later| dialog[later].role == Role::User)
 }

@@ -21,21 +21,22 @@ use crate::engine::{FinishReason, GenerateOptions, SamplingParams};
 /// Whether and where a conversation is recorded.
 pub enum Recording {
     Off,
-    /// The journal is created with the first answer.
+    /// Recording starts with the first answer, which creates the journal.
     FromFirstAnswer,
     Journal(Journal),
 }
 
 /// A conversation and its loaded model.
 pub struct Session {
-    /// `None` while [`Session::switch_model`] loads a model, and after both the new and the old model failed to load.
+    /// The loaded model. `None` while [`Session::switch_model`] loads another model.
+    /// Also `None` if both the new model and the old model failed to load.
     backend: Option<Box<dyn Backend>>,
     pub models: Rc<dyn ModelSource>,
     pub model: ModelId,
     pub settings: ChatSettings,
     /// Settings from flags, the environment, a resumed conversation or `/set`.
     pub requested: SettingValues,
-    /// Settings for this model from the configuration file. Requested settings override them.
+    /// Settings for this model from the configuration file. `requested` settings override `configured` settings.
     pub configured: SettingValues,
     /// Whether to continue prompts as plain text, without a chat format.
     pub raw: bool,
@@ -53,7 +54,7 @@ pub struct Session {
     ///
     /// A new date would change the start of the prompt and require a prefill of the whole conversation.
     date: String,
-    /// The number of turns so far. Added to the seed so that `/regen` can generate a different answer.
+    /// The number of turns so far. It is added to the seed, so that `/regen` can generate a different answer.
     turns: u64,
 }
 
@@ -111,7 +112,7 @@ impl Session {
 
     /// Sends `text` and the attached files to the model. Passes each piece of the answer to `on_delta` as it arrives.
     ///
-    /// Keeps the conversation unchanged on failure. If the answer is interrupted, keeps the text that has arrived.
+    /// On failure, keeps the conversation unchanged. If the answer is interrupted, keeps the text that has arrived.
     pub fn answer(&mut self, text: &str, on_delta: &mut OnDelta) -> Result<Turn> {
         let text = with_attachments(&self.attached, text);
         let turn = self.run_turn(self.messages.clone(), &text, on_delta)?;
@@ -200,7 +201,7 @@ impl Session {
 
     /// Returns whether the system prompt, the attached files and `text` fit in the context without earlier messages.
     ///
-    /// Returns true with `raw`, and if the number of tokens or the context length is unknown.
+    /// Also returns true with `raw`, and if the number of tokens or the context length is unknown.
     pub fn fits_alone(&self, text: &str) -> bool {
         let mut messages = visible_messages(&self.messages, usize::MAX);
         messages.push(Message::user(with_attachments(&self.attached, text)));
@@ -265,7 +266,7 @@ impl Session {
     pub fn switch_model(&mut self, name: &str) -> Result<Vec<String>> {
         let models = self.models.clone();
         let model = models.find(name)?;
-        // The device may not have enough memory for both models.
+        // Drop the old model first, because the device may not have enough memory for two models.
         drop(self.backend.take());
         let loaded = match models.load(&model) {
             Ok(loaded) => loaded,
@@ -280,7 +281,7 @@ impl Session {
         self.model = model;
         self.backend = Some(loaded.backend);
         self.dropped = 0;
-        // A requested revision applies only to the old model.
+        // A revision that the user requested applies only to the old model.
         self.requested.remove("revision");
         self.configured = loaded.configured;
         let problems = self.reset_settings(loaded.sampling);
@@ -292,7 +293,7 @@ impl Session {
     pub fn change_setting(&mut self, name: &str, value: &str) -> Result<String, String> {
         let (name, value) = settings::normalize(name, value)?;
         self.settings.set(name, std::slice::from_ref(&value))?;
-        // Store `none` too, because it overrides a limit from the configuration file.
+        // Store the value `none` too, because it overrides a limit from the configuration file.
         self.requested.insert(name.to_string(), vec![value.clone()]);
         self.record(Change::Settings).map_err(|error| format!("the setting is not saved for --resume: {error:#}"))?;
         Ok(match (name, value.as_str()) {
@@ -318,7 +319,7 @@ impl Session {
         let seed = self.settings.sampling.seed;
         self.settings = ChatSettings::new(SamplingParams { seed, ..sampling });
         let mut problems = Vec::new();
-        // Some flags, such as --device, are not chat settings.
+        // Skip flags that are not chat settings, such as --device.
         for (name, values) in self.all_settings().iter().filter(|(name, _)| settings::is_setting(name)) {
             if let Err(problem) = self.settings.set(name, values) {
                 problems.push(format!("{name} stays {}: {problem}", self.settings.get(name)));
@@ -341,7 +342,7 @@ impl Session {
         let render = RenderOptions { add_generation_prompt: false, ..self.render_options() };
         let ids = engine.render(&messages, &render)?.ids;
         // The next prompt renders old answers differently, for example without reasoning.
-        // Prefill the conversation as the next prompt renders it.
+        // Prefill the conversation in the form that the next prompt will have.
         let options = GenerateOptions { max_tokens: Some(0), ..GenerateOptions::new(SamplingParams::greedy()) };
         for event in engine.complete_ids(&ids, options)? {
             event?;
@@ -362,7 +363,8 @@ impl Session {
         let (recording, saved) = open_saved(name)?;
         self.requested.retain(|name, _| !settings::is_setting(name));
         self.requested.extend(saved.settings.clone().into_iter().filter(|(name, _)| settings::is_setting(name)));
-        // For a server, the defaults are placeholders: a request contains only the settings that the user chose.
+        // For a server, the default sampling parameters are placeholders.
+        // A request to a server contains only the settings that the user chose.
         let defaults = self.backend().defaults().unwrap_or_else(SamplingParams::greedy);
         let problems = self.reset_settings(defaults);
         let damage = self.continue_with(recording, saved)?;
@@ -391,7 +393,7 @@ impl Session {
         Ok(saved.damage)
     }
 
-    /// Writes a change to the journal. The journal is not created until the conversation has its first answer.
+    /// Writes a change to the journal. Creates no journal before the conversation has its first answer.
     pub fn record(&mut self, change: Change) -> Result<()> {
         let (model, settings) = (self.model_name(), self.all_settings());
         let mut change = change;

@@ -114,7 +114,7 @@ impl ChatSettings {
 
 /// Converts the arguments of `/set NAME VALUE` to a flag name and its value.
 ///
-/// `reasoning show` and `reasoning hide` set `hide-reasoning`. The value of a switch becomes `true` or `false`.
+/// `reasoning show` and `reasoning hide` set `hide-reasoning`. The value of a boolean flag becomes `true` or `false`.
 pub fn normalize<'a>(name: &'a str, value: &str) -> Result<(&'a str, String), String> {
     Ok(match (name, value) {
         ("reasoning", "show") => ("hide-reasoning", "false".to_string()),

@@ -4,7 +4,7 @@ use crate::chat::ToolCall;
 use crate::engine::{FinishReason, Summary};
 use crate::runner::Executor;
 
-/// One answer from the model.
+/// One answer from the model, with its token ids and statistics.
 pub struct Turn {
     pub text: String,
     pub reasoning: String,
@@ -56,7 +56,7 @@ impl TurnSummary {
         Some(self.prompt_tokens? + self.completion_tokens?)
     }
 
-    /// Returns the number of used tokens and the context length, if both are known.
+    /// Returns the number of context tokens in use and the context length, if both are known.
     pub fn context_use(&self) -> Option<(usize, usize)> {
         Some((self.context_used()?, self.context?))
     }
@@ -89,7 +89,7 @@ impl Turn {
         }
         match summary.finish_reason {
             FinishReason::Canceled => parts.push("stopped".into()),
-            // A separate note says that the context is full.
+            // A separate note tells the user that the context is full.
             FinishReason::Length if summary.is_context_full() => {}
             FinishReason::Length if summary.context_use().is_some() => parts.push("reached --max-tokens".into()),
             FinishReason::Length => parts.push("reached a token limit".into()),

@@ -54,7 +54,7 @@ pub fn gpu_count() -> usize {
 /// Configures the stream-ordered allocator to keep freed memory.
 ///
 /// By default, the allocator returns freed memory to the driver at every synchronization.
-/// Later allocations are then slower.
+/// Allocations after a synchronization are then slower.
 fn keep_freed_memory(device: &CudaDevice) -> Result<()> {
     let context = device.cuda_stream().context().clone();
     context.bind_to_thread()?;
@@ -70,7 +70,7 @@ fn keep_freed_memory(device: &CudaDevice) -> Result<()> {
 }
 
 /// Returns [`info`] after releasing unused memory of the allocator's pool to the driver.
-/// The driver counts memory in the pool as used.
+/// Without this release, the driver would count the pool's unused memory as used.
 pub fn info_after_trim(device: &Device) -> Result<DeviceInfo> {
     if let Device::Cuda(cuda) = device {
         let stream = cuda.cuda_stream();

@@ -1,17 +1,17 @@
 //! Loads NVIDIA's libraries on the first use of a GPU. docs/nvidia-libraries.md explains why and lists alternatives.
 //!
-//! candle links against these libraries, so the dynamic loader would load them before `main`.
+//! candle links against these libraries, so the dynamic loader would load the libraries before `main`.
 //! Loading cuBLAS would then make `inferno --help` take 80 ms longer.
-//! Without a driver, the program would not start, so it could not report the problem.
+//! On a machine without the driver library, the program would not start, so it could not report the missing library.
 //!
 //! This file therefore defines every function of these libraries that candle and inferno call.
 //! Each definition jumps to an address that [`load`] looks up.
 //!
-//! The linker prefers these definitions over the libraries' own.
+//! The linker prefers the definitions in this file over those in the libraries.
 //! rustc passes `--as-needed`, so the linker drops a library if the program uses none of its functions.
 //!
-//! A call to any other function of a library still works, but makes the linker keep that library.
-//! The test `startup_loads_no_nvidia_library` detects such calls.
+//! A call to a library function that is not defined here still works, but makes the linker keep that library.
+//! The test `startup_loads_no_nvidia_library` detects that the program loads a library at startup.
 //! Debug builds with GNU ld always keep the libraries, because GNU ld also counts calls in unreachable code.
 
 use std::arch::naked_asm;
@@ -56,7 +56,7 @@ pub fn load() -> Result<(), &'static LoadError> {
 fn replace_allocator() {
     use addresses::{cuMemAllocAsync, cuMemFreeAsync, cuStreamDestroy_v2};
     let driver = |function: &Address| function.load(Ordering::Acquire);
-    // SAFETY: `load_library` has stored the addresses of these functions.
+    // SAFETY: `load_library` has stored the addresses of the driver functions that `replace` takes.
     let by = unsafe {
         stream_memory::replace(driver(&cuMemAllocAsync), driver(&cuMemFreeAsync), driver(&cuStreamDestroy_v2))
     };
@@ -77,7 +77,7 @@ fn load_library((file, functions): &LibraryTable) -> Result<(), LoadError> {
         },
     })?;
     for (name, address) in *functions {
-        // SAFETY: this only stores the address. Callers declare the function as NVIDIA's headers do.
+        // SAFETY: the lookup only stores the address. Callers declare the function as NVIDIA's headers do.
         match unsafe { library.get::<*mut c_void>(name.as_bytes()) } {
             Ok(function) => address.store(*function, Ordering::Release),
             Err(_) if *name == SINCE_CUDA_12_8 && env!("INFERNO_CUDA_MAJOR") == "12" => {}
@@ -134,7 +134,7 @@ extern "C" fn called_before_load() -> ! {
 /// Defines the address, the jump and the `LIBRARIES` entry of each listed function.
 macro_rules! libraries {
     ($($file:expr => $($function:ident)+;)+) => {
-        /// The libraries in load order: cuBLAS needs cuBLASLt.
+        /// The libraries in load order. cuBLAS depends on cuBLASLt.
         const LIBRARIES: &[LibraryTable] = &[
             $(($file, &[$((stringify!($function), &addresses::$function)),+])),+
         ];
@@ -147,7 +147,7 @@ macro_rules! libraries {
             )+)+
         }
 
-        /// The listed functions. Each one is a plain jump, so arguments and results pass through unchanged.
+        /// The listed library functions. Each function only jumps, so arguments and results pass through unchanged.
         #[allow(non_snake_case)]
         mod jumps {
             $($(

@@ -59,7 +59,7 @@ pub enum Split {
     #[default]
     Tensor,
     /// Every device holds whole layers. The devices run one after another, so a step is not faster than on one device.
-    /// Suits devices with slow connections or with different amounts of memory.
+    /// This split suits devices with slow connections or with different amounts of memory.
     Layers,
 }
 

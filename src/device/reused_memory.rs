@@ -1,7 +1,7 @@
 //! Divides GPU memory among allocations, and reuses freed memory without calling the driver.
 //!
-//! The algorithm is that of PyTorch's caching allocator. It gets segments from the driver and splits them into blocks.
-//! An allocation takes the smallest free block that is large enough. Free neighbors are merged.
+//! Like PyTorch's caching allocator, this allocator gets segments from the driver and splits segments into blocks.
+//! An allocation takes the smallest free block that is large enough. Neighboring free blocks are merged.
 //! Small allocations have segments of their own, so that a long-lived small block does not divide a large segment.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -13,15 +13,15 @@ const MAX_SMALL_BYTES: usize = 1 << 20;
 /// The size in bytes of a segment for small blocks. A segment for large blocks is as large as its first block.
 const SMALL_SEGMENT_BYTES: usize = 2 << 20;
 
-/// Where segments come from.
+/// The driver that provides segments of GPU memory.
 pub trait Driver {
     type Error;
-    /// Returns the address of `bytes` bytes.
+    /// Allocates `bytes` bytes of GPU memory and returns their address.
     fn allocate(&mut self, bytes: usize) -> Result<u64, Self::Error>;
     fn free(&mut self, address: u64) -> Result<(), Self::Error>;
 }
 
-/// A part of a segment.
+/// A block: a part of a segment that is either free or in use.
 #[derive(Clone, Copy, Debug)]
 struct Block {
     bytes: usize,
@@ -29,7 +29,7 @@ struct Block {
     is_free: bool,
 }
 
-/// The memory of one stream.
+/// The segments and blocks of GPU memory that belong to one CUDA stream.
 ///
 /// Work on a stream runs in order. Memory that is freed by the host can therefore be used at once by later work.
 #[derive(Default)]
@@ -98,7 +98,7 @@ impl ReusedMemory {
         self.unused_bytes
     }
 
-    /// Returns unused segments to the driver, the largest first, until at most `kept` bytes of them are left.
+    /// Returns unused segments to the driver, the largest first, until at most `kept` unused bytes are left.
     pub fn release<D: Driver>(&mut self, kept: usize, driver: &mut D) -> Result<(), D::Error> {
         let is_unused = |&(&address, &bytes): &(&u64, &usize)| self.is_unused(address, bytes);
         let mut unused: Vec<_> = self.segments.iter().filter(is_unused).map(|(&at, &bytes)| (bytes, at)).collect();
@@ -115,13 +115,13 @@ impl ReusedMemory {
         Ok(())
     }
 
-    /// Returns whether the first `bytes` bytes at `address` are a whole segment that is free.
+    /// Returns whether the segment of `bytes` bytes at `address` has no block in use.
     fn is_unused(&self, address: u64, bytes: usize) -> bool {
         let is_free = self.blocks.get(&address).is_some_and(|block| block.is_free && block.bytes == bytes);
         is_free && self.segments.get(&address) == Some(&bytes)
     }
 
-    /// Takes the first `bytes` bytes of the free block at `address`. The rest becomes a free block.
+    /// Takes the first `bytes` bytes of the free block at `address`. The remainder of the block stays free.
     fn take(&mut self, address: u64, bytes: usize) {
         let Some(block) = self.blocks.get(&address).copied() else { return };
         self.remove_free(address, block);
@@ -152,7 +152,7 @@ impl ReusedMemory {
 mod tests {
     use super::*;
 
-    /// A driver with `limit` bytes of memory. It records its segments.
+    /// A mock driver with `limit` bytes of memory. Records the segments that it allocates.
     struct Memory {
         limit: usize,
         segments: BTreeMap<u64, usize>,
@@ -180,7 +180,7 @@ mod tests {
             }
             let address = self.next;
             self.segments.insert(address, bytes);
-            // Segments are neighbors, so that merging across segments would be noticed.
+            // Each segment directly follows the previous one, so the test would notice a merge across segments.
             self.next += bytes as u64;
             Ok(address)
         }
@@ -236,7 +236,7 @@ mod tests {
         );
     }
 
-    /// Allocates and frees memory as two layers of a forward pass with this many tokens do.
+    /// Allocates and frees memory as two layers of a forward pass over `tokens` tokens do.
     fn pass(memory: &mut ReusedMemory, driver: &mut Memory, tokens: usize) {
         for _ in 0..2 {
             let sizes = [5_760, 23_040, 8, 11_520];

@@ -1,12 +1,12 @@
 //! Replaces the driver's stream-ordered allocator by [`ReusedMemory`].
 //!
 //! A forward pass allocates and frees memory hundreds of times.
-//! In the driver's allocator, the GPUs of a process wait for each other:
-//! an allocation, a launch and a free take 5 µs on one H100, and 41 µs if four H100s do this at the same time.
-//! Of this time, the launch takes 4 µs.
+//! The driver's allocator makes the GPUs of a process wait for each other.
+//! An allocation, a kernel launch and a free take 5 µs on one H100, but 41 µs if four H100s do this at the same time.
+//! The kernel launch alone takes 4 µs.
 //!
-//! candle cannot use another allocator. [`libraries`](super::libraries) defines the functions that candle calls,
-//! so it makes these calls jump to the functions in this file instead of the driver's.
+//! candle cannot use another allocator.
+//! [`libraries`](super::libraries) therefore redirects candle's calls of the driver's allocator to this file.
 
 use std::collections::HashMap;
 use std::ffi::c_void;
@@ -21,7 +21,7 @@ type Allocate = unsafe extern "C" fn(*mut CUdeviceptr, usize, CUstream) -> CUres
 type Free = unsafe extern "C" fn(CUdeviceptr, CUstream) -> CUresult;
 type DestroyStream = unsafe extern "C" fn(CUstream) -> CUresult;
 
-/// The driver's own functions.
+/// The driver's own functions that allocate memory, free memory and destroy a stream.
 #[derive(Clone, Copy)]
 struct DriverFunctions {
     allocate: Allocate,
@@ -31,7 +31,8 @@ struct DriverFunctions {
 
 static DRIVER: OnceLock<DriverFunctions> = OnceLock::new();
 
-/// Larger allocations go to the driver. They are few, and would make it hard to reuse their segments.
+/// The largest allocation in bytes that `ReusedMemory` serves. Larger allocations go to the driver.
+/// Larger allocations are rare, and their segments would be hard to reuse.
 const MAX_BYTES: usize = 32 << 20;
 
 /// The total size in bytes of unused segments that a stream keeps.
@@ -47,12 +48,12 @@ pub struct Replacements {
     pub destroy_stream: *mut c_void,
 }
 
-/// Takes the addresses of the driver's functions, and returns the functions that replace them.
+/// Takes the addresses of the driver's functions, and returns the functions that replace the driver's functions.
 ///
 /// # Safety
 /// The addresses must be those of `cuMemAllocAsync`, `cuMemFreeAsync` and `cuStreamDestroy_v2`.
 pub unsafe fn replace(allocate: *mut c_void, free: *mut c_void, destroy_stream: *mut c_void) -> Replacements {
-    // SAFETY: the types are those of NVIDIA's headers.
+    // SAFETY: the function types match NVIDIA's headers.
     DRIVER.get_or_init(|| unsafe {
         DriverFunctions {
             allocate: std::mem::transmute::<*mut c_void, Allocate>(allocate),
@@ -119,7 +120,8 @@ fn memory_of(stream: CUstream) -> Option<Arc<Mutex<ReusedMemory>>> {
     streams.as_ref()?.get(&(stream as usize)).cloned()
 }
 
-/// While a graph is captured, the driver must allocate, because the memory belongs to the graph.
+/// Returns whether a CUDA graph is being captured on the stream.
+/// During a capture, the driver must allocate the memory, because the memory belongs to the graph.
 fn is_capturing(stream: CUstream) -> bool {
     let mut status = sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
     // SAFETY: the caller of the replaced function guarantees a valid stream.
@@ -127,7 +129,7 @@ fn is_capturing(stream: CUstream) -> bool {
     result != CUresult::CUDA_SUCCESS || status != sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE
 }
 
-/// Replaces `cuMemAllocAsync`.
+/// Allocates memory on a stream. Replaces `cuMemAllocAsync`.
 unsafe extern "C" fn allocate_on_stream(address: *mut CUdeviceptr, bytes: usize, stream: CUstream) -> CUresult {
     let Some(&functions) = DRIVER.get() else { return CUresult::CUDA_ERROR_NOT_INITIALIZED };
     let is_reused = (1..=MAX_BYTES).contains(&bytes) && !is_capturing(stream);
@@ -145,7 +147,7 @@ unsafe extern "C" fn allocate_on_stream(address: *mut CUdeviceptr, bytes: usize,
     }
 }
 
-/// Replaces `cuMemFreeAsync`.
+/// Frees memory on a stream. Replaces `cuMemFreeAsync`.
 unsafe extern "C" fn free_on_stream(address: CUdeviceptr, stream: CUstream) -> CUresult {
     let Some(&functions) = DRIVER.get() else { return CUresult::CUDA_ERROR_NOT_INITIALIZED };
     let memory = memory_of(stream);
@@ -158,12 +160,12 @@ unsafe extern "C" fn free_on_stream(address: CUdeviceptr, stream: CUstream) -> C
         let released = memory.release(MAX_UNUSED_BYTES, &mut OnStream { functions, stream });
         return released.err().unwrap_or(CUresult::CUDA_SUCCESS);
     }
-    // The driver allocated this memory.
+    // The memory is not from `ReusedMemory`, so the driver frees it.
     // SAFETY: the caller keeps the contract of `cuMemFreeAsync`.
     unsafe { (functions.free)(address, stream) }
 }
 
-/// Replaces `cuStreamDestroy_v2`.
+/// Releases the memory of a stream and destroys the stream. Replaces `cuStreamDestroy_v2`.
 unsafe extern "C" fn release_and_destroy(stream: CUstream) -> CUresult {
     let Some(functions) = DRIVER.get() else { return CUresult::CUDA_ERROR_NOT_INITIALIZED };
     // Destroy the stream even if its memory cannot be released, for example after an error of the GPU.

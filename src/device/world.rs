@@ -5,8 +5,8 @@
 //! The ranks sum their partial results after attention and after the MLP.
 //! Partial results are added in rank order, so all ranks compute bit-identical sums and choose the same tokens.
 //!
-//! With [`World::with_stages`], each rank holds whole layers instead. The ranks run their layers one after another, and
-//! every rank passes the result of its last layer to all other ranks.
+//! With [`World::with_stages`], each rank holds whole layers instead. The ranks run their layers one after another.
+//! Each rank sends the result of its last layer to all other ranks.
 
 use std::any::Any;
 use std::fmt;
@@ -17,10 +17,12 @@ use std::time::{Duration, Instant};
 
 use candle_core::{Result, Tensor, bail};
 
-/// How long a rank waits for a rank that makes no progress, if the ranks are on CPUs or exchange data with kernels.
+/// How long a rank waits for another rank that makes no progress.
+/// This limit applies if the ranks are on CPUs or exchange data with kernels.
 pub const ANSWER_TIME: Duration = Duration::from_secs(5);
 
-/// Replaces [`ANSWER_TIME`] if the host copies data between GPUs, and while the ranks connect or load weights.
+/// The time limit that replaces [`ANSWER_TIME`] if the host copies data between GPUs.
+/// This limit also applies while the ranks connect or load weights.
 /// Opening a GPU and loading kernels from a disk can take seconds.
 const HOST_ANSWER_TIME: Duration = Duration::from_secs(60);
 
@@ -33,7 +35,7 @@ pub struct World {
     rank: usize,
     /// Exchanges tensors between the devices. `None` if the ranks exchange tensors through `meeting`.
     exchange: Option<Arc<dyn Exchange>>,
-    /// Where the threads of all ranks exchange values. `None` in a world of one rank.
+    /// The meeting point where the threads of all ranks exchange values. `None` in a world of one rank.
     meeting: Option<Arc<Meeting>>,
     /// The layers of each rank. `None` if every rank holds a part of each layer.
     stages: Option<Arc<[Range<usize>]>>,
@@ -43,7 +45,7 @@ pub struct World {
 
 /// Exchanges tensors between the devices of all ranks.
 ///
-/// An operation is queued on the device, and its call returns at once.
+/// A call queues its operation on the device and returns at once.
 /// All ranks must queue the same operations in the same order.
 pub trait Exchange: Any + fmt::Debug + Send + Sync {
     /// Returns whether operations can be queued now. Returns the same value on all ranks.
@@ -56,19 +58,20 @@ pub trait Exchange: Any + fmt::Debug + Send + Sync {
     /// Calls `launch` at the same time as the other ranks. `launch` launches a CUDA graph that contains operations.
     ///
     /// Waits until every rank is ready to launch, calls `launch`, and waits until every rank has launched.
-    /// `sum` and `concat_columns` launch their operations in the same way.
+    /// The ranks also launch the operations of `sum` and `concat_columns` together.
     ///
-    /// While one GPU waits for another, neither rank may make a driver call that waits for a GPU, such as loading a
-    /// kernel or allocating memory. The call would hold a lock that the other rank needs to launch its operation.
+    /// While one GPU waits for another, neither rank may make a driver call that waits for a GPU.
+    /// For example, loading a kernel or allocating memory can wait for a GPU.
+    /// A waiting driver call would hold a lock that the other rank needs to launch its operation.
     fn launch_together(&self, launch: &mut dyn FnMut() -> Result<()>) -> Result<()>;
 
-    /// Implements [`World::sum`].
+    /// Returns the sum of x over all ranks, for [`World::sum`].
     fn sum(&self, x: &Tensor) -> Result<Tensor>;
 
     /// Like [`sum`](Self::sum), but may round each rank's `x` and the sum to bf16, to send half as many bytes.
     fn sum_rounded(&self, x: &Tensor) -> Result<Tensor>;
 
-    /// Implements [`World::concat_columns`].
+    /// Returns the columns of all ranks side by side, for [`World::concat_columns`].
     fn concat_columns(&self, x: &Tensor, columns: usize) -> Result<Tensor>;
 
     /// Returns a rank that did not answer in time, or `None` if all ranks have answered so far.
@@ -113,7 +116,7 @@ impl World {
         self.stages.as_deref()
     }
 
-    /// Returns the exchange between devices, or `None` if the ranks exchange tensors without an [`Exchange`].
+    /// Returns the [`Exchange`] that this rank uses, if any.
     pub fn exchange(&self) -> Option<&Arc<dyn Exchange>> {
         self.exchange.as_ref()
     }
@@ -151,8 +154,8 @@ impl World {
     }
 
     /// Like [`sum`](Self::sum), for x that is a partial result of a matrix product.
-    /// With [`with_rounded_partials`](Self::with_rounded_partials), an [`Exchange`] may round large tensors to bf16
-    /// before it adds them in f32, and may round the sums. All ranks still get the same bits.
+    /// With [`with_rounded_partials`](Self::with_rounded_partials), an [`Exchange`] may round large x and sums to bf16.
+    /// The additions are still in f32, and all ranks still get the same bits.
     pub fn sum_partials(&self, x: &Tensor) -> Result<Tensor> {
         match &self.exchange {
             Some(exchange) if self.rounds_partials && exchange.can_queue() => exchange.sum_rounded(x),
@@ -178,8 +181,9 @@ impl World {
     /// If possible, the driver copies directly from GPU to GPU, without using host memory.
     fn parts(&self, meeting: &Meeting, x: &Tensor) -> Result<Vec<Tensor>> {
         let device = x.device();
-        // The GPUs' streams run independently. A rank must not read another rank's part before that part is written,
-        // and must not free its own part before all other ranks have read it.
+        // The streams of different GPUs run independently of each other.
+        // A rank must not read another rank's part before that part is written.
+        // A rank must not free its own part before all other ranks have read that part.
         device.synchronize()?;
         let limit = if device.is_cuda() { HOST_ANSWER_TIME } else { ANSWER_TIME };
         let parts = meeting.exchange(self.rank, Arc::new(x.clone()), limit)?;
@@ -259,8 +263,9 @@ impl World {
         self.end("the engine has stopped");
     }
 
-    /// Records that this rank makes progress. During long work, such as running many layers, a rank must call this
-    /// function at least once per [`ANSWER_TIME`]. Otherwise, a rank that waits for it ends the world.
+    /// Records that this rank makes progress.
+    /// During long work, such as running many layers, a rank must call `tick` at least once per [`ANSWER_TIME`].
+    /// Otherwise, a rank that waits for this rank ends the world.
     pub fn tick(&self) {
         if let Some(meeting) = &self.meeting {
             meeting.progress[self.rank].fetch_add(1, Ordering::Relaxed);
@@ -309,7 +314,7 @@ struct MeetingState {
     /// The number of completed exchanges.
     exchanges: u64,
     /// The values of the last completed exchange.
-    /// They are kept until every rank has joined the next exchange, so no rank misses them.
+    /// The values are kept until every rank has joined the next exchange, so no rank misses them.
     last: Arc<Vec<Item>>,
     end_reason: Option<String>,
     on_failure: Option<FailureCall>,
@@ -368,7 +373,7 @@ impl Meeting {
         }
         let before = state.exchanges;
         let progress = |rank: usize| self.progress[rank].load(Ordering::Relaxed);
-        // The last progress of each rank, and the time at which this rank noticed it.
+        // The last progress of each rank, and the time at which this rank noticed that progress.
         let mut seen: Vec<_> = (0..self.size).map(|rank| (progress(rank), Instant::now())).collect();
         while state.exchanges == before && state.end_reason.is_none() {
             state = self.changed.wait_timeout(state, PROGRESS_POLL).unwrap_or_else(PoisonError::into_inner).0;
@@ -424,7 +429,7 @@ mod tests {
 
     #[test]
     fn sums_are_added_in_the_order_of_the_ranks() {
-        // In f32, 1e8 + 1 - 1e8 is 0, but 1e8 - 1e8 + 1 is 1.
+        // The result depends on the order of additions: in f32, 1e8 + 1 - 1e8 is 0, but 1e8 - 1e8 + 1 is 1.
         let values = [1e8f32, 1.0, -1e8];
         for _ in 0..100 {
             let sums = on_threads(3, |world| {
@@ -486,7 +491,7 @@ mod tests {
         let ends = on_threads(3, |world| {
             let meeting = world.meeting.clone().unwrap();
             if world.rank() == 1 {
-                // The others wait longer than their limit while this rank makes progress.
+                // The other ranks wait longer than their time limit, because this rank keeps making progress.
                 for _ in 0..20 {
                     std::thread::sleep(limit / 10);
                     world.tick();
@@ -502,9 +507,9 @@ mod tests {
             (error, started.elapsed())
         });
         let expected = "GPU 2 of 3 does not answer; the others were stopped";
-        // With RUST_BACKTRACE, errors of candle also contain a backtrace.
+        // Compare only the first line: if RUST_BACKTRACE is set, candle errors also contain a backtrace.
         assert!(ends.iter().all(|(error, _)| error.lines().next() == Some(expected)), "{ends:?}");
-        // The rank that started to wait first ends the world. The other rank may have waited a little less.
+        // The rank that started to wait first ends the world. The other rank may have waited for less than the limit.
         assert!(ends.iter().any(|(_, waited)| *waited >= limit), "{ends:?}");
     }
 

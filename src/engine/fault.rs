@@ -10,19 +10,19 @@ use crate::runner::RankFault;
 /// A fault. All faults except [`Rank`](Self::Rank) strike in the next step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fault {
-    /// The step fails. Later steps work.
+    /// The step fails. Later steps are not affected.
     Step,
     /// The step fails, and no later step works. CUDA behaves like this after an illegal memory access.
     Device,
     /// The engine thread panics.
     Panic,
-    /// A rank fails at a planned step: the first rank in its next pass, and any other rank at once.
+    /// A rank fails at a planned step. The first rank fails in its next pass, and any other rank fails at once.
     Rank(PlannedFault),
 }
 
 impl Fault {
     /// Fails or panics like a step with this fault.
-    /// Does nothing for the fault of a rank, which strikes on the rank's own thread.
+    /// Does nothing for a `Rank` fault, which strikes on the rank's own thread.
     pub fn strike(self) -> Result<()> {
         match self {
             Fault::Step => bail!("injected fault of a step"),
@@ -46,7 +46,7 @@ pub struct PlannedFault {
 pub enum FaultTime {
     /// Before the rank loads its part of the model.
     Load,
-    /// Before the step with this number, or at once if that step has begun. The first step is 1.
+    /// Before the step with this number, or at once if that step has already begun. Steps are counted from 1.
     /// A fault at step 0 strikes while the engine is idle.
     Step(u64),
 }
@@ -71,7 +71,7 @@ impl PlannedFault {
         Some(Self { rank: rank.parse().ok()?, fault, time })
     }
 
-    /// Strikes if the fault is planned for this rank, while it loads.
+    /// Strikes if the fault is planned for this rank and for the time of loading.
     pub fn strike_while_loading(self, rank: usize) -> Result<()> {
         if (self.rank, self.time) == (rank, FaultTime::Load) { self.fault.strike() } else { Ok(()) }
     }

@@ -3,7 +3,7 @@
 //! [`Engine`] loads a model and owns the engine thread. Clients submit a [`Request`] through an [`EngineHandle`].
 //! They receive the answer as events from a [`RequestStream`].
 //! The engine thread handles only token ids. The client's thread encodes and decodes text.
-//! The modules, in the order in which a request meets them:
+//! The modules, roughly in the order in which a request passes through them:
 //!
 //! - `loading/`: loads a model and plans its memory; runs once, before the engine thread starts
 //! - `handle/`: the client's side of the engine: submits, predicts, scores and replays requests
@@ -61,7 +61,7 @@ pub use requests::{
 pub use sampling::SamplingParams;
 
 /// How long dropping an engine waits for the engine thread after a device has failed.
-/// The engine thread ends only after the threads of all ranks.
+/// The engine thread ends only after the threads of all ranks have ended.
 const END_TIME: Duration = Duration::from_secs(2);
 
 /// A loaded model and the thread that runs it.
@@ -138,14 +138,14 @@ impl Deref for Engine {
 
 impl Drop for Engine {
     fn drop(&mut self) {
-        // An error here means that the thread has already ended.
+        // Sending fails only if the engine thread has already ended.
         let _ = self.handle.send(Command::Shutdown);
         let Some(thread) = self.thread.take() else { return };
         let started = Instant::now();
         while self.handle.failure().is_some() && !thread.is_finished() && started.elapsed() < END_TIME {
             thread::sleep(Duration::from_millis(10));
         }
-        // Do not join a thread that hangs in a call of its device. The thread ends with the process.
+        // Do not join an engine thread that hangs in a device call. The thread ends with the process.
         if self.handle.failure().is_none() || thread.is_finished() {
             let _ = thread.join();
         }
@@ -183,7 +183,7 @@ impl<'o> EngineBuilder<'o> {
     }
 
     /// Sets the context length in tokens. The default is 32,768 or the model's default, whichever is less.
-    /// If the model does not fit in memory, the default is halved, down to 2,048.
+    /// If the model does not fit in memory, the default is halved repeatedly, down to 2,048.
     pub fn context(mut self, context: usize) -> Self {
         self.options.context = Some(context);
         self
@@ -191,7 +191,7 @@ impl<'o> EngineBuilder<'o> {
 
     /// Sets the minimum number of full-context sequences that the KV cache can hold. The default is 1.
     ///
-    /// More requests can run at once if they need fewer blocks. Requests without enough blocks wait.
+    /// Requests that need fewer blocks can run in larger numbers. Requests without enough blocks wait.
     pub fn sequences(mut self, sequences: usize) -> Self {
         self.options.sequences = sequences;
         self
@@ -218,7 +218,7 @@ impl<'o> EngineBuilder<'o> {
         self
     }
 
-    /// Quantizes floating-point weight matrices to this format during loading.
+    /// Sets the format to which floating-point weight matrices are quantized during loading.
     pub fn quantize(mut self, quantize: QuantizationTarget) -> Self {
         self.options.quantize = Some(quantize);
         self
@@ -239,7 +239,7 @@ impl<'o> EngineBuilder<'o> {
 
     /// Sets whether steps on a CPU are queued before the tokens of the previous step are known, as on a GPU.
     ///
-    /// This is useful only in tests: a CPU runs a step as soon as it is queued, so steps do not become faster.
+    /// Queueing on a CPU is useful only in tests: a CPU runs a step as soon as it is queued, so no step becomes faster.
     /// The default is `false`.
     pub fn queue_on_cpu(mut self, queue_on_cpu: bool) -> Self {
         self.options.queue_on_cpu = queue_on_cpu;

@@ -1,7 +1,7 @@
 //! Reports the failure of one of several devices to the clients of an engine.
 //!
-//! The thread that notices the failure sends the error to all clients, without the engine thread,
-//! because the engine thread may be the thread that hangs.
+//! The thread that notices the failure sends the error to all clients itself.
+//! The engine thread cannot do so, because it may be the thread that hangs.
 
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
@@ -10,7 +10,7 @@ use tokio::sync::mpsc::{UnboundedSender, WeakUnboundedSender};
 use super::requests::SequenceEvent;
 use crate::error::Error;
 
-/// Why a device has failed, if one has, and the clients that must be told.
+/// The reason why a device has failed, if one has, and the clients to notify.
 #[derive(Default)]
 pub struct RankFailure {
     reason: OnceLock<String>,
@@ -32,10 +32,10 @@ impl RankFailure {
         }
     }
 
-    /// Adds the client of a sequence. If a device has already failed, the sequence fails at once.
+    /// Adds the client of a sequence. If a device has already failed, the client gets the error at once.
     pub fn add(&self, client: &UnboundedSender<SequenceEvent>) {
         let mut clients = self.clients();
-        // Before the list must grow, remove the clients of ended sequences.
+        // Before the list grows, remove the clients of ended sequences.
         if clients.len() == clients.capacity() {
             clients.retain(|client| client.strong_count() > 0);
         }

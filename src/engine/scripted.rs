@@ -26,7 +26,7 @@ pub struct Script {
     /// The tokens of the answer, each with the log probability 0.
     /// A stop token or a token limit can end the answer earlier.
     pub tokens: Vec<u32>,
-    /// Whether the request fails after the last token, unless the answer has ended earlier.
+    /// Whether the request fails after the last token, unless the answer has already ended.
     pub fails: bool,
 }
 
@@ -95,7 +95,7 @@ fn info(vocab_size: usize) -> ModelInfo {
     }
 }
 
-/// Answers requests until all handles are dropped. Drops other commands, so that clients that wait for a reply fail.
+/// Answers requests until all handles are dropped. Drops other commands, so clients that wait for a reply fail.
 fn play(commands: &Receiver<Command>, script: &Mutex<Script>, counters: &Counters) {
     while let Ok(command) = commands.recv() {
         let Command::Submit(sequences) = command else { continue };

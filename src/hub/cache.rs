@@ -3,11 +3,12 @@
 //! The `huggingface_hub` docs describe the layout in "Understand caching".
 //! Each repository has a directory `models--org--name/`, which contains:
 //!
-//! - `blobs/<etag>`: the contents of a file
-//! - `snapshots/<commit>/<file> -> ../../blobs/<etag>`: the files of a commit
-//! - `refs/<revision>`: the commit of a branch or tag
+//! - `blobs/<etag>`: the contents of one file, named by its etag
+//! - `snapshots/<commit>/<file> -> ../../blobs/<etag>`: the files of a commit, as symlinks to blobs
+//! - `refs/<revision>`: the commit hash of a branch or tag
 //!
-//! The `hf-hub` crate provides the directory names. This module reads and writes the contents itself, because:
+//! The `hf-hub` crate provides the directory names.
+//! This module reads and writes the files in the cache without `hf-hub`, for two reasons:
 //!
 //! - `hf-hub` joins etags and revisions to paths without validating them.
 //! - `hf-hub` writes refs in place, so a crash can leave a truncated ref.
@@ -26,7 +27,7 @@ use super::lock::{self, Lock};
 use super::names;
 use crate::files;
 
-/// A cache directory.
+/// A directory that caches model repositories.
 pub(super) struct Cache {
     pub root: PathBuf,
 }
@@ -58,13 +59,13 @@ pub(super) struct RepoDir {
 }
 
 impl RepoDir {
-    /// Acquires the lock that guards changes to this directory.
+    /// Acquires the lock that guards changes to the directory of the repository.
     /// If another process holds the lock, calls `on_wait`, then waits for the lock.
     pub fn lock(&self, on_wait: impl FnOnce()) -> Result<Lock> {
         lock::acquire(&self.lock_path(), on_wait)
     }
 
-    /// Acquires the lock without waiting. Returns `None` if another process holds the lock.
+    /// Acquires the lock of the repository without waiting. Returns `None` if another process holds the lock.
     pub fn try_lock(&self) -> Result<Option<Lock>> {
         lock::try_acquire(&self.lock_path())
     }
@@ -93,7 +94,7 @@ impl RepoDir {
             let commit = commit.trim();
             return names::is_commit(commit).then(|| commit.to_string());
         }
-        // There is no such ref, so `revision` may be a commit or a commit prefix.
+        // No ref has this name, so `revision` may be a commit or a commit prefix.
         let mut found = self.commits().into_iter().filter(|commit| commit.starts_with(revision));
         match (found.next(), found.next()) {
             (Some(commit), None) if revision.len() >= 7 => Some(commit),
@@ -159,7 +160,7 @@ impl RepoDir {
             }
         };
         let renamed = created.and_then(|()| fs::rename(&temporary, &pointer));
-        // The temporary file still exists if `rename` failed, or if both paths are hard links to one file.
+        // The temporary file still exists if `rename` failed, or if source and target are hard links to one file.
         let _ = fs::remove_file(&temporary);
         renamed.map_err(|error| write_error(error, &pointer, 0))
     }
@@ -188,13 +189,13 @@ impl RepoDir {
     }
 }
 
-/// Returns whether an error means that symlinks are not supported here.
-/// Outside Unix, every error counts, because users need a privilege to create symlinks on Windows.
+/// Returns whether an error from creating a symlink means that symlinks are not supported.
+/// Returns true for every error outside Unix, because users need a privilege to create symlinks on Windows.
 fn is_unsupported(error: &io::Error) -> bool {
     cfg!(not(unix)) || matches!(error.kind(), ErrorKind::Unsupported | ErrorKind::PermissionDenied)
 }
 
-/// Reads a ref. Does not check that it is a commit hash.
+/// Reads a ref. Does not check that its contents are a commit hash.
 fn read_ref(path: &Path) -> Result<String> {
     files::read_text(path, files::SINGLE_VALUE)
 }

@@ -1,4 +1,4 @@
-//! [`Hub`]. Other files of this module add methods to it, such as `find`, `download` and `remove`.
+//! Defines [`Hub`]. Other files of `hub` add methods to [`Hub`], such as `find`, `download` and `remove`.
 
 use std::fs;
 use std::path::Path;
@@ -15,7 +15,7 @@ use crate::error::Error;
 /// Access to the model caches on this machine and to the hub from which models are downloaded.
 pub struct Hub {
     pub(super) config: HubConfig,
-    /// Whether to delete files even if the filesystem does not support file locking.
+    /// Whether `remove` and `prune` delete files even if the filesystem does not support file locking.
     pub(super) force: bool,
 }
 
@@ -29,8 +29,8 @@ impl Hub {
         Self { config, force: false }
     }
 
-    /// Sets whether [`remove`](Self::remove) and [`prune`](Self::prune) delete files even if the filesystem does not
-    /// support file locking.
+    /// Sets whether [`remove`](Self::remove) and [`prune`](Self::prune) may delete files without file locking.
+    /// Without `force`, removing and pruning fail on a filesystem that does not support file locking.
     pub fn with_force(self, force: bool) -> Self {
         Self { force, ..self }
     }
@@ -69,7 +69,7 @@ impl Hub {
         written.with_context(|| format!("cannot write {}", probe.display()))
     }
 
-    /// Fails if inferno's own cache is the directory of the shared Hugging Face cache, which inferno must not change.
+    /// Fails if inferno's own cache is also the shared Hugging Face cache, which inferno must not change.
     pub(super) fn check_own_cache(&self) -> Result<()> {
         let HubConfig { cache, shared_cache, .. } = &self.config;
         if cache != shared_cache && disk::resolve(cache) != disk::resolve(shared_cache) {
@@ -81,7 +81,7 @@ impl Hub {
         )))
     }
 
-    /// Fails with [`Error::Offline`] if HF_HUB_OFFLINE is set. `what` returns the text of the error.
+    /// Fails with [`Error::Offline`] if HF_HUB_OFFLINE is set. `what` returns the error text.
     pub(super) fn check_online(&self, what: impl FnOnce() -> String) -> Result<()> {
         if self.config.offline { Err(Error::Offline { what: what() }.into()) } else { Ok(()) }
     }

@@ -1,7 +1,7 @@
-//! [`HubConfig`]: the paths of the caches and the connection settings, from environment variables.
+//! [`HubConfig`]: the cache directories and the connection settings, read from environment variables.
 //!
 //! The names and the precedence of the variables follow "Environment variables" in the `huggingface_hub` docs.
-//! A machine that is configured for Hugging Face's Python tools therefore needs no other configuration.
+//! A machine that is configured for Hugging Face's Python tools therefore needs no extra configuration for inferno.
 
 use std::ffi::OsString;
 use std::net::IpAddr;
@@ -25,7 +25,7 @@ pub struct HubConfig {
     pub shared_cache: PathBuf,
     /// The URL of the hub, without a trailing slash: `https://huggingface.co` or a mirror.
     pub endpoint: String,
-    /// The access token. inferno sends it only over https or to this machine.
+    /// The access token. inferno sends the token only over https or to this machine.
     pub token: Option<String>,
     /// Whether network access is disabled.
     pub offline: bool,
@@ -67,7 +67,8 @@ impl HubConfig {
         })
     }
 
-    /// Returns the token to send to the endpoint, or `None` if no token is set or it would cross a network unencrypted.
+    /// Returns the token to send to the endpoint, or `None` if no token is set.
+    /// Also returns `None` if the token would cross a network unencrypted.
     pub(super) fn sent_token(&self) -> Option<&str> {
         let is_safe = self.endpoint.starts_with("https://") || is_loopback(&self.endpoint);
         self.token.as_deref().filter(|_| is_safe)
@@ -120,8 +121,8 @@ impl Variables<'_> {
         (self.var)("HOME").map(PathBuf::from)
     }
 
-    /// Reads a path from a variable. Expands `~` at the start, because shells do not expand it inside quotes,
-    /// and systemd does not expand it in the variables of a service.
+    /// Reads a path from an environment variable, and expands `~` at the start of the path.
+    /// Shells do not expand `~` inside quotes, and systemd does not expand `~` in the variables of a service.
     fn path(&self, name: &str) -> Option<PathBuf> {
         let path = PathBuf::from((self.var)(name)?);
         match (path.strip_prefix("~"), self.home()) {

@@ -1,7 +1,7 @@
-//! The demo model: a small gpt-oss model in the binary, which is written to the cache on first use.
+//! The demo model: a small gpt-oss model inside the inferno binary. inferno writes it to the cache on first use.
 //!
-//! Several processes may write the demo at once. Each process writes a file under a temporary name and renames it,
-//! so other processes never see a partial file, and a valid file is never missing.
+//! Several processes may write the demo at once. Each process writes a file under a temporary name and renames it.
+//! Other processes therefore never see a partial file, and a valid file is never missing.
 
 use std::fs;
 use std::io::{self, ErrorKind};
@@ -20,7 +20,7 @@ use crate::files;
 /// The name of the demo model on the command line.
 pub const NAME: &str = "demo";
 
-/// A hash of the demo's files. Each version of the demo has another hash.
+/// A hash of the demo's files, which differs between versions of the demo.
 const REVISION: &str = env!("INFERNO_DEMO_REVISION");
 
 /// The maximum time to wait for another process that holds the lock on the demo.
@@ -43,7 +43,7 @@ const FILES: &[(&str, &[u8])] = &[
 
 /// Returns one line about what the demo model can do, or `None` for other models.
 ///
-/// `has_tools`: whether requests can offer tools.
+/// `has_tools` is true if requests can offer tools to the model.
 pub fn notice(snapshot: &Snapshot, has_tools: bool) -> Option<&'static str> {
     let text = if has_tools {
         "demo model: only answers questions about inferno and calls simple tools"
@@ -66,7 +66,7 @@ pub(super) fn is_demo(model: &str, revision: Option<&str>) -> Result<bool> {
     }
 }
 
-/// Returns the demo's snapshot in `cache`. If a file is missing or has the wrong size, writes it first.
+/// Returns the demo's snapshot in `cache`. First writes the demo's files that are missing or have the wrong size.
 pub fn materialize(cache: &Path) -> Result<Snapshot> {
     let path = directory(cache);
     if !FILES.iter().all(|(name, bytes)| has_size(&path.join(name), bytes)) {
@@ -91,7 +91,7 @@ fn has_contents(path: &Path, bytes: &[u8]) -> bool {
 fn write_files(cache: &Path, is_good: fn(&Path, &[u8]) -> bool) -> Result<()> {
     let path = directory(cache);
     let write = || -> io::Result<()> {
-        // Hold the lock, so that other processes wait and then find valid files.
+        // Hold the lock while writing, so that other processes wait and then find valid files.
         let _lock = wait_for_lock(cache);
         create_directory(&cache.join(NAME))?;
         create_directory(&path)?;
@@ -108,10 +108,10 @@ fn write_files(cache: &Path, is_good: fn(&Path, &[u8]) -> bool) -> Result<()> {
     write().with_context(|| format!("cannot write the demo model to {}", path.display()))
 }
 
-/// Waits for the lock on the demo.
+/// Waits until this process holds the lock on the demo.
 ///
 /// Returns `None` if locking fails, or if another process still holds the lock after [`MAX_WAIT`].
-/// Writing without the lock is safe, but several processes may do the same work.
+/// Writing the demo without the lock is safe, but several processes may do the same work.
 fn wait_for_lock(cache: &Path) -> Option<Lock> {
     let start = Instant::now();
     loop {
@@ -147,7 +147,8 @@ fn write_file(path: &Path, bytes: &[u8]) -> io::Result<()> {
     }
 }
 
-/// Compares the demo's files in `cache` with the built-in files. Returns `None` if this version is not in `cache`.
+/// Compares the demo's files in `cache` with the built-in files.
+/// Returns `None` if `cache` does not have this version of the demo.
 pub(super) fn verify(cache: &Path) -> Result<Option<VerifiedSnapshot>> {
     let path = directory(cache);
     if !path.exists() {
@@ -177,7 +178,7 @@ pub(super) fn remove(cache: &Path) -> Result<u64> {
     let _lock = wait_for_lock(cache);
     let bytes = disk::files_below(&dir).iter().filter_map(|path| fs::metadata(path).ok()).map(|m| m.len()).sum();
     match fs::remove_dir_all(&dir) {
-        // Another process has deleted the demo meanwhile.
+        // Another process has deleted the demo at the same time.
         Err(error) if error.kind() == ErrorKind::NotFound => Ok(bytes),
         removed => removed.map(|()| bytes).with_context(|| format!("cannot delete {}", dir.display())),
     }
@@ -185,7 +186,7 @@ pub(super) fn remove(cache: &Path) -> Result<u64> {
 
 /// Returns the sorted paths of temporary files and directories that killed processes left behind.
 ///
-/// Old versions of inferno left directories: they wrote the whole demo to a temporary directory.
+/// The directories come from old versions of inferno, which wrote the whole demo to a temporary directory.
 pub(super) fn leftovers(cache: &Path) -> Vec<PathBuf> {
     let versions: Vec<PathBuf> = entries(&cache.join(NAME)).map(|entry| entry.path()).collect();
     let is_leftover = |path: &PathBuf| {

@@ -9,7 +9,7 @@ use anyhow::Result;
 
 use crate::error::Error;
 
-/// Creates a directory and its parents. Errors suggest another cache directory.
+/// Creates a directory and its parents. The error message suggests another cache directory.
 pub(super) fn create_dir(dir: &Path) -> Result<()> {
     fs::create_dir_all(dir).map_err(|error| match error.kind() {
         ErrorKind::StorageFull | ErrorKind::QuotaExceeded => write_error(error, dir, 0),
@@ -18,7 +18,7 @@ pub(super) fn create_dir(dir: &Path) -> Result<()> {
     })
 }
 
-/// Creates `dir` if it does not exist. Fails if its disk is known to have fewer than `needed_bytes` free bytes.
+/// Creates `dir` if it does not exist. Fails if the disk of `dir` is known to have less than `needed_bytes` free.
 pub(super) fn check_space(dir: &Path, needed_bytes: u64) -> Result<()> {
     // Create the directory first, because an error about the directory is more useful than one about free space.
     create_dir(dir)?;
@@ -30,13 +30,13 @@ pub(super) fn check_space(dir: &Path, needed_bytes: u64) -> Result<()> {
     }
 }
 
-/// Returns the disk space at `dir` for unprivileged users, in bytes, or `None` if it is unknown.
-/// `dir` need not exist yet.
+/// Returns the free disk space at `dir` for unprivileged users, in bytes, or `None` if it is unknown.
+/// The directory `dir` need not exist yet.
 #[cfg(unix)]
 pub(super) fn free_bytes(dir: &Path) -> Option<u64> {
     let existing = dir.ancestors().find(|dir| dir.exists())?;
     let disk = nix::sys::statvfs::statvfs(existing).ok()?;
-    // The field types differ between operating systems.
+    // The cast is necessary on some systems, because the field types differ between operating systems.
     #[allow(clippy::unnecessary_cast)]
     Some((disk.blocks_available() as u64).saturating_mul(disk.fragment_size() as u64))
 }
@@ -65,7 +65,7 @@ pub(super) fn sync_dir(dir: &Path) {
     let _ = File::open(dir).and_then(|dir| dir.sync_all());
 }
 
-/// Returns a temporary path next to `path`, which no other call of this process returns.
+/// Returns a temporary path in the same directory as `path`. No other call in this process returns the same path.
 /// The caller renames the finished file to `path`.
 pub(super) fn temporary_path(path: &Path) -> PathBuf {
     static COUNT: AtomicU64 = AtomicU64::new(0);
@@ -126,12 +126,12 @@ pub(super) fn files_below(dir: &Path) -> Vec<PathBuf> {
     files
 }
 
-/// Returns the entries of a directory, or none if the directory is missing or cannot be read.
+/// Returns the entries of a directory, or no entries if the directory is missing or cannot be read.
 pub(super) fn entries(dir: &Path) -> impl Iterator<Item = fs::DirEntry> {
     fs::read_dir(dir).into_iter().flatten().flatten()
 }
 
-/// Resolves the symlinks in the part of a path that exists.
+/// Resolves the symlinks in the existing part of a path.
 pub(super) fn resolve(path: &Path) -> PathBuf {
     let resolve = |dir: &Path| Some(fs::canonicalize(dir).ok()?.join(path.strip_prefix(dir).ok()?));
     path.ancestors().find_map(resolve).unwrap_or_else(|| path.to_path_buf())
@@ -149,7 +149,7 @@ mod tests {
             replace(&path, bytes).unwrap();
             assert_eq!(fs::read(&path).unwrap(), bytes);
         }
-        // The rename fails, because a file cannot replace a directory.
+        // `replace` fails for a directory, because renaming cannot replace a directory with a file.
         let folder = dir.path().join("folder");
         fs::create_dir(&folder).unwrap();
         replace(&folder, b"new").unwrap_err();

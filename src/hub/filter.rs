@@ -23,7 +23,7 @@ const SMALL_FILES: [&str; 6] = [
     "chat_template.jinja",
 ];
 
-/// Selects the files to download. The default selects what inferno needs to run the model.
+/// Selects the files to download. The default filter selects the files that inferno needs to run the model.
 #[derive(Clone, Debug, Default)]
 pub struct FileFilter {
     /// Patterns of files to download instead of the default weights.
@@ -44,7 +44,7 @@ pub fn parse_download_name(model: &str, revision: Option<&str>) -> Result<(Strin
 }
 
 pub(super) struct CompiledFilter {
-    /// `None` selects the default weights.
+    /// The compiled `--include` patterns. `None` selects the default weights.
     include: Option<GlobSet>,
     exclude: GlobSet,
     tag: Option<String>,
@@ -61,7 +61,7 @@ impl CompiledFilter {
         self.include.is_none() && self.tag.is_none()
     }
 
-    /// Returns the files to download, small files first. Fails if there are none.
+    /// Returns the files to download, small files first. Fails if no file is selected.
     /// `index` is the contents of [`INDEX`], if the repository has this file and [`needs_index`](Self::needs_index).
     pub fn choose(&self, repo: &str, files: &FileList, index: Option<&[u8]>) -> Result<Vec<RemoteFile>> {
         let mut chosen = match (&self.tag, &self.include) {
@@ -113,7 +113,7 @@ fn included_files(repo: &str, files: &FileList, patterns: &GlobSet) -> Result<Ve
     let mut chosen = small_files(files);
     // Without the index, the shards that `--include '*.safetensors'` selects could not be loaded.
     chosen.extend(files.get(INDEX).cloned());
-    // A linear search is fast enough, because `chosen` has at most 7 files here.
+    // A linear search in `chosen` is fast enough, because `chosen` has at most 7 files.
     let is_chosen = |file: &RemoteFile| chosen.iter().any(|other| other.name == file.name);
     let is_new = |file: &&RemoteFile| patterns.is_match(&file.name) && !is_chosen(file);
     let matching: Vec<RemoteFile> = files.iter().filter(is_new).cloned().collect();
@@ -128,7 +128,7 @@ fn model_files(repo: &str, files: &FileList, index: Option<&[u8]>) -> Result<Vec
         chosen.extend(only_gguf_model(repo, files)?);
         return Ok(chosen);
     }
-    // Check this before gigabytes are fetched: safetensors weights cannot be loaded without these files.
+    // Check before the download, because safetensors weights cannot be loaded without these two files.
     for required in ["config.json", "tokenizer.json"] {
         if files.get(required).is_none() {
             bail!("'{repo}' has no {required}, which inferno needs; it has {}", some_names(files));
@@ -147,7 +147,7 @@ fn model_files(repo: &str, files: &FileList, index: Option<&[u8]>) -> Result<Vec
     Ok(chosen)
 }
 
-/// Returns all parts of the GGUF model with this first part. Fails if a part is missing.
+/// Returns all parts of the GGUF model whose first part is `first`. Fails if a part is missing.
 fn gguf_parts(repo: &str, files: &FileList, first: &RemoteFile) -> Result<Vec<RemoteFile>> {
     let (folder, name) = first.name.rsplit_once('/').map_or(("", first.name.as_str()), |(folder, name)| (folder, name));
     let path = |name: String| if folder.is_empty() { name } else { format!("{folder}/{name}") };
@@ -164,13 +164,13 @@ fn gguf_bytes(repo: &str, files: &FileList, first: &RemoteFile) -> Option<u64> {
     gguf_parts(repo, files, first).unwrap_or_default().iter().map(|part| part.bytes).sum()
 }
 
-/// Returns one file for each GGUF model in a repository: its first part, or its only file.
+/// Returns one file for each GGUF model in a repository: the first part of the model, or its only file.
 fn gguf_models(files: &[RemoteFile]) -> Vec<&RemoteFile> {
     files.iter().filter(|file| gguf::is_model_name(&file.name)).collect()
 }
 
-/// Returns the parts of the GGUF model that `tag` selects. Without a tag, returns the parts of the only GGUF model,
-/// or `None` if the repository has no GGUF model.
+/// Returns the parts of the GGUF model that `tag` selects, or of the only GGUF model if there is no tag.
+/// Returns `None` if there is no tag and the repository has no GGUF model.
 ///
 /// Fails if no model matches the tag, or if several models match.
 pub(super) fn choose_gguf(repo: &str, files: &FileList, tag: Option<&str>) -> Result<Option<Vec<RemoteFile>>> {
@@ -199,7 +199,7 @@ pub(super) fn choose_gguf(repo: &str, files: &FileList, tag: Option<&str>) -> Re
     }
 }
 
-/// Returns the parts of the only GGUF model in a repository. Fails if there is none or more than one.
+/// Returns the parts of the only GGUF model in a repository. Fails if the repository has no or several GGUF models.
 fn only_gguf_model(repo: &str, files: &FileList) -> Result<Vec<RemoteFile>> {
     let models = gguf_models(files);
     match models[..] {
@@ -218,7 +218,7 @@ fn only_gguf_model(repo: &str, files: &FileList) -> Result<Vec<RemoteFile>> {
     }
 }
 
-/// Joins the first [`MAX_LISTED_MODELS`] lines, followed by the number of lines that are left out.
+/// Joins the first [`MAX_LISTED_MODELS`] lines of a model list, and appends the number of omitted lines.
 fn model_list(mut lines: impl ExactSizeIterator<Item = String>) -> String {
     let mut list: Vec<String> = lines.by_ref().take(MAX_LISTED_MODELS).collect();
     match lines.len() {
@@ -247,7 +247,7 @@ fn no_weights(repo: &str, files: &[RemoteFile]) -> String {
     )
 }
 
-/// Returns the first file names of a repository and the number of other files, for an error message.
+/// Returns the first few file names of a repository and the number of further files, for an error message.
 fn some_names(files: &[RemoteFile]) -> String {
     const SHOWN: usize = 8;
     let names: Vec<String> = files.iter().take(SHOWN).map(|file| quote(&file.name)).collect();
@@ -267,7 +267,7 @@ mod tests {
         FileList::new(names.iter().map(file).collect())
     }
 
-    /// Returns the files that `patterns` select. A pattern for `--exclude` starts with `!`.
+    /// Returns the files that `patterns` select. A pattern that starts with `!` is an `--exclude` pattern.
     fn choose(names: &[&str], patterns: &[&str], index: Option<&str>) -> Result<Vec<String>> {
         let (exclude, include): (Vec<&str>, Vec<&str>) = patterns.iter().partition(|glob| glob.starts_with('!'));
         let globs = |globs: Vec<&str>| globs.iter().map(|glob| glob.trim_start_matches('!').to_string()).collect();

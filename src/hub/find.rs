@@ -14,15 +14,15 @@ use crate::error::Error;
 use crate::snapshot::{Required, first_missing_file, gguf};
 
 impl Hub {
-    /// Finds a complete model on this machine. Never uses the network. Writes the demo to the cache if it is missing.
+    /// Finds a complete model on this machine, without the network. Writes the demo to the cache if it is missing.
     ///
     /// `model` is `demo`, a directory, a GGUF file, or `org/name` with an optional `:Q4_K_M` and `@revision`.
-    /// Part of a name is enough if only one model matches it. Fails if no model or several models match.
+    /// A part of the model name is enough if only one model matches. Fails if no model or several models match.
     pub fn find(&self, model: &str, revision: Option<&str>) -> Result<Snapshot> {
         self.find_with(model, revision, Required::Weights)
     }
 
-    /// Finds a model like [`find`](Self::find), but requires only its tokenizer. Its weights may be missing.
+    /// Finds a model like [`find`](Self::find), but requires only the tokenizer. The weights may be missing.
     pub fn find_tokenizer(&self, model: &str, revision: Option<&str>) -> Result<Snapshot> {
         self.find_with(model, revision, Required::Tokenizer)
     }
@@ -44,7 +44,7 @@ impl Hub {
             return choose_model(snapshot, tag);
         }
 
-        // The user may have typed another case, no organization, or only part of the name.
+        // Match names loosely. The user may have typed another case, no organization, or only part of the name.
         let is_complete = |other: &String| self.look_up(other, revision, required).is_some();
         let complete: BTreeSet<String> =
             self.caches().iter().flat_map(|(cache, _)| cache.names()).filter(is_complete).collect();
@@ -60,8 +60,8 @@ impl Hub {
         }
     }
 
-    /// Returns the hint for a model that is not on this machine: the command that downloads it.
-    /// The hint names a missing file of the model, or a model with a similar name, if there is one.
+    /// Returns the hint for a model that is not on this machine: the command that downloads the model.
+    /// If possible, the hint also names a missing file of the model, or a model with a similar name.
     fn download_hint(&self, name: &str, tag: Option<&str>, revision: Option<&str>, required: Required) -> String {
         let revision_flag = revision.map(|revision| format!(" --revision {revision}")).unwrap_or_default();
         let with_tag = |name: &str| shell_word(&tag.map_or(name.to_string(), |tag| format!("{name}:{tag}")));
@@ -109,7 +109,7 @@ impl Hub {
 
     /// Returns the names of the incomplete models in both caches, each with its first missing file.
     ///
-    /// Skips repositories in the shared cache that have no tokenizer, because they may not be models.
+    /// Skips repositories without a tokenizer in the shared cache, because such a repository may not be a model.
     pub fn incomplete(&self) -> Vec<(String, String)> {
         let missing = |name: &String| {
             if self.look_up(name, None, Required::Weights).is_some() {
@@ -126,10 +126,10 @@ impl Hub {
         self.repo_names().iter().filter_map(missing).collect()
     }
 
-    /// Adds the organization to `name` if exactly one repository on this machine has this name in any organization.
-    /// Otherwise, returns `name`. Ignores case.
+    /// Adds the organization to `name` if exactly one repository on this machine has this name. Ignores case.
+    /// Otherwise, returns `name` unchanged.
     ///
-    /// Does not complete parts of names, because a name such as `gpt2` is also part of longer names.
+    /// Does not complete a partial name, because a full name such as `gpt2` is also part of longer names.
     pub(super) fn full_name(&self, name: &str) -> String {
         let names = self.repo_names();
         match &names.iter().filter(|other| names::is_same_name(other, name)).collect::<Vec<_>>()[..] {
@@ -143,7 +143,7 @@ impl Hub {
         self.caches().iter().flat_map(|(cache, _)| cache.names()).collect()
     }
 
-    /// Returns a snapshot that has the `required` files, or `None` if there is none.
+    /// Returns a snapshot of the model that has the `required` files, or `None` if no snapshot has them.
     ///
     /// Without `revision`, tries `main` in both caches, then the other snapshots of each cache, newest first.
     pub(super) fn look_up(&self, name: &str, revision: Option<&str>, required: Required) -> Option<Snapshot> {
@@ -174,7 +174,7 @@ impl Hub {
 }
 
 /// Finds the model at a path: a GGUF file, a directory, or `directory:Q4_K_M`. Returns `None` if there is no model.
-/// Fails if there is a model but `revision` is set.
+/// Fails if the path has a model and `revision` is set, because local files have no revisions.
 fn find_path(model: &str, revision: Option<&str>, required: Required) -> Result<Option<Snapshot>> {
     let path = match find_gguf(model)? {
         Some(file) => file,
@@ -188,7 +188,7 @@ fn find_path(model: &str, revision: Option<&str>, required: Required) -> Result<
     Ok(Some(Snapshot { name: model.to_string(), revision: None, path, source: Source::Directory }))
 }
 
-/// Returns the file by which a directory counts as a model.
+/// Returns the name of the file that a directory must contain to count as a model.
 fn marker_file(required: Required) -> &'static str {
     match required {
         Required::Tokenizer => "tokenizer.json",
@@ -196,7 +196,7 @@ fn marker_file(required: Required) -> &'static str {
     }
 }
 
-/// Returns the hint of the error for a name that is neither a model's path nor a repository name.
+/// Returns the hint for a name that is neither the path of a model nor a repository name.
 fn invalid_name_hint(model: &str, required: Required) -> String {
     let is_path = model.starts_with(['/', '.', '~']) || model.ends_with(".gguf");
     match (Path::new(model).is_dir(), is_path) {
@@ -209,7 +209,7 @@ fn invalid_name_hint(model: &str, required: Required) -> String {
     }
 }
 
-/// Returns the GGUF file that `model` names, or `None` if it names none.
+/// Returns the GGUF file that `model` names, or `None` if `model` does not name a GGUF file.
 /// `model` is a file, a directory with one GGUF model, or `directory:Q4_K_M`.
 fn find_gguf(model: &str) -> Result<Option<PathBuf>> {
     let path = Path::new(model);
@@ -220,7 +220,7 @@ fn find_gguf(model: &str) -> Result<Option<PathBuf>> {
     if Path::new(dir).is_dir() { gguf::choose(dir, Path::new(dir), tag) } else { Ok(None) }
 }
 
-/// Returns the GGUF model that `tag` selects in a snapshot, or the snapshot itself if it has no GGUF files.
+/// Returns the GGUF model that `tag` selects in a snapshot, or the whole snapshot if it has no GGUF files.
 fn choose_model(snapshot: Snapshot, tag: Option<&str>) -> Result<Snapshot> {
     let Some(path) = gguf::choose(&snapshot.name, &snapshot.path, tag)? else { return Ok(snapshot) };
     let name = tag.map_or(snapshot.name.clone(), |tag| format!("{}:{tag}", snapshot.name));

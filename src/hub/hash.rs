@@ -1,4 +1,4 @@
-//! Hashes of files, and etags, which are hashes on the Hugging Face hub.
+//! Computes hashes of files, and compares them with etags. On the Hugging Face hub, etags are hashes.
 //!
 //! The etag of a large file is the SHA-256 of its contents.
 //! The etag of a small file is its git blob id: the SHA-1 of `blob <length>\0` followed by the contents.
@@ -25,7 +25,7 @@ pub(super) fn is_hash(etag: &str) -> bool {
 
 /// Returns whether the contents of a file match `etag`. If `etag` is not a hash, returns true without reading the file.
 ///
-/// `progress` receives the number of bytes read so far. If it fails, this function stops and returns the error.
+/// `progress` receives the number of bytes read so far. If `progress` fails, `matches` stops and returns the error.
 pub(super) fn matches(path: &Path, etag: &str, progress: &mut dyn FnMut(u64) -> Result<()>) -> Result<bool> {
     if !is_hash(etag) {
         return Ok(true);

@@ -1,4 +1,4 @@
-//! The hashes of a model's files, which identify the model regardless of its name.
+//! Computes the hashes of a model's files, which identify the model regardless of its name.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -8,12 +8,12 @@ use anyhow::Result;
 use super::{hash, parallel};
 use crate::snapshot;
 
-/// The maximum number of files to hash in parallel. More threads would slow down loading, which runs meanwhile.
+/// The maximum number of files to hash in parallel. More threads would slow down loading, which runs at the same time.
 const MAX_THREADS: usize = 4;
 
 /// Returns the hexadecimal SHA-256 of each file of the model at `path`, by file name.
 ///
-/// Reads every file in full. For large files, the Hugging Face hub lists these hashes too.
+/// Reads every file in full. For large files, the Hugging Face hub lists the same SHA-256 hashes.
 pub fn file_hashes(path: &Path) -> Result<BTreeMap<String, String>> {
     let hashes = parallel::try_map(&snapshot::model_files(path)?, MAX_THREADS, |file| {
         let name = file.file_name().unwrap_or_default().to_string_lossy().into_owned();

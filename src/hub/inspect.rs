@@ -2,7 +2,7 @@
 //!
 //! Reads small text files and the headers of safetensors files.
 //! The length of a GGUF header is not known in advance.
-//! The GGUF parser therefore reads one range of the file after the other with [`Hub::read_range`].
+//! The GGUF parser therefore calls [`Hub::read_range`] for one range of the file after another.
 
 use std::collections::BTreeMap;
 use std::io::Read;
@@ -34,10 +34,10 @@ pub struct RemoteModel {
     /// The model name: `org/name`, or `org/name:Q4_K_M`.
     pub name: String,
     pub commit: String,
-    /// The name of each file in the repository, and its size in bytes if the hub lists it.
+    /// The name of each file in the repository, and the size in bytes if the hub lists the size.
     pub files: Vec<(String, Option<u64>)>,
     /// The contents of config.json, tokenizer_config.json and README.md, by file name, if these files were read.
-    /// README.md may be truncated.
+    /// The text of README.md may be truncated.
     pub texts: BTreeMap<String, Vec<u8>>,
     /// The headers of the safetensors files that inferno would load.
     pub headers: Vec<SafetensorsHeader>,
@@ -49,21 +49,21 @@ pub struct RemoteModel {
 #[derive(Debug)]
 pub struct SafetensorsHeader {
     pub file: String,
-    /// The JSON text, without its 8-byte length prefix.
+    /// The JSON text of the header, without the 8-byte length prefix.
     pub json: Vec<u8>,
-    /// The number of bytes after the header. `None` if the hub does not list the size of the file.
+    /// The number of bytes after the header. `None` if the hub does not list the file size.
     pub data_bytes: Option<u64>,
 }
 
-/// The text files to read, each with the number of bytes to read at most.
+/// The text files to read, each with the maximum number of bytes to read.
 const TEXTS: [(&str, u64); 3] =
     [("config.json", files::CONFIG), ("tokenizer_config.json", files::TOKENIZER_CONFIG), ("README.md", README_BYTES)];
 
-/// How many bytes of README.md to read. inferno needs only the front matter, which is shorter.
+/// The number of bytes of README.md to read. inferno needs only the YAML front matter, which is shorter.
 const README_BYTES: u64 = 16 << 10;
 
-/// The maximum size of a model's headers together, in bytes. The `safetensors` crate has this limit for each header.
-/// Known models have headers of less than 1 MB each and less than 30 MB together.
+/// The maximum total size of a model's safetensors headers, in bytes.
+/// The `safetensors` crate has the same limit for each header. Known models have less than 30 MB of headers.
 const MAX_HEADER_BYTES: u64 = 100_000_000;
 
 /// The maximum number of shards. Known models have up to 200 shards.
@@ -72,7 +72,7 @@ const MAX_SHARDS: usize = 2048;
 /// The size of the first request for a header, in bytes. One request is enough for most headers.
 const FIRST_REQUEST_BYTES: u64 = 128 << 10;
 
-/// If a server ignores ranges, the maximum number of bytes to skip before the requested range.
+/// The maximum number of bytes to skip before the requested range if a server sends the whole file.
 const MAX_SKIPPED_BYTES: u64 = 64 << 20;
 
 /// The number of headers to read in parallel.
@@ -81,8 +81,8 @@ const THREADS: usize = 8;
 impl Hub {
     /// Describes a model on the hub. Writes no files. Fails for the demo, which is not on the hub.
     ///
-    /// `org/name:Q4_K_M` selects one of several GGUF models. The caller reads a GGUF header
-    /// with [`read_range`](Self::read_range).
+    /// `org/name:Q4_K_M` selects one of several GGUF models.
+    /// For a GGUF model, the caller reads the header with [`read_range`](Self::read_range).
     pub fn inspect(&self, model: &str, revision: Option<&str>) -> Result<RemoteModel> {
         let (name, revision) = names::split_revision(model, revision)?;
         if demo::is_demo(name, revision)? {
@@ -99,7 +99,7 @@ impl Hub {
         Inspection { remote: &remote, listing: &listing }.run(tag)
     }
 
-    /// Reads a byte range of a file of an inspected model. Returns fewer bytes if the file ends in the range.
+    /// Reads a byte range of a file of `model`. Returns fewer bytes if the file ends within the range.
     pub fn read_range(&self, model: &RemoteModel, file: &str, range: Range<u64>) -> Result<Vec<u8>> {
         let (name, _) = gguf::split_tag(&model.name);
         let remote = Remote::new(&self.config, name, &model.commit, &());
@@ -139,8 +139,8 @@ impl Inspection<'_> {
         })
     }
 
-    /// Returns the name and the size in bytes of each file of the GGUF model. The list is empty if there is none.
-    ///
+    /// Returns the name and the size in bytes of each file of the GGUF model.
+    /// The list is empty if the repository has no GGUF model.
     /// Without a tag, the list is also empty if the repository has safetensors weights.
     fn gguf_files(&self, tag: Option<&str>) -> Result<Vec<(String, u64)>> {
         let Listing { commit, files } = self.listing;
@@ -153,7 +153,7 @@ impl Inspection<'_> {
         parts.into_iter().map(with_size).collect()
     }
 
-    /// Reads the files in [`TEXTS`]. For a GGUF model, reads only README.md: its configuration is in the GGUF file.
+    /// Reads the files in [`TEXTS`]. For a GGUF model, reads only README.md, because the GGUF file has the config.
     fn texts(&self, is_gguf: bool) -> Result<BTreeMap<String, Vec<u8>>> {
         let is_wanted = |name: &str| self.listing.file(name).is_some() && (!is_gguf || name == "README.md");
         let mut texts = BTreeMap::new();
@@ -190,7 +190,7 @@ impl Inspection<'_> {
         try_map(files, THREADS, |file| self.header(file, &total_bytes))
     }
 
-    /// Reads the header of a file, and adds its length to `total_bytes`.
+    /// Reads the header of a safetensors file, and adds its length to `total_bytes`.
     /// Fails if the header is incomplete, or if the total exceeds [`MAX_HEADER_BYTES`].
     fn header(&self, file: &RemoteFile, total_bytes: &AtomicU64) -> Result<SafetensorsHeader> {
         let (remote, name) = (self.remote, &file.name);
@@ -239,9 +239,10 @@ impl Inspection<'_> {
     }
 }
 
-/// Requests a range of a file. Returns the response body, and true if the body is this range.
+/// Requests a range of a file. Returns the response body, and whether the body contains only the requested range.
 ///
-/// If the server ignored the range, the body is the whole file. Dropping the body before its end closes the connection.
+/// If the server ignored the range, the body is the whole file.
+/// Dropping the body before its end closes the connection.
 fn request(remote: &Remote, commit: &str, name: &str, range: Range<u64>) -> Result<(impl Read + use<>, bool)> {
     let first = range.start;
     let response: Response<Body> = remote.get_range(commit, name, range)?;
@@ -251,7 +252,7 @@ fn request(remote: &Remote, commit: &str, name: &str, range: Range<u64>) -> Resu
         StatusCode::PARTIAL_CONTENT => {
             bail!("cannot read {}: the server sent a different range than requested", quote(name))
         }
-        // A server sends this status for a range from byte 0 only if the file is empty.
+        // A server sends status 416 for a range from byte 0 only if the file is empty.
         StatusCode::RANGE_NOT_SATISFIABLE if first == 0 => return Ok((Body::builder().data("").into_reader(), true)),
         _ => return Err(remote.refusal(response, Some(name))),
     };

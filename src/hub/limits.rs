@@ -1,24 +1,24 @@
-//! [`Limits`] and their default values.
+//! Defines the [`Limits`] for the connection to a hub, and their default values.
 
 use std::time::Duration;
 
 /// Timeouts, retry limits and request sizes for the connection to a hub.
 #[derive(Clone, Debug)]
 pub struct Limits {
-    /// The maximum time to open a connection.
+    /// The maximum time to open a connection to a hub.
     pub connect_timeout: Duration,
     /// The maximum wait for the headers of a response. HF_HUB_ETAG_TIMEOUT sets this value.
-    /// The body of a metadata response may take this time too, plus some time for each byte.
+    /// The body of a metadata response may take another `response_timeout`, plus some time for each byte.
     pub response_timeout: Duration,
     /// The maximum wait for more bytes of a file. HF_HUB_DOWNLOAD_TIMEOUT sets this value.
     pub stall_timeout: Duration,
     /// The maximum wait before the first retry. Each consecutive failure doubles this value, up to 15 s.
-    /// The actual wait is a random time between half of the value and the value.
+    /// The actual wait before a retry is a random time between half of this value and this value.
     pub first_wait: Duration,
-    /// If a server asks for a longer wait than this with Retry-After, the request fails.
+    /// The maximum wait that a server may ask for with Retry-After. If a server asks for more, the request fails.
     pub max_wait: Duration,
     /// The maximum number of consecutive retries for a part of a file.
-    /// The count starts again after 1 % of the file, but at least 4 KiB and at most 1 MiB, have arrived.
+    /// The count of retries starts again after 1 % of the file has arrived, but at least 4 KiB and at most 1 MiB.
     pub max_failures: u32,
     /// The maximum number of retries of a metadata request, such as a request for the list of files.
     pub max_metadata_failures: u32,
@@ -26,15 +26,16 @@ pub struct Limits {
     pub connections: usize,
     /// The maximum size of a part of a file, in bytes. Each part has its own request.
     pub part_bytes: u64,
-    /// The minimum time between two saves of a file's record. A killed process loses the bytes after the last save.
+    /// The minimum time between two saves of the record of a partial download.
+    /// If the process is killed, the bytes that arrived after the last save are lost.
     pub save_interval: Duration,
 }
 
 impl Limits {
-    /// Returns how many bytes must arrive to reset the count of consecutive failures:
-    /// 1 % of the file, but at least 4 KiB and at most 1 MiB.
+    /// Returns the number of bytes that must arrive to reset the count of consecutive failures.
+    /// The result is 1 % of the file, but at least 4 KiB and at most 1 MiB.
     ///
-    /// These bytes may arrive over several attempts, so slow connections can finish.
+    /// The bytes may arrive over several attempts, so downloads over slow connections can finish.
     /// A server that sends one byte per attempt reaches the maximum number of failures first.
     pub(super) fn min_progress(file_bytes: u64) -> u64 {
         (file_bytes / 100).clamp(4 << 10, 1 << 20)

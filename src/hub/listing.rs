@@ -1,4 +1,4 @@
-//! [`Listing`]: the commit and the files of a repository, as the hub sent them. Parsing validates all values.
+//! [`Listing`]: the commit and the files of a repository from a hub's response. Parsing validates all values.
 
 use std::cmp::Ordering;
 use std::fmt;
@@ -41,7 +41,7 @@ impl Listing {
 /// A file in a repository on the hub.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RemoteFile {
-    /// The path inside the repository, which cannot point outside it.
+    /// The path of the file in the repository. Validation ensures that it does not point outside the repository.
     pub name: String,
     pub bytes: Option<u64>,
     /// The SHA-256 of a large file, the git blob id of a small file, or another etag that a mirror sent.
@@ -49,7 +49,7 @@ pub struct RemoteFile {
 }
 
 impl RemoteFile {
-    /// Returns whether the size and the etag are known.
+    /// Returns whether the size and the etag of the file are known.
     pub(super) fn has_size_and_etag(&self) -> bool {
         self.bytes.is_some() && self.etag.is_some()
     }
@@ -100,7 +100,7 @@ impl Deref for FileList {
     }
 }
 
-/// Orders paths by their bytes, but `/` first, so that `a` and the paths below `a/` are neighbors.
+/// Orders paths by their bytes, with `/` before all other bytes, so that `a` and the paths below `a/` are neighbors.
 fn path_order(a: &str, b: &str) -> Ordering {
     let key = |byte: u8| if byte == b'/' { 0 } else { byte };
     a.bytes().map(key).cmp(b.bytes().map(key))
@@ -166,7 +166,7 @@ impl ModelListing {
             bail!("the hub lists more than {MAX_FILES} files in '{repo}'; inferno accepts at most {MAX_FILES}");
         }
         let files = self.siblings.into_iter().map(|file| file.check(repo)).collect::<Result<Vec<_>>>()?;
-        // Limit the total too, so that later sums of file sizes cannot overflow.
+        // Limit the total size too, so that later sums of file sizes cannot overflow.
         let total_bytes = files.iter().filter_map(|file| file.bytes).fold(0u64, u64::saturating_add);
         if total_bytes > MAX_FILE_BYTES {
             bail!("the hub sent an impossible size for '{repo}': {total_bytes} bytes in total");
@@ -183,7 +183,7 @@ impl Sibling {
         if let Some(problem) = names::file_name_problem(&name) {
             bail!("the hub lists {} in '{repo}', which {problem}", quote(&name));
         }
-        // The blob id of a large file is the hash of its LFS pointer, so it does not verify the contents.
+        // The git blob id of a large file is the hash of its LFS pointer, so the blob id cannot verify the contents.
         let (etag, bytes) = match self.lfs {
             Some(large) => (large.sha256, large.size.or(self.size)),
             None => (self.blob_id, self.size),
@@ -226,7 +226,7 @@ mod tests {
         assert!(problem(&["a", "b", "a"]).contains("lists 'a' in 'a/b' twice"));
         assert!(problem(&["a/b", "a!", "a-b", "a"]).contains("'a' in 'a/b' both as a file and as a folder"));
         assert!(problem(&["x/y/z", "x/y"]).contains("'x/y' in 'a/b' both as a file and as a folder"));
-        // Names that differ only in case are different files.
+        // File names that differ only in case are different files.
         assert_eq!(parse(&["README.md", "readme.md"]).unwrap().files.len(), 2);
     }
 

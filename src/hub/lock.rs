@@ -1,4 +1,4 @@
-//! File locks, so that only one process at a time changes the directory of a repository.
+//! File locks, which ensure that only one process at a time changes the directory of a repository.
 
 use std::fs::File;
 use std::path::Path;
@@ -12,7 +12,7 @@ use nix::{
 
 use super::disk::create_dir;
 
-/// A lock that is held until this value is dropped or the process ends.
+/// A file lock that is held until this value is dropped or the process ends.
 #[cfg(unix)]
 pub(super) struct Lock(Option<Flock<File>>);
 
@@ -76,7 +76,7 @@ fn wait(_file: File) -> Result<Lock> {
 
 fn open(path: &Path) -> Result<File> {
     create_dir(path.parent().unwrap_or(path))?;
-    // Nothing may delete this file: all processes must lock the same file.
+    // The lock file must never be deleted, because all processes must lock the same file.
     let file = File::options().append(true).create(true).open(path);
     file.with_context(|| format!("cannot write {}", path.display()))
 }

@@ -3,13 +3,15 @@
 //! A [`Snapshot`] contains the files of a model at one commit.
 //! inferno finds models in two caches: its own cache, and the Hugging Face cache that Python tools share.
 //! inferno writes only to its own cache. Instead of a model's name, a user can pass the path of a directory or file.
-//! The modules are:
+//! The submodules of `hub` are:
 //!
 //! - `client`, `config`, `limits`: [`Hub`], its caches and its connection settings
-//! - `find`, `snapshot`, `names`, `identity`, `usage`: models on this machine, their names, hashes and times of use
+//! - `find`, `snapshot`: the models on this machine
+//! - `names`, `identity`, `usage`: the names, the file hashes and the times of last use of models
 //! - `cache`, `disk`, `lock`: the layout of the caches, file operations and locks
 //! - `remote`, `retry`: requests to a hub
-//! - `listing`, `inspect`: the files of a repository on a hub, and descriptions of models that are not downloaded
+//! - `listing`: the files of a repository on a hub
+//! - `inspect`: describes models that are not downloaded
 //! - `download/`, `filter`, `hash`, `parallel`, `progress`: download files, and verify their hashes
 //! - `verify`, `remove`: check, repair and remove downloaded models
 //! - `demo`: the built-in demo model

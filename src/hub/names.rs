@@ -1,5 +1,5 @@
 //! Validates names of repositories, revisions, files and blobs before they become part of a path or URL.
-//! Also compares model names.
+//! This module also compares model names.
 
 use std::collections::BTreeSet;
 
@@ -63,13 +63,13 @@ pub(super) fn check_repo(name: &str) -> Result<()> {
     Err(Error::usage(format!("{name:?} is not a valid repository name: use org/name, as in openai/gpt-oss-20b")))
 }
 
-/// Returns what is wrong with a file name from a hub, such as `is not a path inside the repository`.
+/// Returns the problem with an invalid file name from a hub, such as `is not a path inside the repository`.
 /// Returns `None` for a valid name.
 pub(super) fn file_name_problem(name: &str) -> Option<&'static str> {
     if !is_safe_path(name) {
         return Some("is not a path inside the repository");
     }
-    // Invisible characters could make a name look like another name.
+    // Reject invisible characters, which could make a file name look like another file name.
     (printable(name) != name).then_some("has invisible characters in its name")
 }
 
@@ -106,15 +106,15 @@ pub(super) fn encode_path(name: &str) -> String {
     utf8_percent_encode(name, PATH).to_string()
 }
 
-/// Percent-encodes a revision for a URL, including its slashes: the revision is one segment of the path.
+/// Percent-encodes a revision for a URL, including its slashes, because a revision is one segment of the path.
 pub(super) fn encode_segment(name: &str) -> String {
     utf8_percent_encode(name, SEGMENT).to_string()
 }
 
 /// Returns the names that match `model`.
 ///
-/// If some names equal `model`, with or without their organization, returns these names.
-/// Otherwise, returns all names that contain `model`, unless `model` has an organization. Ignores case.
+/// If some names equal `model`, with or without their organization, returns only these names. Ignores case.
+/// Otherwise, returns all names that contain `model`, or no names if `model` has an organization.
 pub(super) fn matching<'a>(model: &str, names: &'a BTreeSet<String>) -> Vec<&'a String> {
     let exact: Vec<&String> = names.iter().filter(|name| is_same_name(name, model)).collect();
     let model = model.to_lowercase();
@@ -130,14 +130,14 @@ pub(super) fn is_same_name(name: &str, model: &str) -> bool {
     name.eq_ignore_ascii_case(model) || last.eq_ignore_ascii_case(model)
 }
 
-/// Returns the name that is most similar to `model`, if `model` may be a misspelling of it.
+/// Returns the name that is most similar to `model`, if `model` may be a misspelling of that name.
 /// At most a quarter of the letters may be wrong, or two letters in short names.
 pub(super) fn nearest<'a>(model: &str, names: &'a [String]) -> Option<&'a String> {
     let model = model.to_lowercase();
     let distance = |name: &String| {
         let name = name.to_lowercase();
         let last = name.rsplit('/').next().unwrap_or(&name);
-        // If `model` has no organization, compare it only with the part after the slash.
+        // If `model` has no organization, compare `model` only with the part of the name after the slash.
         strsim::levenshtein(&model, if model.contains('/') { &name } else { last })
     };
     let (distance, name) = names.iter().map(|name| (distance(name), name)).min()?;

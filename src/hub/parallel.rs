@@ -8,7 +8,7 @@ use anyhow::Result;
 
 /// Applies `function` to all items on at most `threads` threads. Returns the results in the order of the items.
 ///
-/// After a failure, takes no more items, waits for the running calls, and returns the error that came first.
+/// After a failed call, starts no more calls, waits for the running calls, and returns the first error.
 pub(super) fn try_map<T: Sync, R: Send>(
     items: &[T],
     threads: usize,

@@ -8,11 +8,12 @@ use super::snapshot::Snapshot;
 pub trait Progress: Sync {
     /// The snapshot is complete, so nothing is fetched.
     fn already_present(&self, _snapshot: &Snapshot) {}
-    /// The hub does not list the sizes or etags of `files` files, so each of these files needs a request.
+    /// The hub does not list the sizes or etags of `files` files, so inferno sends one request for each of these files.
     fn asking_for_sizes(&self, _files: usize) {}
     /// The download starts. `files` has the name and the size in bytes of every file, including files on disk.
     fn start(&self, _files: &[(String, u64)]) {}
-    /// `done_bytes` bytes of the file `name` are on disk, or verified. At the size of the file, the file is finished.
+    /// `done_bytes` bytes of the file `name` are on disk, or verified.
+    /// The file is finished when `done_bytes` equals the file size.
     ///
     /// In a download, the first report for a file includes the bytes of earlier attempts.
     /// `done_bytes` decreases if the file is fetched again from the start.

@@ -1,12 +1,12 @@
 //! Sends HTTP requests to a hub, and converts unsuccessful responses to errors.
 //!
 //! The requests use the `ureq` crate, because `hf-hub` 0.5 and 1.0 do not verify the SHA-256 of downloads.
-//! Version 0.5 of `hf-hub` has other problems too:
+//! Version 0.5 of the `hf-hub` crate has four more problems:
 //!
-//! - It sends the token to the host to which a download is redirected.
-//! - It makes the server's etag and commit part of paths without validation.
-//! - If a server ignores the Range header, it appends the whole file to the partial file.
-//! - It drops the header `x-error-code`, so a gated repository looks like a missing repository.
+//! - `hf-hub` sends the access token to the host to which a download is redirected.
+//! - `hf-hub` makes the server's etag and commit part of paths without validation.
+//! - If a server ignores the Range header, `hf-hub` appends the whole file to the partial file.
+//! - `hf-hub` drops the header `x-error-code`, so a gated repository looks like a missing repository.
 //!
 //! This module parses redirect URLs itself, because the `url` crate would add about 20 dependencies.
 
@@ -28,14 +28,14 @@ use super::{hash, names};
 use crate::error::Error;
 use crate::text::{library_error, quote};
 
-/// The maximum size of a listing, in bytes. A listing of tens of thousands of files is smaller.
+/// The maximum size of a file listing, in bytes. Listings with tens of thousands of files are smaller.
 const MAX_LISTING_BYTES: u64 = 64 << 20;
 
-/// How many bytes of the body of an error response to read at most.
+/// The maximum number of bytes to read from the body of an error response.
 const MAX_ERROR_BYTES: u64 = 64 << 10;
 
-/// The time that each byte of a metadata response may take, in addition to the response timeout.
-/// A long response therefore fails if it arrives at less than 16 KiB/s.
+/// The time allowed for each byte of a metadata response, in addition to the response timeout.
+/// A long metadata response therefore fails if it arrives at less than 16 KiB/s.
 const TIME_PER_BYTE: Duration = Duration::from_nanos(1_000_000_000 / (16 << 10));
 
 /// The maximum number of redirects. The hub usually redirects once, to a storage host.
@@ -47,16 +47,16 @@ pub(super) struct Remote<'a> {
     config: &'a HubConfig,
     repo: &'a str,
     revision: &'a str,
-    /// Receives an event before each retry.
+    /// The progress display that receives an event before each retry.
     progress: &'a dyn Progress,
 }
 
-/// What a request is for. This determines its timeouts.
+/// The purpose of a request, which determines its timeouts.
 #[derive(Clone, Copy)]
 enum Purpose {
-    /// A short response. [`Remote::read_body`] limits the time for the whole body.
+    /// The request is for a short response. [`Remote::read_body`] limits the time for the whole body.
     Metadata,
-    /// A file of any length. Only the time between two reads is limited.
+    /// The request is for a file of any length. Only the time between two reads is limited.
     Contents,
 }
 
@@ -67,20 +67,20 @@ pub(super) struct Answer {
     pub is_from_other_host: bool,
 }
 
-/// What a hub says about the token.
+/// Whether a hub accepts the access token.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TokenStatus {
-    /// No token is set.
+    /// No access token is set.
     NoToken,
     Accepted,
     Refused,
-    /// The endpoint cannot check tokens, as is common for mirrors.
+    /// The endpoint cannot check access tokens. Most mirrors cannot.
     NotSupported,
-    /// A token is set but not sent, because the connection to the endpoint is not encrypted.
+    /// An access token is set but not sent, because the connection to the endpoint is not encrypted.
     NotSent,
 }
 
-/// Asks the endpoint whether it accepts the token. Does not follow redirects.
+/// Asks the endpoint whether it accepts the access token. Does not follow redirects.
 /// Fails if the endpoint does not respond within seconds, or responds with a server error.
 pub(super) fn check_endpoint(config: &HubConfig) -> Result<TokenStatus> {
     let unreachable =
@@ -108,11 +108,11 @@ pub(super) fn check_endpoint(config: &HubConfig) -> Result<TokenStatus> {
 fn agent(limits: &Limits) -> Agent {
     Agent::config_builder()
         .user_agent(concat!("inferno/", env!("CARGO_PKG_VERSION")))
-        // Lengths and ranges must count the bytes of the file, not the bytes of a compressed stream.
+        // Request uncompressed responses, because lengths and ranges must count the bytes of the file.
         .accept_encoding("identity")
         // Return unsuccessful responses as `Ok`, because callers read their headers and bodies.
         .http_status_as_error(false)
-        // `follow` handles redirects: the hosts to which large files are redirected must not see the token.
+        // Disable redirects in ureq. `follow` handles redirects and never sends the token to other hosts.
         .max_redirects(0)
         .max_redirects_will_error(false)
         .max_idle_connections_per_host(limits.connections)
@@ -142,7 +142,7 @@ impl<'a> Remote<'a> {
         let url = format!("{}/api/models/{}/revision/{revision}?blobs=true", self.config.endpoint, self.repo);
         let mut response = self.with_retries(self.repo, || {
             let mut response = self.follow(&url, None, Purpose::Metadata)?.response;
-            // Read the body here, so that a truncated body causes a retry.
+            // Read the body inside the retried function, so that a truncated body causes a retry.
             if response.status().is_success() {
                 let body = self.read_body(&mut response.body_mut().as_reader(), MAX_LISTING_BYTES + 1)?;
                 if body.len() as u64 > MAX_LISTING_BYTES {
@@ -175,11 +175,11 @@ impl<'a> Remote<'a> {
         Ok(listing)
     }
 
-    /// Fetches the size and the etag of one file, for listings without them.
+    /// Fetches the size and the etag of one file. Used if the listing lacks the size or the etag.
     pub fn head(&self, commit: &str, name: &str) -> Result<RemoteFile> {
         let mut url = self.file_url(commit, name);
         for _ in 0..=MAX_REDIRECTS {
-            // Use the first response that has the file's hash, because a storage host may not send it.
+            // Use the first response that has the file's hash, because a storage host may not send the hash.
             let request = || self.call(self.prepare(self.agent.head(&url), &url, Purpose::Metadata, true));
             let response = self.with_retries(name, request)?;
             let text = |name: &str| response.headers().get(name).and_then(|value| value.to_str().ok());
@@ -197,7 +197,7 @@ impl<'a> Remote<'a> {
                 return Err(self.refusal(response, Some(name)));
             }
             let etag = hash::bare_etag(linked_etag.or(text("etag")).unwrap_or_default());
-            // The content-length of a redirect is the length of its own body, not of the file.
+            // Ignore the content-length of a redirect, which is the length of the redirect's body, not of the file.
             let length = if response.status().is_redirection() { None } else { text("content-length") };
             let bytes = text("x-linked-size").or(length).and_then(|bytes| bytes.parse().ok());
             let bytes = bytes.filter(|bytes| *bytes <= MAX_FILE_BYTES);
@@ -222,9 +222,9 @@ impl<'a> Remote<'a> {
         self.with_retries(name, || Ok(self.follow(&url, Some(&range), Purpose::Metadata)?.response))
     }
 
-    /// Sends a request, and retries it after temporary failures. `name` is the file or repository in messages.
+    /// Sends a request, and retries it after temporary failures. Messages show `name`, the file or repository.
     ///
-    /// Does not retry once all attempts together, without the waits, have taken twice the response timeout.
+    /// Stops retrying once all attempts together, without the waits, have taken twice the response timeout.
     fn with_retries(&self, name: &str, send: impl Fn() -> Result<Response<Body>>) -> Result<Response<Body>> {
         let limits = self.limits();
         let mut retry = Retry::new(limits, limits.max_metadata_failures);
@@ -254,7 +254,7 @@ impl<'a> Remote<'a> {
 
     /// Reads at most `limit` bytes of a metadata response. Allocates memory only for bytes that have arrived.
     ///
-    /// Fails if the bytes arrive too slowly. See [`TIME_PER_BYTE`].
+    /// Fails if the bytes of the response arrive too slowly. See [`TIME_PER_BYTE`].
     pub fn read_body(&self, body: &mut impl Read, limit: u64) -> Result<Vec<u8>> {
         let mut bytes = Vec::new();
         self.copy_body(body, limit, &mut bytes)?;
@@ -304,7 +304,7 @@ impl<'a> Remote<'a> {
         let mut url = url.to_string();
         let mut is_from_other_host = false;
         for _ in 0..=MAX_REDIRECTS {
-            // If another host redirects back to the endpoint, do not send the token: that host chose the URL.
+            // Do not send the token if another host redirects back to the endpoint: the other host chose the URL.
             is_from_other_host |= !self.is_endpoint(&url);
             let mut request = self.prepare(self.agent.get(&url), &url, purpose, !is_from_other_host);
             if let Some(range) = range {
@@ -317,7 +317,7 @@ impl<'a> Remote<'a> {
                 Some(to) => match self.resolve(&url, to) {
                     Some(next) => url = next,
                     None => {
-                        // Do not show the query: it may contain a signature that grants access.
+                        // Do not show the query of the URL, because it may contain a signature that grants access.
                         let to = quote(to.split(['?', '#']).next().unwrap_or_default());
                         return Err(self.permanent_error(format!(
                             "it redirects to {to}, which is not a valid web address, or is not encrypted"
@@ -342,12 +342,12 @@ impl<'a> Remote<'a> {
             (_, "GatedRepo") => gated.into(),
             (_, "RepoNotFound") => no_repository.into(),
             (_, "RevisionNotFound") => no_revision.into(),
-            // The listing was readable, so the repository exists and only its files are restricted.
+            // The list of files was readable, so the repository exists and only access to its files is restricted.
             (StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN, _) if file.is_some() => gated.into(),
             (StatusCode::UNAUTHORIZED, _) if self.config.sent_token().is_some() => {
                 anyhow::Error::new(gated).context("the hub rejects the token: it is invalid or has expired")
             }
-            // Without a token, the hub does not show whether a private repository exists.
+            // Without a token, the hub does not reveal whether a private repository exists.
             (StatusCode::UNAUTHORIZED, _) => no_repository.into(),
             (StatusCode::FORBIDDEN, _) => gated.into(),
             (StatusCode::NOT_FOUND, _) => match file {
@@ -395,8 +395,8 @@ impl<'a> Remote<'a> {
     ) -> RequestBuilder<WithoutBody> {
         if let Purpose::Metadata = purpose {
             let timeout = self.limits().response_timeout;
-            // `read_body` checks the time only when bytes of the body arrive. The timeout `total` is for responses
-            // that keep the connection busy without such bytes, for example with HTTP chunk headers.
+            // `read_body` checks the time only when bytes of the body arrive.
+            // The timeout `total` limits responses that keep the connection busy without sending bytes of the body.
             let total = timeout.saturating_mul(5);
             request = request.config().timeout_per_read(Some(timeout)).timeout_recv_body(Some(total)).build();
         }
@@ -415,7 +415,7 @@ impl<'a> Remote<'a> {
 
     /// Returns the URL to which `location` redirects from `url`. `location` is a URL or a path that starts with `/`.
     ///
-    /// Returns `None` for all other locations, and for redirects from https to http.
+    /// Returns `None` for any other form of `location`, and for redirects from https to http.
     fn resolve(&self, url: &str, location: &str) -> Option<String> {
         let scheme_end = url.find("://")?;
         let next = if location.starts_with("//") {
@@ -448,7 +448,7 @@ fn range_header(range: Range<u64>) -> String {
     format!("bytes={}-{}", range.start, range.end.saturating_sub(1))
 }
 
-/// Disables the proxy for requests to this machine: on the proxy's machine, a loopback address means the proxy itself.
+/// Disables the proxy for URLs with a loopback address, which on the proxy's machine would mean the proxy itself.
 fn bypass_proxy_if_local(request: RequestBuilder<WithoutBody>, url: &str) -> RequestBuilder<WithoutBody> {
     if is_loopback(url) { request.config().proxy(None).build() } else { request }
 }

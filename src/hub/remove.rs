@@ -1,4 +1,4 @@
-//! Removes models from inferno's own cache, and prunes files that no model uses.
+//! Removes models from inferno's own cache, and deletes (prunes) files that no model uses.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -23,7 +23,7 @@ use crate::snapshot::{gguf, is_weights_file};
 pub struct RemovedModel {
     /// The name of the removed model: `demo`, `org/name` or `org/name:Q4_K_M`.
     pub name: String,
-    /// The commits from which files were removed. Empty for the demo.
+    /// The commits whose snapshots lost files. Empty for the demo.
     pub revisions: Vec<String>,
     pub freed_bytes: u64,
     /// The size in bytes of the files that were kept because other snapshots use them.
@@ -34,17 +34,17 @@ pub struct RemovedModel {
 #[derive(Debug, PartialEq, Eq)]
 pub struct PrunedRepo {
     pub name: String,
-    /// The number of deleted files.
+    /// The number of files that pruning deleted.
     pub files: usize,
     pub freed_bytes: u64,
-    /// Whether nothing was deleted because another process holds the lock.
+    /// Whether pruning was skipped because another process holds the lock.
     pub is_busy: bool,
 }
 
 /// The snapshots and files to remove from a repository.
 #[derive(Default)]
 struct Selection {
-    /// The commits whose snapshots lose files, including those in `whole_commits`.
+    /// The commits whose snapshots lose files, including the commits in `whole_commits`.
     revisions: Vec<String>,
     /// The commits whose whole snapshot is removed.
     whole_commits: Vec<String>,
@@ -53,9 +53,9 @@ struct Selection {
 }
 
 impl Hub {
-    /// Completes a partial name. Returns `None` if `model` is a full name, or if no model or several models match.
+    /// Completes a partial model name. Returns `None` for a full name, or if no model or several models match.
     ///
-    /// `inferno remove` asks the user to confirm the result, because a partial name may match a model by accident.
+    /// `inferno remove` asks the user to confirm the model, because a partial name may match a model by accident.
     pub fn resolve_partial_name(&self, model: &str) -> Option<String> {
         let (name, _) = names::split_revision(model, None).ok()?;
         let (part, _) = gguf::split_tag(name);
@@ -81,7 +81,7 @@ impl Hub {
         let (part, tag) = gguf::split_tag(name);
         let own_names = self.own_cache().names().into_iter().collect();
         let matching = names::matching(part, &own_names);
-        // inferno's own cache can have a ref but no snapshot of a model that is in the shared cache.
+        // For a model in the shared cache, inferno's own cache can have a ref but no snapshot.
         if matching.iter().all(|name| self.own_cache().repo(name).commits().is_empty()) {
             self.check_is_not_elsewhere(part)?;
         }
@@ -110,7 +110,7 @@ impl Hub {
 
     /// Deletes the leftovers of interrupted processes, and the blobs to which no snapshot links.
     ///
-    /// Skips repositories that another process is changing.
+    /// Skips repositories that another process is changing at the moment.
     pub fn prune(&self) -> Result<Vec<PrunedRepo>> {
         self.check_own_cache()?;
         let mut pruned = Vec::new();
@@ -130,7 +130,7 @@ impl Hub {
         Ok(pruned)
     }
 
-    /// Deletes the demo's temporary files and directories. Returns `None` if there were none.
+    /// Deletes the demo's temporary files and directories. Returns `None` if the demo had no temporary files.
     fn prune_demo(&self) -> Result<Option<PrunedRepo>> {
         let cache = &self.config.cache;
         let name = demo::NAME.to_string();
@@ -142,7 +142,7 @@ impl Hub {
         };
         self.check_lock(&lock, &cache.join(demo::NAME))?;
         let (mut files, mut freed_bytes) = (0, 0);
-        // List the files again, because another process may have renamed its files before it released the lock.
+        // List the temporary files again. Another process may have renamed its files before it released the lock.
         for path in demo::leftovers(cache) {
             if path.symlink_metadata().is_ok_and(|data| data.is_dir()) {
                 files += files_below(&path).len();
@@ -159,7 +159,7 @@ impl Hub {
 
     /// Fails if the filesystem does not support file locking, because another process may be using the files.
     ///
-    /// With `--force`, never fails.
+    /// With `--force`, a missing lock is not an error.
     fn check_lock(&self, lock: &Lock, dir: &Path) -> Result<()> {
         if !lock.is_effective() && !self.force {
             bail!(
@@ -170,7 +170,7 @@ impl Hub {
         Ok(())
     }
 
-    /// Fails if `model` matches a model in the shared cache, or is a path.
+    /// Fails if `model` is a path or matches a model in the shared cache, because inferno removes neither.
     fn check_is_not_elsewhere(&self, model: &str) -> Result<()> {
         let [_, (shared, _)] = self.caches();
         let shared_names = shared.names().into_iter().collect();
@@ -189,7 +189,7 @@ impl Hub {
 
 /// Chooses what to remove from the snapshots of `commits`: everything, or the GGUF models that match `tag`.
 ///
-/// If a snapshot has no other weights than these models, chooses the whole snapshot.
+/// If a snapshot has only weights of matching GGUF models, the whole snapshot is chosen.
 fn select(repo: &RepoDir, commits: Vec<String>, tag: Option<&str>) -> Result<Selection> {
     let Some(tag) = tag else {
         return Ok(Selection { revisions: commits.clone(), whole_commits: commits, files: Vec::new() });
@@ -221,7 +221,7 @@ fn select(repo: &RepoDir, commits: Vec<String>, tag: Option<&str>) -> Result<Sel
 
 /// Deletes the selected files, and the blobs to which no other file links.
 ///
-/// If a directory cannot be read, deletes nothing: files in it may link to the blobs.
+/// If a directory cannot be read, deletes nothing, because files in that directory may link to the blobs.
 fn delete_selection(repo: &RepoDir, name: String, selection: Selection) -> Result<RemovedModel> {
     let Selection { revisions, whole_commits, files } = selection;
     let bytes_before = bytes_below(&repo.path);
@@ -232,7 +232,7 @@ fn delete_selection(repo: &RepoDir, name: String, selection: Selection) -> Resul
     let (removed_blobs, remaining_blobs) = (linked_blobs(&removed)?, linked_blobs(&remaining)?);
     let refs = read_refs(repo)?;
 
-    // Delete refs before links, and links before blobs, so that no ref or link ever points to something deleted.
+    // Delete refs before links, and links before blobs, so that no ref or link points to a deleted target.
     for (path, _) in refs.into_iter().filter(|(_, commit)| whole_commits.contains(commit)) {
         remove_file(&path)?;
     }
@@ -261,9 +261,9 @@ fn delete_selection(repo: &RepoDir, name: String, selection: Selection) -> Resul
 }
 
 /// Deletes the leftovers and unused blobs in a repository, or the whole repository if it has no snapshot files.
-/// Returns the size in bytes of each deleted leftover or blob.
+/// Returns the size of each deleted leftover or blob, in bytes.
 fn prune_repo(repo: &RepoDir) -> Result<Vec<u64>> {
-    // Read all snapshots before the first deletion. If one cannot be read, blobs may only seem unused.
+    // Read all snapshots before the first deletion. If a snapshot cannot be read, its blobs would seem unused.
     let snapshot_files: Vec<PathBuf> =
         walk(&repo.path.join("snapshots"))?.into_iter().filter(|path| !is_leftover(path)).collect();
     let linked = linked_blobs(&snapshot_files)?;
@@ -321,7 +321,7 @@ fn walk(dir: &Path) -> Result<Vec<PathBuf>> {
         if kind.is_dir() {
             files.extend(walk(&path)?);
         } else if kind.is_symlink() && path.is_dir() {
-            // The user may have moved a part of the cache to another place. Do not delete files there.
+            // Do not delete files behind a symlink. The user may have moved a part of the cache to another place.
             bail!("cannot delete safely: {} is a link to another directory; nothing was deleted there", path.display());
         } else {
             files.push(path);
@@ -331,7 +331,7 @@ fn walk(dir: &Path) -> Result<Vec<PathBuf>> {
     Ok(files)
 }
 
-/// Returns the entries of a directory, or none if it does not exist. Fails if it cannot be read.
+/// Returns the entries of a directory, or no entries if it does not exist. Fails if the directory cannot be read.
 fn read_dir(dir: &Path) -> Result<Vec<fs::DirEntry>> {
     match fs::read_dir(dir) {
         Err(error) if error.kind() == ErrorKind::NotFound => Ok(Vec::new()),
@@ -343,7 +343,7 @@ fn cannot_read(path: &Path) -> String {
     format!("cannot read {}; nothing was deleted there", path.display())
 }
 
-/// Returns whether a file is a leftover of an interrupted process: an unfinished or bad blob, or a temporary file.
+/// Returns whether a file is an unfinished blob, a bad blob or a temporary file of an interrupted process.
 fn is_leftover(path: &Path) -> bool {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     let is_in_blobs = path.parent().is_some_and(|dir| dir.ends_with("blobs"));
@@ -354,7 +354,7 @@ fn bytes_below(dir: &Path) -> u64 {
     files_below(dir).iter().map(|path| file_bytes(path)).sum()
 }
 
-/// Returns the size of a file in bytes. A symlink counts 0, because its target is counted too.
+/// Returns the size of a file in bytes. Returns 0 for a symlink, because its target is counted separately.
 fn file_bytes(path: &Path) -> u64 {
     path.symlink_metadata().ok().filter(|data| data.is_file()).map_or(0, |data| data.len())
 }

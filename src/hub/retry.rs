@@ -11,14 +11,14 @@ use super::limits::Limits;
 const MAX_BACKOFF: Duration = Duration::from_secs(15);
 
 /// A request is retried at most `MAX_RESETS * max_failures` times in total.
-/// Otherwise, a request that makes some progress before every failure would be retried forever.
+/// Without this limit, a request that makes some progress before every failure would be retried forever.
 const MAX_RESETS: u32 = 100;
 
 /// Counts the failures of one request.
 pub(super) struct Retry<'a> {
     limits: &'a Limits,
     max_failures: u32,
-    /// The number of consecutive failures: those since the last [`reset`](Self::reset).
+    /// The number of consecutive failures since the last [`reset`](Self::reset).
     failures: u32,
     total_failures: u32,
 }
@@ -28,14 +28,14 @@ impl<'a> Retry<'a> {
         Self { limits, max_failures, failures: 0, total_failures: 0 }
     }
 
-    /// Sets the number of consecutive failures to 0. Callers do this when the request has made progress.
+    /// Sets the number of consecutive failures to 0. Callers call `reset` when the request has made progress.
     pub fn reset(&mut self) {
         self.failures = 0;
     }
 
     /// Counts a failure. Returns how long to wait before the next attempt, or `None` if the caller must give up.
     ///
-    /// `retry_after` is the wait that the server asked for. If it is above [`Limits::max_wait`], returns `None`.
+    /// `retry_after` is the wait that the server asked for. Returns `None` if it is above [`Limits::max_wait`].
     pub fn wait_after_failure(&mut self, retry_after: Option<Duration>) -> Option<Duration> {
         self.failures += 1;
         self.total_failures += 1;
@@ -50,17 +50,17 @@ impl<'a> Retry<'a> {
 
 /// Returns a random time between half of `wait` and `wait`, so that many clients do not retry at the same moment.
 fn with_jitter(wait: Duration) -> Duration {
-    // The keys of the standard hasher are random, so this needs no crate for random numbers.
+    // Use the random keys of the standard hasher as a random number, to avoid a crate for random numbers.
     let random = RandomState::new().build_hasher().finish() as f64 / u64::MAX as f64;
     wait.mul_f64(0.5 + random / 2.0)
 }
 
-/// Returns whether a request that failed with this status may succeed later.
+/// Returns whether a retry may succeed after a response with `status`.
 pub(super) fn is_temporary(status: StatusCode) -> bool {
     status.is_server_error() || matches!(status, StatusCode::TOO_MANY_REQUESTS | StatusCode::REQUEST_TIMEOUT)
 }
 
-/// Returns the wait in the Retry-After header, which is a number of seconds or a date.
+/// Returns the wait from the Retry-After header. The header holds a number of seconds or a date.
 /// Returns `None` if the header is missing or invalid.
 pub(super) fn retry_after(headers: &HeaderMap) -> Option<Duration> {
     let value = headers.get(header::RETRY_AFTER)?.to_str().ok()?.trim();

@@ -7,11 +7,11 @@ use crate::snapshot::gguf;
 /// The files of a model on this machine.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Snapshot {
-    /// `org/name`, `org/name:Q4_K_M`, `demo`, or a path as the user typed it.
+    /// The model name: `org/name`, `org/name:Q4_K_M`, `demo`, or a path as the user typed it.
     pub name: String,
-    /// The commit, or for the demo, a hash of its files. `None` if the user named a path.
+    /// The commit hash. For the demo, a hash of its files. `None` if the user named a path.
     pub revision: Option<String>,
-    /// The directory of the model, or its GGUF file. If a GGUF model has several parts, the first part.
+    /// The model's directory, its GGUF file, or the first part of its split GGUF model.
     pub path: PathBuf,
     pub source: Source,
 }
@@ -22,7 +22,8 @@ impl Snapshot {
         self.source == Source::BuiltIn
     }
 
-    /// Returns one snapshot for each complete GGUF model in this snapshot, or the snapshot itself if there is none.
+    /// Returns one snapshot for each complete GGUF model in this snapshot.
+    /// Returns only the snapshot itself if it has no complete GGUF model.
     pub fn models(&self) -> Vec<Self> {
         let named = gguf::named_models(&self.name, &self.path);
         if named.is_empty() {

@@ -31,7 +31,7 @@ impl Hub {
         SystemTime::UNIX_EPOCH.checked_add(Duration::from_secs(seconds))
     }
 
-    /// Deletes the record of a model. For `org/name`, also deletes the records of all `org/name:TAG`.
+    /// Deletes the usage record of a model. For `org/name`, also deletes the records of all `org/name:TAG`.
     pub(super) fn forget_use(&self, name: &str) {
         let name = file_name(name);
         for entry in disk::entries(&self.config.cache.join(".used")) {
@@ -48,7 +48,7 @@ impl Hub {
     }
 }
 
-/// Returns the file name of a model's record: the model's name, with `--` for each slash or backslash.
+/// Returns the file name of a model's usage record: the model's name, with `--` for each slash or backslash.
 fn file_name(name: &str) -> String {
     name.replace(['/', '\\'], "--")
 }

@@ -60,7 +60,7 @@ impl Hub {
         if verifies_demo {
             verified.extend(demo::verify(&self.config.cache)?);
         }
-        // If there are several snapshots, reports include the name of the model, because files can have equal names.
+        // With several snapshots, reports include the model name, because files of two models can have equal names.
         let has_several = candidates.len() > 1;
         let label = |name: &str, file: &str| if has_several { format!("{name}/{file}") } else { file.to_string() };
         let mut sizes = Vec::new();
@@ -81,7 +81,7 @@ impl Hub {
         Ok(verified)
     }
 
-    /// Returns the snapshots in both caches that match `model` and `revision`.
+    /// Returns the snapshots in inferno's own cache and the shared cache that match `model` and `revision`.
     /// Without `model`, skips snapshots in the shared cache that have no tokenizer.
     fn candidates(&self, model: Option<&str>, revision: Option<&str>) -> Vec<Candidate> {
         let all_names: BTreeSet<String> = self.caches().iter().flat_map(|(cache, _)| cache.names()).collect();
@@ -98,7 +98,7 @@ impl Hub {
                     None => repo.commits(),
                 };
                 for commit in commits {
-                    // A snapshot in the shared cache may not be a language model, or may have only a few files of one.
+                    // A snapshot in the shared cache may have only a few files, or may not be a language model.
                     let is_model = source == Source::Inferno
                         || first_missing_file(&repo.snapshot(&commit), Required::Tokenizer).is_none();
                     if is_model || model.is_some() {
@@ -144,8 +144,8 @@ impl Hub {
         let fetched = set_bad_blobs_aside(&repo, revision, &damaged, &mut set_aside)
             .and_then(|()| self.fetch_files(&remote, revision, &repo, files, progress));
         for (blob, bad) in set_aside {
-            // If there is no replacement, restore the bad blob, because the snapshot links to it.
-            // Ignore errors, because the error in `fetched` is more useful.
+            // If the download has not replaced the bad blob, restore the bad blob, because the snapshot links to it.
+            // Ignore errors from restoring, because the error in `fetched` is more useful.
             let _ = if blob.exists() {
                 fs::remove_file(&bad).or_else(|_| fs::remove_dir_all(&bad))
             } else {
@@ -157,7 +157,7 @@ impl Hub {
 }
 
 /// Renames the bad blobs of damaged files, so that [`Hub::fetch_files`] downloads them again.
-/// Adds the old and the new path of each blob to `set_aside`, even if a later rename fails.
+/// Adds the old and the new path of each renamed blob to `set_aside`, even if a later rename fails.
 fn set_bad_blobs_aside(
     repo: &RepoDir,
     commit: &str,
@@ -178,7 +178,7 @@ fn set_bad_blobs_aside(
 }
 
 /// Returns the name and state of each file in a snapshot, sorted by name.
-/// In inferno's own cache, includes the missing files that the model needs.
+/// For inferno's own cache, the result includes missing files that the model needs.
 fn file_states(
     candidate: &Candidate,
     known_blobs: &mut BTreeMap<PathBuf, bool>,

@@ -1,4 +1,4 @@
-// Gated activations. Each thread computes one of the n elements of out.
+// Gated activations. Each thread computes one of the n elements of `out`.
 //   grid: ceil(n / 256); block: 256
 #include "headers/activation.cuh"
 #include "headers/common.cuh"
@@ -12,13 +12,13 @@
 template <typename T> __device__ void clamped_swiglu(const T* x, T* out, int n, float alpha, float limit) {
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= n) return;
-    // Compare instead of calling fminf and fmaxf, which would turn NaN into the limit.
+    // Comparisons keep NaN. fminf and fmaxf would turn NaN into the limit.
     const float g = to_float(x[2 * (size_t)i]), u = to_float(x[2 * (size_t)i + 1]);
     const float gate = g > limit ? limit : g, up = u > limit ? limit : u < -limit ? -limit : u;
     out[i] = from_float<T>(gate / (1.0f + expf(-alpha * gate)) * (up + 1.0f));
 }
 
-// out = activation(gate) · up. If up is null, out = activation(gate).
+// Computes out = activation(gate) · up. If up is null, computes out = activation(gate).
 //   gate, up: f32 [n]
 //   out: T [n]
 //   bytes moved: n · (8 + sizeof(T)), or n · (4 + sizeof(T)) if up is null
@@ -29,7 +29,7 @@ template <typename T> __device__ void gated(const float* gate, const float* up, 
     if (i < n) out[i] = from_float<T>(activate(gate[i], activation) * (up ? up[i] : 1.0f));
 }
 
-// out = activation(gate) · up. Each row of x holds `columns` gate values, then `columns` up values.
+// Computes out = activation(gate) · up. Each row of x holds `columns` gate values, then `columns` up values.
 //   x: X [tokens, 2 · columns]
 //   out: T [tokens, columns]
 //   bytes moved: n · (2 · sizeof(X) + sizeof(T))

@@ -1,8 +1,8 @@
 //! Gated activations: SwiGLU and GeGLU (arXiv 2002.05202), and the clamped SwiGLU of gpt-oss.
 //!
 //! Source of the clamped SwiGLU: the function `swiglu` in `gpt_oss/torch/model.py` of openai/gpt-oss.
-//! It limits gate values to at most `limit`, limits up values to the range from -`limit` to `limit`,
-//! and then adds 1 to the up values.
+//! The clamped SwiGLU limits gate values to at most `limit`, and up values to the range from -`limit` to `limit`.
+//! It then adds 1 to the up values.
 
 use candle_core::{D, DType, Device, Result, Tensor, bail};
 
@@ -12,7 +12,7 @@ pub use crate::kernels::constants::SWIGLU_ALPHA as ALPHA;
 
 /// Returns the clamped SwiGLU of x: `[.., intermediate]`, in the dtype of x.
 ///
-/// x is `[.., 2 * intermediate]`. In each row, gate values (even indices) and up values (odd indices) alternate.
+/// x is `[.., 2 * intermediate]`. In each row, gate values are at even indices, and up values are at odd indices.
 pub fn clamped_swiglu(x: &Tensor, limit: f32) -> Result<Tensor> {
     let shape = half_width("clamped_swiglu", x)?;
     match x.device() {
@@ -57,7 +57,7 @@ impl Activation {
         }
     }
 
-    /// Returns the number of this activation function in `activation.cuh`.
+    /// Returns the code of this activation function in the kernels (`activation.cuh`).
     #[cfg(feature = "cuda")]
     pub fn code(self) -> usize {
         use crate::kernels::constants::{ACTIVATION_GELU_TANH, ACTIVATION_SILU};
@@ -142,7 +142,7 @@ pub fn gated_halves(x: &Tensor, activation: Activation, dtype: DType) -> Result<
     }
 }
 
-/// Returns the shape of x with its last dimension halved. Fails if this dimension is odd.
+/// Returns the shape of x with the last dimension halved. Fails if the last dimension is odd.
 fn half_width(op: &str, x: &Tensor) -> Result<Vec<usize>> {
     let mut shape = x.dims().to_vec();
     match shape.last_mut() {
@@ -152,11 +152,11 @@ fn half_width(op: &str, x: &Tensor) -> Result<Vec<usize>> {
     Ok(shape)
 }
 
-/// Returns the clamped SwiGLU of x, computed on the CPU.
+/// Computes the clamped SwiGLU of x on the CPU.
 pub fn reference(x: &[f32], limit: f32) -> Vec<f32> {
     x.chunks_exact(2)
         .map(|pair| {
-            // Compare instead of calling f32::min, which would turn a NaN gate into the limit. torch.clamp keeps NaN.
+            // Comparisons keep a NaN gate, as torch.clamp does. f32::min would turn a NaN gate into the limit.
             let gate = if pair[0] > limit { limit } else { pair[0] };
             let up = pair[1].clamp(-limit, limit);
             gate / (1.0 + (-ALPHA * gate).exp()) * (up + 1.0)

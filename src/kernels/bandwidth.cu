@@ -1,12 +1,12 @@
 // Measures the read bandwidth of the GPU's memory.
 
-// Fills x with pseudo-random bits. Reading zeros would draw less power and could overstate the bandwidth.
+// Fills x with pseudo-random bits. Reading zeros would draw less power, and the measured bandwidth could be too high.
 //   x: 16-byte words [n]
 //   grid, block: any size
 //   bytes moved: 16 · n
 extern "C" __global__ void fill_random(uint4* x, int n) {
     for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < n; i += gridDim.x * blockDim.x) {
-        // The finalizer of MurmurHash3. Each bit of i changes about half of the bits of h.
+        // h is the MurmurHash3 finalizer of i. Each bit of i changes about half of the bits of h.
         unsigned h = i * 0x9E3779B9u;
         h = (h ^ (h >> 16)) * 0x85EBCA6Bu;
         h = (h ^ (h >> 13)) * 0xC2B2AE35u;
@@ -23,7 +23,7 @@ extern "C" __global__ void fill_random(uint4* x, int n) {
 extern "C" __global__ void __launch_bounds__(512) read_all(const uint4* x, unsigned* out, int n) {
     constexpr int LOADS = 8;
     unsigned sum = 0;
-    // The index has 64 bits, because the last increment could overflow 32 bits.
+    // The loop index has 64 bits, because the last increment could overflow 32 bits.
     for (long long tile = (long long)blockIdx.x * LOADS * blockDim.x; tile < n;
          tile += (long long)gridDim.x * LOADS * blockDim.x) {
         uint4 v[LOADS];

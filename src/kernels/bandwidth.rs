@@ -10,9 +10,9 @@ use serde::Serialize;
 /// The memory bandwidth of a GPU: the fastest of ten reads and the fastest of ten copies.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct Bandwidth {
-    /// The bandwidth of a kernel that only reads.
+    /// The bandwidth of a kernel that only reads, in bytes per second.
     pub read_bytes_per_s: f64,
-    /// The bandwidth of a copy on the device, counting both bytes read and bytes written.
+    /// The bandwidth of a copy within GPU memory, in bytes per second. Counts both bytes read and bytes written.
     pub copy_bytes_per_s: f64,
     /// The size in bytes of the buffer that is read or copied.
     pub buffer_bytes: usize,
@@ -47,7 +47,7 @@ mod with_cuda {
         let stream = device.cuda_stream();
         let context = stream.context();
         let (free, _) = context.mem_get_info()?;
-        // The two buffers leave at least a fifth of the free memory unused.
+        // The two buffers together leave at least a fifth of the free memory unused.
         let mut bytes = 2 * GIB;
         while bytes * 5 / 2 > free {
             bytes /= 2;

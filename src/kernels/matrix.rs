@@ -13,19 +13,19 @@ use super::sum_order::SumOrder;
 /// The weight matrix of a linear layer or an embedding, dense or quantized.
 ///
 /// A matrix can have several parts, such as the query, key and value projections.
-/// The parts have the same number of columns. The rows of the matrix are the rows of all parts, in order.
+/// All parts have the same number of columns. The rows of the matrix are the rows of all parts, in order.
 #[derive(Clone, Debug)]
 pub enum Matrix {
     /// A float tensor, `[rows, columns]`.
     Dense(Tensor),
     /// One or more quantized parts that a single kernel can process.
     Quantized(Vec<QuantizedMatrix>),
-    /// Parts that no single kernel can process together.
+    /// Parts that cannot all be processed by one kernel.
     Concatenated(Vec<Matrix>),
 }
 
 impl Matrix {
-    /// Returns `(rows, columns)`.
+    /// Returns the dimensions of the matrix, `(rows, columns)`.
     pub fn dims(&self) -> (usize, usize) {
         match self {
             Self::Dense(weight) => (weight.dims()[0], weight.dims()[1]),
@@ -50,7 +50,7 @@ impl Matrix {
         }
     }
 
-    /// Returns the format of the parts, or `None` if the matrix is not quantized or the parts' formats differ.
+    /// Returns the quantized format of all parts. Returns `None` if the matrix is not quantized or the formats differ.
     pub fn format(&self) -> Option<WeightFormat> {
         match self {
             Self::Quantized(parts) => {
@@ -60,7 +60,7 @@ impl Matrix {
         }
     }
 
-    /// Returns the input quantization of the parts, or `None` if the matrix is not quantized or the parts differ.
+    /// Returns how all parts quantize their input. Returns `None` if the matrix is not quantized or the parts differ.
     pub fn input_rounding(&self) -> Option<InputRounding> {
         match self {
             Self::Quantized(parts) => {
@@ -70,7 +70,7 @@ impl Matrix {
         }
     }
 
-    /// Returns the `rows` rows that start at row `first`. The result shares memory with this matrix.
+    /// Returns a matrix of the `rows` rows from row `first` on. The new matrix shares memory with this matrix.
     pub fn rows(&self, first: usize, rows: usize) -> Result<Self> {
         let (all, _) = self.dims();
         if rows == 0 || first + rows > all {
@@ -94,8 +94,8 @@ impl Matrix {
 
     /// Returns `x · Wᵀ` as f32 `[tokens, rows]`.
     ///
-    /// `x` is `[tokens, columns]`, in the dtype of the matrix if the matrix is dense.
-    /// The product with an empty dense matrix is zero.
+    /// `x` is `[tokens, columns]`. If the matrix is dense, `x` has the dtype of the matrix.
+    /// The product with an empty dense matrix contains only zeros.
     pub fn matmul(&self, x: &Tensor, order: SumOrder) -> Result<Tensor> {
         match self {
             Self::Dense(weight) if weight.elem_count() == 0 => {
@@ -116,7 +116,7 @@ impl Matrix {
         }
     }
 
-    /// Looks up the rows `ids` and multiplies them by `scale`. Returns f32 `[tokens, columns]`.
+    /// Returns the rows `ids` of the matrix, multiplied by `scale`, as f32 `[tokens, columns]`.
     ///
     /// `ids` are u32 `[tokens]`. On a GPU, the caller guarantees that every id is a valid row index.
     /// Fails if the matrix has several parts.
@@ -129,7 +129,7 @@ impl Matrix {
     }
 }
 
-/// Returns the index of each part that overlaps the rows `selected`, and the range of selected rows within the part.
+/// Returns the index of each part that overlaps the rows `selected`, with the range of selected rows within the part.
 fn overlaps(part_rows: impl Iterator<Item = usize>, selected: Range<usize>) -> Vec<(usize, Range<usize>)> {
     let mut end = 0;
     let overlap = |(part, rows): (usize, usize)| {

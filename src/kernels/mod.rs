@@ -1,15 +1,15 @@
-//! The tensor operations that inferno implements itself, on CPUs and on NVIDIA GPUs.
+//! The tensor operations that inferno implements itself, on CPUs and NVIDIA GPUs.
 //!
-//! Most operations have two files:
+//! Most operations have two source files:
 //! - `x.rs` contains the public operation, its shape and dtype checks, and the launch of the CUDA kernel.
 //!   On a CPU, the operation runs `reference` (plain Rust in f32) or candle operations.
 //! - `x.cu` contains the CUDA kernel.
 //!
 //! The fused kernels in `moe::expert_mlp`, `moe::expert_few`, `moe::route` and `decode` run only on a GPU.
-//! Tests compare the fused kernels with the operations that they replace.
+//! Tests compare each fused kernel with the operations that it replaces.
 //!
 //! `launch` launches kernels, and `scratch` allocates their outputs. `upload` copies weights to a device.
-//! `exchange` combines the tensors of several GPUs. `sampling` has the parameters of the kernels that choose tokens.
+//! `exchange` combines tensors of several GPUs. `sampling` has the kernels that choose tokens, and their parameters.
 //! `bandwidth` measures GPU memory bandwidth. `selftest` compares kernels with their references on the current GPU.
 
 pub mod activation;
@@ -46,12 +46,12 @@ const _: () = assert!(
     "all devices that run one model must be able to exchange data"
 );
 
-/// Returns the tensor as contiguous f32, as `reference` functions require. Copies only if necessary.
+/// Returns the tensor as contiguous f32, which `reference` functions require. Copies only if necessary.
 pub(crate) fn to_f32(tensor: &Tensor) -> Result<Tensor> {
     tensor.to_dtype(DType::F32)?.contiguous()
 }
 
-/// Returns the total size of the tensor's elements in bytes. For a view, counts only the elements of the view.
+/// Returns the total size of a tensor's elements in bytes. For a view, counts only the elements of the view.
 pub(crate) fn bytes(tensor: &Tensor) -> u64 {
     (tensor.elem_count() * tensor.dtype().size_in_bytes()) as u64
 }
@@ -65,7 +65,7 @@ pub(crate) fn elements<'s, T: WithDType>(storage: &'s Storage, layout: &Layout) 
     }
 }
 
-/// Always fails, because the operation `op` does not support the device of `tensor`.
+/// Always returns an error: the operation `op` does not support the device of `tensor`.
 #[cfg_attr(feature = "cuda", allow(dead_code))]
 pub(crate) fn unsupported<T>(op: &str, tensor: &Tensor) -> Result<T> {
     bail!("{op} has no implementation for {:?}", tensor.device().location())

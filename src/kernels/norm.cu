@@ -12,8 +12,8 @@
 #include "headers/pdl.cuh"
 #include "headers/tensor_core.cuh"
 
-// Returns the sum of `value` over all threads of the block. Every thread receives the result.
-// The first barrier waits for all earlier reads of `scratch`.
+// Returns the sum of `value` over all threads of the block. Every thread receives the sum.
+// The first barrier in block_sum waits for all earlier reads of `scratch`.
 __device__ float block_sum(float value, float* scratch) {
     value = warp_sum(value);
     __syncthreads();
@@ -27,7 +27,7 @@ __device__ float block_sum(float value, float* scratch) {
 // A thread keeps up to HELD · WIDTH elements of a row in registers, and reloads its other elements for each use.
 constexpr int THREADS = ADD_NORM_THREADS, HELD = 2;
 
-// WIDTH adjacent elements of a row. One instruction loads or stores all of them.
+// WIDTH adjacent elements of a row, which one instruction loads or stores.
 template <int WIDTH> struct alignas(4 * WIDTH) Elements {
     float v[WIDTH];
 };
@@ -59,7 +59,7 @@ __device__ void add_norm(const float* x, const float* y, const float* y_bias, co
     const size_t row = (size_t)blockIdx.x * columns;
     const int count = columns / WIDTH;
     x += row, y += y ? row : 0, sum += y ? row : 0, normed += row;
-    const float* const added = y ? sum : x;  // each thread rereads only its own elements
+    const float* const added = y ? sum : x;  // each thread rereads only its own elements of this array
 
     // 1. Add x, y and the bias of y. The loads of all elements that stay in registers are in flight at the same time.
     Elements<WIDTH> held[HELD], other[HELD], biases[HELD], weights[HELD];
@@ -122,7 +122,7 @@ __device__ void add_norm(const float* x, const float* y, const float* y_bias, co
     }
     const float scale = rsqrtf(block_sum(squares, scratch) / columns + eps);
 
-    // 3. Normalize.
+    // 3. Normalize the row.
     for_each([&](const Elements<WIDTH>& e, const Elements<WIDTH>& w, int i) {
         Elements<WIDTH> out;
 #pragma unroll

@@ -1,4 +1,4 @@
-//! RMSNorm (arXiv 1910.07467) and LayerNorm (arXiv 1607.06450), fused with the residual addition before the norm.
+//! RMSNorm (arXiv 1910.07467) and LayerNorm (arXiv 1607.06450), each fused with the residual addition before the norm.
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 use rayon::prelude::*;
@@ -10,7 +10,7 @@ use crate::kernels::{elements, to_f32};
 pub struct Addend<'t> {
     /// y without its bias: f32 `[tokens, hidden]`.
     pub rows: &'t Tensor,
-    /// A bias to add to every row, such as the bias of `o_proj`: f32 `[hidden]`.
+    /// A bias to add to every row of y, such as the bias of `o_proj`: f32 `[hidden]`.
     pub bias: Option<&'t Tensor>,
 }
 
@@ -20,10 +20,10 @@ impl<'t> From<&'t Tensor> for Addend<'t> {
     }
 }
 
-/// Returns the sum s = x + y as f32, and the normalized s in `dtype`. Without `y`, s is x.
+/// Returns the sum s = x + y as f32, and the normalized sum in `dtype`. If `y` is `None`, s is x.
 ///
 /// Without a bias, the norm is RMSNorm: s / sqrt(mean(s²) + eps) · weight.
-/// With a bias, the norm is LayerNorm, which subtracts the mean of s first and adds the bias last.
+/// With a bias, the norm is LayerNorm, which first subtracts the mean of s and adds the bias last.
 ///
 /// - x: f32 `[tokens, hidden]`
 /// - weight, bias: f32 `[hidden]`
@@ -94,7 +94,7 @@ pub fn add_norm(
     }
 }
 
-/// Applies RMSNorm, or LayerNorm if there is a bias, to each row of x in plain Rust.
+/// Applies a norm to each row of x in plain Rust: LayerNorm if there is a bias, otherwise RMSNorm.
 ///
 /// x and the result are `[tokens, hidden]`. `weight` and `bias` are `[hidden]`.
 pub fn reference(x: &[f32], weight: &[f32], bias: Option<&[f32]>, eps: f32) -> Vec<f32> {

@@ -3,8 +3,8 @@
 
 // Adds values to the logits of a row (logit biases, or -inf for forbidden tokens), then applies the row's penalties.
 // The host may write the description before the previous step has chosen the last token of the row.
-// The counts in the description therefore leave out this token, and the kernel counts it.
-//   logits: f32 [rows, vocab]
+// The host may write `description` before the previous step has chosen the last token of the row.
+// The counts in `description` therefore leave out the last token, and the kernel counts it.
 //   tokens: u32, the tokens that the previous step chose, or NO_TOKEN
 //   description: u32, in host memory or on the device:
 //     rows [grid, ROW_EDITS_WORDS]:
@@ -18,7 +18,7 @@
 //   bytes moved: 32 · rows + 16 · values + 16 · counts
 extern "C" __global__ void __launch_bounds__(ROW_EDITS_THREADS)
     edit_rows(float* logits, const uint32_t* tokens, const volatile uint32_t* description, int vocab) {
-    __shared__ bool is_counted;  // whether the counts contain the last token
+    __shared__ bool is_counted;  // whether the counts list the row's last token
     const volatile uint32_t* row = description + (size_t)blockIdx.x * ROW_EDITS_WORDS;
     const uint32_t source = row[1], values = row[2], counts = row[3], end = row[4];
     const float repetition = __uint_as_float(row[5]), frequency = __uint_as_float(row[6]),
@@ -28,7 +28,7 @@ extern "C" __global__ void __launch_bounds__(ROW_EDITS_THREADS)
     if (threadIdx.x == 0) is_counted = false;
     for (uint32_t i = values + 2 * threadIdx.x; i < counts; i += 2 * ROW_EDITS_THREADS)
         logits[description[i]] += __uint_as_float(description[i + 1]);
-    __syncthreads();  // a token can have a value and a penalty
+    __syncthreads();  // wait, because a token can have both a value and a penalty
     for (uint32_t i = counts + 2 * threadIdx.x; i < end; i += 2 * ROW_EDITS_THREADS) {
         const uint32_t token = description[i];
         uint32_t generated = description[i + 1];

@@ -1,7 +1,7 @@
 //! Edits rows of logits before tokens are chosen (`row_edits.cu`): adds values such as biases, then applies penalties.
 //!
-//! A queued step is prepared before the host knows the tokens of the previous step. These tokens are *in flight*.
-//! The counts that the host prepares for a row leave out its token in flight, and the kernel counts this token.
+//! The host prepares a queued step before it knows the tokens of the previous step. These tokens are *in flight*.
+//! The host's token counts leave out the token in flight of each row. The kernel counts this token.
 
 #[cfg(feature = "cuda")]
 use std::collections::HashSet;
@@ -21,19 +21,19 @@ use super::launch::{Arguments, HostWords, Launch, LaunchShape, module};
 /// The penalties on the logits of tokens that have appeared.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Penalties {
-    /// Divides positive logits and multiplies other logits. Applies even to tokens that occur only in the prompt.
+    /// Divides positive logits and multiplies all other logits. Also applies to tokens that occur only in the prompt.
     pub repetition: f32,
-    /// Subtracted as many times as the token was generated.
+    /// Subtracted from the logit once for each time that the token was generated.
     pub frequency: f32,
-    /// Subtracted once if the token was generated.
+    /// Subtracted from the logit once if the token was generated at least once.
     pub presence: f32,
 }
 
 impl Penalties {
-    /// The penalties that change nothing.
+    /// Penalties that change no logits.
     pub const NONE: Self = Self { repetition: 1.0, frequency: 0.0, presence: 0.0 };
 
-    /// Returns the new logit of a token. `generated` is 0 if only the prompt contains the token.
+    /// Returns the penalized logit of a token. `generated` is 0 if only the prompt contains the token.
     pub fn apply(&self, logit: f32, generated: u32) -> f32 {
         let logit = if logit > 0.0 { logit / self.repetition } else { logit * self.repetition };
         match generated {
@@ -46,11 +46,11 @@ impl Penalties {
 /// The edits of one row of logits. Tokens outside the vocabulary are ignored.
 #[derive(Clone, Debug, PartialEq)]
 pub struct RowEdits {
-    /// (token, value) pairs, at most one per token. The value is added to the logit of the token.
+    /// (token, value) pairs, at most one per token. The value is added to the token's logit.
     pub values: Vec<(u32, f32)>,
     pub penalties: Penalties,
-    /// (token, count) pairs, at most one per token: the tokens that get penalties, and how often each was generated.
-    /// The count leaves out the token in flight.
+    /// (token, count) pairs, at most one per token, for the tokens that get penalties.
+    /// The count is the number of times that the token was generated, without the token in flight.
     pub seen: Vec<(u32, u32)>,
 }
 
@@ -61,13 +61,13 @@ impl Default for RowEdits {
 }
 
 impl RowEdits {
-    /// Returns whether the edits change no logits, whatever token is in flight.
+    /// Returns whether the edits change no logits, regardless of the token in flight.
     pub fn is_empty(&self) -> bool {
         self.values.is_empty() && self.penalties == Penalties::NONE
     }
 
-    /// Applies the penalties to `logits`, f32 `[vocab]`, but does not add the values.
-    /// `in_flight` is a generated token that `seen` does not count.
+    /// Applies the penalties to `logits`, f32 `[vocab]`. Does not add the values of the edits.
+    /// `in_flight` is a generated token that the counts in `seen` do not include.
     pub fn penalize(&self, logits: &mut [f32], in_flight: Option<u32>) {
         let mut is_seen = false;
         for &(token, generated) in &self.seen {
@@ -85,7 +85,7 @@ impl RowEdits {
         }
     }
 
-    /// Adds the values and applies the penalties on the CPU, like the kernel.
+    /// Adds the values and applies the penalties on the CPU, with the same result as the kernel.
     pub fn apply(&self, logits: &mut [f32], in_flight: Option<u32>) {
         for &(token, value) in &self.values {
             if let Some(logit) = logits.get_mut(token as usize) {
@@ -96,23 +96,24 @@ impl RowEdits {
     }
 }
 
-/// The edits of a row of logits, and the token in flight.
+/// The edits of one row of logits, and the row's token in flight.
 #[cfg(feature = "cuda")]
 #[derive(Clone, Copy, Debug)]
 pub struct EditedRow<'e> {
     pub row: usize,
     pub edits: &'e RowEdits,
-    /// The index of the token in flight in the tokens of the previous step. `None` if no token is in flight.
+    /// The index of the token in flight among the tokens of the previous step. `None` if no token is in flight.
     pub in_flight: Option<u32>,
 }
 
-/// Queues the edits of `rows` in `logits`, f32 `[rows, vocab]`, in place. Fails if `rows` contains a row twice.
+/// Queues the edits of `rows` to `logits`, f32 `[rows, vocab]`, in place. Fails if `rows` contains a row twice.
 ///
-/// `tokens`, u32, are the tokens of the previous step.
-/// [`NO_TOKEN`](super::constants::NO_TOKEN) means that no token is in flight.
+/// `tokens`, u32, holds the tokens of the previous step.
+/// A token with the value [`NO_TOKEN`](super::constants::NO_TOKEN) is not in flight.
 ///
 /// If the description of the edits fits in `range` of `host`, the kernel reads it there.
-/// The host then waits for no earlier steps, and the caller must leave the range unchanged until the kernel has ended.
+/// In this case, the host waits for no earlier steps.
+/// The caller must then leave the range unchanged until the kernel has ended.
 #[cfg(feature = "cuda")]
 pub fn edit_rows(
     logits: &Tensor,

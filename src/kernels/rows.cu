@@ -1,4 +1,4 @@
-// Small operations on the rows of a matrix.
+// Small operations on the rows of a matrix: embedding lookup, bias and soft cap.
 #include "headers/common.cuh"
 
 // Looks up token embeddings. Computes out[t] = scale · table[ids[t]].
@@ -20,7 +20,7 @@ template <typename T> __device__ void embed(const T* table, const uint32_t* ids,
     }
 FOR_EACH_DTYPE(DEFINE)
 
-// Adds a bias to every row.
+// Adds a bias to every row of y: out = y + bias.
 //   y, out: f32 [tokens, columns]; n = tokens · columns
 //   bias: f32 [columns]
 //   grid: ceil(n / 256); block: 256
@@ -30,7 +30,7 @@ extern "C" __global__ void add_bias(const float* y, const float* bias, float* ou
     if (i < n) out[i] = y[i] + bias[i % columns];
 }
 
-// Soft cap: computes cap · tanh(x / cap) for every element.
+// Computes the soft cap of every element: out = cap · tanh(x / cap).
 //   x, out: f32 [n]
 //   grid: ceil(n / 256); block: 256
 //   bytes moved: 8 · n

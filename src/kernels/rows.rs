@@ -1,7 +1,8 @@
 //! Small operations on the rows of a matrix: embedding lookup, bias, soft cap, copy.
 //!
-//! candle has these operations, too, but the driver compiles candle's kernels on first use.
-//! Compilation would delay the first answer on a new machine. The kernels here are compiled at build time.
+//! candle also has these operations, but the driver compiles candle's kernels on first use.
+//! Compiling kernels would delay the first answer on a new machine.
+//! The kernels of `rows.cu` are compiled at build time.
 //!
 //! On a GPU, most forward passes run no candle kernel. The main exceptions are:
 //! - candle casts the input of the experts in Mixtral and Qwen3-MoE, and in gpt-oss if an MXFP4 scale exceeds 2.
@@ -107,8 +108,8 @@ pub fn copy_rows(to: &Tensor, from: &Tensor, row: usize) -> Result<()> {
             let target = address(to)? + (row * row_bytes) as u64;
             let stream = device.cuda_stream();
             stream.context().bind_to_thread().w()?;
-            // SAFETY: both are contiguous CUDA tensors (`address` checks this).
-            // The rows are within `to` (checked above). The copy runs in stream order.
+            // SAFETY: `to` and `from` are contiguous CUDA tensors (`address` checks this).
+            // The copied rows are within `to` (checked above). The copy runs in stream order.
             unsafe { result::memcpy_dtod_async(target, address(from)?, bytes(from) as usize, stream.cu_stream()).w() }
         }
         _ => to.slice_set(from, 0, row),

@@ -1,12 +1,12 @@
 //! Memory for the intermediate results of a forward pass.
 //!
 //! Kernels allocate their outputs with [`empty`], which usually takes memory from candle's pool.
-//! While a CUDA graph is captured, however, each such allocation becomes a graph node.
-//! A node between two kernels prevents them from overlapping.
-//! The capture therefore runs with an [`Arena`]: memory that was allocated in advance.
+//! While a CUDA graph is captured, each allocation from candle's pool becomes a graph node.
+//! An allocation node between two kernels prevents these kernels from overlapping.
+//! The capture therefore runs with an [`Arena`]: memory that was allocated before the capture.
 //!
 //! An arena has two halves, and consecutive layers use different halves. A layer's memory is reused two layers later.
-//! By then, its results are no longer needed, because each layer uses only the results of the previous one.
+//! At that point, nothing needs the layer's results, because a layer reads only the results of the previous layer.
 
 use std::cell::{Cell, RefCell};
 
@@ -18,32 +18,32 @@ pub const MAX_ARENA_BYTES: usize = 128 << 20;
 /// Tensors start at multiples of this many elements, so that vector loads are aligned.
 const ALIGNMENT: usize = 256;
 
-/// A number of elements for each dtype.
+/// For each dtype, a number of elements.
 type Counts = Vec<(DType, usize)>;
 
 /// Memory for the intermediate results of two layers.
 #[derive(Clone)]
 pub struct Arena {
-    /// For each dtype, two vectors: one for each half of the arena.
+    /// For each dtype, two flat tensors: the two halves of the arena.
     halves: Vec<(DType, [Tensor; 2])>,
 }
 
-/// How [`empty`] allocates on this thread. Without a mode, it allocates from candle's pool.
+/// How [`empty`] allocates on this thread. If no mode is set, [`empty`] allocates from candle's pool.
 enum Mode {
-    /// Allocates without an arena, and counts the elements of each layer.
-    /// `largest` is the largest count of any layer so far, per dtype.
+    /// Allocates from candle's pool, and counts the elements of the current layer.
+    /// `largest` is the largest element count of any finished layer, per dtype.
     Measure { layer: Counts, largest: Counts },
-    /// Takes memory from an arena. `used` counts the elements of the current half.
+    /// Takes memory from an arena. `used` counts the elements taken from the current half.
     Take { arena: Arena, half: usize, used: Counts },
 }
 
 thread_local! {
     static MODE: RefCell<Option<Mode>> = const { RefCell::new(None) };
-    /// Whether all layers of a pass in the current mode have ended.
+    /// Whether the last layer of the forward pass in the current mode has ended.
     static HAS_ENDED: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Returns the entry of a dtype in `counts`. If there is none, adds an entry of 0.
+/// Returns the entry of a dtype in `counts`. If `counts` has no such entry, adds one with the value 0.
 fn count(counts: &mut Counts, dtype: DType) -> &mut usize {
     let index = counts.iter().position(|(known, _)| *known == dtype).unwrap_or_else(|| {
         counts.push((dtype, 0));
@@ -86,7 +86,7 @@ pub unsafe fn empty(shape: impl Into<Shape>, dtype: DType, device: &Device) -> R
     }
 }
 
-/// Begins the next layer of a forward pass, or the part before or after the layers.
+/// Begins the next layer of a forward pass. The parts before and after the layers count as layers, too.
 pub fn begin_layer() {
     MODE.with_borrow_mut(|mode| match mode {
         Some(Mode::Measure { layer, largest }) => {
@@ -103,14 +103,14 @@ pub fn begin_layer() {
     });
 }
 
-/// Marks the end of the last layer of a pass. Later results, such as the logits, are allocated outside the arena.
+/// Marks the end of the last layer of a forward pass. Later results, such as logits, are allocated outside the arena.
 pub fn end_layers() {
     begin_layer();
     HAS_ENDED.set(MODE.with_borrow(Option::is_some));
 }
 
-/// Ends the mode of this thread when dropped, even if the pass panics.
-/// Otherwise, later passes would allocate from the arena of the failed pass.
+/// Clears the mode of this thread when dropped, even if the forward pass panics.
+/// Without this guard, later forward passes would allocate from the arena of the failed pass.
 struct ModeGuard;
 
 impl Drop for ModeGuard {
@@ -120,7 +120,7 @@ impl Drop for ModeGuard {
     }
 }
 
-/// Runs a forward pass in `mode`. Returns the result of the pass and the mode at its end.
+/// Runs a forward pass in `mode`. Returns the result of the pass and the mode as it is at the end of the pass.
 fn run<R>(mode: Mode, pass: impl FnOnce() -> R) -> (R, Option<Mode>) {
     MODE.set(Some(mode));
     let _guard = ModeGuard;
@@ -170,7 +170,7 @@ mod tests {
 
     use super::*;
 
-    /// Allocates the tensors of three layers. Returns for each tensor whether it starts inside a larger allocation.
+    /// Allocates the tensors of three layers. For each tensor, returns whether it starts inside a larger allocation.
     fn pass(tokens: usize) -> Vec<bool> {
         let mut are_views = Vec::new();
         for layer in 0..3 {
@@ -188,7 +188,7 @@ mod tests {
     #[test]
     fn arena_holds_the_results_of_two_layers() {
         let (_, sizes) = LayerSizes::measure(|| pass(2));
-        // Rounded up to the alignment, 600 and 7 floats take 768 and 256 elements, and 6 ids take 256 elements.
+        // Tensor sizes are rounded up to 256 elements: 600 and 7 floats take 768 and 256 elements, and 6 ids take 256.
         assert_eq!(sizes.arena_bytes(1), 2 * 4 * (768 + 256 + 256));
         let arena = Arena::new(&sizes, 2, &Device::Cpu).unwrap();
         let first = [false, false, true];

@@ -1,7 +1,7 @@
-//! Compares operations on a device with their CPU references, using small, irregular shapes.
-//! The kernels of `decode` and `sampling` are tested in `tests/it/decode_graph.rs` instead.
+//! Compares tensor operations on a device with their CPU references, using small, irregular shapes.
+//! `tests/it/decode_graph.rs` tests the kernels of `decode` and `sampling`.
 //!
-//! The checks show whether the GPU, the driver and this build compute correct results.
+//! The self-test shows whether the GPU, the driver and this build compute correct results.
 //! `tests/it/kernels.rs` tests the kernels in more depth.
 
 use std::time::Instant;
@@ -27,11 +27,11 @@ use crate::kernels::rows::{add_bias, copy_rows, embed, soft_cap};
 pub struct Check {
     pub name: String,
     pub dtype: DType,
-    /// The largest absolute difference, divided by the largest absolute value of the reference.
-    /// NaN if a value is not finite or the results have different lengths. `Err` if an operation fails.
+    /// The largest absolute difference from the reference, divided by the largest absolute value of the reference.
+    /// NaN if a value is not finite or the lengths of the two results differ. `Err` if the operation fails.
     pub error: std::result::Result<f32, String>,
     pub tolerance: f32,
-    /// The run time of the operation, including the copies to and from the device.
+    /// The run time of the operation in seconds, including the copies to and from the device.
     pub seconds: f64,
 }
 
@@ -41,7 +41,7 @@ impl Check {
     }
 }
 
-/// Runs all checks in f32, bf16 and f16.
+/// Runs all checks of the self-test in f32, bf16 and f16.
 pub fn run(device: &Device) -> Vec<Check> {
     [DType::F32, DType::BF16, DType::F16].into_iter().flat_map(|dtype| run_with_dtype(device, dtype)).collect()
 }
@@ -109,11 +109,11 @@ fn run_with_dtype(device: &Device, dtype: DType) -> Vec<Check> {
     checks
 }
 
-/// Checks attention with every backend that can run in this dtype on this device.
+/// Checks attention with every backend that supports the dtype on the device.
 fn attention_checks(target: CheckTarget, tolerance: f32) -> Vec<Check> {
     let mut checks = Vec::new();
     for backend in [AttentionBackend::Own, AttentionBackend::CandleFlashAttn, AttentionBackend::Eager] {
-        // The number of tokens affects which kernel a backend chooses and how this kernel divides its work.
+        // The number of tokens determines which kernel a backend chooses and how the kernel divides its work.
         for (what, tokens, position) in [("step", 1, 300), ("few", 7, 290), ("prompt", 130, 11)] {
             // Skip backends that are not in this build, or that do not support the dtype, head size or soft cap.
             for (variant, head_dim, softcap) in [("", 64, None), (", head size 256, soft cap", 256, Some(5.0))] {
@@ -128,11 +128,11 @@ fn attention_checks(target: CheckTarget, tolerance: f32) -> Vec<Check> {
     checks
 }
 
-/// Checks the operations on quantized matrices in every format.
+/// Checks matmul and embed on quantized matrices in every format.
 fn quantized_checks(target: CheckTarget, tolerance: f32) -> Vec<Check> {
     let mut checks = Vec::new();
     for format in WeightFormat::ALL {
-        // 3 and 33 tokens run on different kernels, or on different tile sizes of a kernel.
+        // Products with 3 and with 33 tokens use different kernels, or different tile sizes of one kernel.
         for (what, tokens) in [("few tokens", 3), ("many tokens", 33)] {
             let name = format!("matmul {format:?}, {what}");
             checks.push(check(&name, target, tolerance, &|target| {
@@ -167,7 +167,7 @@ impl CheckTarget<'_> {
     }
 }
 
-/// Returns a 51×512 matrix of pseudo-random bits. All floating-point scales are between 2^-7 and 2^-5 in magnitude.
+/// Returns a 51×512 matrix of pseudo-random bits. All its floating-point scales have magnitudes between 2^-7 and 2^-5.
 fn quantized(target: CheckTarget, format: WeightFormat) -> Result<QuantizedMatrix> {
     let (rows, columns) = (51, 512);
     let mut planes = format.row_bytes(columns).map(|bytes| vec![0u8; rows * bytes]);
@@ -181,7 +181,7 @@ fn quantized(target: CheckTarget, format: WeightFormat) -> Result<QuantizedMatri
         _ => halves.iter_mut().skip(1).step_by(2).for_each(|high| *high = *high & 0x84 | 0x20),
     }
     if format == WeightFormat::Fp8 {
-        // Clear the highest exponent bit, so no byte is NaN.
+        // Clear the highest exponent bit of each FP8 byte, so that no byte is NaN.
         low.iter_mut().for_each(|byte| *byte &= 0xbf);
     }
     QuantizedMatrix::new(format, columns, planes, target.device)
@@ -196,7 +196,7 @@ fn to_cpu(tensor: &Tensor) -> Result<Tensor> {
 
 /// Runs an operation on the target and on the CPU, and compares the results.
 ///
-/// The CPU computes in f32, from values that the target's dtype represents exactly.
+/// The CPU computes the reference in f32, from values that the dtype of the target represents exactly.
 fn check(name: &str, target: CheckTarget, tolerance: f32, op: &dyn Fn(CheckTarget) -> Result<Tensor>) -> Check {
     let values = |tensor: Tensor| to_cpu(&tensor)?.flatten_all()?.to_vec1::<f32>();
     let started = Instant::now();
@@ -207,8 +207,8 @@ fn check(name: &str, target: CheckTarget, tolerance: f32, op: &dyn Fn(CheckTarge
     Check { name: name.to_string(), dtype: target.dtype, error, tolerance, seconds }
 }
 
-/// Returns the largest |got - want| divided by the largest |want|.
-/// Returns NaN if a value is not finite or the lengths differ.
+/// Returns the largest |got - want|, divided by the largest |want|.
+/// Returns NaN if a value is not finite or the lengths of `got` and `want` differ.
 fn distance(got: &[f32], want: &[f32]) -> f32 {
     if got.len() != want.len() || got.iter().chain(want).any(|value| !value.is_finite()) {
         return f32::NAN;
@@ -217,10 +217,10 @@ fn distance(got: &[f32], want: &[f32]) -> f32 {
     got.iter().zip(want).fold(0f32, |max, (got, want)| max.max((got - want).abs())) / scale
 }
 
-/// Returns the tolerated relative error, which is about the error of one rounding to `dtype`.
+/// Returns the tolerated relative error: about the error of rounding one value to `dtype`.
 fn rounding(dtype: DType) -> f32 {
     match dtype {
-        // The reference is f32, too. Only the order of sums and the last bits of functions such as exp differ.
+        // The reference is also f32. Only the order of sums and the last bits of functions such as exp differ.
         DType::F32 => 1e-5,
         DType::F16 => 1e-3,
         _ => 8e-3,
@@ -307,12 +307,12 @@ fn attend(target: CheckTarget, case: AttentionCase, backend: AttentionBackend) -
     let AttentionCase { tokens, position, head_dim, softcap } = case;
     let (heads, kv_heads, blocks) = (6, 2, (position + tokens).div_ceil(BLOCK_TOKENS));
     let rows = blocks * BLOCK_TOKENS;
-    // Values rounded to bf16 are exact in f16 and f32, too, so they are the same on every target.
+    // Values rounded to bf16 are also exact in f16 and f32, so every target gets the same values.
     let tensor = |seed, rows, heads| target.put(&noise(seed, &[rows, heads, head_dim], DType::BF16)?);
     let (q, k, v) = (tensor(19, tokens, heads)?, tensor(20, rows, kv_heads)?, tensor(21, rows, kv_heads)?);
     let sinks = target.f32(&noise(22, &[heads], DType::F32)?)?;
     let layer = CachedLayer { k: &k, v: &v };
-    // The blocks of the sequence are in reverse order.
+    // The block table lists the blocks in reverse order.
     let table: Vec<u32> = (0..blocks as u32).rev().collect();
     let queries = Queries::new(&[(tokens, position)], target.device)?;
     let pass_blocks = PassBlocks::new(&queries, &[&table], blocks, target.device)?;
@@ -356,11 +356,11 @@ mod fused {
     use crate::kernels::moe::mxfp4_tiles::{Mxfp4Tiles, RowOrder};
     use crate::kernels::moe::route::RoutedPairs;
 
-    /// Computes the MLPs of the routed experts: with fused kernels on a GPU, and as separate operations on a CPU.
+    /// Computes the MLP of the routed experts: with fused kernels on a GPU, and with separate operations on a CPU.
     /// `sizes` are the hidden size and the intermediate size.
     pub fn expert_mlp(target: CheckTarget, tokens: usize, sizes: (usize, usize)) -> Result<Tensor> {
         let ((experts, chosen), (columns, intermediate)) = ((5, 3), sizes);
-        // Halve the inputs, so that gate and up stay near the clamp limit, as in gpt-oss. Halving is exact.
+        // Halving the inputs keeps gate and up values near the clamp limit, as in gpt-oss. Halving is exact.
         let x = (noise(29, &[tokens, columns], DType::BF16)? * 0.5)?;
         let ids: Vec<u32> = numbers(30, tokens, experts as u64)
             .flat_map(|first| (0..chosen as u64).map(move |next| ((first + next) % experts as u64) as u32))

@@ -1,4 +1,4 @@
-//! The inputs of a step whose input tokens the host may not know yet (`step_inputs.cu`).
+//! The inputs of a step. The host may not know the step's input tokens yet (`step_inputs.cu`).
 
 use std::sync::Arc;
 
@@ -7,16 +7,17 @@ use candle_core::{DType, Device, Result, Tensor, bail};
 use super::launch::{Arguments, HostWords, Launch, LaunchShape, module};
 
 /// The contents of a step's input buffer: `ids`, then `words`, then words that only `changes` sets.
-/// The last words keep their values from step to step.
+/// The words that only `changes` sets keep their values from step to step.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct StepInputs {
-    /// The token ids. Ids with a source are ignored.
+    /// The token ids. The id at an index whose source is not `None` is ignored.
     pub ids: Vec<u32>,
-    /// For each id, the index of the token of the previous step that replaces it, or `None`.
+    /// For each id, the index of the token of the previous step that replaces the id, or `None`.
     pub sources: Vec<Option<u32>>,
     /// The words after the ids, which change in every step. A batch graph has its positions and cache rows here.
     pub words: Vec<u32>,
-    /// The index and the new value of each changed word. Index 0 is the first word after `words`. Indexes are unique.
+    /// The index and the new value of each changed word. Index 0 is the first word after `words`.
+    /// No index occurs twice in `changes`.
     pub changes: Vec<(u32, u32)>,
 }
 
@@ -39,7 +40,7 @@ impl StepInputs {
     /// Writes the inputs to `inputs`, a contiguous u32 vector. `tokens`, u32, holds the tokens of the previous step.
     ///
     /// If the inputs fit in `range` of `host`, the kernel reads them there. The host then waits for no earlier steps.
-    /// In this case, the caller must leave the range unchanged until the kernel has ended.
+    /// The caller must then leave the range unchanged until the kernel has ended.
     pub fn write(
         &self,
         inputs: &Tensor,

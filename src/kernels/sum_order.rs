@@ -1,11 +1,12 @@
-//! [`SumOrder`]: whether the order of additions in a product may depend on the number of tokens.
+//! [`SumOrder`]: whether the order of additions in a matrix product may depend on the number of tokens.
 
 use candle_core::{Result, Tensor};
 
 /// The order in which kernels add the terms of long sums, such as the dot products of a matrix product.
 ///
-/// Rounding makes floating-point sums depend on this order. The fastest order depends on the number of tokens.
-/// With the fastest order, the last bits of a token's result depend on how many other tokens are in the pass.
+/// Because of rounding, a floating-point sum depends on the order of its terms.
+/// The fastest order depends on the number of tokens.
+/// With `Fastest`, the number of other tokens in the pass can change the last bits of a token's result.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum SumOrder {
     /// The fastest order for the number of tokens in the pass.
@@ -15,7 +16,7 @@ pub enum SumOrder {
     Fixed,
 }
 
-/// Calls `product` for each row of x separately, and stacks the results.
+/// Calls `product` on each row of x separately, and stacks the results.
 pub(crate) fn each_row(x: &Tensor, product: impl Fn(&Tensor) -> Result<Tensor>) -> Result<Tensor> {
     let tokens = x.dim(0)?;
     if tokens == 1 {

@@ -1,6 +1,6 @@
-//! A set of tokens that may be chosen, as a bit mask.
+//! A set of allowed tokens, stored as a bit mask.
 
-/// A set of tokens, such as those that a grammar allows. Bit `id % 32` of word `id / 32` stands for token `id`.
+/// A set of allowed tokens, such as the tokens that a grammar allows. Bit `id % 32` of word `id / 32` is token `id`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TokenMask {
     words: Vec<u32>,
@@ -12,7 +12,7 @@ impl TokenMask {
         Self { words: vec![0; vocab_size.div_ceil(32)] }
     }
 
-    /// Creates a mask from its words. Missing words allow no token, and words past the vocabulary are dropped.
+    /// Creates a mask from its words. Missing words allow no tokens, and words past the vocabulary are dropped.
     pub fn from_words(words: &[u32], vocab_size: usize) -> Self {
         let mut words = words.to_vec();
         words.resize(vocab_size.div_ceil(32), 0);
@@ -41,12 +41,12 @@ impl TokenMask {
         self.words.get(id as usize / 32).is_some_and(|word| word >> (id % 32) & 1 == 1)
     }
 
-    /// Returns whether no token is allowed.
+    /// Returns whether the mask allows no token.
     pub fn is_empty(&self) -> bool {
         self.words.iter().all(|&word| word == 0)
     }
 
-    /// Sets the logits of all other tokens to -inf, like `mask_logits` in `logits.cu`.
+    /// Sets the logits of all tokens that the mask does not allow to -inf, like `mask_logits` in `logits.cu`.
     pub fn apply(&self, logits: &mut [f32]) {
         for (id, logit) in logits.iter_mut().enumerate() {
             if !self.is_allowed(id as u32) {

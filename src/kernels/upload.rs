@@ -1,8 +1,9 @@
 //! Uploads weights to a device through staging buffers. The device copies one buffer while a thread fills the next.
 //!
 //! On CUDA, the staging buffers are pinned, and all copies run on one stream that is separate from candle's stream.
-//! Tensor memory comes from the pool that candle also uses, but is allocated on the copy stream.
-//! Copies therefore never wait for computations. Candle's stream waits for a tensor's copies before it uses the tensor.
+//! The memory of the tensors comes from the pool that candle also uses, but is allocated on the copy stream.
+//! Copies therefore never wait for computations.
+//! Before candle's stream uses a tensor, candle's stream waits for the copies to the tensor.
 
 use candle_core::{DType, Result, Tensor};
 
@@ -28,7 +29,7 @@ pub trait Target: Send + Sync + 'static {
     /// Marks `memory` as complete. The caller must have queued copies to all of its bytes.
     fn complete(&self, memory: &mut Self::Memory) -> Result<()>;
 
-    /// Turns complete `memory` into a tensor. Later work on the device sees the uploaded bytes.
+    /// Converts complete `memory` to a tensor. Later work on the device sees the uploaded bytes.
     fn tensor(&self, memory: Self::Memory, dtype: DType, shape: &[usize]) -> Result<Tensor>;
 }
 
@@ -48,7 +49,7 @@ mod with_cuda {
 
     use super::Target;
 
-    /// The number of staging buffers per reader thread: the thread fills one while the GPU copies the other.
+    /// The number of staging buffers per reader thread: the thread fills one while the GPU copies from the other.
     const BUFFERS: usize = 2;
 
     /// A CUDA stream that copies data to the GPU of a candle device.
@@ -61,7 +62,7 @@ mod with_cuda {
         /// Creates a stream for copies to the GPU of `device`.
         ///
         /// The device's event tracking must be off (`device::open` turns it off).
-        /// If it were on, cudarc would make the two streams wait for each other.
+        /// With event tracking, cudarc would make the copy stream and candle's stream wait for each other.
         pub fn new(device: &CudaDevice) -> Result<Self> {
             if device.is_event_tracking() {
                 bail!("cannot upload: event tracking is on for this device; open the device with `device::open`");
@@ -71,16 +72,16 @@ mod with_cuda {
         }
     }
 
-    /// Memory allocated on the copy stream. Unless it becomes a tensor, it is freed after all queued copies.
+    /// Device memory allocated on the copy stream. Unless it becomes a tensor, it is freed after all queued copies.
     pub struct DeviceMemory {
         bytes: CudaSlice<u8>,
-        /// The event recorded after the last copy. `None` until `complete` is called.
+        /// The event recorded after the last copy to this memory. `None` until `complete` is called.
         arrived: Option<CudaEvent>,
     }
 
     pub struct Staging {
         buffers: [Pinned; BUFFERS],
-        /// The index of the buffer to fill next.
+        /// The index of the staging buffer to fill next.
         next: usize,
     }
 
@@ -95,9 +96,9 @@ mod with_cuda {
 
     impl Pinned {
         fn new(len: usize, stream: &Arc<CudaStream>) -> Result<Self> {
-            // A thread that waits for this event sleeps. Spinning would take a core from the reader threads.
+            // A thread that waits for the event `copied` sleeps. Spinning would take a core from the reader threads.
             let copied = stream.context().new_event(Some(CUevent_flags::CU_EVENT_BLOCKING_SYNC)).w()?;
-            // Flags 0: ordinary cached memory, not write-combined memory.
+            // Flags 0 request ordinary cached memory instead of write-combined memory.
             // SAFETY: any length is allowed, and creating the event has bound the CUDA context to this thread.
             let start = unsafe { result::malloc_host(len, 0) }.w()?.cast::<u8>();
             let Some(start) = NonNull::new(start) else {

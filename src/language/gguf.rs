@@ -11,20 +11,20 @@ use crate::tokenizer::Tokenizer;
 use crate::tokenizer::gguf::Vocabulary;
 use crate::weights::gguf::GgufCheckpoint;
 
-/// What [`read`] finds in a GGUF file.
+/// The tokenizer, chat format and defaults that [`read`] finds in a GGUF file.
 pub struct GgufLanguage {
     pub tokenizer: Tokenizer,
     pub chat: Option<ChatFormat>,
     /// Sampling defaults in the format of generation_config.json.
     pub generation_config: Value,
-    /// The ids of tokens that end a generation, sorted.
+    /// The sorted ids of the stop tokens, which end a generation.
     pub stop_ids: Vec<u32>,
 }
 
 /// Reads the tokenizer, chat format, stop tokens and sampling defaults of an open GGUF file.
 ///
-/// The vocabulary in the file takes precedence over a tokenizer.json, because it matches the weights.
-/// A file without a vocabulary needs a tokenizer.json in its directory.
+/// The vocabulary in the GGUF file takes precedence over a tokenizer.json, because it matches the weights.
+/// A GGUF file without a vocabulary needs a tokenizer.json in its directory.
 pub fn read(checkpoint: &GgufCheckpoint) -> Result<GgufLanguage> {
     let broken = || format!("cannot read the tokenizer in {}", checkpoint.path().display());
     let mut stop_ids = BTreeSet::new();
@@ -42,7 +42,7 @@ pub fn read(checkpoint: &GgufCheckpoint) -> Result<GgufLanguage> {
     Ok(GgufLanguage { tokenizer, chat, generation_config, stop_ids: stop_ids.into_iter().collect() })
 }
 
-/// Builds the chat format from the chat template and the special tokens in the file.
+/// Builds the chat format from the chat template and the special tokens in the GGUF file.
 fn chat_format(
     checkpoint: &GgufCheckpoint,
     tokenizer: &Tokenizer,
@@ -61,7 +61,7 @@ fn chat_format(
     Ok(ChatFormat::from_template(tokenizer, &file_name(checkpoint), template, tool_use, named))
 }
 
-/// Loads the tokenizer.json beside a GGUF file that has no vocabulary, and the chat format.
+/// Loads the chat format, and the tokenizer.json next to a GGUF file that has no vocabulary.
 /// If the GGUF file has no chat template, the chat format comes from the other files in its directory.
 fn from_folder(checkpoint: &GgufCheckpoint) -> Result<(Tokenizer, Option<ChatFormat>)> {
     let dir = checkpoint.path().parent().unwrap_or(Path::new(""));

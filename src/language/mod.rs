@@ -1,6 +1,6 @@
-//! What a model needs besides its weights: tokenizer, chat format, stop tokens and sampling defaults.
+//! The parts of a model other than its weights: tokenizer, chat format, stop tokens and sampling defaults.
 //!
-//! Loading reads the tokenizer and config files, or the metadata of a GGUF file. It never reads the weights.
+//! Loading reads the tokenizer and the config files, or the metadata of a GGUF file, but no weights.
 
 mod gguf;
 mod stop_ids;
@@ -20,13 +20,13 @@ use gguf::GgufLanguage;
 /// The tokenizer, chat format, stop tokens and sampling defaults of one model.
 pub struct Language {
     pub tokenizer: Tokenizer,
-    /// `None` for a base model, which only continues text.
+    /// The chat format. `None` for a base model, which only continues text.
     pub chat: Option<ChatFormat>,
-    /// The contents of generation_config.json or the equivalent GGUF metadata. Null if absent.
+    /// The JSON in generation_config.json, or the equivalent GGUF metadata. Null if absent.
     pub generation_config: Value,
     /// The ids of tokens that end a generation, sorted.
     stop_ids: Vec<u32>,
-    /// Replaces the renderer of `chat`, for example to render in another process. `chat` must still be present.
+    /// Renders conversations instead of `chat`, for example in another process. `chat` must still be set.
     renderer: Option<Box<dyn Render>>,
 }
 
@@ -58,13 +58,13 @@ impl Language {
         Self { tokenizer, chat, generation_config, stop_ids, renderer: None }
     }
 
-    /// Loads all fields from GGUF metadata. For a file without a vocabulary, reads the tokenizer.json beside it.
+    /// Loads all fields from GGUF metadata. Without a vocabulary there, reads the tokenizer.json next to the file.
     fn from_gguf(checkpoint: &GgufCheckpoint) -> Result<Self> {
         let GgufLanguage { tokenizer, chat, generation_config, stop_ids } = gguf::read(checkpoint)?;
         Ok(Self::new(tokenizer, chat, generation_config, stop_ids))
     }
 
-    /// Loads all fields from tokenizer.json and the config files.
+    /// Loads all fields from the tokenizer.json and the config files of a snapshot.
     fn from_files(dir: &Path) -> Result<Self> {
         let tokenizer = Tokenizer::from_dir(dir)?;
         let chat = ChatFormat::load(dir, &tokenizer)?;
@@ -73,12 +73,12 @@ impl Language {
         Ok(Self::new(tokenizer, chat, generation_config, stop_ids))
     }
 
-    /// Returns whether `token` ends a generation.
+    /// Returns whether `token` is a stop token, which ends a generation.
     pub fn is_stop(&self, token: u32) -> bool {
         self.stop_ids.contains(&token)
     }
 
-    /// Returns the ids of the tokens that end a generation, sorted.
+    /// Returns the sorted ids of the stop tokens, which end a generation.
     pub fn stop_ids(&self) -> &[u32] {
         &self.stop_ids
     }
@@ -92,7 +92,7 @@ impl Language {
         }
     }
 
-    /// Returns the chat format. Fails for a base model, which has none.
+    /// Returns the chat format. Fails for a base model, which has no chat format.
     pub fn chat_format(&self) -> Result<&ChatFormat> {
         match &self.chat {
             Some(chat) => Ok(chat),

@@ -52,7 +52,7 @@ pub(super) enum LayerType {
 }
 
 /// Parses a family's config.json. `defaults` are the values that transformers uses for absent fields.
-/// Defaults do not replace fields that are `null`. Fails if the weights are MXFP4, which only gpt-oss supports.
+/// A field that is `null` does not get its default. Fails if the weights are MXFP4, which only gpt-oss supports.
 pub(super) fn parse<T: DeserializeOwned>(family: &str, mut json: Value, defaults: Value) -> Result<T> {
     if json["quantization_config"]["quant_method"] == "mxfp4" {
         bail!("quantization 'mxfp4' is not supported for {family}");
@@ -67,7 +67,7 @@ pub(super) fn parse<T: DeserializeOwned>(family: &str, mut json: Value, defaults
     from_json(json)
 }
 
-/// Parses the fields of config.json. The error names the invalid field if the search below finds it.
+/// Parses the fields of config.json. If possible, the error names the invalid field.
 pub(super) fn from_json<T: DeserializeOwned>(json: Value) -> Result<T> {
     let parse = |json: &Value| serde_json::from_value::<T>(json.clone()).map_err(|error| library_error(&error));
     let error = match parse(&json) {
@@ -141,7 +141,7 @@ impl CommonConfig {
         self.validate_with_partial_rope()
     }
 
-    /// Like [`Self::validate`], but allows RoPE on part of a head.
+    /// Validates like [`Self::validate`], but allows RoPE that rotates only part of a head.
     pub fn validate_with_partial_rope(&self) -> Result<()> {
         ModelSizes {
             hidden_size: self.hidden_size,
@@ -161,7 +161,7 @@ impl CommonConfig {
         if rotary_dim > self.head_dim() {
             bail!("partial_rotary_factor rotates {rotary_dim} dims, but head_dim is {}", self.head_dim());
         }
-        // LongRoPE has separate factors for short and long contexts. Check both.
+        // LongRoPE has separate factors for short and long contexts. Check the factors for both context lengths.
         self.frequencies(1)?;
         self.frequencies(self.max_position_embeddings)?;
         Ok(())
@@ -192,7 +192,7 @@ impl CommonConfig {
         self.layers(|_| self.sliding_window.filter(|&window| window < self.max_position_embeddings))
     }
 
-    /// Returns the layer's sliding window, if any. `layer_types` decides which layers have one.
+    /// Returns the layer's sliding window, if any. `layer_types` decides which layers have a sliding window.
     /// Without `layer_types`, `is_sliding` decides.
     pub fn window(&self, layer: usize, is_sliding: impl Fn(usize) -> bool) -> Option<usize> {
         let sliding = match &self.layer_types {
@@ -222,7 +222,7 @@ impl CommonConfig {
     }
 }
 
-/// The sizes that every model has. They are checked before other fields, because products of huge sizes would overflow.
+/// The sizes that every model has. They are checked before other fields, to prevent overflows in products of sizes.
 pub(super) struct ModelSizes {
     pub hidden_size: usize,
     pub layers: usize,

@@ -11,7 +11,7 @@ use crate::weights::Weights;
 pub struct Family {
     /// The `model_type` in config.json.
     pub model_type: &'static str,
-    /// The name in `architectures` of config.json. It identifies the family if config.json has no `model_type`.
+    /// The name in `architectures` of config.json, which identifies the family if config.json has no `model_type`.
     pub architecture: &'static str,
     /// Parses and validates config.json.
     pub read: fn(Value) -> Result<Box<dyn Architecture>>,
@@ -26,7 +26,7 @@ pub trait Architecture: Send + Sync {
     fn max_position_embeddings(&self) -> usize;
 
     /// Returns the default limit of the context length. Longer contexts are opt-in.
-    /// With LongRoPE, this is the longest context that uses the short factors. Otherwise, it is the model's maximum.
+    /// With LongRoPE, the default is the longest context that uses the short factors. Otherwise, it is the maximum.
     fn default_context(&self) -> usize {
         self.max_position_embeddings()
     }

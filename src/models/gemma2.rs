@@ -24,8 +24,9 @@ use crate::weights::Weights;
 
 pub const FAMILY: Family = Family { model_type: "gemma2", architecture: "Gemma2ForCausalLM", read };
 
-/// In Llama, `post_attention_layernorm` is the norm before the MLP.
-/// In Gemma, that name is the norm of the attention output. The norm before the MLP is `pre_feedforward_layernorm`.
+/// In Llama, `post_attention_layernorm` names the norm before the MLP.
+/// In Gemma, `post_attention_layernorm` names the norm of the attention output.
+/// Gemma's norm before the MLP is `pre_feedforward_layernorm`.
 pub(super) const NAMES: DecoderNames = DecoderNames {
     mlp_norm: "pre_feedforward_layernorm",
     post_norms: Some(("post_attention_layernorm", "post_feedforward_layernorm")),
@@ -57,8 +58,8 @@ fn read(mut json: Value) -> Result<Box<dyn Architecture>> {
     Ok(Box::new(config))
 }
 
-/// Returns the decoder config that all Gemma models share. Checkpoints store each norm weight minus 1.
-/// The decoder multiplies embeddings by sqrt(hidden_size).
+/// Returns the decoder config that all Gemma models share.
+/// Gemma checkpoints store each norm weight minus 1. Gemma multiplies embeddings by sqrt(hidden_size).
 pub(super) fn decoder_config(
     common: &CommonConfig,
     weights: &Weights,

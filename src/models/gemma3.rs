@@ -28,7 +28,7 @@ pub const TEXT: Family = Family { model_type: "gemma3_text", architecture: "Gemm
 pub const MULTIMODAL: Family =
     Family { model_type: "gemma3", architecture: "Gemma3ForConditionalGeneration", read: read_multimodal };
 
-/// The prefixes of tensor names: in text-only checkpoints, in multimodal checkpoints, and in files of transformers 5.
+/// The possible prefixes of tensor names in text-only checkpoints, multimodal checkpoints, and transformers 5 files.
 const PREFIXES: [&str; 3] = ["model", "language_model.model", "model.language_model"];
 
 #[derive(Debug, Deserialize)]
@@ -36,7 +36,7 @@ struct Config {
     query_pre_attn_scalar: f64,
     sliding_window_pattern: usize,
     final_logit_softcapping: Option<f32>,
-    /// The RoPE config of sliding-window layers. `common` has the RoPE config of full-attention layers.
+    /// The RoPE config of sliding-window layers. `common` contains the RoPE config of full-attention layers.
     sliding_rope: RopeConfig,
     #[serde(flatten)]
     common: CommonConfig,
@@ -69,7 +69,7 @@ fn read_multimodal(mut json: Value) -> Result<Box<dyn Architecture>> {
     read(text)
 }
 
-/// Replaces the RoPE fields by two RoPE configs: one for full-attention layers and one, `sliding_rope`, for the others.
+/// Replaces the RoPE fields by two RoPE configs: one for full-attention layers, and `sliding_rope` for other layers.
 /// Newer files have a `rope_parameters` object with one entry per layer type.
 /// Older files have the fields `rope_theta`, `rope_scaling` and `rope_local_base_freq`.
 fn split_rope(json: &mut Value) -> Result<()> {

@@ -1,7 +1,7 @@
 //! Mistral 7B, Nemo, Small, and all other `MistralForCausalLM` models.
 //!
-//! The layers are the same as in Llama. In Mistral 7B v0.1, all layers have a sliding window.
-//! Later versions have none.
+//! The layers are the same as in Llama.
+//! In Mistral 7B v0.1, all layers have a sliding window. Later versions have no sliding window.
 //!
 //! Source: arXiv 2310.06825; transformers `modeling_mistral.py`.
 

@@ -63,7 +63,7 @@ pub fn read_config(dir: &Path) -> Result<ModelConfig> {
     }
     let path = dir.join("config.json");
     parse_config(files::read_json(&path, files::CONFIG)?).map_err(|error| {
-        // An `Error` already has a complete message for the user.
+        // An inferno `Error` is already a complete message for the user, so add no context.
         if error.is::<Error>() { error } else { error.context(format!("cannot use {}", path.display())) }
     })
 }
@@ -98,7 +98,7 @@ pub fn parse_config(json: Value) -> Result<ModelConfig> {
     Ok(ModelConfig { family, architecture, quantization })
 }
 
-/// Returns the `model_type` in config.json, whether or not it is supported, or else the first entry of `architectures`.
+/// Returns the `model_type` in config.json, or else the first entry of `architectures`, even if it is not supported.
 /// Returns `None` if config.json cannot be read or has neither field.
 pub fn declared_model_type(dir: &Path) -> Option<String> {
     let json: Value = files::read_json(&dir.join("config.json"), files::CONFIG).ok()?;

@@ -39,8 +39,8 @@ fn read(mut json: Value) -> Result<Box<dyn Architecture>> {
     Ok(Box::new(config))
 }
 
-/// Renames the RoPE types `su` and `yarn`, which older Phi files use for LongRoPE, to `longrope`.
-/// In other families, `yarn` is a different scaling method.
+/// Renames the RoPE types `su` and `yarn` to `longrope`. Older Phi files use these names for LongRoPE.
+/// In other model families, `yarn` is a different RoPE scaling method.
 fn rename_longrope(scaling: &mut Value) -> Result<()> {
     let Some(fields) = scaling.as_object_mut() else { return Ok(()) };
     for key in ["type", "rope_type"] {

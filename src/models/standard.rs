@@ -12,7 +12,7 @@ use crate::nn::mlp::Mlp;
 use crate::weights::Weights;
 
 /// The config of a family whose config.json has the fields of [`CommonConfig`].
-/// The families differ in how they load attention and MLPs. The rest of the decoder is shared.
+/// Families with a standard decoder differ only in how they load attention and MLPs.
 pub(super) trait StandardDecoder: Send + Sync {
     fn common(&self) -> &CommonConfig;
 

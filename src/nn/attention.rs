@@ -1,7 +1,6 @@
 //! The self-attention of one layer.
 //!
-//! The steps: project to q, k and v; normalize q and k, in some models; apply RoPE;
-//! write k and v to the cache; attend; apply o_proj.
+//! Steps: project to q, k and v; normalize q and k (some models); apply RoPE; cache k and v; attend; apply o_proj.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -67,7 +66,7 @@ impl AttentionConfig {
     /// The columns of `o_proj` can be divided only at multiples of `column_unit`.
     fn kv_share(&self, world: &World, column_unit: usize) -> Range<usize> {
         let columns = self.heads / self.spec.kv_heads * self.spec.head_dim;
-        // The smallest number of KV heads whose query heads fill whole blocks of columns.
+        // The smallest number of KV heads whose query heads fill whole blocks of `o_proj` columns.
         let unit = (1..=column_unit).find(|heads| (heads * columns).is_multiple_of(column_unit)).unwrap_or(1);
         world.share(self.spec.kv_heads, unit)
     }
@@ -84,7 +83,7 @@ pub struct Attention {
     /// The q_proj, k_proj and v_proj weights, stacked in this order.
     pub(crate) qkv_proj: Linear,
     pub(crate) o_proj: Linear,
-    /// f32 `[heads]`
+    /// The attention sinks, f32 `[heads]`.
     pub(crate) sinks: Option<Tensor>,
     /// The norms of q and k, each `[head_dim]`.
     pub(crate) qk_norm: Option<(Norm, Norm)>,
@@ -99,11 +98,11 @@ pub struct Attention {
 /// How a checkpoint stores the projections of an attention layer.
 #[derive(Clone, Copy)]
 enum Projections {
-    /// `q_proj`, `k_proj`, `v_proj` and `o_proj`.
+    /// Four matrices: `q_proj`, `k_proj`, `v_proj` and `o_proj`.
     Separate,
-    /// `qkv_proj` and `o_proj`. `qkv_proj` contains the rows of q, k and v, in this order.
+    /// Two matrices: `qkv_proj` and `o_proj`. `qkv_proj` contains the rows of q, k and v, in this order.
     Fused,
-    /// Like `Fused`, but with these names. The matrices are stored transposed and have biases (GPT-2).
+    /// Like `Fused`, but with matrices named `qkv` and `o`. They are stored transposed and have biases (GPT-2).
     FusedTransposed { qkv: &'static str, o: &'static str },
 }
 

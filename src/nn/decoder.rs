@@ -1,4 +1,4 @@
-//! The pre-norm decoder that all families share, and its forward pass, one operation at a time.
+//! The pre-norm decoder that all model families share. Its forward pass launches one operation at a time.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -32,11 +32,11 @@ pub type Tap<'t> = &'t mut dyn FnMut(usize, &Tensor) -> Result<()>;
 
 /// A whole model, or a rank's part of it: embedding, layers, final norm and output head.
 pub struct Decoder {
-    /// `[vocab, hidden]`
+    /// The token embedding, `[vocab, hidden]`.
     pub(crate) embed_tokens: Matrix,
     /// The dtype of activations and of the KV cache.
     dtype: DType,
-    /// The layers that this rank runs. With `--split layers`, these are only some of the model's layers.
+    /// The layers that this rank runs. With `--split layers`, a rank runs only some of the model's layers.
     layers: Vec<DecoderLayer>,
     /// The index in the model of the first element of `layers`.
     first_layer: usize,
@@ -46,7 +46,7 @@ pub struct Decoder {
     /// The output head, with only the rows of the vocabulary that this rank computes.
     pub(crate) lm_head: Linear,
     pub(crate) embed_scale: f32,
-    /// `[positions, hidden]`
+    /// The learned position embedding, `[positions, hidden]`, in models that have one.
     pub(crate) embed_positions: Option<Tensor>,
     pub(crate) final_softcap: Option<f32>,
     /// The KV cache spec of each element of `layers`, with the KV heads that this rank holds.
@@ -102,6 +102,7 @@ impl Decoder {
             backend: AttentionBackend::Auto,
             world,
         };
+        // Check that every tensor in the checkpoint was loaded.
         // If ranks divide each layer, some ranks may hold no part of a tensor, so only the first rank checks.
         if decoder.world.is_first() || decoder.world.stages().is_some() {
             layers.check_all_loaded(own, layer_count)?;
@@ -124,7 +125,7 @@ impl Decoder {
     }
 
     /// Runs a batch like `forward`, with `ids`, u32 `[tokens]`, that are already on the device.
-    /// They replace `batch.ids`, which are placeholders. The caller guarantees that `ids` are in the vocabulary.
+    /// `ids` replace `batch.ids`, which are placeholders. The caller guarantees that `ids` are in the vocabulary.
     #[cfg(feature = "cuda")]
     pub(crate) fn forward_device_ids(&self, ids: &Tensor, batch: &StepBatch, cache: &KvCache) -> Result<Tensor> {
         self.validate(batch)?;
@@ -135,7 +136,7 @@ impl Decoder {
     /// Runs a prepared pass, whose inputs are already on the device. `ids` are u32 `[tokens]`.
     ///
     /// With one token per sequence, the pass copies nothing between host and GPU, so a CUDA graph can capture it.
-    /// The attention backend `CandleFlashAttn` is an exception, because it reads block tables on the host.
+    /// A CUDA graph cannot capture the attention backend `CandleFlashAttn`, which reads block tables on the host.
     /// The caller guarantees that ids and positions are valid, and that the blocks belong to the cache.
     pub(crate) fn forward_pass(
         &self,
@@ -191,8 +192,8 @@ impl Decoder {
                 for (index, layer) in self.own_layers() {
                     self.world.tick();
                     scratch::begin_layer();
-                    // Later layers need every token for its keys and values.
-                    // After the last layer, only the logits follow.
+                    // All layers except the last run for every token, because later layers attend to all tokens.
+                    // The last layer runs only for the tokens that need logits.
                     let needed = if index + 1 == self.layer_count { rows } else { LogitRows::All };
                     let (sum, output) = layer.forward(&x, y.as_ref(), index, pass, cache, needed)?;
                     if let Some(tap) = &mut tap {
@@ -215,7 +216,7 @@ impl Decoder {
     }
 
     /// Returns the residual stream after a stage, f32 `[rows, hidden]`, on all ranks.
-    /// The rank that ran the stage (`is_own`) contributes x + y. The other ranks receive the result from it.
+    /// The rank that ran the stage (`is_own`) contributes x + y. The other ranks receive this sum.
     fn exchange_stage(&self, is_own: bool, x: &Tensor, y: Option<&Tensor>, rows: usize) -> Result<Tensor> {
         scratch::begin_layer();
         // All other ranks add zeros, so every rank gets the result of the rank that ran the stage.
@@ -240,7 +241,7 @@ impl Decoder {
         Ok(())
     }
 
-    /// Sets the attention backend for later passes. Returns the backend that will run: for `Auto`, the chosen one.
+    /// Sets the attention backend for later passes and returns it. For `Auto`, returns the backend that `Auto` chooses.
     /// Fails with the reason if a layer of this rank does not support the backend.
     pub fn set_attention_backend(&mut self, backend: AttentionBackend) -> Result<AttentionBackend, String> {
         let (on_gpu, mut chosen) = (self.is_on_gpu(), backend);
@@ -299,14 +300,14 @@ impl Decoder {
     }
 
     /// Returns how many bytes of this rank's weights a decode step reads for one token.
-    /// This includes all dense weights, the chosen experts, and one row of the embedding.
+    /// The count includes all dense weights, the chosen experts, and one row of the embedding.
     pub fn step_bytes(&self) -> u64 {
         let row = self.embed_tokens.bytes() / self.vocab_size() as u64;
         row + self.layers.iter().map(DecoderLayer::step_bytes).sum::<u64>() + self.norm.bytes() + self.lm_head.bytes()
     }
 
     /// Returns the number of experts per token, and the size in bytes of one expert summed over this rank's layers.
-    /// Returns 0 for both if no layer has experts.
+    /// If no layer has experts, both numbers are 0.
     pub fn expert_cost(&self) -> ExpertCost {
         let layers = self.layers.iter().filter_map(|layer| layer.mlp.expert_cost());
         layers.fold(ExpertCost::default(), |sum, layer| ExpertCost {
@@ -377,8 +378,10 @@ fn load_layers(
     config.cache_layers.iter().enumerate().take(own.end).skip(own.start).map(load_layer).collect()
 }
 
-/// Loads an embedding `[vocab, hidden]`. `--quantize` applies to a float embedding only if it is also the output head.
-/// The output head reads all rows, so quantization makes it faster. A lookup reads only one row per token.
+/// Loads an embedding `[vocab, hidden]`.
+/// `--quantize` applies to a float embedding only if the embedding is also the output head.
+/// The output head reads all rows, so quantization makes the output head faster.
+/// An embedding lookup reads only one row per token.
 fn load_embedding(weights: &Weights, vocab_size: usize, hidden_size: usize, is_head: bool) -> Result<Matrix> {
     let weights = if is_head { weights.clone() } else { weights.unquantized() };
     Weights::matrix(&[(weights, vocab_size)], "weight", hidden_size)

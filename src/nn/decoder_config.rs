@@ -1,4 +1,4 @@
-//! The sizes, options and tensor names of a decoder. Each family in `models` provides them.
+//! The sizes, options and tensor names of a decoder. Each model family in `models` provides its own.
 
 use std::sync::Arc;
 

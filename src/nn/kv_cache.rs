@@ -1,11 +1,12 @@
 //! The paged KV cache: the keys and values of all sequences, in blocks of [`BLOCK_TOKENS`] positions.
 //!
 //! Layers with the same attention window form a group, and a sequence has one block table per group.
-//! In full-attention groups, a sequence keeps all its blocks. In sliding-window groups, it keeps those in the window.
+//! In full-attention groups, a sequence keeps all its blocks.
+//! In sliding-window groups, a sequence keeps only the blocks in the window.
 //!
 //! All blocks have room for the same number of layers, so any group can use any free block.
-//! Layer i of each group uses the same tensors, in different blocks.
-//! If one window is more common than another, as in Gemma 3, its layers form several groups.
+//! Layer i of every group is stored in the same tensors, but in different blocks.
+//! If one window is more common than another, as in Gemma 3, the layers with that window form several groups.
 //! vLLM's hybrid KV cache manager has the same design.
 
 use std::ops::Range;
@@ -126,10 +127,10 @@ impl CacheLayout {
     }
 }
 
-/// Like [`CacheLayout::peak_blocks`], for a single group with this window.
+/// Like [`CacheLayout::peak_blocks`], but for a single group whose attention window is `window`.
 pub fn peak_blocks(window: Option<usize>, tokens: usize, chunk: usize) -> usize {
     let all = tokens.div_ceil(BLOCK_TOKENS);
-    // A step attends to its own tokens and to the window before them. This range can start and end inside a block.
+    // A step attends to its own tokens and to the window before its tokens. Both ends can be inside a block.
     window.map_or(all, |window| all.min(window.saturating_add(chunk).div_ceil(BLOCK_TOKENS) + 1))
 }
 

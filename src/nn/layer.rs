@@ -28,8 +28,8 @@ pub(crate) struct DecoderLayer {
 impl DecoderLayer {
     /// Runs the layer on the residual stream x and the output y of the previous layer, both f32 `[tokens, hidden]`.
     ///
-    /// Returns the rows of x and y that `needed` selects. y is the output of the MLP. It is not yet added to x:
-    /// the next norm kernel adds it.
+    /// Returns the rows of x and y that `needed` selects. The returned y is the output of the MLP.
+    /// The next norm kernel adds y to x.
     pub(super) fn forward(
         &self,
         x: &Tensor,

@@ -17,7 +17,7 @@ pub(super) fn gate_up_rows(share: &Range<usize>, intermediate_size: usize) -> [R
     [share.clone(), intermediate_size + share.start..intermediate_size + share.end]
 }
 
-/// Whether a projection has a bias. The family or config.json decides this, whatever the checkpoint contains.
+/// Whether a projection has a bias. The model family or config.json decides, not the tensors in the checkpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Bias {
     With,
@@ -31,14 +31,14 @@ impl From<bool> for Bias {
 }
 
 pub struct Linear {
-    /// `[out, in]`
+    /// The weight matrix, `[out, in]`.
     pub(crate) weight: Matrix,
-    /// f32 `[out]`
+    /// The bias, f32 `[out]`.
     pub(crate) bias: Option<Tensor>,
 }
 
 impl Linear {
-    /// Loads `weight`, `[out, in]`, and, if the layer has a bias, `bias`, `[out]`.
+    /// Loads `weight`, with shape `[out, in]`. If the layer has a bias, also loads `bias`, with shape `[out]`.
     pub fn load(weights: &Weights, input: usize, output: usize, bias: Bias) -> Result<Self> {
         Self::load_stacked(&[(weights.clone(), output)], input, bias)
     }
@@ -68,7 +68,7 @@ impl Linear {
         Ok(Self { weight, bias })
     }
 
-    /// Loads a GPT-2 `Conv1D` layer: its weight is stored transposed, `[in, out]`, and it always has a bias, `[out]`.
+    /// Loads a GPT-2 `Conv1D` layer. The weight is stored transposed, `[in, out]`. There is always a bias, `[out]`.
     pub fn load_transposed(weights: &Weights, input: usize, output: usize) -> Result<Self> {
         let weight = weights.transposed("weight", output, input)?;
         Ok(Self { weight, bias: Some(weights.vector("bias", output, DType::F32)?) })

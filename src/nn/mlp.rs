@@ -60,7 +60,7 @@ impl Mlp {
         Some(ExpertCost { per_token, bytes })
     }
 
-    /// Returns the counter of used experts. Only a [`ClampedMoe`] has one.
+    /// Returns the counter of used experts. Only [`ClampedMoe`] layers have a counter.
     pub fn usage(&self) -> Option<&ExpertUsage> {
         match self {
             Mlp::ClampedMoe(moe) => Some(moe.usage()),
@@ -81,7 +81,7 @@ impl Mlp {
 
 /// A gated MLP: down(activation(gate(x)) · up(x)), from arXiv 2002.05202.
 pub struct GatedMlp {
-    /// The gate_proj rows, then the up_proj rows.
+    /// The stacked weights: the gate_proj rows, then the up_proj rows.
     gate_up_proj: Linear,
     pub(crate) down_proj: Linear,
     pub(crate) activation: activation::Activation,
@@ -135,7 +135,7 @@ impl GatedMlp {
         Ok(Self { gate_up_proj, down_proj, activation: kernel_activation(activation)?, dtype, world })
     }
 
-    /// Returns `gate_proj` and `up_proj` as two layers, which share memory with this one.
+    /// Returns `gate_proj` and `up_proj` as two layers, which share memory with `gate_up_proj`.
     #[cfg(feature = "cuda")]
     pub(crate) fn gate_and_up(&self) -> Result<[Linear; 2]> {
         let intermediate_size = self.gate_up_proj.weight.dims().0 / 2;
@@ -205,7 +205,7 @@ fn intermediate_share(down: &Weights, intermediate_size: usize) -> Result<Range<
     Ok(down.world().share(intermediate_size, unit))
 }
 
-/// Returns the kernel for an activation. Fails if there is none.
+/// Returns the kernel for an activation. Fails if no kernel implements the activation.
 /// The kernel also performs the multiplication and the cast that follow the activation.
 fn kernel_activation(activation: Activation) -> Result<activation::Activation> {
     match activation {

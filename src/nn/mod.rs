@@ -1,7 +1,8 @@
-//! The layers from which the families build their decoders. They run one operation at a time, on any device.
+//! The layers from which the model families build decoders. The layers run one operation at a time, on any device.
 //!
 //! - `decoder`, `decoder_config`: the decoder that all families share, and its sizes, options and tensor names
-//! - `layer`: attention, then an MLP; `attention`, `rope`, `mlp`, `moe`, `linear`, `norm`: their parts
+//! - `layer`: a decoder layer: attention, then an MLP
+//! - `attention`, `rope`, `mlp`, `moe`, `linear`, `norm`: the parts of a layer
 //! - `kv_cache`: the paged KV cache; `pass`: the tokens and tables of one forward pass
 //! - `checks`: range checks for numbers from config.json
 

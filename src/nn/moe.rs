@@ -32,7 +32,7 @@ pub struct GatedMoeConfig {
 }
 
 impl GatedMoeConfig {
-    /// Fails if the intermediate size is out of range. Also fails like [`check_routing`].
+    /// Fails if the intermediate size is out of range, or if [`check_routing`] fails.
     pub fn validate(&self) -> Result<()> {
         check_size("the intermediate size of experts", self.intermediate_size)?;
         check_routing(self.experts_per_token, self.experts)
@@ -63,7 +63,7 @@ pub struct GatedMoe {
     pub(crate) router: Linear,
     /// `[experts, 2 * intermediate, hidden]`. Each expert has the gate_proj rows, then the up_proj rows.
     pub(crate) gate_up_proj: ExpertWeights,
-    /// `[experts, hidden, intermediate]`
+    /// The down_proj weights of all experts, `[experts, hidden, intermediate]`.
     pub(crate) down_proj: ExpertWeights,
     pub(crate) dtype: DType,
     pub(crate) config: GatedMoeConfig,
@@ -153,7 +153,7 @@ impl GatedMoe {
     }
 }
 
-/// Turns a matrix of stacked experts, `[experts * rows, columns]`, into experts, `[experts, rows, columns]`.
+/// Reshapes a matrix of stacked experts from `[experts * rows, columns]` to `[experts, rows, columns]`.
 /// Fails if the parts of the matrix are quantized in different formats.
 fn split_experts(matrix: Matrix, shape: [usize; 3]) -> Result<ExpertWeights> {
     match matrix {
@@ -178,13 +178,13 @@ pub struct ClampedMoeConfig {
 pub struct ClampedMoe {
     /// The router. It is f32, because a rounding error could send a token to a different expert.
     pub(crate) router: Linear,
-    /// `[experts, 2 * intermediate, hidden]`
+    /// The gate_proj and up_proj weights of all experts, `[experts, 2 * intermediate, hidden]`.
     pub(crate) gate_up_proj: ExpertWeights,
-    /// `[experts, 2 * intermediate]`
+    /// The biases of `gate_up_proj`, `[experts, 2 * intermediate]`.
     pub(crate) gate_up_bias: Tensor,
-    /// `[experts, hidden, intermediate]`
+    /// The down_proj weights of all experts, `[experts, hidden, intermediate]`.
     pub(crate) down_proj: ExpertWeights,
-    /// `[experts, hidden]`
+    /// The biases of `down_proj`, `[experts, hidden]`.
     pub(crate) down_bias: Tensor,
     pub(crate) config: ClampedMoeConfig,
     /// Counts the experts that batched decode steps use.

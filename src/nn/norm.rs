@@ -1,6 +1,6 @@
 //! RMSNorm (arXiv 1910.07467) and LayerNorm (arXiv 1607.06450), computed in f32.
 //!
-//! RMSNorm is x / sqrt(mean(x²) + eps) · w. LayerNorm also subtracts the mean of x before, and adds a bias after.
+//! RMSNorm is x / sqrt(mean(x²) + eps) · w. LayerNorm first subtracts the mean of x, and finally adds a bias.
 //!
 //! Unlike candle_nn's norms, the kernel also updates the residual stream and casts its output to the compute dtype.
 //! The weights are f32 in every compute dtype.
@@ -35,9 +35,9 @@ impl NormConfig {
 }
 
 pub struct Norm {
-    /// f32 `[size]`
+    /// The weight, f32 `[size]`.
     pub(crate) weight: Tensor,
-    /// f32 `[size]`, only for a LayerNorm.
+    /// The bias of a LayerNorm, f32 `[size]`.
     pub(crate) bias: Option<Tensor>,
     pub(crate) eps: f32,
 }
@@ -59,7 +59,7 @@ impl Norm {
         kernels::bytes(&self.weight) + self.bias.as_ref().map_or(0, kernels::bytes)
     }
 
-    /// Returns x + y as f32 `[tokens, hidden]`, and this sum normalized, in `dtype`. Without y, the sum is x.
+    /// Returns x + y as f32 `[tokens, hidden]`. Also returns the normalized sum, in `dtype`. Without y, the sum is x.
     pub fn add_norm(&self, x: &Tensor, y: Option<Addend>, dtype: DType) -> Result<(Tensor, Tensor)> {
         Ok(kernels::norm::add_norm(x, y, &self.weight, self.bias.as_ref(), self.eps, dtype)?)
     }

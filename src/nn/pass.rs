@@ -16,7 +16,7 @@ pub struct StepBatch<'b> {
     pub ids: &'b [u32],
     pub sequences: &'b [SequenceSpan<'b>],
     pub logits: LogitRows,
-    /// The order of additions. `Fixed` requires one token per sequence.
+    /// The order of additions in matrix products and attention. `Fixed` requires one token per sequence.
     pub sum_order: SumOrder,
 }
 

@@ -3,7 +3,8 @@
 //! The formulas are from `modeling_rope_utils.py` in transformers.
 //! The fields of config.json can have the names of transformers 4 or of transformers 5.
 //!
-//! The rotation is in `kernels::attention::rope`. Unlike `candle_nn::rotary_emb`, it takes a position per token.
+//! The rotation kernel is in `kernels::attention::rope`.
+//! Unlike `candle_nn::rotary_emb`, the rotation kernel takes one position per token.
 //! The rotation kernel can also rotate only part of a head, and includes the bias, the q/k norm and the cast.
 
 use std::f32::consts::PI;
@@ -38,7 +39,7 @@ pub struct RopeConfig {
 #[derive(Clone, Debug, Default, Deserialize)]
 struct RopeParameters {
     rope_type: Option<String>,
-    /// The older name of `rope_type`. Some files have both fields.
+    /// The older name of `rope_type`. Some files have both `type` and `rope_type`.
     #[serde(rename = "type")]
     old_type: Option<String>,
     rope_theta: Option<f64>,
@@ -60,7 +61,8 @@ struct RopeParameters {
 /// The context lengths that RoPE frequencies depend on.
 #[derive(Clone, Copy, Debug)]
 pub struct RopeLengths {
-    /// The value in config.json. It is the original length, too, if `original_max_position_embeddings` is absent.
+    /// `max_position_embeddings` in config.json.
+    /// Also the original context length, if config.json has no `original_max_position_embeddings`.
     pub max_position_embeddings: usize,
     /// The number of positions that the model is loaded for.
     pub context: usize,
@@ -200,7 +202,7 @@ fn llama3(plain: Vec<f32>, parameters: &RopeParameters, factor: f32, original: f
 ///
 /// When a sequence exceeds the original length, transformers switches to the long list and recomputes all keys.
 /// inferno chooses the list once, from the context length for which it loads the model, so cached keys stay valid.
-/// The results match those of transformers if this context length does not exceed the original length.
+/// Results match those of transformers if the loaded context length does not exceed the original length.
 fn longrope(
     plain: Vec<f32>,
     parameters: &RopeParameters,
@@ -264,13 +266,13 @@ fn yarn(plain: Vec<f32>, parameters: &RopeParameters, factor: f64, theta: f64, o
 
 /// Tables of cos and sin for every position of a context, on the device.
 pub struct RotaryEmbedding {
-    /// f32 `[positions, rotated / 2]`
+    /// The table of cos values, f32 `[positions, rotated / 2]`.
     pub(crate) cos: Tensor,
     pub(crate) sin: Tensor,
 }
 
 impl RotaryEmbedding {
-    /// Computes the tables for positions 0 to `positions` - 1. Together, they take positions · rotated · 4 bytes.
+    /// Computes the tables for positions 0 to `positions` - 1. Both tables together take positions · rotated · 4 bytes.
     pub fn new(frequencies: &RopeFrequencies, positions: usize, device: &Device) -> Result<Self> {
         let half = frequencies.inv_freq.len();
         let angle = |i: usize| (i / half) as f32 * frequencies.inv_freq[i % half];

@@ -22,7 +22,7 @@ pub struct TurnDisplay {
     /// The number of suspensions (Ctrl-Z) that the display has handled.
     #[cfg(unix)]
     suspensions: usize,
-    /// The input typed before the turn. Empty if the key listener has it.
+    /// The input typed before the turn. Empty while the key listener holds that input.
     type_ahead: TypeAhead,
 }
 
@@ -31,7 +31,8 @@ enum TurnOutput {
     Plain(PlainText),
 }
 
-/// Prints text as it arrives. Color marks the reasoning. Without color, labels do.
+/// Prints text as it arrives, without Markdown formatting.
+/// With color, the reasoning is dimmed. Without color, labels mark the reasoning and the answer.
 struct PlainText {
     hides_reasoning: bool,
     color: Color,

@@ -131,7 +131,7 @@ impl LineEditor {
 }
 
 fn put(shared: &SharedText, text: Option<String>) {
-    // The text is valid even if another thread has panicked while it held the lock.
+    // Ignore lock poisoning: the text is valid even if another thread panicked while it held the lock.
     *shared.lock().unwrap_or_else(PoisonError::into_inner) = text;
 }
 
@@ -139,14 +139,14 @@ fn take(shared: &SharedText) -> Option<String> {
     shared.lock().unwrap_or_else(PoisonError::into_inner).take()
 }
 
-/// Returns the path of the history file and creates its folder. `None` if history is disabled or there is no folder.
+/// Returns the path of the history file and creates its folder. `None` if saving is disabled or the folder is unknown.
 fn history_path() -> Option<PathBuf> {
     let folder = state_folder::path().filter(|_| state_folder::is_enabled())?;
     state_folder::create_folder(&folder).ok()?;
     Some(folder.join("history"))
 }
 
-/// Renames a damaged history file, because lines cannot be appended to it. A missing or unreadable file stays.
+/// Renames a damaged history file, because lines cannot be appended to it. Leaves a missing or unreadable file alone.
 fn move_damaged_history_aside(path: &Path, error: &ReadlineError) {
     if let ReadlineError::Io(error) = error
         && matches!(error.kind(), ErrorKind::NotFound | ErrorKind::PermissionDenied)

@@ -1,7 +1,7 @@
 //! Handles keys while an answer streams.
 //!
 //! While the listener runs, the terminal sends each key immediately and does not echo it. Ctrl-C still raises a signal.
-//! When the listener ends, it restores the terminal modes.
+//! When the key listener ends, it restores the terminal modes.
 
 use std::fs::File;
 use std::io::{IsTerminal, Read, stdin};
@@ -19,7 +19,7 @@ use crate::terminal::modes;
 /// The interval, in milliseconds, at which the listener checks whether the answer has ended.
 const TICK_MS: u8 = 20;
 /// The number of ticks without input after which the listener abandons an incomplete key or paste.
-/// Applies only after the answer has ended.
+/// This limit applies only after the answer has ended.
 const MAX_QUIET_TICKS: usize = 25;
 
 /// A thread that listens for keys until it is stopped or dropped.
@@ -106,7 +106,7 @@ fn listen(
     modes: &Termios,
 ) -> TypeAhead {
     let mut quiet_ticks = 0;
-    // If the answer ends during a paste, read the rest of the paste. The prompt would take its line breaks for Enter.
+    // If the answer ends during a paste, read the paste to its end. The prompt would treat its line breaks as Enter.
     while !shared.should_end.load(Ordering::Relaxed) || (type_ahead.is_incomplete() && quiet_ticks < MAX_QUIET_TICKS) {
         let mut waiting = [PollFd::new(input.as_fd(), PollFlags::POLLIN)];
         match poll(&mut waiting, PollTimeout::from(TICK_MS)) {

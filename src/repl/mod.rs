@@ -38,7 +38,7 @@ pub fn run(mut session: Session) -> Result<ExitCode> {
     let mut type_ahead = TypeAhead::default();
     loop {
         if cancel.swap(false, Ordering::Relaxed) {
-            // Ctrl-C stopped the answer, so let the user review the messages typed ahead before they are sent.
+            // The user stopped the answer with Ctrl-C. Let the user review messages typed ahead before sending them.
             type_ahead.hold();
         }
         let input = match next_input(&mut editor, &mut type_ahead)? {
@@ -55,7 +55,7 @@ pub fn run(mut session: Session) -> Result<ExitCode> {
             }
             Input::End => break,
         };
-        // Ignore a Ctrl-C that the user pressed in $EDITOR: it was meant for the editor.
+        // Ignore a Ctrl-C that the user pressed in $EDITOR, because it was meant for the editor.
         cancel.store(false, Ordering::Relaxed);
         was_interrupted = false;
         if input.trim().is_empty() {
@@ -89,7 +89,7 @@ pub fn run(mut session: Session) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Explains why a message does not fit in the context, and what to do about it.
+/// Returns a message that explains why a message does not fit in the context, and what to do about it.
 fn context_full(session: &Session, message: &str) -> String {
     let context = session.backend().context().unwrap_or_default();
     if session.fits_alone(message) {

@@ -1,8 +1,8 @@
 //! Input that the user types while an answer streams: complete messages, and the draft of the next one.
 //!
-//! The `vte` crate is not suitable, because it parses the output of programs, not keys.
-//! `vte` would treat Alt-] and Alt-P as the start of a control string, and swallow the keys that follow.
-//! In addition, `vte` cannot report that a sequence is incomplete.
+//! The `vte` crate is not suitable, because it parses the output of programs, not keyboard input.
+//! `vte` would treat Alt-] and Alt-P as the start of a control string, and would swallow the keys that follow.
+//! `vte` also cannot report that an escape sequence is incomplete.
 
 use std::collections::VecDeque;
 
@@ -38,13 +38,13 @@ enum EscapeState {
     #[default]
     None,
     Escape,
-    /// The bytes after `ESC [`.
+    /// A CSI sequence: the bytes after `ESC [`.
     Csi(Vec<u8>),
-    /// `ESC O`. One more byte completes the sequence.
+    /// An SS3 sequence, which starts with `ESC O`. One more byte completes the sequence.
     Ss3,
 }
 
-/// The maximum length of an escape sequence, in bytes. No key sends a longer one.
+/// The maximum length of an escape sequence, in bytes. No key sends a longer escape sequence.
 const MAX_SEQUENCE_BYTES: usize = 32;
 
 impl TypeAhead {
@@ -57,7 +57,7 @@ impl TypeAhead {
                     b'[' => EscapeState::Csi(Vec::new()),
                     b'O' => EscapeState::Ss3,
                     0x1b => EscapeState::Escape,
-                    // Alt and a character: ignore both.
+                    // Alt with a character: ignore the escape byte and the character.
                     _ => EscapeState::None,
                 }
             }
@@ -81,7 +81,7 @@ impl TypeAhead {
     fn push_text_byte(&mut self, byte: u8) -> Option<Key> {
         let follows_return = std::mem::replace(&mut self.follows_return, byte == b'\r');
         if byte < 0x20 && !self.partial.is_empty() {
-            // The control character ends an incomplete UTF-8 character.
+            // A control character ends an incomplete UTF-8 character.
             self.partial.clear();
             self.draft.push(char::REPLACEMENT_CHARACTER);
         }
@@ -119,11 +119,11 @@ impl TypeAhead {
         self.partial.push(byte);
         match std::str::from_utf8(&self.partial) {
             Ok(text) => self.draft.push_str(text),
-            // Wait for the rest of the character.
+            // The UTF-8 character is incomplete, so wait for its next byte.
             Err(error) if error.error_len().is_none() => return None,
             Err(_) => {
                 self.draft.push(char::REPLACEMENT_CHARACTER);
-                // The byte that makes the character invalid may start another character.
+                // The byte that makes a UTF-8 character invalid may start another character.
                 if self.partial.len() > 1 {
                     self.partial.clear();
                     return self.push_text_byte(byte);
@@ -171,7 +171,7 @@ impl TypeAhead {
         std::mem::take(&mut self.draft)
     }
 
-    /// Puts all queued messages before the draft, so that the user can review them before sending.
+    /// Puts all queued messages before the draft, so that the user can review the messages before sending them.
     pub fn hold(&mut self) {
         let draft = self.take_draft();
         let lines: Vec<String> = self.messages.drain(..).chain((!draft.is_empty()).then_some(draft)).collect();
@@ -183,7 +183,7 @@ impl TypeAhead {
 mod tests {
     use super::*;
 
-    /// Returns the messages and the draft after these bytes were typed.
+    /// Returns the messages and the draft that result from typing `bytes`.
     fn typed(bytes: &str) -> (Vec<String>, String) {
         let mut type_ahead = TypeAhead::default();
         push_all(&mut type_ahead, bytes.as_bytes());

@@ -1,10 +1,10 @@
 //! Batched decode steps as CUDA graphs, with one graph per padded batch size.
 //!
-//! A graph replays the operations of [`Decoder::forward_pass`], with the same results except for rounding.
+//! A batch graph replays the operations of [`Decoder::forward_pass`]. The results are equal except for rounding.
 //! The host launches one graph instead of hundreds of kernels.
 //!
 //! Batches are padded to a few sizes, so that few graphs are needed. A padding row repeats the last sequence.
-//! The padding therefore uses no other experts, and writes the same keys and values to the same cache row.
+//! Padding rows therefore use no additional experts, and rewrite the same keys and values in the same cache row.
 
 use std::collections::BTreeMap;
 
@@ -32,10 +32,10 @@ pub struct BatchGraphs {
     table_blocks: usize,
     sum_order: SumOrder,
     graphs: BTreeMap<usize, BatchGraph>,
-    /// f32 `[MAX_SEQUENCES, vocab]`, shared by all graphs. Allocated for the first batch.
+    /// The logits of a step, f32 `[MAX_SEQUENCES, vocab]`. All graphs share this buffer. Allocated for the first batch.
     logits: Option<Tensor>,
-    /// The arena for the intermediate results of new graphs, and the largest batch size for which it has room.
-    /// If a larger batch needs a new arena, earlier graphs keep the old one.
+    /// The largest batch size for which the arena has room, and the arena for intermediate results of new graphs.
+    /// If a larger batch needs a new arena, earlier graphs keep their arena.
     arena: Option<(usize, Arena)>,
     /// Whether a batch graph has failed. If so, [`can_run_model`](Self::can_run_model) returns false.
     has_failed: bool,
@@ -43,22 +43,22 @@ pub struct BatchGraphs {
 
 /// The graph of one padded batch size, and its buffers.
 struct BatchGraph {
-    /// u32: ids, positions, the cache rows to write in each group, the block tables of each group.
+    /// The inputs, u32: token ids, positions, the cache rows to write in each group, the block tables of each group.
     inputs: Tensor,
-    /// The host's copy of the block tables in `inputs`. Only entries that differ are sent to the device.
+    /// The host's copy of the block tables in `inputs`. Only entries that have changed are sent to the device.
     tables: Vec<u32>,
     ids: Tensor,
     pass: Pass,
-    /// f32 `[batch, vocab]`
+    /// The logits of the batch, f32 `[batch, vocab]`.
     logits: Tensor,
-    /// The memory for the graph's intermediate results. `None` if they are allocated inside the graph.
+    /// The memory for the graph's intermediate results. `None` if the graph itself allocates this memory.
     arena: Option<Arena>,
-    /// `None` until the first step of this size has run.
+    /// The captured graph. `None` until the first step of this size has run.
     graph: Option<LaunchGraph>,
 }
 
 impl BatchGraphs {
-    /// Creates an empty set of graphs for sequences of up to `context` positions. `run` adds graphs.
+    /// Creates an empty set of graphs for sequences of up to `context` positions. `BatchGraphs::run` adds graphs.
     pub fn new(device: &CudaDevice, context: usize, sum_order: SumOrder) -> Self {
         let table_blocks = context.div_ceil(BLOCK_TOKENS);
         Self {
@@ -79,7 +79,7 @@ impl BatchGraphs {
     }
 
     /// Queues a decode step, like [`run`](Self::run). On a single GPU, returns `None` if the batch graph fails.
-    /// Later steps must then run operation by operation: [`can_run_model`](Self::can_run_model) returns false.
+    /// Later steps must run operation by operation, because [`can_run_model`](Self::can_run_model) returns false.
     pub fn try_run(
         &mut self,
         decoder: &Decoder,
@@ -89,10 +89,10 @@ impl BatchGraphs {
     ) -> Result<Option<Tensor>> {
         match self.run(decoder, cache, sequences, buffers) {
             Ok(logits) => Ok(Some(logits)),
-            // The other ranks do not know about the failure, so they would not repeat the step eagerly.
+            // Do not repeat the step eagerly: the other ranks do not know about the failure, and would not do so.
             Err(error) if decoder.world().size() > 1 => Err(error),
             Err(error) => {
-                // The failed step may have written keys and values to the cache. The eager step writes them again.
+                // The failed step may have written keys and values to the cache. The eager step overwrites them.
                 tracing::warn!(%error, "cannot run batches as CUDA graphs");
                 self.has_failed = true;
                 self.graphs.clear();
@@ -103,8 +103,9 @@ impl BatchGraphs {
         }
     }
 
-    /// Queues a decode step of at most `MAX_SEQUENCES` sequences. [`can_run_model`](Self::can_run_model) must be true.
-    /// Returns the logits, f32 `[sequences, vocab]`, which the next step overwrites. The inputs go through `buffers`.
+    /// Queues a decode step of at most `MAX_SEQUENCES` sequences. The inputs go through `buffers`.
+    /// [`can_run_model`](Self::can_run_model) must be true.
+    /// Returns the logits, f32 `[sequences, vocab]`, which the next step overwrites.
     pub fn run(
         &mut self,
         decoder: &Decoder,
@@ -135,8 +136,8 @@ impl BatchGraphs {
     }
 }
 
-/// Returns the padded batch size for this number of sequences.
-/// Each padded size needs a graph of its own, so there are fewer sizes for larger batches.
+/// Returns the padded batch size for a number of sequences.
+/// Each padded size needs its own graph, so large batches are padded to fewer sizes.
 fn padded(sequences: usize) -> usize {
     match sequences {
         ..=8 => sequences,
@@ -170,7 +171,7 @@ impl BatchGraph {
         Ok(Self { ids: part(0, 1)?, pass, logits, tables, arena: None, graph: None, inputs })
     }
 
-    /// Returns the ids, positions and cache rows of the padded batch, and the changes to its block tables.
+    /// Returns the token ids, positions and cache rows of the padded batch, and the changes to its block tables.
     fn inputs(
         &mut self,
         decoder: &Decoder,
@@ -214,7 +215,7 @@ impl BatchGraph {
         Ok(StepInputs { ids, sources, words, changes })
     }
 
-    /// Runs the first step of this size and captures it as a graph. Replaces `arena` if it is too small for this size.
+    /// Runs the first step of this batch size and captures the step as a graph. Replaces `arena` if it is too small.
     fn capture_first_step(
         &mut self,
         device: &CudaDevice,
@@ -223,7 +224,7 @@ impl BatchGraph {
         arena: &mut Option<(usize, Arena)>,
     ) -> Result<()> {
         // Run the step without a graph first, because a capture can neither load kernels nor allocate memory.
-        // The first run loads all kernels and allocates the counters of finished attention splits.
+        // The uncaptured run loads all kernels and allocates the counters of finished attention splits.
         let (result, sizes) = LayerSizes::measure(|| self.forward(decoder, cache));
         result?;
         let size = self.ids.dims1()?;
@@ -243,8 +244,9 @@ impl BatchGraph {
         // `Runner` drops the graphs before the decoder and the cache. `BatchGraph` owns its buffers and the arena.
         // Only the engine thread uses the stream after loading.
         let graph = unsafe { LaunchGraph::capture_with(device, forward)? };
-        // Run the step again, as a graph. During the capture, cuBLAS may have chosen other algorithms than before.
-        // All steps of a size must use the same algorithms.
+        // Run the step again, as a graph.
+        // During the capture, cuBLAS may have chosen other algorithms than in the first run.
+        // All steps of one batch size must use the same algorithms.
         decoder.world().launch_together(|| graph.enqueue())?;
         self.graph = Some(graph);
         Ok(())

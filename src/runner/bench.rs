@@ -45,9 +45,9 @@ impl Runner {
         Ok(chosen)
     }
 
-    /// Runs `count` greedy steps of the decode graph as individual launches, for comparison with the graph.
+    /// Runs `count` greedy steps of the decode graph as individual kernel launches, for comparison with the graph.
     ///
-    /// Empties the cache afterwards.
+    /// Empties the cache after the last step.
     /// Fails without a decode graph, with several ranks, or if the steps exceed the context.
     pub fn decode_steps_ungraphed(&mut self, first: u32, count: usize) -> Result<Vec<u32>> {
         if !self.ranks.is_single() {
@@ -94,25 +94,25 @@ impl Runner {
         Ok(true)
     }
 
-    /// Waits for the next token of the decode graph, and records `input`, the input token of its step, as cached.
-    /// `limit` is the maximum number of tokens still to generate, including this one.
+    /// Waits for the next token of the decode graph. Records `input`, the input token of the step, as cached.
+    /// `limit` is the maximum number of tokens still to generate, including the next token.
     fn solo_graph_step(&mut self, input: u32, limit: usize) -> Result<u32> {
         let Decode::Graph(graph) = &mut self.decode else { bail!("no decode graph was planned") };
         let token = self.ranks.next_token(graph, limit)?;
         self.solo.cached.push(input);
-        // Steps that are already queued write keys and values after the cached tokens.
+        // Steps that are already queued also write keys and values after the cached tokens.
         self.solo.written = self.solo.written.max(self.solo.cached.len() + graph.queued_steps());
         Ok(token)
     }
 
-    /// Keeps only the first `len` cached tokens. Prefills them again if removed tokens have overwritten some of them.
+    /// Keeps only the first `len` cached tokens. Prefills these tokens again if removed tokens overwrote some of them.
     pub fn rewind(&mut self, len: usize) -> Result<()> {
         if len > self.solo.cached.len() {
             bail!("cannot rewind to {len} tokens: only {} are cached", self.solo.cached.len());
         }
         self.stop_graph();
-        // Sliding-window groups use their blocks as a ring buffer. Removed tokens may therefore have overwritten keys
-        // and values in the window of the remaining tokens.
+        // Sliding-window groups use their blocks as a ring buffer.
+        // Removed tokens may therefore have overwritten keys and values in the window of the remaining tokens.
         let overwritten = self.cache.layout().windows().iter().flatten().any(|&window| {
             let rows = peak_blocks(Some(window), self.limits.context, self.limits.chunk) * BLOCK_TOKENS;
             let window_start = (len + 1).saturating_sub(window) / BLOCK_TOKENS * BLOCK_TOKENS;
@@ -142,7 +142,7 @@ impl Runner {
         StepBytes { weights: one.weights + extra as u64, cache: one.cache * sequences as u64 }
     }
 
-    /// Returns the number of experts that each token uses per layer, or 0 if the model has none.
+    /// Returns the number of experts that each token uses per layer, or 0 if the model has no experts.
     pub fn chosen_experts(&self) -> usize {
         self.decoder.expert_cost().per_token
     }
@@ -169,7 +169,7 @@ impl Runner {
         let mut times = graph.kernel_times()?;
         let cache = kv_cache::step_bytes(self.decoder.cache_layers(), self.solo.cached.len(), dtype);
         // The number of bytes that attention reads depends on the number of cached tokens.
-        // Report it only if all layers use the same attention kernel.
+        // Report these bytes only if all layers use the same attention kernel.
         let mut attention = times.iter_mut().filter(|time| time.name.starts_with("flash_attention"));
         if let (Some(time), None) = (attention.next(), attention.next()) {
             time.bytes = cache;

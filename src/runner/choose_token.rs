@@ -13,7 +13,7 @@ use crate::kernels::token_mask::TokenMask;
 )]
 pub(super) struct NoToken;
 
-/// The error message for a sequence whose allowed tokens all have logits of NaN or -inf.
+/// The error message if no allowed token of a sequence has a logit other than NaN or -inf.
 pub(super) const NO_ALLOWED_TOKEN: &str =
     "cannot choose a token: the request's constraint and its other options together rule out every token";
 
@@ -45,13 +45,13 @@ pub trait ChooseToken {
 
     /// Returns the tokens that may be chosen next, or `None` if any token may be chosen.
     ///
-    /// The runner calls this once per step, before [`logit_edits`](Self::logit_edits) and after it has queued the pass.
-    /// On a GPU, the pass therefore runs during this call. An error ends only this sequence.
+    /// The runner calls this once per step, after it has queued the pass and before [`logit_edits`](Self::logit_edits).
+    /// On a GPU, the pass therefore runs during the call. An error ends only the sampler's sequence.
     fn allowed_tokens(&mut self) -> Result<Option<TokenMask>> {
         Ok(None)
     }
 
-    /// Returns whether the choice needs the whole row of logits. If it does, the decode graph cannot choose the token.
+    /// Returns whether the choice needs the whole row of logits. The decode graph cannot make such a choice.
     fn needs_logits(&self) -> bool {
         self.is_constrained() || self.top_logprobs().is_some() || !self.logit_edits().is_empty()
     }
@@ -64,7 +64,7 @@ pub trait ChooseToken {
 
     /// Returns the edits of the logits from which a queued step chooses a token.
     /// `in_flight` is the number of tokens that were chosen but not [recorded](Self::record) yet.
-    /// The penalties leave out these tokens.
+    /// The penalties leave out the `in_flight` tokens.
     fn queued_edits(&self, in_flight: u32) -> RowEdits {
         let _ = in_flight;
         RowEdits::default()
@@ -74,10 +74,10 @@ pub trait ChooseToken {
     /// Does not record the token. The caller guarantees the same as for [`choose`](Self::choose).
     fn choose_queued(&self, logits: &[f32], in_flight: u32) -> u32;
 
-    /// Records a token that a queued step or the device has chosen, so that later choices count it.
+    /// Records a token that a queued step or the device has chosen, so that later choices count the token.
     fn record(&mut self, token: u32);
 
-    /// Returns the parameters and token counts for the sampling kernel. `None` is greedy sampling without penalties.
+    /// Returns the parameters and token counts for the sampling kernel. `None` means greedy sampling without penalties.
     /// The kernel chooses the same tokens as `choose`, except for the rare differences that `sample.cu` lists.
     fn on_device(&self) -> Option<DeviceSampling>;
 }

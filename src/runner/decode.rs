@@ -11,13 +11,13 @@ use super::no_decode_graph::NoDecodeGraph;
 use crate::nn::decoder::Decoder;
 use crate::nn::kv_cache::KvCache;
 
-/// How the decode steps of a request run while it is the only request.
+/// How decode steps run while only one request is active.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Executor {
     /// As a CUDA graph: the decode graph, or a batch graph of one sequence.
     Graph,
-    /// One operation at a time, without a graph.
+    /// One operation at a time, without a CUDA graph.
     Eager,
 }
 
@@ -30,14 +30,14 @@ impl fmt::Display for Executor {
     }
 }
 
-/// The decode graph, or the reason why there is none.
+/// The decode graph, or the reason why the runner has none.
 pub(super) enum Decode {
     Graph(Box<DecodeGraph>),
     NoGraph(NoDecodeGraph),
 }
 
 impl Decode {
-    /// Plans the decode graph. Every rank must call this function. Either all ranks get a graph or none.
+    /// Plans the decode graph. Every rank must call this function, because either all ranks get a graph or none does.
     pub fn plan_together(
         decoder: &Decoder,
         cache: &KvCache,

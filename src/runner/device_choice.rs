@@ -12,7 +12,7 @@ use crate::kernels::sampling::{LogitEdit, RowLogprobs, edit_logits, mask_logits,
 use crate::kernels::token_mask::TokenMask;
 
 /// Chooses the next token of each sequence on the GPU. Only tokens and log probabilities are copied to the host.
-/// Waits for the device.
+/// Waits for the GPU.
 pub fn choose_on_device(sequences: &mut [StepSequence], logits: &Tensor) -> Result<Vec<Chosen>> {
     if sequences.iter().all(|sequence| sequence.sampler.is_none()) {
         return Ok(sequences.iter().map(|_| None).collect());
@@ -57,9 +57,9 @@ fn samplers<'a>(sequences: &'a [StepSequence<'_>]) -> impl Iterator<Item = &'a d
 
 /// The rows of logits whose log probabilities were requested. Row i of the logits belongs to the i-th sampler.
 struct ScoredRows {
-    /// The index of each requested row, and how many of its most likely tokens to report.
+    /// The index of each row, and how many of the row's most likely tokens to report.
     rows: Vec<(u32, usize)>,
-    /// f32 `[rows, vocab]`: a copy, because edits and penalties change the original in place.
+    /// A copy of the rows, f32 `[rows, vocab]`. Edits and penalties change the original logits in place.
     logits: Tensor,
 }
 
@@ -103,7 +103,7 @@ fn sampled_rows(sequences: &[StepSequence], logits: &Tensor) -> Result<Tensor> {
 }
 
 /// Returns a mask for each row whose sampler allows only some tokens. Row i belongs to the i-th sampler.
-/// An error replaces the mask of a row if the mask cannot be computed.
+/// If the mask of a row cannot be computed, returns an error in place of this mask.
 fn allowed_tokens(sequences: &mut [StepSequence]) -> (Vec<(u32, TokenMask)>, HashMap<u32, Error>) {
     let (mut masks, mut problems) = (Vec::new(), HashMap::new());
     let samplers = sequences.iter_mut().filter_map(|sequence| sequence.sampler.as_deref_mut());

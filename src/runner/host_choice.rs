@@ -30,7 +30,7 @@ pub(super) fn choose_on_host(logits: &mut [f32], sampler: &mut dyn ChooseToken) 
 mod tests {
     use super::*;
 
-    /// Chooses the last token whose logit is neither NaN nor -inf.
+    /// A sampler that chooses the last token whose logit is neither NaN nor -inf.
     #[derive(Clone)]
     struct Last;
 
@@ -55,7 +55,7 @@ mod tests {
         const INF: f32 = f32::INFINITY;
         for logits in [[f32::NAN; 3], [-INF; 3], [f32::NAN, -INF, f32::NAN]] {
             let error = choose_on_host(&mut logits.clone(), &mut Last).unwrap_err();
-            // An error of another type would end the world, not only this request.
+            // The error must be `NoToken`, because any other error would end the world and not only the request.
             assert!(error.is::<NoToken>(), "{error}");
         }
         assert_eq!(choose_on_host(&mut [f32::NAN, -1.0, -INF], &mut Last).unwrap().id, 1);

@@ -22,7 +22,7 @@ pub struct RunnerOptions {
     pub eager: bool,
     /// If set, the results of a sequence are deterministic: they do not depend on other sequences. See [`PromptParts`].
     pub prompt_parts: Option<PromptParts>,
-    /// Whether steps are queued even on a CPU. A CPU runs them immediately, so this saves no time.
+    /// Whether steps are queued even on a CPU. A CPU runs queued steps immediately, so queueing saves no time.
     /// Tests use this option to reproduce the order of events on a GPU.
     pub queue_on_cpu: bool,
 }
@@ -36,11 +36,11 @@ impl RunnerOptions {
 
 /// How prompts are divided so that results do not depend on other sequences, on the prefix cache or on preemption.
 ///
-/// Each token is always computed by the same kernels with the same sizes:
+/// Each token is always computed by the same kernels with the same matrix sizes:
 /// - The prompt without its last token is divided at multiples of [`tokens`](Self::tokens).
-///   Each part runs in its own pass.
+///   Each part runs in its own forward pass.
 /// - The last token of the prompt and every generated token are rows of decode steps.
-///   The kernels of these steps add in a fixed order ([`SumOrder::Fixed`]).
+///   The kernels of decode steps add in a fixed order ([`SumOrder::Fixed`]).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PromptParts {
     tokens: usize,
@@ -48,10 +48,10 @@ pub struct PromptParts {
 
 impl PromptParts {
     /// The maximum number of tokens in a part. Larger parts would be faster to compute.
-    /// But prompts reuse only whole parts from the prefix cache.
+    /// However, prompts reuse only whole parts from the prefix cache.
     const MAX_TOKENS: usize = 512;
 
-    /// Creates the division for passes of at most `chunk` tokens. Returns `None` if `chunk` is less than a block.
+    /// Creates prompt parts for passes of at most `chunk` tokens. Returns `None` if `chunk` is less than a block.
     pub fn new(chunk: usize) -> Option<Self> {
         let tokens = chunk.min(Self::MAX_TOKENS) / BLOCK_TOKENS * BLOCK_TOKENS;
         (tokens > 0).then_some(Self { tokens })

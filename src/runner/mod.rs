@@ -1,5 +1,6 @@
-//! Runs the steps of a model on its device. On a GPU, decode steps usually run as CUDA graphs:
-//! batch graphs, one for each batch size, or the decode graph, which has fused kernels for a single sequence.
+//! Runs the steps of a model on its device. On a GPU, decode steps usually run as CUDA graphs.
+//! There are batch graphs, one for each batch size, and the decode graph.
+//! The decode graph has fused kernels for a single sequence.
 //!
 //! A [`Runner`] handles token ids, positions and block tables.
 //! Its callers handle requests, text and sampling parameters. The modules are:
@@ -9,13 +10,13 @@
 //! - `scored_pass`: a forward pass that also returns the logits of prompt tokens
 //! - `solo`: runs one sequence that has the KV cache to itself; `solo_sequence`: the state of this sequence
 //! - `bench`: prefill, decode steps and measurements of a solo sequence, for `bench` and tests
-//! - `decode`: plans the decode graph; `no_decode_graph`: why there is none
+//! - `decode`: plans the decode graph; `no_decode_graph`: why a runner has no decode graph
 //! - `decode_graph/`: the decode graph
 //! - `batch_graph`: the batch graphs
 //! - `step_launcher`: launches steps on the GPU of one rank: batch graphs and queued steps
 //! - `queued_steps/`: the steps that are queued, and their buffers on a GPU
 //! - `ranks/`: the other ranks of a model that several devices run together, and their commands
-//! - `no_cuda`: takes the place of `decode_graph`, `step_launcher` and `device_choice` in builds without CUDA
+//! - `no_cuda`: replaces `decode_graph`, `step_launcher` and `device_choice` in builds without CUDA
 //! - `step_sequence`: the input and the result of a sequence in a step
 //! - `choose_token`: the interface of samplers; `host_choice`, `device_choice`: choose tokens on the host or on a GPU
 //! - `logprobs`: the log probabilities of a token
@@ -82,9 +83,9 @@ pub use step_times::StepTime;
 /// A model on its device, with the KV cache of all sequences.
 pub struct Runner {
     /// Launches batch graphs and queued steps. `None` on a CPU, with `--eager`, or if the ranks cannot run graphs.
-    /// Declared first, because the graphs must be dropped before the decoder and the cache, whose memory they use.
+    /// Declared first: graphs must be dropped before the decoder and the cache, whose memory they use.
     launcher: Option<StepLauncher>,
-    /// All ranks, which run every pass together. `decoder` and `cache` belong to the first rank.
+    /// All ranks, which run every pass together. The fields `decoder` and `cache` belong to the first rank.
     ranks: RankGroup,
     decoder: Decoder,
     cache: KvCache,
@@ -96,7 +97,7 @@ pub struct Runner {
     solo: SoloSequence,
     /// The token of each sequence in the last step that was queued on a CPU, by sequence id.
     queued_tokens: HashMap<u64, u32>,
-    /// When the tokens of a queued step were last taken.
+    /// The time at which the tokens of a queued step were last taken.
     last_taken: Instant,
     times: StepTimes,
 }
@@ -117,9 +118,9 @@ impl Runner {
     }
 
     /// Creates a runner for a model that several ranks run together.
-    /// `world` and `parts` belong to the first rank, which runs on the calling thread. `others` are all other ranks.
+    /// `world` and `parts` belong to the first rank, which runs on the calling thread. `others` holds all other ranks.
     ///
-    /// All caches must have the same number of blocks, enough for one sequence of `limits.context` positions.
+    /// All KV caches must have the same number of blocks, enough for one sequence of `limits.context` positions.
     pub fn with_ranks(
         world: World,
         parts: RankParts,
@@ -153,7 +154,7 @@ impl Runner {
         self.limits
     }
 
-    /// Returns how prompts are divided, or `None` if results are not deterministic.
+    /// Returns how prompts are divided into parts, or `None` if results are not deterministic.
     pub fn prompt_parts(&self) -> Option<PromptParts> {
         self.options.prompt_parts
     }
@@ -163,7 +164,7 @@ impl Runner {
         &self.cache
     }
 
-    /// Returns whether a rank has failed. If so, every later step fails.
+    /// Returns whether a rank has failed. After such a failure, every later step fails.
     pub fn has_failed_rank(&self) -> bool {
         self.ranks.has_failed_rank()
     }
@@ -181,13 +182,14 @@ impl Runner {
     /// Checks that all ranks still answer.
     /// If a rank has not answered for 5 s, [`has_failed_rank`](Self::has_failed_rank) becomes true.
     ///
-    /// While the engine waits for requests, it calls this function once a second.
+    /// The engine calls this function once a second while it waits for requests.
     /// `is_first` is true for the first call of each wait.
     pub fn ping_ranks(&self, is_first: bool) {
         self.ranks.ping(is_first);
     }
 
-    /// Lets a rank fail, for tests: the first rank in its next pass, any other rank after the commands it has received.
+    /// Makes a rank fail, for tests. The first rank fails in its next pass.
+    /// Any other rank fails after the commands that it has already received.
     pub fn inject(&self, rank: usize, fault: RankFault) {
         self.ranks.inject(rank, fault);
     }
@@ -220,7 +222,7 @@ impl Runner {
         &self.device
     }
 
-    /// Returns how the decode steps of a request run while it is the only request.
+    /// Returns how decode steps run while only one request is active.
     pub fn executor(&self) -> Executor {
         let (facts, step) = (self.facts(), StepFacts::ONE_TOKEN);
         match queued_route(facts, step).unwrap_or_else(|| route(facts, step)) {

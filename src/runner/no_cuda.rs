@@ -1,6 +1,6 @@
-//! Takes the place of `decode_graph`, `step_launcher` and `device_choice` in builds without CUDA.
+//! Replaces `decode_graph`, `step_launcher` and `device_choice` in builds without CUDA.
 //!
-//! The functions are the same, so the rest of the runner does not depend on the build.
+//! The functions have the same signatures, so the runner's other modules do not depend on the build.
 //! [`DecodeGraph`] and [`StepLauncher`] cannot be created, so their methods never run.
 
 use std::convert::Infallible;
@@ -26,7 +26,7 @@ pub enum DecodePlan {
     Unsupported(NoDecodeGraph),
 }
 
-/// The decode graph. It cannot be created without CUDA.
+/// The decode graph, which cannot be created without CUDA.
 pub struct DecodeGraph {
     never: Infallible,
 }
@@ -100,7 +100,7 @@ impl DecodeGraph {
     }
 }
 
-/// Launches batch graphs and queued steps. It cannot be created without CUDA.
+/// Launches batch graphs and queued steps. A launcher cannot be created without CUDA.
 pub struct StepLauncher {
     never: Infallible,
 }
@@ -138,12 +138,12 @@ impl StepLauncher {
     }
 }
 
-/// Always fails. Without CUDA, logits are never on a GPU, so this function is never called.
+/// Always fails. Without CUDA, logits are never on a GPU, so the function is never called.
 pub fn choose_on_device(_: &mut [StepSequence], _: &Tensor) -> Result<Vec<Chosen>> {
     bail!("internal error: a build without CUDA cannot choose tokens on a GPU")
 }
 
-/// Always fails. Without CUDA, logits are never on a GPU, so this function is never called.
+/// Always fails. Without CUDA, logits are never on a GPU, so the function is never called.
 pub fn logprobs_on_device(_: &Tensor, _: &[u32], _: usize) -> Result<Vec<TokenLogprobs>> {
     bail!("internal error: a build without CUDA cannot compute log probabilities on a GPU")
 }

@@ -5,18 +5,18 @@ use std::fmt;
 use candle_core::DType;
 
 /// Why a runner has no decode graph.
-/// The decode steps of a single sequence then run as batch graphs if possible, or else operation by operation.
+/// Without a decode graph, the steps of one sequence run as batch graphs if possible, or else operation by operation.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum NoDecodeGraph {
     /// The user passed `--eager`.
     Requested,
-    /// The user passed `--deterministic`. The decode graph does not add in the fixed order that this requires.
+    /// The user passed `--deterministic`, which requires a fixed order of additions. The decode graph has none.
     Deterministic,
     NotOnGpu,
-    /// Several devices run the model together.
-    /// The host copies data between the devices, or one of them holds no part of a layer or of the output head.
+    /// Several devices run the model together, and the host copies data between the devices.
+    /// The reason also applies if one of several devices holds no part of a layer or of the output head.
     SeveralDevices,
-    /// The graph supports only bf16 and f16.
+    /// The dtype of activations is neither bf16 nor f16. The decode graph supports only these dtypes.
     Dtype(DType),
     /// The decode graph has no attention kernel for this head size.
     HeadDim(usize),
@@ -25,17 +25,17 @@ pub enum NoDecodeGraph {
     /// `gate_proj` and `up_proj` have different formats, or they quantize their inputs differently.
     MixedGateUp,
     /// No single kernel computes `q_proj`, `k_proj` and `v_proj`.
-    /// Only some of them are quantized, only some are FP8, or they quantize their inputs differently.
+    /// Only some of these matrices are quantized, only some are FP8, or they quantize their inputs differently.
     /// A mix of GGUF types is supported.
     IncompatibleQkv,
     /// The experts of gpt-oss are not in MXFP4, or a scale exceeds 2.
     ExpertFormat,
-    /// The kernels do not support this many experts per layer or per token.
+    /// The decode kernels do not support this number of experts per layer or per token.
     ExpertCount {
         chosen: usize,
         experts: usize,
     },
-    /// No decode kernel supports matrices with this many columns: too many, or not a multiple of 8.
+    /// No decode kernel supports matrices with this many columns. The number is too large or not a multiple of 8.
     RowLength(usize),
     /// The vocabulary is too large for one launch of the sampling kernel on this GPU.
     VocabularySize(usize),

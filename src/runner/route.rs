@@ -1,16 +1,16 @@
 //! Decides what runs a step, and whether the step is queued, from [`RunnerFacts`] and [`StepFacts`] alone.
 //!
-//! The table in docs/architecture.md lists these decisions. A test compares it with the functions below.
+//! The table in docs/architecture.md lists the routes. A test compares the table with the functions of this file.
 
 use super::limits::MAX_SEQUENCES;
 use super::step_sequence::StepSequence;
 
-/// What runs a step.
+/// What runs a step: a CUDA graph or the decoder.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Route {
-    /// The decode graph, for a single sequence. It chooses the token and queues its own steps.
+    /// The decode graph, for a single sequence. The decode graph chooses the token and queues its own steps.
     DecodeGraph,
-    /// A batch graph.
+    /// A batch graph: the CUDA graph of one padded batch size.
     BatchGraph,
     /// The decoder, one operation at a time.
     Eager,
@@ -22,7 +22,7 @@ pub struct RunnerFacts {
     pub has_decode_graph: bool,
     /// Whether the runner has batch graphs that can run its model.
     pub has_batch_graphs: bool,
-    /// Whether steps can be queued. False on a CPU, except in tests, and if the host copies data between ranks.
+    /// Whether steps can be queued. False if the host copies data between ranks, and on a CPU except in tests.
     pub can_queue: bool,
     /// Whether several ranks run the model.
     pub has_several_ranks: bool,
@@ -30,21 +30,21 @@ pub struct RunnerFacts {
     pub is_deterministic: bool,
 }
 
-/// The properties of a step that decide what runs it.
+/// The properties of a step that decide what runs the step.
 #[derive(Clone, Copy, Debug)]
 pub struct StepFacts {
     pub sequences: usize,
     /// Whether every sequence has a single input token.
     pub is_decode: bool,
-    /// Whether a token is chosen for some sequence.
+    /// Whether the step chooses a token for at least one sequence.
     pub chooses_tokens: bool,
     /// Whether a queued step could choose the tokens of all sequences.
     pub samplers_can_queue: bool,
-    /// Whether the step has a single sequence, and its sampler needs the whole row of logits.
+    /// Whether the step has a single sequence whose sampler needs the whole row of logits.
     pub needs_logits: bool,
     /// Whether the step computes log probabilities of prompt tokens.
     pub has_scores: bool,
-    /// Whether the results of some sequence must not depend on other sequences.
+    /// Whether the results of at least one sequence must not depend on other sequences.
     pub has_deterministic_sequence: bool,
 }
 
@@ -74,9 +74,9 @@ impl StepFacts {
     }
 }
 
-/// Decides what runs a step that [`queued_route`] has not queued.
+/// Decides what runs a step for which [`queued_route`] returned `None`.
 pub fn route(runner: RunnerFacts, step: StepFacts) -> Route {
-    // Batch graphs add in a fixed order only if the whole runner is deterministic.
+    // Batch graphs use a fixed order of additions only if the whole runner is deterministic.
     let is_separate = step.has_deterministic_sequence && !runner.is_deterministic;
     if !step.is_decode || step.has_scores || is_separate {
         return Route::Eager;
@@ -85,8 +85,8 @@ pub fn route(runner: RunnerFacts, step: StepFacts) -> Route {
         if runner.has_decode_graph && step.chooses_tokens {
             return Route::DecodeGraph;
         }
-        // Few steps of one sequence get here: they usually run on the decode graph or are queued.
-        // A batch graph is needed only for a fixed order of additions, or for several ranks.
+        // Few steps of a single sequence get here: most run on the decode graph or are queued.
+        // A single sequence needs a batch graph only for a fixed order of additions, or for several ranks.
         if !runner.is_deterministic && !runner.has_several_ranks {
             return Route::Eager;
         }
@@ -98,9 +98,9 @@ pub fn route(runner: RunnerFacts, step: StepFacts) -> Route {
 /// Returns `None` if the step cannot be queued, or if the decode graph runs it.
 pub fn queued_route(runner: RunnerFacts, step: StepFacts) -> Option<Route> {
     let can_choose = runner.can_queue && step.chooses_tokens && step.samplers_can_queue;
-    // Deterministic prompts are divided into parts. These run in separate passes, which leave no tokens on the device.
+    // Deterministic prompts run in separate passes, one per prompt part. These passes leave no tokens on the device.
     let is_separate = if runner.is_deterministic { !step.is_decode } else { step.has_deterministic_sequence };
-    // The decode graph queues its own steps. It starts from the logits of the last chunk of the prompt.
+    // The decode graph queues its own steps, and starts from the logits of the last chunk of the prompt.
     let is_graph = runner.has_decode_graph && step.sequences == 1 && !step.needs_logits;
     if !can_choose || step.has_scores || is_separate || is_graph || step.sequences > MAX_SEQUENCES {
         return None;
@@ -136,7 +136,7 @@ mod tests {
     const MANY_CONSTRAINED: StepFacts = StepFacts { samplers_can_queue: false, ..MANY };
     const CHUNKS: StepFacts = StepFacts { is_decode: false, ..MANY };
 
-    /// The rows of the table in docs/architecture.md, each with the runners and steps that it describes.
+    /// The rows of the table in docs/architecture.md, each with the runners and steps that the row describes.
     #[rustfmt::skip]
     const ROWS: &[(&str, &[RunnerFacts], &[StepFacts])] = &[
         ("decode step of one sequence", &[GPU, RunnerFacts { has_several_ranks: true, ..GPU }], &[ONE]),

@@ -9,7 +9,7 @@ use crate::nn::decoder::Decoder;
 use crate::nn::kv_cache::KvCache;
 use crate::nn::pass::StepBatch;
 
-/// Runs a batch one operation at a time. `parts` are ranges of its tokens.
+/// Runs a batch one operation at a time. `parts` are ranges of the batch's tokens.
 /// Calls `on_logits` with the index of each part and the part's logits, f32 `[tokens of the part, vocab]`.
 /// Returns the logits of each sequence's last token, f32 `[sequences, vocab]`.
 ///

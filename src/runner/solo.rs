@@ -7,14 +7,14 @@ use super::{Runner, RunnerLimits};
 use crate::kernels::SumOrder;
 use crate::nn::pass::{LogitRows, SequenceSpan, StepBatch};
 
-/// Methods that run one sequence at a time. They overwrite the blocks of all other sequences, which must have ended.
+/// Methods that run one sequence at a time. They overwrite the blocks of other sequences, all of which must have ended.
 impl Runner {
-    /// Returns how many tokens of the sequence are cached.
+    /// Returns how many tokens of the solo sequence are cached.
     pub fn cached_tokens(&self) -> usize {
         self.solo.cached.len()
     }
 
-    /// Forgets the cached tokens, so the next tokens start at position 0.
+    /// Forgets the cached tokens, so that the next token is at position 0.
     pub fn reset(&mut self) {
         self.stop_graph();
         self.solo.cached.clear();

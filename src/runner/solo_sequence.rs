@@ -3,13 +3,13 @@
 use super::limits::RunnerLimits;
 use crate::nn::kv_cache::{BlockTables, CacheLayout};
 
-/// The tokens of the sequence and their block tables.
+/// The cached tokens of the solo sequence and their block tables.
 pub(super) struct SoloSequence {
     /// The tokens whose keys and values are in the cache.
     pub cached: Vec<u32>,
     pub tables: BlockTables,
     /// The largest position written since the last reset, plus one.
-    /// `Runner::rewind` determines from this position whether blocks of a sliding window were overwritten.
+    /// From this position, `Runner::rewind` determines whether blocks of a sliding window were overwritten.
     pub written: usize,
 }
 

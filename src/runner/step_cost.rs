@@ -2,10 +2,10 @@
 
 use serde::Serialize;
 
-/// The bytes that one decode step must read.
+/// The bytes that one decode step reads from device memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct StepBytes {
-    /// The bytes of the weights, with only the chosen experts and only one row of the embedding.
+    /// The bytes of the weights. Of the experts, only the chosen ones count, and of the embedding only one row.
     pub weights: u64,
     /// The bytes of the cached keys and values that the token attends to.
     pub cache: u64,
@@ -33,8 +33,8 @@ pub struct KernelTime {
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct LaunchCounts {
     pub kernels: usize,
-    /// All nodes of the CUDA graph, including the kernels.
+    /// The number of all nodes in the CUDA graph, including kernels.
     pub graph_nodes: usize,
-    /// The graph nodes that are not kernels, such as memory copies.
+    /// The number of graph nodes that are not kernels, such as memory copies.
     pub copies: usize,
 }

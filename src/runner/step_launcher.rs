@@ -36,7 +36,7 @@ impl StepLauncher {
         self.batches.can_run_model(decoder)
     }
 
-    /// Launches a decode step as a batch graph, without waiting for the GPU.
+    /// Launches a decode step as a batch graph, and does not wait for the GPU.
     /// Returns the logits, f32 `[sequences, vocab]`. The next step overwrites the logits.
     pub fn run(&mut self, decoder: &Decoder, cache: &KvCache, sequences: &[StepSequence]) -> Result<Tensor> {
         let logits = self.batches.run(decoder, cache, sequences, &mut self.buffers)?;
@@ -45,7 +45,7 @@ impl StepLauncher {
     }
 
     /// Launches a decode step like [`run`](Self::run). Returns `None` if the graph fails on a single GPU.
-    /// After `None`, the caller must run the step operation by operation.
+    /// If the result is `None`, the caller must run the step operation by operation.
     pub fn try_run(
         &mut self,
         decoder: &Decoder,
@@ -57,8 +57,8 @@ impl StepLauncher {
         Ok(logits)
     }
 
-    /// Queues the forward pass of all sequences, and the choice of a token for each entry of `samplings`.
-    /// Returns the index of the step, for [`wait`](Self::wait).
+    /// Queues the forward pass of all sequences, and the sampling of a token for each entry of `samplings`.
+    /// Returns the index of the step, which [`wait`](Self::wait) takes.
     /// All ranks have the same logits and sampling parameters, so their GPUs choose the same tokens.
     pub fn queue(
         &mut self,

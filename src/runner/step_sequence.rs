@@ -16,7 +16,7 @@ pub struct StepSequence<'s> {
     pub id: u64,
     /// The input tokens.
     pub ids: &'s [u32],
-    /// Whether the input is the token that the last queued step chooses for this sequence.
+    /// Whether the input is the token that the last queued step will choose for this sequence.
     /// If true, `ids` holds a single placeholder.
     pub awaits_input: bool,
     /// The position of the first input token. The keys and values of all earlier positions are in the cache.
@@ -26,7 +26,7 @@ pub struct StepSequence<'s> {
     /// Chooses the next token. `None` if no token is needed, for example before the end of the prompt.
     pub sampler: Option<&'s mut dyn ChooseToken>,
     /// The maximum number of tokens that the sequence may still generate, including this step's token.
-    /// The decode graph queues no steps beyond this limit.
+    /// The decode graph queues no steps beyond `limit`.
     pub limit: usize,
     /// How the prompt is divided into passes, so that the results do not depend on other sequences.
     /// If `None`, the runner's option `prompt_parts` applies.
@@ -51,7 +51,7 @@ impl<'s> StepSequence<'s> {
         }
     }
 
-    /// Returns this sequence with other input tokens, which the host knows, and without its sampler and its scores.
+    /// Returns this sequence with other input tokens, which the host knows. Drops the sampler and the scores.
     pub(super) fn with_input<'i>(&self, ids: &'i [u32], position: usize) -> StepSequence<'i>
     where
         's: 'i,
@@ -71,7 +71,7 @@ impl<'s> StepSequence<'s> {
 
 /// Prompt tokens whose log probabilities a step computes. Each token follows an input token of the step.
 pub struct ScoreTokens<'s> {
-    /// The index of the input token before the first of `tokens`.
+    /// The index in the step's input of the token before the first of `tokens`.
     pub first: usize,
     pub tokens: &'s [u32],
     /// How many of the most likely tokens to report with each token.
@@ -81,7 +81,7 @@ pub struct ScoreTokens<'s> {
 }
 
 impl ScoreTokens<'_> {
-    /// Returns the tokens to score in a pass with only the input tokens in `range`, or `None` if there are none.
+    /// Returns the tokens to score in a pass that has only the input tokens in `range`, or `None` if there are none.
     pub(super) fn part(&mut self, range: Range<usize>) -> Option<ScoreTokens<'_>> {
         let Self { first, tokens, top, logprobs } = self;
         let start = range.start.clamp(*first, *first + tokens.len());
@@ -91,12 +91,12 @@ impl ScoreTokens<'_> {
     }
 }
 
-/// The token that a sequence's sampler chose. `None` if the sequence had no sampler.
+/// The token that a sampler chose for a sequence. `None` if the sequence had no sampler.
 pub type Chosen = Option<Result<ChosenToken>>;
 
 #[derive(Clone, Debug, PartialEq)]
 pub struct ChosenToken {
     pub id: u32,
-    /// The log probabilities, if the sampler requested them.
+    /// The log probabilities, if the sampler requested any.
     pub logprobs: Option<TokenLogprobs>,
 }

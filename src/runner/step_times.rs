@@ -1,4 +1,4 @@
-//! The mean durations of steps, grouped by the number of sequences and by whether there are chunks of prompts.
+//! The mean durations of steps, by the number of sequences and by whether the steps contain chunks of prompts.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -7,12 +7,12 @@ use serde::Serialize;
 
 use super::step_sequence::StepSequence;
 
-/// The mean duration of the steps of one kind.
+/// The mean duration of all steps of one kind.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct StepTime {
-    /// The number of sequences in each of these steps, rounded up to a power of two.
+    /// The number of sequences in a step of this kind, rounded up to a power of two.
     pub sequences: usize,
-    /// Whether each of these steps had a sequence with several input tokens, which are a chunk of a prompt.
+    /// Whether steps of this kind contain a sequence with several input tokens, which are a chunk of a prompt.
     pub has_prompts: bool,
     pub steps: u64,
     pub mean_ms: f64,

@@ -1,11 +1,11 @@
-//! The client that sent a request.
+//! Identifies the client that sent a request.
 
-/// The index of the API key with which a client sent its request. All clients without a key count as one client.
+/// A client, identified by the index of its API key. All clients without a key count as one client.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Client(usize);
 
 impl Client {
-    /// Creates the client that sends the API key with this index.
+    /// Creates the client whose API key has this index.
     pub fn new(index: usize) -> Self {
         Self(index)
     }

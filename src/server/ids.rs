@@ -8,7 +8,7 @@ pub fn new(prefix: &str) -> String {
     format!("{prefix}{}", hex(&random::<12>()))
 }
 
-/// Returns a random API key. Fails if the system has no random number generator.
+/// Returns a random API key. Fails if the operating system has no random number generator.
 pub fn api_key() -> Result<String> {
     let mut bytes = [0; 24];
     SystemRandom::new().fill(&mut bytes).map_err(|_| anyhow!("cannot make an API key: no random numbers"))?;
@@ -17,7 +17,7 @@ pub fn api_key() -> Result<String> {
 
 fn random<const N: usize>() -> [u8; N] {
     let mut bytes = [0; N];
-    // This fails only if the system has no random number generator. Ids then repeat, which clients tolerate.
+    // `fill` fails only if the system has no random number generator. Ids then repeat, which clients tolerate.
     let _ = SystemRandom::new().fill(&mut bytes);
     bytes
 }

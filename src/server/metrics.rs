@@ -1,4 +1,4 @@
-//! The metrics of a server, in Prometheus's text format 0.0.4.
+//! The Prometheus metrics of a server, in the text format 0.0.4.
 
 use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};
@@ -18,11 +18,12 @@ use crate::nn::kv_cache::BLOCK_TOKENS;
 
 /// The prefix of the names of inferno's metrics.
 const PREFIX: &str = "inferno_";
-/// The prefix of the additional names and metrics for dashboards that were made for vLLM.
+/// The name prefix of the additional metrics for dashboards that were made for vLLM.
 const VLLM_PREFIX: &str = "vllm:";
 
-/// The names, without a prefix, of the metrics that inferno and vLLM share. There is one exception: vLLM's name for
-/// `iteration_tokens` is `iteration_tokens_total`, but Prometheus reserves the ending `_total` for counters.
+/// The names, without a prefix, of the metrics that inferno and vLLM share.
+/// `iteration_tokens` is an exception: vLLM's name is `iteration_tokens_total`.
+/// inferno omits the ending `_total`, because Prometheus reserves it for counters.
 const VLLM_NAMES: &[&str] = &[
     "cache_config_info",
     "e2e_request_latency_seconds",
@@ -65,11 +66,11 @@ const TOKENS: &[f64] = &[1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1
 const CANCEL_SECONDS: &[f64] = &[0.0005, 0.001, 0.002, 0.003, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0];
 const CHOICES: &[f64] = &[1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0];
 
-/// The values of the label `source` of prompt tokens: vLLM's names for computed tokens and for reused tokens.
+/// The values of the label `source` of prompt tokens. vLLM uses the same names for computed and for cached tokens.
 const COMPUTED: &str = "local_compute";
 const CACHED: &str = "local_cache_hit";
 
-/// The label values whose counters exist from the start, at 0, so that Prometheus does not miss the first increase.
+/// The label values whose counters start at 0 when the server starts, so that Prometheus sees their first increase.
 const FINISH_REASONS: &[&str] = &["stop", "length", "tool_calls"];
 const REJECTION_REASONS: &[&str] = &["queue"];
 const STATUS_CODES: &[&str] =
@@ -91,14 +92,14 @@ pub struct Metrics {
     engine: EngineMetrics,
 }
 
-/// The counts of connections and of HTTP responses.
+/// The number of connections and of HTTP responses.
 pub struct HttpMetrics {
     pub responses: IntCounterVec,
     pub connections: IntGauge,
     pub refused_connections: IntCounter,
 }
 
-/// The durations of requests and of their parts.
+/// The durations of requests, and of the phases of requests.
 pub struct RequestTimes {
     pub first_token: Histogram,
     pub inter_token: Histogram,
@@ -110,7 +111,7 @@ pub struct RequestTimes {
     pub inference: Histogram,
 }
 
-/// The numbers of prompt tokens and generated tokens of requests, and the values of `n` and `max_tokens`.
+/// The sizes of requests: prompt tokens, generated tokens, and the values of `n` and `max_tokens`.
 pub struct RequestSizes {
     prompt_tokens: Histogram,
     computed_tokens: Histogram,
@@ -120,33 +121,33 @@ pub struct RequestSizes {
     pub max_tokens: Histogram,
 }
 
-/// The prompt tokens of all requests.
+/// The prompt tokens of all requests, in total and by source.
 struct PromptMetrics {
     tokens: IntCounter,
     cached: IntCounter,
     by_source: IntCounterVec,
 }
 
-/// A function that returns one of the engine's counters.
+/// A function that reads one of the engine's counters.
 type ReadTotal = fn(&EngineStats) -> u64;
 
-/// Copies of the engine's counters and gauges, updated whenever the metrics are read.
+/// Copies of the engine's counters and gauges, updated at each scrape of the metrics.
 struct EngineMetrics {
     running: IntGauge,
     waiting: IntGauge,
-    /// `None` without vLLM's names.
+    /// The additional metrics under vLLM's names. `None` if they are disabled.
     vllm: Option<VllmMetrics>,
-    /// The labels of the histograms that the engine keeps itself.
+    /// The labels of the engine's own histograms.
     labels: HashMap<String, String>,
     cancel_latency: Histogram,
     cache_usage: Gauge,
     cache_config: IntGaugeVec,
     totals: Vec<(IntCounter, ReadTotal)>,
-    /// Held during an update, so that two concurrent scrapes do not add the same increase twice.
+    /// The lock of an update, so that two concurrent scrapes do not add the same increase twice.
     updating: Mutex<()>,
 }
 
-/// Metrics that tell nothing about inferno, but that dashboards and routers for vLLM read.
+/// Metrics that carry no information in inferno, but that dashboards and routers for vLLM expect.
 struct VllmMetrics {
     waiting_by_reason: IntGaugeVec,
     lora_info: IntGaugeVec,
@@ -188,7 +189,7 @@ impl Metrics {
         })
     }
 
-    /// Counts the tokens of a prompt.
+    /// Adds the tokens of a prompt to the metrics.
     pub fn count_prompt(&self, tokens: usize, cached: usize) {
         let computed = tokens.saturating_sub(cached);
         self.prompts.tokens.inc_by(tokens as u64);
@@ -199,14 +200,14 @@ impl Metrics {
         self.sizes.computed_tokens.observe(computed as f64);
     }
 
-    /// Counts the violations of the chat format in an answer.
+    /// Adds the format violations of an answer to the metrics.
     pub fn count_violations(&self, violations: &FormatViolations) {
         for kind in FormatViolation::ALL {
             self.format_violations.with_label_values(&[kind.name()]).inc_by(violations.of(kind) as u64);
         }
     }
 
-    /// Returns the text of all metrics. `engine` is `None` while the model loads.
+    /// Returns all metrics in Prometheus's text format. `engine` is `None` while the model loads.
     /// `is_alive` is false if the engine has stopped or makes no progress.
     pub fn render(&self, engine: Option<&EngineHandle>, is_alive: bool) -> Result<Vec<u8>> {
         self.is_alive.set(is_alive.into());
@@ -344,14 +345,14 @@ impl VllmMetrics {
     }
 
     fn update(&self, stats: &EngineStats) {
-        // A sequence waits only because too few KV cache blocks are free, or because `--max-sequences` sequences run.
-        // vLLM calls both reasons `capacity`.
+        // A sequence waits if too few KV cache blocks are free, or if `--max-sequences` sequences are running.
+        // vLLM uses the label `capacity` for both reasons to wait.
         self.waiting_by_reason.with_label_values(&["capacity"]).set(stats.waiting as i64);
         self.waiting_by_reason.with_label_values(&["deferred"]).set(0);
         for (state, value) in [("awake", 1), ("weights_offloaded", 0), ("discard_all", 0)] {
             self.sleep_state.with_label_values(&[state]).set(value);
         }
-        // The value is the current time, as in vLLM.
+        // The value of `lora_info` is the current time, as in vLLM.
         let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs());
         self.lora_info.with_label_values(&["0", "", ""]).set(now as i64);
     }
@@ -383,7 +384,7 @@ impl EngineMetrics {
         })
     }
 
-    /// Creates the copies of the engine's counters, each with the function that reads the engine's value.
+    /// Creates a copy of each engine counter, together with the function that reads the engine's value.
     fn totals(make: &Maker) -> Result<Vec<(IntCounter, ReadTotal)>> {
         let total = |name, help, read: ReadTotal| Ok((make.counter(name, help)?, read));
         [
@@ -404,7 +405,7 @@ impl EngineMetrics {
         .collect()
     }
 
-    /// Returns the histograms that the engine keeps.
+    /// Returns the engine's own histograms.
     fn histograms(&self, engine: &EngineHandle) -> [MetricFamily; 2] {
         let EngineHistograms { step_tokens, preemptions } = engine.histograms();
         let preemptions_help = "Preemptions of an answer before it ended.";
@@ -467,10 +468,10 @@ pub fn cache_usage(stats: &EngineStats) -> f64 {
     stats.used_blocks as f64 / stats.blocks.max(1) as f64
 }
 
-/// Creates metrics with the same labels, and registers them.
+/// Registers metrics that have the same prefix and the same labels.
 struct Maker<'r> {
     registry: &'r Registry,
-    /// The prefix of every name.
+    /// The prefix of every metric name.
     prefix: &'static str,
     /// The labels of every metric.
     labels: HashMap<String, String>,
@@ -490,7 +491,7 @@ impl Maker<'_> {
         self.register(IntCounter::with_opts(self.opts(name, help))?)
     }
 
-    /// Creates one counter for each value of a label. Other values can be added later.
+    /// Creates one counter for each given label value. Other label values can be added later.
     fn counters(&self, name: &str, help: &str, label: &str, values: &[&str]) -> Result<IntCounterVec> {
         let counters = self.register(IntCounterVec::new(self.opts(name, help), &[label])?)?;
         values.iter().for_each(|value| drop(counters.with_label_values(&[*value])));

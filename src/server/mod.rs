@@ -5,10 +5,10 @@
 //!
 //! - `chat/`, `completions/`, `responses/`: the routes of OpenAI's API that generate text
 //! - `messages/`, `ollama/`: the routes of Anthropic's and ollama's APIs
-//! - `routes/`: the other routes: models, health, metrics, records, receipts, tokenization and the admission preview
+//! - `routes/`: models, health, metrics, records, receipts, tokenization and the admission preview
 //! - `generation/`: runs requests and turns their events into responses
 //! - `http/`: request bodies, errors, access and logging; `connections/`: the listener, TLS and slow clients
-//! - `limits/`: limits the number of requests, and estimates when the client of a rejected request should retry
+//! - `limits/`: limits the number of requests, and estimates when the client should retry a rejected request
 //! - `records/`: keeps records of requests, and signs receipts
 //! - `router`: the routes, and the code that runs before and after each route
 //! - `retries`, `orphans`: let the retry of a request receive the answer to the first attempt

@@ -17,16 +17,16 @@ pub struct ServerOptions {
     /// The origins of web pages that may use the API. `*` allows every origin.
     pub cors_origins: Vec<String>,
     /// Whether the server's own chat page may use the API under any host name, not only under a loopback address.
-    /// Safe only on a server that is open to all: with DNS rebinding, any web page can pass as the server's own page.
+    /// Safe only on a server that everyone may use: with DNS rebinding, any web page can pass as the server's own page.
     pub is_open: bool,
     /// The maximum number of sequences that run at once.
     pub max_sequences: usize,
-    /// The maximum number of sequences that wait while `max_sequences` run.
+    /// The maximum number of sequences that wait in the queue while `max_sequences` are running.
     pub max_waiting: usize,
     /// The maximum number of open connections.
     pub max_connections: usize,
     pub timeouts: Timeouts,
-    /// The certificate and the private key. `None` for plain HTTP.
+    /// The TLS certificate and the private key. `None` for plain HTTP.
     pub tls: Option<Arc<ServerConfig>>,
     pub record: RecordOptions,
     /// Whether `/metrics` also lists metrics under the names that vLLM uses.
@@ -36,21 +36,21 @@ pub struct ServerOptions {
 /// The time limits of a server.
 #[derive(Clone, Debug)]
 pub struct Timeouts {
-    /// The time limit for the TLS handshake, for receiving the headers of a request,
-    /// and for waiting for the next request on a connection.
+    /// The time limit for a TLS handshake, for receiving the headers of a request,
+    /// and for waiting for the next request on an idle connection.
     pub header: Duration,
     /// The time limit for the body of a request to arrive.
     pub body: Duration,
     /// The maximum time that a request waits before its prefill starts.
     pub queue: Duration,
-    /// The time limit for a client to accept the next few kilobytes of a response.
+    /// The time limit for a client to read the next few kilobytes of a response.
     pub write: Duration,
     /// The time between keep-alive messages while a stream has no events.
     pub ping: Duration,
-    /// How long after the shutdown signal the server still accepts requests, but reports itself as unhealthy.
-    /// Routers then stop sending requests.
+    /// The drain delay: how long after the shutdown signal the server still accepts requests.
+    /// In this time, the server reports itself as unhealthy, so that routers stop sending requests.
     pub drain_delay: Duration,
-    /// The time limit for running requests once the server rejects new requests.
+    /// The drain timeout: the time limit for running requests once the server rejects new requests.
     pub drain: Duration,
 }
 

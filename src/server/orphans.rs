@@ -1,4 +1,4 @@
-//! Answers whose clients lost the connection and may retry the request.
+//! Keeps answers whose clients lost the connection, because a retry may ask for the same answer.
 
 use std::collections::HashMap;
 use std::pin::Pin;
@@ -10,10 +10,10 @@ use axum::response::Response;
 use tokio::runtime::Handle;
 use tokio::task::{JoinError, JoinHandle};
 
-/// How long an answer without a client waits for a retry. OpenAI's clients retry after half a second.
+/// How long an orphaned answer waits for a retry. OpenAI's clients retry after half a second.
 const GRACE: Duration = Duration::from_secs(2);
 
-/// A hash that is the same for a request and its retries.
+/// The hash that identifies a request. All retries of a request have the same hash.
 pub type RetryKey = [u8; 32];
 
 /// The answers whose clients have disconnected and may retry.
@@ -26,7 +26,7 @@ struct State {
     next: u64,
 }
 
-/// The task that computes an answer, and the id of the first request for this answer.
+/// The task that computes an orphaned answer, and the id of the first request for this answer.
 struct Orphan {
     task: AnswerTask,
     request_id: String,
@@ -46,9 +46,9 @@ impl Orphans {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Keeps an answer for its client until [`GRACE`] has passed. Cancels an older orphan with the same key.
+    /// Keeps an answer for a retry until [`GRACE`] has passed. Cancels an older orphan with the same key.
     fn insert(self: &Arc<Self>, key: RetryKey, orphan: Orphan) {
-        // If there is no runtime, the server has stopped.
+        // Without an async runtime, the server has stopped, so no retry can arrive.
         let Ok(runtime) = Handle::try_current() else { return };
         let mut state = self.lock();
         let number = state.next;

@@ -1,11 +1,12 @@
 //! Lets the retry of a request receive the answer to the first attempt.
 //!
-//! Clients such as OpenAI's retry a request if the connection breaks. For some requests, the server therefore
-//! keeps generating the answer for a short time. A retry with the same path, body and key receives this answer.
-//! These are the requests with an idempotency key, and those whose header `x-stainless-retry-count` is not 0.
-//! In the first request of OpenAI's clients, the count is 0. If its connection breaks and the request has no
-//! idempotency key, the server cancels the answer at once, because most of these clients do not come back.
-//! A stream ends with its connection, because clients do not retry a stream that has begun.
+//! Clients such as OpenAI's retry a request if the connection breaks.
+//! For some requests, the server therefore continues to generate the answer for a short time.
+//! A retry with the same path, body and API key receives this answer.
+//! The server keeps the answer if the request has an idempotency key, or if `x-stainless-retry-count` is not 0.
+//! In the header `x-stainless-retry-count`, OpenAI's clients count retries.
+//! For all other requests, a broken connection cancels the answer, because most clients do not retry such requests.
+//! A streamed answer ends with its connection, because clients do not retry a stream that has begun.
 
 use std::sync::Arc;
 
@@ -23,19 +24,19 @@ use super::http::log::RequestLog;
 use super::orphans::{RetryKey, Waiter};
 use super::state::Server;
 
-/// The request header with the retry count of OpenAI's clients. The count is 0 in the first request.
+/// The request header in which OpenAI's clients count retries. The count is 0 in the first request.
 const RETRY_COUNT: &str = "x-stainless-retry-count";
 
-/// The request header with a key that is the same in a request and its retries.
+/// The request header with the idempotency key, which is the same in a request and its retries.
 const IDEMPOTENCY_KEY: &str = "idempotency-key";
 
-/// The request headers that can change the answer. The hash of a request includes these headers.
+/// The request headers that can change the answer. The hash that identifies retries includes these headers.
 const OPTIONS: [&str; 2] = ["x-inferno-strict", "x-inferno-deterministic"];
 
-/// The header of a response to a retry, with the id of the first request for the answer.
+/// The response header with the id of the first request for the answer. Only responses to retries have this header.
 const JOINED: HeaderName = HeaderName::from_static("x-inferno-joined");
 
-/// Runs a request, or waits for the answer to an earlier attempt.
+/// Runs a request. For a retry, waits for the answer to an earlier attempt instead.
 pub async fn join(State(server): State<Arc<Server>>, request: Request, next: Next) -> Response {
     let headers = request.headers();
     let (count, idempotency_key) = (headers.get(RETRY_COUNT), headers.get(IDEMPOTENCY_KEY));

@@ -1,4 +1,4 @@
-//! The routes, and the code that runs before and after each route.
+//! Maps paths to route handlers, and runs shared code before and after each handler.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -21,13 +21,13 @@ use super::routes::{admission_preview, health, models, receipts, records, tokeni
 use super::state::Server;
 use super::{chat, completions, ids, messages, ollama, page, responses, retries};
 
-/// The header that identifies a request in logs. Clients may choose the id.
+/// The header that identifies a request in logs. The client may choose the id.
 const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 
 /// The maximum length of a request id that a client chose, in bytes.
 const MAX_ID_LENGTH: usize = 128;
 
-/// The routes that connections above the limit can use.
+/// The routes that remain available on connections above the limit.
 /// If health checks failed under load, a supervisor would restart the server.
 const SPARE_PATHS: [&str; 3] = ["/health", "/live", "/metrics"];
 
@@ -103,7 +103,7 @@ fn routes(server: &Arc<Server>) -> Router<Arc<Server>> {
     if options.cors_origins.is_empty() { routes } else { routes.layer(cors(&options.cors_origins)) }
 }
 
-/// Lets web pages from the given origins read responses.
+/// Lets browsers show responses to web pages from the given origins (CORS).
 fn cors(origins: &[String]) -> CorsLayer {
     let origin = if origins.iter().any(|origin| origin == "*") {
         AllowOrigin::any()
@@ -113,7 +113,7 @@ fn cors(origins: &[String]) -> CorsLayer {
     CorsLayer::new()
         .allow_origin(origin)
         .allow_methods([Method::GET, Method::POST, Method::DELETE])
-        // In browsers, the wildcard `*` does not include `Authorization`.
+        // In the CORS headers of browsers, the wildcard `*` does not include `Authorization`.
         .allow_headers(AllowHeaders::mirror_request())
         .expose_headers([REQUEST_ID, HeaderName::from_static("x-inferno-ignored")])
 }
@@ -148,7 +148,7 @@ async fn log_request(State(server): State<Arc<Server>>, mut request: Request, ne
     response
 }
 
-/// Returns the id that the client chose, if it is valid, or a new id.
+/// Returns the request id that the client chose, if it is valid, or a new id.
 fn request_id(headers: &HeaderMap) -> String {
     let chosen = headers.get(REQUEST_ID).and_then(|id| id.to_str().ok());
     let is_valid = |id: &&str| (1..=MAX_ID_LENGTH).contains(&id.len()) && id.chars().all(|c| c.is_ascii_graphic());

@@ -1,4 +1,4 @@
-//! The state that all handlers share.
+//! The server state that all request handlers share.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, OnceLock};
@@ -16,33 +16,33 @@ use super::records::Recorder;
 use crate::engine::EngineHandle;
 use crate::error::Error;
 
-/// The maximum duration of a step. If a step takes longer, the engine is considered stuck.
+/// The maximum duration of a step. If a step takes longer, the engine counts as stuck.
 const MAX_STEP: Duration = Duration::from_secs(60);
 
 /// The interval at which the server checks whether the engine thread has ended.
 const ENGINE_POLL: Duration = Duration::from_millis(50);
 
-/// The options, the model and the requests of a server.
+/// The state of a server: its options, engine, admission, metrics and records.
 pub struct Server {
     pub options: ServerOptions,
     pub admission: Arc<Admission>,
     pub metrics: Arc<Metrics>,
     pub recorder: Recorder,
     pub orphans: Arc<Orphans>,
-    /// Unset while the model loads.
+    /// The engine of the loaded model. Unset while the model loads.
     engine: OnceLock<EngineHandle>,
-    /// The SHA-256 of each file of the model, for receipts.
+    /// The SHA-256 hash of each model file, for receipts.
     model_files: OnceLock<BTreeMap<String, String>>,
     phase: watch::Sender<Phase>,
     /// The time at which the server started, in Unix seconds.
     pub created: u64,
 }
 
-/// The phases of a server, in order.
+/// The lifecycle phases of a server, in order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Phase {
     Serving,
-    /// Accepts requests, but tells routers to send no more.
+    /// Accepts requests, but reports itself as unhealthy, so that routers send no more.
     Leaving,
     /// Finishes running requests and rejects new ones.
     Draining,
@@ -72,12 +72,12 @@ impl Server {
         let _ = self.engine.set(engine);
     }
 
-    /// Sets the SHA-256 of each file of the model, for receipts. Later calls have no effect.
+    /// Sets the SHA-256 hash of each model file, for receipts. Later calls have no effect.
     pub fn set_model_files(&self, hashes: BTreeMap<String, String>) {
         let _ = self.model_files.set(hashes);
     }
 
-    /// Returns the SHA-256 of each file of the model. While the model loads, returns the error to send to the client.
+    /// Returns the SHA-256 hash of each model file. While the model loads, returns the error to send to the client.
     pub fn model_files(&self) -> Result<&BTreeMap<String, String>, ApiError> {
         self.model_files.get().ok_or_else(|| ApiError::unavailable("the model is loading", Duration::from_secs(1)))
     }
@@ -116,12 +116,12 @@ impl Server {
         self.engine().is_none_or(|engine| engine.is_responsive(MAX_STEP))
     }
 
-    /// Returns whether the engine can no longer answer requests, because of a panic or a fault of the device.
+    /// Returns whether the engine can no longer answer requests, because of a panic or a GPU fault.
     pub fn has_failed(&self) -> bool {
         self.engine().is_some_and(EngineHandle::has_stopped)
     }
 
-    /// Returns the error of the device that failed, or `None` if no device has failed.
+    /// Returns the error of the GPU that failed, or `None` if no GPU has failed.
     pub fn failure(&self) -> Option<Error> {
         self.engine().and_then(EngineHandle::failure)
     }
@@ -133,7 +133,7 @@ impl Server {
         }
     }
 
-    /// Tells routers to send no more requests.
+    /// Makes the server report itself as unhealthy, so that routers send no more requests.
     pub fn leave(&self) {
         self.enter(Phase::Leaving);
     }
@@ -157,11 +157,11 @@ impl Server {
         self.phase.send_replace(phase);
     }
 
-    /// Waits until requests in progress must end.
+    /// Waits until the server ends the requests in progress.
     pub fn ending(&self) -> impl Future<Output = ()> + Send + use<> {
         let mut phase = self.phase.subscribe();
         async move {
-            // This call fails only if the server no longer exists. In that case, its requests have ended.
+            // Waiting fails only if the server no longer exists. In that case, all its requests have ended.
             let _ = phase.wait_for(|phase| *phase == Phase::Ending).await;
         }
     }

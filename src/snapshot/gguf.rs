@@ -41,13 +41,13 @@ impl GgufFile {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PartName<'n> {
     pub prefix: &'n str,
-    /// Counted from 1.
+    /// The number of the part, counted from 1.
     pub number: u32,
     pub count: u32,
 }
 
 impl<'n> PartName<'n> {
-    /// Parses a file name. Returns `None` if the file is not part of a split model.
+    /// Parses the file name of a part. Returns `None` if the file is not part of a split model.
     pub fn parse(file_name: &'n str) -> Option<Self> {
         let (rest, count) = file_name.strip_suffix(".gguf")?.rsplit_once("-of-")?;
         let (prefix, number) = rest.rsplit_once('-')?;
@@ -58,14 +58,14 @@ impl<'n> PartName<'n> {
         Some(Self { prefix, number: number.parse().ok()?, count: count.parse().ok()? })
     }
 
-    /// Returns the file name of part `number` of this model.
+    /// Returns the file name of the part with this number, counted from 1.
     pub fn with_number(&self, number: u32) -> String {
         format!("{}-{number:05}-of-{:05}.gguf", self.prefix, self.count)
     }
 }
 
 /// Returns the file names of all parts of a model. `first` is the first part or the single file.
-/// Returns only `first` if the name claims more than `MAX_PARTS` parts.
+/// Returns only `first` if the file name claims more than `MAX_PARTS` parts.
 pub fn part_names(first: &str) -> Vec<String> {
     match PartName::parse(first) {
         Some(part) if (1..=MAX_PARTS).contains(&part.count) => {
@@ -78,7 +78,7 @@ pub fn part_names(first: &str) -> Vec<String> {
 /// Returns `path` if it is a GGUF file, or the only GGUF model in the directory `path`.
 ///
 /// Returns `None` if the directory has safetensors weights or no GGUF model.
-/// Fails if the directory has several GGUF models. The error lists them.
+/// Fails if the directory has several GGUF models. The error lists the models.
 pub fn find(path: &Path) -> Result<Option<PathBuf>> {
     if is_gguf(path) && !path.is_dir() {
         return Ok(Some(path.to_path_buf()));
@@ -106,14 +106,14 @@ pub fn models_in(dir: &Path) -> Vec<GgufFile> {
     let folders = entries(dir).filter(|path| path.is_dir());
     let mut files: Vec<PathBuf> =
         entries(dir).chain(folders.flat_map(|dir| entries(&dir).collect::<Vec<_>>())).collect();
-    // Skip unsafe names, because messages list the files. A newline in a name could fake a message.
+    // Skip unsafe file names. Messages list the files, and a newline in a file name could fake a message.
     let is_usable = |name: &str| is_model_name(name) && is_safe_path(name);
     files.retain(|path| path.is_file() && is_usable(&path.file_name().unwrap_or_default().to_string_lossy()));
     files.sort();
     files.into_iter().map(GgufFile::from_first_part).collect()
 }
 
-/// Returns the total size of the parts of a model that exist, in bytes. `first` is the first part or the single file.
+/// Returns the total size of the existing parts of a model, in bytes. `first` is the first part or the single file.
 pub fn total_bytes(first: &Path) -> u64 {
     GgufFile::from_first_part(first.to_path_buf()).bytes
 }

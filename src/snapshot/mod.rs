@@ -21,13 +21,13 @@ use safetensors::{INDEX, SINGLE_FILE, ShardIndex};
 /// Which files of a model must be present.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Required {
-    /// config.json and tokenizer.json, which are enough to tokenize text.
+    /// Requires config.json and tokenizer.json, which are enough to tokenize text.
     Tokenizer,
-    /// The tokenizer files and the weights: either the single weights file or every shard in the index.
+    /// Requires the tokenizer files and the weights: either the single weights file or every shard in the index.
     Weights,
 }
 
-/// The files of a safetensors model, except the weights and the shard index. Some of them are optional.
+/// The files of a safetensors model, except the weights and the shard index. Some of these files are optional.
 const CONFIG_FILES: [&str; 6] = [
     "config.json",
     "generation_config.json",
@@ -52,8 +52,8 @@ pub fn model_files(path: &Path) -> Result<Vec<PathBuf>> {
 
 /// Returns the names of the files that are missing from a model's directory.
 ///
-/// The list is empty if the model is complete. A GGUF model needs no other files.
-/// Names are relative to `dir` and use `/` as the separator, as on a hub.
+/// The list is empty if the model is complete. A GGUF model needs only its GGUF files.
+/// The names are relative to `dir` and use `/` as the separator, as on a hub.
 pub fn missing_files(dir: &Path, required: Required) -> Vec<String> {
     if !safetensors::is_present(dir) {
         let models = gguf::models_in(dir);

@@ -1,4 +1,4 @@
-//! The safetensors files of a model: one `model.safetensors`, or the shards that an index lists.
+//! Finds the safetensors files of a model: a single `model.safetensors`, or the shards that the shard index lists.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -16,7 +16,7 @@ pub const SINGLE_FILE: &str = "model.safetensors";
 /// The file that lists the shards of a sharded checkpoint.
 pub const INDEX: &str = "model.safetensors.index.json";
 
-/// The index of a sharded checkpoint. It lists at least one shard, and shard names contain no directories.
+/// The shard index of a sharded checkpoint. It lists at least one shard, and shard names contain no directories.
 #[derive(Debug, Deserialize)]
 pub struct ShardIndex {
     /// Maps each tensor name to the file name of its shard.
@@ -24,7 +24,7 @@ pub struct ShardIndex {
 }
 
 impl ShardIndex {
-    /// Parses an index and checks its shard names. Every shard must be in the same directory as the index.
+    /// Parses a shard index and checks its shard names. Every shard must be in the same directory as the index.
     pub fn parse(json: &[u8]) -> Result<Self> {
         let index: Self = files::parse_json(json).with_context(|| format!("{INDEX} is not a shard index"))?;
         if index.weight_map.is_empty() {
@@ -36,7 +36,7 @@ impl ShardIndex {
         Ok(index)
     }
 
-    /// Reads the index of a directory. Returns `None` if the directory has no index.
+    /// Reads the shard index in a directory. Returns `None` if the directory has no shard index.
     pub fn read(dir: &Path) -> Result<Option<Self>> {
         let path = dir.join(INDEX);
         let Some(json) = files::read_if_present(&path, files::SHARD_INDEX)? else { return Ok(None) };

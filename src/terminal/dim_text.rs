@@ -8,7 +8,7 @@ pub struct DimText {
     rows: Vec<StyledLine>,
     /// The number of `rows` that have already been printed.
     printed: usize,
-    /// The text after the last finished row.
+    /// The text after the last finished row, which is not wrapped yet.
     rest: String,
     words: usize,
     is_in_word: bool,

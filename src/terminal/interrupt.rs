@@ -21,7 +21,7 @@ pub fn cancel_on_ctrl_c(cancel: Arc<AtomicBool>) -> Result<()> {
     .context("cannot handle Ctrl-C")
 }
 
-/// Ignores Ctrl-C while `call` runs, because the program that `call` starts handles it.
+/// Ignores Ctrl-C while `call` runs, because the program that `call` starts handles Ctrl-C.
 pub fn ignore_ctrl_c_during<T>(call: impl FnOnce() -> T) -> T {
     IS_SUSPENDED.store(true, Ordering::Relaxed);
     let result = call();

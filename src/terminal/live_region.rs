@@ -1,7 +1,7 @@
 //! The live region: the last rows on the screen, which may still change.
 //!
-//! Finished lines above the region stay as they are, unless [`LiveRegion::reopen`] moves them into the region.
-//! An update starts at the first row that changed and uses a single write, which avoids flicker.
+//! Finished lines above the live region stay as they are, unless [`LiveRegion::reopen`] moves them into the region.
+//! An update starts at the first changed row. An update is a single write, which avoids flicker.
 
 use std::io::{self, Write};
 
@@ -80,7 +80,7 @@ impl LiveRegion {
         if is_resized {
             same = 0;
         } else if same == next.len() && same < shown.len() && same > 0 {
-            // Rows at the end were removed, and no others changed. Rewrite the last row to put the cursor at its end.
+            // Only rows at the end were removed. Rewrite the last remaining row to put the cursor at its end.
             same -= 1;
         }
         if same == shown.len() && same == next.len() && finished.is_empty() {
@@ -127,7 +127,7 @@ impl LiveRegion {
         if open.is_empty() && !finished.is_empty() {
             text.push('\n');
         }
-        // With synchronized output (mode 2026), terminals that support it show no intermediate state.
+        // With synchronized output (mode 2026), supporting terminals show no intermediate state of an update.
         if overwrites {
             text = format!("\x1b[?2026h{text}\x1b[?2026l");
         }
@@ -141,13 +141,13 @@ impl LiveRegion {
         self.shown.clear();
     }
 
-    /// Reopens the last of the finished `lines`, as many as are still in the window. Returns their number.
+    /// Moves the last finished `lines` that are still in the window back into the region. Returns their number.
     ///
-    /// Each line must occupy exactly one row.
+    /// Each of the `lines` must occupy exactly one row.
     pub fn reopen(&mut self, lines: &[StyledLine]) -> usize {
         let count = self.size.rows.saturating_sub(1 + self.shown.len().max(1)).min(lines.len());
         if self.shown.is_empty() && count > 0 {
-            // The cursor is below the last line, as if an empty row were open.
+            // The cursor is below the last line. Represent its position as an empty open row.
             self.shown.push(Row { painted: String::new(), width: 0 });
         }
         self.shown.splice(0..0, lines[lines.len() - count..].iter().map(Row::new));

@@ -38,7 +38,8 @@ pub(super) fn save() -> bool {
     true
 }
 
-/// Returns whether this program is in the foreground. The system stops a background program that changes the modes.
+/// Returns whether this program is in the foreground.
+/// The system stops a background program that changes the terminal modes.
 pub fn is_foreground() -> bool {
     tcgetpgrp(stdin()).is_ok_and(|group| group == getpgrp())
 }
@@ -47,15 +48,15 @@ pub fn is_foreground() -> bool {
 pub fn stop_process() {
     let _ = kill(Pid::from_raw(0), Signal::SIGTSTP);
     // Another thread may receive the signal first, so wait until this thread is stopped as well.
-    // A fatal signal that arrived in the meantime ends the program here, before the caller changes the modes again.
+    // A fatal signal that arrived during the stop ends the program here, before the caller changes the modes again.
     std::thread::sleep(Duration::from_millis(100));
 }
 
 /// Restores the modes that [`save`] saved, and resets the text style and bracketed paste.
 /// Does nothing if this program is in the background.
 ///
-/// Signal handlers can call this function at any point. The function therefore does not allocate, lock or panic,
-/// and calls only async-signal-safe functions.
+/// Signal handlers can call this function at any point.
+/// This function therefore does not allocate, lock or panic, and calls only async-signal-safe functions.
 pub(super) fn restore() {
     let Some(original) = ORIGINAL.get() else { return };
     // SAFETY: `tcgetpgrp` and `getpgrp` take no pointers.
@@ -67,8 +68,8 @@ pub(super) fn restore() {
     write("\x1b[0m\x1b[?2004l");
 }
 
-/// Restores the modes on exit if they differ from the saved ones,
-/// for example because a thread exits the program during an answer.
+/// Restores the terminal modes on exit if they differ from the saved modes.
+/// The modes differ, for example, if a thread exits the program during an answer.
 extern "C" fn restore_at_exit() {
     let Some(original) = ORIGINAL.get() else { return };
     let mut modes = original.modes;

@@ -13,7 +13,8 @@ static PREVIOUS: OnceLock<[Option<libc::sigaction>; 64]> = OnceLock::new();
 
 /// Makes a write beyond the file size limit (`ulimit -f`) fail. By default, SIGXFSZ would end the program.
 ///
-/// The handler does nothing. Programs that inferno starts, such as $EDITOR, would inherit `SIG_IGN`, but not a handler.
+/// The signal handler does nothing.
+/// The handler is used instead of `SIG_IGN`, which programs that inferno starts, such as $EDITOR, would inherit.
 pub(super) fn survive_file_size_limit() {
     extern "C" fn do_nothing(_: libc::c_int) {}
     let action = SigAction::new(SigHandler::Handler(do_nothing), SaFlags::SA_RESTART, SigSet::empty());
@@ -40,12 +41,12 @@ pub(super) fn restore_modes_on_end() {
 }
 
 /// Returns true for a signal that ends the program by default and that no other code handles.
-/// [`restore_modes_on_end`] handles these signals.
+/// [`restore_modes_on_end`] handles all signals for which this function returns true.
 fn is_handled_here(signal: Signal) -> bool {
     use Signal::*;
     let is_uncatchable = matches!(signal, SIGKILL | SIGSTOP);
     let has_other_default = matches!(signal, SIGCHLD | SIGCONT | SIGURG | SIGWINCH | SIGTSTP | SIGTTIN | SIGTTOU);
-    // `interrupt` handles SIGINT, Rust ignores SIGPIPE, and `survive_file_size_limit` handles SIGXFSZ.
+    // `interrupt` handles SIGINT. Rust ignores SIGPIPE. `survive_file_size_limit` handles SIGXFSZ.
     !is_uncatchable && !has_other_default && !matches!(signal, SIGINT | SIGPIPE | SIGXFSZ)
 }
 
@@ -61,8 +62,9 @@ extern "C" fn restore_and_end(number: libc::c_int, info: *mut libc::siginfo_t, _
     modes::restore();
     // SAFETY: the system passes a valid siginfo to a handler with SA_SIGINFO.
     let is_from_kernel = unsafe { (*info).si_code } > 0;
-    // A fault recurs when this handler returns. The previous action then runs, such as Rust's stack overflow report.
-    // Raise any other signal again. The raised signal stays pending until this handler returns.
+    // A fault such as SIGSEGV recurs when this handler returns.
+    // The recurring fault runs the previous action, such as Rust's stack overflow report.
+    // Any other signal must be raised again. The raised signal stays pending until this handler returns.
     let recurs = is_from_kernel && matches!(number, libc::SIGSEGV | libc::SIGBUS | libc::SIGILL | libc::SIGFPE);
     let previous = PREVIOUS.get().and_then(|previous| previous[number as usize]).filter(|_| recurs);
     // SAFETY: an all-zero sigaction is the default action.

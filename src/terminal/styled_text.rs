@@ -34,7 +34,7 @@ impl Style {
     }
 }
 
-/// Text in one style, without control characters. See [`Span::new`].
+/// Text in one style, without control characters.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Span {
     text: String,
@@ -60,7 +60,7 @@ impl Span {
     }
 }
 
-/// One line, which may be wider than the window.
+/// One line of styled text, which may be wider than the window.
 pub type StyledLine = Vec<Span>;
 
 /// Returns the width of a line in columns.
@@ -68,7 +68,7 @@ pub fn width(line: &[Span]) -> usize {
     line.iter().map(|span| span.text.width()).sum()
 }
 
-/// Returns a line as text with escape sequences.
+/// Returns a styled line as text with ANSI escape sequences.
 pub fn paint(line: &[Span]) -> String {
     let mut painted = String::new();
     for span in line {
@@ -139,7 +139,7 @@ struct Wrapper<'a> {
     lines: Vec<StyledLine>,
     line: StyledLine,
     width: usize,
-    /// The space before the next word. Dropped if the word starts a new line.
+    /// The space before the next word. The space is dropped if the word starts a new line.
     space: Option<Cell<'a>>,
 }
 

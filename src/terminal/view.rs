@@ -12,7 +12,7 @@ use crate::chat::{Channel, Delta};
 
 /// The minimum pause after a frame (one update of the screen). Pieces that arrive during the pause are drawn together.
 const MIN_FRAME: Duration = Duration::from_millis(12);
-/// The pause after a frame, as a multiple of the frame's drawing time. At least `MIN_FRAME`, at most `MAX_FRAME`.
+/// The pause after a frame, as a multiple of the time to draw the frame. Limited by `MIN_FRAME` and `MAX_FRAME`.
 const REST_FACTOR: u32 = 100;
 /// The maximum pause after a frame. Longer pauses would make the output jerky on slow terminals.
 const MAX_FRAME: Duration = Duration::from_millis(80);
@@ -35,7 +35,7 @@ pub struct TurnView {
 enum Section {
     None,
     Reasoning(DimText),
-    /// The arguments of a tool call.
+    /// The arguments of a tool call, as dim text.
     ToolCall(DimText),
     Answer(Box<Markdown>),
 }
@@ -43,7 +43,7 @@ enum Section {
 impl TurnView {
     /// Creates an empty view.
     ///
-    /// If `folds_reasoning` is true, reasoning is shown as one line. If `has_keys` is true, Ctrl-O can unfold it.
+    /// If `folds_reasoning` is true, reasoning is folded into one line. If `has_keys` is true, Ctrl-O can unfold it.
     pub fn new(size: WindowSize, folds_reasoning: bool, has_keys: bool) -> Self {
         Self {
             region: LiveRegion::new(size),

@@ -1,7 +1,7 @@
 //! Parses tokenizer.json files that contain a BPE model, faster than the `tokenizers` library.
 //!
 //! To detect the model type, the `tokenizers` library parses the vocabulary and the merges three or four times.
-//! For the 28 MB tokenizer.json of gpt-oss, this parsing takes more than 1 s, longer than loading the weights.
+//! For the 28 MB tokenizer.json of gpt-oss, repeated parsing takes more than 1 s, longer than loading the weights.
 
 use std::fmt;
 

@@ -7,9 +7,9 @@ use serde::{Deserialize, Serialize};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum ControlTokens {
     /// Parse control tokens, and add the tokenizer's special tokens before and after the text, such as `<s>`.
-    /// This is the default of `encode` in Hugging Face libraries.
+    /// `Default` matches the default of `encode` in Hugging Face libraries.
     Default,
-    /// Parse control tokens and add nothing. Used for rendered chat templates.
+    /// Parse control tokens, and add no special tokens. Used for rendered chat templates.
     Parse,
     /// Encode control tokens as ordinary text. Used for text from users and tools.
     Text,

@@ -14,7 +14,7 @@ const UNKNOWN: &str = "\u{FDD0}";
 
 /// An encoder that calls the `tokenizers` library in this process.
 pub struct LibraryEncoder {
-    /// Protected by a mutex, because each call changes how the tokenizer treats control tokens.
+    /// The tokenizer. A mutex protects it, because each call changes how the tokenizer treats control tokens.
     tokenizer: Mutex<tokenizers::Tokenizer>,
     /// The ids of all control tokens except the unknown token, sorted.
     control_ids: Vec<u32>,
@@ -24,7 +24,7 @@ pub struct LibraryEncoder {
 
 impl LibraryEncoder {
     pub fn new(mut library: tokenizers::Tokenizer, controls: &[ControlToken]) -> Result<Self> {
-        // The file may contain truncation and padding settings from training. Generation must not use them.
+        // The file may contain truncation and padding settings from training, which generation must not use.
         library.with_truncation(None).map_err(|e| anyhow!("{e}"))?.with_padding(None);
         let mut control_ids: Vec<u32> = controls.iter().map(|control| control.id).collect();
         control_ids.sort_unstable();
@@ -52,7 +52,7 @@ impl LibraryEncoder {
             return Ok(());
         }
         // The library can match a control token after normalization, for example `＜|end|＞` after NFKC.
-        // Halve the text until no half contains a whole match.
+        // Halve the text until no half contains a whole control token.
         let middle = text.char_indices().map(|(at, _)| at).nth(text.chars().count() / 2).unwrap_or(0);
         if middle == 0 {
             bail!("cannot encode {} as text: this tokenizer turns it into a control token", quote(text));
@@ -89,7 +89,7 @@ impl Encode for LibraryEncoder {
             ControlTokens::Parse => self.encode_raw(text, false, false),
             ControlTokens::Text => {
                 // The library can encode special tokens as text, but not added tokens that are not marked special.
-                // To prevent a match, split the text inside each of these tokens, such as `<think>`.
+                // To prevent a match, split the text inside each unmarked control token, such as `<think>`.
                 let mut ids = Vec::new();
                 for piece in self.split_at_unmarked_controls(text) {
                     self.encode_text(piece, &mut ids)?;

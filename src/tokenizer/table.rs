@@ -30,7 +30,7 @@ pub struct ControlToken {
 /// The tokens of a vocabulary by id, its control tokens and its decoder.
 ///
 /// Decoding takes time and memory proportional to the length of the text.
-/// To guarantee this, the table rejects tokens that are too long and decoders that could need more time or memory.
+/// The table therefore rejects overlong tokens, and decoders that could need more time or memory.
 pub struct TokenTable {
     /// All tokens, concatenated in the order of their ids.
     text: String,
@@ -68,7 +68,7 @@ impl TokenTable {
             decoder: library.get_decoder().map(serde_json::to_value).transpose()?,
             normalizes_controls,
         })?;
-        // Two tokens can have the same id. `id_to_token` decides which of them the table contains.
+        // Two tokens can have the same id. `id_to_token` decides which of the two the table contains.
         let count = u32::try_from(library.get_vocab_size(true)).unwrap_or(u32::MAX);
         for id in 0..count {
             if let Some(token) = library.id_to_token(id) {
@@ -114,8 +114,8 @@ impl TokenTable {
         Ok(())
     }
 
-    /// Returns the header as JSON, and the tokens as bytes: for each token, its id and its length as little-endian u32,
-    /// then its text.
+    /// Returns the header as JSON, and the tokens as bytes.
+    /// Each token is stored as its id and its length, both little-endian u32, followed by its text.
     pub fn to_parts(&self) -> Result<(Value, Vec<u8>)> {
         let header = Header {
             controls: self.controls.clone(),
@@ -216,7 +216,7 @@ impl TokenTable {
 
 /// Returns the byte that a character of a byte-level vocabulary stands for, or the UTF-8 bytes of any other character.
 ///
-/// GPT-2 spells printable bytes as themselves, and all other bytes as the characters from U+0100, in order.
+/// GPT-2 spells printable bytes as themselves. It spells all other bytes, in order, as the characters from U+0100.
 fn bytes_of_char(character: char) -> Vec<u8> {
     let is_printable = |byte: &u8| matches!(byte, 33..=126 | 161..=172 | 174..=255);
     let code = character as usize;
@@ -239,9 +239,9 @@ fn controls(library: &tokenizers::Tokenizer) -> (Vec<ControlToken>, bool) {
     (controls, is_any_normalized)
 }
 
-/// The HTML tags in the vocabularies of Gemma, which encode ordinary text. Each also occurs with a slash, as `</b>`.
+/// HTML tags in the vocabularies of Gemma. They encode ordinary text. Each tag also occurs with a slash: `</b>`.
 ///
-/// Gemma also has `<s>` and `</s>`, but in other vocabularies these are control tokens.
+/// Gemma also has `<s>` and `</s>`, but in other vocabularies `<s>` and `</s>` are control tokens.
 const HTML_TAGS: &[&str] = &[
     "table",
     "caption",
@@ -305,7 +305,7 @@ fn check_decoder(decoder: &Value) -> Result<()> {
             );
         };
         let content = step["content"].as_str().map_or(0, str::len);
-        // An empty pattern matches before every byte.
+        // An empty pattern matches before every byte of the text.
         let factor = if pattern.is_empty() { content + 1 } else { content.div_ceil(pattern.len()) };
         growth = growth.saturating_mul(factor.max(1));
     }

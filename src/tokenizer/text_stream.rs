@@ -6,7 +6,7 @@ use super::Tokenizer;
 
 /// A streaming decoder that holds text back while the last character may be incomplete.
 pub struct TextStream {
-    /// The left context (the ids of the most recently returned text), followed by newer ids.
+    /// The ids of the most recently returned text (the left context), followed by ids whose text was not returned yet.
     ids: Vec<u32>,
     /// The number of leading `ids` whose text was already returned.
     emitted: usize,
@@ -67,8 +67,8 @@ impl TextStream {
         }
         let new = match text.strip_prefix(emitted.as_str()) {
             Some(new) => new.to_string(),
-            // The left context ended with an incomplete character, so its text has changed.
-            // Skip the same number of characters instead.
+            // The left context ended with an incomplete character, so the text of the left context has changed.
+            // Skip as many characters as the left context had before.
             None => text.chars().skip(emitted.chars().count()).collect(),
         };
         // Keep the previous left context if the new ids add no text.

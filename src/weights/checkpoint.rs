@@ -1,4 +1,4 @@
-//! The tensors of a model under their Hugging Face names, from safetensors or GGUF files.
+//! Gives access to the tensors of safetensors and GGUF files by their Hugging Face names.
 
 use std::path::Path;
 
@@ -20,7 +20,7 @@ pub enum Checkpoint {
 }
 
 impl Checkpoint {
-    /// Opens the files and reads their headers, but not the tensor data.
+    /// Opens the weights files of a model and reads their headers, but not the tensor data.
     ///
     /// `path` is a GGUF file, or a directory that contains safetensors files or one GGUF model.
     pub fn open(path: &Path) -> Result<Self> {
@@ -36,7 +36,7 @@ impl Checkpoint {
     }
 
     /// Returns the open GGUF file, or `None` for safetensors files.
-    /// The file also contains the config, the vocabulary, the chat template and the sampling defaults.
+    /// A GGUF file also contains the config, the vocabulary, the chat template and the sampling defaults.
     pub fn gguf(&self) -> Option<&GgufCheckpoint> {
         match self {
             Self::Safetensors(_) => None,
@@ -64,7 +64,7 @@ impl Checkpoint {
         self.tensors().map(|(_, info)| info.bytes() as u64).sum()
     }
 
-    /// Returns the number of parameters. A byte of packed MXFP4 blocks has two, and the MXFP4 scales have none.
+    /// Returns the number of parameters. A byte of packed MXFP4 blocks counts as two, and MXFP4 scales do not count.
     pub fn parameters(&self) -> u64 {
         let count = |(name, info): (&str, &TensorInfo)| parameter_count(name, info.is_packed(), info.elements() as u64);
         self.tensors().map(count).sum()
@@ -89,8 +89,8 @@ impl Checkpoint {
         }
     }
 
-    /// Returns the number of columns in a unit of a matrix, or 1 for floats. Ranks divide columns only between units.
-    /// `columns` is the number of columns of the whole matrix. Loading quantizes floats to the format `target`, if any.
+    /// Returns the unit in which ranks divide the columns of a matrix: a number of columns, or 1 for floats.
+    /// `columns` is the number of columns of the whole matrix. Loading quantizes floats to `target`, if given.
     pub(super) fn column_unit(&self, name: &str, columns: usize, target: Option<QuantizationTarget>) -> usize {
         let stored = match self {
             Self::Gguf(model) => model.stored_type(name).and_then(quantized::format),
@@ -170,7 +170,7 @@ impl Checkpoint {
     }
 }
 
-/// Returns [`WeightFormat::column_unit`], or 1 for `None`: float weights can be divided between any columns.
+/// Returns [`WeightFormat::column_unit`], or 1 for floats (`None`), whose columns can be divided anywhere.
 fn unit_of(format: Option<WeightFormat>) -> usize {
     format.map_or(1, WeightFormat::column_unit)
 }

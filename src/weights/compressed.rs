@@ -1,11 +1,11 @@
-//! Checkpoints quantized to 8 bits in the compressed-tensors format of llm-compressor and vLLM.
+//! Reads the quantization schemes of 8-bit checkpoints in the compressed-tensors format of llm-compressor and vLLM.
 //!
 //! `quantization_config` in config.json lists the quantized linear layers and their schemes.
 //!
 //! A quantized layer has a `weight` of shape `[out, in]` in I8 or F8_E4M3.
 //! The `weight_scale` of the layer has shape `[out, 1]` or `[1]`.
 //! With static input quantization, the layer also has an `input_scale` of shape `[1]`.
-//! Older files may store scalars in place of tensors of shape `[1]`.
+//! Older files may store scales as scalars instead of tensors of shape `[1]`.
 //!
 //! A packed layer has `weight_packed` and `weight_shape` in place of `weight`.
 //! `weight_packed` is an I32 tensor of shape `[out, in / 4]`.
@@ -28,15 +28,15 @@ use crate::error::Error;
 use crate::kernels::quantized;
 use crate::text::{excerpt, library_error, quote};
 
-/// The prefix of a target that is a regular expression.
+/// The prefix of a layer selector (target) that is a regular expression.
 const PATTERN: &str = "re:";
 
-/// The maximum number of targets in a config. Real configs have up to a few hundred.
+/// The maximum number of targets in a `quantization_config`. Real configs have up to a few hundred targets.
 const MAX_TARGETS: usize = 10_000;
-/// The maximum number of patterns among the targets. Real configs have up to ten.
+/// The maximum number of regular expressions among the targets. Real configs have up to ten.
 const MAX_PATTERNS: usize = 100;
 
-/// The maximum size of a compiled pattern, in bytes.
+/// The maximum size of a compiled regular expression, in bytes.
 const MAX_PATTERN_BYTES: usize = 1 << 20;
 
 /// The `quantization_config` of a model, which assigns quantization schemes to linear layers.
@@ -53,15 +53,16 @@ pub struct Scheme {
     pub format: Format,
     pub weight_scales: WeightScales,
     pub activations: Activations,
-    /// Whether four codes are packed into each 32-bit word.
+    /// Whether four 8-bit codes are packed into each 32-bit word.
     pub packed: bool,
 }
 
-/// The type of the codes. A code is the value divided by the scale, rounded half to even, and clamped.
+/// The type of the quantized values (codes).
+/// A code is the value divided by the scale, rounded half to even, and clamped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Format {
     /// Codes from -128 to 127. A dynamic scale is the largest magnitude divided by 127.5, so the code -128 can occur.
-    /// The quotient 127.5 rounds to 128 and is clamped to 127.
+    /// A value that is 127.5 times the scale rounds to 128 and is clamped to 127.
     Int8,
     /// E4M3 codes with magnitudes up to 448 and no infinities. A dynamic scale is the largest magnitude divided by 448.
     Fp8,
@@ -85,14 +86,14 @@ pub enum WeightScales {
     PerChannel,
 }
 
-/// The quantization of a layer's input. The codes of the input have the same [`Format`] as the codes of the weights.
+/// The quantization of a linear layer's input. Input codes have the same [`Format`] as weight codes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Activations {
-    /// Only the weights are quantized.
+    /// The input is not quantized. Only the weights of the layer are quantized.
     Unquantized,
-    /// Each token has its own scale, computed at run time. The scale is at least the smallest positive normal f32.
+    /// Each token has its own input scale, computed at run time and at least the smallest positive normal f32.
     PerToken,
-    /// All tokens share the `input_scale` of the checkpoint.
+    /// All tokens use the `input_scale` of the layer in the checkpoint.
     Static,
 }
 
@@ -113,7 +114,7 @@ struct Section {
     ignore: Option<Vec<String>>,
 }
 
-/// One entry of `config_groups`.
+/// One entry of `config_groups` in `quantization_config`.
 #[derive(Deserialize)]
 struct Group {
     targets: Vec<String>,
@@ -130,7 +131,7 @@ struct Group {
 /// The quantization arguments of weights or inputs. `observer` is ignored, because it matters only during calibration.
 #[derive(Deserialize)]
 struct QuantizationArgs {
-    /// The number of bits. Some tools write an object with one number per layer, which is not supported.
+    /// The number of bits per value. Some tools write an object with one number per layer, which is not supported.
     #[serde(default = "eight")]
     num_bits: Value,
     #[serde(default, rename = "type")]
@@ -141,7 +142,7 @@ struct QuantizationArgs {
     strategy: Option<String>,
     #[serde(default)]
     group_size: Option<i64>,
-    /// One of `true`, `false` and `"local"`.
+    /// Whether scales are computed at run time: `true`, `false` or `"local"`.
     #[serde(default)]
     dynamic: Value,
     #[serde(default)]
@@ -161,7 +162,7 @@ impl CompressedConfig {
     /// Returns `None` for a model that is unquantized or uses MXFP4.
     /// Fails with [`Error::UnsupportedQuantization`] for any other quantization.
     pub fn read(config: &Value) -> Result<Option<Self>> {
-        // The section was named `compression_config` until the fall of 2024.
+        // Until the fall of 2024, the section `quantization_config` was named `compression_config`.
         // Even older files nest `quantization_config` inside `compression_config`.
         let sections = [&config["quantization_config"], &config["compression_config"]];
         let Some(outer) = sections.into_iter().find(|section| is_set(section)) else { return Ok(None) };
@@ -189,7 +190,7 @@ impl CompressedConfig {
     fn from_section(section: &Value) -> Result<Self> {
         let broken = || "invalid quantization_config".to_string();
         let section: Section = from_json(section).with_context(broken)?;
-        // Names take precedence over patterns. Names and patterns are each in alphabetical order.
+        // Layer names take precedence over regular expressions. Both kinds of targets are in alphabetical order.
         // If a target occurs twice, only the last occurrence has an effect.
         let mut schemes: BTreeMap<(bool, String), Option<Scheme>> = BTreeMap::new();
         for (name, group) in section.config_groups {
@@ -219,8 +220,8 @@ impl CompressedConfig {
         Ok(Self { rules: rules.collect::<Result<_>>()?, ignore: ignore.collect::<Result<_>>()? })
     }
 
-    /// Returns the bit widths of weights and activations, and the type of the codes, such as `w8a8 int8`.
-    /// If layers differ, describes the first rule with a scheme.
+    /// Returns the bit widths of weights and activations and the type of the codes, such as `w8a8 int8`.
+    /// If layers have different schemes, describes the first scheme.
     pub fn name(&self) -> String {
         let Some(scheme) = self.rules.iter().find_map(|(_, scheme)| *scheme) else { return "unquantized".into() };
         let activations = if scheme.activations == Activations::Unquantized { 16 } else { 8 };
@@ -245,14 +246,14 @@ impl Target {
         let compile = |pattern| RegexBuilder::new(&format!("^(?:{pattern})")).size_limit(MAX_PATTERN_BYTES).build();
         let pattern = match text.strip_prefix(PATTERN).map(compile) {
             Some(Ok(pattern)) => Some(pattern),
-            // The pattern is too large or uses syntax that the regex crate does not support, such as lookaround.
+            // The regular expression is too large, or the regex crate does not support its syntax, such as lookaround.
             Some(Err(_)) => return unsupported(format!("pattern {} in quantization_config", quote(&text))),
             None => None,
         };
         Ok(Self { text, pattern })
     }
 
-    /// Returns true if the target is the name of this module or a pattern that matches the name.
+    /// Returns true if the target is the module's name, or a regular expression that matches the module's name.
     fn matches_name(&self, module: &str) -> bool {
         self.pattern.as_ref().map_or(self.text == module, |pattern| pattern.is_match(module))
     }
@@ -264,7 +265,7 @@ impl Target {
 }
 
 impl Group {
-    /// Returns the scheme of the group, or `None` if the group leaves its layers unquantized.
+    /// Returns the quantization scheme of the group, or `None` if the group leaves its layers unquantized.
     fn scheme(&self, path: &str, format: Option<&str>) -> Result<Option<Scheme>> {
         if is_set(&self.output_activations) {
             return unsupported(format!("output_activations in {path}"));
@@ -302,7 +303,7 @@ impl Group {
             Some(inputs) if is_set(&inputs.scale_dtype) => return unsupported(format!("scale_dtype in {path}")),
             Some(inputs) => match (inputs.strategy(), inputs.is_dynamic(path)?) {
                 ("token", true) => Activations::PerToken,
-                // If all tokens of a step shared one scale, the result for a token would depend on the other tokens.
+                // With one scale for all tokens of a step, a token's result would depend on the other tokens.
                 ("tensor", true) => return unsupported(format!("dynamic per-tensor scaling in {path}")),
                 ("tensor", false) => Activations::Static,
                 ("token", false) => return unsupported(format!("strategy='token' without dynamic=true in {path}")),
@@ -339,7 +340,7 @@ impl QuantizationArgs {
         }
     }
 
-    /// Returns the strategy. The default is `channel` if the group size is -1, and `tensor` otherwise.
+    /// Returns the granularity of the scales. The default is `channel` if the group size is -1, and `tensor` otherwise.
     fn strategy(&self) -> &str {
         self.strategy.as_deref().unwrap_or(if self.group_size == Some(-1) { "channel" } else { "tensor" })
     }
@@ -357,7 +358,7 @@ fn from_json<'j, T: Deserialize<'j>>(json: &'j Value) -> Result<T> {
     T::deserialize(json).map_err(|error| anyhow!("{}", library_error(&error)))
 }
 
-/// Returns false for `null`, `false` and an empty object, and true for all other values.
+/// Returns whether a JSON value counts as set. `null`, `false` and an empty object do not count.
 fn is_set(value: &Value) -> bool {
     match value {
         Value::Null | Value::Bool(false) => false,

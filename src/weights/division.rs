@@ -1,7 +1,8 @@
-//! How ranks divide the tensors of a model, computed from the file headers alone.
+//! Computes from the file headers how ranks divide the tensors of a model.
 //!
-//! Loading divides tensors in the `load` functions of the layers in `nn`. This module repeats their rules, so that the
-//! memory of each rank is known before loading. Tests compare the results of both for all families and formats.
+//! The `load` functions of the layers in `nn` divide the tensors during loading.
+//! This module repeats the rules of the `load` functions to compute the memory of each rank before loading.
+//! Tests compare this module with the `load` functions for all model families and formats.
 
 use std::collections::HashMap;
 
@@ -11,8 +12,8 @@ use super::inventory::{ColumnUnits, Inventory, InventoryTensor};
 use super::part::Axis;
 use crate::device::share;
 
-/// Ranks divide an intermediate size at multiples of this number of columns, which is the size of an MXFP4 block.
-/// Multiples of this number also satisfy the alignment that the kernels for float matrices require.
+/// Ranks divide an intermediate size at multiples of this number of columns. An MXFP4 block has 32 columns.
+/// Multiples of 32 columns also satisfy the alignment that the kernels for float matrices require.
 pub const SHARE_COLUMNS: usize = 32;
 
 /// The part of a model that one rank holds if every layer is divided.
@@ -27,7 +28,7 @@ pub struct RankPart {
 /// A dimension of a model that is divided among ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Shared {
-    /// KV heads, each with its query heads.
+    /// The KV heads of a layer, each together with its query heads.
     Heads,
     /// The intermediate size of an MLP or of each expert.
     Intermediate,
@@ -46,7 +47,7 @@ struct LayerUnits {
 
 impl LayerUnits {
     /// Returns the number of KV heads of this layer that `rank` holds.
-    /// Heads are divided only between units of `o_proj`.
+    /// Heads are divided only where a column unit of `o_proj` ends.
     fn kv_share(&self, rank: usize, ranks: usize) -> usize {
         let unit = match self.o_proj {
             Some(ColumnUnits { columns, unit }) if self.kv_heads > 0 => {
@@ -60,7 +61,8 @@ impl LayerUnits {
 }
 
 impl InventoryTensor {
-    /// Returns how ranks divide the tensor, or `None` if every rank holds the whole tensor.
+    /// Returns the axis and the model dimension by which ranks divide the tensor.
+    /// Returns `None` if every rank holds the whole tensor.
     fn division(&self) -> Option<(Axis, Shared)> {
         let parts: Vec<&str> = self.name.split('.').collect();
         let is_bias = self.name.ends_with("bias");
@@ -87,7 +89,7 @@ impl InventoryTensor {
         self.name.split('.').find_map(|part| part.parse().ok())
     }
 
-    /// Returns the size in memory of a part of the tensor, in bytes. The part has `len / total` of the rows or columns.
+    /// Returns the memory size of a part of the tensor, in bytes. The part has `len` of `total` rows or columns.
     fn part_bytes(&self, axis: Axis, len: usize, total: usize, dtype: DType) -> u64 {
         let part = |whole: u64| (u128::from(whole) * len as u128 / total.max(1) as u128) as u64;
         match (self.quantized, axis) {
@@ -98,14 +100,14 @@ impl InventoryTensor {
         }
     }
 
-    /// Returns the number of columns of a matrix, and `unit`. Ranks divide the columns only at multiples of `unit`.
+    /// Returns `unit` and the number of columns of a matrix. Ranks divide the columns only at multiples of `unit`.
     /// Returns `None` for a vector.
     ///
     /// `shape` is the shape in the file. `has_bias` is true only for the unpacked experts of gpt-oss.
     pub(super) fn column_units(&self, shape: &[usize], unit: usize, has_bias: bool) -> Option<ColumnUnits> {
         let is_packed_expert = self.name.ends_with("_blocks") || self.name.ends_with("_scales");
         let columns = match shape {
-            // MXFP4 packs 32 columns into each group.
+            // Each MXFP4 group holds 32 columns.
             [_, _, groups, ..] if is_packed_expert => groups * SHARE_COLUMNS,
             // GPT-2 and the unpacked experts of gpt-oss store matrices as `[in, out]`.
             [columns, _] if self.name.contains(".c_") => *columns,
@@ -124,7 +126,7 @@ fn is_suffix(rest: &str) -> bool {
 
 impl Inventory {
     /// Returns the part of the model that each of `ranks` ranks holds if every layer is divided.
-    /// `kv_heads` has one entry per layer: the number of KV heads of that layer.
+    /// `kv_heads` has the number of KV heads of each layer.
     pub fn rank_parts(&self, kv_heads: &[usize], ranks: usize, dtype: DType) -> Vec<RankPart> {
         let mut layers: Vec<LayerUnits> =
             kv_heads.iter().map(|&kv_heads| LayerUnits { kv_heads, ..LayerUnits::default() }).collect();
@@ -157,7 +159,7 @@ impl Inventory {
                         let compute = || share_of_layer(&layers[layer], is_heads, rank, ranks);
                         Some((*axis, *shares.entry((layer, is_heads)).or_insert_with(compute)))
                     }
-                    // Every rank holds the whole tensor, even if its layer is beyond the last layer of the model.
+                    // Every rank holds the whole tensor, also for layers beyond the last layer of the model.
                     _ => None,
                 };
                 weight_bytes = weight_bytes.saturating_add(match share_of {
@@ -172,14 +174,14 @@ impl Inventory {
 }
 
 /// Returns how many KV heads of a layer a rank holds, and how many the layer has.
-/// If `is_heads` is false, counts the columns of `down_proj` instead.
+/// If `is_heads` is false, counts the columns of `down_proj` instead of KV heads.
 fn share_of_layer(layer: &LayerUnits, is_heads: bool, rank: usize, ranks: usize) -> (usize, usize) {
     match (is_heads, layer.down_proj) {
         (true, _) => (layer.kv_share(rank, ranks), layer.kv_heads),
         (false, Some(ColumnUnits { columns, unit })) => {
             (share(columns, SHARE_COLUMNS.max(unit), rank, ranks).len(), columns)
         }
-        // Without a matrix that is divided by columns, assume equal parts.
+        // If the layer has no matrix that is divided by columns, assume equal parts.
         (false, None) => (1, ranks),
     }
 }

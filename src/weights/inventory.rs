@@ -1,5 +1,5 @@
-//! The list of tensors in a checkpoint, read from the file headers.
-//! inferno can therefore compute the size of a model before downloading it.
+//! Lists the tensors of a checkpoint from the headers of its files.
+//! inferno computes the size of a model from the headers before downloading the model.
 
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::path::Path;
@@ -23,20 +23,20 @@ pub(super) struct InventoryTensor {
     /// The dtype in the file, in lower case, such as `bf16`, `f8_e4m3` or `q4_k`.
     dtype: String,
     elements: u64,
-    /// The size in the file, in bytes.
+    /// The size of the tensor in the file, in bytes.
     bytes: u64,
     format: MemoryFormat,
-    /// The format, rows and columns of a matrix that is quantized in memory, if known.
+    /// The format, rows and columns of a matrix that is quantized in memory. `None` for floats or if unknown.
     pub quantized: Option<(WeightFormat, usize, usize)>,
-    /// How the columns of a matrix can be divided. `None` for a vector.
+    /// How ranks can divide the columns of a matrix. `None` for a vector.
     pub columns: Option<ColumnUnits>,
-    /// The size of the first dimension. `None` for a scalar.
+    /// The length of the tensor's first dimension. `None` for a scalar.
     pub rows: Option<usize>,
-    /// Whether `columns` already takes into account that the file stores the stacked matrices transposed.
+    /// Whether the file stores the stacked matrices transposed and `columns` has been corrected accordingly.
     is_transposed: bool,
 }
 
-/// The number of columns of a matrix. Ranks divide the columns only between units of `unit` columns.
+/// The number of columns of a matrix. Ranks divide the columns only at multiples of `unit`.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct ColumnUnits {
     pub columns: usize,
@@ -50,12 +50,12 @@ enum MemoryFormat {
     ComputeDtype,
     /// F32, regardless of the compute dtype: norms, biases, sinks, routers and weight scales.
     F32,
-    /// A packed or quantized format with this size in bytes. The size is 0 for tensors that no model loads,
-    /// and for scales, which are included in the size of their weight matrix.
+    /// A packed or quantized format. Holds the size in bytes, which is 0 for tensors that no model loads.
+    /// The size is also 0 for scales, because the size of their weight matrix includes them.
     Bytes(u64),
 }
 
-/// The tensors of a checkpoint. Computes the sizes that they have in memory, for a whole model or for each rank.
+/// The tensors of a checkpoint. Computes the memory size of a whole model or of each rank's part.
 #[derive(Clone, Debug, Default)]
 pub struct Inventory {
     pub(super) tensors: Vec<InventoryTensor>,
@@ -64,7 +64,7 @@ pub struct Inventory {
 /// The information about a model's weights that `inferno list` shows.
 pub struct WeightsSummary {
     pub parameters: u64,
-    /// The dtype with the most bytes, in lower case. For a GGUF file, this is its quantization, such as `Q4_K_M`.
+    /// The dtype with the most bytes, in lower case. For a GGUF file, the quantization of the file, such as `Q4_K_M`.
     pub main_dtype: Option<String>,
     /// Whether `parameters` counts each packed word as four parameters, which is correct only for 8-bit quantization.
     pub packed: bool,
@@ -73,11 +73,11 @@ pub struct WeightsSummary {
 /// The sizes in memory of the parts of a model, in bytes.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct PartBytes {
-    /// The size of each layer.
+    /// The size of each decoder layer in memory, in bytes.
     pub layers: Vec<u64>,
     /// The size of the output head. 0 if it is tied to the embedding.
     pub head: u64,
-    /// The size of everything else: embeddings, the final norm, and layers beyond those of the model.
+    /// The size of embeddings, the final norm, and layers beyond the model's layer count, in bytes.
     pub other: u64,
 }
 
@@ -91,12 +91,12 @@ pub struct TensorGroup {
     pub dtypes: BTreeSet<String>,
 }
 
-/// The names of the tensor groups, in display order.
+/// The names of the tensor groups, in the order in which they are displayed.
 const GROUPS: [&str; 7] = ["embedding", "attention", "mlp", "experts", "norms", "head", "other"];
 
 /// Name fragments of tensors that no model loads.
-/// They match RoPE frequencies, attention masks, input scales, shapes of packed weights, and vision modules.
-/// Input scales are in this list because they are read as single numbers.
+/// The fragments match RoPE frequencies, attention masks, input scales, shapes of packed weights, and vision modules.
+/// Input scales count as not loaded, because inferno reads each one as a single number, not as a tensor.
 const NEVER_LOADED: [&str; 7] = [
     "rotary_emb.inv_freq",
     ".attn.bias",
@@ -108,12 +108,12 @@ const NEVER_LOADED: [&str; 7] = [
 ];
 
 impl WeightsSummary {
-    /// Summarizes a GGUF file.
+    /// Summarizes the weights in a GGUF file.
     pub fn from_gguf(file: &GgufCheckpoint) -> Self {
         Self { parameters: file.parameters(), main_dtype: file.quantization(), packed: false }
     }
 
-    /// Summarizes the safetensors files of a directory. Only the headers are read and validated.
+    /// Summarizes the weights in the safetensors files of a directory. Reads and validates only the headers.
     pub fn from_safetensors(dir: &Path) -> Result<Self> {
         let (mut parameters, mut bytes, mut packed) = (0u64, BytesByDtype::default(), false);
         let mut header_bytes = 0;
@@ -172,7 +172,7 @@ impl Inventory {
         for tensor in inventory.tensors.iter_mut().filter(is_matrix) {
             let is_quantized = match tensor.group() {
                 "attention" | "mlp" | "head" => true,
-                // Only gpt-oss has experts with biases. Loading does not quantize them.
+                // Loading does not quantize experts with biases. Only gpt-oss has such experts.
                 "experts" => checkpoint.info(&format!("{}_bias", tensor.name)).is_none(),
                 "embedding" => !has_head && !tensor.name.contains("wpe"),
                 _ => false,
@@ -211,7 +211,7 @@ impl Inventory {
             self.tensors.push(tensor);
         })?;
         // Stacked experts with biases are stored transposed, as `[experts, columns, rows]`.
-        // The bias may be in another shard.
+        // The biases may be in another shard than the matrices, so all tensors are searched.
         let biases: HashSet<String> = self.tensors.iter().filter_map(InventoryTensor::biased_experts).collect();
         for tensor in self.tensors.iter_mut().filter(|tensor| biases.contains(&tensor.name)) {
             let (Some(columns), Some(experts)) = (&mut tensor.columns, tensor.rows) else { continue };
@@ -246,13 +246,13 @@ impl Inventory {
     }
 
     /// Returns the size of the loaded weights in memory, in bytes.
-    /// The size includes tensors that some models skip: layers for multi-token prediction, and an output head
-    /// if the embeddings are tied.
+    /// The size includes MTP layers (multi-token prediction), which are not loaded.
+    /// The size also includes an output head in the file that is not loaded because the embeddings are tied.
     pub fn loaded_bytes(&self, dtype: DType) -> u64 {
         sum(self.tensors.iter().map(|tensor| tensor.loaded_bytes(dtype)))
     }
 
-    /// Returns the sizes in memory of the parts of a model with `layers` layers.
+    /// Returns the sizes in memory of the layers, the head and the other tensors of a model with `layers` layers.
     pub fn part_bytes(&self, layers: usize, dtype: DType) -> PartBytes {
         let mut parts = PartBytes { layers: vec![0; layers], ..PartBytes::default() };
         for tensor in &self.tensors {
@@ -266,8 +266,8 @@ impl Inventory {
         parts
     }
 
-    /// Returns the size in memory of the largest layer of experts, in bytes.
-    /// Loading temporarily needs this much extra memory to repack or stack the experts of one layer at a time.
+    /// Returns the memory size of the experts of one layer, in bytes, for the layer with the largest experts.
+    /// Loading repacks or stacks the experts of one layer at a time, which temporarily needs this much extra memory.
     pub fn largest_expert_layer(&self, dtype: DType) -> u64 {
         let mut layers: BTreeMap<&str, u64> = BTreeMap::new();
         for tensor in &self.tensors {
@@ -280,9 +280,9 @@ impl Inventory {
         layers.into_values().max().unwrap_or(0)
     }
 
-    /// Returns the dequantized size, in bytes, of the largest layer of quantized experts.
+    /// Returns the dequantized size of one layer's quantized experts, in bytes, for the layer with the largest experts.
     /// In a forward pass over many tokens, a GPU dequantizes the experts of one layer at a time.
-    /// Packed MXFP4 experts are not counted.
+    /// Packed MXFP4 experts are not counted in the dequantized size.
     pub fn unpacked_expert_layer(&self, dtype: DType) -> u64 {
         let mut layers: BTreeMap<&str, u64> = BTreeMap::new();
         for tensor in self
@@ -298,14 +298,14 @@ impl Inventory {
         layers.into_values().max().unwrap_or(0)
     }
 
-    /// Returns the dtype with the most bytes.
+    /// Returns the dtype that accounts for the most bytes of the checkpoint.
     pub fn main_dtype(&self) -> Option<String> {
         let mut bytes = BytesByDtype::default();
         self.tensors.iter().for_each(|tensor| bytes.add(&tensor.dtype, tensor.bytes));
         bytes.main()
     }
 
-    /// Returns the groups that contain tensors. The name of a tensor determines its group.
+    /// Returns the totals of each tensor group that is not empty. The name of a tensor determines its group.
     pub fn groups(&self) -> Vec<TensorGroup> {
         let group = |name| {
             let tensors = || self.tensors.iter().filter(move |tensor| tensor.group() == name);
@@ -351,7 +351,7 @@ impl InventoryTensor {
         }
     }
 
-    /// If this is a bias of stacked experts, returns the name of the matrices that it belongs to.
+    /// For a bias of stacked experts, returns the name of the expert matrices. Otherwise, returns `None`.
     fn biased_experts(&self) -> Option<String> {
         self.name.strip_suffix("_bias").filter(|_| self.is_expert()).map(str::to_string)
     }
@@ -408,7 +408,7 @@ fn is_float(dtype: &str) -> bool {
     matches!(dtype, "f32" | "f16" | "bf16")
 }
 
-/// Returns a saturating sum, because a remote header may declare any size.
+/// Returns the sum of `numbers`. Saturates on overflow, because a remote header may declare any size.
 fn sum(numbers: impl Iterator<Item = u64>) -> u64 {
     numbers.fold(0, u64::saturating_add)
 }
@@ -450,7 +450,7 @@ mod tests {
         };
         assert_error(HEADER, Some(299));
         assert_error(HEADER, Some(301));
-        // The first of these two headers lists a tensor twice. The second has a gap before its only tensor.
+        // The header `two` lists a tensor twice. The next header has a gap before its only tensor.
         let two = r#""a":{"dtype":"U8","shape":[2],"data_offsets":[0,2]}"#;
         assert_error(&format!("{{{two},{two}}}"), Some(2));
         assert_error(r#"{"a":{"dtype":"U8","shape":[2],"data_offsets":[2,4]}}"#, Some(4));

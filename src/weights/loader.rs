@@ -38,17 +38,17 @@ pub struct Weights<'c> {
     /// The quantization of float matrices during loading, if any.
     pub(super) quantize: Option<QuantizationTarget>,
     pub(super) progress: &'c LoadProgress<'c>,
-    /// The rank whose part of each layer is loaded. [`World::alone`] for layers that are loaded whole.
+    /// The rank whose part of each layer is loaded. [`World::alone`] for layers that every rank loads whole.
     world: World,
     /// The part of each tensor that is loaded. `None` if whole tensors are loaded.
     pub(super) part: Option<Part>,
     /// The background reader. It stops when the last clone of these weights is dropped.
     pub(super) reader: Option<Arc<dyn TensorReader>>,
-    /// Reads large tensors, or parts of them, if nothing is read ahead.
+    /// Reads large tensors, or parts of large tensors, if there is no background reader.
     part_reader: Option<Arc<dyn ReadPart>>,
-    /// Reads tensors together with the other ranks. `None` if each rank reads alone.
+    /// The shared reader of all ranks. `None` if each rank reads alone.
     shared_reads: Option<SharedReads>,
-    /// The rank that loads the weights. Differs from `world` for layers that are loaded whole.
+    /// The rank that loads the weights. Differs from `world` for layers that every rank loads whole.
     loading_world: World,
 }
 
@@ -103,9 +103,9 @@ impl<T: Target> ReadPart for PartReader<T> {
 impl<'c> Weights<'c> {
     /// Returns weights that load to `device`. Float tensors are converted to `dtype`.
     ///
-    /// If safetensors files are loaded to a GPU, background threads start reading immediately.
+    /// If safetensors files are loaded to a GPU, background threads start reading the files immediately.
     /// Loading functions may return a tensor before its copy to the device is complete.
-    /// Kernels on the device's stream wait for the copy.
+    /// Kernels on the device's stream wait for the copy to complete.
     pub fn new(
         checkpoint: &'c Checkpoint,
         device: &Device,
@@ -160,7 +160,7 @@ impl<'c> Weights<'c> {
     }
 
     /// Returns weights that the rank of `world` loads to `device`. Layers load only the parts that this rank holds.
-    /// Nothing is read ahead. On a GPU, several threads read each large tensor.
+    /// No tensor is read before it is requested. On a GPU, several threads read each large tensor.
     pub fn of_rank(
         checkpoint: &'c Checkpoint,
         device: &Device,
@@ -178,10 +178,10 @@ impl<'c> Weights<'c> {
         Ok(weights)
     }
 
-    /// Returns weights that share reads with the other ranks: bytes that several ranks need are read only once.
+    /// Returns weights that share reads with the other ranks. Bytes that several ranks need are read only once.
     /// All ranks must load their parts at the same time, on different threads.
     ///
-    /// Each rank reads these bytes alone: rows that no other rank holds, the scales of 8-bit weights,
+    /// Some reads are not shared: rows that no other rank holds, the scales of 8-bit weights,
     /// and E4M3 tensors without scales.
     pub fn sharing_reads(self) -> Self {
         let reads = (self.world.size() > 1).then(|| SharedReads {
@@ -199,16 +199,16 @@ impl<'c> Weights<'c> {
 
     /// Returns the shared reader for a float tensor of a GGUF file, or `None` if this rank reads the tensor alone.
     ///
-    /// A rank that holds no rows of a matrix does not load it, so matrices that are divided by rows are not shared.
-    /// Transposed matrices are always shared, because all ranks load them.
+    /// Matrices that are divided by rows are not shared, because a rank that holds no rows does not load the matrix.
+    /// Reads of transposed matrices are always shared, because all ranks load transposed matrices.
     fn shared_gguf_reads(&self, model: &GgufModel, name: &str, slice: Option<&Slice>) -> Option<&SharedReads> {
         let is_shared = slice.is_none_or(|slice| slice.dim > 0) || model.is_transposed(name);
         self.shared_reads.as_ref().filter(|_| is_shared)
     }
 
-    /// Takes part in the shared read of a float matrix, or of stacked float matrices.
-    /// This rank holds none of the elements, but the other ranks wait for it.
-    /// `shape` is the shape of this rank's part, which has a dimension of 0.
+    /// Takes part in the shared read of a float matrix, or of stacked float matrices, that this rank holds no part of.
+    /// The other ranks wait until every rank has joined the shared read.
+    /// `shape` is the shape of this rank's empty part, in which one dimension is 0.
     pub(super) fn join_reads(&self, name: &str, shape: &[usize]) -> Result<()> {
         let rows = shape.len() - 2;
         let slice = self.slice(Some(rows), Some(rows + 1)).filter(|slice| slice.dim > 0);
@@ -227,13 +227,13 @@ impl<'c> Weights<'c> {
         Ok(())
     }
 
-    /// Returns weights that read large tensors with `reader`, which must copy them to the device of these weights.
+    /// Returns weights that read large tensors with `reader`. The `reader` must copy to the device of the weights.
     pub fn with_part_reader(self, reader: PartReader<impl Target>) -> Self {
         Self { part_reader: Some(Arc::new(reader)), ..self }
     }
 
     /// Like [`Weights::new`], but float matrices are quantized during loading.
-    /// Nothing is read ahead, because quantizing takes longer than reading.
+    /// Tensors are not read ahead, because quantizing takes longer than reading.
     pub fn quantizing(
         checkpoint: &'c Checkpoint,
         device: &Device,
@@ -244,7 +244,7 @@ impl<'c> Weights<'c> {
         Self::without_reader(checkpoint, device, dtype, progress).quantized_to(quantize)
     }
 
-    /// Returns these weights with float matrices quantized during loading. Nothing is read ahead.
+    /// Returns weights whose float matrices are quantized during loading. Tensors are not read ahead.
     pub fn quantized_to(self, quantize: QuantizationTarget) -> Self {
         Self { quantize: Some(quantize), reader: None, ..self }
     }
@@ -260,25 +260,25 @@ impl<'c> Weights<'c> {
     }
 
     /// Returns weights that load only the rows in `ranges` of each tensor. In the file, each tensor has `total` rows.
-    /// Methods of the result that load a tensor expect the shape of this part, not the shape in the file.
+    /// The loading methods of the returned weights expect the shape of the loaded rows, not the shape in the file.
     pub fn rows(&self, ranges: impl Into<Vec<Range<usize>>>, total: usize) -> Self {
         self.part(Axis::Rows, ranges.into(), total)
     }
 
     /// Returns weights that load only the columns in `range` of each matrix, and whole biases.
     /// In the file, each matrix has `total` columns.
-    /// Methods of the result that load a tensor expect the shape of this part, not the shape in the file.
+    /// The loading methods of the returned weights expect the shape of the loaded columns, not the shape in the file.
     pub fn columns(&self, range: Range<usize>, total: usize) -> Self {
         self.part(Axis::Columns, vec![range], total)
     }
 
     fn part(&self, axis: Axis, ranges: Vec<Range<usize>>, total: usize) -> Self {
-        // A single rank loads whole tensors, which may be read ahead.
+        // A single rank loads whole tensors, so that the background reader can read them ahead.
         let part = Part { axis, ranges, total };
         Self { part: (self.world.size() > 1).then_some(part), ..self.clone() }
     }
 
-    /// Returns the ranges of a tensor to load, or `None` for the whole tensor.
+    /// Returns the ranges of a tensor that this rank loads, or `None` if it loads the whole tensor.
     /// `rows` and `columns` are the indices of the row dimension and the column dimension.
     pub(super) fn slice(&self, rows: Option<usize>, columns: Option<usize>) -> Option<Slice> {
         self.part.as_ref()?.slice(rows, columns)
@@ -314,8 +314,8 @@ impl<'c> Weights<'c> {
         self.checkpoint.info(&self.full_name(name)).is_some()
     }
 
-    /// Loads a whole float tensor of exactly this shape in the compute dtype.
-    /// The file may store it as F32, F16, BF16, F8_E4M3, or any supported GGUF type.
+    /// Loads a whole float tensor of exactly the given shape in the compute dtype.
+    /// The file may store the tensor as F32, F16, BF16, F8_E4M3, or any supported GGUF type.
     pub fn float(&self, name: &str, shape: &[usize]) -> Result<Tensor> {
         self.float_as(name, shape, self.dtype)
     }
@@ -391,14 +391,14 @@ impl<'c> Weights<'c> {
         }
     }
 
-    /// Fails with [`Error::UnsupportedQuantization`], because quantization_config does not describe the tensor.
+    /// Always returns [`Error::UnsupportedQuantization`], for a tensor that `quantization_config` does not describe.
     fn refuse_quantized<T>(&self, name: &str, how: &str) -> Result<T> {
         let dtype = self.checkpoint.required(name)?.dtype;
         let what = format!("tensor {name} in {dtype} ({how}, but quantization_config does not describe the tensor)");
         Err(Error::UnsupportedQuantization { what }.into())
     }
 
-    /// Loads a U8 tensor of exactly this shape.
+    /// Loads a U8 tensor of exactly the given shape.
     pub fn bytes(&self, name: &str, shape: &[usize]) -> Result<Tensor> {
         self.bytes_slice(name, shape, None)
     }
@@ -411,7 +411,7 @@ impl<'c> Weights<'c> {
         Ok(self.progress.add_tensor(self.load(&name, shape, slice, &self.device)?))
     }
 
-    /// Returns the header entry of a tensor. Fails unless the tensor has this shape and one of these dtypes.
+    /// Returns the header entry of a tensor. Fails unless the tensor has the given shape and one of `dtypes`.
     pub(super) fn check(&self, name: &str, dtypes: &[DType], shape: &[usize]) -> Result<&'c TensorInfo> {
         let info = self.checkpoint.required(name)?;
         self.progress.add_name(name);
@@ -428,7 +428,7 @@ impl<'c> Weights<'c> {
     }
 
     /// Loads a tensor, or the part of it that `slice` selects, in its stored dtype. `shape` is the shape of the result.
-    /// `device` is the device of these weights, or the host.
+    /// `device` is either the device of the weights or the host.
     fn load(&self, name: &str, shape: &[usize], slice: Option<Slice>, device: &Device) -> Result<Tensor> {
         let cannot = || format!("cannot load tensor {name}");
         if let Checkpoint::Gguf(model) = self.checkpoint {
@@ -477,7 +477,7 @@ impl<'c> Weights<'c> {
     }
 }
 
-/// Returns the part of a whole tensor that `slice` selects.
+/// Returns the part of the loaded tensor `whole` that `slice` selects.
 fn sliced(whole: Tensor, slice: Option<Slice>) -> Result<Tensor> {
     slice.map_or(Ok(whole.clone()), |slice| slice.of(&whole))
 }

@@ -16,7 +16,7 @@ use crate::kernels::quantized::{InputRounding, QuantizedMatrix, WeightFormat};
 
 impl<'c> Weights<'c> {
     /// Loads the matrix `name` of each module in `parts` and concatenates the rows of these matrices.
-    /// Each part is a module and its number of rows.
+    /// Each element of `parts` is a module and the number of rows of its matrix.
     ///
     /// A matrix that is quantized in the file stays quantized.
     /// If there is a quantization target, a float matrix is quantized if the target supports its row length.
@@ -80,8 +80,8 @@ impl<'c> Weights<'c> {
         }
     }
 
-    /// Loads a matrix `[rows, columns]` that Hugging Face checkpoints store as `[columns, rows]`.
-    /// GGUF files store it as `[rows, columns]`.
+    /// Loads a matrix `[rows, columns]` that Hugging Face checkpoints store transposed, as `[columns, rows]`.
+    /// GGUF files store the matrix as `[rows, columns]`.
     pub fn transposed(&self, name: &str, rows: usize, columns: usize) -> Result<Matrix> {
         if matches!(self.checkpoint, Checkpoint::Gguf(_))
             && let Some(found) = self.quantized(name, 1, rows, columns)?
@@ -97,7 +97,7 @@ impl<'c> Weights<'c> {
         Ok(Matrix::Dense(stored.t()?.contiguous()?))
     }
 
-    /// Returns the number of columns in a unit of a matrix, or 1 for floats. Ranks divide columns only between units.
+    /// Returns the unit in which ranks divide the columns of a matrix: a number of columns, or 1 for floats.
     /// `columns` is the number of columns of the whole matrix.
     pub fn column_unit(&self, name: &str, columns: usize) -> Result<usize> {
         Ok(self.checkpoint.column_unit(&self.full_name(name), columns, self.quantize))
@@ -129,9 +129,9 @@ impl<'c> Weights<'c> {
         })
     }
 
-    /// Takes part in the shared read of a matrix, or of stacked matrices.
-    /// This rank holds none of the elements, but the other ranks wait for it.
-    /// `shape` is the shape of this rank's part, which has a dimension of 0.
+    /// Takes part in the shared read of a matrix, or of stacked matrices, that this rank holds no part of.
+    /// The other ranks wait until every rank has joined the shared read.
+    /// `shape` is the shape of this rank's empty part, in which one dimension is 0.
     fn join(&self, name: &str, shape: &[usize]) -> Result<()> {
         let (Some(_), [stack @ .., rows, columns]) = (self.shared_reads(), shape) else { return Ok(()) };
         match self.quantized(name, stack.iter().product(), *rows, *columns)? {
@@ -151,7 +151,7 @@ impl<'c> Weights<'c> {
                 (found, _) => found,
             },
             Checkpoint::Safetensors(checkpoint) => match self.quantize {
-                // Only quantized matrices have a scale. The modules in `ignore` have none.
+                // A scale means that the matrix is quantized. The modules in `ignore` have no scale.
                 _ if checkpoint.info(&format!("{name}_scale")).is_some() => {
                     Some(self.compressed(checkpoint, &name, [rows, columns])?)
                 }
@@ -229,7 +229,7 @@ impl<'c> Weights<'c> {
                 }
             }
         };
-        // Packed codes are unsigned, with an offset of 128.
+        // Packed codes are unsigned: each is stored as code + 128. Flipping the top bit removes the offset.
         let flip = if scheme.packed { 0x80 } else { 0 };
         let source = StoredRows { bytes: view.bytes, row_bytes: columns };
         let write = move |row: usize, buffer: &mut RowBuffer, [low, _, scales, _]: [&mut [u8]; 4]| {
@@ -244,7 +244,7 @@ impl<'c> Weights<'c> {
     }
 
     /// Loads the float matrix `name` of each module in `parts` and concatenates the rows of these matrices.
-    /// Each part is a module and its number of rows. The result has the compute dtype.
+    /// Each element of `parts` is a module and the number of rows of its matrix. The result has the compute dtype.
     pub fn stacked(parts: &[(Weights, usize)], name: &str, columns: usize) -> Result<Tensor> {
         if let [(weights, rows)] = parts {
             return weights.float_slice(name, &[*rows, columns], weights.dtype, weights.slice(Some(0), Some(1)));

@@ -7,12 +7,13 @@
 //! - `inventory`, `tensor_info`: the tensors of a checkpoint and their sizes in memory
 //! - `division`: how ranks divide the tensors, computed from the headers
 //! - `loader`, `matrix`, `mxfp4`: load tensors, matrices and experts for the layers in `nn`
-//! - `read_ahead`: background threads that read whole tensors
+//! - `read_ahead`: reads whole tensors on background threads before they are requested
 //! - `part_reader`, `part`: read the part of each tensor that a rank holds
 //! - `shared_reads`: reads bytes only once if several ranks need them
 //! - `ggml`, `compressed`: the quantized formats of GGUF and of compressed-tensors
-//! - `quantized`: converts rows in these formats, and floats, to the format of the kernels
-//! - `progress`, `unused`: record the loaded tensors, and find tensors that the model does not use
+//! - `quantized`: converts quantized rows and floats to the memory format of the kernels
+//! - `progress`: records the loaded tensors
+//! - `unused`: finds tensors that the model does not use
 
 mod checkpoint;
 pub mod compressed;

@@ -1,4 +1,4 @@
-//! Loads the stacked expert matrices of gpt-oss. They are packed as MXFP4, or stored as floats in some fine-tunes.
+//! Loads the stacked expert matrices of gpt-oss, which are packed as MXFP4, or floats in some fine-tunes.
 
 use anyhow::{Result, bail};
 
@@ -9,7 +9,7 @@ use crate::kernels::moe::mxfp4::MXFP4_BLOCK;
 use crate::kernels::moe::mxfp4_tiles::{Mxfp4Tiles, RowOrder};
 
 /// Loads the stacked matrices of all experts, with shape `[experts, rows, columns]`.
-/// If only some of the columns are loaded, these columns must form whole MXFP4 blocks.
+/// If a rank loads only some of the columns, these columns must form whole MXFP4 blocks.
 ///
 /// A packed checkpoint has two tensors:
 /// - `{name}_blocks` with shape `[experts, rows, columns / 32, 16]`
@@ -42,8 +42,8 @@ pub fn experts(
 
 /// Repacks the expert matrices of an MLP for the tensor cores of a GPU.
 ///
-/// Returns the matrices unchanged if the device is a CPU, if the compute dtype is f32, if the matrices are not packed,
-/// or if a scale exceeds 2 or is NaN.
+/// Returns the matrices unchanged in these cases: the device is a CPU, the compute dtype is f32,
+/// the matrices are not packed, or a scale is NaN or greater than 2.
 #[cfg(feature = "cuda")]
 pub fn for_tensor_cores(
     weights: &Weights,

@@ -9,13 +9,13 @@ use candle_core::{DType, Device, Tensor};
 use super::shared_reads::SharedReads;
 use super::source::StoredBytes;
 
-/// The part of each tensor that [`Weights`](super::Weights) load: some of its rows or some of its columns.
+/// The part of each tensor that [`Weights`](super::Weights) loads: some of the rows or some of the columns.
 #[derive(Clone, Debug)]
 pub(super) struct Part {
     pub axis: Axis,
-    /// The ranges of rows or columns, in the order in which they are loaded.
+    /// The ranges of rows or columns to load, in loading order.
     pub ranges: Vec<Range<usize>>,
-    /// The number of rows or columns in the file.
+    /// The number of rows or columns of the whole tensor in the file.
     pub total: usize,
 }
 
@@ -27,8 +27,8 @@ pub(super) enum Axis {
 }
 
 impl Part {
-    /// Returns the ranges of a tensor to load.
-    /// Returns `None` if the tensor does not have the divided dimension, so that the whole tensor is loaded.
+    /// Returns the ranges of a tensor that are loaded.
+    /// Returns `None` if the tensor does not have the divided dimension and is therefore loaded whole.
     /// `rows` and `columns` are the indices of the row dimension and the column dimension.
     pub fn slice(&self, rows: Option<usize>, columns: Option<usize>) -> Option<Slice> {
         let dim = if self.axis == Axis::Rows { rows? } else { columns? };
@@ -36,17 +36,17 @@ impl Part {
     }
 }
 
-/// Ranges in one dimension of a tensor.
+/// The selected ranges in one dimension of a tensor.
 #[derive(Clone, Debug)]
 pub(super) struct Slice {
     pub dim: usize,
     pub ranges: Vec<Range<usize>>,
-    /// The size of the dimension in the file.
+    /// The length of the divided dimension in the file.
     pub total: usize,
 }
 
 impl Slice {
-    /// Returns these ranges in units of `size` elements. The ranges must consist of whole units.
+    /// Converts the ranges from elements to units of `size` elements. The ranges must consist of whole units.
     pub fn in_units(&self, size: usize) -> Self {
         let ranges = self.ranges.iter().map(|range| range.start / size..range.end.div_ceil(size)).collect();
         Self { dim: self.dim, ranges, total: self.total / size }
@@ -69,14 +69,14 @@ impl Slice {
         })
     }
 
-    /// Returns whether a rank's run of a row, averaged over all ranks, is too short to be read on its own.
-    /// If so, the ranks should read whole rows together. The result is the same on all ranks.
+    /// Returns whether the average number of bytes that a rank needs of each row is too short for a separate read.
+    /// If the result is true, the ranks should read whole rows together. The result is the same on all ranks.
     pub fn has_short_runs(&self, stored: &[usize], dtype: DType, ranks: usize) -> bool {
         let outer: usize = stored[..self.dim].iter().product();
         outer > 1 && self.row_bytes(stored, dtype) / ranks < MIN_RUN_BYTES
     }
 
-    /// Returns the number of bytes of a row: all elements in the divided dimension and the dimensions after it.
+    /// Returns the number of bytes of a row. A row spans the divided dimension and the dimensions after it.
     pub fn row_bytes(&self, stored: &[usize], dtype: DType) -> usize {
         stored[self.dim..].iter().product::<usize>() * dtype.size_in_bytes()
     }
@@ -106,7 +106,7 @@ impl Slice {
                     Ok(())
                 })?;
             }
-            // One read of a short row is faster than one read for each run.
+            // Read a short row whole, which is faster than one read for each run of selected bytes.
             _ if row_bytes < MIN_RUN_BYTES && outer > 1 => {
                 for index in 0..outer {
                     add_row(&bytes.read_range(index * row_bytes, row_bytes)?);
@@ -129,11 +129,11 @@ impl Slice {
     }
 }
 
-/// Runs of about this many bytes or more are read one by one. Shorter runs are read as parts of whole rows.
+/// The smallest run of bytes, approximately, that is read on its own. Shorter runs are read as parts of whole rows.
 pub(super) const MIN_RUN_BYTES: usize = 64 << 10;
 
 impl StoredBytes<'_> {
-    /// Returns `bytes` bytes at the offset `start`.
+    /// Returns `bytes` bytes of the tensor at the offset `start`.
     fn read_range(&self, start: usize, bytes: usize) -> Result<Cow<'_, [u8]>> {
         Ok(match self {
             Self::File(range) => range.source.read_to_vec(range.start + start as u64, bytes)?.into(),

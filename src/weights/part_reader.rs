@@ -1,7 +1,7 @@
 //! Uses several threads to read parts of large tensors to a device.
 //!
 //! Each thread takes the next piece of the part, reads it into a staging buffer, and queues the copy to the device.
-//! If only short runs of each row belong to the part, a thread reads whole rows and keeps only these runs.
+//! If only short runs of bytes in each row belong to the part, a thread reads whole rows and keeps only these runs.
 
 use std::ops::Range;
 use std::panic::resume_unwind;
@@ -23,11 +23,11 @@ pub struct PartReader<T: Target> {
     target: T,
     options: ReadAheadOptions,
     /// The staging buffers that no thread is using.
-    /// They are reused, because allocating page-locked memory takes milliseconds.
+    /// Staging buffers are reused, because allocating page-locked memory takes milliseconds.
     staging: Mutex<Vec<T::Staging>>,
 }
 
-/// The bytes of a tensor that belong to a part: the same runs of each row.
+/// Describes which bytes of a tensor belong to a part: the same runs of bytes in each row.
 struct PartBytes {
     /// The number of rows of the tensor. All rows have the same size, and `runs` applies to each of them.
     rows: usize,
@@ -46,11 +46,11 @@ enum Bytes<'b> {
     },
 }
 
-/// A piece of a part. Each piece is read by one thread.
+/// A piece of a part. One thread reads a whole piece.
 enum Piece {
-    /// `bytes` bytes at the offset `start` of the tensor, and their offset in the part.
+    /// `bytes` bytes at the offset `start` of the tensor. `offset` is their offset in the part.
     Run { start: usize, bytes: usize, offset: usize },
-    /// All runs of the rows with these indices.
+    /// All runs of the rows whose indices are in this range.
     Rows(Range<usize>),
 }
 
@@ -59,7 +59,8 @@ impl<T: Target> PartReader<T> {
         Self { target, options, staging: Mutex::new(Vec::new()) }
     }
 
-    /// Reads the part of a tensor that `slice` selects, or the whole tensor. Returns when all copies are queued.
+    /// Reads the part of a tensor that `slice` selects, or the whole tensor without a slice.
+    /// Returns when all copies to the device are queued.
     ///
     /// `tensor` is the location of the whole tensor.
     /// `shape` is the shape of the result, which must not be empty.
@@ -77,7 +78,7 @@ impl<T: Target> PartReader<T> {
         Ok(self.target.tensor(memory, dtype, shape)?)
     }
 
-    /// Reads the part of a tensor like [`read`](Self::read), but together with the other ranks.
+    /// Like [`read`](Self::read), but reads the tensor together with the other ranks.
     pub(super) fn read_shared(
         &self,
         shared: &SharedReads,
@@ -96,7 +97,7 @@ impl<T: Target> PartReader<T> {
         Ok(self.target.tensor(memory, dtype, shape)?)
     }
 
-    /// Copies pieces of a tensor to `memory` with several threads. Returns when all copies are queued.
+    /// Copies `pieces` of a tensor to `memory` with several threads. Returns when all copies are queued.
     fn copy(&self, part: &PartBytes, pieces: &[Piece], tensor: &Bytes, memory: &T::Memory) -> Result<()> {
         let next = AtomicUsize::new(0);
         let work = || -> Result<()> {
@@ -119,7 +120,7 @@ impl<T: Target> PartReader<T> {
         })
     }
 
-    /// Returns staging buffers of at least `bytes` bytes. Reuses earlier buffers unless `bytes` exceeds `piece_bytes`.
+    /// Returns staging buffers of at least `bytes` bytes. Reuses free buffers unless `bytes` exceeds `piece_bytes`.
     fn take_staging(&self, bytes: usize) -> Result<T::Staging> {
         let kept = self.staging.lock().unwrap_or_else(PoisonError::into_inner).pop();
         match kept {
@@ -133,7 +134,7 @@ impl<T: Target> PartReader<T> {
 }
 
 impl PartBytes {
-    /// Computes which bytes of a tensor belong to the part of shape `shape`.
+    /// Computes which bytes of a tensor belong to the part that `slice` selects. `shape` is the shape of the part.
     /// Without a slice, the part is the whole tensor.
     fn new(dtype: DType, shape: &[usize], slice: Option<&Slice>) -> Self {
         let size = dtype.size_in_bytes();
@@ -161,7 +162,7 @@ impl PartBytes {
     }
 
     fn has_long_runs(&self) -> bool {
-        // `Slice::has_short_runs` compares the average run of all ranks with the limit, so a single run can be shorter.
+        // Accept runs of half the limit, because `Slice::has_short_runs` compares only the average run with the limit.
         self.rows == 1 || self.runs.iter().all(|run| run.len() >= MIN_RUN_BYTES / 2)
     }
 
@@ -191,7 +192,7 @@ impl PartBytes {
     }
 
     /// Cuts a byte range of the tensor into pieces.
-    /// If the part has only some bytes of each row, the range must consist of whole rows.
+    /// If the part has only some bytes of each row, `range` must consist of whole rows.
     fn pieces_of(&self, range: Range<usize>, piece_bytes: usize) -> Vec<Piece> {
         if self.kept_bytes() == self.row_bytes {
             let starts = range.clone().step_by(piece_bytes);
@@ -203,8 +204,8 @@ impl PartBytes {
         rows.clone().step_by(step).map(|row| Piece::Rows(row..(row + step).min(rows.end))).collect()
     }
 
-    /// Reads a piece to the start of `buffer`. Returns the number of its bytes and its offset in the part.
-    /// `rows` is a buffer for whole rows.
+    /// Reads a piece to the start of `buffer`. Returns the number of bytes read and the piece's offset in the part.
+    /// `rows` is a reusable buffer for reading whole rows.
     fn read(&self, tensor: &Bytes, piece: &Piece, buffer: &mut [u8], rows: &mut Vec<u8>) -> Result<(usize, usize)> {
         match piece {
             Piece::Run { start, bytes, offset } => {

@@ -11,18 +11,18 @@ use crate::kernels;
 pub struct LoadProgress<'p> {
     read_bytes: Cell<u64>,
     resident_bytes: Cell<u64>,
-    /// The names of the loaded tensors. All others in the checkpoint are unused.
+    /// The names of the loaded tensors. Tensors of the checkpoint that are missing here are unused.
     names: RefCell<HashSet<String>>,
     report: &'p dyn Fn(u64),
 }
 
 impl<'p> LoadProgress<'p> {
-    /// Creates counters that call `report` after each tensor, with the total number of bytes read so far.
+    /// Creates counters that call `report` after each tensor. `report` receives the total number of bytes read so far.
     pub fn new(report: &'p dyn Fn(u64)) -> Self {
         Self { read_bytes: Cell::new(0), resident_bytes: Cell::new(0), names: RefCell::default(), report }
     }
 
-    /// Creates counters that report nothing.
+    /// Creates counters that do not report to a progress display.
     pub fn silent() -> Self {
         Self::new(&|_| ())
     }

@@ -43,7 +43,7 @@ impl QuantizationTarget {
         ("int8", Self::Int8),
     ];
 
-    /// Returns the format of a matrix with this many columns, or `None` if the matrix is loaded as floats.
+    /// Returns the format of a matrix with `columns` columns, or `None` if the matrix is loaded as floats.
     pub fn format(self, columns: usize) -> Option<WeightFormat> {
         match self {
             Self::Fp8 => Some(WeightFormat::Fp8),
@@ -52,8 +52,9 @@ impl QuantizationTarget {
         }
     }
 
-    /// Returns `ggml_type` if rows of this length consist of whole blocks. Otherwise, tries llama.cpp's fallback type.
-    /// The fallback type has shorter blocks and more bits per value. Returns `None` if neither type fits.
+    /// Returns `ggml_type` if a row of `columns` values consists of whole blocks. Otherwise, tries the fallback type.
+    /// The fallback type, as in llama.cpp, has shorter blocks and more bits per value.
+    /// Returns `None` if neither type fits.
     fn fitting_type(ggml_type: GgmlType, columns: usize) -> Option<GgmlType> {
         let fallback = match ggml_type {
             GgmlType::Q2K | GgmlType::Q3K => GgmlType::Q4_0,
@@ -102,10 +103,10 @@ pub fn format(ggml_type: GgmlType) -> Option<WeightFormat> {
     })
 }
 
-/// The index of the plane with the scales.
+/// The index of the plane of a quantized matrix that holds the scales.
 const SCALES_PLANE: usize = 2;
 
-/// The rows of one matrix, which are converted to the memory format when the matrix is built.
+/// The rows of one matrix in a file. Building the matrix converts the rows to the memory format.
 pub struct MatrixRows<'c> {
     pub format: WeightFormat,
     pub rows: usize,
@@ -114,7 +115,7 @@ pub struct MatrixRows<'c> {
     writer: RowWriter<'c>,
 }
 
-/// How the rows of a matrix are converted.
+/// How ranks convert the rows of a matrix: each rank alone, or all ranks together.
 enum RowWriter<'c> {
     /// This rank converts the rows alone.
     Alone(WriteRow<'c>),
@@ -176,7 +177,7 @@ impl<'c> MatrixRows<'c> {
         Some(Self::new(format, [rows, columns], InputRounding::None, Box::new(write)))
     }
 
-    /// Keeps only the rows with these indices. This rank converts them alone.
+    /// Keeps only the rows with the given indices. This rank converts these rows without the other ranks.
     pub fn rows(self, indices: Vec<usize>) -> Self {
         let Self { format, columns, rounding, writer, .. } = self;
         let (RowWriter::Alone(write) | RowWriter::Together { write, .. }) = writer;
@@ -188,7 +189,7 @@ impl<'c> MatrixRows<'c> {
 
     /// Keeps only a range of the columns. Fails if the range starts or ends within a block of the format.
     ///
-    /// `shared` contains the name of the matrix. If `shared` is given, all ranks convert the whole rows together.
+    /// If `shared` is given, all ranks convert the whole rows together. The string in `shared` is the matrix name.
     pub(super) fn columns(self, range: Range<usize>, shared: Option<(&SharedReads, String)>) -> Result<Self> {
         let Self { format, rows, columns, rounding, writer } = self;
         let (RowWriter::Alone(write) | RowWriter::Together { write, .. }) = writer;
@@ -210,7 +211,8 @@ impl<'c> MatrixRows<'c> {
         Ok(Self { format, rows, columns: kept_columns, rounding, writer })
     }
 
-    /// Converts this rank's share of the rows that all ranks convert together. Called by a rank that keeps no columns.
+    /// Converts this rank's share of the rows that all ranks convert together.
+    /// A rank calls this function if it keeps no columns of the matrix.
     pub fn join(&self) -> Result<()> {
         match &self.writer {
             RowWriter::Alone(_) => Ok(()),
@@ -269,7 +271,7 @@ impl<'c> MatrixRows<'c> {
     }
 }
 
-/// Quantizes a row to the same blocks as ggml, bit for bit.
+/// Quantizes a row to blocks of a ggml type. The blocks are bit-identical to those of ggml.
 fn quantize_row(ggml_type: GgmlType, values: Vec<f32>) -> Result<Vec<u8>> {
     let mut bytes = vec![0; values.len() / ggml_type.block_length() * ggml_type.block_bytes()];
     let mut blocks = bytes.chunks_exact_mut(ggml_type.block_bytes()).zip(values.chunks_exact(ggml_type.block_length()));
@@ -294,7 +296,7 @@ fn candle_type(ggml_type: GgmlType) -> Result<GgmlDType> {
     })
 }
 
-/// Splits off the beginning of each plane and returns it. `lengths` has one length in bytes for each plane.
+/// Splits off and returns the first bytes of each plane. `lengths` has the number of bytes for each plane.
 fn split_planes<'p>(planes: &mut [&'p mut [u8]; 4], lengths: [usize; 4]) -> [&'p mut [u8]; 4] {
     let mut lengths = lengths.into_iter();
     planes.each_mut().map(|plane| {
@@ -304,7 +306,7 @@ fn split_planes<'p>(planes: &mut [&'p mut [u8]; 4], lengths: [usize; 4]) -> [&'p
     })
 }
 
-/// Splits planes into `rows` rows. A row of a plane has `row_bytes` bytes, which may be 0.
+/// Splits each plane into `rows` rows. `row_bytes` has the bytes per row of each plane, which may be 0.
 fn plane_rows(
     planes: [&mut [u8]; 4],
     row_bytes: [usize; 4],
@@ -315,17 +317,17 @@ fn plane_rows(
     split.into_par_iter()
 }
 
-/// Fills `planes` with the columns of a row from `start` on. `whole` contains the planes of the whole row.
+/// Fills `planes` with columns of a row, beginning at column `start`. `whole` contains the planes of the whole row.
 fn copy_columns(format: WeightFormat, start: usize, whole: [&[u8]; 4], planes: [&mut [u8]; 4]) {
     let before = format.row_bytes(start);
     for (index, (plane, bytes)) in planes.into_iter().zip(whole).enumerate() {
-        // The scale of a row applies to each of its columns.
+        // Copy a row scale whole, because it applies to every column of the row.
         let start = if index == SCALES_PLANE && format.has_row_scales() { 0 } else { before[index] };
         plane.copy_from_slice(&bytes[start..start + plane.len()]);
     }
 }
 
-/// Packs a row of blocks into planes.
+/// Packs a row of ggml blocks into the planes of a memory format.
 fn pack_row(ggml_type: GgmlType, format: WeightFormat, bytes: &[u8], planes: [&mut [u8]; 4]) {
     let sizes = format.plane_bytes();
     let [low, high, scales, supers] = planes;

@@ -2,9 +2,9 @@
 //!
 //! Each thread takes the next piece of a tensor, reads it into a staging buffer, and queues the copy to the device.
 //! The threads read the tensors in the order of the list passed to [`ReadAhead::start`].
-//! If [`ReadAhead::take`] needs a tensor whose read has not started, that tensor is read next,
-//! even if it exceeds the read-ahead limit. `take` therefore never waits forever.
-//! `take` returns once all copies of its tensor are queued. The copies may still be running.
+//! If [`ReadAhead::take`] needs a tensor whose read has not started, the threads read that tensor next.
+//! The read-ahead limit does not apply to that tensor, so [`ReadAhead::take`] never waits forever.
+//! [`ReadAhead::take`] returns once all copies of its tensor are queued. The copies may still be running.
 
 use std::collections::{HashMap, VecDeque};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -17,7 +17,7 @@ use candle_core::{DType, Tensor};
 use super::source::{ByteRange, Source};
 use crate::kernels::upload::Target;
 
-/// One tensor to read.
+/// A request to read one tensor.
 pub struct ReadRequest {
     pub name: String,
     /// The byte ranges of the tensor, in order. No range is empty. A stacked tensor has one range per matrix.
@@ -25,10 +25,10 @@ pub struct ReadRequest {
     pub retention: Retention,
 }
 
-/// Whether a tensor's memory is kept after loading.
+/// Whether the memory that a tensor was read to is kept after loading.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Retention {
-    /// The model keeps the tensor as it was read, so reading it early takes no extra memory.
+    /// The model keeps the tensor unchanged, so reading the tensor early takes no extra memory.
     Permanent,
     /// The tensor is converted and then freed. The total size of temporary tensors in memory is limited.
     Temporary,
@@ -47,7 +47,7 @@ pub struct ReadAheadOptions {
 impl Default for ReadAheadOptions {
     fn default() -> Self {
         // Eight threads read 43 GB/s from the page cache, which is as fast as data can be copied to an H200.
-        // Four threads reach 28 GB/s, and sixteen are no faster than eight.
+        // Four reading threads reach 28 GB/s. Sixteen threads are no faster than eight.
         // Each thread has two staging buffers, so eight threads need 64 MiB.
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         Self { threads: cores.clamp(2, 8), piece_bytes: 4 << 20, ahead_bytes: 512 << 20 }
@@ -72,11 +72,11 @@ struct Shared<T: Target> {
 
 struct Queue<M> {
     tensors: Vec<TensorState<M>>,
-    /// The indices of requested tensors whose reads have not started, oldest request first.
+    /// The indices of tensors that `take` has requested and whose reads have not started, oldest request first.
     requested: VecDeque<usize>,
     /// The index of the next tensor to read ahead.
     next: usize,
-    /// Allocated tensors that have unread pieces, each with the offset of its next piece.
+    /// The indices of allocated tensors with unread pieces, each with the offset of the next piece to read.
     open: VecDeque<(usize, usize)>,
     /// The total size of temporary tensors that are in memory but not yet taken, in bytes.
     ahead_bytes: usize,
@@ -86,16 +86,16 @@ struct Queue<M> {
 
 /// How far the read of one tensor has progressed.
 enum TensorState<M> {
-    /// Neither requested nor started.
+    /// The tensor was not requested, and its read has not started.
     Idle,
-    /// Requested or next in the list, but not allocated yet.
+    /// The tensor is requested or next in the list, but its memory is not allocated yet.
     Chosen,
-    /// Being read. `left` is the number of bytes whose copies are not yet queued.
+    /// The tensor is being read. `left` is the number of bytes whose copies are not yet queued.
     Reading {
         memory: Arc<M>,
         left: usize,
     },
-    /// All copies are queued.
+    /// All copies of the tensor to the device are queued.
     Ready(M),
     Taken,
 }
@@ -113,7 +113,7 @@ struct Piece<M> {
 }
 
 impl<T: Target> ReadAhead<T> {
-    /// Starts reading `read_requests` in order.
+    /// Starts the threads that read the tensors of `read_requests`, in order.
     pub fn start(target: T, read_requests: Vec<ReadRequest>, options: ReadAheadOptions) -> Result<Self> {
         let names = read_requests.iter().enumerate().map(|(index, request)| (request.name.clone(), index)).collect();
         let ranges = read_requests.iter().flat_map(|request| &request.ranges);
@@ -156,7 +156,7 @@ impl<T: Target> Drop for ReadAhead<T> {
         self.shared.lock().stopped = true;
         self.shared.changed.notify_all();
         for thread in self.threads.drain(..) {
-            // `run` catches panics, so `join` cannot fail.
+            // Ignore the result of `join`, which cannot fail because `run` catches panics.
             let _ = thread.join();
         }
     }
@@ -238,7 +238,7 @@ impl<T: Target> Shared<T> {
                 queue = self.wait(queue);
                 continue;
             };
-            // Release the lock, because the driver may take a long time to allocate memory.
+            // Release the queue's lock, because the driver may take a long time to allocate memory.
             let request = &self.read_requests[tensor];
             queue.ahead_bytes += request.temporary_bytes();
             drop(queue);
@@ -255,7 +255,7 @@ impl<T: Target> Shared<T> {
         }
     }
 
-    /// Takes the next piece of the first tensor in `open`. Returns `None` if `open` is empty.
+    /// Removes and returns the next piece of the first tensor in `open`. Returns `None` if `open` is empty.
     fn cut_piece(&self, queue: &mut Queue<T::Memory>) -> Option<Piece<T::Memory>> {
         let (tensor, offset) = queue.open.pop_front()?;
         let (range, inside) = self.read_requests[tensor].range_at(offset)?;
@@ -270,7 +270,7 @@ impl<T: Target> Shared<T> {
         Some(Piece { tensor, memory, offset, source, start, bytes })
     }
 
-    /// Returns the next tensor to read ahead.
+    /// Chooses the index of the next tensor to read.
     /// Returns `None` if no tensors are left, or if the temporary tensors have reached their limit.
     fn choose(&self, queue: &mut Queue<T::Memory>) -> Option<usize> {
         while queue.next < self.read_requests.len() {
@@ -321,7 +321,7 @@ impl ReadRequest {
         if self.retention == Retention::Temporary { self.bytes() } else { 0 }
     }
 
-    /// Returns the range that contains the byte at `offset`, and the offset within that range.
+    /// Returns the byte range that contains the tensor's byte at `offset`, and the offset within that range.
     fn range_at(&self, offset: usize) -> Option<(&ByteRange, usize)> {
         let mut range_start = 0;
         self.ranges.iter().find_map(|range| {

@@ -1,7 +1,7 @@
-//! Opens the safetensors files of a model: one `model.safetensors`, or the shards that an index lists.
+//! Opens the safetensors files of a model: a single `model.safetensors`, or the shards that the shard index lists.
 //!
 //! The `safetensors` crate validates each header: it checks the tensor sizes and rejects gaps and overlaps.
-//! This module checks that the tensors fill the file, and that every tensor is in the shard where the index lists it.
+//! This module checks that the tensors fill the file, and that every tensor is in the shard that the index names.
 //! The `snapshot` module checks the names of the shards.
 
 use std::collections::BTreeMap;
@@ -30,12 +30,12 @@ pub struct SafetensorsCheckpoint {
     compressed: Option<CompressedConfig>,
 }
 
-/// A tensor's header entry, file and offset.
+/// The header entry of a tensor and the location of its data.
 struct StoredTensor {
     info: TensorInfo,
     /// The index of the tensor's file in `SafetensorsCheckpoint::files`.
     file: usize,
-    /// The offset in that file, in bytes.
+    /// The offset of the tensor in its file, in bytes.
     start: usize,
 }
 
@@ -47,7 +47,7 @@ pub struct TensorView<'c> {
 }
 
 impl SafetensorsCheckpoint {
-    /// Opens the files and reads their headers, but not the tensor data.
+    /// Opens the safetensors files of a directory and reads their headers, but not the tensor data.
     pub fn open(dir: &Path) -> Result<Self> {
         let index = ShardIndex::read(dir)?;
         let checkpoint = Self::from_files(snapshot::safetensors::files(dir, index.as_ref())?)?;
@@ -72,9 +72,9 @@ impl SafetensorsCheckpoint {
         checkpoint.with_config(dir)
     }
 
-    /// Reads `quantization_config`, if config.json has one, and lists packed weights as I8 matrices.
+    /// Reads `quantization_config` if config.json has this section. Then lists packed weights as I8 matrices.
     fn with_config(mut self, dir: &Path) -> Result<Self> {
-        // Ignore a broken config.json here. Reading the model's config reports the error.
+        // Ignore a broken config.json here. inferno reports the error when it reads the model's config.
         if let Ok(json) = files::read_json(&dir.join("config.json"), files::CONFIG) {
             self.compressed = CompressedConfig::read(&json)?;
         }
@@ -179,7 +179,7 @@ impl SafetensorsCheckpoint {
     /// `dtype` is the compute dtype.
     ///
     /// The q, k and v projections of a layer form one request if all three have the compute dtype.
-    /// Reading them separately and concatenating them on the device would take twice the memory.
+    /// Reading q, k and v separately and concatenating them on the device would take twice the memory.
     pub fn read_requests(&self, dtype: DType) -> Vec<ReadRequest> {
         let mut usable: Vec<_> = self.tensors.iter().filter(|(_, stored)| stored.info.bytes() > 0).collect();
         usable.sort_by_key(|(name, _)| loading_order(name));
@@ -199,7 +199,7 @@ impl SafetensorsCheckpoint {
         usable.into_iter().filter_map(request).collect()
     }
 
-    /// Returns the names of a layer's q, k and v projections if this tensor is one of them.
+    /// For a q, k or v projection, returns the names of the q, k and v projections of its layer.
     /// Returns `None` for other tensors, or if a projection is missing, empty or not in the compute dtype.
     fn stack(&self, name: &str, dtype: DType) -> Option<Vec<String>> {
         let prefix = STACKED.iter().find_map(|part| name.strip_suffix(part))?;
@@ -208,7 +208,7 @@ impl SafetensorsCheckpoint {
         names.iter().all(|name| self.tensors.get(name).is_some_and(is_usable)).then_some(names)
     }
 
-    /// Returns the location of a tensor's bytes.
+    /// Returns the location of a tensor's bytes in its file.
     fn range(&self, stored: &StoredTensor) -> ByteRange {
         let source = self.files[stored.file].clone();
         ByteRange { source, start: stored.start as u64, bytes: stored.info.bytes() }
@@ -247,29 +247,29 @@ fn read_header(source: &Source) -> Result<(usize, Metadata)> {
     Ok((8 + length as usize, metadata))
 }
 
-/// A segment of a tensor name. Numbers sort by value and come before words.
+/// A segment of a tensor name between dots. Numbers sort by value and come before words.
 #[derive(PartialEq, Eq, PartialOrd, Ord)]
 enum Segment<'n> {
     Number(u64),
     Word(&'n str),
 }
 
-/// The projections that attention concatenates, in order, so that one matmul computes q, k and v.
+/// The projections that attention concatenates, so that one matmul computes q, k and v. The order matters.
 const STACKED: [&str; 3] = ["q_proj.weight", "k_proj.weight", "v_proj.weight"];
 
-/// Returns the name of the read request for stacked tensors: their names joined by ` + `.
+/// Returns the name of the read request for several stacked tensors: the tensor names joined by ` + `.
 pub fn stacked_name(names: &[String]) -> String {
     names.join(" + ")
 }
 
-/// Returns a sort key. For Llama, the order is embedding, layers by number, final norm, output head.
+/// Returns a key that sorts tensors in loading order. For Llama: embedding, layers by number, final norm, output head.
 /// Sorting by name alone would place layer 10 before layer 2.
 fn loading_order(name: &str) -> (bool, Vec<Segment<'_>>) {
     let segment = |part| str::parse(part).map_or(Segment::Word(part), Segment::Number);
     (name.starts_with("lm_head."), name.split('.').map(segment).collect())
 }
 
-/// Returns the module that a weight belongs to: the name without `.weight`.
+/// Returns the name of the module that a weight belongs to: the weight's name without `.weight`.
 pub fn module(name: &str) -> &str {
     name.strip_suffix(".weight").unwrap_or(name)
 }

@@ -1,5 +1,5 @@
-//! Reads the header of a local or remote safetensors file to describe a model without loading it.
-//! Loading uses the `safetensors` crate instead, which performs more checks.
+//! Reads the header of a local or remote safetensors file, to describe a model without loading the weights.
+//! To load a model, inferno uses the `safetensors` crate instead, which performs more checks.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -13,7 +13,7 @@ use serde::{Deserialize, Deserializer};
 use crate::files;
 use crate::text::{excerpt, library_error};
 
-/// One tensor in a header.
+/// One tensor in a safetensors header.
 pub struct HeaderTensor<'h> {
     pub name: Cow<'h, str>,
     /// The dtype, such as `BF16` or `F8_E4M3`. Unknown dtypes are allowed.
@@ -21,17 +21,17 @@ pub struct HeaderTensor<'h> {
     pub shape: Vec<u64>,
     pub elements: u64,
     pub bytes: u64,
-    /// Whether the file stores the tensor as an I32 `weight_packed` (compressed-tensors).
-    /// If so, `name`, `dtype`, `shape` and `elements` describe the unpacked I8 `weight`.
-    /// The header does not specify how many values an I32 contains. inferno assumes four, the only supported number.
+    /// Whether the file stores the tensor as an I32 tensor named `weight_packed` (compressed-tensors).
+    /// For packed tensors, `name`, `dtype`, `shape` and `elements` describe the unpacked I8 `weight`.
+    /// The header does not specify how many values an I32 holds. inferno assumes four, because it supports only 8 bits.
     pub packed: bool,
 }
 
-/// The maximum total size of the headers of all shards, in bytes.
-/// The `safetensors` crate has the same limit for each header.
+/// The maximum total size of the safetensors headers of all shards, in bytes.
+/// The `safetensors` crate has the same limit for the header of one file.
 pub(super) const MAX_HEADER_BYTES: u64 = 100_000_000;
 
-/// The maximum number of JSON values in a header. It allows about 350,000 tensors with 12 values each.
+/// The maximum number of JSON values in a header. Allows about 350,000 tensors with 12 JSON values each.
 pub(super) const MAX_HEADER_VALUES: usize = 1 << 22;
 
 /// Calls `each` for every tensor in a header, in the order of the JSON.
@@ -81,7 +81,7 @@ pub fn read<'h>(
     if let Some(invalid) = invalid {
         bail!("the header of {file} is invalid: {invalid}");
     }
-    // If the tensors have no gaps or overlaps, the last tensor ends at the total size of all tensors.
+    // Without gaps or overlaps, the last tensor ends at the total size of all tensors.
     ensure!(total == end, "the header of {file} is invalid: the tensors have {total} bytes but end at byte {end}");
     if let Some(data_bytes) = data_bytes.filter(|bytes| *bytes != end) {
         bail!("the header of {file} lists {end} bytes of tensors, but the file has {data_bytes} bytes of data");
@@ -129,7 +129,7 @@ struct JsonTensor<'h> {
     data_offsets: (u64, u64),
 }
 
-/// A name that is borrowed unless it contains escapes. Without `#[serde(borrow)]`, serde does not borrow a `Cow`.
+/// A tensor name that is borrowed unless it contains escapes. serde borrows a `Cow` only with `#[serde(borrow)]`.
 #[derive(Deserialize)]
 struct Name<'h>(#[serde(borrow)] Cow<'h, str>);
 

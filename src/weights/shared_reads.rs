@@ -1,14 +1,16 @@
-//! Reads each byte of a file only once, even if several ranks need it.
+//! Reads each byte of a file only once, even if several ranks need the byte.
 //!
-//! All ranks need some tensors whole, such as embeddings and norms. If a matrix is divided by columns, each rank keeps
-//! only a short run of each row, but reading only these runs would cost a system call per row.
-//! Each rank therefore reads some of the rows to host memory, and all ranks copy their columns from there.
+//! All ranks need some tensors whole, such as embeddings and norms.
+//! If a matrix is divided by columns, each rank keeps only a short run of bytes in each row.
+//! Reading only these runs from the file would cost one system call per row.
+//! Each rank therefore reads some of the rows to host memory, and all ranks copy their columns from host memory.
 //!
-//! With N ranks, each rank copies 2/N of the bytes of such a matrix on the host: 1/N from the page cache, and 1/N to a
-//! staging buffer. If each rank read the whole matrix instead, it would copy 1 + 1/N of the bytes.
+//! With N ranks, each rank copies 2/N of the bytes of a matrix that is divided by columns:
+//! 1/N from the page cache to host memory, and 1/N from host memory to a staging buffer.
+//! If each rank read the whole matrix instead, each rank would copy 1 + 1/N of the bytes.
 //!
-//! If rows are converted on the host, as for GGUF files, each rank reads and converts some of the rows.
-//! All ranks copy what they need from the converted rows.
+//! For GGUF files, rows are converted on the host, so each rank reads and converts some of the rows.
+//! All ranks copy the columns that they need from the converted rows.
 
 use std::ops::Range;
 use std::panic::resume_unwind;
@@ -21,14 +23,14 @@ use rayon::prelude::*;
 use super::source::{ByteRange, RowBuffer};
 use crate::device::{World, share};
 
-/// The maximum number of bytes that all ranks together read at a time, unless a single row is longer.
-/// Each rank keeps two buffers for its part, so all ranks together hold twice as many bytes in host memory.
+/// The maximum number of bytes of a tensor that all ranks together read at a time, unless a single row is longer.
+/// Each rank keeps two buffers, so all ranks together hold twice this number of bytes in host memory.
 const SEGMENT_BYTES: usize = 64 << 20;
 
-/// The smallest number of bytes that a thread reads.
+/// The minimum number of bytes per reading thread. Smaller reads use fewer threads.
 const MIN_THREAD_BYTES: usize = 1 << 20;
 
-/// The unit, in bytes, in which ranks divide a tensor that they read whole.
+/// The unit, in bytes, in which ranks divide the reads of a tensor that all ranks need whole.
 pub(super) const PAGE_BYTES: usize = 4096;
 
 /// Reads tensors together with the other ranks. All ranks must read the same tensors in the same order.
@@ -37,14 +39,14 @@ pub(super) struct SharedReads {
     pub world: World,
     /// The number of threads with which this rank reads.
     pub threads: usize,
-    /// The buffers that this rank has used. They are reused, because the first use of memory is slower than reading.
+    /// The buffers that this rank has used. Buffers are reused, because the first use of memory is slower than reading.
     pub buffers: Arc<Mutex<Vec<Arc<Vec<u8>>>>>,
 }
 
-/// The bytes that one rank has read.
+/// The bytes of a tensor that one rank has read for all ranks.
 struct RankBytes {
     tensor: String,
-    /// Only the first `length` bytes are used.
+    /// The buffer that holds the bytes. Only its first `length` bytes are used.
     buffer: Arc<Vec<u8>>,
     length: usize,
 }
@@ -55,7 +57,7 @@ impl RankBytes {
     }
 }
 
-/// The rows that one rank has converted.
+/// The rows of a tensor that one rank has converted for all ranks.
 struct RankRows<T> {
     tensor: String,
     values: Vec<T>,
@@ -65,7 +67,7 @@ impl SharedReads {
     /// Converts rows of a tensor together with the other ranks, each rank on all cores.
     ///
     /// A converted row has `row_length` values. `convert` takes the index of a row and fills a slice with its values.
-    /// Passes all rows to `each` in order. One call gets a range of row indices and the values of these rows.
+    /// Passes all rows to `each` in order. Each call gets a range of row indices and the values of these rows.
     pub fn convert_rows<T: Copy + Default + Send + Sync + 'static>(
         &self,
         name: &str,
@@ -103,7 +105,7 @@ impl SharedReads {
 
     /// Reads a tensor together with the other ranks, and passes all its bytes to `each` in order.
     ///
-    /// One call gets a range of offsets in the tensor and the bytes of that range.
+    /// Each call of `each` gets a range of offsets in the tensor and the bytes in that range.
     /// A range consists of whole units of `unit` bytes, except at the end of the tensor.
     pub fn read(
         &self,
@@ -157,17 +159,17 @@ impl SharedReads {
         Ok(buffer)
     }
 
-    /// Reads a range of bytes of a tensor with several threads. Returns a buffer that begins with these bytes.
+    /// Reads the bytes of a tensor in `range` with several threads. Returns a buffer that begins with these bytes.
     fn read_own(&self, tensor: &ByteRange, range: Range<usize>) -> Result<Arc<Vec<u8>>> {
         let mut buffer = self.take_buffer(range.len())?;
         self.fill(tensor, range.clone(), &mut buffer[..range.len()])?;
         let buffer = Arc::new(buffer);
-        // `take_buffer` reuses this buffer as soon as no rank holds it.
+        // Keep the buffer, so that `take_buffer` can reuse it once no rank holds a reference to it.
         self.buffers.lock().unwrap_or_else(PoisonError::into_inner).push(buffer.clone());
         Ok(buffer)
     }
 
-    /// Reads a range of bytes of a tensor to `bytes`.
+    /// Reads the bytes of a tensor in `range` to the buffer `bytes`.
     fn fill(&self, tensor: &ByteRange, range: Range<usize>, bytes: &mut [u8]) -> Result<()> {
         let piece = range.len().div_ceil(self.threads.max(1)).max(MIN_THREAD_BYTES);
         let read = |(index, piece_bytes): (usize, &mut [u8])| -> Result<()> {
@@ -214,7 +216,8 @@ pub(super) fn convert_all<T: Copy + Default + Send + Sync + 'static>(
     Ok(all)
 }
 
-/// Fails if a rank has read the tensor `read` instead of `name`, or `length` bytes or values instead of `expected`.
+/// Checks that a rank has read the expected tensor.
+/// Fails if the name `read` differs from `name`, or if `length` (bytes or values) differs from `expected`.
 fn check(name: &str, read: &str, length: usize, expected: usize) -> Result<()> {
     if read != name {
         bail!("internal error: a rank has read tensor {read} instead of {name}");

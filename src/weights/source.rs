@@ -23,9 +23,9 @@ const WINDOW_BYTES: usize = 64 << 10;
 pub struct Source {
     pub path: PathBuf,
     file: File,
-    /// The size of the file when it was opened. Another process may have changed the size since.
+    /// The size of the file at the time of opening, in bytes. Another process may have changed the size since.
     bytes: u64,
-    /// The number of bytes that were read so far.
+    /// The number of bytes that were read from the file so far.
     read_bytes: AtomicU64,
 }
 
@@ -38,12 +38,12 @@ impl Source {
         Ok(Self { path: path.to_path_buf(), file, bytes, read_bytes: AtomicU64::new(0) })
     }
 
-    /// Returns the size of the file when it was opened.
+    /// Returns the size of the file at the time of opening, in bytes.
     pub fn bytes(&self) -> u64 {
         self.bytes
     }
 
-    /// Returns the number of bytes that were read so far. Bytes that were read twice count twice.
+    /// Returns the number of bytes that were read from the file so far. Bytes that were read twice count twice.
     pub fn read_bytes(&self) -> u64 {
         self.read_bytes.load(Ordering::Relaxed)
     }
@@ -53,7 +53,7 @@ impl Source {
         self.file.metadata().ok()?.modified().ok()
     }
 
-    /// On Linux, tells the kernel that this range of the file will be read soon. Errors are ignored.
+    /// On Linux, tells the kernel that `bytes` bytes at `offset` will be read soon. Errors are ignored.
     pub(super) fn advise(&self, offset: u64, bytes: usize) {
         #[cfg(target_os = "linux")]
         {
@@ -95,8 +95,8 @@ impl Source {
     }
 }
 
-/// Creates an empty vector with this capacity. Returns an error, rather than aborting, if there is not enough memory.
-/// A hostile file may claim any size.
+/// Creates an empty vector of the given capacity. Fails, rather than aborts, if there is not enough memory.
+/// `capacity` may be huge, because a hostile file may declare any size.
 fn with_capacity<T>(capacity: usize) -> Result<Vec<T>> {
     let mut vec = Vec::new();
     let reserved = vec.try_reserve_exact(capacity);
@@ -122,7 +122,7 @@ pub enum StoredBytes<'c> {
 }
 
 impl<'c> StoredBytes<'c> {
-    /// Reads all bytes of the tensor. Borrows them if they are already in memory.
+    /// Returns all bytes of the tensor. Reads the file, or borrows the bytes if they are already in memory.
     pub fn read(&self) -> Result<Cow<'c, [u8]>> {
         Ok(match self {
             Self::File(range) => range.source.read_to_vec(range.start, range.bytes)?.into(),
@@ -141,7 +141,8 @@ impl<'c> StoredBytes<'c> {
         })
     }
 
-    /// Converts the bytes to elements of `N` bytes each. Reads a file piece by piece to avoid a second copy in memory.
+    /// Converts the bytes of the tensor to elements. Each element takes `N` bytes in the file.
+    /// Reads a file piece by piece to avoid a second copy in memory.
     fn elements<T: WithDType, const N: usize>(&self, convert: fn([u8; N]) -> T) -> Result<Vec<T>> {
         let mut window = RowBuffer::default();
         let mut elements = with_capacity(self.len() / N)?;
@@ -178,17 +179,17 @@ impl RowSource for StoredRows<'_> {
     }
 }
 
-/// A buffer for one thread that reads rows from files. It reads ahead, so most rows are already in memory.
+/// A buffer for one thread that reads rows from files. Each read fetches several rows, so most rows come from memory.
 #[derive(Default)]
 pub struct RowBuffer {
-    /// Two windows, because rows of a matrix may alternate between two tensors. The most recently used window is first.
+    /// Two windows, because the rows of a matrix may alternate between two tensors. The window used last is first.
     windows: [Window; 2],
 }
 
-/// Consecutive bytes of a file.
+/// Consecutive bytes of a file, held in memory.
 #[derive(Default)]
 struct Window {
-    /// `None` if the window is empty.
+    /// The file that the bytes come from. `None` if the window is empty.
     source: Option<Arc<Source>>,
     /// The offset in the file.
     start: u64,
@@ -203,7 +204,7 @@ impl Window {
         (bytes <= self.bytes.len().checked_sub(position)?).then_some(position)
     }
 
-    /// Replaces the contents with `bytes` bytes at the offset `start` of a file.
+    /// Fills the window with `bytes` bytes at the offset `start` of a file.
     fn fill(&mut self, source: &Arc<Source>, start: u64, bytes: usize) -> Result<()> {
         // Mark the window as empty, in case the read fails.
         self.source = None;
@@ -215,7 +216,7 @@ impl Window {
 }
 
 impl RowBuffer {
-    /// Returns `bytes` bytes at the offset `start` of a tensor.
+    /// Returns `bytes` bytes at the offset `start` of a tensor, from a window or from memory if possible.
     fn get<'b>(&'b mut self, tensor: &'b StoredBytes, start: usize, bytes: usize) -> Result<&'b [u8]> {
         let ByteRange { source, start: first, bytes: all } = match tensor {
             StoredBytes::Memory(all) => return Ok(&all[start..][..bytes]),

@@ -1,4 +1,4 @@
-//! The dtype, shape and size of a tensor.
+//! Describes a tensor by its dtype, shape and size.
 
 use candle_core::DType;
 use safetensors::tensor::Dtype;
@@ -49,7 +49,7 @@ impl TensorInfo {
     }
 }
 
-/// Returns the number of parameters in a tensor, which is usually the number of elements.
+/// Returns the number of model parameters in a tensor, which is usually the number of elements.
 /// Packed MXFP4 blocks have two parameters per byte. MXFP4 scales and `weight_shape` have no parameters.
 pub(super) fn parameter_count(name: &str, is_bytes: bool, elements: u64) -> u64 {
     let has_no_parameters = if is_bytes { name.ends_with("_scales") } else { name.ends_with(".weight_shape") };

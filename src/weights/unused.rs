@@ -9,11 +9,11 @@ use anyhow::{Result, bail};
 use super::loader::Weights;
 use crate::text::excerpt;
 
-/// The suffixes of tensors that are not loaded as weights, but do not indicate a wrong config.json:
-/// - attention masks that GPT-2 stores
-/// - activation and KV cache scales from calibration in compressed checkpoints
+/// Name suffixes of tensors that are not loaded as weights and do not indicate a wrong config.json:
+/// - the attention masks in GPT-2 checkpoints
+/// - activation scales and KV cache scales that calibration adds to compressed-tensors checkpoints
 /// - the shapes and group indices of packed weights
-/// - zero points, which are 0 in symmetric quantization, the only supported kind
+/// - zero points, which are always 0 in symmetric quantization (the only supported kind)
 const WITHOUT_EFFECT: [&str; 12] = [
     ".attn.bias",
     ".attn.masked_bias",
@@ -29,7 +29,7 @@ const WITHOUT_EFFECT: [&str; 12] = [
     "_zero_point",
 ];
 
-/// Names of RoPE tables contain this text. inferno ignores the tables and computes RoPE from config.json.
+/// A fragment of the names of RoPE tables. inferno ignores these tables and computes RoPE from config.json.
 const TABLE: &str = "rotary_emb.";
 
 /// The name of a matrix that occurs only in layers for multi-token prediction (MTP).
@@ -50,8 +50,8 @@ impl Weights<'_> {
         }
     }
 
-    /// Fails if a tensor of the layers in `own` was not loaded, unless it is known to have no effect.
-    /// Logs a warning if other tensors, outside the model's `layers` layers, were not loaded.
+    /// Fails if a tensor of the layers in `own` was not loaded, unless the tensor is known to have no effect.
+    /// Logs a warning if tensors outside the model's `layers` layers were not loaded.
     /// `self` must have the prefix of the layers, such as `model.layers`.
     pub fn check_all_loaded(&self, own: Range<usize>, layers: usize) -> Result<()> {
         let is_unused = |name: &str| {

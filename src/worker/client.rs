@@ -1,4 +1,4 @@
-//! The client side of a worker: starts the process, sends requests, and reports why the process ended.
+//! The client side of a worker process: starts the worker, sends requests, and reports why the worker ended.
 
 use std::io::{self, Read};
 use std::os::fd::AsFd;
@@ -19,10 +19,10 @@ use crate::chat::{ChatFormat, Message, Render, RenderOptions, Rendered};
 use crate::language::Language;
 use crate::tokenizer::{ControlTokens, Encode, TokenTable, Tokenizer};
 
-/// The process that runs the tokenizer and the chat template of one model.
+/// A handle to the worker process that runs the tokenizer and the chat template of one model.
 pub struct Worker {
     dir: PathBuf,
-    /// `None` after the process has failed. The next request starts a new process.
+    /// The worker process. `None` after a failure. The next request starts a new process.
     process: Mutex<Option<Process>>,
 }
 
@@ -39,7 +39,7 @@ impl Worker {
         Ok(language.with_renderer(Box::new(Remote(worker))))
     }
 
-    /// Sends a request to the worker and returns the response. Starts a new process if the previous process has failed.
+    /// Sends a request to the worker and returns the response. After a failure, starts a new worker process first.
     fn call(&self, request: &Request, body: &[u8]) -> Result<(Response, Vec<u8>)> {
         let mut slot = self.process.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
         let mut process = match slot.take() {
@@ -56,7 +56,7 @@ impl Worker {
     }
 }
 
-/// Encodes text and renders conversations in a worker.
+/// Encodes text and renders conversations in a worker process.
 struct Remote(Arc<Worker>);
 
 impl Encode for Remote {
@@ -85,13 +85,13 @@ struct Process {
 impl Process {
     /// Starts a worker and waits until it has loaded the tokenizer, chat format and sampling defaults from `dir`.
     fn start(dir: &Path) -> Result<(Self, Loaded, Vec<u8>)> {
-        // /proc/self/exe works even if the executable was replaced on disk.
+        // The path /proc/self/exe works even if the executable was replaced on disk.
         let mut command = Command::new("/proc/self/exe");
         command.arg(protocol::ARGUMENT).env_clear().env("RAYON_NUM_THREADS", "2");
-        // A build with CUDA may find its libraries only through this variable. The worker inherits no other variable.
+        // A build with CUDA may need `LD_LIBRARY_PATH` to find its libraries. The worker inherits no other variable.
         command.envs(std::env::var_os("LD_LIBRARY_PATH").map(|path| ("LD_LIBRARY_PATH", path)));
         command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
-        // Ctrl-C sends SIGINT to the whole process group. The worker must survive, so it runs in its own group.
+        // Ctrl-C sends SIGINT to the whole process group. To survive Ctrl-C, the worker runs in its own group.
         command.process_group(0);
         let mut child = command.spawn().context("cannot start the process for the tokenizer and the chat template")?;
         let (Some(stdin), Some(stdout), Some(stderr)) = (child.stdin.take(), child.stdout.take(), child.stderr.take())
@@ -106,11 +106,11 @@ impl Process {
         }
     }
 
-    /// Sends a request and waits for the response. Fails if the process ends or takes too long.
+    /// Sends a request and waits for the response. Fails if the worker process ends or takes too long.
     fn call(&mut self, dir: &Path, request: &Request, body: &[u8]) -> Result<(Response, Vec<u8>)> {
         let budget = Budget::of(request, body);
-        // If the process has ended, the write fails with a broken pipe. Ignore that error: the read below fails too,
-        // and `failure` reports why the process ended.
+        // If the worker has ended, this write fails with a broken pipe. Ignore the error.
+        // The read below also fails, and `failure` then reports why the worker ended.
         let written = protocol::write(&mut self.stdin, request, body);
         if let Err(error) = &written
             && error.downcast_ref().is_none_or(|error: &io::Error| error.kind() != io::ErrorKind::BrokenPipe)
@@ -125,10 +125,10 @@ impl Process {
         }
     }
 
-    /// Kills the process and returns why the request failed. `is_late` is true if the deadline has passed.
+    /// Kills the worker and returns why the request failed. `is_late` is true if the deadline has passed.
     fn failure(&mut self, dir: &Path, request: &Request, budget: Budget, is_late: bool) -> anyhow::Error {
         let is_ended = |child: &mut Child| matches!(child.try_wait(), Ok(Some(_)));
-        // The pipe closes shortly before the process ends, so wait for the exit status.
+        // A dying worker closes its pipe shortly before it ends, so wait for the exit status.
         let deadline = Instant::now() + Duration::from_secs(1);
         while !is_ended(&mut self.child) && Instant::now() < deadline {
             std::thread::sleep(Duration::from_millis(1));
@@ -160,7 +160,7 @@ impl Process {
 
 impl Drop for Process {
     fn drop(&mut self) {
-        // Errors are ignored, because the process may have already ended.
+        // Ignore errors, because the worker process may have already ended.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }

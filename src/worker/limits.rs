@@ -1,4 +1,4 @@
-//! The memory and CPU limits of a request. The worker applies them to itself before it processes untrusted data.
+//! The memory and CPU limits of a request. The worker limits itself before it processes untrusted data.
 
 use std::fs;
 use std::time::Duration;
@@ -8,28 +8,28 @@ use nix::sys::resource::{Resource, UsageWho, getrlimit, getrusage, setrlimit};
 
 use super::protocol::Request;
 
-/// The stack size of the thread that serves requests, in bytes.
+/// The stack size, in bytes, of the worker thread that serves requests.
 pub const STACK_BYTES: usize = 64 << 20;
 
-/// The page size on x86-64 Linux, in bytes. If the pages of the system are larger,
-/// the result of `data_bytes` is too small, and memory limits are stricter than [`Budget`] states.
+/// The page size on x86-64 Linux, in bytes. With larger pages, the result of `data_bytes` is too small.
+/// In that case, memory limits are stricter than [`Budget`] states.
 const PAGE_BYTES: u64 = 4096;
 
-/// The memory and CPU time that one request may use.
+/// The memory and CPU time that one request to a worker may use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Budget {
-    /// Memory beyond what the worker already uses, in bytes.
+    /// The memory that the request may use in addition to the worker's current memory, in bytes.
     pub memory_bytes: u64,
-    /// CPU time, summed over all threads, in seconds.
+    /// The CPU time that the request may use, summed over all threads, in seconds.
     pub cpu_s: u64,
 }
 
 impl Budget {
-    /// Returns the budget of a request with this body.
+    /// Returns the budget of a request with the given body.
     ///
     /// Loading the 28 MB tokenizer.json of gpt-oss takes 140 MB of memory and 0.5 s of CPU time.
     /// Encoding takes about 120 bytes of memory and 0.5 µs of CPU time per byte of text.
-    /// Budgets are 2 to 16 times these amounts, plus a constant for encoding and rendering.
+    /// Budgets are 2 to 16 times the measured amounts, plus a constant for encoding and rendering.
     pub fn of(request: &Request, body: &[u8]) -> Self {
         let text_bytes = request.text_bytes(body) as u64;
         match request {
@@ -40,15 +40,15 @@ impl Budget {
         }
     }
 
-    /// Returns how long inferno waits for a response.
+    /// Returns how long inferno waits for the worker's response.
     ///
-    /// The wait is much longer than the CPU limit, because other processes may slow the worker down.
-    /// On an idle machine, the CPU limit ends a runaway worker first.
+    /// The wait is much longer than the CPU time limit, because other processes may slow the worker down.
+    /// On an idle machine, the CPU time limit ends a runaway worker first.
     pub fn wait(self) -> Duration {
         Duration::from_secs(30 + 10 * self.cpu_s)
     }
 
-    /// Limits further memory and CPU time. Beyond the budget, SIGXCPU or a failed allocation ends this process.
+    /// Applies a budget to this process. Beyond the budget, SIGXCPU or a failed allocation ends the process.
     pub fn enforce(self) -> Result<()> {
         let usage = getrusage(UsageWho::RUSAGE_SELF)?;
         let used_s = usage.user_time().tv_sec() + usage.system_time().tv_sec() + 1;
@@ -57,7 +57,7 @@ impl Budget {
     }
 }
 
-/// Sets only the soft limit, so that the next request can raise it.
+/// Sets only the soft resource limit, so that the next request can raise the limit.
 fn set_soft_limit(resource: Resource, limit: u64) -> Result<()> {
     let (_, hard) = getrlimit(resource)?;
     setrlimit(resource, limit.min(hard), hard).with_context(|| format!("cannot limit {resource:?}"))

@@ -1,12 +1,13 @@
 //! Runs the tokenizer and the chat template of a model in a worker process with limits on memory, CPU time and stack.
 //!
-//! Tokenizers and templates are untrusted: a template is a program,
-//! and a hostile tokenizer can take unbounded time and memory. The operating system can limit only whole processes.
+//! Tokenizers and chat templates of downloaded models are untrusted.
+//! A template is a program, and a hostile tokenizer can take unbounded time and memory.
+//! The operating system can limit the resources only of whole processes, so inferno uses a worker process.
 //! The worker runs the same executable with a hidden argument, so `main` must call [`init`] first.
-//! The worker lives as long as the model.
+//! The worker runs until the model is dropped.
 //! If a request exceeds a limit, the worker ends, the request fails, and the next request starts a new worker.
 //!
-//! Programs that do not call [`init`], or do not run on Linux, use tokenizers and templates in their own process.
+//! Programs that do not call [`init`] or do not run on Linux use tokenizers and templates without a worker process.
 //! Without a worker, only the steps, the recursion depth and the output of templates are limited.
 
 #[cfg(target_os = "linux")]
@@ -26,12 +27,12 @@ use anyhow::Result;
 use crate::language::Language;
 use crate::weights::Checkpoint;
 
-/// Whether this program can start itself as a worker.
+/// Whether this program can start itself as a worker process.
 static IS_ENABLED: AtomicBool = AtomicBool::new(false);
 
-/// Lets inferno run tokenizers and chat templates in worker processes. Call this first in `main`.
+/// Lets inferno run tokenizers and chat templates in worker processes. Call this function first in `main`.
 ///
-/// In a worker, this function serves requests and never returns. It has no effect on systems other than Linux.
+/// In a worker process, this function serves requests and never returns. On systems other than Linux, it has no effect.
 pub fn init() {
     #[cfg(target_os = "linux")]
     if std::env::args_os().skip(1).eq([protocol::ARGUMENT]) {

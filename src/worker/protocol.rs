@@ -1,4 +1,4 @@
-//! The messages between inferno and a worker, sent over the worker's standard input and output.
+//! The messages between inferno and a worker process, sent over the worker's standard input and output.
 //!
 //! Each message is sent as a frame with a header (a request or response in JSON) and a body (text or binary data).
 //! The frame begins with the lengths of the header and the body (both u32, little-endian).
@@ -13,16 +13,16 @@ use serde_json::Value;
 use crate::chat::{Message, RenderOptions};
 use crate::tokenizer::ControlTokens;
 
-/// The command-line argument that starts this program as a worker. `ps` and `top` show the argument.
+/// The command-line argument that starts this program as a worker. It is visible in `ps` and `top`.
 pub const ARGUMENT: &str = "language-worker";
 
-/// The maximum size of a header or a body, in bytes.
+/// The maximum size of the header or the body of a frame, in bytes.
 const MAX_BYTES: usize = 1 << 30;
 
 #[derive(Serialize, Deserialize)]
 pub enum Request {
     /// Load the tokenizer, chat format and sampling defaults of the model at the path in the body.
-    /// This is always the first request.
+    /// `Load` is always the first request.
     Load,
     /// Encode the text in the body.
     Encode(ControlTokens),
@@ -30,7 +30,7 @@ pub enum Request {
 }
 
 impl Request {
-    /// Returns the size of the text to encode, or of the messages and tools to render, in bytes.
+    /// Returns the size in bytes of the request's input: the text to encode, or the messages and tools to render.
     pub fn text_bytes(&self, body: &[u8]) -> usize {
         match self {
             Request::Load => 0,
@@ -45,13 +45,13 @@ impl Request {
 
 #[derive(Serialize, Deserialize)]
 pub enum Response {
-    /// The body contains all tokens of the vocabulary.
+    /// The tokenizer is loaded. The body contains all tokens of the vocabulary.
     Loaded(Box<Loaded>),
-    /// The token ids are in the body.
+    /// The text was encoded. The body contains the token ids.
     Encoded,
-    /// A rendered conversation, as text. The token ids are in the body.
+    /// The text of a rendered conversation. The body contains its token ids.
     Rendered(String),
-    /// The request failed with this error message. The worker can still serve requests.
+    /// The error message of a failed request. The worker can still serve further requests.
     Failed(String),
 }
 
@@ -59,13 +59,13 @@ pub enum Response {
 #[derive(Serialize, Deserialize)]
 pub struct Loaded {
     pub table: Value,
-    /// The name of the chat format and whether it reads tools, or `None` for a base model.
+    /// The name of the chat format, and whether it reads tools. `None` for a base model.
     pub chat: Option<(String, bool)>,
     pub generation_config: Value,
     pub stop_ids: Vec<u32>,
 }
 
-/// Writes a frame. `head` is the header: a request or a response.
+/// Writes a frame. `head` is the frame's header: a request or a response.
 pub fn write(out: &mut impl Write, head: &impl Serialize, body: &[u8]) -> Result<()> {
     let head = serde_json::to_vec(head)?;
     if head.len().max(body.len()) > MAX_BYTES {
@@ -91,7 +91,7 @@ pub fn read<T: DeserializeOwned>(input: &mut impl Read) -> Result<Option<(T, Vec
     Ok(Some((serde_json::from_slice(&head)?, read_bytes(input, body)?)))
 }
 
-/// Reads `length` bytes. Allocates memory as bytes arrive, because `length` may be wrong.
+/// Reads `length` bytes. Allocates memory only as bytes arrive, because `length` may be wrong.
 fn read_bytes(input: &mut impl Read, length: usize) -> Result<Vec<u8>> {
     if length > MAX_BYTES {
         bail!("a frame of {length} bytes is too long");
@@ -103,12 +103,12 @@ fn read_bytes(input: &mut impl Read, length: usize) -> Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// Converts token ids to bytes, 4 per id, little-endian.
+/// Converts token ids to bytes: 4 little-endian bytes per id.
 pub fn ids_to_bytes(ids: &[u32]) -> Vec<u8> {
     ids.iter().flat_map(|id| id.to_le_bytes()).collect()
 }
 
-/// The inverse of [`ids_to_bytes`].
+/// Converts bytes to token ids. The inverse of [`ids_to_bytes`].
 pub fn ids_from_bytes(bytes: &[u8]) -> Vec<u32> {
     bytes.as_chunks().0.iter().map(|id| u32::from_le_bytes(*id)).collect()
 }

@@ -1,4 +1,4 @@
-//! The server side of a worker: reads requests from standard input and writes responses to standard output.
+//! The server side of a worker process: reads requests from standard input and writes responses to standard output.
 
 use std::ffi::OsString;
 use std::io::{BufReader, BufWriter, stdin, stdout};
@@ -16,7 +16,7 @@ use crate::text::error_message;
 /// Serves requests until standard input ends. Returns the exit code.
 pub fn run() -> i32 {
     // Templates and regular expressions can recurse deeply, and `ulimit -s` may limit the main thread's stack.
-    // Serve requests on a thread with a large stack of fixed size instead.
+    // Serve requests on another thread, whose large stack has a fixed size.
     let server = thread::Builder::new().name("language-worker".into()).stack_size(limits::STACK_BYTES).spawn(serve);
     match server.map(thread::JoinHandle::join) {
         Ok(Ok(Ok(()))) => 0,
@@ -38,7 +38,7 @@ fn serve() -> Result<()> {
     Ok(())
 }
 
-/// Answers one request. `language` is the loaded model, or `None` before [`Request::Load`].
+/// Answers one request. `language` is the loaded tokenizer and chat format, or `None` before [`Request::Load`].
 fn answer(request: Request, body: Vec<u8>, language: &mut Option<Language>) -> Result<(Response, Vec<u8>)> {
     if let Request::Load = request {
         let loaded = language.insert(Language::load(&path(body))?);
@@ -69,13 +69,13 @@ fn path(bytes: Vec<u8>) -> PathBuf {
     OsString::from_vec(bytes).into()
 }
 
-/// Closes all inherited files except the standard streams.
-/// Otherwise, an open file of NVIDIA's driver could keep GPU memory allocated.
+/// Closes all inherited file descriptors except the standard streams.
+/// Otherwise, an inherited file descriptor of NVIDIA's driver could keep GPU memory allocated.
 fn close_inherited_files() {
     let Ok(files) = std::fs::read_dir("/proc/self/fd") else { return };
     let numbers: Vec<i32> = files.flatten().filter_map(|file| file.file_name().to_str()?.parse().ok()).collect();
     for number in numbers.into_iter().filter(|&number| number > 2) {
-        // The list includes the descriptor of /proc/self/fd itself, which is already closed.
+        // The descriptor of the directory /proc/self/fd is in the list, too, but it is already closed.
         let _ = nix::unistd::close(number);
     }
 }

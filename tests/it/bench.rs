@@ -117,7 +117,7 @@ fn bench_names_the_context_that_it_needs() {
     // The longest test has 900 prompt tokens at depth 700, and `bench` adds two positions to every test.
     let too_small = bench(&["-p", "16,900", "-n", "8", "-d", "0,700", "--context", "1024"]);
     assert_fails(&too_small, 2, &["--context 1602", "1024"]);
-    // This depth exceeds the longest context of the demo model.
+    // A depth of 100,000 tokens exceeds the longest context of the demo model.
     assert_fails(&bench(&["-d", "100000"]), 2, &["--context 100514", "4096"]);
 }
 
@@ -181,7 +181,7 @@ fn build(case: &str) -> Decoder {
 #[test]
 fn step_bytes_match_a_count_by_hand() {
     // gpt_oss: vocabulary 113, hidden size 64, expert size 96, 10 heads, 2 KV heads, head dim 16, 4 of 7 experts.
-    // It has 3 layers. The second layer has a sliding window of 9 positions.
+    // gpt_oss has 3 layers. The second layer has a sliding window of 9 positions.
     let q_and_o = 2 * (160 * 64 * 2) + (160 + 64) * 4;
     let k_and_v = 2 * (32 * 64 * 2 + 32 * 4);
     let attention = q_and_o + k_and_v + 10 * 4;
@@ -224,8 +224,8 @@ fn requests_at_once_are_measured() {
         let decoded = steps.iter().filter(|step| step["has_prompts"] == false);
         assert!(decoded.map(|step| step["steps"].as_u64().unwrap()).sum::<u64>() >= 4, "{steps:?}");
         assert!(steps.iter().all(|step| step["mean_ms"].as_f64().unwrap() > 0.0), "{steps:?}");
-        // The demo model has experts. On a CPU, `bench` does not count the experts in a step with several requests,
-        // so it cannot compute how many bytes the step reads.
+        // The demo model has experts. On a CPU, `bench` does not count the experts in a step with several requests.
+        // `bench` therefore cannot compute how many bytes such a step reads.
         assert_eq!(serving["step_bytes"].is_null(), concurrency > 1, "{}", serving["step_bytes"]);
         assert!(serving["experts_per_step"].is_null());
     }
@@ -249,7 +249,7 @@ fn gpu_memory_gives_the_rest_of_the_limit_to_the_cache() {
     let figure = |model: &Value, name: &str| model[name].as_u64().unwrap();
     let plain = model(&[]);
     assert_eq!(figure(&plain, "cache_sequences"), 1);
-    // Each cache size is a whole number of blocks, so the sizes differ by 200 MB plus or minus one block.
+    // Each cache size is a whole number of blocks, so two sizes differ by 200 MB plus or minus one block.
     let [small, large] = ["1000MB", "1200MB"].map(|limit| model(&["--gpu-memory", limit]));
     let block_bytes = figure(&plain, "cache_bytes") / figure(&plain, "cache_blocks");
     let added = figure(&large, "cache_bytes") - figure(&small, "cache_bytes");

@@ -21,18 +21,18 @@ struct Model {
     sequences: Vec<Sequence>,
     /// The tokens and hashes of released sequences.
     released: Vec<(Vec<u32>, BlockHashes)>,
-    /// Prompts and answers are parts of these texts, so that many sequences start with the same tokens.
+    /// Texts that all prompts and answers are parts of, so that many sequences start with the same tokens.
     texts: Vec<Vec<u32>>,
     random: Random,
     seen: Seen,
 }
 
-/// Counts rare events, to prove that the test reaches them.
+/// Counts of rare events, which prove that the test reaches these events.
 #[derive(Debug, Default)]
 struct Seen {
     hits: usize,
     copies: usize,
-    /// Copies that were made only to keep a cached block unchanged, because no other sequence used the block.
+    /// Copies that were made only to keep a cached block unchanged. No other sequence used such a block.
     copies_of_cached: usize,
     refused: usize,
     evicted: u64,
@@ -41,7 +41,7 @@ struct Seen {
 struct Sequence {
     blocks: SequenceBlocks,
     tokens: Vec<u32>,
-    /// The sequence may write to all positions below this one.
+    /// The end of the range of positions that the sequence may write.
     granted: usize,
     /// The largest number of tokens that one call to `grow` has made room for.
     chunk: usize,
@@ -51,7 +51,7 @@ struct Sequence {
 
 const MAX_TOKENS: usize = 420;
 
-/// Returns, for each position, a digest of the tokens up to and including it.
+/// Returns, for each position, a digest of the tokens up to and including that position.
 fn digests(tokens: &[u32]) -> Vec<u64> {
     let next = |digest: &mut u64, &token: &u32| {
         *digest = (*digest ^ u64::from(token)).wrapping_mul(0x9E37_79B9_7F4A_7C15).rotate_left(29);
@@ -177,7 +177,7 @@ impl Model {
         let (total, used) = (stats.total, stats.used);
         assert!(missing <= total - used);
         let is_used = |block| self.sequences.iter().any(|other| tables(&other.blocks).concat().contains(&block));
-        // A cached block that no other sequence uses becomes free when it is copied.
+        // A cached block becomes free when it is copied, unless another sequence uses the block.
         let freed = copies.iter().filter(|copy| !is_used(copy.from)).count();
         assert_eq!(self.manager.free() + missing, total - used + freed, "`missing` predicts how many blocks are taken");
         self.seen.copies += copies.len();
@@ -188,7 +188,7 @@ impl Model {
         let sequence = &mut self.sequences[index];
         sequence.granted = sequence.granted.max(end);
         sequence.chunk = sequence.chunk.max(end - computed);
-        // No other sequence uses the blocks that the step writes.
+        // Only one sequence may use a block that the step writes.
         let written = computed / BLOCK_TOKENS..if end > computed { end.div_ceil(BLOCK_TOKENS) } else { 0 };
         for &block in after.iter().flat_map(|table| table.get(written.clone()).unwrap_or_default()) {
             let uses = self.sequences.iter().flat_map(|other| tables(&other.blocks)).flatten();
@@ -435,7 +435,8 @@ fn the_tail_of_the_sequence_that_was_released_first_is_evicted_first() {
         assert_eq!(manager.stats().evicted as usize, 2 * groups);
         assert_eq!(hit(&mut manager, &first), 3 * BLOCK_TOKENS, "{groups} groups");
         assert_eq!(hit(&mut manager, &second), 5 * BLOCK_TOKENS);
-        // Release the third text before the first two are used again, so that the third is the least recently used.
+        // Release the third text before the first two texts are used again.
+        // The third text then is the least recently used.
         manager.release(third);
         hit(&mut manager, &first);
         hit(&mut manager, &second);
@@ -456,13 +457,13 @@ fn windows_before_checkpoints_and_prompt_ends_survive_longer() {
         let mut blocks = compute(&mut manager, &text[..1500], 512);
         continue_to(&mut manager, &mut blocks, &text, 512);
         manager.release(blocks);
-        // The windows before 1,024, 2,048 and 3,072 tokens and before the ends of prompt and answer are kept.
+        // The cache keeps the windows before 1,024, 2,048 and 3,072 tokens, and before the ends of prompt and answer.
         let first = |position: usize| first_visible(Some(window), position) / BLOCK_TOKENS;
         let kept: usize = [(1024, 1024), (2048, 2048), (3072, 3072), (1472, 1500), (4000, 4000)]
             .map(|(position, end)| end / BLOCK_TOKENS - first(position))
             .iter()
             .sum();
-        // Evict all blocks outside these windows.
+        // Evict all blocks outside the kept windows.
         let mut running = Vec::new();
         while manager.stats().evicted < (4000 / BLOCK_TOKENS - kept) as u64 {
             running.push(compute(&mut manager, &tokens(2 + running.len() as u32, BLOCK_TOKENS), BLOCK_TOKENS));
@@ -470,8 +471,8 @@ fn windows_before_checkpoints_and_prompt_ends_survive_longer() {
         for (len, want) in [(1025, 1024), (1300, 1024), (1500, 1472), (1501, 1472), (2049, 2048), (3800, 3072)] {
             assert_eq!(hit(&mut manager, &text[..len]), want, "prompt of {len} tokens, window {window}");
         }
-        // If the windows at 3,968 and 4,000 tokens start in the same block,
-        // the blocks kept for 4,000 tokens also allow a hit of 3,968 tokens.
+        // The windows before 3,968 and 4,000 tokens may start in the same block.
+        // In that case, the blocks kept for 4,000 tokens also allow a hit of 3,968 tokens.
         let want = if first(3968) == first(4000) { 3968 } else { 3072 };
         let longer: Vec<_> = text.iter().copied().chain([7]).collect();
         assert_eq!(hit(&mut manager, &longer), want, "window {window}");
@@ -488,7 +489,7 @@ fn forgotten_prefixes_are_not_found() {
     manager.forget_prefixes();
     assert_eq!(hit(&mut manager, &text), 0);
     assert_eq!(manager.stats().cached, 0);
-    // Blocks that become full later are cached. They cannot be found, because the blocks before them are not cached.
+    // Blocks that become full later are cached, but lookups cannot find them: the blocks before them are not cached.
     continue_to(&mut manager, &mut running, &text, 100);
     assert_eq!(hit(&mut manager, &text), 0);
     manager.release(running);
@@ -507,7 +508,7 @@ fn demand_is_enough_to_reach_the_predicted_length() {
         let mut manager = BlockManager::new(windows[round % windows.len()].clone(), 400);
         let (len, chunk) = (1 + random.below(1000), 1 + random.below(400));
         let text = tokens(1, len);
-        // Another sequence starts with the same tokens and keeps its blocks.
+        // Start another sequence that begins with the same tokens and keeps its blocks.
         let shared = random.below(len);
         let other = compute(&mut manager, &text[..shared], 100);
         let mut blocks = match random.below(2) {

@@ -235,7 +235,7 @@ fn missing_model_error_names_the_download_command() {
 #[test]
 fn broken_weights_error_names_the_file() {
     let weights = "model.safetensors";
-    // Truncate the file to nothing, within or after the 8-byte header length, within the header, or within the data.
+    // Truncate the file at several places: at 0, within and after the 8-byte header length, in the header, in the data.
     for length in [0, 5, 8, 1000, 100_000] {
         let (_folder, path) = copy_of_demo();
         let file = fs::OpenOptions::new().write(true).open(path.join(weights)).unwrap();
@@ -339,9 +339,10 @@ fn broken_tokenizer_error_names_the_file() {
         fs::write(path.join("tokenizer.json"), broken).unwrap();
         assert_fails(&ask(&path, &[]), 1, &["tokenizer.json"]);
     }
-    // This file makes the `tokenizers` crate panic (huggingface/tokenizers #2094). inferno hides the panic message.
+    // A tokenizer.json that makes the `tokenizers` crate panic (huggingface/tokenizers #2094).
+    // inferno hides the panic message.
     let merge = r#"{"version":"1.0","model":{"type":"BPE","vocab":{"a":0,"b":1},"merges":[["a","b"]]}}"#;
-    // This file makes the `tokenizers` crate panic on a rayon thread.
+    // A tokenizer.json that makes the `tokenizers` crate panic on a rayon thread.
     let charsmap = r#"{"version":"1.0","normalizer":{"type":"Precompiled","precompiled_charsmap":"%"},"model":{}}"#;
     for panics in [merge, charsmap] {
         let (_folder, path) = copy_of_demo();
@@ -395,12 +396,12 @@ fn base_model_is_rejected_before_its_weights_are_read() {
     assert_fails(&ask(&model, &[]), 1, &["no chat format", &format!("inferno play {name} --raw")]);
     let raw = run(&["play", name, "--device", "cpu", "--raw", "--prompt", "To", "--max-tokens", "1"]);
     assert!(raw.status.success(), "{}", text(&raw.stderr));
-    // In a chat, `/model` rejects this model and keeps the current one.
+    // In a chat, `/model` rejects a broken model and keeps the current one.
     let home = TempDir::new().unwrap();
     let mut chat = Screen::chat(&home, &[]);
     assert!(chat.say(&format!("/model {name}")).contains("no chat format"));
     assert!(chat.say("My name is Ada").contains("tok/s"));
-    // Broken weights do not change the error, because the weights are not read.
+    // Broken weights do not change the error, because inferno rejects the model before it reads the weights.
     for entry in fs::read_dir(&model).unwrap() {
         let path = entry.unwrap().path();
         if path.extension().is_some_and(|extension| extension == "safetensors") {

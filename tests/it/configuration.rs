@@ -163,7 +163,7 @@ fn configuration_sections_match_the_full_model_name() {
     expect(&mut chat, "switched to");
     expect(&mut chat, ">>> ");
     assert_eq!(top_k(&mut chat), "5");
-    // A value set with /set also applies to models loaded later.
+    // A value set with `/set` also applies to models that are loaded later.
     chat.send_line("/set top-k 3").unwrap();
     expect(&mut chat, ">>> ");
     chat.send_line("/model littl").unwrap();
@@ -218,7 +218,7 @@ fn a_redirected_file_is_appended_and_a_pipe_only_with_stdin_flag() {
     let alone = tokens(Stdio::null(), &[]);
     let with_file = tokens(File::open(&path).unwrap().into(), &[]);
     assert!(with_file > alone + 5, "{with_file} and {alone}");
-    // In a `while read` loop, the shell has already read the first line. inferno must not read the remaining lines.
+    // The shell loop `while read` has already read the first line. inferno must not read the remaining lines.
     let mut partly_read = File::open(&path).unwrap();
     partly_read.seek(SeekFrom::Start(20)).unwrap();
     assert_eq!(tokens(partly_read.into(), &[]), alone);

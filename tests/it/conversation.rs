@@ -240,7 +240,7 @@ fn ctrl_o_folds_reasoning_and_typed_ahead_lines_are_kept() {
     prompt(&mut chat);
     let second = say(&mut chat, "What is the KV cache?");
     assert!(second.contains("thought: "), "the reasoning is not folded: {second}");
-    // After the answer, the terminal echoes typed keys again.
+    // The terminal must echo typed keys again after the answer.
     type_in(&mut chat, "/stats");
     expect(&mut chat, "/stats");
     chat.send_line("").unwrap();
@@ -277,7 +277,7 @@ fn tab_completes_and_ctrl_g_opens_the_editor() {
     expect(&mut chat, "/model demo");
     chat.send_control('c').unwrap();
     prompt(&mut chat);
-    // A paste of several lines is one message.
+    // A pasted text of several lines is sent as one message.
     type_in(&mut chat, "\u{1b}[200~/help\nand /exit\u{1b}[201~");
     expect(&mut chat, "and /exit");
     chat.send_line("").unwrap();

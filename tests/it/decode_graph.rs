@@ -1,4 +1,4 @@
-//! Tests of the decode graph. All of them need a GPU.
+//! Tests of the decode graph. All tests in this file need a GPU.
 //!
 //! - The logits of every step match the logits of the eager decoder.
 //! - Graph replay matches individual kernel launches.
@@ -32,14 +32,15 @@ const CHUNK: usize = 32;
 const INF: f32 = f32::INFINITY;
 
 /// Families whose router may choose other experts in the graph than in the eager decoder.
-/// The two round the router's input differently, which can change the choice in a near tie.
+/// The graph and the eager decoder round the router's input differently, which can change the choice in a near tie.
 const ROUTED: [&str; 2] = ["mixtral", "qwen3_moe"];
 
 struct Model {
     name: String,
     decoder: Decoder,
     cache: KvCache,
-    /// The block tables of the only sequence. The blocks are in reverse order, so kernels cannot ignore the tables.
+    /// The block tables of the test's single sequence.
+    /// The blocks are in reverse order, so that a kernel that ignores the block table fails.
     tables: BlockTables,
     device: Device,
     dtype: DType,
@@ -172,7 +173,7 @@ const LLAMAS: &[(&str, Llama)] = &[
             tied: true,
         },
     ),
-    // On an H200, sampling from this vocabulary fills every multiprocessor, and some threads process two logits.
+    // On an H200, sampling from 140,001 tokens fills every multiprocessor, and some threads process two logits.
     (
         "V 140001",
         Llama {
@@ -244,7 +245,8 @@ impl RandomTensors {
         self.add(format!("{name}.weight"), &[size], 0.1, 1.0);
     }
 
-    /// Adds a matrix `[rows, columns]`, and a bias if `has_bias`. The products have about the scale of the inputs.
+    /// Adds a matrix `[rows, columns]`, and a bias if `has_bias` is true.
+    /// The values are chosen so that products are about as large as the inputs.
     fn linear(&mut self, name: &str, rows: usize, columns: usize, has_bias: bool) {
         self.add(format!("{name}.weight"), &[rows, columns], (columns as f32).powf(-0.5), 0.0);
         if has_bias {
@@ -363,7 +365,7 @@ fn graph_steps_match_transformers() {
             println!("{}: logits are off by {error:e}", model.name);
             assert!(error < logits_tolerance(dtype), "{}: logits are off by {error:e}", model.name);
 
-            // In bf16, rounding may change the greedy token in a near tie.
+            // In bf16, rounding may change the greedy token in a near tie, so only f16 compares greedy tokens.
             if dtype == DType::F16 {
                 let (prompt, want) = (ids("greedy_prompt"), ids("greedy"));
                 let (last, rest) = prompt.split_last().unwrap();
@@ -405,14 +407,14 @@ fn graph_steps_match_the_eager_decoder() {
         model.forward(&seen, 0, &eager);
         let (mut token, mut steps, mut flipped) = (3, 0, 0);
         for position in seen.len()..CONTEXT {
-            // Restart the graph at each position, because the test chooses each input token itself.
+            // Restart the graph at each position, because the test itself chooses each input token.
             graph.start(0, position, token, None, &model.tables).unwrap();
             let next = graph.next(1).unwrap();
             let got = values(graph.logits());
             let want = values(&model.forward(&[token], position, &eager));
             let error = relative_error(&got, &want);
             let allowed = if model.dtype == DType::F16 { 1e-2 } else { 5e-2 };
-            // If the router chooses a different expert in a near tie, the error of this step is larger.
+            // If the router chooses another expert in a near tie, the error of the step is larger.
             let is_flipped = model.has_router && (allowed..1.0).contains(&error);
             (steps, flipped) = (steps + 1, flipped + usize::from(is_flipped));
             assert!(
@@ -425,7 +427,7 @@ fn graph_steps_match_the_eager_decoder() {
             seen.push(token);
             token = (next * 7 + position as u32) % got.len() as u32;
             if model.has_router {
-                // A different expert also changes the cache, so rebuild both caches from the same tokens.
+                // Another choice of expert also changes the KV cache, so rebuild both caches from the same tokens.
                 model.prefill(&seen);
                 eager = model.fresh_cache();
                 model.forward(&seen, 0, &eager);
@@ -455,8 +457,8 @@ fn graph_replay_matches_single_launches() {
     });
 }
 
-/// Simulates the next turn of a chat: an eager prefill continues from keys and values that the graph wrote.
-/// Queued steps have also written beyond the end of the answer.
+/// Simulates the next turn of a chat. An eager prefill continues from keys and values that the graph wrote.
+/// Queued steps have also written keys and values beyond the end of the answer.
 #[test(gpu)]
 fn next_turn_continues_from_the_cache_of_graph_steps() {
     for_each_model(|model| {
@@ -509,7 +511,7 @@ fn device_sampling_matches_host_sampling() {
                 let want = host.sample(&mut values(graph.logits()));
                 assert_eq!(token, want, "{} at position {position}, {params:?}", model.name);
             }
-            // Two runs that sample only on the GPU must produce the same tokens.
+            // Two runs that sample only on the GPU must generate the same tokens.
             let host = Sampler::new(params.clone(), &prompt);
             let run = |graph: &mut DecodeGraph| -> Vec<u32> {
                 graph.start(0, prompt.len(), 3, host.on_device(), &model.tables).unwrap();
@@ -560,8 +562,8 @@ fn sampled_rows_match_host_sampling() {
     }
 }
 
-/// The kernel edits rows of logits like the reference, `RowEdits::apply`, and leaves all other rows unchanged.
-/// The token in flight may or may not be among the tokens that are already counted.
+/// The kernel edits rows of logits like the reference, `RowEdits::apply`, and leaves unedited rows unchanged.
+/// The token in flight may or may not be among the tokens that the edits already count.
 #[test(gpu)]
 fn edited_rows_match_the_reference() {
     const NO_TOKEN: u32 = u32::MAX;
@@ -581,7 +583,7 @@ fn edited_rows_match_the_reference() {
             .into_iter()
             .enumerate()
             .map(|(row, [values, mut seen])| {
-                // In even rows, the token in flight is among the counted tokens.
+                // In even rows, the token in flight is among the tokens that the edits already count.
                 seen.retain(|&token| token != tokens[row]);
                 if row.is_multiple_of(2) && tokens[row] != NO_TOKEN {
                     seen.push(tokens[row]);
@@ -599,7 +601,8 @@ fn edited_rows_match_the_reference() {
             .collect();
         let logits = random.tensor(&[11, vocab], DType::F32);
         let on_device = Tensor::new(&tokens[..], &device).unwrap();
-        // Row 4 has no token in flight. Row 8 has none because no token could be chosen. Rows 9 and 10 are not edited.
+        // Row 4 has no token in flight. Row 8 has none either, because no token could be chosen.
+        // Rows 9 and 10 are not edited.
         let source = |row: usize| (row != 4).then_some(row as u32);
         let rows: Vec<EditedRow> =
             edits.iter().enumerate().map(|(row, edits)| EditedRow { row, edits, in_flight: source(row) }).collect();
@@ -608,7 +611,7 @@ fn edited_rows_match_the_reference() {
             let in_flight = in_flight.map(|source| tokens[source as usize]).filter(|&token| token != NO_TOKEN);
             edits.apply(&mut want[*row], in_flight);
         }
-        // With an empty range of host memory, the description of the edits is copied to the device.
+        // With the empty range of host memory, the description of the edits is copied to the device.
         for range in [3..WORDS, 0..0] {
             let edited = logits.to_device(&device).unwrap();
             for rows in rows.chunks(2) {
@@ -658,7 +661,7 @@ fn masked_rows_match_masking_on_the_host() {
     }
 }
 
-/// Returns 301 logits: those in `special`, and -3 for all others.
+/// Returns 301 logits: the logits in `special`, and -3 for all other tokens.
 fn logits_with(special: &[(usize, f32)]) -> Vec<f32> {
     let mut logits = vec![-3.0; LLAMAS[0].1.vocab_size];
     special.iter().for_each(|&(token, logit)| logits[token] = logit);
@@ -666,7 +669,7 @@ fn logits_with(special: &[(usize, f32)]) -> Vec<f32> {
 }
 
 /// The sampling kernel treats NaN, infinite and equal logits as the sampler on the host does.
-/// The cases include greedy decoding, because this kernel chooses the first token after every prompt.
+/// The cases include greedy decoding, because the sampling kernel chooses the first token after every prompt.
 #[test(gpu)]
 fn special_logits_are_sampled_as_on_the_host() {
     let (device, dir) = (gpu(), tempfile::tempdir().unwrap());
@@ -685,7 +688,7 @@ fn special_logits_are_sampled_as_on_the_host() {
     let mut all_params = vec![greedy.clone(), penalties];
     for seed in 0..20 {
         all_params.push(SamplingParams { temperature: 1.0, seed, ..greedy.clone() });
-        // No case uses top-k or top-p, because the kernel keeps more tied tokens at the cutoff than the host does.
+        // No case uses top-k or top-p. At a tie at the cutoff, the kernel keeps more tokens than the host does.
         all_params.push(SamplingParams { temperature: 0.5, min_p: 0.1, seed, ..greedy.clone() });
     }
     let mut only_one = vec![-INF; vocab];
@@ -709,7 +712,7 @@ fn special_logits_are_sampled_as_on_the_host() {
             assert!(logits[token as usize] > -INF, "{name}, {params:?}");
         }
     }
-    // If no logit is above -inf, the step fails. Afterward, the graph can be started again.
+    // If all logits are NaN or -inf, the step fails. Afterward, the graph can be started again.
     for logits in [vec![f32::NAN; vocab], vec![-INF; vocab], [vec![f32::NAN; 150], vec![-INF; 151]].concat()] {
         for params in [&all_params[0], &all_params[1], &all_params[2]] {
             let host = Sampler::new(params.clone(), &[1, 2]);
@@ -726,7 +729,7 @@ fn special_logits_of_greedy_steps_follow_the_host() {
     let device = gpu();
     let (name, llama) = &LLAMAS[0];
     assert!(!llama.tied);
-    // Replaces each row of the output head with the row whose index `row_of` returns, or with NaN if it returns None.
+    // Replaces each row of the output head with row number `row_of(row)`, or with NaN if `row_of` returns `None`.
     let graph_with_head = |row_of: &dyn Fn(usize) -> Option<usize>| {
         let dir = tempfile::tempdir().unwrap();
         llama.write(dir.path());
@@ -741,7 +744,7 @@ fn special_logits_of_greedy_steps_follow_the_host() {
         safetensors::save(&tensors, &file).unwrap();
         Model::load(name, dir.path(), &device, DType::BF16)
     };
-    // Rows 150 to 299 equal rows 0 to 149, so most steps have a tie.
+    // Rows 150 to 299 of the output head equal rows 0 to 149, so most steps have a tie.
     let model = graph_with_head(&|row| Some(if (150..300).contains(&row) { row - 150 } else { row }));
     let mut graph = model.graph();
     let (mut token, mut ties) = (3, 0);

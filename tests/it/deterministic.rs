@@ -53,7 +53,7 @@ fn check(engine: &EngineHandle, count: usize, longest: usize) {
             assert_eq!(read(stream), alone[index], "round {round}, prompt of {} tokens", prompts[index].len());
         }
     }
-    // The prompt of the next turn starts with the earlier prompt and answer.
+    // The prompt of the next turn starts with the prompt and the answer of the previous turn.
     let turn: Vec<u32> = prompts[1].iter().copied().chain(alone[1].iter().map(|&(token, _)| token)).collect();
     let ask = || read(engine.complete_ids(&turn, options(1, longest / 4)).unwrap());
     let warm = ask();
@@ -71,7 +71,7 @@ fn demo() -> EngineBuilder<'static> {
 
 #[test]
 fn answers_depend_only_on_their_request() {
-    // The cache has room for only two full sequences, so some requests are preempted.
+    // The KV cache has room for only two full sequences, so some requests are preempted.
     let engine = demo().context(400).sequences(2).load().unwrap();
     check(&engine, 14, 300);
     let stats = engine.stats();
@@ -126,7 +126,7 @@ fn single_requests_can_be_deterministic() {
         assert!(stats.preemptions > 0 && stats.hit_tokens > 0, "{stats:?}");
         assert_eq!((stats.failed, stats.used_blocks), (0, 0), "{stats:?}");
     }
-    // An engine that is always deterministic returns the same answer.
+    // An engine that is always deterministic must return the same answer.
     let options = || GenerateOptions { deterministic: true, ..options(1, 80) };
     let (one, all) = (engine().load().unwrap(), engine().deterministic(true).load().unwrap());
     let prompt = one.random_tokens(3, 300);

@@ -1,6 +1,6 @@
 //! Checks the documentation:
 //! - `docs/` lists all flags, environment variables, exit codes, configuration keys and unsafe code.
-//! - The tests, flags, metrics, files and links that the pages name exist.
+//! - The tests, flags, metrics, files and links named in the documentation exist.
 //! - Documented speeds and memory sizes agree with benches/results.
 
 use std::collections::BTreeSet;
@@ -55,7 +55,7 @@ fn source_files_that_the_pages_name_exist() {
     let mut found = 0;
     for name in pages {
         for path in page(name).split('`').skip(1).step_by(2) {
-            // Recipes name files that do not exist yet: `x.rs` and `NAME.rs`.
+            // Recipes in the docs name files that do not exist yet: `x.rs` and `NAME.rs`.
             let is_example = path.contains([' ', '*', '<', '…']) || path.ends_with("x.rs") || path.contains("NAME");
             if path.ends_with(".rs") && !is_example {
                 found += 1;
@@ -74,7 +74,7 @@ fn reference_page_lists_every_environment_variable() {
     let mut variables = BTreeSet::new();
     for file in files {
         let code = fs::read_to_string(&file).unwrap();
-        // Splitting at quotation marks yields string literals and the code between them. Keep only variable names.
+        // Splitting at quotation marks yields string literals and code. Keep only environment variables.
         let literals = code.split('"').filter(|literal| {
             let prefixes = ["INFERNO_", "HF_", "XDG_", "CUDA_", "NVCC", "NO_COLOR", "RUST_LOG", "VISUAL", "EDITOR"];
             let is_name = literal.bytes().all(|byte| byte.is_ascii_uppercase() || byte == b'_');
@@ -82,7 +82,7 @@ fn reference_page_lists_every_environment_variable() {
         });
         variables.extend(literals.map(str::to_string));
     }
-    // The build script sets these variables for the compiler. `CUDA_ERROR_*` are names of driver errors.
+    // Leave out variables that the build script sets for the compiler. `CUDA_ERROR_*` are names of driver errors.
     let internal = ["COMMIT", "COMPUTE_CAP", "CUDA_MAJOR", "DEMO_REVISION", "NATIVE_CAPS"];
     let internal = internal.map(|name| format!("INFERNO_{name}"));
     let missing: Vec<&String> = variables
@@ -109,7 +109,7 @@ fn reference_page_lists_exactly_the_exit_codes() {
     let constant = |name: &str| source.split_once(&format!("const {name}: u8 = "))?.1.split(';').next()?.parse().ok();
     let number = |code: &str| code.parse::<u8>().ok().or_else(|| constant(code));
     let errors = arms.map(|(_, code)| number(code).unwrap_or_else(|| panic!("'{code}' is not an exit code")));
-    // Add 0 for success, 1 for errors without their own code, and 130 for Ctrl-C.
+    // Add the codes that `Error::exit_code` does not return: 0 for success, 1 for other errors, and 130 for Ctrl-C.
     let codes: BTreeSet<u8> = errors.chain([0, 1, 130]).collect();
     assert_eq!(documented, codes, "docs/reference.md and src/error.rs differ");
 
@@ -162,7 +162,7 @@ impl Results {
         if rounded < 1000 { rounded.to_string() } else { format!("{},{:03}", rounded / 1000, rounded % 1000) }
     }
 
-    /// Returns the generated tokens per second with this many concurrent requests, formatted as in the docs: "1,353".
+    /// Returns the generated tokens per second with `requests` concurrent requests, formatted as in the docs: "1,353".
     fn speed_at_once(&self, requests: u64) -> String {
         let is_wanted = |load: &&Value| load["concurrency"] == requests;
         let load = |run: &Value| run["serving"].as_array().unwrap().iter().find(is_wanted).unwrap().clone();
@@ -186,7 +186,7 @@ fn speeds_and_memory_agree_with_the_stored_results() {
     let (llama, small) = (read("2026-11-22-nvidia-h200-llama-3.1-8b"), read("2026-11-22-nvidia-h200-llama-3.2-1b"));
     let qwen = read("2026-11-22-nvidia-h200-qwen3-30b-a3b");
     let qwen_q8 = read("2026-11-22-nvidia-h200-qwen3-30b-a3b-q8_0");
-    // The results of a single sequence and of concurrent requests, for one H200, one H100, two H100s and four H100s.
+    // The benchmark results of single sequences and of concurrent requests, for one H200, one H100, two and four H100s.
     let newest = [
         (&["2026-11-25-nvidia-h200-gpt-oss-20b-prefill"][..], &H200_SERVING[..]),
         (
@@ -231,7 +231,7 @@ fn speeds_and_memory_agree_with_the_stored_results() {
         ("docs/benchmark-history.md", format!("prefill, 2,048 tokens | {}", oss.speed("pp", 2048, 0))),
         ("docs/benchmark-history.md", format!("prefill, 8,192 tokens | {}", oss.speed("pp", 8192, 0))),
     ];
-    // docs/benchmarks.md has a section for each of these GPU setups. Two sections may contain the same row.
+    // docs/benchmarks.md has a section for each GPU setup. The same row may occur in two sections.
     let benchmarks = page("docs/benchmarks.md");
     let sections = ["## One H200", "## One H100", "### Two H100s", "### Four H100s"];
     for (heading, (single, serving)) in sections.into_iter().zip(&newest) {
@@ -255,7 +255,7 @@ fn speeds_and_memory_agree_with_the_stored_results() {
     }
 }
 
-/// The pages about the server. The tests check the flags and metrics that these pages name.
+/// The documentation pages about the server. The tests check the flags and metrics named on these pages.
 const SERVER_PAGES: [&str; 5] =
     ["docs/tuning.md", "docs/serving.md", "docs/reliability.md", "docs/troubleshooting.md", "docs/deploy.md"];
 
@@ -272,7 +272,7 @@ fn flags_on_the_pages_about_the_server_exist() {
     let others = ["scripts/serve/reliability.py", "scripts/serve/process.py", "tests/deploy/run.py"];
     let known = [&["docs/cli.md"][..], &scripts, &others].concat().into_iter().map(page).collect::<String>();
     let mut known = words(&known, "--", &['-']);
-    // Flags of other programs.
+    // Add the flags of other programs that the pages mention.
     known.extend(["--features", "--locked", "--path", "--release", "--test", "--nocapture"]); // cargo
     known.extend(["--build", "--build-arg", "--profile", "--from-literal"]); // docker and kubectl
     known.extend(["--cacert", "--check", "--ignore-missing", "--strict"]); // curl, sha256sum and kubernetes-validate
@@ -284,7 +284,7 @@ fn flags_on_the_pages_about_the_server_exist() {
     }
 }
 
-/// All metrics on these pages must be in docs/serving.md, which another test compares with `/metrics`.
+/// All metrics named on the server pages must be in docs/serving.md, which another test compares with `/metrics`.
 #[test]
 fn metrics_on_the_pages_about_the_server_exist() {
     let serving = page("docs/serving.md");
@@ -338,7 +338,8 @@ fn figures_on_the_tuning_page_are_those_of_the_benchmarks() {
     let known = pages.map(|name| page(&format!("docs/{name}.md"))).concat();
     let known = numbers(&known);
     let tuning = page("docs/tuning.md");
-    // Code contains addresses and lengths that are not figures. After a split at backticks, every second part is code.
+    // Code in backticks contains addresses and lengths, which are not measured figures.
+    // After a split at backticks, every second part is code.
     let text: Vec<&str> = tuning.split('`').step_by(2).collect();
     let text = text.join(" ");
     let unknown: Vec<&str> = numbers(&text).difference(&known).copied().collect();
@@ -397,7 +398,7 @@ fn tests_that_the_docs_name_exist() {
         // After a split at backticks, every second part is code.
         let is_test = |name: &&str| {
             let is_name = name.bytes().all(|byte| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'_');
-            // Names of metrics start with `inferno_`. `model_context_window_exceeded` is a value in Anthropic's API.
+            // Metric names start with `inferno_`. `model_context_window_exceeded` is a value in Anthropic's API.
             let is_other = name.starts_with("inferno_") || *name == "model_context_window_exceeded";
             is_name && name.matches('_').count() >= 3 && !is_other
         };
@@ -442,8 +443,9 @@ fn unsafe_items(code: &str) -> BTreeSet<String> {
         } else if after.starts_with(" extern") {
             lines[index + 1..].iter().find_map(|line| defined_function(line))
         } else {
-            // In formatted code, the enclosing function starts on the last line that defines a function and has less
-            // indentation than every line between. Lines that start with `)` may end a list of parameters.
+            // Search backward for the line that defines the enclosing function.
+            // In formatted code, the line is indented less than every line between.
+            // Skip lines that start with `)`, because such lines may end a list of parameters.
             let mut least = indent(line);
             let outer = lines[..index].iter().rev().filter(|line| !line.trim_start().starts_with(')'));
             let mut outer = outer.filter(|line| {

@@ -1,6 +1,6 @@
 //! Tests of generation with the demo model: sampling, stop strings, finish reasons, cancellation, concurrent requests.
 //!
-//! The last tests repeat some of these checks on a GPU, with tiny models whose decode steps run as a CUDA graph.
+//! The last tests repeat checks of sampling and concurrency on a GPU, with tiny models that decode with a CUDA graph.
 
 use std::collections::HashMap;
 use std::fs;
@@ -49,7 +49,8 @@ fn top_k_top_p_and_min_p_keep_the_likeliest_tokens() {
     assert_eq!(remaining(&logits, &sampling(|p| p.top_p = 0.75)), [1, 2, 3]);
     assert_eq!(remaining(&logits, &sampling(|p| p.min_p = 0.49)), [1, 2, 3]);
     assert_eq!(remaining(&logits, &sampling(|p| p.min_p = 0.51)), [2, 3]);
-    // Temperature is applied first. At 0.5, the odds are 1 : 4 : 9 : 16. Tokens 2 and 3 add up to 25/30, above 0.8.
+    // Temperature is applied before top-p. At temperature 0.5, the odds of the tokens are 1 : 4 : 9 : 16.
+    // Tokens 2 and 3 have a total probability of 25/30, which is above the top-p of 0.8.
     assert_eq!(
         remaining(
             &logits,
@@ -60,7 +61,7 @@ fn top_k_top_p_and_min_p_keep_the_likeliest_tokens() {
         ),
         [2, 3]
     );
-    // This nucleus is far larger than the 64 most likely tokens, which the sampler sorts first.
+    // The nucleus of 2,500 tokens is far larger than the 64 most likely tokens, which the sampler sorts first.
     let flat = vec![0.0; 5000];
     assert_eq!(remaining(&flat, &sampling(|p| p.top_p = 0.5)).len(), 2500);
 }
@@ -94,11 +95,11 @@ fn draws_follow_the_distribution_and_the_seed() {
         *counts.entry(token).or_default() += 1;
     }
     for (token, p) in [0.1, 0.2, 0.3, 0.4].into_iter().enumerate() {
-        // Allow four standard deviations.
+        // A count may differ from its expected value by four standard deviations.
         let (got, want) = (counts[&(token as u32)] as f64, 20_000.0 * p);
         assert!((got - want).abs() < 4.0 * (want * (1.0 - p)).sqrt(), "token {token}: {got} draws, expected {want}");
     }
-    // The first draws of consecutive seeds also follow the distribution.
+    // The first random draws of consecutive seeds must also follow the distribution.
     let firsts: Vec<u32> = (0..2000).map(|seed| draw(seed, 1)[0]).collect();
     let threes = firsts.iter().filter(|&&token| token == 3).count() as f64;
     assert!((threes - 800.0).abs() < 4.0 * (480f64).sqrt(), "{threes}");
@@ -112,8 +113,8 @@ fn penalties_change_logits_by_their_definitions() {
     let mut logits = vec![4.0, -1.0, 3.0];
     assert_eq!(sampler.sample(&mut logits), 2);
     assert_eq!(logits, [2.0, -2.0, 3.0]);
-    // The frequency penalty is subtracted for each occurrence, but the presence penalty only once.
-    // Occurrences in the prompt do not count.
+    // The frequency penalty is subtracted for each occurrence of a token, but the presence penalty only once.
+    // For both penalties, occurrences in the prompt do not count.
     let params = SamplingParams { frequency_penalty: 0.5, presence_penalty: 0.25, ..greedy };
     let mut sampler = Sampler::new(params, &[1]);
     for _ in 0..2 {
@@ -143,7 +144,7 @@ fn stop_strings_are_found_across_token_borders() {
 
 #[test]
 fn stop_strings_are_not_found_in_unsearched_text() {
-    // Pieces with a `~` are not searched.
+    // A `~` marks text that is not searched for stop strings.
     let run = |stops: &[&str], pieces: &[&str]| {
         let stops: Vec<String> = stops.iter().map(|stop| stop.to_string()).collect();
         let mut matcher = StopStrings::new(&stops);
@@ -158,11 +159,11 @@ fn stop_strings_are_not_found_in_unsearched_text() {
     let found = |stop: &str| Some(stop.to_string());
     assert_eq!(run(&["STOP"], &["~a STOP", "b STOP c"]), ("a STOP|b ".into(), "".into(), found("STOP")));
     assert_eq!(run(&["STOP"], &["~a STOP", "b"]), ("a STOP|b".into(), "".into(), None));
-    // A stop string can begin in unsearched text, which is held back only for this.
+    // A stop string can begin in unsearched text. Only for this reason, unsearched text is held back.
     assert_eq!(run(&["STOP"], &["~a ST", "OP"]), ("a |".into(), "".into(), found("STOP")));
     assert_eq!(run(&["STOP"], &["~a S", "~T", "A"]), ("a ||STA".into(), "".into(), None));
     assert_eq!(run(&["STOP"], &["~a ST"]), ("a ".into(), "ST".into(), None));
-    // The held-back text `abc` contains a stop string that ends too early.
+    // The held-back text `abc` contains the stop string `b`, but `b` ends in unsearched text and does not count.
     assert_eq!(run(&["abcx", "b"], &["~abc", "d"]), ("|abcd".into(), "".into(), None));
     assert_eq!(run(&["abcx", "b"], &["~abc", "x"]), ("|".into(), "".into(), found("abcx")));
     assert_eq!(run(&["abcx", "b"], &["~abc", "ab"]), ("|abca".into(), "".into(), found("b")));
@@ -254,7 +255,7 @@ fn second_turn_reads_only_its_new_tokens_and_answers_like_a_fresh_engine() {
     messages.push(Message::assistant(&first.text));
     messages.push(Message::user("What is a token?"));
     let second = ask(&engine, &messages, |_| ());
-    // The first prompt is still cached. The second prompt repeats it, but not the reasoning of the first answer.
+    // The prompt of the first turn is still cached. The second prompt repeats that prompt, but not the first reasoning.
     let whole_blocks = first.summary.prompt_tokens / BLOCK_TOKENS * BLOCK_TOKENS;
     assert!(second.summary.cached_tokens >= whole_blocks.max(1), "{:?}", second.summary);
     let fresh = ask(&demo(2048), &messages, |_| ());
@@ -303,7 +304,7 @@ fn finish_reason_says_why_a_generation_ended() {
     let cancel = Arc::new(AtomicBool::new(true));
     let canceled = ask(&engine, &messages, |options| options.cancel = Some(cancel));
     assert_eq!((canceled.summary.finish_reason, canceled.tokens.len()), (FinishReason::Canceled, 0));
-    // The engine must still answer like a new engine.
+    // After the canceled request, the engine must still answer like a new engine.
     let again = ask(&engine, &messages, |_| ());
     assert_eq!(again.tokens, ask(&demo(512), &messages, |_| ()).tokens);
 }
@@ -323,7 +324,7 @@ fn dropped_stream_cancels_within_a_step() {
     for _ in 0..3 {
         assert!(stream.next_blocking().unwrap().unwrap().token().is_some());
     }
-    // The engine runs ahead of its client, so compare the engine's own token counts.
+    // The engine runs ahead of its client, so the test compares the engine's own token counts.
     drop(stream);
     let at_drop = engine.stats().generated_tokens;
     let idle = stats_when_idle(&engine);
@@ -342,7 +343,7 @@ fn canceled_request_leaves_the_queue_at_once() {
     let mut running = endless(&engine, None);
     running.next_blocking().unwrap().unwrap();
     drop(endless(&engine, None));
-    // The next step removes the dropped request from the queue, although the first request is still running.
+    // The next step removes the dropped request from the queue, while the first request is still running.
     let deadline = Instant::now() + Duration::from_secs(60);
     while engine.stats().canceled == 0 && Instant::now() < deadline {
         running.next_blocking().unwrap().unwrap();
@@ -375,7 +376,7 @@ fn canceled_prefill_stops_at_the_next_chunk() {
     let engine = Engine::builder(demo_dir()).device(DeviceChoice::Cpu).context(4096).chunk(16).load().unwrap();
     let prompt = engine.random_tokens(1, 4000);
     let stream = engine.complete_ids(&prompt, greedy()).unwrap();
-    // The prefill has begun once its first chunk is counted.
+    // The prefill has begun once `prompt_tokens` counts its first chunk.
     while engine.stats().prompt_tokens == 0 {
         thread::yield_now();
     }
@@ -476,7 +477,7 @@ fn one_async_task_reads_two_streams() {
     assert_eq!(first, second);
 }
 
-/// Replaces a token's embedding with NaN, which makes all logits NaN from this token on.
+/// Replaces a token's embedding with NaN. From that token on, all logits of a sequence are NaN.
 fn break_embedding(dir: &Path, token: u32) {
     let file = dir.join("model.safetensors");
     let mut tensors = safetensors::load(&file, &Device::Cpu).unwrap();
@@ -490,7 +491,7 @@ fn break_embedding(dir: &Path, token: u32) {
 
 #[test]
 fn error_of_one_request_leaves_the_engine_usable() {
-    // Every logit of a prompt with this token is NaN, so no first token can be chosen.
+    // Every logit of a prompt with the broken token is NaN, so no first token can be chosen.
     const BROKEN_TOKEN: u32 = 1999;
     let (_folder, dir) = copy_of_demo();
     break_embedding(&dir, BROKEN_TOKEN);
@@ -502,7 +503,7 @@ fn error_of_one_request_leaves_the_engine_usable() {
     assert!(error.to_string().contains("every logit is NaN or -inf"), "{error}");
     assert!(stream.next_blocking().is_none());
     assert_eq!(engine.stats().cached_tokens, 0);
-    // These requests fail before they reach the engine.
+    // An invalid token id and a prompt that is too long fail before they reach the engine.
     let error = engine.complete_ids(&[1, engine.info().vocab_size as u32, 2], greedy()).err().unwrap();
     assert!(error.to_string().contains("outside the model's vocabulary"), "{error}");
     let prompt = engine.random_tokens(1, 256);
@@ -559,12 +560,12 @@ fn likelihoods_of_windows_agree_with_the_whole_text() {
     let whole = long.negative_log_likelihood(&ids).unwrap();
     let windows = short.negative_log_likelihood(&ids).unwrap();
     assert_eq!((whole.len(), windows.len()), (ids.len() - 1, ids.len() - 1));
-    // The values agree within the first window. Later windows have less context, so their values differ slightly.
+    // In the first window, the losses agree. Later windows have less context, so their losses differ slightly.
     for (a, b) in whole[..63].iter().zip(&windows) {
         assert!((a - b).abs() < 1e-4, "{a} {b}");
     }
     assert!(windows.iter().all(|nll| nll.is_finite() && *nll >= 0.0));
-    // Each value is the negative log-softmax of the logits.
+    // Each loss is the negative log-softmax of the logits.
     let logits = long.logits(&ids).unwrap().to_vec2::<f32>().unwrap();
     for (row, (&next, nll)) in logits.iter().zip(ids[1..].iter().zip(&whole)) {
         let sum: f64 = row.iter().map(|&logit| (logit as f64).exp()).sum();
@@ -572,7 +573,7 @@ fn likelihoods_of_windows_agree_with_the_whole_text() {
     }
 }
 
-/// Tiny models that the decode graph supports. All of them have layers with a sliding window.
+/// Tiny models that the decode graph supports. Every model has layers with a sliding window.
 const GRAPH_MODELS: [&str; 3] = ["mistral", "gpt_oss_graph", "gemma3_graph"];
 
 /// Returns prompts of different lengths. Some share a prefix of several blocks.
@@ -593,7 +594,7 @@ fn requests_at_once_answer_as_one_after_another() {
     let sampled = SamplingParams { temperature: 1.0, top_p: 0.9, seed: 5, ..SamplingParams::greedy() };
     let penalized = SamplingParams { repetition_penalty: 1.3, ..SamplingParams::greedy() };
     for sampling in [SamplingParams::greedy(), sampled, penalized] {
-        // The cache has blocks for only some of the requests, so others wait, and some are preempted.
+        // The KV cache has blocks for only some of the requests. Other requests wait, and some are preempted.
         let at_once = generate_at_once(&engine, &prompts, &sampling, 30);
         for (prompt, answer) in prompts.iter().zip(&at_once) {
             engine.with_runner(|runner| runner.reset()).unwrap();
@@ -609,7 +610,7 @@ fn requests_at_once_answer_as_one_after_another() {
     assert!(stats.steps < 36 * 30 + 36 * 30 / 2, "{stats:?}");
 }
 
-/// Runs `count` requests, 16 at a time. Drops every seventh stream after its first event.
+/// Runs `count` requests, 16 at a time. Drops every seventh answer stream after its first event.
 fn run_many(engine: &EngineHandle, prompts: &[Vec<u32>], count: usize) {
     for first in (0..count).step_by(16) {
         let options = |index: usize| GenerateOptions { max_tokens: Some(1 + index % 5), ignore_eos: true, ..greedy() };
@@ -626,7 +627,7 @@ fn run_many(engine: &EngineHandle, prompts: &[Vec<u32>], count: usize) {
 }
 
 /// Returns the number of requests that `INFERNO_TEST_REQUESTS` specifies.
-/// If this variable is set, tests also measure memory, so run only one test at a time.
+/// If `INFERNO_TEST_REQUESTS` is set, tests also measure memory, so run only one test at a time.
 fn requested_count() -> Option<usize> {
     let text = std::env::var("INFERNO_TEST_REQUESTS").ok()?;
     Some(text.parse().expect("INFERNO_TEST_REQUESTS must be a number"))
@@ -669,7 +670,7 @@ fn requests_start_by_priority_and_expire() {
         let options = GenerateOptions { priority, max_wait, max_tokens: Some(count), ignore_eos: true, ..greedy() };
         engine.complete_ids(&engine.random_tokens(2 + count as u64, 200), options).unwrap()
     };
-    // The first request uses most of the blocks, so all other requests must wait.
+    // The first request uses most of the KV cache blocks, so all later requests must wait.
     let mut first = request(0, None, 50);
     first.next_blocking().unwrap().unwrap();
     let (last, urgent) = (request(0, None, 3), request(-1, None, 2));
@@ -715,7 +716,7 @@ fn batches_continue_prompts_with_greedy_tokens() {
         let builder = Engine::builder(&model.dir).device(DeviceChoice::FirstCuda).dtype(DType::F16);
         let engine = builder.context(120).chunk(64).sequences(8).load().unwrap();
         let prompts = different_prompts(&engine, 21, 80);
-        // The batch shrinks as requests end, so graphs of several batch sizes run.
+        // The batch shrinks as requests end, so the test runs the decode graphs of several batch sizes.
         let answers = generate_at_once(&engine, &prompts, &SamplingParams::greedy(), 24);
         for (prompt, answer) in prompts.iter().zip(&answers) {
             assert_eq!(answer.tokens.len(), 24, "{name}");
@@ -780,7 +781,7 @@ fn graph_samples_the_same_tokens_with_the_same_seed() {
         let (a, b, c) = (run(5), run(5), run(6));
         assert_eq!(a, b, "{name}");
         assert_ne!(a, c, "{name}");
-        // Greedy steps use a separate graph, which must still work after sampled steps.
+        // Greedy steps use a decode graph of their own, which must still work after sampled steps.
         let tokens = generate(&engine, &model.prompt, SamplingParams::greedy(), 8).tokens;
         assert_greedy(&engine, &model.prompt, &tokens);
     }
@@ -788,11 +789,12 @@ fn graph_samples_the_same_tokens_with_the_same_seed() {
 
 #[test(gpu)]
 fn graph_step_without_a_token_fails_and_leaves_the_engine_usable() {
-    // This model has a separate output head, so a NaN in the embedding does not reach the head.
+    // Use a model with a separate output head, so that a NaN in the embedding does not reach the head.
     let model = GraphModel::new("mistral");
     let prompt = &model.prompt;
     let tokens = generate(&model.graph(), prompt, SamplingParams::greedy(), 24).tokens;
-    // Break the embedding of a generated token that does not occur earlier. The step with this input token then fails.
+    // Break the embedding of a generated token that does not occur earlier.
+    // The step that takes the broken token as its input then fails.
     let is_new = |&index: &usize| !prompt.contains(&tokens[index]) && !tokens[..index].contains(&tokens[index]);
     let last = (1..tokens.len() - 3).find(is_new).unwrap();
     break_embedding(&model.dir, tokens[last]);
@@ -813,10 +815,10 @@ fn graph_step_without_a_token_fails_and_leaves_the_engine_usable() {
     assert_eq!(seen, tokens[..=last]);
     assert!(error.contains("every logit is NaN or -inf"), "{error}");
     assert_eq!(engine.cached_tokens(), 0);
-    // A request that ends before the broken step succeeds, with greedy decoding and with sampling.
+    // A request that ends before the broken step must succeed, with greedy decoding and with sampling.
     assert_eq!(generate(&engine, prompt, SamplingParams::greedy(), last + 1).tokens, tokens[..=last]);
     assert_eq!(generate(&engine, prompt, sampling(|p| p.top_k = 1), last + 1).tokens, tokens[..=last]);
-    // The kernel that chooses the first token after a prompt is a different one, and must also fail on NaN logits.
+    // A separate kernel chooses the first token after a prompt. That kernel must also fail on NaN logits.
     for sampling in [SamplingParams::greedy(), sampling(|p| p.seed = 1)] {
         let options = GenerateOptions { sampling, ..options() };
         let (seen, error) = read(&[&prompt[..], &tokens[last..=last]].concat(), options);
@@ -848,7 +850,7 @@ fn graph_reuses_the_prefix_of_an_earlier_request() {
     for name in GRAPH_MODELS {
         let model = GraphModel::new(name);
         let engine = model.load(128, Executor::Graph);
-        // Whole blocks of 64 tokens are reused, including blocks that the graph wrote.
+        // The prefix cache reuses whole blocks of 64 tokens, including blocks that the decode graph wrote.
         for kept in [50, 30] {
             engine.with_runner(|runner| runner.reset()).unwrap();
             let first = generate(&engine, &model.prompt, SamplingParams::greedy(), 60);
@@ -873,7 +875,7 @@ fn canceled_generation_leaves_the_graph_usable() {
                 stream.next_blocking().unwrap().unwrap();
             }
             drop(stream);
-            // Queued steps of the canceled request may still write to positions after its last token.
+            // Queued steps of a canceled request may still write to positions after its last token.
             let next = [&model.prompt[..], &[tokens, 7]].concat();
             let answer = generate(&engine, &next, SamplingParams::greedy(), 6);
             assert_greedy(&engine, &next, &answer.tokens);

@@ -71,7 +71,7 @@ fn check_rules(engine: &EngineHandle, prompt: &[u32]) {
     assert_eq!(answer(engine, prompt, bias(11, 100.0)).tokens, [11; 12]);
     assert_eq!(answer(engine, prompt, bias(11, 0.0)).tokens, plain);
 
-    // The stop token is the token at index `last`, which does not occur earlier in the answer.
+    // The stop token is the answer's token at index `last`, which does not occur earlier in the answer.
     let last = (2..12).find(|&last| !plain[..last].contains(&plain[last])).unwrap_or(0);
     let stop = |min_tokens| GenerateOptions { stop_token_ids: vec![plain[last]], min_tokens, ..endless(12) };
     let stopped = answer(engine, prompt, stop(0));
@@ -85,7 +85,7 @@ fn check_rules(engine: &EngineHandle, prompt: &[u32]) {
 
 /// Checks that several answers to one request equal the answers to separate requests.
 fn check_forks(engine: &EngineHandle, prompt: &[u32]) {
-    // At this temperature, different seeds produce different tokens even if the model is almost certain of each token.
+    // Use a very high temperature, so that different seeds produce different tokens even if the model is certain.
     let options = |seed| GenerateOptions {
         sampling: sampling(|p| {
             p.seed = seed;
@@ -122,7 +122,7 @@ fn options_that_use_logits_work_on_a_gpu() {
     for name in ["llama_graph", "gpt_oss_graph"] {
         let model = GraphModel::new(name);
         check_logprobs(&model.graph(), &model.prompt, 0.1);
-        // Run all steps eagerly. Otherwise, biases and `min_tokens` change the kernels, and with them the rounding.
+        // Run all steps eagerly. With a graph, biases and `min_tokens` would select kernels that round differently.
         check_rules(&model.load(110, Executor::Eager), &model.prompt);
     }
 }

@@ -23,7 +23,7 @@ impl Load {
     }
 }
 
-/// The limits of the scheduler: 512 tokens per step, and 16 sequences of up to 2,048 tokens.
+/// The limits of the simulated scheduler: 512 tokens per step, and 16 sequences of up to 2,048 tokens.
 const CONFIG: SchedulerConfig =
     SchedulerConfig { token_budget: 512, max_sequences: 16, context: 2048, prompt_parts: None };
 
@@ -135,7 +135,7 @@ fn a_tenant_with_a_hundred_times_its_share_leaves_others_theirs() {
                 "{blocks} blocks, {prompt} prompt tokens, {answer} answer tokens: tokens served to each tenant: \
                  {fair:?} if the first tenant has 2 clients, {unfair:?} if it has 200"
             );
-            // With two clients, the first tenant may have used less than its share and left the rest to other tenants.
+            // With two clients, the first tenant may use less than its share. Other tenants then get the unused part.
             let share = unfair.values().sum::<usize>() / 8;
             for tenant in 1..8 {
                 let (before, after) = (fair[&tenant], unfair[&tenant]);

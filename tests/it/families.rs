@@ -1,5 +1,5 @@
 //! Tests of config.json for every family: alternative fields, defaults and rejected options.
-//! Also tests checkpoints with alternative tensor names.
+//! Also tests checkpoints whose tensors have alternative names.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -65,7 +65,7 @@ fn sliding_windows_follow_the_config() {
 }
 
 /// Reads configs of models on the hub, reduced to the fields that inferno uses.
-/// Expected values: vocabulary size, longest context, layers, sliding-window layers, key/value heads, head dim.
+/// Expected values: vocabulary size, longest context, layers, sliding-window layers, KV heads, head dim.
 #[test]
 fn configs_from_the_hub_are_read() {
     let phi = |long: bool| {
@@ -201,7 +201,7 @@ fn unsupported_options_are_errors_that_name_the_field() {
 }
 
 /// Replaces each number in a config.json with absurd values, one at a time.
-/// Loading must end within ten seconds, and impossible sizes must be rejected.
+/// inferno must load or reject each config within ten seconds, and must reject impossible sizes.
 #[test]
 fn absurd_numbers_fail_quickly_or_load() {
     let sizes = [
@@ -299,7 +299,7 @@ fn logits(dir: &Path, ids: &[u32]) -> Vec<f32> {
     values(&logits_of(&decoder, ids, DType::F32, &Device::Cpu).unwrap())
 }
 
-/// Asserts that a golden checkpoint still produces the golden logits with this config and renamed tensors.
+/// Asserts that a golden checkpoint with this config and renamed tensors still produces the golden logits.
 fn assert_same_model(case: &str, config: &Value, rename: impl Fn(HashMap<String, Tensor>) -> HashMap<String, Tensor>) {
     let dir = tempfile::tempdir().unwrap();
     std::fs::write(dir.path().join("config.json"), config.to_string()).unwrap();

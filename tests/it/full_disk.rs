@@ -27,7 +27,8 @@ const ASK_DEMO: [&str; 6] = ["play", "demo", "--device", "cpu", "--prompt", "Hi"
 
 #[test]
 fn file_size_limit_exits_with_11() {
-    // `play demo` cannot write the demo to the cache. The other commands cannot write their output to a file.
+    // `play demo` must fail because it cannot write the demo to the cache.
+    // The other commands must fail because they cannot write their output to a file.
     let home = TempDir::new().unwrap();
     let output = in_shell(&home, "ulimit -f 0; exec \"$@\"", &ASK_DEMO);
     assert_fails(&output, 11, &["File too large"]);
@@ -87,7 +88,7 @@ fn chat_continues_if_stderr_is_a_full_disk() {
 #[test]
 fn chat_continues_at_the_file_size_limit() {
     let home = TempDir::new().unwrap();
-    // The demo must be in the cache before the limit applies.
+    // The demo must be in the cache before the file size limit applies.
     assert!(inferno(&home).args(ASK_DEMO).output().unwrap().status.success());
     let mut chat = Screen::with_script(&home, "ulimit -f 0; exec \"$@\"", &DEMO, &[]);
     chat.wait(">>> ");

@@ -59,7 +59,7 @@ fn full_size_logits_agree_with_transformers() {
         let (kl_bf16, top1_bf16) = compare(&got, &reference["bf16"]);
         println!("{what}: mean KL {kl:.3e}, top-1 agreement {:.1} %", 100.0 * top1);
         println!("  against transformers bf16: mean KL {kl_bf16:.3e}, top-1 agreement {:.1} %", 100.0 * top1_bf16);
-        // Allow more error than transformers has in bf16, because rounding depends on the order of summation.
+        // Allow 1.5 times the error of transformers in bf16, because rounding depends on the order of summation.
         assert!(kl <= 1.5 * their_kl, "{what}: mean KL is {kl:e}, but {their_kl:e} for transformers in bf16");
         assert!(
             top1 >= their_top1 - 0.03,
@@ -136,8 +136,8 @@ fn full_size_greedy_tokens_are_the_same_in_every_run() {
     }
 }
 
-/// Returns the tokens of an answer, and the mean KL divergence of its log probabilities from those of a prefill.
-/// For the divergence, all tokens except the 20 most likely ones count as a single token.
+/// Returns the tokens of an answer, and the mean KL divergence of its log probabilities from a prefill.
+/// For the KL divergence, all tokens except the 20 most likely ones count as a single token.
 fn tokens_and_divergence(engine: &Engine, prompt: &[u32], events: &[Event]) -> (Vec<u32>, f64) {
     let tokens: Vec<u32> = events.iter().filter_map(Event::token).collect();
     let logits = engine.logits(&[prompt, &tokens[..tokens.len() - 1]].concat()).unwrap();
@@ -197,12 +197,14 @@ fn prompt_difference(engine: &Engine, answer: &ScoredAnswer) -> f64 {
     differences.sum::<f64>() / answer.prompt_logprobs.len() as f64
 }
 
-/// Two GPUs may differ from one GPU only by rounding errors. The limits are about 1.5 times the difference
-/// between two computations of the same values on one GPU, such as decode steps and a prefill.
+/// Two GPUs may differ from one GPU only by rounding errors.
+/// On one GPU, two computations of the same values also differ, for example decode steps and a prefill.
+/// The error limits are about 1.5 times the difference on one GPU.
 #[test(full_size)]
 fn full_size_two_gpus_agree_with_one() {
     let builder = || Engine::builder(model()).context(1024).sequences(16);
-    // Only one engine exists at a time: a GPU that waits for another GPU cannot load the kernels of a second engine.
+    // Only one engine exists at a time.
+    // A GPU that waits for another GPU cannot load the kernels of a second engine.
     let two = builder().devices(two_gpus()).load().unwrap();
     let ids = two.random_tokens(99, 512);
     let prefill_of_two = two.logits(&ids).unwrap().to_device(&Device::Cpu).unwrap();
@@ -276,7 +278,8 @@ fn check_deterministic_answers(eager: bool) {
     );
 }
 
-/// Generates 64 answers concurrently, then one at a time. Both sets may differ from a prefill only by rounding errors.
+/// Generates 64 answers concurrently, then one at a time.
+/// In both cases, the answers may differ from a prefill only by rounding errors.
 #[test(full_size)]
 fn full_size_answers_at_once_are_as_exact_as_answers_alone() {
     const TOKENS: usize = 64;
@@ -306,8 +309,8 @@ fn full_size_answers_at_once_are_as_exact_as_answers_alone() {
         "{} of 64 answers differ; indices of the first different tokens: {first_differences:?}",
         first_differences.len()
     );
-    // A prompt that runs alone uses the same kernels as the reference prefill, so both are rounded in the same way.
-    // Concurrent prompts share steps and are rounded differently, so their error may be twice as large.
+    // A prompt that runs alone uses the same kernels as the reference prefill, so both round in the same way.
+    // Concurrent prompts share steps and round differently, so the error of their answers may be twice as large.
     assert!(
         at_once <= 2.0 * alone,
         "mean KL is {at_once:e} for concurrent requests, but {alone:e} for single requests"

@@ -8,7 +8,7 @@ use crate::support::Random;
 #[path = "../../fuzz/src/lib.rs"]
 mod bodies;
 
-/// The time limit for one input.
+/// The time limit for one fuzz input.
 const SLOWEST: Duration = Duration::from_secs(5);
 
 /// Returns the number of mutations per corpus file: `INFERNO_MUTATIONS`, or 100 by default.
@@ -16,7 +16,7 @@ fn mutations() -> u64 {
     std::env::var("INFERNO_MUTATIONS").ok().and_then(|count| count.parse().ok()).unwrap_or(100)
 }
 
-/// Numbers at which parsers often fail, such as the limits of integer types.
+/// Numbers on which parsers often fail, such as the limits of integer types.
 const NUMBERS: [u64; 12] = [0, 1, 2, 3, 31, 255, 1 << 16, 1 << 31, 1 << 32, 1 << 62, i64::MAX as u64, u64::MAX];
 
 fn mutate(bytes: &mut Vec<u8>, random: &mut Random) {

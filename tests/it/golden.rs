@@ -62,7 +62,8 @@ struct SharedCache<'c> {
     compares_last_rows: bool,
 }
 
-/// A sequence in a shared cache. `logits` has a row for each token that `step` computed, but none for cached tokens.
+/// A sequence in a shared cache.
+/// `logits` has a row for each token that `step` computed, but none for cached tokens.
 struct Member {
     ids: Vec<u32>,
     blocks: SequenceBlocks,
@@ -85,7 +86,7 @@ impl Case {
         SharedCache { case: self, cache, blocks: manager, compares_last_rows: false }
     }
 
-    /// Runs `ids` after the cached tokens in one pass. Returns the logits of all `ids`.
+    /// Runs `ids` in one pass, after the tokens that are already cached. Returns the logits of all `ids`.
     fn append(&self, sequence: &mut OneSequence, ids: &[u32]) -> Vec<f32> {
         let span = SequenceSpan { tokens: ids.len(), position: sequence.len, tables: &sequence.tables };
         let batch = StepBatch { ids, sequences: &[span], logits: LogitRows::All, sum_order: SumOrder::Fastest };
@@ -114,9 +115,9 @@ impl Case {
     fn tolerance(&self) -> f32 {
         match (self.dtype, self.name.as_str()) {
             // transformers in bf16 differs from transformers in f32 by 3.3% (int8), 5.6% (fp8) and 9.1% (fp8_static).
-            // The tolerances are about twice these errors.
+            // The tolerances are about twice the errors of transformers in bf16.
             // On a GPU, f32 needs the FP8 tolerances too: tensor cores accumulate FP8 products with about 13 bits.
-            // This error can change a quantized activation.
+            // The low accuracy of FP8 sums can change a quantized activation.
             (_, "compressed/fp8") if self.is_16_bit() || self.device.is_cuda() => 12e-2,
             (_, "compressed/fp8_static") if self.is_16_bit() || self.device.is_cuda() => 19e-2,
             (DType::BF16 | DType::F16, "compressed/int8") => 7e-2,
@@ -188,7 +189,7 @@ fn mean_nll_agrees_with_transformers() {
 
 #[test]
 fn greedy_tokens_agree_with_transformers() {
-    // Skip cases with a loose tolerance, because rounding may change the greedy token in a near tie.
+    // Skip cases with a loose tolerance. In these cases, rounding may change the greedy token in a near tie.
     each_case_and_compressed(|name, case| {
         if case.tolerance() > 1e-4 {
             return;
@@ -208,7 +209,7 @@ fn greedy_tokens_agree_with_transformers() {
     });
 }
 
-/// Asserts that two results differ by rounding errors at most. `what` describes `actual`.
+/// Asserts that two results differ at most by rounding errors. `what` describes `actual` in the error message.
 fn assert_same(name: &str, what: &str, case: &Case, actual: &[f32], expected: &[f32]) {
     let error = relative_error(actual, expected);
     let tolerance = if case.dtype == DType::F32 { 2e-5 } else { case.tolerance() };
@@ -277,10 +278,10 @@ impl SharedCache<'_> {
         self.step(&mut [member], &[left]);
     }
 
-    /// Asserts that a sequence has the same logits as when it runs alone with an empty cache.
+    /// Asserts that a sequence in a shared cache has the same logits as when it runs alone with an empty cache.
     ///
-    /// Skips 16-bit models with a router, because rounding can change the chosen experts and all later logits.
-    /// In f32, these models are compared too.
+    /// Skips models with a router in 16-bit dtypes: rounding can change the chosen experts and all later logits.
+    /// In f32, models with a router are compared too.
     fn assert_like_alone(&self, name: &str, what: &str, member: &Member) {
         if self.case.is_16_bit() && self.case.has_router {
             return;
@@ -291,7 +292,8 @@ impl SharedCache<'_> {
     }
 }
 
-/// Sequences of random lengths advance by random numbers of tokens, so passes can start and end anywhere in a block.
+/// Sequences of random lengths advance by random numbers of tokens.
+/// A pass can therefore start and end anywhere in a block.
 #[test]
 fn batch_equals_each_sequence_alone() {
     each_case(|name, case| {
@@ -339,7 +341,7 @@ fn reused_prefix_equals_a_fresh_prefill() {
         for common in [1, 63, 64, 65, 127, 128, 129, 139] {
             let mut tokens = ids[..common].to_vec();
             tokens.extend(case.random_ids(&mut random, 3));
-            // The token after the common prefix must differ.
+            // The token after the common prefix must differ between the two sequences.
             tokens[common] = (ids[common] + 1) % case.golden["logits"].dim(1).unwrap() as u32;
             let mut second = shared.start(tokens);
             assert!(second.blocks.computed() <= common / BLOCK_TOKENS * BLOCK_TOKENS, "{name}");
@@ -393,7 +395,7 @@ fn preempted_sequence_continues_as_before() {
             let mut member = shared.start(ids.clone());
             shared.step(&mut [&mut member], &[preempted_at]);
             shared.blocks.release(member.blocks);
-            // Another sequence takes some of the blocks in the meantime.
+            // Meanwhile, another sequence takes some of the blocks of the preempted sequence.
             let other = case.random_ids(&mut random, preempted_at);
             let mut other = shared.start(other);
             shared.finish(&mut other);

@@ -26,7 +26,7 @@ pub struct Test {
     /// The full path: crate, modules and function, joined with `::`.
     pub path: Cow<'static, str>,
     pub need: Option<Need>,
-    /// Whether no other test may run at the same time.
+    /// Whether the test must run alone, with no other test at the same time.
     pub is_alone: bool,
     pub run: fn(),
 }
@@ -34,13 +34,13 @@ pub struct Test {
 inventory::collect!(Test);
 
 impl Test {
-    /// Returns the name used for filtering: the path without the crate.
+    /// Returns the name that test filters match: the path without the crate.
     fn name(&self) -> &str {
         self.path.split_once("::").map_or(&self.path, |(_, name)| name)
     }
 }
 
-/// What a test needs to run. If it is missing, the test is reported as ignored.
+/// A requirement of a test. If the machine does not meet it, the test is reported as ignored.
 #[derive(Clone, Copy, PartialEq)]
 pub enum Need {
     Gpu,
@@ -48,14 +48,14 @@ pub enum Need {
     FullSize,
     /// A build of inferno that starts without an NVIDIA driver.
     NoDriver,
-    /// The right to mount filesystems.
+    /// The right to mount filesystems, for tests of full and read-only disks.
     Mount,
 }
 
 impl Need {
     const ALL: [Need; 5] = [Need::Gpu, Need::Fixtures, Need::FullSize, Need::NoDriver, Need::Mount];
 
-    /// Returns true if this machine meets the requirement.
+    /// Returns true if this machine meets the requirement of the test.
     /// With `INFERNO_REQUIRE_GPU=1`, GPU tests run even without a GPU, and fail.
     fn is_met(self) -> bool {
         match self {
@@ -100,8 +100,8 @@ pub fn fail_without_cuda() {
     panic!("this build does not include CUDA; run: {}", Need::Gpu.command());
 }
 
-/// Returns stand-ins for the tests of the modules that `main.rs` compiles only with CUDA.
-/// Each of them is reported as ignored, or as failed if its need is met.
+/// Returns stand-ins for the tests that `main.rs` compiles only with CUDA.
+/// Each stand-in is reported as ignored, or as failed if its need is met.
 #[cfg(not(feature = "cuda"))]
 fn tests_of_cuda_builds() -> Vec<Test> {
     let modules: &[(&str, &str)] = cuda_modules!();
@@ -139,7 +139,7 @@ fn tests_of_cuda_builds() -> Vec<Test> {
     Vec::new()
 }
 
-/// libtest's command-line options. libtest-mimic lacks two of them: more than one filter, and `--no-capture`.
+/// libtest's command-line options, including two that libtest-mimic lacks: more than one filter, and `--no-capture`.
 #[derive(Parser)]
 struct Options {
     #[command(flatten)]
@@ -197,7 +197,7 @@ pub fn main() -> ExitCode {
     conclusion.exit_code()
 }
 
-/// Held by every test that runs: shared, or exclusively by a test that must run alone.
+/// A lock that every running test holds. Most tests share it. A test that must run alone holds it exclusively.
 static RUNNING: RwLock<()> = RwLock::new(());
 
 thread_local! {

@@ -36,7 +36,7 @@ impl Model {
         Self::copy_of(&golden("trained"))
     }
 
-    /// Creates the same model as [`new`](Self::new), with a chat template.
+    /// Creates the same model as [`new`](Self::new), but with a chat template.
     fn chat() -> Self {
         let model = Self::new();
         model.write("tokenizer_config.json", r#"{"chat_template": "{{ messages[0].content }}"}"#);
@@ -188,7 +188,7 @@ fn sizes(architecture: &str) -> Writer {
     sizes.into_iter().fold(writer, |writer, (key, size)| writer.u32(&format!("{architecture}.{key}"), size))
 }
 
-/// Runs `inferno show --remote` on a hub whose only model is this file.
+/// Runs `inferno show --remote` on a hub whose only model is the given GGUF file.
 fn show_remote(writer: &Writer) -> Bounded {
     let (home, hub) = (TempDir::new().unwrap(), FakeHub::start(&[("a.gguf", &writer.bytes())]));
     let mut command = inferno(&home);
@@ -251,7 +251,8 @@ fn large_files_are_refused() {
     }
 }
 
-/// Otherwise, requests that do not set these parameters would fail.
+/// Sampling defaults that are out of range must be ignored.
+/// Otherwise, requests without sampling parameters would fail.
 #[test]
 fn sampling_defaults_out_of_range_are_ignored_with_a_warning() {
     let model = Model::chat();
@@ -291,7 +292,8 @@ fn small_files_cannot_take_much_memory() {
     model.list();
 }
 
-/// `ignore` entries cost time and memory: patterns are compiled, and every layer is compared with every entry.
+/// Entries of `ignore` in a quantization config cost time and memory.
+/// inferno compiles their patterns and compares every layer with every entry.
 #[test]
 fn quantization_configs_are_limited() {
     let section = |ignore: Value| {
@@ -311,7 +313,8 @@ fn quantization_configs_are_limited() {
     model.perplexity();
 }
 
-/// inferno suggests the closest known type by edit distance, but not for long names, because this would take long.
+/// inferno suggests the known model type with the smallest edit distance.
+/// For long names, it suggests nothing, because the computation would take long.
 #[test]
 fn long_model_types_are_refused_quickly() {
     let model = Model::with_config(|config| config["model_type"] = "x".repeat(990_000).into());
@@ -347,7 +350,7 @@ fn pipes_and_devices_are_refused() {
             let play = model.play();
             match name {
                 "README.md" => play.assert_succeeds(),
-                // Either the search for the model fails (exit code 3) or loading fails (exit code 1).
+                // Either the search for the model fails with exit code 3, or loading fails with exit code 1.
                 _ => assert!(matches!(play.status.code(), Some(1 | 3)), "{name}: {}", play.stderr),
             }
             assert!(play.status.success() || play.stderr.contains(name), "{name}: {}", play.stderr);
@@ -448,7 +451,7 @@ fn perplexity_of_broken_weights_is_an_error() {
     model.perplexity().assert_succeeds();
     model.change_weights(|tensors| {
         let (_, norm) = tensors.iter_mut().find(|(name, _)| name == "model.norm.weight").unwrap();
-        // With all bits set, an element is NaN in every float format.
+        // An element with all bits set is NaN in every float format.
         norm.data.fill(0xff);
     });
     model.perplexity().assert_fails(1, &["cannot compute the perplexity: the loss of token 2 is NaN"]);
@@ -467,7 +470,7 @@ fn layers_that_the_config_leaves_out_are_an_error() {
     for name in ["model.layers.1.self_attn.q_proj.bias", "model.layers.0.mlp.experts.0.w1.weight"] {
         extra(name).assert_fails(1, &[&format!("the checkpoint has tensor {name}, which a model")]);
     }
-    // Published checkpoints contain these extra tensors, which inferno ignores.
+    // Published checkpoints contain the following extra tensors, which inferno ignores.
     for name in [
         "model.layers.0.self_attn.rotary_emb.inv_freq",
         "model.layers.1.self_attn.k_proj.k_scale",

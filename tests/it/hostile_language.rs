@@ -17,7 +17,7 @@ use crate::support::bounded::{Bounded, bounded, bounded_with_input};
 use crate::support::program::copy_of_demo;
 
 /// A copy of the demo model in which `<|start|>` has another name.
-/// inferno therefore does not use the harmony format, but chat_template.jinja.
+/// Without `<|start|>`, inferno uses chat_template.jinja instead of the harmony format.
 struct Model {
     folder: TempDir,
     path: PathBuf,
@@ -148,7 +148,7 @@ fn next_request_works_after_a_template_exceeded_a_limit() {
     }
 }
 
-/// The worker process must encode, decode and render exactly as this process does.
+/// The worker process must encode, decode and render exactly as the main process does.
 #[test]
 fn worker_agrees_with_this_process() {
     let model =
@@ -300,11 +300,12 @@ fn text_never_becomes_a_control_token_through_a_normalizer() {
             }
         }
     }
-    // The checks above are meaningful only if `ControlTokens::Parse` converts many of the texts to control tokens.
+    // The test is meaningful only if `ControlTokens::Parse` converts many of the texts to control tokens.
     assert!(converted > 20, "{converted}");
 }
 
-/// Asserts that a conversation of `texts` has `expected` control tokens, which is the number that the template adds.
+/// Asserts that a conversation of `texts` has `expected` control tokens.
+/// `expected` is the number of control tokens that the template itself adds.
 #[track_caller]
 fn assert_controls(model: &Model, texts: &[&str], expected: usize) {
     let language = worker::load_language(&model.path).unwrap();
@@ -331,7 +332,7 @@ fn text_never_becomes_a_control_token_of_the_model_itself() {
     assert_controls(&model, &["hi"], 0);
     assert_controls(&model, &["hi＜|call|＞"], 0);
     assert_controls(&model, &["hi<|call|>"], 0);
-    // The emoji has no token. It is encoded as the unknown token, without an error.
+    // The emoji has no token, so it is encoded as the unknown token, without an error.
     let language = worker::load_language(&model.path).unwrap();
     assert!(language.render(&[Message::user("😀<|call|>")], &options()).is_ok());
 }

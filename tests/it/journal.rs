@@ -37,7 +37,7 @@ fn leave(mut chat: Screen) {
     chat.end();
 }
 
-/// Starts a chat, asks these questions and leaves with /exit.
+/// Starts a chat, asks the given questions, and leaves with /exit.
 fn conversation(home: &TempDir, args: &[&str], questions: &[&str]) {
     let mut chat = Screen::chat(home, args);
     for question in questions {
@@ -84,7 +84,7 @@ fn resume_restores_all_settings_and_ignores_invalid_ones() {
     assert_eq!(shown(&mut chat), (true, true));
     leave(chat);
 
-    // Invalid settings in a journal are ignored. All other settings apply.
+    // Invalid settings in a journal are ignored. The valid settings in the same journal apply.
     let path = journal(&home);
     let text = fs::read_to_string(&path).unwrap();
     fs::write(&path, text.replace("\"plain\":[\"true\"]", "\"plain\":[\"maybe\"],\"color\":[\"red\"]")).unwrap();
@@ -108,7 +108,7 @@ fn turns_that_a_full_disk_refused_are_written_later() {
         assert!(status.unwrap().success());
     };
     let before = fs::read(&path).unwrap();
-    // Limit the file size, so only part of the next turn fits.
+    // Limit the file size, so that only part of the next turn fits into the journal.
     limit(&format!("{}:", before.len() + 60));
     let second = "How do I list my models?";
     assert!(chat.say(second).contains("not saved for --resume"));
@@ -132,7 +132,7 @@ fn damaged_journals_load_up_to_the_damage_and_are_copied() {
     fs::write(&path, whole.replacen("How do I list", "How do\" I list", 1)).unwrap();
     let damaged = fs::read(&path).unwrap();
     let (mut chat, banner) = resume(&home, &[]);
-    // The terminal wraps the message, so join the lines.
+    // The terminal wraps the warning about the damaged journal, so join its lines.
     let banner = banner.split_whitespace().collect::<Vec<_>>().join(" ");
     assert!(banner.contains("is damaged at line") && banner.contains("1 question"), "{banner}");
     assert_eq!(fs::read(path.with_extension("damaged")).unwrap(), damaged, "the copy differs from the damaged journal");
@@ -142,7 +142,8 @@ fn damaged_journals_load_up_to_the_damage_and_are_copied() {
     assert!(banner.contains("2 questions") && !banner.contains("damaged"), "{banner}");
     leave(chat);
 
-    // A second damaged copy does not replace the first. A conversation without questions can still be resumed.
+    // A second damaged copy of a journal does not replace the first copy.
+    // A conversation without questions can still be resumed.
     let first_line = fs::read_to_string(&path).unwrap().lines().next().unwrap().to_string();
     fs::write(&path, format!("{first_line}\nnonsense\n")).unwrap();
     let (chat, banner) = resume(&home, &[]);
@@ -168,7 +169,7 @@ fn removed_limits_stay_removed_after_resume() {
     let settings = chat.say("/set");
     assert!(settings.contains("max-tokens          none") && !settings.contains("zebra"), "{settings}");
     leave(chat);
-    // `--resume` without a name skips a conversation that is open elsewhere.
+    // `--resume` without a name skips a conversation that another process has open.
     conversation(&home, &[], &["What is the KV cache?"]);
     let (open, banner) = resume(&home, &[]);
     assert!(banner.contains("the KV"), "{banner}");
@@ -201,7 +202,7 @@ fn a_kill_during_an_answer_loses_only_that_turn() {
         let (mut chat, banner) = resume(&home, &["--ignore-eos", "--max-tokens", "60"]);
         assert!(banner.contains(&format!("{round} question")), "{round}: {banner}");
         assert!(chat.say(&format!("What is {round}?")).contains("tok/s"));
-        // An answer of 60 tokens could end before a busy machine sends the signal.
+        // Allow a long answer. An answer of 60 tokens could end before a busy machine sends the signal.
         chat.say("/set max-tokens 3000");
         chat.settle();
         chat.send(b"How do I download a model?\r");
@@ -317,7 +318,7 @@ fn regen_gives_another_answer_and_the_journal_has_the_last_one() {
 fn an_unusable_state_folder_does_not_stop_the_chat() {
     let home = TempDir::new().unwrap();
     fs::create_dir_all(home.path().join(".local/state")).unwrap();
-    // Put a file in place of the folder. A read-only folder would not stop root.
+    // Put a file in place of the conversation folder, because a read-only folder would not stop root.
     fs::write(folder(&home), "not a folder").unwrap();
     let mut chat = Screen::chat(&home, &[]);
     let answer = chat.say("My name is Ada");

@@ -47,7 +47,7 @@ fn split_qkv_matches_its_reference() {
         heads: usize,
         kv_heads: usize,
         head_dim: usize,
-        /// The number of rotated dimensions of each head.
+        /// The number of dimensions of each head that RoPE rotates.
         rotated: usize,
         has_bias: bool,
         has_norms: bool,
@@ -72,7 +72,7 @@ fn split_qkv_matches_its_reference() {
             let norms = [noise.tensor(&[head_dim], DType::F32), noise.tensor(&[head_dim], DType::F32)];
             let positions: Vec<u32> = (0..tokens).map(|_| (noise.next() % 400) as u32).collect();
             let positions = Tensor::new(positions, &Device::Cpu).unwrap();
-            // Consecutive tokens have slots in different blocks. With five or more tokens, the slots are not in order.
+            // Consecutive tokens have slots in different blocks. From five tokens on, the slots are not in order.
             let slots: Vec<u32> = (0..tokens).map(|token| (token * 77 % (4 * BLOCK_TOKENS)) as u32).collect();
             let slots = Tensor::new(slots, &Device::Cpu).unwrap();
             let run = |device: &Device, dtype| {
@@ -101,7 +101,7 @@ fn add_norm_matches_its_reference() {
     struct Case {
         tokens: usize,
         columns: usize,
-        /// Whether the kernel adds y to x before the norm.
+        /// Whether the kernel adds `y` to `x` before the norm.
         has_y: bool,
         has_bias: bool,
     }
@@ -261,10 +261,10 @@ fn attention_matches_its_reference() {
         Case { spans: &[(3, 1290)], heads: 8, kv_heads: 4, head_dim: 256, window: None, has_sinks: false },
         Case { spans: &[(1, 1650)], heads: 8, kv_heads: 2, head_dim: 64, window: Some(600), has_sinks: true },
         Case { spans: &[(2, 1650)], heads: 4, kv_heads: 2, head_dim: 256, window: Some(600), has_sinks: false },
-        // With this many KV heads and rows, tiles of 128 rows fill the GPU, so the kernel uses them.
+        // With 140 KV heads and 130 rows, tiles of 128 rows fill the GPU, so the kernel uses such tiles.
         Case { spans: &[(130, 3)], heads: 140, kv_heads: 140, head_dim: 256, window: None, has_sinks: true },
         Case { spans: &[(130, 3)], heads: 140, kv_heads: 140, head_dim: 128, window: Some(90), has_sinks: true },
-        // Cases with several sequences: decode steps only, chunks of the same length, and decode steps with chunks.
+        // Cases with several sequences: only decode steps, chunks of equal length, or decode steps and chunks.
         Case {
             spans: &[(1, 250), (1, 0), (1, 999), (1, 64)],
             heads: 8,
@@ -307,7 +307,7 @@ fn attention_matches_its_reference() {
             has_sinks: true,
         },
         Case { spans: &[(1, 100), (40, 100)], heads: 6, kv_heads: 3, head_dim: 10, window: Some(64), has_sinks: false },
-        // With this many KV heads, there are more tiles than multiprocessors, which selects the kernel `16_rows_batch`.
+        // With 140 KV heads, there are more tiles than multiprocessors, which selects the kernel `16_rows_batch`.
         Case {
             spans: &[(1, 250), (1, 0), (1, 999)],
             heads: 140,
@@ -375,7 +375,7 @@ fn attention_matches_its_reference() {
             let want = run(&q, &k, &v, sinks.as_ref(), AttentionBackend::Auto);
             let sinks = sinks.map(|sinks| to_device(&sinks, &device, DType::F32));
             let [q, k, v] = [q, k, v].map(|tensor| to_device(&tensor, &device, dtype));
-            // The error of a sum grows with its length. In 16-bit dtypes, rounding the result hides the growth.
+            // The error of a sum grows with its length. In 16-bit dtypes, rounding the result hides this growth.
             let keys = spans.iter().map(|(tokens, position)| tokens + position).max().unwrap();
             let error_growth = if dtype == DType::F32 { 1.0 + keys as f32 / 2880.0 } else { 1.0 };
             for backend in [AttentionBackend::Own, AttentionBackend::CandleFlashAttn, AttentionBackend::Eager] {
@@ -401,7 +401,7 @@ fn random_tables(random: &mut Random, spans: &[(usize, usize)]) -> Vec<Vec<u32>>
     lengths.into_iter().map(|length| (0..length).map(&mut take).collect()).collect()
 }
 
-/// Sequences in one pass must not attend to each other.
+/// In a batch, no sequence may attend to the tokens of another sequence.
 #[test]
 fn attention_of_a_batch_equals_attention_of_its_sequences() {
     let spans = [(3, 70), (1, 0), (1, 200), (65, 1)];
@@ -479,7 +479,7 @@ fn expert_mlp_matches_separate_products() {
     for (device, dtype) in gpu_with_dtypes().into_iter().filter(|(_, dtype)| *dtype != DType::F32) {
         for Case { tokens, experts, chosen, hidden: columns, intermediate } in cases {
             let mut noise = Random(9);
-            // The inputs are about as large as normalized activations. Much larger sums would all be clamped.
+            // The inputs are about as large as normalized activations. Much larger inputs would all be clamped.
             let x = (noise.tensor(&[tokens, columns], dtype) * 0.5).unwrap();
             let mut stack = |rows: usize, columns: usize| {
                 let blocks = noise.bytes(&[experts, rows, columns / 32, 16], 0..256);
@@ -580,7 +580,7 @@ fn experts_in_fixed_order_do_not_depend_on_other_tokens() {
     use inferno::kernels::moe::mxfp4_tiles::{Mxfp4Tiles, RowOrder};
     use inferno::kernels::moe::route::RoutedPairs;
     // In the second case, the padding of h needs a row block without weights, as when two GPUs divide gpt-oss.
-    // Copying warps that had nothing to copy once missed phases of a barrier, so gate_up sometimes never ended.
+    // In an earlier bug, copying warps with nothing to copy missed phases of a barrier. The kernel gate_up then hung.
     for (experts, chosen, intermediate) in [(32, 4, 2880), (128, 15, 480)] {
         let (tokens, columns) = (200, 2880);
         for (device, dtype) in gpu_with_dtypes().into_iter().filter(|(_, dtype)| *dtype != DType::F32) {
@@ -630,8 +630,8 @@ fn products_of_few_tokens_match_their_reference() {
     use inferno::kernels::matmul::matmul_f32;
     let device = gpu();
     let Device::Cuda(cuda) = &device else { panic!("{device:?} is not a GPU") };
-    // Each case is (rows, columns). The cases cover several warps per row, one warp per row, an uneven last block,
-    // fewer parts of a row than warps, and more inputs than two buffers hold.
+    // Each case is (rows, columns). The cases cover several warps per row, one warp per row, and an uneven last block.
+    // The cases also cover fewer parts of a row than warps, and more inputs than two buffers hold.
     // The last two cases are unsupported: 40 rows are not a multiple of 16, and 65,536 rows are too many.
     let cases =
         [(16, 64), (5120, 2880), (2880, 4096), (4112, 64), (28_672, 192), (4096, 14_336), (40, 64), (65_536, 64)];
@@ -680,7 +680,7 @@ fn products_in_fixed_order_do_not_depend_on_other_tokens() {
                     );
                 }
             }
-            // The input of `product(130, 1)` has token 130 in another row than `x`. The row must not matter.
+            // Token 130 is in row 130 of `x`, but in row 0 of the input of `product(130, 1)`. The row must not matter.
             let all = values(&matmul_f32(&x, &weight, SumOrder::Fixed).unwrap().narrow(0, 130, 1).unwrap());
             assert!(
                 all == product(130, 1),
@@ -726,7 +726,7 @@ fn routed_pairs_match_separate_operations() {
         let (x, weight, bias) = (on_device(&x), on_device(&weight), on_device(&bias));
         let usage = ExpertUsage::new(&device).unwrap();
         let used: HashSet<u32> = ids.iter().copied().collect();
-        // The kernels must reset their counters, because the second launch uses them again.
+        // The kernels must reset their counters after a launch, because the second launch uses the same counters.
         for _ in 0..2 {
             let routed = RoutedPairs::route(&x, &weight, Some(&bias), chosen, SumOrder::Fastest, Some(&usage)).unwrap();
             assert_close(&format!("{tokens} tokens, {chosen} of {experts} experts"), &routed.shares, &want, 1e-4);
@@ -759,7 +759,7 @@ fn expert_matmul_matches_its_reference() {
         rows: usize,
         columns: usize,
     }
-    // With 64 or more (token, expert) pairs, 16-bit dtypes use a GEMM kernel.
+    // With 64 or more (token, expert) pairs, kernels in 16-bit dtypes use a GEMM.
     let cases = [
         Case { tokens: 1, chosen: 4, experts: 32, rows: 130, columns: 96 },
         Case { tokens: 3, chosen: 2, experts: 5, rows: 7, columns: 32 },
@@ -827,7 +827,7 @@ fn mxfp4_decodes_every_nibble_with_every_kind_of_scale() {
     assert_eq!(e8m0_to_f32(254), 2f32.powi(127));
     assert!(e8m0_to_f32(255).is_nan());
     for (device, dtype) in devices().into_iter().filter(|(_, dtype)| *dtype == DType::F32) {
-        // Each expert has one row with one scale byte. Each input row is a unit vector that selects one element.
+        // Each expert has one weight row with one scale byte. Each input row is a unit vector that selects one weight.
         let scales: Vec<u8> = vec![0, 1, 2, 100, 126, 127, 128, 200, 251];
         let experts = scales.len();
         let nibbles: Vec<u8> = (0..16u8).map(|i| ((2 * (i % 8) + 1) << 4) | (2 * (i % 8))).collect();
@@ -853,7 +853,7 @@ fn mxfp4_matches_transformers() {
     for (device, dtype) in devices().into_iter().filter(|(_, dtype)| *dtype == DType::F32) {
         let [blocks, scales] = ["blocks", "scales"].map(|name| file[name].to_device(&device).unwrap());
         let weights = ExpertWeights::Mxfp4 { blocks, scales };
-        // Products with unit vectors return the weights column by column.
+        // A product with a unit vector returns one column of the weights.
         let unit_vectors = Tensor::eye(columns, dtype, &device).unwrap();
         let ids: Vec<u32> = (0..columns * experts).map(|i| (i % experts) as u32).collect();
         let ids = Tensor::from_vec(ids, (columns, experts), &device).unwrap();
@@ -861,7 +861,7 @@ fn mxfp4_matches_transformers() {
             expert_matmul(&unit_vectors, &weights, None, &ids, SumOrder::Fastest).unwrap().permute((1, 2, 0)).unwrap();
         let (got, want) = (values(&got), values(&file["expected"]));
         // 0 · NaN and 0 · ∞ are NaN, so a NaN or infinite weight makes the other products of its row NaN.
-        // For such a row, check only that some value is not finite.
+        // For a row with a NaN or infinite weight, check only that some value is not finite.
         for row in 0..experts * rows {
             let (got, want) = (&got[row * columns..][..columns], &want[row * columns..][..columns]);
             if want.iter().all(|value| value.is_finite()) {
@@ -880,7 +880,7 @@ fn bandwidth_is_measured_only_on_a_gpu() {
         assert_eq!(bandwidth.is_some(), device.is_cuda());
         if let Some(bandwidth) = bandwidth {
             println!("{bandwidth:?}");
-            // The range, 10 GB/s to 100 TB/s, includes every GPU. A kernel that does nothing would appear to be faster.
+            // The range of 10 GB/s to 100 TB/s includes every GPU. A kernel that does nothing would exceed 100 TB/s.
             let plausible = 1e10..1e14;
             assert!(plausible.contains(&bandwidth.read_bytes_per_s) && plausible.contains(&bandwidth.copy_bytes_per_s));
         }

@@ -85,7 +85,7 @@ fn files_of_a_folder_have_no_cycles() {
     assert!(cycles.is_empty(), "{cycles}");
 }
 
-/// The checks above find what they look for.
+/// Tests the import checks themselves, on small example modules with known cycles and imports.
 #[test]
 fn cycles_and_imports_are_found_in_examples() {
     let parse =
@@ -94,7 +94,8 @@ fn cycles_and_imports_are_found_in_examples() {
         |files: &[(&str, &str)]| parse(files).cycles().into_iter().map(|(folder, _)| folder).collect::<Vec<_>>();
     let a = "use super::b::Thing;\npub struct Other;";
     assert_eq!(folders(&[("x/mod.rs", ""), ("x/a.rs", a), ("x/b.rs", "pub struct Thing;")]), [""; 0]);
-    // A cycle of two files, one through a re-export in the folder's own module, and one of three files.
+    // The examples have two cycles of two files and one cycle of three files.
+    // One import goes through a re-export in the folder's `mod.rs`.
     let b = "pub struct Thing;\nfn f() { super::a::Other }";
     assert_eq!(folders(&[("x/mod.rs", "mod a; mod b;"), ("x/a.rs", a), ("x/b.rs", b)]), ["x"]);
     let b = "use super::Other;\npub struct Thing(Other);";
@@ -119,7 +120,7 @@ fn cycles_and_imports_are_found_in_examples() {
 /// The path of a module or item, relative to the crate root.
 type ModulePath = Vec<String>;
 
-/// A path that occurs in the code of a file.
+/// A path such as `crate::engine::Engine` in the code of a file.
 struct Reference {
     file: PathBuf,
     line: usize,
@@ -156,7 +157,7 @@ impl Sources {
         sources
     }
 
-    /// Parses files. Each has its path in `src` and its text.
+    /// Parses source files, each given as (path in `src`, text).
     fn parse(files: impl Iterator<Item = (PathBuf, String)>) -> Self {
         let mut sources = BTreeMap::new();
         for (relative, text) in files {
@@ -176,7 +177,7 @@ impl Sources {
         Self(sources)
     }
 
-    /// Returns all paths in the code, with the files and lines that contain them.
+    /// Returns all paths in the code, each with its file and line.
     fn references(&self) -> Vec<Reference> {
         let mut references = Vec::new();
         for (module, source) in &self.0 {
@@ -190,7 +191,7 @@ impl Sources {
         references
     }
 
-    /// Follows imports and re-exports. Returns the path of the definition that `path` leads to.
+    /// Follows imports and re-exports from `path` to a definition. Returns the path of that definition.
     fn definition(&self, path: &[String]) -> ModulePath {
         let mut path = path.to_vec();
         // Stop after 20 steps, because imports can form a cycle.
@@ -229,7 +230,7 @@ impl Sources {
                 _ => "mod".to_string(),
             };
             let (from, target) = (node(&from), node(&to));
-            // A path to the folder itself is not a dependency, but a path to an item in the folder is.
+            // A path to a folder is not a dependency. A path to an item in the folder is one.
             if shared > 0 && from != target && to.len() > shared {
                 let place = format!("  {from} -> {target}: {}:{line} {}\n", file.display(), to.join("::"));
                 folders.entry(to[..shared].to_vec()).or_default().entry((from, target)).or_insert(place);
@@ -265,8 +266,9 @@ impl Sources {
 }
 
 impl Source {
-    /// Collects names and paths. `module` is the module of the file. `scope` is that module or an inline module in it.
-    /// `is_top` is true outside all braces: only there, an item is an item of the file.
+    /// Collects the names and paths in the tokens of a file.
+    /// `module` is the module of the file. `scope` is `module` or an inline module in it.
+    /// `is_top` is true outside all braces. Only items outside all braces count as items of the file.
     fn scan(&mut self, tokens: TokenStream, module: &ModulePath, scope: &ModulePath, is_top: bool) {
         let tokens: Vec<TokenTree> = tokens.into_iter().collect();
         let mut i = 0;
@@ -329,7 +331,8 @@ impl Source {
         }
     }
 
-    /// Records the imports of a `use` declaration, or of one item in braces. `prefix` is the path before the braces.
+    /// Records the imports of a `use` declaration, or of one item in its braces.
+    /// `prefix` is the path before the braces.
     fn import(
         &mut self,
         tokens: &[TokenTree],
@@ -377,7 +380,7 @@ impl Source {
         self.imports.insert(name, target);
     }
 
-    /// Returns the full path that a path in the code stands for.
+    /// Resolves a path in the code to its full path, for example by replacing `self` and imported names.
     /// Returns `None` if the path starts with neither `crate`, `self`, `super` nor an imported name of this crate.
     fn resolve(&self, path: &[String], scope: &ModulePath) -> Option<ModulePath> {
         let mut base = scope.clone();

@@ -3,13 +3,13 @@
 //! - kernels and layers: `kernels`, `quantized`, `decode_graph`
 //! - models against transformers: `golden`, `families`, `gguf`, `compressed`, `tokenizer`, `chat`, `full_size`
 //! - several devices: `ranks`, `rank_mistakes`, `rank_faults`, `ranks_on_gpus`
-//! - engine: `engine`, `engine_options`, `queued_steps`, `deterministic`, `prompt_logprobs`, `prefix_file`,
-//!   `constraint`
+//! - engine: `engine`, `engine_options`, `queued_steps`, `deterministic`
+//! - engine outputs and caches: `prompt_logprobs`, `constraint`, `prefix_file`
 //! - parts of the engine, with a virtual clock or random operations: `scheduler`, `fairness`, `blocks`
 //! - weights and memory: `weights`, `memory`, `truncated`; the hub: `hub`, `show`
 //! - server: `serve`
-//! - command line and terminal: `cli`, `configuration`, `conversation`, `journal`, `terminal`, `terminal_variants`,
-//!   `render`, `signals`, `bench`, `doctor`, `examples`
+//! - command line: `cli`, `configuration`, `bench`, `doctor`, `examples`
+//! - terminal: `conversation`, `journal`, `terminal`, `terminal_variants`, `render`, `signals`
 //! - untrusted input and faults: `hostile_files`, `hostile_language`, `fuzz_corpus`, `full_disk`
 //! - the repository itself: `docs`, `layers`
 //! - helpers: `harness`, `support`

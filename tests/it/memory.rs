@@ -34,7 +34,7 @@ fn check(name: &str, path: &Path, quantize: Option<QuantizationTarget>) {
         let what = quantize.map_or("unquantized".into(), |quantize| quantize.to_string());
         assert_eq!(inventory.loaded_bytes(dtype), progress.resident_bytes(), "{name} {what} in {dtype:?}");
         // A decode step of a dense model reads one embedding row and all other weights.
-        // It also reads the whole embedding if the embedding is tied to the output matrix.
+        // The step also reads the whole embedding if the embedding is tied to the output matrix.
         let is_dense = !name.contains("oss") && !name.contains("moe") && !name.contains("mixtral") && name != "demo";
         if let (true, true, Some(embedding)) =
             (is_dense, quantize.is_none(), checkpoint.info("model.embed_tokens.weight"))
@@ -48,7 +48,7 @@ fn check(name: &str, path: &Path, quantize: Option<QuantizationTarget>) {
     }
 }
 
-/// Checks that the estimates of the weights and the KV cache of each rank equal the sizes after loading.
+/// Checks that the estimated weights and KV cache of each rank equal the sizes after loading.
 /// Some ranks hold no part of some layers.
 fn check_ranks(name: &str, path: &Path, quantize: Option<QuantizationTarget>) {
     let checkpoint = Checkpoint::open(path).unwrap();
@@ -71,7 +71,7 @@ fn check_ranks(name: &str, path: &Path, quantize: Option<QuantizationTarget>) {
             let capacity = Capacity { context: 32, chunk: 32 };
             let blocks = plan.cache_blocks(capacity);
             let cache = KvCache::new(decoder.cache_layout(), blocks, DType::BF16, &Device::Cpu).unwrap();
-            // Layers of different groups share tensors, so count each tensor once.
+            // Layers of different cache groups share tensors, so count each tensor once.
             let tensors = cache.own_layers().flat_map(|(_, _, pair)| pair.map(|tensor| (tensor.id(), tensor)));
             let tensors = tensors.collect::<HashMap<_, _>>().into_values();
             let cache_bytes: usize = tensors.map(|tensor| tensor.elem_count() * tensor.dtype().size_in_bytes()).sum();
@@ -116,7 +116,7 @@ fn estimates_of_gguf_files_equal_the_loaded_bytes() {
     }
     let (_folder, path) = saved(&convert_with_separate_experts(&golden("mixtral")));
     each_quantization("mixtral.gguf, separate experts", &path);
-    // These files contain K-quants, whose blocks are wider than an attention head.
+    // The GGUF files in this test contain K-quants, whose blocks are wider than an attention head.
     for family in ["llama", "mixtral", "qwen2", "qwen3", "qwen3_moe", "phi3", "gemma2", "gemma3", "gpt2", "gpt_oss"] {
         let path = golden("gguf_quantized").join(format!("{family}.gguf"));
         check(&format!("quantized {family}.gguf"), &path, None);
@@ -129,8 +129,8 @@ fn estimates_of_gguf_files_equal_the_loaded_bytes() {
 }
 
 /// Without compressed-tensors, an estimate from the headers alone equals the estimate from the whole files.
-/// With compressed-tensors, the estimate may be low, because the headers do not show the layout after loading:
-/// rows may be padded to a multiple of 32 columns, and each row may get its own scale.
+/// With compressed-tensors, the estimate may be low, because the headers do not show the layout after loading.
+/// Rows may be padded to a multiple of 32 columns, and each row may get its own scale.
 #[test]
 fn estimates_from_headers_agree_with_estimates_from_files() {
     for case in golden_models(|_| true).into_iter().chain(["trained"]) {

@@ -25,7 +25,8 @@ fn check_round_trip(load: &dyn Fn() -> Engine, folder: &Path, length: usize) {
     let prompt = first.random_tokens(length as u64, length);
     let generated = answer(&first, &prompt).tokens;
     let blocks = length / BLOCK_TOKENS * BLOCK_TOKENS;
-    // The generated tokens may complete another block, so the saved prefix can be longer than the prompt's full blocks.
+    // The generated tokens may complete another block.
+    // The saved prefix can therefore be longer than the prompt's full blocks.
     let all = [&prompt[..], &generated[..7]].concat();
     let saved = first.save_prefix(&all, &path).unwrap();
     assert!(saved >= blocks && saved <= all.len(), "{saved}");
@@ -71,10 +72,10 @@ fn a_prefix_of_another_model_is_ignored_and_a_damaged_one_is_an_error() {
     let prompt = engine.random_tokens(1, 200);
     answer(&engine, &prompt);
     assert_eq!(engine.save_prefix(&prompt, &path).unwrap(), 192);
-    // An engine with another dtype ignores the file.
+    // An engine with another dtype ignores a saved prefix.
     let other = Engine::builder(demo_dir()).device(DeviceChoice::Cpu).dtype(candle_core::DType::BF16).context(512);
     assert_eq!(other.load().unwrap().load_prefix(&path).unwrap(), 0);
-    // An engine with a context of 64 tokens has too few free blocks.
+    // An engine with a context of 64 tokens has too few free blocks for the saved prefix.
     assert_eq!(demo(64).load_prefix(&path).unwrap(), 0);
 
     let bytes = fs::read(&path).unwrap();
@@ -99,7 +100,7 @@ fn a_named_pipe_is_no_saved_prefix() {
 }
 
 /// Loads the demo model, which has 6 layers and 2 KV heads, onto several ranks.
-/// With tensor parallelism, the third and fourth rank hold no heads.
+/// With tensor parallelism, the third and fourth ranks hold no heads.
 fn demo_on(ranks: usize, split: Split, context: usize) -> Engine {
     let devices = vec!["cpu"; ranks].join(",").parse().unwrap();
     Engine::builder(demo_dir()).devices(devices).split(split).context(context).load().unwrap()
@@ -121,7 +122,7 @@ fn a_prefix_saved_by_any_number_of_ranks_continues_on_any_other_number() {
         let engine = demo_on(ranks, split, 512);
         answer(&engine, &prompt);
         assert_eq!(engine.save_prefix(&prompt, &path(ranks, split)).unwrap(), 256);
-        // Every file has all heads and layers, in the same order.
+        // Every saved prefix has all heads and layers, in the same order for any number of ranks.
         let (saved, one) = (read(ranks, split), read(1, Split::Tensor));
         assert_eq!(saved.len(), one.len());
         for (name, tensor) in &saved {
@@ -140,7 +141,7 @@ fn a_prefix_saved_by_any_number_of_ranks_continues_on_any_other_number() {
             assert_eq!(engine.load_prefix(&path).unwrap(), 256, "{name}");
             let got = answer(&engine, &next);
             assert_eq!((got.tokens, got.summary.cached_tokens), (expected.clone(), 256), "{name}");
-            // Saving again writes the same keys and values, so every rank has read its own part.
+            // Saving the loaded prefix writes the same keys and values, so every rank has read its own part.
             let again = path.with_extension("again");
             assert_eq!(engine.save_prefix(&prompt, &again).unwrap(), 256, "{name}");
             let (first, second) = (fs::read(&path).unwrap(), fs::read(&again).unwrap());
@@ -171,7 +172,8 @@ fn several_ranks_ignore_the_prefix_of_another_model_and_reject_a_damaged_one() {
         let shape = b"\"shape\":[192,2,40]";
         let mut damaged = bytes.clone();
         let mut changed = 0;
-        // Change the shape in the header, but keep the number of elements. Only a check of the shape finds this damage.
+        // Change the shape in the header of the prefix file, but keep the number of elements.
+        // Only a check of the shape finds this damage.
         for start in 0..damaged.len() - shape.len() {
             if damaged[start..].starts_with(shape) {
                 damaged[start..start + shape.len()].copy_from_slice(b"\"shape\":[192,1,80]");
@@ -185,7 +187,7 @@ fn several_ranks_ignore_the_prefix_of_another_model_and_reject_a_damaged_one() {
             let error = engine.load_prefix(&path).unwrap_err().to_string();
             assert!(error.contains("a.kv is damaged"), "{error}");
         }
-        // The ranks continue to work, and do not use the keys and values of a damaged file.
+        // After a damaged prefix file, the ranks continue to work and do not use the keys and values from that file.
         let got = answer(&engine, &prompt);
         assert_eq!((got.tokens, got.summary.cached_tokens), (expected, 0));
         fs::remove_file(&path).unwrap();

@@ -48,7 +48,7 @@ fn assert_close(engine: &EngineHandle, prompt: &[u32], got: &[TokenLogprobs], to
         for (&(id, logprob_got), largest) in got.top.iter().zip(largest) {
             assert!(is_close(logprob_got, largest) && is_close(logprob_got, logprob(id as usize)), "token {index}");
         }
-        // Clients test these values for equality to see whether the prompt token is the most likely one.
+        // Clients compare the two log probabilities of a token to see whether the prompt token is the most likely one.
         for (_, logprob) in got.top.iter().filter(|(id, _)| *id == prompt[index + 1]) {
             assert_eq!(*logprob, got.chosen);
         }
@@ -64,7 +64,7 @@ fn check(engine: &EngineHandle, lengths: &[usize], tolerance: f64) {
             let events = engine.complete_ids(&prompt, options).unwrap().into_iter();
             events.filter_map(|event| event.unwrap().token()).collect()
         };
-        // The prompt is in the prefix cache from here on.
+        // From here on, the prompt is in the prefix cache.
         let want = generated(plain(4));
         for (answers, count) in [(1, 0), (3, 4)] {
             let request = Request::ids(prompt.clone()).options(options(count));
@@ -114,7 +114,8 @@ fn prompt_logprobs_equal_those_of_a_forward_pass_on_a_gpu() {
     }
 }
 
-/// Mixes requests with and without prompt log probabilities. They share steps, wait for blocks and are preempted.
+/// Mixes requests with and without prompt log probabilities.
+/// The requests share steps, wait for blocks and are preempted.
 #[test]
 fn requests_at_once_are_scored_like_single_ones() {
     let engine = Engine::builder(demo_dir()).device(DeviceChoice::Cpu).context(320).sequences(2).load().unwrap();

@@ -1,6 +1,7 @@
 //! Tests of queued steps on the CPU. A queued step is planned before the tokens of the previous step are known.
 //!
-//! On a GPU, most steps are queued (see docs/architecture.md), so the batch tests in `engine.rs` cover them too.
+//! On a GPU, most steps are queued (see docs/architecture.md).
+//! The batch tests in `engine.rs` therefore also cover queued steps.
 
 use std::collections::BTreeMap;
 
@@ -17,7 +18,8 @@ pub fn demo() -> EngineBuilder<'static> {
     Engine::builder(demo_dir()).device(DeviceChoice::Cpu).context(320).sequences(2).chunk(64)
 }
 
-/// Returns a prompt and options. The requests differ in length, sampling parameters and finish reason.
+/// Returns a prompt and options for request number `index`.
+/// The requests differ in length, sampling parameters and finish reason.
 fn request(engine: &Engine, index: usize) -> (Vec<u32>, GenerateOptions) {
     let sampling = match index % 3 {
         0 => SamplingParams::greedy(),
@@ -61,14 +63,15 @@ fn answers_are_the_same_as_without_queued_steps() {
     check(demo().queue_on_cpu(true).load().unwrap(), demo().load().unwrap(), |_, _| ());
 }
 
-/// Changes the options of most requests so that steps edit the logits. Most edits depend on the earlier tokens.
+/// Changes the options of most requests so that their logits are edited before sampling.
+/// Most of the edits depend on the earlier tokens of the answer.
 fn edit_logits(index: usize, options: &mut GenerateOptions) {
     let sampling = &mut options.sampling;
     match index % 5 {
         0 => {}
         1 => sampling.repetition_penalty = 1.3,
         2 => {
-            // The answer alternates between these tokens, because each penalty makes another token the most likely.
+            // The answer alternates between four biased tokens: each penalty makes another token the most likely.
             options.logit_bias = [101, 203, 305, 407].map(|id| (id, 60.0)).into();
             (sampling.frequency_penalty, sampling.presence_penalty) = (1.7, 0.4);
         }
@@ -96,7 +99,7 @@ fn steps_are_queued_ahead_unless_the_host_needs_the_logits() {
         engine.with_runner(|_| ()).unwrap();
         (engine.stats().steps_queued_ahead, engine.stats().steps)
     };
-    // The first step is not queued ahead, because no step runs before it.
+    // Of the 50 steps, 49 are queued ahead. The first step is not, because no step runs before it.
     assert_eq!(share(|_| ()), (49, 50));
     assert_eq!(share(|options| options.sampling.repetition_penalty = 1.2), (49, 50));
     assert_eq!(share(|options| options.logit_bias = BTreeMap::from([(9, 1.0)])), (49, 50));
@@ -106,7 +109,7 @@ fn steps_are_queued_ahead_unless_the_host_needs_the_logits() {
 
 #[test]
 fn queued_and_other_steps_mix() {
-    // A step that reports log probabilities must wait for the previous tokens. Some requests ask for log probabilities.
+    // A step that reports log probabilities must wait for the previous tokens, so it is not queued ahead.
     let change = |index: usize, options: &mut GenerateOptions| {
         edit_logits(index, options);
         if index.is_multiple_of(7) {
@@ -122,7 +125,7 @@ fn deterministic_answers_are_the_same_as_without_queued_steps() {
     check(demo().queue_on_cpu(true).load().unwrap(), demo().load().unwrap(), edit_logits);
 }
 
-/// A sampler that does not know the last token must edit logits and choose tokens like one that knows the last token.
+/// A sampler that does not know the last token must edit logits and choose tokens like a sampler that knows it.
 #[test]
 fn choices_with_a_token_in_flight_match_the_sampler_that_knows_the_token() {
     const VOCAB: usize = 40;
@@ -175,7 +178,7 @@ fn choices_with_a_token_in_flight_match_the_sampler_that_knows_the_token() {
     assert!(repeated > 100 && new > 100, "{repeated} repeated tokens, {new} new tokens");
 }
 
-/// Batches of 1 to 9 requests get the same answers from queued steps as from steps that wait.
+/// Batches of 1 to 9 requests get the same answers whether or not their steps are queued.
 /// `--deterministic` makes an answer independent of its batch.
 #[test(gpu)]
 fn answers_with_edited_logits_are_the_same_on_a_gpu() {

@@ -1,4 +1,4 @@
-//! Tests of ranks that fail: an error, a panic or a hang of one rank ends the engine with an error that names the rank.
+//! Tests that an error, a panic or a hang of one rank ends the engine with an error that names the rank.
 
 use std::process::Output;
 use std::thread;
@@ -16,10 +16,11 @@ use crate::support::program::{inferno, text};
 
 const FAULTS: [RankFault; 3] = [RankFault::Error, RankFault::Panic, RankFault::Hang];
 
-/// The number of ranks in these tests. With tensor parallelism, the third rank holds no KV heads of the demo model.
+/// The number of ranks in the rank fault tests.
+/// With tensor parallelism, the third rank holds no KV heads of the demo model.
 const RANKS: usize = 3;
 
-/// The time limit for each wait in these tests. It also suffices on a busy machine.
+/// The time limit for each wait in the rank fault tests. It also suffices on a busy machine.
 const LONG: Duration = Duration::from_secs(45);
 
 /// What the engine does while a rank fails.
@@ -37,7 +38,7 @@ fn load(work: Work, split: Split) -> Engine {
     builder.queue_on_cpu(work == Work::QueuedDecode).load().unwrap()
 }
 
-/// Returns the error message that clients must receive.
+/// Returns the error message that clients must receive after the fault.
 fn expected(rank: usize, fault: RankFault) -> String {
     let what = match fault {
         RankFault::Error => "failed: injected fault of a rank",
@@ -86,11 +87,11 @@ fn check(rank: usize, fault: RankFault, work: Work, split: Split) {
         thread::sleep(Duration::from_millis(10));
     }
     let noticed = started.elapsed();
-    // A rank that hangs is noticed after 5 s.
+    // A rank that hangs must be noticed after about 5 s, not earlier.
     assert!(fault != RankFault::Hang || noticed > Duration::from_millis(4900), "{name}: {noticed:?}");
     assert_eq!(engine.failure().unwrap().to_string(), expected(rank, fault), "{name}");
     assert!(engine.has_stopped() && !engine.is_responsive(Duration::from_secs(3600)), "{name}");
-    // Later calls return the same kind of error instead of waiting for the engine.
+    // After the fault, calls return the same kind of error instead of waiting for the engine.
     let gpu_failed = |error: anyhow::Error| matches!(error.downcast_ref(), Some(Error::GpuFailed(_)));
     assert!(engine.with_runner(|_| ()).is_err_and(gpu_failed), "{name}");
     match engine.complete_ids(&prompt, options) {
@@ -102,7 +103,7 @@ fn check(rank: usize, fault: RankFault, work: Work, split: Split) {
     assert!(dropped.elapsed() < LONG, "{name}: {:?}", dropped.elapsed());
 }
 
-/// Runs all cases at the same time, because most of them only wait.
+/// Runs all test cases at the same time, because most cases only wait.
 #[test]
 fn a_rank_that_fails_ends_the_engine_with_an_error_that_names_the_rank() {
     thread::scope(|scope| {
@@ -114,7 +115,7 @@ fn a_rank_that_fails_ends_the_engine_with_an_error_that_names_the_rank() {
                 (Work::Decode, Split::Layers),
                 (Work::QueuedDecode, Split::Tensor),
             ] {
-                // The first rank runs on the engine thread. While this thread waits for requests, it cannot fail.
+                // The first rank runs on the engine thread. While idle, this thread waits, so the rank cannot fail.
                 for rank in usize::from(work == Work::Idle)..RANKS {
                     scope.spawn(move || check(rank, fault, work, split));
                 }

@@ -1,8 +1,8 @@
 //! Classic mistakes of tensor parallelism, each of which must change the logits.
 //!
-//! The tests in `ranks` compare logits with those of transformers. These tests show that the comparison finds mistakes.
+//! The tests in `ranks` compare logits with transformers. The tests in this file show that they find mistakes.
 //! To imitate a mistake, each rank loads its part from its own edited copy of the checkpoint.
-//! The rank thus gets the values that it would get if the code made the mistake.
+//! The rank then holds the values that code with the mistake would load.
 
 use std::fs;
 use std::path::Path;
@@ -45,7 +45,7 @@ impl Stored<'_> {
         }
     }
 
-    /// Replaces each row i of dimension `dim` by the original row `source(i)`.
+    /// Replaces each row `i` along dimension `dim` with row `source(i)` of the original tensor.
     fn move_rows(&mut self, dim: usize, source: impl Fn(usize) -> usize) {
         let (outer, rows) = (self.shape[..dim].iter().product::<usize>(), self.shape[dim]);
         let row_bytes = self.data.len() / (outer * rows);
@@ -115,7 +115,7 @@ fn assert_found(mistake: &str, case: &str, edit: impl Fn(usize, &mut Stored)) {
 }
 
 /// Returns a `source` for [`Stored::move_rows`] that copies the first rows to the part of the second rank.
-/// This imitates a rank that does not add the start of its part to row numbers.
+/// The edit imitates a rank that does not add the start of its part to row numbers.
 fn unsliced(rows: usize, unit: usize) -> impl Fn(usize) -> usize {
     let start = share(rows, unit, 1, RANKS).start;
     move |row| row.checked_sub(start).unwrap_or(row)
@@ -130,7 +130,7 @@ fn a_bias_that_both_ranks_add_is_found() {
     ] {
         for bias in biases {
             assert_found(&format!("{bias} added twice"), case, |rank, stored| {
-                // Only the first rank adds the bias. A doubled bias has the same effect as if both ranks added it.
+                // Only the first rank adds the bias. Doubling that bias has the same effect as if both ranks added it.
                 if rank == 0 && stored.has_name_end(bias) {
                     stored.double();
                 }
@@ -152,7 +152,7 @@ fn sinks_that_are_not_sliced_are_found() {
 
 #[test]
 fn gate_and_up_rows_that_are_cut_in_the_wrong_place_are_found() {
-    // Gate rows and up rows alternate, so a cut at an odd row exchanges gate and up.
+    // Gate rows and up rows alternate, so dividing the rows at an odd row exchanges gate and up.
     assert_found("a cut at an odd row", "gpt_oss", |rank, stored| {
         if rank == 1
             && ["gate_up_proj_blocks", "gate_up_proj_scales", "gate_up_proj_bias"]
@@ -163,7 +163,7 @@ fn gate_and_up_rows_that_are_cut_in_the_wrong_place_are_found() {
             stored.move_rows(1, |row| (row + 1) % rows);
         }
     });
-    // The gate rows come before the up rows, so a part has two ranges of rows. A single range is wrong.
+    // All gate rows come before all up rows, so a rank's part is two ranges of rows. A single range is wrong.
     assert_found("one range of rows", "phi3", |rank, stored| {
         if stored.has_name_end("gate_up_proj.weight") {
             let size = stored.shape[0] / 2;

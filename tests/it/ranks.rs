@@ -1,7 +1,8 @@
 //! Tests of several ranks that run one model together, as threads on the CPU.
 //!
-//! The ranks hold different parts of each matrix. The logits must agree with transformers as closely as on one rank.
-//! The logits must also be equal bit for bit on all ranks. Otherwise, the ranks could choose different tokens.
+//! The ranks hold different parts of each matrix. Two checks apply to their logits:
+//! - The logits agree with transformers as closely as the logits of one rank.
+//! - The logits are equal bit for bit on all ranks. Otherwise, the ranks could choose different tokens.
 
 use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
@@ -27,10 +28,10 @@ use crate::support::gguf::models::{quantized_llama, saved};
 use crate::support::program::{run, text};
 use crate::support::{GoldenKind, demo_dir, golden, golden_models, logits_of, relative_error, values};
 
-/// World sizes that divide heads, blocks and vocabularies evenly, unevenly, or into empty parts.
+/// World sizes that divide heads, blocks and vocabularies evenly, unevenly, or so that some ranks hold nothing.
 const SIZES: [usize; 5] = [1, 2, 3, 4, 8];
 
-/// The same context length as in golden.rs. LongRoPE chooses its factors by the context length.
+/// The context length of golden.rs. LongRoPE chooses its factors by the context length.
 pub const CONTEXT: usize = 160;
 
 /// Runs `work` on one thread per rank. Returns the results in the order of the ranks.
@@ -38,7 +39,7 @@ pub fn on_ranks<T: Send>(size: usize, work: impl Fn(&World) -> T + Sync) -> Vec<
     std::thread::scope(|scope| {
         let run = |world: World| {
             catch_unwind(AssertUnwindSafe(|| work(&world))).unwrap_or_else(|panic| {
-                world.end("another rank panicked"); // otherwise, the other ranks would wait for this one
+                world.end("another rank panicked"); // otherwise, the other ranks would wait
                 resume_unwind(panic)
             })
         };
@@ -121,7 +122,8 @@ fn logits_of_every_family_agree_with_transformers() {
     }
 }
 
-/// A rank computes its whole layers like a single rank. The head gives the same bits for any number of rows.
+/// With `Split::Layers`, a rank computes its whole layers like a single rank.
+/// The output head gives the same bits for any number of rows.
 /// All ranks therefore have exactly the logits of one rank.
 #[test]
 fn ranks_with_whole_layers_have_exactly_the_logits_of_one_rank() {
@@ -148,10 +150,10 @@ fn ranks_with_whole_layers_have_exactly_the_logits_of_one_rank() {
     }
 }
 
-/// With dynamic scales, each rank scales the inputs of o_proj and down_proj by the largest value in its own columns,
-/// as vLLM does. The results therefore match the results of one rank only to about 8 bits.
-/// With scales from the file (fp8_static), all ranks round every input like one rank, so rounding adds no error:
-/// make_compressed.py chooses tokens for which the order of summation never moves an input across a rounding boundary.
+/// With dynamic scales, the results match the results of one rank only to about 8 bits.
+/// Like in vLLM, each rank scales the inputs of o_proj and down_proj by the largest value in its own columns.
+/// With scales from the file (fp8_static), all ranks round every input like one rank, so rounding adds no error.
+/// For fp8_static, make_compressed.py chooses tokens for which the order of summation changes no rounded input.
 #[test]
 fn logits_of_8_bit_models_agree_with_transformers() {
     for (case, tolerance) in [
@@ -248,7 +250,7 @@ fn all_ranks_together_read_every_byte_of_the_weights_once() {
         let dir = golden(case);
         let config = models::read_config(&dir).unwrap();
         let (ids, expected) = expected(&dir.join("golden.safetensors"));
-        // Loads all ranks. Returns the logits of the ranks, and the number of bytes of tensors that were read.
+        // Loads all ranks. Returns the ranks' logits and the number of tensor bytes read from the files.
         let load = |size: usize, split: Split, is_shared: bool| {
             let checkpoint = Checkpoint::open(&dir).unwrap();
             let before = read_bytes(&checkpoint);
@@ -275,7 +277,8 @@ fn all_ranks_together_read_every_byte_of_the_weights_once() {
     }
 }
 
-/// Compares answers on several ranks with answers on one rank. Covers preemptions, prefix hits, stop tokens, sampling.
+/// Compares answers on several ranks with answers on one rank.
+/// Covers preemptions, prefix hits, stop tokens and sampling.
 #[test]
 fn engines_of_several_ranks_answer_like_one_rank() {
     for (size, split) in [(2, Split::Tensor), (3, Split::Tensor), (2, Split::Layers), (4, Split::Layers)] {
@@ -310,7 +313,8 @@ fn several_answers_to_one_prompt_share_its_blocks_on_all_ranks() {
     assert_eq!(answers(queued_steps::demo().devices(devices)), answers(queued_steps::demo()));
 }
 
-/// Scores two prompts at once and generates a few tokens after each. Only the longer prompt takes several chunks.
+/// Scores two prompts at once and generates a few tokens after each prompt.
+/// The longer prompt takes several chunks, and the shorter prompt takes one.
 #[test]
 fn several_ranks_score_prompts_like_one_rank() {
     let logprobs = |builder: EngineBuilder| {

@@ -1,6 +1,6 @@
 //! Tests of several ranks that run one model together on GPUs. With fewer GPUs than ranks, several ranks share a GPU.
 //!
-//! While one GPU waits for another, no other test may load kernels or allocate memory on them, so these tests run alone.
+//! While one GPU waits for another GPU, no test may load kernels or allocate memory. These tests therefore run alone.
 
 use std::path::Path;
 use std::time::Duration;
@@ -37,8 +37,8 @@ fn on_gpus<T: Send>(
     })
 }
 
-/// Returns the elements of `x`. Synchronizes before the copy to the host:
-/// on a shared GPU, a copy that waits for an exchange would keep the other ranks from launching kernels.
+/// Returns the elements of `x`. Synchronizes the device before the copy to the host.
+/// On a shared GPU, a copy that waits for an exchange would keep the other ranks from launching kernels.
 fn on_host(x: &Tensor) -> Vec<f32> {
     x.device().synchronize().unwrap();
     x.flatten_all().unwrap().to_vec1().unwrap()
@@ -51,7 +51,7 @@ fn gpus_exchange_tensors_of_all_sizes() {
     for (size, path) in cases.into_iter().chain([(2, ExchangePath::HostMemory), (3, ExchangePath::HostMemory)]) {
         on_gpus(size, path, |world, device, exchange| {
             for round in 0..3 {
-                // The last two tensors are larger than a region of a mailbox.
+                // The last two tensors are larger than one region of a mailbox.
                 for count in [1, 3, 4, 2880, 2881, 8 * 2880, 5_000_000, 5_000_003] {
                     let x: Vec<f32> = (0..count).map(|i| value(world.rank(), i + round)).collect();
                     let x = Tensor::from_vec(x, count, device).unwrap();
@@ -69,7 +69,7 @@ fn gpus_exchange_tensors_of_all_sizes() {
                         value => value,
                     };
                     let expected = |i: usize| match (0..size).map(|rank| part(rank, i)).sum::<f32>() {
-                        // With more than two ranks, the sums are rounded, too.
+                        // With more than two ranks, sums are rounded to bf16 as well.
                         sum if is_rounded && size > 2 => bf16::from_f32(sum).to_f32(),
                         sum => sum,
                     };
@@ -92,7 +92,7 @@ fn gpus_exchange_tensors_of_all_sizes() {
     }
 }
 
-/// Runs many sums in a row and compares each one with the sum that was computed beforehand.
+/// Runs many sums in a row and compares each sum with a sum that was computed beforehand.
 /// `INFERNO_TEST_EXCHANGES` sets the number of sums, which is 10,000 by default.
 #[test(gpu_alone)]
 fn many_sums_in_a_row_are_exact() {
@@ -115,7 +115,7 @@ fn many_sums_in_a_row_are_exact() {
             for sum in 0..sums {
                 let difference = (exchange.sum(&parts[sum % TENSORS]).unwrap() - &expected[sum % TENSORS]).unwrap();
                 error = error.maximum(&difference.abs().unwrap()).unwrap();
-                // With too many queued operations, launches block. On a shared GPU, this also blocks the other rank.
+                // Too many queued operations block the next launch. On a shared GPU, they also block the other rank.
                 if sum % 50 == 0 {
                     device.synchronize().unwrap();
                 }
@@ -128,7 +128,7 @@ fn many_sums_in_a_row_are_exact() {
     }
 }
 
-/// Each data word of an exchange is its own arrival flag, so no value may look like a word that has not arrived.
+/// In an exchange, each data word is its own arrival flag. No value may look like a word that has not arrived.
 #[test(gpu_alone)]
 fn gpus_exchange_every_kind_of_number() {
     let values = [f32::from_bits(u32::MAX), f32::NAN, f32::INFINITY, -0.0, f32::MIN_POSITIVE / 2.0, 1.0, 2.0, 3.0];
@@ -150,7 +150,7 @@ fn gpus_exchange_every_kind_of_number() {
             assert!(sum[0].is_nan() && sum[1].is_nan() && sum[2..4] == [f32::INFINITY, 0.0], "{sum:?}");
             assert_eq!(sum[5..], [2.0, 4.0, 6.0]);
         }
-        // With too many queued operations, launches block. On a shared GPU, this also blocks the other rank.
+        // Too many queued operations block the next launch. On a shared GPU, they also block the other rank.
         for _ in 0..200 {
             (0..100).for_each(|_| drop(exchange.sum(&x).unwrap()));
             device.synchronize().unwrap();
@@ -165,7 +165,7 @@ fn gpus_exchange_every_kind_of_number() {
     }
 }
 
-/// With one GPU, both ranks share it, so the times do not measure an exchange between GPUs.
+/// If two ranks share one GPU, the times do not measure an exchange between GPUs.
 #[test(gpu_alone)]
 fn the_exchange_of_gpus_can_be_measured() {
     let times = on_ranks(2, |world| {
@@ -186,7 +186,7 @@ fn a_gpu_that_does_not_answer_ends_the_world() {
         if world.is_first() {
             on_host(&exchange.sum(&x).unwrap());
         } else {
-            // The second rank says that it launches, but launches nothing.
+            // The second rank announces a launch, but launches nothing.
             exchange.launch_together(&mut || Ok(())).unwrap();
         }
         std::thread::sleep(ANSWER_TIME + Duration::from_secs(2));
@@ -195,15 +195,16 @@ fn a_gpu_that_does_not_answer_ends_the_world() {
     assert!(errors.iter().all(|error| error.contains("GPU 2 of 2 does not answer")), "{errors:?}");
 }
 
-/// A first launch may take long, because hosts load kernels before it. Between two launches of graphs, they load none.
-/// A host that hangs between the launches is therefore noticed within the short time limit for a GPU.
+/// The first launch of a graph may take long, because hosts load kernels before it.
+/// Between two graph launches, hosts load no kernels.
+/// A host that hangs there is therefore noticed within the short time limit for a GPU.
 #[test(gpu_alone)]
 fn a_host_that_does_not_launch_its_graph_ends_the_world() {
     let errors = on_gpus(2, ExchangePath::Direct, |world, device, exchange| {
         on_host(&exchange.sum(&Tensor::new(&[1f32], device).unwrap()).unwrap());
         exchange.launch_together(&mut || Ok(())).unwrap();
         if world.is_first() {
-            // Returns once the time limit is over, because the second rank launches no second graph.
+            // This call returns once the time limit is over, because the second rank launches no second graph.
             exchange.launch_together(&mut || Ok(())).unwrap();
         } else {
             std::thread::sleep(ANSWER_TIME + Duration::from_secs(2));
@@ -222,7 +223,7 @@ fn decode_graphs_of_ranks_agree_with_transformers() {
         for case in golden_models(|model| model.kind != GoldenKind::Compressed) {
             let dir = golden(case);
             let (ids, expected) = expected(&dir.join("golden.safetensors"));
-            // In f16, the ranks exchange data through host memory.
+            // With f16, the ranks exchange data through host memory. With other dtypes, they exchange it directly.
             let path = if dtype == DType::F16 { ExchangePath::HostMemory } else { ExchangePath::Direct };
             for split in [Split::Tensor, Split::Layers] {
                 let graph_logits =
@@ -261,7 +262,7 @@ fn graph_logits(
         return None;
     }
     let DecodePlan::Graph(mut graph) = plan else { return None };
-    // Run an eager pass to load kernels. Ranks that share a GPU cannot load kernels while one rank waits for the other.
+    // Run an eager pass to load the kernels. On a shared GPU, no rank can load kernels while a rank waits for another.
     logits_of(&decoder, &ids[..1], dtype, device).unwrap();
     device.synchronize().unwrap();
     world.check().unwrap();

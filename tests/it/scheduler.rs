@@ -14,7 +14,8 @@ use inferno::runner::PromptParts;
 
 use crate::support::Random;
 
-/// Returns the peak number of blocks of a sequence of `tokens` tokens if each chunk has at most `chunk` tokens.
+/// Returns the most blocks that a sequence of `tokens` tokens uses at any time.
+/// Each chunk of the sequence has at most `chunk` tokens.
 fn most_blocks(windows: &[Option<usize>], tokens: usize, chunk: usize) -> usize {
     windows.iter().map(|&window| peak_blocks(window, tokens, chunk)).sum()
 }
@@ -32,11 +33,11 @@ struct Request {
     deadline: Option<Duration>,
     /// The time at which the client cancels the request.
     cancel: Option<Duration>,
-    /// The number of forks of this request. The forks follow their parent in the list of requests.
+    /// The number of forks of this request. The forks of a request come right after it in the list of requests.
     forks: usize,
     is_fork: bool,
-    /// The division of the prompt into parts, if set. Otherwise, the configuration decides.
-    /// No pass crosses the end of a part.
+    /// The lengths of the parts into which the prompt is divided. If not set, the configuration decides.
+    /// No pass crosses the end of a prompt part.
     prompt_parts: Option<PromptParts>,
 }
 
@@ -73,18 +74,20 @@ struct Tracked {
     outcome: Option<Outcome>,
     /// The number of steps that ran while the sequence was waiting.
     waited: usize,
-    /// The limit for `waited`: the most steps that all sequences ahead of this one may take.
+    /// The limit for `waited`: the most steps that all sequences ahead of the waiting sequence may take.
     ahead: usize,
 }
 
-/// The sort key of a waiting sequence: whether the sequence was preempted fewer than twice,
-/// its arrival plus 2 s per priority level (in nanoseconds), its arrival, and its id. The smallest key starts first.
+/// The sort key of a waiting sequence. The sequence with the smallest key starts first.
+/// The first part of the key is whether the sequence was preempted fewer than twice.
+/// The second part is its arrival plus 2 s per priority level, in nanoseconds.
+/// The last parts are its arrival and its id.
 type Rank = (bool, i128, Duration, SequenceId);
 
 struct Simulator<'a> {
     scenario: &'a Scenario,
     scheduler: Scheduler,
-    /// The queued step, whose tokens are not known yet.
+    /// The queued step. Its tokens are not known yet.
     queued: Option<StepPlan>,
     now: Duration,
     tracked: Vec<Tracked>,
@@ -94,7 +97,7 @@ struct Simulator<'a> {
     waiting: BTreeSet<Rank>,
     /// The sequences that the current plan preempted, if the plan also started forks.
     /// Forks start without a reserve of free blocks.
-    /// A fork can therefore displace a running sequence after the plan has admitted a new sequence.
+    /// A plan that has admitted a new sequence can therefore still preempt a running sequence for a fork.
     displaced: BTreeSet<SequenceId>,
     /// Submitted forks that are waiting for the prompt of another sequence.
     pending: BTreeSet<SequenceId>,
@@ -116,7 +119,7 @@ struct Simulator<'a> {
 /// What happened in a simulation. Two simulations of the same scenario must have equal summaries.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 struct Summary {
-    /// A digest of the work in all plans.
+    /// A digest of the sequences and tokens in all plans.
     plans: u64,
     finished: usize,
     canceled: usize,
@@ -127,7 +130,7 @@ struct Summary {
     /// The number of forks that started with the blocks of another sequence.
     forked: usize,
     hit_tokens: u64,
-    /// The number of chunks that exceed the limit in `Simulator::check_chunks`, about half of the token budget.
+    /// The number of chunks longer than the limit in `Simulator::check_chunks`, about half of the token budget.
     long_chunks: usize,
     steps: usize,
     duration: Duration,
@@ -224,11 +227,11 @@ impl<'a> Simulator<'a> {
             self.scheduler.submit(NewSequence { arrival, ..new });
         }
         let rank = self.rank(id);
-        // While a sequence is waiting, every step computes at least one token of an earlier or a more senior sequence.
-        // A sequence is preempted at most twice, so each of its tokens is computed at most three times.
+        // While a sequence is waiting, every step computes at least one token of an earlier or more senior sequence.
+        // A sequence is preempted at most twice, so each token is computed at most three times.
         let steps = |id: SequenceId| {
             let Request { prompt, answer, .. } = &self.scenario.requests[id as usize];
-            // A step that is planned ahead can compute a token after the end of an answer.
+            // A step that is planned ahead can compute one token too many after the end of an answer.
             3 * (prompt.len() + answer + 2 * usize::from(self.scenario.plans_ahead))
         };
         let ahead = self.unfinished.iter().map(|&other| steps(other)).sum();
@@ -258,7 +261,7 @@ impl<'a> Simulator<'a> {
         }
     }
 
-    /// Marks the pending forks that the plan started as running. Moves pending forks without a parent to `waiting`.
+    /// Marks pending forks as running if the plan started them. Moves pending forks without a parent to `waiting`.
     fn update_forks(&mut self, plan: &StepPlan) {
         for id in self.pending.clone() {
             if plan.expired.contains(&id) || self.scheduler.parent(id).is_some() {
@@ -358,7 +361,7 @@ impl<'a> Simulator<'a> {
         }
     }
 
-    /// Checks that sequences expire only after their deadline and before their start.
+    /// Checks that sequences expire only after their deadline, and only if they have not started.
     fn check_expired(&mut self, plan: &StepPlan) {
         for &id in &plan.expired {
             let deadline = self.scenario.requests[id as usize].deadline;
@@ -368,7 +371,7 @@ impl<'a> Simulator<'a> {
         }
     }
 
-    /// Checks that running sequences are preempted only if blocks can run out, and each at most twice.
+    /// Checks that running sequences are preempted only if blocks can run out. Each is preempted at most twice.
     fn check_preempted(&mut self, plan: &StepPlan) {
         for &id in &plan.preempted {
             assert!(!self.has_ample_blocks, "sequence {id} was preempted although there are blocks for all sequences");
@@ -385,7 +388,7 @@ impl<'a> Simulator<'a> {
     }
 
     /// Checks that the plan starts with one decode for each sequence in `decoding` that the plan does not preempt.
-    /// Also checks that the plan is empty only if no sequence is left, or if a queued step runs.
+    /// An empty plan is allowed only if no sequence is left, or if a queued step runs.
     fn check_order(&self, plan: &StepPlan, decoding: &BTreeSet<SequenceId>) {
         let is_decode = |work: &SequenceWork| decoding.contains(&work.id);
         assert!(plan.work.is_sorted_by_key(|work| !is_decode(work)), "a prefill comes before a decode");
@@ -411,7 +414,7 @@ impl<'a> Simulator<'a> {
     /// Returns the running sequences whose prompts the plan leaves unfinished.
     fn with_unfinished_prompt(&self, plan: &StepPlan, decoding: &BTreeSet<SequenceId>) -> BTreeSet<SequenceId> {
         // A sequence with pending forks leaves its last prompt token to the next step.
-        // A sequence with prompt parts does so too, and then computes one token per step.
+        // A sequence with prompt parts also leaves its last prompt token, and then computes one token per step.
         let parents: BTreeSet<_> = self.pending.iter().filter_map(|&fork| self.scheduler.parent(fork)).collect();
         let is_done = |id: &SequenceId| {
             let last = self.scenario.requests[*id as usize].prompt.len() - 1;
@@ -422,8 +425,8 @@ impl<'a> Simulator<'a> {
             let is_complete = self.awaits_last_token(*id);
             is_complete || decoding.contains(id) || plan.work.iter().any(|work| work.id == *id && work.range.end == end)
         };
-        // With several tenants, a plan may leave out a running sequence that finds no free blocks,
-        // because a newly started sequence of another tenant is not preempted for it.
+        // With several tenants, a plan may leave out a running sequence that finds no free blocks.
+        // The plan does not preempt a newly started sequence of another tenant for such a sequence.
         let has_work = |id: &SequenceId| !self.has_tenants || plan.work.iter().any(|work| work.id == *id);
         self.tracked_running().into_iter().filter(|id| has_work(id) && !is_done(id)).collect()
     }
@@ -440,7 +443,8 @@ impl<'a> Simulator<'a> {
         }
     }
 
-    /// Checks that the step exceeds its token budget by less than one prompt part, or not at all without prompt parts.
+    /// Checks that a step with prompt parts exceeds its token budget by less than one part.
+    /// Without prompt parts, a step must stay within its budget.
     /// With ample blocks, also checks that only the budget and `max_sequences` limit the step.
     fn check_budget(&self, plan: &StepPlan, undone: &BTreeSet<SequenceId>, has_forked: bool) {
         let SchedulerConfig { token_budget, max_sequences, .. } = self.scenario.config;
@@ -451,7 +455,7 @@ impl<'a> Simulator<'a> {
         );
         if self.has_ample_blocks && tokens < token_budget {
             assert_eq!(undone.len(), 0, "{} tokens of the budget are unused", token_budget - tokens);
-            // Until forks have copied their shared block, the scheduler counts one block too many for the forks.
+            // Until forks have copied their shared block, the scheduler counts one block too many for them.
             let is_full = self.tracked_running().len() == max_sequences || has_forked;
             assert!(is_full || self.waiting.is_empty(), "a waiting sequence could have started");
         }
@@ -463,7 +467,7 @@ impl<'a> Simulator<'a> {
         own.or(self.scenario.config.prompt_parts).map(PromptParts::tokens)
     }
 
-    /// Returns the decoding sequences: running sequences with only their last sampled token left to compute.
+    /// Returns the decoding sequences: running sequences that only have to compute their last sampled token.
     fn decoding(&self) -> BTreeSet<SequenceId> {
         let is_decoding = |id: &SequenceId| {
             let tracked = &self.tracked[*id as usize];
@@ -512,7 +516,7 @@ impl<'a> Simulator<'a> {
             );
             if tracked.started.is_none() {
                 tracked.started = Some(self.now);
-                // Sequences of other tenants can start first, however late they arrive.
+                // Sequences of other tenants can start first, even if they arrive later.
                 assert!(
                     self.has_tenants || tracked.waited <= tracked.ahead,
                     "sequence {id} waited {} steps, but the limit is {}",
@@ -545,7 +549,7 @@ impl<'a> Simulator<'a> {
         }
     }
 
-    /// Writes digests where a step would write keys and values.
+    /// Writes digests at the positions where a step would write keys and values.
     fn write(&mut self, plan: &StepPlan) {
         for copy in &plan.copies {
             let from = copy.from as usize * BLOCK_TOKENS;
@@ -563,12 +567,12 @@ impl<'a> Simulator<'a> {
         }
     }
 
-    /// Returns the prompt parts of a sequence: its own, or the scheduler's.
+    /// Returns the prompt parts of a sequence, or the scheduler's prompt parts if the sequence has none.
     fn prompt_parts(&self, id: SequenceId) -> Option<PromptParts> {
         self.scenario.requests[id as usize].prompt_parts.or(self.scenario.config.prompt_parts)
     }
 
-    /// Returns the positions that are computed in the same pass as `position`, in a step that computes `range`.
+    /// Returns the positions that are computed in the same pass as `position`, if a step computes `range`.
     /// Without prompt parts, keys and values do not depend on the pass, so the returned range is empty.
     fn pass(&self, id: SequenceId, range: &Range<usize>, position: usize) -> Range<usize> {
         match self.prompt_parts(id) {
@@ -577,8 +581,8 @@ impl<'a> Simulator<'a> {
         }
     }
 
-    /// Returns the digest of the keys and values at a position.
-    /// The digest depends on all tokens up to the position, on the pass and on the group.
+    /// Returns the digest that stands for the keys and values at a position.
+    /// The digest depends on all tokens up to the position, on the pass, and on the KV cache group.
     fn digest(&self, id: SequenceId, group: usize, pass: Range<usize>, position: usize) -> u64 {
         let tokens = self.tracked[id as usize].digests[position];
         digest(digest(tokens, pass.start as u64), pass.end as u64).wrapping_add(group as u64)
@@ -664,12 +668,12 @@ impl<'a> Simulator<'a> {
     }
 }
 
-/// Returns the token that follows tokens with the digest `last`. Equal prompts get equal answers.
+/// Returns the next token after a text with the digest `last`. Equal prompts get equal answers.
 fn token_after(last: u64) -> u32 {
     (last >> 20) as u32 % 1000
 }
 
-/// Returns whether a cancellation at `time` happens while a step is running. This is true for about half of all times.
+/// Returns whether a cancellation at `time` happens while a step is running. About half of all times return true.
 fn is_during_step(time: Duration) -> bool {
     (time.as_nanos() / 1000).is_multiple_of(2)
 }
@@ -682,7 +686,7 @@ fn skewed(random: &mut Random, most: usize) -> usize {
 
 /// Returns a random scheduler and `count` random requests.
 fn random_scenario(seed: u64, count: usize) -> Scenario {
-    // Similar seeds would produce similar random numbers at first, so hash the seed.
+    // Similar seeds would produce similar first random numbers, so hash the seed.
     let mut random = Random(digest(seed, 1));
     let random = &mut random;
     // Short prompts, long answers and few blocks lead to preemptions.
@@ -715,7 +719,7 @@ fn random_scenario(seed: u64, count: usize) -> Scenario {
         _ => peak * max_sequences,
     };
     let texts: Vec<Vec<u32>> = (0..3).map(|_| (0..context).map(|_| random.below(1000) as u32).collect()).collect();
-    // With a gap of 0, all requests arrive at once. With a large gap, only a few run at the same time.
+    // With a gap of 0, all requests arrive at once. With a large gap between arrivals, only a few run at the same time.
     let gap_us = [0, 100, 1000, 10_000, 40_000][random.below(if is_tight { 3 } else { 5 })];
     let (has_priorities, has_deadlines, has_cancels) =
         (random.below(2) == 0, random.below(2) == 0, random.below(2) == 0);
@@ -881,7 +885,8 @@ fn low_priority_finishes_while_high_priority_requests_arrive() {
         is_fork: false,
         prompt_parts: None,
     };
-    // For 30 seconds, 50 requests per second arrive. With four sequences at a time, about 33 per second finish.
+    // The test submits 50 requests per second for 30 seconds.
+    // The scheduler can finish about 33 per second, four at a time.
     let mut requests: Vec<_> = (0..1500).map(|n| request(20 * n, 0)).collect();
     let low = requests.partition_point(|request| request.arrival < Duration::from_secs(1));
     requests.insert(low, request(1001, 3));
@@ -890,7 +895,7 @@ fn low_priority_finishes_while_high_priority_requests_arrive() {
     let mut simulator = Simulator::new(&scenario, 1);
     let summary = simulator.run();
     assert!(summary.duration > Duration::from_secs(40), "{summary:?}");
-    // Priority 3 counts as arriving six seconds later: at 7 s instead of 1 s.
+    // With priority 3, the request counts as arriving six seconds later: at 7 s instead of 1 s.
     let before = scenario.requests.iter().filter(|request| request.arrival < Duration::from_secs(7)).count();
     let started = |tracked: &Tracked| tracked.started.expect("all requests start");
     let start = started(&simulator.tracked[low]);
@@ -997,7 +1002,7 @@ fn a_sequence_whose_token_is_not_sampled_yet_is_not_planned() {
 
 #[test]
 fn a_sequence_that_is_preempted_twice_runs_to_its_end() {
-    // A sequence of 640 tokens needs all 10 blocks. Two sequences can start, because their prompts are short.
+    // A full sequence of 640 tokens needs all 10 blocks. Two sequences can start, because their prompts are short.
     let config = SchedulerConfig { token_budget: 64, max_sequences: 2, context: 640, prompt_parts: None };
     let mut scheduler = Scheduler::new(config, BlockManager::new(vec![None], 11));
     submit(&mut scheduler, 0, 10, usize::MAX);
@@ -1030,7 +1035,7 @@ fn a_sequence_that_is_preempted_twice_runs_to_its_end() {
 fn a_long_prompt_preempts_a_junior_sequence_only_for_its_own_half_of_the_budget() {
     let mut reached = BTreeSet::new();
     for head_start in 1..4 {
-        // The prompt of sequence 0 needs 10 of 11 blocks. During this prefill, sequence 1 grows to three blocks.
+        // The prompt of sequence 0 needs 10 of 11 blocks. Meanwhile, sequence 1 grows to three blocks.
         let config = SchedulerConfig { token_budget: 4, max_sequences: 2, context: 640, prompt_parts: None };
         let mut scheduler = Scheduler::new(config, BlockManager::new(vec![None], 12));
         submit(&mut scheduler, 0, 600, 10);
@@ -1105,7 +1110,7 @@ fn forks_of_a_started_prompt_do_not_expire() {
         submit_with_forks(&mut scheduler, Some(Duration::from_millis(10)));
         let plan = scheduler.plan(Duration::ZERO);
         scheduler.advance(0, plan.work[0].range.end);
-        // The client drops the first answer. The forks wait again, but do not expire: their prompt started in time.
+        // The client drops the first answer. The forks wait again, but their prompt started before the deadline.
         scheduler.finish(0);
         let plan = scheduler.plan(Duration::from_secs(1));
         assert_eq!((plan.expired, plan.work[0].id), (Vec::new(), 1));
@@ -1128,7 +1133,7 @@ fn prompts_share_blocks_only_with_the_same_salt() {
                 step(&mut scheduler);
             }
             scheduler.finish(id);
-            // Sequence 1 is the fork of sequence 0. For all other sequences, this call does nothing.
+            // Finish sequence 1 if it exists. It exists only as the fork of sequence 0.
             scheduler.finish(1);
             cached
         };

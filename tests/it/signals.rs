@@ -39,7 +39,7 @@ fn signals_restore_the_terminal() {
         (Signal::SIGTERM, false),
         (Signal::SIGHUP, true),
         (Signal::SIGQUIT, false),
-        // The signals below come from crashes and exceeded resource limits, except SIGUSR1, which other programs send.
+        // The next signals come from crashes and exceeded resource limits. Only SIGUSR1 comes from other programs.
         (Signal::SIGABRT, true),
         (Signal::SIGSEGV, false),
         (Signal::SIGSEGV, true),
@@ -106,7 +106,7 @@ fn crashes_restore_the_terminal() {
     }
 }
 
-/// Returns true if this process was started with `signal` ignored.
+/// Returns true if this process ignores `signal`.
 fn is_ignored(signal: Signal) -> bool {
     let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
     let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
@@ -150,7 +150,7 @@ fn ctrl_z_stops_the_chat_and_fg_continues_it() {
     shell.settle();
     shell.send(b"\x1a");
     shell.wait("shell: ");
-    // The shell notices the exit a moment later. If the job were still stopped, `jobs -l` would list it.
+    // The shell notices the program's exit a moment later. `jobs -l` would list the job if it were still stopped.
     shell.send(b"kill %1; for i in 1 2 3 4 5 6 7 8 9 10; do sleep 0.5; kill -0 %1 2> /dev/null || break; done\r");
     shell.wait("shell: ");
     shell.settle();
@@ -219,7 +219,7 @@ fn invalid_utf_8_leaves_the_line_unchanged() {
     let home = TempDir::new().unwrap();
     let mut chat = Screen::chat(&home, &[]);
     chat.settle();
-    // 0xe9 starts a three-byte UTF-8 character, but a space is not a continuation byte.
+    // 0xe9 starts a three-byte UTF-8 character. The space after 0xe9 makes the character invalid.
     chat.send(b"/st\xe9 ");
     chat.wait("not UTF-8");
     chat.settle();

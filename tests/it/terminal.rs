@@ -39,7 +39,7 @@ fn a_conversation_streams_and_remembers_earlier_turns() {
 #[test]
 fn ctrl_c_stops_the_answer_and_a_second_one_leaves() {
     let home = TempDir::new().unwrap();
-    // With --ignore-eos, this answer would fill the whole context.
+    // With --ignore-eos, an answer that is not stopped fills the whole context.
     let mut chat = play(&home, &["demo", "--ignore-eos", "--context", "4096"]);
     expect(&mut chat, ">>> ");
     chat.send_line("How do I download a model?").unwrap();

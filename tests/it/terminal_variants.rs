@@ -57,7 +57,7 @@ fn folding_and_unfolding_reasoning_changes_no_words() {
     chat.send(b"\x0f");
     let unfolded = wait_for_end(&mut chat);
     assert_eq!(words(&chat.bright_rows()), answers);
-    // On a busy machine, the first reasoning may end before the second Ctrl-O, and then stays folded.
+    // On a busy machine, the first reasoning may end before the second Ctrl-O. That reasoning then stays folded.
     assert!(unfolded == plain || unfolded.iter().any(|word| word == "thought:"), "{unfolded:?}\n{plain:?}");
 
     let mut chat = Screen::chat(&home, &LONG);
@@ -66,7 +66,7 @@ fn folding_and_unfolding_reasoning_changes_no_words() {
     chat.send(b"\x0f");
     let folded = wait_for_end(&mut chat);
     assert_eq!(words(&chat.bright_rows()), answers);
-    // Do not count the 4 words of each summary, such as `▸ thought: 3 words`: the reasoning may have fewer words.
+    // Do not count the 4 words of a summary such as `▸ thought: 3 words`. The folded reasoning may have fewer words.
     let summaries = folded.iter().filter(|word| *word == "thought:").count();
     assert!(summaries > 0 && folded.len() - 4 * summaries < plain.len(), "{folded:?}\n{plain:?}");
 }
@@ -105,7 +105,7 @@ fn a_pasted_megabyte_is_one_message() {
     chat.send(b"\r");
     chat.wait("this message alone exceeds");
     assert!(chat.say("My name is Ada").contains("tok/s"));
-    // Paste again while an answer is streaming.
+    // Paste text again while an answer is streaming.
     ask(&mut chat);
     chat.wait("\x1b[2m");
     chat.send(format!("\x1b[200~b {megabyte}\x1b[201~\r").as_bytes());

@@ -56,7 +56,7 @@ fn streamed_text_is_complete_and_never_splits_a_character() {
         streamed.push_str(&stream.finish(&tokenizer).unwrap());
         assert_eq!(streamed, tokenizer.decode(&ids).unwrap(), "{model}");
         assert_eq!(streamed.trim_start(), text, "{model}");
-        // A stream that continues after the first ids returns the remaining text, including a leading space.
+        // A stream that continues after some ids of a text returns the remaining text, including a leading space.
         let complete = |&end: &usize| !tokenizer.decode(&ids[..end]).unwrap().ends_with('\u{FFFD}');
         let half = (0..ids.len() / 2).rev().find(complete).unwrap();
         let mut stream = TextStream::continuing(&ids[..half]);
@@ -190,11 +190,11 @@ fn outcome(bytes: &[u8], text: &str) -> Option<String> {
     error
 }
 
-/// These files make the `tokenizers` crate panic, or made earlier versions of it panic (huggingface/tokenizers #2151).
+/// Tests files that make the `tokenizers` crate panic, or made earlier versions panic (huggingface/tokenizers #2151).
 #[test]
 fn files_that_make_the_library_panic_are_errors() {
     assert_eq!(outcome(&small(|_| ()), "abcab"), None);
-    // The truncation settings are for training and must be ignored.
+    // Truncation settings in tokenizer.json are for training and must be ignored.
     let truncation = json!({"max_length": 2, "stride": 5, "strategy": "LongestFirst", "direction": "Right"});
     assert_eq!(outcome(&small(|json| json["truncation"] = truncation), "abcab"), None);
     let template = json!({"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}},
@@ -237,14 +237,14 @@ fn strange_vocabularies_do_not_panic() {
             "normalized": false, "special": true});
         small(|json| json["added_tokens"] = json!([token]))
     };
-    // Each added token has the id of another token, an unused id, the text of another token, or no text.
+    // An added token may have the id or the text of another token, an unused id, or an empty text.
     for bytes in [added(0, "<s>"), added(u32::MAX.into(), "<s>"), added(1 << 40, "<s>"), added(4, "a"), added(4, "")] {
         println!("{:?}", outcome(&bytes, "ab<s>c"));
     }
     for vocab in [json!({}), json!({"a": u32::MAX}), json!({"a": 0, "b": 0}), json!({"": 0}), json!({"a": -1})] {
         println!("{:?}", outcome(&small(|json| json["model"]["vocab"] = vocab), "abc"));
     }
-    // Windows line breaks are whitespace. A byte order mark is not valid JSON.
+    // Windows line breaks in tokenizer.json are whitespace. A byte order mark is not valid JSON.
     let pretty: Value = serde_json::from_slice(&small(|_| ())).unwrap();
     let crlf = serde_json::to_string_pretty(&pretty).unwrap().replace('\n', "\r\n");
     assert_eq!(outcome(crlf.as_bytes(), "abc"), None);
@@ -252,10 +252,10 @@ fn strange_vocabularies_do_not_panic() {
     assert_eq!(outcome(&small(|_| ()), "a\r\nb\u{feff}\0c"), None);
 }
 
-/// Gemma has HTML tags as added tokens that are not special. They are text, as in transformers.
+/// Gemma's HTML tags are added tokens that are not special. inferno treats the tags as text, as transformers does.
 #[test]
 fn html_tags_are_text_unless_they_are_special() {
-    // The next tokens need ids from 4, because the vocabulary has four tokens.
+    // The ids of the added tokens start at 4, because the vocabulary has four tokens.
     let tokenizer = |contents: &[&str], special: bool| {
         let added = contents.iter().zip(4..).map(|(content, id)| {
             json!({"id": id, "content": content, "single_word": false, "lstrip": false, "rstrip": false,

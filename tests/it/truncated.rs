@@ -15,7 +15,7 @@ use crate::support::gguf::models::{demo_as_gguf, saved};
 use crate::support::program::{copy_of_demo, inferno};
 use crate::support::{Random, devices, golden};
 
-/// The number of loads per file format.
+/// The number of times that the test loads each file format.
 const LOADS: usize = 12;
 
 /// Copies a golden model to a temporary folder. Returns the path of the model and the path of its weights.

@@ -1,6 +1,6 @@
 //! `inferno bench`: measures how fast a model runs.
 //!
-//! Without `--concurrency`, follows llama-bench: prompts of random token ids, batch size 1, one warm-up run per test.
+//! Without `--concurrency`, tests are as in llama-bench: random token ids, batch size 1, one warm-up run per test.
 
 mod report;
 mod serving;
@@ -74,9 +74,9 @@ pub struct Args {
     load: LoadArgs,
 }
 
-/// The prompt length of the first request, in tokens. Later requests are measured with this length too.
+/// The prompt length of the first request, in tokens. The time of later requests is also measured for this length.
 const FIRST_PROMPT: usize = 512;
-/// The context positions for the two tokens that a chat test generates but does not time: the first and the last.
+/// The context positions for the first and last token of a chat test. The test generates these tokens untimed.
 const EXTRA_POSITIONS: usize = 2;
 /// The seed for random tokens and for sampling.
 const SEED: u64 = 1;
@@ -129,7 +129,7 @@ pub fn run(mut args: Args) -> Result<ExitCode> {
             runner.kernel_times()
         })??;
     }
-    // Measure the bandwidth after `at_end_bytes`, because the allocator keeps the buffers of this measurement.
+    // Measure the bandwidth after reading `at_end_bytes`, because the allocator keeps the buffers of the measurement.
     let bandwidth = bandwidth::measure(engine.device())?;
     tests.iter_mut().for_each(|result| result.set_bandwidth_share(bandwidth.as_ref()));
     serving.iter_mut().for_each(|serving: &mut Serving| serving.set_bandwidth_share(bandwidth.as_ref()));
@@ -187,7 +187,7 @@ impl Bench {
         (1..=self.repetitions as u64).map(|index| run(&self.engine, index)).collect()
     }
 
-    /// Measures prefill, decode and chat. Each of `depths` is a number of tokens in the KV cache before the test.
+    /// Runs the prefill, decode and chat tests. Each of `depths` is a number of tokens in the KV cache before a test.
     fn tests(&self, prompts: &[usize], decode: usize, depths: &[usize]) -> Result<Vec<TestResult>> {
         let mut tests = Vec::new();
         for &depth in depths {
@@ -264,7 +264,7 @@ impl Bench {
         Ok(TestResult::of_decode(test, &seconds, &self.step_bytes(tokens, depth)?, None))
     }
 
-    /// Measures requests, at most `concurrency` at once, after a warm-up with `concurrency` other requests.
+    /// Measures up to `concurrency` requests at once. Runs `concurrency` other requests before, as a warm-up.
     fn serving(&self, args: &Args, concurrency: usize) -> Result<Serving> {
         note(&format!("requests at once: {concurrency}"));
         let load = Load {
@@ -308,7 +308,8 @@ impl Bench {
         let mut gaps: Vec<Vec<Duration>> = Vec::new();
         let seconds = self.repeat(|engine, index| {
             let prompt = engine.random_tokens(SEED, depth.max(1));
-            // Generate two more tokens than are timed: the prefill produces the first, and no step follows the last.
+            // Generate two more tokens than are timed.
+            // The prefill produces the first token, and no step follows the last token.
             let stream = engine.complete_ids(&prompt, chat_options(tokens + 2, SEED + 1 + index))?;
             let mut events = stream.into_iter();
             events.next().transpose()?;

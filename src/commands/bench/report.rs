@@ -27,7 +27,7 @@ pub struct Report {
     pub seed: u64,
     pub repetitions: u32,
     pub tests: Vec<TestResult>,
-    /// `None` with `--concurrency`.
+    /// The time to first token. `None` with `--concurrency`.
     pub first_token: Option<FirstToken>,
     /// One measurement for each value of `--concurrency`.
     pub serving: Vec<Serving>,
@@ -156,7 +156,7 @@ struct Warm {
 }
 
 impl FirstToken {
-    /// Creates the result. The first argument is the prompt length and the time in milliseconds of the first request.
+    /// Creates the result. The tuple is the prompt length and the time in milliseconds of the first request.
     pub fn new((prompt_tokens, ms): (usize, f64), warm: Vec<(usize, Stats)>) -> Self {
         let warm = warm.into_iter().map(|(prompt_tokens, ms)| Warm { prompt_tokens, ms }).collect();
         Self { cold: Cold { prompt_tokens, ms }, warm }
@@ -196,7 +196,7 @@ impl Test {
     }
 }
 
-/// The results of one test. Each is one row of the table.
+/// The results of one test, shown as one row of the table.
 #[derive(Serialize)]
 pub struct TestResult {
     #[serde(flatten)]

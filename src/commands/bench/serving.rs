@@ -37,7 +37,7 @@ pub struct Load {
     pub seed: u64,
 }
 
-/// The results of running the requests of a [`Load`].
+/// The results of a measurement with the requests of a [`Load`].
 #[derive(Clone, Debug, Serialize)]
 pub struct Serving {
     pub concurrency: usize,
@@ -50,7 +50,7 @@ pub struct Serving {
     /// Generated tokens of all requests, divided by `seconds`.
     pub output_tok_per_s: f64,
     /// Generated tokens per second while all requests are decoding.
-    /// This time begins when every request has its first token, and ends when any request ends.
+    /// Measured from the moment when every request has its first token until any request ends.
     /// `None` if a request ended before every request had its first token.
     pub decode_tok_per_s: Option<f64>,
     pub ttft_ms: Percentiles,
@@ -62,12 +62,12 @@ pub struct Serving {
     pub hit_rate: f64,
     /// The number of times that a request gave up its blocks because the KV cache was full.
     pub preemptions: u64,
-    /// How long the engine's steps took.
+    /// The durations of the engine's steps.
     pub steps: Vec<StepTime>,
-    /// The mean number of different experts per layer that a decode step used. `None` if they were not counted.
+    /// The mean number of distinct experts per layer that a decode step used. `None` if the experts were not counted.
     pub experts_per_step: Option<f64>,
-    /// The bytes that a decode step of all requests must read, halfway through the answers.
-    /// `None` with `--rate`, with lengths that differ, or if the model has experts whose use was not counted.
+    /// The bytes that a decode step of all requests must read, when all answers are half generated.
+    /// `None` with `--rate` or with varying lengths. Also `None` if the model has experts that were not counted.
     pub step_bytes: Option<StepBytes>,
     /// `step_bytes` divided by the time of a decode step.
     pub read_bytes_per_s: Option<f64>,
@@ -83,7 +83,7 @@ pub struct Percentiles {
 }
 
 impl Serving {
-    /// Sets the bytes that a decode step of all requests reads, and computes the read bandwidth from them.
+    /// Sets the bytes that a decode step of all requests reads, and computes the read bandwidth from these bytes.
     pub fn set_step_bytes(&mut self, bytes: StepBytes) {
         let steps_per_s = self.decode_tok_per_s.map(|tok_per_s| tok_per_s / self.concurrency as f64);
         self.step_bytes = Some(bytes);
@@ -116,7 +116,7 @@ struct RequestTimes {
     cached_tokens: usize,
 }
 
-/// Runs the requests of `load`. The caller sets the figures of the engine, such as `preemptions`.
+/// Runs the requests of `load`. The caller must set the values that only the engine knows, such as `preemptions`.
 pub fn measure(engine: &EngineHandle, load: &Load) -> Result<Serving> {
     let lengths: Vec<(usize, usize)> = (0..load.requests as u64).map(|index| load.request_lengths(index)).collect();
     let prompts: Vec<Vec<u32>> = lengths
@@ -131,7 +131,7 @@ pub fn measure(engine: &EngineHandle, load: &Load) -> Result<Serving> {
         let next = jobs.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).next();
         let Some(((prompt, (_, output)), arrival)) = next else { return Ok(None) };
         thread::sleep(arrival.saturating_sub(started.elapsed()));
-        // With a rate, measure the time to first token from the arrival, to include the wait for a free client.
+        // With an arrival rate, measure time to first token from the arrival, to include the wait for a free client.
         let submitted = if load.rate.is_some() { started + arrival } else { Instant::now() };
         let options = GenerateOptions {
             max_tokens: Some(output),
@@ -283,7 +283,7 @@ mod tests {
         let serving = LOAD.summarize(started, &[request(&[100, 200, 300, 400]), request(&[200, 300, 400, 500])]);
         assert_eq!((serving.requests, serving.output_tokens, serving.cached_tokens), (2, 8, 6));
         assert!((serving.output_tok_per_s - 16.0).abs() < 1e-6);
-        // Both requests are decoding from 200 ms to 400 ms. They generate four tokens in this time.
+        // Both requests decode from 200 ms to 400 ms, and together generate four tokens in that time.
         assert!((serving.decode_tok_per_s.unwrap() - 20.0).abs() < 1e-6);
         assert!((serving.ttft_ms.p99 - 200.0).abs() < 1e-6 && (serving.itl_ms.p50 - 100.0).abs() < 1e-6);
     }

@@ -1,4 +1,4 @@
-//! Checks the decode graph: compares its logits for a tiny model with the logits of a forward pass on the CPU.
+//! Checks the decode graph: compares its logits for a tiny model with logits from the CPU.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -100,7 +100,7 @@ impl Drop for TemporaryFolder {
 
 /// Writes a Qwen3-MoE checkpoint with random weights: one MoE layer and one dense layer.
 ///
-/// Every token uses all experts. Otherwise, a rounding error could change which experts are selected.
+/// Every token uses all experts. Otherwise, a rounding error could select different experts.
 fn write_checkpoint(dir: &Path) -> Result<()> {
     let config = serde_json::json!({
         "model_type": "qwen3_moe", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -144,7 +144,7 @@ fn write_checkpoint(dir: &Path) -> Result<()> {
         ((state >> 40) as f32 / (1u64 << 24) as f32 - 0.5) * 3.4
     };
     let tensors = shapes.into_iter().map(|(name, shape)| {
-        // Norm weights are near 1. Matrices are scaled so that outputs are about as large as inputs.
+        // Norm weights are near 1. Matrix weights are scaled so that outputs are about as large as inputs.
         let (center, scale) = match shape[..] {
             [_, columns] => (0.0, (columns as f32).powf(-0.5)),
             _ => (1.0, 0.1),

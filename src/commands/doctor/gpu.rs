@@ -19,7 +19,7 @@ pub struct SelfTest {
     name: String,
     dtype: &'static str,
     passed: bool,
-    /// The maximum error relative to the largest reference value. `None` if it is not finite or the kernel failed.
+    /// The maximum error, relative to the largest reference value. `None` if not finite or if the kernel failed.
     error: Option<f32>,
     tolerance: f32,
     seconds: f64,
@@ -61,11 +61,11 @@ pub fn check(findings: &mut Vec<Finding>, self_test: &mut Vec<SelfTest>) {
         || Finding::warn("driver", "cannot run nvidia-smi: the NVIDIA driver or the GPU is missing", "nvidia-smi"),
         |driver| Finding::pass("driver", driver),
     );
-    // Insert the driver after the build and before the GPUs.
+    // Insert the finding about the driver after the build and before the GPUs.
     findings.insert(1, driver);
 }
 
-/// Reports a GPU that cannot be opened. `seen` names the GPUs that nvidia-smi lists.
+/// Returns the finding for a GPU that cannot be opened. `seen` names the GPUs that nvidia-smi lists.
 fn no_gpu(error: &anyhow::Error, seen: Option<String>) -> Finding {
     let (reason, next) = match error.downcast_ref::<Error>() {
         Some(Error::NoGpu { reason, hint }) => (reason.clone(), hint.lines().next().unwrap_or_default()),
@@ -79,7 +79,7 @@ fn no_gpu(error: &anyhow::Error, seen: Option<String>) -> Finding {
 
 /// Checks that this build's kernels can run on the GPU, and that at least half of the GPU memory is free.
 ///
-/// `built` is the lowest compute capability that the kernels run on. `None` without GPU support.
+/// `built` is the lowest compute capability that the kernels run on. `None` in a build without GPU support.
 /// `is_native` is true if the build contains machine code for this GPU.
 fn gpu(ordinal: usize, info: &DeviceInfo, built: Option<(u32, u32)>, is_native: bool) -> Finding {
     let what = format!("{ordinal}: {info}");
@@ -164,7 +164,7 @@ mod tests {
 
     #[test]
     fn gpu_is_checked_against_the_builds_compute_capability() {
-        // A release build contains machine code for the compute capability `built` and for some later ones: `natives`.
+        // A release build has machine code for the compute capability `built` and for the later ones in `natives`.
         let check_with = |found, built, natives: &[(u32, u32)], free_bytes| {
             let info = DeviceInfo { name: "X".into(), compute_capability: Some(found), free_bytes, total_bytes: 100 };
             let finding = gpu(0, &info, Some(built), found == built || natives.contains(&found));

@@ -1,4 +1,4 @@
-//! Checks how the GPUs can exchange data. A model on several GPUs is slower without direct exchange.
+//! Checks how the GPUs can exchange data. Without direct exchange, a model on several GPUs is slower.
 
 use std::panic::resume_unwind;
 use std::thread;
@@ -21,7 +21,7 @@ pub fn check() -> Option<Finding> {
     })
 }
 
-/// The times of an exchange. The inner error says why the GPUs cannot exchange data on this path.
+/// The measured times of a data exchange. The inner error says why the GPUs cannot exchange data on this path.
 type Measured = Result<Result<ExchangeTimes, String>>;
 
 /// Measures the exchange between the first `count` GPUs.
@@ -29,7 +29,7 @@ fn measure(count: usize, path: ExchangePath) -> Measured {
     thread::scope(|scope| {
         let measure = |world: World| {
             let measured = measure_rank(&world, path);
-            // If this rank fails, end the exchange, because the other ranks would otherwise wait for this rank.
+            // If this rank fails, end the exchange. Otherwise, the other ranks would wait for this rank.
             measured.inspect_err(|error| world.end(&one_line(error)))
         };
         let threads: Vec<_> =
@@ -52,7 +52,7 @@ fn measure_rank(world: &World, path: ExchangePath) -> Measured {
     }
 }
 
-/// Returns the finding. `through_host` is set if a direct exchange is not possible.
+/// Returns the finding about the links. `through_host` is set if a direct exchange between GPUs is not possible.
 fn finding(count: usize, direct: Measured, through_host: Option<Measured>) -> Finding {
     const NEXT: &str = "nvidia-smi topo -p2p r";
     match (direct, through_host) {

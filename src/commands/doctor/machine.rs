@@ -7,9 +7,9 @@ use crate::error::Error;
 use crate::hub::{Hub, TokenStatus};
 use crate::text::{one_line, size};
 
-/// Free disk space below this value causes a warning, because large models do not fit.
+/// The free disk space, in bytes, below which `inferno doctor` warns that large models do not fit.
 const ENOUGH_BYTES: u64 = 20_000_000_000;
-/// Free disk space below this value causes a failure.
+/// The free disk space, in bytes, below which `inferno doctor` reports a failure.
 const LOW_BYTES: u64 = 100_000_000;
 
 pub fn build() -> Finding {

@@ -53,7 +53,7 @@ impl HubModels {
     /// Finds a model by its name or by a unique part of its name, at the revision in the configuration file, if any.
     fn find_snapshot(&self, name: &str) -> Result<Snapshot> {
         let snapshot = self.hub.find(name, None)?;
-        // Report invalid settings of the new model now, while the old model is still loaded.
+        // Parse the new model's settings now, to report invalid settings while the old model is still loaded.
         let args = (self.reparse)(&snapshot.name)?;
         let revision = args.origin.configured.get("revision").and_then(|values| values.first());
         let has_revisions = matches!(snapshot.source, Source::Inferno | Source::HuggingFace);
@@ -139,7 +139,7 @@ fn choose_snapshot(hub: &Hub) -> Result<Option<Snapshot>> {
 /// Prints a summary of the loaded model to stderr, if stderr is a terminal.
 fn introduce(snapshot: &Snapshot, engine: &Engine) {
     let info = engine.info();
-    // Show the executor and the attention kernel only on a GPU, because a CPU has only one executor and one kernel.
+    // On a CPU, do not show the executor and the attention kernel, because there is only one of each.
     let executor = match info.device.compute_capability {
         Some(_) => format!(" · {}, {} attention", engine.executor(), info.attention),
         None => String::new(),

@@ -27,7 +27,7 @@ pub fn select(url: &str, args: &Args, is_one_shot: bool) -> Result<Option<Select
     let found = args.model.as_deref().map(|name| client::find(&models, name, &connection));
     let model = match found {
         Some(Ok(model)) => model,
-        // A resumed conversation may come from another server, whose model this server does not have.
+        // A resumed conversation may name a model that this server does not have.
         Some(Err(error)) if args.resume.is_none() => return Err(error),
         Some(Err(_)) | None => match default_model(&models, &connection, is_one_shot)? {
             Some(model) => model,
@@ -71,7 +71,7 @@ impl ModelSource for ServerModels {
     fn find(&self, name: &str) -> Result<ModelId> {
         let models = client::list(&self.connection)?;
         let model = client::find(&models, name, &self.connection)?;
-        // Report invalid settings of the new model now, while the old model is still in use.
+        // Parse the new model's settings now, to report invalid settings while the old model is still in use.
         (self.reparse)(&model.name)?;
         Ok(ModelId::Remote(model.name.clone()))
     }

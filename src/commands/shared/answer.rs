@@ -1,4 +1,4 @@
-//! One-shot answers, printed as text, as one JSON object, or as streamed JSON lines.
+//! Prints a one-shot answer as text, as one JSON object, or as streamed JSON lines.
 
 use std::io::{IsTerminal, Write};
 use std::process::ExitCode;
@@ -17,7 +17,7 @@ use crate::text::{printable, without_controls};
 /// Prints the answer to `prompt`. Renders Markdown if stdout is a terminal with colors, unless `plain` or `raw` is set.
 ///
 /// If stderr is a terminal, also shows the statistics and, unless hidden, the reasoning.
-/// The reasoning goes to stdout if the answer is rendered, otherwise to stderr.
+/// The reasoning goes to stdout if Markdown is rendered, otherwise to stderr.
 pub fn text(mut session: Session, prompt: &str) -> Result<ExitCode> {
     cancel_on_ctrl_c(session.cancel.clone())?;
     let shows_reasoning = std::io::stderr().is_terminal() && session.settings.reasoning == ReasoningVisibility::Shown;
@@ -37,7 +37,7 @@ pub fn text(mut session: Session, prompt: &str) -> Result<ExitCode> {
     Ok(exit_code(&turn))
 }
 
-/// Returns a warning for a turn whose reasoning used up all tokens, or `None` for any other turn.
+/// Returns a warning if the reasoning of a turn used up all tokens, so that there is no answer. Otherwise `None`.
 fn missing_answer(turn: &Turn) -> Option<String> {
     let summary = &turn.summary;
     if !turn.text.is_empty() || turn.reasoning.is_empty() || summary.finish_reason != FinishReason::Length {
@@ -97,7 +97,7 @@ fn write(session: &mut Session, prompt: &str, shows_reasoning: bool) -> Result<T
     Ok(turn)
 }
 
-/// Prints one JSON object when the answer is complete.
+/// Prints the answer as one JSON object when the answer is complete.
 pub fn json(mut session: Session, prompt: &str) -> Result<ExitCode> {
     cancel_on_ctrl_c(session.cancel.clone())?;
     let seed = seed(&session);
@@ -111,7 +111,7 @@ pub fn json(mut session: Session, prompt: &str) -> Result<ExitCode> {
     Ok(exit_code(&turn))
 }
 
-/// Prints one JSON object per line: `start`, an object for each piece of text as it arrives, then `end` or `error`.
+/// Prints JSON lines: `start`, an object for each piece of text as it arrives, then `end` or `error`.
 pub fn json_lines(mut session: Session, prompt: &str) -> Result<ExitCode> {
     cancel_on_ctrl_c(session.cancel.clone())?;
     let (model, seed) = (session.model.clone(), seed(&session));

@@ -9,7 +9,7 @@
 //! 5. the configuration file's settings for all models
 //! 6. the flag's own default
 //!
-//! Values from sources 2 to 5 become clap defaults, and then the command line is parsed again.
+//! Values from sources 2 to 5 become clap defaults. Then clap parses the command line again.
 //! The code that uses a flag therefore does not depend on the source of the value.
 
 use std::ffi::OsString;
@@ -29,7 +29,7 @@ use crate::error::Error;
 use crate::files;
 use crate::hub::Hub;
 
-/// The flags about the model that can be set outside the command line, for `play` and for `serve`.
+/// The flags about the model that `play` and `serve` also read from sources other than the command line.
 const MODEL_FLAGS: [&str; 10] =
     ["attention", "chunk", "context", "deterministic", "device", "dtype", "eager", "quantize", "revision", "split"];
 
@@ -68,7 +68,7 @@ static CONFIGURATION_KEYS: LazyLock<Vec<&str>> = LazyLock::new(|| sorted(&[&PLAY
 /// Kubernetes sets `INFERNO_PORT` to a URL if a service is named `inferno`.
 const NOT_IN_ENVIRONMENT: [&str; 1] = ["port"];
 
-/// The flags of `health` that can be set outside the command line. They share their settings with flags of `serve`.
+/// The flags of `health` that can be set outside the command line. Settings of `serve` also apply to `health`.
 const HEALTH_FLAGS: [&str; 3] = ["host", "port", "tls-cert"];
 
 /// The flags of `bench`, `perplexity` and `replay` that can be set outside the command line.
@@ -94,7 +94,7 @@ pub struct KnownModel<'a> {
     pub saved: Option<&'a SavedConversation>,
 }
 
-/// Parses the command line and fills in flags from the other sources.
+/// Parses the command line, and fills in flags from the environment, the conversation and the configuration file.
 ///
 /// If the command line is invalid, prints an error and exits, as clap does.
 pub fn parse(command: Command, known: Option<&KnownModel>) -> Result<ParsedCommandLine> {
@@ -124,7 +124,7 @@ pub fn parse(command: Command, known: Option<&KnownModel>) -> Result<ParsedComma
 
     let typed_model = arguments.try_get_one::<String>("model").ok().flatten();
     let saved = match (arguments.try_get_one::<String>("resume"), known) {
-        // Do not read the conversation again, because it may have been renamed since the first parse.
+        // Do not read the conversation again, because its file may have been renamed since the first parse.
         (_, Some(known)) => known.saved.cloned(),
         (Ok(Some(name)), None) => Some(journal::read_saved(Some(name))?),
         _ => None,
@@ -133,7 +133,7 @@ pub fn parse(command: Command, known: Option<&KnownModel>) -> Result<ParsedComma
     let model = known.map(|known| known.name).or(typed_model.or(saved_model).map(String::as_str));
 
     let (mut configured, path) = read_configuration(model, arguments)?;
-    // Drop the flags of other subcommands, which the configuration file may also set.
+    // Drop the flags of other subcommands, which the configuration file may contain.
     configured.retain(|flag, _| flags.contains(&flag.as_str()));
     for (flag, values) in &configured {
         parser.check(flag, values).map_err(|reason| Error::usage(format!("{path}: {reason}")))?;
@@ -149,7 +149,7 @@ pub fn parse(command: Command, known: Option<&KnownModel>) -> Result<ParsedComma
         configured.remove("system");
         configured.retain(|flag, _| !line.requested.get(flag).is_some_and(|values| is_removed_limit(flag, values)));
     }
-    // `MODEL@REV` on the command line also sets the revision and overrides the other sources.
+    // `MODEL@REV` on the command line also sets the revision, and therefore overrides a revision from other sources.
     let is_typed_in_model = |flag: &str| flag == "revision" && typed_model.is_some_and(|model| model.contains('@'));
     line.requested.retain(|flag, _| !is_typed_in_model(flag));
     configured.retain(|flag, _| !is_typed_in_model(flag));
@@ -164,7 +164,7 @@ pub fn parse(command: Command, known: Option<&KnownModel>) -> Result<ParsedComma
         line.matches = matches;
     }
     line.requested.extend(typed_values(&line.matches, flags));
-    // The model and the system prompt are part of the conversation, not settings.
+    // The model and the system prompt are parts of the conversation, not settings.
     for flag in ["system", "model"] {
         line.requested.remove(flag);
         configured.remove(flag);
@@ -198,14 +198,14 @@ fn typed_values(matches: &ArgMatches, flags: &[&str]) -> SettingValues {
     settings
 }
 
-/// Returns whether the user removed the value of this flag in a conversation, as with `/set max-tokens none`.
+/// Returns whether the user removed the limit that this flag sets, as with `/set max-tokens none`.
 fn is_removed_limit(flag: &str, values: &[String]) -> bool {
     matches!(flag, "max-tokens" | "stop") && values == ["none"]
 }
 
 /// Returns the valid settings of a conversation, and a message about each invalid setting.
 ///
-/// Tolerates invalid settings, because the conversation may be damaged or come from another version of inferno.
+/// Tolerates invalid settings, because the conversation may be damaged or from another version of inferno.
 fn fitting_settings(saved: &SavedConversation, flags: &[&str], parser: &Parser) -> (SettingValues, Vec<String>) {
     let (mut fitting, mut rejected) = (SettingValues::new(), Vec::new());
     for (flag, values) in &saved.settings {
@@ -224,7 +224,7 @@ fn fitting_settings(saved: &SavedConversation, flags: &[&str], parser: &Parser) 
     (fitting, rejected)
 }
 
-/// The command line and clap's description of it. Parses the command line again with other default values.
+/// The command line and its clap definition. Parses the command line again with other default values.
 struct Parser<'a> {
     command: Command,
     subcommand: &'a str,
@@ -247,13 +247,13 @@ impl Parser<'_> {
         if !is_repeatable && values.len() != 1 {
             return Err(format!("'{flag}' takes one value, not {}", values.len()));
         }
-        // The command line is valid without these values, so any error is about this flag.
+        // The command line is valid without `values`, so any error is about this flag.
         let command = with_default(self.command.clone(), self.subcommand, flag, values);
         command.try_get_matches_from(self.args).map(|_| ()).map_err(|error| first_line(&error))
     }
 }
 
-/// Lets sources other than the command line set a switch to true or false.
+/// Lets the environment, the conversation and the configuration file set a switch to true or false.
 /// A switch is a flag that takes no value on the command line.
 fn with_switch_values(command: Command, subcommand: &str, flags: &[&str]) -> Command {
     command.mut_subcommand(subcommand, |command| {
@@ -292,7 +292,7 @@ fn flags_of(subcommand: &str) -> &'static [&'static str] {
     }
 }
 
-/// Returns the flags of all lists, sorted by name and without duplicates.
+/// Combines lists of flags into one list, sorted by name and without duplicates.
 fn sorted<'f>(lists: &[&[&'f str]]) -> Vec<&'f str> {
     let mut flags = lists.concat();
     flags.sort_unstable();
@@ -300,7 +300,7 @@ fn sorted<'f>(lists: &[&[&'f str]]) -> Vec<&'f str> {
     flags
 }
 
-/// Returns clap's id for a flag: the name of its field in `Args`.
+/// Returns clap's id for a flag, which is the name of the flag's field in `Args`.
 fn id(flag: &str) -> String {
     flag.replace('-', "_")
 }
@@ -328,7 +328,7 @@ fn read_configuration(model: Option<&str>, arguments: &ArgMatches) -> Result<(Se
             let Value::Table(table) = table else {
                 return Err(invalid(format!("'{name}' in [models] must be a table")));
             };
-            // Also report mistakes in the sections for other models.
+            // Read the sections for other models too, to report mistakes in them.
             let mut model_settings = SettingValues::new();
             read_table(table, &section, &mut model_settings).map_err(invalid)?;
             if model.as_ref().is_some_and(|model| is_name_of(name, model)) {
@@ -339,7 +339,7 @@ fn read_configuration(model: Option<&str>, arguments: &ArgMatches) -> Result<(Se
     Ok((settings, shown_path))
 }
 
-/// Returns the full name of a model, or `model` itself if no model is found. `model` may be part of a name.
+/// Returns the full name of the model that `model` names in full or in part. Returns `model` if no model is found.
 fn full_name(model: &str, arguments: &ArgMatches) -> String {
     let revision = arguments.try_get_one::<String>("revision").ok().flatten();
     let found = Hub::from_env().and_then(|hub| hub.find(model, revision.map(String::as_str)));

@@ -4,14 +4,14 @@ use anyhow::Result;
 use serde::Serialize;
 use serde_json::Value;
 
-/// Renamed keys and their old spellings. Both are printed, because scripts may still read the old keys.
+/// Renamed JSON keys and their old spellings. The output has both, because scripts may still read the old keys.
 const OLD_KEYS: &[(&str, &str)] = &[
     ("quantization", "quantisation"),
     ("license", "licence"),
     ("unquantized_weight_bytes", "unquantised_weight_bytes"),
 ];
 
-/// Serializes `value` as indented JSON, including the old keys.
+/// Serializes `value` as indented JSON, with both the new and the old keys.
 pub fn pretty(value: &impl Serialize) -> Result<String> {
     Ok(serde_json::to_string_pretty(&with_old_keys(serde_json::to_value(value)?))?)
 }

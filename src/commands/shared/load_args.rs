@@ -15,7 +15,7 @@ use crate::language::Language;
 use crate::terminal;
 use crate::weights::quantized::QuantizationTarget;
 
-/// The number of full-context sequences that the KV cache can hold when a server runs on a CPU.
+/// On a CPU, the number of full-context sequences that the KV cache of a server can hold.
 const CPU_SEQUENCES: usize = 4;
 
 /// The flags for loading a model, shared by `play`, `serve`, `bench`, `perplexity` and `replay`.
@@ -128,7 +128,7 @@ impl LoadArgs {
         self.sequences = sequences;
     }
 
-    /// Sets the values of --context and --chunk, in tokens, that apply if these flags were not given.
+    /// Sets the values of --context and --chunk, in tokens, for a command line without these flags.
     pub fn set_default_sizes(&mut self, context: usize, chunk: usize) {
         self.context.get_or_insert(context);
         self.chunk.get_or_insert(chunk);
@@ -141,7 +141,7 @@ impl LoadArgs {
 
     /// Sets the maximum number of sequences that run at once, and plans a KV cache for many sequences.
     ///
-    /// Without --gpu-memory, uses 90% of the GPU's memory. On a CPU, plans for a few full-context sequences.
+    /// On a GPU, uses 90% of the memory unless --gpu-memory is set. On a CPU, plans for a few full-context sequences.
     pub fn plan_for_many(&mut self, max_sequences: Option<usize>) {
         self.max_sequences = max_sequences;
         match self.devices().first() {
@@ -159,7 +159,7 @@ impl LoadArgs {
         self.load_with_language_check(snapshot, &|_| Ok(()))
     }
 
-    /// Loads a snapshot. `check_language` can reject the tokenizer or chat format while the weights load.
+    /// Loads a snapshot. `check_language` can reject the tokenizer or the chat format while the weights load.
     pub fn load_with_language_check(
         &self,
         snapshot: &Snapshot,

@@ -11,10 +11,10 @@ use std::time::Duration;
 
 use tracing_subscriber::fmt::MakeWriter;
 
-/// The maximum number of lines that can wait to be written.
+/// The maximum number of log lines that can wait to be written.
 const MAX_LINES: usize = 10_000;
 
-/// The longest time that [`flush`] waits for the remaining lines.
+/// The longest time that [`flush`] waits for the remaining log lines.
 const FLUSH_TIME: Duration = Duration::from_secs(1);
 
 static SENDER: OnceLock<SyncSender<Message>> = OnceLock::new();
@@ -24,19 +24,19 @@ static DROPPED: AtomicU64 = AtomicU64::new(0);
 
 enum Message {
     Line(Vec<u8>),
-    /// Asks the thread to reply once all earlier lines are written.
+    /// Asks the writer thread to reply once all earlier lines are written.
     Flush(SyncSender<()>),
 }
 
-/// Creates a [`Line`] for each log event.
+/// A tracing writer that creates a [`Line`] for each log event.
 pub struct LogWriter;
 
 impl LogWriter {
-    /// Starts the thread that writes the lines to stderr.
+    /// Starts the thread that writes log lines to stderr.
     pub fn start() -> Self {
         SENDER.get_or_init(|| {
             let (sender, receiver) = sync_channel(MAX_LINES);
-            // If the thread cannot start, the receiver is gone and all lines are dropped.
+            // If the writer thread cannot start, the receiver is gone and all log lines are dropped.
             let _ = std::thread::Builder::new().name("inferno-log".into()).spawn(move || write_lines(&receiver));
             sender
         });
@@ -44,7 +44,7 @@ impl LogWriter {
     }
 }
 
-/// Waits up to one second until all lines are written. Does not wait if the queue is full.
+/// Waits up to one second until all log lines are written. Does not wait if the queue is full.
 pub fn flush() {
     let (sender, receiver) = sync_channel(1);
     if SENDER.get().is_some_and(|lines| lines.try_send(Message::Flush(sender)).is_ok()) {
@@ -74,7 +74,7 @@ impl<'w> MakeWriter<'w> for LogWriter {
     }
 }
 
-/// A log line. Dropping it sends its text to the thread that writes to stderr.
+/// A log line. Dropping the line sends its text to the thread that writes to stderr.
 pub struct Line(Vec<u8>);
 
 impl Write for Line {

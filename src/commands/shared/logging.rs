@@ -36,13 +36,13 @@ pub fn start(verbose: u8, server: Option<LogFormat>) {
         Some(_) if verbose < 2 && !has_request_level => filter.with_target(LOG_TARGET, LevelFilter::INFO),
         _ => filter,
     };
-    // By default, tracing-subscriber calls `eprintln!` if a write to stderr fails, and that call would panic.
+    // By default, tracing-subscriber calls `eprintln!` if a write to stderr fails, and `eprintln!` would panic.
     let format = tracing_subscriber::fmt::layer().log_internal_errors(false).with_ansi(false).with_target(false);
     let format = match server {
         None => format.with_writer(std::io::stderr).with_timer(time::uptime()).boxed(),
         Some(LogFormat::Text) => format.with_writer(LogWriter::start()).boxed(),
         Some(LogFormat::Json) => format.with_writer(LogWriter::start()).json().flatten_event(true).boxed(),
     };
-    // Fails only if logging has already started.
+    // `try_init` fails only if logging has already started.
     let _ = tracing_subscriber::registry().with(format).with(filter).try_init();
 }

@@ -32,7 +32,7 @@ pub fn seconds(text: &str) -> Result<f64, String> {
     seconds.ok_or_else(|| "expected a number of seconds from 0.001 to 1000000".to_string())
 }
 
-/// Prints a warning to stderr if a token is set but not sent to the hub.
+/// Prints a warning to stderr if an access token is set but not sent to the hub.
 pub fn warn_about_token(hub: &Hub) {
     if let Some(warning) = hub.token_warning() {
         crate::terminal::print(&format!("warning: {warning}"));

@@ -1,4 +1,4 @@
-//! Shows the progress of a download or a verification, as bars on a terminal or as lines elsewhere.
+//! Shows the progress of a download or a verification: bars on a terminal, lines elsewhere.
 
 use std::collections::HashMap;
 use std::io::{IsTerminal, Write};
@@ -15,15 +15,15 @@ use crate::text::{printable, size};
 /// The minimum time between two progress lines.
 const LINE_INTERVAL: Duration = Duration::from_secs(5);
 
-/// The minimum size of a downloaded file that gets a progress line when its verification starts, in bytes.
+/// The minimum size in bytes of a downloaded file whose verification gets its own progress line.
 const LARGE_BYTES: u64 = 1_000_000_000;
 
 /// How progress is shown.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ProgressStyle {
-    /// Bars, on a terminal.
+    /// Progress bars, for a terminal.
     Bars,
-    /// A line every few seconds, in a log or a pipe.
+    /// A progress line every few seconds, for a log or a pipe.
     Lines,
     Silent,
 }
@@ -70,7 +70,7 @@ pub struct ProgressView {
 
 struct State {
     files: HashMap<String, File>,
-    /// The sum of `done` over all files. Kept up to date, because adding up all files on each update would be slow.
+    /// The sum of `done` over all files. A running total, because summing over all files on each update is slow.
     done_bytes: u64,
     total_bytes: u64,
     lines: LineTimer,
@@ -127,14 +127,14 @@ impl ProgressView {
         Self { style, operation, bars, total, state, _ticker }
     }
 
-    /// Removes the bars and stops writing lines.
+    /// Removes the progress bars and stops writing progress lines.
     pub fn finish(&self) {
         self.state().has_ended = true;
         self.total.finish_and_clear();
         let _ = self.bars.clear();
     }
 
-    /// Writes a message above the bars, or as a line if there are no bars. `Silent` writes nothing.
+    /// Writes a message above the progress bars, or as a line if there are no bars. `Silent` writes nothing.
     fn message(&self, text: &str) {
         let text = printable(text);
         match self.style {
@@ -210,7 +210,7 @@ impl Progress for ProgressView {
                 }
             } else if !is_first {
                 let bar = file.bar.get_or_insert_with(|| self.bars.insert_before(&self.total, bar(file.size, name)));
-                // Bytes from an earlier run do not count toward the rate.
+                // Bytes downloaded in an earlier run do not count toward the rate.
                 if bar.position() == 0 {
                     bar.reset_eta();
                 }
@@ -219,7 +219,7 @@ impl Progress for ProgressView {
         }
         let file_bytes = file.done;
         self.total.set_position(state.done_bytes);
-        // The first report of a download contains the bytes from an earlier run, which do not count toward the rate.
+        // The first report of a download includes bytes from an earlier run, which do not count toward the rate.
         // A verification reads every byte in this run, so all of its bytes count.
         if is_first && self.operation == Operation::Download {
             self.total.reset_eta();
@@ -253,10 +253,10 @@ impl Progress for ProgressView {
     }
 }
 
-/// Decides when a progress line is due, and formats it.
+/// Decides when the next progress line is due, and formats it.
 struct LineTimer {
     start: Instant,
-    /// Bytes that an earlier run downloaded. They do not count toward the rate.
+    /// Bytes that an earlier run downloaded. Such bytes do not count toward the rate.
     initial_bytes: u64,
     last: Instant,
 }
@@ -324,7 +324,7 @@ mod tests {
         for (operation, initial_bytes) in [(Operation::Download, 50), (Operation::Verification, 0)] {
             let view = ProgressView::new(ProgressStyle::Silent, operation);
             view.start(&[("a".into(), 100), ("b".into(), 100)]);
-            // The file b is reported for the first time after bytes of a have arrived.
+            // The file `b` is reported for the first time after bytes of `a` have arrived.
             for (name, done_bytes) in [("a", 40), ("a", 100), ("b", 10), ("b", 30)] {
                 view.file(name, done_bytes);
             }

@@ -15,9 +15,9 @@ const MAX_BYTES: u64 = 64 << 20;
 /// Without `--prompt`, piped standard input is the prompt.
 /// With `--prompt` and `--stdin`, standard input is appended to the prompt.
 /// With `--prompt` alone, standard input is appended only if it is a regular file at offset 0.
-/// Otherwise, standard input is ignored, for two reasons:
+/// Otherwise, standard input is not read, for two reasons:
 /// - A pipe may never end, because a script or a service may keep it open.
-/// - A partly read file is probably the input of a loop, as in `while read ..; do inferno ..; done < list`.
+/// - A partly read file is probably the input of a shell loop, as in `while read ..; do inferno ..; done < list`.
 pub fn one_shot(prompt: Option<&str>, append_stdin: bool, raw: bool, json: bool) -> Result<Option<String>> {
     let missing = || Error::usage("no prompt given: use --prompt TEXT, or pipe a prompt to standard input");
     match prompt {

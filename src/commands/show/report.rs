@@ -46,7 +46,7 @@ pub struct Report {
     pub gpu: Gpu,
 }
 
-/// The flags that determine the memory plan.
+/// The flags of `inferno show` that determine the memory plan.
 #[derive(Clone, Copy)]
 pub struct Requested {
     /// The context length in tokens.
@@ -72,9 +72,9 @@ pub struct MemoryNeeds {
     pub cache_bytes_per_1000_tokens: u64,
     /// The KV cache size of the sliding-window layers, which does not grow with the context.
     pub cache_bytes_of_windows: u64,
-    /// The context length for the sizes below, in tokens.
+    /// The context length, in tokens, that the sizes in bytes are computed for.
     pub context: usize,
-    /// The prefill chunk size for the sizes below, in tokens.
+    /// The prefill chunk size, in tokens, that the sizes in bytes are computed for.
     pub chunk: usize,
     pub cache_bytes: u64,
     /// The number of 64-token blocks in `cache_bytes`.
@@ -89,7 +89,7 @@ pub struct MemoryNeeds {
     pub largest_context: Option<usize>,
     /// The number of sequences of `context` tokens that fit at once with `--gpu-memory`. `None` without a GPU.
     pub largest_sequences: Option<usize>,
-    /// True if the cache size is estimated from config.json, because the family is not supported.
+    /// Whether the cache size is only an estimate from config.json, because the model family is not supported.
     pub estimated: bool,
 }
 
@@ -201,7 +201,7 @@ fn needs(
         Some(model) => MemoryPlan::new(inventory, model.architecture.as_ref(), dtype, DeviceKind::Gpu),
         None => {
             let context = sizes.context.and_then(|context| usize::try_from(context).ok());
-            // For an unsupported family, nothing has checked the values in config.json yet.
+            // For an unsupported model family, no earlier code has checked the values in config.json.
             let max_context = context.filter(|context| (1..=1 << 40).contains(context));
             let (Some(layers), Some(max_context)) = (sizes.cache_layers(config), max_context) else {
                 return Ok(None);

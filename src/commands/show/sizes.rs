@@ -91,15 +91,15 @@ impl Sizes {
     /// Estimates the KV cache shape of each layer from config.json, for an unsupported family.
     ///
     /// Assumes that each layer caches one key and one value per position and KV head.
-    /// Returns `None` for other kinds of cache, and for missing or implausible dimensions.
+    /// Returns `None` for models with another kind of cache, and for missing or implausible dimensions.
     pub fn cache_layers(&self, config: &Value) -> Option<Vec<LayerSpec>> {
-        // MLA, state-space and linear-attention models do not cache keys and values per position and KV head.
+        // MLA, state-space and linear-attention models do not cache a key and a value per position and KV head.
         let config = if config["text_config"].is_object() { &config["text_config"] } else { config };
         let other_caches = ["kv_lora_rank", "ssm_cfg", "state_size", "mamba_d_state", "linear_num_key_heads"];
         if other_caches.iter().any(|name| !config[*name].is_null()) {
             return None;
         }
-        // No real model exceeds these limits, and a bogus size must not cause a huge allocation.
+        // No real model exceeds these limits. The limits keep a bogus size from causing a huge allocation.
         let within = |size: Option<u64>, limit: usize| {
             size.and_then(|size| usize::try_from(size).ok()).filter(|size| (1..=limit).contains(size))
         };

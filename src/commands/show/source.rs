@@ -31,7 +31,7 @@ pub struct Source {
 pub struct Metadata {
     pub config: Result<Value>,
     /// The content of tokenizer_config.json, or null if the file is missing or invalid.
-    /// For GGUF, an object with the chat template.
+    /// For GGUF, a JSON object with the chat template.
     pub tokenizer_config: Value,
     /// The name of the file or GGUF key that `tokenizer_config` was read from.
     pub tokenizer_config_name: &'static str,
@@ -40,7 +40,7 @@ pub struct Metadata {
 }
 
 impl Metadata {
-    /// Reads all metadata from a GGUF file. An error in `file` becomes part of the metadata.
+    /// Reads all metadata from a GGUF file. If `file` is an error, the error becomes part of the metadata.
     fn from_gguf(file: Result<GgufCheckpoint>) -> Self {
         let tokenizer_config_name = "tokenizer.chat_template";
         let file = match file {
@@ -91,7 +91,7 @@ impl Source {
     /// Reads the metadata of a model on this machine. Never fails: errors in its files become part of the metadata.
     pub fn local(snapshot: &Snapshot) -> Self {
         let gguf = gguf_files::find(&snapshot.path).ok().flatten();
-        // A GGUF file contains a complete model. The other files in its directory matter only for the license.
+        // A GGUF file contains a complete model. Other files in its directory matter only for the license.
         let dir = match &gguf {
             Some(file) => file.parent().unwrap_or(&snapshot.path),
             None => &snapshot.path,
@@ -192,7 +192,7 @@ fn json(dir: &Path, name: &str, limit: u64) -> Result<Value> {
 fn files(dir: &Path) -> Vec<(String, Option<u64>)> {
     let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
     let file = |entry: std::fs::DirEntry| {
-        // Snapshot files are symlinks to blobs. Unlike `DirEntry::metadata`, `fs::metadata` follows them.
+        // Snapshot files are symlinks to blobs. `fs::metadata` follows symlinks, but `DirEntry::metadata` does not.
         let data = std::fs::metadata(entry.path()).ok().filter(|data| data.is_file())?;
         Some((entry.file_name().to_string_lossy().into_owned(), Some(data.len())))
     };

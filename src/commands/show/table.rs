@@ -1,4 +1,4 @@
-//! Formats the report as text for a terminal with 120 columns.
+//! Formats the report of `inferno show` as text for a terminal with 120 columns.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -107,7 +107,7 @@ fn facts(out: &mut String, report: &Report) {
     fact("context", context);
 }
 
-/// Returns the base of RoPE and its frequency scaling, to append to the context length. Each fact starts with a comma.
+/// Returns the RoPE base and the RoPE scaling, as text to append to the context length. Each fact starts with a comma.
 fn rope_facts(rope: &Rope) -> String {
     let theta = rope.theta.map(|theta| format!(", rope theta {theta}")).unwrap_or_default();
     if rope.scaling == "default" {
@@ -159,7 +159,7 @@ fn files(out: &mut String, files: &[File]) {
     aligned(out, &rows, &[1]);
 }
 
-/// Replaces the shard number in a file name with `*`.
+/// Replaces the shard number in the name of a weight file with `*`.
 fn pattern(name: &str) -> String {
     let Some((before, after)) = name.rsplit_once("-of-") else { return name.to_string() };
     let stem = before.trim_end_matches(|c: char| c.is_ascii_digit());
@@ -219,7 +219,7 @@ fn memory(out: &mut String, needs: &MemoryNeeds, gpu: &Gpu) {
     wrapped(out, "total", &format!("{}{verdict}", text::size(needs.total_bytes)));
 }
 
-/// Writes a name and its value. Wraps long values between words and indents the later lines.
+/// Writes a name and its value. Wraps long values between words, and indents all lines after the first.
 fn wrapped(out: &mut String, name: &str, value: &str) {
     let mut line = format!("{name:INDENT$}");
     let mut words_in_line = 0;

@@ -20,7 +20,8 @@ use crate::runner::PromptParts;
 
 pub use pool::{BlockContent, BlockId, BlockKey, BlockPool, Retention, SCRATCH_BLOCK};
 
-/// Sliding-window groups evict the blocks in the window before each multiple of this many tokens last.
+/// The distance between prefix checkpoints, in tokens.
+/// Sliding-window groups evict the blocks in the window before a checkpoint last.
 const CHECKPOINT_TOKENS: usize = 1024;
 
 /// The hashes of the full blocks of a sequence.
@@ -31,7 +32,7 @@ pub struct BlockHashes {
     /// The hash of the cache salt and the prompt parts, or 0 if the sequence has neither.
     /// Every block hash includes this hash, so sequences share cached blocks only if their salts and parts are equal.
     salt: u128,
-    /// If set, the cached prefix that the sequence reuses consists of whole parts.
+    /// If set, the sequence reuses a cached prefix only in whole prompt parts.
     prompt_parts: Option<PromptParts>,
     blocks: Vec<u128>,
 }
@@ -83,7 +84,7 @@ pub struct BlockCopy {
 pub struct BlockStats {
     /// Blocks that sequences can use: all blocks except the scratch block.
     pub total: usize,
-    /// Blocks that a sequence uses.
+    /// Blocks that at least one sequence uses.
     pub used: usize,
     /// Blocks with reusable contents, whether or not a sequence uses them.
     pub cached: usize,
@@ -99,7 +100,7 @@ pub struct BlockStats {
 pub struct BlockManager {
     /// The window of each group, or `None` for full attention.
     windows: Vec<Option<usize>>,
-    /// If set, every cached prefix consists of whole parts of a prompt.
+    /// If set, cached prefixes are reused only in whole prompt parts.
     prompt_parts: Option<PromptParts>,
     pool: BlockPool,
     /// Hashers with random keys, so that nobody can construct two prompts with equal hashes.
@@ -202,8 +203,9 @@ impl BlockManager {
         for group in groups.clone().filter(|&group| self.windows[group].is_none()) {
             hit = (0..hit).take_while(|&index| has(group, index)).count();
         }
-        // A sliding-window group needs only the blocks that the token after the prefix attends to. If block i of these
-        // blocks is missing, shorten the prefix to i blocks: all prefixes of i + 1 to `hit` blocks need block i too.
+        // A sliding-window group needs only the blocks that the token after the prefix attends to.
+        // If block i of these blocks is missing, shorten the prefix to i blocks.
+        // Every prefix of i + 1 to `hit` blocks would also need block i.
         let last_missing = |hit: usize| {
             groups.clone().filter(|&group| self.windows[group].is_some()).find_map(|group| {
                 (self.first_visible_block(group, hit * BLOCK_TOKENS)..hit).rev().find(|&index| !has(group, index))
@@ -242,8 +244,9 @@ impl BlockManager {
 
     /// Returns the hashes of a new sequence. The sequence reuses only blocks of sequences with the same salt and parts.
     ///
-    /// If the prompt is divided into parts, the sequence reuses only whole parts. After half a part, it would compute the
-    /// other half in a smaller pass, which could change the last bits of keys and values.
+    /// If the prompt is divided into parts, the sequence reuses only whole parts.
+    /// If the sequence reused half a part, a smaller pass would compute the other half.
+    /// The smaller pass could change the last bits of keys and values.
     pub fn hashes(&self, salt: Option<&str>, prompt_parts: Option<PromptParts>) -> BlockHashes {
         let key = (salt.is_some() || prompt_parts.is_some()).then(|| {
             self.hash(|mut hasher| {
@@ -271,12 +274,12 @@ impl BlockManager {
     }
 
     /// Returns the number of free blocks that the sequence needs to grow to `tokens` in steps of up to `chunk` tokens.
-    /// A block that leaves the window during this growth counts only once, because later positions reuse it.
+    /// A block that leaves the window as the sequence grows counts only once, because later positions reuse it.
     pub fn demand(&self, sequence: &SequenceBlocks, tokens: usize, chunk: usize) -> usize {
         let demand = |group: usize| {
             let missing = self.missing_in_group(group, sequence, tokens);
             let Some(window) = self.windows[group] else { return missing };
-            // A shared block does not become free when it leaves the window of this sequence.
+            // A shared block does not become free when it leaves the window of one sequence.
             let unshared = (sequence.first_held[group]..sequence.tables.len(group))
                 .filter(|&index| self.pool.references(sequence.tables.get(group, index)) == 1);
             missing.min(peak_blocks(Some(window), tokens, chunk).saturating_sub(unshared.count()))
@@ -313,7 +316,7 @@ impl BlockManager {
 
     /// Returns the indices of the shared or cached blocks that a step with positions below `end` would write to.
     fn blocks_to_copy(&self, group: usize, sequence: &SequenceBlocks, end: usize) -> impl Iterator<Item = usize> {
-        // Full blocks are never written again.
+        // Skip full blocks, because no step writes to a full block again.
         let written = sequence.computed / BLOCK_TOKENS..end.div_ceil(BLOCK_TOKENS).min(sequence.tables.len(group));
         let is_written = end > sequence.computed;
         written.filter(move |&index| is_written && !self.pool.is_writable(sequence.tables.get(group, index)))
@@ -410,8 +413,9 @@ impl BlockManager {
     pub fn release(&mut self, sequence: SequenceBlocks) -> BlockHashes {
         let groups = 0..self.windows.len();
         let longest = groups.clone().map(|group| sequence.tables.len(group)).max().unwrap_or(0);
-        // Blocks are evicted in release order. Release the last blocks first, because the start of a sequence stays
-        // usable without the end. Release all groups together, because a prefix must be cached in every group.
+        // Blocks are evicted in release order.
+        // Release the last blocks first, because the start of a sequence stays usable without its end.
+        // Release all groups together, because a prefix must be cached in every group.
         for index in (0..longest).rev() {
             for group in groups.clone().filter(|&group| index < sequence.tables.len(group)) {
                 self.pool.release(sequence.tables.get(group, index), Retention::Keep);
@@ -420,7 +424,8 @@ impl BlockManager {
         sequence.hashes
     }
 
-    /// Undoes [`start`](Self::start), including its counts, for a sequence that cannot run yet. Returns the hashes.
+    /// Undoes [`start`](Self::start) for a sequence that cannot run yet. Returns the hashes.
+    /// Also subtracts the tokens that `start` added to the cache counters.
     pub fn abandon(&mut self, sequence: SequenceBlocks) -> BlockHashes {
         self.queried_tokens -= sequence.queried_tokens as u64;
         self.hit_tokens -= sequence.computed as u64;

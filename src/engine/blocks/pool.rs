@@ -8,10 +8,10 @@ use crate::nn::kv_cache::BLOCK_TOKENS;
 /// The index of a block in the KV cache.
 pub type BlockId = u32;
 
-/// A block that no sequence owns. Unused table entries refer to it, and no result depends on its contents.
+/// A block that no sequence owns. Unused block table entries refer to it, and no result depends on its contents.
 pub const SCRATCH_BLOCK: BlockId = 0;
 
-/// The tokens of one full block, and the hash of everything before it.
+/// The tokens of one full block, and the hash of everything before the block.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BlockContent {
     pub key: BlockKey,
@@ -44,7 +44,7 @@ pub enum Retention {
 /// then the [`Retention::EvictFirst`] blocks, then the [`Retention::Keep`] blocks.
 /// A block with content stays reusable in this list until it is evicted.
 pub struct BlockPool {
-    /// The scratch block, then the blocks for sequences, then the marker that [`Block`] describes.
+    /// The scratch block, then the blocks for sequences, then the marker. See [`Block`].
     blocks: Vec<Block>,
     cached: HashMap<BlockKey, BlockId>,
     /// The number of blocks without references.
@@ -55,8 +55,9 @@ pub struct BlockPool {
 /// The state of one block.
 ///
 /// `previous` and `next` link the blocks without references in a ring, in eviction order.
-/// The ring starts and ends at the scratch block: its `next` is evicted first, and its `previous` last.
-/// The marker separates the blocks to evict first from those to evict last. The marker itself is never evicted.
+/// The ring starts and ends at the scratch block.
+/// The scratch block's `next` is evicted first, and its `previous` last.
+/// The marker separates `EvictFirst` blocks from `Keep` blocks, and is never evicted.
 #[derive(Clone, Debug, Default)]
 struct Block {
     references: u32,
@@ -69,7 +70,7 @@ impl BlockPool {
     /// Creates a pool of `count` blocks, one of which is the scratch block.
     pub fn new(count: usize) -> Self {
         let count = count.max(1);
-        // Allocate the map at its final size, so that no step pauses while it grows.
+        // Allocate the map at its final size, so that no step is delayed while the map grows.
         let mut pool = Self {
             blocks: vec![Block::default(); count + 1],
             cached: HashMap::with_capacity(count),
@@ -108,7 +109,7 @@ impl BlockPool {
         self.blocks[id as usize].references
     }
 
-    /// Returns whether the owner of a block may write to it: no other sequence uses it, and its content is not cached.
+    /// Returns whether a block is writable: only one sequence uses the block, and its content is not cached.
     pub fn is_writable(&self, id: BlockId) -> bool {
         let block = &self.blocks[id as usize];
         block.references == 1 && block.content.is_none()
@@ -133,7 +134,7 @@ impl BlockPool {
         Some(id)
     }
 
-    /// Returns the block with this key if its tokens and its parent hash match. Adds no reference.
+    /// Returns the block cached under `key` if its tokens and its parent hash match. Adds no reference.
     pub fn find(&self, key: BlockKey, parent: u128, tokens: &[u32; BLOCK_TOKENS]) -> Option<BlockId> {
         let id = *self.cached.get(&key)?;
         let content = self.blocks[id as usize].content.as_ref()?;
@@ -152,7 +153,7 @@ impl BlockPool {
         self.blocks[id as usize].references += 1;
     }
 
-    /// Removes a reference. A block without references becomes free, and `retention` determines how soon it is evicted.
+    /// Removes a reference. A block without references becomes free. `retention` determines how soon it is evicted.
     pub fn release(&mut self, id: BlockId, retention: Retention) {
         if id == SCRATCH_BLOCK {
             return;
@@ -171,7 +172,7 @@ impl BlockPool {
         }
     }
 
-    /// Makes the content of a full block reusable. Does nothing if this block or a block with the same key is cached.
+    /// Makes the content of a full block reusable. Does nothing if the block or another block with its key is cached.
     pub fn publish(&mut self, id: BlockId, content: BlockContent) {
         if id == SCRATCH_BLOCK || self.blocks[id as usize].content.is_some() {
             return;

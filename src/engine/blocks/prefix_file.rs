@@ -7,7 +7,7 @@
 //!   The rows come from all blocks that a token after the prefix attends to.
 //!
 //! The file holds all layers and all KV heads of the model, although each rank holds only some of them.
-//! Engines with any number of ranks can therefore load the file.
+//! An engine with any number of ranks can therefore load the file.
 //!
 //! Keys and values are valid only for the model, dtype and build that computed them.
 //! The metadata value `fingerprint` identifies the model, dtype and build.
@@ -33,7 +33,7 @@ use crate::runner::Runner;
 /// The metadata key for the fingerprint of the model, dtype and build.
 const FINGERPRINT: &str = "fingerprint";
 
-/// The blocks of a prefix in the KV cache.
+/// The blocks of the KV cache that hold a prefix.
 struct PrefixBlocks {
     tables: BlockTables,
     /// For each group, the range of its block table that a token after the prefix attends to.
@@ -55,7 +55,7 @@ impl PrefixBlocks {
 /// Saves the longest prefix of `ids` whose blocks are all cached. Returns the number of saved tokens.
 /// If nothing is cached, returns 0 and writes no file.
 pub fn save(path: &Path, ids: &[u32], fingerprint: &str, runner: &Runner, blocks: &mut BlockManager) -> Result<usize> {
-    // A cached prefix never includes the last token, so append a token to find all of `ids`.
+    // A cached prefix never includes the last token. Append a token, so that the search can find all of `ids`.
     let tokens = [ids, &[0]].concat();
     let sequence = blocks.start(&tokens, tokens.len(), Default::default());
     let computed = sequence.computed();
@@ -64,7 +64,7 @@ pub fn save(path: &Path, ids: &[u32], fingerprint: &str, runner: &Runner, blocks
     if computed == 0 {
         return Ok(0);
     }
-    // No other step runs before this function returns, so the blocks keep their content.
+    // No other step runs before `save` returns, so the blocks keep their content.
     let parts = runner.with_caches(move |rank| read_blocks(&prefix, rank.cache))?;
     let mut tensors = all_heads(parts)?;
     tensors.push(("tokens".into(), Tensor::new(&ids[..computed], &Device::Cpu)?));
@@ -80,7 +80,7 @@ pub fn save(path: &Path, ids: &[u32], fingerprint: &str, runner: &Runner, blocks
     Ok(computed)
 }
 
-/// Adds the prefix in a file that [`save`] wrote to the prefix cache. `bytes` is the content of the file.
+/// Adds a saved prefix to the prefix cache. `bytes` is the content of a file that [`save`] wrote.
 /// Returns the number of tokens in the prefix.
 ///
 /// Returns 0 if the fingerprint differs, or if the cache has too few free blocks. Fails if the content is damaged.
@@ -154,9 +154,9 @@ fn write_all_ranks(bytes: Arc<[u8]>, prefix: PrefixBlocks, runner: &Runner) -> R
     Ok(())
 }
 
-/// Writes the layers of one rank to its cache.
+/// Writes a prefix to the layers in the cache of one rank.
 ///
-/// The KV heads of the rank start at head `first_head` of the `all_heads` heads in the file.
+/// The rank's KV heads start at head `first_head` of the `all_heads` heads in the file.
 fn write_blocks(
     file: &SafeTensors,
     prefix: &PrefixBlocks,

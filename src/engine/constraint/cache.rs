@@ -11,8 +11,8 @@ use super::GrammarKind;
 /// The maximum number of grammars to keep. The least recently used grammar is dropped first.
 const MAX_GRAMMARS: usize = 32;
 
-/// The maximum size of the text of a grammar to keep, in bytes.
-/// This limits the memory of the cache, because longer texts compile to larger grammars.
+/// The maximum length of a cached grammar's text, in bytes.
+/// The limit bounds the memory of the cache, because longer texts compile to larger grammars.
 const MAX_TEXT: usize = 64 << 10;
 
 /// The SHA-256 hash of the kind and the text of a grammar.
@@ -23,7 +23,7 @@ pub type GrammarKey = [u8; 32];
 pub struct GrammarCache(Mutex<VecDeque<(GrammarKey, Matcher)>>);
 
 impl GrammarCache {
-    /// Returns the key of a grammar, or `None` if the grammar is too large to be kept.
+    /// Returns the key of a grammar, or `None` if the grammar is too large for the cache.
     pub fn key(kind: &GrammarKind) -> Option<GrammarKey> {
         let text = serde_json::to_vec(kind).ok().filter(|text| text.len() <= MAX_TEXT)?;
         digest(&SHA256, &text).as_ref().try_into().ok()
@@ -34,7 +34,7 @@ impl GrammarCache {
         let mut grammars = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let index = grammars.iter().position(|(other, _)| other == key)?;
         let entry = grammars.remove(index)?;
-        // Simple clones of a matcher share its lexer states, and the number of lexer states is limited.
+        // Clone deeply. A simple clone shares the matcher's lexer states, whose number is limited.
         let matcher = entry.1.deep_clone();
         grammars.push_back(entry);
         Some(matcher)

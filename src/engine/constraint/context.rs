@@ -10,7 +10,7 @@ use super::plan::{Part, PartId};
 use super::{Constraint, Grammar};
 use crate::language::Language;
 
-/// A rendered conversation. The answer begins at the end of its text.
+/// A rendered conversation. The answer begins at the end of the rendered text.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct ChatPrompt {
     pub text: String,

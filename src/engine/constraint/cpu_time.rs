@@ -3,10 +3,10 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-/// The CPU time per mask that does not count toward the limit. Masks of common schemas take less time.
+/// The CPU time per token mask that does not count toward the limit. Masks of common schemas take less time.
 const FREE_TIME: Duration = Duration::from_millis(1);
 
-/// The maximum CPU time of all masks of a request, not counting [`FREE_TIME`] per mask. Every mask delays all requests.
+/// The maximum total CPU time of a request's masks beyond [`FREE_TIME`] per mask. Every mask delays all requests.
 const MAX_EXCESS: Duration = Duration::from_millis(250);
 
 /// The CPU time that the masks of a request took beyond [`FREE_TIME`] per mask, in nanoseconds.
@@ -29,7 +29,7 @@ pub fn thread_time() -> Duration {
     clock_gettime(ClockId::CLOCK_THREAD_CPUTIME_ID).map_or(Duration::ZERO, Duration::from)
 }
 
-/// A clock for the CPU time of a thread. Any thread can read it. Always zero on systems other than Linux.
+/// A clock for the CPU time of one thread, readable from any thread. Always zero on systems other than Linux.
 pub struct ThreadClock {
     #[cfg(target_os = "linux")]
     clock: nix::time::ClockId,
@@ -39,7 +39,7 @@ impl ThreadClock {
     /// Creates a clock for the calling thread.
     pub fn new() -> Self {
         Self {
-            // The kernel's id for the CPU clock of a thread, computed as in pthread_getcpuclockid.
+            // The kernel's id for a thread's CPU clock, computed as in pthread_getcpuclockid.
             #[cfg(target_os = "linux")]
             clock: nix::time::ClockId::from_raw(!nix::unistd::gettid().as_raw() << 3 | 6),
         }
@@ -54,7 +54,7 @@ impl ThreadClock {
     }
 }
 
-/// Returns zero, because this system has no clock for the CPU time of a thread.
+/// Returns zero. On systems other than Unix, the CPU time of a thread is not measured.
 #[cfg(not(unix))]
 pub fn thread_time() -> Duration {
     Duration::ZERO

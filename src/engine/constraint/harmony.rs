@@ -2,7 +2,7 @@
 //!
 //! Headers are constrained, so that every message has a known channel and a declared recipient.
 //! Reasoning is not constrained.
-//! Only the token sequence that the model learned is allowed for a header, even if other tokens have the same text.
+//! Only the token sequence that the model was trained on is allowed for a header, even if others have the same text.
 //! Headers for tool calls have the same variants as in vLLM's `parser/harmony.py`.
 
 use anyhow::Result;
@@ -12,15 +12,15 @@ use super::plan::{END, Free, Part, PartId, all_to};
 use crate::chat::{Harmony, harmony_recipient};
 use crate::tokenizer::ControlTokens;
 
-/// The header of the first message. It omits `<|start|>assistant` if the prompt ends with this text.
+/// The header of the first message. The header omits `<|start|>assistant` if the prompt ends with this text.
 const FIRST: PartId = 1;
 /// The header of a later message.
 const NEXT: PartId = 2;
 const ANALYSIS: PartId = 3;
 const FINAL: PartId = 4;
-/// Text before a tool call.
+/// A message with text before a tool call.
 const PREAMBLE: PartId = 5;
-/// The arguments of the first tool. The parts of the other tools follow.
+/// The arguments of the first tool. The parts of all other tools follow.
 const TOOLS: PartId = 6;
 
 /// Returns the parts of an answer, and the id of the first part.
@@ -47,8 +47,8 @@ pub fn parts(
     let opened = |headers: &[(Vec<u32>, PartId)]| -> Vec<(Vec<u32>, PartId)> {
         headers.iter().map(|(header, part)| ([&opening[..], header].concat(), *part)).collect()
     };
-    // Within a text, the model must neither start another message without `<|end|>`,
-    // nor end the answer before a required part.
+    // Within a message, the model must not start another message without `<|end|>`.
+    // The model must also not end the answer before a required part.
     let text = |must_continue: bool| {
         let mut premature = vec![harmony.start, harmony.channel];
         if must_continue {
@@ -83,7 +83,7 @@ pub fn parts(
                 }
                 request.grammar(arguments, Vec::new(), after)?
             }
-            // A tool call may end the answer, even if the text of an answer must match a grammar.
+            // A tool call may end the answer, even if answer text would have to match a grammar.
             None => text(false),
         });
     }
@@ -101,7 +101,7 @@ impl Headers<'_> {
         self.request.language.tokenizer.encode(text, ControlTokens::Text)
     }
 
-    /// Returns the header of a message in `channel`, and `part`, the part that follows the header.
+    /// Returns the header of a message in `channel`, paired with `part`, which follows the header.
     fn message(&self, channel: &str, part: PartId) -> Result<(Vec<u32>, PartId)> {
         let header = [&[self.harmony.channel], &self.encode(channel)?[..], &[self.harmony.message]].concat();
         Ok((header, part))
@@ -118,7 +118,7 @@ impl Headers<'_> {
             headers.push(self.message("commentary", PREAMBLE)?);
         }
         let Harmony { channel, message, .. } = self.harmony;
-        // Encode the text of a header in separate pieces, as in a rendered conversation.
+        // Encode the text of a header in separate pieces, as the renderer of conversations does.
         let mut types = vec![Vec::new(), self.encode(" json")?];
         if let Some(constrain) = self.harmony.constrain {
             types.push([&self.encode(" ")?[..], &[constrain], &self.encode("json")?].concat());

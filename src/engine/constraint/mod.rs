@@ -1,11 +1,11 @@
 //! Constrains answers to a grammar: a JSON schema, any JSON object, a regular expression, fixed texts or Lark.
 //!
 //! - [`GrammarCompiler`] compiles grammars for a vocabulary, with llguidance. Each engine has one, built on first use.
-//! - [`plan::Plan`] describes the whole answer to a request: messages, reasoning, tool calls, and where a grammar applies.
+//! - [`plan::Plan`] describes the whole answer: messages, reasoning, tool calls, and where a grammar applies.
 //!   `harmony` and `tagged` create the plan for a chat format.
-//! - [`ConstraintState`] is the position of one sequence in its plan. It computes the tokens that may come next.
+//! - [`ConstraintState`] is the position of one sequence in its plan, and computes the tokens that may come next.
 //!
-//! Reasoning is never constrained. A plan follows the control tokens of the chat format, and the text of `</think>`.
+//! Reasoning is never constrained. Plans follow the chat format's control tokens and the text of `</think>`.
 //! A constraint is never dropped: if its grammar becomes too expensive to follow, the request fails.
 
 mod cache;
@@ -76,8 +76,8 @@ impl Constraint {
         Self { answer: Some(Grammar { name: "the grammar".to_string(), kind }), ..Self::default() }
     }
 
-    /// Returns whether every answer is limited: its text must match a grammar, or it must call a tool.
-    /// Returns false if only the arguments of optional tools are limited.
+    /// Returns whether every answer is constrained: its text must match a grammar, or it must call a tool.
+    /// Returns false if only the arguments of optional tools are constrained.
     fn is_required(&self) -> bool {
         self.answer.is_some() || self.requires_tool
     }

@@ -1,4 +1,4 @@
-//! The plan of an answer: the parts of the answer, and the tokens that lead from one part to the next.
+//! The plan of an answer: the answer's parts, and the tokens that lead from one part to the next.
 
 use std::sync::Arc;
 
@@ -21,39 +21,39 @@ pub struct Plan {
     /// The tokens that end the sequence.
     pub stops: Vec<u32>,
     pub vocab_size: usize,
-    /// The token that represents the end of the text in the masks of a matcher.
+    /// The token that represents the end of the text in token masks.
     pub end: u32,
-    /// Limits the CPU time that all sequences of the request together spend on masks.
+    /// Limits the total CPU time that the sequences of the request spend on token masks.
     pub masks: MaskBudget,
 }
 
 /// One part of an answer.
 pub enum Part {
-    /// The end of the answer. Only stop tokens are allowed.
+    /// The end of the answer, where only stop tokens are allowed.
     End,
     /// One of several token sequences, such as the possible headers of a message.
     Choice(Vec<(Vec<u32>, PartId)>),
-    /// Any text.
+    /// Text without a grammar.
     Free(Free),
     /// Text that matches a grammar.
     Grammar {
-        /// Boxed, because it is much larger than the other parts.
+        /// Boxed, because a compiled grammar is much larger than the other variants.
         grammar: Box<CompiledGrammar>,
-        /// The tokens that may come in place of the text, each with the part that follows.
+        /// The tokens that may come instead of the text, each with the part that follows.
         instead: Vec<(u32, PartId)>,
         /// The tokens that may come after the whole text, each with the part that follows.
         after: Vec<(u32, PartId)>,
     },
 }
 
-/// Any text, up to a token or a tag.
+/// Text without a grammar, up to a token or a tag.
 #[derive(Default)]
 pub struct Free {
     /// The tokens that end the text, each with the part that follows.
     pub exits: Vec<(u32, PartId)>,
-    /// A tag that ends the part, for vocabularies without a token for the tag.
+    /// A tag that ends the text, for vocabularies without a token for the tag.
     pub tag: Option<(&'static str, PartId)>,
-    /// The tokens that are not allowed here: they end the answer, or start a message or a tool call, too early.
+    /// Tokens that are not allowed in the text: they would end the answer, or start a message or tool call, too early.
     pub premature: Vec<u32>,
     /// The token that replaces a premature token. If `None`, a premature token is an error.
     pub replacement: Option<u32>,

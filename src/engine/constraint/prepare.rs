@@ -19,7 +19,7 @@ use crate::error::Error;
 /// The maximum CPU time to compile the grammars of a request.
 const MAX_COMPILE_CPU: Duration = Duration::from_millis(250);
 
-/// The longest time to wait for the grammars of a request. Reached only if the machine is busy.
+/// The longest time to wait for the grammars of a request. A compilation takes this long only on a busy machine.
 const MAX_COMPILE_WAIT: Duration = Duration::from_secs(5);
 
 /// The interval at which the CPU time of the compiling thread is checked.
@@ -57,10 +57,10 @@ fn run_limited<T: Send + 'static>(
     let (sender, result) = mpsc::sync_channel(1);
     let (clock_sender, clock) = mpsc::sync_channel(1);
     let run = move || {
-        // This does not block, because the channel has room for the clock.
+        // The send does not block, because the channel has room for the clock.
         let _ = clock_sender.send(ThreadClock::new());
         let compiled = compile();
-        // The receiver may have given up. This thread still ends, because the compiler has limits of its own.
+        // The send fails if the receiver has given up. The thread still ends, because the compiler has its own limits.
         let _ = sender.send((compiled, thread_time()));
     };
     let thread = thread::Builder::new().name("inferno-grammar".into()).stack_size(COMPILE_STACK);
@@ -72,7 +72,7 @@ fn run_limited<T: Send + 'static>(
             Ok((Err(problem), _)) => return Err(problem),
             Ok((Ok(compiled), time)) if time <= limits.cpu => return Ok(compiled),
             Ok(_) => return Err(too_slow()),
-            // The thread panicked.
+            // The channel is disconnected because the compiling thread panicked.
             Err(RecvTimeoutError::Disconnected) => {
                 return Err(invalid(name, "the grammar compiler failed: this is a bug in inferno or llguidance"));
             }
@@ -83,7 +83,7 @@ fn run_limited<T: Send + 'static>(
             return Err(too_slow());
         }
     }
-    // The constraint is not at fault, so the error is not `InvalidConstraint`.
+    // The cause is a busy machine and not the constraint, so the error is not `InvalidConstraint`.
     Err(Error::CompilerBusy { wait_s: limits.wait.as_secs_f64() }.into())
 }
 
@@ -101,7 +101,7 @@ fn plan(request: ConstrainedRequest) -> Result<Plan> {
     Ok(Plan { language: request.language, parts, start, stops, vocab_size, end, masks: MaskBudget::default() })
 }
 
-/// Returns the parts of a text completion, which has no chat format, and the id of the part where it starts.
+/// Returns the parts of a text completion, which has no chat format, and the id of the first part.
 /// Fails if the request requires a tool call.
 fn text_parts(request: &ConstrainedRequest, stops: &[u32]) -> Result<(Vec<Part>, PartId)> {
     match &request.constraint.answer {
@@ -128,7 +128,7 @@ mod tests {
     fn each_failure_has_its_own_message() {
         let invalid_grammar = failure(LONG, LONG, || Err(invalid("field", "unknown rule")));
         assert!(invalid_grammar.contains("field") && invalid_grammar.contains("unknown rule"), "{invalid_grammar}");
-        // Printing the backtrace of a panic takes CPU time, too.
+        // Use a long CPU limit, because printing the backtrace of a panic takes CPU time.
         let panic = failure(LONG, LONG, || panic!("a panic of this test"));
         assert!(panic.contains("field") && panic.contains("the grammar compiler failed"), "{panic}");
         let busy = failure(LONG, SHORT, || {

@@ -10,13 +10,13 @@ use super::cpu_time::thread_time;
 use super::plan::{Free, Part, PartId, Plan};
 use crate::kernels::token_mask::TokenMask;
 
-/// The position of one sequence in its plan. Clones are independent, but share the caches of their grammars.
+/// The position of one sequence in its plan. Clones are independent but share the caches of their grammars.
 #[derive(Clone)]
 pub struct ConstraintState {
     plan: Arc<Plan>,
     part: PartId,
     progress: Progress,
-    /// Whether the last mask allowed only stop tokens, or only tokens after the whole text of a grammar.
+    /// Whether the last token mask allowed only stop tokens, or only tokens that follow a complete grammar text.
     must_end: bool,
 }
 
@@ -33,7 +33,7 @@ enum Progress {
     Free {
         tail: Vec<u8>,
     },
-    /// The matcher consumes the `unread` tokens later, while the GPU works.
+    /// The position in a grammar. The matcher consumes the `unread` tokens later, while the GPU works.
     Grammar {
         matcher: Box<Matcher>,
         unread: Vec<u32>,
@@ -68,7 +68,7 @@ impl ConstraintState {
         !matches!(self.progress, Progress::Free { .. })
     }
 
-    /// Returns whether the last mask allowed only stop tokens, or only tokens after the whole text of a grammar.
+    /// Returns whether the last token mask allowed only stop tokens, or only tokens after a complete grammar text.
     pub fn must_end(&self) -> bool {
         self.must_end
     }
@@ -97,7 +97,7 @@ impl ConstraintState {
                     }
                     None => true,
                 };
-                // A stop token ends the sequence, so it is allowed only after the whole text.
+                // A stop token ends the sequence, so it must not be part of the grammar's text.
                 plan.stops.iter().chain([&plan.end]).for_each(|&stop| mask.forbid(stop));
                 self.must_end = can_end && mask.is_empty();
                 let ends = after.iter().filter(|_| can_end);
@@ -160,7 +160,7 @@ fn read_mask(matcher: &mut Matcher, tokens: &[u32]) -> Result<Option<llguidance:
         matcher.consume_tokens(tokens)?;
     }
     if matcher.is_error() || !matcher.is_stopped() {
-        // Fails with the matcher's own message if the matcher has an error.
+        // `compute_mask` fails with the matcher's own message if the matcher has an error.
         matcher.compute_mask().map(Some)
     } else if matcher.stop_reason().is_ok() {
         Ok(None)
@@ -185,7 +185,7 @@ fn leave_free(free: &Free, tail: &mut Vec<u8>, token: u32, plan: &Plan) -> Resul
         tail.drain(..excess);
         return Ok(None);
     };
-    // The grammar applies only from the next token on, so it cannot check text after the tag in this token.
+    // The grammar applies from the next token on, so it cannot check text that follows the tag in this token.
     if !tail[at + tag.len()..].iter().all(u8::is_ascii_whitespace) {
         bail!("the model generated text after {tag} in the same token");
     }
@@ -255,7 +255,7 @@ mod tests {
         }
         let mut state = tagged();
         push_text(&mut state, "</think").unwrap();
-        // A control token interrupts the tag.
+        // Token 1997 is a control token, which interrupts the tag.
         state.advance(1997).unwrap();
         push_text(&mut state, ">").unwrap();
         assert!(!state.is_constrained());

@@ -1,6 +1,6 @@
 //! Plans an answer in a chat format with tags: `<think>` around reasoning and `<tool_call>` around tool calls.
 //!
-//! The grammar of the answer applies from the first token, or from the end of the reasoning.
+//! The grammar of the answer applies from the first token, or from the end of any reasoning.
 //! Tool calls are JSON objects in the format of Hermes and Qwen.
 //! Constrained tool calls require that `<tool_call>` and `</tool_call>` are control tokens.
 
@@ -45,7 +45,7 @@ pub fn parts(request: &ConstrainedRequest, prompt: &str) -> Result<(Vec<Part>, P
         _ if constraint.requires_tool => {
             return Err(invalid("tool_choice", "the chat format of this model does not support required tool calls"));
         }
-        // The model could call these tools in a form that no grammar describes.
+        // The model could call tools with tokens of another format, which the grammar does not describe.
         _ if has_other_calls && constraint.tools.iter().any(|tool| tool.arguments.is_some()) => {
             return Err(invalid("tools", "the chat format of this model does not support strict tools"));
         }
@@ -72,7 +72,7 @@ pub fn parts(request: &ConstrainedRequest, prompt: &str) -> Result<(Vec<Part>, P
     }
     let mut parts = vec![Part::End, start, Part::Free(reasoning), answer(to_tool.clone())?];
     if let Some(tags) = tags {
-        // Compile the grammar of each tool separately first, so that an error names the tool.
+        // Compile the grammar of each tool on its own first, so that an error names the tool.
         for arguments in constraint.tools.iter().filter_map(|tool| tool.arguments.as_ref()) {
             request.compiler.compile(arguments)?;
         }

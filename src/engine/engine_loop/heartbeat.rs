@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 /// The start time of the engine thread's current step, and whether the thread has ended.
 pub struct Heartbeat {
     created: Instant,
-    /// Milliseconds from `created` to the start of the current step, plus 1. 0 while the engine is idle.
+    /// Milliseconds from `created` to the start of the current step, plus 1. The value is 0 while the engine is idle.
     step_started_ms: AtomicU64,
     has_stopped: AtomicBool,
 }

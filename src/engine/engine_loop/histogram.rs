@@ -15,7 +15,7 @@ pub struct Histogram {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HistogramStats {
     pub bounds: &'static [u64],
-    /// For each bound, the number of values that are at most as large.
+    /// For each bound, the number of values that are less than or equal to the bound.
     pub cumulative: Vec<u64>,
     /// The number of values, including those above all bounds.
     pub count: u64,
@@ -36,7 +36,7 @@ impl Histogram {
         self.sum.fetch_add(value, Ordering::Relaxed);
     }
 
-    /// Returns the current values. A value that is added meanwhile may be included only in `count` or only in `sum`.
+    /// Returns the current values. A value added during the call may be included only in `count` or only in `sum`.
     pub fn stats(&self) -> HistogramStats {
         let mut count = 0;
         let mut cumulative: Vec<u64> = Vec::with_capacity(self.counts.len());

@@ -1,10 +1,10 @@
 //! The engine thread's loop: plan, step, deliver.
 //!
-//! Only this thread and the threads of the other ranks use the model.
+//! Only the engine thread and the threads of the other ranks use the model.
 //!
 //! - `plan`: the [`Scheduler`] decides which tokens of which sequences the next step computes.
-//! - `step`: the [`Runner`] runs the model on these tokens.
-//!   It also chooses the next token of each sequence whose last token is in the step.
+//! - `step`: the [`Runner`] runs the model on the planned tokens.
+//!   The runner also chooses the next token of each sequence whose last token is in the step.
 //! - `deliver`: the loop adds the events of the chosen tokens to the outbox, and removes sequences that have ended.
 //!   If another step is queued, the loop sends the events while the device runs that step.
 //!
@@ -14,7 +14,7 @@
 //! If a sequence has ended, the queued step computes one unused token for it.
 //! The blocks of an ended sequence are freed at once. A later step can overwrite these blocks safely,
 //! because the device runs the steps in order.
-//! The device itself applies the penalties on tokens that the host does not know yet.
+//! The device applies the penalties for tokens that the host does not know yet.
 //! A step is not queued if one of its sequences has a constraint or asks for log probabilities.
 //!
 //! The files of this folder:
@@ -84,7 +84,7 @@ enum Job {
     Call(RunnerCall),
 }
 
-/// A queued step and its work. The host does not know the step's tokens yet.
+/// A queued step and the sequences in it. The host does not know the step's tokens yet.
 struct QueuedWork {
     step: QueuedStep,
     work: Vec<SequenceWork>,
@@ -98,18 +98,18 @@ pub struct EngineLoop {
     counters: Arc<Counters>,
     /// Jobs in the order of submission. A call at the front waits until all sequences have ended.
     jobs: VecDeque<Job>,
-    /// Calls for the next iteration of the loop, which first passes `jobs` to the scheduler.
+    /// Calls that run in the next iteration of the loop, after `jobs` are passed to the scheduler.
     inspections: Vec<InspectCall>,
     /// The sequences in the scheduler, waiting or running.
     sequences: HashMap<SequenceId, Sequence>,
     next_id: SequenceId,
-    /// The zero of the scheduler's clock.
+    /// The time at which the scheduler's clock is zero.
     clock_start: Instant,
     is_draining: bool,
     outbox: Outbox,
     /// The queued step whose tokens are not delivered yet.
     queued_step: Option<QueuedWork>,
-    /// The fault that strikes in the next step, if a test injected one.
+    /// The fault for the next step, if a test injected one.
     fault: Option<Fault>,
     /// A fault to inject into one rank, planned by `INFERNO_FAULT` or by a test.
     planned_fault: Option<PlannedFault>,
@@ -149,13 +149,13 @@ impl EngineLoop {
     /// When this function returns, unfinished requests fail, because their event channels close.
     pub fn run(mut self) {
         self.strike_planned_fault();
-        // Check again after waiting for commands: a rank may have failed meanwhile.
+        // Check again after waiting for commands, because a rank may have failed during the wait.
         while !self.has_failed() && self.receive_commands() && !self.has_failed() {
             self.counters.heartbeat.begin_step();
             // End canceled requests first, so that the plan can use their blocks.
             self.end_canceled();
             self.admit();
-            // Run these calls after `admit`, so that each call sees the requests that were submitted before it.
+            // Run inspections after `admit`, so that each call sees the requests that were submitted before it.
             for call in mem::take(&mut self.inspections) {
                 call(&mut self.scheduler, self.clock_start.elapsed());
             }
@@ -164,7 +164,7 @@ impl EngineLoop {
                 self.end(id, Err(Error::WaitedTooLong.into()));
             }
             if plan.work.is_empty() {
-                // If a step is queued, nothing else can run until its tokens are known.
+                // No work can run before the tokens of the queued step, if there is one, are known.
                 self.outbox.flush();
                 self.deliver_queued();
                 continue;
@@ -203,7 +203,7 @@ impl EngineLoop {
                 Ok(Command::Submit(sequences)) => self.jobs.push_back(Job::Sequences(sequences)),
                 Ok(Command::Cache(call)) => {
                     self.deliver_queued();
-                    // Forget the tokens that `RunnerCall`s have cached: this call may overwrite their blocks.
+                    // Forget the tokens that `RunnerCall`s have cached: a `CacheCall` may overwrite their blocks.
                     self.runner.reset();
                     call(&self.runner, self.scheduler.blocks_mut());
                 }
@@ -221,7 +221,7 @@ impl EngineLoop {
         }
     }
 
-    /// Waits for the next command. Returns [`TryRecvError::Empty`] if a rank fails meanwhile.
+    /// Waits for the next command. Returns [`TryRecvError::Empty`] if a rank fails during the wait.
     fn wait_for_command(&self) -> Result<Command, TryRecvError> {
         if !self.runner.has_several_ranks() {
             return self.commands.recv().map_err(|_| TryRecvError::Disconnected);
@@ -244,7 +244,7 @@ impl EngineLoop {
         self.is_device_broken || self.runner.has_failed_rank()
     }
 
-    /// Injects the planned fault if its step is the current step or an earlier one.
+    /// Injects the planned fault if it is planned for the current step or an earlier step.
     fn strike_planned_fault(&mut self) {
         let steps = self.counters.steps.load(Ordering::Relaxed);
         let is_due = |planned: &mut PlannedFault| matches!(planned.time, FaultTime::Step(step) if step <= steps);
@@ -263,7 +263,7 @@ impl EngineLoop {
         let (counters, outbox) = (&self.counters, &mut self.outbox);
         for job in &mut self.jobs {
             let Job::Sequences(sequences) = job else { continue };
-            // Call `is_canceled` only once per sequence: a client can cancel between two calls.
+            // Call `is_canceled` only once per sequence, because a client can cancel between two calls.
             for sequence in sequences.extract_if(.., |sequence| sequence.is_canceled()) {
                 stats::subtract_one(&counters.waiting);
                 stats::add(&counters.ended, 1);
@@ -300,7 +300,7 @@ impl EngineLoop {
                 }
                 Job::Call(call) if self.scheduler.is_idle() => {
                     self.deliver_queued();
-                    // The call may overwrite any block.
+                    // The call may overwrite any block, so cached prefixes are no longer valid.
                     self.scheduler.forget_prefixes();
                     self.outbox.flush();
                     call(&mut self.runner);

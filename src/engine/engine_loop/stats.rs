@@ -8,7 +8,7 @@ use super::histogram::{Histogram, HistogramStats};
 use crate::engine::requests::ClientEnd;
 use crate::engine::scheduler::Scheduler;
 
-/// The maximum number of entries in [`Counters::cancel_times`]. While the list is full, new times are dropped.
+/// The maximum number of entries in [`Counters::cancel_times`]. If the list is full, new entries are dropped.
 const MAX_CANCEL_TIMES: usize = 10_000;
 
 /// The upper bounds of the buckets for tokens per step, as in vLLM.
@@ -30,8 +30,8 @@ pub struct EngineStats {
     pub canceled: u64,
     /// Ended requests that failed.
     pub failed: u64,
-    /// Tokens of steps that began after the client had canceled the request or had the complete answer.
-    /// Any other value than 0 shows a bug in the engine.
+    /// Tokens that were computed for a request after its client had canceled it or had the complete answer.
+    /// Only tokens of steps that began after this time count. A value other than 0 shows a bug in the engine.
     pub tokens_after_cancel: u64,
     /// Tokens computed by prefill, including tokens recomputed after a preemption.
     /// Excludes tokens reused from the KV cache.
@@ -58,7 +58,7 @@ pub struct EngineStats {
 
 /// Histograms of steps and sequences.
 pub struct Histograms {
-    /// The number of tokens in each step that succeeded, over all sequences of the step.
+    /// The number of tokens in each successful step, over all sequences of the step.
     pub step_tokens: Histogram,
     /// How often each sequence was preempted before it ended.
     pub preemptions: Histogram,
@@ -121,7 +121,7 @@ impl Counters {
     pub fn count_canceled(&self, client_end: &ClientEnd) {
         add(&self.canceled, 1);
         let mut times = self.cancel_times.lock().unwrap_or_else(PoisonError::into_inner);
-        // If no reader empties the list, it must not grow without limit.
+        // Limit the length of the list, because there may be no reader that empties it.
         if times.len() < MAX_CANCEL_TIMES {
             times.extend(client_end.elapsed().map(|time| time.as_secs_f64()));
         }

@@ -34,13 +34,13 @@ impl EngineLoop {
             stats::add(&self.counters.steps_queued_ahead, u64::from(is_ahead));
             self.deliver_queued();
             self.record_queued(QueuedWork { step, work: plan.work });
-            // The device is now running the queued step.
+            // The device is now running the queued step, so sending events does not delay the device.
             return self.outbox.flush();
         }
         if self.queued_step.is_some() {
             self.deliver_queued();
             self.end_canceled();
-            // Drop the work of sequences that have ended: they got their last token, or their client canceled.
+            // Drop the work of sequences that have ended, because of their last token or a cancellation by the client.
             plan.work.retain(|work| self.scheduler.is_running(work.id));
             if plan.work.is_empty() {
                 return;
@@ -81,7 +81,7 @@ impl EngineLoop {
         self.queued_step = Some(queued);
     }
 
-    /// Runs the block copies of a plan, and adds start events for its new sequences.
+    /// Runs the block copies of a plan, and adds start events for the plan's new sequences.
     fn prepare(&mut self, plan: &StepPlan) -> Result<()> {
         for copy in &plan.copies {
             self.runner.copy_block(copy.from, copy.to)?;
@@ -96,7 +96,7 @@ impl EngineLoop {
         Ok(())
     }
 
-    /// Queues a prepared step. Returns `None` if the runner cannot queue such a step.
+    /// Queues a prepared step. Returns `None` if the runner cannot queue the step.
     fn queue(&mut self, plan: &StepPlan) -> Result<Option<QueuedStep>> {
         let Self { runner, scheduler, sequences, .. } = self;
         runner.queue(&mut inputs(plan, scheduler, sequences)?)
@@ -108,7 +108,7 @@ impl EngineLoop {
         runner.step(inputs(plan, scheduler, sequences)?, &mut || outbox.flush())
     }
 
-    /// Ends the sequences of a failed step with its error.
+    /// Ends the sequences of a failed step with the step's error.
     /// Forgets all cached prefixes, because the step may have written only some of its keys and values.
     fn fail(&mut self, work: &[SequenceWork], error: anyhow::Error) {
         let message = format!("{error:#}");
@@ -150,7 +150,7 @@ impl EngineLoop {
     }
 
     /// Adds the log probabilities of the prompt tokens that a step scored.
-    /// Sends these log probabilities to the sequence's waiting forks too, because they share its prefill.
+    /// The waiting forks of the sequence receive these log probabilities too, because they share its prefill.
     fn deliver_prompt_logprobs(&mut self, id: SequenceId) {
         let Some(sequence) = self.sequences.get_mut(&id) else { return };
         let Some(logprobs) = sequence.prompt_scores.as_mut().and_then(PromptScores::take) else { return };
@@ -168,12 +168,12 @@ impl EngineLoop {
     fn outcome_of(&mut self, work: &SequenceWork, chosen: Chosen) -> Option<Result<FinishReason>> {
         let sequence = self.sequences.get_mut(&work.id)?;
         match chosen.map(|chosen| chosen.and_then(|token| sequence.accept(token))) {
-            // The sequence only prefills its prompt, and this step computed the last prompt token.
+            // The request generates no tokens, and the step computed the last prompt token.
             None if work.is_last => Some(Ok(FinishReason::Length)),
             None => None,
             Some(Ok(token)) => {
                 stats::add(&self.counters.generated_tokens, 1);
-                // Do not count the first token after the cancellation: its step may have begun earlier.
+                // Do not count the first token after a cancellation, because its step may have begun earlier.
                 if sequence.is_canceled() && sequence.note_canceled() {
                     stats::add(&self.counters.tokens_after_cancel, 1);
                 }
@@ -185,16 +185,16 @@ impl EngineLoop {
     }
 
     /// Records that the first `cached` tokens of a sequence are in the KV cache.
-    /// `cached` is `None` if the sequence failed: its keys and values must not be reused.
+    /// `cached` is `None` for a failed sequence, whose keys and values must not be reused.
     fn record_computed(&mut self, id: SequenceId, cached: Option<usize>, was_queued: bool) {
         match cached {
             Some(cached) if !was_queued => self.scheduler.advance(id, cached),
-            // `record_queued` has already counted the tokens of the failed sequence as cached. Forget all prefixes.
+            // `record_queued` has already recorded the failed sequence's tokens as cached, so forget all prefixes.
             None if was_queued => self.scheduler.forget_prefixes(),
             _ => {}
         }
-        // The counter describes one sequence: the last one of the latest step.
-        // With parallel requests, use the counters of the prefix cache instead.
+        // `cached_tokens` describes only the last sequence of the latest step.
+        // For parallel requests, the prefix cache has counters of its own.
         self.counters.cached_tokens.store(cached.unwrap_or(0) as u64, Ordering::Relaxed);
     }
 }

@@ -51,7 +51,7 @@ const MAX_PREFIX_HEADER: u64 = 100_000_000;
 /// The time between two checks for failed devices, while a client waits for a call on the engine thread.
 const FAILURE_POLL: Duration = Duration::from_millis(50);
 
-/// Prompts of up to this many bytes are always encoded, so that an error can state their number of tokens.
+/// Prompts of up to this many bytes are always encoded, so that an error can state the number of tokens.
 const MIN_TEXT_BYTES: usize = 1 << 20;
 
 /// A handle to an engine. Clones refer to the same engine and can be used on any thread.
@@ -98,8 +98,8 @@ impl EngineHandle {
 
     /// Queues a request for `n` answers to the same prompt, and returns one event stream per answer.
     ///
-    /// The answers share the prefill. The answer at index i is sampled with the request's seed plus i,
-    /// like a request for one answer with that seed.
+    /// The answers share the prefill. Answer i is sampled with the request's seed plus i.
+    /// A request for a single answer with that seed is sampled in the same way.
     /// Fails like [`submit`](Self::submit), and if `n` is not between 1 and 128.
     pub fn submit_n(&self, request: Request, n: usize) -> Result<Vec<RequestStream>> {
         let submitted = Instant::now();
@@ -348,7 +348,7 @@ impl EngineHandle {
         self.shared.info.executor
     }
 
-    /// Returns why decode steps cannot use the decode graph, or `None` if they can.
+    /// Returns why decode steps cannot use the decode graph, or `None` if decode steps can use it.
     pub fn no_decode_graph(&self) -> Option<&NoDecodeGraph> {
         self.shared.info.no_decode_graph.as_ref()
     }
@@ -367,8 +367,8 @@ impl EngineHandle {
         self.shared.counters.take_cancel_times()
     }
 
-    /// Returns whether no device has failed and the engine thread is making progress:
-    /// it is idle, or its current step has taken at most `limit`.
+    /// Returns whether no device has failed and the engine thread makes progress.
+    /// The thread makes progress if it is idle, or if its current step has taken at most `limit`.
     pub fn is_responsive(&self, limit: Duration) -> bool {
         self.failure().is_none() && self.shared.counters.heartbeat.is_regular(limit)
     }
@@ -393,8 +393,8 @@ impl EngineHandle {
     /// Rejects new requests, and waits until all accepted requests have ended.
     pub fn drain(&self) -> Result<()> {
         self.shared.counters.is_draining.store(true, Ordering::Relaxed);
-        // Another thread may have read `is_draining` before this function set the flag, and may submit a request later.
-        // After this command, the engine thread rejects such requests.
+        // Another thread that read `is_draining` before the flag was set may still submit a request.
+        // After `Command::Drain`, the engine thread rejects such requests.
         self.send(Command::Drain)?;
         self.with_runner(|_| ())
     }
@@ -412,12 +412,12 @@ impl EngineHandle {
 
     /// Adds a saved prefix to the prefix cache. Returns the number of tokens in the prefix.
     ///
-    /// Returns 0 if the cache has no room, or if the file does not fit this engine, for example because it comes
-    /// from another model, dtype or build of inferno. The number of devices must be equal only for
-    /// deterministic engines.
+    /// Returns 0 if the cache has no room.
+    /// Also returns 0 if the prefix was saved with another model, dtype or build of inferno.
+    /// For deterministic engines, the number of devices and the split must be equal too.
     /// Fails if the file cannot be read or is damaged.
     pub fn load_prefix(&self, path: &Path) -> Result<usize> {
-        // Read the file on this thread, so that other requests do not wait for it.
+        // Read the file on the client's thread, so that the engine thread does not wait for the file.
         let largest = self.info().cache_bytes.saturating_mul(self.info().ranks as u64);
         let bytes = files::read(path, largest.saturating_add(MAX_PREFIX_HEADER))?;
         let (path, fingerprint) = (path.to_path_buf(), self.shared.fingerprint.clone());
@@ -430,7 +430,7 @@ impl EngineHandle {
     ) -> Result<T> {
         let (sender, result) = mpsc::sync_channel(1);
         self.send(Command::Cache(Box::new(move |runner, blocks| {
-            // The send fails only if the caller no longer waits for the result.
+            // The send fails only if the caller no longer waits for the result of the call.
             let _ = sender.send(call(runner, blocks));
         })))?;
         self.wait_for(&result)
@@ -457,7 +457,7 @@ impl EngineHandle {
     pub fn with_runner<T: Send + 'static>(&self, call: impl FnOnce(&mut Runner) -> T + Send + 'static) -> Result<T> {
         let (sender, result) = mpsc::sync_channel(1);
         self.send(Command::Run(Box::new(move |runner| {
-            // The send fails only if the caller no longer waits for the result.
+            // The send fails only if the caller no longer waits for the result of the call.
             let _ = sender.send(call(runner));
         })))?;
         self.wait_for(&result)

@@ -15,7 +15,7 @@ pub struct RequestPreview {
     pub prompt_tokens: usize,
     /// The maximum number of tokens in each answer.
     pub max_tokens: usize,
-    /// Whether the request starts now, its position in the queue, and the blocks that it needs.
+    /// Whether the request would start now, its position in the queue, and the number of blocks that it needs.
     pub preview: Preview,
 }
 
@@ -35,7 +35,7 @@ impl EngineHandle {
         let (sender, result) = mpsc::sync_channel(1);
         self.send(Command::Inspect(Box::new(move |scheduler, now| {
             let new = NewSequence {
-                // This id and the ids of the forks are larger than all ids in use.
+                // The ids of the sequence and its forks are larger than all ids in use.
                 id: SequenceId::MAX - answers as SequenceId,
                 prompt: ids,
                 cache_salt: options.cache_salt,

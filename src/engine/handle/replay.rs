@@ -7,7 +7,7 @@ use anyhow::Result;
 use super::EngineHandle;
 use crate::engine::requests::{GenerateOptions, Output, RecordedAnswer, RequestRecord};
 
-/// A token and its log probability, if the request asked for log probabilities.
+/// A replayed token, and its log probability if the request asked for log probabilities.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct ReplayedToken {
     pub id: u32,

@@ -16,14 +16,15 @@ impl EngineHandle {
     /// Needs 2 × tokens × vocab × 4 bytes on the device, because the logits of all chunks are copied into one tensor.
     pub fn logits(&self, ids: &[u32]) -> Result<Tensor> {
         let ids = ids.to_vec();
-        // Return a CPU tensor: the caller's thread could free a GPU tensor while the engine captures a CUDA graph.
+        // Return a CPU tensor. The caller's thread could free a GPU tensor while the engine captures a CUDA graph.
         self.with_runner(move |runner| Ok(runner.logits(&ids)?.to_device(&Device::Cpu)?))?
     }
 
     /// Returns the negative log-likelihood, in nats, of each token after the first, given the preceding tokens.
     ///
-    /// A text longer than the context is split into windows. Each window repeats half a context of the previous window,
-    /// so after the first window, the model sees at least half a context before each token that it scores.
+    /// A text longer than the context is split into windows.
+    /// Each window repeats half a context of tokens of the previous window.
+    /// After the first window, the model therefore sees at least half a context before each token that it scores.
     ///
     /// Fails if a token id is not in the vocabulary, or if the text or the context has fewer than 2 tokens.
     pub fn negative_log_likelihood(&self, ids: &[u32]) -> Result<Vec<f32>> {
@@ -50,7 +51,7 @@ fn windows_nll(runner: &mut Runner, ids: &[u32]) -> Result<Vec<f32>> {
     while losses.len() + 1 < ids.len() {
         let end = (start + window).min(ids.len());
         let window_losses = window_nll(runner, &ids[start..end])?;
-        // Skip the tokens that the previous window has scored with more context.
+        // Skip the tokens that the previous window has already scored, with more context.
         let known = losses.len() - start;
         losses.extend(&window_losses[known..]);
         start = end - (window / 2).min(end);

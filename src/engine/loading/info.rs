@@ -26,11 +26,11 @@ pub struct ModelInfo {
     pub chunk: usize,
     /// The dtype of activations and of the KV cache.
     pub dtype: DType,
-    /// The attention kernel of all steps outside the decode graph, which has a kernel of its own.
+    /// The attention kernel of all steps outside the decode graph. The decode graph has its own attention kernel.
     pub attention: AttentionBackend,
     /// How decode steps run while only one request is active: as a CUDA graph, or one operation at a time.
     pub executor: Executor,
-    /// Why decode steps cannot use the decode graph. `None` if they can.
+    /// Why decode steps cannot use the decode graph. `None` if decode steps can use it.
     pub no_decode_graph: Option<NoDecodeGraph>,
     /// Whether answers never depend on other requests.
     /// See [`EngineBuilder::deterministic`](crate::engine::EngineBuilder::deterministic).
@@ -52,7 +52,7 @@ pub struct ModelInfo {
     pub cache_sequences: usize,
     /// The maximum number of sequences that run at once.
     pub max_sequences: usize,
-    /// Messages about invalid sampling defaults in the model's files. The engine ignores these values.
+    /// Messages about invalid sampling defaults in the model's files. The engine ignores these defaults.
     pub ignored_defaults: Vec<String>,
     pub load: LoadTimes,
 }

@@ -35,7 +35,7 @@ pub struct LoadOptions<'o> {
     /// The dtype of activations. `None` selects bf16 on a GPU and f32 on a CPU.
     pub dtype: Option<DType>,
     /// The context length in tokens. `None` selects 32,768 or the model's default, whichever is less.
-    /// If the model does not fit in memory, this default is halved, down to 2,048.
+    /// If the model does not fit in memory, the default is halved repeatedly, down to 2,048.
     pub context: Option<usize>,
     /// The prefill chunk size in tokens. `None` selects the fastest size that fits in memory.
     pub chunk: Option<usize>,
@@ -120,7 +120,8 @@ pub fn load(dir: &Path, options: &LoadOptions) -> Result<EngineParts> {
         let model = load_onto_device(&config, &checkpoint, options, &is_refused, &mut times);
         (language.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)), model)
     });
-    // If both threads failed, report the error of the language: the other error may only say that loading was canceled.
+    // If both threads failed, report the error of the language thread.
+    // The error of the weight thread may only say that loading was canceled.
     let (language, tokenizer_s) = language?;
     times.tokenizer_s = tokenizer_s;
     let OnDevice { runner, attention, device_info, weight_bytes, cache_bytes, cache_sequences } = model?;
@@ -229,8 +230,8 @@ struct OnDevice {
     cache_sequences: usize,
 }
 
-/// Plans the memory and creates the runner.
-/// Fails early if the other thread has already failed to load the tokenizer or the chat format.
+/// Plans the memory of a model and creates its runner.
+/// Fails early if the other thread has failed to load the tokenizer or the chat format.
 fn load_onto_device(
     config: &ModelConfig,
     checkpoint: &Checkpoint,
@@ -263,8 +264,8 @@ fn load_onto_device(
         if !device::is_out_of_memory(&error) {
             return error;
         }
-        // Since `choose` checked the memory, another process may have allocated some.
-        // Keep the original error as the cause.
+        // Another process may have allocated memory after `choose` checked the free memory.
+        // Keep the out-of-memory error of the device as the cause.
         let device_info = device::info_after_trim(&device).unwrap_or(device_info.clone());
         error.context(memory.first().out_of_memory(capacity.context, &device_info))
     })?;
@@ -304,8 +305,8 @@ fn allocate(
         attention: options.attention,
         context,
         cache_blocks: memory.cache_blocks(capacity),
-        // Do not round for deterministic answers: whether a sum is rounded depends on the number of tokens in the step,
-        // and this number depends on other requests.
+        // Do not round partial sums for deterministic answers.
+        // Whether a sum is rounded depends on the number of tokens in the step, and so on other requests.
         rounds_partials: dtype == DType::BF16 && !options.deterministic,
         stages: memory.stages.as_deref(),
     };
@@ -322,7 +323,7 @@ fn allocate(
     Ok((runner, attention))
 }
 
-/// Opens the other devices. Returns the properties of all devices, in rank order.
+/// Opens all devices except the first. Returns the properties of all devices, in rank order.
 fn device_infos(first: &Device, devices: &Devices) -> Result<Vec<DeviceInfo>> {
     let first_info = device::info(first)?;
     let info = |choice| match choice {

@@ -32,7 +32,7 @@ pub(super) struct RankLoader<'l> {
     pub context: usize,
     /// The number of blocks in the KV cache of each rank.
     pub cache_blocks: usize,
-    /// Whether ranks may round large partial results to bf16 before they are added.
+    /// Whether ranks may round large partial sums to bf16 before the ranks add them.
     pub rounds_partials: bool,
     /// The layers of each rank. `None` if every rank holds a part of each layer.
     pub stages: Option<&'l [Range<usize>]>,
@@ -58,10 +58,10 @@ struct LoadedRank {
 }
 
 impl RankLoader<'_> {
-    /// Loads the parts of all ranks in parallel. `progress` shows only the first rank.
+    /// Loads the parts of all ranks in parallel. `progress` reports only the first rank.
     ///
-    /// This thread loads the part of the first rank onto `first`, which is an open device.
-    /// Every other rank has a thread of its own, which opens its device.
+    /// The calling thread loads the part of the first rank onto `first`, which is an open device.
+    /// Every other rank has its own thread, which opens the rank's device.
     pub fn load(&self, first: &Device, devices: &Devices, progress: &LoadProgress) -> Result<LoadedRanks> {
         let worlds = World::threads(devices.count()).into_iter();
         let worlds = worlds.map(|world| if self.rounds_partials { world.with_rounded_partials() } else { world });
@@ -116,12 +116,12 @@ impl RankLoader<'_> {
     }
 }
 
-/// Connects a rank with the other ranks, on a path that `INFERNO_EXCHANGE` allows.
+/// Connects a rank with all other ranks, over a path that `INFERNO_EXCHANGE` allows.
 fn connect(world: World, device: &Device) -> Result<World> {
     Ok(exchange::connect(world, device, ExchangePath::from_environment()?)?)
 }
 
-/// Calls `load_first` on this thread, and `load_other` for each item of `others` on a thread of its own.
+/// Calls `load_first` on the calling thread, and `load_other` for each item of `others` on a new thread.
 ///
 /// If a rank fails or panics, ends the world, so that no other rank waits for it.
 /// Returns the error of the rank that failed first.
@@ -168,7 +168,7 @@ fn guarded<T>(
     let mut first_failed = first_failed.lock().unwrap_or_else(PoisonError::into_inner);
     let reason = failure(world, &error_message(&error));
     first_failed.get_or_insert_with(|| named(world, error));
-    // The other ranks fail because of this call. Their errors do not matter.
+    // The other ranks fail because this rank ends the world. Their errors do not matter.
     world.end(&reason);
     None
 }
@@ -183,7 +183,8 @@ fn named(world: &World, error: anyhow::Error) -> anyhow::Error {
     if is_cuda_error && !device::is_out_of_memory(&error) {
         return Error::GpuFailed(failure(world, &error_message(&error))).into();
     }
-    // The GPU may not be at fault: the error can be about a file, or about a lack of memory, which the caller explains.
+    // The GPU may not be the cause: the error can be about a file, or about a lack of memory.
+    // The caller explains a lack of memory.
     error.context(format!("GPU {} of {}", world.rank() + 1, world.size()))
 }
 
@@ -196,7 +197,7 @@ mod tests {
     use super::*;
     use crate::error::exit_code;
 
-    /// Loads three ranks, which meet before and after `load`. Returns the error.
+    /// Runs `load` on three ranks, which meet before and after `load`. Returns the error.
     fn error_of(load: impl Fn(&World) -> Result<()> + Sync) -> anyhow::Error {
         let mut worlds = World::threads(3).into_iter();
         let run = |world: World| -> Result<()> {

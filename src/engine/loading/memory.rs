@@ -1,6 +1,6 @@
 //! Computes how much memory a model needs, from its config and weight headers.
 //!
-//! The loader uses this plan before it allocates memory, and `inferno show` prints it.
+//! The loader uses this memory plan before it allocates memory. `inferno show` prints the plan.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -19,32 +19,33 @@ use crate::weights::Inventory;
 use crate::weights::division::RankPart;
 use crate::weights::inventory::PartBytes;
 
-/// The longest default context, in tokens.
+/// The upper limit on the default context length, in tokens.
 const DEFAULT_CONTEXT: usize = 32_768;
-/// If memory is short, the default context is halved, but not below this length in tokens.
+/// The lower limit on the default context length, in tokens. The default is halved while memory is short.
 const SMALLEST_CONTEXT: usize = 2048;
 
-/// An upper bound on the workspace that does not depend on the chunk size, in bytes:
-/// 32 MiB for cuBLASLt, and the rest for decode buffers, the decode graph and the logits of one token.
+/// An upper bound on the part of the workspace that does not depend on the chunk size, in bytes.
+/// cuBLASLt needs 32 MiB. The decode buffers, the decode graph and the logits of one token share the remaining bytes.
 const WORKSPACE_BYTES: u64 = 192 << 20;
-/// The maximum size of all arenas of batch graphs together, in bytes. Each new arena has twice the size
-/// of the previous arena, which existing graphs keep. The sum is therefore less than twice the largest size.
+/// The maximum total size of all arenas of batch graphs, in bytes.
+/// Each new arena is twice as large as the previous arena, which existing graphs keep.
+/// The total is therefore less than twice the size of the largest arena.
 const ARENA_BYTES: u64 = 2 * MAX_ARENA_BYTES as u64;
-/// The minimum of [`workspace_bytes_per_token`]. Models with wide MLPs need more.
+/// The minimum result of [`workspace_bytes_per_token`]. Models with wide MLPs need more.
 const MIN_WORKSPACE_BYTES_PER_TOKEN: u64 = 448 << 10;
 
 /// The maximum chunk size in tokens.
 ///
 /// Kernels count the elements of an activation (tokens · columns) as an i32.
-/// With this chunk size, an activation can have up to 131,071 columns.
+/// With chunks of 16,384 tokens, an activation can have up to 131,071 columns.
 /// The widest known activation has 106,496 columns: gate and up of Llama 3.1 405B, 2 · 53,248.
-/// Larger chunks than those in [`DeviceKind::chunk_sizes`] are not faster.
+/// Chunks larger than the sizes in [`DeviceKind::chunk_sizes`] are not faster.
 const MAX_CHUNK: usize = 16_384;
 
-/// The maximum default chunk size, in tokens, if each rank holds whole layers.
+/// The maximum default chunk size, in tokens, if the layers are divided among ranks.
 ///
 /// A rank waits until the other ranks have run their layers, and gives up after 5 s.
-/// A chunk of 2,048 tokens takes much less: with 100 GB of layers on an H100, about 0.5 s.
+/// A chunk of 2,048 tokens takes much less than 5 s: about 0.5 s for 100 GB of layers on an H100.
 const MAX_STAGE_CHUNK: usize = 2048;
 
 /// Returns an upper bound on the activation memory per token of a chunk, in bytes.
@@ -52,14 +53,14 @@ const MAX_STAGE_CHUNK: usize = 2048;
 /// Activation memory peaks in the down projection of an MLP. With b bytes per element of `dtype`, a token then needs:
 ///
 /// - the outputs of gate_proj and up_proj in f32: 8 · intermediate
-/// - their product in `dtype`, and a quantized copy of the product for some quantized weights: 2b · intermediate
+/// - the product of these outputs in `dtype`, and a quantized copy for some weight formats: 2b · intermediate
 /// - three versions of the residual stream, two layer outputs and the MLP output, all in f32: 24 · hidden
 /// - the two normed inputs in `dtype`: 2b · hidden
 /// - a reserve for 8-bit matrix products, which need accumulators and a quantized input: 8 · hidden
 ///
-/// The up projection fits too: its temporaries, such as 8-bit accumulators, need at most 2b · intermediate.
+/// The up projection needs less: its temporaries, such as 8-bit accumulators, take at most 2b · intermediate.
 /// Attention and the experts of all supported families need less memory.
-/// Example: a token of Llama 3 70B in bf16 needs 504 KiB, and this bound is 624 KiB.
+/// Example: for a token of Llama 3 70B in bf16, which needs 504 KiB, the bound is 624 KiB.
 fn workspace_bytes_per_token(hidden_size: usize, intermediate_size: usize, dtype: DType) -> u64 {
     let bytes = dtype.size_in_bytes() as u64;
     let intermediate = (intermediate_size as u64).saturating_mul(8 + 2 * bytes);
@@ -92,14 +93,14 @@ pub struct MemoryPlan {
     /// The number of ranks. `weight_bytes`, `layers` and `layout` describe the part of one rank.
     ranks: usize,
     weight_bytes: u64,
-    /// Entry i holds the parts of all ranks if i + 1 ranks divide every layer.
+    /// The parts of all ranks, by world size: entry i is for i + 1 ranks that divide every layer.
     rank_parts: Arc<[Vec<RankPart>]>,
     /// The sizes of each layer, of the output head and of all other weights in the undivided model.
     parts: PartBytes,
     /// Extra bytes needed while loading, to repack or stack the experts of one layer.
-    /// They are freed before the KV cache is allocated.
+    /// The loader frees these bytes before it allocates the KV cache.
     loading_bytes: u64,
-    /// Extra bytes needed in a pass, for the dequantized experts of one layer.
+    /// Extra bytes needed in a forward pass, for the dequantized experts of one layer.
     unpacked_bytes: u64,
     /// An upper bound on the activation memory per token of a chunk, in bytes.
     workspace_bytes_per_token: u64,
@@ -116,7 +117,7 @@ pub struct MemoryPlan {
     chunks: Vec<usize>,
     dtype: DType,
     max_context: usize,
-    /// The architecture's limit on the default context, in tokens. With RoPE scaling, it can be below `max_context`.
+    /// The architecture's limit on the default context, in tokens. RoPE scaling can put it below `max_context`.
     default_context: usize,
 }
 
@@ -125,7 +126,7 @@ pub struct MemoryPlan {
 pub struct Capacity {
     /// The context length in tokens.
     pub context: usize,
-    /// The maximum number of tokens in one step, over all its sequences.
+    /// The maximum number of tokens in one step, over all sequences of the step.
     pub chunk: usize,
 }
 
@@ -187,9 +188,9 @@ impl MemoryPlan {
 
     /// Divides the layers among ranks. Returns the layers of each rank.
     ///
-    /// `free_bytes` is the free memory of each rank. The ranks get layers in proportion to their room,
-    /// which is their free memory minus the memory for everything but layers. Every rank gets at least one layer.
-    /// Fails if there are more ranks than layers.
+    /// `free_bytes` is the free memory of each rank. Each rank gets layers in proportion to its room.
+    /// The room of a rank is its free memory minus the memory for everything but layers.
+    /// Every rank gets at least one layer. Fails if there are more ranks than layers.
     pub fn stages(&self, free_bytes: &[u64]) -> Result<Vec<Range<usize>>> {
         let (ranks, layers) = (free_bytes.len(), self.parts.layers.len());
         if ranks > layers {
@@ -202,7 +203,7 @@ impl MemoryPlan {
         let total: u128 = self.parts.layers.iter().map(|&bytes| u128::from(bytes)).sum();
         let mut stages = Vec::with_capacity(ranks);
         let mut start = 0;
-        // The bytes of all layers before `end`, and the room on all ranks up to the current rank.
+        // `bytes` is the size of all layers before `end`. `room_so_far` is the room on all ranks so far.
         let mut bytes = 0;
         let mut room_so_far = 0;
         for (rank, free) in free_bytes.iter().enumerate() {
@@ -232,7 +233,7 @@ impl MemoryPlan {
         self.weight_bytes = layer_bytes[layers.clone()].iter().sum::<u64>() + head.div_ceil(ranks as u64) + other;
         self.layout = self.layout.of_layers(layers.clone());
         self.layers = self.layers[layers].to_vec();
-        // Keep the chunk size that the user requested, even if it is larger.
+        // Keep a chunk size that the user requested, even if it exceeds `MAX_STAGE_CHUNK`.
         if self.chunks.iter().any(|&chunk| chunk <= MAX_STAGE_CHUNK) {
             self.chunks.retain(|&chunk| chunk <= MAX_STAGE_CHUNK);
         }
@@ -345,7 +346,7 @@ impl MemoryPlan {
         self.block_bytes(self.cache_blocks(capacity))
     }
 
-    /// Returns the size of a KV cache with this number of blocks, in bytes.
+    /// Returns the size of a KV cache with `blocks` blocks, in bytes.
     pub fn block_bytes(&self, blocks: usize) -> u64 {
         (blocks as u64).saturating_mul(self.layout.block_bytes(self.dtype))
     }
@@ -394,8 +395,8 @@ impl MemoryPlan {
         self.weight_bytes.saturating_add(WORKSPACE_BYTES).saturating_add(running.max(self.loading_bytes))
     }
 
-    /// Limits a chunk size to the maximum number of tokens in all sequences together.
-    /// With a memory limit, returns `chunk`, because the cache may hold more sequences.
+    /// Limits a chunk size to the maximum number of tokens in all sequences of the KV cache together.
+    /// With a memory limit, returns `chunk`, because the KV cache may hold more than `sequences` sequences.
     fn useful_chunk(&self, chunk: usize, context: usize) -> usize {
         match self.limit_bytes {
             Some(_) => chunk,
@@ -403,7 +404,7 @@ impl MemoryPlan {
         }
     }
 
-    /// Returns the capacity with this context and the smallest chunk.
+    /// Returns the capacity with the context `context` and the smallest chunk size.
     pub fn smallest(&self, context: usize) -> Capacity {
         Capacity { context, chunk: self.useful_chunk(self.chunks.last().copied().unwrap_or(context), context) }
     }
@@ -435,7 +436,7 @@ impl MemoryPlan {
         self.limit_bytes.is_none_or(|limit| bytes <= limit) && (device.total_bytes == 0 || bytes <= device.free_bytes)
     }
 
-    /// Returns the capacity for this context with the best chunk size that fits, or `None` if no size fits.
+    /// Returns the capacity for `context` with the best chunk size that fits, or `None` if no chunk size fits.
     fn fit(&self, context: usize, device: &DeviceInfo) -> Option<Capacity> {
         let chunk = |&chunk: &usize| Capacity { context, chunk: self.useful_chunk(chunk, context) };
         let mut capacities = self.chunks.iter().map(chunk);
@@ -478,7 +479,7 @@ impl MemoryPlan {
     }
 
     /// Returns the error for a context that does not fit.
-    /// The error suggests a shorter context that fits, and a number of GPUs that is sufficient, if there are any.
+    /// The error suggests a shorter context that fits and a sufficient number of GPUs, if they exist.
     pub fn out_of_memory(&self, context: usize, device: &DeviceInfo) -> Error {
         let what = format!("this model with a context of {context} tokens");
         let (needed_bytes, free_bytes) = (self.bytes(self.smallest(context)), device.free_bytes);
@@ -565,7 +566,7 @@ mod tests {
         let plan = self::plan().with_limit(self::plan().bytes(smallest) + ARENA_BYTES + (10 << 20));
         assert!(plan.choose(None, &device(80 << 30)).unwrap().context < DEFAULT_CONTEXT);
         assert!(plan.choose(Some(DEFAULT_CONTEXT), &device(80 << 30)).is_err());
-        // Kernels count the elements of a cache tensor as an i32.
+        // The number of cache blocks is limited, because kernels count the elements of a cache tensor as an i32.
         let plan = self::plan().with_limit(1 << 45);
         assert_eq!(plan.cache_blocks(capacity), i32::MAX as usize / (8 * 64 * BLOCK_TOKENS));
     }
@@ -645,7 +646,7 @@ mod tests {
         assert_eq!(stages(&[10, 26]), [0..2, 2..10], "7.8 and 23.8 GiB remain, which is 2.5 and 7.5 of the 10 layers");
         assert_eq!(stages(&[0, 20]), [0..1, 1..10], "every rank has a layer");
         assert_eq!(stages(&[20, 0, 0]), [0..8, 8..9, 9..10]);
-        // The memory of a CPU may be unknown.
+        // A free memory of 0 stands for a CPU whose memory is unknown.
         assert_eq!(stages(&[0, 0]), [0..5, 5..10]);
         assert!(plan.stages(&[1 << 30; 11]).unwrap_err().to_string().contains("at most 10 devices"));
     }
@@ -668,7 +669,7 @@ mod tests {
         assert_eq!(second.weight_bytes(), (4 << 30) + (1 << 29) + (1 << 30));
         let capacity = Capacity { context: 4096, chunk: 512 };
         assert_eq!(second.cache_blocks(capacity), one.cache_blocks(capacity));
-        // The two layers are in different groups, so in both plans, a block holds one layer.
+        // The two layers are in different groups, so a block holds one layer in both plans.
         assert_eq!(second.cache_bytes(capacity), one.cache_bytes(capacity));
         assert_eq!(second.layers().len(), 1);
         assert_eq!(plan().with_chunk(Some(8192)).unwrap().with_stage(0..1, 2).chunks, [8192]);
@@ -681,7 +682,7 @@ mod tests {
         let plan = plan();
         assert_eq!(plan.largest_context(&device(80 << 30)), Some(131_072));
         assert_eq!(plan.largest_context(&device(1 << 30)), None);
-        // Contexts above the smallest chunk (512) need a new block only every 64 tokens, so they are multiples of 64.
+        // Above 512 tokens (the smallest chunk), the longest context that fits is a multiple of 64, the block size.
         for context in [1, 511, 5056, 131_072] {
             let bytes = plan.bytes(plan.smallest(context));
             assert_eq!(plan.largest_context(&device(bytes)), Some(context));
@@ -703,7 +704,7 @@ mod tests {
         let plan = plan();
         let (per_1000, fixed) = plan.cache_growth(512);
         assert_eq!(per_1000, 1000 * 2 * 8 * 64 * 2);
-        // The window and the chunk fill 10 blocks, but if they start in the middle of a block, they extend over 11.
+        // The window and the chunk fill 10 blocks, or extend over 11 if they start in the middle of a block.
         assert_eq!(fixed, 11 * 64 * 2 * 8 * 64 * 2);
         let block_bytes = 64 * 2 * 8 * 64 * 2;
         let capacity = Capacity { context: 6400, chunk: 512 };

@@ -9,7 +9,7 @@ use super::memory_limit::MemoryLimit;
 use crate::device::{DeviceInfo, Devices, Split};
 use crate::error::Error;
 
-/// The memory plan of each rank, and the device that the plan is for.
+/// The memory plans of all ranks, and the device of each plan.
 pub(super) struct RankMemory {
     ranks: Vec<(MemoryPlan, DeviceInfo)>,
     /// The layers of each rank. `None` if every rank holds a part of each layer.
@@ -20,8 +20,8 @@ impl RankMemory {
     /// Divides the model of `plan` among ranks. `infos` holds the device of each rank.
     ///
     /// If `limit` is set, each rank uses at most this amount of its device's memory.
-    /// Fails if `limit` is set but the size of a device's memory is unknown, or if there are more ranks than layers
-    /// with [`Split::Layers`].
+    /// Fails if `limit` is set but the total memory of a device is unknown.
+    /// With [`Split::Layers`], fails if there are more ranks than layers.
     pub fn new(
         plan: &MemoryPlan,
         devices: &Devices,
@@ -30,7 +30,7 @@ impl RankMemory {
         limit: Option<MemoryLimit>,
     ) -> Result<Self> {
         let mut infos = infos.to_vec();
-        // Several ranks can run on one device, and share its memory.
+        // Several ranks can run on one device and share its memory.
         let ranks = devices.most_ranks_per_device() as u64;
         // The memory that each rank may use. `free_bytes` keeps the free memory, for error messages.
         let mut usable_bytes = Vec::with_capacity(infos.len());
@@ -43,7 +43,7 @@ impl RankMemory {
                         format!("cannot use --gpu-memory: the size of the memory of {} is unknown", device.name);
                     return Err(Error::Usage(message).into());
                 }
-                // The limit may be more than the free memory, because of other processes.
+                // The limit can exceed the free memory, because other processes use memory too.
                 usable = usable.min(limit.bytes(device.total_bytes) / ranks);
             }
             usable_bytes.push(usable);

@@ -1,4 +1,4 @@
-//! Requests: what a client asks for, the state of an answer on the engine thread, and its events and text.
+//! Requests: what a client asks for, and the state, events and text of each answer.
 //!
 //! - `request`: the prompt and the options that the client submits
 //! - `sequence`: the state of one answer on the engine thread; `prompt_scores`: the log probabilities of its prompt

@@ -11,12 +11,12 @@ use crate::runner::{ChosenToken, TokenLogprobs};
 /// A message from the engine thread to the client of a sequence.
 #[derive(Debug)]
 pub enum SequenceEvent {
-    /// The prefill starts. It skips the first `cached_tokens` tokens, which are in the KV cache.
+    /// The prefill starts after the first `cached_tokens` tokens, which are in the KV cache.
     Started {
         cached_tokens: usize,
         at: Instant,
     },
-    /// The log probabilities of the next prompt tokens. All of them come before the first generated token.
+    /// The log probabilities of the next prompt tokens. All prompt tokens come before the first generated token.
     PromptLogprobs(Arc<Vec<TokenLogprobs>>),
     /// A generated token, and the time at which the engine thread received it.
     Token {
@@ -27,7 +27,7 @@ pub enum SequenceEvent {
     Failed(anyhow::Error),
 }
 
-/// Events to send, in order. They are collected, because each send wakes a client's thread, which takes microseconds.
+/// Events to send, in order. Each send wakes a client's thread, which takes microseconds, so sends are delayed.
 #[derive(Default)]
 pub struct Outbox(Vec<(UnboundedSender<SequenceEvent>, SequenceEvent)>);
 

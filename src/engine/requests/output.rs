@@ -15,7 +15,7 @@ pub struct Output {
     language: Arc<Language>,
     reader: Reader,
     stop: StopStrings,
-    /// The number of tokens so far.
+    /// The number of tokens added so far.
     tokens: usize,
     /// See [`GenerateOptions::min_tokens`].
     min_tokens: usize,
@@ -84,7 +84,7 @@ impl Output {
         self.stop.found()
     }
 
-    /// Returns the tool calls so far. Without a chat format, there are none.
+    /// Returns the tool calls so far. Without a chat format, returns an empty list.
     pub fn tool_calls(&self) -> &[ToolCall] {
         match &self.reader {
             Reader::Chat(parser) => parser.tool_calls(),
@@ -100,8 +100,9 @@ impl Output {
         }
     }
 
-    /// Cuts the answer text off at the first stop string that ends after the first `min_tokens` tokens, as in vLLM.
-    /// Passes the other channels through unchanged.
+    /// Cuts the answer text off at the first stop string.
+    /// The stop string must end after the first `min_tokens` tokens, as in vLLM.
+    /// Passes the text of other channels through unchanged.
     fn until_stop(&mut self, deltas: Vec<Delta>) -> Vec<Delta> {
         let mut passed = Vec::new();
         for delta in deltas {
@@ -110,7 +111,7 @@ impl Output {
             } else if delta.channel == Channel::Answer {
                 passed.extend(answer(self.stop.push(&delta.text)));
             } else {
-                // Emit the held-back answer text first. It cannot grow into a stop string anymore.
+                // Emit the held-back answer text first, because it can no longer become a stop string.
                 passed.extend(answer(self.stop.finish()));
                 passed.push(delta);
             }

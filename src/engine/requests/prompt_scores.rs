@@ -7,10 +7,10 @@ use crate::runner::{ScoreTokens, TokenLogprobs};
 
 /// Selects the prompt tokens that each step scores, and holds their log probabilities until they are sent.
 pub struct PromptScores {
-    /// The number of most likely tokens to report with each token.
+    /// The number of most likely tokens to report for each prompt token.
     top: usize,
     prompt_tokens: usize,
-    /// The number of tokens whose log probabilities have been sent. The first prompt token has none.
+    /// The number of tokens whose log probabilities have been sent. The first prompt token has no log probability.
     sent: usize,
     /// The log probabilities that the current step computes.
     step: Vec<TokenLogprobs>,
@@ -23,7 +23,7 @@ impl PromptScores {
 
     /// Returns the prompt tokens to score in a step whose input tokens are `tokens[range]`, if there are any.
     ///
-    /// A preempted sequence computes tokens again, but does not score them again.
+    /// A preempted sequence recomputes tokens, but does not score them again.
     pub fn of_step<'s>(&'s mut self, tokens: &'s [u32], range: Range<usize>) -> Option<ScoreTokens<'s>> {
         self.step.clear();
         let scored = range.start.max(self.sent) + 1..self.prompt_tokens.min(range.end + 1);

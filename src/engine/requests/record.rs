@@ -38,7 +38,7 @@ pub struct Record {
     pub error: Option<String>,
 }
 
-/// The build, the device and the engine settings, on which the tokens of an answer can depend.
+/// The build, the device and the engine settings that can affect the tokens of an answer.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct EngineRecord {
     pub build: String,
@@ -58,7 +58,7 @@ pub struct RecordedRequest {
     pub answers: Vec<RecordedAnswer>,
 }
 
-/// A prompt, and the options that affect the tokens of its answers. Answer i uses the seed plus i.
+/// A prompt, and the options that affect the tokens of its answers. Answer i uses the recorded seed plus i.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct RequestRecord {
     pub prompt: Vec<u32>,
@@ -146,7 +146,7 @@ impl EngineRecord {
         texts.into_iter().flatten().map(|text| ALLOCATION_BYTES + text.capacity()).sum()
     }
 
-    /// Describes each setting that differs from `now` and can affect the tokens.
+    /// Describes each recorded setting that differs from `now` and can affect the tokens.
     pub fn differences(&self, now: &Self) -> Vec<String> {
         let none = || "none".to_string();
         let settings = [
@@ -169,7 +169,7 @@ impl EngineRecord {
 }
 
 impl RequestRecord {
-    /// Creates the record of a request. Call this before the constraint is taken out of `options`.
+    /// Creates the record of a request. Call this function before the constraint is taken out of `options`.
     pub fn new(prompt: &[u32], chat: Option<&ChatPrompt>, options: &GenerateOptions) -> Self {
         Self {
             prompt: prompt.to_vec(),
@@ -200,7 +200,7 @@ impl RequestRecord {
 mod tests {
     use super::*;
 
-    /// In records of short requests, tokens are only a small part of the memory.
+    /// The memory estimate must also hold for short requests, whose tokens are only a small part of the record.
     #[test]
     fn the_size_of_a_record_includes_all_its_parts() {
         let request = RequestRecord::new(&[1, 2, 3], None, &GenerateOptions::new(SamplingParams::greedy()));

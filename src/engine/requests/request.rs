@@ -83,10 +83,11 @@ pub struct GenerateOptions {
     pub stop: Vec<String>,
     /// Tokens that end the answer, in addition to the model's stop tokens. Their text is not part of the answer.
     pub stop_token_ids: Vec<u32>,
-    /// The minimum number of tokens to generate before a stop token. A stop string must end in the text of a later
-    /// token, but can begin earlier. `max_tokens` and a complete constraint can end the answer earlier.
+    /// The minimum number of tokens to generate before a stop token.
+    /// A stop string can begin before this minimum, but must end in the text of a later token.
+    /// `max_tokens` and a complete constraint can end the answer earlier.
     pub min_tokens: usize,
-    /// Biases from -100 to 100 to add to the logits of these tokens, before penalties.
+    /// Biases from -100 to 100 to add to the logits of tokens, by token id, before penalties.
     /// In effect, -100 bans a token, and 100 selects it.
     pub logit_bias: BTreeMap<u32, f32>,
     /// How many most likely tokens to report for each generated token, with their log probabilities.
@@ -115,16 +116,16 @@ pub struct GenerateOptions {
     pub cache_salt: Option<String>,
     /// Whether the answer must not depend on other requests, although the engine is not
     /// [`deterministic`](crate::engine::EngineBuilder::deterministic).
-    /// This slows down the request and all concurrent requests.
+    /// A deterministic answer slows down the request and all concurrent requests.
     pub deterministic: bool,
     /// Whether the stream keeps a [`RequestRecord`](super::RequestRecord), with which the answer can be recomputed.
     pub keeps_record: bool,
-    /// If the request has not started after this time, it fails. `None` sets no limit.
+    /// The maximum time that the request may wait to start. A request that waits longer fails. `None` sets no limit.
     pub max_wait: Option<Duration>,
 }
 
 impl GenerateOptions {
-    /// Creates options with these sampling parameters. All other options are off.
+    /// Creates options with the sampling parameters `sampling`. All other options are off.
     pub fn new(sampling: SamplingParams) -> Self {
         Self {
             sampling,

@@ -30,7 +30,7 @@ pub struct Sequence {
     stop_ids: Vec<u32>,
     /// See [`GenerateOptions::cache_salt`]. `None` once the scheduler has taken the salt.
     pub cache_salt: Option<String>,
-    /// How the prompt is divided, if this request asked for a deterministic answer.
+    /// How the prompt is divided into parts, if the request asked for a deterministic answer.
     pub prompt_parts: Option<PromptParts>,
     pub tenant: u64,
     pub priority: i32,
@@ -39,7 +39,7 @@ pub struct Sequence {
     cancel: Option<Arc<AtomicBool>>,
     client_end: Arc<ClientEnd>,
     events: UnboundedSender<SequenceEvent>,
-    /// Whether a token was generated after the cancellation.
+    /// Whether a token was generated after the client canceled the request.
     is_noted_as_canceled: bool,
 }
 
@@ -85,7 +85,7 @@ impl Sequence {
         self.sampler.set_constraint(constraint);
     }
 
-    /// Passes the chosen token to the constraint, which can replace it. See [`Sampler::advance`].
+    /// Passes the chosen token to the constraint, which can replace the token. See [`Sampler::advance`].
     pub fn accept(&mut self, token: ChosenToken) -> Result<ChosenToken> {
         Ok(ChosenToken { id: self.sampler.advance(token.id)?, ..token })
     }
@@ -107,7 +107,7 @@ impl Sequence {
         &self.client_end
     }
 
-    /// Records that a token was generated after the cancellation. Returns false on the first call.
+    /// Records that a token was generated after the cancellation. Returns whether such a token was already recorded.
     pub fn note_canceled(&mut self) -> bool {
         std::mem::replace(&mut self.is_noted_as_canceled, true)
     }

@@ -4,15 +4,15 @@
 pub struct StopStrings {
     stops: Vec<String>,
     held: String,
-    /// The length in bytes of the text at the start of `held` that was not searched.
-    /// A stop string must end after this text, but can begin in it.
+    /// The number of bytes at the start of `held` that were not searched.
+    /// A stop string must end after these bytes, but can begin in them.
     unsearched: usize,
     /// The index in `stops` of the stop string that was found.
     found: Option<usize>,
 }
 
 impl StopStrings {
-    /// Creates a filter for `stops`. Ignores empty strings, because they would match before the first character.
+    /// Creates a filter for `stops`. Ignores empty strings, which would match before the first character.
     pub fn new(stops: &[String]) -> Self {
         let stops = stops.iter().filter(|stop| !stop.is_empty()).cloned().collect();
         Self { stops, held: String::new(), unsearched: 0, found: None }
@@ -44,10 +44,10 @@ impl StopStrings {
         self.release()
     }
 
-    /// Adds a piece of text in which no stop string can end. Returns the held-back text that cannot be part
-    /// of a stop string.
+    /// Adds a piece of text in which no stop string can end.
+    /// Returns the held-back text that cannot be part of a stop string.
     ///
-    /// A stop string that ends in later text can begin in this piece.
+    /// A stop string that ends in a later piece can begin in this piece.
     pub fn push_unsearched(&mut self, text: &str) -> String {
         if self.found.is_some() {
             return String::new();

@@ -23,8 +23,8 @@ use crate::runner::{ChosenToken, Executor, TokenLogprobs};
 /// An event of a [`RequestStream`]: a token or the end.
 #[derive(Clone, Debug)]
 pub enum Event {
-    /// A generated token, and the text that it completes. `deltas` can be empty:
-    /// a token can end in the middle of a character, and the start of a possible stop string is held back.
+    /// A generated token, and the text that the token completes.
+    /// `deltas` can be empty: a token can end inside a character, or its text may begin a stop string.
     /// `logprobs` is `Some` if [`GenerateOptions::logprobs`] is set.
     Token { id: u32, deltas: Vec<Delta>, logprobs: Option<TokenLogprobs> },
     /// The end of the answer: the text that was still held back, and the summary.
@@ -40,7 +40,7 @@ impl Event {
         }
     }
 
-    /// Returns the log probabilities of the token. `None` for the end event, or if the request did not ask for them.
+    /// Returns the token's log probabilities. `None` for the end event, or if the request did not ask for any.
     pub fn logprobs(&self) -> Option<&TokenLogprobs> {
         match self {
             Event::Token { logprobs, .. } => logprobs.as_ref(),
@@ -236,8 +236,9 @@ impl RequestStream {
         self.finish_as(FinishReason::Stop);
     }
 
-    /// Returns the tool calls so far. The last call can be incomplete. In harmony, a call has a name
-    /// as soon as its arguments begin. In other chat formats, an incomplete call has no name.
+    /// Returns the tool calls so far. The last call can be incomplete.
+    /// In harmony, a call has a name as soon as its arguments begin.
+    /// In other chat formats, an incomplete call has no name.
     pub fn tool_calls(&self) -> &[ToolCall] {
         self.output.tool_calls()
     }
@@ -351,7 +352,7 @@ impl RequestStream {
 /// Cancels the request, unless it has ended.
 impl Drop for RequestStream {
     fn drop(&mut self) {
-        // Record the time before the channel closes, which happens after this function.
+        // Record the end time before the channel closes. The channel closes after `drop` returns.
         self.client_end.end();
     }
 }

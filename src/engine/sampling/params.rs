@@ -100,7 +100,7 @@ pub struct SamplingField {
     pub value_name: &'static str,
     /// The description of the flag in `--help`.
     pub help: &'static str,
-    /// When generation_config.json sets this parameter.
+    /// When generation_config.json sets the parameter.
     pub generation_config: GenerationConfigUse,
     expected: fn() -> String,
     is_valid: fn(&SamplingParams) -> bool,
@@ -124,12 +124,12 @@ impl SamplingField {
         SAMPLING_FIELDS.iter().find(|field| field.flag == flag)
     }
 
-    /// Returns the value of this parameter as text.
+    /// Returns the value of the row's parameter in `params` as text.
     pub fn get(&self, params: &SamplingParams) -> String {
         (self.get)(params)
     }
 
-    /// Sets this parameter from text. An invalid value is an error such as `expected a number from 0 to 1`.
+    /// Parses text and sets the parameter. An invalid value is an error such as `expected a number from 0 to 1`.
     pub fn set(&self, params: &mut SamplingParams, text: &str) -> Result<(), String> {
         (self.set_text)(params, text)
     }
@@ -170,7 +170,7 @@ impl SamplingParams {
                 GenerationConfigUse::Never => false,
             };
             let value = &generation_config[field.name];
-            // -1 keeps all tokens in vLLM, and files of models use it.
+            // A top-k of -1 keeps all tokens in vLLM, and the generation_config.json of some models contains -1.
             let is_neutral = field.name == "top_k" && value.as_i64() == Some(-1);
             if !is_used || value.is_null() || is_neutral {
                 continue;
@@ -279,7 +279,7 @@ mod tests {
         assert_eq!(read(serde_json::json!({ "do_sample": true, "top_k": 7, "seed": 3 })), sampling);
     }
 
-    /// Otherwise, requests that do not set the parameter would fail.
+    /// Invalid defaults must be ignored. Otherwise, requests that do not set the parameter would fail.
     #[test]
     fn generation_config_with_invalid_values_is_ignored() {
         let defaults = SamplingParams { temperature: 1.0, ..SamplingParams::greedy() };

@@ -1,6 +1,6 @@
 //! [`Sampler`]: applies penalties, temperature, top-k, top-p and min-p to logits, then draws a token.
 //!
-//! The order of these operations is the same as in transformers.
+//! The order of penalties, temperature, top-k, top-p and min-p is the same as in transformers.
 //! Each random number depends only on the seed and the number of earlier draws,
 //! so equal seeds and logits give equal tokens.
 //! On a GPU, the sampling kernel applies the same rules. `sample.cu` lists the rare differences.
@@ -38,7 +38,8 @@ pub struct LogitRules {
     /// The tokens that are banned until `min_tokens` tokens have been chosen.
     pub stop_tokens: Vec<u32>,
     pub min_tokens: usize,
-    /// How many most likely tokens need log probabilities, besides the chosen token. `None`: no log probabilities.
+    /// How many most likely tokens to report log probabilities for, besides the chosen token.
+    /// `None` reports no log probabilities.
     pub logprobs: Option<usize>,
 }
 
@@ -80,7 +81,7 @@ impl Sampler {
         token
     }
 
-    /// Returns the next token for logits to which penalties are already applied.
+    /// Returns the next token for `logits`, to which biases and penalties are already applied.
     /// `in_flight` is the number of chosen tokens that are not counted yet.
     fn choose_edited(&self, logits: &[f32], in_flight: u32) -> u32 {
         if self.params.temperature == 0.0 {
@@ -123,7 +124,7 @@ impl Sampler {
         edits.into_iter().collect()
     }
 
-    /// Draws a token with random number `draw` of the seed.
+    /// Draws a token with the random number at index `draw` of the seed's sequence.
     fn draw(&self, logits: &[f32], draw: u64) -> u32 {
         let mut candidates = candidates(logits, &self.params);
         // Sort by id, as the sampling kernel does: the order decides which token a random number selects.
@@ -271,7 +272,7 @@ fn keep_top_k(candidates: &mut Vec<Candidate>, count: usize) {
 /// Keeps the smallest set of most likely tokens whose probabilities sum to at least `p`. Keeps at least one token.
 ///
 /// A vocabulary can have 200,000 tokens, but usually only a few dozen are kept.
-/// This function therefore sorts only the top 64 tokens at first, and 8 times as many while their sum is below `p`.
+/// The function sorts the top 64 tokens first, then 8 times as many while their sum is below `p`.
 fn keep_top_p(candidates: &mut Vec<Candidate>, p: f64) {
     let target = p * candidates.iter().map(|c| c.weight).sum::<f64>();
     let mut head = 64.min(candidates.len());

@@ -26,8 +26,8 @@ impl FairQueue {
         }
         ledger.set_served(tenant, served);
         self.waiting.entry(tenant).or_default().insert(seniority);
-        // The ledger can forget a tenant without sequences that was served no more tokens than any waiting tenant:
-        // its next sequence would raise its count to `fewest` anyway.
+        // The ledger can forget a tenant without sequences if no waiting tenant was served fewer tokens.
+        // A new sequence of the forgotten tenant would raise its count to `fewest` anyway.
         if let Some(fewest) = self.fewest_served(ledger) {
             ledger.forget(fewest);
         }
@@ -50,8 +50,8 @@ impl FairQueue {
 
     /// Estimates how many waiting sequences would start before a new sequence.
     ///
-    /// Counts the more senior sequences of the same tenant and about as many sequences of each other tenant,
-    /// because tenants take turns. The exact number depends on the lengths of the answers.
+    /// The estimate counts the more senior sequences of the tenant and about as many of each other tenant.
+    /// Tenants take turns. The exact number depends on the lengths of the answers.
     pub fn ahead(&self, tenant: TenantId, seniority: Seniority, ledger: &TenantLedger) -> usize {
         let own = self.waiting.get(&tenant).map_or(0, |waiting| waiting.range(..seniority).count());
         let turn = Turn::new(self.served_if_waiting(tenant, ledger), seniority);
@@ -65,10 +65,10 @@ impl FairQueue {
 
     /// Returns the served tokens of a tenant to which a waiting sequence is added.
     ///
-    /// If the tenant had no waiting sequence, raises its number to the fewest served tokens of a waiting tenant.
+    /// If the tenant had no waiting sequence, returns at least the fewest served tokens of a waiting tenant.
     /// The tenant therefore gets no credit for the time in which it did not wait.
     fn served_if_waiting(&self, tenant: TenantId, ledger: &TenantLedger) -> u64 {
-        // If no sequence is waiting, earlier service has delayed no tenant, so all tenants start at 0.
+        // If no sequence is waiting, no tenant was delayed by earlier service, so all tenants start at 0.
         let Some(fewest) = self.fewest_served(ledger) else { return 0 };
         let served = ledger.served(tenant);
         if self.waiting.contains_key(&tenant) { served } else { served.max(fewest) }
@@ -147,7 +147,7 @@ mod tests {
         );
         ledger.serve(0, 0..1, 1);
         assert_eq!(first(&queue, &ledger), Some(3));
-        // While another tenant waits, a tenant that was served more tokens is not forgotten, even without sequences.
+        // A tenant without sequences is not forgotten if it was served more tokens than a tenant that waits.
         ledger.serve(1, 0..500, 500);
         queue.remove(1, &sequence(3));
         queue.remove(1, &sequence(4));

@@ -19,8 +19,9 @@ pub struct TenantLedger {
 
 #[derive(Default)]
 struct Account {
-    /// The weighted number of served tokens. `FairQueue` raises or resets this number when a sequence starts to wait,
-    /// so that a tenant gets no credit for time without waiting sequences.
+    /// The weighted number of served tokens.
+    /// `FairQueue` raises or resets this number when a sequence starts to wait.
+    /// A tenant therefore gets no credit for time without waiting sequences.
     served: u64,
     /// The number of sequences that have not ended, waiting or not.
     sequences: usize,
@@ -39,7 +40,7 @@ impl TenantLedger {
         }
     }
 
-    /// Counts the tokens at the positions in `range` as served. The first `prompt` positions are the prompt.
+    /// Counts the tokens at the positions in `range` as served. The prompt has the first `prompt` positions.
     pub fn serve(&mut self, tenant: TenantId, range: Range<usize>, prompt: usize) {
         let generated = range.end.saturating_sub(range.start.max(prompt)) as u64;
         let tokens = range.len() as u64 + (GENERATED_WEIGHT - 1) * generated;
@@ -72,7 +73,7 @@ impl TenantLedger {
         Turn::new(self.served(tenant), seniority)
     }
 
-    /// Returns whether at most one tenant has sequences. Turns are then in the order of seniority.
+    /// Returns whether at most one tenant has sequences. Turns then follow seniority.
     pub fn has_one_tenant(&self) -> bool {
         self.accounts.values().filter(|account| account.sequences > 0).nth(1).is_none()
     }

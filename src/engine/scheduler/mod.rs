@@ -9,9 +9,9 @@
 //! Sequences belong to tenants. Waiting tenants get equal numbers of tokens: see `fair_queue.rs`.
 //! The sequences of one tenant are ordered by seniority, which depends on priority and arrival.
 //!
-//! If the KV cache runs out of blocks, the running sequence with the last turn is preempted.
-//! A preempted sequence gives up its blocks and waits. When it starts again, it computes its tokens again,
-//! except those in blocks that are still cached.
+//! If the KV cache runs out of blocks, the scheduler preempts the running sequence whose turn comes last.
+//! A preempted sequence gives up its blocks and waits.
+//! When it restarts, it recomputes all of its tokens except those in blocks that are still cached.
 
 mod fair_queue;
 mod ledger;
@@ -33,15 +33,15 @@ use order::Seniority;
 pub use ledger::TenantId;
 pub use order::SequenceId;
 
-/// A sequence starts only if there are free blocks for this many more tokens of each running sequence.
+/// A new sequence starts only if each running sequence has free blocks for this many more tokens.
 const GROWTH_STEPS: usize = 8;
 
 /// A placeholder for the token of a queued step, which the host does not know yet.
 /// Its value does not matter, because the next step reads the token on the device.
 const PENDING_TOKEN: u32 = 0;
 
-/// After this many preemptions, a sequence is protected: it starts again only if there are enough blocks
-/// for its longest possible answer, and is then never preempted.
+/// The number of preemptions after which a sequence is protected: it is never preempted again.
+/// A protected sequence restarts only if there are enough blocks for its longest possible answer.
 const MAX_PREEMPTIONS: u32 = 2;
 
 /// The limits of a scheduler.
@@ -53,8 +53,9 @@ pub struct SchedulerConfig {
     pub max_sequences: usize,
     /// The maximum number of tokens in a sequence, prompt and answer together.
     pub context: usize,
-    /// If set, all prompts are divided into these parts. Chunks end where a part ends, and the last prompt token and
-    /// all generated tokens are computed one by one. A step may then exceed its token budget by less than one part.
+    /// If set, all prompts are divided into these parts, and every chunk ends where a part ends.
+    /// The last prompt token and all generated tokens are computed one by one.
+    /// A step can then exceed its token budget by less than one part.
     pub prompt_parts: Option<PromptParts>,
 }
 
@@ -65,7 +66,7 @@ pub struct NewSequence {
     pub prompt: Vec<u32>,
     /// If set, the sequence reuses only the blocks of sequences with the same salt.
     pub cache_salt: Option<String>,
-    /// If set, divides this prompt into parts. See [`SchedulerConfig::prompt_parts`].
+    /// If set, the prompt is divided into these parts. See [`SchedulerConfig::prompt_parts`].
     pub prompt_parts: Option<PromptParts>,
     /// Whether to compute all prompt tokens, even those in the prefix cache.
     pub computes_whole_prompt: bool,
@@ -91,7 +92,7 @@ pub struct StepPlan {
     pub copies: Vec<BlockCopy>,
     /// Sequences that expired while they waited. The scheduler has removed them.
     pub expired: Vec<SequenceId>,
-    /// Sequences that had to give up their blocks, and wait again.
+    /// Sequences that gave up their blocks during planning, and wait again.
     pub preempted: Vec<SequenceId>,
 }
 
@@ -105,7 +106,7 @@ pub struct SequenceWork {
     pub is_last: bool,
 }
 
-/// The current numbers of waiting and running sequences. `preemptions` is the total so far.
+/// The current numbers of waiting and running sequences, and the total number of preemptions.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SchedulerStats {
     pub waiting: usize,
@@ -118,7 +119,7 @@ pub struct SchedulerStats {
 pub struct Preview {
     /// Whether the next step would start the sequence.
     pub starts_now: bool,
-    /// The estimated number of waiting sequences that start earlier.
+    /// The estimated number of waiting sequences that start before the previewed sequence.
     pub ahead: usize,
     /// The number of prompt tokens that are in the prefix cache.
     pub cached_tokens: usize,
@@ -136,14 +137,14 @@ pub struct Scheduler {
     config: SchedulerConfig,
     blocks: BlockManager,
     sequences: BTreeMap<SequenceId, ScheduledSequence>,
-    /// The tokens served to each tenant, which affect the turns of sequences.
+    /// The tokens served to each tenant. A tenant's sequences get later turns as this number grows.
     ledger: TenantLedger,
     /// The sequences without blocks, except forks whose parent has not computed the prompt.
     waiting: FairQueue,
     /// The sequences with blocks, the most senior first.
     running: BTreeSet<Seniority>,
-    /// The sequences that the current plan has started. The plan does not preempt these sequences,
-    /// even if their turns have become the last because the plan counted tokens for their tenants.
+    /// The sequences that the current plan has started. The plan does not preempt these sequences.
+    /// Their turns can become the last turns, because the plan counts tokens for their tenants.
     admitted: Vec<SequenceId>,
     preemptions: u64,
 }
@@ -162,13 +163,13 @@ struct ScheduledSequence {
     computes_whole_prompt: bool,
     max_tokens: usize,
     tenant: TenantId,
-    /// The number of tokens that the ledger has counted. Tokens that are computed again are not counted again.
+    /// The number of tokens that the ledger has counted. Recomputed tokens are not counted again.
     served: usize,
     seniority: Seniority,
     deadline: Option<Duration>,
     /// The blocks of the sequence while it runs. `None` while it waits.
     blocks: Option<SequenceBlocks>,
-    /// The block hashes of a waiting sequence, so that they are not computed again when it starts.
+    /// The block hashes of a waiting sequence, kept so that the start of the sequence need not recompute them.
     /// While the sequence runs, its block hashes are in `blocks`.
     hashes: BlockHashes,
     preemptions: u32,
@@ -222,7 +223,7 @@ impl ScheduledSequence {
         self.is_running() || self.preemptions > 0
     }
 
-    /// Returns whether the sequence is running, and its last sampled token is the only token to compute.
+    /// Returns whether the sequence is running and has only its last sampled token to compute.
     fn is_decoding(&self) -> bool {
         self.is_running() && self.left() == 1 && self.computed() >= self.prompt_tokens
     }
@@ -307,7 +308,7 @@ impl Scheduler {
         let NewSequence { ref prompt, ref forks, max_tokens, tenant, .. } = *new;
         let SchedulerConfig { token_budget, max_sequences, context, .. } = self.config;
         let running: usize = self.running.iter().map(|seniority| self.demand(seniority)).sum();
-        // Take the blocks of the cached prefix, so that they do not count as free below.
+        // Acquire the blocks of the cached prefix now. Otherwise, they would count as free blocks below.
         let hashes = self.blocks.hashes(new.cache_salt.as_deref(), new.prompt_parts);
         let blocks = if new.computes_whole_prompt {
             self.blocks.start_uncached(prompt, prompt.len(), hashes)
@@ -444,7 +445,7 @@ impl Scheduler {
         if let Some(parent) = sequence.parent.and_then(|parent| self.sequences.get_mut(&parent)) {
             parent.forks.retain(|&fork| fork != id);
         }
-        // The first fork becomes the parent of the others. It finds the computed blocks in the prefix cache.
+        // The first fork becomes the parent of the other forks. It finds the computed blocks in the prefix cache.
         if has_started {
             self.clear_deadlines(&sequence.forks);
         }
@@ -460,7 +461,7 @@ impl Scheduler {
         }
     }
 
-    /// Removes the deadlines of forks. Call this when the prefill of their prompt has started.
+    /// Removes the deadlines of forks. Call this function when the prefill of their prompt has started.
     fn clear_deadlines(&mut self, forks: &[SequenceId]) {
         for fork in forks {
             self.sequences.entry(*fork).and_modify(|fork| fork.deadline = None);

@@ -6,17 +6,17 @@ use std::time::Duration;
 /// Identifies a sequence. Later sequences have larger ids.
 pub type SequenceId = u64;
 
-/// How much earlier a sequence must arrive to make up for a priority value that is higher by 1.
+/// The arrival time that one priority level is worth: a sequence with a priority value higher by 1 counts as 2 s later.
 const AGING: Duration = Duration::from_secs(2);
 
-/// The order of the sequences of one tenant. The sequence with the smallest value is the most senior:
-/// it gets tokens and blocks first.
+/// The order of the sequences of one tenant. The sequence with the smallest value is the most senior.
+/// The most senior sequence gets tokens and blocks first.
 ///
 /// The value does not depend on the current time, because all sequences age equally.
 /// A long enough wait outweighs any difference in priority, so no sequence waits forever.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Seniority {
-    /// Whether the sequence was preempted so often that it comes before all unprotected sequences.
+    /// Whether the sequence is protected: it was preempted often enough to come before all unprotected sequences.
     is_protected: Reverse<bool>,
     /// The arrival time in nanoseconds, plus [`AGING`] times the priority. A lower `priority` value is more urgent.
     adjusted_arrival: i128,
@@ -31,7 +31,7 @@ impl Seniority {
         Self { is_protected: Reverse(false), adjusted_arrival, arrival, id }
     }
 
-    /// Returns the seniority of the sequence after too many preemptions: before all unprotected sequences.
+    /// Returns the seniority as a protected sequence, which comes before all unprotected sequences.
     pub fn protected(self) -> Self {
         Self { is_protected: Reverse(true), ..self }
     }

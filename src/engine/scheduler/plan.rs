@@ -11,7 +11,7 @@ use super::{GROWTH_STEPS, MAX_PREEMPTIONS, ScheduledSequence, Scheduler, Sequenc
 struct PrefillCandidates {
     /// The running sequences that need a chunk and have none in the plan yet.
     running: BTreeSet<Seniority>,
-    /// Whether waiting sequences may start in this step.
+    /// Whether waiting sequences may start in the planned step.
     can_admit: bool,
 }
 
@@ -62,7 +62,7 @@ impl Scheduler {
         plan
     }
 
-    /// Removes the sequences whose deadline has passed, unless they or their parents have started. Returns their ids.
+    /// Removes sequences whose deadline has passed, unless they or their parents have started. Returns the removed ids.
     fn expire(&mut self, now: Duration) -> Vec<SequenceId> {
         let has_expired = |sequence: &ScheduledSequence| {
             let parent = sequence.parent.and_then(|parent| self.sequences.get(&parent));
@@ -121,13 +121,13 @@ impl Scheduler {
             }
             if sequence.is_decoding() && self.give_blocks(id, end, plan) {
                 // The decode graph queues later steps before this step has ended.
-                // Allocate blocks for those steps too, but do not preempt other sequences for them.
+                // Allocate blocks for the later steps too, but do not preempt other sequences for these blocks.
                 self.try_give_blocks(id, ahead, plan);
                 plan.work.push(SequenceWork { id, range: end - 1..end, is_last: true });
                 *budget -= 1;
             }
         }
-        // Count the tokens after the loop above, because they would change the turns during the loop.
+        // Count served tokens only after the loop, because counting changes the turns.
         for SequenceWork { id, range, .. } in &plan.work {
             self.serve(*id, range.start, range.end);
         }
@@ -148,7 +148,7 @@ impl Scheduler {
 
     /// Returns the sequence with the first turn, which computes the next chunk. Returns `None` if no sequence is left.
     ///
-    /// If this is a waiting sequence, starts the sequence.
+    /// If the returned sequence was waiting, starts the sequence.
     fn next_prefill(&mut self, candidates: &mut PrefillCandidates, plan: &StepPlan) -> Option<SequenceId> {
         let PrefillCandidates { running, can_admit } = candidates;
         // Start no sequence after a preemption, because the preempted sequence needs the free blocks first.
@@ -158,7 +158,7 @@ impl Scheduler {
             && let Some((_, waiting)) = self.waiting.first(&self.ledger)
             && next.is_none_or(|next| self.turn(waiting) < self.turn(next))
         {
-            // If this sequence cannot start, no other waiting sequence may overtake it.
+            // If the first waiting sequence cannot start, no other waiting sequence may overtake it.
             *can_admit = self.try_admit(waiting.id());
             if *can_admit {
                 running.extend(self.start_forks(waiting.id()));
@@ -210,7 +210,7 @@ impl Scheduler {
     /// Returns whether the sequence has started.
     fn try_admit(&mut self, id: SequenceId) -> bool {
         let Some(sequence) = self.sequences.get_mut(&id) else { return false };
-        // Take the blocks of the cached prefix first, so that they do not count as free below.
+        // Acquire the blocks of the cached prefix first. Otherwise, they would count as free blocks below.
         let hashes = mem::take(&mut sequence.hashes);
         sequence.blocks = Some(if sequence.computes_whole_prompt {
             self.blocks.start_uncached(&sequence.tokens, sequence.prompt_tokens, hashes)
@@ -246,10 +246,10 @@ impl Scheduler {
     /// Allocates blocks to a sequence for all positions below `end`. Preempts other sequences if necessary.
     ///
     /// While there are too few free blocks, preempts the sequence with the last turn.
-    /// Returns false if this preempts the sequence `id` itself, or if the sequence with the last turn must not be
-    /// preempted, because it is protected or has started in this plan.
+    /// Returns false if the sequence `id` itself is preempted.
+    /// Also returns false if the sequence with the last turn is protected or has started in this plan.
     ///
-    /// A protected sequence always gets its blocks: it can preempt all unprotected sequences, and
+    /// A protected sequence always gets its blocks, because it can preempt all unprotected sequences.
     /// [`try_admit`](Self::try_admit) starts a sequence only if there are enough blocks for all protected sequences.
     fn give_blocks(&mut self, id: SequenceId, end: usize, plan: &mut StepPlan) -> bool {
         while !self.try_give_blocks(id, end, plan) {

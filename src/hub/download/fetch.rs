@@ -29,7 +29,7 @@ use crate::text::quote;
 /// Fetches files as blobs of `repo`, and links them into the snapshot of `commit`.
 ///
 /// Links the weights last, so that an incomplete snapshot does not count as a model.
-/// After the first failure, stops and keeps the fetched bytes for a later attempt.
+/// Stops after the first failure. The fetched bytes stay on disk for a later attempt.
 pub(in crate::hub) fn fetch(
     remote: &Remote,
     commit: &str,
@@ -62,7 +62,7 @@ pub(in crate::hub) fn fetch(
     });
     let state = download.state.into_inner().unwrap_or_else(|poisoned| poisoned.into_inner());
     for job in state.jobs.iter().filter(|job| matches!(job.phase, Phase::Fetching | Phase::Verifying)) {
-        // Ignore errors, such as a full disk, because the record that was saved before is still valid.
+        // Ignore errors, such as a full disk, because the record that was saved earlier is still valid.
         let _ = job.partial.save();
     }
     if let Some(error) = state.failure {
@@ -97,8 +97,8 @@ impl Download<'_> {
         let limits = self.remote.limits();
         let mut retry = Retry::new(limits, limits.max_failures);
         let min_progress = Limits::min_progress(self.state().jobs[job].bytes);
-        // The position at the last reset of `retry`. Bytes before this position do not count as progress,
-        // because a server that does not support ranges sends them again in each attempt.
+        // The position at the last reset of `retry`. Bytes before this position do not count as progress.
+        // A server that does not support ranges sends the bytes before this position again in each attempt.
         let mut furthest = part.start;
         let result = loop {
             let (cause, retry_after) = match transfer.run() {
@@ -128,7 +128,7 @@ impl Download<'_> {
         result
     }
 
-    /// Returns the error for a file whose last retry has failed.
+    /// Returns the error for a file for which all retries have failed.
     fn gave_up(&self, job: usize, cause: &str, retry_after: Option<Duration>) -> anyhow::Error {
         let state = self.state();
         let job = &state.jobs[job];
@@ -150,19 +150,19 @@ impl Download<'_> {
             (job.etag, job.bytes, job.names[0], job.partial.pending_record())
         };
         let blob = self.repo.blob(etag);
-        // An existing blob needs no check, because it was verified before it got its name.
+        // Do not verify an existing blob again, because a blob gets its name only after verification.
         let is_good = is_complete(&blob, bytes) || {
             self.progress.verifying(name);
             let mut stop_on_failure = |_| if self.state().failure.is_some() { bail!("stopped") } else { Ok(()) };
             hash::matches(checkpoint.path(), etag, &mut stop_on_failure)?
         };
         if is_good {
-            // Flush while the state is not locked, so that other threads do not wait for the disk.
+            // Flush the file while the download state is not locked, so that other threads do not wait for the disk.
             checkpoint.sync()?;
         }
         let mut state = self.state();
         if let Err(error) = self.conclude(&mut state.jobs[index], is_good) {
-            // Set the failure before the state is unlocked, so that no thread takes another task.
+            // Set the failure before the download state is unlocked, so that no thread takes another task.
             state.failure.get_or_insert(error);
         }
         if state.jobs[index].phase == Phase::Done {
@@ -171,8 +171,8 @@ impl Download<'_> {
         Ok(())
     }
 
-    /// Gives a good file its blob name, and links it into the snapshot. [`fetch`] links weights later.
-    /// Deletes a bad file, so that it is fetched again. Fails if the file was bad before.
+    /// If `is_good`, gives the file its blob name, and links it into the snapshot. [`fetch`] links weights later.
+    /// Otherwise, deletes the file, so that it is fetched again. Fails if the file was already bad once.
     fn conclude(&self, job: &mut Job, is_good: bool) -> Result<()> {
         job.in_flight -= 1;
         if is_good {

@@ -1,4 +1,4 @@
-//! The state that the threads of a download share: one [`Job`] per blob, with the parts that are left to fetch.
+//! The state that the threads of a download share: one [`Job`] per blob, with the parts of the blob to fetch.
 
 use std::collections::{BTreeSet, VecDeque};
 use std::fs;
@@ -26,13 +26,13 @@ pub(in crate::hub) struct WantedFile {
 }
 
 impl WantedFile {
-    /// Converts a file from the listing. Asks the hub for the size and the etag if the listing lacks one of them.
+    /// Converts a file from the listing. Asks the hub for the size and the etag if the listing does not have both.
     pub fn new(remote: &Remote, commit: &str, file: RemoteFile) -> Result<Self> {
         let complete = if file.has_size_and_etag() { file } else { remote.head(commit, &file.name)? };
         let (Some(bytes), Some(etag)) = (complete.bytes, complete.etag) else {
             bail!("cannot download {}: the hub does not send its size or etag", quote(&complete.name));
         };
-        // An etag that is not a hash may be the etag of several files, or of several versions of a file.
+        // An etag that is not a hash may belong to several files, or to several versions of one file.
         let etag = if hash::is_hash(&etag) {
             etag
         } else {
@@ -53,7 +53,7 @@ pub(in crate::hub) fn is_complete(blob: &Path, bytes: u64) -> bool {
     fs::metadata(blob).is_ok_and(|data| data.is_file() && data.len() == bytes)
 }
 
-/// A running download. Its threads share this value.
+/// A running download, shared by all its threads.
 pub(in crate::hub) struct Download<'a> {
     pub remote: &'a Remote<'a>,
     pub commit: &'a str,
@@ -66,7 +66,7 @@ pub(in crate::hub) struct Download<'a> {
 
 pub(in crate::hub) struct DownloadState<'a> {
     pub jobs: Vec<Job<'a>>,
-    /// The indices of the jobs that are not done.
+    /// The indices of the jobs that are not finished.
     pub unfinished: BTreeSet<usize>,
     pub failure: Option<anyhow::Error>,
 }
@@ -79,17 +79,17 @@ pub(in crate::hub) struct Job<'a> {
     pub names: Vec<&'a str>,
     pub partial: Partial,
     pub phase: Phase,
-    /// The parts that no thread has taken yet.
+    /// The parts of the file that no thread has taken yet.
     pub parts: VecDeque<Range<u64>>,
-    /// The number of running tasks of this job.
+    /// The number of tasks of this job that threads are running.
     pub in_flight: usize,
-    /// The number of times that all fetched bytes were discarded. Transfers of earlier generations stop.
+    /// The number of times that all fetched bytes of the file were discarded. Transfers of earlier generations stop.
     pub generation: u32,
     /// Whether the server ignores ranges and always sends the whole file.
     pub is_whole_only: bool,
-    /// How often a server has sent the whole file instead of a part.
+    /// The number of times that a server has sent the whole file instead of a part.
     pub whole_responses: u32,
-    /// Whether the file has had a wrong hash or a changed etag. The second time is an error.
+    /// Whether the file has had a wrong hash or a changed etag. If this happens again, the download fails.
     pub was_bad: bool,
     pub last_save: Instant,
 }
@@ -127,18 +127,18 @@ impl<'a> Job<'a> {
         }
     }
 
-    /// Reports the bytes that are on disk, for each file that links to this blob.
+    /// Reports the number of bytes of the blob on disk, for each file that links to the blob.
     pub fn report(&self, progress: &dyn Progress) {
         let done_bytes = match self.phase {
             Phase::Done => self.bytes,
-            // Report less than the full size, because the full size means that the file is finished.
+            // Report at most the full size minus 1, because the full size means that the file is finished.
             _ => self.partial.done_bytes().min(self.bytes.saturating_sub(1)),
         };
         self.names.iter().for_each(|name| progress.file(name, done_bytes));
     }
 
-    /// Divides the missing bytes into parts of at most `part_bytes` bytes, or into one part per gap
-    /// if the server always sends the whole file.
+    /// Divides the missing bytes of the file into parts of at most `part_bytes` bytes.
+    /// If the server always sends the whole file, each gap is one part.
     fn split_into_parts(&mut self, part_bytes: u64) {
         self.parts.clear();
         for gap in self.partial.gaps() {
@@ -168,7 +168,7 @@ impl<'a> Download<'a> {
 
     /// Returns the next task, in the order of the jobs. Waits while running tasks can still create tasks.
     ///
-    /// Returns `None` if no task is left or the download has failed.
+    /// Returns `None` if no task is left, or if the download has failed.
     pub fn next_task(&self) -> Option<Task> {
         let mut state = self.state();
         loop {
@@ -246,7 +246,7 @@ impl<'a> Download<'a> {
 /// The result of [`Download::find_task`].
 enum Search {
     Found(Task),
-    /// There is no task, but running tasks can still create some.
+    /// There is no task now, but running tasks can still create new tasks.
     Busy,
     Finished,
 }

@@ -27,7 +27,7 @@ use crate::text::size;
 use fetch::fetch;
 use jobs::WantedFile;
 
-/// The minimum number of size requests that are announced to the user. This many requests take several seconds.
+/// The minimum number of size requests to announce to the user. 100 requests take several seconds.
 const MANY_REQUESTS: usize = 100;
 
 impl Hub {
@@ -86,7 +86,7 @@ impl Hub {
         // Check the caches again: another process may have downloaded the model while this process waited for the lock.
         if let Some(snapshot) = self.find_present(name, &listing, filter)? {
             // Write the ref even for a snapshot in the shared cache, so that both caches agree on the newest commit.
-            // If this fails, only log a warning, because the model is complete without the ref.
+            // If writing the ref fails, only log a warning, because the model is complete without the ref.
             let written = lock.and_then(|_lock| repo.write_ref(revision, commit));
             if let Err(error) = written {
                 tracing::warn!(error = format!("{error:#}"), revision, "cannot write the ref");
@@ -104,9 +104,9 @@ impl Hub {
         Ok(Snapshot { name: name.to_string(), revision: Some(commit.clone()), path, source: Source::Inferno })
     }
 
-    /// Returns the number of bytes that a download would fetch. Files that inferno's own cache has do not count.
+    /// Returns the number of bytes that a download would fetch. Files in inferno's own cache do not count.
     ///
-    /// For sharded weights, returns an estimate: the size of the missing safetensors files in the root directory.
+    /// For sharded weights, estimates the number by the size of the missing safetensors files in the root directory.
     pub fn download_bytes(&self, repo: &str, revision: Option<&str>, filter: &FileFilter) -> Result<u64> {
         let (name, revision) = names::split_revision(repo, revision)?;
         names::check_repo(name)?;
@@ -173,7 +173,7 @@ impl Hub {
         Ok(found)
     }
 
-    /// Reads the shard index from the first cache that has it. Returns `None` if no cache has it.
+    /// Reads the shard index from the first cache that has it. Returns `None` if no cache has the shard index.
     fn read_present(&self, name: &str, commit: &str, file: &RemoteFile) -> Result<Option<Vec<u8>>> {
         for (cache, _) in self.caches() {
             let dir = cache.repo(name).snapshot(commit);
@@ -184,9 +184,9 @@ impl Hub {
         Ok(None)
     }
 
-    /// Returns the contents of the shard index. Downloads the index if no cache has it.
+    /// Returns the contents of the shard index. Downloads the index if it is in no cache.
     ///
-    /// Returns `None` if the repository has no index, or if `filter` does not need it.
+    /// Returns `None` if the repository has no shard index, or if `filter` does not need the index.
     fn fetch_index(
         &self,
         remote: &Remote,
@@ -213,7 +213,7 @@ pub(in crate::hub) fn cannot_download(name: &str) -> String {
     format!("cannot download '{name}': HF_HUB_OFFLINE is set")
 }
 
-/// Returns whether the snapshot in `dir` contains `file`. If the listing has a size, compares it.
+/// Returns whether the snapshot in `dir` contains `file`, with the size in the listing if the size is known.
 fn is_present(dir: &Path, file: &RemoteFile) -> bool {
     let data = fs::metadata(dir.join(&file.name));
     data.is_ok_and(|data| data.is_file() && file.bytes.is_none_or(|bytes| data.len() == bytes))

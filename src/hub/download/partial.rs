@@ -2,7 +2,7 @@
 //!
 //! Parts arrive in any order, so the length of `blobs/<etag>.parts` does not show which bytes are present.
 //! The record, `blobs/<etag>.parts.json`, lists the byte ranges that are on disk.
-//! The data is flushed before the record is written, so the record is correct even after a power failure.
+//! The file data is flushed before the record is written, so the record is correct even after a power failure.
 #![allow(clippy::single_range_in_vec_init, reason = "lists with a single range are intended here")]
 
 use std::fs::{self, File};
@@ -20,22 +20,22 @@ use crate::hub::disk::{self, create_dir, with_suffix, write_error};
 
 /// The suffixes of unfinished and corrupt files.
 ///
-/// Hugging Face's Python tools leave `.incomplete` files. They write files from start to end,
-/// so the length of such a file shows which bytes are present.
+/// Hugging Face's Python tools leave `.incomplete` files. These tools write files from start to end.
+/// The length of an `.incomplete` file therefore shows which bytes are present.
 pub(in crate::hub) const SUFFIXES: [&str; 4] = [".parts", ".parts.json", ".incomplete", BAD];
 
 /// The suffix of a blob with wrong contents, which is kept until its replacement arrives.
 pub(in crate::hub) const BAD: &str = ".bad";
 
-/// A partially downloaded file, and the byte ranges that it has.
+/// A partially downloaded file, and the byte ranges that are on disk.
 pub(in crate::hub) struct Partial {
     path: PathBuf,
     /// The size of the complete file.
     bytes: u64,
     record: Record,
-    /// Whether data was discarded or could not be flushed. If so, the pending records with this flag are not saved.
+    /// Whether file data was discarded or could not be flushed. If true, pending records with this flag are not saved.
     ///
-    /// Never reset to false, because the operating system reports a failed flush only once.
+    /// The flag is never reset to false, because the operating system reports a failed flush only once.
     is_lost: Arc<AtomicBool>,
 }
 
@@ -44,7 +44,7 @@ pub(in crate::hub) struct Partial {
 struct Record {
     /// The byte ranges on disk: sorted, not empty, and separated by gaps.
     done: Vec<Range<u64>>,
-    /// The etag that the server sent, if the blob's name is not a hash.
+    /// The etag that the server sent. Stored only if the blob's name is not a hash.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     etag: Option<String>,
 }
@@ -62,7 +62,7 @@ impl Record {
 }
 
 impl Partial {
-    /// Finds out which bytes of `blob` earlier attempts have left on disk. Writes nothing.
+    /// Determines which bytes of `blob` earlier attempts have left on disk. Does not write to disk.
     pub fn find(blob: &Path, bytes: u64) -> Self {
         let path = with_suffix(blob, ".parts");
         let json = files::read(&with_suffix(blob, ".parts.json"), files::DOWNLOAD_RECORD).ok();
@@ -86,7 +86,7 @@ impl Partial {
         Self { path, bytes, record, is_lost: Arc::default() }
     }
 
-    /// Creates the file, unless an earlier attempt has left one. Renames an `.incomplete` file of Python tools.
+    /// Creates the partial file, unless an earlier attempt has left one. Renames an `.incomplete` file of Python tools.
     pub fn create(&self, blob: &Path) -> Result<()> {
         create_dir(blob.parent().unwrap_or(blob))?;
         if !self.path.exists() {
@@ -99,19 +99,19 @@ impl Partial {
                 self.pending_record().write_record()?;
                 fs::rename(&incomplete, &self.path).map_err(|error| write_error(error, &self.path, 0))?;
             } else {
-                // A record without its file is useless. Delete it, because it does not describe the new file.
+                // Delete a record whose partial file is gone, because the record does not describe the new file.
                 delete(&record_path(&self.path))?;
             }
         }
         let file = self.open()?;
-        // A file that is too long comes from another download with the same blob name. Truncate the file.
+        // Truncate a file that is too long. It comes from another download with the same blob name.
         if file.metadata().is_ok_and(|data| data.len() > self.bytes) {
             file.set_len(self.bytes).map_err(|error| write_error(error, &self.path, 0))?;
         }
         Ok(())
     }
 
-    /// Opens or creates the file for writing. Each transfer uses a handle of its own.
+    /// Opens or creates the partial file for writing. Each transfer uses its own file handle.
     pub fn open(&self) -> Result<File> {
         let mut options = File::options();
         options.write(true).create(true).truncate(false);
@@ -140,7 +140,7 @@ impl Partial {
         self.record.done.iter().map(|range| range.end - range.start).sum()
     }
 
-    /// Returns the byte ranges that are missing.
+    /// Returns the byte ranges of the file that are not on disk yet.
     pub fn gaps(&self) -> Vec<Range<u64>> {
         let starts = std::iter::once(0).chain(self.record.done.iter().map(|range| range.end));
         let ends = self.record.done.iter().map(|range| range.start).chain(std::iter::once(self.bytes));
@@ -166,7 +166,7 @@ impl Partial {
     /// Clears the record in memory, and keeps every earlier [`PendingRecord`] from being saved.
     pub fn clear(&mut self) {
         self.record = Record::default();
-        // If a flush has failed, the new flag is true too, so that no more records are saved.
+        // Keep the flag if a flush has failed, so that no more records are saved.
         let was_lost = self.is_lost.swap(true, Ordering::AcqRel);
         self.is_lost = Arc::new(AtomicBool::new(was_lost));
     }
@@ -181,12 +181,12 @@ impl Partial {
         PendingRecord { path: self.path.clone(), record: self.record.clone(), is_lost: self.is_lost.clone() }
     }
 
-    /// Flushes the data, then saves the record.
+    /// Flushes the data of the partial file, then saves the record.
     pub fn save(&self) -> Result<()> {
         self.pending_record().save()
     }
 
-    /// Deletes the file and its record.
+    /// Deletes the partial file and its record.
     pub fn delete(&self) -> Result<()> {
         for path in [&record_path(&self.path), &self.path] {
             delete(path)?;
@@ -203,7 +203,7 @@ impl Partial {
     }
 }
 
-/// A copy of the record of a [`Partial`], to be saved.
+/// A copy of the record of a [`Partial`] that will be saved to disk.
 pub(in crate::hub) struct PendingRecord {
     path: PathBuf,
     record: Record,
@@ -215,7 +215,8 @@ impl PendingRecord {
         &self.path
     }
 
-    /// Flushes the data, then writes the record. Does not write the record if the data was discarded or lost.
+    /// Flushes the data of the partial file, then writes the record.
+    /// Does not write the record if data was discarded or lost.
     pub fn save(&self) -> Result<()> {
         if self.is_lost.load(Ordering::Acquire) || !self.sync()? || self.is_lost.load(Ordering::Acquire) {
             return Ok(());
@@ -223,7 +224,7 @@ impl PendingRecord {
         self.write_record()
     }
 
-    /// Flushes the data. Returns false if the file does not exist.
+    /// Flushes the data of the partial file. Returns false if the file does not exist.
     pub fn sync(&self) -> Result<bool> {
         match File::open(&self.path).and_then(|data| data.sync_data()) {
             Ok(()) => Ok(true),

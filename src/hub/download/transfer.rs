@@ -1,6 +1,6 @@
 //! [`Transfer`]: requests one part of a file, checks the response, and writes its body to disk.
 //!
-//! Rejects a response with the wrong range or file size. Never writes outside the requested part.
+//! A transfer rejects a response with the wrong range or file size, and never writes outside the requested part.
 
 use std::io::{ErrorKind, Read, Seek, SeekFrom, Write};
 use std::mem;
@@ -17,18 +17,18 @@ use crate::hub::hash;
 use crate::hub::retry::{is_temporary, retry_after};
 use crate::text::{library_error, quote};
 
-/// How many whole-file responses to range requests are retried before the bytes on disk are discarded.
+/// The number of times a whole-file response to a range request is retried before the bytes on disk are discarded.
 const MAX_WHOLE_RESPONSES: u32 = 3;
-/// A transfer that receives fewer bytes in twice the stall timeout counts as stalled.
+/// A transfer is stalled if it receives fewer than this number of bytes in twice the stall timeout.
 const MIN_PROGRESS_BYTES: u64 = 64 << 10;
 
-/// Why a transfer ended before its part was complete.
+/// The reason why a transfer ended before its part of the file was complete.
 pub(in crate::hub) enum Stop {
-    /// Another attempt may succeed. Holds the cause, and the wait that the server requested with Retry-After, if any.
+    /// The transfer failed, but another attempt may succeed. Holds the cause and the wait from Retry-After, if any.
     Temporary(String, Option<Duration>),
-    /// Another attempt would fail too.
+    /// The transfer failed, and another attempt would fail too.
     Permanent(anyhow::Error),
-    /// The part is no longer needed, because the file is fetched again or the download has failed.
+    /// The part is no longer needed, because the file is fetched again from the start or the download has failed.
     Obsolete,
 }
 
@@ -38,13 +38,13 @@ pub(in crate::hub) struct Transfer<'a, 'b> {
     /// The index of the job in [`DownloadState::jobs`](super::jobs::DownloadState).
     pub job: usize,
     pub part: Range<u64>,
-    /// The offset in the file of the next byte to write.
+    /// The file offset of the next byte to write.
     pub position: u64,
     pub generation: u32,
 }
 
 impl Transfer<'_, '_> {
-    /// Sends one request for the rest of the part, and writes the response to disk.
+    /// Sends one request for the missing bytes of the part, and writes the response to disk.
     pub fn run(&mut self) -> Result<(), Stop> {
         let Download { remote, commit, .. } = self.download;
         let (name, bytes) = {
@@ -101,8 +101,8 @@ impl Transfer<'_, '_> {
     /// Makes this transfer fetch the whole file, because the server ignored the range.
     /// Stops the other transfers of the file.
     ///
-    /// If some bytes are on disk, fails with [`Stop::Temporary`] the first few times instead:
-    /// the next response may come from a server that supports ranges.
+    /// If some bytes are on disk, fails with [`Stop::Temporary`] the first few times instead.
+    /// The next response may come from a server that supports ranges.
     fn restart_whole(&mut self) -> Result<(), Stop> {
         let mut state = self.download.state();
         let job = &mut state.jobs[self.job];
@@ -123,7 +123,7 @@ impl Transfer<'_, '_> {
         Ok(())
     }
 
-    /// Restarts the file if its etag has changed since the first response. Fails if this happens again.
+    /// Restarts the file if its etag has changed since the first response. Fails if the etag changes a second time.
     ///
     /// Does not check a file whose hash is known, because its contents are verified later.
     fn check_etag(&self, headers: &HeaderMap) -> Result<(), Stop> {
@@ -150,7 +150,7 @@ impl Transfer<'_, '_> {
     }
 
     /// Writes a response body to the file, from `position` to the end of the part. Fails if the body ends early.
-    /// Never writes more bytes than requested.
+    /// Never writes more bytes than the request asked for.
     fn write_body(&mut self, mut body: BodyReader, name: &str, has_length: bool) -> Result<(), Stop> {
         let (mut output, path) = {
             let state = self.download.state();
@@ -183,7 +183,8 @@ impl Transfer<'_, '_> {
             output.write_all(&buffer[..count]).map_err(|error| cannot_write(error, left))?;
             self.record_written(count as u64)?;
         }
-        // Read the end of the body, so that the connection can be reused. Without a content length, this could block.
+        // Read to the end of the body, so that the connection can be reused.
+        // Without a content length, reading to the end could block.
         if has_length {
             let _ = body.read(&mut buffer);
         }
@@ -191,7 +192,7 @@ impl Transfer<'_, '_> {
     }
 
     /// Records that `count` bytes were written. Saves the record to disk if `save_interval` has passed.
-    /// Returns [`Stop::Obsolete`] if the part is no longer needed.
+    /// Fails with [`Stop::Obsolete`] if the part is no longer needed.
     fn record_written(&mut self, count: u64) -> Result<(), Stop> {
         let record = {
             let mut state = self.download.state();
@@ -212,7 +213,7 @@ impl Transfer<'_, '_> {
                 job.partial.pending_record()
             })
         };
-        // Save after the state is unlocked, because saving waits for the disk.
+        // Save the record after the state is unlocked, because saving waits for the disk.
         record.map_or(Ok(()), |record| record.save().map_err(Stop::Permanent))
     }
 }
@@ -242,7 +243,7 @@ fn content_length(headers: &HeaderMap) -> Option<u64> {
 pub(in crate::hub) struct ContentRange {
     pub first: u64,
     last: u64,
-    /// The size of the file. `None` if the server sent `*`.
+    /// The size of the whole file. `None` if the server sent `*` as the size.
     total: Option<u64>,
 }
 

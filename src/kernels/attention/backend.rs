@@ -4,10 +4,10 @@ use candle_core::DType;
 
 use crate::kernels::constants::FLASH_HEAD_DIMS;
 
-/// The kernels that compute attention on a GPU, or the choice among them.
+/// The kernels that compute attention, or `Auto` to select them automatically.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum AttentionBackend {
-    /// The first of the following backends that supports the dtype, the head size and the soft cap.
+    /// Selects the first backend below that supports the dtype, the head size and the soft cap.
     #[default]
     Auto,
     /// inferno's tensor-core kernels in `flash_attention.cu`, for bf16 and f16.
@@ -15,7 +15,7 @@ pub enum AttentionBackend {
     /// The tensor-core kernels of the `candle-flash-attn` crate, in builds with the feature `flash-attn`.
     CandleFlashAttn,
     /// The kernels in `eager_attention.cu`, or plain Rust on a CPU.
-    /// Both are slow, but support every compute dtype and head sizes up to 256.
+    /// Eager attention is slow, but supports every compute dtype and head sizes up to 256.
     Eager,
 }
 
@@ -23,7 +23,7 @@ impl AttentionBackend {
     /// Returns `self`, or the backend that `Auto` selects for this dtype, head size and soft cap.
     ///
     /// `Auto` and `Eager` always succeed, and `Auto` selects `Eager` on a CPU.
-    /// The other backends fail with a reason if they do not support the combination.
+    /// Other backends fail with a reason if they do not support the dtype, the head size or the soft cap.
     pub fn choose(self, is_on_gpu: bool, dtype: DType, head_dim: usize, softcap: Option<f32>) -> Result<Self, String> {
         let has_tensor_cores = is_on_gpu && matches!(dtype, DType::BF16 | DType::F16);
         let has_own = has_tensor_cores && FLASH_HEAD_DIMS.contains(&head_dim);

@@ -2,11 +2,11 @@
 //!
 //! The crate's kernels do not support sinks. A sink adds exp(sink) to the softmax denominator.
 //! This module therefore multiplies the crate's output by sigmoid(lse - sink).
-//! lse is the logarithm of the denominator without the sink.
+//! lse is the logarithm of the softmax denominator without the sink.
 //!
 //! The crate's Rust API does not return lse, so this module calls the crate's C function.
 //! The C function may change in any release, so the version of the crate is pinned.
-//! `tests/it/kernels.rs` compares the results with the reference.
+//! `tests/it/kernels.rs` compares the results of this module with the plain Rust reference.
 
 use std::ffi::{c_int, c_void};
 

@@ -1,6 +1,6 @@
 // Causal attention over a KV cache, computed without tensor cores.
 // Supports grouped-query attention, and optionally a sliding window, sinks and a soft cap.
-// The default for f32, and for head sizes that no tensor-core kernel supports.
+// This kernel is the default for f32, and for head sizes that no tensor-core kernel supports.
 //   q, out: T [tokens, heads, head_dim]; head_dim <= EAGER_MAX_HEAD_DIM
 //   k, v: the KV cache; see attention/paged.cuh
 //   positions: u32 [tokens], the position of each query
@@ -14,7 +14,7 @@
 //     eager_attention.rs chooses the number of warps.
 //   shared memory: warps · (head_dim + 2) floats
 //   bytes moved: about 2 · head_dim · sizeof(T) from L2 for each token, query head and visible key
-//     Query heads with the same KV head read its keys and values separately.
+//     Query heads that share a KV head each read the keys and values of this KV head.
 #include "attention/paged.cuh"
 #include "constants.cuh"
 #include "headers/common.cuh"

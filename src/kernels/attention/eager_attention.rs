@@ -44,13 +44,13 @@ mod with_cuda {
             .float(mask.softcap.unwrap_or(0.0));
         // With few thread blocks, each block needs many warps to keep enough loads in flight.
         // With many thread blocks, 4 warps per block are enough.
-        // The number of warps determines the summation order, so a fixed order always uses 32.
+        // The number of warps determines the summation order, so `SumOrder::Fixed` always uses 32 warps.
         let warps = if tokens * heads <= 512 || sum_order == SumOrder::Fixed { 32 } else { 4 };
         let shared_bytes = warps * (head_dim + 2) * size_of::<f32>();
         let kernel = format!("attention_{}", dtype_suffix(q.dtype())?);
         let shape = LaunchShape::new((tokens, heads, 1), 32 * warps).with_shared_bytes(shared_bytes);
-        // SAFETY: the caller has checked shapes and dtypes. The tables cover all positions and hold only blocks of
-        // the cache: `PassBlocks::new` or the batch graph has checked this.
+        // SAFETY: the caller has checked shapes and dtypes.
+        // `PassBlocks::new` or the batch graph has checked that the tables map all positions to blocks of the cache.
         unsafe { Launch::new(module!("eager_attention"), kernel, shape, arguments).enqueue(device) }
     }
 
@@ -65,7 +65,7 @@ mod with_cuda {
         let arguments = Arguments::new().tensor(out)?.tensor(lse)?.tensor(sinks)?.int(tokens).int(heads).int(head_dim);
         let kernel = format!("scale_by_sinks_{}", dtype_suffix(out.dtype())?);
         let shape = LaunchShape::new((tokens, heads, 1), 32);
-        // SAFETY: the caller guarantees that out, lse and sinks have these shapes.
+        // SAFETY: the caller guarantees the shapes of out, lse and sinks.
         unsafe { Launch::new(module!("eager_attention"), kernel, shape, arguments).enqueue(device) }
     }
 }
@@ -79,7 +79,7 @@ pub struct ReferenceInputs<'t> {
     pub k: &'t [f32],
     /// The values in the cache: `[rows, kv_heads, head_dim]`.
     pub v: &'t [f32],
-    /// The sinks: `[heads]`.
+    /// The attention sinks, one logit per head: `[heads]`.
     pub sinks: Option<&'t [f32]>,
     /// The new tokens of each sequence.
     pub spans: &'t [QuerySpan],

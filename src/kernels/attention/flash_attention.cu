@@ -7,17 +7,18 @@
 //     Positions are in device memory, so that a CUDA graph can be replayed at any position.
 //   tables: u32 [sequences, table_blocks], the block table of each sequence
 //   row_tiles: u32 [row tiles, 4] or null. The columns are the fields of RowTile below.
-//     If null, every sequence has `tokens` tokens.
+//     If row_tiles is null, every sequence has `tokens` tokens.
 //   softcap > 0: a score s becomes softcap · tanh(s / softcap)
 //   grid: (kv_heads, row tiles, splits); block: 32 · WARPS · TEAMS
 //   bytes moved: 2 · head_dim · sizeof(T) for each visible key, KV head and row tile
-//     The row tiles of a sequence read mostly the same keys and values, so most of these reads hit L2.
+//     The row tiles of a sequence read mostly the same keys and values, so most reads hit the L2 cache.
 //
-// A row is one query head of one token. A KV head has group = heads / kv_heads query heads.
+// A row is one query head of one token. Each KV head serves group = heads / kv_heads query heads.
 // Row r of KV head k belongs to token r / group of the sequence. Its query head is k · group + r % group.
-// A row tile contains several query heads of a KV head, and reads each key and value once for all of them.
+// A thread block loads each key and value once for all rows of its row tile.
 //
-// The keys of a row tile are divided among splits. The last split to finish combines the f32 partial results:
+// The keys of a row tile are divided among splits, one thread block each.
+// The last split to finish combines the f32 partial results of all splits:
 //   partials: f32 [row tiles, kv_heads, splits, ROWS · (head_dim + 2)]
 //     A partial result holds the weighted sums of values [ROWS, head_dim], then (maximum score, total weight) per row.
 //   arrivals: u32 [row tiles, kv_heads], the number of finished splits; all zero between launches
@@ -31,7 +32,7 @@
 
 constexpr float LOG2_E = 1.44269504f;
 // Softmax weights may grow to 2^8 before the sums are rescaled.
-// This makes rescaling rare, and weights of this size do not overflow f32 or f16.
+// Rescaling is therefore rare. Weights up to 2^8 do not overflow f32 or f16.
 constexpr float SLACK = 8.0f;
 // The number of partial results that a thread loads at the same time.
 constexpr int COMBINE_BATCH = 16;
@@ -42,10 +43,10 @@ constexpr int head_dim_index(int head_dim) {
     return index;
 }
 
-// The division of work within a block.
+// How the warps of a thread block divide the rows and the keys of a row tile.
 //   TEAMS = 1 (prompts): all warps process the same key tiles. Each warp computes its own ROWS / WARPS rows.
 //   TEAMS > 1 (decoding): a team is one warp. All teams compute the same 16 rows, each for its own key tiles.
-//   The sums of the teams are merged at the end.
+//   At the end, the block merges the weighted sums of all teams.
 template <int HEAD_DIM, int TILE_ROWS, bool BATCH = false> struct Tile {
     static constexpr int D = HEAD_DIM, ROWS = TILE_ROWS, INDEX = head_dim_index(HEAD_DIM);
     static constexpr bool FEW = ROWS == FLASH_FEW_ROWS, MANY = ROWS == FLASH_MANY_ROWS;
@@ -56,7 +57,7 @@ template <int HEAD_DIM, int TILE_ROWS, bool BATCH = false> struct Tile {
     static constexpr int M = ROWS / 16 / WARPS;
     static constexpr int MIN_TILES = FEW ? 128 / KEYS : 4;  // a split with fewer key tiles is not worth combining
     // The minimum number of resident thread blocks per multiprocessor, which limits the registers per thread.
-    // With D = 256, the sums of 16 rows occupy 128 registers per thread.
+    // With head_dim = 256, the weighted sums of 16 rows occupy 128 registers per thread.
     static constexpr int MIN_BLOCKS = FEW ? 1 : MANY ? (D <= 128 ? 2 : 1) : D <= 64 ? 3 : 2;
     static constexpr int TEAM_THREADS = 32 * WARPS, THREADS = TEAM_THREADS * TEAMS;
     static constexpr int STRIDE = D + FLASH_ROW_PADDING, KEY_ELEMENTS = KEYS * STRIDE;
@@ -83,7 +84,7 @@ __device__ __forceinline__ float exp2_fast(float x) {
 __device__ __forceinline__ float finite(float maximum) { return maximum == -INFINITY ? 0.0f : maximum; }
 
 // Returns the factor that converts weighted sums of values to the output: 1 / (total + 2^(sink - maximum)).
-// The sums and `total` are in units of 2^maximum.
+// The weighted sums and `total` are in units of 2^maximum.
 __device__ __forceinline__ float normalizer(float maximum, float total, float sink) {
     const float base = fmaxf(maximum, sink);
     const float keep = exp2_fast(maximum - base);
@@ -99,7 +100,7 @@ __device__ __forceinline__ float soft_cap(float x, float cap) {
 
 // The query rows that a block computes: one row tile of one KV head.
 template <typename C> struct Rows {
-    int kv_head, heads, group;  // group: query heads of a KV head
+    int kv_head, heads, group;  // group: query heads per KV head
     int first_token;            // the index in q of the sequence's first token
     int first, count;           // the first row of this tile among the rows of the sequence, and the number of rows
 
@@ -108,7 +109,7 @@ template <typename C> struct Rows {
         const int r = first + row;
         return ((size_t)(first_token + r / group) * heads + kv_head * group + r % group) * C::D;
     }
-    // Returns the index of a row's token in the sequence. Rows past the end repeat the last row.
+    // Returns the index of a row's token in the sequence. Rows past the end of the tile get the last row's token.
     __device__ __forceinline__ int token(int row) const { return (first + min(row, count - 1)) / group; }
 };
 
@@ -118,7 +119,7 @@ struct RowTile {
 };
 
 // Returns the row tile of this thread block. If `tiles` is null, all sequences have `tokens` tokens.
-// With a causal mask, the last row tiles have the most keys, so they start first.
+// With a causal mask, the last row tiles have the most keys, so the last row tiles start first.
 template <typename C> __device__ __forceinline__ RowTile find_row_tile(const uint4* tiles, int tokens, int group) {
     if (tiles) {
         const uint4 tile = __ldg(tiles + blockIdx.y);
@@ -130,18 +131,19 @@ template <typename C> __device__ __forceinline__ RowTile find_row_tile(const uin
 }
 
 // The key tiles of this team: begin, begin + TEAMS, and so on, up to but not including end.
-// Tile 0 starts at position `oldest`. `newest` is the last visible position.
+// Key tile 0 starts at position `oldest`. `newest` is the last position that is visible to the row tile.
 struct Keys {
     int oldest, newest, begin, end;
 };
 
 // ---- loading keys and values ----
 
-// Starts copying a tile of keys and values to the buffers of a stage, and commits the copies as one group.
-// If `tile` is past the last tile of this team, commits an empty group.
+// Starts copying a tile of keys and values to a pipeline stage, and commits the copies as one group.
+// If `tile` is past the last key tile of this team, commits an empty group of copies.
 //
-// Keys and values after position `newest` become zeros. Their memory may hold NaN, and zero times NaN is NaN.
-// A tile has at most BLOCK_TOKENS keys, so it spans at most two blocks.
+// Keys and values after position `newest` become zeros in shared memory.
+// The cache may hold NaN after `newest`, and zero times NaN is NaN.
+// A key tile has at most BLOCK_TOKENS keys, so it spans at most two blocks of the KV cache.
 template <typename T, typename C>
 __device__ __forceinline__ void load_keys_and_values(const T* k, const T* v, T* pipeline, const Keys& keys, int tile,
                                                      int stage, const uint32_t* table, int kv_heads, int kv_head) {
@@ -216,7 +218,7 @@ __device__ __forceinline__ void load_queries_to_registers(Queries<C>& queries, c
 template <typename C> using Scores = float[C::M][C::KEYS / 8][4];
 // The weighted sums of the values, in the same layout as the scores.
 template <typename C> using Sums = float[C::M][C::D / 8][4];
-// One value per row. A thread has two rows in each group of 16 rows.
+// One value per row. A thread holds the values of two rows in each group of 16 rows.
 template <typename C> using RowFloats = float[C::M][2];
 template <typename C> using RowInts = int[C::M][2];
 
@@ -261,7 +263,7 @@ template <typename C> __device__ __forceinline__ void cap_scores(Scores<C>& scor
 }
 
 // Sets the scores of keys after the query, or before the query's sliding window, to -infinity.
-// `key` is the position of the first key in the tile.
+// `key` is the position of the first key in the key tile.
 template <typename C>
 __device__ __forceinline__ void mask_scores(Scores<C>& scores, const RowInts<C>& row_position, int key, int window,
                                             int lane) {
@@ -278,7 +280,7 @@ __device__ __forceinline__ void mask_scores(Scores<C>& scores, const RowInts<C>&
     }
 }
 
-// Raises the running maxima to the maxima of this tile, and rescales totals and sums to match.
+// Raises the running maxima to the maxima of this key tile, and rescales the totals and weighted sums to match.
 // Does nothing if no maximum of the warp grows by more than SLACK.
 // The maxima are base-2 exponents, and `factor` converts scores to base-2 exponents.
 template <typename C>
@@ -317,7 +319,8 @@ __device__ __forceinline__ void update_maxima(const Scores<C>& scores, float fac
 }
 
 // Converts scores to weights, adds the weights to the totals, and adds the weighted values to the sums.
-// A step processes 16 keys, so that its exponentials can overlap with the matrix products of the previous step.
+// Each loop iteration processes 16 keys.
+// The exponentials of an iteration can overlap with the matrix products of the previous iteration.
 template <typename T, typename C>
 __device__ __forceinline__ void accumulate_values(const Scores<C>& scores, float factor, const RowFloats<C>& maxima,
                                                   uint32_t values, RowFloats<C>& totals, Sums<C>& sums) {
@@ -500,13 +503,13 @@ __device__ __forceinline__ void attention(const T* q, const T* k, const T* v, co
     const int warp_row = warp % C::WARPS * 16 * C::M;
     const int first_token = rows.token(0), last_token = rows.token(rows.count - 1);
     const int warp_first_token = rows.token(warp_row), warp_last_token = rows.token(warp_row + 16 * C::M - 1);
-    // Load the sinks early to hide the latency. They are needed only at the end.
+    // Load the sinks early to hide the latency. The kernel needs the sinks only at the end.
     float sink = -INFINITY;
     if (sinks && threadIdx.x < rows.count) sink = sinks[kv_head * group + (first_row + threadIdx.x) % group];
     // Positions, tables, and the keys and values of earlier steps were written before the previous kernel started.
-    // Only loads of this step's queries, keys and values must wait for the previous kernel.
+    // Only loads of this step's queries, keys and values must wait until the previous kernel has ended.
 
-    // 1. Find the keys that are visible to any row of the tile, and select the key tiles of this split and team.
+    // 1. Find the keys that any row of the row tile can see, and select the key tiles of this split and team.
     const int position = (int)__ldcg(positions + row_tile.first_token), newest = position + last_token;
     const int oldest = window > 0 ? max(0, position + first_token - window + 1) : 0;
     const int tiles = (newest - oldest) / C::KEYS + 1;
@@ -583,7 +586,7 @@ __device__ __forceinline__ void attention(const T* q, const T* k, const T* v, co
 
     // 4. Write the output, or a partial result if several splits share the keys of the row tile.
     if (threadIdx.x < rows.count) row_sinks[threadIdx.x] = sink * LOG2_E;
-    __syncthreads();  // from here on, the memory of the pipeline is free
+    __syncthreads();  // after this barrier, the pipeline memory can be reused
     const int slot = blockIdx.y * kv_heads + kv_head;
     float* const slot_partials = partials + (size_t)slot * gridDim.z * C::ROWS * (C::D + 2);
     float* const partial = slot_partials + split * C::ROWS * (C::D + 2);
@@ -609,9 +612,9 @@ __device__ __forceinline__ void attention(const T* q, const T* k, const T* v, co
         attention<T, Tile<D, __VA_ARGS__>>(q, k, v, sinks, out, positions, tables, row_tiles, partials, arrivals,      \
                                            table_blocks, tokens, heads, kv_heads, window, scale, softcap);             \
     }
-// `Tile` in flash_attention.rs selects one of these kernels.
-// The 16-row kernels are for decoding. 64 rows are for prompts for which 128 would leave multiprocessors idle.
-// A batch of many sequences uses blocks with fewer teams, because more of these blocks fit on a multiprocessor.
+// `Tile` in flash_attention.rs selects the kernel.
+// The 16-row kernels are for decoding. The 64-row kernels are for prompts with too few 128-row tiles to fill the GPU.
+// A batch of many sequences uses thread blocks with fewer teams, so that more blocks fit on a multiprocessor.
 #define DEFINE_DTYPE(D, T, SUFFIX)                                                                                     \
     DEFINE_KERNEL(16_rows, D, T, SUFFIX, 16)                                                                           \
     DEFINE_KERNEL(16_rows_batch, D, T, SUFFIX, 16, true)                                                               \

@@ -19,7 +19,8 @@ use crate::kernels::scratch;
 /// The maximum number of splits. Each split is a thread block that processes some of a row tile's keys.
 const MAX_SPLITS: usize = 64;
 
-/// The number of splits with [`SumOrder::Fixed`]. It is constant, because it determines the summation order.
+/// The number of splits with [`SumOrder::Fixed`].
+/// The number is constant, because it determines the summation order.
 /// Layers with a small sliding window have one split: see [`MAX_UNSPLIT_WINDOW`].
 const FIXED_SPLITS: usize = 4;
 
@@ -48,13 +49,13 @@ enum Rows {
     Listed(Tensor),
 }
 
-/// The tensors of one launch, all contiguous.
+/// The tensors of one flash attention launch. All tensors are contiguous.
 pub struct FlashTensors<'t> {
     /// The queries: bf16 or f16 `[tokens, heads, head_dim]`.
     pub q: &'t Tensor,
     /// The keys and values in the dtype of `q`.
     pub layer: CachedLayer<'t>,
-    /// The sinks: f32 `[heads]`.
+    /// The attention sinks, one logit per head: f32 `[heads]`.
     pub sinks: Option<&'t Tensor>,
     /// The position of each query: u32 `[tokens]`. The positions of a sequence are consecutive.
     pub positions: &'t Tensor,
@@ -78,8 +79,8 @@ pub(super) fn attention(device: &CudaDevice, inputs: AttentionInputs, out: &Tens
         let arrivals = &queries.counters(flash.arrivals.max(1))?;
         let (positions, tables) = (queries.positions(), &blocks.tables);
         let tensors = FlashTensors { q, layer, sinks, positions, tables, out, partials, arrivals };
-        // SAFETY: `launch` checks shapes and dtypes. The tables cover all positions and hold only blocks of the
-        // cache: `PassBlocks::new` or the batch graph has checked this.
+        // SAFETY: `launch` checks shapes and dtypes.
+        // `PassBlocks::new` or the batch graph has checked that the tables map all positions to blocks of the cache.
         unsafe { flash.launch(&tensors)?.overlapping().enqueue(device)? };
     }
     Ok(())
@@ -88,7 +89,7 @@ pub(super) fn attention(device: &CudaDevice, inputs: AttentionInputs, out: &Tens
 impl FlashAttention {
     /// Chooses the kernel for sequences that have `tokens` tokens each.
     ///
-    /// Fails if q is not bf16 or f16, or if its head size is not in [`FLASH_HEAD_DIMS`].
+    /// Fails if q is not bf16 or f16, or if the head size of q is not in [`FLASH_HEAD_DIMS`].
     pub fn new(
         device: &CudaDevice,
         q: &Tensor,
@@ -110,8 +111,8 @@ impl FlashAttention {
 
     /// Chooses the kernels for all queries of a pass.
     ///
-    /// If the sequences have different numbers of tokens, there are up to two launches:
-    /// one for sequences with few tokens, as in decoding, and one for sequences with many tokens.
+    /// If the sequences have different numbers of tokens, there are up to two launches.
+    /// One launch computes sequences with few tokens, as in decoding. The other computes sequences with many tokens.
     fn for_pass(
         device: &CudaDevice,
         q: &Tensor,
@@ -211,8 +212,8 @@ impl FlashAttention {
     /// The caller guarantees that the block tables cover all positions and contain only blocks of the cache.
     ///
     /// An [`overlapping`](Launch::overlapping) launch starts to read while the previous kernel is still running.
-    /// It reads the positions, the tables, and the keys and values of earlier steps.
-    /// The caller guarantees that all this data was written before the previous kernel started.
+    /// During this overlap, the launch reads the positions, the tables, and the keys and values of earlier steps.
+    /// The caller guarantees that all data read early was written before the previous kernel started.
     pub fn launch(&self, tensors: &FlashTensors) -> Result<Launch> {
         self.check(tensors)?;
         let AttentionShape { heads, kv_heads, .. } = self.shape;
@@ -278,7 +279,7 @@ fn splits(mask: AttentionMask, wanted: usize) -> usize {
     }
 }
 
-/// The tile that one thread block computes. Must match `Tile` in `flash_attention.cu`.
+/// The row tile that one thread block computes. Must match `Tile` in `flash_attention.cu`.
 struct Tile {
     /// The part of the kernel's name that identifies the tile.
     name: &'static str,

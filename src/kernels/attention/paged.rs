@@ -45,11 +45,12 @@ pub struct Queries {
     sequences: Tensor,
     /// Cached results of `row_tiles`, by (`group`, `rows_per_tile`, `few`). Layers with equal shapes share a result.
     tiles: RefCell<HashMap<(usize, usize, bool), Tensor>>,
-    /// Counters of finished splits, u32, shared by all layers. They are zero before and after each layer.
+    /// Counters of finished splits, u32, shared by all layers. All counters are zero before and after each layer.
     counters: RefCell<Option<Tensor>>,
 }
 
-/// The block tables of all sequences in a pass, and the cache row of each new token. Each layer group has its own.
+/// The block tables of all sequences in a pass, and the cache row of each new token.
+/// Each layer group has its own `PassBlocks`.
 pub struct PassBlocks {
     /// The block tables: u32 `[sequences, blocks]`. Shorter tables are padded with zeros.
     pub tables: Tensor,
@@ -108,7 +109,8 @@ impl Queries {
         &self.sequences
     }
 
-    /// Returns the number of tokens of each sequence, or `None` if the sequences differ or there are none.
+    /// Returns the number of tokens per sequence if all sequences have the same number.
+    /// Returns `None` if the numbers differ or there are no sequences.
     #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
     pub(super) fn uniform_tokens(&self) -> Option<usize> {
         let tokens = self.spans.first()?.tokens;

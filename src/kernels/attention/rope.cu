@@ -1,7 +1,7 @@
 // Splits the output of the fused QKV projection into q, k and v. Adds the bias, and normalizes q and k (RMSNorm).
 // Applies rotary position embedding (RoPE) to q and k. Rounds the results to T, and writes k and v to the KV cache.
 // RoPE rotates the pairs (x[i], x[i + rotated / 2]) of a head, for i < rotated / 2.
-// It does not change the elements from `rotated` on.
+// RoPE does not change the elements with index `rotated` or higher.
 //   qkv: f32 [tokens, heads + 2 · kv_heads, head_dim]
 //   bias: f32 [heads + 2 · kv_heads, head_dim] or null
 //   q_norm, k_norm: f32 [head_dim] or null; each head is normalized before the rotation
@@ -61,7 +61,7 @@ __device__ void split_qkv(const float* __restrict__ qkv, const float* __restrict
                                : v + (cache_row * kv_heads + head - heads - kv_heads) * head_dim;
     };
     const float *c = cos + (size_t)positions[token] * half, *s = sin + (size_t)positions[token] * half;
-    // Unrolled so that the loads of the next iteration do not wait for the stores of this iteration.
+    // This loop is unrolled so that the loads of an iteration do not wait for the stores of the previous iteration.
 #pragma unroll 2
     for (int i = lane; i < half; i += 32) {
         float a[HEADS], b[HEADS];

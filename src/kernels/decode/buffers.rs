@@ -23,7 +23,7 @@ pub struct StepBuffers {
     /// The logits: f32 `[vocab]`.
     pub logits: Tensor,
     /// The results of the head kernel's thread blocks, u32 `[2 * multiprocessors]`.
-    /// Each result is the bits of the block's largest logit (f32) and the token with this logit.
+    /// Each result consists of two words: the block's largest logit (f32 bits) and the token with this logit.
     pub(super) best: Tensor,
     pub(super) multiprocessors: usize,
 }
@@ -55,7 +55,7 @@ pub struct RmsNormParams<'t> {
     pub eps: f32,
 }
 
-/// Fails unless `fits` is true. The error message names `what` and the dtype and shape of `tensor`.
+/// Fails if `fits` is false. The error message names `what` and the dtype and shape of `tensor`.
 pub(super) fn check(what: &str, fits: bool, tensor: &Tensor) -> Result<()> {
     if fits {
         return Ok(());

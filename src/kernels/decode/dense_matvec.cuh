@@ -8,7 +8,8 @@
 #include "decode/block_sum.cuh"
 #include "headers/streaming_loads.cuh"
 
-// Loads that a lane has in flight per row, for units of two rows (DENSE_DEPTH_2) and of one row (DENSE_DEPTH_1).
+// The number of loads that a lane has in flight per row.
+// DENSE_DEPTH_2 is for units of two rows, and DENSE_DEPTH_1 is for units of one row.
 constexpr int DENSE_DEPTH_2 = 3, DENSE_DEPTH_1 = 6;
 
 template <typename T> __device__ __forceinline__ float2 unpack(uint32_t pair);
@@ -45,7 +46,7 @@ template <typename T> __device__ __forceinline__ const uint4* as_segments(const 
 // Streams the rows of a matrix through a warp, one unit of ROWS rows at a time.
 // Each lane has DEPTH loads in flight per row.
 // `locate(u, r)` returns the Address of row r of unit u.
-// If `a` is the Address of a row, `a + s` is a pointer to segment s of the row. Address is a pointer or a struct.
+// Address is a pointer or a struct. If `a` is the Address of a row, `a + s` is a pointer to segment s of the row.
 template <typename T, int ROWS, int DEPTH, class Locate, class Address = const uint4*> struct DenseStream {
     const Locate locate;
     const int segments, units, stride, lane;
@@ -82,7 +83,7 @@ template <typename T, int ROWS, int DEPTH, class Locate, class Address = const u
     }
 
     // Computes the dot product of `x` and each row of the current unit, and advances to the next unit.
-    // All lanes receive the results.
+    // All lanes receive the dot products.
     __device__ __forceinline__ void multiply(const DenseInput& x, float (&sum)[ROWS]) {
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) sum[r] = 0.0f;

@@ -29,7 +29,7 @@ __device__ __forceinline__ void block_argmax(Argmax own, Argmax* warps, Argmax* 
 }
 
 // Computes the logits of this warp's units. Returns the argmax of these logits in lane 0.
-// Each unit is two rows of the weight. A logit is a dot product times `scale`, with the soft cap applied.
+// Each unit is two rows of the weight. A logit is a dot product times `scale`, limited by the soft cap.
 template <typename Stream, typename Input>
 __device__ __forceinline__ Argmax warp_logits(Stream& stream, const Input& input, float scale, float softcap,
                                               float* logits, int vocab) {

@@ -15,7 +15,7 @@ use crate::kernels::matrix::Matrix;
 pub struct Embedding {
     /// The embedding table: `[vocab, hidden]`.
     pub table: Matrix,
-    /// Each embedding is multiplied by this factor, which is 1 in most models.
+    /// The factor by which each embedding is multiplied. It is 1 in most models.
     pub scale: f32,
 }
 
@@ -75,8 +75,8 @@ fn head_shape(buffers: &StepBuffers, weight: &Matrix) -> LaunchShape {
 /// The token's embedding becomes the input of the next step.
 ///
 /// `head` is the weight that was passed to [`add_head`]: `[vocab, hidden]`.
-/// A model on several GPUs must use [`add_sample`](super::sample::add_sample) instead,
-/// because each rank knows only the largest logit of its own part of the vocabulary.
+/// A model on several GPUs must use [`add_sample`](super::sample::add_sample) instead.
+/// Each rank knows only the largest logit of its own part of the vocabulary.
 pub fn add_greedy_sampling(
     launches: &mut LaunchList,
     buffers: &StepBuffers,
@@ -97,12 +97,12 @@ pub fn add_greedy_sampling(
         .int(columns)
         .float(embedding.scale);
     let kernel = format!("decode_greedy_{suffix}");
-    // SAFETY: shapes are checked above. The head and the embedding have one row for each token.
+    // SAFETY: shapes are checked above. The head and the embedding have one row for each token of the vocabulary.
     unsafe { launches.add(Launch::new(module!("head"), kernel, LaunchShape::linear(1, 1024), arguments))? };
     add_quantized_embedding(launches, buffers, embedding)
 }
 
-/// Returns the sizes `(vocab, hidden)` of the step. Fails if the embedding has another shape.
+/// Returns `(vocab, hidden)`, the shape that the embedding must have. Fails if the embedding has another shape.
 pub(super) fn check_embedding(buffers: &StepBuffers, embedding: &Matrix) -> Result<(usize, usize)> {
     let dims = (buffers.logits.dims1()?, buffers.x.dims1()?);
     if embedding.dims() == dims {
@@ -135,6 +135,6 @@ pub(super) fn add_quantized_embedding(
     let arguments =
         Arguments::new().stack(parts)?.tensor(&buffers.state)?.tensor(&buffers.x)?.int(columns).float(embedding.scale);
     let shape = LaunchShape::one_thread_each(columns.div_ceil(8));
-    // SAFETY: the embedding has one row for each token, and one column for each element of `x`.
+    // SAFETY: the embedding has one row for each token of the vocabulary, and one column for each element of `x`.
     unsafe { launches.add(Launch::new(module!("head"), "quantized_next", shape, arguments)) }
 }

@@ -96,7 +96,7 @@ impl Arguments {
         }
     }
 
-    /// If the weight is quantized, adds the kernel's last arguments, which specify how to quantize the input.
+    /// Adds the arguments that specify how to quantize the input, or nothing if the weight is dense.
     pub(super) fn rounding(self, weight: &Matrix) -> Result<Self> {
         let Matrix::Quantized(_) = weight else { return Ok(self) };
         let Some(rounding) = weight.input_rounding() else {

@@ -1,7 +1,7 @@
 //! The fused CUDA kernels of the decode graph. A step computes one token of one sequence in static buffers.
 //!
 //! Each `add_*` function checks shapes and adds one or more launches to a `LaunchList`.
-//! The list is captured as a CUDA graph, which replays each launch with the same arguments.
+//! The `LaunchList` is captured as a CUDA graph, which replays each launch with the same arguments.
 //! The position, the token and the router logits change in every step, so kernels read them from device memory.
 //! A step uses each weight only once, so memory bandwidth limits the speed of these kernels.
 //!

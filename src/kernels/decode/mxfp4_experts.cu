@@ -19,10 +19,10 @@ struct Mxfp4Tiles {
     int groups;  // the number of 64-column groups in a row
 };
 
-// Multiplies 16 rows × 32 columns of weights by x. Each weight enters as its value times 2^-126 (see e2m1.cuh).
+// Multiplies 16 rows × 32 columns of weights by x. Each weight is passed as its value times 2^-126 (see e2m1.cuh).
 // Even columns of B hold the upper part of x, and odd columns hold the lower part (see split_x).
 // The results for row g are c[0] (upper) and c[1] (lower); for row g + 8, they are c[2] and c[3].
-// An MMA always computes eight columns, so the redundant columns add no cost.
+// An MMA always computes eight columns, so computing each part of x four times costs nothing extra.
 __device__ __forceinline__ void block_product(uint32_t low, uint32_t high, uint4 x, float (&c)[4]) {
     c[0] = c[1] = c[2] = c[3] = 0.0f;
     uint32_t items[4];
@@ -98,7 +98,7 @@ template <int STEP, int DEPTH> struct TileStream {
             for (int d = 0; d < DEPTH; ++d) multiply_group(d, x, low, high), load(d, d + DEPTH);
             blocks += ROUND * MXFP4_TILE_BYTES, scales += ROUND * MXFP4_TILE_SCALE_BYTES, x += ROUND * 16;
         }
-        // In the remaining rounds, loads and products need bounds checks.
+        // In the last rounds, loads and products need bounds checks.
         for (; base < groups; base += ROUND) {
 #pragma unroll
             for (int d = 0; d < DEPTH; ++d) {
@@ -159,7 +159,7 @@ __device__ void decode_gate_up_experts(const __half* normed, const float* normed
         for (int w = 0; w < DECODE_UP_WARPS; ++w)
             gate += sums[block_tile][w][lane], up += sums[block_tile][w][lane + 8];
         gate = gate * unscale + b.x, up = up * unscale + b.y;
-        // These comparisons keep NaN, like torch.clamp. fminf would return the limit.
+        // Comparisons keep NaN, as torch.clamp does. fminf would replace NaN with the limit.
         gate = gate > limit ? limit : gate;
         up = up > limit ? limit : up < -limit ? -limit : up;
         h[(size_t)blockIdx.y * intermediate + unit] =

@@ -10,11 +10,11 @@
 //   k, v: the KV cache; see attention/paged.cuh
 //   table: u32 [blocks], the block table of the sequence
 //   raw: f32 [heads + kv_heads, head_dim] or null
-//     If the model has QK norms, `raw` receives the queries and keys before RoPE. decode_qk_norm reads them.
+//     If the model has QK norms, `raw` receives the queries and keys before RoPE, as the input of decode_qk_norm.
 //   grid: at most one block per multiprocessor
 //   block: at most 24 warps, or 16 with quantized weights
 //   bytes moved: the weight
-// Each unit is two rows of the weight. If RoPE rotates the outputs of these rows, it rotates them as a pair.
+// Each unit is two rows of the weight. RoPE rotates the two outputs of a unit as a pair, or not at all.
 #include "attention/paged.cuh"
 #include "decode/dense_matvec.cuh"
 #include "decode/quantized_matvec.cuh"
@@ -38,7 +38,8 @@ template <typename T> struct QkvTarget {
     }
 };
 
-// The two outputs of a unit. The constructor loads the biases, cosine and sine before the dot products are computed.
+// The two outputs of a unit.
+// The constructor loads the biases, cosine and sine early, before the dot products are computed.
 template <typename T> struct QkvPair {
     int head, first, second;
     float a_bias, b_bias, cos, sin;
@@ -55,7 +56,7 @@ template <typename T> struct QkvPair {
     }
 
     // Adds the biases to the dot products `a` and `b`. Stores the results in `raw` if decode_qk_norm follows.
-    // Otherwise, applies RoPE and stores the results in q, k or v.
+    // Without decode_qk_norm, applies RoPE and stores the results in q, k or v.
     // `row` is the row of the KV cache for this position.
     __device__ __forceinline__ void store(const QkvTarget<T>& to, uint32_t row, float a, float b) const {
         const size_t base = (size_t)head * to.head_dim, kv_row = (size_t)row * to.kv_heads;

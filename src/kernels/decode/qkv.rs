@@ -28,7 +28,7 @@ pub struct QkvProjection<'t> {
     pub qk_norm: Option<QkNormBuffers<'t>>,
 }
 
-/// The RMSNorms for query heads and key heads, and the buffer for their input.
+/// The RMSNorms for query heads and key heads, and the buffer for the input of these norms.
 #[derive(Clone, Copy)]
 pub struct QkNormBuffers<'t> {
     /// The weight of the query norm: f32 `[head_dim]`.
@@ -114,6 +114,7 @@ pub fn add_qkv(
         .float(norms.eps);
     let shape = LaunchShape::one_warp_each(heads + kv_heads);
     let kernel = format!("decode_qk_norm_{}", dtype_suffix(dtype)?);
-    // SAFETY: see the first launch. The scratch buffer and the QK norm weights are also checked above.
+    // SAFETY: all shapes and dtypes are checked above, including the scratch buffer and the QK norm weights.
+    // The caller guarantees that the RoPE tables and the block table cover every position.
     unsafe { launches.add(Launch::new(module!("qkv"), kernel, shape, arguments)) }
 }

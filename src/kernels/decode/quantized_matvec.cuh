@@ -4,7 +4,8 @@
 #include "decode/block_sum.cuh"
 #include "quantized/quantized.cuh"
 
-// Groups that a lane has in flight per row, for units of two rows (QUANTIZED_DEPTH_2) and one row (QUANTIZED_DEPTH_1).
+// The number of groups that a lane has in flight per row.
+// QUANTIZED_DEPTH_2 is for units of two rows, and QUANTIZED_DEPTH_1 is for units of one row.
 constexpr int QUANTIZED_DEPTH_2 = 2, QUANTIZED_DEPTH_1 = 4;
 
 // Writes norm(x) / scale to shared memory and returns the scale.

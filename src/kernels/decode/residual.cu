@@ -4,7 +4,7 @@
 //   weight: T [rows, columns], or one quantized matrix
 //   y: T [columns]
 //   bias: f32 [rows] or null
-//   x: f32 [rows], or null if decode_add_normed later adds norm(out) to the residual stream
+//   x: f32 [rows], or null if the model has a post-norm; decode_add_normed then adds norm(out) to the residual stream
 //   out: f32 [rows]; may be the same buffer as x
 //   grid: at most one block per multiprocessor
 //   block: at most 24 warps, or 16 with quantized weights

@@ -69,7 +69,7 @@ __device__ void quantized_routed_gate_up(const float* x, const float* norm, cons
     }
 }
 
-// One row from each chosen expert, concatenated.
+// One weight row from each chosen expert, concatenated.
 // A piece is the part of a row that a lane loads at once: a segment (dense weights) or a group (quantized weights).
 struct ChosenRows {
     const uint32_t* experts;
@@ -81,7 +81,7 @@ struct ChosenRows {
     __device__ __forceinline__ ChosenRows(const uint32_t* experts, int pieces, size_t expert_pieces)
         : experts(experts), pieces(pieces), expert_pieces(expert_pieces), inverse(0xffffffffu / pieces + 1) {}
     // Returns `piece / pieces`: n if the piece belongs to the row of the n-th chosen expert.
-    // If `pieces` is 1, `inverse` has overflowed to 0 and is not used.
+    // If `pieces` is 1, `inverse` (2^32) has overflowed to 0 and is not used.
     __device__ __forceinline__ int index_of(int piece) const { return pieces == 1 ? piece : __umulhi(piece, inverse); }
 };
 
@@ -110,7 +110,8 @@ struct ChosenGroups {
 };
 
 // Computes x += Σ routing weight · down(h) over the chosen experts.
-// The rows of all chosen experts form one long row. x[i] increases by the dot product of long row i and the weighted h.
+// Long row i is the concatenation of row i of every chosen expert.
+// x[i] increases by the dot product of long row i and the weighted h.
 //   x: f32 [rows]
 //   h: T [chosen, columns]
 //   logits: f32 [experts]
@@ -119,7 +120,7 @@ struct ChosenGroups {
 //   grid: at most one block per multiprocessor
 //   block: at most 24 warps, or 16 with quantized weights
 //   bytes moved: the weights of the chosen experts
-// Each unit is one long row. It produces one element of x.
+// Each unit is one long row. A unit produces one element of x.
 template <typename T>
 __device__ void decode_routed_down(float* x, const T* h, const float* logits, const T* weight, int experts, int chosen,
                                    int rows, int columns, int over_all) {
@@ -148,8 +149,8 @@ __device__ void decode_routed_down(float* x, const T* h, const float* logits, co
     }
 }
 
-// Writes h to shared memory. Multiplies each expert's row, or its scales, by the expert's routing weight.
-// Quantizes each row to 8 bits unless `rounding.mode` is ROUNDING_NONE.
+// Writes h to shared memory. Multiplies each expert's row of h, or the row's scales, by the expert's routing weight.
+// Quantizes each row of h to 8 bits unless `rounding.mode` is ROUNDING_NONE.
 // `factors` is shared memory for the quantization scale of each row.
 template <typename T>
 __device__ __forceinline__ void load_chosen(const QuantizedInput& input, const T* h, const Routing& routing,

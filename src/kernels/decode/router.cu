@@ -36,13 +36,14 @@ __device__ void decode_router(const float* x, const float* norm, const float* we
         const int quad = threadIdx.x + i * blockDim.x;
         if (quad < quads) w[i] = load_early(row + quad), n[i] = load_early(norms + quad);
     }
-    // This block writes up to `slice` elements of norm(x), starting at `first`. This thread starts at element `own`.
+    // This block writes up to `slice` elements of norm(x), starting at element `first`.
+    // This thread starts at element `own`.
     const int slice = (columns + experts - 1) / experts, first = expert * slice, own = first + threadIdx.x;
     const bool writes_normed = normed && threadIdx.x < slice && own < columns;
     const float own_norm = writes_normed ? __ldg(norm + own) : 0.0f, router_bias = bias ? __ldg(bias + expert) : 0.0f;
     pdl_wait();
     pdl_launch_dependents();
-    // Load this element of x early to hide the latency. It is needed only at the end of the kernel.
+    // Load this element of x early to hide the latency. The kernel uses the element only at the end.
     const float own_x = writes_normed ? __ldcg(x + own) : 0.0f;
     float squares = 0.0f, dot = 0.0f, largest = 0.0f;
     const auto add = [&](float4 v, float4 n, float4 w) {

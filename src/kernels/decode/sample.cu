@@ -3,9 +3,9 @@
 // Never chooses a token whose logit is NaN or -inf. If every logit is NaN or -inf, the step fails.
 //
 // The sampler on the host (engine/sampling/sampler.rs) applies the same rules in the same order.
-// Both choose the same tokens, with these exceptions:
+// This kernel and the host sampler choose the same tokens, with these exceptions:
 // - If several tokens at the cutoff of top-k or top-p have equal logits, this kernel keeps all of them.
-//   The host keeps only as many tokens as it needs, starting with the lowest token ids.
+//   The host keeps only as many of the tied tokens as needed, starting with the lowest token ids.
 // - The host computes probabilities in f64. This kernel computes them in f32, relative to the largest probability.
 //   The kernel truncates relative probabilities to multiples of 2^-40, so it never chooses a token below 2^-40.
 //   The choice can differ at the cutoffs of top-p and min-p, or if the draw is near the boundary between two tokens.
@@ -15,7 +15,7 @@
 // Each block handles a range of token ids. Each thread holds up to SAMPLE_IDS_PER_THREAD logits in registers.
 // Probability masses are 64-bit integers. The mass of the most likely token is 2^40.
 // Integer sums do not depend on the order of the additions.
-// Equal logits, parameters and draw counts therefore always produce the same token.
+// The same logits, parameters and draw count therefore always produce the same token.
 //   logits: f32 [vocab]
 //   seen: u32 [vocab]; 0 if the token has not appeared, otherwise 1 + the number of times it was generated
 //   params: SamplingKernelParams
@@ -55,11 +55,11 @@ __device__ void grid_barrier(Scratch* scratch, uint32_t& expected) {
     __syncthreads();
 }
 
-// Returns the largest sort key k (see sort_key) for which the tokens with keys >= k together reach the target.
+// Returns the largest sort key k (see sort_key) for which all tokens with keys >= k together reach the target.
 // Ignores tokens with keys below `floor`.
-// If BY_MASS is true, the target is a probability mass: `share` times the total mass. `target` is ignored.
-// If BY_MASS is false, the target is a number of tokens: `target`. `share` is ignored.
-// Each of the four rounds determines eight bits of the key, from the highest to the lowest.
+// If BY_MASS is true, the target is a probability mass: `share` times the total mass. `target` is then ignored.
+// If BY_MASS is false, the target is a number of tokens, `target`. `share` is then ignored.
+// Each of the four rounds determines eight bits of the sort key, from the highest bits to the lowest.
 template <bool BY_MASS>
 __device__ uint32_t threshold(const uint32_t (&keys)[SAMPLE_IDS_PER_THREAD],
                               const unsigned long long (&masses)[SAMPLE_IDS_PER_THREAD], int own_ids, uint32_t floor,
@@ -163,9 +163,9 @@ __device__ void sample(const float* logits, uint32_t* seen, const uint32_t* para
     if (threadIdx.x == SAMPLE_THREADS - 1) scratch->block_masses[blockIdx.x] = block_mass;
     grid_barrier(scratch, expected);
 
-    // 3. Draw a random point below the total mass (0 if greedy). All blocks draw the same point.
+    // 3. Draw a random point below the total mass, or use 0 if sampling is greedy. All blocks draw the same point.
     // `before` starts as the total mass of all earlier blocks.
-    // The winner is the first token at which the cumulative mass exceeds the point.
+    // The chosen token is the first token at which the cumulative mass exceeds the random point.
     unsigned long long before = 0, all = 0;
     {
         const unsigned long long value = threadIdx.x < gridDim.x ? __ldcg(&scratch->block_masses[threadIdx.x]) : 0;

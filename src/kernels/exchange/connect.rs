@@ -12,7 +12,7 @@ use super::path::ExchangePath;
 use super::sizes::{ExchangeTimes, LARGE_ELEMENTS, SMALL_ELEMENTS};
 use crate::device::{Exchange, World};
 
-/// Returns `world` with an exchange on the first path that works, or unchanged if no path works.
+/// Returns `world` with an exchange on the first of `paths` that works. If no path works, returns `world` unchanged.
 pub fn connect(world: World, device: &CudaDevice, paths: &[ExchangePath]) -> CandleResult<World> {
     for &path in paths {
         match connected(&world, device, path)? {
@@ -29,7 +29,7 @@ pub fn connect(world: World, device: &CudaDevice, paths: &[ExchangePath]) -> Can
                 return Ok(world.with_exchange(Arc::new(exchange)));
             }
             Err(reason) => {
-                // All ranks receive the same reason, so only the first rank logs the reason.
+                // All ranks receive the same error reason, so only the first rank logs the reason.
                 if world.is_first() {
                     tracing::warn!(%reason, ?path, "the GPUs cannot exchange data on this path");
                 }
@@ -42,9 +42,9 @@ pub fn connect(world: World, device: &CudaDevice, paths: &[ExchangePath]) -> Can
     Ok(world)
 }
 
-/// Creates and tests the exchange of this rank with all other ranks.
+/// Creates and tests the exchange between this rank and all other ranks.
 ///
-/// The inner error is the reason why the ranks cannot exchange data on this path. It is the same on all ranks.
+/// The inner error is the reason why the GPUs cannot exchange data on `path`. All ranks receive the same inner error.
 /// An outer error means that the ranks have stopped.
 fn connected(world: &World, device: &CudaDevice, path: ExchangePath) -> CandleResult<Result<GpuExchange, String>> {
     let mailboxes = match agree(world, RankMailbox::new(device, path))? {
@@ -56,20 +56,20 @@ fn connected(world: &World, device: &CudaDevice, path: ExchangePath) -> CandleRe
     if let Err(reason) = agree(world, opened.and_then(|()| exchange.load_kernels()))? {
         return Ok(Err(reason));
     }
-    // Test the exchange, because some drivers report peer access that does not work.
+    // The exchange must be tested, because some drivers report peer access that does not work.
     let tested = exchange.test();
     Ok(agree(world, tested)?.map(|_| exchange))
 }
 
-/// Connects the GPUs of all ranks like [`super::connect`], and measures the time of their exchanges.
-/// The inner error is the reason why the GPUs cannot exchange data on this path.
+/// Connects the GPUs of all ranks like [`connect`], and measures the time that an exchange takes.
+/// The inner error is the reason why the GPUs cannot exchange data on `path`.
 pub fn measure(world: &World, device: &CudaDevice, path: ExchangePath) -> CandleResult<Result<ExchangeTimes, String>> {
     let exchange = match connected(world, device, path)? {
         Ok(exchange) => exchange,
         Err(reason) => return Ok(Err(reason)),
     };
     let time = |elements: usize| -> CandleResult<f64> {
-        // If ranks share a GPU, many more operations could fill the GPU's launch queue and block the other ranks.
+        // If ranks share a GPU, many more operations could fill the launch queue of the GPU and block the other ranks.
         const OPERATIONS: usize = 100;
         let x = Tensor::new(vec![1f32; elements], &Device::Cuda(device.clone()))?;
         device.cuda_stream().synchronize().w()?;
@@ -88,7 +88,7 @@ pub fn measure(world: &World, device: &CudaDevice, path: ExchangePath) -> Candle
 
 /// Returns the results of all ranks, or the error message of the first rank that failed.
 ///
-/// Every rank must call this function, even after a failure, because the other ranks are waiting for it.
+/// Every rank must call this function, even after a failure, because the other ranks are waiting for its result.
 fn agree<T: Send + Sync + 'static>(
     world: &World,
     result: CandleResult<T>,

@@ -4,12 +4,13 @@
 // A mailbox has EXCHANGE_SLOTS slots, and each slot has one region per sending rank.
 // A rank writes its values to its region in the mailbox of every other rank.
 // The rank then waits until the values of all other ranks have arrived in its own mailbox.
-// The values need no separate flags, as in TensorRT-LLM's Lamport kernels:
-// a word that has not arrived is EMPTY, a NaN that arithmetic never produces.
+// The exchange needs no flags, as in the Lamport kernels of TensorRT-LLM:
+// a word that has not yet arrived is EMPTY, the bits of a NaN that arithmetic never produces.
 //
-// Operation k uses slot k mod EXCHANGE_SLOTS, and empties the slot of operation k - 1 in its own mailbox.
-// Another rank writes to this slot again only after it has received this rank's values of operation k + 1.
-// This rank sends those values after operation k has ended. By then, the slot is empty.
+// Operation k uses slot k mod EXCHANGE_SLOTS.
+// During operation k, a rank also empties the slot of operation k - 1 in its own mailbox.
+// Another rank writes to the emptied slot only after it has received this rank's values of operation k + 1.
+// This rank sends its values of operation k + 1 only after operation k has ended, when the slot is already empty.
 #include <cuda_bf16.h>
 #include <stdint.h>
 
@@ -18,7 +19,7 @@
 
 constexpr uint32_t EMPTY = 0xffffffffu;
 constexpr uint32_t OTHER_NAN = 0x7fffffffu;
-// The number of loads that a thread issues before it uses the first result, so that the loads overlap.
+// The number of loads that a thread issues before it uses the first result. The loads then overlap.
 constexpr int BATCH = 4;
 // The number of polls for a value before a thread checks whether to give up. A normal exchange needs fewer polls.
 constexpr uint32_t CHECK_TURNS = 4096;
@@ -27,11 +28,12 @@ struct Mailboxes {
     // The mailbox of each rank: u32 [EXCHANGE_SLOTS, ranks, region].
     uint32_t* of[EXCHANGE_MAX_RANKS];
     // This rank's state, three words: the number of finished operations,
-    // the number of words in the largest region of the last operation, and the number of arrived blocks.
+    // the number of words in the largest region of the last operation, and the number of arrived thread blocks.
     uint32_t* state;
-    // A word in host memory that all ranks share. Once it is nonzero, the exchange has ended, and threads stop waiting.
+    // A word in host memory that all ranks share. If it is nonzero, the exchange has ended, and threads stop waiting.
     uint32_t* control;
-    // The first column of each rank's part, then the total number of columns. Only exchange_columns uses this array.
+    // The first column of each rank's share, then the total number of columns.
+    // In exchange_sum_shares_bf16, a column is a group of 4 words. The other sums do not use this array.
     int first_column[EXCHANGE_MAX_RANKS + 1];
     int rank, ranks, region;
     // The maximum time to wait for another rank.
@@ -89,8 +91,8 @@ __device__ __forceinline__ void add_to(uint4& sum, uint4 v) {
     add_to(sum.x, v.x), add_to(sum.y, v.y), add_to(sum.z, v.z), add_to(sum.w, v.w);
 }
 
-// Waits for words from other ranks. Gives up after a timeout, or if the exchange has ended.
-// After a thread gives up, the results are wrong, and the host must not use them.
+// Waits for words from other ranks. A thread gives up after a timeout, or if the exchange has ended.
+// After a thread gives up, the results of the operation are wrong, and the host must not use them.
 class Waiting {
     uint32_t* control;
     uint64_t timeout;
@@ -115,7 +117,7 @@ class Waiting {
 public:
     __device__ explicit Waiting(const Mailboxes& m) : control(m.control), timeout(m.timeout_seconds * 1000000000ull) {}
 
-    // Reloads `v` from `from` until it has arrived or this thread gives up.
+    // Reloads `v` from address `from` until the word has arrived or this thread gives up.
     template <typename V> __device__ void complete(typename V::Word& v, const uint32_t* from, int sender) {
         for (uint32_t turn = 1; !V::has_arrived(v) && !has_ended; ++turn) {
             if (turn % CHECK_TURNS == 0) has_ended = gives_up(sender);
@@ -124,7 +126,7 @@ public:
     }
 };
 
-// At most BATCH positions in a region: `start`, `start` + `step` and so on, all before `end`.
+// At most BATCH positions in a region: `start`, `start` + `step`, `start` + 2 · `step` and so on, all before `end`.
 struct Batch {
     int start, step, end;
     // Calls `use(j, i)` for the j-th position i of the batch.
@@ -137,14 +139,14 @@ struct Batch {
     }
 };
 
-// Divides the positions `first`, `first` + `step` and so on into batches, and calls `use(batch)` for each batch.
+// Divides the positions `first`, `first` + `step` and so on into batches. Calls `use(batch)` for each batch.
 template <typename Use> __device__ __forceinline__ void each_batch(int first, int step, int end, Use use) {
     for (int start = first; start < end; start += BATCH * step) use(Batch{start, step, end});
 }
 
-// Stores the values that `rank` sends for the positions of a batch in `part`. Waits until they have arrived.
-// A rank sends nothing to itself: if `rank` is this rank, `own(j, i)` returns the value for the j-th position i.
-//   slot: the regions of all ranks
+// Waits for the values that `rank` sends for the positions of a batch, and stores these values in `part`.
+// A rank sends nothing to itself. If `rank` is this rank, `own(j, i)` returns the value for the j-th position i.
+//   slot: the regions of all ranks in the mailbox of this rank
 template <typename V, typename Own>
 __device__ __forceinline__ void receive(const Batch& batch, const Mailboxes& m, const uint32_t* slot, int rank,
                                         Waiting& waiting, Own own, typename V::Word (&part)[BATCH]) {
@@ -157,11 +159,11 @@ __device__ __forceinline__ void receive(const Batch& batch, const Mailboxes& m, 
     batch.each([&](int j, int i) { waiting.complete<V>(part[j], region + i, rank); });
 }
 
-// One operation of this rank. Reads the number of the operation and its slots from the state.
+// One exchange operation of this rank. The constructor reads the operation number from the state of this rank.
 struct Operation {
     const Mailboxes& m;
     uint32_t number, previous;
-    // Where the current slot and the slot of the previous operation start in a mailbox, in words.
+    // The word offsets in a mailbox at which the slots of this operation and of the previous operation start.
     size_t slot, last_slot;
 
     __device__ explicit Operation(const Mailboxes& m) : m(m) {
@@ -169,26 +171,27 @@ struct Operation {
         slot = (size_t)(number % EXCHANGE_SLOTS) * m.ranks * m.region;
         last_slot = (size_t)((number + EXCHANGE_SLOTS - 1) % EXCHANGE_SLOTS) * m.ranks * m.region;
     }
-    // The current slot of this rank's mailbox, which starts with the region of rank 0.
+    // Returns the current slot of this rank's mailbox, which starts with the region of rank 0.
     __device__ const uint32_t* own_slot() const { return m.of[m.rank] + slot; }
-    // The region of this rank in the current slot of another rank's mailbox.
+    // Returns the region of this rank in the current slot of another rank's mailbox.
     __device__ uint32_t* region_at(int rank) const { return m.of[rank] + slot + (size_t)m.rank * m.region; }
 
     // Empties the slot of the previous operation, and updates the state for the next operation.
-    // All threads call this function after they have sent their first words, and before they wait for other ranks.
-    // `thread` and `threads` number the threads of the grid.
+    // All threads call prepare_next after they have sent their first words, and before they wait for other ranks.
+    // `thread` is the index of the calling thread in the grid, and `threads` is the number of threads in the grid.
     // `largest` is the number of words in the largest region of this operation.
     __device__ void prepare_next(int thread, int threads, int largest) const {
-        // The size of a region is a multiple of 4 words, so these stores stay within the region.
+        // The size of a region is a multiple of 4 words, so stores of 4 words stay within the region.
         uint32_t* own = m.of[m.rank] + last_slot;
         for (int i = 4 * thread; i < previous; i += 4 * threads)
             for (int rank = 0; rank < m.ranks; ++rank)
                 if (rank != m.rank) Quad::store(own + (size_t)rank * m.region + i, Quad::empty());
-        // Stores to host memory and to other GPUs take different paths. The slot must be empty before this rank sends
-        // the values of the next operation, because these values allow the other ranks to use the slot again.
+        // Stores to host memory and to other GPUs take different paths, so the order of these stores needs a fence.
+        // The slot must be empty before this rank sends the values of the next operation.
+        // Those values allow the other ranks to use the slot again.
         if (m.in_host_memory) __threadfence_system();
         // The last block to read the state updates the state for the next operation, which starts after this kernel.
-        // The update comes before the wait for the other ranks, which hides the latency of the atomic.
+        // The update comes before the wait for the other ranks, so the wait hides the latency of the atomic operation.
         __syncthreads();
         if (threadIdx.x == 0 && atomicAdd(m.state + 2, 1u) == gridDim.x - 1) {
             Scalar::store(m.state, number + 1);
@@ -198,7 +201,7 @@ struct Operation {
     }
 };
 
-// Waits for the previous kernel, and lets the next kernel start.
+// Waits for the previous kernel to end, and lets the next kernel start.
 __device__ __forceinline__ void begin(const Mailboxes& m) {
     pdl_wait();
     // On a shared GPU, the next kernel must not start while this kernel waits for the other ranks.
@@ -206,17 +209,17 @@ __device__ __forceinline__ void begin(const Mailboxes& m) {
     if (!m.shares_gpu) pdl_launch_dependents();
 }
 
-// Performs one operation. Sends `words` words to all other ranks.
+// Performs one exchange operation. Sends `words` words to all other ranks.
 // Then calls `take(slot, waiting, first, step)`, which receives the words of the other ranks from `slot`.
-// `own_words(i)` returns one or four words to send, starting at word i. None of them is EMPTY.
-// A thread handles the words that start at `first`, `first` + `step`, and so on.
+// `own_words(i)` returns the words to send from word i on: one word or four words, none of them EMPTY.
+// A thread sends and receives the words that start at `first`, `first` + `step`, and so on.
 // `largest` is the number of words in the largest region of this operation.
 template <typename V, typename Own, typename Take>
 __device__ void exchange(Own own_words, const Mailboxes& m, int words, int largest, Take take) {
     begin(m);
     const int thread = blockIdx.x * blockDim.x + threadIdx.x, threads = gridDim.x * blockDim.x;
     const int first = thread * V::SIZE, step = threads * V::SIZE;
-    // A small operation takes little longer than its loads, so load the first words together with the state.
+    // A small operation takes little longer than its loads, so the first words are loaded together with the state.
     typename V::Word v[BATCH];
     const auto load = [&](const Batch& batch) { batch.each([&](int j, int i) { v[j] = own_words(i); }); };
     load({first, step, words});
@@ -257,7 +260,7 @@ __device__ void exchange_sum(uint32_t* x, uint32_t* out, const Mailboxes& m, int
     });
 }
 
-// Computes out = Σ x over all ranks. Adds in the order of the ranks.
+// Computes out = Σ x over all ranks. The values are added in the order of the ranks.
 //   x, out: f32 [words]; out may be x
 //   words: at most the size of a region; exchange_sum_4 needs a multiple of 4
 //   clears_x: whether to fill x with zeros; must be 0 if out is x
@@ -272,7 +275,7 @@ extern "C" __global__ void __launch_bounds__(512)
     exchange_sum<Scalar>(x, out, m, words, clears_x);
 }
 
-// Rounds two f32 values to bf16 and packs them, the first into the lower half. Never returns EMPTY.
+// Rounds two f32 values to bf16 and packs both into one word, the first into the lower half. Never returns EMPTY.
 __device__ __forceinline__ uint32_t to_bf16_pair(uint32_t first, uint32_t second) {
     const __nv_bfloat162 pair = __floats2bfloat162_rn(__uint_as_float(first), __uint_as_float(second));
     const uint32_t word = *reinterpret_cast<const uint32_t*>(&pair);
@@ -280,7 +283,7 @@ __device__ __forceinline__ uint32_t to_bf16_pair(uint32_t first, uint32_t second
     return word == EMPTY ? OTHER_NAN_PAIR : word;
 }
 __device__ __forceinline__ void add_bf16_pair(float& first, float& second, uint32_t word) {
-    // The bits of a bf16 value are the high half of the bits of the same f32 value.
+    // The bits of a bf16 value are the high half of the bits of the equal f32 value.
     first += __uint_as_float(word << 16);
     second += __uint_as_float(word & 0xffff0000u);
 }
@@ -289,7 +292,7 @@ __device__ __forceinline__ void add_bf16(float (&sum)[8], uint4 words) {
     add_bf16_pair(sum[0], sum[1], words.x), add_bf16_pair(sum[2], sum[3], words.y);
     add_bf16_pair(sum[4], sum[5], words.z), add_bf16_pair(sum[6], sum[7], words.w);
 }
-// Rounds 8 values to bf16.
+// Rounds 8 f32 values to bf16, and packs two per word.
 __device__ __forceinline__ uint4 round_to_bf16(const float (&v)[8]) {
     const auto pair = [&](int i) { return to_bf16_pair(__float_as_uint(v[i]), __float_as_uint(v[i + 1])); };
     return make_uint4(pair(0), pair(2), pair(4), pair(6));
@@ -306,8 +309,8 @@ __device__ __forceinline__ void store_8(uint32_t* out, const float (&v)[8]) {
                                            __float_as_uint(v[half + 2]), __float_as_uint(v[half + 3])));
 }
 
-// Computes out = Σ bf16(x) over all ranks, in f32 and in the order of the ranks.
-// The ranks send half as many bytes as in exchange_sum_4.
+// Computes out = Σ bf16(x) over all ranks. The sums are f32, and the values are added in the order of the ranks.
+// A rank sends half as many bytes as in exchange_sum_4.
 //   x, out: f32 [2 · words]; out may be x
 //   words: a multiple of 4, at most the size of a region
 //   grid, block: as for exchange_sum_4
@@ -329,11 +332,12 @@ extern "C" __global__ void __launch_bounds__(512)
     });
 }
 
-// Computes out = bf16(Σ bf16(x)) over all ranks, in two steps:
-// each rank adds its share of the elements, in f32 and in the order of the ranks, and sends the sums to the others.
-// With R ranks, a rank sends 2 · (R - 1) / R · words words instead of (R - 1) · words as in exchange_sum_bf16.
+// Computes out = bf16(Σ bf16(x)) over all ranks, in two steps.
+// In step 1, each rank adds up its share of the elements, in f32 and in the order of the ranks.
+// In step 2, each rank sends the sums of its share to the other ranks.
+// With R ranks, a rank sends 2 · (R - 1) / R · words words. In exchange_sum_bf16, it sends (R - 1) · words.
 //   x, out: f32 [2 · words]; out may be x
-//   words: a multiple of 4; twice the largest share must fit in a region
+//   words: a multiple of 4; a region must have room for twice the words of the largest share
 //   m.first_column: the first group of 4 words of each rank's share, then the number of groups
 //   grid, block: as for exchange_sum_4
 //   bytes moved: 16 · words, and the words sent to other ranks
@@ -344,7 +348,7 @@ extern "C" __global__ void __launch_bounds__(512)
     const int first = thread * Quad::SIZE, step = threads * Quad::SIZE;
     const auto start_of = [&](int rank) { return m.first_column[rank] * Quad::SIZE; };
     const auto words_of = [&](int rank) { return start_of(rank + 1) - start_of(rank); };
-    // The share of rank 0 is the largest. In a region, the sums follow the parts of the largest share.
+    // The share of rank 0 is the largest. In a region, the first words_of(0) words are addends. The sums follow.
     const int most = words_of(0);
     const Operation operation(m);
     for (int rank = 0; rank < m.ranks; ++rank) {
@@ -410,13 +414,13 @@ __device__ void exchange_columns(const uint32_t* x, uint32_t* out, const Mailbox
     exchange<V>(own_words, m, rows * own, largest, take);
 }
 
-// Concatenates the columns of all ranks.
+// Concatenates the columns of all ranks: row r of out is row r of x from rank 0, then from rank 1, and so on.
 //   x: f32 [rows, columns of this rank]
 //   out: f32 [rows, columns of all ranks]
 //   largest: rows · columns of the rank with the most columns
 //   exchange_columns_4 requires that every rank's number of columns is a multiple of 4
 //   grid, block: as for exchange_sum_4
-//   bytes moved: 4 · rows · (columns of this rank + columns of all ranks), and the values sent to other ranks
+//   bytes moved: 4 · rows · (columns of this rank + columns of all ranks), and the words sent to other ranks
 extern "C" __global__ void __launch_bounds__(512)
     exchange_columns_4(const uint32_t* x, uint32_t* out, const __grid_constant__ Mailboxes m, int rows, int largest) {
     exchange_columns<Quad>(x, out, m, rows, largest);

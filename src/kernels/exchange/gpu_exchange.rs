@@ -1,4 +1,4 @@
-//! The exchange of one rank with the other ranks. It launches the kernels in `exchange.cu`.
+//! The exchange of data between the GPUs of all ranks, as one rank uses it. Launches the kernels in `exchange.cu`.
 
 use std::any::Any;
 use std::sync::Arc;
@@ -18,14 +18,14 @@ use crate::kernels::constants::{EXCHANGE_BLOCKS, EXCHANGE_MAX_RANKS, EXCHANGE_SL
 use crate::kernels::launch::{Arguments, HostWords, Launch, LaunchList, LaunchShape, address, module};
 use crate::kernels::scratch;
 
-/// The maximum time that a GPU waits for the data of another rank.
+/// The maximum time, in seconds, that a GPU waits for the data of another rank.
 const TIMEOUT_SECONDS: i32 = ANSWER_TIME.as_secs() as i32;
-/// How long a rank's host waits for the hosts of other ranks, if these may be loading kernels.
-/// Reading the kernels of cuBLAS from a disk can take seconds. No GPU waits meanwhile.
-/// If a graph directly follows a graph, no host loads kernels, and [`ANSWER_TIME`] is the limit.
+/// The time limit for waiting on the hosts of other ranks when those hosts may be loading kernels.
+/// Reading the kernels of cuBLAS from a disk can take seconds. No GPU waits during this time.
+/// If a rank launches two graphs in a row, no host loads kernels between them, and [`ANSWER_TIME`] is the limit.
 const LOAD_TIMEOUT: Duration = Duration::from_secs(60);
 /// The value of the control word after the host has ended the exchange.
-/// Other nonzero values are 1 + the rank that did not answer.
+/// Any other nonzero value of the control word is 1 + the rank that did not answer.
 const ENDED: u32 = u32::MAX;
 /// [`Exchange::sum_rounded`] rounds tensors with at least this number of elements.
 /// The time to exchange a smaller tensor is mostly latency, which rounding does not shorten.
@@ -34,9 +34,9 @@ const MIN_ROUNDED_ELEMENTS: usize = 1 << 18;
 const SPINNING_TURNS: usize = 10_000;
 const NOT_CAPTURING: sys::CUstreamCaptureStatus = sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
 
-/// Adds a launch that writes the sum of the ranks' tensors `x` to `out`. Adds nothing in a world of one rank.
+/// Adds a launch that writes the sum of `x` over all ranks to `out`. Adds nothing if there is only one rank.
 ///
-/// Both tensors are f32 and have the same number of elements.
+/// `x` and `out` are f32 and have the same number of elements.
 /// If `x` and `out` are different tensors, the launch also fills `x` with zeros.
 pub fn add_sum(launches: &mut LaunchList, world: &World, x: &Tensor, out: &Tensor) -> Result<()> {
     if world.size() == 1 {
@@ -47,7 +47,7 @@ pub fn add_sum(launches: &mut LaunchList, world: &World, x: &Tensor, out: &Tenso
     unsafe { launches.add(launch) }
 }
 
-/// Adds a launch that writes the columns of all ranks to `out`, f32 `[rows, columns]`.
+/// Adds a launch that concatenates the columns of all ranks in `out`, f32 `[rows, columns]`.
 /// `x` is f32 `[rows, columns of this rank]`.
 pub fn add_columns(launches: &mut LaunchList, world: &World, x: &Tensor, out: &Tensor) -> Result<()> {
     let launch = of_world(world)?.columns_launch(x, out)?;
@@ -81,7 +81,7 @@ struct RawMailboxes {
 // SAFETY: the struct has C's layout and contains only numbers.
 unsafe impl DeviceRepr for RawMailboxes {}
 
-/// The exchange of one rank with the other ranks.
+/// The exchange of data between this rank and all other ranks, through mailboxes.
 pub(super) struct GpuExchange {
     rank: usize,
     device: CudaDevice,
@@ -89,7 +89,7 @@ pub(super) struct GpuExchange {
     /// True if another rank uses the same GPU.
     shares_gpu: bool,
     /// True if this rank has launched or captured single operations since it last launched a graph.
-    /// The other ranks have then also done so, and their hosts may still be loading kernels.
+    /// In this case, the other ranks have also done so, and their hosts may still be loading kernels.
     may_load: AtomicBool,
 }
 
@@ -115,10 +115,10 @@ impl GpuExchange {
     }
 
     /// Launches an operation at the same time as the other ranks.
-    /// During the capture of a graph, only captures the operation, and does not wait for the other ranks.
+    /// During the capture of a graph, this function only captures the operation, and does not wait for the other ranks.
     ///
     /// # Safety
-    /// As for [`Launch::enqueue`]. All mailboxes live as long as `self`, and `drop` waits for the last launch.
+    /// The same as for [`Launch::enqueue`]. All mailboxes live as long as `self`, and `drop` waits for the last launch.
     unsafe fn enqueue(&self, launch: Launch) -> Result<()> {
         let mut launch = Some(launch);
         let mut enqueue = || match launch.take() {
@@ -131,7 +131,7 @@ impl GpuExchange {
     }
 
     /// Waits until every rank is ready, calls `launch`, and waits until every rank has launched.
-    /// Ends the exchange if one of these waits takes longer than `limit`.
+    /// Ends the exchange if waiting for the ranks takes longer than `limit`, before or after the launch.
     fn launch_within(&self, limit: Duration, launch: &mut dyn FnMut() -> Result<()>) -> Result<()> {
         self.meet(limit, |mailbox| &mailbox.ready);
         let result = launch();
@@ -176,7 +176,8 @@ impl GpuExchange {
         MAILBOX_BYTES / (EXCHANGE_SLOTS * self.mailboxes.len() * 16) * 4
     }
 
-    /// Returns the `Mailboxes` argument of the kernels. Each rank has a [`share`] of `columns`.
+    /// Returns the `Mailboxes` argument of the kernels.
+    /// `first_column` holds the start of each rank's [`share`] of `columns`.
     fn raw(&self, columns: usize) -> RawMailboxes {
         let ranks = self.mailboxes.len();
         let mut raw = RawMailboxes {
@@ -200,15 +201,15 @@ impl GpuExchange {
 
     /// Returns the launch shape for `items` items. Each thread handles one or more items.
     fn shape(&self, items: usize) -> LaunchShape {
-        // Use small blocks for few items. The items are then spread over more multiprocessors.
+        // Few items use small blocks, so that the items are spread over more multiprocessors.
         let blocks = if self.shares_gpu { EXCHANGE_BLOCKS / self.mailboxes.len() } else { EXCHANGE_BLOCKS };
         let threads = if items <= blocks * 128 { 128 } else { 512 };
         LaunchShape::linear(items.div_ceil(threads).clamp(1, blocks), threads)
     }
 
-    /// Returns a launch that writes the sum of the ranks' tensors `x` to `out`, which may be `x`.
+    /// Returns a launch that writes the sum of `x` over all ranks to `out`. `out` may be `x`.
     ///
-    /// Both tensors are contiguous f32 and have the same number of elements, at most [`region`](Self::region).
+    /// `x` and `out` are contiguous f32 and have the same number of elements, at most [`region`](Self::region).
     /// If `clears_x` is true, the launch also fills `x` with zeros, and `out` must not be `x`.
     fn sum_launch(&self, x: &Tensor, out: &Tensor, clears_x: bool) -> Result<Launch> {
         let words = x.elem_count();
@@ -224,24 +225,24 @@ impl GpuExchange {
             .overlapping())
     }
 
-    /// Returns the maximum number of elements of a [`rounded_sum_launch`](Self::rounded_sum_launch), a multiple of 8.
+    /// Returns the maximum number of elements for [`rounded_sum_launch`](Self::rounded_sum_launch), a multiple of 8.
     fn rounded_elements(&self) -> usize {
-        // Two bf16 values fit in a word. With shares, a region holds two shares.
+        // Two bf16 values fit in a word. If each rank adds only its share, a region holds two shares.
         let shares = if self.sums_shares() { self.mailboxes.len() } else { 2 };
         self.region() / 8 * 8 * shares
     }
 
-    /// Returns whether each rank adds its share of a large tensor and sends the sums to the other ranks.
-    /// With two ranks, this would send as much as if each rank adds everything.
+    /// Returns whether each rank adds up only its share of a large tensor and sends the sums to the other ranks.
+    /// With two ranks, this method would send as much data as the method in which every rank adds up all elements.
     fn sums_shares(&self) -> bool {
         self.mailboxes.len() > 2
     }
 
     /// Returns a launch that rounds every rank's `x` to bf16 and writes the sum, as f32, to `out`. `out` may be `x`.
-    /// With more than two ranks, rounds the sum to bf16, too.
+    /// With more than two ranks, the launch also rounds the sum to bf16.
     ///
-    /// Both tensors are contiguous f32 and have the same number of elements.
-    /// This number must be a multiple of 8, and at most [`rounded_elements`](Self::rounded_elements).
+    /// `x` and `out` are contiguous f32 and have the same number of elements.
+    /// The number of elements must be a multiple of 8, and at most [`rounded_elements`](Self::rounded_elements).
     fn rounded_sum_launch(&self, x: &Tensor, out: &Tensor) -> Result<Launch> {
         let (elements, words) = (x.elem_count(), x.elem_count() / 2);
         let (x_address, out_address) = (address(x)?, address(out)?);
@@ -279,7 +280,7 @@ impl GpuExchange {
         out.to_dtype(x.dtype())
     }
 
-    /// Returns a launch that writes the columns of all ranks to `out`, f32 `[rows, columns]`.
+    /// Returns a launch that concatenates the columns of all ranks in `out`, f32 `[rows, columns]`.
     ///
     /// `x` is f32 `[rows, columns of this rank]`. Every rank's `x` must fit in a region.
     fn columns_launch(&self, x: &Tensor, out: &Tensor) -> Result<Launch> {
@@ -290,7 +291,7 @@ impl GpuExchange {
         if !is_valid || largest > self.region() {
             bail!("exchange_columns: cannot write x {:?} {:?} to columns of out {:?}", x.dtype(), x.dims(), out.dims());
         }
-        // An empty tensor has no address.
+        // A tensor without elements has no address.
         let x_address = if own > 0 { address(x)? } else { 0 };
         let is_aligned = x_address.is_multiple_of(16)
             && address(out)?.is_multiple_of(16)
@@ -305,7 +306,7 @@ impl GpuExchange {
             .overlapping())
     }
 
-    /// Loads all kernels: launches each one without values, so that it does not wait for other ranks.
+    /// Loads all exchange kernels: launches each kernel without values, so that no kernel waits for other ranks.
     pub fn load_kernels(&self) -> Result<()> {
         let arguments = || Arguments::new().address(0).address(0).value(self.raw(0), []).int(0);
         for (kernel, has_flag) in [
@@ -324,7 +325,7 @@ impl GpuExchange {
         self.device.cuda_stream().synchronize().w()
     }
 
-    /// Exchanges a few values, and fails if the results are wrong or a rank does not answer.
+    /// Exchanges test values. Fails if a sum is wrong or a rank does not answer.
     pub fn test(&self) -> Result<()> {
         let (device, ranks) = (Device::Cuda(self.device.clone()), self.mailboxes.len());
         // Run more operations than there are slots, so that each slot is emptied and used again.

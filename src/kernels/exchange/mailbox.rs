@@ -11,7 +11,7 @@ use super::path::ExchangePath;
 use super::sizes::MAILBOX_BYTES;
 use crate::kernels::launch::HostWords;
 
-/// The size of the rank's state in bytes.
+/// The size of a rank's exchange state in bytes.
 const STATE_BYTES: usize = 256;
 
 /// The mailbox of a rank. Every rank holds a reference, so the mailbox lives as long as any rank uses it.
@@ -19,12 +19,12 @@ pub(super) struct RankMailbox {
     device: CudaDevice,
     pub context: Arc<CudaContext>,
     pub path: ExchangePath,
-    /// The device address of the mailbox. The memory is not from candle's pool, which other GPUs cannot access.
+    /// The device address of the mailbox. Its memory is not from candle's pool, which other GPUs cannot access.
     pub address: u64,
-    /// The device address of the rank's state, in GPU memory.
+    /// The device address of the rank's exchange state, in GPU memory.
     pub state: u64,
-    /// A word in host memory that ends the exchange when it is not zero.
-    /// All ranks use the word of the first rank. The words of the other ranks are unused.
+    /// A word in host memory. A nonzero value ends the exchange.
+    /// All ranks use the control word of rank 0. The control words of the other ranks are unused.
     pub control: Arc<HostWords>,
     /// How many times this rank has been ready to launch an operation, or a CUDA graph with operations.
     pub ready: AtomicU64,
@@ -33,7 +33,7 @@ pub(super) struct RankMailbox {
 }
 
 impl RankMailbox {
-    /// Allocates an empty mailbox: in GPU memory for a direct exchange, otherwise in host memory.
+    /// Allocates an empty mailbox, in GPU memory or in host memory, as `path` requires.
     pub fn new(device: &CudaDevice, path: ExchangePath) -> Result<Self> {
         let stream = device.cuda_stream();
         let context = stream.context().clone();
@@ -55,14 +55,14 @@ impl RankMailbox {
                     result::malloc_host(MAILBOX_BYTES, flags).w()? as u64
                 }
             };
-            // Every word is `EMPTY` of `exchange.cu`.
+            // Every word of an empty mailbox is `EMPTY` (`exchange.cu`).
             result::memset_d8_async(mailbox.address, 0xff, MAILBOX_BYTES, stream.cu_stream()).w()?;
         }
         stream.synchronize().w()?;
         Ok(mailbox)
     }
 
-    /// Lets the GPU of this mailbox access the mailbox of `peer`.
+    /// Gives the GPU of this mailbox access to the mailbox of `peer`.
     pub fn open_to(&self, peer: &RankMailbox) -> Result<()> {
         if self.path == ExchangePath::HostMemory || self.context.cu_device() == peer.context.cu_device() {
             return Ok(());
@@ -87,7 +87,7 @@ impl RankMailbox {
 
 impl Drop for RankMailbox {
     fn drop(&mut self) {
-        // After a failed synchronization, a queued kernel may still use the memory, so the memory is leaked.
+        // If synchronizing fails, a queued kernel may still use the memory, so the memory is leaked.
         if self.context.bind_to_thread().is_ok() && self.device.cuda_stream().synchronize().is_ok() {
             // SAFETY: `new` allocated the memory, and no kernel of any rank uses it any longer.
             let _ = unsafe {

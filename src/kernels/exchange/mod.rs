@@ -1,6 +1,6 @@
 //! Exchange of data between ranks on GPUs, without copies by the host (`exchange.cu`).
 //!
-//! The kernels run in stream order like all other kernels, so passes with exchanges can be captured as CUDA graphs.
+//! The exchange kernels run in stream order like all other kernels. CUDA graphs can therefore capture them.
 
 #[cfg(feature = "cuda")]
 mod connect;
@@ -25,15 +25,15 @@ use crate::device::World;
 /// Connects the GPUs of all ranks, and returns the world of this rank.
 /// On a CPU or with a single rank, returns `world` unchanged.
 ///
-/// Uses the first of `paths` that works. If none works, returns `world` unchanged, and the host copies all data.
+/// Uses the first of `paths` that works. If no path works, returns `world` unchanged, and the host copies all data.
 ///
-/// All ranks must call this function with the same paths, each on its own thread.
+/// All ranks must call `connect` with the same paths, each rank on its own thread.
 pub fn connect(world: World, device: &Device, paths: &[ExchangePath]) -> Result<World> {
     match device {
         #[cfg(feature = "cuda")]
         Device::Cuda(device) if world.size() > 1 => connect::connect(world, device, paths),
         _ => {
-            // Only builds for GPUs use the paths.
+            // Only builds with CUDA use the paths.
             let _ = paths;
             Ok(world)
         }

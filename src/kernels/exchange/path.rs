@@ -1,18 +1,18 @@
-//! The path of exchanged data between GPUs.
+//! The paths on which GPUs can exchange data.
 
 use candle_core::{Result, bail};
 
-/// The path of the data that GPUs exchange with kernels.
+/// The path on which GPU kernels exchange data with other GPUs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ExchangePath {
     /// Each GPU writes to the memory of the other GPUs, over NVLink or PCIe.
     Direct,
-    /// Each GPU writes to host memory that the other GPUs read. This works without access to the other GPUs' memory.
+    /// Each GPU writes to host memory that the other GPUs read. This path needs no access to the memory of other GPUs.
     HostMemory,
 }
 
 impl ExchangePath {
-    /// Returns the paths to try in this order, according to the environment variable `INFERNO_EXCHANGE`:
+    /// Returns the paths to try, in order. The environment variable `INFERNO_EXCHANGE` can restrict them:
     /// `host` allows only host memory, and `copy` allows no path, so that the host copies the data.
     pub fn from_environment() -> Result<&'static [Self]> {
         match std::env::var("INFERNO_EXCHANGE").as_deref() {

@@ -1,4 +1,4 @@
-// Applies an activation function, selected by its code in constants.rs.
+// Applies an activation function, which is selected by its `ACTIVATION_` code (see constants.rs).
 #pragma once
 #include "constants.cuh"
 

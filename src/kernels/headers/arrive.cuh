@@ -2,7 +2,7 @@
 #pragma once
 #include <stdint.h>
 
-// Increments the counter and returns its previous value. The counter wraps from `last` to 0.
+// Increments the counter and returns its previous value. The increment wraps the counter from `last` to 0.
 // Earlier writes of this thread are visible to threads that increment the counter later.
 __device__ __forceinline__ uint32_t arrive(uint32_t* counter, uint32_t last) {
     uint32_t before;
@@ -10,9 +10,9 @@ __device__ __forceinline__ uint32_t arrive(uint32_t* counter, uint32_t last) {
     return before;
 }
 
-// Returns whether this block is the last of `count` blocks to arrive. Every thread receives the result.
-// All threads of the last block can then read earlier writes of all blocks with loads that bypass L1 (__ldcg).
-// The counter is zero before the first block arrives and after the last block has arrived.
+// Returns whether this block is the last of `count` blocks to arrive. All threads of the block receive the result.
+// After that, all threads of the last block can read earlier writes of all blocks with loads that bypass L1 (__ldcg).
+// The counter must be zero before the first block arrives. It is zero again after the last block has arrived.
 __device__ __forceinline__ bool is_last_block(uint32_t* counter, uint32_t count) {
     __shared__ bool is_last;
     __syncthreads();

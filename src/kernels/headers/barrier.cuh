@@ -1,5 +1,5 @@
 // Barriers in shared memory that count threads and asynchronous copies (mbarrier, compute capability 8.0 and later).
-// A barrier alternates between phases of parity 0 and 1, and starts with parity 0.
+// A barrier alternates between phases of parity 0 and parity 1. The first phase has parity 0.
 #pragma once
 
 #include <stdint.h>
@@ -9,7 +9,7 @@ __device__ __forceinline__ void barrier_init(uint32_t barrier, int count) {
     asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }
 
-// Counts one arrival. Does not wait.
+// Arrives once at the barrier, and does not wait.
 __device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
     asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
@@ -19,7 +19,7 @@ __device__ __forceinline__ void barrier_arrive_after_copies(uint32_t barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
-// Waits until the phase with this parity has ended.
+// Waits until the barrier's phase with the given parity has ended.
 __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
 #if __CUDA_ARCH__ >= 900
     asm volatile(
@@ -38,7 +38,7 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
 #endif
 }
 
-// Arrives, and makes the current phase wait for `bytes` bytes of bulk copies (compute capability 9.0 and later).
+// Arrives at the barrier, and makes the current phase wait for `bytes` bytes of bulk copies.
 __device__ __forceinline__ void barrier_expect(uint32_t barrier, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }

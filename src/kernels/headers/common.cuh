@@ -4,9 +4,9 @@
 #include <cuda_fp16.h>
 #include <stdint.h>
 
-// Bit patterns of f32 values. The magnitude is every bit except the sign.
+// Bit masks of f32 values. The magnitude is every bit except the sign.
 constexpr uint32_t F32_SIGN = 0x80000000u, F32_MAGNITUDE = 0x7fffffffu;
-constexpr uint32_t F32_INFINITY = 0x7f800000u;  // also the mask of the exponent
+constexpr uint32_t F32_INFINITY = 0x7f800000u;  // infinity; also the mask of the exponent
 constexpr uint32_t F32_NAN = 0x7fc00000u;
 
 __device__ __forceinline__ float to_float(float x) { return x; }
@@ -26,7 +26,7 @@ __device__ __forceinline__ float warp_sum(float x) {
     return x;
 }
 
-// Templates have no extern "C" names, so each .cu file defines its kernels with a macro.
+// Templates cannot have extern "C" names, so each .cu file defines its kernels with a macro.
 // FOR_EACH_DTYPE(DEFINE) expands DEFINE(type, suffix) for every dtype that kernels compute in.
 #define FOR_EACH_DTYPE(DEFINE)                                                                                         \
     DEFINE(float, f32)                                                                                                 \

@@ -1,13 +1,13 @@
 // Programmatic dependent launch (Hopper and later).
-// A kernel of a launch list, or of an overlapping launch, may start before the previous kernel has ended.
-// The kernel first loads data that no running kernel writes, such as weights. It then waits for earlier kernels.
+// A kernel in a launch list, or in an overlapping launch, may start before the previous kernel has ended.
+// Such a kernel first loads data that no running kernel writes, such as weights. Then it waits for earlier kernels.
 //
 // On older GPUs, and in launches without the PDL attribute, the kernels of a stream do not overlap.
-// pdl_wait() and pdl_launch_dependents() then have no effect.
+// In these cases, pdl_wait() and pdl_launch_dependents() have no effect.
 //
 // A kernel calls pdl_launch_dependents() only after pdl_wait().
-// If a kernel does not call pdl_launch_dependents(), the next kernel starts after this kernel has ended.
-// When a kernel starts, all kernels before the previous one have therefore ended.
+// If a kernel does not call pdl_launch_dependents(), the next kernel starts only after this kernel has ended.
+// Therefore, when a kernel starts, all kernels before the previous kernel have ended.
 //
 // decode_greedy and decode_sample never call pdl_launch_dependents(), because they end a step.
 // Only quantized_next can follow in the same step, and quantized_next loads nothing before pdl_wait().

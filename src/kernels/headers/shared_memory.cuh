@@ -1,7 +1,7 @@
 // Access to shared memory by 32-bit addresses.
-// With addresses instead of pointers, a loop over stages needs fewer instructions:
-// the compiler adds the address of a stage, the offset of a lane and a constant in the load instruction itself.
-// The compiler does not reorder these functions and barriers (see barrier.cuh).
+// With 32-bit addresses instead of pointers, a loop over stages needs fewer instructions:
+// the load instruction itself adds the address of a stage, the offset of a lane and a constant.
+// The compiler does not reorder the functions in this file and the barrier functions in barrier.cuh.
 #pragma once
 
 #include <stdint.h>

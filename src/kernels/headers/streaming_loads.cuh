@@ -1,4 +1,4 @@
-// Load functions for weights. They do not allocate lines in L1, because each weight is read only once.
+// Loads of weights that do not allocate cache lines in L1, because each weight is read only once.
 #pragma once
 #include "headers/common.cuh"
 

@@ -12,7 +12,7 @@ __device__ __forceinline__ void load_matrices(uint32_t (&r)[4], uint32_t address
                  : "memory");
 }
 
-// Like load_matrices, but transposes each matrix.
+// Loads four 8×8 matrices like load_matrices, and transposes each matrix.
 __device__ __forceinline__ void load_matrices_transposed(uint32_t (&r)[4], uint32_t address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -20,7 +20,7 @@ __device__ __forceinline__ void load_matrices_transposed(uint32_t (&r)[4], uint3
                  : "memory");
 }
 
-// d += a·b with a [16, 16] and b [16, 8] of type T (f16 or bf16), and d [16, 8] f32.
+// Computes d += a·b with a [16, 16] and b [16, 8] of type T (f16 or bf16), and d [16, 8] f32.
 template <typename T>
 __device__ __forceinline__ void multiply_add(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
 

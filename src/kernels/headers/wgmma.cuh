@@ -7,9 +7,9 @@
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-// wgmma<T>(sum, a, b): sum [64, N] += a [64, 16] · b [16, N], with a and b of type T (f16 or bf16).
-// a is in registers. b is in shared memory, in swizzled rows of 128 bytes (see wgmma_descriptor).
-// N is a multiple of 16, at most 160.
+// wgmma<T>(sum, a, b) computes sum [64, N] += a [64, 16] · b [16, N], with a and b of type T (f16 or bf16).
+// The matrix a is in registers. The matrix b is in shared memory, in swizzled rows of 128 bytes (see wgmma_descriptor).
+// N, the number of columns of b, is a multiple of 16 and at most 160.
 #define SUM4(i) "+f"(sum[i]), "+f"(sum[i + 1]), "+f"(sum[i + 2]), "+f"(sum[i + 3])
 #define SUM8(i) SUM4(i), SUM4(i + 4)
 #define SUMS16 SUM8(0)
@@ -32,7 +32,7 @@
 #define NAMES128 NAMES112 ", %56, %57, %58, %59, %60, %61, %62, %63"
 #define NAMES144 NAMES128 ", %64, %65, %66, %67, %68, %69, %70, %71"
 #define NAMES160 NAMES144 ", %72, %73, %74, %75, %76, %77, %78, %79"
-// clang-format off: it would put line breaks between the parts of the string
+// clang-format off: clang-format would put line breaks between the parts of the string
 #define WGMMA(N, TYPE, A, B)                                                                                           \
     asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" NAMES##N "}, {" A "}, " B ", "   \
                  "1, 1, 1, 0;"                                                                                         \
@@ -58,9 +58,9 @@ DEFINE_WGMMA(128, "%64, %65, %66, %67", "%68")
 DEFINE_WGMMA(144, "%72, %73, %74, %75", "%76")
 DEFINE_WGMMA(160, "%80, %81, %82, %83", "%84")
 
-// Returns the descriptor of b at a shared memory address. b has swizzled rows of 128 bytes.
-// Eight rows form a group, and groups are 1024 bytes apart.
-// Addresses and distances in a descriptor are in units of 16 bytes.
+// Returns the wgmma descriptor of b at a shared memory address. b has swizzled rows of 128 bytes.
+// Eight rows of b form a group. Groups are 1024 bytes apart.
+// Addresses and distances in a wgmma descriptor are in units of 16 bytes.
 __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t address) {
     constexpr uint64_t SWIZZLE_128_BYTES = (uint64_t)1 << 62;
     constexpr uint64_t GROUP_DISTANCE = (uint64_t)(1024 / 16) << 32;
@@ -69,13 +69,13 @@ __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t address) {
     return SWIZZLE_128_BYTES | GROUP_DISTANCE | LEADING_DISTANCE | (address >> 4 & ADDRESS_MASK);
 }
 
-// Required before a wgmma if the thread has written registers of this wgmma since the previous one.
+// Must come before a wgmma if the thread has written registers of this wgmma since the previous wgmma.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
 // Commits all uncommitted wgmmas of this warpgroup as one group.
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
-// Waits until at most LEFT groups of wgmmas are unfinished.
+// Waits until at most LEFT committed groups of wgmmas are unfinished.
 template <int LEFT> __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
 }

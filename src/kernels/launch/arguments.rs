@@ -128,7 +128,7 @@ impl Arguments {
         self
     }
 
-    /// Adds the address of word `first` of `words`.
+    /// Adds the device address of word `first` of `words`.
     pub fn host_words(mut self, words: &Arc<HostWords>, first: usize) -> Self {
         self.args.push(Arg::Address(words.address(first)));
         self.memory.host_words.push(words.clone());
@@ -155,7 +155,7 @@ impl Arguments {
         self.int(usize::from(value))
     }
 
-    /// Returns pointers to the arguments' values. They are valid until the arguments are changed or dropped.
+    /// Returns pointers to the arguments' values. The pointers are valid until the arguments are changed or dropped.
     pub(super) fn pointers(&self) -> Vec<*mut c_void> {
         self.args.iter().map(Arg::pointer).collect()
     }

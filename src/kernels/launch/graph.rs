@@ -11,7 +11,7 @@ use crate::device::capture_lock;
 /// A CUDA graph of captured launches.
 pub struct LaunchGraph {
     graph: CudaGraph,
-    /// The memory of captured launch lists, which the graph keeps alive.
+    /// The memory that captured launch lists use. The graph keeps this memory alive.
     _memory: Vec<Memory>,
 }
 
@@ -22,7 +22,7 @@ impl LaunchGraph {
     /// Captures the launches of `first`, followed by the launches of `second`, on the stream of their device.
     pub fn capture(first: &LaunchList, second: &LaunchList) -> anyhow::Result<Self> {
         let enqueue = || Ok(first.enqueue().and_then(|()| second.enqueue())?);
-        // SAFETY: launch lists allocate nothing, and the graph keeps their memory alive.
+        // SAFETY: launch lists allocate nothing when they are queued, and the graph keeps their memory alive.
         let graph = unsafe { Self::capture_with(first.device(), enqueue)? };
         Ok(Self { _memory: first.memory().chain(second.memory()).cloned().collect(), ..graph })
     }
@@ -63,7 +63,7 @@ impl LaunchGraph {
         Ok(count)
     }
 
-    /// Queues all launches on the stream on which they were captured.
+    /// Queues the whole graph on the stream on which its launches were captured.
     pub fn enqueue(&self) -> Result<()> {
         self.graph.launch().w()
     }

@@ -8,7 +8,7 @@ use candle_core::cuda_backend::cudarc::driver::{result, sys};
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
 use candle_core::{Result, bail};
 
-/// Page-locked words in host memory that are mapped into the address space of a GPU. They start as zeros.
+/// Page-locked words in host memory that are mapped into the address space of a GPU. All words start as zeros.
 pub struct HostWords {
     words: NonNull<AtomicU32>,
     count: usize,
@@ -17,14 +17,14 @@ pub struct HostWords {
 
 // SAFETY: the words belong to `self` until `drop`, and the host accesses them only as atomics.
 unsafe impl Send for HostWords {}
-// SAFETY: see `Send`.
+// SAFETY: the host accesses the words only as atomics, so several threads may share `self`.
 unsafe impl Sync for HostWords {}
 
 impl HostWords {
     /// Allocates `count` words and sets them to zero.
     pub fn new(device: &CudaDevice, count: usize) -> Result<Arc<Self>> {
         device.cuda_stream().context().bind_to_thread().w()?;
-        // The flag maps the memory into the device's address space.
+        // CU_MEMHOSTALLOC_DEVICEMAP maps the memory into the device's address space.
         // With unified addressing, as on 64-bit Linux, the host address is also valid on the device.
         let flags = sys::CU_MEMHOSTALLOC_DEVICEMAP;
         // SAFETY: any length is allowed, and the context is bound. `drop` frees the memory.

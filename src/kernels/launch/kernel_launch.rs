@@ -1,4 +1,4 @@
-//! One launch of one kernel.
+//! Describes a kernel launch and queues it on a CUDA stream.
 
 use candle_core::cuda_backend::cudarc::driver::sys::{self, CUfunction_attribute};
 use candle_core::cuda_backend::cudarc::driver::{CudaFunction, CudaStream};
@@ -9,7 +9,7 @@ use super::arguments::Arguments;
 use super::module::Module;
 use crate::device::has_machine_code;
 
-/// The bytes of dynamic shared memory that a kernel may use without raising its limit.
+/// The bytes of dynamic shared memory that a kernel may use without raising its shared memory limit.
 /// The default limit is 48 KiB, of which 16 KiB are reserved here for static shared memory.
 const DEFAULT_SHARED_BYTES: usize = 32 << 10;
 
@@ -32,17 +32,17 @@ impl LaunchShape {
         Self { grid, block, shared_bytes: 0 }
     }
 
-    /// Creates a shape with a one-dimensional grid.
+    /// Creates a launch shape with a one-dimensional grid.
     pub fn linear(blocks: usize, block: usize) -> Self {
         Self::new((blocks, 1, 1), block)
     }
 
-    /// Creates a shape with at least `count` threads, in blocks of 256.
+    /// Creates a launch shape with at least `count` threads, in blocks of 256 threads.
     pub fn one_thread_each(count: usize) -> Self {
         Self::linear(count.div_ceil(256), 256)
     }
 
-    /// Creates a shape with at least `count` warps, in blocks of 8 warps.
+    /// Creates a launch shape with at least `count` warps, in blocks of 8 warps.
     pub fn one_warp_each(count: usize) -> Self {
         Self::linear(count.div_ceil(8), 256)
     }
@@ -91,10 +91,10 @@ impl Launch {
         Self { bytes_moved, ..self }
     }
 
-    /// Lets the kernel start before the previous kernel has ended, on GPUs that support this.
+    /// Lets the kernel start before the previous kernel has ended, on GPUs with programmatic dependent launch.
     ///
     /// Every block must call `pdl_wait` before it reads data that the previous kernel writes.
-    /// It must also call `pdl_wait` before it writes data that an earlier kernel uses.
+    /// Every block must also call `pdl_wait` before it writes data that an earlier kernel uses.
     pub fn overlapping(self) -> Self {
         Self { overlap: Overlap::Yes, ..self }
     }
@@ -166,7 +166,7 @@ impl Overlap {
     }
 }
 
-/// A checked launch, with its kernel loaded.
+/// A launch whose shape and arguments have been checked and whose kernel has been loaded.
 pub(super) struct PreparedLaunch {
     pub kernel: String,
     function: CudaFunction,
@@ -179,7 +179,7 @@ impl PreparedLaunch {
     /// Queues the kernel on a stream whose context is bound to this thread.
     ///
     /// # Safety
-    /// The requirements of [`Launch::enqueue`] apply.
+    /// The same requirements as for [`Launch::enqueue`] apply.
     pub unsafe fn enqueue(&self, stream: &CudaStream, overlap: Overlap) -> Result<()> {
         let mut overlap_attribute = sys::CUlaunchAttribute {
             id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,

@@ -84,7 +84,7 @@ impl LaunchList {
         &self.device
     }
 
-    /// Returns the memory of each launch's arguments.
+    /// Returns the memory that each launch's arguments point to.
     pub(super) fn memory(&self) -> impl Iterator<Item = &Memory> {
         self.launches.iter().map(|launch| launch.arguments.memory())
     }

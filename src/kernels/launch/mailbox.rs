@@ -32,7 +32,7 @@ impl Mailbox {
         word
     }
 
-    /// Waits for the word of a slot and empties the slot.
+    /// Waits until a word arrives in a slot, empties the slot and returns the word.
     /// Fails if queued work failed, or if the device has finished all work without sending the word.
     pub fn wait(&self, slot: usize) -> Result<u32> {
         let mut polls = 0u32;
@@ -43,7 +43,8 @@ impl Mailbox {
             }
             std::hint::spin_loop();
             polls += 1;
-            // If the device failed or has no more work, no word will arrive. Check rarely, because a check is slow.
+            // If the device failed or has no more work, no word will arrive.
+            // Check rarely, because each check is slow.
             if polls.is_multiple_of(1 << 20) && is_idle(&self.device)? {
                 return match self.take(slot) {
                     0 => bail!("the GPU finished without sending a token"),

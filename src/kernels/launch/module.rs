@@ -1,4 +1,4 @@
-//! Compiled CUDA modules. They are embedded in the binary, and each is loaded once per device.
+//! Compiled CUDA modules, embedded in the binary. Each module is loaded once per device.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, OnceLock};

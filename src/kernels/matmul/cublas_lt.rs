@@ -1,4 +1,4 @@
-//! Products of 8-bit matrices on tensor cores, computed by cuBLASLt.
+//! Products of 8-bit matrices on tensor cores, computed with cuBLASLt.
 
 use std::collections::BTreeMap;
 use std::ffi::c_void;
@@ -12,7 +12,7 @@ use candle_core::{DType, Result, Tensor, bail};
 use crate::kernels::launch::address;
 use crate::kernels::scratch;
 
-/// The element type of both input matrices.
+/// The element type of both input matrices of an 8-bit product.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum EightBitType {
     /// i8 elements with i32 sums.
@@ -21,12 +21,12 @@ pub enum EightBitType {
     Fp8,
 }
 
-/// The types with which cuBLASLt computes a product.
+/// The types that cuBLASLt uses for a product.
 struct ProductTypes {
     input: sys::cudaDataType_t,
     output: sys::cudaDataType_t,
     compute: sys::cublasComputeType_t,
-    /// The bits of the factor 1 in the type of the sums, i32 or f32. The bits of the factor 0 are zeros in both types.
+    /// The bits of the factor 1 in the type of the sums, i32 or f32. The factor 0 has only zero bits in both types.
     one: u32,
 }
 
@@ -67,7 +67,7 @@ pub fn matmul_8bit(device: &CudaDevice, kind: EightBitType, w: &Tensor, x: &Tens
     {
         bail!("matmul_8bit: unsupported inputs: x {:?} {:?}, w {:?} {:?}", x.dtype(), x.dims(), w.dtype(), w.dims());
     }
-    // SAFETY: the product below writes every element of `out` and, because beta is 0, reads none of them.
+    // SAFETY: the product below writes every element of `out`. Because beta is 0, it reads no element of `out`.
     let out = unsafe { scratch::empty((tokens, rows), DType::F32, x.device())? };
     // SAFETY: only cuBLASLt accesses the workspace.
     let workspace = unsafe { Tensor::empty(WORKSPACE_BYTES, DType::U8, x.device())? };
@@ -75,7 +75,7 @@ pub fn matmul_8bit(device: &CudaDevice, kind: EightBitType, w: &Tensor, x: &Tens
     let zero = 0u32;
     let scalar = |value: &u32| (value as *const u32).cast::<c_void>();
     // cuBLAS is column-major. It reads w as wᵀ and x as xᵀ, and computes outᵀ [rows, tokens] = (wᵀ)ᵀ · xᵀ.
-    // Each leading dimension is the row length of the row-major tensor.
+    // The leading dimension of each cuBLAS matrix is the row length of the row-major tensor.
     let shapes = [(input, columns, rows), (input, columns, tokens), (output, rows, tokens)];
     let mut descriptors = Descriptors::default();
     let layouts = shapes.map(|(dtype, height, width)| {
@@ -88,7 +88,7 @@ pub fn matmul_8bit(device: &CudaDevice, kind: EightBitType, w: &Tensor, x: &Tens
     descriptors.desc = Some(desc);
     let preference = checked(result::create_matmul_pref())?;
     descriptors.preference = Some(preference);
-    // The value of CUBLAS_OP_T, which transposes w.
+    // The numeric value of CUBLAS_OP_T, which transposes w.
     let transposed = 1i32;
     let stream = device.cuda_stream();
     stream.context().bind_to_thread().w()?;
@@ -135,7 +135,7 @@ fn checked<T>(result: std::result::Result<T, result::CublasError>) -> Result<T> 
     result.map_err(|error| candle_core::Error::Msg(format!("cuBLASLt: {:?}", error.0)))
 }
 
-/// The cuBLASLt descriptors of one matrix product. They may be destroyed while the product is still running.
+/// The cuBLASLt descriptors of one matrix product. Destroying them while the product is still running is allowed.
 #[derive(Default)]
 struct Descriptors {
     layouts: Vec<sys::cublasLtMatrixLayout_t>,
@@ -145,7 +145,7 @@ struct Descriptors {
 
 impl Drop for Descriptors {
     fn drop(&mut self) {
-        // SAFETY: each descriptor was created once, and nothing uses it after this. `drop` cannot report errors.
+        // SAFETY: each descriptor was created once, and nothing uses it afterwards. `drop` cannot report errors.
         unsafe {
             for layout in self.layouts.drain(..) {
                 let _ = result::destroy_matrix_layout(layout);
@@ -156,11 +156,11 @@ impl Drop for Descriptors {
     }
 }
 
-/// Returns the cuBLASLt handle for a device. The context of the device must be bound to this thread.
+/// Returns the cuBLASLt handle of a device. The context of the device must be bound to this thread.
 fn handle(device: &CudaDevice) -> Result<sys::cublasLtHandle_t> {
     struct Handle {
         handle: sys::cublasLtHandle_t,
-        /// Keeps the context alive, because a handle is invalid once its context is destroyed.
+        /// The CUDA context, kept alive because a handle is invalid once its context is destroyed.
         _context: Arc<CudaContext>,
     }
     // SAFETY: several threads may use one cuBLASLt handle at the same time.

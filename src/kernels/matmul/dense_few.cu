@@ -1,17 +1,18 @@
-// y = x·Wᵀ for up to DENSE_FEW_TOKENS tokens.
+// The matrix product y = x·Wᵀ for up to DENSE_FEW_TOKENS tokens.
 // Reading W takes most of the time, so the kernel keeps many reads in flight.
 //   w: T [rows, columns]; rows is a multiple of DENSE_FEW_ROWS, and columns is a multiple of DENSE_FEW_COLUMNS
 //   x: T [tokens, columns]
 //   y: f32 [tokens, rows]
-//   block_units: the number of units per block; a unit is DENSE_FEW_ROWS rows
+//   block_units: the number of units per thread block; a unit is DENSE_FEW_ROWS rows of W
 //   parts: the number of warps that share the columns of a unit
 //   grid: ceil(rows / DENSE_FEW_ROWS / block_units); block: 32 · parts · block_units
 //   bytes moved: rows · columns · sizeof(T)
 //
 // Each warp multiplies every `parts`-th chunk of one unit by x. A chunk has DENSE_FEW_COLUMNS columns.
 // A lane multiplies only the 16-byte pieces of W that it has copied itself, so the copies of W need no barrier.
-// A lane holds eight adjacent columns, while the fragments of mma.sync give lane l the columns 2i, 2i + 1, 2i + 8 and
-// 2i + 9, i = l % 4. mma.sync adds the products of all columns, so any order works if W and x have the same order.
+// A lane holds eight adjacent columns, but mma.sync expects other columns in each lane:
+// lane l should hold columns 2i, 2i + 1, 2i + 8 and 2i + 9, with i = l % 4.
+// mma.sync adds the products of all columns, so any column order works if W and x have the same order.
 #include "constants.cuh"
 #include "headers/async_copy.cuh"
 #include "headers/barrier.cuh"
@@ -21,7 +22,7 @@
 
 constexpr int TOKENS = DENSE_FEW_TOKENS, ROWS = DENSE_FEW_ROWS, COLUMNS = DENSE_FEW_COLUMNS;
 constexpr int PIECE_COLUMNS = 8, CHUNK_PIECES = COLUMNS / PIECE_COLUMNS, STAGES = DENSE_FEW_STAGES;
-// The number of pieces of W that a lane copies per chunk.
+// The number of 16-byte pieces of W that a lane copies per chunk.
 constexpr int LANE_PIECES = ROWS * CHUNK_PIECES / 32, STAGE_PIECES = LANE_PIECES * 32;
 // The inputs of INPUT_CHUNKS chunks fill one of two buffers: [chunk][half of the chunk][token][piece of the half].
 constexpr int INPUT_CHUNKS = DENSE_FEW_INPUT_CHUNKS, INPUT_PIECES = INPUT_CHUNKS * CHUNK_PIECES * TOKENS;
@@ -30,9 +31,9 @@ static_assert(TOKENS == 8 && ROWS == 16 && CHUNK_PIECES == 8, "the code below as
 template <typename T>
 __device__ void dense_few(const T* w, const T* x, float* y, int rows, int columns, int tokens, int block_units,
                           int parts) {
-    // The pieces of a warp are aligned to 128 bytes. Otherwise, each access would take twice as long.
+    // A warp's 16-byte pieces are aligned to 128 bytes. Otherwise, each shared memory access would take twice as long.
     extern __shared__ __align__(128) uint4 shared[];
-    __shared__ uint64_t barriers[2];  // count the copies to the two buffers of inputs
+    __shared__ uint64_t barriers[2];  // each barrier counts the copies to one of the two input buffers
 
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, quad = lane / 4;
     uint4* const inputs = shared;
@@ -53,8 +54,8 @@ __device__ void dense_few(const T* w, const T* x, float* y, int rows, int column
         if (has_rows && next_chunk < chunks) {
 #pragma unroll
             for (int i = 0; i < LANE_PIECES; ++i) {
-                // Pieces 0 and 1 are in row `quad`, one in each half of the chunk.
-                // Pieces 2 and 3 are in the same columns of row `quad` + 8.
+                // Pieces 0 and 1 of a lane are in row `quad`, one in each half of the chunk.
+                // Pieces 2 and 3 of a lane are in the same columns of row `quad` + 8.
                 const T* from = lane_row + (size_t)(i / 2 * 8) * columns + next_chunk * COLUMNS + i % 2 * (COLUMNS / 2);
                 copy_async_or_zero(shared_address(weights + stage * STAGE_PIECES + i * 32), from, true);
             }
@@ -64,11 +65,11 @@ __device__ void dense_few(const T* w, const T* x, float* y, int rows, int column
     };
 #pragma unroll
     for (int stage = 0; stage < STAGES; ++stage) copy_weights(stage);
-    __syncthreads();  // the barriers are initialized
+    __syncthreads();  // wait until the barriers are initialized
     pdl_wait();
     pdl_launch_dependents();
 
-    // 2. Multiply, while the inputs of the next chunks are being copied.
+    // 2. Multiply one set of input chunks while the next set is being copied.
     const auto copy_inputs = [&](int first, int buffer) {
         for (int i = threadIdx.x; i < INPUT_PIECES; i += blockDim.x) {
             const int token = i % 32 / 4, column = first * COLUMNS + (i / 32 * 4 + i % 4) * PIECE_COLUMNS;
@@ -85,7 +86,7 @@ __device__ void dense_few(const T* w, const T* x, float* y, int rows, int column
     for (int first = 0, index = 0; first < chunks; first += INPUT_CHUNKS, ++index) {
         const int buffer = index % 2, end = min(first + INPUT_CHUNKS, chunks);
         if (end < chunks) {
-            __syncthreads();  // all warps have finished reading the other buffer
+            __syncthreads();  // wait until all warps have finished reading the other buffer
             copy_inputs(end, 1 - buffer);
         }
         barrier_wait(shared_address(&barriers[buffer]), index / 2 % 2);
@@ -108,7 +109,7 @@ __device__ void dense_few(const T* w, const T* x, float* y, int rows, int column
     wait_for_copies<0>();
     __syncthreads();
 
-    // 3. Add up the partial sums of all parts.
+    // 3. Add up the partial sums of all parts of each unit.
     float* const partial = reinterpret_cast<float*>(shared);  // [warp][token][row]
 #pragma unroll
     for (int i = 0; i < 4; ++i) {

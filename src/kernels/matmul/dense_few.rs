@@ -1,4 +1,4 @@
-//! Products of dense matrices with few tokens on tensor cores (`dense_few.cu`).
+//! Products of dense matrices and few tokens on tensor cores (`dense_few.cu`).
 
 use candle_core::cuda_backend::CudaDevice;
 use candle_core::{DType, Result, Tensor, bail};
@@ -9,7 +9,7 @@ use crate::kernels::constants::{
 use crate::kernels::launch::{Arguments, Launch, LaunchShape, dtype_suffix, max_shared_bytes, module, multiprocessors};
 use crate::kernels::scratch;
 
-/// The division of a matrix among thread blocks and warps.
+/// How the dense_few kernel divides a matrix among thread blocks and warps.
 struct Division {
     /// Units of [`DENSE_FEW_ROWS`] rows per thread block.
     block_units: usize,
@@ -21,7 +21,7 @@ struct Division {
 
 impl Division {
     /// Divides a matrix of `rows` rows so that each multiprocessor has at most one block.
-    /// Returns `None` if a block would have more units than warps, or no units.
+    /// Returns `None` if a thread block would have no units, or more units than warps.
     fn new(device: &CudaDevice, rows: usize, element_bytes: usize) -> Result<Option<Self>> {
         let block_units = (rows / DENSE_FEW_ROWS).div_ceil(multiprocessors(device)?);
         let parts = DENSE_FEW_WARPS.checked_div(block_units).unwrap_or(0);
@@ -35,7 +35,8 @@ impl Division {
     }
 }
 
-/// Returns true if the kernel supports x·wᵀ on this GPU. x must have the dtype and the number of columns of w.
+/// Returns true if the dense_few kernel supports x·wᵀ on this GPU.
+/// x must have the same dtype and the same number of columns as w.
 pub fn is_supported(device: &CudaDevice, x: &Tensor, w: &Tensor) -> Result<bool> {
     let ((tokens, _), (rows, columns)) = (x.dims2()?, w.dims2()?);
     let fits = match Division::new(device, rows, w.dtype().size_in_bytes())? {
@@ -50,7 +51,7 @@ pub fn is_supported(device: &CudaDevice, x: &Tensor, w: &Tensor) -> Result<bool>
         && columns.is_multiple_of(DENSE_FEW_COLUMNS))
 }
 
-/// Returns x·wᵀ as f32 `[tokens, rows]`.
+/// Computes x·wᵀ with the dense_few kernel. Returns f32 `[tokens, rows]`.
 ///
 /// x `[tokens, columns]` and w `[rows, columns]` have the same dtype. Fails unless [`is_supported`] returns true.
 pub fn matmul_few(device: &CudaDevice, x: &Tensor, w: &Tensor) -> Result<Tensor> {

@@ -1,5 +1,5 @@
 //! Matrix products y = x·Wᵀ with f32 results.
-//! Callers add the bias in f32 and only then round the result to the compute dtype. Logits stay f32.
+//! Callers add the bias in f32 and then round the result to the compute dtype. Logits stay f32.
 
 #[cfg(feature = "cuda")]
 pub mod cublas_lt;
@@ -13,7 +13,7 @@ use candle_core::{DType, Device, Result, Tensor, bail};
 use super::sum_order::{SumOrder, each_row};
 
 /// The number of tokens in every product on a GPU with [`SumOrder::Fixed`].
-/// It is constant, because cuBLAS chooses its algorithm based on the number of tokens.
+/// The number is constant, because cuBLAS chooses its algorithm based on the number of tokens.
 #[cfg(feature = "cuda")]
 const FIXED_TOKENS: usize = 64;
 
@@ -29,7 +29,7 @@ pub fn matmul_f32(x: &Tensor, w: &Tensor, order: SumOrder) -> Result<Tensor> {
         (Device::Cpu, SumOrder::Fixed) => each_row(x, |row| product(row, w)),
         #[cfg(feature = "cuda")]
         (Device::Cuda(_), SumOrder::Fixed) => product_of_fixed_tokens(x, w),
-        // A single token goes to cuBLAS. This case is rare, because the decode graph has its own kernels.
+        // cuBLAS computes products with a single token. They are rare, because the decode graph has its own kernels.
         #[cfg(feature = "cuda")]
         (Device::Cuda(device), SumOrder::Fastest) if x.dim(0)? > 1 && dense_few::is_supported(device, x, w)? => {
             dense_few::matmul_few(device, x, w)
@@ -38,7 +38,7 @@ pub fn matmul_f32(x: &Tensor, w: &Tensor, order: SumOrder) -> Result<Tensor> {
     }
 }
 
-/// Computes [`matmul_f32`] with candle or cuBLAS. The caller has checked the shapes and dtypes.
+/// Computes [`matmul_f32`] with candle or cuBLAS. `matmul_f32` has already checked the shapes and dtypes.
 fn product(x: &Tensor, w: &Tensor) -> Result<Tensor> {
     match x.device() {
         #[cfg(feature = "cuda")]
@@ -48,10 +48,10 @@ fn product(x: &Tensor, w: &Tensor) -> Result<Tensor> {
     }
 }
 
-/// Multiplies groups of [`FIXED_TOKENS`] tokens. The last group is padded with zeros.
+/// Computes x·wᵀ in groups of [`FIXED_TOKENS`] tokens. The last group is padded with zeros.
 ///
-/// All products with a matrix then have the same size, so cuBLAS always runs the same algorithm.
-/// The algorithm uses the same summation order for every token of a group. A GPU test checks this.
+/// All products with one matrix then have the same size, so cuBLAS always runs the same algorithm.
+/// The algorithm uses the same summation order for every token of a group. A GPU test checks this property.
 #[cfg(feature = "cuda")]
 fn product_of_fixed_tokens(x: &Tensor, w: &Tensor) -> Result<Tensor> {
     let tokens = x.dim(0)?;
@@ -65,7 +65,7 @@ fn product_of_fixed_tokens(x: &Tensor, w: &Tensor) -> Result<Tensor> {
     }
 }
 
-/// Computes x·wᵀ as f32 with cuBLAS. candle's matmul would round the result to the dtype of the inputs.
+/// Computes x·wᵀ as f32 with cuBLAS. The matmul of candle would round the result to the dtype of the inputs.
 #[cfg(feature = "cuda")]
 fn cublas(device: &CudaDevice, x: &Tensor, w: &Tensor) -> Result<Tensor> {
     let (tokens, rows) = (x.dim(0)?, w.dim(0)?);
@@ -82,7 +82,7 @@ fn cublas(device: &CudaDevice, x: &Tensor, w: &Tensor) -> Result<Tensor> {
 ///
 /// # Safety
 /// `out` must be the address of an element in row 0 of an f32 matrix `[tokens, stride]` in device memory.
-/// The column of this element must be at most `stride - rows`.
+/// The column of the element at `out` must be at most `stride - rows`.
 #[cfg(feature = "cuda")]
 pub unsafe fn gemm(device: &CudaDevice, x: &Tensor, w: &Tensor, out: u64, stride: usize) -> Result<()> {
     use candle_core::cuda_backend::WrapErr;
@@ -94,7 +94,7 @@ pub unsafe fn gemm(device: &CudaDevice, x: &Tensor, w: &Tensor, out: u64, stride
     if columns != w_columns || x.dtype() != w.dtype() || rows > stride {
         bail!("gemm: x {:?} {:?} and w {:?} {:?} do not match", x.dtype(), x.dims(), w.dtype(), w.dims());
     }
-    // If a size overflowed i32 below, cuBLAS would read or write out of bounds.
+    // If a size overflowed i32, cuBLAS would read or write out of bounds.
     if [tokens, columns, stride].into_iter().any(|size| i32::try_from(size).is_err()) {
         bail!("gemm: x {:?} or w {:?} is too large", x.dims(), w.dims());
     }

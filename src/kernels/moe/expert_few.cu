@@ -2,18 +2,19 @@
 //
 //   x [tokens, hidden] -> expert_few_gate_up -> h [pairs, intermediate] -> expert_few_down -> y [pairs, hidden]
 //
-// See mxfp4_tiles.cuh for the layout of weights and h. y is in the original order of the pairs.
+// mxfp4_tiles.cuh describes the layout of weights and h. The rows of y are in the original order of the pairs.
 //
-// With few pairs, reading and unpacking the weights takes longer than the MMAs.
-// A warp therefore reads a contiguous range of weights directly into registers.
-// The warp unpacks each weight only once for all pairs of a tile.
+// With few pairs per expert, reading and unpacking the weights takes longer than the MMAs.
+// Each warp therefore reads a contiguous range of weights directly into registers.
+// A warp unpacks each weight only once for all pairs of a tile.
 // With few pairs, mma.sync needs fewer cycles per weight than wgmma, so the kernel uses only mma.sync.
 //
-// A row pair is two row tiles (32 weight rows). The row pairs of all experts are divided evenly among the blocks.
-// Each block divides its row pairs evenly among its warps. A warp's share can start or end inside a row pair.
+// A row pair is two row tiles (32 weight rows).
+// The row pairs of all experts are divided evenly among the thread blocks.
+// Each block divides its row pairs evenly among its warps. The share of a warp can start or end inside a row pair.
 // The warp that starts a row pair adds the partial sums of the warps that continue this row pair.
-// The shares depend on the routing of all tokens, and the order of the additions depends on the shares.
-// The other tokens of a batch can therefore change the last bits of a token's results.
+// The shares of the warps depend on the routing of all tokens, and the order of the additions depends on the shares.
+// The results of a token can therefore differ in the last bits if the batch contains other tokens.
 #include "headers/async_copy.cuh"
 #include "headers/pdl.cuh"
 #include "moe/mxfp4_tiles.cuh"
@@ -28,8 +29,8 @@ struct Matrix {
     int row_tiles, steps;
 };
 
-// A lane's position in the weights. A group is STEPS column tiles.
-// `next` moves to the next group of the row pair, or to the first group of the next row pair.
+// The position of a lane in the weights. A group is STEPS column tiles.
+// `next` moves to the next group of the row pair, or from the last group to the first group of the next row pair.
 struct Cursor {
     const uint8_t *block, *scale;
     int group, groups, steps;
@@ -40,7 +41,7 @@ struct Cursor {
         block = matrix.blocks + tile * MXFP4_TILE_BYTES + lane * 16;
         scale = matrix.scales + tile * MXFP4_TILE_SCALE_BYTES + lane / 4 * 4;
     }
-    // Loads step j of this group, for both row tiles.
+    // Loads the weights and scales of column tile j of this group, for both row tiles.
     __device__ __forceinline__ void load(int j, uint4 (&words)[2], uint32_t (&scales)[2]) const {
 #pragma unroll
         for (int m = 0; m < 2; ++m) {
@@ -64,10 +65,10 @@ template <int N> __device__ __forceinline__ void clear(Sums<N>& sums) {
     for (int i = 0; i < 2 * N * 4; ++i) sums[i / (4 * N)][i / 4 % N][i % 4] = 0.0f;
 }
 
-// With one column of MMAs (N = 1), scaling the sums of each MXFP4 block takes fewer instructions than scaling weights.
-// The weights then keep the factor of convert_items: 2^-126 in bf16, 2^-14 in f16.
-// x and h are multiplied by X_FACTOR, so that their products with such weights are normal f32 numbers.
-// UNIT cancels these factors in the sums.
+// With one column of MMAs (N = 1), scaling the sums of an MXFP4 block takes fewer instructions than scaling weights.
+// Unscaled weights keep the factor of convert_items: 2^-126 in bf16, 2^-14 in f16.
+// x and h are multiplied by X_FACTOR, so that their products with unscaled weights are normal f32 numbers.
+// Multiplying the sums by UNIT cancels both factors.
 template <typename T> struct Factors;
 template <> struct Factors<__nv_bfloat16> {
     static constexpr float X_FACTOR = E2M1_X_FACTOR, SCALED_UNIT = 1.0f / X_FACTOR, UNSCALED_UNIT = E2M1_UNIT;
@@ -77,8 +78,8 @@ template <> struct Factors<__half> {
 };
 template <typename T, int N> constexpr float UNIT = N == 1 ? Factors<T>::UNSCALED_UNIT : Factors<T>::SCALED_UNIT;
 
-// Multiplies the weights of one step by 8 · N rows of x in shared memory.
-// `x_low` and `x_high` are this lane's ldmatrix row addresses in the first and second block of 32 columns.
+// Multiplies the weights of one column tile by 8 · N rows of x in shared memory.
+// `x_low` and `x_high` are this lane's ldmatrix row addresses for the first and second block of 32 columns.
 template <typename T, int N>
 __device__ __forceinline__ void multiply(Sums<N>& sums, const uint4 (&words)[2], const uint32_t (&scales)[2],
                                          uint32_t x_low, uint32_t x_high) {
@@ -133,7 +134,8 @@ __device__ __forceinline__ void store_row_pair(const Output<T>& o, int rows, con
 
 // Multiplies row pairs `first` to `last` - 1 of one expert by the tile's rows of x.
 // The rows of x are in shared memory at address `xs`: [steps][8 · N rows][128 bytes].
-// For down, `load_x` starts copying the rows. For gate_up, the rows are already there, and `load_x` does nothing.
+// For down, `load_x` starts copying the rows of h.
+// For gate_up, the rows of x are already in shared memory, and `load_x` does nothing.
 template <typename T, bool GATE_UP, int N, typename LoadX>
 __device__ __forceinline__ void multiply_row_pairs(const Matrix& matrix, const Output<T>& o, int rows, const Tile& tile,
                                                    int first, int last, uint32_t xs, float4* partials, LoadX&& load_x) {
@@ -142,7 +144,7 @@ __device__ __forceinline__ void multiply_row_pairs(const Matrix& matrix, const O
     const auto begin = [&](int warp) { return total * warp / WARPS; };
     int left = begin(warp + 1) - begin(warp), group = begin(warp) % groups, row_pair = first + begin(warp) / groups;
 
-    // 1. Load the first weights while the previous kernel is finishing and x is being copied.
+    // 1. Load the first weights while the previous kernel is finishing and the rows of x are being copied.
     uint4 words[STEPS][2];
     uint32_t scales[STEPS][2];
     Cursor cursor(matrix, row_pair, group, lane);
@@ -155,7 +157,7 @@ __device__ __forceinline__ void multiply_row_pairs(const Matrix& matrix, const O
     wait_for_copies<0>();
     __syncthreads();
 
-    // 2. Multiply group by group.
+    // 2. Multiply one group of column tiles at a time.
     constexpr int STEP_BYTES = N * 1024;
     const uint32_t x_start = xs + lane % 8 * 128 + (lane / 8 ^ lane % 8) * 16;
     uint32_t x = x_start + group * STEPS * STEP_BYTES;
@@ -202,7 +204,7 @@ __device__ __forceinline__ void multiply_row_pairs(const Matrix& matrix, const O
     store_row_pair<T, GATE_UP, N>(o, rows, tile, row_pair, sums);
 }
 
-// Reads the rows of x for gate_up, f32 [tokens, columns], and stores them in shared memory as T.
+// Reads the tile's rows of x for gate_up, f32 [tokens, columns], and stores them in shared memory as T.
 template <typename T>
 __device__ __forceinline__ void load_x(const float* x, const Output<T>& o, const Tile& tile, int columns, int steps,
                                        int chosen, int padded_pairs, unsigned char* shared) {
@@ -230,8 +232,8 @@ __device__ __forceinline__ void load_x(const T* h, const Output<T>& o, const Til
 
 //   grid: one block per multiprocessor; block: EXPERT_FEW_THREADS
 //   shared memory: x [steps][max_pairs][128 bytes], then the partial sums f32 [WARPS][32][max_pairs]
-//   max_pairs: 8, 16 or 24; experts with more pairs are processed in several tiles
-//   bytes moved: an expert's weights once per tile of pairs; x and the output once per tile, mostly in L2
+//   max_pairs: 8, 16 or 24; an expert with more pairs has several tiles
+//   bytes moved: an expert's weights once per tile of pairs; x and the output once per tile of pairs, mostly in L2
 template <typename T, bool GATE_UP, typename X>
 __device__ void multiply_experts(const Weights& w, const Output<T>& o, const X* x, const uint32_t* offsets, int experts,
                                  int chosen, int max_pairs) {
@@ -240,7 +242,7 @@ __device__ void multiply_experts(const Weights& w, const Output<T>& o, const X* 
     float4* const partials = reinterpret_cast<float4*>(shared + (size_t)steps * max_pairs * 128);
 
     // gate_up waits here for the kernel that writes `offsets` and `sorted`.
-    // `down` starts only after this wait, so `down` can read `offsets` and `sorted` without waiting.
+    // down starts only after this wait of gate_up, so down can read `offsets` and `sorted` without waiting.
     if constexpr (GATE_UP) {
         pdl_wait();
         pdl_launch_dependents();

@@ -6,7 +6,7 @@ use candle_core::cuda_backend::CudaDevice;
 use crate::kernels::constants::{EXPERT_FEW_STEPS, EXPERT_FEW_THREADS, MXFP4_TILE_COLUMNS};
 use crate::kernels::launch::{Arguments, Launch, LaunchShape, max_shared_bytes, module, multiprocessors};
 
-/// The tile size of the kernels in `expert_few.cu`, and the matching launch shape.
+/// The tile size and the launch shape of the kernels in `expert_few.cu`.
 #[derive(Clone, Copy)]
 pub(super) struct FewTile {
     /// The maximum number of pairs per tile. An expert with more pairs has several tiles.
@@ -15,7 +15,7 @@ pub(super) struct FewTile {
 }
 
 impl FewTile {
-    /// Chooses the largest tile that fits into the shared memory of the GPU.
+    /// Chooses the largest tile that fits in the shared memory of the GPU.
     /// Returns `None` if the kernels do not support the GPU or the sizes of the experts.
     pub fn choose(device: &CudaDevice, hidden: usize, intermediate: usize) -> Result<Option<Self>> {
         let group = MXFP4_TILE_COLUMNS * EXPERT_FEW_STEPS;
@@ -32,14 +32,14 @@ impl FewTile {
         }))
     }
 
-    /// Returns the launch that computes `product`, which is `gate_up` or `down`.
+    /// Returns the launch for `product`, which is `gate_up` or `down`.
     pub fn launch(self, product: &str, dtype: &str, arguments: Arguments) -> Launch {
         Launch::new(module!("expert_few"), format!("expert_few_{product}_{dtype}"), self.shape, arguments).overlapping()
     }
 }
 
-/// Returns the shared memory of a thread block, in bytes.
-/// It holds the 16-bit rows of x or h, and each warp's f32 partial sums of 32 weight rows.
+/// Returns the size in bytes of the shared memory that a thread block needs.
+/// The shared memory holds the 16-bit rows of x or h, and each warp's f32 partial sums of 32 weight rows.
 fn shared_bytes(pairs: usize, columns: usize) -> usize {
     pairs * (2 * columns + EXPERT_FEW_THREADS / 32 * 32 * 4)
 }

@@ -4,8 +4,8 @@
 //   x [tokens, hidden] -> gather_tokens -> expert_gate_up -> h [pairs, intermediate]
 //   h -> expert_down -> y [pairs, hidden] -> expert_combine, which computes Σ weights[t, n] · y[t, n] over n
 //
-// See mxfp4_tiles.cuh for the layout of weights, x and h.
-// y is in the original order of the pairs, not in the order of `sorted`.
+// mxfp4_tiles.cuh describes the layout of weights, x and h.
+// The rows of y are in the original order of the pairs, not in the order of `sorted`.
 #include "headers/async_copy.cuh"
 #include "headers/barrier.cuh"
 #include "headers/pdl.cuh"
@@ -13,12 +13,12 @@
 #include "headers/wgmma.cuh"
 #include "moe/mxfp4_tiles.cuh"
 
-// ---- reordering ----
+// ---- gathering and combining ----
 
 // Copies the row of x for each pair to `out`, rounded to T, in fragment order.
 //   x: f32 [tokens, columns]
 //   out: T, tiled [ceil(columns / 64)][tiled_rows][64]
-//   grid and block: in x, one warp per pair; in y, the number of warps that divide the columns of a pair
+//   grid and block: one warp per pair in x; in y, the number of warps that share the columns of a pair
 //   bytes moved: 4 · tokens · columns + 2 · pairs · columns
 template <typename T>
 __device__ void gather_tokens(const float* x, const uint32_t* sorted, const uint32_t* offsets, T* out, int columns,
@@ -70,14 +70,14 @@ __device__ void expert_combine(const T* y, const float* weights, float* x, int n
 
 // ---- scheduling ----
 
-// Finds tile `number`. Returns false if `number` is past the last tile.
-// Tiles are ordered by expert.
-// Within an expert, tiles with the same weight rows and different pairs are consecutive.
-// Weights are therefore read from DRAM only once, and activations stay in L2.
+// Finds output tile `number`. Returns false if `number` is past the last tile.
+// Output tiles are ordered by expert.
+// Within an expert, the tiles that have the same weight rows and different pairs are consecutive.
+// With this order, weights are read from DRAM only once, and activations stay in L2.
 template <int ROW_TILES, bool GATE_UP>
 __device__ __forceinline__ bool find_tile(const uint32_t* offsets, int experts, int weight_rows, int max_pairs,
                                           int number, Tile& tile) {
-    // 128 rows are 64 gate rows and 64 up rows. The columns of h are padded to a multiple of 64.
+    // For gate_up, 128 weight rows are 64 gate rows and 64 up rows. The columns of h are padded to a multiple of 64.
     const int rows = GATE_UP ? (weight_rows + 127) / 128 * 128 : weight_rows;
     const int row_blocks = (rows + ROW_TILES * 16 - 1) / (ROW_TILES * 16);
     WorkItem item;
@@ -90,9 +90,9 @@ __device__ __forceinline__ bool find_tile(const uint32_t* offsets, int experts, 
 
 // ---- matrix multiplication with mma.sync ----
 
-// The tile of a block: at most PAIRS pairs × 256 weight rows, divided among eight warps.
-// Each warp computes all pairs × 32 rows, or 64 pairs × 64 rows if PAIRS is 128.
-// The MMAs of a warp cover COLUMNS · 8 pairs and ROW_TILES · 16 rows.
+// The output tile of a thread block: at most PAIRS pairs × 256 weight rows, divided among eight warps.
+// Each warp computes all pairs × 32 weight rows, or 64 pairs × 64 weight rows if PAIRS is 128.
+// The MMAs of a warp cover COLUMNS · 8 pairs and ROW_TILES · 16 weight rows.
 template <int PAIRS_> struct MmaShape {
     static constexpr int PAIRS = PAIRS_, BLOCK_ROW_TILES = EXPERT_MMA_ROW_TILES, STAGES = EXPERT_MMA_STAGES;
     static constexpr int WARPS = EXPERT_MMA_THREADS / 32, COLUMN_WARPS = PAIRS == 128 ? 2 : 1;
@@ -102,7 +102,7 @@ template <int PAIRS_> struct MmaShape {
     static constexpr int X_BYTES = PAIRS * 128, W_BYTES = WEIGHT_BYTES + SCALE_BYTES;
 };
 
-// The stages of the pipeline in shared memory. A stage holds 64 columns of x and of the weights, with their scales.
+// The pipeline stages in shared memory. A stage holds 64 columns of x, and 64 columns of the weights with their scales.
 template <typename S> struct MmaStages {
     unsigned char* base;
     uint32_t address;
@@ -115,8 +115,8 @@ template <typename S> struct MmaStages {
 };
 
 // Starts copying one step of a tile: 64 columns of x and of the weights.
-// Does not fill the shared memory past the last pair or weight tile.
-// The old data there affects only results that are not stored.
+// Does not fill the part of the stage past the last pair or weight tile.
+// Old data in that part of the stage affects only results that are not stored.
 template <typename S, typename T>
 __device__ __forceinline__ void load_step(const MmaStages<S>& stages, const Weights& w, const Output<T>& o, const T* x,
                                           const Tile& tile, int step) {
@@ -142,7 +142,7 @@ __device__ __forceinline__ void load_step(const MmaStages<S>& stages, const Weig
     if (row_tile < tiles) copy_async(to_w + S::WEIGHT_BYTES + row_tile * MXFP4_TILE_SCALE_BYTES + half, from + half);
 }
 
-// Multiplies one step of this warp's rows by its pairs.
+// Multiplies the weight rows of this warp by its pairs, for one step (64 columns).
 template <typename S, typename T>
 __device__ __forceinline__ void multiply_step(float (&sum)[S::ROW_TILES][S::COLUMNS][4], const MmaStages<S>& stages,
                                               const Tile& tile, int step) {
@@ -178,7 +178,7 @@ __device__ __forceinline__ void multiply_step(float (&sum)[S::ROW_TILES][S::COLU
             uint32_t b[2][4];
 #pragma unroll
             for (int i = 0; i < 2; ++i) load_matrices(b[i], x + (pair + i * COLUMN_WARPS * 8) * 128 + segment);
-            // MMAs that add to the same sum are not adjacent, because each of them waits for the previous one.
+            // Two MMAs that add to the same sum must not be adjacent, because the second MMA would wait for the first.
 #pragma unroll
             for (int k = 0; k < 2; ++k)
 #pragma unroll
@@ -189,7 +189,7 @@ __device__ __forceinline__ void multiply_step(float (&sum)[S::ROW_TILES][S::COLU
     }
 }
 
-// Stores this warp's results of a tile.
+// Stores the results that this warp computed for one tile.
 template <typename S, typename T, bool GATE_UP>
 __device__ __forceinline__ void store_tile(float (&sum)[S::ROW_TILES][S::COLUMNS][4], const Weights& w,
                                            const Output<T>& o, const Tile& tile) {
@@ -208,7 +208,7 @@ __device__ __forceinline__ void store_tile(float (&sum)[S::ROW_TILES][S::COLUMNS
     }
 }
 
-//   grid: any number of blocks; each block processes every gridDim.x-th tile
+//   grid: any number of blocks; block b processes the tiles b, b + gridDim.x, b + 2 · gridDim.x, ...
 //   block: EXPERT_MMA_THREADS
 //   shared memory: STAGES · (X_BYTES + W_BYTES)
 //   bytes moved: the weights of each expert once per PAIRS pairs; x once per 256 rows, mostly from L2; the output once
@@ -238,19 +238,19 @@ __device__ void expert_product(const Weights& w, const Output<T>& o, const T* x,
             multiply_step<S, T>(sum, stages, tile, step);
         }
         store_tile<S, T, GATE_UP>(sum, w, o, tile);
-        __syncthreads();  // the next tile overwrites data that slower warps may still read
+        __syncthreads();  // slower warps may still read the data that the next tile overwrites
     }
 }
 
 // ---- matrix multiplication with wgmma (sm_90a) ----
 
-// A stage holds two steps. The weight tiles of both steps are adjacent for each row tile.
+// A stage of the ring buffer holds two steps. For each row tile, the weight tiles of both steps are adjacent.
 constexpr int STAGE_TILE_BYTES = 2 * MXFP4_TILE_BYTES, STAGE_SCALE_BYTES = 2 * MXFP4_TILE_SCALE_BYTES;
 
-// The tile of a block: at most PAIRS pairs × 192 rows.
-// Three warpgroups compute 64 rows each, and a fourth warpgroup copies data.
-// gpt-oss has matrices of 2880 and 5760 rows, both multiples of 192.
-// While one warpgroup waits for its products, another can unpack weights.
+// The output tile of a thread block in the wgmma kernels: at most PAIRS pairs × 192 weight rows.
+// Three warpgroups compute 64 weight rows each, and a fourth warpgroup copies data.
+// The expert matrices of gpt-oss have 2880 or 5760 rows. Both numbers are multiples of 192.
+// While one warpgroup waits for its products, another warpgroup can unpack weights.
 // A fourth computing warpgroup would need more registers than a multiprocessor has.
 // If a tile has at most UNROLL_PAIRS pairs, the loop over columns is unrolled by two.
 // BLOCKS is the number of thread blocks that fit on a multiprocessor.
@@ -262,20 +262,21 @@ template <int PAIRS_, int UNROLL_PAIRS_, int STAGES_, int BLOCKS_> struct TileSh
     static constexpr int WEIGHT_BYTES = EXPERT_WGMMA_ROW_TILES * STAGE_TILE_BYTES;
     static constexpr int SCALE_BYTES = EXPERT_WGMMA_ROW_TILES * STAGE_SCALE_BYTES;
 };
-// For many pairs per expert. With wide tiles, the weights are read less often.
+// The shape for many pairs per expert. With wide tiles, each weight is read fewer times.
 using Wide = TileShape<EXPERT_WIDE_PAIRS, 0, EXPERT_WIDE_STAGES, 1>;
-// For few pairs per expert. Narrow tiles have more pipeline stages and an unrolled loop over columns.
+// The shape for few pairs per expert. Narrow tiles have more pipeline stages and an unrolled loop over columns.
 using Narrow = TileShape<EXPERT_NARROW_PAIRS, EXPERT_NARROW_PAIRS, EXPERT_NARROW_STAGES, 1>;
-// For even fewer pairs per expert. With two blocks per multiprocessor, more warps unpack weights at the same time.
+// The shape for very few pairs per expert.
+// With two thread blocks per multiprocessor, more warps unpack weights at the same time.
 using Slim = TileShape<EXPERT_SLIM_PAIRS, EXPERT_SLIM_PAIRS, EXPERT_SLIM_STAGES, 2>;
 
-// In builds for targets other than sm_90a, the wgmma kernels (slim, narrow and wide) are empty.
-// Empty kernels must not be launched.
+// In builds for targets other than sm_90a, the wgmma kernels (slim, narrow and wide) have empty bodies.
+// product_kernel.rs launches the wgmma kernels only if the GPU runs sm_90a code.
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-// Where a stage of the ring buffer holds what, in bytes from its start. x is first, because wgmma requires alignment.
-// The barrier FULL counts copying warps and copied bytes; EMPTY counts warps that have finished reading.
-// TILE is the tile that the stage belongs to. It is valid in the first stage of each tile.
+// The parts of a ring buffer stage, in bytes from its start. x is first, because wgmma requires an aligned address.
+// The barrier FULL counts copying warps and copied bytes. The barrier EMPTY counts warps that have finished reading.
+// TILE is the output tile to which the stage belongs. TILE is valid in the first stage of each output tile.
 template <typename S> struct Stage {
     static constexpr int WEIGHTS = S::X_BYTES, SCALES = WEIGHTS + S::WEIGHT_BYTES, FULL = SCALES + S::SCALE_BYTES;
     static constexpr int EMPTY = FULL + 8, TILE = EMPTY + 8;
@@ -292,8 +293,9 @@ __device__ __forceinline__ Tile load_tile_of_stage(uint32_t from) {
     return {(int)words.x, (int)words.y, (int)words.z, (int)words.w, (int)load_shared_4(from + 16)};
 }
 
-// The stage that is copied or multiplied next: its address and the wgmma descriptor of its x.
-// A reader waits at FULL for the phase `parity`, and the writer waits at EMPTY for the other phase.
+// The stage that a warp copies or multiplies next: the address of the stage and the wgmma descriptor of its x.
+// A warp that reads the stage waits at FULL for the phase `parity`.
+// A warp that fills the stage waits at EMPTY for the phase `parity` ^ 1.
 template <typename S> class Position {
     uint32_t first;
     uint64_t first_x;
@@ -305,8 +307,8 @@ public:
     uint32_t parity = 0;
 
     __device__ __forceinline__ explicit Position(uint32_t ring) {
-        // The shuffles return what every lane already has.
-        // They tell the compiler that all lanes have the same values, so that it keeps them in uniform registers.
+        // Each shuffle returns a value that every lane already has.
+        // The shuffles tell the compiler that all lanes have equal values, so that it uses uniform registers.
         const auto uniform = [](uint32_t value) { return __shfl_sync(0xffffffffu, value, 0); };
         const uint64_t descriptor = wgmma_descriptor(ring);
         stage = first = uniform(ring);
@@ -318,15 +320,15 @@ public:
     }
 };
 
-// Returns `value`, held in a register. Otherwise, the compiler would compute it anew in each iteration of a loop.
+// Returns `value` in a register. Without this function, the compiler would recompute `value` in each loop iteration.
 __device__ __forceinline__ uint32_t in_register(uint32_t value) {
     asm volatile("" : "+r"(value));
     return value;
 }
 
-// Computes one warpgroup's part of a tile: 64 rows × N pairs.
-// Unpacking limits the speed, so every instruction in the loop over columns counts.
-// For N up to UNROLL_PAIRS, the loop executes 177 instructions per 8 wgmmas.
+// Computes one warpgroup's part of an output tile: 64 weight rows × N pairs.
+// Unpacking the weights limits the speed, so every instruction in the loop over columns matters.
+// For N up to UNROLL_PAIRS, the loop executes 177 instructions per 8 wgmma instructions.
 template <typename S, typename T, int N, bool GATE_UP>
 __device__ __forceinline__ void consume(Position<S>& position, const Weights& w, const Output<T>& o, const Tile& tile) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4;  // each warp has one weight tile
@@ -335,7 +337,7 @@ __device__ __forceinline__ void consume(Position<S>& position, const Weights& w,
     float sum[N / 2];
 #pragma unroll
     for (int i = 0; i < N / 2; ++i) sum[i] = 0.0f;
-    uint32_t a[2][4];       // the weights of two MMAs with K = 16: one runs while the next is unpacked
+    uint32_t a[2][4];       // the weights of two MMAs with K = 16: one MMA runs while the other's weights are unpacked
     uint32_t previous = 0;  // the address of the previous stage of this tile, or 0
     const auto multiply = [&](int half) __attribute__((always_inline)) {
         const uint4 words = load_shared_16(position.stage + words_at + half * MXFP4_TILE_BYTES);
@@ -353,11 +355,11 @@ __device__ __forceinline__ void consume(Position<S>& position, const Weights& w,
             wgmma<T>(sum, to, b + 2 * k);
             wgmma_commit();
             wgmma_wait<1>();
-            // At this point, all products of the previous stage have finished.
+            // Here, all products of the previous stage have finished.
             if (k == 0 && half == 0 && previous && lane == 0) barrier_arrive(previous + Stage<S>::EMPTY);
         }
     };
-    int left = (w.columns + STEP - 1) / STEP;  // steps
+    int left = (w.columns + STEP - 1) / STEP;  // the number of steps that are left
     if constexpr (N <= S::UNROLL_PAIRS) {
 #pragma unroll 1
         for (; left > 1; left -= 2) {
@@ -377,8 +379,8 @@ __device__ __forceinline__ void consume(Position<S>& position, const Weights& w,
         position.next();
     }
     wgmma_wait<0>();
-    // wgmma writes the sums asynchronously, which the compiler does not know.
-    // These empty instructions keep the compiler from reading the sums before the wait.
+    // wgmma writes the sums asynchronously, and the compiler does not know this.
+    // The empty asm statements keep the compiler from reading the sums before wgmma_wait.
 #pragma unroll
     for (int i = 0; i < N / 2; ++i) asm volatile("" : "+f"(sum[i])::"memory");
     if (lane == 0) barrier_arrive(previous + Stage<S>::EMPTY);
@@ -389,7 +391,7 @@ __device__ __forceinline__ void consume(Position<S>& position, const Weights& w,
     for (int n = 0; n < N / 8; ++n) store<T, GATE_UP, 1>(o, w.rows, tile, row_tile, n * 8, {sum + n * 4}, bias);
 }
 
-// Runs `consume` with the smallest N, a multiple of 16, that holds all pairs of the tile.
+// Runs `consume` with the smallest multiple of 16 that is at least the number of pairs of the tile.
 template <typename S, typename T, int N, bool GATE_UP>
 __device__ __forceinline__ void multiply_tile(Position<S>& position, const Weights& w, const Output<T>& o,
                                               const Tile& tile) {
@@ -400,9 +402,9 @@ __device__ __forceinline__ void multiply_tile(Position<S>& position, const Weigh
 }
 
 // Three warpgroups multiply. The fourth warpgroup finds the tiles and copies their data, several stages ahead.
-// Bulk copies access memory through the async proxy, like wgmma.
-// With cp.async, each stage would need a fence that waits for all copies.
-//   grid: any number of blocks; each block processes every gridDim.x-th tile
+// Bulk copies and wgmma both access shared memory through the async proxy.
+// With cp.async instead of bulk copies, each stage would need a proxy fence after all its copies.
+//   grid: any number of blocks; block b processes the tiles b, b + gridDim.x, b + 2 · gridDim.x, ...
 //   block: EXPERT_WGMMA_THREADS
 //   shared memory: see `wgmma_shared_bytes` in product_kernel.rs
 //   bytes moved: the weights of each expert once per PAIRS pairs; x once per 192 rows, mostly from L2; the output once
@@ -424,17 +426,19 @@ __device__ void expert_product_wgmma(const Weights& w, const Output<T>& o, const
     __syncthreads();
     Position<S> position(ring);
     if (threadIdx.x >= MULTIPLYING) {
-        // Each thread starts with 128 / BLOCKS registers.
-        // The copying warpgroup releases most of its registers, so that the multiplying warpgroups can use them.
+        // At the start, each thread has 128 / BLOCKS registers.
+        // The copying warpgroup releases most of its registers, so that the multiplying warpgroups can have more.
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(S::COPY_REGISTERS));
-        // Warp 0 copies x, after the previous kernel has ended. The other warps copy weights, and do not wait.
-        // All warps may read `offsets` without waiting. The previous kernel is gather_tokens or gate_up.
-        // It lets this kernel start only after the kernels that write `offsets` have ended.
-        // In each of the other warps, four lanes copy the blocks of one weight tile each, and four copy the scales.
+        // Of the copying warps, warp 0 copies x after the previous kernel has ended.
+        // Copying warps 1 to 3 copy weights without waiting for the previous kernel.
+        // All copying warps may read `offsets` without waiting. The previous kernel is gather_tokens or gate_up.
+        // gather_tokens and gate_up let this kernel start only after the kernels that write `offsets` have ended.
+        // In a warp that copies weights, four lanes copy blocks and four lanes copy scales, each for one weight tile.
         // A warp issues its copies one by one, so three warps share the copies of weights.
-        // Every copying warp arrives at FULL, even without anything to copy, after all its lanes have seen that the
-        // stage is empty. Otherwise, the stage could become full and empty again before a slow lane looks.
-        // That lane would then wait forever, because it would miss a phase of EMPTY.
+        // Every copying warp arrives at FULL, even a warp without anything to copy.
+        // The warp arrives only after all its lanes have seen that the stage is empty.
+        // Otherwise, the stage could become full and empty again before a slow lane looks.
+        // The slow lane would then miss a phase of EMPTY, and would wait forever.
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, row_tile = (warp - 1) * LANES + lane % LANES;
         const int row_tiles = (w.rows + 15) / 16, steps = (w.columns + STEP - 1) / STEP;
         if (warp == 0) {
@@ -475,7 +479,7 @@ __device__ void expert_product_wgmma(const Weights& w, const Output<T>& o, const
                 position.next();
             }
         }
-        // A tile without pairs tells the other warpgroups to stop.
+        // A tile without pairs tells the multiplying warpgroups to stop.
         barrier_wait(position.stage + Stage<S>::EMPTY, position.parity ^ 1);
         __syncwarp();
         if (threadIdx.x == MULTIPLYING) store_tile_of_stage(position.stage + Stage<S>::TILE, {});
@@ -500,7 +504,7 @@ __device__ void expert_product_wgmma(const Weights&, const Output<T>&, const T*,
 //   down: tiled h, plain weights, bias [experts, hidden] -> y [pairs, hidden]
 //     rows = hidden, columns = intermediate
 // `hidden` and `intermediate` are multiples of 32, the size of an MXFP4 block.
-// The variadic arguments are the first template arguments of PRODUCT.
+// The variadic arguments of DEFINE_PRODUCT are the first template arguments of PRODUCT.
 #define DEFINE_PRODUCT(T, SUFFIX, THREADS, BLOCKS, PRODUCT, ...)                                                       \
     extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)                                                      \
         expert_gate_up_##SUFFIX(const uint8_t* blocks, const uint8_t* scales, const T* bias, const T* x,               \

@@ -15,7 +15,7 @@ use crate::kernels::launch::{Arguments, Launch, LaunchShape, dtype_suffix, modul
 use crate::kernels::scratch;
 use crate::kernels::unsupported;
 
-/// Up to this number of pairs, several warps gather each pair's row of x.
+/// The maximum number of pairs for which several warps gather each pair's row of x.
 /// With so few pairs, one warp per pair would leave most of the GPU idle.
 const GATHER_FEW_PAIRS: usize = 4096;
 
@@ -27,14 +27,14 @@ pub struct ExpertLinear<'t> {
     pub bias: &'t Tensor,
 }
 
-/// Returns Σ routing weight · down(clamped_swiglu(gate_up(x))) over each token's chosen experts.
+/// Returns the sum of routing weight · down(clamped_swiglu(gate_up(x))) over the chosen experts of each token.
 ///
-/// - x: f32 `[tokens, hidden]`; the kernels round x to the dtype of the biases, which is bf16 or f16
-/// - routed: the pairs of the tokens in x
+/// - x: f32 `[tokens, hidden]`; the kernels round x to the dtype of the biases (bf16 or f16)
+/// - routed: the (token, expert) pairs of the tokens in x
 /// - gate_up: `[experts, 2 * intermediate, hidden]` in paired tiles
 /// - down: `[experts, hidden, intermediate]` in plain tiles
 ///
-/// The result is f32 `[tokens, hidden]`.
+/// The combined output is f32 `[tokens, hidden]`.
 pub fn expert_mlp(
     x: &Tensor,
     routed: &RoutedPairs,
@@ -50,7 +50,7 @@ pub fn expert_mlp(
     let Device::Cuda(device) = x.device() else { return unsupported("expert_mlp", x) };
     let pairs = routed.sorted.elem_count();
     let chosen = pairs / tokens.max(1);
-    // Each expert's rows start at a multiple of 8, so 8 more rows per expert are always enough.
+    // Each expert's rows of x and h start at a multiple of 8, so 8 more rows per expert are always enough.
     let tiled_rows = pairs + 8 * experts;
     // SAFETY: the kernels below write every element that a later kernel reads.
     let empty = |count: usize, dtype| unsafe { scratch::empty(count, dtype, x.device()) };
@@ -91,7 +91,7 @@ pub fn expert_mlp(
         kernel.launch("down", suffix, down_arguments).enqueue(device)?;
     }
 
-    // 2. Combine the outputs of each token's experts.
+    // 2. Add up the weighted outputs of each token's experts.
     // SAFETY: the kernel writes every element of `out`.
     let out = unsafe { scratch::empty((tokens, columns), DType::F32, x.device())? };
     let count = tokens * columns / 8;
@@ -106,7 +106,8 @@ pub fn expert_mlp(
     Ok(out)
 }
 
-/// Copies the row of x for each pair, rounded to `dtype`, in the order of `routed.sorted`. Returns tiled rows.
+/// Copies the row of x for each pair, rounded to `dtype`, in the order of `routed.sorted`.
+/// Returns the copied rows in tiled layout (see `mxfp4_tiles.cuh`).
 fn gather_tokens(
     device: &CudaDevice,
     x: &Tensor,

@@ -1,15 +1,15 @@
-//! Counts the experts that each batch uses.
+//! Counts the distinct experts that each batch uses.
 
 use candle_core::{DType, Device, Result, Tensor};
 
-/// Device counters of one layer: the number of batches, and the number of distinct experts per batch, added up.
+/// The device counters of one MoE layer: the number of batches, and the sum of their numbers of distinct experts.
 ///
 /// Only `RoutedPairs::route` increments the counters, and only for a batch that it routes in one launch.
 #[derive(Debug)]
 pub struct ExpertUsage(Tensor);
 
 impl ExpertUsage {
-    /// Creates counters that start at zero.
+    /// Creates both counters with the value zero.
     pub fn new(device: &Device) -> Result<Self> {
         Ok(Self(Tensor::zeros(2, DType::U32, device)?))
     }
@@ -20,7 +20,7 @@ impl ExpertUsage {
         &self.0
     }
 
-    /// Returns the values of `counters`, and resets both. Waits for the device.
+    /// Returns the values of the two counters, and resets them to zero. Waits for the device.
     pub fn take(&self) -> Result<(u64, u64)> {
         let counts: Vec<u32> = self.0.to_vec1()?;
         self.0.zero_set()?;

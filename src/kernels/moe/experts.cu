@@ -1,27 +1,27 @@
 // Matrix products of routed experts: out[p] = W[ids[p]] · x[p / pairs_per_x] + bias[ids[p]] for each pair p.
 //   blocks: u8 [experts, rows, columns / 32, 16], E2M1 values; the low half of a byte belongs to the even column
 //   scales: u8 [experts, rows, columns / 32], the scale of each block; byte s is 2^(s - 127), or NaN if s is 255
-//   weights: T [experts, rows, columns], instead of blocks and scales
+//   weights: T [experts, rows, columns]; the float kernels take `weights` instead of `blocks` and `scales`
 //   bias: T [experts, rows] or null
 //   x: T [pairs / pairs_per_x, columns]; `pairs_per_x` consecutive pairs share one row of x
 //   ids: u32 [pairs]
 //   out: T [pairs, rows]
-// `expert_gemv` is for fewer than 64 (token, expert) pairs, for f32, or for `SumOrder::Fixed`.
-// `expert_gemm` is for all other products with MXFP4 weights.
-// `expert_gemm` reads each expert's weights once per 64 pairs instead of once per pair.
+// `expert_gemv` computes products with fewer than 64 (token, expert) pairs, in f32, or with `SumOrder::Fixed`.
+// `expert_gemm` computes all other products with MXFP4 weights.
+// `expert_gemm` reads each expert's weights once per 64 pairs, while `expert_gemv` reads them once per pair.
 // The pairs of `expert_gemm` must be sorted by expert (sort_by_expert.cu).
-// With bf16 or f16, most MXFP4 checkpoints use the kernels for tiles instead (see moe/mod.rs).
-// Float weights in bf16 or f16 use grouped_gemm.cu for many pairs.
+// With bf16 or f16, most MXFP4 checkpoints use the kernels for MXFP4 tiles instead (see moe/mod.rs).
+// For float weights in bf16 or f16, grouped_gemm.cu computes the products with many pairs.
 #include "constants.cuh"
 #include "headers/common.cuh"
 #include <mma.h>
 
 __device__ __forceinline__ float e8m0(uint8_t scale) {
-    // The byte is the exponent field of the f32 result, except that 0 is the subnormal 2^-127 and 255 is NaN.
+    // The scale byte is the exponent field of the f32 result, except that 0 is the subnormal 2^-127 and 255 is NaN.
     return scale == 0 ? __int_as_float(0x00400000) : scale == 255 ? NAN : __int_as_float((int)scale << 23);
 }
 
-// E2M1 values: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives.
+// Returns an E2M1 value: 0, 0.5, 1, 1.5, 2, 3, 4 or 6, or the negative of one of these.
 __device__ __forceinline__ float e2m1(uint32_t nibble) {
     const uint32_t magnitude = nibble & 7;
     const float value = magnitude < 5 ? 0.5f * magnitude : magnitude == 5 ? 3.0f : magnitude == 6 ? 4.0f : 6.0f;
@@ -57,9 +57,9 @@ template <typename T> __device__ float lane_dot(const Dense<T>& w, size_t row, c
     return sum;
 }
 
-// One warp computes one output element.
-//   grid and block: one warp per row in x; pairs in y
-//   bytes moved: one expert's weights for each pair
+// In expert_gemv, one warp computes one output element.
+//   grid and block: one warp per weight row in x; one pair per block in y
+//   bytes moved: the weights of one expert for each pair
 template <typename W, typename T>
 __device__ void expert_gemv(W w, const T* bias, const T* x, const uint32_t* ids, T* out, int rows, int columns,
                             int pairs_per_x) {
@@ -83,12 +83,12 @@ __device__ void expert_gemv(W w, const T* bias, const T* x, const uint32_t* ids,
     }
 FOR_EACH_DTYPE(DEFINE_GEMV)
 
-// A block computes a tile of EXPERT_GEMM_ROWS weight rows × EXPERT_GEMM_PAIRS pairs of one expert.
-// Each of its four warps computes 32 × 32 results, and each step covers one MXFP4 block of 32 columns.
+// A thread block computes an output tile of EXPERT_GEMM_ROWS weight rows × EXPERT_GEMM_PAIRS pairs of one expert.
+// Each of the four warps computes 32 × 32 results. Each step covers one MXFP4 block of 32 columns.
 //   grid: (ceil(rows / EXPERT_GEMM_ROWS), ceil(pairs / EXPERT_GEMM_PAIRS) + experts)
-//     A block past the last tile exits immediately.
+//     A thread block past the last tile exits immediately.
 //   block: EXPERT_GEMM_THREADS
-//   bytes moved: the weights once per tile of pairs
+//   bytes moved: an expert's weights once per tile of pairs
 constexpr int STEP = 32, PITCH = STEP + 8, OUT_PITCH = EXPERT_GEMM_ROWS + 4;
 
 template <typename T>
@@ -127,7 +127,7 @@ __device__ void expert_gemm(const Mxfp4& w, const T* bias, const T* x, const uin
     const size_t weight_row = (size_t)expert * rows + first_row;
 
     using namespace nvcuda;
-    // The buffer holds the inputs of the current step. After the last step, it holds the results.
+    // During the loop, the buffer holds the inputs of one step. After the loop, it holds the results.
     __shared__ __align__(32) unsigned char buffer[EXPERT_GEMM_PAIRS * OUT_PITCH * sizeof(float)];
     static_assert(sizeof(buffer) >= (EXPERT_GEMM_ROWS + EXPERT_GEMM_PAIRS) * PITCH * sizeof(T));
     T *tile_w = reinterpret_cast<T*>(buffer), *tile_x = tile_w + EXPERT_GEMM_ROWS * PITCH;
@@ -162,7 +162,7 @@ __device__ void expert_gemm(const Mxfp4& w, const T* bias, const T* x, const uin
         }
         __syncthreads();
     }
-    // sum[i][j] is [row][pair]. A column-major store turns it into [pair][row], the order of `out`.
+    // sum[i][j] has the layout [row][pair]. A column-major store turns it into [pair][row], the layout of `out`.
 #pragma unroll
     for (int i = 0; i < 2; ++i)
 #pragma unroll

@@ -22,12 +22,12 @@ use crate::kernels::quantized::QuantizedMatrix;
 use crate::kernels::quantized::{InputRounding, quantized_ops, round_floats};
 use crate::kernels::{bytes, elements, to_f32, unsupported};
 
-/// The maximum number of (token, expert) pairs in one call. The limit is the maximum grid size in y.
+/// The maximum number of (token, expert) pairs in one call. The maximum grid size in y sets this limit.
 pub const MAX_PAIRS: usize = 65_535;
 
-/// With at least this number of pairs, a GEMM kernel replaces the GEMV kernel.
+/// The minimum number of (token, expert) pairs for which a GEMM kernel replaces the GEMV kernel.
 ///
-/// A GEMM reads an expert's weights once per tile of pairs. A GEMV reads them once per pair.
+/// A GEMM reads an expert's weights once per tile of pairs. A GEMV reads an expert's weights once per pair.
 #[cfg(feature = "cuda")]
 const GEMM_FROM_PAIRS: usize = 64;
 
@@ -38,7 +38,7 @@ pub enum ExpertWeights {
     Mxfp4 { blocks: Tensor, scales: Tensor },
     /// Float weights: `[experts, rows, columns]` in the compute dtype.
     Dense(Tensor),
-    /// Weights in a format of [`QuantizedMatrix`]: one matrix `[experts * rows, columns]`, and the number of experts.
+    /// Quantized weights: one matrix `[experts * rows, columns]`, and the number of experts.
     Quantized(QuantizedMatrix, usize),
     /// MXFP4 weights repacked for tensor cores, used on a GPU if the compute dtype is bf16 or f16.
     #[cfg(feature = "cuda")]
@@ -46,7 +46,7 @@ pub enum ExpertWeights {
 }
 
 impl ExpertWeights {
-    /// Returns `(experts, rows, columns)`.
+    /// Returns the dimensions of the weights, `(experts, rows, columns)`.
     pub fn dims(&self) -> Result<(usize, usize, usize)> {
         match self {
             ExpertWeights::Mxfp4 { blocks, scales } => mxfp4_dims(blocks, scales),
@@ -60,7 +60,7 @@ impl ExpertWeights {
         }
     }
 
-    /// Returns the rows of all experts as one matrix `[experts * rows, columns]`, or `None` for MXFP4.
+    /// Returns the weights of all experts as one matrix `[experts * rows, columns]`, or `None` for MXFP4 weights.
     pub fn as_matrix(&self) -> Result<Option<Matrix>> {
         Ok(match self {
             ExpertWeights::Dense(weights) => Some(Matrix::Dense(weights.flatten(0, 1)?)),
@@ -80,9 +80,9 @@ impl ExpertWeights {
     }
 }
 
-/// Returns `out[t, n] = weights[ids[t, n]] · x[t] + bias[ids[t, n]]`, or with `x[t, n]` if x has three dimensions.
+/// Returns `out[t, n] = weights[ids[t, n]] · x[t] + bias[ids[t, n]]`. If x has three dimensions, uses `x[t, n]`.
 ///
-/// Does not support MXFP4 tiles. On a GPU, does not support a bias for quantized weights.
+/// Does not support MXFP4 tiles. On a GPU, does not support quantized weights with a bias.
 ///
 /// - x: `[tokens, columns]`, shared by a token's experts, or `[tokens, chosen, columns]`
 /// - ids: u32 `[tokens, chosen]`; the caller guarantees that each id is less than `experts`
@@ -138,7 +138,7 @@ pub fn expert_matmul(
     }
 }
 
-/// The GPU implementation of [`expert_matmul`], which has checked the shapes.
+/// The GPU implementation of [`expert_matmul`]. `expert_matmul` has already checked the shapes.
 #[cfg(feature = "cuda")]
 mod cuda {
     use candle_core::cuda_backend::CudaDevice;
@@ -154,7 +154,7 @@ mod cuda {
         order: SumOrder,
     ) -> Result<Tensor> {
         let ((tokens, chosen), (_, rows, columns)) = (ids.dims2()?, weights.dims()?);
-        // A GEMV computes each pair separately, so a token's results do not depend on other tokens.
+        // The GEMV kernel computes each pair separately, so a token's results do not depend on other tokens.
         let needs_gemv = tokens * chosen < GEMM_FROM_PAIRS || x.dtype() == DType::F32 || order == SumOrder::Fixed;
         if let ExpertWeights::Quantized(matrix, experts) = weights {
             if bias.is_some() {
@@ -196,7 +196,7 @@ mod cuda {
         needs_gemv: bool,
     ) -> Result<Tensor> {
         let (rows, columns) = (matrix.dims().0 / experts, matrix.dims().1);
-        // Dequantizing writes the weights of all experts to memory, and the product reads them again.
+        // Dequantizing writes the weights of all experts to memory, and the product reads the result again.
         // With fewer than 4 pairs per expert on average, a product with the quantized weights is faster.
         if needs_gemv || ids.elem_count() < 4 * experts {
             return quantized_ops::expert_matvec(device, matrix, rows, x, ids, pairs_per_x);
@@ -212,7 +212,7 @@ mod cuda {
         super::expert_matmul(&rounded, &ExpertWeights::Dense(dense), None, ids, SumOrder::Fastest)
     }
 
-    /// Launches a kernel with one warp per element of `out`. `weights` holds the first two arguments of the kernel.
+    /// Launches a GEMV kernel with one warp per element of `out`. `weights` holds the kernel's first two arguments.
     #[allow(clippy::too_many_arguments)]
     fn gemv(
         device: &CudaDevice,
@@ -274,7 +274,7 @@ pub fn reference(
 ) -> Result<Vec<f32>> {
     let (_, rows, columns) = weights.dims()?;
     let mut out = vec![0f32; ids.len() * rows];
-    // `dot(row, x)` multiplies a weight row by x. `row` is an index into the rows of all experts.
+    // `dot(row, x)` returns the dot product of a weight row and x. `row` is an index into the rows of all experts.
     let fill = |dot: &(dyn Fn(usize, &[f32]) -> f32 + Sync), out: &mut [f32]| {
         out.par_iter_mut().enumerate().for_each(|(index, out)| {
             let (pair, row) = (index / rows, index % rows);
@@ -288,7 +288,7 @@ pub fn reference(
             let ((blocks, b), (scales, s)) = (blocks.storage_and_layout(), scales.storage_and_layout());
             let (blocks, scales) = (elements::<u8>(&blocks, b)?, elements::<u8>(&scales, s)?);
             let groups = columns / MXFP4_BLOCK;
-            // Plain loops over arrays are fast even in builds that do not inline iterators.
+            // Plain loops over arrays are fast even in builds where the compiler does not inline iterators.
             let dot = |row: usize, x: &[f32]| {
                 let (blocks, _) = blocks[row * groups * 16..][..groups * 16].as_chunks::<16>();
                 let (x, _) = x.as_chunks::<MXFP4_BLOCK>();

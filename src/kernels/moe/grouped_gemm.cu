@@ -1,13 +1,13 @@
 // Matrix products of routed experts with float weights on tensor cores, for many tokens.
-// `combine` computes the weighted sum of the experts' outputs.
+// The kernel in `combine.cu` computes the weighted sum of the experts' outputs.
 //   weights: T [experts, rows, columns]; columns is a multiple of 8
 //   bias: T [experts, rows] or null
 //   x: T [pairs / per_x, columns]; `per_x` consecutive pairs share one row of x
 //   sorted, offsets: see sort_by_expert.cu
 //   out: T [pairs, rows]
-// A block computes a tile of up to BM pairs of one expert × BN weight rows. A segment is 16 bytes of a row.
+// A thread block computes a tile of up to BM pairs of one expert × BN weight rows. A segment is 16 bytes of a row.
 // Shared memory holds segment s of row r at position s ^ (r % 8), so ldmatrix has no bank conflicts.
-// Segments past the last column are zeros.
+// In shared memory, segments past the last column are zeros.
 #include "constants.cuh"
 #include "headers/async_copy.cuh"
 #include "headers/tensor_core.cuh"
@@ -18,11 +18,11 @@ constexpr int BN = GROUPED_GEMM_ROWS, BK = GROUPED_GEMM_COLUMNS, STAGES = GROUPE
 //   grid: (ceil(rows / BN), ceil(pairs / BM) + experts); a block past the last tile exits immediately
 //   block: GROUPED_GEMM_THREADS
 //   shared memory: STAGES · (BM + BN) · ROW_BYTES
-//   bytes moved: the weights once per tile of pairs, mostly from L2 after the first tile
+//   bytes moved: an expert's weights once per tile of pairs, mostly from L2 after the first tile
 template <typename T, int BM>
 __device__ void grouped_gemm(const T* weights, const T* bias, const T* x, const uint32_t* sorted,
                              const uint32_t* offsets, T* out, int rows, int columns, int per_x, int experts) {
-    // WM × WN warps. Each warp computes 32 pairs × COLUMNS weight rows.
+    // A thread block has WM × WN warps. Each warp computes 32 pairs × COLUMNS weight rows.
     constexpr int WM = BM / 32, WN = 8 / WM, COLUMNS = BN / WN, TILES = COLUMNS / 8;
     constexpr int STAGE_BYTES = (BM + BN) * ROW_BYTES;
     extern __shared__ __align__(128) unsigned char shared[];
@@ -34,7 +34,8 @@ __device__ void grouped_gemm(const T* weights, const T* bias, const T* x, const 
     if (threadIdx.x < BM) pair_of[threadIdx.x] = sorted[item.first + first_pair + min((int)threadIdx.x, pairs - 1)];
     __syncthreads();
 
-    // This thread copies one segment of each of the rows `row`, `row` + 32, ... Rows past the end repeat the last row.
+    // This thread copies one segment of each of the rows `row`, `row` + 32, ...
+    // For row numbers past the last row, the thread copies from the last row.
     const int segment = threadIdx.x % 8, row = threadIdx.x / 8;
     const T *x_rows[BM / 32], *w_rows[BN / 32];
 #pragma unroll
@@ -91,7 +92,7 @@ __device__ void grouped_gemm(const T* weights, const T* bias, const T* x, const 
         }
     }
     // A lane holds results of pairs lane / 4 and lane / 4 + 8 in each group of 16 pairs.
-    // For each of these pairs, it holds the results of two adjacent weight rows in each group of 8 rows.
+    // For each of these pairs, the lane holds the results of two adjacent weight rows in each group of 8 weight rows.
 #pragma unroll
     for (int m = 0; m < 2; ++m) {
 #pragma unroll

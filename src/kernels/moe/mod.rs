@@ -2,8 +2,8 @@
 //!
 //! A *pair* is a token and one of its chosen experts. There are tokens · chosen pairs.
 //!
-//! This table lists the kernels that compute the matrix products of the experts on a GPU.
-//! The first row that applies is used. "Fixed" is `SumOrder::Fixed`.
+//! The table lists the kernels that compute the matrix products of the experts on a GPU.
+//! The first row of the table that applies determines the kernel. "Fixed" means `SumOrder::Fixed`.
 //!
 //! | weights | step | kernel |
 //! | --- | --- | --- |
@@ -19,11 +19,12 @@
 //! | quantized | all others | dequantized to the compute dtype, then as float |
 //!
 //! - With bf16 or f16 on a GPU, `weights::mxfp4` repacks MXFP4 weights into tiles if their sizes and scales allow it.
-//! - `expert_few` also needs hidden and intermediate sizes that are multiples of 192.
-//!   If shared memory has room only for its tile of 8 pairs, it is used for at most 4 pairs per expert on average.
-//! - `expert_mlp` has tiles of three widths. The average number of pairs per expert decides (`product_kernel`).
+//! - `expert_few` also requires hidden and intermediate sizes that are multiples of 192.
+//!   If shared memory holds only tiles of 8 pairs, `expert_few` is used for at most 4 pairs per expert on average.
+//! - `expert_mlp` has token tiles of three widths.
+//!   `product_kernel` chooses the width by the average number of pairs per expert.
 //!
-//! On a CPU, `experts::reference` computes the products.
+//! On a CPU, `experts::reference` computes the matrix products of the experts.
 
 pub mod combine;
 #[cfg(feature = "cuda")]

@@ -1,15 +1,15 @@
 //! The MXFP4 format (OCP Microscaling Formats 1.0): 32 E2M1 values share one E8M0 scale.
 //!
-//! Blocks are `[experts, rows, columns / 32, 16]`, as in openai/gpt-oss-20b.
-//! The low half of each byte is the value of an even column, and the high half is the value of the next column.
-//! Scales are `[experts, rows, columns / 32]`. A scale is 2^(byte - 127), or NaN if the byte is 255.
+//! MXFP4 blocks are `[experts, rows, columns / 32, 16]`, as in openai/gpt-oss-20b.
+//! In each byte of a block, the low half is the value of an even column, and the high half is that of the next column.
+//! MXFP4 scales are `[experts, rows, columns / 32]`. A scale is 2^(byte - 127), or NaN if the byte is 255.
 
 use candle_core::{DType, Result, Tensor, bail};
 
-/// The number of values in one block.
+/// The number of values in one MXFP4 block.
 pub const MXFP4_BLOCK: usize = 32;
 
-/// The E2M1 values, indexed by their four bits.
+/// All E2M1 values, indexed by their four bits.
 pub const E2M1_VALUES: [f32; 16] =
     [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0];
 
@@ -22,7 +22,7 @@ pub fn e8m0_to_f32(byte: u8) -> f32 {
     }
 }
 
-/// Returns `(experts, rows, columns)`. Fails if the blocks and the scales do not match.
+/// Returns `(experts, rows, columns)` of MXFP4 weights. Fails if the blocks and the scales do not match.
 ///
 /// The blocks are u8 `[experts, rows, columns / 32, 16]`, and the scales are u8 `[experts, rows, columns / 32]`.
 pub(super) fn mxfp4_dims(blocks: &Tensor, scales: &Tensor) -> Result<(usize, usize, usize)> {

@@ -1,14 +1,14 @@
 #include "moe/mxfp4_tiles.cuh"
 
 // Repacks MXFP4 weights into tiles.
-// With `paired`, rows 2g and 2g + 1 of each 16-row tile (a gate row and its up row) are stored at g and g + 8.
-// A single lane then holds the products of a gate row and of its up row.
+// If `paired` is set, rows 2g and 2g + 1 of each tile (a gate row and its up row) are stored at positions g and g + 8.
+// In paired tiles, a single lane holds the products of a gate row and of its up row.
 // Padding values are zero and have a scale of 1.
 // Sets `has_large_scale` to 1 if a scale exceeds 2 (byte 128) or is NaN (byte 255).
-// scale_factors would overflow for such a scale, so the caller must then use other kernels.
+// scale_factors would overflow for a scale above 2, so the caller must then use the kernels without tiles.
 //   blocks: u8 [experts, rows, columns / 32, 16]
 //   scales: u8 [experts, rows, columns / 32]
-//   grid and block: one warp per tile, experts · ceil(rows / 16) · ceil(columns / 64) in all
+//   grid and block: one warp per tile; there are experts · ceil(rows / 16) · ceil(columns / 64) tiles
 //   bytes moved: 2 · 17/32 · experts · rows · columns
 extern "C" __global__ void repack_mxfp4(const uint8_t* blocks, const uint8_t* scales, uint8_t* tile_blocks,
                                         uint8_t* tile_scales, uint32_t* has_large_scale, int experts, int rows,
@@ -19,7 +19,7 @@ extern "C" __global__ void repack_mxfp4(const uint8_t* blocks, const uint8_t* sc
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int j = tile % column_tiles, first_row = tile / column_tiles % row_tiles * 16;
     const size_t expert = tile / column_tiles / row_tiles;
-    uint32_t words[2][2] = {};  // for each of the two blocks, the words of rows g and g + 8
+    uint32_t words[2][2] = {};  // for each of the two MXFP4 blocks, the words of rows g and g + 8
     for (int i = 0; i < 4; ++i) {
         const int row = first_row + (paired ? 2 * g + i % 2 : g + 8 * (i % 2)), group = 2 * j + i / 2;
         const bool valid = row < rows && group < groups;

@@ -2,25 +2,26 @@
 //
 // At load time, `repack_mxfp4` repacks the weights [experts, rows, columns] into tiles of 16 rows × 64 columns:
 //   blocks: [experts][ceil(rows / 16)][ceil(columns / 64)][lane][16 bytes]
-//     In column tile j, lane 4g + t holds one word of each of four blocks:
+//     In column tile j, lane 4g + t holds one 32-bit word of each of four blocks:
 //     (row g, block 2j), (row g + 8, block 2j), (row g, block 2j + 1), (row g + 8, block 2j + 1)
 //   scales: [experts][ceil(rows / 16)][ceil(columns / 64)][g][4 bytes]
 //     The four bytes are the scales of the four blocks listed above.
-//     A word holds the values 8t .. 8t + 5 of a block.
+//     A lane's word of a block holds the values 8t .. 8t + 5 of that block.
 //     The words of rows g and g + 8 together hold the values 8t + 6 and 8t + 7 of both rows (see e2m1.cuh).
-// A lane's 16 bytes are its A fragments for four MMAs with K = 16, so weights never move between lanes.
+// The 16 bytes of a lane are its A fragments for four MMAs with K = 16, so weights never move between lanes.
 //
 // Columns of x, h and y are in *fragment order*.
 // In each group of 32 columns, column pair i is columns 2i and 2i + 1.
 // Column pair 4t + p is stored at position 4p + t, where t and p are 0 to 3.
-// In fragment order, the columns of x that a lane reads match the columns of its weights.
-// The permutation is its own inverse.
+// Because of the fragment order, the columns of x that a lane reads match the columns of the lane's weights.
+// The fragment order permutation is its own inverse.
 //
-// x and h are *tiled*: [ceil(columns / 64)][tiled_rows][128 bytes].
+// x and h are *tiled*: they have the shape [ceil(columns / 64)][tiled_rows][128 bytes].
 // The rows of x and h are in the order of `sorted` (see sort_by_expert).
-// Each expert's rows start at a multiple of 8, so pairs + 8 · experts rows are always enough.
-// Segment s (16 bytes) of row r is stored at position s ^ (r % 8), and padding columns are zeros.
-// The 64 columns of consecutive rows are then contiguous, and ldmatrix and wgmma read them without bank conflicts.
+// Each expert's rows of x and h start at a multiple of 8, so pairs + 8 · experts rows are always enough.
+// Segment s (16 bytes) of row r is stored at position s ^ (r % 8). Padding columns are zeros.
+// In this layout, the 64 columns of consecutive rows are contiguous.
+// ldmatrix and wgmma read the tiled rows without bank conflicts.
 #pragma once
 #include "constants.cuh"
 #include "headers/common.cuh"
@@ -31,7 +32,7 @@
 // Columns per step: the width of a weight tile. A row of x has 128 bytes per step.
 constexpr int STEP = MXFP4_TILE_COLUMNS;
 
-// The type of two packed values.
+// The type of two packed values of type T.
 template <typename T> struct Pair;
 template <> struct Pair<__half> {
     using type = __half2;
@@ -60,20 +61,21 @@ __device__ __forceinline__ uint4 fragment_segment(const float2* row, int index, 
 
 // ---- unpacking ----
 
-// Converts four scale bytes to factors for the unpacked values. Each word of `factors` holds one factor twice.
-// `Mxfp4Tiles::repack` rejects bytes above 128.
+// Converts four scale bytes to factors for unpacked values. Each word of `factors` holds one factor twice.
+// `Mxfp4Tiles::repack` rejects scale bytes above 128.
 template <typename T> __device__ __forceinline__ void scale_factors(uint32_t scales, uint32_t (&factors)[4]);
 // bf16: unpacked values are E2M1 · 2^-126, so the factor for a scale of 2^(s - 127) is 2^(s - 1), exact even for s = 0.
-// The exponent field starts at bit 7 and has a bias of 127, so the factor has the bits (s + 126) << 7.
-// The selector 0x4440 + i takes byte i of `scales` and zeros. Multiplying by 0x00800080 shifts it into both halves.
+// The exponent field of bf16 starts at bit 7 and has a bias of 127, so the factor has the bits (s + 126) << 7.
+// The selector 0x4440 + i takes byte i of `scales` and zeros.
+// Multiplying the selected byte by 0x00800080 shifts it into both halves of the word.
 template <> __device__ __forceinline__ void scale_factors<__nv_bfloat16>(uint32_t scales, uint32_t (&factors)[4]) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) factors[i] = __byte_perm(scales, 0, 0x4440 + i) * 0x00800080u + 0x3F003F00u;
 }
 // f16: unpacked values are E2M1 · 2^-14, so the factor is 2^(s - 113), which is a normal number for s >= 99.
-// The exponent field starts at bit 10 and has a bias of 15, so the factor has the bits (s - 98) << 10.
-// For s <= 98, the factor is 0, because all products would round to zero.
-// The selector 0x4040 + 0x0101 · i copies byte i of `scales` into both halves of a word, with zeros above it.
+// The exponent field of f16 starts at bit 10 and has a bias of 15, so the factor has the bits (s - 98) << 10.
+// For a scale byte s <= 98, the factor is 0, because all products would round to zero.
+// The selector 0x4040 + 0x0101 · i copies byte i of `scales` into the low byte of both halves of a word.
 template <> __device__ __forceinline__ void scale_factors<__half>(uint32_t scales, uint32_t (&factors)[4]) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -84,14 +86,14 @@ template <> __device__ __forceinline__ void scale_factors<__half>(uint32_t scale
 
 // Converts the results of e2m1_items to T: the E2M1 values times 2^-126 (bf16) or 2^-14 (f16).
 template <typename T> __device__ __forceinline__ void convert_items(uint32_t (&items)[4]) {
-    // Magnitudes start at bit 9 in f16, and at bit 6 in bf16.
+    // The magnitude of an item starts at bit 9 in f16, and at bit 6 in bf16.
     if constexpr (__is_same(T, __half)) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) items[i] = (items[i] & 0x01C001C0u) << 3 | (items[i] & 0x80008000u);
     }
 }
 
-// Unpacks items 2·PART and 2·PART + 1 of two rows (see e2m1_items), and multiplies each by the factor of its row.
+// Unpacks items 2·PART and 2·PART + 1 of two rows (see e2m1_items), and multiplies each item by the factor of its row.
 template <typename T, int PART>
 __device__ __forceinline__ void unpack_items(uint32_t low, uint32_t high, uint32_t low_factor, uint32_t high_factor,
                                              uint32_t (&items)[4]) {
@@ -114,11 +116,11 @@ struct Weights {
 };
 
 // One tile of the output: the product of a token tile and a tile of weight rows.
-// A token tile has at most `max_pairs` pairs of one expert. An expert's pairs are divided evenly among its token tiles.
+// A token tile has at most `max_pairs` pairs of one expert. The token tiles of an expert have about equally many pairs.
 struct Tile {
     int expert, first_pair, pairs;
     int row;       // the first row of tiled x and h
-    int row_tile;  // the first of ROW_TILES tiles of 16 weight rows each
+    int row_tile;  // the first of the ROW_TILES weight tiles of 16 rows each
 };
 
 // ---- results ----
@@ -132,7 +134,7 @@ template <typename T> __device__ __forceinline__ uint32_t transposed(float a, fl
 }
 
 __device__ __forceinline__ float clamped_swiglu(float g, float u, float limit) {
-    // Comparisons keep NaN; fminf and fmaxf would return the limit.
+    // Comparisons keep NaN. fminf and fmaxf would turn NaN into the limit.
     const float gate = g > limit ? limit : g, up = u > limit ? limit : u < -limit ? -limit : u;
     return __fdividef(gate, 1.0f + __expf(-SWIGLU_ALPHA * gate)) * (up + 1.0f);
 }
@@ -143,7 +145,7 @@ template <typename T> struct Output {
     T* out;  // gate_up: h [pairs, rows / 2], tiled; down: y [pairs, rows]
     int tiled_rows;
     float limit;
-    float h_factor = 1.0f;  // h is multiplied by this power of two
+    float h_factor = 1.0f;  // the kernel multiplies h by this power of two
 };
 
 // Returns the biases of rows g and g + 8 of a weight tile, where g = lane / 4.
@@ -171,10 +173,10 @@ template <int WORDS, typename T> __device__ __forceinline__ void store_words(T* 
     *reinterpret_cast<V*>(to) = *reinterpret_cast<const V*>(words);
 }
 
-// Adds the biases to the sums of 8 tokens (pairs) × TILES weight tiles, and stores the results.
+// Adds the biases to the sums of 8 pairs × TILES weight tiles, and stores the results.
 // For gate_up, applies the clamped SwiGLU before storing.
 // TILES is 1 or 2. If TILES is 2, `row_tile` is even.
-// For each weight tile, lane 4g + t passes four sums: row g for tokens 2t and 2t + 1, then row g + 8 for these tokens.
+// For each weight tile, lane 4g + t passes four sums: row g for pairs 2t and 2t + 1, then row g + 8 for the same pairs.
 template <typename T, bool GATE_UP, int TILES>
 __device__ __forceinline__ void store(const Output<T>& o, int rows, const Tile& tile, int row_tile, int token,
                                       const float* const (&sums)[TILES], const float2 (&bias)[TILES]) {

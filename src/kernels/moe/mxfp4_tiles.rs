@@ -1,4 +1,4 @@
-//! MXFP4 weights in tiles for tensor cores. `mxfp4_tiles.cuh` describes the layout.
+//! MXFP4 weights in tiles for tensor cores. `mxfp4_tiles.cuh` describes the memory layout of the tiles.
 
 use candle_core::{DType, Device, Result, Tensor};
 
@@ -22,17 +22,17 @@ pub struct Mxfp4Tiles {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RowOrder {
     Plain,
-    /// Rows 2g and 2g + 1, which are a gate row and its up row, are stored at g and g + 8.
+    /// Rows 2g and 2g + 1 of a tile, a gate row and its up row, are stored at positions g and g + 8.
     Paired,
 }
 
 impl Mxfp4Tiles {
-    /// Repacks MXFP4 blocks and scales into tiles on the GPU and waits for the result.
+    /// Repacks MXFP4 blocks and scales into tiles on the GPU, and waits until the tiles are complete.
     ///
     /// The blocks are u8 `[experts, rows, columns / 32, 16]`, and the scales are u8 `[experts, rows, columns / 32]`.
     ///
     /// Returns `None` if a scale exceeds 2 or is NaN, because the kernels for tiles do not support such scales.
-    /// No known checkpoint contains such a scale.
+    /// No known checkpoint contains a scale that exceeds 2 or is NaN.
     pub fn repack(blocks: &Tensor, scales: &Tensor, order: RowOrder) -> Result<Option<Self>> {
         let (experts, rows, columns) = mxfp4_dims(blocks, scales)?;
         let Device::Cuda(device) = blocks.device() else { return unsupported("Mxfp4Tiles::repack", blocks) };
@@ -58,7 +58,7 @@ impl Mxfp4Tiles {
         Ok((has_large_scale.to_vec1::<u32>()?[0] == 0).then_some(tiles))
     }
 
-    /// Returns `(experts, rows, columns)`.
+    /// Returns the dimensions of the weights, `(experts, rows, columns)`.
     pub fn dims(&self) -> (usize, usize, usize) {
         (self.blocks.dims()[0], self.rows, self.columns)
     }

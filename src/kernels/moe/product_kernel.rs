@@ -14,38 +14,39 @@ use crate::kernels::constants::{
 use crate::kernels::launch::{Arguments, Launch, LaunchShape, module, multiprocessors};
 
 /// The largest average number of pairs per expert at which `expert_few.cu` is used instead of `expert_mlp.cu`.
-/// On an H100, `expert_mlp.cu` is faster from 4 pairs on; with the faster memory of an H200, from about 6 (estimated).
+/// On an H100, `expert_mlp.cu` is faster from 4 pairs per expert on.
+/// On an H200, which has faster memory, `expert_mlp.cu` is faster from an estimated 6 pairs per expert on.
 const FEW_PAIRS_PER_EXPERT: usize = 5;
 
-/// A kernel for the matrix products of all experts. A thread block can process several tiles.
+/// A kernel for the matrix products of all experts with MXFP4 tiles. A thread block can process several output tiles.
 #[derive(Clone, Copy)]
 pub(super) enum ProductKernel {
     /// A kernel from `expert_few.cu`, for few pairs per expert.
     Few(FewTile),
-    /// A kernel from `expert_mlp.cu`. `name` is the last part of the kernel's name.
+    /// A kernel from `expert_mlp.cu`. `name` is the suffix of the kernel's name, such as `wide`.
     Many { name: &'static str, shape: LaunchShape },
 }
 
 impl ProductKernel {
-    /// Chooses the kernel for the average number of pairs per expert.
+    /// Chooses the kernel based on the average number of pairs per expert.
     /// `gate_up` is `(experts, rows, columns)`, the dimensions of the fused gate and up weights.
     pub fn choose(device: &CudaDevice, pairs: usize, gate_up: (usize, usize, usize), order: SumOrder) -> Result<Self> {
         let (experts, rows, columns) = gate_up;
         let multiprocessors = multiprocessors(device)?;
-        // The kernels in `expert_mlp.cu` add the products of a row from the first column to the last.
-        // The kernels in `expert_few.cu` divide rows among warps in a way that depends on the number of pairs.
+        // The kernels in `expert_mlp.cu` always add the products of a row from the first column to the last.
+        // The kernels in `expert_few.cu` divide weight rows among warps in a way that depends on the number of pairs.
         if order == SumOrder::Fastest
             && let Some(tile) = FewTile::choose(device, columns, rows / 2)?
         {
-            // If an expert has more pairs than a tile, its weights are read again for the next tile.
-            // Some experts have more pairs than the average, so the average must be at most half a tile.
+            // If an expert has more pairs than fit in a tile, its weights are read again for the next tile.
+            // Some experts have more pairs than the average, so the average must be at most half the size of a tile.
             let limit = FEW_PAIRS_PER_EXPERT.min(tile.max_pairs / 2);
             if pairs <= limit * experts {
                 return Ok(Self::Few(tile));
             }
         }
         let capability = device.cuda_stream().context().compute_capability();
-        // Only the machine code for compute capability 9.0 contains wgmma instructions. Other GPUs cannot run it.
+        // Only the machine code for compute capability 9.0 contains wgmma instructions. Other GPUs cannot run them.
         let has_wgmma = matches!(capability, Ok((9, 0))) && has_machine_code((9, 0));
         let wgmma = |name, pairs, stages, blocks| Self::Many {
             name,
@@ -73,7 +74,7 @@ impl ProductKernel {
         matches!(self, Self::Few(_))
     }
 
-    /// Returns the launch that computes `product`, which is `gate_up` or `down`.
+    /// Returns the launch for `product`, which is `gate_up` or `down`.
     pub fn launch(self, product: &str, dtype: &str, arguments: Arguments) -> Launch {
         match self {
             Self::Few(tile) => tile.launch(product, dtype, arguments),
@@ -85,18 +86,18 @@ impl ProductKernel {
     }
 }
 
-/// Returns the shared memory of an mma.sync kernel, in bytes.
+/// Returns the size in bytes of the shared memory that an mma.sync kernel needs.
 ///
-/// A stage holds 64 columns of `pairs` rows of x and of the weights, with the scales of the weights.
+/// A pipeline stage holds 64 columns of `pairs` rows of x, and 64 columns of the weights with their scales.
 const fn mma_shared_bytes(pairs: usize) -> usize {
     let weight_bytes = EXPERT_MMA_ROW_TILES * (MXFP4_TILE_BYTES + MXFP4_TILE_SCALE_BYTES);
     EXPERT_MMA_STAGES * (pairs * 128 + weight_bytes)
 }
 
-/// Returns the shared memory of a wgmma kernel, in bytes.
+/// Returns the size in bytes of the shared memory that a wgmma kernel needs.
 ///
 /// A stage of the ring buffer holds two steps, two barriers and a tile (`Stage` in `expert_mlp.cu`).
-/// Stages and the ring buffer are aligned to 1024 bytes.
+/// The ring buffer and its stages are aligned to 1024 bytes.
 const fn wgmma_shared_bytes(pairs: usize, stages: usize) -> usize {
     let weight_bytes = EXPERT_WGMMA_ROW_TILES * (MXFP4_TILE_BYTES + MXFP4_TILE_SCALE_BYTES);
     let stage_bytes = 2 * (pairs * 128 + weight_bytes) + 16 + EXPERT_WGMMA_TILE_BYTES;

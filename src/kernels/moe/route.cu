@@ -1,4 +1,5 @@
-// Routes a few tokens in one launch: computes the router logits, chooses the experts, and sorts all pairs by expert.
+// Routes a few tokens in one launch.
+// Computes the router logits, chooses the experts, and sorts all (token, expert) pairs by expert.
 //   x: f32 [tokens, columns]
 //   weight: f32 [experts, columns]
 //   bias: f32 [experts] or null
@@ -6,14 +7,14 @@
 //   ids: u32 [tokens, chosen], scratch memory for the chosen experts
 //   shares: f32 [tokens, chosen], the routing weights
 //   sorted, offsets: see sort_by_expert
-//   usage: u32 [2] or null, counters to which each launch adds 1 and the number of experts that have pairs
+//   usage: u32 [2] or null; each launch adds 1 to usage[0], and the number of experts that have pairs to usage[1]
 //   columns is a multiple of 4; experts <= ROUTE_EXPERTS; tokens <= ROUTE_TOKENS
 //   grid: (ceil(tokens / ROUTE_BLOCK_TOKENS), slices, ceil(experts / 32)) with slices = ceil(columns / ROUTE_COLUMNS)
 //   block: 32 · ROUTE_BLOCK_TOKENS, one warp per token and one lane per expert
 //   bytes moved: 4 · (tokens + experts) · columns
-// For every ROUTE_BLOCK_TOKENS tokens, the last block to finish adds the partial sums and chooses the experts.
-// The last of these blocks sorts all pairs.
-// A token's partial sums are always added in the same order, so its logits do not depend on the other tokens.
+// The last block to finish for a group of ROUTE_BLOCK_TOKENS tokens adds the partial sums and chooses the experts.
+// The last block to choose experts sorts all pairs.
+// The partial sums of a token are always added in the same order, so its logits do not depend on the other tokens.
 #include "constants.cuh"
 #include "headers/arrive.cuh"
 #include "headers/common.cuh"
@@ -24,19 +25,19 @@ constexpr int TOKENS = ROUTE_BLOCK_TOKENS, THREADS = 32 * TOKENS, WARPS = THREAD
 
 // Counters of finished blocks: one counter per TOKENS tokens, and one counter for the blocks that have chosen experts.
 // All counters are zero between launches. Two launches never use the same counters at the same time:
-// a device has its own counters, and runs the launches of this kernel one by one.
+// each device has its own counters, and a device runs the launches of this kernel one by one.
 __device__ uint32_t finished[ROUTE_TOKENS / TOKENS + 1];
 
-// Sorts all pairs by expert. Unlike sort_by_expert, sorts the pairs of each expert in ascending order.
-// The order decides which pairs share a tile in later kernels, so a fixed order makes results reproducible.
+// Sorts all pairs by expert. Unlike sort_by_expert, keeps the pairs of each expert in ascending order.
+// The order determines which pairs share a tile in later kernels, so a fixed order makes results reproducible.
 // Adds 1 to usage[0], and the number of experts that have pairs to usage[1].
-//   next, experts_of: shared memory
+//   next, experts_of: scratch space in shared memory
 __device__ __forceinline__ void sort_pairs(const uint32_t* ids, uint32_t* sorted, uint32_t* offsets, uint32_t* usage,
                                            uint32_t (*next)[ROUTE_EXPERTS], uint16_t* experts_of, int pairs,
                                            int experts) {
     // Each warp sorts `share` consecutive pairs. experts_of[p] is the expert of pair p.
-    // next[w][e] is first the number of expert e's pairs in the share of warp w.
-    // Later, it is the position in `sorted` of the next such pair.
+    // At first, next[w][e] is the number of pairs of expert e in the share of warp w.
+    // Later, next[w][e] is the position in `sorted` of the next pair of expert e from this share.
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int share = (pairs + THREADS - 1) / THREADS * 32, first = warp * share, end = min(first + share, pairs);
     for (int e = lane; e < experts; e += 32) next[warp][e] = 0;
@@ -89,13 +90,13 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     route_f32(const float* x, const float* weight, const float* bias, float* partials, uint32_t* ids, float* shares,
               uint32_t* sorted, uint32_t* offsets, uint32_t* usage, int tokens, int columns, int experts, int chosen) {
     __shared__ float4 xs[TOKENS][QUADS];
-    __shared__ float4 weights[32][QUADS + 1];  // one float4 more per row, so that lanes read different banks
+    __shared__ float4 weights[32][QUADS + 1];  // each row has one extra float4, so that lanes read different banks
     __shared__ float logits[TOKENS][ROUTE_EXPERTS];
     __shared__ Routing routing[TOKENS];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, token = blockIdx.x * TOKENS + warp;
     const int first_expert = blockIdx.z * 32, first_column = blockIdx.y * ROUTE_COLUMNS;
 
-    // 1. Multiply one slice of columns for TOKENS tokens and 32 experts.
+    // 1. Multiply one slice of columns, for TOKENS tokens and 32 experts.
     const float4 zero = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     const auto load = [&](const float* matrix, int row, int rows, int quad) {
         const bool valid = row < rows && first_column + 4 * quad < columns;
@@ -127,7 +128,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             (sums.x + sums.y) + (sums.z + sums.w);
     if (!is_last_block(finished + blockIdx.x, gridDim.y * gridDim.z)) return;
 
-    // 2. Add the sums of all slices and choose the experts of TOKENS tokens.
+    // 2. Add the partial sums of all slices, and choose the experts of TOKENS tokens.
     if (token < tokens) {
         for (int e = lane; e < experts; e += 32) {
             float sum = bias ? bias[e] : 0.0f;
@@ -146,7 +147,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     }
 
     // 3. Sort the pairs of all tokens. The sort reuses the shared memory of the logits and the weights.
-    // With more shared memory, this block could delay the blocks of the next kernel on this multiprocessor.
+    // If this block used more shared memory, it could delay the next kernel's blocks on the same multiprocessor.
     static_assert(sizeof(logits) == WARPS * ROUTE_EXPERTS * sizeof(uint32_t));
     static_assert(sizeof(weights) >= ROUTE_TOKENS * MAX_CHOSEN_EXPERTS * sizeof(uint16_t));
     if (is_last_block(finished + ROUTE_TOKENS / TOKENS, gridDim.x))

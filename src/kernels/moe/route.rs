@@ -21,15 +21,15 @@ pub struct RoutedPairs {
     /// u32 `[pairs]`: pair t · chosen + n is token t with its n-th chosen expert.
     pub sorted: Tensor,
     /// u32 `[experts + 1]`: `sorted[offsets[e] .. offsets[e + 1]]` are the pairs of expert e.
-    /// They are in ascending order if [`route`](Self::route) sorted them in one launch, and otherwise in any order.
+    /// If [`route`](Self::route) sorted the pairs in one launch, each expert's pairs are in ascending order.
     pub offsets: Tensor,
     /// f32 `[tokens, chosen]`: the routing weight of each pair.
     pub shares: Tensor,
 }
 
 impl RoutedPairs {
-    /// Sorts the pairs by expert. `ids` are the chosen experts, u32 `[tokens, chosen]`.
-    /// `shares` are their routing weights, f32 `[tokens, chosen]`.
+    /// Sorts the (token, expert) pairs by expert. `ids` are the chosen experts, u32 `[tokens, chosen]`.
+    /// `shares` are the routing weights of the pairs, f32 `[tokens, chosen]`.
     /// The caller guarantees that every id is less than `experts`.
     pub fn new(ids: &Tensor, shares: Tensor, experts: usize) -> Result<Self> {
         let Device::Cuda(device) = ids.device() else { return unsupported("RoutedPairs::new", ids) };
@@ -45,13 +45,14 @@ impl RoutedPairs {
         Ok(Self { sorted, offsets, shares })
     }
 
-    /// Chooses for each token the `chosen` experts with the largest router logits x·weightᵀ + bias. Sorts the pairs.
+    /// Chooses, for each token, the `chosen` experts with the largest router logits x·weightᵀ + bias.
+    /// Then sorts the (token, expert) pairs by expert.
     /// The routing weights are the softmax over a token's chosen experts.
     ///
     /// - x: f32 `[tokens, hidden]`
     /// - weight: f32 `[experts, hidden]`
     /// - bias: f32 `[experts]`
-    /// - usage: counts the batch and its experts if one launch can route all tokens (at most `ROUTE_TOKENS`)
+    /// - usage: counters of batches and experts; not changed if routing takes several launches (see `ROUTE_TOKENS`)
     pub fn route(
         x: &Tensor,
         weight: &Tensor,
@@ -83,7 +84,7 @@ impl RoutedPairs {
         Self::new(&ids, shares, experts)
     }
 
-    /// Routes up to `ROUTE_TOKENS` tokens in one launch. The caller has checked all shapes.
+    /// Routes up to `ROUTE_TOKENS` tokens in one launch. `route` has already checked all shapes.
     fn route_few(
         device: &CudaDevice,
         x: &Tensor,

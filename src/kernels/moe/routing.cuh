@@ -5,29 +5,29 @@
 #include "headers/common.cuh"
 #include "headers/sort_key.cuh"
 
-// Larger than every expert id, so that any expert wins a tie against it.
+// An id larger than every expert id, so that any expert wins a tie against NO_EXPERT.
 constexpr uint32_t NO_EXPERT = 0xffffffffu;
 
 struct Routing {
     uint32_t expert[MAX_CHOSEN_EXPERTS];
     float weight[MAX_CHOSEN_EXPERTS];
 
-    // Stores the experts with the `count` largest logits, in descending order. Ties go to the lower id; NaN comes last.
-    // Computes the routing weights of the first `chosen` of these experts.
-    // The weights are a softmax over these experts, or over all experts if `over_all` is true.
-    // `logit_of(e)` returns the logit of expert e. All lanes of the warp must call this function.
-    // There are at most 1024 experts, because a lane handles at most 32: one per bit of `taken`.
+    // Stores the experts with the `count` largest logits, in descending order. Ties go to the lower id. NaN comes last.
+    // Computes the routing weights of the first `chosen` of the stored experts.
+    // The routing weights are a softmax over these `chosen` experts, or over all experts if `over_all` is true.
+    // `logit_of(e)` returns the logit of expert e. All lanes of the warp must call choose_by.
+    // There are at most 1024 experts, because a lane handles at most 32: one for each bit of `taken`.
     template <typename Logit>
     __device__ __forceinline__ void choose_by(Logit&& logit_of, int experts, int count, int chosen, int lane,
                                               bool over_all = false) {
         uint32_t taken = 0;  // one bit per expert of this lane: lane, lane + 32, ...
         float top = 0.0f, own = -INFINITY;
-        constexpr int HELD = 4;  // logits per lane in registers; all other logits are reloaded in every round
+        constexpr int HELD = 4;  // logits per lane in registers; other logits are reloaded in every round
         float held[HELD];
 #pragma unroll
         for (int i = 0; i < HELD; ++i) held[i] = lane + 32 * i < experts ? logit_of(lane + 32 * i) : -INFINITY;
         for (int n = 0; n < count; ++n) {
-            // Key 0 is an expert that was already chosen, and key 1 is NaN. Both are below the keys of all numbers.
+            // Key 0 means that the expert was already chosen, and key 1 means NaN. The keys of all numbers are larger.
             uint32_t best = 0, id = NO_EXPERT;
             const auto offer = [&](int i, float logit) {
                 const uint32_t key = taken >> i & 1 ? 0u : isnan(logit) ? 1u : sort_key(logit);
@@ -60,7 +60,7 @@ struct Routing {
         if (lane < chosen) weight[lane] = exponential / total;
     }
 
-    // Like choose_by, but reads the logits from device memory.
+    // Chooses experts like choose_by, but reads the logits from device memory.
     __device__ __forceinline__ void choose(const float* logits, int experts, int count, int chosen, int lane,
                                            bool over_all = false) {
         choose_by([&](int expert) { return __ldcg(logits + expert); }, experts, count, chosen, lane, over_all);

@@ -7,7 +7,8 @@ use crate::kernels::constants::MAX_EXPERTS;
 use crate::kernels::launch::{Arguments, Launch, LaunchShape, module};
 use crate::kernels::scratch;
 
-/// Indices of pairs, sorted by expert: `sorted[offsets[e] .. offsets[e + 1]]` are the pairs of expert e, in any order.
+/// The indices of (token, expert) pairs, sorted by expert.
+/// `sorted[offsets[e] .. offsets[e + 1]]` are the pairs of expert e, in any order.
 pub(super) struct SortedPairs {
     /// The indices of the pairs: u32 `[pairs]`.
     pub sorted: Tensor,
@@ -15,7 +16,7 @@ pub(super) struct SortedPairs {
     pub offsets: Tensor,
 }
 
-/// Sorts pairs by expert. `ids` are the chosen experts, u32 `[tokens, chosen]`.
+/// Sorts (token, expert) pairs by expert. `ids` are the chosen experts, u32 `[tokens, chosen]`.
 /// The caller guarantees that every id is less than `experts`.
 pub(super) fn sort_by_expert(device: &CudaDevice, ids: &Tensor, experts: usize) -> Result<SortedPairs> {
     if experts > MAX_EXPERTS {

@@ -12,7 +12,7 @@ template <typename T>
 __device__ void topk_softmax(const T* logits, uint32_t* ids, float* weights, int experts, int chosen, int over_all) {
     const T* row = logits + (size_t)blockIdx.x * experts;
     const int lane = threadIdx.x;
-    // Bit i is set once expert `lane + 32 · i` has been chosen.
+    // Bit i of `taken` is set once expert `lane + 32 · i` has been chosen.
     uint32_t taken = 0;
     float top = 0.0f, mine = 0.0f;  // mine: the logit chosen in round `lane`
     uint32_t mine_id = 0;

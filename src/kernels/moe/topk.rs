@@ -1,4 +1,4 @@
-//! For each token, chooses the experts with the largest router logits and computes their routing weights (a softmax).
+//! Chooses the experts with the largest router logits for each token, and computes their routing weights (a softmax).
 
 #[cfg(feature = "cuda")]
 use candle_core::DType;
@@ -7,10 +7,10 @@ use candle_core::{Device, Result, Tensor, bail};
 use crate::kernels::constants::{MAX_CHOSEN_EXPERTS, MAX_EXPERTS};
 use crate::kernels::{elements, to_f32};
 
-/// The experts that the softmax covers.
+/// The experts over which the softmax of the routing weights runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Softmax {
-    /// The chosen experts: their weights sum to one (gpt-oss, Mixtral, Qwen3 with `norm_topk_prob`).
+    /// The chosen experts: the routing weights of a token sum to one (gpt-oss, Mixtral, Qwen3 with `norm_topk_prob`).
     OverChosen,
     /// All experts: the weights of the chosen experts sum to at most one (Qwen3 without `norm_topk_prob`).
     OverAll,
@@ -19,7 +19,7 @@ pub enum Softmax {
 /// Returns the ids of the `chosen` experts with the largest logits, and their routing weights.
 ///
 /// `logits` is `[tokens, experts]`. The ids are u32 `[tokens, chosen]`, and the weights are f32 `[tokens, chosen]`.
-/// A token's ids are in descending order of their logits. Ties go to the lower expert id, and NaN comes last.
+/// A token's ids are in descending order of their logits. Ties go to the lower expert id, and NaN logits come last.
 pub fn topk_softmax(logits: &Tensor, chosen: usize, softmax: Softmax) -> Result<(Tensor, Tensor)> {
     let (tokens, experts) = logits.dims2()?;
     if chosen == 0 || chosen > experts || chosen > MAX_CHOSEN_EXPERTS || experts > MAX_EXPERTS {

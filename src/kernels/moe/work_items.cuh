@@ -2,7 +2,7 @@
 #pragma once
 #include "headers/common.cuh"
 
-// All or part of the work on one tile of an expert's pairs.
+// A work item: all or part of the work on one tile of an expert's pairs.
 struct WorkItem {
     int expert;
     int index, count;  // the index of this item among the expert's `count` items
@@ -10,9 +10,9 @@ struct WorkItem {
     int row;           // the expert's first row in tiled x and h
 };
 
-// Finds work item `number`. Returns false if `number` is past the last item.
+// Finds work item `number`. Returns false if `number` is past the last work item.
 // An expert with p pairs has ceil(p / unit) tiles of up to `unit` pairs. Each tile has `times` work items.
-// All lanes of the warp must call this function.
+// All lanes of the warp must call find_work_item.
 __device__ __forceinline__ bool find_work_item(const uint32_t* offsets, int experts, int unit, int times, int number,
                                                WorkItem& item) {
     const int lane = threadIdx.x % 32;

@@ -74,7 +74,7 @@ impl WeightFormat {
     }
 
     /// Returns the number of columns in a unit: a superblock in the K formats, a group in the others.
-    /// Divisions of a matrix must not split a unit.
+    /// Splitting a matrix by columns must not split a unit.
     pub fn column_unit(self) -> usize {
         if self.plane_bytes().supers > 0 { SUPERBLOCK_COLUMNS } else { GROUP_COLUMNS }
     }

@@ -2,7 +2,8 @@
 //!
 //! All formats share one memory layout. A *group* is 32 columns of a row. A lane of a warp reads a group at a time.
 //! The bits of each quantized value `q` are split across **planes**.
-//! Each plane stores a power of two of bytes per group (`supers`: per superblock of 256 columns), so loads are aligned.
+//! In each plane, the number of bytes per group is a power of two, so loads are aligned.
+//! The `supers` plane has 4 bytes per superblock of 256 columns.
 //!
 //! | plane  | contents for each group of 32 columns |
 //! | ------ | ------------------------------------- |

@@ -1,10 +1,10 @@
 // Quantized matrices in the layout of `quantized/mod.rs`, and products of their rows with one input vector.
 //
-// A *group* is 32 columns of a row. A lane reads one group at a time.
+// A *group* is 32 consecutive columns of a row. A lane reads one group at a time.
 // The input vector is quantized to 16-bit integers with one scale per group.
-// The largest value of a group keeps 15 significant bits. In bf16, it would keep 8.
+// The largest input value of a group keeps 15 significant bits. In bf16, a value keeps only 8.
 // dp4a multiplies bytes, so the high and low bytes of the integers are stored separately. All dp4a results are exact.
-// Only the scales and mins are applied in floating point.
+// Except with FP8 weights, the kernels use floating point only to apply scales and mins.
 // With FP8 weights, the input vector is stored as floats, and all arithmetic is in floating point.
 #pragma once
 #include <cuda_fp8.h>
@@ -28,7 +28,7 @@ enum WeightFormat {
     FP8 = FORMAT_FP8,
 };
 
-// A quantized matrix, or some of its rows. Planes that the format lacks are null.
+// A quantized matrix, or a range of its rows. Planes that the format lacks are null.
 struct QuantizedMatrix {
     const uint8_t *low, *high, *scales, *supers;
     int format, rows;
@@ -40,7 +40,7 @@ struct QuantizedStack {
     int row_ends[MAX_STACKED_MATRICES];
 };
 
-// The number of bytes per group in each plane, and how a value is computed from its bits q.
+// The number of bytes per group in each plane, and how a value is computed from its quantized bits q.
 //   low: bytes for the low bits of q
 //   high: bytes for the high bits of q, or 0 if there is no high plane
 //   scales: bytes for scales and mins, or 0 if each row has a single f32 scale
@@ -57,19 +57,20 @@ template <int F> struct FormatLayout {
 };
 
 // Masks for the low 1, 2 or 4 bits of each byte. Four quantized values are unpacked at once by shifting a whole word.
-// The shift moves bits of each byte into its neighbor, and the mask removes these bits.
+// The shift also moves bits across byte boundaries. The mask removes these bits.
 constexpr uint32_t LOW_BIT = 0x01010101u, LOW_2_BITS = 0x03030303u, LOW_4_BITS = 0x0f0f0f0fu;
 
-// The largest integer of a quantized input. Its high byte is 127, the largest signed byte, and its low byte is 0.
+// The largest integer of a quantized input: high byte 127 (the largest signed byte), low byte 0.
 constexpr float MAX_QUANTIZED_INPUT = 127 * 256;
 
 // The largest E4M3 value.
 constexpr float E4M3_MAX = 448.0f;
 
-// The smallest normal f32 value, and the smallest scale. Dividing by a smaller scale could overflow.
+// The smallest normal f32 value. rounding_scale returns no smaller scale, because dividing by it could overflow.
 constexpr float F32_MIN_NORMAL = 1.17549435e-38f;
 
-// A group in registers. `words` contains the words of the low plane, followed by the words of the high plane.
+// One quantized group in registers.
+// `words` contains the words of the low plane, followed by the words of the high plane.
 struct RawGroup {
     uint32_t words[8], scales, supers;
 };
@@ -96,8 +97,9 @@ template <int F> __device__ __forceinline__ void load_group(RawGroup& raw, const
         const uint4 v = load_stream_16(low + 16);
         raw.words[4] = v.x, raw.words[5] = v.y, raw.words[6] = v.z, raw.words[7] = v.w;
     }
-    // The words of the high plane follow those of the low plane. With 8 low words, there is no high plane.
-    // The branches below are then compiled but never run, and `& 7` keeps their indices inside the array.
+    // The words of the high plane follow the words of the low plane.
+    // Formats with 8 low words have no high plane, so the branches below never run for these formats.
+    // The branches are still compiled, and `& 7` keeps their indices inside the array.
     constexpr int high_word = L::low / 4;
     if (L::high == 4) raw.words[high_word & 7] = load_stream_4(m.high + group * 4);
     if (L::high == 8) {
@@ -135,27 +137,29 @@ template <int F> __device__ __forceinline__ float4 to_floats(uint32_t q) {
         return make_float4(a.x, a.y, b.x, b.y);
     }
     // 2^23 as a float has the bits 0x4b000000, and its last mantissa bit is worth 1.
-    // Replacing its low byte by q therefore gives 2^23 + q.
-    // For signed bytes, flipping the highest bit adds 128, so q is not negative. `offset` includes the 128.
+    // Replacing the low byte of 0x4b000000 with q therefore gives the float 2^23 + q.
+    // For signed bytes, flipping the highest bit adds 128, so q is not negative. `offset` includes this 128.
     constexpr bool is_signed = FormatLayout<F>::low == 32;
     constexpr uint32_t TWO_TO_23_BITS = 0x4b000000u;
     constexpr float TWO_TO_23 = 8388608.0f;
     constexpr float offset = TWO_TO_23 + (is_signed ? 128 : FormatLayout<F>::zero);
     if (is_signed) q ^= 0x80808080u;
-    // The digits of a selector choose the bytes of the result, lowest byte last. Digits 0 to 3 are bytes of q.
-    // Digits 4 and 7 are the lowest and the highest byte of 2^23 (0x00 and 0x4b).
+    // The hex digits of a __byte_perm selector choose the bytes of the result, lowest byte last.
+    // Digits 0 to 3 select bytes of q. Digits 4 and 7 select bytes 0x00 and 0x4b of the float 2^23.
     const auto one = [=](int selector) { return __uint_as_float(__byte_perm(q, TWO_TO_23_BITS, selector)) - offset; };
     return make_float4(one(0x7440), one(0x7441), one(0x7442), one(0x7443));
 }
 
-// The scale and the min of each half of a group. With row scales, the scale is 1, and the caller applies the row scale.
+// The scale and the min of each half of a group.
+// In formats with row scales, `scale` is 1, and the caller applies the row scale.
 struct Scaling {
     float scale[2], min[2];
 };
 template <int F> __device__ __forceinline__ Scaling scaling(const RawGroup& raw) {
     const float2 super = __half22float2(*reinterpret_cast<const __half2*>(&raw.supers));
-    // In K formats, `raw.scales` has two bytes. In Q3_K and Q6_K, they are the signed scales of the two halves.
-    // In Q4_K and Q5_K, they are the scale and the min of the whole group.
+    // In K formats, `raw.scales` has two bytes per group.
+    // In Q3_K and Q6_K, the two bytes are the signed scales of the two halves of the group.
+    // In Q4_K and Q5_K, the two bytes are the scale and the min of the whole group.
     // In Q2_K, each half has one byte, with the scale in the low four bits and the min in the high four bits.
     const int first = raw.scales & 0xff, second = raw.scales >> 8 & 0xff;
     if (FormatLayout<F>::has_row_scale) return {{1.0f, 1.0f}, {0.0f, 0.0f}};
@@ -205,19 +209,19 @@ __device__ __forceinline__ EightValues dequantize8(const QuantizedMatrix& m, int
     const Scaling s = scaling<F>(raw);
     const float scale = L::has_row_scale ? __ldg(reinterpret_cast<const float*>(m.scales) + row) : s.scale[p / 2],
                 min = s.min[p / 2];
-    // Without fma, the product is rounded before the min is subtracted, as in ggml.
+    // Do not use fma: ggml rounds the product before it subtracts the min.
     const auto value = [=](float q) { return __fsub_rn(__fmul_rn(scale, q), min); };
     const auto four = [=](float4 q) { return make_float4(value(q.x), value(q.y), value(q.z), value(q.w)); };
     return {four(to_floats<F>(first)), four(to_floats<F>(second))};
 }
 
 // The input vector in shared memory. Its layout avoids bank conflicts when the lanes of a warp read consecutive groups.
-// If the vector is stored as integers:
+// Layout of an input vector that is stored as integers:
 //   pieces[0][g], pieces[1][g]: the high bytes of columns 0 to 15 and columns 16 to 31 of group g
 //   pieces[2][g], pieces[3][g]: the low bytes of the same columns (integer = 256 · high + low, both signed)
 //   scales[g]: the scale of group g
 //   sums[g]: the sum of the integers in each half of group g
-// If the vector is stored as floats (for FP8 weights), pieces[j][g] is quad j of group g.
+// Layout of an input vector that is stored as floats, for FP8 weights: pieces[j][g] is quad j of group g.
 struct QuantizedInput {
     uint4* pieces;
     float* scales;
@@ -238,9 +242,9 @@ struct QuantizedInput {
         return reinterpret_cast<const float4*>(pieces)[j * stride + group];
     }
 
-    // Stores the vector. quad(i) returns columns 4i to 4i + 3, with zeros past the last column.
-    // With INTEGERS, these columns must be integers of at most MAX_QUANTIZED_INPUT in magnitude.
-    // Such integers are stored exactly, with a scale of 1.
+    // Stores the input vector. quad(i) returns columns 4i to 4i + 3, with zeros past the last column.
+    // With INTEGERS, all values of quad(i) must be integers of at most MAX_QUANTIZED_INPUT in magnitude.
+    // The scale is then 1, and the integers are stored exactly.
     // All threads of the block must call this function and then __syncthreads().
     template <bool INTEGERS, class Quad> __device__ __forceinline__ void fill(Quad quad) const {
         // The number of quads is rounded up to whole warps, because all lanes of a warp take part in the shuffles.
@@ -278,7 +282,7 @@ struct QuantizedInput {
                 low |= (uint32_t)(q[c] & 0xff) << (8 * c);
             }
             uint32_t* words = reinterpret_cast<uint32_t*>(pieces + (j / 4) * stride + group) + j % 4;
-            words[0] = high, words[8 * stride] = low;  // two pieces further, that is, 2 · stride segments of 4 words
+            words[0] = high, words[8 * stride] = low;  // the low bytes are two pieces (8 · stride words) further
             if (j % 4 == 0) reinterpret_cast<int*>(sums + group)[j / 4] = sum;
             if (j == 0) scales[group] = scale;
         }
@@ -290,7 +294,7 @@ __device__ __forceinline__ float dot4(float4 a, float4 b, float sum) {
 }
 __device__ __forceinline__ int word(uint4 v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 
-// Multiplies a group of each of ROWS rows by the same group of the input. Adds the products, with scales, to `sum`.
+// Multiplies a group of each of ROWS rows by the same group of the input. Adds the scaled products to `sum`.
 template <int F, int ROWS>
 __device__ __forceinline__ void multiply_integers(const RawGroup (&raw)[ROWS], const QuantizedInput& x, int group,
                                                   float (&sum)[ROWS]) {
@@ -340,7 +344,7 @@ __device__ __forceinline__ void multiply_group(const RawGroup (&raw)[ROWS], cons
     }
 }
 
-// A format as a compile-time constant. with_format passes the constant for `format` to `then`.
+// A weight format as a compile-time constant. with_format passes the constant for `format` to `then`.
 template <int F> struct FormatConstant {
     static constexpr int value = F;
 };
@@ -371,9 +375,10 @@ struct ContiguousRows {
 
 // Multiplies the rows of a stack by input vectors. A *unit* is ROWS rows, which must have the same format.
 // Each warp processes one unit at a time. The warps of the grid take units in round-robin order.
-// Each lane has DEPTH groups of each row in flight. Near the end of a unit, it loads the first groups of the next unit.
+// Each lane has DEPTH groups of each row in flight.
+// Near the end of a unit, a lane already loads the first groups of the next unit.
 // `locate(u, r, matrix)` sets `matrix` to the index of the matrix that has row r of unit u.
-// The function returns the index of this row in the matrix.
+// `locate` returns the index of row r of unit u in this matrix.
 template <int ROWS, int DEPTH, class Locate, class Layout = ContiguousRows> struct QuantizedStream {
     struct UnitRows {
         int row[ROWS], matrix[ROWS];
@@ -427,7 +432,8 @@ template <int ROWS, int DEPTH, class Locate, class Layout = ContiguousRows> stru
     }
 
     // Adds the dot products of a group to `sum`. The groups of a gathered row come from different rows of the matrix.
-    // The row scales are therefore applied here. For other rows, `multiply` applies the row scale to the whole sum.
+    // For gathered rows, this function therefore applies the row scale of each group.
+    // For contiguous rows, `multiply` applies one row scale to the whole sum.
     template <int F>
     __device__ __forceinline__ void add_group(const RawGroup (&raw)[ROWS], const QuantizedInput& x, int group,
                                               float (&sum)[ROWS]) const {
@@ -447,7 +453,7 @@ template <int ROWS, int DEPTH, class Locate, class Layout = ContiguousRows> stru
     }
 
     // Computes the dot product of `x` and each row of the current unit, and advances to the next unit.
-    // All lanes receive the results.
+    // All lanes receive the dot products.
     __device__ __forceinline__ void multiply(const QuantizedInput& x, float (&sum)[ROWS]) {
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) sum[r] = 0.0f;
@@ -490,12 +496,12 @@ __device__ __forceinline__ float round_to_e4m3(float v) {
     const __nv_fp8_storage_t byte = __nv_cvt_float_to_fp8(v, __NV_SATFINITE, __NV_E4M3);
     return __half2float(__half(__nv_cvt_fp8_to_halfraw(byte, __NV_E4M3)));
 }
-// Rounds a value, already divided by its scale, to an 8-bit integer or to E4M3.
+// Rounds a value to an 8-bit integer or to E4M3. The caller has divided the value by its scale.
 __device__ __forceinline__ float round_scaled(float v, int rounding) {
     return rounds_to_int8(rounding) ? fminf(fmaxf(rintf(v), -128.0f), 127.0f) : round_to_e4m3(v);
 }
 // Returns the scale for quantizing a vector to 8 bits. `largest` is the largest magnitude in the vector.
-// In static modes, this is `static_scale`. In other modes, it maps `largest` to the largest 8-bit value.
+// In static modes, returns `static_scale`. In per-token modes, the scale maps `largest` to the largest 8-bit value.
 __device__ __forceinline__ float rounding_scale(float largest, int rounding, float static_scale) {
     // Integers from -128 to 127 span 255 steps, so a step is 2 · largest / 255.
     const float scale = rounding == ROUNDING_INT8_PER_TOKEN  ? largest / 127.5f

@@ -1,27 +1,27 @@
 // Multiplies quantized matrices by the inputs of a few tokens, as in batched decode steps: y = x·Wᵀ on tensor cores.
 //
-// A warp reads weights directly into registers and converts each of them to T only once for all tokens of a tile.
+// A warp loads weights directly into registers. It converts each weight to T once for all tokens of a tile.
 // Neighboring tiles of tokens read the same weights at about the same time, mostly from the L2 cache.
 //
 // The unit of work is a *step* of one tile of weight rows: ROWS rows times STEP_COLUMNS columns.
 // All steps are divided evenly among the blocks, so a block can start or end inside a tile of rows.
-// If several blocks share a tile, the last block to finish adds their sums, in block order.
+// If several blocks share a tile of rows, the last block to finish adds the sums of all these blocks, in block order.
 // The order of additions depends only on the sizes of the matrices and the number of blocks.
 //
-// MMA fragments: a lane with t = lane % 4 reads group t of a step, that is, columns 32t to 32t + 31 of its weight rows.
-// The MMAs multiply the quads of these groups one after another: MMA j multiplies quad j of all four groups.
-// The order of the columns in an MMA does not matter, because x is read in the same order.
+// In each step, lane l reads group t = l % 4 (columns 32t to 32t + 31 of the step) of its weight rows.
+// MMA j of the step multiplies quad j of all four groups. A quad is four consecutive columns.
+// The order of the columns in an MMA does not matter, because weights and x use the same order.
 #include "headers/arrive.cuh"
 #include "headers/async_copy.cuh"
 #include "headers/tensor_core.cuh"
 #include "quantized/quantized.cuh"
 
 constexpr int STAGES = QUANTIZED_FEW_STAGES, STEP_COLUMNS = QUANTIZED_FEW_COLUMNS, STEP_GROUPS = STEP_COLUMNS / 32;
-// Weight rows per tile: each warp multiplies a *row pair*, that is, two row tiles of an MMA (32 rows).
+// The number of weight rows per tile. Each warp multiplies a *row pair*: two 16-row MMA tiles (32 rows).
 constexpr int ROW_PAIRS = QUANTIZED_FEW_THREADS / 32, ROWS = 32 * ROW_PAIRS;
 
 // Counters of finished blocks, one per tile of tokens and shared tile of rows. They are zero between launches.
-// Each device has its own counters and runs its kernels in order, so two launches never share a counter.
+// Each device has its own counters and runs these kernels in order, so two launches never use a counter at once.
 __device__ uint32_t finished[QUANTIZED_FEW_COUNTERS];
 
 // The sums of a row pair for N tokens, in the layout of mma.sync results.
@@ -33,14 +33,14 @@ template <int N> using Sums = float[2][N / 8][4];
 template <typename T> struct Pair;
 template <> struct Pair<__half> {
     using Type = __half2;
-    static constexpr uint32_t BIAS_BYTES = 0x64646464;  // 0x6400 is 1024
+    static constexpr uint32_t BIAS_BYTES = 0x64646464;  // 0x6400 is 1024 in f16
     static constexpr float BIAS = 1024.0f;
     static constexpr bool IS_BF16 = false;
     static __device__ __forceinline__ Type both(float v) { return __float2half2_rn(v); }
 };
 template <> struct Pair<__nv_bfloat16> {
     using Type = __nv_bfloat162;
-    static constexpr uint32_t BIAS_BYTES = 0x43434343;  // 0x4300 is 128
+    static constexpr uint32_t BIAS_BYTES = 0x43434343;  // 0x4300 is 128 in bf16
     static constexpr float BIAS = 128.0f;
     static constexpr bool IS_BF16 = true;
     static __device__ __forceinline__ Type both(float v) { return __float2bfloat162_rn(v); }
@@ -48,8 +48,8 @@ template <> struct Pair<__nv_bfloat16> {
 
 // The scales and mins of a group.
 // Rounding a scale to bf16 shifts all values of its group in the same direction.
-// In formats without mins, the scale is therefore the sum of two bf16 values: `scale` and `rest`.
-// With mins, a second value would require two more instructions.
+// If T is bf16 and the format has no mins, a scale is therefore stored as the sum of two values: `scale` and `rest`.
+// In formats with mins, `rest` is not used, because it would require more instructions.
 template <typename T, int F> struct GroupScaling {
     using L = FormatLayout<F>;
     using Two = typename Pair<T>::Type;
@@ -69,7 +69,7 @@ template <typename T, int F> struct GroupScaling {
             min[half] = Pair<T>::both(-s.min[half]);
         }
     }
-    // Returns scale · v minus the min of the group (`min` is negated), or scale · v in formats without mins.
+    // Returns scale · v minus the group's min, or scale · v in formats without mins. The field `min` holds -min.
     __device__ __forceinline__ Two apply(Two v, int half) const {
         if constexpr (L::has_mins) return __hfma2(v, scale[half], min[half]);
         if constexpr (has_rest) return __hfma2(v, scale[half], __hmul2(v, rest[half]));
@@ -77,7 +77,7 @@ template <typename T, int F> struct GroupScaling {
     }
 };
 
-// Converts quad j of a group to T: columns 4j and 4j + 1, then columns 4j + 2 and 4j + 3. Applies no row scales.
+// Converts quad j of a group (columns 4j to 4j + 3) to T. Does not apply row scales.
 template <typename T, int F>
 __device__ __forceinline__ uint2 convert_quad(const RawGroup& raw, const GroupScaling<T, F>& s, int j) {
     using L = FormatLayout<F>;
@@ -95,8 +95,9 @@ __device__ __forceinline__ uint2 convert_quad(const RawGroup& raw, const GroupSc
                 s.apply(__hsub2(*reinterpret_cast<const Two*>(&biased), zero), L::has_half_scales ? j / 4 : 0);
             return *reinterpret_cast<const uint32_t*>(&w);
         };
-        // The digits of a selector choose the bytes of the result, lowest byte last.
-        // Digits 0 to 3 are the bytes of q, and 4 is the high byte of BIAS. Each result is two values BIAS + q.
+        // The hex digits of a __byte_perm selector choose the bytes of the result, lowest byte last.
+        // Digits 0 to 3 select the bytes of q, and digit 4 selects the high byte of BIAS.
+        // Each result holds two values BIAS + q.
         return make_uint2(convert(0x4140), convert(0x4342));
     }
 }
@@ -115,7 +116,7 @@ struct Range {
     int matrix, first_tile, first_row, begin, end;
 };
 
-// One block's part of a product with tiles of N tokens.
+// The part of a matrix product that one thread block computes. A tile has N tokens.
 template <typename T, int N> struct Block {
     static constexpr int TOKEN_TILES = N / 8, STAGE_BYTES = N * STEP_COLUMNS * 2;
     const QuantizedStack& weights;
@@ -141,7 +142,7 @@ template <typename T, int N> struct Block {
         }
     }
 
-    // Multiplies the weights of one step by N tokens.
+    // Multiplies the weights of one step by the inputs of N tokens.
     template <int F>
     __device__ __forceinline__ void multiply(Sums<N>& sums, const RawGroup (&raw)[4], const unsigned char* x) const {
         const GroupScaling<T, F> s[4] = {GroupScaling<T, F>(raw[0]), GroupScaling<T, F>(raw[1]),
@@ -170,7 +171,7 @@ template <typename T, int N> struct Block {
         }
     }
 
-    // Multiplies the weights of all steps in a range by N tokens. All the steps belong to the same matrix.
+    // Multiplies the weights of all steps in a range by the inputs of N tokens. All steps belong to the same matrix.
     template <int F> __device__ __forceinline__ void run(const Range& range) const {
         const QuantizedMatrix matrix = weights.matrices[range.matrix];
         const uint32_t stages = shared_address(shared);
@@ -229,7 +230,7 @@ template <typename T, int N> struct Block {
     }
 
     // Finishes steps `first` to `end` - 1, which belong to one tile of rows.
-    // If no other block has steps of this tile, stores the sums in y. Otherwise, stores them in `partials`.
+    // If no other block has steps of this tile, stores the sums in y. Otherwise, stores the sums in `partials`.
     // The last block to finish then adds the sums of all blocks and stores the results in y.
     template <int F> __device__ void finish(const Range& range, int first, int end, Sums<N>& sums) const {
         constexpr int VECTORS = 2 * TOKEN_TILES;
@@ -240,7 +241,7 @@ template <typename T, int N> struct Block {
         if (end - first < steps) {
             const auto block_of = [&](int step) { return (int)(((long long)gridDim.x * (step + 1) - 1) / total); };
             const int first_block = block_of(tile * steps), last_block = block_of(tile * steps + steps - 1);
-            // A block has two slots: slot 1 for the tile that it starts, slot 0 for the tile that it continues.
+            // A block has two slots: slot 1 for the tile that it starts, slot 0 for a tile that another block started.
             const auto slot = [&](int block) {
                 const size_t at = ((size_t)blockIdx.y * gridDim.x + block) * 2 + (block == first_block ? 1 : 0);
                 return reinterpret_cast<float4*>(p.partials) + (at * ROW_PAIRS + row_pair) * VECTORS * 32 + lane;

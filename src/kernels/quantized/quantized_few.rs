@@ -12,7 +12,8 @@ use crate::kernels::constants::{
 use crate::kernels::launch::{Arguments, Launch, LaunchShape, dtype_suffix, module, multiprocessors};
 use crate::kernels::scratch;
 
-/// The most tokens for which this kernel is used by default. With more, dequantizing the weights for cuBLAS is faster.
+/// The maximum number of tokens for which `quantized_few` is the default.
+/// For more tokens, it is faster to dequantize the weights and multiply with cuBLAS.
 const MAX_TOKENS: usize = 128;
 /// The number of weight rows in a tile.
 const ROWS: usize = QUANTIZED_FEW_THREADS;
@@ -25,17 +26,17 @@ fn tile(tokens: usize) -> (usize, usize) {
         ..=8 => (8, 2),
         9..=16 => (16, 2),
         17..=32 => (32, 2),
-        // The sums of 64 tokens take so many registers that a multiprocessor has room for only one block.
+        // The sums of 64 tokens take so many registers that a multiprocessor can run only one thread block at a time.
         _ => (64, 1),
     }
 }
 
-/// Returns whether, for this number of tokens, the kernel is faster than `quantized_matvec` and dequantized weights.
+/// Returns whether `quantized_few` is the fastest way to multiply by this number of tokens.
 pub fn is_fastest(tokens: usize) -> bool {
     (2..=MAX_TOKENS).contains(&tokens)
 }
 
-/// Returns whether the kernel supports this product. The number of tokens does not matter.
+/// Returns whether `quantized_few` supports these matrices and this input dtype, for any number of tokens.
 pub fn is_supported(parts: &[QuantizedMatrix], columns: usize, dtype: DType) -> bool {
     matches!(dtype, DType::F16 | DType::BF16)
         // Copies to shared memory must be aligned to 16 bytes, that is, to 8 columns.
@@ -47,7 +48,7 @@ pub fn is_supported(parts: &[QuantizedMatrix], columns: usize, dtype: DType) -> 
 ///
 /// `x` is contiguous, `[tokens, columns]`, in f16 or bf16. [`is_supported`] must be true.
 /// Values quantized to 8 bits (inputs, and weights with one scale per row) are exact in the dtype of `x`.
-/// Other weights are rounded to this dtype.
+/// Weights in other formats are rounded to the dtype of `x`.
 pub fn matmul_few(device: &CudaDevice, parts: &[QuantizedMatrix], x: &Tensor, order: SumOrder) -> Result<Tensor> {
     let (tokens, columns) = x.dims2()?;
     let (x, scales) = match parts[0].input_rounding {

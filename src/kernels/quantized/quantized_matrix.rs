@@ -4,7 +4,8 @@ use candle_core::{Device, Result, Tensor, bail};
 
 use super::format::{GROUP_COLUMNS, SUPERBLOCK_COLUMNS, WeightFormat};
 
-/// How a matrix product quantizes its input (the activations) to 8 bits. The checkpoint specifies this (W8A8, FP8).
+/// How a matrix product quantizes its input (the activations) to 8 bits.
+/// The checkpoint specifies this rounding, for example in W8A8 or FP8 models.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum InputRounding {
     /// The input is not quantized.
@@ -25,7 +26,8 @@ pub enum InputRounding {
 pub struct QuantizedMatrix {
     pub format: WeightFormat,
     pub(super) columns: usize,
-    /// The low, high, scales and supers planes (see [`super`]), each u8 `[rows, bytes per row]`. `None` if unused.
+    /// The low, high, scales and supers planes (see [`super`]), each u8 `[rows, bytes per row]`.
+    /// `None` for planes that the format lacks.
     pub(super) planes: [Option<Tensor>; 4],
     pub input_rounding: InputRounding,
 }

@@ -1,4 +1,4 @@
-// Operations on quantized matrices. Other kernels are in quantized_few.cu and kernels/decode.
+// Operations on quantized matrices. More kernels for quantized matrices are in quantized_few.cu and kernels/decode.
 // - matrix-vector products, for few tokens
 // - dequantization of weights, and 8-bit quantization of activations, for many tokens
 // - embedding lookup
@@ -11,7 +11,7 @@
 //   grid: (at most one block per multiprocessor, tokens); block: 32 · QUANTIZED_WARPS
 //   shared memory: see `input_bytes` in quantized_ops.rs
 //   bytes moved: the size of W, for each token
-// Each warp multiplies two rows of W at a time. These two rows are one unit of the `QuantizedStream`.
+// Each warp multiplies two rows of W at a time. Two rows are one unit of the `QuantizedStream`.
 template <typename T, typename S>
 __device__ void matvec(const T* x, const QuantizedStack& weights, const uint32_t* ids, S* y, int rows, int columns,
                        int stride, int per_x, RoundingArgs rounding) {

@@ -1,11 +1,11 @@
 //! Operations on quantized matrices: matrix products, dequantization and embedding lookup.
 //!
-//! On a GPU, a product usually runs in the first of these ways that fits:
-//! - as an int8 or FP8 product of cuBLASLt, if weights and activations are both 8-bit: int8 for 2 or more tokens,
-//!   FP8 for more than 32 tokens
+//! On a GPU, a matrix product usually runs in the first way of this list that supports it:
+//! - with cuBLASLt in int8, for 2 or more tokens, if weights and activations are both int8
+//! - with cuBLASLt in FP8, for more than 32 tokens, if weights and activations are both FP8
 //! - with `quantized_few`, for 2 to 128 tokens in f16 or bf16: converts each weight once per tile of tokens
 //! - with `quantized_matvec`, for up to 8 tokens: reads the quantized weights once per token
-//! - with dequantized weights
+//! - with cuBLAS and dequantized weights, in all other cases
 
 #[cfg(feature = "cuda")]
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
@@ -37,15 +37,15 @@ use crate::kernels::sum_order::{SumOrder, each_row};
 use crate::kernels::{elements, to_f32, unsupported};
 
 /// The maximum number of tokens for `quantized_matvec`, which reads the quantized weights once per token.
-/// With more tokens, it is faster to dequantize the weights and use tensor cores.
+/// For more tokens, it is faster to dequantize the weights and use tensor cores.
 ///
 /// A Q4_0 weight has 4.5 bits. Dequantizing to bf16 moves 36.5 bits per weight: 4.5 read, 16 written, 16 read again.
 #[cfg(feature = "cuda")]
 const MATVEC_TOKENS: usize = 8;
 
-/// The approximate number of elements to dequantize at a time.
-/// In bf16, these elements take 32 MiB, which fits in the L2 cache of an A100, H100 or H200 (40 to 50 MB).
-/// On a GPU with a smaller L2 cache, the product reads some of the elements from device memory.
+/// The approximate number of weights to dequantize at a time.
+/// In bf16, this many weights take 32 MiB, which fits in the L2 cache of an A100, H100 or H200 (40 to 50 MB).
+/// On a GPU with a smaller L2 cache, the matrix product reads some dequantized weights from device memory.
 #[cfg(feature = "cuda")]
 const DEQUANTIZED_AT_A_TIME: usize = 16 << 20;
 
@@ -102,7 +102,7 @@ impl QuantizedMatrix {
         }
     }
 
-    /// Looks up the rows `ids` and multiplies them by `scale`. Returns f32 `[tokens, columns]`.
+    /// Looks up the embedding rows `ids` and multiplies each row by `scale`. Returns f32 `[tokens, columns]`.
     ///
     /// `ids` are u32 `[tokens]`. On a GPU, the caller guarantees that every id is a valid row index.
     pub fn embed(&self, ids: &Tensor, scale: f32) -> Result<Tensor> {
@@ -148,7 +148,7 @@ fn dequantize(device: &CudaDevice, matrix: &QuantizedMatrix, dtype: DType) -> Re
     let arguments = Arguments::new().stack(std::slice::from_ref(matrix))?.tensor(&out)?.int(rows).int(columns);
     let shape = LaunchShape::one_thread_each(rows * columns.div_ceil(8));
     let kernel = format!("dequantize_{}", dtype_suffix(dtype)?);
-    // SAFETY: `QuantizedMatrix::new` checked that the planes hold this many rows and columns.
+    // SAFETY: `QuantizedMatrix::new` checked that the planes hold `rows` rows of `columns` columns.
     unsafe { Launch::new(module!("quantized_ops"), kernel, shape, arguments).enqueue(device)? };
     Ok(out)
 }
@@ -198,7 +198,7 @@ pub fn matmul(device: &CudaDevice, parts: &[QuantizedMatrix], x: &Tensor, order:
         _ => {}
     }
     let stride = parts.iter().map(|part| part.dims().0).sum();
-    // SAFETY: the products below write every column of every row.
+    // SAFETY: the products below write every column of every row of `out`.
     let out = unsafe { crate::kernels::scratch::empty((tokens, stride), DType::F32, x.device())? };
     // The parts of a stack usually have the same input rounding, so the input is quantized only once.
     let mut quantized: Option<(InputRounding, QuantizedRows)> = None;
@@ -333,7 +333,7 @@ fn eight_bit_type(device: &CudaDevice, part: &QuantizedMatrix) -> Result<Option<
 /// Rows of int8 or E4M3 values, with one scale per row.
 #[cfg(feature = "cuda")]
 struct QuantizedRows {
-    /// u8 `[tokens, columns]`. Both dimensions are padded as cuBLASLt requires.
+    /// The 8-bit values: u8 `[tokens, columns]`. Both dimensions are padded as cuBLASLt requires.
     values: Tensor,
     /// f32 `[tokens]`: one scale per row, without padding.
     scales: Tensor,
@@ -344,7 +344,8 @@ impl QuantizedRows {
     /// Quantizes the rows of `x`, `[tokens, columns]`.
     fn new(device: &CudaDevice, x: &Tensor, rounding: InputRounding) -> Result<Self> {
         let (tokens, columns) = x.dims2()?;
-        // cuBLASLt requires dimensions that are multiples of 16. The low plane is already padded to groups of 32.
+        // cuBLASLt requires dimensions that are multiples of 16.
+        // The low plane of the weights holds whole groups, so the columns of `x` are padded to a multiple of 32.
         let (padded_columns, padded_tokens) = (columns.next_multiple_of(GROUP_COLUMNS), tokens.next_multiple_of(16));
         // SAFETY: the kernel writes one row per token. Padding rows stay uninitialized.
         // The products of padding rows are not used.

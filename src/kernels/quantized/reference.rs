@@ -178,7 +178,8 @@ impl Scaling {
 /// The largest finite E4M3 value. `F8E4M3::MAX` in float8 0.7 is 416, which is one step too small.
 pub const E4M3_MAX: f32 = 448.0;
 
-/// Quantizes `x`, f32 `[tokens, columns]`, and returns the dequantized values. [`InputRounding::None`] changes nothing.
+/// Quantizes `x`, f32 `[tokens, columns]`, and returns the dequantized values.
+/// With [`InputRounding::None`], returns `x` unchanged.
 pub fn round_input(x: &Tensor, rounding: InputRounding) -> Result<Tensor> {
     if rounding == InputRounding::None {
         return Ok(x.clone());

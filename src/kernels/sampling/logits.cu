@@ -3,7 +3,7 @@
 
 // Adds values such as logit biases to logits: logits[row, token] += value.
 //   logits: f32 [rows, vocab]
-//   edits: u32 [count, 3]: row, token, the bits of the f32 value; each token at most once per row
+//   edits: u32 [count, 3]: row, token, the bits of the f32 value; each token occurs at most once per row
 //   grid: ceil(count / 256); block: 256
 //   bytes moved: 20 · count
 extern "C" __global__ void __launch_bounds__(256)
@@ -13,9 +13,9 @@ extern "C" __global__ void __launch_bounds__(256)
     logits[(size_t)edits[3 * i] * vocab + edits[3 * i + 1]] += __uint_as_float(edits[3 * i + 2]);
 }
 
-// Sets the logit of every token to -inf unless the row's mask allows the token.
+// Sets the logits of all tokens that the row's mask does not allow to -inf.
 //   logits: f32 [rows, vocab]
-//   masked: u32 [count], the rows to change, each at most once
+//   masked: u32 [count], the rows of logits to change; each row occurs at most once
 //   masks: u32 [count, ceil(vocab / 32)]; bit i of word w: whether token 32 · w + i is allowed
 //   grid: ceil(vocab / 256), count; block: 256
 //   bytes moved: at most 4 · vocab · count
@@ -32,11 +32,12 @@ extern "C" __global__ void __launch_bounds__(256)
 __device__ __forceinline__ uint32_t logit_key(float logit) { return sort_key(isnan(logit) ? -INFINITY : logit + 0.0f); }
 
 // Computes the log probabilities of each row's chosen token and of the row's `count` most likely tokens.
-// Of tokens with equal logits, the token with the lower id comes first.
+// If tokens have equal logits, the token with the lower id comes first.
 //   logits: f32 [rows, vocab]; chosen: u32 [rows]
 //   ids: u32 [rows, count]; logprobs: f32 [rows, 1 + count], with the chosen token first
 //   grid: rows; block: SAMPLE_THREADS
-//   bytes moved: 4 · vocab for each read of a row: max(count, 1) + 1 reads; later reads hit L2
+//   bytes moved: 4 · vocab for each read of a row; later reads hit L2
+//     A row is read max(count, 1) + 1 times.
 extern "C" __global__ void __launch_bounds__(SAMPLE_THREADS, 1)
     top_logprobs(const float* logits, const uint32_t* chosen, uint32_t* ids, float* logprobs, int vocab, int count) {
     __shared__ unsigned long long best;
@@ -45,7 +46,7 @@ extern "C" __global__ void __launch_bounds__(SAMPLE_THREADS, 1)
         logprobs += (size_t)blockIdx.x * (1 + count);
     float largest = 0.0f, log_sum = 0.0f;
     // Each round finds the largest (logit, inverted token id) pair that is smaller than the pair of the previous round.
-    // The id is inverted so that the lowest id wins if logits are equal.
+    // The token id is inverted so that the lowest id wins if logits are equal.
     unsigned long long last = ~0ull;
     for (int rank = 0; rank < max(count, 1); ++rank) {
         if (threadIdx.x == 0) best = 0;

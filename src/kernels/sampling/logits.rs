@@ -17,7 +17,7 @@ pub struct LogitEdit {
 
 /// Adds the values of `edits` to `logits`, f32 `[rows, vocab]`, in place. Ignores tokens outside the vocabulary.
 ///
-/// `edits` contains each token at most once per row.
+/// `edits` must contain each token at most once per row.
 pub fn edit_logits(logits: &Tensor, edits: &[LogitEdit]) -> Result<()> {
     let (device, rows, vocab) = check(logits)?;
     if let Some(edit) = edits.iter().find(|edit| edit.row as usize >= rows) {
@@ -39,8 +39,8 @@ pub fn edit_logits(logits: &Tensor, edits: &[LogitEdit]) -> Result<()> {
     unsafe { launch.enqueue(device) }
 }
 
-/// Sets logits to -inf, in place, for all tokens that the mask of their row does not allow.
-/// [`TokenMask::apply`] is the reference.
+/// Sets the logits of all tokens that the row's mask does not allow to -inf, in place.
+/// [`TokenMask::apply`] is the CPU reference of this function.
 ///
 /// `logits` is f32 `[rows, vocab]`. `masks` are (row, mask) pairs, at most one per row.
 pub fn mask_logits(logits: &Tensor, masks: &[(u32, TokenMask)]) -> Result<()> {
@@ -63,7 +63,7 @@ pub fn mask_logits(logits: &Tensor, masks: &[(u32, TokenMask)]) -> Result<()> {
     unsafe { launch.enqueue(device) }
 }
 
-/// The log probabilities of one row.
+/// The log probabilities of the chosen token and the most likely tokens of one row.
 #[derive(Clone, Debug, PartialEq)]
 pub struct RowLogprobs {
     /// The log probability of the chosen token.
@@ -73,10 +73,10 @@ pub struct RowLogprobs {
 }
 
 /// Returns the log probabilities of each row's `chosen` token and of the row's `count` most likely tokens.
-/// Waits for the device.
+/// Waits until the device has computed the log probabilities.
 ///
 /// `logits` is f32 `[rows, vocab]`. NaN logits count as -inf.
-/// Of tokens with equal logits, the token with the lower id comes first.
+/// If tokens have equal logits, the token with the lower id comes first.
 pub fn top_logprobs(logits: &Tensor, chosen: &[u32], count: usize) -> Result<Vec<RowLogprobs>> {
     let (device, rows, vocab) = check(logits)?;
     let count = count.min(vocab);

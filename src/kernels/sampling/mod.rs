@@ -3,7 +3,7 @@
 //! - `sample_rows`: samples a token from each row
 //! - `logits`: edits and masks logits, and computes log probabilities
 //!
-//! The decode graph has a sampling kernel of its own (`decode/sample.cu`), with the same parameters.
+//! The decode graph has its own sampling kernel (`decode/sample.cu`), which takes the same parameters.
 
 #[cfg(feature = "cuda")]
 mod logits;
@@ -30,7 +30,7 @@ pub struct SamplingKernelParams {
     pub presence_penalty: f32,
     pub seed: u64,
     /// The number of random draws that the host sampler made before the first step of the kernel.
-    /// Each random number depends only on the seed and the number of earlier draws.
+    /// Each random number depends only on the seed and the number of earlier random draws.
     pub sampled_before: u32,
 }
 
@@ -50,7 +50,7 @@ impl SamplingKernelParams {
         }
     }
 
-    /// Returns whether any penalty is set. If not, the kernels do not need [`DeviceSampling::seen`].
+    /// Returns whether any penalty is set. Without penalties, the kernels do not need [`DeviceSampling::seen`].
     #[cfg(feature = "cuda")]
     pub(in crate::kernels) fn has_penalties(&self) -> bool {
         self.repetition_penalty != 1.0 || self.frequency_penalty != 0.0 || self.presence_penalty != 0.0
@@ -59,7 +59,7 @@ impl SamplingKernelParams {
     /// Returns the parameters as u32 words, in the order of `SamplingKernelParams` in `sampling.cuh`.
     #[cfg(feature = "cuda")]
     pub(in crate::kernels) fn words(&self) -> [u32; SAMPLE_PARAM_WORDS] {
-        // Do not use `..` here, so that a parameter that is not passed to the kernel causes a compile error.
+        // Without `..`, a new parameter that is not passed to the kernel causes a compile error.
         let &Self {
             temperature,
             top_k,
@@ -86,11 +86,11 @@ impl SamplingKernelParams {
     }
 }
 
-/// The parameters and token counts that the host's sampler hands over to a sampling kernel.
+/// The parameters and token counts that the host sampler passes to a sampling kernel.
 #[derive(Clone, Debug, PartialEq)]
 pub struct DeviceSampling {
     pub params: SamplingKernelParams,
     /// (token, 1 + count) pairs: the tokens that have appeared, and how often each was generated.
-    /// Empty without penalties.
+    /// Empty if no penalty is set.
     pub seen: Vec<(u32, u32)>,
 }

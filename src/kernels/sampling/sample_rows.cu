@@ -1,12 +1,13 @@
 // Samples one token from each row of logits, with temperature, top-k, top-p and min-p.
 // Chooses the same tokens as sample.cu, given the same logits, parameters and numbers of earlier draws.
-// Ignores the penalties in `params`. To apply them, launch apply_penalties or edit_rows (row_edits.cu) first.
+// Ignores the penalties in `params`. To apply penalties, launch apply_penalties or edit_rows (row_edits.cu) first.
 //   logits: f32 [rows, vocab]
 //   params: SamplingKernelParams [rows]; temperature 0 chooses the largest logit
 //   tokens: u32 [rows], the chosen tokens, or NO_TOKEN if every logit of the row is NaN or -inf
 //   mailbox: null, or u32 [rows] in host memory: the chosen tokens + 1, or MAILBOX_NO_TOKEN
 //   grid: rows; block: SAMPLE_THREADS
-//   bytes moved: 4 · vocab per read of a row: 2 reads, 4 more with top-k, 4 more with top-p; later reads hit L2
+//   bytes moved: 4 · vocab per read of a row; later reads hit L2
+//     A row is read twice, 4 more times with top-k, and 4 more times with top-p.
 #include "sampling/sampling.cuh"
 
 // One row of logits and its temperature.
@@ -21,15 +22,15 @@ struct Row {
         const float logit = __ldcg(logits + id);
         return isnan(logit) ? 0 : sort_key(logit + 0.0f);  // -0 becomes +0, so that both zeros have the same key
     }
-    // Returns the probability mass of a token relative to the most likely token, in units of 2^-40.
+    // Returns the probability mass of the token with sort key `key`, in units of 2^-40 of the most likely token's mass.
     __device__ __forceinline__ unsigned long long mass(uint32_t key) const {
         if (key == 0) return 0;
         return key == top ? UNIT : expf((from_sort_key(key) - best) * inverse_temperature) * UNIT;
     }
 };
 
-// Returns the largest sort key k (see sort_key) such that the tokens with keys >= k reach the target.
-// With BY_MASS, the target is a total mass, otherwise a number of tokens. See `threshold` in sample.cu.
+// Returns the largest sort key k (see sort_key) for which the tokens with keys >= k reach the target.
+// If BY_MASS is true, the target is a probability mass, otherwise a number of tokens. See `threshold` in sample.cu.
 template <bool BY_MASS>
 __device__ uint32_t threshold(const Row& row, uint32_t floor, float share, unsigned long long target,
                               unsigned long long* warps) {
@@ -39,14 +40,14 @@ __device__ uint32_t threshold(const Row& row, uint32_t floor, float share, unsig
         const int shift = 24 - 8 * round;
         if (threadIdx.x < SAMPLE_BINS) bins[threadIdx.x] = 0;
         __syncthreads();
-        // All lanes of a warp take part in the votes below, so all threads run the same number of iterations.
+        // All lanes of a warp take part in the warp votes below, so all threads run the same number of iterations.
         for (int base = 0; base < row.vocab; base += SAMPLE_THREADS) {
             const int id = base + threadIdx.x;
             const uint32_t key = id < row.vocab ? row.key(id) : 0;
             const unsigned long long mass = row.mass(key);
             const bool counts = mass > 0 && key >= floor && (round == 0 || key >> (shift + 8) == prefix);
             // The keys of a warp usually fall into few bins.
-            // Sum each bin within the warp first, so that each bin needs only one atomicAdd.
+            // Counts are first summed per bin within the warp, so that each bin needs only one atomicAdd per warp.
             uint32_t left = __ballot_sync(0xffffffffu, counts);
             while (left) {
                 const uint32_t bin = __shfl_sync(0xffffffffu, key >> shift & 255, __ffs(left) - 1);
@@ -81,7 +82,7 @@ extern "C" __global__ void __launch_bounds__(SAMPLE_THREADS, 1)
     if (threadIdx.x == 0) top_key = 0, winner = NO_TOKEN;
     __syncthreads();
 
-    // 1. Find the largest logit. If several tokens have this logit, greedy sampling chooses the lowest token id.
+    // 1. Find the largest logit. If several tokens have the largest logit, greedy sampling chooses the lowest token id.
     uint32_t top = 0, first = NO_TOKEN;
     for (int id = threadIdx.x; id < vocab; id += SAMPLE_THREADS) {
         const uint32_t key = row.key(id);
@@ -110,7 +111,7 @@ extern "C" __global__ void __launch_bounds__(SAMPLE_THREADS, 1)
         return key < floor || mass < min_mass ? 0ull : mass;
     };
 
-    // 3. Draw a random point below the total mass. The winner is the first token whose cumulative mass exceeds it.
+    // 3. Draw a random point below the total mass. The first token whose cumulative mass exceeds the point is chosen.
     // Each warp sums a contiguous range of ids, so that the cumulative mass follows the order of the ids.
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int ids = (vocab + 31) / 32, begin = warp * ids, end = min(begin + ids, vocab);
@@ -128,7 +129,7 @@ extern "C" __global__ void __launch_bounds__(SAMPLE_THREADS, 1)
     const unsigned long long seed = (unsigned long long)params.seed[1] << 32 | params.seed[0];
     const unsigned long long point =
         min((unsigned long long)(uniform(seed, params.sampled_before) * (double)all), all - 1);
-    if (before <= point && point < before + own) {  // true for all lanes of exactly one warp
+    if (before <= point && point < before + own) {  // true in exactly one warp, for all its lanes
         for (int base = begin; base < end; base += 32) {
             const int id = base + lane;
             const unsigned long long mass = id < end ? kept_mass(id) : 0;

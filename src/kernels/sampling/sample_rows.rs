@@ -12,8 +12,8 @@ use crate::kernels::launch::{Arguments, HostWords, Launch, LaunchShape, Mailbox,
 /// Samples a token from each row of `logits`, f32 `[rows, vocab]`, and waits for the tokens.
 /// Applies penalties to `logits` in place.
 ///
-/// `rows` has the sampling parameters of each row, or `None` for greedy sampling without penalties.
-/// The result of a row is `None` if every logit is NaN or -inf.
+/// `rows` has the sampling parameters of each row of logits. `None` means greedy sampling without penalties.
+/// The result of a row is `None` if every logit in the row is NaN or -inf.
 pub fn sample_rows(logits: &Tensor, rows: &[Option<DeviceSampling>]) -> Result<Vec<Option<u32>>> {
     let (device, count, vocab) = check(logits, rows.len())?;
     let mut words = Vec::with_capacity(count * SAMPLE_PARAM_WORDS);
@@ -47,16 +47,16 @@ pub fn sample_rows(logits: &Tensor, rows: &[Option<DeviceSampling>]) -> Result<V
     Ok(tokens.into_iter().map(|token| (token != NO_TOKEN).then_some(token)).collect())
 }
 
-/// Queues sampling from each row of `logits`, f32 `[rows, vocab]`, and does not wait for the tokens.
+/// Queues sampling of a token from each row of `logits`, f32 `[rows, vocab]`. Does not wait for the tokens.
 ///
 /// The kernel writes the tokens to the first elements of `tokens`, which is u32.
-/// The kernel also writes each token + 1, or [`MAILBOX_NO_TOKEN`](super::MAILBOX_NO_TOKEN), to a slot of `mailbox`,
-/// starting at `first_slot`.
+/// The kernel also writes each token + 1, or [`MAILBOX_NO_TOKEN`](super::MAILBOX_NO_TOKEN), to `mailbox`.
+/// The mailbox slots of the tokens start at `first_slot`.
 ///
 /// The kernel reads the parameters from words of `host`, starting at `first_word`.
-/// The caller must leave these words unchanged until the tokens have arrived.
+/// The caller must leave these parameter words unchanged until the tokens have arrived.
 ///
-/// Ignores the penalties in `rows`. [`edit_rows`](crate::kernels::row_edits::edit_rows) must apply them first.
+/// Ignores the penalties in `rows`. [`edit_rows`](crate::kernels::row_edits::edit_rows) must apply the penalties first.
 pub fn queue_rows(
     logits: &Tensor,
     rows: &[SamplingKernelParams],
@@ -82,7 +82,8 @@ pub fn queue_rows(
     unsafe { Launch::new(module!("sample_rows"), "sample_rows", shape, arguments).enqueue(device) }
 }
 
-/// Returns the device and the shape of `logits`, `(rows, vocab)`. Fails unless they are f32 `[rows, vocab]` on a GPU.
+/// Returns the device of `logits` and its shape, `(rows, vocab)`.
+/// Fails unless `logits` is f32 `[rows, vocab]` on a GPU.
 fn check(logits: &Tensor, rows: usize) -> Result<(&CudaDevice, usize, usize)> {
     let (count, vocab) = logits.dims2()?;
     match logits.device() {

@@ -4,7 +4,7 @@
 #include "headers/common.cuh"
 #include "headers/sort_key.cuh"
 
-// The probability mass of the most likely token. Masses are integers, so their sum is exact in any order.
+// The probability mass of the most likely token. Masses are integers, so that their sum is exact in any order.
 constexpr float UNIT = 1099511627776.0f;  // 2^40
 
 struct SamplingKernelParams {
@@ -16,7 +16,7 @@ struct SamplingKernelParams {
 static_assert(sizeof(SamplingKernelParams) == 4 * SAMPLE_PARAM_WORDS,
               "SAMPLE_PARAM_WORDS must match SamplingKernelParams");
 
-// Returns the new logit of a token. `generated` is 0 if only the prompt contains the token.
+// Returns the penalized logit of a token. `generated` is 0 if only the prompt contains the token.
 __device__ __forceinline__ float penalize(float logit, uint32_t generated, float repetition, float frequency,
                                           float presence) {
     logit = logit > 0.0f ? logit / repetition : logit * repetition;
@@ -33,11 +33,12 @@ __device__ __forceinline__ unsigned long long mix(unsigned long long z) {
 // Returns a random number in [0, 1) from a seed and a counter, using SplitMix64.
 __device__ __forceinline__ double uniform(unsigned long long seed, unsigned long long counter) {
     const unsigned long long golden = 0x9E3779B97F4A7C15ull;  // 2^64 divided by the golden ratio
-    // A double has 53 bits of precision. Keeps the highest 53 of the 64 random bits.
+    // A double has 53 bits of precision, so only the highest 53 of the 64 random bits are used.
     return (double)(mix(mix(seed + golden) + (counter + 1) * golden) >> 11) / 9007199254740992.0;  // 2^53
 }
 
-// Returns the inclusive prefix sum of `value` over the threads of the block. `warps` holds one value per warp.
+// Returns the inclusive prefix sum of `value` over the threads of the block.
+// `warps` is scratch space for one value per warp.
 __device__ __forceinline__ unsigned long long inclusive_scan(unsigned long long value, unsigned long long* warps) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     for (int offset = 1; offset < 32; offset *= 2) {
@@ -52,11 +53,11 @@ __device__ __forceinline__ unsigned long long inclusive_scan(unsigned long long 
     return value + before;
 }
 
-// Performs one round of the search in `threshold`: determines eight bits of the key and appends them to `prefix`.
+// Performs one round of the search in `threshold`: determines eight bits of the sort key and appends them to `prefix`.
 // `value` is the mass or the count of bin SAMPLE_BINS - 1 - threadIdx.x, or 0 in threads without a bin.
-// Sums the bins from the highest down and chooses the bin at which the sum reaches `target`.
-// Subtracts the sum of the bins above the chosen bin from `target`.
-// If BY_MASS is true, the first round first sets `target` to the fraction `share` of the total mass.
+// Adds up the bins from the highest down, and chooses the bin at which the sum reaches `target`.
+// Subtracts the sum of all bins above the chosen bin from `target`.
+// If BY_MASS is true, the first round starts by setting `target` to the fraction `share` of the total mass.
 template <bool BY_MASS>
 __device__ __forceinline__ void choose_bin(unsigned long long value, bool is_first_round, float share,
                                            unsigned long long& target, uint32_t& prefix, unsigned long long* warps) {
@@ -69,7 +70,7 @@ __device__ __forceinline__ void choose_bin(unsigned long long value, bool is_fir
         if (threadIdx.x == SAMPLE_BINS - 1) rest = (unsigned long long)((double)share * (double)sum);
         __syncthreads();
         target = rest;
-        __syncthreads();  // before `rest` is overwritten below
+        __syncthreads();  // wait before `rest` is overwritten below
     }
     if (threadIdx.x == 0) chosen = 0, rest = 0;
     __syncthreads();

@@ -7,7 +7,7 @@ use crate::chat::Role;
 use crate::conversation::{Recording, Session};
 use crate::files;
 
-/// Writes the conversation to a new file. Returns a message for the user. Errors are such messages, too.
+/// Writes the conversation to a new file. Returns a message for the user, on success and on failure.
 pub fn run(arguments: &str, session: &Session) -> Result<String, String> {
     if session.messages.is_empty() {
         return Err("nothing to export yet".to_string());
@@ -30,7 +30,7 @@ pub fn run(arguments: &str, session: &Session) -> Result<String, String> {
     let cannot_write = |error| format!("cannot write {path}: {error}");
     let mut file = files::create_private(&target).map_err(cannot_write)?;
     file.write_all(document.as_bytes()).map_err(|error| {
-        // Remove the incomplete file. Otherwise, repeating the command would fail, because files are not replaced.
+        // Remove the incomplete file. Otherwise, a second `/export` would fail, because it does not replace files.
         let _ = std::fs::remove_file(&target);
         cannot_write(error)
     })?;

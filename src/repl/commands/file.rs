@@ -42,7 +42,7 @@ pub fn run(path: &str, session: &mut Session) -> Result<String, String> {
 fn read(path: &str, context: usize) -> Result<String, String> {
     let path = paths::expand_home(path);
     let metadata = std::fs::metadata(&path).map_err(|error| error.to_string())?;
-    // A pipe or a device may never end. `files::open` checks the type again, in case the file has been replaced.
+    // Reject a pipe or a device, which may never end. `files::open` checks again, in case the file was replaced.
     if !metadata.is_file() {
         return Err("not a regular file".to_string());
     }

@@ -24,7 +24,7 @@ pub fn context(session: &Session) -> Result<String> {
     let visible = visible_messages(&session.messages, session.dropped);
     let used = match (session.raw, visible.is_empty()) {
         (true, _) => backend.last_context_used(),
-        // The backend may still count the tokens of an earlier conversation.
+        // After a new conversation starts, the backend may still report the tokens of the earlier conversation.
         (false, true) => Some(0),
         (false, false) => session.count_tokens(&visible)?.or(backend.last_context_used()),
     };

@@ -122,7 +122,7 @@ pub fn names() -> Vec<String> {
     COMMANDS.iter().map(|command| format!("/{}", command.name)).collect()
 }
 
-/// Returns the words that Tab can complete after `command`. Empty if its arguments are not from a fixed list.
+/// Returns the words that Tab can complete after `command`. Empty if the arguments are not from a fixed list.
 pub fn arguments(command: &str) -> Vec<String> {
     let words: Vec<&str> = match command {
         "/set" => conversation::setting_names().collect(),
@@ -133,7 +133,7 @@ pub fn arguments(command: &str) -> Vec<String> {
     words.into_iter().map(str::to_string).collect()
 }
 
-/// Runs `line` if it is a slash command. Returns [`Outcome::NotACommand`] if it is a message.
+/// Runs `line` if it is a slash command. Returns [`Outcome::NotACommand`] if `line` is a message for the model.
 pub fn run(line: &str, session: &mut Session) -> Outcome {
     let line = line.trim();
     let (name, arguments) = line.split_once(char::is_whitespace).unwrap_or((line, ""));
@@ -164,7 +164,7 @@ pub fn run(line: &str, session: &mut Session) -> Outcome {
         "/context" => info::context(session).map_err(message),
         "/model" if arguments.is_empty() => Ok(models(session)),
         "/model" => return Outcome::SwitchModel(arguments.to_string()),
-        // A message can start with a path, such as /etc/hosts. Only a slash and lowercase letters count as a command.
+        // A message can start with a path, such as /etc/hosts. Only a slash and lowercase letters form a command.
         _ if name.len() > 1 && name.starts_with('/') && name[1..].chars().all(|c| c.is_ascii_lowercase()) => {
             Err(unknown_command(&name[1..]))
         }
@@ -248,7 +248,7 @@ fn save(arguments: &str, session: &mut Session) -> Result<String, String> {
         };
     }
     if matches!(session.recording, Recording::FromFirstAnswer) {
-        // Creating the journal may have failed after an earlier answer. Try again, or report the error.
+        // An earlier attempt to create the journal may have failed. Try again, or report the error.
         session.record(Change::Messages).map_err(message)?;
     }
     match &mut session.recording {
@@ -279,7 +279,7 @@ fn load(name: &str, session: &mut Session) -> Result<String, String> {
     Ok(warning.into_iter().chain([summary]).collect::<Vec<_>>().join("\n"))
 }
 
-/// Describes the conversation in one line: the number of questions, and the last one.
+/// Describes the conversation in one line: the number of questions, and the last question.
 pub fn summary(session: &Session) -> String {
     let mut questions = session.messages.iter().filter(|message| message.role == Role::User);
     let (count, last) = (questions.clone().count(), questions.next_back());

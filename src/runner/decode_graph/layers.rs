@@ -27,7 +27,7 @@ enum Slot {
     Queries,
     /// The output of attention.
     Attended,
-    /// The partial results of attention splits. A split covers a part of the cache.
+    /// The partial results of attention splits. Each split covers a part of the KV cache.
     Partials,
     /// The counters of finished attention splits.
     Arrivals,
@@ -39,7 +39,7 @@ enum Slot {
     UnnormalizedOutput,
     /// The logits of a router.
     RouterLogits,
-    /// Zeros: what a rank contributes to the sum after the layers of another rank.
+    /// Zeros, which a rank adds to the sum after a layer that another rank holds.
     Zeros,
 }
 
@@ -51,7 +51,7 @@ pub(super) struct Scratch {
 }
 
 impl Scratch {
-    /// Returns the buffer for this slot, shape and dtype. Allocates the buffer on first use.
+    /// Returns the buffer for a slot, shape and dtype. Allocates the buffer on first use.
     fn tensor(&mut self, slot: Slot, shape: &[usize], dtype: DType, device: &Device) -> Result<Tensor> {
         Ok(match self.tensors.entry((slot, shape.to_vec(), dtype)) {
             Entry::Occupied(entry) => entry.get().clone(),
@@ -125,7 +125,7 @@ pub(super) fn add_attention(
         arrivals: &scratch.tensor(Slot::Arrivals, &[flash.arrivals.max(1)], DType::U32, device)?,
     };
     // The attention kernel may start while the QKV projection is still running.
-    // At first, the kernel reads only the keys and values that earlier steps have written.
+    // Before the projection ends, the kernel reads only keys and values that earlier steps have written.
     let launch = flash.launch(&tensors)?;
     // SAFETY: `FlashAttention::launch` checks the shapes and dtypes.
     // `DecodeGraph` runs a step only if the block table covers its position.
@@ -179,7 +179,7 @@ pub(super) fn add_gated_moe(
     };
     let device = buffers.x.device();
     let logits = scratch.tensor(Slot::RouterLogits, &[config.experts], DType::F32, device)?;
-    // With several ranks, a rank holds only some of the columns.
+    // With several ranks, this rank may hold only some of the columns of `down`.
     let (_, columns) = down.dims();
     let h = scratch.tensor(Slot::Intermediate, &[config.experts_per_token, columns], *dtype, device)?;
     let norm = rms_norm(&layer.mlp_norm);
@@ -202,7 +202,7 @@ pub(super) fn add_clamped_moe(
     };
     let Matrix::Dense(router_weight) = &router.weight else { bail!("the decode graph needs an unquantized router") };
     if scratch.experts.is_none() {
-        // With several ranks, a rank holds only some of the columns.
+        // With several ranks, this rank may hold only some of the columns of `down`.
         let (_, _, columns) = down.dims();
         let (count, chosen) = (config.experts, config.experts_per_token);
         scratch.experts = Some(ExpertBuffers::new(&buffers.x, count, chosen, columns)?);

@@ -4,7 +4,7 @@
 //! The list is captured as a graph.
 //!
 //! Each token costs the host one graph launch. The token stays on the device as the input of the next step.
-//! Meanwhile, the host reads it from a mailbox.
+//! Meanwhile, the host reads the token from a mailbox.
 
 mod layers;
 mod support;
@@ -29,7 +29,7 @@ use crate::nn::mlp::Mlp;
 use layers::{Scratch, add_attention, add_clamped_moe, add_gated_mlp, add_gated_moe, rms_norm};
 use support::unsupported_reason;
 
-/// The number of further steps to queue before the host waits for a token.
+/// The number of later steps to queue before the host waits for the token of a step.
 const AHEAD: usize = 2;
 /// The number of mailbox slots. It must exceed the number of steps that can be queued at once, `1 + AHEAD`.
 const MAILBOX_SLOTS: usize = 64;
@@ -38,7 +38,7 @@ const _: () = assert!(MAILBOX_SLOTS > 1 + AHEAD);
 /// The result of planning the decode graph.
 pub enum DecodePlan {
     Graph(Box<DecodeGraph>),
-    /// Why the graph does not support the decoder.
+    /// The reason why the decode graph does not support the decoder.
     Unsupported(NoDecodeGraph),
 }
 
@@ -47,13 +47,13 @@ pub struct DecodeGraph {
     device: CudaDevice,
     buffers: StepBuffers,
     embedding: Embedding,
-    /// The maximum number of positions in the sequence. The RoPE tables cover all of them.
+    /// The maximum number of positions in the sequence. The RoPE tables cover all positions.
     context: usize,
     mailbox: Arc<Mailbox>,
     sampling_buffers: SamplingBuffers,
-    /// The launches of a step, up to its logits.
+    /// The kernel launches of a step, up to its logits.
     layers: LaunchList,
-    /// Chooses the most likely token. `None` with several ranks, where `sampled` makes greedy choices, too.
+    /// Chooses the most likely token. `None` with several ranks, where `sampled` also makes greedy choices.
     greedy: Option<StepTail>,
     sampled: StepTail,
     sampling: Sampling,
@@ -61,11 +61,11 @@ pub struct DecodeGraph {
     queued: usize,
     /// The number of tokens of the current sequence that were taken from the mailbox.
     taken: usize,
-    /// The number of steps of the current sequence that fit in the context and in its blocks.
+    /// The number of steps of the current sequence for which the context and its blocks have room.
     possible: usize,
     /// The id of the current sequence, and the position at which its decoding started.
     sequence: Option<(u64, usize)>,
-    /// The block table of each group of layers, u32 `[1, blocks]`.
+    /// The block table of each group of layers on the device, u32 `[1, blocks]`.
     tables: Vec<Tensor>,
     /// The number of entries of each block table on the device.
     blocks: Vec<usize>,
@@ -174,7 +174,7 @@ impl DecodeGraph {
                 self.context
             );
         }
-        // If a call below fails, the graph must not continue the previous sequence.
+        // Stop first. If a call below fails, the graph must not continue the previous sequence.
         self.stop();
         self.set_sampling(sampling)?;
         let id = Tensor::new(&[token], self.buffers.x.device())?;
@@ -185,7 +185,7 @@ impl DecodeGraph {
     }
 
     /// Makes `sequence` the current sequence: sets the step counts and copies the block tables to the device.
-    /// `queued` is the number of its steps that the caller has already queued.
+    /// `queued` is the number of the sequence's steps that the caller has already queued.
     fn begin(&mut self, sequence: u64, position: usize, queued: usize, tables: &BlockTables) -> Result<()> {
         (self.queued, self.taken) = (queued, 0);
         self.sequence = Some((sequence, position));
@@ -203,7 +203,7 @@ impl DecodeGraph {
         self.sequence = None;
     }
 
-    /// Copies block tables that have grown to the device. Later steps can use the positions in the new blocks.
+    /// Copies block tables that have grown to the device, so that later steps can use positions in the new blocks.
     pub fn set_tables(&mut self, tables: &BlockTables) -> Result<()> {
         let Some((_, start)) = self.sequence else { bail!("no sequence was started") };
         for ((device, blocks), table) in self.tables.iter().zip(&mut self.blocks).zip(tables.iter()) {
@@ -222,7 +222,7 @@ impl DecodeGraph {
     }
 
     /// Starts decoding after `tokens` cached tokens.
-    /// Chooses the first new token from the logits of the last cached token: `logits`, f32 `[1, vocab]`.
+    /// Chooses the first new token from `logits`, f32 `[1, vocab]`, the logits of the last cached token.
     pub fn start_from(
         &mut self,
         sequence: u64,
@@ -245,8 +245,8 @@ impl DecodeGraph {
         copy_rows(&self.buffers.logits, &logits, 0)?;
         let state = Tensor::new(&[tokens as u32 - 1, 0, 0, 0], logits.device())?;
         copy_rows(&self.buffers.state, &state, 0)?;
-        // The argmax kernel reads maxima from the head kernel, which has not run for these logits.
-        // The sampling kernel reads only the logits, so it makes the first choice even if sampling is greedy.
+        // The argmax kernel needs maxima from the head kernel, which has not run for these logits.
+        // The sampling kernel needs only the logits, so it makes the first choice even if sampling is greedy.
         if self.sampling == Sampling::Greedy {
             self.sampling_buffers.set(DeviceSampling { params: SamplingKernelParams::greedy(), seen: Vec::new() })?;
         }
@@ -254,7 +254,7 @@ impl DecodeGraph {
         self.begin(sequence, tokens - 1, 1, tables)
     }
 
-    /// Waits for all queued steps, then sets how later steps choose their tokens.
+    /// Waits for all queued steps, then sets how later steps choose tokens.
     fn set_sampling(&mut self, sampling: Option<DeviceSampling>) -> Result<()> {
         self.drain()?;
         self.sampling = match sampling {
@@ -282,8 +282,8 @@ impl DecodeGraph {
 
     /// Waits for the next token. First queues its step and up to `AHEAD` later steps.
     ///
-    /// `limit` is the maximum number of tokens still to generate, including this one.
-    /// Steps after the last of these tokens are never queued, nor are steps beyond the context or the last block.
+    /// `limit` is the maximum number of tokens still to generate, including the next token.
+    /// Never queues steps after the last of these tokens, beyond the context, or beyond the last block.
     pub fn next(&mut self, limit: usize) -> Result<u32> {
         let limit = self.steps_left(limit)?;
         while self.queued - self.taken < limit.min(1 + AHEAD) {
@@ -324,7 +324,7 @@ impl DecodeGraph {
         }
     }
 
-    /// Returns the number of queued steps whose tokens have not been taken. These steps may still write to the cache.
+    /// Returns the number of queued steps whose tokens have not been taken. Such steps may still write to the KV cache.
     pub fn queued_steps(&self) -> usize {
         self.queued - self.taken
     }
@@ -345,7 +345,7 @@ impl DecodeGraph {
         Ok(word)
     }
 
-    /// Returns the buffer for the logits of a step, f32 `[vocab]`. Each step overwrites it.
+    /// Returns the buffer for the logits of a step, f32 `[vocab]`. Each step overwrites the buffer.
     pub fn logits(&self) -> &Tensor {
         &self.buffers.logits
     }
@@ -380,7 +380,7 @@ impl DecodeGraph {
         Ok(times)
     }
 
-    /// Runs one step as individual launches instead of the graph, for comparison. Returns its token.
+    /// Runs one step as individual kernel launches, to compare it with the graph. Returns the step's token.
     pub fn next_ungraphed(&mut self) -> Result<u32> {
         self.count_step()?;
         self.layers.enqueue()?;
@@ -391,7 +391,7 @@ impl DecodeGraph {
 
 /// The end of a step: chooses the token, either greedily or by sampling.
 struct StepTail {
-    /// The launches after the logits.
+    /// The kernel launches that follow the logits.
     launches: LaunchList,
     /// The graph of the whole step: `DecodeGraph::layers`, then `launches`.
     graph: LaunchGraph,
@@ -410,8 +410,8 @@ const _: fn() = || {
 
 impl Drop for DecodeGraph {
     fn drop(&mut self) {
-        // Queued steps write to the buffers that are about to be freed, so wait for them.
-        // `drop` cannot return an error.
+        // Queued steps write to buffers that are freed next, so wait for these steps.
+        // Ignore the result, because `drop` cannot return an error.
         let _ = self.device.cuda_stream().synchronize();
     }
 }

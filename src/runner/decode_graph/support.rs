@@ -37,7 +37,7 @@ pub(super) fn unsupported_reason(decoder: &Decoder, device: &CudaDevice) -> Resu
     Ok(None)
 }
 
-/// Returns whether this rank holds no part of the output head, or of the attention or MLP of one of its layers.
+/// Returns whether this rank holds no part of the output head, or no part of some layer's attention or MLP.
 fn holds_nothing(decoder: &Decoder) -> bool {
     let is_empty = |mlp: &Mlp| match mlp {
         Mlp::Gated(mlp) => mlp.down_proj.weight.dims().1 == 0,
@@ -81,11 +81,11 @@ fn unsupported_layer(layer: &DecoderLayer, device: &CudaDevice) -> Result<Option
     Ok(None)
 }
 
-/// A weight matrix, and the number of input vectors that one decode step multiplies by it.
+/// A weight matrix, and the number of input vectors that the matrix multiplies in one decode step.
 type Product = (Matrix, usize);
 
 /// Returns why the decode graph cannot run this MLP, or `None` if it can.
-/// The caller checks whether the matrices have decode kernels.
+/// The caller checks whether decode kernels support the MLP's matrices.
 fn unsupported_mlp(mlp: &Mlp) -> Result<Option<NoDecodeGraph>> {
     Ok(match mlp {
         Mlp::Gated(mlp) => {

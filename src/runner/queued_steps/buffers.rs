@@ -1,5 +1,5 @@
 //! The buffers through which queued steps get their inputs and return their tokens.
-//! The tokens of a step also stay on the device, where the next step reads its input.
+//! The tokens of a step also stay on the device, where the next step reads them as input.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -17,11 +17,12 @@ use crate::runner::choose_token::NoToken;
 use crate::runner::limits::MAX_SEQUENCES;
 use crate::runner::step_sequence::{Chosen, ChosenToken, StepSequence};
 
-/// The maximum number of steps whose tokens the host has not taken: one that runs, and one that waits for it.
+/// The maximum number of steps whose tokens the host has not taken: a running step and a waiting step.
 const DEPTH: usize = 2;
 
-/// The number of steps that have their own words in host memory. A step reads its words until it ends.
-/// Step n is queued only after step n - `DEPTH` has ended, so `DEPTH` slots would be enough. The others are a margin.
+/// The number of steps that have their own words in host memory. A step reads its words until the step ends.
+/// Step n is queued only after step n - `DEPTH` has ended, so `DEPTH` slots are enough.
+/// The additional slots are a safety margin.
 const SLOTS: usize = 2 * DEPTH;
 
 /// The number of u32 words in host memory for the inputs of a step.
@@ -42,7 +43,7 @@ pub struct QueuedStepBuffers {
     tokens: Tensor,
     /// `MAX_SEQUENCES` mailbox slots for each of `DEPTH` steps.
     mailbox: Arc<Mailbox>,
-    /// `SLOT_WORDS` words for each of `SLOTS` steps.
+    /// `SLOT_WORDS` words in host memory for each of `SLOTS` steps.
     host: Arc<HostWords>,
     /// The number of steps queued so far, which is the index of the next step.
     steps: usize,
@@ -61,7 +62,7 @@ impl QueuedStepBuffers {
         })
     }
 
-    /// Returns the index in `tokens` of a sequence's input token, or `None` if the host knows this token.
+    /// Returns the index in `tokens` of a sequence's input token, or `None` if the host knows the input token.
     pub fn source(&self, sequence: &StepSequence) -> Result<Option<u32>> {
         self.token_index(sequence.id, sequence.awaits_input)
     }
@@ -75,7 +76,7 @@ impl QueuedStepBuffers {
         }
     }
 
-    /// Copies the inputs of the next step to `target`, u32. The caller queues the step right after that.
+    /// Copies the inputs of the next step to `target`, u32. The caller then queues the step at once.
     pub fn write_inputs(&mut self, inputs: &StepInputs, target: &Tensor) -> Result<()> {
         let start = self.steps % SLOTS * SLOT_WORDS;
         Ok(inputs.write(target, &self.tokens, &self.host, start..start + INPUT_WORDS)?)
@@ -87,7 +88,7 @@ impl QueuedStepBuffers {
         self.rows.clear();
     }
 
-    /// Queues edits of `logits`, f32 `[rows, vocab]`, in place, then sampling of a token from each row.
+    /// Queues in-place edits of `logits`, f32 `[rows, vocab]`, and then the sampling of a token from each row.
     /// Row i belongs to entry i of `samplings`. Returns the index of the step.
     pub fn choose(&mut self, samplings: &[RowSampling], logits: &Tensor) -> Result<usize> {
         let params: Vec<_> = samplings.iter().map(|row| row.params).collect();
@@ -108,7 +109,7 @@ impl QueuedStepBuffers {
     }
 
     /// Waits for the tokens of step `index`, one for each sequence that needs a token.
-    /// Calls `record` with the index of each of these sequences and its token.
+    /// Calls `record` with the index and the token of each such sequence.
     pub fn wait(&self, index: usize, needs_token: &[bool], record: &mut dyn FnMut(usize, u32)) -> Result<Vec<Chosen>> {
         let mut slot = index % DEPTH * MAX_SEQUENCES;
         let mut chosen = Vec::with_capacity(needs_token.len());

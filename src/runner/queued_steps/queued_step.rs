@@ -12,9 +12,9 @@ pub struct QueuedStep {
     pub(in crate::runner) tokens: QueuedTokens,
 }
 
-/// Where the tokens of a queued step are.
+/// Where the host gets the tokens of a queued step.
 pub(in crate::runner) enum QueuedTokens {
-    /// The step has already run, on a CPU.
+    /// The tokens of a step that has already run on a CPU.
     Known(Vec<Chosen>),
     /// The device will send a token for each sequence that needs one. `index` is the number of the step.
     Sent { index: usize, needs_token: Vec<bool> },

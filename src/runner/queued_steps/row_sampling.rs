@@ -10,14 +10,14 @@ pub struct RowSampling {
     pub id: u64,
     /// The index of the sequence in the step.
     pub index: usize,
-    /// Whether the sequence has a token in flight: the previous step chooses it, and the sampler does not know it yet.
+    /// Whether the previous step chooses a token of the sequence that the sampler does not know yet.
     pub awaits_input: bool,
     pub params: SamplingKernelParams,
     pub edits: RowEdits,
 }
 
 impl RowSampling {
-    /// Returns an entry for each sequence that has a sampler, in order.
+    /// Returns an entry for each sequence that has a sampler, in the order of `sequences`.
     pub fn of_sequences(sequences: &[StepSequence]) -> Vec<Self> {
         let sampling = |(index, sequence): (usize, &StepSequence)| {
             let &StepSequence { id, awaits_input, ref sampler, .. } = sequence;

@@ -29,7 +29,7 @@ pub enum RankCommand {
     Score(Arc<OwnedBatch>, Arc<[Range<usize>]>),
     /// Runs a decode step as a batch graph.
     Batch(Arc<OwnedStep>),
-    /// Queues a step whose tokens stay on the GPU. The route says what runs the step.
+    /// Queues a step whose tokens stay on the GPU. The route decides what runs the step.
     Queue(Route, Arc<OwnedStep>, Arc<[RowSampling]>),
     /// Runs a command on the decode graph.
     Graph(GraphCommand),
@@ -39,11 +39,11 @@ pub enum RankCommand {
     Cache(CacheCall),
     /// Does nothing. The first rank sends pings to learn whether the follower still answers.
     Ping,
-    /// Lets the rank fail. For tests.
+    /// Makes the rank fail, for tests.
     Fail(RankFault),
 }
 
-/// The KV cache of a rank, with the number of the rank.
+/// The KV cache of a rank, with the rank's number.
 pub struct RankCache<'c> {
     pub rank: usize,
     pub cache: &'c KvCache,
@@ -57,7 +57,7 @@ pub type CacheCall = Arc<dyn Fn(RankCache) + Send + Sync>;
 pub enum GraphCommand {
     /// See [`DecodeGraph::start`].
     Start { sequence: u64, position: usize, token: u32, sampling: Option<DeviceSampling>, tables: BlockTables },
-    /// See [`DecodeGraph::start_from`]. Starts from the logits of the rank's last pass.
+    /// See [`DecodeGraph::start_from`]. The graph starts from the logits of the rank's last pass.
     StartFrom { sequence: u64, tokens: usize, sampling: Option<DeviceSampling>, tables: BlockTables },
     /// See [`DecodeGraph::set_tables`].
     SetTables(BlockTables),
@@ -66,8 +66,8 @@ pub enum GraphCommand {
 }
 
 impl GraphCommand {
-    /// Runs the command on the graph of a rank. `logits`, f32 `[1, vocab]`, come from the rank's last pass.
-    /// Returns the token of `Next`, and `None` for other commands.
+    /// Runs the command on the decode graph of a rank. `logits`, f32 `[1, vocab]`, come from the rank's last pass.
+    /// Returns the token of a `Next` command, or `None` for other commands.
     pub fn run(&self, graph: &mut DecodeGraph, logits: Option<&Tensor>) -> Result<Option<u32>> {
         match self {
             Self::Start { sequence, position, token, sampling, tables } => {
@@ -138,7 +138,7 @@ impl OwnedSpan {
 /// The sequences of a step, with their data, for the threads of followers.
 pub struct OwnedStep(Vec<OwnedSequence>);
 
-/// A [`StepSequence`] that owns its data. It has no sampler, because followers choose no tokens on the host.
+/// A [`StepSequence`] that owns its data. There is no sampler, because followers choose no tokens on the host.
 struct OwnedSequence {
     id: u64,
     ids: Vec<u32>,

@@ -17,7 +17,7 @@ pub enum RankFault {
 }
 
 impl RankFault {
-    /// Returns an error, panics, or never returns.
+    /// Makes the calling rank fail: returns an error, panics, or never returns.
     pub fn strike(self) -> Result<()> {
         match self {
             RankFault::Error => bail!("injected fault of a rank"),

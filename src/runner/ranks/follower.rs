@@ -19,7 +19,7 @@ use crate::runner::limits::{RunnerLimits, RunnerOptions};
 use crate::runner::step_launcher::StepLauncher;
 use crate::text::error_message;
 
-/// Runs the commands of the first rank until the first rank stops, a command fails, or another rank fails.
+/// Runs the commands of the first rank until the first rank stops, a command fails, or any rank fails.
 pub fn follow(
     world: &World,
     parts: RankParts,
@@ -27,7 +27,7 @@ pub fn follow(
     limits: RunnerLimits,
     options: RunnerOptions,
 ) {
-    // This thread must free the memory of its device, so the closure owns the parts.
+    // The closure owns the parts, because the thread of a follower must free the memory of its device.
     let run = move || -> Result<()> {
         let mut follower = Follower::new(world.clone(), parts, limits, options)?;
         loop {
@@ -39,7 +39,7 @@ pub fn follow(
                 Err(RecvTimeoutError::Timeout) => {}
                 Err(RecvTimeoutError::Disconnected) => return Ok(()),
             }
-            // If the first rank hangs, only the followers can notice that.
+            // Check for failures here, because only the followers can notice that the first rank hangs.
             world.check()?;
         }
     };
@@ -53,12 +53,12 @@ pub fn follow(
 /// How often an idle follower checks whether another rank has failed.
 const CHECK_TIME: Duration = Duration::from_secs(1);
 
-/// The reason of a failure if the thread of a rank has panicked. See [`failure`].
+/// The reason of the failure if the thread of a rank has panicked. See [`failure`].
 pub const PANIC: &str = "its thread panicked";
 
 /// The state of a follower's thread.
 struct Follower {
-    /// Declared first, because the graphs must be dropped before the decoder and the cache, whose memory they use.
+    /// Declared first: graphs must be dropped before the decoder and the cache, whose memory they use.
     decode: Decode,
     launcher: Option<StepLauncher>,
     decoder: Decoder,
@@ -108,29 +108,29 @@ impl Follower {
                     bail!("internal error: a rank has no decode graph")
                 };
                 match command.run(graph, self.logits.as_ref()) {
-                    // The first rank fails at the same step with the same error, and reports it to the client.
+                    // Ignore `NoToken`: the first rank gets the same error, and reports it to the client.
                     Err(error) if error.is::<NoToken>() => {}
                     result => drop(result?),
                 }
             }
             RankCommand::CopyBlock { from, to } => self.cache.copy_block(*from, *to)?,
             RankCommand::Cache(call) => call(RankCache { rank: self.world.rank(), cache: &self.cache }),
-            // A ping only has to cause progress, which the caller records after each command.
+            // A ping needs no action. The caller records progress after every command.
             RankCommand::Ping => {}
             RankCommand::Fail(fault) => fault.strike()?,
         }
         Ok(())
     }
 
-    /// Keeps the logits of a pass, so that the decode graph can start from them.
-    /// Logits of several rows can be large, so they are dropped.
+    /// Keeps the logits of a pass if they have one row, so that the decode graph can start from them.
+    /// Drops logits with several rows, because they can be large.
     fn keep(&mut self, logits: Tensor) -> Result<()> {
         self.logits = (logits.dim(0)? == 1).then_some(logits);
         Ok(())
     }
 }
 
-/// Returns the error message for all ranks if the rank of `world` has failed because of `reason`.
+/// Returns the error message that all ranks get if the rank of `world` fails because of `reason`.
 pub fn failure(world: &World, reason: &str) -> String {
     format!("GPU {} of {} failed: {reason}; the others were stopped", world.rank() + 1, world.size())
 }

@@ -1,4 +1,4 @@
-//! The ranks that run a model, as the first rank sees them.
+//! The group of ranks that run a model, controlled by the first rank.
 //!
 //! The runner is the first rank. Every other rank is a follower: a thread with its part of the weights and KV cache.
 //! Followers run the same passes as the runner, at the same time.
@@ -35,7 +35,7 @@ use crate::runner::scored_pass::forward_scored;
 use crate::runner::step_sequence::StepSequence;
 use crate::text::error_message;
 
-/// How long to wait for the threads of followers to end after a failure. A rank that hangs may never end.
+/// How long to wait for follower threads to end after a failure. The thread of a rank that hangs may never end.
 const END_TIME: Duration = Duration::from_secs(1);
 
 /// How long to wait for a call with the KV caches of all ranks, such as saving a prefix.
@@ -50,14 +50,14 @@ pub struct RankGroup {
     world: World,
     /// For each follower, the channel for its commands, and its thread.
     threads: Vec<(Sender<RankCommand>, JoinHandle<()>)>,
-    /// The fault that a test has injected into the next pass of the first rank.
+    /// The fault that a test has injected for the next pass of the first rank.
     fault: Cell<Option<RankFault>>,
-    /// For each follower, the last progress that [`RankGroup::ping`] saw, and when it first saw this progress.
+    /// For each follower, the last progress that [`RankGroup::ping`] saw, and when `ping` first saw this progress.
     answers: RefCell<Vec<(u64, Instant)>>,
 }
 
 impl RankGroup {
-    /// Starts a thread for each rank in `others`, which are all ranks except the first.
+    /// Starts a thread for each rank in `others`, which holds all ranks except the first.
     pub fn start(
         world: World,
         others: Vec<(World, RankParts)>,
@@ -89,26 +89,26 @@ impl RankGroup {
         self.world.end_reason().is_some()
     }
 
-    /// Returns whether CUDA graphs can contain the exchange of data between ranks.
-    /// CUDA graphs cannot contain copies by the host.
+    /// Returns whether the exchange of data between ranks can be part of a CUDA graph.
+    /// Copies by the host cannot be part of a CUDA graph.
     pub fn supports_graphs(&self) -> bool {
         self.is_single() || self.world.exchange().is_some()
     }
 
-    /// Returns an error if a rank has failed. Call this after the host has received the results of a step.
+    /// Returns an error if a rank has failed. Call this function after the host has received the results of a step.
     /// The results are wrong if a rank has failed during the step.
     pub fn check(&self) -> Result<()> {
         let checked = self.world.check();
-        // Return only the reason. With RUST_BACKTRACE, the error of `check` also contains a backtrace.
+        // Return only the reason, because the error of `check` also contains a backtrace if RUST_BACKTRACE is set.
         match self.world.end_reason() {
             Some(reason) => Err(Error::GpuFailed(reason).into()),
             None => Ok(checked?),
         }
     }
 
-    /// Checks that all followers still answer. Ends the world if one has not answered for [`ANSWER_TIME`].
+    /// Checks that all followers still answer. Ends the world if a follower has not answered for [`ANSWER_TIME`].
     ///
-    /// While the engine waits for requests, it calls this function once a second.
+    /// The engine calls this function once a second while it waits for requests.
     /// `is_first` is true for the first call of each wait.
     pub fn ping(&self, is_first: bool) {
         let mut answers = self.answers.borrow_mut();
@@ -122,12 +122,13 @@ impl RankGroup {
             } else if since.elapsed() > ANSWER_TIME {
                 self.world.end_without_answer(index + 1);
             }
-            // The send fails only if the follower has ended. It has then already ended the world.
+            // The send fails only if the follower has ended. An ended follower has already ended the world.
             let _ = sender.send(RankCommand::Ping);
         }
     }
 
-    /// Lets a rank fail: the first rank in its next pass, any other rank after the commands it has received.
+    /// Makes a rank fail. The first rank fails in its next pass.
+    /// Any other rank fails after the commands that it has already received.
     pub fn inject(&self, rank: usize, fault: RankFault) {
         match rank.checked_sub(1).and_then(|index| self.threads.get(index)) {
             Some((sender, _)) => _ = sender.send(RankCommand::Fail(fault)),
@@ -135,8 +136,8 @@ impl RankGroup {
         }
     }
 
-    /// Calls a function with the KV cache of every rank, between two passes. `cache` belongs to the first rank.
-    /// Returns the results in rank order. Fails if a call returns an error, but does not end the world.
+    /// Calls a function with the KV cache of every rank, between two passes. `cache` is the first rank's KV cache.
+    /// Returns the results in rank order. An error from a call is returned, but does not end the world.
     pub fn with_caches<T: Send + 'static>(
         &self,
         cache: &KvCache,
@@ -159,7 +160,7 @@ impl RankGroup {
             match receiver.recv_timeout(POLL) {
                 Ok((rank, result)) => all[rank] = Some(result),
                 Err(RecvTimeoutError::Timeout) if started.elapsed() <= CACHE_CALL_TIME => {}
-                // The time is over, or all followers have dropped the call. No answer will come.
+                // The wait timed out, or all followers have dropped the call. No answer will come.
                 Err(_) => self.world.end_without_answer(missing),
             }
             self.check()?;
@@ -170,12 +171,12 @@ impl RankGroup {
     /// Runs a batch on `decoder`, the first rank's part of the model, and on all followers. Returns the logits.
     ///
     /// If a rank fails, this pass and all later passes fail with the error of this rank.
-    /// The keys and values of the ranks may then no longer match.
+    /// After a failure, the keys and values of the ranks may no longer match.
     pub fn forward(&self, decoder: &Decoder, batch: &StepBatch, cache: &KvCache) -> Result<Tensor> {
         if self.is_single() {
             return decoder.forward(batch, cache);
         }
-        // A pass that fails on the ranks makes all later passes fail. Reject an invalid batch before the ranks start.
+        // Reject an invalid batch before the ranks start. If a pass fails on the ranks, all later passes fail.
         decoder.validate(batch)?;
         let logits = self.together(RankCommand::Forward(Arc::new(batch.into())), || decoder.forward(batch, cache))?;
         logits.device().synchronize()?;
@@ -183,7 +184,7 @@ impl RankGroup {
         Ok(logits)
     }
 
-    /// Like [`forward`](Self::forward), but runs the batch with [`forward_scored`].
+    /// Runs a batch like [`forward`](Self::forward), but with [`forward_scored`].
     pub fn forward_scored(
         &self,
         decoder: &Decoder,
@@ -208,7 +209,7 @@ impl RankGroup {
         self.is_single() || self.world.exchange().is_some_and(|exchange| exchange.can_queue())
     }
 
-    /// Queues a step on all followers, while `run` queues it on the first rank.
+    /// Queues a step on all followers, while `run` queues the step on the first rank.
     pub fn queue<T>(
         &self,
         route: Route,
@@ -222,7 +223,7 @@ impl RankGroup {
         self.together(RankCommand::Queue(route, Arc::new(OwnedStep::new(sequences)), samplings.into()), run)
     }
 
-    /// Runs a decode step as a batch graph on all followers, while `run` runs it on the first rank.
+    /// Runs a decode step as a batch graph on all followers, while `run` runs the step on the first rank.
     pub fn run_batch<T>(
         &self,
         device: &Device,
@@ -230,8 +231,8 @@ impl RankGroup {
         run: impl FnOnce() -> Result<T>,
     ) -> Result<T> {
         let result = self.together(RankCommand::Batch(Arc::new(OwnedStep::new(sequences))), run)?;
-        // If ranks share a GPU, wait for the step. A later copy to the host would wait, too.
-        // But this wait would keep the other ranks from launching kernels.
+        // If ranks share a GPU, wait for the step now.
+        // A later copy to the host would also wait, but would keep the other ranks from launching kernels.
         if self.world.exchange().is_some_and(|exchange| !exchange.can_queue()) {
             device.synchronize()?;
         }
@@ -249,7 +250,7 @@ impl RankGroup {
         if self.is_single() {
             return command.run(graph, logits);
         }
-        // Fail here if no step is left. If the followers failed, the world would end.
+        // Fail here if no step is left. A failure on the followers would end the world.
         if let GraphCommand::Next { limit } = command {
             graph.steps_left(limit)?;
         }
@@ -257,11 +258,11 @@ impl RankGroup {
         self.send(&RankCommand::Graph(command.clone()))?;
         let token = self.guarded(|| command.run(graph, logits));
         match &token {
-            // `NoToken` must end only the request, and all ranks return it at the same step.
+            // `NoToken` must end only the request. All ranks return this error at the same step.
             Err(error) if !error.is::<NoToken>() => self.fail(error),
             _ => {}
         }
-        // If a rank has failed during the step, the token is wrong.
+        // Check for failed ranks, because a rank that fails during the step makes the token wrong.
         self.check()?;
         token
     }
@@ -272,7 +273,7 @@ impl RankGroup {
         token.context("internal error: the decode graph returned no token")
     }
 
-    /// Sends a command to all followers and calls `run` on the first rank. The world ends if `run` fails.
+    /// Sends a command to all followers and calls `run` on the first rank. If `run` fails, the world ends.
     fn together<T>(&self, command: RankCommand, run: impl FnOnce() -> Result<T>) -> Result<T> {
         self.check()?;
         self.send(&command)?;
@@ -324,7 +325,7 @@ impl Drop for RankGroup {
             while has_failed && !thread.is_finished() && started.elapsed() < END_TIME {
                 thread::sleep(POLL);
             }
-            // After a failure, a thread that hangs is left behind. It ends with the process.
+            // Do not join a thread that hangs after a failure. Such a thread ends with the process.
             if !has_failed || thread.is_finished() {
                 // The thread has already reported its error, if any, to the first rank.
                 let _ = thread.join();

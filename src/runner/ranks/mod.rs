@@ -1,8 +1,8 @@
 //! The ranks of a model that one or more devices run together.
 //!
-//! - `group`: the side of the first rank, which sends commands to the followers and reports their failures
+//! - `group`: the first rank, which sends commands to the followers and reports their failures
 //! - `follower`: the thread of a follower, which is a rank other than the first
-//! - `command`: the commands that the first rank sends
+//! - `command`: the commands that the first rank sends to the followers
 //! - `fault`: faults that tests inject into a rank
 //! - `parts`: the decoder and the KV cache of one rank
 

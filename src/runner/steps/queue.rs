@@ -1,7 +1,8 @@
 //! Steps that are queued before the host knows the tokens of the previous step.
 //!
-//! While the device runs a step, the host plans and queues the next step, so the device need not wait for the host.
-//! `queue_on_gpu` and `queue_on_cpu` contain the code for each device.
+//! While the device runs a step, the host plans and queues the next step.
+//! The device therefore need not wait for the host.
+//! `queue_on_gpu` and `queue_on_cpu` contain the code for each kind of device.
 
 use std::time::Instant;
 
@@ -15,8 +16,8 @@ use crate::runner::step_sequence::{Chosen, StepSequence};
 impl Runner {
     /// Queues a step without waiting for its tokens, which [`take`](Self::take) returns.
     ///
-    /// Call [`take`](Self::take) for all earlier steps first, except the last one. Sequences with
-    /// [`awaits_input`](StepSequence::awaits_input) use the tokens of the last step as input.
+    /// First call [`take`](Self::take) for all earlier steps except the last one.
+    /// Sequences with [`awaits_input`](StepSequence::awaits_input) use the tokens of the last step as input.
     ///
     /// Does nothing and returns `None` if the step must run with [`step`](Self::step) instead.
     /// `runner/route.rs` decides which steps are queued.
@@ -30,7 +31,7 @@ impl Runner {
         self.queue_on_cpu(sequences).map(Some)
     }
 
-    /// Waits for the tokens of a queued step and returns them. Take the steps in the order in which they were queued.
+    /// Waits for the tokens of a queued step and returns them. Steps must be taken in the order of queueing.
     ///
     /// Calls `record` with the index and the token of each sequence whose token the step chose.
     pub fn take(&mut self, step: QueuedStep, record: &mut dyn FnMut(usize, u32)) -> Result<Vec<Chosen>> {

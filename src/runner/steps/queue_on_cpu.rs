@@ -1,4 +1,4 @@
-//! Queues steps on a CPU, which tests use to check queued steps without a GPU.
+//! Queues steps on a CPU. Tests use such steps to check queueing without a GPU.
 
 use std::collections::HashMap;
 use std::time::Instant;
@@ -14,8 +14,9 @@ use crate::runner::step_sequence::StepSequence;
 use crate::runner::step_times::StepKind;
 
 impl Runner {
-    /// Implements [`queue`](Self::queue) for a CPU: runs the step immediately, and keeps its tokens as the input of the
-    /// next step. As on a GPU, the samplers do not know the tokens before [`take`](Self::take) records them.
+    /// Implements [`queue`](Self::queue) for a CPU: runs the step immediately.
+    /// Keeps the tokens of the step as the input of the next step.
+    /// As on a GPU, the samplers do not know the tokens before [`take`](Self::take) records them.
     pub(super) fn queue_on_cpu(&mut self, sequences: &mut [StepSequence]) -> Result<QueuedStep> {
         let (kind, queued_at) = (StepKind::of(sequences), Instant::now());
         let inputs =
@@ -38,7 +39,7 @@ impl Runner {
         }
         let chosen = self.run_passes(known, &mut || ())?;
         let tokens = sequences.iter().zip(&chosen).filter_map(|(sequence, chosen)| {
-            // If no token could be chosen, the sequence will end with an error, so its next input does not matter.
+            // If no token could be chosen, the sequence ends with an error, so its next input does not matter.
             Some((sequence.id, chosen.as_ref()?.as_ref().map_or(0, |chosen| chosen.id)))
         });
         self.queued_tokens = tokens.collect::<HashMap<_, _>>();
@@ -47,7 +48,7 @@ impl Runner {
 }
 
 /// A sampler that chooses tokens on the CPU as a queued step does on a GPU.
-/// `sampler` does not know the token of the previous step, `in_flight`, when the next token is chosen.
+/// `in_flight` is the token of the previous step, which `sampler` does not know when it chooses.
 struct QueuedSampler<'s> {
     sampler: &'s dyn ChooseToken,
     edits: RowEdits,
@@ -74,7 +75,7 @@ impl ChooseToken for QueuedSampler<'_> {
         self.sampler.choose_queued(logits, in_flight)
     }
 
-    /// Does nothing: [`Runner::take`] records the token.
+    /// Does nothing, because [`Runner::take`] records the token.
     fn record(&mut self, _: u32) {}
 
     fn on_device(&self) -> Option<DeviceSampling> {

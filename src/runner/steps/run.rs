@@ -19,23 +19,23 @@ use crate::runner::route::{StepFacts, route};
 use crate::runner::step_sequence::{Chosen, ScoreTokens, StepSequence};
 use crate::runner::step_times::StepKind;
 
-/// The maximum number of prompt tokens whose logits are in memory at once.
+/// The maximum number of prompt tokens whose logits are in memory at the same time.
 /// The memory plan has room for several copies of these logits.
 const SCORED_ROWS: usize = 64;
 
 /// The kind of pass that computes a sequence. The passes of a step run in the order of the variants.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum PassKind {
-    /// One pass of sequences whose results may depend on each other.
+    /// One pass for all sequences whose results may depend on other sequences.
     Together,
-    /// One pass of single tokens, whose results do not depend on each other.
+    /// One pass for single tokens whose results must not depend on other sequences.
     SingleTokens,
-    /// One pass for each part of each prompt, so that the results do not depend on other sequences.
+    /// One pass for each part of each prompt whose results must not depend on other sequences.
     PromptParts,
 }
 
 impl PassKind {
-    /// Returns the kind of pass for a sequence. `parts_of_all` applies if the sequence has no prompt parts of its own.
+    /// Returns the kind of pass for a sequence. If the sequence has no prompt parts, `parts_of_all` applies.
     fn of(sequence: &StepSequence, parts_of_all: Option<PromptParts>) -> Self {
         match sequence.prompt_parts.or(parts_of_all) {
             None => Self::Together,
@@ -51,7 +51,7 @@ impl Runner {
     /// Calls `meanwhile` at least once: on a CPU before the step, and on a GPU usually while the GPU computes.
     ///
     /// Returns an error if the whole step failed. The cache may then hold some of the step's keys and values.
-    /// If no token can be chosen for one sequence, only its [`Chosen`] is an error.
+    /// If no token can be chosen for one sequence, only the [`Chosen`] of this sequence is an error.
     pub fn step(&mut self, sequences: Vec<StepSequence>, meanwhile: &mut dyn FnMut()) -> Result<Vec<Chosen>> {
         let (kind, started) = (StepKind::of(&sequences), Instant::now());
         if !self.device.is_cuda() {
@@ -71,7 +71,7 @@ impl Runner {
     ) -> Result<Vec<Chosen>> {
         let parts_of_all = self.options.prompt_parts;
         let kind = |sequence: &StepSequence| PassKind::of(sequence, parts_of_all);
-        // Both sorts are stable, so sequence i of the sorted slice was at `order[i]`.
+        // Both sorts are stable, so sequence i of the sorted slice was at index `order[i]`.
         let mut order: Vec<usize> = (0..sequences.len()).collect();
         order.sort_by_key(|&index| kind(&sequences[index]));
         sequences.sort_by_key(kind);
@@ -98,7 +98,7 @@ impl Runner {
         Ok(chosen)
     }
 
-    /// Runs one pass as a CUDA graph or, if it has no graph, operation by operation in `sum_order`.
+    /// Runs one pass as a CUDA graph. Without a graph, runs the pass operation by operation in `sum_order`.
     fn run_pass(
         &mut self,
         sequences: &mut [StepSequence],
@@ -123,8 +123,8 @@ impl Runner {
         Ok(())
     }
 
-    /// Runs a chunk of a prompt: one pass for each of its parts.
-    /// A part of one token adds in the fixed order, as decode steps do.
+    /// Runs a chunk of a prompt, with one pass for each prompt part in the chunk.
+    /// A part with a single token uses the fixed order of additions, as decode steps do.
     fn run_prompt_parts(&mut self, sequence: &mut StepSequence) -> Result<Chosen> {
         let StepSequence { ids, position, prompt_parts, .. } = *sequence;
         let parts = prompt_parts.or(self.options.prompt_parts);
@@ -158,9 +158,9 @@ impl Runner {
         if !has_scores(sequences) {
             return self.ranks.forward(&self.decoder, &batch, &self.cache);
         }
-        // Ranges of tokens in the batch whose logits are needed.
+        // The ranges of tokens in the batch whose logits are needed.
         let mut parts = Vec::new();
-        // For each of these ranges, the index of its sequence and the range in `scores.tokens`.
+        // For each range in `parts`, the index of its sequence and the range in `scores.tokens`.
         let mut scored = Vec::new();
         let mut start = 0;
         for (index, sequence) in sequences.iter().enumerate() {
@@ -181,7 +181,7 @@ impl Runner {
         self.ranks.forward_scored(&self.decoder, &batch, &self.cache, &parts, on_logits)
     }
 
-    /// Stops the decode graph and clears the solo sequence, because the next pass may overwrite their blocks.
+    /// Stops the decode graph and clears the solo sequence, because the next pass may overwrite the blocks of both.
     pub(super) fn forget_solo_sequence(&mut self) {
         self.stop_graph();
         self.solo.cached.clear();
@@ -199,7 +199,7 @@ impl Runner {
     fn choose_tokens(&mut self, sequences: &mut [StepSequence], logits: &Tensor) -> Result<Vec<Chosen>> {
         if logits.device().is_cuda() {
             return match sequences {
-                // The decode graph adds in the fastest order. Sequences with prompt parts need a fixed order.
+                // The decode graph does not add in a fixed order, but sequences with prompt parts need a fixed order.
                 [sequence] if sequence.prompt_parts.is_none() => {
                     Ok(vec![self.choose_and_start_graph(sequence, logits)?])
                 }

@@ -50,7 +50,7 @@ impl Runner {
         choose_on_device(sequences, &logits).map(Some)
     }
 
-    /// Runs a decode step of one sequence on the decode graph. The inner error fails only the sequence.
+    /// Runs a decode step of one sequence on the decode graph. An inner error ends only this sequence.
     fn run_decode_graph(&mut self, sequence: &mut StepSequence, meanwhile: &mut dyn FnMut()) -> Result<Result<u32>> {
         let (&[input], Some(sampler), Decode::Graph(graph)) =
             (sequence.ids, sequence.sampler.as_deref_mut(), &mut self.decode)
@@ -58,7 +58,7 @@ impl Runner {
             bail!("internal error: the decode graph cannot run this step");
         };
         self.solo.cached.clear();
-        // `input` can also be a prompt of one token, which the graph processes like a generated token.
+        // The input can also be a prompt with a single token, which the graph processes like a generated token.
         if !graph.continues(sequence.id, sequence.position) {
             let (sampling, tables) = (sampler.on_device(), sequence.tables.clone());
             let (sequence, position) = (sequence.id, sequence.position);
@@ -74,7 +74,7 @@ impl Runner {
 
     /// Chooses the next token of one sequence from the logits of an eager step, such as the last prefill step.
     /// If there is a decode graph and the sampler does not need the logits on the host, starts the graph.
-    /// The graph chooses the token, and keeps it on the device as the input of the next step.
+    /// The graph then chooses the token, and keeps it on the device as the input of the next step.
     pub(super) fn choose_and_start_graph(&mut self, sequence: &mut StepSequence, logits: &Tensor) -> Result<Chosen> {
         let graph = match &mut self.decode {
             Decode::Graph(graph) if !needs_logits(sequence) => graph,

@@ -6,7 +6,7 @@ use crate::chat::{Message, Role, ToolCall};
 use crate::server::http::body::Fields;
 use crate::server::http::error::ApiError;
 
-/// Reads the field `messages`. Fails if the field is missing or empty, or if a message is invalid.
+/// Reads the field `messages` of a request. Fails if there are no messages or if a message is invalid.
 pub fn read(fields: &mut Fields) -> Result<Vec<Message>, ApiError> {
     let items = fields.take_array("messages")?;
     let items = items.ok_or_else(|| fields.invalid("messages", "expected an array of messages"))?;
@@ -54,8 +54,8 @@ fn read_message(fields: &mut Fields) -> Result<Message, ApiError> {
     })
 }
 
-/// Reads the text in the field `name`: a string, or an array of text parts, which are joined.
-/// Returns `None` if the field is missing.
+/// Reads text from the field `name`: a string, or an array of text parts, which are joined.
+/// Returns `None` if this field is missing.
 pub fn read_content(fields: &mut Fields, name: &str) -> Result<Option<String>, ApiError> {
     let parts = match fields.take(name) {
         None => return Ok(None),
@@ -77,7 +77,7 @@ pub fn read_content(fields: &mut Fields, name: &str) -> Result<Option<String>, A
         };
         let text = part.take_string(field)?;
         content.push_str(&text.ok_or_else(|| part.invalid(field, "expected a string"))?);
-        // Clients send back messages of earlier responses, so do not report fields that only responses use.
+        // Clients send back messages of earlier responses, so do not report the fields of responses as ignored.
         drop((part.take("annotations"), part.take("logprobs")));
         part.ignored().into_iter().for_each(|name| fields.ignore(name));
     }

@@ -1,4 +1,4 @@
-//! `POST /v1/chat/completions`.
+//! The route `POST /v1/chat/completions`.
 
 mod messages;
 mod request;
@@ -27,7 +27,7 @@ pub use request::{ChatRequest, read_reasoning, read_template_variables};
 pub use response::{TokenLogprob, scored_tokens};
 pub use tools::{MAX_TOOLS, ToolChoice, Tools, check_function, read as read_tools};
 
-/// Answers a chat completion request, with a stream if the request asks for one.
+/// Handles a chat completion request. Streams the response if the request sets `stream`.
 pub async fn create(
     State(server): State<Arc<Server>>,
     Extension(log): Extension<Arc<RequestLog>>,
@@ -60,7 +60,7 @@ pub async fn create(
     Ok(reply::with_ignored(response, &chat.ignored))
 }
 
-/// Which optional parts the client wants in an answer.
+/// Which optional parts of an answer the client wants.
 #[derive(Clone, Copy)]
 struct Shape {
     shows_reasoning: bool,
@@ -72,8 +72,8 @@ impl Shape {
         self.shows_reasoning || !matches!(piece, Piece::Reasoning(_))
     }
 
-    /// Returns the log probabilities of a piece of content.
-    /// Returns `None` for other pieces, and if the request did not ask for log probabilities.
+    /// Returns the log probabilities of a content piece if the request asked for log probabilities.
+    /// Returns `None` for pieces of reasoning and of tool calls.
     fn logprobs(self, piece: &Piece, answers: &Answers) -> Option<Logprobs> {
         let is_content = matches!(piece, Piece::Content(..));
         let tokens = response::scored_tokens(piece);
@@ -109,12 +109,12 @@ async fn whole(server: &Server, mut answers: Answers, shape: Shape) -> Result<Re
     json_response(&Completion { header: &header, choices, usage: answers.usage() })
 }
 
-/// Writes the chunks of a stream.
+/// Writes the chunks of a streamed chat completion.
 struct ChunkWriter {
     header: ReplyHeader,
     stream: StreamOptions,
     shape: Shape,
-    /// For each answer, whether the chunk with its role was written.
+    /// For each answer, whether the first chunk, which contains the role, was written.
     has_role: Vec<bool>,
 }
 

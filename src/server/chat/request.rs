@@ -68,9 +68,9 @@ impl ChatRequest {
     }
 }
 
-/// Reads `chat_template_kwargs`: more variables for the chat template, such as `enable_thinking`.
+/// Reads `chat_template_kwargs`: additional variables for the chat template, such as `enable_thinking`.
 ///
-/// Harmony has no template. With harmony, only `reasoning_effort` has an effect.
+/// Harmony has no template variables. With harmony, only `reasoning_effort` has an effect.
 pub fn read_template_variables(fields: &mut Fields, engine: &EngineHandle) -> Result<Map<String, Value>, ApiError> {
     const FIELD: &str = "chat_template_kwargs";
     let mut variables = match fields.take(FIELD) {
@@ -102,7 +102,7 @@ fn read_logprobs(fields: &mut Fields) -> Result<Option<usize>, ApiError> {
     }
 }
 
-/// Reads the reasoning effort, and whether the response contains the reasoning.
+/// Reads the reasoning effort, and whether the client wants the reasoning in the response.
 pub fn read_reasoning(fields: &mut Fields) -> Result<(ReasoningEffort, bool), ApiError> {
     let mut effort = fields.take_string("reasoning_effort")?.map(|effort| ("reasoning_effort".to_string(), effort));
     let mut shows_reasoning = fields.take_bool("include_reasoning")?.unwrap_or(true);

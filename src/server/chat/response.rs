@@ -7,7 +7,7 @@ use crate::server::generation::reply::ReplyHeader;
 use crate::server::generation::usage::Usage;
 use crate::tokenizer::Tokenizer;
 
-/// The body of a response that is not streamed.
+/// The body of a chat completion response that is not streamed.
 #[derive(Serialize)]
 pub struct Completion<'a> {
     #[serde(flatten)]
@@ -24,11 +24,11 @@ pub struct WholeChoice {
     pub finish_reason: Option<Finish>,
 }
 
-/// The message of a whole response. The pieces of a stream add up to the same message.
+/// The message of a whole response. The deltas of a stream add up to the same message.
 #[derive(Serialize)]
 pub struct WholeMessage {
     role: &'static str,
-    /// `null` if the answer has tool calls but no text.
+    /// The text of the answer. `null` if the answer has tool calls but no text.
     content: Option<String>,
     refusal: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -37,7 +37,7 @@ pub struct WholeMessage {
     tool_calls: Vec<WireCall>,
 }
 
-/// A chunk of a stream.
+/// A chunk of a streamed chat completion.
 #[derive(Serialize)]
 pub struct Chunk<'a> {
     #[serde(flatten)]
@@ -91,7 +91,7 @@ struct WireFunction {
 #[derive(Default, Serialize)]
 pub struct Logprobs {
     pub content: Vec<TokenLogprob>,
-    /// Required in OpenAI's API. Always null, because inferno does not separate refusals from content.
+    /// The log probabilities of a refusal. Always null, because inferno does not separate refusals from content.
     pub refusal: (),
 }
 
@@ -133,7 +133,7 @@ impl WholeMessage {
         }
     }
 
-    /// Completes the message. An answer with neither text nor tool calls has empty content.
+    /// Completes the message. If the answer has neither text nor tool calls, the content is an empty string.
     pub fn finish(&mut self) {
         if self.tool_calls.is_empty() {
             self.content.get_or_insert_default();
@@ -184,7 +184,7 @@ impl TokenLogprob {
     }
 }
 
-/// Returns the scored tokens of a piece of content. Pieces of other kinds have none.
+/// Returns the scored tokens of a content piece. Returns none for pieces of reasoning and of tool calls.
 pub fn scored_tokens(piece: &Piece) -> &[ScoredToken] {
     match piece {
         Piece::Content(_, tokens) => tokens,

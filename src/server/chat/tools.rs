@@ -1,4 +1,4 @@
-//! Reads the tools of a request, and the choice of tools that the model may or must call.
+//! Reads the tools of a request, and which of the tools the model may or must call.
 
 use serde_json::{Value, json};
 
@@ -14,7 +14,7 @@ pub const MAX_TOOLS: usize = 512;
 /// The maximum length of a function name, in bytes.
 const MAX_NAME: usize = 128;
 
-/// The tools of a request, and which of them the model may or must call.
+/// The tools of a request, and which of these tools the model may or must call.
 #[derive(Debug, Default)]
 pub struct Tools {
     /// The tools that the prompt contains. Empty if the model must not call tools.
@@ -22,7 +22,7 @@ pub struct Tools {
     choice: ToolChoice,
 }
 
-/// Which tools the model may or must call.
+/// Whether the model may or must call tools, and which ones.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub enum ToolChoice {
     #[default]
@@ -36,7 +36,7 @@ impl Tools {
     /// Creates the tools of a request from functions in the format of chat completions.
     /// Fails if `choice` requires a tool but there is none, or if it names a function that is not in `functions`.
     ///
-    /// Reports `tools` as ignored if the prompt cannot contain them, unless the model must call one of them.
+    /// Reports `tools` as ignored if the prompt cannot contain tools, unless the model must call a tool.
     pub fn new(
         fields: &mut Fields,
         engine: &EngineHandle,
@@ -55,7 +55,7 @@ impl Tools {
         let shown = if choice == ToolChoice::None { Vec::new() } else { functions };
         let tools = Self { shown, choice };
         let is_shown = engine.language().chat.as_ref().is_none_or(ChatFormat::reads_tools);
-        // A required call has the form of the tools even if the model does not know them.
+        // A required call follows the schema of a tool, even if the prompt does not contain the tools.
         if !tools.shown.is_empty() && !is_shown && !tools.is_required() {
             fields.ignore("tools".to_string());
         }
@@ -72,8 +72,8 @@ impl Tools {
         matches!(self.choice, ToolChoice::Named(_))
     }
 
-    /// Returns the constraint on the text and the tool calls of an answer. If `answer` is set, the text must match it.
-    /// Returns `None` if any text and any tool call are allowed.
+    /// Returns the constraint on the text and the tool calls of an answer, or `None` if there is no constraint.
+    /// If `answer` is set, the text must match it.
     pub fn constraint(&self, answer: Option<Grammar>, can_call_in_parallel: bool) -> Option<Constraint> {
         let requires_tool = self.is_required();
         let mut tools = Vec::with_capacity(self.shown.len());
@@ -95,8 +95,8 @@ impl Tools {
     }
 }
 
-/// Returns the schema of a function's arguments. Without `parameters`, only an empty object matches.
-/// The type defaults to `object`.
+/// Returns the JSON schema of a function's arguments. Without `parameters`, only an empty object matches.
+/// If `parameters` has no type, the type is `object`.
 fn arguments_schema(parameters: &Value) -> Value {
     let Value::Object(parameters) = parameters else {
         return json!({ "type": "object", "properties": {}, "additionalProperties": false });
@@ -106,7 +106,7 @@ fn arguments_schema(parameters: &Value) -> Value {
     Value::Object(schema)
 }
 
-/// Reads `tools` and `tool_choice`.
+/// Reads the fields `tools` and `tool_choice`.
 pub fn read(fields: &mut Fields, engine: &EngineHandle) -> Result<Tools, ApiError> {
     fields.refuse("functions", &[json!([])], "use 'tools'")?;
     fields.refuse("function_call", &[json!("none"), json!("auto")], "use 'tool_choice'")?;
@@ -148,7 +148,7 @@ pub fn check_function(function: &mut Fields) -> Result<(), ApiError> {
     }
 }
 
-/// Reads `tool_choice`.
+/// Reads the field `tool_choice`.
 fn read_choice(fields: &mut Fields) -> Result<ToolChoice, ApiError> {
     Ok(match fields.take("tool_choice") {
         None => ToolChoice::Auto,

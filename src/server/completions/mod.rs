@@ -1,4 +1,4 @@
-//! `POST /v1/completions`.
+//! The route `POST /v1/completions`.
 
 mod request;
 mod response;
@@ -22,11 +22,11 @@ use crate::tokenizer::Tokenizer;
 use request::CompletionRequest;
 use response::{Completion, Logprobs, WireChoice};
 
-/// The maximum number of prompt log probabilities in a response, including the alternatives to each token.
-/// Each log probability takes up to 100 bytes until the response is sent.
+/// The maximum number of prompt log probabilities in a response, including those of alternative tokens.
+/// Each log probability takes up to 100 bytes of memory until the response is sent.
 const MAX_PROMPT_LOGPROBS: usize = 1 << 19;
 
-/// Answers a text completion request, with a stream if the request asks for one.
+/// Handles a text completion request. Streams the response if the request sets `stream`.
 pub async fn create(
     State(server): State<Arc<Server>>,
     Extension(log): Extension<Arc<RequestLog>>,
@@ -75,22 +75,22 @@ fn check_prompt_logprobs(answers: &Answers) -> Result<(), ApiError> {
 
 /// Turns the pieces of answers into the entries of `choices`, for whole and streamed responses.
 struct Texts {
-    /// For each choice, the prompt to repeat before its text.
+    /// For each choice, the prompt text that the response repeats before the answer.
     echoes: Vec<Option<String>>,
-    /// For each choice, the length of its text so far, in characters.
+    /// For each choice, the length of its text so far in characters.
     offsets: Vec<usize>,
     has_logprobs: bool,
 }
 
 impl Texts {
     /// Creates the state of all choices.
-    /// `echoes` has one entry per prompt, and `choices` is the number of answers to each prompt.
+    /// `echoes` has the text of each prompt to repeat, if any. `choices` is the number of answers to each prompt.
     fn new(echoes: &[Option<String>], choices: usize, has_logprobs: bool) -> Self {
         let echoes: Vec<_> = echoes.iter().flat_map(|echo| std::iter::repeat_n(echo.clone(), choices)).collect();
         Self { offsets: vec![0; echoes.len()], echoes, has_logprobs }
     }
 
-    /// Returns the next part of a choice: `pieces` and, in the first part, the prompt to repeat.
+    /// Returns the next part of a choice, made from `pieces`. The first part starts with the prompt to repeat, if any.
     fn choice(&mut self, index: usize, pieces: Pieces, answers: &Answers) -> WireChoice {
         let tokenizer: &Tokenizer = answers.engine().tokenizer();
         let echo = self.echoes[index].take();
@@ -130,7 +130,7 @@ async fn whole(header: ReplyHeader, mut answers: Answers, mut texts: Texts) -> R
     json_response(&Completion { header: &header, choices, usage: Some(Some(answers.usage())) })
 }
 
-/// Writes the chunks of a stream.
+/// Writes the chunks of a streamed text completion.
 struct ChunkWriter {
     header: ReplyHeader,
     stream: StreamOptions,

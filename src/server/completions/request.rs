@@ -8,7 +8,7 @@ use crate::server::http::body::Fields;
 use crate::server::http::error::ApiError;
 use crate::server::state::Server;
 
-/// The maximum number of answers to one request, over all prompts.
+/// The maximum number of answers to one request, summed over all prompts.
 const MAX_ANSWERS: usize = 128;
 
 /// The default of `max_tokens`, as in OpenAI's API.
@@ -16,7 +16,7 @@ const DEFAULT_TOKENS: i64 = 16;
 
 /// The engine requests of a text completion, and how to format the response.
 pub struct CompletionRequest {
-    /// One request per prompt.
+    /// One engine request per prompt.
     pub requests: Vec<Request>,
     /// The number of answers to each prompt.
     pub choices: usize,
@@ -57,7 +57,7 @@ impl CompletionRequest {
     }
 }
 
-/// Reads `prompt`: a text, token ids, or an array of either.
+/// Reads the field `prompt`: a text, an array of token ids, or an array of several prompts.
 fn read_prompts(fields: &mut Fields) -> Result<Vec<Prompt>, ApiError> {
     let expected = "expected a string, token ids, or an array of strings or of arrays of token ids";
     let prompts = match fields.take("prompt") {
@@ -87,7 +87,7 @@ fn read_prompts(fields: &mut Fields) -> Result<Vec<Prompt>, ApiError> {
     Ok(prompts)
 }
 
-/// Returns the text of a prompt. If the prompt consists of token ids, decodes them.
+/// Returns the text of a prompt. Decodes prompts that are token ids.
 fn text_of(prompt: &Prompt, engine: &EngineHandle) -> anyhow::Result<String> {
     match prompt {
         Prompt::Text(text) => Ok(text.clone()),

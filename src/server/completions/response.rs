@@ -28,7 +28,7 @@ pub struct WireChoice {
 }
 
 impl WireChoice {
-    /// Adds the next part of the same choice.
+    /// Appends the next part of the same choice.
     pub fn append(&mut self, part: WireChoice) {
         self.text.push_str(&part.text);
         if let (Some(all), Some(more)) = (&mut self.logprobs, part.logprobs) {
@@ -45,7 +45,7 @@ impl WireChoice {
 #[derive(Default, Serialize)]
 pub struct Logprobs {
     tokens: Vec<String>,
-    /// `None` for the first token of a prompt, which follows no other token.
+    /// The log probability of each token. `None` for the first token of a prompt, because no token precedes it.
     token_logprobs: Vec<Option<f32>>,
     top_logprobs: Vec<Option<Alternatives>>,
     /// The offset of each token in the text, in characters.
@@ -62,7 +62,7 @@ impl Serialize for Alternatives {
 }
 
 impl Logprobs {
-    /// Adds generated tokens. Their text starts at `offset`, in characters.
+    /// Adds the log probabilities of generated tokens. The text of these tokens starts at character `offset`.
     pub fn extend(&mut self, tokens: &[ScoredToken], mut offset: usize, tokenizer: &Tokenizer) {
         for token in tokens {
             self.push(token.id, Some(&token.logprobs), offset, tokenizer);
@@ -70,7 +70,7 @@ impl Logprobs {
         }
     }
 
-    /// Adds the tokens of a prompt. `echo` is the text of the prompt.
+    /// Adds the log probabilities of prompt tokens. `echo` is the text of the prompt.
     pub fn add_prompt(&mut self, prompt: &ScoredPrompt, echo: &str, tokenizer: &Tokenizer) {
         let offsets = echo_offsets(&prompt.tokens, echo, tokenizer);
         let logprobs = std::iter::once(None).chain(prompt.logprobs.iter().map(Some));
@@ -86,7 +86,8 @@ impl Logprobs {
             let mut top: Vec<(String, f32)> = Vec::with_capacity(logprobs.top.len());
             for &(id, logprob) in &logprobs.top {
                 let text = text_of(id, tokenizer);
-                // Tokens that hold only a part of a character can have the same text. Keep the most likely token.
+                // Tokens that hold only part of a character can have the same text.
+                // If several tokens have the same text, keep only the most likely token.
                 if top.iter().all(|(other, _)| *other != text) {
                     top.push((text, finite_logprob(logprob)));
                 }
@@ -101,7 +102,7 @@ fn text_of(id: u32, tokenizer: &Tokenizer) -> String {
     String::from_utf8_lossy(&tokenizer.table().bytes(id)).into_owned()
 }
 
-/// Returns the character offset in `echo`, the text of the prompt, at which each token of the prompt starts.
+/// Returns the character offset at which each prompt token starts in `echo`, the text of the prompt.
 ///
 /// `echo` may lack the control token at the start of the prompt, and the space that a tokenizer puts before the text.
 fn echo_offsets(tokens: &[u32], echo: &str, tokenizer: &Tokenizer) -> Vec<usize> {

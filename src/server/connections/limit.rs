@@ -2,19 +2,19 @@
 
 use prometheus::IntGauge;
 
-/// The number of connections that the server accepts above the limit.
-/// On these connections, the server reports its health and its metrics, and rejects all other requests.
+/// The number of connections that the server accepts above the connection limit.
+/// On these spare connections, the server reports its health and its metrics, and rejects all other requests.
 const SPARE: usize = 64;
 
-/// An open connection. Dropping this value makes room for another connection.
+/// An open connection, counted toward the limit. Dropping this value allows another connection.
 pub struct OpenConnection {
     open: IntGauge,
-    /// Whether the connection is above the limit.
+    /// Whether this connection is above the connection limit.
     pub is_spare: bool,
 }
 
 impl OpenConnection {
-    /// Counts a new connection. Returns `None` if the server must close it at once.
+    /// Counts a new connection. Returns `None` if the server must close the connection at once.
     ///
     /// Only one task may call this function, because reading and incrementing the count are two operations.
     pub fn new(open: &IntGauge, limit: usize) -> Option<Self> {

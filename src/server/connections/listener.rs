@@ -23,17 +23,17 @@ use crate::error::Error;
 use crate::server::router::{router, spare_router};
 use crate::server::state::Server;
 
-/// The maximum number of connections that wait to be accepted.
+/// The size of the listen backlog: the maximum number of connections that wait to be accepted.
 const BACKLOG: u32 = 4096;
 
-/// The size of the system's buffer for unsent data.
-/// With a small buffer, the server soon notices that a client does not read.
+/// The size of the socket's send buffer in bytes.
+/// With a small send buffer, the server soon notices that a client does not read.
 const SEND_BUFFER_BYTES: u32 = 128 << 10;
 
-/// The maximum size of the buffer for the headers of a request, and of the buffer for the response.
+/// The maximum size of the buffer for request headers, and of the buffer for response data, in bytes.
 const BUFFER_BYTES: usize = 64 << 10;
 
-/// The maximum time for receiving the headers of a request on a connection above the limit.
+/// The time limit for the headers of a request on a connection above the connection limit.
 const SPARE_HEADER_TIME: Duration = Duration::from_secs(1);
 
 /// The pause after a failure to accept a connection, for example because too many files are open.
@@ -42,16 +42,16 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 /// The maximum time for sending the last responses during shutdown.
 const CLOSE_TIME: Duration = Duration::from_secs(2);
 
-/// Replaces [`CLOSE_TIME`] after the engine has failed. A short time lets the server restart soon.
+/// The value of [`CLOSE_TIME`] after an engine failure. It is short, so that a supervisor can restart the server soon.
 const FAILED_CLOSE_TIME: Duration = Duration::from_millis(250);
 
-/// Opens the port of a server, on the first address of `host`. Port 0 selects a free port.
+/// Opens the TCP port of a server on the first address of `host`. Port 0 selects a free port.
 pub async fn bind(host: &str, port: u16) -> Result<TcpListener> {
     let what = || format!("cannot listen on {host}:{port}");
     let mut addresses = lookup_host((host, port)).await.with_context(what)?;
     let address: SocketAddr = addresses.next().ok_or_else(|| anyhow!("{}: the host has no address", what()))?;
     let socket = if address.is_ipv4() { TcpSocket::new_v4() } else { TcpSocket::new_v6() }.with_context(what)?;
-    // On Windows, this option would let two programs share the port.
+    // On Windows, address reuse would let two programs share the port.
     #[cfg(unix)]
     socket.set_reuseaddr(true).with_context(what)?;
     socket.set_send_buffer_size(SEND_BUFFER_BYTES).with_context(what)?;
@@ -61,8 +61,8 @@ pub async fn bind(host: &str, port: u16) -> Result<TcpListener> {
 
 /// Serves connections until `shutdown` resolves and all requests have ended. Fails if the engine stops.
 ///
-/// After `shutdown`, the server reports itself unhealthy but accepts requests during the drain delay. Afterwards, it
-/// rejects new requests, and requests in progress continue until the drain timeout.
+/// After `shutdown`, the server reports itself as unhealthy, but accepts requests during the drain delay.
+/// Then, the server rejects new requests. Requests in progress continue until the drain timeout.
 pub async fn serve(server: Arc<Server>, listener: TcpListener, shutdown: impl Future<Output = ()>) -> Result<()> {
     let connections = Arc::new(GracefulShutdown::new());
     let accepting = tokio::spawn(accept(server.clone(), listener, connections.clone()));
@@ -78,12 +78,12 @@ pub async fn serve(server: Arc<Server>, listener: TcpListener, shutdown: impl Fu
         tokio::time::sleep(timeouts.drain_delay).await;
     }
     server.drain();
-    // If the engine has stopped, all requests have failed, and only their responses remain to be sent.
+    // If the engine has stopped, all requests have failed, and only their error responses remain to be sent.
     let (drain_time, close_time) =
         if server.has_failed() { (FAILED_CLOSE_TIME, FAILED_CLOSE_TIME) } else { (timeouts.drain, CLOSE_TIME) };
     let is_late = tokio::time::timeout(drain_time, server.admission.wait_until_idle()).await.is_err();
     if is_late {
-        // End the requests first, so that clients receive an error event, not just a closed connection.
+        // End the requests before closing connections, so that streaming clients receive an error event.
         server.end();
         let _ = tokio::time::timeout(close_time, server.admission.wait_until_idle()).await;
     }
@@ -102,7 +102,7 @@ pub async fn serve(server: Arc<Server>, listener: TcpListener, shutdown: impl Fu
     }
 }
 
-/// Accepts connections until the task is aborted.
+/// Accepts connections until the accepting task is aborted.
 async fn accept(server: Arc<Server>, listener: TcpListener, connections: Arc<GracefulShutdown>) {
     let (router, spare_router) = (router(&server), spare_router(&server));
     let metrics = &server.metrics;
@@ -129,7 +129,7 @@ async fn accept(server: Arc<Server>, listener: TcpListener, connections: Arc<Gra
 async fn connect(stream: TcpStream, router: Router, server: Arc<Server>, watcher: Watcher, open: OpenConnection) {
     let timeouts = &server.options.timeouts;
     let header_time = if open.is_spare { timeouts.header.min(SPARE_HEADER_TIME) } else { timeouts.header };
-    // Do not delay small packets, such as the events of a stream.
+    // Disable Nagle's algorithm, which would delay small packets such as the events of a stream.
     let _ = stream.set_nodelay(true);
     let stream = WriteLimit::new(stream, timeouts.write);
     let Some(tls) = &server.options.tls else {

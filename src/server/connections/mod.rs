@@ -1,10 +1,10 @@
-//! Accepts, encrypts and closes connections:
+//! Accepts, encrypts and closes connections. Its modules are:
 //!
 //! - `listener`: accepts connections, and closes them when the server shuts down
 //! - `limit`: limits the number of open connections
 //! - `parse_error`: adds a body to the error responses for requests that are not valid HTTP
 //! - `tls`: reads the certificate and the private key
-//! - `write_limit`: closes connections whose clients do not read
+//! - `write_limit`: closes connections whose clients stop reading
 
 mod limit;
 mod listener;

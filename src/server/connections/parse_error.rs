@@ -1,6 +1,6 @@
-//! Adds a JSON body to hyper's responses to requests that hyper cannot parse.
+//! Adds a JSON body to the error responses that hyper sends for unparsable HTTP requests.
 //!
-//! hyper sends these responses without a body, before a request reaches a route, and has no option to change them.
+//! hyper sends these error responses without a body before a request reaches a route, and cannot be configured.
 
 use std::io::{self, IoSlice};
 use std::pin::Pin;
@@ -13,10 +13,11 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use crate::server::http::error::ApiError;
 use crate::server::metrics::Metrics;
 
-/// The first bytes of each of hyper's own responses, and the status and the message of its replacement.
+/// The first bytes of each of hyper's error responses, with the status and the message of the replacement.
 ///
-/// Nothing else that the server writes starts with these bytes: responses of routes have other headers before the
-/// length, and JSON in bodies and events contains no unescaped line breaks.
+/// No other data that the server writes starts with the first bytes of hyper's error responses.
+/// In particular, responses of routes have other headers before `content-length`.
+/// JSON in response bodies and events contains no unescaped line breaks, so it cannot match either.
 const HEADS: [(&[u8], StatusCode, &str); 3] = [
     (
         b"HTTP/1.1 400 Bad Request\r\nconnection: close\r\ncontent-length: 0\r\n",
@@ -35,7 +36,7 @@ const HEADS: [(&[u8], StatusCode, &str); 3] = [
     ),
 ];
 
-/// A connection that replaces hyper's responses to invalid requests.
+/// A connection that replaces hyper's error responses to invalid HTTP requests.
 pub struct ParseErrorBody<S> {
     stream: S,
     metrics: Arc<Metrics>,
@@ -48,7 +49,7 @@ impl<S> ParseErrorBody<S> {
         Self { stream, metrics, rest: Vec::new() }
     }
 
-    /// Returns whether hyper is writing a response of its own. If so, prepares the replacement.
+    /// Returns whether `bytes` is an error response written by hyper. If so, prepares the replacement response.
     fn replaces(&mut self, bytes: &[u8]) -> bool {
         if !self.rest.is_empty() {
             return true;
@@ -66,8 +67,8 @@ impl<S> ParseErrorBody<S> {
 }
 
 impl<S: AsyncWrite + Unpin> ParseErrorBody<S> {
-    /// Writes the rest of the replacement.
-    /// Then returns `accepted`, the length of hyper's own response, so that hyper does not write that response again.
+    /// Writes the unwritten bytes of the replacement response. Then returns `accepted`, the length of hyper's response.
+    /// hyper then considers its own response written.
     fn write_rest(&mut self, context: &mut Context<'_>, accepted: usize) -> Poll<io::Result<usize>> {
         while !self.rest.is_empty() {
             let written = ready!(Pin::new(&mut self.stream).poll_write(context, &self.rest))?;

@@ -1,4 +1,4 @@
-//! TLS: reads the certificate and the private key of a server.
+//! Reads the TLS certificate and the private key of a server.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -39,7 +39,7 @@ pub fn read_tls(certificate: &Path, key: &Path) -> Result<Arc<ServerConfig>> {
     Ok(Arc::new(config))
 }
 
-/// Explains why a PEM file cannot be read. Does not quote the file, because the file can contain a secret.
+/// Returns why a PEM file cannot be read. Does not quote the file, because the file can contain a secret.
 fn pem_error(error: &pem::Error) -> anyhow::Error {
     match error {
         pem::Error::NoItemsFound => anyhow!("the file has no 'BEGIN PRIVATE KEY'; encrypted keys are not supported"),

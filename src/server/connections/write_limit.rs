@@ -1,4 +1,4 @@
-//! A connection that fails if the client stops reading.
+//! Makes a connection fail if its client stops reading.
 
 use std::io;
 use std::pin::Pin;
@@ -12,14 +12,14 @@ use tokio::time::{Instant, Sleep};
 /// With a minimum of one byte, a client could keep its connection open by reading one byte at a time.
 const MIN_BYTES: usize = 4 << 10;
 
-/// A stream whose writes fail if the other side accepts fewer than `MIN_BYTES` bytes within a time limit.
+/// A connection whose writes fail if the client accepts fewer than `MIN_BYTES` bytes within a time limit.
 pub struct WriteLimit<S> {
     stream: S,
     limit: Duration,
-    /// The time at which a waiting write fails.
+    /// The timer at whose end a waiting write fails.
     deadline: Pin<Box<Sleep>>,
     is_waiting: bool,
-    /// The number of bytes that were accepted since the deadline was set.
+    /// The number of bytes that the client has accepted since the deadline was set.
     accepted: usize,
 }
 
@@ -28,7 +28,7 @@ impl<S> WriteLimit<S> {
         Self { stream, limit, deadline: Box::pin(tokio::time::sleep(limit)), is_waiting: false, accepted: 0 }
     }
 
-    /// Returns the outcome of a write of `offered` bytes, or an error if the write has been waiting for too long.
+    /// Returns the outcome of a write of `offered` bytes, or an error if the write has waited for too long.
     fn check(
         &mut self,
         context: &mut Context<'_>,

@@ -33,21 +33,21 @@ pub struct Answers {
     is_stream: bool,
     is_deterministic: bool,
     submitted: Instant,
-    /// The error message if the answers failed.
+    /// The error message if generating the answers failed.
     failure: Option<String>,
-    /// Receives a message when another request cancels the answers.
+    /// Receives a message when another HTTP request cancels these answers.
     cancel: Option<oneshot::Receiver<()>>,
     is_canceled: bool,
     _permit: Permit,
 }
 
-/// One answer: its events, and the state that turns them into pieces.
+/// One answer: the stream of its events, and the state that converts events to pieces of text and tool calls.
 struct Answer {
     stream: RequestStream,
     choice: Choice,
     last_token: Option<Instant>,
     recorded: RecordedAnswer,
-    /// `None` until the answer has ended.
+    /// The summary of the answer. `None` until the answer has ended.
     summary: Option<Box<Summary>>,
 }
 
@@ -56,15 +56,15 @@ impl Answer {
     fn record(&mut self, token: u32, logprob: Option<f32>) {
         if self.stream.record().is_some() {
             self.recorded.tokens.push(token);
-            // JSON cannot represent -inf.
+            // JSON cannot represent -inf, so replace the log probability of an impossible token.
             self.recorded.logprobs.extend(logprob.map(finite_logprob));
         }
     }
 }
 
-/// The requests to submit, and how to interpret their answers.
+/// The engine requests of one HTTP request, and how to interpret their answers.
 pub struct Job {
-    /// One request per prompt.
+    /// One engine request per prompt.
     pub requests: Vec<Request>,
     /// The number of answers to each prompt.
     pub choices: usize,
@@ -74,11 +74,11 @@ pub struct Job {
     /// Whether log probabilities include tokens without text, such as stop tokens.
     pub keeps_all_tokens: bool,
     pub is_stream: bool,
-    /// The field that contains the prompt, for error messages.
+    /// The name of the HTTP request field that contains the prompt. Error messages quote this name.
     pub prompt_field: &'static str,
 }
 
-/// Submits a job. Fails with status 429 if the queue has no room for all answers of the job.
+/// Submits a job to the engine. Fails with status 429 if the queue is too full for all answers of the job.
 pub async fn submit(server: &Arc<Server>, log: Arc<RequestLog>, job: Job) -> Result<Answers, ApiError> {
     let engine = server.open_engine()?.clone();
     let submitted = Instant::now();
@@ -147,12 +147,12 @@ impl Answers {
         self.answers.len()
     }
 
-    /// Ends the answers when `cancel` receives a message.
+    /// Makes the answers end when `cancel` receives a message.
     pub fn cancel_on(&mut self, cancel: oneshot::Receiver<()>) {
         self.cancel = Some(cancel);
     }
 
-    /// Returns whether another request canceled the answers.
+    /// Returns whether another HTTP request canceled the answers.
     pub fn is_canceled(&self) -> bool {
         self.is_canceled
     }
@@ -161,7 +161,7 @@ impl Answers {
         &self.engine
     }
 
-    /// Returns whether the answers are independent of other requests.
+    /// Returns whether the answers are deterministic, which means that concurrent requests do not affect them.
     pub fn is_deterministic(&self) -> bool {
         self.is_deterministic
     }
@@ -171,7 +171,7 @@ impl Answers {
         self.submitted.elapsed()
     }
 
-    /// Returns the prompt of an answer with its log probabilities, if the request asked for them.
+    /// Returns the prompt of an answer with log probabilities, if the request asked for prompt log probabilities.
     /// The log probabilities are complete once the first pieces of the answer have arrived.
     pub fn scored_prompt(&self, index: usize) -> Option<&ScoredPrompt> {
         self.answers.get(index)?.stream.scored_prompt()
@@ -243,7 +243,7 @@ impl Answers {
         Poll::Ready(Some(Err(api_error)))
     }
 
-    /// Updates the metrics for an event and turns the event into pieces.
+    /// Updates the metrics for an event and converts the event to pieces of the answer.
     fn push(&mut self, index: usize, event: Event) -> Pieces {
         let answer = &mut self.answers[index];
         let metrics = &self.server.metrics;
@@ -302,7 +302,7 @@ impl Answers {
         self.server.recorder.add(self.log.client(), record);
     }
 
-    /// Returns the token counts so far. The tokens of a prompt count once, not once per answer.
+    /// Returns the token counts so far. Prompt tokens count once per prompt, not once per answer.
     pub fn usage(&self) -> Usage {
         let (mut prompt_tokens, mut cached_tokens, mut completion_tokens, mut reasoning_tokens) = (0, 0, 0, 0);
         for (index, answer) in self.answers.iter().enumerate() {
@@ -318,7 +318,7 @@ impl Answers {
     }
 }
 
-/// Updates the metrics, the log and the records, no matter how the answers ended.
+/// Updates the metrics, the log and the records on drop, so that canceled and failed answers are included.
 impl Drop for Answers {
     fn drop(&mut self) {
         let metrics = &self.server.metrics;
@@ -334,7 +334,7 @@ impl Drop for Answers {
         let longest = self.answers.iter().map(|answer| answer.stream.counts().completion_tokens).max();
         metrics.sizes.max_generation_tokens.observe(longest.unwrap_or(0) as f64);
         let has_ended = self.answers.iter().all(|answer| answer.summary.is_some());
-        // The log line for all answers reports how the first answer ended, or why not all answers ended.
+        // All answers share one log line, with the finish reason of the first answer or the reason for an early end.
         let summary = self.summary(0).filter(|_| has_ended && self.failure.is_none());
         let finish = finish_name(summary, self.failure.is_some(), self.is_canceled);
         self.record();

@@ -1,6 +1,6 @@
 //! Turns the events of one answer into pieces of reasoning, content and tool calls.
 //!
-//! Streamed and whole responses both consist of these pieces, so they cannot differ.
+//! Streamed and whole responses consist of the same pieces, so their content cannot differ.
 
 use serde::Serialize;
 
@@ -10,11 +10,11 @@ use crate::runner::TokenLogprobs;
 use crate::server::ids;
 use crate::tokenizer::Tokenizer;
 
-/// The next part of an answer's reasoning, of its content or of one of its tool calls.
+/// A piece of an answer: the next part of its reasoning, its content or one of its tool calls.
 #[derive(Clone, Debug)]
 pub enum Piece {
     Reasoning(String),
-    /// Text of the answer, and its tokens if the request asked for log probabilities.
+    /// Text of the answer. Includes the tokens of the text if the request asked for log probabilities.
     Content(String, Vec<ScoredToken>),
     ToolStart {
         index: usize,
@@ -34,7 +34,7 @@ pub struct ScoredToken {
     pub logprobs: TokenLogprobs,
 }
 
-/// Returns the log probability, but at least -9999. JSON cannot represent -inf, the value for impossible tokens.
+/// Returns the log probability, or -9999 if it is lower. JSON cannot represent -inf, the value for impossible tokens.
 pub fn finite_logprob(logprob: f32) -> f32 {
     logprob.max(-9999.0)
 }
@@ -62,9 +62,9 @@ impl Finish {
 #[derive(Debug, Default)]
 pub struct Pieces {
     pub pieces: Vec<Piece>,
-    /// Set by the last event.
+    /// The finish reason. `None` until the last event of the answer.
     pub finish: Option<Finish>,
-    /// Whether the server must end the answer, because the model started another tool call but only one is allowed.
+    /// Whether the server must end the answer, because the model started a second tool call but only one is allowed.
     pub is_complete: bool,
 }
 
@@ -74,10 +74,10 @@ pub struct Choice {
     must_call_named: bool,
     /// Whether tokens without text, such as stop tokens, are part of the content.
     keeps_all_tokens: bool,
-    /// The tokens since the last piece.
+    /// The generated tokens that are not part of a piece yet.
     pending: Vec<PendingToken>,
     calls: Vec<SentCall>,
-    /// The number of tool calls that were sent.
+    /// The number of tool calls that were sent to the client.
     sent_calls: usize,
     reasoning_tokens: usize,
     is_complete: bool,
@@ -89,16 +89,16 @@ struct PendingToken {
     logprobs: Option<TokenLogprobs>,
 }
 
-/// The part of a tool call that was sent.
+/// The part of a tool call that was already sent to the client.
 #[derive(Clone, Copy, Default)]
 struct SentCall {
-    /// The index of the call in the response. `None` until the name is known.
+    /// The index of the tool call in the response. `None` until the function name is known.
     index: Option<usize>,
     argument_bytes: usize,
 }
 
 impl Choice {
-    /// Creates the state of an answer. Unless `can_call_in_parallel`, the answer ends after its first tool call.
+    /// Creates the state of an answer. The answer ends after its first tool call unless `can_call_in_parallel` is true.
     pub fn new(can_call_in_parallel: bool) -> Self {
         Self {
             can_call_in_parallel,
@@ -112,13 +112,13 @@ impl Choice {
         }
     }
 
-    /// Sets whether the client named the tool that the model must call. If so, the answer ends with `stop`, as in
-    /// OpenAI's API.
+    /// Sets whether the client named the tool that the model must call.
+    /// If so, the finish reason is `stop`, as in OpenAI's API.
     pub fn with_named_call(self, must_call_named: bool) -> Self {
         Self { must_call_named, ..self }
     }
 
-    /// Sets whether the content includes tokens without text. Only an answer without a chat format may include them.
+    /// Sets whether the content includes tokens without text. Allowed only for an answer without a chat format.
     pub fn with_all_tokens(self, keeps_all_tokens: bool) -> Self {
         Self { keeps_all_tokens, ..self }
     }
@@ -128,13 +128,13 @@ impl Choice {
         self.reasoning_tokens
     }
 
-    /// Adds an event and returns its pieces. `calls` are the tool calls of the answer so far.
+    /// Adds an event and returns its pieces. `calls` are all tool calls of the answer so far.
     pub fn push(&mut self, event: Event, calls: &[ToolCall], tokenizer: &Tokenizer) -> Pieces {
         let mut out = Pieces::default();
         let (deltas, summary) = match event {
             Event::Token { id, deltas, logprobs } => {
-                // A control token without text ends a message header. Drop the tokens of the header, because they are
-                // part of no channel.
+                // A control token without text ends a message header.
+                // Drop the tokens of the header, because they are not part of the answer's text.
                 if deltas.is_empty() && tokenizer.is_control(id) && !self.keeps_all_tokens {
                     self.pending.clear();
                 } else {
@@ -167,11 +167,11 @@ impl Choice {
         out
     }
 
-    /// Returns the pending tokens of each delta, and drops the other ones, which belong to headers and tags.
-    /// Without deltas, all tokens stay pending.
+    /// Returns the pending tokens of each delta. Drops all other pending tokens, which belong to headers and tags.
+    /// If there are no deltas, all tokens stay pending.
     ///
-    /// The tokens of the last delta are the last tokens that cover its text. Those of the delta before it come before
-    /// them, and so on. If all tokens are kept, the first delta gets them.
+    /// Assigns tokens from the last delta to the first. Each delta gets the last unassigned tokens that cover its text.
+    /// If the answer keeps all tokens, the first delta also gets the unassigned ones.
     fn release(&mut self, deltas: &[Delta], tokenizer: &Tokenizer) -> Vec<Vec<PendingToken>> {
         if deltas.is_empty() {
             return Vec::new();
@@ -197,7 +197,7 @@ impl Choice {
     }
 
     /// Adds the new parts of the tool calls to `out`. `summary` is set only at the end of the answer.
-    /// At the end, calls without a name become content.
+    /// At the end of the answer, tool calls without a function name become content.
     fn send_calls(&mut self, calls: &[ToolCall], summary: Option<&Summary>, out: &mut Pieces) {
         self.calls.resize(calls.len().max(self.calls.len()), SentCall::default());
         for (sent, call) in self.calls.iter_mut().zip(calls) {
@@ -220,7 +220,7 @@ impl Choice {
             let Some(index) = sent.index else { continue };
             let is_whole = summary.is_some_and(|summary| summary.finish_reason != FinishReason::Length);
             let text = match &call.arguments[sent.argument_bytes..] {
-                // Clients parse the arguments, so send an empty object for a call without arguments.
+                // Clients parse the arguments of a call as JSON, so send `{}` for a call without arguments.
                 "" if sent.argument_bytes == 0 && is_whole => "{}",
                 text => text,
             };
@@ -240,7 +240,7 @@ impl Choice {
     }
 }
 
-/// Converts pending tokens. Omits tokens without log probabilities.
+/// Converts pending tokens to scored tokens. Omits tokens without log probabilities.
 fn scored(tokens: Vec<PendingToken>) -> Vec<ScoredToken> {
     let scored = |PendingToken { id, logprobs }| Some(ScoredToken { id, logprobs: logprobs? });
     tokens.into_iter().filter_map(scored).collect()
@@ -328,7 +328,7 @@ mod tests {
         assert_eq!(of(|piece| if let Piece::ToolStart { name, .. } = piece { Some(name) } else { None }), "find");
         let arguments = of(|piece| if let Piece::ToolArguments { text, .. } = piece { Some(text) } else { None });
         assert_eq!(arguments, "{\"q\": \"é\"}");
-        // Only tokens of the content are scored, not the tokens of headers.
+        // Log probabilities cover only the tokens of the content, not the tokens of headers.
         let scored =
             all.iter().filter_map(|piece| if let Piece::Content(_, tokens) = piece { Some(tokens) } else { None });
         let bytes = scored.flatten().flat_map(|token| tokenizer.table().bytes(token.id)).collect();
@@ -368,7 +368,7 @@ mod tests {
         let mut sent = |event, calls: &[ToolCall]| text(&choice.push(event, calls, &tokenizer).pieces);
         assert_eq!(sent(token(), &[call("f", "")]), "0=f ");
         assert_eq!(sent(token(), &[call("f", "{\"a")]), "0+{\"a ");
-        // In formats other than harmony, the name is known only at the end of a call.
+        // In chat formats other than harmony, the function name is known only at the end of a call.
         assert_eq!(sent(token(), &[call("f", "{\"a\":1}"), call("", "{\"name")]), "0+\":1} ");
         assert_eq!(sent(token(), &[call("f", "{\"a\":1}"), call("g", "")]), "1=g ");
         let pieces = choice.push(end(FinishReason::ToolCalls), &[call("f", "{\"a\":1}"), call("g", "")], &tokenizer);

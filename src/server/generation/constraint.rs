@@ -1,4 +1,4 @@
-//! Reads the fields that constrain the form of an answer.
+//! Reads the request fields that constrain the format of an answer.
 
 use serde_json::Value;
 
@@ -9,7 +9,7 @@ use crate::server::http::error::ApiError;
 /// The maximum number of texts in `structured_outputs.choice`.
 const MAX_TEXTS: usize = 1000;
 
-/// Reads `response_format`. Returns `None` if the answer may be any text.
+/// Reads the request field `response_format`. Returns `None` if the answer may be any text.
 pub fn read_response_format(fields: &mut Fields) -> Result<Option<Grammar>, ApiError> {
     let Some(mut format) = fields.take_object("response_format")? else { return Ok(None) };
     let grammar = match format.take_string("type")?.as_deref() {
@@ -28,7 +28,7 @@ pub fn read_response_format(fields: &mut Fields) -> Result<Option<Grammar>, ApiE
     Ok(grammar)
 }
 
-/// Reads `format` in `text`, as in the Responses API. Returns `None` if the answer may be any text.
+/// Reads `text.format` of the Responses API. Returns `None` if the answer may be any text.
 pub fn read_text_format(text: &mut Fields, format: Value) -> Result<Option<Grammar>, ApiError> {
     let mut format = Fields::nested(&text.path("format"), format)?;
     let grammar = match format.take_string("type")?.as_deref() {
@@ -41,7 +41,7 @@ pub fn read_text_format(text: &mut Fields, format: Value) -> Result<Option<Gramm
     Ok(grammar)
 }
 
-/// Reads `format` in `output_config`, as in Anthropic's API. Returns `None` if the answer may be any text.
+/// Reads `output_config.format` of Anthropic's API. Returns `None` if the answer may be any text.
 pub fn read_output_format(config: &mut Fields) -> Result<Option<Grammar>, ApiError> {
     let Some(mut format) = config.take_object("format")? else { return Ok(None) };
     if format.take_string("type")?.as_deref() != Some("json_schema") {
@@ -56,19 +56,19 @@ pub fn read_output_format(config: &mut Fields) -> Result<Option<Grammar>, ApiErr
 fn read_schema(fields: &mut Fields) -> Result<Grammar, ApiError> {
     fields.take_string("name")?;
     fields.take_string("description")?;
-    // The whole schema is enforced, whether or not `strict` is set.
+    // The whole JSON schema is enforced, whether or not `strict` is set.
     fields.take_bool("strict")?;
     let schema = fields.take("schema").filter(is_schema);
     let schema = schema.ok_or_else(|| fields.invalid("schema", "expected a JSON schema"))?;
     Ok(named(&fields.path("schema"), GrammarKind::JsonSchema(schema)))
 }
 
-/// Reads `structured_outputs`, an extension by vLLM. Returns `None` if the answer may be any text.
+/// Reads `structured_outputs`, a vLLM extension of OpenAI's API. Returns `None` if the answer may be any text.
 pub fn read_structured_outputs(fields: &mut Fields) -> Result<Option<Grammar>, ApiError> {
     let Some(mut nested) = fields.take_object("structured_outputs")? else { return Ok(None) };
     let mut grammars = Vec::new();
     if let Some(schema) = nested.take("json") {
-        // Some clients send the schema as a string.
+        // Some clients send the JSON schema as a string.
         let schema = schema.as_str().and_then(|text| serde_json::from_str(text).ok()).unwrap_or(schema);
         if !is_schema(&schema) {
             return Err(nested.invalid("json", "expected a JSON schema"));

@@ -1,4 +1,4 @@
-//! Streams of server-sent events.
+//! Streams answers to clients as server-sent events.
 
 use std::convert::Infallible;
 use std::fmt::Write;
@@ -18,18 +18,18 @@ use super::answers::Answers;
 use super::choice::Pieces;
 use crate::server::http::error::ApiError;
 
-/// The number of bytes after which a batch of events is sent, even if more events are ready.
+/// The maximum size of a batch of events in bytes. At this size, the batch is sent even if more events are ready.
 const BATCH_BYTES: usize = 16 << 10;
 
 const EVENT_STREAM: &str = "text/event-stream; charset=utf-8";
 
-/// Writes answers as the events of one API.
+/// Writes answers in the event format of one API.
 pub trait EventWriter: Send + 'static {
     fn content_type(&self) -> &'static str {
         EVENT_STREAM
     }
 
-    /// Writes the events that precede the first token.
+    /// Writes the events that come before the first token.
     fn begin(&mut self, _out: &mut EventBuffer) {}
 
     /// Writes pieces of the answer with this index.
@@ -48,7 +48,7 @@ pub trait EventWriter: Send + 'static {
         out.push_text("[DONE]");
     }
 
-    /// Shows that the stream is alive after a pause without events. By default, writes a comment, which clients ignore.
+    /// Keeps the stream alive during a pause without events. By default, writes an SSE comment, which clients ignore.
     fn keep_alive(&mut self, out: &mut EventBuffer) {
         out.0.push_str(": ping\n\n");
     }
@@ -59,7 +59,7 @@ pub trait EventWriter: Send + 'static {
 pub struct EventBuffer(String);
 
 impl EventBuffer {
-    /// Adds an event. Its data is a single line, because the JSON is written without line breaks.
+    /// Adds an event. The event data is a single line, because the JSON is written without line breaks.
     pub fn push(&mut self, event: &impl Serialize) {
         if let Some(json) = to_json(event) {
             self.push_text(&json);
@@ -90,7 +90,7 @@ impl EventBuffer {
     }
 }
 
-/// Returns an event as JSON, or logs why the event is left out of the stream.
+/// Returns an event as JSON. If this fails, logs the error and returns `None`.
 fn to_json(event: &impl Serialize) -> Option<String> {
     serde_json::to_string(event)
         .inspect_err(|error| tracing::error!("internal error: cannot write an event of a stream: {error}"))
@@ -120,7 +120,7 @@ pub fn response(answers: Answers, mut writer: impl EventWriter, ping: Duration) 
 
 /// The body of a streamed response.
 struct EventStream {
-    /// `None` after the last event.
+    /// The source of events. `None` after the last event.
     answers: Option<Answers>,
     writer: Box<dyn EventWriter>,
     buffer: EventBuffer,
@@ -168,7 +168,7 @@ impl Stream for EventStream {
         if self.answers.is_none() {
             return Poll::Ready(None);
         }
-        // Clients and proxies close connections that seem idle, so show that the stream is alive.
+        // Clients and proxies close idle connections, so send a keep-alive.
         if self.next_ping.as_mut().poll(context).is_ready() {
             self.next_ping.as_mut().reset(deadline);
             let Self { writer, buffer, .. } = &mut *self;

@@ -16,7 +16,7 @@ use crate::server::state::Server;
 /// The maximum number of answers to one prompt.
 pub const MAX_CHOICES: i64 = 8;
 
-/// The maximum number of stop strings, and of stop tokens.
+/// The maximum number of stop strings in a request, and also the maximum number of stop tokens.
 const MAX_STOPS: usize = 16;
 /// The maximum size of a stop string in bytes.
 const MAX_STOP_BYTES: usize = 1024;
@@ -24,7 +24,7 @@ const MAX_STOP_BYTES: usize = 1024;
 /// The maximum size of a cache salt in bytes.
 const MAX_SALT_BYTES: usize = 1024;
 
-/// Unsupported fields that would change the output, each with the values that have no effect.
+/// Unsupported fields that would change the output. Each entry lists the values that have no effect and are accepted.
 const REFUSED: &[(&str, &[&str])] = &[
     ("allowed_token_ids", &["[]"]),
     ("bad_words", &["[]"]),
@@ -47,7 +47,7 @@ const REFUSED: &[(&str, &[&str])] = &[
     ("use_beam_search", &["false"]),
 ];
 
-/// Reads the shared fields. The caller sets `max_tokens` and log probabilities, whose fields differ between routes.
+/// Reads the shared fields. Omits `max_tokens` and log probabilities, because their field names differ between routes.
 pub fn read(fields: &mut Fields, server: &Server, engine: &EngineHandle) -> Result<GenerateOptions, ApiError> {
     for (name, neutral) in REFUSED {
         let neutral: Vec<Value> = neutral.iter().filter_map(|text| serde_json::from_str(text).ok()).collect();
@@ -85,7 +85,7 @@ fn read_sampling(fields: &mut Fields, options: &mut GenerateOptions) -> Result<(
     for field in SAMPLING_FIELDS {
         let Some(value) = fields.take(field.name) else { continue };
         let text = match (field.name, value.as_i64()) {
-            // To keep all tokens, vLLM's clients send -1. inferno uses 0.
+            // For `top_k`, vLLM's clients send -1 to keep all tokens. inferno uses 0.
             ("top_k", Some(-1)) => "0".to_string(),
             ("seed", Some(seed)) => (seed as u64).to_string(),
             _ if value.is_number() => value.to_string(),
@@ -181,21 +181,21 @@ pub fn read_stream(fields: &mut Fields) -> Result<StreamOptions, ApiError> {
 #[derive(Clone, Copy, Debug, Default)]
 pub struct StreamOptions {
     pub is_stream: bool,
-    /// Whether the last chunk of the stream contains the usage.
+    /// Whether the last chunk of the stream contains the field `usage`.
     pub has_usage: bool,
-    /// Whether every chunk contains the usage so far.
+    /// Whether every chunk of the stream contains the token counts so far in the field `usage`.
     pub has_continuous_usage: bool,
 }
 
 impl StreamOptions {
-    /// Returns the field `usage` of a chunk that is not the last one.
-    /// `None` if the chunk lacks the field, and `Some(None)` if the field is null.
+    /// Returns the field `usage` for every chunk except the last one.
+    /// Returns `None` if the chunk must not have the field, and `Some(None)` if the field must be null.
     pub fn chunk_usage(self, so_far: impl FnOnce() -> Usage) -> Option<Option<Usage>> {
         self.has_usage.then(|| self.has_continuous_usage.then(so_far))
     }
 }
 
-/// Reads `n`. Also accepts `best_of` if it equals `n`.
+/// Reads `n`, the number of answers. Also accepts `best_of` if it equals `n`.
 pub fn read_choices(fields: &mut Fields) -> Result<usize, ApiError> {
     let n = fields.take_integer("n", 1..=MAX_CHOICES)?.unwrap_or(1);
     fields.refuse("best_of", &[json!(n)], "use 'n'")?;

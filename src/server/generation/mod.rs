@@ -3,7 +3,7 @@
 //! - `generate_options`, `constraint`: read the request fields that all generating routes share
 //! - `answers`: submits requests to the engine and merges the events of their answers
 //! - `choice`: turns the events of one answer into pieces of reasoning, content and tool calls
-//! - `event_stream`: sends pieces as they arrive
+//! - `event_stream`: sends the pieces of an answer as they arrive
 //! - `reply`, `usage`: the parts of responses that several routes share
 
 mod answers;

@@ -16,20 +16,20 @@ use crate::server::state::Server;
 /// The response header that lists the request fields that have no effect.
 const IGNORED: HeaderName = HeaderName::from_static("x-inferno-ignored");
 
-/// If this request header is `1`, the server rejects the request if some of its fields have no effect.
+/// If this request header is `1`, the server rejects a request with fields that have no effect.
 const STRICT: &str = "x-inferno-strict";
 
-/// If this request header is `1`, the answer does not depend on other requests, as with the field `deterministic`.
+/// The request header that asks for a deterministic answer with the value `1`, like the field `deterministic`.
 const DETERMINISTIC: &str = "x-inferno-deterministic";
 
-/// The version and the commit of inferno that computed an answer.
+/// The fingerprint of an answer: the version and the commit of the inferno build that computed the answer.
 const FINGERPRINT: &str = concat!("inferno-", env!("CARGO_PKG_VERSION"), "-", env!("INFERNO_COMMIT"));
 
-/// The fingerprint of an answer that does not depend on other requests.
+/// The fingerprint of a deterministic answer, which does not depend on concurrent requests.
 const DETERMINISTIC_FINGERPRINT: &str =
     concat!("inferno-", env!("CARGO_PKG_VERSION"), "-", env!("INFERNO_COMMIT"), "-deterministic");
 
-/// The first fields of a whole response, and of each event of a stream.
+/// The leading fields that a whole response and every event of a stream contain.
 #[derive(Serialize)]
 pub struct ReplyHeader {
     id: String,
@@ -40,7 +40,7 @@ pub struct ReplyHeader {
 }
 
 impl ReplyHeader {
-    /// Creates the first fields of a response. The id of the response starts with `prefix`.
+    /// Creates the leading fields of a response. The id of the response starts with `prefix`.
     pub fn new(server: &Server, answers: &Answers, prefix: &str, object: &'static str) -> Self {
         Self {
             id: ids::new(prefix),
@@ -52,7 +52,7 @@ impl ReplyHeader {
     }
 }
 
-/// Fails if the client asked for strict handling and some fields have no effect.
+/// Fails if the client asked for strict handling of fields and some request fields have no effect.
 pub fn check_strict(headers: &HeaderMap, ignored: &[String]) -> Result<(), ApiError> {
     let is_strict = headers.get(STRICT).is_some_and(|value| value == "1");
     match ignored.first() {
@@ -63,7 +63,7 @@ pub fn check_strict(headers: &HeaderMap, ignored: &[String]) -> Result<(), ApiEr
     }
 }
 
-/// Returns whether the headers of a request ask for an answer that does not depend on other requests.
+/// Returns whether the headers of a request ask for a deterministic answer.
 pub fn is_deterministic(headers: &HeaderMap) -> bool {
     headers.get(DETERMINISTIC).is_some_and(|value| value == "1")
 }

@@ -12,21 +12,21 @@ use crate::server::page;
 /// The routes that need no API key, in addition to the server's web page.
 const OPEN_PATHS: [&str; 2] = ["/health", "/live"];
 
-/// The header in which clients of Anthropic's API send the key.
+/// The header in which clients of Anthropic's API send the API key.
 const API_KEY: &str = "x-api-key";
 
 /// The rules that decide whether a request has access.
 pub struct Access {
-    /// The hashes of the keys. The time that a comparison of hashes takes reveals nothing about the keys.
+    /// The hashes of the API keys. The time that a comparison of hashes takes reveals nothing about the keys.
     keys: Vec<Digest>,
     /// The origins of web pages that may send requests.
     origins: Vec<String>,
-    /// Whether the server's own page has access under any host name.
+    /// Whether the server's own chat page has access under any host name.
     is_open: bool,
 }
 
 impl Access {
-    /// Creates the rules. If there are no keys, every client except web pages of other sites has access.
+    /// Creates the access rules. If there are no API keys, every client except web pages of other sites has access.
     pub fn new(options: &ServerOptions) -> Self {
         let keys = options.api_keys.iter().map(|key| digest(&SHA256, key.as_bytes())).collect();
         Self { keys, origins: options.cors_origins.clone(), is_open: options.is_open }
@@ -58,7 +58,7 @@ impl Access {
     }
 
     /// Rejects requests from web pages of other sites.
-    /// Otherwise, any page that a person on this machine opens could use the model, because no key is required.
+    /// Without API keys, any web page that a user of this machine opens could otherwise send requests to the model.
     fn check_origin(&self, origin: Option<&HeaderValue>, target: Option<&HeaderValue>) -> Result<(), ApiError> {
         let Some(origin) = origin else { return Ok(()) };
         let origin = origin.to_str().unwrap_or_default();

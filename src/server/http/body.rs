@@ -1,4 +1,4 @@
-//! Reads request bodies, enforces limits on them, and takes typed fields from them.
+//! Reads request bodies, limits their size, and takes typed fields from their JSON.
 
 use axum::body::{Body, Bytes};
 use axum::extract::Request;
@@ -11,15 +11,15 @@ use super::error::ApiError;
 use crate::files;
 use crate::server::options::Timeouts;
 
-/// The maximum size of a body in bytes.
+/// The maximum size of a request body in bytes.
 pub const MAX_BODY_BYTES: usize = 8 << 20;
 
-/// The maximum nesting depth of a body. Parsing and rendering are recursive, so deep nesting could overflow the stack.
+/// The maximum nesting depth of a JSON body. Parsing is recursive, so deep nesting could overflow the stack.
 const MAX_DEPTH: usize = 64;
 
-/// The maximum number of JSON values in a body. A value takes much more memory than its text.
+/// The maximum number of JSON values in a body. A parsed JSON value takes much more memory than its text.
 const MAX_VALUES: usize = 500_000;
-/// The maximum number of notes about unused fields. A response header lists no more.
+/// The maximum number of notes about ignored fields. The notes become a response header.
 pub const MAX_IGNORED: usize = 32;
 
 /// Reads the JSON object in the body of a request.
@@ -45,8 +45,8 @@ pub async fn collect(headers: &HeaderMap, body: Body, timeouts: &Timeouts) -> Re
 
 fn check_headers(headers: &HeaderMap) -> Result<(), ApiError> {
     let text = |name| headers.get(name).map(|value| value.to_str().unwrap_or_default());
-    // Accept only JSON. Before a page of another site can send JSON, the browser asks the server for permission.
-    // Plain text needs no permission.
+    // Accept only the content type of JSON, which protects against requests from web pages of other sites.
+    // Browsers ask the server for permission before such a page can send JSON. Plain text needs no permission.
     let media_type = text(CONTENT_TYPE).unwrap_or_default().split(';').next().unwrap_or_default().trim();
     if !media_type.eq_ignore_ascii_case("application/json") {
         let message = "cannot read the body: send JSON with the header 'Content-Type: application/json'";
@@ -101,7 +101,7 @@ fn depth(json: &[u8]) -> usize {
     deepest
 }
 
-/// The fields of a JSON object that have not been used yet. Null counts as absent.
+/// The fields of a JSON object that have not been read yet. Null fields count as absent.
 pub struct Fields {
     map: Map<String, Value>,
     /// The path of the object, such as `messages[0].`, or an empty string for the body.
@@ -115,7 +115,7 @@ impl Fields {
         Self { map, path: String::new(), ignored: Vec::new() }
     }
 
-    /// Creates the fields of an object inside the body. Fails if `value` is not an object.
+    /// Creates the fields of a nested object. Fails if `value` is not an object.
     /// `path` is the path of the object, such as `messages[0]`.
     pub fn nested(path: &str, value: Value) -> Result<Self, ApiError> {
         match value {
@@ -134,7 +134,7 @@ impl Fields {
         ApiError::invalid(self.path(name), problem)
     }
 
-    /// Returns whether a field is present and has not been used yet.
+    /// Returns whether a field is present and has not been read yet.
     pub fn has(&self, name: &str) -> bool {
         self.map.get(name).is_some_and(|value| !value.is_null())
     }
@@ -185,8 +185,8 @@ impl Fields {
         self.take(name).map(|value| Fields::nested(&path, value)).transpose()
     }
 
-    /// Removes a field that inferno does not support. Fails unless the field is absent or has one of the `neutral`
-    /// values, which have no effect.
+    /// Removes a field that inferno does not support.
+    /// Fails unless the field is absent or has one of the `neutral` values, which have no effect.
     pub fn refuse(&mut self, name: &str, neutral: &[Value], hint: &str) -> Result<(), ApiError> {
         match self.take(name) {
             Some(value) if !neutral.contains(&value) => Err(ApiError::unsupported(self.path(name), hint)),
@@ -195,14 +195,14 @@ impl Fields {
     }
 
     /// Records the name of a field that has no effect on the response, or a note about such a field.
-    /// Keeps at most [`MAX_IGNORED`] notes: a body can have 500,000 unknown fields.
+    /// Keeps at most [`MAX_IGNORED`] notes, because a body can have 500,000 unknown fields.
     pub fn ignore(&mut self, note: String) {
         if self.ignored.len() < MAX_IGNORED && !self.ignored.contains(&note) {
             self.ignored.push(note);
         }
     }
 
-    /// Returns the recorded notes and the names of all unused fields. Array indexes are left out, as in `messages[].x`.
+    /// Returns the recorded notes and the names of all unread fields. Omits array indexes, as in `messages[].x`.
     pub fn ignored(self) -> Vec<String> {
         let Self { map, path, mut ignored } = self;
         let path = path.replace(|c: char| c.is_ascii_digit(), "");

@@ -1,6 +1,6 @@
-//! Adapts the errors and the headers of responses to the API of their route.
+//! Converts errors and response headers to the API of their route.
 //!
-//! Errors come from many places that do not know the API of the route, such as the check of the API key.
+//! Errors come from many places that do not know the API of the route, such as the API key check.
 
 use axum::body::Body;
 use axum::http::{HeaderName, HeaderValue, StatusCode};
@@ -9,10 +9,10 @@ use serde::Serialize;
 
 use super::error::ApiError;
 
-/// The header in which Anthropic's API identifies a request.
+/// The response header that contains the request id in Anthropic's API.
 const REQUEST_ID: HeaderName = HeaderName::from_static("request-id");
 
-/// An error in the shape of Anthropic's API.
+/// An error in the JSON format of Anthropic's API.
 #[derive(Serialize)]
 pub struct MessagesError<'a> {
     #[serde(rename = "type")]
@@ -44,7 +44,7 @@ impl<'a> MessagesError<'a> {
     }
 }
 
-/// An error in the shape of ollama's API.
+/// An error in the JSON format of ollama's API.
 #[derive(Serialize)]
 pub struct OllamaError {
     error: String,
@@ -56,8 +56,8 @@ impl OllamaError {
     }
 }
 
-/// Rewrites the errors of ollama's and Anthropic's routes in the shape of these APIs.
-/// Adds the header with the request id to responses of Anthropic's routes.
+/// Converts the errors of ollama's and Anthropic's routes to the error formats of these APIs.
+/// Adds the request id header to responses of Anthropic's routes.
 pub fn adapt(path: &str, request_id: &str, mut response: Response) -> Response {
     let is_below = |route: &str| path.strip_prefix(route).is_some_and(|rest| rest.is_empty() || rest.starts_with('/'));
     let is_message = is_below("/v1/messages");

@@ -1,4 +1,4 @@
-//! Errors in the shape of OpenAI's API.
+//! API errors in the JSON format of OpenAI's API.
 
 use std::time::Duration;
 
@@ -11,7 +11,7 @@ use serde::Serialize;
 use crate::error::Error;
 use crate::text::error_message;
 
-/// The maximum length of an error message in characters. Messages can quote the request.
+/// The maximum length of an error message in characters. Error messages can quote parts of the request.
 const MAX_MESSAGE_CHARS: usize = 1000;
 
 /// An error response. Its body is `{"error": {"message", "type", "param", "code"}}`.
@@ -94,14 +94,14 @@ impl ApiError {
         Self { param: Some("model".to_string()), code: Some("model_not_found"), ..Self::not_found(message) }
     }
 
-    /// Creates an error with any other 4xx status, such as 405 or 413.
+    /// Creates an error with a 4xx status that has no function of its own, such as 405 or 413.
     pub fn client(status: StatusCode, message: impl Into<String>) -> Self {
         Self::new(status, "invalid_request_error", message)
     }
 
-    /// Creates a 429 error. `retry_after` is the expected time until the server has room.
+    /// Creates a 429 error. `retry_after` is the expected time until the server can admit the request.
     pub fn overloaded(problem: &str, retry_after: Duration) -> Self {
-        // Some clients read the time from the message.
+        // Some clients read the retry time from the error message.
         let message = format!("{problem}: please try again in {}s", whole_seconds(retry_after));
         let error = Self::new(StatusCode::TOO_MANY_REQUESTS, "rate_limit_error", message);
         Self { code: Some("rate_limit_exceeded"), retry_after: Some(retry_after), ..error }
@@ -119,13 +119,13 @@ impl ApiError {
     }
 
     /// Converts an error of [`submit`](crate::EngineHandle::submit).
-    /// An error that `from_engine` does not recognize becomes a 400 error.
+    /// An error without a specific HTTP status becomes a 400 error.
     pub fn from_submit(error: &anyhow::Error, param: &'static str) -> Self {
         Self::from_engine(error, param).unwrap_or_else(|| Self::bad_request(error_message(error)))
     }
 
     /// Converts an error of a [`RequestStream`](crate::RequestStream).
-    /// An error that `from_engine` does not recognize becomes a 500 error.
+    /// An error without a specific HTTP status becomes a 500 error.
     pub fn from_stream(error: &anyhow::Error) -> Self {
         Self::from_engine(error, "messages").unwrap_or_else(|| Self::internal(error_message(error)))
     }
@@ -153,7 +153,7 @@ impl ApiError {
         }
     }
 
-    /// Returns the message, cut off after `MAX_MESSAGE_CHARS` characters.
+    /// Returns the error message, cut off after `MAX_MESSAGE_CHARS` characters.
     pub fn message(&self) -> String {
         match self.message.char_indices().nth(MAX_MESSAGE_CHARS) {
             Some((end, _)) => format!("{}…", &self.message[..end]),
@@ -168,7 +168,7 @@ impl ApiError {
     }
 }
 
-/// Rounds a time up to whole seconds. Returns at least 1.
+/// Converts a retry time to whole seconds, rounded up. Returns at least 1.
 fn whole_seconds(time: Duration) -> u64 {
     time.as_secs_f64().ceil().max(1.0) as u64
 }
@@ -176,14 +176,14 @@ fn whole_seconds(time: Duration) -> u64 {
 impl IntoResponse for ApiError {
     fn into_response(self) -> Response {
         let mut response = Response::new(Body::from(self.body()));
-        // `dialect` rewrites the error on routes of other APIs.
+        // Attach the error, so that `dialect` can convert it on routes of other APIs.
         response.extensions_mut().insert(self.clone());
         *response.status_mut() = self.status;
         let headers = response.headers_mut();
         headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
         match self.status {
             StatusCode::UNAUTHORIZED => drop(headers.insert(WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"))),
-            // The rest of the body is not read, so the connection cannot carry another request.
+            // After these errors, the request body is not read further, so the connection cannot carry another request.
             StatusCode::PAYLOAD_TOO_LARGE | StatusCode::REQUEST_TIMEOUT => {
                 drop(headers.insert(CONNECTION, HeaderValue::from_static("close")));
             }

@@ -1,4 +1,4 @@
-//! The request log: one line per request, without prompts and answers.
+//! Writes the request log: one line per request, without prompts and answers.
 
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Instant;
@@ -8,19 +8,19 @@ use axum::http::{Method, StatusCode};
 use crate::server::client::Client;
 use crate::server::metrics::Metrics;
 
-/// The target of log entries in `tracing`.
+/// The `tracing` target of entries in the request log.
 pub const TARGET: &str = "inferno::requests";
 
-/// The status in the log if the client closed the connection before the response was ready.
+/// The HTTP status that the log shows if the client closed the connection before the response was ready.
 const CLIENT_CLOSED: u16 = 499;
 
-/// The log entry of a request, which the handler and the response body share. Dropping this value writes the entry.
+/// The log entry of a request. The handler and the response body share it. Dropping it writes the log line.
 pub struct RequestLog {
     pub id: String,
     method: Method,
     path: String,
     traceparent: Option<String>,
-    /// Whether a header of the request asks for an answer that does not depend on other requests.
+    /// Whether a request header asks for a deterministic answer.
     pub is_deterministic: bool,
     started: Instant,
     metrics: Arc<Metrics>,
@@ -28,7 +28,7 @@ pub struct RequestLog {
     outcome: Mutex<Outcome>,
 }
 
-/// The outcome of a request, known at its end.
+/// The outcome of a request, known when the request ends.
 #[derive(Default)]
 struct Outcome {
     status: Option<StatusCode>,
@@ -60,12 +60,12 @@ impl RequestLog {
         self
     }
 
-    /// Records who sent the request. Only the first call has an effect.
+    /// Records the client that sent the request. Only the first call has an effect.
     pub fn set_client(&self, client: Client) {
         let _ = self.client.set(client);
     }
 
-    /// Returns who sent the request. All clients without an API key count as one client.
+    /// Returns the client that sent the request. All clients without an API key count as one client.
     pub fn client(&self) -> Client {
         self.client.get().copied().unwrap_or_default()
     }
@@ -83,7 +83,7 @@ impl RequestLog {
     }
 
     /// Returns true if the request only checks the state of the server.
-    /// Such requests can be frequent, so they are logged only at the debug level.
+    /// Such health checks can be frequent, so they are logged only at the debug level.
     fn is_check(&self) -> bool {
         matches!(self.path.as_str(), "/health" | "/live" | "/metrics" | "/v1/loads")
     }
@@ -119,7 +119,7 @@ impl Drop for RequestLog {
                 tracing::debug!(target: TARGET, id, method, path, status, duration_ms, "request")
             }
             None => {
-                // Status 499 means that the client disconnected before there was an answer, for example in the queue.
+                // With status 499, the client disconnected before the answer began, for example in the queue.
                 let finish = (status == CLIENT_CLOSED).then_some("canceled");
                 tracing::info!(target: TARGET, id, method, path, status, duration_ms, finish, traceparent, "request")
             }
@@ -127,7 +127,7 @@ impl Drop for RequestLog {
     }
 }
 
-/// Returns a time in milliseconds, rounded to microseconds.
+/// Converts a time to milliseconds, rounded to whole microseconds.
 fn milliseconds(seconds: f64) -> f64 {
     (seconds * 1e6).round() / 1e3
 }

@@ -1,4 +1,4 @@
-//! Admits requests up to a limit, leaves room for every client, and estimates when the next request will be admitted.
+//! Admits requests up to a limit, and estimates when a rejected request could be admitted.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -7,14 +7,14 @@ use tokio::sync::Notify;
 
 use super::free_times::FreeTimes;
 
-/// The longest wait that the server suggests to a client.
+/// The longest wait that the server suggests to a client before a retry.
 const MAX_RETRY: Duration = Duration::from_secs(60);
 
-/// The shortest wait that the server suggests, because `retry-after-ms` has whole milliseconds.
+/// The shortest wait that the server suggests. The header `retry-after-ms` is in whole milliseconds.
 const MIN_RETRY: Duration = Duration::from_millis(1);
 
-/// With several clients, each client can use at most this multiple of the remaining room.
-/// A single active client therefore leaves a fifth of the room to other clients. Two active clients leave a ninth.
+/// With several clients, each client can use at most this multiple of the remaining capacity.
+/// A single active client therefore leaves a fifth of the capacity unused. Two active clients leave a ninth unused.
 const MAX_SHARE_OF_ROOM: usize = 4;
 
 /// Counts the sequences that are waiting or running, and rejects sequences above the limit.
@@ -46,7 +46,7 @@ impl Admission {
         Self { limit, state, idle: Notify::new() }
     }
 
-    /// Admits `count` sequences of a client, or returns the expected time until there is room for them.
+    /// Admits `count` sequences of a client, or returns the expected wait until they can be admitted.
     pub fn admit(self: &Arc<Self>, client: usize, count: usize) -> Result<Permit, Duration> {
         let mut state = self.lock();
         let total = state.total();
@@ -54,32 +54,32 @@ impl Admission {
             return Err(self.expected_wait(&state, count));
         }
         if total == 0 {
-            // Do not count the time without any sequences as an interval between two ends.
+            // While no sequence is running, the time must not count as an interval between two ends.
             state.ends.restart(Instant::now());
         }
         state.admitted[client] += count;
         Ok(Permit { admission: self.clone(), client, count })
     }
 
-    /// Returns the expected time until there is room for `count` sequences of a client, or `None` if there is room now.
+    /// Returns the expected wait until `count` sequences of a client can be admitted, or `None` if there is no wait.
     pub fn wait(&self, client: usize, count: usize) -> Option<Duration> {
         let state = self.lock();
         (!self.has_room(&state, client, count)).then(|| self.expected_wait(&state, count))
     }
 
-    /// Returns the expected time until a waiting sequence with `ahead` others before it can start.
-    /// It can start once `ahead + 1` sequences have ended. Returns `None` if no sequence has ended yet.
+    /// Returns the expected time until a waiting sequence can start if `ahead` sequences wait before it.
+    /// The sequence can start once `ahead + 1` sequences have ended. Returns `None` if no sequence has ended yet.
     pub fn expected_start(&self, ahead: usize) -> Option<Duration> {
         self.lock().ends.expected_wait(Instant::now(), ahead + 1)
     }
 
-    /// Returns the wait to suggest to a client whose request did not start in time.
+    /// Returns the wait to suggest to a client whose request did not start within the time limit.
     /// `ahead` is the number of other sequences that are waiting.
     pub fn wait_to_start(&self, ahead: usize) -> Duration {
         suggested_wait(&self.lock().ends, ahead + 1)
     }
 
-    /// Returns the expected time until enough sequences have ended to make room for `count` new sequences.
+    /// Returns the expected time until enough sequences have ended to admit `count` new sequences.
     fn expected_wait(&self, state: &State, count: usize) -> Duration {
         suggested_wait(&state.ends, (state.total() + count).saturating_sub(self.limit).max(1))
     }
@@ -87,7 +87,7 @@ impl Admission {
     fn has_room(&self, state: &State, client: usize, count: usize) -> bool {
         let Some(room) = self.limit.checked_sub(state.total() + count) else { return false };
         let own = state.admitted[client];
-        // A client without sequences can use all the room, so that no request is too large for an idle server.
+        // A client without sequences can use the whole remaining capacity, so that an idle server admits every request.
         state.admitted.len() == 1 || own == 0 || own + count <= room.saturating_mul(MAX_SHARE_OF_ROOM)
     }
 
@@ -126,15 +126,15 @@ impl Admission {
     }
 }
 
-/// Returns the expected time until `count` sequences have ended, within the limits for suggestions to clients.
+/// Returns the expected time until `count` sequences have ended, clamped to the waits that the server may suggest.
 fn suggested_wait(ends: &FreeTimes, count: usize) -> Duration {
     let now = Instant::now();
-    // Before the first end, only a lower bound is known: the time in which no sequence has ended.
+    // If no sequence has ended yet, use the elapsed time, which is a lower bound of the wait.
     let wait = ends.expected_wait(now, count).unwrap_or_else(|| ends.elapsed(now));
     wait.clamp(MIN_RETRY, MAX_RETRY)
 }
 
-/// The right to run sequences. Dropping the permit makes room for other sequences.
+/// The permission to run sequences. Dropping the permit lets the server admit other sequences.
 pub struct Permit {
     admission: Arc<Admission>,
     client: usize,

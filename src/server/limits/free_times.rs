@@ -1,19 +1,19 @@
-//! Estimates when there will be room for new sequences, from the times at which earlier sequences ended.
+//! Estimates when the server can admit new sequences, from the times at which earlier sequences ended.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
-/// The number of recent ends of sequences from which waits are estimated.
+/// The maximum number of recorded end times of sequences. Wait estimates use only these end times.
 const ENDS: usize = 64;
 
-/// The number of the latest ends, which are compared with the older ends to detect a change of the load.
+/// The number of latest end times that are compared with the older ones to detect a change of the load.
 const RECENT: usize = 8;
 
-/// If the mean of the older intervals is more than this multiple of the mean of the [`RECENT`] ones, the older
-/// intervals belong to an earlier load. Such a difference is rare among intervals of the same load.
+/// The maximum ratio of the mean of the older intervals to the mean of the [`RECENT`] latest intervals.
+/// Above this ratio, the older intervals belong to an earlier load. Such a ratio is rare under a constant load.
 const MAX_RATIO: f64 = 4.0;
 
-/// Sequences that end within this time count as one end, because they were part of the same step.
+/// Sequences that end within this time of each other count as one end, because they ended in the same step.
 const SAME_STEP: Duration = Duration::from_millis(1);
 
 /// The most recent times at which sequences ended.
@@ -54,8 +54,8 @@ impl FreeTimes {
         self.forget_earlier_load();
     }
 
-    /// Removes the older intervals if they are much longer than the recent ones. Otherwise, a few long intervals would
-    /// dominate [`expected_wait`](Self::expected_wait), which ignores intervals shorter than the current wait.
+    /// Removes the older intervals if they are much longer than the recent ones.
+    /// Otherwise, a few long intervals would dominate [`expected_wait`](Self::expected_wait).
     fn forget_earlier_load(&mut self) {
         let Some(older) = self.ends.len().checked_sub(RECENT).filter(|older| *older > 0) else { return };
         let sum_s =
@@ -67,10 +67,10 @@ impl FreeTimes {
         }
     }
 
-    /// Returns the expected time until `count` more sequences have ended. `None` before the first end.
+    /// Returns the expected time until `count` more sequences have ended. Returns `None` if no sequence has ended yet.
     ///
-    /// Only the intervals that were longer than the time since the last end count for the estimate of the next end.
-    /// The estimate is their mean remaining time, or the time since the last end if no interval was longer.
+    /// The estimate for the next end uses only the intervals that are longer than the time since the last end.
+    /// The estimate is their mean remaining time, or the time since the last end if no interval is longer.
     pub fn expected_wait(&self, now: Instant, count: usize) -> Option<Duration> {
         let elapsed = self.elapsed(now);
         let rests = self.ends.iter().filter_map(|(interval, _)| interval.checked_sub(elapsed));
@@ -78,7 +78,7 @@ impl FreeTimes {
         let next = sum.checked_div(longer).unwrap_or(elapsed);
         let total: Duration = self.ends.iter().map(|(interval, _)| interval).sum();
         let sequences: usize = self.ends.iter().map(|(_, sequences)| sequences).sum();
-        // Expect as many sequences at the next end as the recorded ends had on average.
+        // Assume that the mean number of sequences per recorded end also applies to the next end.
         let per_end = sequences.checked_div(self.ends.len())?;
         let others = count.saturating_sub(per_end.max(1)) as f64 * total.as_secs_f64() / sequences.max(1) as f64;
         Duration::try_from_secs_f64(next.as_secs_f64() + others).ok()
@@ -89,7 +89,7 @@ impl FreeTimes {
 mod tests {
     use super::*;
 
-    /// A linear congruential generator of numbers in (0, 1).
+    /// A pseudorandom number generator with values between 0 and 1.
     struct Uniform(u64);
 
     impl Uniform {
@@ -99,8 +99,9 @@ mod tests {
         }
     }
 
-    /// Simulates a server where `per_end` sequences end after each interval. At evenly spaced times, samples the wait
-    /// until `count` sequences have ended. Returns the mean suggested wait and the mean true wait.
+    /// Simulates a server where `per_end` sequences end after each interval.
+    /// Samples the wait until `count` sequences have ended, at evenly spaced times.
+    /// Returns the mean suggested wait and the mean true wait.
     fn waits(per_end: usize, count: usize, mut interval_s: impl FnMut(&mut Uniform) -> f64) -> (f64, f64) {
         let (start, mut random) = (Instant::now(), Uniform(1));
         let mut ends = vec![0.0];
@@ -111,11 +112,11 @@ mod tests {
         let (mut times, mut known, mut suggested, mut real) = (FreeTimes::new(start), 0, 0.0, 0.0);
         let samples = 5000;
         for sample in 0..samples {
-            // Sample only after the first 100 ends and before the last 100 ends.
+            // Leave out the first 100 and the last 100 simulated ends.
             let now = ends[100] + (ends[1900] - ends[100]) * f64::from(sample) / f64::from(samples);
             while ends[known + 1] <= now {
                 known += 1;
-                // The sequences of a step end one after the other.
+                // The simulated sequences of a step end one after the other.
                 (0..per_end).for_each(|index| times.add(at(ends[known] + index as f64 * 1e-6), 1));
             }
             suggested += times.expected_wait(at(now), count).unwrap().as_secs_f64();
@@ -147,7 +148,7 @@ mod tests {
         }
     }
 
-    /// First, a burst of long answers ends in a few steps. Then, the usual load of short answers follows.
+    /// A burst of long answers ends in a few steps. Then, the usual load of short answers follows.
     #[test]
     fn long_intervals_of_an_earlier_load_do_not_count() {
         let (start, mut random) = (Instant::now(), Uniform(1));
@@ -164,7 +165,7 @@ mod tests {
                 let interval_s = scale_s * (0.1 + 1.8 * random.next());
                 for part in 0..100 {
                     let elapsed_s = interval_s * f64::from(part) / 100.0;
-                    // Sample evenly in time, once the new load has lasted for a few intervals.
+                    // Start sampling once the load of short answers has lasted for a few intervals.
                     if end >= RECENT {
                         suggested_s +=
                             times.expected_wait(at(now_s + elapsed_s), 1).unwrap().as_secs_f64() * interval_s;

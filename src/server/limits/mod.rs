@@ -1,6 +1,6 @@
-//! Limits the number of requests. Its modules are:
+//! Limits the number of concurrent requests. Its modules are:
 //!
-//! - `admission`: admits requests up to a limit, and leaves room for every client
+//! - `admission`: admits requests up to a limit, and reserves capacity for other clients
 //! - `free_times`: estimates when the client of a rejected request should retry
 
 mod admission;

@@ -1,13 +1,13 @@
-//! The content blocks of a message.
+//! The content blocks of a message in Anthropic's API.
 
 use serde::Serialize;
 use serde_json::Value;
 
-/// The signature of thinking blocks. Clients send back only blocks that have a signature. inferno ignores the value.
+/// The signature of all thinking blocks. inferno ignores it. Clients send back only blocks with a signature.
 pub const SIGNATURE: &str = "inferno";
 
-/// A content block.
-/// Anthropic's API requires the fields of type `()`. They are null, because inferno has no values for them.
+/// A content block of a message.
+/// Fields of type `()` are always null: Anthropic's API requires them, but inferno has no values for them.
 #[derive(Debug, PartialEq, Serialize)]
 #[serde(tag = "type", rename_all = "snake_case")]
 pub enum Block {

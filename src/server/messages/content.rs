@@ -1,6 +1,6 @@
-//! Collects the pieces of an answer into content blocks, and sends the events of a stream.
+//! Collects the pieces of an answer into content blocks, and sends these blocks as stream events.
 //!
-//! Whole and streamed messages both consist of these blocks, so they cannot differ.
+//! Streamed and whole messages consist of the same content blocks, so they cannot differ.
 
 use serde_json::{Map, Value};
 
@@ -8,14 +8,14 @@ use super::block::{Block, Caller, SIGNATURE};
 use super::events::{BlockDelta, BlockStart, Event, EventSink};
 use crate::server::generation::choice::Piece;
 
-/// The content blocks of an answer so far. Only the last block may be open.
+/// The content blocks of an answer so far. All blocks except the last one are complete.
 pub struct Content {
     shows_thinking: bool,
     blocks: Vec<Block>,
     is_open: bool,
-    /// The JSON text of the open tool call's arguments so far.
+    /// The arguments of the open tool call so far, as JSON text.
     arguments: String,
-    /// For each tool call, the index of its block.
+    /// For each tool call, the index of its content block.
     calls: Vec<usize>,
 }
 
@@ -24,7 +24,7 @@ impl Content {
         Self { shows_thinking, blocks: Vec::new(), is_open: false, arguments: String::new(), calls: Vec::new() }
     }
 
-    /// Returns the blocks. Call [`finish`](Self::finish) first, to complete the last block.
+    /// Returns the content blocks. Call [`finish`](Self::finish) first, to complete the last block.
     pub fn take(&mut self) -> Vec<Block> {
         std::mem::take(&mut self.blocks)
     }
@@ -51,7 +51,8 @@ impl Content {
                 self.calls.push(self.blocks.len() - 1);
             }
             Piece::ToolArguments { index, text } => {
-                // Skip a call whose block has ended. Only the `{}` of a call without arguments can arrive this late.
+                // Skip pieces of a call whose block has ended.
+                // Only the `{}` of a call without arguments can arrive this late.
                 if self.calls.get(index).is_some_and(|&block| block + 1 == self.blocks.len()) && self.is_open {
                     self.extend(&text, events);
                 }
@@ -59,7 +60,7 @@ impl Content {
         }
     }
 
-    /// Ends the last block.
+    /// Ends the last content block.
     pub fn finish(&mut self, events: &mut impl EventSink) {
         if !std::mem::take(&mut self.is_open) {
             return;
@@ -80,7 +81,7 @@ impl Content {
         self.blocks.last().filter(|_| self.is_open)
     }
 
-    /// Ends the open block and starts the next one.
+    /// Ends the open content block and starts the next one.
     fn start(&mut self, block: Block, events: &mut impl EventSink) {
         self.finish(events);
         let content_block = match &block {
@@ -95,7 +96,7 @@ impl Content {
         self.is_open = true;
     }
 
-    /// Adds text to the open block.
+    /// Adds text to the open content block.
     fn extend(&mut self, more: &str, events: &mut impl EventSink) {
         let index = self.blocks.len().saturating_sub(1);
         let delta = match self.blocks.last_mut() {
@@ -117,7 +118,7 @@ impl Content {
     }
 }
 
-/// Parses the arguments of a call. The API requires an object, so any other text becomes `{"arguments": text}`.
+/// Parses the arguments of a tool call. Text that is not a JSON object becomes `{"arguments": text}`.
 fn parse(arguments: &str) -> Value {
     match serde_json::from_str(arguments) {
         Ok(Value::Object(map)) => Value::Object(map),
@@ -132,7 +133,7 @@ mod tests {
 
     use super::*;
 
-    /// Records events as JSON.
+    /// Collects the events of a message as JSON.
     #[derive(Default)]
     struct Recorder(Vec<Value>);
 
@@ -161,7 +162,7 @@ mod tests {
             arguments(0, ":1}"),
             call(1, "list"),
             call(2, "stop"),
-            // A call without arguments is sent with an empty object, even at the end of the answer.
+            // A tool call without arguments is sent with an empty object, even at the end of the answer.
             arguments(1, "{}"),
             arguments(2, "nonsense"),
         ]

@@ -1,4 +1,4 @@
-//! Reads the messages of a request.
+//! Reads the messages of a request in Anthropic's format.
 
 use serde_json::Value;
 
@@ -7,7 +7,7 @@ use crate::server::chat::read_content;
 use crate::server::http::body::Fields;
 use crate::server::http::error::ApiError;
 
-/// Reads `system` and `messages` into one list. Fails if the last message is an assistant message.
+/// Reads the fields `system` and `messages` into one list. Fails if the last message is an assistant message.
 pub fn read(fields: &mut Fields) -> Result<Vec<Message>, ApiError> {
     let system = read_content(fields, "system")?;
     let mut messages: Vec<Message> = system.filter(|text| !text.is_empty()).map(Message::system).into_iter().collect();
@@ -56,7 +56,7 @@ fn unsupported(block: &Fields, kind: &str) -> ApiError {
     }
 }
 
-/// Reads a user message. Tool results become separate messages.
+/// Reads a user message. Tool results in the message become separate messages.
 fn read_user(message: &mut Fields, messages: &mut Vec<Message>) -> Result<(), ApiError> {
     let mut content: Option<String> = None;
     for mut block in blocks(message)? {
@@ -78,7 +78,7 @@ fn read_user(message: &mut Fields, messages: &mut Vec<Message>) -> Result<(), Ap
 fn read_result(block: &mut Fields) -> Result<Message, ApiError> {
     let id = text(block, "tool_use_id")?;
     let result = read_content(block, "content")?.unwrap_or_default();
-    // Chat formats have no flag for failed calls, so the text of the result reports the failure.
+    // Chat formats have no flag for failed tool calls, so the text of the tool result reports the failure.
     let result = match block.take_bool("is_error")? {
         Some(true) => format!("Error: {result}"),
         _ => result,
@@ -110,7 +110,7 @@ fn read_assistant(message: &mut Fields) -> Result<Message, ApiError> {
                     Some(input @ Value::Object(_)) => input.to_string(),
                     _ => return Err(block.invalid("input", "expected an object")),
                 };
-                // `caller` repeats what the server said about the call and does not affect the prompt.
+                // The field `caller` repeats what the server reported, and does not affect the prompt.
                 block.take("caller");
                 answer.tool_calls.push(ToolCall { id: Some(id), name, arguments });
             }

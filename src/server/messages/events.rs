@@ -1,4 +1,4 @@
-//! The events of a streamed message.
+//! The stream events of a message in Anthropic's API.
 
 use serde::Serialize;
 use serde_json::{Map, Value};
@@ -7,7 +7,7 @@ use super::block::Caller;
 use super::object::{MessageObject, MessagesUsage, StopDelta};
 use crate::server::generation::event_stream::EventBuffer;
 
-/// Receives the events of a message.
+/// Receives the stream events of a message.
 pub trait EventSink {
     fn send(&mut self, event: Event<'_>);
 }
@@ -52,7 +52,7 @@ impl Event<'_> {
     }
 }
 
-/// A content block before its first delta.
+/// A content block as it is before its first delta.
 #[derive(Serialize)]
 #[serde(tag = "type", rename_all = "snake_case")]
 pub enum BlockStart<'a> {
@@ -61,7 +61,7 @@ pub enum BlockStart<'a> {
     ToolUse { id: &'a str, name: &'a str, input: Map<String, Value>, caller: Caller },
 }
 
-/// The next part of a content block.
+/// A delta: the next part of a content block.
 #[derive(Serialize)]
 #[serde(tag = "type")]
 pub enum BlockDelta<'a> {

@@ -1,4 +1,4 @@
-//! `POST /v1/messages` and `POST /v1/messages/count_tokens`, the routes of Anthropic's API.
+//! The routes of Anthropic's API: `POST /v1/messages` and `POST /v1/messages/count_tokens`.
 //!
 //! A request is converted to a conversation for the engine, as for a chat completion.
 //! The pieces of the answer are converted to content blocks.
@@ -89,7 +89,7 @@ struct TokenCount {
     input_tokens: usize,
 }
 
-/// Counts the tokens of a prompt. The body of the request has the same fields as for `POST /v1/messages`.
+/// Handles `POST /v1/messages/count_tokens`: counts the tokens of a prompt.
 pub async fn count_tokens(State(server): State<Arc<Server>>, request: Request) -> Result<Response, ApiError> {
     let engine = server.loaded_engine()?.clone();
     let headers = request.headers().clone();
@@ -102,7 +102,7 @@ pub async fn count_tokens(State(server): State<Arc<Server>>, request: Request) -
     Ok(reply::with_ignored(json_response(&TokenCount { input_tokens: rendered.ids.len() })?, &request.ignored))
 }
 
-/// An answer in the format of Anthropic's messages, while it is generated.
+/// An answer that is being generated, in the format of Anthropic's messages.
 struct Progress {
     message: MessageObject,
     content: Content,
@@ -136,7 +136,7 @@ fn stop(finish: Finish, answers: &Answers) -> StopDelta {
     StopDelta { stop_reason: Some(stop_reason), stop_sequence, ..StopDelta::default() }
 }
 
-/// Writes the events of a stream.
+/// Writes the stream events of a message.
 struct MessageWriter {
     progress: Progress,
     request_id: String,
@@ -162,7 +162,7 @@ impl EventWriter for MessageWriter {
         out.push_named("error", &MessagesError::new(error, &self.request_id));
     }
 
-    /// Sends nothing: the event `message_stop` already marks the end of the stream.
+    /// Sends no end marker, because the event `message_stop` already marks the end of the stream.
     fn end(&mut self, _out: &mut EventBuffer) {}
 
     fn keep_alive(&mut self, out: &mut EventBuffer) {

@@ -1,11 +1,11 @@
-//! The message object of a response.
+//! The message object in responses of Anthropic's API.
 
 use serde::Serialize;
 
 use super::block::Block;
 use crate::server::generation::usage::Usage;
 
-/// The body of a response that is not streamed, and the message in the event `message_start` of a stream.
+/// A message: the body of a response that is not streamed, and part of the stream event `message_start`.
 #[derive(Serialize)]
 pub struct MessageObject {
     pub id: String,
@@ -20,7 +20,7 @@ pub struct MessageObject {
 }
 
 /// The token counts of a response. Unlike in OpenAI's API, `input_tokens` excludes cached tokens.
-/// Anthropic's API requires the fields of type `()`. They are null, because inferno has no values for them.
+/// Fields of type `()` are always null: Anthropic's API requires them, but inferno has no values for them.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct MessagesUsage {
     input_tokens: usize,
@@ -56,8 +56,8 @@ impl From<Usage> for MessagesUsage {
     }
 }
 
-/// The reason why a message ended. All fields of this struct are null while the message is in progress.
-/// Fields of type `()` are always null.
+/// The reason why a message ended. All fields are null while the message is in progress.
+/// Fields of type `()` are null even after the message has ended.
 #[derive(Default, Serialize)]
 pub struct StopDelta {
     pub stop_reason: Option<&'static str>,

@@ -17,9 +17,9 @@ const MAX_STOPS: usize = 16;
 /// The maximum size of a stop sequence in bytes.
 const MAX_STOP_BYTES: usize = 1024;
 
-/// The largest thinking budget that counts as low effort, in tokens.
+/// The largest thinking budget that counts as low reasoning effort, in tokens.
 const LOW_BUDGET: i64 = 4096;
-/// The largest thinking budget that counts as medium effort, in tokens.
+/// The largest thinking budget that counts as medium reasoning effort, in tokens.
 const MEDIUM_BUDGET: i64 = 16384;
 
 /// Unsupported fields that would change the output.
@@ -37,7 +37,7 @@ const REFUSED: &[(&str, &str, &str)] = &[
     ("stop", "null", "use 'stop_sequences'"),
 ];
 
-/// A request without `max_tokens`, which `/v1/messages/count_tokens` does not have.
+/// The request fields that `/v1/messages` and `/v1/messages/count_tokens` share. `max_tokens` is not among them.
 pub struct MessagesRequest {
     pub messages: Vec<Message>,
     pub render: RenderOptions,
@@ -50,7 +50,7 @@ pub struct MessagesRequest {
     pub ignored: Vec<String>,
 }
 
-/// Reads `max_tokens`, which the API requires.
+/// Reads the field `max_tokens`, which Anthropic's API requires.
 pub fn read_max_tokens(fields: &mut Fields) -> Result<usize, ApiError> {
     let tokens = fields.take_integer("max_tokens", 1..=i64::from(u32::MAX))?;
     tokens.map(|tokens| tokens as usize).ok_or_else(|| fields.invalid("max_tokens", "expected a number of tokens"))
@@ -89,9 +89,9 @@ impl MessagesRequest {
     }
 }
 
-/// Reads `tools` and `tool_choice`. Also returns whether the model may call several tools at once.
+/// Reads the fields `tools` and `tool_choice`. Also returns whether the model may call several tools at once.
 ///
-/// Skips tools that Anthropic's service runs, and tools whose schema only that service knows.
+/// Skips tools whose type is not `custom`, because only Anthropic's service runs them or knows their schema.
 /// Reports the skipped tools as ignored.
 fn read_tools(fields: &mut Fields, engine: &EngineHandle) -> Result<(Tools, bool), ApiError> {
     let items = fields.take_array("tools")?.unwrap_or_default();
@@ -133,8 +133,8 @@ fn read_tools(fields: &mut Fields, engine: &EngineHandle) -> Result<(Tools, bool
     Ok((Tools::new(fields, engine, functions, choice)?, can_call_in_parallel))
 }
 
-/// Reads `thinking`. Returns the reasoning effort for the thinking budget,
-/// and whether the answer contains the thinking.
+/// Reads the field `thinking`. Returns the reasoning effort that corresponds to the thinking budget,
+/// and whether the response contains the reasoning.
 fn read_thinking(fields: &mut Fields) -> Result<(Option<ReasoningEffort>, bool), ApiError> {
     let Some(mut thinking) = fields.take_object("thinking")? else { return Ok((None, false)) };
     let kind = thinking.take_string("type")?;
@@ -162,7 +162,7 @@ fn read_thinking(fields: &mut Fields) -> Result<(Option<ReasoningEffort>, bool),
         }
         (Some("enabled"), ..) => Err(fields.invalid("thinking.budget_tokens", "expected a number of tokens")),
         (Some("adaptive"), ..) => Ok((None, shows_thinking)),
-        // The model still thinks, but the answer does not contain the thinking.
+        // The model still reasons, but the response does not contain the reasoning.
         (Some("disabled"), ..) => {
             fields.ignore("thinking (disabled as hidden)".to_string());
             Ok((Some(ReasoningEffort::Low), false))
@@ -171,7 +171,7 @@ fn read_thinking(fields: &mut Fields) -> Result<(Option<ReasoningEffort>, bool),
     }
 }
 
-/// Reads `output_config`. Returns the reasoning effort and the grammar of the answer, if they are set.
+/// Reads the field `output_config`. Returns the reasoning effort and the grammar of the answer, if set.
 fn read_output_config(fields: &mut Fields) -> Result<(Option<ReasoningEffort>, Option<Grammar>), ApiError> {
     let Some(mut config) = fields.take_object("output_config")? else { return Ok((None, None)) };
     let effort = match config.take_string("effort")?.as_deref() {

@@ -1,4 +1,4 @@
-//! Reads the messages of a request.
+//! Reads the messages of an ollama request.
 
 use std::collections::VecDeque;
 
@@ -9,7 +9,7 @@ use crate::server::chat;
 use crate::server::http::body::Fields;
 use crate::server::http::error::ApiError;
 
-/// Reads `messages`. Returns `None` if there are no messages.
+/// Reads the field `messages`. Returns `None` if there are no messages.
 pub fn read(fields: &mut Fields) -> Result<Option<Vec<Message>>, ApiError> {
     let items = fields.take_array("messages")?.unwrap_or_default();
     if items.is_empty() {
@@ -22,7 +22,7 @@ pub fn read(fields: &mut Fields) -> Result<Option<Vec<Message>>, ApiError> {
     Ok(Some(messages))
 }
 
-/// Renames the fields of a message to those of a chat completion. Fails if the message has images.
+/// Renames the fields of an ollama message to the names in chat completions. Fails if the message has images.
 fn renamed((index, mut item): (usize, Value)) -> Result<Value, ApiError> {
     let Some(message) = item.as_object_mut() else { return Ok(item) };
     let has_images = |images: Value| !images.is_null() && images != json!([]);
@@ -42,10 +42,12 @@ fn renamed((index, mut item): (usize, Value)) -> Result<Value, ApiError> {
     Ok(item)
 }
 
-/// Adds missing ids to tool calls and results. A result without an id belongs to the first of the latest calls that has
-/// no result yet and has the name in the result, or else to the first one without a result.
+/// Adds missing ids to tool calls and tool results.
+/// A result without an id belongs to the first unanswered call with the function name in the result.
+/// If no unanswered call has this name, the result belongs to the first unanswered call.
+/// Only the calls of the latest assistant message count.
 fn link_results(messages: &mut [Message]) {
-    // The name and the id of each call without a result.
+    // The function name and the id of each unanswered call.
     let mut open: VecDeque<(String, String)> = VecDeque::new();
     for (index, message) in messages.iter_mut().enumerate() {
         if message.role == Role::Assistant {

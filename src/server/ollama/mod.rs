@@ -42,7 +42,7 @@ pub async fn chat(
     generate_with(Route::Chat, OllamaRequest::read_chat, &server, log, request).await
 }
 
-/// Handles `/api/generate`: answers a prompt, or continues it as plain text if `raw` is set.
+/// Handles `/api/generate`: answers a prompt. If `raw` is set, continues the prompt as plain text.
 pub async fn generate(
     State(server): State<Arc<Server>>,
     Extension(log): Extension<Arc<RequestLog>>,
@@ -65,7 +65,7 @@ async fn generate_with(
     let fields = read_json(request, &server.options.timeouts).await?;
     let OllamaRequest { request, has_logprobs, shows_thinking, is_stream, ignored } = read(fields, server, &engine)?;
     reply::check_strict(&headers, &ignored)?;
-    // To load the model, clients send a request without a prompt.
+    // Clients send a request without a prompt to load the model.
     let Some(request) = request else {
         let response = json_response(&load_response(route, &server.options.model))?;
         return Ok(reply::with_ignored(response, &ignored));
@@ -93,11 +93,11 @@ async fn generate_with(
     Ok(reply::with_ignored(response, &ignored))
 }
 
-/// Writes the lines of a stream.
+/// Writes the JSON lines of a stream.
 struct LineWriter {
     route: Route,
     model: String,
-    /// The text that has not been sent yet. Tool calls are sent whole, at the end of the answer.
+    /// The text that has not been sent yet. Tool calls are sent in full at the end of the answer.
     text: Text,
 }
 

@@ -21,8 +21,8 @@ use crate::server::ids;
 use crate::server::state::Server;
 use crate::text;
 
-/// The version of ollama whose API inferno provides. Clients such as Codex check the version.
-/// The part after `+` is the version of inferno.
+/// The version that inferno reports as ollama's. Clients such as Codex check the version.
+/// The part after `+` is inferno's own version.
 const VERSION: &str = concat!("0.13.4+inferno.", env!("CARGO_PKG_VERSION"));
 
 #[derive(Serialize)]
@@ -46,7 +46,7 @@ struct Model<'a> {
     state: ModelState,
 }
 
-/// The fields that differ between the list of models and the list of loaded models.
+/// The model fields that differ between `/api/tags` and `/api/ps`.
 #[derive(Serialize)]
 #[serde(untagged)]
 enum ModelState {
@@ -91,26 +91,26 @@ fn started(server: &Server) -> String {
     jiff::Timestamp::from_second(seconds).unwrap_or_default().to_string()
 }
 
-/// Lists the served model.
+/// Handles `/api/tags`: lists the served model.
 pub async fn tags(State(server): State<Arc<Server>>) -> Result<Response, ApiError> {
     models(&server, ModelState::Stored { modified_at: started(&server) })
 }
 
-/// Lists the served model, which is always loaded.
+/// Handles `/api/ps`: lists the served model, which is always loaded.
 pub async fn running(State(server): State<Arc<Server>>) -> Result<Response, ApiError> {
     let info = server.loaded_engine()?.info().clone();
     let size_vram = if info.device.compute_capability.is_some() { info.weight_bytes + info.cache_bytes } else { 0 };
-    // Clients expect an expiry date. The model stays loaded until the server stops, so the date is far in the future.
+    // Clients expect an expiry date. inferno never unloads the model, so the date is far in the future.
     let expires_at = "2999-12-31T00:00:00Z".to_string();
     models(&server, ModelState::Loaded { expires_at, size_vram, context_length: info.context })
 }
 
-/// Returns the version of the API.
+/// Handles `/api/version`: returns the version of the API.
 pub async fn version() -> Result<Response, ApiError> {
     json_response(&json!({ "version": VERSION }))
 }
 
-/// Describes the served model.
+/// Handles `/api/show`: describes the served model.
 pub async fn show(State(server): State<Arc<Server>>, request: Request) -> Result<Response, ApiError> {
     let engine = server.loaded_engine()?.clone();
     let headers = request.headers().clone();

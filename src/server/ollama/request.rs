@@ -12,13 +12,13 @@ use crate::server::http::body::Fields;
 use crate::server::http::error::ApiError;
 use crate::server::state::Server;
 
-/// Unsupported options that would change the output, each with its accepted values.
+/// Unsupported options that would change the output. Each entry lists the accepted values of the option.
 const REFUSED_OPTIONS: &[(&str, &[&str])] =
     &[("mirostat", &["0"]), ("typical_p", &["1", "1.0"]), ("tfs_z", &["1", "1.0"])];
 
 /// A request to `/api/chat` or `/api/generate`.
 pub struct OllamaRequest {
-    /// `None` if the request has no prompt, so that it only loads the model.
+    /// The engine request. `None` if the HTTP request has no prompt and only loads the model.
     pub request: Option<Request>,
     pub has_logprobs: bool,
     pub shows_thinking: bool,
@@ -74,7 +74,7 @@ enum Prompt {
     Text(String),
 }
 
-/// The request fields that both routes share.
+/// The request fields that `/api/chat` and `/api/generate` share.
 struct Shared {
     options: GenerateOptions,
     format: Option<Grammar>,
@@ -96,7 +96,7 @@ impl Shared {
             let neutral: Vec<Value> = neutral.iter().filter_map(|text| serde_json::from_str(text).ok()).collect();
             nested.refuse(name, &neutral, "")?;
         }
-        // Zero or a negative number means no limit.
+        // For `num_predict`, zero or a negative number means no limit.
         let limit = nested.take_integer("num_predict", -2..=i64::from(u32::MAX))?;
         if let Some(penalty) = nested.take("repeat_penalty") {
             nested.put("repetition_penalty", penalty);
@@ -121,7 +121,7 @@ impl Shared {
         }
         self.options.constraint = tools.constraint(self.format.or(structured), true);
         let has_logprobs = self.options.logprobs.is_some();
-        // Some templates, such as Qwen3's, can turn thinking off.
+        // Some chat templates, such as Qwen3's, can turn thinking off.
         let without_thinking = (!self.shows_thinking).then(|| ("enable_thinking".to_string(), json!(false)));
         let template_variables = without_thinking.into_iter().collect();
         let render = RenderOptions {
@@ -145,13 +145,13 @@ impl Shared {
     }
 }
 
-/// Reads `think`. Returns the reasoning effort, and whether the answer contains the thinking.
+/// Reads the field `think`. Returns the reasoning effort, and whether the response contains the reasoning.
 fn read_think(fields: &mut Fields) -> Result<(ReasoningEffort, bool), ApiError> {
     let think = fields.take("think");
     let effort = ReasoningEffort::default();
     match think.as_ref().map(|think| (think.as_bool(), think.as_str())) {
         None | Some((Some(true), _)) => Ok((effort, true)),
-        // Most models still think, but the answer does not contain the thinking.
+        // With `think` off, most models still reason, but the response does not contain the reasoning.
         Some((Some(false), _)) => {
             fields.ignore("think (false as hidden)".to_string());
             Ok((ReasoningEffort::Low, false))
@@ -167,7 +167,7 @@ fn read_think(fields: &mut Fields) -> Result<(ReasoningEffort, bool), ApiError> 
     }
 }
 
-/// Reads `format`. Returns `None` if the answer may be any text.
+/// Reads the field `format`. Returns `None` if the answer may be any text.
 fn read_format(fields: &mut Fields) -> Result<Option<Grammar>, ApiError> {
     match fields.take("format") {
         None => Ok(None),

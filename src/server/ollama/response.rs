@@ -8,7 +8,7 @@ use crate::server::chat::{TokenLogprob, scored_tokens};
 use crate::server::generation::Answers;
 use crate::server::generation::choice::Piece;
 
-/// A route that generates text.
+/// An ollama route that generates text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Route {
     Chat,
@@ -25,7 +25,7 @@ impl Route {
     }
 }
 
-/// A part of an answer, or the whole answer.
+/// The response body for a part of an answer, or for a whole answer.
 #[derive(Serialize)]
 pub struct Part<'a> {
     model: &'a str,
@@ -39,7 +39,7 @@ pub struct Part<'a> {
     end: Option<End>,
 }
 
-/// The text and the tool calls of a part, under the field names of its route.
+/// The text and the tool calls of a response, under the field names of its route.
 #[derive(Serialize)]
 #[serde(untagged)]
 enum Content {
@@ -75,7 +75,7 @@ struct WireFunction {
     arguments: Value,
 }
 
-/// The fields that only the last part has. Durations are in nanoseconds.
+/// The fields that only the last response of a stream has. Durations are in nanoseconds.
 #[derive(Serialize)]
 struct End {
     done_reason: &'static str,
@@ -128,13 +128,13 @@ impl Text {
         }
     }
 
-    /// Takes the text and the tool calls.
+    /// Takes the unsent text and the tool calls.
     pub fn take(&mut self) -> Self {
         let empty = Self::new(self.shows_thinking, self.has_logprobs);
         std::mem::replace(self, empty)
     }
 
-    /// Takes the text and its log probabilities. Leaves the tool calls, because they may be incomplete.
+    /// Takes the unsent text and its log probabilities. Leaves the tool calls, because they may be incomplete.
     pub fn take_text(&mut self) -> Option<Self> {
         let calls = std::mem::take(&mut self.calls);
         let text = self.take();
@@ -147,7 +147,7 @@ impl Text {
     }
 }
 
-/// Creates a part of an answer. `ended` is set only for the last part, which contains token counts and durations.
+/// Creates the response for a part of an answer. `ended` is set only for the last part: its token counts and durations.
 pub fn part<'a>(route: Route, model: &'a str, text: Text, ended: Option<&Answers>) -> Part<'a> {
     let Text { content, thinking, logprobs, calls, .. } = text;
     let call = |(index, (name, arguments)): (usize, (String, String))| WireCall {
@@ -175,7 +175,7 @@ fn end(answers: &Answers) -> End {
         let total_s = answers.elapsed().as_secs_f64();
         Figures {
             total_duration: nanoseconds(total_s),
-            // The model is always loaded.
+            // The model is always loaded, so loading takes no time.
             load_duration: 0,
             prompt_eval_count: summary.prompt_tokens,
             prompt_eval_duration: nanoseconds((summary.ttft_s - summary.queue_s).max(0.0)),
@@ -187,8 +187,8 @@ fn end(answers: &Answers) -> End {
     End { done_reason: if is_cut { "length" } else { "stop" }, figures }
 }
 
-/// Parses the arguments of a tool call.
-/// The API requires an object, so any other text becomes an object with the text in the field `arguments`.
+/// Parses the arguments of a tool call as a JSON object.
+/// Any other text becomes an object with this text in the field `arguments`, because ollama's API requires an object.
 fn parse(arguments: &str) -> Value {
     match serde_json::from_str(arguments) {
         Ok(Value::Object(map)) => Value::Object(map),

@@ -1,4 +1,4 @@
-//! The page at `/`: a chat and a live view of the server. The binary contains the files of the page.
+//! The chat page at `/`, which also shows a live view of the server. Its files are embedded in the binary.
 
 use std::sync::LazyLock;
 
@@ -11,16 +11,16 @@ use axum::response::{IntoResponse, Response};
 use axum::routing::get;
 use ring::digest::{SHA256, digest};
 
-/// The content security policy of the page. The policy allows only files of this server and `data:` images,
-/// and forbids inline scripts and the interpretation of text as HTML.
+/// The content security policy of the chat page. Allows only files of this server and `data:` images.
+/// Forbids inline scripts and the interpretation of text as HTML.
 const POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; \
                       base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; \
                       trusted-types 'none'";
 
-/// The file at `/`.
+/// The HTML file that the server returns at `/`.
 const INDEX: &str = "index.html";
 
-/// The name and the content of a file of the page.
+/// The name and the content of a file of the chat page.
 type File = (&'static str, &'static str);
 
 macro_rules! file {
@@ -29,7 +29,7 @@ macro_rules! file {
     };
 }
 
-/// The files of the page.
+/// The embedded files of the chat page.
 const FILES: [File; 22] = [
     file!("index.html"),
     file!("api.js"),
@@ -55,7 +55,7 @@ const FILES: [File; 22] = [
     file!("toast.js"),
 ];
 
-/// The version of the page: a hash of all its files. Browsers reload the files only if the version changes.
+/// The version of the chat page: a hash of all its files. Browsers reload the files only if the version changes.
 static VERSION: LazyLock<String> = LazyLock::new(|| {
     let all: String = FILES.iter().map(|(_, content)| *content).collect();
     let hash = digest(&SHA256, all.as_bytes());
@@ -63,7 +63,7 @@ static VERSION: LazyLock<String> = LazyLock::new(|| {
     format!("\"{hex}\"")
 });
 
-/// Creates a route for each file.
+/// Creates a route for each file of the chat page.
 pub fn routes<S: Clone + Send + Sync + 'static>() -> Router<S> {
     let route = |router: Router<S>, file: File| {
         router.route(&path(file.0), get(move |headers: HeaderMap| async move { answer(file, &headers) }))
@@ -71,12 +71,12 @@ pub fn routes<S: Clone + Send + Sync + 'static>() -> Router<S> {
     FILES.into_iter().fold(Router::new(), route)
 }
 
-/// Returns whether a path belongs to the page. Every client may load these files, because they contain no user data.
+/// Returns whether a path is a file of the chat page. These files need no API key, because they contain no user data.
 pub fn is_page(request_path: &str) -> bool {
     FILES.iter().any(|(name, _)| path(name) == request_path)
 }
 
-/// Returns the path of a file. The page itself is at `/`.
+/// Returns the URL path of a file of the chat page. The HTML file is at `/`.
 fn path(name: &str) -> String {
     format!("/{}", if name == INDEX { "" } else { name })
 }

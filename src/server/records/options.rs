@@ -1,4 +1,4 @@
-//! The options for records.
+//! The server options that control records of requests.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -12,7 +12,7 @@ pub struct RecordOptions {
     pub memory_bytes: usize,
     /// The folder to which all records are written. `None` if no records are written.
     pub folder: Option<PathBuf>,
-    /// The commit of the model, or a hash of the demo's files. Each record contains this revision.
+    /// The commit of the model, or a hash of the demo model's files. Each record contains this revision.
     pub revision: Option<String>,
     /// The key that signs receipts. `None` if the server does not sign receipts.
     pub receipt_key: Option<Arc<ReceiptKey>>,

@@ -2,7 +2,7 @@
 //!
 //! A receipt is a JSON Web Signature (RFC 7515) in compact form, `HEADER.PAYLOAD.SIGNATURE`.
 //! The algorithm of the signature is Ed25519 (RFC 8037).
-//! A receipt contains hashes instead of prompts and answers, which are in the record of the request.
+//! A receipt contains only hashes of prompts and answers. Their text is in the record of the request.
 
 use std::collections::BTreeMap;
 
@@ -15,10 +15,10 @@ use serde::{Deserialize, Serialize};
 use super::receipt_key::{PublicKey, ReceiptKey};
 use crate::engine::{EngineRecord, Record, RecordedAnswer, RecordedRequest, SamplingParams};
 
-/// The only valid header of a receipt. In particular, no other algorithm is accepted.
+/// The only accepted JWS header of a receipt. Receipts with any other algorithm are rejected.
 const HEADER: &str = r#"{"alg":"EdDSA","typ":"inferno-receipt"}"#;
 
-/// The version of the payload.
+/// The version of the receipt format.
 const VERSION: u32 = 1;
 
 /// The payload of a receipt. All hashes are SHA-256 in hexadecimal.
@@ -31,18 +31,18 @@ pub struct Receipt {
     pub created: String,
     pub model: String,
     pub revision: Option<String>,
-    /// The hash of each file of the model, computed when the server started.
-    /// The files are the weights, the tokenizer, the configuration and the chat template.
+    /// The hash of each model file, computed when the server started.
+    /// The model files are the weights, the tokenizer, the configuration and the chat template.
     pub files: BTreeMap<String, String>,
-    /// The chat format: `harmony`, which is part of the build, or the name of the file that contains the chat template.
+    /// The chat format: `harmony`, which is built in, or the name of the chat template's file.
     pub chat_format: Option<String>,
     pub engine: EngineRecord,
-    /// One entry for each prompt.
+    /// One receipt entry for each prompt.
     pub requests: Vec<RequestReceipt>,
     /// The reason why the answers failed, or `None` if they did not fail.
     pub error: Option<String>,
-    /// The hash of the record that `GET /v1/records/{id}` returns and `--record` writes.
-    /// The record contains all options.
+    /// The hash of the request's record, which `GET /v1/records/{id}` returns and `--record` writes.
+    /// The record contains all options of the request.
     pub record_sha256: String,
 }
 
@@ -50,7 +50,7 @@ pub struct Receipt {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct RequestReceipt {
     pub prompt: TokensReceipt,
-    /// The sampling parameters, including the seed. The answer at index i uses the seed plus i.
+    /// The sampling parameters, including the seed. Answer number i (from 0) uses the seed plus i.
     pub sampling: SamplingParams,
     pub answers: Vec<AnswerReceipt>,
 }
@@ -62,7 +62,7 @@ pub struct AnswerReceipt {
     pub finish: String,
 }
 
-/// The number of tokens, and the hash of their ids as unsigned integers of 4 bytes in little-endian order.
+/// The number of token ids, and the SHA-256 of the ids as little-endian 32-bit unsigned integers.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct TokensReceipt {
     pub tokens: usize,
@@ -96,7 +96,7 @@ impl Receipt {
         })
     }
 
-    /// Returns the signed receipt.
+    /// Returns the receipt as a signed JWS.
     pub fn sign(&self, key: &ReceiptKey) -> Result<String> {
         let mut text = format!("{}.{}", BASE64.encode(HEADER), BASE64.encode(serde_json::to_vec(self)?));
         let signature = BASE64.encode(key.sign(text.as_bytes()));
@@ -169,7 +169,7 @@ mod tests {
         ["a", "b"].map(|name| ReceiptKey::read_or_create(&folder.path().join(name)).unwrap())
     }
 
-    /// Changes the value at each leaf of `value` in turn. Passes each result to `check`. Returns the number of leaves.
+    /// Changes one leaf of `root` at a time, and passes each changed JSON to `check`. Returns the number of leaves.
     fn change_leaves(root: &Value, check: &mut dyn FnMut(&Value)) -> usize {
         fn paths(value: &Value, at: String, all: &mut Vec<String>) {
             match value {
@@ -217,7 +217,7 @@ mod tests {
             let text = format!("{}.{}.{signature}", BASE64.encode(header), BASE64.encode(payload.to_string()));
             Receipt::verify(&text, &key.public_key())
         };
-        // The unchanged header and payload form the signed receipt again.
+        // Without changes, the header and the payload must form the same signed receipt.
         assert!(with(HEADER, &payload).is_ok());
         let leaves = change_leaves(&payload, &mut |changed| assert!(with(HEADER, changed).is_err(), "{changed}"));
         assert!(leaves > 30, "{leaves}");

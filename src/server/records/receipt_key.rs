@@ -1,4 +1,4 @@
-//! The Ed25519 keys of receipts.
+//! The Ed25519 keys that sign and verify receipts.
 
 use std::io::Write;
 use std::path::Path;
@@ -17,26 +17,26 @@ use crate::files;
 /// The maximum size of a key file in bytes. Typical key files are smaller than 1 KB.
 const MAX_KEY_BYTES: u64 = 1 << 20;
 
-/// The PKCS#8 header (RFC 8410) before the 32 bytes of a private key.
-/// ring writes a newer version of PKCS#8, which OpenSSL 3 rejects.
+/// The PKCS#8 header (RFC 8410) that comes before the 32 bytes of an Ed25519 private key.
+/// Keys written by the library ring have a newer version of PKCS#8, which OpenSSL 3 rejects.
 const PKCS8_START: &[u8] = b"\x30\x2e\x02\x01\x00\x30\x05\x06\x03\x2b\x65\x70\x04\x22\x04\x20";
 
 /// The private key that signs receipts.
 #[derive(Debug)]
 pub struct ReceiptKey(Ed25519KeyPair);
 
-/// The public key that verifies receipts. Its JSON is a JSON Web Key (RFC 8037).
+/// The public key that verifies receipts. Its JSON form is a JSON Web Key (RFC 8037).
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PublicKey {
     kty: String,
     crv: String,
-    /// The 32 bytes of the key in base64url.
+    /// The 32 bytes of the public key in base64url.
     pub x: String,
 }
 
 impl ReceiptKey {
-    /// Reads a key from a file in PKCS#8 and PEM format. If the file does not exist, creates a key,
-    /// and writes it to a file that only its owner can read.
+    /// Reads the private key from a file in PKCS#8 and PEM format.
+    /// If the file does not exist, creates a key, and writes it to a new file that only the file's owner can read.
     pub fn read_or_create(path: &Path) -> Result<Self> {
         if path.try_exists().with_context(|| cannot("read", path))? {
             Self::read(path).with_context(|| cannot("read", path))
@@ -47,10 +47,10 @@ impl ReceiptKey {
 
     fn read(path: &Path) -> Result<Self> {
         let text = files::read_input(path, MAX_KEY_BYTES)?;
-        // The error must not quote the file, because the file contains a secret.
+        // The error message must not quote the key file, because the file contains a secret.
         let der = PrivatePkcs8KeyDer::from_pem_slice(&text);
         let der = der.map_err(|_| anyhow!("the file has no 'BEGIN PRIVATE KEY'; encrypted keys are not supported"))?;
-        // OpenSSL writes keys without the public key, which `from_pkcs8` requires.
+        // OpenSSL writes private keys without the public key, which `from_pkcs8` requires.
         let pair = Ed25519KeyPair::from_pkcs8_maybe_unchecked(der.secret_pkcs8_der());
         Ok(Self(pair.map_err(|_| anyhow!("the key is not an Ed25519 key"))?))
     }
@@ -63,7 +63,7 @@ impl ReceiptKey {
         let text = BASE64_STANDARD.encode(der);
         let text = format!("-----BEGIN PRIVATE KEY-----\n{text}\n-----END PRIVATE KEY-----\n");
         if let Err(error) = file.write_all(text.as_bytes()).and_then(|()| file.sync_all()) {
-            // An incomplete file would cause an error at the next start.
+            // Remove an incomplete key file, which would cause an error at the next start.
             let _ = std::fs::remove_file(path);
             return Err(error.into());
         }
@@ -83,7 +83,7 @@ impl ReceiptKey {
 }
 
 impl PublicKey {
-    /// Reads a JSON Web Key. `text` is the path of a file, or the JSON itself, or only the value of the field `x`.
+    /// Reads a public key. `text` is the path of a JSON Web Key, the JSON itself, or only the value of its field `x`.
     pub fn read(text: &str) -> Result<Self> {
         let path = Path::new(text);
         let key = match text.trim_start() {
@@ -99,7 +99,7 @@ impl PublicKey {
         Ok(key)
     }
 
-    /// Returns whether a signature belongs to a message and this key.
+    /// Returns whether this key created the signature of a message.
     pub(super) fn verifies(&self, message: &[u8], signature: &[u8]) -> bool {
         let Some(key) = self.bytes() else { return false };
         UnparsedPublicKey::new(&ED25519, key).verify(message, signature).is_ok()
@@ -136,7 +136,7 @@ mod tests {
     fn keys_of_openssl_are_read_and_others_refused() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("key.pem");
-        // The example in RFC 8410, section 10.3.
+        // The example key in RFC 8410, section 10.3.
         let key = "MC4CAQAwBQYDK2VwBCIEINTuctv5E1hK1bbY8fdp+K06/nwoy/HU++CXqI9EdVhC";
         let pem = |key: &str| format!("-----BEGIN PRIVATE KEY-----\n{key}\n-----END PRIVATE KEY-----\n");
         std::fs::write(&path, pem(key)).unwrap();

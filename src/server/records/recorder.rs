@@ -1,7 +1,7 @@
 //! Keeps records of the most recent requests, so that their answers can be reproduced.
 //!
-//! Records contain prompts and answers, so a client can read only its own records. The most recent records stay in
-//! memory. If the options contain a folder, all records are also written to this folder.
+//! Records contain prompts and answers, so a client can read only its own records.
+//! The most recent records stay in memory. If the options name a folder, every record is also written to it.
 
 use std::collections::VecDeque;
 use std::io::Write;
@@ -18,15 +18,15 @@ use crate::files;
 use crate::server::client::Client;
 use crate::server::ids;
 
-/// The maximum number of records that wait to be written.
+/// The maximum number of records that wait to be written to the folder.
 const MAX_WAITING: usize = 256;
 
-/// Keeps the most recent records in memory and, if there is a folder, writes all records to it.
+/// Keeps the most recent records in memory. If a folder is set, also writes every record to the folder.
 pub struct Recorder {
     /// The maximum memory for records, in bytes.
     limit: usize,
     ring: Mutex<Ring>,
-    /// Writes records to the folder. `None` if there is no folder, and after [`finish`](Self::finish).
+    /// Writes records to the folder. `None` without a folder, and after [`finish`](Self::finish).
     writer: Mutex<Option<Writer>>,
 }
 
@@ -55,7 +55,7 @@ impl Recorder {
         Ok(Self { limit: options.memory_bytes, ring: Mutex::default(), writer: Mutex::new(writer) })
     }
 
-    /// Returns whether requests are recorded at all.
+    /// Returns whether requests are recorded, in memory or in a folder.
     pub fn is_on(&self) -> bool {
         self.limit > 0 || lock(&self.writer).is_some()
     }
@@ -89,12 +89,12 @@ impl Recorder {
         entry.map(|entry| entry.record.clone())
     }
 
-    /// Writes all waiting records to the folder. Records that are added later are not written.
+    /// Writes all waiting records to the folder. Records added after this call are not written.
     pub fn finish(&self) {
         let writer = lock(&self.writer).take();
         if let Some(Writer { records, thread }) = writer {
             drop(records);
-            // If the thread panicked, the panic message is already printed.
+            // If the writer thread panicked, the panic message is already printed.
             let _ = thread.join();
         }
     }
@@ -121,24 +121,24 @@ impl Writer {
     }
 }
 
-/// Writes a record to a new file that only its owner can read.
+/// Writes a record to a new file that only the file's owner can read.
 fn write(folder: &Path, record: &Record) -> Result<()> {
     let json = serde_json::to_vec(record)?;
     let name = file_name(&record.id);
     let mut path = folder.join(format!("{name}.json"));
     let mut file = match files::create_private(&path) {
-        // A client may use the same request id twice.
+        // A client may use the same request id twice, so the file may already exist.
         Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => {
             path = folder.join(format!("{}.json", ids::new(&format!("{name}-"))));
             files::create_private(&path)
         }
         file => file,
     }?;
-    // Leave no incomplete record, for example on a full disk.
+    // Remove an incomplete record, which can result from a full disk.
     Ok(file.write_all(&json).inspect_err(|_| drop(std::fs::remove_file(&path)))?)
 }
 
-/// Returns a request id as a file name. Characters with a special meaning in file names become `_`.
+/// Converts a request id to a safe file name. Replaces characters with a special meaning in file names by `_`.
 fn file_name(id: &str) -> String {
     let is_safe = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');
     let name: String = id.chars().map(|c| if is_safe(c) { c } else { '_' }).collect();

@@ -1,4 +1,4 @@
-//! The events of a streamed response.
+//! The stream events of a response in OpenAI's Responses API.
 
 use serde::Serialize;
 
@@ -7,7 +7,7 @@ use super::object::ResponseObject;
 use crate::server::chat::TokenLogprob;
 use crate::server::generation::event_stream::EventBuffer;
 
-/// Receives the events of a response.
+/// Receives the stream events of a response.
 pub trait EventSink {
     fn send(&mut self, name: &'static str, event: Event<'_>);
 }
@@ -19,9 +19,9 @@ impl EventSink for NoEvents {
     fn send(&mut self, _name: &'static str, _event: Event<'_>) {}
 }
 
-/// Numbers events and writes them to a stream.
+/// Adds sequence numbers to events and writes the events to a stream.
 pub struct NumberedEvents<'a> {
-    /// The number of the next event.
+    /// The sequence number of the next event.
     pub next: &'a mut u64,
     pub out: &'a mut EventBuffer,
 }
@@ -42,21 +42,21 @@ struct NumberedEvent<'a> {
     event: Event<'a>,
 }
 
-/// The fields of an event, except its name and number.
+/// The fields of a stream event, except the event's name and sequence number.
 #[derive(Serialize)]
 #[serde(untagged)]
 pub enum Event<'a> {
-    /// The state of the whole response.
+    /// An event that contains the current response object.
     Response { response: &'a ResponseObject },
-    /// The start or the end of an item.
+    /// The start or the end of an output item.
     Item { output_index: usize, item: &'a Item },
-    /// The start or the end of a content part.
+    /// The start or the end of a content part of an item.
     Part {
         #[serde(flatten)]
         position: EventPosition<'a>,
         part: Part<'a>,
     },
-    /// The next piece of a text or of the arguments of a call.
+    /// The next piece of a text, or of the arguments of a function call.
     Delta {
         #[serde(flatten)]
         position: EventPosition<'a>,
@@ -72,7 +72,7 @@ pub enum Event<'a> {
         #[serde(skip_serializing_if = "Option::is_none")]
         logprobs: Option<&'a [TokenLogprob]>,
     },
-    /// The end of the arguments of a call, with the complete arguments.
+    /// The end of the arguments of a function call, with the complete arguments.
     Arguments {
         #[serde(flatten)]
         position: EventPosition<'a>,
@@ -81,12 +81,12 @@ pub enum Event<'a> {
     },
 }
 
-/// The item and the content part that an event belongs to.
+/// The output item and the content part that an event belongs to.
 #[derive(Clone, Copy, Serialize)]
 pub struct EventPosition<'a> {
     pub item_id: &'a str,
     pub output_index: usize,
-    /// `None` for a function call, which has no content parts.
+    /// The index of the content part. `None` for a function call, which has no content parts.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub content_index: Option<usize>,
 }

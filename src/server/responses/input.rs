@@ -1,4 +1,4 @@
-//! Reads the input of a request: new items, and references to stored items.
+//! Reads the input of a Responses API request: new items, and references to stored items.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -17,13 +17,13 @@ const MAX_ID: usize = 128;
 
 /// The conversation that a request asks the model to continue.
 pub struct Input {
-    /// The conversation up to the end of the previous response.
+    /// The items of the conversation up to the end of the previous response.
     pub earlier: Vec<Arc<Item>>,
-    /// The items of `input`.
+    /// The items of the request field `input`.
     pub items: Vec<Arc<Item>>,
 }
 
-/// Reads `previous_response_id` and `input`. Also returns the id of the previous response.
+/// Reads the fields `previous_response_id` and `input`. Also returns the id of the previous response.
 pub fn read(fields: &mut Fields, store: &ClientStore) -> Result<(Input, Option<String>), ApiError> {
     let previous = fields.take_string("previous_response_id")?;
     let mut budget = MAX_BODY_BYTES;
@@ -63,8 +63,8 @@ fn unknown_response(id: &str, missing: &str) -> ApiError {
     ApiError::unknown_id("previous_response_id", Some("previous_response_not_found"), message)
 }
 
-/// Subtracts the size of a stored item from the budget. Fails if the item exceeds the budget.
-/// Without a budget, a small request could build a huge conversation from references to stored items.
+/// Subtracts the size of a stored item from the size budget. Fails if the item exceeds the budget.
+/// Without this budget, a small request with references to stored items could build a huge conversation.
 fn spend(budget: &mut usize, item: &Item, param: &str) -> Result<(), ApiError> {
     *budget = budget.checked_sub(item.bytes()).ok_or_else(|| {
         let message = format!("the stored items of the conversation exceed {} MiB", MAX_BODY_BYTES >> 20);
@@ -73,7 +73,7 @@ fn spend(budget: &mut usize, item: &Item, param: &str) -> Result<(), ApiError> {
     Ok(())
 }
 
-/// Checks that every call output in `items` belongs to an earlier call. `earlier` was checked when it was stored.
+/// Checks that every function output in `items` belongs to an earlier call. `earlier` was checked before it was stored.
 fn check_calls(earlier: &[Arc<Item>], items: &[Arc<Item>]) -> Result<(), ApiError> {
     let mut calls: HashSet<&str> = earlier.iter().filter_map(|item| call_id(item)).collect();
     for (index, item) in items.iter().enumerate() {
@@ -88,7 +88,7 @@ fn check_calls(earlier: &[Arc<Item>], items: &[Arc<Item>]) -> Result<(), ApiErro
     Ok(())
 }
 
-/// Returns the id of a function call, or `None` for other items.
+/// Returns the call id of a function call, or `None` for other items.
 fn call_id(item: &Item) -> Option<&str> {
     match &item.content {
         ItemContent::Call { call_id, .. } => Some(call_id),
@@ -96,7 +96,7 @@ fn call_id(item: &Item) -> Option<&str> {
     }
 }
 
-/// Reads one item. For a reference, returns the stored item.
+/// Reads one input item. For a reference, returns the stored item.
 fn read_item(
     fields: &mut Fields,
     path: &str,
@@ -150,7 +150,7 @@ fn read_item_content(item: &mut Fields, kind: &str) -> Result<ItemContent, ApiEr
             if text.is_none() && decoded.is_none() && encoded.is_some() {
                 item.ignore("input[].encrypted_content (of another service)".to_string());
             }
-            // A summary has no effect, because it is not the reasoning itself.
+            // The summary of a reasoning item has no effect, because it is not the reasoning itself.
             if item.take_array("summary")?.is_some_and(|summary| !summary.is_empty()) {
                 item.ignore("input[].summary".to_string());
             }

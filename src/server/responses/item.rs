@@ -7,12 +7,12 @@ use crate::chat::Role;
 use crate::server::chat::TokenLogprob;
 use crate::server::ids;
 
-/// The prefix of `encrypted_content` if the reasoning comes from inferno and not from another service.
+/// The prefix of `encrypted_content` that marks reasoning from inferno, not from another service.
 const REASONING_PREFIX: &str = "inferno-";
 
-/// The estimated memory of an item without its text, in bytes.
+/// The estimated memory of an item in bytes, without its text.
 const ITEM_BYTES: usize = 512;
-/// The estimated memory of a log probability without its text, in bytes.
+/// The estimated memory of a log probability in bytes, without the text of its token.
 const LOGPROB_BYTES: usize = 128;
 
 /// An item of the input or the output of a response.
@@ -27,7 +27,7 @@ pub struct Item {
 pub enum ItemStatus {
     InProgress,
     Completed,
-    /// Cut off by a limit, an error or a cancellation.
+    /// The item was cut off by a token limit, an error or a cancellation.
     Incomplete,
 }
 
@@ -39,7 +39,7 @@ pub enum ItemContent {
     },
     Reasoning {
         text: String,
-        /// Whether the field `encrypted_content` repeats the text. Some clients send back only this field.
+        /// Whether `encrypted_content` repeats the reasoning. Some clients send back only this field.
         has_encoded_text: bool,
     },
     Call {
@@ -66,7 +66,7 @@ pub enum Part<'a> {
 }
 
 impl ItemContent {
-    /// Returns a new id, with the prefix that OpenAI's API uses for this type of item.
+    /// Returns a new item id, with the prefix that OpenAI's API uses for this type of item.
     pub fn new_id(&self) -> String {
         ids::new(match self {
             ItemContent::Message { .. } => "msg_",
@@ -76,7 +76,7 @@ impl ItemContent {
         })
     }
 
-    /// Returns the content part of a message or of reasoning. Other items have no parts.
+    /// Returns the content part of a message or of a reasoning item. Other items have no content parts.
     pub fn part(&self) -> Option<Part<'_>> {
         match self {
             ItemContent::Message { role: Role::Assistant, text, logprobs } => {
@@ -118,7 +118,7 @@ impl Serialize for Item {
             },
         )?;
         map.serialize_entry("status", &self.status)?;
-        // While an item is in progress, its parts are sent in separate events.
+        // While an item is in progress, its content parts are sent in separate events.
         let is_started = self.status != ItemStatus::InProgress;
         let parts = || self.content.part().into_iter().filter(|_| is_started).collect::<Vec<Part>>();
         match &self.content {
@@ -147,12 +147,12 @@ impl Serialize for Item {
     }
 }
 
-/// Returns the value of `encrypted_content`. The value is not encrypted, because the response also contains the text.
+/// Returns the value of `encrypted_content`. There is no need to encrypt it: the response also contains the plain text.
 fn encode_reasoning(text: &str) -> String {
     format!("{REASONING_PREFIX}{}", ids::hex(text.as_bytes()))
 }
 
-/// Returns the reasoning in a value of `encrypted_content`, or `None` if the value is not from inferno.
+/// Extracts the reasoning from a value of `encrypted_content`. Returns `None` if the value is not from inferno.
 pub fn decode_reasoning(encoded: &str) -> Option<String> {
     let digits = encoded.strip_prefix(REASONING_PREFIX)?.as_bytes();
     let digit = |byte: u8| char::from(byte).to_digit(16).map(|digit| digit as u8);

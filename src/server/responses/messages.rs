@@ -1,4 +1,4 @@
-//! Converts items to the messages of a prompt.
+//! Converts the items of a conversation to the messages of a prompt.
 
 use super::item::{Item, ItemContent};
 use crate::chat::{Message, Role, ToolCall};
@@ -6,7 +6,7 @@ use crate::chat::{Message, Role, ToolCall};
 /// Converts a conversation to messages. `instructions` become the first message.
 ///
 /// Consecutive assistant items (reasoning, text and calls) become one message, as in a chat completion.
-/// A text that follows another text or a call starts a new message.
+/// A text item starts a new message if it follows another text item or a call.
 pub fn messages<'a>(instructions: Option<&str>, items: impl Iterator<Item = &'a Item>) -> Vec<Message> {
     let mut messages: Vec<Message> = instructions.map(Message::system).into_iter().collect();
     // Whether the last message is an assistant message that the next item may extend.
@@ -42,7 +42,7 @@ pub fn messages<'a>(instructions: Option<&str>, items: impl Iterator<Item = &'a 
     messages
 }
 
-/// Returns the last message if `is_open` is true. Otherwise, adds an assistant message and sets `is_open`.
+/// Returns the last message if `is_open` is true. Otherwise, adds an empty assistant message and sets `is_open`.
 fn assistant<'m>(messages: &'m mut Vec<Message>, is_open: &mut bool) -> &'m mut Message {
     if !std::mem::replace(is_open, true) || messages.is_empty() {
         messages.push(Message::assistant(""));
@@ -76,7 +76,7 @@ mod tests {
         item(ItemContent::CallOutput { call_id: id.into(), output: "ok".into() })
     }
 
-    /// Returns a short form of each message: the first letter of the role, `<reasoning>`, the content and `(call ids)`.
+    /// Returns a summary of each message: the first letter of the role, `<reasoning>`, the content and `(call ids)`.
     fn shape(items: &[Item]) -> String {
         let describe = |message: &Message| {
             let reasoning = message.reasoning.as_ref().map_or(String::new(), |text| format!("<{text}>"));

@@ -1,4 +1,4 @@
-//! `POST /v1/responses`, and the routes for stored responses.
+//! The route `POST /v1/responses`, and the routes for stored responses.
 
 mod events;
 mod input;
@@ -88,7 +88,7 @@ struct InputTokens {
     input_tokens: usize,
 }
 
-/// Counts the tokens of a prompt. The body of the request has the same fields as for `POST /v1/responses`.
+/// Handles `POST /v1/responses/input_tokens`: counts the tokens of a prompt.
 pub async fn count_tokens(
     State(server): State<Arc<Server>>,
     Extension(client): Extension<Client>,
@@ -107,7 +107,7 @@ pub async fn count_tokens(
     Ok(reply::with_ignored(json_response(&tokens)?, &request.ignored))
 }
 
-/// An answer in the format of OpenAI's Responses API, while it is generated.
+/// An answer that is being generated, in the format of OpenAI's Responses API.
 struct Progress {
     object: ResponseObject,
     input: Vec<Arc<Item>>,
@@ -149,17 +149,17 @@ impl Progress {
     }
 }
 
-/// Writes the events of a stream.
+/// Writes the events of a streamed response.
 struct ResponseWriter {
     progress: Progress,
-    /// Keeps the response in the store while it is in progress.
+    /// The guard that keeps the response in progress in the store.
     running: RunningGuard,
-    /// The number of the next event.
+    /// The sequence number of the next event.
     next_event: u64,
 }
 
 impl ResponseWriter {
-    /// Sends an event with the state of the whole response.
+    /// Sends an event that contains the current response object.
     fn send(&mut self, name: &'static str, out: &mut EventBuffer) {
         let mut events = NumberedEvents { next: &mut self.next_event, out };
         events.send(name, Event::Response { response: &self.progress.object });
@@ -195,7 +195,7 @@ impl EventWriter for ResponseWriter {
         self.end(answers, out);
     }
 
-    /// Repeats the last state as an event, because comments do not reset the idle timers of clients such as Codex.
+    /// As a keep-alive, repeats the last state. SSE comments do not reset the idle timers of clients such as Codex.
     fn keep_alive(&mut self, out: &mut EventBuffer) {
         self.send("response.in_progress", out);
     }

@@ -1,4 +1,4 @@
-//! The response object, with all fields that OpenAI's schema requires.
+//! The response object of the Responses API, with all fields that OpenAI's schema requires.
 
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -11,9 +11,9 @@ use crate::server::generation::usage::Usage;
 use crate::server::http::error::ApiError;
 use crate::server::ids;
 
-/// The estimated memory of a JSON value without its text, in bytes.
+/// The estimated memory of a JSON value in bytes, without the text of strings.
 const VALUE_BYTES: usize = 96;
-/// The estimated memory of a response without its items, texts and JSON values, in bytes.
+/// The estimated memory of a response in bytes, without its items, texts and JSON values.
 const OBJECT_BYTES: usize = 2048;
 
 /// A response, with the same fields in the same order as in OpenAI's API.
@@ -33,7 +33,7 @@ pub struct ResponseObject {
     pub settings: Arc<Settings>,
 }
 
-/// The fields of the request that the response repeats.
+/// The request fields that the response repeats.
 #[derive(Serialize)]
 pub struct Settings {
     pub model: String,
@@ -72,7 +72,7 @@ pub struct ReasoningSettings {
 pub enum ResponseStatus {
     InProgress,
     Completed,
-    /// Cut off by a limit on tokens.
+    /// The response was cut off by a token limit.
     Incomplete,
     Failed,
     Cancelled,
@@ -102,7 +102,7 @@ struct ResponseUsage {
 #[derive(Clone, Copy, Serialize)]
 struct InputDetails {
     cached_tokens: usize,
-    /// Always 0. OpenAI charges extra for these tokens, but in inferno, writing to the cache costs nothing.
+    /// The number of tokens written to the cache. Always 0: OpenAI charges extra for them, but inferno does not.
     cache_write_tokens: usize,
 }
 
@@ -152,7 +152,7 @@ impl ResponseObject {
         self.incomplete_details = (status == ResponseStatus::Incomplete).then_some(details);
     }
 
-    /// Records why the response failed. Codes that clients do not know become `server_error`.
+    /// Records the error that ended the response. Error codes that clients do not know become `server_error`.
     pub fn set_error(&mut self, error: &ApiError) {
         let known = ["rate_limit_exceeded", "context_length_exceeded"];
         let code = error.code.filter(|code| known.contains(code)).unwrap_or("server_error");

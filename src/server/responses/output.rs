@@ -1,6 +1,6 @@
-//! Collects the pieces of an answer into items, and sends the events of a stream.
+//! Collects the pieces of an answer into output items, and sends these items as stream events.
 //!
-//! Whole and streamed responses contain the same items, because both are built here.
+//! Whole and streamed responses contain the same items, because this module builds the items of both.
 
 use super::events::{Event, EventPosition, EventSink};
 use super::item::{Item, ItemContent, ItemStatus};
@@ -9,7 +9,7 @@ use crate::server::chat::{TokenLogprob, scored_tokens};
 use crate::server::generation::choice::Piece;
 use crate::tokenizer::Tokenizer;
 
-/// Which optional parts the client wants in an answer.
+/// Which optional parts of an answer the client wants.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Shape {
     pub shows_reasoning: bool,
@@ -17,11 +17,11 @@ pub struct Shape {
     pub has_logprobs: bool,
 }
 
-/// The output items so far. Only the last item may be in progress.
+/// The output items of an answer so far. All items except the last one are complete.
 pub struct Output {
     shape: Shape,
     items: Vec<Item>,
-    /// The index in `items` of each function call.
+    /// For each function call, its index in `items`.
     calls: Vec<usize>,
 }
 
@@ -30,7 +30,7 @@ impl Output {
         Self { shape, items: Vec::new(), calls: Vec::new() }
     }
 
-    /// Takes the items. They are complete only after [`finish`](Self::finish).
+    /// Takes the output items. The last item is complete only after [`finish`](Self::finish).
     pub fn take(&mut self) -> Vec<Item> {
         std::mem::take(&mut self.items)
     }
@@ -58,7 +58,7 @@ impl Output {
                 self.calls.push(self.items.len() - 1);
             }
             Piece::ToolArguments { index, text } => {
-                // Skip a call that has ended: `end` has already sent its arguments.
+                // Skip pieces of a function call that has ended, because `end` has already sent its arguments.
                 if self.calls.get(index).is_some_and(|&item| item + 1 == self.items.len()) && self.open().is_some() {
                     self.extend(&text, Vec::new(), events);
                 }
@@ -66,11 +66,11 @@ impl Output {
         }
     }
 
-    /// Ends the last item. `is_whole` is false if the answer was cut off.
+    /// Ends the last item. `is_whole` is false if the answer was cut off, for example by a token limit.
     pub fn finish(&mut self, is_whole: bool, events: &mut impl EventSink) {
         let status = if is_whole { ItemStatus::Completed } else { ItemStatus::Incomplete };
         self.end(status, events);
-        // An answer without text or calls becomes an empty message.
+        // An answer without text or function calls becomes an empty message.
         let is_answer = |item: &Item| !matches!(item.content, ItemContent::Reasoning { .. });
         if is_whole && !self.items.iter().any(is_answer) {
             self.start_message(events);
@@ -101,7 +101,7 @@ impl Output {
         self.items.push(item);
     }
 
-    /// Adds text to the last item.
+    /// Adds text to the item in progress.
     fn extend(&mut self, delta: &str, tokens: Vec<TokenLogprob>, events: &mut impl EventSink) {
         let output_index = self.items.len().saturating_sub(1);
         let Some(item) = self.items.last_mut() else { return };
@@ -127,7 +127,7 @@ impl Output {
     /// Ends the item in progress, if there is one.
     fn end(&mut self, status: ItemStatus, events: &mut impl EventSink) {
         let Some(content) = self.open() else { return };
-        // Clients parse the arguments, so send an empty object for a call without arguments.
+        // Clients parse the arguments as JSON, so send `{}` for a function call without arguments.
         let is_empty_call = matches!(content, ItemContent::Call { arguments, .. } if arguments.is_empty());
         if is_empty_call && status == ItemStatus::Completed {
             self.extend("{}", Vec::new(), events);
@@ -155,7 +155,7 @@ impl Output {
     }
 }
 
-/// Returns the position of an item and its content part. An item has at most one part.
+/// Returns the indexes of an output item and of its content part. An item has at most one content part.
 fn position(item: &Item, output_index: usize) -> EventPosition<'_> {
     EventPosition { item_id: &item.id, output_index, content_index: item.content.part().map(|_| 0) }
 }
@@ -166,7 +166,7 @@ mod tests {
 
     use super::*;
 
-    /// Records events as JSON.
+    /// Collects the events of a response as JSON.
     #[derive(Default)]
     struct Recorder(Vec<(&'static str, Value)>);
 
@@ -214,7 +214,7 @@ mod tests {
             arguments(0, ":1}"),
             call(1, "list"),
             call(2, "stop"),
-            // For calls without arguments, an empty object is sent, even at the end of the answer.
+            // A function call without arguments is sent with an empty object, even at the end of the answer.
             arguments(1, "{}"),
             arguments(2, "{}"),
         ];
@@ -236,7 +236,7 @@ mod tests {
         let expected = text("reasoning", 2).chain(text("message", 1)).chain(call(2)).chain(call(1)).chain(call(1));
         assert_eq!(names, expected.collect::<Vec<_>>());
 
-        // The deltas of an item add up to the complete item, and the id never changes.
+        // The deltas of an item add up to the complete item, and the item id never changes.
         for (index, item) in items.iter().enumerate() {
             let of_item: Vec<&(&str, Value)> =
                 events.iter().filter(|(_, event)| event["output_index"] == index).collect();

@@ -45,7 +45,7 @@ pub struct ResponseRequest {
     pub render: RenderOptions,
     pub options: GenerateOptions,
     pub settings: Settings,
-    /// The items of `input`, without the conversation of the previous response.
+    /// The items of the field `input`, without the conversation of the previous response.
     pub input: Vec<Arc<Item>>,
     pub shape: Shape,
     pub is_stream: bool,
@@ -132,7 +132,7 @@ impl ResponseRequest {
     }
 }
 
-/// Reads `text`. Returns the value that the response repeats, and the grammar of the answer.
+/// Reads the field `text`. Returns the value that the response repeats, and the grammar of the answer.
 fn read_text(fields: &mut Fields) -> Result<(Value, Option<Grammar>), ApiError> {
     let plain = json!({ "type": "text" });
     let Some(mut text) = fields.take_object("text")? else { return Ok((json!({ "format": plain }), None)) };
@@ -142,14 +142,14 @@ fn read_text(fields: &mut Fields) -> Result<(Value, Option<Grammar>), ApiError> 
     Ok((json!({ "format": format }), grammar))
 }
 
-/// Reads `include`, the list of optional parts in the output.
+/// Reads the field `include`, the list of optional parts in the response.
 fn read_include(fields: &mut Fields) -> Result<Shape, ApiError> {
     let mut shape = Shape::default();
     for value in fields.take_array("include")?.unwrap_or_default() {
         match value.as_str() {
             Some("message.output_text.logprobs") => shape.has_logprobs = true,
             Some("reasoning.encrypted_content") => shape.has_encoded_reasoning = true,
-            // All other values belong to tools that inferno does not support.
+            // All other `include` values belong to tools that inferno does not support.
             Some(other) => fields.ignore(format!("include ({other})")),
             None => return Err(fields.invalid("include", "expected an array of strings")),
         }
@@ -157,7 +157,7 @@ fn read_include(fields: &mut Fields) -> Result<Shape, ApiError> {
     Ok(shape)
 }
 
-/// Reads `max_tool_calls`, which has no effect in inferno, because this field limits only calls of OpenAI's own tools.
+/// Reads `max_tool_calls`. The field has no effect, because it limits only calls of OpenAI's own tools.
 fn read_max_tool_calls(fields: &mut Fields) -> Result<Option<i64>, ApiError> {
     let limit = fields.take_integer("max_tool_calls", 1..=i64::from(u32::MAX))?;
     if limit.is_some() {
@@ -166,7 +166,7 @@ fn read_max_tool_calls(fields: &mut Fields) -> Result<Option<i64>, ApiError> {
     Ok(limit)
 }
 
-/// Reads a field whose only effect is that the response repeats it.
+/// Reads a request field that has no effect except that the response repeats it.
 fn repeated(fields: &mut Fields, name: &str) -> Result<Option<String>, ApiError> {
     let value = fields.take_string(name)?;
     if value.is_some() {

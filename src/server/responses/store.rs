@@ -10,24 +10,24 @@ use super::item::Item;
 use super::object::{ResponseObject, ResponseStatus};
 use crate::server::client::Client;
 
-/// The maximum memory for the responses of one client, in bytes.
+/// The maximum memory for the stored responses of one client, in bytes.
 /// Above this limit, the least recently used responses are dropped.
 const MAX_BYTES: usize = 64 << 20;
 
-/// The maximum time that a response is kept after its last use.
+/// The maximum time that a stored response is kept after its last use.
 const MAX_AGE: Duration = Duration::from_secs(30 * 60);
 
-/// The responses of all clients. A client cannot refer to the responses of another client.
+/// The stored responses of all clients. A client cannot refer to the responses of another client.
 #[derive(Default)]
 pub struct Store(Mutex<HashMap<Client, Responses>>);
 
-/// The responses of one client.
+/// The stored responses of one client.
 pub struct ClientStore {
     store: Arc<Store>,
     client: Client,
 }
 
-/// A response that has ended, and its input.
+/// A stored response that has ended, with its input.
 pub struct StoredResponse {
     pub object: ResponseObject,
     pub input: Vec<Arc<Item>>,
@@ -36,9 +36,9 @@ pub struct StoredResponse {
 #[derive(Default)]
 struct Responses {
     ended: HashMap<String, Entry>,
-    /// Maps an item id to the id of its response, and to the item's index in [`StoredResponse::items`].
+    /// For each item id, the id of the item's response and the item's index in [`StoredResponse::items`].
     items: HashMap<String, (String, usize)>,
-    /// The ids of the responses in the order of their last use.
+    /// The ids of the responses, in the order of their last use.
     order: BTreeMap<u64, String>,
     next_use: u64,
     bytes: usize,
@@ -48,7 +48,7 @@ struct Responses {
 struct Entry {
     response: Arc<StoredResponse>,
     bytes: usize,
-    /// The key of the response in `order`.
+    /// The key of this response in `order`.
     last_use: u64,
     used_at: Instant,
 }
@@ -86,17 +86,17 @@ impl ClientStore {
     }
 
     /// Returns the conversation up to the end of a response.
-    /// If a response in the conversation is not stored, returns the id of that response as the error.
+    /// If an earlier response of the conversation is not stored, returns the id of that response as the error.
     pub fn conversation(&self, id: &str) -> Result<Vec<Arc<Item>>, String> {
         self.with(|responses| responses.conversation(id, Instant::now()))
     }
 
-    /// Deletes a response. Returns whether it was stored.
+    /// Deletes a stored response. Returns false if no response with this id was stored.
     pub fn remove(&self, id: &str) -> bool {
         self.with(|responses| responses.remove(id))
     }
 
-    /// Stores a response in progress until the returned guard is dropped.
+    /// Keeps a response in progress in the store until the returned guard is dropped.
     /// If the response is canceled, the returned receiver receives a message.
     pub fn start(&self, object: &ResponseObject) -> (RunningGuard, oneshot::Receiver<()>) {
         let (sender, receiver) = oneshot::channel();
@@ -116,7 +116,7 @@ impl ClientStore {
         self.with(|responses| {
             let running = responses.running.get_mut(id)?;
             if let Some(cancel) = running.cancel.take() {
-                // This call fails only if the response has just ended, so there is nothing to cancel.
+                // Sending fails only if the response has just ended, so there is nothing to cancel.
                 let _ = cancel.send(());
             }
             running.object.set_status(ResponseStatus::Cancelled);
@@ -125,7 +125,7 @@ impl ClientStore {
     }
 }
 
-/// Removes a response in progress from the store when the guard is dropped.
+/// A guard of a response in progress. Dropping the guard removes the response from the store.
 pub struct RunningGuard {
     store: ClientStore,
     id: String,
@@ -174,7 +174,7 @@ impl Responses {
         self.evict(now);
     }
 
-    /// Returns a response and records its use.
+    /// Returns a stored response and marks it as recently used.
     fn get(&mut self, id: &str, now: Instant) -> Option<Arc<StoredResponse>> {
         self.evict(now);
         self.touch(id, now);
@@ -203,7 +203,7 @@ impl Responses {
         self.order.remove(&last_use);
         self.bytes -= bytes;
         for item in response.items() {
-            // If a client sent the item again, the item belongs to the later response.
+            // If a client sent the same item again, the item belongs to the later response.
             if self.items.get(&item.id).is_some_and(|(owner, _)| owner == id) {
                 self.items.remove(&item.id);
             }
@@ -219,7 +219,7 @@ impl Responses {
         self.order.insert(self.next_use, id.to_string());
     }
 
-    /// Removes expired responses. Then removes the least recently used responses until the memory limit is met.
+    /// Removes expired responses. Then, removes the least recently used responses while the memory limit is exceeded.
     fn evict(&mut self, now: Instant) {
         while let Some(oldest) = self.order.values().next().cloned() {
             let is_old = self.ended.get(&oldest).is_none_or(|entry| now.duration_since(entry.used_at) > MAX_AGE);
@@ -243,7 +243,7 @@ mod tests {
         Arc::new(Item { id: id.to_string(), status: ItemStatus::Completed, content })
     }
 
-    /// Inserts a response with one input item. Returns the id of the response.
+    /// Stores a response with one input item. Returns the id of the response.
     fn insert(responses: &mut Responses, previous: Option<&str>, item: Arc<Item>, now: Instant) -> String {
         let mut settings = Settings::example();
         settings.previous_response_id = previous.map(str::to_string);
@@ -293,7 +293,7 @@ mod tests {
         let left = ids.iter().map(|id| responses.get(id, now).is_some()).collect::<Vec<_>>();
         assert_eq!(left, [true, false, true]);
         assert!(responses.bytes <= MAX_BYTES);
-        // A response larger than the limit is not stored, and the store keeps none of its data.
+        // A response that is larger than the limit is not stored, and leaves no data in the store.
         insert(&mut responses, None, item("e", MAX_BYTES), now);
         assert!(is_empty(&responses));
     }

@@ -14,12 +14,12 @@ use crate::server::client::Client;
 use crate::server::http::body::json_response;
 use crate::server::http::error::ApiError;
 
-/// The number of items to list if the request has no `limit`.
+/// The number of items to list if the query has no `limit`.
 const DEFAULT_LIMIT: usize = 20;
-/// The maximum value of `limit`.
+/// The maximum value of the query parameter `limit`.
 const MAX_LIMIT: usize = 100;
 
-/// Returns a stored response, or the current state of a response that will be stored.
+/// Returns a stored response. For a response in progress that will be stored, returns its current state.
 pub async fn get(
     Extension(client): Extension<Client>,
     Extension(store): Extension<Arc<Store>>,
@@ -43,7 +43,7 @@ struct Deleted<'a> {
     deleted: bool,
 }
 
-/// Deletes a response.
+/// Deletes a stored response.
 pub async fn delete(
     Extension(client): Extension<Client>,
     Extension(store): Extension<Arc<Store>>,
@@ -78,7 +78,7 @@ struct ItemList<'a> {
     has_more: bool,
 }
 
-/// Lists the items that the client sent for a response. The newest item comes first, unless the order is `asc`.
+/// Lists the input items of a response. The newest item comes first, unless the query sets `order` to `asc`.
 pub async fn input_items(
     Extension(client): Extension<Client>,
     Extension(store): Extension<Arc<Store>>,
@@ -126,11 +126,11 @@ fn unknown(id: &str) -> ApiError {
     ))
 }
 
-/// The query string of a URL.
+/// The query string of a request URL.
 struct Query<'a>(&'a Uri);
 
 impl<'a> Query<'a> {
-    /// Returns the value of a parameter. The value is not decoded, because these routes need no encoded characters.
+    /// Returns the value of a query parameter. The value is not decoded, because no parameter needs encoded characters.
     fn get(&self, name: &str) -> Option<&'a str> {
         let mut pairs = self.0.query().unwrap_or_default().split('&').filter_map(|pair| pair.split_once('='));
         pairs.find(|(key, _)| *key == name).map(|(_, value)| value)

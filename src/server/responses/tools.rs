@@ -12,17 +12,17 @@ use crate::server::http::error::ApiError;
 /// The keys of a function in `tools`, in the order in which the response repeats them.
 const FUNCTION_KEYS: [&str; 4] = ["name", "description", "parameters", "strict"];
 
-/// The tools of a request, for the prompt and for the response, which repeats them.
+/// The tools of a request, for the prompt and for the response.
 pub struct Tools {
     /// The functions that the model may or must call.
     pub functions: chat::Tools,
-    /// The supported tools, as the response repeats them.
+    /// The supported tools, in the form in which the response repeats them.
     pub served: Vec<Value>,
-    /// `tool_choice`, as the response repeats it.
+    /// The field `tool_choice`, in the form in which the response repeats it.
     pub choice: Value,
 }
 
-/// Reads `tools` and `tool_choice`.
+/// Reads the fields `tools` and `tool_choice`.
 ///
 /// Skips tools whose type is not `function` and reports them as ignored.
 /// Clients such as Codex always send tools of other types.
@@ -71,10 +71,10 @@ fn pick(item: &Value, keys: &[&str]) -> Value {
     Value::Object(keys.iter().filter_map(entry).collect())
 }
 
-/// Reads a `tool_choice` that is an object.
+/// Reads a `tool_choice` field that is an object.
 ///
-/// Returns the names of the functions that the model may call (`None` for all functions),
-/// and which of them it must call, if any.
+/// Returns the names of the functions that the model may call, or `None` for all functions.
+/// Also returns which of these functions the model must call, if any.
 fn read_choice<'c>(fields: &Fields, choice: &'c Value) -> Result<(Option<HashSet<&'c str>>, ToolChoice), ApiError> {
     let kind = match choice["mode"].as_str() {
         None | Some("auto") => Some(ToolChoice::Auto),

@@ -1,4 +1,4 @@
-//! `POST /v1/admission`: reports whether and when a chat completion request would start, without running the request.
+//! The route `POST /v1/admission`. Reports when a chat completion request would start, without running it.
 
 use std::sync::Arc;
 
@@ -18,13 +18,13 @@ use crate::server::state::Server;
 #[derive(Serialize)]
 struct Admission {
     object: &'static str,
-    /// Whether the prompt leaves room for an answer in the context.
+    /// Whether the prompt is short enough to leave space in the context for an answer.
     fits: bool,
-    /// Whether the queue has room.
+    /// Whether the queue would accept the request now.
     accepted: bool,
     starts_now: bool,
-    /// Seconds until the request would start. `None` if unknown.
-    /// If the request is not accepted, seconds until a new attempt is worthwhile.
+    /// The seconds until the request would start, or `None` if unknown.
+    /// If the queue would reject the request, the seconds until a retry is worthwhile.
     expected_wait_s: Option<f64>,
     requests_ahead: usize,
     prompt_tokens: usize,
@@ -33,7 +33,7 @@ struct Admission {
     kv_cache: KvCache,
 }
 
-/// The number of blocks in the KV cache, and the number of blocks that the request needs.
+/// The size of the KV cache and its free blocks, and the number of blocks that the request needs.
 #[derive(Serialize)]
 struct KvCache {
     block_tokens: usize,
@@ -43,7 +43,7 @@ struct KvCache {
     total_blocks: usize,
 }
 
-/// The response if the prompt is too long.
+/// The response for a prompt that is too long.
 #[derive(Serialize)]
 struct PromptTooLong {
     object: &'static str,
@@ -55,7 +55,7 @@ struct PromptTooLong {
 
 const OBJECT: &str = "admission";
 
-/// Reports when a chat completion request would start, and how many tokens and blocks it would need.
+/// Reports when a chat completion request would start, and how many tokens and KV cache blocks it would need.
 pub async fn preview(
     State(server): State<Arc<Server>>,
     Extension(client): Extension<Client>,
@@ -70,8 +70,7 @@ pub async fn preview(
         options.tenant = client.index() as u64;
         options.deterministic |= reply::is_deterministic(&headers);
     }
-    // Use a thread that may block: rendering takes milliseconds of CPU time, and the engine answers only between two
-    // steps.
+    // Use a thread that may block. Rendering takes milliseconds of CPU time, and the engine answers only between steps.
     let worker = tokio::task::spawn_blocking(move || engine.preview(request, choices));
     let found = match worker.await {
         Ok(Ok(found)) => found,

@@ -21,8 +21,9 @@ struct Status {
     status: &'static str,
 }
 
-/// Responds with 200 if routers may send requests: the model is loaded, the engine makes progress,
-/// and the server is not shutting down. A busy server is healthy.
+/// Responds with 200 if routers may send requests to this server.
+/// The model must be loaded, the engine must make progress, and the server must not be shutting down.
+/// A busy server still counts as healthy.
 pub async fn health(State(server): State<Arc<Server>>) -> Result<Response, ApiError> {
     server.healthy_engine()?;
     live(State(server)).await
@@ -37,7 +38,7 @@ pub async fn live(State(server): State<Arc<Server>>) -> Result<Response, ApiErro
     }
 }
 
-/// Responds with the metrics as text.
+/// Responds with the metrics in Prometheus's text format.
 pub async fn metrics(State(server): State<Arc<Server>>) -> Result<Response, ApiError> {
     let text = server.metrics.render(server.engine(), server.is_alive());
     let text = text.map_err(|error| ApiError::internal(format!("cannot write the metrics: {error}")))?;
@@ -49,7 +50,7 @@ pub async fn metrics(State(server): State<Arc<Server>>) -> Result<Response, ApiE
 
 #[derive(Serialize)]
 struct Loads {
-    /// The time in RFC 3339 format. The router SMG ignores a report whose time is a number.
+    /// The time of the report in RFC 3339 format. The router SMG ignores a report whose time is a number.
     timestamp: String,
     dp_rank_count: usize,
     loads: [Load; 1],
@@ -57,8 +58,8 @@ struct Loads {
 
 /// The load of the engine, in the fields that routers such as SMG read.
 ///
-/// The field `gen_throughput` is absent: SMG would treat the current throughput as the speed of the replica, and send
-/// all requests to the replica that already generates the most tokens.
+/// The field `gen_throughput` is absent. SMG would treat this current throughput as the speed of the replica,
+/// and send all requests to the replica that already generates the most tokens.
 #[derive(Serialize)]
 struct Load {
     dp_rank: usize,
@@ -71,7 +72,7 @@ struct Load {
     cache_hit_rate: f64,
 }
 
-/// Responds with the load of the engine.
+/// Responds with the current load of the engine.
 pub async fn loads(State(server): State<Arc<Server>>) -> Result<Response, ApiError> {
     let engine = server.loaded_engine()?;
     let stats = engine.stats();

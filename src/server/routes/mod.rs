@@ -1,9 +1,9 @@
-//! The routes that generate no text. Its modules are:
+//! The routes that do not generate text. Its modules are:
 //!
-//! - `admission_preview`: tells whether and when a request would start
-//! - `health`: the state of the server, its load and its metrics
+//! - `admission_preview`: reports whether and when a request would start
+//! - `health`: the health, the load and the metrics of the server
 //! - `models`: the served model
-//! - `receipts`, `records`: records of requests, and signed statements about them
+//! - `receipts`, `records`: records of requests, and signed receipts
 //! - `tokenize`: converts between text and token ids
 
 pub mod admission_preview;

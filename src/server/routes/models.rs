@@ -41,12 +41,12 @@ fn describe(server: &Server) -> Result<Model<'_>, ApiError> {
     })
 }
 
-/// Lists the served model.
+/// Handles `GET /v1/models`: lists the served model.
 pub async fn list(State(server): State<Arc<Server>>) -> Result<Response, ApiError> {
     json_response(&List { object: "list", data: [describe(&server)?] })
 }
 
-/// Describes the served model.
+/// Handles `GET /v1/models/{id}`: describes the served model.
 pub async fn get(State(server): State<Arc<Server>>, Path(id): Path<String>) -> Result<Response, ApiError> {
     let model = describe(&server)?;
     if id == model.id {

@@ -1,4 +1,4 @@
-//! `GET /v1/receipts/{id}` and `GET /v1/receipts/key`.
+//! The routes `GET /v1/receipts/{id}` and `GET /v1/receipts/key`.
 
 use std::sync::Arc;
 
@@ -34,7 +34,7 @@ pub async fn get(
     Ok(response)
 }
 
-/// Returns the public key of receipts.
+/// Returns the public key that verifies receipts.
 pub async fn key(State(server): State<Arc<Server>>) -> Result<Response, ApiError> {
     json_response(&signing_key(&server)?.public_key())
 }

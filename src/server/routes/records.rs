@@ -1,4 +1,4 @@
-//! `GET /v1/records/{id}`.
+//! The route `GET /v1/records/{id}`.
 
 use std::sync::Arc;
 
@@ -25,7 +25,7 @@ pub async fn get(
 pub fn find(server: &Server, client: Client, id: &str) -> Result<Arc<Record>, ApiError> {
     if server.options.is_open {
         // Without authentication, the server cannot tell clients apart.
-        // Each client could therefore read the prompts of all others.
+        // Each client could then read the prompts of all other clients.
         return Err(ApiError::forbidden("a server with --no-auth returns no records: use --record FOLDER"));
     }
     let record = server.recorder.get(client, id);

@@ -29,7 +29,7 @@ struct Text {
     prompt: String,
 }
 
-/// Converts a text or a conversation to token ids.
+/// Handles `POST /tokenize`: converts a text or a conversation to token ids.
 pub async fn tokenize(State(server): State<Arc<Server>>, request: Request) -> Result<Response, ApiError> {
     let engine = server.loaded_engine()?.clone();
     let headers = request.headers().clone();
@@ -53,7 +53,7 @@ pub async fn tokenize(State(server): State<Arc<Server>>, request: Request) -> Re
 
 type EncodeInput = Box<dyn FnOnce(&EngineHandle) -> anyhow::Result<Vec<u32>> + Send>;
 
-/// Reads `prompt`, or `messages` and `tools`.
+/// Reads the field `prompt`, or the fields `messages` and `tools`.
 fn read_input(fields: &mut Fields, engine: &EngineHandle) -> Result<EncodeInput, ApiError> {
     if let Some(prompt) = fields.take_string("prompt")? {
         let controls = if fields.take_bool("add_special_tokens")?.unwrap_or(true) {
@@ -77,7 +77,7 @@ fn read_input(fields: &mut Fields, engine: &EngineHandle) -> Result<EncodeInput,
     Ok(Box::new(move |engine| Ok(engine.render(&messages, &options)?.ids)))
 }
 
-/// Converts token ids to text.
+/// Handles `POST /detokenize`: converts token ids to text.
 pub async fn detokenize(State(server): State<Arc<Server>>, request: Request) -> Result<Response, ApiError> {
     let engine = server.loaded_engine()?.clone();
     let headers = request.headers().clone();

@@ -33,13 +33,13 @@ static COLORS: LazyLock<Vec<(Scope, Style)>> = LazyLock::new(|| {
     .collect()
 });
 
-/// The longest line to highlight, in bytes. The grammars' regular expressions take seconds on a minified file.
+/// The longest line to highlight, in bytes. Highlighting a long line of minified code would take seconds.
 const MAX_LINE_BYTES: usize = 1000;
 
 /// A highlighter for one code block. The caller must pass the lines in order.
 #[derive(Clone)]
 pub struct Highlighter {
-    /// `None` for a language without a grammar.
+    /// The parser and scope state. `None` for a language without a grammar.
     state: Option<(ParseState, ScopeStack)>,
 }
 

@@ -22,7 +22,7 @@ pub fn options() -> Options {
 pub fn layout(source: &str, columns: usize, number: Option<u64>) -> Vec<StyledLine> {
     let mut layout = Layout { events: Parser::new_ext(source, options()).peekable(), number, depth: 0 };
     let mut lines = layout.blocks(columns, Gap::Blank);
-    // The parser's start and end events should match. If they do not, still show the remaining text.
+    // Every start event should have an end event. If the parser violates this, still show the remaining text.
     while layout.events.peek().is_some() {
         layout.events.next();
         lines.extend(layout.blocks(columns, Gap::Blank));
@@ -33,9 +33,9 @@ pub fn layout(source: &str, columns: usize, number: Option<u64>) -> Vec<StyledLi
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Gap {
     Blank,
-    /// No blank line, for example before a nested list.
+    /// No blank line between two blocks, for example before a nested list.
     ///
-    /// Loose lists look like tight lists, because a list may turn out to be loose after its first items are shown.
+    /// Loose lists are shown like tight lists, because only later items may reveal that a list is loose.
     None,
 }
 

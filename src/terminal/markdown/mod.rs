@@ -1,6 +1,6 @@
-//! Formats Markdown while it streams. Finished lines never change. The last block is open and may still change.
+//! Formats Markdown while it streams. Finished lines never change. The last block is open: it may still change.
 //!
-//! The result does not depend on how the text is split into pieces.
+//! The result does not depend on how the streamed text is split into pieces.
 
 mod code;
 mod layout;
@@ -18,7 +18,7 @@ use code::Highlighter;
 /// The open block is parsed again after each new line, and parsing must stay faster than generation.
 const MAX_BLOCK_BYTES: usize = 16 * 1024;
 
-/// The minimum time between two passes that highlight an incomplete line of code. One pass takes 0.25 ms.
+/// The minimum time between two passes that highlight an incomplete line of code. A pass takes about 0.25 ms.
 const HIGHLIGHT_INTERVAL: Duration = Duration::from_millis(60);
 
 /// A streaming Markdown formatter.
@@ -30,9 +30,9 @@ pub struct Markdown {
     line: String,
     code: Option<OpenCode>,
     /// `Some` if the open block is a list whose first items are finished.
-    /// For a numbered list, contains the number of the next item.
+    /// For a numbered list, contains the number of the next list item.
     list: Option<Option<u64>>,
-    /// Whether any block is finished. If so, the next block needs a blank line before it.
+    /// Whether any block is finished. After a finished block, the next block needs a blank line before it.
     has_content: bool,
 }
 
@@ -76,7 +76,7 @@ impl Markdown {
             return if closing { Vec::new() } else { vec![code.open_line(&self.line)] };
         }
         let source = format!("{}{}", self.open, shown_part(&self.line));
-        // A table header looks like a paragraph until the line below it arrives. Do not show it yet.
+        // A table header looks like a paragraph until the line below it arrives, so do not show the header yet.
         if source.trim_start().starts_with('|')
             && matches!(Parser::new_ext(&source, layout::options()).next(), Some(Event::Start(Tag::Paragraph)))
         {
@@ -179,7 +179,7 @@ impl Markdown {
 }
 
 impl OpenCode {
-    /// Returns the incomplete line, styled. The text that arrived since the last pass may not be highlighted yet.
+    /// Returns the incomplete line, styled. The newest text may not be highlighted yet.
     fn open_line(&mut self, line: &str) -> StyledLine {
         let line = unindented(line, self.indent);
         if let Some((before, highlighted, when)) = &self.highlighted
@@ -197,7 +197,7 @@ impl OpenCode {
         highlighted
     }
 
-    /// Returns whether a line is the closing fence, which may be longer than the opening fence.
+    /// Returns whether a line closes this code block. The closing fence may be longer than the opening fence.
     fn is_closed_by(&self, line: &str) -> bool {
         let line = line.trim_end();
         let fence = line.trim_start_matches(' ');
@@ -263,7 +263,7 @@ fn top_level_blocks(source: &str) -> Vec<Block> {
     blocks
 }
 
-/// Returns an incomplete line, or an empty string if the meaning of the line is still ambiguous.
+/// Returns an incomplete line, or an empty string while the Markdown meaning of the line is ambiguous.
 ///
 /// For example, `-` may start a list item, underline a heading or be part of a rule.
 fn shown_part(line: &str) -> &str {

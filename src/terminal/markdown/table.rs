@@ -1,5 +1,5 @@
-//! Lays out tables. If a table does not fit in the window, its widest columns shrink. If it has too many columns, each
-//! cell gets lines of its own.
+//! Lays out Markdown tables. If a table does not fit in the window, its widest columns shrink.
+//! If a table has too many columns, each cell gets lines of its own.
 
 use pulldown_cmark::Alignment;
 
@@ -77,7 +77,7 @@ fn column_widths(rows: &[Vec<StyledLine>], columns: usize) -> Vec<usize> {
     let mut excess = widths.iter().sum::<usize>().saturating_sub(available);
     while excess > 0 {
         let Some(widest) = widths.iter().copied().max().filter(|&widest| widest > MIN_COLUMN) else { break };
-        // Shrink all of the widest columns to the next smaller width, or by less if that removes the excess.
+        // Shrink all of the widest columns to the next smaller width. Shrink them less if that is enough.
         let next_width = widths.iter().copied().filter(|&width| width < widest).max().unwrap_or(0).max(MIN_COLUMN);
         let widest_count = widths.iter().filter(|&&width| width == widest).count();
         let step = (widest - next_width).min(excess.div_ceil(widest_count)).max(1);

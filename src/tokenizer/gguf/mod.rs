@@ -3,7 +3,7 @@
 //! Source: llama.cpp's handling of the `tokenizer.ggml.*` keys (ggml-org/llama.cpp, `src/llama-vocab.cpp`).
 //! The tests use llama.cpp's test vectors.
 //! Where llama.cpp is known to differ from a model's tokenizer.json, this code follows tokenizer.json.
-//! Files are untrusted. Values that can make the `tokenizers` library panic are checked first.
+//! GGUF files are untrusted. Values that can make the `tokenizers` library panic are rejected first.
 
 mod pre;
 mod sentencepiece;
@@ -111,7 +111,7 @@ fn merges(vocabulary: &Vocabulary, ids: &HashMap<&str, u32>) -> Result<Merges> {
 
 /// Returns whether the pre-tokenizer keeps the text of at least one control token as a single word.
 ///
-/// `ignore_merges` looks up whole words, so it could turn such a word in ordinary text into the control token.
+/// `ignore_merges` looks up whole words, so such a word in ordinary text could become a control token.
 fn words_make_controls(vocabulary: &Vocabulary, pre_tokenizer: &PreTokenizerWrapper) -> Result<bool> {
     for (id, token) in vocabulary.tokens.iter().enumerate() {
         if vocabulary.token_type(id) != TokenType::Control || token.is_empty() {
@@ -198,9 +198,9 @@ fn component<T: DeserializeOwned>(json: Value) -> Result<T> {
     guarded("load the tokenizer", || serde_json::from_value(json))
 }
 
-/// Returns the JSON of the byte-level pre-tokenizer, which maps bytes to characters. The decoder has the same JSON.
+/// Returns the JSON of the byte-level pre-tokenizer, which maps bytes to characters. The decoder uses the same JSON.
 ///
-/// The pre-tokenizer's built-in regex is off, because separate `Split` steps apply the patterns.
+/// The built-in regex of the byte-level pre-tokenizer is off, because separate `Split` steps apply the patterns.
 fn byte_level_json() -> Value {
     json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": false})
 }

@@ -2,11 +2,11 @@
 //!
 //! SentencePiece repeatedly joins the adjacent pair whose joined token has the highest score.
 //! BPE produces the same result if every split of a token into two tokens is a merge, ranked by the token's score.
-//! transformers uses the same conversion.
+//! transformers converts SentencePiece scores in the same way.
 //! For equal scores, SentencePiece joins the leftmost pair.
-//! This code joins the pair whose joined token has the lowest id.
+//! For equal scores, the converted BPE joins the pair whose joined token has the lowest id.
 //! In Llama and Mistral vocabularies, only runs of spaces have equal scores.
-//! Both rules join these runs in the same way.
+//! Both tie-breaking rules join a run of spaces in the same way.
 
 use std::collections::HashMap;
 
@@ -15,8 +15,8 @@ use tokenizers::models::bpe::Merges;
 
 use super::vocabulary::{MAX_MERGES, TokenType, Vocabulary};
 
-/// The limit on the sum of squared token lengths in bytes. The run time is proportional to this sum.
-/// Llama 2 has a sum of 2 million.
+/// The limit on the sum of squared token lengths in bytes. The run time of the conversion is proportional to this sum.
+/// For Llama 2, the sum is 2 million.
 const MAX_WORK: usize = 1 << 29;
 
 /// Returns the BPE merges that tokenize as the SentencePiece scores do, the highest score first.
@@ -41,7 +41,7 @@ pub fn merges(vocabulary: &Vocabulary, ids: &HashMap<&str, u32>) -> Result<Merge
         }
     }
     // As in transformers, merges with equal scores are ordered by the ids of the joined tokens.
-    // Splits of the same token are ordered by the ids of their parts.
+    // Merges that produce the same token are ordered by the ids of their parts.
     let by_ids = |(id, left, right): &(usize, &str, &str)| (*id, ids.get(left).copied(), ids.get(right).copied());
     found.sort_by(|a, b| scores[b.0].total_cmp(&scores[a.0]).then_with(|| by_ids(a).cmp(&by_ids(b))));
     Ok(found.into_iter().map(|(_, left, right)| (left.to_string(), right.to_string())).collect())

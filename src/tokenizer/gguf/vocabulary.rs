@@ -89,7 +89,7 @@ const KEEP_WHITESPACE: [&str; 3] = ["<unk>", "<s>", "<|endoftext|>"];
 impl Vocabulary<'_> {
     /// Returns whether an added token absorbs the whitespace after it in the text.
     ///
-    /// GGUF has no key for this property. Like llama.cpp, this function knows which tokens of Phi-3 have it.
+    /// GGUF has no key for this property. Like llama.cpp, this function has a fixed list of such tokens in Phi-3.
     pub(super) fn absorbs_whitespace(&self, token: &str) -> bool {
         self.architecture == Some("phi3") && self.model == "llama" && !KEEP_WHITESPACE.contains(&token)
     }

@@ -1,6 +1,6 @@
-//! One function per ggml type. Each dequantizes a single block, `bytes`, to `values`.
+//! Dequantizes single blocks of every quantized ggml type. Each function dequantizes one block, `bytes`, to `values`.
 //!
-//! In the layouts, `d` is the scale of a block, and `m` is its minimum. Both are f16. A quantized integer is named `q`.
+//! In the layouts, `d` is the f16 scale of a block, and `m` is its f16 minimum. A quantized integer is named `q`.
 //! In K-quants, `d` is the scale of the group scales, and `dmin` is the scale of the group minimums (mins).
 //!
 //! Each byte of nibbles holds one element from each half of a group of 32, 64 or 128 elements.
@@ -55,7 +55,7 @@ pub fn q5_1(bytes: &[u8], values: &mut [f32]) {
     }
 }
 
-/// Layout: d, 32 signed bytes.
+/// Layout: d, 32 signed 8-bit integers.
 pub fn q8_0(bytes: &[u8], values: &mut [f32]) {
     let d = half(bytes, 0);
     for (value, q) in values.iter_mut().zip(&bytes[2..]) {
@@ -74,7 +74,7 @@ pub fn q2_k(bytes: &[u8], values: &mut [f32]) {
     }
 }
 
-/// Layout: 32 bytes with the third bits, 64 bytes with the low 2 bits, 12 bytes with sixteen 6-bit scales, d.
+/// Layout: 32 bytes with the third bit of each element, 64 bytes with the low 2 bits, sixteen 6-bit scales, d.
 pub fn q3_k(bytes: &[u8], values: &mut [f32]) {
     let (high, low, scales, d) = (&bytes[..32], &bytes[32..96], &bytes[96..108], half(bytes, 108));
     for (i, value) in values.iter_mut().enumerate() {
@@ -95,7 +95,8 @@ pub fn q4_k(bytes: &[u8], values: &mut [f32]) {
     }
 }
 
-/// Layout: d, dmin, 12 bytes of scales and mins as in Q4_K, 32 bytes with the fifth bits, 128 bytes of nibbles.
+/// Layout: d, dmin, 12 bytes with scales and mins as in Q4_K, 32 bytes with the fifth bit of each element,
+/// 128 bytes of nibbles.
 pub fn q5_k(bytes: &[u8], values: &mut [f32]) {
     let (d, dmin, scales) = (half(bytes, 0), half(bytes, 2), &bytes[4..16]);
     let (high, low) = (&bytes[16..48], &bytes[48..]);
@@ -107,7 +108,7 @@ pub fn q5_k(bytes: &[u8], values: &mut [f32]) {
     }
 }
 
-/// Layout: 128 bytes with the low 4 bits, 64 bytes with the high 2 bits, 16 signed 8-bit scales, d.
+/// Layout: 128 bytes with the low 4 bits of each element, 64 bytes with the high 2 bits, 16 signed 8-bit scales, d.
 pub fn q6_k(bytes: &[u8], values: &mut [f32]) {
     let (low, high, scales, d) = (&bytes[..128], &bytes[128..192], &bytes[192..208], half(bytes, 208));
     for (i, value) in values.iter_mut().enumerate() {
@@ -116,14 +117,14 @@ pub fn q6_k(bytes: &[u8], values: &mut [f32]) {
     }
 }
 
-/// Twice the E2M1 value of each nibble. As in ggml, whose table holds integers, -0 becomes 0.
+/// Twice the E2M1 value of each nibble. -0 becomes 0, as in the integer table of ggml.
 const TWICE_E2M1: [f32; 16] = [0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 0.0, -1.0, -2.0, -3.0, -4.0, -6.0, -8.0, -12.0];
 
 /// Layout: an E8M0 scale, 16 bytes of nibbles.
-/// The low nibbles hold the first 16 elements.
-/// The safetensors files of gpt-oss differ: their low nibbles hold the even elements.
+/// In GGUF files, the low nibbles of an MXFP4 block hold the first 16 elements.
+/// In the safetensors files of gpt-oss, the low nibbles hold the even elements.
 pub fn mxfp4(bytes: &[u8], values: &mut [f32]) {
-    // d is half of 2^(e - 127), because the table holds doubled values.
+    // d is half of 2^(e - 127), because `TWICE_E2M1` holds doubled values.
     // For e = 0 and e = 1, d is subnormal.
     // As in ggml, e = 255 means 2^128, although the E8M0 standard defines it as NaN.
     let e = u32::from(bytes[0]);
@@ -133,19 +134,19 @@ pub fn mxfp4(bytes: &[u8], values: &mut [f32]) {
     }
 }
 
-/// Returns scale `s` of 16, plus 32.
-/// The first 8 bytes hold the low 4 bits of all scales, and the last 4 bytes hold their high 2 bits.
+/// Returns the Q3_K scale with index `s`, plus 32. A block has 16 scales.
+/// The first 8 bytes hold the low 4 bits of all scales, and the last 4 bytes hold the high 2 bits.
 pub fn q3_k_scale(scales: &[u8], s: usize) -> u8 {
     (scales[s % 8] >> (4 * (s / 8))) & 15 | ((scales[8 + s % 4] >> (2 * (s / 4))) & 3) << 4
 }
 
-/// Returns nibble `i` of a group. The low nibbles of `bytes` are its first half, and the high nibbles its second half.
+/// Returns nibble `i` of a group. The low nibbles of `bytes` come first, followed by the high nibbles.
 fn nibble(bytes: &[u8], i: usize) -> u8 {
     if i < bytes.len() { bytes[i] & 15 } else { bytes[i - bytes.len()] >> 4 }
 }
 
-/// Returns 2-bit value `i` of 256. Each run of 32 bytes holds 128 values:
-/// the lowest two bits of the bytes are the first 32 values, the next two bits are the next 32, and so on.
+/// Returns the 2-bit value with index `i` of the 256 values in a block. Each run of 32 bytes holds 128 values.
+/// In a run, the lowest 2 bits of the bytes are the first 32 values, the next 2 bits are the next 32, and so on.
 fn two_bits(bytes: &[u8], i: usize) -> u8 {
     bytes[32 * (i / 128) + i % 32] >> (2 * (i % 128 / 32)) & 3
 }
@@ -155,9 +156,10 @@ pub fn bit(bytes: &[u8], i: usize) -> u8 {
     bytes[i / 8] >> (i % 8) & 1
 }
 
-/// Returns scale `s` and min `s`. The block has 8 scales and 8 mins of 6 bits each.
-/// The first four scales and mins are the low 6 bits of the first 8 bytes.
-/// The last four have their low 4 bits in the last 4 bytes and their high 2 bits at the top of the first 8 bytes.
+/// Returns the scale and the min with index `s`. A block has 8 scales and 8 mins of 6 bits each.
+/// The first four scales and the first four mins are the low 6 bits of the first 8 bytes.
+/// The last four scales and mins have their low 4 bits in the last 4 bytes.
+/// Their high 2 bits are the top 2 bits of the first 8 bytes.
 pub fn scale_and_min(scales: &[u8], s: usize) -> (u8, u8) {
     if s < 4 {
         return (scales[s] & 63, scales[s + 4] & 63);

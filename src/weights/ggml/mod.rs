@@ -1,8 +1,8 @@
-//! The element types of GGUF files: block sizes, dequantization, and quantization to K-quants, in plain Rust.
-//! Tests use this code as the reference for the kernels.
+//! The element types of GGUF files: block sizes, dequantization, and quantization to K-quants on the CPU.
+//! Tests use this module as the reference for the kernels.
 //!
 //! Source: ggml-org/llama.cpp, `ggml/src/ggml-common.h` (block layouts) and `gguf-py/gguf/quants.py`.
-//! Dequantization uses the same order of operations as `quants.py`, so the values are bit-identical.
+//! Dequantization uses the same order of operations as `quants.py`, so the results are bit-identical.
 
 mod blocks;
 mod dequantize;

@@ -1,7 +1,7 @@
 //! Quantizes floats to K-quant blocks (Q2_K to Q6_K) without an importance matrix.
 //!
 //! Source: the `quantize_row_*_ref` functions in `ggml/src/ggml-quants.c` of ggml-org/llama.cpp.
-//! The order of operations is the same as in ggml, so the blocks are bit-identical.
+//! The order of operations is the same as in ggml, so the quantized blocks are bit-identical.
 //! candle's ports of these functions are not used, because they follow an older version of ggml.
 
 use half::f16;
@@ -10,7 +10,7 @@ use super::types::{GgmlType, SUPER_BLOCK};
 
 /// Clamps a value to a range and rounds it to the nearest integer, with ties to even.
 ///
-/// Adding 1.5 · 2^23 rounds the value, because floats of that magnitude have no fractional bits.
+/// Adding 1.5 · 2^23 rounds the value, because an f32 of that magnitude has no fractional bits.
 /// `f32::round_ties_even` is slower: it compiles to a function call on targets without SSE 4.1.
 fn nearest(value: f32, min: f32, max: f32) -> f32 {
     const ROUNDING: f32 = 12_582_912.0;
@@ -33,7 +33,7 @@ pub fn quantize(ggml_type: GgmlType, values: &[f32], block: &mut [u8]) -> bool {
     true
 }
 
-/// A block of quantized values with a scale and a minimum per group, which are also quantized.
+/// A block of quantized values. Each group in the block has a quantized scale and a quantized minimum.
 struct TwoLevels {
     d: f16,
     dmin: f16,
@@ -43,8 +43,8 @@ struct TwoLevels {
 }
 
 impl TwoLevels {
-    /// Quantizes `x` in groups of `group` values, to codes from 0 to `max_code`.
-    /// `fit` returns the scale and the minimum of a group. Both are quantized to codes from 0 to `levels`.
+    /// Quantizes the values `x` to codes from 0 to `max_code`, in groups of `group` values.
+    /// `fit` returns the scale and the minimum of a group, which are quantized to codes from 0 to `levels`.
     fn new(x: &[f32], group: usize, max_code: f32, levels: f32, fit: impl Fn(&[f32]) -> (f32, f32)) -> Self {
         let fits: Vec<(f32, f32)> = x.chunks_exact(group).map(fit).collect();
         let largest = |part: fn(&(f32, f32)) -> f32| fits.iter().map(part).fold(0.0, f32::max);
@@ -94,11 +94,11 @@ impl TwoLevels {
     }
 }
 
-/// Fits `code * scale - minimum` to the values with weighted least squares.
-/// Returns the scale and the minimum, both non-negative.
+/// Fits `code * scale - minimum` to the values `x` with weighted least squares.
+/// Returns a non-negative scale and a non-negative minimum.
 ///
-/// Starts with the scale at which `x` spans `max_code` codes. Then, for each `step` from 0 to `steps`,
-/// tries an initial scale at which `x` spans `max_code + first + 0.1 * step` codes.
+/// First tries the scale at which `x` spans `max_code` codes.
+/// Then tries initial scales at which `x` spans `max_code + first + 0.1 * step` codes, for `step` from 0 to `steps`.
 fn fit_affine(
     x: &[f32],
     weight: impl Fn(f32) -> f32,
@@ -121,8 +121,8 @@ fn fit_affine(
     if max == min || !inverse.is_finite() {
         return (0.0, -min);
     }
-    // Returns the weighted error of values that are quantized with the inverse scale `inverse` and the minimum `from`,
-    // and decoded with `scale` and `min`.
+    // Returns the weighted quantization error. The values are quantized with the inverse scale `inverse`
+    // and the minimum `from`, and dequantized with `scale` and `min`.
     let error = |inverse: f32, from: f32, (scale, min): (f32, f32)| {
         let error = |(&x, w): (&f32, f32)| w * cost(scale * code(inverse, from, x) + min - x);
         x.iter().zip(weights).map(error).fold(0.0, |sum, error| sum + error)
@@ -130,7 +130,7 @@ fn fit_affine(
     let mut best = (1.0 / inverse, min);
     let mut least = error(inverse, min, best);
     for step in 0..=steps {
-        // Each attempt starts from the best minimum so far.
+        // Quantize with the best minimum that the earlier attempts have found.
         let min = best.1;
         let inverse = (first + 0.1 * f32::from(step) + max_code) / (max - min);
         let (mut sum_l, mut sum_l2, mut sum_xl) = (0.0, 0.0, 0.0);
@@ -270,8 +270,8 @@ fn q6_k(x: &[f32], block: &mut [u8]) {
 
 /// Quantizes 16 values to codes from -32 to 31 and returns their scale (`make_qx_quants` in ggml).
 ///
-/// `codes` receives each code plus 32.
-/// Tries 19 scales and keeps the one with the smallest error, weighted by the squared values.
+/// Writes each code plus 32 to `codes`.
+/// Tries 19 scales and keeps the scale with the smallest error. The squared values are the weights of the errors.
 fn fit_q6(x: &[f32], codes: &mut [u8]) -> f32 {
     let max = x.iter().fold(0.0f32, |max, x| if x.abs() > max.abs() { *x } else { max });
     if max.abs() < SMALLEST_MAGNITUDE {
@@ -302,7 +302,7 @@ fn fit_q6(x: &[f32], codes: &mut [u8]) -> f32 {
 
 /// Quantizes 16 values to codes from -4 to 3 and returns their scale (`make_q3_quants` in ggml).
 ///
-/// `codes` receives each code plus 4.
+/// Writes each code plus 4 to `codes`.
 fn fit_q3(x: &[f32], codes: &mut [u8]) -> f32 {
     let max = x.iter().fold(0.0f32, |max, x| if x.abs() > max.abs() { *x } else { max });
     if max.abs() < SMALLEST_MAGNITUDE {

@@ -1,4 +1,4 @@
-//! Splits blocks into quantized integers and scales for the memory layout of the kernels.
+//! Splits ggml blocks into quantized integers and scales, for the memory layout of the kernels.
 
 use super::blocks::{bit, q3_k_scale, scale_and_min};
 use super::types::GgmlType;
@@ -7,14 +7,14 @@ use super::types::GgmlType;
 ///
 /// `group` is the index of the group in the block.
 /// The integers are unsigned, except for the signed bytes of Q8_0.
-/// F32, F16, BF16 and MXFP4 are not split: their integers are 0.
+/// For F32, F16, BF16 and MXFP4, which are not split, all integers are 0.
 ///
-/// The scales depend on the type:
-/// - Q2_K, Q3_K and Q6_K: one byte per 16 elements. In Q2_K, its high nibble is the minimum.
+/// The bytes in `scales` depend on the ggml type:
+/// - Q2_K, Q3_K and Q6_K: one byte per 16 elements. In Q2_K, the high nibble of the byte is the minimum.
 /// - Q4_K and Q5_K: one byte for the scale of the group, and one byte for its minimum.
-/// - Other types: the f16 scale of the block, followed by the f16 minimum in types that have a minimum.
+/// - Other types: the f16 scale of the block, followed by the f16 minimum if the type has a minimum.
 ///
-/// For K-quants, the caller writes `d` and `dmin`, because they apply to the whole block.
+/// For K-quants, the caller writes `d` and `dmin`, because `d` and `dmin` apply to the whole block.
 pub fn split_group(ggml_type: GgmlType, bytes: &[u8], group: usize, scales: &mut [u8]) -> [u8; 32] {
     match ggml_type {
         GgmlType::Q2K => scales.copy_from_slice(&bytes[2 * group..][..2]),

@@ -26,7 +26,7 @@ pub enum GgmlType {
 /// The number of elements in a K-quant block.
 pub const SUPER_BLOCK: usize = 256;
 
-/// The ids of types that inferno does not support, with their names for error messages.
+/// The ids of ggml types that inferno does not support, with their names for error messages.
 const UNSUPPORTED: &[(u32, &str)] = &[
     (4, "Q4_2, removed in 2023"),
     (5, "Q4_3, removed in 2023"),
@@ -77,7 +77,7 @@ impl GgmlType {
         Self::Mxfp4,
     ];
 
-    /// Returns the type with this id in GGUF files. Fails if the type is unknown or not supported.
+    /// Returns the ggml type with the given id. Fails if the type is unknown or not supported.
     pub fn from_id(id: u32) -> Result<Self> {
         if let Some(found) = Self::ALL.into_iter().find(|candidate| candidate.id() == id) {
             return Ok(found);
@@ -109,7 +109,7 @@ impl GgmlType {
         self.properties().3
     }
 
-    /// Returns the id in GGUF files, the name, the elements per block, and the bytes per block.
+    /// Returns the type's id in GGUF files, its name, the elements per block, and the bytes per block.
     fn properties(self) -> (u32, &'static str, usize, usize) {
         match self {
             Self::F32 => (0, "F32", 1, 4),

@@ -44,11 +44,11 @@ const LLAMA: ArchitectureLayout = ArchitectureLayout {
     add_fields: fields::llama,
 };
 
-/// A layout with neither permuted rows nor biases.
+/// An architecture layout without permuted rows and without biases.
 const PLAIN: ArchitectureLayout =
     ArchitectureLayout { permuted: false, biased: &[], add_fields: fields::none, ..LLAMA };
 
-/// The supported architectures. Error messages list them in this order.
+/// The supported architectures, in the order in which error messages list them.
 const LAYOUTS: &[ArchitectureLayout] = &[
     LLAMA,
     ArchitectureLayout { name: "mistral", ..LLAMA },

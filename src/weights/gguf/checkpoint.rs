@@ -1,4 +1,4 @@
-//! An open GGUF model with its metadata, tensor table and tensor data.
+//! Gives access to the metadata, the tensor table and the tensor data of an open GGUF model.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -54,17 +54,17 @@ pub struct GgufTensorView<'c> {
 }
 
 impl GgufCheckpoint {
-    /// Opens a file and parses its header.
-    /// If the file is part of a split model, opens all parts.
+    /// Opens a GGUF file and parses its header.
+    /// If the file is one part of a split model, opens all parts.
     pub fn open(path: &Path) -> Result<Self> {
         Self::from_parts(split::open_parts(path, &LocalParts)?)
     }
 
     /// Opens a model on a hub. Fetches only headers and RoPE factors.
-    /// A header with a large vocabulary has about 16 MB.
+    /// A header with a large vocabulary is about 16 MB long.
     ///
     /// `files` lists the parts and their sizes in bytes. `read` fetches a range of a file.
-    /// The checkpoint lists all tensors. Reading a tensor that was not fetched fails.
+    /// The returned checkpoint lists all tensors. Reading a tensor that was not fetched fails.
     pub fn open_remote(files: &[(String, u64)], read: &ReadRange) -> Result<Self> {
         let (first, _) = files.first().context("cannot open a GGUF model: the list of files is empty")?;
         Self::from_parts(split::open_parts(Path::new(first), &RemoteParts { files, read })?)
@@ -105,7 +105,7 @@ impl GgufCheckpoint {
     }
 
     /// Returns the number of query heads and the number of key/value heads.
-    /// The number of key/value heads defaults to the number of query heads. Fails if either is 0.
+    /// The number of key/value heads defaults to the number of query heads. Fails if one of the numbers is 0.
     pub fn head_counts(&self) -> Result<(usize, usize)> {
         let (architecture, metadata) = (self.architecture()?, self.metadata());
         let heads = metadata.required(&format!("{architecture}.attention.head_count"), Metadata::u32)?;
@@ -135,7 +135,7 @@ impl GgufCheckpoint {
         self.tensors.get(name)
     }
 
-    /// Returns all tensors, sorted by name.
+    /// Returns all tensors of the GGUF model, sorted by GGUF name.
     pub fn tensors(&self) -> impl Iterator<Item = (&str, &GgufTensorInfo)> {
         self.tensors.iter().map(|(name, info)| (name.as_str(), info))
     }
@@ -155,13 +155,13 @@ impl GgufCheckpoint {
         self.tensors.values().map(|info| info.bytes as u64).sum()
     }
 
-    /// Returns the number of parameters. RoPE factors are not counted: other formats keep them in config.json.
+    /// Returns the number of parameters without RoPE factors, which Hugging Face models keep in config.json.
     pub fn parameters(&self) -> u64 {
         let tensors = self.tensors.iter().filter(|(name, _)| !ROPE_FACTOR_TENSORS.contains(&name.as_str()));
         tensors.map(|(_, info)| info.elements() as u64).sum()
     }
 
-    /// Returns a request to read a tensor, or `None` if the tensor is missing, empty or remote.
+    /// Returns a read request for a tensor, or `None` if the tensor is missing, empty or remote.
     pub fn read_request(&self, name: &str, retention: Retention) -> Option<ReadRequest> {
         let info = self.tensors.get(name).filter(|info| info.bytes > 0)?;
         let Some(StoredBytes::File(range)) = self.parts[info.part].tensor(info) else { return None };

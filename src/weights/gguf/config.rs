@@ -1,5 +1,5 @@
 //! Converts GGUF metadata to the fields of config.json and generation_config.json.
-//! Model families therefore read and validate the same fields for every file format.
+//! Model families can therefore read the same config.json fields for GGUF files as for safetensors files.
 //!
 //! Missing keys have the same defaults as in llama.cpp (ggml-org/llama.cpp, `src/llama-model.cpp`):
 //! - one key/value head per query head
@@ -15,16 +15,16 @@ use super::keys::{ArchitectureKeys, widen};
 use super::metadata::{Metadata, Value as MetadataValue};
 
 impl GgufCheckpoint {
-    /// Returns the metadata as the contents of a config.json.
+    /// Converts the GGUF metadata to the contents of a config.json.
     ///
-    /// Fails if a required key is missing, or if a config.json cannot express a value.
+    /// Fails if a required metadata key is missing, or if config.json cannot express one of the values.
     /// Fails with [`UnsupportedArchitecture`](crate::error::Error::UnsupportedArchitecture) for unknown architectures.
     pub fn config(&self) -> Result<Value> {
         config(self)
     }
 
-    /// Returns the sampling defaults as the contents of a generation_config.json.
-    /// Fields that the file does not set are null. `do_sample` is true if the temperature is above 0.
+    /// Converts the sampling defaults in the GGUF metadata to the contents of a generation_config.json.
+    /// Fields without a metadata key are null. `do_sample` is true if the temperature is above 0.
     pub fn generation_config(&self) -> Result<Value> {
         generation_config(&self.metadata())
     }
@@ -40,7 +40,7 @@ fn config(file: &GgufCheckpoint) -> Result<Value> {
     put("model_type", layout.model_type.into());
     put("vocab_size", keys.vocab_size()?.into());
     put("hidden_size", keys.required_size("embedding_length")?.into());
-    // A model with experts in every layer may specify only the size of an expert.
+    // If every layer has experts, the file may omit the MLP's intermediate size and specify only that of an expert.
     let intermediate = keys.size("feed_forward_length")?.filter(|length| *length > 0);
     put("intermediate_size", intermediate.or(keys.size("expert_feed_forward_length")?).into());
     put("num_hidden_layers", file.block_count()?.into());
@@ -79,7 +79,7 @@ fn generation_config(metadata: &Metadata) -> Result<Value> {
     }))
 }
 
-/// Returns a factor for which `whole * factor`, rounded down, equals `part`.
+/// Returns a factor such that `whole * factor`, rounded down, equals `part`.
 fn fraction(part: u64, whole: u64) -> f64 {
     let factor = part as f64 / whole as f64;
     if (whole as f64 * factor) as u64 == part { factor } else { factor.next_up() }

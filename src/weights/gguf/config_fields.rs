@@ -7,12 +7,12 @@ use super::keys::ArchitectureKeys;
 use super::tensor_names::LayerTensorName;
 use crate::weights::ggml::GgmlType;
 
-/// Adds no fields. For architectures that need only the common fields.
+/// Adds no fields. Used for architectures that need only the common fields of config.json.
 pub fn none(_: &ArchitectureKeys, _: &mut Map<String, Value>) -> Result<()> {
     Ok(())
 }
 
-/// Adds the fields of Llama, Mistral and Mixtral. In most GGUF files, all three have the architecture `llama`.
+/// Adds the fields of Llama, Mistral and Mixtral. Most GGUF files use the architecture name `llama` for all three.
 /// Mistral files without a sliding window are loaded as Llama.
 pub fn llama(keys: &ArchitectureKeys, fields: &mut Map<String, Value>) -> Result<()> {
     fields.insert("mlp_bias".into(), keys.has("blk.0.ffn_down.bias").into());
@@ -49,7 +49,7 @@ pub fn qwen3_moe(keys: &ArchitectureKeys, fields: &mut Map<String, Value>) -> Re
     let layers: Vec<usize> = (0..keys.file.block_count()?).filter(dense).collect();
     fields.insert("mlp_only_layers".into(), layers.into());
     fields.insert("moe_intermediate_size".into(), keys.required_size("expert_feed_forward_length")?.into());
-    // By default, normalize the weights of the chosen experts, as llama.cpp does for this architecture.
+    // Without this key, normalize the router weights of the chosen experts, as llama.cpp does for this architecture.
     let normalized = keys.file.metadata().bool(&keys.key("expert_weights_norm"))?;
     fields.insert("norm_topk_prob".into(), normalized.unwrap_or(true).into());
     Ok(())
@@ -67,8 +67,8 @@ pub fn phi3(keys: &ArchitectureKeys, fields: &mut Map<String, Value>) -> Result<
 /// Adds the fields that Gemma 2 and Gemma 3 share.
 ///
 /// If the file does not specify the attention scale, it is derived from the head size.
-/// The largest model of each generation uses hidden size / number of heads instead.
-/// Only this model has `layers_of_largest` layers.
+/// For the largest model of each generation, the scale is derived from hidden size / number of heads instead.
+/// The largest model is recognized by its number of layers, `layers_of_largest`.
 fn gemma(keys: &ArchitectureKeys, fields: &mut Map<String, Value>, layers_of_largest: usize) -> Result<()> {
     let (heads, _) = keys.file.head_counts()?;
     let scalar = match keys.float("attention.scale")?.filter(|scale| *scale > 0.0) {
@@ -125,7 +125,7 @@ pub fn gpt_oss(keys: &ArchitectureKeys, fields: &mut Map<String, Value>) -> Resu
     fields.insert("layer_types".into(), keys.layer_types(2)?);
     fields.insert("intermediate_size".into(), keys.required_size("expert_feed_forward_length")?.into());
     // The published gpt-oss models do not round the bounds of the YaRN ramp to whole dims.
-    // GGUF has no metadata key for this setting.
+    // GGUF has no metadata key for the rounding of the YaRN ramp.
     if let Some(Value::Object(scaling)) = fields.get_mut("rope_scaling") {
         scaling.insert("truncate".into(), false.into());
     }

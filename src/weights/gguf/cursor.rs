@@ -7,23 +7,23 @@ use anyhow::{Result, anyhow};
 pub struct Cursor<'b> {
     bytes: &'b [u8],
     position: usize,
-    /// The size of the file. `bytes` may be only the beginning of the file.
+    /// The size of the whole file in bytes. `bytes` may contain only the beginning of the file.
     file_bytes: u64,
 }
 
-/// The error for a value that is in the file, but beyond the bytes that were fetched.
-/// The field is the number of bytes to fetch from the beginning of the file.
+/// The error for reading a value that lies in the file but beyond the fetched bytes.
+/// Holds the number of bytes to fetch from the beginning of the file.
 #[derive(Debug, thiserror::Error)]
 #[error("the first {0} bytes of the file are needed")]
 pub struct NeedsMoreBytes(pub u64);
 
 impl<'b> Cursor<'b> {
-    /// Creates a cursor at a byte offset. An offset past the end is not an error until a value is read.
+    /// Creates a cursor at a byte offset. If the offset is past the end, the first read fails.
     pub fn at(bytes: &'b [u8], position: usize) -> Self {
         Self { bytes, position, file_bytes: bytes.len() as u64 }
     }
 
-    /// Creates a cursor at the start of a file with `file_bytes` bytes. Only the beginning, `head`, was fetched.
+    /// Creates a cursor at the start of a file with `file_bytes` bytes. `head` is the fetched beginning of the file.
     /// Reading past `head`, but not past the end of the file, fails with [`NeedsMoreBytes`].
     pub fn from_head(head: &'b [u8], file_bytes: u64) -> Self {
         let fetched = head.len().min(usize::try_from(file_bytes).unwrap_or(usize::MAX));
@@ -59,7 +59,7 @@ impl<'b> Cursor<'b> {
                 self.remaining()
             );
         }
-        // `bytes` is at most `remaining()`, so the sum does not exceed the file size.
+        // The sum cannot overflow: `bytes` is at most `remaining()`, so the sum is at most the file size.
         NeedsMoreBytes(self.position as u64 + bytes).into()
     }
 
@@ -79,7 +79,7 @@ impl<'b> Cursor<'b> {
         Ok(u64::from_le_bytes(self.array()?))
     }
 
-    /// Reads a string, which is stored as a 64-bit length followed by the bytes.
+    /// Reads a string. The file stores a string as a 64-bit length followed by the bytes.
     #[inline]
     pub fn string(&mut self) -> Result<&'b [u8]> {
         let bytes = self.u64()?;

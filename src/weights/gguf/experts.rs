@@ -1,6 +1,7 @@
 //! Maps the routed experts of a GGUF file to tensors of the model.
 //!
-//! The file stores gate, up and down as separate tensors. The model combines gate and up in one tensor.
+//! The file stores gate_proj, up_proj and down_proj as separate tensors.
+//! The model combines gate_proj and up_proj in one tensor.
 //! The experts of gpt-oss stay packed if the file stores them as MXFP4.
 
 use std::collections::BTreeMap;
@@ -22,7 +23,7 @@ pub struct Experts<'c> {
 }
 
 impl Experts<'_> {
-    /// Adds the experts of the layer, if it has any, to the tensors of the model.
+    /// Adds the expert tensors of the layer, if it has any, to `tensors`.
     pub fn add(&self, tensors: &mut BTreeMap<String, ModelTensor>) -> Result<()> {
         let module = format!("{}.{}.mlp.experts", self.layout.outer.layers, self.layer);
         let stack = |matrix: &str| vec![format!("blk.{}.ffn_{matrix}_exps.weight", self.layer)];
@@ -49,7 +50,7 @@ impl Experts<'_> {
         }
         let gate_up: Vec<String> = gate.into_iter().zip(up).flat_map(|(gate, up)| [gate, up]).collect();
         if self.layout.model_type == "gpt_oss" && down.len() > 1 {
-            // The code that interleaves the rows of gate and up supports only stacked experts.
+            // The code that interleaves the rows of gate_proj and up_proj supports only stacked experts.
             // No known converter writes gpt-oss files with one tensor per expert.
             bail!("layer {}: gpt-oss needs all experts in one tensor, found {} tensors", self.layer, down.len());
         }
@@ -81,7 +82,7 @@ impl Experts<'_> {
     }
 
     /// Returns a tensor that stacks the matrices or the biases of all experts.
-    /// `sources` contains only down tensors, or alternating gate and up tensors.
+    /// `sources` contains either down_proj tensors only, or alternating gate_proj and up_proj tensors.
     /// The result has shape `[experts, rows, columns]`, or `[experts, rows]` for biases.
     fn stack(&self, sources: &[String], gate_up: GateUpLayout) -> Result<ModelTensor> {
         let infos = sources.iter().map(|name| self.file.required(name)).collect::<Result<Vec<_>>>()?;
@@ -96,7 +97,7 @@ impl Experts<'_> {
         }
         let experts = if is_stacked { first.shape[0] } else { sources.len() / matrices };
         let expert_shape = &first.shape[usize::from(is_stacked)..];
-        // An empty tensor can have huge dimensions, because no data limits them. Their product may overflow.
+        // The product of the dimensions may overflow, because an empty tensor can declare huge dimensions.
         let mut lengths = [experts, matrices].into_iter().chain(expert_shape.iter().copied());
         if lengths.try_fold(1usize, |product, length| product.checked_mul(length.max(1))).is_none() {
             bail!("tensor {name}: {experts} experts of shape {expert_shape:?} have too many elements");
@@ -114,17 +115,17 @@ impl Experts<'_> {
     }
 }
 
-/// The row order of a tensor that combines gate and up.
+/// The row order of a tensor that combines gate_proj and up_proj.
 #[derive(Clone, Copy)]
 enum GateUpLayout {
-    /// All gate rows of an expert, followed by all of its up rows.
+    /// All gate_proj rows of an expert, followed by all up_proj rows of the same expert.
     Concatenated,
-    /// Gate rows and up rows alternate.
+    /// The rows of gate_proj and up_proj alternate.
     Interleaved,
 }
 
 /// Splits a tensor of stacked MXFP4 matrices into a tensor of elements and a tensor of scales.
-/// Their shapes are `[experts, rows, columns / 32, 16]` and `[experts, rows, columns / 32]`.
+/// The elements have the shape `[experts, rows, columns / 32, 16]`, and the scales `[experts, rows, columns / 32]`.
 fn packed(tensor: ModelTensor) -> (ModelTensor, ModelTensor) {
     let ModelTensor { info, sources, rows, .. } = tensor;
     let groups = info.elements() / GgmlType::Mxfp4.block_length();

@@ -16,7 +16,7 @@ use crate::weights::ggml::GgmlType;
 const MAGIC: [u8; 4] = *b"GGUF";
 const DEFAULT_ALIGNMENT: u32 = 32;
 
-/// The parsed header of one file.
+/// The parsed header of one GGUF file.
 pub struct Header {
     pub version: u32,
     values: BTreeMap<String, ValueLocation>,
@@ -27,12 +27,12 @@ pub struct Header {
 #[derive(Clone, Debug)]
 pub struct GgufTensorInfo {
     pub ggml_type: GgmlType,
-    /// The shape with the outermost dimension first, as in safetensors. The file stores the reverse order.
+    /// The shape with the outermost dimension first, as in safetensors. GGUF files store the innermost dimension first.
     pub shape: Vec<usize>,
     pub bytes: usize,
-    /// The index of the part that contains the tensor.
+    /// The index of the file part that contains the tensor.
     pub(super) part: usize,
-    /// The byte offset of the tensor in the file of its part.
+    /// The byte offset of the tensor in the file that contains the tensor.
     pub(super) start: usize,
 }
 
@@ -77,13 +77,13 @@ impl Header {
         Ok(Self { version, values, tensors })
     }
 
-    /// Returns the metadata. `bytes` must be the beginning of the parsed file, with the whole header.
+    /// Returns the metadata in the header. `bytes` must be the beginning of the file and contain the whole header.
     pub fn metadata<'c>(&'c self, bytes: &'c [u8]) -> Metadata<'c> {
         Metadata::new(bytes, &self.values)
     }
 }
 
-/// Reads a count of at most `limit`. `things` names the counted items in error messages.
+/// Reads a count. Fails if it exceeds `limit`. `things` names the counted items in error messages.
 fn count(cursor: &mut Cursor, things: &str, limit: u64) -> Result<u64> {
     let count = cursor.u64().with_context(|| format!("the number of {things} is missing"))?;
     if count > limit {
@@ -170,12 +170,12 @@ fn read_row(cursor: &mut Cursor) -> Result<UncheckedTensor> {
     if !columns.is_multiple_of(ggml_type.block_length() as u64) {
         bail!("row length {columns} is not a multiple of the {ggml_type} block length {}", ggml_type.block_length());
     }
-    // A dimension of 0 counts as 1 here. Otherwise, the zero would hide an overflow in the other dimensions.
+    // Count a dimension of 0 as 1. Otherwise, the zero would hide an overflow in the product of the other dimensions.
     let elements = shape.iter().try_fold(1u64, |product, &length| product.checked_mul(length.max(1)));
     if elements.is_none_or(|elements| elements > i64::MAX as u64) {
         bail!("shape {shape:?} has too many elements");
     }
-    // The size in bytes is checked in the same way: every outer dimension of 0 counts as 1.
+    // Check the size in bytes for overflow, again with a dimension of 0 counted as 1.
     let bytes = |rows| ggml_type.bytes(columns, rows).and_then(|bytes| usize::try_from(bytes).ok());
     let all_rows = bytes(shape.iter().skip(1).map(|&length| length.max(1)).product());
     let (Some(_), Some(bytes)) = (all_rows, bytes(shape.iter().skip(1).product())) else {

@@ -31,7 +31,7 @@ impl<'c> ArchitectureKeys<'c> {
         Ok(self.file.metadata().required(&self.key(name), Metadata::u32)?.into())
     }
 
-    /// Returns a float as the f64 with the same decimal text: 1e-5, not 0.000009999999747378752.
+    /// Returns an f32 value as the f64 with the same decimal text: 1e-5, not 0.000009999999747378752.
     pub fn float(&self, name: &str) -> Result<Option<f64>> {
         Ok(self.file.metadata().f32(&self.key(name))?.map(widen))
     }
@@ -40,7 +40,7 @@ impl<'c> ArchitectureKeys<'c> {
         self.file.metadata().string(&self.key(name))
     }
 
-    /// Returns true if the file has the tensor.
+    /// Returns whether the file has a tensor with this name.
     pub fn has(&self, tensor: &str) -> bool {
         self.file.info(tensor).is_some()
     }
@@ -63,8 +63,8 @@ impl<'c> ArchitectureKeys<'c> {
         }
     }
 
-    /// Returns the vocabulary size from the first of these that the file has:
-    /// the key `vocab_size`, the list of tokens, the rows of the embedding.
+    /// Returns the vocabulary size, or `None` if the file has no source for it.
+    /// The sources, in order, are the key `vocab_size`, the list of tokens, and the rows of the embedding.
     pub fn vocab_size(&self) -> Result<Option<u64>> {
         let rows = self.file.info("token_embd.weight").and_then(|info| info.shape.first()).map(|rows| *rows as u64);
         let tokens = match self.file.metadata().get("tokenizer.ggml.tokens")? {
@@ -76,11 +76,11 @@ impl<'c> ArchitectureKeys<'c> {
 
     /// Returns the attention type of each layer, as in `layer_types` of config.json.
     ///
-    /// The key `attention.sliding_window_pattern` holds a boolean or an integer per layer, or a period n.
-    /// True or a nonzero integer means a sliding window.
+    /// The key `attention.sliding_window_pattern` holds either one boolean or integer per layer, or a single period n.
+    /// In a list, true or a nonzero integer means that the layer has a sliding window.
     /// With a period, every n-th layer has full attention, and the other layers have a sliding window.
     /// A period of 0 means full attention in every layer.
-    /// If the key is missing, the period is `default_period`.
+    /// If the key is missing, `default_period` is used as the period.
     pub fn layer_types(&self, default_period: u64) -> Result<Value> {
         let key = self.key("attention.sliding_window_pattern");
         let metadata = self.file.metadata();
@@ -106,7 +106,7 @@ impl<'c> ArchitectureKeys<'c> {
         let rotated = self.size("rope.dimension_count")?.unwrap_or(self.head_dim()?);
         let factors = |name: &str| -> Result<Option<Vec<f64>>> {
             let Some(info) = self.file.info(name) else { return Ok(None) };
-            // Check the length before reading the values, because the tensor may have any size.
+            // Check the length of the RoPE factors before reading them, because the tensor may have any size.
             if info.elements() as u64 != rotated / 2 || rotated > MAX_HEAD_DIM {
                 bail!(
                     "tensor {name}: expected {} factors, one per pair of dims, found {}",
@@ -115,14 +115,14 @@ impl<'c> ArchitectureKeys<'c> {
                 );
             }
             let values = self.file.values(name)?;
-            // JSON has no NaN and no infinity.
+            // Reject NaN and infinity, because JSON cannot express them.
             if let Some(value) = values.iter().find(|value| !value.is_finite()) {
                 bail!("tensor {name}: expected finite factors, found {value}");
             }
             Ok(Some(values.into_iter().map(widen).collect()))
         };
         let original = self.size("rope.scaling.original_context_length")?;
-        // For Llama 3, the converter stores one divisor per frequency, which is what longrope factors are.
+        // For Llama 3, the converter stores one divisor per frequency. longrope factors have the same meaning.
         let [freqs, short, long] = ROPE_FACTOR_TENSORS;
         if let Some(factors) = factors(freqs)? {
             return Ok(Some(json!({
@@ -138,8 +138,7 @@ impl<'c> ArchitectureKeys<'c> {
         }
         let factor = self.float("rope.scaling.factor")?;
         Ok(match self.string("rope.scaling.type")? {
-            // Files from 2023 use `rope.scale_linear` instead.
-            // That key is ignored, because some converters inverted its value.
+            // The key `rope.scale_linear` in files from 2023 is ignored, because some converters inverted its value.
             None | Some("none") => factor.map(|factor| json!({"rope_type": "linear", "factor": factor})),
             Some("linear") => Some(json!({"rope_type": "linear", "factor": factor.unwrap_or(1.0)})),
             Some("yarn") => Some(json!({

@@ -17,19 +17,19 @@ pub struct ArchitectureLayout {
     pub name: &'static str,
     /// The value of `model_type` in config.json.
     pub model_type: &'static str,
-    /// Whether the rows of q_proj and k_proj are permuted within each head,
-    /// so that the two rows of a RoPE pair are adjacent.
-    /// In the Hugging Face checkpoint, the two rows are half a head apart.
+    /// Whether the GGUF file permutes the rows of q_proj and k_proj within each head.
+    /// The permutation makes the two rows of each RoPE pair adjacent.
+    /// In the Hugging Face checkpoint, the two rows of a RoPE pair are half a head apart.
     pub permuted: bool,
     /// Whether the file stores each norm weight as the Hugging Face value plus 1.
     pub norms_plus_one: bool,
-    /// Whether the Hugging Face checkpoint stores the matrices of layers transposed, as in the `Conv1D` layers of GPT-2.
+    /// Whether the Hugging Face checkpoint stores layer matrices transposed, as in the `Conv1D` layers of GPT-2.
     pub transposed: bool,
-    /// The Hugging Face names of tensors outside the layers.
+    /// The Hugging Face names of the tensors outside the layers.
     pub outer: &'static OuterNames,
-    /// The GGUF and Hugging Face names of layer tensors. They take precedence over `standard_parts`.
+    /// The GGUF and Hugging Face names of layer tensors. Names in `parts` take precedence over `standard_parts`.
     pub parts: &'static [(&'static str, &'static str)],
-    /// [`STANDARD_PARTS`], or nothing if `parts` is complete.
+    /// Either [`STANDARD_PARTS`], or an empty list if `parts` names all layer tensors.
     pub standard_parts: &'static [(&'static str, &'static str)],
     /// The GGUF names of the layer tensors that may have a bias.
     pub biased: &'static [&'static str],
@@ -40,7 +40,7 @@ pub struct ArchitectureLayout {
 /// The Hugging Face names of the embeddings, the layers and the final norm.
 pub struct OuterNames {
     pub embed_tokens: &'static str,
-    /// The learned position embeddings, if the architecture has them.
+    /// The name of the learned position embeddings, if the architecture has them.
     pub embed_positions: Option<&'static str>,
     pub layers: &'static str,
     pub norm: &'static str,
@@ -64,9 +64,9 @@ pub const STANDARD_PARTS: &[(&str, &str)] = &[
 /// The role of a tensor in a GGUF file.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Role {
-    /// A tensor of the model, with its Hugging Face name.
+    /// A weight tensor of the model. Holds its Hugging Face name.
     Tensor(String),
-    /// One of the tensors that make up the routed experts of a layer.
+    /// A tensor with weights or biases of routed experts.
     Expert,
     /// A tensor that is not a weight: RoPE factors, which belong in config.json, or the obsolete `attn_rot_embd`.
     NotAWeight,

@@ -2,7 +2,7 @@
 
 /// The maximum number of metadata keys. Real files have about 50.
 pub const MAX_KEYS: u64 = 1 << 16;
-/// The maximum number of tensors in one file. Models with one tensor per expert have up to about 50,000.
+/// The maximum number of tensors in one file. Models with one tensor per expert have up to about 50,000 tensors.
 pub const MAX_TENSORS: u64 = 1 << 17;
 /// The maximum number of tensors in all parts of a split model.
 pub const MAX_SPLIT_TENSORS: usize = 1 << 19;
@@ -18,7 +18,7 @@ pub const MAX_DIMENSIONS: u32 = 4;
 pub const MAX_HEADER_BYTES: u64 = 64 << 20;
 /// The maximum total size of the headers of a split model, in bytes. Only the first part's header has a vocabulary.
 pub const MAX_SPLIT_HEADER_BYTES: u64 = 256 << 20;
-/// The maximum number of rotated dims per head for which RoPE factors are read. The kernels support up to 256.
+/// RoPE factors are read only up to this number of rotated dims per head. The kernels support up to 256 dims.
 pub const MAX_HEAD_DIM: u64 = 1024;
-/// The maximum number of layers. The deepest models have about 130.
+/// The maximum number of layers. The deepest models have about 130 layers.
 pub const MAX_BLOCKS: u32 = 1024;

@@ -14,7 +14,7 @@ use crate::text::excerpt;
 use crate::weights::tensor_info::TensorInfo;
 
 /// Returns the tensors of the model, keyed by Hugging Face name.
-/// Fails if a tensor of the file is not part of the architecture, or if its layer or shape is invalid.
+/// Fails if the architecture has no such tensor, or if the layer number or the shape of a tensor is invalid.
 pub fn map_tensors(file: &GgufCheckpoint) -> Result<BTreeMap<String, ModelTensor>> {
     let layout = architectures::find(file.architecture()?)?;
     let layers = file.block_count()?;
@@ -53,7 +53,7 @@ pub fn map_tensors(file: &GgufCheckpoint) -> Result<BTreeMap<String, ModelTensor
     Ok(tensors)
 }
 
-/// Returns the model tensor that is built from the single GGUF tensor `name`.
+/// Returns a model tensor that is built from only one GGUF tensor, `name`.
 fn single(file: &GgufCheckpoint, layout: &ArchitectureLayout, name: &str) -> Result<ModelTensor> {
     let info = file.required(name)?;
     let part = LayerTensorName::parse(name).map(|name| name.part);

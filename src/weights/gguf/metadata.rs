@@ -1,4 +1,4 @@
-//! GGUF metadata: typed values by key. Strings and arrays are borrowed from the bytes of the header.
+//! GGUF metadata: keys with typed values. Strings and arrays are borrowed from the bytes of the header.
 
 use std::collections::BTreeMap;
 
@@ -234,7 +234,8 @@ impl<'c> Metadata<'c> {
         value.map(Some).with_context(|| format!("metadata key {}", excerpt(key)))
     }
 
-    /// Returns the result of `get`. Fails if the key is missing. Example: `metadata.required(key, Metadata::string)`.
+    /// Returns the value that `get` finds, or an error if the key is missing.
+    /// Example: `metadata.required(key, Metadata::string)`.
     pub fn required<T>(&self, key: &str, get: impl Fn(&Self, &str) -> Result<Option<T>>) -> Result<T> {
         get(self, key)?.with_context(|| format!("metadata key {} is missing", excerpt(key)))
     }
@@ -252,7 +253,7 @@ impl<'c> Metadata<'c> {
         self.scalar(key, "a finite float", |value| value.f32().filter(|value| value.is_finite()))
     }
 
-    /// Returns an unsigned 32-bit value. The file may store it as any integer type.
+    /// Returns an unsigned 32-bit value. The file may store the value as any integer type.
     pub fn u32(&self, key: &str) -> Result<Option<u32>> {
         self.scalar(key, "an integer below 2^32", Value::u32)
     }

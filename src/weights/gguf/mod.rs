@@ -3,8 +3,8 @@
 //! Source: the format specification (ggml-org/ggml, `docs/gguf.md`).
 //!
 //! candle's GGUF parser is not used, because it panics on an alignment of 0 and trusts the counts in a file.
-//! This parser checks every count, length and offset before using it, so a malicious file results in an error.
-//! The bytes of the header stay in memory. Strings and arrays are parsed when they are requested.
+//! inferno's parser checks every count, length and offset before using it, so a malicious file results in an error.
+//! The bytes of the header stay in memory. Strings and arrays in the header are parsed when they are requested.
 //! The constants in [`limits`] bound the memory for a parsed header: about 60 bytes per key and 200 bytes per tensor.
 
 mod architectures;

@@ -1,4 +1,4 @@
-//! A GGUF file as a checkpoint: tensors under their Hugging Face names.
+//! Presents a GGUF file as a checkpoint whose tensors have their Hugging Face names.
 //!
 //! Quantized matrices stay quantized ([`GgufModel::quantized`]).
 //! MXFP4 experts of gpt-oss stay packed ([`GgufModel::packed`]).
@@ -32,7 +32,7 @@ impl GgufModel {
         let tensors = map_tensors(&file).with_context(|| format!("cannot use {}", file.path().display()))?;
         let model = Self { file, tensors };
         for (name, tensor) in model.tensors.iter().filter(|(_, tensor)| tensor.transform == Transform::Vector) {
-            // Loading reads a vector element by element, but a block-quantized type stores whole blocks.
+            // Loading reads a vector element by element, which is impossible for a block-quantized type.
             let types = tensor.sources.iter().filter_map(|source| model.file.info(source)).map(|info| info.ggml_type);
             if let Some(quantized) = types.into_iter().find(|ggml_type| ggml_type.block_length() != 1) {
                 bail!("tensor {name}: expected type F32, F16 or BF16, found {quantized}");
@@ -49,7 +49,7 @@ impl GgufModel {
         self.tensors.get(name).map(|tensor| &tensor.info)
     }
 
-    /// Returns all tensors, sorted by name.
+    /// Returns all tensors of the model, sorted by Hugging Face name.
     pub fn tensors(&self) -> impl Iterator<Item = (&str, &TensorInfo)> {
         self.tensors.iter().map(|(name, tensor)| (name.as_str(), &tensor.info))
     }
@@ -63,7 +63,7 @@ impl GgufModel {
     }
 
     /// Returns the GGUF tensor that stores the model tensor `name` unchanged.
-    /// Returns `None` if loading must reorder or transform the rows.
+    /// Returns `None` if loading must reorder or transform the rows of the GGUF tensor.
     fn stored(&self, name: &str) -> Result<Option<GgufTensorView<'_>>> {
         let tensor = self.required(name)?;
         let is_unchanged = tensor.rows == RowMapping::Identity && tensor.transform == Transform::None;
@@ -116,7 +116,7 @@ impl GgufModel {
 
     /// Returns the rows and columns of a matrix `[out, in]`.
     /// Stacked matrices count as one matrix with their rows combined.
-    /// Returns `None` for other tensors, and for a matrix whose sources have different types.
+    /// Returns `None` for tensors that are not matrices, and for a matrix whose source tensors have different types.
     pub fn matrix_shape(&self, name: &str) -> Result<Option<(usize, usize)>> {
         let tensor = self.required(name)?;
         let mut types = tensor.sources.iter().map(|source| self.file.info(source).map(|info| info.ggml_type));
@@ -126,7 +126,7 @@ impl GgufModel {
         }
         let shape = match tensor.transform {
             Transform::None => &tensor.info.shape,
-            // The file stores this matrix as `[out, in]`, but the Hugging Face checkpoint stores it as `[in, out]`.
+            // GGUF stores a `Transposed` matrix as `[out, in]`. The Hugging Face checkpoint stores it as `[in, out]`.
             Transform::Transposed => match (tensor.sources.as_slice(), self.file.info(&tensor.sources[0])) {
                 ([_], Some(info)) if info.shape.len() == 2 => &info.shape,
                 _ => return Ok(None),
@@ -140,7 +140,7 @@ impl GgufModel {
     }
 
     /// Returns a tensor as floats of `dtype` (F32, F16 or BF16) in host memory.
-    /// Rows that must be converted are converted on all cores.
+    /// Converts rows of other types on all cores.
     pub fn float(&self, name: &str, dtype: DType) -> Result<Tensor> {
         self.shared_float(name, dtype, None)
     }
@@ -181,7 +181,7 @@ impl GgufModel {
         let tensor = self.required(name)?;
         let rows = self.source_rows(tensor)?;
         let shift = if tensor.transform == Transform::MinusOne { -1.0 } else { 0.0 };
-        // Limit the row length, which may be huge in a malicious tensor without rows.
+        // Limit the row length. A malicious tensor with 0 rows can declare a huge row length.
         let columns = rows.columns.min(tensor.info.elements()).max(1);
         let shape = (tensor.info.elements() / columns, columns);
         let values = convert_all(shared, name, shape, |row, buffer, values: &mut [T]| {
@@ -250,14 +250,14 @@ impl GgufModel {
 
 /// The rows of a tensor, read from its source tensors.
 struct SourceRows<'c> {
-    /// The type and the rows of each source.
+    /// The GGUF type and the rows of each source tensor.
     sources: Vec<(GgmlType, StoredRows<'c>)>,
     columns: usize,
     mapping: RowMapping,
 }
 
 impl SourceRows<'_> {
-    /// Returns the type and the bytes of one row. The bytes may be in `buffer`.
+    /// Returns the GGUF type and the bytes of one row. The bytes may be stored in `buffer`.
     fn get<'b>(&'b self, row: usize, buffer: &'b mut RowBuffer) -> Result<(GgmlType, &'b [u8])> {
         let (source, row) = match self.mapping {
             RowMapping::Identity => (0, row),
@@ -271,7 +271,7 @@ impl SourceRows<'_> {
             }
         };
         let (ggml_type, rows) = &self.sources[source];
-        // `map_tensors` has checked that the sources contain all rows of the tensor.
+        // `map_tensors` has checked that the source tensors contain all rows of the tensor.
         Ok((*ggml_type, rows.row(row, buffer)?))
     }
 }
@@ -307,7 +307,7 @@ mod tests {
 
     #[test]
     fn nibbles_are_reordered() {
-        // In the ggml layout, element i has the value i mod 16.
+        // `from` is in the ggml layout: element i of the block has the value i mod 16.
         let from: Vec<u8> = (0..16).map(|i| i | i << 4).collect();
         let mut to = [0; 16];
         pair_neighbors(&from, &mut to);

@@ -19,9 +19,9 @@ pub struct ModelTensor {
 pub enum RowMapping {
     /// Row i of the tensor is row i of its only source.
     Identity,
-    /// In the file, the rows of the first and the second half of each head alternate. Holds the rows per head.
+    /// The file alternates rows from the first and the second half of each head. Holds the number of rows per head.
     InterleavedHalves(usize),
-    /// The tensor takes rows from each source in turn. Holds the rows per turn.
+    /// The tensor takes rows from each source tensor in turn. Holds the number of rows per turn.
     RoundRobin(usize),
 }
 
@@ -29,7 +29,7 @@ pub enum RowMapping {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Transform {
     None,
-    /// Treats each element of a source vector as a row.
+    /// Treats each element of a source vector as one row.
     Vector,
     /// Subtracts 1, because the file stores each norm weight as the Hugging Face value plus 1.
     MinusOne,
@@ -41,8 +41,8 @@ pub enum Transform {
     Mxfp4Scales,
 }
 
-/// Returns the dtype that [`TensorInfo`] reports for a tensor of this GGUF type: F32 for quantized types.
-/// The MXFP4 experts of gpt-oss are the exception: they are split into U8 tensors.
+/// Returns the dtype that [`TensorInfo`] reports for a tensor of a GGUF type. Quantized types are reported as F32.
+/// The MXFP4 experts of gpt-oss are an exception: loading splits them into U8 tensors.
 pub fn default_dtype(ggml_type: GgmlType) -> Dtype {
     match ggml_type {
         GgmlType::F16 => Dtype::F16,

@@ -13,11 +13,11 @@ use super::limits::MAX_HEADER_BYTES;
 use super::metadata::Metadata;
 use crate::weights::source::{ByteRange, Source, StoredBytes};
 
-/// The numbers of bytes that [`read_header`] reads from the start of a file.
-/// It tries them in turn, until the bytes contain the whole header.
+/// The numbers of bytes that [`read_header`] reads from the start of a file, smallest first.
+/// [`read_header`] stops at the first size that contains the whole header.
 const READ_SIZES: [u64; 4] = [1 << 20, 4 << 20, 16 << 20, MAX_HEADER_BYTES];
 
-/// One file of a model, with its parsed header.
+/// One file of a GGUF model, with its parsed header.
 pub struct GgufPart {
     pub path: PathBuf,
     pub header: Header,
@@ -26,7 +26,7 @@ pub struct GgufPart {
     pub data: TensorData,
 }
 
-/// The tensor data of a file.
+/// The location of the tensor data of a GGUF file.
 pub enum TensorData {
     Local(Arc<Source>),
     /// The fetched RoPE factors of a remote file, keyed by file offset. RoPE factors in `head` are not included.
@@ -34,12 +34,12 @@ pub enum TensorData {
 }
 
 impl GgufPart {
-    /// Opens a file and parses its header.
+    /// Opens a GGUF file and parses its header.
     pub fn open(path: PathBuf) -> Result<Self> {
         let source = Source::open(&path)?;
         let read = |range: Range<u64>| source.read_to_vec(range.start, (range.end - range.start) as usize);
         let (header, mut head) = read_header(&path.display().to_string(), source.bytes(), &read)?;
-        // Keep only the header, which ends before the first tensor.
+        // Discard the bytes after the header. The header ends before the first tensor.
         let data = header.tensors.values().map(|info| info.range().start).min();
         head.truncate(data.unwrap_or(head.len()));
         head.shrink_to_fit();
@@ -50,7 +50,7 @@ impl GgufPart {
         self.header.metadata(&self.head)
     }
 
-    /// Returns the bytes of a tensor, or `None` if the tensor of a remote file was not fetched.
+    /// Returns the bytes of a tensor, or `None` if the file is remote and the tensor was not fetched.
     pub fn tensor(&self, info: &GgufTensorInfo) -> Option<StoredBytes<'_>> {
         let range = info.range();
         match &self.data {
@@ -91,13 +91,13 @@ pub fn read_header(
     bail!("cannot read {name}: its header is larger than {} MB", MAX_HEADER_BYTES >> 20)
 }
 
-/// Finds and opens the parts of a model, on the local disk or on a hub.
+/// Finds and opens the parts of a GGUF model, on the local disk or on a hub.
 pub trait PartOpener {
     fn exists(&self, path: &Path) -> bool;
     fn open(&self, path: &Path) -> Result<GgufPart>;
 }
 
-/// Parts on the local disk.
+/// Opens the parts of a GGUF model on the local disk.
 pub struct LocalParts;
 
 impl PartOpener for LocalParts {

@@ -1,4 +1,4 @@
-//! Models that are split into parts, such as `name-00001-of-00003.gguf`.
+//! Models that are split into several GGUF files (parts), such as `name-00001-of-00003.gguf`.
 //!
 //! Each part stores its number, counted from 0, in `split.no`, and the number of parts in `split.count`.
 //! The total number of tensors in all parts is stored in `split.tensors.count`.
@@ -13,7 +13,7 @@ use super::part::{GgufPart, PartOpener};
 use crate::snapshot::gguf::{MAX_PARTS, PartName};
 use crate::text::size;
 
-/// Opens all parts of a split model, given any part, and returns them in order.
+/// Opens all parts of a split model, given the path of any part. Returns the parts in order.
 /// A model that is not split has a single part.
 pub fn open_parts(path: &Path, opener: &dyn PartOpener) -> Result<Vec<GgufPart>> {
     let first = opener.open(path)?;

@@ -1,7 +1,7 @@
 //! The names of layer tensors and of RoPE factors in GGUF files.
 
-/// The tensors with RoPE factors: for all contexts, for short contexts, and for long contexts.
-/// Hugging Face models store these factors in config.json, so the tensors do not count as parameters or weights.
+/// The names of the tensors with RoPE factors for all contexts, for short contexts, and for long contexts.
+/// RoPE factors do not count as parameters or weights, because Hugging Face models store them in config.json.
 pub const ROPE_FACTOR_TENSORS: [&str; 3] =
     ["rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"];
 
@@ -9,7 +9,7 @@ pub const ROPE_FACTOR_TENSORS: [&str; 3] =
 pub struct LayerTensorName<'n> {
     pub layer: usize,
     pub part: &'n str,
-    /// `weight` or `bias`.
+    /// The last part of the tensor name: `weight` or `bias`.
     pub suffix: &'n str,
 }
 
@@ -18,7 +18,7 @@ impl<'n> LayerTensorName<'n> {
     pub fn parse(name: &'n str) -> Option<Self> {
         let (layer, rest) = name.strip_prefix("blk.")?.split_once('.')?;
         let (part, suffix) = rest.rsplit_once('.')?;
-        // `parse` also accepts `+1` and `01`. Reject them, so that a tensor has only one name.
+        // Reject the spellings `+1` and `01`, which `parse` accepts, so that a tensor has only one name.
         let layer = layer.parse().ok().filter(|number: &usize| number.to_string() == layer)?;
         Some(Self { layer, part, suffix })
     }

@@ -19,13 +19,13 @@ impl GgufCheckpoint {
     }
 
     /// Returns the Jinja chat template with this name, such as `tool_use`, or the default template if `name` is `None`.
-    /// Returns `None` if the file has no such template.
+    /// Returns `None` if the file has no chat template with this name.
     pub fn chat_template(&self, name: Option<&str>) -> Result<Option<&str>> {
         chat_template(&self.metadata(), name)
     }
 }
 
-/// Returns the vocabulary in the metadata. Only `Tokenizer::from_gguf` validates its contents.
+/// Returns the vocabulary in the metadata without validating it. `Tokenizer::from_gguf` validates the vocabulary.
 pub fn vocabulary<'c>(metadata: &Metadata<'c>) -> Result<Vocabulary<'c>> {
     let key = |name: &str| format!("tokenizer.ggml.{name}");
     let id = |name: &str| metadata.u32(&key(name));

@@ -52,7 +52,7 @@ fn recipient_of_a_tool_call_may_be_in_either_place() {
         assert_eq!(parsed.tool_calls, [call("f", arguments)], "{header}");
         assert_eq!(parsed.format_violations, 0, "{header}");
     }
-    // A call may have no arguments. Namespaces other than `functions` remain part of the name.
+    // A tool call may have no arguments. Namespaces other than `functions` remain part of the tool's name.
     let parsed = check("<|channel|>analysis to=browser.search code<|message|><|call|>", &[]);
     assert_eq!(parsed.tool_calls, [call("browser.search", "")]);
 }
@@ -171,7 +171,7 @@ fn unfinished_headers_are_answers_only_as_a_last_resort() {
     check("<|channel|>", &[]);
     check("", &[]);
     check("<|return|>", &[]);
-    // An unfinished header after an answer is not shown.
+    // If the generation ends inside a header after an answer, the header is not shown.
     for header in ["ana", "analysis", "commentary to", "commentary json"] {
         let text = format!("<|channel|>final<|message|>Yes.<|end|><|start|>assistant<|channel|>{header}");
         check(&text, &[(Answer, "Yes.")]);
@@ -207,7 +207,7 @@ fn random_tokens_never_lose_text() {
             match numbers.below(3) {
                 0 => text.push_str(HARMONY[numbers.below(HARMONY.len())]),
                 1 => text.push_str(headers[numbers.below(headers.len())]),
-                // Words in brackets cannot be part of a header, so the parser must return them as text.
+                // Words in square brackets cannot be part of a header, so the parser must return these words as text.
                 _ => {
                     let words = format!("[{round} {step}]");
                     text.push_str(&words);
@@ -217,7 +217,7 @@ fn random_tokens_never_lose_text() {
         }
         let mut ids = tokenizer.encode(&text, ControlTokens::Parse).unwrap();
         if round % 4 == 0 {
-            // Insert an id without a token and a byte that is not valid UTF-8. They may split the words in brackets.
+            // Insert an id without a token, and a byte that is not valid UTF-8. Both may split the words in brackets.
             ids.insert(numbers.below(ids.len() + 1), 9_999_999);
             ids.insert(numbers.below(ids.len() + 1), 0xff);
             expected.clear();

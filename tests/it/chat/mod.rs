@@ -1,8 +1,8 @@
 //! Tests of chat formats: rendering conversations to ids, and parsing generated ids into channels.
 //!
-//! Most tests use a tiny tokenizer that this module builds.
+//! Most chat tests use a tiny tokenizer that this module builds.
 //! Tests with real tokenizers and templates need `INFERNO_FIXTURES`.
-//! `tests/golden/make_chat.py` writes the expected values of these tests to `tests/golden/chat.json`.
+//! `tests/golden/make_chat.py` writes the expected values of the fixture tests to `tests/golden/chat.json`.
 
 use std::path::Path;
 use std::sync::OnceLock;

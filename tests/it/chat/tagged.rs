@@ -50,7 +50,8 @@ fn prompt_may_end_with_the_reasoning_tag() {
 
 #[test]
 fn tags_in_an_answer_are_text() {
-    // Use a tokenizer without tag tokens, because a tag token counts as a tag even in the middle of an answer.
+    // Use a tokenizer without tag tokens.
+    // A tag token would count as a tag even in the middle of an answer.
     let tokenizer = byte_tokenizer(&[], &[]);
     let text = "<think>Hm.</think>Write <think> first, </think> last, then <tool_call>.";
     let parsed = parse(&format(&tokenizer), &tokenizer, "", text);
@@ -67,7 +68,7 @@ fn tool_calls_are_parsed() {
     assert_eq!(parsed.answer(), "Let me see.\n");
     let names: Vec<_> = parsed.tool_calls.iter().map(|call| (call.name.as_str(), call.arguments.as_str())).collect();
     assert_eq!(names, [("f", "{\"x\": [1, 2]}"), ("g", ""), ("", "broken")]);
-    // The end tag is missing, and the call is not JSON.
+    // The end tag of the tool call is missing, and the call is not JSON.
     assert_eq!(parsed.format_violations, 2);
     assert_eq!(FormatViolation::ALL.map(|kind| parsed.violations.of(kind)), [0, 1, 0, 1]);
     assert!(parsed.deltas.iter().any(|(channel, _)| *channel == Call));
@@ -178,7 +179,7 @@ fn other_answers_in_json_are_text() {
     for text in &texts {
         check(with_tools(&tokenizer), &tokenizer, text);
     }
-    // A call is text if the request has no tools, or if the vocabulary is not that of Llama 3.
+    // A call counts as plain text if the request has no tools, or if the vocabulary is not Llama 3's.
     let prompt = Rendered { ids: Vec::new(), text: String::new() };
     check(format(&tokenizer).parser(&prompt).with_tools(&tokenizer, &[]), &tokenizer, call);
     let other = byte_tokenizer(&["<|im_end|>"], &[]);
@@ -203,7 +204,7 @@ fn answers_in_json_are_held_back_only_while_they_can_be_calls() {
         let ids = tokenizer.encode(next, ControlTokens::Text).unwrap();
         let deltas: Vec<Delta> = ids.iter().flat_map(|&id| parser.push(&tokenizer, id).unwrap()).collect();
         assert_eq!(deltas, [Delta { channel: Answer, text: format!("{start}{next}") }]);
-        // From now on, nothing is held back.
+        // Once the text cannot be a tool call, the parser holds nothing back.
         let id = tokenizer.encode("{", ControlTokens::Text).unwrap()[0];
         assert_eq!(parser.push(&tokenizer, id).unwrap(), [Delta { channel: Answer, text: "{".into() }]);
     }

@@ -63,7 +63,8 @@ fn answers_match_their_schemas() {
     assert_eq!(engine.stats().used_blocks, 0);
 }
 
-/// On a GPU, reasoning runs on the decode graph, but constrained steps do not. The test also batches both kinds.
+/// On a GPU, reasoning steps run on the decode graph, but constrained steps do not.
+/// The test also puts reasoning and constrained steps into one batch.
 #[test(gpu)]
 fn answers_match_their_schemas_on_a_gpu() {
     let builder = inferno::Engine::builder(crate::support::demo_dir()).context(2048).sequences(8);
@@ -124,7 +125,7 @@ fn regular_expressions_choices_and_grammars_constrain_answers() {
         assert!(expected.is_match(&text), "{text}");
         let text = ask(GrammarKind::Choice(texts.map(str::to_string).to_vec()), seed);
         assert!(texts.contains(&text.as_str()), "{text}");
-        // The grammar allows any depth, so `max_tokens` may cut off the text. A bias for `x` ends the nesting.
+        // The grammar allows any nesting depth, so `max_tokens` may cut off the text. A bias for `x` ends the nesting.
         let biased = GenerateOptions { logit_bias: BTreeMap::from([(x, 100.0)]), ..options(lark(), seed) };
         let ended = Answer::read(engine.complete("The answer is ", biased).unwrap());
         assert_eq!(ended.summary.finish_reason, FinishReason::Stop, "{}", ended.text);
@@ -163,7 +164,8 @@ fn forks_follow_the_same_constraint_independently() {
     assert!(answers[1..].iter().any(|other| other.text != answers[0].text), "all answers are equal");
 }
 
-/// A bias and penalties change the choice among the allowed tokens. `min_tokens` does not extend a complete answer.
+/// A logit bias and penalties change the choice among the allowed tokens.
+/// `min_tokens` does not extend a complete answer.
 #[test]
 fn other_options_apply_within_the_constraint() {
     let engine = demo(1024);

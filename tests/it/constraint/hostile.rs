@@ -26,7 +26,8 @@ fn what_cannot_be_enforced_is_refused() {
         (GrammarKind::JsonSchema(json!({ "$ref": "https://example.com/schema" })), "example.com"),
         (GrammarKind::JsonSchema(json!({ "type": "integer", "minimum": 5, "maximum": 4 })), "minimum"),
         (GrammarKind::JsonSchema(json!(false)), ""),
-        // An integer matches both subschemas, so inferno cannot enforce that exactly one subschema matches.
+        // An integer matches both subschemas of this `oneOf`.
+        // inferno cannot enforce that exactly one subschema matches.
         (GrammarKind::JsonSchema(json!({ "oneOf": [{ "type": "integer" }, { "type": "number" }] })), "oneOf"),
         (GrammarKind::Regex("(".to_string()), ""),
         (GrammarKind::Regex(r"(?=look)ahead".to_string()), ""),
@@ -188,15 +189,16 @@ fn objects_with_many_optional_properties_are_refused() {
     let refusal = |schema| submit(schema).unwrap_err().to_string();
     assert!(refusal(schema(1001, 0)).contains("the limit is 1000 in one object"));
     assert!(refusal(json!({ "anyOf": [schema(800, 0), schema(700, 5)] })).contains("optional properties"));
-    // A property named `properties` is not counted as a list of properties.
+    // A property that is named `properties` is not mistaken for the schema keyword `properties`.
     submit(json!({ "type": "object", "properties": { "properties": { "const": 1 } } })).unwrap();
 }
 
-/// If enforcing a grammar becomes too expensive, the request fails. It does not continue without its constraint.
+/// If enforcing a grammar becomes too expensive, the request fails instead of continuing without its constraint.
 #[test]
 fn spent_fuel_is_an_error() {
     let engine = demo(2048);
-    // The grammar is ambiguous: each letter multiplies the possible parses. The text must have at least 600 letters.
+    // The grammar is ambiguous: each letter multiplies the number of possible parses.
+    // The text must have at least 600 letters.
     let kind = GrammarKind::Lark("start: e{600} \"z\"\ne: \"x\" | e e | e e e | e e e e".to_string());
     let constraint = Some(Constraint::new(kind));
     let stream = engine.submit(question().options(GenerateOptions { constraint, ..sampled(3) })).unwrap();

@@ -1,4 +1,4 @@
-//! A JSON schema validator that supports only the keywords that these tests use.
+//! A JSON schema validator that supports only the keywords that the constraint tests use.
 
 use serde_json::Value;
 

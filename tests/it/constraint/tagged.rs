@@ -79,7 +79,7 @@ fn tool_calls_are_constrained_in_their_tags() {
         let answer = Answer::read(engine.submit(question().options(options)).unwrap());
         let calls = &answer.summary.tool_calls;
         assert!(!calls.is_empty() && (can_call_in_parallel || calls.len() == 1), "{answer:?}");
-        // With parallel calls, `max_tokens` may cut off the last call.
+        // With parallel tool calls, `max_tokens` may cut off the last call.
         let is_cut = answer.summary.finish_reason == FinishReason::Length;
         for call in &calls[..calls.len() - usize::from(is_cut)] {
             assert!(["list", "files.delete"].contains(&call.name.as_str()), "{call:?}");
@@ -108,7 +108,7 @@ fn required_tools_need_a_format_with_tags() {
     assert!(engine.submit(Request { prompt, ..request }).is_err());
 }
 
-/// In a format whose calls cannot be constrained, strict tools are refused, and other tools are allowed.
+/// In a chat format whose tool calls cannot be constrained, strict tools are refused. Other tools are allowed.
 #[test]
 fn strict_tools_need_a_format_with_tags() {
     let schema = || Grammar { name: "schema".to_string(), kind: GrammarKind::JsonSchema(schema()) };

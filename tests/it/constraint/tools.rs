@@ -76,7 +76,7 @@ fn a_tool_call_ends_an_answer_with_a_grammar() {
     let answer = Grammar { name: "answer".to_string(), kind: GrammarKind::JsonSchema(schema()) };
     let tools = vec![ToolGrammar { name: "list_models".to_string(), arguments: None }];
     let constraint = Constraint { answer: Some(answer), tools, ..Constraint::default() };
-    // The bias makes the model call the tool immediately, with no arguments.
+    // The logit bias makes the model call the tool immediately, with no arguments.
     let channel = engine.tokenizer().encode("commentary", ControlTokens::Text).unwrap()[0];
     let call = engine.tokenizer().token_id("<|call|>").unwrap();
     let logit_bias = [(channel, 100.0), (call, 100.0)].into();
@@ -87,7 +87,8 @@ fn a_tool_call_ends_an_answer_with_a_grammar() {
     assert_eq!(answer.summary.finish_reason, FinishReason::ToolCalls);
 }
 
-/// The model may call a tool or write an answer. The arguments or the answer must match the schema.
+/// With an optional tool, the model may call the tool or write an answer.
+/// The tool's arguments or the answer must match the schema.
 #[test]
 fn an_optional_tool_does_not_loosen_the_answer() {
     let engine = demo(2048);
@@ -104,7 +105,7 @@ fn an_optional_tool_does_not_loosen_the_answer() {
                 assert_eq!(answer.text, "");
             }
         }
-        // Without a grammar for the answer, only the arguments are constrained.
+        // Without a grammar for the answer, only the tool's arguments are constrained.
         let constraint = Constraint { tools: vec![tool("list_models")], ..Constraint::default() };
         let answer = ask(&engine, seed, constraint);
         for call in &answer.summary.tool_calls {

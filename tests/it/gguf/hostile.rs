@@ -134,7 +134,7 @@ fn invalid_tensor_tables_are_errors() {
         (w().row("a".repeat(65), &[8], 0, 0), "tensor 1 of 1: the name has 65 bytes"),
         (w().row([0xc0, 0x80], &[8], 0, 0), "tensor 1 of 1: the name is not UTF-8"),
     ]);
-    // Unusual but valid: an empty tensor, no dimensions, gaps between tensors, a small alignment.
+    // Unusual but valid headers: an empty tensor, no dimensions, gaps between tensors, a small alignment.
     for writer in [
         w().row("a", &[0, 7], 0, 0),
         w().tensor("a", &[], 0, &[0; 4]),
@@ -163,7 +163,7 @@ fn too_many_layers_are_an_error() {
 }
 
 /// Empty experts take no space, so a small file can declare huge shapes.
-/// The overflow check counts a dimension of length 0 as 1, so stacking these experts overflows.
+/// The overflow check counts a dimension of length 0 as 1, so stacking empty experts with huge shapes overflows.
 #[test]
 fn experts_with_too_many_elements_are_an_error() {
     let mut writer = Writer::new().string("general.architecture", "llama").u32("llama.block_count", 1);
@@ -179,7 +179,7 @@ fn experts_with_too_many_elements_are_an_error() {
     assert!(error.contains("2 experts of shape [4611686018427387904, 0] have too many elements"), "{error}");
 }
 
-/// The loader must not allocate a buffer for a row of a tensor that has no rows. Fuzzing found this case.
+/// The loader must not allocate a row buffer for a tensor without rows. Fuzzing found this case.
 #[test]
 fn empty_tensor_with_huge_rows_loads() {
     let writer = Writer::new().string("general.architecture", "llama").u32("llama.block_count", 1);
@@ -192,7 +192,8 @@ fn empty_tensor_with_huge_rows_loads() {
     assert_eq!(tensor.dims(), [0, 1 << 48]);
 }
 
-/// The file has nearly the maximum number of keys, the maximum number of tensors, and an array of a million strings.
+/// Parses a file with the maximum number of tensors and nearly the maximum number of keys.
+/// The file also has an array of a million strings.
 #[test]
 fn large_valid_tables_parse_quickly() {
     let mut writer = Writer::new().strings("many", &vec!["x"; 1_000_000]);

@@ -23,7 +23,7 @@ fn logits(path: &Path, ids: &[u32]) -> anyhow::Result<Vec<f32>> {
     let checkpoint = Checkpoint::open(path)?;
     let progress = LoadProgress::silent();
     let weights = Weights::new(&checkpoint, &Device::Cpu, DType::F32, &progress)?;
-    // LongRoPE chooses its factors by the context length. golden.rs uses the length 160 too.
+    // The context length is 160, as in golden.rs, because LongRoPE chooses its factors by the context length.
     let decoder = config.architecture.build(&weights, 160)?;
     Ok(values(&logits_of(&decoder, ids, DType::F32, &Device::Cpu)?))
 }
@@ -33,7 +33,7 @@ fn error(writer: &Writer) -> String {
     format!("{:#}", logits(&path, &[1, 2, 3]).expect_err("an error"))
 }
 
-/// Copies the GGUF files to the folder `INFERNO_GGUF_OUT`, if set. `tests/golden/check_gguf.py` reads this folder.
+/// Copies the GGUF files to the folder `INFERNO_GGUF_OUT`, if set. `tests/golden/check_gguf.py` reads the folder.
 #[test]
 fn logits_agree_with_transformers() {
     for case in golden_models(|model| model.has_gguf) {
@@ -62,8 +62,8 @@ fn experts_in_separate_tensors_load() {
     assert!(error < 1e-5, "logits are off by {error:e}");
 }
 
-/// The tolerance allows only for sums in a different order.
-/// `tests/it/gguf/blocks.rs` and `tests/it/quantized/mod.rs` check that the dequantized values are equal bit for bit.
+/// The logit tolerance covers only sums in a different order.
+/// `gguf/blocks.rs` and `quantized/mod.rs` check that the dequantized values are equal bit for bit.
 #[test]
 fn quantized_and_dequantized_weights_give_equal_logits() {
     let ids: Vec<u32> = (0..32).map(|i| i * 7 % 64).collect();
@@ -159,7 +159,7 @@ fn unknown_tensors_and_architectures_are_errors() {
     assert!(error.contains("architecture 'mamba' is not supported") && error.contains("qwen3moe"), "{error}");
 }
 
-/// No converter writes gpt-oss files with one tensor per expert.
+/// Tests gpt-oss files with one tensor per expert, which no converter writes.
 #[test]
 fn gpt_oss_experts_in_separate_tensors_are_an_error() {
     let mut file = Writer::new().string("general.architecture", "gpt-oss").u32("gpt-oss.block_count", 1);

@@ -21,7 +21,7 @@ fn to_json(value: Value) -> Json {
         Value::I16(value) => json!(value),
         Value::U32(value) => json!(value),
         Value::I32(value) => json!(value),
-        // Python widens an f32 to an f64.
+        // The expected JSON has f64 values, because Python widens each f32 to an f64.
         Value::F32(value) => json!(f64::from(value)),
         Value::Bool(value) => json!(value),
         Value::String(bytes) => json!(std::str::from_utf8(bytes).unwrap()),

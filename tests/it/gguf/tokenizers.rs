@@ -231,10 +231,10 @@ fn sentencepiece_model_agrees_with_tokenizer_json() {
     let readme = fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/README.md")).unwrap();
     for text in TEXTS.iter().copied().chain([readme.as_str(), "<s>", "[INST] a", "x</s>y"]) {
         for controls in [ControlTokens::Text, ControlTokens::Default] {
-            // After a control token, llama.cpp adds a space, but this tokenizer.json adds no space.
+            // llama.cpp adds a space after a control token, but Mistral's tokenizer.json adds none.
             let has_controls =
                 controls == ControlTokens::Default && ["<s>", "</s>", "[INST]"].iter().any(|mark| text.contains(mark));
-            // Before text that starts with a space, SentencePiece adds a space, but this tokenizer.json adds no space.
+            // SentencePiece adds a space before text that starts with a space, but Mistral's tokenizer.json adds none.
             if has_controls || text.starts_with(' ') {
                 continue;
             }
@@ -248,7 +248,7 @@ fn sentencepiece_model_agrees_with_tokenizer_json() {
     assert_eq!(ids.iter().map(|id| ours.token(*id).unwrap()).collect::<Vec<_>>(), ["▁x", "</s>", "▁y"]);
 }
 
-/// Control tokens of Phi-3 absorb the whitespace after them, except three. GGUF has no key for this property.
+/// All control tokens of Phi-3 except three absorb the whitespace that follows. GGUF has no key for this property.
 #[test(fixtures)]
 fn control_tokens_of_phi_3_absorb_whitespace() {
     let folder = fixtures().join("phi-3-mini");
@@ -263,7 +263,7 @@ fn control_tokens_of_phi_3_absorb_whitespace() {
     ] {
         let want = theirs.encode(text, ControlTokens::Parse).unwrap();
         assert_eq!(ours.encode(text, ControlTokens::Parse).unwrap(), want, "{text:?}");
-        // Text from users keeps its whitespace.
+        // With `ControlTokens::Text`, control tokens absorb no whitespace, so text from users keeps its whitespace.
         let want = theirs.encode(text, ControlTokens::Text).unwrap();
         assert_eq!(ours.encode(text, ControlTokens::Text).unwrap(), want, "{text:?}");
     }
@@ -355,7 +355,7 @@ fn prefixes_and_stop_ids_match_the_models() {
 fn small(case: impl FnOnce(&mut Vec<String>, &mut Vec<i32>, &mut Vec<String>)) -> Converted {
     let byte = |byte: u8| match byte {
         b'!'..=b'~' | 0xa1..=0xac | 0xae..=0xff => char::from(byte),
-        // The other bytes map to U+0100 and the following code points, in order.
+        // Bytes without a printable character map to U+0100 and the following code points, in order.
         0..=0x20 => char::from_u32(0x100 + u32::from(byte)).unwrap(),
         0x7f..=0xa0 => char::from_u32(0x121 + u32::from(byte - 0x7f)).unwrap(),
         0xad => '\u{143}',
@@ -476,7 +476,8 @@ fn invalid_vocabularies_are_errors() {
         (merged("a "), "must be two tokens separated by a space"),
         (merged(""), "must be two tokens separated by a space"),
         (merged("a b"), "tokenizer.ggml.merges[0]: 'a b' needs a token that is not in the vocabulary"),
-        // The `tokenizers` crate panics on merge parts that are longer than any token. inferno must reject them first.
+        // The `tokenizers` crate panics on merge parts that are longer than any token.
+        // inferno must reject such merges first.
         (merged(&format!("{} {}", "a".repeat(99), "b".repeat(99))), "needs a token that is not in the vocabulary"),
         (
             good().u32(&key("bos_token_id"), 256),

@@ -49,7 +49,7 @@ fn download_of_sixty_thousand_files_starts_at_once() {
     child.wait().unwrap();
     assert_eq!(line, "60000 files, 60.0 MB\n");
     println!("the first line of output arrived after {elapsed:.1?}");
-    // On an idle machine, the command takes less than 2 s. Allow more, because other tests use the CPU too.
+    // On an idle machine, the command takes less than 2 s. The limit is higher, because other tests use the CPU too.
     assert!(elapsed < Duration::from_secs(30), "{elapsed:?}");
 }
 
@@ -72,7 +72,7 @@ fn many_names_of_one_file_are_downloaded() {
 
 #[test]
 fn long_lists_are_searched_and_shown_quickly() {
-    // The index lists 60,000 shards. The hub lists all of them except the last.
+    // The index lists 60,000 shards, but the hub has no file for the last shard.
     let shard = |number: usize| format!("model-{number:05}-of-60000.safetensors");
     let map: Vec<String> = (0..60_000).map(|number| format!(r#""{number}":"{}""#, shard(number))).collect();
     let index = format!(r#"{{"weight_map":{{{}}}}}"#, map.join(","));
@@ -87,7 +87,7 @@ fn long_lists_are_searched_and_shown_quickly() {
     let output = bounded(command(&TempDir::new().unwrap(), &fake, &["show", REPO, "--remote"]));
     output.assert_fails(1, &["lists 60000 shards, but the limit is 2048"]);
 
-    // For each of 60,000 GGUF models with 1024 parts, the hub lists only the first part.
+    // The hub lists 60,000 GGUF models with 1024 parts each, but only the first part of each model.
     let models = (0..60_000).map(|number| file(&format!("m-Q{number}-00001-of-01024.gguf")));
     let fake = with_listing(listing_of(models));
     for (args, model) in [
@@ -98,7 +98,7 @@ fn long_lists_are_searched_and_shown_quickly() {
         output.assert_fails(2, &["several GGUF models", model, "and 59970 more"]);
     }
 
-    // The hub lists files in a folder 250 levels deep, and a file with the path of that folder.
+    // The hub lists files that are 250 folders deep, and another file at the path of the innermost folder.
     let folder = "a/".repeat(250);
     let files = (0..60_000).map(|number| file(&format!("{folder}{number}")));
     let fake = with_listing(listing_of(files.chain([file(&folder[..499])])));
@@ -221,7 +221,8 @@ fn huge_answers_are_not_read_to_the_end() {
         let output = bounded(command(&TempDir::new().unwrap(), &fake, &["download", REPO]));
         output.assert_fails(1, &["model.safetensors.index.json is too large (41.9 MB)"]);
     }
-    // The limit of 100 MB applies to each header and to all headers together. Each of these headers claims 90 MB.
+    // The limit of 100 MB applies to each safetensors header and to the sum of all headers.
+    // Each header in this test claims 90 MB.
     let name = |number: usize| format!("{number}.safetensors");
     let map: Vec<String> = (0..20).map(|number| format!(r#""{number}":"{}""#, name(number))).collect();
     let index = format!(r#"{{"weight_map":{{{}}}}}"#, map.join(","));

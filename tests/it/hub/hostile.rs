@@ -1,6 +1,6 @@
 //! Tests of downloads from servers and networks that fail, stall or corrupt the data.
 //!
-//! Each download must end either with the exact file, or with an error and nothing on disk that looks like a model.
+//! Each download must end with the exact file, or with an error and no file on disk that looks like a model.
 
 use std::fs;
 use std::time::{Duration, Instant};
@@ -39,7 +39,7 @@ fn survives(hub: impl Fn(&Machine) -> Hub, faults: &[Fault]) -> Vec<String> {
     events.all()
 }
 
-/// Checks that `fault` makes a download fail and leaves no model behind. Returns the message and exit code.
+/// Checks that `fault` makes a download fail and leaves no model behind. Returns the error message and the exit code.
 fn fails(hub: impl Fn(&Machine) -> Hub, fault: Fault) -> (String, u8) {
     let fake = FakeHub::single();
     let machine = Machine::new(fake.endpoint());
@@ -48,7 +48,7 @@ fn fails(hub: impl Fn(&Machine) -> Hub, fault: Fault) -> (String, u8) {
     assert!(!machine.repo().join("refs").exists(), "{fault:?}");
     assert!(machine.hub().find(REPO, None).is_err(), "{fault:?}");
     assert!(!machine.repo().join("blobs").join(etag(WEIGHTS, &pattern(50_000, 3))).exists(), "{fault:?}");
-    // Without faults, the next attempt succeeds. It may reuse bytes that were already fetched.
+    // Without faults, the next download succeeds. It may reuse bytes that the failed download fetched.
     fake.change(|state| state.faults.clear());
     let snapshot = machine.hub().download(REPO, None, &FileFilter::default(), &()).unwrap();
     assert!(fs::read(snapshot.path.join(WEIGHTS)).unwrap() == pattern(50_000, 3), "{fault:?}");
@@ -61,7 +61,7 @@ fn truncated_body_is_resumed() {
         survives(in_one, &[Fault::Cut(cut)]);
         survives(in_parts, &[Fault::Cut(cut % 10_000), Fault::None, Fault::Cut(1), Fault::Cut(cut % 7_000)]);
     }
-    // A download survives many broken connections, as long as they deliver enough bytes.
+    // A download survives many broken connections if each connection delivers enough bytes.
     survives(in_one, &[Fault::Cut(2_000); 20]);
     let (message, code) = fails(in_one, Fault::Cut(0));
     assert_eq!(code, 5, "{message}");
@@ -79,9 +79,9 @@ fn server_that_sends_one_byte_per_connection_is_given_up() {
     let (message, code) = message_and_code(in_one(&machine).download(REPO, None, &FileFilter::default(), &()));
     assert_eq!(code, 5, "{message}");
     assert!(message.contains("stopped at 5 of 50000 bytes"), "{message}");
-    // The client makes one attempt and four retries.
+    // The client makes five attempts: the first one and four retries.
     assert_eq!(fake.lines().iter().filter(|line| line.ends_with(WEIGHTS)).count(), 5);
-    // The next download starts after the five bytes that this one received.
+    // The next download starts after the five bytes that the failed download received.
     fake.change(|state| state.faults.clear());
     in_one(&machine).download(REPO, None, &FileFilter::default(), &()).unwrap();
     assert!(fake.heads().iter().any(|head| head.to_lowercase().contains("range: bytes=5-49999")));
@@ -90,7 +90,7 @@ fn server_that_sends_one_byte_per_connection_is_given_up() {
 #[test]
 fn silent_server_is_given_up_after_the_timeout() {
     let start = Instant::now();
-    // The fake hub responds within this time even on a busy machine.
+    // The fake hub responds within 200 ms even on a busy machine.
     let stall_timeout = Duration::from_millis(200);
     let limits =
         |connections, part_bytes| Limits { connections, part_bytes, stall_timeout, max_failures: 20, ..fast_limits() };
@@ -99,7 +99,7 @@ fn silent_server_is_given_up_after_the_timeout() {
     let events = survives(with(limits(1, 1 << 30)), &[Fault::Stall(20_000), Fault::Stall(0)]);
     assert!(events.iter().any(|line| line.contains("timeout")), "{events:?}");
     survives(with(limits(3, 10_000)), &[Fault::Stall(5_000), Fault::None, Fault::Stall(0)]);
-    // Without a client timeout, the stall would last until the fake hub hangs up after 20 s.
+    // Without the stall timeout of the client, a stall would last until the fake hub hangs up after 20 s.
     assert!(start.elapsed() < Duration::from_secs(15), "no timeout within {:?}", start.elapsed());
 }
 
@@ -125,7 +125,7 @@ fn wrong_part_is_requested_again() {
 
 #[test]
 fn server_without_ranges_sends_whole_files() {
-    // A server may ignore one range request or all of them.
+    // A server may ignore one range request or all range requests.
     survives(in_parts, &[Fault::None, Fault::WholeFile]);
     survives(in_one, &[Fault::Cut(20_000), Fault::WholeFile]);
     let fake = FakeHub::single();
@@ -245,7 +245,7 @@ fn contents_of_two_versions_are_not_mixed() {
         state.faults.extend([Fault::Status("500 No"); 5]);
     });
     assert_eq!(message_and_code(in_one(&machine).download(REPO, None, &FileFilter::default(), &())).1, 5);
-    // Different contents under the same commit and hash are an error.
+    // Different file contents under the same commit and hash are an error.
     let old = etag(WEIGHTS, &pattern(50_000, 3));
     let old: &'static str = Box::leak(old.into_boxed_str());
     fake.change(|state| {
@@ -256,7 +256,7 @@ fn contents_of_two_versions_are_not_mixed() {
     });
     let (message, code) = message_and_code(in_one(&machine).download(REPO, None, &include_only("*.safetensors"), &()));
     assert_eq!(code, 6, "{message}");
-    // If a new commit lists the new hash, the new contents are downloaded.
+    // If a new commit lists the new hash, the new contents of the file are downloaded.
     let newer = "f".repeat(40);
     fake.change(|state| {
         (state.claimed_etag, state.commit) = (None, newer.clone());

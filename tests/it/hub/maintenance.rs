@@ -80,7 +80,7 @@ fn error_says_why_a_file_cannot_be_repaired() {
     fake.change(|state| state.commit = "e".repeat(40));
     assert!(machine.hub().repair(&checked[0], &()).unwrap_err().to_string().contains("instead of commit"));
 
-    // The hash of a file is the name of its blob. Files that are not links to blobs therefore cannot be verified.
+    // The name of a blob is its hash. Files that are not links to blobs therefore cannot be verified.
     // inferno does not repair the shared cache.
     machine.write_snapshot("shared", "org/other", COMMIT, &COMPLETE);
     let checked = machine.hub().verify(Some("org/other"), None, &()).unwrap();
@@ -216,7 +216,7 @@ fn partial_name_is_completed() {
 #[test]
 fn unreadable_folders_do_not_count_as_empty() {
     let (_fake, machine, blobs) = downloaded();
-    // Replace the `snapshots` folder with a file. Removing the read permission would not stop root.
+    // Put a file in place of the `snapshots` folder. Removing the read permission would not stop root.
     let refs = machine.repo().join("refs");
     fs::write(machine.repo().join("blobs/unreferenced"), "x").unwrap();
     let snapshots = machine.repo().join("snapshots");
@@ -288,7 +288,7 @@ fn impossible_repair_deletes_nothing() {
     assert!(machine.hub().repair(&checked, &()).unwrap_err().to_string().contains("not-on-the-hub"));
     assert!(blobs[0].exists());
 
-    // If the index is deleted, `verify` reports the index as missing, not model.safetensors.
+    // If the index is deleted, `verify` must report the index as missing, but not model.safetensors.
     let (fake, machine, _) = downloaded();
     let index = fake.state.lock().unwrap().files[INDEX].clone();
     let blob = machine.repo().join("blobs").join(etag(INDEX, &index));

@@ -1,4 +1,4 @@
-//! Tests of `hub` against a fake hub on 127.0.0.1. They use neither the network nor the user's caches.
+//! Tests of `hub` against a fake hub on 127.0.0.1. The tests use neither the network nor the user's caches.
 
 mod answers;
 mod demo;
@@ -217,7 +217,7 @@ fn interrupted_download_is_resumed() {
         assert!(!partial.exists());
         fs::remove_dir_all(machine.repo()).unwrap();
     }
-    // A leftover `.incomplete` file may contain the complete file, or more bytes than the file has.
+    // A leftover `.incomplete` file may contain the complete file, or even more bytes than the complete file.
     for leftover in [weights.clone(), pattern(60_000, 9)] {
         fs::create_dir_all(&blobs).unwrap();
         fs::write(&partial, &leftover).unwrap();
@@ -319,7 +319,7 @@ fn each_refusal_of_the_hub_has_its_error() {
     fake.change(|state| state.listing_refused = Some((401, "", "")));
     let (message, code) = message_and_code(machine.with_token().download(REPO, None, &FileFilter::default(), &()));
     assert!(code == 4 && message.contains("rejects the token"), "{message}");
-    // Anyone may list a gated repository. Only its files are restricted.
+    // Anyone may list a gated repository. Only downloads of its files are restricted.
     fake.change(|state| (state.listing_refused, state.files_refused) = (None, Some((403, "GatedRepo"))));
     assert_eq!(download().1, 4);
     fake.change(|state| state.files_refused = Some((401, "")));
@@ -415,7 +415,7 @@ fn include_replaces_the_weights() {
     assert!(link.starts_with("../../../blobs"), "{}", link.display());
     assert_eq!(fake.lines()[0], format!("GET /api/models/{REPO}/revision/refs%2Fpr%2F1?blobs=true"));
     assert_eq!(fs::read_to_string(machine.repo().join("refs/refs/pr/1")).unwrap(), COMMIT);
-    // A GGUF file alone is a complete model.
+    // A repository with only a GGUF file is a complete model.
     let file = snapshot.path.join("gguf/model.Q4.gguf");
     assert_eq!(machine.hub().find_tokenizer(REPO, None).unwrap().path, file);
     assert_eq!(machine.hub().find(REPO, None).unwrap().path, file);
@@ -556,7 +556,7 @@ fn error_for_a_missing_model_names_the_next_command() {
 #[test]
 fn weights_without_the_small_files_are_not_a_model() {
     let fake = FakeHub::sharded();
-    // All other files arrive before the client gives up on chat_template.jinja.
+    // The files other than chat_template.jinja arrive before the client gives up on chat_template.jinja.
     fake.change(|state| {
         state.faulty = |name| name == "chat_template.jinja";
         state.faults.extend([Fault::Stall(0); 5]);
@@ -605,7 +605,7 @@ fn files_with_the_same_weak_etag_are_kept_apart() {
     fetch(1, 2);
     fake.change(|state| state.commit = "f".repeat(40));
     fetch(3, 4);
-    // This listing has the hash of each LFS pointer, but no hash of a large file's contents.
+    // The listing has the hash of each LFS pointer, but no hash of a large file's contents.
     fake.change(|state| {
         state.commit = "e".repeat(40);
         (state.lists_sizes, state.etag_header) = (true, None);

@@ -114,12 +114,12 @@ fn repeatedly_killed_download_stays_consistent() {
                     child.kill().unwrap();
                     child.wait().unwrap();
                     let recorded = check_recorded(&home, &weights);
-                    // Once the ref exists, the model can be found and is complete.
+                    // Once the ref of a model exists, the model can be found and must be complete.
                     let found = command(&home, &fake, &["show", REPO]).output().unwrap().status.code() != Some(3);
                     if repo(&home).join("refs/main").exists() {
                         assert!(found && fetched(&home) == weights);
                         let snapshot = repo(&home).join("snapshots").join(COMMIT);
-                        // A killed process may leave a temporary link.
+                        // A killed download may leave a temporary link.
                         let files = super::file_names(&snapshot).into_iter().filter(|name| !name.ends_with(".tmp"));
                         assert_eq!(files.count(), 4);
                         fs::remove_dir_all(repo(&home)).unwrap();
@@ -149,7 +149,7 @@ fn repeatedly_killed_download_stays_consistent() {
     });
 }
 
-/// Checks that all bytes recorded as fetched are correct, and returns their number. A complete file counts in full.
+/// Checks that all bytes recorded as fetched are correct. Returns their number. A complete file counts in full.
 fn check_recorded(home: &TempDir, weights: &[u8]) -> usize {
     let blob = repo(home).join("blobs").join(etag(WEIGHTS, weights));
     if let Ok(bytes) = fs::read(&blob) {
@@ -197,7 +197,7 @@ fn leftovers_with_the_same_process_id_are_skipped() {
     let home = TempDir::new().unwrap();
     let snapshot = repo(&home).join("snapshots").join(COMMIT);
     fs::create_dir_all(&snapshot).unwrap();
-    // Create leftovers of an earlier process that had the same process id.
+    // Create leftovers of an earlier download whose process had the same process id.
     let script = "i=0; while [ $i -lt 200 ]; do : > \"$0.$$-$i.tmp\"; i=$((i + 1)); done; exec \"$@\"";
     let inferno = command(&home, &fake, &["download", REPO]);
     let output = in_shell(&["sh"], script, &snapshot.join(WEIGHTS), &inferno).output().unwrap();
@@ -318,7 +318,7 @@ fn stall_timeout_comes_from_the_environment() {
     let output = command(&home, &fake, &["download", REPO]).env("HF_HUB_DOWNLOAD_TIMEOUT", "0.3").output().unwrap();
     assert!(output.status.success(), "{}", text(&output.stderr));
     assert!(text(&output.stderr).contains(&format!("{WEIGHTS}: timeout")), "{}", text(&output.stderr));
-    // Without a client timeout, the stall would last until the fake hub hangs up after 20 s.
+    // Without the stall timeout of the client, a stall would last until the fake hub hangs up after 20 s.
     assert!(start.elapsed() < Duration::from_secs(15), "no timeout within {:?}", start.elapsed());
     let output = command(&home, &fake, &["download", REPO]).env("HF_HUB_DOWNLOAD_TIMEOUT", "soon").output().unwrap();
     assert_fails(&output, 2, &["HF_HUB_DOWNLOAD_TIMEOUT"]);
@@ -338,7 +338,7 @@ fn proxy_is_used() {
     assert!(fetched(&home) == weights);
     let heads = fake.heads();
     assert!(heads.iter().any(|head| head.starts_with("CONNECT hub.invalid:80 ")), "{heads:?}");
-    // The endpoint is not on this machine, and http would reveal the token to the network.
+    // The endpoint is on another machine, so http would reveal the token to the network.
     assert!(heads.iter().all(|head| !head.contains("hf_secret")), "the token was sent over http");
     let warning = "warning: HF_TOKEN is not sent to http://hub.invalid: http does not encrypt it";
     assert!(text(&output.stderr).starts_with(warning), "{}", text(&output.stderr));

@@ -1,4 +1,4 @@
-//! Tests downloads from a hub with random faults. A schedule is a sequence of faults.
+//! Tests downloads from a hub that follows a schedule: a random sequence of faults.
 //!
 //! Each download must end with the exact model or with an expected error.
 //! No partial file may have the name of a complete file.
@@ -50,11 +50,11 @@ fn two_hundred_fault_schedules_end_with_a_model_or_an_error() {
 struct Schedule {
     random: Random,
     fake: FakeHub,
-    /// In some schedules, the host to which the hub redirects requests for files.
+    /// The host to which the hub redirects requests for files. `None` in schedules without redirects.
     storage: Option<FakeHub>,
     machine: Machine,
     limits: Limits,
-    /// The contents of every file that the hub has ever had, by etag.
+    /// The contents of every file that the hub has ever had. The key is the file's etag.
     contents: BTreeMap<String, Vec<u8>>,
 }
 
@@ -66,7 +66,7 @@ impl Schedule {
         let limits = Limits {
             connections: 1 + random.below(4),
             part_bytes: [3_000, 10_000, 1 << 16, 1 << 30][random.below(4)],
-            // The fake hub responds within this time even on a busy machine.
+            // The fake hub responds within the stall timeout even on a busy machine.
             stall_timeout: Duration::from_millis(400),
             max_failures: 1 + random.below(4) as u32,
             ..fast_limits()
@@ -112,8 +112,9 @@ impl Schedule {
         }
     }
 
-    /// Attempts the download four times, like a user who repeats the command. The last attempt has no faults.
-    /// Between attempts, the hub may get a new commit. Returns how many attempts succeeded and how many failed.
+    /// Repeats the download four times, as a user would. The last attempt has no faults.
+    /// Between attempts, the hub may get a new commit.
+    /// Returns how many attempts succeeded and how many failed.
     fn run(mut self) -> (usize, usize) {
         let hub = Hub::new(HubConfig { limits: self.limits.clone(), ..self.machine.config() });
         let (mut succeeded, mut failed) = (0, 0);
@@ -132,7 +133,7 @@ impl Schedule {
                     failed += 1;
                     let (message, code) = message_and_code(Err(error));
                     assert!([1, 4, 5, 6].contains(&code) && message.len() > 20, "{code}: {message}");
-                    // Exit code 1 has only one cause here: the hub does not have a file that it lists.
+                    // In these schedules, exit code 1 has only one cause: the hub does not have a file that it lists.
                     assert!(code != 1 || message.contains("does not have it"), "{message}");
                     self.check_cache(&hub);
                 }
@@ -160,7 +161,7 @@ impl Schedule {
         self.check_cache(hub);
     }
 
-    /// Checks that every blob is complete, and that the model is complete if it can be found.
+    /// Checks that every blob is complete. If the model can be found, also checks that it is complete.
     fn check_cache(&self, hub: &Hub) {
         for entry in fs::read_dir(self.machine.repo().join("blobs")).into_iter().flatten() {
             let path = entry.unwrap().path();
@@ -170,7 +171,7 @@ impl Schedule {
             }
         }
         let Ok(snapshot) = hub.find(REPO, None) else { return };
-        // A model that can be found has its weights and all small files.
+        // If a model can be found, its weights and all its small files must exist.
         assert!(FILES.iter().all(|name| snapshot.path.join(name).is_file()), "{snapshot:?}");
         for checked in hub.verify(Some(REPO), snapshot.revision.as_deref(), &()).unwrap() {
             assert!(checked.files.iter().all(|(_, state)| *state == FileState::Good), "{checked:?}");
@@ -195,7 +196,7 @@ fn fault(random: &mut Random) -> Fault {
         0..=6 => Fault::Cut(random.below(120_000) >> random.below(12)),
         7 => Fault::Stall(random.below(60_000)),
         8 => Fault::Flip(random.below(200_000)),
-        // 403 and 404 end the download, so the schedules use them less often.
+        // The statuses 403 and 404 end the download, so the schedules use these statuses less often.
         9..=12 => Fault::Status(STATUSES[random.below(8)]),
         13 => Fault::Status(STATUSES[random.below(10)]),
         14 => Fault::Portal,

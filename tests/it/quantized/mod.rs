@@ -1,7 +1,7 @@
 //! Tests of quantized matrices.
 //!
-//! - The dequantized values equal the values of the original blocks.
-//! - Products match the products of the dequantized matrix.
+//! - Dequantized values equal the values of the original blocks.
+//! - Matrix products equal the products with the dequantized matrix, up to rounding.
 //! - Every GPU kernel produces the same results as the CPU, up to rounding.
 
 use candle_core::{DType, Device, Tensor};
@@ -37,9 +37,9 @@ fn floats(count: usize, seed: u64) -> Vec<f32> {
     (0..count).map(|_| f32::from(random.next() as i16) / 16384.0).collect()
 }
 
-/// Returns numbers in [-2, 2) for which the errors of ggml's quantizers are known.
+/// Returns numbers in [-2, 2) for which the errors of ggml's quantizers were measured.
 ///
-/// Do not replace this xorshift generator, because the errors are known only for the numbers that it generates.
+/// Do not replace this xorshift generator. The errors are known only for the numbers that it generates.
 fn floats_with_known_errors(count: usize) -> Vec<f32> {
     let mut state = 11u64.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     let mut next_byte = || {
@@ -64,7 +64,7 @@ fn blocks(ggml_type: GgmlType, count: usize) -> Vec<u8> {
     };
     for block in bytes.chunks_exact_mut(ggml_type.block_bytes()) {
         for at in halves {
-            // Set the magnitude of the f16 scale to between 2^-7 and 2^-5. Keep the sign.
+            // Set the magnitude of the block's f16 scale to between 2^-7 and 2^-5. Keep the sign.
             block[at + 1] = block[at + 1] & 0x84 | 0x20;
         }
     }
@@ -82,7 +82,7 @@ fn from_blocks(ggml_type: GgmlType, rows: usize, columns: usize, device: &Device
     (matrix, values)
 }
 
-/// Quantizes rows of floats and returns them as a matrix.
+/// Quantizes rows of floats. Returns the quantized matrix.
 fn quantized_floats(quantize: QuantizationTarget, values: &[f32], columns: usize, device: &Device) -> QuantizedMatrix {
     let row = |row: usize, _: &mut RowBuffer, to: &mut [f32]| {
         to.copy_from_slice(&values[row * columns..][..columns]);
@@ -111,7 +111,7 @@ fn values_equal_those_of_the_blocks_bit_by_bit() {
         let got = values(&matrix.dequantize(DType::F32).unwrap());
         let bits = |values: &[f32]| values.iter().map(|value| value.to_bits()).collect::<Vec<_>>();
         assert_eq!(bits(&got), bits(&want), "{of}");
-        // A block of 256 values may take 6 bytes more in memory than in the file: 4 for unpacked scales, 2 for padding.
+        // A K-quant block may take 6 bytes more in memory than in the file: 4 for unpacked scales and 2 for padding.
         let file = 3 * 512 / of.block_length() * of.block_bytes();
         assert!(
             matrix.bytes() as usize <= file + 3 * 2 * 6,
@@ -155,8 +155,9 @@ fn matrices_are_stacked_in_order() {
 fn quantization_error_is_bounded() {
     let (rows, columns) = (4, 512);
     let original = floats_with_known_errors(rows * columns);
-    // Each limit is relative to the largest magnitude in a row, which is about 2.
-    // A limit is half a quantization step, or about a whole step in formats that cannot represent both extremes.
+    // Each error limit is relative to the largest magnitude in a row, which is about 2.
+    // A limit is half a quantization step.
+    // In formats that cannot represent both the minimum and the maximum, a limit is about a whole step.
     for (name, limit) in [
         ("q8_0", 1.0 / 127.0 / 2.0),
         ("int8", 1.0 / 127.0 / 2.0),
@@ -165,7 +166,7 @@ fn quantization_error_is_bounded() {
         ("q5_0", 1.0 / 15.0),
         ("q5_1", 1.0 / 31.0),
         // q5_k and q4_k fit a group by least squares, which is less exact for the extremes.
-        // The relative errors in ggml are 0.0481 and 0.0745.
+        // The relative errors of ggml are 0.0481 for q5_k and 0.0745 for q4_k.
         ("q5_k", 0.0482 / 1.1),
         ("q4_0", 1.0 / 7.0),
         ("q4_1", 1.0 / 15.0),
@@ -178,7 +179,7 @@ fn quantization_error_is_bounded() {
         let matrix = quantized_floats(quantize, &original, columns, &Device::Cpu);
         let got = values(&matrix.dequantize(DType::F32).unwrap());
         let worst = got.iter().zip(&original).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
-        // The factor 1.1 allows for rounding the scale to f16.
+        // The factor 1.1 allows for the rounding of scales to f16.
         assert!(worst / 2.0 <= limit * 1.1, "{quantize}: relative error {}, limit {limit}", worst / 2.0);
         assert!(worst > 0.0, "{quantize} changes nothing");
     }
@@ -277,7 +278,7 @@ fn expert_products_use_the_chosen_experts() {
     }
 }
 
-/// Returns the input roundings that products with matrices of this format support.
+/// Returns the kinds of input rounding that matrix products with weights in `format` support.
 fn roundings(format: WeightFormat) -> Vec<InputRounding> {
     match format {
         WeightFormat::Int8 => vec![InputRounding::None, InputRounding::Int8PerToken, InputRounding::Int8Static(0.01)],
@@ -286,7 +287,8 @@ fn roundings(format: WeightFormat) -> Vec<InputRounding> {
     }
 }
 
-/// Tests rows whose length is not a multiple of 32 (the group size), and NaN inputs, which must produce NaN outputs.
+/// Tests rows whose length is not a multiple of the group size, which is 32.
+/// Also tests NaN inputs, which must produce NaN outputs.
 #[test(gpu)]
 fn gpu_kernels_agree_with_the_cpu_at_the_edges() {
     let gpu = gpu();
@@ -329,7 +331,7 @@ fn gpu_kernels_agree_with_the_cpu_at_the_edges() {
 fn gpu_kernels_agree_with_the_cpu() {
     let gpu = gpu();
     // The row counts are odd, greater than the number of warps in a grid, or multiples of 16 (for cuBLASLt).
-    // With these column counts, each lane runs its loop once or several times.
+    // The column counts make each lane of a warp run its loop once or several times.
     for (rows, columns) in [(29 * 159, 256), (29 * 160, 1536), (29 * 16, 4608)] {
         let ids = Tensor::new(&[2u32, 0, rows as u32 - 1], &Device::Cpu).unwrap();
         let here = matrices_of_each_format(rows, columns, &Device::Cpu);
@@ -359,7 +361,7 @@ fn gpu_kernels_agree_with_the_cpu() {
             let got = there.embed(&ids.to_device(&gpu).unwrap(), 0.5).unwrap();
             assert_eq!(values(&got), values(&cpu.embed(&ids, 0.5).unwrap()), "rows of {format:?}");
             for (dtype, tolerance) in [(DType::F32, 1e-5), (DType::BF16, 4e-3), (DType::F16, 1e-3)] {
-                // The counts from 3 to 100 select every tile size of `matmul_few`. 100 tokens need two tiles of 64.
+                // Token counts from 3 to 100 select every tile size of `matmul_few`. 100 tokens need two tiles of 64.
                 let many = if rows < 1000 { 300 } else { 9 };
                 for tokens in [1, 3, 9, 24, 100, many] {
                     let x = Tensor::from_vec(floats(tokens * columns, 5), (tokens, columns), &Device::Cpu).unwrap();
@@ -369,8 +371,8 @@ fn gpu_kernels_agree_with_the_cpu() {
                         let got =
                             there.clone().with_input_rounding(rounding).matmul(&x.to_device(&gpu).unwrap()).unwrap();
                         let error = relative_error(&values(&got), &values(&want));
-                        // For one token, and for a few tokens in f32, the kernels use exact weights and 16-bit inputs.
-                        // Otherwise, the kernels round the weights to the dtype of the input.
+                        // For one token, and for a few tokens in f32, kernels multiply exact weights by 16-bit inputs.
+                        // In all other cases, the kernels round the weights to the dtype of the input.
                         // Tensor cores accumulate int8 products exactly, but FP8 products only to about 13 bits.
                         let is_few = match rounding {
                             InputRounding::Int8PerToken | InputRounding::Int8Static(_) if rows % 16 == 0 => false,
@@ -384,7 +386,7 @@ fn gpu_kernels_agree_with_the_cpu() {
                             InputRounding::None => tolerance,
                             // 8-bit values are exact in f16 and bf16.
                             _ if is_few => 2e-5,
-                            // cuBLASLt does not support this row count, so the product is computed in floats.
+                            // cuBLASLt supports only multiples of 16 rows. All other products are computed in floats.
                             _ if rows % 16 != 0 => tolerance,
                             InputRounding::Int8PerToken | InputRounding::Int8Static(_) => 2e-5,
                             _ => 3e-3,

@@ -20,7 +20,7 @@ struct Subject {
     ids: Vec<u32>,
 }
 
-/// What a model computes for the text of a [`Subject`], and the size of its weights.
+/// The results of a model for the text of a [`Subject`], and the size of the model's weights.
 struct Run {
     /// The log probabilities, `[tokens, vocab_size]`.
     rows: Vec<f32>,
@@ -71,7 +71,7 @@ impl Subject {
 }
 
 impl Run {
-    /// Returns KL(self ‖ other) for each token.
+    /// Returns the KL divergence KL(self ‖ other) for each token.
     fn kl(&self, other: &Self) -> Vec<f32> {
         let rows = self.rows.chunks_exact(self.vocab_size).zip(other.rows.chunks_exact(self.vocab_size));
         let of_row =

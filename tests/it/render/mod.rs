@@ -7,7 +7,7 @@ use inferno::terminal::{TurnView, WindowSize};
 
 const SIZE: WindowSize = WindowSize { rows: 24, columns: 60 };
 
-/// Returns a terminal of this size with a scrollback buffer.
+/// Returns an emulated terminal of size `size` with a scrollback buffer.
 fn terminal(size: WindowSize) -> vt100::Parser {
     let (rows, columns) = cells(size);
     vt100::Parser::new(rows, columns, 5000)
@@ -45,7 +45,7 @@ fn written(text: &str, length: usize, size: WindowSize) -> Vec<u8> {
     out
 }
 
-/// Returns all rows, including rows that scrolled off, with their styles as escape sequences.
+/// Returns all rows, including rows that scrolled off the screen, with their styles as escape sequences.
 fn screen(out: &[u8], size: WindowSize) -> Vec<String> {
     let mut terminal = terminal(size);
     feed(&mut terminal, out);
@@ -144,7 +144,7 @@ fn streaming_in_pieces_ends_up_the_same_as_one_piece() {
     }
 }
 
-/// Returns true if inferno itself writes this escape sequence: a style, cursor up, clearing or synchronized output.
+/// Returns true if inferno itself writes the escape sequence: a style, cursor up, clearing or synchronized output.
 fn is_own(sequence: &str) -> bool {
     let Some(rest) = sequence.strip_prefix("\u{1b}[") else { return false };
     let body = &rest[..rest.len() - 1];
@@ -199,7 +199,7 @@ fn escape_sequences_of_a_model_never_reach_the_terminal() {
             assert_eq!(screen(&out, SIZE), screen(&written(text, usize::MAX, SIZE), SIZE));
         }
     }
-    // Control characters in reasoning and tool call arguments must also be harmless.
+    // Control characters in reasoning and in tool call arguments must not reach the terminal, either.
     for channel in [Channel::Reasoning, Channel::ToolCall] {
         let (mut view, mut out) = (TurnView::new(SIZE, false, false), Vec::new());
         view.show(&delta(channel, hostile[0]), SIZE, &mut out).unwrap();

@@ -41,7 +41,7 @@ fn whole_answers_have_the_shape_of_openai() {
     assert!((1..count("completion_tokens")).contains(&reasoning_tokens), "{usage}");
     assert_eq!(usage["prompt_tokens_details"]["cached_tokens"], 0);
 
-    // The same request again reuses the cached blocks of its prompt.
+    // A second, identical request reuses the cached blocks of the prompt.
     let second = server.chat(json!({})).ok();
     assert!(second["usage"]["prompt_tokens_details"]["cached_tokens"].as_u64().unwrap() >= 64, "{second}");
     let hidden = server.chat(json!({ "include_reasoning": false })).ok();
@@ -80,7 +80,7 @@ fn streams_add_up_to_whole_answers() {
             let expected: Vec<&Value> = choice["logprobs"]["content"].as_array().into_iter().flatten().collect();
             assert_eq!(logprobs, expected, "{fields}");
         }
-        // Only the last event contains usage numbers. That event has no choices.
+        // Only the last event of the stream contains usage numbers. That event has no choices.
         let (last, others) = events.split_last().unwrap();
         assert_eq!(last["choices"], json!([]));
         assert_eq!(last["usage"]["completion_tokens"], whole["usage"]["completion_tokens"], "{fields}");
@@ -144,7 +144,7 @@ fn logprobs_cover_the_content_with_its_bytes() {
     for entry in entries {
         let top = entry["top_logprobs"].as_array().unwrap();
         assert_eq!(top.len(), 3);
-        // At temperature 0, the most likely token is chosen.
+        // At temperature 0, the server chooses the most likely token.
         assert_eq!((&top[0]["token"], &top[0]["logprob"]), (&entry["token"], &entry["logprob"]));
         assert!(entry["logprob"].as_f64().unwrap() <= 0.0);
     }
@@ -220,10 +220,11 @@ fn echoed_prompts_have_log_probabilities() {
         let best = top.values().next().unwrap().as_f64().unwrap();
         assert!(logprob <= best && best <= 0.0, "{logprob} {best}");
     }
-    // The generated token is the most likely one. The response contains it even if it is a stop token without text.
+    // The generated token is the most likely one.
+    // The response contains the token even if it is a stop token without text.
     let last = logprobs["tokens"][count].as_str().unwrap();
     assert_eq!(logprobs["top_logprobs"][count][last], logprobs["token_logprobs"][count]);
-    // Each token starts at its offset, in characters.
+    // The text of each token starts at the token's offset, counted in characters.
     let characters: Vec<char> = scored["choices"][0]["text"].as_str().unwrap().chars().collect();
     let offsets = logprobs["text_offset"].as_array().unwrap();
     for (token, offset) in logprobs["tokens"].as_array().unwrap()[..count].iter().zip(offsets) {
@@ -232,7 +233,7 @@ fn echoed_prompts_have_log_probabilities() {
         assert!(token.contains('\u{fffd}') || rest.starts_with(token), "{token:?} at {offset}");
     }
 
-    // Scored as part of a prompt, greedy tokens have the same log probabilities as when they were generated.
+    // Log probabilities of greedy tokens are the same when the tokens are scored as part of a prompt.
     let start = "To download a model";
     let count = server.post("/tokenize", &json!({ "prompt": start })).ok()["count"].as_u64().unwrap() as usize;
     let answer = complete(json!({ "prompt": start, "max_tokens": 6, "echo": false })).ok();
@@ -247,7 +248,7 @@ fn echoed_prompts_have_log_probabilities() {
         assert!((got.as_f64().unwrap() - expected.as_f64().unwrap()).abs() < 1e-3, "{got} {expected}");
     }
 
-    // Request several answers to several prompts, whole and streamed.
+    // Request several answers to several prompts, both whole and streamed.
     let prompts = [text, "The KV cache"];
     let fields = json!({
         "prompt": prompts, "n": 2, "logprobs": 3, "max_tokens": 4, "min_tokens": 4, "temperature": 1

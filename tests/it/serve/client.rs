@@ -13,7 +13,7 @@ use tempfile::TempDir;
 
 use crate::support::program::inferno;
 
-/// The time limit of each wait. It is long, because it only has to detect hangs.
+/// The time limit of each wait for the server. It is long, because its only purpose is to detect hangs.
 pub const HANG: Duration = Duration::from_secs(60);
 
 /// A running `inferno serve demo`. Dropping it kills the process.
@@ -99,7 +99,7 @@ impl Server {
         stream
     }
 
-    /// Returns the value in the first line of a metric.
+    /// Returns the value in the first line of the metric `name`.
     pub fn metric(&self, name: &str) -> f64 {
         let text = self.get("/metrics").text();
         let line = text.lines().find(|line| line.starts_with(name) && line[name.len()..].starts_with('{'));

@@ -29,7 +29,8 @@ fn connections_above_the_limit_only_answer_health_checks() {
     let (first, second) = (open(&server), open(&server));
     let refused = server.metric("inferno_refused_connections_total");
 
-    // The server refuses these requests without reading their bodies, so invalid bodies get the same error.
+    // Above the connection limit, the server refuses requests without reading their bodies.
+    // A request with an invalid body therefore gets the same error.
     for (method, path, body) in
         [("GET", "/v1/models", json!(null)), ("POST", "/v1/chat/completions", json!({ "messages": [] }))]
     {

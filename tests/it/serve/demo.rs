@@ -42,7 +42,7 @@ fn the_demo_calls_a_tool_and_answers_from_its_result() {
             assert_eq!(choice["finish_reason"], "stop");
         }
     }
-    // A question that needs no tool gets the same answer with and without a tool.
+    // A question that needs no tool gets the same answer whether or not the request offers a tool.
     let answer = server.chat(with_weather(json!({}))).ok();
     assert_eq!(answer["choices"][0]["message"], server.chat(json!({})).ok()["choices"][0]["message"]);
 }

@@ -68,13 +68,13 @@ fn single_requests_can_be_deterministic() {
     let text = json!({ "prompt": "The", "deterministic": true });
     assert!(server.post("/v1/completions", &text).ok()["system_fingerprint"].as_str().unwrap().ends_with(SUFFIX));
     assert_eq!(server.chat(json!({ "deterministic": "yes" })).error(400)["param"], "deterministic");
-    // The Messages API also honors the field, so it does not report the field as ignored.
+    // The Messages API also honors the field `deterministic`, so it does not report the field as ignored.
     let messages = json!({ "max_tokens": 3, "messages": [{ "role": "user", "content": "Hi" }], "deterministic": true });
     let response = server.post("/v1/messages", &messages);
     assert_eq!((response.status, response.header("x-inferno-ignored")), (200, None));
 }
 
-/// Responses of the Messages, Responses and ollama APIs have no fingerprint, so the test reads the request's record.
+/// Tests the Messages, Responses and ollama APIs. Their responses have no fingerprint, so the test reads the record.
 #[test]
 fn the_header_works_on_all_routes() {
     let server = Server::start(&["--record-memory", "1"]);

@@ -17,7 +17,7 @@ use super::client::{self, HANG, JSON, Response, chat, endless, read_chunk, reque
 use super::loading::options;
 use crate::support::demo_dir;
 
-/// A server with the demo model in this process.
+/// A server with the demo model that runs in the test process.
 struct Local {
     runtime: Runtime,
     engine: Engine,
@@ -58,7 +58,7 @@ impl Local {
         }
     }
 
-    /// Starts a stream and a whole answer, and sends a third request, which waits for one of them to end.
+    /// Starts a streamed answer and a whole answer, and sends a third request, which waits until one of the two ends.
     fn load(&self) -> [BufReader<TcpStream>; 3] {
         let mut stream = self.chat(&endless(true));
         assert_eq!(Response::read_head(&mut stream).status, 200);
@@ -104,7 +104,7 @@ fn a_failed_step_fails_its_requests_only() {
     assert!(!local.serving.is_finished());
 }
 
-/// After a fault of the device or a panic, all requests fail, the server ends, and another one can take its place.
+/// After a device fault or a panic, all requests fail and the server ends. Another server can then take its place.
 #[test]
 fn a_server_with_a_broken_engine_ends_so_that_it_can_restart() {
     for fault in [Fault::Device, Fault::Panic] {
@@ -128,7 +128,7 @@ fn a_server_with_a_broken_engine_ends_so_that_it_can_restart() {
     }
 }
 
-/// A rank hangs or panics while 8 clients wait for answers. All requests fail, and the process exits.
+/// One rank hangs or panics while 8 clients wait for answers. All requests fail, and the process exits.
 #[test]
 fn a_rank_that_fails_under_load_ends_all_requests_and_the_process() {
     for (fault, reason) in [("1:hang:60", "GPU 2 of 3 does not answer"), ("1:panic:60", "GPU 2 of 3 failed")] {
@@ -154,7 +154,7 @@ fn a_rank_that_fails_under_load_ends_all_requests_and_the_process() {
         for message in errors {
             assert!(message.contains(reason) && message.contains("the others were stopped"), "{message}");
         }
-        // The server rejects all later requests until it exits.
+        // After a rank fails, the server rejects all later requests until it exits.
         if let Ok(mut stream) = TcpStream::connect(&server.address) {
             let _ = stream.write_all(&request("GET", "/health", &[], b""));
             let mut status = String::new();

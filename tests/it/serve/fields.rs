@@ -114,7 +114,7 @@ fn honored_fields_change_the_answer() {
     server.post("/tokenize", &json!({ "prompt": "a".repeat(4 << 20) })).error(400);
     let biased = content(json!({ "logit_bias": { id.to_string(): -100 } }));
     assert!(plain.as_str().unwrap().starts_with("The") && !biased.as_str().unwrap().starts_with("The"), "{biased}");
-    // At this temperature, the answer is random even if the model is almost certain of each token.
+    // At temperature 20, sampled answers vary even if the model is almost certain of each token.
     let random = |seed: u64| {
         let json = server.chat(json!({ "temperature": 20, "seed": seed, "max_tokens": 30 })).ok();
         json["choices"][0]["message"].clone()
@@ -184,7 +184,7 @@ fn fields_without_effect_are_named_and_can_be_refused() {
     assert_eq!(response.header("x-inferno-ignored"), Some("a??b: c? d"));
 }
 
-/// SMG adds `logprobs` and `stream` to requests. vllm-router adds the other fields.
+/// Of `chat_template_kwargs`, the harmony format uses only `reasoning_effort`. Other variables are ignored.
 #[test]
 fn harmony_uses_only_the_effort_of_the_template_variables() {
     let server = Server::start(&[]);
@@ -196,6 +196,7 @@ fn harmony_uses_only_the_effort_of_the_template_variables() {
     assert_eq!(error["param"], "reasoning_effort");
 }
 
+/// The router SMG adds `logprobs` and `stream` to requests. vllm-router adds all other fields of this test.
 #[test]
 fn fields_that_routers_add_do_not_change_the_answer() {
     let server = Server::start(&[]);

@@ -76,7 +76,7 @@ fn a_server_that_does_not_respond_is_unhealthy_after_the_timeout() {
     let output = run(&["health", "--url", &url, "--timeout", "0.3"]);
     assert_fails(&output, 1, &["no response in 0.3 s"]);
     assert!(started.elapsed() < Duration::from_secs(20));
-    // Drop the first connection, which is still in the backlog.
+    // Accept and drop the first connection, which is still in the backlog.
     drop(listener.accept().unwrap());
     let other = thread::spawn(move || {
         let mut stream = BufReader::new(listener.accept().unwrap().0);

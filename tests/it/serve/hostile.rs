@@ -1,4 +1,4 @@
-//! Tests of invalid and abusive requests. None of them may stop the server.
+//! Tests that invalid and abusive requests do not stop the server.
 
 use std::io::{BufReader, Read, Write};
 
@@ -78,7 +78,7 @@ fn extreme_values_are_never_a_server_error() {
             body.as_object_mut().unwrap().shift_remove(name);
             let text = body.to_string();
             let text = format!("{},\"{name}\":{value}}}", text.strip_suffix('}').unwrap());
-            // Skip values of `max_tokens` that could allow a long answer.
+            // Skip values of `max_tokens` that would allow a long answer, which would slow the test down.
             if name == "max_tokens" && (value.len() > 1 && !value.starts_with(['-', '"', '['])) {
                 continue;
             }
@@ -100,7 +100,7 @@ fn requests_that_are_not_http_get_an_error_with_a_body() {
         (b"GET / HTTP/1.1\r\nno colon\r\n\r\n".to_vec(), 400),
         (b"GET / HTTP/3.7\r\n\r\n".to_vec(), 400),
         (b"\0\0\0\0\r\n\r\n".to_vec(), 400),
-        // A TLS ClientHello on a port without TLS.
+        // A TLS ClientHello arrives on a port without TLS.
         (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03".to_vec(), 400),
         (b"POST /tokenize HTTP/1.1\r\nContent-Length: -5\r\n\r\n".to_vec(), 400),
         (b"POST /tokenize HTTP/1.1\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\n".to_vec(), 400),
@@ -108,7 +108,7 @@ fn requests_that_are_not_http_get_an_error_with_a_body() {
         (format!("GET / HTTP/1.1\r\nx: {large}\r\n\r\n").into_bytes(), 431),
         (format!("GET /{long} HTTP/1.1\r\n\r\n").into_bytes(), 414),
         (format!("GET /{longer} HTTP/1.1\r\n\r\n").into_bytes(), 414),
-        // An invalid request after a valid one on the same connection.
+        // The same connection carries a valid request and then an invalid one.
         ([&valid[..], b"\x00\x01\r\n\r\n"].concat(), 400),
     ];
     for (bytes, status) in &requests {
@@ -124,12 +124,12 @@ fn requests_that_are_not_http_get_an_error_with_a_body() {
         assert_eq!(error["type"], "invalid_request_error", "{error}");
         assert_eq!(response.header("connection"), Some("close"));
         assert_eq!(response.header("content-type"), Some("application/json"));
-        // The server must send nothing else.
+        // After the error response, the server must send nothing else.
         let mut rest = Vec::new();
         let _ = reader.read_to_end(&mut rest);
         assert!(rest.is_empty(), "{rest:?}");
     }
-    // The server closes a connection that starts with the preface of HTTP/2, without a response.
+    // The server sends no response to the preface of HTTP/2 and closes the connection.
     let mut stream = server.connect();
     stream.write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n").unwrap();
     let mut answer = Vec::new();
@@ -149,14 +149,14 @@ fn large_encoded_and_untyped_bodies_are_refused() {
     let path = "/v1/chat/completions";
     let large = vec![b' '; (8 << 20) + 1];
     server.send("POST", path, &[JSON], &large).error(413);
-    // Without a content length, the server counts the bytes that it reads.
+    // If a request has no content length, the server counts the bytes that it reads.
     let mut stream = server.connect();
     let head = format!(
         "POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
     );
     stream.write_all(head.as_bytes()).unwrap();
     let chunk = [format!("{:x}\r\n", 1 << 20).into_bytes(), vec![b' '; 1 << 20], b"\r\n".to_vec()].concat();
-    // Write until the server closes the connection.
+    // Write the body until the server closes the connection.
     while stream.write_all(&chunk).is_ok() {}
     Response::read(&mut BufReader::new(stream)).error(413);
 

@@ -39,7 +39,7 @@ fn exactly_the_excess_is_rejected_when_the_queue_is_full() {
     assert!(error["message"].as_str().unwrap().contains("try again in"), "{error}");
     drop(readers);
     server.wait_until_idle();
-    // This request asks for more answers than can run and queue at the same time.
+    // One request asks for more answers than can run and wait at the same time.
     let error = server.chat(json!({ "n": 6, "max_tokens": 2 })).error(400);
     assert!(error["param"] == "n" && error["message"].as_str().unwrap().contains("the limit is 5"), "{error}");
     server.chat(json!({ "n": 5, "max_tokens": 2 })).ok();
@@ -55,7 +55,7 @@ fn requests_do_not_wait_forever() {
     assert_eq!(error["code"], "rate_limit_exceeded");
     let seconds = response.header("retry-after").unwrap();
     assert!(error["message"].as_str().unwrap().ends_with(&format!("please try again in {seconds}s")), "{error}");
-    // No answer has ended yet, so the server suggests the time for which the first request has been running.
+    // No answer has ended yet, so the retry delay is the time for which the first request has been running.
     let milliseconds: u64 = response.header("retry-after-ms").unwrap().parse().unwrap();
     assert!((200..=60_000).contains(&milliseconds) && milliseconds != 5000, "{milliseconds}");
     let events = server.chat(json!({ "stream": true })).events();
@@ -88,7 +88,7 @@ fn streams_end_before_the_server_does() {
 
 #[test]
 fn a_server_accepts_requests_during_the_drain_delay() {
-    // No test takes as long as this delay.
+    // Set a drain delay that is longer than any test.
     let server = Server::start(&["--drain-delay", "3600"]);
     server.signal(Signal::SIGTERM);
     server.wait("/health returns status 503", |server| server.get("/health").status == 503);
@@ -153,7 +153,7 @@ fn idle_connections_close_when_the_server_ends() {
     assert_eq!(server.exit_code(), Some(0));
 }
 
-/// The router SMG reuses connections that were idle for up to 3 s, so the server must not close them earlier.
+/// The router SMG reuses connections that were idle for up to 3 s, so the server must not close them before 3 s.
 #[test]
 fn an_idle_connection_stays_open_for_longer_than_routers_keep_it() {
     let server = Server::start(&[]);

@@ -90,7 +90,7 @@ fn collect(events: &[Value]) -> Value {
     message
 }
 
-/// Makes responses to equal requests comparable: removes ids, and counts cached tokens as input tokens.
+/// Makes responses to equal requests comparable: removes ids and counts cached tokens as input tokens.
 fn comparable(mut message: Value) -> Value {
     message["id"] = Value::Null;
     let usage = &mut message["usage"];
@@ -133,7 +133,7 @@ fn answers_are_those_of_chat_completions_in_another_shape() {
     assert_eq!(usage["output_tokens"], chat_usage["completion_tokens"]);
     let reasoning = &chat_usage["completion_tokens_details"]["reasoning_tokens"];
     assert_eq!(usage["output_tokens_details"]["thinking_tokens"], *reasoning);
-    // Without a `thinking` field in the request, the answer contains no thinking.
+    // If a request has no `thinking` field, the answer contains no thinking.
     let hidden = send(&server, json!({})).ok();
     assert_eq!(hidden["content"], json!([{ "type": "text", "text": answer["content"], "citations": null }]));
     assert_eq!(hidden["usage"]["output_tokens"], usage["output_tokens"]);

@@ -56,7 +56,7 @@ fn chats_are_chat_completions_in_another_shape() {
     assert!(count("eval_duration") > 0 && count("total_duration") >= count("eval_duration"), "{whole}");
     assert!(count("prompt_eval_duration") > 0 && whole["load_duration"] == 0);
 
-    // Without a `stream` field, the answer is streamed.
+    // If a request has no `stream` field, the answer is streamed.
     let mut body = chat(json!({ "model": "demo:latest" }));
     body.as_object_mut().unwrap().remove("stream");
     let parts = lines(&server.post("/api/chat", &body));
@@ -109,7 +109,7 @@ fn prompts_are_questions_or_plain_text() {
         generate(json!({ "prompt": "What is the KV cache?", "system": "Be kind.", "options": { "num_predict": 1 } }));
     assert!(system["prompt_eval_count"].as_u64() > whole["prompt_eval_count"].as_u64());
 
-    // A limit of 0 is no limit, and the seed -1 is random.
+    // A token limit of 0 means no limit, and the seed -1 means a random seed.
     let unlimited = generate(json!({ "prompt": "What is the KV cache?", "options": { "num_predict": 0 } }));
     assert_eq!(unlimited["response"], whole["response"]);
     let random = json!({ "prompt": "Hi", "raw": true, "options": { "temperature": 2, "seed": -1, "num_predict": 16 } });
@@ -158,7 +158,7 @@ fn tools_and_schemas_work_like_those_of_openai() {
     whole["stream"] = json!(false);
     assert_eq!(server.post("/api/chat", &chat(whole)).ok()["message"]["tool_calls"], *calls);
 
-    // Send the answer back with the result of the tool call. Tool calls of this API have no ids.
+    // Send the answer back with the result of the tool call. Tool calls in ollama's API have no ids.
     let assistant = json!({ "role": "assistant", "content": "", "thinking": "Hmm.", "tool_calls": calls });
     for result in [
         json!({ "role": "tool", "content": "sunny", "tool_name": "get_weather" }),

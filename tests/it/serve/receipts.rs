@@ -66,7 +66,7 @@ fn a_receipt_states_what_computed_an_answer() {
     }
     assert_eq!(stated["answers"][1]["finish"], "length");
 
-    // A restarted server with the same key file has the same key. A server with a different file has a different key.
+    // A server that restarts with the same key file keeps its key. A server with another key file has another key.
     let public = fs::read_to_string(key).unwrap();
     drop(server.log());
     let server = Server::start(&["--receipt-key", key_file.to_str().unwrap()]);

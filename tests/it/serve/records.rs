@@ -14,7 +14,7 @@ fn replay(record: &str, args: &[&str]) -> Output {
     run(&[&["replay", record, "--device", "cpu"], args].concat())
 }
 
-/// Asserts that all replayed answers equal the answers in the record. Returns the number of answers.
+/// Asserts that all replayed answers equal the recorded answers. Returns the number of answers.
 fn assert_equal(output: &Output) -> usize {
     let printed = text(&output.stdout);
     assert_eq!(output.status.code(), Some(0), "{printed} {}", text(&output.stderr));
@@ -97,7 +97,7 @@ fn replay_names_the_first_token_that_differs() {
     let printed = text(&output.stdout);
     assert!(printed.starts_with(&expected) && printed.contains(&format!("got {token} ")), "{printed}");
     assert_eq!(printed.matches("log probability").count(), 2, "{printed}");
-    // A replay on another device succeeds if the tokens are equal.
+    // A replay on another device succeeds if it generates the same tokens.
     record["requests"][0]["answers"][0]["tokens"][7] = json!(token);
     record["engine"]["device"] = json!("another device");
     write(&record);

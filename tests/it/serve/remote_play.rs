@@ -12,7 +12,8 @@ use super::client::Server;
 use crate::support::program::{assert_fails, inferno, text};
 use crate::support::session::{expect, play_url};
 
-/// Runs `inferno play --url` for one answer. Sets an unreachable proxy, which must not be used for local servers.
+/// Runs `inferno play --url` for one answer.
+/// Sets an unreachable proxy, because inferno must not use a proxy for local servers.
 fn ask(url: &str, args: &[&str]) -> Output {
     let home = TempDir::new().unwrap();
     let mut command = inferno(&home);
@@ -203,7 +204,7 @@ fn a_server_without_usage_and_token_counts_is_enough() {
         "stream": true, "stream_options": { "include_usage": true },
         "top_k": 3, "reasoning_effort": "high", "stop": ["x"],
     });
-    // The request contains only the settings that the user chose.
+    // The request to the server contains only the settings that the user chose.
     assert_eq!(mock.bodies.lock().unwrap()[0], expected);
     assert_fails(&ask(&mock.url, &[]), 2, &["org/a, org/b"]);
     assert_fails(&ask(&mock.url, &["org"]), 3, &["it serves 'org/a', 'org/b'"]);
@@ -228,7 +229,7 @@ fn a_server_without_usage_and_token_counts_is_enough() {
     assert!(refused.contains("does not count tokens"), "{refused}");
     chat.send_line("/exit").unwrap();
     chat.exp_eof().unwrap();
-    // The reasoning of earlier turns is not sent.
+    // The chat does not send the reasoning of earlier turns to the server.
     let messages = mock.bodies.lock().unwrap().last().unwrap()["messages"].clone();
     assert_eq!(messages.as_array().unwrap().len(), 3);
     assert_eq!(messages[1], json!({ "role": "assistant", "content": "Forty-two\u{1b}[31m" }));
@@ -243,7 +244,7 @@ fn failures_of_a_server_are_explained() {
     assert_fails(&ask(&mock.url, &["org/a"]), 1, &["closed the connection before the answer was complete"]);
     let mock = Mock::streaming(&[start, "<html>"]);
     assert_fails(&ask(&mock.url, &["org/a"]), 1, &["invalid JSON"]);
-    // The body is shorter than its `Content-Length`.
+    // The response body is shorter than its `Content-Length`.
     let mock = Mock::start("HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nContent-Length: 999\r\n\r\ndata: ");
     assert_fails(&ask(&mock.url, &["org/a"]), 5, &["cannot reach a server"]);
 

@@ -258,7 +258,7 @@ fn waiting_streams_repeat_their_state_and_fail_with_a_delay() {
     assert_eq!((&failed["type"], &failed["response"]["status"]), (&json!("response.failed"), &json!("failed")));
     let error = &failed["response"]["error"];
     assert_eq!(error["code"], "rate_limit_exceeded");
-    // Codex reads the delay from the message.
+    // The error message contains the retry delay, because Codex reads the delay from the message.
     let delay = error["message"].as_str().unwrap().split_once("try again in ").unwrap().1;
     assert!(delay.strip_suffix('s').unwrap().parse::<u64>().unwrap() >= 1, "{error}");
 }

@@ -92,7 +92,7 @@ fn streams_and_requests_of_other_clients_are_canceled_at_once() {
     let server = Server::start(&[]);
     let (first, retry) = ([("x-stainless-retry-count", "0")], [("x-stainless-retry-count", "1")]);
     for (headers, is_stream) in [(&first[..], false), (&first, true), (&retry, true), (&[], false)] {
-        // An answer that waits for a retry runs for another 2 s. Try again if the machine was busy.
+        // An answer that waits for a retry keeps running for 2 s. Measure again if the machine was busy.
         let is_canceled_at_once = || {
             lose(&server, headers, &endless(is_stream));
             let lost = Instant::now();

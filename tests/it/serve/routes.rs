@@ -20,7 +20,7 @@ fn models_are_listed_and_unknown_ones_are_not_found() {
     let error = server.chat(json!({ "model": "gpt-4" })).error(404);
     assert_eq!((&error["param"], &error["code"]), (&json!("model"), &json!("model_not_found")));
     assert!(error["message"].as_str().unwrap().contains("'demo'"), "{error}");
-    // Without a model name, the server uses its only model.
+    // If a request names no model, the server uses its only model.
     server.chat(json!({ "model": null, "max_tokens": 3 })).ok();
 }
 
@@ -105,7 +105,8 @@ fn loads_have_the_fields_that_routers_read() {
     }
     assert_eq!((&load["max_running_requests"], &load["max_total_num_tokens"]), (&json!(7), &json!(4 * 4096)));
     assert_eq!(load["dp_rank"], 0);
-    // If this field existed, SMG would send all requests to the replica with the highest throughput.
+    // The load report must not have the field `gen_throughput`.
+    // With this field, SMG would send all requests to the replica with the highest throughput.
     assert!(load.get("gen_throughput").is_none());
 
     // /v1/loads and /metrics report the same load.
@@ -135,7 +136,7 @@ fn the_tokens_of_steps_add_up() {
     server.wait_until_idle();
     let (prompt, completion) = (usage["prompt_tokens"].as_f64().unwrap(), usage["completion_tokens"].as_f64().unwrap());
     assert_eq!(completion, 5.0);
-    // No step computes the last token, because no token follows it.
+    // The last token of an answer is not computed in any step, because no token follows it.
     assert_eq!(server.metric("inferno_iteration_tokens_sum"), prompt + completion - 1.0);
     let steps = server.metric("inferno_iteration_tokens_count");
     assert_eq!(steps, server.metric("inferno_engine_steps_total"));
@@ -186,7 +187,7 @@ fn metrics_have_the_names_and_labels_that_dashboards_read() {
     ] {
         assert!(text.contains(part), "{part}: {text}");
     }
-    // Metrics that are constant in inferno have no name of inferno's own.
+    // Metrics that are always constant in inferno exist only under vLLM's names, without the prefix `inferno_`.
     let plain = Server::start(&[]).get("/metrics").text();
     for name in ["waiting_by_reason", "engine_sleep_state", "lora_requests_info"] {
         assert!(text.contains(name) && !plain.contains(name), "{name}: {plain}");

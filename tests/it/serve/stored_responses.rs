@@ -19,7 +19,7 @@ fn the_previous_response_continues_the_conversation() {
     let fields = json!({ "previous_response_id": first["id"], "input": [question] });
     let second = respond(&server, fields.clone()).ok();
     assert_eq!(second["previous_response_id"], first["id"]);
-    // Send the same conversation without stored responses. Instructions are not carried over.
+    // Send the same conversation without stored responses. Instructions of earlier responses are not carried over.
     let output = first["output"].as_array().unwrap();
     let items = [&[json!({ "role": "user", "content": "What is the KV cache?" })], &output[..], &[question]].concat();
     let whole = respond(&server, json!({ "input": items, "store": false })).ok();
@@ -33,7 +33,7 @@ fn the_previous_response_continues_the_conversation() {
     let by_reference = respond(&server, json!({ "input": referenced, "store": false })).ok();
     assert_eq!(by_reference["output"][1]["content"], whole["output"][1]["content"]);
     assert_eq!(by_reference["usage"]["input_tokens"], whole["usage"]["input_tokens"]);
-    // Continue the conversation with a third response.
+    // Continue the conversation with a third response that refers to the second.
     let third = respond(&server, json!({ "previous_response_id": second["id"], "max_output_tokens": 5 })).ok();
     assert!(third["usage"]["input_tokens"].as_u64() > second["usage"]["input_tokens"].as_u64());
     // If an earlier response was deleted, the conversation cannot continue.
@@ -157,7 +157,7 @@ fn tool_calls_and_their_outputs_reach_the_model() {
     let first = respond(&server, fields).ok();
     let output = json!([{ "type": "function_call_output", "call_id": "call_1", "output": "demo" }]);
     respond(&server, json!({ "previous_response_id": first["id"], "input": output, "max_output_tokens": 5 })).ok();
-    // The error about an output without a call names the item of this request, not of the stored conversation.
+    // The error about a function output without a call names the item in the request, not in the stored conversation.
     let input = json!([
         output[0],
         { "role": "user", "content": "And then?" },
@@ -193,7 +193,7 @@ fn reasoning_comes_back_in_either_field() {
 fn a_running_response_can_be_canceled() {
     let server = Server::start(&["--max-sequences", "1"]);
     let endless = body(json!({ "stream": true, "ignore_eos": true, "max_output_tokens": 3000 }));
-    // Start one response that runs and one that waits.
+    // Start two responses: one that runs, and one that waits in the queue.
     let mut streams = Vec::new();
     for _ in 0..2 {
         let mut stream = BufReader::new(server.begin("/v1/responses", &endless));
@@ -219,7 +219,7 @@ fn a_running_response_can_be_canceled() {
         assert_eq!(server.get(&format!("/v1/responses/{id}")).ok(), last["response"]);
     }
     server.wait_until_idle();
-    // If the client disconnects, its response is canceled.
+    // If the client of a streamed response disconnects, the response is canceled.
     let mut stream = BufReader::new(server.begin("/v1/responses", &endless));
     Response::read_head(&mut stream);
     read_chunk(&mut stream).unwrap();

@@ -71,7 +71,7 @@ fn response_formats_are_enforced_whole_and_streamed() {
     let mut loose = response_format(schema());
     loose["json_schema"].as_object_mut().unwrap().remove("strict");
     check(server.chat(json!({ "response_format": loose })).ok()["choices"][0]["message"]["content"].as_str().unwrap());
-    // The model may still call a tool, but any text must match the schema.
+    // The model may still call a tool, but a text answer must match the schema.
     let fields = json!({ "response_format": response_format(schema()), "tools": [tool("f", false)] });
     let json = server.chat(fields).ok();
     if let Some(text) = json["choices"][0]["message"]["content"].as_str() {
@@ -138,7 +138,7 @@ fn required_and_named_tools_are_called() {
     let json = server.chat(without).ok();
     let arguments = &json["choices"][0]["message"]["tool_calls"][0]["function"]["arguments"];
     assert_eq!(serde_json::from_str::<Value>(arguments.as_str().unwrap()).unwrap(), json!({}));
-    // The model may answer without calling a strict tool.
+    // The model may answer with text instead of calling a strict tool.
     let response = server.chat(json!({ "tools": [tool("list_models", true)] }));
     assert!(response.header("x-inferno-ignored").is_none());
     response.ok();

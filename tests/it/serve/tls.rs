@@ -80,7 +80,7 @@ fn health_checks_use_https() {
     let mut command = inferno(&home);
     command.args(["health", "--port", port]).env("INFERNO_TLS_CERT", path("localhost.pem"));
     assert!(command.output().unwrap().status.success());
-    // On this port, the server does not accept plain HTTP.
+    // The server does not accept plain HTTP on a TLS port.
     assert_fails(&run(&["health", "--port", port]), 1, &["cannot reach"]);
 }
 
@@ -98,7 +98,7 @@ fn connections_without_a_handshake_are_closed() {
     let mut byte = [0];
     assert_eq!(silent.read(&mut byte).unwrap_or(0), 0);
     assert!(started.elapsed() < Duration::from_secs(20), "{:?}", started.elapsed());
-    // Other connections are not affected.
+    // A failed TLS handshake does not affect other connections.
     let mut stream = connect(&server);
     stream.write_all(&request("GET", "/health", &[], b"")).unwrap();
     assert_eq!(Response::read(&mut BufReader::new(stream)).status, 200);

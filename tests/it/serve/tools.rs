@@ -1,4 +1,4 @@
-//! Tests of tools in requests to models whose chat template cannot show them to the model.
+//! Tests of requests with tools to models whose chat template cannot list the tools in the prompt.
 
 use std::fs;
 
@@ -24,8 +24,8 @@ const WITHOUT_TOOLS: &str =
     "{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}{% endfor %}<|start|>assistant";
 const WITH_TOOLS: &str = "{{ tools | tojson }}<|start|>assistant";
 
-/// Sends a request with a tool to each API that has tools, as (path, response).
-/// `choice` is the tool choice of OpenAI's APIs and of Anthropic's API.
+/// Sends a request with a tool to each API that supports tools. Returns the path and the response of each.
+/// `choice` holds the tool choice in the format of OpenAI's APIs, then in the format of Anthropic's API.
 fn ask(server: &Server, choice: Option<(Value, Value)>) -> Vec<(&'static str, Response)> {
     let model = server.get("/v1/models").ok()["data"][0]["id"].clone();
     let messages = json!([{ "role": "user", "content": "Hi" }]);
@@ -61,7 +61,7 @@ fn ask(server: &Server, choice: Option<(Value, Value)>) -> Vec<(&'static str, Re
     bodies.into_iter().map(send).collect()
 }
 
-/// Returns tool choices that demand a call.
+/// Returns tool choices that require a tool call: any tool, then a named tool.
 fn demands() -> [(Value, Value); 2] {
     let named = json!({ "type": "function", "function": { "name": "get_weather" } });
     [(json!("required"), json!({ "type": "any" })), (named, json!({ "type": "tool", "name": "get_weather" }))]
@@ -74,7 +74,7 @@ fn tools_that_the_template_does_not_read_are_named() {
         response.ok();
         assert_eq!(response.header("x-inferno-ignored"), Some("tools"), "{path}");
     }
-    // With `none`, no template shows the tools.
+    // With the tool choice `none`, the prompt never lists the tools, so no field is reported as ignored.
     for (path, response) in ask(&server, Some((json!("none"), json!({ "type": "none" })))) {
         response.ok();
         assert_eq!(response.header("x-inferno-ignored"), None, "{path}");
@@ -107,7 +107,7 @@ fn tools_with_an_effect_are_not_named() {
         let reason = "the chat format of this model does not support required tool calls";
         assert!(response.text().contains(reason), "{path}: {}", response.text());
     }
-    // The grammar of a required call does not depend on the template.
+    // The grammar of a required tool call does not depend on the chat template.
     let (_folder, server) = start(WITHOUT_TOOLS, &[("<|constrain|>", "<tool_call>"), ("<|call|>", "</tool_call>")]);
     for (path, response) in demands().into_iter().flat_map(|choice| ask(&server, Some(choice))) {
         response.ok();

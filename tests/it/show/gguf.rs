@@ -67,7 +67,7 @@ fn remote_file_gives_the_same_report_as_a_local_one() {
         (&json!("llama3.2"), &json!("tokenizer.chat_template"))
     );
     for (field, value) in local.as_object().unwrap() {
-        // The free memory of a GPU may change between the two reports.
+        // The free memory of a GPU may change between two reports of `show`.
         let changes = !local["gpu"].is_null() && ["gpu", "needs"].contains(&field.as_str());
         if !changes && !["name", "revision", "path"].contains(&field.as_str()) {
             assert_eq!(&remote_model[field], value, "{field}");

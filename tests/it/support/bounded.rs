@@ -46,15 +46,15 @@ impl Bounded {
 
 /// Runs a command without input.
 ///
-/// Asserts that no signal or panic ends the command,
-/// and that a failure is reported as one error of at most 2000 bytes, without control characters.
+/// Asserts that no signal or panic ends the command.
+/// A failure must be reported as one error of at most 2000 bytes, without control characters.
 /// Also asserts that the command uses at most 10 s of CPU time, 60 s of wall-clock time and 1 GB of memory.
 #[track_caller]
 pub fn bounded(command: Command) -> Bounded {
     bounded_with_input(command, b"")
 }
 
-/// Runs a command with `input` on its standard input. Asserts the same as [`bounded`].
+/// Runs a command with `input` on its standard input. Makes the same assertions as [`bounded`].
 #[track_caller]
 #[expect(clippy::zombie_processes, reason = "`wait` calls wait4, which also returns the CPU time")]
 pub fn bounded_with_input(mut command: Command, input: &[u8]) -> Bounded {
@@ -122,7 +122,7 @@ fn read(stream: &mut impl Read) -> String {
     String::from_utf8_lossy(&bytes).into_owned()
 }
 
-/// Returns the exit status and the CPU time if the process has ended. In that case, also reaps the process.
+/// Returns the exit status and the CPU time if the process has ended, and reaps the process. Otherwise, returns `None`.
 fn wait(pid: libc::pid_t) -> Option<(ExitStatus, f64)> {
     let mut status = 0;
     // SAFETY: an all-zero rusage is valid.
@@ -135,7 +135,7 @@ fn wait(pid: libc::pid_t) -> Option<(ExitStatus, f64)> {
 }
 
 /// Returns the peak resident memory of a process in bytes, or `None` before its `exec` and after its end.
-/// `ru_maxrss` would include the time before `exec`, when the child still has the memory of the test process.
+/// `ru_maxrss` would include the time before `exec`, when the child still has the test process's memory.
 fn peak_resident_bytes(pid: libc::pid_t) -> Option<u64> {
     // Before `exec`, the child still runs the test binary.
     let program = std::fs::read_link(format!("/proc/{pid}/exe")).ok()?;

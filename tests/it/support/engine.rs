@@ -30,7 +30,7 @@ pub fn greedy() -> GenerateOptions {
     GenerateOptions::new(SamplingParams::greedy())
 }
 
-/// The text and the token ids from all events of an answer, and the summary from its last event.
+/// The text and the token ids of an answer, and the summary from its last event.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Answer {
     pub text: String,

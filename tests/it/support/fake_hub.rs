@@ -13,7 +13,7 @@ pub const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
 pub const INDEX: &str = "model.safetensors.index.json";
 pub const SHARDS: [&str; 2] = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"];
 
-/// The files and faults of the fake hub. Tests change them between downloads.
+/// The files and faults of the fake hub. Tests change this state between downloads.
 #[derive(Clone)]
 pub struct HubState {
     pub commit: String,
@@ -27,7 +27,7 @@ pub struct HubState {
     pub files_refused: Option<(u16, &'static str)>,
     /// Faults for the next GET requests for files that `faulty` selects. Each request consumes one fault.
     pub faults: VecDeque<Fault>,
-    /// Returns true if the faults apply to the file with this name. By default, they apply only to the weights.
+    /// Returns true if the faults apply to the file with the given name. By default, faults apply only to the weights.
     pub faulty: fn(&str) -> bool,
     /// Status lines, with optional headers, to send instead of the next listings, one per request.
     pub listing_faults: VecDeque<&'static str>,
@@ -41,13 +41,13 @@ pub struct HubState {
     pub storage: Option<String>,
     /// If true, the listing contains the SHA-256 of each large file, and file responses have an `x-linked-etag` header.
     pub lists_hashes: bool,
-    /// The `etag` header of every file. By default, it is the file's hash.
+    /// The `etag` header of every file. If it is not set, each file's hash is its etag.
     pub etag_header: Option<&'static str>,
     /// If set, the listing claims that model.safetensors has this size.
     pub claimed_bytes: Option<u64>,
     /// If set, the listing claims that every file has this hash.
     pub claimed_etag: Option<&'static str>,
-    /// A file that is listed but cannot be fetched.
+    /// The name of a file that the hub lists but cannot send.
     pub lost: Option<&'static str>,
     /// The number of bytes of file contents sent so far.
     pub sent_bytes: usize,
@@ -56,27 +56,28 @@ pub struct HubState {
 /// A fault that the fake hub injects into a response.
 #[derive(Clone, Copy, Debug)]
 pub enum Fault {
-    /// No fault. The request gets a correct response, so that a fault can apply to a later request.
+    /// No fault. The request gets a correct response, so that the next fault applies to a later request.
     None,
-    /// The server closes the connection after this many bytes of the body.
+    /// The server closes the connection after this many bytes of the response body.
     Cut(usize),
-    /// The server stops sending after this many bytes of the body, but keeps the connection open.
+    /// The server stops sending after this many bytes of the response body, but keeps the connection open.
     Stall(usize),
-    /// One bit is flipped in the byte at this index of the body.
+    /// One bit is flipped in the byte at this index of the response body.
     Flip(usize),
-    /// The server sends this status line, which may include headers, and an empty body.
+    /// The server sends this status line, which may include headers, and an empty response body.
     Status(&'static str),
     /// The server sends the login page of a captive portal.
     Portal,
-    /// The body is a different part of the file, although the `content-range` header states the requested range.
+    /// The response body is another part of the file than requested, but `content-range` states the requested range.
     OtherPart,
-    /// The `content-range` header differs from the requested range.
+    /// The `content-range` header differs from the range that the client requested.
     WrongRange,
-    /// The body is sent twice.
+    /// The response body is sent twice.
     BodyTwice,
     /// The server sends the whole file and ignores the requested range.
     WholeFile,
-    /// The body is sent as one HTTP chunk without a content length or a final chunk, and the connection stays open.
+    /// The response body is one HTTP chunk, without a content length or a final chunk.
+    /// The connection stays open.
     NoLength,
 }
 
@@ -118,7 +119,7 @@ impl FakeHub {
         std::thread::spawn(move || {
             for stream in listener.incoming() {
                 let (state, requests) = (state.clone(), requests.clone());
-                // Errors are ignored, because some tests close the connection early.
+                // Ignore errors, because some tests close the connection early.
                 std::thread::spawn(move || answer(stream.unwrap(), &state, &requests));
             }
         });
@@ -188,7 +189,7 @@ fn is_large(name: &str) -> bool {
     name.ends_with(".safetensors") || name.ends_with(".gguf")
 }
 
-/// Reads one request and answers it. A connection is not reused for another request.
+/// Reads one request and answers it. Each connection carries only one request.
 fn answer(mut stream: TcpStream, shared: &Mutex<HubState>, requests: &Mutex<Vec<String>>) -> std::io::Result<()> {
     let mut head = String::new();
     let mut reader = BufReader::new(stream.try_clone()?);

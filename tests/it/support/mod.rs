@@ -39,7 +39,7 @@ pub struct GoldenModel {
     /// The path of the model's folder, relative to `tests/golden`.
     pub name: &'static str,
     pub kind: GoldenKind,
-    /// Whether the tests convert the checkpoint to a GGUF file.
+    /// Whether the GGUF tests convert the checkpoint to a GGUF file.
     pub has_gguf: bool,
     /// Whether the decode graph supports the model.
     #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "only `decode_graph.rs` reads it"))]
@@ -51,12 +51,14 @@ pub struct GoldenModel {
 pub enum GoldenKind {
     /// A model that resembles a published model of its family.
     Family,
-    /// A model with a config from transformers 5 (`_new`), or with sizes that the decode graph supports (`_graph`).
+    /// A model with a config from transformers 5, if the name ends in `_new`.
+    /// A model with sizes that the decode graph supports, if the name ends in `_graph`.
     Variant,
     /// A model with 8-bit weights in the compressed-tensors format.
     ///
-    /// Most of these models also quantize the activations. Summing in another order than transformers can change
-    /// a quantized activation. The logits then agree less closely.
+    /// Most compressed-tensors models in the tests also quantize the activations.
+    /// A sum in another order than in transformers can change a quantized activation.
+    /// The logits then agree less closely with transformers.
     Compressed,
 }
 
@@ -192,14 +194,14 @@ impl Random {
         (self.next() >> 7) as f32 / (1u64 << 24) as f32
     }
 
-    /// Returns a number from an approximately normal distribution. About one in fifty is an outlier, 40 times larger.
+    /// Returns an approximately normally distributed number. About one number in fifty is an outlier, 40 times larger.
     pub fn normal(&mut self) -> f32 {
         let sum: f32 = (0..4).map(|_| self.next() as f32 / (1u64 << 31) as f32 - 0.5).sum();
         if self.next().is_multiple_of(50) { sum * 40.0 } else { sum }
     }
 
     /// Returns an f32 tensor of normally distributed values that `dtype` can represent exactly.
-    /// Converting the tensor to `dtype` is exact, so tests measure only the error of the kernel.
+    /// The conversion to `dtype` is therefore exact, and tests measure only the error of the kernel.
     pub fn tensor(&mut self, shape: &[usize], dtype: DType) -> Tensor {
         let values: Vec<f32> = (0..shape.iter().product()).map(|_| self.normal()).collect();
         Tensor::from_vec(values, shape, &Device::Cpu).unwrap().to_dtype(dtype).unwrap().to_dtype(DType::F32).unwrap()
@@ -226,7 +228,7 @@ pub fn at_home(mut command: Command, home: &TempDir) -> Command {
         }
     }
     command.env("HOME", home.path()).env("INFERNO_CACHE", home.path().join("models"));
-    // No server listens on this port.
+    // No server listens on this port, so the hub cannot be reached.
     command.env("HF_ENDPOINT", "http://127.0.0.1:1").env("TERM", "xterm-256color");
     command
 }

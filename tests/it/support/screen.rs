@@ -146,7 +146,7 @@ impl Screen {
         self.seen = self.written.len();
         self.send(line.as_bytes());
         self.send(b"\r");
-        // The echo ends with a line break. The first prompt after the echo is the new prompt.
+        // The echo of the line ends with a line break. The first prompt after the line break is the new prompt.
         let echo = self.wait("\n");
         echo + &self.wait(">>> ")
     }
@@ -199,7 +199,7 @@ impl Screen {
         self.rows_with_history(|cell| !cell.dim())
     }
 
-    /// Returns all rows. Spaces replace the cells that `is_shown` rejects.
+    /// Returns all rows. Cells that `is_shown` rejects become spaces.
     fn rows_with_history(&mut self, is_shown: impl Fn(&vt100::Cell) -> bool) -> Vec<String> {
         let (height, width) = self.terminal.screen().size();
         let (height, width) = (height.get(), width.get());

@@ -15,7 +15,8 @@ use crate::support::{devices, golden, logits_of, values};
 
 const IDS: [u32; 7] = [3, 1, 4, 1, 5, 9, 2];
 
-/// Writes the golden Llama 3 with its matrices in `dtype`. `element` encodes a value; `extra` names a scale to add.
+/// Writes the golden Llama 3 with its matrices in `dtype`.
+/// `element` encodes a value. `extra` is the name of a scale tensor to add, if any.
 fn rewritten(dtype: Dtype, element: impl Fn(f32) -> Vec<u8>, extra: Option<&str>) -> TempDir {
     let (dir, folder) = (golden("llama3"), TempDir::new().unwrap());
     std::fs::copy(dir.join("config.json"), folder.path().join("config.json")).unwrap();
@@ -70,7 +71,7 @@ fn e4m3_without_scales_is_a_float() {
             assert_eq!(got, want, "{quantize:?} in {dtype:?}");
         }
     }
-    // Rounding to E4M3 changes the logits, so the comparison above is meaningful.
+    // Rounding the weights to E4M3 changes the logits. The comparison with the E4M3 weights is therefore meaningful.
     let exact = logits(&golden("llama3"), None, &Device::Cpu, DType::F32).unwrap();
     assert_ne!(logits(cast.path(), None, &Device::Cpu, DType::F32).unwrap(), exact);
 }
@@ -101,7 +102,7 @@ fn tensors_that_need_scales_are_errors() {
         for quantize in [None, Some("int8".parse().unwrap())] {
             let error = logits(folder.path(), quantize, &Device::Cpu, DType::F32).unwrap_err();
             let text = format!("{error:#}");
-            // The embedding is loaded first and causes the error, unless only q_proj has a scale.
+            // The error names the embedding, which is loaded first, unless only q_proj has a scale.
             let name = if extra.is_some() { query } else { "model.embed_tokens.weight" };
             assert!(text.contains(&format!("tensor {name} in {dtype} (")) && text.contains(message), "{text}");
             let kind = error.chain().find_map(|cause| cause.downcast_ref::<Error>()).expect(&text);

@@ -1,5 +1,5 @@
 //! Tests of hostile safetensors files, shard indexes and packed experts.
-//! Each of these files must cause an error that names the file or the tensor.
+//! Each hostile file must cause an error that names the file or the tensor.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -22,7 +22,7 @@ fn error(dir: &Path) -> String {
     error
 }
 
-/// Returns the error from opening a checkpoint whose single file has these bytes, or `no error`.
+/// Returns the error from opening a checkpoint whose single file contains `bytes`, or `no error`.
 fn error_for_file(bytes: &[u8]) -> String {
     let folder = TempDir::new().unwrap();
     std::fs::write(folder.path().join("model.safetensors"), bytes).unwrap();
@@ -67,7 +67,7 @@ fn invalid_headers_are_errors() {
         file(None, &two("[0,4]", "[2,6]"), 6),
         file(None, &two("[0,4]", "[8,12]"), 12),
         file(None, &two("[4,8]", "[8,12]"), 12),
-        // Two tensors have the same name. The second one replaces the first, which leaves a gap in the data.
+        // Two tensors have the same name. The second tensor replaces the first, which leaves a gap in the data.
         file(None, &two("[0,4]", "[4,8]").replace("\"b\"", "\"a\""), 8),
     ]);
     for bytes in cases {

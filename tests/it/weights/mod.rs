@@ -33,7 +33,7 @@ use crate::support::{Random, golden, gpu, gpu_if_expected};
 #[derive(Clone, Default)]
 struct Host {
     live: Arc<AtomicUsize>,
-    /// The largest allocation that succeeds, in bytes.
+    /// The size of the largest allocation that succeeds, in bytes.
     limit: Option<usize>,
     panics: bool,
 }
@@ -101,7 +101,7 @@ fn small(threads: usize) -> ReadAheadOptions {
     ReadAheadOptions { threads, piece_bytes: 8, ahead_bytes: 64 }
 }
 
-/// Writes a checkpoint that contains these tensors.
+/// Writes a checkpoint that contains `tensors`.
 fn snapshot(tensors: impl IntoIterator<Item = (String, Tensor)>) -> TempDir {
     let folder = TempDir::new().unwrap();
     let tensors: HashMap<String, Tensor> = tensors.into_iter().collect();
@@ -239,7 +239,7 @@ fn tensors_on_a_gpu_equal_those_of_the_file() {
     }
 }
 
-/// One matrix has rows so long that each rank reads only its own columns. The ranks read the other tensors together.
+/// In a matrix with very long rows, each rank reads only its own columns. The ranks read all other tensors together.
 #[test]
 fn ranks_that_share_reads_get_their_parts_and_read_every_byte_once() {
     let tensors = [("long", [7, 200_000]), ("short", [3000, 700]), ("rows", [4000, 300])];
@@ -312,7 +312,7 @@ fn ranks_that_convert_rows_together_get_their_parts_and_read_every_byte_once() {
         (eight_bit.path(), down, None),
     ] {
         let checkpoint = Checkpoint::open(path).unwrap();
-        // Loads the columns of each rank.
+        // Loads the matrix on `ranks` ranks. Each rank loads its own columns.
         let load = |ranks: usize, is_shared: bool| {
             on_ranks(ranks, |world| {
                 let progress = LoadProgress::silent();
@@ -320,7 +320,7 @@ fn ranks_that_convert_rows_together_get_their_parts_and_read_every_byte_once() {
                     Weights::of_rank(&checkpoint, &Device::Cpu, DType::F32, &progress, world.clone()).unwrap();
                 let weights = target.map_or(weights.clone(), |target| weights.quantized_to(target.parse().unwrap()));
                 let weights = if is_shared { weights.sharing_reads() } else { weights };
-                // Q4_K divides columns at multiples of 256. The ranks divide 8 · 256 columns, so one of 9 has none.
+                // Q4_K is divided at multiples of 256 columns, so 8 · 256 columns leave one of nine ranks empty.
                 let kept = world.share(2048, 256);
                 let parts = [(weights.at(module).columns(kept.clone(), columns), rows)];
                 match Weights::matrix(&parts, "weight", kept.len()).unwrap() {
@@ -334,7 +334,7 @@ fn ranks_that_convert_rows_together_get_their_parts_and_read_every_byte_once() {
             let before = read_bytes(&checkpoint);
             let parts = load(ranks, true);
             let read = read_bytes(&checkpoint) - before;
-            // Each rank reads the scales of 8-bit weights.
+            // Each rank reads all scales of an 8-bit matrix.
             let scale_bytes = if path == eight_bit.path() { (ranks * rows * size_of::<f32>()) as u64 } else { 0 };
             let matrix_bytes = checkpoint.bytes() - scale_bytes / ranks as u64;
             assert_eq!(read, matrix_bytes + scale_bytes, "{module} as {target:?} on {ranks} ranks");
@@ -359,7 +359,7 @@ fn eight_bit_matrix(rows: usize, columns: usize) -> TempDir {
 }
 
 /// Loads a quantized GGUF tensor as floats.
-/// Its rows have at least 64 KB, so that no thread reads more bytes than it dequantizes.
+/// Each row has at least 64 KB, so that no thread reads more bytes than it dequantizes.
 #[test]
 fn ranks_that_dequantize_rows_together_read_every_byte_once() {
     let (rows, columns) = (33, 65_536);
@@ -385,7 +385,7 @@ fn ranks_that_dequantize_rows_together_read_every_byte_once() {
     }
 }
 
-/// The tensors are read in pieces that end inside rows and inside runs of columns.
+/// Reads the tensors in pieces that end inside rows and inside runs of columns.
 #[test]
 fn parts_read_by_several_threads_equal_parts_read_at_once() {
     let matrix = random(1000 * 700, DType::F32).reshape((1000, 700)).unwrap();

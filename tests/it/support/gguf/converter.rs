@@ -197,7 +197,7 @@ fn renamed(name: &str, architecture: &str) -> String {
 fn write(writer: Writer, name: &str, shape: &[usize], values: &[f32]) -> Writer {
     let shape: Vec<u64> = shape.iter().rev().map(|length| *length as u64).collect();
     let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
-    // Type 0 is F32.
+    // In GGUF, tensor type 0 is F32.
     writer.tensor(name, &shape, 0, &bytes)
 }
 
@@ -219,7 +219,8 @@ fn one(writer: Writer, config: &Value, source: Source) -> Writer {
         shape.swap(0, 1);
     }
     if config["scale_attn_by_inverse_layer_idx"] == true && name.contains("attn_qkv") {
-        // GGUF has no key for this option. Dividing the query projection by `layer + 1` has the same effect.
+        // GGUF has no key for `scale_attn_by_inverse_layer_idx`.
+        // Dividing the query projection by `layer + 1` has the same effect.
         let layer: f32 = name.split('.').nth(1).unwrap().parse().unwrap();
         let queries = values.len() / 3;
         values[..queries].iter_mut().for_each(|value| *value /= layer + 1.0);

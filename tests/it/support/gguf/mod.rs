@@ -1,4 +1,4 @@
-//! Writes GGUF files and converts checkpoints and tokenizers to them.
+//! Writes GGUF files, and converts checkpoints and tokenizers to GGUF.
 
 pub mod converter;
 pub mod models;
