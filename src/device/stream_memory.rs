@@ -135,7 +135,11 @@ unsafe extern "C" fn allocate_on_stream(address: *mut CUdeviceptr, bytes: usize,
     let is_reused = (1..=MAX_BYTES).contains(&bytes) && !is_capturing(stream);
     let Some(memory) = is_reused.then(|| memory_of(stream)).flatten() else {
         // SAFETY: the caller keeps the contract of `cuMemAllocAsync`.
-        return unsafe { (functions.allocate)(address, bytes, stream) };
+        let allocate = || unsafe { (functions.allocate)(address, bytes, stream) };
+        let result = allocate();
+        // To the driver, unused segments are memory in use. Without them, it may have enough memory.
+        let can_retry = result == CUresult::CUDA_ERROR_OUT_OF_MEMORY && !is_capturing(stream);
+        return if can_retry && release(stream).is_ok() { allocate() } else { result };
     };
     match lock(&memory).allocate(bytes, &mut OnStream { functions, stream }) {
         Ok(allocated) => {

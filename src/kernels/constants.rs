@@ -37,6 +37,7 @@ pub const EXCHANGE_SLOTS: usize = 4;
 /// The maximum number of thread blocks on one GPU for an exchange operation.
 /// In tests, several ranks can share a GPU.
 /// The waiting blocks of one rank must then leave multiprocessors free for the other ranks.
+/// A block waits only for the blocks with the same index on other GPUs, so not all blocks must fit on a GPU at once.
 pub const EXCHANGE_BLOCKS: usize = 128;
 
 // Paged KV cache (`attention/paged.rs`, `attention/paged.cuh`).

@@ -266,7 +266,7 @@ impl Inventory {
         parts
     }
 
-    /// Returns the memory size of the experts of one layer, in bytes, for the layer with the largest experts.
+    /// Returns the size in memory of all experts of a layer, in bytes. If layers differ, returns the largest size.
     /// Loading repacks or stacks the experts of one layer at a time, which temporarily needs this much extra memory.
     pub fn largest_expert_layer(&self, dtype: DType) -> u64 {
         let mut layers: BTreeMap<&str, u64> = BTreeMap::new();
@@ -280,7 +280,7 @@ impl Inventory {
         layers.into_values().max().unwrap_or(0)
     }
 
-    /// Returns the dequantized size of one layer's quantized experts, in bytes, for the layer with the largest experts.
+    /// Returns the dequantized size of all quantized experts of a layer, in bytes. If layers differ, returns the largest.
     /// In a forward pass over many tokens, a GPU dequantizes the experts of one layer at a time.
     /// Packed MXFP4 experts are not counted in the dequantized size.
     pub fn unpacked_expert_layer(&self, dtype: DType) -> u64 {

@@ -716,7 +716,7 @@ fn batches_continue_prompts_with_greedy_tokens() {
         let builder = Engine::builder(&model.dir).device(DeviceChoice::FirstCuda).dtype(DType::F16);
         let engine = builder.context(120).chunk(64).sequences(8).load().unwrap();
         let prompts = different_prompts(&engine, 21, 80);
-        // The batch shrinks as requests end, so the test runs the decode graphs of several batch sizes.
+        // The batch shrinks as requests end, so the test runs the batch graphs of several batch sizes.
         let answers = generate_at_once(&engine, &prompts, &SamplingParams::greedy(), 24);
         for (prompt, answer) in prompts.iter().zip(&answers) {
             assert_eq!(answer.tokens.len(), 24, "{name}");

@@ -66,11 +66,15 @@ fn finding(count: usize, direct: Measured, through_host: Option<Measured>) -> Fi
             );
             Finding::warn("links", what, NEXT)
         }
-        (Ok(Err(reason)), _) => {
-            let what = format!("{count} GPUs cannot exchange data, so --gpus is very slow: {reason}");
+        (Ok(Err(reason)), Some(Ok(Err(through_host)))) => {
+            let what = format!(
+                "{count} GPUs cannot exchange data, so --gpus is very slow: directly: {reason}; through host memory: \
+                 {through_host}"
+            );
             Finding::warn("links", what, NEXT)
         }
-        (Err(error), _) => Finding::fail("links", one_line(&error), NEXT),
+        (Ok(Err(reason)), None) => Finding::warn("links", reason, NEXT),
+        (Err(error), _) | (_, Some(Err(error))) => Finding::fail("links", one_line(&error), NEXT),
     }
 }
 
@@ -95,8 +99,10 @@ mod tests {
         assert!(found.what.ends_with("summing 11.5 KB takes 3.2 µs, 4194 KB 41 µs"), "{}", found.what);
         let found = finding(2, no_access(), Some(times()));
         assert!(found.status == Status::Warn && found.what.contains("host memory: summing 11.5 KB"), "{}", found.what);
-        let found = finding(2, no_access(), Some(no_access()));
-        assert!(found.status == Status::Warn && found.what.ends_with("slow: no peer access"), "{}", found.what);
+        let found = finding(2, no_access(), Some(Ok(Err("no pinned memory".into()))));
+        assert!(found.status == Status::Warn && found.what.contains("no peer access"), "{}", found.what);
+        assert!(found.what.ends_with("through host memory: no pinned memory"), "{}", found.what);
+        assert_eq!(finding(2, no_access(), Some(Err(anyhow::anyhow!("the GPU is lost")))).status, Status::Fail);
         assert_eq!(finding(2, Err(anyhow::anyhow!("no GPU")), None).status, Status::Fail);
         let slow = ExchangeTimes { small: 2.0, large: 1.0 };
         assert_eq!(slower(slow, ExchangeTimes { small: 1.0, large: 3.0 }), ExchangeTimes { small: 2.0, large: 3.0 });

@@ -57,7 +57,8 @@ fn connected(world: &World, device: &CudaDevice, path: ExchangePath) -> CandleRe
         return Ok(Err(reason));
     }
     // The exchange must be tested, because some drivers report peer access that does not work.
-    let tested = exchange.test();
+    // If the test fails on this rank, end the exchange, because the other ranks may still wait for this rank.
+    let tested = exchange.test().inspect_err(|_| exchange.end());
     Ok(agree(world, tested)?.map(|_| exchange))
 }
 

@@ -38,7 +38,7 @@ struct Mailboxes {
     int rank, ranks, region;
     // The maximum time to wait for another rank.
     int timeout_seconds;
-    // Nonzero if another rank uses the same GPU.
+    // Nonzero if any two ranks use the same GPU.
     int shares_gpu;
     // Nonzero if the mailboxes are in host memory.
     int in_host_memory;
@@ -186,7 +186,7 @@ struct Operation {
         for (int i = 4 * thread; i < previous; i += 4 * threads)
             for (int rank = 0; rank < m.ranks; ++rank)
                 if (rank != m.rank) Quad::store(own + (size_t)rank * m.region + i, Quad::empty());
-        // Stores to host memory and to other GPUs take different paths, so the order of these stores needs a fence.
+        // The stores of two GPUs reach host memory over different PCIe paths, so their order needs a fence.
         // The slot must be empty before this rank sends the values of the next operation.
         // Those values allow the other ranks to use the slot again.
         if (m.in_host_memory) __threadfence_system();

@@ -86,7 +86,7 @@ pub(super) struct GpuExchange {
     rank: usize,
     device: CudaDevice,
     pub mailboxes: Vec<Arc<RankMailbox>>,
-    /// True if another rank uses the same GPU.
+    /// True if any two ranks use the same GPU.
     shares_gpu: bool,
     /// True if this rank has launched or captured single operations since it last launched a graph.
     /// In this case, the other ranks have also done so, and their hosts may still be loading kernels.
@@ -102,7 +102,8 @@ impl fmt::Debug for GpuExchange {
 impl GpuExchange {
     pub fn new(rank: usize, device: &CudaDevice, mailboxes: Vec<Arc<RankMailbox>>) -> Self {
         let gpu = |mailbox: &Arc<RankMailbox>| mailbox.context.cu_device();
-        let shares_gpu = mailboxes.iter().filter(|mailbox| gpu(mailbox) == gpu(&mailboxes[rank])).count() > 1;
+        let shares_gpu =
+            (1..mailboxes.len()).any(|i| mailboxes[..i].iter().any(|other| gpu(other) == gpu(&mailboxes[i])));
         Self { rank, device: device.clone(), mailboxes, shares_gpu, may_load: AtomicBool::new(true) }
     }
 

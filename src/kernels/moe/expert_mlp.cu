@@ -211,7 +211,8 @@ __device__ __forceinline__ void store_tile(float (&sum)[S::ROW_TILES][S::COLUMNS
 //   grid: any number of blocks; block b processes the tiles b, b + gridDim.x, b + 2 · gridDim.x, ...
 //   block: EXPERT_MMA_THREADS
 //   shared memory: STAGES · (X_BYTES + W_BYTES)
-//   bytes moved: the weights of each expert once per PAIRS pairs; x once per 256 rows, mostly from L2; the output once
+//   bytes moved: the weights of an expert once per tile of PAIRS pairs, mostly from L2 after the first tile;
+//   x once per 256 rows of weights, mostly from L2; the output once
 template <typename S, typename T, bool GATE_UP>
 __device__ void expert_product(const Weights& w, const Output<T>& o, const T* x, const uint32_t* offsets, int experts) {
     extern __shared__ __align__(1024) unsigned char shared[];
@@ -407,7 +408,8 @@ __device__ __forceinline__ void multiply_tile(Position<S>& position, const Weigh
 //   grid: any number of blocks; block b processes the tiles b, b + gridDim.x, b + 2 · gridDim.x, ...
 //   block: EXPERT_WGMMA_THREADS
 //   shared memory: see `wgmma_shared_bytes` in product_kernel.rs
-//   bytes moved: the weights of each expert once per PAIRS pairs; x once per 192 rows, mostly from L2; the output once
+//   bytes moved: the weights of an expert once per tile of PAIRS pairs, mostly from L2 after the first tile;
+//   x once per 192 rows of weights, mostly from L2; the output once
 template <typename S, typename T, bool GATE_UP>
 __device__ void expert_product_wgmma(const Weights& w, const Output<T>& o, const T* x, const uint32_t* offsets,
                                      int experts) {

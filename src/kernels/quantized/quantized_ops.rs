@@ -180,7 +180,8 @@ pub fn matmul(device: &CudaDevice, parts: &[QuantizedMatrix], x: &Tensor, order:
     }
     let has_few = quantized_few::is_supported(parts, columns, x.dtype());
     // Tensor cores multiply 8-bit inputs by 8-bit weights without converting the weights.
-    // Sums of FP8 products on tensor cores have only about 13 significant bits, so few tokens are multiplied as floats.
+    // Tensor cores sum FP8 products with only about 13 significant bits.
+    // FP8 is therefore used only for more than 32 tokens. Up to 32 tokens are multiplied as floats.
     let eight_bit_types = parts.iter().map(|part| eight_bit_type(device, part)).collect::<Result<Vec<_>>>()?;
     let uses_eight_bits = eight_bit_types.iter().all(|eight_bit_type| match eight_bit_type {
         Some(EightBitType::Int8) => tokens > 1,

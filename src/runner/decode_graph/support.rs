@@ -37,7 +37,7 @@ pub(super) fn unsupported_reason(decoder: &Decoder, device: &CudaDevice) -> Resu
     Ok(None)
 }
 
-/// Returns whether this rank holds no part of the output head, or no part of some layer's attention or MLP.
+/// Returns true if this rank's part of the output head, or of the attention or MLP of any layer, is empty.
 fn holds_nothing(decoder: &Decoder) -> bool {
     let is_empty = |mlp: &Mlp| match mlp {
         Mlp::Gated(mlp) => mlp.down_proj.weight.dims().1 == 0,

@@ -1,4 +1,7 @@
-//! Queued steps: the state that the host keeps until it knows their tokens, and their buffers on a GPU.
+//! Queued steps: steps whose tokens the host does not know yet.
+//!
+//! `queued_step` is the host's state of a queued step, and `buffers` holds the inputs and outputs of queued steps on a GPU.
+//! `row_sampling` says how a GPU chooses the token of each row.
 //!
 //! `steps/queue.rs`, `steps/queue_on_gpu.rs` and `steps/queue_on_cpu.rs` queue the steps.
 

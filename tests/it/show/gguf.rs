@@ -194,7 +194,7 @@ fn all_parts_of_a_split_model_are_read() {
     assert_fails(&remote(&fake, &[]), 1, &["lacks 'q/t-00002-of-00002.gguf'"]);
 }
 
-/// For a broken file, the report names the problem. A failed request is an error.
+/// If a file is broken, `show` succeeds, and its report names the problem. If a request to the hub fails, `show` fails.
 #[test]
 fn broken_headers_are_reported() {
     let long = Writer::new().raw("filler", 8, (80u64 << 20).to_le_bytes()).data(90 << 20).bytes();
