@@ -8,7 +8,7 @@
 //! candle cannot use another allocator.
 //! [`libraries`](super::libraries) therefore redirects candle's calls of the driver's allocator to this file.
 
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 use std::ffi::c_void;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock};
 
@@ -39,7 +39,7 @@ const MAX_BYTES: usize = 32 << 20;
 const MAX_UNUSED_BYTES: usize = 128 << 20;
 
 /// The memory of each stream that [`reuse`] was called for, by the stream's handle.
-static STREAMS: RwLock<Option<HashMap<usize, Arc<Mutex<ReusedMemory>>>>> = RwLock::new(None);
+static STREAMS: RwLock<BTreeMap<usize, Arc<Mutex<ReusedMemory>>>> = RwLock::new(BTreeMap::new());
 
 /// The functions that replace `cuMemAllocAsync`, `cuMemFreeAsync` and `cuStreamDestroy_v2`.
 pub struct Replacements {
@@ -73,7 +73,7 @@ pub unsafe fn replace(allocate: *mut c_void, free: *mut c_void, destroy_stream: 
 /// Memory that was allocated on this stream must be freed on this stream.
 pub fn reuse(stream: CUstream) {
     let mut streams = STREAMS.write().unwrap_or_else(PoisonError::into_inner);
-    streams.get_or_insert_default().entry(stream as usize).or_default();
+    streams.entry(stream as usize).or_default();
 }
 
 /// Returns all unused memory of a stream to the driver. The context of the stream must be bound to this thread.
@@ -117,7 +117,7 @@ fn lock(memory: &Mutex<ReusedMemory>) -> MutexGuard<'_, ReusedMemory> {
 
 fn memory_of(stream: CUstream) -> Option<Arc<Mutex<ReusedMemory>>> {
     let streams = STREAMS.read().unwrap_or_else(PoisonError::into_inner);
-    streams.as_ref()?.get(&(stream as usize)).cloned()
+    streams.get(&(stream as usize)).cloned()
 }
 
 /// Returns whether a CUDA graph is being captured on the stream.
@@ -174,9 +174,7 @@ unsafe extern "C" fn release_and_destroy(stream: CUstream) -> CUresult {
     let Some(functions) = DRIVER.get() else { return CUresult::CUDA_ERROR_NOT_INITIALIZED };
     // Destroy the stream even if its memory cannot be released, for example after an error of the GPU.
     let _ = release(stream);
-    if let Some(streams) = STREAMS.write().unwrap_or_else(PoisonError::into_inner).as_mut() {
-        streams.remove(&(stream as usize));
-    }
+    STREAMS.write().unwrap_or_else(PoisonError::into_inner).remove(&(stream as usize));
     // SAFETY: the caller keeps the contract of `cuStreamDestroy_v2`.
     unsafe { (functions.destroy_stream)(stream) }
 }

@@ -213,6 +213,17 @@ fn missing_gpu_is_an_error_that_names_the_next_command() {
     assert!(without_driver(&home).arg("--help").output().unwrap().status.success());
 }
 
+#[test]
+fn an_unknown_exchange_path_is_a_usage_error() {
+    let home = TempDir::new().unwrap();
+    let run = |path: &str| {
+        let arguments = ["play", "demo", "--device", "cpu,cpu", "--prompt", "hello", "--max-tokens", "2"];
+        inferno(&home).args(arguments).env("INFERNO_EXCHANGE", path).output().unwrap()
+    };
+    assert_fails(&run("direct"), 2, &["INFERNO_EXCHANGE is 'direct'", "host or copy"]);
+    assert!(["host", "copy", ""].iter().all(|path| run(path).status.success()));
+}
+
 /// Commands that need no GPU must not load cuBLAS or the driver.
 #[test]
 fn startup_loads_no_nvidia_library() {

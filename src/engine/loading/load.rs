@@ -18,6 +18,7 @@ use crate::device::{self, DeviceChoice, DeviceInfo, Devices, Split};
 use crate::engine::sampling::SamplingParams;
 use crate::error::Error;
 use crate::kernels::attention::AttentionBackend;
+use crate::kernels::exchange::ExchangePath;
 use crate::language::Language;
 use crate::models::{self, ModelConfig};
 use crate::nn::kv_cache::BLOCK_TOKENS;
@@ -309,6 +310,7 @@ fn allocate(
         // Whether a sum is rounded depends on the number of tokens in the step, and so on other requests.
         rounds_partials: dtype == DType::BF16 && !options.deterministic,
         stages: memory.stages.as_deref(),
+        exchange_paths: ExchangePath::from_environment().map_err(Error::usage)?,
     };
     let LoadedRanks { world, parts, others, attention, cache_s } = loader.load(device, &options.devices, &progress)?;
     let prompt_parts = options.deterministic.then(|| deterministic_parts(chunk, attention)).transpose()?;

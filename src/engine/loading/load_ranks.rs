@@ -36,6 +36,8 @@ pub(super) struct RankLoader<'l> {
     pub rounds_partials: bool,
     /// The layers of each rank. `None` if every rank holds a part of each layer.
     pub stages: Option<&'l [Range<usize>]>,
+    /// The paths on which GPUs may exchange data, in the order in which they are tried.
+    pub exchange_paths: &'l [ExchangePath],
 }
 
 /// The loaded parts of all ranks.
@@ -79,7 +81,7 @@ impl RankLoader<'_> {
             world,
             others,
             |(world, _)| world,
-            |world| self.load_rank(connect(world, first)?, first, progress),
+            |world| self.load_rank(self.connect(world, first)?, first, progress),
             load_other,
         )?;
         let LoadedRank { parts, attention, cache_s } = first;
@@ -88,7 +90,12 @@ impl RankLoader<'_> {
 
     fn load_other(&self, world: World, choice: DeviceChoice) -> Result<(World, LoadedRank)> {
         let device = device::open(choice)?;
-        self.load_rank(connect(world, &device)?, &device, &LoadProgress::silent())
+        self.load_rank(self.connect(world, &device)?, &device, &LoadProgress::silent())
+    }
+
+    /// Connects a rank with all other ranks.
+    fn connect(&self, world: World, device: &Device) -> Result<World> {
+        Ok(exchange::connect(world, device, self.exchange_paths)?)
     }
 
     /// Loads the decoder of one rank, and allocates its KV cache.
@@ -114,14 +121,6 @@ impl RankLoader<'_> {
         let cache_s = started.elapsed().as_secs_f64();
         Ok((world, LoadedRank { parts: RankParts { decoder, cache }, attention, cache_s }))
     }
-}
-
-/// Connects a rank with all other ranks, over a path that `INFERNO_EXCHANGE` allows.
-fn connect(world: World, device: &Device) -> Result<World> {
-    if world.size() == 1 {
-        return Ok(world);
-    }
-    Ok(exchange::connect(world, device, ExchangePath::from_environment()?)?)
 }
 
 /// Calls `load_first` on the calling thread, and `load_other` for each item of `others` on a new thread.

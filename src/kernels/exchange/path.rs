@@ -1,7 +1,5 @@
 //! The paths on which GPUs can exchange data.
 
-use candle_core::{Result, bail};
-
 /// The path on which GPU kernels exchange data with other GPUs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ExchangePath {
@@ -14,12 +12,13 @@ pub enum ExchangePath {
 impl ExchangePath {
     /// Returns the paths to try, in order. The environment variable `INFERNO_EXCHANGE` can restrict them:
     /// `host` allows only host memory, and `copy` allows no path, so that the host copies the data.
-    pub fn from_environment() -> Result<&'static [Self]> {
+    /// The error says that the variable has another value.
+    pub fn from_environment() -> Result<&'static [Self], String> {
         match std::env::var("INFERNO_EXCHANGE").as_deref() {
             Err(_) | Ok("") => Ok(&[Self::Direct, Self::HostMemory]),
             Ok("host") => Ok(&[Self::HostMemory]),
             Ok("copy") => Ok(&[]),
-            Ok(other) => bail!("INFERNO_EXCHANGE is '{other}'; use host or copy"),
+            Ok(other) => Err(format!("INFERNO_EXCHANGE is '{other}'; use host or copy")),
         }
     }
 }
