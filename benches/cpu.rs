@@ -169,7 +169,7 @@ fn terminal(criterion: &mut Criterion) -> Result<()> {
                     std::hint::spin_loop();
                 }
                 let before = Instant::now();
-                view.show(delta, window, &mut screen).expect("the pseudo terminal should be writable");
+                view.show(delta, window, &mut screen).expect("cannot write to the pseudo terminal");
                 spent += before.elapsed();
             }
             spent / 900
@@ -214,7 +214,7 @@ fn commands(criterion: &mut Criterion) -> Result<()> {
     };
     let listed = run(&["list"])?;
     let lines = String::from_utf8_lossy(&listed.stdout).lines().filter(|line| line.contains("8.0B")).count();
-    ensure!(lines == 200, "`inferno list` shows {lines} of 200 models");
+    ensure!(lines == 200, "`inferno list` shows {lines} models, expected 200");
     let mut group = criterion.benchmark_group("commands");
     group.sample_size(20);
     group.bench_function("inferno --help", |bencher| bencher.iter(|| run(&["--help"])));

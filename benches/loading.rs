@@ -86,7 +86,7 @@ fn main() -> Result<()> {
                     .status();
                 ensure!(status?.success(), "dd failed");
             }
-            println!("after eviction from the page cache:");
+            println!("after the model files were evicted from the page cache:");
             read(ReadAheadOptions { threads, ..standard })?;
         }
     }

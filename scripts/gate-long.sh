@@ -25,7 +25,7 @@ for part in "$@"; do
     image) scripts/image.sh --program "$target/release/inferno" ;;
     routing) scripts/routing_report.py --program "$target/release/inferno" --report "$scratch/routing.json" ;;
     *)
-      echo "gate-long.sh: unknown part $part" >&2
+      echo "gate-long.sh: unknown part '$part': choose from cuda12, cpu, image and routing" >&2
       exit 2
       ;;
   esac

@@ -85,7 +85,7 @@ inside() {
   builder run --isolation chroot "$container" -- "$@"
 }
 
-echo "== user and files"
+echo "== checking the user and the files"
 [ "$(inside id -u)" = 65532 ] || fail "the container runs as $(inside id)"
 inside inferno --version
 if inside ldd /usr/local/bin/inferno | grep "not found"; then
@@ -110,7 +110,7 @@ health() {
 }
 for _ in $(seq 100); do
   health > /dev/null 2>&1 && break
-  kill -0 "$server" 2> /dev/null || fail "the server ended: $(cat "$scratch/log")"
+  kill -0 "$server" 2> /dev/null || fail "the server exited: $(cat "$scratch/log")"
   sleep 0.2
 done
 health
@@ -131,7 +131,7 @@ code=0
 wait "$server" || code=$?
 server=''
 [ $code = 0 ] || fail "the server exited with code $code: $(cat "$scratch/log")"
-echo "exit code 0 after $((SECONDS - started)) s"
+echo "the server exited with code 0 after $((SECONDS - started)) s"
 
 if [ -n "$output" ]; then
   builder push --quiet "$tag" "docker-archive:$output:$tag"

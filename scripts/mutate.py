@@ -401,7 +401,7 @@ def mutate_template(rng, data):
     kind = rng.randrange(40)
     if kind == 0:
         template = rng.choice(SLOW_TEMPLATES)
-        return template.encode(), f"the slow template {shown(template)}"
+        return template.encode(), f"use the slow template {shown(template)}"
     if kind < 24:
         template = rng.choice(TEMPLATES)
         return template.encode(), f"the template {shown(template)}"
@@ -1020,7 +1020,7 @@ def complaints(result, arguments):
     if result.cpu_seconds > MAX_SECONDS and result.seconds > MAX_SECONDS:
         found.append(f"took {result.seconds:.1f} s")
     if result.resident > MAX_RESIDENT:
-        found.append(f"needed {result.resident >> 20} MB of memory")
+        found.append(f"used {result.resident >> 20} MB of memory")
     if errors > 1 or (errors == 0 and result.code != 0):
         found.append(f"wrote {errors} error messages")
     if len(result.stderr.encode()) > MAX_MESSAGE:
@@ -1068,7 +1068,7 @@ def run(job):
         remove(kept)
         folder.rename(kept)
         write_script(kept, program, [argument.replace(str(folder), str(kept)) for argument in arguments])
-        lines += [f"  kept      {kept}", f"  again     {kept / 'reproduce.sh'}"]
+        lines += [f"  kept      {kept}", f"  rerun     {kept / 'reproduce.sh'}"]
     else:
         shutil.rmtree(folder)
     return number, result.code, bool(found), result.seconds, "\n".join(lines)

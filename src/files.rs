@@ -100,7 +100,7 @@ pub fn parse_json_up_to<T: DeserializeOwned>(limit: usize, bytes: &[u8]) -> Resu
     match serde_json::from_slice(bytes) {
         Ok(value) => Ok(value),
         Err(error) if error.is_data() => bail!("{}", library_error(&error)),
-        Err(error) => bail!("it is not valid JSON: {}", library_error(&error)),
+        Err(error) => bail!("not valid JSON: {}", library_error(&error)),
     }
 }
 
@@ -118,7 +118,7 @@ pub fn create_private(path: &Path) -> io::Result<File> {
 /// Counts punctuation instead of parsing the text, so the count can be too high, but not too low.
 pub fn check_json_values(limit: usize, json: &[u8]) -> Result<()> {
     if count_json_values(json) > limit {
-        bail!("it has more than {limit} JSON values");
+        bail!("more than {limit} JSON values");
     }
     Ok(())
 }
@@ -164,7 +164,7 @@ fn open_regular(path: &Path) -> io::Result<File> {
     if file.metadata()?.is_file() {
         Ok(file)
     } else {
-        Err(io::Error::new(ErrorKind::InvalidInput, "it is not a regular file"))
+        Err(io::Error::new(ErrorKind::InvalidInput, "not a regular file"))
     }
 }
 
@@ -178,7 +178,7 @@ fn read_to_limit(file: &File, limit: u64) -> Result<Vec<u8>> {
         file.take(limit + 1).read_to_end(&mut bytes)?;
     }
     if expected > limit || bytes.len() as u64 > limit {
-        bail!("it is larger than {}", size(limit).replace(".0 ", " "));
+        bail!("the file is larger than {}", size(limit).replace(".0 ", " "));
     }
     Ok(bytes)
 }
@@ -187,7 +187,7 @@ fn to_text(path: &Path, bytes: Vec<u8>) -> Result<String> {
     match String::from_utf8(bytes) {
         Ok(text) => Ok(text),
         Err(error) => {
-            bail!("{}: it is not valid UTF-8 at offset {}", cannot_read(path), error.utf8_error().valid_up_to())
+            bail!("{}: not valid UTF-8 at offset {}", cannot_read(path), error.utf8_error().valid_up_to())
         }
     }
 }
@@ -234,15 +234,15 @@ mod tests {
         let (path, absent) = (folder.path().join("a"), folder.path().join("absent"));
         fs::write(&path, "12345").unwrap();
         assert_eq!(read(&path, 5).unwrap(), b"12345");
-        assert_eq!(message(read(&path, 4)), format!("cannot read {}: it is larger than 4 B", path.display()));
-        assert!(message(read(folder.path(), 4)).ends_with("it is not a regular file"));
+        assert_eq!(message(read(&path, 4)), format!("cannot read {}: the file is larger than 4 B", path.display()));
+        assert!(message(read(folder.path(), 4)).ends_with("not a regular file"));
         assert!(message(read(&absent, 4)).starts_with("cannot read "));
         assert!(read_if_present(&absent, 4).unwrap().is_none());
         assert!(read_if_present(&path.join("b"), 4).unwrap().is_none());
-        assert!(message(read_if_present(folder.path(), 4)).ends_with("it is not a regular file"));
+        assert!(message(read_if_present(folder.path(), 4)).ends_with("not a regular file"));
         assert_eq!(read_head(&path, 2).unwrap(), b"12");
         fs::write(&path, b"a\xff").unwrap();
-        assert!(message(read_text(&path, 5)).ends_with("it is not valid UTF-8 at offset 1"));
+        assert!(message(read_text(&path, 5)).ends_with("not valid UTF-8 at offset 1"));
     }
 
     #[test]
@@ -252,10 +252,10 @@ mod tests {
         let pipe = folder.path().join("pipe");
         nix::unistd::mkfifo(&pipe, nix::sys::stat::Mode::S_IRWXU).unwrap();
         for path in [pipe.as_path(), Path::new("/dev/zero"), Path::new("/dev/null")] {
-            assert!(message(read(path, MB)).ends_with("it is not a regular file"), "{}", path.display());
-            assert!(message(read_if_present(path, MB)).ends_with("it is not a regular file"), "{}", path.display());
+            assert!(message(read(path, MB)).ends_with("not a regular file"), "{}", path.display());
+            assert!(message(read_if_present(path, MB)).ends_with("not a regular file"), "{}", path.display());
         }
-        assert!(message(read_input(Path::new("/dev/zero"), MB)).ends_with("it is larger than 1 MB"));
+        assert!(message(read_input(Path::new("/dev/zero"), MB)).ends_with("the file is larger than 1 MB"));
     }
 
     #[test]
@@ -263,10 +263,10 @@ mod tests {
         assert_eq!(count_json_values(br#"{"a,[\",": [1, 2, {}], "b": ""}"#), 9);
         let list = |values: usize| format!("[{}0]", "0,".repeat(values));
         assert!(parse_json::<Value>(list(1000).as_bytes()).is_ok());
-        assert!(message(parse_json::<Value>(list(1 << 20).as_bytes())).starts_with("it has more than 1048576"));
+        assert!(message(parse_json::<Value>(list(1 << 20).as_bytes())).starts_with("more than 1048576"));
         let text = format!("\"{}\"", ",".repeat(1 << 21));
         assert!(parse_json::<Value>(text.as_bytes()).is_ok());
-        assert!(message(parse_json::<Value>(b"{")).starts_with("it is not valid JSON: EOF"));
+        assert!(message(parse_json::<Value>(b"{")).starts_with("not valid JSON: EOF"));
         assert!(message(parse_json::<u8>(br#""a""#)).starts_with("invalid type"));
     }
 }

@@ -93,7 +93,7 @@ def load_intents() -> dict[str, Intent]:
     for intent in intents.values():
         assert intent.keys, f"{intent.id}: `keys` is empty, so every answer would be correct"
         assert all(key in intent.answer for key in intent.keys), intent.id
-        assert not trained & {normal(test) for test in intent.test}, f"{intent.id}: held-out phrasing also in `ask`"
+        assert not trained & {normal(test) for test in intent.test}, f"{intent.id}: `ask` contains a held-out phrasing"
     return intents
 
 

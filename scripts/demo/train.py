@@ -138,7 +138,7 @@ def train(tokenizer_json, checkpoint, args):
             loss = step(*batch)[0]
         if not missing:
             break
-    print(f"one step of each shape took {time.time() - began:.0f} s, loss {float(loss):.3f}", flush=True)
+    print(f"one training step of each batch shape took {time.time() - began:.0f} s, loss {float(loss):.3f}", flush=True)
 
     earlier, steps = 0.0, 0  # seconds and steps of training before this command
     if checkpoint:

@@ -76,6 +76,6 @@ def answers(options, report):
     report.add(name, "0", figure, not any(differences.values()) and not faults, faults=faults)
     cold = sum(reused[name] for name in reused if name.endswith("cold"))
     warm = min(reused[name] for name in reused if name.endswith("warm"))
-    figure = f"{cold} cold, at least {warm} of {count} warm"
-    target = f"0 cold, at least {count * 9 // 10} warm"
+    figure = f"{cold} in cold runs, at least {warm} of {count} in each warm run"
+    target = f"0 in cold runs, at least {count * 9 // 10} in each warm run"
     report.add("answers that reused cached prompt tokens", target, figure, cold == 0 and warm >= count * 9 // 10)

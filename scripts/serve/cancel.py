@@ -61,7 +61,7 @@ def killed_clients(options, report):
     passed = idle_s is not None and late == 0 and usage == 0 and ended.status == 200 and not faults
     report.add(
         f"{count} clients killed at random phases",
-        "0 tokens after the next step; KV cache usage as before; nothing runs or waits",
+        "0 tokens after the next step; unchanged KV cache usage; no running or queued requests",
         f"{late:.0f} tokens; {usage:+.6f} of the KV cache; idle after {(idle_s or 0) * 1e3:.0f} ms",
         passed,
         phases=counts,
@@ -119,7 +119,7 @@ def cancel_latency(options, report):
     passed = late == 0 and not faults and max(decode) <= 2 * step + 0.01
     report.add(
         f"{count} streams canceled while they decode",
-        "ended after 1 step (at most 2 steps and 10 ms, measured by the client)",
+        "no tokens after the next step; the client sees the end within 2 steps + 10 ms",
         f"p50 {percentile(decode, 0.5) * 1e3:.1f} ms, longest {max(decode) * 1e3:.1f} ms; step p99 {step * 1e3:.1f} ms",
         passed,
         is_speed=late == 0 and not faults,

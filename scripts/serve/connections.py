@@ -188,7 +188,7 @@ def slow_readers(options, report):
     times = f"{min(stuck, default=0):.2f} to {max(stuck, default=0):.2f} s" if stuck else "never"
     report.add(
         f"{count} clients that do not read",
-        f"all disconnected {timeout_s:g} s ± 0.5 s after the last accepted byte, and canceled",
+        f"all disconnected and canceled {timeout_s:g} s ± 0.5 s after the last accepted byte",
         f"{len(stuck)} disconnected after {times}",
         is_exact and idle is not None and not faults,
         peak_bytes_per_client=(peak - before) // count,

@@ -94,8 +94,8 @@ def burst(options, report):
     report.add("time to status 429 while the server is full", "≤ 5 ms", figure, times and p99 <= 0.005, is_speed=True)
     suggested, real = (sum(pair[index] for pair in waits) / max(1, len(waits)) for index in (0, 1))
     ratio = suggested / real if real else 0.0
-    figure = f"mean {suggested * 1e3:.0f} ms, actual wait {real * 1e3:.0f} ms: {ratio:.2f}×"
-    target = "mean within 2× of the mean time to the next free place"
+    figure = f"mean suggestion {suggested * 1e3:.0f} ms, mean actual wait {real * 1e3:.0f} ms: {ratio:.2f}×"
+    target = "mean suggestion within 2× of the mean actual wait"
     report.add("retry-after-ms", target, figure, 0.5 <= ratio <= 2, is_speed=True)
 
 
@@ -146,7 +146,7 @@ def fairness(options, report):
     details = {"faults": faults, "statuses": refused}
     details |= {"tokens_equal": [run[0] for run in equal], "tokens_unequal": [run[0] for run in unequal]}
     passed = min(shares) >= 0.9 and not faults
-    report.add(name, "the other keys keep ≥ 90 %", figure, passed, is_speed=not faults, **details)
+    report.add(name, "the other keys keep ≥ 90 % of their tokens", figure, passed, is_speed=not faults, **details)
 
 
 def nested(depth, inner, wrap):

@@ -91,9 +91,9 @@ def main():
             run = measure(server, prompts, clients, options.prompt, options.generate)
             runs.append(rounded(run))
             print(
-                f"{clients} clients: streamed {run['stream_tok_per_s']:.0f} tokens/s, "
-                f"not streamed {run['whole_tok_per_s']:.0f} tokens/s; "
-                f"first token p50 {run['ttft_ms']['p50']:.1f} ms; between tokens p50 "
+                f"{clients} clients: {run['stream_tok_per_s']:.0f} tokens/s with streaming, "
+                f"{run['whole_tok_per_s']:.0f} tokens/s without streaming; "
+                f"time to first token p50 {run['ttft_ms']['p50']:.1f} ms; time between tokens p50 "
                 f"{run['between_tokens_ms']['p50']:.2f} ms, p99 {run['between_tokens_ms']['p99']:.2f} ms; "
                 f"{sum(run['cpu_us_per_token'].values()):.0f} µs of CPU time per token",
                 flush=True,
@@ -103,7 +103,7 @@ def main():
             answers, _ = asyncio.run(send_all(server.port, [prompts.completion(options.prompt, 4, stream=True)]))
             first.append(answers[0].first * 1e3)
         result["one_client_ttft_ms"] = rounded({"p50": percentile(first, 0.5), "longest": max(first)})
-        print(f"one client: first token p50 {percentile(first, 0.5):.1f} ms, longest {max(first):.1f} ms")
+        print(f"one client: time to first token p50 {percentile(first, 0.5):.1f} ms, longest {max(first):.1f} ms")
     result["runs"] = runs
     if options.out:
         with open(options.out, "w") as file:

@@ -16,13 +16,13 @@ impl ServerUrl {
         let problem = |expected: &str| Err(format!("cannot use the URL {}: {expected}", crate::text::quote(text)));
         let Ok(uri) = text.parse::<Uri>() else { return problem("expected a URL such as http://127.0.0.1:8000") };
         let Some(authority) = uri.authority().filter(|_| matches!(uri.scheme_str(), Some("http" | "https"))) else {
-            return problem("it must start with http:// or https://");
+            return problem("a URL must start with http:// or https://");
         };
         if authority.as_str().contains('@') {
-            return problem("it must not contain a password; use --api-key");
+            return problem("a URL must not contain a password; use --api-key");
         }
         if uri.query().is_some() {
-            return problem("it must not contain a query");
+            return problem("a URL must not contain a query");
         }
         let path = if matches!(uri.path(), "" | "/") { "/v1" } else { "" };
         Ok(Self(format!("{text}{path}")))

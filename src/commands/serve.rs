@@ -24,7 +24,7 @@ const MAX_THREADS: usize = 4;
 
 /// The largest value of `--max-sequences`, and its default.
 const SEQUENCE_LIMIT: u16 = MAX_SEQUENCES as u16;
-const _: () = assert!(MAX_SEQUENCES == 256, "the help of --max-sequences and docs/tuning.md give this limit");
+const _: () = assert!(MAX_SEQUENCES == 256, "the help of --max-sequences and docs/tuning.md say 256");
 
 /// The number of file descriptors that `--max-connections` must leave free: for model files, records and health checks.
 /// The server answers health checks even on connections above the limit.
@@ -288,7 +288,7 @@ fn allow_connections(wanted: usize) -> usize {
         let files = if setrlimit(Resource::RLIMIT_NOFILE, hard, hard).is_ok() { hard } else { soft };
         let room = usize::try_from(files).unwrap_or(usize::MAX).saturating_sub(OTHER_FILES).max(1);
         if room < wanted {
-            tracing::warn!("accepts only {room} connections, because the limit on open files is {files} (ulimit -n)");
+            tracing::warn!("the server accepts only {room} connections: the open file limit is {files} (ulimit -n)");
         }
         room.min(wanted)
     }

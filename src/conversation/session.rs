@@ -82,7 +82,7 @@ impl Session {
 
     /// Returns the backend that generates the answers. Panics if no model is loaded.
     pub fn backend(&self) -> &dyn Backend {
-        self.backend.as_deref().expect("switch_model restores a model or ends the chat")
+        self.backend.as_deref().expect("no model is loaded")
     }
 
     /// Returns the model's name. A path becomes absolute, so that it is valid from any directory.
@@ -386,8 +386,8 @@ impl Session {
         {
             // An error is not fatal: without a saved KV cache, the next turn only needs a longer prefill.
             match engine.load_prefix(&journal.prefix_path()) {
-                Ok(tokens) => tracing::info!(tokens, "loaded keys and values"),
-                Err(error) => tracing::warn!(error = format!("{error:#}"), "cannot load keys and values"),
+                Ok(tokens) => tracing::info!(tokens, "loaded the saved KV cache"),
+                Err(error) => tracing::warn!(error = format!("{error:#}"), "cannot load the saved KV cache"),
             }
         }
         Ok(saved.damage)

@@ -218,7 +218,7 @@ mod tests {
                 let address = memory.allocate(bytes, &mut driver).unwrap();
                 assert!(address.is_multiple_of(ALIGNMENT as u64));
                 let segment = driver.segments.range(..=address).next_back().unwrap();
-                assert!(address + bytes as u64 <= segment.0 + *segment.1 as u64, "the block is within its segment");
+                assert!(address + bytes as u64 <= segment.0 + *segment.1 as u64, "the block exceeds its segment");
                 let left = in_use.range(..=address).next_back();
                 assert!(left.is_none_or(|(&start, &bytes)| start + bytes as u64 <= address));
                 let right = in_use.range(address..).next();
@@ -267,9 +267,9 @@ mod tests {
             assert!(memory.free(address));
         }
         memory.release(100 * MB, &mut driver).unwrap();
-        assert_eq!(driver.used(), 90 * MB, "only the largest segment is returned");
+        assert_eq!(driver.used(), 90 * MB, "more than the largest segment was returned");
         let in_use = memory.allocate(25 * MB, &mut driver).unwrap();
-        assert_eq!(memory.unused_bytes(), 60 * MB, "the smallest segment with enough room is used");
+        assert_eq!(memory.unused_bytes(), 60 * MB, "the smallest segment with enough room was not used");
         // The driver has room for 110 MB, and for 60 MB more after the two unused segments are returned.
         let large = memory.allocate(120 * MB, &mut driver).unwrap();
         assert_eq!((driver.used(), memory.unused_bytes()), (150 * MB, 0));

@@ -131,7 +131,7 @@ fn model_files(repo: &str, files: &FileList, index: Option<&[u8]>) -> Result<Vec
     // Check before the download, because safetensors weights cannot be loaded without these two files.
     for required in ["config.json", "tokenizer.json"] {
         if files.get(required).is_none() {
-            bail!("'{repo}' has no {required}, which inferno needs; it has {}", some_names(files));
+            bail!("inferno needs {required}, but '{repo}' has only {}", some_names(files));
         }
     }
     let Some(index) = index else {
@@ -189,7 +189,7 @@ pub(super) fn choose_gguf(repo: &str, files: &FileList, tag: Option<&str>) -> Re
         ([], None) => Ok(None),
         ([], Some(tag)) => {
             let hint = if models.is_empty() {
-                format!("'{repo}' has no GGUF file; it has {}", some_names(files))
+                format!("'{repo}' has no GGUF file, only {}", some_names(files))
             } else {
                 format!("'{repo}' has these GGUF models:\n{}", list())
             };
@@ -242,7 +242,7 @@ fn no_weights(repo: &str, files: &[RemoteFile]) -> String {
         [".bin", ".pth", ".pt", ".onnx", ".msgpack", ".h5"].into_iter().filter(|suffix| has(suffix)).collect();
     let formats = if formats.is_empty() { "no weights at all".to_string() } else { formats.join(", ") };
     format!(
-        "'{repo}' has neither safetensors nor GGUF weights, which inferno needs; it has {formats}\n  \
+        "inferno needs safetensors or GGUF weights, but '{repo}' has {formats}\n  \
          look for a safetensors version of the model: a converted copy, or the original repository"
     )
 }
@@ -360,6 +360,6 @@ mod tests {
         assert!(error(&["config.json", "x.pt", "y.bin"]).contains(".bin, .pt"));
         assert!(error(&["config.json", "consolidated.safetensors"]).contains("--include"));
         assert!(error(&["README.md"]).contains("no weights at all"));
-        assert!(error(&["tokenizer.model", SINGLE_FILE, "config.json"]).contains("no tokenizer.json"));
+        assert!(error(&["tokenizer.model", SINGLE_FILE, "config.json"]).contains("inferno needs tokenizer.json"));
     }
 }

@@ -72,7 +72,7 @@ impl Hub {
         });
         if let Some(file) = missing {
             return format!(
-                "it is incomplete: {file} is missing; to fetch the rest: inferno download {}{revision_flag}",
+                "the model is incomplete: {file} is missing; to download all files: inferno download {}{revision_flag}",
                 with_tag(name)
             );
         }
@@ -201,8 +201,8 @@ fn invalid_name_hint(model: &str, required: Required) -> String {
     let is_path = model.starts_with(['/', '.', '~']) || model.ends_with(".gguf");
     match (Path::new(model).is_dir(), is_path) {
         (true, _) => format!("the directory {model} has no {}", marker_file(required)),
-        (false, true) if Path::new(model).exists() => "it is neither a directory nor a regular .gguf file".into(),
-        (false, true) => "there is no such file or directory".into(),
+        (false, true) if Path::new(model).exists() => "the path is neither a directory nor a regular .gguf file".into(),
+        (false, true) => "the path does not exist".into(),
         (false, false) => {
             "use org/name as on huggingface.co, or a directory; `inferno list` lists the models on this machine".into()
         }

@@ -206,7 +206,7 @@ impl<'a> Remote<'a> {
             };
             return Ok(RemoteFile { name: name.to_string(), bytes: Some(bytes), etag: Some(etag.to_string()) });
         }
-        Err(self.permanent_error(format!("it redirects {} more than {MAX_REDIRECTS} times", quote(name))))
+        Err(self.permanent_error(format!("the hub redirects {} more than {MAX_REDIRECTS} times", quote(name))))
     }
 
     /// Requests a file or a range of its bytes, without retries. Status 206 means that the server honored the range.
@@ -284,7 +284,7 @@ impl<'a> Remote<'a> {
             let (elapsed, bytes) = (start.elapsed(), u32::try_from(copied).unwrap_or(u32::MAX));
             if elapsed > self.limits().response_timeout.saturating_add(TIME_PER_BYTE.saturating_mul(bytes)) {
                 let seconds = elapsed.as_secs_f32();
-                return Err(self.permanent_error(format!("it sent only {copied} bytes in {seconds:.1} s")));
+                return Err(self.permanent_error(format!("the hub sent only {copied} bytes in {seconds:.1} s")));
             }
         }
         Ok(())
@@ -320,13 +320,13 @@ impl<'a> Remote<'a> {
                         // Do not show the query of the URL, because it may contain a signature that grants access.
                         let to = quote(to.split(['?', '#']).next().unwrap_or_default());
                         return Err(self.permanent_error(format!(
-                            "it redirects to {to}, which is not a valid web address, or is not encrypted"
+                            "the hub redirects to {to}, which is not a valid web address, or is not encrypted"
                         )));
                     }
                 },
             }
         }
-        Err(self.permanent_error(format!("it redirects more than {MAX_REDIRECTS} times")))
+        Err(self.permanent_error(format!("the hub redirects more than {MAX_REDIRECTS} times")))
     }
 
     /// Returns the error for an unsuccessful response. `file` is the requested file, or `None` for a listing.

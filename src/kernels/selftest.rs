@@ -386,7 +386,7 @@ mod fused {
         let tiles =
             |(blocks, scales, _): &(Tensor, Tensor, Tensor), order| match Mxfp4Tiles::repack(blocks, scales, order)? {
                 Some(tiles) => Ok(tiles),
-                None => bail!("repack rejected the scales, although none exceeds 2"),
+                None => bail!("repack rejected scales of at most 2"),
             };
         let (up_tiles, down_tiles) = (tiles(&up, RowOrder::Paired)?, tiles(&down, RowOrder::Plain)?);
         let gate_up = ExpertLinear { tiles: &up_tiles, bias: &up.2 };

@@ -51,10 +51,10 @@ impl Runner {
     /// Fails without a decode graph, with several ranks, or if the steps exceed the context.
     pub fn decode_steps_ungraphed(&mut self, first: u32, count: usize) -> Result<Vec<u32>> {
         if !self.ranks.is_single() {
-            bail!("models on several GPUs run decode steps only as graphs");
+            bail!("cannot run decode steps without a graph on several GPUs");
         }
         if count > self.limits.context - self.solo.cached.len() || !self.start_graph(first)? {
-            bail!("cannot run {count} decode steps: they exceed the context, or there is no graph");
+            bail!("cannot run {count} decode steps: the context is too short, or there is no decode graph");
         }
         let Decode::Graph(graph) = &mut self.decode else { bail!("no decode graph was planned") };
         let chosen = (0..count).map(|_| graph.next_ungraphed()).collect();

@@ -14,7 +14,7 @@ pub enum NoDecodeGraph {
     Deterministic,
     NotOnGpu,
     /// Several devices run the model together, and the host copies data between the devices.
-    /// The reason also applies if one of several devices holds no part of a layer or of the output head.
+    /// The reason also applies if one of these devices holds no part of some layer, or no part of the output head.
     SeveralDevices,
     /// The dtype of activations is neither bf16 nor f16. The decode graph supports only these dtypes.
     Dtype(DType),
@@ -57,7 +57,7 @@ impl fmt::Display for NoDecodeGraph {
             NoDecodeGraph::Deterministic => f.write_str("--deterministic was given"),
             NoDecodeGraph::NotOnGpu => f.write_str("the model is not on a GPU"),
             NoDecodeGraph::SeveralDevices => {
-                f.write_str("the host copies data between the GPUs, or one GPU holds no part of a layer")
+                f.write_str("the graph needs a part of every layer on each GPU, and no host copies between GPUs")
             }
             NoDecodeGraph::Dtype(dtype) => write!(f, "the graph supports bf16 and f16, not {dtype:?}"),
             NoDecodeGraph::HeadDim(size) => write!(f, "the graph has no attention kernel for head size {size}"),
@@ -66,7 +66,9 @@ impl fmt::Display for NoDecodeGraph {
             NoDecodeGraph::IncompatibleQkv => {
                 f.write_str("the graph has no kernel for this combination of q_proj, k_proj and v_proj formats")
             }
-            NoDecodeGraph::ExpertFormat => f.write_str("the graph supports only MXFP4 experts with scales up to 2"),
+            NoDecodeGraph::ExpertFormat => {
+                f.write_str("the graph does not support MXFP4 scales above 2, or experts that are not in MXFP4")
+            }
             NoDecodeGraph::ExpertCount { chosen, experts } => {
                 write!(f, "the graph does not support choosing {chosen} of {experts} experts")
             }

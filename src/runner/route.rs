@@ -140,22 +140,22 @@ mod tests {
     #[rustfmt::skip]
     const ROWS: &[(&str, &[RunnerFacts], &[StepFacts])] = &[
         ("decode step of one sequence", &[GPU, RunnerFacts { has_several_ranks: true, ..GPU }], &[ONE]),
-        ("– with a logit bias, or a minimum length that is not reached yet", &[GPU], &[StepFacts { needs_logits: true, ..ONE }]),
-        ("– with a constraint, or with log probabilities", &[GPU], &[ONE_CONSTRAINED]),
-        ("– of a model that the decode graph does not support", &[NO_DECODE_GRAPH], &[ONE]),
-        ("– of such a model, with a constraint that does not limit the next token", &[NO_DECODE_GRAPH], &[ONE_UNLIMITED]),
-        ("– of such a model, with such a constraint, on several GPUs", &[RunnerFacts { has_several_ranks: true, ..NO_DECODE_GRAPH }], &[ONE_UNLIMITED]),
+        ("decode step of one sequence with a logit bias, or with a minimum length that is not reached yet", &[GPU], &[StepFacts { needs_logits: true, ..ONE }]),
+        ("decode step of one sequence with a constraint, or with log probabilities", &[GPU], &[ONE_CONSTRAINED]),
+        ("decode step of one sequence, model without a decode graph", &[NO_DECODE_GRAPH], &[ONE]),
+        ("decode step of one sequence, model without a decode graph, constraint that does not limit the next token", &[NO_DECODE_GRAPH], &[ONE_UNLIMITED]),
+        ("decode step of one sequence, model without a decode graph on several GPUs, constraint that does not limit the next token", &[RunnerFacts { has_several_ranks: true, ..NO_DECODE_GRAPH }], &[ONE_UNLIMITED]),
         ("decode step of 2 to 256 sequences", &[GPU, NO_DECODE_GRAPH], &[StepFacts { sequences: 2, ..MANY }, MANY]),
-        ("– some with a constraint, or with log probabilities", &[GPU, NO_DECODE_GRAPH], &[MANY_CONSTRAINED]),
+        ("decode step of 2 to 256 sequences, some with a constraint or log probabilities", &[GPU, NO_DECODE_GRAPH], &[MANY_CONSTRAINED]),
         ("step with chunks of prompts", &[GPU], &[CHUNKS]),
-        ("– if no sequence gets a token", &[GPU], &[StepFacts { chooses_tokens: false, ..CHUNKS }]),
-        ("– of one sequence, which the decode graph continues", &[GPU], &[StepFacts { sequences: 1, ..CHUNKS }]),
+        ("step with chunks of prompts, if no sequence gets a token", &[GPU], &[StepFacts { chooses_tokens: false, ..CHUNKS }]),
+        ("step with a prompt chunk of one sequence, which the decode graph continues", &[GPU], &[StepFacts { sequences: 1, ..CHUNKS }]),
         ("step that computes log probabilities of prompt tokens", &[GPU, DETERMINISTIC], &[StepFacts { has_scores: true, ..CHUNKS }]),
         ("decode step with `--deterministic`", &[DETERMINISTIC], &[ONE, MANY]),
-        ("– some with a constraint, or with log probabilities, or both", &[DETERMINISTIC], &[ONE_CONSTRAINED, MANY_CONSTRAINED]),
+        ("decode step with `--deterministic`, some sequences with a constraint or log probabilities", &[DETERMINISTIC], &[ONE_CONSTRAINED, MANY_CONSTRAINED]),
         ("step with chunks of prompts with `--deterministic`", &[DETERMINISTIC], &[CHUNKS]),
         ("step with a deterministic request, without `--deterministic`", &[GPU], &[StepFacts { has_deterministic_sequence: true, ..ONE }, StepFacts { has_deterministic_sequence: true, ..MANY }]),
-        ("any step with `--eager`, or of GPUs between which the host copies data", &[EAGER], &[ONE, MANY, CHUNKS]),
+        ("any step with `--eager`, or on GPUs between which the host copies data", &[EAGER], &[ONE, MANY, CHUNKS]),
     ];
 
     #[test]

@@ -11,7 +11,7 @@ pub fn new(prefix: &str) -> String {
 /// Returns a random API key. Fails if the operating system has no random number generator.
 pub fn api_key() -> Result<String> {
     let mut bytes = [0; 24];
-    SystemRandom::new().fill(&mut bytes).map_err(|_| anyhow!("cannot make an API key: no random numbers"))?;
+    SystemRandom::new().fill(&mut bytes).map_err(|_| anyhow!("cannot make an API key: no random number generator"))?;
     Ok(format!("inferno-{}", hex(&bytes)))
 }
 

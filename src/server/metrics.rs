@@ -328,17 +328,17 @@ impl VllmMetrics {
         Ok(Self {
             waiting_by_reason: gauges(
                 "num_requests_waiting_by_reason",
-                "Waiting sequences by reason: capacity for all of them.",
+                "Waiting sequences by reason. The reason is always capacity.",
                 &["reason"],
             )?,
             lora_info: gauges(
                 "lora_requests_info",
-                "The current time. inferno serves no LoRA adapters.",
+                "The current time. The labels name no adapters, because inferno does not support LoRA.",
                 &["max_lora", "running_lora_adapters", "waiting_lora_adapters"],
             )?,
             sleep_state: gauges(
                 "engine_sleep_state",
-                "1 for the state of the engine: inferno's engine is always awake.",
+                "1 for the current sleep state. The engine is always awake.",
                 &["sleep_state"],
             )?,
         })
@@ -367,7 +367,7 @@ impl EngineMetrics {
             labels: make.labels.clone(),
             cancel_latency: make.histogram(
                 "cancel_latency_seconds",
-                "Time from the cancellation of a sequence by its client to its end.",
+                "Time from a client's cancellation of a sequence to the end of the sequence.",
                 CANCEL_SECONDS,
             )?,
             cache_usage: {
@@ -397,7 +397,7 @@ impl EngineMetrics {
             total("failed_sequences_total", "Sequences that ended with an error.", |stats| stats.failed),
             total(
                 "tokens_after_cancel_total",
-                "Tokens whose request had already been completed or canceled when their step began.",
+                "Tokens computed for requests that were completed or canceled before the step began.",
                 |stats| stats.tokens_after_cancel,
             ),
         ]
@@ -408,7 +408,7 @@ impl EngineMetrics {
     /// Returns the engine's own histograms.
     fn histograms(&self, engine: &EngineHandle) -> [MetricFamily; 2] {
         let EngineHistograms { step_tokens, preemptions } = engine.histograms();
-        let preemptions_help = "Preemptions of an answer before it ended.";
+        let preemptions_help = "Number of times that an answer was preempted.";
         [
             family("iteration_tokens", "Tokens that a step computed.", &self.labels, &step_tokens),
             family("request_num_preemptions", preemptions_help, &self.labels, &preemptions),

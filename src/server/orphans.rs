@@ -48,7 +48,7 @@ impl Orphans {
 
     /// Keeps an answer for a retry until [`GRACE`] has passed. Cancels an older orphan with the same key.
     fn insert(self: &Arc<Self>, key: RetryKey, orphan: Orphan) {
-        // Without an async runtime, the server has stopped, so no retry can arrive.
+        // If there is no async runtime, the server has already stopped, so no retry can arrive.
         let Ok(runtime) = Handle::try_current() else { return };
         let mut state = self.lock();
         let number = state.next;

@@ -432,7 +432,7 @@ mod tests {
         assert_eq!(inventory.bytes(), 300);
         assert_eq!(inventory.parameters(), 40 + 16 + 4 + 8 + 256);
         assert_eq!(inventory.active_parameters(1, 2), 40 + 16 + 4 + 8 + 128);
-        assert_eq!(inventory.loaded_bytes(DType::BF16), 80 + 32 + 4 * 4 + 2 * 16 + 136, "4-byte norms and routers");
+        assert_eq!(inventory.loaded_bytes(DType::BF16), 80 + 32 + 4 * 4 + 2 * 16 + 136, "norms and routers use f32");
         assert_eq!(inventory.largest_expert_layer(DType::BF16), 136);
         assert_eq!(inventory.main_dtype().as_deref(), Some("u8"));
         let groups = inventory.groups();

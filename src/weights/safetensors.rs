@@ -234,7 +234,7 @@ fn read_header(source: &Source) -> Result<(usize, Metadata)> {
     let data_bytes = (source.bytes() - 8).checked_sub(length).filter(|_| length <= MAX_HEADER_BYTES);
     let data_bytes = data_bytes.with_context(|| {
         format!(
-            "the header has {length} bytes, but the limit is {MAX_HEADER_BYTES} bytes, and the file has {} bytes",
+            "the header is too long: {length} bytes in a file of {} bytes (limit: {MAX_HEADER_BYTES} bytes)",
             source.bytes()
         )
     })?;

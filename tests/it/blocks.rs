@@ -179,7 +179,7 @@ impl Model {
         let is_used = |block| self.sequences.iter().any(|other| tables(&other.blocks).concat().contains(&block));
         // A cached block becomes free when it is copied, unless another sequence uses the block.
         let freed = copies.iter().filter(|copy| !is_used(copy.from)).count();
-        assert_eq!(self.manager.free() + missing, total - used + freed, "`missing` predicts how many blocks are taken");
+        assert_eq!(self.manager.free() + missing, total - used + freed, "`missing` returned a wrong number of blocks");
         self.seen.copies += copies.len();
         self.seen.copies_of_cached += freed;
         for copy in copies {
@@ -240,7 +240,7 @@ impl Model {
         let Sequence { blocks, tokens, .. } = self.sequences.swap_remove(index);
         let cached = self.manager.stats().cached;
         let hashes = self.manager.release(blocks);
-        assert_eq!(self.manager.stats().cached, cached, "released blocks stay cached");
+        assert_eq!(self.manager.stats().cached, cached, "releasing blocks changed the number of cached blocks");
         self.released.push((tokens, hashes));
     }
 
@@ -382,25 +382,29 @@ fn prefixes_are_found_up_to_the_last_full_block_before_the_last_token() {
             let mut manager = BlockManager::new(windows.clone(), 200);
             let prompt = tokens(1, len);
             let blocks = compute(&mut manager, &prompt, 50);
-            assert_eq!(hit(&mut manager, &prompt), blocks_of(len - 1), "while the first sequence is running");
+            assert_eq!(hit(&mut manager, &prompt), blocks_of(len - 1), "wrong hit while the first sequence runs");
             manager.release(blocks);
             assert_eq!(hit(&mut manager, &prompt), blocks_of(len - 1));
             let longer: Vec<_> = prompt.iter().copied().chain([7]).collect();
-            assert_eq!(hit(&mut manager, &longer), blocks_of(len), "windows {windows:?}, {len} cached tokens");
+            assert_eq!(
+                hit(&mut manager, &longer),
+                blocks_of(len),
+                "wrong hit length: windows {windows:?}, {len} cached tokens"
+            );
             for position in [0, 1, 62, 63, 64, 65, 127, 128, 129, 191, 192, 193].into_iter().filter(|&p| p < len) {
                 let mut other = longer.clone();
                 other[position] = 999_999;
                 assert_eq!(
                     hit(&mut manager, &other),
                     blocks_of(position),
-                    "windows {windows:?}, prompt of {len} tokens that differs at position {position}"
+                    "windows {windows:?}: wrong hit length for a prompt of {len} tokens changed at position {position}"
                 );
             }
             for end in [1, 63, 64, 65, 66, 127, 128, 129].into_iter().filter(|&end| end <= len) {
                 assert_eq!(
                     hit(&mut manager, &prompt[..end]),
                     blocks_of(end - 1),
-                    "windows {windows:?}, prompt of {end} tokens, {len} cached tokens"
+                    "windows {windows:?}: wrong hit length for a prompt of {end} tokens with {len} cached tokens"
                 );
             }
         }
@@ -415,8 +419,8 @@ fn blocks_without_content_are_taken_before_cached_ones() {
         let blocks = compute(&mut manager, text, 64);
         manager.release(blocks);
     }
-    assert_eq!(manager.stats().evicted, 0, "60 of 100 blocks have content");
-    assert_eq!(hit(&mut manager, &first[..500]), 448, "blocks before the window are still cached");
+    assert_eq!(manager.stats().evicted, 0, "blocks were evicted, although only 60 of 100 blocks have content");
+    assert_eq!(hit(&mut manager, &first[..500]), 448, "the blocks before the window are not cached");
     assert_eq!(hit(&mut manager, &second), 960);
 }
 
@@ -469,7 +473,7 @@ fn windows_before_checkpoints_and_prompt_ends_survive_longer() {
             running.push(compute(&mut manager, &tokens(2 + running.len() as u32, BLOCK_TOKENS), BLOCK_TOKENS));
         }
         for (len, want) in [(1025, 1024), (1300, 1024), (1500, 1472), (1501, 1472), (2049, 2048), (3800, 3072)] {
-            assert_eq!(hit(&mut manager, &text[..len]), want, "prompt of {len} tokens, window {window}");
+            assert_eq!(hit(&mut manager, &text[..len]), want, "wrong hit: prompt of {len} tokens, window {window}");
         }
         // The windows before 3,968 and 4,000 tokens may start in the same block.
         // In that case, the blocks kept for 4,000 tokens also allow a hit of 3,968 tokens.
@@ -524,7 +528,10 @@ fn demand_is_enough_to_reach_the_predicted_length() {
             let (before, grown) = (manager.demand(&blocks, len, chunk), manager.missing(&blocks, end));
             assert!(manager.grow(&mut blocks, end).is_some());
             taken = taken.max(free - manager.free());
-            assert!(manager.demand(&blocks, len, chunk) + grown <= before, "the demand must drop by {grown}");
+            assert!(
+                manager.demand(&blocks, len, chunk) + grown <= before,
+                "the demand must drop by at least {grown} blocks"
+            );
             let (before, free) = (manager.demand(&blocks, len, chunk), manager.free());
             manager.commit(&mut blocks, &text[..end]);
             assert!(manager.demand(&blocks, len, chunk) + free <= before + manager.free());

@@ -362,8 +362,8 @@ fn graph_steps_match_transformers() {
                 got.extend(values(graph.logits()));
             }
             let error = relative_error(&got, &values(&golden["logits"]));
-            println!("{}: logits are off by {error:e}", model.name);
-            assert!(error < logits_tolerance(dtype), "{}: logits are off by {error:e}", model.name);
+            println!("{}: relative error of the logits: {error:e}", model.name);
+            assert!(error < logits_tolerance(dtype), "{}: relative error of the logits: {error:e}", model.name);
 
             // In bf16, rounding may change the greedy token in a near tie, so only f16 compares greedy tokens.
             if dtype == DType::F16 {
@@ -419,7 +419,7 @@ fn graph_steps_match_the_eager_decoder() {
             (steps, flipped) = (steps + 1, flipped + usize::from(is_flipped));
             assert!(
                 error < allowed || is_flipped,
-                "{} at position {position}: logits are off by {error:e}",
+                "{} at position {position}: relative error of the logits: {error:e}",
                 model.name
             );
             let best = (0..got.len()).max_by(|&a, &b| got[a].total_cmp(&got[b]).then(b.cmp(&a))).unwrap();
@@ -479,7 +479,7 @@ fn next_turn_continues_from_the_cache_of_graph_steps() {
             let want = values(&model.forward(&ids, 0, &model.fresh_cache()));
             let error = relative_error(&values(&model.forward(&ids[length..], length, &model.cache)), &want);
             let allowed = if model.dtype == DType::F16 { 1e-2 } else { 5e-2 };
-            assert!(error < allowed, "{}, after {length} tokens: logits are off by {error:e}", model.name);
+            assert!(error < allowed, "{}, after {length} tokens: relative error of the logits: {error:e}", model.name);
         }
     });
 }
@@ -509,7 +509,7 @@ fn device_sampling_matches_host_sampling() {
                 graph.start(0, position, token, host.on_device(), &model.tables).unwrap();
                 token = graph.next(1).unwrap();
                 let want = host.sample(&mut values(graph.logits()));
-                assert_eq!(token, want, "{} at position {position}, {params:?}", model.name);
+                assert_eq!(token, want, "{}: wrong token at position {position}, {params:?}", model.name);
             }
             // Two runs that sample only on the GPU must generate the same tokens.
             let host = Sampler::new(params.clone(), &prompt);
@@ -624,7 +624,7 @@ fn edited_rows_match_the_reference() {
                     let error = (got - want).abs();
                     assert!(
                         error <= 1e-6 * want.abs().max(1.0),
-                        "{vocab} tokens, row {row}, token {token}: {got}, {want}"
+                        "vocabulary of {vocab} tokens, row {row}, token {token}: got {got}, expected {want}"
                     );
                 }
             }
@@ -696,7 +696,7 @@ fn special_logits_are_sampled_as_on_the_host() {
     let cases = [
         ("NaN", logits_with(&[(0, f32::NAN), (7, f32::NAN), (5, 2.0), (6, 1.5), (300, f32::NAN)])),
         ("-inf", logits_with(&[(0, -INF), (299, 2.0), (300, -INF)])),
-        ("all but one -inf", only_one),
+        ("-inf except for one logit", only_one),
         ("inf", logits_with(&[(11, INF), (200, f32::NAN), (280, 9.0)])),
         ("two inf", logits_with(&[(11, INF), (280, INF)])),
         ("ties", logits_with(&[(4, 5.0), (200, 5.0), (300, 5.0)])),

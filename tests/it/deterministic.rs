@@ -50,7 +50,12 @@ fn check(engine: &EngineHandle, count: usize, longest: usize) {
         order.sort_by_cached_key(|_| random.next());
         let streams: Vec<_> = order.iter().map(|&index| (index, submit(index))).collect();
         for (index, stream) in streams {
-            assert_eq!(read(stream), alone[index], "round {round}, prompt of {} tokens", prompts[index].len());
+            assert_eq!(
+                read(stream),
+                alone[index],
+                "round {round}: wrong answer to a prompt of {} tokens",
+                prompts[index].len()
+            );
         }
     }
     // The prompt of the next turn starts with the prompt and the answer of the previous turn.
@@ -107,7 +112,7 @@ fn check_requests(engine: &EngineHandle, count: usize, longest: usize) {
         for (index, is_deterministic, stream) in streams {
             let bits = read(stream);
             if is_deterministic {
-                assert_eq!(bits, deterministic[index], "round {round}, request {index}");
+                assert_eq!(bits, deterministic[index], "round {round}: wrong answer to request {index}");
             } else {
                 differences += usize::from(bits != ordinary[index]);
             }

@@ -111,12 +111,12 @@ fn reference_page_lists_exactly_the_exit_codes() {
     let errors = arms.map(|(_, code)| number(code).unwrap_or_else(|| panic!("'{code}' is not an exit code")));
     // Add the codes that `Error::exit_code` does not return: 0 for success, 1 for other errors, and 130 for Ctrl-C.
     let codes: BTreeSet<u8> = errors.chain([0, 1, 130]).collect();
-    assert_eq!(documented, codes, "docs/reference.md and src/error.rs differ");
+    assert_eq!(documented, codes, "the exit codes in docs/reference.md and src/error.rs differ");
 
     let help = help(&[]);
     let numbers = help.split_once("Exit codes:").unwrap().1.split(|c: char| !c.is_ascii_digit());
     let in_help: BTreeSet<u8> = numbers.filter_map(|number| number.parse().ok()).collect();
-    assert_eq!(documented, in_help, "docs/reference.md and `inferno --help` differ");
+    assert_eq!(documented, in_help, "the exit codes in docs/reference.md and `inferno --help` differ");
     assert_eq!(Error::Usage(String::new()).exit_code(), 2);
 }
 

@@ -196,7 +196,7 @@ fn unsupported_options_are_errors_that_name_the_field() {
     ];
     for (case, fields, expected) in cases {
         let Err(error) = read(&config_with(case, fields.clone())) else { panic!("{case} with {fields} was accepted") };
-        assert!(format!("{error:#}").contains(expected), "{case} with {fields}: {error:#}");
+        assert!(format!("{error:#}").contains(expected), "{case} with {fields}: wrong error: {error:#}");
     }
 }
 
@@ -279,7 +279,7 @@ fn longrope_models_default_to_their_original_length() {
     assert_eq!((phi("phi4").default_context(), phi("phi4").max_position_embeddings()), (160, 640));
     assert_eq!(phi("mistral").default_context(), 240);
     let plain = read(&config_with("phi3", json!({"rope_scaling": null}))).unwrap().architecture;
-    assert_eq!(plain.default_context(), 240, "without LongRoPE, the default context must be the longest one");
+    assert_eq!(plain.default_context(), 240, "without LongRoPE, the default context must be the longest context");
     assert!(
         read(&config_with(
             "phi3",

@@ -57,8 +57,8 @@ fn full_size_logits_agree_with_transformers() {
         let got = got.to_device(&Device::Cpu).unwrap();
         let (kl, top1) = compare(&got, &reference["f32"]);
         let (kl_bf16, top1_bf16) = compare(&got, &reference["bf16"]);
-        println!("{what}: mean KL {kl:.3e}, top-1 agreement {:.1} %", 100.0 * top1);
-        println!("  against transformers bf16: mean KL {kl_bf16:.3e}, top-1 agreement {:.1} %", 100.0 * top1_bf16);
+        println!("{what} against transformers f32: mean KL {kl:.3e}, top-1 agreement {:.1} %", 100.0 * top1);
+        println!("{what} against transformers bf16: mean KL {kl_bf16:.3e}, top-1 agreement {:.1} %", 100.0 * top1_bf16);
         // Allow 1.5 times the error of transformers in bf16, because rounding depends on the order of summation.
         assert!(kl <= 1.5 * their_kl, "{what}: mean KL is {kl:e}, but {their_kl:e} for transformers in bf16");
         assert!(
@@ -216,8 +216,11 @@ fn full_size_two_gpus_agree_with_one() {
     let steps = one.with_runner(move |runner| runner.step_logits(&ids)).unwrap().unwrap();
     let (kl, top1) = compare(&prefill_of_two, &prefill);
     let (rounding, rounding_top1) = compare(&steps.to_device(&Device::Cpu).unwrap(), &prefill);
-    println!("prefill, two GPUs against one: mean KL {kl:.3e}, top-1 agreement {:.1} %", 100.0 * top1);
-    println!("one GPU, steps against prefill: mean KL {rounding:.3e}, top-1 agreement {:.1} %", 100.0 * rounding_top1);
+    println!("prefill on two GPUs against one GPU: mean KL {kl:.3e}, top-1 agreement {:.1} %", 100.0 * top1);
+    println!(
+        "decode steps against prefill on one GPU: mean KL {rounding:.3e}, top-1 agreement {:.1} %",
+        100.0 * rounding_top1
+    );
     assert!(kl <= 1.5 * rounding && top1 >= rounding_top1 - 0.03);
 
     let answers = [answers_of_two, scored_answers(&one)];
@@ -230,13 +233,13 @@ fn full_size_two_gpus_agree_with_one() {
     });
     let [(tokens_of_two, kl_of_two, prompts_of_two), (tokens, kl, prompts)] = compared;
     let same = tokens_of_two.iter().zip(&tokens).filter(|(two, one)| two == one).count();
-    println!("answers against a prefill on one GPU: mean KL {kl_of_two:.3e} on two GPUs, {kl:.3e} on one");
-    println!("{same} of {} greedy answers are the same", tokens.len());
+    println!("answers against a prefill on one GPU: mean KL {kl_of_two:.3e} on two GPUs, {kl:.3e} on one GPU");
+    println!("{same} of {} greedy answers are the same on one GPU and on two GPUs", tokens.len());
     println!("log probabilities of prompts: mean difference {prompts_of_two:.2e} on two GPUs, {prompts:.2e} on one");
-    assert!(kl_of_two <= 1.5 * kl, "mean KL is {kl_of_two:e} on two GPUs, but {kl:e} on one");
+    assert!(kl_of_two <= 1.5 * kl, "mean KL is {kl_of_two:e} on two GPUs, but {kl:e} on one GPU");
     assert!(
         prompts_of_two <= 1.5 * prompts.max(1e-3),
-        "the difference is {prompts_of_two:e} on two GPUs, {prompts:e} on one"
+        "the log probabilities of prompts differ by {prompts_of_two:e} on two GPUs, but by {prompts:e} on one GPU"
     );
 }
 
@@ -274,7 +277,7 @@ fn check_deterministic_answers(eager: bool) {
     }
     assert!(
         differences.is_empty(),
-        "eager {eager}: (prompt length, index of the first different token): {differences:?}"
+        "eager {eager}: answers differ; (prompt length, index of the first different token): {differences:?}"
     );
 }
 

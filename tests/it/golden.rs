@@ -159,11 +159,11 @@ fn logits_and_every_layer_agree_with_transformers() {
         let logits = case.decoder.forward_tapped(&batch, &cache, Some(&mut tap)).unwrap();
         for (layer, tap) in taps.iter().enumerate() {
             let error = relative_error(tap, &values(&case.golden[&format!("hidden.{layer}")]));
-            assert!(error < case.tolerance(), "{name}: layer {layer} is off by {error:e}");
+            assert!(error < case.tolerance(), "{name}: relative error of layer {layer}: {error:e}");
         }
         let error = relative_error(&values(&logits), &values(&case.golden["logits"]));
-        println!("{name}: the logits are off by {error:e}");
-        assert!(error < case.tolerance(), "{name}: the logits are off by {error:e}");
+        println!("{name}: relative error of the logits: {error:e}");
+        assert!(error < case.tolerance(), "{name}: relative error of the logits: {error:e}");
     });
 }
 
@@ -213,7 +213,7 @@ fn greedy_tokens_agree_with_transformers() {
 fn assert_same(name: &str, what: &str, case: &Case, actual: &[f32], expected: &[f32]) {
     let error = relative_error(actual, expected);
     let tolerance = if case.dtype == DType::F32 { 2e-5 } else { case.tolerance() };
-    assert!(error < tolerance, "{name}: {what} is off by {error:e}");
+    assert!(error < tolerance, "{name}: relative error of {what}: {error:e}");
 }
 
 #[test]
@@ -402,7 +402,7 @@ fn preempted_sequence_continues_as_before() {
             shared.blocks.release(other.blocks);
             let mut again = shared.start(ids);
             shared.finish(&mut again);
-            shared.assert_like_alone(name, &format!("preempted after {preempted_at} tokens"), &again);
+            shared.assert_like_alone(name, &format!("a sequence preempted after {preempted_at} tokens"), &again);
             shared.blocks.release(again.blocks);
         }
     });
@@ -430,7 +430,7 @@ fn rope_frequencies_agree_with_transformers() {
         for (actual, expected) in actual.inv_freq.iter().zip(&expected) {
             assert!(
                 (actual - expected).abs() <= 4.0 * f32::EPSILON * expected,
-                "{name}: frequency {actual}, expected {expected}"
+                "{name}: RoPE frequency {actual}, expected {expected}"
             );
         }
         let scaling = variant["attention_scaling"].as_f64().unwrap() as f32;

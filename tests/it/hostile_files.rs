@@ -245,7 +245,7 @@ fn large_files_are_refused() {
         model.play().assert_succeeds();
         // The file is sparse, so it takes almost no disk space.
         File::create(model.dir.join(name)).unwrap().set_len(bytes).unwrap();
-        model.play().assert_fails(1, &["cannot read ", name, &format!("it is larger than {limit}")]);
+        model.play().assert_fails(1, &["cannot read ", name, &format!("the file is larger than {limit}")]);
         model.show();
         model.list();
     }
@@ -381,7 +381,7 @@ fn conversations_and_configurations_must_be_regular_files() {
     let folder = model.home.path().join(".config/inferno");
     fs::create_dir_all(&folder).unwrap();
     mkfifo(&folder.join("config.toml"), Mode::S_IRWXU).unwrap();
-    model.play().assert_fails(2, &["config.toml: it is not a regular file"]);
+    model.play().assert_fails(2, &["config.toml: not a regular file"]);
 }
 
 #[test]

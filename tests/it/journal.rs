@@ -366,12 +366,12 @@ fn a_conversation_saved_with_its_cache_needs_no_prefill() {
         text(&output.stderr)
     };
     let log = ask("ada");
-    assert!(log.contains("loaded keys and values tokens=") && !log.contains("values tokens=0"), "{log}");
+    assert!(log.contains("loaded the saved KV cache tokens=") && !log.contains("cache tokens=0"), "{log}");
     let (mut chat, _) = resume(&home, &[]);
     assert!(chat.say("/save bob").contains("saved; to continue"));
     leave(chat);
     assert!(conversations.join("bob.kv").exists() && !conversations.join("ada.kv").exists());
     // If the file of keys and values is damaged, the next turn still works, but is slower.
     fs::write(conversations.join("bob.kv"), "damaged").unwrap();
-    assert!(ask("bob").contains("cannot load keys and values"));
+    assert!(ask("bob").contains("cannot load the saved KV cache"));
 }

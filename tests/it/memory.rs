@@ -32,7 +32,7 @@ fn check(name: &str, path: &Path, quantize: Option<QuantizationTarget>) {
         };
         let decoder = architecture.build(&weights, 32).unwrap();
         let what = quantize.map_or("unquantized".into(), |quantize| quantize.to_string());
-        assert_eq!(inventory.loaded_bytes(dtype), progress.resident_bytes(), "{name} {what} in {dtype:?}");
+        assert_eq!(inventory.loaded_bytes(dtype), progress.resident_bytes(), "wrong size: {name} {what} in {dtype:?}");
         // A decode step of a dense model reads one embedding row and all other weights.
         // The step also reads the whole embedding if the embedding is tied to the output matrix.
         let is_dense = !name.contains("oss") && !name.contains("moe") && !name.contains("mixtral") && name != "demo";
@@ -160,7 +160,7 @@ fn estimates_from_headers_agree_with_estimates_from_files() {
                 let parts = |inventory: &Inventory| inventory.rank_parts(&kv_heads, ranks, dtype);
                 let from_files = parts(&Inventory::from_checkpoint(&checkpoint, None));
                 if !case.starts_with("compressed") {
-                    assert_eq!(parts(&inventory), from_files, "{case} on {ranks} ranks");
+                    assert_eq!(parts(&inventory), from_files, "wrong parts of {case} on {ranks} ranks");
                 }
             }
             if case.starts_with("compressed") {
@@ -168,7 +168,7 @@ fn estimates_from_headers_agree_with_estimates_from_files() {
                 let rows: usize = codes.map(|(_, info)| info.shape[0]).sum();
                 assert!(
                     estimate <= exact && exact - estimate <= rows as u64 * (31 + 4),
-                    "{case}: the estimate is {estimate} bytes, but the exact size is {exact}"
+                    "{case}: the estimate is {estimate} bytes, but the exact size is {exact} bytes"
                 );
             } else {
                 assert_eq!(estimate, exact, "{case} in {dtype:?}");

@@ -129,7 +129,7 @@ fn a_prefix_saved_by_any_number_of_ranks_continues_on_any_other_number() {
             assert_eq!(tensor.dims(), one[name].dims(), "{name}");
             let tolerance = if split == Split::Layers { 0.0 } else { 1e-5 };
             let error = relative_error(&values(tensor), &values(&one[name]));
-            assert!(error <= tolerance, "{name} of {ranks} ranks, {split:?}: the values are off by {error:e}");
+            assert!(error <= tolerance, "{name} of {ranks} ranks, {split:?}: relative error {error:e}");
         }
     }
     for (ranks, split) in SPLITS {

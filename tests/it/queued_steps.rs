@@ -49,7 +49,13 @@ pub fn check(engine: Engine, reference: Engine, change: impl Fn(usize, &mut Gene
     for (stream, (prompt, options)) in streams.into_iter().zip(&requests) {
         let alone = Answer::read(reference.complete_ids(prompt, options.clone()).unwrap());
         let answer = Answer::read(stream);
-        assert_eq!(answer.tokens, alone.tokens, "{} prompt tokens, {:?}", prompt.len(), options.sampling);
+        assert_eq!(
+            answer.tokens,
+            alone.tokens,
+            "wrong answer to {} prompt tokens with {:?}",
+            prompt.len(),
+            options.sampling
+        );
         assert_eq!(answer.summary.finish_reason, alone.summary.finish_reason);
     }
     engine.with_runner(|_| ()).unwrap();
@@ -173,9 +179,9 @@ fn choices_with_a_token_in_flight_match_the_sampler_that_knows_the_token() {
             want.get_mut(id as usize).into_iter().for_each(|logit| *logit += value);
         }
         assert_eq!(choice, waiting.choose(&mut want), "{params:?}");
-        assert_eq!(edited, want, "{params:?}, {rules:?}, token {token} after {prompt:?} and {answer:?}");
+        assert_eq!(edited, want, "wrong logits: {params:?}, {rules:?}, token {token} after {prompt:?} and {answer:?}");
     }
-    assert!(repeated > 100 && new > 100, "{repeated} repeated tokens, {new} new tokens");
+    assert!(repeated > 100 && new > 100, "only {repeated} repeated and {new} new tokens were tested");
 }
 
 /// Batches of 1 to 9 requests get the same answers whether or not their steps are queued.
@@ -205,13 +211,13 @@ fn answers_with_edited_logits_are_the_same_on_a_gpu() {
         };
         for count in 1..=9 {
             let (want, queued) = answers(count, Some(0));
-            assert_eq!(queued, 0, "{name}, {count} requests: steps with log probabilities must wait");
+            assert_eq!(queued, 0, "{name}, {count} requests: steps with log probabilities must not be queued ahead");
             let (got, queued) = answers(count, None);
             assert_eq!(got, want, "{name}, {count} requests");
             let longest = got.iter().map(Vec::len).max().unwrap();
             assert!(
                 2 * queued + 4 > longest as u64,
-                "{name}, {count} requests: {queued} of {longest} steps were queued"
+                "{name}, {count} requests: only {queued} of {longest} steps were queued ahead"
             );
         }
     }
@@ -233,7 +239,10 @@ fn steps_of_one_request_with_a_logit_bias_are_queued_on_a_gpu() {
     };
     let ((want, waiting), (got, queued)) = (answer(Some(0)), answer(None));
     assert_eq!(got, want);
-    assert!(waiting == 0 && queued >= 29, "{queued} of 30 steps were queued ahead, {waiting} with log probabilities");
+    assert!(
+        waiting == 0 && queued >= 29,
+        "{queued} of 30 steps were queued ahead without log probabilities, {waiting} with them"
+    );
 }
 
 #[test]

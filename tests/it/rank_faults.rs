@@ -45,7 +45,7 @@ fn expected(rank: usize, fault: RankFault) -> String {
         RankFault::Panic => "failed: its thread panicked",
         RankFault::Hang => "does not answer",
     };
-    format!("GPU {} of {RANKS} {what}; the others were stopped", rank + 1)
+    format!("GPU {} of {RANKS} {what}; the other GPUs were stopped", rank + 1)
 }
 
 /// Returns the number of the step before which a rank fails. The prompts or answers of the test need more steps.
@@ -167,8 +167,9 @@ fn commands_exit_with_code_7_and_name_the_rank_that_failed() {
                 let message = text(&output.stderr);
                 assert_eq!(output.status.code(), Some(7), "{args:?} with {fault}: {message}");
                 let errors: Vec<_> = message.lines().filter(|line| line.starts_with("error: ")).collect();
-                assert_eq!(errors, [format!("error: {expected}; the others were stopped")], "{args:?} with {fault}");
-                assert!(time < LONG, "{args:?} with {fault}: {time:?}");
+                let expected = format!("error: {expected}; the other GPUs were stopped");
+                assert_eq!(errors, [expected], "{args:?} with {fault}");
+                assert!(time < LONG, "{args:?} with {fault} took {time:?}");
             });
         }
     });

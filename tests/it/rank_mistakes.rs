@@ -105,13 +105,13 @@ fn logits_error(case: &str, folders: &[&Path]) -> f32 {
 fn assert_found(mistake: &str, case: &str, edit: impl Fn(usize, &mut Stored)) {
     let unchanged: Vec<_> = (0..RANKS).map(|_| altered(case, &|_| ())).collect();
     let folders = |copies: &[(TempDir, bool)]| logits_error(case, &[copies[0].0.path(), copies[1].0.path()]);
-    assert!(folders(&unchanged) < 1e-4, "{case} without a mistake");
+    assert!(folders(&unchanged) < 1e-4, "the logits of {case} are wrong without a mistake");
     let changed: Vec<_> = (0..RANKS).map(|rank| altered(case, &|stored| edit(rank, stored))).collect();
     assert!(changed.iter().any(|(_, has_changed)| *has_changed), "{mistake} in {case}: no tensor was changed");
     let error = folders(&changed);
-    println!("{mistake} in {case}: the logits are off by {error:e}");
+    println!("{mistake} in {case}: the relative error of the logits is {error:e}");
     // The tests in `ranks` allow an error of 1e-4.
-    assert!(error > 2e-4, "{mistake} in {case}: the logits are off by only {error:e}");
+    assert!(error > 2e-4, "{mistake} in {case}: the relative error of the logits is only {error:e}");
 }
 
 /// Returns a `source` for [`Stored::move_rows`] that copies the first rows to the part of the second rank.
@@ -142,7 +142,7 @@ fn a_bias_that_both_ranks_add_is_found() {
 #[test]
 fn sinks_that_are_not_sliced_are_found() {
     for case in ["gpt_oss", "gpt_oss_new"] {
-        assert_found("sinks of the first heads", case, |rank, stored| {
+        assert_found("sinks of the first heads on rank 1", case, |rank, stored| {
             if rank == 1 && stored.has_name_end("sinks") {
                 stored.move_rows(0, unsliced(stored.shape[0], 1));
             }
@@ -153,7 +153,7 @@ fn sinks_that_are_not_sliced_are_found() {
 #[test]
 fn gate_and_up_rows_that_are_cut_in_the_wrong_place_are_found() {
     // Gate rows and up rows alternate, so dividing the rows at an odd row exchanges gate and up.
-    assert_found("a cut at an odd row", "gpt_oss", |rank, stored| {
+    assert_found("gate_up_proj cut at an odd row", "gpt_oss", |rank, stored| {
         if rank == 1
             && ["gate_up_proj_blocks", "gate_up_proj_scales", "gate_up_proj_bias"]
                 .iter()
@@ -164,7 +164,7 @@ fn gate_and_up_rows_that_are_cut_in_the_wrong_place_are_found() {
         }
     });
     // All gate rows come before all up rows, so a rank's part is two ranges of rows. A single range is wrong.
-    assert_found("one range of rows", "phi3", |rank, stored| {
+    assert_found("gate_up_proj cut as one range of rows", "phi3", |rank, stored| {
         if stored.has_name_end("gate_up_proj.weight") {
             let size = stored.shape[0] / 2;
             let share = share(size, 32, rank, RANKS);
@@ -201,7 +201,7 @@ fn scales_that_are_not_cut_are_found() {
 #[test]
 fn an_output_head_in_the_wrong_order_is_found() {
     for case in ["gpt_oss", "phi3", "llama_new"] {
-        assert_found("the second rank's rows first", case, |_, stored| {
+        assert_found("lm_head with the second rank's rows first", case, |_, stored| {
             if stored.has_name_end("lm_head.weight") {
                 let (rows, first) = (stored.shape[0], share(stored.shape[0], 1, 0, RANKS).len());
                 stored.move_rows(0, |row| (row + first) % rows);

@@ -130,7 +130,8 @@ struct Summary {
     /// The number of forks that started with the blocks of another sequence.
     forked: usize,
     hit_tokens: u64,
-    /// The number of chunks longer than the limit in `Simulator::check_chunks`, about half of the token budget.
+    /// The number of chunks that exceed the limit in `Simulator::check_chunks`.
+    /// The limit is about half of the token budget.
     long_chunks: usize,
     steps: usize,
     duration: Duration,
@@ -512,7 +513,7 @@ impl<'a> Simulator<'a> {
             assert!(range.start.is_multiple_of(BLOCK_TOKENS), "sequence {id} reuses only part of a block");
             assert!(
                 prompt_parts.is_none_or(|parts| parts.floor(range.start) == range.start),
-                "sequence {id} reuses only part of a prompt part"
+                "sequence {id} reuses an incomplete prompt part"
             );
             if tracked.started.is_none() {
                 tracked.started = Some(self.now);
@@ -532,10 +533,10 @@ impl<'a> Simulator<'a> {
             let tenant = |id: SequenceId| self.scenario.requests[id as usize].tenant;
             let is_rival = |other: SequenceId| !self.displaced.contains(&other) && tenant(other) == tenant(id);
             let first = self.waiting.iter().find(|(.., other)| is_rival(*other));
-            assert_eq!(first, Some(&rank), "sequence {id} started before a more senior sequence");
+            assert_eq!(first, Some(&rank), "sequence {id} started before a sequence that ranks higher");
             self.waiting.remove(&rank);
         }
-        let tables = self.scheduler.tables(id).expect("a planned sequence has blocks");
+        let tables = self.scheduler.tables(id).expect("a planned sequence has no blocks");
         for (group, &window) in self.scenario.windows.iter().enumerate() {
             let first = window.map_or(0, |window| range.start.saturating_sub(window - 1)) / BLOCK_TOKENS;
             for index in first..range.end.div_ceil(BLOCK_TOKENS) {
@@ -556,7 +557,7 @@ impl<'a> Simulator<'a> {
             self.contents.copy_within(from..from + BLOCK_TOKENS, copy.to as usize * BLOCK_TOKENS);
         }
         for SequenceWork { id, range, .. } in &plan.work {
-            let tables = self.scheduler.tables(*id).expect("a planned sequence has blocks");
+            let tables = self.scheduler.tables(*id).expect("a planned sequence has no blocks");
             for group in 0..self.scenario.windows.len() {
                 for position in range.clone() {
                     let block = tables.get(group, position / BLOCK_TOKENS) as usize;
@@ -591,7 +592,7 @@ impl<'a> Simulator<'a> {
     /// Checks the digests at some of the positions that a step attends to.
     fn read(&mut self, plan: &StepPlan) {
         for SequenceWork { id, range, .. } in &plan.work {
-            let tables = self.scheduler.tables(*id).expect("a planned sequence has blocks");
+            let tables = self.scheduler.tables(*id).expect("a planned sequence has no blocks");
             for (group, &window) in self.scenario.windows.iter().enumerate() {
                 let first = window.map_or(0, |window| range.start.saturating_sub(window - 1));
                 for position in [first, first + self.random.below(range.start - first + 1), range.end - 1] {

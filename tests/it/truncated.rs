@@ -68,7 +68,7 @@ fn truncation_between_header_and_tensors_is_an_error() {
             for quantize in [None, Some("q8_0"), Some("int8")] {
                 let error = load_after_truncation(name, quantize, (&device, dtype));
                 let is_clear = error.contains(file) && error.contains("shorter than its header says");
-                assert!(is_clear, "{name}, {quantize:?}, {dtype:?}: {error}");
+                assert!(is_clear, "{name}, {quantize:?}, {dtype:?}: unclear error: {error}");
             }
         }
     }

@@ -266,7 +266,7 @@ impl Bench {
 
     /// Measures up to `concurrency` requests at once. Runs `concurrency` other requests before, as a warm-up.
     fn serving(&self, args: &Args, concurrency: usize) -> Result<Serving> {
-        note(&format!("requests at once: {concurrency}"));
+        note(&format!("measuring {concurrency} requests at once"));
         let load = Load {
             concurrency,
             requests: args.requests.map_or(concurrency, |requests| requests as usize),

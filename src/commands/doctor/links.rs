@@ -62,14 +62,14 @@ fn finding(count: usize, direct: Measured, through_host: Option<Measured>) -> Fi
         (Ok(Err(reason)), Some(Ok(Ok(times)))) => {
             let times = described(times);
             let what = format!(
-                "{count} GPUs exchange data through host memory: {times}. Directly would be faster, but {reason}"
+                "{count} GPUs exchange data through host memory: {times}. A direct exchange is faster, but {reason}"
             );
             Finding::warn("links", what, NEXT)
         }
         (Ok(Err(reason)), Some(Ok(Err(through_host)))) => {
             let what = format!(
-                "{count} GPUs cannot exchange data, so --gpus is very slow: directly: {reason}; through host memory: \
-                 {through_host}"
+                "{count} GPUs cannot exchange data, so --gpus is very slow. Direct exchange: {reason}. \
+                 Exchange through host memory: {through_host}"
             );
             Finding::warn("links", what, NEXT)
         }
@@ -82,7 +82,7 @@ fn described(times: ExchangeTimes) -> String {
     let kilobytes = |elements: usize| (elements * size_of::<f32>()) as f64 / 1e3;
     let (small_kb, large_kb) = (kilobytes(SMALL_ELEMENTS), kilobytes(LARGE_ELEMENTS));
     let (small, large) = (times.small * 1e6, times.large * 1e6);
-    format!("summing {small_kb:.1} KB takes {small:.1} µs, {large_kb:.0} KB {large:.0} µs")
+    format!("summing {small_kb:.1} KB takes {small:.1} µs, and {large_kb:.0} KB takes {large:.0} µs")
 }
 
 #[cfg(test)]
@@ -96,7 +96,7 @@ mod tests {
         let no_access = || Ok(Err("no peer access".into()));
         let found = finding(2, times(), None);
         assert_eq!(found.status, Status::Pass);
-        assert!(found.what.ends_with("summing 11.5 KB takes 3.2 µs, 4194 KB 41 µs"), "{}", found.what);
+        assert!(found.what.ends_with("summing 11.5 KB takes 3.2 µs, and 4194 KB takes 41 µs"), "{}", found.what);
         let found = finding(2, no_access(), Some(times()));
         assert!(found.status == Status::Warn && found.what.contains("host memory: summing 11.5 KB"), "{}", found.what);
         let found = finding(2, no_access(), Some(Ok(Err("no pinned memory".into()))));

@@ -78,7 +78,7 @@ fn peek(hub: &Hub, args: &Args) -> Result<hub::RemoteModel> {
 fn suggest_remote(error: anyhow::Error) -> anyhow::Error {
     match error.downcast_ref::<Error>() {
         Some(Error::ModelNotFound { model, hint }) if hub::is_repo_name(model) && model.contains('/') => {
-            let hint = format!("{hint}\n  to see what it needs before you download it: inferno show {model} --remote");
+            let hint = format!("{hint}\n  to see the model's needs before a download: inferno show {model} --remote");
             Error::ModelNotFound { model: model.clone(), hint }.into()
         }
         _ => error,

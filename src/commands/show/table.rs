@@ -199,7 +199,7 @@ fn memory(out: &mut String, needs: &MemoryNeeds, gpu: &Gpu) {
     let running = needs.weight_bytes.saturating_add(needs.cache_bytes).saturating_add(needs.workspace_bytes);
     if running < needs.total_bytes {
         let loading = text::size(needs.loading_bytes);
-        wrapped(out, "loading", &format!("{loading}, only while loading, to convert the experts of a layer"));
+        wrapped(out, "loading", &format!("{loading} more while the model loads, to convert the experts of a layer"));
     }
     let verdict = match (needs.fits, needs.largest_context) {
         (Some(true), Some(largest)) => {
@@ -211,9 +211,9 @@ fn memory(out: &mut String, needs: &MemoryNeeds, gpu: &Gpu) {
             )
         }
         (Some(false), Some(largest)) => {
-            format!(": it does not fit; a shorter context fits: --context {}", largest)
+            format!(": the model does not fit; it fits with a shorter context: --context {}", largest)
         }
-        (Some(_), None) => ": it does not fit with any context".to_string(),
+        (Some(_), None) => ": the model does not fit with any context".to_string(),
         (None, _) => String::new(),
     };
     wrapped(out, "total", &format!("{}{verdict}", text::size(needs.total_bytes)));

@@ -101,7 +101,11 @@ pub fn load(
 
 fn add(bytes: Arc<[u8]>, runner: &Runner, blocks: &mut BlockManager) -> Result<usize> {
     let tokens: Vec<u32> = SafeTensors::deserialize(&bytes)?.tensor("tokens")?.load(&Device::Cpu)?.to_vec1()?;
-    ensure!(!tokens.is_empty() && tokens.len().is_multiple_of(BLOCK_TOKENS), "it has {} tokens", tokens.len());
+    ensure!(
+        !tokens.is_empty() && tokens.len().is_multiple_of(BLOCK_TOKENS),
+        "expected a multiple of {BLOCK_TOKENS} tokens, found {}",
+        tokens.len()
+    );
     let Some(mut sequence) = blocks.adopt(&tokens) else { return Ok(0) };
     let prefix = PrefixBlocks::new(tokens.len(), sequence.tables(), blocks, runner.cache().layout().groups());
     let written = write_all_ranks(bytes, prefix, runner);

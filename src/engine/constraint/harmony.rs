@@ -72,7 +72,7 @@ pub fn parts(
         (FINAL, answer),
         (PREAMBLE, text(is_required)),
     ];
-    debug_assert!(before_tools.iter().enumerate().all(|(index, (id, _))| index == *id), "an id is an index");
+    debug_assert!(before_tools.iter().enumerate().all(|(index, (id, _))| index == *id), "an id differs from its index");
     let mut parts: Vec<Part> = before_tools.into_iter().map(|(_, part)| part).collect();
     for tool in &constraint.tools {
         parts.push(match &tool.arguments {

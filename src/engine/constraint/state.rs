@@ -88,7 +88,7 @@ impl ConstraintState {
                 let started = thread_time();
                 let text = read_mask(matcher, &read).map_err(|problem| invalid(&grammar.name, &problem.to_string()))?;
                 if !plan.masks.spend(thread_time().saturating_sub(started)) {
-                    return Err(invalid(&grammar.name, "the grammar takes too much time to follow"));
+                    return Err(invalid(&grammar.name, "computing the allowed tokens takes too long"));
                 }
                 let can_end = match text {
                     Some(text) => {
@@ -103,7 +103,7 @@ impl ConstraintState {
                 let ends = after.iter().filter(|_| can_end);
                 ends.chain(instead.iter().filter(|_| !*has_text)).for_each(|&(token, _)| mask.allow(token));
                 if mask.is_empty() {
-                    return Err(invalid(&grammar.name, "the grammar requires a stop token of the request in the text"));
+                    return Err(invalid(&grammar.name, "the grammar requires text with a stop token of the request"));
                 }
             }
             (Progress::Free { .. }, _) => return Ok(None),

@@ -189,7 +189,7 @@ impl EngineHandle {
         if options.ignore_eos {
             return Err(invalid(
                 "ignore_eos",
-                "it cannot be combined with a constraint, because a constrained answer must be able to end".to_string(),
+                "not allowed with a constraint, because a constrained answer must be able to end".to_string(),
             )
             .into());
         }
@@ -242,7 +242,7 @@ impl EngineHandle {
         match info.request_parts {
             _ if !options.deterministic || info.is_deterministic => Ok(None),
             None => {
-                let reason = "the chunk size or the attention kernel of this engine does not support it".to_string();
+                let reason = "the engine's chunk size or attention kernel does not support determinism".to_string();
                 Err(Error::NotDeterministic { reason }.into())
             }
             prompt_parts => Ok(prompt_parts),

@@ -93,7 +93,8 @@ pub struct MemoryPlan {
     /// The number of ranks. `weight_bytes`, `layers` and `layout` describe the part of one rank.
     ranks: usize,
     weight_bytes: u64,
-    /// The parts of all ranks, by world size: entry i is for i + 1 ranks that divide every layer.
+    /// The parts of the model that the ranks hold, by world size.
+    /// Entry i is for i + 1 ranks, which divide every layer.
     rank_parts: Arc<[Vec<RankPart>]>,
     /// The sizes of each layer, of the output head and of all other weights in the undivided model.
     parts: PartBytes,
@@ -643,8 +644,8 @@ mod tests {
         let stages = |gib: &[u64]| plan.stages(&gib.iter().map(|gib| gib << 30).collect::<Vec<_>>()).unwrap();
         assert_eq!(stages(&[20, 20]), [0..5, 5..10]);
         assert_eq!(stages(&[20, 20, 20]), [0..3, 3..7, 7..10]);
-        assert_eq!(stages(&[10, 26]), [0..2, 2..10], "7.8 and 23.8 GiB remain, which is 2.5 and 7.5 of the 10 layers");
-        assert_eq!(stages(&[0, 20]), [0..1, 1..10], "every rank has a layer");
+        assert_eq!(stages(&[10, 26]), [0..2, 2..10], "7.8 and 23.8 GiB remain for layers: 2.5 and 7.5 layers");
+        assert_eq!(stages(&[0, 20]), [0..1, 1..10], "a rank has no layer");
         assert_eq!(stages(&[20, 0, 0]), [0..8, 8..9, 9..10]);
         // A free memory of 0 stands for a CPU whose memory is unknown.
         assert_eq!(stages(&[0, 0]), [0..5, 5..10]);
@@ -657,7 +658,7 @@ mod tests {
         let layers = vec![LayerSpec { kv_heads: 8, head_dim: 64, window: None }; 3];
         let plan = MemoryPlan { parts, layout: CacheLayout::new(&layers), layers, ..plan() };
         let split = |split, ranks| plan.clone().with_split(split, ranks).map(|plan| plan.weight_bytes() >> 20);
-        assert_eq!(split(Split::Layers, 2).unwrap(), 4 << 10, "two layers, half of the head and everything else");
+        assert_eq!(split(Split::Layers, 2).unwrap(), 4 << 10, "2 layers, half of the head, all other weights");
         assert_eq!(split(Split::Tensor, 2).unwrap(), plan.clone().with_ranks(2).weight_bytes() >> 20);
         assert_eq!(split(Split::Layers, 1).unwrap(), plan.weight_bytes() >> 20);
         assert!(split(Split::Layers, 4).is_err());

@@ -71,7 +71,7 @@ sampling_table! {
 
     /// The minimum probability of a token, divided by the probability of the most likely token. 0 keeps all tokens.
     min_p: f32, "min-p" "P", neutral: 0.0, range: 0.0..=1.0, generation_config: WhenSampling,
-    help: "Minimum probability of a token relative to the most likely token; 0 for all";
+    help: "Minimum probability of a token relative to the most likely token; 0 keeps all tokens";
 
     /// The penalty on tokens in the prompt or the answer (arXiv 1909.05858). 1 has no effect.
     repetition_penalty: f32, "repetition-penalty" "X", neutral: 1.0, range: 0.01..=100.0, generation_config: Always,

@@ -250,9 +250,9 @@ impl Scheduler {
         );
         assert!(
             prompt_parts.is_none_or(|parts| parts.tokens() <= token_budget),
-            "a part of a prompt must fit in a step"
+            "a prompt part is larger than the token budget of a step"
         );
-        assert!(blocks.peak(context, token_budget) <= blocks.stats().total, "the blocks must hold {context} tokens");
+        assert!(blocks.peak(context, token_budget) <= blocks.stats().total, "the cache cannot hold {context} tokens");
         Self {
             config,
             blocks,
@@ -274,7 +274,7 @@ impl Scheduler {
         assert!((1..=self.config.context).contains(&prompt.len()), "cannot submit a prompt of {} tokens", prompt.len());
         assert!(
             prompt_parts.is_none_or(|parts| parts.tokens() <= self.config.token_budget),
-            "a part of a prompt must fit in a step"
+            "a prompt part is larger than the token budget of a step"
         );
         let hashes = self.blocks.hashes(cache_salt.as_deref(), prompt_parts);
         let sequence = |id, tokens, forks, parent| ScheduledSequence {

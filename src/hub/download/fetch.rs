@@ -200,7 +200,7 @@ impl Download<'_> {
         }
         job.phase = Phase::New;
         job.report(self.progress);
-        self.remote.report_retry(name, "its contents do not match the hash from the hub", Duration::ZERO);
+        self.remote.report_retry(name, "the contents do not match the hash from the hub", Duration::ZERO);
         Ok(())
     }
 }

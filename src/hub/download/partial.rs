@@ -125,7 +125,7 @@ impl Partial {
         let file = options.open(&self.path).map_err(|error| write_error(error, &self.path, 0))?;
         if !file.metadata().is_ok_and(|data| data.is_file()) {
             bail!(
-                "cannot write {}: it is not a regular file\n  delete it and run the same command again",
+                "cannot write {}: not a regular file\n  delete it and run the same command again",
                 self.path.display()
             );
         }

@@ -36,12 +36,12 @@ impl AttentionBackend {
             Self::Auto | Self::Eager => Ok(Self::Eager),
             Self::Own if has_own => Ok(Self::Own),
             Self::CandleFlashAttn if has_candle => Ok(Self::CandleFlashAttn),
-            _ if !is_on_gpu => Err("it needs a GPU".into()),
+            _ if !is_on_gpu => Err("this kernel needs a GPU".into()),
             Self::CandleFlashAttn if !cfg!(feature = "flash-attn") => {
-                Err("this build does not include it; build inferno with --features flash-attn".into())
+                Err("this build does not include the kernel; build inferno with --features flash-attn".into())
             }
-            Self::CandleFlashAttn if softcap.is_some() => Err("inferno does not use it for soft-capped scores".into()),
-            _ => Err(format!("it has no kernel for head size {head_dim} in {dtype:?}")),
+            Self::CandleFlashAttn if softcap.is_some() => Err("this kernel is not used with a soft cap".into()),
+            _ => Err(format!("this kernel does not support head size {head_dim} in {dtype:?}")),
         }
     }
 }

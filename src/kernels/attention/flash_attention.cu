@@ -67,7 +67,7 @@ template <int HEAD_DIM, int TILE_ROWS, bool BATCH = false> struct Tile {
     static constexpr int MERGE_STRIDE = D + 8;  // puts the float2 values of four rows into different banks
     static constexpr int MERGE_BYTES = TEAMS > 1 ? TEAMS * ROWS * (MERGE_STRIDE + 2) * 4 : 0;
     static_assert(MERGE_BYTES <= PIPELINE_BYTES, "the merge buffers do not fit into the shared memory of the pipeline");
-    static_assert(WARPS == 1 || TEAMS == 1, "several teams of several warps would need a barrier per team");
+    static_assert(WARPS == 1 || TEAMS == 1, "if there are several teams, each must have only one warp");
     static_assert(ROWS <= THREADS && STAGES >= 2);
 };
 

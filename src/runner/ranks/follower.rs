@@ -132,5 +132,5 @@ impl Follower {
 
 /// Returns the error message that all ranks get if the rank of `world` fails because of `reason`.
 pub fn failure(world: &World, reason: &str) -> String {
-    format!("GPU {} of {} failed: {reason}; the others were stopped", world.rank() + 1, world.size())
+    format!("GPU {} of {} failed: {reason}; the other GPUs were stopped", world.rank() + 1, world.size())
 }

@@ -199,7 +199,7 @@ impl Runner {
     fn choose_tokens(&mut self, sequences: &mut [StepSequence], logits: &Tensor) -> Result<Vec<Chosen>> {
         if logits.device().is_cuda() {
             return match sequences {
-                // The decode graph does not add in a fixed order, but sequences with prompt parts need a fixed order.
+                // The decode graph computes sums in no fixed order. A sequence with prompt parts needs a fixed order.
                 [sequence] if sequence.prompt_parts.is_none() => {
                     Ok(vec![self.choose_and_start_graph(sequence, logits)?])
                 }

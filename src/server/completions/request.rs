@@ -46,7 +46,7 @@ impl CompletionRequest {
         let choices = generate_options::read_choices(&mut fields)?;
         let stream = generate_options::read_stream(&mut fields)?;
         if prompts.len() * choices > MAX_ANSWERS {
-            let limit = format!("expected at most {MAX_ANSWERS} answers to all prompts together");
+            let limit = format!("expected at most {MAX_ANSWERS} answers in total for all prompts");
             return Err(fields.invalid("prompt", limit));
         }
         let echoes = prompts.iter().map(|prompt| is_echo.then(|| text_of(prompt, engine)).transpose());

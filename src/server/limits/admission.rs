@@ -177,6 +177,6 @@ mod tests {
         permits.push(admission.admit(2, 4).ok().unwrap());
         assert!(admission.admit(2, 1).is_err());
         permits.clear();
-        assert!(admission.admit(1, 100).is_ok(), "an idle server has room for the largest request");
+        assert!(admission.admit(1, 100).is_ok(), "an idle server rejected the largest request");
     }
 }

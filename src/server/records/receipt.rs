@@ -112,13 +112,13 @@ impl Receipt {
             let (header, payload) = message.split_once('.')?;
             Some((message, BASE64.decode(header).ok()?, BASE64.decode(payload).ok()?, BASE64.decode(signature).ok()?))
         };
-        let (message, header, payload, signature) = parts().context("it is not a receipt of inferno")?;
-        ensure!(header == HEADER.as_bytes(), "it is not a receipt of inferno");
-        ensure!(key.verifies(message.as_bytes(), &signature), "it was changed, or signed with another key");
-        let receipt: Self = serde_json::from_slice(&payload).context("its payload is invalid")?;
+        let (message, header, payload, signature) = parts().context("the file is not a receipt of inferno")?;
+        ensure!(header == HEADER.as_bytes(), "the file is not a receipt of inferno");
+        ensure!(key.verifies(message.as_bytes(), &signature), "the receipt was changed, or signed with another key");
+        let receipt: Self = serde_json::from_slice(&payload).context("the payload of the receipt is invalid")?;
         match receipt.version {
             VERSION => Ok(receipt),
-            other => bail!("it has version {other}, but this build reads version {VERSION}"),
+            other => bail!("the receipt has version {other}, but this build reads version {VERSION}"),
         }
     }
 
@@ -202,7 +202,7 @@ mod tests {
         let signed = receipt().sign(&key).unwrap();
         assert_eq!(Receipt::verify(&signed, &key.public_key()).unwrap(), receipt());
         let error = Receipt::verify(&signed, &other.public_key()).unwrap_err();
-        assert_eq!(error.to_string(), "it was changed, or signed with another key");
+        assert_eq!(error.to_string(), "the receipt was changed, or signed with another key");
         let newer = Receipt { version: 2, ..receipt() }.sign(&key).unwrap();
         assert!(Receipt::verify(&newer, &key.public_key()).unwrap_err().to_string().contains("version 2"));
     }
@@ -222,7 +222,7 @@ mod tests {
         let leaves = change_leaves(&payload, &mut |changed| assert!(with(HEADER, changed).is_err(), "{changed}"));
         assert!(leaves > 30, "{leaves}");
         let error = with(&HEADER.replace("EdDSA", "none"), &payload).unwrap_err();
-        assert_eq!(error.to_string(), "it is not a receipt of inferno");
+        assert_eq!(error.to_string(), "the file is not a receipt of inferno");
     }
 
     #[test]

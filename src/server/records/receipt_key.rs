@@ -18,7 +18,7 @@ use crate::files;
 const MAX_KEY_BYTES: u64 = 1 << 20;
 
 /// The PKCS#8 header (RFC 8410) that comes before the 32 bytes of an Ed25519 private key.
-/// Keys written by the library ring have a newer version of PKCS#8, which OpenSSL 3 rejects.
+/// The crate `ring` writes keys in a newer version of PKCS#8, which OpenSSL 3 rejects.
 const PKCS8_START: &[u8] = b"\x30\x2e\x02\x01\x00\x30\x05\x06\x03\x2b\x65\x70\x04\x22\x04\x20";
 
 /// The private key that signs receipts.

@@ -197,7 +197,7 @@ fn check_offset(row: UncheckedTensor, alignment: u64, data: u64, file_bytes: u64
     let end = start.and_then(|start| start.checked_add(info.bytes as u64));
     let (Some(start), Some(end)) = (start, end) else { bail!("offset {offset} is too large") };
     if end > file_bytes {
-        bail!("its data ends at byte {end}, but the file has {file_bytes} bytes (is the download complete?)");
+        bail!("the data ends at byte {end}, but the file has {file_bytes} bytes (is the download complete?)");
     }
     info.start = usize::try_from(start).context("the offset is too large")?;
     Ok(info)

@@ -53,7 +53,7 @@ fn templates_load_from_either_file() {
     assert_eq!(format.render(&tokenizer(), &[], &with_tools).unwrap().text, "file");
     assert!(format.stop_ids().is_empty());
     let broken = load(&[("tokenizer_config.json", "{")]).err().unwrap();
-    assert!(format!("{broken:#}").contains("tokenizer_config.json: it is not valid JSON"), "{broken:#}");
+    assert!(format!("{broken:#}").contains("tokenizer_config.json: not valid JSON"), "{broken:#}");
 }
 
 #[test]

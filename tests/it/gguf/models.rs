@@ -43,8 +43,8 @@ fn logits_agree_with_transformers() {
         let ids: Vec<u32> = golden["ids"].to_vec1::<i64>().unwrap().into_iter().map(|id| id as u32).collect();
         let got = logits(&path, &ids).unwrap_or_else(|error| panic!("{case}: {error:#}"));
         let error = relative_error(&got, &values(&golden["logits"]));
-        println!("{case}: logits are off by {error:e}");
-        assert!(error < 1e-5, "{case}: logits are off by {error:e}");
+        println!("{case}: relative error of the logits: {error:e}");
+        assert!(error < 1e-5, "{case}: relative error of the logits: {error:e}");
         if let Some(out) = std::env::var_os("INFERNO_GGUF_OUT").map(PathBuf::from) {
             std::fs::copy(&path, out.join(format!("{case}.gguf"))).unwrap();
         }
@@ -59,7 +59,7 @@ fn experts_in_separate_tensors_load() {
     let golden = safetensors::load(dir.join("golden.safetensors"), &Device::Cpu).unwrap();
     let ids: Vec<u32> = golden["ids"].to_vec1::<i64>().unwrap().into_iter().map(|id| id as u32).collect();
     let error = relative_error(&logits(&path, &ids).unwrap(), &values(&golden["logits"]));
-    assert!(error < 1e-5, "logits are off by {error:e}");
+    assert!(error < 1e-5, "relative error of the logits: {error:e}");
 }
 
 /// The logit tolerance covers only sums in a different order.
@@ -73,7 +73,7 @@ fn quantized_and_dequantized_weights_give_equal_logits() {
         let (got, want) = (logits(&quantized, &ids).unwrap(), logits(&plain, &ids).unwrap());
         assert!(want.iter().all(|value| value.is_finite()) && want.iter().any(|value| value.abs() > 1e-3));
         let error = relative_error(&got, &want);
-        assert!(error < 2e-6, "{ggml_type}: logits are off by {error:e}");
+        assert!(error < 2e-6, "{ggml_type}: relative error of the logits: {error:e}");
         let checkpoint = Checkpoint::open(&quantized).unwrap();
         let summary = WeightsSummary::from_gguf(&GgufCheckpoint::open(&quantized).unwrap());
         assert_eq!(

@@ -30,9 +30,9 @@ fn check(family: &str, device: &Device, dtype: DType) {
     let decoder = models::read_config(&path).unwrap().architecture.build(&weights, ids.len()).unwrap();
     let logits = values(&logits_of(&decoder, &ids, dtype, device).unwrap());
     let error = relative_error(&logits, &values(&expected["logits"]));
-    println!("{family} on {:?} in {dtype:?}: logits are off by {error:e}", device.location());
+    println!("{family} on {:?} in {dtype:?}: relative error of the logits: {error:e}", device.location());
     let tolerance = if device.is_cpu() { 1e-5 } else { logits_tolerance(dtype) };
-    assert!(error < tolerance, "{family} in {dtype:?}: logits are off by {error:e}");
+    assert!(error < tolerance, "{family} in {dtype:?}: relative error of the logits: {error:e}");
 
     assert_eq!(
         Inventory::from_checkpoint(&checkpoint, None).loaded_bytes(dtype),

@@ -115,7 +115,7 @@ fn slow_answers_are_given_up() {
     let start = Instant::now();
     fake.change(|state| state.listing_pace = Some((1, Duration::from_millis(20))));
     let (message, code) = message_and_code(slow(&machine).download(REPO, None, &FileFilter::default(), &()));
-    assert!(code == 5 && message.contains("it sent only"), "{message}");
+    assert!(code == 5 && message.contains("the hub sent only"), "{message}");
     assert_eq!(fake.lines().len(), 1, "a slow listing was requested again");
 
     // `show --remote` also gives up on a slow file.
@@ -123,7 +123,7 @@ fn slow_answers_are_given_up() {
     let machine = Machine::new(fake.endpoint());
     fake.change(|state| state.pace = Some((1, Duration::from_millis(20))));
     let error = slow(&machine).inspect(REPO, None).unwrap_err();
-    assert!(error.to_string().contains("it sent only"), "{error:#}");
+    assert!(error.to_string().contains("the hub sent only"), "{error:#}");
     assert!(start.elapsed() < Duration::from_secs(10), "{:?}", start.elapsed());
 
     // The client keeps a slow connection open as long as enough bytes arrive.
@@ -212,7 +212,7 @@ fn huge_answers_are_not_read_to_the_end() {
     let fake = with_listing(vec![b' '; 200 << 20]);
     let output = bounded(command(&TempDir::new().unwrap(), &fake, &["download", REPO]));
     output.assert_fails(5, &["the list of files is larger than 64 MB"]);
-    assert_eq!(fake.lines().len(), 1, "the list was requested again");
+    assert_eq!(fake.lines().len(), 1, "the list of files was requested again");
 
     let index = vec![b' '; 40 << 20];
     let fake = FakeHub::start(&[("config.json", b"{}"), ("tokenizer.json", b"{}"), (INDEX, &index)]);

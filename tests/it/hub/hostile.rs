@@ -209,7 +209,7 @@ fn login_page_does_not_discard_fetched_bytes() {
 fn file_with_a_flipped_bit_is_fetched_again() {
     for (hub, at) in [(in_one as fn(&Machine) -> Hub, 0), (in_one, 49_999), (in_parts, 1_234)] {
         let events = survives(hub, &[Fault::Flip(at)]);
-        assert!(events.iter().any(|line| line.contains("its contents do not match")), "{events:?}");
+        assert!(events.iter().any(|line| line.contains("the contents do not match")), "{events:?}");
     }
     let (message, code) = fails(in_parts, Fault::Flip(7));
     assert_eq!(code, 6, "{message}");

@@ -429,7 +429,7 @@ fn error_names_the_formats_of_the_repository() {
     let fake = FakeHub::start(&[("config.json", b"{}"), ("a.onnx", b"ONNX"), ("pytorch_model.bin", b"pickle")]);
     let machine = Machine::new(fake.endpoint());
     let (message, _) = message_and_code(machine.hub().download(REPO, None, &FileFilter::default(), &()));
-    assert!(message.contains("neither safetensors nor GGUF") && message.contains(".bin, .onnx"), "{message}");
+    assert!(message.contains("needs safetensors or GGUF") && message.contains(".bin, .onnx"), "{message}");
 }
 
 #[test]
@@ -646,7 +646,7 @@ fn interrupted_download_is_not_a_model() {
     assert!(!machine.repo().join("refs").exists());
     let (message, code) = message_and_code(machine.hub().find(REPO, None));
     assert_eq!(code, 3);
-    assert!(message.contains("it is incomplete"), "{message}");
+    assert!(message.contains("the model is incomplete"), "{message}");
     fake.change(|state| state.lost = None);
     fake.lines();
     machine.hub().download(REPO, None, &FileFilter::default(), &()).unwrap();

@@ -127,7 +127,7 @@ fn repeatedly_killed_download_stays_consistent() {
                     } else {
                         assert!(
                             recorded >= recorded_before,
-                            "{recorded} bytes are recorded, but {recorded_before} were recorded earlier"
+                            "the recorded progress fell from {recorded_before} to {recorded} bytes"
                         );
                         recorded_before = recorded;
                         was_progress_saved |= recorded > 0;
@@ -239,7 +239,7 @@ fn download_resumes_after_a_full_disk() {
     assert!(output.status.success(), "{}", text(&output.stderr));
     assert!(fetched(&home) == weights);
     let again = fake.state.lock().unwrap().sent_bytes - sent;
-    assert!(again < 2_500_000, "the second run fetched {again} bytes");
+    assert!(again < 2_500_000, "the second download fetched {again} bytes instead of resuming");
 }
 
 /// Fills the disk from another process during a download, after inferno has checked the free space.

@@ -129,7 +129,7 @@ fn products_and_rows_match_the_dequantized_matrix() {
         let dense = matrix.dequantize(DType::F32).unwrap();
         let want = x.matmul(&dense.t().unwrap()).unwrap();
         let error = relative_error(&values(&matrix.matmul(&x).unwrap()), &values(&want));
-        assert!(error < 1e-6, "{:?}: off by {error:e}", matrix.format);
+        assert!(error < 1e-6, "{:?}: relative error {error:e}", matrix.format);
         let want = (dense.index_select(&ids, 0).unwrap() * 3.0).unwrap();
         assert_eq!(values(&matrix.embed(&ids, 3.0).unwrap()), values(&want), "{:?}", matrix.format);
         let part = matrix.rows(2, 4).unwrap().dequantize(DType::F32).unwrap();
@@ -225,7 +225,7 @@ fn e4m3_rounds_to_the_nearest_value() {
         assert_eq!(
             F8E4M3::from_f32(middle).to_bits(),
             if low % 2 == 0 { low } else { high },
-            "halfway between {a} and {b}"
+            "wrong rounding of the value halfway between {a} and {b}"
         );
         assert_eq!(F8E4M3::from_f32(middle + (b - a) / 64.0).to_bits(), high);
         assert_eq!(F8E4M3::from_f32(middle - (b - a) / 64.0).to_bits(), low);
@@ -273,7 +273,7 @@ fn expert_products_use_the_chosen_experts() {
             let product = |weights| values(&expert_matmul(&x, &weights, None, &ids, SumOrder::Fastest).unwrap());
             let got = product(ExpertWeights::Quantized(matrix.clone(), experts));
             let error = relative_error(&got, &product(ExpertWeights::Dense(dense.clone())));
-            assert!(error < 5e-6, "{:?}: off by {error:e}", matrix.format);
+            assert!(error < 5e-6, "{:?}: relative error {error:e}", matrix.format);
         }
     }
 }
@@ -314,7 +314,7 @@ fn gpu_kernels_agree_with_the_cpu_at_the_edges() {
                 };
                 let what = format!("{quantize:?}, {tokens} tokens, {columns} columns, {rounding:?}");
                 let error = relative_error(&product(&there, &x), &product(&cpu, &x));
-                assert!(error < 3e-3, "{what}: off by {error:e}");
+                assert!(error < 3e-3, "{what}: relative error {error:e}");
                 let mut broken = values(&x);
                 broken[columns - 1] = f32::NAN;
                 let broken = Tensor::from_vec(broken, (tokens, columns), &Device::Cpu).unwrap();
@@ -353,7 +353,7 @@ fn gpu_kernels_agree_with_the_cpu() {
                     let got = expert_matmul(&x, &experts(&there), None, &ids, SumOrder::Fastest).unwrap();
                     let error = relative_error(&values(&got), &values(&want));
                     let what = format!("experts of {format:?}, {tokens} tokens, {rounding:?}");
-                    assert!(error < 2e-3, "{what}: off by {error:e}");
+                    assert!(error < 2e-3, "{what}: relative error {error:e}");
                 }
             }
             let want = values(&cpu.dequantize(DType::F32).unwrap());
@@ -392,11 +392,13 @@ fn gpu_kernels_agree_with_the_cpu() {
                             _ => 3e-3,
                         };
                         if error > 1e-3 {
-                            println!("{format:?}, [{tokens}, {columns}], {dtype:?}, {rounding:?}: off by {error:e}");
+                            println!(
+                                "{format:?}, [{tokens}, {columns}], {dtype:?}, {rounding:?}: relative error {error:e}"
+                            );
                         }
                         assert!(
                             error < tolerance,
-                            "{format:?}, [{tokens}, {columns}], {dtype:?}, {rounding:?}: off by {error:e}"
+                            "{format:?}, [{tokens}, {columns}], {dtype:?}, {rounding:?}: relative error {error:e}"
                         );
                     }
                 }
@@ -419,7 +421,7 @@ fn stacked_formats_match_the_cpu() {
         let want = stack(&Device::Cpu).matmul(&x, SumOrder::Fastest).unwrap();
         let got = stack(&gpu).matmul(&x.to_device(&gpu).unwrap(), SumOrder::Fastest).unwrap();
         let error = relative_error(&values(&got), &values(&want));
-        assert!(error < 4e-3, "{tokens} tokens: off by {error:e}");
+        assert!(error < 4e-3, "{tokens} tokens: relative error {error:e}");
         let again = stack(&gpu).matmul(&x.to_device(&gpu).unwrap(), SumOrder::Fastest).unwrap();
         assert_eq!(values(&got), values(&again), "{tokens} tokens: the results of two launches differ");
     }

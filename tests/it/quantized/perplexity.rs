@@ -100,7 +100,7 @@ fn quantized_demo_model_stays_close_to_the_original() {
         let (kl, bytes) = (mean(&plain.kl(&run)), run.bytes);
         println!("demo, {name}: {:.1} MB, perplexity {:.3}, KL {kl:.4}", bytes as f64 / 1e6, demo.perplexity(&run));
         assert!(kl > 0.0 && kl < limit, "{name}: KL {kl}");
-        assert!(bytes < plain.bytes, "{name}: {bytes} bytes, but {} bytes unquantized", plain.bytes);
+        assert!(bytes < plain.bytes, "{name}: {bytes} bytes quantized, but {} bytes unquantized", plain.bytes);
     }
 }
 
@@ -120,7 +120,7 @@ fn quantized_model_agrees_with_ggml_and_transformers() {
     let rows = integers("positions").into_iter().map(|at| &plain.logits[at as usize * plain.vocab_size..]);
     let logits: Vec<f32> = rows.flat_map(|row| &row[..plain.vocab_size]).copied().collect();
     let error = relative_error(&logits, &floats("logits"));
-    assert!(error < 1e-5, "the logits are off by {error:e}");
+    assert!(error < 1e-5, "relative error of the logits: {error:e}");
     println!("trained, unquantized: {:.2} MB, perplexity {:.3}", plain.bytes as f64 / 1e6, trained.perplexity(&plain));
     assert_near("unquantized", &trained.nll(&plain), &floats("nll"));
 
@@ -144,7 +144,7 @@ fn quantized_model_agrees_with_ggml_and_transformers() {
 fn assert_near(name: &str, got: &[f32], want: &[f32]) {
     assert_eq!(got.len(), want.len(), "{name}");
     let worst = got.iter().zip(want).map(|(got, want)| (got - want).abs()).fold(0.0, f32::max);
-    assert!(worst < 2e-4, "{name}: the worst token is off by {worst:e}");
+    assert!(worst < 2e-4, "{name}: the largest difference of a token is {worst:e}");
     let (got, want) = (mean(got), mean(want));
     assert!((got - want).abs() < 2e-6, "{name}: the mean is {got}, but {want} in transformers");
 }

@@ -261,7 +261,7 @@ fn echoed_prompts_have_log_probabilities() {
         let parts = events.iter().map(|event| &event["choices"][0]).filter(|part| part["index"] == index);
         for name in ["tokens", "token_logprobs", "top_logprobs", "text_offset"] {
             let streamed: Vec<Value> = parts.clone().flat_map(|part| array(part, name)).collect();
-            assert_eq!(streamed, array(choice, name), "{name} of answer {index}");
+            assert_eq!(streamed, array(choice, name), "wrong {name} of streamed answer {index}");
             assert_eq!(array(choice, name)[..3], array(&scored["choices"][index / 2 * 2], name)[..3]);
         }
         let streamed: String = parts.map(|part| part["text"].as_str().unwrap()).collect();

@@ -48,7 +48,7 @@ fn connections_above_the_limit_only_answer_health_checks() {
     assert!(server.metric("inferno_open_connections") >= 3.0);
 
     drop(first);
-    server.wait("a place is free", |server| server.get("/v1/models").status == 200);
+    server.wait("a connection is allowed again", |server| server.get("/v1/models").status == 200);
     drop(second);
     // Connections above the limit must not delay the shutdown.
     server.signal(Signal::SIGTERM);
@@ -61,5 +61,5 @@ fn the_limit_can_come_from_the_environment() {
     let first = open(&server);
     server.get("/v1/models").error(503);
     drop(first);
-    server.wait("the place is free", |server| server.get("/v1/models").status == 200);
+    server.wait("a connection is allowed again", |server| server.get("/v1/models").status == 200);
 }

@@ -152,7 +152,7 @@ fn a_rank_that_fails_under_load_ends_all_requests_and_the_process() {
             clients.into_iter().map(|client| client.join().unwrap()).collect::<Vec<_>>()
         });
         for message in errors {
-            assert!(message.contains(reason) && message.contains("the others were stopped"), "{message}");
+            assert!(message.contains(reason) && message.contains("the other GPUs were stopped"), "{message}");
         }
         // After a rank fails, the server rejects all later requests until it exits.
         if let Ok(mut stream) = TcpStream::connect(&server.address) {

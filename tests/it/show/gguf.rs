@@ -113,7 +113,10 @@ fn header_is_read_until_it_is_complete() {
             // A server without range support sends more than requested before inferno closes the connection.
             let last: usize = expected.last().unwrap().rsplit_once('-').unwrap().1.parse().unwrap();
             let sent = fake.state.lock().unwrap().sent_bytes;
-            assert!(!supports_ranges || sent == last + 1, "the server sent {sent} bytes");
+            assert!(
+                !supports_ranges || sent == last + 1,
+                "the server sent {sent} bytes, not exactly the requested ranges"
+            );
         }
     }
 }
@@ -146,7 +149,7 @@ fn one_of_several_models_is_chosen_by_name() {
     let fake = FakeHub::start(files);
     let list = [&format!("inferno show {REPO}:Q4_K_M --remote")[..], &format!("inferno show {REPO}:Q8_0 --remote")];
     assert_fails(&remote(&fake, &[]), 2, &["several GGUF models", list[0], list[1]]);
-    assert!(ranges(&fake).is_empty(), "inferno read a GGUF file");
+    assert!(ranges(&fake).is_empty(), "inferno read a GGUF file before a model was selected");
     let model = show_remote(&fake, &format!("{REPO}:q4_k_m"));
     assert_eq!((&model["name"], &model["layers"]), (&json!(format!("{REPO}:q4_k_m")), &json!(3)));
     assert_eq!(model["files"], json!([{"name": "tiny-Q4_K_M.gguf", "bytes": q4.len()}]));
@@ -159,7 +162,7 @@ fn one_of_several_models_is_chosen_by_name() {
     };
     assert_fails(&show_named(&format!("{REPO}:Q2_K")), 3, &["has these GGUF models", list[0], list[1]]);
     fake.change(|world| world.files.retain(|name, _| name == "README.md"));
-    assert_fails(&show_named(&format!("{REPO}:Q2_K")), 3, &["has no GGUF file; it has 'README.md'"]);
+    assert_fails(&show_named(&format!("{REPO}:Q2_K")), 3, &["has no GGUF file, only 'README.md'"]);
     // The error for a missing model suggests `show --remote`.
     let hints = ["inferno show org/name:Q2_K --remote", "inferno download org/name:Q2_K"];
     assert_fails(&crate::support::program::run(&["show", "org/name:Q2_K"]), 3, &hints);

@@ -116,7 +116,10 @@ fn several_gpus_need_less_memory_each() {
         assert_eq!(two["gpus"], 2);
         for field in ["weight_bytes", "cache_bytes", "cache_bytes_per_1000_tokens"] {
             let (one, two) = (one[field].as_u64().unwrap(), two[field].as_u64().unwrap());
-            assert!(two < one && two >= one / 2, "{split}, {field}: {one} bytes on one GPU, {two} on each of two");
+            assert!(
+                two < one && two >= one / 2,
+                "{split}, {field}: {one} bytes on one GPU, {two} bytes on each of two GPUs"
+            );
         }
     }
     let table = run(&["show", "demo", "--gpus", "2"]);

@@ -326,7 +326,7 @@ fn ranks_that_convert_rows_together_get_their_parts_and_read_every_byte_once() {
                 match Weights::matrix(&parts, "weight", kept.len()).unwrap() {
                     Matrix::Dense(empty) => vec![bits(&empty)],
                     Matrix::Quantized(parts) => parts.iter().flat_map(|part| part.tensors().map(bits)).collect(),
-                    Matrix::Concatenated(_) => panic!("one matrix is not concatenated"),
+                    Matrix::Concatenated(_) => panic!("a single matrix was concatenated"),
                 }
             })
         };
@@ -337,8 +337,8 @@ fn ranks_that_convert_rows_together_get_their_parts_and_read_every_byte_once() {
             // Each rank reads all scales of an 8-bit matrix.
             let scale_bytes = if path == eight_bit.path() { (ranks * rows * size_of::<f32>()) as u64 } else { 0 };
             let matrix_bytes = checkpoint.bytes() - scale_bytes / ranks as u64;
-            assert_eq!(read, matrix_bytes + scale_bytes, "{module} as {target:?} on {ranks} ranks");
-            assert!(parts == load(ranks, false), "{module} as {target:?} on {ranks} ranks");
+            assert_eq!(read, matrix_bytes + scale_bytes, "wrong read size of {module} as {target:?} on {ranks} ranks");
+            assert!(parts == load(ranks, false), "wrong values of {module} as {target:?} on {ranks} ranks");
         }
     }
 }
@@ -415,7 +415,10 @@ fn parts_read_by_several_threads_equal_parts_read_at_once() {
         let parts = load(&weights.clone().with_part_reader(reader));
         for (part, expected) in parts.iter().zip(&expected) {
             assert_eq!(part.dims(), expected.dims());
-            assert!(bits(part) == bits(expected), "{threads} threads, pieces of {piece_bytes} bytes");
+            assert!(
+                bits(part) == bits(expected),
+                "wrong values with {threads} threads and pieces of {piece_bytes} bytes"
+            );
         }
         assert_eq!(host.live.load(Ordering::SeqCst), 0, "some memory was not freed");
     }
