@@ -24,6 +24,8 @@ pub const ACTIVATION_GELU_TANH: usize = 1;
 /// Heads per warp in the RoPE kernel.
 /// A warp with several heads has more loads in flight, and reads cosines and sines once for all its heads.
 pub const ROPE_HEADS_PER_WARP: usize = 4;
+/// Heads per lane in the RoPE kernel that loads four adjacent elements at once.
+pub const ROPE_WIDE_HEADS: usize = 2;
 /// The maximum number of tokens for which the RoPE kernel gives each head its own warp.
 /// With so few tokens, warps with several heads each would leave most of the GPU idle.
 pub const ROPE_FEW_TOKENS: usize = 64;
@@ -39,6 +41,10 @@ pub const EXCHANGE_SLOTS: usize = 4;
 /// The waiting blocks of one rank must then leave multiprocessors free for the other ranks.
 /// A block waits only for the blocks with the same index on other GPUs, so not all blocks must fit on a GPU at once.
 pub const EXCHANGE_BLOCKS: usize = 128;
+/// Threads per block in the kernel that adds partial results to the residual stream, one row per block at a time.
+pub const EXCHANGE_ROW_THREADS: usize = 512;
+/// The maximum number of columns in a row of that kernel. A thread holds 8 columns of each part of 4096 columns.
+pub const EXCHANGE_ROW_COLUMNS: usize = 16384;
 
 // Paged KV cache (`attention/paged.rs`, `attention/paged.cuh`).
 

@@ -13,10 +13,17 @@
 //   grid: one warp per HEADS heads of a token: ceil(tokens · ceil((heads + 2 · kv_heads) / HEADS) / warps per block)
 //     split_qkv: HEADS = ROPE_HEADS_PER_WARP; block: 256
 //     split_qkv_few, for a few tokens: HEADS = 1; block: 64
+//     split_qkv_wide, without norms: see split_qkv_wide; block: 256
 //   bytes moved: tokens · (heads + 2 · kv_heads) · head_dim · (4 + sizeof(T))
 #include "constants.cuh"
 #include "headers/common.cuh"
 #include "headers/pdl.cuh"
+#include "headers/tensor_core.cuh"
+
+// Rotates the pair (a, b). All kernels of this file round in the same way, so they return the same bits.
+__device__ __forceinline__ float2 rotate(float a, float b, float cos, float sin) {
+    return make_float2(fmaf(a, cos, -__fmul_rn(b, sin)), fmaf(b, cos, __fmul_rn(a, sin)));
+}
 
 template <typename T, int HEADS>
 __device__ void split_qkv(const float* __restrict__ qkv, const float* __restrict__ bias,
@@ -72,14 +79,77 @@ __device__ void split_qkv(const float* __restrict__ qkv, const float* __restrict
         for (int h = 0; h < HEADS; ++h) {
             if (h >= count) continue;
             T* row = out(h);
-            row[i] = from_float<T>(is_rotated(h) ? a[h] * ci - b[h] * si : a[h]);
-            row[i + half] = from_float<T>(is_rotated(h) ? b[h] * ci + a[h] * si : b[h]);
+            const float2 pair = is_rotated(h) ? rotate(a[h], b[h], ci, si) : make_float2(a[h], b[h]);
+            row[i] = from_float<T>(pair.x);
+            row[i + half] = from_float<T>(pair.y);
         }
     }
     for (int i = 2 * half + lane; i < head_dim; i += 32) {
 #pragma unroll
         for (int h = 0; h < HEADS; ++h)
             if (h < count) out(h)[i] = from_float<T>(value(h, i));
+    }
+}
+
+// Four adjacent elements of a head.
+template <typename T> __device__ __forceinline__ void store_4(T* to, const float (&v)[4]) {
+    if constexpr (sizeof(T) == 4)
+        *reinterpret_cast<float4*>(to) = make_float4(v[0], v[1], v[2], v[3]);
+    else
+        *reinterpret_cast<uint2*>(to) = make_uint2(pack<T>(v[0], v[1]), pack<T>(v[2], v[3]));
+}
+
+// Like split_qkv without norms, for heads that RoPE rotates as a whole. A lane loads four adjacent elements at once.
+// `head_dim` / 8 lanes share a head, so `head_dim` is 64, 128 or 256. A lane handles its part of HEADS heads.
+//   grid: one warp per HEADS · 256 / head_dim heads of a token
+template <typename T, int HEADS>
+__device__ void split_qkv_wide(const float* __restrict__ qkv, const float* __restrict__ bias,
+                               const float* __restrict__ cos, const float* __restrict__ sin,
+                               const uint32_t* __restrict__ positions, T* __restrict__ q, T* __restrict__ k,
+                               T* __restrict__ v, const uint32_t* __restrict__ slots, int tokens, int heads,
+                               int kv_heads, int head_dim) {
+    const int all = heads + 2 * kv_heads, half = head_dim / 2, lanes = head_dim / 8, at_once = 32 / lanes;
+    const int groups = (all + HEADS * at_once - 1) / (HEADS * at_once), lane = threadIdx.x % 32;
+    const int item = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, token = item / groups;
+    pdl_wait();
+    pdl_launch_dependents();
+    if (token >= tokens) return;
+    const int first = item % groups * HEADS * at_once + lane / lanes, i = lane % lanes * 4;
+    const auto load = [](const float* from) { return *reinterpret_cast<const float4*>(from); };
+    float4 a[HEADS], b[HEADS];
+#pragma unroll
+    for (int h = 0; h < HEADS; ++h) {
+        const int head = first + h * at_once;
+        if (head >= all) continue;
+        const float* x = qkv + ((size_t)token * all + head) * head_dim + i;
+        a[h] = load(x), b[h] = load(x + half);
+    }
+    const size_t cache_row = slots[token], angles = (size_t)positions[token] * half + i;
+    const float4 cos_4 = load(cos + angles), sin_4 = load(sin + angles);
+    const float c[4] = {cos_4.x, cos_4.y, cos_4.z, cos_4.w}, s[4] = {sin_4.x, sin_4.y, sin_4.z, sin_4.w};
+#pragma unroll
+    for (int h = 0; h < HEADS; ++h) {
+        const int head = first + h * at_once;
+        if (head >= all) continue;
+        float low[4] = {a[h].x, a[h].y, a[h].z, a[h].w}, high[4] = {b[h].x, b[h].y, b[h].z, b[h].w};
+        if (bias) {
+            const float4 e = load(bias + (size_t)head * head_dim + i),
+                         f = load(bias + (size_t)head * head_dim + i + half);
+            low[0] += e.x, low[1] += e.y, low[2] += e.z, low[3] += e.w;
+            high[0] += f.x, high[1] += f.y, high[2] += f.z, high[3] += f.w;
+        }
+        if (head < heads + kv_heads) {
+#pragma unroll
+            for (int n = 0; n < 4; ++n) {
+                const float2 pair = rotate(low[n], high[n], c[n], s[n]);
+                low[n] = pair.x, high[n] = pair.y;
+            }
+        }
+        T* row = head < heads              ? q + ((size_t)token * heads + head) * head_dim
+                 : head < heads + kv_heads ? k + (cache_row * kv_heads + head - heads) * head_dim
+                                           : v + (cache_row * kv_heads + head - heads - kv_heads) * head_dim;
+        store_4(row + i, low);
+        store_4(row + i + half, high);
     }
 }
 
@@ -93,5 +163,13 @@ __device__ void split_qkv(const float* __restrict__ qkv, const float* __restrict
     }
 #define DEFINE(T, SUFFIX)                                                                                              \
     DEFINE_KERNEL(T, split_qkv_##SUFFIX, ROPE_HEADS_PER_WARP)                                                          \
-    DEFINE_KERNEL(T, split_qkv_few_##SUFFIX, 1)
+    DEFINE_KERNEL(T, split_qkv_few_##SUFFIX, 1)                                                                        \
+    extern "C" __global__ void split_qkv_wide_##SUFFIX(const float* qkv, const float* bias, const float*,              \
+                                                       const float*, const float* cos, const float* sin,               \
+                                                       const uint32_t* positions, T* q, T* k, T* v,                    \
+                                                       const uint32_t* slots, int tokens, int heads, int kv_heads,     \
+                                                       int head_dim, int, float) {                                     \
+        split_qkv_wide<T, ROPE_WIDE_HEADS>(qkv, bias, cos, sin, positions, q, k, v, slots, tokens, heads, kv_heads,    \
+                                           head_dim);                                                                  \
+    }
 FOR_EACH_DTYPE(DEFINE)

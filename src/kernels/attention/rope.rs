@@ -96,7 +96,8 @@ pub fn split_qkv(
         }
         #[cfg(feature = "cuda")]
         Device::Cuda(device) => {
-            use crate::kernels::constants::{ROPE_FEW_TOKENS, ROPE_HEADS_PER_WARP};
+            use crate::kernels::constants::{ROPE_FEW_TOKENS, ROPE_HEADS_PER_WARP, ROPE_WIDE_HEADS};
+            use crate::kernels::launch::address;
             use crate::kernels::launch::{Arguments, Launch, LaunchShape, dtype_suffix, module};
             // SAFETY: the kernel writes every element of `q`.
             let q = unsafe { crate::kernels::scratch::empty((tokens, heads, head_dim), dtype, qkv.device())? };
@@ -118,8 +119,14 @@ pub fn split_qkv(
                 .int(head_dim)
                 .int(2 * half)
                 .float(norms.map_or(0.0, |norms| norms.eps));
+            let mut is_wide = norms.is_none() && 2 * half == head_dim && matches!(head_dim, 64 | 128 | 256);
+            for tensor in [Some(qkv), bias, Some(cos), Some(sin)].into_iter().flatten() {
+                is_wide &= address(tensor)?.is_multiple_of(16);
+            }
             let (name, heads_per_warp, block) = if tokens <= ROPE_FEW_TOKENS {
                 ("split_qkv_few", 1, 64)
+            } else if is_wide {
+                ("split_qkv_wide", ROPE_WIDE_HEADS * 256 / head_dim, 256)
             } else {
                 ("split_qkv", ROPE_HEADS_PER_WARP, 256)
             };
