@@ -15,7 +15,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use candle_core::{Result, Tensor, bail};
+use candle_core::{DType, Result, Tensor, bail};
 
 /// How long a rank waits for another rank that makes no progress.
 /// This limit applies if the ranks are on CPUs or exchange data with kernels.
@@ -39,8 +39,8 @@ pub struct World {
     meeting: Option<Arc<Meeting>>,
     /// The layers of each rank. `None` if every rank holds a part of each layer.
     stages: Option<Arc<[Range<usize>]>>,
-    /// Whether `sum_partials` may round large tensors.
-    rounds_partials: bool,
+    /// The minimum number of elements of a partial result that may be rounded. `None`: no result is rounded.
+    min_rounded: Option<usize>,
 }
 
 /// Exchanges tensors between the devices of all ranks.
@@ -71,8 +71,15 @@ pub trait Exchange: Any + fmt::Debug + Send + Sync {
     /// Like [`sum`](Self::sum), but may round each rank's `x` and the sum to bf16, to send half as many bytes.
     fn sum_rounded(&self, x: &Tensor) -> Result<Tensor>;
 
+    /// Adds the sum of partial results to the residual stream, for [`World::add_partials`].
+    fn add_partials(&self, update: &ResidualUpdate) -> Result<Option<(Tensor, Tensor)>>;
+
+    /// Returns the rows of all ranks, for [`World::gather_rows`].
+    fn gather_rows(&self, x: &Tensor) -> Result<Tensor>;
+
     /// Returns the columns of all ranks side by side, for [`World::concat_columns`].
-    fn concat_columns(&self, x: &Tensor, columns: usize) -> Result<Tensor>;
+    /// If there is an `out`, f32 `[rows, columns]`, writes the columns to `out` and returns it.
+    fn concat_columns(&self, x: &Tensor, columns: usize, out: Option<&Tensor>) -> Result<Tensor>;
 
     /// Returns a rank that did not answer in time, or `None` if all ranks have answered so far.
     ///
@@ -81,6 +88,23 @@ pub trait Exchange: Any + fmt::Debug + Send + Sync {
 
     /// Ends all current and future operations that wait for another rank. The results of these operations are wrong.
     fn end(&self);
+}
+
+/// An update of the residual stream x, and the RMSNorm of the result: x' = x + bias + Σ y over all ranks.
+/// All tensors except y and the norm are f32.
+#[derive(Clone, Copy, Debug)]
+pub struct ResidualUpdate<'t> {
+    /// x, `[rows, hidden]`. A rank reads only its own rows.
+    pub x: &'t Tensor,
+    /// This rank's partial result, f32 or bf16 `[rows, hidden]`. Each rank may have another dtype.
+    pub y: &'t Tensor,
+    /// A bias to add to every row: `[hidden]`.
+    pub bias: Option<&'t Tensor>,
+    /// The weight of the norm, `[hidden]`.
+    pub weight: &'t Tensor,
+    pub eps: f32,
+    /// The dtype of the norm: bf16, or f32 with values that are rounded to bf16.
+    pub dtype: DType,
 }
 
 impl World {
@@ -106,9 +130,9 @@ impl World {
         Self { stages: Some(stages.into()), ..self }
     }
 
-    /// Allows [`sum_partials`](Self::sum_partials) to round large tensors and their sums to bf16.
-    pub fn with_rounded_partials(self) -> Self {
-        Self { rounds_partials: true, ..self }
+    /// Allows rounding to bf16 in sums of partial results with at least `min_elements` elements.
+    pub fn with_rounded_partials(self, min_elements: usize) -> Self {
+        Self { min_rounded: Some(min_elements), ..self }
     }
 
     /// Returns the layers of each rank, or `None` if every rank holds a part of each layer.
@@ -158,17 +182,50 @@ impl World {
     /// The additions are still in f32, and all ranks still get the same bits.
     pub fn sum_partials(&self, x: &Tensor) -> Result<Tensor> {
         match &self.exchange {
-            Some(exchange) if self.rounds_partials && exchange.can_queue() => exchange.sum_rounded(x),
+            Some(exchange) if self.rounds(x.elem_count()) => exchange.sum_rounded(x),
             _ => self.sum(x),
+        }
+    }
+
+    /// Returns whether a partial result with `elements` elements is rounded to bf16 when the ranks add it.
+    pub fn rounds(&self, elements: usize) -> bool {
+        let can_queue = self.exchange.as_ref().is_some_and(|exchange| exchange.can_queue());
+        can_queue && self.min_rounded.is_some_and(|min_rounded| elements >= min_rounded)
+    }
+
+    /// Computes a [`ResidualUpdate`]. Returns x', f32, and the norm of x'. Rounds y and the norm to bf16.
+    ///
+    /// Each rank computes only its own rows, and receives the norm of all other rows.
+    /// Only a rank's own rows of the returned x' are valid: see [`gather_rows`](Self::gather_rows).
+    ///
+    /// Returns `None` on all ranks if y must not be rounded, or if no [`Exchange`] supports the update.
+    pub fn add_partials(&self, update: &ResidualUpdate) -> Result<Option<(Tensor, Tensor)>> {
+        match &self.exchange {
+            Some(exchange) if self.rounds(update.y.elem_count()) => exchange.add_partials(update),
+            _ => Ok(None),
+        }
+    }
+
+    /// Returns x with the rows of all ranks. x is the first result of [`add_partials`](Self::add_partials).
+    pub fn gather_rows(&self, x: &Tensor) -> Result<Tensor> {
+        match &self.exchange {
+            Some(exchange) => exchange.gather_rows(x),
+            None => Ok(x.clone()),
         }
     }
 
     /// Returns the columns of all ranks side by side, in rank order. x holds this rank's [`share`] of `columns`.
     /// If no [`Exchange`] can queue the operation, waits until all ranks have called this function.
     pub fn concat_columns(&self, x: &Tensor, columns: usize) -> Result<Tensor> {
+        self.concat_columns_into(x, columns, None)
+    }
+
+    /// Like [`concat_columns`](Self::concat_columns), but may write the result to `out`, f32 `[rows, columns]`,
+    /// and return `out`.
+    pub fn concat_columns_into(&self, x: &Tensor, columns: usize, out: Option<&Tensor>) -> Result<Tensor> {
         match (&self.meeting, &self.exchange) {
             (None, _) => Ok(x.clone()),
-            (_, Some(exchange)) if exchange.can_queue() => exchange.concat_columns(x, columns),
+            (_, Some(exchange)) if exchange.can_queue() => exchange.concat_columns(x, columns, out),
             (Some(meeting), _) => {
                 let parts = self.parts(meeting, x)?;
                 let parts: Vec<&Tensor> = parts.iter().filter(|part| part.elem_count() > 0).collect();
@@ -280,7 +337,7 @@ impl World {
 
 /// Returns the error message for a rank that does not answer in time.
 fn no_answer(rank: usize, size: usize) -> String {
-    format!("GPU {} of {size} does not answer; the others were stopped", rank + 1)
+    format!("GPU {} of {size} does not answer; the other GPUs were stopped", rank + 1)
 }
 
 /// Returns the range of items that a rank holds if `size` ranks divide `total` items.
@@ -506,7 +563,7 @@ mod tests {
             let error = meeting.exchange(world.rank(), value(), limit).unwrap_err().to_string();
             (error, started.elapsed())
         });
-        let expected = "GPU 2 of 3 does not answer; the others were stopped";
+        let expected = "GPU 2 of 3 does not answer; the other GPUs were stopped";
         // Compare only the first line: if RUST_BACKTRACE is set, candle errors also contain a backtrace.
         assert!(ends.iter().all(|(error, _)| error.lines().next() == Some(expected)), "{ends:?}");
         // The rank that started to wait first ends the world. The other rank may have waited for less than the limit.

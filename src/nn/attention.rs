@@ -12,6 +12,7 @@ use super::kv_cache::{KvCache, LayerSpec};
 use super::linear::{Bias, Linear};
 use super::norm::{Norm, NormConfig};
 use super::pass::{LogitRows, Pass};
+use super::residual::{PartDtype, PartOutput};
 use super::rope::RotaryEmbedding;
 use crate::device::World;
 use crate::kernels::{
@@ -92,7 +93,6 @@ pub struct Attention {
     pub(crate) config: AttentionConfig,
     /// The dtype of the layer's input and of the KV cache.
     dtype: DType,
-    world: World,
 }
 
 /// How a checkpoint stores the projections of an attention layer.
@@ -182,7 +182,6 @@ impl Attention {
             rotary,
             config: AttentionConfig { heads: q_heads.len(), spec, ..config },
             dtype: weights.dtype(),
-            world: world.clone(),
         })
     }
 
@@ -199,24 +198,22 @@ impl Attention {
 
     /// Computes attention for the tokens of all sequences, and writes the new keys and values to the cache.
     ///
-    /// x is `[tokens, hidden]`. Returns the rows that `needed` selects, f32 `[rows, hidden]`, summed over all ranks.
-    /// Also returns the bias of `o_proj`, which is not yet added: the next norm kernel adds it.
-    pub fn forward(
+    /// x is `[tokens, hidden]`. Returns this rank's part of the rows that `needed` selects, `[rows, hidden]`.
+    pub(super) fn forward(
         &self,
         x: &Tensor,
         layer: usize,
         pass: &Pass,
         cache: &KvCache,
         needed: LogitRows,
-    ) -> Result<(Tensor, Option<&Tensor>)> {
-        let y = match self.config.heads {
-            0 => Tensor::zeros((pass.row_count(needed), self.config.hidden_size), DType::F32, x.device())?,
-            _ => {
-                let y = pass.select(needed, &self.attend(x, layer, pass, cache)?)?;
-                self.o_proj.matmul(&y, pass.sum_order())?
-            }
-        };
-        Ok((self.world.sum_partials(&y)?, self.o_proj.bias.as_ref()))
+        dtype: PartDtype,
+    ) -> Result<PartOutput<'_>> {
+        if self.config.heads == 0 {
+            let rows = Tensor::zeros((pass.row_count(needed), self.config.hidden_size), DType::F32, x.device())?;
+            return Ok(PartOutput { rows, bias: self.o_proj.bias.as_ref() });
+        }
+        let y = pass.select(needed, &self.attend(x, layer, pass, cache)?)?;
+        self.o_proj.forward_part(&y, pass.sum_order(), dtype)
     }
 
     /// Returns the attention output of the heads of this rank, `[tokens, heads * head_dim]`.

@@ -14,6 +14,7 @@ use super::linear::{Bias, Linear};
 use super::mlp::{ExpertCost, Mlp};
 use super::norm::Norm;
 use super::pass::{LogitRows, Pass, StepBatch};
+use super::residual::Residual;
 use super::rope::RotaryEmbedding;
 use crate::device::World;
 use crate::kernels::SumOrder;
@@ -21,7 +22,6 @@ use crate::kernels::scratch;
 use crate::kernels::{
     attention::AttentionBackend,
     matrix::Matrix,
-    norm::Addend,
     rows::{embed, soft_cap},
 };
 use crate::weights::Weights;
@@ -56,6 +56,8 @@ pub struct Decoder {
     context: usize,
     backend: AttentionBackend,
     world: World,
+    /// The ranks that divide each layer: all ranks, or only this rank with `--split layers`.
+    layer_world: World,
 }
 
 impl Decoder {
@@ -100,6 +102,7 @@ impl Decoder {
             dtype: weights.dtype(),
             context,
             backend: AttentionBackend::Auto,
+            layer_world: if world.stages().is_some() { World::alone() } else { world.clone() },
             world,
         };
         // Check that every tensor in the checkpoint was loaded.
@@ -150,6 +153,14 @@ impl Decoder {
         self.logits(&hidden, pass.sum_order())
     }
 
+    /// Runs a prepared pass like `forward_pass`, for the last token of each sequence.
+    /// May write the logits to `out`, f32 `[sequences, vocab]`, and return `out`. Otherwise returns a new tensor.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn forward_pass_into(&self, ids: &Tensor, pass: &Pass, cache: &KvCache, out: &Tensor) -> Result<Tensor> {
+        let hidden = self.hidden_states_of_pass(ids, pass, cache, LogitRows::Last, None)?;
+        self.logits_into(&hidden, pass.sum_order(), Some(out))
+    }
+
     /// Runs a batch and returns the normalized hidden states of all its tokens, `[tokens, hidden]`.
     /// Ignores `batch.logits`.
     /// [`logits`](Self::logits) turns rows of hidden states into logits, which take far more memory.
@@ -162,7 +173,15 @@ impl Decoder {
 
     /// Returns the logits of hidden states, f32 `[rows, vocab]`.
     pub fn logits(&self, hidden: &Tensor, sum_order: SumOrder) -> Result<Tensor> {
-        let logits = self.world.concat_columns(&self.lm_head.forward(hidden, sum_order)?, self.vocab_size())?;
+        self.logits_into(hidden, sum_order, None)
+    }
+
+    /// Computes logits. May write them to `out` and return `out`.
+    fn logits_into(&self, hidden: &Tensor, sum_order: SumOrder, out: Option<&Tensor>) -> Result<Tensor> {
+        let out = out.filter(|_| self.final_softcap.is_none());
+        let own_out = out.filter(|_| self.world.size() == 1);
+        let own = self.lm_head.forward_into(hidden, sum_order, own_out)?;
+        let logits = self.world.concat_columns_into(&own, self.vocab_size(), out)?;
         Ok(match self.final_softcap {
             Some(cap) => soft_cap(&logits, cap)?,
             None => logits,
@@ -180,10 +199,11 @@ impl Decoder {
         mut tap: Option<Tap>,
     ) -> Result<Tensor> {
         scratch::begin_layer();
-        // 1. embed: x is the residual stream; y is the output that the next norm adds to x
-        let mut x = self.embed_tokens.embed(ids, self.embed_scale)?;
-        let mut y =
+        // 1. embed
+        let x = self.embed_tokens.embed(ids, self.embed_scale)?;
+        let positions =
             self.embed_positions.as_ref().map(|table| embed(table, pass.queries().positions(), 1.0)).transpose()?;
+        let mut residual = Residual::new(x, positions, &self.layer_world);
 
         // 2. layers
         for stage in 0..self.stages() {
@@ -195,35 +215,34 @@ impl Decoder {
                     // All layers except the last run for every token, because later layers attend to all tokens.
                     // The last layer runs only for the tokens that need logits.
                     let needed = if index + 1 == self.layer_count { rows } else { LogitRows::All };
-                    let (sum, output) = layer.forward(&x, y.as_ref(), index, pass, cache, needed)?;
+                    layer.forward(&mut residual, index, pass, cache, needed)?;
                     if let Some(tap) = &mut tap {
-                        tap(index, &(&sum + &output)?)?;
+                        tap(index, residual.settle()?)?;
                     }
-                    (x, y) = (sum, Some(output));
                 }
             }
             if self.stages() > 1 {
                 let needed = if stage + 1 == self.stages() { rows } else { LogitRows::All };
-                (x, y) = (self.exchange_stage(is_own, &x, y.as_ref(), pass.row_count(needed))?, None);
+                let x = self.exchange_stage(is_own, residual.settle()?, pass.row_count(needed))?;
+                residual = Residual::new(x, None, &self.layer_world);
             }
         }
 
         // 3. norm
         scratch::begin_layer();
-        let (_, normed) = self.norm.add_norm(&x, y.as_ref().map(Addend::from), self.dtype)?;
+        let normed = residual.norm(&self.norm, self.dtype)?;
         scratch::end_layers();
         Ok(normed)
     }
 
     /// Returns the residual stream after a stage, f32 `[rows, hidden]`, on all ranks.
-    /// The rank that ran the stage (`is_own`) contributes x + y. The other ranks receive this sum.
-    fn exchange_stage(&self, is_own: bool, x: &Tensor, y: Option<&Tensor>, rows: usize) -> Result<Tensor> {
+    /// The rank that ran the stage (`is_own`) contributes x. The other ranks receive x.
+    fn exchange_stage(&self, is_own: bool, x: &Tensor, rows: usize) -> Result<Tensor> {
         scratch::begin_layer();
         // All other ranks add zeros, so every rank gets the result of the rank that ran the stage.
-        let result = match (is_own, y) {
-            (true, Some(y)) => (x + y)?,
-            (true, None) => x.clone(),
-            (false, _) => Tensor::zeros((rows, x.dim(1)?), x.dtype(), x.device())?,
+        let result = match is_own {
+            true => x.clone(),
+            false => Tensor::zeros((rows, x.dim(1)?), x.dtype(), x.device())?,
         };
         Ok(self.world.sum(&result)?)
     }

@@ -1,19 +1,15 @@
 //! A pre-norm decoder layer: attention followed by an MLP, each with a norm on its input.
 
 use anyhow::Result;
-use candle_core::Tensor;
 
 use super::attention::Attention;
 use super::kv_cache::KvCache;
 use super::mlp::Mlp;
 use super::norm::Norm;
 use super::pass::{LogitRows, Pass};
-use crate::kernels::{norm::Addend, rows::add_bias};
+use super::residual::Residual;
 
-/// A decoder layer. It computes x + attention(norm(x)), then x + mlp(norm(x)).
-///
-/// x is the residual stream: the sum of the embedding and the outputs of all earlier layers.
-/// The residual stream is f32 in every compute dtype, because rounding errors in a narrower dtype would accumulate.
+/// A decoder layer. It computes x + attention(norm(x)), then x + mlp(norm(x)), where x is the residual stream.
 pub(crate) struct DecoderLayer {
     pub(crate) attention_norm: Norm,
     pub(crate) self_attn: Attention,
@@ -26,34 +22,22 @@ pub(crate) struct DecoderLayer {
 }
 
 impl DecoderLayer {
-    /// Runs the layer on the residual stream x and the output y of the previous layer, both f32 `[tokens, hidden]`.
-    ///
-    /// Returns the rows of x and y that `needed` selects. The returned y is the output of the MLP.
-    /// The next norm kernel adds y to x.
-    pub(super) fn forward(
-        &self,
-        x: &Tensor,
-        y: Option<&Tensor>,
+    /// Runs the layer. Between attention and the MLP, keeps only the rows of the residual stream that `needed` selects.
+    pub(super) fn forward<'l>(
+        &'l self,
+        residual: &mut Residual<'l>,
         index: usize,
         pass: &Pass,
         cache: &KvCache,
         needed: LogitRows,
-    ) -> Result<(Tensor, Tensor)> {
-        let (x, normed) = self.attention_norm.add_norm(x, y.map(Addend::from), self.self_attn.dtype())?;
-        let (y, bias) = self.self_attn.forward(&normed, index, pass, cache, needed)?;
-        let x = pass.select(needed, &x)?;
-        let (x, normed) = match &self.attention_post_norm {
-            None => self.mlp_norm.add_norm(&x, Some(Addend { rows: &y, bias }), self.mlp.dtype())?,
-            Some(post_norm) => {
-                let y = match bias {
-                    Some(bias) => add_bias(&y, bias)?,
-                    None => y,
-                };
-                self.mlp_norm.add_norm(&x, Some(Addend::from(&post_norm.forward(&y)?)), self.mlp.dtype())?
-            }
-        };
-        let y = self.mlp.forward(&normed, pass.sum_order())?;
-        Ok((x, self.mlp_post_norm.as_ref().map(|norm| norm.forward(&y)).transpose()?.unwrap_or(y)))
+    ) -> Result<()> {
+        let normed = residual.norm(&self.attention_norm, self.self_attn.dtype())?;
+        let dtype = residual.part_dtype(pass.row_count(needed))?;
+        let output = self.self_attn.forward(&normed, index, pass, cache, needed, dtype)?;
+        residual.select(pass, needed)?;
+        residual.add(output, self.attention_post_norm.as_ref())?;
+        let normed = residual.norm(&self.mlp_norm, self.mlp.dtype())?;
+        residual.add(self.mlp.forward(&normed, pass.sum_order(), dtype)?, self.mlp_post_norm.as_ref())
     }
 
     /// Returns how many bytes of this rank's weights a decode step reads for one token.

@@ -5,7 +5,7 @@ use std::ops::Range;
 use anyhow::Result;
 use candle_core::{DType, Tensor};
 
-use crate::device::World;
+use super::residual::{PartDtype, PartOutput};
 use crate::kernels::{self, SumOrder, matrix::Matrix, rows::add_bias};
 use crate::weights::Weights;
 
@@ -90,10 +90,13 @@ impl Linear {
         self.weight.bytes() + self.bias.as_ref().map_or(0, kernels::bytes)
     }
 
-    /// Maps x `[tokens, in]` to f32 `[tokens, out]`: x·Wᵀ summed over all ranks, plus b.
-    /// Each rank holds some columns of x and W. All ranks must call this function.
-    pub fn forward_summed(&self, x: &Tensor, order: SumOrder, world: &World) -> Result<Tensor> {
-        self.add_bias(world.sum_partials(&self.matmul(x, order)?)?)
+    /// Maps x `[tokens, in]` to this rank's part of x·Wᵀ + b, `[tokens, out]`. Each rank holds some columns of x and W.
+    pub(super) fn forward_part(&self, x: &Tensor, order: SumOrder, dtype: PartDtype) -> Result<PartOutput<'_>> {
+        let rows = match dtype {
+            PartDtype::F32 => self.weight.matmul(x, order)?,
+            PartDtype::Rounded => self.weight.matmul_rounded(x, order)?,
+        };
+        Ok(PartOutput { rows, bias: self.bias.as_ref() })
     }
 
     /// Returns x·Wᵀ, without the bias.
@@ -104,7 +107,12 @@ impl Linear {
     /// Maps x `[tokens, in]` to f32 `[tokens, out]`.
     /// x must have the weight's dtype. If the weight is quantized, x may have any float dtype.
     pub fn forward(&self, x: &Tensor, order: SumOrder) -> Result<Tensor> {
-        self.add_bias(self.matmul(x, order)?)
+        self.forward_into(x, order, None)
+    }
+
+    /// Like [`forward`](Self::forward), but may write the result to `out`, f32 `[tokens, out]`, and return `out`.
+    pub(super) fn forward_into(&self, x: &Tensor, order: SumOrder, out: Option<&Tensor>) -> Result<Tensor> {
+        self.add_bias(self.weight.matmul_into(x, order, out)?)
     }
 
     fn add_bias(&self, y: Tensor) -> Result<Tensor> {

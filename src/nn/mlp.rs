@@ -8,7 +8,7 @@ use candle_nn::Activation;
 
 use super::linear::{Bias, Linear, SHARE_COLUMNS, gate_up_rows};
 use super::moe::{ClampedMoe, GatedMoe};
-use crate::device::World;
+use super::residual::{PartDtype, PartOutput};
 use crate::kernels::SumOrder;
 use crate::kernels::activation::{self, gated, gated_halves};
 use crate::kernels::moe::expert_usage::ExpertUsage;
@@ -40,13 +40,13 @@ impl Mlp {
         }
     }
 
-    /// Maps x `[tokens, hidden]` to f32 `[tokens, hidden]`.
-    pub fn forward(&self, x: &Tensor, order: SumOrder) -> Result<Tensor> {
+    /// Maps x `[tokens, hidden]` to this rank's part of the output, `[tokens, hidden]`.
+    pub(super) fn forward(&self, x: &Tensor, order: SumOrder, dtype: PartDtype) -> Result<PartOutput<'_>> {
         match self {
-            Mlp::Gated(mlp) => mlp.forward(x, order),
-            Mlp::Plain(mlp) => mlp.forward(x, order),
-            Mlp::GatedMoe(moe) => moe.forward(x, order),
-            Mlp::ClampedMoe(moe) => moe.forward(x, order),
+            Mlp::Gated(mlp) => mlp.forward(x, order, dtype),
+            Mlp::Plain(mlp) => mlp.forward(x, order, dtype),
+            Mlp::GatedMoe(moe) => Ok(PartOutput { rows: moe.forward(x, order)?, bias: None }),
+            Mlp::ClampedMoe(moe) => Ok(PartOutput { rows: moe.forward(x, order, dtype)?, bias: None }),
         }
     }
 
@@ -86,7 +86,6 @@ pub struct GatedMlp {
     pub(crate) down_proj: Linear,
     pub(crate) activation: activation::Activation,
     dtype: DType,
-    world: World,
 }
 
 impl GatedMlp {
@@ -131,8 +130,7 @@ impl GatedMlp {
     ) -> Result<Self> {
         let columns = share.len();
         let down_proj = Linear::load(&down.columns(share, intermediate_size), columns, hidden_size, bias)?;
-        let (dtype, world) = (down.dtype(), down.world().clone());
-        Ok(Self { gate_up_proj, down_proj, activation: kernel_activation(activation)?, dtype, world })
+        Ok(Self { gate_up_proj, down_proj, activation: kernel_activation(activation)?, dtype: down.dtype() })
     }
 
     /// Returns `gate_proj` and `up_proj` as two layers, which share memory with `gate_up_proj`.
@@ -150,13 +148,13 @@ impl GatedMlp {
         self.dtype
     }
 
-    fn forward(&self, x: &Tensor, order: SumOrder) -> Result<Tensor> {
+    fn forward(&self, x: &Tensor, order: SumOrder, dtype: PartDtype) -> Result<PartOutput<'_>> {
         let gate_up = self.gate_up_proj.forward(x, order)?;
         let gated = match gate_up.elem_count() {
             0 => gate_up,
             _ => gated_halves(&gate_up, self.activation, self.dtype)?,
         };
-        self.down_proj.forward_summed(&gated, order, &self.world)
+        self.down_proj.forward_part(&gated, order, dtype)
     }
 }
 
@@ -166,7 +164,6 @@ pub struct PlainMlp {
     proj: Linear,
     activation: activation::Activation,
     dtype: DType,
-    world: World,
 }
 
 impl PlainMlp {
@@ -185,17 +182,16 @@ impl PlainMlp {
             proj: Linear::load_transposed(&proj.columns(share.clone(), intermediate_size), share.len(), hidden_size)?,
             activation: kernel_activation(activation)?,
             dtype: weights.dtype(),
-            world: weights.world().clone(),
         })
     }
 
-    fn forward(&self, x: &Tensor, order: SumOrder) -> Result<Tensor> {
+    fn forward(&self, x: &Tensor, order: SumOrder, dtype: PartDtype) -> Result<PartOutput<'_>> {
         let x = self.fc.forward(x, order)?;
         let activated = match x.elem_count() {
             0 => x,
             _ => gated(&x, None, self.activation, self.dtype)?,
         };
-        self.proj.forward_summed(&activated, order, &self.world)
+        self.proj.forward_part(&activated, order, dtype)
     }
 }
 

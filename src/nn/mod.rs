@@ -17,4 +17,5 @@ pub mod mlp;
 pub mod moe;
 pub mod norm;
 pub mod pass;
+pub(crate) mod residual;
 pub mod rope;

@@ -5,7 +5,7 @@ use candle_core::{DType, Tensor};
 
 use super::checks::check_size;
 use super::linear::{Bias, Linear, SHARE_COLUMNS, gate_up_rows};
-use crate::device::World;
+use super::residual::PartDtype;
 use crate::kernels::activation::{Activation, clamped_swiglu, gated_halves};
 use crate::kernels::matrix::Matrix;
 use crate::kernels::moe::combine::combine;
@@ -67,7 +67,6 @@ pub struct GatedMoe {
     pub(crate) down_proj: ExpertWeights,
     pub(crate) dtype: DType,
     pub(crate) config: GatedMoeConfig,
-    world: World,
 }
 
 impl GatedMoe {
@@ -79,7 +78,7 @@ impl GatedMoe {
     pub fn load(weights: &Weights, config: GatedMoeConfig, names: &ExpertNames) -> Result<Self> {
         let GatedMoeConfig { hidden_size, intermediate_size, experts, .. } = config;
         let router = Linear::load_with_dtype(&weights.at("gate"), hidden_size, experts, Bias::Without, DType::F32)?;
-        let (all, world) = (weights.at("experts"), weights.world().clone());
+        let (all, world) = (weights.at("experts"), weights.world());
         let is_stacked = all.contains("gate_up_proj");
         let unit = if is_stacked {
             all.column_unit("down_proj", intermediate_size)?
@@ -104,7 +103,7 @@ impl GatedMoe {
             (gate_up, Weights::matrix(&down, "weight", share.len())?)
         };
         let (gate_up_proj, down_proj) = (split_experts(gate_up, gate_up_shape)?, split_experts(down, down_shape)?);
-        Ok(Self { router, gate_up_proj, down_proj, dtype: weights.dtype(), config, world })
+        Ok(Self { router, gate_up_proj, down_proj, dtype: weights.dtype(), config })
     }
 
     /// Returns the size in bytes of one expert on this rank.
@@ -117,17 +116,11 @@ impl GatedMoe {
         self.router.bytes() + self.expert_bytes() * self.config.experts_per_token as u64
     }
 
-    /// Maps x, f32 `[tokens, hidden]`, to f32 `[tokens, hidden]`.
-    pub fn forward(&self, x: &Tensor, order: SumOrder) -> Result<Tensor> {
-        let y = match self.down_proj.dims()? {
-            (_, _, 0) => x.zeros_like()?,
-            _ => self.forward_part(x, order)?,
-        };
-        Ok(self.world.sum_partials(&y)?)
-    }
-
-    /// Computes this rank's part of the sum that [`forward`](Self::forward) returns.
-    fn forward_part(&self, x: &Tensor, order: SumOrder) -> Result<Tensor> {
+    /// Maps x, f32 `[tokens, hidden]`, to this rank's part of the output, f32 `[tokens, hidden]`.
+    pub(super) fn forward(&self, x: &Tensor, order: SumOrder) -> Result<Tensor> {
+        if self.down_proj.dims()?.2 == 0 {
+            return Ok(x.zeros_like()?);
+        }
         // One launch covers at most MAX_PAIRS (token, expert) pairs. Larger batches are divided.
         let (tokens, limit) = (x.dim(0)?, MAX_PAIRS / self.config.experts_per_token);
         if tokens <= limit {
@@ -189,7 +182,6 @@ pub struct ClampedMoe {
     pub(crate) config: ClampedMoeConfig,
     /// Counts the experts that batched decode steps use.
     pub(crate) usage: ExpertUsage,
-    world: World,
 }
 
 impl ClampedMoe {
@@ -214,7 +206,6 @@ impl ClampedMoe {
             down_bias: if world.is_first() { down_bias } else { down_bias.zeros_like()? },
             config,
             usage: ExpertUsage::new(weights.device())?,
-            world: world.clone(),
         })
     }
 
@@ -234,18 +225,13 @@ impl ClampedMoe {
         self.router.bytes() + self.expert_bytes() * self.config.experts_per_token as u64
     }
 
-    /// Maps x, f32 `[tokens, hidden]`, to f32 `[tokens, hidden]`.
-    pub fn forward(&self, x: &Tensor, order: SumOrder) -> Result<Tensor> {
-        let y = match self.down_proj.dims()? {
-            (_, _, 0) => x.zeros_like()?,
-            _ => self.forward_part(x, order)?,
-        };
-        Ok(self.world.sum_partials(&y)?)
-    }
-
-    /// Computes this rank's part of the sum that [`forward`](Self::forward) returns.
-    fn forward_part(&self, x: &Tensor, order: SumOrder) -> Result<Tensor> {
+    /// Maps x, f32 `[tokens, hidden]`, to this rank's part of the output, `[tokens, hidden]`.
+    pub(super) fn forward(&self, x: &Tensor, order: SumOrder, dtype: PartDtype) -> Result<Tensor> {
+        if self.down_proj.dims()?.2 == 0 {
+            return Ok(x.zeros_like()?);
+        }
         let chosen = self.config.experts_per_token;
+        let _ = dtype; // only the kernels for MXFP4 tiles round their output
         #[cfg(feature = "cuda")]
         if let (ExpertWeights::Mxfp4Tiles(gate_up), ExpertWeights::Mxfp4Tiles(down), Matrix::Dense(router)) =
             (&self.gate_up_proj, &self.down_proj, &self.router.weight)
@@ -253,7 +239,11 @@ impl ClampedMoe {
             let routed = RoutedPairs::route(x, router, self.router.bias.as_ref(), chosen, order, Some(&self.usage))?;
             let gate_up = ExpertLinear { tiles: gate_up, bias: &self.gate_up_bias };
             let down = ExpertLinear { tiles: down, bias: &self.down_bias };
-            return Ok(expert_mlp(x, &routed, gate_up, down, self.config.swiglu_limit, order)?);
+            let dtype = match dtype {
+                PartDtype::F32 => DType::F32,
+                PartDtype::Rounded => self.down_bias.dtype(),
+            };
+            return Ok(expert_mlp(x, &routed, gate_up, down, self.config.swiglu_limit, order, dtype)?);
         }
         // 1. route: ids [tokens, chosen], f32 weights [tokens, chosen]
         let (ids, weights) = topk_softmax(&self.router.forward(x, order)?, chosen, Softmax::OverChosen)?;

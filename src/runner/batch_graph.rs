@@ -23,7 +23,7 @@ use crate::kernels::scratch::{Arena, LayerSizes, MAX_ARENA_BYTES};
 use crate::kernels::step_inputs::StepInputs;
 use crate::nn::decoder::Decoder;
 use crate::nn::kv_cache::{BLOCK_TOKENS, KvCache};
-use crate::nn::pass::{LogitRows, Pass};
+use crate::nn::pass::Pass;
 
 /// The graphs of a model, one per padded batch size.
 pub struct BatchGraphs {
@@ -125,7 +125,7 @@ impl BatchGraphs {
                 BatchGraph::new(size, self.table_blocks, self.sum_order, decoder, cache, logits.clone())?,
             );
         }
-        let Some(batch) = self.graphs.get_mut(&size) else { bail!("no graph for {size} sequences") };
+        let Some(batch) = self.graphs.get_mut(&size) else { bail!("no batch graph for {size} sequences") };
         let inputs = batch.inputs(decoder, cache, sequences, buffers, self.table_blocks)?;
         buffers.write_inputs(&inputs, &batch.inputs)?;
         match &batch.graph {
@@ -240,7 +240,7 @@ impl BatchGraph {
             Some(arena) => arena.use_for(|| self.forward(decoder, cache)),
             None => self.forward(decoder, cache),
         };
-        // SAFETY: `forward_pass` frees all memory that it allocates, except for the logits, which `forward` frees.
+        // SAFETY: `forward_pass_into` frees all memory that it allocates, except for new logits, which `forward` frees.
         // `Runner` drops the graphs before the decoder and the cache. `BatchGraph` owns its buffers and the arena.
         // Only the engine thread uses the stream after loading.
         let graph = unsafe { LaunchGraph::capture_with(device, forward)? };
@@ -252,10 +252,13 @@ impl BatchGraph {
         Ok(())
     }
 
-    /// Computes the logits of the current inputs and copies them to `logits`.
+    /// Computes the logits of the current inputs in `logits`.
     fn forward(&self, decoder: &Decoder, cache: &KvCache) -> Result<()> {
-        let logits = decoder.forward_pass(&self.ids, &self.pass, cache, LogitRows::Last, None)?;
-        Ok(copy_rows(&self.logits, &logits, 0)?)
+        let logits = decoder.forward_pass_into(&self.ids, &self.pass, cache, &self.logits)?;
+        if logits.id() != self.logits.id() {
+            copy_rows(&self.logits, &logits, 0)?;
+        }
+        Ok(())
     }
 }
 

@@ -37,7 +37,7 @@ fn to_device(tensor: &Tensor, device: &Device, dtype: DType) -> Tensor {
 fn assert_close(what: &str, got: &Tensor, want: &Tensor, tolerance: f32) {
     assert_eq!(got.dims(), want.dims(), "{what}");
     let error = relative_error(&values(got), &values(want));
-    assert!(error <= tolerance, "{what}: off by {error:e}, allowed {tolerance:e}");
+    assert!(error <= tolerance, "{what}: relative error {error:e}, limit {tolerance:e}");
 }
 
 #[test(gpu)]
@@ -58,6 +58,9 @@ fn split_qkv_matches_its_reference() {
             Case { tokens: 3, heads: 5, kv_heads: 1, head_dim: 64, rotated: 64, has_bias: true, has_norms: false },
             Case { tokens: 17, heads: 3, kv_heads: 3, head_dim: 10, rotated: 6, has_bias: true, has_norms: true },
             Case { tokens: 130, heads: 8, kv_heads: 2, head_dim: 128, rotated: 128, has_bias: false, has_norms: false },
+            Case { tokens: 70, heads: 9, kv_heads: 1, head_dim: 64, rotated: 64, has_bias: true, has_norms: false },
+            Case { tokens: 65, heads: 3, kv_heads: 2, head_dim: 256, rotated: 256, has_bias: true, has_norms: false },
+            Case { tokens: 66, heads: 4, kv_heads: 2, head_dim: 128, rotated: 64, has_bias: true, has_norms: false },
             Case { tokens: 5, heads: 4, kv_heads: 2, head_dim: 128, rotated: 96, has_bias: false, has_norms: true },
             Case { tokens: 2, heads: 3, kv_heads: 1, head_dim: 256, rotated: 256, has_bias: false, has_norms: true },
         ];
@@ -442,8 +445,8 @@ fn block_tables_are_checked() {
     let queries = Queries::new(&[(1, 64)], &Device::Cpu).unwrap();
     let new = |table: &[u32]| PassBlocks::new(&queries, &[table], 3, &Device::Cpu);
     assert!(new(&[1, 2]).is_ok());
-    assert!(new(&[1]).is_err(), "the table has no block for position 64");
-    assert!(new(&[1, 3]).is_err(), "the cache has no block 3");
+    assert!(new(&[1]).is_err(), "a block table without a block for position 64 was accepted");
+    assert!(new(&[1, 3]).is_err(), "block 3 was accepted, although the cache has 3 blocks");
     assert!(PassBlocks::new(&queries, &[], 3, &Device::Cpu).is_err());
 }
 
@@ -521,7 +524,12 @@ fn expert_mlp_matches_separate_products() {
                 ExpertLinear { tiles, bias }
             };
             let routed = RoutedPairs::new(&on_device(&ids), on_device(&shares), experts).unwrap();
-            let got = expert_mlp(&on_device(&x), &routed, stack(&up), stack(&down), 7.0, SumOrder::Fastest).unwrap();
+            let run = |out_dtype| {
+                let (up, down) = (stack(&up), stack(&down));
+                expert_mlp(&on_device(&x), &routed, up, down, 7.0, SumOrder::Fastest, out_dtype).unwrap()
+            };
+            let got = run(DType::F32);
+            assert_close("rounded output", &run(dtype), &got, rounding(dtype));
             let what = format!("{tokens} tokens, {chosen} of {experts} experts, {columns}x{intermediate}, {dtype:?}");
             assert_close(&what, &got, &want, 2.0 * rounding(dtype));
         }
@@ -565,7 +573,7 @@ fn attention_in_fixed_order_does_not_depend_on_other_sequences() {
                 let want = values(&all.narrow(0, first, count).unwrap());
                 assert!(
                     values(&run(first, count)) == want,
-                    "{dtype:?}, {heads} heads, {count} sequences from index {first}"
+                    "{dtype:?}, {heads} heads: {count} sequences from index {first} differ from the whole batch"
                 );
             }
         }
@@ -600,22 +608,22 @@ fn experts_in_fixed_order_do_not_depend_on_other_tokens() {
                 let routed = RoutedPairs::route(&x, &router, None, chosen, SumOrder::Fixed, None).unwrap();
                 let (up, down) =
                     (ExpertLinear { tiles: &up.0, bias: &up.1 }, ExpertLinear { tiles: &down.0, bias: &down.1 });
-                let y = expert_mlp(&x, &routed, up, down, 7.0, SumOrder::Fixed).unwrap();
+                let y = expert_mlp(&x, &routed, up, down, 7.0, SumOrder::Fixed, DType::F32).unwrap();
                 (values(&routed.shares), values(&y))
             };
             let (shares, all) = run(0, tokens);
             for _ in 0..20 {
-                assert!(run(0, tokens).1 == all, "{dtype:?}, all tokens again");
+                assert!(run(0, tokens).1 == all, "{dtype:?}: two runs with all tokens differ");
             }
             for (first, count) in (0..64).map(|first| (first, 1)).chain([(0, 2), (5, 7), (20, 40), (3, 130)]) {
                 let (got_shares, got) = run(first, count);
                 assert!(
                     got_shares == shares[first * chosen..][..count * chosen],
-                    "routing of {count} tokens from index {first}"
+                    "the routing of {count} tokens from index {first} differs from the whole batch"
                 );
                 assert!(
                     got == all[first * columns..][..count * columns],
-                    "{dtype:?}, {count} tokens from index {first}"
+                    "{dtype:?}: {count} tokens from index {first} differ from the whole batch"
                 );
             }
         }
@@ -676,7 +684,7 @@ fn products_in_fixed_order_do_not_depend_on_other_tokens() {
                 for tokens in [2, 7, 64, 65, 70] {
                     assert!(
                         product(first, tokens) == alone,
-                        "{rows}x{columns}, {dtype:?}, {tokens} tokens from index {first}"
+                        "{rows}x{columns}, {dtype:?}: token {first} in a batch of {tokens} differs from the token alone"
                     );
                 }
             }

@@ -68,6 +68,7 @@ pub fn split_world(world: &World, split: Split, layers: usize) -> World {
 }
 
 /// Returns the logits of all `ids`, as computed by each rank, in the order of the ranks.
+/// With bf16, GPUs round all partial results.
 pub fn logits_on(
     devices: &Devices,
     split: Split,
@@ -82,6 +83,7 @@ pub fn logits_on(
         let device = device::open(devices.iter().nth(world.rank()).unwrap()).unwrap();
         let progress = LoadProgress::silent();
         let world = split_world(world, split, config.architecture.cache_layers().len());
+        let world = if dtype == DType::BF16 { world.with_rounded_partials(0) } else { world };
         let world = exchange::connect(world, &device, &[ExchangePath::Direct]).unwrap();
         let weights = Weights::of_rank(&checkpoint, &device, dtype, &progress, world).unwrap();
         let weights = match quantize {
@@ -100,8 +102,8 @@ pub fn assert_ranks_agree(name: &str, ranks: &[Vec<f32>], expected: &[f32], tole
     let bits = |logits: &[f32]| logits.iter().map(|logit| logit.to_bits()).collect::<Vec<_>>();
     assert!(ranks.iter().all(|logits| bits(logits) == bits(&ranks[0])), "{name}: the logits of the ranks differ");
     let error = relative_error(&ranks[0], expected);
-    println!("{name} on {} ranks: the logits are off by {error:e}", ranks.len());
-    assert!(error < tolerance, "{name} on {} ranks: the logits are off by {error:e}", ranks.len());
+    println!("{name} on {} ranks: relative error of the logits: {error:e}", ranks.len());
+    assert!(error < tolerance, "{name} on {} ranks: relative error of the logits: {error:e}", ranks.len());
 }
 
 /// Reads the token ids, and the logits that transformers computed, from the safetensors file of a golden model.
@@ -133,7 +135,7 @@ fn ranks_with_whole_layers_have_exactly_the_logits_of_one_rank() {
         for size in 2..=layers {
             let ranks = logits_on(&cpus(size), Split::Layers, DType::F32, path, None, ids);
             assert_ranks_agree(name, &ranks, expected, tolerance);
-            assert_eq!(ranks[0], one, "{name} on {size} ranks");
+            assert_eq!(ranks[0], one, "{name}: wrong logits on {size} ranks");
         }
     };
     for case in golden_models(|model| model.kind != GoldenKind::Compressed) {
@@ -270,9 +272,9 @@ fn all_ranks_together_read_every_byte_of_the_weights_once() {
             [(2, Split::Tensor), (3, Split::Tensor), (4, Split::Tensor), (8, Split::Tensor), (2, Split::Layers)]
         {
             let (logits, bytes) = load(size, split, true);
-            assert_eq!(bytes, once, "{case} on {size} ranks, {split:?}");
+            assert_eq!(bytes, once, "wrong read size of {case} on {size} ranks, {split:?}");
             assert_ranks_agree(case, &logits, &expected, 1e-4);
-            assert!(load(size, split, false).1 > once, "{case} on {size} ranks, {split:?}");
+            assert!(load(size, split, false).1 > once, "wrong read size of {case} on {size} ranks, {split:?}");
         }
     }
 }
@@ -370,7 +372,7 @@ fn if_a_rank_fails_all_passes_fail_with_its_error() {
         let error = runner.logits(&[1, 2, 3]).unwrap_err();
         assert_eq!(error.downcast_ref::<inferno::Error>().map(inferno::Error::exit_code), Some(7));
         let error = format!("{error:#}");
-        assert!(error.contains("GPU 2 of 2 failed: ") && error.contains("the others were stopped"), "{error}");
+        assert!(error.contains("GPU 2 of 2 failed: ") && error.contains("the other GPUs were stopped"), "{error}");
     }
     assert!(runner.has_failed_rank());
     drop(runner); // waits for the thread of the second rank

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use candle_core::{DType, Device, Tensor};
 use half::bf16;
-use inferno::device::{self, ANSWER_TIME, DeviceChoice, Devices, Exchange, Split, World};
+use inferno::device::{self, ANSWER_TIME, DeviceChoice, Devices, Exchange, ResidualUpdate, Split, World};
 use inferno::engine::Engine;
 use inferno::kernels::exchange::{self, ExchangePath};
 use inferno::models;
@@ -59,11 +59,11 @@ fn gpus_exchange_tensors_of_all_sizes() {
                     let expected = |i: usize| (0..size).map(|rank| value(rank, i + round)).sum::<f32>();
                     assert!(
                         sum.iter().enumerate().all(|(i, &sum)| sum == expected(i)),
-                        "{count} elements in round {round}"
+                        "wrong sum of {count} elements in round {round}"
                     );
-                    // Small tensors, and tensors whose length is not a multiple of 8, are summed without rounding.
+                    // Tensors whose length is not a multiple of 8 are summed without rounding.
                     let sum = on_host(&exchange.sum_rounded(&x).unwrap());
-                    let is_rounded = count == 5_000_000;
+                    let is_rounded = count % 8 == 0;
                     let part = |rank, i| match value(rank, i + round) {
                         value if is_rounded => bf16::from_f32(value).to_f32(),
                         value => value,
@@ -75,19 +75,73 @@ fn gpus_exchange_tensors_of_all_sizes() {
                     };
                     assert!(
                         sum.iter().enumerate().all(|(i, &sum)| sum == expected(i)),
-                        "{count} elements in round {round}, rounded"
+                        "wrong rounded sum of {count} elements in round {round}"
                     );
                 }
                 for (rows, columns) in [(1, 1), (1, 113), (5, 1001), (33, 201_088)] {
                     let own = world.share(columns, 1);
                     let x = (0..rows).flat_map(|row| own.clone().map(move |column| value(row, column)));
                     let x = Tensor::from_vec(x.collect::<Vec<_>>(), (rows, own.len()), device).unwrap();
-                    let all = on_host(&exchange.concat_columns(&x, columns).unwrap());
+                    let all = on_host(&exchange.concat_columns(&x, columns, None).unwrap());
                     let expected = (0..rows).flat_map(|row| (0..columns).map(move |column| value(row, column)));
                     assert!(all.into_iter().eq(expected), "{rows} x {columns}");
                 }
             }
             world.check().unwrap();
+        });
+    }
+}
+
+/// Adds partial results to a residual stream, and compares the result and its norm with values computed on the host.
+#[test(gpu_alone)]
+fn gpus_add_partial_results_by_rows() {
+    const EPS: f32 = 1e-3;
+    let value = |seed: usize, i: usize| ((i * 31 + seed * 17 + i / 977 + 5) % 1009) as f32 - 504.0;
+    let round = |value: f32| bf16::from_f32(value).to_f32();
+    let paths = [(2, ExchangePath::Direct), (3, ExchangePath::Direct), (4, ExchangePath::Direct)];
+    for (size, path) in paths.into_iter().chain([(2, ExchangePath::HostMemory), (3, ExchangePath::HostMemory)]) {
+        on_gpus(size, path, |world, device, exchange| {
+            // With 3000 rows, the update needs several launches. A thread holds up to four parts of the longest rows.
+            for (rows, columns) in [(1, 8), (2, 64), (7, 2880), (130, 4096), (3000, 2880), (5, 16_384)] {
+                for (dtype, has_bias) in [(DType::BF16, true), (DType::F32, false)] {
+                    let tensor = |seed: usize, count: usize| {
+                        let values: Vec<f32> = (0..count).map(|i| value(seed, i)).collect();
+                        Tensor::from_vec(values, (count / columns, columns), device).unwrap()
+                    };
+                    let (x, y) = (tensor(90, rows * columns), tensor(world.rank(), rows * columns));
+                    // Some ranks may already have rounded their partial result.
+                    let y = if has_bias && !world.is_first() { y.to_dtype(DType::BF16).unwrap() } else { y };
+                    let (bias, weight) =
+                        (tensor(91, columns).flatten_all().unwrap(), tensor(92, columns).flatten_all().unwrap());
+                    let bias = has_bias.then_some(&bias);
+                    let update = ResidualUpdate { x: &x, y: &y, bias, weight: &weight, eps: EPS, dtype };
+                    let (sum, normed) = exchange.add_partials(&update).unwrap().expect("the update is unsupported");
+                    let sum = on_host(&exchange.gather_rows(&sum).unwrap());
+                    assert_eq!(normed.dtype(), dtype);
+                    let normed = on_host(&normed.to_dtype(DType::F32).unwrap());
+                    world.check().unwrap();
+                    for row in 0..rows {
+                        let range = row * columns..(row + 1) * columns;
+                        let expected: Vec<f32> = range
+                            .clone()
+                            .map(|i| {
+                                let y: f32 = (0..size).map(|rank| round(value(rank, i))).sum();
+                                value(90, i) + y + if has_bias { value(91, i % columns) } else { 0.0 }
+                            })
+                            .collect();
+                        // All values are whole numbers, so the sums are exact.
+                        assert!(sum[range.clone()] == expected, "wrong sums in row {row} of {rows} x {columns}");
+                        let squares: f64 = expected.iter().map(|&v| f64::from(v) * f64::from(v)).sum();
+                        let scale = 1.0 / (squares / columns as f64 + f64::from(EPS)).sqrt();
+                        for (i, (&normed, &sum)) in normed[range].iter().zip(&expected).enumerate() {
+                            let expected = f64::from(sum) * scale * f64::from(value(92, i));
+                            let error = (f64::from(normed) - expected).abs();
+                            assert!(error <= expected.abs() / 250.0, "row {row}, column {i}: {normed}, not {expected}");
+                            assert_eq!(normed, round(normed), "the norm is not rounded to bf16");
+                        }
+                    }
+                }
+            }
         });
     }
 }
@@ -122,7 +176,7 @@ fn many_sums_in_a_row_are_exact() {
             }
             let error = on_host(&error).into_iter().fold(0.0, f32::max);
             world.check().unwrap();
-            assert_eq!(error, 0.0, "the largest error of {sums} sums of {size} ranks");
+            assert_eq!(error, 0.0, "{sums} sums of {size} ranks are not exact");
         });
         println!("{sums} sums of {size} ranks are exact: {path:?}");
     }

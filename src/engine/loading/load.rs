@@ -18,7 +18,7 @@ use crate::device::{self, DeviceChoice, DeviceInfo, Devices, Split};
 use crate::engine::sampling::SamplingParams;
 use crate::error::Error;
 use crate::kernels::attention::AttentionBackend;
-use crate::kernels::exchange::ExchangePath;
+use crate::kernels::exchange::{ExchangePath, MIN_ROUNDED_ELEMENTS};
 use crate::language::Language;
 use crate::models::{self, ModelConfig};
 use crate::nn::kv_cache::BLOCK_TOKENS;
@@ -308,7 +308,7 @@ fn allocate(
         cache_blocks: memory.cache_blocks(capacity),
         // Do not round partial sums for deterministic answers.
         // Whether a sum is rounded depends on the number of tokens in the step, and so on other requests.
-        rounds_partials: dtype == DType::BF16 && !options.deterministic,
+        min_rounded: (dtype == DType::BF16 && !options.deterministic).then_some(MIN_ROUNDED_ELEMENTS),
         stages: memory.stages.as_deref(),
         exchange_paths: ExchangePath::from_environment().map_err(Error::usage)?,
     };

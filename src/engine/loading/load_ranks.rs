@@ -32,8 +32,8 @@ pub(super) struct RankLoader<'l> {
     pub context: usize,
     /// The number of blocks in the KV cache of each rank.
     pub cache_blocks: usize,
-    /// Whether ranks may round large partial sums to bf16 before the ranks add them.
-    pub rounds_partials: bool,
+    /// The minimum number of elements of a partial result that ranks may round to bf16. `None`: ranks do not round.
+    pub min_rounded: Option<usize>,
     /// The layers of each rank. `None` if every rank holds a part of each layer.
     pub stages: Option<&'l [Range<usize>]>,
     /// The paths on which GPUs may exchange data, in the order in which they are tried.
@@ -66,7 +66,10 @@ impl RankLoader<'_> {
     /// Every other rank has its own thread, which opens the rank's device.
     pub fn load(&self, first: &Device, devices: &Devices, progress: &LoadProgress) -> Result<LoadedRanks> {
         let worlds = World::threads(devices.count()).into_iter();
-        let worlds = worlds.map(|world| if self.rounds_partials { world.with_rounded_partials() } else { world });
+        let worlds = worlds.map(|world| match self.min_rounded {
+            Some(min_elements) => world.with_rounded_partials(min_elements),
+            None => world,
+        });
         let mut worlds = worlds.map(|world| match self.stages {
             Some(stages) => world.with_stages(stages),
             None => world,
@@ -186,7 +189,7 @@ fn named(world: &World, error: anyhow::Error) -> anyhow::Error {
         return Error::GpuFailed(failure(world, &error_message(&error))).into();
     }
     // The GPU may not be the cause: the error can be about a file, or about a lack of memory.
-    // The caller explains a lack of memory.
+    // If memory is lacking, the caller adds an explanation to this error.
     error.context(format!("GPU {} of {}", world.rank() + 1, world.size()))
 }
 
@@ -223,7 +226,7 @@ mod tests {
 
             let cuda = r#"DriverError(CUDA_ERROR_ECC_UNCORRECTABLE, "uncorrectable ECC error")"#;
             let error = error_of(|world| if world.rank() == failing { bail!("{cuda}") } else { Ok(()) });
-            let expected = "uncorrectable ECC error (CUDA_ERROR_ECC_UNCORRECTABLE); the others were stopped";
+            let expected = "uncorrectable ECC error (CUDA_ERROR_ECC_UNCORRECTABLE); the other GPUs were stopped";
             assert_eq!((format!("{error:#}"), exit_code(&error)), (format!("{name} failed: {expected}"), 7));
 
             let usage = || Err(Error::usage("use another flag"));
@@ -236,7 +239,7 @@ mod tests {
     fn a_rank_that_panics_while_loading_ends_all_ranks() {
         for failing in 0..3 {
             let error = error_of(|world| if world.rank() == failing { panic!("a bug") } else { Ok(()) });
-            let expected = format!("GPU {} of 3 failed: its thread panicked; the others were stopped", failing + 1);
+            let expected = format!("GPU {} of 3 failed: its thread panicked; the other GPUs were stopped", failing + 1);
             assert_eq!((format!("{error:#}"), exit_code(&error)), (expected, 7));
         }
     }

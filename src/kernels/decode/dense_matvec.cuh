@@ -5,7 +5,7 @@
 // Units are assigned to the warps of the grid in round-robin order.
 #pragma once
 #include "constants.cuh"
-#include "decode/block_sum.cuh"
+#include "headers/block_sum.cuh"
 #include "headers/streaming_loads.cuh"
 
 // The number of loads that a lane has in flight per row.

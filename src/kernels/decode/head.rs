@@ -119,7 +119,7 @@ pub(super) fn dense_table(embedding: &Matrix) -> Result<(Option<&Tensor>, &'stat
         Matrix::Dense(table) => Ok((Some(table), dtype_suffix(table.dtype())?)),
         // Without a table, the dtype in the kernel's name makes no difference.
         Matrix::Quantized(_) => Ok((None, "bf16")),
-        Matrix::Concatenated(_) => bail!("internal error: an embedding of several matrices"),
+        Matrix::Concatenated(_) => bail!("internal error: the embedding consists of several matrices"),
     }
 }
 

@@ -1,7 +1,7 @@
 // Loads the input vector of decode kernels with quantized weights.
 // Quantizes the vector if the checkpoint requires quantized activations.
 #pragma once
-#include "decode/block_sum.cuh"
+#include "headers/block_sum.cuh"
 #include "quantized/quantized.cuh"
 
 // The number of groups that a lane has in flight per row.

@@ -15,6 +15,7 @@
 #include <stdint.h>
 
 #include "constants.cuh"
+#include "headers/block_sum.cuh"
 #include "headers/pdl.cuh"
 
 constexpr uint32_t EMPTY = 0xffffffffu;
@@ -33,7 +34,8 @@ struct Mailboxes {
     // A word in host memory that all ranks share. If it is nonzero, the exchange has ended, and threads stop waiting.
     uint32_t* control;
     // The first column of each rank's share, then the total number of columns.
-    // In exchange_sum_shares_bf16, a column is a group of 4 words. The other sums do not use this array.
+    // In exchange_sum_shares_bf16, a column is a group of 4 words. In exchange_add_norm, a column is a row of x.
+    // The other sums do not use this array.
     int first_column[EXCHANGE_MAX_RANKS + 1];
     int rank, ranks, region;
     // The maximum time to wait for another rank.
@@ -275,12 +277,15 @@ extern "C" __global__ void __launch_bounds__(512)
     exchange_sum<Scalar>(x, out, m, words, clears_x);
 }
 
+// Returns a pair of bf16 values that is not EMPTY.
+__device__ __forceinline__ uint32_t sendable_pair(uint32_t word) {
+    constexpr uint32_t OTHER_NAN_PAIR = 0x7fff7fffu;
+    return word == EMPTY ? OTHER_NAN_PAIR : word;
+}
 // Rounds two f32 values to bf16 and packs both into one word, the first into the lower half. Never returns EMPTY.
 __device__ __forceinline__ uint32_t to_bf16_pair(uint32_t first, uint32_t second) {
     const __nv_bfloat162 pair = __floats2bfloat162_rn(__uint_as_float(first), __uint_as_float(second));
-    const uint32_t word = *reinterpret_cast<const uint32_t*>(&pair);
-    constexpr uint32_t OTHER_NAN_PAIR = 0x7fff7fffu;
-    return word == EMPTY ? OTHER_NAN_PAIR : word;
+    return sendable_pair(*reinterpret_cast<const uint32_t*>(&pair));
 }
 __device__ __forceinline__ void add_bf16_pair(float& first, float& second, uint32_t word) {
     // The bits of a bf16 value are the high half of the bits of the equal f32 value.
@@ -394,6 +399,156 @@ extern "C" __global__ void __launch_bounds__(512)
         });
     }
 }
+
+__device__ __forceinline__ void load_8(const float* from, float (&v)[8]) {
+    const float4 low = reinterpret_cast<const float4*>(from)[0], high = reinterpret_cast<const float4*>(from)[1];
+    v[0] = low.x, v[1] = low.y, v[2] = low.z, v[3] = low.w;
+    v[4] = high.x, v[5] = high.y, v[6] = high.z, v[7] = high.w;
+}
+// Returns the bf16 pairs of y from word i on, none of them EMPTY.
+__device__ __forceinline__ uint4 load_pairs(const float* y, size_t i) {
+    return load_as_bf16(reinterpret_cast<const uint32_t*>(y) + 2 * i);
+}
+__device__ __forceinline__ uint4 load_pairs(const __nv_bfloat16* y, size_t i) {
+    const uint4 v = *reinterpret_cast<const uint4*>(reinterpret_cast<const uint32_t*>(y) + i);
+    return make_uint4(sendable_pair(v.x), sendable_pair(v.y), sendable_pair(v.z), sendable_pair(v.w));
+}
+// Stores 8 bf16 values, two per word, as values of type T.
+__device__ __forceinline__ void store_bf16(__nv_bfloat16* out, uint4 words) { *reinterpret_cast<uint4*>(out) = words; }
+__device__ __forceinline__ void store_bf16(float* out, uint4 words) {
+    float values[8] = {};
+    add_bf16(values, words);
+    store_8(reinterpret_cast<uint32_t*>(out), values);
+}
+
+// Adds partial results to the residual stream, and normalizes it: sum = x + bias + Σ bf16(y) over all ranks, and
+// normed = bf16(sum / sqrt(mean(sum²) + eps) · weight). A rank computes these values only for its share of the rows.
+// With R ranks, a rank sends the same number of bytes as in exchange_sum_shares_bf16.
+//
+// A block handles the rows blockIdx.x, blockIdx.x + gridDim.x and so on of each rank's share, in three steps:
+//   1. It sends y to the ranks that compute the row.
+//   2. It computes the row of this rank's share, and sends `normed` to the other ranks.
+//   3. It receives `normed` of the other ranks' rows.
+// The block starts step 1 of a row before step 2 of its previous row, and before step 3 of the row before that one.
+// The values are then under way while the block works on other rows.
+//
+//   x, sum: f32 [rows, columns], accessed only in the rows of this rank
+//   y: Y [rows, columns]
+//   bias, weight: f32 [columns]; bias may be null
+//   normed: T [rows, columns], the rows of all ranks
+//   columns: a multiple of 8, at most EXCHANGE_ROW_COLUMNS
+//   m.first_column: the first row of each rank's share, then the number of rows
+//   grid: at most EXCHANGE_BLOCKS, divided by the number of ranks if ranks share a GPU; the same on all ranks
+//   block: EXCHANGE_ROW_THREADS
+//   bytes moved: columns · (sizeof(Y) + sizeof(T)) per row, and columns · 8 per row of this rank
+template <typename Y, typename T>
+__device__ void exchange_add_norm(const float* x, const Y* y, const float* bias, const float* weight, float* sum,
+                                  T* normed, const Mailboxes& m, int columns, float eps) {
+    __shared__ float scratch[2][EXCHANGE_ROW_THREADS / 32];
+    begin(m);
+    const int row_words = columns / 2;
+    const auto rows_of = [&](int rank) { return m.first_column[rank + 1] - m.first_column[rank]; };
+    // Returns the word at which a row of a rank's share starts in y and, with two bf16 values per word, in normed.
+    const auto start_of = [&](int rank, int row) { return (size_t)(m.first_column[rank] + row) * row_words; };
+    // The share of rank 0 is the largest. In a region, the first `most` words are addends. The norms follow.
+    const int most = rows_of(0) * row_words;
+    const Operation operation(m);
+    const uint32_t* slot = operation.own_slot();
+    Waiting waiting(m);
+    // Each thread has 8 columns of every part of a row. `use(h, i)` gets the part and the thread's first word in the
+    // row.
+    constexpr int HELD = EXCHANGE_ROW_COLUMNS / (8 * EXCHANGE_ROW_THREADS);
+    const auto each_part = [&](auto use) {
+#pragma unroll
+        for (int h = 0; h < HELD; ++h) {
+            const int i = 4 * (threadIdx.x + h * EXCHANGE_ROW_THREADS);
+            if (i < row_words) use(h, i);
+        }
+    };
+
+    const auto send_addends = [&](int row) {
+        each_part([&](int, int i) {
+            uint4 v[EXCHANGE_MAX_RANKS];
+#pragma unroll
+            for (int rank = 0; rank < EXCHANGE_MAX_RANKS; ++rank)
+                if (rank < m.ranks && rank != m.rank && row < rows_of(rank))
+                    v[rank] = load_pairs(y, start_of(rank, row) + i);
+#pragma unroll
+            for (int rank = 0; rank < EXCHANGE_MAX_RANKS; ++rank)
+                if (rank < m.ranks && rank != m.rank && row < rows_of(rank))
+                    Quad::store(operation.region_at(rank) + row * row_words + i, v[rank]);
+        });
+    };
+    const auto compute = [&](int row, int parity) {
+        const size_t start = start_of(m.rank, row);
+        float v[HELD][8], squares = 0.0f;
+        each_part([&](int h, int i) {
+            load_8(x + 2 * (start + i), v[h]);
+            const uint4 own = load_pairs(y, start + i);
+            float biases[8] = {}, added[8] = {};
+            if (bias) load_8(bias + 2 * i, biases);
+            for (int rank = 0; rank < m.ranks; ++rank) {
+                uint4 part = own;
+                if (rank != m.rank) {
+                    const uint32_t* from = slot + (size_t)rank * m.region + row * row_words + i;
+                    part = Quad::load(from);
+                    waiting.complete<Quad>(part, from, rank);
+                }
+                add_bf16(added, part);
+            }
+#pragma unroll
+            for (int k = 0; k < 8; ++k) {
+                v[h][k] += added[k] + biases[k];
+                squares += v[h][k] * v[h][k];
+            }
+            store_8(reinterpret_cast<uint32_t*>(sum) + 2 * (start + i), v[h]);
+        });
+        const float scale = rsqrtf(block_sum(squares, scratch[parity]) / columns + eps);
+        each_part([&](int h, int i) {
+            float weights[8];
+            load_8(weight + 2 * i, weights);
+#pragma unroll
+            for (int k = 0; k < 8; ++k) v[h][k] *= scale * weights[k];
+            const uint4 words = round_to_bf16(v[h]);
+            for (int rank = 0; rank < m.ranks; ++rank)
+                if (rank != m.rank) Quad::store(operation.region_at(rank) + most + row * row_words + i, words);
+            store_bf16(normed + 2 * (start + i), words);
+        });
+    };
+    const auto receive_norms = [&](int row) {
+        for (int rank = 0; rank < m.ranks; ++rank) {
+            if (rank == m.rank || row >= rows_of(rank)) continue;
+            each_part([&](int, int i) {
+                const uint32_t* from = slot + (size_t)rank * m.region + most + row * row_words + i;
+                uint4 words = Quad::load(from);
+                waiting.complete<Quad>(words, from, rank);
+                store_bf16(normed + 2 * (start_of(rank, row) + i), words);
+            });
+        }
+    };
+
+    // Every rank has sent its addends for a row before it waits for the row's addends of other ranks.
+    for (int round = 0;; ++round) {
+        const int row = blockIdx.x + round * gridDim.x, previous = row - gridDim.x, last = previous - gridDim.x;
+        if (last >= rows_of(0)) break;
+        send_addends(row);
+        if (round == 0) operation.prepare_next(blockIdx.x * blockDim.x + threadIdx.x, gridDim.x * blockDim.x, 2 * most);
+        if (round >= 1 && previous < rows_of(m.rank)) compute(previous, round % 2);
+        if (round >= 2) receive_norms(last);
+    }
+}
+
+#define DEFINE_ADD_NORM(Y, Y_SUFFIX, T, SUFFIX)                                                                        \
+    extern "C" __global__ void __launch_bounds__(EXCHANGE_ROW_THREADS)                                                 \
+        exchange_add_norm_##Y_SUFFIX##_##SUFFIX(const float* x, const Y* y, const float* bias, const float* weight,    \
+                                                float* sum, T* normed, const __grid_constant__ Mailboxes m,            \
+                                                int columns, float eps) {                                              \
+        exchange_add_norm(x, y, bias, weight, sum, normed, m, columns, eps);                                           \
+    }
+DEFINE_ADD_NORM(float, f32, float, f32)
+DEFINE_ADD_NORM(float, f32, __nv_bfloat16, bf16)
+DEFINE_ADD_NORM(__nv_bfloat16, bf16, float, f32)
+DEFINE_ADD_NORM(__nv_bfloat16, bf16, __nv_bfloat16, bf16)
 
 template <typename V>
 __device__ void exchange_columns(const uint32_t* x, uint32_t* out, const Mailboxes& m, int rows, int largest) {

@@ -13,7 +13,7 @@ use candle_core::{DType, Device, Result, Tensor, bail};
 use super::mailbox::RankMailbox;
 use super::path::ExchangePath;
 use super::sizes::MAILBOX_BYTES;
-use crate::device::{ANSWER_TIME, Exchange, World, share};
+use crate::device::{ANSWER_TIME, Exchange, ResidualUpdate, World, share};
 use crate::kernels::constants::{EXCHANGE_BLOCKS, EXCHANGE_MAX_RANKS, EXCHANGE_SLOTS};
 use crate::kernels::launch::{Arguments, HostWords, Launch, LaunchList, LaunchShape, address, module};
 use crate::kernels::scratch;
@@ -27,9 +27,6 @@ const LOAD_TIMEOUT: Duration = Duration::from_secs(60);
 /// The value of the control word after the host has ended the exchange.
 /// Any other nonzero value of the control word is 1 + the rank that did not answer.
 const ENDED: u32 = u32::MAX;
-/// [`Exchange::sum_rounded`] rounds tensors with at least this number of elements.
-/// The time to exchange a smaller tensor is mostly latency, which rounding does not shorten.
-const MIN_ROUNDED_ELEMENTS: usize = 1 << 18;
 /// The number of times that a waiting thread checks the other ranks before it starts to yield the core.
 const SPINNING_TURNS: usize = 10_000;
 const NOT_CAPTURING: sys::CUstreamCaptureStatus = sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
@@ -65,7 +62,7 @@ fn of_world(world: &World) -> Result<&GpuExchange> {
 /// The Rust counterpart of the struct `Mailboxes` in `exchange.cu`.
 #[repr(C)]
 #[derive(Clone, Copy)]
-struct RawMailboxes {
+pub(super) struct RawMailboxes {
     of: [u64; EXCHANGE_MAX_RANKS],
     state: u64,
     control: u64,
@@ -83,8 +80,8 @@ unsafe impl DeviceRepr for RawMailboxes {}
 
 /// The exchange of data between this rank and all other ranks, through mailboxes.
 pub(super) struct GpuExchange {
-    rank: usize,
-    device: CudaDevice,
+    pub(super) rank: usize,
+    pub(super) device: CudaDevice,
     pub mailboxes: Vec<Arc<RankMailbox>>,
     /// True if any two ranks use the same GPU.
     shares_gpu: bool,
@@ -120,7 +117,7 @@ impl GpuExchange {
     ///
     /// # Safety
     /// The same as for [`Launch::enqueue`]. All mailboxes live as long as `self`, and `drop` waits for the last launch.
-    unsafe fn enqueue(&self, launch: Launch) -> Result<()> {
+    pub(super) unsafe fn enqueue(&self, launch: Launch) -> Result<()> {
         let mut launch = Some(launch);
         let mut enqueue = || match launch.take() {
             // SAFETY: the caller guarantees valid arguments.
@@ -173,19 +170,19 @@ impl GpuExchange {
     }
 
     /// Returns the number of words in a region, a multiple of 4.
-    fn region(&self) -> usize {
+    pub(super) fn region(&self) -> usize {
         MAILBOX_BYTES / (EXCHANGE_SLOTS * self.mailboxes.len() * 16) * 4
     }
 
     /// Returns the `Mailboxes` argument of the kernels.
-    /// `first_column` holds the start of each rank's [`share`] of `columns`.
-    fn raw(&self, columns: usize) -> RawMailboxes {
+    /// `first_column` holds the start of each rank's [`share`] of `items` items, each of which has `unit` columns.
+    pub(super) fn raw(&self, items: usize, unit: usize) -> RawMailboxes {
         let ranks = self.mailboxes.len();
         let mut raw = RawMailboxes {
             of: [0; EXCHANGE_MAX_RANKS],
             state: self.own().state,
             control: self.control().address(0),
-            first_column: [columns as i32; EXCHANGE_MAX_RANKS + 1],
+            first_column: [(items * unit) as i32; EXCHANGE_MAX_RANKS + 1],
             rank: self.rank as i32,
             ranks: ranks as i32,
             region: self.region() as i32,
@@ -195,15 +192,20 @@ impl GpuExchange {
         };
         for (rank, mailbox) in self.mailboxes.iter().enumerate() {
             raw.of[rank] = mailbox.address;
-            raw.first_column[rank] = share(columns, 1, rank, ranks).start as i32;
+            raw.first_column[rank] = (share(items, 1, rank, ranks).start * unit) as i32;
         }
         raw
     }
 
+    /// Returns the maximum number of blocks of an exchange kernel. All blocks of all ranks must run at the same time.
+    pub(super) fn max_blocks(&self) -> usize {
+        if self.shares_gpu { EXCHANGE_BLOCKS / self.mailboxes.len() } else { EXCHANGE_BLOCKS }
+    }
+
     /// Returns the launch shape for `items` items. Each thread handles one or more items.
-    fn shape(&self, items: usize) -> LaunchShape {
+    pub(super) fn shape(&self, items: usize) -> LaunchShape {
         // Few items use small blocks, so that the items are spread over more multiprocessors.
-        let blocks = if self.shares_gpu { EXCHANGE_BLOCKS / self.mailboxes.len() } else { EXCHANGE_BLOCKS };
+        let blocks = self.max_blocks();
         let threads = if items <= blocks * 128 { 128 } else { 512 };
         LaunchShape::linear(items.div_ceil(threads).clamp(1, blocks), threads)
     }
@@ -220,7 +222,7 @@ impl GpuExchange {
         let (x_address, out_address) = (address(x)?, address(out)?);
         let is_aligned = words.is_multiple_of(4) && x_address.is_multiple_of(16) && out_address.is_multiple_of(16);
         let (kernel, items) = if is_aligned { ("exchange_sum_4", words / 4) } else { ("exchange_sum_1", words) };
-        let arguments = Arguments::new().tensor(x)?.tensor(out)?.value(self.raw(0), []).int(words).flag(clears_x);
+        let arguments = Arguments::new().tensor(x)?.tensor(out)?.value(self.raw(0, 1), []).int(words).flag(clears_x);
         Ok(Launch::new(module!("exchange"), kernel, self.shape(items), arguments)
             .with_bytes_moved(8 * words as u64)
             .overlapping())
@@ -254,7 +256,7 @@ impl GpuExchange {
         }
         let (kernel, groups) =
             if self.sums_shares() { ("exchange_sum_shares_bf16", words / 4) } else { ("exchange_sum_bf16", 0) };
-        let arguments = Arguments::new().tensor(x)?.tensor(out)?.value(self.raw(groups), []).int(words);
+        let arguments = Arguments::new().tensor(x)?.tensor(out)?.value(self.raw(groups, 1), []).int(words);
         Ok(Launch::new(module!("exchange"), kernel, self.shape(words / 4), arguments)
             .with_bytes_moved(8 * elements as u64)
             .overlapping())
@@ -301,7 +303,7 @@ impl GpuExchange {
             if is_aligned { ("exchange_columns_4", largest / 4) } else { ("exchange_columns_1", largest) };
         let arguments = Arguments::new();
         let arguments = if own > 0 { arguments.tensor(x)? } else { arguments.address(0) };
-        let arguments = arguments.tensor(out)?.value(self.raw(columns), []).int(rows).int(largest);
+        let arguments = arguments.tensor(out)?.value(self.raw(columns, 1), []).int(rows).int(largest);
         Ok(Launch::new(module!("exchange"), kernel, self.shape(items), arguments)
             .with_bytes_moved(4 * (rows * (own + columns)) as u64)
             .overlapping())
@@ -309,7 +311,7 @@ impl GpuExchange {
 
     /// Loads all exchange kernels: launches each kernel without values, so that no kernel waits for other ranks.
     pub fn load_kernels(&self) -> Result<()> {
-        let arguments = || Arguments::new().address(0).address(0).value(self.raw(0), []).int(0);
+        let arguments = || Arguments::new().address(0).address(0).value(self.raw(0, 1), []).int(0);
         for (kernel, has_flag) in [
             ("exchange_sum_4", true),
             ("exchange_sum_1", true),
@@ -323,6 +325,7 @@ impl GpuExchange {
             // SAFETY: without values, the kernel accesses only the state of this rank's mailbox.
             unsafe { launch.enqueue(&self.device)? };
         }
+        self.load_residual_kernels()?;
         self.device.cuda_stream().synchronize().w()
     }
 
@@ -365,18 +368,29 @@ impl Exchange for GpuExchange {
     }
 
     fn sum_rounded(&self, x: &Tensor) -> Result<Tensor> {
-        let elements = x.elem_count();
-        if elements < MIN_ROUNDED_ELEMENTS || !elements.is_multiple_of(8) {
+        if !x.elem_count().is_multiple_of(8) {
             return self.sum(x);
         }
         self.sum_parts(x, self.rounded_elements(), |x, out| self.rounded_sum_launch(x, out))
     }
 
-    fn concat_columns(&self, x: &Tensor, columns: usize) -> Result<Tensor> {
+    fn add_partials(&self, update: &ResidualUpdate) -> Result<Option<(Tensor, Tensor)>> {
+        self.add_partials_by_rows(update)
+    }
+
+    fn gather_rows(&self, x: &Tensor) -> Result<Tensor> {
+        self.gather_own_rows(x)
+    }
+
+    fn concat_columns(&self, x: &Tensor, columns: usize, out: Option<&Tensor>) -> Result<Tensor> {
         let (rows, _) = x.dims2()?;
         let from = x.contiguous()?;
-        // SAFETY: the kernels write every element of `out`.
-        let out = unsafe { scratch::empty((rows, columns), DType::F32, x.device())? };
+        let out = match out {
+            Some(out) if out.dims() == [rows, columns] && out.dtype() == DType::F32 => out.clone(),
+            Some(out) => bail!("exchange_columns: cannot write {rows} rows to out {:?} {:?}", out.dtype(), out.dims()),
+            // SAFETY: the kernels write every element of `out`.
+            None => unsafe { scratch::empty((rows, columns), DType::F32, x.device())? },
+        };
         let most = self.region() / share(columns, 1, 0, self.mailboxes.len()).len().max(1);
         if most == 0 {
             bail!("exchange_columns: rows of {columns} columns are too large");

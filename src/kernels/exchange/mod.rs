@@ -9,6 +9,8 @@ mod gpu_exchange;
 #[cfg(feature = "cuda")]
 mod mailbox;
 mod path;
+#[cfg(feature = "cuda")]
+mod residual;
 mod sizes;
 
 #[cfg(feature = "cuda")]
@@ -16,7 +18,7 @@ pub use connect::measure;
 #[cfg(feature = "cuda")]
 pub use gpu_exchange::{add_columns, add_sum};
 pub use path::ExchangePath;
-pub use sizes::{ExchangeTimes, LARGE_ELEMENTS, MAILBOX_BYTES, SMALL_ELEMENTS};
+pub use sizes::{ExchangeTimes, LARGE_ELEMENTS, MAILBOX_BYTES, MIN_ROUNDED_ELEMENTS, SMALL_ELEMENTS};
 
 use candle_core::{Device, Result};
 

@@ -2,7 +2,11 @@
 
 /// The size of each rank's mailbox in bytes.
 /// A tensor larger than a region of the mailbox, such as the output for a long chunk, needs several operations.
-pub const MAILBOX_BYTES: usize = 64 << 20;
+pub const MAILBOX_BYTES: usize = 128 << 20;
+
+/// Ranks round partial results to bf16 if they have at least this number of elements.
+/// The time to exchange a smaller tensor is mostly latency, which rounding does not shorten.
+pub const MIN_ROUNDED_ELEMENTS: usize = 1 << 18;
 
 /// The mean time of summing one tensor over all ranks, for two tensor sizes.
 /// The benchmark queues many sums in a row, without waiting between them.

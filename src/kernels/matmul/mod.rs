@@ -21,12 +21,18 @@ const FIXED_TOKENS: usize = 64;
 ///
 /// x `[tokens, columns]` and w `[rows, columns]` have the same dtype: f32, f16 or bf16.
 pub fn matmul_f32(x: &Tensor, w: &Tensor, order: SumOrder) -> Result<Tensor> {
+    matmul_f32_into(x, w, order, None)
+}
+
+/// Computes [`matmul_f32`]. If cuBLAS computes the product, writes it to `out`, f32 `[tokens, rows]`, and returns `out`.
+/// Otherwise returns a new tensor.
+pub fn matmul_f32_into(x: &Tensor, w: &Tensor, order: SumOrder, out: Option<&Tensor>) -> Result<Tensor> {
     let ((_, columns), (_, w_columns)) = (x.dims2()?, w.dims2()?);
     if columns != w_columns || x.dtype() != w.dtype() {
         bail!("matmul_f32: x and w do not match: x {:?} {:?}, w {:?} {:?}", x.dtype(), x.dims(), w.dtype(), w.dims());
     }
     match (x.device(), order) {
-        (Device::Cpu, SumOrder::Fixed) => each_row(x, |row| product(row, w)),
+        (Device::Cpu, SumOrder::Fixed) => each_row(x, |row| product(row, w, None)),
         #[cfg(feature = "cuda")]
         (Device::Cuda(_), SumOrder::Fixed) => product_of_fixed_tokens(x, w),
         // cuBLAS computes products with a single token. They are rare, because the decode graph has its own kernels.
@@ -34,15 +40,34 @@ pub fn matmul_f32(x: &Tensor, w: &Tensor, order: SumOrder) -> Result<Tensor> {
         (Device::Cuda(device), SumOrder::Fastest) if x.dim(0)? > 1 && dense_few::is_supported(device, x, w)? => {
             dense_few::matmul_few(device, x, w)
         }
-        _ => product(x, w),
+        _ => product(x, w, out),
     }
 }
 
-/// Computes [`matmul_f32`] with candle or cuBLAS. `matmul_f32` has already checked the shapes and dtypes.
-fn product(x: &Tensor, w: &Tensor) -> Result<Tensor> {
+/// Computes x·wᵀ, `[tokens, rows]`, for a caller that rounds the product to the dtype of x.
+/// If cuBLAS computes the product, cuBLAS rounds it. Otherwise returns [`matmul_f32`].
+pub fn matmul_rounded(x: &Tensor, w: &Tensor, order: SumOrder) -> Result<Tensor> {
+    #[cfg(feature = "cuda")]
+    if let Device::Cuda(device) = x.device()
+        && order == SumOrder::Fastest
+        && x.dtype() != DType::F32
+        && !dense_few::is_supported(device, x, w)?
+    {
+        // SAFETY: the product writes every element of `out`.
+        let out = unsafe { crate::kernels::scratch::empty((x.dim(0)?, w.dim(0)?), x.dtype(), x.device())? };
+        // SAFETY: `out` is `[tokens, rows]` in the dtype of x. `gemm` checks x and w.
+        unsafe { gemm(device, x, w, crate::kernels::launch::address(&out)?, w.dim(0)?, x.dtype())? };
+        return Ok(out);
+    }
+    matmul_f32(x, w, order)
+}
+
+/// Computes [`matmul_f32_into`] with candle or cuBLAS. The caller has already checked the shapes and dtypes of x and w.
+fn product(x: &Tensor, w: &Tensor, out: Option<&Tensor>) -> Result<Tensor> {
+    let _ = out; // candle always returns a new tensor
     match x.device() {
         #[cfg(feature = "cuda")]
-        Device::Cuda(device) if x.dtype() != DType::F32 => cublas(device, x, w),
+        Device::Cuda(device) if x.dtype() != DType::F32 => cublas(device, x, w, out),
         Device::Cpu if x.dtype() != DType::F32 => x.to_dtype(DType::F32)?.matmul(&w.to_dtype(DType::F32)?.t()?),
         _ => x.matmul(&w.t()?),
     }
@@ -58,7 +83,7 @@ fn product_of_fixed_tokens(x: &Tensor, w: &Tensor) -> Result<Tensor> {
     let padded = x.pad_with_zeros(0, 0, tokens.next_multiple_of(FIXED_TOKENS) - tokens)?;
     let groups = (0..padded.dim(0)?).step_by(FIXED_TOKENS);
     let products =
-        groups.map(|first| product(&padded.narrow(0, first, FIXED_TOKENS)?, w)).collect::<Result<Vec<_>>>()?;
+        groups.map(|first| product(&padded.narrow(0, first, FIXED_TOKENS)?, w, None)).collect::<Result<Vec<_>>>()?;
     match products.as_slice() {
         [one] => one.narrow(0, 0, tokens),
         several => Tensor::cat(several, 0)?.narrow(0, 0, tokens),
@@ -67,24 +92,37 @@ fn product_of_fixed_tokens(x: &Tensor, w: &Tensor) -> Result<Tensor> {
 
 /// Computes x·wᵀ as f32 with cuBLAS. The matmul of candle would round the result to the dtype of the inputs.
 #[cfg(feature = "cuda")]
-fn cublas(device: &CudaDevice, x: &Tensor, w: &Tensor) -> Result<Tensor> {
+fn cublas(device: &CudaDevice, x: &Tensor, w: &Tensor, out: Option<&Tensor>) -> Result<Tensor> {
     let (tokens, rows) = (x.dim(0)?, w.dim(0)?);
-    // SAFETY: the product below writes every element of `out`, because beta is 0.
-    let out = unsafe { crate::kernels::scratch::empty((tokens, rows), DType::F32, x.device())? };
+    let out = match out {
+        Some(out) if out.dims() == [tokens, rows] && out.dtype() == DType::F32 => out.clone(),
+        Some(out) => {
+            bail!("matmul_f32: cannot write {tokens} x {rows} f32 values to {:?} {:?}", out.dtype(), out.dims())
+        }
+        // SAFETY: the product below writes every element of `out`, because beta is 0.
+        None => unsafe { crate::kernels::scratch::empty((tokens, rows), DType::F32, x.device())? },
+    };
     // SAFETY: `out` holds tokens · rows floats.
-    unsafe { gemm(device, x, w, crate::kernels::launch::address(&out)?, rows)? };
+    unsafe { gemm(device, x, w, crate::kernels::launch::address(&out)?, rows, DType::F32)? };
     Ok(out)
 }
 
-/// Writes x·wᵀ, f32 `[tokens, rows]`, to address `out`. Consecutive rows of the result are `stride` elements apart.
+/// Writes x·wᵀ, `[tokens, rows]` in `out_dtype`, to address `out`. Consecutive rows of the result are `stride` elements apart.
 ///
-/// x `[tokens, columns]` and w `[rows, columns]` have the same dtype.
+/// x `[tokens, columns]` and w `[rows, columns]` have the same dtype. `out_dtype` is f32 or the dtype of x.
 ///
 /// # Safety
-/// `out` must be the address of an element in row 0 of an f32 matrix `[tokens, stride]` in device memory.
+/// `out` must be the address of an element in row 0 of a matrix `[tokens, stride]` of `out_dtype` in device memory.
 /// The column of the element at `out` must be at most `stride - rows`.
 #[cfg(feature = "cuda")]
-pub unsafe fn gemm(device: &CudaDevice, x: &Tensor, w: &Tensor, out: u64, stride: usize) -> Result<()> {
+pub unsafe fn gemm(
+    device: &CudaDevice,
+    x: &Tensor,
+    w: &Tensor,
+    out: u64,
+    stride: usize,
+    out_dtype: DType,
+) -> Result<()> {
     use candle_core::cuda_backend::WrapErr;
     use candle_core::cuda_backend::cudarc::cublas::{result, sys};
 
@@ -98,12 +136,18 @@ pub unsafe fn gemm(device: &CudaDevice, x: &Tensor, w: &Tensor, out: u64, stride
     if [tokens, columns, stride].into_iter().any(|size| i32::try_from(size).is_err()) {
         bail!("gemm: x {:?} or w {:?} is too large", x.dims(), w.dims());
     }
-    let dtype = match x.dtype() {
-        DType::F16 => sys::cudaDataType::CUDA_R_16F,
-        DType::BF16 => sys::cudaDataType::CUDA_R_16BF,
-        DType::F32 => sys::cudaDataType::CUDA_R_32F,
-        other => bail!("cannot multiply matrices of dtype {other:?}"),
+    let data_type = |dtype| {
+        Ok(match dtype {
+            DType::F16 => sys::cudaDataType::CUDA_R_16F,
+            DType::BF16 => sys::cudaDataType::CUDA_R_16BF,
+            DType::F32 => sys::cudaDataType::CUDA_R_32F,
+            other => bail!("cannot multiply matrices of dtype {other:?}"),
+        })
     };
+    let (dtype, out_type) = (data_type(x.dtype())?, data_type(out_dtype)?);
+    if out_dtype != DType::F32 && out_dtype != x.dtype() {
+        bail!("gemm: the product of {:?} matrices cannot be {out_dtype:?}", x.dtype());
+    }
     let (alpha, beta) = (1.0f32, 0.0f32);
     // cuBLAS is column-major. It reads w as wᵀ and x as xᵀ, and computes outᵀ [rows, tokens] = (wᵀ)ᵀ · xᵀ.
     // Each leading dimension is the row stride of the row-major tensor.
@@ -126,7 +170,7 @@ pub unsafe fn gemm(device: &CudaDevice, x: &Tensor, w: &Tensor, out: u64, stride
             columns as i32,
             (&beta as *const f32).cast(),
             out as *mut _,
-            sys::cudaDataType::CUDA_R_32F,
+            out_type,
             stride as i32,
             sys::cublasComputeType_t::CUBLAS_COMPUTE_32F,
             sys::cublasGemmAlgo_t::CUBLAS_GEMM_DEFAULT_TENSOR_OP,

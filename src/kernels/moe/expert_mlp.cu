@@ -1,7 +1,7 @@
 // The MLP of routed experts with MXFP4 weights, for many tokens.
 // The matrix products run on tensor cores. Weights are packed in shared memory and unpacked in registers.
 //
-//   x [tokens, hidden] -> gather_tokens -> expert_gate_up -> h [pairs, intermediate]
+//   x [tokens, hidden] -> gather_tokens or spread_tokens -> expert_gate_up -> h [pairs, intermediate]
 //   h -> expert_down -> y [pairs, hidden] -> expert_combine, which computes Σ weights[t, n] · y[t, n] over n
 //
 // mxfp4_tiles.cuh describes the layout of weights, x and h.
@@ -37,20 +37,45 @@ __device__ void gather_tokens(const float* x, const uint32_t* sorted, const uint
     }
 }
 
+// Like gather_tokens, but reads each row of x once, and copies it to the rows of all `chosen` pairs of the token.
+// gather_tokens reads the row of a token once per pair. With many tokens, only the first read finds the row in L2.
+//   rows: u32 [tokens · chosen], the row of each pair in `out`
+//   grid and block: one warp per token in x; in y, the number of warps that share the columns of a token
+//   bytes moved: 4 · tokens · columns + 2 · pairs · columns
+template <typename T>
+__device__ void spread_tokens(const float* x, const uint32_t* rows, T* out, int tokens, int columns, int tiled_rows,
+                              int chosen) {
+    const int token = (blockIdx.x * blockDim.x + threadIdx.x) / 32;
+    pdl_wait();
+    pdl_launch_dependents();
+    if (token >= tokens) return;
+    const float2* from = reinterpret_cast<const float2*>(x) + (size_t)token * (columns / 2);
+    rows += (size_t)token * chosen;
+#pragma unroll 3
+    for (int i = blockIdx.y * 32 + threadIdx.x % 32; i < (columns + 63) / 64 * 8; i += 32 * gridDim.y) {
+        const uint4 value = fragment_segment<T>(from, i, columns);
+        uint4* to = reinterpret_cast<uint4*>(out) + (size_t)(i / 8) * tiled_rows * 8;
+        for (int c = 0; c < chosen; ++c) {
+            const int row = rows[c];
+            to[(size_t)row * 8 + (i ^ row) % 8] = value;
+        }
+    }
+}
+
 // Computes x[t] = Σ weights[t, c] · y[t, c] over c.
 //   y: T [tokens, chosen, columns] in fragment order
 //   weights: f32 [tokens, chosen]
-//   x: f32 [tokens, columns]; n = tokens · columns / 8
+//   x: OUT [tokens, columns]; OUT is f32 or T; n = tokens · columns / 8
 //   grid: ceil(n / 256); block: 256
-//   bytes moved: tokens · columns · (4 + 2 · chosen)
-template <typename T>
-__device__ void expert_combine(const T* y, const float* weights, float* x, int n, int columns, int chosen) {
+//   bytes moved: tokens · columns · (sizeof(OUT) + 2 · chosen)
+template <typename T, typename OUT>
+__device__ void expert_combine(const T* y, const float* weights, OUT* x, int n, int columns, int chosen) {
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
     pdl_wait();
     pdl_launch_dependents();
     if (i >= n) return;
     const int segments = columns / 8, token = i / segments, segment = i % segments;
-    float2* to = reinterpret_cast<float2*>(x) + (size_t)(i / 4) * 16 + i % 4;
+    const size_t first = (size_t)(i / 4) * 16 + i % 4;  // the first pair of adjacent elements
     float2 sum[4] = {};
     for (int c = 0; c < chosen; ++c) {
         const size_t pair = (size_t)token * chosen + c;
@@ -65,7 +90,12 @@ __device__ void expert_combine(const T* y, const float* weights, float* x, int n
         }
     }
 #pragma unroll
-    for (int k = 0; k < 4; ++k) to[4 * k] = sum[k];
+    for (int k = 0; k < 4; ++k) {
+        if constexpr (sizeof(OUT) == 4)
+            reinterpret_cast<float2*>(x)[first + 4 * k] = sum[k];
+        else
+            reinterpret_cast<uint32_t*>(x)[first + 4 * k] = pack<OUT>(sum[k].x, sum[k].y);
+    }
 }
 
 // ---- scheduling ----
@@ -433,14 +463,13 @@ __device__ void expert_product_wgmma(const Weights& w, const Output<T>& o, const
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(S::COPY_REGISTERS));
         // Of the copying warps, warp 0 copies x after the previous kernel has ended.
         // Copying warps 1 to 3 copy weights without waiting for the previous kernel.
-        // All copying warps may read `offsets` without waiting. The previous kernel is gather_tokens or gate_up.
-        // gather_tokens and gate_up let this kernel start only after the kernels that write `offsets` have ended.
-        // In a warp that copies weights, four lanes copy blocks and four lanes copy scales, each for one weight tile.
-        // A warp issues its copies one by one, so three warps share the copies of weights.
-        // Every copying warp arrives at FULL, even a warp without anything to copy.
-        // The warp arrives only after all its lanes have seen that the stage is empty.
-        // Otherwise, the stage could become full and empty again before a slow lane looks.
-        // The slow lane would then miss a phase of EMPTY, and would wait forever.
+        // All copying warps may read `offsets` without waiting. The previous kernel is gather_tokens, spread_tokens or
+        // gate_up. gather_tokens and gate_up let this kernel start only after the kernels that write `offsets` have
+        // ended. In a warp that copies weights, four lanes copy blocks and four lanes copy scales, each for one weight
+        // tile. A warp issues its copies one by one, so three warps share the copies of weights. Every copying warp
+        // arrives at FULL, even a warp without anything to copy. The warp arrives only after all its lanes have seen
+        // that the stage is empty. Otherwise, the stage could become full and empty again before a slow lane looks. The
+        // slow lane would then miss a phase of EMPTY, and would wait forever.
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, row_tile = (warp - 1) * LANES + lane % LANES;
         const int row_tiles = (w.rows + 15) / 16, steps = (w.columns + STEP - 1) / STEP;
         if (warp == 0) {
@@ -527,8 +556,16 @@ __device__ void expert_product_wgmma(const Weights&, const Output<T>&, const T*,
                                                       T* out, int columns, int rows, int chosen, int experts) {        \
         gather_tokens<T>(x, sorted, offsets, out, columns, rows, chosen, experts);                                     \
     }                                                                                                                  \
+    extern "C" __global__ void spread_tokens_##SUFFIX(const float* x, const uint32_t* rows, T* out, int tokens,        \
+                                                      int columns, int tiled_rows, int chosen) {                       \
+        spread_tokens<T>(x, rows, out, tokens, columns, tiled_rows, chosen);                                           \
+    }                                                                                                                  \
     extern "C" __global__ void expert_combine_##SUFFIX(const T* y, const float* weights, float* x, int n, int columns, \
                                                        int chosen) {                                                   \
+        expert_combine<T>(y, weights, x, n, columns, chosen);                                                          \
+    }                                                                                                                  \
+    extern "C" __global__ void expert_combine_rounded_##SUFFIX(const T* y, const float* weights, T* x, int n,          \
+                                                               int columns, int chosen) {                              \
         expert_combine<T>(y, weights, x, n, columns, chosen);                                                          \
     }                                                                                                                  \
     DEFINE_PRODUCT(T, SUFFIX##_t32, EXPERT_MMA_THREADS, 1, expert_product, MmaShape<32>, T)                            \

@@ -15,9 +15,9 @@ use crate::kernels::launch::{Arguments, Launch, LaunchShape, dtype_suffix, modul
 use crate::kernels::scratch;
 use crate::kernels::unsupported;
 
-/// The maximum number of pairs for which several warps gather each pair's row of x.
-/// With so few pairs, one warp per pair would leave most of the GPU idle.
-const GATHER_FEW_PAIRS: usize = 4096;
+/// [`gather_tokens`] copies each row with several warps if it reads at most this number of rows.
+/// With so few rows, one warp per row would leave most of the GPU idle.
+const COPY_FEW_ROWS: usize = 4096;
 
 /// The weights and biases of one linear layer, for all experts.
 #[derive(Clone, Copy)]
@@ -33,8 +33,7 @@ pub struct ExpertLinear<'t> {
 /// - routed: the (token, expert) pairs of the tokens in x
 /// - gate_up: `[experts, 2 * intermediate, hidden]` in paired tiles
 /// - down: `[experts, hidden, intermediate]` in plain tiles
-///
-/// The combined output is f32 `[tokens, hidden]`.
+/// - out_dtype: the dtype of the result, `[tokens, hidden]`: f32, or the dtype of the biases
 pub fn expert_mlp(
     x: &Tensor,
     routed: &RoutedPairs,
@@ -42,11 +41,15 @@ pub fn expert_mlp(
     down: ExpertLinear,
     limit: f32,
     order: SumOrder,
+    out_dtype: DType,
 ) -> Result<Tensor> {
     let (tokens, columns) = x.dims2()?;
     let ((experts, up_rows, _), dtype) = (gate_up.tiles.dims(), gate_up.bias.dtype());
     let intermediate = up_rows / 2;
     check_shapes(x, routed, gate_up, down)?;
+    if out_dtype != DType::F32 && out_dtype != dtype {
+        bail!("expert_mlp: the result of {dtype:?} experts cannot be {out_dtype:?}");
+    }
     let Device::Cuda(device) = x.device() else { return unsupported("expert_mlp", x) };
     let pairs = routed.sorted.elem_count();
     let chosen = pairs / tokens.max(1);
@@ -93,14 +96,17 @@ pub fn expert_mlp(
 
     // 2. Add up the weighted outputs of each token's experts.
     // SAFETY: the kernel writes every element of `out`.
-    let out = unsafe { scratch::empty((tokens, columns), DType::F32, x.device())? };
+    let out = unsafe { scratch::empty((tokens, columns), out_dtype, x.device())? };
     let count = tokens * columns / 8;
     let arguments =
         Arguments::new().tensor(&y)?.tensor(&routed.shares)?.tensor(&out)?.int(count).int(columns).int(chosen);
     let shape = LaunchShape::one_thread_each(count);
     // SAFETY: all shapes are checked above, and the down launch writes every element of `y`.
     unsafe {
-        let kernel = format!("expert_combine_{suffix}");
+        let kernel = match out_dtype {
+            DType::F32 => format!("expert_combine_{suffix}"),
+            _ => format!("expert_combine_rounded_{suffix}"),
+        };
         Launch::new(module!("expert_mlp"), kernel, shape, arguments).overlapping().enqueue(device)?;
     }
     Ok(out)
@@ -117,22 +123,25 @@ fn gather_tokens(
     dtype: DType,
 ) -> Result<Tensor> {
     let ((tokens, columns), pairs) = (x.dims2()?, routed.sorted.elem_count());
-    // SAFETY: the kernel writes every element that the products read.
+    let (chosen, suffix) = (pairs / tokens.max(1), dtype_suffix(dtype)?);
+    // SAFETY: the kernels write every element that the products read.
     let gathered = unsafe { scratch::empty(columns.div_ceil(64) * tiled_rows * 64, dtype, x.device())? };
-    let arguments = Arguments::new()
-        .tensor(x)?
-        .tensor(&routed.sorted)?
-        .tensor(&routed.offsets)?
-        .tensor(&gathered)?
-        .int(columns)
-        .int(tiled_rows)
-        .int(pairs / tokens.max(1))
-        .int(experts);
-    let kernel = format!("gather_tokens_{}", dtype_suffix(dtype)?);
-    let warps_per_pair = if pairs <= GATHER_FEW_PAIRS { 6 } else { 1 };
-    let shape = LaunchShape::one_warp_each(pairs).with_grid_y(warps_per_pair);
-    // SAFETY: the grid covers all pairs, and `expert_mlp` has checked all shapes.
-    unsafe { Launch::new(module!("expert_mlp"), kernel, shape, arguments).overlapping().enqueue(device)? };
+    let (kernel, rows_read, arguments) = match &routed.rows {
+        Some(rows) => {
+            let arguments = Arguments::new().tensor(x)?.tensor(rows)?.tensor(&gathered)?.int(tokens);
+            ("spread_tokens", tokens, arguments.int(columns).int(tiled_rows).int(chosen))
+        }
+        None => {
+            let arguments = Arguments::new().tensor(x)?.tensor(&routed.sorted)?.tensor(&routed.offsets)?;
+            let arguments = arguments.tensor(&gathered)?.int(columns).int(tiled_rows).int(chosen).int(experts);
+            ("gather_tokens", pairs, arguments)
+        }
+    };
+    let warps_per_row = if rows_read <= COPY_FEW_ROWS { 6 } else { 1 };
+    let shape = LaunchShape::one_warp_each(rows_read).with_grid_y(warps_per_row);
+    let launch = Launch::new(module!("expert_mlp"), format!("{kernel}_{suffix}"), shape, arguments).overlapping();
+    // SAFETY: the grid covers all tokens and all pairs, and `expert_mlp` has checked all shapes.
+    unsafe { launch.enqueue(device)? };
     Ok(gathered)
 }
 
@@ -146,13 +155,14 @@ fn check_shapes(x: &Tensor, routed: &RoutedPairs, gate_up: ExpertLinear, down: E
         let (gate_up, down) = (gate_up.tiles.dims(), down.tiles.dims());
         bail!("expert_mlp: x {:?}, gate_up {gate_up:?} and down {down:?} do not match", x.dims());
     }
-    let RoutedPairs { sorted, offsets, shares } = routed;
+    let RoutedPairs { sorted, offsets, shares, rows } = routed;
     let chosen = sorted.elem_count() / tokens.max(1);
     let dtypes = [x.dtype(), shares.dtype(), sorted.dtype(), offsets.dtype()];
     if dtypes != [DType::F32, DType::F32, DType::U32, DType::U32]
         || shares.dims() != [tokens, chosen]
         || sorted.dims() != [tokens * chosen]
         || offsets.dims() != [experts + 1]
+        || rows.as_ref().is_some_and(|rows| rows.dims() != sorted.dims() || rows.dtype() != DType::U32)
     {
         let (x, shares, sorted, offsets) = (x.dims(), shares.dims(), sorted.dims(), offsets.dims());
         bail!(

@@ -242,7 +242,7 @@ mod cuda {
         out: &Tensor,
     ) -> Result<()> {
         let (experts, rows, columns) = mxfp4_dims(blocks, scales)?;
-        let SortedPairs { sorted, offsets } = sort_by_expert(device, ids, experts)?;
+        let SortedPairs { sorted, offsets, .. } = sort_by_expert(device, ids, experts)?;
         let arguments = Arguments::new()
             .tensor(blocks)?
             .tensor(scales)?

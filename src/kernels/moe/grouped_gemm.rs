@@ -29,7 +29,7 @@ pub(super) unsafe fn grouped_gemm(
     out: &Tensor,
 ) -> Result<()> {
     let ((experts, rows, columns), pairs) = (weights.dims3()?, ids.elem_count());
-    let SortedPairs { sorted, offsets } = sort_by_expert(device, ids, experts)?;
+    let SortedPairs { sorted, offsets, .. } = sort_by_expert(device, ids, experts)?;
     let arguments = Arguments::new()
         .tensor(weights)?
         .optional(bias)?

@@ -25,6 +25,9 @@ pub struct RoutedPairs {
     pub offsets: Tensor,
     /// f32 `[tokens, chosen]`: the routing weight of each pair.
     pub shares: Tensor,
+    /// u32 `[pairs]`: the row of each pair in a tiled tensor (`mxfp4_tiles.cuh`).
+    /// `None` if [`route`](Self::route) sorted the pairs in one launch.
+    pub rows: Option<Tensor>,
 }
 
 impl RoutedPairs {
@@ -41,8 +44,8 @@ impl RoutedPairs {
                 "RoutedPairs: invalid inputs: ids {ids_dtype:?} {ids:?}, routing weights {shares_dtype:?} {shares:?}"
             );
         }
-        let SortedPairs { sorted, offsets } = sort_by_expert(device, ids, experts)?;
-        Ok(Self { sorted, offsets, shares })
+        let SortedPairs { sorted, offsets, rows } = sort_by_expert(device, ids, experts)?;
+        Ok(Self { sorted, offsets, shares, rows: Some(rows) })
     }
 
     /// Chooses, for each token, the `chosen` experts with the largest router logits x·weightᵀ + bias.
@@ -102,6 +105,7 @@ impl RoutedPairs {
             sorted: empty(&[tokens * chosen], DType::U32)?,
             offsets: empty(&[experts + 1], DType::U32)?,
             shares: empty(&[tokens, chosen], DType::F32)?,
+            rows: None,
         };
         let arguments = Arguments::new()
             .tensor(x)?

@@ -14,6 +14,8 @@ pub(super) struct SortedPairs {
     pub sorted: Tensor,
     /// The index in `sorted` of each expert's first pair, then the number of pairs: u32 `[experts + 1]`.
     pub offsets: Tensor,
+    /// The row of each pair in a tiled tensor (`mxfp4_tiles.cuh`): u32 `[pairs]`.
+    pub rows: Tensor,
 }
 
 /// Sorts (token, expert) pairs by expert. `ids` are the chosen experts, u32 `[tokens, chosen]`.
@@ -23,12 +25,13 @@ pub(super) fn sort_by_expert(device: &CudaDevice, ids: &Tensor, experts: usize) 
         bail!("sort_by_expert: {experts} experts exceed the limit of {MAX_EXPERTS}");
     }
     let pairs = ids.elem_count();
-    // SAFETY: the kernel writes all pairs and all offsets.
+    // SAFETY: the kernel writes all pairs, all offsets and all rows.
     let empty = |count: usize| unsafe { scratch::empty(count, ids.dtype(), ids.device()) };
-    let (sorted, offsets) = (empty(pairs)?, empty(experts + 1)?);
-    let arguments = Arguments::new().tensor(ids)?.tensor(&sorted)?.tensor(&offsets)?.int(pairs).int(experts);
+    let (sorted, offsets, rows) = (empty(pairs)?, empty(experts + 1)?, empty(pairs)?);
+    let arguments =
+        Arguments::new().tensor(ids)?.tensor(&sorted)?.tensor(&offsets)?.tensor(&rows)?.int(pairs).int(experts);
     let shape = LaunchShape::linear(1, 1024);
     // SAFETY: the tensors have the sizes that the kernel expects; the caller guarantees valid ids.
     unsafe { Launch::new(module!("sort_by_expert"), "sort_by_expert", shape, arguments).enqueue(device)? };
-    Ok(SortedPairs { sorted, offsets })
+    Ok(SortedPairs { sorted, offsets, rows })
 }

@@ -312,7 +312,7 @@ fn matmul_dequantized(device: &CudaDevice, part: &QuantizedMatrix, x: &Tensor, o
     for first in (0..rows).step_by(rows_at_a_time) {
         let weight = dequantize(device, &part.rows(first, rows_at_a_time.min(rows - first))?, x.dtype())?;
         // SAFETY: `output` has a column for each row of the matrix.
-        unsafe { gemm(device, x, &weight, output.address(first)?, output.stride)? };
+        unsafe { gemm(device, x, &weight, output.address(first)?, output.stride, DType::F32)? };
     }
     Ok(())
 }

@@ -1,0 +1,131 @@
+//! The residual stream of a forward pass.
+
+use anyhow::Result;
+use candle_core::{DType, Tensor};
+
+use super::norm::Norm;
+use super::pass::{LogitRows, Pass};
+use crate::device::World;
+use crate::kernels::norm::Addend;
+use crate::kernels::rows::add_bias;
+
+/// This rank's part of the output of attention or of an MLP.
+pub(crate) struct PartOutput<'l> {
+    /// The part, `[tokens, hidden]`, in f32 or as [`PartDtype`] says. The output is the sum of the parts of all ranks.
+    pub rows: Tensor,
+    /// A bias to add to every row of the sum, f32 `[hidden]`.
+    pub bias: Option<&'l Tensor>,
+}
+
+/// The dtype of a [`PartOutput`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum PartDtype {
+    F32,
+    /// The ranks round the part to the compute dtype. A part that is already rounded takes less time to write and read.
+    Rounded,
+}
+
+/// An output that is not yet added to the residual stream.
+enum Pending<'l> {
+    Part(PartOutput<'l>),
+    /// The same rows on all ranks, f32 `[tokens, hidden]`.
+    Whole(Tensor),
+}
+
+/// The residual stream: the sum of the embedding and the outputs of all earlier layers.
+///
+/// The residual stream is f32 in every compute dtype, because rounding errors in a narrower dtype would accumulate.
+/// The last output stays apart from x until the next norm, because one kernel adds it to x and normalizes the sum.
+pub(super) struct Residual<'l> {
+    /// The ranks that divide each layer.
+    world: &'l World,
+    /// The residual stream without the pending output, f32 `[tokens, hidden]`.
+    x: Tensor,
+    /// Whether x is valid only in this rank's own rows (see [`World::add_partials`]).
+    is_divided: bool,
+    pending: Option<Pending<'l>>,
+}
+
+impl<'l> Residual<'l> {
+    /// Creates a residual stream from embeddings, f32 `[tokens, hidden]`, which are the same on all ranks.
+    /// The second embedding, such as the embedding of positions, is added to the first.
+    pub fn new(x: Tensor, second: Option<Tensor>, world: &'l World) -> Self {
+        Self { world, x, is_divided: false, pending: second.map(Pending::Whole) }
+    }
+
+    /// Returns the dtype for a part of an output with `rows` rows.
+    pub fn part_dtype(&self, rows: usize) -> Result<PartDtype> {
+        Ok(if self.world.rounds(rows * self.x.dim(1)?) { PartDtype::Rounded } else { PartDtype::F32 })
+    }
+
+    /// Returns the normalized residual stream, in `dtype`.
+    pub fn norm(&mut self, norm: &Norm, dtype: DType) -> Result<Tensor> {
+        let pending = self.pending.take();
+        if let Some(Pending::Part(PartOutput { rows, bias })) = &pending
+            && let Some((x, normed)) = norm.add_partials(self.world, &self.x, rows, *bias, dtype)?
+        {
+            (self.x, self.is_divided) = (x, true);
+            return Ok(normed);
+        }
+        let (rows, bias) = match pending {
+            None => (None, None),
+            Some(Pending::Whole(rows)) => (Some(rows), None),
+            Some(Pending::Part(PartOutput { rows, bias })) => (Some(self.sum_rows(&rows)?), bias),
+        };
+        let addend = rows.as_ref().map(|rows| Addend { rows, bias });
+        let (x, normed) = norm.add_norm(self.whole()?, addend, dtype)?;
+        self.x = x;
+        Ok(normed)
+    }
+
+    /// Adds the output of attention or of an MLP. If there is a `post_norm`, normalizes the output first (Gemma).
+    pub fn add(&mut self, output: PartOutput<'l>, post_norm: Option<&Norm>) -> Result<()> {
+        debug_assert!(self.pending.is_none(), "the last output is not yet added");
+        self.pending = Some(match post_norm {
+            None => Pending::Part(output),
+            Some(post_norm) => Pending::Whole(post_norm.forward(&self.sum(output)?)?),
+        });
+        Ok(())
+    }
+
+    /// Adds the pending output to x. Returns the residual stream, f32 `[tokens, hidden]`.
+    pub fn settle(&mut self) -> Result<&Tensor> {
+        let output = match self.pending.take() {
+            None => return self.whole(),
+            Some(Pending::Whole(rows)) => rows,
+            Some(Pending::Part(output)) => self.sum(output)?,
+        };
+        self.x = (self.whole()? + output)?;
+        Ok(&self.x)
+    }
+
+    /// Keeps only the rows that `needed` selects. No output may be pending.
+    pub fn select(&mut self, pass: &Pass, needed: LogitRows) -> Result<()> {
+        if pass.row_count(needed) != self.x.dim(0)? {
+            self.x = pass.select(needed, self.whole()?)?;
+        }
+        Ok(())
+    }
+
+    /// Returns the sum of an output over all ranks, with its bias.
+    fn sum(&self, output: PartOutput) -> Result<Tensor> {
+        let rows = self.sum_rows(&output.rows)?;
+        Ok(match output.bias {
+            Some(bias) => add_bias(&rows, bias)?,
+            None => rows,
+        })
+    }
+
+    /// Returns the sum of a part over all ranks, as f32.
+    fn sum_rows(&self, rows: &Tensor) -> Result<Tensor> {
+        Ok(self.world.sum_partials(&rows.to_dtype(DType::F32)?)?)
+    }
+
+    /// Returns x with the rows of all ranks.
+    fn whole(&mut self) -> Result<&Tensor> {
+        if self.is_divided {
+            (self.x, self.is_divided) = (self.world.gather_rows(&self.x)?, false);
+        }
+        Ok(&self.x)
+    }
+}
