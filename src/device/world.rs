@@ -58,7 +58,7 @@ pub trait Exchange: Any + fmt::Debug + Send + Sync {
     /// Calls `launch` at the same time as the other ranks. `launch` launches a CUDA graph that contains operations.
     ///
     /// Waits until every rank is ready to launch, calls `launch`, and waits until every rank has launched.
-    /// The ranks also launch the operations of `sum` and `concat_columns` together.
+    /// The ranks also launch all operations of this trait together.
     ///
     /// While one GPU waits for another, neither rank may make a driver call that waits for a GPU.
     /// For example, loading a kernel or allocating memory can wait for a GPU.
@@ -199,6 +199,7 @@ impl World {
     /// Only a rank's own rows of the returned x' are valid: see [`gather_rows`](Self::gather_rows).
     ///
     /// Returns `None` on all ranks if y must not be rounded, or if no [`Exchange`] supports the update.
+    /// Each rank's y must be f32 or bf16. With another dtype, some ranks could return `None` and others wait for them.
     pub fn add_partials(&self, update: &ResidualUpdate) -> Result<Option<(Tensor, Tensor)>> {
         match &self.exchange {
             Some(exchange) if self.rounds(update.y.elem_count()) => exchange.add_partials(update),

@@ -28,6 +28,7 @@ use crate::weights::Weights;
 
 /// A callback that receives the index of each layer and the residual stream after the layer, f32 `[tokens, hidden]`.
 /// The last layer computes only the rows that `StepBatch::logits` selects.
+/// If several ranks divide each layer, all ranks must pass a callback, because they add the partial results for it.
 pub type Tap<'t> = &'t mut dyn FnMut(usize, &Tensor) -> Result<()>;
 
 /// A whole model, or a rank's part of it: embedding, layers, final norm and output head.

@@ -190,16 +190,16 @@ fn speeds_and_memory_agree_with_the_stored_results() {
     let newest = [
         (&["2026-11-25-nvidia-h200-gpt-oss-20b-prefill"][..], &H200_SERVING[..]),
         (
-            &["2026-11-27-nvidia-h100-gpt-oss-20b-4", "2026-11-27-nvidia-h100-gpt-oss-20b-5"],
-            &["2026-11-27-nvidia-h100-gpt-oss-20b-serving-5", "2026-11-27-nvidia-h100-gpt-oss-20b-serving-6"],
+            &["2026-11-28-nvidia-h100-gpt-oss-20b", "2026-11-28-nvidia-h100-gpt-oss-20b-2"],
+            &["2026-11-28-nvidia-h100-gpt-oss-20b-serving", "2026-11-28-nvidia-h100-gpt-oss-20b-serving-2"],
         ),
         (
-            &["2026-11-27-nvidia-h100-x2-gpt-oss-20b-2", "2026-11-27-nvidia-h100-x2-gpt-oss-20b-3"],
-            &["2026-11-27-nvidia-h100-x2-gpt-oss-20b-serving-2", "2026-11-27-nvidia-h100-x2-gpt-oss-20b-serving-3"],
+            &["2026-11-28-nvidia-h100-x2-gpt-oss-20b", "2026-11-28-nvidia-h100-x2-gpt-oss-20b-2"],
+            &["2026-11-28-nvidia-h100-x2-gpt-oss-20b-serving", "2026-11-28-nvidia-h100-x2-gpt-oss-20b-serving-2"],
         ),
         (
-            &["2026-11-27-nvidia-h100-x4-gpt-oss-20b", "2026-11-27-nvidia-h100-x4-gpt-oss-20b-2"],
-            &["2026-11-27-nvidia-h100-x4-gpt-oss-20b-serving", "2026-11-27-nvidia-h100-x4-gpt-oss-20b-serving-2"],
+            &["2026-11-28-nvidia-h100-x4-gpt-oss-20b", "2026-11-28-nvidia-h100-x4-gpt-oss-20b-2"],
+            &["2026-11-28-nvidia-h100-x4-gpt-oss-20b-serving", "2026-11-28-nvidia-h100-x4-gpt-oss-20b-serving-2"],
         ),
     ]
     .map(|(single, serving)| (Results::read(single), Results::read(serving)));

@@ -45,7 +45,7 @@ pub fn matmul_f32_into(x: &Tensor, w: &Tensor, order: SumOrder, out: Option<&Ten
 }
 
 /// Computes x·wᵀ, `[tokens, rows]`, for a caller that rounds the product to the dtype of x.
-/// If cuBLAS computes the product, cuBLAS rounds it. Otherwise returns [`matmul_f32`].
+/// On a GPU with `SumOrder::Fastest`, cuBLAS rounds the product. In all other cases, returns [`matmul_f32`].
 pub fn matmul_rounded(x: &Tensor, w: &Tensor, order: SumOrder) -> Result<Tensor> {
     #[cfg(feature = "cuda")]
     if let Device::Cuda(device) = x.device()

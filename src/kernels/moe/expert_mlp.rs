@@ -16,6 +16,7 @@ use crate::kernels::scratch;
 use crate::kernels::unsupported;
 
 /// [`gather_tokens`] copies each row with several warps if it reads at most this number of rows.
+/// It reads one row per token, or one row per pair if the rows of the pairs are unknown.
 /// With so few rows, one warp per row would leave most of the GPU idle.
 const COPY_FEW_ROWS: usize = 4096;
 
