@@ -191,7 +191,7 @@ libraries! {
         cublasLtMatrixLayoutDestroy;
     concat!("libcublas.so.", env!("INFERNO_CUDA_MAJOR")) =>
         cublasCreate_v2 cublasDestroy_v2 cublasDgemmStridedBatched cublasGemmEx cublasGemmStridedBatchedEx
-        cublasSetStream_v2;
+        cublasSetMathMode cublasSetStream_v2;
     // CUDA 12 and CUDA 13 contain the same major version of cuRAND.
     "libcurand.so.10" =>
         curandCreateGenerator curandDestroyGenerator curandSetPseudoRandomGeneratorSeed curandSetStream;

@@ -148,6 +148,12 @@ pub unsafe fn gemm(
     if out_dtype != DType::F32 && out_dtype != x.dtype() {
         bail!("gemm: the product of {:?} matrices cannot be {out_dtype:?}", x.dtype());
     }
+    if out_dtype != DType::F32 {
+        // By default, cuBLAS may divide a long product, and round the sum of each part to the dtype of the result.
+        let mode = sys::cublasMath_t::CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION;
+        // SAFETY: the handle is valid as long as `device`.
+        unsafe { sys::cublasSetMathMode(*device.cublas_handle().handle(), mode).result().w()? };
+    }
     let (alpha, beta) = (1.0f32, 0.0f32);
     // cuBLAS is column-major. It reads w as wᵀ and x as xᵀ, and computes outᵀ [rows, tokens] = (wᵀ)ᵀ · xᵀ.
     // Each leading dimension is the row stride of the row-major tensor.
