@@ -82,7 +82,7 @@ impl Session {
 
     /// Returns the backend that generates the answers. Panics if no model is loaded.
     pub fn backend(&self) -> &dyn Backend {
-        self.backend.as_deref().expect("no model is loaded")
+        self.backend.as_deref().expect("switch_model restores a model or ends the chat")
     }
 
     /// Returns the model's name. A path becomes absolute, so that it is valid from any directory.

@@ -56,9 +56,9 @@ impl fmt::Display for NoDecodeGraph {
             NoDecodeGraph::Requested => f.write_str("--eager was given"),
             NoDecodeGraph::Deterministic => f.write_str("--deterministic was given"),
             NoDecodeGraph::NotOnGpu => f.write_str("the model is not on a GPU"),
-            NoDecodeGraph::SeveralDevices => {
-                f.write_str("the graph needs a part of every layer on each GPU, and no host copies between GPUs")
-            }
+            NoDecodeGraph::SeveralDevices => f.write_str(
+                "the host copies data between the GPUs, or a GPU holds no part of a layer or of the output head",
+            ),
             NoDecodeGraph::Dtype(dtype) => write!(f, "the graph supports bf16 and f16, not {dtype:?}"),
             NoDecodeGraph::HeadDim(size) => write!(f, "the graph has no attention kernel for head size {size}"),
             NoDecodeGraph::Layer(what) => write!(f, "the graph has no kernel for {what}"),

@@ -13,7 +13,7 @@
 // This rank sends its values of operation k + 1 only after operation k has ended, when the slot is already empty.
 // With more than two ranks, a rank may receive nothing directly from another rank, such as from a rank without rows.
 // In exchange_add_norm, every rank still waits for all others, through a third rank.
-// A rank without columns in exchange_columns delays no rank. At most one such operation may follow another operation.
+// In exchange_columns, no rank waits for a rank without columns. Two such operations must not follow each other.
 #include <cuda_bf16.h>
 #include <stdint.h>
 

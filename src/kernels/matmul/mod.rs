@@ -24,7 +24,7 @@ pub fn matmul_f32(x: &Tensor, w: &Tensor, order: SumOrder) -> Result<Tensor> {
     matmul_f32_into(x, w, order, None)
 }
 
-/// Computes [`matmul_f32`]. If cuBLAS computes the product, writes it to `out`, f32 `[tokens, rows]`, and returns `out`.
+/// Computes [`matmul_f32`]. If cuBLAS computes the product, writes it to `out` and returns `out`, f32 `[tokens, rows]`.
 /// Otherwise returns a new tensor.
 pub fn matmul_f32_into(x: &Tensor, w: &Tensor, order: SumOrder, out: Option<&Tensor>) -> Result<Tensor> {
     let ((_, columns), (_, w_columns)) = (x.dims2()?, w.dims2()?);
@@ -107,7 +107,8 @@ fn cublas(device: &CudaDevice, x: &Tensor, w: &Tensor, out: Option<&Tensor>) -> 
     Ok(out)
 }
 
-/// Writes x·wᵀ, `[tokens, rows]` in `out_dtype`, to address `out`. Consecutive rows of the result are `stride` elements apart.
+/// Writes x·wᵀ, `[tokens, rows]` in `out_dtype`, to address `out`.
+/// Consecutive rows of the result are `stride` elements apart.
 ///
 /// x `[tokens, columns]` and w `[rows, columns]` have the same dtype. `out_dtype` is f32 or the dtype of x.
 ///
