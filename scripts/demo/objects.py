@@ -50,7 +50,10 @@ class ObjectSampler:
         return list(renamed.values())
 
     def key(self, key):
-        """Splits a key into one or two pieces, because a grammar may force an unusual tokenization of the key."""
+        """Returns the key, either whole or split at a random position.
+
+        Each piece is tokenized separately, because a grammar may force an unusual tokenization of the key.
+        """
         at = self.random.randrange(len(key)) if self.random.random() < 0.5 else 0
         return [part for part in (key[:at], key[at:]) if part]
 

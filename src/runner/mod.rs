@@ -3,7 +3,7 @@
 //! The decode graph has fused kernels for a single sequence.
 //!
 //! A [`Runner`] handles token ids, positions and block tables.
-//! Its callers handle requests, text and sampling parameters. The modules are:
+//! Its callers handle requests and text, and pass a sampler ([`ChooseToken`]) for each sequence. The modules are:
 //!
 //! - `steps/`: `Runner::step`, `Runner::queue` and `Runner::take`, which run the steps of many sequences
 //! - `route`: decides what runs a step, and whether the step can be queued

@@ -5,7 +5,7 @@ use serde::Serialize;
 /// The bytes that one decode step reads from device memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct StepBytes {
-    /// The bytes of the weights. Of the experts, only the chosen ones count, and of the embedding only one row.
+    /// The bytes of the weights: all dense weights, the chosen experts, and one row of the embedding.
     pub weights: u64,
     /// The bytes of the cached keys and values that the token attends to.
     pub cache: u64,

@@ -1,7 +1,9 @@
 //! All integration tests, in one binary that can be copied to a machine with a GPU.
 //!
 //! - kernels and layers: `kernels`, `quantized`, `decode_graph`
-//! - models against transformers: `golden`, `families`, `gguf`, `compressed`, `tokenizer`, `chat`, `full_size`
+//! - models against transformers: `golden`, `full_size`
+//! - configurations and checkpoint formats: `families`, `gguf`, `compressed`
+//! - tokenizers and chat formats: `tokenizer`, `chat`
 //! - several devices: `ranks`, `rank_mistakes`, `rank_faults`, `ranks_on_gpus`
 //! - engine: `engine`, `engine_options`, `queued_steps`, `deterministic`
 //! - engine outputs and caches: `prompt_logprobs`, `constraint`, `prefix_file`

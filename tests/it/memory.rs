@@ -34,7 +34,7 @@ fn check(name: &str, path: &Path, quantize: Option<QuantizationTarget>) {
         let what = quantize.map_or("unquantized".into(), |quantize| quantize.to_string());
         assert_eq!(inventory.loaded_bytes(dtype), progress.resident_bytes(), "wrong size: {name} {what} in {dtype:?}");
         // A decode step of a dense model reads one embedding row and all other weights.
-        // The step also reads the whole embedding if the embedding is tied to the output matrix.
+        // If the output head is tied to the embedding, the step also reads the whole embedding.
         let is_dense = !name.contains("oss") && !name.contains("moe") && !name.contains("mixtral") && name != "demo";
         if let (true, true, Some(embedding)) =
             (is_dense, quantize.is_none(), checkpoint.info("model.embed_tokens.weight"))

@@ -215,7 +215,7 @@ impl EngineHandle {
         }
     }
 
-    /// Checks the options, except their constraint, and the prompt's length and token ids.
+    /// Checks the prompt's length and token ids, and all options except the constraint.
     pub(super) fn check(&self, ids: &[u32], options: &GenerateOptions) -> Result<()> {
         self.check_options(options)?;
         if ids.is_empty() {

@@ -87,7 +87,7 @@ sampling_table! {
 
     /// The seed of the random numbers. Equal seeds and prompts give equal tokens if the logits are equal.
     seed: u64, "seed" "SEED", neutral: 0, range: 0..=u64::MAX, generation_config: Never,
-    help: "Random seed; the same seed and prompt give the same text [default: random]";
+    help: "Seed of the random numbers for sampling [default: random]";
 }
 
 /// One row of the sampling table: a parameter with its names and its valid range.

@@ -343,7 +343,8 @@ extern "C" __global__ void __launch_bounds__(512)
 // Computes out = bf16(Σ bf16(x)) over all ranks, in two steps.
 // In step 1, each rank adds up its share of the elements, in f32 and in the order of the ranks.
 // In step 2, each rank sends the sums of its share to the other ranks.
-// With R ranks, a rank sends 2 · (R - 1) / R · words words. In exchange_sum_bf16, it sends (R - 1) · words.
+// With R ranks, a rank sends about 8 · (R - 1) / R · words bytes.
+// In exchange_sum_bf16, it sends 4 · (R - 1) · words bytes.
 //   x, out: f32 [2 · words]; out may be x
 //   words: a multiple of 4; a region must have room for twice the words of the largest share
 //   m.first_column: the first group of 4 words of each rank's share, then the number of groups
@@ -458,8 +459,8 @@ __device__ void exchange_add_norm(const float* x, const Y* y, const float* bias,
     const Operation operation(m);
     const uint32_t* slot = operation.own_slot();
     Waiting waiting(m);
-    // Each thread has 8 columns of every part of a row. `use(h, i)` gets the part and the thread's first word in the
-    // row.
+    // Each thread has 8 columns of every part of a row.
+    // `use(h, i)` gets the part and the thread's first word in the row.
     constexpr int HELD = EXCHANGE_ROW_COLUMNS / (8 * EXCHANGE_ROW_THREADS);
     const auto each_part = [&](auto use) {
 #pragma unroll

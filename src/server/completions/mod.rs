@@ -84,7 +84,7 @@ struct Texts {
 
 impl Texts {
     /// Creates the state of all choices.
-    /// `echoes` has the text of each prompt to repeat, if any. `choices` is the number of answers to each prompt.
+    /// `echoes` has one entry per prompt: the text to repeat, or `None`. `choices` is the number of answers to each prompt.
     fn new(echoes: &[Option<String>], choices: usize, has_logprobs: bool) -> Self {
         let echoes: Vec<_> = echoes.iter().flat_map(|echo| std::iter::repeat_n(echo.clone(), choices)).collect();
         Self { offsets: vec![0; echoes.len()], echoes, has_logprobs }

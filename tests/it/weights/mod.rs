@@ -359,7 +359,8 @@ fn eight_bit_matrix(rows: usize, columns: usize) -> TempDir {
 }
 
 /// Loads a quantized GGUF tensor as floats.
-/// Each row has at least 64 KB, so that no thread reads more bytes than it dequantizes.
+/// Each row is longer than the read window of `weights/source.rs` (64 KiB).
+/// With shorter rows, a thread would also read rows that another thread dequantizes, and these bytes would count twice.
 #[test]
 fn ranks_that_dequantize_rows_together_read_every_byte_once() {
     let (rows, columns) = (33, 65_536);
