@@ -237,12 +237,12 @@ impl<'o> EngineBuilder<'o> {
         self
     }
 
-    /// Sets whether steps on a CPU are queued before the tokens of the previous step are known, as on a GPU.
+    /// Sets whether steps are queued before the tokens of the previous step are known.
     ///
-    /// Queueing on a CPU is useful only in tests: a CPU runs a step as soon as it is queued, so no step becomes faster.
-    /// The default is `false`.
-    pub fn queue_on_cpu(mut self, queue_on_cpu: bool) -> Self {
-        self.options.queue_on_cpu = queue_on_cpu;
+    /// By default, steps are queued on GPUs only. Other values are useful only in tests:
+    /// a CPU runs a step as soon as it is queued, and a GPU without queued steps waits for the host.
+    pub fn queue_steps(mut self, queue_steps: bool) -> Self {
+        self.options.queue_steps = Some(queue_steps);
         self
     }
 

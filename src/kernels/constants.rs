@@ -272,6 +272,16 @@ pub const ROW_EDITS_WORDS: usize = 8;
 /// The mailbox word of a failed step, in which every logit is NaN or -inf. Other steps write their token id + 1.
 pub const MAILBOX_NO_TOKEN: u32 = 0xffffffff;
 
+// Log probabilities of the tokens that queued steps choose (`sampling/logits.rs`, `sampling/logits.cu`).
+
+/// The maximum number of most likely tokens to report for each generated or prompt token, as in OpenAI's API.
+pub const MAX_LOGPROBS: usize = 20;
+/// The number of u32 words that describe a row of logits to `send_logprobs`.
+pub const LOGPROBS_ROW_WORDS: usize = 3;
+/// The mailbox slots of a row: the chosen token's log probability, then the id and the log probability of each
+/// most likely token.
+pub const LOGPROBS_SLOTS: usize = 1 + 2 * MAX_LOGPROBS;
+
 // Sampling on the GPU (`decode/sample.rs`, `decode/sample.cu`).
 
 /// Threads per block in the sampling kernels: the most that a GPU supports.

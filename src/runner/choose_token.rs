@@ -57,7 +57,7 @@ pub trait ChooseToken {
     }
 
     /// Returns whether a queued step can choose the next token before the host has received the previous token.
-    /// False if a constraint limits the tokens, or if the request asks for log probabilities.
+    /// False if a constraint can limit the tokens.
     fn can_queue(&self) -> bool {
         false
     }

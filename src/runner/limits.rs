@@ -22,9 +22,9 @@ pub struct RunnerOptions {
     pub eager: bool,
     /// If set, the results of a sequence are deterministic: they do not depend on other sequences. See [`PromptParts`].
     pub prompt_parts: Option<PromptParts>,
-    /// Whether steps are queued even on a CPU. A CPU runs queued steps immediately, so queueing saves no time.
-    /// Tests use this option to reproduce the order of events on a GPU.
-    pub queue_on_cpu: bool,
+    /// Whether steps are queued. `None` queues steps on GPUs only.
+    /// A CPU runs queued steps immediately, so queueing on a CPU saves no time, but tests can check the order of events.
+    pub queue_steps: Option<bool>,
 }
 
 impl RunnerOptions {

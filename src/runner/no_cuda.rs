@@ -11,7 +11,7 @@ use candle_core::{Device, Tensor};
 use super::limits::{RunnerLimits, RunnerOptions};
 use super::logprobs::TokenLogprobs;
 use super::no_decode_graph::NoDecodeGraph;
-use super::queued_steps::RowSampling;
+use super::queued_steps::{ExpectedToken, RowSampling};
 use super::route::Route;
 use super::step_cost::KernelTime;
 use super::step_sequence::{Chosen, StepSequence};
@@ -133,7 +133,7 @@ impl StepLauncher {
         match self.never {}
     }
 
-    pub fn wait(&self, _: usize, _: &[bool], _: &mut dyn FnMut(usize, u32)) -> Result<Vec<Chosen>> {
+    pub fn wait(&self, _: usize, _: &[Option<ExpectedToken>], _: &mut dyn FnMut(usize, u32)) -> Result<Vec<Chosen>> {
         match self.never {}
     }
 }

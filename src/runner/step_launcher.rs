@@ -5,7 +5,7 @@ use candle_core::{DType, Device, Tensor};
 
 use super::batch_graph::BatchGraphs;
 use super::limits::{RunnerLimits, RunnerOptions};
-use super::queued_steps::{QueuedStepBuffers, RowSampling};
+use super::queued_steps::{ExpectedToken, QueuedStepBuffers, RowSampling};
 use super::route::Route;
 use super::step_sequence::{Chosen, StepSequence};
 use crate::kernels::SumOrder;
@@ -102,7 +102,12 @@ impl StepLauncher {
     }
 
     /// Waits for the tokens of a queued step. See [`QueuedStepBuffers::wait`].
-    pub fn wait(&self, index: usize, needs_token: &[bool], record: &mut dyn FnMut(usize, u32)) -> Result<Vec<Chosen>> {
-        self.buffers.wait(index, needs_token, record)
+    pub fn wait(
+        &self,
+        index: usize,
+        expected: &[Option<ExpectedToken>],
+        record: &mut dyn FnMut(usize, u32),
+    ) -> Result<Vec<Chosen>> {
+        self.buffers.wait(index, expected, record)
     }
 }

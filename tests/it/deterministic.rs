@@ -124,8 +124,8 @@ fn check_requests(engine: &EngineHandle, count: usize, longest: usize) {
 #[test]
 fn single_requests_can_be_deterministic() {
     let engine = || Engine::builder(demo_dir()).device(DeviceChoice::Cpu).chunk(128).context(400).sequences(2);
-    for queue_on_cpu in [false, true] {
-        let engine = engine().queue_on_cpu(queue_on_cpu).load().unwrap();
+    for queue_steps in [false, true] {
+        let engine = engine().queue_steps(queue_steps).load().unwrap();
         check_requests(&engine, 14, 300);
         let stats = engine.stats();
         assert!(stats.preemptions > 0 && stats.hit_tokens > 0, "{stats:?}");

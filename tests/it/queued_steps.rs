@@ -5,11 +5,12 @@
 
 use std::collections::BTreeMap;
 
-use inferno::SamplingParams;
 use inferno::device::DeviceChoice;
 use inferno::engine::sampling::{LogitRules, Sampler};
-use inferno::engine::{Engine, EngineBuilder, GenerateOptions};
+use inferno::engine::{Constraint, Engine, EngineBuilder, GenerateOptions, GrammarKind};
 use inferno::runner::ChooseToken;
+use inferno::runner::TokenLogprobs;
+use inferno::{Event, RequestStream, SamplingParams};
 
 use crate::support::engine::{Answer, GraphModel, greedy};
 use crate::support::{Random, demo_dir};
@@ -66,7 +67,7 @@ pub fn check(engine: Engine, reference: Engine, change: impl Fn(usize, &mut Gene
 
 #[test]
 fn answers_are_the_same_as_without_queued_steps() {
-    check(demo().queue_on_cpu(true).load().unwrap(), demo().load().unwrap(), |_, _| ());
+    check(demo().queue_steps(true).load().unwrap(), demo().load().unwrap(), |_, _| ());
 }
 
 /// Changes the options of most requests so that their logits are edited before sampling.
@@ -91,13 +92,20 @@ fn edit_logits(index: usize, options: &mut GenerateOptions) {
 
 #[test]
 fn answers_with_edited_logits_are_the_same_as_without_queued_steps() {
-    check(demo().queue_on_cpu(true).load().unwrap(), demo().load().unwrap(), edit_logits);
+    check(demo().queue_steps(true).load().unwrap(), demo().load().unwrap(), edit_logits);
+}
+
+/// Constrains the answer to any text of at least 400 characters.
+fn constrain(options: &mut GenerateOptions) {
+    options.constraint = Some(Constraint::new(GrammarKind::Regex("(?s:.){400,}".to_owned())));
+    // A constrained answer must be able to end.
+    (options.ignore_eos, options.min_tokens) = (false, 0);
 }
 
 #[test]
-fn steps_are_queued_ahead_unless_the_host_needs_the_logits() {
+fn steps_are_queued_ahead_unless_a_constraint_needs_the_previous_token() {
     let share = |change: fn(&mut GenerateOptions)| {
-        let engine = demo().queue_on_cpu(true).load().unwrap();
+        let engine = demo().queue_steps(true).load().unwrap();
         let mut options = GenerateOptions { ignore_eos: true, max_tokens: Some(50), ..greedy() };
         change(&mut options);
         let prompt = engine.random_tokens(1, 20);
@@ -110,25 +118,26 @@ fn steps_are_queued_ahead_unless_the_host_needs_the_logits() {
     assert_eq!(share(|options| options.sampling.repetition_penalty = 1.2), (49, 50));
     assert_eq!(share(|options| options.logit_bias = BTreeMap::from([(9, 1.0)])), (49, 50));
     assert_eq!(share(|options| options.min_tokens = 30), (49, 50));
-    assert_eq!(share(|options| options.logprobs = Some(2)), (0, 50));
+    assert_eq!(share(|options| options.logprobs = Some(2)), (49, 50));
+    assert_eq!(share(constrain), (0, 50));
 }
 
 #[test]
 fn queued_and_other_steps_mix() {
-    // A step that reports log probabilities must wait for the previous tokens, so it is not queued ahead.
+    // A step with a constraint must wait for the previous tokens, so it is not queued ahead.
     let change = |index: usize, options: &mut GenerateOptions| {
         edit_logits(index, options);
         if index.is_multiple_of(7) {
-            options.logprobs = Some(1);
+            constrain(options);
         }
     };
-    check(demo().queue_on_cpu(true).load().unwrap(), demo().load().unwrap(), change);
+    check(demo().queue_steps(true).load().unwrap(), demo().load().unwrap(), change);
 }
 
 #[test]
 fn deterministic_answers_are_the_same_as_without_queued_steps() {
     let demo = || demo().deterministic(true);
-    check(demo().queue_on_cpu(true).load().unwrap(), demo().load().unwrap(), edit_logits);
+    check(demo().queue_steps(true).load().unwrap(), demo().load().unwrap(), edit_logits);
 }
 
 /// A sampler that does not know the last token must edit logits and choose tokens like a sampler that knows it.
@@ -184,70 +193,106 @@ fn choices_with_a_token_in_flight_match_the_sampler_that_knows_the_token() {
     assert!(repeated > 100 && new > 100, "only {repeated} repeated and {new} new tokens were tested");
 }
 
-/// Batches of 1 to 9 requests get the same answers whether or not their steps are queued.
+/// Returns the tokens of an answer with their log probabilities.
+fn tokens_and_logprobs(stream: RequestStream) -> Vec<(u32, Option<TokenLogprobs>)> {
+    let events = stream.into_iter().map(|event| event.unwrap());
+    events.filter_map(|event: Event| Some((event.token()?, event.logprobs().cloned()))).collect()
+}
+
+#[test]
+fn queued_steps_report_the_same_log_probabilities() {
+    let answers = |queue_steps: bool| {
+        // In deterministic mode, log probabilities do not depend on the batch.
+        let engine = demo().deterministic(true).queue_steps(queue_steps).load().unwrap();
+        let submit = |index: usize| {
+            let (prompt, mut options) = request(&engine, index);
+            edit_logits(index, &mut options);
+            options.logprobs = (!index.is_multiple_of(3)).then_some(index % 4);
+            engine.complete_ids(&prompt, options).unwrap()
+        };
+        let streams: Vec<_> = (0..10).map(submit).collect();
+        let answers: Vec<_> = streams.into_iter().map(tokens_and_logprobs).collect();
+        engine.with_runner(|_| ()).unwrap();
+        (answers, engine.stats().steps_queued_ahead)
+    };
+    let ((want, waiting), (got, queued)) = (answers(false), answers(true));
+    assert_eq!(got, want);
+    assert!(waiting == 0 && queued > 50, "{queued} steps were queued ahead with queueing, {waiting} without");
+}
+
+/// Batches of 1 to 9 requests get the same answers and log probabilities whether or not their steps are queued.
 /// `--deterministic` makes an answer independent of its batch.
 #[test(gpu)]
 fn answers_with_edited_logits_are_the_same_on_a_gpu() {
     for name in ["mistral", "gpt_oss_graph"] {
         let model = GraphModel::new(name);
-        let engine = model.builder().context(128).chunk(64).sequences(9).deterministic(true).load().unwrap();
-        let vocabulary = engine.with_runner(|runner| runner.vocab_size()).unwrap() as u32;
-        // Returns the answers of `count` requests, and the number of steps that were queued ahead.
-        let answers = |count: usize, logprobs: Option<usize>| {
-            let before = engine.stats().steps_queued_ahead;
-            let submit = |index: usize| {
-                let (prompt, mut options) = request(&engine, index);
-                edit_logits(index + count, &mut options);
-                let bias = options.logit_bias.into_iter().map(|(id, bias)| (id % vocabulary, bias));
-                options.logit_bias = bias.collect();
-                options.stop_token_ids.retain(|&id| id < vocabulary);
-                (options.logprobs, options.max_tokens) = (logprobs, Some(30));
-                engine.complete_ids(&prompt[..prompt.len().min(90)], options).unwrap()
+        // Returns the answers of 1 to 9 requests with `logprobs`, and how many steps were queued ahead for each number.
+        let answers = |queue_steps: bool, logprobs: fn(usize) -> Option<usize>| {
+            let builder = model.builder().context(128).chunk(64).sequences(9).deterministic(true);
+            let engine = builder.queue_steps(queue_steps).load().unwrap();
+            let vocabulary = engine.with_runner(|runner| runner.vocab_size()).unwrap() as u32;
+            let of_count = |count: usize| {
+                let before = engine.stats().steps_queued_ahead;
+                let submit = |index: usize| {
+                    let (prompt, mut options) = request(&engine, index);
+                    edit_logits(index + count, &mut options);
+                    let bias = options.logit_bias.into_iter().map(|(id, bias)| (id % vocabulary, bias));
+                    options.logit_bias = bias.collect();
+                    options.stop_token_ids.retain(|&id| id < vocabulary);
+                    (options.logprobs, options.max_tokens) = (logprobs(index), Some(30));
+                    engine.complete_ids(&prompt[..prompt.len().min(90)], options).unwrap()
+                };
+                let streams: Vec<_> = (0..count).map(submit).collect();
+                let answers: Vec<_> = streams.into_iter().map(tokens_and_logprobs).collect();
+                engine.with_runner(|_| ()).unwrap();
+                (answers, engine.stats().steps_queued_ahead - before)
             };
-            let streams: Vec<_> = (0..count).map(submit).collect();
-            let tokens: Vec<Vec<u32>> = streams.into_iter().map(|stream| Answer::read(stream).tokens).collect();
-            engine.with_runner(|_| ()).unwrap();
-            (tokens, engine.stats().steps_queued_ahead - before)
+            (1..=9).map(of_count).collect::<Vec<_>>()
         };
-        for count in 1..=9 {
-            let (want, queued) = answers(count, Some(0));
-            assert_eq!(queued, 0, "{name}, {count} requests: steps with log probabilities must not be queued ahead");
-            let (got, queued) = answers(count, None);
-            assert_eq!(got, want, "{name}, {count} requests");
-            let longest = got.iter().map(Vec::len).max().unwrap();
-            assert!(
-                2 * queued + 4 > longest as u64,
-                "{name}, {count} requests: only {queued} of {longest} steps were queued ahead"
-            );
+        for logprobs in [|_| None, |index: usize| (index % 3 > 0).then_some(index % 7 * 3)] {
+            for (index, (got, want)) in answers(true, logprobs).iter().zip(answers(false, logprobs)).enumerate() {
+                let ((got, queued), (want, waiting)) = (got, want);
+                let count = index + 1;
+                assert_eq!(*got, want, "{name}, {count} requests");
+                let longest = got.iter().map(Vec::len).max().unwrap();
+                assert!(
+                    waiting == 0 && 2 * queued + 4 > longest as u64,
+                    "{name}, {count} requests: {queued} of {longest} steps were queued ahead, {waiting} without queueing"
+                );
+            }
         }
     }
 }
 
-/// A single request whose logits are edited runs on a batch graph, and its steps are queued.
+/// A single request whose logits are edited, or which reports log probabilities, runs on a batch graph.
+/// Its steps are queued.
 #[test(gpu)]
 fn steps_of_one_request_with_a_logit_bias_are_queued_on_a_gpu() {
     let model = GraphModel::new("mistral");
     let engine = model.graph();
     let bias = BTreeMap::from([(9, 1.5), (40, -2.0)]);
-    let answer = |logprobs| {
+    let answer = |logit_bias: &BTreeMap<u32, f32>, logprobs| {
         let before = engine.stats().steps_queued_ahead;
-        let logit_bias = bias.clone();
-        let options = GenerateOptions { ignore_eos: true, max_tokens: Some(30), logit_bias, logprobs, ..greedy() };
+        let options = GenerateOptions {
+            ignore_eos: true,
+            max_tokens: Some(30),
+            logit_bias: logit_bias.clone(),
+            logprobs,
+            ..greedy()
+        };
         let tokens = Answer::read(engine.complete_ids(&model.prompt, options).unwrap()).tokens;
         engine.with_runner(|_| ()).unwrap();
-        (tokens, engine.stats().steps_queued_ahead - before)
+        let queued = engine.stats().steps_queued_ahead - before;
+        assert!(queued >= 29, "only {queued} of 30 steps were queued ahead");
+        tokens
     };
-    let ((want, waiting), (got, queued)) = (answer(Some(0)), answer(None));
-    assert_eq!(got, want);
-    assert!(
-        waiting == 0 && queued >= 29,
-        "{queued} of 30 steps were queued ahead without log probabilities, {waiting} with them"
-    );
+    assert_eq!(answer(&bias, Some(2)), answer(&bias, None));
+    answer(&BTreeMap::new(), Some(2));
 }
 
 #[test]
 fn canceled_requests_free_their_blocks() {
-    let engine = demo().queue_on_cpu(true).load().unwrap();
+    let engine = demo().queue_steps(true).load().unwrap();
     for index in 0..40 {
         let (prompt, options) = request(&engine, index);
         let options = GenerateOptions { ignore_eos: true, stop_token_ids: Vec::new(), max_tokens: None, ..options };

@@ -35,7 +35,7 @@ enum Work {
 fn load(work: Work, split: Split) -> Engine {
     let devices = ["cpu"; RANKS].join(",").parse().unwrap();
     let builder = queued_steps::demo().devices(devices).split(split).chunk(16);
-    builder.queue_on_cpu(work == Work::QueuedDecode).load().unwrap()
+    builder.queue_steps(work == Work::QueuedDecode).load().unwrap()
 }
 
 /// Returns the error message that clients must receive after the fault.

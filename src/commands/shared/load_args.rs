@@ -187,7 +187,7 @@ impl LoadArgs {
                 quantize: self.quantize,
                 eager: self.eager,
                 deterministic: self.deterministic,
-                queue_on_cpu: false,
+                queue_steps: None,
                 attention: match self.attention {
                     Attention::Auto => AttentionBackend::Auto,
                     Attention::Own => AttentionBackend::Own,

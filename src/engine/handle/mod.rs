@@ -33,14 +33,12 @@ use crate::language::Language;
 use crate::runner::{Executor, NoDecodeGraph, PromptParts, Runner};
 use crate::tokenizer::{ControlTokens, Tokenizer};
 
+pub use crate::kernels::sampling::MAX_LOGPROBS;
 pub use preview::RequestPreview;
 pub use replay::{Divergence, ReplayedToken};
 
 /// The maximum size of a prompt, in bytes per token of context. Typical text has 3 to 5 bytes per token.
 const MAX_BYTES_PER_TOKEN: usize = 32;
-
-/// The maximum number of most likely tokens to report for each generated or prompt token, as in OpenAI's API.
-pub const MAX_LOGPROBS: usize = 20;
 
 /// The maximum number of answers to one request, as in OpenAI's API.
 const MAX_ANSWERS: usize = 128;

@@ -55,8 +55,8 @@ pub struct LoadOptions<'o> {
     /// Whether the tokens and logits of answers must not depend on other requests, prefix caching or preemption.
     /// If true, steps are slower, and prompts reuse fewer cached tokens.
     pub deterministic: bool,
-    /// See [`EngineBuilder::queue_on_cpu`](crate::engine::EngineBuilder::queue_on_cpu).
-    pub queue_on_cpu: bool,
+    /// See [`EngineBuilder::queue_steps`](crate::engine::EngineBuilder::queue_steps). `None` queues steps on GPUs only.
+    pub queue_steps: Option<bool>,
     /// The attention kernel on a GPU. The decode graph ignores this option: it has a kernel of its own.
     pub attention: AttentionBackend,
     /// A progress callback. Its arguments are the bytes of weights loaded so far and in total.
@@ -81,7 +81,7 @@ impl Default for LoadOptions<'_> {
             quantize: None,
             eager: false,
             deterministic: false,
-            queue_on_cpu: false,
+            queue_steps: None,
             attention: AttentionBackend::Auto,
             progress: &|_, _| (),
             on_device: &|_| (),
@@ -318,7 +318,7 @@ fn allocate(
     times.weights_s = started.elapsed().as_secs_f64() - cache_s;
 
     let started = Instant::now();
-    let runner_options = RunnerOptions { eager: options.eager, prompt_parts, queue_on_cpu: options.queue_on_cpu };
+    let runner_options = RunnerOptions { eager: options.eager, prompt_parts, queue_steps: options.queue_steps };
     let limits = RunnerLimits { context, chunk };
     let runner = Runner::with_ranks(world, parts, others, limits, device.clone(), runner_options)?;
     times.graph_s = started.elapsed().as_secs_f64();

@@ -165,7 +165,7 @@ impl ChooseToken for Sampler {
     }
 
     fn can_queue(&self) -> bool {
-        self.constraint.is_none() && self.rules.logprobs.is_none()
+        self.constraint.is_none()
     }
 
     fn queued_edits(&self, in_flight: u32) -> RowEdits {

@@ -31,35 +31,40 @@ extern "C" __global__ void __launch_bounds__(256)
 // Returns a key that orders logits by size. NaN has the same key as -inf.
 __device__ __forceinline__ uint32_t logit_key(float logit) { return sort_key(isnan(logit) ? -INFINITY : logit + 0.0f); }
 
-// Computes the log probabilities of each row's chosen token and of the row's `count` most likely tokens.
-// If tokens have equal logits, the token with the lower id comes first.
-//   logits: f32 [rows, vocab]; chosen: u32 [rows]
-//   ids: u32 [rows, count]; logprobs: f32 [rows, 1 + count], with the chosen token first
-//   grid: rows; block: SAMPLE_THREADS
-//   bytes moved: 4 · vocab for each read of a row; later reads hit L2
-//     A row is read max(count, 1) + 1 times.
-extern "C" __global__ void __launch_bounds__(SAMPLE_THREADS, 1)
-    top_logprobs(const float* logits, const uint32_t* chosen, uint32_t* ids, float* logprobs, int vocab, int count) {
+// Returns a key that orders a row's tokens by logit. Of equal logits, the lower token id has the larger key.
+__device__ __forceinline__ unsigned long long token_key(const float* logits, int id) {
+    return (unsigned long long)logit_key(logits[id]) << 32 | ~(uint32_t)id;
+}
+
+// Returns the largest `value` of the warp. All lanes get the result.
+__device__ __forceinline__ unsigned long long warp_largest(unsigned long long value) {
+    for (int offset = 16; offset > 0; offset /= 2) value = max(value, __shfl_xor_sync(0xffffffffu, value, offset));
+    return value;
+}
+
+// Computes the log probabilities of a row's chosen token and of the row's `count` most likely tokens.
+// `logits` is f32 [vocab]. If no token was chosen, `chosen` is NO_TOKEN.
+// Thread 0 calls set_chosen(logprob) once, and set_top(rank, id, logprob) for each of the most likely tokens.
+// All SAMPLE_THREADS threads of the block must call this function.
+template <typename SetChosen, typename SetTop>
+__device__ void row_logprobs(const float* logits, int vocab, uint32_t chosen, int count, SetChosen set_chosen,
+                             SetTop set_top) {
     __shared__ unsigned long long best;
     __shared__ float sums[SAMPLE_THREADS / 32];
-    logits += (size_t)blockIdx.x * vocab, ids += (size_t)blockIdx.x * count,
-        logprobs += (size_t)blockIdx.x * (1 + count);
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    // Each thread keeps the largest key of its own tokens: threadIdx.x, threadIdx.x + SAMPLE_THREADS, and so on.
+    unsigned long long own = 0;
+    for (int id = threadIdx.x; id < vocab; id += SAMPLE_THREADS) own = max(own, token_key(logits, id));
     float largest = 0.0f, log_sum = 0.0f;
-    // Each round finds the largest (logit, inverted token id) pair that is smaller than the pair of the previous round.
-    // The token id is inverted so that the lowest id wins if logits are equal.
-    unsigned long long last = ~0ull;
     for (int rank = 0; rank < max(count, 1); ++rank) {
         if (threadIdx.x == 0) best = 0;
         __syncthreads();
-        unsigned long long own = 0;
-        for (int id = threadIdx.x; id < vocab; id += SAMPLE_THREADS) {
-            const unsigned long long pair = (unsigned long long)logit_key(logits[id]) << 32 | ~(uint32_t)id;
-            if (pair < last && pair > own) own = pair;
-        }
-        atomicMax(&best, own);
+        const unsigned long long warp_best = warp_largest(own);
+        if (lane == 0) atomicMax(&best, warp_best);
         __syncthreads();
-        last = best;
-        const float logit = from_sort_key(last >> 32);
+        const unsigned long long found = best;
+        const uint32_t token = ~(uint32_t)found;
+        const float logit = from_sort_key(found >> 32);
         if (rank == 0) {
             largest = logit;
             float sum = 0.0f;
@@ -68,20 +73,65 @@ extern "C" __global__ void __launch_bounds__(SAMPLE_THREADS, 1)
                 if (!isnan(v)) sum += expf(v - largest);
             }
             for (int offset = 16; offset > 0; offset /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
-            if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
+            if (lane == 0) sums[warp] = sum;
             __syncthreads();
             sum = 0.0f;
-            for (int warp = 0; warp < SAMPLE_THREADS / 32; ++warp) sum += sums[warp];
+            for (int w = 0; w < SAMPLE_THREADS / 32; ++w) sum += sums[w];
             log_sum = logf(sum);
             if (threadIdx.x == 0) {
-                const float v = logits[chosen[blockIdx.x]];
-                logprobs[0] = (isnan(v) ? -INFINITY : v) - largest - log_sum;
+                const float v = chosen < (uint32_t)vocab ? logits[chosen] : -INFINITY;
+                set_chosen((isnan(v) ? -INFINITY : v) - largest - log_sum);
             }
         }
-        if (threadIdx.x == 0 && rank < count) {
-            ids[rank] = ~(uint32_t)last;
-            logprobs[1 + rank] = logit - largest - log_sum;
+        if (threadIdx.x == 0 && rank < count) set_top(rank, token, logit - largest - log_sum);
+        // The token belongs to one thread. The warp of this thread finds the thread's next largest key.
+        const int owner = token % SAMPLE_THREADS;
+        if (warp == owner / 32) {
+            unsigned long long next = 0;
+            for (int id = owner + lane * SAMPLE_THREADS; id < vocab; id += 32 * SAMPLE_THREADS) {
+                const unsigned long long key = token_key(logits, id);
+                if (key < found) next = max(next, key);
+            }
+            next = warp_largest(next);
+            if (threadIdx.x == owner) own = next;
         }
-        __syncthreads();
+        __syncthreads();  // `best` is set to 0 in the next round
     }
+}
+
+// Computes the log probabilities of each row's chosen token and of the row's `count` most likely tokens.
+// If tokens have equal logits, the token with the lower id comes first.
+//   logits: f32 [rows, vocab]; chosen: u32 [rows]
+//   ids: u32 [rows, count]; logprobs: f32 [rows, 1 + count], with the chosen token first
+//   grid: rows; block: SAMPLE_THREADS
+//   bytes moved: 8 · vocab for each row; the second read hits L2
+extern "C" __global__ void __launch_bounds__(SAMPLE_THREADS, 1)
+    top_logprobs(const float* logits, const uint32_t* chosen, uint32_t* ids, float* logprobs, int vocab, int count) {
+    ids += (size_t)blockIdx.x * count, logprobs += (size_t)blockIdx.x * (1 + count);
+    row_logprobs(
+        logits + (size_t)blockIdx.x * vocab, vocab, chosen[blockIdx.x], count,
+        [&](float logprob) { logprobs[0] = logprob; },
+        [&](int rank, uint32_t id, float logprob) { ids[rank] = id, logprobs[1 + rank] = logprob; });
+}
+
+// Computes the same log probabilities for the tokens that a queued step has chosen, and sends them to the host.
+//   logits: f32 [*, vocab]
+//   rows: u32 [grid, LOGPROBS_ROW_WORDS] in host memory:
+//     the row of logits, the index of the chosen token in `tokens`, and the number of most likely tokens
+//   tokens: u32, the chosen tokens
+//   mailbox: u32 [grid, LOGPROBS_SLOTS] in host memory; a log probability arrives as its inverted bits, an id as id + 1
+//   grid: the number of rows; block: SAMPLE_THREADS
+//   bytes moved: 8 · vocab for each row; the second read hits L2
+extern "C" __global__ void __launch_bounds__(SAMPLE_THREADS, 1)
+    send_logprobs(const float* logits, const uint32_t* rows, const uint32_t* tokens, volatile uint32_t* mailbox,
+                  int vocab) {
+    rows += (size_t)blockIdx.x * LOGPROBS_ROW_WORDS, mailbox += (size_t)blockIdx.x * LOGPROBS_SLOTS;
+    // An empty slot holds 0, so a word must not be 0. The inverted bits are 0 only for one of the NaN values.
+    const auto word = [](float logprob) { return max(~__float_as_uint(logprob), 1u); };
+    row_logprobs(
+        logits + (size_t)rows[0] * vocab, vocab, tokens[rows[1]], rows[2],
+        [&](float logprob) { mailbox[0] = word(logprob); },
+        [&](int rank, uint32_t id, float logprob) {
+            mailbox[1 + 2 * rank] = id + 1, mailbox[2 + 2 * rank] = word(logprob);
+        });
 }

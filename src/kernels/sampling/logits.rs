@@ -1,10 +1,12 @@
 //! Edits and masks logits before a token is chosen, and computes log probabilities (`logits.cu`).
 
+use std::sync::Arc;
+
 use candle_core::cuda_backend::CudaDevice;
 use candle_core::{DType, Device, Result, Tensor, bail};
 
-use crate::kernels::constants::SAMPLE_THREADS;
-use crate::kernels::launch::{Arguments, Launch, LaunchShape, module};
+use crate::kernels::constants::{LOGPROBS_ROW_WORDS, LOGPROBS_SLOTS, MAX_LOGPROBS, SAMPLE_THREADS};
+use crate::kernels::launch::{Arguments, HostWords, Launch, LaunchShape, Mailbox, module};
 use crate::kernels::token_mask::TokenMask;
 
 /// A value to add to one logit, such as a logit bias.
@@ -99,6 +101,67 @@ pub fn top_logprobs(logits: &Tensor, chosen: &[u32], count: usize) -> Result<Vec
         top: ids.into_iter().zip(logprobs[1..].iter().copied()).collect(),
     };
     Ok(rows.map(row).collect())
+}
+
+/// A row of logits whose log probabilities a queued step sends to the host.
+#[derive(Clone, Copy, Debug)]
+pub struct LogprobsRow {
+    /// The row of the logits.
+    pub row: usize,
+    /// The index of the chosen token among the tokens of the step.
+    pub token: usize,
+    /// The number of most likely tokens to report, at most [`MAX_LOGPROBS`] and at most the vocabulary.
+    pub count: usize,
+}
+
+/// Queues the computation of the log probabilities that [`top_logprobs`] returns. Does not wait for them.
+///
+/// `logits` is f32 `[*, vocab]`. `tokens`, u32, holds the chosen tokens.
+/// Entry i of `rows` uses `LOGPROBS_SLOTS` slots of the mailbox from `first_slot + i · LOGPROBS_SLOTS` on.
+/// [`take_logprobs`] reads these slots.
+///
+/// The kernel reads a description of `rows` from words of `host`, starting at `first_word`.
+/// The caller must leave these words unchanged until the log probabilities have arrived.
+pub fn send_logprobs(
+    logits: &Tensor,
+    rows: &[LogprobsRow],
+    tokens: &Tensor,
+    (mailbox, first_slot): (&Arc<Mailbox>, usize),
+    (host, first_word): (&Arc<HostWords>, usize),
+) -> Result<()> {
+    let (device, count, vocab) = check(logits)?;
+    let available = tokens.dims1()?;
+    let is_valid =
+        |row: &LogprobsRow| row.row < count && row.token < available && row.count <= vocab && row.count <= MAX_LOGPROBS;
+    let words: Vec<u32> = rows.iter().flat_map(|row| [row.row as u32, row.token as u32, row.count as u32]).collect();
+    let fits = mailbox.slots() >= first_slot + rows.len() * LOGPROBS_SLOTS && host.len() >= first_word + words.len();
+    if !rows.iter().all(is_valid) || !fits || tokens.dtype() != DType::U32 || vocab == 0 {
+        bail!("send_logprobs: {rows:?} do not match logits {:?}, or do not fit in the buffers", logits.shape());
+    }
+    if rows.is_empty() {
+        return Ok(());
+    }
+    const { assert!(LOGPROBS_ROW_WORDS == 3) };
+    host.write(first_word, &words);
+    let arguments = Arguments::new()
+        .tensor(logits)?
+        .host_words(host, first_word)
+        .tensor(tokens)?
+        .mailbox_from(Some((mailbox, first_slot)))
+        .int(vocab);
+    let shape = LaunchShape::linear(rows.len(), SAMPLE_THREADS);
+    // SAFETY: rows, tokens and counts are checked above, and the buffers have room for all rows.
+    unsafe { Launch::new(module!("logits"), "send_logprobs", shape, arguments).enqueue(device) }
+}
+
+/// Waits for the log probabilities of a row of [`send_logprobs`] with `count` most likely tokens.
+/// `slot` is the row's first slot.
+pub fn take_logprobs(mailbox: &Mailbox, slot: usize, count: usize) -> Result<RowLogprobs> {
+    let logprob = |slot: usize| mailbox.wait(slot).map(|word| f32::from_bits(!word));
+    let chosen = logprob(slot)?;
+    let entry = |rank: usize| Ok((mailbox.wait(slot + 1 + 2 * rank)? - 1, logprob(slot + 2 + 2 * rank)?));
+    let top = (0..count).map(entry).collect::<Result<_>>()?;
+    Ok(RowLogprobs { chosen, top })
 }
 
 /// Returns the device of `logits` and its shape, `(rows, vocab)`.

@@ -11,12 +11,16 @@ mod logits;
 mod sample_rows;
 
 #[cfg(feature = "cuda")]
-pub use logits::{LogitEdit, RowLogprobs, edit_logits, mask_logits, top_logprobs};
+pub use logits::{
+    LogitEdit, LogprobsRow, RowLogprobs, edit_logits, mask_logits, send_logprobs, take_logprobs, top_logprobs,
+};
 #[cfg(feature = "cuda")]
 pub use sample_rows::{queue_rows, sample_rows};
 
 #[cfg(feature = "cuda")]
-pub use crate::kernels::constants::{MAILBOX_NO_TOKEN, SAMPLE_PARAM_WORDS};
+pub use crate::kernels::constants::{LOGPROBS_ROW_WORDS, LOGPROBS_SLOTS, MAILBOX_NO_TOKEN, SAMPLE_PARAM_WORDS};
+
+pub use crate::kernels::constants::MAX_LOGPROBS;
 
 /// The parameters of the sampling kernels. `sampling.cuh` has a struct with the same name.
 #[derive(Clone, Copy, Debug, PartialEq)]

@@ -8,13 +8,18 @@ use anyhow::{Result, anyhow};
 use candle_core::cuda_backend::CudaDevice;
 use candle_core::{DType, Device, Tensor};
 
+use super::queued_step::ExpectedToken;
 use super::row_sampling::RowSampling;
 use crate::kernels::launch::{HostWords, Mailbox};
 use crate::kernels::row_edits::{EditedRow, edit_rows};
-use crate::kernels::sampling::{MAILBOX_NO_TOKEN, SAMPLE_PARAM_WORDS, queue_rows};
+use crate::kernels::sampling::{
+    LOGPROBS_ROW_WORDS, LOGPROBS_SLOTS, LogprobsRow, MAILBOX_NO_TOKEN, RowLogprobs, SAMPLE_PARAM_WORDS, queue_rows,
+    send_logprobs, take_logprobs,
+};
 use crate::kernels::step_inputs::StepInputs;
 use crate::runner::choose_token::NoToken;
 use crate::runner::limits::MAX_SEQUENCES;
+use crate::runner::logprobs::TokenLogprobs;
 use crate::runner::step_sequence::{Chosen, ChosenToken, StepSequence};
 
 /// The maximum number of steps whose tokens the host has not taken: a running step and a waiting step.
@@ -34,8 +39,11 @@ const PARAM_WORDS: usize = MAX_SEQUENCES * SAMPLE_PARAM_WORDS;
 /// The number of u32 words in host memory for the edits of a step's logits. Each token with a penalty needs two words.
 const EDIT_WORDS: usize = 1 << 18;
 
-/// The number of u32 words in host memory for a step: inputs, sampling parameters and edits.
-const SLOT_WORDS: usize = INPUT_WORDS + PARAM_WORDS + EDIT_WORDS;
+/// The number of u32 words in host memory that describe the rows whose log probabilities a step sends.
+const LOGPROBS_WORDS: usize = MAX_SEQUENCES * LOGPROBS_ROW_WORDS;
+
+/// The number of u32 words in host memory for a step: inputs, sampling parameters, log probabilities and edits.
+const SLOT_WORDS: usize = INPUT_WORDS + PARAM_WORDS + LOGPROBS_WORDS + EDIT_WORDS;
 
 /// The buffers that all queued steps of a rank share.
 pub struct QueuedStepBuffers {
@@ -43,6 +51,8 @@ pub struct QueuedStepBuffers {
     tokens: Tensor,
     /// `MAX_SEQUENCES` mailbox slots for each of `DEPTH` steps.
     mailbox: Arc<Mailbox>,
+    /// The log probabilities: `MAX_SEQUENCES` · `LOGPROBS_SLOTS` mailbox slots for each of `DEPTH` steps.
+    logprobs: Arc<Mailbox>,
     /// `SLOT_WORDS` words in host memory for each of `SLOTS` steps.
     host: Arc<HostWords>,
     /// The number of steps queued so far, which is the index of the next step.
@@ -56,6 +66,7 @@ impl QueuedStepBuffers {
         Ok(Self {
             tokens: Tensor::zeros(MAX_SEQUENCES, DType::U32, &Device::Cuda(device.clone()))?,
             mailbox: Mailbox::new(device, MAX_SEQUENCES * DEPTH)?,
+            logprobs: Mailbox::new(device, MAX_SEQUENCES * LOGPROBS_SLOTS * DEPTH)?,
             host: HostWords::new(device, SLOT_WORDS * SLOTS)?,
             steps: 0,
             rows: HashMap::new(),
@@ -89,6 +100,7 @@ impl QueuedStepBuffers {
     }
 
     /// Queues in-place edits of `logits`, f32 `[rows, vocab]`, and then the sampling of a token from each row.
+    /// Also queues the log probabilities of rows that report any.
     /// Row i belongs to entry i of `samplings`. Returns the index of the step.
     pub fn choose(&mut self, samplings: &[RowSampling], logits: &Tensor) -> Result<usize> {
         let params: Vec<_> = samplings.iter().map(|row| row.params).collect();
@@ -100,26 +112,41 @@ impl QueuedStepBuffers {
             let in_flight = self.token_index(sampling.id, sampling.awaits_input)?;
             edited.push(EditedRow { row, edits: &sampling.edits, in_flight });
         }
-        let edit_word = word + PARAM_WORDS;
+        let (unedited, logprobs) = rows_with_logprobs(samplings, logits)?;
+        let (logprobs_word, edit_word) = (word + PARAM_WORDS, word + PARAM_WORDS + LOGPROBS_WORDS);
         edit_rows(logits, &edited, &self.tokens, (&self.host, edit_word..edit_word + EDIT_WORDS))?;
         queue_rows(logits, &params, &self.tokens, (&self.mailbox, slot), (&self.host, word))?;
+        let logprobs_mailbox = (&self.logprobs, slot * LOGPROBS_SLOTS);
+        send_logprobs(&unedited, &logprobs, &self.tokens, logprobs_mailbox, (&self.host, logprobs_word))?;
         self.rows = rows;
         self.steps += 1;
         Ok(index)
     }
 
-    /// Waits for the tokens of step `index`, one for each sequence that needs a token.
-    /// Calls `record` with the index and the token of each such sequence.
-    pub fn wait(&self, index: usize, needs_token: &[bool], record: &mut dyn FnMut(usize, u32)) -> Result<Vec<Chosen>> {
+    /// Waits for the tokens of step `index`, and for their log probabilities.
+    /// Calls `record` with the index and the token of each sequence that needs a token.
+    pub fn wait(
+        &self,
+        index: usize,
+        expected: &[Option<ExpectedToken>],
+        record: &mut dyn FnMut(usize, u32),
+    ) -> Result<Vec<Chosen>> {
         let mut slot = index % DEPTH * MAX_SEQUENCES;
-        let mut chosen = Vec::with_capacity(needs_token.len());
-        for (sequence, &needs_token) in needs_token.iter().enumerate() {
-            if !needs_token {
+        let mut logprobs_slot = slot * LOGPROBS_SLOTS;
+        let mut chosen = Vec::with_capacity(expected.len());
+        for (sequence, expected) in expected.iter().enumerate() {
+            let Some(ExpectedToken { logprobs }) = *expected else {
                 chosen.push(None);
                 continue;
-            }
-            let token = decode_token(self.mailbox.wait(slot)?);
+            };
+            let mut token = decode_token(self.mailbox.wait(slot)?);
             slot += 1;
+            if let Some(count) = logprobs {
+                // Take the log probabilities even if no token could be chosen, so that the slots are empty again.
+                let RowLogprobs { chosen, top } = take_logprobs(&self.logprobs, logprobs_slot, count)?;
+                logprobs_slot += LOGPROBS_SLOTS;
+                token = token.map(|token| ChosenToken { logprobs: Some(TokenLogprobs { chosen, top }), ..token });
+            }
             if let Ok(token) = &token {
                 record(sequence, token.id);
             }
@@ -127,6 +154,24 @@ impl QueuedStepBuffers {
         }
         Ok(chosen)
     }
+}
+
+/// Returns the rows that report log probabilities, and the unedited logits that contain these rows.
+/// Row i of `logits`, f32 `[rows, vocab]`, belongs to entry i of `samplings`.
+fn rows_with_logprobs(samplings: &[RowSampling], logits: &Tensor) -> Result<(Tensor, Vec<LogprobsRow>)> {
+    let rows = samplings.iter().enumerate();
+    let mut rows: Vec<LogprobsRow> =
+        rows.filter_map(|(row, sampling)| Some(LogprobsRow { row, token: row, count: sampling.logprobs? })).collect();
+    // Edits change the logits in place. If any of the rows has edits, copy the rows first.
+    if rows.iter().all(|row| samplings[row.row].edits.is_empty()) {
+        return Ok((logits.clone(), rows));
+    }
+    let indices: Vec<u32> = rows.iter().map(|row| row.row as u32).collect();
+    let copy = logits.index_select(&Tensor::new(indices, logits.device())?, 0)?;
+    for (index, row) in rows.iter_mut().enumerate() {
+        row.row = index;
+    }
+    Ok((copy, rows))
 }
 
 /// Returns the token in a mailbox word, or fails with [`NoToken`].

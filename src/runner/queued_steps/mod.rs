@@ -13,6 +13,6 @@ mod row_sampling;
 
 #[cfg(feature = "cuda")]
 pub use buffers::QueuedStepBuffers;
-pub use queued_step::QueuedStep;
 pub(super) use queued_step::QueuedTokens;
+pub use queued_step::{ExpectedToken, QueuedStep};
 pub use row_sampling::RowSampling;

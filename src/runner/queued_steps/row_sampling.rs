@@ -14,18 +14,21 @@ pub struct RowSampling {
     pub awaits_input: bool,
     pub params: SamplingKernelParams,
     pub edits: RowEdits,
+    /// How many of the most likely tokens to report with log probabilities. `None` if the step reports none.
+    pub logprobs: Option<usize>,
 }
 
 impl RowSampling {
     /// Returns an entry for each sequence that has a sampler, in the order of `sequences`.
-    pub fn of_sequences(sequences: &[StepSequence]) -> Vec<Self> {
+    pub fn of_sequences(sequences: &[StepSequence], vocab_size: usize) -> Vec<Self> {
         let sampling = |(index, sequence): (usize, &StepSequence)| {
             let &StepSequence { id, awaits_input, ref sampler, .. } = sequence;
             let (sampler, in_flight) = (sampler.as_deref()?, u32::from(awaits_input));
             let sampling = sampler.on_device();
             let mut params = sampling.map_or_else(SamplingKernelParams::greedy, |sampling| sampling.params);
             params.sampled_before += in_flight;
-            Some(Self { id, index, awaits_input, params, edits: sampler.queued_edits(in_flight) })
+            let logprobs = sampler.top_logprobs().map(|count| count.min(vocab_size));
+            Some(Self { id, index, awaits_input, params, edits: sampler.queued_edits(in_flight), logprobs })
         };
         sequences.iter().enumerate().filter_map(sampling).collect()
     }

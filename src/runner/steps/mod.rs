@@ -23,8 +23,8 @@ impl Runner {
             has_decode_graph: matches!(self.decode, Decode::Graph(_)),
             has_batch_graphs: launcher.is_some_and(|launcher| launcher.can_run_model(&self.decoder)),
             can_queue: match launcher {
-                Some(_) => self.ranks.can_queue(),
-                None => self.options.queue_on_cpu && self.device.is_cpu(),
+                Some(_) => self.options.queue_steps.unwrap_or(true) && self.ranks.can_queue(),
+                None => self.options.queue_steps.unwrap_or(false) && self.device.is_cpu(),
             },
             has_several_ranks: self.has_several_ranks(),
             is_deterministic: self.options.prompt_parts.is_some(),

@@ -38,9 +38,9 @@ impl Runner {
         let QueuedStep { kind, queued_at, tokens } = step;
         let chosen = match tokens {
             QueuedTokens::Known(chosen) => record_known(chosen, record),
-            QueuedTokens::Sent { index, needs_token } => {
+            QueuedTokens::Sent { index, expected } => {
                 let launcher = self.launcher.as_ref().context("internal error: the runner has no queue")?;
-                let chosen = launcher.wait(index, &needs_token, record)?;
+                let chosen = launcher.wait(index, &expected, record)?;
                 self.ranks.check()?;
                 chosen
             }

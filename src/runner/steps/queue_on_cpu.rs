@@ -71,6 +71,10 @@ impl ChooseToken for QueuedSampler<'_> {
         self.edits.values.clone()
     }
 
+    fn top_logprobs(&self) -> Option<usize> {
+        self.sampler.top_logprobs()
+    }
+
     fn choose_queued(&self, logits: &[f32], in_flight: u32) -> u32 {
         self.sampler.choose_queued(logits, in_flight)
     }

@@ -5,7 +5,7 @@ use std::time::Instant;
 use anyhow::{Result, bail};
 
 use crate::runner::Runner;
-use crate::runner::queued_steps::{QueuedStep, QueuedTokens, RowSampling};
+use crate::runner::queued_steps::{ExpectedToken, QueuedStep, QueuedTokens, RowSampling};
 use crate::runner::route::Route;
 use crate::runner::step_sequence::StepSequence;
 use crate::runner::step_times::StepKind;
@@ -16,11 +16,14 @@ impl Runner {
         self.forget_solo_sequence();
         let Some(launcher) = &mut self.launcher else { bail!("internal error: the runner has no queue") };
         let (kind, queued_at) = (StepKind::of(sequences), Instant::now());
-        let samplings = RowSampling::of_sequences(sequences);
+        let samplings = RowSampling::of_sequences(sequences, self.decoder.vocab_size());
         let index = self.ranks.queue(route, sequences, &samplings, || {
             launcher.queue(&self.decoder, &self.cache, route, sequences, &samplings)
         })?;
-        let needs_token = sequences.iter().map(|sequence| sequence.sampler.is_some()).collect();
-        Ok(QueuedStep { kind, queued_at, tokens: QueuedTokens::Sent { index, needs_token } })
+        let mut expected = vec![None; sequences.len()];
+        for &RowSampling { index, logprobs, .. } in &samplings {
+            expected[index] = Some(ExpectedToken { logprobs });
+        }
+        Ok(QueuedStep { kind, queued_at, tokens: QueuedTokens::Sent { index, expected } })
     }
 }
