@@ -25,5 +25,6 @@ pub(in crate::runner) enum QueuedTokens {
 #[derive(Clone, Copy, Debug)]
 pub struct ExpectedToken {
     /// How many of the most likely tokens the device will send with log probabilities. `None` if it sends none.
+    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "only GPUs send tokens"))]
     pub logprobs: Option<usize>,
 }
