@@ -141,7 +141,8 @@ def fairness(options, report):
         faults = server.faults()
     shares = [after[0] / max(1, before[0]) for before, after in zip(equal[1:], unequal[1:])]
     refused = [statuses for _, statuses in unequal]
-    figure = f"{min(shares):.0%} and {max(shares):.0%} of the tokens that they get when all keys send the same number of requests"
+    baseline = "the tokens that they get when all keys send the same number of requests"
+    figure = f"{min(shares):.0%} and {max(shares):.0%} of {baseline}"
     name = f"one key with {flood // own}× the requests of each of two other keys"
     details = {"faults": faults, "statuses": refused}
     details |= {"tokens_equal": [run[0] for run in equal], "tokens_unequal": [run[0] for run in unequal]}

@@ -5,11 +5,11 @@
 
 use std::collections::BTreeMap;
 
+use candle_core::DType;
 use inferno::device::DeviceChoice;
 use inferno::engine::sampling::{LogitRules, Sampler};
 use inferno::engine::{Constraint, Engine, EngineBuilder, GenerateOptions, GrammarKind};
-use inferno::runner::ChooseToken;
-use inferno::runner::TokenLogprobs;
+use inferno::runner::{ChooseToken, TokenLogprobs};
 use inferno::{Event, RequestStream, SamplingParams};
 
 use crate::support::engine::{Answer, GraphModel, greedy};
@@ -265,29 +265,27 @@ fn answers_with_edited_logits_are_the_same_on_a_gpu() {
 }
 
 /// A single request whose logits are edited, or which reports log probabilities, runs on a batch graph.
-/// Its steps are queued.
+/// Its steps are queued, and choose the same tokens as steps that are not queued.
 #[test(gpu)]
-fn steps_of_one_request_with_a_logit_bias_are_queued_on_a_gpu() {
+fn steps_of_one_request_that_edits_or_reports_logits_are_queued_on_a_gpu() {
     let model = GraphModel::new("mistral");
-    let engine = model.graph();
     let bias = BTreeMap::from([(9, 1.5), (40, -2.0)]);
-    let answer = |logit_bias: &BTreeMap<u32, f32>, logprobs| {
-        let before = engine.stats().steps_queued_ahead;
-        let options = GenerateOptions {
-            ignore_eos: true,
-            max_tokens: Some(30),
-            logit_bias: logit_bias.clone(),
-            logprobs,
-            ..greedy()
+    let requests = [(bias.clone(), None), (bias, Some(2)), (BTreeMap::new(), Some(2))];
+    // Returns the answers to `requests`, and the number of steps that were queued ahead.
+    let answers = |queue_steps: bool| {
+        let engine = model.builder().dtype(DType::F16).context(110).chunk(16).queue_steps(queue_steps).load().unwrap();
+        let answer = |(logit_bias, logprobs): &(BTreeMap<u32, f32>, Option<usize>)| {
+            let (logit_bias, logprobs) = (logit_bias.clone(), *logprobs);
+            let options = GenerateOptions { ignore_eos: true, max_tokens: Some(30), logit_bias, logprobs, ..greedy() };
+            tokens_and_logprobs(engine.complete_ids(&model.prompt, options).unwrap())
         };
-        let tokens = Answer::read(engine.complete_ids(&model.prompt, options).unwrap()).tokens;
+        let answers = requests.each_ref().map(answer);
         engine.with_runner(|_| ()).unwrap();
-        let queued = engine.stats().steps_queued_ahead - before;
-        assert!(queued >= 29, "only {queued} of 30 steps were queued ahead");
-        tokens
+        (answers, engine.stats().steps_queued_ahead)
     };
-    assert_eq!(answer(&bias, Some(2)), answer(&bias, None));
-    answer(&BTreeMap::new(), Some(2));
+    let ((want, waiting), (got, queued)) = (answers(false), answers(true));
+    assert_eq!(got, want);
+    assert!(waiting == 0 && queued >= 3 * 29, "{queued} of 90 steps were queued ahead, {waiting} without queueing");
 }
 
 #[test]

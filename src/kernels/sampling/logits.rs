@@ -133,7 +133,9 @@ pub fn send_logprobs(
     let available = tokens.dims1()?;
     let is_valid =
         |row: &LogprobsRow| row.row < count && row.token < available && row.count <= vocab && row.count <= MAX_LOGPROBS;
-    let words: Vec<u32> = rows.iter().flat_map(|row| [row.row as u32, row.token as u32, row.count as u32]).collect();
+    let description =
+        |row: &LogprobsRow| -> [u32; LOGPROBS_ROW_WORDS] { [row.row as u32, row.token as u32, row.count as u32] };
+    let words: Vec<u32> = rows.iter().flat_map(description).collect();
     let fits = mailbox.slots() >= first_slot + rows.len() * LOGPROBS_SLOTS && host.len() >= first_word + words.len();
     if !rows.iter().all(is_valid) || !fits || tokens.dtype() != DType::U32 || vocab == 0 {
         bail!("send_logprobs: {rows:?} do not match logits {:?}, or do not fit in the buffers", logits.shape());
@@ -141,7 +143,6 @@ pub fn send_logprobs(
     if rows.is_empty() {
         return Ok(());
     }
-    const { assert!(LOGPROBS_ROW_WORDS == 3) };
     host.write(first_word, &words);
     let arguments = Arguments::new()
         .tensor(logits)?
