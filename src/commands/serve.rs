@@ -159,6 +159,7 @@ pub fn run(mut args: Args) -> Result<ExitCode> {
     }
     args.load.set_deterministic(args.deterministic);
     args.load.plan_for_many(Some(args.max_sequences.into()));
+    args.load.warm_up();
     let has_key = !api_keys.is_empty();
     let mut options = ServerOptions { tls, max_connections, ..options(&args, &snapshot, api_keys) };
     options.record.receipt_key = receipt_key.map(Arc::new);

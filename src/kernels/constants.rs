@@ -95,6 +95,15 @@ pub const FLASH_ROW_PADDING: usize = 8;
 /// The warp keeps its queries in registers if M times the head size is at most this value, otherwise in shared memory.
 pub const FLASH_REGISTER_ELEMENTS: usize = 160;
 
+// Products of f32 matrices with few weight rows (`matmul/few_rows.rs`, `matmul/few_rows.cu`).
+
+/// Tokens per block of the few_rows kernel.
+pub const FEW_ROWS_TOKENS: usize = 16;
+/// Weight rows per block of the few_rows kernel.
+pub const FEW_ROWS_TILE: usize = 32;
+/// Warps per block of the few_rows kernel. The warps divide the columns.
+pub const FEW_ROWS_WARPS: usize = 16;
+
 // Products of dense matrices with few tokens (`matmul/dense_few.rs`, `matmul/dense_few.cu`).
 
 /// The maximum number of tokens for the dense_few kernel. With more tokens, cuBLAS computes the product.

@@ -5,8 +5,9 @@
 //!   On a CPU, the operation runs `reference` (plain Rust in f32) or candle operations.
 //! - `x.cu` contains the CUDA kernel.
 //!
-//! The fused kernels in `moe::expert_mlp`, `moe::expert_few`, `moe::route` and `decode` run only on a GPU.
-//! Tests compare each fused kernel with the operations that it replaces.
+//! The kernels of `decode`, `exchange` and `sampling`, and `moe::expert_mlp`, `moe::expert_few`, `moe::route`,
+//! `row_edits` and `step_inputs` run only on a GPU.
+//! Tests compare these kernels with the operations that they replace.
 //!
 //! `launch` launches kernels, and `scratch` allocates their outputs. `upload` copies weights to a device.
 //! `exchange` combines tensors of several GPUs. `sampling` has the kernels that choose tokens, and their parameters.

@@ -14,6 +14,8 @@ use super::linear::{Bias, Linear};
 use super::mlp::{ExpertCost, Mlp};
 use super::norm::Norm;
 use super::pass::{LogitRows, Pass, StepBatch};
+#[cfg(feature = "cuda")]
+use super::residual::PartDtype;
 use super::residual::Residual;
 use super::rope::RotaryEmbedding;
 use crate::device::World;
@@ -286,6 +288,39 @@ impl Decoder {
             let chosen = self.backend.choose(true, layer.self_attn.dtype(), config.spec.head_dim, config.softcap);
             matches!(chosen, Ok(AttentionBackend::CandleFlashAttn))
         })
+    }
+
+    /// Runs the dense matrix products of steps with up to `tokens` tokens and `rows` rows of logits, with zeros as input.
+    ///
+    /// cuBLASLt loads a kernel when a product first needs it, and waits for the GPU before.
+    /// After this call, no step has to wait for that. Does nothing on a CPU.
+    #[cfg_attr(not(feature = "cuda"), expect(unused_variables))]
+    pub fn load_product_kernels(&self, tokens: usize, rows: usize) -> Result<()> {
+        #[cfg(feature = "cuda")]
+        if self.is_on_gpu() {
+            let mut known = Vec::new();
+            let mut load = |linear: &Linear, is_part: bool| {
+                let kind = (linear.weight.dims(), linear.weight.format(), is_part);
+                if known.contains(&kind) {
+                    return Ok(());
+                }
+                known.push(kind);
+                let (out, _) = linear.weight.dims();
+                let is_rounded = |tokens| is_part && self.layer_world.rounds(tokens * out);
+                let part_dtype = |tokens| if is_rounded(tokens) { PartDtype::Rounded } else { PartDtype::F32 };
+                linear.load_kernels(tokens, self.dtype, part_dtype)
+            };
+            for layer in &self.layers {
+                load(&layer.self_attn.qkv_proj, false)?;
+                load(&layer.self_attn.o_proj, true)?;
+                if let Some((first, last)) = layer.mlp.linears() {
+                    load(first, false)?;
+                    load(last, true)?;
+                }
+            }
+            self.lm_head.load_kernels(rows, self.dtype, |_| PartDtype::F32)?;
+        }
+        Ok(())
     }
 
     /// Returns the dtype of activations and of the KV cache.

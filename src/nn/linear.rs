@@ -6,6 +6,8 @@ use anyhow::Result;
 use candle_core::{DType, Tensor};
 
 use super::residual::{PartDtype, PartOutput};
+#[cfg(feature = "cuda")]
+use crate::kernels::matmul::size_class::size_classes;
 use crate::kernels::{self, SumOrder, matrix::Matrix, rows::add_bias};
 use crate::weights::Weights;
 
@@ -97,6 +99,28 @@ impl Linear {
             PartDtype::Rounded => self.weight.matmul_rounded(x, order)?,
         };
         Ok(PartOutput { rows, bias: self.bias.as_ref() })
+    }
+
+    /// Runs the product with zeros for every class of up to `tokens` tokens, so that its kernels are loaded.
+    /// Dense weights have inputs of their own dtype, and quantized weights have inputs of dtype `dtype`.
+    /// `part_dtype` returns the dtype of the product for a number of tokens.
+    #[cfg(feature = "cuda")]
+    pub(super) fn load_kernels(
+        &self,
+        tokens: usize,
+        dtype: DType,
+        part_dtype: impl Fn(usize) -> PartDtype,
+    ) -> Result<()> {
+        let dtype = match &self.weight {
+            Matrix::Dense(weight) => weight.dtype(),
+            Matrix::Quantized(_) | Matrix::Concatenated(_) => dtype,
+        };
+        let (_, columns) = self.weight.dims();
+        for class in size_classes(tokens) {
+            let x = Tensor::zeros((class, columns), dtype, self.weight.device())?;
+            self.forward_part(&x, SumOrder::Fastest, part_dtype(class))?;
+        }
+        Ok(())
     }
 
     /// Returns x·Wᵀ, without the bias.

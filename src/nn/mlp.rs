@@ -68,6 +68,16 @@ impl Mlp {
         }
     }
 
+    /// Returns the first and the last linear layer of a dense MLP. Returns `None` for a mixture of experts.
+    #[cfg(feature = "cuda")]
+    pub fn linears(&self) -> Option<(&Linear, &Linear)> {
+        match self {
+            Mlp::Gated(mlp) => Some((&mlp.gate_up_proj, &mlp.down_proj)),
+            Mlp::Plain(mlp) => Some((&mlp.fc, &mlp.proj)),
+            Mlp::GatedMoe(_) | Mlp::ClampedMoe(_) => None,
+        }
+    }
+
     /// Returns how many bytes of this rank's weights a decode step reads for one token.
     pub fn step_bytes(&self) -> u64 {
         match self {

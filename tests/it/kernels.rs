@@ -663,6 +663,58 @@ fn products_of_few_tokens_match_their_reference() {
     }
 }
 
+#[test(gpu)]
+fn products_with_few_rows_match_their_reference() {
+    use crate::support::gpu;
+    use inferno::kernels::matmul::matmul_f32;
+    let device = gpu();
+    // Routers of gpt-oss-20b, gpt-oss-120b and Qwen3-30B-A3B, and sizes with parts of tiles.
+    // The last case has too many rows for the kernel `few_rows`.
+    for (rows, columns) in [(32, 2880), (128, 2880), (128, 2048), (1, 16), (33, 144), (257, 64)] {
+        let mut noise = Random((rows + columns) as u64);
+        let (weight, x) = (noise.tensor(&[rows, columns], DType::F32), noise.tensor(&[4100, columns], DType::F32));
+        let want = matmul_f32(&x, &weight, SumOrder::Fastest).unwrap();
+        let (x, weight) = (x.to_device(&device).unwrap(), weight.to_device(&device).unwrap());
+        for tokens in [1, 15, 16, 17, 600, 4100] {
+            let got = matmul_f32(&x.narrow(0, 0, tokens).unwrap(), &weight, SumOrder::Fastest).unwrap();
+            assert_close(
+                &format!("{rows}x{columns}, {tokens} tokens"),
+                &got,
+                &want.narrow(0, 0, tokens).unwrap(),
+                1e-5,
+            );
+        }
+    }
+}
+
+/// cuBLASLt may use the algorithm for another number of tokens (see `size_class`).
+#[test(gpu)]
+fn products_of_any_number_of_tokens_match_their_reference() {
+    use crate::support::gpu;
+    use inferno::kernels::matmul::{matmul_f32, matmul_rounded};
+    let device = gpu();
+    // Matrix sizes of gpt-oss-20b and Llama-3.1-8B, half a matrix as on two GPUs, and unusual sizes.
+    for (rows, columns) in [(5120, 2880), (2880, 4096), (4096, 14_336), (2880, 2048), (33, 72), (257, 100)] {
+        for dtype in [DType::BF16, DType::F16] {
+            let mut noise = Random((rows * 3 + columns) as u64);
+            let (weight, x) = (noise.tensor(&[rows, columns], dtype), noise.tensor(&[520, columns], dtype));
+            let want = matmul_f32(&x, &weight, SumOrder::Fastest).unwrap();
+            let rounded = want.to_dtype(dtype).unwrap().to_dtype(DType::F32).unwrap();
+            let (x, weight) = (to_device(&x, &device, dtype), to_device(&weight, &device, dtype));
+            for tokens in (1..=80).chain([100, 129, 250, 257, 321, 511, 513, 520]) {
+                let x = x.narrow(0, 0, tokens).unwrap();
+                let what = format!("{rows}x{columns}, {dtype:?}, {tokens} tokens");
+                let first = |want: &Tensor| want.narrow(0, 0, tokens).unwrap();
+                // Tensor cores round sums toward zero. With 14,336 columns, the error is up to 1.2e-5.
+                assert_close(&what, &matmul_f32(&x, &weight, SumOrder::Fastest).unwrap(), &first(&want), 2e-5);
+                let got = matmul_rounded(&x, &weight, SumOrder::Fastest).unwrap().to_dtype(DType::F32).unwrap();
+                // Two values that are rounded in opposite directions differ by one unit in the last place.
+                assert_close(&what, &got, &first(&rounded), if dtype == DType::BF16 { 1e-2 } else { 1.3e-3 });
+            }
+        }
+    }
+}
+
 /// With `SumOrder::Fixed`, the matrix product of a token has the same bits in a step of any size.
 #[test(gpu)]
 fn products_in_fixed_order_do_not_depend_on_other_tokens() {
@@ -670,7 +722,9 @@ fn products_in_fixed_order_do_not_depend_on_other_tokens() {
     use inferno::kernels::matmul::matmul_f32;
     let device = gpu();
     // Matrix sizes of gpt-oss-20b and Llama-3.1-8B, and one unusual size.
-    for (rows, columns) in [(5120, 2880), (2880, 4096), (201_088, 2880), (28_672, 4096), (4096, 14_336), (33, 72)] {
+    for (rows, columns) in
+        [(5120, 2880), (2880, 4096), (201_088, 2880), (28_672, 4096), (4096, 14_336), (33, 72), (33, 80)]
+    {
         for dtype in [DType::BF16, DType::F16, DType::F32] {
             let mut noise = Random(rows as u64);
             let weight = to_device(&noise.tensor(&[rows, columns], DType::F32), &device, dtype);

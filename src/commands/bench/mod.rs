@@ -97,6 +97,9 @@ pub fn run(mut args: Args) -> Result<ExitCode> {
         if is_serving { args.input as usize + args.output as usize } else { (deepest + longest).max(FIRST_PROMPT) };
     args.load.require_context(positions + EXTRA_POSITIONS)?;
     args.load.set_deterministic(args.deterministic);
+    if is_serving {
+        args.load.warm_up();
+    }
     args.load.set_sequences(args.concurrency.iter().copied().max().unwrap_or(1) as usize);
 
     let hub = Hub::from_env()?;

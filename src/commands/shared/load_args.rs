@@ -66,6 +66,9 @@ pub struct LoadArgs {
     /// The maximum number of sequences that run at once.
     #[arg(skip)]
     max_sequences: Option<usize>,
+    /// Whether to load the kernels of all dense matrix products before the first request.
+    #[arg(skip)]
+    warm_up: bool,
 }
 
 #[derive(Clone, Copy, ValueEnum)]
@@ -139,6 +142,11 @@ impl LoadArgs {
         self.deterministic = deterministic;
     }
 
+    /// Loads the kernels of all dense matrix products before the first request, as for a server.
+    pub fn warm_up(&mut self) {
+        self.warm_up = true;
+    }
+
     /// Sets the maximum number of sequences that run at once, and plans a KV cache for many sequences.
     ///
     /// On a GPU, uses 90% of the memory unless --gpu-memory is set. On a CPU, plans for a few full-context sequences.
@@ -188,6 +196,7 @@ impl LoadArgs {
                 eager: self.eager,
                 deterministic: self.deterministic,
                 queue_steps: None,
+                warm_up: self.warm_up,
                 attention: match self.attention {
                     Attention::Auto => AttentionBackend::Auto,
                     Attention::Own => AttentionBackend::Own,

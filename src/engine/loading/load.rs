@@ -57,6 +57,9 @@ pub struct LoadOptions<'o> {
     pub deterministic: bool,
     /// See [`EngineBuilder::queue_steps`](crate::engine::EngineBuilder::queue_steps). `None` queues steps on GPUs only.
     pub queue_steps: Option<bool>,
+    /// Whether to load the kernels of all dense matrix products before the first request.
+    /// Without a warm-up, the first steps with a new number of tokens take longer, and loading takes less time.
+    pub warm_up: bool,
     /// The attention kernel on a GPU. The decode graph ignores this option: it has a kernel of its own.
     pub attention: AttentionBackend,
     /// A progress callback. Its arguments are the bytes of weights loaded so far and in total.
@@ -82,6 +85,7 @@ impl Default for LoadOptions<'_> {
             eager: false,
             deterministic: false,
             queue_steps: None,
+            warm_up: false,
             attention: AttentionBackend::Auto,
             progress: &|_, _| (),
             on_device: &|_| (),
@@ -310,6 +314,8 @@ fn allocate(
         // Whether a sum is rounded depends on the number of tokens in the step, and so on other requests.
         min_rounded: (dtype == DType::BF16 && !options.deterministic).then_some(MIN_ROUNDED_ELEMENTS),
         stages: memory.stages.as_deref(),
+        chunk,
+        warm_up: options.warm_up,
         exchange_paths: ExchangePath::from_environment().map_err(Error::usage)?,
     };
     let LoadedRanks { world, parts, others, attention, cache_s } = loader.load(device, &options.devices, &progress)?;

@@ -16,7 +16,7 @@ use crate::kernels::attention::AttentionBackend;
 use crate::kernels::exchange::{self, ExchangePath};
 use crate::models::ModelConfig;
 use crate::nn::kv_cache::KvCache;
-use crate::runner::{PANIC, RankParts, failure};
+use crate::runner::{MAX_SEQUENCES, PANIC, RankParts, failure};
 use crate::text::{error_message, plain_cuda_errors};
 use crate::weights::quantized::QuantizationTarget;
 use crate::weights::{Checkpoint, LoadProgress, Weights};
@@ -36,6 +36,10 @@ pub(super) struct RankLoader<'l> {
     pub min_rounded: Option<usize>,
     /// The layers of each rank. `None` if every rank holds a part of each layer.
     pub stages: Option<&'l [Range<usize>]>,
+    /// The size of the largest step, in tokens.
+    pub chunk: usize,
+    /// Whether to load the kernels of all matrix products. See [`LoadOptions::warm_up`](super::load::LoadOptions).
+    pub warm_up: bool,
     /// The paths on which GPUs may exchange data, in the order in which they are tried.
     pub exchange_paths: &'l [ExchangePath],
 }
@@ -122,6 +126,9 @@ impl RankLoader<'_> {
         let cache = KvCache::new(decoder.cache_layout(), cache_blocks, dtype, device)?;
         device.synchronize()?;
         let cache_s = started.elapsed().as_secs_f64();
+        if self.warm_up {
+            decoder.load_product_kernels(self.chunk, MAX_SEQUENCES.min(self.chunk))?;
+        }
         Ok((world, LoadedRank { parts: RankParts { decoder, cache }, attention, cache_s }))
     }
 }

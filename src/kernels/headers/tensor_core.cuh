@@ -36,6 +36,14 @@ DEFINE_MULTIPLY_ADD(__half, "f16")
 DEFINE_MULTIPLY_ADD(__nv_bfloat16, "bf16")
 #undef DEFINE_MULTIPLY_ADD
 
+// Computes d += a·b with a [16, 8] and b [8, 8] of TF32 values, and d [16, 8] f32.
+// Tensor cores ignore the last 13 bits of a TF32 value.
+__device__ __forceinline__ void multiply_add_tf32(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
 // Rounds two floats to T and packs them into one word, with `low` in the low half.
 template <typename T> __device__ __forceinline__ uint32_t pack(float low, float high);
 template <> __device__ __forceinline__ uint32_t pack<__half>(float low, float high) {

@@ -1,19 +1,25 @@
-//! Products of 8-bit matrices on tensor cores, computed with cuBLASLt.
+//! Matrix products on tensor cores, computed with cuBLASLt.
+//!
+//! For each product, cuBLASLt proposes an algorithm that suits the sizes. cuBLASLt loads an algorithm at its first use.
+//! Loading takes about 5 ms, after the GPU has finished all queued work, such as a whole step of many requests.
+//! Products with similar numbers of tokens therefore share an algorithm (see [`size_class`]).
+//! With few algorithms, all of them can be loaded before the first request.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::ffi::c_void;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 
 use candle_core::cuda_backend::cudarc::cublaslt::{result, sys};
 use candle_core::cuda_backend::cudarc::driver::CudaContext;
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
-use candle_core::{DType, Result, Tensor, bail};
+use candle_core::{DType, Device, Result, Tensor, bail};
 
+use super::size_class::size_class;
 use crate::kernels::launch::address;
 use crate::kernels::scratch;
 
 /// The element type of both input matrices of an 8-bit product.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum EightBitType {
     /// i8 elements with i32 sums.
     Int8,
@@ -21,36 +27,107 @@ pub enum EightBitType {
     Fp8,
 }
 
+/// The types of the elements of a product.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+enum Elements {
+    EightBit(EightBitType),
+    /// Floats with f32 sums.
+    Float {
+        input: DType,
+        output: DType,
+    },
+}
+
 /// The types that cuBLASLt uses for a product.
 struct ProductTypes {
     input: sys::cudaDataType_t,
     output: sys::cudaDataType_t,
     compute: sys::cublasComputeType_t,
-    /// The bits of the factor 1 in the type of the sums, i32 or f32. The factor 0 has only zero bits in both types.
+    /// The type of the factors 1 and 0, with which cuBLASLt multiplies the product and the old output.
+    scale: sys::cudaDataType_t,
+    /// The bits of the factor 1, an i32 or an f32. The factor 0 has only zero bits in both types.
     one: u32,
+    /// The ways in which cuBLASLt may add up the parts of a divided product, or `None` for all ways.
+    reductions: Option<u32>,
 }
 
 impl ProductTypes {
-    fn new(kind: EightBitType) -> Self {
-        match kind {
-            EightBitType::Int8 => Self {
+    fn new(elements: Elements) -> Result<Self> {
+        let float = |dtype| {
+            Ok(match dtype {
+                DType::F16 => sys::cudaDataType_t::CUDA_R_16F,
+                DType::BF16 => sys::cudaDataType_t::CUDA_R_16BF,
+                DType::F32 => sys::cudaDataType_t::CUDA_R_32F,
+                other => bail!("cannot multiply matrices of dtype {other:?}"),
+            })
+        };
+        let with_f32_sums = |input, output| Self {
+            input,
+            output,
+            compute: sys::cublasComputeType_t::CUBLAS_COMPUTE_32F,
+            scale: sys::cudaDataType_t::CUDA_R_32F,
+            one: 1.0f32.to_bits(),
+            reductions: None,
+        };
+        Ok(match elements {
+            Elements::EightBit(EightBitType::Int8) => Self {
                 input: sys::cudaDataType_t::CUDA_R_8I,
                 output: sys::cudaDataType_t::CUDA_R_32I,
                 compute: sys::cublasComputeType_t::CUBLAS_COMPUTE_32I,
+                scale: sys::cudaDataType_t::CUDA_R_32I,
                 one: 1,
+                reductions: None,
             },
-            EightBitType::Fp8 => Self {
-                input: sys::cudaDataType_t::CUDA_R_8F_E4M3,
-                output: sys::cudaDataType_t::CUDA_R_32F,
-                compute: sys::cublasComputeType_t::CUBLAS_COMPUTE_32F,
-                one: 1.0f32.to_bits(),
-            },
-        }
+            Elements::EightBit(EightBitType::Fp8) => {
+                with_f32_sums(sys::cudaDataType_t::CUDA_R_8F_E4M3, sys::cudaDataType_t::CUDA_R_32F)
+            }
+            Elements::Float { input, output } => {
+                let types = with_f32_sums(float(input)?, float(output)?);
+                // In the other ways, cuBLASLt would round the sum of each part to the dtype of the output.
+                let in_f32 = sys::cublasLtReductionScheme_t::CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE as u32;
+                Self { reductions: (output != DType::F32).then_some(in_f32), ..types }
+            }
+        })
     }
 }
 
-/// The size of cuBLASLt's workspace in bytes. NVIDIA recommends this size for Hopper (see `cublasSetWorkspace`).
-const WORKSPACE_BYTES: usize = 32 << 20;
+/// The sizes of a product out = x·wᵀ, and the distance of consecutive rows of `out` in elements.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct Sizes {
+    tokens: usize,
+    rows: usize,
+    columns: usize,
+    stride: usize,
+}
+
+/// Everything on which the choice of an algorithm depends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct AlgorithmKey {
+    gpu: usize,
+    elements: Elements,
+    /// The sizes, with the number of tokens rounded up to a size class.
+    sizes: Sizes,
+    /// The alignment of all three matrices in bytes.
+    alignment: u32,
+}
+
+/// An algorithm of cuBLASLt, and the size in bytes of the workspace that it needs.
+#[derive(Clone, Copy)]
+struct Algorithm {
+    algorithm: sys::cublasLtMatmulAlgo_t,
+    workspace_bytes: usize,
+}
+
+/// The maximum size of a workspace in bytes. NVIDIA recommends this size for Hopper (see `cublasSetWorkspace`).
+const MAX_WORKSPACE_BYTES: usize = 32 << 20;
+
+/// The maximum number of tokens for which products of floats get no workspace.
+/// With a workspace, cuBLASLt often divides the columns of these products and adds up the parts with a second kernel.
+/// On an H200, this was slower for almost all dense matrices of gpt-oss-20b and Llama-3.1-8B, by up to 50%.
+const UNDIVIDED_TOKENS: usize = 128;
+
+/// The alignment in bytes that cuBLASLt assumes by default.
+const MAX_ALIGNMENT: u32 = 256;
 
 /// Returns x·wᵀ `[tokens, rows]` in a tensor of dtype F32.
 /// For [`EightBitType::Int8`], the F32 elements hold the bits of i32 sums.
@@ -69,90 +146,187 @@ pub fn matmul_8bit(device: &CudaDevice, kind: EightBitType, w: &Tensor, x: &Tens
     }
     // SAFETY: the product below writes every element of `out`. Because beta is 0, it reads no element of `out`.
     let out = unsafe { scratch::empty((tokens, rows), DType::F32, x.device())? };
-    // SAFETY: only cuBLASLt accesses the workspace.
-    let workspace = unsafe { Tensor::empty(WORKSPACE_BYTES, DType::U8, x.device())? };
-    let ProductTypes { input, output, compute, one } = ProductTypes::new(kind);
-    let zero = 0u32;
-    let scalar = |value: &u32| (value as *const u32).cast::<c_void>();
-    // cuBLAS is column-major. It reads w as wᵀ and x as xᵀ, and computes outᵀ [rows, tokens] = (wᵀ)ᵀ · xᵀ.
-    // The leading dimension of each cuBLAS matrix is the row length of the row-major tensor.
-    let shapes = [(input, columns, rows), (input, columns, tokens), (output, rows, tokens)];
-    let mut descriptors = Descriptors::default();
-    let layouts = shapes.map(|(dtype, height, width)| {
-        let layout = checked(result::create_matrix_layout(dtype, height as u64, width as u64, height as i64));
-        layout.inspect(|layout| descriptors.layouts.push(*layout))
-    });
-    let [a, b, c] = layouts;
-    let (a, b, c) = (a?, b?, c?);
-    let desc = checked(result::create_matmul_desc(compute, output))?;
-    descriptors.desc = Some(desc);
-    let preference = checked(result::create_matmul_pref())?;
-    descriptors.preference = Some(preference);
-    // The numeric value of CUBLAS_OP_T, which transposes w.
-    let transposed = 1i32;
+    let sizes = Sizes { tokens, rows, columns, stride: rows };
+    // SAFETY: the tensors have these sizes. `address` checks that they are contiguous and on a GPU.
+    unsafe { multiply(device, Elements::EightBit(kind), sizes, address(w)?, address(x)?, address(&out)?)? };
+    Ok(out)
+}
+
+/// Writes x·wᵀ, `[tokens, rows]` in `out_dtype`, to address `out`.
+/// Consecutive rows of the result are `stride` elements apart.
+///
+/// x `[tokens, columns]` and w `[rows, columns]` have the same dtype. `out_dtype` is f32 or the dtype of x.
+///
+/// # Safety
+/// `out` must be the address of an element in row 0 of a matrix `[tokens, stride]` of `out_dtype` in device memory.
+/// The column of the element at `out` must be at most `stride - rows`.
+pub unsafe fn gemm(
+    device: &CudaDevice,
+    x: &Tensor,
+    w: &Tensor,
+    out: u64,
+    stride: usize,
+    out_dtype: DType,
+) -> Result<()> {
+    let ((tokens, columns), (rows, w_columns)) = (x.dims2()?, w.dims2()?);
+    if columns != w_columns || x.dtype() != w.dtype() || rows > stride {
+        bail!("gemm: x {:?} {:?} and w {:?} {:?} do not match", x.dtype(), x.dims(), w.dtype(), w.dims());
+    }
+    if out_dtype != DType::F32 && out_dtype != x.dtype() {
+        bail!("gemm: the product of {:?} matrices cannot be {out_dtype:?}", x.dtype());
+    }
+    let elements = Elements::Float { input: x.dtype(), output: out_dtype };
+    // SAFETY: x and w have these sizes. `address` checks that they are contiguous and on a GPU.
+    // The caller guarantees that `out` is valid.
+    unsafe { multiply(device, elements, Sizes { tokens, rows, columns, stride }, address(w)?, address(x)?, out) }
+}
+
+/// Queues out = x·wᵀ, with the addresses of w `[rows, columns]`, x `[tokens, columns]` and out `[tokens, rows]`.
+///
+/// # Safety
+/// The matrices must be in the memory of the device, and must have the sizes and elements that the arguments say.
+unsafe fn multiply(device: &CudaDevice, elements: Elements, sizes: Sizes, w: u64, x: u64, out: u64) -> Result<()> {
+    // If a size overflowed i32, some algorithms would read or write out of bounds.
+    if [sizes.tokens, sizes.columns, sizes.stride].into_iter().any(|size| i32::try_from(size).is_err()) {
+        bail!("cannot multiply matrices of these sizes: {sizes:?}");
+    }
     let stream = device.cuda_stream();
     stream.context().bind_to_thread().w()?;
-    let handle = handle(device)?;
-    // SAFETY: the descriptors live until the end of this function. The tensors have the sizes in `shapes`.
-    // `address` checks that the tensors are contiguous and on a GPU. candle frees their memory in stream order.
-    unsafe {
-        checked(result::set_matmul_desc_attribute(
-            desc,
-            sys::cublasLtMatmulDescAttributes_t::CUBLASLT_MATMUL_DESC_TRANSA,
-            (&transposed as *const i32).cast(),
-            size_of_val(&transposed),
-        ))?;
-        checked(result::set_matmul_pref_attribute(
-            preference,
-            sys::cublasLtMatmulPreferenceAttributes_t::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
-            (&WORKSPACE_BYTES as *const usize).cast(),
-            size_of::<usize>(),
-        ))?;
-        let algorithm = checked(result::get_matmul_algo_heuristic(handle, desc, a, b, c, c, preference))?;
-        checked(result::matmul(
+    let (handle, types) = (handle(device)?, ProductTypes::new(elements)?);
+    let alignment = MAX_ALIGNMENT.min(1 << (w | x | out).trailing_zeros().min(8));
+    let class = Sizes { tokens: size_class(sizes.tokens), ..sizes };
+    let key = AlgorithmKey { gpu: stream.context().ordinal(), elements, sizes: class, alignment };
+    let Algorithm { algorithm, workspace_bytes } = algorithm(handle, &types, key)?;
+    // SAFETY: only cuBLASLt accesses the workspace. candle frees it in stream order.
+    let workspace = unsafe { scratch::empty(workspace_bytes, DType::U8, &Device::Cuda(device.clone()))? };
+    let workspace_address = if workspace_bytes == 0 { 0 } else { address(&workspace)? };
+    let descriptors = Descriptors::new(&types, sizes)?;
+    let zero = 0u32;
+    let scalar = |value: &u32| (value as *const u32).cast::<c_void>();
+    // SAFETY: the caller guarantees valid matrices. The descriptors live until the end of this function.
+    let result = unsafe {
+        result::matmul(
             handle,
-            desc,
-            scalar(&one),
+            descriptors.product,
+            scalar(&types.one),
             scalar(&zero),
-            address(w)? as *const _,
-            a,
-            address(x)? as *const _,
-            b,
-            address(&out)? as *const _,
-            c,
-            address(&out)? as *mut _,
-            c,
-            &algorithm.algo,
-            address(&workspace)? as *mut _,
-            WORKSPACE_BYTES,
+            w as *const _,
+            descriptors.w,
+            x as *const _,
+            descriptors.x,
+            out as *const _,
+            descriptors.out,
+            out as *mut _,
+            descriptors.out,
+            &algorithm,
+            workspace_address as *mut _,
+            workspace_bytes,
             stream.cu_stream().cast(),
-        ))?;
+        )
+    };
+    checked(result)
+}
+
+/// Returns the algorithm that cuBLASLt proposes. Remembers it for later products with the same key.
+fn algorithm(handle: sys::cublasLtHandle_t, types: &ProductTypes, key: AlgorithmKey) -> Result<Algorithm> {
+    static ALGORITHMS: LazyLock<Mutex<HashMap<AlgorithmKey, Algorithm>>> = LazyLock::new(Mutex::default);
+    let mut algorithms = ALGORITHMS.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some(&known) = algorithms.get(&key) {
+        return Ok(known);
     }
-    Ok(out)
+    use sys::cublasLtMatmulPreferenceAttributes_t as Attribute;
+    let descriptors = Descriptors::new(types, key.sizes)?;
+    let &Descriptors { product, w, x, out } = &descriptors;
+    let preference = Preference(checked(result::create_matmul_pref())?);
+    let set = |attribute, value: &[u8]| {
+        // SAFETY: the preference is valid, and `value` has the size of the attribute.
+        checked(unsafe {
+            result::set_matmul_pref_attribute(preference.0, attribute, value.as_ptr().cast(), value.len())
+        })
+    };
+    let is_undivided = matches!(key.elements, Elements::Float { .. }) && key.sizes.tokens <= UNDIVIDED_TOKENS;
+    let workspace_bytes = if is_undivided { 0 } else { MAX_WORKSPACE_BYTES };
+    set(Attribute::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &workspace_bytes.to_ne_bytes())?;
+    if let Some(reductions) = types.reductions {
+        set(Attribute::CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, &reductions.to_ne_bytes())?;
+    }
+    for attribute in [
+        Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES,
+        Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
+        Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES,
+        Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES,
+    ] {
+        set(attribute, &key.alignment.to_ne_bytes())?;
+    }
+    // SAFETY: the handle and all descriptors are valid.
+    let proposed =
+        checked(unsafe { result::get_matmul_algo_heuristic(handle, product, w, x, out, out, preference.0) })?;
+    let algorithm = Algorithm { algorithm: proposed.algo, workspace_bytes: proposed.workspaceSize };
+    algorithms.insert(key, algorithm);
+    Ok(algorithm)
 }
 
 fn checked<T>(result: std::result::Result<T, result::CublasError>) -> Result<T> {
     result.map_err(|error| candle_core::Error::Msg(format!("cuBLASLt: {:?}", error.0)))
 }
 
-/// The cuBLASLt descriptors of one matrix product. Destroying them while the product is still running is allowed.
-#[derive(Default)]
+/// The cuBLASLt descriptors of a product and its matrices. Destroying them while the product still runs is allowed.
+///
+/// cuBLAS is column-major. It reads w as wᵀ and x as xᵀ, and computes outᵀ [rows, tokens] = (wᵀ)ᵀ · xᵀ.
+/// The leading dimension of each cuBLAS matrix is the row stride of the row-major matrix.
 struct Descriptors {
-    layouts: Vec<sys::cublasLtMatrixLayout_t>,
-    desc: Option<sys::cublasLtMatmulDesc_t>,
-    preference: Option<sys::cublasLtMatmulPreference_t>,
+    product: sys::cublasLtMatmulDesc_t,
+    w: sys::cublasLtMatrixLayout_t,
+    x: sys::cublasLtMatrixLayout_t,
+    out: sys::cublasLtMatrixLayout_t,
+}
+
+impl Descriptors {
+    fn new(types: &ProductTypes, sizes: Sizes) -> Result<Self> {
+        let Sizes { tokens, rows, columns, stride } = sizes;
+        let layout = |dtype, height, width, stride| {
+            checked(result::create_matrix_layout(dtype, height as u64, width as u64, stride as i64))
+        };
+        let descriptors = Self {
+            product: checked(result::create_matmul_desc(types.compute, types.scale))?,
+            w: layout(types.input, columns, rows, columns)?,
+            x: layout(types.input, columns, tokens, columns)?,
+            out: layout(types.output, rows, tokens, stride)?,
+        };
+        // The numeric value of CUBLAS_OP_T, which transposes w.
+        let transposed = 1i32;
+        // SAFETY: the descriptor is valid, and the attribute is an i32.
+        checked(unsafe {
+            result::set_matmul_desc_attribute(
+                descriptors.product,
+                sys::cublasLtMatmulDescAttributes_t::CUBLASLT_MATMUL_DESC_TRANSA,
+                (&transposed as *const i32).cast(),
+                size_of_val(&transposed),
+            )
+        })?;
+        Ok(descriptors)
+    }
 }
 
 impl Drop for Descriptors {
     fn drop(&mut self) {
         // SAFETY: each descriptor was created once, and nothing uses it afterwards. `drop` cannot report errors.
         unsafe {
-            for layout in self.layouts.drain(..) {
+            for layout in [self.w, self.x, self.out] {
                 let _ = result::destroy_matrix_layout(layout);
             }
-            let _ = self.desc.take().map(|desc| result::destroy_matmul_desc(desc));
-            let _ = self.preference.take().map(|preference| result::destroy_matmul_pref(preference));
+            let _ = result::destroy_matmul_desc(self.product);
         }
+    }
+}
+
+/// What an algorithm must support.
+struct Preference(sys::cublasLtMatmulPreference_t);
+
+impl Drop for Preference {
+    fn drop(&mut self) {
+        // SAFETY: the preference was created once, and nothing uses it afterwards. `drop` cannot report errors.
+        let _ = unsafe { result::destroy_matmul_pref(self.0) };
     }
 }
 
@@ -166,7 +340,7 @@ fn handle(device: &CudaDevice) -> Result<sys::cublasLtHandle_t> {
     // SAFETY: several threads may use one cuBLASLt handle at the same time.
     unsafe impl Send for Handle {}
     static HANDLES: Mutex<BTreeMap<usize, Handle>> = Mutex::new(BTreeMap::new());
-    let mut handles = HANDLES.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+    let mut handles = HANDLES.lock().unwrap_or_else(PoisonError::into_inner);
     let context = device.cuda_stream().context().clone();
     if let Some(known) = handles.get(&context.ordinal()) {
         return Ok(known.handle);

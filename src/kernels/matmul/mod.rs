@@ -5,6 +5,9 @@
 pub mod cublas_lt;
 #[cfg(feature = "cuda")]
 pub mod dense_few;
+#[cfg(feature = "cuda")]
+pub mod few_rows;
+pub mod size_class;
 
 #[cfg(feature = "cuda")]
 use candle_core::cuda_backend::CudaDevice;
@@ -13,7 +16,7 @@ use candle_core::{DType, Device, Result, Tensor, bail};
 use super::sum_order::{SumOrder, each_row};
 
 /// The number of tokens in every product on a GPU with [`SumOrder::Fixed`].
-/// The number is constant, because cuBLAS chooses its algorithm based on the number of tokens.
+/// The number is constant, because cuBLASLt chooses its algorithm based on the number of tokens.
 #[cfg(feature = "cuda")]
 const FIXED_TOKENS: usize = 64;
 
@@ -33,6 +36,9 @@ pub fn matmul_f32_into(x: &Tensor, w: &Tensor, order: SumOrder, out: Option<&Ten
     }
     match (x.device(), order) {
         (Device::Cpu, SumOrder::Fixed) => each_row(x, |row| product(row, w, None)),
+        // The order of additions of this kernel does not depend on the number of tokens.
+        #[cfg(feature = "cuda")]
+        (Device::Cuda(device), _) if few_rows::is_supported(x, w)? => few_rows::matmul_few_rows(device, x, w),
         #[cfg(feature = "cuda")]
         (Device::Cuda(_), SumOrder::Fixed) => product_of_fixed_tokens(x, w),
         // cuBLAS computes products with a single token. They are rare, because the decode graph has its own kernels.
@@ -56,7 +62,7 @@ pub fn matmul_rounded(x: &Tensor, w: &Tensor, order: SumOrder) -> Result<Tensor>
         // SAFETY: the product writes every element of `out`.
         let out = unsafe { crate::kernels::scratch::empty((x.dim(0)?, w.dim(0)?), x.dtype(), x.device())? };
         // SAFETY: `out` is `[tokens, rows]` in the dtype of x. `gemm` checks x and w.
-        unsafe { gemm(device, x, w, crate::kernels::launch::address(&out)?, w.dim(0)?, x.dtype())? };
+        unsafe { cublas_lt::gemm(device, x, w, crate::kernels::launch::address(&out)?, w.dim(0)?, x.dtype())? };
         return Ok(out);
     }
     matmul_f32(x, w, order)
@@ -90,7 +96,7 @@ fn product_of_fixed_tokens(x: &Tensor, w: &Tensor) -> Result<Tensor> {
     }
 }
 
-/// Computes x·wᵀ as f32 with cuBLAS. The matmul of candle would round the result to the dtype of the inputs.
+/// Computes x·wᵀ as f32 with cuBLASLt. The matmul of candle would round the result to the dtype of the inputs.
 #[cfg(feature = "cuda")]
 fn cublas(device: &CudaDevice, x: &Tensor, w: &Tensor, out: Option<&Tensor>) -> Result<Tensor> {
     let (tokens, rows) = (x.dim(0)?, w.dim(0)?);
@@ -103,85 +109,6 @@ fn cublas(device: &CudaDevice, x: &Tensor, w: &Tensor, out: Option<&Tensor>) -> 
         None => unsafe { crate::kernels::scratch::empty((tokens, rows), DType::F32, x.device())? },
     };
     // SAFETY: `out` holds tokens · rows floats.
-    unsafe { gemm(device, x, w, crate::kernels::launch::address(&out)?, rows, DType::F32)? };
+    unsafe { cublas_lt::gemm(device, x, w, crate::kernels::launch::address(&out)?, rows, DType::F32)? };
     Ok(out)
-}
-
-/// Writes x·wᵀ, `[tokens, rows]` in `out_dtype`, to address `out`.
-/// Consecutive rows of the result are `stride` elements apart.
-///
-/// x `[tokens, columns]` and w `[rows, columns]` have the same dtype. `out_dtype` is f32 or the dtype of x.
-///
-/// # Safety
-/// `out` must be the address of an element in row 0 of a matrix `[tokens, stride]` of `out_dtype` in device memory.
-/// The column of the element at `out` must be at most `stride - rows`.
-#[cfg(feature = "cuda")]
-pub unsafe fn gemm(
-    device: &CudaDevice,
-    x: &Tensor,
-    w: &Tensor,
-    out: u64,
-    stride: usize,
-    out_dtype: DType,
-) -> Result<()> {
-    use candle_core::cuda_backend::WrapErr;
-    use candle_core::cuda_backend::cudarc::cublas::{result, sys};
-
-    use crate::kernels::launch::address;
-
-    let ((tokens, columns), (rows, w_columns)) = (x.dims2()?, w.dims2()?);
-    if columns != w_columns || x.dtype() != w.dtype() || rows > stride {
-        bail!("gemm: x {:?} {:?} and w {:?} {:?} do not match", x.dtype(), x.dims(), w.dtype(), w.dims());
-    }
-    // If a size overflowed i32, cuBLAS would read or write out of bounds.
-    if [tokens, columns, stride].into_iter().any(|size| i32::try_from(size).is_err()) {
-        bail!("gemm: x {:?} or w {:?} is too large", x.dims(), w.dims());
-    }
-    let data_type = |dtype| {
-        Ok(match dtype {
-            DType::F16 => sys::cudaDataType::CUDA_R_16F,
-            DType::BF16 => sys::cudaDataType::CUDA_R_16BF,
-            DType::F32 => sys::cudaDataType::CUDA_R_32F,
-            other => bail!("cannot multiply matrices of dtype {other:?}"),
-        })
-    };
-    let (dtype, out_type) = (data_type(x.dtype())?, data_type(out_dtype)?);
-    if out_dtype != DType::F32 && out_dtype != x.dtype() {
-        bail!("gemm: the product of {:?} matrices cannot be {out_dtype:?}", x.dtype());
-    }
-    if out_dtype != DType::F32 {
-        // By default, cuBLAS may divide a long product, and round the sum of each part to the dtype of the result.
-        let mode = sys::cublasMath_t::CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION;
-        // SAFETY: the handle is valid as long as `device`.
-        unsafe { sys::cublasSetMathMode(*device.cublas_handle().handle(), mode).result().w()? };
-    }
-    let (alpha, beta) = (1.0f32, 0.0f32);
-    // cuBLAS is column-major. It reads w as wᵀ and x as xᵀ, and computes outᵀ [rows, tokens] = (wᵀ)ᵀ · xᵀ.
-    // Each leading dimension is the row stride of the row-major tensor.
-    // SAFETY: the tensors are contiguous and on a GPU (`address` checks this) and have these sizes (checked above).
-    // The handle is bound to the device's stream. The caller guarantees that `out` is valid.
-    unsafe {
-        result::gemm_ex(
-            *device.cublas_handle().handle(),
-            sys::cublasOperation_t::CUBLAS_OP_T,
-            sys::cublasOperation_t::CUBLAS_OP_N,
-            rows as i32,
-            tokens as i32,
-            columns as i32,
-            (&alpha as *const f32).cast(),
-            address(w)? as *const _,
-            dtype,
-            columns as i32,
-            address(x)? as *const _,
-            dtype,
-            columns as i32,
-            (&beta as *const f32).cast(),
-            out as *mut _,
-            out_type,
-            stride as i32,
-            sys::cublasComputeType_t::CUBLAS_COMPUTE_32F,
-            sys::cublasGemmAlgo_t::CUBLAS_GEMM_DEFAULT_TENSOR_OP,
-        )
-    }
-    .w()
 }

@@ -29,9 +29,7 @@ use crate::kernels::launch::{
     Arguments, Launch, LaunchShape, address, dtype_suffix, max_shared_bytes, module, multiprocessors,
 };
 #[cfg(feature = "cuda")]
-use crate::kernels::matmul::cublas_lt::{EightBitType, matmul_8bit};
-#[cfg(feature = "cuda")]
-use crate::kernels::matmul::gemm;
+use crate::kernels::matmul::cublas_lt::{EightBitType, gemm, matmul_8bit};
 #[cfg(feature = "cuda")]
 use crate::kernels::sum_order::{SumOrder, each_row};
 use crate::kernels::{elements, to_f32, unsupported};
