@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use futures_core::Stream;
 use tokio::sync::oneshot;
 
-use super::choice::{Choice, Pieces, finite_logprob};
+use super::choice::{Choice, Finish, Pieces, finite_logprob};
 use super::usage::Usage;
 use crate::engine::{
     EngineHandle, Event, Record, RecordedAnswer, RecordedRequest, Request, RequestStream, ScoredPrompt, Summary,
@@ -49,6 +49,8 @@ struct Answer {
     recorded: RecordedAnswer,
     /// The summary of the answer. `None` until the answer has ended.
     summary: Option<Box<Summary>>,
+    /// The finish reason in the response. `None` until the answer has ended.
+    finish: Option<Finish>,
 }
 
 impl Answer {
@@ -121,7 +123,7 @@ pub async fn submit(server: &Arc<Server>, log: Arc<RequestLog>, job: Job) -> Res
     let answer = |stream| {
         let choice = Choice::new(job.can_call_in_parallel).with_named_call(job.must_call_named);
         let choice = choice.with_all_tokens(job.keeps_all_tokens);
-        Answer { stream, choice, last_token: None, recorded: RecordedAnswer::default(), summary: None }
+        Answer { stream, choice, last_token: None, recorded: RecordedAnswer::default(), summary: None, finish: None }
     };
     Ok(Answers {
         answers: streams.into_iter().map(answer).collect(),
@@ -275,7 +277,7 @@ impl Answers {
                 metrics.times.per_output_token.observe(summary.tok_per_s.recip());
             }
         }
-        answer.summary = summary;
+        (answer.summary, answer.finish) = (summary, pieces.finish);
         pieces
     }
 
@@ -290,7 +292,7 @@ impl Answers {
             let Some(request) = answers.first().and_then(|answer| answer.stream.record()).cloned() else { return };
             let take = |answer: &mut Answer| {
                 let counts = answer.stream.counts();
-                let finish = finish_name(answer.summary.as_deref(), failure.is_some(), is_canceled);
+                let finish = finish_name(answer.finish, failure.is_some(), is_canceled);
                 let recorded = std::mem::take(&mut answer.recorded);
                 let (cached_tokens, ttft_s) = (counts.cached_tokens, counts.ttft_s);
                 RecordedAnswer { finish: finish.to_string(), cached_tokens, ttft_s, ..recorded }
@@ -335,8 +337,9 @@ impl Drop for Answers {
         metrics.sizes.max_generation_tokens.observe(longest.unwrap_or(0) as f64);
         let has_ended = self.answers.iter().all(|answer| answer.summary.is_some());
         // All answers share one log line, with the finish reason of the first answer or the reason for an early end.
-        let summary = self.summary(0).filter(|_| has_ended && self.failure.is_none());
-        let finish = finish_name(summary, self.failure.is_some(), self.is_canceled);
+        let finish = self.answers.first().and_then(|answer| answer.finish);
+        let finish = finish.filter(|_| has_ended && self.failure.is_none());
+        let finish = finish_name(finish, self.failure.is_some(), self.is_canceled);
         self.record();
         let usage = self.usage();
         self.log.set_answer(AnswerLog {
@@ -352,15 +355,12 @@ impl Drop for Answers {
 }
 
 /// Returns the finish reason of an answer for the log and the records.
-/// `summary` is `None` if the answer failed, or was dropped before it ended.
-fn finish_name(summary: Option<&Summary>, has_failed: bool, is_canceled: bool) -> &'static str {
-    use crate::engine::FinishReason::*;
-    match summary.map(|summary| &summary.finish_reason) {
+/// `finish` is `None` if the answer failed, or was dropped before it ended.
+fn finish_name(finish: Option<Finish>, has_failed: bool, is_canceled: bool) -> &'static str {
+    match finish {
         None if has_failed => "error",
         None => "canceled",
         Some(_) if is_canceled => "canceled",
-        Some(Stop | Canceled) => "stop",
-        Some(Length) => "length",
-        Some(ToolCalls) => "tool_calls",
+        Some(finish) => finish.as_str(),
     }
 }

@@ -130,6 +130,17 @@ fn a_server_gives_records_to_their_clients_only() {
     assert_fails(&replay(id, &[&flags[..], &["two"]].concat()), 3, &["no record"]);
     assert_fails(&replay(id, &[&flags[..], &["three"]].concat()), 4, &["wrong API key"]);
     assert_fails(&replay("other", &[&flags[..], &["one"]].concat()), 3, &["no record"]);
+    // The record has the finish reason of the response. If the client named the tool, this is not `tool_calls`.
+    let function = json!({ "name": "now", "parameters": { "type": "object", "properties": {} } });
+    let tools = json!([{ "type": "function", "function": function }]);
+    let named = json!({ "type": "function", "function": { "name": "now" } });
+    for (id, choice, finish) in [("required", json!("required"), "tool_calls"), ("named", named, "stop")] {
+        let body = super::client::chat(json!({ "tools": tools, "tool_choice": choice })).to_string();
+        let response = server.send("POST", path, &[JSON, one, ("x-request-id", id)], body.as_bytes()).ok();
+        let record = server.send("GET", &format!("/v1/records/{id}"), &[one], b"").ok();
+        let recorded = &record["requests"][0]["answers"][0]["finish"];
+        assert_eq!((&response["choices"][0]["finish_reason"], recorded), (&json!(finish), &json!(finish)), "{id}");
+    }
     // If a client disconnects, the record contains the tokens generated before the disconnection.
     let mut stream = server.connect();
     let body = endless(true).to_string();
