@@ -12,9 +12,8 @@
 template <typename T> __device__ void clamped_swiglu(const T* x, T* out, int n, float alpha, float limit) {
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= n) return;
-    // Comparisons keep NaN. fminf and fmaxf would turn NaN into the limit.
-    const float g = to_float(x[2 * (size_t)i]), u = to_float(x[2 * (size_t)i + 1]);
-    const float gate = g > limit ? limit : g, up = u > limit ? limit : u < -limit ? -limit : u;
+    float gate = to_float(x[2 * (size_t)i]), up = to_float(x[2 * (size_t)i + 1]);
+    clamp_gate_up(gate, up, limit);
     out[i] = from_float<T>(gate / (1.0f + expf(-alpha * gate)) * (up + 1.0f));
 }
 

@@ -8,21 +8,10 @@
 //   grid: tokens; block: ADD_NORM_THREADS
 //   bytes moved: tokens · columns · (12 + sizeof(T)), or tokens · columns · (4 + sizeof(T)) without y
 #include "constants.cuh"
+#include "headers/block_sum.cuh"
 #include "headers/common.cuh"
 #include "headers/pdl.cuh"
 #include "headers/tensor_core.cuh"
-
-// Returns the sum of `value` over all threads of the block. Every thread receives the sum.
-// The first barrier in block_sum waits for all earlier reads of `scratch`.
-__device__ float block_sum(float value, float* scratch) {
-    value = warp_sum(value);
-    __syncthreads();
-    if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = value;
-    __syncthreads();
-    value = 0.0f;
-    for (int w = 0; w < blockDim.x / 32; ++w) value += scratch[w];
-    return value;
-}
 
 // A thread keeps up to HELD · WIDTH elements of a row in registers, and reloads its other elements for each use.
 constexpr int THREADS = ADD_NORM_THREADS, HELD = 2;
@@ -55,7 +44,7 @@ template <int WIDTH, typename T> __device__ __forceinline__ void store(T* to, co
 template <typename T, int WIDTH>
 __device__ void add_norm(const float* x, const float* y, const float* y_bias, const float* weight, const float* bias,
                          float* sum, T* normed, int columns, float eps) {
-    __shared__ float scratch[32];
+    __shared__ float scratch[2][32];  // one part for each sum
     const size_t row = (size_t)blockIdx.x * columns;
     const int count = columns / WIDTH;
     x += row, y += y ? row : 0, sum += y ? row : 0, normed += row;
@@ -113,14 +102,14 @@ __device__ void add_norm(const float* x, const float* y, const float* y_bias, co
             visit(load<WIDTH>(added + i * WIDTH), load<WIDTH>(weight + i * WIDTH), i);
     };
     if (bias) {
-        center = block_sum(total, scratch) / columns;
+        center = block_sum(total, scratch[0]) / columns;
         squares = 0.0f;
         for_each([&](const Elements<WIDTH>& e, const Elements<WIDTH>&, int) {
 #pragma unroll
             for (int k = 0; k < WIDTH; ++k) squares += (e.v[k] - center) * (e.v[k] - center);
         });
     }
-    const float scale = rsqrtf(block_sum(squares, scratch) / columns + eps);
+    const float scale = rsqrtf(block_sum(squares, scratch[1]) / columns + eps);
 
     // 3. Normalize the row.
     for_each([&](const Elements<WIDTH>& e, const Elements<WIDTH>& w, int i) {

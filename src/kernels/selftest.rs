@@ -269,9 +269,9 @@ fn activation(target: CheckTarget, activation: Activation) -> Result<Tensor> {
 }
 
 fn routing(target: CheckTarget, dtype: DType, softmax: Softmax) -> Result<Tensor> {
-    let (ids, shares) = topk_softmax(&target.put(&noise(12, &[7, 33], dtype)?)?, 4, softmax)?;
+    let (ids, weights) = topk_softmax(&target.put(&noise(12, &[7, 33], dtype)?)?, 4, softmax)?;
     // Compare ids and routing weights together. A wrong expert id differs by at least 1, far above the tolerance.
-    Tensor::cat(&[to_cpu(&ids)?, to_cpu(&shares)?], 1)
+    Tensor::cat(&[to_cpu(&ids)?, to_cpu(&weights)?], 1)
 }
 
 fn rope(target: CheckTarget, normed: bool) -> Result<Tensor> {

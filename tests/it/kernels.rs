@@ -609,7 +609,7 @@ fn experts_in_fixed_order_do_not_depend_on_other_tokens() {
                 let (up, down) =
                     (ExpertLinear { tiles: &up.0, bias: &up.1 }, ExpertLinear { tiles: &down.0, bias: &down.1 });
                 let y = expert_mlp(&x, &routed, up, down, 7.0, SumOrder::Fixed, DType::F32).unwrap();
-                (values(&routed.shares), values(&y))
+                (values(&routed.weights), values(&y))
             };
             let (shares, all) = run(0, tokens);
             for _ in 0..20 {
@@ -791,7 +791,7 @@ fn routed_pairs_match_separate_operations() {
         // The kernels must reset their counters after a launch, because the second launch uses the same counters.
         for _ in 0..2 {
             let routed = RoutedPairs::route(&x, &weight, Some(&bias), chosen, SumOrder::Fastest, Some(&usage)).unwrap();
-            assert_close(&format!("{tokens} tokens, {chosen} of {experts} experts"), &routed.shares, &want, 1e-4);
+            assert_close(&format!("{tokens} tokens, {chosen} of {experts} experts"), &routed.weights, &want, 1e-4);
             let sorted: Vec<u32> = routed.sorted.to_vec1().unwrap();
             let offsets: Vec<u32> = routed.offsets.to_vec1().unwrap();
             let mut got = vec![None; tokens * chosen];

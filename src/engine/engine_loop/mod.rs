@@ -15,7 +15,7 @@
 //! The blocks of an ended sequence are freed at once. A later step can overwrite these blocks safely,
 //! because the device runs the steps in order.
 //! The device applies the penalties for tokens that the host does not know yet.
-//! A step is not queued if one of its sequences has a constraint or asks for log probabilities.
+//! A step is not queued if one of its sequences has a constraint.
 //!
 //! The files of this folder:
 //!

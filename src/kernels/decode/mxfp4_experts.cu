@@ -2,6 +2,7 @@
 // Each expert is an MLP with clamped SwiGLU and biases, as in gpt-oss.
 // Each thread block finds the chosen experts itself, from the router logits.
 #include "constants.cuh"
+#include "headers/activation.cuh"
 #include "headers/common.cuh"
 #include "headers/pdl.cuh"
 #include "headers/streaming_loads.cuh"
@@ -159,9 +160,7 @@ __device__ void decode_gate_up_experts(const __half* normed, const float* normed
         for (int w = 0; w < DECODE_UP_WARPS; ++w)
             gate += sums[block_tile][w][lane], up += sums[block_tile][w][lane + 8];
         gate = gate * unscale + b.x, up = up * unscale + b.y;
-        // Comparisons keep NaN, as torch.clamp does. fminf would replace NaN with the limit.
-        gate = gate > limit ? limit : gate;
-        up = up > limit ? limit : up < -limit ? -limit : up;
+        clamp_gate_up(gate, up, limit);
         h[(size_t)blockIdx.y * intermediate + unit] =
             __float2half_rn(gate / (1.0f + expf(-alpha * gate)) * (up + 1.0f));
     }

@@ -52,7 +52,7 @@ fn connected(world: &World, device: &CudaDevice, path: ExchangePath) -> CandleRe
         Err(reason) => return Ok(Err(reason)),
     };
     let exchange = GpuExchange::new(world.rank(), device, mailboxes);
-    let opened = exchange.mailboxes.iter().try_for_each(|peer| exchange.own().open_to(peer));
+    let opened = exchange.mailboxes.iter().try_for_each(|peer| exchange.own().enable_access_to(peer));
     if let Err(reason) = agree(world, opened.and_then(|()| exchange.load_kernels()))? {
         return Ok(Err(reason));
     }

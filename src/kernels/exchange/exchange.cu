@@ -36,10 +36,10 @@ struct Mailboxes {
     uint32_t* state;
     // A word in host memory that all ranks share. If it is nonzero, the exchange has ended, and threads stop waiting.
     uint32_t* control;
-    // The first column of each rank's share, then the total number of columns.
-    // In exchange_sum_shares_bf16, a column is a group of 4 words. In exchange_add_norm, a column is a row of x.
-    // The other sums do not use this array.
-    int first_column[EXCHANGE_MAX_RANKS + 1];
+    // The first item of each rank's share, then the total number of items: groups of 4 words in
+    // exchange_sum_shares_bf16, rows in exchange_add_norm, and columns in exchange_columns.
+    // The other kernels do not use this array.
+    int first_item[EXCHANGE_MAX_RANKS + 1];
     int rank, ranks, region;
     // The maximum time to wait for another rank.
     int timeout_seconds;
@@ -48,6 +48,8 @@ struct Mailboxes {
     // Nonzero if the mailboxes are in host memory.
     int in_host_memory;
 };
+
+// ---- words ----
 
 struct Scalar {
     typedef uint32_t Word;
@@ -95,6 +97,8 @@ __device__ __forceinline__ void add_to(uint32_t& sum, uint32_t v) { sum = __floa
 __device__ __forceinline__ void add_to(uint4& sum, uint4 v) {
     add_to(sum.x, v.x), add_to(sum.y, v.y), add_to(sum.z, v.z), add_to(sum.w, v.w);
 }
+
+// ---- waiting and receiving ----
 
 // Waits for words from other ranks. A thread gives up after a timeout, or if the exchange has ended.
 // After a thread gives up, the results of the operation are wrong, and the host must not use them.
@@ -163,6 +167,8 @@ __device__ __forceinline__ void receive(const Batch& batch, const Mailboxes& m, 
     batch.each([&](int j, int i) { part[j] = V::load(region + i); });
     batch.each([&](int j, int i) { waiting.complete<V>(part[j], region + i, rank); });
 }
+
+// ---- one operation ----
 
 // One exchange operation of this rank. The constructor reads the operation number from the state of this rank.
 struct Operation {
@@ -241,6 +247,8 @@ __device__ void exchange(Own own_words, const Mailboxes& m, int words, int large
     take(operation.own_slot(), waiting, first, step);
 }
 
+// ---- sums of f32 values ----
+
 template <typename V>
 __device__ void exchange_sum(uint32_t* x, uint32_t* out, const Mailboxes& m, int words, int clears_x) {
     const auto own_words = [&](int i) { return V::sendable(V::load(x + i)); };
@@ -279,6 +287,8 @@ extern "C" __global__ void __launch_bounds__(512)
     exchange_sum_1(uint32_t* x, uint32_t* out, const __grid_constant__ Mailboxes m, int words, int clears_x) {
     exchange_sum<Scalar>(x, out, m, words, clears_x);
 }
+
+// ---- sums of bf16 values ----
 
 // Returns a pair of bf16 values that is not EMPTY.
 __device__ __forceinline__ uint32_t sendable_pair(uint32_t word) {
@@ -347,7 +357,7 @@ extern "C" __global__ void __launch_bounds__(512)
 // In exchange_sum_bf16, it sends 4 · (R - 1) · words bytes.
 //   x, out: f32 [2 · words]; out may be x
 //   words: a multiple of 4; a region must have room for twice the words of the largest share
-//   m.first_column: the first group of 4 words of each rank's share, then the number of groups
+//   m.first_item: the first group of 4 words of each rank's share, then the number of groups
 //   grid, block: as for exchange_sum_4
 //   bytes moved: 16 · words, and the words sent to other ranks
 extern "C" __global__ void __launch_bounds__(512)
@@ -355,7 +365,7 @@ extern "C" __global__ void __launch_bounds__(512)
     begin(m);
     const int thread = blockIdx.x * blockDim.x + threadIdx.x, threads = gridDim.x * blockDim.x;
     const int first = thread * Quad::SIZE, step = threads * Quad::SIZE;
-    const auto start_of = [&](int rank) { return m.first_column[rank] * Quad::SIZE; };
+    const auto start_of = [&](int rank) { return m.first_item[rank] * Quad::SIZE; };
     const auto words_of = [&](int rank) { return start_of(rank + 1) - start_of(rank); };
     // The share of rank 0 is the largest. In a region, the first words_of(0) words are addends. The sums follow.
     const int most = words_of(0);
@@ -404,6 +414,8 @@ extern "C" __global__ void __launch_bounds__(512)
     }
 }
 
+// ---- sum, residual addition and norm ----
+
 __device__ __forceinline__ void load_8(const float* from, float (&v)[8]) {
     const float4 low = reinterpret_cast<const float4*>(from)[0], high = reinterpret_cast<const float4*>(from)[1];
     v[0] = low.x, v[1] = low.y, v[2] = low.z, v[3] = low.w;
@@ -441,7 +453,7 @@ __device__ __forceinline__ void store_bf16(float* out, uint4 words) {
 //   bias, weight: f32 [columns]; bias may be null
 //   normed: T [rows, columns], the rows of all ranks
 //   columns: a multiple of 8, at most EXCHANGE_ROW_COLUMNS
-//   m.first_column: the first row of each rank's share, then the number of rows
+//   m.first_item: the first row of each rank's share, then the number of rows
 //   grid: at most EXCHANGE_BLOCKS, divided by the number of ranks if ranks share a GPU; the same on all ranks
 //   block: EXCHANGE_ROW_THREADS
 //   bytes moved: columns · (sizeof(Y) + sizeof(T)) per row, and columns · 8 per row of this rank
@@ -451,9 +463,9 @@ __device__ void exchange_add_norm(const float* x, const Y* y, const float* bias,
     __shared__ float scratch[2][EXCHANGE_ROW_THREADS / 32];
     begin(m);
     const int row_words = columns / 2;
-    const auto rows_of = [&](int rank) { return m.first_column[rank + 1] - m.first_column[rank]; };
+    const auto rows_of = [&](int rank) { return m.first_item[rank + 1] - m.first_item[rank]; };
     // Returns the word at which a row of a rank's share starts in y and, with two bf16 values per word, in normed.
-    const auto start_of = [&](int rank, int row) { return (size_t)(m.first_column[rank] + row) * row_words; };
+    const auto start_of = [&](int rank, int row) { return (size_t)(m.first_item[rank] + row) * row_words; };
     // The share of rank 0 is the largest. In a region, the first `most` words are addends. The norms follow.
     const int most = rows_of(0) * row_words;
     const Operation operation(m);
@@ -554,13 +566,15 @@ DEFINE_ADD_NORM(float, f32, __nv_bfloat16, bf16)
 DEFINE_ADD_NORM(__nv_bfloat16, bf16, float, f32)
 DEFINE_ADD_NORM(__nv_bfloat16, bf16, __nv_bfloat16, bf16)
 
+// ---- columns of all ranks ----
+
 template <typename V>
 __device__ void exchange_columns(const uint32_t* x, uint32_t* out, const Mailboxes& m, int rows, int largest) {
-    const int own = m.first_column[m.rank + 1] - m.first_column[m.rank], total = m.first_column[m.ranks];
+    const int own = m.first_item[m.rank + 1] - m.first_item[m.rank], total = m.first_item[m.ranks];
     const auto own_words = [&](int i) { return V::sendable(V::load(x + i)); };
     const auto take = [&](const uint32_t* slot, Waiting& waiting, int first, int step) {
         for (int rank = 0; rank < m.ranks; ++rank) {
-            const int start = m.first_column[rank], columns = m.first_column[rank + 1] - start;
+            const int start = m.first_item[rank], columns = m.first_item[rank + 1] - start;
             each_batch(first, step, rows * columns, [&](const Batch& batch) {
                 typename V::Word part[BATCH];
                 receive<V>(batch, m, slot, rank, waiting, [&](int, int i) { return own_words(i); }, part);

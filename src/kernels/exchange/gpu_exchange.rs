@@ -66,7 +66,7 @@ pub(super) struct RawMailboxes {
     of: [u64; EXCHANGE_MAX_RANKS],
     state: u64,
     control: u64,
-    first_column: [i32; EXCHANGE_MAX_RANKS + 1],
+    first_item: [i32; EXCHANGE_MAX_RANKS + 1],
     rank: i32,
     ranks: i32,
     region: i32,
@@ -175,14 +175,14 @@ impl GpuExchange {
     }
 
     /// Returns the `Mailboxes` argument of the kernels.
-    /// `first_column` holds the start of each rank's [`share`] of `items` items, each of which has `unit` columns.
+    /// `first_item` holds the start of each rank's [`share`] of `items` items, each of which has `unit` columns.
     pub(super) fn raw(&self, items: usize, unit: usize) -> RawMailboxes {
         let ranks = self.mailboxes.len();
         let mut raw = RawMailboxes {
             of: [0; EXCHANGE_MAX_RANKS],
             state: self.own().state,
             control: self.control().address(0),
-            first_column: [(items * unit) as i32; EXCHANGE_MAX_RANKS + 1],
+            first_item: [(items * unit) as i32; EXCHANGE_MAX_RANKS + 1],
             rank: self.rank as i32,
             ranks: ranks as i32,
             region: self.region() as i32,
@@ -192,7 +192,7 @@ impl GpuExchange {
         };
         for (rank, mailbox) in self.mailboxes.iter().enumerate() {
             raw.of[rank] = mailbox.address;
-            raw.first_column[rank] = (share(items, 1, rank, ranks).start * unit) as i32;
+            raw.first_item[rank] = (share(items, 1, rank, ranks).start * unit) as i32;
         }
         raw
     }

@@ -63,7 +63,7 @@ impl RankMailbox {
     }
 
     /// Gives the GPU of this mailbox access to the mailbox of `peer`.
-    pub fn open_to(&self, peer: &RankMailbox) -> Result<()> {
+    pub fn enable_access_to(&self, peer: &RankMailbox) -> Result<()> {
         if self.path == ExchangePath::HostMemory || self.context.cu_device() == peer.context.cu_device() {
             return Ok(());
         }

@@ -1,7 +1,15 @@
-// Applies an activation function, which is selected by its `ACTIVATION_` code (see constants.rs).
+// Activation functions.
 #pragma once
 #include "constants.cuh"
 
+// Limits a gate and its up value, as in the clamped SwiGLU of gpt-oss.
+// Comparisons keep NaN, as torch.clamp does. fminf and fmaxf would turn NaN into the limit.
+__device__ __forceinline__ void clamp_gate_up(float& gate, float& up, float limit) {
+    gate = gate > limit ? limit : gate;
+    up = up > limit ? limit : up < -limit ? -limit : up;
+}
+
+// Applies the activation function that is selected by its `ACTIVATION_` code (see constants.rs).
 __device__ __forceinline__ float activate(float x, int activation) {
     if (activation == ACTIVATION_SILU) return x / (1.0f + expf(-x));
     constexpr float SQRT_2_OVER_PI = 0.79788456f;

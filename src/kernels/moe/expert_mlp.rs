@@ -100,7 +100,7 @@ pub fn expert_mlp(
     let out = unsafe { scratch::empty((tokens, columns), out_dtype, x.device())? };
     let count = tokens * columns / 8;
     let arguments =
-        Arguments::new().tensor(&y)?.tensor(&routed.shares)?.tensor(&out)?.int(count).int(columns).int(chosen);
+        Arguments::new().tensor(&y)?.tensor(&routed.weights)?.tensor(&out)?.int(count).int(columns).int(chosen);
     let shape = LaunchShape::one_thread_each(count);
     // SAFETY: all shapes are checked above, and the down launch writes every element of `y`.
     unsafe {
@@ -156,18 +156,18 @@ fn check_shapes(x: &Tensor, routed: &RoutedPairs, gate_up: ExpertLinear, down: E
         let (gate_up, down) = (gate_up.tiles.dims(), down.tiles.dims());
         bail!("expert_mlp: x {:?}, gate_up {gate_up:?} and down {down:?} do not match", x.dims());
     }
-    let RoutedPairs { sorted, offsets, shares, rows } = routed;
+    let RoutedPairs { sorted, offsets, weights, rows } = routed;
     let chosen = sorted.elem_count() / tokens.max(1);
-    let dtypes = [x.dtype(), shares.dtype(), sorted.dtype(), offsets.dtype()];
+    let dtypes = [x.dtype(), weights.dtype(), sorted.dtype(), offsets.dtype()];
     if dtypes != [DType::F32, DType::F32, DType::U32, DType::U32]
-        || shares.dims() != [tokens, chosen]
+        || weights.dims() != [tokens, chosen]
         || sorted.dims() != [tokens * chosen]
         || offsets.dims() != [experts + 1]
         || rows.as_ref().is_some_and(|rows| rows.dims() != sorted.dims() || rows.dtype() != DType::U32)
     {
-        let (x, shares, sorted, offsets) = (x.dims(), shares.dims(), sorted.dims(), offsets.dims());
+        let (x, weights, sorted, offsets) = (x.dims(), weights.dims(), sorted.dims(), offsets.dims());
         bail!(
-            "expert_mlp: x {x:?}, routing weights {shares:?}, pairs {sorted:?} and expert offsets {offsets:?} of dtypes \
+            "expert_mlp: x {x:?}, routing weights {weights:?}, pairs {sorted:?} and expert offsets {offsets:?} of dtypes \
              {dtypes:?} do not match"
         );
     }

@@ -24,6 +24,7 @@
 // ldmatrix and wgmma read the tiled rows without bank conflicts.
 #pragma once
 #include "constants.cuh"
+#include "headers/activation.cuh"
 #include "headers/common.cuh"
 #include "headers/tensor_core.cuh"
 #include "moe/e2m1.cuh"
@@ -133,9 +134,8 @@ template <typename T> __device__ __forceinline__ uint32_t transposed(float a, fl
     return word;
 }
 
-__device__ __forceinline__ float clamped_swiglu(float g, float u, float limit) {
-    // Comparisons keep NaN. fminf and fmaxf would turn NaN into the limit.
-    const float gate = g > limit ? limit : g, up = u > limit ? limit : u < -limit ? -limit : u;
+__device__ __forceinline__ float clamped_swiglu(float gate, float up, float limit) {
+    clamp_gate_up(gate, up, limit);
     return __fdividef(gate, 1.0f + __expf(-SWIGLU_ALPHA * gate)) * (up + 1.0f);
 }
 

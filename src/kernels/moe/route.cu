@@ -5,7 +5,7 @@
 //   bias: f32 [experts] or null
 //   partials: f32 [slices, tokens, experts], scratch memory for the sums over each slice of columns
 //   ids: u32 [tokens, chosen], scratch memory for the chosen experts
-//   shares: f32 [tokens, chosen], the routing weights
+//   routing_weights: f32 [tokens, chosen], the routing weights
 //   sorted, offsets: see sort_by_expert
 //   usage: u32 [2] or null; each launch adds 1 to usage[0], and the number of experts that have pairs to usage[1]
 //   columns is a multiple of 4; experts <= ROUTE_EXPERTS; tokens <= ROUTE_TOKENS
@@ -87,8 +87,9 @@ __device__ __forceinline__ void sort_pairs(const uint32_t* ids, uint32_t* sorted
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    route_f32(const float* x, const float* weight, const float* bias, float* partials, uint32_t* ids, float* shares,
-              uint32_t* sorted, uint32_t* offsets, uint32_t* usage, int tokens, int columns, int experts, int chosen) {
+    route_f32(const float* x, const float* weight, const float* bias, float* partials, uint32_t* ids,
+              float* routing_weights, uint32_t* sorted, uint32_t* offsets, uint32_t* usage, int tokens, int columns,
+              int experts, int chosen) {
     __shared__ float4 xs[TOKENS][QUADS];
     __shared__ float4 weights[32][QUADS + 1];  // each row has one extra float4, so that lanes read different banks
     __shared__ float logits[TOKENS][ROUTE_EXPERTS];
@@ -142,7 +143,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         __syncwarp();
         if (lane < chosen) {
             ids[(size_t)token * chosen + lane] = routing[warp].expert[lane];
-            shares[(size_t)token * chosen + lane] = routing[warp].weight[lane];
+            routing_weights[(size_t)token * chosen + lane] = routing[warp].weight[lane];
         }
     }
 

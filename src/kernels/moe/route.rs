@@ -24,7 +24,7 @@ pub struct RoutedPairs {
     /// If [`route`](Self::route) sorted the pairs in one launch, each expert's pairs are in ascending order.
     pub offsets: Tensor,
     /// f32 `[tokens, chosen]`: the routing weight of each pair.
-    pub shares: Tensor,
+    pub weights: Tensor,
     /// u32 `[pairs]`: the row of each pair in a tiled tensor (`mxfp4_tiles.cuh`).
     /// `None` if [`route`](Self::route) sorted the pairs in one launch.
     pub rows: Option<Tensor>,
@@ -32,20 +32,20 @@ pub struct RoutedPairs {
 
 impl RoutedPairs {
     /// Sorts the (token, expert) pairs by expert. `ids` are the chosen experts, u32 `[tokens, chosen]`.
-    /// `shares` are the routing weights of the pairs, f32 `[tokens, chosen]`.
+    /// `weights` are the routing weights of the pairs, f32 `[tokens, chosen]`.
     /// The caller guarantees that every id is less than `experts`.
-    pub fn new(ids: &Tensor, shares: Tensor, experts: usize) -> Result<Self> {
+    pub fn new(ids: &Tensor, weights: Tensor, experts: usize) -> Result<Self> {
         let Device::Cuda(device) = ids.device() else { return unsupported("RoutedPairs::new", ids) };
-        let is_valid = ids.dims2()?.1 <= MAX_CHOSEN_EXPERTS && ids.dims() == shares.dims();
-        if !is_valid || ids.dtype() != DType::U32 || shares.dtype() != DType::F32 {
-            let (ids_dtype, shares_dtype) = (ids.dtype(), shares.dtype());
-            let (ids, shares) = (ids.dims(), shares.dims());
+        let is_valid = ids.dims2()?.1 <= MAX_CHOSEN_EXPERTS && ids.dims() == weights.dims();
+        if !is_valid || ids.dtype() != DType::U32 || weights.dtype() != DType::F32 {
+            let (ids_dtype, weights_dtype) = (ids.dtype(), weights.dtype());
+            let (ids, weights) = (ids.dims(), weights.dims());
             bail!(
-                "RoutedPairs: invalid inputs: ids {ids_dtype:?} {ids:?}, routing weights {shares_dtype:?} {shares:?}"
+                "RoutedPairs: invalid inputs: ids {ids_dtype:?} {ids:?}, routing weights {weights_dtype:?} {weights:?}"
             );
         }
         let SortedPairs { sorted, offsets, rows } = sort_by_expert(device, ids, experts)?;
-        Ok(Self { sorted, offsets, shares, rows: Some(rows) })
+        Ok(Self { sorted, offsets, weights, rows: Some(rows) })
     }
 
     /// Chooses, for each token, the `chosen` experts with the largest router logits x·weightᵀ + bias.
@@ -83,8 +83,8 @@ impl RoutedPairs {
             Some(bias) => add_bias(&logits, bias)?,
             None => logits,
         };
-        let (ids, shares) = topk_softmax(&logits, chosen, Softmax::OverChosen)?;
-        Self::new(&ids, shares, experts)
+        let (ids, weights) = topk_softmax(&logits, chosen, Softmax::OverChosen)?;
+        Self::new(&ids, weights, experts)
     }
 
     /// Routes up to `ROUTE_TOKENS` tokens in one launch. `route` has already checked all shapes.
@@ -104,7 +104,7 @@ impl RoutedPairs {
         let routed = Self {
             sorted: empty(&[tokens * chosen], DType::U32)?,
             offsets: empty(&[experts + 1], DType::U32)?,
-            shares: empty(&[tokens, chosen], DType::F32)?,
+            weights: empty(&[tokens, chosen], DType::F32)?,
             rows: None,
         };
         let arguments = Arguments::new()
@@ -113,7 +113,7 @@ impl RoutedPairs {
             .optional(bias)?
             .tensor(&partials)?
             .tensor(&ids)?
-            .tensor(&routed.shares)?
+            .tensor(&routed.weights)?
             .tensor(&routed.sorted)?
             .tensor(&routed.offsets)?
             .optional(usage.map(ExpertUsage::counters))?
