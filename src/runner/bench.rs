@@ -3,7 +3,6 @@
 use anyhow::{Context, Result, bail};
 use candle_core::{D, Tensor};
 
-use super::decode::Decode;
 use super::ranks::GraphCommand;
 use super::{KernelTime, LaunchCounts, Runner, StepBytes, StepTime};
 use crate::nn::kv_cache::{self, BLOCK_TOKENS, peak_blocks};
@@ -56,7 +55,7 @@ impl Runner {
         if count > self.limits.context - self.solo.cached.len() || !self.start_graph(first)? {
             bail!("cannot run {count} decode steps: the context is too short, or there is no decode graph");
         }
-        let Decode::Graph(graph) = &mut self.decode else { bail!("no decode graph was planned") };
+        let Ok(graph) = &mut self.decode_graph else { bail!("no decode graph was planned") };
         let chosen = (0..count).map(|_| graph.next_ungraphed()).collect();
         self.reset();
         chosen
@@ -80,14 +79,14 @@ impl Runner {
             return self.forward_solo(&[id], LogitRows::Last);
         }
         self.solo_graph_step(id, 1)?;
-        let Decode::Graph(graph) = &self.decode else { bail!("no decode graph was planned") };
+        let Ok(graph) = &self.decode_graph else { bail!("no decode graph was planned") };
         // Copy the logits, because the next step overwrites them.
         Ok(graph.logits().unsqueeze(0)?.force_contiguous()?)
     }
 
     /// Starts the decode graph after the cached tokens, with `token` as its first input. Returns false without a graph.
     fn start_graph(&mut self, token: u32) -> Result<bool> {
-        let Decode::Graph(graph) = &mut self.decode else { return Ok(false) };
+        let Ok(graph) = &mut self.decode_graph else { return Ok(false) };
         let (position, tables) = (self.solo.cached.len(), self.solo.tables.clone());
         let start = GraphCommand::Start { sequence: SOLO, position, token, sampling: None, tables };
         self.ranks.run_graph(graph, start, None)?;
@@ -97,7 +96,7 @@ impl Runner {
     /// Waits for the next token of the decode graph. Records `input`, the input token of the step, as cached.
     /// `limit` is the maximum number of tokens still to generate, including the next token.
     fn solo_graph_step(&mut self, input: u32, limit: usize) -> Result<u32> {
-        let Decode::Graph(graph) = &mut self.decode else { bail!("no decode graph was planned") };
+        let Ok(graph) = &mut self.decode_graph else { bail!("no decode graph was planned") };
         let token = self.ranks.next_token(graph, limit)?;
         self.solo.cached.push(input);
         // Steps that are already queued also write keys and values after the cached tokens.
@@ -165,7 +164,7 @@ impl Runner {
             return Ok(None);
         }
         let dtype = self.dtype();
-        let Decode::Graph(graph) = &mut self.decode else { return Ok(None) };
+        let Ok(graph) = &mut self.decode_graph else { return Ok(None) };
         let mut times = graph.kernel_times()?;
         let cache = kv_cache::step_bytes(self.decoder.cache_layers(), self.solo.cached.len(), dtype);
         // The number of bytes that attention reads depends on the number of cached tokens.
@@ -180,7 +179,7 @@ impl Runner {
 
     /// Counts the launches of a step of the decode graph. Returns `None` if there is no decode graph.
     pub fn launch_counts(&self) -> Result<Option<LaunchCounts>> {
-        let Decode::Graph(graph) = &self.decode else { return Ok(None) };
+        let Ok(graph) = &self.decode_graph else { return Ok(None) };
         let (kernels, graph_nodes) = (graph.launches(), graph.nodes()?);
         Ok(Some(LaunchCounts { kernels, graph_nodes, copies: graph_nodes - kernels }))
     }

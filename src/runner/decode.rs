@@ -5,7 +5,7 @@ use std::fmt;
 use anyhow::Result;
 use serde::Serialize;
 
-use super::decode_graph::{DecodeGraph, DecodePlan};
+use super::decode_graph::DecodeGraph;
 use super::limits::{RunnerLimits, RunnerOptions};
 use super::no_decode_graph::NoDecodeGraph;
 use crate::nn::decoder::Decoder;
@@ -31,46 +31,38 @@ impl fmt::Display for Executor {
 }
 
 /// The decode graph, or the reason why the runner has none.
-pub(super) enum Decode {
-    Graph(Box<DecodeGraph>),
-    NoGraph(NoDecodeGraph),
+pub(super) type PlannedGraph = std::result::Result<Box<DecodeGraph>, NoDecodeGraph>;
+
+/// Plans the decode graph. Every rank must call this function, because either all ranks get a graph or none does.
+pub(super) fn plan_together(
+    decoder: &Decoder,
+    cache: &KvCache,
+    limits: RunnerLimits,
+    options: RunnerOptions,
+) -> Result<PlannedGraph> {
+    let planned = match options {
+        RunnerOptions { eager: true, .. } => Ok(Err(NoDecodeGraph::Eager)),
+        RunnerOptions { prompt_parts: Some(_), .. } if decoder.is_on_gpu() => Ok(Err(NoDecodeGraph::Deterministic)),
+        _ => plan(decoder, cache, limits.context),
+    };
+    let has_none = !matches!(planned, Ok(Ok(_)));
+    let have_none = decoder.world().all_gather(has_none)?;
+    if !has_none && have_none.iter().any(|has_none| **has_none) {
+        return Ok(Err(NoDecodeGraph::OtherRank));
+    }
+    planned
 }
 
-impl Decode {
-    /// Plans the decode graph. Every rank must call this function, because either all ranks get a graph or none does.
-    pub fn plan_together(
-        decoder: &Decoder,
-        cache: &KvCache,
-        limits: RunnerLimits,
-        options: RunnerOptions,
-    ) -> Result<Self> {
-        let planned = match options {
-            RunnerOptions { eager: true, .. } => Ok(Decode::NoGraph(NoDecodeGraph::Requested)),
-            RunnerOptions { prompt_parts: Some(_), .. } if decoder.is_on_gpu() => {
-                Ok(Decode::NoGraph(NoDecodeGraph::Deterministic))
-            }
-            _ => Decode::plan(decoder, cache, limits.context),
-        };
-        let has_none = matches!(planned, Err(_) | Ok(Decode::NoGraph(_)));
-        let have_none = decoder.world().all_gather(has_none)?;
-        if !has_none && have_none.iter().any(|has_none| **has_none) {
-            return Ok(Decode::NoGraph(NoDecodeGraph::SeveralDevices));
-        }
-        planned
+/// Plans the decode graph of this rank. The inner error is the reason why there is no graph.
+fn plan(decoder: &Decoder, cache: &KvCache, context: usize) -> Result<PlannedGraph> {
+    if !decoder.is_on_gpu() {
+        return Ok(Err(NoDecodeGraph::NotOnGpu));
     }
-
-    /// Plans the decode graph of this rank. Returns `NoGraph` with the reason if the decoder is not supported.
-    fn plan(decoder: &Decoder, cache: &KvCache, context: usize) -> Result<Self> {
-        if !decoder.is_on_gpu() {
-            return Ok(Decode::NoGraph(NoDecodeGraph::NotOnGpu));
-        }
-        match DecodeGraph::plan(decoder, cache, context) {
-            Ok(DecodePlan::Graph(graph)) => Ok(Decode::Graph(graph)),
-            Ok(DecodePlan::Unsupported(reason)) => Ok(Decode::NoGraph(reason)),
-            Err(error) if crate::device::is_out_of_memory(&error) => Err(error),
-            // Debug builds fail here, so that tests find the bug. Release builds warn and decode without a graph.
-            Err(error) if cfg!(debug_assertions) => Err(error.context("cannot plan the decode graph")),
-            Err(error) => Ok(Decode::NoGraph(NoDecodeGraph::PlanFailed(crate::text::error_message(&error)))),
-        }
+    match DecodeGraph::plan(decoder, cache, context) {
+        Ok(planned) => Ok(planned),
+        Err(error) if crate::device::is_out_of_memory(&error) => Err(error),
+        // Debug builds fail here, so that tests find the bug. Release builds warn and decode without a graph.
+        Err(error) if cfg!(debug_assertions) => Err(error.context("cannot plan the decode graph")),
+        Err(error) => Ok(Err(NoDecodeGraph::PlanFailed(crate::text::error_message(&error)))),
     }
 }

@@ -60,7 +60,7 @@ use candle_core::{DType, Device};
 use crate::device::World;
 use crate::nn::decoder::Decoder;
 use crate::nn::kv_cache::KvCache;
-use decode::Decode;
+use decode::PlannedGraph;
 #[cfg(not(feature = "cuda"))]
 use no_cuda::{self as decode_graph, self as device_choice, self as step_launcher};
 use ranks::RankGroup;
@@ -91,7 +91,7 @@ pub struct Runner {
     cache: KvCache,
     limits: RunnerLimits,
     options: RunnerOptions,
-    decode: Decode,
+    decode_graph: PlannedGraph,
     device: Device,
     /// The single sequence of `bench`, `perplexity` and `logits`, which have the cache to themselves.
     solo: SoloSequence,
@@ -131,7 +131,7 @@ impl Runner {
     ) -> Result<Self> {
         let RankParts { decoder, cache } = parts;
         let ranks = RankGroup::start(world, others, limits, options)?;
-        let decode = Decode::plan_together(&decoder, &cache, limits, options)?;
+        let decode_graph = decode::plan_together(&decoder, &cache, limits, options)?;
         let solo = SoloSequence::new(cache.layout(), limits);
         let can_launch = !options.eager && ranks.supports_graphs();
         Ok(Self {
@@ -141,7 +141,7 @@ impl Runner {
             cache,
             limits,
             options,
-            decode,
+            decode_graph,
             device,
             solo,
             queued_tokens: HashMap::new(),
@@ -233,9 +233,6 @@ impl Runner {
 
     /// Returns why there is no decode graph, or `None` if there is one.
     pub fn no_decode_graph(&self) -> Option<&NoDecodeGraph> {
-        match &self.decode {
-            Decode::NoGraph(reason) => Some(reason),
-            Decode::Graph(_) => None,
-        }
+        self.decode_graph.as_ref().err()
     }
 }

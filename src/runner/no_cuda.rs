@@ -19,21 +19,14 @@ use crate::kernels::sampling::DeviceSampling;
 use crate::nn::decoder::Decoder;
 use crate::nn::kv_cache::{BlockTables, KvCache};
 
-/// The result of planning the decode graph.
-pub enum DecodePlan {
-    #[expect(dead_code, reason = "there are no decode graphs")]
-    Graph(Box<DecodeGraph>),
-    Unsupported(NoDecodeGraph),
-}
-
 /// The decode graph, which cannot be created without CUDA.
 pub struct DecodeGraph {
     never: Infallible,
 }
 
 impl DecodeGraph {
-    pub fn plan(_: &Decoder, _: &KvCache, _: usize) -> Result<DecodePlan> {
-        Ok(DecodePlan::Unsupported(NoDecodeGraph::NotOnGpu))
+    pub fn plan(_: &Decoder, _: &KvCache, _: usize) -> Result<Result<Box<Self>, NoDecodeGraph>> {
+        Ok(Err(NoDecodeGraph::NotOnGpu))
     }
 
     pub fn start(&mut self, _: u64, _: usize, _: u32, _: Option<DeviceSampling>, _: &BlockTables) -> Result<()> {

@@ -9,13 +9,16 @@ use candle_core::DType;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum NoDecodeGraph {
     /// The user passed `--eager`.
-    Requested,
+    Eager,
     /// The user passed `--deterministic`, which requires a fixed order of additions. The decode graph has none.
     Deterministic,
     NotOnGpu,
-    /// Several devices run the model together, and the host copies data between the devices.
-    /// The reason also applies if one of these devices holds no part of some layer, or no part of the output head.
-    SeveralDevices,
+    /// Several ranks run the model together, and the host copies data between their devices.
+    HostCopies,
+    /// The rank holds no part of some layer, or no part of the output head.
+    EmptyPart,
+    /// Another rank has no decode graph. That rank knows the reason.
+    OtherRank,
     /// The dtype of activations is neither bf16 nor f16. The decode graph supports only these dtypes.
     Dtype(DType),
     /// The decode graph has no attention kernel for this head size.
@@ -53,12 +56,12 @@ impl NoDecodeGraph {
 impl fmt::Display for NoDecodeGraph {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            NoDecodeGraph::Requested => f.write_str("--eager was given"),
+            NoDecodeGraph::Eager => f.write_str("--eager was given"),
             NoDecodeGraph::Deterministic => f.write_str("--deterministic was given"),
             NoDecodeGraph::NotOnGpu => f.write_str("the model is not on a GPU"),
-            NoDecodeGraph::SeveralDevices => f.write_str(
-                "the host copies data between the GPUs, or a GPU holds no part of a layer or of the output head",
-            ),
+            NoDecodeGraph::HostCopies => f.write_str("the host copies data between the GPUs"),
+            NoDecodeGraph::EmptyPart => f.write_str("a GPU holds no part of a layer or of the output head"),
+            NoDecodeGraph::OtherRank => f.write_str("another GPU has no decode graph"),
             NoDecodeGraph::Dtype(dtype) => write!(f, "the graph supports bf16 and f16, not {dtype:?}"),
             NoDecodeGraph::HeadDim(size) => write!(f, "the graph has no attention kernel for head size {size}"),
             NoDecodeGraph::Layer(what) => write!(f, "the graph has no kernel for {what}"),

@@ -42,14 +42,23 @@ pub struct Weights<'c> {
     world: World,
     /// The part of each tensor that is loaded. `None` if whole tensors are loaded.
     pub(super) part: Option<Part>,
-    /// The background reader. It stops when the last clone of these weights is dropped.
-    pub(super) reader: Option<Arc<dyn TensorReader>>,
-    /// Reads large tensors, or parts of large tensors, if there is no background reader.
-    part_reader: Option<Arc<dyn ReadPart>>,
+    reader: Reader,
     /// The shared reader of all ranks. `None` if each rank reads alone.
     shared_reads: Option<SharedReads>,
     /// The rank that loads the weights. Differs from `world` for layers that every rank loads whole.
     loading_world: World,
+}
+
+/// What reads the tensors of safetensors files.
+#[derive(Clone)]
+enum Reader {
+    /// The thread that requests a tensor.
+    Caller,
+    /// Background threads, which read tensors before they are requested.
+    /// They stop when the last clone of the weights is dropped.
+    Ahead(Arc<dyn TensorReader>),
+    /// Several threads for each requested large tensor, or for the requested part of it.
+    Parts(Arc<dyn ReadPart>),
 }
 
 /// The maximum size, in bytes, of an F32, F16 or BF16 tensor that is converted on the host.
@@ -141,8 +150,7 @@ impl<'c> Weights<'c> {
             progress,
             world,
             part: None,
-            reader: None,
-            part_reader: None,
+            reader: Reader::Caller,
             shared_reads: None,
             loading_world: World::alone(),
         }
@@ -156,7 +164,7 @@ impl<'c> Weights<'c> {
         progress: &'c LoadProgress<'c>,
         reader: ReadAhead<impl Target>,
     ) -> Self {
-        Self { reader: Some(Arc::new(reader)), ..Self::without_reader(checkpoint, device, dtype, progress) }
+        Self { reader: Reader::Ahead(Arc::new(reader)), ..Self::without_reader(checkpoint, device, dtype, progress) }
     }
 
     /// Returns weights that the rank of `world` loads to `device`. Layers load only the parts that this rank holds.
@@ -229,7 +237,7 @@ impl<'c> Weights<'c> {
 
     /// Returns weights that read large tensors with `reader`. The `reader` must copy to the device of the weights.
     pub fn with_part_reader(self, reader: PartReader<impl Target>) -> Self {
-        Self { part_reader: Some(Arc::new(reader)), ..self }
+        Self { reader: Reader::Parts(Arc::new(reader)), ..self }
     }
 
     /// Like [`Weights::new`], but float matrices are quantized during loading.
@@ -246,7 +254,19 @@ impl<'c> Weights<'c> {
 
     /// Returns weights whose float matrices are quantized during loading. Tensors are not read ahead.
     pub fn quantized_to(self, quantize: QuantizationTarget) -> Self {
-        Self { quantize: Some(quantize), reader: None, ..self }
+        let reader = match self.reader {
+            Reader::Ahead(_) => Reader::Caller,
+            reader => reader,
+        };
+        Self { quantize: Some(quantize), reader, ..self }
+    }
+
+    /// Returns the background reader if it has read the tensor `name`, or will read it.
+    pub(super) fn read_ahead(&self, name: &str) -> Option<&dyn TensorReader> {
+        match &self.reader {
+            Reader::Ahead(reader) if reader.contains(name) => Some(reader.as_ref()),
+            _ => None,
+        }
     }
 
     /// Returns the rank whose part of each layer is loaded, or [`World::alone`] after [`undivided`](Self::undivided).
@@ -446,18 +466,14 @@ impl<'c> Weights<'c> {
             let has_short_runs = |slice: &Slice| slice.has_short_runs(&view.info.shape, dtype, shared.world.size());
             slice.as_ref().is_none_or(has_short_runs)
         });
-        let tensor = match (&self.reader, &self.part_reader, &view.bytes) {
-            (_, Some(reader), StoredBytes::File(bytes))
-                if is_large && device.same_device(&self.device) && shared.is_some() =>
-            {
-                let part = (dtype, shape, slice.as_ref());
-                let shared = shared.context("internal error: no shared reads")?;
-                reader.read_shared(shared, name, bytes, part).with_context(cannot)?
+        let is_own_device = device.same_device(&self.device);
+        let tensor = match (&self.reader, &view.bytes) {
+            (Reader::Parts(reader), StoredBytes::File(bytes)) if is_large && is_own_device => match shared {
+                Some(shared) => reader.read_shared(shared, name, bytes, (dtype, shape, slice.as_ref())),
+                None => reader.read(bytes, dtype, shape, slice.as_ref()),
             }
-            (_, Some(reader), StoredBytes::File(bytes)) if is_large && device.same_device(&self.device) => {
-                reader.read(bytes, dtype, shape, slice.as_ref()).with_context(cannot)?
-            }
-            (Some(reader), ..) if slice.is_none() && reader.contains(name) && device.same_device(&self.device) => {
+            .with_context(cannot)?,
+            (Reader::Ahead(reader), _) if slice.is_none() && is_own_device && reader.contains(name) => {
                 reader.take(name, dtype, shape)?
             }
             _ => {

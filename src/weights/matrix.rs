@@ -252,7 +252,7 @@ impl<'c> Weights<'c> {
         let names: Vec<String> = parts.iter().map(|(weights, _)| weights.full_name(name)).collect();
         let stacked = safetensors::stacked_name(&names);
         if let Some((first, _)) = parts.first()
-            && let Some(reader) = first.reader.as_ref().filter(|reader| reader.contains(&stacked))
+            && let Some(reader) = first.read_ahead(&stacked)
         {
             for ((weights, rows), name) in parts.iter().zip(&names) {
                 let info = weights.check(name, &[weights.dtype], &[*rows, columns])?;

@@ -20,7 +20,7 @@ use inferno::nn::decoder::Decoder;
 use inferno::nn::kv_cache::{BlockTables, KvCache};
 use inferno::nn::pass::{LogitRows, SequenceSpan, StepBatch};
 use inferno::runner::ChooseToken;
-use inferno::runner::decode_graph::{DecodeGraph, DecodePlan};
+use inferno::runner::decode_graph::DecodeGraph;
 use inferno::weights::quantized::QuantizationTarget;
 use inferno::weights::{Checkpoint, LoadProgress, Weights};
 
@@ -84,8 +84,8 @@ impl Model {
 
     fn graph(&self) -> DecodeGraph {
         match DecodeGraph::plan(&self.decoder, &self.cache, CONTEXT).unwrap() {
-            DecodePlan::Graph(graph) => *graph,
-            DecodePlan::Unsupported(reason) => panic!("{}: {reason}", self.name),
+            Ok(graph) => *graph,
+            Err(reason) => panic!("{}: {reason}", self.name),
         }
     }
 
@@ -384,8 +384,8 @@ fn unsupported_models_get_a_reason() {
     let reason = |case, dtype| {
         let model = Model::load(case, &golden(case), &device, dtype);
         match DecodeGraph::plan(&model.decoder, &model.cache, CONTEXT).unwrap() {
-            DecodePlan::Graph(_) => String::new(),
-            DecodePlan::Unsupported(reason) => reason.to_string(),
+            Ok(_) => String::new(),
+            Err(reason) => reason.to_string(),
         }
     };
     assert!(reason("gpt_oss", DType::BF16).contains("scales"));

@@ -13,7 +13,7 @@ use crate::models;
 use crate::nn::decoder::Decoder;
 use crate::nn::kv_cache::{BlockTables, KvCache};
 use crate::nn::pass::{LogitRows, SequenceSpan, StepBatch};
-use crate::runner::decode_graph::{DecodeGraph, DecodePlan};
+use crate::runner::decode_graph::DecodeGraph;
 use crate::weights::quantized::QuantizationTarget;
 use crate::weights::{Checkpoint, LoadProgress, Weights};
 
@@ -46,8 +46,8 @@ fn max_error(device: &Device, dtype: DType, quantize: Option<QuantizationTarget>
     let batch = StepBatch { ids: &ids, sequences: &[span], logits: LogitRows::All, sum_order: SumOrder::Fastest };
     let expected = reference.forward(&batch, &reference_cache)?.to_vec2::<f32>()?;
     let mut graph = match DecodeGraph::plan(&decoder, &cache, STEPS)? {
-        DecodePlan::Graph(graph) => graph,
-        DecodePlan::Unsupported(reason) => bail!("cannot build a decode graph: {reason}"),
+        Ok(graph) => graph,
+        Err(reason) => bail!("cannot build a decode graph: {reason}"),
     };
     let mut max_error = 0f32;
     for (position, (&id, expected)) in ids.iter().zip(&expected).enumerate() {

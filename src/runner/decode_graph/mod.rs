@@ -35,13 +35,6 @@ const AHEAD: usize = 2;
 const MAILBOX_SLOTS: usize = 64;
 const _: () = assert!(MAILBOX_SLOTS > 1 + AHEAD);
 
-/// The result of planning the decode graph.
-pub enum DecodePlan {
-    Graph(Box<DecodeGraph>),
-    /// The reason why the decode graph does not support the decoder.
-    Unsupported(NoDecodeGraph),
-}
-
 /// A captured decode step for one sequence.
 pub struct DecodeGraph {
     device: CudaDevice,
@@ -77,18 +70,17 @@ impl DecodeGraph {
     /// Plans and captures the decode step of `decoder` on `cache`.
     ///
     /// The sequence may have up to `context` positions.
-    pub fn plan(decoder: &Decoder, cache: &KvCache, context: usize) -> Result<DecodePlan> {
-        let Device::Cuda(device) = decoder.embed_tokens.device() else {
-            return Ok(DecodePlan::Unsupported(NoDecodeGraph::NotOnGpu));
-        };
+    /// The inner error is the reason why the decode graph does not support the decoder.
+    pub fn plan(decoder: &Decoder, cache: &KvCache, context: usize) -> Result<Result<Box<Self>, NoDecodeGraph>> {
+        let Device::Cuda(device) = decoder.embed_tokens.device() else { return Ok(Err(NoDecodeGraph::NotOnGpu)) };
         if let Some(reason) = unsupported_reason(decoder, device)? {
-            return Ok(DecodePlan::Unsupported(reason));
+            return Ok(Err(reason));
         }
         let embedding = Embedding { table: decoder.embed_tokens.clone(), scale: decoder.embed_scale };
         let (vocab_size, hidden_size) = decoder.embed_tokens.dims();
         let buffers = StepBuffers::new(device, hidden_size, vocab_size, decoder.world())?;
         if !sample::can_sample(&buffers) {
-            return Ok(DecodePlan::Unsupported(NoDecodeGraph::VocabularySize(vocab_size)));
+            return Ok(Err(NoDecodeGraph::VocabularySize(vocab_size)));
         }
         let mailbox = Mailbox::new(device, MAILBOX_SLOTS)?;
         let mut launches = LaunchList::new(device)?;
@@ -134,7 +126,7 @@ impl DecodeGraph {
             _ => None,
         };
         let sampled = step_tail(&|tail| sample::add_sample(tail, &buffers, &sampling_buffers, &embedding, &mailbox))?;
-        Ok(DecodePlan::Graph(Box::new(Self {
+        Ok(Ok(Box::new(Self {
             device: device.clone(),
             buffers,
             embedding,

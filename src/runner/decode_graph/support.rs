@@ -20,8 +20,11 @@ pub(super) fn unsupported_reason(decoder: &Decoder, device: &CudaDevice) -> Resu
     if !matches!(dtype, DType::BF16 | DType::F16) {
         return Ok(Some(NoDecodeGraph::Dtype(dtype)));
     }
-    if decoder.world().size() > 1 && (decoder.world().exchange().is_none() || holds_nothing(decoder)) {
-        return Ok(Some(NoDecodeGraph::SeveralDevices));
+    if decoder.world().size() > 1 && decoder.world().exchange().is_none() {
+        return Ok(Some(NoDecodeGraph::HostCopies));
+    }
+    if decoder.world().size() > 1 && has_empty_part(decoder) {
+        return Ok(Some(NoDecodeGraph::EmptyPart));
     }
     if decoder.norm.bias.is_some() || decoder.own_layers().any(|(_, layer)| has_layer_norm(layer)) {
         return Ok(Some(NoDecodeGraph::Layer("LayerNorm")));
@@ -38,7 +41,7 @@ pub(super) fn unsupported_reason(decoder: &Decoder, device: &CudaDevice) -> Resu
 }
 
 /// Returns true if this rank's part of the output head, or of the attention or MLP of any layer, is empty.
-fn holds_nothing(decoder: &Decoder) -> bool {
+fn has_empty_part(decoder: &Decoder) -> bool {
     let is_empty = |mlp: &Mlp| match mlp {
         Mlp::Gated(mlp) => mlp.down_proj.weight.dims().1 == 0,
         Mlp::ClampedMoe(mlp) => mlp.down_proj.bytes() == 0,

@@ -14,7 +14,7 @@ use crate::device::World;
 use crate::nn::decoder::Decoder;
 use crate::nn::kv_cache::KvCache;
 use crate::runner::choose_token::NoToken;
-use crate::runner::decode::Decode;
+use crate::runner::decode::{self, PlannedGraph};
 use crate::runner::limits::{RunnerLimits, RunnerOptions};
 use crate::runner::step_launcher::StepLauncher;
 use crate::text::error_message;
@@ -59,7 +59,7 @@ pub const PANIC: &str = "its thread panicked";
 /// The state of a follower's thread.
 struct Follower {
     /// Declared first: graphs must be dropped before the decoder and the cache, whose memory they use.
-    decode: Decode,
+    decode_graph: PlannedGraph,
     launcher: Option<StepLauncher>,
     decoder: Decoder,
     cache: KvCache,
@@ -72,7 +72,7 @@ impl Follower {
     fn new(world: World, parts: RankParts, limits: RunnerLimits, options: RunnerOptions) -> Result<Self> {
         let RankParts { decoder, cache } = parts;
         Ok(Self {
-            decode: Decode::plan_together(&decoder, &cache, limits, options)?,
+            decode_graph: decode::plan_together(&decoder, &cache, limits, options)?,
             launcher: StepLauncher::new(cache.device(), limits, options)?,
             decoder,
             cache,
@@ -104,9 +104,7 @@ impl Follower {
                 launcher.queue(&self.decoder, &self.cache, *route, &step.sequences(), samplings)?;
             }
             RankCommand::Graph(command) => {
-                let Decode::Graph(graph) = &mut self.decode else {
-                    bail!("internal error: a rank has no decode graph")
-                };
+                let Ok(graph) = &mut self.decode_graph else { bail!("internal error: a rank has no decode graph") };
                 match command.run(graph, self.logits.as_ref()) {
                     // Ignore `NoToken`: the first rank gets the same error, and reports it to the client.
                     Err(error) if error.is::<NoToken>() => {}

@@ -12,7 +12,6 @@ mod run;
 mod run_on_gpu;
 
 use super::Runner;
-use super::decode::Decode;
 use super::route::RunnerFacts;
 
 impl Runner {
@@ -20,7 +19,7 @@ impl Runner {
     pub(super) fn facts(&self) -> RunnerFacts {
         let launcher = self.launcher.as_ref();
         RunnerFacts {
-            has_decode_graph: matches!(self.decode, Decode::Graph(_)),
+            has_decode_graph: self.decode_graph.is_ok(),
             has_batch_graphs: launcher.is_some_and(|launcher| launcher.can_run_model(&self.decoder)),
             can_queue: match launcher {
                 Some(_) => self.options.queue_steps.unwrap_or(true) && self.ranks.can_queue(),

@@ -10,7 +10,6 @@ use crate::kernels::SumOrder;
 use crate::nn::pass::{LogitRows, SequenceSpan, StepBatch};
 use crate::runner::Runner;
 use crate::runner::choose_token::ChooseToken;
-use crate::runner::decode::Decode;
 use crate::runner::device_choice::{choose_on_device, logprobs_on_device};
 use crate::runner::host_choice::choose_on_host;
 use crate::runner::limits::PromptParts;
@@ -189,7 +188,7 @@ impl Runner {
 
     /// Stops the decode graph, because another pass may overwrite the blocks of its sequence.
     pub(in crate::runner) fn stop_graph(&mut self) {
-        if let Decode::Graph(graph) = &mut self.decode {
+        if let Ok(graph) = &mut self.decode_graph {
             graph.stop();
         }
     }

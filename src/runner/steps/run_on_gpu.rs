@@ -5,7 +5,6 @@ use candle_core::Tensor;
 
 use crate::runner::Runner;
 use crate::runner::choose_token::ChooseToken;
-use crate::runner::decode::Decode;
 use crate::runner::decode_graph::DecodeGraph;
 use crate::runner::device_choice::choose_on_device;
 use crate::runner::ranks::{GraphCommand, RankGroup};
@@ -52,8 +51,8 @@ impl Runner {
 
     /// Runs a decode step of one sequence on the decode graph. An inner error ends only this sequence.
     fn run_decode_graph(&mut self, sequence: &mut StepSequence, meanwhile: &mut dyn FnMut()) -> Result<Result<u32>> {
-        let (&[input], Some(sampler), Decode::Graph(graph)) =
-            (sequence.ids, sequence.sampler.as_deref_mut(), &mut self.decode)
+        let (&[input], Some(sampler), Ok(graph)) =
+            (sequence.ids, sequence.sampler.as_deref_mut(), &mut self.decode_graph)
         else {
             bail!("internal error: the decode graph cannot run this step");
         };
@@ -76,8 +75,8 @@ impl Runner {
     /// If there is a decode graph and the sampler does not need the logits on the host, starts the graph.
     /// The graph then chooses the token, and keeps it on the device as the input of the next step.
     pub(super) fn choose_and_start_graph(&mut self, sequence: &mut StepSequence, logits: &Tensor) -> Result<Chosen> {
-        let graph = match &mut self.decode {
-            Decode::Graph(graph) if !needs_logits(sequence) => graph,
+        let graph = match &mut self.decode_graph {
+            Ok(graph) if !needs_logits(sequence) => graph,
             _ => return Ok(choose_on_device(std::slice::from_mut(sequence), logits)?.remove(0)),
         };
         let Some(sampler) = sequence.sampler.as_deref_mut() else { return Ok(None) };
