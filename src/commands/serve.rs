@@ -32,7 +32,7 @@ const _: () = assert!(MAX_SEQUENCES == 256, "the help of --max-sequences and doc
 const OTHER_FILES: usize = 256;
 
 /// When the program exits, the time limit for its threads to finish.
-const END_TIME: Duration = Duration::from_secs(1);
+const END_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Serve a model over HTTP with OpenAI's API
 #[derive(clap::Args)]
@@ -184,7 +184,7 @@ pub fn run(mut args: Args) -> Result<ExitCode> {
         Err(_) => std::mem::forget(engine),
     }
     server.finish_records();
-    runtime.shutdown_timeout(END_TIME);
+    runtime.shutdown_timeout(END_TIMEOUT);
     log_writer::flush();
     served.map(|()| ExitCode::SUCCESS)
 }

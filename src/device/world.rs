@@ -19,12 +19,12 @@ use candle_core::{DType, Result, Tensor, bail};
 
 /// How long a rank waits for another rank that makes no progress.
 /// This limit applies if the ranks are on CPUs or exchange data with kernels.
-pub const ANSWER_TIME: Duration = Duration::from_secs(5);
+pub const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// The time limit that replaces [`ANSWER_TIME`] if the host copies data between GPUs.
+/// The time limit that replaces [`ANSWER_TIMEOUT`] if the host copies data between GPUs.
 /// This limit also applies while the ranks connect or load weights.
 /// Opening a GPU and loading kernels from a disk can take seconds.
-const HOST_ANSWER_TIME: Duration = Duration::from_secs(60);
+const HOST_ANSWER_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// How often a waiting rank checks the progress of the other ranks.
 const PROGRESS_POLL: Duration = Duration::from_millis(100);
@@ -243,7 +243,7 @@ impl World {
         // A rank must not read another rank's part before that part is written.
         // A rank must not free its own part before all other ranks have read that part.
         device.synchronize()?;
-        let limit = if device.is_cuda() { HOST_ANSWER_TIME } else { ANSWER_TIME };
+        let limit = if device.is_cuda() { HOST_ANSWER_TIMEOUT } else { ANSWER_TIMEOUT };
         let parts = meeting.exchange(self.rank, Arc::new(x.clone()), limit)?;
         let parts = parts.iter().map(|part| part.to_device(device)).collect::<Result<Vec<_>>>()?;
         if device.is_cuda() {
@@ -257,7 +257,7 @@ impl World {
     pub fn all_gather<T: Any + Send + Sync>(&self, value: T) -> Result<Vec<Arc<T>>> {
         match &self.meeting {
             None => Ok(vec![Arc::new(value)]),
-            Some(meeting) => meeting.exchange(self.rank, Arc::new(value), HOST_ANSWER_TIME),
+            Some(meeting) => meeting.exchange(self.rank, Arc::new(value), HOST_ANSWER_TIMEOUT),
         }
     }
 
@@ -322,7 +322,7 @@ impl World {
     }
 
     /// Records that this rank makes progress.
-    /// During long work, such as running many layers, a rank must call `tick` at least once per [`ANSWER_TIME`].
+    /// During long work, such as running many layers, a rank must call `tick` at least once per [`ANSWER_TIMEOUT`].
     /// Otherwise, a rank that waits for this rank ends the world.
     pub fn tick(&self) {
         if let Some(meeting) = &self.meeting {

@@ -62,7 +62,7 @@ pub use sampling::SamplingParams;
 
 /// How long dropping an engine waits for the engine thread after a device has failed.
 /// The engine thread ends only after the threads of all ranks have ended.
-const END_TIME: Duration = Duration::from_secs(2);
+const END_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// A loaded model and the thread that runs it.
 ///
@@ -142,7 +142,7 @@ impl Drop for Engine {
         let _ = self.handle.send(Command::Shutdown);
         let Some(thread) = self.thread.take() else { return };
         let started = Instant::now();
-        while self.handle.failure().is_some() && !thread.is_finished() && started.elapsed() < END_TIME {
+        while self.handle.failure().is_some() && !thread.is_finished() && started.elapsed() < END_TIMEOUT {
             thread::sleep(Duration::from_millis(10));
         }
         // Do not join an engine thread that hangs in a device call. The thread ends with the process.

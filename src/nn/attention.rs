@@ -23,6 +23,7 @@ use crate::kernels::{
     },
 };
 use crate::weights::Weights;
+use crate::weights::division::kv_head_unit;
 
 /// Sizes and options of one attention layer.
 #[derive(Clone, Copy, Debug)]
@@ -67,9 +68,7 @@ impl AttentionConfig {
     /// The columns of `o_proj` can be divided only at multiples of `column_unit`.
     fn kv_share(&self, world: &World, column_unit: usize) -> Range<usize> {
         let columns = self.heads / self.spec.kv_heads * self.spec.head_dim;
-        // The smallest number of KV heads whose query heads fill whole blocks of `o_proj` columns.
-        let unit = (1..=column_unit).find(|heads| (heads * columns).is_multiple_of(column_unit)).unwrap_or(1);
-        world.share(self.spec.kv_heads, unit)
+        world.share(self.spec.kv_heads, kv_head_unit(columns, column_unit))
     }
 }
 

@@ -13,7 +13,7 @@ use super::layer::DecoderLayer;
 use super::linear::{Bias, Linear};
 use super::mlp::{ExpertCost, Mlp};
 use super::norm::Norm;
-use super::pass::{LogitRows, Pass, StepBatch};
+use super::pass::{LogitRows, Pass, PassBatch};
 #[cfg(feature = "cuda")]
 use super::residual::PartDtype;
 use super::residual::Residual;
@@ -29,7 +29,7 @@ use crate::kernels::{
 use crate::weights::Weights;
 
 /// A callback that receives the index of each layer and the residual stream after the layer, f32 `[tokens, hidden]`.
-/// The last layer computes only the rows that `StepBatch::logits` selects.
+/// The last layer computes only the rows that `PassBatch::logits` selects.
 /// If several ranks divide each layer, all ranks must pass a callback, because they add the partial results for it.
 pub type Tap<'t> = &'t mut dyn FnMut(usize, &Tensor) -> Result<()>;
 
@@ -118,12 +118,12 @@ impl Decoder {
 
     /// Runs a batch and writes the new keys and values to the blocks of each sequence.
     /// Returns f32 logits `[rows, vocab]`, with one row per token that `batch.logits` selects.
-    pub fn forward(&self, batch: &StepBatch, cache: &KvCache) -> Result<Tensor> {
+    pub fn forward(&self, batch: &PassBatch, cache: &KvCache) -> Result<Tensor> {
         self.forward_tapped(batch, cache, None)
     }
 
     /// Runs a batch like `forward`, and calls `tap` after each layer.
-    pub fn forward_tapped(&self, batch: &StepBatch, cache: &KvCache, tap: Option<Tap>) -> Result<Tensor> {
+    pub fn forward_tapped(&self, batch: &PassBatch, cache: &KvCache, tap: Option<Tap>) -> Result<Tensor> {
         self.validate(batch)?;
         let device = self.embed_tokens.device();
         let pass = Pass::new(batch, cache, device, self.backend)?;
@@ -133,7 +133,7 @@ impl Decoder {
     /// Runs a batch like `forward`, with `ids`, u32 `[tokens]`, that are already on the device.
     /// `ids` replace `batch.ids`, which are placeholders. The caller guarantees that `ids` are in the vocabulary.
     #[cfg(feature = "cuda")]
-    pub(crate) fn forward_device_ids(&self, ids: &Tensor, batch: &StepBatch, cache: &KvCache) -> Result<Tensor> {
+    pub(crate) fn forward_device_ids(&self, ids: &Tensor, batch: &PassBatch, cache: &KvCache) -> Result<Tensor> {
         self.validate(batch)?;
         let pass = Pass::new(batch, cache, self.embed_tokens.device(), self.backend)?;
         self.forward_pass(ids, &pass, cache, batch.logits, None)
@@ -167,7 +167,7 @@ impl Decoder {
     /// Runs a batch and returns the normalized hidden states of all its tokens, `[tokens, hidden]`.
     /// Ignores `batch.logits`.
     /// [`logits`](Self::logits) turns rows of hidden states into logits, which take far more memory.
-    pub fn hidden_states(&self, batch: &StepBatch, cache: &KvCache) -> Result<Tensor> {
+    pub fn hidden_states(&self, batch: &PassBatch, cache: &KvCache) -> Result<Tensor> {
         self.validate(batch)?;
         let device = self.embed_tokens.device();
         let pass = Pass::new(batch, cache, device, self.backend)?;
@@ -251,7 +251,7 @@ impl Decoder {
     }
 
     /// Fails if a token id is outside the vocabulary, or if a sequence exceeds the context of the loaded model.
-    pub(crate) fn validate(&self, batch: &StepBatch) -> Result<()> {
+    pub(crate) fn validate(&self, batch: &PassBatch) -> Result<()> {
         let vocab_size = self.vocab_size();
         if let Some(id) = batch.ids.iter().find(|&&id| id as usize >= vocab_size) {
             bail!("token id {id} is outside the model's vocabulary of {vocab_size} tokens");

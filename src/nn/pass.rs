@@ -11,7 +11,7 @@ use crate::kernels::attention::{AttentionBackend, PassBlocks, Queries};
 
 /// The input of one forward pass: tokens of one or more sequences.
 #[derive(Clone, Copy, Debug)]
-pub struct StepBatch<'b> {
+pub struct PassBatch<'b> {
     /// The token ids of all sequences, one sequence after the other.
     pub ids: &'b [u32],
     pub sequences: &'b [SequenceSpan<'b>],
@@ -54,8 +54,8 @@ pub struct Pass {
 impl Pass {
     /// Computes the position and the cache row of each token.
     /// Fails if the batch is inconsistent, or if a sequence lacks blocks for its tokens.
-    pub(super) fn new(batch: &StepBatch, cache: &KvCache, device: &Device, backend: AttentionBackend) -> Result<Self> {
-        let StepBatch { ids, sequences, sum_order, .. } = *batch;
+    pub(super) fn new(batch: &PassBatch, cache: &KvCache, device: &Device, backend: AttentionBackend) -> Result<Self> {
+        let PassBatch { ids, sequences, sum_order, .. } = *batch;
         let tokens: usize = sequences.iter().map(|span| span.tokens).sum();
         if tokens != ids.len() || sequences.iter().any(|span| span.tokens == 0) {
             let lengths: Vec<usize> = sequences.iter().map(|span| span.tokens).collect();

@@ -7,7 +7,7 @@ use candle_core::Tensor;
 
 use crate::nn::decoder::Decoder;
 use crate::nn::kv_cache::KvCache;
-use crate::nn::pass::StepBatch;
+use crate::nn::pass::PassBatch;
 
 /// Runs a batch one operation at a time. `parts` are ranges of the batch's tokens.
 /// Calls `on_logits` with the index of each part and the part's logits, f32 `[tokens of the part, vocab]`.
@@ -17,7 +17,7 @@ use crate::nn::pass::StepBatch;
 /// Small parts save memory, because the logits of a whole prompt are far larger than its hidden states.
 pub fn forward_scored(
     decoder: &Decoder,
-    batch: &StepBatch,
+    batch: &PassBatch,
     cache: &KvCache,
     parts: &[Range<usize>],
     mut on_logits: impl FnMut(usize, &Tensor) -> Result<()>,

@@ -5,7 +5,7 @@ use candle_core::Tensor;
 
 use super::{Runner, RunnerLimits};
 use crate::kernels::SumOrder;
-use crate::nn::pass::{LogitRows, SequenceSpan, StepBatch};
+use crate::nn::pass::{LogitRows, PassBatch, SequenceSpan};
 
 /// Methods that run one sequence at a time. They overwrite the blocks of other sequences, all of which must have ended.
 impl Runner {
@@ -34,7 +34,7 @@ impl Runner {
         }
         self.stop_graph();
         let span = SequenceSpan { tokens: ids.len(), position, tables: &self.solo.tables };
-        let batch = StepBatch { ids, sequences: &[span], logits, sum_order: SumOrder::Fastest };
+        let batch = PassBatch { ids, sequences: &[span], logits, sum_order: SumOrder::Fastest };
         let logits = self.ranks.forward(&self.decoder, &batch, &self.cache)?;
         self.solo.cached.extend(ids);
         self.solo.written = self.solo.written.max(self.solo.cached.len());

@@ -45,15 +45,18 @@ struct LayerUnits {
     down_proj: Option<ColumnUnits>,
 }
 
+/// Returns the smallest number of KV heads whose query heads fill whole units of `o_proj` columns.
+/// The query heads of one KV head fill `columns` columns, and a unit has `column_unit` columns.
+pub fn kv_head_unit(columns: usize, column_unit: usize) -> usize {
+    (1..=column_unit).find(|heads| (heads * columns).is_multiple_of(column_unit)).unwrap_or(1)
+}
+
 impl LayerUnits {
     /// Returns the number of KV heads of this layer that `rank` holds.
     /// Heads are divided only where a column unit of `o_proj` ends.
     fn kv_share(&self, rank: usize, ranks: usize) -> usize {
         let unit = match self.o_proj {
-            Some(ColumnUnits { columns, unit }) if self.kv_heads > 0 => {
-                let columns = columns / self.kv_heads;
-                (1..=unit).find(|heads| (heads * columns).is_multiple_of(unit)).unwrap_or(1)
-            }
+            Some(ColumnUnits { columns, unit }) if self.kv_heads > 0 => kv_head_unit(columns / self.kv_heads, unit),
             _ => 1,
         };
         share(self.kv_heads, unit, rank, ranks).len()

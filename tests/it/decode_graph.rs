@@ -18,7 +18,7 @@ use inferno::kernels::token_mask::TokenMask;
 use inferno::models;
 use inferno::nn::decoder::Decoder;
 use inferno::nn::kv_cache::{BlockTables, KvCache};
-use inferno::nn::pass::{LogitRows, SequenceSpan, StepBatch};
+use inferno::nn::pass::{LogitRows, PassBatch, SequenceSpan};
 use inferno::runner::ChooseToken;
 use inferno::runner::decode_graph::DecodeGraph;
 use inferno::weights::quantized::QuantizationTarget;
@@ -101,7 +101,7 @@ impl Model {
             let position = position + index * CHUNK;
             let span = SequenceSpan { tokens: chunk.len(), position, tables: &self.tables };
             let batch =
-                StepBatch { ids: chunk, sequences: &[span], logits: LogitRows::Last, sum_order: SumOrder::Fastest };
+                PassBatch { ids: chunk, sequences: &[span], logits: LogitRows::Last, sum_order: SumOrder::Fastest };
             logits = Some(self.decoder.forward(&batch, cache).unwrap());
         }
         logits.unwrap()

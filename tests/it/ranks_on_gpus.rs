@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use candle_core::{DType, Device, Tensor};
 use half::bf16;
-use inferno::device::{self, ANSWER_TIME, DeviceChoice, Devices, Exchange, ResidualUpdate, Split, World};
+use inferno::device::{self, ANSWER_TIMEOUT, DeviceChoice, Devices, Exchange, ResidualUpdate, Split, World};
 use inferno::engine::Engine;
 use inferno::kernels::exchange::{self, ExchangePath};
 use inferno::models;
@@ -243,7 +243,7 @@ fn a_gpu_that_does_not_answer_ends_the_world() {
             // The second rank announces a launch, but launches nothing.
             exchange.launch_together(&mut || Ok(())).unwrap();
         }
-        std::thread::sleep(ANSWER_TIME + Duration::from_secs(2));
+        std::thread::sleep(ANSWER_TIMEOUT + Duration::from_secs(2));
         world.check().unwrap_err().to_string()
     });
     assert!(errors.iter().all(|error| error.contains("GPU 2 of 2 does not answer")), "{errors:?}");
@@ -261,7 +261,7 @@ fn a_host_that_does_not_launch_its_graph_ends_the_world() {
             // This call returns once the time limit is over, because the second rank launches no second graph.
             exchange.launch_together(&mut || Ok(())).unwrap();
         } else {
-            std::thread::sleep(ANSWER_TIME + Duration::from_secs(2));
+            std::thread::sleep(ANSWER_TIMEOUT + Duration::from_secs(2));
         }
         world.check().unwrap_err().to_string()
     });

@@ -15,7 +15,7 @@ use tracing_subscriber::fmt::MakeWriter;
 const MAX_LINES: usize = 10_000;
 
 /// The longest time that [`flush`] waits for the remaining log lines.
-const FLUSH_TIME: Duration = Duration::from_secs(1);
+const FLUSH_TIMEOUT: Duration = Duration::from_secs(1);
 
 static SENDER: OnceLock<SyncSender<Message>> = OnceLock::new();
 
@@ -48,7 +48,7 @@ impl LogWriter {
 pub fn flush() {
     let (sender, receiver) = sync_channel(1);
     if SENDER.get().is_some_and(|lines| lines.try_send(Message::Flush(sender)).is_ok()) {
-        let _ = receiver.recv_timeout(FLUSH_TIME);
+        let _ = receiver.recv_timeout(FLUSH_TIMEOUT);
     }
 }
 

@@ -13,16 +13,16 @@ use candle_core::{DType, Device, Result, Tensor, bail};
 use super::mailbox::RankMailbox;
 use super::path::ExchangePath;
 use super::sizes::MAILBOX_BYTES;
-use crate::device::{ANSWER_TIME, Exchange, ResidualUpdate, World, share};
+use crate::device::{ANSWER_TIMEOUT, Exchange, ResidualUpdate, World, share};
 use crate::kernels::constants::{EXCHANGE_BLOCKS, EXCHANGE_MAX_RANKS, EXCHANGE_SLOTS};
 use crate::kernels::launch::{Arguments, HostWords, Launch, LaunchList, LaunchShape, address, module};
 use crate::kernels::scratch;
 
 /// The maximum time, in seconds, that a GPU waits for the data of another rank.
-const TIMEOUT_SECONDS: i32 = ANSWER_TIME.as_secs() as i32;
+const TIMEOUT_SECONDS: i32 = ANSWER_TIMEOUT.as_secs() as i32;
 /// The time limit for waiting on the hosts of other ranks when those hosts may be loading kernels.
 /// Reading the kernels of cuBLAS from a disk can take seconds. No GPU waits during this time.
-/// If a rank launches two graphs in a row, no host loads kernels between them, and [`ANSWER_TIME`] is the limit.
+/// If a rank launches two graphs in a row, no host loads kernels between them, and [`ANSWER_TIMEOUT`] is the limit.
 const LOAD_TIMEOUT: Duration = Duration::from_secs(60);
 /// The value of the control word after the host has ended the exchange.
 /// Any other nonzero value of the control word is 1 + the rank that did not answer.
@@ -360,7 +360,7 @@ impl Exchange for GpuExchange {
 
     fn launch_together(&self, launch: &mut dyn FnMut() -> Result<()>) -> Result<()> {
         let may_load = self.may_load.swap(false, Ordering::Relaxed);
-        self.launch_within(if may_load { LOAD_TIMEOUT } else { ANSWER_TIME }, launch)
+        self.launch_within(if may_load { LOAD_TIMEOUT } else { ANSWER_TIMEOUT }, launch)
     }
 
     fn sum(&self, x: &Tensor) -> Result<Tensor> {

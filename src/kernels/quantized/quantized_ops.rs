@@ -214,7 +214,7 @@ pub fn matmul(device: &CudaDevice, parts: &[QuantizedMatrix], x: &Tensor, order:
                     Some((same, rows)) if same == rounding => rows,
                     _ => QuantizedRows::new(device, &x, rounding)?,
                 };
-                matmul_eight_bit(device, part, &rows, output, eight_bit_type)?;
+                multiply_eight_bit(device, part, &rows, output, eight_bit_type)?;
                 quantized = Some((rounding, rows));
             }
             (rounding, None) => matmul_dequantized(device, part, &round_floats(device, &x, rounding)?, output)?,
@@ -368,7 +368,7 @@ impl QuantizedRows {
 
 /// Multiplies `x` by 8-bit weights on tensor cores, applies the scales, and writes the products to `output`.
 #[cfg(feature = "cuda")]
-fn matmul_eight_bit(
+fn multiply_eight_bit(
     device: &CudaDevice,
     part: &QuantizedMatrix,
     x: &QuantizedRows,

@@ -12,7 +12,7 @@ use crate::kernels::SumOrder;
 use crate::kernels::sampling::DeviceSampling;
 use crate::nn::decoder::Decoder;
 use crate::nn::kv_cache::{BlockTables, KvCache};
-use crate::nn::pass::{LogitRows, SequenceSpan, StepBatch};
+use crate::nn::pass::{LogitRows, PassBatch, SequenceSpan};
 use crate::runner::decode_graph::DecodeGraph;
 use crate::runner::queued_steps::RowSampling;
 use crate::runner::route::Route;
@@ -84,7 +84,7 @@ impl GraphCommand {
     }
 }
 
-/// A [`StepBatch`] that owns its data, for the threads of followers.
+/// A [`PassBatch`] that owns its data, for the threads of followers.
 pub struct OwnedBatch {
     ids: Vec<u32>,
     spans: Vec<OwnedSpan>,
@@ -99,8 +99,8 @@ struct OwnedSpan {
     tables: BlockTables,
 }
 
-impl From<&StepBatch<'_>> for OwnedBatch {
-    fn from(batch: &StepBatch) -> Self {
+impl From<&PassBatch<'_>> for OwnedBatch {
+    fn from(batch: &PassBatch) -> Self {
         let owned = |&SequenceSpan { tokens, position, tables }: &SequenceSpan| OwnedSpan {
             tokens,
             position,
@@ -122,10 +122,10 @@ impl OwnedBatch {
         self.borrowed(|batch| forward_scored(decoder, batch, cache, parts, |_, _| Ok(())))
     }
 
-    fn borrowed<R>(&self, run: impl FnOnce(&StepBatch) -> R) -> R {
+    fn borrowed<R>(&self, run: impl FnOnce(&PassBatch) -> R) -> R {
         let Self { ids, spans, logits, sum_order } = self;
         let spans: Vec<SequenceSpan> = spans.iter().map(OwnedSpan::span).collect();
-        run(&StepBatch { ids, sequences: &spans, logits: *logits, sum_order: *sum_order })
+        run(&PassBatch { ids, sequences: &spans, logits: *logits, sum_order: *sum_order })
     }
 }
 

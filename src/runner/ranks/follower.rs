@@ -31,7 +31,7 @@ pub fn follow(
     let run = move || -> Result<()> {
         let mut follower = Follower::new(world.clone(), parts, limits, options)?;
         loop {
-            match commands.recv_timeout(CHECK_TIME) {
+            match commands.recv_timeout(CHECK_INTERVAL) {
                 Ok(command) => {
                     follower.run(&command)?;
                     world.tick();
@@ -51,7 +51,7 @@ pub fn follow(
 }
 
 /// How often an idle follower checks whether another rank has failed.
-const CHECK_TIME: Duration = Duration::from_secs(1);
+const CHECK_INTERVAL: Duration = Duration::from_secs(1);
 
 /// The reason of the failure if the thread of a rank has panicked. See [`failure`].
 pub const PANIC: &str = "its thread panicked";

@@ -21,11 +21,11 @@ use super::command::{RankCache, RankCommand};
 use super::fault::RankFault;
 use super::follower::{PANIC, failure, follow};
 use super::parts::RankParts;
-use crate::device::{ANSWER_TIME, World};
+use crate::device::{ANSWER_TIMEOUT, World};
 use crate::error::Error;
 use crate::nn::decoder::Decoder;
 use crate::nn::kv_cache::KvCache;
-use crate::nn::pass::StepBatch;
+use crate::nn::pass::PassBatch;
 use crate::runner::choose_token::NoToken;
 use crate::runner::decode_graph::DecodeGraph;
 use crate::runner::limits::{RunnerLimits, RunnerOptions};
@@ -36,10 +36,10 @@ use crate::runner::step_sequence::StepSequence;
 use crate::text::error_message;
 
 /// How long to wait for follower threads to end after a failure. The thread of a rank that hangs may never end.
-const END_TIME: Duration = Duration::from_secs(1);
+const END_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// How long to wait for a call with the KV caches of all ranks, such as saving a prefix.
-const CACHE_CALL_TIME: Duration = Duration::from_secs(60);
+const CACHE_CALL_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// How often to check whether a rank has failed or its thread has ended.
 const POLL: Duration = Duration::from_millis(20);
@@ -106,7 +106,7 @@ impl RankGroup {
         }
     }
 
-    /// Checks that all followers still answer. Ends the world if a follower has not answered for [`ANSWER_TIME`].
+    /// Checks that all followers still answer. Ends the world if a follower has not answered for [`ANSWER_TIMEOUT`].
     ///
     /// The engine calls this function once a second while it waits for requests.
     /// `is_first` is true for the first call of each wait.
@@ -119,7 +119,7 @@ impl RankGroup {
             let progress = self.world.progress(index + 1);
             if progress != *seen {
                 (*seen, *since) = (progress, Instant::now());
-            } else if since.elapsed() > ANSWER_TIME {
+            } else if since.elapsed() > ANSWER_TIMEOUT {
                 self.world.end_without_answer(index + 1);
             }
             // The send fails only if the follower has ended. An ended follower has already ended the world.
@@ -159,7 +159,7 @@ impl RankGroup {
         while let Some(missing) = all.iter().position(Option::is_none) {
             match receiver.recv_timeout(POLL) {
                 Ok((rank, result)) => all[rank] = Some(result),
-                Err(RecvTimeoutError::Timeout) if started.elapsed() <= CACHE_CALL_TIME => {}
+                Err(RecvTimeoutError::Timeout) if started.elapsed() <= CACHE_CALL_TIMEOUT => {}
                 // The wait timed out, or all followers have dropped the call. No answer will come.
                 Err(_) => self.world.end_without_answer(missing),
             }
@@ -172,7 +172,7 @@ impl RankGroup {
     ///
     /// If a rank fails, this pass and all later passes fail with the error of this rank.
     /// After a failure, the keys and values of the ranks may no longer match.
-    pub fn forward(&self, decoder: &Decoder, batch: &StepBatch, cache: &KvCache) -> Result<Tensor> {
+    pub fn forward(&self, decoder: &Decoder, batch: &PassBatch, cache: &KvCache) -> Result<Tensor> {
         if self.is_single() {
             return decoder.forward(batch, cache);
         }
@@ -188,7 +188,7 @@ impl RankGroup {
     pub fn forward_scored(
         &self,
         decoder: &Decoder,
-        batch: &StepBatch,
+        batch: &PassBatch,
         cache: &KvCache,
         parts: &[Range<usize>],
         on_logits: impl FnMut(usize, &Tensor) -> Result<()>,
@@ -322,7 +322,7 @@ impl Drop for RankGroup {
         drop(senders);
         let started = Instant::now();
         for thread in threads {
-            while has_failed && !thread.is_finished() && started.elapsed() < END_TIME {
+            while has_failed && !thread.is_finished() && started.elapsed() < END_TIMEOUT {
                 thread::sleep(POLL);
             }
             // Do not join a thread that hangs after a failure. Such a thread ends with the process.

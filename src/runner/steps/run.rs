@@ -7,7 +7,7 @@ use anyhow::{Context, Result, bail};
 use candle_core::Tensor;
 
 use crate::kernels::SumOrder;
-use crate::nn::pass::{LogitRows, SequenceSpan, StepBatch};
+use crate::nn::pass::{LogitRows, PassBatch, SequenceSpan};
 use crate::runner::Runner;
 use crate::runner::choose_token::ChooseToken;
 use crate::runner::device_choice::{choose_on_device, logprobs_on_device};
@@ -153,7 +153,7 @@ impl Runner {
         let ids: Vec<u32> = sequences.iter().flat_map(|sequence| sequence.ids).copied().collect();
         let spans: Vec<SequenceSpan> = sequences.iter().map(StepSequence::span).collect();
         self.forget_solo_sequence();
-        let batch = StepBatch { ids: &ids, sequences: &spans, logits: LogitRows::Last, sum_order };
+        let batch = PassBatch { ids: &ids, sequences: &spans, logits: LogitRows::Last, sum_order };
         if !has_scores(sequences) {
             return self.ranks.forward(&self.decoder, &batch, &self.cache);
         }

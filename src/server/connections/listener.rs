@@ -34,16 +34,16 @@ const SEND_BUFFER_BYTES: u32 = 128 << 10;
 const BUFFER_BYTES: usize = 64 << 10;
 
 /// The time limit for the headers of a request on a connection above the connection limit.
-const SPARE_HEADER_TIME: Duration = Duration::from_secs(1);
+const SPARE_HEADER_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// The pause after a failure to accept a connection, for example because too many files are open.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 
 /// The maximum time for sending the last responses during shutdown.
-const CLOSE_TIME: Duration = Duration::from_secs(2);
+const CLOSE_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// The value of [`CLOSE_TIME`] after an engine failure. It is short, so that a supervisor can restart the server soon.
-const FAILED_CLOSE_TIME: Duration = Duration::from_millis(250);
+/// The value of [`CLOSE_TIMEOUT`] after an engine failure. It is short, so that a supervisor can restart the server soon.
+const FAILED_CLOSE_TIMEOUT: Duration = Duration::from_millis(250);
 
 /// Opens the TCP port of a server on the first address of `host`. Port 0 selects a free port.
 pub async fn bind(host: &str, port: u16) -> Result<TcpListener> {
@@ -79,8 +79,11 @@ pub async fn serve(server: Arc<Server>, listener: TcpListener, shutdown: impl Fu
     }
     server.drain();
     // If the engine has stopped, all requests have failed, and only their error responses remain to be sent.
-    let (drain_time, close_time) =
-        if server.has_failed() { (FAILED_CLOSE_TIME, FAILED_CLOSE_TIME) } else { (timeouts.drain, CLOSE_TIME) };
+    let (drain_time, close_time) = if server.has_failed() {
+        (FAILED_CLOSE_TIMEOUT, FAILED_CLOSE_TIMEOUT)
+    } else {
+        (timeouts.drain, CLOSE_TIMEOUT)
+    };
     let is_late = tokio::time::timeout(drain_time, server.admission.wait_until_idle()).await.is_err();
     if is_late {
         // End the requests before closing connections, so that streaming clients receive an error event.
@@ -128,7 +131,7 @@ async fn accept(server: Arc<Server>, listener: TcpListener, connections: Arc<Gra
 /// Performs the TLS handshake of a connection, if the server has a certificate, and serves its requests.
 async fn connect(stream: TcpStream, router: Router, server: Arc<Server>, watcher: Watcher, open: OpenConnection) {
     let timeouts = &server.options.timeouts;
-    let header_time = if open.is_spare { timeouts.header.min(SPARE_HEADER_TIME) } else { timeouts.header };
+    let header_time = if open.is_spare { timeouts.header.min(SPARE_HEADER_TIMEOUT) } else { timeouts.header };
     // Disable Nagle's algorithm, which would delay small packets such as the events of a stream.
     let _ = stream.set_nodelay(true);
     let stream = WriteLimit::new(stream, timeouts.write);
