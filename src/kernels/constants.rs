@@ -242,11 +242,11 @@ pub const FORMAT_Q6_K: usize = 9;
 pub const FORMAT_INT8: usize = 10;
 pub const FORMAT_FP8: usize = 11;
 /// Codes for the quantization of a kernel's input activations.
-pub const ROUNDING_NONE: usize = 0;
-pub const ROUNDING_INT8_PER_TOKEN: usize = 1;
-pub const ROUNDING_FP8_PER_TOKEN: usize = 2;
-pub const ROUNDING_FP8_STATIC: usize = 3;
-pub const ROUNDING_INT8_STATIC: usize = 4;
+pub const QUANTIZATION_NONE: usize = 0;
+pub const QUANTIZATION_INT8_PER_TOKEN: usize = 1;
+pub const QUANTIZATION_FP8_PER_TOKEN: usize = 2;
+pub const QUANTIZATION_FP8_STATIC: usize = 3;
+pub const QUANTIZATION_INT8_STATIC: usize = 4;
 
 // Kernels of a decode step (`decode/`).
 

@@ -7,7 +7,7 @@ use candle_core::{DType, Device, Result, Tensor, bail};
 use super::matmul::{matmul_f32_into, matmul_rounded};
 #[cfg(feature = "cuda")]
 use super::quantized::quantized_ops;
-use super::quantized::{InputRounding, QuantizedMatrix, WeightFormat};
+use super::quantized::{InputQuantization, QuantizedMatrix, WeightFormat};
 use super::sum_order::SumOrder;
 
 /// The weight matrix of a linear layer or an embedding, dense or quantized.
@@ -61,11 +61,10 @@ impl Matrix {
     }
 
     /// Returns how all parts quantize their input. Returns `None` if the matrix is not quantized or the parts differ.
-    pub fn input_rounding(&self) -> Option<InputRounding> {
+    pub fn input_quantization(&self) -> Option<InputQuantization> {
         match self {
-            Self::Quantized(parts) => {
-                Some(parts[0].input_rounding).filter(|first| parts.iter().all(|part| part.input_rounding == *first))
-            }
+            Self::Quantized(parts) => Some(parts[0].input_quantization)
+                .filter(|first| parts.iter().all(|part| part.input_quantization == *first)),
             _ => None,
         }
     }

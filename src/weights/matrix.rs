@@ -12,7 +12,7 @@ use super::quantized::{self, MatrixRows};
 use super::safetensors::{self, SafetensorsCheckpoint, module};
 use super::source::{RowBuffer, RowSource, StoredRows};
 use crate::kernels::matrix::Matrix;
-use crate::kernels::quantized::{InputRounding, QuantizedMatrix, WeightFormat};
+use crate::kernels::quantized::{InputQuantization, QuantizedMatrix, WeightFormat};
 
 impl<'c> Weights<'c> {
     /// Loads the matrix `name` of each module in `parts` and concatenates the rows of these matrices.
@@ -217,15 +217,15 @@ impl<'c> Weights<'c> {
             WeightScales::PerChannel => scales(&format!("{name}_scale"), [rows, rows])?,
         };
         let rounding = match (scheme.activations, format) {
-            (Activations::Unquantized, _) => InputRounding::None,
-            (Activations::PerToken, WeightFormat::Int8) => InputRounding::Int8PerToken,
-            (Activations::PerToken, _) => InputRounding::Fp8PerToken,
+            (Activations::Unquantized, _) => InputQuantization::None,
+            (Activations::PerToken, WeightFormat::Int8) => InputQuantization::Int8PerToken,
+            (Activations::PerToken, _) => InputQuantization::Fp8PerToken,
             (Activations::Static, _) => {
                 let scale = scales(&format!("{}.input_scale", module(name)), [1, 1])?[0];
                 if format == WeightFormat::Int8 {
-                    InputRounding::Int8Static(scale)
+                    InputQuantization::Int8Static(scale)
                 } else {
-                    InputRounding::Fp8Static(scale)
+                    InputQuantization::Fp8Static(scale)
                 }
             }
         };

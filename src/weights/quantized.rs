@@ -14,7 +14,7 @@ use safetensors::tensor::Dtype;
 use super::ggml::{self, GgmlType, split_group};
 use super::shared_reads::SharedReads;
 use super::source::{RowBuffer, RowSource};
-use crate::kernels::quantized::{E4M3_MAX, GROUP_COLUMNS, InputRounding, QuantizedMatrix, WeightFormat, pack};
+use crate::kernels::quantized::{E4M3_MAX, GROUP_COLUMNS, InputQuantization, QuantizedMatrix, WeightFormat, pack};
 
 /// The quantization of float matrices during loading, as set with `--quantize`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -111,7 +111,7 @@ pub struct MatrixRows<'c> {
     pub format: WeightFormat,
     pub rows: usize,
     pub columns: usize,
-    pub rounding: InputRounding,
+    pub rounding: InputQuantization,
     writer: RowWriter<'c>,
 }
 
@@ -131,7 +131,7 @@ impl<'c> MatrixRows<'c> {
     pub fn new(
         format: WeightFormat,
         [rows, columns]: [usize; 2],
-        rounding: InputRounding,
+        rounding: InputQuantization,
         write: WriteRow<'c>,
     ) -> Self {
         Self { format, rows, columns, rounding, writer: RowWriter::Alone(write) }
@@ -144,7 +144,7 @@ impl<'c> MatrixRows<'c> {
             pack_row(ggml_type, format, source.row(row, buffer)?, planes);
             Ok(())
         };
-        Some(Self::new(format, [rows, columns], InputRounding::None, Box::new(write)))
+        Some(Self::new(format, [rows, columns], InputQuantization::None, Box::new(write)))
     }
 
     /// Creates rows from floats. Each row is quantized when it is written. `row` fills a slice with the row's values.
@@ -174,7 +174,7 @@ impl<'c> MatrixRows<'c> {
             }
             Ok(())
         };
-        Some(Self::new(format, [rows, columns], InputRounding::None, Box::new(write)))
+        Some(Self::new(format, [rows, columns], InputQuantization::None, Box::new(write)))
     }
 
     /// Keeps only the rows with the given indices. This rank converts these rows without the other ranks.
@@ -267,7 +267,7 @@ impl<'c> MatrixRows<'c> {
             part.write_to(split_planes(&mut rest, row_bytes.map(|bytes| part.rows * bytes)))?;
         }
         let matrix = QuantizedMatrix::new(format, columns, planes, device)?;
-        Ok(matrix.with_input_rounding(first.rounding))
+        Ok(matrix.with_input_quantization(first.rounding))
     }
 }
 

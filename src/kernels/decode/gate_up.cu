@@ -45,7 +45,7 @@ __device__ void decode_gate_up(const float* x, const float* norm, const T* gate,
 template <typename T>
 __device__ void quantized_gate_up(const float* x, const float* norm, const QuantizedStack& weight,
                                   const float* gate_bias, const float* up_bias, T* h, int rows, int columns,
-                                  int activation, float eps, RoundingArgs rounding) {
+                                  int activation, float eps, QuantizationArgs quantization) {
     extern __shared__ float4 vector[];
     __shared__ float scratch[QUANTIZED_WARPS];
     const int groups = (columns + 31) / 32;
@@ -54,7 +54,7 @@ __device__ void quantized_gate_up(const float* x, const float* norm, const Quant
     QuantizedStream<2, QUANTIZED_DEPTH_2, decltype(row)> stream(weight, groups, rows, row);
     pdl_wait();
     pdl_launch_dependents();
-    const float scale = load_normed(input, x, norm, columns, eps, rounding, scratch);
+    const float scale = load_normed(input, x, norm, columns, eps, quantization, scratch);
     store_units(stream, input, scale, gate_bias, up_bias, h, activation);
 }
 
@@ -67,9 +67,9 @@ __device__ void quantized_gate_up(const float* x, const float* norm, const Quant
     extern "C" __global__ void __launch_bounds__(32 * QUANTIZED_WARPS, 1)                                              \
         quantized_gate_up_##SUFFIX(const float* x, const float* norm, const __grid_constant__ QuantizedStack weight,   \
                                    const float* gate_bias, const float* up_bias, T* h, int rows, int columns,          \
-                                   int activation, float eps, int rounding, float static_scale) {                      \
+                                   int activation, float eps, int quantization, float static_scale) {                  \
         quantized_gate_up<T>(x, norm, weight, gate_bias, up_bias, h, rows, columns, activation, eps,                   \
-                             {rounding, static_scale});                                                                \
+                             {quantization, static_scale});                                                            \
     }
 DEFINE(__nv_bfloat16, bf16)
 DEFINE(__half, f16)

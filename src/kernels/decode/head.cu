@@ -77,7 +77,8 @@ __device__ void decode_head(const float* x, const float* norm, const T* weight, 
 }
 
 __device__ void quantized_head(const float* x, const float* norm, const QuantizedStack& weight, float* logits,
-                               Argmax* best, int vocab, int columns, float eps, float softcap, RoundingArgs rounding) {
+                               Argmax* best, int vocab, int columns, float eps, float softcap,
+                               QuantizationArgs quantization) {
     extern __shared__ float4 vector[];
     __shared__ float scratch[QUANTIZED_WARPS];
     __shared__ Argmax warps[QUANTIZED_WARPS];
@@ -87,7 +88,7 @@ __device__ void quantized_head(const float* x, const float* norm, const Quantize
     QuantizedStream<2, QUANTIZED_DEPTH_2, decltype(row)> stream(weight, groups, (vocab + 1) / 2, row);
     pdl_wait();
     pdl_launch_dependents();
-    const float scale = load_normed(input, x, norm, columns, eps, rounding, scratch);
+    const float scale = load_normed(input, x, norm, columns, eps, quantization, scratch);
     block_argmax(warp_logits(stream, input, scale, softcap, logits, vocab), warps, best);
 }
 
@@ -148,8 +149,9 @@ DEFINE(__half, f16)
 
 extern "C" __global__ void __launch_bounds__(32 * QUANTIZED_WARPS, 1)
     quantized_head(const float* x, const float* norm, const __grid_constant__ QuantizedStack weight, float* logits,
-                   Argmax* best, int vocab, int columns, float eps, float softcap, int rounding, float static_scale) {
-    quantized_head(x, norm, weight, logits, best, vocab, columns, eps, softcap, {rounding, static_scale});
+                   Argmax* best, int vocab, int columns, float eps, float softcap, int quantization,
+                   float static_scale) {
+    quantized_head(x, norm, weight, logits, best, vocab, columns, eps, softcap, {quantization, static_scale});
 }
 
 // Looks up the embedding of the token in `state` and writes embedding · embedding_scale to x.

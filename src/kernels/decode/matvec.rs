@@ -99,9 +99,9 @@ impl Arguments {
     /// Adds the arguments that specify how to quantize the input, or nothing if the weight is dense.
     pub(super) fn rounding(self, weight: &Matrix) -> Result<Self> {
         let Matrix::Quantized(_) = weight else { return Ok(self) };
-        let Some(rounding) = weight.input_rounding() else {
+        let Some(rounding) = weight.input_quantization() else {
             bail!("cannot plan a decode step: the matrices of a fused weight need different input quantization")
         };
-        Ok(self.input_rounding(rounding))
+        Ok(self.input_quantization(rounding))
     }
 }

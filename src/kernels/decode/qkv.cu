@@ -95,7 +95,7 @@ __device__ void decode_qkv(const float* x, const float* norm, const T* weight, c
 
 template <typename T>
 __device__ void quantized_qkv(const float* x, const float* norm, const QuantizedStack& weight, const uint32_t* state,
-                              const QkvTarget<T>& qkv, int columns, float eps, RoundingArgs rounding) {
+                              const QkvTarget<T>& qkv, int columns, float eps, QuantizationArgs quantization) {
     extern __shared__ float4 vector[];
     __shared__ float scratch[QUANTIZED_WARPS];
     const int groups = (columns + 31) / 32;
@@ -108,7 +108,7 @@ __device__ void quantized_qkv(const float* x, const float* norm, const Quantized
     QuantizedStream<2, QUANTIZED_DEPTH_2, decltype(row)> stream(weight, groups, qkv.units(), row);
     pdl_wait();
     pdl_launch_dependents();
-    const float scale = load_normed(input, x, norm, columns, eps, rounding, scratch);
+    const float scale = load_normed(input, x, norm, columns, eps, quantization, scratch);
     const int position = __ldcg(state);
     const uint32_t row_in_cache = cache_row(qkv.table, position);
     while (stream.has_unit()) {
@@ -161,9 +161,9 @@ __device__ void decode_qk_norm(const float* raw, const float* q_norm, const floa
         quantized_qkv_##SUFFIX(const float* x, const float* norm, const __grid_constant__ QuantizedStack weight,       \
                                const float* bias, const float* cos, const float* sin, const uint32_t* state, T* q,     \
                                T* k, T* v, const uint32_t* table, float* raw, int columns, int heads, int kv_heads,    \
-                               int head_dim, int rotated, float eps, int rounding, float static_scale) {               \
+                               int head_dim, int rotated, float eps, int quantization, float static_scale) {           \
         const QkvTarget<T> target{bias, cos, sin, q, k, v, table, raw, heads, kv_heads, head_dim, rotated};            \
-        quantized_qkv<T>(x, norm, weight, state, target, columns, eps, {rounding, static_scale});                      \
+        quantized_qkv<T>(x, norm, weight, state, target, columns, eps, {quantization, static_scale});                  \
     }                                                                                                                  \
     extern "C" __global__ void __launch_bounds__(256)                                                                  \
         decode_qk_norm_##SUFFIX(const float* raw, const float* q_norm, const float* k_norm, const float* cos,          \

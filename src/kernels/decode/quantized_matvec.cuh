@@ -9,10 +9,10 @@
 constexpr int QUANTIZED_DEPTH_2 = 2, QUANTIZED_DEPTH_1 = 4;
 
 // Writes norm(x) / scale to shared memory and returns the scale.
-// Quantizes the vector to 8 bits unless `rounding.mode` is ROUNDING_NONE.
+// Quantizes the vector to 8 bits unless `quantization.mode` is QUANTIZATION_NONE.
 // The caller multiplies the dot products by the scale.
 __device__ __forceinline__ float load_normed(const QuantizedInput& input, const float* x, const float* norm,
-                                             int columns, float eps, RoundingArgs rounding, float* scratch) {
+                                             int columns, float eps, QuantizationArgs quantization, float* scratch) {
     const auto quad = [=](int i) {
         if (4 * i >= columns) return make_float4(0.0f, 0.0f, 0.0f, 0.0f);
         return __ldcg(reinterpret_cast<const float4*>(x) + i);
@@ -24,7 +24,7 @@ __device__ __forceinline__ float load_normed(const QuantizedInput& input, const 
     };
     float squares = 0.0f, largest = 0.0f;
     const auto add_squares = [&](float4 a) { squares += a.x * a.x + a.y * a.y + a.z * a.z + a.w * a.w; };
-    if (rounding.mode == ROUNDING_NONE) {
+    if (quantization.mode == QUANTIZATION_NONE) {
         input.fill<false>([&](int i) {
             const float4 a = quad(i);
             add_squares(a);
@@ -38,22 +38,22 @@ __device__ __forceinline__ float load_normed(const QuantizedInput& input, const 
         largest = max_magnitude(largest, max_magnitude(weighted(i, a)));
     }
     const float rms = rsqrtf(block_sum(squares, scratch) / columns + eps);
-    return fill_rounded(input, [&](int i) { return weighted(i, quad(i)); }, largest, rms, rounding, scratch);
+    return fill_quantized(input, [&](int i) { return weighted(i, quad(i)); }, largest, rms, quantization, scratch);
 }
 
 // Writes y / scale to shared memory and returns the scale.
-// Quantizes the vector to 8 bits unless `rounding.mode` is ROUNDING_NONE.
+// Quantizes the vector to 8 bits unless `quantization.mode` is QUANTIZATION_NONE.
 // The caller multiplies the dot products by the scale.
 template <typename T>
 __device__ __forceinline__ float load_vector(const QuantizedInput& input, const T* y, int columns,
-                                             RoundingArgs rounding, float* scratch) {
+                                             QuantizationArgs quantization, float* scratch) {
     const auto quad = [=](int i) {
         if (4 * i >= columns) return make_float4(0.0f, 0.0f, 0.0f, 0.0f);
         const uint2 two = __ldcg(reinterpret_cast<const uint2*>(y) + i);
         const T* four = reinterpret_cast<const T*>(&two);
         return make_float4(to_float(four[0]), to_float(four[1]), to_float(four[2]), to_float(four[3]));
     };
-    if (rounding.mode == ROUNDING_NONE) {
+    if (quantization.mode == QUANTIZATION_NONE) {
         input.fill<false>(quad);
         __syncthreads();
         return 1.0f;
@@ -61,5 +61,5 @@ __device__ __forceinline__ float load_vector(const QuantizedInput& input, const 
     float largest = 0.0f;
     for (int i = threadIdx.x; i < columns / 4; i += blockDim.x)
         largest = max_magnitude(largest, max_magnitude(quad(i)));
-    return fill_rounded(input, quad, largest, 1.0f, rounding, scratch);
+    return fill_quantized(input, quad, largest, 1.0f, quantization, scratch);
 }

@@ -35,7 +35,7 @@ __device__ void decode_residual(const float* x, float* out, const T* y, const T*
 
 template <typename T>
 __device__ void quantized_residual(const float* x, float* out, const T* y, const QuantizedStack& weight,
-                                   const float* bias, int rows, int columns, RoundingArgs rounding) {
+                                   const float* bias, int rows, int columns, QuantizationArgs quantization) {
     extern __shared__ float4 vector[];
     __shared__ float scratch[QUANTIZED_WARPS];
     const int groups = (columns + 31) / 32;
@@ -44,7 +44,7 @@ __device__ void quantized_residual(const float* x, float* out, const T* y, const
     QuantizedStream<1, QUANTIZED_DEPTH_1, decltype(row)> stream(weight, groups, rows, row);
     pdl_wait();
     pdl_launch_dependents();
-    const float scale = load_vector(input, y, columns, rounding, scratch);
+    const float scale = load_vector(input, y, columns, quantization, scratch);
     while (stream.has_unit()) {
         const int unit = stream.unit;
         const float rest = (x ? __ldcg(x + unit) : 0.0f) + (bias ? __ldg(bias + unit) : 0.0f);
@@ -85,8 +85,8 @@ __device__ void decode_add_normed(float* x, const float* y, const float* norm, i
     extern "C" __global__ void __launch_bounds__(32 * QUANTIZED_WARPS, 1)                                              \
         quantized_residual_##SUFFIX(const float* x, float* out, const T* y,                                            \
                                     const __grid_constant__ QuantizedStack weight, const float* bias, int rows,        \
-                                    int columns, int rounding, float static_scale) {                                   \
-        quantized_residual<T>(x, out, y, weight, bias, rows, columns, {rounding, static_scale});                       \
+                                    int columns, int quantization, float static_scale) {                               \
+        quantized_residual<T>(x, out, y, weight, bias, rows, columns, {quantization, static_scale});                   \
     }
 DEFINE(__nv_bfloat16, bf16)
 DEFINE(__half, f16)

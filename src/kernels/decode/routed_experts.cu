@@ -45,7 +45,7 @@ __device__ void decode_routed_gate_up(const float* x, const float* norm, const T
 template <typename T>
 __device__ void quantized_routed_gate_up(const float* x, const float* norm, const QuantizedStack& weight,
                                          const float* logits, T* h, int experts, int chosen, int rows, int columns,
-                                         float eps, RoundingArgs rounding) {
+                                         float eps, QuantizationArgs quantization) {
     extern __shared__ float4 vector[];
     __shared__ float scratch[QUANTIZED_WARPS];
     __shared__ Routing routing;
@@ -60,7 +60,7 @@ __device__ void quantized_routed_gate_up(const float* x, const float* norm, cons
         return matrix = 0, ((int)expert[unit / rows] * 2 + r) * rows + unit % rows;
     };
     QuantizedStream<2, QUANTIZED_DEPTH_2, decltype(row)> stream(weight, groups, chosen * rows, row);
-    const float scale = load_normed(input, x, norm, columns, eps, rounding, scratch);
+    const float scale = load_normed(input, x, norm, columns, eps, quantization, scratch);
     while (stream.has_unit()) {
         const int unit = stream.unit;
         float sum[2];
@@ -150,12 +150,12 @@ __device__ void decode_routed_down(float* x, const T* h, const float* logits, co
 }
 
 // Writes h to shared memory. Multiplies each expert's row of h, or the row's scales, by the expert's routing weight.
-// Quantizes each row of h to 8 bits unless `rounding.mode` is ROUNDING_NONE.
+// Quantizes each row of h to 8 bits unless `quantization.mode` is QUANTIZATION_NONE.
 // `factors` is shared memory for the quantization scale of each row.
 template <typename T>
 __device__ __forceinline__ void load_chosen(const QuantizedInput& input, const T* h, const Routing& routing,
-                                            const ChosenRows& rows, int chosen, int columns, RoundingArgs rounding,
-                                            float* factors) {
+                                            const ChosenRows& rows, int chosen, int columns,
+                                            QuantizationArgs quantization, float* factors) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const auto four = [=](int n, int i) {
         const uint2 two = __ldcg(reinterpret_cast<const uint2*>(h + (size_t)n * columns) + i);
@@ -169,7 +169,7 @@ __device__ __forceinline__ void load_chosen(const QuantizedInput& input, const T
         const float4 a = four(n, quad);
         return make_float4(change(a.x, n), change(a.y, n), change(a.z, n), change(a.w, n));
     };
-    if (rounding.mode == ROUNDING_NONE) {
+    if (quantization.mode == QUANTIZATION_NONE) {
         const auto weighted = [&](float value, int n) { return value * routing.weight[n]; };
         input.fill<false>([&](int i) { return quad(i, weighted); });
         __syncthreads();
@@ -180,12 +180,12 @@ __device__ __forceinline__ void load_chosen(const QuantizedInput& input, const T
         for (int i = lane; 4 * i < columns; i += 32) largest = max_magnitude(largest, max_magnitude(four(n, i)));
         for (int offset = 16; offset > 0; offset /= 2)
             largest = max_magnitude(largest, __shfl_xor_sync(0xffffffffu, largest, offset));
-        if (lane == 0) factors[n] = rounding_scale(largest, rounding.mode, rounding.static_scale);
+        if (lane == 0) factors[n] = quantization_scale(largest, quantization.mode, quantization.static_scale);
     }
     __syncthreads();
     input.fill<true>([&](int i) {
         return quad(i, [&](float value, int n) {
-            const float rounded = round_scaled(value / factors[n], rounding.mode);
+            const float rounded = quantize_scaled(value / factors[n], quantization.mode);
             return input.is_float ? rounded * factors[n] * routing.weight[n] : rounded;
         });
     });
@@ -201,7 +201,7 @@ __device__ __forceinline__ void load_chosen(const QuantizedInput& input, const T
 template <typename T>
 __device__ void quantized_routed_down(float* x, const T* h, const float* logits, const QuantizedStack& weight,
                                       int experts, int chosen, int rows, int columns, int over_all,
-                                      RoundingArgs rounding) {
+                                      QuantizationArgs quantization) {
     extern __shared__ float4 vector[];
     __shared__ float factors[MAX_CHOSEN_EXPERTS];
     __shared__ Routing routing;
@@ -217,7 +217,7 @@ __device__ void quantized_routed_down(float* x, const T* h, const float* logits,
                                                                               ChosenGroups{chosen_rows, rows});
     pdl_wait();
     pdl_launch_dependents();
-    load_chosen(input, h, routing, chosen_rows, chosen, columns, rounding, factors);
+    load_chosen(input, h, routing, chosen_rows, chosen, columns, quantization, factors);
     while (stream.has_unit()) {
         const int unit = stream.unit;
         const float rest = __ldcg(x + unit);
@@ -241,17 +241,17 @@ __device__ void quantized_routed_down(float* x, const T* h, const float* logits,
     extern "C" __global__ void __launch_bounds__(32 * QUANTIZED_WARPS, 1)                                              \
         quantized_routed_gate_up_##SUFFIX(const float* x, const float* norm,                                           \
                                           const __grid_constant__ QuantizedStack weight, const float* logits, T* h,    \
-                                          int experts, int chosen, int rows, int columns, float eps, int rounding,     \
+                                          int experts, int chosen, int rows, int columns, float eps, int quantization, \
                                           float static_scale) {                                                        \
         quantized_routed_gate_up<T>(x, norm, weight, logits, h, experts, chosen, rows, columns, eps,                   \
-                                    {rounding, static_scale});                                                         \
+                                    {quantization, static_scale});                                                     \
     }                                                                                                                  \
     extern "C" __global__ void __launch_bounds__(32 * QUANTIZED_WARPS, 1)                                              \
         quantized_routed_down_##SUFFIX(float* x, const T* h, const float* logits,                                      \
                                        const __grid_constant__ QuantizedStack weight, int experts, int chosen,         \
-                                       int rows, int columns, int over_all, int rounding, float static_scale) {        \
+                                       int rows, int columns, int over_all, int quantization, float static_scale) {    \
         quantized_routed_down<T>(x, h, logits, weight, experts, chosen, rows, columns, over_all,                       \
-                                 {rounding, static_scale});                                                            \
+                                 {quantization, static_scale});                                                        \
     }
 DEFINE(__nv_bfloat16, bf16)
 DEFINE(__half, f16)

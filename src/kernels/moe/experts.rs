@@ -19,7 +19,7 @@ use crate::kernels::launch::{Arguments, Launch, LaunchShape, dtype_suffix, modul
 use crate::kernels::matrix::Matrix;
 use crate::kernels::quantized::QuantizedMatrix;
 #[cfg(feature = "cuda")]
-use crate::kernels::quantized::{InputRounding, quantized_ops, round_floats};
+use crate::kernels::quantized::{InputQuantization, fake_quantize, quantized_ops};
 use crate::kernels::{bytes, elements, to_f32, unsupported};
 
 /// The maximum number of (token, expert) pairs in one call. The maximum grid size in y sets this limit.
@@ -201,11 +201,11 @@ mod cuda {
         if needs_gemv || ids.elem_count() < 4 * experts {
             return quantized_ops::expert_matvec(device, matrix, rows, x, ids, pairs_per_x);
         }
-        let rounded = match matrix.input_rounding {
-            InputRounding::None => x.clone(),
+        let rounded = match matrix.input_quantization {
+            InputQuantization::None => x.clone(),
             rounding => {
                 let flat = x.reshape(((), columns))?;
-                round_floats(device, &flat, rounding)?.reshape(x.shape())?
+                fake_quantize(device, &flat, rounding)?.reshape(x.shape())?
             }
         };
         let dense = matrix.dequantize(x.dtype())?.reshape((experts, rows, columns))?;

@@ -3,10 +3,10 @@
 use candle_core::cuda_backend::cudarc::driver::DeviceRepr;
 use candle_core::{Result, bail};
 
-use super::quantized_matrix::{InputRounding, QuantizedMatrix};
+use super::quantized_matrix::{InputQuantization, QuantizedMatrix};
 use crate::kernels::constants::{
-    MAX_STACKED_MATRICES, ROUNDING_FP8_PER_TOKEN, ROUNDING_FP8_STATIC, ROUNDING_INT8_PER_TOKEN, ROUNDING_INT8_STATIC,
-    ROUNDING_NONE,
+    MAX_STACKED_MATRICES, QUANTIZATION_FP8_PER_TOKEN, QUANTIZATION_FP8_STATIC, QUANTIZATION_INT8_PER_TOKEN,
+    QUANTIZATION_INT8_STATIC, QUANTIZATION_NONE,
 };
 use crate::kernels::launch::{Arguments, address};
 
@@ -61,14 +61,14 @@ impl Arguments {
         Ok(self.value(RawStack::new(matrices)?, matrices.iter().flat_map(QuantizedMatrix::tensors)))
     }
 
-    /// Adds the two arguments that tell a kernel how to quantize its input: the rounding mode and the static scale.
-    pub fn input_rounding(self, rounding: InputRounding) -> Self {
-        let (number, scale) = match rounding {
-            InputRounding::None => (ROUNDING_NONE, 0.0),
-            InputRounding::Int8PerToken => (ROUNDING_INT8_PER_TOKEN, 0.0),
-            InputRounding::Fp8PerToken => (ROUNDING_FP8_PER_TOKEN, 0.0),
-            InputRounding::Fp8Static(scale) => (ROUNDING_FP8_STATIC, scale),
-            InputRounding::Int8Static(scale) => (ROUNDING_INT8_STATIC, scale),
+    /// Adds the two arguments that tell a kernel how to quantize its input: the mode and the static scale.
+    pub fn input_quantization(self, quantization: InputQuantization) -> Self {
+        let (number, scale) = match quantization {
+            InputQuantization::None => (QUANTIZATION_NONE, 0.0),
+            InputQuantization::Int8PerToken => (QUANTIZATION_INT8_PER_TOKEN, 0.0),
+            InputQuantization::Fp8PerToken => (QUANTIZATION_FP8_PER_TOKEN, 0.0),
+            InputQuantization::Fp8Static(scale) => (QUANTIZATION_FP8_STATIC, scale),
+            InputQuantization::Int8Static(scale) => (QUANTIZATION_INT8_STATIC, scale),
         };
         self.int(number).float(scale)
     }

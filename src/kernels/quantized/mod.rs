@@ -29,15 +29,15 @@
 mod arguments;
 mod format;
 #[cfg(feature = "cuda")]
+mod input_quantization;
+#[cfg(feature = "cuda")]
 mod quantized_few;
 mod quantized_matrix;
 pub(crate) mod quantized_ops;
 mod reference;
-#[cfg(feature = "cuda")]
-mod rounding;
 
 pub use format::{GROUP_COLUMNS, PlaneBytes, SUPERBLOCK_COLUMNS, WeightFormat};
-pub use quantized_matrix::{InputRounding, QuantizedMatrix};
-pub use reference::{E4M3_MAX, pack};
 #[cfg(feature = "cuda")]
-pub(crate) use rounding::round_floats;
+pub(crate) use input_quantization::fake_quantize;
+pub use quantized_matrix::{InputQuantization, QuantizedMatrix};
+pub use reference::{E4M3_MAX, pack};

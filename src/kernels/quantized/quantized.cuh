@@ -66,7 +66,7 @@ constexpr float MAX_QUANTIZED_INPUT = 127 * 256;
 // The largest E4M3 value.
 constexpr float E4M3_MAX = 448.0f;
 
-// The smallest normal f32 value. rounding_scale returns no smaller scale, because dividing by it could overflow.
+// The smallest normal f32 value. quantization_scale returns no smaller scale, because dividing by it could overflow.
 constexpr float F32_MIN_NORMAL = 1.17549435e-38f;
 
 // One quantized group in registers.
@@ -488,8 +488,8 @@ template <int ROWS, int DEPTH, class Locate, class Layout = ContiguousRows> stru
     }
 };
 
-__device__ __forceinline__ bool rounds_to_int8(int rounding) {
-    return rounding == ROUNDING_INT8_PER_TOKEN || rounding == ROUNDING_INT8_STATIC;
+__device__ __forceinline__ bool quantizes_to_int8(int quantization) {
+    return quantization == QUANTIZATION_INT8_PER_TOKEN || quantization == QUANTIZATION_INT8_STATIC;
 }
 
 __device__ __forceinline__ float round_to_e4m3(float v) {
@@ -497,22 +497,22 @@ __device__ __forceinline__ float round_to_e4m3(float v) {
     return __half2float(__half(__nv_cvt_fp8_to_halfraw(byte, __NV_E4M3)));
 }
 // Rounds a value to an 8-bit integer or to E4M3. The caller has divided the value by its scale.
-__device__ __forceinline__ float round_scaled(float v, int rounding) {
-    return rounds_to_int8(rounding) ? fminf(fmaxf(rintf(v), -128.0f), 127.0f) : round_to_e4m3(v);
+__device__ __forceinline__ float quantize_scaled(float v, int quantization) {
+    return quantizes_to_int8(quantization) ? fminf(fmaxf(rintf(v), -128.0f), 127.0f) : round_to_e4m3(v);
 }
 // Returns the scale for quantizing a vector to 8 bits. `largest` is the largest magnitude in the vector.
 // In static modes, returns `static_scale`. In per-token modes, the scale maps `largest` to the largest 8-bit value.
-__device__ __forceinline__ float rounding_scale(float largest, int rounding, float static_scale) {
+__device__ __forceinline__ float quantization_scale(float largest, int quantization, float static_scale) {
     // Integers from -128 to 127 span 255 steps, so a step is 2 · largest / 255.
-    const float scale = rounding == ROUNDING_INT8_PER_TOKEN  ? largest / 127.5f
-                        : rounding == ROUNDING_FP8_PER_TOKEN ? largest / E4M3_MAX
-                                                             : static_scale;
+    const float scale = quantization == QUANTIZATION_INT8_PER_TOKEN  ? largest / 127.5f
+                        : quantization == QUANTIZATION_FP8_PER_TOKEN ? largest / E4M3_MAX
+                                                                     : static_scale;
     // If the vector contains a NaN or an infinity, the scale is NaN, even in static modes. All results are then NaN.
     return !isfinite(largest) ? __uint_as_float(F32_NAN) : scale < F32_MIN_NORMAL ? F32_MIN_NORMAL : scale;
 }
 
-// How to quantize the input vector. `mode` is a ROUNDING_ constant. Only the static modes use `static_scale`.
-struct RoundingArgs {
+// How to quantize the input vector. `mode` is a QUANTIZATION_ constant. Only the static modes use `static_scale`.
+struct QuantizationArgs {
     int mode;
     float static_scale;
 };
@@ -542,11 +542,11 @@ __device__ __forceinline__ float block_max_magnitude(float value, float* scratch
 // The caller multiplies the dot products by the scale.
 // `largest` is the largest magnitude that this thread has read, before the multiplication by `factor`.
 template <class Quad>
-__device__ __forceinline__ float fill_rounded(const QuantizedInput& input, Quad quad, float largest, float factor,
-                                              RoundingArgs rounding, float* scratch) {
-    const float scale =
-        rounding_scale(block_max_magnitude(largest, scratch) * factor, rounding.mode, rounding.static_scale);
-    const auto round = [=](float x) { return round_scaled(x * factor / scale, rounding.mode); };
+__device__ __forceinline__ float fill_quantized(const QuantizedInput& input, Quad quad, float largest, float factor,
+                                                QuantizationArgs quantization, float* scratch) {
+    const float scale = quantization_scale(block_max_magnitude(largest, scratch) * factor, quantization.mode,
+                                           quantization.static_scale);
+    const auto round = [=](float x) { return quantize_scaled(x * factor / scale, quantization.mode); };
     input.fill<true>([&](int i) {
         const float4 a = quad(i);
         return make_float4(round(a.x), round(a.y), round(a.z), round(a.w));

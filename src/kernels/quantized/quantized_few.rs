@@ -3,8 +3,8 @@
 use candle_core::cuda_backend::CudaDevice;
 use candle_core::{DType, Result, Tensor, bail};
 
-use super::quantized_matrix::{InputRounding, QuantizedMatrix};
-use super::rounding::round_without_scale;
+use super::input_quantization::quantize_without_scale;
+use super::quantized_matrix::{InputQuantization, QuantizedMatrix};
 use crate::kernels::SumOrder;
 use crate::kernels::constants::{
     QUANTIZED_FEW_COLUMNS, QUANTIZED_FEW_COUNTERS, QUANTIZED_FEW_STAGES, QUANTIZED_FEW_THREADS,
@@ -41,7 +41,7 @@ pub fn is_supported(parts: &[QuantizedMatrix], columns: usize, dtype: DType) -> 
     matches!(dtype, DType::F16 | DType::BF16)
         // Copies to shared memory must be aligned to 16 bytes, that is, to 8 columns.
         && columns.is_multiple_of(8)
-        && parts.iter().all(|part| part.input_rounding == parts[0].input_rounding)
+        && parts.iter().all(|part| part.input_quantization == parts[0].input_quantization)
 }
 
 /// Returns `x · Wᵀ` as f32 `[tokens, rows]`, where `W` is the vertical stack of all `parts`.
@@ -51,10 +51,10 @@ pub fn is_supported(parts: &[QuantizedMatrix], columns: usize, dtype: DType) -> 
 /// Weights in other formats are rounded to the dtype of `x`.
 pub fn matmul_few(device: &CudaDevice, parts: &[QuantizedMatrix], x: &Tensor, order: SumOrder) -> Result<Tensor> {
     let (tokens, columns) = x.dims2()?;
-    let (x, scales) = match parts[0].input_rounding {
-        InputRounding::None => (x.clone(), None),
-        rounding => {
-            let (x, scales) = round_without_scale(device, x, rounding)?;
+    let (x, scales) = match parts[0].input_quantization {
+        InputQuantization::None => (x.clone(), None),
+        quantization => {
+            let (x, scales) = quantize_without_scale(device, x, quantization)?;
             (x, Some(scales))
         }
     };

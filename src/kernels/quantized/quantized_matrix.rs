@@ -5,9 +5,9 @@ use candle_core::{Device, Result, Tensor, bail};
 use super::format::{GROUP_COLUMNS, SUPERBLOCK_COLUMNS, WeightFormat};
 
 /// How a matrix product quantizes its input (the activations) to 8 bits.
-/// The checkpoint specifies this rounding, for example in W8A8 or FP8 models.
+/// The checkpoint specifies this quantization, for example in W8A8 or FP8 models.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub enum InputRounding {
+pub enum InputQuantization {
     /// The input is not quantized.
     None,
     /// Quantizes to integers from -128 to 127 with one scale per token.
@@ -29,7 +29,7 @@ pub struct QuantizedMatrix {
     /// The low, high, scales and supers planes (see [`super`]), each u8 `[rows, bytes per row]`.
     /// `None` for planes that the format lacks.
     pub(super) planes: [Option<Tensor>; 4],
-    pub input_rounding: InputRounding,
+    pub input_quantization: InputQuantization,
 }
 
 impl QuantizedMatrix {
@@ -57,7 +57,7 @@ impl QuantizedMatrix {
                 *tensor = Some(Tensor::from_vec(plane, (rows, bytes), device)?);
             }
         }
-        Ok(Self { format, columns, planes: tensors, input_rounding: InputRounding::None })
+        Ok(Self { format, columns, planes: tensors, input_quantization: InputQuantization::None })
     }
 
     /// Returns the planes that exist in this format.
@@ -65,8 +65,8 @@ impl QuantizedMatrix {
         self.planes.iter().flatten()
     }
 
-    pub fn with_input_rounding(self, input_rounding: InputRounding) -> Self {
-        Self { input_rounding, ..self }
+    pub fn with_input_quantization(self, input_quantization: InputQuantization) -> Self {
+        Self { input_quantization, ..self }
     }
 
     pub(super) fn low(&self) -> &Tensor {

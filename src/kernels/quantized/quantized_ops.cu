@@ -14,7 +14,7 @@
 // Each warp multiplies two rows of W at a time. Two rows are one unit of the `QuantizedStream`.
 template <typename T, typename S>
 __device__ void matvec(const T* x, const QuantizedStack& weights, const uint32_t* ids, S* y, int rows, int columns,
-                       int stride, int per_x, RoundingArgs rounding) {
+                       int stride, int per_x, QuantizationArgs quantization) {
     extern __shared__ float4 vector[];
     __shared__ float scratch[QUANTIZED_WARPS];
     const int groups = (columns + 31) / 32;
@@ -26,13 +26,13 @@ __device__ void matvec(const T* x, const QuantizedStack& weights, const uint32_t
     const auto one = [=](int i) { return i < columns ? to_float(x[i]) : 0.0f; };
     const auto quad = [=](int i) { return make_float4(one(4 * i), one(4 * i + 1), one(4 * i + 2), one(4 * i + 3)); };
     float scale = 1.0f;
-    if (rounding.mode == ROUNDING_NONE) {
+    if (quantization.mode == QUANTIZATION_NONE) {
         input.fill<false>(quad);
         __syncthreads();
     } else {
         float largest = 0.0f;
         for (int i = threadIdx.x; i < columns; i += blockDim.x) largest = max_magnitude(largest, one(i));
-        scale = fill_rounded(input, quad, largest, 1.0f, rounding, scratch);
+        scale = fill_quantized(input, quad, largest, 1.0f, quantization, scratch);
     }
     while (stream.has_unit()) {
         const int unit = stream.unit;
@@ -100,17 +100,19 @@ extern "C" __global__ void __launch_bounds__(256)
 //   bytes moved: x twice, q and scales once
 //   grid: tokens; block: 256
 template <typename T>
-__device__ void round_rows(const T* x, uint8_t* q, float* scales, int columns, int padded, RoundingArgs rounding) {
+__device__ void quantize_rows(const T* x, uint8_t* q, float* scales, int columns, int padded,
+                              QuantizationArgs quantization) {
     __shared__ float scratch[8];
     x += (size_t)blockIdx.x * columns, q += (size_t)blockIdx.x * padded;
     float largest = 0.0f;
     for (int i = threadIdx.x; i < columns; i += blockDim.x) largest = max_magnitude(largest, to_float(x[i]));
-    const float scale = rounding_scale(block_max_magnitude(largest, scratch), rounding.mode, rounding.static_scale);
+    const float scale =
+        quantization_scale(block_max_magnitude(largest, scratch), quantization.mode, quantization.static_scale);
     if (threadIdx.x == 0) scales[blockIdx.x] = scale;
     for (int i = threadIdx.x; i < padded; i += blockDim.x) {
         const float v = i < columns ? to_float(x[i]) / scale : 0.0f;
-        q[i] = rounds_to_int8(rounding.mode) ? (uint8_t)(int8_t)(int)round_scaled(v, rounding.mode)
-                                             : (uint8_t)__nv_cvt_float_to_fp8(v, __NV_SATFINITE, __NV_E4M3);
+        q[i] = quantizes_to_int8(quantization.mode) ? (uint8_t)(int8_t)(int)quantize_scaled(v, quantization.mode)
+                                                    : (uint8_t)__nv_cvt_float_to_fp8(v, __NV_SATFINITE, __NV_E4M3);
     }
 }
 
@@ -121,16 +123,17 @@ __device__ void round_rows(const T* x, uint8_t* q, float* scales, int columns, i
 //   bytes moved: x twice, y once
 //   grid: tokens; block: 256
 template <typename T>
-__device__ void round_floats(const T* x, T* y, float* scales, int columns, RoundingArgs rounding) {
+__device__ void fake_quantize(const T* x, T* y, float* scales, int columns, QuantizationArgs quantization) {
     __shared__ float scratch[8];
     x += (size_t)blockIdx.x * columns, y += (size_t)blockIdx.x * columns;
     float largest = 0.0f;
     for (int i = threadIdx.x; i < columns; i += blockDim.x) largest = max_magnitude(largest, to_float(x[i]));
-    const float scale = rounding_scale(block_max_magnitude(largest, scratch), rounding.mode, rounding.static_scale);
+    const float scale =
+        quantization_scale(block_max_magnitude(largest, scratch), quantization.mode, quantization.static_scale);
     if (scales && threadIdx.x == 0) scales[blockIdx.x] = scale;
     const float factor = scales ? 1.0f : scale;
     for (int i = threadIdx.x; i < columns; i += blockDim.x)
-        y[i] = from_float<T>(round_scaled(to_float(x[i]) / scale, rounding.mode) * factor);
+        y[i] = from_float<T>(quantize_scaled(to_float(x[i]) / scale, quantization.mode) * factor);
 }
 
 // Applies the scales after an 8-bit matrix product: y[t, r] = sums[t, r] · x_scales[t] · w_scales[r].
@@ -156,25 +159,25 @@ extern "C" __global__ void __launch_bounds__(256)
 #define DEFINE(T, SUFFIX)                                                                                              \
     extern "C" __global__ void __launch_bounds__(32 * QUANTIZED_WARPS, 1)                                              \
         quantized_matvec_##SUFFIX(const T* x, const __grid_constant__ QuantizedStack weights, float* y, int rows,      \
-                                  int columns, int stride, int rounding, float static_scale) {                         \
-        matvec<T, float>(x, weights, nullptr, y, rows, columns, stride, 1, {rounding, static_scale});                  \
+                                  int columns, int stride, int quantization, float static_scale) {                     \
+        matvec<T, float>(x, weights, nullptr, y, rows, columns, stride, 1, {quantization, static_scale});              \
     }                                                                                                                  \
     extern "C" __global__ void __launch_bounds__(32 * QUANTIZED_WARPS, 1)                                              \
         quantized_experts_##SUFFIX(const T* x, const __grid_constant__ QuantizedStack weights, const uint32_t* ids,    \
-                                   T* y, int rows, int columns, int per_x, int rounding, float static_scale) {         \
-        matvec<T, T>(x, weights, ids, y, rows, columns, rows, per_x, {rounding, static_scale});                        \
+                                   T* y, int rows, int columns, int per_x, int quantization, float static_scale) {     \
+        matvec<T, T>(x, weights, ids, y, rows, columns, rows, per_x, {quantization, static_scale});                    \
     }                                                                                                                  \
     extern "C" __global__ void __launch_bounds__(256)                                                                  \
         dequantize_##SUFFIX(const __grid_constant__ QuantizedStack weights, T* out, int rows, int columns) {           \
         dequantize<T>(weights, out, rows, columns);                                                                    \
     }                                                                                                                  \
     extern "C" __global__ void __launch_bounds__(256)                                                                  \
-        round_rows_##SUFFIX(const T* x, uint8_t* q, float* scales, int columns, int padded, int rounding,              \
-                            float static_scale) {                                                                      \
-        round_rows<T>(x, q, scales, columns, padded, {rounding, static_scale});                                        \
+        quantize_rows_##SUFFIX(const T* x, uint8_t* q, float* scales, int columns, int padded, int quantization,       \
+                               float static_scale) {                                                                   \
+        quantize_rows<T>(x, q, scales, columns, padded, {quantization, static_scale});                                 \
     }                                                                                                                  \
     extern "C" __global__ void __launch_bounds__(256)                                                                  \
-        round_floats_##SUFFIX(const T* x, T* y, float* scales, int columns, int rounding, float static_scale) {        \
-        round_floats<T>(x, y, scales, columns, {rounding, static_scale});                                              \
+        fake_quantize_##SUFFIX(const T* x, T* y, float* scales, int columns, int quantization, float static_scale) {   \
+        fake_quantize<T>(x, y, scales, columns, {quantization, static_scale});                                         \
     }
 FOR_EACH_DTYPE(DEFINE)

@@ -15,13 +15,13 @@ use rayon::prelude::*;
 #[cfg(feature = "cuda")]
 use super::format::{GROUP_COLUMNS, WeightFormat};
 #[cfg(feature = "cuda")]
+use super::input_quantization::fake_quantize;
+#[cfg(feature = "cuda")]
 use super::quantized_few::{self, matmul_few};
 #[cfg(feature = "cuda")]
-use super::quantized_matrix::InputRounding;
+use super::quantized_matrix::InputQuantization;
 use super::quantized_matrix::QuantizedMatrix;
 use super::reference::{dot, round_input, with_host_planes};
-#[cfg(feature = "cuda")]
-use super::rounding::round_floats;
 #[cfg(feature = "cuda")]
 use crate::kernels::constants::QUANTIZED_WARPS;
 #[cfg(feature = "cuda")]
@@ -68,7 +68,7 @@ impl QuantizedMatrix {
 
     /// Returns `x · Wᵀ` as f32 `[tokens, rows]`.
     ///
-    /// `x` is `[tokens, columns]` in any float dtype. The product first quantizes `x` as `input_rounding` specifies.
+    /// `x` is `[tokens, columns]` in any float dtype. The product first quantizes `x` as `input_quantization` specifies.
     pub fn matmul(&self, x: &Tensor) -> Result<Tensor> {
         let ((tokens, columns), (rows, _)) = (x.dims2()?, self.dims());
         if columns != self.columns {
@@ -76,7 +76,7 @@ impl QuantizedMatrix {
         }
         match self.device() {
             Device::Cpu => {
-                let x = round_input(&to_f32(x)?, self.input_rounding)?;
+                let x = round_input(&to_f32(x)?, self.input_quantization)?;
                 let (storage, layout) = x.storage_and_layout();
                 let x: &[f32] = elements(&storage, layout)?;
                 let mut products = vec![0.0; rows * tokens];
@@ -199,25 +199,27 @@ pub fn matmul(device: &CudaDevice, parts: &[QuantizedMatrix], x: &Tensor, order:
     let stride = parts.iter().map(|part| part.dims().0).sum();
     // SAFETY: the products below write every column of every row of `out`.
     let out = unsafe { crate::kernels::scratch::empty((tokens, stride), DType::F32, x.device())? };
-    // The parts of a stack usually have the same input rounding, so the input is quantized only once.
-    let mut quantized: Option<(InputRounding, QuantizedRows)> = None;
+    // The parts of a stack usually have the same input quantization, so the input is quantized only once.
+    let mut quantized: Option<(InputQuantization, QuantizedRows)> = None;
     let mut first = 0;
     for (part, eight_bit_type) in parts.iter().zip(eight_bit_types) {
         let output = OutputColumns { tensor: &out, first, stride };
-        match (part.input_rounding, eight_bit_type) {
+        match (part.input_quantization, eight_bit_type) {
             _ if tokens <= MATVEC_TOKENS && !uses_eight_bits && can_matvec(device, part)? => {
                 matvec(device, part, &x, output)?
             }
-            (InputRounding::None, _) => matmul_dequantized(device, part, &x, output)?,
-            (rounding, Some(eight_bit_type)) => {
+            (InputQuantization::None, _) => matmul_dequantized(device, part, &x, output)?,
+            (quantization, Some(eight_bit_type)) => {
                 let rows = match quantized.take() {
-                    Some((same, rows)) if same == rounding => rows,
-                    _ => QuantizedRows::new(device, &x, rounding)?,
+                    Some((same, rows)) if same == quantization => rows,
+                    _ => QuantizedRows::new(device, &x, quantization)?,
                 };
                 multiply_eight_bit(device, part, &rows, output, eight_bit_type)?;
-                quantized = Some((rounding, rows));
+                quantized = Some((quantization, rows));
             }
-            (rounding, None) => matmul_dequantized(device, part, &round_floats(device, &x, rounding)?, output)?,
+            (quantization, None) => {
+                matmul_dequantized(device, part, &fake_quantize(device, &x, quantization)?, output)?
+            }
         }
         first += part.dims().0;
     }
@@ -258,7 +260,7 @@ fn matvec(device: &CudaDevice, part: &QuantizedMatrix, x: &Tensor, output: Outpu
         .int(rows)
         .int(columns)
         .int(output.stride)
-        .input_rounding(part.input_rounding);
+        .input_quantization(part.input_quantization);
     let blocks = rows.div_ceil(2 * QUANTIZED_WARPS).min(multiprocessors(device)?);
     let shape = LaunchShape::new((blocks, tokens, 1), 32 * QUANTIZED_WARPS)
         .with_shared_bytes(input_bytes(part.format, columns));
@@ -293,7 +295,7 @@ pub fn expert_matvec(
         .int(rows)
         .int(columns)
         .int(pairs_per_x)
-        .input_rounding(experts.input_rounding);
+        .input_quantization(experts.input_quantization);
     let blocks = rows.div_ceil(2 * QUANTIZED_WARPS).min(multiprocessors(device)?);
     let shape = LaunchShape::new((blocks, tokens * chosen, 1), 32 * QUANTIZED_WARPS)
         .with_shared_bytes(input_bytes(experts.format, columns));
@@ -322,7 +324,7 @@ fn eight_bit_type(device: &CudaDevice, part: &QuantizedMatrix) -> Result<Option<
     // cuBLASLt requires the rows of the result to be aligned to 16 bytes. A row length divisible by 16 guarantees this.
     let is_aligned = part.dims().0.is_multiple_of(16);
     Ok(match part.format {
-        _ if part.input_rounding == InputRounding::None => None,
+        _ if part.input_quantization == InputQuantization::None => None,
         WeightFormat::Int8 if is_aligned => Some(EightBitType::Int8),
         WeightFormat::Fp8 if is_aligned && capability >= (8, 9) => Some(EightBitType::Fp8),
         _ => None,
@@ -341,7 +343,7 @@ struct QuantizedRows {
 #[cfg(feature = "cuda")]
 impl QuantizedRows {
     /// Quantizes the rows of `x`, `[tokens, columns]`.
-    fn new(device: &CudaDevice, x: &Tensor, rounding: InputRounding) -> Result<Self> {
+    fn new(device: &CudaDevice, x: &Tensor, quantization: InputQuantization) -> Result<Self> {
         let (tokens, columns) = x.dims2()?;
         // cuBLASLt requires dimensions that are multiples of 16.
         // The low plane of the weights holds whole groups, so the columns of `x` are padded to a multiple of 32.
@@ -357,8 +359,8 @@ impl QuantizedRows {
             .tensor(&scales)?
             .int(columns)
             .int(padded_columns)
-            .input_rounding(rounding);
-        let kernel = format!("round_rows_{}", dtype_suffix(x.dtype())?);
+            .input_quantization(quantization);
+        let kernel = format!("quantize_rows_{}", dtype_suffix(x.dtype())?);
         let launch = Launch::new(module!("quantized_ops"), kernel, LaunchShape::linear(tokens, 256), arguments);
         // SAFETY: the tensors have the shapes that the kernel expects.
         unsafe { launch.enqueue(device)? };

@@ -4,7 +4,7 @@ use candle_core::{Result, Tensor};
 use float8::F8E4M3;
 
 use super::format::{GROUP_COLUMNS, WeightFormat};
-use super::quantized_matrix::{InputRounding, QuantizedMatrix};
+use super::quantized_matrix::{InputQuantization, QuantizedMatrix};
 use crate::kernels::elements;
 
 /// Returns the dot product of two slices. Adds to eight partial sums, so that the compiler can vectorize the loop.
@@ -179,25 +179,25 @@ impl Scaling {
 pub const E4M3_MAX: f32 = 448.0;
 
 /// Quantizes `x`, f32 `[tokens, columns]`, and returns the dequantized values.
-/// With [`InputRounding::None`], returns `x` unchanged.
-pub fn round_input(x: &Tensor, rounding: InputRounding) -> Result<Tensor> {
-    if rounding == InputRounding::None {
+/// With [`InputQuantization::None`], returns `x` unchanged.
+pub fn round_input(x: &Tensor, quantization: InputQuantization) -> Result<Tensor> {
+    if quantization == InputQuantization::None {
         return Ok(x.clone());
     }
     let (_, columns) = x.dims2()?;
     let mut values: Vec<f32> = x.flatten_all()?.to_vec1()?;
     for row in values.chunks_exact_mut(columns) {
         let largest = row.iter().fold(0.0f32, |largest, value| largest.max(value.abs()));
-        let scale = match rounding {
-            InputRounding::Int8PerToken => largest / 127.5,
-            InputRounding::Fp8Static(scale) | InputRounding::Int8Static(scale) => scale,
+        let scale = match quantization {
+            InputQuantization::Int8PerToken => largest / 127.5,
+            InputQuantization::Fp8Static(scale) | InputQuantization::Int8Static(scale) => scale,
             _ => largest / E4M3_MAX,
         }
         .max(f32::MIN_POSITIVE);
         for value in row {
             *value = scale
-                * match rounding {
-                    InputRounding::Int8PerToken | InputRounding::Int8Static(_) => {
+                * match quantization {
+                    InputQuantization::Int8PerToken | InputQuantization::Int8Static(_) => {
                         (*value / scale).round_ties_even().clamp(-128.0, 127.0)
                     }
                     _ => F8E4M3::from_f32(*value / scale).to_f32(),

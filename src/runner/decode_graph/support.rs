@@ -93,7 +93,7 @@ fn unsupported_mlp(mlp: &Mlp) -> Result<Option<NoDecodeGraph>> {
     Ok(match mlp {
         Mlp::Gated(mlp) => {
             let [gate, up] = mlp.gate_and_up()?.map(|layer| layer.weight);
-            let is_mixed = gate.format() != up.format() || gate.input_rounding() != up.input_rounding();
+            let is_mixed = gate.format() != up.format() || gate.input_quantization() != up.input_quantization();
             is_mixed.then_some(NoDecodeGraph::MixedGateUp)
         }
         Mlp::ClampedMoe(mlp) => {

@@ -9,7 +9,7 @@ use float8::F8E4M3;
 use inferno::kernels::SumOrder;
 use inferno::kernels::matrix::Matrix;
 use inferno::kernels::moe::experts::{ExpertWeights, expert_matmul};
-use inferno::kernels::quantized::{InputRounding, QuantizedMatrix, WeightFormat};
+use inferno::kernels::quantized::{InputQuantization, QuantizedMatrix, WeightFormat};
 use inferno::weights::ggml::GgmlType;
 use inferno::weights::quantized::{MatrixRows, QuantizationTarget};
 use inferno::weights::{RowBuffer, StoredBytes, StoredRows};
@@ -252,11 +252,11 @@ fn inputs_are_rounded_as_configured() {
     let fp8 = by_hand(&|value, max| F8E4M3::from_f32(value / (max / 448.0)).to_f32() * (max / 448.0));
     let fixed = by_hand(&|value, _| F8E4M3::from_f32(value / 0.25).to_f32() * 0.25);
     for (rounding, want) in [
-        (InputRounding::Int8PerToken, int8),
-        (InputRounding::Fp8PerToken, fp8),
-        (InputRounding::Fp8Static(0.25), fixed),
+        (InputQuantization::Int8PerToken, int8),
+        (InputQuantization::Fp8PerToken, fp8),
+        (InputQuantization::Fp8Static(0.25), fixed),
     ] {
-        let got = product(&weight.clone().with_input_rounding(rounding), &x);
+        let got = product(&weight.clone().with_input_quantization(rounding), &x);
         assert!(relative_error(&got, &want) < 1e-6, "{rounding:?}");
         assert!(relative_error(&got, &product(&weight, &x)) > 1e-4, "{rounding:?} rounds nothing");
     }
@@ -279,11 +279,15 @@ fn expert_products_use_the_chosen_experts() {
 }
 
 /// Returns the kinds of input rounding that matrix products with weights in `format` support.
-fn roundings(format: WeightFormat) -> Vec<InputRounding> {
+fn roundings(format: WeightFormat) -> Vec<InputQuantization> {
     match format {
-        WeightFormat::Int8 => vec![InputRounding::None, InputRounding::Int8PerToken, InputRounding::Int8Static(0.01)],
-        WeightFormat::Fp8 => vec![InputRounding::None, InputRounding::Fp8PerToken, InputRounding::Fp8Static(0.01)],
-        _ => vec![InputRounding::None],
+        WeightFormat::Int8 => {
+            vec![InputQuantization::None, InputQuantization::Int8PerToken, InputQuantization::Int8Static(0.01)]
+        }
+        WeightFormat::Fp8 => {
+            vec![InputQuantization::None, InputQuantization::Fp8PerToken, InputQuantization::Fp8Static(0.01)]
+        }
+        _ => vec![InputQuantization::None],
     }
 }
 
@@ -307,7 +311,7 @@ fn gpu_kernels_agree_with_the_cpu_at_the_edges() {
                     values(
                         &matrix
                             .clone()
-                            .with_input_rounding(rounding)
+                            .with_input_quantization(rounding)
                             .matmul(&x.to_device(matrix.device()).unwrap())
                             .unwrap(),
                     )
@@ -346,7 +350,7 @@ fn gpu_kernels_agree_with_the_cpu() {
                 let x = x.unwrap().to_dtype(DType::F16).unwrap();
                 for rounding in roundings(format) {
                     let experts = |matrix: &QuantizedMatrix| {
-                        ExpertWeights::Quantized(matrix.clone().with_input_rounding(rounding), 29)
+                        ExpertWeights::Quantized(matrix.clone().with_input_quantization(rounding), 29)
                     };
                     let want = expert_matmul(&x, &experts(cpu), None, &ids, SumOrder::Fastest).unwrap();
                     let (x, ids) = (x.to_device(&gpu).unwrap(), ids.to_device(&gpu).unwrap());
@@ -367,28 +371,36 @@ fn gpu_kernels_agree_with_the_cpu() {
                     let x = Tensor::from_vec(floats(tokens * columns, 5), (tokens, columns), &Device::Cpu).unwrap();
                     let x = x.to_dtype(dtype).unwrap();
                     for rounding in roundings(format) {
-                        let want = cpu.clone().with_input_rounding(rounding).matmul(&x).unwrap();
-                        let got =
-                            there.clone().with_input_rounding(rounding).matmul(&x.to_device(&gpu).unwrap()).unwrap();
+                        let want = cpu.clone().with_input_quantization(rounding).matmul(&x).unwrap();
+                        let got = there
+                            .clone()
+                            .with_input_quantization(rounding)
+                            .matmul(&x.to_device(&gpu).unwrap())
+                            .unwrap();
                         let error = relative_error(&values(&got), &values(&want));
                         // For one token, and for a few tokens in f32, kernels multiply exact weights by 16-bit inputs.
                         // In all other cases, the kernels round the weights to the dtype of the input.
                         // Tensor cores accumulate int8 products exactly, but FP8 products only to about 13 bits.
                         let is_few = match rounding {
-                            InputRounding::Int8PerToken | InputRounding::Int8Static(_) if rows % 16 == 0 => false,
-                            _ if format == WeightFormat::Fp8 && rows % 16 == 0 && rounding != InputRounding::None => {
+                            InputQuantization::Int8PerToken | InputQuantization::Int8Static(_) if rows % 16 == 0 => {
+                                false
+                            }
+                            _ if format == WeightFormat::Fp8
+                                && rows % 16 == 0
+                                && rounding != InputQuantization::None =>
+                            {
                                 (2..=32).contains(&tokens) && dtype != DType::F32
                             }
                             _ => (2..=128).contains(&tokens) && dtype != DType::F32,
                         };
                         let tolerance = match rounding {
                             _ if tokens == 1 || tokens <= 8 && !is_few => 5e-5,
-                            InputRounding::None => tolerance,
+                            InputQuantization::None => tolerance,
                             // 8-bit values are exact in f16 and bf16.
                             _ if is_few => 2e-5,
                             // cuBLASLt supports only multiples of 16 rows. All other products are computed in floats.
                             _ if rows % 16 != 0 => tolerance,
-                            InputRounding::Int8PerToken | InputRounding::Int8Static(_) => 2e-5,
+                            InputQuantization::Int8PerToken | InputQuantization::Int8Static(_) => 2e-5,
                             _ => 3e-3,
                         };
                         if error > 1e-3 {

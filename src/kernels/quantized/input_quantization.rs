@@ -1,36 +1,41 @@
-//! Quantizes activations to 8 bits (`round_floats` in `quantized_ops.cu`).
+//! Quantizes activations to 8 bits (`fake_quantize` in `quantized_ops.cu`).
 
 use candle_core::cuda_backend::CudaDevice;
 use candle_core::{DType, Result, Tensor};
 
-use super::quantized_matrix::InputRounding;
+use super::quantized_matrix::InputQuantization;
 use crate::kernels::launch::{Arguments, Launch, LaunchShape, dtype_suffix, module};
 use crate::kernels::scratch;
 
 /// Quantizes `x`, `[tokens, columns]`, to 8 bits. Returns the dequantized values in the dtype of `x`.
-pub fn round_floats(device: &CudaDevice, x: &Tensor, rounding: InputRounding) -> Result<Tensor> {
-    launch_round_floats(device, x, rounding, None)
+pub fn fake_quantize(device: &CudaDevice, x: &Tensor, quantization: InputQuantization) -> Result<Tensor> {
+    launch_fake_quantize(device, x, quantization, None)
 }
 
 /// Quantizes `x`, `[tokens, columns]`, to 8 bits.
 /// Returns the 8-bit values in the dtype of `x`, which holds them exactly, and the scales, f32 `[tokens]`.
-pub fn round_without_scale(device: &CudaDevice, x: &Tensor, rounding: InputRounding) -> Result<(Tensor, Tensor)> {
-    // SAFETY: the kernel writes one scale per token.
-    let scales = unsafe { scratch::empty(x.dim(0)?, DType::F32, x.device())? };
-    Ok((launch_round_floats(device, x, rounding, Some(&scales))?, scales))
-}
-
-fn launch_round_floats(
+pub fn quantize_without_scale(
     device: &CudaDevice,
     x: &Tensor,
-    rounding: InputRounding,
+    quantization: InputQuantization,
+) -> Result<(Tensor, Tensor)> {
+    // SAFETY: the kernel writes one scale per token.
+    let scales = unsafe { scratch::empty(x.dim(0)?, DType::F32, x.device())? };
+    Ok((launch_fake_quantize(device, x, quantization, Some(&scales))?, scales))
+}
+
+fn launch_fake_quantize(
+    device: &CudaDevice,
+    x: &Tensor,
+    quantization: InputQuantization,
     scales: Option<&Tensor>,
 ) -> Result<Tensor> {
     let (tokens, columns) = x.dims2()?;
     // SAFETY: the kernel writes every element of `out`.
     let out = unsafe { scratch::empty(x.dims(), x.dtype(), x.device())? };
-    let arguments = Arguments::new().tensor(x)?.tensor(&out)?.optional(scales)?.int(columns).input_rounding(rounding);
-    let kernel = format!("round_floats_{}", dtype_suffix(x.dtype())?);
+    let arguments =
+        Arguments::new().tensor(x)?.tensor(&out)?.optional(scales)?.int(columns).input_quantization(quantization);
+    let kernel = format!("fake_quantize_{}", dtype_suffix(x.dtype())?);
     let launch = Launch::new(module!("quantized_ops"), kernel, LaunchShape::linear(tokens, 256), arguments);
     // SAFETY: both tensors have the same shape and dtype, and there is one scale per token.
     unsafe { launch.enqueue(device)? };
