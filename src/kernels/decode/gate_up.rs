@@ -48,7 +48,7 @@ pub fn add_gate_up(
         .int(columns)
         .int(activation.code())
         .float(norm.eps)
-        .rounding(gate.weight)?;
+        .quantization_of(gate.weight)?;
     let kernel = matvec_kernel(gate.weight, &format!("gate_up_{}", dtype_suffix(h.dtype())?));
     let launch = Launch::new(module!("gate_up"), kernel, matvec_shape(buffers, rows, gate.weight), arguments);
     let bytes = gate.weight.bytes() + up.weight.bytes();

@@ -51,7 +51,7 @@ pub fn add_head(
         .int(columns)
         .float(norm.eps)
         .float(softcap.unwrap_or(0.0))
-        .rounding(weight)?;
+        .quantization_of(weight)?;
     let kernel = match weight {
         Matrix::Dense(_) => matvec_kernel(weight, &format!("head_{}", dtype_suffix(dtype)?)),
         _ => matvec_kernel(weight, "head"),

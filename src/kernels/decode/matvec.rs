@@ -97,11 +97,11 @@ impl Arguments {
     }
 
     /// Adds the arguments that specify how to quantize the input, or nothing if the weight is dense.
-    pub(super) fn rounding(self, weight: &Matrix) -> Result<Self> {
+    pub(super) fn quantization_of(self, weight: &Matrix) -> Result<Self> {
         let Matrix::Quantized(_) = weight else { return Ok(self) };
-        let Some(rounding) = weight.input_quantization() else {
+        let Some(quantization) = weight.input_quantization() else {
             bail!("cannot plan a decode step: the matrices of a fused weight need different input quantization")
         };
-        Ok(self.input_quantization(rounding))
+        Ok(self.input_quantization(quantization))
     }
 }

@@ -90,7 +90,7 @@ pub fn add_qkv(
         .int(head_dim)
         .int(2 * half_rotated)
         .float(norm.eps)
-        .rounding(weight)?;
+        .quantization_of(weight)?;
     let kernel = matvec_kernel(weight, &format!("qkv_{}", dtype_suffix(dtype)?));
     let launch = Launch::new(module!("qkv"), kernel, matvec_shape(buffers, rows / 2, weight), arguments);
     // SAFETY: the shapes and dtypes of all tensors are checked above. `StepBuffers::new` created `x` and `state`.

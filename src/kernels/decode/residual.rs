@@ -47,7 +47,7 @@ pub fn add_residual(
         .optional(bias)?
         .int(rows)
         .int(columns)
-        .rounding(weight)?;
+        .quantization_of(weight)?;
     let kernel = matvec_kernel(weight, &format!("residual_{}", dtype_suffix(y.dtype())?));
     let launch = Launch::new(module!("residual"), kernel, matvec_shape(buffers, rows, weight), arguments);
     // SAFETY: shapes and dtypes are checked above.

@@ -37,7 +37,7 @@ pub fn add_routed_gate_up(
         .int(rows)
         .int(columns)
         .float(norm.eps)
-        .rounding(weight)?;
+        .quantization_of(weight)?;
     let kernel = matvec_kernel(weight, &format!("routed_gate_up_{}", dtype_suffix(h.dtype())?));
     let shape = matvec_shape(buffers, chosen * rows, weight);
     let launch = Launch::new(module!("routed_experts"), kernel, shape, arguments);
@@ -71,7 +71,7 @@ pub fn add_routed_down(
         .int(rows)
         .int(columns)
         .flag(softmax == Softmax::OverAll)
-        .rounding(weight)?;
+        .quantization_of(weight)?;
     let kernel = matvec_kernel(weight, &format!("routed_down_{}", dtype_suffix(h.dtype())?));
     let shape = matvec_shape_for(buffers, rows, weight, chosen);
     let launch = Launch::new(module!("routed_experts"), kernel, shape, arguments);
