@@ -13,7 +13,7 @@ use inferno::kernels::exchange::{self, ExchangePath};
 use inferno::models;
 use inferno::nn::kv_cache::KvCache;
 use inferno::runner::Executor;
-use inferno::runner::decode_graph::{DecodeGraph, DecodePlan};
+use inferno::runner::decode_graph::DecodeGraph;
 use inferno::weights::{Checkpoint, LoadProgress, Weights};
 use inferno::{GenerateOptions, SamplingParams};
 
@@ -311,11 +311,11 @@ fn graph_logits(
     let decoder = config.architecture.build(&weights, CONTEXT).unwrap();
     let (cache, tables) = KvCache::for_one_sequence(decoder.cache_layout(), CONTEXT, dtype, device).unwrap();
     let plan = DecodeGraph::plan(&decoder, &cache, CONTEXT).unwrap();
-    let has_graph = matches!(plan, DecodePlan::Graph(_));
+    let has_graph = plan.is_ok();
     if world.all_gather(has_graph).unwrap().iter().any(|has_graph| !**has_graph) {
         return None;
     }
-    let DecodePlan::Graph(mut graph) = plan else { return None };
+    let Ok(mut graph) = plan else { return None };
     // Run an eager pass to load the kernels. On a shared GPU, no rank can load kernels while a rank waits for another.
     logits_of(&decoder, &ids[..1], dtype, device).unwrap();
     device.synchronize().unwrap();
