@@ -699,14 +699,15 @@ fn products_of_any_number_of_tokens_match_their_reference() {
             let mut noise = Random((rows * 3 + columns) as u64);
             let (weight, x) = (noise.tensor(&[rows, columns], dtype), noise.tensor(&[520, columns], dtype));
             let want = matmul_f32(&x, &weight, SumOrder::Fastest).unwrap();
+            let tolerance = 1e-5 * (columns as f32 / 4096.0).max(1.0);
             let rounded = want.to_dtype(dtype).unwrap().to_dtype(DType::F32).unwrap();
             let (x, weight) = (to_device(&x, &device, dtype), to_device(&weight, &device, dtype));
             for tokens in (1..=80).chain([100, 129, 250, 257, 321, 511, 513, 520]) {
                 let x = x.narrow(0, 0, tokens).unwrap();
                 let what = format!("{rows}x{columns}, {dtype:?}, {tokens} tokens");
                 let first = |want: &Tensor| want.narrow(0, 0, tokens).unwrap();
-                // Tensor cores round sums toward zero. With 14,336 columns, the error is up to 1.2e-5.
-                assert_close(&what, &matmul_f32(&x, &weight, SumOrder::Fastest).unwrap(), &first(&want), 2e-5);
+                // Tensor cores round sums toward zero, so the error grows with the number of columns.
+                assert_close(&what, &matmul_f32(&x, &weight, SumOrder::Fastest).unwrap(), &first(&want), tolerance);
                 let got = matmul_rounded(&x, &weight, SumOrder::Fastest).unwrap().to_dtype(DType::F32).unwrap();
                 // Two values that are rounded in opposite directions differ by one unit in the last place.
                 assert_close(&what, &got, &first(&rounded), if dtype == DType::BF16 { 1e-2 } else { 1.3e-3 });

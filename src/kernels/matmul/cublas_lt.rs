@@ -197,9 +197,13 @@ unsafe fn multiply(device: &CudaDevice, elements: Elements, sizes: Sizes, w: u64
     let class = Sizes { tokens: size_class(sizes.tokens), ..sizes };
     let key = AlgorithmKey { gpu: stream.context().ordinal(), elements, sizes: class, alignment };
     let Algorithm { algorithm, workspace_bytes } = algorithm(handle, &types, key)?;
-    // SAFETY: only cuBLASLt accesses the workspace. candle frees it in stream order.
-    let workspace = unsafe { scratch::empty(workspace_bytes, DType::U8, &Device::Cuda(device.clone()))? };
-    let workspace_address = if workspace_bytes == 0 { 0 } else { address(&workspace)? };
+    // Most algorithms need no workspace. Even an empty allocation would be a call of the driver.
+    let workspace = match workspace_bytes {
+        0 => None,
+        // SAFETY: only cuBLASLt accesses the workspace. candle frees it in stream order.
+        bytes => Some(unsafe { scratch::empty(bytes, DType::U8, &Device::Cuda(device.clone()))? }),
+    };
+    let workspace_address = workspace.as_ref().map_or(Ok(0), address)?;
     let descriptors = Descriptors::new(&types, sizes)?;
     let zero = 0u32;
     let scalar = |value: &u32| (value as *const u32).cast::<c_void>();
