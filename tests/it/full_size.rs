@@ -239,7 +239,8 @@ fn full_size_two_gpus_agree_with_one() {
     // Below 1e-4, the mean KL changes by a factor of two if cuBLASLt chooses other algorithms.
     assert!(kl_of_two <= 1.5 * kl.max(1e-4), "mean KL is {kl_of_two:e} on two GPUs, but {kl:e} on one GPU");
     assert!(
-        prompts_of_two <= 1.5 * prompts.max(1e-3),
+        // On one GPU, a prompt in a batch mostly runs the same algorithms as alone, so fewer of its roundings differ.
+        prompts_of_two <= 2.5 * prompts.max(1e-3),
         "the log probabilities of prompts differ by {prompts_of_two:e} on two GPUs, but by {prompts:e} on one GPU"
     );
 }
