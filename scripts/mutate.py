@@ -501,7 +501,7 @@ class Gguf:
 
     def checked(self, count):
         if count > len(self.data):
-            raise ValueError("a count is too large")
+            raise ValueError(f"the file declares {count} items, but has only {len(self.data)} bytes")
         return count
 
     def take(self, count):

@@ -248,7 +248,7 @@ impl<'o> EngineBuilder<'o> {
 
     /// Sets whether to load the kernels of all dense matrix products before the first request.
     ///
-    /// Loading then takes about 0.2 s longer, and no step waits for a kernel that is loaded at its first use.
+    /// Loading gpt-oss-20b on an H200 then takes 0.3 s longer, and no step waits for cuBLASLt to load a kernel.
     /// The default is `false`.
     pub fn warm_up(mut self, warm_up: bool) -> Self {
         self.options.warm_up = warm_up;

@@ -322,7 +322,12 @@ fn walk(dir: &Path) -> Result<Vec<PathBuf>> {
             files.extend(walk(&path)?);
         } else if kind.is_symlink() && path.is_dir() {
             // Do not delete files behind a symlink. The user may have moved a part of the cache to another place.
-            bail!("cannot delete safely: {} is a link to another directory; nothing was deleted there", path.display());
+            bail!(
+                "cannot delete files: {} is a symlink to another directory, and inferno does not delete through \
+                 symlinks; nothing was deleted from this model\n  replace the symlink with the directory, or \
+                 delete the model by hand",
+                path.display()
+            );
         } else {
             files.push(path);
         }

@@ -52,7 +52,7 @@ pub struct VerifiedSnapshot {
     pub name: String,
     pub revision: String,
     pub source: Source,
-    /// The name and state of each file, sorted by name.
+    /// The name and state of each file. Except for the demo model, the files are sorted by name.
     pub files: Vec<(String, FileState)>,
 }
 

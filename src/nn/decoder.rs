@@ -290,10 +290,10 @@ impl Decoder {
         })
     }
 
-    /// Runs the dense matrix products of steps with up to `tokens` tokens and `rows` rows of logits, with zeros as input.
+    /// Runs the dense matrix products of steps with up to `tokens` tokens and `rows` rows of logits, on zeros.
     ///
-    /// cuBLASLt loads a kernel when a product first needs it, and waits for the GPU before.
-    /// After this call, no step has to wait for that. Does nothing on a CPU.
+    /// cuBLASLt loads a kernel when a product first needs it, after the GPU has finished all queued work.
+    /// After this call, no step waits for cuBLASLt to load a kernel. Does nothing on a CPU.
     #[cfg_attr(not(feature = "cuda"), expect(unused_variables))]
     pub fn load_product_kernels(&self, tokens: usize, rows: usize) -> Result<()> {
         #[cfg(feature = "cuda")]

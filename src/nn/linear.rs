@@ -101,7 +101,7 @@ impl Linear {
         Ok(PartOutput { rows, bias: self.bias.as_ref() })
     }
 
-    /// Runs the product with zeros for every class of up to `tokens` tokens, so that its kernels are loaded.
+    /// Runs the product with zeros for each size class of up to `tokens` tokens, so that its kernels are loaded.
     /// Dense weights have inputs of their own dtype, and quantized weights have inputs of dtype `dtype`.
     /// `part_dtype` returns the dtype of the product for a number of tokens.
     #[cfg(feature = "cuda")]
@@ -115,10 +115,15 @@ impl Linear {
             Matrix::Dense(weight) => weight.dtype(),
             Matrix::Quantized(_) | Matrix::Concatenated(_) => dtype,
         };
-        let (_, columns) = self.weight.dims();
+        let (rows, columns) = self.weight.dims();
+        if rows == 0 || columns == 0 {
+            return Ok(());
+        }
         for class in size_classes(tokens) {
-            let x = Tensor::zeros((class, columns), dtype, self.weight.device())?;
-            self.forward_part(&x, SumOrder::Fastest, part_dtype(class))?;
+            // The largest class can exceed `tokens`, for which the memory was planned.
+            let tokens = class.min(tokens);
+            let x = Tensor::zeros((tokens, columns), dtype, self.weight.device())?;
+            self.forward_part(&x, SumOrder::Fastest, part_dtype(tokens))?;
         }
         Ok(())
     }

@@ -245,7 +245,7 @@ impl BatchGraph {
         // Only the engine thread uses the stream after loading.
         let graph = unsafe { LaunchGraph::capture_with(device, forward)? };
         // Run the step again, as a graph.
-        // During the capture, cuBLAS may have chosen other algorithms than in the first run.
+        // cuBLAS computes f32 products. During the capture, it may have chosen other algorithms than in the first run.
         // All steps of one batch size must use the same algorithms.
         decoder.world().launch_together(|| graph.enqueue())?;
         self.graph = Some(graph);

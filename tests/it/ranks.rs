@@ -154,7 +154,8 @@ fn ranks_with_whole_layers_have_exactly_the_logits_of_one_rank() {
 
 /// With dynamic scales, the results match the results of one rank only to about 8 bits.
 /// Like in vLLM, each rank scales the inputs of o_proj and down_proj by the largest value in its own columns.
-/// With scales from the file (fp8_static), all ranks round every input like one rank, so rounding adds no error.
+/// With scales from the file (fp8_static), every rank uses the same scales as a single rank.
+/// Dividing the model then does not change how equal inputs are rounded.
 /// For fp8_static, make_compressed.py chooses tokens for which the order of summation changes no rounded input.
 #[test]
 fn logits_of_8_bit_models_agree_with_transformers() {

@@ -96,8 +96,8 @@ impl EngineHandle {
 
     /// Queues a request for `n` answers to the same prompt, and returns one event stream per answer.
     ///
-    /// The answers share the prefill. Answer i is sampled with the request's seed plus i.
-    /// A request for a single answer with that seed is sampled in the same way.
+    /// The answers share the prefill.
+    /// Answer i uses the request's seed plus i, as if it were requested alone with that seed.
     /// Fails like [`submit`](Self::submit), and if `n` is not between 1 and 128.
     pub fn submit_n(&self, request: Request, n: usize) -> Result<Vec<RequestStream>> {
         let submitted = Instant::now();

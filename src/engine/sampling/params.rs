@@ -85,7 +85,8 @@ sampling_table! {
     presence_penalty: f32, "presence-penalty" "X", neutral: 0.0, range: -100.0..=100.0, generation_config: Never,
     help: "Penalty on a token that was generated at least once; 0 for none";
 
-    /// The seed of the random numbers. Equal seeds and prompts give equal tokens if the logits are equal.
+    /// The seed of the random numbers. Requests with the same seed, prompt and sampling parameters get the same tokens,
+    /// as long as the model computes the same logits.
     seed: u64, "seed" "SEED", neutral: 0, range: 0..=u64::MAX, generation_config: Never,
     help: "Seed of the random numbers for sampling [default: random]";
 }

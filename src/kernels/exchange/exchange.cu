@@ -421,7 +421,8 @@ __device__ __forceinline__ void load_8(const float* from, float (&v)[8]) {
     v[0] = low.x, v[1] = low.y, v[2] = low.z, v[3] = low.w;
     v[4] = high.x, v[5] = high.y, v[6] = high.z, v[7] = high.w;
 }
-// Returns the bf16 pairs of y from word i on, none of them EMPTY.
+// Loads 8 values of y, from value 2 · i on, as four words with two bf16 values each. f32 values are rounded.
+// Returns no EMPTY word.
 __device__ __forceinline__ uint4 load_pairs(const float* y, size_t i) {
     return load_as_bf16(reinterpret_cast<const uint32_t*>(y) + 2 * i);
 }

@@ -175,7 +175,8 @@ impl GpuExchange {
     }
 
     /// Returns the `Mailboxes` argument of the kernels.
-    /// `first_item` holds the start of each rank's [`share`] of `items` items, each of which has `unit` columns.
+    /// The ranks divide `items` items (see [`share`]). `first_item` holds the position of each rank's first item.
+    /// An item takes `unit` positions.
     pub(super) fn raw(&self, items: usize, unit: usize) -> RawMailboxes {
         let ranks = self.mailboxes.len();
         let mut raw = RawMailboxes {

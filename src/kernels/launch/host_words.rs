@@ -59,7 +59,7 @@ impl HostWords {
         }
     }
 
-    /// Returns the address of a word on the device.
+    /// Returns the address through which kernels access a word.
     pub fn address(&self, word: usize) -> u64 {
         assert!(word <= self.count, "word {word} is out of range for {} words", self.count);
         self.words.as_ptr() as u64 + (word * size_of::<u32>()) as u64

@@ -27,7 +27,7 @@ pub fn matmul_f32(x: &Tensor, w: &Tensor, order: SumOrder) -> Result<Tensor> {
     matmul_f32_into(x, w, order, None)
 }
 
-/// Computes [`matmul_f32`]. If cuBLAS computes the product, writes it to `out` and returns `out`, f32 `[tokens, rows]`.
+/// Computes [`matmul_f32`]. If cuBLASLt computes the product, writes it to `out`, f32 `[tokens, rows]`, and returns `out`.
 /// Otherwise returns a new tensor.
 pub fn matmul_f32_into(x: &Tensor, w: &Tensor, order: SumOrder, out: Option<&Tensor>) -> Result<Tensor> {
     let ((_, columns), (_, w_columns)) = (x.dims2()?, w.dims2()?);
@@ -41,7 +41,7 @@ pub fn matmul_f32_into(x: &Tensor, w: &Tensor, order: SumOrder, out: Option<&Ten
         (Device::Cuda(device), _) if few_rows::is_supported(x, w)? => few_rows::matmul_few_rows(device, x, w),
         #[cfg(feature = "cuda")]
         (Device::Cuda(_), SumOrder::Fixed) => product_of_fixed_tokens(x, w),
-        // cuBLAS computes products with a single token. They are rare, because the decode graph has its own kernels.
+        // cuBLASLt computes products with a single token. They are rare, because the decode graph has its own kernels.
         #[cfg(feature = "cuda")]
         (Device::Cuda(device), SumOrder::Fastest) if x.dim(0)? > 1 && dense_few::is_supported(device, x, w)? => {
             dense_few::matmul_few(device, x, w)
@@ -51,7 +51,7 @@ pub fn matmul_f32_into(x: &Tensor, w: &Tensor, order: SumOrder, out: Option<&Ten
 }
 
 /// Computes x·wᵀ, `[tokens, rows]`, for a caller that rounds the product to the dtype of x.
-/// On a GPU with `SumOrder::Fastest`, cuBLAS rounds the product. In all other cases, returns [`matmul_f32`].
+/// On a GPU with `SumOrder::Fastest`, cuBLASLt rounds the product. In all other cases, returns [`matmul_f32`].
 pub fn matmul_rounded(x: &Tensor, w: &Tensor, order: SumOrder) -> Result<Tensor> {
     #[cfg(feature = "cuda")]
     if let Device::Cuda(device) = x.device()
@@ -68,12 +68,12 @@ pub fn matmul_rounded(x: &Tensor, w: &Tensor, order: SumOrder) -> Result<Tensor>
     matmul_f32(x, w, order)
 }
 
-/// Computes [`matmul_f32_into`] with candle or cuBLAS. The caller has already checked the shapes and dtypes of x and w.
+/// Computes [`matmul_f32_into`] with candle or cuBLASLt. The caller has checked the shapes and dtypes of x and w.
 fn product(x: &Tensor, w: &Tensor, out: Option<&Tensor>) -> Result<Tensor> {
     let _ = out; // candle always returns a new tensor
     match x.device() {
         #[cfg(feature = "cuda")]
-        Device::Cuda(device) if x.dtype() != DType::F32 => cublas(device, x, w, out),
+        Device::Cuda(device) if x.dtype() != DType::F32 => cublas_lt_f32(device, x, w, out),
         Device::Cpu if x.dtype() != DType::F32 => x.to_dtype(DType::F32)?.matmul(&w.to_dtype(DType::F32)?.t()?),
         _ => x.matmul(&w.t()?),
     }
@@ -81,7 +81,7 @@ fn product(x: &Tensor, w: &Tensor, out: Option<&Tensor>) -> Result<Tensor> {
 
 /// Computes x·wᵀ in groups of [`FIXED_TOKENS`] tokens. The last group is padded with zeros.
 ///
-/// All products with one matrix then have the same size, so cuBLAS always runs the same algorithm.
+/// All products with one matrix then have the same size, so cuBLASLt always runs the same algorithm.
 /// The algorithm uses the same summation order for every token of a group. A GPU test checks this property.
 #[cfg(feature = "cuda")]
 fn product_of_fixed_tokens(x: &Tensor, w: &Tensor) -> Result<Tensor> {
@@ -98,7 +98,7 @@ fn product_of_fixed_tokens(x: &Tensor, w: &Tensor) -> Result<Tensor> {
 
 /// Computes x·wᵀ as f32 with cuBLASLt. The matmul of candle would round the result to the dtype of the inputs.
 #[cfg(feature = "cuda")]
-fn cublas(device: &CudaDevice, x: &Tensor, w: &Tensor, out: Option<&Tensor>) -> Result<Tensor> {
+fn cublas_lt_f32(device: &CudaDevice, x: &Tensor, w: &Tensor, out: Option<&Tensor>) -> Result<Tensor> {
     let (tokens, rows) = (x.dim(0)?, w.dim(0)?);
     let out = match out {
         Some(out) if out.dims() == [tokens, rows] && out.dtype() == DType::F32 => out.clone(),

@@ -155,8 +155,8 @@ pub fn send_logprobs(
     unsafe { Launch::new(module!("logits"), "send_logprobs", shape, arguments).enqueue(device) }
 }
 
-/// Waits for the log probabilities of a row of [`send_logprobs`] with `count` most likely tokens.
-/// `slot` is the row's first slot.
+/// Waits for the log probabilities that [`send_logprobs`] sends for one row, and returns them:
+/// those of the chosen token and of the `count` most likely tokens. `slot` is the row's first slot.
 pub fn take_logprobs(mailbox: &Mailbox, slot: usize, count: usize) -> Result<RowLogprobs> {
     let logprob = |slot: usize| mailbox.wait(slot).map(|word| f32::from_bits(!word));
     let chosen = logprob(slot)?;

@@ -239,7 +239,8 @@ impl RankGroup {
         Ok(result)
     }
 
-    /// Runs a command on the decode graphs of all ranks. Returns the token of [`GraphCommand::Next`].
+    /// Runs a command on the decode graphs of all ranks.
+    /// Returns the token of a [`Next`](GraphCommand::Next) command, or `None` for other commands.
     /// `graph` is the first rank's graph, and `logits` come from the first rank's last pass.
     pub fn run_graph(
         &self,

@@ -187,7 +187,7 @@ fn end(answers: &Answers) -> End {
     End { done_reason: if is_cut { "length" } else { "stop" }, figures }
 }
 
-/// Parses the arguments of a tool call as a JSON object.
+/// Parses the arguments of a tool call as a JSON object. Blank text becomes an empty object.
 /// Any other text becomes an object with this text in the field `arguments`, because ollama's API requires an object.
 fn parse(arguments: &str) -> Value {
     match serde_json::from_str(arguments) {

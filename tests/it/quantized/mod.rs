@@ -379,8 +379,9 @@ fn gpu_kernels_agree_with_the_cpu() {
                             .unwrap();
                         let error = relative_error(&values(&got), &values(&want));
                         // For one token, and for a few tokens in f32, kernels multiply exact weights by 16-bit inputs.
-                        // In all other cases, the kernels round the weights to the dtype of the input.
-                        // Tensor cores accumulate int8 products exactly, but FP8 products only to about 13 bits.
+                        // 8-bit products use 8-bit weights as they are. Tensor cores accumulate int8 products exactly,
+                        // but FP8 products only to about 13 bits.
+                        // All other kernels round the weights to the dtype of the input.
                         let is_few = match rounding {
                             InputQuantization::Int8PerToken | InputQuantization::Int8Static(_) if rows % 16 == 0 => {
                                 false
