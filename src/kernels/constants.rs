@@ -26,8 +26,8 @@ pub const ACTIVATION_GELU_TANH: usize = 1;
 pub const ROPE_HEADS_PER_WARP: usize = 4;
 /// Heads per lane in the RoPE kernel that loads four adjacent elements at once.
 pub const ROPE_WIDE_HEADS: usize = 2;
-/// The maximum number of tokens for which the RoPE kernel gives each head its own warp.
-/// With so few tokens, warps with several heads each would leave most of the GPU idle.
+/// The maximum number of tokens for which the RoPE kernels have small thread blocks.
+/// With so few tokens, large thread blocks would leave most of the GPU idle.
 pub const ROPE_FEW_TOKENS: usize = 64;
 
 // Exchange between ranks (`exchange/*.rs`, `exchange.cu`).
@@ -138,10 +138,8 @@ pub const ADD_NORM_THREADS: usize = 512;
 pub const ROUTE_TOKENS: usize = 256;
 /// The maximum number of experts in the route kernel. A block keeps the logits of all experts in shared memory.
 pub const ROUTE_EXPERTS: usize = 256;
-/// Tokens per thread block in the route kernel, one per warp.
-pub const ROUTE_BLOCK_TOKENS: usize = 8;
-/// Columns of the router weight that one thread block of the route kernel multiplies.
-pub const ROUTE_COLUMNS: usize = 128;
+/// Thread blocks per cluster in the route kernel. A cluster routes as many tokens as it has blocks.
+pub const ROUTE_CLUSTER: usize = 8;
 
 // MXFP4 weights in tiles (`moe/mxfp4_tiles.rs`, `moe/mxfp4_tiles.cuh`, `decode/mxfp4_experts.cu`).
 

@@ -759,6 +759,7 @@ fn routed_pairs_match_separate_operations() {
     use std::collections::HashSet;
 
     use crate::support::gpu;
+    use inferno::kernels::launch::runs_hopper_code;
     use inferno::kernels::matmul::matmul_f32;
     use inferno::kernels::moe::expert_usage::ExpertUsage;
     use inferno::kernels::moe::route::RoutedPairs;
@@ -769,13 +770,14 @@ fn routed_pairs_match_separate_operations() {
         chosen: usize,
         hidden: usize,
     }
-    // More than 256 tokens are routed by separate kernels.
+    // More than 256 tokens are routed by separate kernels, and so are all tokens on GPUs before Hopper.
     for Case { tokens, experts, chosen, hidden: columns } in [
         Case { tokens: 1, experts: 3, chosen: 1, hidden: 4 },
         Case { tokens: 7, experts: 32, chosen: 4, hidden: 132 },
         Case { tokens: 64, experts: 5, chosen: 5, hidden: 60 },
         Case { tokens: 129, experts: 128, chosen: 8, hidden: 68 },
         Case { tokens: 256, experts: 33, chosen: 2, hidden: 64 },
+        Case { tokens: 9, experts: 40, chosen: 4, hidden: 3204 },
         Case { tokens: 257, experts: 32, chosen: 4, hidden: 64 },
     ] {
         let mut noise = Random(11);
@@ -785,6 +787,7 @@ fn routed_pairs_match_separate_operations() {
         let (ids, want) = topk_softmax(&logits, chosen, Softmax::OverChosen).unwrap();
         let ids: Vec<u32> = ids.flatten_all().unwrap().to_vec1().unwrap();
         let device = gpu();
+        let is_one_launch = tokens <= 256 && runs_hopper_code(device.as_cuda_device().unwrap()).unwrap();
         let on_device = |tensor: &Tensor| tensor.to_device(&device).unwrap();
         let (x, weight, bias) = (on_device(&x), on_device(&weight), on_device(&bias));
         let usage = ExpertUsage::new(&device).unwrap();
@@ -795,17 +798,21 @@ fn routed_pairs_match_separate_operations() {
             assert_close(&format!("{tokens} tokens, {chosen} of {experts} experts"), &routed.weights, &want, 1e-4);
             let sorted: Vec<u32> = routed.sorted.to_vec1().unwrap();
             let offsets: Vec<u32> = routed.offsets.to_vec1().unwrap();
+            let rows: Vec<u32> = routed.rows.to_vec1().unwrap();
             let mut got = vec![None; tokens * chosen];
+            let mut first_row = 0;
             for expert in 0..experts {
                 let of_expert = &sorted[offsets[expert] as usize..offsets[expert + 1] as usize];
-                assert!(tokens > 256 || of_expert.is_sorted(), "the pairs of expert {expert} are not in order");
-                for &pair in of_expert {
+                assert!(!is_one_launch || of_expert.is_sorted(), "the pairs of expert {expert} are not in order");
+                for (row, &pair) in (first_row..).zip(of_expert) {
                     assert_eq!(got[pair as usize].replace(expert as u32), None, "pair {pair} occurs twice");
+                    assert_eq!(rows[pair as usize], row, "the row of pair {pair}");
                 }
+                first_row = (first_row + of_expert.len() as u32).next_multiple_of(8);
             }
             assert_eq!(got, ids.iter().copied().map(Some).collect::<Vec<_>>());
         }
-        let counted = if tokens <= 256 { (2, 2 * used.len() as u64) } else { (0, 0) };
+        let counted = if is_one_launch { (2, 2 * used.len() as u64) } else { (0, 0) };
         assert_eq!(usage.take().unwrap(), counted, "{tokens} tokens");
         assert_eq!(usage.take().unwrap(), (0, 0));
     }

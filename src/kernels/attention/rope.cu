@@ -11,9 +11,10 @@
 //   k, v: the KV cache, T [rows, kv_heads, head_dim]
 //   slots: u32 [tokens], the row of k and v for each token
 //   grid: one warp per HEADS heads of a token: ceil(tokens · ceil((heads + 2 · kv_heads) / HEADS) / warps per block)
-//     split_qkv: HEADS = ROPE_HEADS_PER_WARP; block: 256
-//     split_qkv_few, for a few tokens: HEADS = 1; block: 64
-//     split_qkv_wide, without norms: see split_qkv_wide; block: 256
+//     split_qkv: HEADS = ROPE_HEADS_PER_WARP
+//     split_qkv_few, for a few tokens: HEADS = 1
+//     split_qkv_wide, without norms: see split_qkv_wide
+//   block: a multiple of 32
 //   bytes moved: tokens · (heads + 2 · kv_heads) · head_dim · (4 + sizeof(T))
 #include "constants.cuh"
 #include "headers/common.cuh"

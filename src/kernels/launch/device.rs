@@ -4,6 +4,8 @@ use candle_core::cuda_backend::cudarc::driver::sys;
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
 use candle_core::{DType, Result, bail};
 
+use crate::device::has_machine_code;
+
 /// Returns the value of a device attribute, as `cuDeviceGetAttribute` does.
 pub fn attribute(device: &CudaDevice, attribute: sys::CUdevice_attribute) -> Result<usize> {
     Ok(device.cuda_stream().context().attribute(attribute).w()? as usize)
@@ -17,6 +19,16 @@ pub fn multiprocessors(device: &CudaDevice) -> Result<usize> {
 /// Returns the maximum shared memory per block in bytes, including memory that a kernel must opt in to.
 pub fn max_shared_bytes(device: &CudaDevice) -> Result<usize> {
     attribute(device, sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)
+}
+
+/// Returns whether the device runs kernels that were compiled for compute capability 9.0 (Hopper) or later.
+/// Only these kernels overlap with the previous kernel (`pdl.cuh`) and have clusters (`cluster.cuh`).
+///
+/// A GPU runs the machine code for its own compute capability, or else the code for the build's target.
+pub fn runs_hopper_code(device: &CudaDevice) -> Result<bool> {
+    let (major, minor) = device.cuda_stream().context().compute_capability().w()?;
+    let is_target_new = env!("INFERNO_COMPUTE_CAP").parse::<u32>().is_ok_and(|capability| capability >= 90);
+    Ok(major >= 9 && (is_target_new || has_machine_code((major as u32, minor as u32))))
 }
 
 /// Returns true if the device's stream has finished all queued work. Fails if queued work failed.

@@ -6,8 +6,8 @@ use candle_core::cuda_backend::{CudaDevice, WrapErr};
 use candle_core::{Result, bail};
 
 use super::arguments::Arguments;
+use super::device::runs_hopper_code;
 use super::module::Module;
-use crate::device::has_machine_code;
 
 /// The bytes of dynamic shared memory that a kernel may use without raising its shared memory limit.
 /// The default limit is 48 KiB, of which 16 KiB are reserved here for static shared memory.
@@ -151,18 +151,9 @@ pub(super) enum Overlap {
 }
 
 impl Overlap {
-    /// Returns whether kernels may overlap on a device.
-    ///
-    /// Only code for compute capability 9.0 or later contains the waits of `pdl.cuh`.
-    /// A GPU runs the machine code for its own compute capability, or else the code for the build's target.
+    /// Returns whether kernels may overlap on a device. Only code for Hopper or later contains the waits of `pdl.cuh`.
     pub fn of_device(device: &CudaDevice) -> Result<Self> {
-        let (major, minor) = device.cuda_stream().context().compute_capability().w()?;
-        let is_target_new = env!("INFERNO_COMPUTE_CAP").parse::<u32>().is_ok_and(|capability| capability >= 90);
-        Ok(if major >= 9 && (is_target_new || has_machine_code((major as u32, minor as u32))) {
-            Self::Yes
-        } else {
-            Self::No
-        })
+        Ok(if runs_hopper_code(device)? { Self::Yes } else { Self::No })
     }
 }
 

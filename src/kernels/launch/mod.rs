@@ -17,7 +17,7 @@ mod mailbox;
 mod module;
 
 pub use arguments::{Arg, Arguments, address};
-pub use device::{attribute, dtype_suffix, is_idle, max_shared_bytes, multiprocessors};
+pub use device::{attribute, dtype_suffix, is_idle, max_shared_bytes, multiprocessors, runs_hopper_code};
 pub use graph::LaunchGraph;
 pub use host_words::HostWords;
 pub use kernel_launch::{Launch, LaunchShape};

@@ -1,24 +1,8 @@
 // Products of f32 matrices with few weight rows, such as routers.
-//
-// Tensor cores read TF32 values: f32 values of which only the first 11 significant bits count.
-// Each f32 value is therefore split into two such values, high and low. The product of two f32 values is
-// high · high + high · low + low · high, which is exact except for a relative error of about 2^-20.
-// The missing term low · low is smaller than this error.
 #include "constants.cuh"
 #include "headers/common.cuh"
 #include "headers/pdl.cuh"
-#include "headers/tensor_core.cuh"
-
-struct Tf32Pair {
-    uint32_t high, low;
-};
-
-// Splits a value. Both parts have at most 13 significant bits, of which tensor cores read 11.
-__device__ __forceinline__ Tf32Pair split(float value) {
-    constexpr uint32_t TF32_BITS = 0xffffe000u;
-    const uint32_t high = __float_as_uint(value) & TF32_BITS;
-    return {high, __float_as_uint(value - __uint_as_float(high))};
-}
+#include "headers/tf32.cuh"
 
 // Computes y = x·wᵀ. A block computes FEW_ROWS_TOKENS tokens × FEW_ROWS_TILE rows. Its warps divide the columns.
 //   x: f32 [tokens, columns]; w: f32 [rows, columns]; y: f32 [tokens, rows]; columns is a multiple of 16
@@ -57,25 +41,15 @@ extern "C" __global__ void __launch_bounds__(32 * FEW_ROWS_WARPS)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const float4 v = next[half];
-            a[half][0] = split(v.x), a[half][1] = split(v.y), a[half][2] = split(v.z), a[half][3] = split(v.w);
+            a[half][0] = split_tf32(v.x), a[half][1] = split_tf32(v.y), a[half][2] = split_tf32(v.z),
+            a[half][3] = split_tf32(v.w);
         }
         load_x(group + WARPS);
 #pragma unroll
         for (int n = 0; n < COLUMNS; ++n) {
             const float4 v = weights[n];
-            const Tf32Pair b[4] = {split(v.x), split(v.y), split(v.z), split(v.w)};
-            // Tensor cores round sums toward zero. Adding up only the products of one group there keeps errors small.
-            float d[4] = {};
-#pragma unroll
-            for (int i = 0; i < 4; i += 2) {
-                const uint32_t high[4] = {a[0][i].high, a[1][i].high, a[0][i + 1].high, a[1][i + 1].high};
-                const uint32_t low[4] = {a[0][i].low, a[1][i].low, a[0][i + 1].low, a[1][i + 1].low};
-                multiply_add_tf32(d, low, b[i].high, b[i + 1].high);
-                multiply_add_tf32(d, high, b[i].low, b[i + 1].low);
-                multiply_add_tf32(d, high, b[i].high, b[i + 1].high);
-            }
-#pragma unroll
-            for (int i = 0; i < 4; ++i) sums[n][i] += d[i];
+            const Tf32Pair b[4] = {split_tf32(v.x), split_tf32(v.y), split_tf32(v.z), split_tf32(v.w)};
+            multiply_add_pairs(sums[n], a, b);
         }
     }
 

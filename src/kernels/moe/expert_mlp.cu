@@ -1,7 +1,7 @@
 // The MLP of routed experts with MXFP4 weights, for many tokens.
 // The matrix products run on tensor cores. Weights are packed in shared memory and unpacked in registers.
 //
-//   x [tokens, hidden] -> gather_tokens or spread_tokens -> expert_gate_up -> h [pairs, intermediate]
+//   x [tokens, hidden] -> spread_tokens -> expert_gate_up -> h [pairs, intermediate]
 //   h -> expert_down -> y [pairs, hidden] -> expert_combine, which computes Σ weights[t, n] · y[t, n] over n
 //
 // mxfp4_tiles.cuh describes the layout of weights, x and h.
@@ -13,53 +13,42 @@
 #include "headers/wgmma.cuh"
 #include "moe/mxfp4_tiles.cuh"
 
-// ---- gathering and combining ----
+// ---- spreading and combining ----
 
-// Copies the row of x for each pair to `out`, rounded to T, in fragment order.
+// Copies each row of x, rounded to T and in fragment order, to the rows of all `chosen` pairs of the token.
 //   x: f32 [tokens, columns]
-//   out: T, tiled [ceil(columns / 64)][tiled_rows][64]
-//   grid and block: one warp per pair in x; in y, the number of warps that share the columns of a pair
-//   bytes moved: 4 · tokens · columns + 2 · pairs · columns
-template <typename T>
-__device__ void gather_tokens(const float* x, const uint32_t* sorted, const uint32_t* offsets, T* out, int columns,
-                              int tiled_rows, int chosen, int experts) {
-    const int position = (blockIdx.x * blockDim.x + threadIdx.x) / 32;
-    pdl_wait();
-    pdl_launch_dependents();
-    WorkItem item;
-    if (!find_work_item(offsets, experts, 1, 1, position, item)) return;
-    const float2* from = reinterpret_cast<const float2*>(x) + (size_t)(sorted[position] / chosen) * (columns / 2);
-    const int row = item.row + item.index;
-#pragma unroll 4
-    for (int i = blockIdx.y * 32 + threadIdx.x % 32; i < (columns + 63) / 64 * 8; i += 32 * gridDim.y) {
-        const uint4 value = fragment_segment<T>(from, i, columns);
-        reinterpret_cast<uint4*>(out)[((size_t)(i / 8) * tiled_rows + row) * 8 + (i ^ row) % 8] = value;
-    }
-}
-
-// Like gather_tokens, but reads each row of x once, and copies it to the rows of all `chosen` pairs of the token.
-// gather_tokens reads the row of a token once per pair. With many tokens, only the first read finds the row in L2.
 //   rows: u32 [tokens · chosen], the row of each pair in `out`
+//   out: T, tiled [ceil(columns / 64)][tiled_rows][64]
 //   grid and block: one warp per token in x; in y, the number of warps that share the columns of a token
 //   bytes moved: 4 · tokens · columns + 2 · pairs · columns
+// The kernel loads x before it waits for the previous kernel, which computes `rows`.
+// The previous kernel started after x was complete.
 template <typename T>
 __device__ void spread_tokens(const float* x, const uint32_t* rows, T* out, int tokens, int columns, int tiled_rows,
                               int chosen) {
-    const int token = (blockIdx.x * blockDim.x + threadIdx.x) / 32;
+    const int token = (blockIdx.x * blockDim.x + threadIdx.x) / 32, lane = threadIdx.x % 32;
+    const int first = 32 * blockIdx.y, step = 32 * gridDim.y, segments = (columns + 63) / 64 * 8;
+    const float2* from = reinterpret_cast<const float2*>(x) + (size_t)min(token, tokens - 1) * (columns / 2);
+    constexpr int HELD = 2;  // segments per lane that are loaded before the wait
+    uint4 held[HELD];
+#pragma unroll
+    for (int h = 0; h < HELD; ++h) held[h] = fragment_segment<T>(from, first + h * step + lane, columns);
     pdl_wait();
     pdl_launch_dependents();
     if (token >= tokens) return;
-    const float2* from = reinterpret_cast<const float2*>(x) + (size_t)token * (columns / 2);
-    rows += (size_t)token * chosen;
-#pragma unroll 3
-    for (int i = blockIdx.y * 32 + threadIdx.x % 32; i < (columns + 63) / 64 * 8; i += 32 * gridDim.y) {
-        const uint4 value = fragment_segment<T>(from, i, columns);
+    const uint32_t own_row = lane < chosen ? rows[(size_t)token * chosen + lane] : 0;
+    const auto store = [&](int i, const uint4& value) {
         uint4* to = reinterpret_cast<uint4*>(out) + (size_t)(i / 8) * tiled_rows * 8;
         for (int c = 0; c < chosen; ++c) {
-            const int row = rows[c];
-            to[(size_t)row * 8 + (i ^ row) % 8] = value;
+            const int row = __shfl_sync(0xffffffffu, own_row, c);
+            if (i < segments) to[(size_t)row * 8 + (i ^ row) % 8] = value;
         }
-    }
+    };
+#pragma unroll
+    for (int h = 0; h < HELD; ++h) store(first + h * step + lane, held[h]);
+#pragma unroll 3
+    for (int base = first + HELD * step; base < segments; base += step)
+        store(base + lane, fragment_segment<T>(from, base + lane, columns));
 }
 
 // Computes x[t] = Σ weights[t, c] · y[t, c] over c.
@@ -463,13 +452,14 @@ __device__ void expert_product_wgmma(const Weights& w, const Output<T>& o, const
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(S::COPY_REGISTERS));
         // Of the copying warps, warp 0 copies x after the previous kernel has ended.
         // Copying warps 1 to 3 copy weights without waiting for the previous kernel.
-        // All copying warps may read `offsets` without waiting. The previous kernel is gather_tokens, spread_tokens or
-        // gate_up. gather_tokens and gate_up let this kernel start only after the kernels that write `offsets` have
-        // ended. In a warp that copies weights, four lanes copy blocks and four lanes copy scales, each for one weight
-        // tile. A warp issues its copies one by one, so three warps share the copies of weights. Every copying warp
-        // arrives at FULL, even a warp without anything to copy. The warp arrives only after all its lanes have seen
-        // that the stage is empty. Otherwise, the stage could become full and empty again before a slow lane looks. The
-        // slow lane would then miss a phase of EMPTY, and would wait forever.
+        // All copying warps may read `offsets` without waiting. The previous kernel is spread_tokens or gate_up.
+        // Both let this kernel start only after the kernels that write `offsets` have ended.
+        // In a warp that copies weights, four lanes copy blocks and four lanes copy scales, each for one weight tile.
+        // A warp issues its copies one by one, so three warps share the copies of weights.
+        // Every copying warp arrives at FULL, even a warp without anything to copy.
+        // The warp arrives only after all its lanes have seen that the stage is empty.
+        // Otherwise, the stage could become full and empty again before a slow lane looks.
+        // The slow lane would then miss a phase of EMPTY, and would wait forever.
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, row_tile = (warp - 1) * LANES + lane % LANES;
         const int row_tiles = (w.rows + 15) / 16, steps = (w.columns + STEP - 1) / STEP;
         if (warp == 0) {
@@ -552,10 +542,6 @@ __device__ void expert_product_wgmma(const Weights&, const Output<T>&, const T*,
                                     experts);                                                                          \
     }
 #define DEFINE(T, SUFFIX)                                                                                              \
-    extern "C" __global__ void gather_tokens_##SUFFIX(const float* x, const uint32_t* sorted, const uint32_t* offsets, \
-                                                      T* out, int columns, int rows, int chosen, int experts) {        \
-        gather_tokens<T>(x, sorted, offsets, out, columns, rows, chosen, experts);                                     \
-    }                                                                                                                  \
     extern "C" __global__ void spread_tokens_##SUFFIX(const float* x, const uint32_t* rows, T* out, int tokens,        \
                                                       int columns, int tiled_rows, int chosen) {                       \
         spread_tokens<T>(x, rows, out, tokens, columns, tiled_rows, chosen);                                           \

@@ -15,8 +15,7 @@ use crate::kernels::launch::{Arguments, Launch, LaunchShape, dtype_suffix, modul
 use crate::kernels::scratch;
 use crate::kernels::unsupported;
 
-/// [`gather_tokens`] copies each row with several warps if it reads at most this number of rows.
-/// It reads one row per token, or one row per pair if the rows of the pairs are unknown.
+/// [`spread_tokens`] copies each row with several warps if there are at most this number of rows.
 /// With so few rows, one warp per row would leave most of the GPU idle.
 const COPY_FEW_ROWS: usize = 4096;
 
@@ -64,10 +63,9 @@ pub fn expert_mlp(
     let kernel = ProductKernel::choose(device, pairs, gate_up.tiles.dims(), order)?;
 
     // 1. h = clamped_swiglu(gate_up · x), y = down · h
-    let x_or_gathered = if kernel.is_for_few_pairs() {
-        x.clone()
-    } else {
-        gather_tokens(device, x, routed, experts, tiled_rows, dtype)?
+    let x_or_tiled = match kernel {
+        ProductKernel::Few(_) => x.clone(),
+        ProductKernel::Many { .. } => spread_tokens(device, x, routed, tiled_rows, dtype)?,
     };
     let arguments = |linear: ExpertLinear, input: &Tensor, output: &Tensor, rows: usize, columns: usize| {
         let arguments = Arguments::new()
@@ -87,7 +85,7 @@ pub fn expert_mlp(
             ProductKernel::Many { .. } => arguments,
         })
     };
-    let up_arguments = arguments(gate_up, &x_or_gathered, &h, up_rows, columns)?.float(limit);
+    let up_arguments = arguments(gate_up, &x_or_tiled, &h, up_rows, columns)?.float(limit);
     let down_arguments = arguments(down, &h, &y, columns, intermediate)?;
     // SAFETY: all shapes are checked above. `RoutedPairs` contains only experts of this layer and tokens of x.
     unsafe {
@@ -113,37 +111,26 @@ pub fn expert_mlp(
     Ok(out)
 }
 
-/// Copies the row of x for each pair, rounded to `dtype`, in the order of `routed.sorted`.
-/// Returns the copied rows in tiled layout (see `mxfp4_tiles.cuh`).
-fn gather_tokens(
+/// Copies each row of x, rounded to `dtype`, to the rows of the token's pairs in a tiled tensor (`mxfp4_tiles.cuh`).
+/// The kernel before this launch must be the last kernel of `routed`, or a later one: see `expert_mlp.cu`.
+fn spread_tokens(
     device: &CudaDevice,
     x: &Tensor,
     routed: &RoutedPairs,
-    experts: usize,
     tiled_rows: usize,
     dtype: DType,
 ) -> Result<Tensor> {
-    let ((tokens, columns), pairs) = (x.dims2()?, routed.sorted.elem_count());
-    let (chosen, suffix) = (pairs / tokens.max(1), dtype_suffix(dtype)?);
-    // SAFETY: the kernels write every element that the products read.
-    let gathered = unsafe { scratch::empty(columns.div_ceil(64) * tiled_rows * 64, dtype, x.device())? };
-    let (kernel, rows_read, arguments) = match &routed.rows {
-        Some(rows) => {
-            let arguments = Arguments::new().tensor(x)?.tensor(rows)?.tensor(&gathered)?.int(tokens);
-            ("spread_tokens", tokens, arguments.int(columns).int(tiled_rows).int(chosen))
-        }
-        None => {
-            let arguments = Arguments::new().tensor(x)?.tensor(&routed.sorted)?.tensor(&routed.offsets)?;
-            let arguments = arguments.tensor(&gathered)?.int(columns).int(tiled_rows).int(chosen).int(experts);
-            ("gather_tokens", pairs, arguments)
-        }
-    };
-    let warps_per_row = if rows_read <= COPY_FEW_ROWS { 6 } else { 1 };
-    let shape = LaunchShape::one_warp_each(rows_read).with_grid_y(warps_per_row);
-    let launch = Launch::new(module!("expert_mlp"), format!("{kernel}_{suffix}"), shape, arguments).overlapping();
-    // SAFETY: the grid covers all tokens and all pairs, and `expert_mlp` has checked all shapes.
-    unsafe { launch.enqueue(device)? };
-    Ok(gathered)
+    let ((tokens, columns), chosen) = (x.dims2()?, routed.weights.dim(1)?);
+    // SAFETY: the kernel writes every element that the products read.
+    let tiled = unsafe { scratch::empty(columns.div_ceil(64) * tiled_rows * 64, dtype, x.device())? };
+    let arguments = Arguments::new().tensor(x)?.tensor(&routed.rows)?.tensor(&tiled)?.int(tokens);
+    let arguments = arguments.int(columns).int(tiled_rows).int(chosen);
+    let warps_per_row = if tokens <= COPY_FEW_ROWS { 6 } else { 1 };
+    let shape = LaunchShape::one_warp_each(tokens).with_grid_y(warps_per_row);
+    let kernel = format!("spread_tokens_{}", dtype_suffix(dtype)?);
+    // SAFETY: the grid covers all tokens, and `expert_mlp` has checked all shapes.
+    unsafe { Launch::new(module!("expert_mlp"), kernel, shape, arguments).overlapping().enqueue(device)? };
+    Ok(tiled)
 }
 
 fn check_shapes(x: &Tensor, routed: &RoutedPairs, gate_up: ExpertLinear, down: ExpertLinear) -> Result<()> {
@@ -158,12 +145,12 @@ fn check_shapes(x: &Tensor, routed: &RoutedPairs, gate_up: ExpertLinear, down: E
     }
     let RoutedPairs { sorted, offsets, weights, rows } = routed;
     let chosen = sorted.elem_count() / tokens.max(1);
-    let dtypes = [x.dtype(), weights.dtype(), sorted.dtype(), offsets.dtype()];
-    if dtypes != [DType::F32, DType::F32, DType::U32, DType::U32]
+    let dtypes = [x.dtype(), weights.dtype(), sorted.dtype(), offsets.dtype(), rows.dtype()];
+    if dtypes != [DType::F32, DType::F32, DType::U32, DType::U32, DType::U32]
         || weights.dims() != [tokens, chosen]
         || sorted.dims() != [tokens * chosen]
         || offsets.dims() != [experts + 1]
-        || rows.as_ref().is_some_and(|rows| rows.dims() != sorted.dims() || rows.dtype() != DType::U32)
+        || rows.dims() != sorted.dims()
     {
         let (x, weights, sorted, offsets) = (x.dims(), weights.dims(), sorted.dims(), offsets.dims());
         bail!(

@@ -68,12 +68,6 @@ impl ProductKernel {
         })
     }
 
-    /// Returns true for a kernel from `expert_few.cu`, which reads x directly.
-    /// Returns false for a kernel from `expert_mlp.cu`, which reads the output of `gather_tokens`.
-    pub fn is_for_few_pairs(self) -> bool {
-        matches!(self, Self::Few(_))
-    }
-
     /// Returns the launch for `product`, which is `gate_up` or `down`.
     pub fn launch(self, product: &str, dtype: &str, arguments: Arguments) -> Launch {
         match self {

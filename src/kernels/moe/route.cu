@@ -1,43 +1,53 @@
-// Routes a few tokens in one launch.
+// Routes a few tokens in one launch. Needs thread block clusters (compute capability 9.0 and later).
 // Computes the router logits, chooses the experts, and sorts all (token, expert) pairs by expert.
 //   x: f32 [tokens, columns]
 //   weight: f32 [experts, columns]
 //   bias: f32 [experts] or null
-//   partials: f32 [slices, tokens, experts], scratch memory for the sums over each slice of columns
 //   ids: u32 [tokens, chosen], scratch memory for the chosen experts
 //   routing_weights: f32 [tokens, chosen], the routing weights
-//   sorted, offsets: see sort_by_expert
+//   sorted, offsets, rows: see sort_by_expert
 //   usage: u32 [2] or null; each launch adds 1 to usage[0], and the number of experts that have pairs to usage[1]
 //   columns is a multiple of 4; experts <= ROUTE_EXPERTS; tokens <= ROUTE_TOKENS
-//   grid: (ceil(tokens / ROUTE_BLOCK_TOKENS), slices, ceil(experts / 32)) with slices = ceil(columns / ROUTE_COLUMNS)
-//   block: 32 · ROUTE_BLOCK_TOKENS, one warp per token and one lane per expert
+//   grid: (ROUTE_CLUSTER, ceil(tokens / ROUTE_CLUSTER)); cluster: (ROUTE_CLUSTER, 1); block: 256
 //   bytes moved: 4 · (tokens + experts) · columns
-// The last block to finish for a group of ROUTE_BLOCK_TOKENS tokens adds the partial sums and chooses the experts.
-// The last block to choose experts sorts all pairs.
-// The partial sums of a token are always added in the same order, so its logits do not depend on the other tokens.
+//
+// A cluster routes as many tokens as it has blocks. Its warps divide the columns, and compute the partial logits of all
+// tokens of the cluster. Each block then adds up the partial logits of one token, and chooses its experts.
+// The last block of the grid to choose experts sorts all pairs.
+// The partial logits of a token are always added in the same order, so they do not depend on the other tokens.
 #include "constants.cuh"
 #include "headers/arrive.cuh"
+#include "headers/cluster.cuh"
 #include "headers/common.cuh"
 #include "headers/pdl.cuh"
+#include "headers/tensor_core.cuh"
+#include "headers/tf32.cuh"
 #include "moe/routing.cuh"
 
-constexpr int TOKENS = ROUTE_BLOCK_TOKENS, THREADS = 32 * TOKENS, WARPS = THREADS / 32, QUADS = ROUTE_COLUMNS / 4;
+constexpr int BLOCKS = ROUTE_CLUSTER, THREADS = 256, WARPS = THREADS / 32;
+// The number of experts whose logits are computed at once: the rows of two MMAs.
+constexpr int EXPERTS = 32;
+// The number of groups of 16 columns whose weights a warp loads before it waits for the previous kernel.
+constexpr int HELD = 3;
+static_assert(BLOCKS == 8, "an MMA multiplies 8 tokens");
+static_assert(BLOCKS * EXPERTS == THREADS, "each thread adds up the partial logits of one token and one expert");
 
-// Counters of finished blocks: one counter per TOKENS tokens, and one counter for the blocks that have chosen experts.
-// All counters are zero between launches. Two launches never use the same counters at the same time:
-// each device has its own counters, and a device runs the launches of this kernel one by one.
-__device__ uint32_t finished[ROUTE_TOKENS / TOKENS + 1];
+// The number of blocks that have chosen experts. The counter is zero between launches.
+// Two launches never use the counter at the same time:
+// each device has its own counter, and a device runs the launches of this kernel one by one.
+__device__ uint32_t finished;
 
 // Sorts all pairs by expert. Unlike sort_by_expert, keeps the pairs of each expert in ascending order.
 // The order determines which pairs share a tile in later kernels, so a fixed order makes results reproducible.
 // Adds 1 to usage[0], and the number of experts that have pairs to usage[1].
-//   next, experts_of: scratch space in shared memory
-__device__ __forceinline__ void sort_pairs(const uint32_t* ids, uint32_t* sorted, uint32_t* offsets, uint32_t* usage,
-                                           uint32_t (*next)[ROUTE_EXPERTS], uint16_t* experts_of, int pairs,
-                                           int experts) {
+//   next, padding, experts_of: scratch space in shared memory
+__device__ __forceinline__ void sort_pairs(const uint32_t* ids, uint32_t* sorted, uint32_t* offsets, uint32_t* rows,
+                                           uint32_t* usage, uint32_t (*next)[ROUTE_EXPERTS], uint32_t* padding,
+                                           uint16_t* experts_of, int pairs, int experts) {
     // Each warp sorts `share` consecutive pairs. experts_of[p] is the expert of pair p.
     // At first, next[w][e] is the number of pairs of expert e in the share of warp w.
     // Later, next[w][e] is the position in `sorted` of the next pair of expert e from this share.
+    // padding[e] is the number of unused rows before the first row of expert e.
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int share = (pairs + THREADS - 1) / THREADS * 32, first = warp * share, end = min(first + share, pairs);
     for (int e = lane; e < experts; e += 32) next[warp][e] = 0;
@@ -49,26 +59,33 @@ __device__ __forceinline__ void sort_pairs(const uint32_t* ids, uint32_t* sorted
     }
     __syncthreads();
     if (warp == 0) {
-        uint32_t before = 0, used = 0;
+        uint32_t before = 0, unused = 0, used = 0;
         for (int base = 0; base < experts; base += 32) {
-            const int e = base + lane;
-            uint32_t count = 0;
-            for (int w = 0; w < WARPS && e < experts; ++w) count += next[w][e];
-            uint32_t last = count;
+            const int e = min(base + lane, experts - 1);
+            uint32_t counts[WARPS], count = 0;
+#pragma unroll
+            for (int w = 0; w < WARPS; ++w) counts[w] = next[w][e], count += counts[w];
+            if (base + lane >= experts) count = 0;
+            const uint32_t gap = (8 - count % 8) % 8;
+            uint32_t last = count, last_gap = gap;
             used += __popc(__ballot_sync(0xffffffffu, count > 0));
 #pragma unroll
             for (int offset = 1; offset < 32; offset *= 2) {
                 const uint32_t other = __shfl_up_sync(0xffffffffu, last, offset);
-                if (lane >= offset) last += other;
+                const uint32_t other_gap = __shfl_up_sync(0xffffffffu, last_gap, offset);
+                if (lane >= offset) last += other, last_gap += other_gap;
             }
-            uint32_t position = before + last - count;
-            if (e < experts) offsets[e] = position;
-            for (int w = 0; w < WARPS && e < experts; ++w) {
-                const uint32_t own = next[w][e];
-                next[w][e] = position;
-                position += own;
+            if (base + lane < experts) {
+                uint32_t position = before + last - count;
+                offsets[e] = position;
+                padding[e] = unused + last_gap - gap;
+#pragma unroll
+                for (int w = 0; w < WARPS; ++w) {
+                    next[w][e] = position;
+                    position += counts[w];
+                }
             }
-            before += __shfl_sync(0xffffffffu, last, 31);
+            before += __shfl_sync(0xffffffffu, last, 31), unused += __shfl_sync(0xffffffffu, last_gap, 31);
         }
         if (lane == 0) {
             offsets[experts] = before;
@@ -79,79 +96,121 @@ __device__ __forceinline__ void sort_pairs(const uint32_t* ids, uint32_t* sorted
     for (int p = first + lane; p - lane < end; p += 32) {
         const uint32_t expert = p < end ? experts_of[p] : NO_EXPERT;
         const uint32_t same = __match_any_sync(0xffffffffu, expert), earlier = __popc(same & ((1u << lane) - 1));
-        if (p < end) sorted[next[warp][expert] + earlier] = p;
+        if (p < end) {
+            const uint32_t position = next[warp][expert] + earlier;
+            sorted[position] = p;
+            rows[p] = position + padding[expert];
+        }
         __syncwarp();
         if (p < end && earlier == 0) next[warp][expert] += __popc(same);
         __syncwarp();
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
-    route_f32(const float* x, const float* weight, const float* bias, float* partials, uint32_t* ids,
-              float* routing_weights, uint32_t* sorted, uint32_t* offsets, uint32_t* usage, int tokens, int columns,
-              int experts, int chosen) {
-    __shared__ float4 xs[TOKENS][QUADS];
-    __shared__ float4 weights[32][QUADS + 1];  // each row has one extra float4, so that lanes read different banks
-    __shared__ float logits[TOKENS][ROUTE_EXPERTS];
-    __shared__ Routing routing[TOKENS];
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, token = blockIdx.x * TOKENS + warp;
-    const int first_expert = blockIdx.z * 32, first_column = blockIdx.y * ROUTE_COLUMNS;
-
-    // 1. Multiply one slice of columns, for TOKENS tokens and 32 experts.
-    const float4 zero = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    const auto load = [&](const float* matrix, int row, int rows, int quad) {
-        const bool valid = row < rows && first_column + 4 * quad < columns;
-        const float* from = matrix + (size_t)row * columns + first_column;
-        return valid ? __ldg(reinterpret_cast<const float4*>(from) + quad) : zero;
-    };
-    static_assert(QUADS <= 32);
-    float4 loaded[32 / TOKENS];
+// Multiplies 16 columns of 32 experts with those of 8 tokens. In lane 4g + t:
+//   weights[i] are columns 4t to 4t + 3 of expert 8i + g, and x are the same columns of token g
+//   sums[m] is part of the tile of experts 16m to 16m + 15, in the layout of multiply_add_tf32
+__device__ __forceinline__ void multiply_columns(float (&sums)[2][4], const float4 (&weights)[4], const float4& x) {
+    const Tf32Pair b[4] = {split_tf32(x.x), split_tf32(x.y), split_tf32(x.z), split_tf32(x.w)};
 #pragma unroll
-    for (int i = 0; i < 32 / TOKENS; ++i)
-        loaded[i] = lane < QUADS ? load(weight, first_expert + warp + i * TOKENS, experts, lane) : zero;
+    for (int m = 0; m < 2; ++m) {
+        const float4 low = weights[2 * m], high = weights[2 * m + 1];
+        const Tf32Pair a[2][4] = {{split_tf32(low.x), split_tf32(low.y), split_tf32(low.z), split_tf32(low.w)},
+                                  {split_tf32(high.x), split_tf32(high.y), split_tf32(high.z), split_tf32(high.w)}};
+        multiply_add_pairs(sums[m], a, b);
+    }
+}
+
+// Older GPUs have no clusters. They route in separate launches.
+#if __CUDA_ARCH__ >= 900
+extern "C" __global__ void __launch_bounds__(THREADS) __cluster_dims__(BLOCKS, 1, 1)
+    route_f32(const float* x, const float* weight, const float* bias, uint32_t* ids, float* routing_weights,
+              uint32_t* sorted, uint32_t* offsets, uint32_t* rows, uint32_t* usage, int tokens, int columns,
+              int experts, int chosen) {
+    // The sort reuses the memory of the partial logits.
+    // If this block used more shared memory, it could delay the next kernel's blocks on the same multiprocessor.
+    __shared__ union {
+        float of_warps[WARPS][BLOCKS][EXPERTS];  // of this block's warps, for the tokens of all blocks of the cluster
+        uint32_t next[WARPS][ROUTE_EXPERTS];
+    } partials;
+    __shared__ union {
+        float of_blocks[BLOCKS][ROUTE_EXPERTS];  // of all blocks of the cluster, for this block's token
+        uint16_t experts_of[ROUTE_TOKENS * MAX_CHOSEN_EXPERTS];
+    } token_partials;
+    __shared__ uint32_t padding[ROUTE_EXPERTS];
+    __shared__ Routing routing;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const int rank = blockIdx.x, first_token = blockIdx.y * BLOCKS, token = first_token + rank;
+
+    // 1. Each warp multiplies every (BLOCKS · WARPS)-th group of 16 columns.
+    // Past the last column, a lane loads zeros. Past the last expert or token, it loads the last one again.
+    const int first_group = rank * WARPS + warp, groups = (columns + 15) / 16;
+    const auto load = [&](const float* matrix, int row, int group) {
+        const int column = group * 16 + 4 * t;
+        const float* from = matrix + (size_t)row * columns + column;
+        return column < columns ? *reinterpret_cast<const float4*>(from) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    };
+    const auto load_weights = [&](float4(&to)[4], int base, int group) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) to[i] = load(weight, min(base + 8 * i + g, experts - 1), group);
+    };
+    const auto load_x = [&](int group) { return load(x, min(first_token + g, tokens - 1), group); };
+    float4 held_weights[HELD][4], held_x[HELD];
+#pragma unroll
+    for (int h = 0; h < HELD; ++h) load_weights(held_weights[h], 0, first_group + h * BLOCKS * WARPS);
+    const auto load_bias = [&](int expert) { return bias && rank == 0 && expert < experts ? bias[expert] : 0.0f; };
+    float added = load_bias(lane);
     pdl_wait();
     pdl_launch_dependents();
-    const float4 own = lane < QUADS ? load(x, token, tokens, lane) : zero;
-    if (lane < QUADS) {
-        xs[warp][lane] = own;
 #pragma unroll
-        for (int i = 0; i < 32 / TOKENS; ++i) weights[warp + i * TOKENS][lane] = loaded[i];
-    }
-    __syncthreads();
-    float4 sums = zero;
-#pragma unroll
-    for (int i = 0; i < QUADS; ++i) {
-        const float4 a = xs[warp][i], b = weights[lane][i];
-        sums.x += a.x * b.x, sums.y += a.y * b.y, sums.z += a.z * b.z, sums.w += a.w * b.w;
-    }
-    if (token < tokens && first_expert + lane < experts)
-        partials[((size_t)blockIdx.y * tokens + token) * experts + first_expert + lane] =
-            (sums.x + sums.y) + (sums.z + sums.w);
-    if (!is_last_block(finished + blockIdx.x, gridDim.y * gridDim.z)) return;
+    for (int h = 0; h < HELD; ++h) held_x[h] = load_x(first_group + h * BLOCKS * WARPS);
 
-    // 2. Add the partial sums of all slices, and choose the experts of TOKENS tokens.
-    if (token < tokens) {
-        for (int e = lane; e < experts; e += 32) {
-            float sum = bias ? bias[e] : 0.0f;
-#pragma unroll 24
-            for (int slice = 0; slice < gridDim.y; ++slice)
-                sum += __ldcg(partials + ((size_t)slice * tokens + token) * experts + e);
-            logits[warp][e] = sum;
+    for (int base = 0; base < experts; base += EXPERTS) {
+        float sums[2][4] = {};
+#pragma unroll
+        for (int h = 0; h < HELD; ++h) {
+            if (base > 0) load_weights(held_weights[h], base, first_group + h * BLOCKS * WARPS);
+            multiply_columns(sums, held_weights[h], held_x[h]);
         }
-        __syncwarp();
-        routing[warp].choose_by([&](int expert) { return logits[warp][expert]; }, experts, chosen, chosen, lane);
+        for (int group = first_group + HELD * BLOCKS * WARPS; group < groups; group += BLOCKS * WARPS) {
+            float4 weights[4];
+            load_weights(weights, base, group);
+            multiply_columns(sums, weights, load_x(group));
+        }
+        if (base > 0) added = load_bias(base + lane);
+#pragma unroll
+        for (int m = 0; m < 2; ++m)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) partials.of_warps[warp][2 * t + i % 2][16 * m + 8 * (i / 2) + g] = sums[m][i];
+        __syncthreads();
+        // Each thread adds up the sums of all warps for one token and one expert. The first block also adds the bias.
+        float sum = added;
+#pragma unroll
+        for (int w = 0; w < WARPS; ++w) sum += partials.of_warps[w][warp][lane];
+        store_in_cluster(&token_partials.of_blocks[rank][base + lane], warp, sum);
+        if (base + EXPERTS < experts) __syncthreads();
+    }
+    cluster_sync();
+
+    // 2. Choose the experts of this block's token.
+    if (warp == 0 && token < tokens) {
+        const auto logit_of = [&](int expert) {
+            float logit = 0.0f;
+#pragma unroll
+            for (int block = 0; block < BLOCKS; ++block) logit += token_partials.of_blocks[block][expert];
+            return logit;
+        };
+        routing.choose_by(logit_of, experts, chosen, chosen, lane);
         __syncwarp();
         if (lane < chosen) {
-            ids[(size_t)token * chosen + lane] = routing[warp].expert[lane];
-            routing_weights[(size_t)token * chosen + lane] = routing[warp].weight[lane];
+            ids[(size_t)token * chosen + lane] = routing.expert[lane];
+            routing_weights[(size_t)token * chosen + lane] = routing.weight[lane];
         }
     }
 
-    // 3. Sort the pairs of all tokens. The sort reuses the shared memory of the logits and the weights.
-    // If this block used more shared memory, it could delay the next kernel's blocks on the same multiprocessor.
-    static_assert(sizeof(logits) == WARPS * ROUTE_EXPERTS * sizeof(uint32_t));
-    static_assert(sizeof(weights) >= ROUTE_TOKENS * MAX_CHOSEN_EXPERTS * sizeof(uint16_t));
-    if (is_last_block(finished + ROUTE_TOKENS / TOKENS, gridDim.x))
-        sort_pairs(ids, sorted, offsets, usage, reinterpret_cast<uint32_t (*)[ROUTE_EXPERTS]>(logits),
-                   reinterpret_cast<uint16_t*>(weights), tokens * chosen, experts);
+    // 3. Sort the pairs of all tokens.
+    if (is_last_block(&finished, gridDim.x * gridDim.y))
+        sort_pairs(ids, sorted, offsets, rows, usage, partials.next, padding, token_partials.experts_of,
+                   tokens * chosen, experts);
 }
+#endif

@@ -7,10 +7,8 @@ use super::expert_usage::ExpertUsage;
 use super::sort_by_expert::{SortedPairs, sort_by_expert};
 use super::topk::{Softmax, topk_softmax};
 use crate::kernels::SumOrder;
-use crate::kernels::constants::{
-    MAX_CHOSEN_EXPERTS, MAX_EXPERTS, ROUTE_BLOCK_TOKENS, ROUTE_COLUMNS, ROUTE_EXPERTS, ROUTE_TOKENS,
-};
-use crate::kernels::launch::{Arguments, Launch, LaunchShape, module};
+use crate::kernels::constants::{MAX_CHOSEN_EXPERTS, MAX_EXPERTS, ROUTE_CLUSTER, ROUTE_EXPERTS, ROUTE_TOKENS};
+use crate::kernels::launch::{Arguments, Launch, LaunchShape, module, runs_hopper_code};
 use crate::kernels::matmul::matmul_f32;
 use crate::kernels::rows::add_bias;
 use crate::kernels::scratch;
@@ -26,8 +24,7 @@ pub struct RoutedPairs {
     /// f32 `[tokens, chosen]`: the routing weight of each pair.
     pub weights: Tensor,
     /// u32 `[pairs]`: the row of each pair in a tiled tensor (`mxfp4_tiles.cuh`).
-    /// `None` if [`route`](Self::route) sorted the pairs in one launch.
-    pub rows: Option<Tensor>,
+    pub rows: Tensor,
 }
 
 impl RoutedPairs {
@@ -45,7 +42,7 @@ impl RoutedPairs {
             );
         }
         let SortedPairs { sorted, offsets, rows } = sort_by_expert(device, ids, experts)?;
-        Ok(Self { sorted, offsets, weights, rows: Some(rows) })
+        Ok(Self { sorted, offsets, weights, rows })
     }
 
     /// Chooses, for each token, the `chosen` experts with the largest router logits x·weightᵀ + bias.
@@ -75,7 +72,7 @@ impl RoutedPairs {
         }
         let Device::Cuda(device) = x.device() else { return unsupported("RoutedPairs::route", x) };
         let is_supported = experts <= ROUTE_EXPERTS && columns > 0 && columns.is_multiple_of(4);
-        if (1..=ROUTE_TOKENS).contains(&tokens) && is_supported {
+        if (1..=ROUTE_TOKENS).contains(&tokens) && is_supported && runs_hopper_code(device)? {
             return Self::route_few(device, x, weight, bias, chosen, usage);
         }
         let logits = matmul_f32(x, weight, order)?;
@@ -87,7 +84,7 @@ impl RoutedPairs {
         Self::new(&ids, weights, experts)
     }
 
-    /// Routes up to `ROUTE_TOKENS` tokens in one launch. `route` has already checked all shapes.
+    /// Routes up to `ROUTE_TOKENS` tokens in one launch. `route` has already checked all shapes, and the device.
     fn route_few(
         device: &CudaDevice,
         x: &Tensor,
@@ -99,31 +96,29 @@ impl RoutedPairs {
         let ((tokens, columns), (experts, _)) = (x.dims2()?, weight.dims2()?);
         // SAFETY: the kernel writes every element before this or a later kernel reads it.
         let empty = |shape: &[usize], dtype| unsafe { scratch::empty(shape, dtype, x.device()) };
-        let slices = columns.div_ceil(ROUTE_COLUMNS);
-        let (partials, ids) = (empty(&[slices, tokens, experts], DType::F32)?, empty(&[tokens, chosen], DType::U32)?);
+        let ids = empty(&[tokens, chosen], DType::U32)?;
         let routed = Self {
             sorted: empty(&[tokens * chosen], DType::U32)?,
             offsets: empty(&[experts + 1], DType::U32)?,
             weights: empty(&[tokens, chosen], DType::F32)?,
-            rows: None,
+            rows: empty(&[tokens * chosen], DType::U32)?,
         };
         let arguments = Arguments::new()
             .tensor(x)?
             .tensor(weight)?
             .optional(bias)?
-            .tensor(&partials)?
             .tensor(&ids)?
             .tensor(&routed.weights)?
             .tensor(&routed.sorted)?
             .tensor(&routed.offsets)?
+            .tensor(&routed.rows)?
             .optional(usage.map(ExpertUsage::counters))?
             .int(tokens)
             .int(columns)
             .int(experts)
             .int(chosen);
-        let grid = (tokens.div_ceil(ROUTE_BLOCK_TOKENS), slices, experts.div_ceil(32));
-        let shape = LaunchShape::new(grid, 32 * ROUTE_BLOCK_TOKENS);
-        // SAFETY: `route` has checked all shapes and dtypes, and the grid covers all tokens and experts.
+        let shape = LaunchShape::new((ROUTE_CLUSTER, tokens.div_ceil(ROUTE_CLUSTER), 1), 256);
+        // SAFETY: `route` has checked all shapes and dtypes, and the grid covers all tokens.
         unsafe { Launch::new(module!("route"), "route_f32", shape, arguments).overlapping().enqueue(device)? };
         Ok(routed)
     }

@@ -1,0 +1,21 @@
+// Thread block clusters (compute capability 9.0 and later).
+// The blocks of a cluster run at the same time, and can access each other's shared memory.
+#pragma once
+#include <stdint.h>
+
+#if __CUDA_ARCH__ >= 900
+// Stores a float at the address `to` in the shared memory of the block with this rank.
+// `to` is an address in the calling block's own shared memory.
+__device__ __forceinline__ void store_in_cluster(float* to, int rank, float value) {
+    const uint32_t own = static_cast<uint32_t>(__cvta_generic_to_shared(to));
+    uint32_t address;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(own), "r"(rank));
+    asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
+}
+
+// Waits until all threads of the cluster have called this function. Their earlier stores are then visible.
+__device__ __forceinline__ void cluster_sync() {
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+#endif
