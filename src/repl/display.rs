@@ -148,7 +148,7 @@ impl PlainText {
                 write!(out, "{}", if is_first { text.trim_start_matches('\n') } else { &text })?;
             }
             Channel::Reasoning | Channel::ToolCall => {
-                if self.last.is_none() {
+                if self.last.is_none() && delta.channel == Channel::Reasoning {
                     write!(out, "{thinking}")?;
                 }
                 write!(out, "{}", dim(&text, self.color))?;

@@ -149,7 +149,7 @@ fn history_path() -> Option<PathBuf> {
 /// Renames a damaged history file, because lines cannot be appended to it. Leaves a missing or unreadable file alone.
 fn move_damaged_history_aside(path: &Path, error: &ReadlineError) {
     if let ReadlineError::Io(error) = error
-        && matches!(error.kind(), ErrorKind::NotFound | ErrorKind::PermissionDenied)
+        && error.kind() != ErrorKind::InvalidData
     {
         return;
     }
