@@ -24,7 +24,7 @@ use candle_core::{DType, Device};
 pub use cuda::{capture_lock, gpu_count, info, info_after_trim};
 pub use facts::{GpuFacts, GpuState, nvidia_smi_gpus};
 pub use info::DeviceInfo;
-pub use world::{ANSWER_TIMEOUT, Exchange, ResidualUpdate, World, share};
+pub use world::{ANSWER_TIMEOUT, Exchange, ResidualUpdate, UpdatedResidual, World, share};
 
 /// A CPU or GPU to open, such as one device of `--device`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

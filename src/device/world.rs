@@ -72,7 +72,8 @@ pub trait Exchange: Any + fmt::Debug + Send + Sync {
     fn sum_rounded(&self, x: &Tensor) -> Result<Tensor>;
 
     /// Adds the sum of partial results to the residual stream, for [`World::add_partials`].
-    fn add_partials(&self, update: &ResidualUpdate) -> Result<Option<(Tensor, Tensor)>>;
+    /// If `rounds` is true, rounds y to bf16, and may round the norm.
+    fn add_partials(&self, update: &ResidualUpdate, rounds: bool) -> Result<Option<UpdatedResidual>>;
 
     /// Returns the rows of all ranks, for [`World::gather_rows`].
     fn gather_rows(&self, x: &Tensor) -> Result<Tensor>;
@@ -94,8 +95,10 @@ pub trait Exchange: Any + fmt::Debug + Send + Sync {
 /// All tensors except y and the norm are f32.
 #[derive(Clone, Copy, Debug)]
 pub struct ResidualUpdate<'t> {
-    /// x, `[rows, hidden]`. A rank reads only its own rows.
+    /// x, `[rows, hidden]`.
     pub x: &'t Tensor,
+    /// Whether x is valid only in this rank's own rows (see [`UpdatedResidual`]).
+    pub is_divided: bool,
     /// This rank's partial result, f32 or bf16 `[rows, hidden]`. Each rank may have another dtype.
     pub y: &'t Tensor,
     /// A bias to add to every row: `[hidden]`.
@@ -103,8 +106,18 @@ pub struct ResidualUpdate<'t> {
     /// The weight of the norm, `[hidden]`.
     pub weight: &'t Tensor,
     pub eps: f32,
-    /// The dtype of the norm: bf16, or f32 with values that are rounded to bf16.
+    /// The dtype of the norm: bf16 or f32.
     pub dtype: DType,
+}
+
+/// The result of a [`ResidualUpdate`].
+pub struct UpdatedResidual {
+    /// x', f32 `[rows, hidden]`.
+    pub x: Tensor,
+    /// Whether x' is valid only in this rank's own rows. If so, see [`World::gather_rows`].
+    pub is_divided: bool,
+    /// The norm of x', `[rows, hidden]`, the same on all ranks.
+    pub normed: Tensor,
 }
 
 impl World {
@@ -193,21 +206,19 @@ impl World {
         can_queue && self.min_rounded.is_some_and(|min_rounded| elements >= min_rounded)
     }
 
-    /// Computes a [`ResidualUpdate`]. Returns x', f32, and the norm of x'. Rounds y and the norm to bf16.
+    /// Computes a [`ResidualUpdate`]. With [`with_rounded_partials`](Self::with_rounded_partials), may round large y and
+    /// norms to bf16.
     ///
-    /// Each rank computes only its own rows, and receives the norm of all other rows.
-    /// Only a rank's own rows of the returned x' are valid: see [`gather_rows`](Self::gather_rows).
-    ///
-    /// Returns `None` on all ranks if y must not be rounded, or if no [`Exchange`] supports the update.
+    /// Returns `None` on all ranks if no [`Exchange`] supports the update.
     /// Each rank's y must be f32 or bf16. With another dtype, some ranks could return `None` and others wait for them.
-    pub fn add_partials(&self, update: &ResidualUpdate) -> Result<Option<(Tensor, Tensor)>> {
+    pub fn add_partials(&self, update: &ResidualUpdate) -> Result<Option<UpdatedResidual>> {
         match &self.exchange {
-            Some(exchange) if self.rounds(update.y.elem_count()) => exchange.add_partials(update),
+            Some(exchange) if exchange.can_queue() => exchange.add_partials(update, self.rounds(update.y.elem_count())),
             _ => Ok(None),
         }
     }
 
-    /// Returns x with the rows of all ranks. x is the first result of [`add_partials`](Self::add_partials).
+    /// Returns x with the rows of all ranks. x is a divided result of [`add_partials`](Self::add_partials).
     pub fn gather_rows(&self, x: &Tensor) -> Result<Tensor> {
         match &self.exchange {
             Some(exchange) => exchange.gather_rows(x),

@@ -8,7 +8,6 @@
 use anyhow::Result;
 use candle_core::{DType, Tensor};
 
-use crate::device::{ResidualUpdate, World};
 use crate::kernels;
 use crate::kernels::norm::Addend;
 use crate::weights::Weights;
@@ -63,22 +62,6 @@ impl Norm {
     /// Returns x + y as f32 `[tokens, hidden]`. Also returns the normalized sum, in `dtype`. Without y, the sum is x.
     pub fn add_norm(&self, x: &Tensor, y: Option<Addend>, dtype: DType) -> Result<(Tensor, Tensor)> {
         Ok(kernels::norm::add_norm(x, y, &self.weight, self.bias.as_ref(), self.eps, dtype)?)
-    }
-
-    /// Computes x' = x + bias + Σ y over all ranks, and the norm of x' in `dtype` (see [`World::add_partials`]).
-    /// Returns `None` on all ranks if the ranks must add y in another way.
-    pub(super) fn add_partials(
-        &self,
-        world: &World,
-        x: &Tensor,
-        y: &Tensor,
-        bias: Option<&Tensor>,
-        dtype: DType,
-    ) -> Result<Option<(Tensor, Tensor)>> {
-        if self.bias.is_some() {
-            return Ok(None);
-        }
-        Ok(world.add_partials(&ResidualUpdate { x, y, bias, weight: &self.weight, eps: self.eps, dtype })?)
     }
 
     /// Normalizes x `[tokens, hidden]`. Input and output are f32.

@@ -5,7 +5,7 @@ use candle_core::{DType, Tensor};
 
 use super::norm::Norm;
 use super::pass::{LogitRows, Pass};
-use crate::device::World;
+use crate::device::{ResidualUpdate, World};
 use crate::kernels::norm::Addend;
 use crate::kernels::rows::add_bias;
 
@@ -41,7 +41,7 @@ pub(super) struct Residual<'l> {
     world: &'l World,
     /// The residual stream without the pending output, f32 `[tokens, hidden]`.
     x: Tensor,
-    /// Whether x is valid only in this rank's own rows (see [`World::add_partials`]).
+    /// Whether x is valid only in this rank's own rows (see [`UpdatedResidual`](crate::device::UpdatedResidual)).
     is_divided: bool,
     pending: Option<Pending<'l>>,
 }
@@ -61,11 +61,20 @@ impl<'l> Residual<'l> {
     /// Returns the normalized residual stream, in `dtype`.
     pub fn norm(&mut self, norm: &Norm, dtype: DType) -> Result<Tensor> {
         let pending = self.pending.take();
-        if let Some(Pending::Part(PartOutput { rows, bias })) = &pending
-            && let Some((x, normed)) = norm.add_partials(self.world, &self.x, rows, *bias, dtype)?
+        if let Some(Pending::Part(PartOutput { rows: y, bias })) = &pending
+            && norm.bias.is_none()
+            && let Some(updated) = self.world.add_partials(&ResidualUpdate {
+                x: &self.x,
+                is_divided: self.is_divided,
+                y,
+                bias: *bias,
+                weight: &norm.weight,
+                eps: norm.eps,
+                dtype,
+            })?
         {
-            (self.x, self.is_divided) = (x, true);
-            return Ok(normed);
+            (self.x, self.is_divided) = (updated.x, updated.is_divided);
+            return Ok(updated.normed);
         }
         let (rows, bias) = match pending {
             None => (None, None),

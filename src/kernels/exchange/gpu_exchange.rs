@@ -13,7 +13,7 @@ use candle_core::{DType, Device, Result, Tensor, bail};
 use super::mailbox::RankMailbox;
 use super::path::ExchangePath;
 use super::sizes::MAILBOX_BYTES;
-use crate::device::{ANSWER_TIMEOUT, Exchange, ResidualUpdate, World, share};
+use crate::device::{ANSWER_TIMEOUT, Exchange, ResidualUpdate, UpdatedResidual, World, share};
 use crate::kernels::constants::{EXCHANGE_BLOCKS, EXCHANGE_MAX_RANKS, EXCHANGE_SLOTS};
 use crate::kernels::launch::{Arguments, HostWords, Launch, LaunchList, LaunchShape, address, module};
 use crate::kernels::scratch;
@@ -375,8 +375,8 @@ impl Exchange for GpuExchange {
         self.sum_parts(x, self.rounded_elements(), |x, out| self.rounded_sum_launch(x, out))
     }
 
-    fn add_partials(&self, update: &ResidualUpdate) -> Result<Option<(Tensor, Tensor)>> {
-        self.add_partials_by_rows(update)
+    fn add_partials(&self, update: &ResidualUpdate, rounds: bool) -> Result<Option<UpdatedResidual>> {
+        self.update_residual(update, rounds)
     }
 
     fn gather_rows(&self, x: &Tensor) -> Result<Tensor> {

@@ -1,14 +1,21 @@
-//! Updates of the residual stream that the ranks divide by rows. Launches `exchange_add_norm` in `exchange.cu`.
+//! Updates of the residual stream (`exchange.cu`).
+//!
+//! With many rows, each rank computes its own rows and sends their norms (`exchange_add_norm`).
+//! With few rows, each rank computes all rows (`exchange_add_norm_all`).
 
 use std::ops::Range;
 
 use candle_core::{DType, Result, Tensor, bail};
 
 use super::gpu_exchange::GpuExchange;
-use crate::device::{ResidualUpdate, share};
+use crate::device::{ResidualUpdate, UpdatedResidual, share};
 use crate::kernels::constants::{EXCHANGE_ROW_COLUMNS, EXCHANGE_ROW_THREADS};
 use crate::kernels::launch::{Arguments, Launch, LaunchShape, address, dtype_suffix, module};
 use crate::kernels::scratch;
+
+/// If partial results are rounded, two ranks both compute all rows, up to this number of rows.
+/// Reading and writing all rows of x then takes less time than sending the norms.
+const REPLICATED_ROWS: usize = 256;
 
 impl GpuExchange {
     /// Returns the ranges of rows that one launch handles each. Every rank has a share of each range.
@@ -25,22 +32,70 @@ impl GpuExchange {
         range.start + own.start..range.start + own.end
     }
 
-    /// Computes a [`ResidualUpdate`]. Returns `None` if the kernel does not support its shapes.
-    pub(super) fn add_partials_by_rows(&self, update: &ResidualUpdate) -> Result<Option<(Tensor, Tensor)>> {
-        let ResidualUpdate { x, y, bias, weight, eps, dtype } = *update;
+    /// Computes a [`ResidualUpdate`]. If `rounds` is true, rounds y to bf16, and may round the norm.
+    /// Returns `None` if no kernel supports the sizes, dtypes or alignment.
+    pub(super) fn update_residual(&self, update: &ResidualUpdate, rounds: bool) -> Result<Option<UpdatedResidual>> {
+        let ResidualUpdate { x, is_divided, y, bias, weight, eps: _, dtype } = *update;
         let (rows, columns) = x.dims2()?;
-        let tensors = [Some(x), Some(y), bias, Some(weight)].into_iter().flatten();
         let shapes_match = y.dims() == x.dims() && weight.dims() == [columns];
         if !shapes_match || bias.is_some_and(|bias| bias.dims() != [columns]) {
-            bail!("exchange_add_norm: x {:?}, y {:?} and weight {:?} do not match", x.dims(), y.dims(), weight.dims());
+            let (x, y, weight, bias) = (x.dims(), y.dims(), weight.dims(), bias.map(Tensor::dims));
+            bail!("exchange_add_norm: x {x:?}, y {y:?}, weight {weight:?} and bias {bias:?} do not match");
         }
+        let y = if rounds { y.clone() } else { y.to_dtype(DType::F32)? };
         let mut is_supported = columns.is_multiple_of(8) && columns <= EXCHANGE_ROW_COLUMNS;
         is_supported &= matches!(dtype, DType::BF16 | DType::F32);
-        for tensor in tensors {
-            let dtype_fits = tensor.dtype() == DType::F32 || tensor.id() == y.id() && y.dtype() == DType::BF16;
-            is_supported &= dtype_fits && address(tensor)?.is_multiple_of(16);
+        is_supported &= address(&y)?.is_multiple_of(16) && matches!(y.dtype(), DType::F32 | DType::BF16);
+        for tensor in [Some(x), bias, Some(weight)].into_iter().flatten() {
+            is_supported &= tensor.dtype() == DType::F32 && address(tensor)?.is_multiple_of(16);
         }
-        let Some(ranges) = self.row_ranges(rows, columns).filter(|_| is_supported) else { return Ok(None) };
+        let words = rows * columns / if rounds { 2 } else { 1 };
+        // With two ranks, a rank sends the same number of bytes in both ways.
+        let computes_all = !rounds || self.mailboxes.len() == 2 && rows <= REPLICATED_ROWS;
+        Ok(if !is_supported {
+            None
+        } else if computes_all && !is_divided && words <= self.region() {
+            Some(self.update_all_rows(update, &y, rounds)?)
+        } else if rounds {
+            self.update_own_rows(update)?
+        } else {
+            None
+        })
+    }
+
+    /// Computes a supported [`ResidualUpdate`] of x that is valid in all rows. Every rank computes all rows.
+    fn update_all_rows(&self, update: &ResidualUpdate, y: &Tensor, rounds: bool) -> Result<UpdatedResidual> {
+        let ResidualUpdate { x, bias, weight, eps, dtype, .. } = *update;
+        let (rows, columns) = x.dims2()?;
+        // SAFETY: the kernel writes every element of `sum` and `normed`.
+        let empty = |dtype| unsafe { scratch::empty((rows, columns), dtype, x.device()) };
+        let (sum, normed) = (empty(DType::F32)?, empty(dtype)?);
+        let (kind, y_suffix) = (if rounds { "rounded" } else { "exact" }, dtype_suffix(y.dtype())?);
+        let kernel = format!("exchange_add_norm_all_{kind}_{y_suffix}_{}", dtype_suffix(dtype)?);
+        let arguments = Arguments::new()
+            .tensor(x)?
+            .tensor(y)?
+            .optional(bias)?
+            .tensor(weight)?
+            .tensor(&sum)?
+            .tensor(&normed)?
+            .value(self.raw(0, 1), [])
+            .int(rows)
+            .int(columns)
+            .float(eps);
+        let shape = LaunchShape::linear(rows.clamp(1, self.max_blocks()), EXCHANGE_ROW_THREADS);
+        let launch = Launch::new(module!("exchange"), kernel, shape, arguments).overlapping();
+        // SAFETY: `update_residual` has checked all shapes and dtypes. The mailboxes live as long as `self`.
+        unsafe { self.enqueue(launch)? };
+        Ok(UpdatedResidual { x: sum, is_divided: false, normed })
+    }
+
+    /// Computes a supported [`ResidualUpdate`]. Every rank computes its own rows, and rounds y and the norm to bf16.
+    /// Returns `None` if a mailbox has no room for a row.
+    fn update_own_rows(&self, update: &ResidualUpdate) -> Result<Option<UpdatedResidual>> {
+        let ResidualUpdate { x, y, bias, weight, eps, dtype, .. } = *update;
+        let (rows, columns) = x.dims2()?;
+        let Some(ranges) = self.row_ranges(rows, columns) else { return Ok(None) };
         // SAFETY: the kernel writes every element of `normed`, and this rank's rows of `sum`. Only these rows are read.
         let empty = |dtype| unsafe { scratch::empty((rows, columns), dtype, x.device()) };
         let (sum, normed) = (empty(DType::F32)?, empty(dtype)?);
@@ -60,13 +115,13 @@ impl GpuExchange {
             let blocks = share(range.len(), 1, 0, self.mailboxes.len()).len().clamp(1, self.max_blocks());
             let shape = LaunchShape::linear(blocks, EXCHANGE_ROW_THREADS);
             let launch = Launch::new(module!("exchange"), kernel.as_str(), shape, arguments).overlapping();
-            // SAFETY: all shapes and dtypes are checked above. The mailboxes live as long as `self`.
+            // SAFETY: `update_residual` has checked all shapes and dtypes. The mailboxes live as long as `self`.
             unsafe { self.enqueue(launch)? };
         }
-        Ok(Some((sum, normed)))
+        Ok(Some(UpdatedResidual { x: sum, is_divided: true, normed }))
     }
 
-    /// Returns x, f32 `[rows, columns]`, with the rows of all ranks. `add_partials_by_rows` has returned x.
+    /// Returns x, f32 `[rows, columns]`, with the rows of all ranks. x is a divided result of `update_residual`.
     pub(super) fn gather_own_rows(&self, x: &Tensor) -> Result<Tensor> {
         let (rows, columns) = x.dims2()?;
         let Some(ranges) = self.row_ranges(rows, columns) else {
@@ -97,13 +152,20 @@ impl GpuExchange {
 
     /// Loads the kernels of this file: launches each kernel without rows.
     pub(super) fn load_residual_kernels(&self) -> Result<()> {
-        for dtypes in ["f32_f32", "f32_bf16", "bf16_f32", "bf16_bf16"] {
-            let kernel = format!("exchange_add_norm_{dtypes}");
-            let arguments = (0..6).fold(Arguments::new(), |arguments, _| arguments.address(0));
-            let arguments = arguments.value(self.raw(0, 1), []).int(0).float(0.0);
-            let shape = LaunchShape::linear(1, EXCHANGE_ROW_THREADS);
-            // SAFETY: without rows, the kernel accesses only the state of this rank's mailbox.
-            unsafe { Launch::new(module!("exchange"), kernel, shape, arguments).enqueue(&self.device)? };
+        let six_addresses = || (0..6).fold(Arguments::new(), |arguments, _| arguments.address(0));
+        let shape = LaunchShape::linear(1, EXCHANGE_ROW_THREADS);
+        for y_dtype in ["f32", "bf16"] {
+            for dtype in ["f32", "bf16"] {
+                let arguments = six_addresses().value(self.raw(0, 1), []).int(0).float(0.0);
+                let own = (format!("exchange_add_norm_{y_dtype}_{dtype}"), arguments);
+                let arguments = || six_addresses().value(self.raw(0, 1), []).int(0).int(0).float(0.0);
+                let rounded = (format!("exchange_add_norm_all_rounded_{y_dtype}_{dtype}"), arguments());
+                let exact = (format!("exchange_add_norm_all_exact_f32_{dtype}"), arguments());
+                for (kernel, arguments) in [own, rounded, exact] {
+                    // SAFETY: without rows, the kernel accesses only the state of this rank's mailbox.
+                    unsafe { Launch::new(module!("exchange"), kernel, shape, arguments).enqueue(&self.device)? };
+                }
+            }
         }
         Ok(())
     }
