@@ -11,10 +11,11 @@ use crate::kernels::launch::{Arguments, Launch, LaunchShape, address, dtype_suff
 use crate::kernels::scratch;
 
 impl GpuExchange {
-    /// Returns the ranges of rows that one launch handles each. Every rank has a share of each range.
-    /// Returns `None` if a mailbox has no room for a row of `columns` columns.
+    /// Divides the rows into ranges, one range per launch. The ranks share the rows of each range.
+    /// Returns `None` if a region has no room for a row of `columns` columns.
     fn row_ranges(&self, rows: usize, columns: usize) -> Option<impl Iterator<Item = Range<usize>> + use<>> {
-        // A region holds a rank's share twice: as bf16 partial results, and as bf16 norms.
+        // For `exchange_add_norm`, a region holds a rank's share twice: as bf16 partial results, and as bf16 norms.
+        // For `exchange_columns`, a region holds a rank's share once, as f32 values.
         let most = self.region() / columns * self.mailboxes.len();
         (most > 0).then(|| (0..rows).step_by(most).map(move |start| start..rows.min(start + most)))
     }
@@ -25,14 +26,19 @@ impl GpuExchange {
         range.start + own.start..range.start + own.end
     }
 
-    /// Computes a [`ResidualUpdate`]. Returns `None` if the kernel does not support its shapes.
+    /// Computes a [`ResidualUpdate`]. Returns `None` if the kernel does not support its sizes, dtypes or alignment.
     pub(super) fn add_partials_by_rows(&self, update: &ResidualUpdate) -> Result<Option<(Tensor, Tensor)>> {
         let ResidualUpdate { x, y, bias, weight, eps, dtype } = *update;
         let (rows, columns) = x.dims2()?;
         let tensors = [Some(x), Some(y), bias, Some(weight)].into_iter().flatten();
         let shapes_match = y.dims() == x.dims() && weight.dims() == [columns];
         if !shapes_match || bias.is_some_and(|bias| bias.dims() != [columns]) {
-            bail!("exchange_add_norm: x {:?}, y {:?} and weight {:?} do not match", x.dims(), y.dims(), weight.dims());
+            bail!(
+                "exchange_add_norm: x {:?}, y {:?}, weight {:?} and bias do not match",
+                x.dims(),
+                y.dims(),
+                weight.dims()
+            );
         }
         let mut is_supported = columns.is_multiple_of(8) && columns <= EXCHANGE_ROW_COLUMNS;
         is_supported &= matches!(dtype, DType::BF16 | DType::F32);
@@ -66,7 +72,8 @@ impl GpuExchange {
         Ok(Some((sum, normed)))
     }
 
-    /// Returns x, f32 `[rows, columns]`, with the rows of all ranks. `add_partials_by_rows` has returned x.
+    /// Returns x, f32 `[rows, columns]`, with the rows of all ranks.
+    /// x is the first result of `add_partials_by_rows`, in which only this rank's rows are valid.
     pub(super) fn gather_own_rows(&self, x: &Tensor) -> Result<Tensor> {
         let (rows, columns) = x.dims2()?;
         let Some(ranges) = self.row_ranges(rows, columns) else {
@@ -95,7 +102,7 @@ impl GpuExchange {
         Ok(out)
     }
 
-    /// Loads the kernels of this file: launches each kernel without rows.
+    /// Loads the `exchange_add_norm` kernels: launches each kernel without rows.
     pub(super) fn load_residual_kernels(&self) -> Result<()> {
         for dtypes in ["f32_f32", "f32_bf16", "bf16_f32", "bf16_bf16"] {
             let kernel = format!("exchange_add_norm_{dtypes}");

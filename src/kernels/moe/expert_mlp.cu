@@ -2,8 +2,9 @@
 // The matrix products run on tensor cores. Weights are packed in shared memory and unpacked in registers.
 //
 //   x [tokens, hidden] -> gather_tokens or spread_tokens -> expert_gate_up -> h [pairs, intermediate]
-//   h -> expert_down -> y [pairs, hidden] -> expert_combine, which computes Σ weights[t, n] · y[t, n] over n
+//   h -> expert_down -> y [pairs, hidden] -> expert_combine, which computes Σ weights[t, c] · y[t, c] over c
 //
+// A pair is a token and one of its `chosen` experts.
 // mxfp4_tiles.cuh describes the layout of weights, x and h.
 // The rows of y are in the original order of the pairs, not in the order of `sorted`.
 #include "headers/async_copy.cuh"
@@ -19,7 +20,7 @@
 //   x: f32 [tokens, columns]
 //   out: T, tiled [ceil(columns / 64)][tiled_rows][64]
 //   grid and block: one warp per pair in x; in y, the number of warps that share the columns of a pair
-//   bytes moved: 4 · tokens · columns + 2 · pairs · columns
+//   bytes moved: 4 · tokens · columns + 2 · pairs · columns, if x fits in L2
 template <typename T>
 __device__ void gather_tokens(const float* x, const uint32_t* sorted, const uint32_t* offsets, T* out, int columns,
                               int tiled_rows, int chosen, int experts) {
@@ -38,7 +39,8 @@ __device__ void gather_tokens(const float* x, const uint32_t* sorted, const uint
 }
 
 // Like gather_tokens, but reads each row of x once, and copies it to the rows of all `chosen` pairs of the token.
-// gather_tokens reads the row of a token once per pair. With many tokens, only the first read finds the row in L2.
+// gather_tokens reads the row of a token once per pair. With many tokens, x does not fit in L2,
+// so many of these reads would come from DRAM.
 //   rows: u32 [tokens · chosen], the row of each pair in `out`
 //   grid and block: one warp per token in x; in y, the number of warps that share the columns of a token
 //   bytes moved: 4 · tokens · columns + 2 · pairs · columns
@@ -75,7 +77,7 @@ __device__ void expert_combine(const T* y, const float* weights, OUT* x, int n, 
     pdl_launch_dependents();
     if (i >= n) return;
     const int segments = columns / 8, token = i / segments, segment = i % segments;
-    const size_t first = (size_t)(i / 4) * 16 + i % 4;  // the first pair of adjacent elements
+    const size_t first = (size_t)(i / 4) * 16 + i % 4;  // the first of this thread's four pairs of adjacent elements
     float2 sum[4] = {};
     for (int c = 0; c < chosen; ++c) {
         const size_t pair = (size_t)token * chosen + c;
@@ -359,7 +361,6 @@ __device__ __forceinline__ uint32_t in_register(uint32_t value) {
 
 // Computes one warpgroup's part of an output tile: 64 weight rows × N pairs.
 // Unpacking the weights limits the speed, so every instruction in the loop over columns matters.
-// For N up to UNROLL_PAIRS, the loop executes 177 instructions per 8 wgmma instructions.
 template <typename S, typename T, int N, bool GATE_UP>
 __device__ __forceinline__ void consume(Position<S>& position, const Weights& w, const Output<T>& o, const Tile& tile) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4;  // each warp has one weight tile
@@ -463,13 +464,14 @@ __device__ void expert_product_wgmma(const Weights& w, const Output<T>& o, const
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(S::COPY_REGISTERS));
         // Of the copying warps, warp 0 copies x after the previous kernel has ended.
         // Copying warps 1 to 3 copy weights without waiting for the previous kernel.
-        // All copying warps may read `offsets` without waiting. The previous kernel is gather_tokens, spread_tokens or
-        // gate_up. gather_tokens and gate_up let this kernel start only after the kernels that write `offsets` have
-        // ended. In a warp that copies weights, four lanes copy blocks and four lanes copy scales, each for one weight
-        // tile. A warp issues its copies one by one, so three warps share the copies of weights. Every copying warp
-        // arrives at FULL, even a warp without anything to copy. The warp arrives only after all its lanes have seen
-        // that the stage is empty. Otherwise, the stage could become full and empty again before a slow lane looks. The
-        // slow lane would then miss a phase of EMPTY, and would wait forever.
+        // All copying warps may read `offsets` without waiting: the previous kernel is gather_tokens, spread_tokens or
+        // gate_up, which lets this kernel start only after the kernel that writes `offsets` has ended.
+        // In a warp that copies weights, four lanes copy blocks and four lanes copy scales, each for one weight tile.
+        // A warp issues its copies one by one, so three warps share the copies of weights.
+        // Every copying warp arrives at FULL, even a warp without anything to copy.
+        // The warp arrives only after all its lanes have seen that the stage is empty.
+        // Otherwise, the stage could become full and empty again before a slow lane looks.
+        // The slow lane would then miss a phase of EMPTY, and would wait forever.
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, row_tile = (warp - 1) * LANES + lane % LANES;
         const int row_tiles = (w.rows + 15) / 16, steps = (w.columns + STEP - 1) / STEP;
         if (warp == 0) {

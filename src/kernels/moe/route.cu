@@ -30,7 +30,7 @@ __device__ uint32_t finished[ROUTE_TOKENS / TOKENS + 1];
 
 // Sorts all pairs by expert. Unlike sort_by_expert, keeps the pairs of each expert in ascending order.
 // The order determines which pairs share a tile in later kernels, so a fixed order makes results reproducible.
-// Adds 1 to usage[0], and the number of experts that have pairs to usage[1].
+// Adds 1 to usage[0], and the number of experts that have pairs to usage[1], unless `usage` is null.
 //   next, experts_of: scratch space in shared memory
 __device__ __forceinline__ void sort_pairs(const uint32_t* ids, uint32_t* sorted, uint32_t* offsets, uint32_t* usage,
                                            uint32_t (*next)[ROUTE_EXPERTS], uint16_t* experts_of, int pairs,
@@ -148,7 +148,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     }
 
     // 3. Sort the pairs of all tokens. The sort reuses the shared memory of the logits and the weights.
-    // If this block used more shared memory, it could delay the next kernel's blocks on the same multiprocessor.
+    // With more shared memory per block, fewer blocks of the next kernel could start beside the blocks of this kernel.
     static_assert(sizeof(logits) == WARPS * ROUTE_EXPERTS * sizeof(uint32_t));
     static_assert(sizeof(weights) >= ROUTE_TOKENS * MAX_CHOSEN_EXPERTS * sizeof(uint16_t));
     if (is_last_block(finished + ROUTE_TOKENS / TOKENS, gridDim.x))
