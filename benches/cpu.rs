@@ -1,4 +1,4 @@
-//! Benchmarks that need no GPU: the host's work per token, and the run time of commands.
+//! Benchmarks that need no GPU: the work per token on the CPU, and the run time of commands.
 //!
 //!     cargo bench --bench cpu -- --quick
 
@@ -49,7 +49,7 @@ fn noise(count: usize) -> Vec<f32> {
 /// Measures how long it takes to sample one token, with different sampling parameters.
 fn sampler(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("sampler");
-    // The cubes of uniform numbers: a few large logits and many small ones, as in a real model.
+    // Cubes of uniform numbers give a few large logits and many small ones, as in a real model.
     let mut logits: Vec<f32> = noise(VOCAB_SIZE).into_iter().map(|x| 12.0 * x * x * x).collect();
     let greedy = SamplingParams::greedy();
     let sampled = SamplingParams { temperature: 1.0, ..greedy.clone() };
@@ -68,7 +68,7 @@ fn sampler(criterion: &mut Criterion) {
 
 const SENTENCE: &str = "The KV cache keeps keys and values of past tokens – so each new token needs little work. ";
 
-/// Measures the harmony parser on an answer of a few thousand tokens, half of them reasoning.
+/// Measures the harmony parser on an answer that consists of reasoning and an equally long final message.
 fn harmony(criterion: &mut Criterion, demo: &Language) -> Result<()> {
     let options = RenderOptions {
         tools: Vec::new(),
@@ -95,7 +95,7 @@ fn harmony(criterion: &mut Criterion, demo: &Language) -> Result<()> {
     Ok(())
 }
 
-/// Measures streaming detokenization of a few thousand tokens.
+/// Measures streaming detokenization, one token at a time.
 fn text_stream(criterion: &mut Criterion, demo: &Language) -> Result<()> {
     let ids = demo.tokenizer.encode(&SENTENCE.repeat(120), ControlTokens::Text)?;
     let mut group = criterion.benchmark_group("tokenizer");
@@ -214,7 +214,7 @@ fn commands(criterion: &mut Criterion) -> Result<()> {
     };
     let listed = run(&["list"])?;
     let lines = String::from_utf8_lossy(&listed.stdout).lines().filter(|line| line.contains("8.0B")).count();
-    ensure!(lines == 200, "`inferno list` shows {lines} models, expected 200");
+    ensure!(lines == 200, "`inferno list` shows {lines} models with 8.0B parameters, expected 200");
     let mut group = criterion.benchmark_group("commands");
     group.sample_size(20);
     group.bench_function("inferno --help", |bencher| bencher.iter(|| run(&["--help"])));

@@ -1,5 +1,5 @@
 //! Measures how long a GPU takes to initialize, and how fast weights load with different reader settings.
-//! Weights load from the page cache and, on Linux, also from disk.
+//! The first run brings the model files into the page cache. On Linux, the last two runs read them from disk again.
 //!
 //!     INFERNO_FULL_SIZE=DIR cargo bench --features cuda --bench loading
 

@@ -7,9 +7,9 @@
 # CUDA 13 comes from NVIDIA's Python wheels. The wheels of CUDA 12 contain no nvcc.
 # For CUDA 12, nvcc comes from Debian's package of CUDA 12.4, which requires apt-get and Debian's keyring.
 #
-# Fills DIR with a standard toolkit tree (bin/nvcc, include, lib64, lib64/stubs/libcuda.so) and env.sh.
-# env.sh sets the variables that cargo, the linker and CUDA programs need.
-# Does nothing if DIR already contains a complete installation by this version of the script.
+# Writes a standard toolkit tree (bin/nvcc, include, lib64, lib64/stubs/libcuda.so) to a subfolder of DIR.
+# Also writes DIR/env.sh, which sets the variables that cargo, the linker and CUDA programs need.
+# Does nothing if DIR already contains a complete installation of the same CUDA version by this version of the script.
 set -euo pipefail
 
 fail() {
@@ -117,7 +117,7 @@ for library in lib/*.so.*; do
   [ -e "$name" ] || ln -s "$(basename "$library")" "$name"
 done
 
-# Build a driver stub for the linker: an empty function for every cu* name in the headers.
+# Build a driver stub for the linker: an empty function for every name in the headers that starts with `cu`.
 # At run time, the real libcuda.so.1 is loaded.
 mkdir -p lib/stubs
 grep -ohE '\bcu[A-Z][A-Za-z0-9_]*' include/cuda.h include/cudaTypedefs.h | sort -u |

@@ -86,7 +86,7 @@ inside() {
 }
 
 echo "== checking the user and the files"
-[ "$(inside id -u)" = 65532 ] || fail "the container runs as $(inside id)"
+[ "$(inside id -u)" = 65532 ] || fail "the container runs as $(inside id), not as user 65532"
 inside inferno --version
 if inside ldd /usr/local/bin/inferno | grep "not found"; then
   fail "the image lacks a library that the program is linked against"

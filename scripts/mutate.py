@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Runs inferno on mutated models, and checks that every run ends in an answer or in one error message.
+"""Runs inferno on mutated models, and checks that every run ends with a result or with exactly one error message.
 
     scripts/mutate.py --program target/release/inferno                    500 runs with seed 1
     scripts/mutate.py --program PATH --runs 8000 --seed 7 --keep FOLDER   a longer search
@@ -11,11 +11,12 @@ The seed and the number of a run determine its model, mutations and command.
 
 A run fails if the program
 
-- ends by a signal, panics, or exits with an undocumented code
-- takes more than 10 s of CPU time or 60 s in total, or needs more than 1.5 GB of data or resident memory
-- fails without exactly one `error:` line
+- ends by a signal, panics, or exits with a code other than 0 to 11
+- takes more than 10 s of CPU time or 60 s in total, or uses more than 1.5 GB of resident memory
+- writes more than one line that starts with `error:`, or fails without such a line
 - writes more than 5000 bytes to stderr
-- writes control characters or invisible characters to stderr or, in a table, to stdout
+- writes control characters other than newlines, or invisible characters, to stderr
+- writes such characters to stdout in a table (show, list, verify, tokenize), where tabs are allowed
 - reports a perplexity that is NaN
 
 The script keeps the folder of a failed run. The folder contains `reproduce.sh`.
@@ -45,7 +46,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 COMMIT = "0123456789012345678901234567890123456789"
 
-# MAX_SECONDS, MAX_DATA and HANG_SECONDS have the same values as in tests/it/support/bounded.rs.
+# MAX_SECONDS, MAX_DATA and HANG_SECONDS equal MAX_SECONDS, MAX_DATA and HANG in tests/it/support/bounded.rs.
 MAX_SECONDS = 10
 MAX_DATA = 1_500_000_000
 # The script kills the program after HANG_SECONDS.
@@ -53,7 +54,7 @@ MAX_DATA = 1_500_000_000
 HANG_SECONDS = 60
 MAX_RESIDENT = 1_500_000_000
 MAX_MESSAGE = 5000
-# The exit codes in docs/reference.md. The program is never interrupted, so 130 (Ctrl-C) is not expected.
+# The exit codes 0 to 11 of docs/reference.md. The script never interrupts the program, so 130 (Ctrl-C) is a failure.
 EXIT_CODES = range(12)
 
 MODEL_TYPES = ["gpt_oss", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "phi3", "gemma2", "gemma3_text"]
@@ -109,7 +110,7 @@ def parse(text):
 
 
 def encoded(node):
-    """Returns a value as JSON. The JSON is invalid if the value contains invalid `Raw` text."""
+    """Returns a value as JSON. The JSON is invalid if the value contains invalid `Raw` text or an infinite number."""
     if isinstance(node, Raw):
         return str(node)
     if isinstance(node, dict):
@@ -126,7 +127,7 @@ def to_bytes(node):
 
 
 def get(pairs, key, default=None):
-    """Returns the value of the first `key` in an object."""
+    """Returns the value of the first `key` in an object, or `default` if there is none."""
     return next((value for name, value in pairs if name == key), default) if isinstance(pairs, Pairs) else default
 
 
@@ -392,7 +393,8 @@ TEMPLATES = [
     "{% generation %}{% generation %}", "{{ [1, 2] | sort | batch(0) }}", "{{ range(0, 10, 0) }}",
     "{{ 'é' | slice(0) }}", "{{ 'a' | indent(10000000000) }}",
 ]
-# Chat templates that run until inferno's CPU limit of three seconds. The script rarely chooses one of them.
+# Chat templates that run until inferno's limit of about 3 s of CPU time (src/worker/limits.rs). The script therefore
+# chooses them rarely.
 SLOW_TEMPLATES = ["{% set ns = namespace() %}{% set ns.x = ns %}{{ ns | pprint }}",
                   repeated("{% set ns.l = [ns.l, ns.l] %}{% set ns.x = [ns.x, ns.x] %}", 40) + "{{ ns.l == ns.x }}"]
 
@@ -804,7 +806,7 @@ def mutate(rng, folder):
     try:
         changed, description = mutator(rng, data)
     except (ValueError, ArithmeticError, RecursionError, LookupError, TypeError, AttributeError, struct.error):
-        # An earlier mutation made the file invalid, so change bytes instead of JSON or GGUF values.
+        # The mutator cannot parse the file, usually because an earlier mutation made it invalid. Change bytes instead.
         changed, description = mutate_bytes(rng, data)
     path.write_bytes(changed)
     return f"{path.name}: {description}"
@@ -834,7 +836,7 @@ def mutate_cache(rng, repo):
 
 
 def small_tokenizer(size):
-    """Returns the tokenizer of tests/golden/trained, cut to `size` tokens. Keeps the tokens of single letters."""
+    """Returns the tokenizer of tests/golden/trained, cut to `size` tokens. Prefers the tokens of lowercase letters."""
     tokenizer = json.loads((ROOT / "tests/golden/trained/tokenizer.json").read_text())
     model = tokenizer["model"]
     first = {token: index for index, token in enumerate(["<|endoftext|>", *"abcdefghijklmnopqrstuvwxyz.Ġ", "in", "th"])}
@@ -987,7 +989,7 @@ def execute(program, arguments, home, scratch):
             if not ended:
                 time.sleep(0.002)
         seconds = time.monotonic() - start
-        child.returncode = 0 # os.wait4 has reaped the child
+        child.returncode = 0 # os.wait4 has reaped the child, so Popen must not wait for it
         texts = []
         for stream in (stdout, stderr):
             stream.seek(0)
@@ -1020,7 +1022,7 @@ def complaints(result, arguments):
     if result.cpu_seconds > MAX_SECONDS and result.seconds > MAX_SECONDS:
         found.append(f"took {result.seconds:.1f} s")
     if result.resident > MAX_RESIDENT:
-        found.append(f"used {result.resident >> 20} MB of memory")
+        found.append(f"used {result.resident >> 20} MiB of memory")
     if errors > 1 or (errors == 0 and result.code != 0):
         found.append(f"wrote {errors} error messages")
     if len(result.stderr.encode()) > MAX_MESSAGE:
@@ -1059,7 +1061,7 @@ def run(job):
     lines = [f"run {number} of seed {seed}: {', '.join(found) or 'no finding'}", f"  model     {name}"]
     lines += [f"  mutation  {mutation}" for mutation in mutations]
     lines += [f"  command   {ascii(command)}",
-              f"  result    exit code {result.code}, {result.seconds:.1f} s, {result.resident >> 20} MB"]
+              f"  result    exit code {result.code}, {result.seconds:.1f} s, {result.resident >> 20} MiB"]
     lines += [f"  stderr    {ascii(result.stderr[:600])}"]
     if is_verbose:
         lines += [f"  stdout    {ascii(result.stdout[:600])}"]

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Writes the README's pictures (docs/*.svg): chats with the demo model and formatted Markdown, recorded in tmux.
+# Writes the pictures of README.md and docs/chat.md (docs/*.svg): chats with the demo model and formatted Markdown,
+# recorded in tmux.
 #
 #   cargo build --release --example markdown --bin inferno && scripts/readme_pictures.sh [target/release]
 set -euo pipefail
@@ -11,7 +12,7 @@ trap 'tmux kill-session -t $session 2> /dev/null; rm -rf "$scratch"' EXIT
 export PATH=$built:$built/examples:$PATH HOME=$scratch INFERNO_CACHE=$scratch/models TERM=xterm-256color LC_ALL=C.UTF-8
 export XDG_STATE_HOME=$scratch/state XDG_CONFIG_HOME=$scratch/config
 
-# start ROWS: opens a new terminal with a simple prompt.
+# start ROWS: opens a new terminal with ROWS rows and the prompt "$ ".
 start() {
   tmux kill-session -t $session 2> /dev/null || true
   tmux -f /dev/null new-session -d -s $session -x 92 -y "$1" "PS1='\$ ' bash --norc --noprofile"

@@ -4,14 +4,15 @@
 #   scripts/release.sh [--output DIR] [--tag vVERSION] [--only PART,PART…]
 #
 # --output   the folder for the files [dist]
-# --tag      fails unless the tag names the version in Cargo.toml and CHANGELOG.md has a dated section for it
+# --tag      fails unless the tag names the version in Cargo.toml, CHANGELOG.md has a dated section for this version,
+#            and the working tree has no changes
 # --only     the parts to build [cpu,cuda12,cuda13,aarch64,image,sbom,notes]
 #
 #   cpu, cuda12, cuda13   an archive with the program for Linux on x86-64
-#   aarch64               an archive with the CPU program for Linux on ARM64, cross-compiled and started in qemu-user.
-#                         Without rustup, Debian's rustc can compile it, with libstd-rust-dev:arm64
+#   aarch64               an archive with the CPU program for Linux on ARM64, cross-compiled, and started in qemu-user
+#                         if possible. Without rustup, Debian's rustc can compile it, with libstd-rust-dev:arm64
 #   image                 the image from scripts/image.sh, with the cuda13 program if it exists, else with the cpu program
-#   sbom                  a list of all crates in CycloneDX format, made by cargo-cyclonedx
+#   sbom                  the crates of the CUDA build for x86-64, in CycloneDX format, listed by cargo-cyclonedx
 #   notes                 the release notes: the section of CHANGELOG.md for this version
 #
 # SHA256SUMS covers all files in the folder. To fill the folder in several runs, pass different parts to --only.
@@ -120,7 +121,7 @@ if has_part aarch64; then
   echo "== aarch64"
   triple=aarch64-unknown-linux-gnu
   if ! rustup target add $triple > /dev/null 2>&1 && [ ! -d "$(rustc --print sysroot)/lib/rustlib/$triple" ]; then
-    echo "skipped: aarch64: rustup cannot download the standard library for $triple; for Debian's rustc, install libstd-rust-dev:arm64"
+    echo "skipped: aarch64: no standard library for $triple; install rustup (or libstd-rust-dev:arm64, for Debian's rustc)"
   elif ! command -v aarch64-linux-gnu-gcc > /dev/null || ! command -v aarch64-linux-gnu-g++ > /dev/null; then
     echo "skipped: aarch64: no cross compiler; on Debian: apt-get install g++-aarch64-linux-gnu qemu-user"
   else

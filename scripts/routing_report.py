@@ -4,7 +4,7 @@
     scripts/routing_report.py --program target/release/inferno --report benches/results/DATE-cpu-smg.json
 
 Three `inferno serve demo` processes run on the CPU behind SMG, which has the flags of deploy/smg/smg.sh.
-All servers listen on 127.0.0.1, and the number of requests is limited.
+All servers listen on 127.0.0.1.
 The script takes about eight minutes on two cores.
 """
 

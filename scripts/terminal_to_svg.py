@@ -24,13 +24,13 @@ PALETTE = [
 FONT = "ui-monospace, SFMono-Regular, Menlo, Consolas, 'DejaVu Sans Mono', 'Liberation Mono', monospace"
 FONT_SIZE, CELL, LINE, MARGIN, TITLE_HEIGHT = 14, 8.4, 20, 16, 34
 
-JOINER = "\u200d"  # joins emoji to one character
+JOINER = "\u200d"  # joins several emoji into one character
 EMOJI_STYLE = "\ufe0f"  # shows the character before it as an emoji, which is wide
 
 ESCAPE = re.compile(
     r"\x1b\[([0-9;:]*)m"  # SGR sequences, which set colors and styles; all other sequences are dropped
     r"|\x1b\[[0-?]*[ -/]*[@-~]|\x1b\].*?(?:\x07|\x1b\\)"  # other CSI sequences; OSC sequences, such as links
-    r"|\x1b[ -/]*[0-~]|[\x00-\x1f]"  # character set switches; single control characters
+    r"|\x1b[ -/]*[0-~]|[\x00-\x1f]"  # other escapes, such as character set switches; control characters
 )
 
 

@@ -80,7 +80,7 @@ def license_text(package, license):
 
 def split_copyrights(text, license):
     """Splits a license text into its copyright lines and the remaining text."""
-    # MIT license texts start with copyright lines. The Apache license text is the same in every crate.
+    # Texts such as MIT start with copyright lines. In the Apache license, lines about copyright belong to the terms.
     is_copyright = re.compile(r"(?i)^\W*(copyright (\(c\)|©|\d{4}|the|by)|©)").match
     # Some crates put the copyright year on one line and the name on the next line.
     text = re.sub(r"(?im)^(\W*copyright \(c\) [\d\-, ]+)\n+(?!Permission)", r"\1 ", text)
@@ -109,6 +109,7 @@ def group_crates(packages):
                 key = license + re.sub(r"\W+", "", body).lower()
             group = groups.setdefault(key, {"license": license, "body": "", "crates": []})
             # Use the shortest complete text, because longer texts contain additions by individual crates.
+            # A complete MIT text has more than 900 characters, even without its copyright lines.
             if len(body) > 900 and (not group["body"] or len(body) < len(group["body"])):
                 group["body"] = body
             group["body"] = group["body"] or body

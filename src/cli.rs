@@ -81,7 +81,9 @@ pub fn main() -> ExitCode {
     }
 }
 
-/// Parses the command line. The environment and the configuration file supply values for flags that were not given.
+/// Parses the command line.
+///
+/// The environment, a resumed conversation and the configuration file supply values for flags that were not given.
 fn parse() -> Result<Cli> {
     let line = defaults::parse(Cli::command(), None)?;
     let mut cli = to_cli(&line);

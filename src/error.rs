@@ -1,6 +1,6 @@
 //! Errors that the user can act on. Each error has an exit code, and most messages suggest what to do next.
 //!
-//! Errors that the user cannot act on are plain `anyhow::Error`s.
+//! All other errors are plain `anyhow::Error`s.
 
 use std::io::{self, ErrorKind};
 use std::path::PathBuf;
@@ -50,14 +50,13 @@ pub enum Error {
     },
 
     #[error(
-        "not enough disk space at {path}: {:.1} MB needed, {:.1} MB free\n  free some space, or set INFERNO_CACHE to another disk",
+        "not enough disk space at {path}: {:.1} MB needed, {:.1} MB free\n  free some space, or set INFERNO_CACHE to a directory on another disk",
         *needed_bytes as f64 / 1e6,
         *free_bytes as f64 / 1e6
     )]
     DiskFull { path: PathBuf, needed_bytes: u64, free_bytes: u64 },
 
-    /// Verification failed: a file hash, a commit hash or the signature of a receipt is wrong,
-    /// or a file keeps changing on the server.
+    /// Verification failed: a file hash, a commit hash or a receipt is wrong, or a file keeps changing on the server.
     #[error("{what}\n  {hint}")]
     Verification { what: String, hint: String },
 
@@ -87,7 +86,7 @@ pub enum Error {
         free_bytes: u64,
         /// The limit that `--gpu-memory` sets, in bytes, if the limit is too small and less than `free_bytes`.
         limit_bytes: Option<u64>,
-        /// The length of a shorter context that would fit in GPU memory, in tokens.
+        /// The length of a shorter context that would fit in the memory of the device, in tokens.
         fitting_context: Option<usize>,
         /// The smallest number of equal GPUs (2, 4 or 8) that can hold the model and its context.
         fitting_gpus: Option<usize>,
@@ -97,7 +96,7 @@ pub enum Error {
     #[error("{0}")]
     NotInOwnCache(String),
 
-    /// The command line, an environment variable or the configuration file is invalid.
+    /// The command line, an environment variable or the configuration file is invalid or cannot be followed.
     #[error("{0}")]
     Usage(String),
 
@@ -141,7 +140,7 @@ pub enum Error {
     )]
     PromptTooLong { prompt_bytes: usize, context_tokens: usize },
 
-    /// The server at the URL of `play --url` does not respond, or its response does not follow OpenAI's API.
+    /// The server at the URL of `play --url` does not respond, or its response is not JSON.
     #[error("cannot reach a server at {url}: {cause}\n  check the URL, and check that the server is running")]
     ServerUnreachable { url: String, cause: String },
 
@@ -223,7 +222,8 @@ const DISK_FULL: u8 = 11;
 
 /// Returns the exit code of a process that ends with `error`. The code is 1 for errors without their own exit code.
 ///
-/// Two exit codes are set elsewhere: clap exits with 2 if it cannot parse the arguments, and Ctrl-C exits with 130.
+/// Other exit codes are set elsewhere: for example, clap exits with 2 if it cannot parse the arguments,
+/// and an interrupted command exits with 130.
 pub fn exit_code(error: &anyhow::Error) -> u8 {
     if let Some(error) = error.downcast_ref::<Error>() {
         return error.exit_code();

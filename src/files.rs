@@ -1,9 +1,11 @@
 //! Reads untrusted files, such as config.json or a saved conversation, up to a maximum size.
 //! Also creates private files.
 //!
-//! The type and size of a file are checked after the file is opened, so nobody can replace the file after the checks.
+//! The type and size of a file are checked after the file is opened, so replacing the file after the checks
+//! has no effect.
 //! Only [`read_input`], [`read_input_text`] and [`read_stdin`] accept pipes and devices.
-//! All other functions reject a pipe at once. A plain `open` would wait until another program writes to the pipe.
+//! All other functions that read files reject a pipe at once. A plain [`File::open`] would wait until another program
+//! opens the pipe for writing.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, ErrorKind, Read};
@@ -34,7 +36,7 @@ pub const JOURNAL: u64 = 128 * MB;
 /// The maximum size of a conversation for `tokenize --chat`, in bytes.
 /// English text of 16 MB has about 4 million tokens.
 pub const CONVERSATION: u64 = 16 * MB;
-/// The maximum size of a text from `--file`, standard input or an editor, in bytes.
+/// The maximum size of a text for `tokenize` or `perplexity`, or from an editor, in bytes.
 pub const TEXT: u64 = 256 * MB;
 /// The maximum size of inferno's configuration file, in bytes.
 pub const CONFIGURATION: u64 = MB;
@@ -44,7 +46,7 @@ pub const DOWNLOAD_RECORD: u64 = 16 * MB;
 pub const SINGLE_VALUE: u64 = 64 * KB;
 
 /// The maximum number of values in a JSON text. A parsed value takes up to 50 times as much memory as its text.
-/// The largest known file, a tokenizer_config.json, has 50,000 values.
+/// Even the largest known shard index, of 15 MB, has fewer values.
 const MAX_JSON_VALUES: usize = 1 << 20;
 
 /// Opens a regular file for reading. Fails for pipes, folders and devices.
@@ -89,7 +91,8 @@ pub fn read_json_if_present<T: DeserializeOwned>(path: &Path, limit: u64) -> Res
     parse_json(&bytes).with_context(|| cannot_read(path)).map(Some)
 }
 
-/// Parses untrusted JSON. Fails if `bytes` are not valid JSON, have more than 2^20 values, or do not fit the type `T`.
+/// Parses untrusted JSON. Fails if `bytes` are not valid JSON or do not fit the type `T`.
+/// Also fails if [`check_json_values`] finds more than 2^20 values.
 pub fn parse_json<T: DeserializeOwned>(bytes: &[u8]) -> Result<T> {
     parse_json_up_to(MAX_JSON_VALUES, bytes)
 }
@@ -104,7 +107,7 @@ pub fn parse_json_up_to<T: DeserializeOwned>(limit: usize, bytes: &[u8]) -> Resu
     }
 }
 
-/// Creates a file that only its owner can read. Fails if the file exists.
+/// Creates a file for reading and appending. On Unix, only its owner can open the file. Fails if the file exists.
 pub fn create_private(path: &Path) -> io::Result<File> {
     let mut options = OpenOptions::new();
     options.read(true).append(true).create_new(true);

@@ -15,10 +15,11 @@ const LIBRARY_CHARACTERS: usize = 300;
 /// Only messages that list many models or contain long untrusted strings would be longer.
 const MESSAGE_CHARACTERS: usize = 4000;
 
-/// Removes control characters and bidirectional formatting characters from a text. Keeps newlines and tabs.
+/// Removes control characters and bidirectional embeddings, overrides and isolates from a text.
+/// Keeps newlines and tabs.
 ///
 /// Without this function, model output could move the cursor, set the window title, or write to the clipboard.
-/// Invisible characters such as joiners are kept, because emoji and many scripts need joiners.
+/// Invisible characters such as joiners are kept, because emoji and many scripts need them.
 pub fn without_controls(text: &str) -> String {
     let is_harmless = |c: &char| match c {
         '\n' | '\t' => true,
@@ -97,8 +98,8 @@ fn push_visible(out: &mut String, c: char) {
     }
 }
 
-/// Returns whether a character has no width, changes the text direction, or breaks lines.
-/// Returns false for variation selectors up to U+FE0F, because they are part of common emoji.
+/// Returns whether a character looks empty, changes the text direction, or breaks lines.
+/// Returns false for the variation selectors U+FE00 to U+FE0F, because they are part of common emoji.
 fn is_invisible(c: char) -> bool {
     matches!(c,
         '\u{AD}' | '\u{34F}' | '\u{61C}' | '\u{115F}' | '\u{1160}' | '\u{17B4}' | '\u{17B5}' | '\u{3164}' | '\u{FFA0}'
@@ -114,7 +115,7 @@ fn is_invisible(c: char) -> bool {
     )
 }
 
-/// Wraps lines at word boundaries. Words longer than `columns` are not split.
+/// Wraps lines at spaces. Words longer than `columns` are not split.
 ///
 /// Returns the text unchanged if `columns` is `None` or 0. The terminal then wraps long lines itself.
 pub fn wrapped(text: &str, columns: Option<usize>) -> String {

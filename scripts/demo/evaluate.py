@@ -107,7 +107,8 @@ def cases(sampler):
         "held-out names and phrasings": [],
         "training phrasings": [],
     }
-    # Do not reorder the samplers. All cases draw from one random generator, so another order would change the cases.
+    # Do not change the order of these calls. All of them draw from one random generator, so another order would give
+    # other cases.
     for case in held_out(intents):
         kinds["held-out phrasings"].append(alone(*case))
         kinds["held-out phrasings, third turn"].append(third_turn(sampler, *case))

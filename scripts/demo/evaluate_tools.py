@@ -1,6 +1,6 @@
-"""Measures how often the demo model calls tools and writes JSON correctly.
+"""Measures how often the demo model calls tools, answers from tool results and writes JSON correctly.
 
-The values are not in the training data. Neither are the tools, except in the kinds about known tools.
+The values are not in the training data. Neither are the tools, except in the kinds of tests about known tools.
 
     python evaluate_tools.py SNAPSHOT
     python evaluate_tools.py --dump-prompts ../../tests/golden/demo_prompts.json
@@ -47,7 +47,7 @@ def without_calls(conversation):
 
 
 def canonical(text):
-    """Returns JSON in a form that is equal for equal values. In Python, `1` equals `True` and thus the JSON `true`."""
+    """Returns equal text for equal JSON values, such as `1` and `1.0`. In Python, `1` and `true` would be equal too."""
     return json.dumps(json.loads(text, parse_int=float), sort_keys=True)
 
 
@@ -74,7 +74,7 @@ def leaves(value):
 
 
 def contains(text, value):
-    """Returns whether a text contains a value that is not part of a longer word, number, date or time."""
+    """Returns whether `text` contains `value`, but not as a part of a longer word, number, date or time."""
     pattern = rf"(?<![\w-])(?<!\d[.,:]){re.escape(value)}(?![\w-])(?![.,:]\d)"
     return bool(value) and re.search(pattern, text) is not None
 
@@ -106,7 +106,10 @@ def scores(model, writer, limit=None, max_tokens=160, batch=192, show_failures=T
     count, shares = CASES if limit is None else min(limit, CASES), {}
 
     def report(kind, rows, fails_shown=8):
-        """Reports one kind of test. Each row has whether the completion is correct, the question and the completion."""
+        """Reports one kind of test.
+
+        Each row has whether the completion is correct, the question or the tool result, and the completion.
+        """
         wrong = [row for row in rows if not row[0]]
         shares[kind] = 1 - len(wrong) / len(rows)
         print(f"{kind:35} {len(rows) - len(wrong):5} of {len(rows):5} correct, {shares[kind]:6.1%}", flush=True)

@@ -13,7 +13,7 @@ CONTROL = [
     "<|start|>", "<|end|>", "<|message|>", "<|call|>",
 ]  # fmt: skip
 STOP = ["<|return|>", "<|endoftext|>", "<|call|>"]
-PAST_WEIGHT = 0.3  # the loss weight of earlier answers and calls, relative to the last one
+PAST_WEIGHT = 0.3  # the loss weight of earlier answers, and of calls without an analysis; the last answer has weight 1
 
 # The pattern that splits text before byte-pair encoding: o200k's pattern, except that every digit is a separate piece.
 SPLIT = (

@@ -1,6 +1,6 @@
 """gpt-oss in PyTorch with the parameter names of the checkpoint.
 
-Outside of training, the model computes the same results as transformers' GptOssForCausalLM.
+Outside of training, the model computes the same logits as transformers' GptOssForCausalLM, up to rounding.
 The code differs in two ways:
 
 - Every expert runs for every token, and experts that are not selected get a routing weight of 0.
@@ -118,7 +118,7 @@ def yarn_frequencies(config):
     context = yarn["original_max_position_embeddings"]
 
     def dimension_of(turns):
-        """Returns the RoPE dimension whose angle makes `turns` turns over the original context."""
+        """Returns the index, as a real number, of the frequency that makes `turns` turns over the original context."""
         return dim * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(base))
 
     low, high = max(dimension_of(yarn["beta_fast"]), 0), min(dimension_of(yarn["beta_slow"]), dim - 1)
@@ -159,7 +159,7 @@ class Attention(nn.Module):
         scores = (q @ k.transpose(2, 3)).float() * self.head_dim**-0.5
         scores = scores.masked_fill(masked, -math.inf)
         sinks = self.sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
-        weights = torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :-1]  # the sink affects only the softmax
+        weights = torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :-1]  # a sink has no value vector
         return self.o_proj((weights.to(v.dtype) @ v).transpose(1, 2).flatten(2))
 
 

@@ -50,7 +50,7 @@ class ObjectSampler:
         return list(renamed.values())
 
     def key(self, key):
-        """Returns the key, either whole or split at a random position.
+        """Returns the key in one piece, or in two pieces split at a random position.
 
         Each piece is tokenized separately, because a grammar may force an unusual tokenization of the key.
         """
@@ -113,7 +113,7 @@ class ObjectSampler:
             user = r.choice(self.frames["silent"]).replace("{text}", text)
             turn = self.turn(user, f"Answer in JSON: {keys}.", facts, True)
         elif kind == "silent":
-            # Train on several analyses, because the prompt does not say what kind of answer the user wants.
+            # Vary the analysis before the JSON, because the model cannot know from the prompt that JSON is required.
             name = next((value for key, _, value in facts if key == "name"), "Ada")
             thoughts = [sampler.intents[id].think.replace("{name}", name) for id in ("out-of-scope", "name-given")]
             user = r.choice(self.frames["silent"]).replace("{text}", text)

@@ -93,7 +93,7 @@ def load_intents() -> dict[str, Intent]:
     for intent in intents.values():
         assert intent.keys, f"{intent.id}: `keys` is empty, so every answer would be correct"
         assert all(key in intent.answer for key in intent.keys), intent.id
-        assert not trained & {normal(test) for test in intent.test}, f"{intent.id}: `ask` contains a held-out phrasing"
+        assert not trained & {normal(test) for test in intent.test}, f"{intent.id}: a held-out phrasing is in `ask`"
     return intents
 
 
@@ -411,7 +411,7 @@ class Sampler:
         return question
 
     def typed(self, text: str) -> str:
-        """Varies a phrasing as users do: with synonyms, a prefix, a typo or missing punctuation."""
+        """Varies a phrasing as users do, for example with synonyms, a prefix, a typo or missing punctuation."""
         if "{name}" in text or len(text) < 3:
             return text
 

@@ -154,7 +154,7 @@ class ToolSampler:
     """Samples tools and conversations that use them.
 
     `held_out` selects tools and values that are not in the training data.
-    With `only_trained_tools`, all tools are from the training data, but the values are still held out.
+    With `only_trained_tools` in addition, the tools are from the training data, and only the values are held out.
     """
 
     def __init__(self, sampler: Sampler, held_out=False, only_trained_tools=False):
@@ -247,7 +247,7 @@ class ToolSampler:
         values = {name: self.values.sample(tool.kind(name)) for name in slots}
         if self.random.random() < 0.12:
             values = {name: value.lower() for name, value in values.items()}
-        for i, name in enumerate(slots):  # numbers, because `typed` could change the names of slots
+        for i, name in enumerate(slots):  # `typed` could change the names of slots, but not numbers
             ask = ask.replace("{" + name + "}", "{" + str(i) + "}")
         ask = self.sampler.typed(ask) if not self.held_out else ask
         for i, name in enumerate(slots):
@@ -302,7 +302,7 @@ class ToolSampler:
                 talk.append(self.turn(r.choice(offered)))
             elif kind == "plain":
                 talk += sampler.other_turns(1, date=date)
-            else:  # a question for a tool that may not be offered
+            else:  # a question for another tool; refused unless the name of an offered tool has a word in common
                 other = self.tool()
                 is_offered = any(set(words(other.name).split()) & set(words(tool.name).split()) for tool in offered)
                 refusal = Turn(self.question(other)[0], refused.think, refused.answer)

@@ -243,7 +243,7 @@ def export(model, tokenizer_json, out):
 
 @torch.no_grad()
 def verify(model, out):
-    """Checks that transformers, `load_snapshot` and the trained module compute the same logits."""
+    """Checks the tokenizer, and that transformers, `load_snapshot` and the trained module compute the same logits."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, Mxfp4Config
 
     theirs = AutoModelForCausalLM.from_pretrained(
@@ -266,8 +266,8 @@ def verify(model, out):
     writer = Writer(Tokenizer.from_file(str(out / "tokenizer.json")))
     talk = Sampler(seed=3).other_turns(14, date="2026-01-15")
     ids = writer.prompt(Conversation(talk))[0] + writer.completion(Conversation(talk))[0]
-    assert tokenizer.encode(writer.tokenizer.decode(ids, skip_special_tokens=False)) == ids, "control tokens differ"
-    ids = torch.tensor([ids])  # longer than the sliding window and YaRN's original length
+    assert tokenizer.encode(writer.tokenizer.decode(ids, skip_special_tokens=False)) == ids, "a round trip changes ids"
+    ids = torch.tensor([ids])  # longer than the sliding window and YaRN's original context
     reference = theirs(ids).logits
     for who, logits in (("load_snapshot", ours(ids)[0]), ("training module", trained(ids)[0])):
         error = float((logits - reference).abs().max() / reference.abs().max())
@@ -287,7 +287,7 @@ def main():
         "--minutes", type=float, default=7.0, help="the training time in minutes, excluding compilation and checks"
     )
     parser.add_argument("--steps", type=int, help="stop after this many steps")
-    parser.add_argument("--checkpoint", type=Path, help="file for the training state, written once a minute")
+    parser.add_argument("--checkpoint", type=Path, help="file for the training state, saved each minute and at the end")
     parser.add_argument("--resume", type=Path, help="continue training from this file, up to --minutes in total")
     parser.add_argument("--pause-after", type=float, help="stop after this many minutes; continue later with --resume")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

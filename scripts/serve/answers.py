@@ -20,7 +20,7 @@ MAX_TOKENS = 8
 
 
 def bodies(prompts, count):
-    """Returns requests with random prompts and log probabilities, half of them at temperature 0 and half at 1."""
+    """Returns requests for log probabilities. Their prompts are random; half have temperature 0 and half have 1."""
     chooser, found = random.Random(7), []
     for index in range(count):
         fields = prompts.completion(chooser.randint(*PROMPT_TOKENS), MAX_TOKENS, logprobs=1, seed=index)
@@ -29,7 +29,7 @@ def bodies(prompts, count):
 
 
 async def answer(port, body):
-    """Returns the text and the log probabilities of an answer, and the number of cached prompt tokens."""
+    """Returns the choices of an answer (text and log probabilities) as JSON, and the number of cached prompt tokens."""
     reply = await ask(port, PATH, body)
     assert reply.status == 200, (reply.status, reply.body[:300])
     fields = json.loads(reply.body)

@@ -101,7 +101,7 @@ def run(pipe, function, arguments):
 
 
 def raise_file_limit():
-    """Raises the limit on open files as far as possible. Returns the limit."""
+    """Raises the soft limit on open files to the hard limit. Returns the limit."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     return hard

@@ -48,7 +48,7 @@ async def endless(port):
             writer.write(chunk)
             await asyncio.wait_for(writer.drain(), 1)
         except (ConnectionError, TimeoutError):
-            break  # the server has responded and stopped reading
+            break  # the server has stopped reading the body
     status = await answer
     writer.close()
     return status
@@ -113,7 +113,7 @@ def malformed():
 
 
 def mutated(count, seed):
-    """Yields `count` pairs of a route and a body: a valid body in which a few random bytes are changed."""
+    """Yields `count` pairs of a route and a body: a valid body with 1 to 4 random bytes added, replaced or removed."""
     chooser = random.Random(seed)
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
     chat = {"messages": [{"role": "user", "content": "Grüße"}], "max_tokens": 2, "tools": [tool], "n": 1, "stop": ["a"]}

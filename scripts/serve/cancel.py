@@ -1,4 +1,4 @@
-"""Tests clients that disconnect, and servers that shut down."""
+"""Tests clients that disconnect, and servers that shut down or are killed."""
 
 import asyncio
 import json
@@ -71,7 +71,7 @@ def killed_clients(options, report):
 
 
 async def cancel_time(port, fields, events):
-    """Starts a stream and closes it. Returns the time until the server is idle, and the gaps between events.
+    """Starts a stream and closes it. Returns the time from then until the server is idle, and the gaps between events.
 
     Closes the stream after `events` events, or during the prefill if `events` is 0.
     """

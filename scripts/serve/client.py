@@ -15,7 +15,7 @@ DONE = b"data: [DONE]"
 
 @dataclass
 class Answer:
-    """A response as the client received it. Times are in seconds since the request was sent."""
+    """A response. `body` has only the last 4,096 bytes of a stream. `first` and `end` are seconds since the request."""
 
     status: int = 0
     headers: dict = field(default_factory=dict)
@@ -57,7 +57,7 @@ async def connect(port, receive_bytes=None):
 
 
 def abort(writer):
-    """Closes a connection with a reset, as when a process is killed."""
+    """Closes a connection with a TCP reset."""
     plain = writer.get_extra_info("socket")
     if plain is not None:
         plain.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -65,7 +65,7 @@ def abort(writer):
 
 
 async def read_head(reader):
-    """Returns the status and the headers of a response."""
+    """Returns the status and the headers of a response. Header names and values become lower case."""
     head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
     headers = dict(line.lower().split(": ", 1) for line in head[1:] if ": " in line)
     return int(head[0].split()[1]), headers
@@ -85,7 +85,8 @@ async def read_body(reader, headers):
 async def ask(port, path, fields, key=None, cancel=None, raw=None):
     """Sends a request and reads its response.
 
-    The client calls `cancel` with the answer so far. If `cancel` returns True, the client closes the connection.
+    After each part of a stream, the client calls `cancel` with the answer so far. If `cancel` returns True, the client
+    closes the connection.
     `raw` is the body to send instead of `fields`.
     """
     body = json.dumps(fields).encode() if raw is None else raw
@@ -151,7 +152,7 @@ class Prompts:
         self.random = random.Random(seed)
 
     def completion(self, prompt_tokens, max_tokens, **fields):
-        """Returns the body of a completion request. Its answer has exactly `max_tokens` tokens."""
+        """Returns the body of a completion request. By default, the answer has exactly `max_tokens` tokens."""
         prompt = [self.random.choice(self.ids) for _ in range(prompt_tokens)]
         return {"prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, "temperature": 0} | fields
 

@@ -137,7 +137,7 @@ def p99_gap(answers):
 
 
 def unsent_bytes(port, client_ports):
-    """Maps the port of each client to the unsent bytes in the server's socket, or to None if the socket is closed."""
+    """Maps each client's port to the bytes in the server's send queue, or to None without an established connection."""
     unsent = dict.fromkeys(client_ports)
     with open("/proc/net/tcp") as file:
         for line in file.readlines()[1:]:
@@ -149,9 +149,9 @@ def unsent_bytes(port, client_ports):
 
 
 async def watch_slow_readers(server, count, body):
-    """Starts streams and reads nothing. Returns the seconds and the server's peak memory in bytes.
+    """Starts streams and reads nothing. Returns a list of times in seconds and the server's peak memory in bytes.
 
-    The seconds are measured from the last byte that a client accepted until the server closed the connection.
+    Each time is from the last change of a connection's send queue until the server closed the connection.
     """
     clients = [await connect(server.port, receive_bytes=4096) for _ in range(count)]
     for _, writer in clients:

@@ -1,4 +1,4 @@
-"""Tests a server under more load than it admits: bursts, greedy clients and hostile grammars."""
+"""Tests bursts, greedy clients, hostile grammars, and how constrained streams slow down other streams."""
 
 import asyncio
 import contextlib
@@ -43,7 +43,8 @@ async def burst_statuses(port, bodies):
 async def suggested_waits(port, prompts, clients, lengths, seconds):
     """Measures suggested and actual waits while other clients keep the server full.
 
-    Returns the response times with status 429, and pairs of suggested and actual wait, all in seconds.
+    Returns the times to status 429, and pairs of suggested and actual wait, all in seconds.
+    The actual wait ends when the next answer ends.
     """
     chooser, ends, end = random.Random(4), [], time.perf_counter() + seconds
 

@@ -38,7 +38,7 @@ class Report:
     def write(self, path):
         """Writes the report to `path`, if it is given. Returns True if no row failed.
 
-        With --any-speed, rows that measure a speed do not count as failed.
+        With --any-speed, failed rows that measure a speed do not change the result.
         """
         failed = [row["name"] for row in self.rows if row["passed"] is False]
         result = {
@@ -82,7 +82,7 @@ def machine():
         query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
         gpus = subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip().splitlines()
     except (OSError, subprocess.CalledProcessError):
-        pass  # no GPU on this machine
+        pass  # nvidia-smi is missing or finds no GPU
     threads = len(os.sched_getaffinity(0))
     load = [round(value, 2) for value in os.getloadavg()]
     return {"cpu": cpu, "threads": threads, "memory_bytes": memory, "gpus": gpus, "load_average": load}

@@ -20,7 +20,7 @@ HANG_SECONDS = QUEUE_SECONDS + 100
 # The share of requests that each kind of fault affects.
 FAULTS = {"killed": 0.05, "malformed": 0.02, "oversized": 0.005, "grammar": 0.005, "slow reader": 0.005}
 
-# The outcomes that do not fail the test. If the server handles a fault correctly, the outcome is the fault's name.
+# The outcomes that do not fail the test. A fault's name is the expected outcome of a request with this fault.
 EXPECTED = {"answered", "queue timeout", "status 429", *FAULTS}
 
 
@@ -65,9 +65,8 @@ class Load:
             self.tokens += fields["max_tokens"]
         return result
 
-    # Each of the following methods has the name of a fault, and sends a request with this fault.
-    # If the server handles the fault correctly, the method returns the name of the fault.
-    # Otherwise, the method returns the outcome of the request.
+    # Each method from `killed` to `slow_reader` has the name of a fault, and sends a request with this fault.
+    # It returns the name of the fault, or the outcome of the request if that is not as expected.
 
     async def killed(self):
         most, delay_s = self.random.randint(0, 20), self.random.random()
@@ -191,7 +190,7 @@ def soak(options, report):
     seconds = 15 if options.short else options.minutes * 60
     peak_s = 6 if options.short else 20
     running = options.soak_sequences
-    # A single process sends at most about 350 requests per second.
+    # A single client process sent at most about 350 requests per second on 2026-11-27 (docs/reliability.md).
     processes = max(1, min(8, (os.cpu_count() or 1) // 4))
     flags = ["--max-sequences", str(running), "--queue", str(8 * running), "--queue-timeout", str(QUEUE_SECONDS)]
     with Server(options, *flags, "--write-timeout", "5") as server:
@@ -224,7 +223,7 @@ def soak(options, report):
     figure = f"{goodput:.1%} ({result['tokens'] / seconds:.0f} of {result['peak'][1]:.0f} tokens/s)"
     report.add(f"{name}: goodput", "≥ 95 % of the peak", figure, goodput >= 0.95, is_speed=True)
     if not options.short:
-        # Memory growth in the first half comes from caches and buffers, so the growth is not a leak.
+        # In the first half, memory also grows because caches and buffers fill, which is not a leak.
         settled = [sample for sample in samples if sample[0] > seconds / 2]
         growth = slope(settled) * 3600 / 1e6
         evenly = [samples[index * (len(samples) - 1) // 24] for index in range(25)]

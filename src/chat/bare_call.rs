@@ -20,7 +20,7 @@ pub struct BareCalls {
     state: State,
     /// The JSON key whose value comes next.
     key: &'static str,
-    /// The bytes read so far of the current key or tool name.
+    /// The bytes read so far of the current key, tool name or type.
     word: Vec<u8>,
     /// The number of open braces in the arguments of the current call.
     depth: usize,

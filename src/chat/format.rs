@@ -22,7 +22,7 @@ pub enum ChatFormat {
 
 /// A Jinja template from the model's files.
 pub struct TemplateFormat {
-    /// The name of the template file.
+    /// The name of the file that contains the template.
     name: String,
     reads_tools: bool,
     /// The compiled template. `None` if another process renders the template.
@@ -85,7 +85,7 @@ impl ChatFormat {
         }
     }
 
-    /// Returns `harmony` or the name of the template file.
+    /// Returns `harmony` or the name of the file that contains the template.
     pub fn name(&self) -> &str {
         match self {
             ChatFormat::Harmony(_) => "harmony",

@@ -1,7 +1,7 @@
 //! Parses the headers of generated harmony messages, between `<|start|>` and `<|message|>`.
 //!
-//! A header contains a role, a recipient, a channel and a content type.
-//! Models write these parts of a header in any order and sometimes omit some of them.
+//! A header can contain a role, a recipient, a channel and a content type.
+//! Models write these parts in different orders and sometimes omit required parts.
 
 use anyhow::Result;
 
@@ -40,7 +40,8 @@ pub struct ParsedHeader {
     pub rest: String,
     /// Whether later tokens may show that `rest` is part of the header.
     pub is_undecided: bool,
-    /// All words of the header. These words become the answer if the model generates no other text.
+    /// All words of the header, including those of `rest`.
+    /// If no message follows the header and the model generates no other text, these words become the answer.
     pub words: String,
 }
 
@@ -142,7 +143,7 @@ struct Words<'t> {
     /// The role or the channel name.
     name: Option<&'t str>,
     recipient: Option<&'t str>,
-    /// The text after the name and the recipient.
+    /// The text that belongs, or may belong, to the content instead of the header.
     rest: &'t str,
     /// Whether later tokens may show that `rest` is part of the header.
     is_undecided: bool,

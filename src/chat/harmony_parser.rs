@@ -273,7 +273,7 @@ impl Unfinished {
         } else if (is_cut_off && parsed.is_undecided) || (parsed.rest.is_empty() && parsed.recipient.is_none()) {
             Self::Words
         } else {
-            // The message has ended, so words after the channel name that may belong to the header are content.
+            // The message has ended, so words that could be header or content count as content.
             Self::Content
         }
     }

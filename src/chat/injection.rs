@@ -4,7 +4,8 @@
 //! In that string, an `<|im_end|>` from a message looks like an `<|im_end|>` from the template.
 //! Before rendering, this module inserts a mark into every control token in a message.
 //! The mark is a Unicode character that no message contains.
-//! After rendering, text between control tokens that contains marks is encoded as ordinary text, without the marks.
+//! After rendering, each text between two control tokens that contains a mark is encoded as ordinary text.
+//! The marks are removed before encoding.
 //!
 //! Most conversations need no marks. Their prompt is encoded in one call, as in transformers.
 

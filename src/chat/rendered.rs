@@ -14,7 +14,7 @@ pub struct RenderOptions {
     pub reasoning_effort: ReasoningEffort,
     /// The current date as `YYYY-MM-DD`.
     ///
-    /// Callers use one date for a whole session.
+    /// `inferno play` uses one date for a whole session.
     /// A new date at midnight would change the start of the prompt, so the cached prefix would no longer match.
     pub date: String,
     /// Whether the prompt ends with the start of an assistant message.

@@ -57,7 +57,7 @@ pub fn read_calls(text: &str) -> Option<Vec<ToolCall>> {
 }
 
 /// Parses an answer that consists of Llama 3 tool calls, separated by semicolons or whitespace.
-/// Returns `None` if the answer is not valid JSON, or if a tool call has no arguments.
+/// Returns `None` if the answer contains anything else, or if a tool call has no arguments.
 pub fn read_bare_calls(text: &str) -> Option<Vec<ToolCall>> {
     let calls = read_objects(text.trim(), true)?;
     calls.into_iter().map(|call| call.arguments.is_some().then(|| call.into())).collect()

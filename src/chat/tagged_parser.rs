@@ -10,7 +10,7 @@
 //! The parser recognizes tool call tags only as tokens, because an answer may quote the tags as text.
 //! Llama 3 may omit the token if the whole answer consists of calls of tools in the request (see `bare_call`).
 //!
-//! All other control tokens in the output are dropped.
+//! All other control tokens in the output are dropped, except `[CALL_ID]` and `[ARGS]` in a tool call.
 
 use anyhow::Result;
 

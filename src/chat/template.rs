@@ -6,8 +6,8 @@
 //!
 //! Chat templates are untrusted code.
 //! Templates cannot read files. The steps, recursion depth and output size of templates are limited.
-//! minijinja cannot limit memory, the time of a single step, or recursion during compilation.
-//! The templates of downloaded models therefore run in a worker process (see `worker`).
+//! minijinja does not limit memory, the time of a single step, or all recursion during compilation.
+//! On Linux, inferno therefore runs templates in a worker process (see `worker`).
 
 use std::borrow::Cow;
 use std::io;
@@ -124,7 +124,7 @@ impl Template {
     /// Renders a conversation to token ids.
     pub fn render(&self, tokenizer: &Tokenizer, messages: &[Message], options: &RenderOptions) -> Result<Rendered> {
         let tools = Json::Array(options.tools.clone());
-        // JSON arguments can contain escapes such as \ufdd0. The mark must differ from these characters, too.
+        // JSON arguments can contain escapes such as \ufdd0. The mark must also differ from the escaped characters.
         let calls = messages.iter().flat_map(|message| &message.tool_calls);
         let arguments: Vec<Json> = calls.filter_map(|call| serde_json::from_str(&call.arguments).ok()).collect();
         let written = messages.iter().flat_map(Message::texts).chain(strings_of(&tools));
@@ -203,7 +203,9 @@ impl Source {
         Self { file: file.to_string(), text, environment: OnceLock::new(), dialect }
     }
 
-    /// Runs the template. A template error is [`TemplateFailed`], except for `raise_exception` and the step limit.
+    /// Compiles and runs the template.
+    ///
+    /// A run-time error is [`TemplateFailed`], except for `raise_exception` and the step limit.
     fn render(&self, context: Value) -> Result<String> {
         let compile = || environment(&self.text).map_err(|error| explain(&self.file, &error));
         let environment = self.environment.get_or_init(compile).as_ref().map_err(|cause| anyhow!("{cause}"))?;
@@ -273,7 +275,8 @@ impl Dialect {
         if !self.short_call_ids || is_short {
             return id.into();
         }
-        // Use FNV-1a, whose value is the same in every build. The ids `call_1_11` and `call_11_1` get different hashes.
+        // Use FNV-1a, whose value is the same in every build.
+        // Removing the invalid characters instead would make `call_1_11` and `call_11_1` equal.
         let hash = id
             .bytes()
             .fold(0xcbf2_9ce4_8422_2325, |hash: u64, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3));

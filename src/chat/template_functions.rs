@@ -1,4 +1,4 @@
-//! Defines the functions and Python methods that chat templates expect but minijinja lacks.
+//! Defines functions, filters, tests and string methods that minijinja lacks or that behave differently in Python.
 
 use anyhow::Result;
 use minijinja::value::{Kwargs, ValueKind, from_args};
@@ -40,7 +40,7 @@ pub fn raised(error: &Error) -> Option<String> {
 
 /// Returns the template function `strftime_now(format)`.
 ///
-/// The function formats midnight on a fixed date, so that the start of the prompt never changes during a session.
+/// The function formats midnight on `date`, not the current time, so that prompts of one date start in the same way.
 pub fn strftime_now(date: String) -> Value {
     Value::from_function(move |format: String| -> Result<String, Error> {
         let failed = |error: jiff::Error| Error::new(ErrorKind::InvalidOperation, format!("strftime_now: {error}"));

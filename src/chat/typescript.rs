@@ -84,7 +84,7 @@ fn nullable_type_of(schema: &Value, indent: &str) -> String {
     if nullable && !name.contains("null") { name + " | null" } else { name }
 }
 
-/// Returns the type of a `oneOf` schema that is not a property, but for example an array item.
+/// Returns the type of a `oneOf` schema that does not describe a property directly, but for example array items.
 fn one_of(variants: &[Value], indent: &str) -> String {
     let mut out = String::new();
     for variant in variants {
@@ -160,7 +160,7 @@ fn choice(out: &mut String, key: &str, property: &Value, variants: &[Value], ind
     out.push_str(&format!("{indent}{key}:\n"));
     for (i, variant) in variants.iter().enumerate() {
         out.push_str(&format!("{indent} | {}", nullable_type_of(variant, &format!("{indent}   "))));
-        // If a property has a description, omit the description of its first variant.
+        // If the property's description was written above, omit the description of the first variant.
         let own = text(variant, "description").filter(|_| i > 0 || above.is_none());
         let mut comments: Vec<String> =
             own.filter(|own| Some(*own) != description).map(str::to_string).into_iter().collect();

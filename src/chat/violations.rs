@@ -36,7 +36,7 @@ impl FormatViolations {
         self.0[kind as usize] += 1;
     }
 
-    /// Counts a violation of type `kind` if `is_violated` is true.
+    /// Counts a violation of the kind `kind` if `is_violated` is true.
     pub fn add_if(&mut self, is_violated: bool, kind: FormatViolation) {
         self.0[kind as usize] += usize::from(is_violated);
     }

@@ -19,7 +19,7 @@ impl ServerUrl {
             return problem("a URL must start with http:// or https://");
         };
         if authority.as_str().contains('@') {
-            return problem("a URL must not contain a password; use --api-key");
+            return problem("a URL must not contain a user name or a password; use --api-key");
         }
         if uri.query().is_some() {
             return problem("a URL must not contain a query");

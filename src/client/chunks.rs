@@ -16,7 +16,7 @@ const MAX_CALLS: usize = 128;
 #[derive(Debug, Default)]
 pub struct Chunks {
     pub usage: Option<UsageReport>,
-    /// The decode speed that llama-server measured, in tokens per second.
+    /// The decode speed that the server reports in `timings`, as llama-server does, in tokens per second.
     pub tok_per_s: Option<f64>,
     pub tool_calls: Vec<ToolCall>,
     pub finish: Option<FinishReason>,

@@ -1,7 +1,7 @@
 //! Conversations, independent of how they are displayed: messages, settings, turns and a journal on disk.
 //!
 //! This module does not use the terminal.
-//! Interactive chat and one-shot mode both run a [`Session`] and display each piece of text as it arrives.
+//! Interactive chat and one-shot mode both run a [`Session`], which passes each piece of text to them as it arrives.
 
 mod attachment;
 mod backend;

@@ -18,7 +18,7 @@ pub trait ModelSource {
     /// Loads a model that [`find`](Self::find) returned.
     fn load(&self, model: &ModelId) -> Result<LoadedModel>;
 
-    /// Returns the names of all models of this source.
+    /// Returns the names of the models that can be loaded, or no names if the models cannot be listed.
     fn names(&self) -> Vec<String>;
 }
 
@@ -51,7 +51,8 @@ impl ModelId {
 /// A loaded model with its settings.
 pub struct LoadedModel {
     pub backend: Box<dyn Backend>,
-    /// The model's default sampling parameters, overridden by the user's settings.
+    /// The model's default sampling parameters with the user's sampling settings applied.
+    /// For a model on a server, whose defaults are unknown, greedy sampling takes the place of the defaults.
     pub sampling: SamplingParams,
     /// Settings for this model from the configuration file.
     pub configured: SettingValues,

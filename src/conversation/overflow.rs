@@ -39,13 +39,13 @@ impl fmt::Display for Overflow {
     }
 }
 
-/// Drops the oldest messages if the conversation does not fit.
+/// Drops the oldest messages of the dialog if the conversation does not fit in `context` tokens.
 /// Returns the messages to send, and the total number of dropped messages.
 ///
 /// `dropped_before` counts the messages dropped in earlier turns.
-/// Up to a quarter of the context is reserved for the answer.
-/// If messages must be dropped, drops more messages than needed, so that the next turns fit too.
-/// Otherwise, every turn would drop a message and therefore require a prefill of the whole prompt.
+/// A quarter of the context, or `max_tokens` if that is less, is reserved for the answer.
+/// If messages must be dropped, drops messages until another quarter is free, so that the next turns fit too.
+/// Otherwise, every turn would drop messages, and all messages after the system prompt would need a new prefill.
 /// The last question is never dropped, even if it does not fit in the context.
 pub fn drop_oldest(
     messages: &[Message],

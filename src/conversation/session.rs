@@ -45,12 +45,12 @@ pub struct Session {
     /// A flag that another thread sets to stop the current turn (Ctrl-C).
     pub cancel: Arc<AtomicBool>,
     pub messages: Vec<Message>,
-    /// The number of oldest messages that are no longer sent to the model.
+    /// How many messages after the system prompt are no longer sent to the model, counted from the oldest.
     pub dropped: usize,
     /// Files that are attached to the next message.
     pub attached: Vec<Attachment>,
     pub recording: Recording,
-    /// The date in the prompt, which stays the same for the whole session.
+    /// The date that some chat formats put into the prompt. It stays the same for the whole session.
     ///
     /// A new date would change the start of the prompt and require a prefill of the whole conversation.
     date: String,
@@ -112,7 +112,7 @@ impl Session {
 
     /// Sends `text` and the attached files to the model. Passes each piece of the answer to `on_delta` as it arrives.
     ///
-    /// On failure, keeps the conversation unchanged. If the answer is interrupted, keeps the text that has arrived.
+    /// On failure, keeps the messages and the attached files. If the answer is interrupted, keeps the text so far.
     pub fn answer(&mut self, text: &str, on_delta: &mut OnDelta) -> Result<Turn> {
         let text = with_attachments(&self.attached, text);
         let turn = self.run_turn(self.messages.clone(), &text, on_delta)?;
@@ -129,7 +129,8 @@ impl Session {
 
     /// Generates the answer to `text` after `history`.
     ///
-    /// Unless `raw` is set, `history`, `text` and the answer replace the messages of the conversation.
+    /// `history`, `text` and the answer replace the messages of the conversation.
+    /// With `raw`, or if the turn is interrupted before its answer starts, the messages do not change.
     fn run_turn(&mut self, history: Vec<Message>, text: &str, on_delta: &mut OnDelta) -> Result<Turn> {
         let is_new_turn = history.len() == self.messages.len();
         let mut messages = history;
@@ -186,7 +187,8 @@ impl Session {
         if self.settings.overflow == Overflow::Stop {
             return Ok(messages.to_vec());
         }
-        let unknown = "cannot drop the oldest messages: the server does not count tokens; use /set overflow stop";
+        let unknown = "cannot drop the oldest messages: the server does not count tokens or report its context\n  \
+                       keep all messages: /set overflow stop";
         let count_tokens = |messages: &[Message]| self.count_tokens(messages)?.context(unknown);
         let (context, max_tokens) = (self.backend().context().context(unknown)?, self.settings.max_tokens);
         let (visible, dropped) = overflow::drop_oldest(messages, self.dropped, context, max_tokens, &count_tokens)?;
@@ -228,7 +230,8 @@ impl Session {
         self.start_over(instructions)
     }
 
-    /// Starts a new conversation with a new system prompt. Returns the old conversation's name if it was saved.
+    /// Starts a new conversation with `text` as its system prompt, or without a system prompt if `text` is empty.
+    /// Returns the old conversation's name if it was saved.
     pub fn clear_with_system(&mut self, text: &str) -> Result<Option<String>> {
         self.start_over(if text.is_empty() { Vec::new() } else { vec![Message::system(text)] })
     }
@@ -240,7 +243,8 @@ impl Session {
         if messages == self.messages { Ok(()) } else { self.replace_messages(messages) }
     }
 
-    /// Starts a new conversation. If the old conversation has a question, keeps its journal and starts a new journal.
+    /// Starts a new conversation. If the old conversation has a question, keeps its journal.
+    /// In this case, the first answer of the new conversation creates a new journal.
     fn start_over(&mut self, messages: Vec<Message>) -> Result<Option<String>> {
         let old_name = match &self.recording {
             Recording::Journal(journal) if self.last_question().is_some() => Some(journal.name().to_string()),
@@ -333,8 +337,8 @@ impl Session {
         self.configured.clone().into_iter().chain(self.requested.clone()).collect()
     }
 
-    /// Saves the KV cache of the conversation next to its journal, so that the conversation resumes without prefill.
-    /// Returns the number of saved tokens.
+    /// Saves the KV cache of the conversation next to its journal, in whole blocks.
+    /// The saved tokens need no prefill when the conversation is resumed. Returns the number of saved tokens.
     pub fn save_prefix(&mut self) -> Result<usize> {
         let engine = require_engine(self.backend(), "save the KV cache")?;
         let Recording::Journal(journal) = &self.recording else { bail!("this conversation is not saved") };

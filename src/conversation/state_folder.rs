@@ -1,4 +1,6 @@
-//! The folder for conversations and the input history. Only its owner can access the folders that inferno creates.
+//! The folder for conversations and the input history.
+//!
+//! On Unix, only the user can access the folders that inferno creates.
 
 use std::fs::DirBuilder;
 use std::io;
@@ -11,14 +13,16 @@ pub fn is_enabled() -> bool {
     std::env::var_os("INFERNO_NOHISTORY").is_none_or(|value| value.is_empty() || value == "0")
 }
 
-/// Returns `$XDG_STATE_HOME/inferno`, or else `~/.local/state/inferno`. `None` if there is no home directory.
+/// Returns `$XDG_STATE_HOME/inferno` if XDG_STATE_HOME is an absolute path, or else `~/.local/state/inferno`.
+/// Returns `None` if there is no home directory either.
 pub fn path() -> Option<PathBuf> {
     let state = std::env::var_os("XDG_STATE_HOME").map(PathBuf::from).filter(|path| path.is_absolute());
     let state = state.or_else(|| Some(std::env::home_dir()?.join(".local/state")))?;
     Some(state.join("inferno"))
 }
 
-/// Creates a folder that only its owner can access. An existing folder keeps its permissions.
+/// Creates a folder and its missing parents. On Unix, only their owner can access the new folders.
+/// An existing folder keeps its permissions.
 pub fn create_folder(path: &Path) -> io::Result<()> {
     let mut builder = DirBuilder::new();
     builder.recursive(true);

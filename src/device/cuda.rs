@@ -19,7 +19,7 @@ pub fn capture_lock() -> MutexGuard<'static, ()> {
     LOCK.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
 }
 
-/// Opens GPU `ordinal`. Fails with [`Error::NoGpu`] if the driver or the GPU is missing.
+/// Opens GPU `ordinal`. Fails with [`Error::NoGpu`] if one of NVIDIA's libraries, the driver or the GPU is missing.
 pub fn open(ordinal: usize) -> Result<Device> {
     libraries::load().map_err(|error| Error::no_gpu(&error.reason, error.hint))?;
     let driver_error = |error: DriverError| {
@@ -69,8 +69,8 @@ fn keep_freed_memory(device: &CudaDevice) -> Result<()> {
     Ok(())
 }
 
-/// Returns [`info`] after releasing unused memory of the allocator's pool to the driver.
-/// Without this release, the driver would count the pool's unused memory as used.
+/// Returns [`info`] after releasing the unused memory of `stream_memory` and of the driver's memory pool.
+/// Without this release, the driver would count this unused memory as used.
 pub fn info_after_trim(device: &Device) -> Result<DeviceInfo> {
     if let Device::Cuda(cuda) = device {
         let stream = cuda.cuda_stream();

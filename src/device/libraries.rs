@@ -1,7 +1,7 @@
 //! Loads NVIDIA's libraries on the first use of a GPU. docs/nvidia-libraries.md explains why and lists alternatives.
 //!
 //! candle links against these libraries, so the dynamic loader would load the libraries before `main`.
-//! Loading cuBLAS would then make `inferno --help` take 80 ms longer.
+//! `inferno --help` would then take 80 ms longer, mostly because of cuBLAS.
 //! On a machine without the driver library, the program would not start, so it could not report the missing library.
 //!
 //! This file therefore defines every function of these libraries that candle and inferno call.
@@ -52,7 +52,7 @@ pub fn load() -> Result<(), &'static LoadError> {
     LOADED.get_or_init(load_all).as_ref().copied()
 }
 
-/// Lets candle's calls of the driver's allocator jump to [`stream_memory`].
+/// Lets candle's calls of the driver's allocator and of `cuStreamDestroy_v2` jump to [`stream_memory`].
 fn replace_allocator() {
     use addresses::{cuMemAllocAsync, cuMemFreeAsync, cuStreamDestroy_v2};
     let driver = |function: &Address| function.load(Ordering::Acquire);
@@ -125,7 +125,7 @@ fn other_directories() -> Vec<PathBuf> {
 
 /// The jump target of every function until [`load`] replaces it.
 extern "C" fn called_before_load() -> ! {
-    // Do not use `eprintln!`, which panics if stderr is closed or its disk is full.
+    // Do not use `eprintln!`, which panics if a write to stderr fails, for example on a full disk.
     let message = "error: internal error: inferno called an NVIDIA library before loading it\n";
     let _ = std::io::Write::write_all(&mut std::io::stderr(), message.as_bytes());
     std::process::abort()

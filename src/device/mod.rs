@@ -156,7 +156,8 @@ fn open_cuda(_: usize) -> Result<Device> {
     Err(crate::error::Error::no_gpu("this build of inferno has no GPU support", next).into())
 }
 
-/// Returns whether a GPU allocation failed. Searches the error message for the driver's error name.
+/// Returns whether an operation failed because the GPU has too little free memory.
+/// Searches the error message for the driver's error name, `CUDA_ERROR_OUT_OF_MEMORY`.
 pub fn is_out_of_memory(error: &anyhow::Error) -> bool {
     format!("{error:#}").contains("OUT_OF_MEMORY")
 }

@@ -8,7 +8,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 /// Blocks start at multiples of this many bytes.
 const ALIGNMENT: usize = 512;
-/// The largest size of a small block in bytes.
+/// The size in bytes of the largest allocation that gets a small block.
 const MAX_SMALL_BYTES: usize = 1 << 20;
 /// The size in bytes of a segment for small blocks. A segment for large blocks is as large as its first block.
 const SMALL_SEGMENT_BYTES: usize = 2 << 20;
@@ -31,7 +31,7 @@ struct Block {
 
 /// The segments and blocks of GPU memory that belong to one CUDA stream.
 ///
-/// Work on a stream runs in order. Memory that is freed by the host can therefore be used at once by later work.
+/// Work on a stream runs in order. Later work on the stream can therefore use memory as soon as the host has freed it.
 #[derive(Default)]
 pub struct ReusedMemory {
     /// All blocks, by address.
@@ -46,7 +46,7 @@ pub struct ReusedMemory {
 
 impl ReusedMemory {
     /// Returns the address of `bytes` bytes. Calls the driver only if no free block is large enough.
-    /// If the driver has too little memory, returns all unused segments and tries again.
+    /// If the driver cannot allocate a segment, gives all unused segments back to the driver and tries once more.
     pub fn allocate<D: Driver>(&mut self, bytes: usize, driver: &mut D) -> Result<u64, D::Error> {
         let bytes = bytes.next_multiple_of(ALIGNMENT);
         let is_small = bytes <= MAX_SMALL_BYTES;
@@ -69,7 +69,7 @@ impl ReusedMemory {
         Ok(address)
     }
 
-    /// Frees the block at this address. Returns false if the address is not that of a block.
+    /// Frees the block that starts at `address`. Returns false if no block starts there.
     pub fn free(&mut self, address: u64) -> bool {
         let Some(mut block) = self.blocks.remove(&address) else { return false };
         debug_assert!(!block.is_free, "memory is freed twice");
@@ -267,7 +267,7 @@ mod tests {
             assert!(memory.free(address));
         }
         memory.release(100 * MB, &mut driver).unwrap();
-        assert_eq!(driver.used(), 90 * MB, "more than the largest segment was returned");
+        assert_eq!(driver.used(), 90 * MB, "exactly the largest segment must be returned");
         let in_use = memory.allocate(25 * MB, &mut driver).unwrap();
         assert_eq!(memory.unused_bytes(), 60 * MB, "the smallest segment with enough room was not used");
         // The driver has room for 110 MB, and for 60 MB more after the two unused segments are returned.

@@ -1,9 +1,10 @@
 //! Replaces the driver's stream-ordered allocator by [`ReusedMemory`].
 //!
 //! A forward pass allocates and frees memory hundreds of times.
-//! The driver's allocator makes the GPUs of a process wait for each other.
-//! An allocation, a kernel launch and a free take 5 µs on one H100, but 41 µs if four H100s do this at the same time.
-//! The kernel launch alone takes 4 µs.
+//! In the driver's allocator, the threads that use different GPUs of a process wait for each other.
+//! An allocation, a kernel launch and a free together take 5 µs if one thread uses one H100.
+//! They take 41 µs in each of four threads that use one H100 each. In both cases, the launch alone takes about 4 µs.
+//! The times are from 2026-11-27: see "Allocation on several GPUs" in docs/benchmark-history.md.
 //!
 //! candle cannot use another allocator.
 //! [`libraries`](super::libraries) therefore redirects candle's calls of the driver's allocator to this file.
@@ -35,7 +36,7 @@ static DRIVER: OnceLock<DriverFunctions> = OnceLock::new();
 /// Larger allocations are rare, and their segments would be hard to reuse.
 const MAX_BYTES: usize = 32 << 20;
 
-/// The total size in bytes of unused segments that a stream keeps.
+/// The maximum total size in bytes of the unused segments that a stream keeps after a free.
 const MAX_UNUSED_BYTES: usize = 128 << 20;
 
 /// The memory of each stream that [`reuse`] was called for, by the stream's handle.
@@ -120,7 +121,7 @@ fn memory_of(stream: CUstream) -> Option<Arc<Mutex<ReusedMemory>>> {
     streams.get(&(stream as usize)).cloned()
 }
 
-/// Returns whether a CUDA graph is being captured on the stream.
+/// Returns whether a CUDA graph is being captured on the stream. Also returns true if the driver cannot tell.
 /// During a capture, the driver must allocate the memory, because the memory belongs to the graph.
 fn is_capturing(stream: CUstream) -> bool {
     let mut status = sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
@@ -137,7 +138,7 @@ unsafe extern "C" fn allocate_on_stream(address: *mut CUdeviceptr, bytes: usize,
         // SAFETY: the caller keeps the contract of `cuMemAllocAsync`.
         let allocate = || unsafe { (functions.allocate)(address, bytes, stream) };
         let result = allocate();
-        // To the driver, unused segments are memory in use. Without them, it may have enough memory.
+        // The driver counts unused segments as memory in use. After their release, it may have enough memory.
         let can_retry = result == CUresult::CUDA_ERROR_OUT_OF_MEMORY && !is_capturing(stream);
         return if can_retry && release(stream).is_ok() { allocate() } else { result };
     };
@@ -169,7 +170,7 @@ unsafe extern "C" fn free_on_stream(address: CUdeviceptr, stream: CUstream) -> C
     unsafe { (functions.free)(address, stream) }
 }
 
-/// Releases the memory of a stream and destroys the stream. Replaces `cuStreamDestroy_v2`.
+/// Releases the unused memory of a stream and destroys the stream. Replaces `cuStreamDestroy_v2`.
 unsafe extern "C" fn release_and_destroy(stream: CUstream) -> CUresult {
     let Some(functions) = DRIVER.get() else { return CUresult::CUDA_ERROR_NOT_INITIALIZED };
     // Destroy the stream even if its memory cannot be released, for example after an error of the GPU.

@@ -178,7 +178,7 @@ impl World {
 
     /// Returns the sum of x over all ranks. x has the same shape and dtype on all ranks.
     /// If no [`Exchange`] can queue the sum, waits until all ranks have called this function.
-    /// If a rank makes no progress during this wait, the world ends.
+    /// If a rank makes no progress within the time limit of this wait, the world ends.
     pub fn sum(&self, x: &Tensor) -> Result<Tensor> {
         match (&self.meeting, &self.exchange) {
             (None, _) => Ok(x.clone()),
@@ -200,7 +200,7 @@ impl World {
         }
     }
 
-    /// Returns whether a partial result with `elements` elements is rounded to bf16 when the ranks add it.
+    /// Returns whether a partial result with `elements` elements may be rounded to bf16 when the ranks add it.
     pub fn rounds(&self, elements: usize) -> bool {
         let can_queue = self.exchange.as_ref().is_some_and(|exchange| exchange.can_queue());
         can_queue && self.min_rounded.is_some_and(|min_rounded| elements >= min_rounded)
@@ -297,7 +297,8 @@ impl World {
         self.meeting.as_ref()?.lock().end_reason.clone()
     }
 
-    /// Ends the world because of a failure: all current and future exchanges fail with this reason.
+    /// Ends the world because of a failure. Exchanges between the threads of the ranks then fail with `reason`.
+    /// Operations of an [`Exchange`] stop waiting and have wrong results. [`check`](Self::check) reports the failure.
     /// If the world has already ended, keeps the first reason.
     pub fn end(&self, reason: &str) {
         if let Some(meeting) = &self.meeting {
@@ -314,7 +315,7 @@ impl World {
     }
 
     /// Sets a function to call when the world ends because of a failure. The function receives the reason.
-    /// Only one function can be set. If the world has already ended, calls the function at once.
+    /// A later call replaces the function. If the world has already ended, calls the function at once.
     pub fn on_failure(&self, call: impl FnOnce(&str) + Send + 'static) {
         let Some(meeting) = &self.meeting else { return };
         let mut state = meeting.lock();
@@ -578,7 +579,7 @@ mod tests {
         let expected = "GPU 2 of 3 does not answer; the other GPUs were stopped";
         // Compare only the first line: if RUST_BACKTRACE is set, candle errors also contain a backtrace.
         assert!(ends.iter().all(|(error, _)| error.lines().next() == Some(expected)), "{ends:?}");
-        // The rank that started to wait first ends the world. The other rank may have waited for less than the limit.
+        // One rank ends the world after waiting for the limit. The other rank may have waited for less than the limit.
         assert!(ends.iter().any(|(_, waited)| *waited >= limit), "{ends:?}");
     }
 

@@ -1,7 +1,8 @@
 //! Faults that tests inject into an engine.
 //!
 //! Tests in the same process use [`EngineHandle::inject_fault`](super::EngineHandle::inject_fault).
-//! Tests of other processes set the environment variable `INFERNO_FAULT`. See [`PlannedFault::from_env`].
+//! Tests that start `inferno` as another process set the environment variable `INFERNO_FAULT`.
+//! See [`PlannedFault::from_env`].
 
 use anyhow::{Result, bail};
 
@@ -16,7 +17,8 @@ pub enum Fault {
     Device,
     /// The engine thread panics.
     Panic,
-    /// A rank fails at a planned step. The first rank fails in its next pass, and any other rank fails at once.
+    /// A rank fails at a planned step: the first rank in its next pass, and any other rank after the commands
+    /// that it has already received.
     Rank(PlannedFault),
 }
 
@@ -47,7 +49,7 @@ pub enum FaultTime {
     /// Before the rank loads its part of the model.
     Load,
     /// Before the step with this number, or at once if that step has already begun. Steps are counted from 1.
-    /// A fault at step 0 strikes while the engine is idle.
+    /// With step 0, the fault does not wait for a step: it is injected even if the engine is idle.
     Step(u64),
 }
 
@@ -71,7 +73,7 @@ impl PlannedFault {
         Some(Self { rank: rank.parse().ok()?, fault, time })
     }
 
-    /// Strikes if the fault is planned for this rank and for the time of loading.
+    /// Strikes if the fault is planned for this rank and for [`FaultTime::Load`].
     pub fn strike_while_loading(self, rank: usize) -> Result<()> {
         if (self.rank, self.time) == (rank, FaultTime::Load) { self.fault.strike() } else { Ok(()) }
     }

@@ -61,7 +61,7 @@ pub use requests::{
 pub use sampling::SamplingParams;
 
 /// How long dropping an engine waits for the engine thread after a device has failed.
-/// The engine thread ends only after the threads of all ranks have ended.
+/// After such a failure, the engine thread waits up to 1 s for the threads of the other ranks before it ends.
 const END_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// A loaded model and the thread that runs it.
@@ -191,7 +191,7 @@ impl<'o> EngineBuilder<'o> {
 
     /// Sets the minimum number of full-context sequences that the KV cache can hold. The default is 1.
     ///
-    /// Requests that need fewer blocks can run in larger numbers. Requests without enough blocks wait.
+    /// More requests can run at once if they need fewer blocks. A request waits while too few blocks are free.
     pub fn sequences(mut self, sequences: usize) -> Self {
         self.options.sequences = sequences;
         self

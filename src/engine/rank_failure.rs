@@ -1,7 +1,7 @@
 //! Reports the failure of one of several devices to the clients of an engine.
 //!
 //! The thread that notices the failure sends the error to all clients itself.
-//! The engine thread cannot do so, because it may be the thread that hangs.
+//! The engine thread cannot send the error, because it may be the thread that hangs.
 
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
@@ -41,7 +41,7 @@ impl RankFailure {
         }
         clients.push(client.downgrade());
         drop(clients);
-        // A device may have failed while this function waited for the list.
+        // `report` may have notified the clients in the list before this client was added.
         self.tell(&client.downgrade());
     }
 

@@ -88,7 +88,7 @@ impl RepoDir {
     }
 
     /// Resolves a branch, a tag, a commit or a unique commit prefix of at least 7 characters to a commit.
-    /// Returns `None` if the cache has no unique match.
+    /// Returns `None` if the cache has no unique match, or if the matching ref does not contain a commit hash.
     pub fn commit(&self, revision: &str) -> Option<String> {
         if let Ok(commit) = read_ref(&self.path.join("refs").join(revision)) {
             let commit = commit.trim();
@@ -140,7 +140,7 @@ impl RepoDir {
         let pointer = self.snapshot(commit).join(name);
         create_dir(pointer.parent().unwrap_or(&pointer))?;
         let blob = self.blob(etag);
-        // The file is two levels below the repository, in `snapshots/<commit>/`. Each `/` in `name` adds a level.
+        // The directory `snapshots/<commit>` is two levels below the repository. Each `/` in `name` adds a level.
         let target = PathBuf::from("../".repeat(2 + name.matches('/').count())).join("blobs").join(etag);
         if fs::read_link(&pointer).is_ok_and(|present| present == target) {
             return Ok(());
@@ -177,7 +177,8 @@ impl RepoDir {
         }
         let path = self.path.join("refs").join(revision);
         create_dir(path.parent().unwrap_or(&path))?;
-        // Flush the snapshot's directories first, so that a ref on disk never points to a missing snapshot.
+        // Flush the directories of the snapshot and of the blobs first.
+        // Otherwise, after a power failure, the ref could point to a missing snapshot.
         let files = files_below(&self.snapshot(commit));
         let mut dirs: BTreeSet<&Path> = files.iter().filter_map(|file| file.parent()).collect();
         let (blobs, snapshots) = (self.path.join("blobs"), self.path.join("snapshots"));

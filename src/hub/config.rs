@@ -1,6 +1,7 @@
 //! [`HubConfig`]: the cache directories and the connection settings, read from environment variables.
 //!
-//! The names and the precedence of the variables follow "Environment variables" in the `huggingface_hub` docs.
+//! Except for INFERNO_CACHE, the names and the precedence of the variables follow "Environment variables" in the
+//! `huggingface_hub` docs.
 //! A machine that is configured for Hugging Face's Python tools therefore needs no extra configuration for inferno.
 
 use std::ffi::OsString;
@@ -144,7 +145,7 @@ impl Variables<'_> {
         match self.text(name).map(|text| text.parse::<f64>()) {
             None => Ok(default),
             Some(Ok(seconds)) if (0.001..1e6).contains(&seconds) => Ok(Duration::from_secs_f64(seconds)),
-            Some(_) => Err(Error::usage(format!("{name} must be a number of seconds, such as 30"))),
+            Some(_) => Err(Error::usage(format!("{name} must be a number of seconds from 0.001 to 999999"))),
         }
     }
 }
@@ -159,7 +160,7 @@ fn endpoint(vars: &Variables) -> Result<String> {
 }
 
 /// Reads the token from HF_TOKEN, or from the file in which `hf auth login` stores it.
-/// Fails if the token is not printable ASCII without spaces.
+/// Returns `None` if HF_HUB_DISABLE_IMPLICIT_TOKEN is set. Fails if the token is not printable ASCII without spaces.
 fn token(vars: &Variables, hf_home: &Path) -> Result<Option<String>> {
     if vars.is_on("HF_HUB_DISABLE_IMPLICIT_TOKEN") {
         return Ok(None);

@@ -1,7 +1,7 @@
 //! The demo model: a small gpt-oss model inside the inferno binary. inferno writes it to the cache on first use.
 //!
 //! Several processes may write the demo at once. Each process writes a file under a temporary name and renames it.
-//! Other processes therefore never see a partial file, and a valid file is never missing.
+//! Other processes therefore never see a partial file, and a file does not disappear while a process replaces it.
 
 use std::fs;
 use std::io::{self, ErrorKind};
@@ -128,7 +128,7 @@ pub(super) fn try_lock(cache: &Path) -> Result<Option<Lock>> {
     lock::try_acquire(&cache.join(".locks").join("demo.lock"))
 }
 
-/// Creates a directory and its parents. Replaces a file or a broken symlink at `path`.
+/// Creates a directory and its parents. Replaces anything at `path` that is not a directory or a symlink to one.
 fn create_directory(path: &Path) -> io::Result<()> {
     if path.symlink_metadata().is_ok() && !path.is_dir() {
         fs::remove_file(path)?;

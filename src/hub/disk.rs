@@ -46,7 +46,8 @@ pub(super) fn free_bytes(_dir: &Path) -> Option<u64> {
     None
 }
 
-/// Returns the error for a failed write: [`Error::DiskFull`] if the disk is full, or else an error with the path.
+/// Returns the error for a failed write: [`Error::DiskFull`] if the disk or a quota is full or the file is too large,
+/// or else an error with the path.
 /// `needed_bytes` is the number of bytes left to write, or 0 if unknown.
 pub(super) fn write_error(error: io::Error, path: &Path, needed_bytes: u64) -> anyhow::Error {
     // `FileTooLarge` means that `ulimit -f` or the filesystem limits the size of files.
@@ -66,7 +67,7 @@ pub(super) fn sync_dir(dir: &Path) {
 }
 
 /// Returns a temporary path in the same directory as `path`. No other call in this process returns the same path.
-/// The caller renames the finished file to `path`.
+/// Most callers rename the finished file to `path`.
 pub(super) fn temporary_path(path: &Path) -> PathBuf {
     static COUNT: AtomicU64 = AtomicU64::new(0);
     with_suffix(path, &format!(".{}-{}.tmp", std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed)))

@@ -44,7 +44,7 @@ pub fn parse_download_name(model: &str, revision: Option<&str>) -> Result<(Strin
 }
 
 pub(super) struct CompiledFilter {
-    /// The compiled `--include` patterns. `None` selects the default weights.
+    /// The compiled `--include` patterns, or `None` without `--include`.
     include: Option<GlobSet>,
     exclude: GlobSet,
     tag: Option<String>,
@@ -160,6 +160,7 @@ fn gguf_parts(repo: &str, files: &FileList, first: &RemoteFile) -> Result<Vec<Re
 }
 
 /// Returns the size of a GGUF model in bytes, or `None` if the listing lacks the size of a part.
+/// Returns 0 if a part is not in the listing.
 fn gguf_bytes(repo: &str, files: &FileList, first: &RemoteFile) -> Option<u64> {
     gguf_parts(repo, files, first).unwrap_or_default().iter().map(|part| part.bytes).sum()
 }

@@ -14,7 +14,8 @@ use crate::error::Error;
 use crate::snapshot::{Required, first_missing_file, gguf};
 
 impl Hub {
-    /// Finds a complete model on this machine, without the network. Writes the demo to the cache if it is missing.
+    /// Finds a model on this machine, without the network. A model in a cache must be complete.
+    /// For the demo, first writes its missing files to the cache.
     ///
     /// `model` is `demo`, a directory, a GGUF file, or `org/name` with an optional `:Q4_K_M` and `@revision`.
     /// A part of the model name is enough if only one model matches. Fails if no model or several models match.
@@ -220,7 +221,8 @@ fn find_gguf(model: &str) -> Result<Option<PathBuf>> {
     if Path::new(dir).is_dir() { gguf::choose(dir, Path::new(dir), tag) } else { Ok(None) }
 }
 
-/// Returns the GGUF model that `tag` selects in a snapshot, or the whole snapshot if it has no GGUF files.
+/// Returns the GGUF model that `tag` selects in a snapshot. Without a tag, returns the only complete GGUF model,
+/// or the whole snapshot if it has safetensors weights or no complete GGUF model.
 fn choose_model(snapshot: Snapshot, tag: Option<&str>) -> Result<Snapshot> {
     let Some(path) = gguf::choose(&snapshot.name, &snapshot.path, tag)? else { return Ok(snapshot) };
     let name = tag.map_or(snapshot.name.clone(), |tag| format!("{}:{tag}", snapshot.name));

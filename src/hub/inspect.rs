@@ -59,7 +59,7 @@ pub struct SafetensorsHeader {
 const TEXTS: [(&str, u64); 3] =
     [("config.json", files::CONFIG), ("tokenizer_config.json", files::TOKENIZER_CONFIG), ("README.md", README_BYTES)];
 
-/// The number of bytes of README.md to read. inferno needs only the YAML front matter, which is shorter.
+/// The number of bytes of README.md to read. inferno needs only the YAML front matter, which is usually shorter.
 const README_BYTES: u64 = 16 << 10;
 
 /// The maximum total size of a model's safetensors headers, in bytes.

@@ -1,4 +1,4 @@
-//! File locks, which ensure that only one process at a time changes the directory of a repository.
+//! File locks. A process holds the lock of a repository while it changes the repository's directory.
 
 use std::fs::File;
 use std::path::Path;

@@ -1,6 +1,6 @@
 //! Finds models on this machine and downloads them from a Hugging Face hub.
 //!
-//! A [`Snapshot`] contains the files of a model at one commit.
+//! A [`Snapshot`] describes a model on this machine: its name, its commit and the path of its files.
 //! inferno finds models in two caches: its own cache, and the Hugging Face cache that Python tools share.
 //! inferno writes only to its own cache. Instead of a model's name, a user can pass the path of a directory or file.
 //! The submodules of `hub` are:

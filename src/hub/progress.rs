@@ -10,7 +10,8 @@ pub trait Progress: Sync {
     fn already_present(&self, _snapshot: &Snapshot) {}
     /// The hub does not list the sizes or etags of `files` files, so inferno sends one request for each of these files.
     fn asking_for_sizes(&self, _files: usize) {}
-    /// The download starts. `files` has the name and the size in bytes of every file, including files on disk.
+    /// The download or verification starts.
+    /// `files` has the name and the size in bytes of every file, including files on disk.
     fn start(&self, _files: &[(String, u64)]) {}
     /// `done_bytes` bytes of the file `name` are on disk, or verified.
     /// The file is finished when `done_bytes` equals the file size.
@@ -20,7 +21,8 @@ pub trait Progress: Sync {
     fn file(&self, _name: &str, _done_bytes: u64) {}
     /// All bytes of the downloaded file `name` are on disk, and its hash is being verified.
     fn verifying(&self, _name: &str) {}
-    /// A request for `name` has failed, and will be sent again after `wait`. `name` is a file or a repository.
+    /// A request for `name` has failed or returned wrong contents, and will be sent again after `wait`.
+    /// `name` is a file or a repository.
     fn retrying(&self, _name: &str, _cause: &str, _wait: Duration) {}
     /// Another process holds the lock on this repository, so this process waits.
     fn waiting(&self, _repo: &str) {}

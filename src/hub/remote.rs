@@ -56,7 +56,7 @@ pub(super) struct Remote<'a> {
 enum Purpose {
     /// The request is for a short response. [`Remote::read_body`] limits the time for the whole body.
     Metadata,
-    /// The request is for a file of any length. Only the time between two reads is limited.
+    /// The request is for a file of any length. The time for the whole body is not limited.
     Contents,
 }
 
@@ -147,7 +147,7 @@ impl<'a> Remote<'a> {
                 let body = self.read_body(&mut response.body_mut().as_reader(), MAX_LISTING_BYTES + 1)?;
                 if body.len() as u64 > MAX_LISTING_BYTES {
                     let limit = MAX_LISTING_BYTES >> 20;
-                    return Err(self.permanent_error(format!("the list of files is larger than {limit} MB")));
+                    return Err(self.permanent_error(format!("the list of files is larger than {limit} MiB")));
                 }
                 *response.body_mut() = Body::builder().data(body);
             }
@@ -413,7 +413,8 @@ impl<'a> Remote<'a> {
         request.call().map_err(|error| self.temporary_error(library_error(&error)))
     }
 
-    /// Returns the URL to which `location` redirects from `url`. `location` is a URL or a path that starts with `/`.
+    /// Returns the URL to which `location` redirects from `url`.
+    /// `location` is a URL, `//host/path` without a scheme, or a path that starts with `/`.
     ///
     /// Returns `None` for any other form of `location`, and for redirects from https to http.
     fn resolve(&self, url: &str, location: &str) -> Option<String> {
@@ -448,7 +449,7 @@ fn range_header(range: Range<u64>) -> String {
     format!("bytes={}-{}", range.start, range.end.saturating_sub(1))
 }
 
-/// Disables the proxy for URLs with a loopback address, which on the proxy's machine would mean the proxy itself.
+/// Disables the proxy for loopback URLs. A proxy on another machine would connect to that machine instead.
 fn bypass_proxy_if_local(request: RequestBuilder<WithoutBody>, url: &str) -> RequestBuilder<WithoutBody> {
     if is_loopback(url) { request.config().proxy(None).build() } else { request }
 }

@@ -34,7 +34,7 @@ pub struct RemovedModel {
 #[derive(Debug, PartialEq, Eq)]
 pub struct PrunedRepo {
     pub name: String,
-    /// The number of files that pruning deleted.
+    /// The number of leftovers and unused blobs that pruning deleted.
     pub files: usize,
     pub freed_bytes: u64,
     /// Whether pruning was skipped because another process holds the lock.
@@ -53,7 +53,8 @@ struct Selection {
 }
 
 impl Hub {
-    /// Completes a partial model name. Returns `None` for a full name, or if no model or several models match.
+    /// Completes a partial name of a model in inferno's own cache.
+    /// Returns `None` for a full name, or if no model or several models match.
     ///
     /// `inferno remove` asks the user to confirm the model, because a partial name may match a model by accident.
     pub fn resolve_partial_name(&self, model: &str) -> Option<String> {
@@ -108,7 +109,8 @@ impl Hub {
         Ok(removed)
     }
 
-    /// Deletes the leftovers of interrupted processes, and the blobs to which no snapshot links.
+    /// Deletes the leftovers of interrupted processes, the blobs to which no snapshot links,
+    /// and repositories without snapshot files.
     ///
     /// Skips repositories that another process is changing at the moment.
     pub fn prune(&self) -> Result<Vec<PrunedRepo>> {
@@ -348,7 +350,8 @@ fn cannot_read(path: &Path) -> String {
     format!("cannot read {}; nothing was deleted there", path.display())
 }
 
-/// Returns whether a file is an unfinished blob, a bad blob or a temporary file of an interrupted process.
+/// Returns whether a file is an unfinished blob or its record, a bad blob, or a temporary file.
+/// Only interrupted processes leave such files behind.
 fn is_leftover(path: &Path) -> bool {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     let is_in_blobs = path.parent().is_some_and(|dir| dir.ends_with("blobs"));

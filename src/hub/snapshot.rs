@@ -23,7 +23,7 @@ impl Snapshot {
     }
 
     /// Returns one snapshot for each complete GGUF model in this snapshot.
-    /// Returns only the snapshot itself if it has no complete GGUF model.
+    /// Returns only the snapshot itself if it has safetensors weights or no complete GGUF model.
     pub fn models(&self) -> Vec<Self> {
         let named = gguf::named_models(&self.name, &self.path);
         if named.is_empty() {

@@ -1,4 +1,4 @@
-//! Records when each model was last used, in the directory `.used` of inferno's own cache.
+//! Records when a model was last used, in the directory `.used` of inferno's own cache.
 //!
 //! The access times of model files are not reliable, because most systems do not record every access.
 

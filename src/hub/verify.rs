@@ -1,6 +1,7 @@
 //! Verifies and repairs model files on disk.
 //!
-//! Verification works offline: a file in a snapshot is a symlink to a blob, and the name of the blob is its hash.
+//! Verification needs no network: a file in a snapshot is a symlink to a blob, and most blobs are named by their hash.
+//! The files of the demo are compared with the files in the binary.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -30,7 +31,8 @@ struct Candidate {
 impl Hub {
     /// Verifies the files of a model, at one revision or at all revisions in both caches.
     ///
-    /// Without `model`, verifies all models in both caches, except models in the shared cache that have no tokenizer.
+    /// Without `model`, verifies all models in both caches, except snapshots in the shared cache that have neither
+    /// a complete GGUF model nor both config.json and tokenizer.json.
     /// Fails if no model or several models match `model`.
     pub fn verify(
         &self,
@@ -60,7 +62,7 @@ impl Hub {
         if verifies_demo {
             verified.extend(demo::verify(&self.config.cache)?);
         }
-        // With several snapshots, reports include the model name, because files of two models can have equal names.
+        // With several snapshots, progress reports include the model name, because file names repeat across models.
         let has_several = candidates.len() > 1;
         let label = |name: &str, file: &str| if has_several { format!("{name}/{file}") } else { file.to_string() };
         let mut sizes = Vec::new();
@@ -82,7 +84,8 @@ impl Hub {
     }
 
     /// Returns the snapshots in inferno's own cache and the shared cache that match `model` and `revision`.
-    /// Without `model`, skips snapshots in the shared cache that have no tokenizer.
+    /// Without `model`, skips snapshots in the shared cache that have neither a complete GGUF model
+    /// nor both config.json and tokenizer.json.
     fn candidates(&self, model: Option<&str>, revision: Option<&str>) -> Vec<Candidate> {
         let all_names: BTreeSet<String> = self.caches().iter().flat_map(|(cache, _)| cache.names()).collect();
         let selected = match model {
@@ -134,7 +137,7 @@ impl Hub {
         for name in &damaged {
             match listing.file(name) {
                 Some(file) => files.push(file.clone()),
-                None => bail!("cannot repair '{}': the hub has no {name}; nothing was changed", verified.name),
+                None => bail!("cannot repair '{}': the hub has no file {name}; nothing was changed", verified.name),
             }
         }
         let repo = self.own_cache().repo(name);
@@ -145,7 +148,7 @@ impl Hub {
             .and_then(|()| self.fetch_files(&remote, revision, &repo, files, progress));
         for (blob, bad) in set_aside {
             // If the download has not replaced the bad blob, restore the bad blob, because the snapshot links to it.
-            // Ignore errors from restoring, because the error in `fetched` is more useful.
+            // Ignore errors here, because `fetched` already tells the caller whether the repair succeeded.
             let _ = if blob.exists() {
                 fs::remove_file(&bad).or_else(|_| fs::remove_dir_all(&bad))
             } else {

@@ -6,7 +6,7 @@
 //   bytes moved: 16 · n
 extern "C" __global__ void fill_random(uint4* x, int n) {
     for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < n; i += gridDim.x * blockDim.x) {
-        // h is the MurmurHash3 finalizer of i. Each bit of i changes about half of the bits of h.
+        // h is the MurmurHash3 finalizer of i · 0x9E3779B9. Each bit of i changes about half of the bits of h.
         unsigned h = i * 0x9E3779B9u;
         h = (h ^ (h >> 16)) * 0x85EBCA6Bu;
         h = (h ^ (h >> 13)) * 0xC2B2AE35u;

@@ -2,7 +2,7 @@
 //!
 //! The build script generates `constants.cuh` from this file.
 //! `pub const NAME: usize = 4;` becomes `constexpr int NAME = 4;`.
-//! `u32` becomes `unsigned`, `f32` becomes `float`, and arrays stay arrays.
+//! `u32` becomes `unsigned`, `f32` becomes `float`, and `[usize; N]` becomes an array of `int`.
 //!
 //! Values must be valid in both Rust and C++.
 //! A value may contain numbers, `+ - * / << >>`, parentheses, and constants defined earlier in this file.
@@ -10,7 +10,7 @@
 // A build without CUDA does not use every constant.
 #![cfg_attr(not(feature = "cuda"), allow(dead_code))]
 
-// Activation functions (`activation.rs`, `activation.cuh`).
+// Activation functions (`activation.rs`, `headers/activation.cuh`).
 
 /// The `alpha` of gpt-oss's clamped SwiGLU: `gate · sigmoid(alpha · gate) · (up + 1)`.
 pub const SWIGLU_ALPHA: f32 = 1.702;
@@ -21,7 +21,7 @@ pub const ACTIVATION_GELU_TANH: usize = 1;
 
 // Rotary embedding (`attention/rope.rs`, `attention/rope.cu`).
 
-/// Heads per warp in the RoPE kernel.
+/// Heads per warp in the RoPE kernel `split_qkv`.
 /// A warp with several heads has more loads in flight, and reads cosines and sines once for all its heads.
 pub const ROPE_HEADS_PER_WARP: usize = 4;
 /// Heads per lane in the RoPE kernel that loads four adjacent elements at once.
@@ -30,7 +30,7 @@ pub const ROPE_WIDE_HEADS: usize = 2;
 /// With so few tokens, large thread blocks would leave most of the GPU idle.
 pub const ROPE_FEW_TOKENS: usize = 64;
 
-// Exchange between ranks (`exchange/*.rs`, `exchange.cu`).
+// Exchange between ranks (`exchange/*.rs`, `exchange/exchange.cu`).
 
 /// The maximum number of ranks that can exchange data.
 pub const EXCHANGE_MAX_RANKS: usize = 8;
@@ -41,9 +41,11 @@ pub const EXCHANGE_SLOTS: usize = 4;
 /// The waiting blocks of one rank must then leave multiprocessors free for the other ranks.
 /// A block waits only for the blocks with the same index on other GPUs, so not all blocks must fit on a GPU at once.
 pub const EXCHANGE_BLOCKS: usize = 128;
-/// Threads per block in the kernel that adds partial results to the residual stream, one row per block at a time.
+/// Threads per block in `exchange_add_norm`, which adds partial results to the residual stream.
+/// A block processes one row at a time.
 pub const EXCHANGE_ROW_THREADS: usize = 512;
-/// The maximum number of columns in a row of that kernel. A thread holds 8 columns of each part of 4096 columns.
+/// The maximum number of columns per row in `exchange_add_norm`.
+/// A thread holds up to 32 columns: 8 of each 8 · `EXCHANGE_ROW_THREADS` columns.
 pub const EXCHANGE_ROW_COLUMNS: usize = 16384;
 
 // Paged KV cache (`attention/paged.rs`, `attention/paged.cuh`).
@@ -80,7 +82,7 @@ pub const FLASH_MANY_KEYS: [usize; 6] = [64, 48, 48, 48, 48, 32];
 /// Each warp is a team of its own: it computes all 16 query rows for its own key tiles.
 pub const FLASH_FEW_TEAMS: [usize; 6] = [8, 8, 8, 8, 8, 4];
 /// Warps per block in the 16-row flash attention kernel for large batches.
-/// A batch is large if it has more thread blocks than the GPU has multiprocessors.
+/// A batch is large if the number of row tiles times KV heads exceeds the number of multiprocessors of the GPU.
 pub const FLASH_BATCH_TEAMS: usize = 2;
 /// Warps per block in the 64-row flash attention kernel.
 pub const FLASH_MEDIUM_WARPS: usize = 4;
@@ -92,7 +94,7 @@ pub const FLASH_STAGES: usize = 2;
 /// With the padding, a row has an odd number of 16-byte segments, which avoids bank conflicts in `ldmatrix`.
 pub const FLASH_ROW_PADDING: usize = 8;
 /// A flash attention warp has 16·M query rows.
-/// The warp keeps its queries in registers if M times the head size is at most this value, otherwise in shared memory.
+/// The queries are in registers if M times the head size is at most this value, otherwise in shared memory.
 pub const FLASH_REGISTER_ELEMENTS: usize = 160;
 
 // Products of f32 matrices with few weight rows (`matmul/few_rows.rs`, `matmul/few_rows.cu`).
@@ -174,12 +176,12 @@ pub const GROUPED_GEMM_THREADS: usize = 256;
 
 // Matrix products of routed experts with MXFP4 tiles (`moe/product_kernel.rs`, `moe/expert_mlp.cu`).
 // Some kernels in `moe/expert_mlp.cu` use mma.sync, and others use wgmma.
-// The wgmma kernels have wide, narrow and slim token tiles, depending on the number of pairs per expert.
+// The wgmma kernels have wide, narrow or slim token tiles, depending on the average number of pairs per expert.
 
 /// 16-row weight tiles per thread block in the mma.sync kernels of `moe/expert_mlp.cu`.
 pub const EXPERT_MMA_ROW_TILES: usize = 16;
 /// Pipeline stages in the mma.sync kernels of `moe/expert_mlp.cu`.
-/// The tiles of so many steps are in shared memory at once.
+/// Shared memory holds the tiles of this number of steps at once.
 pub const EXPERT_MMA_STAGES: usize = 4;
 /// Threads per block in the mma.sync kernels of `moe/expert_mlp.cu`.
 pub const EXPERT_MMA_THREADS: usize = 256;
@@ -215,18 +217,18 @@ pub const EXPERT_FEW_STEPS: usize = 3;
 
 /// The maximum number of stacked matrices that one kernel launch multiplies.
 pub const MAX_STACKED_MATRICES: usize = 3;
-/// Warps per block in kernels that multiply by a quantized matrix.
+/// The maximum number of warps per block in kernels that multiply a quantized matrix by one input vector.
 pub const QUANTIZED_WARPS: usize = 16;
 /// Threads per block in products with few tokens (`quantized/quantized_few.rs`, `quantized/quantized_few.cu`).
 pub const QUANTIZED_FEW_THREADS: usize = 256;
 /// Columns per step in products of quantized matrices with few tokens.
 pub const QUANTIZED_FEW_COLUMNS: usize = 128;
 /// Pipeline stages in products of quantized matrices with few tokens.
-/// The inputs of so many steps are in shared memory at once.
+/// Shared memory holds the inputs of this number of steps at once.
 pub const QUANTIZED_FEW_STAGES: usize = 4;
 /// The number of counters of finished thread blocks in products of quantized matrices with few tokens.
 pub const QUANTIZED_FEW_COUNTERS: usize = 8192;
-/// Codes of quantized formats. Kernels for quantized matrices take one of these codes as an argument.
+/// Codes of quantized formats, for the field `format` of `QuantizedMatrix` in `quantized/quantized.cuh`.
 pub const FORMAT_Q4_0: usize = 0;
 pub const FORMAT_Q4_1: usize = 1;
 pub const FORMAT_Q5_0: usize = 2;
@@ -285,8 +287,8 @@ pub const MAILBOX_NO_TOKEN: u32 = 0xffffffff;
 pub const MAX_LOGPROBS: usize = 20;
 /// The number of u32 words that describe a row of logits to `send_logprobs`.
 pub const LOGPROBS_ROW_WORDS: usize = 3;
-/// The mailbox slots of a row: the chosen token's log probability, then the id and the log probability of each
-/// most likely token.
+/// The number of mailbox slots of a row:
+/// the chosen token's log probability, then the id and the log probability of each most likely token.
 pub const LOGPROBS_SLOTS: usize = 1 + 2 * MAX_LOGPROBS;
 
 // Sampling on the GPU (`decode/sample.rs`, `decode/sample.cu`).

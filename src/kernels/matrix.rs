@@ -50,7 +50,8 @@ impl Matrix {
         }
     }
 
-    /// Returns the quantized format of all parts. Returns `None` if the matrix is not quantized or the formats differ.
+    /// Returns the quantized format of all parts.
+    /// Returns `None` if the matrix is not [`Quantized`](Self::Quantized), or if the formats differ.
     pub fn format(&self) -> Option<WeightFormat> {
         match self {
             Self::Quantized(parts) => {
@@ -60,7 +61,8 @@ impl Matrix {
         }
     }
 
-    /// Returns how all parts quantize their input. Returns `None` if the matrix is not quantized or the parts differ.
+    /// Returns how all parts quantize their input.
+    /// Returns `None` if the matrix is not [`Quantized`](Self::Quantized), or if the parts differ.
     pub fn input_quantization(&self) -> Option<InputQuantization> {
         match self {
             Self::Quantized(parts) => Some(parts[0].input_quantization)
@@ -141,7 +143,7 @@ impl Matrix {
     }
 }
 
-/// Returns the index of each part that overlaps the rows `selected`, with the range of selected rows within the part.
+/// Returns the index of each part that overlaps the rows `selected`, and the range of selected rows within the part.
 fn overlaps(part_rows: impl Iterator<Item = usize>, selected: Range<usize>) -> Vec<(usize, Range<usize>)> {
     let mut end = 0;
     let overlap = |(part, rows): (usize, usize)| {

@@ -5,9 +5,9 @@
 //!   On a CPU, the operation runs `reference` (plain Rust in f32) or candle operations.
 //! - `x.cu` contains the CUDA kernel.
 //!
-//! The kernels of `decode`, `exchange` and `sampling`, and `moe::expert_mlp`, `moe::expert_few`, `moe::route`,
-//! `row_edits` and `step_inputs` run only on a GPU.
-//! Tests compare these kernels with the operations that they replace.
+//! The operations of `decode`, `exchange`, `sampling`, `row_edits` and `step_inputs` run only on a GPU.
+//! In `moe`, this is true of `expert_mlp`, `expert_few`, `mxfp4_tiles`, `route` and `sort_by_expert`.
+//! Tests compare these kernels with other implementations of the same operations.
 //!
 //! `launch` launches kernels, and `scratch` allocates their outputs. `upload` copies weights to a device.
 //! `exchange` combines tensors of several GPUs. `sampling` has the kernels that choose tokens, and their parameters.

@@ -1,7 +1,7 @@
-// Residual addition and RMSNorm: sum = x + y, normed = sum / sqrt(mean(sum²) + eps) · weight.
-// With a bias, LayerNorm replaces RMSNorm: the mean of sum is subtracted first, and the bias is added last.
+// Residual addition and RMSNorm: sum = x + y + y_bias, normed = sum / sqrt(mean(sum²) + eps) · weight.
+// With `bias`, LayerNorm replaces RMSNorm: the mean of sum is subtracted first, and `bias` is added last.
 //   x, y, sum: f32 [tokens, columns]; if y is null, the kernel normalizes x and does not write sum
-//   y_bias: f32 [columns] or null; added to each row of y
+//   y_bias: f32 [columns] or null; null means zeros
 //   weight: f32 [columns]
 //   bias: f32 [columns] or null
 //   normed: T [tokens, columns]
@@ -44,7 +44,7 @@ template <int WIDTH, typename T> __device__ __forceinline__ void store(T* to, co
 template <typename T, int WIDTH>
 __device__ void add_norm(const float* x, const float* y, const float* y_bias, const float* weight, const float* bias,
                          float* sum, T* normed, int columns, float eps) {
-    __shared__ float scratch[2][32];  // one part for each sum
+    __shared__ float scratch[2][32];  // one part for each call of block_sum
     const size_t row = (size_t)blockIdx.x * columns;
     const int count = columns / WIDTH;
     x += row, y += y ? row : 0, sum += y ? row : 0, normed += row;

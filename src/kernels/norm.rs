@@ -22,8 +22,8 @@ impl<'t> From<&'t Tensor> for Addend<'t> {
 
 /// Returns the sum s = x + y as f32, and the normalized sum in `dtype`. If `y` is `None`, s is x.
 ///
-/// Without a bias, the norm is RMSNorm: s / sqrt(mean(s²) + eps) · weight.
-/// With a bias, the norm is LayerNorm, which first subtracts the mean of s and adds the bias last.
+/// Without `bias`, the norm is RMSNorm: s / sqrt(mean(s²) + eps) · weight.
+/// With `bias`, the norm is LayerNorm, which first subtracts the mean of s and adds `bias` last.
 ///
 /// - x: f32 `[tokens, hidden]`
 /// - weight, bias: f32 `[hidden]`

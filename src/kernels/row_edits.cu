@@ -2,23 +2,22 @@
 #include "sampling/sampling.cuh"
 
 // Adds values to the logits of a row (logit biases, or -inf for forbidden tokens), then applies the row's penalties.
-// The host may write the description before the previous step has chosen the last token of the row.
 // The host may write `description` before the previous step has chosen the last token of the row.
 // The counts in `description` therefore leave out the last token, and the kernel counts it.
 //   tokens: u32, the tokens that the previous step chose, or NO_TOKEN
 //   description: u32, in host memory or on the device:
 //     rows [grid, ROW_EDITS_WORDS]:
 //       word 0: the row of logits; each row occurs at most once
-//       word 1: 0, or 1 + the index of the row's last token in `tokens`
+//       word 1: 1 + the index of the row's last token in `tokens`, or 0 if the counts already include it
 //       words 2 to 4: where in `description` the row's values start, its counts start, and its counts end
 //       words 5 to 7: the bits of the repetition, frequency and presence penalty
 //     values [values, 2]: a token and the bits of an f32 value; each token at most once per row
-//     counts [counts, 2]: a token and how often it was generated; each token at most once per row
+//     counts [counts, 2]: a token that gets penalties, and how often it was generated; each token at most once per row
 //   grid: edited rows; block: ROW_EDITS_THREADS
 //   bytes moved: 32 · rows + 16 · values + 16 · counts
 extern "C" __global__ void __launch_bounds__(ROW_EDITS_THREADS)
     edit_rows(float* logits, const uint32_t* tokens, const volatile uint32_t* description, int vocab) {
-    __shared__ bool is_counted;  // whether the counts list the row's last token
+    __shared__ bool is_counted;  // whether the row's last token is among the tokens of `counts`
     const volatile uint32_t* row = description + (size_t)blockIdx.x * ROW_EDITS_WORDS;
     const uint32_t source = row[1], values = row[2], counts = row[3], end = row[4];
     const float repetition = __uint_as_float(row[5]), frequency = __uint_as_float(row[6]),
@@ -36,7 +35,7 @@ extern "C" __global__ void __launch_bounds__(ROW_EDITS_THREADS)
         logits[token] = penalize(logits[token], generated, repetition, frequency, presence);
     }
     __syncthreads();
-    // If no token is in flight, `last` is NO_TOKEN, which is larger than every token id.
+    // If the kernel has no last token to count, `last` is NO_TOKEN, which is larger than every token id.
     if (threadIdx.x == 0 && !is_counted && last < (uint32_t)vocab)
         logits[last] = penalize(logits[last], 1, repetition, frequency, presence);
 }

@@ -106,14 +106,14 @@ pub struct EditedRow<'e> {
     pub in_flight: Option<u32>,
 }
 
-/// Queues the edits of `rows` to `logits`, f32 `[rows, vocab]`, in place. Fails if `rows` contains a row twice.
+/// Queues the edits of `rows` to `logits`, f32 `[*, vocab]`, in place. Fails if `rows` contains a row twice.
 ///
 /// `tokens`, u32, holds the tokens of the previous step.
 /// A token with the value [`NO_TOKEN`](super::constants::NO_TOKEN) is not in flight.
 ///
 /// If the description of the edits fits in `range` of `host`, the kernel reads it there.
-/// In this case, the host waits for no earlier steps.
-/// The caller must then leave the range unchanged until the kernel has ended.
+/// The call then waits for no earlier steps. The caller must leave the range unchanged until the kernel has ended.
+/// Otherwise, the call copies the description to the device.
 #[cfg(feature = "cuda")]
 pub fn edit_rows(
     logits: &Tensor,
@@ -129,7 +129,7 @@ pub fn edit_rows(
         row.row < count && row.in_flight.is_none_or(|source| (source as usize) < available) && edited.insert(row.row)
     };
     if !rows.iter().all(is_valid) || (logits.dtype(), tokens.dtype()) != (DType::F32, DType::U32) {
-        bail!("edit_rows: invalid rows for logits {:?} and tokens {:?}", logits.shape(), tokens.shape());
+        bail!("edit_rows: invalid rows or dtypes for logits {:?} and tokens {:?}", logits.shape(), tokens.shape());
     }
     if rows.is_empty() {
         return Ok(());
@@ -144,7 +144,7 @@ pub fn edit_rows(
     };
     let shape = LaunchShape::linear(rows.len(), ROW_EDITS_THREADS);
     let launch = Launch::new(module!("row_edits"), "edit_rows", shape, arguments.int(vocab));
-    // SAFETY: rows and sources are checked above. `description` contains only tokens of the vocabulary.
+    // SAFETY: `is_valid` has checked every row. `description` contains only tokens of the vocabulary.
     unsafe { launch.enqueue(device) }
 }
 

@@ -1,21 +1,23 @@
 //! Memory for the intermediate results of a forward pass.
 //!
-//! Kernels allocate their outputs with [`empty`], which usually takes memory from candle's pool.
+//! Operations allocate the outputs of their kernels with [`empty`], which usually takes memory from candle's pool.
 //! While a CUDA graph is captured, each allocation from candle's pool becomes a graph node.
 //! An allocation node between two kernels prevents these kernels from overlapping.
 //! The capture therefore runs with an [`Arena`]: memory that was allocated before the capture.
 //!
 //! An arena has two halves, and consecutive layers use different halves. A layer's memory is reused two layers later.
-//! At that point, nothing needs the layer's results, because a layer reads only the results of the previous layer.
+//! At that point, nothing needs the layer's results, because a layer reads only its own results
+//! and the results of the previous layer.
 
 use std::cell::{Cell, RefCell};
 
 use candle_core::{DType, Device, Result, Shape, Tensor};
 
-/// The maximum size of an arena in bytes. Larger batches would gain little from overlapping kernels.
+/// The maximum size of an arena in bytes.
+/// Batches that need a larger arena would gain little from overlapping kernels.
 pub const MAX_ARENA_BYTES: usize = 128 << 20;
 
-/// Tensors start at multiples of this many elements, so that vector loads are aligned.
+/// Tensors in an arena start at multiples of this many elements, so that vector loads are aligned.
 const ALIGNMENT: usize = 256;
 
 /// For each dtype, a number of elements.
@@ -170,7 +172,8 @@ mod tests {
 
     use super::*;
 
-    /// Allocates the tensors of three layers. For each tensor, returns whether it starts inside a larger allocation.
+    /// Allocates the tensors of three layers.
+    /// For each tensor, returns whether the tensor starts at a nonzero offset of its storage.
     fn pass(tokens: usize) -> Vec<bool> {
         let mut are_views = Vec::new();
         for layer in 0..3 {
@@ -188,7 +191,8 @@ mod tests {
     #[test]
     fn arena_holds_the_results_of_two_layers() {
         let (_, sizes) = LayerSizes::measure(|| pass(2));
-        // Tensor sizes are rounded up to 256 elements: 600 and 7 floats take 768 and 256 elements, and 6 ids take 256.
+        // Tensor sizes are rounded up to multiples of 256 elements.
+        // 600 and 7 floats take 768 and 256 elements, and 6 ids take 256.
         assert_eq!(sizes.arena_bytes(1), 2 * 4 * (768 + 256 + 256));
         let arena = Arena::new(&sizes, 2, &Device::Cpu).unwrap();
         let first = [false, false, true];

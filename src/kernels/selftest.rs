@@ -1,8 +1,8 @@
 //! Compares tensor operations on a device with their CPU references, using small, irregular shapes.
-//! `tests/it/decode_graph.rs` tests the kernels of `decode` and `sampling`.
 //!
 //! The self-test shows whether the GPU, the driver and this build compute correct results.
 //! `tests/it/kernels.rs` tests the kernels in more depth.
+//! The self-test does not cover the kernels of `decode` and `sampling`. `tests/it/decode_graph.rs` tests them.
 
 use std::time::Instant;
 
@@ -31,7 +31,8 @@ pub struct Check {
     /// NaN if a value is not finite or the lengths of the two results differ. `Err` if the operation fails.
     pub error: std::result::Result<f32, String>,
     pub tolerance: f32,
-    /// The run time of the operation in seconds, including the copies to and from the device.
+    /// The time in seconds for creating the inputs, copying them to the device, running the operation,
+    /// and copying the result back.
     pub seconds: f64,
 }
 
@@ -109,7 +110,7 @@ fn run_with_dtype(device: &Device, dtype: DType) -> Vec<Check> {
     checks
 }
 
-/// Checks attention with every backend that supports the dtype on the device.
+/// Checks attention with every backend, for the cases that the backend supports.
 fn attention_checks(target: CheckTarget, tolerance: f32) -> Vec<Check> {
     let mut checks = Vec::new();
     for backend in [AttentionBackend::Own, AttentionBackend::CandleFlashAttn, AttentionBackend::Eager] {
@@ -196,7 +197,8 @@ fn to_cpu(tensor: &Tensor) -> Result<Tensor> {
 
 /// Runs an operation on the target and on the CPU, and compares the results.
 ///
-/// The CPU computes the reference in f32, from values that the dtype of the target represents exactly.
+/// The CPU computes the reference in f32. The inputs have the same values on both devices,
+/// because inputs in the dtype of the target are already rounded to that dtype.
 fn check(name: &str, target: CheckTarget, tolerance: f32, op: &dyn Fn(CheckTarget) -> Result<Tensor>) -> Check {
     let values = |tensor: Tensor| to_cpu(&tensor)?.flatten_all()?.to_vec1::<f32>();
     let started = Instant::now();
@@ -217,7 +219,7 @@ fn distance(got: &[f32], want: &[f32]) -> f32 {
     got.iter().zip(want).fold(0f32, |max, (got, want)| max.max((got - want).abs())) / scale
 }
 
-/// Returns the tolerated relative error: about the error of rounding one value to `dtype`.
+/// Returns the tolerated relative error. For f16 and bf16, the tolerance is about the machine epsilon.
 fn rounding(dtype: DType) -> f32 {
     match dtype {
         // The reference is also f32. Only the order of sums and the last bits of functions such as exp differ.
@@ -312,7 +314,7 @@ fn attend(target: CheckTarget, case: AttentionCase, backend: AttentionBackend) -
     let (q, k, v) = (tensor(19, tokens, heads)?, tensor(20, rows, kv_heads)?, tensor(21, rows, kv_heads)?);
     let sinks = target.f32(&noise(22, &[heads], DType::F32)?)?;
     let layer = CachedLayer { k: &k, v: &v };
-    // The block table lists the blocks in reverse order.
+    // The blocks are in reverse order, so that a kernel that ignores the block table fails the check.
     let table: Vec<u32> = (0..blocks as u32).rev().collect();
     let queries = Queries::new(&[(tokens, position)], target.device)?;
     let pass_blocks = PassBlocks::new(&queries, &[&table], blocks, target.device)?;
@@ -360,7 +362,7 @@ mod fused {
     /// `sizes` are the hidden size and the intermediate size.
     pub fn expert_mlp(target: CheckTarget, tokens: usize, sizes: (usize, usize)) -> Result<Tensor> {
         let ((experts, chosen), (columns, intermediate)) = ((5, 3), sizes);
-        // Halving the inputs keeps gate and up values near the clamp limit, as in gpt-oss. Halving is exact.
+        // Halving the inputs keeps most gate and up values within the clamp limit. Halving is exact.
         let x = (noise(29, &[tokens, columns], DType::BF16)? * 0.5)?;
         let ids: Vec<u32> = numbers(30, tokens, experts as u64)
             .flat_map(|first| (0..chosen as u64).map(move |next| ((first + next) % experts as u64) as u32))
@@ -386,7 +388,7 @@ mod fused {
         let tiles =
             |(blocks, scales, _): &(Tensor, Tensor, Tensor), order| match Mxfp4Tiles::repack(blocks, scales, order)? {
                 Some(tiles) => Ok(tiles),
-                None => bail!("repack rejected scales of at most 2"),
+                None => bail!("repack rejected the scales, although none exceeds 2"),
             };
         let (up_tiles, down_tiles) = (tiles(&up, RowOrder::Paired)?, tiles(&down, RowOrder::Plain)?);
         let gate_up = ExpertLinear { tiles: &up_tiles, bias: &up.2 };

@@ -12,7 +12,7 @@ use super::launch::{Arguments, HostWords, Launch, LaunchShape, module};
 pub struct StepInputs {
     /// The token ids. The id at an index whose source is not `None` is ignored.
     pub ids: Vec<u32>,
-    /// For each id, the index of the token of the previous step that replaces the id, or `None`.
+    /// For each id, the index of the token in the output of the previous step that replaces the id, or `None`.
     pub sources: Vec<Option<u32>>,
     /// The words after the ids, which change in every step. A batch graph has its positions and cache rows here.
     pub words: Vec<u32>,
@@ -37,10 +37,12 @@ impl StepInputs {
         words
     }
 
-    /// Writes the inputs to `inputs`, a contiguous u32 vector. `tokens`, u32, holds the tokens of the previous step.
+    /// Queues a kernel that writes the inputs to `inputs`, a contiguous u32 vector.
+    /// `tokens`, u32, holds the tokens that the previous step chose.
     ///
-    /// If the inputs fit in `range` of `host`, the kernel reads them there. The host then waits for no earlier steps.
+    /// If the description fits in `range` of `host`, the kernel reads it there, and the host waits for no earlier step.
     /// The caller must then leave the range unchanged until the kernel has ended.
+    /// Otherwise, the host copies the description to the device.
     pub fn write(
         &self,
         inputs: &Tensor,

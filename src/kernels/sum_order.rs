@@ -1,8 +1,8 @@
-//! [`SumOrder`]: whether the order of additions in a matrix product may depend on the number of tokens.
+//! [`SumOrder`]: whether the order of additions in matrix products and attention may depend on the number of tokens.
 
 use candle_core::{Result, Tensor};
 
-/// The order in which kernels add the terms of long sums, such as the dot products of a matrix product.
+/// The order in which kernels add the terms of long sums, such as the dot products of matrix products and attention.
 ///
 /// Because of rounding, a floating-point sum depends on the order of its terms.
 /// The fastest order depends on the number of tokens.
@@ -12,7 +12,7 @@ pub enum SumOrder {
     /// The fastest order for the number of tokens in the pass.
     #[default]
     Fastest,
-    /// The same order for any number of tokens. This order is slower than `Fastest`.
+    /// The same order for any number of tokens. This order can be slower than `Fastest`.
     Fixed,
 }
 

@@ -23,14 +23,14 @@ impl TokenMask {
         &self.words
     }
 
-    /// Allows a token, unless it is outside the vocabulary.
+    /// Allows a token. Ignores an id for which the mask has no word.
     pub fn allow(&mut self, id: u32) {
         if let Some(word) = self.words.get_mut(id as usize / 32) {
             *word |= 1 << (id % 32);
         }
     }
 
-    /// Forbids a token. Ignores a token outside the vocabulary.
+    /// Forbids a token. Ignores an id for which the mask has no word.
     pub fn forbid(&mut self, id: u32) {
         if let Some(word) = self.words.get_mut(id as usize / 32) {
             *word &= !(1 << (id % 32));
@@ -46,7 +46,7 @@ impl TokenMask {
         self.words.iter().all(|&word| word == 0)
     }
 
-    /// Sets the logits of all tokens that the mask does not allow to -inf, like `mask_logits` in `logits.cu`.
+    /// Sets the logits of all tokens that the mask does not allow to -inf, like `mask_logits` in `sampling/logits.cu`.
     pub fn apply(&self, logits: &mut [f32]) {
         for (id, logit) in logits.iter_mut().enumerate() {
             if !self.is_allowed(id as u32) {

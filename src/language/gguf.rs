@@ -1,4 +1,4 @@
-//! Reads the tokenizer, chat format, stop tokens and sampling defaults from the metadata of a GGUF file.
+//! Reads the tokenizer, chat format, stop tokens and sampling defaults of a model in a GGUF file.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -11,7 +11,7 @@ use crate::tokenizer::Tokenizer;
 use crate::tokenizer::gguf::Vocabulary;
 use crate::weights::gguf::GgufCheckpoint;
 
-/// The tokenizer, chat format and defaults that [`read`] finds in a GGUF file.
+/// The result of [`read`].
 pub struct GgufLanguage {
     pub tokenizer: Tokenizer,
     pub chat: Option<ChatFormat>,

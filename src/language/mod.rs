@@ -1,4 +1,4 @@
-//! The parts of a model other than its weights: tokenizer, chat format, stop tokens and sampling defaults.
+//! The parts of a model besides its config and its weights: tokenizer, chat format, stop tokens and sampling defaults.
 //!
 //! Loading reads the tokenizer and the config files, or the metadata of a GGUF file, but no weights.
 

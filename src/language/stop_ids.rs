@@ -1,4 +1,4 @@
-//! Collects the ids of stop tokens from the config files of a snapshot.
+//! Collects the ids of stop tokens from the config files and the chat format of a snapshot.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -21,7 +21,8 @@ pub fn read_json(dir: &Path, name: &str) -> Result<Value> {
     Ok(files::read_json_if_present(&path, limit)?.unwrap_or_default())
 }
 
-/// Returns the sorted stop token ids from all config files and the chat format. In some models, no file has all ids.
+/// Returns the sorted stop token ids from all config files and the chat format.
+/// In some models, no single file has all ids.
 pub fn collect(dir: &Path, generation: &Value, tokenizer: &Tokenizer, chat: Option<&ChatFormat>) -> Result<Vec<u32>> {
     let mut ids = BTreeSet::new();
     for json in [&read_json(dir, "config.json")?, generation] {

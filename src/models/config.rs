@@ -18,7 +18,7 @@ use crate::text::{excerpt, library_error, quote};
 use crate::weights::Weights;
 
 /// [`from_json`] searches for the invalid field only in configs with at most this many fields.
-/// The search parses the config once per field. Real configs have up to 100 fields.
+/// The search parses the config up to once per field, so it would be slow for a hostile config with many fields.
 const MAX_FIELDS: usize = 200;
 
 /// The config.json fields that have the same names in nearly all families.
@@ -86,8 +86,9 @@ pub(super) fn from_json<T: DeserializeOwned>(json: Value) -> Result<T> {
     }
 }
 
-/// Copies the activation from `field` to `hidden_act`, which the configs read. Fails if it is not in `supported`.
-/// If `field` is absent, the activation is the first of `supported`.
+/// Copies the activation from `field` to `hidden_act`, which the configs read.
+/// Fails if the activation is not in `supported`.
+/// If `field` is absent or not a string, the activation is the first of `supported`.
 pub(super) fn normalize_activation(family: &str, json: &mut Value, field: &str, supported: &[&str]) -> Result<()> {
     let name = json[field].as_str().unwrap_or(supported[0]);
     if !supported.contains(&name) {
@@ -106,7 +107,7 @@ pub(super) fn reject_fields(family: &str, json: &Value, fields: &[&str]) -> Resu
     }
 }
 
-/// Fails if a scale or soft cap is present but is not between 1e-6 and 1e9.
+/// Fails if a scale, soft cap or clamp limit is present but is not between 1e-6 and 1e9.
 pub(super) fn check_scale(key: &str, value: Option<f32>) -> Result<()> {
     check_optional(key, value, 1e-6..=1e9)
 }
@@ -222,7 +223,7 @@ impl CommonConfig {
     }
 }
 
-/// The sizes that every model has. They are checked before other fields, to prevent overflows in products of sizes.
+/// The sizes that every model has. Checking their ranges prevents overflows in products of sizes.
 pub(super) struct ModelSizes {
     pub hidden_size: usize,
     pub layers: usize,

@@ -1,4 +1,4 @@
-//! The interface of a model family. A family parses config.json and builds the decoder.
+//! The interface of a model family: parsing config.json and building the decoder.
 
 use anyhow::Result;
 use serde_json::Value;
@@ -34,7 +34,8 @@ pub trait Architecture: Send + Sync {
     /// Returns the size of the residual stream.
     fn hidden_size(&self) -> usize;
 
-    /// Returns `intermediate_size` from config.json. In Mixtral and gpt-oss, this is the size of one expert.
+    /// Returns the intermediate size of an MLP: `intermediate_size` in config.json, or `n_inner` in GPT-2.
+    /// In Mixtral and gpt-oss, this is the intermediate size of one expert.
     fn intermediate_size(&self) -> usize;
 
     /// Returns the KV cache spec of each layer.

@@ -58,7 +58,8 @@ fn read(mut json: Value) -> Result<Box<dyn Architecture>> {
     Ok(Box::new(config))
 }
 
-/// Returns the decoder config that all Gemma models share.
+/// Returns the parts of the decoder config that Gemma 2 and Gemma 3 share.
+///
 /// Gemma checkpoints store each norm weight minus 1. Gemma multiplies embeddings by sqrt(hidden_size).
 pub(super) fn decoder_config(
     common: &CommonConfig,

@@ -28,7 +28,8 @@ pub const TEXT: Family = Family { model_type: "gemma3_text", architecture: "Gemm
 pub const MULTIMODAL: Family =
     Family { model_type: "gemma3", architecture: "Gemma3ForConditionalGeneration", read: read_multimodal };
 
-/// The possible prefixes of tensor names in text-only checkpoints, multimodal checkpoints, and transformers 5 files.
+/// The prefixes of tensor names in text-only checkpoints, in multimodal checkpoints,
+/// and in multimodal checkpoints that transformers 5 saved.
 const PREFIXES: [&str; 3] = ["model", "language_model.model", "model.language_model"];
 
 #[derive(Debug, Deserialize)]
@@ -69,7 +70,9 @@ fn read_multimodal(mut json: Value) -> Result<Box<dyn Architecture>> {
     read(text)
 }
 
-/// Replaces the RoPE fields by two RoPE configs: one for full-attention layers, and `sliding_rope` for other layers.
+/// Splits the RoPE fields into two RoPE configs.
+/// The top-level fields keep the config of full-attention layers. `sliding_rope` gets the config of other layers.
+///
 /// Newer files have a `rope_parameters` object with one entry per layer type.
 /// Older files have the fields `rope_theta`, `rope_scaling` and `rope_local_base_freq`.
 fn split_rope(json: &mut Value) -> Result<()> {

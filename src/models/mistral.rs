@@ -1,4 +1,4 @@
-//! Mistral 7B, Nemo, Small, and all other `MistralForCausalLM` models.
+//! Mistral 7B, Nemo, Small, and other `MistralForCausalLM` models.
 //!
 //! The layers are the same as in Llama.
 //! In Mistral 7B v0.1, all layers have a sliding window. Later versions have no sliding window.

@@ -1,7 +1,8 @@
-//! Qwen2, Qwen2.5, QwQ, and all other `Qwen2ForCausalLM` models.
+//! Qwen2, Qwen2.5, QwQ, and other `Qwen2ForCausalLM` models.
 //!
 //! The layers are the same as in Llama, with biases on q, k and v.
-//! config.json can enable a sliding window for the upper layers, but no published model uses this option.
+//! config.json can enable a sliding window.
+//! Without `layer_types`, the window then applies to layers from index `max_window_layers` on.
 //!
 //! Source: arXiv 2407.10671; transformers `modeling_qwen2.py`.
 

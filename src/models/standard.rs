@@ -12,7 +12,7 @@ use crate::nn::mlp::Mlp;
 use crate::weights::Weights;
 
 /// The config of a family whose config.json has the fields of [`CommonConfig`].
-/// Families with a standard decoder differ only in how they load attention and MLPs.
+/// Families with a standard decoder differ mainly in how they load attention and MLPs.
 pub(super) trait StandardDecoder: Send + Sync {
     fn common(&self) -> &CommonConfig;
 

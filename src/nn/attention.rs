@@ -44,7 +44,7 @@ pub struct AttentionConfig {
 }
 
 impl AttentionConfig {
-    /// Returns the config of most families: a scale of 1/sqrt(head_dim), and no biases, sinks, q/k norms or soft cap.
+    /// Returns a config with a scale of 1/sqrt(head_dim), and without biases, sinks, q/k norms or a soft cap.
     pub fn new(hidden_size: usize, heads: usize, spec: LayerSpec) -> Self {
         Self {
             hidden_size,

@@ -5,7 +5,7 @@ use std::ops::RangeInclusive;
 
 use anyhow::{Result, bail};
 
-/// The largest allowed size in config.json, such as `hidden_size`. No known model has a larger size.
+/// The upper limit of sizes in config.json, such as `hidden_size`. No known model has a larger size.
 /// The product of two such sizes fits in a `usize`.
 pub const MAX_SIZE: usize = 1 << 24;
 

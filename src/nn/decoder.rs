@@ -29,7 +29,7 @@ use crate::kernels::{
 use crate::weights::Weights;
 
 /// A callback that receives the index of each layer and the residual stream after the layer, f32 `[tokens, hidden]`.
-/// The last layer computes only the rows that `PassBatch::logits` selects.
+/// After the last layer, the residual stream has only the rows that `PassBatch::logits` selects.
 /// If several ranks divide each layer, all ranks must pass a callback, because they add the partial results for it.
 pub type Tap<'t> = &'t mut dyn FnMut(usize, &Tensor) -> Result<()>;
 
@@ -108,7 +108,7 @@ impl Decoder {
             layer_world: if world.stages().is_some() { World::alone() } else { world.clone() },
             world,
         };
-        // Check that every tensor in the checkpoint was loaded.
+        // Check that every tensor of this rank's layers was loaded.
         // If ranks divide each layer, some ranks may hold no part of a tensor, so only the first rank checks.
         if decoder.world.is_first() || decoder.world.stages().is_some() {
             layers.check_all_loaded(own, layer_count)?;
@@ -130,7 +130,7 @@ impl Decoder {
         self.forward_pass(&Tensor::new(batch.ids, device)?, &pass, cache, batch.logits, tap)
     }
 
-    /// Runs a batch like `forward`, with `ids`, u32 `[tokens]`, that are already on the device.
+    /// Runs a batch like `forward`, but with `ids`, u32 `[tokens]`, which are already on the device.
     /// `ids` replace `batch.ids`, which are placeholders. The caller guarantees that `ids` are in the vocabulary.
     #[cfg(feature = "cuda")]
     pub(crate) fn forward_device_ids(&self, ids: &Tensor, batch: &PassBatch, cache: &KvCache) -> Result<Tensor> {
@@ -202,21 +202,19 @@ impl Decoder {
         mut tap: Option<Tap>,
     ) -> Result<Tensor> {
         scratch::begin_layer();
-        // 1. embed
         let x = self.embed_tokens.embed(ids, self.embed_scale)?;
         let positions =
             self.embed_positions.as_ref().map(|table| embed(table, pass.queries().positions(), 1.0)).transpose()?;
         let mut residual = Residual::new(x, positions, &self.layer_world);
 
-        // 2. layers
         for stage in 0..self.stages() {
             let is_own = self.is_own(stage);
             if is_own {
                 for (index, layer) in self.own_layers() {
                     self.world.tick();
                     scratch::begin_layer();
-                    // All layers except the last run for every token, because later layers attend to all tokens.
-                    // The last layer runs only for the tokens that need logits.
+                    // Every layer computes attention for all tokens.
+                    // In the last layer, o_proj and the MLP run only for the tokens that need logits.
                     let needed = if index + 1 == self.layer_count { rows } else { LogitRows::All };
                     layer.forward(&mut residual, index, pass, cache, needed)?;
                     if let Some(tap) = &mut tap {
@@ -231,7 +229,6 @@ impl Decoder {
             }
         }
 
-        // 3. norm
         scratch::begin_layer();
         let normed = residual.norm(&self.norm, self.dtype)?;
         scratch::end_layers();
@@ -290,10 +287,11 @@ impl Decoder {
         })
     }
 
-    /// Runs the dense matrix products of steps with up to `tokens` tokens and `rows` rows of logits, on zeros.
+    /// Runs the matrix products of attention, dense MLPs and the output head on zeros.
+    /// Covers steps with up to `tokens` tokens and `rows` rows of logits. Does nothing on a CPU.
     ///
     /// cuBLASLt loads a kernel when a product first needs it, after the GPU has finished all queued work.
-    /// After this call, no step waits for cuBLASLt to load a kernel. Does nothing on a CPU.
+    /// After this call, steps with [`SumOrder::Fastest`] do not wait for cuBLASLt to load a kernel.
     #[cfg_attr(not(feature = "cuda"), expect(unused_variables))]
     pub fn load_product_kernels(&self, tokens: usize, rows: usize) -> Result<()> {
         #[cfg(feature = "cuda")]
@@ -371,8 +369,8 @@ impl Decoder {
         })
     }
 
-    /// Returns the mean number of distinct experts used per layer and decode step since the last call.
-    /// Returns `None` if no step counted its experts. Waits for the device.
+    /// Returns the mean number of distinct experts per layer in the batches that `ExpertUsage` counted since the last
+    /// call. Returns `None` if `ExpertUsage` counted no batch. Waits for the device.
     pub fn take_used_experts(&self) -> Result<Option<f64>> {
         let usage = self.layers.iter().filter_map(|layer| layer.mlp.usage());
         let counts = usage.map(|usage| usage.take()).collect::<candle_core::Result<Vec<_>>>()?;

@@ -1,12 +1,12 @@
 //! The paged KV cache: the keys and values of all sequences, in blocks of [`BLOCK_TOKENS`] positions.
 //!
-//! Layers with the same attention window form a group, and a sequence has one block table per group.
+//! The layers are divided into groups with one attention window each, and a sequence has one block table per group.
 //! In full-attention groups, a sequence keeps all its blocks.
-//! In sliding-window groups, a sequence keeps only the blocks in the window.
+//! In sliding-window groups, a sequence keeps only the blocks that overlap the window.
 //!
 //! All blocks have room for the same number of layers, so any group can use any free block.
 //! Layer i of every group is stored in the same tensors, but in different blocks.
-//! If one window is more common than another, as in Gemma 3, the layers with that window form several groups.
+//! If one window is more common than another, as in Gemma 3, the layers with the common window form several groups.
 //! vLLM's hybrid KV cache manager has the same design.
 
 use std::ops::Range;
@@ -24,7 +24,7 @@ pub use crate::kernels::attention::BLOCK_TOKENS;
 pub struct LayerSpec {
     pub kv_heads: usize,
     pub head_dim: usize,
-    /// The number of positions that a token attends to, including its own. `None` for full attention.
+    /// The maximum number of positions that a token attends to, including its own. `None` for full attention.
     pub window: Option<usize>,
 }
 
@@ -75,8 +75,8 @@ impl CacheLayout {
         for (window, _) in classes {
             let members: Vec<usize> = (0..layers.len()).filter(|&layer| layers[layer].window == window).collect();
             let (first, groups) = (windows.len(), members.len().div_ceil(layers_per_group));
-            // Put neighboring layers into different groups, so that any range of layers is divided evenly.
-            // A block of `of_layers` then needs room for few layers.
+            // Put neighboring layers into different groups, so that any range of layers is spread evenly over groups.
+            // A block of a layout from `of_layers` then needs room for few layers.
             for (index, layer) in members.into_iter().enumerate() {
                 places[layer] = (first + index % groups, index / groups);
             }
@@ -87,7 +87,7 @@ impl CacheLayout {
     }
 
     /// Returns the layout of a cache that holds only the layers in `range`.
-    /// The groups and block tables stay the same, but a block has room for fewer layers.
+    /// The groups and block tables stay the same, but a block has room only for the layers of a group in `range`.
     pub fn of_layers(&self, range: Range<usize>) -> Self {
         let mut counts = vec![0; self.groups()];
         let places = self.places[range.clone()].iter().map(|&(group, _)| {
@@ -260,7 +260,7 @@ impl KvCache {
         self.layout.heads.map_or(0, |(kv_heads, _)| kv_heads)
     }
 
-    /// Copies the keys and values of all layers of a group from block `from` to block `to`.
+    /// Copies the keys and values in block `from` to block `to`, in all layers of the group that uses the blocks.
     pub fn copy_block(&self, from: u32, to: u32) -> Result<()> {
         for tensor in self.layers.iter().flat_map(|(k, v)| [k, v]) {
             let rows = tensor.narrow(0, from as usize * BLOCK_TOKENS, BLOCK_TOKENS)?.force_contiguous()?;

@@ -92,7 +92,8 @@ impl Linear {
         self.weight.bytes() + self.bias.as_ref().map_or(0, kernels::bytes)
     }
 
-    /// Maps x `[tokens, in]` to this rank's part of x·Wᵀ + b, `[tokens, out]`. Each rank holds some columns of x and W.
+    /// Maps x `[tokens, in]` to this rank's part of x·Wᵀ, `[tokens, out]`. Each rank holds some columns of x and W.
+    /// The result includes the bias as a separate vector, which is not yet added.
     pub(super) fn forward_part(&self, x: &Tensor, order: SumOrder, dtype: PartDtype) -> Result<PartOutput<'_>> {
         let rows = match dtype {
             PartDtype::F32 => self.weight.matmul(x, order)?,
@@ -120,7 +121,7 @@ impl Linear {
             return Ok(());
         }
         for class in size_classes(tokens) {
-            // The largest class can exceed `tokens`, for which the memory was planned.
+            // The largest class can exceed `tokens`, but memory is planned only for `tokens` tokens.
             let tokens = class.min(tokens);
             let x = Tensor::zeros((tokens, columns), dtype, self.weight.device())?;
             self.forward_part(&x, SumOrder::Fastest, part_dtype(tokens))?;
@@ -133,7 +134,7 @@ impl Linear {
         Ok(self.weight.matmul(x, order)?)
     }
 
-    /// Maps x `[tokens, in]` to f32 `[tokens, out]`.
+    /// Maps x `[tokens, in]` to x·Wᵀ + b, f32 `[tokens, out]`.
     /// x must have the weight's dtype. If the weight is quantized, x may have any float dtype.
     pub fn forward(&self, x: &Tensor, order: SumOrder) -> Result<Tensor> {
         self.forward_into(x, order, None)

@@ -211,8 +211,7 @@ fn intermediate_share(down: &Weights, intermediate_size: usize) -> Result<Range<
     Ok(down.world().share(intermediate_size, unit))
 }
 
-/// Returns the kernel for an activation. Fails if no kernel implements the activation.
-/// The kernel also performs the multiplication and the cast that follow the activation.
+/// Converts an activation from config.json to the activation of the kernels. Fails if no kernel implements it.
 fn kernel_activation(activation: Activation) -> Result<activation::Activation> {
     match activation {
         Activation::Silu | Activation::Swish => Ok(activation::Activation::Silu),

@@ -3,7 +3,7 @@
 //! - `decoder`, `decoder_config`: the decoder that all families share, and its sizes, options and tensor names
 //! - `layer`: a decoder layer: attention, then an MLP
 //! - `attention`, `rope`, `mlp`, `moe`, `linear`, `norm`: the parts of a layer
-//! - `kv_cache`: the paged KV cache; `pass`: the tokens and tables of one forward pass
+//! - `kv_cache`: the paged KV cache; `pass`: the tokens and tables of one forward pass; `residual`: the residual stream
 //! - `checks`: range checks for numbers from config.json
 
 pub mod attention;

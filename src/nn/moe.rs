@@ -180,7 +180,7 @@ pub struct ClampedMoe {
     /// The biases of `down_proj`, `[experts, hidden]`.
     pub(crate) down_bias: Tensor,
     pub(crate) config: ClampedMoeConfig,
-    /// Counts the experts that batched decode steps use.
+    /// Counts the distinct experts of small batches (see [`ExpertUsage`]).
     pub(crate) usage: ExpertUsage,
 }
 
@@ -215,7 +215,7 @@ impl ClampedMoe {
         (self.gate_up_proj.bytes() + self.down_proj.bytes() + biases) / self.config.experts as u64
     }
 
-    /// Returns the counter of the experts that batched decode steps use.
+    /// Returns the counter of the distinct experts of small batches.
     pub fn usage(&self) -> &ExpertUsage {
         &self.usage
     }

@@ -11,7 +11,7 @@ use crate::kernels::rows::add_bias;
 
 /// This rank's part of the output of attention or of an MLP.
 pub(crate) struct PartOutput<'l> {
-    /// The part, `[tokens, hidden]`, in f32 or as [`PartDtype`] says. The output is the sum of the parts of all ranks.
+    /// The part, `[tokens, hidden]`, f32 or rounded (see [`PartDtype`]). The output is the sum of all ranks' parts.
     pub rows: Tensor,
     /// A bias to add to every row of the sum, f32 `[hidden]`.
     pub bias: Option<&'l Tensor>,
@@ -21,7 +21,8 @@ pub(crate) struct PartOutput<'l> {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum PartDtype {
     F32,
-    /// The ranks round the part to the compute dtype. A part that is already rounded takes less time to write and read.
+    /// The part may be in the compute dtype, because the ranks round large parts anyway when they add them.
+    /// A rounded part takes less time to write and read.
     Rounded,
 }
 

@@ -22,7 +22,8 @@ use crate::text::quote;
 const MIN_THETA: f64 = 2.0;
 const MAX_THETA: f64 = 1e15;
 
-/// The range of RoPE scaling parameters. `factor` must also be at least 1. Real values are between 0.5 and 100.
+/// The range of RoPE scaling parameters. `factor` must also be at least 1.
+/// Published models have values between 0.5 and 100.
 const MIN_FACTOR: f64 = 1e-3;
 const MAX_FACTOR: f64 = 1e6;
 
@@ -109,7 +110,8 @@ impl RopeConfig {
     }
 
     /// Computes the frequencies for `dim` rotated elements of a head. Without `rope_theta`, `default_theta` applies.
-    /// Fails if a parameter is missing or out of range, or if a frequency is not a positive number.
+    /// Fails if the method is not supported, if a parameter is missing or out of range,
+    /// or if a frequency or the attention factor is not a positive number.
     pub fn frequencies(&self, dim: usize, lengths: RopeLengths, default_theta: f64) -> Result<RopeFrequencies> {
         let default = RopeParameters::default();
         let parameters = self.parameters().unwrap_or(&default);
@@ -140,7 +142,7 @@ impl RopeConfig {
         };
         let is_positive = |value: &f32| value.is_finite() && *value > 0.0;
         if !frequencies.inv_freq.iter().all(is_positive) || !is_positive(&frequencies.attention_factor) {
-            bail!("the RoPE scaling in config.json results in frequencies that are not positive numbers");
+            bail!("the RoPE scaling in config.json results in a frequency or an attention factor that is not positive");
         }
         Ok(frequencies)
     }

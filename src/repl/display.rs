@@ -1,4 +1,5 @@
-//! Shows a turn on stdout: with formatting on a color terminal, and as plain text otherwise.
+//! Shows a turn on stdout: with Markdown formatting on a color terminal, unless `plain` or `--raw` is set.
+//! Otherwise, shows plain text.
 
 use std::io::Write;
 
@@ -32,7 +33,7 @@ enum TurnOutput {
 }
 
 /// Prints text as it arrives, without Markdown formatting.
-/// With color, the reasoning is dimmed. Without color, labels mark the reasoning and the answer.
+/// With color, the reasoning is dimmed. Without color, labels mark the reasoning and the answer after it.
 struct PlainText {
     hides_reasoning: bool,
     color: Color,
@@ -92,7 +93,7 @@ impl TurnDisplay {
         Ok(())
     }
 
-    /// Ends the turn. Prints the statistics and notes of `turn`, which is `None` if the turn failed.
+    /// Ends the turn. Prints the tool calls, statistics and notes of `turn`, which is `None` if the turn failed.
     ///
     /// Returns the visibility of reasoning for the next turn, and the input typed ahead.
     pub fn finish(mut self, turn: Option<&Turn>) -> Result<(ReasoningVisibility, TypeAhead)> {
@@ -143,7 +144,7 @@ impl PlainText {
                 if self.last == Some(Channel::Reasoning) {
                     write!(out, "\n\n{answer}")?;
                 }
-                // Skip line breaks between the reasoning and the answer.
+                // Skip line breaks at the start of the answer.
                 let is_first = self.last != Some(Channel::Answer);
                 write!(out, "{}", if is_first { text.trim_start_matches('\n') } else { &text })?;
             }

@@ -139,7 +139,8 @@ fn take(shared: &SharedText) -> Option<String> {
     shared.lock().unwrap_or_else(PoisonError::into_inner).take()
 }
 
-/// Returns the path of the history file and creates its folder. `None` if saving is disabled or the folder is unknown.
+/// Returns the path of the history file and creates its folder.
+/// Returns `None` if saving is disabled, or if the folder is unknown or cannot be created.
 fn history_path() -> Option<PathBuf> {
     let folder = state_folder::path().filter(|_| state_folder::is_enabled())?;
     state_folder::create_folder(&folder).ok()?;
@@ -192,8 +193,8 @@ fn edit_file(editor: &str, path: &Path, text: &str) -> Result<String> {
     let mut shell = Command::new("sh");
     shell.arg("-c").arg(script).arg(editor).arg(path);
     let status = terminal::interrupt::ignore_ctrl_c_during(|| shell.status());
-    let status = status.with_context(|| format!("cannot run {editor}"))?;
-    anyhow::ensure!(status.success(), "{editor} failed ({status}); set EDITOR to another editor");
+    let status = status.with_context(|| format!("cannot run {editor}: cannot start sh"))?;
+    anyhow::ensure!(status.success(), "{editor} failed ({status}); set VISUAL to another editor");
     let edited = files::read_text(path, files::TEXT)?;
     Ok(edited.trim_end().to_string())
 }

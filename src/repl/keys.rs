@@ -106,7 +106,8 @@ fn listen(
     modes: &Termios,
 ) -> TypeAhead {
     let mut quiet_ticks = 0;
-    // If the answer ends during a paste, read the paste to its end. The prompt would treat its line breaks as Enter.
+    // If the answer ends during a paste, read the paste to its end.
+    // Otherwise, the prompt would treat line breaks in the rest of the paste as Enter.
     while !shared.should_end.load(Ordering::Relaxed) || (type_ahead.is_incomplete() && quiet_ticks < MAX_QUIET_TICKS) {
         let mut waiting = [PollFd::new(input.as_fd(), PollFlags::POLLIN)];
         match poll(&mut waiting, PollTimeout::from(TICK_MS)) {

@@ -55,7 +55,7 @@ pub fn run(mut session: Session) -> Result<ExitCode> {
             }
             Input::End => break,
         };
-        // Ignore a Ctrl-C that the user pressed in $EDITOR, because it was meant for the editor.
+        // Clear a Ctrl-C that arrived after the last answer. Otherwise, the next answer would stop at once.
         cancel.store(false, Ordering::Relaxed);
         was_interrupted = false;
         if input.trim().is_empty() {

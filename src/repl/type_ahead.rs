@@ -44,7 +44,7 @@ enum EscapeState {
     Ss3,
 }
 
-/// The maximum length of an escape sequence, in bytes. No key sends a longer escape sequence.
+/// The maximum number of bytes after `ESC [` in an incomplete CSI sequence. No key sends a longer sequence.
 const MAX_SEQUENCE_BYTES: usize = 32;
 
 impl TypeAhead {
@@ -57,7 +57,7 @@ impl TypeAhead {
                     b'[' => EscapeState::Csi(Vec::new()),
                     b'O' => EscapeState::Ss3,
                     0x1b => EscapeState::Escape,
-                    // Alt with a character: ignore the escape byte and the character.
+                    // Alt with a key: ignore the escape byte and this byte.
                     _ => EscapeState::None,
                 }
             }

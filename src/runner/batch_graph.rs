@@ -1,6 +1,6 @@
 //! Batched decode steps as CUDA graphs, with one graph per padded batch size.
 //!
-//! A batch graph replays the operations of [`Decoder::forward_pass`]. The results are equal except for rounding.
+//! A batch graph replays the operations of [`Decoder::forward_pass_into`]. The results are equal except for rounding.
 //! The host launches one graph instead of hundreds of kernels.
 //!
 //! Batches are padded to a few sizes, so that few graphs are needed. A padding row repeats the last sequence.
@@ -36,6 +36,7 @@ pub struct BatchGraphs {
     logits: Option<Tensor>,
     /// The largest batch size for which the arena has room, and the arena for intermediate results of new graphs.
     /// If a larger batch needs a new arena, earlier graphs keep their arena.
+    /// `None` before the first graph, or if the latest arena would have exceeded `MAX_ARENA_BYTES`.
     arena: Option<(usize, Arena)>,
     /// Whether a batch graph has failed. If so, [`can_run_model`](Self::can_run_model) returns false.
     has_failed: bool,
@@ -89,7 +90,7 @@ impl BatchGraphs {
     ) -> Result<Option<Tensor>> {
         match self.run(decoder, cache, sequences, buffers) {
             Ok(logits) => Ok(Some(logits)),
-            // Do not repeat the step eagerly: the other ranks do not know about the failure, and would not do so.
+            // Do not repeat the step eagerly: the other ranks do not know about the failure, and would not repeat it.
             Err(error) if decoder.world().size() > 1 => Err(error),
             Err(error) => {
                 // The failed step may have written keys and values to the cache. The eager step overwrites them.
@@ -215,7 +216,8 @@ impl BatchGraph {
         Ok(StepInputs { ids, sources, words, changes })
     }
 
-    /// Runs the first step of this batch size and captures the step as a graph. Replaces `arena` if it is too small.
+    /// Runs the first step of this batch size and captures the step as a graph. Replaces `arena` if it is too small,
+    /// or sets it to `None` if the new arena would exceed `MAX_ARENA_BYTES`.
     fn capture_first_step(
         &mut self,
         device: &CudaDevice,
@@ -223,8 +225,8 @@ impl BatchGraph {
         cache: &KvCache,
         arena: &mut Option<(usize, Arena)>,
     ) -> Result<()> {
-        // Run the step without a graph first, because a capture can neither load kernels nor allocate memory.
-        // The uncaptured run loads all kernels and allocates the counters of finished attention splits.
+        // First run the step without a graph. This run loads all kernels and allocates counters of attention splits.
+        // A capture cannot load kernels, and memory that is allocated during a capture belongs to the graph.
         let (result, sizes) = LayerSizes::measure(|| self.forward(decoder, cache));
         result?;
         let size = self.ids.dims1()?;
@@ -241,12 +243,11 @@ impl BatchGraph {
             None => self.forward(decoder, cache),
         };
         // SAFETY: `forward_pass_into` frees all memory that it allocates, except for new logits, which `forward` frees.
-        // `Runner` drops the graphs before the decoder and the cache. `BatchGraph` owns its buffers and the arena.
-        // Only the engine thread uses the stream after loading.
+        // `Runner` and `Follower` drop the graphs before the decoder and the cache.
+        // `BatchGraph` owns its buffers and the arena. After loading, only the thread of this rank uses the stream.
         let graph = unsafe { LaunchGraph::capture_with(device, forward)? };
-        // Run the step again, as a graph.
-        // cuBLAS computes f32 products. During the capture, it may have chosen other algorithms than in the first run.
-        // All steps of one batch size must use the same algorithms.
+        // Run the step again, as a graph, because all steps of one batch size must use the same algorithms.
+        // cuBLAS computes f32 products, and may have chosen other algorithms during the capture than in the first run.
         decoder.world().launch_together(|| graph.enqueue())?;
         self.graph = Some(graph);
         Ok(())

@@ -9,7 +9,7 @@ use crate::nn::kv_cache::{self, BLOCK_TOKENS, peak_blocks};
 use crate::nn::mlp::ExpertCost;
 use crate::nn::pass::LogitRows;
 
-/// The sequence id of the single sequence in the decode graph.
+/// The id of the solo sequence in the decode graph.
 const SOLO: u64 = u64::MAX;
 
 impl Runner {
@@ -104,7 +104,8 @@ impl Runner {
         Ok(token)
     }
 
-    /// Keeps only the first `len` cached tokens. Prefills these tokens again if removed tokens overwrote some of them.
+    /// Keeps only the first `len` cached tokens, and waits for the device.
+    /// Prefills these tokens again if removed tokens have overwritten keys and values that the next token attends to.
     pub fn rewind(&mut self, len: usize) -> Result<()> {
         if len > self.solo.cached.len() {
             bail!("cannot rewind to {len} tokens: only {} are cached", self.solo.cached.len());

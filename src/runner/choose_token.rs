@@ -19,7 +19,7 @@ pub(super) const NO_ALLOWED_TOKEN: &str =
 
 /// Chooses the next token of a sequence.
 pub trait ChooseToken {
-    /// Returns the next token for `logits`, f32 `[vocab]`. May modify the logits in place.
+    /// Returns the next token for `logits`, f32 `[vocab]`, and records the token. May modify the logits in place.
     ///
     /// The caller has added [`logit_edits`](Self::logit_edits) to the logits.
     /// All tokens outside [`allowed_tokens`](Self::allowed_tokens) have a logit of -inf.
@@ -45,8 +45,9 @@ pub trait ChooseToken {
 
     /// Returns the tokens that may be chosen next, or `None` if any token may be chosen.
     ///
-    /// The runner calls this once per step, after it has queued the pass and before [`logit_edits`](Self::logit_edits).
-    /// On a GPU, the pass therefore runs during the call. An error ends only the sampler's sequence.
+    /// The runner calls this at most once per step: after it has queued the pass, and before it gets the
+    /// [`logit_edits`](Self::logit_edits) to add. On a GPU, the pass therefore runs during the call.
+    /// An error ends only the sampler's sequence.
     fn allowed_tokens(&mut self) -> Result<Option<TokenMask>> {
         Ok(None)
     }
@@ -71,7 +72,7 @@ pub trait ChooseToken {
     }
 
     /// Returns the next token for `logits`, f32 `[vocab]`, to which [`queued_edits`](Self::queued_edits) were applied.
-    /// Does not record the token. The caller guarantees the same as for [`choose`](Self::choose).
+    /// Does not record the token. As for [`choose`](Self::choose), at least one logit is greater than -inf.
     fn choose_queued(&self, logits: &[f32], in_flight: u32) -> u32;
 
     /// Records a token that a queued step or the device has chosen, so that later choices count the token.

@@ -61,7 +61,7 @@ fn plan(decoder: &Decoder, cache: &KvCache, context: usize) -> Result<PlannedGra
     match DecodeGraph::plan(decoder, cache, context) {
         Ok(planned) => Ok(planned),
         Err(error) if crate::device::is_out_of_memory(&error) => Err(error),
-        // Debug builds fail here, so that tests find the bug. Release builds warn and decode without a graph.
+        // Debug builds fail here, so that tests find the bug. Release builds warn and run without a decode graph.
         Err(error) if cfg!(debug_assertions) => Err(error.context("cannot plan the decode graph")),
         Err(error) => Ok(Err(NoDecodeGraph::PlanFailed(crate::text::error_message(&error)))),
     }

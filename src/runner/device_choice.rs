@@ -12,7 +12,7 @@ use crate::kernels::sampling::{LogitEdit, RowLogprobs, edit_logits, mask_logits,
 use crate::kernels::token_mask::TokenMask;
 
 /// Chooses the next token of each sequence on the GPU. Only tokens and log probabilities are copied to the host.
-/// Waits for the GPU.
+/// Waits for the tokens, unless no sequence has a sampler.
 pub fn choose_on_device(sequences: &mut [StepSequence], logits: &Tensor) -> Result<Vec<Chosen>> {
     if sequences.iter().all(|sequence| sequence.sampler.is_none()) {
         return Ok(sequences.iter().map(|_| None).collect());

@@ -3,7 +3,8 @@
 use crate::kernels::SumOrder;
 use crate::nn::kv_cache::BLOCK_TOKENS;
 
-/// The maximum number of sequences in a step, and the number of rows in the buffers for their tokens and logits.
+/// The maximum number of sequences in a batch graph or a queued step. The engine plans no steps with more sequences.
+/// The buffers for tokens and for the logits of batch graphs have this number of rows.
 pub const MAX_SEQUENCES: usize = 256;
 
 /// The maximum sizes of a sequence and of a step.
@@ -23,7 +24,7 @@ pub struct RunnerOptions {
     /// If set, the results of a sequence are deterministic: they do not depend on other sequences. See [`PromptParts`].
     pub prompt_parts: Option<PromptParts>,
     /// Whether steps are queued. `None` queues steps on GPUs only.
-    /// A CPU runs queued steps immediately, so queueing on a CPU saves no time, but tests can check the order of events.
+    /// A CPU runs queued steps immediately, so queueing saves no time there, but tests can check the order of events.
     pub queue_steps: Option<bool>,
 }
 
@@ -36,9 +37,9 @@ impl RunnerOptions {
 
 /// How prompts are divided so that results do not depend on other sequences, on the prefix cache or on preemption.
 ///
-/// Each token is always computed by the same kernels with the same matrix sizes:
+/// The values that determine a token are always added in the same order:
 /// - The prompt without its last token is divided at multiples of [`tokens`](Self::tokens).
-///   Each part runs in its own forward pass.
+///   Each part runs in its own forward pass, so the same part always has the same matrix sizes.
 /// - The last token of the prompt and every generated token are rows of decode steps.
 ///   The kernels of decode steps add in a fixed order ([`SumOrder::Fixed`]).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

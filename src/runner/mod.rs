@@ -1,5 +1,5 @@
 //! Runs the steps of a model on its device. On a GPU, decode steps usually run as CUDA graphs.
-//! There are batch graphs, one for each batch size, and the decode graph.
+//! There are batch graphs, one for each padded batch size, and the decode graph.
 //! The decode graph has fused kernels for a single sequence.
 //!
 //! A [`Runner`] handles token ids, positions and block tables.
@@ -93,7 +93,7 @@ pub struct Runner {
     options: RunnerOptions,
     decode_graph: PlannedGraph,
     device: Device,
-    /// The single sequence of `bench`, `perplexity` and `logits`, which have the cache to themselves.
+    /// The single sequence of `bench`, `perplexity` and `EngineHandle::logits`, which has the cache to itself.
     solo: SoloSequence,
     /// The token of each sequence in the last step that was queued on a CPU, by sequence id.
     queued_tokens: HashMap<u64, u32>,
@@ -188,7 +188,7 @@ impl Runner {
         self.ranks.ping(is_first);
     }
 
-    /// Makes a rank fail, for tests. The first rank fails in its next pass.
+    /// Makes one of several ranks fail, for tests. The first rank fails in its next pass or decode graph command.
     /// Any other rank fails after the commands that it has already received.
     pub fn inject(&self, rank: usize, fault: RankFault) {
         self.ranks.inject(rank, fault);

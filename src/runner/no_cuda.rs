@@ -1,6 +1,6 @@
 //! Replaces `decode_graph`, `step_launcher` and `device_choice` in builds without CUDA.
 //!
-//! The functions have the same signatures, so the runner's other modules do not depend on the build.
+//! The functions have the same signatures, so most code of the runner's other modules is the same in all builds.
 //! [`DecodeGraph`] and [`StepLauncher`] cannot be created, so their methods never run.
 
 use std::convert::Infallible;

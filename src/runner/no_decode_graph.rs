@@ -5,12 +5,12 @@ use std::fmt;
 use candle_core::DType;
 
 /// Why a runner has no decode graph.
-/// Without a decode graph, the steps of one sequence run as batch graphs if possible, or else operation by operation.
+/// Without a decode graph, decode steps of one sequence run as batch graphs or operation by operation (`route.rs`).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum NoDecodeGraph {
     /// The user passed `--eager`.
     Eager,
-    /// The user passed `--deterministic`, which requires a fixed order of additions. The decode graph has none.
+    /// The user passed `--deterministic`, but the decode graph does not add in a fixed order.
     Deterministic,
     NotOnGpu,
     /// Several ranks run the model together, and the host copies data between their devices.
@@ -31,7 +31,7 @@ pub enum NoDecodeGraph {
     /// Only some of these matrices are quantized, only some are FP8, or they quantize their inputs differently.
     /// A mix of GGUF types is supported.
     IncompatibleQkv,
-    /// The experts of gpt-oss are not in MXFP4, or a scale exceeds 2.
+    /// The experts of gpt-oss are not in MXFP4, or a scale exceeds 2 or is NaN.
     ExpertFormat,
     /// The decode kernels do not support this number of experts per layer or per token.
     ExpertCount {

@@ -22,7 +22,8 @@ pub struct RunnerFacts {
     pub has_decode_graph: bool,
     /// Whether the runner has batch graphs that can run its model.
     pub has_batch_graphs: bool,
-    /// Whether steps can be queued. False if the host copies data between ranks, and on a CPU except in tests.
+    /// Whether steps can be queued. On a CPU, true only in tests.
+    /// On a GPU, false with `--eager`, if ranks share the GPU, or if the host copies data between ranks.
     pub can_queue: bool,
     /// Whether several ranks run the model.
     pub has_several_ranks: bool,
@@ -44,12 +45,12 @@ pub struct StepFacts {
     pub needs_logits: bool,
     /// Whether the step computes log probabilities of prompt tokens.
     pub has_scores: bool,
-    /// Whether the results of at least one sequence must not depend on other sequences.
+    /// Whether at least one sequence has `prompt_parts`, so that its results must not depend on other sequences.
     pub has_deterministic_sequence: bool,
 }
 
 impl StepFacts {
-    /// A decode step of one sequence whose token can be chosen without logits on the host.
+    /// A decode step of one sequence whose sampler does not need the whole row of logits.
     pub const ONE_TOKEN: Self = Self {
         sequences: 1,
         is_decode: true,
@@ -86,7 +87,7 @@ pub fn route(runner: RunnerFacts, step: StepFacts) -> Route {
             return Route::DecodeGraph;
         }
         // Few steps of a single sequence get here: most run on the decode graph or are queued.
-        // A single sequence needs a batch graph only for a fixed order of additions, or for several ranks.
+        // On one GPU without `--deterministic`, no batch graph is captured for these few steps.
         if !runner.is_deterministic && !runner.has_several_ranks {
             return Route::Eager;
         }
@@ -98,7 +99,8 @@ pub fn route(runner: RunnerFacts, step: StepFacts) -> Route {
 /// Returns `None` if the step cannot be queued, or if the decode graph runs it.
 pub fn queued_route(runner: RunnerFacts, step: StepFacts) -> Option<Route> {
     let can_choose = runner.can_queue && step.chooses_tokens && step.samplers_can_queue;
-    // Deterministic prompts run in separate passes, one per prompt part. These passes leave no tokens on the device.
+    // Deterministic prompts run in one pass per prompt part. Deterministic requests also decode in passes of their own,
+    // unless the whole runner is deterministic. These passes leave no tokens on the device.
     let is_separate = if runner.is_deterministic { !step.is_decode } else { step.has_deterministic_sequence };
     // The decode graph queues its own steps, and starts from the logits of the last chunk of the prompt.
     let is_graph = runner.has_decode_graph && step.sequences == 1 && !step.needs_logits;

@@ -1,4 +1,4 @@
-//! A forward pass that also returns the logits of prompt tokens, to compute their log probabilities.
+//! A forward pass that also computes the logits of prompt tokens, for their log probabilities.
 
 use std::ops::Range;
 

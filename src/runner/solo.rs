@@ -1,4 +1,4 @@
-//! One sequence that has the KV cache to itself, for `bench`, `perplexity` and `logits`.
+//! One sequence that has the KV cache to itself, for `bench`, `perplexity` and `EngineHandle::logits`.
 
 use anyhow::{Result, bail};
 use candle_core::Tensor;
@@ -49,7 +49,7 @@ impl Runner {
 
     /// Empties the cache, then runs `ids`. Returns the logits of every token, f32 `[tokens, vocab]`.
     ///
-    /// Fails if `ids` do not fit in the context. Needs device memory for two copies of the logits.
+    /// Fails if `ids` do not fit in the context. Needs device memory for up to two copies of the logits.
     pub fn logits(&mut self, ids: &[u32]) -> Result<Tensor> {
         self.reset();
         let rows: Vec<Tensor> =

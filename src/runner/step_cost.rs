@@ -7,7 +7,7 @@ use serde::Serialize;
 pub struct StepBytes {
     /// The bytes of the weights: all dense weights, the chosen experts, and one row of the embedding.
     pub weights: u64,
-    /// The bytes of the cached keys and values that the token attends to.
+    /// The bytes of the cached keys and values that the tokens of the step attend to.
     pub cache: u64,
 }
 

@@ -71,7 +71,7 @@ impl<'s> StepSequence<'s> {
 
 /// Prompt tokens whose log probabilities a step computes. Each token follows an input token of the step.
 pub struct ScoreTokens<'s> {
-    /// The index in the step's input of the token before the first of `tokens`.
+    /// The index in the sequence's `ids` of the token before the first of `tokens`.
     pub first: usize,
     pub tokens: &'s [u32],
     /// How many of the most likely tokens to report with each token.

@@ -8,16 +8,17 @@ pub fn new(prefix: &str) -> String {
     format!("{prefix}{}", hex(&random::<12>()))
 }
 
-/// Returns a random API key. Fails if the operating system has no random number generator.
+/// Returns a random API key. Fails if the operating system provides no random numbers.
 pub fn api_key() -> Result<String> {
     let mut bytes = [0; 24];
-    SystemRandom::new().fill(&mut bytes).map_err(|_| anyhow!("cannot make an API key: no random number generator"))?;
+    SystemRandom::new().fill(&mut bytes).map_err(|_| anyhow!("cannot make an API key: no random numbers available"))?;
     Ok(format!("inferno-{}", hex(&bytes)))
 }
 
 fn random<const N: usize>() -> [u8; N] {
     let mut bytes = [0; N];
-    // `fill` fails only if the system has no random number generator. Ids then repeat, which clients tolerate.
+    // `fill` fails only if the operating system provides no random numbers. All bytes are then 0,
+    // so ids repeat, but requests still succeed.
     let _ = SystemRandom::new().fill(&mut bytes);
     bytes
 }

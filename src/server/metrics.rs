@@ -66,7 +66,7 @@ const TOKENS: &[f64] = &[1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1
 const CANCEL_SECONDS: &[f64] = &[0.0005, 0.001, 0.002, 0.003, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0];
 const CHOICES: &[f64] = &[1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0];
 
-/// The values of the label `source` of prompt tokens. vLLM uses the same names for computed and for cached tokens.
+/// The values of the label `source` for computed and for cached prompt tokens, the same as in vLLM.
 const COMPUTED: &str = "local_compute";
 const CACHED: &str = "local_cache_hit";
 
@@ -135,7 +135,7 @@ type ReadTotal = fn(&EngineStats) -> u64;
 struct EngineMetrics {
     running: IntGauge,
     waiting: IntGauge,
-    /// The additional metrics under vLLM's names. `None` if they are disabled.
+    /// The metrics that exist only under vLLM's names. `None` if metrics under vLLM's names are disabled.
     vllm: Option<VllmMetrics>,
     /// The labels of the engine's own histograms.
     labels: HashMap<String, String>,
@@ -147,7 +147,7 @@ struct EngineMetrics {
     updating: Mutex<()>,
 }
 
-/// Metrics that carry no information in inferno, but that dashboards and routers for vLLM expect.
+/// Metrics that add no information to inferno's own metrics, but that dashboards and routers for vLLM expect.
 struct VllmMetrics {
     waiting_by_reason: IntGaugeVec,
     lora_info: IntGaugeVec,
@@ -183,7 +183,7 @@ impl Metrics {
                 &FormatViolation::ALL.map(FormatViolation::name),
             )?,
             is_alive: make
-                .gauge("engine_alive", "1 if the engine makes progress or is loading its model, 0 if not.")?,
+                .gauge("engine_alive", "0 if the engine has stopped or a step takes too long, otherwise 1.")?,
             engine: EngineMetrics::new(&make, has_vllm_names)?,
             registry,
         })
@@ -268,12 +268,12 @@ impl RequestTimes {
             prefill: make.histogram("request_prefill_time_seconds", "Duration of the prefill.", FIRST_TOKEN_SECONDS)?,
             decode: make.histogram(
                 "request_decode_time_seconds",
-                "Time from the first token to the last.",
+                "Time from the first token to the end of the answer.",
                 REQUEST_SECONDS,
             )?,
             inference: make.histogram(
                 "request_inference_time_seconds",
-                "Time from the start of the prefill to the last token.",
+                "Time from the start of the prefill to the end of the answer.",
                 REQUEST_SECONDS,
             )?,
         })
@@ -289,7 +289,7 @@ impl RequestSizes {
                 "Prompt tokens of a request that were not found in the KV cache.",
                 TOKENS,
             )?,
-            generation_tokens: make.histogram("request_generation_tokens", "Generated tokens of a request.", TOKENS)?,
+            generation_tokens: make.histogram("request_generation_tokens", "Generated tokens of an answer.", TOKENS)?,
             max_generation_tokens: make.histogram(
                 "request_max_num_generation_tokens",
                 "Generated tokens of the longest answer to a request.",

@@ -8,10 +8,10 @@
 //! - `routes/`: models, health, metrics, records, receipts, tokenization and the admission preview
 //! - `generation/`: runs requests and turns their events into responses
 //! - `http/`: request bodies, errors, access and logging; `connections/`: the listener, TLS and slow clients
-//! - `limits/`: limits the number of requests, and estimates when the client should retry a rejected request
+//! - `limits/`: limits the number of sequences, and estimates when the client should retry a rejected request
 //! - `records/`: keeps records of requests, and signs receipts
 //! - `router`: the routes, and the code that runs before and after each route
-//! - `retries`, `orphans`: let the retry of a request receive the answer to the first attempt
+//! - `retries`, `orphans`: let the retry of a request receive the answer to an earlier attempt
 //! - `page`: the chat page for browsers, with its files in `page/`
 //! - `state`, `options`, `metrics`: shared state; `client`, `ids`: the client of a request, and random ids
 

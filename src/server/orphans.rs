@@ -10,7 +10,8 @@ use axum::response::Response;
 use tokio::runtime::Handle;
 use tokio::task::{JoinError, JoinHandle};
 
-/// How long an orphaned answer waits for a retry. OpenAI's clients retry after half a second.
+/// How long an orphaned answer waits for a retry.
+/// OpenAI's clients wait at most 0.5 s before the first retry and at most 1 s before the second.
 const GRACE: Duration = Duration::from_secs(2);
 
 /// The hash that identifies a request. All retries of a request have the same hash.

@@ -1,12 +1,12 @@
-//! Lets the retry of a request receive the answer to the first attempt.
+//! Lets the retry of a request receive the answer to an earlier attempt.
 //!
 //! Clients such as OpenAI's retry a request if the connection breaks.
-//! For some requests, the server therefore continues to generate the answer for a short time.
-//! A retry with the same path, body and API key receives this answer.
-//! The server keeps the answer if the request has an idempotency key, or if `x-stainless-retry-count` is not 0.
-//! In the header `x-stainless-retry-count`, OpenAI's clients count retries.
+//! For some requests, the server therefore continues to generate the answer for a short time after such a break.
+//! A retry with the same path, body, API key, idempotency key and `x-inferno-*` headers receives this answer.
+//! The server keeps the answer only if the request has an idempotency key, or a retry count that is not 0.
+//! OpenAI's clients send this count in the header `x-stainless-retry-count`.
 //! For all other requests, a broken connection cancels the answer, because most clients do not retry such requests.
-//! A streamed answer ends with its connection, because clients do not retry a stream that has begun.
+//! A broken connection also cancels a streamed answer, because clients do not retry a stream that has begun.
 
 use std::sync::Arc;
 
@@ -33,10 +33,12 @@ const IDEMPOTENCY_KEY: &str = "idempotency-key";
 /// The request headers that can change the answer. The hash that identifies retries includes these headers.
 const OPTIONS: [&str; 2] = ["x-inferno-strict", "x-inferno-deterministic"];
 
-/// The response header with the id of the first request for the answer. Only responses to retries have this header.
+/// The response header with the id of the first request for the answer.
+/// Only responses that were computed for an earlier attempt have this header.
 const JOINED: HeaderName = HeaderName::from_static("x-inferno-joined");
 
-/// Runs a request. For a retry, waits for the answer to an earlier attempt instead.
+/// Runs a request. If the request is a retry and the server still has the answer to an earlier attempt,
+/// waits for that answer instead.
 pub async fn join(State(server): State<Arc<Server>>, request: Request, next: Next) -> Response {
     let headers = request.headers();
     let (count, idempotency_key) = (headers.get(RETRY_COUNT), headers.get(IDEMPOTENCY_KEY));

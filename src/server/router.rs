@@ -113,7 +113,7 @@ fn cors(origins: &[String]) -> CorsLayer {
     CorsLayer::new()
         .allow_origin(origin)
         .allow_methods([Method::GET, Method::POST, Method::DELETE])
-        // In the CORS headers of browsers, the wildcard `*` does not include `Authorization`.
+        // In the header `Access-Control-Allow-Headers`, the wildcard `*` does not include `Authorization`.
         .allow_headers(AllowHeaders::mirror_request())
         .expose_headers([REQUEST_ID, HeaderName::from_static("x-inferno-ignored")])
 }

@@ -19,7 +19,7 @@ use crate::error::Error;
 /// The maximum duration of a step. If a step takes longer, the engine counts as stuck.
 const MAX_STEP: Duration = Duration::from_secs(60);
 
-/// The interval at which the server checks whether the engine thread has ended.
+/// The interval at which the server checks whether the engine has failed.
 const ENGINE_POLL: Duration = Duration::from_millis(50);
 
 /// The state of a server: its options, engine, admission, metrics and records.
@@ -44,9 +44,9 @@ enum Phase {
     Serving,
     /// Accepts requests, but reports itself as unhealthy, so that routers send no more.
     Leaving,
-    /// Finishes running requests and rejects new ones.
+    /// Finishes the accepted requests and rejects new ones.
     Draining,
-    /// Ends running requests.
+    /// Ends the requests in progress.
     Ending,
 }
 
@@ -77,7 +77,8 @@ impl Server {
         let _ = self.model_files.set(hashes);
     }
 
-    /// Returns the SHA-256 hash of each model file. While the model loads, returns the error to send to the client.
+    /// Returns the SHA-256 hash of each model file.
+    /// Fails while the model loads, and always fails if the server was started without `--receipt-key`.
     pub fn model_files(&self) -> Result<&BTreeMap<String, String>, ApiError> {
         self.model_files.get().ok_or_else(|| ApiError::unavailable("the model is loading", Duration::from_secs(1)))
     }
@@ -97,7 +98,8 @@ impl Server {
         self.engine_before(Phase::Draining)
     }
 
-    /// Returns the engine if routers may send requests. Otherwise, returns the error to send to the router.
+    /// Returns the engine if it is loaded and the server is not shutting down.
+    /// Otherwise, returns the error to send to the router.
     pub fn healthy_engine(&self) -> Result<&EngineHandle, ApiError> {
         self.engine_before(Phase::Leaving)
     }
@@ -111,17 +113,18 @@ impl Server {
         }
     }
 
-    /// Returns true if the engine is making progress or is not loaded yet.
+    /// Returns false if the engine has failed, or if its current step has taken longer than `MAX_STEP`.
+    /// Returns true for an idle engine and before the engine is loaded.
     pub fn is_alive(&self) -> bool {
         self.engine().is_none_or(|engine| engine.is_responsive(MAX_STEP))
     }
 
-    /// Returns whether the engine can no longer answer requests, because of a panic or a GPU fault.
+    /// Returns whether the engine can no longer answer requests, because its thread has ended or a GPU has failed.
     pub fn has_failed(&self) -> bool {
         self.engine().is_some_and(EngineHandle::has_stopped)
     }
 
-    /// Returns the error of the GPU that failed, or `None` if no GPU has failed.
+    /// Returns the error of the failed GPU, or `None` if no GPU has failed. Always `None` if one GPU runs the model.
     pub fn failure(&self) -> Option<Error> {
         self.engine().and_then(EngineHandle::failure)
     }
@@ -138,12 +141,12 @@ impl Server {
         self.enter(Phase::Leaving);
     }
 
-    /// Writes all records that are still waiting to be written.
+    /// Waits until all records that are still queued are written to the folder.
     pub fn finish_records(&self) {
         self.recorder.finish();
     }
 
-    /// Rejects new requests.
+    /// Makes the server reject new requests.
     pub fn drain(&self) {
         self.enter(Phase::Draining);
     }
@@ -157,7 +160,7 @@ impl Server {
         self.phase.send_replace(phase);
     }
 
-    /// Waits until the server ends the requests in progress.
+    /// Waits until [`end`](Self::end) is called.
     pub fn ending(&self) -> impl Future<Output = ()> + Send + use<> {
         let mut phase = self.phase.subscribe();
         async move {

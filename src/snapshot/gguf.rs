@@ -47,7 +47,7 @@ pub struct PartName<'n> {
 }
 
 impl<'n> PartName<'n> {
-    /// Parses the file name of a part. Returns `None` if the file is not part of a split model.
+    /// Parses the file name of a part. Returns `None` if the name does not have this form.
     pub fn parse(file_name: &'n str) -> Option<Self> {
         let (rest, count) = file_name.strip_suffix(".gguf")?.rsplit_once("-of-")?;
         let (prefix, number) = rest.rsplit_once('-')?;
@@ -132,7 +132,7 @@ pub fn is_model_name(path: &str) -> bool {
 
 /// Returns the tag of a GGUF file, such as `Q4_K_M` for `Llama-3.2-1B-Q4_K_M.gguf`.
 ///
-/// The tag is the last word of the name, after a `-` or `.`, and distinguishes the models in one repository.
+/// The tag is the last word of the name, after a `-` or `.`, and usually distinguishes the models in one repository.
 pub fn tag(path: &str) -> &str {
     let stem = stem(path);
     stem.rsplit(['-', '.']).next().unwrap_or(stem)
@@ -144,7 +144,8 @@ fn stem(path: &str) -> &str {
     PartName::parse(file).map_or(file.strip_suffix(".gguf").unwrap_or(file), |part| part.prefix)
 }
 
-/// Returns true if `tag` is the file name, with or without `.gguf`, or the last words of the name. Ignores case.
+/// Returns true if `tag` is the path, the end of the path after a `/`, or the last words of the file name.
+/// The words, separated by `-` or `.`, do not include `.gguf` and the part number. Ignores case.
 pub fn matches_tag(path: &str, tag: &str) -> bool {
     let (path, stem, tag) = (path.to_lowercase(), stem(path).to_lowercase(), tag.to_lowercase());
     let is_suffix = stem.strip_suffix(&tag).is_some_and(|rest| rest.is_empty() || rest.ends_with(['-', '.']));
@@ -194,7 +195,7 @@ pub fn named_models(name: &str, dir: &Path) -> Vec<(String, GgufFile)> {
 
 /// Returns the GGUF model that `tag` selects in a directory. Without a tag, returns the only model.
 ///
-/// Returns `None` if there is no tag and the directory has no GGUF model.
+/// Returns `None` if there is no tag and the directory has no complete GGUF model.
 /// Fails if `tag` selects no model, or if several models match.
 pub fn choose(name: &str, dir: &Path, tag: Option<&str>) -> Result<Option<PathBuf>> {
     let models = named_models(name, dir);
@@ -208,7 +209,7 @@ pub fn choose(name: &str, dir: &Path, tag: Option<&str>) -> Result<Option<PathBu
     match (&models.iter().filter(is_selected).collect::<Vec<_>>()[..], tag) {
         ([(_, model)], _) => Ok(Some(model.path.clone())),
         ([], None) => Ok(None),
-        ([], Some(tag)) if models.is_empty() => Err(not_found(tag, format!("{name} has no GGUF files")).into()),
+        ([], Some(tag)) if models.is_empty() => Err(not_found(tag, format!("{name} has no complete GGUF file")).into()),
         ([], Some(tag)) => Err(not_found(tag, format!("{name} has these GGUF models:\n{}", list())).into()),
         _ => Err(Error::usage(format!("{name} has several GGUF models; choose one:\n{}", list()))),
     }

@@ -53,6 +53,7 @@ pub fn model_files(path: &Path) -> Result<Vec<PathBuf>> {
 /// Returns the names of the files that are missing from a model's directory.
 ///
 /// The list is empty if the model is complete. A GGUF model needs only its GGUF files.
+/// If all GGUF models in `dir` are incomplete, lists the first missing part of each of them.
 /// The names are relative to `dir` and use `/` as the separator, as on a hub.
 pub fn missing_files(dir: &Path, required: Required) -> Vec<String> {
     if !safetensors::is_present(dir) {
@@ -85,6 +86,7 @@ fn missing_part(dir: &Path, model: &GgufFile) -> Option<String> {
 }
 
 /// Returns the names of the safetensors files that are missing from a directory.
+/// Returns the name of the shard index if the index is unreadable or invalid.
 fn missing_weights(dir: &Path) -> Vec<String> {
     let is_missing = |name: &str| !dir.join(name).is_file();
     // A dangling symlink to the index still means that the model is sharded.
@@ -97,7 +99,7 @@ fn missing_weights(dir: &Path) -> Vec<String> {
     }
 }
 
-/// Returns true if a file has the extension of any weights format, supported or not.
+/// Returns true if a file has the extension of a common weights format, supported or not.
 pub fn is_weights_file(path: &Path) -> bool {
     const EXTENSIONS: [&str; 8] = ["safetensors", "gguf", "bin", "pt", "pth", "ckpt", "h5", "onnx"];
     let extension = path.extension().unwrap_or_default().to_string_lossy().to_lowercase();

@@ -1,11 +1,11 @@
-//! Validation of file names from servers and shard indexes.
+//! Validation of file names from hubs, shard indexes and directories.
 
 use std::path::{Component, Path};
 
 /// Returns true if `name`, joined to a directory, stays inside the directory.
 /// Returns false for names with control characters, backslashes or more than 512 bytes.
 ///
-/// Every name from a server or a shard index is checked before it is used as a path.
+/// Every name from a hub or a shard index is checked before it is used as a path.
 pub fn is_safe_path(name: &str) -> bool {
     name.len() <= 512
         && !name.chars().any(|c| c.is_control() || c == '\\')

@@ -1,8 +1,8 @@
-//! Shows a model's reasoning or the arguments of a tool call as dim text, either wrapped or folded into one line.
+//! Formats a model's reasoning or the text of a tool call as dim, wrapped rows. Can fold reasoning into one line.
 
 use super::styled_text::{Span, Style, StyledLine, wrap};
 
-/// The dim text that is currently streaming: reasoning, or the arguments of a tool call.
+/// The dim text that is currently streaming: reasoning, or the text of a tool call.
 pub struct DimText {
     /// Finished rows.
     rows: Vec<StyledLine>,
@@ -51,7 +51,7 @@ impl DimText {
         finished
     }
 
-    /// Returns the last row, which may still grow.
+    /// Returns the text after the last finished row, which may still grow, wrapped to `columns`.
     pub fn open(&self, columns: usize) -> Vec<StyledLine> {
         wrap_dim(&self.rest, columns)
     }
@@ -64,7 +64,7 @@ impl DimText {
         }
     }
 
-    /// Returns the rows that [`take_finished`](Self::take_finished) has returned for printing.
+    /// Returns the rows that are marked as printed.
     pub fn printed(&self) -> &[StyledLine] {
         &self.rows[..self.printed]
     }
@@ -75,6 +75,7 @@ impl DimText {
     }
 
     /// Returns a one-line summary of the reasoning. `is_open` tells whether the reasoning continues.
+    /// `has_keys` tells whether Ctrl-O can unfold the reasoning.
     pub fn folded(&self, is_open: bool, has_keys: bool) -> StyledLine {
         let words = format!("{} {}", self.words, if self.words == 1 { "word" } else { "words" });
         let text = match (is_open, has_keys) {

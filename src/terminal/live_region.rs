@@ -56,7 +56,7 @@ impl LiveRegion {
 
     /// Prints the finished lines and draws the open lines below them.
     ///
-    /// If the open lines do not fit in the window, only the last ones are drawn.
+    /// If the open lines do not fit in the window, only their last rows are drawn.
     pub fn update(
         &mut self,
         finished: &[StyledLine],
@@ -104,7 +104,8 @@ impl LiveRegion {
             text.push('\r');
         }
         // Overwrite each row and then clear only its remainder, so that no row is ever blank.
-        // A row that is as wide as the window has no remainder. In that case, clear the whole region first.
+        // A row that is as wide as the window has no remainder.
+        // In that case, and after a resize, first clear everything below and to the right of the cursor.
         let overwrites = same < shown.len() && growth.is_none();
         let clears_first = overwrites && (is_resized || next.iter().skip(first).any(|row| row.width >= size.columns));
         if clears_first {

@@ -10,7 +10,7 @@ use nix::sys::signal::{Signal, kill};
 use nix::sys::termios::tcgetattr;
 use nix::unistd::{Pid, getpgrp, tcgetpgrp};
 
-/// The terminal modes before the chat started.
+/// The terminal modes before inferno changed them, and where to write control sequences.
 static ORIGINAL: OnceLock<Original> = OnceLock::new();
 
 struct Original {
@@ -52,7 +52,7 @@ pub fn stop_process() {
     std::thread::sleep(Duration::from_millis(100));
 }
 
-/// Restores the modes that [`save`] saved, and resets the text style and bracketed paste.
+/// Restores the modes that [`save`] saved, resets the text style, and turns off bracketed paste.
 /// Does nothing if this program is in the background.
 ///
 /// Signal handlers can call this function at any point.

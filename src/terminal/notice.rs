@@ -5,12 +5,12 @@ use std::io::Write;
 use super::style::{dim, stderr_color, stderr_columns};
 use crate::text::{printable, wrapped};
 
-/// Prints a line on stderr, wrapped to the window. Control characters are escaped.
+/// Prints a message on stderr, wrapped to the window. Escapes control and invisible characters.
 pub fn print(text: &str) {
     write_stderr(&format!("{}\n", wrapped(&printable(text), stderr_columns())));
 }
 
-/// Prints a dim line on stderr, wrapped to the window. Control characters are escaped.
+/// Prints a dim message on stderr, wrapped to the window. Escapes control and invisible characters.
 pub fn print_dim(text: &str) {
     write_stderr(&format!("{}\n", dim(&wrapped(&printable(text), stderr_columns()), stderr_color())));
 }

@@ -40,8 +40,7 @@ pub(super) fn restore_modes_on_end() {
     }
 }
 
-/// Returns true for a signal that ends the program by default and that no other code handles.
-/// [`restore_modes_on_end`] handles all signals for which this function returns true.
+/// Returns true for the catchable signals that end the program by default, except SIGINT, SIGPIPE and SIGXFSZ.
 fn is_handled_here(signal: Signal) -> bool {
     use Signal::*;
     let is_uncatchable = matches!(signal, SIGKILL | SIGSTOP);

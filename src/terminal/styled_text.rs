@@ -34,7 +34,7 @@ impl Style {
     }
 }
 
-/// Text in one style, without control characters.
+/// Text in one style, without control characters other than newlines.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Span {
     text: String,
@@ -42,7 +42,7 @@ pub struct Span {
 }
 
 impl Span {
-    /// Creates a span of `text` without its control characters.
+    /// Creates a span of `text` without its control characters. Keeps newlines.
     ///
     /// Filtering the Markdown source is not enough, because entities such as `&#27;` can encode control characters.
     /// Tabs become four spaces, because their width on the screen is unknown.
@@ -103,9 +103,10 @@ fn push(line: &mut StyledLine, cell: Cell) {
     }
 }
 
-/// Wraps text at spaces, at line breaks and next to wide (East Asian) characters. Splits words wider than `columns`.
+/// Wraps text at spaces, at line breaks and next to wide characters (East Asian text and emoji).
+/// Splits words wider than `columns`.
 ///
-/// The `textwrap` crate does not support styles, and would count escape sequences as visible columns.
+/// The `textwrap` crate is not used here, because it wraps strings, not spans with styles.
 pub fn wrap(text: &[Span], columns: usize) -> Vec<StyledLine> {
     let columns = columns.max(1);
     let mut wrapper = Wrapper { columns, lines: Vec::new(), line: Vec::new(), width: 0, space: None };

@@ -35,7 +35,7 @@ pub struct TurnView {
 enum Section {
     None,
     Reasoning(DimText),
-    /// The arguments of a tool call, as dim text.
+    /// The text of a tool call, as dim text.
     ToolCall(DimText),
     Answer(Box<Markdown>),
 }
@@ -91,7 +91,7 @@ impl TurnView {
         Ok(())
     }
 
-    /// Folds or unfolds the reasoning. Draws a frame if the setting changed.
+    /// Folds or unfolds the reasoning. Redraws the view if the setting changed.
     pub fn fold_reasoning(&mut self, folds: bool, size: WindowSize, out: &mut dyn Write) -> io::Result<()> {
         if folds == self.folds_reasoning {
             return Ok(());

@@ -1,7 +1,7 @@
 //! Parses tokenizer.json files that contain a BPE model, faster than the `tokenizers` library.
 //!
-//! To detect the model type, the `tokenizers` library parses the vocabulary and the merges three or four times.
-//! For the 28 MB tokenizer.json of gpt-oss, repeated parsing takes more than 1 s, longer than loading the weights.
+//! To detect the model type, the `tokenizers` library parses the vocabulary and the merges several times.
+//! Repeated parsing is slow for large files, such as the 28 MB tokenizer.json of gpt-oss.
 
 use std::fmt;
 
@@ -41,7 +41,7 @@ struct Bpe {
     vocab: Vocab,
 }
 
-/// The merges of a tokenizer.json. A second thread parses the merges, because they take half of the parsing time.
+/// The merges of a tokenizer.json, which are parsed in parallel with the rest of the file.
 #[derive(Deserialize)]
 struct MergesFile {
     model: Merges,

@@ -9,7 +9,8 @@ use super::guard::guarded;
 use super::table::ControlToken;
 use crate::text::quote;
 
-/// A Unicode noncharacter, which no vocabulary contains. Encoding this text yields the unknown token.
+/// A Unicode noncharacter, which no vocabulary contains.
+/// Encoding this text yields the unknown token, if the tokenizer uses one.
 const UNKNOWN: &str = "\u{FDD0}";
 
 /// An encoder that calls the `tokenizers` library in this process.

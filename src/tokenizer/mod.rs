@@ -1,8 +1,8 @@
 //! Encodes text to token ids and decodes token ids to text. The streaming decoder never splits a character.
 //!
 //! Tokenizers come from tokenizer.json or GGUF metadata, and use the `tokenizers` library from Hugging Face.
-//! Malformed files can make this library panic (huggingface/tokenizers #2094), so every call catches panics.
-//! An invalid file causes an error, never a crash.
+//! Malformed files can make this library panic (huggingface/tokenizers #2094).
+//! Parsing, encoding and decoding therefore catch panics and return them as errors.
 //!
 //! With a hostile file, encoding can take unbounded time and memory.
 //! [`Encode`] is a trait so that the encoder can run in another process (see `worker`).

@@ -15,7 +15,7 @@ const MAX_TOKEN_BYTES: usize = 4 << 10;
 const MAX_TABLE_BYTES: usize = 256 << 20;
 /// The maximum number of steps in a decoder. Known decoders have up to four steps.
 const MAX_DECODER_STEPS: usize = 32;
-/// The maximum factor by which a decoder may lengthen text. Known decoders only shorten it: `▁` becomes a space.
+/// The maximum factor by which a decoder may lengthen text. Known decoders only shorten it.
 const MAX_DECODER_GROWTH: usize = 2;
 
 /// An added token that acts as a control token.
@@ -38,7 +38,7 @@ pub struct TokenTable {
     ids: Vec<u32>,
     /// The byte offset in `text` at which each token ends.
     ends: Vec<u32>,
-    /// Control tokens, longest first: special tokens and added tokens of the form `<...>` or `[...]`.
+    /// Control tokens, longest first: special tokens, and added tokens of the form `<...>` or `[...]` except HTML tags.
     controls: Vec<ControlToken>,
     /// The ids of the control tokens, sorted.
     control_ids: Vec<u32>,
@@ -305,7 +305,7 @@ fn check_decoder(decoder: &Value) -> Result<()> {
             );
         };
         let content = step["content"].as_str().map_or(0, str::len);
-        // An empty pattern matches before every byte of the text.
+        // An empty pattern matches before every character, which may be a single byte.
         let factor = if pattern.is_empty() { content + 1 } else { content.div_ceil(pattern.len()) };
         growth = growth.saturating_mul(factor.max(1));
     }

@@ -132,7 +132,7 @@ impl Checkpoint {
         }
     }
 
-    /// Returns a read request for each tensor that can be read ahead. `dtype` is the compute dtype of the model.
+    /// Returns requests for all tensors that can be read ahead. `dtype` is the compute dtype of the model.
     /// The list is empty for a GGUF file, because its tensors are transformed on the host.
     pub fn read_requests(&self, dtype: DType) -> Vec<ReadRequest> {
         match self {

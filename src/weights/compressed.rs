@@ -42,7 +42,8 @@ const MAX_PATTERN_BYTES: usize = 1 << 20;
 /// The `quantization_config` of a model, which assigns quantization schemes to linear layers.
 #[derive(Debug)]
 pub struct CompressedConfig {
-    /// The rules in order of precedence. A rule without a scheme leaves its layers unquantized.
+    /// The first rule whose target matches the name of a layer applies, or else the first rule for linear classes.
+    /// A rule without a scheme leaves its layers unquantized.
     rules: Vec<(Target, Option<Scheme>)>,
     ignore: Vec<Target>,
 }
@@ -160,10 +161,10 @@ fn eight() -> Value {
 impl CompressedConfig {
     /// Reads `quantization_config` from config.json.
     /// Returns `None` for a model that is unquantized or uses MXFP4.
-    /// Fails with [`Error::UnsupportedQuantization`] for any other quantization.
+    /// Fails with [`Error::UnsupportedQuantization`] if the quantization is not supported.
     pub fn read(config: &Value) -> Result<Option<Self>> {
-        // Until the fall of 2024, the section `quantization_config` was named `compression_config`.
-        // Even older files nest `quantization_config` inside `compression_config`.
+        // Older files name the section `compression_config`.
+        // In some files, the section contains another `quantization_config`.
         let sections = [&config["quantization_config"], &config["compression_config"]];
         let Some(outer) = sections.into_iter().find(|section| is_set(section)) else { return Ok(None) };
         let nested = &outer["quantization_config"];
@@ -190,7 +191,7 @@ impl CompressedConfig {
     fn from_section(section: &Value) -> Result<Self> {
         let broken = || "invalid quantization_config".to_string();
         let section: Section = from_json(section).with_context(broken)?;
-        // Layer names take precedence over regular expressions. Both kinds of targets are in alphabetical order.
+        // Targets without a regular expression come first. Within each kind, targets are in alphabetical order.
         // If a target occurs twice, only the last occurrence has an effect.
         let mut schemes: BTreeMap<(bool, String), Option<Scheme>> = BTreeMap::new();
         for (name, group) in section.config_groups {
@@ -246,7 +247,7 @@ impl Target {
         let compile = |pattern| RegexBuilder::new(&format!("^(?:{pattern})")).size_limit(MAX_PATTERN_BYTES).build();
         let pattern = match text.strip_prefix(PATTERN).map(compile) {
             Some(Ok(pattern)) => Some(pattern),
-            // The regular expression is too large, or the regex crate does not support its syntax, such as lookaround.
+            // The regular expression is too large, or the regex crate rejects its syntax, such as lookaround.
             Some(Err(_)) => return unsupported(format!("pattern {} in quantization_config", quote(&text))),
             None => None,
         };

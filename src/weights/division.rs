@@ -92,7 +92,8 @@ impl InventoryTensor {
         self.name.split('.').find_map(|part| part.parse().ok())
     }
 
-    /// Returns the memory size of a part of the tensor, in bytes. The part has `len` of `total` rows or columns.
+    /// Returns the memory size of a part of the tensor, in bytes.
+    /// The part has the fraction `len` / `total` of the rows or columns.
     fn part_bytes(&self, axis: Axis, len: usize, total: usize, dtype: DType) -> u64 {
         let part = |whole: u64| (u128::from(whole) * len as u128 / total.max(1) as u128) as u64;
         match (self.quantized, axis) {
@@ -184,7 +185,7 @@ fn share_of_layer(layer: &LayerUnits, is_heads: bool, rank: usize, ranks: usize)
         (false, Some(ColumnUnits { columns, unit })) => {
             (share(columns, SHARE_COLUMNS.max(unit), rank, ranks).len(), columns)
         }
-        // If the layer has no matrix that is divided by columns, assume equal parts.
+        // If the layer has no `down_proj`, assume equal parts.
         (false, None) => (1, ranks),
     }
 }

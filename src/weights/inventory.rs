@@ -26,7 +26,8 @@ pub(super) struct InventoryTensor {
     /// The size of the tensor in the file, in bytes.
     bytes: u64,
     format: MemoryFormat,
-    /// The format, rows and columns of a matrix that is quantized in memory. `None` for floats or if unknown.
+    /// The format, rows and columns of a matrix that is quantized in memory.
+    /// `None` for floats, for packed MXFP4 tensors, or if unknown.
     pub quantized: Option<(WeightFormat, usize, usize)>,
     /// How ranks can divide the columns of a matrix. `None` for a vector.
     pub columns: Option<ColumnUnits>,
@@ -48,10 +49,10 @@ pub(super) struct ColumnUnits {
 enum MemoryFormat {
     /// Floats in the compute dtype.
     ComputeDtype,
-    /// F32, regardless of the compute dtype: norms, biases, sinks, routers and weight scales.
+    /// F32, regardless of the compute dtype: vectors (such as norms, biases and sinks), routers and weight scales.
     F32,
     /// A packed or quantized format. Holds the size in bytes, which is 0 for tensors that no model loads.
-    /// The size is also 0 for scales, because the size of their weight matrix includes them.
+    /// The size is also 0 for the weight scales of an open checkpoint, because the size of their matrix includes them.
     Bytes(u64),
 }
 
@@ -75,7 +76,7 @@ pub struct WeightsSummary {
 pub struct PartBytes {
     /// The size of each decoder layer in memory, in bytes.
     pub layers: Vec<u64>,
-    /// The size of the output head. 0 if it is tied to the embedding.
+    /// The size of the output head, in bytes. 0 if the checkpoint has no tensor for the output head.
     pub head: u64,
     /// The size of embeddings, the final norm, and layers beyond the model's layer count, in bytes.
     pub other: u64,
@@ -210,7 +211,7 @@ impl Inventory {
             tensor.columns = tensor.column_units(&shape, unit, false);
             self.tensors.push(tensor);
         })?;
-        // Stacked experts with biases are stored transposed, as `[experts, columns, rows]`.
+        // Unpacked stacked experts with biases are stored transposed, as `[experts, columns, rows]`.
         // The biases may be in another shard than the matrices, so all tensors are searched.
         let biases: HashSet<String> = self.tensors.iter().filter_map(InventoryTensor::biased_experts).collect();
         for tensor in self.tensors.iter_mut().filter(|tensor| biases.contains(&tensor.name)) {
@@ -280,7 +281,8 @@ impl Inventory {
         layers.into_values().max().unwrap_or(0)
     }
 
-    /// Returns the dequantized size of all quantized experts of a layer, in bytes. If layers differ, returns the largest.
+    /// Returns the dequantized size of all quantized experts of a layer, in bytes.
+    /// If layers differ, returns the largest size.
     /// In a forward pass over many tokens, a GPU dequantizes the experts of one layer at a time.
     /// Packed MXFP4 experts are not counted in the dequantized size.
     pub fn unpacked_expert_layer(&self, dtype: DType) -> u64 {
@@ -450,7 +452,7 @@ mod tests {
         };
         assert_error(HEADER, Some(299));
         assert_error(HEADER, Some(301));
-        // The header `two` lists a tensor twice. The next header has a gap before its only tensor.
+        // The first header below lists tensor `a` twice. The second header has a gap before its only tensor.
         let two = r#""a":{"dtype":"U8","shape":[2],"data_offsets":[0,2]}"#;
         assert_error(&format!("{{{two},{two}}}"), Some(2));
         assert_error(r#"{"a":{"dtype":"U8","shape":[2],"data_offsets":[2,4]}}"#, Some(4));

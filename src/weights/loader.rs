@@ -49,7 +49,7 @@ pub struct Weights<'c> {
     loading_world: World,
 }
 
-/// What reads the tensors of safetensors files.
+/// Which threads read the tensors of safetensors files.
 #[derive(Clone)]
 enum Reader {
     /// The thread that requests a tensor.
@@ -168,7 +168,8 @@ impl<'c> Weights<'c> {
     }
 
     /// Returns weights that the rank of `world` loads to `device`. Layers load only the parts that this rank holds.
-    /// No tensor is read before it is requested. On a GPU, several threads read each large tensor.
+    /// No tensor is read before it is requested.
+    /// If safetensors files are loaded to a GPU, several threads read each large tensor.
     pub fn of_rank(
         checkpoint: &'c Checkpoint,
         device: &Device,
@@ -189,8 +190,8 @@ impl<'c> Weights<'c> {
     /// Returns weights that share reads with the other ranks. Bytes that several ranks need are read only once.
     /// All ranks must load their parts at the same time, on different threads.
     ///
-    /// Some reads are not shared: rows that no other rank holds, the scales of 8-bit weights,
-    /// and E4M3 tensors without scales.
+    /// Some reads are not shared: rows and long runs of bytes that no other rank needs,
+    /// the scales of 8-bit weights, and E4M3 tensors without scales.
     pub fn sharing_reads(self) -> Self {
         let reads = (self.world.size() > 1).then(|| SharedReads {
             world: self.world.clone(),
@@ -207,8 +208,9 @@ impl<'c> Weights<'c> {
 
     /// Returns the shared reader for a float tensor of a GGUF file, or `None` if this rank reads the tensor alone.
     ///
-    /// Matrices that are divided by rows are not shared, because a rank that holds no rows does not load the matrix.
-    /// Reads of transposed matrices are always shared, because all ranks load transposed matrices.
+    /// The read of a tensor that is divided along its first dimension is not shared,
+    /// because a rank that holds no part of this dimension does not load the tensor.
+    /// Transposed matrices are an exception: their reads are always shared, because all ranks load them.
     fn shared_gguf_reads(&self, model: &GgufModel, name: &str, slice: Option<&Slice>) -> Option<&SharedReads> {
         let is_shared = slice.is_none_or(|slice| slice.dim > 0) || model.is_transposed(name);
         self.shared_reads.as_ref().filter(|_| is_shared)
@@ -261,7 +263,7 @@ impl<'c> Weights<'c> {
         Self { quantize: Some(quantize), reader, ..self }
     }
 
-    /// Returns the background reader if it has read the tensor `name`, or will read it.
+    /// Returns the background reader if the tensor `name` is in its read-ahead list.
     pub(super) fn read_ahead(&self, name: &str) -> Option<&dyn TensorReader> {
         match &self.reader {
             Reader::Ahead(reader) if reader.contains(name) => Some(reader.as_ref()),
@@ -371,8 +373,8 @@ impl<'c> Weights<'c> {
             return self.float_from_e4m3(&name, &stored_shape, dtype, slice);
         }
         let info = self.check(&name, &[DType::F32, DType::F16, DType::BF16], &stored_shape)?;
-        // Convert small tensors, such as norms and biases, on the host. The first conversion on a GPU takes about 1 s
-        // if the driver must first compile candle's conversion kernels.
+        // Convert small tensors, such as norms and biases, on the host.
+        // The first conversion on a GPU is slow if the driver must first compile candle's conversion kernels.
         let on_host = info.candle_dtype() != Some(dtype) && info.bytes() <= MAX_HOST_CONVERSION_BYTES;
         if let Checkpoint::Gguf(model) = self.checkpoint {
             let whole = model.shared_float(&name, dtype, self.shared_gguf_reads(model, &name, slice.as_ref()));
@@ -493,7 +495,7 @@ impl<'c> Weights<'c> {
     }
 }
 
-/// Returns the part of the loaded tensor `whole` that `slice` selects.
+/// Returns the part of the loaded tensor `whole` that `slice` selects, or `whole` if there is no slice.
 fn sliced(whole: Tensor, slice: Option<Slice>) -> Result<Tensor> {
     slice.map_or(Ok(whole.clone()), |slice| slice.of(&whole))
 }

@@ -204,7 +204,7 @@ impl<'c> Weights<'c> {
             let view = checkpoint.view(name)?;
             let elements = view.info.elements();
             if !view.info.is_float() || !counts.contains(&elements) {
-                bail!("tensor {name}: expected {} scales, found {}", counts[0], self.checkpoint.describe(name));
+                bail!("tensor {name}: expected {} float scales, found {}", counts[0], self.checkpoint.describe(name));
             }
             self.progress.add_name(name);
             let mut values = vec![0.0; elements];

@@ -4,7 +4,7 @@
 //! - `checkpoint`: the tensors of a model under their Hugging Face names, from `safetensors` or `gguf` files
 //! - `source`: reads bytes of files
 //! - `safetensors_header`: reads headers without loading a model
-//! - `inventory`, `tensor_info`: the tensors of a checkpoint and their sizes in memory
+//! - `inventory`, `tensor_info`: the tensors of a checkpoint and their sizes in the files and in memory
 //! - `division`: how ranks divide the tensors, computed from the headers
 //! - `loader`, `matrix`, `mxfp4`: load tensors, matrices and experts for the layers in `nn`
 //! - `read_ahead`: reads whole tensors on background threads before they are requested

@@ -69,8 +69,9 @@ impl Slice {
         })
     }
 
-    /// Returns whether the average number of bytes that a rank needs of each row is too short for a separate read.
+    /// Returns whether a rank needs, on average, too few bytes of each row for a separate read.
     /// If the result is true, the ranks should read whole rows together. The result is the same on all ranks.
+    /// `stored` is the shape of the tensor in the file.
     pub fn has_short_runs(&self, stored: &[usize], dtype: DType, ranks: usize) -> bool {
         let outer: usize = stored[..self.dim].iter().product();
         outer > 1 && self.row_bytes(stored, dtype) / ranks < MIN_RUN_BYTES

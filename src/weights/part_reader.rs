@@ -63,7 +63,7 @@ impl<T: Target> PartReader<T> {
     /// Returns when all copies to the device are queued.
     ///
     /// `tensor` is the location of the whole tensor.
-    /// `shape` is the shape of the result, which must not be empty.
+    /// `shape` is the shape of the result. No dimension may be 0.
     pub(super) fn read(
         &self,
         tensor: &ByteRange,
@@ -204,7 +204,7 @@ impl PartBytes {
         rows.clone().step_by(step).map(|row| Piece::Rows(row..(row + step).min(rows.end))).collect()
     }
 
-    /// Reads a piece to the start of `buffer`. Returns the number of bytes read and the piece's offset in the part.
+    /// Reads a piece to the start of `buffer`. Returns the number of bytes written and their offset in the part.
     /// `rows` is a reusable buffer for reading whole rows.
     fn read(&self, tensor: &Bytes, piece: &Piece, buffer: &mut [u8], rows: &mut Vec<u8>) -> Result<(usize, usize)> {
         match piece {

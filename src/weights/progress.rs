@@ -1,4 +1,4 @@
-//! Tracks which tensors have been loaded and how many bytes have been read.
+//! Tracks which tensors have been loaded and how many bytes they take in the files and in memory.
 
 use std::cell::{Cell, RefCell};
 use std::collections::HashSet;
@@ -17,7 +17,10 @@ pub struct LoadProgress<'p> {
 }
 
 impl<'p> LoadProgress<'p> {
-    /// Creates counters that call `report` after each tensor. `report` receives the total number of bytes read so far.
+    /// Creates counters that call `report` after each tensor.
+    ///
+    /// `report` receives the total size in the files of the tensors loaded so far, in bytes.
+    /// A tensor counts with its whole size, even if a rank loads only a part of it.
     pub fn new(report: &'p dyn Fn(u64)) -> Self {
         Self { read_bytes: Cell::new(0), resident_bytes: Cell::new(0), names: RefCell::default(), report }
     }
@@ -32,7 +35,7 @@ impl<'p> LoadProgress<'p> {
         self.resident_bytes.get()
     }
 
-    /// Adds to the number of bytes read from files, and reports the new total.
+    /// Adds the size of a loaded tensor in its file to the total, and reports the new total.
     pub(super) fn add_read(&self, bytes: u64) {
         self.read_bytes.set(self.read_bytes.get() + bytes);
         (self.report)(self.read_bytes.get());

@@ -187,7 +187,8 @@ impl<'c> MatrixRows<'c> {
         Self::new(format, [rows, columns], rounding, Box::new(write))
     }
 
-    /// Keeps only a range of the columns. Fails if the range starts or ends within a block of the format.
+    /// Keeps only a range of the columns.
+    /// Fails if the range starts or ends within a [unit of columns](WeightFormat::column_unit).
     ///
     /// If `shared` is given, all ranks convert the whole rows together. The string in `shared` is the matrix name.
     pub(super) fn columns(self, range: Range<usize>, shared: Option<(&SharedReads, String)>) -> Result<Self> {
@@ -196,7 +197,7 @@ impl<'c> MatrixRows<'c> {
         let unit = format.column_unit();
         let is_border = |column: usize| column.is_multiple_of(unit) || column == columns;
         if !is_border(range.start) || !is_border(range.end) {
-            bail!("cannot divide the columns of a {format:?} matrix at {range:?}: its blocks have {unit} columns");
+            bail!("cannot divide the columns of a {format:?} matrix at {range:?}: not a multiple of {unit} columns");
         }
         let kept_columns = range.len();
         let writer = match shared {
@@ -252,7 +253,7 @@ impl<'c> MatrixRows<'c> {
     }
 
     /// Builds one matrix from the rows of several matrices, using all cores.
-    /// All parts must have the same format, number of columns and input rounding.
+    /// All parts must have the same format, number of columns and input quantization.
     pub fn build(parts: &[&Self], device: &Device) -> Result<QuantizedMatrix> {
         let [first, ..] = parts else { bail!("cannot build a matrix without rows") };
         let (format, columns) = (first.format, first.columns);
@@ -366,7 +367,8 @@ fn quantize_row_8bit(format: WeightFormat, values: &[f32], planes: [&mut [u8]; 4
     scales.copy_from_slice(&scale.to_le_bytes());
 }
 
-/// Converts F32, F16, BF16 or E4M3 elements to f32. Fails for other dtypes.
+/// Converts F32, F16, BF16 or E4M3 elements to f32.
+/// Fails for other dtypes, or if the number of bytes does not match the number of values.
 pub fn read_floats(dtype: Dtype, bytes: &[u8], values: &mut [f32]) -> Result<()> {
     let ggml_type = match dtype {
         Dtype::F32 => GgmlType::F32,

@@ -1,7 +1,7 @@
 //! Opens the safetensors files of a model: a single `model.safetensors`, or the shards that the shard index lists.
 //!
 //! The `safetensors` crate validates each header: it checks the tensor sizes and rejects gaps and overlaps.
-//! This module checks that the tensors fill the file, and that every tensor is in the shard that the index names.
+//! This module checks that the tensors fill the file, and that every tensor in the index is in the shard listed there.
 //! The `snapshot` module checks the names of the shards.
 
 use std::collections::BTreeMap;
@@ -26,7 +26,7 @@ use crate::text::excerpt;
 pub struct SafetensorsCheckpoint {
     files: Vec<Arc<Source>>,
     tensors: BTreeMap<String, StoredTensor>,
-    /// The `quantization_config` of config.json.
+    /// The `quantization_config` of config.json. `None` for a model that is unquantized or uses MXFP4.
     compressed: Option<CompressedConfig>,
 }
 
@@ -179,7 +179,7 @@ impl SafetensorsCheckpoint {
     /// `dtype` is the compute dtype.
     ///
     /// The q, k and v projections of a layer form one request if all three have the compute dtype.
-    /// Reading q, k and v separately and concatenating them on the device would take twice the memory.
+    /// Reading q, k and v separately and concatenating them on the device would temporarily take twice their memory.
     pub fn read_requests(&self, dtype: DType) -> Vec<ReadRequest> {
         let mut usable: Vec<_> = self.tensors.iter().filter(|(_, stored)| stored.info.bytes() > 0).collect();
         usable.sort_by_key(|(name, _)| loading_order(name));
@@ -254,7 +254,7 @@ enum Segment<'n> {
     Word(&'n str),
 }
 
-/// The projections that attention concatenates, so that one matmul computes q, k and v. The order matters.
+/// The projections that attention concatenates, so that one matmul computes q, k and v, in the order of concatenation.
 const STACKED: [&str; 3] = ["q_proj.weight", "k_proj.weight", "v_proj.weight"];
 
 /// Returns the name of the read request for several stacked tensors: the tensor names joined by ` + `.

@@ -101,8 +101,8 @@ pub fn read_file(path: &Path) -> Result<(Vec<u8>, u64)> {
     let data_bytes = data_bytes.filter(|_| length <= MAX_HEADER_BYTES);
     ensure!(
         data_bytes.is_some(),
-        "{} is not a safetensors file: the header has {length} bytes, but the limit is {MAX_HEADER_BYTES} bytes, \
-         and the file has {file_bytes} bytes",
+        "{} is not a safetensors file: the header length of {length} bytes exceeds the file ({file_bytes} bytes) \
+         or the limit ({MAX_HEADER_BYTES} bytes)",
         path.display()
     );
     let mut header = vec![0; length as usize];

@@ -9,7 +9,7 @@
 //! 1/N from the page cache to host memory, and 1/N from host memory to a staging buffer.
 //! If each rank read the whole matrix instead, each rank would copy 1 + 1/N of the bytes.
 //!
-//! For GGUF files, rows are converted on the host, so each rank reads and converts some of the rows.
+//! Rows of GGUF files and of quantized matrices are converted on the host, so each rank reads and converts some rows.
 //! All ranks copy the columns that they need from the converted rows.
 
 use std::ops::Range;
@@ -39,7 +39,8 @@ pub(super) struct SharedReads {
     pub world: World,
     /// The number of threads with which this rank reads.
     pub threads: usize,
-    /// The buffers that this rank has used. Buffers are reused, because the first use of memory is slower than reading.
+    /// The buffers that this rank has used.
+    /// Buffers are reused, because the page faults of newly allocated memory take longer than the read itself.
     pub buffers: Arc<Mutex<Vec<Arc<Vec<u8>>>>>,
 }
 
@@ -223,7 +224,7 @@ fn check(name: &str, read: &str, length: usize, expected: usize) -> Result<()> {
         bail!("internal error: a rank has read tensor {read} instead of {name}");
     }
     if length != expected {
-        bail!("internal error: a rank has read {length} of the {expected} units of tensor {name}");
+        bail!("internal error: a rank has read {length} of {expected} bytes or values of tensor {name}");
     }
     Ok(())
 }

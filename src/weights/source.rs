@@ -86,7 +86,7 @@ impl Source {
         Ok(())
     }
 
-    /// Reads `bytes` bytes at `offset` in the file. The error names the file.
+    /// Reads `bytes` bytes at `offset` in the file. A read error names the file.
     pub(super) fn read_to_vec(&self, offset: u64, bytes: usize) -> Result<Vec<u8>> {
         let mut buffer = with_capacity(bytes)?;
         buffer.resize(bytes, 0);
@@ -179,7 +179,8 @@ impl RowSource for StoredRows<'_> {
     }
 }
 
-/// A buffer for one thread that reads rows from files. Each read fetches several rows, so most rows come from memory.
+/// A buffer for one thread that reads rows from files. A read fetches 64 KiB or one row, whichever is longer,
+/// so most short rows come from memory.
 #[derive(Default)]
 pub struct RowBuffer {
     /// Two windows, because the rows of a matrix may alternate between two tensors. The window used last is first.

@@ -3,7 +3,8 @@
 //! Tokenizers and chat templates of downloaded models are untrusted.
 //! A template is a program, and a hostile tokenizer can take unbounded time and memory.
 //! The operating system can limit the resources only of whole processes, so inferno uses a worker process.
-//! The worker runs the same executable with a hidden argument, so `main` must call [`init`] first.
+//! The worker runs the same executable with an internal command-line argument.
+//! [`init`] looks for this argument, so `main` must call [`init`] first.
 //! The worker runs until the model is dropped.
 //! If a request exceeds a limit, the worker ends, the request fails, and the next request starts a new worker.
 //!
@@ -27,7 +28,7 @@ use anyhow::Result;
 use crate::language::Language;
 use crate::weights::Checkpoint;
 
-/// Whether this program can start itself as a worker process.
+/// Whether [`init`] was called. Only then can this program start itself as a worker process.
 static IS_ENABLED: AtomicBool = AtomicBool::new(false);
 
 /// Lets inferno run tokenizers and chat templates in worker processes. Call this function first in `main`.

@@ -30,7 +30,8 @@ pub enum Request {
 }
 
 impl Request {
-    /// Returns the size in bytes of the request's input: the text to encode, or the messages and tools to render.
+    /// Returns the size in bytes of the request's text: the text to encode, or the messages and tools to render.
+    /// Returns 0 for [`Request::Load`].
     pub fn text_bytes(&self, body: &[u8]) -> usize {
         match self {
             Request::Load => 0,
@@ -69,7 +70,7 @@ pub struct Loaded {
 pub fn write(out: &mut impl Write, head: &impl Serialize, body: &[u8]) -> Result<()> {
     let head = serde_json::to_vec(head)?;
     if head.len().max(body.len()) > MAX_BYTES {
-        bail!("a message of {} bytes is too long", head.len().max(body.len()));
+        bail!("a header or body of {} bytes is too long", head.len().max(body.len()));
     }
     let lengths = [head.len(), body.len()].map(|length| (length as u32).to_le_bytes());
     out.write_all(&lengths.concat())?;
@@ -94,7 +95,7 @@ pub fn read<T: DeserializeOwned>(input: &mut impl Read) -> Result<Option<(T, Vec
 /// Reads `length` bytes. Allocates memory only as bytes arrive, because `length` may be wrong.
 fn read_bytes(input: &mut impl Read, length: usize) -> Result<Vec<u8>> {
     if length > MAX_BYTES {
-        bail!("a frame of {length} bytes is too long");
+        bail!("a header or body of {length} bytes is too long");
     }
     let mut bytes = Vec::new();
     if input.take(length as u64).read_to_end(&mut bytes)? < length {

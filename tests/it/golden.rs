@@ -63,7 +63,7 @@ struct SharedCache<'c> {
 }
 
 /// A sequence in a shared cache.
-/// `logits` has a row for each token that `step` computed, but none for cached tokens.
+/// `logits` has a row for each token that `step` computed, but none for the tokens of a reused prefix.
 struct Member {
     ids: Vec<u32>,
     blocks: SequenceBlocks,
@@ -281,7 +281,6 @@ impl SharedCache<'_> {
     /// Asserts that a sequence in a shared cache has the same logits as when it runs alone with an empty cache.
     ///
     /// Skips models with a router in 16-bit dtypes: rounding can change the chosen experts and all later logits.
-    /// In f32, models with a router are compared too.
     fn assert_like_alone(&self, name: &str, what: &str, member: &Member) {
         if self.case.is_16_bit() && self.case.has_router {
             return;
@@ -395,7 +394,7 @@ fn preempted_sequence_continues_as_before() {
             let mut member = shared.start(ids.clone());
             shared.step(&mut [&mut member], &[preempted_at]);
             shared.blocks.release(member.blocks);
-            // Meanwhile, another sequence takes some of the blocks of the preempted sequence.
+            // Meanwhile, another sequence runs, and may take blocks of the preempted sequence.
             let other = case.random_ids(&mut random, preempted_at);
             let mut other = shared.start(other);
             shared.finish(&mut other);

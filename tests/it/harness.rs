@@ -222,7 +222,8 @@ pub fn print(text: std::fmt::Arguments) {
     }
 }
 
-/// Installs a panic hook that adds panic messages to the captured output. Without capture, the default hook runs.
+/// Installs a panic hook that adds panic messages to the captured output of the panicking thread.
+/// On a thread without captured output, the default hook runs.
 fn install_panic_hook() {
     let default_hook = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |panic| {

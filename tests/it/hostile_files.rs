@@ -174,7 +174,7 @@ fn llama() -> Writer {
     sizes("llama").raw("llama.attention.layer_norm_rms_epsilon", F32, 1e-5f32.to_le_bytes())
 }
 
-/// Returns the GGUF metadata that every architecture needs, with tiny sizes.
+/// Returns the architecture and the sizes of a tiny model as GGUF metadata.
 fn sizes(architecture: &str) -> Writer {
     let sizes = [
         ("block_count", 2),
@@ -251,7 +251,7 @@ fn large_files_are_refused() {
     }
 }
 
-/// Sampling defaults that are out of range must be ignored.
+/// Invalid sampling defaults must be ignored.
 /// Otherwise, requests without sampling parameters would fail.
 #[test]
 fn sampling_defaults_out_of_range_are_ignored_with_a_warning() {
@@ -293,7 +293,7 @@ fn small_files_cannot_take_much_memory() {
 }
 
 /// Entries of `ignore` in a quantization config cost time and memory.
-/// inferno compiles their patterns and compares every layer with every entry.
+/// inferno compiles their patterns and compares every linear layer with every entry.
 #[test]
 fn quantization_configs_are_limited() {
     let section = |ignore: Value| {
@@ -313,8 +313,8 @@ fn quantization_configs_are_limited() {
     model.perplexity();
 }
 
-/// inferno suggests the known model type with the smallest edit distance.
-/// For long names, it suggests nothing, because the computation would take long.
+/// For an unknown model type, inferno suggests a supported name with a small edit distance.
+/// For long names, inferno suggests nothing, because computing the distance would take long.
 #[test]
 fn long_model_types_are_refused_quickly() {
     let model = Model::with_config(|config| config["model_type"] = "x".repeat(990_000).into());
@@ -451,7 +451,7 @@ fn perplexity_of_broken_weights_is_an_error() {
     model.perplexity().assert_succeeds();
     model.change_weights(|tensors| {
         let (_, norm) = tensors.iter_mut().find(|(name, _)| name == "model.norm.weight").unwrap();
-        // An element with all bits set is NaN in every float format.
+        // An F32, BF16 or F16 element with all bits set is NaN.
         norm.data.fill(0xff);
     });
     model.perplexity().assert_fails(1, &["cannot compute the perplexity: the loss of token 2 is NaN"]);
@@ -470,7 +470,7 @@ fn layers_that_the_config_leaves_out_are_an_error() {
     for name in ["model.layers.1.self_attn.q_proj.bias", "model.layers.0.mlp.experts.0.w1.weight"] {
         extra(name).assert_fails(1, &[&format!("the checkpoint has tensor {name}, which a model")]);
     }
-    // Published checkpoints contain the following extra tensors, which inferno ignores.
+    // Some published checkpoints contain extra tensors like these. inferno ignores them.
     for name in [
         "model.layers.0.self_attn.rotary_emb.inv_freq",
         "model.layers.1.self_attn.k_proj.k_scale",

@@ -122,7 +122,7 @@ fn hostile_templates_are_refused() {
             answer.stderr.trim()
         );
         answer.assert_fails(1, &["chat template", reason]);
-        // Commands that need no template still work.
+        // `tokenize` needs no template, so it still works.
         model.tokenize("hello").assert_succeeds();
     }
 }
@@ -293,7 +293,7 @@ fn text_never_becomes_a_control_token_through_a_normalizer() {
                 }
                 match language.render(&[Message::user(&text), Message::user("ok")], &options()) {
                     Ok(rendered) => {
-                        assert_eq!(controls(&rendered.ids), 3, "{text:?} adds a control token with {normalizer}")
+                        assert_eq!(controls(&rendered.ids), 3, "{text:?}: wrong control tokens with {normalizer}")
                     }
                     Err(error) => assert!(error.to_string().contains("control token"), "{error}"),
                 }

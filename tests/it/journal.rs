@@ -1,4 +1,4 @@
-//! Tests that the journal of a conversation survives kills, full disks and damage.
+//! Tests of saved conversations: journals survive kills, full disks and damage, and can be resumed and loaded.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -202,7 +202,7 @@ fn a_kill_during_an_answer_loses_only_that_turn() {
         let (mut chat, banner) = resume(&home, &["--ignore-eos", "--max-tokens", "60"]);
         assert!(banner.contains(&format!("{round} question")), "{round}: {banner}");
         assert!(chat.say(&format!("What is {round}?")).contains("tok/s"));
-        // Allow a long answer. An answer of 60 tokens could end before a busy machine sends the signal.
+        // Allow a long answer. On a busy machine, an answer of 60 tokens could end before the test sends the signal.
         chat.say("/set max-tokens 3000");
         chat.settle();
         chat.send(b"How do I download a model?\r");
@@ -229,7 +229,7 @@ fn load_restores_a_cleared_conversation_with_its_settings() {
     chat.say("/set stop none");
     chat.say("/set max-tokens 50");
     assert!(chat.say(&format!("/file '{}'", notes.display())).contains("attached to the next message"));
-    // Loading a conversation that does not exist changes nothing.
+    // If the conversation does not exist, `/load` fails, and the chat continues.
     assert!(chat.say("/load nobody").contains("conversation 'nobody': not found"));
     assert!(chat.say("/set top-k 8").contains("top-k is 8"));
     let loaded = chat.say("/load ada");
@@ -318,7 +318,7 @@ fn regen_gives_another_answer_and_the_journal_has_the_last_one() {
 fn an_unusable_state_folder_does_not_stop_the_chat() {
     let home = TempDir::new().unwrap();
     fs::create_dir_all(home.path().join(".local/state")).unwrap();
-    // Put a file in place of the conversation folder, because a read-only folder would not stop root.
+    // Put a file in place of the state folder, because a read-only folder would not stop root.
     fs::write(folder(&home), "not a folder").unwrap();
     let mut chat = Screen::chat(&home, &[]);
     let answer = chat.say("My name is Ada");
@@ -371,7 +371,7 @@ fn a_conversation_saved_with_its_cache_needs_no_prefill() {
     assert!(chat.say("/save bob").contains("saved; to continue"));
     leave(chat);
     assert!(conversations.join("bob.kv").exists() && !conversations.join("ada.kv").exists());
-    // If the file of keys and values is damaged, the next turn still works, but is slower.
+    // If the saved KV cache is damaged, the next turn still works, but prefills the conversation again.
     fs::write(conversations.join("bob.kv"), "damaged").unwrap();
     assert!(ask("bob").contains("cannot load the saved KV cache"));
 }

@@ -2,7 +2,8 @@
 //! The inputs include outliers, unusual sizes and cache rows filled with NaN.
 //! Some tests check the references against independently computed values.
 //!
-//! `quantized/mod.rs` tests the kernels of quantized matrices. `decode_graph.rs` tests the fused kernels of decode steps.
+//! `quantized/mod.rs` tests the kernels of quantized matrices.
+//! `decode_graph.rs` tests the fused kernels of the decode graph.
 
 use candle_core::{DType, Device, Tensor, safetensors};
 use inferno::kernels::SumOrder;
@@ -264,7 +265,8 @@ fn attention_matches_its_reference() {
         Case { spans: &[(3, 1290)], heads: 8, kv_heads: 4, head_dim: 256, window: None, has_sinks: false },
         Case { spans: &[(1, 1650)], heads: 8, kv_heads: 2, head_dim: 64, window: Some(600), has_sinks: true },
         Case { spans: &[(2, 1650)], heads: 4, kv_heads: 2, head_dim: 256, window: Some(600), has_sinks: false },
-        // With 140 KV heads and 130 rows, tiles of 128 rows fill the GPU, so the kernel uses such tiles.
+        // With 140 KV heads and 130 rows per head, there are 280 tiles of 128 rows.
+        // These are at least two tiles per multiprocessor of an H200 (132), so the kernel uses tiles of 128 rows.
         Case { spans: &[(130, 3)], heads: 140, kv_heads: 140, head_dim: 256, window: None, has_sinks: true },
         Case { spans: &[(130, 3)], heads: 140, kv_heads: 140, head_dim: 128, window: Some(90), has_sinks: true },
         // Cases with several sequences: only decode steps, chunks of equal length, or decode steps and chunks.
@@ -310,7 +312,8 @@ fn attention_matches_its_reference() {
             has_sinks: true,
         },
         Case { spans: &[(1, 100), (40, 100)], heads: 6, kv_heads: 3, head_dim: 10, window: Some(64), has_sinks: false },
-        // With 140 KV heads, there are more tiles than multiprocessors, which selects the kernel `16_rows_batch`.
+        // With 140 KV heads, there are more tiles than multiprocessors (132 on an H200).
+        // This selects the kernel `16_rows_batch` for sequences with few new tokens.
         Case {
             spans: &[(1, 250), (1, 0), (1, 999)],
             heads: 140,
@@ -349,7 +352,7 @@ fn attention_matches_its_reference() {
             let k = noise.tensor(&[rows, kv_heads, head_dim], dtype);
             let v = noise.tensor(&[rows, kv_heads, head_dim], dtype);
             let mask = AttentionMask { window, scale: 1.0 / (head_dim as f32).sqrt(), softcap };
-            // Rows that no query attends to hold NaN, so a kernel that reads such a row fails the test.
+            // Rows that no query attends to hold NaN, so a kernel that uses the values of such a row fails the test.
             let mut row_poison = vec![f32::NAN; rows];
             for (&(tokens, position), table) in spans.iter().zip(&tables) {
                 for visible in mask.first_key(position)..position + tokens {
@@ -482,7 +485,8 @@ fn expert_mlp_matches_separate_products() {
     for (device, dtype) in gpu_with_dtypes().into_iter().filter(|(_, dtype)| *dtype != DType::F32) {
         for Case { tokens, experts, chosen, hidden: columns, intermediate } in cases {
             let mut noise = Random(9);
-            // The inputs are about as large as normalized activations. Much larger inputs would all be clamped.
+            // The inputs are about as large as normalized activations.
+            // With much larger inputs, the SwiGLU would clamp almost all gate and up values.
             let x = (noise.tensor(&[tokens, columns], dtype) * 0.5).unwrap();
             let mut stack = |rows: usize, columns: usize| {
                 let blocks = noise.bytes(&[experts, rows, columns / 32, 16], 0..256);
@@ -588,7 +592,7 @@ fn experts_in_fixed_order_do_not_depend_on_other_tokens() {
     use inferno::kernels::moe::mxfp4_tiles::{Mxfp4Tiles, RowOrder};
     use inferno::kernels::moe::route::RoutedPairs;
     // In the second case, the padding of h needs a row block without weights, as when two GPUs divide gpt-oss.
-    // In an earlier bug, copying warps with nothing to copy missed phases of a barrier. The kernel gate_up then hung.
+    // There, some copying warps have nothing to copy. If such a warp missed a phase of a barrier, gate_up would hang.
     for (experts, chosen, intermediate) in [(32, 4, 2880), (128, 15, 480)] {
         let (tokens, columns) = (200, 2880);
         for (device, dtype) in gpu_with_dtypes().into_iter().filter(|(_, dtype)| *dtype != DType::F32) {
@@ -639,7 +643,7 @@ fn products_of_few_tokens_match_their_reference() {
     let device = gpu();
     let Device::Cuda(cuda) = &device else { panic!("{device:?} is not a GPU") };
     // Each case is (rows, columns). The cases cover several warps per row, one warp per row, and an uneven last block.
-    // The cases also cover fewer parts of a row than warps, and more inputs than two buffers hold.
+    // In some cases, a row has fewer 64-column parts than warps, or more columns than the two input buffers hold.
     // The last two cases are unsupported: 40 rows are not a multiple of 16, and 65,536 rows are too many.
     let cases =
         [(16, 64), (5120, 2880), (2880, 4096), (4112, 64), (28_672, 192), (4096, 14_336), (40, 64), (65_536, 64)];
@@ -668,7 +672,7 @@ fn products_with_few_rows_match_their_reference() {
     use crate::support::gpu;
     use inferno::kernels::matmul::matmul_f32;
     let device = gpu();
-    // Routers of gpt-oss-20b, gpt-oss-120b and Qwen3-30B-A3B, and sizes with parts of tiles.
+    // Routers of gpt-oss-20b, gpt-oss-120b and Qwen3-30B-A3B, and sizes that fill only part of a tile.
     // The last case has too many rows for the kernel `few_rows`.
     for (rows, columns) in [(32, 2880), (128, 2880), (128, 2048), (1, 16), (33, 144), (257, 64)] {
         let mut noise = Random((rows + columns) as u64);
@@ -722,7 +726,7 @@ fn products_in_fixed_order_do_not_depend_on_other_tokens() {
     use crate::support::gpu;
     use inferno::kernels::matmul::matmul_f32;
     let device = gpu();
-    // Matrix sizes of gpt-oss-20b and Llama-3.1-8B, and one unusual size.
+    // Matrix sizes of gpt-oss-20b and Llama-3.1-8B, and two unusual sizes.
     for (rows, columns) in
         [(5120, 2880), (2880, 4096), (201_088, 2880), (28_672, 4096), (4096, 14_336), (33, 72), (33, 80)]
     {

@@ -77,7 +77,7 @@ fn layer(module: &str) -> usize {
 /// - A file depends on every file that a path in its code leads to, in `use` declarations and elsewhere.
 /// - An imported or re-exported name counts as a path into the file that defines it.
 /// - In the file `mod`, `mod x;` and `pub use x::Name;` are not dependencies, but every other use of `Name` is one.
-/// - Modules named `tests` are ignored.
+/// - Inline modules named `tests` are ignored.
 #[test]
 fn files_of_a_folder_have_no_cycles() {
     let cycles = Sources::read().cycles();
@@ -94,8 +94,8 @@ fn cycles_and_imports_are_found_in_examples() {
         |files: &[(&str, &str)]| parse(files).cycles().into_iter().map(|(folder, _)| folder).collect::<Vec<_>>();
     let a = "use super::b::Thing;\npub struct Other;";
     assert_eq!(folders(&[("x/mod.rs", ""), ("x/a.rs", a), ("x/b.rs", "pub struct Thing;")]), [""; 0]);
-    // The examples have two cycles of two files and one cycle of three files.
-    // One import goes through a re-export in the folder's `mod.rs`.
+    // The next three examples have a cycle of two files, a cycle of two files through a re-export in `mod.rs`,
+    // and a cycle of three files.
     let b = "pub struct Thing;\nfn f() { super::a::Other }";
     assert_eq!(folders(&[("x/mod.rs", "mod a; mod b;"), ("x/a.rs", a), ("x/b.rs", b)]), ["x"]);
     let b = "use super::Other;\npub struct Thing(Other);";
@@ -230,7 +230,7 @@ impl Sources {
                 _ => "mod".to_string(),
             };
             let (from, target) = (node(&from), node(&to));
-            // A path to a folder is not a dependency. A path to an item in the folder is one.
+            // A path to a folder that contains the file is not a dependency. A path to an item in that folder is one.
             if shared > 0 && from != target && to.len() > shared {
                 let place = format!("  {from} -> {target}: {}:{line} {}\n", file.display(), to.join("::"));
                 folders.entry(to[..shared].to_vec()).or_default().entry((from, target)).or_insert(place);

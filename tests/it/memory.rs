@@ -116,7 +116,7 @@ fn estimates_of_gguf_files_equal_the_loaded_bytes() {
     }
     let (_folder, path) = saved(&convert_with_separate_experts(&golden("mixtral")));
     each_quantization("mixtral.gguf, separate experts", &path);
-    // The GGUF files in this test contain K-quants, whose blocks are wider than an attention head.
+    // The blocks in these files have 32 values, so they are wider than an attention head (8 to 16 values).
     for family in ["llama", "mixtral", "qwen2", "qwen3", "qwen3_moe", "phi3", "gemma2", "gemma3", "gpt2", "gpt_oss"] {
         let path = golden("gguf_quantized").join(format!("{family}.gguf"));
         check(&format!("quantized {family}.gguf"), &path, None);

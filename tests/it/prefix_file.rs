@@ -100,7 +100,7 @@ fn a_named_pipe_is_no_saved_prefix() {
 }
 
 /// Loads the demo model, which has 6 layers and 2 KV heads, onto several ranks.
-/// With tensor parallelism, the third and fourth ranks hold no heads.
+/// With tensor parallelism on four ranks, the third and fourth ranks hold no heads.
 fn demo_on(ranks: usize, split: Split, context: usize) -> Engine {
     let devices = vec!["cpu"; ranks].join(",").parse().unwrap();
     Engine::builder(demo_dir()).devices(devices).split(split).context(context).load().unwrap()
@@ -157,7 +157,7 @@ fn several_ranks_ignore_the_prefix_of_another_model_and_reject_a_damaged_one() {
     for (ranks, split) in SPLITS {
         let engine = demo_on(ranks, split, 512);
         let prompt = engine.random_tokens(1, 200);
-        assert_eq!(engine.save_prefix(&prompt, &path).unwrap(), 0, "nothing is cached");
+        assert_eq!(engine.save_prefix(&prompt, &path).unwrap(), 0, "a prefix was saved before it was computed");
         assert!(!path.exists());
         let expected = answer(&engine, &prompt).tokens;
         assert_eq!(engine.save_prefix(&prompt, &path).unwrap(), 192);
@@ -166,7 +166,7 @@ fn several_ranks_ignore_the_prefix_of_another_model_and_reject_a_damaged_one() {
         let devices = vec!["cpu"; ranks].join(",").parse().unwrap();
         let other = Engine::builder(demo_dir()).devices(devices).split(split).context(512);
         let other = other.dtype(candle_core::DType::BF16).load().unwrap();
-        assert_eq!(other.load_prefix(&path).unwrap(), 0, "another dtype");
+        assert_eq!(other.load_prefix(&path).unwrap(), 0, "a prefix with another dtype was loaded");
 
         let bytes = fs::read(&path).unwrap();
         let shape = b"\"shape\":[192,2,40]";

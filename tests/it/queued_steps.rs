@@ -1,6 +1,6 @@
-//! Tests of queued steps on the CPU. A queued step is planned before the tokens of the previous step are known.
+//! Tests of queued steps. A queued step is planned before the tokens of the previous step are known.
 //!
-//! On a GPU, most steps are queued (see docs/architecture.md).
+//! Most of these tests run on the CPU. On a GPU, most steps are queued (see docs/architecture.md).
 //! The batch tests in `engine.rs` therefore also cover queued steps.
 
 use std::collections::BTreeMap;
@@ -221,7 +221,7 @@ fn queued_steps_report_the_same_log_probabilities() {
 }
 
 /// Batches of 1 to 9 requests get the same answers and log probabilities whether or not their steps are queued.
-/// `--deterministic` makes an answer independent of its batch.
+/// The engines are deterministic, so an answer does not depend on its batch.
 #[test(gpu)]
 fn answers_with_edited_logits_are_the_same_on_a_gpu() {
     for name in ["mistral", "gpt_oss_graph"] {
@@ -257,7 +257,7 @@ fn answers_with_edited_logits_are_the_same_on_a_gpu() {
                 let longest = got.iter().map(Vec::len).max().unwrap();
                 assert!(
                     waiting == 0 && 2 * queued + 4 > longest as u64,
-                    "{name}, {count} requests: {queued} of {longest} steps were queued ahead, {waiting} without queueing"
+                    "{name}, {count} requests: {queued} of {longest} steps were queued, {waiting} without queueing"
                 );
             }
         }

@@ -48,7 +48,8 @@ fn expected(rank: usize, fault: RankFault) -> String {
     format!("GPU {} of {RANKS} {what}; the other GPUs were stopped", rank + 1)
 }
 
-/// Returns the number of the step before which a rank fails. The prompts or answers of the test need more steps.
+/// Returns the number of the step before which a rank fails, or 0 if it fails at once.
+/// The prompts or answers of the test need more steps.
 fn step(work: Work) -> u64 {
     match work {
         Work::Idle => 0,

@@ -1,6 +1,7 @@
 //! Classic mistakes of tensor parallelism, each of which must change the logits.
 //!
-//! The tests in `ranks` compare logits with transformers. The tests in this file show that they find mistakes.
+//! The tests in `ranks` compare logits with transformers.
+//! The tests in this file show that such a comparison finds mistakes.
 //! To imitate a mistake, each rank loads its part from its own edited copy of the checkpoint.
 //! The rank then holds the values that code with the mistake would load.
 

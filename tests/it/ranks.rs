@@ -31,7 +31,7 @@ use crate::support::{GoldenKind, demo_dir, golden, golden_models, logits_of, rel
 /// World sizes that divide heads, blocks and vocabularies evenly, unevenly, or so that some ranks hold nothing.
 const SIZES: [usize; 5] = [1, 2, 3, 4, 8];
 
-/// The context length of golden.rs. LongRoPE chooses its factors by the context length.
+/// The context length for safetensors models, as in `golden.rs`. LongRoPE chooses its factors by the context length.
 pub const CONTEXT: usize = 160;
 
 /// Runs `work` on one thread per rank. Returns the results in the order of the ranks.
@@ -68,7 +68,7 @@ pub fn split_world(world: &World, split: Split, layers: usize) -> World {
 }
 
 /// Returns the logits of all `ids`, as computed by each rank, in the order of the ranks.
-/// With bf16, GPUs round all partial results.
+/// With bf16, ranks on separate GPUs may round partial results of any size.
 pub fn logits_on(
     devices: &Devices,
     split: Split,
@@ -124,8 +124,8 @@ fn logits_of_every_family_agree_with_transformers() {
     }
 }
 
-/// With `Split::Layers`, a rank computes its whole layers like a single rank.
-/// The output head gives the same bits for any number of rows.
+/// With `Split::Layers`, a rank computes its whole layers like a single rank. The ranks divide only the output head.
+/// The bits of a logit do not depend on how many rows of the output head a rank holds.
 /// All ranks therefore have exactly the logits of one rank.
 #[test]
 fn ranks_with_whole_layers_have_exactly_the_logits_of_one_rank() {
@@ -187,7 +187,7 @@ fn logits_of_quantized_gguf_files_agree_with_transformers() {
     }
 }
 
-/// Compares several ranks only with one rank, because `gguf::models` compares one rank with transformers.
+/// Compares several ranks only with one rank, because `gguf/models.rs` compares one rank with transformers.
 #[test]
 fn gguf_files_with_floats_give_the_same_logits_as_one_rank() {
     for case in golden_models(|model| model.has_gguf) {
@@ -228,7 +228,7 @@ fn quantizing_while_loading_gives_the_same_logits_as_one_rank() {
     }
 }
 
-/// Returns the number of bytes that were read from the files of a checkpoint.
+/// Returns the number of bytes that were read so far from the files with a checkpoint's tensors.
 pub fn read_bytes(checkpoint: &Checkpoint) -> u64 {
     let tensors: Vec<StoredBytes> = match checkpoint {
         Checkpoint::Gguf(model) => {
@@ -253,7 +253,7 @@ fn all_ranks_together_read_every_byte_of_the_weights_once() {
         let dir = golden(case);
         let config = models::read_config(&dir).unwrap();
         let (ids, expected) = expected(&dir.join("golden.safetensors"));
-        // Loads all ranks. Returns the ranks' logits and the number of tensor bytes read from the files.
+        // Loads the model on `size` ranks. Returns their logits and the number of tensor bytes read from the files.
         let load = |size: usize, split: Split, is_shared: bool| {
             let checkpoint = Checkpoint::open(&dir).unwrap();
             let before = read_bytes(&checkpoint);

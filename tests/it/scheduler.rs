@@ -36,7 +36,7 @@ struct Request {
     /// The number of forks of this request. The forks of a request come right after it in the list of requests.
     forks: usize,
     is_fork: bool,
-    /// The lengths of the parts into which the prompt is divided. If not set, the configuration decides.
+    /// The parts into which the prompt is divided. If not set, the scheduler's configuration decides.
     /// No pass crosses the end of a prompt part.
     prompt_parts: Option<PromptParts>,
 }
@@ -119,7 +119,7 @@ struct Simulator<'a> {
 /// What happened in a simulation. Two simulations of the same scenario must have equal summaries.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 struct Summary {
-    /// A digest of the sequences and tokens in all plans.
+    /// A digest of the work in all plans.
     plans: u64,
     finished: usize,
     canceled: usize,
@@ -142,7 +142,7 @@ fn digest(before: u64, token: u64) -> u64 {
     (before ^ token).wrapping_mul(0x9E37_79B9_7F4A_7C15).rotate_left(29)
 }
 
-/// Returns the approximate time that a step of `tokens` tokens takes on an H200.
+/// Returns the simulated time of a step with `tokens` tokens: a fixed time, and a time for each token.
 fn step_time(tokens: usize) -> Duration {
     Duration::from_nanos(5_800_000 + 11_800 * tokens as u64)
 }
@@ -232,7 +232,7 @@ impl<'a> Simulator<'a> {
         // A sequence is preempted at most twice, so each token is computed at most three times.
         let steps = |id: SequenceId| {
             let Request { prompt, answer, .. } = &self.scenario.requests[id as usize];
-            // A step that is planned ahead can compute one token too many after the end of an answer.
+            // If steps are planned ahead, a step can be empty, or compute a token after the end of an answer.
             3 * (prompt.len() + answer + 2 * usize::from(self.scenario.plans_ahead))
         };
         let ahead = self.unfinished.iter().map(|&other| steps(other)).sum();
@@ -372,7 +372,7 @@ impl<'a> Simulator<'a> {
         }
     }
 
-    /// Checks that running sequences are preempted only if blocks can run out. Each is preempted at most twice.
+    /// Checks that running sequences are preempted only if blocks can run out, and each sequence at most twice.
     fn check_preempted(&mut self, plan: &StepPlan) {
         for &id in &plan.preempted {
             assert!(!self.has_ample_blocks, "sequence {id} was preempted although there are blocks for all sequences");
@@ -402,7 +402,8 @@ impl<'a> Simulator<'a> {
         );
     }
 
-    /// Checks that the statistics of the scheduler agree with the simulator, and that no deadline was missed.
+    /// Checks that the statistics of the scheduler agree with the simulator.
+    /// Also checks that every sequence past its deadline has started or expired, except pending forks.
     fn check_stats(&self) {
         let running = self.tracked_running().len();
         assert!(running <= self.scenario.config.max_sequences);

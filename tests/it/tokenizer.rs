@@ -237,7 +237,7 @@ fn strange_vocabularies_do_not_panic() {
             "normalized": false, "special": true});
         small(|json| json["added_tokens"] = json!([token]))
     };
-    // An added token may have the id or the text of another token, an unused id, or an empty text.
+    // An added token may have the id or the text of another token, an unused id, an id above `u32::MAX`, or no text.
     for bytes in [added(0, "<s>"), added(u32::MAX.into(), "<s>"), added(1 << 40, "<s>"), added(4, "a"), added(4, "")] {
         println!("{:?}", outcome(&bytes, "ab<s>c"));
     }
@@ -252,7 +252,8 @@ fn strange_vocabularies_do_not_panic() {
     assert_eq!(outcome(&small(|_| ()), "a\r\nb\u{feff}\0c"), None);
 }
 
-/// Gemma's HTML tags are added tokens that are not special. inferno treats the tags as text, as transformers does.
+/// Gemma's HTML tags are added tokens that are not special. inferno does not treat them as control tokens.
+/// A tag in a text is therefore encoded as its token, as in transformers, even with `ControlTokens::Text`.
 #[test]
 fn html_tags_are_text_unless_they_are_special() {
     // The ids of the added tokens start at 4, because the vocabulary has four tokens.

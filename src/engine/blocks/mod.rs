@@ -55,7 +55,7 @@ pub struct SequenceBlocks {
     /// The number of tokens whose keys and values are in the blocks.
     computed: usize,
     prompt_tokens: usize,
-    /// The number of full blocks that other sequences may reuse, counted from the start of this sequence.
+    /// Only the first `reusable` blocks may be reused by other sequences. `usize::MAX` allows all full blocks.
     reusable: usize,
     /// The number of tokens that [`BlockManager::start`] looked up in the prefix cache.
     queried_tokens: usize,
@@ -116,7 +116,8 @@ impl BlockManager {
         Self { windows, prompt_parts: None, pool: BlockPool::new(blocks), hashers, queried_tokens: 0, hit_tokens: 0 }
     }
 
-    /// Limits reuse to whole parts of prompts, whose keys and values do not depend on other sequences.
+    /// Limits reuse to whole parts of a prompt, as [`PromptParts`] divides it.
+    /// The keys and values of a whole part do not depend on other sequences.
     pub fn with_prompt_parts(self, prompt_parts: Option<PromptParts>) -> Self {
         Self { prompt_parts, ..self }
     }
@@ -362,7 +363,7 @@ impl BlockManager {
         if is_visible_from(checkpoint) || is_before_prompt_end { Retention::Keep } else { Retention::EvictFirst }
     }
 
-    /// Returns the range of blocks in a group that the token after the first `tokens` tokens attends to.
+    /// Returns the range of full blocks in a group that the token after the first `tokens` tokens attends to.
     pub fn visible_blocks(&self, group: usize, tokens: usize) -> Range<usize> {
         self.first_visible_block(group, tokens)..tokens / BLOCK_TOKENS
     }
@@ -408,7 +409,7 @@ impl BlockManager {
         }
     }
 
-    /// Releases all blocks of a sequence. Full blocks stay cached. The block with the last tokens is evicted first.
+    /// Releases all blocks of a sequence. Reusable blocks stay cached, and the last of them is evicted first.
     /// Returns the hashes for [`start`](Self::start), if the sequence continues later.
     pub fn release(&mut self, sequence: SequenceBlocks) -> BlockHashes {
         let groups = 0..self.windows.len();

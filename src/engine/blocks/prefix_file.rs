@@ -4,13 +4,14 @@
 //!
 //! - `tokens`: u32 `[n]`
 //! - `group.G.layer.L.k` and `.v`: `[rows, kv_heads, head_dim]` for layer L of group G.
-//!   The rows come from all blocks that a token after the prefix attends to.
+//!   L is the index of the layer within its group, across all ranks.
+//!   The rows come from all blocks that the token after the prefix attends to.
 //!
 //! The file holds all layers and all KV heads of the model, although each rank holds only some of them.
-//! An engine with any number of ranks can therefore load the file.
+//! An engine with another number of ranks can therefore load the file, unless the engines are deterministic.
 //!
-//! Keys and values are valid only for the model, dtype and build that computed them.
-//! The metadata value `fingerprint` identifies the model, dtype and build.
+//! Keys and values are valid only for the model, build and settings that computed them.
+//! The metadata value `fingerprint` identifies the model files, the build, and settings such as the dtype.
 
 use std::collections::{BTreeMap, HashMap};
 use std::fs;
@@ -30,13 +31,13 @@ use crate::kernels::rows::copy_rows;
 use crate::nn::kv_cache::{BLOCK_TOKENS, BlockTables, KvCache};
 use crate::runner::Runner;
 
-/// The metadata key for the fingerprint of the model, dtype and build.
+/// The metadata key for the fingerprint of the model files, the build and the settings.
 const FINGERPRINT: &str = "fingerprint";
 
 /// The blocks of the KV cache that hold a prefix.
 struct PrefixBlocks {
     tables: BlockTables,
-    /// For each group, the range of its block table that a token after the prefix attends to.
+    /// For each group, the range of its block table that the token after the prefix attends to.
     visible: Vec<Range<usize>>,
 }
 
@@ -52,7 +53,7 @@ impl PrefixBlocks {
     }
 }
 
-/// Saves the longest prefix of `ids` whose blocks are all cached. Returns the number of saved tokens.
+/// Saves the longest cached prefix of `ids`. Returns the number of saved tokens.
 /// If nothing is cached, returns 0 and writes no file.
 pub fn save(path: &Path, ids: &[u32], fingerprint: &str, runner: &Runner, blocks: &mut BlockManager) -> Result<usize> {
     // A cached prefix never includes the last token. Append a token, so that the search can find all of `ids`.
@@ -103,7 +104,7 @@ fn add(bytes: Arc<[u8]>, runner: &Runner, blocks: &mut BlockManager) -> Result<u
     let tokens: Vec<u32> = SafeTensors::deserialize(&bytes)?.tensor("tokens")?.load(&Device::Cpu)?.to_vec1()?;
     ensure!(
         !tokens.is_empty() && tokens.len().is_multiple_of(BLOCK_TOKENS),
-        "expected a multiple of {BLOCK_TOKENS} tokens, found {}",
+        "expected a positive multiple of {BLOCK_TOKENS} tokens, found {}",
         tokens.len()
     );
     let Some(mut sequence) = blocks.adopt(&tokens) else { return Ok(0) };

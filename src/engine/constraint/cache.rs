@@ -11,11 +11,11 @@ use super::GrammarKind;
 /// The maximum number of grammars to keep. The least recently used grammar is dropped first.
 const MAX_GRAMMARS: usize = 32;
 
-/// The maximum length of a cached grammar's text, in bytes.
-/// The limit bounds the memory of the cache, because longer texts compile to larger grammars.
+/// The maximum length of a cached grammar in bytes, written as JSON.
+/// The limit bounds the memory of the cache, because longer grammars compile to larger matchers.
 const MAX_TEXT: usize = 64 << 10;
 
-/// The SHA-256 hash of the kind and the text of a grammar.
+/// The SHA-256 hash of a [`GrammarKind`], written as JSON.
 pub type GrammarKey = [u8; 32];
 
 /// The most recently used compiled grammars.

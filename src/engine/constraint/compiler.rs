@@ -17,10 +17,12 @@ use crate::tokenizer::TokenTable;
 /// The longest token that a grammar can use, in bytes. llguidance's trie allows 1,024 bytes.
 const MAX_TOKEN_BYTES: usize = 1000;
 
-/// The maximum total size of all tokens in llguidance's trie, in bytes. The trie can have 4 million nodes.
+/// The maximum total size of all tokens in llguidance's trie, in bytes.
+/// The trie has at most one node per byte, besides its root, and supports fewer than 2^22 (about 4.2 million) nodes.
 const MAX_TRIE_BYTES: usize = 4_000_000;
 
-/// The maximum number of optional properties in a schema with a single object. See [`optional_pairs`].
+/// The maximum number of optional properties if only one object of a schema has optional properties.
+/// With several such objects, the limit is lower. See [`optional_pairs`].
 /// llguidance compiles 1,000 optional properties in about 150 ms.
 /// The compile time grows quadratically with the number of properties, and llguidance does not limit this time.
 const MAX_OPTIONAL: usize = 1000;
@@ -31,7 +33,7 @@ const MAX_REASON: usize = 500;
 /// llguidance's error message if a grammar allows no next token.
 const NOTHING_ALLOWED: &str = "NoExtensionBias";
 
-/// The whitespace allowed between the parts of a JSON value: a space, or a line break with indentation.
+/// The whitespace allowed between the parts of a JSON value: one space, or one line break with limited indentation.
 /// Without this limit, a model could generate whitespace until the context is full.
 const JSON_WHITESPACE: &str = r" |\r?\n[ \t]{0,128}";
 
@@ -55,7 +57,8 @@ pub struct CompiledGrammar {
 impl GrammarCompiler {
     /// Builds the token tables for a vocabulary. Takes about a second for 200,000 tokens.
     ///
-    /// `vocab_size` is the number of logits. Fails if the model has no stop token, or if its tokens are too large.
+    /// `vocab_size` is the number of logits.
+    /// Fails if the model has no stop token, or if its tokens have more than `MAX_TRIE_BYTES` bytes in total.
     pub fn new(table: &TokenTable, vocab_size: usize, stop_ids: &[u32]) -> Result<Self> {
         let is_usable = |id: &u32| (*id as usize) < vocab_size && !table.bytes(*id).is_empty();
         let Some(end) = stop_ids.iter().copied().find(is_usable) else {
@@ -74,9 +77,10 @@ impl GrammarCompiler {
         let mut factory = panic_utils::catch_unwind(build)?;
         factory.quiet();
         let limits = factory.limits_mut();
-        // The lexer and parser limits allow about 20 ms of CPU time for a grammar and 10 ms for a token mask.
+        // At the speeds in llguidance's documentation of these limits, building a lexer takes at most about 20 ms of
+        // CPU time, and computing a token mask takes at most about 10 ms.
         (limits.initial_lexer_fuel, limits.step_lexer_fuel, limits.step_max_items) = (1_000_000, 100_000, 50_000);
-        // A lexer state takes up to 2 kB of memory.
+        // According to llguidance's documentation, a lexer state takes 1 to 2 kB of memory.
         limits.max_lexer_states = 50_000;
         limits.verbose_errors = false;
         Ok(Self { factory, cache: GrammarCache::default(), vocab_size, end })
@@ -113,7 +117,7 @@ impl GrammarCompiler {
         {
             return Err(invalid(
                 &grammar.name,
-                &format!("the schema has too many optional properties: the limit is {MAX_OPTIONAL} in one object"),
+                &format!("too many optional properties: at most {MAX_OPTIONAL} in one object, or fewer in several"),
             ));
         }
         let top_level = match &grammar.kind {
@@ -213,7 +217,8 @@ mod tests {
 
     const STOP: u32 = 1993;
 
-    /// Checks that a grammar matches the tokens of `text` and no other text. Only prefixes of `text` are allowed.
+    /// Checks that a grammar matches `text` and no other text: before each token of `text`, it allows only tokens that
+    /// continue `text`, and after the last token, only the stop token.
     fn assert_matches_only(compiler: &GrammarCompiler, tokenizer: &Tokenizer, kind: GrammarKind, text: &str) {
         let grammar = Grammar { name: "choice".to_string(), kind };
         let mut matcher = compiler.compile(&grammar).unwrap_or_else(|error| panic!("{text:?}: {error}")).matcher;

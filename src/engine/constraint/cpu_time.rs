@@ -6,7 +6,8 @@ use std::time::Duration;
 /// The CPU time per token mask that does not count toward the limit. Masks of common schemas take less time.
 const FREE_TIME: Duration = Duration::from_millis(1);
 
-/// The maximum total CPU time of a request's masks beyond [`FREE_TIME`] per mask. Every mask delays all requests.
+/// The maximum total CPU time of a request's masks beyond [`FREE_TIME`] per mask.
+/// The engine thread computes the masks, so a slow mask delays all requests.
 const MAX_EXCESS: Duration = Duration::from_millis(250);
 
 /// The CPU time that the masks of a request took beyond [`FREE_TIME`] per mask, in nanoseconds.
@@ -45,7 +46,7 @@ impl ThreadClock {
         }
     }
 
-    /// Returns the CPU time of the thread so far, or zero if it has ended.
+    /// Returns the CPU time of the thread so far, or zero if the thread has ended.
     pub fn elapsed(&self) -> Duration {
         #[cfg(target_os = "linux")]
         return nix::time::clock_gettime(self.clock).map_or(Duration::ZERO, Duration::from);

@@ -1,9 +1,10 @@
 //! Plans an answer in harmony, the chat format of gpt-oss.
 //!
-//! Headers are constrained, so that every message has a known channel and a declared recipient.
+//! Headers are constrained, so that every message has a known channel, and every tool call names a declared tool.
 //! Reasoning is not constrained.
-//! Only the token sequence that the model was trained on is allowed for a header, even if others have the same text.
-//! Headers for tool calls have the same variants as in vLLM's `parser/harmony.py`.
+//! Each header is allowed only as the token sequence that the model was trained on, although other token sequences
+//! have the same text.
+//! Headers for tool calls have the same variants as in vLLM's `vllm/parser/harmony.py`.
 
 use anyhow::Result;
 
@@ -48,7 +49,7 @@ pub fn parts(
         headers.iter().map(|(header, part)| ([&opening[..], header].concat(), *part)).collect()
     };
     // Within a message, the model must not start another message without `<|end|>`.
-    // The model must also not end the answer before a required part.
+    // If `must_continue` is true, the model must also not end the answer, because a required part is still missing.
     let text = |must_continue: bool| {
         let mut premature = vec![harmony.start, harmony.channel];
         if must_continue {
@@ -107,7 +108,7 @@ impl Headers<'_> {
         Ok((header, part))
     }
 
-    /// Returns the headers of all messages except reasoning, each with the part that follows the header.
+    /// Returns the headers of all allowed messages except reasoning, each with the part that follows the header.
     fn later(&self) -> Result<Vec<(Vec<u32>, PartId)>> {
         let constraint = &self.request.constraint;
         let mut headers = Vec::new();

@@ -5,8 +5,8 @@
 //!   `harmony` and `tagged` create the plan for a chat format.
 //! - [`ConstraintState`] is the position of one sequence in its plan, and computes the tokens that may come next.
 //!
-//! Reasoning is never constrained. Plans follow the chat format's control tokens and the text of `</think>`.
-//! A constraint is never dropped: if its grammar becomes too expensive to follow, the request fails.
+//! Reasoning is never constrained. A plan finds the end of reasoning by a control token or by the text `</think>`.
+//! A grammar is never dropped during an answer: if its masks take too much CPU time, the request fails.
 
 mod cache;
 mod compiler;
@@ -36,6 +36,7 @@ pub struct Constraint {
     /// Whether the answer must call a tool.
     pub requires_tool: bool,
     /// Whether the answer may call several tools, in chat formats that support it.
+    /// Some plans allow a second call even if this is false. The server then ends the answer before that call.
     pub can_call_in_parallel: bool,
 }
 

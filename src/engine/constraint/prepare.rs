@@ -19,7 +19,8 @@ use crate::error::Error;
 /// The maximum CPU time to compile the grammars of a request.
 const MAX_COMPILE_CPU: Duration = Duration::from_millis(250);
 
-/// The longest time to wait for the grammars of a request. A compilation takes this long only on a busy machine.
+/// The longest time to wait for the grammars of a request.
+/// On Linux, only a busy machine reaches this limit, because [`MAX_COMPILE_CPU`] applies first.
 const MAX_COMPILE_WAIT: Duration = Duration::from_secs(5);
 
 /// The interval at which the CPU time of the compiling thread is checked.
@@ -40,7 +41,7 @@ struct CompileLimits {
 /// Compiles the grammars of a request. Returns the constraint state of a sequence before its first token.
 ///
 /// Fails with [`Error::InvalidConstraint`] if a grammar is invalid, not supported or too expensive.
-/// Fails with [`Error::CompilerBusy`] if the machine is too busy.
+/// Fails with [`Error::CompilerBusy`] if the machine is too busy to compile the grammars in time.
 pub fn prepare(request: ConstrainedRequest) -> Result<ConstraintState> {
     let name = request.constraint.answer.as_ref().map_or("tools", |answer| &answer.name).to_string();
     let limits = CompileLimits { cpu: MAX_COMPILE_CPU, wait: MAX_COMPILE_WAIT };
@@ -48,7 +49,8 @@ pub fn prepare(request: ConstrainedRequest) -> Result<ConstraintState> {
     Ok(ConstraintState::new(Arc::new(plan)))
 }
 
-/// Runs `compile` on its own thread within `limits`. Errors about the limits name the request field `name`.
+/// Runs `compile` on its own thread within `limits`.
+/// If `compile` exceeds the CPU limit or panics, the error names the part `name` of the request.
 fn run_limited<T: Send + 'static>(
     name: &str,
     limits: CompileLimits,
@@ -102,7 +104,7 @@ fn plan(request: ConstrainedRequest) -> Result<Plan> {
 }
 
 /// Returns the parts of a text completion, which has no chat format, and the id of the first part.
-/// Fails if the request requires a tool call.
+/// Fails if the request requires a tool call, or if only tools are constrained.
 fn text_parts(request: &ConstrainedRequest, stops: &[u32]) -> Result<(Vec<Part>, PartId)> {
     match &request.constraint.answer {
         Some(answer) if !request.constraint.requires_tool => {

@@ -33,7 +33,8 @@ enum Progress {
     Free {
         tail: Vec<u8>,
     },
-    /// The position in a grammar. The matcher consumes the `unread` tokens later, while the GPU works.
+    /// The position in a grammar, and whether the text has begun.
+    /// [`ConstraintState::allowed_tokens`] lets the matcher consume the `unread` tokens, often while the GPU works.
     Grammar {
         matcher: Box<Matcher>,
         unread: Vec<u32>,
@@ -73,7 +74,8 @@ impl ConstraintState {
         self.must_end
     }
 
-    /// Returns the tokens that may come next, or `None` for all tokens. Fails if the grammar cannot be followed.
+    /// Returns the tokens that may come next, or `None` for all tokens.
+    /// Fails if the grammar allows no token, or if the masks of the request take too much CPU time.
     pub fn allowed_tokens(&mut self) -> Result<Option<TokenMask>> {
         let plan = self.plan.clone();
         let mut mask = TokenMask::none(plan.vocab_size);
@@ -88,7 +90,7 @@ impl ConstraintState {
                 let started = thread_time();
                 let text = read_mask(matcher, &read).map_err(|problem| invalid(&grammar.name, &problem.to_string()))?;
                 if !plan.masks.spend(thread_time().saturating_sub(started)) {
-                    return Err(invalid(&grammar.name, "computing the allowed tokens takes too long"));
+                    return Err(invalid(&grammar.name, "computing the allowed tokens takes too much CPU time"));
                 }
                 let can_end = match text {
                     Some(text) => {
@@ -103,7 +105,7 @@ impl ConstraintState {
                 let ends = after.iter().filter(|_| can_end);
                 ends.chain(instead.iter().filter(|_| !*has_text)).for_each(|&(token, _)| mask.allow(token));
                 if mask.is_empty() {
-                    return Err(invalid(&grammar.name, "the grammar requires text with a stop token of the request"));
+                    return Err(invalid(&grammar.name, "the grammar requires text with a stop token"));
                 }
             }
             (Progress::Free { .. }, _) => return Ok(None),
@@ -130,7 +132,7 @@ impl ConstraintState {
             (Progress::Free { tail }, Part::Free(free)) => {
                 if free.premature.contains(&token) {
                     let Some(replacement) = free.replacement else {
-                        bail!("the model ended its answer before the part that the request's constraint requires");
+                        bail!("the model ended its answer or called a tool before the constrained part");
                     };
                     token = replacement;
                 }

@@ -15,7 +15,7 @@ use super::plan::{END, Free, Part, PartId, all_to};
 use super::{Grammar, GrammarKind, ToolGrammar};
 use crate::chat::{END_THINK, END_TOOL_CALL, LLAMA_CALLS, MISTRAL_CALLS, THINK, TOOL_CALL};
 
-/// The whole answer, which may start with reasoning.
+/// The start of the answer, if the prompt ends neither with `<think>` nor with `</think>`.
 const START: PartId = 1;
 const REASONING: PartId = 2;
 /// The answer after its reasoning.

@@ -10,7 +10,8 @@
 //!
 //! On a GPU, the loop queues most steps before it knows the tokens of the previous step.
 //! `runner/route.rs` decides which steps can be queued.
-//! The plan assumes that every sequence continues, and appends a pending token to each sequence.
+//! For each token that a queued step will choose, the loop appends a pending token to the sequence.
+//! The next plan assumes that every sequence continues.
 //! If a sequence has ended, the queued step computes one unused token for it.
 //! The blocks of an ended sequence are freed at once. A later step can overwrite these blocks safely,
 //! because the device runs the steps in order.
@@ -274,8 +275,8 @@ impl EngineLoop {
         self.jobs.retain(|job| !matches!(job, Job::Sequences(sequences) if sequences.is_empty()));
     }
 
-    /// Passes the requests in `jobs` to the scheduler, up to the next call.
-    /// Runs that call if all earlier sequences have ended.
+    /// Handles `jobs` in order: passes requests to the scheduler, and runs calls.
+    /// Stops at a call if the scheduler still has sequences.
     fn admit(&mut self) {
         while let Some(job) = self.jobs.pop_front() {
             match job {

@@ -31,13 +31,13 @@ pub struct EngineStats {
     /// Ended requests that failed.
     pub failed: u64,
     /// Tokens that were computed for a request after its client had canceled it or had the complete answer.
-    /// Only tokens of steps that began after this time count. A value other than 0 shows a bug in the engine.
+    /// Only tokens of steps that began after the cancellation count. A value other than 0 shows a bug in the engine.
     pub tokens_after_cancel: u64,
     /// Tokens computed by prefill, including tokens recomputed after a preemption.
-    /// Excludes tokens reused from the KV cache.
+    /// Excludes tokens reused from the prefix cache.
     pub prompt_tokens: u64,
     pub generated_tokens: u64,
-    /// Tokens of the latest request that are in the KV cache.
+    /// Tokens in the KV cache that belong to the last sequence of the latest step. 0 after a failed step.
     /// A prompt that starts with these tokens reuses their full blocks.
     pub cached_tokens: u64,
     /// Steps that the engine planned, including failed steps. A step can compute tokens of several requests.
@@ -46,13 +46,13 @@ pub struct EngineStats {
     pub steps_queued_ahead: u64,
     /// How often a running request gave up its blocks because the KV cache was full.
     pub preemptions: u64,
-    /// Blocks in the KV cache.
+    /// Blocks of the KV cache that requests can use.
     pub blocks: u64,
     /// Blocks that running requests use.
     pub used_blocks: u64,
-    /// Prompt tokens that were looked up in the prefix cache.
+    /// Tokens that were looked up in the prefix cache. After a preemption, they include generated tokens.
     pub queried_tokens: u64,
-    /// Prompt tokens that were found in the prefix cache.
+    /// The looked-up tokens that were found in the prefix cache.
     pub hit_tokens: u64,
 }
 

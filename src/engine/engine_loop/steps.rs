@@ -34,13 +34,13 @@ impl EngineLoop {
             stats::add(&self.counters.steps_queued_ahead, u64::from(is_ahead));
             self.deliver_queued();
             self.record_queued(QueuedWork { step, work: plan.work });
-            // The device is now running the queued step, so sending events does not delay the device.
+            // A GPU is now running the queued step, so sending events does not delay the GPU.
             return self.outbox.flush();
         }
         if self.queued_step.is_some() {
             self.deliver_queued();
             self.end_canceled();
-            // Drop the work of sequences that have ended, because of their last token or a cancellation by the client.
+            // Drop the work of sequences that have just ended: complete, failed or canceled by the client.
             plan.work.retain(|work| self.scheduler.is_running(work.id));
             if plan.work.is_empty() {
                 return;
@@ -53,6 +53,7 @@ impl EngineLoop {
     }
 
     /// Waits for the tokens of the queued step, if there is one, and delivers them.
+    /// If the step failed, ends its sequences instead.
     pub(super) fn deliver_queued(&mut self) {
         let Some(QueuedWork { step, work }) = self.queued_step.take() else { return };
         let Self { runner, sequences, .. } = self;
@@ -69,7 +70,7 @@ impl EngineLoop {
 
     /// Records a queued step in the scheduler, so that the next step can be planned.
     ///
-    /// Counts the step's positions as computed, and appends a pending token for each token that the step will choose.
+    /// Counts the step's positions as computed, and appends a placeholder for each token that the step will choose.
     fn record_queued(&mut self, queued: QueuedWork) {
         for SequenceWork { id, range, is_last } in &queued.work {
             let Some(sequence) = self.sequences.get(id) else { continue };
@@ -173,7 +174,7 @@ impl EngineLoop {
             None => None,
             Some(Ok(token)) => {
                 stats::add(&self.counters.generated_tokens, 1);
-                // Do not count the first token after a cancellation, because its step may have begun earlier.
+                // Do not count the first token after a cancellation: its step may have begun before the cancellation.
                 if sequence.is_canceled() && sequence.note_canceled() {
                     stats::add(&self.counters.tokens_after_cancel, 1);
                 }
@@ -194,12 +195,12 @@ impl EngineLoop {
             _ => {}
         }
         // `cached_tokens` describes only the last sequence of the latest step.
-        // For parallel requests, the prefix cache has counters of its own.
+        // The counters `queried_tokens` and `hit_tokens` cover all sequences.
         self.counters.cached_tokens.store(cached.unwrap_or(0) as u64, Ordering::Relaxed);
     }
 }
 
-/// Returns the step input of each sequence in a plan. Fails if the plan names an unknown sequence.
+/// Returns the step input of each sequence in a plan. Fails if a planned sequence has not started or has no blocks.
 fn inputs<'s>(
     plan: &StepPlan,
     scheduler: &'s Scheduler,
@@ -212,7 +213,7 @@ fn inputs<'s>(
     borrowed.extend(started.map(|(&id, sequence)| (id, sequence)));
     for SequenceWork { id, range, is_last } in &plan.work {
         let (Some(sequence), Some(tables)) = (borrowed.remove(id), scheduler.tables(*id)) else {
-            bail!("internal error: the scheduler planned the unknown request {id}");
+            bail!("internal error: the scheduler planned sequence {id}, which has not started or has no blocks");
         };
         let limit = sequence.remaining();
         let samples = *is_last && !sequence.is_prefill_only();

@@ -1,7 +1,7 @@
 //! The client side of an engine: submits requests and returns event streams.
 //!
 //! - `preview`: predicts when a request would start
-//! - `score`: computes the logits or log-likelihoods of given tokens
+//! - `score`: computes the logits or the negative log-likelihoods of given tokens
 //! - `replay`: recomputes a recorded answer
 
 mod preview;
@@ -65,7 +65,8 @@ pub(super) struct Shared {
     pub info: ModelInfo,
     pub defaults: SamplingParams,
     pub device: Device,
-    /// Identifies everything that keys and values depend on. A saved prefix is valid only with the same fingerprint.
+    /// Identifies the model files, the build and the settings that determine keys and values.
+    /// A saved prefix is valid only with the same fingerprint.
     pub fingerprint: String,
     pub counters: Arc<Counters>,
     pub failure: Arc<RankFailure>,
@@ -88,7 +89,8 @@ impl EngineHandle {
     /// Fails if the chat format cannot render the conversation.
     /// Fails with [`Error::ContextFull`] or [`Error::PromptTooLong`] if the prompt leaves no room for an answer.
     /// Fails with [`Error::InvalidConstraint`] or [`Error::CompilerBusy`] if the constraint cannot be compiled.
-    /// Fails with [`Error::NotDeterministic`] if the engine cannot answer a single request deterministically.
+    /// Fails with [`Error::NotDeterministic`] if [`GenerateOptions::deterministic`] is set, but the engine cannot
+    /// answer a single request deterministically.
     /// Fails if the engine has stopped or is draining.
     pub fn submit(&self, request: Request) -> Result<RequestStream> {
         Ok(self.submit_n(request, 1)?.remove(0))
@@ -97,7 +99,7 @@ impl EngineHandle {
     /// Queues a request for `n` answers to the same prompt, and returns one event stream per answer.
     ///
     /// The answers share the prefill.
-    /// Answer i uses the request's seed plus i, as if it were requested alone with that seed.
+    /// Answer i, counted from 0, uses the request's seed plus i, as if it were requested alone with that seed.
     /// Fails like [`submit`](Self::submit), and if `n` is not between 1 and 128.
     pub fn submit_n(&self, request: Request, n: usize) -> Result<Vec<RequestStream>> {
         let submitted = Instant::now();
@@ -176,7 +178,7 @@ impl EngineHandle {
     }
 
     /// Compiles the constraint of a request, if any.
-    /// The first constraint takes about 1 s longer, because it builds the grammar compiler.
+    /// The first call with a constraint also builds the grammar compiler. See [`GrammarCompiler::new`].
     fn prepare_constraint(
         &self,
         options: &mut GenerateOptions,
@@ -213,7 +215,7 @@ impl EngineHandle {
         }
     }
 
-    /// Checks the prompt's length and token ids, and all options except the constraint.
+    /// Checks the prompt's length and token ids, and that the options are in range.
     pub(super) fn check(&self, ids: &[u32], options: &GenerateOptions) -> Result<()> {
         self.check_options(options)?;
         if ids.is_empty() {
@@ -234,7 +236,7 @@ impl EngineHandle {
     /// Returns how to divide the prompt of a deterministic request.
     ///
     /// Returns `None` if the request is not deterministic, or if the engine answers all requests deterministically.
-    /// Fails if the engine cannot answer a single request deterministically.
+    /// Fails if the request is deterministic, but the engine cannot answer a single request deterministically.
     pub(super) fn request_parts(&self, options: &GenerateOptions) -> Result<Option<PromptParts>> {
         let info = self.info();
         match info.request_parts {
@@ -411,8 +413,8 @@ impl EngineHandle {
     /// Adds a saved prefix to the prefix cache. Returns the number of tokens in the prefix.
     ///
     /// Returns 0 if the cache has no room.
-    /// Also returns 0 if the prefix was saved with another model, dtype or build of inferno.
-    /// For deterministic engines, the number of devices and the split must be equal too.
+    /// Also returns 0 if the prefix was saved with another model, build of inferno, dtype, quantization
+    /// or attention kernel. For deterministic engines, the number of devices and the split must be equal too.
     /// Fails if the file cannot be read or is damaged.
     pub fn load_prefix(&self, path: &Path) -> Result<usize> {
         // Read the file on the client's thread, so that the engine thread does not wait for the file.
@@ -450,7 +452,8 @@ impl EngineHandle {
 
     /// Calls a function on the engine thread with the runner and waits for the result.
     ///
-    /// The call runs when all earlier requests have ended, and delays later requests. It may overwrite the KV cache.
+    /// The call runs when all earlier requests have ended, and delays later requests.
+    /// The function may overwrite the KV cache.
     /// Fails if the engine stops, for example because the function panics, or if a device fails.
     pub fn with_runner<T: Send + 'static>(&self, call: impl FnOnce(&mut Runner) -> T + Send + 'static) -> Result<T> {
         let (sender, result) = mpsc::sync_channel(1);

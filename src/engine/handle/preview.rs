@@ -9,7 +9,7 @@ use crate::engine::engine_loop::Command;
 use crate::engine::requests::{GenerateOptions, Request};
 use crate::engine::scheduler::{NewSequence, Preview, SequenceId};
 
-/// The predicted start of a request that is submitted now.
+/// The predicted start of a request, as if it were submitted now.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RequestPreview {
     pub prompt_tokens: usize,
@@ -23,7 +23,7 @@ impl EngineHandle {
     /// Predicts whether and when a request for `answers` answers would start.
     ///
     /// Fails like [`submit_n`](Self::submit_n), but does not check the constraint or whether the engine is draining.
-    /// Waits until the current step has ended.
+    /// Waits until the engine thread plans its next step.
     pub fn preview(&self, request: Request, answers: usize) -> Result<RequestPreview> {
         check_answer_count(answers)?;
         let ids = self.encode(request.prompt)?;

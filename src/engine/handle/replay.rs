@@ -7,7 +7,7 @@ use anyhow::Result;
 use super::EngineHandle;
 use crate::engine::requests::{GenerateOptions, Output, RecordedAnswer, RequestRecord};
 
-/// A replayed token, and its log probability if the request asked for log probabilities.
+/// A token of a recorded or replayed answer, and its log probability if the request asked for log probabilities.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct ReplayedToken {
     pub id: u32,
@@ -25,10 +25,10 @@ pub struct Divergence {
 }
 
 impl EngineHandle {
-    /// Recomputes the answer at `index`, up to the end of its record. Returns the first token id that differs, if any.
-    /// Does not compare log probabilities.
+    /// Recomputes `answer` up to the end of its record. `index` is its index among the answers to `request`.
+    /// Returns the first token whose id differs, if any. Does not compare log probabilities.
     ///
-    /// Fails like [`submit`](Self::submit).
+    /// Fails like [`submit`](Self::submit), and if the generation fails.
     pub fn replay(&self, request: &RequestRecord, index: usize, answer: &RecordedAnswer) -> Result<Option<Divergence>> {
         let mut options = GenerateOptions::new(request.sampling.clone());
         options.sampling.seed = options.sampling.seed.wrapping_add(index as u64);

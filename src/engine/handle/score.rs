@@ -6,17 +6,19 @@ use candle_core::{D, DType, Device, Tensor};
 use super::EngineHandle;
 use crate::runner::Runner;
 
-/// The maximum number of tokens whose logits are computed at once, to limit device memory.
+/// The maximum number of tokens whose logits [`window_nll`] computes at once, to limit device memory.
 const LOGITS_ROWS: usize = 256;
 
 impl EngineHandle {
     /// Returns the logits of every token in `ids`, f32 `[tokens, vocab]`, on the CPU.
     ///
     /// Fails if `ids` do not fit in the context. Waits until all earlier requests have ended.
-    /// Needs 2 × tokens × vocab × 4 bytes on the device, because the logits of all chunks are copied into one tensor.
+    /// Needs up to 2 × tokens × vocab × 4 bytes on the device, because the logits of several chunks are copied
+    /// into one tensor.
     pub fn logits(&self, ids: &[u32]) -> Result<Tensor> {
         let ids = ids.to_vec();
-        // Return a CPU tensor. The caller's thread could free a GPU tensor while the engine captures a CUDA graph.
+        // Return a CPU tensor. The caller's thread would free a GPU tensor on the stream of the engine thread,
+        // which no other thread may use while the engine thread captures a CUDA graph.
         self.with_runner(move |runner| Ok(runner.logits(&ids)?.to_device(&Device::Cpu)?))?
     }
 

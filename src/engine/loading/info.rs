@@ -40,13 +40,13 @@ pub struct ModelInfo {
     pub request_parts: Option<PromptParts>,
     /// The device that had the least free memory before the weights were loaded.
     pub device: DeviceInfo,
-    /// The number of devices that run the model together.
+    /// The number of ranks that run the model together.
     pub ranks: usize,
-    /// The size of the weights on the device with the largest part, in bytes.
+    /// The size of the weights on the rank with the largest part, in bytes.
     pub weight_bytes: u64,
-    /// The size of the KV cache on one device, in bytes.
+    /// The size of the largest KV cache of a rank, in bytes.
     pub cache_bytes: u64,
-    /// The number of blocks in the KV cache. A block holds 64 tokens of one group of layers.
+    /// The number of blocks in the KV cache of each rank. A block holds 64 tokens of one group of layers.
     pub cache_blocks: usize,
     /// The number of sequences of `context` tokens that fit in the KV cache at once.
     pub cache_sequences: usize,
@@ -68,7 +68,7 @@ pub struct LoadTimes {
     pub tokenizer_s: f64,
     /// Time to open all devices.
     pub device_s: f64,
-    /// Time to load the weights onto all devices.
+    /// Time to load the weights onto all devices, including the warm-up if there is one.
     pub weights_s: f64,
     /// Time to allocate the KV cache of the first rank.
     pub cache_s: f64,

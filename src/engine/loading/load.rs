@@ -100,7 +100,8 @@ pub struct EngineParts {
     pub runner: Runner,
     pub defaults: SamplingParams,
     pub info: ModelInfo,
-    /// Identifies everything that keys and values depend on. A saved prefix is valid only with the same fingerprint.
+    /// Identifies the model files, the build and the settings that determine keys and values.
+    /// A saved prefix is valid only with the same fingerprint.
     pub fingerprint: String,
 }
 
@@ -125,8 +126,7 @@ pub fn load(dir: &Path, options: &LoadOptions) -> Result<EngineParts> {
         let model = load_onto_device(&config, &checkpoint, options, &is_refused, &mut times);
         (language.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)), model)
     });
-    // If both threads failed, report the error of the language thread.
-    // The error of the weight thread may only say that loading was canceled.
+    // If both have failed, report the error of `language`. The error of `model` may only say that loading was canceled.
     let (language, tokenizer_s) = language?;
     times.tokenizer_s = tokenizer_s;
     let OnDevice { runner, attention, device_info, weight_bytes, cache_bytes, cache_sequences } = model?;
@@ -172,7 +172,7 @@ pub fn load(dir: &Path, options: &LoadOptions) -> Result<EngineParts> {
     Ok(EngineParts { language, runner, defaults, info, fingerprint })
 }
 
-/// Returns a string that identifies everything that keys and values depend on.
+/// Returns a string that identifies the model files, the build and the settings that determine keys and values.
 ///
 /// Files are identified by path, size and modification time.
 /// If the engine is deterministic, the string includes the number of ranks and the split.
@@ -199,8 +199,8 @@ fn fingerprint(
     )
 }
 
-/// Returns how `--deterministic` divides prompts.
-/// Fails if the chunk size or the attention kernel does not support `--deterministic`.
+/// Returns how prompts are divided for deterministic answers.
+/// Fails if the chunk size or the attention kernel does not support deterministic answers.
 fn deterministic_parts(chunk: usize, attention: AttentionBackend) -> Result<PromptParts> {
     if attention == AttentionBackend::CandleFlashAttn {
         bail!(Error::Usage("--deterministic does not support --attention flash".into()));
@@ -236,7 +236,7 @@ struct OnDevice {
 }
 
 /// Plans the memory of a model and creates its runner.
-/// Fails early if the other thread has failed to load the tokenizer or the chat format.
+/// Fails before it plans the memory if the tokenizer or the chat format has already failed to load.
 fn load_onto_device(
     config: &ModelConfig,
     checkpoint: &Checkpoint,
@@ -310,7 +310,7 @@ fn allocate(
         attention: options.attention,
         context,
         cache_blocks: memory.cache_blocks(capacity),
-        // Do not round partial sums for deterministic answers.
+        // If answers must be deterministic, do not round partial sums to bf16.
         // Whether a sum is rounded depends on the number of tokens in the step, and so on other requests.
         min_rounded: (dtype == DType::BF16 && !options.deterministic).then_some(MIN_ROUNDED_ELEMENTS),
         stages: memory.stages.as_deref(),

@@ -38,7 +38,7 @@ pub(super) struct RankLoader<'l> {
     pub stages: Option<&'l [Range<usize>]>,
     /// The size of the largest step, in tokens.
     pub chunk: usize,
-    /// Whether to load the kernels of all matrix products. See [`LoadOptions::warm_up`](super::load::LoadOptions).
+    /// Whether to load the kernels of dense matrix products. See [`LoadOptions::warm_up`](super::load::LoadOptions).
     pub warm_up: bool,
     /// The paths on which GPUs may exchange data, in the order in which they are tried.
     pub exchange_paths: &'l [ExchangePath],
@@ -64,7 +64,7 @@ struct LoadedRank {
 }
 
 impl RankLoader<'_> {
-    /// Loads the parts of all ranks in parallel. `progress` reports only the first rank.
+    /// Loads the parts of all ranks in parallel. `progress` counts only the bytes of the first rank.
     ///
     /// The calling thread loads the part of the first rank onto `first`, which is an open device.
     /// Every other rank has its own thread, which opens the rank's device.
@@ -209,7 +209,7 @@ mod tests {
     use super::*;
     use crate::error::exit_code;
 
-    /// Runs `load` on three ranks, which meet before and after `load`. Returns the error.
+    /// Runs `load` on three ranks, which wait for each other before and after `load`. Returns the error.
     fn error_of(load: impl Fn(&World) -> Result<()> + Sync) -> anyhow::Error {
         let mut worlds = World::threads(3).into_iter();
         let run = |world: World| -> Result<()> {

@@ -24,12 +24,12 @@ const DEFAULT_CONTEXT: usize = 32_768;
 /// The lower limit on the default context length, in tokens. The default is halved while memory is short.
 const SMALLEST_CONTEXT: usize = 2048;
 
-/// An upper bound on the part of the workspace that does not depend on the chunk size, in bytes.
-/// cuBLASLt needs 32 MiB. The decode buffers, the decode graph and the logits of one token share the remaining bytes.
+/// An upper bound on the memory for library buffers, decode buffers, the decode graph and the logits of one token,
+/// in bytes. cuBLASLt needs 32 MiB of it.
 const WORKSPACE_BYTES: u64 = 192 << 20;
 /// The maximum total size of all arenas of batch graphs, in bytes.
-/// Each new arena is twice as large as the previous arena, which existing graphs keep.
-/// The total is therefore less than twice the size of the largest arena.
+/// Each new arena is at least twice as large as the previous arena, which existing graphs keep.
+/// All arenas together are therefore less than twice as large as the largest arena.
 const ARENA_BYTES: u64 = 2 * MAX_ARENA_BYTES as u64;
 /// The minimum result of [`workspace_bytes_per_token`]. Models with wide MLPs need more.
 const MIN_WORKSPACE_BYTES_PER_TOKEN: u64 = 448 << 10;
@@ -45,7 +45,7 @@ const MAX_CHUNK: usize = 16_384;
 /// The maximum default chunk size, in tokens, if the layers are divided among ranks.
 ///
 /// A rank waits until the other ranks have run their layers, and gives up after 5 s.
-/// A chunk of 2,048 tokens takes much less than 5 s: about 0.5 s for 100 GB of layers on an H100.
+/// A chunk of 2,048 tokens takes much less than 5 s: for example, 0.5 s in 100 GB of bf16 layers at 400 TFLOPS.
 const MAX_STAGE_CHUNK: usize = 2048;
 
 /// Returns an upper bound on the activation memory per token of a chunk, in bytes.
@@ -78,7 +78,7 @@ pub enum DeviceKind {
 impl DeviceKind {
     /// Returns the chunk sizes to choose from, best first.
     ///
-    /// Larger chunks need more memory. They are faster until the tensor cores are saturated.
+    /// Larger chunks need more memory. On a GPU, they are faster until the tensor cores are saturated.
     fn chunk_sizes(self) -> &'static [usize] {
         match self {
             DeviceKind::Gpu => &[8192, 2048, 512],
@@ -118,7 +118,8 @@ pub struct MemoryPlan {
     chunks: Vec<usize>,
     dtype: DType,
     max_context: usize,
-    /// The architecture's limit on the default context, in tokens. RoPE scaling can put it below `max_context`.
+    /// The architecture's limit on the default context, in tokens. With RoPE scaling, the limit can be below
+    /// `max_context`.
     default_context: usize,
 }
 
@@ -190,7 +191,7 @@ impl MemoryPlan {
     /// Divides the layers among ranks. Returns the layers of each rank.
     ///
     /// `free_bytes` is the free memory of each rank. Each rank gets layers in proportion to its room.
-    /// The room of a rank is its free memory minus the memory for everything but layers.
+    /// The room of a rank is its free memory minus `WORKSPACE_BYTES` and its weights outside of layers.
     /// Every rank gets at least one layer. Fails if there are more ranks than layers.
     pub fn stages(&self, free_bytes: &[u64]) -> Result<Vec<Range<usize>>> {
         let (ranks, layers) = (free_bytes.len(), self.parts.layers.len());
@@ -214,7 +215,7 @@ impl MemoryPlan {
             let mut end = start;
             while end < last {
                 let with_layer = bytes + u128::from(self.parts.layers[end]);
-                // Add the layer if at least half of it lies within this rank's share of the bytes.
+                // Add the layer if at least half of it lies within the shares of the ranks up to this rank.
                 let is_within = (bytes + with_layer) * total_room <= 2 * total * room_so_far;
                 if end > start && !is_within && rank + 1 < ranks {
                     break;
@@ -277,7 +278,7 @@ impl MemoryPlan {
         Self { limit_bytes: Some(limit_bytes), ..self }
     }
 
-    /// Sets the chunk size, if `chunk` is given. Fails if it is 0 or larger than kernels can process.
+    /// Sets the chunk size, if `chunk` is given. Fails if `chunk` is 0 or more than 16,384 tokens.
     pub fn with_chunk(self, chunk: Option<usize>) -> Result<Self> {
         match chunk {
             Some(0) => Err(Error::Usage("cannot load a model with --chunk 0: use --chunk 1 or more".into()).into()),
@@ -328,7 +329,8 @@ impl MemoryPlan {
         self.layout.peak_blocks(context, 1)
     }
 
-    /// Returns the number of full-context sequences that fit if the KV cache gets all free memory of the device.
+    /// Returns the number of full-context sequences that fit if the KV cache gets all free memory of the device
+    /// that remains after weights and workspace.
     pub fn sequences_that_fit(&self, capacity: Capacity, device: &DeviceInfo) -> usize {
         let logit_bytes = self.logit_bytes(capacity.chunk);
         let other_bytes = self.weight_bytes + self.workspace_bytes(capacity) + logit_bytes;
@@ -353,7 +355,7 @@ impl MemoryPlan {
     }
 
     /// Returns the memory that passes need in addition to the weights and the KV cache, in bytes:
-    /// activations, dequantized experts, logits, graphs and library buffers.
+    /// activations, dequantized experts, logits, graphs, exchange buffers and library buffers.
     pub fn workspace_bytes(&self, capacity: Capacity) -> u64 {
         let chunk_bytes = self.workspace_bytes_per_token.saturating_mul(capacity.chunk as u64);
         let is_batch = self.sequences > 1 || self.limit_bytes.is_some();
@@ -410,7 +412,7 @@ impl MemoryPlan {
         Capacity { context, chunk: self.useful_chunk(self.chunks.last().copied().unwrap_or(context), context) }
     }
 
-    /// Returns the default context length in tokens, if the device has enough memory.
+    /// Returns the default context length in tokens, for a device with enough memory.
     pub fn default_context(&self) -> usize {
         self.max_context.min(self.default_context).min(DEFAULT_CONTEXT)
     }
@@ -421,7 +423,7 @@ impl MemoryPlan {
         if self.max_context == 0 || !fits(1) {
             return None;
         }
-        // Invariant of the binary search: `fitting` fits, and `too_long` does not fit or is above the limit.
+        // Invariant of the binary search: `fitting` fits, and `too_long` does not fit or exceeds `max_context`.
         let (mut fitting, mut too_long) = (1, self.max_context + 1);
         while too_long - fitting > 1 {
             let middle = fitting + (too_long - fitting) / 2;
@@ -431,7 +433,7 @@ impl MemoryPlan {
     }
 
     /// Returns whether the model fits in the memory limit, if any, and in the free memory of the device.
-    /// If the device's total memory is unknown, checks only the limit.
+    /// If the device's total memory is unknown, checks only the memory limit.
     fn fits(&self, capacity: Capacity, device: &DeviceInfo) -> bool {
         let bytes = self.bytes(capacity);
         self.limit_bytes.is_none_or(|limit| bytes <= limit) && (device.total_bytes == 0 || bytes <= device.free_bytes)
@@ -562,7 +564,8 @@ mod tests {
         assert!(bytes <= limit && bytes + plan.layout.block_bytes(DType::BF16) > limit, "{bytes}");
         let sequences = plan.cache_blocks(capacity) / plan.sequence_blocks(DEFAULT_CONTEXT);
         assert_eq!(plan.sequences_that_fit(capacity, &device(limit)), sequences);
-        // If one sequence does not fit in the limit, the default context shrinks, and a requested context is an error.
+        // If one sequence of the default context does not fit in the limit, the default context shrinks.
+        // If the user requests this context, `choose` fails.
         let smallest = Capacity { context: SMALLEST_CONTEXT, chunk: 512 };
         let plan = self::plan().with_limit(self::plan().bytes(smallest) + ARENA_BYTES + (10 << 20));
         assert!(plan.choose(None, &device(80 << 30)).unwrap().context < DEFAULT_CONTEXT);
@@ -603,7 +606,7 @@ mod tests {
         assert!(text.ends_with("fits: raise --gpu-memory, or choose a smaller model"), "{text}");
         let text = error(1 << 30, 2 << 30).to_string();
         assert!(text.contains("free memory on the device and raise --gpu-memory"), "{text}");
-        // With less free memory than the limit, raising the limit does not help.
+        // If the limit is not below the free memory, raising the limit does not help.
         for (limit, free) in [(40u64 << 30, 2 << 30), (2 << 30, 2 << 30)] {
             let text = error(limit, free).to_string();
             assert!(text.contains("only 2.1 GB is free") && !text.contains("--gpu-memory"), "{text}");

@@ -19,7 +19,7 @@ pub(super) struct RankMemory {
 impl RankMemory {
     /// Divides the model of `plan` among ranks. `infos` holds the device of each rank.
     ///
-    /// If `limit` is set, each rank uses at most this amount of its device's memory.
+    /// If `limit` is set, the ranks on a device together use at most this amount of the device's memory.
     /// Fails if `limit` is set but the total memory of a device is unknown.
     /// With [`Split::Layers`], fails if there are more ranks than layers.
     pub fn new(
@@ -32,7 +32,8 @@ impl RankMemory {
         let mut infos = infos.to_vec();
         // Several ranks can run on one device and share its memory.
         let ranks = devices.most_ranks_per_device() as u64;
-        // The memory that each rank may use. `free_bytes` keeps the free memory, for error messages.
+        // The memory that each rank may use. `free_bytes` remains the rank's share of the free memory,
+        // without the limit, for error messages.
         let mut usable_bytes = Vec::with_capacity(infos.len());
         for device in &mut infos {
             device.free_bytes /= ranks;

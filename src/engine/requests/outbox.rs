@@ -16,7 +16,7 @@ pub enum SequenceEvent {
         cached_tokens: usize,
         at: Instant,
     },
-    /// The log probabilities of the next prompt tokens. All prompt tokens come before the first generated token.
+    /// The log probabilities of the next prompt tokens. All of these events come before the first generated token.
     PromptLogprobs(Arc<Vec<TokenLogprobs>>),
     /// A generated token, and the time at which the engine thread received it.
     Token {

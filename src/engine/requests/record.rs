@@ -23,7 +23,7 @@ const ALLOCATION_BYTES: usize = 16;
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Record {
     version: u32,
-    /// The request id that the server assigned.
+    /// The request id: the client's `x-request-id`, or an id that the server assigned.
     pub id: String,
     /// The time when the record was created, in RFC 3339 format. Empty in records of older builds.
     #[serde(default)]

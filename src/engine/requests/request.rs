@@ -108,15 +108,15 @@ pub struct GenerateOptions {
     ///
     /// Tenants that have waiting requests get equal numbers of tokens. A generated token counts as two prompt tokens.
     pub tenant: u64,
-    /// The priority among the requests of a tenant: requests with smaller values start first.
+    /// The priority among the requests of a tenant: smaller values are more urgent.
     /// A value lower by 1 has the same effect as an arrival 2 seconds earlier.
     pub priority: i32,
     /// If set, the prompt reuses only prefixes that were cached by requests with the same salt.
-    /// The time to the first token then does not reveal which prompts other clients have sent.
+    /// The time to the first token then does not reveal which prompts clients without this salt have sent.
     pub cache_salt: Option<String>,
-    /// Whether the answer must not depend on other requests, although the engine is not
+    /// Whether the answer must not depend on other requests, even if the engine is not
     /// [`deterministic`](crate::engine::EngineBuilder::deterministic).
-    /// A deterministic answer slows down the request and all concurrent requests.
+    /// If the engine is not deterministic, a deterministic request and all concurrent requests are slower.
     pub deterministic: bool,
     /// Whether the stream keeps a [`RequestRecord`](super::RequestRecord), with which the answer can be recomputed.
     pub keeps_record: bool,

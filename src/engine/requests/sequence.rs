@@ -30,7 +30,7 @@ pub struct Sequence {
     stop_ids: Vec<u32>,
     /// See [`GenerateOptions::cache_salt`]. `None` once the scheduler has taken the salt.
     pub cache_salt: Option<String>,
-    /// How the prompt is divided into parts, if the request asked for a deterministic answer.
+    /// How the prompt is divided into parts. Set if the request must be deterministic, but the engine is not.
     pub prompt_parts: Option<PromptParts>,
     pub tenant: u64,
     pub priority: i32,

@@ -27,7 +27,7 @@ impl StopStrings {
         self.stops.get(self.found?).map(String::as_str)
     }
 
-    /// Adds a piece of text. Returns the held-back text that cannot be part of a stop string.
+    /// Adds a piece of text. Returns the text, held back or new, that cannot be part of a stop string.
     ///
     /// Never returns a stop string or the text after it. If several stop strings match, the earliest match counts.
     pub fn push(&mut self, text: &str) -> String {
@@ -45,7 +45,7 @@ impl StopStrings {
     }
 
     /// Adds a piece of text in which no stop string can end.
-    /// Returns the held-back text that cannot be part of a stop string.
+    /// Returns the text, held back or new, that cannot be part of a stop string.
     ///
     /// A stop string that ends in a later piece can begin in this piece.
     pub fn push_unsearched(&mut self, text: &str) -> String {
@@ -57,7 +57,7 @@ impl StopStrings {
         self.release()
     }
 
-    /// Returns the index of the first place in `held` where `stop` occurs and ends after the unsearched text.
+    /// Returns the byte index of the first place in `held` where `stop` occurs and ends after the unsearched text.
     fn find(&self, stop: &str) -> Option<usize> {
         let first = (self.unsearched + 1).saturating_sub(stop.len());
         let first = (first..=self.held.len()).find(|&at| self.held.is_char_boundary(at))?;

@@ -223,7 +223,8 @@ impl RequestStream {
         }
     }
 
-    /// Cancels the request. The next event is the end event, with [`FinishReason::Canceled`].
+    /// Cancels the request. Unless the answer has already ended, the next event is the end event, with
+    /// [`FinishReason::Canceled`].
     pub fn cancel(&mut self) {
         self.finish_as(FinishReason::Canceled);
     }

@@ -69,7 +69,7 @@ sampling_table! {
     top_p: f32, "top-p" "P", neutral: 1.0, range: 0.0..=1.0, generation_config: WhenSampling,
     help: "Sample only from the fewest top tokens with a total probability of at least P; 1 for all";
 
-    /// The minimum probability of a token, divided by the probability of the most likely token. 0 keeps all tokens.
+    /// The minimum probability of a token, as a fraction of the most likely token's probability. 0 keeps all tokens.
     min_p: f32, "min-p" "P", neutral: 0.0, range: 0.0..=1.0, generation_config: WhenSampling,
     help: "Minimum probability of a token relative to the most likely token; 0 keeps all tokens";
 

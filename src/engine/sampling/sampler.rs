@@ -272,7 +272,7 @@ fn keep_top_k(candidates: &mut Vec<Candidate>, count: usize) {
 /// Keeps the smallest set of most likely tokens whose probabilities sum to at least `p`. Keeps at least one token.
 ///
 /// A vocabulary can have 200,000 tokens, but usually only a few dozen are kept.
-/// The function sorts the top 64 tokens first, then 8 times as many while their sum is below `p`.
+/// The function therefore sorts only the top 64 tokens at first, and then 8 times as many while their sum is below `p`.
 fn keep_top_p(candidates: &mut Vec<Candidate>, p: f64) {
     let target = p * candidates.iter().map(|c| c.weight).sum::<f64>();
     let mut head = 64.min(candidates.len());

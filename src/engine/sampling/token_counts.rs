@@ -6,7 +6,7 @@ use crate::kernels::row_edits::Penalties;
 
 /// The distinct tokens of a prompt and its answer, and how often each token was generated.
 ///
-/// The counts are in a list, which is passed to the GPU in every step with penalties.
+/// The counts are in a list, because steps with penalties pass them to the GPU as a list.
 /// The list is in the order of first occurrence, so that equal sequences give equal lists.
 #[derive(Default)]
 pub struct TokenCounts {

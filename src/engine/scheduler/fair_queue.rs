@@ -1,7 +1,7 @@
 //! Orders the waiting sequences so that all waiting tenants are served equal numbers of tokens.
 //!
 //! The order follows the Virtual Token Counter (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024).
-//! Protected sequences start first. The next sequence belongs to the tenant with the fewest served tokens.
+//! Protected sequences start first. After them, the tenant with the fewest served tokens is next.
 //! A tenant gets no credit for the time in which none of its sequences waited.
 //! The sequences of one tenant start in order of seniority.
 
@@ -18,7 +18,8 @@ pub struct FairQueue {
 }
 
 impl FairQueue {
-    /// Adds a waiting sequence. Adjusts the served tokens of its tenant in `ledger`.
+    /// Adds a waiting sequence. Raises the served tokens of its tenant in `ledger` to at least the fewest of any
+    /// waiting tenant. If no sequence was waiting, sets the served tokens of all tenants to 0 instead.
     pub fn insert(&mut self, tenant: TenantId, seniority: Seniority, ledger: &mut TenantLedger) {
         let served = self.served_if_waiting(tenant, ledger);
         if self.waiting.is_empty() {
@@ -50,8 +51,8 @@ impl FairQueue {
 
     /// Estimates how many waiting sequences would start before a new sequence.
     ///
-    /// The estimate counts the more senior sequences of the tenant and about as many of each other tenant.
-    /// Tenants take turns. The exact number depends on the lengths of the answers.
+    /// The estimate counts the more senior sequences of the tenant and about as many of each other tenant,
+    /// because tenants take turns. The exact number depends on the lengths of the prompts and answers.
     pub fn ahead(&self, tenant: TenantId, seniority: Seniority, ledger: &TenantLedger) -> usize {
         let own = self.waiting.get(&tenant).map_or(0, |waiting| waiting.range(..seniority).count());
         let turn = Turn::new(self.served_if_waiting(tenant, ledger), seniority);
@@ -68,7 +69,7 @@ impl FairQueue {
     /// If the tenant had no waiting sequence, returns at least the fewest served tokens of a waiting tenant.
     /// The tenant therefore gets no credit for the time in which it did not wait.
     fn served_if_waiting(&self, tenant: TenantId, ledger: &TenantLedger) -> u64 {
-        // If no sequence is waiting, no tenant was delayed by earlier service, so all tenants start at 0.
+        // If no sequence is waiting, earlier service to other tenants delays nobody, so all tenants start at 0.
         let Some(fewest) = self.fewest_served(ledger) else { return 0 };
         let served = ledger.served(tenant);
         if self.waiting.contains_key(&tenant) { served } else { served.max(fewest) }

@@ -33,7 +33,9 @@ use order::Seniority;
 pub use ledger::TenantId;
 pub use order::SequenceId;
 
-/// A new sequence starts only if each running sequence has free blocks for this many more tokens.
+/// A sequence starts only if the free blocks suffice for this many more tokens of that sequence
+/// and of each running sequence.
+/// Decode steps also try to allocate blocks for this many more tokens.
 const GROWTH_STEPS: usize = 8;
 
 /// A placeholder for the token of a queued step, which the host does not know yet.
@@ -53,7 +55,8 @@ pub struct SchedulerConfig {
     pub max_sequences: usize,
     /// The maximum number of tokens in a sequence, prompt and answer together.
     pub context: usize,
-    /// If set, all prompts are divided into these parts, and every chunk ends where a part ends.
+    /// If set, all prompts are divided into these parts. Every chunk ends where a part ends,
+    /// or before the last prompt token.
     /// The last prompt token and all generated tokens are computed one by one.
     /// A step can then exceed its token budget by less than one part.
     pub prompt_parts: Option<PromptParts>,
@@ -121,7 +124,7 @@ pub struct Preview {
     pub starts_now: bool,
     /// The estimated number of waiting sequences that start before the previewed sequence.
     pub ahead: usize,
-    /// The number of prompt tokens that are in the prefix cache.
+    /// The number of prompt tokens that the sequence would reuse from the prefix cache.
     pub cached_tokens: usize,
     /// The number of blocks that the sequence needs to start, in addition to its cached blocks.
     pub needed_blocks: usize,
@@ -143,8 +146,8 @@ pub struct Scheduler {
     waiting: FairQueue,
     /// The sequences with blocks, the most senior first.
     running: BTreeSet<Seniority>,
-    /// The sequences that the current plan has started. The plan does not preempt these sequences.
-    /// Their turns can become the last turns, because the plan counts tokens for their tenants.
+    /// The waiting sequences that the current plan has started. The plan does not preempt these sequences.
+    /// Otherwise, it could, because counting tokens for their tenants can make their turns the last.
     admitted: Vec<SequenceId>,
     preemptions: u64,
 }
@@ -268,6 +271,7 @@ impl Scheduler {
     /// Adds a sequence to the queue, with its forks.
     ///
     /// Panics if an id is already in use, or if the prompt is empty or longer than the context.
+    /// Also panics if a prompt part is larger than the token budget.
     pub fn submit(&mut self, new: NewSequence) {
         let NewSequence { id, prompt, cache_salt, prompt_parts, forks, max_tokens, .. } = new;
         let NewSequence { computes_whole_prompt, tenant, priority, arrival, deadline, .. } = new;
@@ -445,7 +449,7 @@ impl Scheduler {
         if let Some(parent) = sequence.parent.and_then(|parent| self.sequences.get_mut(&parent)) {
             parent.forks.retain(|&fork| fork != id);
         }
-        // The first fork becomes the parent of the other forks. It finds the computed blocks in the prefix cache.
+        // The first fork becomes the parent of the other forks, and finds the computed blocks in the prefix cache.
         if has_started {
             self.clear_deadlines(&sequence.forks);
         }

@@ -6,7 +6,7 @@ use std::time::Duration;
 /// Identifies a sequence. Later sequences have larger ids.
 pub type SequenceId = u64;
 
-/// The arrival time that one priority level is worth: a sequence with a priority value higher by 1 counts as 2 s later.
+/// The weight of one level of priority: a priority value higher by 1 has the same effect as an arrival 2 s later.
 const AGING: Duration = Duration::from_secs(2);
 
 /// The order of the sequences of one tenant. The sequence with the smallest value is the most senior.

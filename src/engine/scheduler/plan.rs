@@ -1,4 +1,4 @@
-//! Plans steps: which sequences start, which tokens they compute, and which sequences are preempted.
+//! Plans steps: which waiting sequences start, which tokens the step computes, and which sequences are preempted.
 
 use std::collections::BTreeSet;
 use std::mem;
@@ -7,7 +7,7 @@ use std::time::Duration;
 use super::order::{Seniority, SequenceId, Turn};
 use super::{GROWTH_STEPS, MAX_PREEMPTIONS, ScheduledSequence, Scheduler, SequenceWork, StepPlan};
 
-/// The sequences that can compute chunks of their prompts in the planned step.
+/// The sequences that can get a chunk in the planned step.
 struct PrefillCandidates {
     /// The running sequences that need a chunk and have none in the plan yet.
     running: BTreeSet<Seniority>,
@@ -28,7 +28,8 @@ impl Scheduler {
         let forks = mem::take(&mut parent.forks);
         self.clear_deadlines(&forks);
         for fork in forks {
-            // A fork that cannot run yet waits like any other sequence, and will find the prompt in the prefix cache.
+            // A fork that cannot run yet waits like any other sequence.
+            // When it starts, it reuses the blocks of the prompt that are still in the prefix cache.
             let can_run = self.running.len() < self.config.max_sequences;
             let parent = self.sequences[&id].blocks.as_ref();
             let blocks = parent.filter(|_| can_run).map(|parent| self.blocks.fork(parent));
@@ -46,7 +47,7 @@ impl Scheduler {
 
     /// Plans the next step at time `now`.
     ///
-    /// The plan is empty if there are no sequences, or if nothing can run before [`push`](Self::push) is called.
+    /// The plan has no work if no sequence is left, or if nothing can run before [`push`](Self::push) is called.
     pub fn plan(&mut self, now: Duration) -> StepPlan {
         let running: Vec<_> = self.running.iter().map(Seniority::id).collect();
         for id in running {
@@ -104,7 +105,7 @@ impl Scheduler {
         }
     }
 
-    /// Plans one token of every decoding sequence. Preempts sequences if blocks run out.
+    /// Plans one token of each decoding sequence that needs another step. Preempts sequences if blocks run out.
     fn plan_decodes(&mut self, budget: &mut usize, plan: &mut StepPlan) {
         let mut running: Vec<_> = self.running.iter().copied().collect();
         if !self.ledger.has_one_tenant() {
@@ -120,7 +121,7 @@ impl Scheduler {
                 continue;
             }
             if sequence.is_decoding() && self.give_blocks(id, end, plan) {
-                // The decode graph queues later steps before this step has ended.
+                // The decode graph (see `runner/route.rs`) queues later steps before this step has ended.
                 // Allocate blocks for the later steps too, but do not preempt other sequences for these blocks.
                 self.try_give_blocks(id, ahead, plan);
                 plan.work.push(SequenceWork { id, range: end - 1..end, is_last: true });
@@ -133,7 +134,7 @@ impl Scheduler {
         }
     }
 
-    /// Plans chunks of the prompts of running sequences, and of waiting sequences that can start.
+    /// Plans chunks of the running sequences that need prefill, and of waiting sequences that can start.
     fn plan_prefills(&mut self, budget: &mut usize, plan: &mut StepPlan) {
         let running = self.running.iter().copied().filter(|other| self.sequences[&other.id()].needs_prefill());
         let mut candidates = PrefillCandidates { running: running.collect(), can_admit: true };
@@ -146,7 +147,8 @@ impl Scheduler {
         self.give_rest_of_budget(first_chunk, budget, plan);
     }
 
-    /// Returns the sequence with the first turn, which computes the next chunk. Returns `None` if no sequence is left.
+    /// Returns the sequence with the first turn, which computes the next chunk.
+    /// Returns `None` if no candidate is left and no waiting sequence can start.
     ///
     /// If the returned sequence was waiting, starts the sequence.
     fn next_prefill(&mut self, candidates: &mut PrefillCandidates, plan: &StepPlan) -> Option<SequenceId> {
@@ -177,7 +179,7 @@ impl Scheduler {
             return;
         }
         let start = sequence.computed();
-        // At first, a prompt gets at most half of the step's token budget. Other prompts can use the other half.
+        // Leave tokens for other prompts: at first, a chunk gets at most half of the step's token budget, rounded up.
         let tokens = (*budget).min(self.config.token_budget.div_ceil(2));
         let end = sequence.chunk_end(start, tokens);
         let is_last = end == sequence.tokens.len();
@@ -247,7 +249,7 @@ impl Scheduler {
     ///
     /// While there are too few free blocks, preempts the sequence with the last turn.
     /// Returns false if the sequence `id` itself is preempted.
-    /// Also returns false if the sequence with the last turn is protected or has started in this plan.
+    /// Also returns false if the sequence with the last turn is protected, or waited until this plan started it.
     ///
     /// A protected sequence always gets its blocks, because it can preempt all unprotected sequences.
     /// [`try_admit`](Self::try_admit) starts a sequence only if there are enough blocks for all protected sequences.

@@ -104,7 +104,8 @@ impl Hub {
         Ok(Snapshot { name: name.to_string(), revision: Some(commit.clone()), path, source: Source::Inferno })
     }
 
-    /// Returns the number of bytes that a download would fetch. Files in inferno's own cache do not count.
+    /// Returns the number of bytes that a download would fetch.
+    /// Files in inferno's own cache do not count, and neither do files whose size the hub does not list.
     ///
     /// For sharded weights, estimates the number by the size of the missing safetensors files in the root directory.
     pub fn download_bytes(&self, repo: &str, revision: Option<&str>, filter: &FileFilter) -> Result<u64> {

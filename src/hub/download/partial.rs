@@ -18,7 +18,7 @@ use serde::{Deserialize, Serialize};
 use crate::files;
 use crate::hub::disk::{self, create_dir, with_suffix, write_error};
 
-/// The suffixes of unfinished and corrupt files.
+/// The suffixes of unfinished blobs, of their records, and of corrupt blobs.
 ///
 /// Hugging Face's Python tools leave `.incomplete` files. These tools write files from start to end.
 /// The length of an `.incomplete` file therefore shows which bytes are present.
@@ -176,7 +176,7 @@ impl Partial {
         *self.record.etag.get_or_insert_with(|| etag.to_string()) == etag
     }
 
-    /// Returns a copy of the record, which the caller can save after it has unlocked the `Partial`.
+    /// Returns a copy of the record, which the caller can save after it has unlocked the state of the download.
     pub fn pending_record(&self) -> PendingRecord {
         PendingRecord { path: self.path.clone(), record: self.record.clone(), is_lost: self.is_lost.clone() }
     }
@@ -216,7 +216,7 @@ impl PendingRecord {
     }
 
     /// Flushes the data of the partial file, then writes the record.
-    /// Does not write the record if data was discarded or lost.
+    /// Does not write the record if the file does not exist, or if data was discarded or lost.
     pub fn save(&self) -> Result<()> {
         if self.is_lost.load(Ordering::Acquire) || !self.sync()? || self.is_lost.load(Ordering::Acquire) {
             return Ok(());

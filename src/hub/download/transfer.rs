@@ -17,7 +17,8 @@ use crate::hub::hash;
 use crate::hub::retry::{is_temporary, retry_after};
 use crate::text::{library_error, quote};
 
-/// The number of times a whole-file response to a range request is retried before the bytes on disk are discarded.
+/// The maximum number of retries after a whole-file response to a range request.
+/// After the next such response, the bytes on disk are discarded.
 const MAX_WHOLE_RESPONSES: u32 = 3;
 /// A transfer is stalled if it receives fewer than this number of bytes in twice the stall timeout.
 const MIN_PROGRESS_BYTES: u64 = 64 << 10;

@@ -7,7 +7,7 @@ use crate::kernels::constants::FLASH_HEAD_DIMS;
 /// The kernels that compute attention, or `Auto` to select them automatically.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum AttentionBackend {
-    /// Selects the first backend below that supports the dtype, the head size and the soft cap.
+    /// Selects the first backend below that supports the device, the dtype, the head size and the soft cap.
     #[default]
     Auto,
     /// inferno's tensor-core kernels in `flash_attention.cu`, for bf16 and f16.
@@ -20,10 +20,11 @@ pub enum AttentionBackend {
 }
 
 impl AttentionBackend {
-    /// Returns `self`, or the backend that `Auto` selects for this dtype, head size and soft cap.
+    /// Returns `self`, or the backend that `Auto` selects for this device, dtype, head size and soft cap.
     ///
     /// `Auto` and `Eager` always succeed, and `Auto` selects `Eager` on a CPU.
-    /// Other backends fail with a reason if they do not support the dtype, the head size or the soft cap.
+    /// The other backends fail with a reason on a CPU, if this build does not include them,
+    /// or if they do not support the dtype, the head size or the soft cap.
     pub fn choose(self, is_on_gpu: bool, dtype: DType, head_dim: usize, softcap: Option<f32>) -> Result<Self, String> {
         let has_tensor_cores = is_on_gpu && matches!(dtype, DType::BF16 | DType::F16);
         let has_own = has_tensor_cores && FLASH_HEAD_DIMS.contains(&head_dim);

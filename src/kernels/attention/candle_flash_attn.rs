@@ -73,7 +73,7 @@ unsafe extern "C" {
     );
 }
 
-/// Computes attention for all sequences into `out`, with one launch of the crate's kernel per sequence.
+/// Computes attention for all sequences into `out`, with one call of the crate's C function per sequence.
 ///
 /// q and out are bf16 or f16 `[tokens, heads, head_dim]`, and `head_dim` is a multiple of 8.
 /// The caller must have checked all shapes and dtypes.
@@ -91,7 +91,8 @@ pub(super) fn attention(device: &CudaDevice, inputs: AttentionInputs, out: &Tens
     Ok(())
 }
 
-/// Computes attention for one sequence into `out`. k and v hold the visible keys and values, in order of position.
+/// Computes attention for one sequence into `out`.
+/// k and v hold the keys and values that any query of the sequence can see, in order of position.
 fn attend(
     device: &CudaDevice,
     (q, k, v): (&Tensor, &Tensor, &Tensor),

@@ -1,6 +1,7 @@
 // Causal attention over a KV cache, computed without tensor cores.
 // Supports grouped-query attention, and optionally a sliding window, sinks and a soft cap.
-// This kernel is the default for f32, and for head sizes that no tensor-core kernel supports.
+// This kernel is the default for f32. For bf16 and f16, it is the default if no tensor-core kernel in the build
+// supports the head size and the soft cap.
 //   q, out: T [tokens, heads, head_dim]; head_dim <= EAGER_MAX_HEAD_DIM
 //   k, v: the KV cache; see attention/paged.cuh
 //   positions: u32 [tokens], the position of each query
@@ -13,7 +14,7 @@
 //     The results of all warps are merged at the end.
 //     eager_attention.rs chooses the number of warps.
 //   shared memory: warps · (head_dim + 2) floats
-//   bytes moved: about 2 · head_dim · sizeof(T) from L2 for each token, query head and visible key
+//   bytes moved: about 2 · head_dim · sizeof(T) for each token, query head and visible key, mostly from L2
 //     Query heads that share a KV head each read the keys and values of this KV head.
 #include "attention/paged.cuh"
 #include "constants.cuh"

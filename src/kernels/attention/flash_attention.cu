@@ -7,11 +7,11 @@
 //     Positions are in device memory, so that a CUDA graph can be replayed at any position.
 //   tables: u32 [sequences, table_blocks], the block table of each sequence
 //   row_tiles: u32 [row tiles, 4] or null. The columns are the fields of RowTile below.
-//     If row_tiles is null, every sequence has `tokens` tokens.
+//     If row_tiles is null, every sequence has the same number of tokens: the kernel argument `tokens`.
 //   softcap > 0: a score s becomes softcap · tanh(s / softcap)
 //   grid: (kv_heads, row tiles, splits); block: 32 · WARPS · TEAMS
 //   bytes moved: 2 · head_dim · sizeof(T) for each visible key, KV head and row tile
-//     The row tiles of a sequence read mostly the same keys and values, so most reads hit the L2 cache.
+//     The row tiles of a sequence read mostly the same keys and values, so repeated reads mostly hit the L2 cache.
 //
 // A row is one query head of one token. Each KV head serves group = heads / kv_heads query heads.
 // Row r of KV head k belongs to token r / group of the sequence. Its query head is k · group + r % group.
@@ -20,7 +20,7 @@
 // The keys of a row tile are divided among splits, one thread block each.
 // The last split to finish combines the f32 partial results of all splits:
 //   partials: f32 [row tiles, kv_heads, splits, ROWS · (head_dim + 2)]
-//     A partial result holds the weighted sums of values [ROWS, head_dim], then (maximum score, total weight) per row.
+//     A partial result holds the weighted sums of values [ROWS, head_dim], then (maximum, total weight) per row.
 //   arrivals: u32 [row tiles, kv_heads], the number of finished splits; all zero between launches
 #include "attention/paged.cuh"
 #include "constants.cuh"
@@ -102,7 +102,7 @@ __device__ __forceinline__ float soft_cap(float x, float cap) {
 template <typename C> struct Rows {
     int kv_head, heads, group;  // group: query heads per KV head
     int first_token;            // the index in q of the sequence's first token
-    int first, count;           // the first row of this tile among the rows of the sequence, and the number of rows
+    int first, count;           // the index in the sequence of the tile's first row, and the number of rows in the tile
 
     // Returns the offset of a row of this tile in `q`, which is also its offset in `out`.
     __device__ __forceinline__ size_t element(int row) const {
@@ -115,11 +115,12 @@ template <typename C> struct Rows {
 
 struct RowTile {
     int sequence, tile;       // the index of the sequence, and the index of the tile within it
-    int first_token, tokens;  // the index in q of the sequence's first token, and the sequence's length
+    int first_token, tokens;  // the index in q of the sequence's first token, and the number of its tokens in q
 };
 
 // Returns the row tile of this thread block. If `tiles` is null, all sequences have `tokens` tokens.
-// With a causal mask, the last row tiles have the most keys, so the last row tiles start first.
+// With a causal mask, the last row tiles of a sequence have the most keys.
+// Thread blocks therefore take the row tiles in reverse order if `tiles` is null. `tiles` is already sorted.
 template <typename C> __device__ __forceinline__ RowTile find_row_tile(const uint4* tiles, int tokens, int group) {
     if (tiles) {
         const uint4 tile = __ldg(tiles + blockIdx.y);
@@ -613,7 +614,8 @@ __device__ __forceinline__ void attention(const T* q, const T* k, const T* v, co
                                            table_blocks, tokens, heads, kv_heads, window, scale, softcap);             \
     }
 // `Tile` in flash_attention.rs selects the kernel.
-// The 16-row kernels are for decoding. The 64-row kernels are for prompts with too few 128-row tiles to fill the GPU.
+// The 16-row kernels are for sequences with few rows, as in decoding.
+// The 64-row kernels are for prompts with too few 128-row tiles to fill the GPU.
 // A batch of many sequences uses thread blocks with fewer teams, so that more blocks fit on a multiprocessor.
 #define DEFINE_DTYPE(D, T, SUFFIX)                                                                                     \
     DEFINE_KERNEL(16_rows, D, T, SUFFIX, 16)                                                                           \

@@ -243,6 +243,7 @@ impl FlashAttention {
     }
 
     /// Checks the shapes and dtypes of all tensors except the list of row tiles.
+    /// With a list of row tiles, does not check the number of block tables.
     fn check(&self, tensors: &FlashTensors) -> Result<()> {
         let FlashTensors { q, layer, sinks, positions, tables, out, partials, arrivals } = *tensors;
         let shape = AttentionShape::of_tensors(q, layer, sinks)?;

@@ -1,6 +1,6 @@
 //! The attention mask, and the scaling of the scores.
 
-/// The causal attention mask of one layer, with the scale and the soft cap of its scores.
+/// The causal attention mask of one layer, with the scale and the soft cap of the attention scores.
 #[derive(Clone, Copy, Debug)]
 pub struct AttentionMask {
     /// The sliding window: the number of keys that a query attends to, including its own key. `None` means no limit.

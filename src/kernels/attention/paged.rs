@@ -50,7 +50,7 @@ pub struct Queries {
 }
 
 /// The block tables of all sequences in a pass, and the cache row of each new token.
-/// Each layer group has its own `PassBlocks`.
+/// Layers that share the block tables of the sequences share one `PassBlocks`.
 pub struct PassBlocks {
     /// The block tables: u32 `[sequences, blocks]`. Shorter tables are padded with zeros.
     pub tables: Tensor,
@@ -59,7 +59,8 @@ pub struct PassBlocks {
 }
 
 impl Queries {
-    /// Creates the queries of a pass. `sequences` lists the number of tokens and the first position of each sequence.
+    /// Creates the queries of a pass.
+    /// For each sequence, `sequences` lists the number of new tokens and the position of the first new token.
     pub fn new(sequences: &[(usize, usize)], device: &Device) -> Result<Self> {
         let mut spans = Vec::with_capacity(sequences.len());
         let (mut positions, mut indices) = (Vec::new(), Vec::new());
@@ -119,12 +120,13 @@ impl Queries {
 
     /// Returns the row tiles of the sequences for which [`QuerySpan::is_few`] equals `few`.
     ///
-    /// The result is u32 `[tiles, 4]`. Each row describes a tile:
+    /// The result is u32 `[tiles, 4]`, with four values for each tile:
     /// - the index of the sequence, and the index of the tile in the sequence
     /// - the index in q of the sequence's first token, and the number of the sequence's tokens
     ///
-    /// A row is one query head of one token. `group` is the number of query heads per KV head.
-    /// Tiles with the most keys come first.
+    /// A tile has up to `rows_per_tile` rows. A row is one query head of one token.
+    /// `group` is the number of query heads per KV head.
+    /// Tiles with the most keys come first. The order ignores the sliding window.
     #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
     pub(super) fn row_tiles(&self, group: usize, rows_per_tile: usize, few: bool) -> Result<Tensor> {
         if let Some(tiles) = self.tiles.borrow().get(&(group, rows_per_tile, few)) {
@@ -156,7 +158,8 @@ impl Queries {
         }
     }
 
-    /// Fails unless `blocks` has one slot per token, one table per sequence, and enough columns for the last position.
+    /// Fails unless `blocks` has one slot per token, one table per sequence, and enough blocks for every position.
+    /// Tables and slots must be u32.
     pub(super) fn check(&self, blocks: &PassBlocks) -> Result<()> {
         let (sequences, columns) = blocks.tables.dims2()?;
         let end = self.spans.iter().map(|span| span.position + span.tokens).max().unwrap_or(0);

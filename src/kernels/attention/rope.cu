@@ -4,7 +4,7 @@
 // RoPE does not change the elements with index `rotated` or higher.
 //   qkv: f32 [tokens, heads + 2 · kv_heads, head_dim]
 //   bias: f32 [heads + 2 · kv_heads, head_dim] or null
-//   q_norm, k_norm: f32 [head_dim] or null; each head is normalized before the rotation
+//   q_norm, k_norm: f32 [head_dim] or null; each head of q and k is normalized before the rotation
 //   cos, sin: f32 [positions, rotated / 2]
 //   positions: u32 [tokens]
 //   q: T [tokens, heads, head_dim]
@@ -92,7 +92,7 @@ __device__ void split_qkv(const float* __restrict__ qkv, const float* __restrict
     }
 }
 
-// Four adjacent elements of a head.
+// Rounds four adjacent elements of a head to T and stores them.
 template <typename T> __device__ __forceinline__ void store_4(T* to, const float (&v)[4]) {
     if constexpr (sizeof(T) == 4)
         *reinterpret_cast<float4*>(to) = make_float4(v[0], v[1], v[2], v[3]);
@@ -101,7 +101,7 @@ template <typename T> __device__ __forceinline__ void store_4(T* to, const float
 }
 
 // Like split_qkv without norms, for heads that RoPE rotates as a whole. A lane loads four adjacent elements at once.
-// `head_dim` / 8 lanes share a head, so `head_dim` is 64, 128 or 256. A lane handles its part of HEADS heads.
+// `head_dim` is 64, 128 or 256, and `head_dim` / 8 lanes share a head. A lane handles its part of HEADS heads.
 //   grid: one warp per HEADS · 256 / head_dim heads of a token
 template <typename T, int HEADS>
 __device__ void split_qkv_wide(const float* __restrict__ qkv, const float* __restrict__ bias,

@@ -29,7 +29,8 @@ impl AttentionShape {
 
     /// Returns the dimensions of q, k and v.
     ///
-    /// Fails if q, k, v and the sinks do not match, or if the head size exceeds [`EAGER_MAX_HEAD_DIM`].
+    /// Fails if q, k, v and the sinks do not match, if k and v do not consist of whole blocks,
+    /// or if the head size exceeds [`EAGER_MAX_HEAD_DIM`].
     pub(super) fn of_tensors(q: &Tensor, layer: CachedLayer, sinks: Option<&Tensor>) -> Result<Self> {
         let CachedLayer { k, v } = layer;
         let (tokens, heads, head_dim) = q.dims3()?;

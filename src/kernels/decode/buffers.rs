@@ -12,7 +12,8 @@ pub struct StepBuffers {
     pub x: Tensor,
     /// The buffer to which kernels add the outputs of attention and of the MLP: f32 `[hidden]`.
     /// `partial` is `x` on the first rank, and on every rank that runs whole layers.
-    /// On the other ranks, `partial` is a separate buffer of zeros, so that the sum over all ranks contains `x` once.
+    /// On the other ranks, `partial` is a separate buffer, and zero before each addition.
+    /// The sum over all ranks therefore contains `x` once.
     pub partial: Tensor,
     /// The ranks that run the step together.
     pub world: World,

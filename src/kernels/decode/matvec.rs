@@ -68,8 +68,8 @@ pub(super) fn check_weight(weight: &Matrix, rows: usize, columns: usize, dtype: 
         return Ok(());
     }
     bail!(
-        "cannot plan a decode step: no kernel for a {kind} weight of shape {:?} with activations in {dtype:?}; expected \
-         shape {:?}",
+        "cannot plan a decode step: no kernel for a {kind} weight of shape {:?} with activations in {dtype:?}; \
+         expected shape {:?}",
         weight.dims(),
         (rows, columns)
     )

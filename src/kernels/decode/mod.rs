@@ -1,12 +1,13 @@
 //! The fused CUDA kernels of the decode graph. A step computes one token of one sequence in static buffers.
 //!
-//! Each `add_*` function checks shapes and adds one or more launches to a `LaunchList`.
+//! Each `add_*` function checks shapes and dtypes, and adds one or more launches to a `LaunchList`.
 //! The `LaunchList` is captured as a CUDA graph, which replays each launch with the same arguments.
 //! The position, the token and the router logits change in every step, so kernels read them from device memory.
 //! A step uses each weight only once, so memory bandwidth limits the speed of these kernels.
 //!
 //! On Hopper and later GPUs, launches overlap (programmatic dependent launch).
-//! A kernel loads its first weights while the previous kernel is still running, and then waits for its input.
+//! Most kernels with weights load their first weights while the previous kernel is still running, and then wait for
+//! their input.
 //! The gate and up projections of routed experts wait before they load weights, because the router chooses the experts.
 //!
 //! Two buffers of [`StepBuffers`] carry data from one step to the next:

@@ -20,7 +20,7 @@ struct Mxfp4Tiles {
     int groups;  // the number of 64-column groups in a row
 };
 
-// Multiplies 16 rows × 32 columns of weights by x. Each weight is passed as its value times 2^-126 (see e2m1.cuh).
+// Multiplies 16 rows × 32 columns of weights by x. Each unpacked weight is its E2M1 value times 2^-126 (e2m1.cuh).
 // Even columns of B hold the upper part of x, and odd columns hold the lower part (see split_x).
 // The results for row g are c[0] (upper) and c[1] (lower); for row g + 8, they are c[2] and c[3].
 // An MMA always computes eight columns, so computing each part of x four times costs nothing extra.
@@ -36,7 +36,7 @@ __device__ __forceinline__ void block_product(uint32_t low, uint32_t high, uint4
 // Multiplies segment `index` (eight f16 values) of a row by E2M1_X_FACTOR.
 // Splits each product into an upper and a lower part: two bf16 values whose sum is the product.
 // The sum is exact, because an f16 has 11 significant bits and a bf16 has 8.
-//   to: bf16 [row columns / 32][upper, lower][32], so that lanes of even and odd g read different banks
+//   to: bf16 [columns / 32][upper, lower][32], so that lanes of even and odd g = lane / 4 read different banks
 __device__ __forceinline__ void split_x(uint4 x, int index, uint4* to) {
     const uint32_t words[4] = {x.x, x.y, x.z, x.w};
     uint32_t uppers[4], lowers[4];

@@ -44,7 +44,7 @@ impl ExpertBuffers {
 /// Adds a launch that computes the gate and up projections and the clamped SwiGLU of each chosen expert.
 ///
 /// `weights` are `[experts, 2 * intermediate, hidden]` in paired tiles.
-/// `bias` is f32 `[experts, 2 * intermediate]`.
+/// `bias` is f32 `[experts, 2 * intermediate]`, with gate and up interleaved.
 pub fn add_mxfp4_gate_up(
     launches: &mut LaunchList,
     buffers: &StepBuffers,
@@ -78,7 +78,8 @@ pub fn add_mxfp4_gate_up(
     unsafe { launches.add(launch.with_bytes_moved(bytes)) }
 }
 
-/// Adds a launch that computes `x += Σ routing weight · (down(h) + bias)` over the chosen experts.
+/// Adds a launch that computes `partial += Σ routing weight · (down(h) + bias)` over the chosen experts.
+/// With several ranks, adds a second launch, which writes the sum over all ranks to `x`.
 ///
 /// `weights` are `[experts, hidden, intermediate]` in plain tiles. `bias` is f32 `[experts, hidden]`.
 pub fn add_mxfp4_down(

@@ -55,8 +55,8 @@ template <typename T> struct QkvPair {
         sin = rotates ? __ldg(to.sin + (size_t)position * half + first) : 0.0f;
     }
 
-    // Adds the biases to the dot products `a` and `b`. Stores the results in `raw` if decode_qk_norm follows.
-    // Without decode_qk_norm, applies RoPE and stores the results in q, k or v.
+    // Adds the biases to the dot products `a` and `b`. If decode_qk_norm follows, stores queries and keys in `raw`.
+    // Otherwise, applies RoPE to queries and keys and stores them in q and k. Always stores values in v.
     // `row` is the row of the KV cache for this position.
     __device__ __forceinline__ void store(const QkvTarget<T>& to, uint32_t row, float a, float b) const {
         const size_t base = (size_t)head * to.head_dim, kv_row = (size_t)row * to.kv_heads;

@@ -1,5 +1,5 @@
 // Loads the input vector of decode kernels with quantized weights.
-// Quantizes the vector if the checkpoint requires quantized activations.
+// Quantizes the vector to 8 bits if the checkpoint requires quantized activations.
 #pragma once
 #include "headers/block_sum.cuh"
 #include "quantized/quantized.cuh"

@@ -46,7 +46,8 @@ pub fn add_routed_gate_up(
     unsafe { launches.add(launch.with_bytes_moved(bytes)) }
 }
 
-/// Adds a launch that computes `x += Σ routing weight · down(h)` over the chosen experts.
+/// Adds a launch that computes `partial += Σ routing weight · down(h)` over the chosen experts.
+/// With several ranks, adds a second launch, which writes the sum over all ranks to `x`.
 ///
 /// `weight` is `[experts * hidden, intermediate]`.
 /// The router `logits` are f32 `[experts]`, and `h` is bf16 or f16 `[chosen, intermediate]`.

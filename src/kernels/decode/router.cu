@@ -1,4 +1,5 @@
-// Computes the router logits of one token. For MXFP4 experts, also computes norm(x) in f16, the input of the experts.
+// Computes the router logits of one token from norm(x), the RMSNorm of x with the weight `norm`.
+// For MXFP4 experts, also writes norm(x) in f16, the input of the experts.
 //
 //   x, norm: f32 [columns]
 //   weight: f32 [experts, columns]
@@ -8,13 +9,13 @@
 //   normed_scale: f32 [1] or null; receives 2^k
 //   grid: experts; block: 256
 //   bytes moved: the weight
-// Each block computes the logit of one expert and a slice of `normed`.
+// Each block computes the logit of one expert. If `normed` is not null, the block also writes a slice of `normed`.
 // `normed` is f16, because f16 has three more bits of precision than bf16.
 // k is the smallest integer >= 0 for which all magnitudes in norm(x) / 2^k are below 2^15.
 #include "headers/common.cuh"
 #include "headers/pdl.cuh"
 
-// Loads four weights before pdl_wait(). The compiler would move a plain load past the wait.
+// Loads four floats. The compiler could move a plain load past pdl_wait(), but does not move this one.
 __device__ __forceinline__ float4 load_early(const float4* address) {
     float4 v;
     asm volatile("ld.global.nc.v4.f32 {%0,%1,%2,%3}, [%4];"

@@ -1,5 +1,5 @@
 // Samples the next token from the logits on the GPU with penalties, temperature, top-k, top-p and min-p.
-// The random number depends only on the seed and the number of earlier draws.
+// Each random number depends only on the seed and the number of earlier draws.
 // Never chooses a token whose logit is NaN or -inf. If every logit is NaN or -inf, the step fails.
 //
 // The sampler on the host (engine/sampling/sampler.rs) applies the same rules in the same order.
@@ -83,7 +83,7 @@ __device__ uint32_t threshold(const uint32_t (&keys)[SAMPLE_IDS_PER_THREAD],
                 atomicAdd(&scratch->counts[round][threadIdx.x], (uint32_t)bins[threadIdx.x]);
         }
         grid_barrier(scratch, expected);
-        const int bin = SAMPLE_BINS - 1 - threadIdx.x;  // see choose_bin
+        const int bin = SAMPLE_BINS - 1 - threadIdx.x;  // thread 0 has the highest bin (see choose_bin)
         unsigned long long value = 0;
         if (bin >= 0)
             value = BY_MASS ? __ldcg(&scratch->masses[round][bin])
@@ -135,7 +135,7 @@ __device__ void sample(const float* logits, uint32_t* seen, const uint32_t* para
     const float best = from_sort_key(top);
     const bool has_token = top > sort_key(-INFINITY);
 
-    // 2. Compute the probability mass of each token, and set the mass of dropped tokens to 0.
+    // 2. Compute the probability mass of each token. Set the mass to 0 if top-k, top-p or min-p excludes the token.
     unsigned long long masses[SAMPLE_IDS_PER_THREAD];
     const float inverse = 1.0f / fmaxf(params.temperature, 1e-6f);
     const bool is_greedy = params.temperature == 0.0f;
@@ -164,7 +164,7 @@ __device__ void sample(const float* logits, uint32_t* seen, const uint32_t* para
     grid_barrier(scratch, expected);
 
     // 3. Draw a random point below the total mass, or use 0 if sampling is greedy. All blocks draw the same point.
-    // `before` starts as the total mass of all earlier blocks.
+    // `before` starts as the total mass of all blocks with lower token ids.
     // The chosen token is the first token at which the cumulative mass exceeds the random point.
     unsigned long long before = 0, all = 0;
     {

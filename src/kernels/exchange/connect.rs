@@ -45,7 +45,7 @@ pub fn connect(world: World, device: &CudaDevice, paths: &[ExchangePath]) -> Can
 /// Creates and tests the exchange between this rank and all other ranks.
 ///
 /// The inner error is the reason why the GPUs cannot exchange data on `path`. All ranks receive the same inner error.
-/// An outer error means that the ranks have stopped.
+/// An outer error means that the world has ended.
 fn connected(world: &World, device: &CudaDevice, path: ExchangePath) -> CandleResult<Result<GpuExchange, String>> {
     let mailboxes = match agree(world, RankMailbox::new(device, path))? {
         Ok(mailboxes) => mailboxes,
@@ -62,7 +62,7 @@ fn connected(world: &World, device: &CudaDevice, path: ExchangePath) -> CandleRe
     Ok(agree(world, tested)?.map(|_| exchange))
 }
 
-/// Connects the GPUs of all ranks like [`connect`], and measures the time that an exchange takes.
+/// Connects the GPUs of all ranks on `path`, and measures the mean time of a sum over all ranks.
 /// The inner error is the reason why the GPUs cannot exchange data on `path`.
 pub fn measure(world: &World, device: &CudaDevice, path: ExchangePath) -> CandleResult<Result<ExchangeTimes, String>> {
     let exchange = match connected(world, device, path)? {

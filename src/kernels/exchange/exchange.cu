@@ -13,7 +13,8 @@
 // This rank sends its values of operation k + 1 only after operation k has ended, when the slot is already empty.
 // With more than two ranks, a rank may receive nothing directly from another rank, such as from a rank without rows.
 // In exchange_add_norm, every rank still waits for all others, through a third rank.
-// In exchange_columns, no rank waits for a rank without columns. Two such operations must not follow each other.
+// In exchange_columns, no rank waits for a rank without columns.
+// If a rank has no columns, two exchange_columns operations must therefore not follow each other directly.
 #include <cuda_bf16.h>
 #include <stdint.h>
 
@@ -25,14 +26,14 @@ constexpr uint32_t EMPTY = 0xffffffffu;
 constexpr uint32_t OTHER_NAN = 0x7fffffffu;
 // The number of loads that a thread issues before it uses the first result. The loads then overlap.
 constexpr int BATCH = 4;
-// The number of polls for a value before a thread checks whether to give up. A normal exchange needs fewer polls.
+// The number of polls after which a waiting thread checks whether to give up. A normal exchange needs fewer polls.
 constexpr uint32_t CHECK_TURNS = 4096;
 
 struct Mailboxes {
     // The mailbox of each rank: u32 [EXCHANGE_SLOTS, ranks, region].
     uint32_t* of[EXCHANGE_MAX_RANKS];
-    // This rank's state, three words: the number of finished operations,
-    // the number of words in the largest region of the last operation, and the number of arrived thread blocks.
+    // This rank's state, three words: the number of earlier operations, the largest number of words that the last
+    // operation used in a region, and the number of thread blocks that have read the first two words.
     uint32_t* state;
     // A word in host memory that all ranks share. If it is nonzero, the exchange has ended, and threads stop waiting.
     uint32_t* control;
@@ -190,7 +191,7 @@ struct Operation {
     // Empties the slot of the previous operation, and updates the state for the next operation.
     // All threads call prepare_next after they have sent their first words, and before they wait for other ranks.
     // `thread` is the index of the calling thread in the grid, and `threads` is the number of threads in the grid.
-    // `largest` is the number of words in the largest region of this operation.
+    // `largest` is the largest number of words that this operation uses in a region.
     __device__ void prepare_next(int thread, int threads, int largest) const {
         // The size of a region is a multiple of 4 words, so stores of 4 words stay within the region.
         uint32_t* own = m.of[m.rank] + last_slot;
@@ -201,7 +202,7 @@ struct Operation {
         // The slot must be empty before this rank sends the values of the next operation.
         // Those values allow the other ranks to use the slot again.
         if (m.in_host_memory) __threadfence_system();
-        // The last block to read the state updates the state for the next operation, which starts after this kernel.
+        // The last block to read the state updates it. The next operation reads the state after this kernel has ended.
         // The update comes before the wait for the other ranks, so the wait hides the latency of the atomic operation.
         __syncthreads();
         if (threadIdx.x == 0 && atomicAdd(m.state + 2, 1u) == gridDim.x - 1) {
@@ -212,7 +213,7 @@ struct Operation {
     }
 };
 
-// Waits for the previous kernel to end, and lets the next kernel start.
+// Waits for the previous kernel to end, and lets the next kernel start unless ranks share a GPU.
 __device__ __forceinline__ void begin(const Mailboxes& m) {
     pdl_wait();
     // On a shared GPU, the next kernel must not start while this kernel waits for the other ranks.
@@ -224,7 +225,7 @@ __device__ __forceinline__ void begin(const Mailboxes& m) {
 // Then calls `take(slot, waiting, first, step)`, which receives the words of the other ranks from `slot`.
 // `own_words(i)` returns the words to send from word i on: one word or four words, none of them EMPTY.
 // A thread sends and receives the words that start at `first`, `first` + `step`, and so on.
-// `largest` is the number of words in the largest region of this operation.
+// `largest` is the largest number of words that this operation uses in a region.
 template <typename V, typename Own, typename Take>
 __device__ void exchange(Own own_words, const Mailboxes& m, int words, int largest, Take take) {
     begin(m);
@@ -290,7 +291,7 @@ extern "C" __global__ void __launch_bounds__(512)
 
 // ---- sums of bf16 values ----
 
-// Returns a pair of bf16 values that is not EMPTY.
+// Returns `word`, a pair of bf16 values. Replaces EMPTY, a pair of NaNs, with a pair of other NaNs.
 __device__ __forceinline__ uint32_t sendable_pair(uint32_t word) {
     constexpr uint32_t OTHER_NAN_PAIR = 0x7fff7fffu;
     return word == EMPTY ? OTHER_NAN_PAIR : word;
@@ -430,7 +431,7 @@ __device__ __forceinline__ uint4 load_pairs(const __nv_bfloat16* y, size_t i) {
     const uint4 v = *reinterpret_cast<const uint4*>(reinterpret_cast<const uint32_t*>(y) + i);
     return make_uint4(sendable_pair(v.x), sendable_pair(v.y), sendable_pair(v.z), sendable_pair(v.w));
 }
-// Stores 8 bf16 values, two per word, as values of type T.
+// Stores 8 bf16 values, two per word, as bf16 or f32 values.
 __device__ __forceinline__ void store_bf16(__nv_bfloat16* out, uint4 words) { *reinterpret_cast<uint4*>(out) = words; }
 __device__ __forceinline__ void store_bf16(float* out, uint4 words) {
     float values[8] = {};
@@ -443,9 +444,9 @@ __device__ __forceinline__ void store_bf16(float* out, uint4 words) {
 // With R ranks, a rank sends the same number of bytes as in exchange_sum_shares_bf16.
 //
 // A block handles the rows blockIdx.x, blockIdx.x + gridDim.x and so on of each rank's share, in three steps:
-//   1. It sends y to the ranks that compute the row.
-//   2. It computes the row of this rank's share, and sends `normed` to the other ranks.
-//   3. It receives `normed` of the other ranks' rows.
+//   1. It sends a row of y to each other rank: the row in that rank's share.
+//   2. It computes the row in this rank's share, and sends the row of `normed` to the other ranks.
+//   3. It receives the rows of `normed` that the other ranks computed.
 // The block starts step 1 of a row before step 2 of its previous row, and before step 3 of the row before that one.
 // The values are then under way while the block works on other rows.
 //
@@ -472,8 +473,9 @@ __device__ void exchange_add_norm(const float* x, const Y* y, const float* bias,
     const Operation operation(m);
     const uint32_t* slot = operation.own_slot();
     Waiting waiting(m);
-    // Each thread has 8 columns of every part of a row.
-    // `use(h, i)` gets the part and the thread's first word in the row.
+    // A row has up to HELD parts of 8 · EXCHANGE_ROW_THREADS columns. The last part may be shorter.
+    // A thread handles 8 columns of each part, but none past the end of the row.
+    // `use(h, i)` gets the index h of a part, and the index i in the row of this thread's first word in the part.
     constexpr int HELD = EXCHANGE_ROW_COLUMNS / (8 * EXCHANGE_ROW_THREADS);
     const auto each_part = [&](auto use) {
 #pragma unroll

@@ -21,7 +21,8 @@ use crate::kernels::scratch;
 /// The maximum time, in seconds, that a GPU waits for the data of another rank.
 const TIMEOUT_SECONDS: i32 = ANSWER_TIMEOUT.as_secs() as i32;
 /// The time limit for waiting on the hosts of other ranks when those hosts may be loading kernels.
-/// Reading the kernels of cuBLAS from a disk can take seconds. No GPU waits during this time.
+/// Reading the kernels of cuBLAS from a disk can take seconds.
+/// No GPU waits during this time, because no host launches an operation before all hosts are ready.
 /// If a rank launches two graphs in a row, no host loads kernels between them, and [`ANSWER_TIMEOUT`] is the limit.
 const LOAD_TIMEOUT: Duration = Duration::from_secs(60);
 /// The value of the control word after the host has ended the exchange.
@@ -85,8 +86,8 @@ pub(super) struct GpuExchange {
     pub mailboxes: Vec<Arc<RankMailbox>>,
     /// True if any two ranks use the same GPU.
     shares_gpu: bool,
-    /// True if this rank has launched or captured single operations since it last launched a graph.
-    /// In this case, the other ranks have also done so, and their hosts may still be loading kernels.
+    /// True until this rank launches its first graph, and again after it launches or captures a single operation.
+    /// In this case, the hosts of the other ranks may still be loading kernels.
     may_load: AtomicBool,
 }
 
@@ -198,12 +199,13 @@ impl GpuExchange {
         raw
     }
 
-    /// Returns the maximum number of blocks of an exchange kernel. All blocks of all ranks must run at the same time.
+    /// Returns the maximum number of blocks of an exchange kernel.
+    /// If ranks share a GPU, the ranks divide [`EXCHANGE_BLOCKS`], so that the blocks of all ranks can run together.
     pub(super) fn max_blocks(&self) -> usize {
         if self.shares_gpu { EXCHANGE_BLOCKS / self.mailboxes.len() } else { EXCHANGE_BLOCKS }
     }
 
-    /// Returns the launch shape for `items` items. Each thread handles one or more items.
+    /// Returns the launch shape for `items` items. A thread may handle several items.
     pub(super) fn shape(&self, items: usize) -> LaunchShape {
         // Few items use small blocks, so that the items are spread over more multiprocessors.
         let blocks = self.max_blocks();

@@ -11,7 +11,7 @@ use super::path::ExchangePath;
 use super::sizes::MAILBOX_BYTES;
 use crate::kernels::launch::HostWords;
 
-/// The size of a rank's exchange state in bytes.
+/// The bytes allocated for a rank's exchange state. The kernels use three words (`Mailboxes` in `exchange.cu`).
 const STATE_BYTES: usize = 256;
 
 /// The mailbox of a rank. Every rank holds a reference, so the mailbox lives as long as any rank uses it.

@@ -12,7 +12,7 @@ pub enum ExchangePath {
 impl ExchangePath {
     /// Returns the paths to try, in order. The environment variable `INFERNO_EXCHANGE` can restrict them:
     /// `host` allows only host memory, and `copy` allows no path, so that the host copies the data.
-    /// The error says that the variable has another value.
+    /// An empty value counts as unset. Fails if the variable has any other value.
     pub fn from_environment() -> Result<&'static [Self], String> {
         match std::env::var("INFERNO_EXCHANGE").as_deref() {
             Err(_) | Ok("") => Ok(&[Self::Direct, Self::HostMemory]),

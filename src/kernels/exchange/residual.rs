@@ -18,10 +18,11 @@ use crate::kernels::scratch;
 const REPLICATED_ROWS: usize = 256;
 
 impl GpuExchange {
-    /// Returns the ranges of rows that one launch handles each. Every rank has a share of each range.
-    /// Returns `None` if a mailbox has no room for a row of `columns` columns.
+    /// Divides the rows into ranges, one range per launch. The ranks share the rows of each range.
+    /// Returns `None` if a region has no room for a row of `columns` columns.
     fn row_ranges(&self, rows: usize, columns: usize) -> Option<impl Iterator<Item = Range<usize>> + use<>> {
-        // A region holds a rank's share twice: as bf16 partial results, and as bf16 norms.
+        // For `exchange_add_norm`, a region holds a rank's share twice: as bf16 partial results, and as bf16 norms.
+        // For `exchange_columns`, a region holds a rank's share once, as f32 values.
         let most = self.region() / columns * self.mailboxes.len();
         (most > 0).then(|| (0..rows).step_by(most).map(move |start| start..rows.min(start + most)))
     }
@@ -150,7 +151,7 @@ impl GpuExchange {
         Ok(out)
     }
 
-    /// Loads the kernels of this file: launches each kernel without rows.
+    /// Loads the `exchange_add_norm` kernels: launches each kernel without rows.
     pub(super) fn load_residual_kernels(&self) -> Result<()> {
         let six_addresses = || (0..6).fold(Arguments::new(), |arguments, _| arguments.address(0));
         let shape = LaunchShape::linear(1, EXCHANGE_ROW_THREADS);

@@ -1,7 +1,7 @@
 //! The mailbox size for the exchange between GPUs, and the tensor sizes and results of the exchange benchmark.
 
 /// The size of each rank's mailbox in bytes.
-/// A tensor larger than a region of the mailbox, such as the output for a long chunk, needs several operations.
+/// A tensor larger than a region of the mailbox, such as the partial results of a long chunk, needs several operations.
 pub const MAILBOX_BYTES: usize = 128 << 20;
 
 /// Ranks round partial results to bf16 if they have at least this number of elements.
@@ -9,7 +9,7 @@ pub const MAILBOX_BYTES: usize = 128 << 20;
 pub const MIN_ROUNDED_ELEMENTS: usize = 1 << 18;
 
 /// The mean time of summing one tensor over all ranks, for two tensor sizes.
-/// The benchmark queues many sums in a row, without waiting between them.
+/// The benchmark queues many sums in a row, without waiting for the GPU between them.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct ExchangeTimes {
     /// The time in seconds to sum [`SMALL_ELEMENTS`] elements.

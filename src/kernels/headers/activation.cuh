@@ -9,7 +9,7 @@ __device__ __forceinline__ void clamp_gate_up(float& gate, float& up, float limi
     up = up > limit ? limit : up < -limit ? -limit : up;
 }
 
-// Applies the activation function that is selected by its `ACTIVATION_` code (see constants.rs).
+// Applies the activation function that `activation` selects: one of the ACTIVATION_ constants (see constants.rs).
 __device__ __forceinline__ float activate(float x, int activation) {
     if (activation == ACTIVATION_SILU) return x / (1.0f + expf(-x));
     constexpr float SQRT_2_OVER_PI = 0.79788456f;

@@ -39,11 +39,13 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
 }
 
 // Arrives at the barrier, and makes the current phase wait for `bytes` bytes of bulk copies.
+// Requires compute capability 9.0 or later.
 __device__ __forceinline__ void barrier_expect(uint32_t barrier, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-// Starts copying `bytes` bytes, a multiple of 16, to shared memory (compute capability 9.0 and later).
+// Starts copying `bytes` bytes, a multiple of 16, from device memory to shared memory.
+// Requires compute capability 9.0 or later.
 // The barrier counts the bytes when they have arrived.
 __device__ __forceinline__ void copy_bulk(uint32_t to, const void* from, int bytes, uint32_t barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),

@@ -26,7 +26,7 @@ __device__ __forceinline__ float warp_sum(float x) {
     return x;
 }
 
-// Templates cannot have extern "C" names, so each .cu file defines its kernels with a macro.
+// Templates cannot have extern "C" names, so .cu files use macros to define one kernel per type.
 // FOR_EACH_DTYPE(DEFINE) expands DEFINE(type, suffix) for every dtype that kernels compute in.
 #define FOR_EACH_DTYPE(DEFINE)                                                                                         \
     DEFINE(float, f32)                                                                                                 \

@@ -1,7 +1,7 @@
 // Access to shared memory by 32-bit addresses.
 // With 32-bit addresses instead of pointers, a loop over stages needs fewer instructions:
 // the load instruction itself adds the address of a stage, the offset of a lane and a constant.
-// The compiler does not reorder the functions in this file and the barrier functions in barrier.cuh.
+// The compiler does not reorder the loads and stores in this file, nor move them across the functions of barrier.cuh.
 #pragma once
 
 #include <stdint.h>

@@ -37,7 +37,7 @@ DEFINE_MULTIPLY_ADD(__nv_bfloat16, "bf16")
 #undef DEFINE_MULTIPLY_ADD
 
 // Computes d += a·b with a [16, 8] and b [8, 8] of TF32 values, and d [16, 8] f32.
-// Tensor cores ignore the last 13 bits of a TF32 value.
+// An element of a or b is a 32-bit word. Tensor cores ignore its lowest 13 bits.
 __device__ __forceinline__ void multiply_add_tf32(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])

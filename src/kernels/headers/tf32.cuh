@@ -1,9 +1,9 @@
 // Products of f32 values on tensor cores.
 //
 // Tensor cores read TF32 values: f32 values of which only the first 11 significant bits count.
-// Each f32 value is therefore split into two such values, high and low. The product of two f32 values is
-// high · high + high · low + low · high, which is exact except for a relative error of about 2^-20.
-// The missing term low · low is smaller than this error.
+// Each f32 value is therefore split into a sum high + low. The product of two f32 values is computed as
+// high · high + high · low + low · high, with a relative error of about 2^-20.
+// The error includes the missing term low · low.
 #pragma once
 #include "headers/tensor_core.cuh"
 
@@ -11,7 +11,7 @@ struct Tf32Pair {
     uint32_t high, low;
 };
 
-// Splits a value. Both parts have at most 13 significant bits, of which tensor cores read 11.
+// Splits a value. `high` has at most 11 significant bits. `low` has at most 13, of which tensor cores read 11.
 __device__ __forceinline__ Tf32Pair split_tf32(float value) {
     constexpr uint32_t TF32_BITS = 0xffffe000u;
     const uint32_t high = __float_as_uint(value) & TF32_BITS;

@@ -8,7 +8,7 @@
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
 // wgmma<T>(sum, a, b) computes sum [64, N] += a [64, 16] · b [16, N], with a and b of type T (f16 or bf16).
-// The matrix a is in registers. The matrix b is in shared memory, in swizzled rows of 128 bytes (see wgmma_descriptor).
+// The matrix a is in registers. The matrix b is in shared memory, and the parameter b is its wgmma_descriptor.
 // N, the number of columns of b, is a multiple of 16 and at most 160.
 #define SUM4(i) "+f"(sum[i]), "+f"(sum[i + 1]), "+f"(sum[i + 2]), "+f"(sum[i + 3])
 #define SUM8(i) SUM4(i), SUM4(i + 4)
@@ -58,8 +58,8 @@ DEFINE_WGMMA(128, "%64, %65, %66, %67", "%68")
 DEFINE_WGMMA(144, "%72, %73, %74, %75", "%76")
 DEFINE_WGMMA(160, "%80, %81, %82, %83", "%84")
 
-// Returns the wgmma descriptor of b at a shared memory address. b has swizzled rows of 128 bytes.
-// Eight rows of b form a group. Groups are 1024 bytes apart.
+// Returns the wgmma descriptor of b at a shared memory address. A swizzled row of 128 bytes contains one column of b.
+// Eight of these rows form a group. Groups are 1024 bytes apart.
 // Addresses and distances in a wgmma descriptor are in units of 16 bytes.
 __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t address) {
     constexpr uint64_t SWIZZLE_128_BYTES = (uint64_t)1 << 62;

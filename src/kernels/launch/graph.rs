@@ -11,7 +11,7 @@ use crate::device::capture_lock;
 /// A CUDA graph of captured launches.
 pub struct LaunchGraph {
     graph: CudaGraph,
-    /// The memory that captured launch lists use. The graph keeps this memory alive.
+    /// The memory that the captured launch lists use, kept alive as long as the graph.
     _memory: Vec<Memory>,
 }
 

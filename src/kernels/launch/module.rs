@@ -1,4 +1,4 @@
-//! Compiled CUDA modules, embedded in the binary. Each module is loaded once per device.
+//! Compiled CUDA modules, embedded in the binary. Each module is loaded once per candle device.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, OnceLock};
@@ -29,7 +29,7 @@ pub(crate) use module;
 
 type LoadedModules = HashMap<(DeviceId, &'static str), Arc<CudaModule>>;
 
-/// Returns the modules that this process has loaded, for all devices.
+/// Returns the modules that this process has loaded on all candle devices.
 fn loaded_modules() -> &'static Mutex<LoadedModules> {
     static MODULES: OnceLock<Mutex<LoadedModules>> = OnceLock::new();
     MODULES.get_or_init(Mutex::default)

@@ -47,7 +47,7 @@ struct ProductTypes {
     scale: sys::cudaDataType_t,
     /// The bits of the factor 1, an i32 or an f32. The factor 0 has only zero bits in both types.
     one: u32,
-    /// The ways in which cuBLASLt may add up the parts of a divided product, or `None` for all ways.
+    /// A bit mask of the reduction schemes that split-K algorithms may use, or `None` for all schemes.
     reductions: Option<u32>,
 }
 
@@ -83,7 +83,7 @@ impl ProductTypes {
             }
             Elements::Float { input, output } => {
                 let types = with_f32_sums(float(input)?, float(output)?);
-                // In the other ways, cuBLASLt would round the sum of each part to the dtype of the output.
+                // With the other schemes, cuBLASLt would round the sum of each part to the dtype of the output.
                 let in_f32 = sys::cublasLtReductionScheme_t::CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE as u32;
                 Self { reductions: (output != DType::F32).then_some(in_f32), ..types }
             }
@@ -107,7 +107,7 @@ struct AlgorithmKey {
     elements: Elements,
     /// The sizes, with the number of tokens rounded up to a size class.
     sizes: Sizes,
-    /// The alignment of all three matrices in bytes.
+    /// The smallest alignment of the three matrices in bytes, at most [`MAX_ALIGNMENT`].
     alignment: u32,
 }
 
@@ -122,7 +122,7 @@ struct Algorithm {
 const MAX_WORKSPACE_BYTES: usize = 32 << 20;
 
 /// The maximum number of tokens for which products of floats get no workspace.
-/// With a workspace, cuBLASLt often divides the columns of these products and adds up the parts with a second kernel.
+/// With a workspace, cuBLASLt often divides the columns (split-K) and adds up the parts with a second kernel.
 /// On an H200, this was slower for almost all dense matrices of gpt-oss-20b and Llama-3.1-8B, by up to 50%.
 const UNDIVIDED_TOKENS: usize = 128;
 
@@ -170,7 +170,13 @@ pub unsafe fn gemm(
 ) -> Result<()> {
     let ((tokens, columns), (rows, w_columns)) = (x.dims2()?, w.dims2()?);
     if columns != w_columns || x.dtype() != w.dtype() || rows > stride {
-        bail!("gemm: x {:?} {:?} and w {:?} {:?} do not match", x.dtype(), x.dims(), w.dtype(), w.dims());
+        bail!(
+            "gemm: x {:?} {:?}, w {:?} {:?} and output stride {stride} do not match",
+            x.dtype(),
+            x.dims(),
+            w.dtype(),
+            w.dims()
+        );
     }
     if out_dtype != DType::F32 && out_dtype != x.dtype() {
         bail!("gemm: the product of {:?} matrices cannot be {out_dtype:?}", x.dtype());
@@ -188,7 +194,7 @@ pub unsafe fn gemm(
 unsafe fn multiply(device: &CudaDevice, elements: Elements, sizes: Sizes, w: u64, x: u64, out: u64) -> Result<()> {
     // If a size overflowed i32, some algorithms would read or write out of bounds.
     if [sizes.tokens, sizes.columns, sizes.stride].into_iter().any(|size| i32::try_from(size).is_err()) {
-        bail!("cannot multiply matrices of these sizes: {sizes:?}");
+        bail!("cannot multiply matrices: a size exceeds 2^31 - 1: {sizes:?}");
     }
     let stream = device.cuda_stream();
     stream.context().bind_to_thread().w()?;
@@ -324,7 +330,7 @@ impl Drop for Descriptors {
     }
 }
 
-/// What an algorithm must support.
+/// The limits within which cuBLASLt chooses an algorithm: workspace size, reduction schemes and alignment.
 struct Preference(sys::cublasLtMatmulPreference_t);
 
 impl Drop for Preference {

@@ -31,9 +31,9 @@ static_assert(TOKENS == 8 && ROWS == 16 && CHUNK_PIECES == 8, "the code below as
 template <typename T>
 __device__ void dense_few(const T* w, const T* x, float* y, int rows, int columns, int tokens, int block_units,
                           int parts) {
-    // A warp's 16-byte pieces are aligned to 128 bytes. Otherwise, each shared memory access would take twice as long.
+    // The 16-byte pieces of eight consecutive lanes fill an aligned 128-byte line.
     extern __shared__ __align__(128) uint4 shared[];
-    __shared__ uint64_t barriers[2];  // each barrier counts the copies to one of the two input buffers
+    __shared__ uint64_t barriers[2];  // for each input buffer, counts the threads whose copies have completed
 
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, quad = lane / 4;
     uint4* const inputs = shared;

@@ -7,7 +7,7 @@
 // Computes y = x·wᵀ. A block computes FEW_ROWS_TOKENS tokens × FEW_ROWS_TILE rows. Its warps divide the columns.
 //   x: f32 [tokens, columns]; w: f32 [rows, columns]; y: f32 [tokens, rows]; columns is a multiple of 16
 //   grid: (ceil(tokens / FEW_ROWS_TOKENS), ceil(rows / FEW_ROWS_TILE)); block: 32 · FEW_ROWS_WARPS
-//   bytes moved: x and y; w once per FEW_ROWS_TOKENS tokens, mostly from L2
+//   bytes moved: x once per FEW_ROWS_TILE rows and w once per FEW_ROWS_TOKENS tokens, mostly from L2; y once
 extern "C" __global__ void __launch_bounds__(32 * FEW_ROWS_WARPS)
     few_rows(const float* x, const float* w, float* y, int tokens, int rows, int columns) {
     constexpr int COLUMNS = FEW_ROWS_TILE / 8, WARPS = FEW_ROWS_WARPS;
@@ -19,9 +19,10 @@ extern "C" __global__ void __launch_bounds__(32 * FEW_ROWS_WARPS)
     pdl_launch_dependents();
 
     // 1. Each warp multiplies every WARPS-th group of 16 columns.
-    // Lane 4g + t holds columns 4t to 4t + 3 of its rows. An MMA has 8 columns, of which a lane holds two.
-    // The first MMA multiplies the first two of the four columns, and the second MMA multiplies the others.
-    // Past the last token, row or group, a lane reads the last one again. The sums of these rows are not stored.
+    // Lane 4g + t holds columns 4t to 4t + 3 of its rows. An MMA multiplies 8 columns, of which a lane holds two.
+    // The MMAs with i = 0 multiply the first two columns of each lane, and the MMAs with i = 2 the other two.
+    // Past the last token or weight row, a lane reads the last one again, and does not store the sums.
+    // Past the last group, a lane prefetches the last group again, and does not use it.
     const int groups = columns / 16;
     const auto row_of = [&](const float* matrix, int row, int group) {
         return reinterpret_cast<const float4*>(matrix + (size_t)row * columns)[min(group, groups - 1) * 4 + t];

@@ -1,4 +1,4 @@
-//! Matrix products y = x·Wᵀ with f32 results.
+//! Matrix products y = x·Wᵀ. Results are f32, except for some results of [`matmul_rounded`].
 //! Callers add the bias in f32 and then round the result to the compute dtype. Logits stay f32.
 
 #[cfg(feature = "cuda")]
@@ -15,7 +15,7 @@ use candle_core::{DType, Device, Result, Tensor, bail};
 
 use super::sum_order::{SumOrder, each_row};
 
-/// The number of tokens in every product on a GPU with [`SumOrder::Fixed`].
+/// The number of tokens in every product of [`product_of_fixed_tokens`].
 /// The number is constant, because cuBLASLt chooses its algorithm based on the number of tokens.
 #[cfg(feature = "cuda")]
 const FIXED_TOKENS: usize = 64;
@@ -27,8 +27,9 @@ pub fn matmul_f32(x: &Tensor, w: &Tensor, order: SumOrder) -> Result<Tensor> {
     matmul_f32_into(x, w, order, None)
 }
 
-/// Computes [`matmul_f32`]. If cuBLASLt computes the product, writes it to `out`, f32 `[tokens, rows]`, and returns `out`.
-/// Otherwise returns a new tensor.
+/// Computes [`matmul_f32`]. `out` is f32 `[tokens, rows]`.
+/// With [`SumOrder::Fastest`], writes a product that cuBLASLt computes to `out`, and returns `out`.
+/// In all other cases, returns a new tensor.
 pub fn matmul_f32_into(x: &Tensor, w: &Tensor, order: SumOrder, out: Option<&Tensor>) -> Result<Tensor> {
     let ((_, columns), (_, w_columns)) = (x.dims2()?, w.dims2()?);
     if columns != w_columns || x.dtype() != w.dtype() {
@@ -51,7 +52,8 @@ pub fn matmul_f32_into(x: &Tensor, w: &Tensor, order: SumOrder, out: Option<&Ten
 }
 
 /// Computes x·wᵀ, `[tokens, rows]`, for a caller that rounds the product to the dtype of x.
-/// On a GPU with `SumOrder::Fastest`, cuBLASLt rounds the product. In all other cases, returns [`matmul_f32`].
+/// On a GPU with `SumOrder::Fastest`, cuBLASLt rounds f16 and bf16 products that `dense_few` does not support.
+/// In all other cases, returns [`matmul_f32`].
 pub fn matmul_rounded(x: &Tensor, w: &Tensor, order: SumOrder) -> Result<Tensor> {
     #[cfg(feature = "cuda")]
     if let Device::Cuda(device) = x.device()

@@ -1,4 +1,4 @@
-//! Numbers of tokens whose matrix products share an algorithm.
+//! Size classes: ranges of token counts whose matrix products share a cuBLASLt algorithm.
 
 /// Rounds a number of tokens up to a size class. Products of one class use the same algorithm of cuBLASLt.
 ///

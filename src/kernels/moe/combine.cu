@@ -1,4 +1,4 @@
-// Computes the weighted sum of each token's expert outputs: out[t] = Σ routing_weights[t, n] · y[t, n] over n.
+// Computes the weighted sum of each token's expert outputs: out[t] = Σ routing_weights[t, c] · y[t, c] over c.
 //   y: T [tokens, chosen, columns]
 //   routing_weights: f32 [tokens, chosen]
 //   out: f32 [tokens, columns]; n = tokens · columns

@@ -52,8 +52,8 @@ template <int PART> __device__ __forceinline__ void e2m1_items(uint32_t low, uin
     }
 }
 
-// A kernel that multiplies unscaled items must first multiply x by E2M1_X_FACTOR.
-// Unscaled items are weights times 2^-126. With E2M1_X_FACTOR, their products with x are normal f32 numbers.
+// A kernel that multiplies items as bf16 values, and scales only the sums, must multiply x by E2M1_X_FACTOR.
+// The items are E2M1 values times 2^-126. With E2M1_X_FACTOR, their products with x are normal f32 numbers.
 // Multiplying the sums by E2M1_UNIT cancels the factors 2^-126 and E2M1_X_FACTOR.
 constexpr float E2M1_X_FACTOR = 0x1p100f, E2M1_UNIT = 0x1p26f;
 

@@ -1,17 +1,18 @@
-// The products of routed experts with MXFP4 weights, for few pairs per expert, as in decode steps.
+// The products of routed experts with MXFP4 weights, for few (token, expert) pairs per expert, as in decode steps.
 //
 //   x [tokens, hidden] -> expert_few_gate_up -> h [pairs, intermediate] -> expert_few_down -> y [pairs, hidden]
 //
 // mxfp4_tiles.cuh describes the layout of weights and h. The rows of y are in the original order of the pairs.
 //
 // With few pairs per expert, reading and unpacking the weights takes longer than the MMAs.
-// Each warp therefore reads a contiguous range of weights directly into registers.
+// Each warp therefore reads its share of the weights directly into registers.
 // A warp unpacks each weight only once for all pairs of a tile.
 // With few pairs, mma.sync needs fewer cycles per weight than wgmma, so the kernel uses only mma.sync.
 //
 // A row pair is two row tiles (32 weight rows).
-// The row pairs of all experts are divided evenly among the thread blocks.
-// Each block divides its row pairs evenly among its warps. The share of a warp can start or end inside a row pair.
+// The row pairs of all experts, once per tile of pairs, are divided evenly among the thread blocks.
+// For each tile, a block divides its row pairs evenly among its warps.
+// The share of a warp can start or end inside a row pair.
 // The warp that starts a row pair adds the partial sums of the warps that continue this row pair.
 // The shares of the warps depend on the routing of all tokens, and the order of the additions depends on the shares.
 // The results of a token can therefore differ in the last bits if the batch contains other tokens.
@@ -68,7 +69,7 @@ template <int N> __device__ __forceinline__ void clear(Sums<N>& sums) {
 // With one column of MMAs (N = 1), scaling the sums of an MXFP4 block takes fewer instructions than scaling weights.
 // Unscaled weights keep the factor of convert_items: 2^-126 in bf16, 2^-14 in f16.
 // x and h are multiplied by X_FACTOR, so that their products with unscaled weights are normal f32 numbers.
-// Multiplying the sums by UNIT cancels both factors.
+// Multiplying the sums by UNIT cancels X_FACTOR and, for unscaled weights, the factor of convert_items.
 template <typename T> struct Factors;
 template <> struct Factors<__nv_bfloat16> {
     static constexpr float X_FACTOR = E2M1_X_FACTOR, SCALED_UNIT = 1.0f / X_FACTOR, UNSCALED_UNIT = E2M1_UNIT;
@@ -204,7 +205,7 @@ __device__ __forceinline__ void multiply_row_pairs(const Matrix& matrix, const O
     store_row_pair<T, GATE_UP, N>(o, rows, tile, row_pair, sums);
 }
 
-// Reads the tile's rows of x for gate_up, f32 [tokens, columns], and stores them in shared memory as T.
+// Reads the tile's rows of x for gate_up, f32 [tokens, columns], and stores x · X_FACTOR in shared memory as T.
 template <typename T>
 __device__ __forceinline__ void load_x(const float* x, const Output<T>& o, const Tile& tile, int columns, int steps,
                                        int chosen, int padded_pairs, unsigned char* shared) {

@@ -2,8 +2,9 @@
 // The matrix products run on tensor cores. Weights are packed in shared memory and unpacked in registers.
 //
 //   x [tokens, hidden] -> spread_tokens -> expert_gate_up -> h [pairs, intermediate]
-//   h -> expert_down -> y [pairs, hidden] -> expert_combine, which computes Σ weights[t, n] · y[t, n] over n
+//   h -> expert_down -> y [pairs, hidden] -> expert_combine, which computes Σ weights[t, c] · y[t, c] over c
 //
+// A pair is a token and one of its `chosen` experts.
 // mxfp4_tiles.cuh describes the layout of weights, x and h.
 // The rows of y are in the original order of the pairs, not in the order of `sorted`.
 #include "headers/async_copy.cuh"
@@ -64,7 +65,7 @@ __device__ void expert_combine(const T* y, const float* weights, OUT* x, int n, 
     pdl_launch_dependents();
     if (i >= n) return;
     const int segments = columns / 8, token = i / segments, segment = i % segments;
-    const size_t first = (size_t)(i / 4) * 16 + i % 4;  // the first pair of adjacent elements
+    const size_t first = (size_t)(i / 4) * 16 + i % 4;  // the first of this thread's four pairs of adjacent elements
     float2 sum[4] = {};
     for (int c = 0; c < chosen; ++c) {
         const size_t pair = (size_t)token * chosen + c;
@@ -348,7 +349,6 @@ __device__ __forceinline__ uint32_t in_register(uint32_t value) {
 
 // Computes one warpgroup's part of an output tile: 64 weight rows × N pairs.
 // Unpacking the weights limits the speed, so every instruction in the loop over columns matters.
-// For N up to UNROLL_PAIRS, the loop executes 177 instructions per 8 wgmma instructions.
 template <typename S, typename T, int N, bool GATE_UP>
 __device__ __forceinline__ void consume(Position<S>& position, const Weights& w, const Output<T>& o, const Tile& tile) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4;  // each warp has one weight tile

@@ -31,8 +31,9 @@ pub struct ExpertLinear<'t> {
 ///
 /// - x: f32 `[tokens, hidden]`; the kernels round x to the dtype of the biases (bf16 or f16)
 /// - routed: the (token, expert) pairs of the tokens in x
-/// - gate_up: `[experts, 2 * intermediate, hidden]` in paired tiles
-/// - down: `[experts, hidden, intermediate]` in plain tiles
+/// - gate_up: `[experts, 2 * intermediate, hidden]` in tiles with `RowOrder::Paired`
+/// - down: `[experts, hidden, intermediate]` in tiles with `RowOrder::Plain`
+/// - limit: the clamp limit of the SwiGLU
 /// - out_dtype: the dtype of the result, `[tokens, hidden]`: f32, or the dtype of the biases
 pub fn expert_mlp(
     x: &Tensor,
@@ -55,7 +56,7 @@ pub fn expert_mlp(
     let chosen = pairs / tokens.max(1);
     // Each expert's rows of x and h start at a multiple of 8, so 8 more rows per expert are always enough.
     let tiled_rows = pairs + 8 * experts;
-    // SAFETY: the kernels below write every element that a later kernel reads.
+    // SAFETY: the kernels below write every element that affects a stored result. They may also read padding rows.
     let empty = |count: usize, dtype| unsafe { scratch::empty(count, dtype, x.device()) };
     let h = empty(intermediate.div_ceil(64) * tiled_rows * 64, dtype)?;
     let y = empty(pairs * columns, dtype)?;
@@ -141,7 +142,7 @@ fn check_shapes(x: &Tensor, routed: &RoutedPairs, gate_up: ExpertLinear, down: E
     let biases_fit = gate_up.bias.dims() == [experts, up_rows] && down.bias.dims() == [experts, columns];
     if !tiles_fit || !biases_fit || down.bias.dtype() != dtype || !matches!(dtype, DType::BF16 | DType::F16) {
         let (gate_up, down) = (gate_up.tiles.dims(), down.tiles.dims());
-        bail!("expert_mlp: x {:?}, gate_up {gate_up:?} and down {down:?} do not match", x.dims());
+        bail!("expert_mlp: x {:?}, gate_up {gate_up:?}, down {down:?} or the biases do not match", x.dims());
     }
     let RoutedPairs { sorted, offsets, weights, rows } = routed;
     let chosen = sorted.elem_count() / tokens.max(1);
@@ -154,8 +155,8 @@ fn check_shapes(x: &Tensor, routed: &RoutedPairs, gate_up: ExpertLinear, down: E
     {
         let (x, weights, sorted, offsets) = (x.dims(), weights.dims(), sorted.dims(), offsets.dims());
         bail!(
-            "expert_mlp: x {x:?}, routing weights {weights:?}, pairs {sorted:?} and expert offsets {offsets:?} of dtypes \
-             {dtypes:?} do not match"
+            "expert_mlp: x {x:?}, routing weights {weights:?}, pairs {sorted:?} and expert offsets {offsets:?} of \
+             dtypes {dtypes:?}, or the rows of the pairs, do not match"
         );
     }
     let are_whole_blocks = columns.is_multiple_of(MXFP4_BLOCK) && intermediate.is_multiple_of(MXFP4_BLOCK);

@@ -1,10 +1,10 @@
-//! Counts the distinct experts that each batch uses.
+//! Counts batches, and the distinct experts that each batch uses.
 
 use candle_core::{DType, Device, Result, Tensor};
 
 /// The device counters of one MoE layer: the number of batches, and the sum of their numbers of distinct experts.
 ///
-/// Only `RoutedPairs::route` increments the counters, and only for a batch that it routes in one launch.
+/// Only `RoutedPairs::route` increments the counters, and only if it routes the batch in one launch.
 #[derive(Debug)]
 pub struct ExpertUsage(Tensor);
 

@@ -25,9 +25,9 @@ use crate::kernels::{bytes, elements, to_f32, unsupported};
 /// The maximum number of (token, expert) pairs in one call. The maximum grid size in y sets this limit.
 pub const MAX_PAIRS: usize = 65_535;
 
-/// The minimum number of (token, expert) pairs for which a GEMM kernel replaces the GEMV kernel.
+/// The minimum number of (token, expert) pairs for which a GEMM kernel can replace the GEMV kernel.
 ///
-/// A GEMM reads an expert's weights once per tile of pairs. A GEMV reads an expert's weights once per pair.
+/// A GEMM kernel reads an expert's weights once per tile of pairs. The GEMV kernel reads them once per pair.
 #[cfg(feature = "cuda")]
 const GEMM_FROM_PAIRS: usize = 64;
 
@@ -40,7 +40,8 @@ pub enum ExpertWeights {
     Dense(Tensor),
     /// Quantized weights: one matrix `[experts * rows, columns]`, and the number of experts.
     Quantized(QuantizedMatrix, usize),
-    /// MXFP4 weights repacked for tensor cores, used on a GPU if the compute dtype is bf16 or f16.
+    /// MXFP4 weights repacked for tensor cores.
+    /// Used on a GPU if the compute dtype is bf16 or f16 and no scale is NaN or exceeds 2.
     #[cfg(feature = "cuda")]
     Mxfp4Tiles(Mxfp4Tiles),
 }
@@ -85,7 +86,7 @@ impl ExpertWeights {
 /// Does not support MXFP4 tiles. On a GPU, does not support quantized weights with a bias.
 ///
 /// - x: `[tokens, columns]`, shared by a token's experts, or `[tokens, chosen, columns]`
-/// - ids: u32 `[tokens, chosen]`; the caller guarantees that each id is less than `experts`
+/// - ids: u32 `[tokens, chosen]`; the caller guarantees that each id is less than the number of experts
 /// - bias: `[experts, rows]` in x's dtype
 /// - out: `[tokens, chosen, rows]` in x's dtype
 #[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
@@ -138,7 +139,7 @@ pub fn expert_matmul(
     }
 }
 
-/// The GPU implementation of [`expert_matmul`]. `expert_matmul` has already checked the shapes.
+/// The GPU implementation of [`expert_matmul`], which has already checked the shapes and dtypes.
 #[cfg(feature = "cuda")]
 mod cuda {
     use candle_core::cuda_backend::CudaDevice;
@@ -196,7 +197,7 @@ mod cuda {
         needs_gemv: bool,
     ) -> Result<Tensor> {
         let (rows, columns) = (matrix.dims().0 / experts, matrix.dims().1);
-        // Dequantizing writes the weights of all experts to memory, and the product reads the result again.
+        // Dequantizing writes the weights of all experts to memory, and the product reads them again.
         // With fewer than 4 pairs per expert on average, a product with the quantized weights is faster.
         if needs_gemv || ids.elem_count() < 4 * experts {
             return quantized_ops::expert_matvec(device, matrix, rows, x, ids, pairs_per_x);

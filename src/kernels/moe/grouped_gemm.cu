@@ -5,7 +5,8 @@
 //   x: T [pairs / per_x, columns]; `per_x` consecutive pairs share one row of x
 //   sorted, offsets: see sort_by_expert.cu
 //   out: T [pairs, rows]
-// A thread block computes a tile of up to BM pairs of one expert × BN weight rows. A segment is 16 bytes of a row.
+// A thread block computes a tile of up to BM pairs of one expert × BN weight rows, BK columns at a time.
+// A segment is 16 bytes (8 columns) of a row.
 // Shared memory holds segment s of row r at position s ^ (r % 8), so ldmatrix has no bank conflicts.
 // In shared memory, segments past the last column are zeros.
 #include "constants.cuh"
@@ -65,7 +66,7 @@ __device__ void grouped_gemm(const T* weights, const T* bias, const T* x, const 
     float sums[2][TILES][4] = {};
     const int warp_pair = warp % WM * 32, warp_row = warp / WM * COLUMNS;
     // The rows and segments whose addresses this lane passes to ldmatrix.
-    // A is 16 pairs × 16 columns of x, and B is 16 rows × 16 columns of the weights.
+    // One ldmatrix loads 16 pairs × 16 columns of x, or 16 rows × 16 columns of the weights.
     const int x_row = warp_pair + lane % 16, x_segment = lane / 16;
     const int w_row = warp_row + lane % 8 + lane / 16 * 8, w_segment = lane / 8 % 2;
     for (int step = 0; step < steps; ++step) {

@@ -18,7 +18,7 @@ use crate::kernels::launch::{Arguments, Launch, LaunchShape, dtype_suffix, modul
 /// All tensors except `ids` have the same dtype: bf16 or f16.
 ///
 /// # Safety
-/// The tensors must have the shapes and dtypes listed above, and every id must be less than `experts`.
+/// The tensors must have the shapes and dtypes listed above, and every id must be less than the number of experts.
 pub(super) unsafe fn grouped_gemm(
     device: &CudaDevice,
     x: &Tensor,

@@ -1,28 +1,31 @@
 //! Mixture of experts: routing and matrix products.
 //!
-//! A *pair* is a token and one of its chosen experts. There are tokens · chosen pairs.
+//! A *pair* is a token and one of its `chosen` experts, so there are tokens · `chosen` pairs.
 //!
 //! The table lists the kernels that compute the matrix products of the experts on a GPU.
 //! The first row of the table that applies determines the kernel. "Fixed" means `SumOrder::Fixed`.
+//! "Per expert" means the average over all experts of the layer.
 //!
-//! | weights | step | kernel |
+//! | weights | condition | kernel |
 //! | --- | --- | --- |
-//! | MXFP4 tiles | of a single sequence, on the decode graph | `decode/mxfp4_experts` |
-//! | float, quantized | of a single sequence, on the decode graph | `decode/routed_experts` |
-//! | MXFP4 tiles | at most 5 pairs per expert on average, not fixed | `expert_few` |
-//! | MXFP4 tiles | all others | `expert_mlp`: wgmma on compute capability 9.0, mma.sync on other GPUs |
+//! | MXFP4 tiles | step of the decode graph | `decode/mxfp4_experts` |
+//! | float, quantized | step of the decode graph | `decode/routed_experts` |
+//! | MXFP4 tiles | at most 5 pairs per expert, not fixed | `expert_few` |
+//! | MXFP4 tiles | all others | `expert_mlp` |
 //! | MXFP4 | fewer than 64 pairs, f32, or fixed | `experts`: `expert_gemv_mxfp4` |
 //! | MXFP4 | all others | `experts`: `expert_gemm_mxfp4` |
 //! | float | fewer than 64 pairs, f32, fixed, or columns not a multiple of 8 | `experts`: `expert_gemv_dense` |
 //! | float | all others | `grouped_gemm` |
-//! | quantized | fewer than 64 pairs, f32, fixed, or fewer than 4 pairs per expert | `quantized::quantized_ops`: `expert_matvec` |
+//! | quantized | fewer than 64 pairs or 4 pairs per expert, f32, or fixed | `quantized_ops`: `quantized_experts` |
 //! | quantized | all others | dequantized to the compute dtype, then as float |
 //!
-//! - With bf16 or f16 on a GPU, `weights::mxfp4` repacks MXFP4 weights into tiles if their sizes and scales allow it.
+//! - The decode graph runs the decode steps of a single sequence.
+//! - With bf16 or f16 on a GPU, `weights::mxfp4` repacks MXFP4 weights into tiles unless a scale is NaN or exceeds 2.
 //! - `expert_few` also requires hidden and intermediate sizes that are multiples of 192.
-//!   If shared memory holds only tiles of 8 pairs, `expert_few` is used for at most 4 pairs per expert on average.
-//! - `expert_mlp` has token tiles of three widths.
-//!   `product_kernel` chooses the width by the average number of pairs per expert.
+//!   If shared memory holds only tiles of 8 pairs, `expert_few` is used for at most 4 pairs per expert.
+//! - `expert_mlp` uses wgmma on GPUs of compute capability 9.0, if the build has machine code for them.
+//!   Otherwise, `expert_mlp` uses mma.sync. In both cases, there are token tiles of three widths.
+//!   `product_kernel` chooses the width by the number of pairs per expert.
 //!
 //! On a CPU, `experts::reference` computes the matrix products of the experts.
 

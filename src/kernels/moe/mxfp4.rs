@@ -1,7 +1,7 @@
 //! The MXFP4 format (OCP Microscaling Formats 1.0): 32 E2M1 values share one E8M0 scale.
 //!
 //! MXFP4 blocks are `[experts, rows, columns / 32, 16]`, as in openai/gpt-oss-20b.
-//! In each byte of a block, the low half is the value of an even column, and the high half is that of the next column.
+//! The low half of each byte is the value of an even column, and the high half is the value of the next column.
 //! MXFP4 scales are `[experts, rows, columns / 32]`. A scale is 2^(byte - 127), or NaN if the byte is 255.
 
 use candle_core::{DType, Result, Tensor, bail};
@@ -29,7 +29,7 @@ pub(super) fn mxfp4_dims(blocks: &Tensor, scales: &Tensor) -> Result<(usize, usi
     let (experts, rows, groups, bytes) = blocks.dims4()?;
     let are_bytes = blocks.dtype() == DType::U8 && scales.dtype() == DType::U8;
     if !are_bytes || bytes != MXFP4_BLOCK / 2 || scales.dims() != [experts, rows, groups] {
-        bail!("MXFP4 blocks {:?} do not match scales {:?}", blocks.dims(), scales.dims());
+        bail!("MXFP4 blocks {:?} and scales {:?} do not match, or are not U8", blocks.dims(), scales.dims());
     }
     Ok((experts, rows, groups * MXFP4_BLOCK))
 }

@@ -2,7 +2,7 @@
 
 // Repacks MXFP4 weights into tiles.
 // If `paired` is set, rows 2g and 2g + 1 of each tile (a gate row and its up row) are stored at positions g and g + 8.
-// In paired tiles, a single lane holds the products of a gate row and of its up row.
+// After an MMA with a paired tile, the products of a gate row and of its up row are therefore in the same lane.
 // Padding values are zero and have a scale of 1.
 // Sets `has_large_scale` to 1 if a scale exceeds 2 (byte 128) or is NaN (byte 255).
 // scale_factors would overflow for a scale above 2, so the caller must then use the kernels without tiles.

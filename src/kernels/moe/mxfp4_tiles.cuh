@@ -1,25 +1,26 @@
-// MXFP4 weights and activations in tiles, for the products of routed experts on tensor cores.
+// Tiled layouts of MXFP4 weights and 16-bit activations, for the products of routed experts on tensor cores.
 //
 // At load time, `repack_mxfp4` repacks the weights [experts, rows, columns] into tiles of 16 rows × 64 columns:
 //   blocks: [experts][ceil(rows / 16)][ceil(columns / 64)][lane][16 bytes]
 //     In column tile j, lane 4g + t holds one 32-bit word of each of four blocks:
 //     (row g, block 2j), (row g + 8, block 2j), (row g, block 2j + 1), (row g + 8, block 2j + 1)
-//   scales: [experts][ceil(rows / 16)][ceil(columns / 64)][g][4 bytes]
-//     The four bytes are the scales of the four blocks listed above.
 //     A lane's word of a block holds the values 8t .. 8t + 5 of that block.
 //     The words of rows g and g + 8 together hold the values 8t + 6 and 8t + 7 of both rows (see e2m1.cuh).
-// The 16 bytes of a lane are its A fragments for four MMAs with K = 16, so weights never move between lanes.
+//   scales: [experts][ceil(rows / 16)][ceil(columns / 64)][g][4 bytes]
+//     The four bytes are the scales of the four blocks listed above.
+// A lane's 16 bytes unpack to its A fragments for four MMAs with K = 16, so weights never move between lanes.
 //
-// Columns of x, h and y are in *fragment order*.
+// The columns of x, h and y are in *fragment order*.
+// expert_mlp.cu first copies x to device memory in this order, and expert_few.cu to shared memory.
 // In each group of 32 columns, column pair i is columns 2i and 2i + 1.
 // Column pair 4t + p is stored at position 4p + t, where t and p are 0 to 3.
 // Because of the fragment order, the columns of x that a lane reads match the columns of the lane's weights.
 // The fragment order permutation is its own inverse.
 //
-// x and h are *tiled*: they have the shape [ceil(columns / 64)][tiled_rows][128 bytes].
+// x (in expert_mlp.cu) and h are *tiled*: they have the shape [ceil(columns / 64)][tiled_rows][128 bytes].
 // The rows of x and h are in the order of `sorted` (see sort_by_expert).
 // Each expert's rows of x and h start at a multiple of 8, so pairs + 8 · experts rows are always enough.
-// Segment s (16 bytes) of row r is stored at position s ^ (r % 8). Padding columns are zeros.
+// Segment s (16 bytes) of the 128 bytes of row r is stored at position s ^ (r % 8). Padding columns are zeros.
 // In this layout, the 64 columns of consecutive rows are contiguous.
 // ldmatrix and wgmma read the tiled rows without bank conflicts.
 #pragma once
@@ -117,17 +118,17 @@ struct Weights {
 };
 
 // One tile of the output: the product of a token tile and a tile of weight rows.
-// A token tile has at most `max_pairs` pairs of one expert. The token tiles of an expert have about equally many pairs.
+// A token tile contains pairs of one expert. The token tiles of an expert have about equally many pairs.
 struct Tile {
     int expert, first_pair, pairs;
     int row;       // the first row of tiled x and h
-    int row_tile;  // the first of the ROW_TILES weight tiles of 16 rows each
+    int row_tile;  // the index of the first 16-row weight tile; 0 in expert_few.cu
 };
 
 // ---- results ----
 
-// Transposes an 8 × 8 matrix. Lane 4g + t passes columns 2t and 2t + 1 of row g.
-// Returns rows 2t and 2t + 1 of column g.
+// Rounds an 8 × 8 matrix to T and transposes it. Lane 4g + t passes columns 2t and 2t + 1 of row g.
+// Returns rows 2t and 2t + 1 of column g to this lane.
 template <typename T> __device__ __forceinline__ uint32_t transposed(float a, float b) {
     uint32_t word = pack<T>(a, b);
     asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %0;" : "+r"(word));
@@ -142,13 +143,14 @@ __device__ __forceinline__ float clamped_swiglu(float gate, float up, float limi
 template <typename T> struct Output {
     const T* bias;  // [experts, rows] or null
     const uint32_t* sorted;
-    T* out;  // gate_up: h [pairs, rows / 2], tiled; down: y [pairs, rows]
+    T* out;  // gate_up: h, tiled, with rows / 2 columns; down: y [pairs, rows]
     int tiled_rows;
     float limit;
-    float h_factor = 1.0f;  // the kernel multiplies h by this power of two
+    float h_factor = 1.0f;  // gate_up multiplies h by this power of two
 };
 
-// Returns the biases of rows g and g + 8 of a weight tile, where g = lane / 4.
+// Returns the biases of the rows at positions g and g + 8 of a weight tile, where g = lane / 4.
+// In gate_up, whose tiles are paired, these are rows 2g and 2g + 1. Returns zeros if there is no bias or no such tile.
 template <typename T, bool GATE_UP>
 __device__ __forceinline__ float2 row_bias(const Output<T>& o, int rows, int expert, int row_tile) {
     const int g = threadIdx.x % 32 / 4;
@@ -174,6 +176,7 @@ template <int WORDS, typename T> __device__ __forceinline__ void store_words(T* 
 }
 
 // Adds the biases to the sums of 8 pairs × TILES weight tiles, and stores the results.
+// `token` is the index in the token tile of the first of the 8 pairs.
 // For gate_up, applies the clamped SwiGLU before storing.
 // TILES is 1 or 2. If TILES is 2, `row_tile` is even.
 // For each weight tile, lane 4g + t passes four sums: row g for pairs 2t and 2t + 1, then row g + 8 for the same pairs.

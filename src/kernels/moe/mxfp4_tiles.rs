@@ -32,7 +32,6 @@ impl Mxfp4Tiles {
     /// The blocks are u8 `[experts, rows, columns / 32, 16]`, and the scales are u8 `[experts, rows, columns / 32]`.
     ///
     /// Returns `None` if a scale exceeds 2 or is NaN, because the kernels for tiles do not support such scales.
-    /// No known checkpoint contains a scale that exceeds 2 or is NaN.
     pub fn repack(blocks: &Tensor, scales: &Tensor, order: RowOrder) -> Result<Option<Self>> {
         let (experts, rows, columns) = mxfp4_dims(blocks, scales)?;
         let Device::Cuda(device) = blocks.device() else { return unsupported("Mxfp4Tiles::repack", blocks) };

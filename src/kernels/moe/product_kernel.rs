@@ -14,8 +14,8 @@ use crate::kernels::constants::{
 use crate::kernels::launch::{Arguments, Launch, LaunchShape, module, multiprocessors};
 
 /// The largest average number of pairs per expert at which `expert_few.cu` is used instead of `expert_mlp.cu`.
-/// On an H100, `expert_mlp.cu` is faster from 4 pairs per expert on.
-/// On an H200, which has faster memory, `expert_mlp.cu` is faster from an estimated 6 pairs per expert on.
+/// On an H100, `expert_mlp.cu` was faster from 4 pairs per expert on (2026-11-27, `docs/benchmark-history.md`).
+/// The limit is higher because an H200 has faster memory, which favors `expert_few.cu`. It is not a measured value.
 const FEW_PAIRS_PER_EXPERT: usize = 5;
 
 /// A kernel for the matrix products of all experts with MXFP4 tiles. A thread block can process several output tiles.
@@ -34,7 +34,7 @@ impl ProductKernel {
         let (experts, rows, columns) = gate_up;
         let multiprocessors = multiprocessors(device)?;
         // The kernels in `expert_mlp.cu` always add the products of a row from the first column to the last.
-        // The kernels in `expert_few.cu` divide weight rows among warps in a way that depends on the number of pairs.
+        // The kernels in `expert_few.cu` split the sums of some rows among warps. The split depends on the routing.
         if order == SumOrder::Fastest
             && let Some(tile) = FewTile::choose(device, columns, rows / 2)?
         {
@@ -90,7 +90,7 @@ const fn mma_shared_bytes(pairs: usize) -> usize {
 
 /// Returns the size in bytes of the shared memory that a wgmma kernel needs.
 ///
-/// A stage of the ring buffer holds two steps, two barriers and a tile (`Stage` in `expert_mlp.cu`).
+/// A stage of the ring buffer holds two steps of 64 columns, two barriers and a `Tile` (`Stage` in `expert_mlp.cu`).
 /// The ring buffer and its stages are aligned to 1024 bytes.
 const fn wgmma_shared_bytes(pairs: usize, stages: usize) -> usize {
     let weight_bytes = EXPERT_WGMMA_ROW_TILES * (MXFP4_TILE_BYTES + MXFP4_TILE_SCALE_BYTES);

@@ -52,7 +52,10 @@ impl RoutedPairs {
     /// - x: f32 `[tokens, hidden]`
     /// - weight: f32 `[experts, hidden]`
     /// - bias: f32 `[experts]`
-    /// - usage: counters of batches and experts; not changed if routing takes several launches (see `ROUTE_TOKENS`)
+    /// - usage: counters of batches and experts; not changed if routing takes several launches
+    ///
+    /// Routing takes several launches with more than `ROUTE_TOKENS` tokens, with more than `ROUTE_EXPERTS` experts,
+    /// or if the hidden size is not a multiple of 4.
     pub fn route(
         x: &Tensor,
         weight: &Tensor,
@@ -68,7 +71,7 @@ impl RoutedPairs {
             bail!("route: the inputs must be F32 and have matching shapes: x {x:?}, weight {weight:?}, bias {bias:?}");
         }
         if chosen == 0 || chosen > experts || chosen > MAX_CHOSEN_EXPERTS || experts > MAX_EXPERTS {
-            bail!("route: cannot choose {chosen} of {experts} experts");
+            bail!("route: cannot choose {chosen} of {experts} experts (at most {MAX_CHOSEN_EXPERTS} of {MAX_EXPERTS})");
         }
         let Device::Cuda(device) = x.device() else { return unsupported("RoutedPairs::route", x) };
         let is_supported = experts <= ROUTE_EXPERTS && columns > 0 && columns.is_multiple_of(4);

@@ -1,5 +1,5 @@
 // Chooses the experts of one token, in one warp.
-// In a decode step, every thread block that needs the chosen experts computes them from the router logits itself.
+// In the decode graph, every thread block that needs the chosen experts computes them from the router logits itself.
 #pragma once
 #include "constants.cuh"
 #include "headers/common.cuh"

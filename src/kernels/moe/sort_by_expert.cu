@@ -8,7 +8,7 @@
 #include "constants.cuh"
 #include "headers/common.cuh"
 
-// The number of ids that a thread loads before it uses the first one. The loads then overlap.
+// The number of ids that a thread loads before it uses the first id, so that its loads overlap.
 constexpr int BATCH = 8;
 
 // Calls `use(p, ids[p])` for each pair p of this thread.

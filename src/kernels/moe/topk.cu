@@ -1,6 +1,6 @@
 // For each token, chooses the `chosen` experts with the largest logits.
 // The routing weights are a softmax over the chosen experts or over all experts.
-// Ties go to the lower expert id, and NaN comes last.
+// Ties go to the lower expert id. A NaN logit counts as -inf.
 //   logits: T [tokens, experts]; experts <= MAX_EXPERTS
 //   ids: u32 [tokens, chosen]; chosen <= MAX_CHOSEN_EXPERTS
 //   weights: f32 [tokens, chosen]

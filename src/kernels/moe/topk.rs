@@ -10,16 +10,16 @@ use crate::kernels::{elements, to_f32};
 /// The experts over which the softmax of the routing weights runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Softmax {
-    /// The chosen experts: the routing weights of a token sum to one (gpt-oss, Mixtral, Qwen3 with `norm_topk_prob`).
+    /// The chosen experts: a token's routing weights sum to one (gpt-oss, Mixtral, Qwen3-MoE with `norm_topk_prob`).
     OverChosen,
-    /// All experts: the weights of the chosen experts sum to at most one (Qwen3 without `norm_topk_prob`).
+    /// All experts: a token's routing weights sum to at most one (Qwen3-MoE without `norm_topk_prob`).
     OverAll,
 }
 
 /// Returns the ids of the `chosen` experts with the largest logits, and their routing weights.
 ///
 /// `logits` is `[tokens, experts]`. The ids are u32 `[tokens, chosen]`, and the weights are f32 `[tokens, chosen]`.
-/// A token's ids are in descending order of their logits. Ties go to the lower expert id, and NaN logits come last.
+/// A token's ids are in descending order of their logits. Ties go to the lower expert id. A NaN logit counts as -inf.
 pub fn topk_softmax(logits: &Tensor, chosen: usize, softmax: Softmax) -> Result<(Tensor, Tensor)> {
     let (tokens, experts) = logits.dims2()?;
     if chosen == 0 || chosen > experts || chosen > MAX_CHOSEN_EXPERTS || experts > MAX_EXPERTS {
@@ -59,7 +59,7 @@ pub fn topk_softmax(logits: &Tensor, chosen: usize, softmax: Softmax) -> Result<
     }
 }
 
-/// Computes [`topk_softmax`] in plain Rust. Unlike the kernel, returns NaN weights if a chosen logit is NaN.
+/// Computes [`topk_softmax`] in plain Rust.
 pub fn reference(logits: &[f32], experts: usize, chosen: usize, softmax: Softmax) -> (Vec<u32>, Vec<f32>) {
     let (mut ids, mut weights) = (Vec::new(), Vec::new());
     for row in logits.chunks_exact(experts) {

@@ -1,4 +1,4 @@
-// Divides the (token, expert) pairs, sorted by expert, into work items for the blocks of a grid.
+// Divides the (token, expert) pairs, sorted by expert, into work items for the blocks or warps of a grid.
 #pragma once
 #include "headers/common.cuh"
 
@@ -6,13 +6,13 @@
 struct WorkItem {
     int expert;
     int index, count;  // the index of this item among the expert's `count` items
-    int first, pairs;  // the expert's first pair in `sorted`, and its number of pairs
+    int first, pairs;  // the index in `sorted` of the expert's first pair, and the expert's number of pairs
     int row;           // the expert's first row in tiled x and h
 };
 
 // Finds work item `number`. Returns false if `number` is past the last work item.
 // An expert with p pairs has ceil(p / unit) tiles of up to `unit` pairs. Each tile has `times` work items.
-// All lanes of the warp must call find_work_item.
+// All lanes of the warp must call find_work_item with the same `number`.
 __device__ __forceinline__ bool find_work_item(const uint32_t* offsets, int experts, int unit, int times, int number,
                                                WorkItem& item) {
     const int lane = threadIdx.x % 32;

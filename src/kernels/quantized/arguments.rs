@@ -1,4 +1,4 @@
-//! Passes quantized matrices to kernels by value, as C structs.
+//! Passes quantized matrices to kernels, as C structs that contain the addresses of the planes.
 
 use candle_core::cuda_backend::cudarc::driver::DeviceRepr;
 use candle_core::{Result, bail};
@@ -10,7 +10,7 @@ use crate::kernels::constants::{
 };
 use crate::kernels::launch::{Arguments, address};
 
-/// Mirrors `QuantizedMatrix` in `quantized.cuh`. `planes` are device addresses, 0 for planes that the format lacks.
+/// Mirrors `QuantizedMatrix` in `quantized.cuh`. `planes` are device addresses, or 0 for planes that the format lacks.
 #[derive(Clone, Copy, Default)]
 #[repr(C)]
 struct RawMatrix {

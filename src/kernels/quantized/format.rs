@@ -2,7 +2,7 @@
 
 use crate::kernels::constants;
 
-/// The number of columns in a group. A lane of a warp reads one group at a time.
+/// The number of columns in a group. In matrix products, a lane of a warp reads one group at a time.
 pub const GROUP_COLUMNS: usize = 32;
 /// The number of columns in a superblock of the K formats: eight groups with common super-scales.
 pub const SUPERBLOCK_COLUMNS: usize = 256;

@@ -1,7 +1,8 @@
 //! Matrices that stay quantized in memory. The operations are matrix products, embedding lookup and dequantization.
 //!
-//! All formats share one memory layout. A *group* is 32 columns of a row. A lane of a warp reads a group at a time.
-//! The bits of each quantized value `q` are split across **planes**.
+//! All formats share one memory layout. A *group* is 32 columns of a row.
+//! In matrix products, a lane of a warp reads a group at a time.
+//! The bits of each quantized value `q` are split across *planes*.
 //! In each plane, the number of bytes per group is a power of two, so loads are aligned.
 //! The `supers` plane has 4 bytes per superblock of 256 columns.
 //!
@@ -14,7 +15,7 @@
 //!
 //! The value of an element is `scale · (q - zero) - min`, where `zero` is the zero point of the format.
 //! In `Fp8`, `q` is an E4M3 value. In all other formats, `q` is an integer.
-//! The ggml formats take as many bytes as in GGUF files, with two exceptions:
+//! The ggml formats (all except `Int8` and `Fp8`) take as many bytes as in GGUF files, with two exceptions:
 //! - In Q3_K, Q4_K and Q5_K, the scales and mins of a superblock take 16 bytes instead of 12.
 //! - In Q3_K and Q6_K, a superblock has only one super-scale. Two unused bytes follow it.
 //!

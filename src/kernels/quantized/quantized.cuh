@@ -4,7 +4,7 @@
 // The input vector is quantized to 16-bit integers with one scale per group.
 // The largest input value of a group keeps 15 significant bits. In bf16, a value keeps only 8.
 // dp4a multiplies bytes, so the high and low bytes of the integers are stored separately. All dp4a results are exact.
-// Except with FP8 weights, the kernels use floating point only to apply scales and mins.
+// Except with FP8 weights, the products use floating point only to apply scales and mins.
 // With FP8 weights, the input vector is stored as floats, and all arithmetic is in floating point.
 #pragma once
 #include <cuda_fp8.h>
@@ -66,7 +66,7 @@ constexpr float MAX_QUANTIZED_INPUT = 127 * 256;
 // The largest E4M3 value.
 constexpr float E4M3_MAX = 448.0f;
 
-// The smallest normal f32 value. quantization_scale returns no smaller scale, because dividing by it could overflow.
+// The smallest normal f32 value. quantization_scale never returns less, because dividing by less could overflow.
 constexpr float F32_MIN_NORMAL = 1.17549435e-38f;
 
 // One quantized group in registers.
@@ -243,7 +243,9 @@ struct QuantizedInput {
     }
 
     // Stores the input vector. quad(i) returns columns 4i to 4i + 3, with zeros past the last column.
-    // With INTEGERS, all values of quad(i) must be integers of at most MAX_QUANTIZED_INPUT in magnitude.
+    // If `is_float` is true, stores the values unchanged, and INTEGERS has no effect.
+    // Otherwise, quantizes each group to 16-bit integers with one scale.
+    // With INTEGERS, all values must already be integers of at most MAX_QUANTIZED_INPUT in magnitude.
     // The scale is then 1, and the integers are stored exactly.
     // All threads of the block must call this function and then __syncthreads().
     template <bool INTEGERS, class Quad> __device__ __forceinline__ void fill(Quad quad) const {
@@ -376,7 +378,7 @@ struct ContiguousRows {
 // Multiplies the rows of a stack by input vectors. A *unit* is ROWS rows, which must have the same format.
 // Each warp processes one unit at a time. The warps of the grid take units in round-robin order.
 // Each lane has DEPTH groups of each row in flight.
-// Near the end of a unit, a lane already loads the first groups of the next unit.
+// Near the end of a unit, a lane already loads the first groups of the next unit, if both units have the same format.
 // `locate(u, r, matrix)` sets `matrix` to the index of the matrix that has row r of unit u.
 // `locate` returns the index of row r of unit u in this matrix.
 template <int ROWS, int DEPTH, class Locate, class Layout = ContiguousRows> struct QuantizedStream {
@@ -501,9 +503,9 @@ __device__ __forceinline__ float quantize_scaled(float v, int quantization) {
     return quantizes_to_int8(quantization) ? fminf(fmaxf(rintf(v), -128.0f), 127.0f) : round_to_e4m3(v);
 }
 // Returns the scale for quantizing a vector to 8 bits. `largest` is the largest magnitude in the vector.
-// In static modes, returns `static_scale`. In per-token modes, the scale maps `largest` to the largest 8-bit value.
+// In static modes, returns `static_scale`. In per-token modes, the scale maps `largest` to 127.5 (int8) or 448 (E4M3).
 __device__ __forceinline__ float quantization_scale(float largest, int quantization, float static_scale) {
-    // Integers from -128 to 127 span 255 steps, so a step is 2 · largest / 255.
+    // Integers from -128 to 127 span 255 steps, so an int8 step is 2 · largest / 255.
     const float scale = quantization == QUANTIZATION_INT8_PER_TOKEN  ? largest / 127.5f
                         : quantization == QUANTIZATION_FP8_PER_TOKEN ? largest / E4M3_MAX
                                                                      : static_scale;

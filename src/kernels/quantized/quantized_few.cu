@@ -8,7 +8,7 @@
 // If several blocks share a tile of rows, the last block to finish adds the sums of all these blocks, in block order.
 // The order of additions depends only on the sizes of the matrices and the number of blocks.
 //
-// In each step, lane l reads group t = l % 4 (columns 32t to 32t + 31 of the step) of its weight rows.
+// In each step, lane l reads group t = l % 4 (columns 32t to 32t + 31 of the step) of its four weight rows.
 // MMA j of the step multiplies quad j of all four groups. A quad is four consecutive columns.
 // The order of the columns in an MMA does not matter, because weights and x use the same order.
 #include "headers/arrive.cuh"
@@ -69,7 +69,7 @@ template <typename T, int F> struct GroupScaling {
             min[half] = Pair<T>::both(-s.min[half]);
         }
     }
-    // Returns scale · v minus the group's min, or scale · v in formats without mins. The field `min` holds -min.
+    // Returns scale · v minus the group's min, or scale · v in formats without mins. The field `min` is negated.
     __device__ __forceinline__ Two apply(Two v, int half) const {
         if constexpr (L::has_mins) return __hfma2(v, scale[half], min[half]);
         if constexpr (has_rest) return __hfma2(v, scale[half], __hmul2(v, rest[half]));

@@ -17,7 +17,8 @@ use crate::kernels::scratch;
 const MAX_TOKENS: usize = 128;
 /// The number of weight rows in a tile.
 const ROWS: usize = QUANTIZED_FEW_THREADS;
-/// The maximum number of blocks that share a tile of rows. The last block to finish adds the sums of all blocks.
+/// The maximum number of blocks per tile of rows, on average over all tiles.
+/// The last block of a tile to finish adds the sums of all blocks that share the tile.
 const MAX_SHARES: usize = 8;
 
 /// Returns the number of tokens per tile, and the number of thread blocks that a multiprocessor can run at once.
@@ -31,7 +32,7 @@ fn tile(tokens: usize) -> (usize, usize) {
     }
 }
 
-/// Returns whether `quantized_few` is the fastest way to multiply by this number of tokens.
+/// Returns whether `quantized_few` is usually the fastest way to multiply this number of tokens in f16 or bf16.
 pub fn is_fastest(tokens: usize) -> bool {
     (2..=MAX_TOKENS).contains(&tokens)
 }
@@ -88,7 +89,8 @@ pub fn matmul_few(device: &CudaDevice, parts: &[QuantizedMatrix], x: &Tensor, or
     let shape = LaunchShape::new((blocks, token_tiles, 1), QUANTIZED_FEW_THREADS)
         .with_shared_bytes(QUANTIZED_FEW_STAGES * stage_bytes);
     let kernel = format!("quantized_few_{tile_tokens}_{}", dtype_suffix(x.dtype())?);
-    // SAFETY: `RawStack` checks that all parts have `columns` columns. `y` has a column for each row of the parts.
+    // SAFETY: `quantized_ops::matmul` checks that all parts have `columns` columns.
+    // `y` has a column for each row of the parts.
     unsafe { Launch::new(module!("quantized_few"), kernel, shape, arguments).enqueue(device)? };
     Ok(y)
 }

@@ -1,6 +1,7 @@
 // Operations on quantized matrices. More kernels for quantized matrices are in quantized_few.cu and kernels/decode.
 // - matrix-vector products, for few tokens
-// - dequantization of weights, and 8-bit quantization of activations, for many tokens
+// - dequantization of weights, for many tokens
+// - 8-bit quantization of activations
 // - embedding lookup
 #include "quantized/quantized.cuh"
 

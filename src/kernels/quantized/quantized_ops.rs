@@ -38,6 +38,7 @@ use crate::kernels::{elements, to_f32, unsupported};
 /// For more tokens, it is faster to dequantize the weights and use tensor cores.
 ///
 /// A Q4_0 weight has 4.5 bits. Dequantizing to bf16 moves 36.5 bits per weight: 4.5 read, 16 written, 16 read again.
+/// This is about as much as reading the 4.5 bits 8 times.
 #[cfg(feature = "cuda")]
 const MATVEC_TOKENS: usize = 8;
 
@@ -68,7 +69,7 @@ impl QuantizedMatrix {
 
     /// Returns `x · Wᵀ` as f32 `[tokens, rows]`.
     ///
-    /// `x` is `[tokens, columns]` in any float dtype. The product first quantizes `x` as `input_quantization` specifies.
+    /// `x` is `[tokens, columns]` in any float dtype. First quantizes `x` as `input_quantization` specifies.
     pub fn matmul(&self, x: &Tensor) -> Result<Tensor> {
         let ((tokens, columns), (rows, _)) = (x.dims2()?, self.dims());
         if columns != self.columns {
@@ -178,8 +179,8 @@ pub fn matmul(device: &CudaDevice, parts: &[QuantizedMatrix], x: &Tensor, order:
     }
     let has_few = quantized_few::is_supported(parts, columns, x.dtype());
     // Tensor cores multiply 8-bit inputs by 8-bit weights without converting the weights.
-    // Tensor cores sum FP8 products with only about 13 significant bits.
-    // FP8 is therefore used only for more than 32 tokens. Up to 32 tokens are multiplied as floats.
+    // Hopper's tensor cores sum FP8 products with a mantissa of only about 13 bits.
+    // FP8 products are therefore used only for more than 32 tokens. Up to 32 tokens are multiplied as floats.
     let eight_bit_types = parts.iter().map(|part| eight_bit_type(device, part)).collect::<Result<Vec<_>>>()?;
     let uses_eight_bits = eight_bit_types.iter().all(|eight_bit_type| match eight_bit_type {
         Some(EightBitType::Int8) => tokens > 1,
@@ -334,7 +335,7 @@ fn eight_bit_type(device: &CudaDevice, part: &QuantizedMatrix) -> Result<Option<
 /// Rows of int8 or E4M3 values, with one scale per row.
 #[cfg(feature = "cuda")]
 struct QuantizedRows {
-    /// The 8-bit values: u8 `[tokens, columns]`. Both dimensions are padded as cuBLASLt requires.
+    /// The 8-bit values: u8 `[tokens, columns]`. Both dimensions are padded (see [`QuantizedRows::new`]).
     values: Tensor,
     /// f32 `[tokens]`: one scale per row, without padding.
     scales: Tensor,
@@ -391,6 +392,6 @@ fn multiply_eight_bit(
         .int(output.stride);
     let kernel = if eight_bit_type == EightBitType::Int8 { "rescale_int" } else { "rescale_float" };
     let shape = LaunchShape::new((tokens, rows.div_ceil(256), 1), 256);
-    // SAFETY: `sums` has one row for each token, and `output` has a column for each row of the matrix.
+    // SAFETY: `sums` has a row for each token, and `output` has a column for each row of the matrix.
     unsafe { Launch::new(module!("quantized_ops"), kernel, shape, arguments).enqueue(device) }
 }

@@ -18,7 +18,7 @@ extern "C" __global__ void __launch_bounds__(256)
 //   masked: u32 [count], the rows of logits to change; each row occurs at most once
 //   masks: u32 [count, ceil(vocab / 32)]; bit i of word w: whether token 32 · w + i is allowed
 //   grid: ceil(vocab / 256), count; block: 256
-//   bytes moved: at most 4 · vocab · count
+//   bytes moved: at most (4 + 1/8) · vocab · count
 extern "C" __global__ void __launch_bounds__(256)
     mask_logits(float* logits, const uint32_t* masked, const uint32_t* masks, int vocab) {
     const int id = blockIdx.x * blockDim.x + threadIdx.x;
@@ -43,7 +43,7 @@ __device__ __forceinline__ unsigned long long warp_largest(unsigned long long va
 }
 
 // Computes the log probabilities of a row's chosen token and of the row's `count` most likely tokens.
-// `logits` is f32 [vocab]. If no token was chosen, `chosen` is NO_TOKEN.
+// `logits` is f32 [vocab]. If no token was chosen, `chosen` is NO_TOKEN, and its log probability is -inf.
 // Thread 0 calls set_chosen(logprob) once, and set_top(rank, id, logprob) for each of the most likely tokens.
 // All SAMPLE_THREADS threads of the block must call this function.
 template <typename SetChosen, typename SetTop>
@@ -114,11 +114,11 @@ extern "C" __global__ void __launch_bounds__(SAMPLE_THREADS, 1)
         [&](int rank, uint32_t id, float logprob) { ids[rank] = id, logprobs[1 + rank] = logprob; });
 }
 
-// Computes the same log probabilities for the tokens that a queued step has chosen, and sends them to the host.
+// Computes the same log probabilities as top_logprobs, for the tokens of a queued step, and sends them to the host.
 //   logits: f32 [*, vocab]
 //   rows: u32 [grid, LOGPROBS_ROW_WORDS] in host memory:
 //     the row of logits, the index of the chosen token in `tokens`, and the number of most likely tokens
-//   tokens: u32, the chosen tokens
+//   tokens: u32, the chosen tokens, or NO_TOKEN
 //   mailbox: u32 [grid, LOGPROBS_SLOTS] in host memory; a log probability arrives as its inverted bits, an id as id + 1
 //   grid: the number of rows; block: SAMPLE_THREADS
 //   bytes moved: 8 · vocab for each row; the second read hits L2

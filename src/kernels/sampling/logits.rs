@@ -49,7 +49,7 @@ pub fn mask_logits(logits: &Tensor, masks: &[(u32, TokenMask)]) -> Result<()> {
     let (device, rows, vocab) = check(logits)?;
     let words = vocab.div_ceil(32);
     if let Some((row, mask)) = masks.iter().find(|(row, mask)| *row as usize >= rows || mask.words().len() != words) {
-        bail!("mask_logits: row {row} (of {rows}) has a mask of {} words, expected {words}", mask.words().len());
+        bail!("mask_logits: row {row} is not in 0..{rows}, or its mask has {} words, not {words}", mask.words().len());
     }
     if masks.is_empty() || vocab == 0 {
         return Ok(());
@@ -75,6 +75,7 @@ pub struct RowLogprobs {
 }
 
 /// Returns the log probabilities of each row's `chosen` token and of the row's `count` most likely tokens.
+/// If `count` exceeds the vocabulary size, returns all tokens.
 /// Waits until the device has computed the log probabilities.
 ///
 /// `logits` is f32 `[rows, vocab]`. NaN logits count as -inf.
@@ -110,7 +111,7 @@ pub struct LogprobsRow {
     pub row: usize,
     /// The index of the chosen token among the tokens of the step.
     pub token: usize,
-    /// The number of most likely tokens to report, at most [`MAX_LOGPROBS`] and at most the vocabulary.
+    /// The number of most likely tokens to report, at most [`MAX_LOGPROBS`] and at most the vocabulary size.
     pub count: usize,
 }
 
@@ -120,7 +121,7 @@ pub struct LogprobsRow {
 /// Entry i of `rows` uses `LOGPROBS_SLOTS` slots of the mailbox from `first_slot + i · LOGPROBS_SLOTS` on.
 /// [`take_logprobs`] reads these slots.
 ///
-/// The kernel reads a description of `rows` from words of `host`, starting at `first_word`.
+/// Writes a description of `rows` to words of `host`, starting at `first_word`. The kernel reads these words.
 /// The caller must leave these words unchanged until the log probabilities have arrived.
 pub fn send_logprobs(
     logits: &Tensor,
@@ -155,8 +156,9 @@ pub fn send_logprobs(
     unsafe { Launch::new(module!("logits"), "send_logprobs", shape, arguments).enqueue(device) }
 }
 
-/// Waits for the log probabilities that [`send_logprobs`] sends for one row, and returns them:
-/// those of the chosen token and of the `count` most likely tokens. `slot` is the row's first slot.
+/// Waits for the log probabilities that [`send_logprobs`] sends for one row, and returns them.
+///
+/// `slot` is the row's first slot. `count` must equal [`LogprobsRow::count`] of the row.
 pub fn take_logprobs(mailbox: &Mailbox, slot: usize, count: usize) -> Result<RowLogprobs> {
     let logprob = |slot: usize| mailbox.wait(slot).map(|word| f32::from_bits(!word));
     let chosen = logprob(slot)?;
@@ -166,6 +168,7 @@ pub fn take_logprobs(mailbox: &Mailbox, slot: usize, count: usize) -> Result<Row
 }
 
 /// Returns the device of `logits` and its shape, `(rows, vocab)`.
+/// Fails unless `logits` is f32 `[rows, vocab]` on a GPU.
 fn check(logits: &Tensor) -> Result<(&CudaDevice, usize, usize)> {
     let (rows, vocab) = logits.dims2()?;
     match logits.device() {

@@ -33,8 +33,8 @@ pub struct SamplingKernelParams {
     pub frequency_penalty: f32,
     pub presence_penalty: f32,
     pub seed: u64,
-    /// The number of random draws that the host sampler made before the first step of the kernel.
-    /// Each random number depends only on the seed and the number of earlier random draws.
+    /// The number of earlier random draws of the sequence. A random number depends only on this number and the seed.
+    /// The decode graph passes the parameters when it starts a sequence, and its kernel adds the finished steps.
     pub sampled_before: u32,
 }
 

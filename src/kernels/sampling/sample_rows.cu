@@ -1,5 +1,5 @@
 // Samples one token from each row of logits, with temperature, top-k, top-p and min-p.
-// Chooses the same tokens as sample.cu, given the same logits, parameters and numbers of earlier draws.
+// Chooses the same tokens as decode/sample.cu, given the same logits, parameters and numbers of earlier draws.
 // Ignores the penalties in `params`. To apply penalties, launch apply_penalties or edit_rows (row_edits.cu) first.
 //   logits: f32 [rows, vocab]
 //   params: SamplingKernelParams [rows]; temperature 0 chooses the largest logit
@@ -7,7 +7,8 @@
 //   mailbox: null, or u32 [rows] in host memory: the chosen tokens + 1, or MAILBOX_NO_TOKEN
 //   grid: rows; block: SAMPLE_THREADS
 //   bytes moved: 4 · vocab per read of a row; later reads hit L2
-//     A row is read twice, 4 more times with top-k, and 4 more times with top-p.
+//     With temperature 0, a row is read once.
+//     Otherwise, a row is read twice, 4 more times with top-k, and 4 more times with top-p.
 #include "sampling/sampling.cuh"
 
 // One row of logits and its temperature.
@@ -29,8 +30,10 @@ struct Row {
     }
 };
 
-// Returns the largest sort key k (see sort_key) for which the tokens with keys >= k reach the target.
-// If BY_MASS is true, the target is a probability mass, otherwise a number of tokens. See `threshold` in sample.cu.
+// Returns the largest sort key k (see sort_key) for which the tokens with keys >= k together reach the target.
+// Ignores tokens with keys below `floor` and tokens without probability mass.
+// If BY_MASS is true, the target is a probability mass: `share` times the total mass. `target` is then ignored.
+// If BY_MASS is false, the target is a number of tokens, `target`. `share` is then ignored.
 template <bool BY_MASS>
 __device__ uint32_t threshold(const Row& row, uint32_t floor, float share, unsigned long long target,
                               unsigned long long* warps) {
@@ -47,7 +50,7 @@ __device__ uint32_t threshold(const Row& row, uint32_t floor, float share, unsig
             const unsigned long long mass = row.mass(key);
             const bool counts = mass > 0 && key >= floor && (round == 0 || key >> (shift + 8) == prefix);
             // The keys of a warp usually fall into few bins.
-            // Counts are first summed per bin within the warp, so that each bin needs only one atomicAdd per warp.
+            // The warp first sums its masses or counts per bin, so that each bin needs only one atomicAdd per warp.
             uint32_t left = __ballot_sync(0xffffffffu, counts);
             while (left) {
                 const uint32_t bin = __shfl_sync(0xffffffffu, key >> shift & 255, __ffs(left) - 1);

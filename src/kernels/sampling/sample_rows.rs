@@ -53,7 +53,7 @@ pub fn sample_rows(logits: &Tensor, rows: &[Option<DeviceSampling>]) -> Result<V
 /// The kernel also writes each token + 1, or [`MAILBOX_NO_TOKEN`](super::MAILBOX_NO_TOKEN), to `mailbox`.
 /// The mailbox slots of the tokens start at `first_slot`.
 ///
-/// The kernel reads the parameters from words of `host`, starting at `first_word`.
+/// Writes the parameters to words of `host`, starting at `first_word`. The kernel reads these words.
 /// The caller must leave these parameter words unchanged until the tokens have arrived.
 ///
 /// Ignores the penalties in `rows`. [`edit_rows`](crate::kernels::row_edits::edit_rows) must apply the penalties first.
@@ -90,7 +90,7 @@ fn check(logits: &Tensor, rows: usize) -> Result<(&CudaDevice, usize, usize)> {
         Device::Cuda(device) if logits.dtype() == DType::F32 && rows == count && count > 0 => {
             Ok((device, count, vocab))
         }
-        Device::Cuda(_) => bail!("sample_rows: {rows} rows of parameters do not match logits {:?}", logits.shape()),
+        Device::Cuda(_) => bail!("sample_rows: expected F32 logits with {rows} rows, got shape {:?}", logits.shape()),
         _ => crate::kernels::unsupported("sample_rows", logits),
     }
 }

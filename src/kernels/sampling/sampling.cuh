@@ -4,19 +4,21 @@
 #include "headers/common.cuh"
 #include "headers/sort_key.cuh"
 
-// The probability mass of the most likely token. Masses are integers, so that their sum is exact in any order.
+// The unnormalized probability mass of the most likely token.
+// Masses are stored as integers, so that their sum is exact in any order.
 constexpr float UNIT = 1099511627776.0f;  // 2^40
 
 struct SamplingKernelParams {
     float temperature, top_p, min_p, repetition_penalty, frequency_penalty, presence_penalty;
-    uint32_t top_k, sampled_before;  // sampled_before: the number of random draws before the first step
+    uint32_t top_k, sampled_before;  // sampled_before: the number of earlier draws; sample.cu adds its own steps
     uint32_t seed[2];
 };
 
 static_assert(sizeof(SamplingKernelParams) == 4 * SAMPLE_PARAM_WORDS,
               "SAMPLE_PARAM_WORDS must match SamplingKernelParams");
 
-// Returns the penalized logit of a token. `generated` is 0 if only the prompt contains the token.
+// Returns the penalized logit of a token. `generated` is the number of times that the token was generated.
+// `generated` is 0 if only the prompt contains the token.
 __device__ __forceinline__ float penalize(float logit, uint32_t generated, float repetition, float frequency,
                                           float presence) {
     logit = logit > 0.0f ? logit / repetition : logit * repetition;
@@ -53,7 +55,8 @@ __device__ __forceinline__ unsigned long long inclusive_scan(unsigned long long 
     return value + before;
 }
 
-// Performs one round of the search in `threshold`: determines eight bits of the sort key and appends them to `prefix`.
+// Performs one round of `threshold` in sample.cu or sample_rows.cu.
+// Determines the next eight bits of the sort key and appends them to `prefix`.
 // `value` is the mass or the count of bin SAMPLE_BINS - 1 - threadIdx.x, or 0 in threads without a bin.
 // Adds up the bins from the highest down, and chooses the bin at which the sum reaches `target`.
 // Subtracts the sum of all bins above the chosen bin from `target`.

@@ -71,9 +71,10 @@ const COMMANDS: &[Command] = &[
         name: "save",
         arguments: "NAME",
         summary: "name this conversation",
-        details: "Conversations are saved after each turn, except with --raw. To open one by name, type /load NAME or run \
-                  `inferno play --resume NAME`. `/save NAME --cache` also saves the KV cache of the conversation. Its \
-                  next turn then needs no prefill of the old messages. The file can take several GB.",
+        details: "Conversations are saved after each turn, except with --raw or INFERNO_NOHISTORY=1. To open one by \
+                  name, type /load NAME or run `inferno play --resume NAME`. `/save NAME --cache` also saves the KV \
+                  cache of the conversation. When you open the conversation again, its old messages then need no \
+                  prefill. The file can take several GB.",
     },
     Command {
         name: "load",
@@ -279,7 +280,7 @@ fn load(name: &str, session: &mut Session) -> Result<String, String> {
     Ok(warning.into_iter().chain([summary]).collect::<Vec<_>>().join("\n"))
 }
 
-/// Describes the conversation in one line: the number of questions, and the last question.
+/// Describes the conversation in one line: the number of questions, and the last line of the last question.
 pub fn summary(session: &Session) -> String {
     let mut questions = session.messages.iter().filter(|message| message.role == Role::User);
     let (count, last) = (questions.clone().count(), questions.next_back());

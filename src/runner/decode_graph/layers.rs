@@ -39,7 +39,7 @@ enum Slot {
     UnnormalizedOutput,
     /// The logits of a router.
     RouterLogits,
-    /// Zeros, which a rank adds to the sum after a layer that another rank holds.
+    /// Zeros, which a rank contributes to the sum after the layers that another rank runs (`--split layers`).
     Zeros,
 }
 
@@ -198,7 +198,7 @@ pub(super) fn add_clamped_moe(
 ) -> Result<()> {
     let ClampedMoe { router, gate_up_proj, gate_up_bias, down_proj, down_bias, config, .. } = mlp;
     let (ExpertWeights::Mxfp4Tiles(gate_up), ExpertWeights::Mxfp4Tiles(down)) = (gate_up_proj, down_proj) else {
-        bail!("the decode graph supports only MXFP4 experts");
+        bail!("the decode graph supports the experts of gpt-oss only in MXFP4");
     };
     let Matrix::Dense(router_weight) = &router.weight else { bail!("the decode graph needs an unquantized router") };
     if scratch.experts.is_none() {

@@ -26,17 +26,20 @@ use crate::runner::step_sequence::{Chosen, ChosenToken, StepSequence};
 const DEPTH: usize = 2;
 
 /// The number of steps that have their own words in host memory. A step reads its words until the step ends.
-/// Step n is queued only after step n - `DEPTH` has ended, so `DEPTH` slots are enough.
-/// The additional slots are a safety margin.
+/// Step n is queued only after the first rank has received the tokens of step n - `DEPTH`.
+/// Another rank may still be sampling these tokens, so `DEPTH` slots would not be enough.
 const SLOTS: usize = 2 * DEPTH;
 
 /// The number of u32 words in host memory for the inputs of a step.
+/// Larger inputs are copied to the device, and the host may then wait for earlier steps.
 const INPUT_WORDS: usize = 1 << 17;
 
 /// The number of u32 words in host memory for the sampling parameters of a step's rows.
 const PARAM_WORDS: usize = MAX_SEQUENCES * SAMPLE_PARAM_WORDS;
 
-/// The number of u32 words in host memory for the edits of a step's logits. Each token with a penalty needs two words.
+/// The number of u32 words in host memory for the edits of a step's logits.
+/// Each added value and each token with a penalty needs two words.
+/// Larger edits are copied to the device, and the host may then wait for earlier steps.
 const EDIT_WORDS: usize = 1 << 18;
 
 /// The number of u32 words in host memory that describe the rows whose log probabilities a step sends.
@@ -124,7 +127,7 @@ impl QueuedStepBuffers {
     }
 
     /// Waits for the tokens of step `index`, and for their log probabilities.
-    /// Calls `record` with the index and the token of each sequence that needs a token.
+    /// Calls `record` with the index and the token of each sequence whose token the step chose.
     pub fn wait(
         &self,
         index: usize,

@@ -1,7 +1,8 @@
 //! Queued steps: steps whose tokens the host does not know yet.
 //!
-//! `queued_step` is the host's state of a queued step, and `buffers` holds the inputs and outputs of queued steps on a GPU.
-//! `row_sampling` says how a GPU chooses the token of each row.
+//! - `queued_step`: the host's state of a queued step
+//! - `buffers`: the inputs and outputs of queued steps on a GPU
+//! - `row_sampling`: how a GPU chooses the token of a sequence
 //!
 //! `steps/queue.rs`, `steps/queue_on_gpu.rs` and `steps/queue_on_cpu.rs` queue the steps.
 

@@ -17,14 +17,15 @@ pub(in crate::runner) enum QueuedTokens {
     /// The tokens of a step that has already run on a CPU.
     Known(Vec<Chosen>),
     /// The device will send a token for each sequence that needs one. `index` is the number of the step.
-    /// `expected` has an entry for each sequence, or `None` if the sequence needs no token.
+    /// `expected` has an entry for each sequence, which is `None` if the sequence needs no token.
     Sent { index: usize, expected: Vec<Option<ExpectedToken>> },
 }
 
 /// A token that the device will send to the host.
 #[derive(Clone, Copy, Debug)]
 pub struct ExpectedToken {
-    /// How many of the most likely tokens the device will send with log probabilities. `None` if it sends none.
+    /// How many of the most likely tokens the device will send with log probabilities.
+    /// `None` if the device sends no log probabilities.
     #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "only GPUs send tokens"))]
     pub logprobs: Option<usize>,
 }

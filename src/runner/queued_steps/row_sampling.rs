@@ -14,7 +14,8 @@ pub struct RowSampling {
     pub awaits_input: bool,
     pub params: SamplingKernelParams,
     pub edits: RowEdits,
-    /// How many of the most likely tokens to report with log probabilities. `None` if the step reports none.
+    /// How many of the most likely tokens to report with log probabilities.
+    /// `None` if the step reports no log probabilities for the sequence.
     pub logprobs: Option<usize>,
 }
 

@@ -64,7 +64,8 @@ struct Follower {
     decoder: Decoder,
     cache: KvCache,
     world: World,
-    /// The logits of the last pass, f32 `[1, vocab]`. `None` if the pass returned several rows.
+    /// The logits of the last `Forward` or `Score` command, f32 `[1, vocab]`.
+    /// `None` before the first such command, or if the last one returned several rows.
     logits: Option<Tensor>,
 }
 

@@ -99,7 +99,7 @@ impl RankGroup {
     /// The results are wrong if a rank has failed during the step.
     pub fn check(&self) -> Result<()> {
         let checked = self.world.check();
-        // Return only the reason, because the error of `check` also contains a backtrace if RUST_BACKTRACE is set.
+        // Return only the reason: if RUST_BACKTRACE is set, the error of `World::check` also contains a backtrace.
         match self.world.end_reason() {
             Some(reason) => Err(Error::GpuFailed(reason).into()),
             None => Ok(checked?),
@@ -127,7 +127,7 @@ impl RankGroup {
         }
     }
 
-    /// Makes a rank fail. The first rank fails in its next pass.
+    /// Makes one of several ranks fail. The first rank fails in its next pass or [`GraphCommand`].
     /// Any other rank fails after the commands that it has already received.
     pub fn inject(&self, rank: usize, fault: RankFault) {
         match rank.checked_sub(1).and_then(|index| self.threads.get(index)) {
@@ -160,7 +160,7 @@ impl RankGroup {
             match receiver.recv_timeout(POLL) {
                 Ok((rank, result)) => all[rank] = Some(result),
                 Err(RecvTimeoutError::Timeout) if started.elapsed() <= CACHE_CALL_TIMEOUT => {}
-                // The wait timed out, or all followers have dropped the call. No answer will come.
+                // The wait timed out, or all followers have dropped the call without an answer.
                 Err(_) => self.world.end_without_answer(missing),
             }
             self.check()?;

@@ -19,7 +19,7 @@ use crate::runner::step_sequence::{Chosen, ScoreTokens, StepSequence};
 use crate::runner::step_times::StepKind;
 
 /// The maximum number of prompt tokens whose logits are in memory at the same time.
-/// The memory plan has room for several copies of these logits.
+/// A memory plan for several sequences has room for several times as many rows of logits.
 const SCORED_ROWS: usize = 64;
 
 /// The kind of pass that computes a sequence. The passes of a step run in the order of the variants.
@@ -97,7 +97,8 @@ impl Runner {
         Ok(chosen)
     }
 
-    /// Runs one pass as a CUDA graph. Without a graph, runs the pass operation by operation in `sum_order`.
+    /// Runs one pass, as a CUDA graph if the route of the pass has one.
+    /// Otherwise, runs the pass operation by operation, with additions in `sum_order`.
     fn run_pass(
         &mut self,
         sequences: &mut [StepSequence],

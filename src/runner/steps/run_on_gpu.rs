@@ -57,7 +57,7 @@ impl Runner {
             bail!("internal error: the decode graph cannot run this step");
         };
         self.solo.cached.clear();
-        // The input can also be a prompt with a single token, which the graph processes like a generated token.
+        // The input is a generated token or a prompt with a single token. The graph processes both in the same way.
         if !graph.continues(sequence.id, sequence.position) {
             let (sampling, tables) = (sampler.on_device(), sequence.tables.clone());
             let (sequence, position) = (sequence.id, sequence.position);
@@ -66,13 +66,13 @@ impl Runner {
         } else if graph.needs_tables(sequence.tables) {
             self.ranks.run_graph(graph, GraphCommand::SetTables(sequence.tables.clone()), None)?;
         }
-        // At this point, the GPU is already running queued steps, except before the first token.
+        // At this point, the GPU is already running queued steps, unless the graph was just started.
         meanwhile();
         Ok(take_token(graph, &self.ranks, sequence.limit, sampler))
     }
 
     /// Chooses the next token of one sequence from the logits of an eager step, such as the last prefill step.
-    /// If there is a decode graph and the sampler does not need the logits on the host, starts the graph.
+    /// If there is a decode graph and the sampler does not need the whole row of logits, starts the graph.
     /// The graph then chooses the token, and keeps it on the device as the input of the next step.
     pub(super) fn choose_and_start_graph(&mut self, sequence: &mut StepSequence, logits: &Tensor) -> Result<Chosen> {
         let graph = match &mut self.decode_graph {

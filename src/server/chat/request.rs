@@ -117,7 +117,7 @@ pub fn read_reasoning(fields: &mut Fields) -> Result<(ReasoningEffort, bool), Ap
         "low" | "minimal" => ReasoningEffort::Low,
         "medium" => ReasoningEffort::Medium,
         "high" | "xhigh" | "max" => ReasoningEffort::High,
-        "none" => return Err(ApiError::invalid(field, "the model cannot answer without reasoning; use low")),
+        "none" => return Err(ApiError::invalid(field, "'none' is not supported; use low")),
         _ => return Err(ApiError::invalid(field, "expected minimal, low, medium, high, xhigh or max")),
     };
     if served.to_string() != effort {

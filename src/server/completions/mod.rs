@@ -23,7 +23,7 @@ use request::CompletionRequest;
 use response::{Completion, Logprobs, WireChoice};
 
 /// The maximum number of prompt log probabilities in a response, including those of alternative tokens.
-/// Each log probability takes up to 100 bytes of memory until the response is sent.
+/// Each log probability takes about 100 bytes of memory until the response is sent.
 const MAX_PROMPT_LOGPROBS: usize = 1 << 19;
 
 /// Handles a text completion request. Streams the response if the request sets `stream`.
@@ -84,7 +84,8 @@ struct Texts {
 
 impl Texts {
     /// Creates the state of all choices.
-    /// `echoes` has one entry per prompt: the text to repeat, or `None`. `choices` is the number of answers to each prompt.
+    /// `echoes` has one entry per prompt: the text to repeat, or `None`.
+    /// `choices` is the number of answers to each prompt.
     fn new(echoes: &[Option<String>], choices: usize, has_logprobs: bool) -> Self {
         let echoes: Vec<_> = echoes.iter().flat_map(|echo| std::iter::repeat_n(echo.clone(), choices)).collect();
         Self { offsets: vec![0; echoes.len()], echoes, has_logprobs }

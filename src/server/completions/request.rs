@@ -20,7 +20,7 @@ pub struct CompletionRequest {
     pub requests: Vec<Request>,
     /// The number of answers to each prompt.
     pub choices: usize,
-    /// The text of each prompt, or `None` if the response does not repeat the prompts.
+    /// One entry per prompt: the text of the prompt, or `None` if the response does not repeat the prompts.
     pub echoes: Vec<Option<String>>,
     pub has_logprobs: bool,
     pub stream: StreamOptions,

@@ -33,7 +33,7 @@ const SEND_BUFFER_BYTES: u32 = 128 << 10;
 /// The maximum size of the buffer for request headers, and of the buffer for response data, in bytes.
 const BUFFER_BYTES: usize = 64 << 10;
 
-/// The time limit for the headers of a request on a connection above the connection limit.
+/// The time limit for the TLS handshake and for the headers of a request on a connection above the connection limit.
 const SPARE_HEADER_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// The pause after a failure to accept a connection, for example because too many files are open.
@@ -42,7 +42,8 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 /// The maximum time for sending the last responses during shutdown.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// The value of [`CLOSE_TIMEOUT`] after an engine failure. It is short, so that a supervisor can restart the server soon.
+/// The time limit that replaces the drain timeout and [`CLOSE_TIMEOUT`] after an engine failure.
+/// The limit is short, so that a supervisor can restart the server soon.
 const FAILED_CLOSE_TIMEOUT: Duration = Duration::from_millis(250);
 
 /// Opens the TCP port of a server on the first address of `host`. Port 0 selects a free port.

@@ -1,6 +1,6 @@
 //! Adds a JSON body to the error responses that hyper sends for unparsable HTTP requests.
 //!
-//! hyper sends these error responses without a body before a request reaches a route, and cannot be configured.
+//! hyper sends these error responses before a request reaches a route, and has no option to give them a body.
 
 use std::io::{self, IoSlice};
 use std::pin::Pin;

@@ -8,15 +8,15 @@ use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::time::{Instant, Sleep};
 
-/// The number of bytes that a client must accept within the time limit.
+/// The number of bytes that a client must accept within the time limit, unless the server has fewer bytes to write.
 /// With a minimum of one byte, a client could keep its connection open by reading one byte at a time.
 const MIN_BYTES: usize = 4 << 10;
 
-/// A connection whose writes fail if the client accepts fewer than `MIN_BYTES` bytes within a time limit.
+/// A connection whose waiting writes fail if the client accepts fewer than `MIN_BYTES` bytes within a time limit.
 pub struct WriteLimit<S> {
     stream: S,
     limit: Duration,
-    /// The timer at whose end a waiting write fails.
+    /// When this timer ends, a waiting write fails.
     deadline: Pin<Box<Sleep>>,
     is_waiting: bool,
     /// The number of bytes that the client has accepted since the deadline was set.

@@ -92,7 +92,7 @@ pub async fn submit(server: &Arc<Server>, log: Arc<RequestLog>, job: Job) -> Res
     let client = log.client();
     let permit = server.admission.admit(client.index(), count).map_err(|wait| {
         server.metrics.admission_rejections.with_label_values(&["queue"]).inc();
-        ApiError::overloaded("the queue is full", wait)
+        ApiError::overloaded("the queue has no room for the request", wait)
     })?;
     let (handle, mut requests, choices) = (engine.clone(), job.requests, job.choices);
     server.metrics.sizes.choices.observe(choices as f64);
@@ -106,7 +106,7 @@ pub async fn submit(server: &Arc<Server>, log: Arc<RequestLog>, job: Job) -> Res
     }
     let asks = requests.iter().any(|request| request.options.as_ref().is_some_and(|options| options.deterministic));
     let is_deterministic = asks || engine.info().is_deterministic;
-    // Rendering and tokenizing take milliseconds of CPU time, so they must not run on a thread of the async runtime.
+    // Rendering and tokenizing take milliseconds of CPU time, so they must not block a worker thread of the runtime.
     let submit = move || -> anyhow::Result<Vec<RequestStream>> {
         let mut streams = Vec::new();
         for request in requests {
@@ -173,7 +173,7 @@ impl Answers {
         self.submitted.elapsed()
     }
 
-    /// Returns the prompt of an answer with log probabilities, if the request asked for prompt log probabilities.
+    /// Returns the prompt of an answer and the log probabilities of its tokens, if the request asked for them.
     /// The log probabilities are complete once the first pieces of the answer have arrived.
     pub fn scored_prompt(&self, index: usize) -> Option<&ScoredPrompt> {
         self.answers.get(index)?.stream.scored_prompt()
@@ -190,12 +190,12 @@ impl Answers {
     }
 
     /// Waits for the next pieces of any answer. Returns the index of the answer and the pieces,
-    /// or `None` after all answers have ended.
+    /// or `None` after all answers have ended or after an error.
     pub async fn next(&mut self) -> Option<Result<(usize, Pieces), ApiError>> {
         std::future::poll_fn(|context| self.poll_next(context)).await
     }
 
-    /// Polls for the next pieces of any answer. Skips events without pieces.
+    /// Polls for the next pieces of any answer. Skips events that add neither pieces nor a finish reason.
     pub fn poll_next(&mut self, context: &mut Context<'_>) -> Poll<Option<Result<(usize, Pieces), ApiError>>> {
         if self.failure.is_some() || self.answers.iter().all(|answer| answer.summary.is_some()) {
             return Poll::Ready(None);
@@ -245,7 +245,7 @@ impl Answers {
         Poll::Ready(Some(Err(api_error)))
     }
 
-    /// Updates the metrics for an event and converts the event to pieces of the answer.
+    /// Adds an event to the metrics and the record, and converts the event to pieces of the answer.
     fn push(&mut self, index: usize, event: Event) -> Pieces {
         let answer = &mut self.answers[index];
         let metrics = &self.server.metrics;

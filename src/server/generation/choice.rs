@@ -62,7 +62,7 @@ impl Finish {
 #[derive(Debug, Default)]
 pub struct Pieces {
     pub pieces: Vec<Piece>,
-    /// The finish reason. `None` until the last event of the answer.
+    /// The finish reason. `None` unless the event is the last one of the answer.
     pub finish: Option<Finish>,
     /// Whether the server must end the answer, because the model started a second tool call but only one is allowed.
     pub is_complete: bool,
@@ -98,7 +98,8 @@ struct SentCall {
 }
 
 impl Choice {
-    /// Creates the state of an answer. The answer ends after its first tool call unless `can_call_in_parallel` is true.
+    /// Creates the state of an answer.
+    /// Unless `can_call_in_parallel` is true, the answer ends when the model starts a second tool call.
     pub fn new(can_call_in_parallel: bool) -> Self {
         Self {
             can_call_in_parallel,
@@ -113,7 +114,7 @@ impl Choice {
     }
 
     /// Sets whether the client named the tool that the model must call.
-    /// If so, the finish reason is `stop`, as in OpenAI's API.
+    /// If so, an answer with this call ends with `stop` instead of `tool_calls`, as in OpenAI's API.
     pub fn with_named_call(self, must_call_named: bool) -> Self {
         Self { must_call_named, ..self }
     }
@@ -133,8 +134,8 @@ impl Choice {
         let mut out = Pieces::default();
         let (deltas, summary) = match event {
             Event::Token { id, deltas, logprobs } => {
-                // A control token without text ends a message header.
-                // Drop the tokens of the header, because they are not part of the answer's text.
+                // A control token without text is a boundary of a message or of its header.
+                // Drop the pending tokens, which belong to the header and not to the answer's text.
                 if deltas.is_empty() && tokenizer.is_control(id) && !self.keeps_all_tokens {
                     self.pending.clear();
                 } else {
@@ -167,11 +168,11 @@ impl Choice {
         out
     }
 
-    /// Returns the pending tokens of each delta. Drops all other pending tokens, which belong to headers and tags.
-    /// If there are no deltas, all tokens stay pending.
+    /// Returns the pending tokens of each delta. If there are no deltas, all tokens stay pending.
     ///
     /// Assigns tokens from the last delta to the first. Each delta gets the last unassigned tokens that cover its text.
-    /// If the answer keeps all tokens, the first delta also gets the unassigned ones.
+    /// The tokens left over belong to headers and tags, and are dropped.
+    /// If the answer keeps all tokens, the first delta gets them instead.
     fn release(&mut self, deltas: &[Delta], tokenizer: &Tokenizer) -> Vec<Vec<PendingToken>> {
         if deltas.is_empty() {
             return Vec::new();

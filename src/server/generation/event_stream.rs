@@ -1,4 +1,4 @@
-//! Streams answers to clients as server-sent events.
+//! Streams answers to clients, as server-sent events or as lines of JSON.
 
 use std::convert::Infallible;
 use std::fmt::Write;
@@ -18,7 +18,7 @@ use super::answers::Answers;
 use super::choice::Pieces;
 use crate::server::http::error::ApiError;
 
-/// The maximum size of a batch of events in bytes. At this size, the batch is sent even if more events are ready.
+/// The size in bytes from which a batch of events is sent, even if more events are ready.
 const BATCH_BYTES: usize = 16 << 10;
 
 const EVENT_STREAM: &str = "text/event-stream; charset=utf-8";
@@ -120,7 +120,7 @@ pub fn response(answers: Answers, mut writer: impl EventWriter, ping: Duration) 
 
 /// The body of a streamed response.
 struct EventStream {
-    /// The source of events. `None` after the last event.
+    /// The source of events. `None` after the last event or an error.
     answers: Option<Answers>,
     writer: Box<dyn EventWriter>,
     buffer: EventBuffer,
@@ -134,7 +134,7 @@ impl EventStream {
         self.answers = None;
     }
 
-    /// Writes all events that are ready, up to the size of a batch.
+    /// Writes events to the buffer while events are ready and the buffer is smaller than a batch.
     fn fill(&mut self, context: &mut Context<'_>) {
         while let Some(answers) = &mut self.answers
             && self.buffer.0.len() < BATCH_BYTES

@@ -19,7 +19,7 @@ const IGNORED: HeaderName = HeaderName::from_static("x-inferno-ignored");
 /// If this request header is `1`, the server rejects a request with fields that have no effect.
 const STRICT: &str = "x-inferno-strict";
 
-/// The request header that asks for a deterministic answer with the value `1`, like the field `deterministic`.
+/// If this request header is `1`, the answer is deterministic, as with the request field `deterministic`.
 const DETERMINISTIC: &str = "x-inferno-deterministic";
 
 /// The fingerprint of an answer: the version and the commit of the inferno build that computed the answer.
@@ -70,7 +70,7 @@ pub fn is_deterministic(headers: &HeaderMap) -> bool {
 
 /// Lists up to [`MAX_IGNORED`] ignored fields in a header of the response.
 pub fn with_ignored(mut response: Response, ignored: &[String]) -> Response {
-    // Field names come from the client and can contain characters that a header must not contain.
+    // Field names come from the client. Replace characters that a header must not contain, and the separator `,`.
     let is_safe = |c: char| c.is_ascii_graphic() && c != ',' || c == ' ';
     let name = |name: &String| name.chars().take(64).map(|c| if is_safe(c) { c } else { '?' }).collect::<String>();
     let names: Vec<String> = ignored.iter().take(MAX_IGNORED).map(name).collect();

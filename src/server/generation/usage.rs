@@ -1,8 +1,8 @@
-//! The field `usage` of OpenAI's responses.
+//! The field `usage` of chat completions and completions in OpenAI's API.
 
 use serde::Serialize;
 
-/// The token counts of a response, as in OpenAI's API.
+/// The token counts of a response, under the field names of chat completions.
 #[derive(Clone, Copy, Debug, Default, Serialize)]
 pub struct Usage {
     pub prompt_tokens: usize,

@@ -17,16 +17,16 @@ const API_KEY: &str = "x-api-key";
 
 /// The rules that decide whether a request has access.
 pub struct Access {
-    /// The hashes of the API keys. The time that a comparison of hashes takes reveals nothing about the keys.
+    /// The SHA-256 hashes of the API keys. Unlike the time to compare keys, the time to compare hashes reveals no key.
     keys: Vec<Digest>,
-    /// The origins of web pages that may send requests.
+    /// The origins of web pages that may send requests to a server without API keys. `*` allows every origin.
     origins: Vec<String>,
     /// Whether the server's own chat page has access under any host name.
     is_open: bool,
 }
 
 impl Access {
-    /// Creates the access rules. If there are no API keys, every client except web pages of other sites has access.
+    /// Creates the access rules. Without API keys, all clients have access, except web pages of other sites.
     pub fn new(options: &ServerOptions) -> Self {
         let keys = options.api_keys.iter().map(|key| digest(&SHA256, key.as_bytes())).collect();
         Self { keys, origins: options.cors_origins.clone(), is_open: options.is_open }
@@ -57,8 +57,8 @@ impl Access {
         }
     }
 
-    /// Rejects requests from web pages of other sites.
-    /// Without API keys, any web page that a user of this machine opens could otherwise send requests to the model.
+    /// Rejects requests from web pages of other sites, unless their origin is allowed.
+    /// Otherwise, any web page that a user opens could send requests to a server without API keys.
     fn check_origin(&self, origin: Option<&HeaderValue>, target: Option<&HeaderValue>) -> Result<(), ApiError> {
         let Some(origin) = origin else { return Ok(()) };
         let origin = origin.to_str().unwrap_or_default();

@@ -46,7 +46,7 @@ pub async fn collect(headers: &HeaderMap, body: Body, timeouts: &Timeouts) -> Re
 fn check_headers(headers: &HeaderMap) -> Result<(), ApiError> {
     let text = |name| headers.get(name).map(|value| value.to_str().unwrap_or_default());
     // Accept only the content type of JSON, which protects against requests from web pages of other sites.
-    // Browsers ask the server for permission before such a page can send JSON. Plain text needs no permission.
+    // Browsers ask the server for permission (CORS) before such a page can send JSON, but not for plain text.
     let media_type = text(CONTENT_TYPE).unwrap_or_default().split(';').next().unwrap_or_default().trim();
     if !media_type.eq_ignore_ascii_case("application/json") {
         let message = "cannot read the body: send JSON with the header 'Content-Type: application/json'";
@@ -195,14 +195,15 @@ impl Fields {
     }
 
     /// Records the name of a field that has no effect on the response, or a note about such a field.
-    /// Keeps at most [`MAX_IGNORED`] notes, because a body can have 500,000 unknown fields.
+    /// Keeps at most [`MAX_IGNORED`] notes, because a body can have up to `MAX_VALUES` unknown fields.
     pub fn ignore(&mut self, note: String) {
         if self.ignored.len() < MAX_IGNORED && !self.ignored.contains(&note) {
             self.ignored.push(note);
         }
     }
 
-    /// Returns the recorded notes and the names of all unread fields. Omits array indexes, as in `messages[].x`.
+    /// Returns the recorded notes and the names of at most [`MAX_IGNORED`] unread fields.
+    /// Omits array indexes, as in `messages[].x`.
     pub fn ignored(self) -> Vec<String> {
         let Self { map, path, mut ignored } = self;
         let path = path.replace(|c: char| c.is_ascii_digit(), "");

@@ -69,12 +69,12 @@ impl ApiError {
         Self { code, ..Self::new(StatusCode::UNAUTHORIZED, "authentication_error", message) }
     }
 
-    /// Creates a 403 error for a request from a web page of another site.
+    /// Creates a 403 error, for example for a request from a web page of another site.
     pub fn forbidden(message: &str) -> Self {
         Self::new(StatusCode::FORBIDDEN, "permission_error", message)
     }
 
-    /// Creates a 404 error for an unknown route or id.
+    /// Creates a 404 error, for example for an unknown route or id.
     pub fn not_found(message: impl Into<String>) -> Self {
         Self::new(StatusCode::NOT_FOUND, "invalid_request_error", message)
     }
@@ -94,12 +94,12 @@ impl ApiError {
         Self { param: Some("model".to_string()), code: Some("model_not_found"), ..Self::not_found(message) }
     }
 
-    /// Creates an error with a 4xx status that has no function of its own, such as 405 or 413.
+    /// Creates an error with a 4xx status that has no constructor of its own, such as 405 or 413.
     pub fn client(status: StatusCode, message: impl Into<String>) -> Self {
         Self::new(status, "invalid_request_error", message)
     }
 
-    /// Creates a 429 error. `retry_after` is the expected time until the server can admit the request.
+    /// Creates a 429 error. `retry_after` is the suggested wait before a retry.
     pub fn overloaded(problem: &str, retry_after: Duration) -> Self {
         // Some clients read the retry time from the error message.
         let message = format!("{problem}: please try again in {}s", whole_seconds(retry_after));
@@ -118,7 +118,7 @@ impl ApiError {
         Self::new(StatusCode::INTERNAL_SERVER_ERROR, "server_error", message)
     }
 
-    /// Converts an error of [`submit`](crate::EngineHandle::submit).
+    /// Converts an error of rendering, tokenizing or [submitting](crate::EngineHandle::submit) a request.
     /// An error without a specific HTTP status becomes a 400 error.
     pub fn from_submit(error: &anyhow::Error, param: &'static str) -> Self {
         Self::from_engine(error, param).unwrap_or_else(|| Self::bad_request(error_message(error)))
@@ -190,7 +190,7 @@ impl IntoResponse for ApiError {
             _ => {}
         }
         if let Some(delay) = self.retry_after {
-            // `Retry-After` has whole seconds. OpenAI's clients also read the milliseconds.
+            // `Retry-After` has whole seconds. OpenAI's clients also read `retry-after-ms`.
             headers.insert(RETRY_AFTER, HeaderValue::from(whole_seconds(delay)));
             let milliseconds = HeaderValue::from(delay.as_millis().max(1) as u64);
             headers.insert(HeaderName::from_static("retry-after-ms"), milliseconds);

@@ -14,7 +14,7 @@ pub const TARGET: &str = "inferno::requests";
 /// The HTTP status that the log shows if the client closed the connection before the response was ready.
 const CLIENT_CLOSED: u16 = 499;
 
-/// The log entry of a request. The handler and the response body share it. Dropping it writes the log line.
+/// The log entry of a request, shared by the handler and the response body. Dropping the entry writes the log line.
 pub struct RequestLog {
     pub id: String,
     method: Method,
@@ -35,7 +35,7 @@ struct Outcome {
     answer: Option<AnswerLog>,
 }
 
-/// What the log reports about a generated answer.
+/// What the log reports about the generated answers.
 #[derive(Clone, Debug, Default)]
 pub struct AnswerLog {
     pub choices: usize,
@@ -44,7 +44,7 @@ pub struct AnswerLog {
     pub completion_tokens: usize,
     pub ttft_s: f64,
     pub is_stream: bool,
-    /// How the answer ended: a finish reason, `canceled` or `error`.
+    /// How the first answer ended: a finish reason, `canceled` or `error`.
     pub finish: &'static str,
 }
 
@@ -119,7 +119,8 @@ impl Drop for RequestLog {
                 tracing::debug!(target: TARGET, id, method, path, status, duration_ms, "request")
             }
             None => {
-                // With status 499, the client disconnected before the answer began, for example in the queue.
+                // With status 499, the client disconnected before the engine received the request,
+                // for example while the client was sending the body.
                 let finish = (status == CLIENT_CLOSED).then_some("canceled");
                 tracing::info!(target: TARGET, id, method, path, status, duration_ms, finish, traceparent, "request")
             }

@@ -2,7 +2,7 @@
 //!
 //! - `auth`: API keys, and protection against web pages of other sites
 //! - `body`: reads request bodies and their fields, and writes JSON responses
-//! - `error`: the errors of OpenAI's API; `dialect`: the same errors in the formats of Anthropic and ollama
+//! - `error`: errors in the format of OpenAI's API; `dialect`: the same errors in the formats of Anthropic and ollama
 //! - `log`: the request log
 
 pub mod auth;

@@ -1,4 +1,4 @@
-//! Admits requests up to a limit, and estimates when a rejected request could be admitted.
+//! Admits sequences up to a limit, and estimates when rejected sequences could be admitted.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -13,8 +13,8 @@ const MAX_RETRY: Duration = Duration::from_secs(60);
 /// The shortest wait that the server suggests. The header `retry-after-ms` is in whole milliseconds.
 const MIN_RETRY: Duration = Duration::from_millis(1);
 
-/// With several clients, each client can use at most this multiple of the remaining capacity.
-/// A single active client therefore leaves a fifth of the capacity unused. Two active clients leave a ninth unused.
+/// With several clients, a client with sequences can add more, up to this multiple of the capacity that then remains.
+/// With one answer per request, a single client therefore leaves a fifth of the capacity to the others.
 const MAX_SHARE_OF_ROOM: usize = 4;
 
 /// Counts the sequences that are waiting or running, and rejects sequences above the limit.
@@ -54,7 +54,7 @@ impl Admission {
             return Err(self.expected_wait(&state, count));
         }
         if total == 0 {
-            // While no sequence is running, the time must not count as an interval between two ends.
+            // The time without admitted sequences must not count as an interval between two ends.
             state.ends.restart(Instant::now());
         }
         state.admitted[client] += count;
@@ -87,7 +87,8 @@ impl Admission {
     fn has_room(&self, state: &State, client: usize, count: usize) -> bool {
         let Some(room) = self.limit.checked_sub(state.total() + count) else { return false };
         let own = state.admitted[client];
-        // A client without sequences can use the whole remaining capacity, so that an idle server admits every request.
+        // A client without sequences can use the whole remaining capacity,
+        // so that an idle server admits any request up to the limit.
         state.admitted.len() == 1 || own == 0 || own + count <= room.saturating_mul(MAX_SHARE_OF_ROOM)
     }
 
@@ -129,7 +130,7 @@ impl Admission {
 /// Returns the expected time until `count` sequences have ended, clamped to the waits that the server may suggest.
 fn suggested_wait(ends: &FreeTimes, count: usize) -> Duration {
     let now = Instant::now();
-    // If no sequence has ended yet, use the elapsed time, which is a lower bound of the wait.
+    // If no sequence has ended yet, assume that the first end takes as long again as the time that has passed.
     let wait = ends.expected_wait(now, count).unwrap_or_else(|| ends.elapsed(now));
     wait.clamp(MIN_RETRY, MAX_RETRY)
 }

@@ -3,17 +3,18 @@
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
-/// The maximum number of recorded end times of sequences. Wait estimates use only these end times.
+/// The maximum number of recorded ends. Sequences that end in the same step count as one end.
 const ENDS: usize = 64;
 
-/// The number of latest end times that are compared with the older ones to detect a change of the load.
+/// The number of latest intervals between ends that are compared with the older intervals to detect a change of load.
 const RECENT: usize = 8;
 
 /// The maximum ratio of the mean of the older intervals to the mean of the [`RECENT`] latest intervals.
 /// Above this ratio, the older intervals belong to an earlier load. Such a ratio is rare under a constant load.
 const MAX_RATIO: f64 = 4.0;
 
-/// Sequences that end within this time of each other count as one end, because they ended in the same step.
+/// A sequence that ends within this time after the previous end counts as part of that end:
+/// the sequences probably ended in the same step.
 const SAME_STEP: Duration = Duration::from_millis(1);
 
 /// The most recent times at which sequences ended.
@@ -69,8 +70,9 @@ impl FreeTimes {
 
     /// Returns the expected time until `count` more sequences have ended. Returns `None` if no sequence has ended yet.
     ///
-    /// The estimate for the next end uses only the intervals that are longer than the time since the last end.
-    /// The estimate is their mean remaining time, or the time since the last end if no interval is longer.
+    /// The estimate for the next end uses only the intervals that are at least as long as the time since the last end.
+    /// The estimate is their mean remaining time, or the time since the last end if all intervals are shorter.
+    /// Each sequence beyond the next end adds the mean time per ended sequence.
     pub fn expected_wait(&self, now: Instant, count: usize) -> Option<Duration> {
         let elapsed = self.elapsed(now);
         let rests = self.ends.iter().filter_map(|(interval, _)| interval.checked_sub(elapsed));
@@ -140,7 +142,7 @@ mod tests {
                     let ratio = suggested / real;
                     assert!(
                         (0.7..1.5).contains(&ratio),
-                        "{name} ends, scale {scale_s} s, {per_end} sequences per end, {count} places: \
+                        "{name} ends, scale {scale_s} s, {per_end} sequences per end, wait for {count}: \
                          suggested wait {suggested} s, true wait {real} s"
                     );
                 }
@@ -165,7 +167,7 @@ mod tests {
                 let interval_s = scale_s * (0.1 + 1.8 * random.next());
                 for part in 0..100 {
                     let elapsed_s = interval_s * f64::from(part) / 100.0;
-                    // Start sampling once the load of short answers has lasted for a few intervals.
+                    // Start sampling once the load of short answers has lasted for `RECENT` intervals.
                     if end >= RECENT {
                         suggested_s +=
                             times.expected_wait(at(now_s + elapsed_s), 1).unwrap().as_secs_f64() * interval_s;

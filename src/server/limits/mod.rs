@@ -1,7 +1,7 @@
-//! Limits the number of concurrent requests. Its modules are:
+//! Limits the number of sequences that wait or run at once. Its modules are:
 //!
-//! - `admission`: admits requests up to a limit, and reserves capacity for other clients
-//! - `free_times`: estimates when the client of a rejected request should retry
+//! - `admission`: admits sequences up to a limit, and reserves capacity for other clients
+//! - `free_times`: estimates how long it takes until running sequences have ended
 
 mod admission;
 mod free_times;

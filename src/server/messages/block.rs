@@ -3,7 +3,8 @@
 use serde::Serialize;
 use serde_json::Value;
 
-/// The signature of all thinking blocks. inferno ignores it. Clients send back only blocks with a signature.
+/// The signature of every thinking block. Clients send thinking blocks back only if they have a signature.
+/// inferno does not check the signatures that it receives.
 pub const SIGNATURE: &str = "inferno";
 
 /// A content block of a message.

@@ -8,7 +8,7 @@ use super::block::{Block, Caller, SIGNATURE};
 use super::events::{BlockDelta, BlockStart, Event, EventSink};
 use crate::server::generation::choice::Piece;
 
-/// The content blocks of an answer so far. All blocks except the last one are complete.
+/// The content blocks of an answer so far. Only the last block can be incomplete.
 pub struct Content {
     shows_thinking: bool,
     blocks: Vec<Block>,
@@ -24,7 +24,7 @@ impl Content {
         Self { shows_thinking, blocks: Vec::new(), is_open: false, arguments: String::new(), calls: Vec::new() }
     }
 
-    /// Returns the content blocks. Call [`finish`](Self::finish) first, to complete the last block.
+    /// Takes the content blocks. Call [`finish`](Self::finish) first, to complete the last block.
     pub fn take(&mut self) -> Vec<Block> {
         std::mem::take(&mut self.blocks)
     }
@@ -60,7 +60,7 @@ impl Content {
         }
     }
 
-    /// Ends the last content block.
+    /// Ends the open content block, if there is one.
     pub fn finish(&mut self, events: &mut impl EventSink) {
         if !std::mem::take(&mut self.is_open) {
             return;
@@ -81,7 +81,7 @@ impl Content {
         self.blocks.last().filter(|_| self.is_open)
     }
 
-    /// Ends the open content block and starts the next one.
+    /// Ends the open content block, if there is one, and starts the next one.
     fn start(&mut self, block: Block, events: &mut impl EventSink) {
         self.finish(events);
         let content_block = match &block {
@@ -118,7 +118,8 @@ impl Content {
     }
 }
 
-/// Parses the arguments of a tool call. Text that is not a JSON object becomes `{"arguments": text}`.
+/// Parses the arguments of a tool call. Blank text becomes `{}`.
+/// Any other text that is not a JSON object becomes `{"arguments": text}`.
 fn parse(arguments: &str) -> Value {
     match serde_json::from_str(arguments) {
         Ok(Value::Object(map)) => Value::Object(map),
@@ -162,7 +163,7 @@ mod tests {
             arguments(0, ":1}"),
             call(1, "list"),
             call(2, "stop"),
-            // A tool call without arguments is sent with an empty object, even at the end of the answer.
+            // The `{}` of a tool call without arguments can arrive after the next tool call has started.
             arguments(1, "{}"),
             arguments(2, "nonsense"),
         ]

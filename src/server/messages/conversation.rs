@@ -34,7 +34,7 @@ pub fn read(fields: &mut Fields) -> Result<Vec<Message>, ApiError> {
     }
 }
 
-/// Returns the content blocks of a message. A string counts as one block.
+/// Returns the content blocks of a message. A string counts as one text block.
 fn blocks(message: &mut Fields) -> Result<Vec<Fields>, ApiError> {
     let items = match message.take("content") {
         Some(Value::String(text)) => vec![serde_json::json!({ "type": "text", "text": text })],

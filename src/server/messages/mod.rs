@@ -162,7 +162,7 @@ impl EventWriter for MessageWriter {
         out.push_named("error", &MessagesError::new(error, &self.request_id));
     }
 
-    /// Sends no end marker, because the event `message_stop` already marks the end of the stream.
+    /// Sends no end marker, because the event `message_stop` or `error` already marks the end of the stream.
     fn end(&mut self, _out: &mut EventBuffer) {}
 
     fn keep_alive(&mut self, out: &mut EventBuffer) {

@@ -23,7 +23,7 @@ const LOW_BUDGET: i64 = 4096;
 const MEDIUM_BUDGET: i64 = 16384;
 
 /// Unsupported fields that would change the output.
-/// Each entry contains the field's name, its only accepted value, and a hint for the error message.
+/// Each entry contains the field's name, the only accepted value besides null, and a hint for the error message.
 const REFUSED: &[(&str, &str, &str)] = &[
     ("container", "null", ""),
     ("context_management", "null", "inferno never shortens a conversation"),
@@ -46,7 +46,7 @@ pub struct MessagesRequest {
     pub shows_thinking: bool,
     pub can_call_in_parallel: bool,
     pub is_stream: bool,
-    /// The names of request fields that have no effect.
+    /// The names of request fields that have no effect, and notes about such fields.
     pub ignored: Vec<String>,
 }
 
@@ -91,7 +91,7 @@ impl MessagesRequest {
 
 /// Reads the fields `tools` and `tool_choice`. Also returns whether the model may call several tools at once.
 ///
-/// Skips tools whose type is not `custom`, because only Anthropic's service runs them or knows their schema.
+/// Skips tools with a type other than `custom`, because only Anthropic's service runs them or knows their schema.
 /// Reports the skipped tools as ignored.
 fn read_tools(fields: &mut Fields, engine: &EngineHandle) -> Result<(Tools, bool), ApiError> {
     let items = fields.take_array("tools")?.unwrap_or_default();
@@ -162,7 +162,7 @@ fn read_thinking(fields: &mut Fields) -> Result<(Option<ReasoningEffort>, bool),
         }
         (Some("enabled"), ..) => Err(fields.invalid("thinking.budget_tokens", "expected a number of tokens")),
         (Some("adaptive"), ..) => Ok((None, shows_thinking)),
-        // The model still reasons, but the response does not contain the reasoning.
+        // The model still reasons, by default with low effort, but the response does not contain the reasoning.
         (Some("disabled"), ..) => {
             fields.ignore("thinking (disabled as hidden)".to_string());
             Ok((Some(ReasoningEffort::Low), false))

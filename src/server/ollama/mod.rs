@@ -1,7 +1,7 @@
 //! The routes of ollama's API: `/api/chat`, `/api/generate` and the routes about models.
 //!
 //! A request is converted to a conversation for the engine, as for a chat completion.
-//! The pieces of the answer are converted to JSON objects, one per line.
+//! The pieces of the answer are converted to a JSON object, or to a stream of JSON objects, one per line.
 //!
 //! Source: ollama's `docs/api.md`, and the types of the package `ollama` 0.6.3 (PyPI).
 
@@ -42,7 +42,7 @@ pub async fn chat(
     generate_with(Route::Chat, OllamaRequest::read_chat, &server, log, request).await
 }
 
-/// Handles `/api/generate`: answers a prompt. If `raw` is set, continues the prompt as plain text.
+/// Handles `/api/generate`: answers a prompt. If `raw` is true, continues the prompt as plain text.
 pub async fn generate(
     State(server): State<Arc<Server>>,
     Extension(log): Extension<Arc<RequestLog>>,

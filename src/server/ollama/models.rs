@@ -105,7 +105,7 @@ pub async fn running(State(server): State<Arc<Server>>) -> Result<Response, ApiE
     models(&server, ModelState::Loaded { expires_at, size_vram, context_length: info.context })
 }
 
-/// Handles `/api/version`: returns the version of the API.
+/// Handles `/api/version`: returns the version that inferno reports as ollama's.
 pub async fn version() -> Result<Response, ApiError> {
     json_response(&json!({ "version": VERSION }))
 }

@@ -23,11 +23,12 @@ pub struct OllamaRequest {
     pub has_logprobs: bool,
     pub shows_thinking: bool,
     pub is_stream: bool,
-    /// The names of request fields that have no effect.
+    /// The names of request fields that have no effect, and notes about such fields.
     pub ignored: Vec<String>,
 }
 
-/// Fails unless the field `model` or `name` names the served model. As in ollama, the tag `latest` is optional.
+/// Fails unless the field `model`, or else `name`, names the served model.
+/// As in ollama, the client may add the tag `:latest` to the name.
 pub fn check_model(fields: &mut Fields, server: &Server) -> Result<(), ApiError> {
     let (model, name) = (fields.take_string("model")?, fields.take_string("name")?);
     let served = &server.options.model;
@@ -101,7 +102,7 @@ impl Shared {
         if let Some(penalty) = nested.take("repeat_penalty") {
             nested.put("repetition_penalty", penalty);
         }
-        // In ollama, the default seed of -1 chooses a random seed.
+        // In ollama, the seed -1 asks for a random seed, like a missing seed.
         if let Some(seed) = nested.take("seed").filter(|seed| seed.as_i64() != Some(-1)) {
             nested.put("seed", seed);
         }

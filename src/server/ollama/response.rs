@@ -75,7 +75,7 @@ struct WireFunction {
     arguments: Value,
 }
 
-/// The fields that only the last response of a stream has. Durations are in nanoseconds.
+/// The fields that only a whole response and the last response of a stream have. Durations are in nanoseconds.
 #[derive(Serialize)]
 struct End {
     done_reason: &'static str,
@@ -147,7 +147,8 @@ impl Text {
     }
 }
 
-/// Creates the response for a part of an answer. `ended` is set only for the last part: its token counts and durations.
+/// Creates the response for a part of an answer.
+/// `ended` is set only for the last part, which contains the token counts and durations of the whole answer.
 pub fn part<'a>(route: Route, model: &'a str, text: Text, ended: Option<&Answers>) -> Part<'a> {
     let Text { content, thinking, logprobs, calls, .. } = text;
     let call = |(index, (name, arguments)): (usize, (String, String))| WireCall {

@@ -11,8 +11,8 @@ use axum::response::{IntoResponse, Response};
 use axum::routing::get;
 use ring::digest::{SHA256, digest};
 
-/// The content security policy of the chat page. Allows only files of this server and `data:` images.
-/// Forbids inline scripts and the interpretation of text as HTML.
+/// The content security policy of the chat page. Allows only requests to this server, and images in `data:` URLs.
+/// Forbids inline scripts, and scripts that turn text into HTML (Trusted Types).
 const POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; \
                       base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; \
                       trusted-types 'none'";
@@ -55,7 +55,7 @@ const FILES: [File; 22] = [
     file!("toast.js"),
 ];
 
-/// The version of the chat page: a hash of all its files. Browsers reload the files only if the version changes.
+/// The version of the chat page: a hash of all its files. Browsers download a file again only if the version changes.
 static VERSION: LazyLock<String> = LazyLock::new(|| {
     let all: String = FILES.iter().map(|(_, content)| *content).collect();
     let hash = digest(&SHA256, all.as_bytes());

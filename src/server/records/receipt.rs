@@ -2,7 +2,7 @@
 //!
 //! A receipt is a JSON Web Signature (RFC 7515) in compact form, `HEADER.PAYLOAD.SIGNATURE`.
 //! The algorithm of the signature is Ed25519 (RFC 8037).
-//! A receipt contains only hashes of prompts and answers. Their text is in the record of the request.
+//! A receipt contains only hashes of prompts and answers. Their token ids are in the record of the request.
 
 use std::collections::BTreeMap;
 
@@ -27,7 +27,7 @@ pub struct Receipt {
     version: u32,
     /// The id of the request. The client can choose the id.
     pub id: String,
-    /// The time at which the answers ended, in the format of RFC 3339.
+    /// The time at which the record was created, after its answers had ended, in the format of RFC 3339.
     pub created: String,
     pub model: String,
     pub revision: Option<String>,
@@ -42,7 +42,7 @@ pub struct Receipt {
     /// The reason why the answers failed, or `None` if they did not fail.
     pub error: Option<String>,
     /// The hash of the request's record, which `GET /v1/records/{id}` returns and `--record` writes.
-    /// The record contains all options of the request.
+    /// The record contains the options that affect the tokens of the answers.
     pub record_sha256: String,
 }
 

@@ -49,7 +49,7 @@ impl ReceiptKey {
         let text = files::read_input(path, MAX_KEY_BYTES)?;
         // The error message must not quote the key file, because the file contains a secret.
         let der = PrivatePkcs8KeyDer::from_pem_slice(&text);
-        let der = der.map_err(|_| anyhow!("the file has no 'BEGIN PRIVATE KEY'; encrypted keys are not supported"))?;
+        let der = der.map_err(|_| anyhow!("the file has no valid 'BEGIN PRIVATE KEY'; encrypted keys are rejected"))?;
         // OpenSSL writes private keys without the public key, which `from_pkcs8` requires.
         let pair = Ed25519KeyPair::from_pkcs8_maybe_unchecked(der.secret_pkcs8_der());
         Ok(Self(pair.map_err(|_| anyhow!("the key is not an Ed25519 key"))?))

@@ -138,7 +138,8 @@ fn write(folder: &Path, record: &Record) -> Result<()> {
     Ok(file.write_all(&json).inspect_err(|_| drop(std::fs::remove_file(&path)))?)
 }
 
-/// Converts a request id to a safe file name. Replaces characters with a special meaning in file names by `_`.
+/// Converts a request id to a safe file name. Replaces all characters by `_`, except ASCII letters, digits, `-`, `_`
+/// and `.`. Adds `_` before a leading `.`.
 fn file_name(id: &str) -> String {
     let is_safe = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');
     let name: String = id.chars().map(|c| if is_safe(c) { c } else { '_' }).collect();

@@ -12,7 +12,7 @@ use crate::server::chat::read_content;
 use crate::server::http::body::{Fields, MAX_BODY_BYTES};
 use crate::server::http::error::ApiError;
 
-/// The maximum length, in bytes, of an id that a client chose.
+/// The maximum length, in bytes, of the id of an input item.
 const MAX_ID: usize = 128;
 
 /// The conversation that a request asks the model to continue.

@@ -6,7 +6,7 @@ use crate::chat::{Message, Role, ToolCall};
 /// Converts a conversation to messages. `instructions` become the first message.
 ///
 /// Consecutive assistant items (reasoning, text and calls) become one message, as in a chat completion.
-/// A text item starts a new message if it follows another text item or a call.
+/// A text item starts a new message if the current message already has text or a call.
 pub fn messages<'a>(instructions: Option<&str>, items: impl Iterator<Item = &'a Item>) -> Vec<Message> {
     let mut messages: Vec<Message> = instructions.map(Message::system).into_iter().collect();
     // Whether the last message is an assistant message that the next item may extend.

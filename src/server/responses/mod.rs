@@ -1,4 +1,4 @@
-//! The route `POST /v1/responses`, and the routes for stored responses.
+//! The routes of OpenAI's Responses API: `POST /v1/responses`, the token count, and the routes for stored responses.
 
 mod events;
 mod input;
@@ -165,7 +165,7 @@ impl ResponseWriter {
         events.send(name, Event::Response { response: &self.progress.object });
     }
 
-    /// Sends the last event and stores the response.
+    /// Sends the last event. Stores the response, unless the request contains `"store": false`.
     fn end(&mut self, answers: &Answers, out: &mut EventBuffer) {
         let event = self.progress.end(answers);
         self.send(event, out);
@@ -195,7 +195,7 @@ impl EventWriter for ResponseWriter {
         self.end(answers, out);
     }
 
-    /// As a keep-alive, repeats the last state. SSE comments do not reset the idle timers of clients such as Codex.
+    /// Sends `response.in_progress` again, because SSE comments do not reset the idle timers of clients such as Codex.
     fn keep_alive(&mut self, out: &mut EventBuffer) {
         self.send("response.in_progress", out);
     }

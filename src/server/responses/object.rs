@@ -16,7 +16,7 @@ const VALUE_BYTES: usize = 96;
 /// The estimated memory of a response in bytes, without its items, texts and JSON values.
 const OBJECT_BYTES: usize = 2048;
 
-/// A response, with the same fields in the same order as in OpenAI's API.
+/// A response, under the field names of OpenAI's API.
 #[derive(Clone, Serialize)]
 pub struct ResponseObject {
     pub id: String,
@@ -72,7 +72,7 @@ pub struct ReasoningSettings {
 pub enum ResponseStatus {
     InProgress,
     Completed,
-    /// The response was cut off by a token limit.
+    /// The response was cut off by a token limit or a full context.
     Incomplete,
     Failed,
     Cancelled,
@@ -102,7 +102,7 @@ struct ResponseUsage {
 #[derive(Clone, Copy, Serialize)]
 struct InputDetails {
     cached_tokens: usize,
-    /// The number of tokens written to the cache. Always 0: OpenAI charges extra for them, but inferno does not.
+    /// The number of tokens written to the cache. Always 0, because inferno does not report them.
     cache_write_tokens: usize,
 }
 

@@ -17,7 +17,7 @@ pub struct Shape {
     pub has_logprobs: bool,
 }
 
-/// The output items of an answer so far. All items except the last one are complete.
+/// The output items of an answer so far. Only the last item can be in progress.
 pub struct Output {
     shape: Shape,
     items: Vec<Item>,
@@ -66,11 +66,11 @@ impl Output {
         }
     }
 
-    /// Ends the last item. `is_whole` is false if the answer was cut off, for example by a token limit.
+    /// Ends the item in progress. `is_whole` is false if the answer was cut off, for example by a token limit.
     pub fn finish(&mut self, is_whole: bool, events: &mut impl EventSink) {
         let status = if is_whole { ItemStatus::Completed } else { ItemStatus::Incomplete };
         self.end(status, events);
-        // An answer without text or function calls becomes an empty message.
+        // A whole answer without text or function calls ends with an empty message.
         let is_answer = |item: &Item| !matches!(item.content, ItemContent::Reasoning { .. });
         if is_whole && !self.items.iter().any(is_answer) {
             self.start_message(events);
@@ -88,7 +88,7 @@ impl Output {
         self.start(ItemContent::Message { role, text, logprobs }, events);
     }
 
-    /// Ends the item in progress and starts the next one.
+    /// Ends the item in progress, if there is one, and starts the next one.
     fn start(&mut self, content: ItemContent, events: &mut impl EventSink) {
         self.end(ItemStatus::Completed, events);
         let output_index = self.items.len();
@@ -214,7 +214,7 @@ mod tests {
             arguments(0, ":1}"),
             call(1, "list"),
             call(2, "stop"),
-            // A function call without arguments is sent with an empty object, even at the end of the answer.
+            // The `{}` of a function call without arguments can arrive after the next call has started.
             arguments(1, "{}"),
             arguments(2, "{}"),
         ];

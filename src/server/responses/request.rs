@@ -24,7 +24,7 @@ use crate::server::state::Server;
 const MAX_METADATA: usize = 16;
 
 /// Unsupported fields that would change the output.
-/// Each entry contains the field's name, its only accepted value, and a hint for the error message.
+/// Each entry contains the field's name, the only accepted value besides null, and a hint for the error message.
 const REFUSED: &[(&str, &str, &str)] = &[
     ("background", "false", "send 'stream' instead"),
     ("context_management", "[]", ""),
@@ -49,7 +49,7 @@ pub struct ResponseRequest {
     pub input: Vec<Arc<Item>>,
     pub shape: Shape,
     pub is_stream: bool,
-    /// The names of request fields that have no effect.
+    /// The names of request fields that have no effect, and notes about such fields.
     pub ignored: Vec<String>,
 }
 
@@ -149,7 +149,7 @@ fn read_include(fields: &mut Fields) -> Result<Shape, ApiError> {
         match value.as_str() {
             Some("message.output_text.logprobs") => shape.has_logprobs = true,
             Some("reasoning.encrypted_content") => shape.has_encoded_reasoning = true,
-            // All other `include` values belong to tools that inferno does not support.
+            // All other `include` values belong to features that inferno does not support.
             Some(other) => fields.ignore(format!("include ({other})")),
             None => return Err(fields.invalid("include", "expected an array of strings")),
         }

@@ -86,7 +86,7 @@ impl ClientStore {
     }
 
     /// Returns the conversation up to the end of a response.
-    /// If an earlier response of the conversation is not stored, returns the id of that response as the error.
+    /// If this response or an earlier one is not stored, returns the id of the missing response as the error.
     pub fn conversation(&self, id: &str) -> Result<Vec<Arc<Item>>, String> {
         self.with(|responses| responses.conversation(id, Instant::now()))
     }
@@ -96,7 +96,7 @@ impl ClientStore {
         self.with(|responses| responses.remove(id))
     }
 
-    /// Keeps a response in progress in the store until the returned guard is dropped.
+    /// Lists a response as in progress until the returned guard is dropped.
     /// If the response is canceled, the returned receiver receives a message.
     pub fn start(&self, object: &ResponseObject) -> (RunningGuard, oneshot::Receiver<()>) {
         let (sender, receiver) = oneshot::channel();
@@ -125,7 +125,7 @@ impl ClientStore {
     }
 }
 
-/// A guard of a response in progress. Dropping the guard removes the response from the store.
+/// A guard of a response in progress. Dropping the guard removes the response from the responses in progress.
 pub struct RunningGuard {
     store: ClientStore,
     id: String,
@@ -293,7 +293,7 @@ mod tests {
         let left = ids.iter().map(|id| responses.get(id, now).is_some()).collect::<Vec<_>>();
         assert_eq!(left, [true, false, true]);
         assert!(responses.bytes <= MAX_BYTES);
-        // A response that is larger than the limit is not stored, and leaves no data in the store.
+        // A response that is larger than the limit evicts all other responses and then itself.
         insert(&mut responses, None, item("e", MAX_BYTES), now);
         assert!(is_empty(&responses));
     }

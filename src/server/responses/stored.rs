@@ -122,7 +122,7 @@ fn find(store: &ClientStore, id: &str) -> Result<Arc<StoredResponse>, ApiError> 
 
 fn unknown(id: &str) -> ApiError {
     ApiError::not_found(format!(
-        "the response '{id}' is not stored: it does not exist, has expired, or was sent with 'store': false"
+        "the response '{id}' is not stored: it does not exist, has expired, or its request had 'store': false"
     ))
 }
 

@@ -20,11 +20,11 @@ struct Admission {
     object: &'static str,
     /// Whether the prompt is short enough to leave space in the context for an answer.
     fits: bool,
-    /// Whether the queue would accept the request now.
+    /// Whether the server would admit the request now instead of rejecting it with status 429.
     accepted: bool,
     starts_now: bool,
-    /// The seconds until the request would start, or `None` if unknown.
-    /// If the queue would reject the request, the seconds until a retry is worthwhile.
+    /// The expected seconds until the request would start, or `None` if no sequence has ended yet.
+    /// If `accepted` is false, the seconds to wait before sending the request.
     expected_wait_s: Option<f64>,
     requests_ahead: usize,
     prompt_tokens: usize,
@@ -33,7 +33,7 @@ struct Admission {
     kv_cache: KvCache,
 }
 
-/// The size of the KV cache and its free blocks, and the number of blocks that the request needs.
+/// The size and the free space of the KV cache, and the space that the request needs, in blocks.
 #[derive(Serialize)]
 struct KvCache {
     block_tokens: usize,

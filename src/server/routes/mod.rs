@@ -1,9 +1,9 @@
-//! The routes that do not generate text. Its modules are:
+//! Routes that do not generate text. The modules of this folder are:
 //!
 //! - `admission_preview`: reports whether and when a request would start
-//! - `health`: the health, the load and the metrics of the server
-//! - `models`: the served model
-//! - `receipts`, `records`: records of requests, and signed receipts
+//! - `health`: reports the health, the load and the metrics of the server
+//! - `models`: describes the served model
+//! - `receipts`, `records`: return the signed receipts and the records of requests
 //! - `tokenize`: converts between text and token ids
 
 pub mod admission_preview;

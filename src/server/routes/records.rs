@@ -21,7 +21,8 @@ pub async fn get(
     json_response(&*find(&server, client, &id)?)
 }
 
-/// Returns the record of a request that `client` sent. Fails if the server was started with `--no-auth`.
+/// Returns the record of a request that `client` sent.
+/// Fails if the server has no such record, or if it was started with `--no-auth`.
 pub fn find(server: &Server, client: Client, id: &str) -> Result<Arc<Record>, ApiError> {
     if server.options.is_open {
         // Without authentication, the server cannot tell clients apart.

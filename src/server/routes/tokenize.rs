@@ -1,4 +1,4 @@
-//! The routes `POST /tokenize` and `POST /detokenize`, with the same fields as in vLLM.
+//! The routes `POST /tokenize` and `POST /detokenize`, with the field names of vLLM.
 
 use std::sync::Arc;
 
@@ -53,7 +53,8 @@ pub async fn tokenize(State(server): State<Arc<Server>>, request: Request) -> Re
 
 type EncodeInput = Box<dyn FnOnce(&EngineHandle) -> anyhow::Result<Vec<u32>> + Send>;
 
-/// Reads the field `prompt`, or the fields `messages` and `tools`.
+/// Reads the input of `/tokenize`, which is either `prompt`, or `messages` with `tools` and template options.
+/// Returns a function that encodes the input.
 fn read_input(fields: &mut Fields, engine: &EngineHandle) -> Result<EncodeInput, ApiError> {
     if let Some(prompt) = fields.take_string("prompt")? {
         let controls = if fields.take_bool("add_special_tokens")?.unwrap_or(true) {

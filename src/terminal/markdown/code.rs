@@ -6,7 +6,7 @@ use syntect::parsing::{ParseState, Scope, ScopeStack, SyntaxSet};
 
 use super::super::styled_text::{Span, Style, StyledLine};
 
-/// The grammars of all supported languages. Unpacking them on first use takes about 10 ms.
+/// The grammars of all supported languages. They are unpacked on first use, because unpacking takes milliseconds.
 static SYNTAXES: LazyLock<SyntaxSet> = LazyLock::new(SyntaxSet::load_defaults_newlines);
 
 /// The styles of scopes and their subscopes. If several entries match a scope, the first one applies.
@@ -33,13 +33,13 @@ static COLORS: LazyLock<Vec<(Scope, Style)>> = LazyLock::new(|| {
     .collect()
 });
 
-/// The longest line to highlight, in bytes. Highlighting a long line of minified code would take seconds.
+/// The longest line to highlight, in bytes. Highlighting a long line of minified code can take seconds.
 const MAX_LINE_BYTES: usize = 1000;
 
 /// A highlighter for one code block. The caller must pass the lines in order.
 #[derive(Clone)]
 pub struct Highlighter {
-    /// The parser and scope state. `None` for a language without a grammar.
+    /// The parser and scope state. `None` if the language is not given or has no grammar.
     state: Option<(ParseState, ScopeStack)>,
 }
 

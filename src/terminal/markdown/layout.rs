@@ -8,7 +8,8 @@ use super::super::styled_text::{Span, Style, StyledLine, wrap};
 use super::code::Highlighter;
 use super::table;
 
-/// The maximum nesting depth. Deeper blocks are flattened, so that ten thousand `>` in a row cannot overflow the stack.
+/// The maximum nesting depth of blocks and inline styles. Deeper levels are flattened,
+/// so that ten thousand `>` in a row cannot overflow the stack.
 const MAX_DEPTH: usize = 16;
 
 /// Returns the supported CommonMark extensions.
@@ -22,7 +23,7 @@ pub fn options() -> Options {
 pub fn layout(source: &str, columns: usize, number: Option<u64>) -> Vec<StyledLine> {
     let mut layout = Layout { events: Parser::new_ext(source, options()).peekable(), number, depth: 0 };
     let mut lines = layout.blocks(columns, Gap::Blank);
-    // Every start event should have an end event. If the parser violates this, still show the remaining text.
+    // If events remain, `blocks` stopped at an end event without a start event. Skip it, and show the remaining text.
     while layout.events.peek().is_some() {
         layout.events.next();
         lines.extend(layout.blocks(columns, Gap::Blank));
@@ -33,7 +34,7 @@ pub fn layout(source: &str, columns: usize, number: Option<u64>) -> Vec<StyledLi
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Gap {
     Blank,
-    /// No blank line between two blocks, for example before a nested list.
+    /// No blank line before a nested list. Other blocks of a list item still have a blank line before them.
     ///
     /// Loose lists are shown like tight lists, because only later items may reveal that a list is loose.
     None,
@@ -275,12 +276,11 @@ fn is_line_break(tag: &str) -> bool {
     tag.eq_ignore_ascii_case("br")
 }
 
-/// Returns the fence line above or below a code block, as written in Markdown.
+/// Returns the line above or below a code block: three backticks and the language.
 pub fn fence(language: &str) -> StyledLine {
     vec![Span::new(&format!("```{}", language.replace('\n', " ")), Style::DIM)]
 }
 
-/// Prepends a span to a line.
 fn prefixed(first: Span, line: StyledLine) -> StyledLine {
     let mut all = vec![first];
     all.extend(line);

@@ -18,7 +18,8 @@ use code::Highlighter;
 /// The open block is parsed again after each new line, and parsing must stay faster than generation.
 const MAX_BLOCK_BYTES: usize = 16 * 1024;
 
-/// The minimum time between two passes that highlight an incomplete line of code. A pass takes about 0.25 ms.
+/// The minimum time between two passes that highlight an incomplete line of code.
+/// Each pass highlights the whole line again.
 const HIGHLIGHT_INTERVAL: Duration = Duration::from_millis(60);
 
 /// A streaming Markdown formatter.
@@ -32,7 +33,7 @@ pub struct Markdown {
     /// `Some` if the open block is a list whose first items are finished.
     /// For a numbered list, contains the number of the next list item.
     list: Option<Option<u64>>,
-    /// Whether any block is finished. After a finished block, the next block needs a blank line before it.
+    /// Whether any line is finished. If so, the next block needs a blank line before it.
     has_content: bool,
 }
 

@@ -5,9 +5,9 @@ use pulldown_cmark::Alignment;
 
 use super::super::styled_text::{Span, Style, StyledLine, width, wrap};
 
-/// The width of the separator between two columns, in characters.
+/// The width of the separator between two table columns, in character cells.
 const SEPARATOR: usize = 3;
-/// The minimum width of a column, in characters.
+/// The minimum width to which a wide table column shrinks, in character cells.
 const MIN_COLUMN: usize = 4;
 
 /// Lays out rows of cells. The first row is the header.
@@ -67,7 +67,7 @@ fn stack_cells(rows: &[Vec<StyledLine>], columns: usize) -> Vec<StyledLine> {
     lines
 }
 
-/// Returns the width of each column in characters. If the table is too wide, the widest columns shrink.
+/// Returns the width of each table column in character cells. If the table is too wide, the widest columns shrink.
 fn column_widths(rows: &[Vec<StyledLine>], columns: usize) -> Vec<usize> {
     let count = rows.iter().map(Vec::len).max().unwrap_or(0);
     let mut widths: Vec<usize> = (0..count)

@@ -69,7 +69,7 @@ struct Parts {
 /// Builds the parts of a byte-level BPE tokenizer (model type `gpt2`).
 fn byte_level(vocabulary: &Vocabulary, ids: &HashMap<&str, u32>) -> Result<Parts> {
     let Some(name) = vocabulary.pre else {
-        bail!("metadata key tokenizer.ggml.pre is missing: the file predates May 2024; convert the model again");
+        bail!("metadata key tokenizer.ggml.pre is missing, as in files from before May 2024; convert the model again");
     };
     let Some(pre) = pre::find(name) else {
         let (name, supported) = (quote(name), pre::names().join(", "));

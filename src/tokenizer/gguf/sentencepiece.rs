@@ -16,7 +16,7 @@ use tokenizers::models::bpe::Merges;
 use super::vocabulary::{MAX_MERGES, TokenType, Vocabulary};
 
 /// The limit on the sum of squared token lengths in bytes. The run time of the conversion is proportional to this sum.
-/// For Llama 2, the sum is 2 million.
+/// For Llama 2, the sum is about 2 million.
 const MAX_WORK: usize = 1 << 29;
 
 /// Returns the BPE merges that tokenize as the SentencePiece scores do, the highest score first.

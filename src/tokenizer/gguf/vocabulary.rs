@@ -9,7 +9,7 @@ use crate::text::quote;
 
 /// The maximum number of tokens in a vocabulary. The largest known vocabularies have about 260,000.
 pub const MAX_TOKENS: usize = 1 << 21;
-/// The maximum number of merges in a vocabulary. The largest known vocabularies have about 450,000.
+/// The maximum number of merges in a vocabulary. Known vocabularies have fewer than a million.
 pub const MAX_MERGES: usize = 1 << 22;
 
 /// The vocabulary in GGUF metadata. Each field except `architecture` holds the value of one `tokenizer.ggml.*` key.
@@ -83,13 +83,13 @@ const STOPS: &[&str] = &[
     "<｜end▁of▁sentence｜>",
 ];
 
-/// The tokens of Phi-3 that keep the whitespace after them.
+/// The added tokens of Phi-3 that do not absorb the whitespace after them.
 const KEEP_WHITESPACE: [&str; 3] = ["<unk>", "<s>", "<|endoftext|>"];
 
 impl Vocabulary<'_> {
     /// Returns whether an added token absorbs the whitespace after it in the text.
     ///
-    /// GGUF has no key for this property. Like llama.cpp, this function has a fixed list of such tokens in Phi-3.
+    /// GGUF has no key for this property. As in llama.cpp, all added tokens of Phi-3 have it, except `KEEP_WHITESPACE`.
     pub(super) fn absorbs_whitespace(&self, token: &str) -> bool {
         self.architecture == Some("phi3") && self.model == "llama" && !KEEP_WHITESPACE.contains(&token)
     }

@@ -1,4 +1,5 @@
-//! Dequantizes single blocks of every quantized ggml type. Each function dequantizes one block, `bytes`, to `values`.
+//! Dequantizes single blocks of every supported ggml type.
+//! The function named after a type dequantizes one block, `bytes`, to `values`.
 //!
 //! In the layouts, `d` is the f16 scale of a block, and `m` is its f16 minimum. A quantized integer is named `q`.
 //! In K-quants, `d` is the scale of the group scales, and `dmin` is the scale of the group minimums (mins).

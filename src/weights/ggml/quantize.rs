@@ -18,6 +18,7 @@ fn nearest(value: f32, min: f32, max: f32) -> f32 {
 }
 
 /// In Q3_K and Q6_K, groups whose largest magnitude is below this limit are quantized as zeros.
+/// A Q6_K block whose largest scale is below the limit is also quantized as zeros.
 const SMALLEST_MAGNITUDE: f32 = 1e-15;
 
 /// Quantizes 256 finite values to one block. Returns false if the type is not a K-quant.

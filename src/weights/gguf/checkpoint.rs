@@ -46,7 +46,7 @@ pub struct GgufCheckpoint {
     tensors: BTreeMap<String, GgufTensorInfo>,
 }
 
-/// The table entry of one tensor and the location of its bytes.
+/// The entry of one tensor in the tensor table, and the location of its bytes.
 pub struct GgufTensorView<'c> {
     pub info: &'c GgufTensorInfo,
     pub file: &'c Path,
@@ -61,7 +61,7 @@ impl GgufCheckpoint {
     }
 
     /// Opens a model on a hub. Fetches only headers and RoPE factors.
-    /// A header with a large vocabulary is about 16 MB long.
+    /// A header includes the vocabulary, so it can be more than 10 MB long.
     ///
     /// `files` lists the parts and their sizes in bytes. `read` fetches a range of a file.
     /// The returned checkpoint lists all tensors. Reading a tensor that was not fetched fails.

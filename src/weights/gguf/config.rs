@@ -4,7 +4,9 @@
 //! Missing keys have the same defaults as in llama.cpp (ggml-org/llama.cpp, `src/llama-model.cpp`):
 //! - one key/value head per query head
 //! - a head size equal to the hidden size divided by the number of heads
-//! - a rope_theta of 10,000 (Gemma 3: 1,000,000) and no RoPE scaling
+//! - a rope_theta of 10,000 and no RoPE scaling
+//!
+//! For Gemma 3, rope_theta defaults to 1,000,000, as in transformers.
 
 use anyhow::Result;
 use serde_json::{Map, Value, json};
@@ -40,7 +42,7 @@ fn config(file: &GgufCheckpoint) -> Result<Value> {
     put("model_type", layout.model_type.into());
     put("vocab_size", keys.vocab_size()?.into());
     put("hidden_size", keys.required_size("embedding_length")?.into());
-    // If every layer has experts, the file may omit the MLP's intermediate size and specify only that of an expert.
+    // If every layer has experts, the file may omit the MLP's intermediate size and specify only an expert's.
     let intermediate = keys.size("feed_forward_length")?.filter(|length| *length > 0);
     put("intermediate_size", intermediate.or(keys.size("expert_feed_forward_length")?).into());
     put("num_hidden_layers", file.block_count()?.into());

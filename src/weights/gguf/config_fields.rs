@@ -66,9 +66,9 @@ pub fn phi3(keys: &ArchitectureKeys, fields: &mut Map<String, Value>) -> Result<
 
 /// Adds the fields that Gemma 2 and Gemma 3 share.
 ///
-/// If the file does not specify the attention scale, it is derived from the head size.
-/// For the largest model of each generation, the scale is derived from hidden size / number of heads instead.
-/// The largest model is recognized by its number of layers, `layers_of_largest`.
+/// The attention scale is 1 / sqrt(`query_pre_attn_scalar`). If the file does not specify the scale,
+/// `query_pre_attn_scalar` is the head size, or hidden size / number of heads in the largest model of each generation.
+/// The largest model has `layers_of_largest` layers.
 fn gemma(keys: &ArchitectureKeys, fields: &mut Map<String, Value>, layers_of_largest: usize) -> Result<()> {
     let (heads, _) = keys.file.head_counts()?;
     let scalar = match keys.float("attention.scale")?.filter(|scale| *scale > 0.0) {

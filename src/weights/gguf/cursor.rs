@@ -18,7 +18,7 @@ pub struct Cursor<'b> {
 pub struct NeedsMoreBytes(pub u64);
 
 impl<'b> Cursor<'b> {
-    /// Creates a cursor at a byte offset. If the offset is past the end, the first read fails.
+    /// Creates a cursor at offset `position` of `bytes`. If the position is past the end, reading any byte fails.
     pub fn at(bytes: &'b [u8], position: usize) -> Self {
         Self { bytes, position, file_bytes: bytes.len() as u64 }
     }

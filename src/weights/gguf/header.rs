@@ -175,7 +175,7 @@ fn read_row(cursor: &mut Cursor) -> Result<UncheckedTensor> {
     if elements.is_none_or(|elements| elements > i64::MAX as u64) {
         bail!("shape {shape:?} has too many elements");
     }
-    // Check the size in bytes for overflow, again with a dimension of 0 counted as 1.
+    // Check the size in bytes for overflow. Count 0 rows as 1 row, for the same reason.
     let bytes = |rows| ggml_type.bytes(columns, rows).and_then(|bytes| usize::try_from(bytes).ok());
     let all_rows = bytes(shape.iter().skip(1).map(|&length| length.max(1)).product());
     let (Some(_), Some(bytes)) = (all_rows, bytes(shape.iter().skip(1).product())) else {
@@ -186,7 +186,7 @@ fn read_row(cursor: &mut Cursor) -> Result<UncheckedTensor> {
     Ok(UncheckedTensor { info: GgufTensorInfo { ggml_type, shape, bytes, part: 0, start: 0 }, offset })
 }
 
-/// Checks that a tensor lies within the file and computes its offset in the file.
+/// Checks that a tensor is aligned and lies within the file, and computes its offset in the file.
 /// `data` is the offset of the data section in the file.
 fn check_offset(row: UncheckedTensor, alignment: u64, data: u64, file_bytes: u64) -> Result<GgufTensorInfo> {
     let UncheckedTensor { mut info, offset } = row;

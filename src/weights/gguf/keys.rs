@@ -64,7 +64,7 @@ impl<'c> ArchitectureKeys<'c> {
     }
 
     /// Returns the vocabulary size, or `None` if the file has no source for it.
-    /// The sources, in order, are the key `vocab_size`, the list of tokens, and the rows of the embedding.
+    /// The sources, in order of precedence, are the key `vocab_size`, the tokens, and the rows of the embedding.
     pub fn vocab_size(&self) -> Result<Option<u64>> {
         let rows = self.file.info("token_embd.weight").and_then(|info| info.shape.first()).map(|rows| *rows as u64);
         let tokens = match self.file.metadata().get("tokenizer.ggml.tokens")? {
@@ -101,7 +101,7 @@ impl<'c> ArchitectureKeys<'c> {
         Ok(slides.into_iter().map(|slides| if slides { "sliding_attention" } else { "full_attention" }).collect())
     }
 
-    /// Returns the `rope_scaling` object of config.json, if the file scales RoPE.
+    /// Returns the `rope_scaling` object of config.json, or `None` if the file has no RoPE factors and no RoPE scaling.
     pub fn rope_scaling(&self) -> Result<Option<Value>> {
         let rotated = self.size("rope.dimension_count")?.unwrap_or(self.head_dim()?);
         let factors = |name: &str| -> Result<Option<Vec<f64>>> {
@@ -122,7 +122,7 @@ impl<'c> ArchitectureKeys<'c> {
             Ok(Some(values.into_iter().map(widen).collect()))
         };
         let original = self.size("rope.scaling.original_context_length")?;
-        // For Llama 3, the converter stores one divisor per frequency. longrope factors have the same meaning.
+        // For Llama 3.1, the converter stores one divisor per frequency. longrope factors have the same meaning.
         let [freqs, short, long] = ROPE_FACTOR_TENSORS;
         if let Some(factors) = factors(freqs)? {
             return Ok(Some(json!({

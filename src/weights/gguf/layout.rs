@@ -73,7 +73,8 @@ pub enum Role {
 }
 
 impl ArchitectureLayout {
-    /// Returns the role of a tensor, or `None` if this architecture has no such tensor.
+    /// Returns the role of a tensor, or `None` if the architecture has no tensor of this name.
+    /// The names of expert tensors and RoPE factors have a role in every architecture.
     pub fn role(&self, name: &str) -> Option<Role> {
         let tensor = |name: &str, suffix: &str| Some(Role::Tensor(format!("{name}.{suffix}")));
         if ROPE_FACTOR_TENSORS.contains(&name) {

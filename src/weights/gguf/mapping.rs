@@ -14,7 +14,8 @@ use crate::text::excerpt;
 use crate::weights::tensor_info::TensorInfo;
 
 /// Returns the tensors of the model, keyed by Hugging Face name.
-/// Fails if the architecture has no such tensor, or if the layer number or the shape of a tensor is invalid.
+/// Fails if the architecture is not supported, or if a tensor is not part of the architecture.
+/// Also fails if the layer number or the shape of a tensor is invalid.
 pub fn map_tensors(file: &GgufCheckpoint) -> Result<BTreeMap<String, ModelTensor>> {
     let layout = architectures::find(file.architecture()?)?;
     let layers = file.block_count()?;
@@ -63,7 +64,7 @@ fn single(file: &GgufCheckpoint, layout: &ArchitectureLayout, name: &str) -> Res
         let heads = if part == Some("attn_q") { heads.0 } else { heads.1 };
         let length = shape.first().copied().unwrap_or(0);
         if heads == 0 || length == 0 || !length.is_multiple_of(2 * heads) {
-            bail!("cannot split {length} rows into {heads} heads (see attention.head_count, attention.head_count_kv)");
+            bail!("cannot split {length} rows into {heads} even-sized heads (see attention.head_count, head_count_kv)");
         }
         rows = RowMapping::InterleavedHalves(length / heads);
         if shape.len() == 1 {

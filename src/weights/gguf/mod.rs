@@ -5,7 +5,7 @@
 //! candle's GGUF parser is not used, because it panics on an alignment of 0 and trusts the counts in a file.
 //! inferno's parser checks every count, length and offset before using it, so a malicious file results in an error.
 //! The bytes of the header stay in memory. Strings and arrays in the header are parsed when they are requested.
-//! The constants in [`limits`] bound the memory for a parsed header: about 60 bytes per key and 200 bytes per tensor.
+//! The constants in [`limits`] bound the memory that a parsed header takes.
 
 mod architectures;
 mod checkpoint;

@@ -2,7 +2,8 @@
 //!
 //! Quantized matrices stay quantized ([`GgufModel::quantized`]).
 //! MXFP4 experts of gpt-oss stay packed ([`GgufModel::packed`]).
-//! All other tensors are loaded as floats ([`GgufModel::float`]).
+//! All other tensors are loaded as floats ([`GgufModel::float`]),
+//! or quantized during loading ([`GgufModel::rows_to_quantize`]).
 
 use std::collections::BTreeMap;
 
@@ -32,7 +33,7 @@ impl GgufModel {
         let tensors = map_tensors(&file).with_context(|| format!("cannot use {}", file.path().display()))?;
         let model = Self { file, tensors };
         for (name, tensor) in model.tensors.iter().filter(|(_, tensor)| tensor.transform == Transform::Vector) {
-            // Loading reads a vector element by element, which is impossible for a block-quantized type.
+            // `Transform::Vector` reads single elements, which is impossible for a block-quantized type.
             let types = tensor.sources.iter().filter_map(|source| model.file.info(source)).map(|info| info.ggml_type);
             if let Some(quantized) = types.into_iter().find(|ggml_type| ggml_type.block_length() != 1) {
                 bail!("tensor {name}: expected type F32, F16 or BF16, found {quantized}");
@@ -116,7 +117,8 @@ impl GgufModel {
 
     /// Returns the rows and columns of a matrix `[out, in]`.
     /// Stacked matrices count as one matrix with their rows combined.
-    /// Returns `None` for tensors that are not matrices, and for a matrix whose source tensors have different types.
+    /// Returns `None` for tensors that are not matrices, for stacked matrices that are transposed,
+    /// and for a matrix whose source tensors have different types.
     pub fn matrix_shape(&self, name: &str) -> Result<Option<(usize, usize)>> {
         let tensor = self.required(name)?;
         let mut types = tensor.sources.iter().map(|source| self.file.info(source).map(|info| info.ggml_type));
@@ -200,7 +202,7 @@ impl GgufModel {
         Ok(Tensor::from_vec(values, stored, &Device::Cpu)?.transpose(rank - 2, rank - 1)?.contiguous()?)
     }
 
-    /// Returns a tensor of packed MXFP4 bytes in host memory, in the layout of safetensors files.
+    /// Returns a tensor of packed MXFP4 bytes in host memory, in the layout of gpt-oss safetensors files.
     pub fn packed(&self, name: &str) -> Result<Tensor> {
         self.shared_packed(name, None)
     }
@@ -271,7 +273,7 @@ impl SourceRows<'_> {
             }
         };
         let (ggml_type, rows) = &self.sources[source];
-        // `map_tensors` has checked that the source tensors contain all rows of the tensor.
+        // The source tensors contain all rows, because `map_tensors` computed the tensor's shape from their shapes.
         Ok((*ggml_type, rows.row(row, buffer)?))
     }
 }

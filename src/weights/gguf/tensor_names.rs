@@ -9,12 +9,12 @@ pub const ROPE_FACTOR_TENSORS: [&str; 3] =
 pub struct LayerTensorName<'n> {
     pub layer: usize,
     pub part: &'n str,
-    /// The last part of the tensor name: `weight` or `bias`.
+    /// The text after the last dot of the tensor name, such as `weight` or `bias`.
     pub suffix: &'n str,
 }
 
 impl<'n> LayerTensorName<'n> {
-    /// Parses a tensor name. Returns `None` if the tensor is not part of a layer.
+    /// Parses a tensor name. Returns `None` if the name does not have the form of a layer tensor's name.
     pub fn parse(name: &'n str) -> Option<Self> {
         let (layer, rest) = name.strip_prefix("blk.")?.split_once('.')?;
         let (part, suffix) = rest.rsplit_once('.')?;

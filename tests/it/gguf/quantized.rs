@@ -40,8 +40,8 @@ fn check(family: &str, device: &Device, dtype: DType) {
         "{family} in {dtype:?}"
     );
     if dtype == DType::F32 {
-        // With dtype f32, a tensor takes as many bytes in memory as in the file.
-        // The exception is a pair of gate and up projections with different types: both become f32.
+        // With dtype f32, tensors take as many bytes in memory as in the file: quantized tensors stay quantized.
+        // The exception is an expert layer whose gate and up projections have different types: both become f32.
         let two_types = checkpoint.info("model.layers.1.mlp.experts.gate_up_proj");
         let extra_bytes = two_types.map_or(0, |info| 4 * info.elements() as u64 - info.bytes() as u64);
         assert_eq!(two_types.is_some(), ["mixtral", "qwen3_moe"].contains(&family), "{family}");

@@ -73,7 +73,7 @@ fn converted_vocabularies_agree_with_llama_cpp() {
 }
 
 /// Reconstructs the scores in Llama 2's tokenizer.model from the token ids.
-/// The score of a piece is 259 minus its id, or -1e9 for a run of spaces.
+/// The score of a piece is 259 minus its id, or -1e9 if the piece consists only of spaces (`▁`).
 /// Control tokens and byte tokens have a score of 0.
 fn llama2_scores(vocabulary: &Converted) -> Vec<f32> {
     let score = |(id, token): (usize, &String)| match id {
@@ -85,7 +85,7 @@ fn llama2_scores(vocabulary: &Converted) -> Vec<f32> {
 
 /// Returns the token ids of `text`, computed by a slow reference implementation of SentencePiece.
 /// Each merge takes the adjacent pair whose piece has the highest score. Ties go to the leftmost pair.
-/// Text that is not a piece becomes byte tokens.
+/// Characters that are not pieces become byte tokens.
 fn sentencepiece_reference(model: &Converted, scores: &[f32], text: &str) -> Vec<u32> {
     let pieces: HashMap<&str, usize> =
         model.tokens.iter().enumerate().map(|(id, token)| (token.as_str(), id)).collect();
@@ -476,7 +476,7 @@ fn invalid_vocabularies_are_errors() {
         (merged("a "), "must be two tokens separated by a space"),
         (merged(""), "must be two tokens separated by a space"),
         (merged("a b"), "tokenizer.ggml.merges[0]: 'a b' needs a token that is not in the vocabulary"),
-        // The `tokenizers` crate panics on merge parts that are longer than any token.
+        // The `tokenizers` crate can panic if the two parts together are longer than every token of the vocabulary.
         // inferno must reject such merges first.
         (merged(&format!("{} {}", "a".repeat(99), "b".repeat(99))), "needs a token that is not in the vocabulary"),
         (

@@ -11,7 +11,7 @@ use super::Machine;
 use crate::support::demo_dir;
 use crate::support::program::{assert_fails, inferno, text};
 
-/// Returns the directory of the demo model in inferno's cache.
+/// Writes the demo model to inferno's cache and returns its directory.
 fn demo_path(home: &TempDir) -> PathBuf {
     let hub = Hub::new(HubConfig { cache: home.path().join("models"), ..Machine::new(String::new()).config() });
     hub.find("demo", None).unwrap().path

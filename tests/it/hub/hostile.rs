@@ -39,7 +39,8 @@ fn survives(hub: impl Fn(&Machine) -> Hub, faults: &[Fault]) -> Vec<String> {
     events.all()
 }
 
-/// Checks that `fault` makes a download fail and leaves no model behind. Returns the error message and the exit code.
+/// Checks that a download fails and leaves no model behind if every request for the weights gets `fault`.
+/// Returns the error message and the exit code.
 fn fails(hub: impl Fn(&Machine) -> Hub, fault: Fault) -> (String, u8) {
     let fake = FakeHub::single();
     let machine = Machine::new(fake.endpoint());

@@ -415,7 +415,7 @@ fn include_replaces_the_weights() {
     assert!(link.starts_with("../../../blobs"), "{}", link.display());
     assert_eq!(fake.lines()[0], format!("GET /api/models/{REPO}/revision/refs%2Fpr%2F1?blobs=true"));
     assert_eq!(fs::read_to_string(machine.repo().join("refs/refs/pr/1")).unwrap(), COMMIT);
-    // A repository with only a GGUF file is a complete model.
+    // A snapshot is a complete model even if its only weights are a GGUF file.
     let file = snapshot.path.join("gguf/model.Q4.gguf");
     assert_eq!(machine.hub().find_tokenizer(REPO, None).unwrap().path, file);
     assert_eq!(machine.hub().find(REPO, None).unwrap().path, file);
@@ -478,7 +478,7 @@ fn model_in_the_shared_cache_is_not_downloaded() {
     assert_eq!(events.all(), ["already present: HuggingFace"]);
     assert_eq!(fake.lines().len(), 1, "expected only the request for the listing");
 
-    // A truncated file counts as missing.
+    // A file with another size than in the listing counts as missing.
     fs::write(expected.path.join("model.safetensors"), b"short").unwrap();
     assert_eq!(machine.hub().download(REPO, None, &FileFilter::default(), &()).unwrap().source, Source::Inferno);
 }

@@ -1,4 +1,5 @@
 //! Tests `inferno download` as a process: kills, concurrent downloads, full and read-only disks, proxies and output.
+//! Also tests the output of other cache commands, and the download that `play` offers.
 
 use std::fs;
 use std::io::{BufRead, BufReader, Read};
@@ -94,7 +95,7 @@ fn killed_download_is_resumed() {
     );
 }
 
-/// Kills 50 downloads at random times: during transfers, and while files are verified, renamed or linked.
+/// Kills 50 downloads at random times. A kill may hit the transfer, verification, renaming or linking of a file.
 #[test]
 fn repeatedly_killed_download_stays_consistent() {
     std::thread::scope(|scope| {
@@ -226,7 +227,7 @@ fn in_shell(shell: &[&str], script: &str, path: &Path, inferno: &Command) -> Com
 fn download_resumes_after_a_full_disk() {
     let (fake, weights) = large(3_000_000);
     let home = TempDir::new().unwrap();
-    // No file may be larger than 1 MiB (2,048 blocks of 512 bytes).
+    // Limit the file size to 1 MiB (2,048 blocks of 512 bytes). Writes past the limit fail, as on a full disk.
     let limited = "ulimit -f 2048; exec \"$@\"";
     let inferno = command(&home, &fake, &["download", REPO]);
     let output = in_shell(&["sh"], limited, home.path(), &inferno).output().unwrap();
@@ -431,7 +432,7 @@ fn play_offers_to_download_a_missing_model() {
     assert!(answer.contains("inferno download"), "{answer}");
     assert!(repo(&home).join("refs/main").exists());
 
-    // The cache now has two models. `REPO` was used most recently.
+    // The cache now has two models. `play` has used `REPO`, but not the other model.
     let list = |args: &[&str]| text(&command(&home, &fake, args).output().unwrap().stdout);
     let models: serde_json::Value = serde_json::from_str(&list(&["list", "--json", "--sort", "used"])).unwrap();
     assert_eq!(models[0]["name"], REPO);

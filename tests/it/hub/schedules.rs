@@ -112,7 +112,7 @@ impl Schedule {
         }
     }
 
-    /// Repeats the download four times, as a user would. The last attempt has no faults.
+    /// Attempts the download four times, as a user would. The last attempt has no faults.
     /// Between attempts, the hub may get a new commit.
     /// Returns how many attempts succeeded and how many failed.
     fn run(mut self) -> (usize, usize) {
@@ -171,7 +171,6 @@ impl Schedule {
             }
         }
         let Ok(snapshot) = hub.find(REPO, None) else { return };
-        // If a model can be found, its weights and all its small files must exist.
         assert!(FILES.iter().all(|name| snapshot.path.join(name).is_file()), "{snapshot:?}");
         for checked in hub.verify(Some(REPO), snapshot.revision.as_deref(), &()).unwrap() {
             assert!(checked.files.iter().all(|(_, state)| *state == FileState::Good), "{checked:?}");

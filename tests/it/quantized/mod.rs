@@ -64,7 +64,7 @@ fn blocks(ggml_type: GgmlType, count: usize) -> Vec<u8> {
     };
     for block in bytes.chunks_exact_mut(ggml_type.block_bytes()) {
         for at in halves {
-            // Set the magnitude of the block's f16 scale to between 2^-7 and 2^-5. Keep the sign.
+            // Set the exponent of the block's f16 scale to -7 or -6. Keep the sign.
             block[at + 1] = block[at + 1] & 0x84 | 0x20;
         }
     }
@@ -111,7 +111,7 @@ fn values_equal_those_of_the_blocks_bit_by_bit() {
         let got = values(&matrix.dequantize(DType::F32).unwrap());
         let bits = |values: &[f32]| values.iter().map(|value| value.to_bits()).collect::<Vec<_>>();
         assert_eq!(bits(&got), bits(&want), "{of}");
-        // A K-quant block may take 6 bytes more in memory than in the file: 4 for unpacked scales and 2 for padding.
+        // A K-quant block takes up to 6 bytes more in memory than in the file: 4 for unpacked scales and 2 for padding.
         let file = 3 * 512 / of.block_length() * of.block_bytes();
         assert!(
             matrix.bytes() as usize <= file + 3 * 2 * 6,
@@ -156,8 +156,8 @@ fn quantization_error_is_bounded() {
     let (rows, columns) = (4, 512);
     let original = floats_with_known_errors(rows * columns);
     // Each error limit is relative to the largest magnitude in a row, which is about 2.
-    // A limit is half a quantization step.
-    // In formats that cannot represent both the minimum and the maximum, a limit is about a whole step.
+    // Most limits are half a quantization step.
+    // In formats that cannot represent both the minimum and the maximum, the limit is about a whole step.
     for (name, limit) in [
         ("q8_0", 1.0 / 127.0 / 2.0),
         ("int8", 1.0 / 127.0 / 2.0),
@@ -166,7 +166,7 @@ fn quantization_error_is_bounded() {
         ("q5_0", 1.0 / 15.0),
         ("q5_1", 1.0 / 31.0),
         // q5_k and q4_k fit a group by least squares, which is less exact for the extremes.
-        // The relative errors of ggml are 0.0481 for q5_k and 0.0745 for q4_k.
+        // For these values, the relative errors of ggml are 0.0481 with q5_k and 0.0745 with q4_k.
         ("q5_k", 0.0482 / 1.1),
         ("q4_0", 1.0 / 7.0),
         ("q4_1", 1.0 / 15.0),
@@ -184,6 +184,7 @@ fn quantization_error_is_bounded() {
         assert!(worst > 0.0, "{quantize} changes nothing");
     }
     // If the row length is not a multiple of the block length, the matrix uses another format or stays unquantized.
+    // int8 has no blocks.
     let format = |name: &str, columns| name.parse::<QuantizationTarget>().unwrap().format(columns);
     assert_eq!(format("q4_k", 320), Some(WeightFormat::Q5_0));
     assert_eq!(format("q2_k", 320), Some(WeightFormat::Q4_0));
@@ -296,7 +297,8 @@ fn roundings(format: WeightFormat) -> Vec<InputQuantization> {
 #[test(gpu)]
 fn gpu_kernels_agree_with_the_cpu_at_the_edges() {
     let gpu = gpu();
-    // With 40 and 104 columns, the rows of x are aligned to 16 bytes, so `matmul_few` handles 3 and 40 tokens.
+    // With 40 and 104 columns, the rows of x are aligned to 16 bytes.
+    // `matmul_few` then multiplies 3 and 40 tokens, except in 8-bit products.
     for columns in [36, 40, 100, 104] {
         for quantize in [QuantizationTarget::Int8, QuantizationTarget::Fp8] {
             let values_of = floats(48 * columns, 7);
@@ -330,12 +332,13 @@ fn gpu_kernels_agree_with_the_cpu_at_the_edges() {
     }
 }
 
-/// Compares dequantized values, embedding rows, and products with few and with many tokens, in all dtypes.
+/// Compares expert products in f16, dequantized values, embedding rows, and products in all dtypes.
+/// The products have few and many tokens.
 #[test(gpu)]
 fn gpu_kernels_agree_with_the_cpu() {
     let gpu = gpu();
     // The row counts are odd, greater than the number of warps in a grid, or multiples of 16 (for cuBLASLt).
-    // The column counts make each lane of a warp run its loop once or several times.
+    // The column counts make each lane of a warp run its loop at most once, or several times.
     for (rows, columns) in [(29 * 159, 256), (29 * 160, 1536), (29 * 16, 4608)] {
         let ids = Tensor::new(&[2u32, 0, rows as u32 - 1], &Device::Cpu).unwrap();
         let here = matrices_of_each_format(rows, columns, &Device::Cpu);
@@ -378,7 +381,9 @@ fn gpu_kernels_agree_with_the_cpu() {
                             .matmul(&x.to_device(&gpu).unwrap())
                             .unwrap();
                         let error = relative_error(&values(&got), &values(&want));
-                        // For one token, and for a few tokens in f32, kernels multiply exact weights by 16-bit inputs.
+                        // `quantized_matvec` multiplies exact weights by inputs that it quantizes to 16 bits,
+                        // or by exact inputs if the weights are FP8. It is used for one token.
+                        // It is also used for 2 to 8 tokens, unless `matmul_few` or an 8-bit product is used.
                         // 8-bit products use 8-bit weights as they are. Tensor cores accumulate int8 products exactly,
                         // but FP8 products only to about 13 bits.
                         // All other kernels round the weights to the dtype of the input.
@@ -420,7 +425,8 @@ fn gpu_kernels_agree_with_the_cpu() {
     }
 }
 
-/// Multiplies a stack of three matrices with different formats and row counts in one launch.
+/// Multiplies a stack of three matrices with different formats and row counts.
+/// Up to 128 tokens, one launch multiplies the whole stack.
 #[test(gpu)]
 fn stacked_formats_match_the_cpu() {
     let (gpu, columns) = (gpu(), 768);

@@ -110,7 +110,7 @@ fn markdown_is_laid_out_with_styles() {
     assert!(!shown.contains("**") && !shown.contains("# "), "{shown}");
     assert!(shown.lines().all(|line| line.chars().count() < SIZE.columns), "{shown}");
     let looks = String::from_utf8(written(ORDINARY, usize::MAX, SIZE)).unwrap();
-    assert!(looks.contains("\u{1b}[1;4mMoons"), "the heading is not bold");
+    assert!(looks.contains("\u{1b}[1;4mMoons"), "the heading is not bold and underlined");
     assert!(looks.contains("\u{1b}[35mfn"), "the keyword is not colored: {looks}");
 }
 
@@ -227,7 +227,7 @@ fn pathological_markdown_is_laid_out_in_time() {
         let started = std::time::Instant::now();
         assert_harmless(&written(&text, 50, SIZE));
         let name: String = text.chars().take(12).collect();
-        // A release build on an idle machine takes less than 1 s. A debug build on a busy machine takes longer.
+        // The limit is generous, because a debug build on a busy machine is slow.
         assert!(started.elapsed().as_secs() < 60, "{name:?} took {:?}", started.elapsed());
         println!("{name:?} {:?}", started.elapsed());
     }

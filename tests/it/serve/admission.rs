@@ -27,7 +27,7 @@ fn a_preview_equals_what_happens() {
         blocks["needed_blocks"].as_u64().unwrap() >= 1 && blocks["free_blocks"] == blocks["total_blocks"],
         "{before}"
     );
-    // An admission preview runs no step, does not query the prefix cache, and does not change the next preview.
+    // An admission preview runs no step, does not count as a prefix cache query, and does not change the next preview.
     assert_eq!(server.metric("inferno_engine_steps_total"), 0.0);
     assert_eq!(server.metric("inferno_prefix_cache_queries_total"), 0.0);
     assert_eq!(preview(&server, json!({ "max_tokens": 8 })), before);
@@ -102,7 +102,7 @@ fn a_key_with_many_requests_delays_other_keys_by_one_request_each() {
     server.wait("55 requests are waiting", |server| metric(server, "inferno_num_requests_waiting") >= 55.0);
     for turn in 1..4 {
         Response::read(&mut BufReader::new(begin_as(&server, "b", &body))).ok();
-        // Between two requests with key `b`, the server starts only one or two requests with key `a`.
+        // Between two requests with key `b`, the server starts one or two requests with key `a`. The check allows more.
         let waiting = metric(&server, "inferno_num_requests_waiting");
         assert!(waiting >= f64::from(56 - 4 * turn), "{waiting} requests are waiting after turn {turn}");
     }

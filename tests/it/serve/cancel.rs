@@ -17,7 +17,7 @@ fn a_client_that_vanishes_cancels_its_request() {
         server.wait("the first request is running", running(1.0));
         let second = server.begin("/v1/chat/completions", &endless(is_stream));
         server.wait("the second request is waiting", waiting(1.0));
-        // Cancel a request in the queue, then a request that is decoding.
+        // Cancel the request in the queue, then the running request.
         second.shutdown(Shutdown::Both).unwrap();
         server.wait("the second request has left the queue", waiting(0.0));
         assert_eq!(server.metric("inferno_num_requests_running"), 1.0, "the first request must still be running");

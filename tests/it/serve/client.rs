@@ -16,7 +16,7 @@ use crate::support::program::inferno;
 /// The time limit of each wait for the server. It is long, because its only purpose is to detect hangs.
 pub const HANG: Duration = Duration::from_secs(60);
 
-/// A running `inferno serve demo`. Dropping it kills the process.
+/// A running `inferno serve` process. Dropping it kills the process.
 pub struct Server {
     pub child: Child,
     /// The scheme and the address of the server, such as `http://127.0.0.1:8000`.
@@ -155,7 +155,8 @@ impl Drop for Server {
 
 pub const JSON: (&str, &str) = ("Content-Type", "application/json");
 
-/// Returns the body of a chat completion request. `fields` replace the default model, question and temperature of 0.
+/// Returns the body of a chat completion request: the demo model, a question and temperature 0.
+/// `fields` adds fields and replaces these defaults.
 pub fn chat(fields: Value) -> Value {
     let mut body = json!({
         "model": "demo",

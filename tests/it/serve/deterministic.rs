@@ -74,7 +74,7 @@ fn single_requests_can_be_deterministic() {
     assert_eq!((response.status, response.header("x-inferno-ignored")), (200, None));
 }
 
-/// Tests the Messages, Responses and ollama APIs. Their responses have no fingerprint, so the test reads the record.
+/// Tests the header on several APIs. Most of their responses have no fingerprint, so the test reads the records.
 #[test]
 fn the_header_works_on_all_routes() {
     let server = Server::start(&["--record-memory", "1"]);

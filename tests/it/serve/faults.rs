@@ -26,7 +26,7 @@ struct Local {
 }
 
 impl Local {
-    /// Starts a server that runs two requests at once. Port 0 selects a free port.
+    /// Starts a server that runs at most two requests at once. Port 0 selects a free port.
     fn start(port: u16) -> Self {
         let runtime = Runtime::new().unwrap();
         let listener = runtime.block_on(server::bind("127.0.0.1", port)).unwrap();
@@ -104,7 +104,7 @@ fn a_failed_step_fails_its_requests_only() {
     assert!(!local.serving.is_finished());
 }
 
-/// After a device fault or a panic, all requests fail and the server ends. Another server can then take its place.
+/// After a device fault or a panic, all requests fail and the server ends. Another server can then use the same port.
 #[test]
 fn a_server_with_a_broken_engine_ends_so_that_it_can_restart() {
     for fault in [Fault::Device, Fault::Panic] {

@@ -110,7 +110,7 @@ fn honored_fields_change_the_answer() {
     let content = |fields: Value| server.chat(fields).ok()["choices"][0]["message"]["content"].clone();
     let plain = content(json!({}));
     let id = &server.post("/tokenize", &json!({ "prompt": "The" })).ok()["tokens"][0];
-    // Encoding a text that is far too long would delay other clients.
+    // The server refuses a text that is far too long, because encoding the text would delay other clients.
     server.post("/tokenize", &json!({ "prompt": "a".repeat(4 << 20) })).error(400);
     let biased = content(json!({ "logit_bias": { id.to_string(): -100 } }));
     assert!(plain.as_str().unwrap().starts_with("The") && !biased.as_str().unwrap().starts_with("The"), "{biased}");
@@ -196,7 +196,8 @@ fn harmony_uses_only_the_effort_of_the_template_variables() {
     assert_eq!(error["param"], "reasoning_effort");
 }
 
-/// The router SMG adds `logprobs` and `stream` to requests. vllm-router adds all other fields of this test.
+/// The router SMG adds `logprobs` and `stream` to requests. vllm-router adds the other fields in `added`,
+/// except `max_tokens`.
 #[test]
 fn fields_that_routers_add_do_not_change_the_answer() {
     let server = Server::start(&[]);

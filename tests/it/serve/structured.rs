@@ -205,7 +205,7 @@ fn a_grammar_that_was_compiled_before_gives_the_same_answers() {
     let first: Vec<Value> = (0..4).map(ask).collect();
     first.iter().for_each(|text| check(text.as_str().unwrap()));
     assert_eq!((0..4).map(ask).collect::<Vec<_>>(), first);
-    // An error names the field of the failed request, not the field of the first request with the same grammar.
+    // A second request with a grammar that is too expensive gets the same error as the first.
     let hostile = "start: e{600} \"z\"\ne: \"x\" | e e | e e e | e e e e";
     for _ in 0..2 {
         let fields = json!({ "structured_outputs": { "grammar": hostile } });

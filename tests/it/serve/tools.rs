@@ -8,7 +8,9 @@ use tempfile::TempDir;
 use super::client::{JSON, Response, Server};
 use crate::support::program::copy_of_demo;
 
-/// Starts a server whose chat template is `template`, for a copy of the demo model without harmony's control tokens.
+/// Starts a server with a copy of the demo model whose chat template is `template`.
+/// The copy's tokenizer lacks harmony's token `<|channel|>`, so inferno uses the chat template instead of harmony.
+/// `renamed` holds more texts to replace in tokenizer.json, as (old, new).
 fn start(template: &str, renamed: &[(&str, &str)]) -> (TempDir, Server) {
     let (folder, path) = copy_of_demo();
     let file = path.join("tokenizer.json");

@@ -92,7 +92,7 @@ impl GraphModel {
     }
 }
 
-/// Generates `count` tokens. Stop tokens do not end the generation.
+/// Generates `count` tokens. End-of-sequence tokens do not end the answer.
 pub fn generate(engine: &EngineHandle, prompt: &[u32], sampling: SamplingParams, count: usize) -> Answer {
     let options = GenerateOptions { ignore_eos: true, max_tokens: Some(count), ..GenerateOptions::new(sampling) };
     Answer::read(engine.complete_ids(prompt, options).unwrap())

@@ -200,8 +200,8 @@ impl Random {
         if self.next().is_multiple_of(50) { sum * 40.0 } else { sum }
     }
 
-    /// Returns an f32 tensor of normally distributed values that `dtype` can represent exactly.
-    /// The conversion to `dtype` is therefore exact, and tests measure only the error of the kernel.
+    /// Returns an f32 tensor of values from [`normal`](Self::normal), rounded to `dtype`.
+    /// A later conversion to `dtype` is therefore exact, and tests measure only the error of the kernel.
     pub fn tensor(&mut self, shape: &[usize], dtype: DType) -> Tensor {
         let values: Vec<f32> = (0..shape.iter().product()).map(|_| self.normal()).collect();
         Tensor::from_vec(values, shape, &Device::Cpu).unwrap().to_dtype(dtype).unwrap().to_dtype(DType::F32).unwrap()

@@ -102,7 +102,8 @@ fn tensors_that_need_scales_are_errors() {
         for quantize in [None, Some("int8".parse().unwrap())] {
             let error = logits(folder.path(), quantize, &Device::Cpu, DType::F32).unwrap_err();
             let text = format!("{error:#}");
-            // The error names the embedding, which is loaded first, unless only q_proj has a scale.
+            // With a scale tensor, only q_proj is invalid. Otherwise, all matrices are invalid,
+            // and the error names the embedding, which is loaded first.
             let name = if extra.is_some() { query } else { "model.embed_tokens.weight" };
             assert!(text.contains(&format!("tensor {name} in {dtype} (")) && text.contains(message), "{text}");
             let kind = error.chain().find_map(|cause| cause.downcast_ref::<Error>()).expect(&text);

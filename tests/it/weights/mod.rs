@@ -239,7 +239,8 @@ fn tensors_on_a_gpu_equal_those_of_the_file() {
     }
 }
 
-/// In a matrix with very long rows, each rank reads only its own columns. The ranks read all other tensors together.
+/// The ranks read `short` and `whole` together. Each rank reads only its own columns of `long`, which has long rows,
+/// and only its own rows of `rows`.
 #[test]
 fn ranks_that_share_reads_get_their_parts_and_read_every_byte_once() {
     let tensors = [("long", [7, 200_000]), ("short", [3000, 700]), ("rows", [4000, 300])];
@@ -292,7 +293,7 @@ fn ranks_that_share_reads_get_their_parts_and_read_every_byte_once() {
 }
 
 /// Each rank converts some of the rows of a matrix and keeps some of the columns.
-/// The rows have at least 64 KB, so that no thread reads more bytes than it converts.
+/// The rows have at least 64 KiB, so that no thread reads more bytes than it converts.
 #[test]
 fn ranks_that_convert_rows_together_get_their_parts_and_read_every_byte_once() {
     let (rows, columns) = (40, 65_536);
