@@ -129,6 +129,13 @@ pub const MAX_EXPERTS: usize = 1024;
 /// The maximum number of experts per token: one per lane of a warp.
 pub const MAX_CHOSEN_EXPERTS: usize = 32;
 
+// Residual addition and norm of expert outputs (`moe/expert_mlp.rs`, `moe/expert_mlp.cu`).
+
+/// Threads per block in the kernel that adds up expert outputs and normalizes the residual stream, one row per block.
+pub const EXPERT_NORM_THREADS: usize = 384;
+/// The maximum number of columns of that kernel. A thread holds 8 columns of each part of 3072 columns.
+pub const EXPERT_NORM_COLUMNS: usize = 2 * 8 * EXPERT_NORM_THREADS;
+
 // Residual addition and norm (`norm.rs`, `norm.cu`).
 
 /// Threads per block in the add_norm kernel. A block normalizes one row.

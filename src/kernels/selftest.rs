@@ -394,7 +394,7 @@ mod fused {
         let gate_up = ExpertLinear { tiles: &up_tiles, bias: &up.2 };
         let down = ExpertLinear { tiles: &down_tiles, bias: &down.2 };
         let routed = RoutedPairs::new(&ids, shares, experts)?;
-        expert_mlp::expert_mlp(&target.f32(&x)?, &routed, gate_up, down, 7.0, SumOrder::Fastest, DType::F32)
+        expert_mlp::expert_mlp(&target.f32(&x)?, &routed, gate_up, down, 7.0, SumOrder::Fastest)?.sum(DType::F32)
     }
 }
 

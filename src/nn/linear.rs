@@ -5,7 +5,7 @@ use std::ops::Range;
 use anyhow::Result;
 use candle_core::{DType, Tensor};
 
-use super::residual::{PartDtype, PartOutput};
+use super::residual::{PartDtype, PartOutput, PartRows};
 #[cfg(feature = "cuda")]
 use crate::kernels::matmul::size_class::size_classes;
 use crate::kernels::{self, SumOrder, matrix::Matrix, rows::add_bias};
@@ -99,7 +99,7 @@ impl Linear {
             PartDtype::F32 => self.weight.matmul(x, order)?,
             PartDtype::Rounded => self.weight.matmul_rounded(x, order)?,
         };
-        Ok(PartOutput { rows, bias: self.bias.as_ref() })
+        Ok(PartOutput { rows: PartRows::Summed(rows), bias: self.bias.as_ref() })
     }
 
     /// Runs the product with zeros for each size class of up to `tokens` tokens, so that its kernels are loaded.

@@ -8,7 +8,7 @@ use candle_nn::Activation;
 
 use super::linear::{Bias, Linear, SHARE_COLUMNS, gate_up_rows};
 use super::moe::{ClampedMoe, GatedMoe};
-use super::residual::{PartDtype, PartOutput};
+use super::residual::{PartDtype, PartOutput, PartRows};
 use crate::kernels::SumOrder;
 use crate::kernels::activation::{self, gated, gated_halves};
 use crate::kernels::moe::expert_usage::ExpertUsage;
@@ -45,8 +45,8 @@ impl Mlp {
         match self {
             Mlp::Gated(mlp) => mlp.forward(x, order, dtype),
             Mlp::Plain(mlp) => mlp.forward(x, order, dtype),
-            Mlp::GatedMoe(moe) => Ok(PartOutput { rows: moe.forward(x, order)?, bias: None }),
-            Mlp::ClampedMoe(moe) => Ok(PartOutput { rows: moe.forward(x, order, dtype)?, bias: None }),
+            Mlp::GatedMoe(moe) => Ok(PartOutput { rows: PartRows::Summed(moe.forward(x, order)?), bias: None }),
+            Mlp::ClampedMoe(moe) => Ok(PartOutput { rows: moe.forward(x, order)?, bias: None }),
         }
     }
 

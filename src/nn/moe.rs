@@ -5,7 +5,7 @@ use candle_core::{DType, Tensor};
 
 use super::checks::check_size;
 use super::linear::{Bias, Linear, SHARE_COLUMNS, gate_up_rows};
-use super::residual::PartDtype;
+use super::residual::PartRows;
 use crate::kernels::activation::{Activation, clamped_swiglu, gated_halves};
 use crate::kernels::matrix::Matrix;
 use crate::kernels::moe::combine::combine;
@@ -226,12 +226,11 @@ impl ClampedMoe {
     }
 
     /// Maps x, f32 `[tokens, hidden]`, to this rank's part of the output, `[tokens, hidden]`.
-    pub(super) fn forward(&self, x: &Tensor, order: SumOrder, dtype: PartDtype) -> Result<Tensor> {
+    pub(super) fn forward(&self, x: &Tensor, order: SumOrder) -> Result<PartRows> {
         if self.down_proj.dims()?.2 == 0 {
-            return Ok(x.zeros_like()?);
+            return Ok(PartRows::Summed(x.zeros_like()?));
         }
         let chosen = self.config.experts_per_token;
-        let _ = dtype; // only the kernels for MXFP4 tiles round their output
         #[cfg(feature = "cuda")]
         if let (ExpertWeights::Mxfp4Tiles(gate_up), ExpertWeights::Mxfp4Tiles(down), Matrix::Dense(router)) =
             (&self.gate_up_proj, &self.down_proj, &self.router.weight)
@@ -239,11 +238,8 @@ impl ClampedMoe {
             let routed = RoutedPairs::route(x, router, self.router.bias.as_ref(), chosen, order, Some(&self.usage))?;
             let gate_up = ExpertLinear { tiles: gate_up, bias: &self.gate_up_bias };
             let down = ExpertLinear { tiles: down, bias: &self.down_bias };
-            let dtype = match dtype {
-                PartDtype::F32 => DType::F32,
-                PartDtype::Rounded => self.down_bias.dtype(),
-            };
-            return Ok(expert_mlp(x, &routed, gate_up, down, self.config.swiglu_limit, order, dtype)?);
+            let outputs = expert_mlp(x, &routed, gate_up, down, self.config.swiglu_limit, order)?;
+            return Ok(PartRows::PerExpert(outputs));
         }
         // 1. route: ids [tokens, chosen], f32 weights [tokens, chosen]
         let (ids, weights) = topk_softmax(&self.router.forward(x, order)?, chosen, Softmax::OverChosen)?;
@@ -253,6 +249,6 @@ impl ClampedMoe {
         let gated = clamped_swiglu(&gate_up, self.config.swiglu_limit)?;
         let down = expert_matmul(&gated, &self.down_proj, Some(&self.down_bias), &ids, order)?;
         // 3. combine in f32: [tokens, chosen, hidden] → [tokens, hidden]
-        Ok(combine(&down, &weights)?)
+        Ok(PartRows::Summed(combine(&down, &weights)?))
     }
 }

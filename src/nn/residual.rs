@@ -6,15 +6,41 @@ use candle_core::{DType, Tensor};
 use super::norm::Norm;
 use super::pass::{LogitRows, Pass};
 use crate::device::{ResidualUpdate, World};
+#[cfg(feature = "cuda")]
+use crate::kernels::moe::expert_mlp::ExpertOutputs;
 use crate::kernels::norm::Addend;
 use crate::kernels::rows::add_bias;
 
 /// This rank's part of the output of attention or of an MLP.
 pub(crate) struct PartOutput<'l> {
-    /// The part, `[tokens, hidden]`, f32 or rounded (see [`PartDtype`]). The output is the sum of all ranks' parts.
-    pub rows: Tensor,
+    /// The part, `[tokens, hidden]`. The output is the sum of all ranks' parts.
+    pub rows: PartRows,
     /// A bias to add to every row of the sum, f32 `[hidden]`.
     pub bias: Option<&'l Tensor>,
+}
+
+/// The rows of a [`PartOutput`].
+pub(crate) enum PartRows {
+    /// f32 or rounded (see [`PartDtype`]).
+    Summed(Tensor),
+    /// The outputs of each token's experts. They stay apart, because one kernel can add them up and normalize the sum.
+    #[cfg(feature = "cuda")]
+    PerExpert(ExpertOutputs),
+}
+
+impl PartRows {
+    /// Returns the rows as one tensor. Adds up expert outputs, in `dtype` or in the dtype of the outputs.
+    fn summed(self, dtype: PartDtype) -> Result<Tensor> {
+        let _ = dtype; // only expert outputs are still to be added up
+        match self {
+            Self::Summed(rows) => Ok(rows),
+            #[cfg(feature = "cuda")]
+            Self::PerExpert(outputs) => Ok(match dtype {
+                PartDtype::F32 => outputs.sum(DType::F32)?,
+                PartDtype::Rounded => outputs.sum(outputs.dtype())?,
+            }),
+        }
+    }
 }
 
 /// The dtype of a [`PartOutput`].
@@ -28,7 +54,11 @@ pub(crate) enum PartDtype {
 
 /// An output that is not yet added to the residual stream.
 enum Pending<'l> {
-    Part(PartOutput<'l>),
+    /// This rank's part, `[tokens, hidden]`, and a bias to add to every row of the sum of all ranks' parts.
+    Part(Tensor, Option<&'l Tensor>),
+    /// The expert outputs of a model on a single rank.
+    #[cfg(feature = "cuda")]
+    PerExpert(ExpertOutputs),
     /// The same rows on all ranks, f32 `[tokens, hidden]`.
     Whole(Tensor),
 }
@@ -61,26 +91,36 @@ impl<'l> Residual<'l> {
 
     /// Returns the normalized residual stream, in `dtype`.
     pub fn norm(&mut self, norm: &Norm, dtype: DType) -> Result<Tensor> {
-        let pending = self.pending.take();
-        if let Some(Pending::Part(PartOutput { rows: y, bias })) = &pending
-            && norm.bias.is_none()
-            && let Some(updated) = self.world.add_partials(&ResidualUpdate {
-                x: &self.x,
-                is_divided: self.is_divided,
-                y,
-                bias: *bias,
-                weight: &norm.weight,
-                eps: norm.eps,
-                dtype,
-            })?
-        {
-            (self.x, self.is_divided) = (updated.x, updated.is_divided);
-            return Ok(updated.normed);
-        }
-        let (rows, bias) = match pending {
+        let (rows, bias) = match self.pending.take() {
             None => (None, None),
             Some(Pending::Whole(rows)) => (Some(rows), None),
-            Some(Pending::Part(PartOutput { rows, bias })) => (Some(self.sum_rows(&rows)?), bias),
+            #[cfg(feature = "cuda")]
+            Some(Pending::PerExpert(outputs)) => {
+                if norm.bias.is_none()
+                    && let Some((x, normed)) = outputs.add_norm(self.whole()?, &norm.weight, norm.eps, dtype)?
+                {
+                    self.x = x;
+                    return Ok(normed);
+                }
+                (Some(outputs.sum(DType::F32)?), None)
+            }
+            Some(Pending::Part(rows, bias)) => {
+                if norm.bias.is_none()
+                    && let Some(updated) = self.world.add_partials(&ResidualUpdate {
+                        x: &self.x,
+                        is_divided: self.is_divided,
+                        y: &rows,
+                        bias,
+                        weight: &norm.weight,
+                        eps: norm.eps,
+                        dtype,
+                    })?
+                {
+                    (self.x, self.is_divided) = (updated.x, updated.is_divided);
+                    return Ok(updated.normed);
+                }
+                (Some(self.sum_rows(&rows)?), bias)
+            }
         };
         let addend = rows.as_ref().map(|rows| Addend { rows, bias });
         let (x, normed) = norm.add_norm(self.whole()?, addend, dtype)?;
@@ -91,9 +131,16 @@ impl<'l> Residual<'l> {
     /// Adds the output of attention or of an MLP. If there is a `post_norm`, normalizes the output first (Gemma).
     pub fn add(&mut self, output: PartOutput<'l>, post_norm: Option<&Norm>) -> Result<()> {
         debug_assert!(self.pending.is_none(), "the last output is not yet added");
-        self.pending = Some(match post_norm {
-            None => Pending::Part(output),
-            Some(post_norm) => Pending::Whole(post_norm.forward(&self.sum(output)?)?),
+        self.pending = Some(match (output.rows, post_norm) {
+            #[cfg(feature = "cuda")]
+            (PartRows::PerExpert(outputs), None) if self.world.size() == 1 => Pending::PerExpert(outputs),
+            (rows, post_norm) => {
+                let rows = rows.summed(self.part_dtype(self.x.dim(0)?)?)?;
+                match post_norm {
+                    None => Pending::Part(rows, output.bias),
+                    Some(post_norm) => Pending::Whole(post_norm.forward(&self.sum(&rows, output.bias)?)?),
+                }
+            }
         });
         Ok(())
     }
@@ -103,7 +150,9 @@ impl<'l> Residual<'l> {
         let output = match self.pending.take() {
             None => return self.whole(),
             Some(Pending::Whole(rows)) => rows,
-            Some(Pending::Part(output)) => self.sum(output)?,
+            #[cfg(feature = "cuda")]
+            Some(Pending::PerExpert(outputs)) => outputs.sum(DType::F32)?,
+            Some(Pending::Part(rows, bias)) => self.sum(&rows, bias)?,
         };
         self.x = (self.whole()? + output)?;
         Ok(&self.x)
@@ -117,10 +166,10 @@ impl<'l> Residual<'l> {
         Ok(())
     }
 
-    /// Returns the sum of an output over all ranks, with its bias.
-    fn sum(&self, output: PartOutput) -> Result<Tensor> {
-        let rows = self.sum_rows(&output.rows)?;
-        Ok(match output.bias {
+    /// Returns the sum of a part over all ranks, with the bias of the output.
+    fn sum(&self, rows: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+        let rows = self.sum_rows(rows)?;
+        Ok(match bias {
             Some(bias) => add_bias(&rows, bias)?,
             None => rows,
         })

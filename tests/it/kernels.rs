@@ -528,12 +528,18 @@ fn expert_mlp_matches_separate_products() {
                 ExpertLinear { tiles, bias }
             };
             let routed = RoutedPairs::new(&on_device(&ids), on_device(&shares), experts).unwrap();
-            let run = |out_dtype| {
-                let (up, down) = (stack(&up), stack(&down));
-                expert_mlp(&on_device(&x), &routed, up, down, 7.0, SumOrder::Fastest, out_dtype).unwrap()
-            };
-            let got = run(DType::F32);
-            assert_close("rounded output", &run(dtype), &got, rounding(dtype));
+            let (up, down) = (stack(&up), stack(&down));
+            let outputs = expert_mlp(&on_device(&x), &routed, up, down, 7.0, SumOrder::Fastest).unwrap();
+            let got = outputs.sum(DType::F32).unwrap();
+            assert_close("rounded output", &outputs.sum(dtype).unwrap(), &got, rounding(dtype));
+            let residual = on_device(&noise.tensor(&[tokens, columns], DType::F32));
+            let weight = on_device(&noise.tensor(&[columns], DType::F32));
+            for (out_dtype, tolerance) in [(DType::F32, 1e-5), (dtype, rounding(dtype))] {
+                let (sum, normed) = outputs.add_norm(&residual, &weight, 1e-3, out_dtype).unwrap().unwrap();
+                let want = add_norm(&residual, Some((&got).into()), &weight, None, 1e-3, out_dtype).unwrap();
+                assert_close("sum of x and the outputs", &sum, &want.0, 1e-6);
+                assert_close("norm of the sum", &normed, &want.1, tolerance);
+            }
             let what = format!("{tokens} tokens, {chosen} of {experts} experts, {columns}x{intermediate}, {dtype:?}");
             assert_close(&what, &got, &want, 2.0 * rounding(dtype));
         }
@@ -612,8 +618,8 @@ fn experts_in_fixed_order_do_not_depend_on_other_tokens() {
                 let routed = RoutedPairs::route(&x, &router, None, chosen, SumOrder::Fixed, None).unwrap();
                 let (up, down) =
                     (ExpertLinear { tiles: &up.0, bias: &up.1 }, ExpertLinear { tiles: &down.0, bias: &down.1 });
-                let y = expert_mlp(&x, &routed, up, down, 7.0, SumOrder::Fixed, DType::F32).unwrap();
-                (values(&routed.weights), values(&y))
+                let outputs = expert_mlp(&x, &routed, up, down, 7.0, SumOrder::Fixed).unwrap();
+                (values(&routed.weights), values(&outputs.sum(DType::F32).unwrap()))
             };
             let (shares, all) = run(0, tokens);
             for _ in 0..20 {

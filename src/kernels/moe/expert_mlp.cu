@@ -2,13 +2,15 @@
 // The matrix products run on tensor cores. Weights are packed in shared memory and unpacked in registers.
 //
 //   x [tokens, hidden] -> spread_tokens -> expert_gate_up -> h [pairs, intermediate]
-//   h -> expert_down -> y [pairs, hidden] -> expert_combine, which computes Σ weights[t, c] · y[t, c] over c
+//   h -> expert_down -> y [pairs, hidden]
+//   y -> expert_combine or expert_add_norm, which compute Σ weights[t, c] · y[t, c] over c
 //
 // A pair is a token and one of its `chosen` experts.
 // mxfp4_tiles.cuh describes the layout of weights, x and h.
 // The rows of y are in the original order of the pairs, not in the order of `sorted`.
 #include "headers/async_copy.cuh"
 #include "headers/barrier.cuh"
+#include "headers/block_sum.cuh"
 #include "headers/pdl.cuh"
 #include "headers/shared_memory.cuh"
 #include "headers/wgmma.cuh"
@@ -86,6 +88,76 @@ __device__ void expert_combine(const T* y, const float* weights, OUT* x, int n, 
         else
             reinterpret_cast<uint32_t*>(x)[first + 4 * k] = pack<OUT>(sum[k].x, sum[k].y);
     }
+}
+
+// Adds the weighted expert outputs of each token to x, and normalizes the sum (RMSNorm):
+// sum[t] = x[t] + Σ weights[t, c] · y[t, c] over c, and normed = sum / sqrt(mean(sum²) + eps) · norm_weight.
+//   x, sum: f32 [tokens, columns]; y, weights: as in expert_combine
+//   norm_weight: f32 [columns]
+//   normed: OUT [tokens, columns]; OUT is f32 or T
+//   columns: a multiple of 32, at most EXPERT_NORM_COLUMNS
+//   grid: tokens; block: EXPERT_NORM_THREADS
+//   bytes moved: tokens · columns · (8 + sizeof(OUT) + 2 · chosen)
+// The kernel loads x before it waits for expert_down. When this kernel starts, all kernels before expert_down have
+// ended.
+template <typename T, typename OUT>
+__device__ void expert_add_norm(const float* x, const T* y, const float* weights, const float* norm_weight, float* sum,
+                                OUT* normed, int columns, int chosen, float eps) {
+    // Each thread holds one segment, which is four column pairs, of each part of a row.
+    constexpr int HELD = EXPERT_NORM_COLUMNS / (8 * EXPERT_NORM_THREADS);
+    __shared__ float scratch[32];
+    const int segments = columns / 8, token = blockIdx.x;
+    const size_t row = (size_t)token * (columns / 2);  // in column pairs
+    const auto each_segment = [&](auto use) {
+#pragma unroll
+        for (int h = 0; h < HELD; ++h) {
+            const int i = threadIdx.x + h * EXPERT_NORM_THREADS;
+            if (i < segments) use(h, i, i / 4 * 16 + i % 4);  // part, segment, and first column pair of the segment
+        }
+    };
+    float2 v[HELD][4], factors[HELD][4];
+    each_segment([&](int h, int, int first) {
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+            v[h][k] = reinterpret_cast<const float2*>(x)[row + first + 4 * k];
+            factors[h][k] = reinterpret_cast<const float2*>(norm_weight)[first + 4 * k];
+        }
+    });
+    pdl_wait();
+    pdl_launch_dependents();
+    float squares = 0.0f;
+    each_segment([&](int h, int i, int first) {
+        float2 added[4] = {};
+#pragma unroll 4
+        for (int c = 0; c < chosen; ++c) {
+            const size_t pair = (size_t)token * chosen + c;
+            const float weight = weights[pair];
+            const uint4 packed = reinterpret_cast<const uint4*>(y)[pair * segments + i];
+            const uint32_t words[4] = {packed.x, packed.y, packed.z, packed.w};
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+                const float2 value = unpack<T>(words[k]);
+                added[k].x += weight * value.x, added[k].y += weight * value.y;
+            }
+        }
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+            v[h][k].x += added[k].x, v[h][k].y += added[k].y;
+            squares += v[h][k].x * v[h][k].x + v[h][k].y * v[h][k].y;
+            reinterpret_cast<float2*>(sum)[row + first + 4 * k] = v[h][k];
+        }
+    });
+    const float scale = rsqrtf(block_sum(squares, scratch) / columns + eps);
+    each_segment([&](int h, int, int first) {
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+            const float2 out = make_float2(v[h][k].x * scale * factors[h][k].x, v[h][k].y * scale * factors[h][k].y);
+            if constexpr (sizeof(OUT) == 4)
+                reinterpret_cast<float2*>(normed)[row + first + 4 * k] = out;
+            else
+                reinterpret_cast<uint32_t*>(normed)[row + first + 4 * k] = pack<OUT>(out.x, out.y);
+        }
+    });
 }
 
 // ---- scheduling ----
@@ -553,6 +625,16 @@ __device__ void expert_product_wgmma(const Weights&, const Output<T>&, const T*,
     extern "C" __global__ void expert_combine_rounded_##SUFFIX(const T* y, const float* weights, T* x, int n,          \
                                                                int columns, int chosen) {                              \
         expert_combine<T>(y, weights, x, n, columns, chosen);                                                          \
+    }                                                                                                                  \
+    extern "C" __global__ void __launch_bounds__(EXPERT_NORM_THREADS)                                                  \
+        expert_add_norm_##SUFFIX(const float* x, const T* y, const float* weights, const float* norm_weight,           \
+                                 float* sum, float* normed, int columns, int chosen, float eps) {                      \
+        expert_add_norm(x, y, weights, norm_weight, sum, normed, columns, chosen, eps);                                \
+    }                                                                                                                  \
+    extern "C" __global__ void __launch_bounds__(EXPERT_NORM_THREADS)                                                  \
+        expert_add_norm_rounded_##SUFFIX(const float* x, const T* y, const float* weights, const float* norm_weight,   \
+                                         float* sum, T* normed, int columns, int chosen, float eps) {                  \
+        expert_add_norm(x, y, weights, norm_weight, sum, normed, columns, chosen, eps);                                \
     }                                                                                                                  \
     DEFINE_PRODUCT(T, SUFFIX##_t32, EXPERT_MMA_THREADS, 1, expert_product, MmaShape<32>, T)                            \
     DEFINE_PRODUCT(T, SUFFIX##_t64, EXPERT_MMA_THREADS, 1, expert_product, MmaShape<64>, T)                            \

@@ -10,7 +10,7 @@ use super::mxfp4_tiles::Mxfp4Tiles;
 use super::product_kernel::ProductKernel;
 use super::route::RoutedPairs;
 use crate::kernels::SumOrder;
-use crate::kernels::constants::MAX_EXPERTS;
+use crate::kernels::constants::{EXPERT_NORM_COLUMNS, EXPERT_NORM_THREADS, MAX_EXPERTS};
 use crate::kernels::launch::{Arguments, Launch, LaunchShape, dtype_suffix, module};
 use crate::kernels::scratch;
 use crate::kernels::unsupported;
@@ -27,14 +27,20 @@ pub struct ExpertLinear<'t> {
     pub bias: &'t Tensor,
 }
 
-/// Returns the sum of routing weight · down(clamped_swiglu(gate_up(x))) over the chosen experts of each token.
+/// The outputs of the chosen experts of each token, down(clamped_swiglu(gate_up(x))), which are not yet added up.
+pub struct ExpertOutputs {
+    /// bf16 or f16 `[tokens, chosen, hidden]` in fragment order (`mxfp4_tiles.cuh`).
+    y: Tensor,
+    /// The routing weights, f32 `[tokens, chosen]`.
+    weights: Tensor,
+}
+
+/// Runs the chosen experts of each token.
 ///
 /// - x: f32 `[tokens, hidden]`; the kernels round x to the dtype of the biases (bf16 or f16)
 /// - routed: the (token, expert) pairs of the tokens in x
-/// - gate_up: `[experts, 2 * intermediate, hidden]` in tiles with `RowOrder::Paired`
-/// - down: `[experts, hidden, intermediate]` in tiles with `RowOrder::Plain`
-/// - limit: the clamp limit of the SwiGLU
-/// - out_dtype: the dtype of the result, `[tokens, hidden]`: f32, or the dtype of the biases
+/// - gate_up: `[experts, 2 * intermediate, hidden]` in paired tiles
+/// - down: `[experts, hidden, intermediate]` in plain tiles
 pub fn expert_mlp(
     x: &Tensor,
     routed: &RoutedPairs,
@@ -42,15 +48,11 @@ pub fn expert_mlp(
     down: ExpertLinear,
     limit: f32,
     order: SumOrder,
-    out_dtype: DType,
-) -> Result<Tensor> {
+) -> Result<ExpertOutputs> {
     let (tokens, columns) = x.dims2()?;
     let ((experts, up_rows, _), dtype) = (gate_up.tiles.dims(), gate_up.bias.dtype());
     let intermediate = up_rows / 2;
     check_shapes(x, routed, gate_up, down)?;
-    if out_dtype != DType::F32 && out_dtype != dtype {
-        bail!("expert_mlp: the result of {dtype:?} experts cannot be {out_dtype:?}");
-    }
     let Device::Cuda(device) = x.device() else { return unsupported("expert_mlp", x) };
     let pairs = routed.sorted.elem_count();
     let chosen = pairs / tokens.max(1);
@@ -93,23 +95,82 @@ pub fn expert_mlp(
         kernel.launch("gate_up", suffix, up_arguments).enqueue(device)?;
         kernel.launch("down", suffix, down_arguments).enqueue(device)?;
     }
+    Ok(ExpertOutputs { y: y.reshape((tokens, chosen, columns))?, weights: routed.weights.clone() })
+}
 
-    // 2. Add up the weighted outputs of each token's experts.
-    // SAFETY: the kernel writes every element of `out`.
-    let out = unsafe { scratch::empty((tokens, columns), out_dtype, x.device())? };
-    let count = tokens * columns / 8;
-    let arguments =
-        Arguments::new().tensor(&y)?.tensor(&routed.weights)?.tensor(&out)?.int(count).int(columns).int(chosen);
-    let shape = LaunchShape::one_thread_each(count);
-    // SAFETY: all shapes are checked above, and the down launch writes every element of `y`.
-    unsafe {
-        let kernel = match out_dtype {
-            DType::F32 => format!("expert_combine_{suffix}"),
-            _ => format!("expert_combine_rounded_{suffix}"),
-        };
-        Launch::new(module!("expert_mlp"), kernel, shape, arguments).overlapping().enqueue(device)?;
+impl ExpertOutputs {
+    /// Returns the dtype of the outputs.
+    pub fn dtype(&self) -> DType {
+        self.y.dtype()
     }
-    Ok(out)
+
+    /// Returns the sum of each token's outputs, weighted with the routing weights, `[tokens, hidden]`.
+    /// `dtype` is f32, or the dtype of the outputs.
+    pub fn sum(&self, dtype: DType) -> Result<Tensor> {
+        let (tokens, chosen, columns) = self.y.dims3()?;
+        let Device::Cuda(device) = self.y.device() else { return unsupported("expert_combine", &self.y) };
+        let suffix = dtype_suffix(self.y.dtype())?;
+        let kernel = match dtype {
+            DType::F32 => format!("expert_combine_{suffix}"),
+            dtype if dtype == self.y.dtype() => format!("expert_combine_rounded_{suffix}"),
+            other => bail!("expert_combine: the sum of {:?} outputs cannot be {other:?}", self.y.dtype()),
+        };
+        // SAFETY: the kernel writes every element of `out`.
+        let out = unsafe { scratch::empty((tokens, columns), dtype, self.y.device())? };
+        let count = tokens * columns / 8;
+        let arguments = Arguments::new().tensor(&self.y)?.tensor(&self.weights)?.tensor(&out)?;
+        let arguments = arguments.int(count).int(columns).int(chosen);
+        let shape = LaunchShape::one_thread_each(count);
+        // SAFETY: `expert_mlp` has checked all shapes, and its last kernel writes every element of `y`.
+        unsafe { Launch::new(module!("expert_mlp"), kernel, shape, arguments).overlapping().enqueue(device)? };
+        Ok(out)
+    }
+
+    /// Returns s = x + the weighted sum of each token's outputs, f32 `[tokens, hidden]`.
+    /// Also returns the RMSNorm of s, s / sqrt(mean(s²) + eps) · weight, in `dtype`.
+    /// `dtype` is f32, or the dtype of the outputs. Returns `None` if the kernel does not support the hidden size.
+    ///
+    /// - x: f32 `[tokens, hidden]`; must be complete before the kernels of [`expert_mlp`] start
+    /// - weight: f32 `[hidden]`
+    pub fn add_norm(&self, x: &Tensor, weight: &Tensor, eps: f32, dtype: DType) -> Result<Option<(Tensor, Tensor)>> {
+        let (tokens, chosen, columns) = self.y.dims3()?;
+        let Device::Cuda(device) = self.y.device() else { return unsupported("expert_add_norm", &self.y) };
+        let are_f32 = x.dtype() == DType::F32 && weight.dtype() == DType::F32;
+        if x.dims() != [tokens, columns] || weight.dims() != [columns] || !are_f32 {
+            bail!(
+                "expert_add_norm: x {:?}, y {:?} and weight {:?} do not match",
+                x.dims(),
+                self.y.dims(),
+                weight.dims()
+            );
+        }
+        if columns > EXPERT_NORM_COLUMNS {
+            return Ok(None);
+        }
+        let suffix = dtype_suffix(self.y.dtype())?;
+        let kernel = match dtype {
+            DType::F32 => format!("expert_add_norm_{suffix}"),
+            dtype if dtype == self.y.dtype() => format!("expert_add_norm_rounded_{suffix}"),
+            other => bail!("expert_add_norm: the norm of {:?} outputs cannot be {other:?}", self.y.dtype()),
+        };
+        // SAFETY: the kernel writes every element of `sum` and `normed`.
+        let empty = |dtype| unsafe { scratch::empty((tokens, columns), dtype, x.device()) };
+        let (sum, normed) = (empty(DType::F32)?, empty(dtype)?);
+        let arguments = Arguments::new()
+            .tensor(x)?
+            .tensor(&self.y)?
+            .tensor(&self.weights)?
+            .tensor(weight)?
+            .tensor(&sum)?
+            .tensor(&normed)?
+            .int(columns)
+            .int(chosen)
+            .float(eps);
+        let shape = LaunchShape::linear(tokens, EXPERT_NORM_THREADS);
+        // SAFETY: all shapes are checked above and in `expert_mlp`, whose last kernel writes every element of `y`.
+        unsafe { Launch::new(module!("expert_mlp"), kernel, shape, arguments).overlapping().enqueue(device)? };
+        Ok(Some((sum, normed)))
+    }
 }
 
 /// Copies each row of x, rounded to `dtype`, to the rows of the token's pairs in a tiled tensor (`mxfp4_tiles.cuh`).
