@@ -53,7 +53,7 @@ fn answer(request: Request, body: Vec<u8>, language: &mut Option<Language>) -> R
     }
     let language = language.as_ref().context("no model is loaded")?;
     match request {
-        Request::Load => bail!("a model is already loaded"),
+        Request::Load => bail!("internal error: unhandled load request"),
         Request::Encode(controls) => {
             let ids = language.tokenizer.encode(&String::from_utf8(body)?, controls)?;
             Ok((Response::Encoded, protocol::ids_to_bytes(&ids)))
@@ -75,7 +75,7 @@ fn close_inherited_files() {
     let Ok(files) = std::fs::read_dir("/proc/self/fd") else { return };
     let numbers: Vec<i32> = files.flatten().filter_map(|file| file.file_name().to_str()?.parse().ok()).collect();
     for number in numbers.into_iter().filter(|&number| number > 2) {
-        // The descriptor of the directory /proc/self/fd is in the list, too, but it is already closed.
+        // The list also contains the descriptor of /proc/self/fd itself, which is already closed.
         let _ = nix::unistd::close(number);
     }
 }

@@ -21,7 +21,7 @@ struct Model {
     sequences: Vec<Sequence>,
     /// The tokens and hashes of released sequences.
     released: Vec<(Vec<u32>, BlockHashes)>,
-    /// Texts that all prompts and answers are parts of, so that many sequences start with the same tokens.
+    /// The texts that supply the tokens of all sequences. There are only three, so many sequences share a prefix.
     texts: Vec<Vec<u32>>,
     random: Random,
     seen: Seen,
@@ -197,7 +197,7 @@ impl Model {
         assert_eq!(self.manager.missing(&self.sequences[index].blocks, end), 0);
     }
 
-    /// Writes and commits some or all of the positions that a random sequence may write.
+    /// Writes and commits the next positions of a random sequence, at most as many as it may write.
     fn commit(&mut self) {
         let Some(index) = self.pick() else { return };
         let computed = self.sequences[index].blocks.computed();
@@ -397,7 +397,7 @@ fn prefixes_are_found_up_to_the_last_full_block_before_the_last_token() {
                 assert_eq!(
                     hit(&mut manager, &other),
                     blocks_of(position),
-                    "windows {windows:?}: wrong hit length for a prompt of {len} tokens changed at position {position}"
+                    "windows {windows:?}, {len} cached tokens: wrong hit length if the prompt differs at {position}"
                 );
             }
             for end in [1, 63, 64, 65, 66, 127, 128, 129].into_iter().filter(|&end| end <= len) {
@@ -420,7 +420,7 @@ fn blocks_without_content_are_taken_before_cached_ones() {
         manager.release(blocks);
     }
     assert_eq!(manager.stats().evicted, 0, "blocks were evicted, although only 60 of 100 blocks have content");
-    assert_eq!(hit(&mut manager, &first[..500]), 448, "the blocks before the window are not cached");
+    assert_eq!(hit(&mut manager, &first[..500]), 448, "blocks that left the window are not cached");
     assert_eq!(hit(&mut manager, &second), 960);
 }
 
@@ -440,7 +440,7 @@ fn the_tail_of_the_sequence_that_was_released_first_is_evicted_first() {
         assert_eq!(hit(&mut manager, &first), 3 * BLOCK_TOKENS, "{groups} groups");
         assert_eq!(hit(&mut manager, &second), 5 * BLOCK_TOKENS);
         // Release the third text before the first two texts are used again.
-        // The third text then is the least recently used.
+        // The third text is then the least recently used.
         manager.release(third);
         hit(&mut manager, &first);
         hit(&mut manager, &second);
@@ -461,7 +461,8 @@ fn windows_before_checkpoints_and_prompt_ends_survive_longer() {
         let mut blocks = compute(&mut manager, &text[..1500], 512);
         continue_to(&mut manager, &mut blocks, &text, 512);
         manager.release(blocks);
-        // The cache keeps the windows before 1,024, 2,048 and 3,072 tokens, and before the ends of prompt and answer.
+        // The cache keeps the windows that end at positions 1,024, 2,048 and 3,072, at the end of the prompt,
+        // and at the end of the answer.
         let first = |position: usize| first_visible(Some(window), position) / BLOCK_TOKENS;
         let kept: usize = [(1024, 1024), (2048, 2048), (3072, 3072), (1472, 1500), (4000, 4000)]
             .map(|(position, end)| end / BLOCK_TOKENS - first(position))
@@ -475,8 +476,8 @@ fn windows_before_checkpoints_and_prompt_ends_survive_longer() {
         for (len, want) in [(1025, 1024), (1300, 1024), (1500, 1472), (1501, 1472), (2049, 2048), (3800, 3072)] {
             assert_eq!(hit(&mut manager, &text[..len]), want, "wrong hit: prompt of {len} tokens, window {window}");
         }
-        // The windows before 3,968 and 4,000 tokens may start in the same block.
-        // In that case, the blocks kept for 4,000 tokens also allow a hit of 3,968 tokens.
+        // The windows that end at positions 3,968 and 4,000 may start in the same block.
+        // In that case, the blocks kept for the window at position 4,000 also allow a hit of 3,968 tokens.
         let want = if first(3968) == first(4000) { 3968 } else { 3072 };
         let longer: Vec<_> = text.iter().copied().chain([7]).collect();
         assert_eq!(hit(&mut manager, &longer), want, "window {window}");

@@ -108,7 +108,7 @@ fn list_shows_the_demo() {
     assert!(demo["size_bytes"].as_u64().unwrap() < 8_000_000);
 }
 
-/// `list` reads only headers, but must report the same parameter counts as `Checkpoint`.
+/// `list` must report the same parameter counts as `Checkpoint`.
 #[test]
 fn listed_numbers_equal_those_of_the_checkpoint() {
     let home = TempDir::new().unwrap();
@@ -224,7 +224,7 @@ fn an_unknown_exchange_path_is_a_usage_error() {
     assert!(["host", "copy", ""].iter().all(|path| run(path).status.success()));
 }
 
-/// Commands that need no GPU must not load cuBLAS or the driver.
+/// The dynamic loader must not load NVIDIA libraries at startup, because many commands need no GPU.
 #[test]
 fn startup_loads_no_nvidia_library() {
     // Debug builds linked with GNU ld load NVIDIA libraries at startup. `device/libraries.rs` explains why.
@@ -407,7 +407,7 @@ fn base_model_is_rejected_before_its_weights_are_read() {
     assert_fails(&ask(&model, &[]), 1, &["no chat format", &format!("inferno play {name} --raw")]);
     let raw = run(&["play", name, "--device", "cpu", "--raw", "--prompt", "To", "--max-tokens", "1"]);
     assert!(raw.status.success(), "{}", text(&raw.stderr));
-    // In a chat, `/model` rejects a broken model and keeps the current one.
+    // In a chat, `/model` rejects a base model and keeps the current model.
     let home = TempDir::new().unwrap();
     let mut chat = Screen::chat(&home, &[]);
     assert!(chat.say(&format!("/model {name}")).contains("no chat format"));

@@ -104,7 +104,7 @@ fn every_sampling_parameter_can_be_set_everywhere() {
     expect(&mut chat, ">>> ");
     for field in SAMPLING_FIELDS {
         let flag = format!("--{} <{}>", field.flag, field.value_name);
-        assert!(help.contains(&flag) && help.contains(field.help), "--help does not list {flag}: {help}");
+        assert!(help.contains(&flag) && help.contains(field.help), "--help lacks {flag} or its help text: {help}");
         let variable = format!("INFERNO_{}", field.name.to_uppercase());
         let expected = field.set(&mut SamplingParams::greedy(), "-200").unwrap_err();
         let output = ask(&home, &[], &[(&variable, "-200")]);

@@ -1,4 +1,4 @@
-//! End-to-end tests of conversations: commands, journals on disk, and a full context.
+//! End-to-end tests of conversations: commands, key bindings, journals on disk, and a full context.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -150,7 +150,7 @@ fn a_killed_conversation_is_resumed_with_every_finished_turn() {
     say(&mut chat, "My name is Ada");
     say(&mut chat, "/set top-p 0.5");
     say(&mut chat, "How do I list my models?");
-    // Kill the program in the middle of an endless answer.
+    // Kill the program in the middle of a long answer.
     let mut killed = {
         leave(chat);
         play(&home, &["--resume", "--ignore-eos"])

@@ -83,7 +83,7 @@ fn answers_depend_only_on_their_request() {
     assert!(stats.preemptions > 0 && stats.hit_tokens > 0, "{stats:?}");
 }
 
-/// Checks that a deterministic request has the same answer alone and in batches, on an engine that is not deterministic.
+/// Checks that a non-deterministic engine gives deterministic requests the same answers alone and in batches.
 fn check_requests(engine: &EngineHandle, count: usize, longest: usize) {
     assert!(!engine.info().is_deterministic);
     let shared = engine.random_tokens(1, longest / 2);

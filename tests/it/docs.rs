@@ -1,7 +1,7 @@
 //! Checks the documentation:
 //! - `docs/` lists all flags, environment variables, exit codes, configuration keys and unsafe code.
-//! - The tests, flags, metrics, files and links named in the documentation exist.
-//! - Documented speeds and memory sizes agree with benches/results.
+//! - Tests, source files and link targets that the pages name exist, and so do flags and metrics on the server pages.
+//! - Speeds and memory sizes in the tables agree with benches/results.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -343,7 +343,7 @@ fn figures_on_the_tuning_page_are_those_of_the_benchmarks() {
     let text: Vec<&str> = tuning.split('`').step_by(2).collect();
     let text = text.join(" ");
     let unknown: Vec<&str> = numbers(&text).difference(&known).copied().collect();
-    assert!(unknown.is_empty(), "docs/tuning.md has figures that were not measured: {unknown:?}");
+    assert!(unknown.is_empty(), "docs/tuning.md has figures without a source on another page: {unknown:?}");
 }
 
 /// Returns the anchor that a heading has on GitHub.
@@ -444,7 +444,7 @@ fn unsafe_items(code: &str) -> BTreeSet<String> {
             lines[index + 1..].iter().find_map(|line| defined_function(line))
         } else {
             // Search backward for the line that defines the enclosing function.
-            // In formatted code, the line is indented less than every line between.
+            // In formatted code, that line is indented less than every line between it and the unsafe code.
             // Skip lines that start with `)`, because such lines may end a list of parameters.
             let mut least = indent(line);
             let outer = lines[..index].iter().rev().filter(|line| !line.trim_start().starts_with(')'));

@@ -95,7 +95,7 @@ fn draws_follow_the_distribution_and_the_seed() {
         *counts.entry(token).or_default() += 1;
     }
     for (token, p) in [0.1, 0.2, 0.3, 0.4].into_iter().enumerate() {
-        // A count may differ from its expected value by four standard deviations.
+        // A count may differ from its expected value by less than four standard deviations.
         let (got, want) = (counts[&(token as u32)] as f64, 20_000.0 * p);
         assert!((got - want).abs() < 4.0 * (want * (1.0 - p)).sqrt(), "token {token}: {got} draws, expected {want}");
     }
@@ -491,7 +491,7 @@ fn break_embedding(dir: &Path, token: u32) {
 
 #[test]
 fn error_of_one_request_leaves_the_engine_usable() {
-    // Every logit of a prompt with the broken token is NaN, so no first token can be chosen.
+    // From the broken token on, all logits are NaN, so no token can be chosen after a prompt with this token.
     const BROKEN_TOKEN: u32 = 1999;
     let (_folder, dir) = copy_of_demo();
     break_embedding(&dir, BROKEN_TOKEN);
@@ -503,7 +503,7 @@ fn error_of_one_request_leaves_the_engine_usable() {
     assert!(error.to_string().contains("every logit is NaN or -inf"), "{error}");
     assert!(stream.next_blocking().is_none());
     assert_eq!(engine.stats().cached_tokens, 0);
-    // An invalid token id and a prompt that is too long fail before they reach the engine.
+    // Requests with invalid token ids or options, or with an empty or too long prompt, never reach the engine thread.
     let error = engine.complete_ids(&[1, engine.info().vocab_size as u32, 2], greedy()).err().unwrap();
     assert!(error.to_string().contains("outside the model's vocabulary"), "{error}");
     let prompt = engine.random_tokens(1, 256);
@@ -576,7 +576,7 @@ fn likelihoods_of_windows_agree_with_the_whole_text() {
 /// Tiny models that the decode graph supports. Every model has layers with a sliding window.
 const GRAPH_MODELS: [&str; 3] = ["mistral", "gpt_oss_graph", "gemma3_graph"];
 
-/// Returns prompts of different lengths. Some share a prefix of several blocks.
+/// Returns prompts of different lengths. Every third prompt starts with the same `longest / 2` tokens.
 fn different_prompts(engine: &EngineHandle, count: usize, longest: usize) -> Vec<Vec<u32>> {
     let shared = engine.random_tokens(1, longest);
     let prompt = |index: usize| {
@@ -594,7 +594,7 @@ fn requests_at_once_answer_as_one_after_another() {
     let sampled = SamplingParams { temperature: 1.0, top_p: 0.9, seed: 5, ..SamplingParams::greedy() };
     let penalized = SamplingParams { repetition_penalty: 1.3, ..SamplingParams::greedy() };
     for sampling in [SamplingParams::greedy(), sampled, penalized] {
-        // The KV cache has blocks for only some of the requests. Other requests wait, and some are preempted.
+        // The KV cache has blocks for only some of the requests. Other requests wait, and some may be preempted.
         let at_once = generate_at_once(&engine, &prompts, &sampling, 30);
         for (prompt, answer) in prompts.iter().zip(&at_once) {
             engine.with_runner(|runner| runner.reset()).unwrap();
@@ -627,7 +627,7 @@ fn run_many(engine: &EngineHandle, prompts: &[Vec<u32>], count: usize) {
 }
 
 /// Returns the number of requests that `INFERNO_TEST_REQUESTS` specifies.
-/// If `INFERNO_TEST_REQUESTS` is set, tests also measure memory, so run only one test at a time.
+/// If `INFERNO_TEST_REQUESTS` is set, the memory tests also measure memory, so run only one test at a time.
 fn requested_count() -> Option<usize> {
     let text = std::env::var("INFERNO_TEST_REQUESTS").ok()?;
     Some(text.parse().expect("INFERNO_TEST_REQUESTS must be a number"))
@@ -818,7 +818,7 @@ fn graph_step_without_a_token_fails_and_leaves_the_engine_usable() {
     // A request that ends before the broken step must succeed, with greedy decoding and with sampling.
     assert_eq!(generate(&engine, prompt, SamplingParams::greedy(), last + 1).tokens, tokens[..=last]);
     assert_eq!(generate(&engine, prompt, sampling(|p| p.top_k = 1), last + 1).tokens, tokens[..=last]);
-    // A separate kernel chooses the first token after a prompt. That kernel must also fail on NaN logits.
+    // A separate kernel chooses the first token after a prompt. With this kernel, NaN logits must also be an error.
     for sampling in [SamplingParams::greedy(), sampling(|p| p.seed = 1)] {
         let options = GenerateOptions { sampling, ..options() };
         let (seen, error) = read(&[&prompt[..], &tokens[last..=last]].concat(), options);

@@ -1,4 +1,4 @@
-//! Runs the library examples and checks that README.md shows the code of the first one.
+//! Runs the library examples, and checks that README.md shows code of `blocking.rs`.
 
 mod blocking {
     include!("../../docs/examples/blocking.rs");

@@ -35,7 +35,7 @@ struct Simulator {
     sequences: BTreeMap<SequenceId, (Load, usize)>,
     next: SequenceId,
     now: Duration,
-    /// The virtual tokens served to each tenant: its prompt tokens plus twice its generated tokens.
+    /// The tokens served to each tenant. A prompt token counts once, and a generated token counts twice.
     served: BTreeMap<u64, usize>,
 }
 
@@ -107,7 +107,7 @@ impl Simulator {
         }
     }
 
-    /// Returns the virtual tokens served to each tenant since the last call.
+    /// Returns the tokens served to each tenant since the last call, weighted as in `served`.
     fn take_served(&mut self) -> BTreeMap<u64, usize> {
         std::mem::take(&mut self.served)
     }

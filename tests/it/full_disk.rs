@@ -100,7 +100,7 @@ fn chat_continues_at_the_file_size_limit() {
     assert_eq!(chat.end(), WaitStatus::Exited(chat.pid(), 0));
 }
 
-/// A child process inherits ignored signals, so inferno must restore the default actions before it starts a program.
+/// A child process inherits ignored and blocked signals, so inferno must reset signals before it starts a program.
 #[test]
 fn editor_starts_with_default_signals() {
     let home = TempDir::new().unwrap();

@@ -1,4 +1,4 @@
-//! Compares rendered conversations with transformers and openai-harmony, using real templates and tokenizers.
+//! Compares rendered conversations with transformers, openai-harmony and the demo model's training script.
 
 use super::*;
 use crate::support::demo_dir;
@@ -65,7 +65,7 @@ fn templates_agree_with_transformers() {
         let source = std::fs::read_to_string(folder.join(format!("{name}.jinja"))).unwrap();
         wrong.extend(differences(&golden, name, &source, template));
     }
-    // Chat templates of families without a template file: Llama 2, the first Mistral models, Qwen 2, Phi-3, TinyLlama.
+    // More chat templates, one per line of a file, such as those of Llama 2, Qwen 2, Phi-3 and TinyLlama.
     let lines = std::fs::read_to_string(folder.join("ollama-templates.jsonl")).unwrap();
     for (number, template) in golden["lines"].as_object().unwrap() {
         let line: Value = serde_json::from_str(lines.lines().nth(number.parse().unwrap()).unwrap()).unwrap();
@@ -106,7 +106,6 @@ fn differences(golden: &Value, name: &str, source: &str, template: &Value) -> Ve
     wrong
 }
 
-/// Compares token ids with transformers. The conversations use each model's own template, special tokens and tokenizer.
 #[test(fixtures)]
 fn templates_without_tools_are_recognized() {
     let folder = fixtures().join("chat_templates");
@@ -126,6 +125,7 @@ fn templates_without_tools_are_recognized() {
     }
 }
 
+/// Compares token ids with transformers. Each model has its own template, special tokens and tokenizer.
 #[test(fixtures)]
 fn ids_agree_with_transformers() {
     let fixtures = fixtures();

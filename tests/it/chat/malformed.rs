@@ -192,7 +192,7 @@ fn text_is_returned_as_soon_as_it_is_certain() {
     assert_eq!(seen[seen.len() - 5..], ["", "é", "!", "H", "i"]);
 }
 
-/// Random tokens never cause a panic, and all text outside headers is returned in order.
+/// Random tokens never cause a panic, and words that cannot be part of a header are returned in order.
 #[test]
 fn random_tokens_never_lose_text() {
     let tokenizer = harmony_tokenizer();

@@ -164,8 +164,7 @@ fn forks_follow_the_same_constraint_independently() {
     assert!(answers[1..].iter().any(|other| other.text != answers[0].text), "all answers are equal");
 }
 
-/// A logit bias and penalties change the choice among the allowed tokens.
-/// `min_tokens` does not extend a complete answer.
+/// With `min_tokens`, a penalty or a logit bias, an answer still matches its schema. `ignore_eos` is refused.
 #[test]
 fn other_options_apply_within_the_constraint() {
     let engine = demo(1024);
@@ -179,7 +178,7 @@ fn other_options_apply_within_the_constraint() {
     assert!(["\"red\"", "\"green\"", "\"blue\""].contains(&answer.text.as_str()), "{}", answer.text);
     let answer = change(&|options| options.sampling.repetition_penalty = 2.0);
     assert_eq!(problem(&complete_json(&answer), &schema, &schema), None);
-    // The same bias on every token does not change which of the allowed tokens is the most likely.
+    // The same bias on every token does not change the probabilities of the allowed tokens.
     let banned: BTreeMap<u32, f32> = (0..engine.info().vocab_size as u32).map(|id| (id, -100.0)).collect();
     let answer = change(&|options| options.logit_bias = banned.clone());
     assert_eq!(problem(&complete_json(&answer), &schema, &schema), None);
@@ -188,7 +187,7 @@ fn other_options_apply_within_the_constraint() {
     assert!(error.contains("ignore_eos"), "{error}");
 }
 
-/// Log probabilities are computed without the constraint, so a forbidden token can be the most likely one.
+/// Log probabilities are computed without the constraint, so a forbidden token can be the most likely token.
 #[test]
 fn log_probabilities_ignore_the_constraint() {
     let engine = demo(1024);

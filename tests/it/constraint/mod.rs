@@ -1,4 +1,4 @@
-//! Tests of answers that are constrained by a grammar, with the demo model on the CPU.
+//! Tests of answers of the demo model that are constrained by a grammar.
 
 mod answers;
 mod hostile;

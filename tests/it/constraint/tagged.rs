@@ -108,7 +108,8 @@ fn required_tools_need_a_format_with_tags() {
     assert!(engine.submit(Request { prompt, ..request }).is_err());
 }
 
-/// In a chat format whose tool calls cannot be constrained, strict tools are refused. Other tools are allowed.
+/// If the vocabulary has tool call tokens that inferno cannot constrain, strict tools are refused.
+/// Strict tools are allowed if the vocabulary has no tool call tokens. Tools that are not strict are allowed.
 #[test]
 fn strict_tools_need_a_format_with_tags() {
     let schema = || Grammar { name: "schema".to_string(), kind: GrammarKind::JsonSchema(schema()) };

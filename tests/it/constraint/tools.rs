@@ -88,7 +88,7 @@ fn a_tool_call_ends_an_answer_with_a_grammar() {
 }
 
 /// With an optional tool, the model may call the tool or write an answer.
-/// The tool's arguments or the answer must match the schema.
+/// The answer must match its grammar.
 #[test]
 fn an_optional_tool_does_not_loosen_the_answer() {
     let engine = demo(2048);

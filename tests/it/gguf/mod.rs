@@ -1,4 +1,4 @@
-//! Tests of GGUF files: headers, hostile files, split models, tokenizers, and the logits of whole models.
+//! Tests of GGUF files: headers, blocks, hostile files, split models, tokenizers, and the logits of whole models.
 
 mod blocks;
 mod hostile;

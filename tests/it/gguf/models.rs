@@ -1,6 +1,6 @@
 //! Tests of GGUF models: their logits, invalid files, and the demo model as a GGUF file.
 //!
-//! transformers computes the expected logits from the original checkpoints.
+//! transformers computed the golden logits from the original checkpoints.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
