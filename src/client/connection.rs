@@ -29,13 +29,13 @@ const SHORT_TIMEOUT: Duration = Duration::from_secs(30);
 /// The time limit for the next data of a stream. It is long, because a request may wait in the server's queue.
 const STREAM_TIMEOUT: Duration = Duration::from_secs(600);
 
-/// The maximum size of a response that is not a stream, in bytes.
+/// The maximum size of a successful response that is not a stream, in bytes.
 const MAX_BODY_BYTES: u64 = 16 << 20;
 
 /// The maximum number of bytes to read from the body of an error response.
 const MAX_ERROR_BYTES: u64 = 64 << 10;
 
-/// The interval at which a request in progress checks whether it was canceled.
+/// How often [`Connection::stream`] checks `cancel` while it waits for the next event.
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
 /// The maximum number of events that wait for `on_event`. At this number, the client stops reading from the server.
@@ -67,7 +67,7 @@ pub enum StreamEnd {
     Canceled,
 }
 
-/// A message from the thread that reads a stream to the caller of `stream`.
+/// A message to [`Connection::stream`] from the thread that reads the response.
 enum Message {
     Event(String),
     /// The server responded with an error status.
@@ -98,7 +98,7 @@ const MAX_CERTIFICATES: u64 = 4 << 20;
 
 fn new_agent(url: &ServerUrl, tls: &TlsConfig) -> Agent {
     let config = Agent::config_builder();
-    // Connect to a server on this machine without a proxy, because a proxy cannot reach it.
+    // Connect to a loopback address without a proxy, because a proxy would connect to its own machine instead.
     let config = if url.is_local() { config.proxy(None) } else { config };
     config
         .tls_config(tls.clone())
@@ -240,7 +240,7 @@ impl Connection {
                 anyhow!("the server at {url} redirects to {}\n  use that URL", crate::text::quote(target))
             }
             _ if refusal.code() == Some("context_length_exceeded") => Error::ServerContextFull { message }.into(),
-            _ => anyhow!("the server at {url} refused the request with status {}: {message}", status.as_u16()),
+            _ => anyhow!("the server at {url} responded with status {}: {message}", status.as_u16()),
         }
     }
 }
@@ -262,9 +262,9 @@ fn read_certificates(path: &Path) -> Result<RootCerts> {
     }
 }
 
-/// Reads a response to its end and sends its events to the caller of [`Connection::stream`].
+/// Reads a response to its end and sends its events to [`Connection::stream`], which runs on another thread.
 fn read_stream(response: Result<Response<Body>, ureq::Error>, events: &SyncSender<Message>) {
-    // Sending fails only if the caller no longer reads events. Ignore this failure.
+    // Sending fails only if `stream` has returned and no longer receives events. Ignore this failure.
     let mut response = match response {
         Ok(response) => response,
         Err(error) => return drop(events.send(Message::Failed(error))),
@@ -281,7 +281,7 @@ fn read_stream(response: Result<Response<Body>, ureq::Error>, events: &SyncSende
     let mut is_awaited = true;
     loop {
         match read_event(&mut stream) {
-            // Read to the end, even if the caller no longer reads events, so that the connection can be reused.
+            // Read to the end, even if `stream` has returned, so that the connection can be reused.
             Ok(Some(data)) if is_awaited => is_awaited = events.send(Message::Event(data)).is_ok(),
             Ok(Some(_)) => {}
             Ok(None) => return,

@@ -39,7 +39,7 @@ impl RemoteModel {
         Self { connection, model, can_count: Cell::new(true), last: RefCell::new(None) }
     }
 
-    /// Returns the JSON body of a request. Contains only the settings that the user chose.
+    /// Returns the JSON body of a request. Of the settings, the body contains only those that the user chose.
     /// For all other settings, the server uses its defaults.
     fn body(&self, request: &TurnRequest<'_>, messages: &[Message]) -> Value {
         let options = &request.options;

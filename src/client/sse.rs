@@ -9,7 +9,8 @@ const MAX_EVENT_BYTES: u64 = 8 << 20;
 
 /// Reads the next event. Returns the event data, or `None` at the end of the stream. Skips events without data.
 ///
-/// Unlike the standard, also returns an event that is cut off by the end of the stream before its final blank line.
+/// Unlike the standard, also returns an event that is cut off by the end of the stream before its final blank line,
+/// and does not accept a lone carriage return as the end of a line.
 pub fn read_event(stream: &mut impl BufRead) -> io::Result<Option<String>> {
     let mut data: Option<String> = None;
     let mut bytes_left = MAX_EVENT_BYTES;

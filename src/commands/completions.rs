@@ -5,7 +5,7 @@ use std::process::ExitCode;
 use anyhow::Result;
 use clap_complete::Shell;
 
-/// Print a completion script for bash, zsh or fish
+/// Print a completion script for a shell
 #[derive(clap::Args)]
 pub struct Args {
     /// The shell; for bash, add `source <(inferno completions bash)` to ~/.bashrc

@@ -38,7 +38,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
     let progress = ProgressView::new(ProgressStyle::new(args.quiet), Operation::Download);
     let (name, revision, of_name) = parse_download_name(&args.repo, args.revision.as_deref())?;
     if of_name.tag.is_some() && !args.include.is_empty() {
-        return Err(Error::usage("--include cannot be combined with a tag: the tag selects the model".to_string()));
+        return Err(Error::usage("cannot combine --include with a tag: the tag selects the weights".to_string()));
     }
     let filter = FileFilter { include: args.include, exclude: args.exclude, ..of_name };
     let result = hub.download(&name, revision.as_deref(), &filter, &progress);

@@ -67,8 +67,8 @@ pub fn run(args: Args) -> Result<ExitCode> {
         .max_redirects_will_error(false)
         .proxy(None)
         .timeout_global(Some(Duration::from_secs_f64(args.timeout)))
-        // Do not verify the certificate of a server on this machine.
-        // The certificate names the public host, not the loopback address, and the request contains no secret.
+        // Do not verify the certificate of a server at a loopback address.
+        // The certificate usually names only the public host, and the request contains no secret.
         .tls_config(TlsConfig::builder().disable_verification(is_loopback(&url)).build())
         .build()
         .into();

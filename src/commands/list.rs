@@ -59,7 +59,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
 
 /// The information that `inferno list` shows about a model.
 ///
-/// A field is `None` if it cannot be read, so that one broken model does not hide the others.
+/// A field whose value is missing or cannot be read is `None`, so that one broken model does not hide the others.
 #[derive(Serialize)]
 pub struct Model {
     pub name: String,

@@ -1,4 +1,4 @@
-//! The subcommands. Each file defines the flags, the help text and the `run` function of one subcommand.
+//! The subcommands. Each module except `shared` defines the flags, the help text and the `run` function of one of them.
 
 pub mod bench;
 pub mod completions;

@@ -44,6 +44,7 @@ pub struct Args {
 struct QuantizationEffect {
     /// The mean KL divergence of the quantized model from the unquantized model, in nats per token.
     kl: f64,
+    /// The number of tokens in the mean.
     tokens: usize,
     /// The size of the unquantized weights, in bytes.
     bytes: u64,
@@ -65,7 +66,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
     });
     let change = change.transpose()?;
     if let Some(QuantizationEffect { kl, .. }) = change.as_ref().filter(|change| !change.kl.is_finite()) {
-        bail!("cannot compute the KL divergence: the result is {kl}; the model's weights are broken");
+        bail!("cannot compute the KL divergence: the result is {kl}, because some logits are not finite");
     }
     let weight_bytes = engine.info().weight_bytes;
     let mean_nll = nll.iter().map(|&nll| nll as f64).sum::<f64>() / nll.len() as f64;
@@ -100,7 +101,8 @@ pub fn run(args: Args) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Loads the unquantized model. Returns its logits for up to [`KL_TOKENS`] tokens, and its weight size in bytes.
+/// Loads the unquantized model. Returns its logits for the first [`KL_TOKENS`] tokens at most,
+/// and the size of its weights in bytes.
 ///
 /// The logits are f32 `[tokens, vocab]` on the CPU.
 fn unquantized(load: &LoadArgs, snapshot: &Snapshot, text: &str) -> Result<(Tensor, u64)> {

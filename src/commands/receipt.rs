@@ -11,7 +11,7 @@ use crate::files;
 use crate::server::{PublicKey, Receipt};
 use crate::text::quote;
 
-/// The maximum size of a receipt in bytes. The receipt of a model with 100 files takes about 15 KB.
+/// The maximum size of a receipt in bytes. Each model file adds about 140 bytes: its name and SHA-256, in base64url.
 const MAX_RECEIPT: u64 = 4 << 20;
 
 /// The maximum size of a record in bytes.
@@ -44,7 +44,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
     {
         return Err(Error::Verification {
             what: format!("the receipt in {path} does not belong to the record in {}", record.display()),
-            hint: format!("it belongs to the record of request {}", quote(&receipt.id)),
+            hint: format!("the receipt belongs to the unchanged record of request {}", quote(&receipt.id)),
         }
         .into());
     }

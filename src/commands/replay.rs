@@ -68,7 +68,7 @@ pub fn run(mut args: Args) -> Result<ExitCode> {
     Ok(if is_equal { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
-/// Reads the record from a file or, if there is no such file, from a server.
+/// Reads the record from a file. If there is no such file and the name does not end in `.json`, asks a server.
 fn read(args: &Args) -> Result<Record> {
     let path = Path::new(&args.record);
     if path.is_file() {
@@ -81,7 +81,7 @@ fn read(args: &Args) -> Result<Record> {
     let key = api_keys::read(args.api_key.as_slice())?.into_iter().next();
     let connection = Connection::new(url, key, args.ca_cert.as_deref())?;
     let json = connection.get(&format!("/records/{}", utf8_percent_encode(&args.record, NON_ALPHANUMERIC)))?;
-    serde_json::from_value(json).context("cannot read the record: it was not written by `inferno serve`")
+    serde_json::from_value(json).context("cannot read the record: the response is not a record of `inferno serve`")
 }
 
 /// Finds the model of a record. Prefers the recorded commit, unless the user chose another model or revision.

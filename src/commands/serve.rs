@@ -31,7 +31,7 @@ const _: () = assert!(MAX_SEQUENCES == 256, "the help of --max-sequences and doc
 #[cfg(unix)]
 const OTHER_FILES: usize = 256;
 
-/// When the program exits, the time limit for its threads to finish.
+/// When the program exits, the time limit for the threads of the Tokio runtime to finish.
 const END_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Serve a model over HTTP with OpenAI's API
@@ -180,7 +180,7 @@ pub fn run(mut args: Args) -> Result<ExitCode> {
     let served = runtime.block_on(serving).context("the server stopped unexpectedly")?;
     match served {
         Ok(()) => drop(engine),
-        // Do not free the memory of a device that has failed, because that could block or fail.
+        // The engine or a device has failed. Do not free device memory, because that could block or fail.
         Err(_) => std::mem::forget(engine),
     }
     server.finish_records();
@@ -219,7 +219,8 @@ fn options(args: &Args, snapshot: &Snapshot, api_keys: Vec<String>) -> ServerOpt
     }
 }
 
-/// Serves connections in the background until a signal arrives.
+/// Serves connections in the background until a signal arrives and the running requests have ended,
+/// or until the engine fails.
 fn start(runtime: &Runtime, server: &Arc<Server>, listener: TcpListener) -> tokio::task::JoinHandle<Result<()>> {
     let server = server.clone();
     runtime.spawn(async move {

@@ -99,7 +99,8 @@ type LockedFile = nix::fcntl::Flock<File>;
 type LockedFile = File;
 
 impl Journal {
-    /// Creates the journal of a new conversation, named after the current time. Returns `None` if saving is disabled.
+    /// Creates the journal of a new conversation, named after the current time.
+    /// Returns `None` if saving is disabled or there is no home directory.
     pub fn create(model: &str, settings: &SettingValues) -> Result<Option<Journal>> {
         let time = jiff::Zoned::now().strftime("%Y-%m-%d-%H%M%S").to_string();
         let Some(folder) = folder().filter(|_| state_folder::is_enabled()) else { return Ok(None) };
@@ -138,7 +139,7 @@ impl Journal {
         if let Some(damage) = &mut saved.damage {
             // Keep a copy, because the user may still be able to recover messages from the damaged lines.
             let copy = copy_damaged(&path).with_context(|| format!("{damage}; cannot make a backup copy"))?;
-            damage.push_str(&format!("; skipped this line and all later lines; the backup is {}", copy.display()));
+            damage.push_str(&format!("; removed this line and all later lines; the backup is {}", copy.display()));
         }
         // Remove the first incomplete or damaged line and all later lines, so that new lines follow valid lines.
         file.set_len(length).with_context(|| format!("cannot write {}", path.display()))?;
@@ -289,7 +290,7 @@ fn validate_name(name: &str) -> Result<&str> {
     let is_allowed = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');
     if name.is_empty() || name.len() > 100 || name.starts_with(['.', '-']) || !name.chars().all(is_allowed) {
         return Err(Error::usage(format!(
-            "cannot name a conversation '{name}': use letters, digits, '-', '_' and '.'"
+            "cannot use the name '{name}': use 1 to 100 of A-Z, a-z, 0-9, '-', '_' and '.', but no '-' or '.' first"
         )));
     }
     Ok(name)

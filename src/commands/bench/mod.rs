@@ -1,6 +1,7 @@
 //! `inferno bench`: measures how fast a model runs.
 //!
-//! Without `--concurrency`, tests are as in llama-bench: random token ids, batch size 1, one warm-up run per test.
+//! Without `--concurrency`, the prompt and decode tests are as in llama-bench: random token ids, batch size 1,
+//! one warm-up run per test.
 
 mod report;
 mod serving;
@@ -74,11 +75,11 @@ pub struct Args {
     load: LoadArgs,
 }
 
-/// The prompt length of the first request, in tokens. The time of later requests is also measured for this length.
+/// The prompt length of the first request, in tokens. Later requests are also measured with this length.
 const FIRST_PROMPT: usize = 512;
 /// The context positions for the first and last token of a chat test. The test generates these tokens untimed.
 const EXTRA_POSITIONS: usize = 2;
-/// The seed for random tokens and for sampling.
+/// The lowest seed for random tokens and for sampling. Repetitions use higher seeds.
 const SEED: u64 = 1;
 
 pub fn run(mut args: Args) -> Result<ExitCode> {
@@ -164,7 +165,7 @@ pub fn run(mut args: Args) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Returns the device memory allocated since loading began, in bytes, or `None` on a CPU.
+/// Returns how much less memory is free on the GPU than before loading, in bytes, or `None` on a CPU.
 fn memory_in_use(engine: &Engine) -> Result<Option<u64>> {
     let free = device::info(engine.device())?.free_bytes;
     Ok(engine.device().is_cuda().then(|| engine.info().device.free_bytes.saturating_sub(free)))
@@ -206,7 +207,8 @@ impl Bench {
         Ok(tests)
     }
 
-    /// Returns the bytes that each of `tokens` decode steps reads. The first step starts with `depth` cached tokens.
+    /// Returns the bytes that the first GPU, or the CPU, reads in each of `tokens` decode steps.
+    /// The first step starts with `depth` cached tokens.
     fn step_bytes(&self, tokens: usize, depth: usize) -> Result<Vec<StepBytes>> {
         self.engine.with_runner(move |runner| (depth..depth + tokens).map(|depth| runner.step_bytes(depth)).collect())
     }
@@ -267,7 +269,8 @@ impl Bench {
         Ok(TestResult::of_decode(test, &seconds, &self.step_bytes(tokens, depth)?, None))
     }
 
-    /// Measures up to `concurrency` requests at once. Runs `concurrency` other requests before, as a warm-up.
+    /// Measures the requests of `args`, with up to `concurrency` of them running at once.
+    /// First runs `concurrency` other requests as a warm-up.
     fn serving(&self, args: &Args, concurrency: usize) -> Result<Serving> {
         note(&format!("measuring {concurrency} requests at once"));
         let load = Load {
@@ -311,8 +314,8 @@ impl Bench {
         let mut gaps: Vec<Vec<Duration>> = Vec::new();
         let seconds = self.repeat(|engine, index| {
             let prompt = engine.random_tokens(SEED, depth.max(1));
-            // Generate two more tokens than are timed.
-            // The prefill produces the first token, and no step follows the last token.
+            // Generate two more tokens than are timed, because two times would not be typical of decoding:
+            // the prefill produces the first token, and no later step is queued behind the step of the last token.
             let stream = engine.complete_ids(&prompt, chat_options(tokens + 2, SEED + 1 + index))?;
             let mut events = stream.into_iter();
             events.next().transpose()?;

@@ -1,4 +1,4 @@
-//! The report of `inferno bench`, as tables or as JSON. The JSON keys include the units.
+//! The report of `inferno bench`, as tables or as JSON. The JSON keys of times and speeds name the units.
 
 use std::fmt::Write;
 use std::time::Duration;
@@ -104,7 +104,7 @@ impl DeviceFacts {
     }
 }
 
-/// The device memory allocated since loading began, in bytes.
+/// How much less memory is free on the GPU than before loading, in bytes.
 #[derive(Serialize)]
 pub struct Memory {
     after_load_bytes: u64,
@@ -196,17 +196,17 @@ impl Test {
     }
 }
 
-/// The results of one test, shown as one row of the table.
+/// The results of one test.
 #[derive(Serialize)]
 pub struct TestResult {
     #[serde(flatten)]
     test: Test,
     tok_per_s: Stats,
-    /// The mean number of bytes that a decode step reads. `None` for a prompt test.
+    /// The mean number of bytes that the first GPU, or the CPU, reads in a decode step. `None` for a prompt test.
     step_bytes: Option<StepBytes>,
     bytes_per_s: Option<f64>,
     share_of_read_bandwidth: Option<f64>,
-    /// The time between consecutive tokens, which only chat tests measure.
+    /// The time between consecutive tokens. `None` for all tests except chat tests.
     gaps: Option<Gaps>,
 }
 
@@ -217,7 +217,7 @@ impl TestResult {
         Self { test, tok_per_s, step_bytes: None, bytes_per_s: None, share_of_read_bandwidth: None, gaps: None }
     }
 
-    /// Creates the result of a decode or chat test. `steps` must not be empty.
+    /// Creates the result of a decode or chat test. `steps` has the bytes that each step reads, and must not be empty.
     pub fn of_decode(test: Test, seconds: &[f64], steps: &[StepBytes], gaps: Option<Gaps>) -> Self {
         let mean = |part: fn(&StepBytes) -> u64| steps.iter().map(part).sum::<u64>() / steps.len() as u64;
         let step_bytes = StepBytes { weights: mean(|step| step.weights), cache: mean(|step| step.cache) };
@@ -270,7 +270,7 @@ impl Report {
         parts.join("\n")
     }
 
-    /// Returns the lines above the tables: the model, the device, the build, loading and memory.
+    /// Returns the lines above the tables: the model, the device, the build, loading, memory and launches.
     fn header(&self) -> String {
         let Model { name, family, quantization, parameters, dtype, context, weight_bytes, cache_bytes, .. } =
             &self.model;
@@ -411,7 +411,7 @@ impl Report {
 
     fn kernel_table(&self) -> String {
         let Some(kernels) = &self.kernels else {
-            return format!("kernel times: not available with the {} executor\n", self.inferno.executor);
+            return format!("kernel times: need a decode graph on one GPU ({} executor)\n", self.inferno.executor);
         };
         let mut rows = vec![["kernel", "calls", "µs/token", "MB/token", "GB/s", "of read"].map(String::from)];
         for KernelTime { name, calls, seconds, bytes } in kernels {

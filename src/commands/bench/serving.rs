@@ -17,7 +17,7 @@ use crate::runner::{StepBytes, StepTime};
 pub enum Lengths {
     /// Every request has --input prompt tokens and --output answer tokens.
     Fixed,
-    /// Log-normal lengths as in ShareGPT, with means of 215 prompt tokens and 198 answer tokens.
+    /// Log-normal lengths as in ShareGPT, with means of 215 prompt and 198 answer tokens before the maximums apply.
     SharegptLike,
 }
 
@@ -60,18 +60,19 @@ pub struct Serving {
     pub cached_tokens: usize,
     /// `cached_tokens` divided by `input_tokens`.
     pub hit_rate: f64,
-    /// The number of times that a request gave up its blocks because the KV cache was full.
+    /// The number of times that the scheduler preempted a request because the KV cache was full.
     pub preemptions: u64,
-    /// The durations of the engine's steps.
+    /// The mean durations of the engine's steps, by kind of step.
     pub steps: Vec<StepTime>,
     /// The mean number of distinct experts per layer that a decode step used. `None` if the experts were not counted.
     pub experts_per_step: Option<f64>,
-    /// The bytes that a decode step of all requests must read, when all answers are half generated.
-    /// `None` with `--rate` or with varying lengths. Also `None` if the model has experts that were not counted.
+    /// The bytes that the first GPU, or the CPU, must read in a decode step of `concurrency` half-generated answers.
+    /// `None` with `--rate` or with varying lengths.
+    /// Also `None` if `concurrency` is above 1 and the model has experts that were not counted.
     pub step_bytes: Option<StepBytes>,
     /// `step_bytes` divided by the time of a decode step.
     pub read_bytes_per_s: Option<f64>,
-    /// `read_bytes_per_s` divided by the measured memory bandwidth.
+    /// `read_bytes_per_s` divided by the measured read bandwidth of the memory.
     pub bandwidth_share: Option<f64>,
 }
 
@@ -83,14 +84,14 @@ pub struct Percentiles {
 }
 
 impl Serving {
-    /// Sets the bytes that a decode step of all requests reads, and computes the read bandwidth from these bytes.
+    /// Sets the bytes that a decode step of `concurrency` requests reads, and computes the bytes read per second.
     pub fn set_step_bytes(&mut self, bytes: StepBytes) {
         let steps_per_s = self.decode_tok_per_s.map(|tok_per_s| tok_per_s / self.concurrency as f64);
         self.step_bytes = Some(bytes);
         self.read_bytes_per_s = steps_per_s.map(|steps_per_s| steps_per_s * bytes.total() as f64);
     }
 
-    /// Sets the share of the measured memory bandwidth that the decode steps used.
+    /// Sets the share of the measured read bandwidth that the decode steps used.
     pub fn set_bandwidth_share(&mut self, bandwidth: Option<&Bandwidth>) {
         self.bandwidth_share =
             self.read_bytes_per_s.zip(bandwidth).map(|(rate, bandwidth)| rate / bandwidth.read_bytes_per_s);
@@ -230,7 +231,8 @@ impl Load {
     }
 }
 
-/// Draws a length of at least 1 from a log-normal distribution with this mean and a sigma of 1.2.
+/// Draws a length of at least 1 from a log-normal distribution with this mean.
+/// The logarithm of the length has a standard deviation of 1.2.
 fn log_normal(seed: u64, index: u64, mean: f64) -> usize {
     const SIGMA: f64 = 1.2;
     // The Box-Muller transform gives a normally distributed number from two uniform ones.

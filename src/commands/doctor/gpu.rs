@@ -12,14 +12,15 @@ use crate::text::one_line;
 /// The lowest compute capability that the kernels support.
 const MIN_CAPABILITY: (u32, u32) = (8, 0);
 
-/// The self-test result of one kernel, for one dtype and one GPU.
+/// The result of one self-test check, for one dtype and one GPU.
 #[derive(Serialize)]
 pub struct SelfTest {
     gpu: usize,
     name: String,
     dtype: &'static str,
     passed: bool,
-    /// The maximum error, relative to the largest reference value. `None` if not finite or if the kernel failed.
+    /// The largest absolute error, divided by the largest absolute reference value.
+    /// `None` if the error is not finite or the checked operation failed.
     error: Option<f32>,
     tolerance: f32,
     seconds: f64,
@@ -58,7 +59,7 @@ pub fn check(findings: &mut Vec<Finding>, self_test: &mut Vec<SelfTest>) {
         }
     }
     let driver = driver.map_or_else(
-        || Finding::warn("driver", "cannot run nvidia-smi: the NVIDIA driver or the GPU is missing", "nvidia-smi"),
+        || Finding::warn("driver", "nvidia-smi is missing, fails or lists no GPU", "nvidia-smi"),
         |driver| Finding::pass("driver", driver),
     );
     // Insert the finding about the driver after the build and before the GPUs.
@@ -77,7 +78,7 @@ fn no_gpu(error: &anyhow::Error, seen: Option<String>) -> Finding {
     Finding::fail("GPU", what, if has_cuda { next } else { "cargo install --locked --path . --features cuda" })
 }
 
-/// Checks that this build's kernels can run on the GPU, and that at least half of the GPU memory is free.
+/// Checks that this build's kernels can run on the GPU at full speed, and that at least half of its memory is free.
 ///
 /// `built` is the lowest compute capability that the kernels run on. `None` in a build without GPU support.
 /// `is_native` is true if the build contains machine code for this GPU.
@@ -98,7 +99,7 @@ fn gpu(ordinal: usize, info: &DeviceInfo, built: Option<(u32, u32)>, is_native: 
         );
     }
     if found.0 > built.0 && !is_native {
-        // The build has no machine code for this GPU, so the driver compiles the PTX of the kernels at startup.
+        // The build has no machine code for this GPU, so the driver compiles the kernels from PTX when it loads them.
         let what = format!(
             "{what}: this build is for compute capability {}, so models start and run more slowly",
             number(built)

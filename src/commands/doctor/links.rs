@@ -21,22 +21,22 @@ pub fn check() -> Option<Finding> {
     })
 }
 
-/// The measured times of a data exchange. The inner error says why the GPUs cannot exchange data on this path.
+/// The measured times of a data exchange. The inner error says why the GPUs cannot exchange data on the path.
 type Measured = Result<Result<ExchangeTimes, String>>;
 
-/// Measures the exchange between the first `count` GPUs.
+/// Measures the exchange between the first `count` GPUs on `path`.
 fn measure(count: usize, path: ExchangePath) -> Measured {
     thread::scope(|scope| {
         let measure = |world: World| {
             let measured = measure_rank(&world, path);
-            // If this rank fails, end the exchange. Otherwise, the other ranks would wait for this rank.
+            // If this rank fails, call `World::end`, so that the other ranks do not wait for this rank.
             measured.inspect_err(|error| world.end(&one_line(error)))
         };
         let threads: Vec<_> =
             World::threads(count).into_iter().map(|world| scope.spawn(move || measure(world))).collect();
         let results = threads.into_iter().map(|thread| thread.join().unwrap_or_else(|panic| resume_unwind(panic)));
         let results = results.collect::<Result<Vec<_>>>()?;
-        // Report the times of the slowest rank. If the exchange fails on any rank, report the failure.
+        // For each size, report the time of the slowest rank. If the exchange fails on any rank, report the failure.
         Ok(results.into_iter().reduce(|a, b| Ok(slower(a?, b?))).unwrap_or_else(|| Err("there is no GPU".into())))
     })
 }
@@ -68,8 +68,8 @@ fn finding(count: usize, direct: Measured, through_host: Option<Measured>) -> Fi
         }
         (Ok(Err(reason)), Some(Ok(Err(through_host)))) => {
             let what = format!(
-                "{count} GPUs cannot exchange data, so --gpus is very slow. Direct exchange: {reason}. \
-                 Exchange through host memory: {through_host}"
+                "{count} GPUs cannot exchange data without copies by the host, so --gpus is very slow. \
+                 Direct exchange: {reason}. Exchange through host memory: {through_host}"
             );
             Finding::warn("links", what, NEXT)
         }

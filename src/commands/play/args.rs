@@ -76,10 +76,10 @@ pub struct Args {
     /// Keep generating after the model's end-of-text token
     #[arg(long)]
     pub ignore_eos: bool,
-    /// Print one JSON object: text, reasoning, tokens, finish_reason, usage, stats
+    /// Print one JSON object: text, reasoning, tokens, finish_reason, usage, stats, model, revision, seed
     #[arg(long)]
     pub json: bool,
-    /// Print one JSON object per line as the answer streams: start, reasoning, answer, tool_call, end
+    /// Print one JSON object per line as the answer streams: start, reasoning, answer, tool_call, end or error
     #[arg(long, conflicts_with = "json")]
     pub jsonl: bool,
     /// When the context is full: stop, or drop-oldest to continue without the oldest messages

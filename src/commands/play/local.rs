@@ -19,8 +19,9 @@ use crate::terminal;
 use crate::text;
 use crate::worker;
 
-/// Finds or downloads the model named on the command line. If no model is named, asks the user to choose one.
+/// Finds or downloads the model named on the command line.
 ///
+/// If no model is named, fails for a one-shot answer, and otherwise asks the user to choose a model.
 /// Returns `None` if the user quits.
 pub fn select(args: &Args, is_one_shot: bool) -> Result<Option<Selected>> {
     let hub = Hub::from_env()?;
@@ -139,7 +140,7 @@ fn choose_snapshot(hub: &Hub) -> Result<Option<Snapshot>> {
 /// Prints a summary of the loaded model to stderr, if stderr is a terminal.
 fn introduce(snapshot: &Snapshot, engine: &Engine) {
     let info = engine.info();
-    // On a CPU, do not show the executor and the attention kernel, because there is only one of each.
+    // On a CPU, do not show the executor and the attention kernel, because both are always `eager`.
     let executor = match info.device.compute_capability {
         Some(_) => format!(" · {}, {} attention", engine.executor(), info.attention),
         None => String::new(),

@@ -16,9 +16,8 @@ use crate::text::printable;
 
 /// Finds the requested model on the server at `url`.
 ///
-/// If no model was requested and the server has several models, asks the user to choose one.
-///
-/// Returns `None` if the user quits.
+/// If no model was requested, uses the only model of the server. If the server has several models,
+/// fails for a one-shot answer, and otherwise asks the user to choose a model. Returns `None` if the user quits.
 pub fn select(url: &str, args: &Args, is_one_shot: bool) -> Result<Option<Selected>> {
     let url = ServerUrl::parse(url).map_err(Error::usage)?;
     let key = api_keys::read(args.api_key.as_slice())?.into_iter().next();
@@ -39,7 +38,8 @@ pub fn select(url: &str, args: &Args, is_one_shot: bool) -> Result<Option<Select
     Ok(Some(Selected { model: ModelId::Remote(name), typed_revision: None, source: Box::new(source) }))
 }
 
-/// Returns the only model of a server, or the one that the user chooses. Returns `None` if the user quits.
+/// Returns the only model of a server. If there are several, fails for a one-shot answer,
+/// and otherwise asks the user to choose a model. Returns `None` if the user quits.
 fn default_model<'m>(
     models: &'m [ServedModel],
     connection: &Connection,

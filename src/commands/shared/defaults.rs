@@ -60,15 +60,15 @@ static SERVE_FLAGS: LazyLock<Vec<&str>> = LazyLock::new(|| {
     sorted(&[&MODEL_FLAGS, &own])
 });
 
-/// The keys of the configuration file, sorted by name.
+/// The keys of the configuration file that set a flag, sorted by name. The only other key is `models`.
 static CONFIGURATION_KEYS: LazyLock<Vec<&str>> = LazyLock::new(|| sorted(&[&PLAY_FLAGS, &SERVE_FLAGS]));
 
-/// Flags that cannot be set in the environment.
-///
-/// Kubernetes sets `INFERNO_PORT` to a URL if a service is named `inferno`.
+/// Flags that cannot be set in the environment, because Kubernetes sets `INFERNO_PORT` to a URL
+/// if a service is named `inferno`.
 const NOT_IN_ENVIRONMENT: [&str; 1] = ["port"];
 
-/// The flags of `health` that can be set outside the command line. Settings of `serve` also apply to `health`.
+/// The flags of `health` that can be set outside the command line.
+/// They are also settings of `serve`, so that `health` checks the address at which `serve` listens.
 const HEALTH_FLAGS: [&str; 3] = ["host", "port", "tls-cert"];
 
 /// The flags of `bench`, `perplexity` and `replay` that can be set outside the command line.
@@ -300,12 +300,13 @@ fn sorted<'f>(lists: &[&[&'f str]]) -> Vec<&'f str> {
     flags
 }
 
-/// Returns clap's id for a flag, which is the name of the flag's field in `Args`.
+/// Returns clap's id for a flag: the name of the flag with underscores.
 fn id(flag: &str) -> String {
     flag.replace('-', "_")
 }
 
 /// Reads the configuration file. Returns its settings for all models and for `model`, and the path of the file.
+/// Returns no settings if the file does not exist.
 fn read_configuration(model: Option<&str>, arguments: &ArgMatches) -> Result<(SettingValues, String)> {
     let Some(path) = configuration_path() else { return Ok((SettingValues::new(), String::new())) };
     let shown_path = path.display().to_string();

@@ -57,7 +57,7 @@ pub struct LoadArgs {
     /// eager (matrix products and softmax) or auto
     #[arg(long, default_value = "auto", value_name = "KERNEL", hide_short_help = true)]
     attention: Attention,
-    /// The number of full-context sequences that the KV cache can hold.
+    /// The minimum number of full-context sequences that the KV cache can hold.
     #[arg(skip = 1usize)]
     sequences: usize,
     /// Whether answers must be independent of other requests.
@@ -142,7 +142,7 @@ impl LoadArgs {
         self.deterministic = deterministic;
     }
 
-    /// Loads the kernels of all dense matrix products before the first request, as for a server.
+    /// Makes [`load`](Self::load) also load the kernels of all dense matrix products, as `serve` needs.
     pub fn warm_up(&mut self) {
         self.warm_up = true;
     }

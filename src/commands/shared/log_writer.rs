@@ -1,6 +1,6 @@
 //! Writes log lines to stderr on a separate thread.
 //!
-//! A write to stderr blocks while nothing reads from stderr, for example while a terminal's output is paused.
+//! A write to stderr can block, for example while a terminal's output is paused or a pipe is full.
 //! A server must keep running, so it drops log lines instead of waiting.
 
 use std::io::{self, Write};
@@ -61,7 +61,7 @@ fn write_lines(receiver: &Receiver<Message>) {
         }
         let dropped = DROPPED.swap(0, Ordering::Relaxed);
         if dropped > 0 {
-            tracing::warn!(dropped, "log lines were dropped because stderr was blocked");
+            tracing::warn!(dropped, "log lines were dropped because stderr was blocked or too slow");
         }
     }
 }

@@ -21,6 +21,7 @@ pub enum LogFormat {
 /// Starts logging: `-v` logs at the info level, and `-vv` at the debug level.
 ///
 /// Without `-v`, RUST_LOG sets the filter, as in `RUST_LOG=inferno::hub=debug`.
+/// Without either, a server logs its warnings and errors, and other commands log nothing.
 /// If `server` is set, also logs the server's requests, unless RUST_LOG sets their level.
 pub fn start(verbose: u8, server: Option<LogFormat>) {
     let variable = std::env::var("RUST_LOG").ok().and_then(|value| value.parse::<Targets>().ok());

@@ -19,7 +19,7 @@ use indicatif::{ProgressDrawTarget, ProgressStyle};
 use crate::hub::{Hub, Snapshot, demo};
 pub use load_args::{LoadArgs, SplitBy, parse_gpu_count};
 
-/// Lists all local models: the cached models, then the demo. Omits the demo if it cannot be written to the cache.
+/// Lists the complete models in the caches, then the demo. Omits the demo if it cannot be written to the cache.
 pub fn playable(hub: &Hub) -> Result<Vec<Snapshot>> {
     let mut snapshots = hub.list()?;
     snapshots.extend(hub.find(demo::NAME, None));

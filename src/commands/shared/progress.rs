@@ -219,8 +219,8 @@ impl Progress for ProgressView {
         }
         let file_bytes = file.done;
         self.total.set_position(state.done_bytes);
-        // The first report of a download includes bytes from an earlier run, which do not count toward the rate.
-        // A verification reads every byte in this run, so all of its bytes count.
+        // In a download, the first report of a file includes the bytes from an earlier run, which do not count
+        // toward the rate. A verification reads every byte in this run, so all of its bytes count.
         if is_first && self.operation == Operation::Download {
             self.total.reset_eta();
             state.lines.initial_bytes = state.lines.initial_bytes.saturating_add(file_bytes);

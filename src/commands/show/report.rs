@@ -70,7 +70,7 @@ pub struct MemoryNeeds {
     pub dtype: &'static str,
     pub weight_bytes: u64,
     pub cache_bytes_per_1000_tokens: u64,
-    /// The KV cache size of the sliding-window layers, which does not grow with the context.
+    /// The KV cache size of the sliding-window layers for one sequence. It does not grow with the context.
     pub cache_bytes_of_windows: u64,
     /// The context length, in tokens, that the sizes in bytes are computed for.
     pub context: usize,
@@ -80,14 +80,15 @@ pub struct MemoryNeeds {
     /// The number of 64-token blocks in `cache_bytes`.
     pub cache_blocks: usize,
     pub workspace_bytes: u64,
-    /// Temporary memory for loading, in addition to the weights. Freed before the cache and workspace are allocated.
+    /// Temporary memory for loading, in addition to the weights. Freed before the KV cache is allocated.
     pub loading_bytes: u64,
     pub total_bytes: u64,
     /// Whether the GPU has `total_bytes` of free memory. `None` without a GPU.
     pub fits: Option<bool>,
     /// The longest context that fits. `None` without a GPU, or if no context fits.
     pub largest_context: Option<usize>,
-    /// The number of sequences of `context` tokens that fit at once with `--gpu-memory`. `None` without a GPU.
+    /// The number of sequences of `context` tokens that fit at once if the KV cache gets all remaining free memory,
+    /// as `--gpu-memory` can allow. `None` without a GPU.
     pub largest_sequences: Option<usize>,
     /// Whether the cache size is only an estimate from config.json, because the model family is not supported.
     pub estimated: bool,

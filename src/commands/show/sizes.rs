@@ -19,7 +19,7 @@ pub struct Sizes {
     pub experts_chosen: Option<u64>,
     /// The intermediate size of an expert, if config.json has a separate one.
     pub expert_intermediate_size: Option<u64>,
-    /// The number of positions that a sliding-window layer attends to.
+    /// The maximum number of positions that a sliding-window layer attends to.
     pub sliding_window: Option<u64>,
     /// The number of sliding-window layers.
     pub sliding_layers: Option<u64>,
@@ -99,7 +99,7 @@ impl Sizes {
         if other_caches.iter().any(|name| !config[*name].is_null()) {
             return None;
         }
-        // No real model exceeds these limits. The limits keep a bogus size from causing a huge allocation.
+        // No known model exceeds these limits. The limits keep a bogus size from causing a huge allocation.
         let within = |size: Option<u64>, limit: usize| {
             size.and_then(|size| usize::try_from(size).ok()).filter(|size| (1..=limit).contains(size))
         };

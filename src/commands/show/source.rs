@@ -211,7 +211,7 @@ fn license_file(files: &[(String, Option<u64>)]) -> Option<&str> {
     files.iter().map(|(name, _)| name.as_str()).find(|name| is_license(name))
 }
 
-/// Returns the title of a license: the first nonblank line of its text.
+/// Returns the title of a license and the name of its file. The title is the first nonblank line, up to 60 characters.
 fn license_title(text: &str, file: &str) -> Option<String> {
     let title = text
         .lines()
@@ -220,7 +220,8 @@ fn license_title(text: &str, file: &str) -> Option<String> {
     Some(format!("{} ({file})", title.chars().take(60).collect::<String>()))
 }
 
-/// Returns the license in the front matter of a README. If `license` is missing or `other`, returns `license_name`.
+/// Returns the license in the front matter of a README.
+/// If `license` is missing or `other`, prefers `license_name`.
 fn front_matter_license(readme: &str) -> Option<String> {
     let mut lines = readme.trim_start_matches('\u{feff}').lines();
     if lines.next()?.trim_end() != "---" {
