@@ -190,7 +190,7 @@ impl Inspection<'_> {
         try_map(files, THREADS, |file| self.header(file, &total_bytes))
     }
 
-    /// Reads the header of a safetensors file, and adds its length to `total_bytes`.
+    /// Reads the header of a safetensors file, and adds the header's length to `total_bytes`.
     /// Fails if the header is incomplete, or if the total exceeds [`MAX_HEADER_BYTES`].
     fn header(&self, file: &RemoteFile, total_bytes: &AtomicU64) -> Result<SafetensorsHeader> {
         let (remote, name) = (self.remote, &file.name);

@@ -197,7 +197,8 @@ impl Attention {
 
     /// Computes attention for the tokens of all sequences, and writes the new keys and values to the cache.
     ///
-    /// x is `[tokens, hidden]`. Returns this rank's part of the rows that `needed` selects, `[rows, hidden]`.
+    /// x is `[tokens, hidden]`. Returns this rank's part of the output, `[rows, hidden]`.
+    /// The output has the rows that `needed` selects.
     pub(super) fn forward(
         &self,
         x: &Tensor,

@@ -113,7 +113,7 @@ fn commands_do_what_their_help_says() {
     assert_eq!(json["model"], "demo");
 
     assert!(say(&mut chat, "/save talk").contains("--resume talk"));
-    assert!(say(&mut chat, "/save ../talk").contains("cannot name"));
+    assert!(say(&mut chat, "/save ../talk").contains("cannot use the name"));
     assert!(say(&mut chat, "/load").contains("talk"));
     assert!(say(&mut chat, "/clear").contains("new conversation"));
     assert!(say(&mut chat, "/system Be brief.").contains("new system prompt"));

@@ -411,7 +411,8 @@ impl Report {
 
     fn kernel_table(&self) -> String {
         let Some(kernels) = &self.kernels else {
-            return format!("kernel times: need a decode graph on one GPU ({} executor)\n", self.inferno.executor);
+            let executor = self.inferno.executor;
+            return format!("kernel times: not available; they need a decode graph on one GPU ({executor} executor)\n");
         };
         let mut rows = vec![["kernel", "calls", "µs/token", "MB/token", "GB/s", "of read"].map(String::from)];
         for KernelTime { name, calls, seconds, bytes } in kernels {

@@ -57,7 +57,8 @@ pub struct BlockPool {
 /// `previous` and `next` link the blocks without references in a ring, in eviction order.
 /// The ring starts and ends at the scratch block.
 /// The scratch block's `next` is evicted first, and its `previous` last.
-/// The marker separates `EvictFirst` blocks from `Keep` blocks, and is never evicted.
+/// The marker is the last entry of [`BlockPool::blocks`], and not a block of the KV cache.
+/// In the ring, the marker separates `EvictFirst` blocks from `Keep` blocks. It is never evicted.
 #[derive(Clone, Debug, Default)]
 struct Block {
     references: u32,

@@ -90,10 +90,11 @@ pub struct GenerateOptions {
     /// Biases from -100 to 100 to add to the logits of tokens, by token id, before penalties.
     /// In effect, -100 bans a token, and 100 selects it.
     pub logit_bias: BTreeMap<u32, f32>,
-    /// How many most likely tokens to report for each generated token, with their log probabilities.
+    /// The number of most likely tokens to report for each generated token, with their log probabilities.
     /// With 0, only the generated token has a log probability. `None` reports no log probabilities.
     pub logprobs: Option<usize>,
-    /// How many most likely tokens to report for each prompt token after the first, with their log probabilities.
+    /// The number of most likely tokens to report, with their log probabilities, for each prompt token except the first.
+    /// With 0, only the prompt tokens themselves have log probabilities.
     /// [`RequestStream::scored_prompt`](super::RequestStream::scored_prompt) returns the log probabilities.
     /// If set, all prompt tokens are computed, even cached tokens. `None` reports no log probabilities.
     pub prompt_logprobs: Option<usize>,

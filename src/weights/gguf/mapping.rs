@@ -64,7 +64,9 @@ fn single(file: &GgufCheckpoint, layout: &ArchitectureLayout, name: &str) -> Res
         let heads = if part == Some("attn_q") { heads.0 } else { heads.1 };
         let length = shape.first().copied().unwrap_or(0);
         if heads == 0 || length == 0 || !length.is_multiple_of(2 * heads) {
-            bail!("cannot split {length} rows into {heads} even-sized heads (see attention.head_count, head_count_kv)");
+            bail!(
+                "cannot split {length} rows into {heads} heads of even size (attention.head_count, attention.head_count_kv)"
+            );
         }
         rows = RowMapping::InterleavedHalves(length / heads);
         if shape.len() == 1 {
