@@ -43,7 +43,7 @@ pub enum LogitRows {
 /// The data of a forward pass that all layers share: token positions, block tables and the attention backend.
 pub struct Pass {
     queries: Queries,
-    /// The block tables of each group of layers, and the cache rows of the new tokens.
+    /// The block tables of each layer group, and the cache rows of the new tokens.
     blocks: Vec<PassBlocks>,
     backend: AttentionBackend,
     sum_order: SumOrder,
@@ -95,7 +95,7 @@ impl Pass {
         &self.queries
     }
 
-    /// Returns the block tables of a group of layers, and the cache rows of the new tokens.
+    /// Returns the block tables of a layer group, and the cache rows of the new tokens.
     pub fn blocks(&self, group: usize) -> &PassBlocks {
         &self.blocks[group]
     }

@@ -209,7 +209,8 @@ impl ConditionalEventHandler for EndLine {
     }
 }
 
-/// The rustyline helper: completes words on Tab, and decides whether Enter ends the message.
+/// The rustyline helper: completes commands and their arguments on Tab, decides whether Enter ends the message, and
+/// stores the draft.
 struct LineHelper {
     files: FilenameCompleter,
     model_names: NameList,

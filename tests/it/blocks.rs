@@ -7,7 +7,8 @@ use inferno::nn::kv_cache::BLOCK_TOKENS;
 
 use crate::support::Random;
 
-/// The entry that a step writes at one position: the index of the KV cache group, and a digest of the tokens so far.
+/// Stands for the keys and values at one position: the index of the layer group, and a digest of the tokens up to and
+/// including this position.
 type Entry = (usize, u64);
 
 /// A block manager, and the expected state of the KV cache that it manages.
@@ -65,7 +66,7 @@ fn first_visible(window: Option<usize>, position: usize) -> usize {
     window.map_or(0, |window| position.saturating_sub(window - 1))
 }
 
-/// Returns the block table of each KV cache group as a list of block indices.
+/// Returns the block table of each layer group as a list of block indices.
 fn tables(blocks: &SequenceBlocks) -> Vec<Vec<u32>> {
     blocks.tables().iter().map(|table| table.to_vec()).collect()
 }

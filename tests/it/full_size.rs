@@ -309,7 +309,7 @@ fn full_size_answers_at_once_are_as_exact_as_answers_alone() {
     }
     first_differences.sort_unstable();
     let [at_once, alone] = divergences;
-    println!("mean KL from a prefill: {at_once:.3e} for concurrent requests, {alone:.3e} for single requests");
+    println!("answers against a prefill: mean KL {at_once:.3e} if generated at once, {alone:.3e} if one at a time");
     println!(
         "{} of 64 answers differ; indices of the first different tokens: {first_differences:?}",
         first_differences.len()

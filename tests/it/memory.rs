@@ -71,7 +71,7 @@ fn check_ranks(name: &str, path: &Path, quantize: Option<QuantizationTarget>) {
             let capacity = Capacity { context: 32, chunk: 32 };
             let blocks = plan.cache_blocks(capacity);
             let cache = KvCache::new(decoder.cache_layout(), blocks, DType::BF16, &Device::Cpu).unwrap();
-            // Layers of different cache groups share tensors, so count each tensor once.
+            // Layers of different layer groups share tensors, so count each tensor once.
             let tensors = cache.own_layers().flat_map(|(_, _, pair)| pair.map(|tensor| (tensor.id(), tensor)));
             let tensors = tensors.collect::<HashMap<_, _>>().into_values();
             let cache_bytes: usize = tensors.map(|tensor| tensor.elem_count() * tensor.dtype().size_in_bytes()).sum();

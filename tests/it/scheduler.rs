@@ -584,7 +584,7 @@ impl<'a> Simulator<'a> {
     }
 
     /// Returns the digest that stands for the keys and values at a position.
-    /// The digest depends on all tokens up to the position, on the pass, and on the KV cache group.
+    /// The digest depends on all tokens up to the position, on the pass, and on the layer group.
     fn digest(&self, id: SequenceId, group: usize, pass: Range<usize>, position: usize) -> u64 {
         let tokens = self.tracked[id as usize].digests[position];
         digest(digest(tokens, pass.start as u64), pass.end as u64).wrapping_add(group as u64)

@@ -20,7 +20,7 @@ pub struct BlockContent {
     pub tokens: [u32; BLOCK_TOKENS],
 }
 
-/// The key of a cached block: its group of layers, and a hash of its content.
+/// The key of a cached block: its layer group, and a hash of its content.
 ///
 /// The hash covers the salt and all tokens up to the end of the block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

@@ -58,7 +58,7 @@ pub struct DecodeGraph {
     possible: usize,
     /// The id of the current sequence, and the position at which its decoding started.
     sequence: Option<(u64, usize)>,
-    /// The block table of each group of layers on the device, u32 `[1, blocks]`.
+    /// The block table of each layer group on the device, u32 `[1, blocks]`.
     tables: Vec<Tensor>,
     /// The number of entries of each block table on the device.
     blocks: Vec<usize>,
