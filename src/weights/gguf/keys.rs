@@ -139,7 +139,9 @@ impl<'c> ArchitectureKeys<'c> {
         let factor = self.float("rope.scaling.factor")?;
         Ok(match self.string("rope.scaling.type")? {
             // The key `rope.scale_linear` in files from 2023 is ignored, because some converters inverted its value.
-            None | Some("none") => factor.map(|factor| json!({"rope_type": "linear", "factor": factor})),
+            None => factor.map(|factor| json!({"rope_type": "linear", "factor": factor})),
+            // As in llama.cpp, a factor without effect may accompany this type.
+            Some("none") => None,
             Some("linear") => Some(json!({"rope_type": "linear", "factor": factor.unwrap_or(1.0)})),
             Some("yarn") => Some(json!({
                 "rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original,

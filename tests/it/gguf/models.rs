@@ -51,6 +51,22 @@ fn logits_agree_with_transformers() {
     }
 }
 
+/// llama.cpp ignores the factor if the scaling type is `none`.
+#[test]
+fn rope_scaling_of_type_none_has_no_effect() {
+    let unscaled = convert(&golden("llama2"));
+    let logits = |writer: &Writer| {
+        let (_folder, path) = saved(writer);
+        logits(&path, &[1, 2, 3, 4, 5]).unwrap()
+    };
+    let scaled = |kind: &str| {
+        let writer = unscaled.clone().string("llama.rope.scaling.type", kind);
+        logits(&writer.f32("llama.rope.scaling.factor", 4.0))
+    };
+    assert_eq!(scaled("none"), logits(&unscaled));
+    assert_ne!(scaled("linear"), logits(&unscaled), "the factor should have an effect with linear scaling");
+}
+
 /// Mixtral GGUF files from before spring 2024 have one tensor per expert and matrix.
 #[test]
 fn experts_in_separate_tensors_load() {
