@@ -194,17 +194,14 @@ impl<'de> Deserialize<'de> for Message {
             Some(WireContent::Parts(parts)) => {
                 let mut content = String::new();
                 for part in parts {
-                    match part.text {
-                        Some(text) if matches!(part.kind.as_str(), "text" | "input_text" | "output_text") => {
-                            content.push_str(&text)
-                        }
-                        _ => {
-                            return Err(D::Error::custom(format!(
-                                "content of type '{}' is not supported; use 'text'",
-                                part.kind
-                            )));
-                        }
+                    let kind = part.kind;
+                    if !matches!(kind.as_str(), "text" | "input_text" | "output_text") {
+                        let message = format!("content of type '{kind}' is not supported; use 'text'");
+                        return Err(D::Error::custom(message));
                     }
+                    let text = part.text;
+                    content +=
+                        &text.ok_or_else(|| D::Error::custom(format!("content of type '{kind}' has no text")))?;
                 }
                 content
             }

@@ -159,10 +159,9 @@ fn gguf_parts(repo: &str, files: &FileList, first: &RemoteFile) -> Result<Vec<Re
     gguf::part_names(name).into_iter().map(part).collect()
 }
 
-/// Returns the size of a GGUF model in bytes, or `None` if the listing lacks the size of a part.
-/// Returns 0 if a part is not in the listing.
+/// Returns the size of a GGUF model in bytes, or `None` if the listing lacks a part or its size.
 fn gguf_bytes(repo: &str, files: &FileList, first: &RemoteFile) -> Option<u64> {
-    gguf_parts(repo, files, first).unwrap_or_default().iter().map(|part| part.bytes).sum()
+    gguf_parts(repo, files, first).ok()?.iter().map(|part| part.bytes).sum()
 }
 
 /// Returns one file for each GGUF model in a repository: the first part of the model, or its only file.

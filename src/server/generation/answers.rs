@@ -87,7 +87,8 @@ pub async fn submit(server: &Arc<Server>, log: Arc<RequestLog>, job: Job) -> Res
     let count = job.requests.len() * job.choices;
     let limit = server.admission.limit();
     if count > limit {
-        return Err(ApiError::invalid("n", format!("cannot accept {count} answers at once: the limit is {limit}")));
+        let field = if job.choices > 1 { "n" } else { job.prompt_field };
+        return Err(ApiError::invalid(field, format!("cannot accept {count} answers at once: the limit is {limit}")));
     }
     let client = log.client();
     let permit = server.admission.admit(client.index(), count).map_err(|wait| {
