@@ -36,7 +36,7 @@ pub struct BatchGraphs {
     logits: Option<Tensor>,
     /// The largest batch size for which the arena has room, and the arena for intermediate results of new graphs.
     /// If a larger batch needs a new arena, earlier graphs keep their arena.
-    /// `None` before the first graph, or if the latest arena would have exceeded `MAX_ARENA_BYTES`.
+    /// `None` before the first graph, or if every arena so far would have exceeded `MAX_ARENA_BYTES`.
     arena: Option<(usize, Arena)>,
     /// Whether a batch graph has failed. If so, [`can_run_model`](Self::can_run_model) returns false.
     has_failed: bool,
@@ -216,8 +216,8 @@ impl BatchGraph {
         Ok(StepInputs { ids, sources, words, changes })
     }
 
-    /// Runs the first step of this batch size and captures the step as a graph. Replaces `arena` if it is too small,
-    /// or sets it to `None` if the new arena would exceed `MAX_ARENA_BYTES`.
+    /// Runs the first step of this batch size and captures the step as a graph.
+    /// Replaces `arena` if it is too small, unless the new arena would exceed `MAX_ARENA_BYTES`.
     fn capture_first_step(
         &mut self,
         device: &CudaDevice,
@@ -231,13 +231,17 @@ impl BatchGraph {
         result?;
         let size = self.ids.dims1()?;
         let rows = size.next_power_of_two();
-        if arena.as_ref().is_none_or(|(most, _)| *most < size) {
-            let factor = rows.div_ceil(size);
-            let fits = sizes.arena_bytes(factor) <= MAX_ARENA_BYTES;
-            let new = fits.then(|| Arena::new(&sizes, factor, cache.device())).transpose()?;
-            *arena = new.map(|arena| (rows, arena));
-        }
-        self.arena = arena.as_ref().map(|(_, arena)| arena.clone());
+        let factor = rows.div_ceil(size);
+        self.arena = match arena {
+            Some((most, arena)) if *most >= size => Some(arena.clone()),
+            _ if sizes.arena_bytes(factor) <= MAX_ARENA_BYTES => {
+                let new = Arena::new(&sizes, factor, cache.device())?;
+                *arena = Some((rows, new.clone()));
+                Some(new)
+            }
+            // The graph allocates its memory itself. Smaller batches keep the present arena.
+            _ => None,
+        };
         let forward = || match &self.arena {
             Some(arena) => arena.use_for(|| self.forward(decoder, cache)),
             None => self.forward(decoder, cache),
