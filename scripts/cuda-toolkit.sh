@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Installs a CUDA toolkit from packages into a folder: CUDA 13.0, or CUDA 12.4, which works with driver 550 or later.
-# Needs no root access, GPU or driver. The download is 1.2 GB for CUDA 13 and 0.7 GB for CUDA 12, and takes about a minute.
+# Needs no root access, GPU or driver. The download is 1.2 GB for CUDA 13 and 0.7 GB for CUDA 12.
 #
 #   scripts/cuda-toolkit.sh DIR [13|12] && source DIR/env.sh
 #
@@ -117,14 +117,15 @@ for library in lib/*.so.*; do
   [ -e "$name" ] || ln -s "$(basename "$library")" "$name"
 done
 
-# Build a driver stub for the linker: an empty function for every name in the headers that starts with `cu`.
+# Build a driver stub for the linker: an empty function for every name in cuda.h and cudaTypedefs.h that starts with
+# `cu` and a capital letter.
 # At run time, the real libcuda.so.1 is loaded.
 mkdir -p lib/stubs
 grep -ohE '\bcu[A-Z][A-Za-z0-9_]*' include/cuda.h include/cudaTypedefs.h | sort -u |
   awk '{ print "void " $1 "(void) {}" }' |
   gcc -shared -fno-builtin -w -Wl,-soname,libcuda.so.1 -x c - -o lib/stubs/libcuda.so
 
-# Without a GPU, compile for the oldest supported architecture. Newer GPUs can run its PTX.
+# Without a GPU and without CUDA_COMPUTE_CAP, compile for the oldest supported architecture. Newer GPUs can run its PTX.
 cat > "$dir/env.sh" << ENV
 export CUDA_HOME=$home
 export NVCC=\$CUDA_HOME/bin/nvcc

@@ -3,12 +3,13 @@
 #
 #   scripts/gate-long.sh [PART…]
 #
-#   cuda12    builds the program with a CUDA 12 toolkit, and checks that the commands that need no GPU work
-#   cpu       builds the CPU program and starts it
+#   cuda12    builds the program with a CUDA 12 toolkit, and checks that it works without a GPU
+#   cpu       builds the CPU program, and checks that it works
 #   image     builds the image around the CPU program with buildah, and tests it (requires root, buildah and mmdebstrap)
 #   routing   runs the routing tests with more load
 #
-# Without PART, runs all parts. CARGO_TARGET_DIR, CUDA_COMPUTE_CAP and the variables of scripts/release.sh apply.
+# Without PART, runs all parts. `image` and `routing` need the program that `cpu` builds.
+# CARGO_TARGET_DIR, CUDA_COMPUTE_CAP and the variables of scripts/release.sh apply.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

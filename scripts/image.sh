@@ -10,7 +10,7 @@
 #
 # Requires root, buildah, and mmdebstrap if there is no --base (apt-get install --no-install-recommends buildah mmdebstrap).
 # Uses chroot isolation, so it also runs in a container that may not create namespaces.
-# The containers share the network of this machine, and the tests listen on 127.0.0.1 only.
+# The containers share the network of this machine, and the tested server listens on 127.0.0.1 only.
 # INFERNO_IMAGE_CACHE names the storage folder of buildah. Without this variable, buildah uses a temporary folder.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -123,7 +123,7 @@ print(json.load(urllib.request.urlopen(request, timeout=60))["usage"])
 PYTHON
 
 echo "== SIGTERM"
-# Find the server in the container by its port. No other process has this port on its command line.
+# Find the server in the container by its port. `^` excludes buildah's process, whose command line has the port too.
 pid=$(pgrep -f "^inferno serve demo .*--port $port\$") || fail "cannot find the process of the server"
 started=$SECONDS
 kill -TERM "$pid"

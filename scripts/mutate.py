@@ -19,7 +19,7 @@ A run fails if the program
 - writes such characters to stdout in a table (show, list, verify, tokenize), where tabs are allowed
 - reports a perplexity that is NaN
 
-The script keeps the folder of a failed run. The folder contains `reproduce.sh`.
+The script keeps the folder of a failed run. `reproduce.sh` in this folder repeats the command.
 At the end, the script exits with 1 if any run failed.
 """
 
@@ -160,7 +160,7 @@ def random_slot(rng, root):
 
 
 def mutate_tree(rng, root):
-    """Makes one random change to a JSON value. Returns what it changed, or None if the value has no items."""
+    """Makes one random change to a JSON value. Returns a description of it, or None if the value has no items."""
     slot = random_slot(rng, root)
     if slot is None:
         return None
@@ -836,7 +836,7 @@ def mutate_cache(rng, repo):
 
 
 def small_tokenizer(size):
-    """Returns the tokenizer of tests/golden/trained, cut to `size` tokens. Prefers the tokens of lowercase letters."""
+    """Returns the tokenizer of tests/golden/trained, cut to `size` tokens. Keeps the tokens of lowercase letters."""
     tokenizer = json.loads((ROOT / "tests/golden/trained/tokenizer.json").read_text())
     model = tokenizer["model"]
     first = {token: index for index, token in enumerate(["<|endoftext|>", *"abcdefghijklmnopqrstuvwxyz.Ġ", "in", "th"])}
@@ -848,7 +848,7 @@ def small_tokenizer(size):
 
 
 def make_models(folder):
-    """Writes each unchanged model to a subfolder. Returns the names of the models."""
+    """Writes each model to a subfolder, before any mutation. Returns the names of the models."""
     golden = ROOT / "tests/golden"
 
     def copy(name, source):

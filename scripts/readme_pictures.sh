@@ -20,7 +20,7 @@ start() {
   sleep 0.5
 }
 
-# type_and_wait TEXT PATTERN: types a line and waits until the last nonblank line matches the pattern.
+# type_and_wait TEXT PATTERN: types a line and waits until the last nonblank line matches the pattern, up to 60 s.
 type_and_wait() {
   tmux send-keys -t $session -l "$1"
   sleep 0.3

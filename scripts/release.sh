@@ -55,7 +55,7 @@ target=${CARGO_TARGET_DIR:-target}
 mkdir -p "$target"
 target=$(realpath "$target")
 export CARGO_TARGET_DIR=$target
-# All archives contain the time of the commit, so that identical programs produce byte-identical archives.
+# Files in the program archives have the time of the commit, so that identical programs give byte-identical archives.
 time=$(git log -1 --format=%ct)
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT

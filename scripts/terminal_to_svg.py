@@ -3,8 +3,8 @@
 
     tmux capture-pane -e -p -t SESSION | scripts/terminal_to_svg.py --title "inferno play" -o docs/play.svg
 
-The SVG keeps colors and styles. It aligns text to the terminal's grid, so the layout is the same in every monospace
-font.
+The SVG keeps colors, bold, italic and underlined text. It aligns text to the terminal's grid, so the layout is the same
+in every monospace font.
 """
 
 import argparse

@@ -128,7 +128,7 @@ def cases(sampler):
 
 
 def report(kind, intents, answered, show_failures):
-    """Prints and returns the share of correct answers.
+    """Prints and returns the share of correct answers. With `show_failures`, also prints the wrong answers.
 
     `answered` is a list of (intent id, question, values, text).
     """

@@ -1,11 +1,13 @@
 """Measures how often the demo model calls tools, answers from tool results and writes JSON correctly.
 
-The values are not in the training data. Neither are the tools, except in the kinds of tests about known tools.
+The words and names in the values are not in the training data.
+Neither are the tools, except in the tests of known tools.
 
     python evaluate_tools.py SNAPSHOT
     python evaluate_tools.py --dump-prompts ../../tests/golden/demo_prompts.json
 
-The second command writes prompts with tools as text. A test of inferno renders the same conversations.
+The second command writes conversations with tools and their prompts as text.
+A test compares these prompts with the prompts that inferno renders for the same conversations.
 """
 
 import argparse
@@ -47,7 +49,7 @@ def without_calls(conversation):
 
 
 def canonical(text):
-    """Returns equal text for equal JSON values, such as `1` and `1.0`. In Python, `1` and `true` would be equal too."""
+    """Returns the same text for equal JSON values, such as `1` and `1.0`. Python's `==` also equates 1 and true."""
     return json.dumps(json.loads(text, parse_int=float), sort_keys=True)
 
 

@@ -1,4 +1,4 @@
-"""Renders conversations as token ids in gpt-oss's chat format, and trains the small tokenizer.
+"""Renders conversations as token ids in gpt-oss's chat format, and trains the demo model's tokenizer.
 
 inferno must render the same text as this module.
 `evaluate_tools.py` writes prompts to `tests/golden/demo_prompts.json`. A test compares these prompts with inferno's.
@@ -112,7 +112,7 @@ class Writer:
         tokenizer.encode_special_tokens = True
         self.control = {token: tokenizer.token_to_id(token) for token in CONTROL}
         self.stop_ids = [self.control[token] for token in STOP]
-        self.known = {}  # a cache, because many answers and analyses occur repeatedly
+        self.known = {}  # a cache from text to ids, because many answers and analyses occur repeatedly
         # The ids of the start of an assistant message. Every prompt ends with these ids.
         self.assistant = [self.control["<|start|>"], *self.text("assistant")]
 
@@ -157,7 +157,8 @@ class Writer:
                 if keeps_think:
                     weight, unweighted = 1.0, 0
                 else:
-                    # The model should reason before a call. Without reasoning, only the arguments have a loss weight.
+                    # The model should reason before a call. Without reasoning, only the arguments and <|call|> have a
+                    # loss weight.
                     weight, unweighted = PAST_WEIGHT, len(message) - len(self.text(call.arguments)) - 1
                 add(message, weight, unweighted)
                 add(self.message(f"functions.{call.name} to=assistant", call.result, "commentary"))

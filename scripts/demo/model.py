@@ -77,7 +77,7 @@ MAGNITUDES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
 
 def mxfp4_round(weight):
-    """Rounds [..., in] to MXFP4. Returns FP4 values [..., in/32, 32] and scale exponents [..., in/32, 1]."""
+    """Rounds a weight [..., in] to MXFP4. Returns FP4 values [..., in/32, 32] and scale exponents [..., in/32, 1]."""
     blocks = weight.unflatten(-1, (-1, 32))
     largest = blocks.abs().amax(-1, keepdim=True).clamp(min=2.0**-100)
     exponents = torch.ceil(torch.log2(largest / 6))  # the smallest scale that clips no value
@@ -91,7 +91,7 @@ def mxfp4_dequantize(values, exponents):
 
 
 def mxfp4_pack(weight):
-    """Packs [..., in] into U8 blocks [..., in/32, 16], low nibble first, and E8M0 scales [..., in/32] with bias 127."""
+    """Packs a weight [..., in] into U8 blocks [..., in/32, 16], low nibble first, and E8M0 scales [..., in/32]."""
     values, exponents = mxfp4_round(weight)
     codes = torch.searchsorted(MAGNITUDES, values.abs()) + 8 * (values < 0)
     return (codes[..., ::2] | codes[..., 1::2] << 4).to(torch.uint8), (exponents[..., 0] + 127).to(torch.uint8)
@@ -146,7 +146,7 @@ class Attention(nn.Module):
     def forward(self, x, cos, sin, masked, past):
         """`masked` [B or 1, 1, T, S] is true for masked keys.
 
-        `past` holds cached keys and values. None disables the cache.
+        `past` is the list of cached keys and values, which this call extends. None disables the cache.
         """
         split = lambda y, heads: y.unflatten(-1, (heads, self.head_dim)).transpose(1, 2)
         q = rotate(split(self.q_proj(x), self.heads), cos, sin).to(x.dtype)  # [B, H, T, D]
@@ -236,7 +236,7 @@ class GptOss(nn.Module):
         """Returns the logits [B, T, V] for ids [B, T], and the mean load-balancing loss of the layers.
 
         `padding` [B] is the number of padding positions at the start of each row.
-        `cache` has one list of keys and values per layer.
+        `cache` has one list of keys and values per layer, empty before the first call. None disables the cache.
         Each call extends the cache, so the next call needs only the new ids.
         """
         past = cache[0][0].shape[2] if cache and cache[0] else 0

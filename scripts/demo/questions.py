@@ -92,7 +92,7 @@ def load_intents() -> dict[str, Intent]:
     assert not patterns | held_out, f"phrasings without an intent: {list(patterns | held_out)}"
     for intent in intents.values():
         assert intent.keys, f"{intent.id}: `keys` is empty, so every answer would be correct"
-        assert all(key in intent.answer for key in intent.keys), intent.id
+        assert all(key in intent.answer for key in intent.keys), f"{intent.id}: the answer lacks one of `keys`"
         assert not trained & {normal(test) for test in intent.test}, f"{intent.id}: a held-out phrasing is in `ask`"
     return intents
 
@@ -455,7 +455,7 @@ class Sampler:
     def conversation(self, turns: int) -> Conversation:
         """Returns a conversation of at most `turns` turns.
 
-        In many conversations, the user gives a name and later asks for it.
+        In some conversations, the user gives a name and may later ask for it.
         """
         r = self.random
         date = self.date()

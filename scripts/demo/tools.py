@@ -302,7 +302,7 @@ class ToolSampler:
                 talk.append(self.turn(r.choice(offered)))
             elif kind == "plain":
                 talk += sampler.other_turns(1, date=date)
-            else:  # a question for another tool; refused unless the name of an offered tool has a word in common
+            else:  # a question for a tool that is not offered; refused unless an offered tool has a similar name
                 other = self.tool()
                 is_offered = any(set(words(other.name).split()) & set(words(tool.name).split()) for tool in offered)
                 refusal = Turn(self.question(other)[0], refused.think, refused.answer)

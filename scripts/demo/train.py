@@ -30,8 +30,8 @@ from questions import Conversation, Sampler
 from tokenizers import Tokenizer
 from tools import AFTER_CALL, ToolSampler
 
-# Shapes of batches: maximum tokens per sample, samples per batch. A sample goes into the first shape that it fits.
-# Samples that fit no shape are dropped.
+# Shapes of batches: maximum tokens per sample, samples per batch. A sample goes into the first shape that is
+# long enough. Samples that are longer than every shape are dropped.
 SHAPES = [(176, 256), (288, 160), (480, 96), (800, 48), (1600, 24)]
 # Kinds of conversations: sampler, share of all samples in percent, minimum and maximum number of turns.
 KINDS = [
@@ -99,7 +99,7 @@ class Batches(IterableDataset):
 
 
 def train(tokenizer_json, checkpoint, args):
-    """Trains until the end, or until `--pause-after`. Returns the model, and whether the training is complete."""
+    """Trains until `--minutes`, `--steps` or `--pause-after`. Returns the model, and whether training is complete."""
     device = torch.device(args.device)
     torch.manual_seed(args.seed)
     torch.set_float32_matmul_precision("high")
@@ -266,7 +266,7 @@ def verify(model, out):
     writer = Writer(Tokenizer.from_file(str(out / "tokenizer.json")))
     talk = Sampler(seed=3).other_turns(14, date="2026-01-15")
     ids = writer.prompt(Conversation(talk))[0] + writer.completion(Conversation(talk))[0]
-    assert tokenizer.encode(writer.tokenizer.decode(ids, skip_special_tokens=False)) == ids, "a round trip changes ids"
+    assert tokenizer.encode(writer.tokenizer.decode(ids, skip_special_tokens=False)) == ids, "re-encoding changes ids"
     ids = torch.tensor([ids])  # longer than the sliding window and YaRN's original context
     reference = theirs(ids).logits
     for who, logits in (("load_snapshot", ours(ids)[0]), ("training module", trained(ids)[0])):
@@ -276,7 +276,7 @@ def verify(model, out):
     start = writer.prompt(Conversation(talk[:1]))[0]
     generated = theirs.generate(torch.tensor([start]), max_new_tokens=24)[0, len(start) :].tolist()
     mine = ours.generate([start], writer.stop_ids, 24)[0]
-    assert generated[: len(mine)] == mine, "greedy tokens differ"
+    assert generated[: len(mine)] == mine, "load_snapshot and transformers generate different greedy tokens"
 
 
 def main():

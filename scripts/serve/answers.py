@@ -20,7 +20,7 @@ MAX_TOKENS = 8
 
 
 def bodies(prompts, count):
-    """Returns requests for log probabilities. Their prompts are random; half have temperature 0 and half have 1."""
+    """Returns requests for log probabilities. The prompts are random. The temperatures alternate between 0 and 1."""
     chooser, found = random.Random(7), []
     for index in range(count):
         fields = prompts.completion(chooser.randint(*PROMPT_TOKENS), MAX_TOKENS, logprobs=1, seed=index)
@@ -39,7 +39,7 @@ async def answer(port, body):
 async def compare(port, group, first):
     """Sends a group of requests in four ways. Returns the answers of each way.
 
-    In the first way, each request has its own `cache_salt`, so later ways cannot reuse the cached prompts.
+    In the first way, each request has its own `cache_salt`, so the later ways cannot reuse its cached prompts.
     """
 
     async def alone(requests):

@@ -71,7 +71,7 @@ def killed_clients(options, report):
 
 
 async def cancel_time(port, fields, events):
-    """Starts a stream and closes it. Returns the time from then until the server is idle, and the gaps between events.
+    """Starts a stream and closes it. Returns the time from closing to an idle server, and the gaps between events.
 
     Closes the stream after `events` events, or during the prefill if `events` is 0.
     """
@@ -106,7 +106,8 @@ def cancel_latency(options, report):
     with Server(options) as server:
         prompts = Prompts(server.port)
         longest = min(4000, server.context() - 100)
-        # A cancellation waits for the current step, which computes at most one prompt chunk.
+        # Measure a prefill without cancellation. A canceled prefill must end earlier: after the current step, which
+        # computes at most one chunk of the prompt.
         prefill = asyncio.run(ask(server.port, PATH, prompts.completion(longest, 1, stream=True))).first
         decode, gaps, early = [], [], []
         for _ in range(count):

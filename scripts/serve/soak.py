@@ -66,7 +66,7 @@ class Load:
         return result
 
     # Each method from `killed` to `slow_reader` has the name of a fault, and sends a request with this fault.
-    # It returns the name of the fault, or the outcome of the request if that is not as expected.
+    # It returns the name of the fault, or the outcome of the request if the outcome is unexpected.
 
     async def killed(self):
         most, delay_s = self.random.randint(0, 20), self.random.random()
@@ -190,7 +190,7 @@ def soak(options, report):
     seconds = 15 if options.short else options.minutes * 60
     peak_s = 6 if options.short else 20
     running = options.soak_sequences
-    # A single client process sent at most about 350 requests per second on 2026-11-27 (docs/reliability.md).
+    # Use several client processes: one process sent at most 346 requests per second (2026-11-27, docs/reliability.md).
     processes = max(1, min(8, (os.cpu_count() or 1) // 4))
     flags = ["--max-sequences", str(running), "--queue", str(8 * running), "--queue-timeout", str(QUEUE_SECONDS)]
     with Server(options, *flags, "--write-timeout", "5") as server:

@@ -17,8 +17,8 @@ pub enum Fault {
     Device,
     /// The engine thread panics.
     Panic,
-    /// A rank fails at a planned step: the first rank in its next pass, and any other rank after the commands
-    /// that it has already received.
+    /// A rank fails at or after a planned step: the first rank in its next pass or decode graph command,
+    /// and any other rank after the commands that it has already received.
     Rank(PlannedFault),
 }
 

@@ -57,7 +57,7 @@ impl Activation {
         }
     }
 
-    /// Returns the code of this activation function in the kernels (`activation.cuh`).
+    /// Returns the constant that selects this activation function in a kernel (`headers/activation.cuh`).
     #[cfg(feature = "cuda")]
     pub fn code(self) -> usize {
         use crate::kernels::constants::{ACTIVATION_GELU_TANH, ACTIVATION_SILU};
@@ -142,7 +142,7 @@ pub fn gated_halves(x: &Tensor, activation: Activation, dtype: DType) -> Result<
     }
 }
 
-/// Returns the shape of x with the last dimension halved. Fails if the last dimension is odd.
+/// Returns the shape of x with the last dimension halved. Fails if x is a scalar, or if its last dimension is odd.
 fn half_width(op: &str, x: &Tensor) -> Result<Vec<usize>> {
     let mut shape = x.dims().to_vec();
     match shape.last_mut() {

@@ -5,7 +5,8 @@
 //! `u32` becomes `unsigned`, `f32` becomes `float`, and `[usize; N]` becomes an array of `int`.
 //!
 //! Values must be valid in both Rust and C++.
-//! A value may contain numbers, `+ - * / << >>`, parentheses, and constants defined earlier in this file.
+//! A value or an array element may contain numbers, `+ - * / << >>` and parentheses.
+//! It may also contain constants defined earlier in this file.
 
 // A build without CUDA does not use every constant.
 #![cfg_attr(not(feature = "cuda"), allow(dead_code))]
@@ -24,7 +25,7 @@ pub const ACTIVATION_GELU_TANH: usize = 1;
 /// Heads per warp in the RoPE kernel `split_qkv`.
 /// A warp with several heads has more loads in flight, and reads cosines and sines once for all its heads.
 pub const ROPE_HEADS_PER_WARP: usize = 4;
-/// Heads per lane in the RoPE kernel that loads four adjacent elements at once.
+/// Heads per lane in the RoPE kernel `split_qkv_wide`, which loads four adjacent elements at once.
 pub const ROPE_WIDE_HEADS: usize = 2;
 /// The maximum number of tokens for which the RoPE kernels have small thread blocks.
 /// With so few tokens, large thread blocks would leave most of the GPU idle.
@@ -38,13 +39,14 @@ pub const EXCHANGE_MAX_RANKS: usize = 8;
 pub const EXCHANGE_SLOTS: usize = 4;
 /// The maximum number of thread blocks on one GPU for an exchange operation.
 /// In tests, several ranks can share a GPU.
-/// The waiting blocks of one rank must then leave multiprocessors free for the other ranks.
-/// A block waits only for the blocks with the same index on other GPUs, so not all blocks must fit on a GPU at once.
+/// These ranks divide `EXCHANGE_BLOCKS` among themselves, so that the blocks of all ranks can run at the same time.
+/// A block waits only for the blocks with the same index on other ranks.
+/// If each rank has its own GPU, the blocks of a rank therefore need not all run at the same time.
 pub const EXCHANGE_BLOCKS: usize = 128;
-/// Threads per block in `exchange_add_norm`, which adds partial results to the residual stream.
-/// A block processes one row at a time.
+/// Threads per block in the `exchange_add_norm` kernels, which add partial results to the residual stream.
+/// The threads of a block divide the columns of a row.
 pub const EXCHANGE_ROW_THREADS: usize = 512;
-/// The maximum number of columns per row in `exchange_add_norm`.
+/// The maximum number of columns per row in the `exchange_add_norm` kernels.
 /// A thread holds up to 32 columns: 8 of each 8 · `EXCHANGE_ROW_THREADS` columns.
 pub const EXCHANGE_ROW_COLUMNS: usize = 16384;
 
@@ -131,9 +133,11 @@ pub const MAX_CHOSEN_EXPERTS: usize = 32;
 
 // Residual addition and norm of expert outputs (`moe/expert_mlp.rs`, `moe/expert_mlp.cu`).
 
-/// Threads per block in the kernel that adds up expert outputs and normalizes the residual stream, one row per block.
+/// Threads per block in `expert_add_norm`, which adds expert outputs to the residual stream and normalizes the sum.
+/// A block computes one row.
 pub const EXPERT_NORM_THREADS: usize = 384;
-/// The maximum number of columns of that kernel. A thread holds 8 columns of each part of 3072 columns.
+/// The maximum number of columns per row in `expert_add_norm`.
+/// A thread holds up to 16 columns: 8 of each 8 · `EXPERT_NORM_THREADS` columns.
 pub const EXPERT_NORM_COLUMNS: usize = 2 * 8 * EXPERT_NORM_THREADS;
 
 // Residual addition and norm (`norm.rs`, `norm.cu`).
@@ -310,8 +314,9 @@ pub const SAMPLE_ROUNDS: usize = 4;
 pub const SAMPLE_BINS: usize = 256;
 /// The maximum number of blocks per launch in `decode/sample.cu`.
 pub const SAMPLE_MAX_BLOCKS: usize = 1024;
-/// The size of `SamplingKernelParams` in 32-bit words.
+/// The size of `SamplingKernelParams` (`sampling/sampling.cuh`) in 32-bit words.
 pub const SAMPLE_PARAM_WORDS: usize = 10;
-/// The size of `Scratch` in 32-bit words: four words, a count and a mass per round and bin, and a mass per block.
+/// The size of `Scratch` (`decode/sample.cu`) in 32-bit words.
+/// `Scratch` consists of four words, a count and a mass per round and bin, and a mass per block.
 /// A count takes one word, and a mass takes two words.
 pub const SAMPLE_SCRATCH_WORDS: usize = 4 + 3 * SAMPLE_ROUNDS * SAMPLE_BINS + 2 * SAMPLE_MAX_BLOCKS;

@@ -122,7 +122,8 @@ impl Matrix {
         }
     }
 
-    /// Returns x · Wᵀ for a caller that rounds the product to the dtype of x: f32, or already in the dtype of x.
+    /// Returns x · Wᵀ for a caller that rounds the product to the dtype of x.
+    /// The product is f32, or already in the dtype of x.
     pub fn matmul_rounded(&self, x: &Tensor, order: SumOrder) -> Result<Tensor> {
         match self {
             Self::Dense(weight) if weight.elem_count() > 0 => matmul_rounded(x, weight, order),

@@ -6,11 +6,11 @@
 //! - `x.cu` contains the CUDA kernel.
 //!
 //! The operations of `decode`, `exchange`, `sampling`, `row_edits` and `step_inputs` run only on a GPU.
-//! In `moe`, this is true of `expert_mlp`, `expert_few`, `mxfp4_tiles`, `route` and `sort_by_expert`.
+//! In `moe`, `expert_mlp`, `expert_few`, `mxfp4_tiles`, `route` and `sort_by_expert` also run only on a GPU.
 //! Tests compare these kernels with other implementations of the same operations.
 //!
 //! `launch` launches kernels, and `scratch` allocates their outputs. `upload` copies weights to a device.
-//! `exchange` combines tensors of several GPUs. `sampling` has the kernels that choose tokens, and their parameters.
+//! `exchange` combines tensors of several GPUs. `sampling` has the kernels that choose tokens.
 //! `bandwidth` measures GPU memory bandwidth. `selftest` compares kernels with their references on the current GPU.
 
 pub mod activation;
@@ -44,7 +44,7 @@ pub use sum_order::SumOrder;
 
 const _: () = assert!(
     constants::EXCHANGE_MAX_RANKS == crate::device::MAX_RANKS,
-    "all devices that run one model must be able to exchange data"
+    "EXCHANGE_MAX_RANKS must equal MAX_RANKS, because all ranks of a model must be able to exchange data"
 );
 
 /// Returns the tensor as contiguous f32, which `reference` functions require. Copies only if necessary.

@@ -44,7 +44,7 @@ template <int WIDTH, typename T> __device__ __forceinline__ void store(T* to, co
 template <typename T, int WIDTH>
 __device__ void add_norm(const float* x, const float* y, const float* y_bias, const float* weight, const float* bias,
                          float* sum, T* normed, int columns, float eps) {
-    __shared__ float scratch[2][32];  // one part for each call of block_sum
+    __shared__ float scratch[2][32];  // one row for each call of block_sum
     const size_t row = (size_t)blockIdx.x * columns;
     const int count = columns / WIDTH;
     x += row, y += y ? row : 0, sum += y ? row : 0, normed += row;

@@ -85,7 +85,8 @@ impl RowEdits {
         }
     }
 
-    /// Adds the values and applies the penalties on the CPU, with the same result as the kernel.
+    /// Adds the values and applies the penalties on the CPU.
+    /// Penalized logits can differ from the kernel's in the last bit, because nvcc fuses multiplications and additions.
     pub fn apply(&self, logits: &mut [f32], in_flight: Option<u32>) {
         for &(token, value) in &self.values {
             if let Some(logit) = logits.get_mut(token as usize) {
@@ -106,13 +107,14 @@ pub struct EditedRow<'e> {
     pub in_flight: Option<u32>,
 }
 
-/// Queues the edits of `rows` to `logits`, f32 `[*, vocab]`, in place. Fails if `rows` contains a row twice.
+/// Queues a kernel that edits `rows` of `logits`, f32 `[*, vocab]`, in place. Fails if `rows` contains a row twice.
 ///
 /// `tokens`, u32, holds the tokens of the previous step.
-/// A token with the value [`NO_TOKEN`](super::constants::NO_TOKEN) is not in flight.
+/// A row whose token is [`NO_TOKEN`](super::constants::NO_TOKEN) has no token in flight.
 ///
 /// If the description of the edits fits in `range` of `host`, the kernel reads it there.
-/// The call then waits for no earlier steps. The caller must leave the range unchanged until the kernel has ended.
+/// In this case, the call does not wait for earlier steps.
+/// The caller must leave the range unchanged until the kernel has ended.
 /// Otherwise, the call copies the description to the device.
 #[cfg(feature = "cuda")]
 pub fn edit_rows(

@@ -14,7 +14,7 @@ use std::cell::{Cell, RefCell};
 use candle_core::{DType, Device, Result, Shape, Tensor};
 
 /// The maximum size of an arena in bytes.
-/// Batches that need a larger arena would gain little from overlapping kernels.
+/// A batch that needs a larger arena runs without one: its kernels take longer, so overlapping them saves less.
 pub const MAX_ARENA_BYTES: usize = 128 << 20;
 
 /// Tensors in an arena start at multiples of this many elements, so that vector loads are aligned.
@@ -41,11 +41,11 @@ enum Mode {
 
 thread_local! {
     static MODE: RefCell<Option<Mode>> = const { RefCell::new(None) };
-    /// Whether the last layer of the forward pass in the current mode has ended.
+    /// Whether the last layer of the current forward pass has ended. [`empty`] then allocates from candle's pool.
     static HAS_ENDED: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Returns the entry of a dtype in `counts`. If `counts` has no such entry, adds one with the value 0.
+/// Returns the element count of a dtype in `counts`. If `counts` does not have the dtype, adds it with count 0.
 fn count(counts: &mut Counts, dtype: DType) -> &mut usize {
     let index = counts.iter().position(|(known, _)| *known == dtype).unwrap_or_else(|| {
         counts.push((dtype, 0));
@@ -88,7 +88,8 @@ pub unsafe fn empty(shape: impl Into<Shape>, dtype: DType, device: &Device) -> R
     }
 }
 
-/// Begins the next layer of a forward pass. The parts before and after the layers count as layers, too.
+/// Begins the next layer of a forward pass.
+/// The embedding, each exchange between stages, and the final norm count as layers, too.
 pub fn begin_layer() {
     MODE.with_borrow_mut(|mode| match mode {
         Some(Mode::Measure { layer, largest }) => {
@@ -112,7 +113,7 @@ pub fn end_layers() {
 }
 
 /// Clears the mode of this thread when dropped, even if the forward pass panics.
-/// Without this guard, later forward passes would allocate from the arena of the failed pass.
+/// Without this guard, later forward passes would allocate from the arena of the pass that panicked.
 struct ModeGuard;
 
 impl Drop for ModeGuard {
@@ -192,12 +193,13 @@ mod tests {
     fn arena_holds_the_results_of_two_layers() {
         let (_, sizes) = LayerSizes::measure(|| pass(2));
         // Tensor sizes are rounded up to multiples of 256 elements.
-        // 600 and 7 floats take 768 and 256 elements, and 6 ids take 256.
+        // In the largest layer, 600 and 7 f32 values take 768 and 256 elements, and 6 u32 values take 256.
         assert_eq!(sizes.arena_bytes(1), 2 * 4 * (768 + 256 + 256));
         let arena = Arena::new(&sizes, 2, &Device::Cpu).unwrap();
         let first = [false, false, true];
         assert_eq!(arena.use_for(|| pass(2)), first.repeat(3));
-        // 2,400 floats do not fit in the arena. The other tensors of each layer then start at the beginning of a half.
+        // 2,400 f32 values do not fit in the arena.
+        // The other tensors of each layer then start at the beginning of a half.
         assert_eq!(arena.use_for(|| pass(8)), [false; 9]);
         assert_eq!(pass(2), [false; 9]);
     }

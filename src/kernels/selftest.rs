@@ -2,7 +2,7 @@
 //!
 //! The self-test shows whether the GPU, the driver and this build compute correct results.
 //! `tests/it/kernels.rs` tests the kernels in more depth.
-//! The self-test does not cover the kernels of `decode` and `sampling`. `tests/it/decode_graph.rs` tests them.
+//! The self-test does not cover the kernels of `decode` and `sampling`. See `tests/it/decode_graph.rs` for their tests.
 
 use std::time::Instant;
 
@@ -28,7 +28,8 @@ pub struct Check {
     pub name: String,
     pub dtype: DType,
     /// The largest absolute difference from the reference, divided by the largest absolute value of the reference.
-    /// NaN if a value is not finite or the lengths of the two results differ. `Err` if the operation fails.
+    /// NaN if a value is not finite, or if the result and the reference differ in length.
+    /// `Err` if the operation fails on the device or on the CPU.
     pub error: std::result::Result<f32, String>,
     pub tolerance: f32,
     /// The time in seconds for creating the inputs, copying them to the device, running the operation,
@@ -147,7 +148,7 @@ fn quantized_checks(target: CheckTarget, tolerance: f32) -> Vec<Check> {
     checks
 }
 
-/// The device and the dtype in which a check runs an operation.
+/// The device on which a check runs an operation, and the dtype of the operation.
 #[derive(Clone, Copy)]
 struct CheckTarget<'d> {
     device: &'d Device,
@@ -190,7 +191,7 @@ fn quantized(target: CheckTarget, format: WeightFormat) -> Result<QuantizedMatri
 
 /// Returns the tensor as f32 on the CPU.
 ///
-/// The conversion runs on the CPU, because the driver would have to compile candle's conversion kernel for the device.
+/// The conversion runs on the CPU. On a GPU, the driver would first have to compile candle's conversion kernel.
 fn to_cpu(tensor: &Tensor) -> Result<Tensor> {
     tensor.to_device(&Device::Cpu)?.to_dtype(DType::F32)
 }

@@ -7,7 +7,7 @@
 //     ids [rows]
 //     sources [rows]: 0, or 1 + the index of the row's id in `tokens`
 //     words [others]: copied after the ids
-//     changes [changes, 2]: the index of a word, counted from the end of `words`, and the new value of the word
+//     changes [changes, 2]: the index of a word, where 0 is the first word after `words`, and the word's new value
 //   tokens: u32, the tokens that the previous step chose, or NO_TOKEN
 //   inputs: u32: ids [rows], words [others], then the words that `changes` sets
 //   grid: ceil((rows + others + changes) / 256); block: 256

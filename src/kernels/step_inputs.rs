@@ -1,4 +1,4 @@
-//! The inputs of a step. The host may not know the step's input tokens yet (`step_inputs.cu`).
+//! The inputs of a step. A kernel (`step_inputs.cu`) writes them, because the host may not know the input tokens yet.
 
 use std::sync::Arc;
 
@@ -42,7 +42,7 @@ impl StepInputs {
     ///
     /// If the description fits in `range` of `host`, the kernel reads it there, and the host waits for no earlier step.
     /// The caller must then leave the range unchanged until the kernel has ended.
-    /// Otherwise, the host copies the description to the device.
+    /// Otherwise, the host copies the description to the device, and may wait for earlier steps.
     pub fn write(
         &self,
         inputs: &Tensor,

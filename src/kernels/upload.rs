@@ -2,7 +2,7 @@
 //!
 //! On CUDA, the staging buffers are pinned, and all copies run on one stream that is separate from candle's stream.
 //! The memory of the tensors comes from the pool that candle also uses, but is allocated on the copy stream.
-//! Copies therefore never wait for computations.
+//! Copies therefore do not have to wait for computations on candle's stream.
 //! Before candle's stream uses a tensor, candle's stream waits for the copies to the tensor.
 
 use candle_core::{DType, Result, Tensor};

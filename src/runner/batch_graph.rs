@@ -1,10 +1,12 @@
 //! Batched decode steps as CUDA graphs, with one graph per padded batch size.
 //!
-//! A batch graph replays the operations of [`Decoder::forward_pass_into`]. The results are equal except for rounding.
+//! A batch graph replays the operations of [`Decoder::forward_pass_into`].
+//! Except for rounding, its logits equal the logits of a step without a graph.
 //! The host launches one graph instead of hundreds of kernels.
 //!
-//! Batches are padded to a few sizes, so that few graphs are needed. A padding row repeats the last sequence.
-//! Padding rows therefore use no additional experts, and rewrite the same keys and values in the same cache row.
+//! Large batches are padded to multiples of 8 or 16 rows, so that fewer graphs are needed.
+//! A padding row repeats the last sequence.
+//! Padding rows therefore use no additional experts, and rewrite the same keys and values in the same slot.
 
 use std::collections::BTreeMap;
 
@@ -44,7 +46,8 @@ pub struct BatchGraphs {
 
 /// The graph of one padded batch size, and its buffers.
 struct BatchGraph {
-    /// The inputs, u32: token ids, positions, the cache rows to write in each group, the block tables of each group.
+    /// The inputs, u32: token ids, positions, the slots to write in each layer group,
+    /// and the block tables of each layer group.
     inputs: Tensor,
     /// The host's copy of the block tables in `inputs`. Only entries that have changed are sent to the device.
     tables: Vec<u32>,
@@ -80,7 +83,9 @@ impl BatchGraphs {
     }
 
     /// Queues a decode step, like [`run`](Self::run). On a single GPU, returns `None` if the batch graph fails.
-    /// Later steps must run operation by operation, because [`can_run_model`](Self::can_run_model) returns false.
+    /// [`can_run_model`](Self::can_run_model) then returns false.
+    /// The caller must run the failed step and all later steps operation by operation.
+    /// On several GPUs, fails if the batch graph fails.
     pub fn try_run(
         &mut self,
         decoder: &Decoder,
@@ -104,7 +109,7 @@ impl BatchGraphs {
         }
     }
 
-    /// Queues a decode step of at most `MAX_SEQUENCES` sequences. The inputs go through `buffers`.
+    /// Queues a decode step of at most `MAX_SEQUENCES` sequences. `buffers` copies the inputs to the device.
     /// [`can_run_model`](Self::can_run_model) must be true.
     /// Returns the logits, f32 `[sequences, vocab]`, which the next step overwrites.
     pub fn run(
@@ -172,7 +177,7 @@ impl BatchGraph {
         Ok(Self { ids: part(0, 1)?, pass, logits, tables, arena: None, graph: None, inputs })
     }
 
-    /// Returns the token ids, positions and cache rows of the padded batch, and the changes to its block tables.
+    /// Returns the token ids, positions and slots of the padded batch, and the changes to its block tables.
     fn inputs(
         &mut self,
         decoder: &Decoder,
@@ -225,7 +230,8 @@ impl BatchGraph {
         cache: &KvCache,
         arena: &mut Option<(usize, Arena)>,
     ) -> Result<()> {
-        // First run the step without a graph. This run loads all kernels and allocates counters of attention splits.
+        // First run the step without a graph. This run loads all kernels and allocates the counters of finished
+        // attention splits.
         // A capture cannot load kernels, and memory that is allocated during a capture belongs to the graph.
         let (result, sizes) = LayerSizes::measure(|| self.forward(decoder, cache));
         result?;
@@ -257,7 +263,7 @@ impl BatchGraph {
         Ok(())
     }
 
-    /// Computes the logits of the current inputs in `logits`.
+    /// Computes the logits of the current inputs and writes them to `self.logits`.
     fn forward(&self, decoder: &Decoder, cache: &KvCache) -> Result<()> {
         let logits = decoder.forward_pass_into(&self.ids, &self.pass, cache, &self.logits)?;
         if logits.id() != self.logits.id() {

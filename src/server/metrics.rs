@@ -92,7 +92,7 @@ pub struct Metrics {
     engine: EngineMetrics,
 }
 
-/// The number of connections and of HTTP responses.
+/// The metrics of connections and HTTP responses.
 pub struct HttpMetrics {
     pub responses: IntCounterVec,
     pub connections: IntGauge,
@@ -131,19 +131,19 @@ struct PromptMetrics {
 /// A function that reads one of the engine's counters.
 type ReadTotal = fn(&EngineStats) -> u64;
 
-/// Copies of the engine's counters and gauges, updated at each scrape of the metrics.
+/// Copies of the engine's counters, gauges and cancellation times, updated at each scrape of the metrics.
 struct EngineMetrics {
     running: IntGauge,
     waiting: IntGauge,
     /// The metrics that exist only under vLLM's names. `None` if metrics under vLLM's names are disabled.
     vllm: Option<VllmMetrics>,
-    /// The labels of the engine's own histograms.
+    /// The labels that `histograms` adds to the engine's histograms.
     labels: HashMap<String, String>,
     cancel_latency: Histogram,
     cache_usage: Gauge,
     cache_config: IntGaugeVec,
     totals: Vec<(IntCounter, ReadTotal)>,
-    /// The lock of an update, so that two concurrent scrapes do not add the same increase twice.
+    /// Locked during an update, so that two concurrent scrapes do not add the same increase twice.
     updating: Mutex<()>,
 }
 
@@ -392,12 +392,12 @@ impl EngineMetrics {
             total("num_preemptions_total", "Preempted sequences.", |stats| stats.preemptions),
             total("prefix_cache_queries_total", "Tokens looked up in the prefix cache.", |s| s.queried_tokens),
             total("prefix_cache_hits_total", "Tokens found in the prefix cache.", |stats| stats.hit_tokens),
-            total("engine_steps_total", "Steps of the engine.", |stats| stats.steps),
+            total("engine_steps_total", "Steps that the engine has run.", |stats| stats.steps),
             total("canceled_sequences_total", "Sequences that clients canceled.", |stats| stats.canceled),
             total("failed_sequences_total", "Sequences that ended with an error.", |stats| stats.failed),
             total(
                 "tokens_after_cancel_total",
-                "Tokens computed for requests that were completed or canceled before the step began.",
+                "Tokens from steps that began after the request had been completed or canceled.",
                 |stats| stats.tokens_after_cancel,
             ),
         ]
@@ -405,7 +405,7 @@ impl EngineMetrics {
         .collect()
     }
 
-    /// Returns the engine's own histograms.
+    /// Returns the engine's histograms in Prometheus's type.
     fn histograms(&self, engine: &EngineHandle) -> [MetricFamily; 2] {
         let EngineHistograms { step_tokens, preemptions } = engine.histograms();
         let preemptions_help = "Number of times that an answer was preempted.";

@@ -12,7 +12,8 @@ use super::records::RecordOptions;
 pub struct ServerOptions {
     /// The name of the model in requests and responses.
     pub model: String,
-    /// The valid API keys. Without keys, every client has access, except web pages of other sites.
+    /// The valid API keys. Without keys, every client has access, except web pages of other sites
+    /// whose origins are not in `cors_origins`.
     pub api_keys: Vec<String>,
     /// The origins of web pages that may use the API. `*` allows every origin.
     pub cors_origins: Vec<String>,
@@ -43,12 +44,12 @@ pub struct Timeouts {
     pub body: Duration,
     /// The maximum time that a request waits before its prefill starts.
     pub queue: Duration,
-    /// The time limit for a client to read the next few kilobytes of a response.
+    /// The time limit for a client to accept the next 4 KiB of a response, or all waiting bytes if there are fewer.
     pub write: Duration,
     /// The time between keep-alive messages while a stream has no events.
     pub ping: Duration,
     /// The drain delay: how long after the shutdown signal the server still accepts requests.
-    /// In this time, the server reports itself as unhealthy, so that routers stop sending requests.
+    /// During this delay, the server reports itself as unhealthy, so that routers stop sending requests.
     pub drain_delay: Duration,
     /// The drain timeout: the time limit for running requests once the server rejects new requests.
     pub drain: Duration,

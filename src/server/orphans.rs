@@ -84,7 +84,8 @@ pub struct Waiter {
 }
 
 impl Waiter {
-    /// Starts a task that computes an answer. The task outlives the waiter, so that a retry can still get the answer.
+    /// Starts a task that computes an answer. The task can outlive the waiter,
+    /// so that a retry can still get the answer.
     pub fn new(
         orphans: &Arc<Orphans>,
         key: RetryKey,

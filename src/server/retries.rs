@@ -6,7 +6,8 @@
 //! The server keeps the answer only if the request has an idempotency key, or a retry count that is not 0.
 //! OpenAI's clients send this count in the header `x-stainless-retry-count`.
 //! For all other requests, a broken connection cancels the answer, because most clients do not retry such requests.
-//! A broken connection also cancels a streamed answer, because clients do not retry a stream that has begun.
+//! Once the stream of an answer has begun, a broken connection cancels the answer,
+//! because clients do not retry such a stream.
 
 use std::sync::Arc;
 

@@ -103,7 +103,7 @@ fn routes(server: &Arc<Server>) -> Router<Arc<Server>> {
     if options.cors_origins.is_empty() { routes } else { routes.layer(cors(&options.cors_origins)) }
 }
 
-/// Lets browsers show responses to web pages from the given origins (CORS).
+/// Lets browsers pass responses to web pages from the given origins (CORS).
 fn cors(origins: &[String]) -> CorsLayer {
     let origin = if origins.iter().any(|origin| origin == "*") {
         AllowOrigin::any()

@@ -22,7 +22,7 @@ const MAX_STEP: Duration = Duration::from_secs(60);
 /// The interval at which the server checks whether the engine has failed.
 const ENGINE_POLL: Duration = Duration::from_millis(50);
 
-/// The state of a server: its options, engine, admission, metrics and records.
+/// The state of a server: its options, engine, admission limit, metrics, records, kept answers and lifecycle phase.
 pub struct Server {
     pub options: ServerOptions,
     pub admission: Arc<Admission>,
@@ -124,7 +124,8 @@ impl Server {
         self.engine().is_some_and(EngineHandle::has_stopped)
     }
 
-    /// Returns the error of the failed GPU, or `None` if no GPU has failed. Always `None` if one GPU runs the model.
+    /// Returns the error of the failed GPU, or `None` if no GPU has failed.
+    /// Always returns `None` if a single device runs the model.
     pub fn failure(&self) -> Option<Error> {
         self.engine().and_then(EngineHandle::failure)
     }

@@ -12,7 +12,8 @@ pub struct TextStream {
     emitted: usize,
 }
 
-/// The number of held ids at which incomplete characters are returned as U+FFFD. A valid character needs fewer ids.
+/// The number of held ids at which incomplete characters are returned as U+FFFD.
+/// A UTF-8 character has at most 4 bytes, so valid characters need fewer ids.
 const MAX_HELD_IDS: usize = 8;
 
 impl TextStream {
@@ -23,7 +24,7 @@ impl TextStream {
 
     /// Creates a decoder that continues a text after `ids`.
     ///
-    /// The last few `ids` become left context, because SentencePiece drops the space before the first word of a text.
+    /// The last four `ids` become the left context, because SentencePiece drops the space before a text's first word.
     pub fn continuing(ids: &[u32]) -> Self {
         let context = &ids[ids.len().saturating_sub(4)..];
         Self { ids: context.to_vec(), emitted: context.len() }
@@ -33,7 +34,7 @@ impl TextStream {
     pub fn push(&mut self, tokenizer: &Tokenizer, id: u32) -> Result<String> {
         self.ids.push(id);
         let is_full = self.ids.len() - self.emitted >= MAX_HELD_IDS;
-        // The last ids may contain the beginning of a valid character that follows invalid bytes.
+        // Invalid bytes are returned as U+FFFD, but the ids after them may begin a valid character, so hold these back.
         let begun = if is_full { self.begun_ids(tokenizer) } else { 0 };
         let held = self.ids.split_off(self.ids.len() - begun);
         let text = self.take(tokenizer, is_full)?;
@@ -71,7 +72,7 @@ impl TextStream {
             // Skip as many characters as the left context had before.
             None => text.chars().skip(emitted.chars().count()).collect(),
         };
-        // Keep the previous left context if the new ids add no text.
+        // If the new ids add no text, keep the previous left context, up to `MAX_HELD_IDS` ids.
         self.ids.drain(..if new.is_empty() { self.ids.len().saturating_sub(MAX_HELD_IDS) } else { self.emitted });
         self.emitted = self.ids.len();
         Ok(new)

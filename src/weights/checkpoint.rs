@@ -64,7 +64,8 @@ impl Checkpoint {
         self.tensors().map(|(_, info)| info.bytes() as u64).sum()
     }
 
-    /// Returns the number of parameters. A byte of packed MXFP4 blocks counts as two, and MXFP4 scales do not count.
+    /// Returns the number of parameters. A byte of packed MXFP4 blocks counts as two.
+    /// MXFP4 scales and the `weight_shape` tensors of compressed-tensors do not count.
     pub fn parameters(&self) -> u64 {
         let count = |(name, info): (&str, &TensorInfo)| parameter_count(name, info.is_packed(), info.elements() as u64);
         self.tensors().map(count).sum()
@@ -89,8 +90,8 @@ impl Checkpoint {
         }
     }
 
-    /// Returns the unit in which ranks divide the columns of a matrix: a number of columns, or 1 for floats.
-    /// `columns` is the number of columns of the whole matrix. Loading quantizes floats to `target`, if given.
+    /// Returns the unit in which ranks divide the columns of a matrix: a number of columns, or 1 if loaded as floats.
+    /// `columns` is the number of columns of the undivided matrix. Loading quantizes floats to `target`, if given.
     pub(super) fn column_unit(&self, name: &str, columns: usize, target: Option<QuantizationTarget>) -> usize {
         let stored = match self {
             Self::Gguf(model) => model.stored_type(name).and_then(quantized::format),
@@ -132,7 +133,7 @@ impl Checkpoint {
         }
     }
 
-    /// Returns requests for all tensors that can be read ahead. `dtype` is the compute dtype of the model.
+    /// Returns the requests that read tensors before they are loaded. `dtype` is the compute dtype of the model.
     /// The list is empty for a GGUF file, because its tensors are transformed on the host.
     pub fn read_requests(&self, dtype: DType) -> Vec<ReadRequest> {
         match self {
@@ -142,11 +143,11 @@ impl Checkpoint {
     }
 
     /// Returns the metadata of a tensor and the location of its bytes.
-    /// Fails for a GGUF file, whose tensors have a different layout.
+    /// Fails if the tensor is missing, and for GGUF files, whose tensors have another layout.
     pub fn view(&self, name: &str) -> Result<TensorView<'_>> {
         match self {
             Self::Safetensors(checkpoint) => checkpoint.view(name),
-            Self::Gguf(_) => bail!("cannot view tensor {name}: GGUF files store tensors in a different layout"),
+            Self::Gguf(_) => bail!("cannot view tensor {name}: GGUF files store tensors in another layout"),
         }
     }
 

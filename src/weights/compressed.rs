@@ -31,9 +31,9 @@ use crate::text::{excerpt, library_error, quote};
 /// The prefix of a layer selector (target) that is a regular expression.
 const PATTERN: &str = "re:";
 
-/// The maximum number of targets in a `quantization_config`. Real configs have up to a few hundred targets.
+/// The maximum number of targets in a `quantization_config`. Limits the time to look up the scheme of a layer.
 const MAX_TARGETS: usize = 10_000;
-/// The maximum number of regular expressions among the targets. Real configs have up to ten.
+/// The maximum number of regular expressions among the targets. Limits the memory of the compiled expressions.
 const MAX_PATTERNS: usize = 100;
 
 /// The maximum size of a compiled regular expression, in bytes.
@@ -42,7 +42,8 @@ const MAX_PATTERN_BYTES: usize = 1 << 20;
 /// The `quantization_config` of a model, which assigns quantization schemes to linear layers.
 #[derive(Debug)]
 pub struct CompressedConfig {
-    /// The first rule whose target matches the name of a layer applies, or else the first rule for linear classes.
+    /// Each layer that no target in `ignore` matches uses the first rule whose target matches its name,
+    /// or else the first rule for linear classes.
     /// A rule without a scheme leaves its layers unquantized.
     rules: Vec<(Target, Option<Scheme>)>,
     ignore: Vec<Target>,
@@ -304,7 +305,7 @@ impl Group {
             Some(inputs) if is_set(&inputs.scale_dtype) => return unsupported(format!("scale_dtype in {path}")),
             Some(inputs) => match (inputs.strategy(), inputs.is_dynamic(path)?) {
                 ("token", true) => Activations::PerToken,
-                // With one scale for all tokens of a step, a token's result would depend on the other tokens.
+                // With one scale for all tokens of a step, a token's result would depend on the step's other tokens.
                 ("tensor", true) => return unsupported(format!("dynamic per-tensor scaling in {path}")),
                 ("tensor", false) => Activations::Static,
                 ("token", false) => return unsupported(format!("strategy='token' without dynamic=true in {path}")),

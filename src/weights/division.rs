@@ -12,7 +12,8 @@ use super::inventory::{ColumnUnits, Inventory, InventoryTensor};
 use super::part::Axis;
 use crate::device::share;
 
-/// Ranks divide an intermediate size at multiples of this number of columns. An MXFP4 block has 32 columns.
+/// Ranks divide an intermediate size at multiples of this number of columns, or of a larger column unit of `down_proj`.
+/// An MXFP4 block has 32 columns.
 /// Multiples of 32 columns also satisfy the alignment that the kernels for float matrices require.
 pub const SHARE_COLUMNS: usize = 32;
 
@@ -45,7 +46,7 @@ struct LayerUnits {
     down_proj: Option<ColumnUnits>,
 }
 
-/// Returns the smallest number of KV heads whose query heads fill whole units of `o_proj` columns.
+/// Returns the smallest number of KV heads whose query heads fill a multiple of the column unit of `o_proj`.
 /// The query heads of one KV head fill `columns` columns, and a unit has `column_unit` columns.
 pub fn kv_head_unit(columns: usize, column_unit: usize) -> usize {
     (1..=column_unit).find(|heads| (heads * columns).is_multiple_of(column_unit)).unwrap_or(1)
@@ -65,7 +66,7 @@ impl LayerUnits {
 
 impl InventoryTensor {
     /// Returns the axis and the model dimension by which ranks divide the tensor.
-    /// Returns `None` if every rank holds the whole tensor.
+    /// Returns `None` if every rank holds a full copy of the tensor.
     fn division(&self) -> Option<(Axis, Shared)> {
         let parts: Vec<&str> = self.name.split('.').collect();
         let is_bias = self.name.ends_with("bias");
@@ -107,7 +108,7 @@ impl InventoryTensor {
     /// Returns `unit` and the number of columns of a matrix. Ranks divide the columns only at multiples of `unit`.
     /// Returns `None` for a vector.
     ///
-    /// `shape` is the shape in the file. `has_bias` is true only for the unpacked experts of gpt-oss.
+    /// `shape` is the shape in the file. Callers set `has_bias` only for the unpacked experts of gpt-oss.
     pub(super) fn column_units(&self, shape: &[usize], unit: usize, has_bias: bool) -> Option<ColumnUnits> {
         let is_packed_expert = self.name.ends_with("_blocks") || self.name.ends_with("_scales");
         let columns = match shape {
@@ -163,7 +164,7 @@ impl Inventory {
                         let compute = || share_of_layer(&layers[layer], is_heads, rank, ranks);
                         Some((*axis, *shares.entry((layer, is_heads)).or_insert_with(compute)))
                     }
-                    // Every rank holds the whole tensor, also for layers beyond the last layer of the model.
+                    // Every rank holds a full copy of the tensor, also if its layer is beyond the model's last layer.
                     _ => None,
                 };
                 weight_bytes = weight_bytes.saturating_add(match share_of {

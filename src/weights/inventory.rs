@@ -27,7 +27,7 @@ pub(super) struct InventoryTensor {
     bytes: u64,
     format: MemoryFormat,
     /// The format, rows and columns of a matrix that is quantized in memory.
-    /// `None` for floats, for packed MXFP4 tensors, or if unknown.
+    /// `None` for all other tensors, and for all tensors added by [`Inventory::add_header`].
     pub quantized: Option<(WeightFormat, usize, usize)>,
     /// How ranks can divide the columns of a matrix. `None` for a vector.
     pub columns: Option<ColumnUnits>,
@@ -78,7 +78,8 @@ pub struct PartBytes {
     pub layers: Vec<u64>,
     /// The size of the output head, in bytes. 0 if the checkpoint has no tensor for the output head.
     pub head: u64,
-    /// The size of embeddings, the final norm, and layers beyond the model's layer count, in bytes.
+    /// The size of all other tensors, such as the embeddings, the final norm,
+    /// and layers beyond the model's layer count, in bytes.
     pub other: u64,
 }
 
@@ -268,7 +269,7 @@ impl Inventory {
     }
 
     /// Returns the size in memory of all experts of a layer, in bytes. If layers differ, returns the largest size.
-    /// Loading repacks or stacks the experts of one layer at a time, which temporarily needs this much extra memory.
+    /// Loading repacks or stacks the experts of one layer at a time, which temporarily needs extra memory of this size.
     pub fn largest_expert_layer(&self, dtype: DType) -> u64 {
         let mut layers: BTreeMap<&str, u64> = BTreeMap::new();
         for tensor in &self.tensors {
@@ -327,7 +328,7 @@ impl Inventory {
 }
 
 impl MemoryFormat {
-    /// Returns the format of an unquantized float tensor. `rank` is its number of dimensions.
+    /// Returns the format of an unquantized float tensor. `rank` is the number of dimensions of the tensor.
     fn for_floats(name: &str, rank: usize) -> Self {
         let is_router = ["mlp.gate.weight", "block_sparse_moe.gate.weight", "mlp.router.weight"];
         if NEVER_LOADED.iter().any(|part| name.contains(part)) {

@@ -43,7 +43,7 @@ pub struct Weights<'c> {
     /// The part of each tensor that is loaded. `None` if whole tensors are loaded.
     pub(super) part: Option<Part>,
     reader: Reader,
-    /// The shared reader of all ranks. `None` if each rank reads alone.
+    /// Reads bytes together with the other ranks. `None` if this rank reads alone.
     shared_reads: Option<SharedReads>,
     /// The rank that loads the weights. Differs from `world` for layers that every rank loads whole.
     loading_world: World,
@@ -57,7 +57,7 @@ enum Reader {
     /// Background threads, which read tensors before they are requested.
     /// They stop when the last clone of the weights is dropped.
     Ahead(Arc<dyn TensorReader>),
-    /// Several threads for each requested large tensor, or for the requested part of it.
+    /// Several threads, which together read each large tensor, or the requested part of it.
     Parts(Arc<dyn ReadPart>),
 }
 
@@ -201,12 +201,12 @@ impl<'c> Weights<'c> {
         Self { shared_reads: reads, ..self }
     }
 
-    /// Returns the shared reader of all ranks, or `None` if each rank reads alone.
+    /// Returns the [`SharedReads`] of this rank, or `None` if this rank reads alone.
     pub(super) fn shared_reads(&self) -> Option<&SharedReads> {
         self.shared_reads.as_ref()
     }
 
-    /// Returns the shared reader for a float tensor of a GGUF file, or `None` if this rank reads the tensor alone.
+    /// Returns the [`SharedReads`] for a float tensor of a GGUF file, or `None` if this rank reads the tensor alone.
     ///
     /// The read of a tensor that is divided along its first dimension is not shared,
     /// because a rank that holds no part of this dimension does not load the tensor.

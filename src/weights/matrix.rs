@@ -140,7 +140,8 @@ impl<'c> Weights<'c> {
         }
     }
 
-    /// Returns all rows of a matrix that is quantized in the file or during loading, or `None` for a float matrix.
+    /// Returns all rows of a matrix that is quantized in the file or during loading.
+    /// Returns `None` for a matrix that is loaded as floats.
     fn quantized_rows(&self, name: &str, rows: usize, columns: usize) -> Result<Option<MatrixRows<'c>>> {
         let name = self.full_name(name);
         let info = self.checkpoint.required(&name)?;
@@ -151,7 +152,7 @@ impl<'c> Weights<'c> {
                 (found, _) => found,
             },
             Checkpoint::Safetensors(checkpoint) => match self.quantize {
-                // A scale means that the matrix is quantized. The modules in `ignore` have no scale.
+                // A scale means that the matrix is quantized. Modules that `quantization_config` ignores have no scale.
                 _ if checkpoint.info(&format!("{name}_scale")).is_some() => {
                     Some(self.compressed(checkpoint, &name, [rows, columns])?)
                 }

@@ -130,7 +130,7 @@ impl Slice {
     }
 }
 
-/// The smallest run of bytes, approximately, that is read on its own. Shorter runs are read as parts of whole rows.
+/// The approximate minimum number of bytes to read with a separate system call. For shorter runs, whole rows are read.
 pub(super) const MIN_RUN_BYTES: usize = 64 << 10;
 
 impl StoredBytes<'_> {

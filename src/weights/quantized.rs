@@ -54,7 +54,7 @@ impl QuantizationTarget {
 
     /// Returns `ggml_type` if a row of `columns` values consists of whole blocks. Otherwise, tries the fallback type.
     /// The fallback type, as in llama.cpp, has shorter blocks and more bits per value.
-    /// Returns `None` if neither type fits.
+    /// Returns `None` if a row does not consist of whole blocks of either type.
     fn fitting_type(ggml_type: GgmlType, columns: usize) -> Option<GgmlType> {
         let fallback = match ggml_type {
             GgmlType::Q2K | GgmlType::Q3K => GgmlType::Q4_0,
@@ -103,7 +103,7 @@ pub fn format(ggml_type: GgmlType) -> Option<WeightFormat> {
     })
 }
 
-/// The index of the plane of a quantized matrix that holds the scales.
+/// The index of the plane that stores the scales of a quantized matrix.
 const SCALES_PLANE: usize = 2;
 
 /// The rows of one matrix in a file. Building the matrix converts the rows to the memory format.
@@ -272,7 +272,7 @@ impl<'c> MatrixRows<'c> {
     }
 }
 
-/// Quantizes a row to blocks of a ggml type. The blocks are bit-identical to those of ggml.
+/// Quantizes a row to blocks of a ggml type. ggml's quantizers produce bit-identical blocks.
 fn quantize_row(ggml_type: GgmlType, values: Vec<f32>) -> Result<Vec<u8>> {
     let mut bytes = vec![0; values.len() / ggml_type.block_length() * ggml_type.block_bytes()];
     let mut blocks = bytes.chunks_exact_mut(ggml_type.block_bytes()).zip(values.chunks_exact(ggml_type.block_length()));

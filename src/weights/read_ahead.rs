@@ -34,7 +34,7 @@ pub enum Retention {
     Temporary,
 }
 
-/// The number of reading threads and the read-ahead limits.
+/// The number of reading threads, the size of a read, and the read-ahead limit.
 #[derive(Clone, Copy, Debug)]
 pub struct ReadAheadOptions {
     pub threads: usize,

@@ -89,7 +89,7 @@ pub fn read<'h>(
     Ok(())
 }
 
-/// Reads a file's header. Returns its JSON and the size of the data after it, in bytes.
+/// Reads the header of a file. Returns the JSON text of the header and the size of the data after the header, in bytes.
 pub fn read_file(path: &Path) -> Result<(Vec<u8>, u64)> {
     let context = || format!("cannot read {}", path.display());
     let mut file = files::open(path)?;

@@ -25,7 +25,7 @@ pub struct Source {
     file: File,
     /// The size of the file at the time of opening, in bytes. Another process may have changed the size since.
     bytes: u64,
-    /// The number of bytes that were read from the file so far.
+    /// The number of bytes read from the file since it was opened.
     read_bytes: AtomicU64,
 }
 
@@ -43,7 +43,7 @@ impl Source {
         self.bytes
     }
 
-    /// Returns the number of bytes that were read from the file so far. Bytes that were read twice count twice.
+    /// Returns the number of bytes read from the file since it was opened. Bytes that were read twice count twice.
     pub fn read_bytes(&self) -> u64 {
         self.read_bytes.load(Ordering::Relaxed)
     }
@@ -183,7 +183,8 @@ impl RowSource for StoredRows<'_> {
 /// so most short rows come from memory.
 #[derive(Default)]
 pub struct RowBuffer {
-    /// Two windows, because the rows of a matrix may alternate between two tensors. The window used last is first.
+    /// Two windows, because the rows of a matrix may alternate between two tensors.
+    /// The most recently used window comes first.
     windows: [Window; 2],
 }
 

@@ -22,12 +22,12 @@ use crate::tokenizer::{ControlTokens, Encode, TokenTable, Tokenizer};
 /// A handle to the worker process that runs the tokenizer and the chat template of one model.
 pub struct Worker {
     dir: PathBuf,
-    /// The worker process. `None` after a failure. The next request starts a new process.
+    /// The worker process. `None` after a failure; the next request then starts a new process.
     process: Mutex<Option<Process>>,
 }
 
 impl Worker {
-    /// Starts a worker for the model at `dir`. The returned tokenizer and chat format send requests to the worker.
+    /// Starts a worker for the model at `dir`. The returned [`Language`] encodes and renders text in the worker.
     pub fn load(dir: &Path) -> Result<Language> {
         let dir = std::path::absolute(dir)?;
         let (process, Loaded { table, chat, generation_config, stop_ids }, tokens) = Process::start(&dir)?;
@@ -39,7 +39,8 @@ impl Worker {
         Ok(language.with_renderer(Box::new(Remote(worker))))
     }
 
-    /// Sends a request to the worker and returns the response. After a failure, starts a new worker process first.
+    /// Sends a request to the worker and returns the response.
+    /// If an earlier request ended the worker process, starts a new process first.
     fn call(&self, request: &Request, body: &[u8]) -> Result<(Response, Vec<u8>)> {
         let mut slot = self.process.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
         let mut process = match slot.take() {

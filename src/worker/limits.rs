@@ -48,7 +48,7 @@ impl Budget {
         Duration::from_secs(30 + 10 * self.cpu_s)
     }
 
-    /// Applies a budget to this process. Beyond the budget, SIGXCPU or a failed allocation ends the process.
+    /// Applies the budget to this process. Beyond the budget, SIGXCPU or a failed allocation ends the process.
     pub fn enforce(self) -> Result<()> {
         let usage = getrusage(UsageWho::RUSAGE_SELF)?;
         let used_s = usage.user_time().tv_sec() + usage.system_time().tv_sec() + 1;

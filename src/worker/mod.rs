@@ -2,14 +2,14 @@
 //!
 //! Tokenizers and chat templates of downloaded models are untrusted.
 //! A template is a program, and a hostile tokenizer can take unbounded time and memory.
-//! The operating system can limit the resources only of whole processes, so inferno uses a worker process.
+//! The operating system limits memory and CPU time per process, so inferno uses a worker process.
 //! The worker runs the same executable with an internal command-line argument.
 //! [`init`] looks for this argument, so `main` must call [`init`] first.
 //! The worker runs until the model is dropped.
 //! If a request exceeds a limit, the worker ends, the request fails, and the next request starts a new worker.
 //!
 //! Programs that do not call [`init`] or do not run on Linux use tokenizers and templates without a worker process.
-//! Without a worker, only the steps, the recursion depth and the output of templates are limited.
+//! Without a worker, only a template's steps, recursion depth and output size are limited.
 
 #[cfg(target_os = "linux")]
 mod client;

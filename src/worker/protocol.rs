@@ -22,7 +22,7 @@ const MAX_BYTES: usize = 1 << 30;
 #[derive(Serialize, Deserialize)]
 pub enum Request {
     /// Load the tokenizer, chat format and sampling defaults of the model at the path in the body.
-    /// `Load` is always the first request.
+    /// The client sends this request first, and only once per worker process.
     Load,
     /// Encode the text in the body.
     Encode(ControlTokens),
@@ -56,11 +56,12 @@ pub enum Response {
     Failed(String),
 }
 
-/// The tokenizer, chat format and sampling defaults of a model, without the tokens of the vocabulary.
+/// The tokenizer, chat format, sampling defaults and stop tokens of a model.
+/// The tokens of the vocabulary are not included, because the body of the response contains them.
 #[derive(Serialize, Deserialize)]
 pub struct Loaded {
     pub table: Value,
-    /// The name of the chat format, and whether it reads tools. `None` for a base model.
+    /// The name of the chat format, and whether its prompts contain tools. `None` if the model has no chat format.
     pub chat: Option<(String, bool)>,
     pub generation_config: Value,
     pub stop_ids: Vec<u32>,

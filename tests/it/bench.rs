@@ -215,7 +215,7 @@ fn requests_at_once_are_measured() {
     for (serving, concurrency) in serving.iter().zip([1u64, 3]) {
         assert_eq!((&serving["concurrency"], &serving["requests"]), (&concurrency.into(), &4.into()));
         assert_eq!((&serving["input_tokens"], &serving["output_tokens"]), (&80.into(), &20.into()));
-        assert_eq!(serving["cached_tokens"], 0, "the prompts differ");
+        assert_eq!(serving["cached_tokens"], 0, "all prompts differ, so no prompt should hit the cache");
         for figure in ["/output_tok_per_s", "/ttft_ms/p50", "/ttft_ms/p99", "/itl_ms/p50", "/itl_ms/p99"] {
             assert!(serving.pointer(figure).unwrap().as_f64().unwrap() > 0.0, "{figure}");
         }

@@ -363,7 +363,7 @@ fn continue_to(manager: &mut BlockManager, blocks: &mut SequenceBlocks, tokens: 
     }
 }
 
-/// Returns the number of tokens of a prompt that are cached.
+/// Returns how many tokens of `prompt` a new sequence finds in the cache.
 fn hit(manager: &mut BlockManager, prompt: &[u32]) -> usize {
     let blocks = manager.start(prompt, prompt.len(), BlockHashes::default());
     let computed = blocks.computed();
@@ -383,7 +383,7 @@ fn prefixes_are_found_up_to_the_last_full_block_before_the_last_token() {
             let mut manager = BlockManager::new(windows.clone(), 200);
             let prompt = tokens(1, len);
             let blocks = compute(&mut manager, &prompt, 50);
-            assert_eq!(hit(&mut manager, &prompt), blocks_of(len - 1), "wrong hit while the first sequence runs");
+            assert_eq!(hit(&mut manager, &prompt), blocks_of(len - 1), "wrong hit length while the blocks are in use");
             manager.release(blocks);
             assert_eq!(hit(&mut manager, &prompt), blocks_of(len - 1));
             let longer: Vec<_> = prompt.iter().copied().chain([7]).collect();
@@ -421,7 +421,7 @@ fn blocks_without_content_are_taken_before_cached_ones() {
         manager.release(blocks);
     }
     assert_eq!(manager.stats().evicted, 0, "blocks were evicted, although only 60 of 100 blocks have content");
-    assert_eq!(hit(&mut manager, &first[..500]), 448, "blocks that left the window are not cached");
+    assert_eq!(hit(&mut manager, &first[..500]), 448, "blocks that left the sliding window must stay cached");
     assert_eq!(hit(&mut manager, &second), 960);
 }
 
@@ -438,7 +438,7 @@ fn the_tail_of_the_sequence_that_was_released_first_is_evicted_first() {
         }
         let third = compute(&mut manager, &tokens(3, 2 * BLOCK_TOKENS), 1000);
         assert_eq!(manager.stats().evicted as usize, 2 * groups);
-        assert_eq!(hit(&mut manager, &first), 3 * BLOCK_TOKENS, "{groups} groups");
+        assert_eq!(hit(&mut manager, &first), 3 * BLOCK_TOKENS, "{groups} layer groups");
         assert_eq!(hit(&mut manager, &second), 5 * BLOCK_TOKENS);
         // Release the third text before the first two texts are used again.
         // The third text is then the least recently used.

@@ -1,9 +1,9 @@
 //! Allocates blocks of the KV cache to sequences. Reuses blocks that already hold the start of a prompt.
 //!
-//! All layers of a group have the same attention window. A sequence has one block table per group.
+//! All layers of a layer group have the same attention window. A sequence has one block table per layer group.
 //! Full-attention groups keep every block of a sequence.
 //! Sliding-window groups release the blocks that no later token attends to.
-//! All groups share one pool, as in vLLM's hybrid KV cache manager.
+//! All layer groups share one pool, as in vLLM's hybrid KV cache manager.
 //!
 //! A full block is identified by a hash of all tokens up to the end of the block.
 //! A prompt that starts with the same tokens reuses the block, whether or not another sequence still uses it.
@@ -21,7 +21,8 @@ use crate::runner::PromptParts;
 pub use pool::{BlockContent, BlockId, BlockKey, BlockPool, Retention, SCRATCH_BLOCK};
 
 /// The distance between prefix checkpoints, in tokens.
-/// Sliding-window groups evict the blocks in the window before a checkpoint last.
+/// Of the blocks that have left the window of a sequence, those in the window before a checkpoint are evicted last.
+/// A later prompt can then reuse the prefix up to the checkpoint.
 const CHECKPOINT_TOKENS: usize = 1024;
 
 /// The hashes of the full blocks of a sequence.
@@ -44,10 +45,10 @@ impl BlockHashes {
     }
 }
 
-/// The block tables of one sequence, and how many of its tokens are in the blocks.
+/// The block tables of one sequence, and what its blocks contain.
 #[derive(Debug, Default)]
 pub struct SequenceBlocks {
-    /// One table per group. Entry i is the scratch block if no later token attends to the positions of block i.
+    /// One table per layer group. Entry i is the scratch block if no later token attends to the positions of block i.
     tables: BlockTables,
     hashes: BlockHashes,
     /// For each table, the index of the first entry that is not the scratch block.
@@ -55,7 +56,7 @@ pub struct SequenceBlocks {
     /// The number of tokens whose keys and values are in the blocks.
     computed: usize,
     prompt_tokens: usize,
-    /// Only the first `reusable` blocks may be reused by other sequences. `usize::MAX` allows all full blocks.
+    /// Other sequences may reuse only the first `reusable` blocks of each table. `usize::MAX` allows all full blocks.
     reusable: usize,
     /// The number of tokens that [`BlockManager::start`] looked up in the prefix cache.
     queried_tokens: usize,
@@ -98,9 +99,9 @@ pub struct BlockStats {
 
 /// Allocates blocks to sequences and finds cached prefixes.
 pub struct BlockManager {
-    /// The window of each group, or `None` for full attention.
+    /// The attention window of each layer group, or `None` for full attention.
     windows: Vec<Option<usize>>,
-    /// If set, cached prefixes are reused only in whole prompt parts.
+    /// The prompt parts of sequences that set none. If `Some`, these sequences reuse prefixes only in whole parts.
     prompt_parts: Option<PromptParts>,
     pool: BlockPool,
     /// Hashers with random keys, so that nobody can construct two prompts with equal hashes.
@@ -116,8 +117,8 @@ impl BlockManager {
         Self { windows, prompt_parts: None, pool: BlockPool::new(blocks), hashers, queried_tokens: 0, hit_tokens: 0 }
     }
 
-    /// Limits reuse to whole parts of a prompt, as [`PromptParts`] divides it.
-    /// The keys and values of a whole part do not depend on other sequences.
+    /// Limits reuse to whole parts of a prompt, as [`PromptParts`] divides the prompt.
+    /// Each part runs in its own forward pass, so the part's keys and values do not depend on other sequences.
     pub fn with_prompt_parts(self, prompt_parts: Option<PromptParts>) -> Self {
         Self { prompt_parts, ..self }
     }
@@ -138,7 +139,7 @@ impl BlockManager {
         self.pool.free()
     }
 
-    /// Returns the number of blocks that a sequence uses, in all groups together.
+    /// Returns the number of blocks that a sequence uses, in all layer groups together.
     pub fn held(&self, sequence: &SequenceBlocks) -> usize {
         sequence.tables.iter().zip(&sequence.first_held).map(|(table, first_held)| table.len() - first_held).sum()
     }
@@ -149,7 +150,7 @@ impl BlockManager {
     }
 
     /// Creates the block tables of a sequence and adds the blocks of the longest cached prefix of `tokens`.
-    /// The prefix never includes the last token, because its logits must be computed.
+    /// The prefix never includes the last token, because a step must compute the last token's logits.
     ///
     /// The first `prompt_tokens` tokens are the prompt. All later tokens were generated before a preemption.
     /// For a new sequence, `hashes` comes from [`hashes`](Self::hashes).
@@ -167,7 +168,7 @@ impl BlockManager {
         self.start_with(tokens, prompt_tokens, hashes, 0)
     }
 
-    /// Creates the block tables of a sequence and adds at most `most` cached blocks to each table.
+    /// Creates the block tables of a sequence and adds the longest cached prefix of at most `most` blocks.
     fn start_with(&mut self, tokens: &[u32], prompt_tokens: usize, hashes: BlockHashes, most: usize) -> SequenceBlocks {
         let (last, prompt_parts) = (prompt_tokens.saturating_sub(1), hashes.prompt_parts.or(self.prompt_parts));
         let mut sequence = SequenceBlocks {
@@ -196,7 +197,7 @@ impl BlockManager {
         sequence
     }
 
-    /// Returns the length in blocks of the longest prefix that is cached in every group, at most `limit`.
+    /// Returns the length in blocks of the longest prefix that is cached in every layer group, at most `limit`.
     fn longest_hit(&self, tokens: &[u32], hashes: &BlockHashes, limit: usize) -> usize {
         let groups = 0..self.windows.len();
         let has = |group, index| self.find(group, tokens, hashes, index).is_some();
@@ -275,7 +276,7 @@ impl BlockManager {
     }
 
     /// Returns the number of free blocks that the sequence needs to grow to `tokens` in steps of up to `chunk` tokens.
-    /// A block that leaves the window as the sequence grows counts only once, because later positions reuse it.
+    /// A block that leaves the window as the sequence grows counts only once, because the sequence can use it again.
     pub fn demand(&self, sequence: &SequenceBlocks, tokens: usize, chunk: usize) -> usize {
         let demand = |group: usize| {
             let missing = self.missing_in_group(group, sequence, tokens);
@@ -363,12 +364,13 @@ impl BlockManager {
         if is_visible_from(checkpoint) || is_before_prompt_end { Retention::Keep } else { Retention::EvictFirst }
     }
 
-    /// Returns the range of full blocks in a group that the token after the first `tokens` tokens attends to.
+    /// Returns the range of full blocks in a layer group that the token after the first `tokens` tokens attends to.
     pub fn visible_blocks(&self, group: usize, tokens: usize) -> Range<usize> {
         self.first_visible_block(group, tokens)..tokens / BLOCK_TOKENS
     }
 
-    /// Allocates full blocks for a prefix whose keys and values come from elsewhere, such as a file.
+    /// Allocates the blocks of a prefix, a whole number of blocks, whose keys and values come from elsewhere, such as
+    /// a file. In sliding-window groups, allocates only the blocks that the token after the prefix attends to.
     /// The caller writes the keys and values, and then calls [`commit`](Self::commit).
     /// Returns `None` if too few blocks are free.
     pub fn adopt(&mut self, tokens: &[u32]) -> Option<SequenceBlocks> {
@@ -409,14 +411,14 @@ impl BlockManager {
         }
     }
 
-    /// Releases all blocks of a sequence. Reusable blocks stay cached, and the last of them is evicted first.
+    /// Releases all blocks of a sequence. Reusable blocks stay cached and are evicted from last to first.
     /// Returns the hashes for [`start`](Self::start), if the sequence continues later.
     pub fn release(&mut self, sequence: SequenceBlocks) -> BlockHashes {
         let groups = 0..self.windows.len();
         let longest = groups.clone().map(|group| sequence.tables.len(group)).max().unwrap_or(0);
         // Blocks are evicted in release order.
-        // Release the last blocks first, because the start of a sequence stays usable without its end.
-        // Release all groups together, because a prefix must be cached in every group.
+        // Release the last blocks first, because the start of a sequence stays reusable without its end.
+        // Release block i of all layer groups together, because a prefix must be cached in every layer group.
         for index in (0..longest).rev() {
             for group in groups.clone().filter(|&group| index < sequence.tables.len(group)) {
                 self.pool.release(sequence.tables.get(group, index), Retention::Keep);
@@ -425,7 +427,7 @@ impl BlockManager {
         sequence.hashes
     }
 
-    /// Undoes [`start`](Self::start) for a sequence that cannot run yet. Returns the hashes.
+    /// Undoes [`start`](Self::start) for a sequence that has not run. Returns the hashes.
     /// Also subtracts the tokens that `start` added to the cache counters.
     pub fn abandon(&mut self, sequence: SequenceBlocks) -> BlockHashes {
         self.queried_tokens -= sequence.queried_tokens as u64;

@@ -11,7 +11,7 @@ pub type BlockId = u32;
 /// A block that no sequence owns. Unused block table entries refer to it, and no result depends on its contents.
 pub const SCRATCH_BLOCK: BlockId = 0;
 
-/// The tokens of one full block, and the hash of everything before the block.
+/// The key, the parent hash and the tokens of a full block. They identify the keys and values in the block.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BlockContent {
     pub key: BlockKey,
@@ -20,9 +20,7 @@ pub struct BlockContent {
     pub tokens: [u32; BLOCK_TOKENS],
 }
 
-/// The key of a cached block: its layer group, and a hash of its content.
-///
-/// The hash covers the salt and all tokens up to the end of the block.
+/// The key of a cached block: its layer group, and the hash of the salt and all tokens up to the end of the block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct BlockKey {
     pub group: usize,
@@ -155,12 +153,13 @@ impl BlockPool {
     }
 
     /// Removes a reference. A block without references becomes free. `retention` determines how soon it is evicted.
+    /// Ignores the scratch block.
     pub fn release(&mut self, id: BlockId, retention: Retention) {
         if id == SCRATCH_BLOCK {
             return;
         }
         let block = &mut self.blocks[id as usize];
-        assert!(block.references > 0, "block {id} was released twice");
+        assert!(block.references > 0, "cannot release block {id}: it has no references");
         block.references -= 1;
         if block.references == 0 {
             let next = match (&block.content, retention) {

@@ -3,12 +3,12 @@
 //! The file is a safetensors file with these tensors, for a prefix of n tokens:
 //!
 //! - `tokens`: u32 `[n]`
-//! - `group.G.layer.L.k` and `.v`: `[rows, kv_heads, head_dim]` for layer L of group G.
-//!   L is the index of the layer within its group, across all ranks.
-//!   The rows come from all blocks that the token after the prefix attends to.
+//! - `group.G.layer.L.k` and `group.G.layer.L.v`: `[rows, kv_heads, head_dim]` for layer L of layer group G.
+//!   L is the index of the layer within its layer group, across all ranks.
+//!   The rows come from all blocks of the layer group that the token after the prefix attends to.
 //!
 //! The file holds all layers and all KV heads of the model, although each rank holds only some of them.
-//! An engine with another number of ranks can therefore load the file, unless the engines are deterministic.
+//! An engine with another number of ranks can therefore load the file, unless one of the engines is deterministic.
 //!
 //! Keys and values are valid only for the model, build and settings that computed them.
 //! The metadata value `fingerprint` identifies the model files, the build, and settings such as the dtype.
@@ -37,7 +37,7 @@ const FINGERPRINT: &str = "fingerprint";
 /// The blocks of the KV cache that hold a prefix.
 struct PrefixBlocks {
     tables: BlockTables,
-    /// For each group, the range of its block table that the token after the prefix attends to.
+    /// For each layer group, the range of its block table that the token after the prefix attends to.
     visible: Vec<Range<usize>>,
 }
 
@@ -47,7 +47,7 @@ impl PrefixBlocks {
         Self { tables: tables.clone(), visible }
     }
 
-    /// Returns the first cache row of each visible block of a group.
+    /// Returns the first cache row of each visible block of a layer group.
     fn rows(&self, group: usize) -> impl Iterator<Item = usize> + '_ {
         self.visible[group].clone().map(move |index| self.tables.get(group, index) as usize * BLOCK_TOKENS)
     }
@@ -65,7 +65,7 @@ pub fn save(path: &Path, ids: &[u32], fingerprint: &str, runner: &Runner, blocks
     if computed == 0 {
         return Ok(0);
     }
-    // No other step runs before `save` returns, so the blocks keep their content.
+    // `save` runs on the engine thread, so no step can overwrite the released blocks before `save` returns.
     let parts = runner.with_caches(move |rank| read_blocks(&prefix, rank.cache))?;
     let mut tensors = all_heads(parts)?;
     tensors.push(("tokens".into(), Tensor::new(&ids[..computed], &Device::Cpu)?));
@@ -84,7 +84,8 @@ pub fn save(path: &Path, ids: &[u32], fingerprint: &str, runner: &Runner, blocks
 /// Adds a saved prefix to the prefix cache. `bytes` is the content of a file that [`save`] wrote.
 /// Returns the number of tokens in the prefix.
 ///
-/// Returns 0 if the fingerprint differs, or if the cache has too few free blocks. Fails if the content is damaged.
+/// Returns 0 if the file has another fingerprint, or if the cache has too few free blocks.
+/// Fails if the content is damaged.
 pub fn load(
     path: &Path,
     bytes: Vec<u8>,

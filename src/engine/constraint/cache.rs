@@ -34,7 +34,7 @@ impl GrammarCache {
         let mut grammars = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let index = grammars.iter().position(|(other, _)| other == key)?;
         let entry = grammars.remove(index)?;
-        // Clone deeply. A simple clone shares the matcher's lexer states, whose number is limited.
+        // Clone deeply. Simple clones would share lexer states, and with them the limit on the number of lexer states.
         let matcher = entry.1.deep_clone();
         grammars.push_back(entry);
         Some(matcher)

@@ -23,11 +23,11 @@ const MAX_TRIE_BYTES: usize = 4_000_000;
 
 /// The maximum number of optional properties if only one object of a schema has optional properties.
 /// With several such objects, the limit is lower. See [`optional_pairs`].
-/// llguidance compiles 1,000 optional properties in about 150 ms.
-/// The compile time grows quadratically with the number of properties, and llguidance does not limit this time.
+/// The compile time grows quadratically with the number of optional properties, and llguidance does not limit it.
+/// The time limits in `prepare.rs` only end the wait: they do not stop the compiling thread.
 const MAX_OPTIONAL: usize = 1000;
 
-/// The maximum length of the reason in an error message, in characters.
+/// The maximum length of llguidance's message in an error message, in characters.
 const MAX_REASON: usize = 500;
 
 /// llguidance's error message if a grammar allows no next token.
@@ -55,7 +55,7 @@ pub struct CompiledGrammar {
 }
 
 impl GrammarCompiler {
-    /// Builds the token tables for a vocabulary. Takes about a second for 200,000 tokens.
+    /// Builds the token tables for a vocabulary, which is slow for large vocabularies.
     ///
     /// `vocab_size` is the number of logits.
     /// Fails if the model has no stop token, or if its tokens have more than `MAX_TRIE_BYTES` bytes in total.
@@ -151,7 +151,8 @@ pub fn lark_string(text: &str) -> String {
 
 /// Returns a schema in the form that llguidance expects, with inferno's options.
 ///
-/// Replaces the options in the schema. Some options make llguidance ignore keywords that it cannot enforce.
+/// Replaces llguidance's options in the schema, because some of them make llguidance ignore keywords that it cannot
+/// enforce.
 pub fn with_options(schema: &Value) -> Value {
     let mut schema = match schema {
         Value::Bool(true) => json!({}),

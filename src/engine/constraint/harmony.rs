@@ -19,7 +19,7 @@ const FIRST: PartId = 1;
 const NEXT: PartId = 2;
 const ANALYSIS: PartId = 3;
 const FINAL: PartId = 4;
-/// A message with text before a tool call.
+/// A commentary message that is not a tool call, such as text before a tool call.
 const PREAMBLE: PartId = 5;
 /// The arguments of the first tool. The parts of all other tools follow.
 const TOOLS: PartId = 6;
@@ -73,7 +73,7 @@ pub fn parts(
         (FINAL, answer),
         (PREAMBLE, text(is_required)),
     ];
-    debug_assert!(before_tools.iter().enumerate().all(|(index, (id, _))| index == *id), "an id differs from its index");
+    debug_assert!(before_tools.iter().enumerate().all(|(index, (id, _))| index == *id), "a part's id is not its index");
     let mut parts: Vec<Part> = before_tools.into_iter().map(|(_, part)| part).collect();
     for tool in &constraint.tools {
         parts.push(match &tool.arguments {

@@ -10,7 +10,7 @@ use super::cpu_time::thread_time;
 use super::plan::{Free, Part, PartId, Plan};
 use crate::kernels::token_mask::TokenMask;
 
-/// The position of one sequence in its plan. Clones are independent but share the caches of their grammars.
+/// The position of one sequence in its plan. Clones are independent, but their matchers share lexer states.
 #[derive(Clone)]
 pub struct ConstraintState {
     plan: Arc<Plan>,
@@ -156,7 +156,8 @@ impl ConstraintState {
     }
 }
 
-/// Lets a matcher consume tokens. Returns the tokens that may come next, or `None` if the text is complete.
+/// Lets a matcher consume tokens.
+/// Returns the tokens that may come next, or `None` if the text is complete and cannot continue.
 fn read_mask(matcher: &mut Matcher, tokens: &[u32]) -> Result<Option<llguidance::toktrie::SimpleVob>> {
     if !tokens.is_empty() {
         matcher.consume_tokens(tokens)?;

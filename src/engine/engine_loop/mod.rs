@@ -156,7 +156,8 @@ impl EngineLoop {
             // End canceled requests first, so that the plan can use their blocks.
             self.end_canceled();
             self.admit();
-            // Run inspections after `admit`, so that each call sees the requests that were submitted before it.
+            // Run inspections after `admit`, so that each call sees the requests that were submitted before it,
+            // except requests behind a `Job::Call` that still waits.
             for call in mem::take(&mut self.inspections) {
                 call(&mut self.scheduler, self.clock_start.elapsed());
             }

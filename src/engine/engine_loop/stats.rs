@@ -38,7 +38,7 @@ pub struct EngineStats {
     pub prompt_tokens: u64,
     pub generated_tokens: u64,
     /// Tokens in the KV cache that belong to the last sequence of the latest step. 0 after a failed step.
-    /// A prompt that starts with these tokens reuses their full blocks.
+    /// After [`with_runner`](crate::engine::EngineHandle::with_runner), the tokens that the runner has cached.
     pub cached_tokens: u64,
     /// Steps that the engine planned, including failed steps. A step can compute tokens of several requests.
     pub steps: u64,
@@ -127,7 +127,7 @@ impl Counters {
         }
     }
 
-    /// Empties the list of cancel latencies. Returns the seconds from each cancellation to the end of its request.
+    /// Returns the seconds from each cancellation to the end of its request, and empties the list of these times.
     pub fn take_cancel_times(&self) -> Vec<f64> {
         std::mem::take(&mut *self.cancel_times.lock().unwrap_or_else(PoisonError::into_inner))
     }

@@ -126,7 +126,7 @@ impl EngineLoop {
         }
     }
 
-    /// Adds the events of a step's tokens. Ends the sequences that are complete or failed.
+    /// Adds the events of a step's tokens to the outbox. Ends the sequences that are complete or failed.
     ///
     /// If `was_queued` is true, [`record_queued`](Self::record_queued) has already advanced the scheduler.
     fn deliver(&mut self, work: &[SequenceWork], chosen: Vec<Chosen>, was_queued: bool) {
@@ -150,7 +150,7 @@ impl EngineLoop {
         }
     }
 
-    /// Adds the log probabilities of the prompt tokens that a step scored.
+    /// Adds to the outbox the log probabilities of the prompt tokens that a step scored.
     /// The waiting forks of the sequence receive these log probabilities too, because they share its prefill.
     fn deliver_prompt_logprobs(&mut self, id: SequenceId) {
         let Some(sequence) = self.sequences.get_mut(&id) else { return };
@@ -190,7 +190,7 @@ impl EngineLoop {
     fn record_computed(&mut self, id: SequenceId, cached: Option<usize>, was_queued: bool) {
         match cached {
             Some(cached) if !was_queued => self.scheduler.advance(id, cached),
-            // `record_queued` has already recorded the failed sequence's tokens as cached, so forget all prefixes.
+            // `record_queued` has already recorded the failed sequence's tokens as computed, so forget all prefixes.
             None if was_queued => self.scheduler.forget_prefixes(),
             _ => {}
         }

@@ -37,13 +37,15 @@ pub use crate::kernels::sampling::MAX_LOGPROBS;
 pub use preview::RequestPreview;
 pub use replay::{Divergence, ReplayedToken};
 
-/// The maximum size of a prompt, in bytes per token of context. Typical text has 3 to 5 bytes per token.
+/// The maximum size of a prompt, in bytes per token of context.
+/// Text rarely has more bytes per token, so a longer text would not fit in the context.
 const MAX_BYTES_PER_TOKEN: usize = 32;
 
 /// The maximum number of answers to one request, as in OpenAI's API.
 const MAX_ANSWERS: usize = 128;
 
 /// The maximum size of the header and the token ids of a saved prefix, in bytes.
+/// The `safetensors` crate limits headers to this size.
 const MAX_PREFIX_HEADER: u64 = 100_000_000;
 
 /// The time between two checks for failed devices, while a client waits for a call on the engine thread.
@@ -323,7 +325,8 @@ impl EngineHandle {
         &self.shared.language.tokenizer
     }
 
-    /// Returns the sampling defaults of the model, or greedy sampling if the model has no defaults.
+    /// Returns the sampling defaults of the model.
+    /// The temperature is 0 (greedy sampling) unless the model's generation config enables sampling.
     pub fn defaults(&self) -> &SamplingParams {
         &self.shared.defaults
     }
@@ -333,7 +336,7 @@ impl EngineHandle {
         self.shared.info.context
     }
 
-    /// Returns the number of tokens of the latest request that are in the KV cache.
+    /// Returns [`EngineStats::cached_tokens`].
     pub fn cached_tokens(&self) -> usize {
         self.stats().cached_tokens as usize
     }
@@ -362,7 +365,7 @@ impl EngineHandle {
         self.shared.counters.histograms()
     }
 
-    /// Empties the list of cancel latencies. Returns the seconds from each cancellation to the end of its request.
+    /// Returns the seconds from each cancellation to the end of its request, and empties the list of these times.
     pub(crate) fn take_cancel_times(&self) -> Vec<f64> {
         self.shared.counters.take_cancel_times()
     }
@@ -412,9 +415,10 @@ impl EngineHandle {
 
     /// Adds a saved prefix to the prefix cache. Returns the number of tokens in the prefix.
     ///
-    /// Returns 0 if the cache has no room.
-    /// Also returns 0 if the prefix was saved with another model, build of inferno, dtype, quantization
-    /// or attention kernel. For deterministic engines, the number of devices and the split must be equal too.
+    /// Returns 0 if the cache has too few free blocks.
+    /// Also returns 0 if the prefix was saved with other model files, with another build of inferno, or with other
+    /// settings that change keys and values, such as the dtype, the quantization or the attention kernel.
+    /// For deterministic engines, the number of devices and the split must be equal too.
     /// Fails if the file cannot be read or is damaged.
     pub fn load_prefix(&self, path: &Path) -> Result<usize> {
         // Read the file on the client's thread, so that the engine thread does not wait for the file.

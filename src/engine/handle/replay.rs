@@ -25,7 +25,7 @@ pub struct Divergence {
 }
 
 impl EngineHandle {
-    /// Recomputes `answer` up to the end of its record. `index` is its index among the answers to `request`.
+    /// Recomputes `answer`, the answer at `index` among the answers to `request`, up to the end of its record.
     /// Returns the first token whose id differs, if any. Does not compare log probabilities.
     ///
     /// Fails like [`submit`](Self::submit), and if the generation fails.

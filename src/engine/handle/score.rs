@@ -25,8 +25,8 @@ impl EngineHandle {
     /// Returns the negative log-likelihood, in nats, of each token after the first, given the preceding tokens.
     ///
     /// A text longer than the context is split into windows.
-    /// Each window repeats half a context of tokens of the previous window.
-    /// After the first window, the model therefore sees at least half a context before each token that it scores.
+    /// Each window after the first starts with the last `context / 2` tokens of the previous window.
+    /// In these windows, the model therefore sees at least `context / 2` tokens before each token that it scores.
     ///
     /// Fails if a token id is not in the vocabulary, or if the text or the context has fewer than 2 tokens.
     pub fn negative_log_likelihood(&self, ids: &[u32]) -> Result<Vec<f32>> {

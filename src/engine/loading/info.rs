@@ -46,7 +46,8 @@ pub struct ModelInfo {
     pub weight_bytes: u64,
     /// The size of the largest KV cache of a rank, in bytes.
     pub cache_bytes: u64,
-    /// The number of blocks in the KV cache of each rank. A block holds 64 tokens of one layer group.
+    /// The number of blocks in the KV cache of each rank. A block holds the keys and values of 64 tokens in
+    /// one layer group.
     pub cache_blocks: usize,
     /// The number of sequences of `context` tokens that fit in the KV cache at once.
     pub cache_sequences: usize,

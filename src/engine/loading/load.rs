@@ -236,7 +236,8 @@ struct OnDevice {
 }
 
 /// Plans the memory of a model and creates its runner.
-/// Fails before it plans the memory if the tokenizer or the chat format has already failed to load.
+/// Fails before it plans the memory if `is_refused` is set: the tokenizer or the chat format has failed to load,
+/// or `check_language` has rejected them.
 fn load_onto_device(
     config: &ModelConfig,
     checkpoint: &Checkpoint,

@@ -21,7 +21,7 @@ use crate::text::{error_message, plain_cuda_errors};
 use crate::weights::quantized::QuantizationTarget;
 use crate::weights::{Checkpoint, LoadProgress, Weights};
 
-/// A loader for the parts of all ranks.
+/// Loads the decoder and allocates the KV cache of every rank.
 pub(super) struct RankLoader<'l> {
     pub config: &'l ModelConfig,
     pub checkpoint: &'l Checkpoint,
@@ -32,13 +32,14 @@ pub(super) struct RankLoader<'l> {
     pub context: usize,
     /// The number of blocks in the KV cache of each rank.
     pub cache_blocks: usize,
-    /// The minimum number of elements of a partial result that ranks may round to bf16. `None`: ranks do not round.
+    /// Ranks may round partial results with at least this many elements to bf16. `None`: ranks do not round.
     pub min_rounded: Option<usize>,
     /// The layers of each rank. `None` if every rank holds a part of each layer.
     pub stages: Option<&'l [Range<usize>]>,
     /// The size of the largest step, in tokens.
     pub chunk: usize,
-    /// Whether to load the kernels of dense matrix products. See [`LoadOptions::warm_up`](super::load::LoadOptions).
+    /// Whether to load the kernels of dense matrix products before the first request.
+    /// See [`LoadOptions::warm_up`](super::load::LoadOptions).
     pub warm_up: bool,
     /// The paths on which GPUs may exchange data, in the order in which they are tried.
     pub exchange_paths: &'l [ExchangePath],
@@ -105,7 +106,8 @@ impl RankLoader<'_> {
         Ok(exchange::connect(world, device, self.exchange_paths)?)
     }
 
-    /// Loads the decoder of one rank, and allocates its KV cache.
+    /// Loads the decoder of one rank, selects its attention kernel, and allocates its KV cache.
+    /// If `warm_up` is set, also loads the kernels of dense matrix products.
     fn load_rank(&self, world: World, device: &Device, progress: &LoadProgress) -> Result<(World, LoadedRank)> {
         if let Some(planned) = PlannedFault::from_env() {
             planned.strike_while_loading(world.rank())?;
@@ -162,10 +164,10 @@ fn load_all<O: Send, F, T: Send>(
     })
 }
 
-/// Calls `load` for the rank of `world`.
+/// Calls `load` for the rank of `world`. Returns `None` if `load` fails or panics.
 ///
 /// If `load` fails or panics, ends the world, and stores the error in `first_failed` if the rank is the first to fail.
-/// In a world with a single rank, does not catch a panic.
+/// In a world with a single rank, resumes the panic instead.
 fn guarded<T>(
     world: &World,
     first_failed: &Mutex<Option<anyhow::Error>>,
@@ -186,6 +188,8 @@ fn guarded<T>(
 }
 
 /// Adds the number of the GPU to an error, unless the error is an [`Error`] or there is only one rank.
+///
+/// Replaces a CUDA error with [`Error::GpuFailed`], unless the GPU has too little memory.
 fn named(world: &World, error: anyhow::Error) -> anyhow::Error {
     if world.size() == 1 || error.is::<Error>() {
         return error;
@@ -196,7 +200,7 @@ fn named(world: &World, error: anyhow::Error) -> anyhow::Error {
         return Error::GpuFailed(failure(world, &error_message(&error))).into();
     }
     // The GPU may not be the cause: the error can be about a file, or about a lack of memory.
-    // If memory is lacking, the caller adds an explanation to this error.
+    // If memory is lacking, `load.rs` adds an explanation to this error.
     error.context(format!("GPU {} of {}", world.rank() + 1, world.size()))
 }
 
@@ -209,7 +213,7 @@ mod tests {
     use super::*;
     use crate::error::exit_code;
 
-    /// Runs `load` on three ranks, which wait for each other before and after `load`. Returns the error.
+    /// Runs `load` on three ranks, which wait for each other before and after `load`. Returns the error of `load_all`.
     fn error_of(load: impl Fn(&World) -> Result<()> + Sync) -> anyhow::Error {
         let mut worlds = World::threads(3).into_iter();
         let run = |world: World| -> Result<()> {

@@ -1,6 +1,6 @@
-//! Computes how much memory a model needs, from its config and weight headers.
+//! [`MemoryPlan`]: how much memory a model needs, computed from its config and weight headers.
 //!
-//! The loader uses this memory plan before it allocates memory. `inferno show` prints the plan.
+//! The loader makes the plan before it allocates memory for the model. `inferno show` prints the plan.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -21,14 +21,15 @@ use crate::weights::inventory::PartBytes;
 
 /// The upper limit on the default context length, in tokens.
 const DEFAULT_CONTEXT: usize = 32_768;
-/// The lower limit on the default context length, in tokens. The default is halved while memory is short.
+/// The lower limit on the default context length, in tokens.
+/// The default is halved while the model does not fit in memory.
 const SMALLEST_CONTEXT: usize = 2048;
 
 /// An upper bound on the memory for library buffers, decode buffers, the decode graph and the logits of one token,
 /// in bytes. cuBLASLt needs 32 MiB of it.
 const WORKSPACE_BYTES: u64 = 192 << 20;
-/// The maximum total size of all arenas of batch graphs, in bytes.
-/// Each new arena is at least twice as large as the previous arena, which existing graphs keep.
+/// The maximum total size of all arenas of batch graphs, in bytes, if no batch needs more than [`MAX_ARENA_BYTES`].
+/// Each new arena is at least twice as large as the previous arena, which existing graphs still use.
 /// All arenas together are therefore less than twice as large as the largest arena.
 const ARENA_BYTES: u64 = 2 * MAX_ARENA_BYTES as u64;
 /// The minimum result of [`workspace_bytes_per_token`]. Models with wide MLPs need more.
@@ -39,12 +40,11 @@ const MIN_WORKSPACE_BYTES_PER_TOKEN: u64 = 448 << 10;
 /// Kernels count the elements of an activation (tokens · columns) as an i32.
 /// With chunks of 16,384 tokens, an activation can have up to 131,071 columns.
 /// The widest known activation has 106,496 columns: gate and up of Llama 3.1 405B, 2 · 53,248.
-/// Chunks larger than the sizes in [`DeviceKind::chunk_sizes`] are not faster.
 const MAX_CHUNK: usize = 16_384;
 
 /// The maximum default chunk size, in tokens, if the layers are divided among ranks.
 ///
-/// A rank waits until the other ranks have run their layers, and gives up after 5 s.
+/// A rank waits until the other ranks have run their layers, and can give up after 5 s (`ANSWER_TIMEOUT`).
 /// A chunk of 2,048 tokens takes much less than 5 s: for example, 0.5 s in 100 GB of bf16 layers at 400 TFLOPS.
 const MAX_STAGE_CHUNK: usize = 2048;
 
@@ -205,7 +205,7 @@ impl MemoryPlan {
         let total: u128 = self.parts.layers.iter().map(|&bytes| u128::from(bytes)).sum();
         let mut stages = Vec::with_capacity(ranks);
         let mut start = 0;
-        // `bytes` is the size of all layers before `end`. `room_so_far` is the room on all ranks so far.
+        // `bytes` is the size of all layers before `end`. `room_so_far` is the total room of ranks 0 to `rank`.
         let mut bytes = 0;
         let mut room_so_far = 0;
         for (rank, free) in free_bytes.iter().enumerate() {
@@ -215,7 +215,7 @@ impl MemoryPlan {
             let mut end = start;
             while end < last {
                 let with_layer = bytes + u128::from(self.parts.layers[end]);
-                // Add the layer if at least half of it lies within the shares of the ranks up to this rank.
+                // Add the layer if at least half of it lies within the total share of ranks 0 to `rank`.
                 let is_within = (bytes + with_layer) * total_room <= 2 * total * room_so_far;
                 if end > start && !is_within && rank + 1 < ranks {
                     break;
@@ -228,7 +228,7 @@ impl MemoryPlan {
         Ok(stages)
     }
 
-    /// Plans the memory of one of `ranks` ranks, which holds the whole layers in `layers`.
+    /// Plans the memory of one of `ranks` ranks, which holds the layers in `layers` undivided.
     pub fn with_stage(mut self, layers: Range<usize>, ranks: usize) -> Self {
         self.ranks = ranks;
         let PartBytes { layers: layer_bytes, head, other } = &self.parts;
@@ -306,7 +306,7 @@ impl MemoryPlan {
         self.loading_bytes
     }
 
-    /// Returns the groups of layers that share block tables.
+    /// Returns the layer groups of the KV cache. The layers of a group share block tables.
     pub fn layout(&self) -> &CacheLayout {
         &self.layout
     }
@@ -375,10 +375,10 @@ impl MemoryPlan {
         ((MAX_SEQUENCES + 3 * MAX_SEQUENCES.min(chunk)) as u64).saturating_mul(self.logits_row_bytes)
     }
 
-    /// Returns `(full, sliding)`: KV cache sizes in bytes.
+    /// Returns `(full, sliding)`: sizes of keys and values in bytes.
     ///
-    /// `full` is the size of the full-attention layers per 1,000 tokens of context.
-    /// `sliding` is the size of the sliding-window layers for one sequence of the longest context.
+    /// `full` is the size in all full-attention layers per 1,000 tokens of context.
+    /// `sliding` is the maximum size in all sliding-window layers for one sequence of the longest context.
     pub fn cache_growth(&self, chunk: usize) -> (u64, u64) {
         let (sliding, full): (Vec<LayerSpec>, Vec<LayerSpec>) =
             self.layers.iter().partition(|layer| layer.window.is_some());
@@ -482,7 +482,8 @@ impl MemoryPlan {
     }
 
     /// Returns the error for a context that does not fit.
-    /// The error suggests a shorter context that fits and a sufficient number of GPUs, if they exist.
+    /// The error suggests a shorter context that fits, if there is one.
+    /// On one GPU, the error also suggests 2, 4 or 8 such GPUs if `context` fits on that many.
     pub fn out_of_memory(&self, context: usize, device: &DeviceInfo) -> Error {
         let what = format!("this model with a context of {context} tokens");
         let (needed_bytes, free_bytes) = (self.bytes(self.smallest(context)), device.free_bytes);
@@ -627,7 +628,7 @@ mod tests {
             assert_eq!(error.to_string().contains("--gpus"), gpus.is_some(), "{error}");
         }
         let error = plan().choose(Some(2048), &device(9 << 30)).unwrap_err();
-        assert!(!error.to_string().contains("--gpus"), "a CPU: {error}");
+        assert!(!error.to_string().contains("--gpus"), "the error for a CPU suggests more GPUs: {error}");
     }
 
     #[test]
@@ -648,7 +649,7 @@ mod tests {
         assert_eq!(stages(&[20, 20]), [0..5, 5..10]);
         assert_eq!(stages(&[20, 20, 20]), [0..3, 3..7, 7..10]);
         assert_eq!(stages(&[10, 26]), [0..2, 2..10], "7.8 and 23.8 GiB remain for layers: 2.5 and 7.5 layers");
-        assert_eq!(stages(&[0, 20]), [0..1, 1..10], "a rank has no layer");
+        assert_eq!(stages(&[0, 20]), [0..1, 1..10], "a rank without free memory gets one layer");
         assert_eq!(stages(&[20, 0, 0]), [0..8, 8..9, 9..10]);
         // A free memory of 0 stands for a CPU whose memory is unknown.
         assert_eq!(stages(&[0, 0]), [0..5, 5..10]);
@@ -673,7 +674,7 @@ mod tests {
         assert_eq!(second.weight_bytes(), (4 << 30) + (1 << 29) + (1 << 30));
         let capacity = Capacity { context: 4096, chunk: 512 };
         assert_eq!(second.cache_blocks(capacity), one.cache_blocks(capacity));
-        // The two layers are in different groups, so a block holds one layer in both plans.
+        // The two layers are in different layer groups, so a block holds one layer in both plans.
         assert_eq!(second.cache_bytes(capacity), one.cache_bytes(capacity));
         assert_eq!(second.layers().len(), 1);
         assert_eq!(plan().with_chunk(Some(8192)).unwrap().with_stage(0..1, 2).chunks, [8192]);

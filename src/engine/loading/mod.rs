@@ -1,8 +1,8 @@
 //! Loads a model and plans its memory.
 //!
 //! - `load`: opens the snapshot, checks that the model fits, and loads it; `load_ranks`: loads onto several devices
-//! - `memory`: the memory plan of one device; `memory_limit`: the part of the device's memory that the plan may use;
-//!   `rank_memory`: the plans of several devices together
+//! - `memory`: the memory plan of one rank; `rank_memory`: the plans of all ranks together;
+//!   `memory_limit`: the part of each device's memory that the engine may use
 //! - `info`: the properties of the loaded model, and the load times
 
 mod info;

@@ -65,7 +65,8 @@ impl RankMemory {
         Ok(Self { ranks: infos.into_iter().enumerate().map(rank).collect(), stages })
     }
 
-    /// Returns the smallest context and the smallest chunk that a rank's plan chooses. See [`MemoryPlan::choose`].
+    /// Returns the smallest context and the smallest chunk size that any rank's plan chooses.
+    /// See [`MemoryPlan::choose`].
     pub fn choose(&self, context: Option<usize>) -> Result<Capacity> {
         let capacities = self.ranks.iter().map(|(plan, device)| plan.choose(context, device));
         let capacities = capacities.collect::<Result<Vec<_>>>()?;
@@ -74,7 +75,7 @@ impl RankMemory {
         Ok(Capacity { context, chunk })
     }
 
-    /// Returns the number of blocks in each rank's KV cache: the smallest number that a rank's plan allows.
+    /// Returns the number of blocks in each rank's KV cache: the smallest number that any rank's plan allows.
     pub fn cache_blocks(&self, capacity: Capacity) -> usize {
         self.ranks.iter().map(|(plan, _)| plan.cache_blocks(capacity)).min().unwrap_or(0)
     }
@@ -84,13 +85,13 @@ impl RankMemory {
         (self.cache_blocks(capacity) - 1) / self.first().sequence_blocks(capacity.context).max(1)
     }
 
-    /// Returns the size of the largest KV cache of a rank, in bytes.
+    /// Returns the size of the largest KV cache of any rank, in bytes.
     pub fn cache_bytes(&self, capacity: Capacity) -> u64 {
         let blocks = self.cache_blocks(capacity);
         self.ranks.iter().map(|(plan, _)| plan.block_bytes(blocks)).max().unwrap_or(0)
     }
 
-    /// Returns the size of the largest part of the weights on a rank, in bytes.
+    /// Returns the size of the weights on the rank with the most weights, in bytes.
     pub fn weight_bytes(&self) -> u64 {
         self.ranks.iter().map(|(plan, _)| plan.weight_bytes()).max().unwrap_or(0)
     }

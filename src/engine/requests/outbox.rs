@@ -27,7 +27,9 @@ pub enum SequenceEvent {
     Failed(anyhow::Error),
 }
 
-/// Events to send, in order. Each send wakes a client's thread, which takes microseconds, so sends are delayed.
+/// Events to send, in order.
+///
+/// Each send can wake a client's thread. The engine therefore collects events, and sends them while the device is busy.
 #[derive(Default)]
 pub struct Outbox(Vec<(UnboundedSender<SequenceEvent>, SequenceEvent)>);
 

@@ -58,7 +58,8 @@ pub struct RecordedRequest {
     pub answers: Vec<RecordedAnswer>,
 }
 
-/// A prompt, and the options that affect the tokens of its answers. Answer i uses the recorded seed plus i.
+/// A prompt, and the options that affect the tokens of its answers.
+/// Answer i, counted from 0, uses the recorded seed plus i.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct RequestRecord {
     pub prompt: Vec<u32>,
@@ -104,7 +105,7 @@ impl Record {
         size_of::<Self>() + texts + self.engine.heap_bytes() + entries + requests
     }
 
-    /// Fails if this build cannot read records of this version.
+    /// Fails if the record has a version that this build cannot read.
     pub fn check_version(&self) -> Result<()> {
         match self.version {
             VERSION => Ok(()),
@@ -114,7 +115,7 @@ impl Record {
 }
 
 impl RecordedRequest {
-    /// Returns the approximate size of the entry's heap allocations, in bytes.
+    /// Returns the approximate size of the heap allocations for the request and its answers, in bytes.
     fn heap_bytes(&self) -> usize {
         let of_answer = |answer: &RecordedAnswer| {
             let (tokens, logprobs) = (4 * answer.tokens.capacity(), 4 * answer.logprobs.capacity());
@@ -188,7 +189,7 @@ impl RequestRecord {
     /// Returns the approximate size of the record's heap allocations, in bytes.
     fn heap_bytes(&self) -> usize {
         let constraint = self.constraint.as_ref().and_then(|constraint| serde_json::to_string(constraint).ok());
-        // A parsed JSON value takes several times the memory of its text.
+        // A parsed JSON value takes several times the memory of its text. The factor 8 is an estimate.
         let constraint = constraint.map_or(0, |text| 8 * text.len());
         let chat = self.chat.as_ref().map_or(0, |chat| chat.text.len());
         let stop_and_bias = 4 * self.stop_token_ids.capacity() + 16 * self.logit_bias.len();

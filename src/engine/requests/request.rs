@@ -88,12 +88,12 @@ pub struct GenerateOptions {
     /// `max_tokens` and a complete constraint can end the answer earlier.
     pub min_tokens: usize,
     /// Biases from -100 to 100 to add to the logits of tokens, by token id, before penalties.
-    /// In effect, -100 bans a token, and 100 selects it.
+    /// A bias of -100 usually bans a token, and a bias of 100 usually selects it.
     pub logit_bias: BTreeMap<u32, f32>,
     /// The number of most likely tokens to report for each generated token, with their log probabilities.
     /// With 0, only the generated token has a log probability. `None` reports no log probabilities.
     pub logprobs: Option<usize>,
-    /// The number of most likely tokens to report, with their log probabilities, for each prompt token except the first.
+    /// The number of most likely tokens to report, with their log probabilities, for each prompt token but the first.
     /// With 0, only the prompt tokens themselves have log probabilities.
     /// [`RequestStream::scored_prompt`](super::RequestStream::scored_prompt) returns the log probabilities.
     /// If set, all prompt tokens are computed, even cached tokens. `None` reports no log probabilities.

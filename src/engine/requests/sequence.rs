@@ -120,7 +120,8 @@ impl Sequence {
         }
     }
 
-    /// Counts log probabilities as sent, and adds their event. Does nothing if the request did not ask for them.
+    /// Counts log probabilities of prompt tokens as sent, and adds an event with them.
+    /// Does nothing if the request did not ask for them.
     pub fn add_prompt_logprobs(&mut self, logprobs: &Arc<Vec<TokenLogprobs>>, outbox: &mut Outbox) {
         if let Some(scores) = &mut self.prompt_scores {
             scores.count(logprobs.len());

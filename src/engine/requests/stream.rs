@@ -24,7 +24,7 @@ use crate::runner::{ChosenToken, Executor, TokenLogprobs};
 #[derive(Clone, Debug)]
 pub enum Event {
     /// A generated token, and the text that the token completes.
-    /// `deltas` can be empty: a token can end inside a character, or its text may begin a stop string.
+    /// `deltas` can be empty, for example if the token ends inside a character or its text may begin a stop string.
     /// `logprobs` is `Some` if [`GenerateOptions::logprobs`] is set.
     Token { id: u32, deltas: Vec<Delta>, logprobs: Option<TokenLogprobs> },
     /// The end of the answer: the text that was still held back, and the summary.

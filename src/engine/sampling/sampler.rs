@@ -1,6 +1,6 @@
-//! [`Sampler`]: applies penalties, temperature, top-k, top-p and min-p to logits, then draws a token.
+//! [`Sampler`]: applies penalties, temperature, top-k, top-p and min-p to logits, in this order, then chooses a token.
 //!
-//! The order of penalties, temperature, top-k, top-p and min-p is the same as in transformers.
+//! The order is the same as in transformers.
 //! Each random number depends only on the seed and the number of earlier draws,
 //! so equal seeds and logits give equal tokens.
 //! On a GPU, the sampling kernel applies the same rules. `sample.cu` lists the rare differences.
@@ -38,7 +38,7 @@ pub struct LogitRules {
     /// The tokens that are banned until `min_tokens` tokens have been chosen.
     pub stop_tokens: Vec<u32>,
     pub min_tokens: usize,
-    /// How many most likely tokens to report log probabilities for, besides the chosen token.
+    /// The number of most likely tokens to report with log probabilities, besides the chosen token.
     /// `None` reports no log probabilities.
     pub logprobs: Option<usize>,
 }
@@ -72,7 +72,7 @@ impl Sampler {
         self.constraint.as_mut().map_or(Ok(token), |constraint| constraint.advance(token))
     }
 
-    /// Samples the next token from f32 logits `[vocab]`, to which biases are already added.
+    /// Chooses the next token for f32 logits `[vocab]`, to which biases are already added, and counts the token.
     /// Applies penalties to `logits` in place.
     pub fn sample(&mut self, logits: &mut [f32]) -> u32 {
         self.penalize(logits);
@@ -127,7 +127,8 @@ impl Sampler {
     /// Draws a token with the random number at index `draw` of the seed's sequence.
     fn draw(&self, logits: &[f32], draw: u64) -> u32 {
         let mut candidates = candidates(logits, &self.params);
-        // Sort by id, as the sampling kernel does: the order decides which token a random number selects.
+        // Sort by id, because the order decides which token a random number selects.
+        // The sampling kernel also goes through the tokens in order of their ids.
         if !candidates.is_sorted_by_key(|candidate| candidate.id) {
             candidates.sort_unstable_by_key(|candidate| candidate.id);
         }
@@ -271,7 +272,7 @@ fn keep_top_k(candidates: &mut Vec<Candidate>, count: usize) {
 
 /// Keeps the smallest set of most likely tokens whose probabilities sum to at least `p`. Keeps at least one token.
 ///
-/// A vocabulary can have 200,000 tokens, but usually only a few dozen are kept.
+/// A vocabulary can have 200,000 tokens, and sorting them all would be slow. Usually, far fewer tokens are kept.
 /// The function therefore sorts only the top 64 tokens at first, and then 8 times as many while their sum is below `p`.
 fn keep_top_p(candidates: &mut Vec<Candidate>, p: f64) {
     let target = p * candidates.iter().map(|c| c.weight).sum::<f64>();

@@ -68,7 +68,7 @@ impl TenantLedger {
         self.accounts.retain(|_, account| account.sequences > 0 || account.served > served);
     }
 
-    /// Returns the turn of a sequence of this tenant, given the tokens served so far.
+    /// Returns the turn of a sequence of this tenant, given the tokens served to the tenant so far.
     pub fn turn(&self, tenant: TenantId, seniority: Seniority) -> Turn {
         Turn::new(self.served(tenant), seniority)
     }

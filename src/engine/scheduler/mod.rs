@@ -36,6 +36,7 @@ pub use order::SequenceId;
 /// A sequence starts only if the free blocks suffice for this many more tokens of that sequence
 /// and of each running sequence.
 /// Decode steps also try to allocate blocks for this many more tokens.
+/// A larger value avoids more preemptions, but sequences then start later.
 const GROWTH_STEPS: usize = 8;
 
 /// A placeholder for the token of a queued step, which the host does not know yet.
@@ -86,7 +87,7 @@ pub struct NewSequence {
     pub deadline: Option<Duration>,
 }
 
-/// The work of one step, and the sequences that expired or were preempted during planning.
+/// The work of one step, the block copies before it, and the sequences that expired or were preempted during planning.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct StepPlan {
     /// One entry per sequence in the step: decoding sequences first, then chunks of prompts.
@@ -146,8 +147,8 @@ pub struct Scheduler {
     waiting: FairQueue,
     /// The sequences with blocks, the most senior first.
     running: BTreeSet<Seniority>,
-    /// The waiting sequences that the current plan has started. The plan does not preempt these sequences.
-    /// Otherwise, it could, because counting tokens for their tenants can make their turns the last.
+    /// The waiting sequences that the current plan has started. The plan does not preempt these sequences,
+    /// even if their turns become the last because tokens are counted for their tenants.
     admitted: Vec<SequenceId>,
     preemptions: u64,
 }
@@ -275,7 +276,11 @@ impl Scheduler {
     pub fn submit(&mut self, new: NewSequence) {
         let NewSequence { id, prompt, cache_salt, prompt_parts, forks, max_tokens, .. } = new;
         let NewSequence { computes_whole_prompt, tenant, priority, arrival, deadline, .. } = new;
-        assert!((1..=self.config.context).contains(&prompt.len()), "cannot submit a prompt of {} tokens", prompt.len());
+        assert!(
+            (1..=self.config.context).contains(&prompt.len()),
+            "cannot submit a prompt of {} tokens: it is empty or longer than the context",
+            prompt.len()
+        );
         assert!(
             prompt_parts.is_none_or(|parts| parts.tokens() <= self.config.token_budget),
             "a prompt part is larger than the token budget of a step"

@@ -172,7 +172,7 @@ impl Scheduler {
         Some(next.id())
     }
 
-    /// Plans a chunk of a sequence, unless the sequence was preempted after it became a candidate.
+    /// Plans a chunk of a sequence, unless the sequence was preempted after it became a candidate or gets no blocks.
     fn plan_chunk(&mut self, id: SequenceId, budget: &mut usize, plan: &mut StepPlan) {
         let sequence = &self.sequences[&id];
         if !sequence.is_running() {
@@ -191,6 +191,7 @@ impl Scheduler {
     }
 
     /// Extends chunks that [`plan_chunk`](Self::plan_chunk) limited to half of the budget, if some budget is left.
+    /// Skips a chunk if too few blocks are free.
     /// The chunks are the entries of `plan.work` from index `first_chunk` on.
     fn give_rest_of_budget(&mut self, first_chunk: usize, budget: &mut usize, plan: &mut StepPlan) {
         for index in first_chunk..plan.work.len() {

@@ -109,7 +109,7 @@ fn attend(
     let (is_causal, left) = mask.window.map_or((1, length), |window| (0, (window - 1).min(length)));
     let (q_row, kv_row) = ((heads * head_dim) as u32, (kv_heads * head_dim) as u32);
     let pointer = |tensor: &Tensor| address(tensor).map(|address| address as *const c_void);
-    // SAFETY: `address` checks that the tensors are contiguous. The sizes and strides are those of the tensors.
+    // SAFETY: `address` checks that the tensors are contiguous. The sizes and strides match the tensors.
     // The tensors' memory is allocated and freed in stream order.
     unsafe {
         run_mha(

@@ -15,10 +15,10 @@
 //
 // A row is one query head of one token. Each KV head serves group = heads / kv_heads query heads.
 // Row r of KV head k belongs to token r / group of the sequence. Its query head is k · group + r % group.
-// A thread block loads each key and value once for all rows of its row tile.
+// A thread block loads each of its keys and values once for all rows of its row tile.
 //
-// The keys of a row tile are divided among splits, one thread block each.
-// The last split to finish combines the f32 partial results of all splits:
+// The keys of a row tile are divided among one or more splits. Each split is one thread block.
+// If there are several splits, the last split to finish combines the f32 partial results of all splits:
 //   partials: f32 [row tiles, kv_heads, splits, ROWS · (head_dim + 2)]
 //     A partial result holds the weighted sums of values [ROWS, head_dim], then (maximum, total weight) per row.
 //   arrivals: u32 [row tiles, kv_heads], the number of finished splits; all zero between launches
@@ -84,7 +84,7 @@ __device__ __forceinline__ float exp2_fast(float x) {
 __device__ __forceinline__ float finite(float maximum) { return maximum == -INFINITY ? 0.0f : maximum; }
 
 // Returns the factor that converts weighted sums of values to the output: 1 / (total + 2^(sink - maximum)).
-// The weighted sums and `total` are in units of 2^maximum.
+// `maximum` and `sink` are base-2 exponents. The weighted sums and `total` are in units of 2^maximum.
 __device__ __forceinline__ float normalizer(float maximum, float total, float sink) {
     const float base = fmaxf(maximum, sink);
     const float keep = exp2_fast(maximum - base);
@@ -120,7 +120,8 @@ struct RowTile {
 
 // Returns the row tile of this thread block. If `tiles` is null, all sequences have `tokens` tokens.
 // With a causal mask, the last row tiles of a sequence have the most keys.
-// Thread blocks therefore take the row tiles in reverse order if `tiles` is null. `tiles` is already sorted.
+// Thread blocks therefore take the row tiles in reverse order if `tiles` is null.
+// In `tiles`, the row tiles with the most keys already come first.
 template <typename C> __device__ __forceinline__ RowTile find_row_tile(const uint4* tiles, int tokens, int group) {
     if (tiles) {
         const uint4 tile = __ldg(tiles + blockIdx.y);
@@ -162,7 +163,7 @@ __device__ __forceinline__ void load_keys_and_values(const T* k, const T* v, T* 
         for (uint32_t c = 0; c < (COPIES + THREADS - 1) / THREADS; ++c) {
             const uint32_t copy = thread + c * THREADS;
             if (COPIES % THREADS != 0 && copy >= COPIES) break;
-            const bool even = THREADS % SEGMENTS == 0;  // if true, all copies of a thread have the same segment
+            const bool even = THREADS % SEGMENTS == 0;  // if true, `segment` is the same for all copies of a thread
             const uint32_t j = even ? thread / SEGMENTS + c * (THREADS / SEGMENTS) : copy / SEGMENTS;
             const uint32_t segment = even ? thread % SEGMENTS : copy % SEGMENTS;
             const uint32_t position = key + j;
@@ -507,7 +508,8 @@ __device__ __forceinline__ void attention(const T* q, const T* k, const T* v, co
     // Load the sinks early to hide the latency. The kernel needs the sinks only at the end.
     float sink = -INFINITY;
     if (sinks && threadIdx.x < rows.count) sink = sinks[kv_head * group + (first_row + threadIdx.x) % group];
-    // Positions, tables, and the keys and values of earlier steps were written before the previous kernel started.
+    // The caller guarantees that positions, tables, and the keys and values of earlier steps were written before the
+    // previous kernel started (see `launch` in flash_attention.rs).
     // Only loads of this step's queries, keys and values must wait until the previous kernel has ended.
 
     // 1. Find the keys that any row of the row tile can see, and select the key tiles of this split and team.
@@ -615,7 +617,8 @@ __device__ __forceinline__ void attention(const T* q, const T* k, const T* v, co
     }
 // `Tile` in flash_attention.rs selects the kernel.
 // The 16-row kernels are for sequences with few rows, as in decoding.
-// The 64-row kernels are for prompts with too few 128-row tiles to fill the GPU.
+// The 64-row kernels are for prompts with too few 128-row tiles to fill the GPU, and for GPUs with too little
+// shared memory for the other kernels.
 // A batch of many sequences uses thread blocks with fewer teams, so that more blocks fit on a multiprocessor.
 #define DEFINE_DTYPE(D, T, SUFFIX)                                                                                     \
     DEFINE_KERNEL(16_rows, D, T, SUFFIX, 16)                                                                           \

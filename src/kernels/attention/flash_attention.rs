@@ -16,7 +16,8 @@ use crate::kernels::constants::{
 use crate::kernels::launch::{Arguments, Launch, LaunchShape, dtype_suffix, max_shared_bytes, module, multiprocessors};
 use crate::kernels::scratch;
 
-/// The maximum number of splits. Each split is a thread block that processes some of a row tile's keys.
+/// The maximum number of splits per row tile. Each split is a thread block that processes some of a row tile's keys.
+/// With more splits, the last thread block to finish would have to combine more partial results.
 const MAX_SPLITS: usize = 64;
 
 /// The number of splits with [`SumOrder::Fixed`].
@@ -183,7 +184,8 @@ impl FlashAttention {
         Self::with_splits(shape, dtype, mask, tile, rows, (row_tiles, splits(mask, wanted)))
     }
 
-    /// Creates the launch for `row_tiles` row tiles whose keys are divided into `splits` parts.
+    /// Creates the `FlashAttention` for `row_tiles` row tiles.
+    /// The keys of each row tile are divided into up to `splits` splits.
     fn with_splits(
         shape: AttentionShape,
         dtype: DType,
@@ -266,7 +268,7 @@ impl FlashAttention {
         }
         let is_scratch = |tensor: &Tensor, dtype, count| tensor.dtype() == dtype && tensor.elem_count() >= count;
         if !is_scratch(partials, DType::F32, self.partials) || !is_scratch(arrivals, DType::U32, self.arrivals) {
-            bail!("flash_attention: a scratch buffer is too small or has the wrong dtype");
+            bail!("flash_attention: `partials` or `arrivals` is too small or has the wrong dtype");
         }
         Ok(())
     }

@@ -3,7 +3,8 @@
 /// The causal attention mask of one layer, with the scale and the soft cap of the attention scores.
 #[derive(Clone, Copy, Debug)]
 pub struct AttentionMask {
-    /// The sliding window: the number of keys that a query attends to, including its own key. `None` means no limit.
+    /// The sliding window: the maximum number of keys that a query attends to, including its own key.
+    /// `None` means no limit.
     pub window: Option<usize>,
     /// The factor applied to q·k, usually 1/sqrt(head_dim).
     pub scale: f32,

@@ -49,8 +49,7 @@ pub struct Queries {
     counters: RefCell<Option<Tensor>>,
 }
 
-/// The block tables of all sequences in a pass, and the cache row of each new token.
-/// Layers that share the block tables of the sequences share one `PassBlocks`.
+/// The block tables of all sequences in a pass, and the slot of each new token. A layer group has one `PassBlocks`.
 pub struct PassBlocks {
     /// The block tables: u32 `[sequences, blocks]`. Shorter tables are padded with zeros.
     pub tables: Tensor,
@@ -158,7 +157,7 @@ impl Queries {
         }
     }
 
-    /// Fails unless `blocks` has one slot per token, one table per sequence, and enough blocks for every position.
+    /// Fails unless `blocks` has one slot per token and one table per sequence, with enough columns for every position.
     /// Tables and slots must be u32.
     pub(super) fn check(&self, blocks: &PassBlocks) -> Result<()> {
         let (sequences, columns) = blocks.tables.dims2()?;

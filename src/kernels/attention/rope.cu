@@ -12,8 +12,8 @@
 //   slots: u32 [tokens], the row of k and v for each token
 //   grid: one warp per HEADS heads of a token: ceil(tokens · ceil((heads + 2 · kv_heads) / HEADS) / warps per block)
 //     split_qkv: HEADS = ROPE_HEADS_PER_WARP
-//     split_qkv_few, for a few tokens: HEADS = 1
-//     split_qkv_wide, without norms: see split_qkv_wide
+//     split_qkv_few, for up to ROPE_FEW_TOKENS tokens: HEADS = 1
+//     split_qkv_wide, without norms: see the template below
 //   block: a multiple of 32
 //   bytes moved: tokens · (heads + 2 · kv_heads) · head_dim · (4 + sizeof(T))
 #include "constants.cuh"
@@ -100,8 +100,9 @@ template <typename T> __device__ __forceinline__ void store_4(T* to, const float
         *reinterpret_cast<uint2*>(to) = make_uint2(pack<T>(v[0], v[1]), pack<T>(v[2], v[3]));
 }
 
-// Like split_qkv without norms, for heads that RoPE rotates as a whole. A lane loads four adjacent elements at once.
-// `head_dim` is 64, 128 or 256, and `head_dim` / 8 lanes share a head. A lane handles its part of HEADS heads.
+// Like split_qkv without norms, if RoPE rotates all elements of a head. A lane loads four adjacent elements at once.
+// `head_dim` is 64, 128 or 256, and `head_dim` / 8 lanes share a head.
+// A lane handles eight elements in each of HEADS heads.
 //   grid: one warp per HEADS · 256 / head_dim heads of a token
 template <typename T, int HEADS>
 __device__ void split_qkv_wide(const float* __restrict__ qkv, const float* __restrict__ bias,

@@ -1,6 +1,6 @@
 //! Splits the output of the fused QKV projection into queries, keys and values, and applies RoPE.
 //!
-//! Adds the bias and applies the QK norms before the rotation, if the model has a bias and QK norms.
+//! Before the rotation, adds the bias and applies the QK norms, if the model has them.
 //! RoPE (RoFormer, arXiv 2104.09864) uses the split-half layout of Hugging Face checkpoints.
 //!
 //! The cosine and sine tables and all arithmetic are f32, because bf16 is too imprecise for large positions.
@@ -170,12 +170,12 @@ fn check_inputs(
     if !has_rows || v_rows.dtype() != dtype || slots.dims() != [tokens] || slots.dtype() != DType::U32 {
         let (k, v, slots) = (k_rows.dims(), v_rows.dims(), slots.dims());
         bail!(
-            "split_qkv: the KV cache does not match {sizes:?}: k {k:?}, v {v:?}, slots {slots:?} for {tokens} tokens"
+            "split_qkv: k {k:?}, v {v:?} or slots {slots:?} has the wrong shape or dtype for {sizes:?}, {tokens} tokens"
         );
     }
     let (q_norm, k_norm) = (norms.map(|norms| norms.q), norms.map(|norms| norms.k));
     if let Some(norm) = [q_norm, k_norm].into_iter().flatten().find(|norm| norm.dims() != [head_dim]) {
-        bail!("split_qkv: norm {:?} does not match head size {head_dim}", norm.dims());
+        bail!("split_qkv: a QK norm weight has shape {:?}, expected [{head_dim}]", norm.dims());
     }
     let tensors = [Some(qkv), bias, q_norm, k_norm, Some(cos), Some(sin)];
     let all_f32 = tensors.into_iter().flatten().all(|tensor| tensor.dtype() == DType::F32);

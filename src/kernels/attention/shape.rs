@@ -21,7 +21,7 @@ impl AttentionShape {
         let AttentionInputs { q, layer, queries, blocks, sinks, .. } = inputs;
         let shape = Self::of_tensors(q, layer, sinks)?;
         if queries.tokens() != shape.tokens {
-            bail!("attention: q has {} tokens, but the forward pass has {}", shape.tokens, queries.tokens());
+            bail!("attention: q has {} tokens, but the queries of the pass have {}", shape.tokens, queries.tokens());
         }
         queries.check(blocks)?;
         Ok(shape)
@@ -29,7 +29,7 @@ impl AttentionShape {
 
     /// Returns the dimensions of q, k and v.
     ///
-    /// Fails if q, k, v and the sinks do not match, if k and v do not consist of whole blocks,
+    /// Fails if q, k, v and the sinks do not match, if the number of cache rows is not a multiple of [`BLOCK_TOKENS`],
     /// or if the head size exceeds [`EAGER_MAX_HEAD_DIM`].
     pub(super) fn of_tensors(q: &Tensor, layer: CachedLayer, sinks: Option<&Tensor>) -> Result<Self> {
         let CachedLayer { k, v } = layer;

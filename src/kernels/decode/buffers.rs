@@ -12,7 +12,7 @@ pub struct StepBuffers {
     pub x: Tensor,
     /// The buffer to which kernels add the outputs of attention and of the MLP: f32 `[hidden]`.
     /// `partial` is `x` on the first rank, and on every rank that runs whole layers.
-    /// On the other ranks, `partial` is a separate buffer, and zero before each addition.
+    /// On the other ranks, `partial` is a separate buffer, which `exchange::add_sum` fills with zeros after each sum.
     /// The sum over all ranks therefore contains `x` once.
     pub partial: Tensor,
     /// The ranks that run the step together.

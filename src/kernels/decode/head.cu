@@ -1,4 +1,5 @@
-// The end of a decode step: computes the logits, chooses the next token and loads its embedding.
+// The end of a decode step: computes the logits, chooses the most likely token and loads its embedding.
+// sample.cu replaces decode_greedy if the next token is sampled.
 #include "decode/dense_matvec.cuh"
 #include "decode/quantized_matvec.cuh"
 #include "headers/pdl.cuh"
@@ -6,7 +7,7 @@
 // Returns cap · tanh(x / cap), or x if cap is 0.
 __device__ __forceinline__ float soft_capped(float x, float cap) { return cap > 0.0f ? cap * tanhf(x / cap) : x; }
 
-// The largest logit so far and its token. If logits are equal, the lowest token id wins. NaN never wins.
+// The largest of the offered logits, and its token. If logits are equal, the lowest token id wins. NaN never wins.
 // The initial value is -inf with NO_TOKEN. NO_TOKEN is larger than every token id.
 struct Argmax {
     float logit;
@@ -93,6 +94,7 @@ __device__ void quantized_head(const float* x, const float* norm, const Quantize
 }
 
 // Chooses the token with the largest logit and writes its embedding to x, the input of the next step.
+// Sends the token to the mailbox, and updates `state`.
 // Never chooses a token whose logit is NaN or -inf. If every logit is NaN or -inf, the step fails.
 //   best: the argmax of each block of the head kernel
 //   embedding: T [vocab, columns], or null if quantized_next writes x

@@ -58,7 +58,7 @@ pub fn add_head(
     };
     let launch = Launch::new(module!("head"), kernel, head_shape(buffers, weight), arguments);
     // SAFETY: shapes and dtypes are checked above.
-    // The grid has at most one block per multiprocessor, and `best` has one entry for each multiprocessor.
+    // The grid has at most one block per multiprocessor, and `best` has room for one result per multiprocessor.
     unsafe { launches.add(launch.with_bytes_moved(weight.bytes()))? };
     match buffers.world.size() {
         1 => Ok(()),
@@ -72,11 +72,11 @@ fn head_shape(buffers: &StepBuffers, weight: &Matrix) -> LaunchShape {
 }
 
 /// Adds a launch for greedy sampling, which sends the token with the largest logit to the mailbox.
-/// The token's embedding becomes the input of the next step.
+/// The token's embedding becomes the input of the next step. If the embedding is quantized, adds a second launch.
 ///
 /// `head` is the weight that was passed to [`add_head`]: `[vocab, hidden]`.
-/// A model on several GPUs must use [`add_sample`](super::sample::add_sample) instead.
-/// Each rank knows only the largest logit of its own part of the vocabulary.
+/// A model on several GPUs must use [`add_sample`](super::sample::add_sample) instead,
+/// because each rank knows only the largest logit of its own part of the vocabulary.
 pub fn add_greedy_sampling(
     launches: &mut LaunchList,
     buffers: &StepBuffers,

@@ -61,7 +61,7 @@ template <int STEP, int DEPTH> struct TileStream {
     uint32_t exponents[DEPTH];
     const int first, groups;
 
-    // Loads the group that is i · STEP groups after the oldest group in flight, and stores it in slot d.
+    // Loads the group that is i · STEP groups after the oldest group in flight into weights[d] and exponents[d].
     __device__ __forceinline__ void load(int d, int i) {
         weights[d] = load_stream_16(blocks + i * STEP * MXFP4_TILE_BYTES);
         exponents[d] = load_stream_4(scales + i * STEP * MXFP4_TILE_SCALE_BYTES);
@@ -86,7 +86,8 @@ template <int STEP, int DEPTH> struct TileStream {
         low += scale_of(s, 2) * (c[0] + c[1]), high += scale_of(s, 3) * (c[2] + c[3]);
     }
 
-    // Computes this warp's sums for rows g (`low`) and g + 8 (`high`). The caller multiplies them by E2M1_UNIT.
+    // Computes this warp's sums for rows g (`low`) and g + 8 (`high`), where g = lane / 4.
+    // The caller multiplies the sums by E2M1_UNIT.
     //   x: from split_x, in shared memory, padded with zeros to a multiple of 64 columns
     __device__ __forceinline__ void multiply(const uint4* x, int lane, float& low, float& high) {
         constexpr int ROUND = DEPTH * STEP;
@@ -184,7 +185,7 @@ __device__ void decode_down_experts(float* x, const __half* h, const float* logi
     const int n = warp % chosen, split = warp / chosen, segments = weights.groups * 8, full_segments = columns / 8;
     float* sums = reinterpret_cast<float*>(inputs + 2 * chosen * segments);
     // Reading the router logits before pdl_wait() is safe, because the router kernel has ended.
-    // Only the previous kernel, which computes h, can still be running.
+    // Only the previous kernel, which computes h, can still be running (see headers/pdl.cuh).
     if (warp == 0) routing.choose(logits, experts, chosen, chosen, lane);
     __syncthreads();
     TileStream<DECODE_DOWN_SPLITS, DOWN_DEPTH> stream(weights, (size_t)routing.expert[n] * tiles + tile, split, lane);

@@ -12,7 +12,7 @@ use crate::kernels::moe::mxfp4_tiles::Mxfp4Tiles;
 /// The maximum number of experts per token that the decode kernels for MXFP4 weights support.
 pub use crate::kernels::constants::DECODE_DOWN_MAX_CHOSEN as MAX_CHOSEN_MXFP4;
 
-/// The maximum intermediate size of experts with MXFP4 weights.
+/// The maximum intermediate size that the decode kernels for MXFP4 weights support.
 ///
 /// With this size, the inputs of [`MAX_CHOSEN_MXFP4`] down projections take 192 KiB of shared memory.
 pub const MAX_EXPERT_COLUMNS: usize = 12 << 10;

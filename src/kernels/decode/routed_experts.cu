@@ -129,7 +129,7 @@ __device__ void decode_routed_down(float* x, const T* h, const float* logits, co
     const int segments = columns / 8;
     const DenseInput input{shared, chosen * segments};
     // Reading the router logits before pdl_wait() is safe, because the router kernel has ended.
-    // Only the previous kernel, which computes h, can still be running.
+    // Only the previous kernel, which computes h, can still be running (see headers/pdl.cuh).
     if (threadIdx.x < 32) routing.choose(logits, experts, chosen, chosen, threadIdx.x, over_all);
     __syncthreads();
     const ChosenRows chosen_rows(routing.expert, segments, (size_t)rows * segments);
@@ -208,7 +208,7 @@ __device__ void quantized_routed_down(float* x, const T* h, const float* logits,
     const int expert_groups = (columns + 31) / 32, groups = chosen * expert_groups;
     const QuantizedInput input(vector, weight, groups);
     // Reading the router logits before pdl_wait() is safe, because the router kernel has ended.
-    // Only the previous kernel, which computes h, can still be running.
+    // Only the previous kernel, which computes h, can still be running (see headers/pdl.cuh).
     if (threadIdx.x < 32) routing.choose(logits, experts, chosen, chosen, threadIdx.x, over_all);
     __syncthreads();
     const ChosenRows chosen_rows(routing.expert, expert_groups, (size_t)rows * expert_groups);

@@ -44,7 +44,7 @@ __device__ void decode_router(const float* x, const float* norm, const float* we
     const float own_norm = writes_normed ? __ldg(norm + own) : 0.0f, router_bias = bias ? __ldg(bias + expert) : 0.0f;
     pdl_wait();
     pdl_launch_dependents();
-    // Load this element of x early to hide the latency. The kernel uses the element only at the end.
+    // Load x[own] early to hide the latency. The kernel uses this element only at the end.
     const float own_x = writes_normed ? __ldcg(x + own) : 0.0f;
     float squares = 0.0f, dot = 0.0f, largest = 0.0f;
     const auto add = [&](float4 v, float4 n, float4 w) {

@@ -7,7 +7,8 @@ use super::mxfp4_experts::ExpertBuffers;
 use crate::kernels::bytes;
 use crate::kernels::launch::{Arguments, Launch, LaunchList, LaunchShape, module};
 
-/// Adds a launch that computes the router logits of `norm(x)` and, for MXFP4 experts, `norm(x)` itself.
+/// Adds a launch that computes the router logits of `norm(x)`.
+/// With `mxfp4`, the launch also writes `norm(x)` to these buffers, scaled to fit in f16.
 ///
 /// `weight` is f32 `[experts, hidden]`. `bias` and `logits` are f32 `[experts]`.
 pub fn add_router(

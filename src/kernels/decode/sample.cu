@@ -7,7 +7,8 @@
 // - If several tokens at the cutoff of top-k or top-p have equal logits, this kernel keeps all of them.
 //   The host keeps only as many of the tied tokens as needed, starting with the lowest token ids.
 // - The host computes probabilities in f64. This kernel computes them in f32, relative to the largest probability.
-//   The kernel truncates relative probabilities to multiples of 2^-40, so it never chooses a token below 2^-40.
+//   This kernel truncates these relative probabilities to multiples of 2^-40.
+//   It therefore never chooses a token with a relative probability below 2^-40.
 //   The choice can differ at the cutoffs of top-p and min-p, or if the draw is near the boundary between two tokens.
 // - nvcc fuses multiplications and additions, so penalized logits can differ in the last bit.
 //

@@ -20,6 +20,7 @@ pub struct SamplingBuffers {
     /// The contents of `SamplingKernelParams` in `sampling.cuh`, as u32 words.
     params: Tensor,
     /// u32 `[vocab]`: 0 for a token that has not appeared, otherwise 1 + the number of times it was generated.
+    /// Unused if no penalty is set.
     seen: Tensor,
     /// The contents of `Scratch` in `sample.cu`, as u32 words.
     scratch: Tensor,
@@ -57,7 +58,7 @@ pub fn can_sample(buffers: &StepBuffers) -> bool {
     vocab <= sample_blocks(vocab, buffers) * SAMPLE_THREADS * SAMPLE_IDS_PER_THREAD
 }
 
-/// Returns the number of thread blocks: at most one per multiprocessor.
+/// Returns the number of thread blocks of the sampling launch: at most one per multiprocessor.
 /// The blocks wait for each other, so all of them must run at the same time.
 fn sample_blocks(vocab: usize, buffers: &StepBuffers) -> usize {
     vocab.div_ceil(SAMPLE_THREADS).min(buffers.multiprocessors)

@@ -63,7 +63,7 @@ fn connected(world: &World, device: &CudaDevice, path: ExchangePath) -> CandleRe
 }
 
 /// Connects the GPUs of all ranks on `path`, and measures the mean time of a sum over all ranks.
-/// The inner error is the reason why the GPUs cannot exchange data on `path`.
+/// The inner error is the reason why the GPUs cannot exchange data on `path`, or says that a GPU stopped answering.
 pub fn measure(world: &World, device: &CudaDevice, path: ExchangePath) -> CandleResult<Result<ExchangeTimes, String>> {
     let exchange = match connected(world, device, path)? {
         Ok(exchange) => exchange,
@@ -87,9 +87,9 @@ pub fn measure(world: &World, device: &CudaDevice, path: ExchangePath) -> Candle
     Ok(missing.map_or(Ok(times), Err))
 }
 
-/// Returns the results of all ranks, or the error message of the first rank that failed.
+/// Returns the results of all ranks, or the error message of the lowest-numbered rank that failed.
 ///
-/// Every rank must call this function, even after a failure, because the other ranks are waiting for its result.
+/// Every rank must call this function, even if its `result` is an error, because the other ranks wait for this call.
 fn agree<T: Send + Sync + 'static>(
     world: &World,
     result: CandleResult<T>,

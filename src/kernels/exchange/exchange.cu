@@ -1,20 +1,20 @@
 // Exchange of data between ranks on several GPUs, without copies by the host.
 //
-// Every rank has a mailbox to which all ranks can write. The mailbox is in the memory of the rank's GPU or of the host.
+// Every rank has a mailbox to which all ranks can write. The mailbox is in the rank's GPU memory or in host memory.
 // A mailbox has EXCHANGE_SLOTS slots, and each slot has one region per sending rank.
 // A rank writes its values to its region in the mailbox of every other rank.
 // The rank then waits until the values of all other ranks have arrived in its own mailbox.
 // The exchange needs no flags, as in the Lamport kernels of TensorRT-LLM:
-// a word that has not yet arrived is EMPTY, the bits of a NaN that arithmetic never produces.
+// a word that has not yet arrived is EMPTY, the bits of a NaN. Before sending, a rank replaces EMPTY with another NaN.
 //
 // Operation k uses slot k mod EXCHANGE_SLOTS.
 // During operation k, a rank also empties the slot of operation k - 1 in its own mailbox.
 // Another rank writes to the emptied slot only after it has received this rank's values of operation k + 1.
 // This rank sends its values of operation k + 1 only after operation k has ended, when the slot is already empty.
-// With more than two ranks, a rank may receive nothing directly from another rank, such as from a rank without rows.
-// In exchange_add_norm, every rank still waits for all others, through a third rank.
+// In exchange_add_norm and exchange_sum_shares_bf16, two ranks without a share send nothing to each other.
+// Each of them still waits for the other, because both wait for a rank with a share, which waits for all ranks.
 // In exchange_columns, no rank waits for a rank without columns.
-// If a rank has no columns, two exchange_columns operations must therefore not follow each other directly.
+// Callers must therefore not run two exchange_columns operations in a row in which the same rank has no columns.
 #include <cuda_bf16.h>
 #include <stdint.h>
 
@@ -26,7 +26,8 @@ constexpr uint32_t EMPTY = 0xffffffffu;
 constexpr uint32_t OTHER_NAN = 0x7fffffffu;
 // The number of loads that a thread issues before it uses the first result. The loads then overlap.
 constexpr int BATCH = 4;
-// The number of polls after which a waiting thread checks whether to give up. A normal exchange needs fewer polls.
+// The number of polls after which a waiting thread checks whether to give up.
+// Each check reads host memory, which is slow.
 constexpr uint32_t CHECK_TURNS = 4096;
 
 struct Mailboxes {
@@ -37,9 +38,9 @@ struct Mailboxes {
     uint32_t* state;
     // A word in host memory that all ranks share. If it is nonzero, the exchange has ended, and threads stop waiting.
     uint32_t* control;
-    // The first item of each rank's share, then the total number of items: groups of 4 words in
-    // exchange_sum_shares_bf16, rows in exchange_add_norm, and columns in exchange_columns.
-    // The other kernels do not use this array.
+    // The index of the first item of each rank's share, followed by the total number of items.
+    // An item is a group of 4 words in exchange_sum_shares_bf16, a row in exchange_add_norm, and a column in
+    // exchange_columns. The other kernels do not use this array.
     int first_item[EXCHANGE_MAX_RANKS + 1];
     int rank, ranks, region;
     // The maximum time to wait for another rank.
@@ -171,7 +172,8 @@ __device__ __forceinline__ void receive(const Batch& batch, const Mailboxes& m, 
 
 // ---- one operation ----
 
-// One exchange operation of this rank. The constructor reads the operation number from the state of this rank.
+// One exchange operation of this rank. The constructor reads `number` and `previous` from the state of this rank.
+// `previous` is the largest number of words that the previous operation used in a region.
 struct Operation {
     const Mailboxes& m;
     uint32_t number, previous;
@@ -221,7 +223,7 @@ __device__ __forceinline__ void begin(const Mailboxes& m) {
     if (!m.shares_gpu) pdl_launch_dependents();
 }
 
-// Performs one exchange operation. Sends `words` words to all other ranks.
+// Performs one exchange operation. Sends `words` words to each other rank.
 // Then calls `take(slot, waiting, first, step)`, which receives the words of the other ranks from `slot`.
 // `own_words(i)` returns the words to send from word i on: one word or four words, none of them EMPTY.
 // A thread sends and receives the words that start at `first`, `first` + `step`, and so on.
@@ -231,7 +233,7 @@ __device__ void exchange(Own own_words, const Mailboxes& m, int words, int large
     begin(m);
     const int thread = blockIdx.x * blockDim.x + threadIdx.x, threads = gridDim.x * blockDim.x;
     const int first = thread * V::SIZE, step = threads * V::SIZE;
-    // A small operation takes little longer than its loads, so the first words are loaded together with the state.
+    // Load latency dominates small operations, so the first words and the state are loaded at the same time.
     typename V::Word v[BATCH];
     const auto load = [&](const Batch& batch) { batch.each([&](int j, int i) { v[j] = own_words(i); }); };
     load({first, step, words});
@@ -368,7 +370,8 @@ extern "C" __global__ void __launch_bounds__(512)
     const int first = thread * Quad::SIZE, step = threads * Quad::SIZE;
     const auto start_of = [&](int rank) { return m.first_item[rank] * Quad::SIZE; };
     const auto words_of = [&](int rank) { return start_of(rank + 1) - start_of(rank); };
-    // The share of rank 0 is the largest. In a region, the first words_of(0) words are addends. The sums follow.
+    // `share` (world.rs) gives rank 0 the largest share.
+    // In each region, the first `most` words are for the addends. The sums follow.
     const int most = words_of(0);
     const Operation operation(m);
     for (int rank = 0; rank < m.ranks; ++rank) {
@@ -431,7 +434,7 @@ __device__ __forceinline__ uint4 load_pairs(const __nv_bfloat16* y, size_t i) {
     const uint4 v = *reinterpret_cast<const uint4*>(reinterpret_cast<const uint32_t*>(y) + i);
     return make_uint4(sendable_pair(v.x), sendable_pair(v.y), sendable_pair(v.z), sendable_pair(v.w));
 }
-// Stores 8 bf16 values, two per word, as bf16 or f32 values.
+// Stores the 8 bf16 values in `words`, two per word. Converts them to f32 if `out` is f32.
 __device__ __forceinline__ void store_bf16(__nv_bfloat16* out, uint4 words) { *reinterpret_cast<uint4*>(out) = words; }
 __device__ __forceinline__ void store_bf16(float* out, uint4 words) {
     float values[8] = {};
@@ -441,11 +444,12 @@ __device__ __forceinline__ void store_bf16(float* out, uint4 words) {
 
 // Adds partial results to the residual stream, and normalizes it: sum = x + bias + Σ bf16(y) over all ranks, and
 // normed = bf16(sum / sqrt(mean(sum²) + eps) · weight). A rank computes these values only for its share of the rows.
-// With R ranks, a rank sends the same number of bytes as in exchange_sum_shares_bf16.
+// For the same number of elements, a rank sends as many bytes as in exchange_sum_shares_bf16.
 //
 // A block handles the rows blockIdx.x, blockIdx.x + gridDim.x and so on of each rank's share, in three steps:
 //   1. It sends a row of y to each other rank: the row in that rank's share.
-//   2. It computes the row in this rank's share, and sends the row of `normed` to the other ranks.
+//   2. It receives y of the other ranks for the row in this rank's share, computes `sum` and `normed` for this row, and
+//      sends `normed` to the other ranks.
 //   3. It receives the rows of `normed` that the other ranks computed.
 // The block starts step 1 of a row before step 2 of its previous row, and before step 3 of the row before that one.
 // The values are then under way while the block works on other rows.
@@ -466,16 +470,18 @@ __device__ void exchange_add_norm(const float* x, const Y* y, const float* bias,
     begin(m);
     const int row_words = columns / 2;
     const auto rows_of = [&](int rank) { return m.first_item[rank + 1] - m.first_item[rank]; };
-    // Returns the word at which a row of a rank's share starts in y and, with two bf16 values per word, in normed.
+    // Returns the position at which a row of a rank's share starts in x, y, sum and normed, in pairs of elements.
     const auto start_of = [&](int rank, int row) { return (size_t)(m.first_item[rank] + row) * row_words; };
-    // The share of rank 0 is the largest. In a region, the first `most` words are addends. The norms follow.
+    // `share` (world.rs) gives rank 0 the largest share.
+    // In each region, the first `most` words are for the addends. The norms follow.
     const int most = rows_of(0) * row_words;
     const Operation operation(m);
     const uint32_t* slot = operation.own_slot();
     Waiting waiting(m);
     // A row has up to HELD parts of 8 · EXCHANGE_ROW_THREADS columns. The last part may be shorter.
     // A thread handles 8 columns of each part, but none past the end of the row.
-    // `use(h, i)` gets the index h of a part, and the index i in the row of this thread's first word in the part.
+    // `use(h, i)` receives the index h of a part, and the index i of this thread's first word of the part in the row.
+    // A word is two elements.
     constexpr int HELD = EXCHANGE_ROW_COLUMNS / (8 * EXCHANGE_ROW_THREADS);
     const auto each_part = [&](auto use) {
 #pragma unroll
@@ -546,7 +552,8 @@ __device__ void exchange_add_norm(const float* x, const Y* y, const float* bias,
         }
     };
 
-    // Every rank has sent its addends for a row before it waits for the row's addends of other ranks.
+    // A block sends its addends for a row before it waits for the other ranks' addends for the same row.
+    // Otherwise, all ranks could wait for each other forever.
     for (int round = 0;; ++round) {
         const int row = blockIdx.x + round * gridDim.x, previous = row - gridDim.x, last = previous - gridDim.x;
         if (last >= rows_of(0)) break;
@@ -569,8 +576,9 @@ DEFINE_ADD_NORM(float, f32, __nv_bfloat16, bf16)
 DEFINE_ADD_NORM(__nv_bfloat16, bf16, float, f32)
 DEFINE_ADD_NORM(__nv_bfloat16, bf16, __nv_bfloat16, bf16)
 
-// Like exchange_add_norm, but every rank computes all rows. The values cross the link only once, which takes less time
-// for few rows. The kernel rounds y to bf16 if ROUNDED is true, and `normed` only if T is bf16.
+// Like exchange_add_norm, but every rank computes all rows.
+// The ranks send y but no norms, which takes less time for few rows.
+// The kernel rounds y to bf16 if ROUNDED is true, and `normed` only if T is bf16.
 //
 // A block handles the rows blockIdx.x, blockIdx.x + gridDim.x and so on. It sends y of a row to all other ranks before
 // it computes its previous row.
@@ -580,7 +588,7 @@ DEFINE_ADD_NORM(__nv_bfloat16, bf16, __nv_bfloat16, bf16)
 //   bias, weight: f32 [columns]; bias may be null
 //   normed: T [rows, columns]
 //   columns: a multiple of 8, at most EXCHANGE_ROW_COLUMNS
-//   A region must have room for 4 bytes per element, or 2 bytes if ROUNDED is true.
+//   A region must have room for 4 bytes per element of y, or 2 bytes if ROUNDED is true.
 //   grid: at most EXCHANGE_BLOCKS, divided by the number of ranks if ranks share a GPU; the same on all ranks
 //   block: EXCHANGE_ROW_THREADS
 //   bytes moved: columns · (8 + sizeof(Y) + sizeof(T)) per row
@@ -588,7 +596,8 @@ template <bool ROUNDED, typename Y, typename T>
 __device__ void exchange_add_norm_all(const float* x, const Y* y, const float* bias, const float* weight, float* sum,
                                       T* normed, const Mailboxes& m, int rows, int columns, float eps) {
     __shared__ float scratch[2][EXCHANGE_ROW_THREADS / 32];
-    // A thread has 8 columns of every part of a row, in QUADS quads of words.
+    // As in exchange_add_norm, a row has up to HELD parts, and a thread handles 8 columns of each part.
+    // In a region, these 8 columns take QUADS groups of 4 words.
     constexpr int HELD = EXCHANGE_ROW_COLUMNS / (8 * EXCHANGE_ROW_THREADS), QUADS = ROUNDED ? 1 : 2;
     const int row_words = ROUNDED ? columns / 2 : columns;
     begin(m);
@@ -623,7 +632,7 @@ __device__ void exchange_add_norm_all(const float* x, const Y* y, const float* b
             }
         }
     };
-    // The word of a region that holds the first word of a thread's part of a row.
+    // Returns the position in a region of the word for column i of a row.
     const auto word_of = [&](int row, int i) { return (size_t)row * row_words + (ROUNDED ? i / 2 : i); };
 
     const auto send = [&](int row) {
@@ -722,7 +731,7 @@ __device__ void exchange_columns(const uint32_t* x, uint32_t* out, const Mailbox
         const int columns = columns_of(rank);
         V::store(out + (size_t)(i / columns) * m.first_item[m.ranks] + m.first_item[rank] + i % columns, word);
     };
-    // A small operation takes little longer than its loads, so the first words are loaded together with the state.
+    // Load latency dominates small operations, so the first words and the state are loaded at the same time.
     load_own(first);
     const Operation operation(m);
     Waiting waiting(m);
@@ -745,7 +754,7 @@ __device__ void exchange_columns(const uint32_t* x, uint32_t* out, const Mailbox
         }
     };
 
-    // Every rank has sent a batch before it waits for the previous batch of the other ranks.
+    // A thread sends its next batch before it waits for the previous batch of the other ranks.
     // The values of a batch are under way while the thread receives and stores other values.
     send(first);
     operation.prepare_next(thread, threads, largest);

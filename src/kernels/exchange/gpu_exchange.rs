@@ -20,15 +20,16 @@ use crate::kernels::scratch;
 
 /// The maximum time, in seconds, that a GPU waits for the data of another rank.
 const TIMEOUT_SECONDS: i32 = ANSWER_TIMEOUT.as_secs() as i32;
-/// The time limit for waiting on the hosts of other ranks when those hosts may be loading kernels.
+/// The time limit for waiting for the hosts of other ranks when those hosts may be loading kernels.
 /// Reading the kernels of cuBLAS from a disk can take seconds.
 /// No GPU waits during this time, because no host launches an operation before all hosts are ready.
-/// If a rank launches two graphs in a row, no host loads kernels between them, and [`ANSWER_TIMEOUT`] is the limit.
+/// If a rank launches two graphs in a row, no host loads kernels between them, and [`ANSWER_TIMEOUT`] applies instead.
 const LOAD_TIMEOUT: Duration = Duration::from_secs(60);
 /// The value of the control word after the host has ended the exchange.
 /// Any other nonzero value of the control word is 1 + the rank that did not answer.
 const ENDED: u32 = u32::MAX;
-/// The number of times that a waiting thread checks the other ranks before it starts to yield the core.
+/// The number of times that a waiting thread checks the other ranks before it starts to yield its core.
+/// Spinning notices the other ranks sooner, and yielding lets other threads run.
 const SPINNING_TURNS: usize = 10_000;
 const NOT_CAPTURING: sys::CUstreamCaptureStatus = sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
 
@@ -87,7 +88,7 @@ pub(super) struct GpuExchange {
     /// True if any two ranks use the same GPU.
     shares_gpu: bool,
     /// True until this rank launches its first graph, and again after it launches or captures a single operation.
-    /// In this case, the hosts of the other ranks may still be loading kernels.
+    /// While this value is true, the hosts of the other ranks may be loading kernels.
     may_load: AtomicBool,
 }
 
@@ -199,7 +200,7 @@ impl GpuExchange {
         raw
     }
 
-    /// Returns the maximum number of blocks of an exchange kernel.
+    /// Returns the maximum number of thread blocks of an exchange kernel.
     /// If ranks share a GPU, the ranks divide [`EXCHANGE_BLOCKS`], so that the blocks of all ranks can run together.
     pub(super) fn max_blocks(&self) -> usize {
         if self.shares_gpu { EXCHANGE_BLOCKS / self.mailboxes.len() } else { EXCHANGE_BLOCKS }
@@ -207,7 +208,7 @@ impl GpuExchange {
 
     /// Returns the launch shape for `items` items. A thread may handle several items.
     pub(super) fn shape(&self, items: usize) -> LaunchShape {
-        // Few items use small blocks, so that the items are spread over more multiprocessors.
+        // For few items, blocks are small, so that the items are spread over more multiprocessors.
         let blocks = self.max_blocks();
         let threads = if items <= blocks * 128 { 128 } else { 512 };
         LaunchShape::linear(items.div_ceil(threads).clamp(1, blocks), threads)
@@ -233,13 +234,14 @@ impl GpuExchange {
 
     /// Returns the maximum number of elements for [`rounded_sum_launch`](Self::rounded_sum_launch), a multiple of 8.
     fn rounded_elements(&self) -> usize {
-        // Two bf16 values fit in a word. If each rank adds only its share, a region holds two shares.
+        // If each rank adds only its share, a region holds the addends and the sums of one share, two values per word.
+        // Otherwise, a region holds all addends, two values per word.
         let shares = if self.sums_shares() { self.mailboxes.len() } else { 2 };
         self.region() / 8 * 8 * shares
     }
 
     /// Returns whether each rank adds up only its share of a large tensor and sends the sums to the other ranks.
-    /// With two ranks, this method would send as much data as the method in which every rank adds up all elements.
+    /// With two ranks, dividing the additions would not reduce the amount of data to send.
     fn sums_shares(&self) -> bool {
         self.mailboxes.len() > 2
     }
@@ -396,7 +398,7 @@ impl Exchange for GpuExchange {
         };
         let most = self.region() / share(columns, 1, 0, self.mailboxes.len()).len().max(1);
         if most == 0 {
-            bail!("exchange_columns: rows of {columns} columns are too large");
+            bail!("exchange_columns: rows of {columns} columns do not fit in a mailbox region");
         }
         for start in (0..rows).step_by(most) {
             let part = |tensor: &Tensor| tensor.narrow(0, start, most.min(rows - start));

@@ -89,7 +89,8 @@ impl Drop for RankMailbox {
     fn drop(&mut self) {
         // If synchronizing fails, a queued kernel may still use the memory, so the memory is leaked.
         if self.context.bind_to_thread().is_ok() && self.device.cuda_stream().synchronize().is_ok() {
-            // SAFETY: `new` allocated the memory, and no kernel of any rank uses it any longer.
+            // SAFETY: `new` allocated the memory. No kernel uses it any longer: before a rank drops its
+            // reference to the mailbox, `GpuExchange::drop` waits for the rank's kernels.
             let _ = unsafe {
                 match self.path {
                     ExchangePath::Direct => result::free_sync(self.address),

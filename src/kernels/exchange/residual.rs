@@ -1,7 +1,7 @@
 //! Updates of the residual stream (`exchange.cu`).
 //!
-//! With many rows, each rank computes its own rows and sends their norms (`exchange_add_norm`).
-//! With few rows, each rank computes all rows (`exchange_add_norm_all`).
+//! If partial results are not rounded, or with two ranks and few rows, each rank computes all rows
+//! (`exchange_add_norm_all`). Otherwise, each rank computes its own rows and sends their norms (`exchange_add_norm`).
 
 use std::ops::Range;
 
@@ -13,8 +13,8 @@ use crate::kernels::constants::{EXCHANGE_ROW_COLUMNS, EXCHANGE_ROW_THREADS};
 use crate::kernels::launch::{Arguments, Launch, LaunchShape, address, dtype_suffix, module};
 use crate::kernels::scratch;
 
-/// If partial results are rounded, two ranks both compute all rows, up to this number of rows.
-/// Reading and writing all rows of x then takes less time than sending the norms.
+/// The maximum number of rows for which both of two ranks compute all rows, if partial results are rounded.
+/// With few rows, reading and writing all rows of x takes less time than sending the norms.
 const REPLICATED_ROWS: usize = 256;
 
 impl GpuExchange {
@@ -22,7 +22,7 @@ impl GpuExchange {
     /// Returns `None` if a region has no room for a row of `columns` columns.
     fn row_ranges(&self, rows: usize, columns: usize) -> Option<impl Iterator<Item = Range<usize>> + use<>> {
         // For `exchange_add_norm`, a region holds a rank's share twice: as bf16 partial results, and as bf16 norms.
-        // For `exchange_columns`, a region holds a rank's share once, as f32 values.
+        // For `exchange_columns`, a region holds a rank's share once, as f32 values. Both take one word per element.
         let most = self.region() / columns * self.mailboxes.len();
         (most > 0).then(|| (0..rows).step_by(most).map(move |start| start..rows.min(start + most)))
     }
@@ -34,7 +34,7 @@ impl GpuExchange {
     }
 
     /// Computes a [`ResidualUpdate`]. If `rounds` is true, rounds y to bf16, and may round the norm.
-    /// Returns `None` if no kernel supports the sizes, dtypes or alignment.
+    /// Returns `None` if no kernel supports the sizes, dtypes or alignment, or if x is divided and `rounds` is false.
     pub(super) fn update_residual(&self, update: &ResidualUpdate, rounds: bool) -> Result<Option<UpdatedResidual>> {
         let ResidualUpdate { x, is_divided, y, bias, weight, eps: _, dtype } = *update;
         let (rows, columns) = x.dims2()?;
@@ -51,7 +51,7 @@ impl GpuExchange {
             is_supported &= tensor.dtype() == DType::F32 && address(tensor)?.is_multiple_of(16);
         }
         let words = rows * columns / if rounds { 2 } else { 1 };
-        // With two ranks, a rank sends the same number of bytes in both ways.
+        // With two ranks, a rank sends the same number of bytes whether it computes all rows or only its own.
         let computes_all = !rounds || self.mailboxes.len() == 2 && rows <= REPLICATED_ROWS;
         Ok(if !is_supported {
             None
@@ -64,7 +64,7 @@ impl GpuExchange {
         })
     }
 
-    /// Computes a supported [`ResidualUpdate`] of x that is valid in all rows. Every rank computes all rows.
+    /// Computes a supported [`ResidualUpdate`] whose x is valid in all rows. Every rank computes all rows.
     fn update_all_rows(&self, update: &ResidualUpdate, y: &Tensor, rounds: bool) -> Result<UpdatedResidual> {
         let ResidualUpdate { x, bias, weight, eps, dtype, .. } = *update;
         let (rows, columns) = x.dims2()?;
@@ -92,12 +92,13 @@ impl GpuExchange {
     }
 
     /// Computes a supported [`ResidualUpdate`]. Every rank computes its own rows, and rounds y and the norm to bf16.
-    /// Returns `None` if a mailbox has no room for a row.
+    /// Returns `None` if a region has no room for a row.
     fn update_own_rows(&self, update: &ResidualUpdate) -> Result<Option<UpdatedResidual>> {
         let ResidualUpdate { x, y, bias, weight, eps, dtype, .. } = *update;
         let (rows, columns) = x.dims2()?;
         let Some(ranges) = self.row_ranges(rows, columns) else { return Ok(None) };
-        // SAFETY: the kernel writes every element of `normed`, and this rank's rows of `sum`. Only these rows are read.
+        // SAFETY: the kernel writes every element of `normed`, and this rank's rows of `sum`.
+        // The result is marked as divided, so callers read only these rows of `sum`.
         let empty = |dtype| unsafe { scratch::empty((rows, columns), dtype, x.device()) };
         let (sum, normed) = (empty(DType::F32)?, empty(dtype)?);
         let kernel = format!("exchange_add_norm_{}_{}", dtype_suffix(y.dtype())?, dtype_suffix(dtype)?);
@@ -126,13 +127,13 @@ impl GpuExchange {
     pub(super) fn gather_own_rows(&self, x: &Tensor) -> Result<Tensor> {
         let (rows, columns) = x.dims2()?;
         let Some(ranges) = self.row_ranges(rows, columns) else {
-            bail!("exchange_columns: rows of {columns} columns are too large");
+            bail!("exchange_columns: rows of {columns} columns do not fit in a mailbox region");
         };
         // SAFETY: the kernel writes every element of `out`.
         let out = unsafe { scratch::empty((rows, columns), DType::F32, x.device())? };
         for range in ranges {
             let own = self.own_rows(&range);
-            // The rows of all ranks, one after the other, are the columns of one long row.
+            // The kernel treats all rows of the range as one long row. Each rank's rows are that rank's columns.
             let largest = share(range.len(), 1, 0, self.mailboxes.len()).len() * columns;
             let arguments = match own.len() {
                 0 => Arguments::new().address(0),
@@ -151,7 +152,7 @@ impl GpuExchange {
         Ok(out)
     }
 
-    /// Loads the `exchange_add_norm` kernels: launches each kernel without rows.
+    /// Loads the `exchange_add_norm` and `exchange_add_norm_all` kernels: launches each kernel without rows.
     pub(super) fn load_residual_kernels(&self) -> Result<()> {
         let six_addresses = || (0..6).fold(Arguments::new(), |arguments, _| arguments.address(0));
         let shape = LaunchShape::linear(1, EXCHANGE_ROW_THREADS);

@@ -1,10 +1,10 @@
-//! The mailbox size for the exchange between GPUs, and the tensor sizes and results of the exchange benchmark.
+//! Sizes for the exchange between GPUs, and the tensor sizes and results of the exchange benchmark.
 
 /// The size of each rank's mailbox in bytes.
 /// A tensor larger than a region of the mailbox, such as the partial results of a long chunk, needs several operations.
 pub const MAILBOX_BYTES: usize = 128 << 20;
 
-/// Ranks round partial results to bf16 if they have at least this number of elements.
+/// In bf16 models, ranks may round a partial result to bf16 if the result has at least this number of elements.
 /// The time to exchange a smaller tensor is mostly latency, which rounding does not shorten.
 pub const MIN_ROUNDED_ELEMENTS: usize = 1 << 18;
 
@@ -18,7 +18,7 @@ pub struct ExchangeTimes {
     pub large: f64,
 }
 
-/// The number of elements in a small tensor: the hidden state of one token in gpt-oss.
+/// The number of elements in the benchmark's small tensor: the hidden state of one token in gpt-oss.
 pub const SMALL_ELEMENTS: usize = 2880;
-/// The number of elements in a large tensor: roughly the hidden states of 364 prompt tokens in gpt-oss.
+/// The number of elements in the benchmark's large tensor: roughly the hidden states of 364 prompt tokens in gpt-oss.
 pub const LARGE_ELEMENTS: usize = 1 << 20;

@@ -4,7 +4,7 @@
 #include <stdint.h>
 
 #if __CUDA_ARCH__ >= 900
-// Stores a float at the address `to` in the shared memory of the block with this rank.
+// Stores a float at the address `to` in the shared memory of block `rank` of the cluster.
 // `to` is an address in the calling block's own shared memory.
 __device__ __forceinline__ void store_in_cluster(float* to, int rank, float value) {
     const uint32_t own = static_cast<uint32_t>(__cvta_generic_to_shared(to));

@@ -1,4 +1,4 @@
-// Helpers for all kernels: conversions between storage types and f32, and warp reductions.
+// Helpers for kernels: bit masks of f32 values, conversions between storage types and f32, and the sum over a warp.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -27,7 +27,7 @@ __device__ __forceinline__ float warp_sum(float x) {
 }
 
 // Templates cannot have extern "C" names, so .cu files use macros to define one kernel per type.
-// FOR_EACH_DTYPE(DEFINE) expands DEFINE(type, suffix) for every dtype that kernels compute in.
+// FOR_EACH_DTYPE(DEFINE) expands DEFINE(type, suffix) for the dtypes f32, f16 and bf16.
 #define FOR_EACH_DTYPE(DEFINE)                                                                                         \
     DEFINE(float, f32)                                                                                                 \
     DEFINE(__half, f16)                                                                                                \

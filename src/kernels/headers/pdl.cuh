@@ -1,11 +1,11 @@
-// Programmatic dependent launch (Hopper and later).
+// Programmatic dependent launch (PDL), on Hopper and later GPUs.
 // A kernel in a launch list, or in an overlapping launch, may start before the previous kernel has ended.
-// Such a kernel first loads data that no running kernel writes, such as weights. Then it waits for earlier kernels.
+// Before such a kernel waits for earlier kernels, it may load data that no running kernel writes, such as weights.
 //
 // On older GPUs, and in launches without the PDL attribute, the kernels of a stream do not overlap.
 // In these cases, pdl_wait() and pdl_launch_dependents() have no effect.
 //
-// A kernel calls pdl_launch_dependents() only after pdl_wait().
+// A kernel must call pdl_launch_dependents() only after pdl_wait().
 // If a kernel does not call pdl_launch_dependents(), the next kernel starts only after this kernel has ended.
 // Therefore, when a kernel starts, all kernels before the previous kernel have ended.
 //

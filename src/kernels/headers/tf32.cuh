@@ -20,10 +20,10 @@ __device__ __forceinline__ Tf32Pair split_tf32(float value) {
 
 // Computes sums += a·b with a [16, 16] and b [16, 8] of f32 values, and sums [16, 8] f32.
 // In lane 4g + t, a[h] has columns 4t to 4t + 3 of row 8h + g, and b has rows 4t to 4t + 3 of column g.
-// The layout of `sums` is that of multiply_add_tf32.
+// `sums` has the layout of d in multiply_add_tf32.
 __device__ __forceinline__ void multiply_add_pairs(float (&sums)[4], const Tf32Pair (&a)[2][4],
                                                    const Tf32Pair (&b)[4]) {
-    // Tensor cores round sums toward zero. Adding up only these products there keeps errors small.
+    // Tensor cores round sums toward zero. To keep errors small, they add up only the products of this call.
     float d[4] = {};
     // An MMA has 8 columns of a, of which a lane holds two per row.
 #pragma unroll

@@ -58,7 +58,8 @@ DEFINE_WGMMA(128, "%64, %65, %66, %67", "%68")
 DEFINE_WGMMA(144, "%72, %73, %74, %75", "%76")
 DEFINE_WGMMA(160, "%80, %81, %82, %83", "%84")
 
-// Returns the wgmma descriptor of b at a shared memory address. A swizzled row of 128 bytes contains one column of b.
+// Returns the wgmma descriptor of b at a shared memory address.
+// A swizzled row of 128 bytes contains 64 values of one column. One wgmma multiplies 16 of them.
 // Eight of these rows form a group. Groups are 1024 bytes apart.
 // Addresses and distances in a wgmma descriptor are in units of 16 bytes.
 __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t address) {
@@ -69,7 +70,8 @@ __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t address) {
     return SWIZZLE_128_BYTES | GROUP_DISTANCE | LEADING_DISTANCE | (address >> 4 & ADDRESS_MASK);
 }
 
-// Must come before a wgmma if the thread has written registers of this wgmma since the previous wgmma.
+// A thread must call wgmma_fence before its first wgmma, and before a wgmma whose registers it has written since the
+// previous wgmma.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
 // Commits all uncommitted wgmmas of this warpgroup as one group.

@@ -104,7 +104,7 @@ impl Arguments {
         self
     }
 
-    /// Adds a C struct by value. `tensors` lists the tensors whose addresses the struct contains.
+    /// Adds a C struct by value. Keeps `tensors` alive, the tensors whose addresses the struct contains.
     pub fn value<'t, T>(mut self, value: T, tensors: impl IntoIterator<Item = &'t Tensor>) -> Self
     where
         T: DeviceRepr + Send + Sync + 'static,

@@ -22,7 +22,7 @@ pub fn max_shared_bytes(device: &CudaDevice) -> Result<usize> {
 }
 
 /// Returns whether the device runs kernels that were compiled for compute capability 9.0 (Hopper) or later.
-/// Only these kernels overlap with the previous kernel (`pdl.cuh`) and have clusters (`cluster.cuh`).
+/// Only these kernels overlap with the previous kernel (`pdl.cuh`) and use clusters (`cluster.cuh`).
 ///
 /// A GPU runs the machine code for its own compute capability, or else the code for the build's target.
 pub fn runs_hopper_code(device: &CudaDevice) -> Result<bool> {

@@ -1,4 +1,4 @@
-//! CUDA graphs of captured launches. The host starts a graph, such as a whole decode step, with a single call.
+//! CUDA graphs of captured launches. The host starts a graph, such as a decode step, with a single call.
 
 use candle_core::Result;
 use candle_core::cuda_backend::cudarc::driver::{CudaGraph, sys};
@@ -15,7 +15,7 @@ pub struct LaunchGraph {
     _memory: Vec<Memory>,
 }
 
-// SAFETY: any thread may use a graph, but only one at a time. `LaunchGraph` is not `Sync`.
+// SAFETY: any thread may use a graph, but only one thread at a time. `LaunchGraph` is not `Sync`.
 unsafe impl Send for LaunchGraph {}
 
 impl LaunchGraph {
@@ -63,7 +63,7 @@ impl LaunchGraph {
         Ok(count)
     }
 
-    /// Queues the whole graph on the stream on which its launches were captured.
+    /// Queues all launches of the graph on the stream on which they were captured.
     pub fn enqueue(&self) -> Result<()> {
         self.graph.launch().w()
     }

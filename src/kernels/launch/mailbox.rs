@@ -25,8 +25,8 @@ impl Mailbox {
     pub fn take(&self, slot: usize) -> u32 {
         let slot = &self.slots.words()[slot];
         let word = slot.load(Ordering::Acquire);
-        // The caller queues the next write to a slot only after it has emptied the slot, so this store cannot overwrite a
-        // new word.
+        // The caller queues the next write to a slot only after it has emptied the slot.
+        // This store can therefore not overwrite a new word.
         if word != 0 {
             slot.store(0, Ordering::Release);
         }

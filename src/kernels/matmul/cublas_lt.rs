@@ -1,7 +1,7 @@
 //! Matrix products on tensor cores, computed with cuBLASLt.
 //!
 //! For each product, cuBLASLt proposes an algorithm that suits the sizes. cuBLASLt loads an algorithm at its first use.
-//! Loading takes about 5 ms, after the GPU has finished all queued work, such as a whole step of many requests.
+//! Before loading, cuBLASLt waits until the GPU has finished all queued work, such as a step of many requests.
 //! Products with similar numbers of tokens therefore share an algorithm (see [`size_class`]).
 //! With few algorithms, all of them can be loaded before the first request.
 
@@ -121,9 +121,9 @@ struct Algorithm {
 /// The maximum size of a workspace in bytes. NVIDIA recommends this size for Hopper (see `cublasSetWorkspace`).
 const MAX_WORKSPACE_BYTES: usize = 32 << 20;
 
-/// The maximum number of tokens for which products of floats get no workspace.
+/// Products of floats with at most this number of tokens get no workspace.
 /// With a workspace, cuBLASLt often divides the columns (split-K) and adds up the parts with a second kernel.
-/// On an H200, this was slower for almost all dense matrices of gpt-oss-20b and Llama-3.1-8B, by up to 50%.
+/// On an H200 (2026-11-28), this was slower for almost all dense matrices of gpt-oss-20b and Llama-3.1-8B.
 const UNDIVIDED_TOKENS: usize = 128;
 
 /// The alignment in bytes that cuBLASLt assumes by default.
@@ -187,7 +187,8 @@ pub unsafe fn gemm(
     unsafe { multiply(device, elements, Sizes { tokens, rows, columns, stride }, address(w)?, address(x)?, out) }
 }
 
-/// Queues out = x·wᵀ, with the addresses of w `[rows, columns]`, x `[tokens, columns]` and out `[tokens, rows]`.
+/// Queues out = x·wᵀ. `w`, `x` and `out` are the addresses of w `[rows, columns]`, x `[tokens, columns]` and
+/// out `[tokens, rows]`.
 ///
 /// # Safety
 /// The matrices must be in the memory of the device, and must have the sizes and elements that the arguments say.
@@ -203,7 +204,7 @@ unsafe fn multiply(device: &CudaDevice, elements: Elements, sizes: Sizes, w: u64
     let class = Sizes { tokens: size_class(sizes.tokens), ..sizes };
     let key = AlgorithmKey { gpu: stream.context().ordinal(), elements, sizes: class, alignment };
     let Algorithm { algorithm, workspace_bytes } = algorithm(handle, &types, key)?;
-    // Most algorithms need no workspace. Even an empty allocation would be a call of the driver.
+    // Most algorithms need no workspace. Even an empty allocation would call the driver.
     let workspace = match workspace_bytes {
         0 => None,
         // SAFETY: only cuBLASLt accesses the workspace. candle frees it in stream order.

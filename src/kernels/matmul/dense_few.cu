@@ -10,9 +10,9 @@
 //
 // Each warp multiplies every `parts`-th chunk of one unit by x. A chunk has DENSE_FEW_COLUMNS columns.
 // A lane multiplies only the 16-byte pieces of W that it has copied itself, so the copies of W need no barrier.
-// A lane holds eight adjacent columns, but mma.sync expects other columns in each lane:
-// lane l should hold columns 2i, 2i + 1, 2i + 8 and 2i + 9, with i = l % 4.
-// mma.sync adds the products of all columns, so any column order works if W and x have the same order.
+// A lane holds eight adjacent columns. mma.sync instead expects columns 2i, 2i + 1, 2i + 8 and 2i + 9 in lane l, with
+// i = l % 4. However, any column order works if W and x have the same order, because mma.sync adds the products of all
+// columns.
 #include "constants.cuh"
 #include "headers/async_copy.cuh"
 #include "headers/barrier.cuh"
@@ -109,7 +109,7 @@ __device__ void dense_few(const T* w, const T* x, float* y, int rows, int column
     wait_for_copies<0>();
     __syncthreads();
 
-    // 3. Add up the partial sums of all parts of each unit.
+    // 3. Add up the partial sums of the warps that share a unit.
     float* const partial = reinterpret_cast<float*>(shared);  // [warp][token][row]
 #pragma unroll
     for (int i = 0; i < 4; ++i) {

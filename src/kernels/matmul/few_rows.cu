@@ -19,15 +19,14 @@ extern "C" __global__ void __launch_bounds__(32 * FEW_ROWS_WARPS)
     pdl_launch_dependents();
 
     // 1. Each warp multiplies every WARPS-th group of 16 columns.
-    // Lane 4g + t holds columns 4t to 4t + 3 of its rows. An MMA multiplies 8 columns, of which a lane holds two.
-    // The MMAs with i = 0 multiply the first two columns of each lane, and the MMAs with i = 2 the other two.
+    // Lane 4g + t holds columns 4t to 4t + 3 of its rows, as multiply_add_pairs expects.
     // Past the last token or weight row, a lane reads the last one again, and does not store the sums.
     // Past the last group, a lane prefetches the last group again, and does not use it.
     const int groups = columns / 16;
     const auto row_of = [&](const float* matrix, int row, int group) {
         return reinterpret_cast<const float4*>(matrix + (size_t)row * columns)[min(group, groups - 1) * 4 + t];
     };
-    float4 next[2];  // the values of x for the next group, which take long to load
+    float4 next[2];  // the values of x for the next group, loaded early to hide the latency
     const auto load_x = [&](int group) __attribute__((always_inline)) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) next[half] = row_of(x, min(first_token + half * 8 + g, tokens - 1), group);

@@ -2,7 +2,7 @@
 //!
 //! cuBLAS could compute these products, but loading its f32 kernels would delay the first prompt by about 0.1 s.
 //! On an H200, `few_rows` is also faster: a router of gpt-oss-20b takes 13 µs instead of 17 µs with 512 tokens,
-//! and 56 µs instead of 62 µs with 8,192 tokens.
+//! and 56 µs instead of 62 µs with 8,192 tokens (2026-11-28, `docs/benchmark-history.md`).
 
 use candle_core::cuda_backend::CudaDevice;
 use candle_core::{DType, Result, Tensor, bail};
@@ -11,7 +11,7 @@ use crate::kernels::constants::{FEW_ROWS_TILE, FEW_ROWS_TOKENS, FEW_ROWS_WARPS};
 use crate::kernels::launch::{Arguments, Launch, LaunchShape, address, module};
 use crate::kernels::scratch;
 
-/// The maximum number of weight rows. With more rows, x is read too many times.
+/// The maximum number of weight rows. The kernel reads x again for every [`FEW_ROWS_TILE`] rows.
 const MAX_ROWS: usize = 8 * FEW_ROWS_TILE;
 
 /// Returns true if [`matmul_few_rows`] supports x·wᵀ. x and w must have the same number of columns.

@@ -16,7 +16,7 @@ use candle_core::{DType, Device, Result, Tensor, bail};
 use super::sum_order::{SumOrder, each_row};
 
 /// The number of tokens in every product of [`product_of_fixed_tokens`].
-/// The number is constant, because cuBLASLt chooses its algorithm based on the number of tokens.
+/// The number is constant, because cuBLAS and cuBLASLt choose their algorithm based on the number of tokens.
 #[cfg(feature = "cuda")]
 const FIXED_TOKENS: usize = 64;
 
@@ -37,7 +37,7 @@ pub fn matmul_f32_into(x: &Tensor, w: &Tensor, order: SumOrder, out: Option<&Ten
     }
     match (x.device(), order) {
         (Device::Cpu, SumOrder::Fixed) => each_row(x, |row| product(row, w, None)),
-        // The order of additions of this kernel does not depend on the number of tokens.
+        // The order of additions in `few_rows` does not depend on the number of tokens.
         #[cfg(feature = "cuda")]
         (Device::Cuda(device), _) if few_rows::is_supported(x, w)? => few_rows::matmul_few_rows(device, x, w),
         #[cfg(feature = "cuda")]
@@ -72,7 +72,7 @@ pub fn matmul_rounded(x: &Tensor, w: &Tensor, order: SumOrder) -> Result<Tensor>
 
 /// Computes [`matmul_f32_into`] with candle or cuBLASLt. The caller has checked the shapes and dtypes of x and w.
 fn product(x: &Tensor, w: &Tensor, out: Option<&Tensor>) -> Result<Tensor> {
-    let _ = out; // candle always returns a new tensor
+    let _ = out; // unused in builds without CUDA
     match x.device() {
         #[cfg(feature = "cuda")]
         Device::Cuda(device) if x.dtype() != DType::F32 => cublas_lt_f32(device, x, w, out),
@@ -83,7 +83,7 @@ fn product(x: &Tensor, w: &Tensor, out: Option<&Tensor>) -> Result<Tensor> {
 
 /// Computes x·wᵀ in groups of [`FIXED_TOKENS`] tokens. The last group is padded with zeros.
 ///
-/// All products with one matrix then have the same size, so cuBLASLt always runs the same algorithm.
+/// All products with one matrix then have the same size, so cuBLAS or cuBLASLt always runs the same algorithm.
 /// The algorithm uses the same summation order for every token of a group. A GPU test checks this property.
 #[cfg(feature = "cuda")]
 fn product_of_fixed_tokens(x: &Tensor, w: &Tensor) -> Result<Tensor> {

@@ -3,7 +3,7 @@
 /// Rounds a number of tokens up to a size class. Products of one class use the same algorithm of cuBLASLt.
 ///
 /// Up to 8 tokens, each number is a class. Up to 64, the classes are multiples of 8.
-/// Above 64, there are four classes between two powers of two, so the rounded number is at most 25% larger.
+/// Above 64, there are four classes from one power of two to the next, so the rounded number is at most 25% larger.
 pub fn size_class(tokens: usize) -> usize {
     match tokens {
         0..=8 => tokens,

@@ -6,7 +6,7 @@ use candle_core::{DType, Device, Result, Tensor, bail};
 use crate::kernels::launch::{Arguments, Launch, LaunchShape, dtype_suffix, module};
 use crate::kernels::unsupported;
 
-/// Returns the sum of `routing_weights[t, n] · y[t, n]` over n as f32 `[tokens, columns]`.
+/// Returns the sum of `routing_weights[t, c] · y[t, c]` over c as f32 `[tokens, columns]`.
 ///
 /// - y: `[tokens, chosen, columns]`
 /// - routing_weights: f32 `[tokens, chosen]`

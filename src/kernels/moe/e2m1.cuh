@@ -1,10 +1,10 @@
 // Packs E2M1 values of two weight rows into two words, so that few instructions convert the values for tensor cores.
 //
 // With g = lane / 4 and t = lane % 4, a lane of an MMA with 16 rows holds values of rows g and g + 8.
-// The words `low` (row g) and `high` (row g + 8) hold the values 8t .. 8t + 7 of one block of each row.
+// Together, the words `low` and `high` hold the values 8t .. 8t + 7 of one block of each row.
 // An *item* is a word with two neighboring values of a row.
 // The low half of an item is the value of the even column, and the high half is the value of the odd column.
-// In each half of an unpacked item, bit 15 is the sign, and bits 8..6 are the magnitude. E2M1_BITS is the mask.
+// In each half of an unpacked item, bit 15 is the sign, and bits 8..6 are the magnitude. E2M1_BITS selects these bits.
 // Read as a bf16 value, each half of an unpacked item is the E2M1 value times 2^-126.
 //
 // To unpack item p of a row (values 8t + 2p and 8t + 2p + 1), rotate a word to the left and mask it with E2M1_BITS.
@@ -14,7 +14,7 @@
 //   row g + 8    high, 2   high, 6   high, 12   merged, 14
 // Three items leave eight bits of a word free, but no rotation fits a fourth item into these bits.
 // Item 3 of each row is therefore split between the free bits of both words.
-// `merged` has the bits E2M1_FREE_LOW of `low`, and all other bits of `high`.
+// `merged` has the bits in E2M1_FREE_LOW from `low`, and all other bits from `high`.
 // Unpacking two words takes 16 integer instructions: 8 masks, 7 shifts or rotations, and 1 merge.
 #pragma once
 #include "headers/common.cuh"
@@ -40,7 +40,7 @@ __host__ __device__ __forceinline__ void place_e2m1(uint32_t (&words)[2], int ro
 // first item of row g, first item of row g + 8, second item of row g, second item of row g + 8.
 template <int PART> __device__ __forceinline__ void e2m1_items(uint32_t low, uint32_t high, uint32_t (&items)[4]) {
     if constexpr (PART == 0) {
-        // Shifts can replace the rotations here, because no bit in the mask wraps around.
+        // Shifts can replace the rotations here, because E2M1_BITS selects no bit that wraps around.
         items[0] = low & E2M1_BITS, items[1] = high << 2 & E2M1_BITS;
         items[2] = low << 4 & E2M1_BITS, items[3] = high << 6 & E2M1_BITS;
     } else {

@@ -10,7 +10,7 @@
 // With few pairs, mma.sync needs fewer cycles per weight than wgmma, so the kernel uses only mma.sync.
 //
 // A row pair is two row tiles (32 weight rows).
-// The row pairs of all experts, once per tile of pairs, are divided evenly among the thread blocks.
+// Each tile of (token, expert) pairs needs all row pairs of its expert. The thread blocks divide this work evenly.
 // For each tile, a block divides its row pairs evenly among its warps.
 // The share of a warp can start or end inside a row pair.
 // The warp that starts a row pair adds the partial sums of the warps that continue this row pair.
@@ -21,7 +21,7 @@
 #include "moe/mxfp4_tiles.cuh"
 
 constexpr int WARPS = EXPERT_FEW_THREADS / 32;
-// A lane holds the weights of STEPS steps in registers. It multiplies one step while the other steps are being loaded.
+// A lane holds the weights of STEPS column tiles in registers, and multiplies one tile while the others are loading.
 constexpr int STEPS = EXPERT_FEW_STEPS;
 
 // The matrix of one expert. `steps`, the number of column tiles, is a multiple of STEPS.
@@ -120,7 +120,8 @@ __device__ __forceinline__ void multiply(Sums<N>& sums, const uint4 (&words)[2],
     }
 }
 
-// Adds the biases, applies the clamped SwiGLU (gate_up only), and stores the results of a row pair.
+// Multiplies the sums of a row pair by UNIT, adds the biases, applies the clamped SwiGLU (gate_up only), and stores the
+// results.
 template <typename T, bool GATE_UP, int N>
 __device__ __forceinline__ void store_row_pair(const Output<T>& o, int rows, const Tile& tile, int row_pair,
                                                Sums<N>& sums) {
@@ -135,7 +136,7 @@ __device__ __forceinline__ void store_row_pair(const Output<T>& o, int rows, con
 
 // Multiplies row pairs `first` to `last` - 1 of one expert by the tile's rows of x.
 // The rows of x are in shared memory at address `xs`: [steps][8 · N rows][128 bytes].
-// For down, `load_x` starts copying the rows of h.
+// For down, `load_x` waits for the previous kernel and starts copying the rows of h.
 // For gate_up, the rows of x are already in shared memory, and `load_x` does nothing.
 template <typename T, bool GATE_UP, int N, typename LoadX>
 __device__ __forceinline__ void multiply_row_pairs(const Matrix& matrix, const Output<T>& o, int rows, const Tile& tile,
@@ -145,7 +146,7 @@ __device__ __forceinline__ void multiply_row_pairs(const Matrix& matrix, const O
     const auto begin = [&](int warp) { return total * warp / WARPS; };
     int left = begin(warp + 1) - begin(warp), group = begin(warp) % groups, row_pair = first + begin(warp) / groups;
 
-    // 1. Load the first weights while the previous kernel is finishing and the rows of x are being copied.
+    // 1. Load the first weights. For down, `load_x` then waits for the previous kernel and starts copying rows of h.
     uint4 words[STEPS][2];
     uint32_t scales[STEPS][2];
     Cursor cursor(matrix, row_pair, group, lane);
@@ -205,7 +206,8 @@ __device__ __forceinline__ void multiply_row_pairs(const Matrix& matrix, const O
     store_row_pair<T, GATE_UP, N>(o, rows, tile, row_pair, sums);
 }
 
-// Reads the tile's rows of x for gate_up, f32 [tokens, columns], and stores x · X_FACTOR in shared memory as T.
+// Reads the tile's rows of x for gate_up, f32 [tokens, columns]. Stores x · X_FACTOR in shared memory as T, in fragment
+// order.
 template <typename T>
 __device__ __forceinline__ void load_x(const float* x, const Output<T>& o, const Tile& tile, int columns, int steps,
                                        int chosen, int padded_pairs, unsigned char* shared) {

@@ -22,10 +22,11 @@
 //   x: f32 [tokens, columns]
 //   rows: u32 [tokens · chosen], the row of each pair in `out`
 //   out: T, tiled [ceil(columns / 64)][tiled_rows][64]
-//   grid and block: one warp per token in x; in y, the number of warps that share the columns of a token
+//   grid.x · block: at least one warp per token; grid.y: the number of warps that share the columns of a token
 //   bytes moved: 4 · tokens · columns + 2 · pairs · columns
-// The kernel loads x before it waits for the previous kernel, which computes `rows`.
-// The previous kernel started after x was complete.
+// The kernel loads x before it waits for the previous kernel.
+// The caller guarantees that a kernel before the previous kernel computed x, so x is complete when this kernel starts
+// (see pdl.cuh).
 template <typename T>
 __device__ void spread_tokens(const float* x, const uint32_t* rows, T* out, int tokens, int columns, int tiled_rows,
                               int chosen) {
@@ -67,7 +68,7 @@ __device__ void expert_combine(const T* y, const float* weights, OUT* x, int n, 
     pdl_launch_dependents();
     if (i >= n) return;
     const int segments = columns / 8, token = i / segments, segment = i % segments;
-    const size_t first = (size_t)(i / 4) * 16 + i % 4;  // the first of this thread's four pairs of adjacent elements
+    const size_t first = (size_t)(i / 4) * 16 + i % 4;  // the first of this thread's four column pairs
     float2 sum[4] = {};
     for (int c = 0; c < chosen; ++c) {
         const size_t pair = (size_t)token * chosen + c;
@@ -98,12 +99,13 @@ __device__ void expert_combine(const T* y, const float* weights, OUT* x, int n, 
 //   columns: a multiple of 32, at most EXPERT_NORM_COLUMNS
 //   grid: tokens; block: EXPERT_NORM_THREADS
 //   bytes moved: tokens · columns · (8 + sizeof(OUT) + 2 · chosen)
-// The kernel loads x before it waits for expert_down. When this kernel starts, all kernels before expert_down have
-// ended.
+// The kernel loads x before it waits for the previous kernel, which computes y.
+// The caller guarantees that a kernel before the previous kernel computed x, so x is complete when this kernel starts
+// (see pdl.cuh).
 template <typename T, typename OUT>
 __device__ void expert_add_norm(const float* x, const T* y, const float* weights, const float* norm_weight, float* sum,
                                 OUT* normed, int columns, int chosen, float eps) {
-    // Each thread holds one segment, which is four column pairs, of each part of a row.
+    // A row has up to HELD parts. A thread holds one segment of each part: 8 columns, in four column pairs.
     constexpr int HELD = EXPERT_NORM_COLUMNS / (8 * EXPERT_NORM_THREADS);
     __shared__ float scratch[32];
     const int segments = columns / 8, token = blockIdx.x;
@@ -165,11 +167,11 @@ __device__ void expert_add_norm(const float* x, const T* y, const float* weights
 // Finds output tile `number`. Returns false if `number` is past the last tile.
 // Output tiles are ordered by expert.
 // Within an expert, the tiles that have the same weight rows and different pairs are consecutive.
-// With this order, weights are read from DRAM only once, and activations stay in L2.
+// With this order, weights are mostly read from DRAM only once, and activations stay in L2.
 template <int ROW_TILES, bool GATE_UP>
 __device__ __forceinline__ bool find_tile(const uint32_t* offsets, int experts, int weight_rows, int max_pairs,
                                           int number, Tile& tile) {
-    // For gate_up, 128 weight rows are 64 gate rows and 64 up rows. The columns of h are padded to a multiple of 64.
+    // For gate_up, 128 weight rows give 64 columns of h. The tiles also cover the padding of h to a multiple of 64.
     const int rows = GATE_UP ? (weight_rows + 127) / 128 * 128 : weight_rows;
     const int row_blocks = (rows + ROW_TILES * 16 - 1) / (ROW_TILES * 16);
     WorkItem item;
@@ -234,7 +236,7 @@ __device__ __forceinline__ void load_step(const MmaStages<S>& stages, const Weig
     if (row_tile < tiles) copy_async(to_w + S::WEIGHT_BYTES + row_tile * MXFP4_TILE_SCALE_BYTES + half, from + half);
 }
 
-// Multiplies the weight rows of this warp by its pairs, for one step (64 columns).
+// Adds the products of this warp's weight rows and this warp's pairs to `sum`, for one step (64 columns).
 template <typename S, typename T>
 __device__ __forceinline__ void multiply_step(float (&sum)[S::ROW_TILES][S::COLUMNS][4], const MmaStages<S>& stages,
                                               const Tile& tile, int step) {
@@ -363,13 +365,13 @@ using Narrow = TileShape<EXPERT_NARROW_PAIRS, EXPERT_NARROW_PAIRS, EXPERT_NARROW
 // With two thread blocks per multiprocessor, more warps unpack weights at the same time.
 using Slim = TileShape<EXPERT_SLIM_PAIRS, EXPERT_SLIM_PAIRS, EXPERT_SLIM_STAGES, 2>;
 
-// In builds for targets other than sm_90a, the wgmma kernels (slim, narrow and wide) have empty bodies.
+// In code for targets other than sm_90a, the wgmma kernels (slim, narrow and wide) have empty bodies.
 // product_kernel.rs launches the wgmma kernels only if the GPU runs sm_90a code.
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
 // The parts of a ring buffer stage, in bytes from its start. x is first, because wgmma requires an aligned address.
 // The barrier FULL counts copying warps and copied bytes. The barrier EMPTY counts warps that have finished reading.
-// TILE is the output tile to which the stage belongs. TILE is valid in the first stage of each output tile.
+// TILE is the output tile to which the stage belongs. TILE is valid only in the first stage of each output tile.
 template <typename S> struct Stage {
     static constexpr int WEIGHTS = S::X_BYTES, SCALES = WEIGHTS + S::WEIGHT_BYTES, FULL = SCALES + S::SCALE_BYTES;
     static constexpr int EMPTY = FULL + 8, TILE = EMPTY + 8;
@@ -483,7 +485,7 @@ __device__ __forceinline__ void consume(Position<S>& position, const Weights& w,
     for (int n = 0; n < N / 8; ++n) store<T, GATE_UP, 1>(o, w.rows, tile, row_tile, n * 8, {sum + n * 4}, bias);
 }
 
-// Runs `consume` with the smallest multiple of 16 that is at least the number of pairs of the tile.
+// Calls `consume` with N set to the smallest multiple of 16 that is at least the tile's number of pairs.
 template <typename S, typename T, int N, bool GATE_UP>
 __device__ __forceinline__ void multiply_tile(Position<S>& position, const Weights& w, const Output<T>& o,
                                               const Tile& tile) {

@@ -15,8 +15,8 @@ use crate::kernels::launch::{Arguments, Launch, LaunchShape, dtype_suffix, modul
 use crate::kernels::scratch;
 use crate::kernels::unsupported;
 
-/// [`spread_tokens`] copies each row with several warps if there are at most this number of rows.
-/// With so few rows, one warp per row would leave most of the GPU idle.
+/// [`spread_tokens`] copies each row of x with several warps if x has at most this many rows.
+/// With one warp per row, so few rows would not fill an H100, which runs up to 132 · 64 = 8448 warps at once.
 const COPY_FEW_ROWS: usize = 4096;
 
 /// The weights and biases of one linear layer, for all experts.
@@ -27,7 +27,8 @@ pub struct ExpertLinear<'t> {
     pub bias: &'t Tensor,
 }
 
-/// The outputs of the chosen experts of each token, down(clamped_swiglu(gate_up(x))), which are not yet added up.
+/// The output down(clamped_swiglu(gate_up(x))) of each (token, expert) pair.
+/// [`sum`](Self::sum) and [`add_norm`](Self::add_norm) add up the outputs of each token.
 pub struct ExpertOutputs {
     /// bf16 or f16 `[tokens, chosen, hidden]` in fragment order (`mxfp4_tiles.cuh`).
     y: Tensor,
@@ -56,16 +57,17 @@ pub fn expert_mlp(
     let Device::Cuda(device) = x.device() else { return unsupported("expert_mlp", x) };
     let pairs = routed.sorted.elem_count();
     let chosen = pairs / tokens.max(1);
-    // Each expert's rows of x and h start at a multiple of 8, so 8 more rows per expert are always enough.
+    // In tiled x and h, each expert's rows start at a multiple of 8, so each expert needs fewer than 8 padding rows.
     let tiled_rows = pairs + 8 * experts;
-    // SAFETY: the kernels below write every element that affects a stored result. They may also read padding rows.
+    // SAFETY: the kernels below write every element that affects a stored result.
+    // They may read uninitialized padding rows, but discard the products of these rows.
     let empty = |count: usize, dtype| unsafe { scratch::empty(count, dtype, x.device()) };
     let h = empty(intermediate.div_ceil(64) * tiled_rows * 64, dtype)?;
     let y = empty(pairs * columns, dtype)?;
     let suffix = dtype_suffix(dtype)?;
     let kernel = ProductKernel::choose(device, pairs, gate_up.tiles.dims(), order)?;
 
-    // 1. h = clamped_swiglu(gate_up · x), y = down · h
+    // h = clamped_swiglu(gate_up · x + bias), y = down · h + bias
     let x_or_tiled = match kernel {
         ProductKernel::Few(_) => x.clone(),
         ProductKernel::Many { .. } => spread_tokens(device, x, routed, tiled_rows, dtype)?,
@@ -90,7 +92,8 @@ pub fn expert_mlp(
     };
     let up_arguments = arguments(gate_up, &x_or_tiled, &h, up_rows, columns)?.float(limit);
     let down_arguments = arguments(down, &h, &y, columns, intermediate)?;
-    // SAFETY: all shapes are checked above. `RoutedPairs` contains only experts of this layer and tokens of x.
+    // SAFETY: all shapes are checked above. `RoutedPairs::route` chooses only experts of the layer,
+    // and the callers of `RoutedPairs::new` guarantee the same.
     unsafe {
         kernel.launch("gate_up", suffix, up_arguments).enqueue(device)?;
         kernel.launch("down", suffix, down_arguments).enqueue(device)?;
@@ -128,7 +131,7 @@ impl ExpertOutputs {
 
     /// Returns s = x + the weighted sum of each token's outputs, f32 `[tokens, hidden]`.
     /// Also returns the RMSNorm of s, s / sqrt(mean(s²) + eps) · weight, in `dtype`.
-    /// `dtype` is f32, or the dtype of the outputs. Returns `None` if the kernel does not support the hidden size.
+    /// `dtype` is f32, or the dtype of the outputs. Returns `None` if the hidden size exceeds `EXPERT_NORM_COLUMNS`.
     ///
     /// - x: f32 `[tokens, hidden]`; must be complete before the kernels of [`expert_mlp`] start
     /// - weight: f32 `[hidden]`
@@ -173,8 +176,11 @@ impl ExpertOutputs {
     }
 }
 
-/// Copies each row of x, rounded to `dtype`, to the rows of the token's pairs in a tiled tensor (`mxfp4_tiles.cuh`).
-/// The kernel before this launch must be the last kernel of `routed`, or a later one: see `expert_mlp.cu`.
+/// Copies each token's row of x, rounded to `dtype`, to the rows of the token's pairs in a tiled tensor
+/// (`mxfp4_tiles.cuh`).
+///
+/// The kernel reads x before it waits for the previous kernel on the stream.
+/// The previous kernel must therefore be the last kernel that computes `routed`, or a later kernel.
 fn spread_tokens(
     device: &CudaDevice,
     x: &Tensor,

@@ -10,7 +10,7 @@
 // `expert_gemv` computes products with fewer than 64 (token, expert) pairs, in f32, or with `SumOrder::Fixed`.
 // `expert_gemv` also computes products with float weights if the number of columns is not a multiple of 8.
 // `expert_gemm` computes all other products with MXFP4 weights.
-// `expert_gemm` reads each expert's weights once per 64 pairs, while `expert_gemv` reads them once per pair.
+// `expert_gemm` reads an expert's weights once per tile of up to 64 pairs. `expert_gemv` reads them once per pair.
 // With bf16 or f16, MXFP4 weights are repacked into tiles for other kernels, unless a scale is NaN or exceeds 2.
 // grouped_gemm.cu computes all other products with float weights. moe/mod.rs lists all kernels.
 #include "constants.cuh"
@@ -95,7 +95,7 @@ constexpr int STEP = 32, PITCH = STEP + 8, OUT_PITCH = EXPERT_GEMM_ROWS + 4;
 template <typename T>
 __device__ void load_weights(const Mxfp4& w, T* tile, size_t first_row, int valid, int group, int groups) {
     // Each of the 128 threads unpacks half an MXFP4 block: 16 values.
-    // The product of an E2M1 value and its scale is exact in T (bf16 or f16), unless it is subnormal or infinite in T.
+    // The product of an E2M1 value and its scale is exact in T (bf16 or f16), unless it overflows or underflows.
     const int r = threadIdx.x / 2, half = threadIdx.x % 2;
     T* to = tile + r * PITCH + half * 16;
     if (r >= valid) {
@@ -113,7 +113,7 @@ __device__ void load_weights(const Mxfp4& w, T* tile, size_t first_row, int vali
 template <typename T>
 __device__ void expert_gemm(const Mxfp4& w, const T* bias, const T* x, const uint32_t* sorted, const uint32_t* offsets,
                             T* out, int rows, int columns, int pairs_per_x, int experts) {
-    // Find the expert and the tile of pairs of this block. A linear search over the experts is fast enough.
+    // Find the expert and the tile of pairs of this block.
     int expert = 0, tile_index = blockIdx.y;
     for (; expert < experts; ++expert) {
         const int tiles = (offsets[expert + 1] - offsets[expert] + EXPERT_GEMM_PAIRS - 1) / EXPERT_GEMM_PAIRS;

@@ -22,7 +22,7 @@ use crate::kernels::quantized::QuantizedMatrix;
 use crate::kernels::quantized::{InputQuantization, fake_quantize, quantized_ops};
 use crate::kernels::{bytes, elements, to_f32, unsupported};
 
-/// The maximum number of (token, expert) pairs in one call. The maximum grid size in y sets this limit.
+/// The maximum number of (token, expert) pairs in one call of [`expert_matmul`]: CUDA's maximum grid size in y.
 pub const MAX_PAIRS: usize = 65_535;
 
 /// The minimum number of (token, expert) pairs for which a GEMM kernel can replace the GEMV kernel.
@@ -81,7 +81,8 @@ impl ExpertWeights {
     }
 }
 
-/// Returns `out[t, n] = weights[ids[t, n]] · x[t] + bias[ids[t, n]]`. If x has three dimensions, uses `x[t, n]`.
+/// Returns `out[t, n] = weights[ids[t, n]] · x[t] + bias[ids[t, n]]`.
+/// If x has three dimensions, uses `x[t, n]` instead of `x[t]`.
 ///
 /// Does not support MXFP4 tiles. On a GPU, does not support quantized weights with a bias.
 ///
@@ -139,7 +140,7 @@ pub fn expert_matmul(
     }
 }
 
-/// The GPU implementation of [`expert_matmul`], which has already checked the shapes and dtypes.
+/// The GPU implementation of [`expert_matmul`]. [`expert_matmul`] checks the shapes and dtypes first.
 #[cfg(feature = "cuda")]
 mod cuda {
     use candle_core::cuda_backend::CudaDevice;
@@ -182,7 +183,7 @@ mod cuda {
                 unsafe { grouped_gemm(device, x, dense, bias, ids, pairs_per_x, &out)? };
             }
             ExpertWeights::Mxfp4Tiles(_) | ExpertWeights::Quantized(..) => {
-                bail!("expert_matmul: no kernel supports these weights")
+                bail!("expert_matmul: MXFP4 tiles are not supported, use expert_mlp")
             }
         }
         Ok(out)
@@ -198,7 +199,7 @@ mod cuda {
     ) -> Result<Tensor> {
         let (rows, columns) = (matrix.dims().0 / experts, matrix.dims().1);
         // Dequantizing writes the weights of all experts to memory, and the product reads them again.
-        // With fewer than 4 pairs per expert on average, a product with the quantized weights is faster.
+        // With fewer than 4 pairs per expert on average, reading the quantized weights once per pair moves fewer bytes.
         if needs_gemv || ids.elem_count() < 4 * experts {
             return quantized_ops::expert_matvec(device, matrix, rows, x, ids, pairs_per_x);
         }
@@ -289,7 +290,7 @@ pub fn reference(
             let ((blocks, b), (scales, s)) = (blocks.storage_and_layout(), scales.storage_and_layout());
             let (blocks, scales) = (elements::<u8>(&blocks, b)?, elements::<u8>(&scales, s)?);
             let groups = columns / MXFP4_BLOCK;
-            // Plain loops over arrays are fast even in builds where the compiler does not inline iterators.
+            // Plain loops over arrays are fast even in dev builds (opt-level 1), which do not inline all iterators.
             let dot = |row: usize, x: &[f32]| {
                 let (blocks, _) = blocks[row * groups * 16..][..groups * 16].as_chunks::<16>();
                 let (x, _) = x.as_chunks::<MXFP4_BLOCK>();
@@ -322,12 +323,12 @@ pub fn reference(
             }
         }
         #[cfg(feature = "cuda")]
-        ExpertWeights::Mxfp4Tiles(_) => bail!("expert_matmul: MXFP4 tiles need a GPU"),
+        ExpertWeights::Mxfp4Tiles(_) => bail!("expert_matmul: MXFP4 tiles are not supported on a CPU"),
     }
     Ok(out)
 }
 
-/// Returns the dot product of one MXFP4 block, without its scale, and 32 elements of x.
+/// Returns the dot product of the 32 unscaled values of an MXFP4 block and 32 elements of x.
 fn block_dot(block: &[u8; 16], x: &[f32; MXFP4_BLOCK]) -> f32 {
     let mut sum = 0.0;
     for (i, byte) in block.iter().enumerate() {

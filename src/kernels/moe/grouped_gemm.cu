@@ -35,7 +35,7 @@ __device__ void grouped_gemm(const T* weights, const T* bias, const T* x, const 
     if (threadIdx.x < BM) pair_of[threadIdx.x] = sorted[item.first + first_pair + min((int)threadIdx.x, pairs - 1)];
     __syncthreads();
 
-    // This thread copies one segment of each of the rows `row`, `row` + 32, ...
+    // In each step, this thread copies segment `segment` of the rows `row`, `row` + 32, ... of x and of the weights.
     // For row numbers past the last row, the thread copies from the last row.
     const int segment = threadIdx.x % 8, row = threadIdx.x / 8;
     const T *x_rows[BM / 32], *w_rows[BN / 32];

@@ -7,7 +7,8 @@ use super::sort_by_expert::{SortedPairs, sort_by_expert};
 use crate::kernels::constants::{GROUPED_GEMM_COLUMNS, GROUPED_GEMM_ROWS, GROUPED_GEMM_STAGES, GROUPED_GEMM_THREADS};
 use crate::kernels::launch::{Arguments, Launch, LaunchShape, dtype_suffix, module};
 
-/// Writes `out[t, n] = weights[ids[t, n]] · x[t] + bias[ids[t, n]]`. If x has three dimensions, uses `x[t, n]`.
+/// Writes `out[t, n] = weights[ids[t, n]] · x[t] + bias[ids[t, n]]`.
+/// If x has three dimensions, uses `x[t, n]` instead of `x[t]`.
 ///
 /// - weights: `[experts, rows, columns]`; `columns` is a multiple of 8
 /// - bias: `[experts, rows]`

@@ -16,13 +16,13 @@
 //! | MXFP4 | all others | `experts`: `expert_gemm_mxfp4` |
 //! | float | fewer than 64 pairs, f32, fixed, or columns not a multiple of 8 | `experts`: `expert_gemv_dense` |
 //! | float | all others | `grouped_gemm` |
-//! | quantized | fewer than 64 pairs or 4 pairs per expert, f32, or fixed | `quantized_ops`: `quantized_experts` |
+//! | quantized | fewer than 64 pairs, fewer than 4 per expert, f32, or fixed | `quantized_ops`: `quantized_experts` |
 //! | quantized | all others | dequantized to the compute dtype, then as float |
 //!
 //! - The decode graph runs the decode steps of a single sequence.
 //! - With bf16 or f16 on a GPU, `weights::mxfp4` repacks MXFP4 weights into tiles unless a scale is NaN or exceeds 2.
 //! - `expert_few` also requires hidden and intermediate sizes that are multiples of 192.
-//!   If shared memory holds only tiles of 8 pairs, `expert_few` is used for at most 4 pairs per expert.
+//!   If only tiles of 8 pairs fit in shared memory, `expert_few` is used for at most 4 pairs per expert.
 //! - `expert_mlp` uses wgmma on GPUs of compute capability 9.0, if the build has machine code for them.
 //!   Otherwise, `expert_mlp` uses mma.sync. In both cases, there are token tiles of three widths.
 //!   `product_kernel` chooses the width by the number of pairs per expert.

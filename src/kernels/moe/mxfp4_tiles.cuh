@@ -10,6 +10,7 @@
 //     The four bytes are the scales of the four blocks listed above.
 // A lane's 16 bytes unpack to its A fragments for four MMAs with K = 16, so weights never move between lanes.
 //
+// x is the input of gate_up, h is the input of down (the result of the clamped SwiGLU), and y is the output of down.
 // The columns of x, h and y are in *fragment order*.
 // expert_mlp.cu first copies x to device memory in this order, and expert_few.cu to shared memory.
 // In each group of 32 columns, column pair i is columns 2i and 2i + 1.
@@ -76,7 +77,7 @@ template <> __device__ __forceinline__ void scale_factors<__nv_bfloat16>(uint32_
 }
 // f16: unpacked values are E2M1 · 2^-14, so the factor is 2^(s - 113), which is a normal number for s >= 99.
 // The exponent field of f16 starts at bit 10 and has a bias of 15, so the factor has the bits (s - 98) << 10.
-// For a scale byte s <= 98, the factor is 0, because all products would round to zero.
+// For a scale byte s <= 98, the factor is 0, because the weights (at most 6 · 2^-29) would round to zero in f16.
 // The selector 0x4040 + 0x0101 · i copies byte i of `scales` into the low byte of both halves of a word.
 template <> __device__ __forceinline__ void scale_factors<__half>(uint32_t scales, uint32_t (&factors)[4]) {
 #pragma unroll
@@ -121,7 +122,7 @@ struct Weights {
 // A token tile contains pairs of one expert. The token tiles of an expert have about equally many pairs.
 struct Tile {
     int expert, first_pair, pairs;
-    int row;       // the first row of tiled x and h
+    int row;       // the tile's first row in tiled x and h
     int row_tile;  // the index of the first 16-row weight tile; 0 in expert_few.cu
 };
 

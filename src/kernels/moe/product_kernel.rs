@@ -15,7 +15,8 @@ use crate::kernels::launch::{Arguments, Launch, LaunchShape, module, multiproces
 
 /// The largest average number of pairs per expert at which `expert_few.cu` is used instead of `expert_mlp.cu`.
 /// On an H100, `expert_mlp.cu` was faster from 4 pairs per expert on (2026-11-27, `docs/benchmark-history.md`).
-/// The limit is higher because an H200 has faster memory, which favors `expert_few.cu`. It is not a measured value.
+/// The limit is higher because an H200 has faster memory, which favors `expert_few.cu`.
+/// The limit has not been measured on an H200.
 const FEW_PAIRS_PER_EXPERT: usize = 5;
 
 /// A kernel for the matrix products of all experts with MXFP4 tiles. A thread block can process several output tiles.
@@ -82,7 +83,8 @@ impl ProductKernel {
 
 /// Returns the size in bytes of the shared memory that an mma.sync kernel needs.
 ///
-/// A pipeline stage holds 64 columns of `pairs` rows of x, and 64 columns of the weights with their scales.
+/// A pipeline stage holds 64 columns of `pairs` rows of x or h,
+/// and `EXPERT_MMA_ROW_TILES` weight tiles with their scales.
 const fn mma_shared_bytes(pairs: usize) -> usize {
     let weight_bytes = EXPERT_MMA_ROW_TILES * (MXFP4_TILE_BYTES + MXFP4_TILE_SCALE_BYTES);
     EXPERT_MMA_STAGES * (pairs * 128 + weight_bytes)

@@ -9,12 +9,12 @@
 //   usage: u32 [2] or null; each launch adds 1 to usage[0], and the number of experts that have pairs to usage[1]
 //   columns is a multiple of 4; experts <= ROUTE_EXPERTS; tokens <= ROUTE_TOKENS
 //   grid: (ROUTE_CLUSTER, ceil(tokens / ROUTE_CLUSTER)); cluster: (ROUTE_CLUSTER, 1); block: 256
-//   bytes moved: 4 · (tokens + experts) · columns
+//   bytes moved: 4 · (tokens + experts) · columns; with several clusters, most later reads of `weight` hit L2
 //
 // A cluster routes as many tokens as it has blocks. Its warps divide the columns, and compute the partial logits of all
 // tokens of the cluster. Each block then adds up the partial logits of one token, and chooses its experts.
 // The last block of the grid to choose experts sorts all pairs.
-// The partial logits of a token are always added in the same order, so they do not depend on the other tokens.
+// The partial logits of a token are always added in the same order, so its logits do not depend on other tokens.
 #include "constants.cuh"
 #include "headers/arrive.cuh"
 #include "headers/cluster.cuh"
@@ -44,7 +44,7 @@ __device__ uint32_t finished;
 __device__ __forceinline__ void sort_pairs(const uint32_t* ids, uint32_t* sorted, uint32_t* offsets, uint32_t* rows,
                                            uint32_t* usage, uint32_t (*next)[ROUTE_EXPERTS], uint32_t* padding,
                                            uint16_t* experts_of, int pairs, int experts) {
-    // Each warp sorts `share` consecutive pairs. experts_of[p] is the expert of pair p.
+    // Each warp sorts up to `share` consecutive pairs. experts_of[p] is the expert of pair p.
     // At first, next[w][e] is the number of pairs of expert e in the share of warp w.
     // Later, next[w][e] is the position in `sorted` of the next pair of expert e from this share.
     // padding[e] is the number of unused rows before the first row of expert e.
@@ -107,7 +107,7 @@ __device__ __forceinline__ void sort_pairs(const uint32_t* ids, uint32_t* sorted
     }
 }
 
-// Multiplies 16 columns of 32 experts with those of 8 tokens. In lane 4g + t:
+// Multiplies 16 columns of the weights of 32 experts by the same columns of 8 tokens. In lane 4g + t:
 //   weights[i] are columns 4t to 4t + 3 of expert 8i + g, and x are the same columns of token g
 //   sums[m] is part of the tile of experts 16m to 16m + 15, in the layout of multiply_add_tf32
 __device__ __forceinline__ void multiply_columns(float (&sums)[2][4], const float4 (&weights)[4], const float4& x) {
@@ -183,7 +183,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) __cluster_dims__(BLOCKS, 1
 #pragma unroll
             for (int i = 0; i < 4; ++i) partials.of_warps[warp][2 * t + i % 2][16 * m + 8 * (i / 2) + g] = sums[m][i];
         __syncthreads();
-        // Each thread adds up the sums of all warps for one token and one expert. The first block also adds the bias.
+        // Each thread adds up the sums of all warps for one token and one expert.
+        // The first block of the cluster also adds the bias.
         float sum = added;
 #pragma unroll
         for (int w = 0; w < WARPS; ++w) sum += partials.of_warps[w][warp][lane];

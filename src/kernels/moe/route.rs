@@ -55,7 +55,7 @@ impl RoutedPairs {
     /// - usage: counters of batches and experts; not changed if routing takes several launches
     ///
     /// Routing takes several launches with more than `ROUTE_TOKENS` tokens, with more than `ROUTE_EXPERTS` experts,
-    /// or if the hidden size is not a multiple of 4.
+    /// if the hidden size is not a multiple of 4, or if the GPU or the build lacks clusters (`runs_hopper_code`).
     pub fn route(
         x: &Tensor,
         weight: &Tensor,

@@ -16,7 +16,7 @@ struct Routing {
     // Computes the routing weights of the first `chosen` of the stored experts.
     // The routing weights are a softmax over these `chosen` experts, or over all experts if `over_all` is true.
     // `logit_of(e)` returns the logit of expert e. All lanes of the warp must call choose_by.
-    // There are at most 1024 experts, because a lane handles at most 32: one for each bit of `taken`.
+    // `experts` must be at most 1024, because a lane handles at most 32 experts: one for each bit of `taken`.
     template <typename Logit>
     __device__ __forceinline__ void choose_by(Logit&& logit_of, int experts, int count, int chosen, int lane,
                                               bool over_all = false) {

@@ -1,6 +1,7 @@
 // Sorts the indices of the (token, expert) pairs by expert. Pair p belongs to expert ids[p].
 // The pairs of expert e are sorted[offsets[e] .. offsets[e + 1]], in any order.
-// Also computes the row of each pair in a tiled tensor (mxfp4_tiles.cuh), where each expert starts at a multiple of 8.
+// Also computes the row of each pair in a tiled tensor (mxfp4_tiles.cuh).
+// In tiled tensors, each expert's rows start at a multiple of 8.
 //   ids, sorted, rows: u32 [pairs]
 //   offsets: u32 [experts + 1]; experts <= MAX_EXPERTS
 //   grid: 1; block: 1024

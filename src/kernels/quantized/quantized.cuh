@@ -66,7 +66,7 @@ constexpr float MAX_QUANTIZED_INPUT = 127 * 256;
 // The largest E4M3 value.
 constexpr float E4M3_MAX = 448.0f;
 
-// The smallest normal f32 value. quantization_scale never returns less, because dividing by less could overflow.
+// The smallest normal f32 value. quantization_scale never returns a smaller scale: dividing by it could overflow.
 constexpr float F32_MIN_NORMAL = 1.17549435e-38f;
 
 // One quantized group in registers.
@@ -144,7 +144,7 @@ template <int F> __device__ __forceinline__ float4 to_floats(uint32_t q) {
     constexpr float TWO_TO_23 = 8388608.0f;
     constexpr float offset = TWO_TO_23 + (is_signed ? 128 : FormatLayout<F>::zero);
     if (is_signed) q ^= 0x80808080u;
-    // The hex digits of a __byte_perm selector choose the bytes of the result, lowest byte last.
+    // Each hex digit of a __byte_perm selector chooses one result byte. The last digit chooses the lowest byte.
     // Digits 0 to 3 select bytes of q. Digits 4 and 7 select bytes 0x00 and 0x4b of the float 2^23.
     const auto one = [=](int selector) { return __uint_as_float(__byte_perm(q, TWO_TO_23_BITS, selector)) - offset; };
     return make_float4(one(0x7440), one(0x7441), one(0x7442), one(0x7443));

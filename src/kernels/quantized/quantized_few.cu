@@ -1,7 +1,7 @@
 // Multiplies quantized matrices by the inputs of a few tokens, as in batched decode steps: y = x·Wᵀ on tensor cores.
 //
 // A warp loads weights directly into registers. It converts each weight to T once for all tokens of a tile.
-// Neighboring tiles of tokens read the same weights at about the same time, mostly from the L2 cache.
+// The blocks of neighboring tiles of tokens read the same weights at about the same time, mostly from the L2 cache.
 //
 // The unit of work is a *step* of one tile of weight rows: ROWS rows times STEP_COLUMNS columns.
 // All steps are divided evenly among the blocks, so a block can start or end inside a tile of rows.
@@ -20,7 +20,8 @@ constexpr int STAGES = QUANTIZED_FEW_STAGES, STEP_COLUMNS = QUANTIZED_FEW_COLUMN
 // The number of weight rows per tile. Each warp multiplies a *row pair*: two 16-row MMA tiles (32 rows).
 constexpr int ROW_PAIRS = QUANTIZED_FEW_THREADS / 32, ROWS = 32 * ROW_PAIRS;
 
-// Counters of finished blocks, one per tile of tokens and shared tile of rows. They are zero between launches.
+// Counters of finished blocks: one for each tile of tokens and each tile of rows that several blocks share.
+// The counters are zero between launches.
 // Each device has its own counters and runs these kernels in order, so two launches never use a counter at once.
 __device__ uint32_t finished[QUANTIZED_FEW_COUNTERS];
 
@@ -95,7 +96,7 @@ __device__ __forceinline__ uint2 convert_quad(const RawGroup& raw, const GroupSc
                 s.apply(__hsub2(*reinterpret_cast<const Two*>(&biased), zero), L::has_half_scales ? j / 4 : 0);
             return *reinterpret_cast<const uint32_t*>(&w);
         };
-        // The hex digits of a __byte_perm selector choose the bytes of the result, lowest byte last.
+        // Each hex digit of a __byte_perm selector chooses one result byte. The last digit chooses the lowest byte.
         // Digits 0 to 3 select the bytes of q, and digit 4 selects the high byte of BIAS.
         // Each result holds two values BIAS + q.
         return make_uint2(convert(0x4140), convert(0x4342));

@@ -8,7 +8,7 @@
 // Matrix-vector products: y[t] = W·x[t / per_x].
 //   x: T [tokens / per_x, columns]; `per_x` consecutive rows of y share one row of x
 //   y: S [tokens, stride], where S is f32 or T; only the first `rows` columns are written
-//   ids: u32 [tokens] or null; with ids, W is the matrix of expert ids[t] and has `rows` rows
+//   ids: u32 [tokens] or null; with ids, t counts (token, expert) pairs, and W is the `rows` rows of expert ids[t]
 //   grid: (at most one block per multiprocessor, tokens); block: 32 · QUANTIZED_WARPS
 //   shared memory: see `input_bytes` in quantized_ops.rs
 //   bytes moved: the size of W, for each token

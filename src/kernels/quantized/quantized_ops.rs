@@ -1,6 +1,6 @@
 //! Operations on quantized matrices: matrix products, dequantization and embedding lookup.
 //!
-//! On a GPU, a matrix product usually runs in the first way of this list that supports it:
+//! On a GPU, a matrix product usually uses the first of these methods that supports it:
 //! - with cuBLASLt in int8, for 2 or more tokens, if weights and activations are both int8
 //! - with cuBLASLt in FP8, for more than 32 tokens, if weights and activations are both FP8
 //! - with `quantized_few`, for 2 to 128 tokens in f16 or bf16: converts each weight once per tile of tokens
@@ -179,8 +179,8 @@ pub fn matmul(device: &CudaDevice, parts: &[QuantizedMatrix], x: &Tensor, order:
     }
     let has_few = quantized_few::is_supported(parts, columns, x.dtype());
     // Tensor cores multiply 8-bit inputs by 8-bit weights without converting the weights.
-    // Hopper's tensor cores sum FP8 products with a mantissa of only about 13 bits.
-    // FP8 products are therefore used only for more than 32 tokens. Up to 32 tokens are multiplied as floats.
+    // Hopper's tensor cores accumulate FP8 products with fewer mantissa bits than f32 has.
+    // With up to 32 tokens, memory bandwidth is the limit, so FP8 matrices are multiplied as floats for precision.
     let eight_bit_types = parts.iter().map(|part| eight_bit_type(device, part)).collect::<Result<Vec<_>>>()?;
     let uses_eight_bits = eight_bit_types.iter().all(|eight_bit_type| match eight_bit_type {
         Some(EightBitType::Int8) => tokens > 1,

@@ -13,7 +13,7 @@ extern "C" __global__ void __launch_bounds__(256)
     logits[(size_t)edits[3 * i] * vocab + edits[3 * i + 1]] += __uint_as_float(edits[3 * i + 2]);
 }
 
-// Sets the logits of all tokens that the row's mask does not allow to -inf.
+// Sets a token's logit to -inf if the row's mask does not allow the token.
 //   logits: f32 [rows, vocab]
 //   masked: u32 [count], the rows of logits to change; each row occurs at most once
 //   masks: u32 [count, ceil(vocab / 32)]; bit i of word w: whether token 32 · w + i is allowed
@@ -31,7 +31,7 @@ extern "C" __global__ void __launch_bounds__(256)
 // Returns a key that orders logits by size. NaN has the same key as -inf.
 __device__ __forceinline__ uint32_t logit_key(float logit) { return sort_key(isnan(logit) ? -INFINITY : logit + 0.0f); }
 
-// Returns a key that orders a row's tokens by logit. Of equal logits, the lower token id has the larger key.
+// Returns a key that orders a row's tokens by logit. Among equal logits, the lower token id has the larger key.
 __device__ __forceinline__ unsigned long long token_key(const float* logits, int id) {
     return (unsigned long long)logit_key(logits[id]) << 32 | ~(uint32_t)id;
 }
@@ -95,7 +95,7 @@ __device__ void row_logprobs(const float* logits, int vocab, uint32_t chosen, in
             next = warp_largest(next);
             if (threadIdx.x == owner) own = next;
         }
-        __syncthreads();  // `best` is set to 0 in the next round
+        __syncthreads();  // wait, because the next round sets `best` to 0
     }
 }
 

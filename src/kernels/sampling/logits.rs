@@ -41,7 +41,7 @@ pub fn edit_logits(logits: &Tensor, edits: &[LogitEdit]) -> Result<()> {
     unsafe { launch.enqueue(device) }
 }
 
-/// Sets the logits of all tokens that the row's mask does not allow to -inf, in place.
+/// Sets a token's logit to -inf, in place, if the row's mask does not allow the token.
 /// [`TokenMask::apply`] is the CPU reference of this function.
 ///
 /// `logits` is f32 `[rows, vocab]`. `masks` are (row, mask) pairs, at most one per row.

@@ -1,4 +1,4 @@
-//! Kernels that choose a token from each row of logits, and the parameters that the host passes to them.
+//! Kernels that edit rows of logits, choose tokens and compute log probabilities, and the sampling parameters.
 //!
 //! - `sample_rows`: samples a token from each row
 //! - `logits`: edits and masks logits, and computes log probabilities
@@ -33,8 +33,9 @@ pub struct SamplingKernelParams {
     pub frequency_penalty: f32,
     pub presence_penalty: f32,
     pub seed: u64,
-    /// The number of earlier random draws of the sequence. A random number depends only on this number and the seed.
-    /// The decode graph passes the parameters when it starts a sequence, and its kernel adds the finished steps.
+    /// The number of earlier random draws of the sequence. A random number depends only on this count and the seed.
+    /// The host passes the parameters to the decode graph once per sequence.
+    /// The sampling kernel of the decode graph adds the number of steps that the graph has finished since then.
     pub sampled_before: u32,
 }
 
@@ -94,7 +95,8 @@ impl SamplingKernelParams {
 #[derive(Clone, Debug, PartialEq)]
 pub struct DeviceSampling {
     pub params: SamplingKernelParams,
-    /// (token, 1 + count) pairs: the tokens that have appeared, and how often each was generated.
+    /// (token, 1 + count) pairs, one for each token that has appeared.
+    /// The count is the number of times that the token was generated.
     /// Empty if no penalty is set.
     pub seen: Vec<(u32, u32)>,
 }

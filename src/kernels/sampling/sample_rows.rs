@@ -54,7 +54,7 @@ pub fn sample_rows(logits: &Tensor, rows: &[Option<DeviceSampling>]) -> Result<V
 /// The mailbox slots of the tokens start at `first_slot`.
 ///
 /// Writes the parameters to words of `host`, starting at `first_word`. The kernel reads these words.
-/// The caller must leave these parameter words unchanged until the tokens have arrived.
+/// The caller must leave these parameter words unchanged until the tokens are in `mailbox`.
 ///
 /// Ignores the penalties in `rows`. [`edit_rows`](crate::kernels::row_edits::edit_rows) must apply the penalties first.
 pub fn queue_rows(
@@ -68,7 +68,7 @@ pub fn queue_rows(
     let words: Vec<u32> = rows.iter().flat_map(SamplingKernelParams::words).collect();
     let is_too_small = tokens.dims1()? < count || mailbox.slots() < first_slot + count;
     if is_too_small || tokens.dtype() != DType::U32 || host.len() < first_word + words.len() {
-        bail!("queue_rows: {count} rows do not fit in the buffers (tokens {:?})", tokens.shape());
+        bail!("queue_rows: expected U32 tokens and buffers for {count} rows, got tokens of shape {:?}", tokens.shape());
     }
     host.write(first_word, &words);
     let arguments = Arguments::new()

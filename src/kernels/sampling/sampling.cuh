@@ -6,11 +6,13 @@
 
 // The unnormalized probability mass of the most likely token.
 // Masses are stored as integers, so that their sum is exact in any order.
+// The sum of the masses of fewer than 2^24 tokens fits in 64 bits.
 constexpr float UNIT = 1099511627776.0f;  // 2^40
 
 struct SamplingKernelParams {
     float temperature, top_p, min_p, repetition_penalty, frequency_penalty, presence_penalty;
-    uint32_t top_k, sampled_before;  // sampled_before: the number of earlier draws; sample.cu adds its own steps
+    // `sampled_before` is the number of earlier draws. decode/sample.cu adds the steps that have run since then.
+    uint32_t top_k, sampled_before;
     uint32_t seed[2];
 };
 
@@ -55,7 +57,7 @@ __device__ __forceinline__ unsigned long long inclusive_scan(unsigned long long 
     return value + before;
 }
 
-// Performs one round of `threshold` in sample.cu or sample_rows.cu.
+// Performs one round of `threshold` in decode/sample.cu or sample_rows.cu.
 // Determines the next eight bits of the sort key and appends them to `prefix`.
 // `value` is the mass or the count of bin SAMPLE_BINS - 1 - threadIdx.x, or 0 in threads without a bin.
 // Adds up the bins from the highest down, and chooses the bin at which the sum reaches `target`.

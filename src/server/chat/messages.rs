@@ -55,7 +55,7 @@ fn read_message(fields: &mut Fields) -> Result<Message, ApiError> {
 }
 
 /// Reads text from the field `name`: a string, or an array of text parts, which are joined.
-/// Returns `None` if this field is missing.
+/// Returns `None` if this field is missing or null.
 pub fn read_content(fields: &mut Fields, name: &str) -> Result<Option<String>, ApiError> {
     let parts = match fields.take(name) {
         None => return Ok(None),
@@ -77,7 +77,7 @@ pub fn read_content(fields: &mut Fields, name: &str) -> Result<Option<String>, A
         };
         let text = part.take_string(field)?;
         content.push_str(&text.ok_or_else(|| part.invalid(field, "expected a string"))?);
-        // Clients send back messages of earlier responses, so do not report the fields of responses as ignored.
+        // Clients send back messages of earlier responses, so do not report these fields of responses as ignored.
         drop((part.take("annotations"), part.take("logprobs")));
         part.ignored().into_iter().for_each(|name| fields.ignore(name));
     }

@@ -184,7 +184,7 @@ impl TokenLogprob {
     }
 }
 
-/// Returns the scored tokens of a content piece. Returns none for pieces of reasoning and of tool calls.
+/// Returns the scored tokens of a content piece, or an empty slice for pieces of reasoning and of tool calls.
 pub fn scored_tokens(piece: &Piece) -> &[ScoredToken] {
     match piece {
         Piece::Content(_, tokens) => tokens,

@@ -17,8 +17,8 @@ const MAX_NAME: usize = 128;
 /// The tools of a request, and which of these tools the model may or must call.
 #[derive(Debug, Default)]
 pub struct Tools {
-    /// The tools for the prompt. A prompt contains tools only if the chat format supports them.
-    /// Empty if the model must not call tools.
+    /// The tools for the prompt, or no tools if the model must not call any.
+    /// The prompt contains the tools only if the chat format supports tools.
     pub shown: Vec<Value>,
     choice: ToolChoice,
 }

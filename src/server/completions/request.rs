@@ -82,7 +82,7 @@ fn read_prompts(fields: &mut Fields) -> Result<Vec<Prompt>, ApiError> {
         Prompt::Chat { messages, .. } => messages.is_empty(),
     };
     if prompts.is_empty() || prompts.iter().any(is_empty) {
-        return Err(fields.invalid("prompt", "every prompt must have text or token ids"));
+        return Err(fields.invalid("prompt", "expected one or more prompts, none of them empty"));
     }
     Ok(prompts)
 }

@@ -86,7 +86,7 @@ impl Logprobs {
             let mut top: Vec<(String, f32)> = Vec::with_capacity(logprobs.top.len());
             for &(id, logprob) in &logprobs.top {
                 let text = text_of(id, tokenizer);
-                // Tokens that hold only part of a character can have the same text.
+                // Different tokens can have the same text, because incomplete characters become U+FFFD.
                 // If several tokens have the same text, keep only the most likely token.
                 if top.iter().all(|(other, _)| *other != text) {
                     top.push((text, finite_logprob(logprob)));

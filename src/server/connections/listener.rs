@@ -129,7 +129,7 @@ async fn accept(server: Arc<Server>, listener: TcpListener, connections: Arc<Gra
     }
 }
 
-/// Performs the TLS handshake of a connection, if the server has a certificate, and serves its requests.
+/// Performs the TLS handshake if the server has a certificate, and serves the requests of the connection.
 async fn connect(stream: TcpStream, router: Router, server: Arc<Server>, watcher: Watcher, open: OpenConnection) {
     let timeouts = &server.options.timeouts;
     let header_time = if open.is_spare { timeouts.header.min(SPARE_HEADER_TIMEOUT) } else { timeouts.header };

@@ -1,4 +1,4 @@
-//! Accepts, encrypts and closes connections. Its modules are:
+//! Accepts, encrypts and closes connections. The modules are:
 //!
 //! - `listener`: accepts connections, and closes them when the server shuts down
 //! - `limit`: limits the number of open connections

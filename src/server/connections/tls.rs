@@ -15,7 +15,7 @@ use crate::text::library_error;
 /// The maximum size of a certificate chain or a private key in bytes. Typical files are smaller than 10 KB.
 const MAX_PEM_BYTES: u64 = 1 << 20;
 
-/// Reads a certificate chain and its private key from PEM files. The server's own certificate comes first in the chain.
+/// Reads a certificate chain and its private key from PEM files. The server's own certificate must come first.
 ///
 /// Fails if the key does not belong to the certificate.
 pub fn read_tls(certificate: &Path, key: &Path) -> Result<Arc<ServerConfig>> {

@@ -34,7 +34,8 @@ pub struct ScoredToken {
     pub logprobs: TokenLogprobs,
 }
 
-/// Returns the log probability, or -9999 if it is lower. JSON cannot represent -inf, the value for impossible tokens.
+/// Returns the log probability, or -9999 if it is lower, as in OpenAI's API.
+/// JSON cannot represent -inf, the value for impossible tokens.
 pub fn finite_logprob(logprob: f32) -> f32 {
     logprob.max(-9999.0)
 }

@@ -43,7 +43,7 @@ pub trait EventWriter: Send + 'static {
         out.push_text(&error.body());
     }
 
-    /// Writes the marker that follows the last event or an error.
+    /// Ends the stream after the last event or an error. By default, writes `data: [DONE]`, as in OpenAI's API.
     fn end(&mut self, out: &mut EventBuffer) {
         out.push_text("[DONE]");
     }
@@ -90,7 +90,7 @@ impl EventBuffer {
     }
 }
 
-/// Returns an event as JSON. If this fails, logs the error and returns `None`.
+/// Returns an event as JSON. If the serialization fails, logs the error and returns `None`.
 fn to_json(event: &impl Serialize) -> Option<String> {
     serde_json::to_string(event)
         .inspect_err(|error| tracing::error!("internal error: cannot write an event of a stream: {error}"))

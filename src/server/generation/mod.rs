@@ -1,4 +1,4 @@
-//! Runs requests and turns their events into the parts of responses. Its modules are:
+//! Runs requests and turns their events into the parts of responses. The modules are:
 //!
 //! - `generate_options`, `constraint`: read the request fields that all generating routes share
 //! - `answers`: submits requests to the engine and merges the events of their answers

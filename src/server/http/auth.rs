@@ -9,7 +9,7 @@ use crate::server::client::Client;
 use crate::server::options::ServerOptions;
 use crate::server::page;
 
-/// The routes that need no API key, in addition to the server's web page.
+/// The routes that need no API key, in addition to the files of the chat page.
 const OPEN_PATHS: [&str; 2] = ["/health", "/live"];
 
 /// The header in which clients of Anthropic's API send the API key.
@@ -26,7 +26,8 @@ pub struct Access {
 }
 
 impl Access {
-    /// Creates the access rules. Without API keys, all clients have access, except web pages of other sites.
+    /// Creates the access rules. Without API keys, all clients have access, except web pages of other sites
+    /// whose origin is not allowed.
     pub fn new(options: &ServerOptions) -> Self {
         let keys = options.api_keys.iter().map(|key| digest(&SHA256, key.as_bytes())).collect();
         Self { keys, origins: options.cors_origins.clone(), is_open: options.is_open }

@@ -1,4 +1,4 @@
-//! Converts errors and response headers to the API of their route.
+//! Converts error responses to the format of the route's API, and adds the request id header of Anthropic's API.
 //!
 //! Errors come from many places that do not know the API of the route, such as the API key check.
 

@@ -119,7 +119,7 @@ impl Drop for RequestLog {
                 tracing::debug!(target: TARGET, id, method, path, status, duration_ms, "request")
             }
             None => {
-                // With status 499, the client disconnected before the engine received the request,
+                // With status 499, the client disconnected before the server had a response,
                 // for example while the client was sending the body.
                 let finish = (status == CLIENT_CLOSED).then_some("canceled");
                 tracing::info!(target: TARGET, id, method, path, status, duration_ms, finish, traceparent, "request")

@@ -1,4 +1,4 @@
-//! The parts of HTTP that all routes share. Its modules are:
+//! The parts of HTTP that all routes share. The modules are:
 //!
 //! - `auth`: API keys, and protection against web pages of other sites
 //! - `body`: reads request bodies and their fields, and writes JSON responses

@@ -4,12 +4,13 @@ use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
 /// The maximum number of recorded ends. Sequences that end in the same step count as one end.
+/// More ends make the estimate steadier, but slower to follow a change of load.
 const ENDS: usize = 64;
 
-/// The number of latest intervals between ends that are compared with the older intervals to detect a change of load.
+/// The number of most recent intervals between ends. They are compared with the older ones to detect a change of load.
 const RECENT: usize = 8;
 
-/// The maximum ratio of the mean of the older intervals to the mean of the [`RECENT`] latest intervals.
+/// The maximum ratio of the mean of the older intervals to the mean of the [`RECENT`] most recent intervals.
 /// Above this ratio, the older intervals belong to an earlier load. Such a ratio is rare under a constant load.
 const MAX_RATIO: f64 = 4.0;
 
@@ -20,7 +21,7 @@ const SAME_STEP: Duration = Duration::from_millis(1);
 /// The most recent times at which sequences ended.
 pub struct FreeTimes {
     last: Instant,
-    /// For each end, the time since the previous end and the number of sequences that ended.
+    /// For each end, the time since the previous end or restart, and the number of sequences that ended.
     ends: VecDeque<(Duration, usize)>,
 }
 
@@ -29,7 +30,7 @@ impl FreeTimes {
         Self { last: now, ends: VecDeque::new() }
     }
 
-    /// Starts measuring the time to the next end at `now`, because no sequence was running before.
+    /// Starts measuring the time to the next end at `now`, so that a time without sequences does not count.
     pub fn restart(&mut self, now: Instant) {
         self.last = now;
     }
@@ -39,7 +40,7 @@ impl FreeTimes {
         now.saturating_duration_since(self.last)
     }
 
-    /// Records that `count` sequences have ended.
+    /// Records that `count` sequences ended at `now`.
     pub fn add(&mut self, now: Instant, count: usize) {
         let interval = self.elapsed(now);
         match self.ends.back_mut() {
@@ -68,7 +69,8 @@ impl FreeTimes {
         }
     }
 
-    /// Returns the expected time until `count` more sequences have ended. Returns `None` if no sequence has ended yet.
+    /// Returns the expected time until `count` more sequences have ended.
+    /// Returns `None` if no sequence has ended yet, or if the time overflows a [`Duration`].
     ///
     /// The estimate for the next end uses only the intervals that are at least as long as the time since the last end.
     /// The estimate is their mean remaining time, or the time since the last end if all intervals are shorter.
@@ -150,7 +152,7 @@ mod tests {
         }
     }
 
-    /// A burst of long answers ends in a few steps. Then, the usual load of short answers follows.
+    /// Twelve long answers end in three steps. Then, short answers end one by one.
     #[test]
     fn long_intervals_of_an_earlier_load_do_not_count() {
         let (start, mut random) = (Instant::now(), Uniform(1));

@@ -1,4 +1,4 @@
-//! Limits the number of sequences that wait or run at once. Its modules are:
+//! Limits the number of sequences that wait or run at once. The modules are:
 //!
 //! - `admission`: admits sequences up to a limit, and reserves capacity for other clients
 //! - `free_times`: estimates how long it takes until running sequences have ended

@@ -1,6 +1,6 @@
 //! Collects the pieces of an answer into content blocks, and sends these blocks as stream events.
 //!
-//! Streamed and whole messages consist of the same content blocks, so they cannot differ.
+//! This module builds the content blocks of streamed and of non-streamed messages, so both contain the same blocks.
 
 use serde_json::{Map, Value};
 
@@ -51,7 +51,7 @@ impl Content {
                 self.calls.push(self.blocks.len() - 1);
             }
             Piece::ToolArguments { index, text } => {
-                // Skip pieces of a call whose block has ended.
+                // Skip arguments of a call whose block has ended.
                 // Only the `{}` of a call without arguments can arrive this late.
                 if self.calls.get(index).is_some_and(|&block| block + 1 == self.blocks.len()) && self.is_open {
                     self.extend(&text, events);
@@ -96,7 +96,7 @@ impl Content {
         self.is_open = true;
     }
 
-    /// Adds text to the open content block.
+    /// Adds text to the open content block, and sends the text as a delta event.
     fn extend(&mut self, more: &str, events: &mut impl EventSink) {
         let index = self.blocks.len().saturating_sub(1);
         let delta = match self.blocks.last_mut() {

@@ -18,12 +18,13 @@ const MAX_STOPS: usize = 16;
 const MAX_STOP_BYTES: usize = 1024;
 
 /// The largest thinking budget that counts as low reasoning effort, in tokens.
+/// inferno chose this limit and the next one: Anthropic's API does not define which budget equals which effort.
 const LOW_BUDGET: i64 = 4096;
 /// The largest thinking budget that counts as medium reasoning effort, in tokens.
 const MEDIUM_BUDGET: i64 = 16384;
 
 /// Unsupported fields that would change the output.
-/// Each entry contains the field's name, the only accepted value besides null, and a hint for the error message.
+/// Each entry contains the field's name, the value that is accepted besides null, and a hint for the error message.
 const REFUSED: &[(&str, &str, &str)] = &[
     ("container", "null", ""),
     ("context_management", "null", "inferno never shortens a conversation"),
@@ -133,8 +134,8 @@ fn read_tools(fields: &mut Fields, engine: &EngineHandle) -> Result<(Tools, bool
     Ok((Tools::new(fields, engine, functions, choice)?, can_call_in_parallel))
 }
 
-/// Reads the field `thinking`. Returns the reasoning effort that corresponds to the thinking budget,
-/// and whether the response contains the reasoning.
+/// Reads the field `thinking`. Returns the reasoning effort, and whether the response contains the reasoning.
+/// The effort is `None` if the field is absent or adaptive.
 fn read_thinking(fields: &mut Fields) -> Result<(Option<ReasoningEffort>, bool), ApiError> {
     let Some(mut thinking) = fields.take_object("thinking")? else { return Ok((None, false)) };
     let kind = thinking.take_string("type")?;
@@ -162,7 +163,8 @@ fn read_thinking(fields: &mut Fields) -> Result<(Option<ReasoningEffort>, bool),
         }
         (Some("enabled"), ..) => Err(fields.invalid("thinking.budget_tokens", "expected a number of tokens")),
         (Some("adaptive"), ..) => Ok((None, shows_thinking)),
-        // The model still reasons, by default with low effort, but the response does not contain the reasoning.
+        // The model still reasons, with low effort unless the request sets `output_config.effort`,
+        // but the response does not contain the reasoning.
         (Some("disabled"), ..) => {
             fields.ignore("thinking (disabled as hidden)".to_string());
             Ok((Some(ReasoningEffort::Low), false))

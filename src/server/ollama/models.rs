@@ -21,7 +21,7 @@ use crate::server::ids;
 use crate::server::state::Server;
 use crate::text;
 
-/// The version that inferno reports as ollama's. Clients such as Codex check the version.
+/// The version that inferno reports as ollama's. Codex requires version 0.13.4 or later.
 /// The part after `+` is inferno's own version.
 const VERSION: &str = concat!("0.13.4+inferno.", env!("CARGO_PKG_VERSION"));
 
@@ -96,7 +96,7 @@ pub async fn tags(State(server): State<Arc<Server>>) -> Result<Response, ApiErro
     models(&server, ModelState::Stored { modified_at: started(&server) })
 }
 
-/// Handles `/api/ps`: lists the served model, which is always loaded.
+/// Handles `/api/ps`: lists the served model, which stays loaded.
 pub async fn running(State(server): State<Arc<Server>>) -> Result<Response, ApiError> {
     let info = server.loaded_engine()?.info().clone();
     let size_vram = if info.device.compute_capability.is_some() { info.weight_bytes + info.cache_bytes } else { 0 };
@@ -120,7 +120,7 @@ pub async fn show(State(server): State<Arc<Server>>, request: Request) -> Result
     reply::check_strict(&headers, &ignored)?;
     let handle = engine.clone();
     let capabilities = tokio::task::spawn_blocking(move || capabilities(&handle)).await;
-    let capabilities = capabilities.map_err(|panic| ApiError::internal(format!("cannot render: {panic}")))?;
+    let capabilities = capabilities.map_err(|panic| ApiError::internal(format!("cannot render a prompt: {panic}")))?;
     let info = engine.info();
     let mut model_info = json!({
         "general.architecture": info.family,
@@ -140,7 +140,7 @@ pub async fn show(State(server): State<Arc<Server>>, request: Request) -> Result
     Ok(reply::with_ignored(response, &ignored))
 }
 
-/// Returns the capabilities of the model. The model can call tools if its chat format adds them to the prompt.
+/// Returns the capabilities of the model. The model can call tools if its chat format adds a test tool to the prompt.
 fn capabilities(engine: &EngineHandle) -> Vec<&'static str> {
     let mut capabilities = vec!["completion"];
     let Some(chat) = engine.language().chat.as_ref() else { return capabilities };

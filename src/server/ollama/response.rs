@@ -1,4 +1,4 @@
-//! The JSON objects of ollama's responses, whole and streamed.
+//! The JSON objects of ollama's streamed and non-streamed responses.
 
 use serde::Serialize;
 use serde_json::{Map, Value};
@@ -25,7 +25,7 @@ impl Route {
     }
 }
 
-/// The response body for a part of an answer, or for a whole answer.
+/// The response body for a part of an answer, or for a complete answer.
 #[derive(Serialize)]
 pub struct Part<'a> {
     model: &'a str,
@@ -75,7 +75,7 @@ struct WireFunction {
     arguments: Value,
 }
 
-/// The fields that only a whole response and the last response of a stream have. Durations are in nanoseconds.
+/// The fields that only a complete response or the last part of a stream contains. Durations are in nanoseconds.
 #[derive(Serialize)]
 struct End {
     done_reason: &'static str,
@@ -128,7 +128,7 @@ impl Text {
         }
     }
 
-    /// Takes the unsent text and the tool calls.
+    /// Takes the unsent text, its log probabilities and the tool calls.
     pub fn take(&mut self) -> Self {
         let empty = Self::new(self.shows_thinking, self.has_logprobs);
         std::mem::replace(self, empty)
@@ -148,7 +148,7 @@ impl Text {
 }
 
 /// Creates the response for a part of an answer.
-/// `ended` is set only for the last part, which contains the token counts and durations of the whole answer.
+/// `ended` is set only for the last part, which contains the token counts and durations of the complete answer.
 pub fn part<'a>(route: Route, model: &'a str, text: Text, ended: Option<&Answers>) -> Part<'a> {
     let Text { content, thinking, logprobs, calls, .. } = text;
     let call = |(index, (name, arguments)): (usize, (String, String))| WireCall {

@@ -1,4 +1,4 @@
-//! Keeps records of requests, and signs statements about them. Its modules are:
+//! Keeps records of requests, and signs statements about them. The modules are:
 //!
 //! - `options`: the options for records
 //! - `recorder`: keeps records, so that their answers can be reproduced

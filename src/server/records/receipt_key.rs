@@ -83,7 +83,7 @@ impl ReceiptKey {
 }
 
 impl PublicKey {
-    /// Reads a public key. `text` is the path of a JSON Web Key, the JSON itself, or only the value of its field `x`.
+    /// Reads a public key. `text` is the path of a JSON Web Key file, the JSON, or the value of the JSON's field `x`.
     pub fn read(text: &str) -> Result<Self> {
         let path = Path::new(text);
         let key = match text.trim_start() {
@@ -93,7 +93,7 @@ impl PublicKey {
         };
         if (key.kty.as_str(), key.crv.as_str()) != ("OKP", "Ed25519") || key.bytes().is_none() {
             bail!(
-                "cannot read the key: expected a file or the JSON of GET /v1/receipts/key, or the value of its field x"
+                "cannot read the key: expected the JSON of GET /v1/receipts/key, a file with this JSON, or its field x"
             );
         }
         Ok(key)

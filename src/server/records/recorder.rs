@@ -1,7 +1,8 @@
 //! Keeps records of the most recent requests, so that their answers can be reproduced.
 //!
 //! Records contain prompts and answers, so a client can read only its own records.
-//! The most recent records stay in memory. If the options name a folder, every record is also written to it.
+//! The most recent records stay in memory. If the options name a folder, records are also written to it,
+//! except while `MAX_WAITING` records already wait for the disk.
 
 use std::collections::VecDeque;
 use std::io::Write;
@@ -18,10 +19,10 @@ use crate::files;
 use crate::server::client::Client;
 use crate::server::ids;
 
-/// The maximum number of records that wait to be written to the folder.
+/// The maximum number of records that wait to be written to the folder. Records beyond this number are not written.
 const MAX_WAITING: usize = 256;
 
-/// Keeps the most recent records in memory. If a folder is set, also writes every record to the folder.
+/// Keeps the most recent records in memory. If a folder is set, also writes records to the folder.
 pub struct Recorder {
     /// The maximum memory for records, in bytes.
     limit: usize,
@@ -60,7 +61,7 @@ impl Recorder {
         self.limit > 0 || lock(&self.writer).is_some()
     }
 
-    /// Adds a record. Drops the oldest records from memory if all records together exceed the limit.
+    /// Adds a record. Drops the oldest records from memory while the records in memory exceed the limit.
     /// A record that alone exceeds the limit is not kept in memory.
     pub fn add(&self, client: Client, record: Record) {
         let record = Arc::new(record);
@@ -89,7 +90,7 @@ impl Recorder {
         entry.map(|entry| entry.record.clone())
     }
 
-    /// Writes all waiting records to the folder. Records added after this call are not written.
+    /// Waits until all waiting records are written to the folder. Records added after this call are not written.
     pub fn finish(&self) {
         let writer = lock(&self.writer).take();
         if let Some(Writer { records, thread }) = writer {
@@ -138,8 +139,8 @@ fn write(folder: &Path, record: &Record) -> Result<()> {
     Ok(file.write_all(&json).inspect_err(|_| drop(std::fs::remove_file(&path)))?)
 }
 
-/// Converts a request id to a safe file name. Replaces all characters by `_`, except ASCII letters, digits, `-`, `_`
-/// and `.`. Adds `_` before a leading `.`.
+/// Converts a request id to a safe file name. Replaces every character with `_`, except ASCII letters and digits,
+/// `-`, `_` and `.`. Adds `_` before a leading `.`.
 fn file_name(id: &str) -> String {
     let is_safe = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');
     let name: String = id.chars().map(|c| if is_safe(c) { c } else { '_' }).collect();

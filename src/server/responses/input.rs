@@ -63,7 +63,7 @@ fn unknown_response(id: &str, missing: &str) -> ApiError {
     ApiError::unknown_id("previous_response_id", Some("previous_response_not_found"), message)
 }
 
-/// Subtracts the size of a stored item from the size budget. Fails if the item exceeds the budget.
+/// Subtracts the size of a stored item from the size budget. Fails if the item exceeds the rest of the budget.
 /// Without this budget, a small request with references to stored items could build a huge conversation.
 fn spend(budget: &mut usize, item: &Item, param: &str) -> Result<(), ApiError> {
     *budget = budget.checked_sub(item.bytes()).ok_or_else(|| {

@@ -10,9 +10,9 @@ use crate::server::ids;
 /// The prefix of `encrypted_content` that marks reasoning from inferno, not from another service.
 const REASONING_PREFIX: &str = "inferno-";
 
-/// The estimated memory of an item in bytes, without its text.
+/// The estimated memory of an item in bytes, without its id, texts and log probabilities.
 const ITEM_BYTES: usize = 512;
-/// The estimated memory of a log probability in bytes, without the text of its token.
+/// The estimated memory of a token and its log probability, in bytes.
 const LOGPROB_BYTES: usize = 128;
 
 /// An item of the input or the output of a response.
@@ -27,7 +27,7 @@ pub struct Item {
 pub enum ItemStatus {
     InProgress,
     Completed,
-    /// The item was cut off by a token limit, an error or a cancellation.
+    /// The item was cut off by a token limit, a full context, an error or a cancellation.
     Incomplete,
 }
 

@@ -152,7 +152,7 @@ impl Progress {
 /// Writes the events of a streamed response.
 struct ResponseWriter {
     progress: Progress,
-    /// The guard that keeps the response in progress in the store.
+    /// While this guard lives, the store lists the response as in progress.
     running: RunningGuard,
     /// The sequence number of the next event.
     next_event: u64,

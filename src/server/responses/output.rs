@@ -1,6 +1,6 @@
 //! Collects the pieces of an answer into output items, and sends these items as stream events.
 //!
-//! Whole and streamed responses contain the same items, because this module builds the items of both.
+//! This module builds the items of streamed and of non-streamed responses, so both contain the same items.
 
 use super::events::{Event, EventPosition, EventSink};
 use super::item::{Item, ItemContent, ItemStatus};
@@ -58,7 +58,7 @@ impl Output {
                 self.calls.push(self.items.len() - 1);
             }
             Piece::ToolArguments { index, text } => {
-                // Skip pieces of a function call that has ended, because `end` has already sent its arguments.
+                // Skip pieces of a function call that has ended, because `end` has already sent the arguments.
                 if self.calls.get(index).is_some_and(|&item| item + 1 == self.items.len()) && self.open().is_some() {
                     self.extend(&text, Vec::new(), events);
                 }
@@ -70,7 +70,7 @@ impl Output {
     pub fn finish(&mut self, is_whole: bool, events: &mut impl EventSink) {
         let status = if is_whole { ItemStatus::Completed } else { ItemStatus::Incomplete };
         self.end(status, events);
-        // A whole answer without text or function calls ends with an empty message.
+        // An answer that was not cut off gets an empty message if it has neither text nor function calls.
         let is_answer = |item: &Item| !matches!(item.content, ItemContent::Reasoning { .. });
         if is_whole && !self.items.iter().any(is_answer) {
             self.start_message(events);
@@ -101,7 +101,7 @@ impl Output {
         self.items.push(item);
     }
 
-    /// Adds text to the item in progress.
+    /// Adds text to the item in progress, and sends the text as a delta event.
     fn extend(&mut self, delta: &str, tokens: Vec<TokenLogprob>, events: &mut impl EventSink) {
         let output_index = self.items.len().saturating_sub(1);
         let Some(item) = self.items.last_mut() else { return };

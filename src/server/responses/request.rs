@@ -20,11 +20,11 @@ use crate::server::http::body::Fields;
 use crate::server::http::error::ApiError;
 use crate::server::state::Server;
 
-/// The maximum number of entries in `metadata`.
+/// The maximum number of entries in `metadata`, as in OpenAI's API.
 const MAX_METADATA: usize = 16;
 
 /// Unsupported fields that would change the output.
-/// Each entry contains the field's name, the only accepted value besides null, and a hint for the error message.
+/// Each entry contains the field's name, the value that is accepted besides null, and a hint for the error message.
 const REFUSED: &[(&str, &str, &str)] = &[
     ("background", "false", "send 'stream' instead"),
     ("context_management", "[]", ""),
@@ -132,7 +132,7 @@ impl ResponseRequest {
     }
 }
 
-/// Reads the field `text`. Returns the value that the response repeats, and the grammar of the answer.
+/// Reads the field `text`. Returns the value that the response repeats, and the grammar of the answer, if set.
 fn read_text(fields: &mut Fields) -> Result<(Value, Option<Grammar>), ApiError> {
     let plain = json!({ "type": "text" });
     let Some(mut text) = fields.take_object("text")? else { return Ok((json!({ "format": plain }), None)) };

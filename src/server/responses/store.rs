@@ -38,7 +38,7 @@ struct Responses {
     ended: HashMap<String, Entry>,
     /// For each item id, the id of the item's response and the item's index in [`StoredResponse::items`].
     items: HashMap<String, (String, usize)>,
-    /// The ids of the responses, in the order of their last use.
+    /// The ids of the responses in `ended`, in the order of their last use.
     order: BTreeMap<u64, String>,
     next_use: u64,
     bytes: usize,
@@ -116,7 +116,7 @@ impl ClientStore {
         self.with(|responses| {
             let running = responses.running.get_mut(id)?;
             if let Some(cancel) = running.cancel.take() {
-                // Sending fails only if the response has just ended, so there is nothing to cancel.
+                // Sending fails only if the response has just ended. In that case, there is nothing to cancel.
                 let _ = cancel.send(());
             }
             running.object.set_status(ResponseStatus::Cancelled);

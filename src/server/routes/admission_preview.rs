@@ -23,7 +23,8 @@ struct Admission {
     /// Whether the server would admit the request now instead of rejecting it with status 429.
     accepted: bool,
     starts_now: bool,
-    /// The expected seconds until the request would start, or `None` if no sequence has ended yet.
+    /// If `accepted` is true, the expected seconds until the request would start.
+    /// `None` if no sequence has ended yet and the request would have to wait.
     /// If `accepted` is false, the seconds to wait before sending the request.
     expected_wait_s: Option<f64>,
     requests_ahead: usize,

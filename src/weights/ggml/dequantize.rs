@@ -6,7 +6,7 @@ use super::blocks;
 use super::types::GgmlType;
 
 impl GgmlType {
-    /// Dequantizes whole blocks. Fails if the number of bytes does not match the number of values.
+    /// Dequantizes complete blocks. Fails if the number of bytes does not match the number of values.
     pub fn dequantize(self, bytes: &[u8], values: &mut [f32]) -> Result<()> {
         if self.bytes(values.len() as u64, 1) != Some(bytes.len() as u64) {
             bail!("{} bytes do not match {} elements of {self}", bytes.len(), values.len());

@@ -2,7 +2,7 @@
 //! Tests use this module as the reference for the kernels.
 //!
 //! Source: ggml-org/llama.cpp, `ggml/src/ggml-common.h` (block layouts) and `gguf-py/gguf/quants.py`.
-//! Dequantization uses the same order of operations as `quants.py`, so the results are bit-identical.
+//! Dequantization uses the same order of operations as `quants.py`, so both give bit-identical results.
 
 mod blocks;
 mod dequantize;

@@ -1,7 +1,7 @@
 //! Quantizes floats to K-quant blocks (Q2_K to Q6_K) without an importance matrix.
 //!
 //! Source: the `quantize_row_*_ref` functions in `ggml/src/ggml-quants.c` of ggml-org/llama.cpp.
-//! The order of operations is the same as in ggml, so the quantized blocks are bit-identical.
+//! The order of operations is the same as in ggml, so the quantized blocks are bit-identical to ggml's.
 //! candle's ports of these functions are not used, because they follow an older version of ggml.
 
 use half::f16;
@@ -19,6 +19,7 @@ fn nearest(value: f32, min: f32, max: f32) -> f32 {
 
 /// In Q3_K and Q6_K, groups whose largest magnitude is below this limit are quantized as zeros.
 /// A Q6_K block whose largest scale is below the limit is also quantized as zeros.
+/// ggml names this limit `GROUP_MAX_EPS`.
 const SMALLEST_MAGNITUDE: f32 = 1e-15;
 
 /// Quantizes 256 finite values to one block. Returns false if the type is not a K-quant.
@@ -34,7 +35,7 @@ pub fn quantize(ggml_type: GgmlType, values: &[f32], block: &mut [u8]) -> bool {
     true
 }
 
-/// A block of quantized values. Each group in the block has a quantized scale and a quantized minimum.
+/// A block of quantized values. Each group in the block has its own quantized scale and minimum.
 struct TwoLevels {
     d: f16,
     dmin: f16,

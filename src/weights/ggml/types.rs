@@ -4,7 +4,7 @@ use std::fmt;
 
 use anyhow::{Result, bail};
 
-/// The type in which a GGUF file stores the elements of a tensor. Each row is a whole number of blocks.
+/// The type in which a GGUF file stores the elements of a tensor. Each row consists of complete blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum GgmlType {
     F32,
@@ -130,7 +130,7 @@ impl GgmlType {
     }
 
     /// Returns the size in bytes of a tensor with shape `[rows, columns]`.
-    /// Returns `None` if a row is not a whole number of blocks, or if the size overflows 64 bits.
+    /// Returns `None` if `columns` is not a multiple of the block length, or if the size overflows 64 bits.
     pub fn bytes(self, columns: u64, rows: u64) -> Option<u64> {
         let length = self.block_length() as u64;
         if !columns.is_multiple_of(length) {

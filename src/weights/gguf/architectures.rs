@@ -44,7 +44,7 @@ const LLAMA: ArchitectureLayout = ArchitectureLayout {
     add_fields: fields::llama,
 };
 
-/// An architecture layout without permuted rows and without biases.
+/// The base of the other layouts: [`LLAMA`] without permuted rows, biases and architecture-specific config fields.
 const PLAIN: ArchitectureLayout =
     ArchitectureLayout { permuted: false, biased: &[], add_fields: fields::none, ..LLAMA };
 

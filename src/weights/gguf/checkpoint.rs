@@ -118,7 +118,8 @@ impl GgufCheckpoint {
     }
 
     /// Returns the quantization of the model, such as `Q4_K_M`.
-    /// If the metadata does not specify a known quantization, returns the tensor type with the most bytes.
+    /// If the metadata does not specify a known quantization, returns the tensor type with the most bytes,
+    /// or `None` if the model has no tensors.
     pub fn quantization(&self) -> Option<String> {
         let file_type = self.metadata().u32("general.file_type").ok().flatten();
         if let Some((_, name)) = file_type.and_then(|id| FILE_TYPES.iter().find(|(known, _)| *known == id)) {
@@ -182,7 +183,7 @@ impl GgufCheckpoint {
         let info = self.required(name)?;
         let part = &self.parts[info.part];
         let bytes = part.tensor(info).with_context(|| {
-            format!("cannot read tensor {name}: only the header of {} was fetched", part.path.display())
+            format!("cannot read tensor {name}: the tensor was not fetched from {}", part.path.display())
         })?;
         Ok(GgufTensorView { info, file: &part.path, bytes })
     }

@@ -1,7 +1,8 @@
 //! Converts GGUF metadata to the fields of config.json and generation_config.json.
 //! Model families can therefore read the same config.json fields for GGUF files as for safetensors files.
 //!
-//! Missing keys have the same defaults as in llama.cpp (ggml-org/llama.cpp, `src/llama-model.cpp`):
+//! Keys that all architectures share have the same defaults as in llama.cpp
+//! (ggml-org/llama.cpp, `src/llama-model.cpp`):
 //! - one key/value head per query head
 //! - a head size equal to the hidden size divided by the number of heads
 //! - a rope_theta of 10,000 and no RoPE scaling
@@ -42,7 +43,7 @@ fn config(file: &GgufCheckpoint) -> Result<Value> {
     put("model_type", layout.model_type.into());
     put("vocab_size", keys.vocab_size()?.into());
     put("hidden_size", keys.required_size("embedding_length")?.into());
-    // If every layer has experts, the file may omit the MLP's intermediate size and specify only an expert's.
+    // If every layer has experts, the file may omit `feed_forward_length`, the intermediate size of a dense MLP.
     let intermediate = keys.size("feed_forward_length")?.filter(|length| *length > 0);
     put("intermediate_size", intermediate.or(keys.size("expert_feed_forward_length")?).into());
     put("num_hidden_layers", file.block_count()?.into());
@@ -61,7 +62,7 @@ fn config(file: &GgufCheckpoint) -> Result<Value> {
         put("partial_rotary_factor", fraction(rotated, head_dim).into());
     }
     (layout.add_fields)(&keys, &mut fields)?;
-    // Missing fields must stay absent, because some families treat `null` as a value.
+    // Missing fields must stay absent, because a model family sets no default for a field that is `null`.
     fields.retain(|_, value| !value.is_null());
     Ok(Value::Object(fields))
 }

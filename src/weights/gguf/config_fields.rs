@@ -49,7 +49,7 @@ pub fn qwen3_moe(keys: &ArchitectureKeys, fields: &mut Map<String, Value>) -> Re
     let layers: Vec<usize> = (0..keys.file.block_count()?).filter(dense).collect();
     fields.insert("mlp_only_layers".into(), layers.into());
     fields.insert("moe_intermediate_size".into(), keys.required_size("expert_feed_forward_length")?.into());
-    // Without this key, normalize the router weights of the chosen experts, as llama.cpp does for this architecture.
+    // If `expert_weights_norm` is missing, normalize the router weights of the chosen experts, as llama.cpp does.
     let normalized = keys.file.metadata().bool(&keys.key("expert_weights_norm"))?;
     fields.insert("norm_topk_prob".into(), normalized.unwrap_or(true).into());
     Ok(())

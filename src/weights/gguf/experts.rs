@@ -68,7 +68,7 @@ impl Experts<'_> {
                 tensors.insert(format!("{name}_blocks"), blocks);
                 tensors.insert(format!("{name}_scales"), scales);
             } else {
-                // Unpacked gpt-oss checkpoints store the matrices as `[experts, in, out]`.
+                // Hugging Face checkpoints of gpt-oss without MXFP4 store the matrices as `[experts, in, out]`.
                 let mut tensor = tensor;
                 tensor.info.shape.swap(1, 2);
                 tensors.insert(name.clone(), ModelTensor { transform: Transform::Transposed, ..tensor });
@@ -125,7 +125,8 @@ enum GateUpLayout {
 }
 
 /// Splits a tensor of stacked MXFP4 matrices into a tensor of elements and a tensor of scales.
-/// The elements have the shape `[experts, rows, columns / 32, 16]`, and the scales `[experts, rows, columns / 32]`.
+/// The elements have the shape `[experts, rows, columns / 32, 16]`, with two elements per byte.
+/// The scales have the shape `[experts, rows, columns / 32]`.
 fn packed(tensor: ModelTensor) -> (ModelTensor, ModelTensor) {
     let ModelTensor { info, sources, rows, .. } = tensor;
     let groups = info.elements() / GgmlType::Mxfp4.block_length();

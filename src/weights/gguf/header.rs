@@ -23,7 +23,7 @@ pub struct Header {
     pub tensors: BTreeMap<String, GgufTensorInfo>,
 }
 
-/// One row of the tensor table.
+/// One entry of the tensor table.
 #[derive(Clone, Debug)]
 pub struct GgufTensorInfo {
     pub ggml_type: GgmlType,
@@ -125,7 +125,7 @@ fn alignment(metadata: &Metadata) -> Result<u64> {
     Ok(alignment.into())
 }
 
-/// A row of the tensor table before its offset is checked.
+/// An entry of the tensor table before its offset is checked.
 struct UncheckedTensor {
     info: GgufTensorInfo,
     /// The offset from the start of the data section.
@@ -175,7 +175,7 @@ fn read_row(cursor: &mut Cursor) -> Result<UncheckedTensor> {
     if elements.is_none_or(|elements| elements > i64::MAX as u64) {
         bail!("shape {shape:?} has too many elements");
     }
-    // Check the size in bytes for overflow. Count 0 rows as 1 row, for the same reason.
+    // Check the size in bytes for overflow. Here, too, count a dimension of 0 as 1, so that it hides no overflow.
     let bytes = |rows| ggml_type.bytes(columns, rows).and_then(|bytes| usize::try_from(bytes).ok());
     let all_rows = bytes(shape.iter().skip(1).map(|&length| length.max(1)).product());
     let (Some(_), Some(bytes)) = (all_rows, bytes(shape.iter().skip(1).product())) else {

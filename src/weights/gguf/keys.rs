@@ -46,7 +46,7 @@ impl<'c> ArchitectureKeys<'c> {
     }
 
     /// Returns the head size. The default is the hidden size divided by the number of heads.
-    /// Fails if keys and values have different head sizes.
+    /// Fails if this default is not an integer, or if keys and values have different head sizes.
     pub fn head_dim(&self) -> Result<u64> {
         let (heads, hidden) = (self.file.head_counts()?.0 as u64, self.required_size("embedding_length")?);
         let head_dim = match self.size("attention.key_length")? {
@@ -122,7 +122,7 @@ impl<'c> ArchitectureKeys<'c> {
             Ok(Some(values.into_iter().map(widen).collect()))
         };
         let original = self.size("rope.scaling.original_context_length")?;
-        // For Llama 3.1, the converter stores one divisor per frequency. longrope factors have the same meaning.
+        // For Llama 3.1, llama.cpp's converter stores one divisor per RoPE frequency, as longrope does.
         let [freqs, short, long] = ROPE_FACTOR_TENSORS;
         if let Some(factors) = factors(freqs)? {
             return Ok(Some(json!({

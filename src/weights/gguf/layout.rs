@@ -1,4 +1,4 @@
-//! The tensor names of an architecture and the transformations that the converter applied to its tensors.
+//! The tensor names of an architecture and the transformations that llama.cpp's converter applied to the tensors.
 //!
 //! Source: ggml-org/llama.cpp, `convert_hf_to_gguf.py` and `gguf-py/gguf/tensor_mapping.py`.
 
@@ -64,7 +64,7 @@ pub const STANDARD_PARTS: &[(&str, &str)] = &[
 /// The role of a tensor in a GGUF file.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Role {
-    /// A weight tensor of the model. Holds its Hugging Face name.
+    /// A weight or bias outside the routed experts. Holds the Hugging Face name of the tensor.
     Tensor(String),
     /// A tensor with weights or biases of routed experts.
     Expert,
@@ -74,7 +74,7 @@ pub enum Role {
 
 impl ArchitectureLayout {
     /// Returns the role of a tensor, or `None` if the architecture has no tensor of this name.
-    /// The names of expert tensors and RoPE factors have a role in every architecture.
+    /// Expert tensors, RoPE factors and `attn_rot_embd` have a role in every architecture.
     pub fn role(&self, name: &str) -> Option<Role> {
         let tensor = |name: &str, suffix: &str| Some(Role::Tensor(format!("{name}.{suffix}")));
         if ROPE_FACTOR_TENSORS.contains(&name) {

@@ -1,6 +1,6 @@
 //! Limits on the contents of a GGUF file.
 
-/// The maximum number of metadata keys. Files of known models have fewer than 100.
+/// The maximum number of metadata keys in one file. For comparison: GGUF files usually have fewer than 100.
 pub const MAX_KEYS: u64 = 1 << 16;
 /// The maximum number of tensors in one file.
 /// For comparison: 60 layers with 256 experts each, stored as one tensor per expert matrix, have 46,080 expert tensors.
@@ -18,9 +18,10 @@ pub const MAX_DIMENSIONS: u32 = 4;
 /// The maximum size of a header, in bytes. A header with 260,000 tokens and their BPE merges takes about 16 MB.
 pub const MAX_HEADER_BYTES: u64 = 64 << 20;
 /// The maximum total size of the headers of a split model, in bytes.
-/// llama.cpp's `gguf-split` writes the vocabulary only to the first part.
+/// llama.cpp's `gguf-split` writes the vocabulary only to the first part, so the other headers are short.
 pub const MAX_SPLIT_HEADER_BYTES: u64 = 256 << 20;
-/// RoPE factors are read only up to this number of rotated dims per head. Attention supports up to 256 dims per head.
+/// The maximum number of rotated dims per head for which RoPE factors are read.
+/// For comparison: attention supports up to 256 dims per head.
 pub const MAX_HEAD_DIM: u64 = 1024;
 /// The maximum number of layers. For comparison: Llama 3.1 405B has 126 layers.
 pub const MAX_BLOCKS: u32 = 1024;

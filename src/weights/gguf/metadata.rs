@@ -248,7 +248,7 @@ impl<'c> Metadata<'c> {
         self.scalar(key, "a boolean", Value::bool)
     }
 
-    /// Returns a float. Fails for infinity and NaN, which are invalid for every key that inferno reads.
+    /// Returns a float. Fails for infinity and NaN, which are invalid for every scalar key that inferno reads.
     pub fn f32(&self, key: &str) -> Result<Option<f32>> {
         self.scalar(key, "a finite float", |value| value.f32().filter(|value| value.is_finite()))
     }

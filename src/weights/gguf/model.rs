@@ -117,8 +117,8 @@ impl GgufModel {
 
     /// Returns the rows and columns of a matrix `[out, in]`.
     /// Stacked matrices count as one matrix with their rows combined.
-    /// Returns `None` for tensors that are not matrices, for stacked matrices that are transposed,
-    /// and for a matrix whose source tensors have different types.
+    /// Returns `None` for tensors that are not matrices, for packed MXFP4 tensors,
+    /// for stacked matrices that are transposed, and for a matrix whose source tensors have different types.
     pub fn matrix_shape(&self, name: &str) -> Result<Option<(usize, usize)>> {
         let tensor = self.required(name)?;
         let mut types = tensor.sources.iter().map(|source| self.file.info(source).map(|info| info.ggml_type));
@@ -142,7 +142,7 @@ impl GgufModel {
     }
 
     /// Returns a tensor as floats of `dtype` (F32, F16 or BF16) in host memory.
-    /// Converts rows of other types on all cores.
+    /// Unless the file stores exactly these floats, converts the rows on all cores.
     pub fn float(&self, name: &str, dtype: DType) -> Result<Tensor> {
         self.shared_float(name, dtype, None)
     }
