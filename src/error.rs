@@ -84,19 +84,20 @@ pub enum Error {
         device: String,
         needed_bytes: u64,
         free_bytes: u64,
-        /// The limit that `--gpu-memory` sets, in bytes, if the limit is too small and less than `free_bytes`.
+        /// The limit that `--gpu-memory` sets, in bytes, if it is less than both `needed_bytes` and `free_bytes`.
         limit_bytes: Option<u64>,
-        /// The length of a shorter context that would fit in the memory of the device, in tokens.
+        /// The length, in tokens, of a shorter context that would fit.
         fitting_context: Option<usize>,
         /// The smallest number of equal GPUs (2, 4 or 8) that can hold the model and its context.
         fitting_gpus: Option<usize>,
     },
 
-    /// The command changes only inferno's own cache, but the model is elsewhere on this machine.
+    /// The command changes only inferno's own cache, but the model is in the shared Hugging Face cache.
     #[error("{0}")]
     NotInOwnCache(String),
 
-    /// The command line, an environment variable or the configuration file is invalid or cannot be followed.
+    /// The command line, an environment variable or the configuration file is invalid, or requests something that
+    /// cannot be done.
     #[error("{0}")]
     Usage(String),
 
@@ -140,7 +141,7 @@ pub enum Error {
     )]
     PromptTooLong { prompt_bytes: usize, context_tokens: usize },
 
-    /// The server at the URL of `play --url` does not respond, or its response is not JSON.
+    /// The request to the server at the URL of `play --url` failed, or the response is not JSON.
     #[error("cannot reach a server at {url}: {cause}\n  check the URL, and check that the server is running")]
     ServerUnreachable { url: String, cause: String },
 

@@ -19,17 +19,20 @@ use crate::text::{library_error, size};
 const KB: u64 = 1000;
 const MB: u64 = 1000 * KB;
 
-/// The maximum size of config.json, in bytes. The largest known file has 250 KB.
+// The limits on model files are above the sizes of these files in published models.
+// Only damaged or hostile files should exceed the limits.
+
+/// The maximum size of config.json, in bytes.
 pub const CONFIG: u64 = MB;
-/// The maximum size of generation_config.json, in bytes. Known files have less than 1 KB.
+/// The maximum size of generation_config.json, in bytes.
 pub const GENERATION_CONFIG: u64 = MB;
-/// The maximum size of a chat template, in bytes. The largest known template has 20 KB.
+/// The maximum size of a chat template, in bytes.
 pub const CHAT_TEMPLATE: u64 = MB;
-/// The maximum size of tokenizer_config.json or special_tokens_map.json, in bytes. Known files have at most 2 MB.
+/// The maximum size of tokenizer_config.json or special_tokens_map.json, in bytes.
 pub const TOKENIZER_CONFIG: u64 = 16 * MB;
-/// The maximum size of tokenizer.json, in bytes. The largest known file has 35 MB.
+/// The maximum size of tokenizer.json, in bytes. The file of gpt-oss has 28 MB.
 pub const TOKENIZER: u64 = 128 * MB;
-/// The maximum size of a shard index, in bytes. The largest known index has 15 MB.
+/// The maximum size of a shard index, in bytes.
 pub const SHARD_INDEX: u64 = 32 * MB;
 /// The maximum size of a saved conversation, in bytes.
 pub const JOURNAL: u64 = 128 * MB;
@@ -45,16 +48,16 @@ pub const DOWNLOAD_RECORD: u64 = 16 * MB;
 /// The maximum size, in bytes, of a file with a single value, such as a commit hash, an access token or a time.
 pub const SINGLE_VALUE: u64 = 64 * KB;
 
-/// The maximum number of values in a JSON text. A parsed value takes up to 50 times as much memory as its text.
-/// Even the largest known shard index, of 15 MB, has fewer values.
+/// The maximum number of values in a JSON text that [`parse_json`] accepts.
+/// A limit on the size of the text is not enough, because a parsed value can take many times the memory of its text.
 const MAX_JSON_VALUES: usize = 1 << 20;
 
-/// Opens a regular file for reading. Fails for pipes, folders and devices.
+/// Opens a regular file for reading. Fails for pipes, directories and devices.
 pub fn open(path: &Path) -> Result<File> {
     open_regular(path).with_context(|| cannot_read(path))
 }
 
-/// Reads a regular file of at most `limit` bytes. Fails for larger files, pipes, folders and devices.
+/// Reads a regular file of at most `limit` bytes. Fails for larger files, pipes, directories and devices.
 pub fn read(path: &Path, limit: u64) -> Result<Vec<u8>> {
     let file = open(path)?;
     read_to_limit(&file, limit).with_context(|| cannot_read(path))
@@ -91,7 +94,7 @@ pub fn read_json_if_present<T: DeserializeOwned>(path: &Path, limit: u64) -> Res
     parse_json(&bytes).with_context(|| cannot_read(path)).map(Some)
 }
 
-/// Parses untrusted JSON. Fails if `bytes` are not valid JSON or do not fit the type `T`.
+/// Parses untrusted JSON. Fails if `bytes` are not valid JSON or do not match the type `T`.
 /// Also fails if [`check_json_values`] finds more than 2^20 values.
 pub fn parse_json<T: DeserializeOwned>(bytes: &[u8]) -> Result<T> {
     parse_json_up_to(MAX_JSON_VALUES, bytes)
@@ -126,7 +129,7 @@ pub fn check_json_values(limit: usize, json: &[u8]) -> Result<()> {
     Ok(())
 }
 
-/// Reads the first `bytes` bytes of a regular file, or the whole file if it is shorter.
+/// Reads the first `bytes` bytes of a regular file, or all bytes of a shorter file.
 pub fn read_head(path: &Path, bytes: u64) -> Result<Vec<u8>> {
     let mut head = Vec::new();
     open(path)?.take(bytes).read_to_end(&mut head).with_context(|| cannot_read(path))?;

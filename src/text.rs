@@ -51,7 +51,7 @@ pub fn quote(untrusted: &str) -> String {
     format!("'{}'", excerpt(untrusted).replace('\'', "\\'"))
 }
 
-/// Escapes and shortens a string like [`quote`], but does not add or escape quotes. Used for tensor names and keys.
+/// Escapes and shortens a string like [`quote`], but does not add or escape quotes.
 pub fn excerpt(untrusted: &str) -> String {
     let mut out = String::new();
     for c in untrusted.chars().take(QUOTED_CHARACTERS) {

@@ -1,4 +1,4 @@
-//! Recognizes bare calls: an answer that consists only of tool calls, without a control token before them.
+//! Recognizes bare calls: answers that consist only of tool calls, without a control token before the calls.
 //!
 //! Small Llama 3 models often omit `<|python_tag|>`. Such an answer consists of one or more JSON objects such as
 //! `{"name": "get_weather", "parameters": {"city": "Paris"}}`, separated by semicolons or newlines.
@@ -6,19 +6,19 @@
 use super::message::ToolCall;
 use super::tagged_call::read_bare_calls;
 
-/// The accepted keys of a call. If any key were accepted, every answer in JSON would be held back until its end.
+/// The accepted keys of a call. If any key were accepted, most answers in JSON would be held back until their end.
 const KEYS: [&str; 4] = ["name", "parameters", "arguments", "type"];
 
 /// Reads an answer as it grows, and reports whether the answer can still consist of calls of known tools.
 ///
-/// Reads each byte only once. The JSON of call arguments is checked at the end of the answer.
+/// [`is_possible`](Self::is_possible) reads each byte only once. [`finish`](Self::finish) checks the JSON of the calls.
 pub struct BareCalls {
     /// The names of the tools in the request.
     names: Vec<String>,
     /// The number of bytes of the answer that were read.
     read: usize,
     state: State,
-    /// The JSON key whose value comes next.
+    /// The JSON key whose value is being read or comes next.
     key: &'static str,
     /// The bytes read so far of the current key, tool name or type.
     word: Vec<u8>,
@@ -44,7 +44,7 @@ enum State {
     Text,
 }
 
-/// Whether a byte of the arguments is part of a JSON string.
+/// Whether the next byte of the arguments is part of a JSON string.
 #[derive(Clone, Copy)]
 enum Quote {
     Outside,
@@ -60,7 +60,7 @@ impl BareCalls {
         Self { names, read: 0, state, key, word: Vec::new(), depth: 0, quote }
     }
 
-    /// Discards the answer read so far, and waits for a new answer.
+    /// Discards the answer, so that the reader can read a new one.
     pub fn reset(&mut self) {
         *self = Self::new(std::mem::take(&mut self.names));
     }
@@ -103,7 +103,8 @@ impl BareCalls {
         }
     }
 
-    /// Reads a byte of a key, of a tool's name or of the type. None of these words contains an escape sequence.
+    /// Reads a byte of a key, of a tool's name or of the type. Does not decode escape sequences, because no known key,
+    /// name or type needs one.
     fn next_in_word(&mut self, byte: u8) -> State {
         let is_key = matches!(self.state, State::Key);
         let known: Vec<&str> = match self.key {

@@ -25,7 +25,7 @@ pub struct TemplateFormat {
     /// The name of the file that contains the template.
     name: String,
     reads_tools: bool,
-    /// The compiled template. `None` if another process renders the template.
+    /// The template. `None` if another process renders it.
     template: Option<Box<Template>>,
 }
 
@@ -45,7 +45,7 @@ impl ChatFormat {
     /// 2. the file `chat_template.jinja`
     /// 3. the key `chat_template` in `tokenizer_config.json`
     ///
-    /// Returns `None` for a base model, which has no chat format.
+    /// Returns `None` if none of them exists, as for most base models.
     pub fn load(dir: &Path, tokenizer: &Tokenizer) -> Result<Option<ChatFormat>> {
         if let Some(harmony) = Harmony::find(tokenizer) {
             return Ok(Some(ChatFormat::Harmony(harmony)));
@@ -74,7 +74,7 @@ impl ChatFormat {
         Some(ChatFormat::Template(TemplateFormat::new(template)))
     }
 
-    /// Creates a chat format whose template `name` is rendered by another process.
+    /// Creates a chat format whose template, from the file `name`, is rendered by another process.
     /// `reads_tools` is what [`reads_tools`](Self::reads_tools) returns in that process.
     ///
     /// If the vocabulary has harmony's control tokens, uses harmony instead of the template.
@@ -93,7 +93,7 @@ impl ChatFormat {
         }
     }
 
-    /// Returns whether the prompt contains the tools of a request. Some templates ignore tools.
+    /// Returns whether rendered prompts contain the tools of a request. Some templates ignore tools.
     pub fn reads_tools(&self) -> bool {
         match self {
             ChatFormat::Harmony(_) => true,
@@ -104,7 +104,7 @@ impl ChatFormat {
     /// Renders a conversation to token ids.
     ///
     /// Fails if the template is invalid, rejects the conversation, or runs in another process.
-    /// With harmony, fails if a tool call or a tool result cannot be rendered.
+    /// With harmony, fails if a tool, a tool call or a tool result cannot be rendered.
     pub fn render(&self, tokenizer: &Tokenizer, messages: &[Message], options: &RenderOptions) -> Result<Rendered> {
         match self {
             ChatFormat::Harmony(harmony) => harmony.render(tokenizer, messages, options),

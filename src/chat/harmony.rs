@@ -6,7 +6,7 @@
 //! This code intentionally differs in one way: it drops all reasoning up to the last final answer.
 //! `docs/format.md` and the model's chat_template.jinja drop the same reasoning.
 //! openai/harmony drops reasoning only up to the first final answer.
-//! It drops none if the last assistant message is not a final answer.
+//! It drops no reasoning if the last assistant message is not a final answer.
 //!
 //! This code does not use gpt-oss's chat_template.jinja, because that template differs from openai/harmony:
 //!
@@ -84,7 +84,8 @@ impl Harmony {
     }
 }
 
-/// Returns the system message that harmony requires. The user's system prompt goes into the developer message.
+/// Returns the text of the system message that harmony requires.
+/// The user's system prompt goes into the developer message.
 fn system_text(options: &RenderOptions) -> String {
     let mut text = format!(
         "You are ChatGPT, a large language model trained by OpenAI.\nKnowledge cutoff: 2024-06\nCurrent date: {}\n\n\
@@ -98,7 +99,7 @@ fn system_text(options: &RenderOptions) -> String {
     text
 }
 
-/// Returns harmony's developer message, which contains the instructions and the tools.
+/// Returns the text of a developer message, which contains the instructions and the tools, if any.
 fn developer_text(instructions: &str, tools: Option<&str>) -> String {
     let instructions = (!instructions.is_empty()).then(|| format!("# Instructions\n\n{instructions}"));
     let sections: Vec<&str> = instructions.as_deref().into_iter().chain(tools).collect();
@@ -138,8 +139,8 @@ pub fn address(name: &str) -> String {
 
 /// Returns the full name of the function that produced a tool message.
 ///
-/// Uses the name in the message, or else the name in the tool call with the message's id.
-/// Otherwise, uses the name in the last tool call. Fails if there is no tool call.
+/// Uses the name in the message, or else the name in the earlier tool call that the message answers.
+/// If no call has the id in `tool_call_id`, uses the name in the last earlier call. Fails if there is no earlier call.
 fn function_name(earlier: &[Message], message: &Message) -> Result<String> {
     if let Some(name) = &message.name {
         return Ok(address(name));
@@ -189,7 +190,7 @@ impl Writer<'_> {
         self.text.push_str(name);
     }
 
-    /// Writes text of a message. Control tokens in this text are encoded as ordinary text.
+    /// Writes a part of a header or the text of a message. Control tokens in `text` are encoded as ordinary text.
     fn plain(&mut self, text: &str) -> Result<()> {
         self.ids.extend(self.tokenizer.encode(text, ControlTokens::Text)?);
         self.text.push_str(text);

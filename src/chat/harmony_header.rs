@@ -26,17 +26,17 @@ pub struct Header {
     pub channel: Option<Vec<u32>>,
     /// The ids after `<|constrain|>`: the content type.
     pub constrain: Option<Vec<u32>>,
-    /// The recipient from before a second `<|channel|>`.
+    /// The recipient that came before a second `<|channel|>`.
     pub recipient: Option<String>,
 }
 
-/// A parsed header: its channel, its recipient, and any content directly after the header without `<|message|>`.
+/// A parsed header: its channel, its recipient, and any content that follows the header without `<|message|>`.
 pub struct ParsedHeader {
     pub channel: Channel,
     pub recipient: Option<String>,
     /// Whether the header follows the format.
     pub is_well_formed: bool,
-    /// Text after the header that belongs to the content.
+    /// The text at the end of the header that belongs, or may belong, to the content instead.
     pub rest: String,
     /// Whether later tokens may show that `rest` is part of the header.
     pub is_undecided: bool,
@@ -65,7 +65,8 @@ impl Header {
         self.tokens() == 0 && self.channel.is_none() && self.constrain.is_none()
     }
 
-    /// Parses the header tokens so far. They may include content, because models sometimes omit `<|message|>`.
+    /// Parses the generated tokens of the header.
+    /// The tokens may include content, because models sometimes omit `<|message|>`.
     pub fn parse(&self, tokenizer: &Tokenizer) -> Result<ParsedHeader> {
         let role_text = tokenizer.decode(&self.role)?;
         let channel_text = self.channel.as_ref().map(|ids| tokenizer.decode(ids)).transpose()?;
@@ -129,7 +130,7 @@ impl ParsedHeader {
     }
 }
 
-/// Appends words to the header text, separated by a space.
+/// Appends the words `more` to `text`, separated by a space.
 pub fn push_words(text: &mut String, more: &str) {
     if !text.is_empty() && !more.is_empty() {
         text.push(' ');
@@ -201,7 +202,7 @@ fn read_role(text: &str, opening: Opening) -> Words<'_> {
         return Words { name: Some(first), recipient: Some(recipient), rest, is_undecided: false };
     }
     if second.is_empty() || (after_second.is_none() && may_be_recipient(second)) {
-        // So far, the role part contains only a role, or a role and the start of a recipient.
+        // The role part contains only a role, or a role and the possible start of a recipient.
         // An unknown role becomes content if no `<|message|>` follows.
         let rest = if known { second } else { text };
         return Words { name: Some(first), recipient: None, rest, is_undecided: true };

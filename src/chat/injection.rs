@@ -4,10 +4,10 @@
 //! In that string, an `<|im_end|>` from a message looks like an `<|im_end|>` from the template.
 //! Before rendering, this module inserts a mark into every control token in a message.
 //! The mark is a Unicode character that no message contains.
-//! After rendering, each text between two control tokens that contains a mark is encoded as ordinary text.
+//! After rendering, text between two control tokens of the template is encoded as ordinary text if it contains a mark.
 //! The marks are removed before encoding.
 //!
-//! Most conversations need no marks. Their prompt is encoded in one call, as in transformers.
+//! Most conversations need no marks. Their prompts are encoded in one call, as in transformers.
 
 use std::collections::HashMap;
 
@@ -42,6 +42,7 @@ impl<'t> Marker<'t> {
 
     /// Returns `text` with a mark after the first character of every control token that is not in `allowed`.
     ///
+    /// If `text` ends with the start of a control token, the result also has a mark at its end.
     /// If normalizing `text` would create control tokens, the result has a mark after every character.
     pub fn mark(&self, text: &str, allowed: &[&str]) -> Result<String> {
         let mut out = String::with_capacity(text.len());

@@ -163,9 +163,8 @@ struct WirePart {
     text: Option<String>,
 }
 
-/// A tool call in JSON: nested as in Chat Completions, or flat as in the Responses API.
-///
-/// The two forms are `{"id", "type", "function": {"name", "arguments"}}` and `{"id", "name", "arguments"}`.
+/// A tool call in JSON, in OpenAI's form `{"id", "type", "function": {"name", "arguments"}}`.
+/// The flat form `{"id", "name", "arguments"}` is accepted too.
 #[derive(Deserialize)]
 struct WireToolCall {
     #[serde(default)]

@@ -34,7 +34,7 @@ pub struct Style {
 struct PythonFormatter {
     style: Style,
     depth: usize,
-    /// Whether the innermost list or object has an item yet.
+    /// Whether the innermost open list or object has an item.
     /// An empty list or object is written as `[]` or `{}`, even with indentation.
     has_items: bool,
 }

@@ -6,7 +6,8 @@ use serde_json::{Map, Value};
 use super::message::ToolCall;
 use super::python;
 
-/// The token before the tool calls of Mistral models. It precedes a JSON list of calls, or the name of one call.
+/// The token before the tool calls of Mistral models.
+/// A JSON list of calls, or the function name of one call, follows this token.
 pub const MISTRAL_CALLS: &str = "[TOOL_CALLS]";
 
 /// The tokens before the call id and before the arguments of a tool call, in newer Mistral models.

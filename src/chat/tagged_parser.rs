@@ -5,7 +5,7 @@
 //! The parser therefore recognizes a tag in both forms: as a token and as text.
 //!
 //! Tool calls are part of the answer, between `<tool_call>` and `</tool_call>`.
-//! In the formats of Mistral and Llama 3, a tool call begins with `[TOOL_CALLS]` or `<|python_tag|>`.
+//! A tool call begins with `[TOOL_CALLS]` in Mistral's format, and with `<|python_tag|>` in Llama 3's format.
 //! Such a tool call ends at the end of the answer, or where the next call begins.
 //! The parser recognizes tool call tags only as tokens, because an answer may quote the tags as text.
 //! Llama 3 may omit the token if the whole answer consists of calls of tools in the request (see `bare_call`).
@@ -167,7 +167,7 @@ impl TaggedParser {
         self.emit(&certain, out);
     }
 
-    /// Returns whether the whole answer so far is held back.
+    /// Returns whether the held text is the whole answer, apart from whitespace.
     fn has_only_held(&self) -> bool {
         self.channel == Channel::Answer && !self.answered && self.tool_calls.is_empty()
     }

@@ -27,8 +27,8 @@ use super::template_functions;
 use crate::files;
 use crate::tokenizer::Tokenizer;
 
-/// The maximum number of steps of the template engine, which take about one second.
-/// Rendering a long conversation needs about 1% of this limit.
+/// The maximum number of steps of the template engine.
+/// Rendering a long conversation takes far fewer steps, so this limit stops only runaway templates.
 const FUEL: u64 = 20_000_000;
 const MAX_DEPTH: usize = 200;
 const MAX_OUTPUT_BYTES: usize = 64 << 20;
@@ -71,7 +71,7 @@ struct Dialect {
     developer_role: bool,
     /// The message fields from which the template reads reasoning.
     reasoning_keys: Vec<&'static str>,
-    /// Whether the template distinguishes null content from empty content in messages with tool calls.
+    /// Whether the template checks for null content. If so, messages with tool calls but no text have null content.
     null_content: bool,
     /// Whether the template accepts only tool call ids of nine letters and digits, as Mistral's templates do.
     short_call_ids: bool,
@@ -205,7 +205,7 @@ impl Source {
 
     /// Compiles and runs the template.
     ///
-    /// A run-time error is [`TemplateFailed`], except for `raise_exception` and the step limit.
+    /// A run-time error is [`TemplateFailed`], except a call of `raise_exception` or an exceeded step limit.
     fn render(&self, context: Value) -> Result<String> {
         let compile = || environment(&self.text).map_err(|error| explain(&self.file, &error));
         let environment = self.environment.get_or_init(compile).as_ref().map_err(|cause| anyhow!("{cause}"))?;
@@ -275,7 +275,7 @@ impl Dialect {
         if !self.short_call_ids || is_short {
             return id.into();
         }
-        // Use FNV-1a, whose value is the same in every build.
+        // Use FNV-1a, because the values of Rust's default hasher may change between Rust versions.
         // Removing the invalid characters instead would make `call_1_11` and `call_11_1` equal.
         let hash = id
             .bytes()
@@ -292,7 +292,7 @@ enum Arguments {
     Strings,
 }
 
-/// An error while a template runs, other than a call of `raise_exception` and the step limit.
+/// An error of a running template, except a call of `raise_exception` or an exceeded step limit.
 ///
 /// After this error, `render` tries again with the arguments of tool calls as strings, if there are tool calls.
 #[derive(Debug, thiserror::Error)]

@@ -7,7 +7,7 @@ use minijinja_contrib::pycompat::unknown_method_callback;
 
 use super::python;
 
-/// Adds all functions, filters, tests and methods to an environment, except `strftime_now`, which depends on a date.
+/// Adds the functions, filters, tests and methods to an environment, except `strftime_now`, which depends on a date.
 pub fn install(environment: &mut Environment<'static>) {
     environment.set_unknown_method_callback(method);
     environment.add_filter("tojson", tojson);
@@ -40,7 +40,7 @@ pub fn raised(error: &Error) -> Option<String> {
 
 /// Returns the template function `strftime_now(format)`.
 ///
-/// The function formats midnight on `date`, not the current time, so that prompts of one date start in the same way.
+/// The function formats midnight on `date`, not the current time, so that prompts with equal dates share a prefix.
 pub fn strftime_now(date: String) -> Value {
     Value::from_function(move |format: String| -> Result<String, Error> {
         let failed = |error: jiff::Error| Error::new(ErrorKind::InvalidOperation, format!("strftime_now: {error}"));

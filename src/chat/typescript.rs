@@ -77,14 +77,15 @@ fn type_of(schema: &Value, indent: &str) -> String {
     }
 }
 
-/// Returns the TypeScript type of a JSON schema. Adds `| null` if `nullable` is true in the schema.
+/// Returns the TypeScript type of a JSON schema.
+/// Adds `| null` if `nullable` is true in the schema and the type does not contain `null`.
 fn nullable_type_of(schema: &Value, indent: &str) -> String {
     let name = type_of(schema, indent);
     let nullable = schema.get("nullable").and_then(Value::as_bool).unwrap_or(false);
     if nullable && !name.contains("null") { name + " | null" } else { name }
 }
 
-/// Returns the type of a `oneOf` schema that does not describe a property directly, but for example array items.
+/// Returns the type of a `oneOf` schema that is not the schema of a property, such as the schema of array items.
 fn one_of(variants: &[Value], indent: &str) -> String {
     let mut out = String::new();
     for variant in variants {

@@ -10,9 +10,10 @@ use crate::chat::{Channel, Delta, ToolCall};
 use crate::engine::FinishReason;
 
 /// The maximum number of tool calls in one answer. The client ignores further tool calls.
+/// Without the limit, a server could make the client allocate much memory by sending a large index.
 const MAX_CALLS: usize = 128;
 
-/// The state that the chunks of one answer have reported so far, except the text of the answer.
+/// The data of one answer, collected from its chunks, without the reasoning and the answer text.
 #[derive(Debug, Default)]
 pub struct Chunks {
     pub usage: Option<UsageReport>,
@@ -36,7 +37,7 @@ pub struct UsageReport {
 impl Chunks {
     /// Reads the data of an event. Returns the new text, and [`Flow::Stop`] if this event ends the stream.
     ///
-    /// The event data is a chunk of a stream, or a whole answer from a server that does not stream.
+    /// The event data is a chunk of a stream, or a complete answer from a server that does not stream.
     pub fn push(&mut self, data: &str) -> Result<(Vec<Delta>, Flow)> {
         if data.trim() == "[DONE]" {
             return Ok((Vec::new(), Flow::Stop));

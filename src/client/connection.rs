@@ -82,7 +82,7 @@ struct Refusal {
     body: Vec<u8>,
 }
 
-/// Closes all connections of an HTTP agent on drop. This ends a request in progress.
+/// Closes all connections of an HTTP agent on drop. A request in progress then fails.
 struct CloseOnDrop(Option<Agent>);
 
 impl Drop for CloseOnDrop {
@@ -150,7 +150,7 @@ impl Connection {
     }
 
     /// Sends a JSON body to a route of OpenAI's API and reads the events of the response.
-    /// If the JSON response is not a stream, it counts as one event.
+    /// A JSON response that is not a stream counts as one event.
     ///
     /// If `cancel` is set or `on_event` fails, closes the connection, so that the server stops generating.
     pub fn stream(

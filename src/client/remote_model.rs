@@ -22,7 +22,7 @@ use crate::text::escaped;
 pub struct RemoteModel {
     connection: Rc<Connection>,
     model: ServedModel,
-    /// Whether the server may support the route `/tokenize`. False once a response has shown that it does not.
+    /// Whether the server may support the route `/tokenize`. False after a response has shown that the server does not.
     can_count: Cell<bool>,
     last: RefCell<Option<LastAnswer>>,
 }
@@ -39,7 +39,7 @@ impl RemoteModel {
         Self { connection, model, can_count: Cell::new(true), last: RefCell::new(None) }
     }
 
-    /// Returns the JSON body of a request. Of the settings, the body contains only those that the user chose.
+    /// Returns the JSON body of a request. The body contains no settings except those that the user chose.
     /// For all other settings, the server uses its defaults.
     fn body(&self, request: &TurnRequest<'_>, messages: &[Message]) -> Value {
         let options = &request.options;
@@ -99,7 +99,8 @@ impl RemoteModel {
     }
 }
 
-/// Converts a message to JSON. Omits all but role and text, because chat formats drop reasoning of earlier turns.
+/// Converts the role and the text of a message to JSON.
+/// Omits the reasoning, because chat formats drop the reasoning of earlier turns.
 fn wire_message(message: &Message) -> Value {
     json!({ "role": message.role.as_str(), "content": message.content })
 }
@@ -107,7 +108,7 @@ fn wire_message(message: &Message) -> Value {
 impl Backend for RemoteModel {
     fn answer(&self, request: TurnRequest<'_>, on_delta: &mut OnDelta) -> Result<BackendAnswer> {
         let TurnPrompt::Chat(messages) = request.prompt else {
-            bail!("cannot continue plain text with a model on a server")
+            bail!("cannot continue plain text: the model runs on a server")
         };
         let body = self.body(&request, messages);
         let cancel = request.options.cancel.clone().unwrap_or_else(|| Arc::new(false.into()));

@@ -31,10 +31,10 @@ pub trait Backend {
     /// Returns `None` for a server, which chooses its own default for each parameter that the user does not set.
     fn defaults(&self) -> Option<SamplingParams>;
 
-    /// Returns the rows of `/stats` that describe the model, as pairs of a name and a value.
+    /// Returns the backend's rows for `/stats`, as pairs of a name and a value.
     fn stats(&self) -> Vec<(&'static str, String)>;
 
-    /// Returns the rows of `/context` that describe the model, as pairs of a name and a value.
+    /// Returns the backend's rows for `/context`, as pairs of a name and a value.
     fn context_stats(&self) -> Vec<(&'static str, String)>;
 
     /// Returns the number of context tokens that the last prompt and answer used, or `None` if it is unknown.
@@ -59,7 +59,8 @@ pub struct TurnRequest<'a> {
     pub prompt: TurnPrompt<'a>,
     pub render: RenderOptions,
     pub options: GenerateOptions,
-    /// The settings that the user chose, by name. `options` and `render` contain the values of all settings.
+    /// The settings that the user chose, by name.
+    /// For settings that the user did not choose, `options` and `render` contain defaults.
     pub chosen: &'a SettingValues,
 }
 

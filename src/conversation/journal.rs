@@ -236,7 +236,7 @@ pub fn names() -> Vec<String> {
         .filter_map(|entry| {
             let path = entry.ok()?.path();
             let name = path.file_name()?.to_str()?.strip_suffix(".jsonl")?.to_string();
-            // A crash during creation can leave an empty file.
+            // Skip empty files: a crash while a journal is created can leave one.
             let metadata = path.metadata().ok().filter(|metadata| metadata.len() > 0)?;
             Some((metadata.modified().ok()?, name))
         })

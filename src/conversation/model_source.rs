@@ -12,7 +12,8 @@ use crate::language::Language;
 ///
 /// The command line implements this trait, so conversations do not depend on flags or progress bars.
 pub trait ModelSource {
-    /// Finds a model by its name or by a unique part of its name. Fails if the model cannot be used for a conversation.
+    /// Finds a model by its name or by a unique part of its name.
+    /// Fails if no model or several models match, or if the model cannot be used for a conversation.
     fn find(&self, name: &str) -> Result<ModelId>;
 
     /// Loads a model that [`find`](Self::find) returned.

@@ -54,7 +54,7 @@ pub struct Session {
     ///
     /// A new date would change the start of the prompt and require a prefill of the whole conversation.
     date: String,
-    /// The number of turns so far. It is added to the seed, so that `/regen` can generate a different answer.
+    /// The number of turns that have started. It is added to the seed, so that `/regen` can generate another answer.
     turns: u64,
 }
 
@@ -112,7 +112,8 @@ impl Session {
 
     /// Sends `text` and the attached files to the model. Passes each piece of the answer to `on_delta` as it arrives.
     ///
-    /// On failure, keeps the messages and the attached files. If the answer is interrupted, keeps the text so far.
+    /// On failure, keeps the messages and the attached files.
+    /// If the answer is interrupted, keeps the text that was generated before the interruption.
     pub fn answer(&mut self, text: &str, on_delta: &mut OnDelta) -> Result<Turn> {
         let text = with_attachments(&self.attached, text);
         let turn = self.run_turn(self.messages.clone(), &text, on_delta)?;
@@ -130,7 +131,7 @@ impl Session {
     /// Generates the answer to `text` after `history`.
     ///
     /// `history`, `text` and the answer replace the messages of the conversation.
-    /// With `raw`, or if the turn is interrupted before its answer starts, the messages do not change.
+    /// With `raw`, or if the turn fails or is interrupted before its answer starts, the messages do not change.
     fn run_turn(&mut self, history: Vec<Message>, text: &str, on_delta: &mut OnDelta) -> Result<Turn> {
         let is_new_turn = history.len() == self.messages.len();
         let mut messages = history;
@@ -337,11 +338,13 @@ impl Session {
         self.configured.clone().into_iter().chain(self.requested.clone()).collect()
     }
 
-    /// Saves the KV cache of the conversation next to its journal, in whole blocks.
+    /// Saves the full blocks of the conversation's KV cache next to its journal.
     /// The saved tokens need no prefill when the conversation is resumed. Returns the number of saved tokens.
     pub fn save_prefix(&mut self) -> Result<usize> {
         let engine = require_engine(self.backend(), "save the KV cache")?;
-        let Recording::Journal(journal) = &self.recording else { bail!("this conversation is not saved") };
+        let Recording::Journal(journal) = &self.recording else {
+            bail!("cannot save the KV cache: this conversation is not saved")
+        };
         let messages = visible_messages(&self.messages, self.dropped);
         let render = RenderOptions { add_generation_prompt: false, ..self.render_options() };
         let ids = engine.render(&messages, &render)?.ids;

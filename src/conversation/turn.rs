@@ -21,7 +21,7 @@ pub struct TurnSummary {
     pub finish_reason: FinishReason,
     pub prompt_tokens: Option<usize>,
     pub completion_tokens: Option<usize>,
-    /// Seconds from the request to the first token. 0 if no token was generated.
+    /// Seconds from the request to the first token, or to the first text from a server. 0 if there was none.
     pub ttft_s: f64,
     /// Decode speed in tokens per second, or 0 if it is unknown.
     pub tok_per_s: f64,

@@ -64,7 +64,7 @@ impl GpuState {
     }
 }
 
-/// Returns the driver version and the GPU names, or `None` if nvidia-smi is missing or finds no GPU.
+/// Returns the driver version and the GPU names, or `None` if nvidia-smi is missing, fails or finds no GPU.
 pub fn nvidia_smi_gpus() -> Option<(String, Vec<String>)> {
     let text = run_nvidia_smi(&["--query-gpu=driver_version,name", "--format=csv,noheader"])?;
     let lines: Vec<(&str, &str)> = text.lines().filter_map(|line| line.split_once(", ")).collect();

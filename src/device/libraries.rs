@@ -1,7 +1,7 @@
 //! Loads NVIDIA's libraries on the first use of a GPU. docs/nvidia-libraries.md explains why and lists alternatives.
 //!
 //! candle links against these libraries, so the dynamic loader would load the libraries before `main`.
-//! `inferno --help` would then take 80 ms longer, mostly because of cuBLAS.
+//! Every command, even `inferno --help`, would then start more slowly, mostly because of cuBLAS.
 //! On a machine without the driver library, the program would not start, so it could not report the missing library.
 //!
 //! This file therefore defines every function of these libraries that candle and inferno call.
@@ -11,7 +11,7 @@
 //! rustc passes `--as-needed`, so the linker drops a library if the program uses none of its functions.
 //!
 //! A call to a library function that is not defined here still works, but makes the linker keep that library.
-//! The test `startup_loads_no_nvidia_library` detects that the program loads a library at startup.
+//! The test `startup_loads_no_nvidia_library` fails if the program loads such a library at startup.
 //! Debug builds with GNU ld always keep the libraries, because GNU ld also counts calls in unreachable code.
 
 use std::arch::naked_asm;
@@ -52,7 +52,7 @@ pub fn load() -> Result<(), &'static LoadError> {
     LOADED.get_or_init(load_all).as_ref().copied()
 }
 
-/// Lets candle's calls of the driver's allocator and of `cuStreamDestroy_v2` jump to [`stream_memory`].
+/// Replaces the driver's allocator and `cuStreamDestroy_v2` by functions of [`stream_memory`].
 fn replace_allocator() {
     use addresses::{cuMemAllocAsync, cuMemFreeAsync, cuStreamDestroy_v2};
     let driver = |function: &Address| function.load(Ordering::Acquire);

@@ -68,7 +68,7 @@ pub enum Split {
 pub struct Devices(Vec<DeviceChoice>);
 
 impl Devices {
-    /// Returns the first `count` GPUs. `count` is 1 to [`MAX_RANKS`].
+    /// Returns the first `count` GPUs. The caller passes a `count` from 1 to [`MAX_RANKS`].
     pub fn gpus(count: usize) -> Self {
         Self((0..count).map(DeviceChoice::Cuda).collect())
     }

@@ -6,7 +6,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Blocks start at multiples of this many bytes.
+/// Blocks start at multiples of this many bytes. This value and the next two are those of PyTorch's allocator.
 const ALIGNMENT: usize = 512;
 /// The size in bytes of the largest allocation that gets a small block.
 const MAX_SMALL_BYTES: usize = 1 << 20;
@@ -45,7 +45,7 @@ pub struct ReusedMemory {
 }
 
 impl ReusedMemory {
-    /// Returns the address of `bytes` bytes. Calls the driver only if no free block is large enough.
+    /// Allocates `bytes` bytes and returns their address. Calls the driver only if no free block is large enough.
     /// If the driver cannot allocate a segment, gives all unused segments back to the driver and tries once more.
     pub fn allocate<D: Driver>(&mut self, bytes: usize, driver: &mut D) -> Result<u64, D::Error> {
         let bytes = bytes.next_multiple_of(ALIGNMENT);

@@ -7,7 +7,7 @@
 //! The times are from 2026-11-27: see "Allocation on several GPUs" in docs/benchmark-history.md.
 //!
 //! candle cannot use another allocator.
-//! [`libraries`](super::libraries) therefore redirects candle's calls of the driver's allocator to this file.
+//! [`libraries`](super::libraries) therefore redirects candle's calls to the driver's allocator to this file.
 
 use std::collections::BTreeMap;
 use std::ffi::c_void;
@@ -36,7 +36,8 @@ static DRIVER: OnceLock<DriverFunctions> = OnceLock::new();
 /// Larger allocations are rare, and their segments would be hard to reuse.
 const MAX_BYTES: usize = 32 << 20;
 
-/// The maximum total size in bytes of the unused segments that a stream keeps after a free.
+/// The maximum total size in bytes of the unused segments that a stream keeps after a free outside a graph capture.
+/// A larger value would save calls to the driver, but leave less memory for other allocations.
 const MAX_UNUSED_BYTES: usize = 128 << 20;
 
 /// The memory of each stream that [`reuse`] was called for, by the stream's handle.

@@ -19,10 +19,11 @@ use candle_core::{DType, Result, Tensor, bail};
 
 /// How long a rank waits for another rank that makes no progress.
 /// This limit applies if the ranks are on CPUs or exchange data with kernels.
+/// A shorter limit could end the world during slow work between two calls of [`World::tick`].
 pub const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The time limit that replaces [`ANSWER_TIMEOUT`] if the host copies data between GPUs.
-/// This limit also applies while the ranks connect or load weights.
+/// This limit also applies to [`World::all_gather`], for example while the ranks connect or load weights.
 /// Opening a GPU and loading kernels from a disk can take seconds.
 const HOST_ANSWER_TIMEOUT: Duration = Duration::from_secs(60);
 
@@ -45,22 +46,24 @@ pub struct World {
 
 /// Exchanges tensors between the devices of all ranks.
 ///
-/// A call queues its operation on the device and returns at once.
+/// A call queues its operation on the device, and does not wait for the result.
 /// All ranks must queue the same operations in the same order.
 pub trait Exchange: Any + fmt::Debug + Send + Sync {
-    /// Returns whether operations can be queued now. Returns the same value on all ranks.
+    /// Returns whether operations can be queued now. The value is the same on all ranks, because all ranks capture the
+    /// same CUDA graphs in the same order.
     ///
     /// Ranks that share a GPU, as in tests, can queue operations only as part of a CUDA graph.
     /// The first launch of a kernel loads the kernel, and loading waits for all running kernels of the GPU.
-    /// A running kernel of another rank may itself be waiting for the loading rank, which would be a deadlock.
+    /// A running kernel of another rank may be waiting for the rank that loads a kernel, which would be a deadlock.
     fn can_queue(&self) -> bool;
 
-    /// Calls `launch` at the same time as the other ranks. `launch` launches a CUDA graph that contains operations.
+    /// Calls `launch` at the same time as the other ranks.
+    /// `launch` launches a CUDA graph that contains operations of this trait.
     ///
     /// Waits until every rank is ready to launch, calls `launch`, and waits until every rank has launched.
-    /// The ranks also launch all operations of this trait together.
+    /// The ranks also launch operations outside a CUDA graph together.
     ///
-    /// While one GPU waits for another, neither rank may make a driver call that waits for a GPU.
+    /// While one GPU waits for another GPU, the ranks of these GPUs must not make a driver call that waits for a GPU.
     /// For example, loading a kernel or allocating memory can wait for a GPU.
     /// A waiting driver call would hold a lock that the other rank needs to launch its operation.
     fn launch_together(&self, launch: &mut dyn FnMut() -> Result<()>) -> Result<()>;
@@ -71,8 +74,8 @@ pub trait Exchange: Any + fmt::Debug + Send + Sync {
     /// Like [`sum`](Self::sum), but may round each rank's `x` and the sum to bf16, to send half as many bytes.
     fn sum_rounded(&self, x: &Tensor) -> Result<Tensor>;
 
-    /// Adds the sum of partial results to the residual stream, for [`World::add_partials`].
-    /// If `rounds` is true, rounds y to bf16, and may round the norm.
+    /// Computes a [`ResidualUpdate`], for [`World::add_partials`]. Returns `None` if the update is not supported.
+    /// If `rounds` is true, rounds y to bf16, and may round the normalized x' to bf16.
     fn add_partials(&self, update: &ResidualUpdate, rounds: bool) -> Result<Option<UpdatedResidual>>;
 
     /// Returns the rows of all ranks, for [`World::gather_rows`].
@@ -82,31 +85,31 @@ pub trait Exchange: Any + fmt::Debug + Send + Sync {
     /// If there is an `out`, f32 `[rows, columns]`, writes the columns to `out` and returns it.
     fn concat_columns(&self, x: &Tensor, columns: usize, out: Option<&Tensor>) -> Result<Tensor>;
 
-    /// Returns a rank that did not answer in time, or `None` if all ranks have answered so far.
+    /// Returns a rank that did not answer in time, or `None` if no rank has failed to answer.
     ///
-    /// After a rank has failed to answer, the results of all operations are wrong.
+    /// After a rank has failed to answer, operations stop waiting for other ranks, and their results are wrong.
     fn missing_rank(&self) -> Option<usize>;
 
     /// Ends all current and future operations that wait for another rank. The results of these operations are wrong.
     fn end(&self);
 }
 
-/// An update of the residual stream x, and the RMSNorm of the result: x' = x + bias + Σ y over all ranks.
-/// All tensors except y and the norm are f32.
+/// An update of the residual stream, x' = x + bias + Σ y over all ranks, followed by the RMSNorm of x'.
+/// All tensors except y and the normalized x' are f32.
 #[derive(Clone, Copy, Debug)]
 pub struct ResidualUpdate<'t> {
     /// x, `[rows, hidden]`.
     pub x: &'t Tensor,
-    /// Whether x is valid only in this rank's own rows (see [`UpdatedResidual`]).
+    /// Whether x is valid only in the rows that this rank computed (see [`UpdatedResidual`]).
     pub is_divided: bool,
-    /// This rank's partial result, f32 or bf16 `[rows, hidden]`. Each rank may have another dtype.
+    /// This rank's partial result, f32 or bf16 `[rows, hidden]`. The dtype may differ between ranks.
     pub y: &'t Tensor,
     /// A bias to add to every row: `[hidden]`.
     pub bias: Option<&'t Tensor>,
-    /// The weight of the norm, `[hidden]`.
+    /// The weight of the RMSNorm, `[hidden]`.
     pub weight: &'t Tensor,
     pub eps: f32,
-    /// The dtype of the norm: bf16 or f32.
+    /// The dtype of the normalized x': bf16 or f32.
     pub dtype: DType,
 }
 
@@ -114,9 +117,9 @@ pub struct ResidualUpdate<'t> {
 pub struct UpdatedResidual {
     /// x', f32 `[rows, hidden]`.
     pub x: Tensor,
-    /// Whether x' is valid only in this rank's own rows. If so, see [`World::gather_rows`].
+    /// Whether x' is valid only in the rows that this rank computed. If so, [`World::gather_rows`] returns all rows.
     pub is_divided: bool,
-    /// The norm of x', `[rows, hidden]`, the same on all ranks.
+    /// The normalized x', `[rows, hidden]`, the same on all ranks.
     pub normed: Tensor,
 }
 
@@ -206,11 +209,12 @@ impl World {
         can_queue && self.min_rounded.is_some_and(|min_rounded| elements >= min_rounded)
     }
 
-    /// Computes a [`ResidualUpdate`]. With [`with_rounded_partials`](Self::with_rounded_partials), may round large y and
-    /// norms to bf16.
+    /// Computes a [`ResidualUpdate`]. With [`with_rounded_partials`](Self::with_rounded_partials), may round a large y
+    /// and the normalized x' to bf16.
     ///
     /// Returns `None` on all ranks if no [`Exchange`] supports the update.
-    /// Each rank's y must be f32 or bf16. With another dtype, some ranks could return `None` and others wait for them.
+    /// Each rank's y must be f32 or bf16.
+    /// With another dtype, some ranks could return `None` while other ranks wait for them.
     pub fn add_partials(&self, update: &ResidualUpdate) -> Result<Option<UpdatedResidual>> {
         match &self.exchange {
             Some(exchange) if exchange.can_queue() => exchange.add_partials(update, self.rounds(update.y.elem_count())),
@@ -218,7 +222,7 @@ impl World {
         }
     }
 
-    /// Returns x with the rows of all ranks. x is a divided result of [`add_partials`](Self::add_partials).
+    /// Returns x with the rows of all ranks. x is the divided x' of [`add_partials`](Self::add_partials).
     pub fn gather_rows(&self, x: &Tensor) -> Result<Tensor> {
         match &self.exchange {
             Some(exchange) => exchange.gather_rows(x),
@@ -272,8 +276,8 @@ impl World {
         }
     }
 
-    /// Calls `launch` at the same time as the other ranks. `launch` launches a CUDA graph that contains exchanges.
-    /// See [`Exchange::launch_together`]. Without an [`Exchange`], calls `launch` at once.
+    /// Calls `launch` at the same time as the other ranks. `launch` launches a CUDA graph that contains operations of
+    /// an [`Exchange`]. See [`Exchange::launch_together`]. Without an [`Exchange`], calls `launch` at once.
     pub fn launch_together(&self, mut launch: impl FnMut() -> Result<()>) -> Result<()> {
         match &self.exchange {
             Some(exchange) => exchange.launch_together(&mut launch),
@@ -281,7 +285,7 @@ impl World {
         }
     }
 
-    /// Fails if the world has ended. If a rank did not answer in time, ends the world and fails.
+    /// Fails if the world has ended. If an [`Exchange`] reports a missing rank, ends the world and fails.
     pub fn check(&self) -> Result<()> {
         if let Some(missing) = self.exchange.as_ref().and_then(|exchange| exchange.missing_rank()) {
             self.end(&no_answer(missing, self.size()));
@@ -342,7 +346,7 @@ impl World {
         }
     }
 
-    /// Returns a number that increases while a rank makes progress.
+    /// Returns the number of times that `rank` has called [`tick`](Self::tick). Always 0 in a world of one rank.
     pub fn progress(&self, rank: usize) -> u64 {
         self.meeting.as_ref().map_or(0, |meeting| meeting.progress[rank].load(Ordering::Relaxed))
     }
@@ -373,7 +377,7 @@ struct Meeting {
     size: usize,
     state: Mutex<MeetingState>,
     changed: Condvar,
-    /// For each rank, a number that increases while the rank makes progress.
+    /// For each rank, the number of times that the rank has called [`World::tick`].
     progress: Vec<AtomicU64>,
 }
 
@@ -443,7 +447,7 @@ impl Meeting {
         }
         let before = state.exchanges;
         let progress = |rank: usize| self.progress[rank].load(Ordering::Relaxed);
-        // The last progress of each rank, and the time at which this rank noticed that progress.
+        // The last progress that this rank has seen of each rank, and the time at which this rank saw it first.
         let mut seen: Vec<_> = (0..self.size).map(|rank| (progress(rank), Instant::now())).collect();
         while state.exchanges == before && state.end_reason.is_none() {
             state = self.changed.wait_timeout(state, PROGRESS_POLL).unwrap_or_else(PoisonError::into_inner).0;

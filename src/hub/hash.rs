@@ -2,7 +2,7 @@
 //!
 //! The etag of a large file is the SHA-256 of its contents.
 //! The etag of a small file is its git blob id: the SHA-1 of `blob <length>\0` followed by the contents.
-//! Mirrors may send other etags, which cannot be verified.
+//! Mirrors may send etags that are not hashes. Such an etag cannot verify the contents of a file.
 
 use std::fs::File;
 use std::io::Read;
@@ -13,7 +13,7 @@ use ring::digest::{self, SHA1_FOR_LEGACY_USE_ONLY, SHA256};
 
 use crate::files;
 
-/// Returns the value of an ETag header without its quotes and the marker `W/` of weak etags.
+/// Returns the value of an ETag header without its quotes and without the prefix `W/` of weak etags.
 pub(super) fn bare_etag(etag: &str) -> &str {
     etag.trim_start_matches("W/").trim_matches('"')
 }
@@ -76,7 +76,7 @@ fn cannot_read(path: &Path) -> String {
     format!("cannot read {}", path.display())
 }
 
-/// Returns a blob name for a file whose etag is not a hash: `weak-`, followed by a hash of `words`.
+/// Returns a blob name for a file whose etag is not a hash: `weak-`, and the first 16 bytes of the SHA-256 of `words`.
 pub(super) fn weak_etag(words: &[&str]) -> String {
     let mut hash = digest::Context::new(&SHA256);
     for word in words {

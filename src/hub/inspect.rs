@@ -36,8 +36,8 @@ pub struct RemoteModel {
     pub commit: String,
     /// The name of each file in the repository, and the size in bytes if the hub lists the size.
     pub files: Vec<(String, Option<u64>)>,
-    /// The contents of config.json, tokenizer_config.json and README.md, by file name, if these files were read.
-    /// The text of README.md may be truncated.
+    /// The contents of config.json, tokenizer_config.json and the first 16 KiB of README.md, by file name.
+    /// Lacks the files that the repository does not have. For a GGUF model, has only README.md.
     pub texts: BTreeMap<String, Vec<u8>>,
     /// The headers of the safetensors files that inferno would load.
     pub headers: Vec<SafetensorsHeader>,
@@ -63,16 +63,16 @@ const TEXTS: [(&str, u64); 3] =
 const README_BYTES: u64 = 16 << 10;
 
 /// The maximum total size of a model's safetensors headers, in bytes.
-/// The `safetensors` crate has the same limit for each header. Known models have less than 30 MB of headers.
+/// The `safetensors` crate has the same limit for each header.
 const MAX_HEADER_BYTES: u64 = 100_000_000;
 
-/// The maximum number of shards. Known models have up to 200 shards.
+/// The maximum number of shards. Limits how many requests a malicious shard index can cause.
 const MAX_SHARDS: usize = 2048;
 
 /// The size of the first request for a header, in bytes. One request is enough for most headers.
 const FIRST_REQUEST_BYTES: u64 = 128 << 10;
 
-/// The maximum number of bytes to skip before the requested range if a server sends the whole file.
+/// The maximum number of bytes to skip before the requested range if a server ignores the range and sends the file.
 const MAX_SKIPPED_BYTES: u64 = 64 << 20;
 
 /// The number of headers to read in parallel.
@@ -139,9 +139,9 @@ impl Inspection<'_> {
         })
     }
 
-    /// Returns the name and the size in bytes of each file of the GGUF model.
-    /// The list is empty if the repository has no GGUF model.
-    /// Without a tag, the list is also empty if the repository has safetensors weights.
+    /// Returns the name and the size in bytes of each file of the GGUF model that `tag` selects.
+    /// Without a tag, returns an empty list if the repository has safetensors weights or no GGUF model.
+    /// Fails if several GGUF models match, or if no GGUF model matches the tag.
     fn gguf_files(&self, tag: Option<&str>) -> Result<Vec<(String, u64)>> {
         let Listing { commit, files } = self.listing;
         let has_safetensors = self.listing.file(INDEX).or(self.listing.file(SINGLE_FILE)).is_some();
@@ -191,7 +191,7 @@ impl Inspection<'_> {
     }
 
     /// Reads the header of a safetensors file, and adds the header's length to `total_bytes`.
-    /// Fails if the header is incomplete, or if the total exceeds [`MAX_HEADER_BYTES`].
+    /// Fails if the header is incomplete or longer than the file, or if the total exceeds [`MAX_HEADER_BYTES`].
     fn header(&self, file: &RemoteFile, total_bytes: &AtomicU64) -> Result<SafetensorsHeader> {
         let (remote, name) = (self.remote, &file.name);
         let shown = quote(name);

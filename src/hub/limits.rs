@@ -12,8 +12,8 @@ pub struct Limits {
     pub response_timeout: Duration,
     /// The maximum wait for more bytes of a file. HF_HUB_DOWNLOAD_TIMEOUT sets this value.
     pub stall_timeout: Duration,
-    /// The maximum wait before the first retry. Each consecutive failure doubles this value, up to 15 s.
-    /// The actual wait before a retry is a random time between half of this value and this value.
+    /// The maximum wait before the first retry. The maximum doubles with each consecutive failure, up to 15 s.
+    /// The actual wait before a retry is a random time between half of the maximum and the maximum.
     pub first_wait: Duration,
     /// The maximum wait that a server may ask for with Retry-After. If a server asks for more, the request fails.
     pub max_wait: Duration,
@@ -26,8 +26,8 @@ pub struct Limits {
     pub connections: usize,
     /// The maximum size of a part of a file, in bytes. Each part has its own request.
     pub part_bytes: u64,
-    /// The minimum time between two saves of the record of a partial download.
-    /// If the process is killed, the bytes that arrived after the last save are lost.
+    /// The minimum time between two saves of the record of a partially downloaded file.
+    /// If the process is killed, the bytes that arrived after the last save must be fetched again.
     pub save_interval: Duration,
 }
 

@@ -14,7 +14,7 @@ use crate::text::quote;
 /// The maximum size of a file, and of all files of a repository together: 1 PiB. No real repository is larger.
 pub(super) const MAX_FILE_BYTES: u64 = 1 << 50;
 
-/// The maximum number of files in a repository. Few repositories have more than 10,000 files.
+/// The maximum number of files in a repository. Limits the memory that a hub's response can take.
 const MAX_FILES: usize = 200_000;
 
 /// A commit of a repository and its files.
@@ -129,7 +129,7 @@ struct LargeFile {
     size: Option<u64>,
 }
 
-/// Deserializes the list of files. Keeps at most [`MAX_FILES`] + 1 files, to limit memory.
+/// Deserializes the list of files. Keeps at most [`MAX_FILES`] + 1 files, with which `check` rejects a longer list.
 fn deserialize_files<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<Sibling>, D::Error> {
     struct Files;
 

@@ -20,7 +20,8 @@ pub(super) struct Lock(Option<Flock<File>>);
 pub(super) struct Lock;
 
 impl Lock {
-    /// Returns false if the lock has no effect, because the filesystem does not support file locking.
+    /// Returns false if locking failed, usually because the filesystem does not support locks.
+    /// The lock then has no effect.
     #[cfg(unix)]
     pub fn is_effective(&self) -> bool {
         self.0.is_some()

@@ -113,8 +113,9 @@ pub(super) fn encode_segment(name: &str) -> String {
 
 /// Returns the names that match `model`.
 ///
-/// If some names equal `model`, with or without their organization, returns only these names. Ignores case.
-/// Otherwise, returns all names that contain `model`, or no names if `model` has an organization.
+/// If some names equal `model`, with or without their organization, returns only these names.
+/// Otherwise, returns all names that contain `model`, or no names if `model` is empty or has an organization.
+/// The comparison ignores case.
 pub(super) fn matching<'a>(model: &str, names: &'a BTreeSet<String>) -> Vec<&'a String> {
     let exact: Vec<&String> = names.iter().filter(|name| is_same_name(name, model)).collect();
     let model = model.to_lowercase();

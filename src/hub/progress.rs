@@ -11,7 +11,7 @@ pub trait Progress: Sync {
     /// The hub does not list the sizes or etags of `files` files, so inferno sends one request for each of these files.
     fn asking_for_sizes(&self, _files: usize) {}
     /// The download or verification starts.
-    /// `files` has the name and the size in bytes of every file, including files on disk.
+    /// `files` has the name and the size in bytes of every selected file, including files that are already on disk.
     fn start(&self, _files: &[(String, u64)]) {}
     /// `done_bytes` bytes of the file `name` are on disk, or verified.
     /// The file is finished when `done_bytes` equals the file size.

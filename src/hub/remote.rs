@@ -8,7 +8,7 @@
 //! - If a server ignores the Range header, `hf-hub` appends the whole file to the partial file.
 //! - `hf-hub` drops the header `x-error-code`, so a gated repository looks like a missing repository.
 //!
-//! This module parses redirect URLs itself, because the `url` crate would add about 20 dependencies.
+//! This module parses redirect URLs itself, because the `url` crate would add many dependencies.
 
 use std::io::{self, ErrorKind, Read, Write};
 use std::ops::Range;
@@ -63,7 +63,7 @@ enum Purpose {
 /// The response to a GET request.
 pub(super) struct Answer {
     pub response: Response<Body>,
-    /// Whether a redirect led to another host than the endpoint.
+    /// Whether any redirect led to a host other than the endpoint.
     pub is_from_other_host: bool,
 }
 
@@ -74,14 +74,14 @@ pub enum TokenStatus {
     NoToken,
     Accepted,
     Refused,
-    /// The endpoint cannot check access tokens. Most mirrors cannot.
+    /// The endpoint does not say whether it accepts the token. For example, a mirror may be unable to check tokens.
     NotSupported,
     /// An access token is set but not sent, because the connection to the endpoint is not encrypted.
     NotSent,
 }
 
 /// Asks the endpoint whether it accepts the access token. Does not follow redirects.
-/// Fails if the endpoint does not respond within seconds, or responds with a server error.
+/// Fails if connecting takes longer than 5 s, the response takes longer than 10 s, or the status is a server error.
 pub(super) fn check_endpoint(config: &HubConfig) -> Result<TokenStatus> {
     let unreachable =
         |cause: String| Error::Network { endpoint: config.endpoint_for_display(), cause, is_temporary: true };
@@ -179,7 +179,7 @@ impl<'a> Remote<'a> {
     pub fn head(&self, commit: &str, name: &str) -> Result<RemoteFile> {
         let mut url = self.file_url(commit, name);
         for _ in 0..=MAX_REDIRECTS {
-            // Use the first response that has the file's hash, because a storage host may not send the hash.
+            // Do not follow a redirect that has the file's hash, because the storage host may not send the hash.
             let request = || self.call(self.prepare(self.agent.head(&url), &url, Purpose::Metadata, true));
             let response = self.with_retries(name, request)?;
             let text = |name: &str| response.headers().get(name).and_then(|value| value.to_str().ok());
@@ -222,7 +222,7 @@ impl<'a> Remote<'a> {
         self.with_retries(name, || Ok(self.follow(&url, Some(&range), Purpose::Metadata)?.response))
     }
 
-    /// Sends a request, and retries it after temporary failures. Messages show `name`, the file or repository.
+    /// Sends a request, and retries it after temporary failures. `name` is the file or repository, for messages.
     ///
     /// Stops retrying once all attempts together, without the waits, have taken twice the response timeout.
     fn with_retries(&self, name: &str, send: impl Fn() -> Result<Response<Body>>) -> Result<Response<Body>> {
@@ -298,7 +298,7 @@ impl<'a> Remote<'a> {
 
     /// Sends a GET request and follows redirects.
     ///
-    /// Sends the token only to the endpoint's scheme, host and port, and never after a redirect to another host.
+    /// Sends the token only to URLs with the endpoint's scheme, host and port, and never after a redirect elsewhere.
     /// [`HubConfig::sent_token`] decides whether the endpoint may receive the token.
     fn follow(&self, url: &str, range: Option<&str>, purpose: Purpose) -> Result<Answer> {
         let mut url = url.to_string();
@@ -449,7 +449,7 @@ fn range_header(range: Range<u64>) -> String {
     format!("bytes={}-{}", range.start, range.end.saturating_sub(1))
 }
 
-/// Disables the proxy for loopback URLs. A proxy on another machine would connect to that machine instead.
+/// Disables the proxy for loopback URLs. A proxy on another machine would connect to its own loopback address.
 fn bypass_proxy_if_local(request: RequestBuilder<WithoutBody>, url: &str) -> RequestBuilder<WithoutBody> {
     if is_loopback(url) { request.config().proxy(None).build() } else { request }
 }

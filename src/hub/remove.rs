@@ -34,7 +34,7 @@ pub struct RemovedModel {
 #[derive(Debug, PartialEq, Eq)]
 pub struct PrunedRepo {
     pub name: String,
-    /// The number of leftovers and unused blobs that pruning deleted.
+    /// The number of deleted files: unused blobs, and files that interrupted processes left behind.
     pub files: usize,
     pub freed_bytes: u64,
     /// Whether pruning was skipped because another process holds the lock.
@@ -54,7 +54,7 @@ struct Selection {
 
 impl Hub {
     /// Completes a partial name of a model in inferno's own cache.
-    /// Returns `None` for a full name, or if no model or several models match.
+    /// Returns `None` for a full name, with or without its organization, or if no model or several models match.
     ///
     /// `inferno remove` asks the user to confirm the model, because a partial name may match a model by accident.
     pub fn resolve_partial_name(&self, model: &str) -> Option<String> {
@@ -144,7 +144,7 @@ impl Hub {
         };
         self.check_lock(&lock, &cache.join(demo::NAME))?;
         let (mut files, mut freed_bytes) = (0, 0);
-        // List the temporary files again. Another process may have renamed its files before it released the lock.
+        // List the temporary files again: another process may have renamed some of them before it released the lock.
         for path in demo::leftovers(cache) {
             if path.symlink_metadata().is_ok_and(|data| data.is_dir()) {
                 files += files_below(&path).len();
@@ -191,7 +191,7 @@ impl Hub {
 
 /// Chooses what to remove from the snapshots of `commits`: everything, or the GGUF models that match `tag`.
 ///
-/// If a snapshot has only weights of matching GGUF models, the whole snapshot is chosen.
+/// If the matching GGUF models are the only weights in a snapshot, chooses the whole snapshot.
 fn select(repo: &RepoDir, commits: Vec<String>, tag: Option<&str>) -> Result<Selection> {
     let Some(tag) = tag else {
         return Ok(Selection { revisions: commits.clone(), whole_commits: commits, files: Vec::new() });
@@ -347,7 +347,7 @@ fn read_dir(dir: &Path) -> Result<Vec<fs::DirEntry>> {
 }
 
 fn cannot_read(path: &Path) -> String {
-    format!("cannot read {}; nothing was deleted there", path.display())
+    format!("cannot read {}; nothing was deleted from this model", path.display())
 }
 
 /// Returns whether a file is an unfinished blob or its record, a bad blob, or a temporary file.

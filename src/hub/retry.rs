@@ -35,7 +35,7 @@ impl<'a> Retry<'a> {
 
     /// Counts a failure. Returns how long to wait before the next attempt, or `None` if the caller must give up.
     ///
-    /// `retry_after` is the wait that the server asked for. Returns `None` if it is above [`Limits::max_wait`].
+    /// `retry_after` is the wait that the server asked for. Returns `None` if this wait exceeds [`Limits::max_wait`].
     pub fn wait_after_failure(&mut self, retry_after: Option<Duration>) -> Option<Duration> {
         self.failures += 1;
         self.total_failures += 1;
@@ -60,7 +60,7 @@ pub(super) fn is_temporary(status: StatusCode) -> bool {
     status.is_server_error() || matches!(status, StatusCode::TOO_MANY_REQUESTS | StatusCode::REQUEST_TIMEOUT)
 }
 
-/// Returns the wait from the Retry-After header. The header holds a number of seconds or a date.
+/// Returns the wait from the Retry-After header. The header contains a number of seconds or a date.
 /// Returns `None` if the header is missing or invalid.
 pub(super) fn retry_after(headers: &HeaderMap) -> Option<Duration> {
     let value = headers.get(header::RETRY_AFTER)?.to_str().ok()?.trim();

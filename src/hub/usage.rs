@@ -12,7 +12,7 @@ use super::snapshot::{Snapshot, Source};
 use crate::files;
 
 impl Hub {
-    /// Records the current time as the last use of a model. Does nothing if the user named the path of the model.
+    /// Records the current time as the last use of a model. Does nothing if the user passed a path instead of a name.
     /// Ignores write errors.
     pub fn record_use(&self, snapshot: &Snapshot) {
         if snapshot.source == Source::Directory {

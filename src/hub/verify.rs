@@ -1,6 +1,7 @@
 //! Verifies and repairs model files on disk.
 //!
-//! Verification needs no network: a file in a snapshot is a symlink to a blob, and most blobs are named by their hash.
+//! Verification needs no network: a file in a snapshot is a symlink to a blob.
+//! The name of most blobs is the hash of their contents.
 //! The files of the demo are compared with the files in the binary.
 
 use std::collections::{BTreeMap, BTreeSet};

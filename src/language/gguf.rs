@@ -23,7 +23,7 @@ pub struct GgufLanguage {
 
 /// Reads the tokenizer, chat format, stop tokens and sampling defaults of an open GGUF file.
 ///
-/// The vocabulary in the GGUF file takes precedence over a tokenizer.json, because it matches the weights.
+/// A vocabulary in the GGUF file takes precedence over a tokenizer.json, which may not match the weights.
 /// A GGUF file without a vocabulary needs a tokenizer.json in its directory.
 pub fn read(checkpoint: &GgufCheckpoint) -> Result<GgufLanguage> {
     let broken = || format!("cannot read the tokenizer in {}", checkpoint.path().display());
@@ -61,8 +61,8 @@ fn chat_format(
     Ok(ChatFormat::from_template(tokenizer, &file_name(checkpoint), template, tool_use, named))
 }
 
-/// Loads the chat format, and the tokenizer.json next to a GGUF file that has no vocabulary.
-/// If the GGUF file has no chat template, the chat format comes from the other files in its directory.
+/// Loads the chat format of a GGUF file that has no vocabulary, and the tokenizer.json next to the GGUF file.
+/// If the GGUF file has no chat template, the chat format comes from the other files in the directory.
 fn from_folder(checkpoint: &GgufCheckpoint) -> Result<(Tokenizer, Option<ChatFormat>)> {
     let dir = checkpoint.path().parent().unwrap_or(Path::new(""));
     let missing = || format!("{} has no vocabulary and needs a tokenizer.json beside it", checkpoint.path().display());

@@ -58,13 +58,13 @@ impl Language {
         Self { tokenizer, chat, generation_config, stop_ids, renderer: None }
     }
 
-    /// Loads all fields from GGUF metadata. Without a vocabulary there, reads the tokenizer.json next to the file.
+    /// Loads the tokenizer, chat format, stop tokens and sampling defaults of a GGUF file.
     fn from_gguf(checkpoint: &GgufCheckpoint) -> Result<Self> {
         let GgufLanguage { tokenizer, chat, generation_config, stop_ids } = gguf::read(checkpoint)?;
         Ok(Self::new(tokenizer, chat, generation_config, stop_ids))
     }
 
-    /// Loads all fields from the tokenizer.json and the config files of a snapshot.
+    /// Loads the tokenizer, chat format, stop tokens and sampling defaults from the JSON files of a snapshot.
     fn from_files(dir: &Path) -> Result<Self> {
         let tokenizer = Tokenizer::from_dir(dir)?;
         let chat = ChatFormat::load(dir, &tokenizer)?;

@@ -86,7 +86,7 @@ pub(super) fn from_json<T: DeserializeOwned>(json: Value) -> Result<T> {
     }
 }
 
-/// Copies the activation from `field` to `hidden_act`, which the configs read.
+/// Copies the activation in `field` to `hidden_act`, the field that the config structs read.
 /// Fails if the activation is not in `supported`.
 /// If `field` is absent or not a string, the activation is the first of `supported`.
 pub(super) fn normalize_activation(family: &str, json: &mut Value, field: &str, supported: &[&str]) -> Result<()> {
@@ -188,7 +188,7 @@ impl CommonConfig {
     }
 
     /// Returns the KV cache specs of a model whose layers all use `sliding_window`.
-    /// A window that covers the whole context counts as no window.
+    /// A window of at least `max_position_embeddings` counts as no window.
     pub fn sliding_layers(&self) -> Vec<LayerSpec> {
         self.layers(|_| self.sliding_window.filter(|&window| window < self.max_position_embeddings))
     }

@@ -26,7 +26,8 @@ pub trait Architecture: Send + Sync {
     fn max_position_embeddings(&self) -> usize;
 
     /// Returns the default limit of the context length. Longer contexts are opt-in.
-    /// With LongRoPE, the default is the longest context that uses the short factors. Otherwise, it is the maximum.
+    /// With LongRoPE, the default is the longest context that uses the short factors.
+    /// Otherwise, the default is `max_position_embeddings`.
     fn default_context(&self) -> usize {
         self.max_position_embeddings()
     }
@@ -35,7 +36,7 @@ pub trait Architecture: Send + Sync {
     fn hidden_size(&self) -> usize;
 
     /// Returns the intermediate size of an MLP: `intermediate_size` in config.json, or `n_inner` in GPT-2.
-    /// In Mixtral and gpt-oss, this is the intermediate size of one expert.
+    /// In Mixtral and gpt-oss, returns the intermediate size of one expert.
     fn intermediate_size(&self) -> usize;
 
     /// Returns the KV cache spec of each layer.

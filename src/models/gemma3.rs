@@ -71,7 +71,8 @@ fn read_multimodal(mut json: Value) -> Result<Box<dyn Architecture>> {
 }
 
 /// Splits the RoPE fields into two RoPE configs.
-/// The top-level fields keep the config of full-attention layers. `sliding_rope` gets the config of other layers.
+/// The top-level fields keep the config of full-attention layers.
+/// `sliding_rope` gets the config of sliding-window layers.
 ///
 /// Newer files have a `rope_parameters` object with one entry per layer type.
 /// Older files have the fields `rope_theta`, `rope_scaling` and `rope_local_base_freq`.

@@ -6,7 +6,7 @@ use std::ops::RangeInclusive;
 use anyhow::{Result, bail};
 
 /// The upper limit of sizes in config.json, such as `hidden_size`. No known model has a larger size.
-/// The product of two such sizes fits in a `usize`.
+/// The product of two such sizes does not overflow a 64-bit `usize`.
 pub const MAX_SIZE: usize = 1 << 24;
 
 /// Fails unless `value` is in `range`. Always fails for NaN. `key` names the field in the error.

@@ -30,7 +30,7 @@ use crate::weights::Weights;
 
 /// A callback that receives the index of each layer and the residual stream after the layer, f32 `[tokens, hidden]`.
 /// After the last layer, the residual stream has only the rows that `PassBatch::logits` selects.
-/// If several ranks divide each layer, all ranks must pass a callback, because they add the partial results for it.
+/// If several ranks divide each layer, all ranks must pass a callback: they sum their partial results before each call.
 pub type Tap<'t> = &'t mut dyn FnMut(usize, &Tensor) -> Result<()>;
 
 /// A whole model, or a rank's part of it: embedding, layers, final norm and output head.
@@ -260,7 +260,8 @@ impl Decoder {
         Ok(())
     }
 
-    /// Sets the attention backend for later passes and returns it. For `Auto`, returns the backend that `Auto` chooses.
+    /// Sets the attention backend for later passes and returns it.
+    /// For `Auto`, returns the backend that `Auto` chooses for this rank's last layer.
     /// Fails with the reason if a layer of this rank does not support the backend.
     pub fn set_attention_backend(&mut self, backend: AttentionBackend) -> Result<AttentionBackend, String> {
         let (on_gpu, mut chosen) = (self.is_on_gpu(), backend);
@@ -277,7 +278,8 @@ impl Decoder {
         self.backend
     }
 
-    /// Returns whether the attention backend reads block tables on the host. A CUDA graph cannot capture such a pass.
+    /// Returns whether attention in any layer of this rank reads block tables on the host.
+    /// A CUDA graph cannot capture a pass that reads block tables on the host.
     #[cfg(feature = "cuda")]
     pub(crate) fn reads_tables_on_host(&self) -> bool {
         self.layers.iter().any(|layer| {
@@ -291,7 +293,7 @@ impl Decoder {
     /// Covers steps with up to `tokens` tokens and `rows` rows of logits. Does nothing on a CPU.
     ///
     /// cuBLASLt loads a kernel when a product first needs it, after the GPU has finished all queued work.
-    /// After this call, steps with [`SumOrder::Fastest`] do not wait for cuBLASLt to load a kernel.
+    /// After this call, these products do not wait for cuBLASLt to load a kernel in steps with [`SumOrder::Fastest`].
     #[cfg_attr(not(feature = "cuda"), expect(unused_variables))]
     pub fn load_product_kernels(&self, tokens: usize, rows: usize) -> Result<()> {
         #[cfg(feature = "cuda")]

@@ -1,12 +1,13 @@
 //! The paged KV cache: the keys and values of all sequences, in blocks of [`BLOCK_TOKENS`] positions.
 //!
-//! The layers are divided into groups with one attention window each, and a sequence has one block table per group.
-//! In full-attention groups, a sequence keeps all its blocks.
-//! In sliding-window groups, a sequence keeps only the blocks that overlap the window.
+//! The layers are divided into layer groups. All layers of a layer group have the same attention window.
+//! A sequence has one block table per layer group.
+//! In layer groups with full attention, a sequence keeps all its blocks.
+//! In layer groups with a sliding window, a sequence keeps only the blocks that overlap the window.
 //!
-//! All blocks have room for the same number of layers, so any group can use any free block.
-//! Layer i of every group is stored in the same tensors, but in different blocks.
-//! If one window is more common than another, as in Gemma 3, the layers with the common window form several groups.
+//! All blocks have room for the same number of layers, so any layer group can use any free block.
+//! Layer i of every layer group is stored in the same tensors, but in different blocks.
+//! If one window is more common than another, as in Gemma 3, the layers with that window form several layer groups.
 //! vLLM's hybrid KV cache manager has the same design.
 
 use std::ops::Range;
@@ -37,22 +38,23 @@ pub fn step_bytes(layers: &[LayerSpec], depth: usize, dtype: DType) -> u64 {
     layers.iter().map(|layer| (elements(layer) * dtype.size_in_bytes()) as u64).sum()
 }
 
-/// The division of a cache's layers into groups. The layers of a group share one block table per sequence.
+/// The division of a cache's layers into layer groups. The layers of a layer group share one block table per sequence.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CacheLayout {
-    /// The attention window of each group, or `None` for full attention.
+    /// The attention window of each layer group, or `None` for full attention.
     windows: Vec<Option<usize>>,
     /// The index in the model of the first layer of the cache.
     first_layer: usize,
-    /// For each layer of the cache, its group and its index among the group's layers in the cache.
+    /// For each layer of the cache, its layer group and its index among the layers of that group in the cache.
     places: Vec<(usize, usize)>,
-    /// For each group, the number of its layers before `first_layer`.
+    /// For each layer group, the number of its layers before `first_layer`.
     earlier_layers: Vec<usize>,
-    /// The number of layers for which a block has room. A group may have fewer layers.
+    /// The number of layers for which a block has room. A layer group may have fewer layers in the cache.
     layers_per_group: usize,
-    /// The number of KV heads and the head size of every layer. `None` if layers differ: [`KvCache::new`] then fails.
+    /// The number of KV heads and the head size of every layer.
+    /// `None` if layers differ or there are no layers: [`KvCache::new`] then fails.
     heads: Option<(usize, usize)>,
-    /// The number of elements in one token's keys in one layer. If layers differ, the largest such number.
+    /// The number of elements in the keys of one token in one layer. If layers differ, the maximum over the layers.
     row: usize,
 }
 
@@ -87,7 +89,7 @@ impl CacheLayout {
     }
 
     /// Returns the layout of a cache that holds only the layers in `range`.
-    /// The groups and block tables stay the same, but a block has room only for the layers of a group in `range`.
+    /// The layer groups and block tables stay the same, but a block has room only for the layers that are in `range`.
     pub fn of_layers(&self, range: Range<usize>) -> Self {
         let mut counts = vec![0; self.groups()];
         let places = self.places[range.clone()].iter().map(|&(group, _)| {
@@ -101,7 +103,7 @@ impl CacheLayout {
         Self { first_layer: range.start, places, earlier_layers, layers_per_group, ..self.clone() }
     }
 
-    /// Returns the attention window of each group, or `None` for full attention.
+    /// Returns the attention window of each layer group, or `None` for full attention.
     pub fn windows(&self) -> &[Option<usize>] {
         &self.windows
     }
@@ -114,27 +116,27 @@ impl CacheLayout {
         self.places[layer - self.first_layer].0
     }
 
-    /// Returns the size of one block in bytes: the keys and values of 64 positions in all layers of a group.
+    /// Returns the size of one block in bytes: [`BLOCK_TOKENS`] positions in as many layers as a block has room for.
     pub fn block_bytes(&self, dtype: DType) -> u64 {
         let row = (self.row as u64).saturating_mul(2 * dtype.size_in_bytes() as u64);
         row.saturating_mul((self.layers_per_group * BLOCK_TOKENS) as u64)
     }
 
-    /// Returns the maximum number of blocks that a sequence of `tokens` tokens uses at once, in all groups together.
-    /// A step computes at most `chunk` tokens.
+    /// Returns the maximum number of blocks that a sequence of `tokens` tokens uses at once, over all layer groups.
+    /// `chunk` is the maximum number of tokens of the sequence that one step computes.
     pub fn peak_blocks(&self, tokens: usize, chunk: usize) -> usize {
         self.windows.iter().map(|&window| peak_blocks(window, tokens, chunk)).sum()
     }
 }
 
-/// Like [`CacheLayout::peak_blocks`], but for a single group whose attention window is `window`.
+/// Like [`CacheLayout::peak_blocks`], but for one layer group whose attention window is `window`.
 pub fn peak_blocks(window: Option<usize>, tokens: usize, chunk: usize) -> usize {
     let all = tokens.div_ceil(BLOCK_TOKENS);
-    // A step attends to its own tokens and to the window before its tokens. Both ends can be inside a block.
+    // A step attends to its own tokens and to the window before them. This range can start and end inside a block.
     window.map_or(all, |window| all.min(window.saturating_add(chunk).div_ceil(BLOCK_TOKENS) + 1))
 }
 
-/// The block tables of one sequence, one per group.
+/// The block tables of one sequence, one per layer group.
 /// Entry i of a table is the block for positions `i * BLOCK_TOKENS` to `(i + 1) * BLOCK_TOKENS - 1`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct BlockTables {
@@ -142,14 +144,15 @@ pub struct BlockTables {
 }
 
 impl BlockTables {
-    /// Creates an empty block table for each group.
+    /// Creates an empty block table for each layer group.
     pub fn new(groups: usize) -> Self {
         Self { groups: vec![Vec::new(); groups] }
     }
 
-    /// Creates tables for a sequence of up to `context` positions that has the cache to itself. Block 0 stays unused.
+    /// Creates tables for a sequence of up to `context` positions that has the cache to itself.
+    /// Block 0 stays unused, because it is the scratch block in a cache that the engine manages.
     ///
-    /// Sliding-window groups use their blocks as a ring buffer. A step may compute at most `chunk` tokens.
+    /// Layer groups with a sliding window use their blocks as a ring buffer. A step may compute at most `chunk` tokens.
     pub fn for_one_sequence(layout: &CacheLayout, context: usize, chunk: usize) -> Self {
         let mut first = 1;
         let tables = layout.windows.iter().map(|&window| {
@@ -169,7 +172,7 @@ impl BlockTables {
         &self.groups[group]
     }
 
-    /// Returns the number of blocks in the table of a group.
+    /// Returns the number of blocks in the table of a layer group.
     pub fn len(&self, group: usize) -> usize {
         self.groups[group].len()
     }
@@ -186,7 +189,7 @@ impl BlockTables {
         self.groups[group].push(block);
     }
 
-    /// Returns the number of positions for which every group has a block.
+    /// Returns the number of positions for which every layer group has a block.
     pub fn positions(&self) -> usize {
         self.groups.iter().map(Vec::len).min().unwrap_or(0) * BLOCK_TOKENS
     }
@@ -196,7 +199,7 @@ impl BlockTables {
 pub struct KvCache {
     layout: CacheLayout,
     blocks: usize,
-    /// Entry i holds the keys and the values of layer i of each group, both `[rows, kv_heads, head_dim]`.
+    /// Entry i holds the keys and the values of layer i of each layer group, both `[rows, kv_heads, head_dim]`.
     /// Block b consists of `BLOCK_TOKENS` rows, starting at row `b * BLOCK_TOKENS`.
     layers: Vec<(Tensor, Tensor)>,
     device: Device,
@@ -247,7 +250,7 @@ impl KvCache {
     }
 
     /// Returns the keys and values of all layers in this cache, both `[rows, kv_heads, head_dim]`, in layer order.
-    /// Each layer comes with its group, and its index among all layers of the group, including those on other ranks.
+    /// Each layer comes with its layer group, and its index among all layers of that group, also those on other ranks.
     pub fn own_layers(&self) -> impl Iterator<Item = (usize, usize, [&Tensor; 2])> {
         self.layout.places.iter().map(|&(group, index)| {
             let (k, v) = &self.layers[index];
@@ -260,7 +263,7 @@ impl KvCache {
         self.layout.heads.map_or(0, |(kv_heads, _)| kv_heads)
     }
 
-    /// Copies the keys and values in block `from` to block `to`, in all layers of the group that uses the blocks.
+    /// Copies the keys and values in block `from` to block `to`, in all layers of the layer group that uses the blocks.
     pub fn copy_block(&self, from: u32, to: u32) -> Result<()> {
         for tensor in self.layers.iter().flat_map(|(k, v)| [k, v]) {
             let rows = tensor.narrow(0, from as usize * BLOCK_TOKENS, BLOCK_TOKENS)?.force_contiguous()?;
@@ -302,7 +305,7 @@ mod tests {
             assert_eq!(part.block_bytes(DType::F32) * 2, whole.block_bytes(DType::F32) * layers, "{range:?}");
             assert_eq!(part.peak_blocks(1000, 64), whole.peak_blocks(1000, 64));
             assert!(range.clone().all(|layer| part.group(layer) == whole.group(layer)));
-            // No two layers of a group may use the same tensors.
+            // No two layers of a layer group may use the same tensors.
             let mut places = part.places.clone();
             places.sort_unstable();
             places.dedup();

@@ -59,9 +59,9 @@ pub struct ExpertNames {
 
 /// A mixture of gated MLPs without biases, as in Qwen3-MoE and Mixtral.
 pub struct GatedMoe {
-    /// The router. It is f32, because a rounding error could send a token to a different expert.
+    /// The router. It is f32, because a rounding error could send a token to another expert.
     pub(crate) router: Linear,
-    /// `[experts, 2 * intermediate, hidden]`. Each expert has the gate_proj rows, then the up_proj rows.
+    /// The weights, `[experts, 2 * intermediate, hidden]`. Each expert has the gate_proj rows, then the up_proj rows.
     pub(crate) gate_up_proj: ExpertWeights,
     /// The down_proj weights of all experts, `[experts, hidden, intermediate]`.
     pub(crate) down_proj: ExpertWeights,
@@ -166,10 +166,10 @@ pub struct ClampedMoeConfig {
     pub swiglu_limit: f32,
 }
 
-/// The MoE layer of gpt-oss. The experts have MXFP4 weights, biases, and a clamped SwiGLU.
+/// The MoE layer of gpt-oss. The experts have MXFP4 or float weights, biases, and a clamped SwiGLU.
 /// In `gate_up_proj`, gate rows and up rows alternate.
 pub struct ClampedMoe {
-    /// The router. It is f32, because a rounding error could send a token to a different expert.
+    /// The router. It is f32, because a rounding error could send a token to another expert.
     pub(crate) router: Linear,
     /// The gate_proj and up_proj weights of all experts, `[experts, 2 * intermediate, hidden]`.
     pub(crate) gate_up_proj: ExpertWeights,

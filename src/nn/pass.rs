@@ -25,9 +25,10 @@ pub struct PassBatch<'b> {
 pub struct SequenceSpan<'b> {
     /// The number of new tokens.
     pub tokens: usize,
-    /// The position of the first new token. The keys and values of all earlier positions are in the cache.
+    /// The position of the first new token.
+    /// The keys and values of all earlier positions that the new tokens attend to must be in the cache.
     pub position: usize,
-    /// The block tables of the sequence, which cover all positions up to the last new token.
+    /// The block tables of the sequence, which must cover all positions up to the last new token.
     pub tables: &'b BlockTables,
 }
 
@@ -40,10 +41,10 @@ pub enum LogitRows {
     All,
 }
 
-/// The data of a forward pass that all layers share: token positions, block tables and the attention backend.
+/// The data of a forward pass that all layers share.
 pub struct Pass {
     queries: Queries,
-    /// The block tables of each layer group, and the cache rows of the new tokens.
+    /// For each layer group, the block tables and the slots of the new tokens.
     blocks: Vec<PassBlocks>,
     backend: AttentionBackend,
     sum_order: SumOrder,
@@ -52,7 +53,7 @@ pub struct Pass {
 }
 
 impl Pass {
-    /// Computes the position and the cache row of each token.
+    /// Computes the position of each token and its slot in each layer group, and copies the block tables to the device.
     /// Fails if the batch is inconsistent, or if a sequence lacks blocks for its tokens.
     pub(super) fn new(batch: &PassBatch, cache: &KvCache, device: &Device, backend: AttentionBackend) -> Result<Self> {
         let PassBatch { ids, sequences, sum_order, .. } = *batch;
@@ -67,7 +68,7 @@ impl Pass {
         }
         let groups = cache.layout().groups();
         if let Some(span) = sequences.iter().find(|span| span.tables.iter().len() != groups) {
-            bail!("a sequence has block tables for {} groups, but the cache has {groups}", span.tables.iter().len());
+            bail!("a sequence has {} block tables, but the cache has {groups} layer groups", span.tables.iter().len());
         }
         let spans: Vec<(usize, usize)> = sequences.iter().map(|span| (span.tokens, span.position)).collect();
         let queries = Queries::new(&spans, device)?;
@@ -95,7 +96,7 @@ impl Pass {
         &self.queries
     }
 
-    /// Returns the block tables of a layer group, and the cache rows of the new tokens.
+    /// Returns the block tables of a layer group, and the slots of the new tokens.
     pub fn blocks(&self, group: usize) -> &PassBlocks {
         &self.blocks[group]
     }

@@ -21,17 +21,18 @@ pub(crate) struct PartOutput<'l> {
 
 /// The rows of a [`PartOutput`].
 pub(crate) enum PartRows {
-    /// f32 or rounded (see [`PartDtype`]).
+    /// The rows in one tensor, in f32 or in the compute dtype (see [`PartDtype`]).
     Summed(Tensor),
-    /// The outputs of each token's experts. They stay apart, because one kernel can add them up and normalize the sum.
+    /// The outputs of each token's experts, not yet added up.
+    /// One kernel can add the outputs to the residual stream and normalize the sum.
     #[cfg(feature = "cuda")]
     PerExpert(ExpertOutputs),
 }
 
 impl PartRows {
-    /// Returns the rows as one tensor. Adds up expert outputs, in `dtype` or in the dtype of the outputs.
+    /// Returns the rows as one tensor. Sums expert outputs to f32, or to their own dtype if `dtype` is `Rounded`.
     fn summed(self, dtype: PartDtype) -> Result<Tensor> {
-        let _ = dtype; // only expert outputs are still to be added up
+        let _ = dtype; // unused in a build without the feature `cuda`
         match self {
             Self::Summed(rows) => Ok(rows),
             #[cfg(feature = "cuda")]
@@ -56,10 +57,10 @@ pub(crate) enum PartDtype {
 enum Pending<'l> {
     /// This rank's part, `[tokens, hidden]`, and a bias to add to every row of the sum of all ranks' parts.
     Part(Tensor, Option<&'l Tensor>),
-    /// The expert outputs of a model on a single rank.
+    /// The expert outputs of a layer that is not divided among ranks.
     #[cfg(feature = "cuda")]
     PerExpert(ExpertOutputs),
-    /// The same rows on all ranks, f32 `[tokens, hidden]`.
+    /// The complete output, f32 `[tokens, hidden]`, which is the same on all ranks.
     Whole(Tensor),
 }
 
@@ -84,12 +85,12 @@ impl<'l> Residual<'l> {
         Self { world, x, is_divided: false, pending: second.map(Pending::Whole) }
     }
 
-    /// Returns the dtype for a part of an output with `rows` rows.
+    /// Returns the dtype for this rank's part of an output with `rows` rows.
     pub fn part_dtype(&self, rows: usize) -> Result<PartDtype> {
         Ok(if self.world.rounds(rows * self.x.dim(1)?) { PartDtype::Rounded } else { PartDtype::F32 })
     }
 
-    /// Returns the normalized residual stream, in `dtype`.
+    /// Adds the pending output to x. Returns the normalized residual stream, in `dtype`.
     pub fn norm(&mut self, norm: &Norm, dtype: DType) -> Result<Tensor> {
         let (rows, bias) = match self.pending.take() {
             None => (None, None),
@@ -130,7 +131,7 @@ impl<'l> Residual<'l> {
 
     /// Adds the output of attention or of an MLP. If there is a `post_norm`, normalizes the output first (Gemma).
     pub fn add(&mut self, output: PartOutput<'l>, post_norm: Option<&Norm>) -> Result<()> {
-        debug_assert!(self.pending.is_none(), "the last output is not yet added");
+        debug_assert!(self.pending.is_none(), "the previous output is not yet added to the residual stream");
         self.pending = Some(match (output.rows, post_norm) {
             #[cfg(feature = "cuda")]
             (PartRows::PerExpert(outputs), None) if self.world.size() == 1 => Pending::PerExpert(outputs),
@@ -166,7 +167,7 @@ impl<'l> Residual<'l> {
         Ok(())
     }
 
-    /// Returns the sum of a part over all ranks, with the bias of the output.
+    /// Returns the sum of all ranks' parts plus the bias, as f32. `rows` is this rank's part.
     fn sum(&self, rows: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
         let rows = self.sum_rows(rows)?;
         Ok(match bias {
@@ -175,7 +176,7 @@ impl<'l> Residual<'l> {
         })
     }
 
-    /// Returns the sum of a part over all ranks, as f32.
+    /// Returns the sum of all ranks' parts, as f32. `rows` is this rank's part.
     fn sum_rows(&self, rows: &Tensor) -> Result<Tensor> {
         Ok(self.world.sum_partials(&rows.to_dtype(DType::F32)?)?)
     }

@@ -5,7 +5,7 @@
 //!
 //! The rotation kernel is in `kernels::attention::rope`.
 //! Unlike `candle_nn::rotary_emb`, the rotation kernel takes one position per token.
-//! The rotation kernel can also rotate only part of a head, and includes the bias, the q/k norm and the cast.
+//! The rotation kernel can also rotate only part of a head, adds the bias, applies the q/k norm, and casts the result.
 
 use std::f32::consts::PI;
 
@@ -18,12 +18,13 @@ use super::checks::{check_optional, check_range, check_size};
 use crate::kernels::attention::rope::Rotation;
 use crate::text::quote;
 
-/// The range of `rope_theta`. Models with million-token contexts have values up to 5e10.
+/// The range of `rope_theta`. The value 1 is excluded, because YaRN divides by the logarithm of `rope_theta`.
+/// The maximum excludes only broken files.
 const MIN_THETA: f64 = 2.0;
 const MAX_THETA: f64 = 1e15;
 
 /// The range of RoPE scaling parameters. `factor` must also be at least 1.
-/// Published models have values between 0.5 and 100.
+/// The range is far wider than the values of published models, to exclude only broken files.
 const MIN_FACTOR: f64 = 1e-3;
 const MAX_FACTOR: f64 = 1e6;
 

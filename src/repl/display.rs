@@ -1,4 +1,4 @@
-//! Shows a turn on stdout: with Markdown formatting on a color terminal, unless `plain` or `--raw` is set.
+//! Shows a turn on stdout. Formats Markdown if stdout is a color terminal and neither `plain` nor `--raw` is set.
 //! Otherwise, shows plain text.
 
 use std::io::Write;
@@ -23,7 +23,7 @@ pub struct TurnDisplay {
     /// The number of suspensions (Ctrl-Z) that the display has handled.
     #[cfg(unix)]
     suspensions: usize,
-    /// The input typed before the turn. Empty while the key listener holds that input.
+    /// The input typed before the turn. Empty while a key listener runs, because the listener owns that input.
     type_ahead: TypeAhead,
 }
 
@@ -41,7 +41,7 @@ struct PlainText {
 }
 
 impl TurnDisplay {
-    /// Prepares the display for a turn. A key listener, if one can run, appends input to `type_ahead`.
+    /// Prepares the display for a turn. If a key listener can run, it appends the typed input to `type_ahead`.
     pub fn new(session: &Session, type_ahead: TypeAhead) -> Self {
         let settings = &session.settings;
         let hides_reasoning = settings.reasoning == ReasoningVisibility::Hidden;

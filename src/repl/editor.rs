@@ -194,7 +194,7 @@ fn edit_file(editor: &str, path: &Path, text: &str) -> Result<String> {
     shell.arg("-c").arg(script).arg(editor).arg(path);
     let status = terminal::interrupt::ignore_ctrl_c_during(|| shell.status());
     let status = status.with_context(|| format!("cannot run {editor}: cannot start sh"))?;
-    anyhow::ensure!(status.success(), "{editor} failed ({status}); set VISUAL to another editor");
+    anyhow::ensure!(status.success(), "cannot edit the text: {editor} failed ({status}); set VISUAL to another editor");
     let edited = files::read_text(path, files::TEXT)?;
     Ok(edited.trim_end().to_string())
 }
@@ -252,7 +252,7 @@ impl Validator for LineHelper {
 impl Hinter for LineHelper {
     type Hint = String;
 
-    /// Stores the line as the draft, because rustyline calls `hint` after each change. Never returns a hint.
+    /// Stores the line as the draft and returns no hint. rustyline calls `hint` after each change of the line.
     fn hint(&self, line: &str, _: usize, _: &Context<'_>) -> Option<String> {
         put(&self.draft, Some(line.to_string()));
         None

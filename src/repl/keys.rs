@@ -18,8 +18,8 @@ use crate::terminal::modes;
 
 /// The interval, in milliseconds, at which the listener checks whether the answer has ended.
 const TICK_MS: u8 = 20;
-/// The number of ticks without input after which the listener abandons an incomplete key or paste.
-/// This limit applies only after the answer has ended.
+/// The number of ticks without input (half a second in total) after which the listener abandons an incomplete key or
+/// paste. The limit applies only after the answer has ended.
 const MAX_QUIET_TICKS: usize = 25;
 
 /// A thread that listens for keys until it is stopped or dropped.
@@ -60,12 +60,13 @@ impl KeyListener {
         Ok(KeyListener { shared, original_modes, thread: Some(thread) })
     }
 
-    /// Returns how many times the user pressed Ctrl-O.
+    /// Returns how many times the user has pressed Ctrl-O since the listener started.
     pub fn toggles(&self) -> usize {
         self.shared.toggles.load(Ordering::Relaxed)
     }
 
-    /// Returns how many times the program was suspended. During a suspension, other programs may write to the terminal.
+    /// Returns how many times the program has been suspended since the listener started.
+    /// During a suspension, other programs may write to the terminal.
     pub fn suspensions(&self) -> usize {
         self.shared.suspensions.load(Ordering::Relaxed)
     }

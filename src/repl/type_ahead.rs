@@ -171,7 +171,7 @@ impl TypeAhead {
         std::mem::take(&mut self.draft)
     }
 
-    /// Puts all queued messages before the draft, so that the user can review the messages before sending them.
+    /// Moves all queued messages to the start of the draft, so that the user can review them before sending them.
     pub fn hold(&mut self) {
         let draft = self.take_draft();
         let lines: Vec<String> = self.messages.drain(..).chain((!draft.is_empty()).then_some(draft)).collect();

@@ -50,12 +50,12 @@ impl Runner {
     /// Fails without a decode graph, with several ranks, or if the steps exceed the context.
     pub fn decode_steps_ungraphed(&mut self, first: u32, count: usize) -> Result<Vec<u32>> {
         if !self.ranks.is_single() {
-            bail!("cannot run decode steps without a graph on several GPUs");
+            bail!("cannot run decode steps as individual launches: several GPUs run the model");
         }
         if count > self.limits.context - self.solo.cached.len() || !self.start_graph(first)? {
             bail!("cannot run {count} decode steps: the context is too short, or there is no decode graph");
         }
-        let Ok(graph) = &mut self.decode_graph else { bail!("no decode graph was planned") };
+        let Ok(graph) = &mut self.decode_graph else { bail!("internal error: the runner has no decode graph") };
         let chosen = (0..count).map(|_| graph.next_ungraphed()).collect();
         self.reset();
         chosen
@@ -79,7 +79,7 @@ impl Runner {
             return self.forward_solo(&[id], LogitRows::Last);
         }
         self.solo_graph_step(id, 1)?;
-        let Ok(graph) = &self.decode_graph else { bail!("no decode graph was planned") };
+        let Ok(graph) = &self.decode_graph else { bail!("internal error: the runner has no decode graph") };
         // Copy the logits, because the next step overwrites them.
         Ok(graph.logits().unsqueeze(0)?.force_contiguous()?)
     }
@@ -96,7 +96,7 @@ impl Runner {
     /// Waits for the next token of the decode graph. Records `input`, the input token of the step, as cached.
     /// `limit` is the maximum number of tokens still to generate, including the next token.
     fn solo_graph_step(&mut self, input: u32, limit: usize) -> Result<u32> {
-        let Ok(graph) = &mut self.decode_graph else { bail!("no decode graph was planned") };
+        let Ok(graph) = &mut self.decode_graph else { bail!("internal error: the runner has no decode graph") };
         let token = self.ranks.next_token(graph, limit)?;
         self.solo.cached.push(input);
         // Steps that are already queued also write keys and values after the cached tokens.
@@ -105,14 +105,15 @@ impl Runner {
     }
 
     /// Keeps only the first `len` cached tokens, and waits for the device.
-    /// Prefills these tokens again if removed tokens have overwritten keys and values that the next token attends to.
+    /// Prefills the kept tokens again if later positions may have overwritten keys and values that the next token
+    /// attends to.
     pub fn rewind(&mut self, len: usize) -> Result<()> {
         if len > self.solo.cached.len() {
             bail!("cannot rewind to {len} tokens: only {} are cached", self.solo.cached.len());
         }
         self.stop_graph();
-        // Sliding-window groups use their blocks as a ring buffer.
-        // Removed tokens may therefore have overwritten keys and values in the window of the remaining tokens.
+        // Layer groups with a sliding window use their blocks as a ring buffer.
+        // Positions after `len` may therefore have overwritten keys and values in the window of the next token.
         let overwritten = self.cache.layout().windows().iter().flatten().any(|&window| {
             let rows = peak_blocks(Some(window), self.limits.context, self.limits.chunk) * BLOCK_TOKENS;
             let window_start = (len + 1).saturating_sub(window) / BLOCK_TOKENS * BLOCK_TOKENS;

@@ -45,8 +45,8 @@ pub trait ChooseToken {
 
     /// Returns the tokens that may be chosen next, or `None` if any token may be chosen.
     ///
-    /// The runner calls this at most once per step: after it has queued the pass, and before it gets the
-    /// [`logit_edits`](Self::logit_edits) to add. On a GPU, the pass therefore runs during the call.
+    /// The runner calls this function at most once per step: after it has launched the pass, and before it calls
+    /// [`logit_edits`](Self::logit_edits). On a GPU, the pass may therefore still run during the call.
     /// An error ends only the sampler's sequence.
     fn allowed_tokens(&mut self) -> Result<Option<TokenMask>> {
         Ok(None)
@@ -64,8 +64,8 @@ pub trait ChooseToken {
     }
 
     /// Returns the edits of the logits from which a queued step chooses a token.
-    /// `in_flight` is the number of tokens that were chosen but not [recorded](Self::record) yet.
-    /// The penalties leave out the `in_flight` tokens.
+    /// `in_flight` is the number of tokens of the sequence that were queued but not [recorded](Self::record) yet.
+    /// The token counts for the penalties leave out these tokens.
     fn queued_edits(&self, in_flight: u32) -> RowEdits {
         let _ = in_flight;
         RowEdits::default()

@@ -4,7 +4,7 @@ use crate::kernels::SumOrder;
 use crate::nn::kv_cache::BLOCK_TOKENS;
 
 /// The maximum number of sequences in a batch graph or a queued step. The engine plans no steps with more sequences.
-/// The buffers for tokens and for the logits of batch graphs have this number of rows.
+/// The buffers for the tokens of queued steps and for the logits of batch graphs have this many rows.
 pub const MAX_SEQUENCES: usize = 256;
 
 /// The maximum sizes of a sequence and of a step.

@@ -21,7 +21,7 @@
 //! - `choose_token`: the interface of samplers; `host_choice`, `device_choice`: choose tokens on the host or on a GPU
 //! - `logprobs`: the log probabilities of a token
 //! - `limits`: the limits and options of a runner, and how prompts are divided for deterministic answers
-//! - `step_cost`: the bytes, launches and kernel times of a decode step; `step_times`: the durations of all steps
+//! - `step_cost`: the bytes, launches and kernel times of a decode step; `step_times`: the mean durations of steps
 
 #[cfg(feature = "cuda")]
 mod batch_graph;
@@ -83,7 +83,7 @@ pub use step_times::StepTime;
 /// A model on its device, with the KV cache of all sequences.
 pub struct Runner {
     /// Launches batch graphs and queued steps. `None` on a CPU, with `--eager`, or if the ranks cannot run graphs.
-    /// Declared first: graphs must be dropped before the decoder and the cache, whose memory they use.
+    /// Declared first, because batch graphs must be dropped before the decoder and the cache, whose memory they use.
     launcher: Option<StepLauncher>,
     /// All ranks, which run every pass together. The fields `decoder` and `cache` belong to the first rank.
     ranks: RankGroup,

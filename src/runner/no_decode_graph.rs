@@ -15,7 +15,7 @@ pub enum NoDecodeGraph {
     NotOnGpu,
     /// Several ranks run the model together, and the host copies data between their devices.
     HostCopies,
-    /// The rank holds no part of some layer, or no part of the output head.
+    /// The rank holds no part of the output head, or of the attention or MLP of a layer that it runs.
     EmptyPart,
     /// Another rank has no decode graph. That rank knows the reason.
     OtherRank,
@@ -38,7 +38,8 @@ pub enum NoDecodeGraph {
         chosen: usize,
         experts: usize,
     },
-    /// No decode kernel supports matrices with this many columns. The number is too large or not a multiple of 8.
+    /// No decode kernel supports matrices with this many columns.
+    /// The number is not a multiple of 8, or the input vectors of this length exceed the GPU's shared memory.
     RowLength(usize),
     /// The vocabulary is too large for one launch of the sampling kernel on this GPU.
     VocabularySize(usize),

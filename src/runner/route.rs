@@ -22,8 +22,9 @@ pub struct RunnerFacts {
     pub has_decode_graph: bool,
     /// Whether the runner has batch graphs that can run its model.
     pub has_batch_graphs: bool,
-    /// Whether steps can be queued. On a CPU, true only in tests.
-    /// On a GPU, false with `--eager`, if ranks share the GPU, or if the host copies data between ranks.
+    /// Whether steps can be queued. On a CPU, true only if `RunnerOptions::queue_steps` is `Some(true)`, as in tests.
+    /// On a GPU, false with `--eager`, if ranks share the GPU, if the host copies data between ranks,
+    /// or if `RunnerOptions::queue_steps` is `Some(false)`.
     pub can_queue: bool,
     /// Whether several ranks run the model.
     pub has_several_ranks: bool,
@@ -39,7 +40,7 @@ pub struct StepFacts {
     pub is_decode: bool,
     /// Whether the step chooses a token for at least one sequence.
     pub chooses_tokens: bool,
-    /// Whether a queued step could choose the tokens of all sequences.
+    /// Whether a queued step could choose the tokens of all sequences that have a sampler.
     pub samplers_can_queue: bool,
     /// Whether the step has a single sequence whose sampler needs the whole row of logits.
     pub needs_logits: bool,
@@ -50,7 +51,7 @@ pub struct StepFacts {
 }
 
 impl StepFacts {
-    /// A decode step of one sequence whose sampler does not need the whole row of logits.
+    /// A decode step of one sequence whose sampler can queue and does not need the whole row of logits.
     pub const ONE_TOKEN: Self = Self {
         sequences: 1,
         is_decode: true,

@@ -9,7 +9,7 @@ pub(super) struct SoloSequence {
     pub cached: Vec<u32>,
     pub tables: BlockTables,
     /// The largest position written since the last reset, plus one.
-    /// From this position, `Runner::rewind` determines whether blocks of a sliding window were overwritten.
+    /// `Runner::rewind` uses `written` to decide whether blocks of a sliding window may have been overwritten.
     pub written: usize,
 }
 

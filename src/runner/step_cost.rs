@@ -2,7 +2,7 @@
 
 use serde::Serialize;
 
-/// The bytes that one decode step reads from device memory.
+/// The bytes that the first rank reads from memory in one decode step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct StepBytes {
     /// The bytes of the weights: all dense weights, the chosen experts, and one row of the embedding.
@@ -25,11 +25,11 @@ pub struct KernelTime {
     pub calls: usize,
     /// Seconds per token, summed over all launches.
     pub seconds: f64,
-    /// Bytes read and written per token, summed over all launches.
+    /// Bytes read and written per token, summed over all launches. Small inputs and outputs are not counted.
     pub bytes: u64,
 }
 
-/// How many kernels and CUDA graph nodes one decode step launches.
+/// How many kernels and CUDA graph nodes one step of the decode graph launches.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct LaunchCounts {
     pub kernels: usize,

@@ -19,7 +19,8 @@ pub struct StepSequence<'s> {
     /// Whether the input is the token that the last queued step will choose for this sequence.
     /// If true, `ids` holds a single placeholder.
     pub awaits_input: bool,
-    /// The position of the first input token. The keys and values of all earlier positions are in the cache.
+    /// The position of the first input token.
+    /// The keys and values of all earlier positions are in the cache, or earlier queued steps write them.
     pub position: usize,
     /// The block tables of the sequence. They cover at least all positions up to the last input token.
     pub tables: &'s BlockTables,

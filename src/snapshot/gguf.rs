@@ -47,7 +47,7 @@ pub struct PartName<'n> {
 }
 
 impl<'n> PartName<'n> {
-    /// Parses the file name of a part. Returns `None` if the name does not have this form.
+    /// Parses the file name of a part. Returns `None` for all other file names.
     pub fn parse(file_name: &'n str) -> Option<Self> {
         let (rest, count) = file_name.strip_suffix(".gguf")?.rsplit_once("-of-")?;
         let (prefix, number) = rest.rsplit_once('-')?;
@@ -132,7 +132,8 @@ pub fn is_model_name(path: &str) -> bool {
 
 /// Returns the tag of a GGUF file, such as `Q4_K_M` for `Llama-3.2-1B-Q4_K_M.gguf`.
 ///
-/// The tag is the last word of the name, after a `-` or `.`, and usually distinguishes the models in one repository.
+/// The tag is the text after the last `-` or `.` in the file name without its extension and part number.
+/// The tag usually distinguishes the models in one repository.
 pub fn tag(path: &str) -> &str {
     let stem = stem(path);
     stem.rsplit(['-', '.']).next().unwrap_or(stem)
@@ -195,8 +196,8 @@ pub fn named_models(name: &str, dir: &Path) -> Vec<(String, GgufFile)> {
 
 /// Returns the GGUF model that `tag` selects in a directory. Without a tag, returns the only model.
 ///
-/// Returns `None` if there is no tag and the directory has no complete GGUF model.
-/// Fails if `tag` selects no model, or if several models match.
+/// Returns `None` if there is no tag and the directory has safetensors weights or no complete GGUF model.
+/// Fails if `tag` selects no model, or if there are several models to choose from.
 pub fn choose(name: &str, dir: &Path, tag: Option<&str>) -> Result<Option<PathBuf>> {
     let models = named_models(name, dir);
     let is_selected =

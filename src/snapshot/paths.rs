@@ -5,7 +5,7 @@ use std::path::{Component, Path};
 /// Returns true if `name`, joined to a directory, stays inside the directory.
 /// Returns false for names with control characters, backslashes or more than 512 bytes.
 ///
-/// Every name from a hub or a shard index is checked before it is used as a path.
+/// Callers must check every name from a hub or a shard index before they use it as a path.
 pub fn is_safe_path(name: &str) -> bool {
     name.len() <= 512
         && !name.chars().any(|c| c.is_control() || c == '\\')

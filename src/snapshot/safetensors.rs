@@ -16,7 +16,8 @@ pub const SINGLE_FILE: &str = "model.safetensors";
 /// The file that lists the shards of a sharded checkpoint.
 pub const INDEX: &str = "model.safetensors.index.json";
 
-/// The shard index of a sharded checkpoint. It lists at least one shard, and shard names contain no directories.
+/// The shard index of a sharded checkpoint.
+/// [`Self::parse`] ensures that the index lists at least one shard and that shard names contain no directories.
 #[derive(Debug, Deserialize)]
 pub struct ShardIndex {
     /// Maps each tensor name to the file name of its shard.

@@ -142,9 +142,9 @@ impl LiveRegion {
         self.shown.clear();
     }
 
-    /// Moves the last finished `lines` that are still in the window back into the region. Returns their number.
+    /// Moves the lines at the end of `lines` that are still in the window back into the region. Returns their number.
     ///
-    /// Each of the `lines` must occupy exactly one row.
+    /// `lines` must be the finished lines directly above the region. Each of them must occupy exactly one row.
     pub fn reopen(&mut self, lines: &[StyledLine]) -> usize {
         let count = self.size.rows.saturating_sub(1 + self.shown.len().max(1)).min(lines.len());
         if self.shown.is_empty() && count > 0 {

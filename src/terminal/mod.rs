@@ -18,7 +18,7 @@ pub use notice::{print, print_dim, write_stderr};
 pub use style::{Color, dim, stderr_color, stdout_color, stdout_columns};
 pub use view::TurnView;
 
-/// Saves the terminal modes, and restores the saved modes when the program ends, even by a signal or a crash.
+/// Saves the terminal modes, and restores them when the program exits, crashes or is ended by a catchable signal.
 /// Does nothing on Windows, or if stdin is not a terminal.
 pub fn guard() {
     #[cfg(unix)]

@@ -11,14 +11,14 @@ pub enum Color {
     Off,
 }
 
-/// Returns whether to use color on stderr, which must be a terminal.
-/// `NO_COLOR` (no-color.org) and `TERM=dumb` turn color off.
+/// Returns whether to use color on stderr. Color is off if stderr is not a terminal.
+/// `NO_COLOR` (no-color.org) and `TERM=dumb` also turn color off.
 pub fn stderr_color() -> Color {
     color(std::io::stderr().is_terminal())
 }
 
 /// Returns whether to use color on stdout, by the same rules as on stderr.
-/// Without color, Markdown is not formatted either.
+/// Without color, the callers do not format Markdown either.
 pub fn stdout_color() -> Color {
     color(std::io::stdout().is_terminal())
 }

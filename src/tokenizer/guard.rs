@@ -31,7 +31,7 @@ impl Drop for SilencedPanics {
     }
 }
 
-/// Runs `call` and converts errors and panics in `tokenizers` to errors that start with `cannot {action}`.
+/// Runs `call` and converts its errors and panics to errors that start with `cannot {action}`.
 pub fn guarded<T, E: std::fmt::Display>(action: &str, call: impl FnOnce() -> Result<T, E>) -> Result<T> {
     // The panic hook prints its message before the panic can be caught, so the hook itself must be silenced.
     static HOOK: Once = Once::new();

@@ -53,7 +53,7 @@ impl LibraryEncoder {
             return Ok(());
         }
         // The library can match a control token after normalization, for example `＜|end|＞` after NFKC.
-        // Halve the text until no half contains a whole control token.
+        // Halve the text until no half contains a complete control token.
         let middle = text.char_indices().map(|(at, _)| at).nth(text.chars().count() / 2).unwrap_or(0);
         if middle == 0 {
             bail!("cannot encode {} as text: this tokenizer turns it into a control token", quote(text));

@@ -9,13 +9,13 @@ use tokenizers::{AddedToken, Decoder, DecoderWrapper, Model};
 
 use super::guard::guarded;
 
-/// The maximum size of a token, in bytes. Known vocabularies have tokens of up to a few hundred bytes.
+/// The maximum size of a token, in bytes. Tokens of published models are much shorter.
 const MAX_TOKEN_BYTES: usize = 4 << 10;
 /// The maximum size of all tokens together, in bytes.
 const MAX_TABLE_BYTES: usize = 256 << 20;
-/// The maximum number of steps in a decoder. Known decoders have up to four steps.
+/// The maximum number of steps in a decoder. The decoder of Llama 2 has four.
 const MAX_DECODER_STEPS: usize = 32;
-/// The maximum factor by which a decoder may lengthen text. Known decoders only shorten it.
+/// The maximum factor by which a decoder may lengthen text. Byte-level and SentencePiece decoders never do.
 const MAX_DECODER_GROWTH: usize = 2;
 
 /// An added token that acts as a control token.
@@ -29,8 +29,8 @@ pub struct ControlToken {
 
 /// The tokens of a vocabulary by id, its control tokens and its decoder.
 ///
-/// Decoding takes time and memory proportional to the length of the text.
-/// The table therefore rejects overlong tokens, and decoders that could need more time or memory.
+/// Decoding takes time and memory proportional to the length of the text. To guarantee this, the constructors of the
+/// table reject overlong tokens, and decoders that could need more time or memory.
 pub struct TokenTable {
     /// All tokens, concatenated in the order of their ids.
     text: String,
@@ -167,7 +167,7 @@ impl TokenTable {
         byte.map_or_else(|| token.replace('▁', " ").into_bytes(), |byte| vec![byte])
     }
 
-    /// Returns the number of tokens. An id can be larger, because ids can have gaps.
+    /// Returns the number of tokens. Ids can be larger than this number, because ids can have gaps.
     pub fn len(&self) -> usize {
         self.ids.len()
     }

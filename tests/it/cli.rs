@@ -129,7 +129,7 @@ fn listed_numbers_equal_those_of_the_checkpoint() {
         snapshot
     };
     models.iter().for_each(|model| drop(install(&model.replace('/', "-"), model)));
-    // 4-bit weights (eight packed into one I32) are not supported, so `list` does not report a parameter count.
+    // 4-bit weights (eight packed into one I32) are not supported, so `list` reports no parameter count for this model.
     let four_bits = install("four-bits", "compressed/int8_packed").join("config.json");
     let config = fs::read_to_string(&four_bits).unwrap();
     fs::write(&four_bits, config.replace("\"num_bits\": 8", "\"num_bits\": 4")).unwrap();
@@ -227,7 +227,7 @@ fn an_unknown_exchange_path_is_a_usage_error() {
 /// The dynamic loader must not load NVIDIA libraries at startup, because many commands need no GPU.
 #[test]
 fn startup_loads_no_nvidia_library() {
-    // Debug builds linked with GNU ld load NVIDIA libraries at startup. `device/libraries.rs` explains why.
+    // Debug builds linked with GNU ld load NVIDIA libraries at startup. `src/device/libraries.rs` explains why.
     let with_gnu_ld = !fs::read(env!("CARGO_BIN_EXE_inferno")).unwrap().windows(12).any(|part| part == b"Linker: LLD ");
     assert!(libraries_are_loaded_on_demand() || (with_gnu_ld && cfg!(debug_assertions)));
 }

@@ -218,7 +218,7 @@ fn a_redirected_file_is_appended_and_a_pipe_only_with_stdin_flag() {
     let alone = tokens(Stdio::null(), &[]);
     let with_file = tokens(File::open(&path).unwrap().into(), &[]);
     assert!(with_file > alone + 5, "{with_file} and {alone}");
-    // The shell loop `while read` has already read the first line. inferno must not read the remaining lines.
+    // Start after the first line, as in a shell loop `while read`. inferno must not read the remaining lines.
     let mut partly_read = File::open(&path).unwrap();
     partly_read.seek(SeekFrom::Start(20)).unwrap();
     assert_eq!(tokens(partly_read.into(), &[]), alone);

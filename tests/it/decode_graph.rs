@@ -1,8 +1,9 @@
 //! Tests of the decode graph. All tests in this file need a GPU.
 //!
-//! - The logits of every step match the logits of the eager decoder.
+//! - The logits of every step match transformers and the eager decoder.
 //! - Graph replay matches individual kernel launches.
 //! - Sampling on the GPU matches the sampler on the host, even if logits are NaN, infinite or equal.
+//! - The kernels that edit and mask logits match the host.
 
 use std::collections::{BTreeSet, HashMap};
 use std::path::Path;
@@ -31,7 +32,7 @@ const CONTEXT: usize = 160;
 const CHUNK: usize = 32;
 const INF: f32 = f32::INFINITY;
 
-/// Families whose router may choose other experts in the graph than in the eager decoder.
+/// Model families whose router may choose other experts in the graph than in the eager decoder.
 /// The graph and the eager decoder round the router's input differently, which can change the choice in a near tie.
 const ROUTED: [&str; 2] = ["mixtral", "qwen3_moe"];
 
@@ -173,7 +174,8 @@ const LLAMAS: &[(&str, Llama)] = &[
             tied: true,
         },
     ),
-    // On an H200, sampling from 140,001 tokens fills every multiprocessor, and some threads process two logits.
+    // On an H200, sampling from 140,001 tokens runs a block of 1,024 threads on each of the 132 multiprocessors.
+    // Some of these threads process two logits.
     (
         "V 140001",
         Llama {
@@ -246,7 +248,7 @@ impl RandomTensors {
     }
 
     /// Adds a matrix `[rows, columns]`, and a bias if `has_bias` is true.
-    /// The values are chosen so that products are about as large as the inputs.
+    /// The scale of the values makes the products with the matrix about as large as the inputs.
     fn linear(&mut self, name: &str, rows: usize, columns: usize, has_bias: bool) {
         self.add(format!("{name}.weight"), &[rows, columns], (columns as f32).powf(-0.5), 0.0);
         if has_bias {
@@ -259,7 +261,8 @@ impl RandomTensors {
     }
 }
 
-/// Runs a test in bf16 and f16 on all golden models that the graph supports and on models with random weights.
+/// Runs a test in bf16 and f16 on all golden models that the graph supports, and on models with random weights.
+/// Some of the random weights are quantized.
 fn for_each_model(test: impl Fn(&Model)) {
     let device = gpu();
     for dtype in [DType::BF16, DType::F16] {
@@ -434,7 +437,11 @@ fn graph_steps_match_the_eager_decoder() {
             }
         }
         let allowed_flips = if model.dtype == DType::F16 { steps / 15 } else { steps / 4 };
-        assert!(flipped <= allowed_flips, "{}: the error is too large in {flipped} of {steps} steps", model.name);
+        assert!(
+            flipped <= allowed_flips,
+            "{}: the error of the logits is too large in {flipped} of {steps} steps",
+            model.name
+        );
     });
 }
 
@@ -601,7 +608,7 @@ fn edited_rows_match_the_reference() {
             .collect();
         let logits = random.tensor(&[11, vocab], DType::F32);
         let on_device = Tensor::new(&tokens[..], &device).unwrap();
-        // Row 4 has no token in flight. Row 8 has none either, because no token could be chosen.
+        // Row 4 has no token in flight. Row 8 has `NO_TOKEN`, as if the previous step could not choose a token.
         // Rows 9 and 10 are not edited.
         let source = |row: usize| (row != 4).then_some(row as u32);
         let rows: Vec<EditedRow> =
@@ -611,7 +618,7 @@ fn edited_rows_match_the_reference() {
             let in_flight = in_flight.map(|source| tokens[source as usize]).filter(|&token| token != NO_TOKEN);
             edits.apply(&mut want[*row], in_flight);
         }
-        // With the empty range of host memory, the description of the edits is copied to the device.
+        // The description of the edits does not fit in the empty range of host memory, so it is copied to the device.
         for range in [3..WORDS, 0..0] {
             let edited = logits.to_device(&device).unwrap();
             for rows in rows.chunks(2) {
@@ -688,7 +695,7 @@ fn special_logits_are_sampled_as_on_the_host() {
     let mut all_params = vec![greedy.clone(), penalties];
     for seed in 0..20 {
         all_params.push(SamplingParams { temperature: 1.0, seed, ..greedy.clone() });
-        // No case uses top-k or top-p. At a tie at the cutoff, the kernel keeps more tokens than the host does.
+        // No case uses top-k or top-p, because in a tie at the cutoff, the kernel keeps more tokens than the host.
         all_params.push(SamplingParams { temperature: 0.5, min_p: 0.1, seed, ..greedy.clone() });
     }
     let mut only_one = vec![-INF; vocab];

@@ -63,7 +63,7 @@ fn check(engine: &EngineHandle, count: usize, longest: usize) {
     let ask = || read(engine.complete_ids(&turn, options(1, longest / 4)).unwrap());
     let warm = ask();
     engine.with_runner(|runner| runner.reset()).unwrap();
-    assert_eq!(ask(), warm, "the next turn depends on the prefix cache");
+    assert_eq!(ask(), warm, "the answer of the next turn depends on the prefix cache");
     // Several answers to one prompt share the keys and values of the prompt.
     let request = Request::ids(prompts[1].clone()).options(options(1, longest / 4));
     let answers: Vec<Bits> = engine.submit_n(request, 3).unwrap().into_iter().map(read).collect();
@@ -131,7 +131,7 @@ fn single_requests_can_be_deterministic() {
         assert!(stats.preemptions > 0 && stats.hit_tokens > 0, "{stats:?}");
         assert_eq!((stats.failed, stats.used_blocks), (0, 0), "{stats:?}");
     }
-    // An engine that is always deterministic must return the same answer.
+    // A deterministic request must get the same answer from an engine that is always deterministic.
     let options = || GenerateOptions { deterministic: true, ..options(1, 80) };
     let (one, all) = (engine().load().unwrap(), engine().deterministic(true).load().unwrap());
     let prompt = one.random_tokens(3, 300);

@@ -2,6 +2,7 @@
 //! - `docs/` lists all flags, environment variables, exit codes, configuration keys and unsafe code.
 //! - Tests, source files and link targets that the pages name exist, and so do flags and metrics on the server pages.
 //! - Speeds and memory sizes in the tables agree with benches/results.
+//! - Defaults in docs/tuning.md agree with `inferno serve --help`, and figures in docs/tuning.md with other pages.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -109,7 +110,7 @@ fn reference_page_lists_exactly_the_exit_codes() {
     let constant = |name: &str| source.split_once(&format!("const {name}: u8 = "))?.1.split(';').next()?.parse().ok();
     let number = |code: &str| code.parse::<u8>().ok().or_else(|| constant(code));
     let errors = arms.map(|(_, code)| number(code).unwrap_or_else(|| panic!("'{code}' is not an exit code")));
-    // Add the codes that `Error::exit_code` does not return: 0 for success, 1 for other errors, and 130 for Ctrl-C.
+    // Add the codes of other outcomes: 0 for success, 1 for errors of other types, and 130 for Ctrl-C.
     let codes: BTreeSet<u8> = errors.chain([0, 1, 130]).collect();
     assert_eq!(documented, codes, "the exit codes in docs/reference.md and src/error.rs differ");
 
@@ -231,7 +232,7 @@ fn speeds_and_memory_agree_with_the_stored_results() {
         ("docs/benchmark-history.md", format!("prefill, 2,048 tokens | {}", oss.speed("pp", 2048, 0))),
         ("docs/benchmark-history.md", format!("prefill, 8,192 tokens | {}", oss.speed("pp", 8192, 0))),
     ];
-    // docs/benchmarks.md has a section for each GPU setup. The same row may occur in two sections.
+    // docs/benchmarks.md has a section for each GPU setup. Sections may share rows, so check each one alone.
     let benchmarks = page("docs/benchmarks.md");
     let sections = ["## One H200", "## One H100", "### Two H100s", "### Four H100s"];
     for (heading, (single, serving)) in sections.into_iter().zip(&newest) {
@@ -284,7 +285,8 @@ fn flags_on_the_pages_about_the_server_exist() {
     }
 }
 
-/// All metrics named on the server pages must be in docs/serving.md, which another test compares with `/metrics`.
+/// All metrics named on the server pages must be in docs/serving.md.
+/// The test `serving_page_lists_exactly_the_metrics` compares docs/serving.md with `/metrics`.
 #[test]
 fn metrics_on_the_pages_about_the_server_exist() {
     let serving = page("docs/serving.md");

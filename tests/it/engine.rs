@@ -159,7 +159,7 @@ fn stop_strings_are_not_found_in_unsearched_text() {
     let found = |stop: &str| Some(stop.to_string());
     assert_eq!(run(&["STOP"], &["~a STOP", "b STOP c"]), ("a STOP|b ".into(), "".into(), found("STOP")));
     assert_eq!(run(&["STOP"], &["~a STOP", "b"]), ("a STOP|b".into(), "".into(), None));
-    // A stop string can begin in unsearched text. Only for this reason, unsearched text is held back.
+    // A stop string can begin in unsearched text, so the matcher holds back text that may be its beginning.
     assert_eq!(run(&["STOP"], &["~a ST", "OP"]), ("a |".into(), "".into(), found("STOP")));
     assert_eq!(run(&["STOP"], &["~a S", "~T", "A"]), ("a ||STA".into(), "".into(), None));
     assert_eq!(run(&["STOP"], &["~a ST"]), ("a ".into(), "ST".into(), None));
@@ -255,7 +255,7 @@ fn second_turn_reads_only_its_new_tokens_and_answers_like_a_fresh_engine() {
     messages.push(Message::assistant(&first.text));
     messages.push(Message::user("What is a token?"));
     let second = ask(&engine, &messages, |_| ());
-    // The prompt of the first turn is still cached. The second prompt repeats that prompt, but not the first reasoning.
+    // The second prompt starts with the first prompt, which is still cached, but omits the first reasoning.
     let whole_blocks = first.summary.prompt_tokens / BLOCK_TOKENS * BLOCK_TOKENS;
     assert!(second.summary.cached_tokens >= whole_blocks.max(1), "{:?}", second.summary);
     let fresh = ask(&demo(2048), &messages, |_| ());
@@ -491,7 +491,7 @@ fn break_embedding(dir: &Path, token: u32) {
 
 #[test]
 fn error_of_one_request_leaves_the_engine_usable() {
-    // From the broken token on, all logits are NaN, so no token can be chosen after a prompt with this token.
+    // The logits after a prompt that contains this token are all NaN, so the sampler cannot choose a token.
     const BROKEN_TOKEN: u32 = 1999;
     let (_folder, dir) = copy_of_demo();
     break_embedding(&dir, BROKEN_TOKEN);
@@ -560,7 +560,7 @@ fn likelihoods_of_windows_agree_with_the_whole_text() {
     let whole = long.negative_log_likelihood(&ids).unwrap();
     let windows = short.negative_log_likelihood(&ids).unwrap();
     assert_eq!((whole.len(), windows.len()), (ids.len() - 1, ids.len() - 1));
-    // In the first window, the losses agree. Later windows have less context, so their losses differ slightly.
+    // In the first window, the losses agree. In later windows, each token has less context, so its loss may differ.
     for (a, b) in whole[..63].iter().zip(&windows) {
         assert!((a - b).abs() < 1e-4, "{a} {b}");
     }

@@ -27,7 +27,7 @@ fn logprobs(engine: &EngineHandle, ids: &[u32]) -> Vec<Vec<f64>> {
     rows.into_iter().map(log_softmax).collect()
 }
 
-/// Checks the reported log probabilities against a prefill, with and without a bias and penalties.
+/// Checks the reported log probabilities against a prefill, with and without logit biases and a penalty.
 fn check_logprobs(engine: &EngineHandle, prompt: &[u32], tolerance: f64) {
     for (bias, penalty) in [(0.0, 0.0), (2.0, 1.0)] {
         let options = GenerateOptions {
@@ -85,7 +85,7 @@ fn check_rules(engine: &EngineHandle, prompt: &[u32]) {
 
 /// Checks that several answers to one request equal the answers to separate requests.
 fn check_forks(engine: &EngineHandle, prompt: &[u32]) {
-    // Use a very high temperature, so that different seeds produce different tokens even if the model is certain.
+    // The high temperature makes it very likely that different seeds produce different tokens.
     let options = |seed| GenerateOptions {
         sampling: sampling(|p| {
             p.seed = seed;
@@ -99,7 +99,7 @@ fn check_forks(engine: &EngineHandle, prompt: &[u32]) {
         let answers: Vec<Answer> = streams.into_iter().map(Answer::read).collect();
         assert!(
             answers[1..].iter().any(|other| other.tokens != answers[0].tokens),
-            "different seeds gave equal answers"
+            "all {n} answers are equal, although their seeds differ"
         );
         for (seed, got) in (40..).zip(&answers) {
             assert_eq!(got.tokens, answer(engine, prompt, options(seed)).tokens, "seed {seed}");

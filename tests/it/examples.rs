@@ -1,4 +1,4 @@
-//! Runs the library examples, and checks that README.md shows code of `blocking.rs`.
+//! Runs the library examples, and checks that the Rust code in README.md is part of `blocking.rs`.
 
 mod blocking {
     include!("../../docs/examples/blocking.rs");

@@ -113,10 +113,10 @@ impl Simulator {
     }
 }
 
-/// The number of blocks for `max_sequences` sequences of full length.
+/// The number of blocks for `max_sequences` sequences of full length, plus the scratch block.
 const AMPLE: usize = CONFIG.max_sequences * CONFIG.context / BLOCK_TOKENS + 1;
 
-/// The number of blocks for about ten typical sequences, so that the scheduler preempts some sequences.
+/// The number of blocks for about ten sequences of 360 tokens, so that the scheduler preempts some sequences.
 const FEW: usize = 60;
 
 #[test]

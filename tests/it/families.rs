@@ -308,7 +308,7 @@ fn assert_same_model(case: &str, config: &Value, rename: impl Fn(HashMap<String,
     let golden = safetensors::load(golden(case).join("golden.safetensors"), &Device::Cpu).unwrap();
     let ids: Vec<u32> = golden["ids"].to_vec1::<i64>().unwrap().into_iter().map(|id| id as u32).collect();
     let error = relative_error(&logits(dir.path(), &ids), &values(&golden["logits"]));
-    assert!(error < 1e-4, "{case}: relative error {error:e}");
+    assert!(error < 1e-4, "{case}: relative error of the logits: {error:e}");
 }
 
 fn rename_all(tensors: HashMap<String, Tensor>, rename: impl Fn(&str) -> String) -> HashMap<String, Tensor> {
@@ -340,7 +340,7 @@ fn gemma3_loads_from_multimodal_checkpoints_and_with_rope_parameters() {
     assert_same_model("gemma3", &new, |tensors| tensors);
 }
 
-/// transformers 5 stacks the experts of a layer into two tensors. Most repositories have one tensor per expert matrix.
+/// transformers 5 stacks the experts of a layer into two tensors. Most checkpoints have one tensor per expert matrix.
 #[test]
 fn stacked_experts_load_as_separate_ones_do() {
     let stack = |mut tensors: HashMap<String, Tensor>, block: &str, [gate, up, down]: [&str; 3]| {

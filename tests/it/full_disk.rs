@@ -9,7 +9,7 @@ use tempfile::TempDir;
 use crate::support::program::{assert_fails, inferno, text};
 use crate::support::screen::{DEMO, Screen};
 
-/// Runs a shell script in which `$@` expands to the inferno command.
+/// Runs a shell script in which `$@` expands to inferno and `args`.
 fn in_shell(home: &TempDir, script: &str, args: &[&str]) -> Output {
     let program = inferno(home);
     let mut shell = Command::new("sh");
@@ -100,7 +100,7 @@ fn chat_continues_at_the_file_size_limit() {
     assert_eq!(chat.end(), WaitStatus::Exited(chat.pid(), 0));
 }
 
-/// A child process inherits ignored and blocked signals, so inferno must reset signals before it starts a program.
+/// A child process inherits ignored and blocked signals, so inferno must reset them before it starts the editor.
 #[test]
 fn editor_starts_with_default_signals() {
     let home = TempDir::new().unwrap();

@@ -166,7 +166,7 @@ struct ScoredAnswer {
     events: Vec<Event>,
 }
 
-/// Answers 16 prompts of 40 to 640 tokens concurrently, with 64 tokens each.
+/// Generates 64 tokens for each of 16 concurrent prompts of 40 to 640 tokens.
 fn scored_answers(engine: &Engine) -> Vec<ScoredAnswer> {
     let options = || GenerateOptions {
         ignore_eos: true,
@@ -197,13 +197,13 @@ fn prompt_difference(engine: &Engine, answer: &ScoredAnswer) -> f64 {
     differences.sum::<f64>() / answer.prompt_logprobs.len() as f64
 }
 
-/// Two GPUs may differ from one GPU only by rounding errors.
+/// The results of two GPUs may differ from the results of one GPU only by rounding errors.
 /// On one GPU, two computations of the same values also differ, for example decode steps and a prefill.
 /// The error limits are 1.5 to 2.5 times the difference on one GPU.
 #[test(full_size)]
 fn full_size_two_gpus_agree_with_one() {
     let builder = || Engine::builder(model()).context(1024).sequences(16);
-    // Only one engine exists at a time.
+    // Load the second engine only after the first is dropped.
     // A GPU that waits for another GPU cannot load the kernels of a second engine.
     let two = builder().devices(two_gpus()).load().unwrap();
     let ids = two.random_tokens(99, 512);
@@ -239,7 +239,8 @@ fn full_size_two_gpus_agree_with_one() {
     // Below 1e-4, the mean KL can change by a factor of two if cuBLASLt chooses other algorithms.
     assert!(kl_of_two <= 1.5 * kl.max(1e-4), "mean KL is {kl_of_two:e} on two GPUs, but {kl:e} on one GPU");
     assert!(
-        // On one GPU, a prompt in a batch mostly runs the same algorithms as alone, so fewer of its roundings differ.
+        // On one GPU, prompts in a batch mostly run the same algorithms as in the reference prefill, which makes
+        // `prompts` small. The limit is therefore 2.5 times `prompts`, not 1.5 times.
         prompts_of_two <= 2.5 * prompts.max(1e-3),
         "the log probabilities of prompts differ by {prompts_of_two:e} on two GPUs, but by {prompts:e} on one GPU"
     );
@@ -284,7 +285,7 @@ fn check_deterministic_answers(eager: bool) {
 }
 
 /// Generates 64 answers concurrently, then one at a time.
-/// In both cases, the answers may differ from a prefill only by rounding errors.
+/// The mean KL divergence from a prefill may be at most twice as large for the concurrent answers.
 #[test(full_size)]
 fn full_size_answers_at_once_are_as_exact_as_answers_alone() {
     const TOKENS: usize = 64;

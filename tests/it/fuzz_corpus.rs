@@ -8,7 +8,7 @@ use crate::support::Random;
 #[path = "../../fuzz/src/lib.rs"]
 mod bodies;
 
-/// The time limit for one fuzz input.
+/// The time limit for one mutated input.
 const SLOWEST: Duration = Duration::from_secs(5);
 
 /// Returns the number of mutations per corpus file: `INFERNO_MUTATIONS`, or 100 by default.
@@ -67,7 +67,11 @@ fn run(corpus: &str, body: fn(&[u8])) {
             if outcome.is_err() || took > SLOWEST {
                 let saved = std::env::temp_dir().join(format!("inferno-{corpus}-{number}"));
                 std::fs::write(&saved, &bytes).unwrap();
-                println!("mutation {number} of {} took {took:?}, saved as {}", file.display(), saved.display());
+                println!(
+                    "mutation {number} of {} panicked or took too long ({took:?}), saved as {}",
+                    file.display(),
+                    saved.display()
+                );
             }
             if let Err(panic) = outcome {
                 std::panic::resume_unwind(panic);
@@ -76,7 +80,7 @@ fn run(corpus: &str, body: fn(&[u8])) {
         }
     }
     println!("{corpus}: {ran} mutations, the slowest took {slowest:?}");
-    assert!(slowest < SLOWEST, "{corpus}: one input took {slowest:?}");
+    assert!(slowest < SLOWEST, "{corpus}: the slowest mutated input took {slowest:?}");
 }
 
 #[test]

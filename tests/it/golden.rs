@@ -348,7 +348,7 @@ fn reused_prefix_equals_a_fresh_prefill() {
                 assert_eq!(second.blocks.computed(), common / BLOCK_TOKENS * BLOCK_TOKENS, "{name}");
             }
             shared.finish(&mut second);
-            shared.assert_like_alone(name, &format!("a prefix of {common} tokens"), &second);
+            shared.assert_like_alone(name, &format!("the logits after a reused prefix of {common} tokens"), &second);
             shared.blocks.release(second.blocks);
         }
     });

@@ -4,7 +4,7 @@
 //! A test whose [`Need`] is not met is reported as ignored, unless `--ignored` or `--include-ignored` is given.
 //! The last lines of output explain how to run the ignored tests.
 //!
-//! These options of libtest work: `cargo test NAME`, `-- --exact`, `-- --list` and `-- --nocapture`.
+//! The usual options of libtest work, for example `cargo test NAME`, `-- --exact`, `-- --list` and `-- --nocapture`.
 
 use std::backtrace::{Backtrace, BacktraceStatus};
 use std::borrow::Cow;
@@ -130,7 +130,7 @@ fn builds_without_cuda_list_the_tests_of_every_cuda_module() {
     let tests = tests_of_cuda_builds();
     for module in modules {
         let start = format!("{module}::");
-        assert!(tests.iter().any(|test| test.name().starts_with(&start)), "no tests of {module}");
+        assert!(tests.iter().any(|test| test.name().starts_with(&start)), "no test of the module {module} is listed");
     }
 }
 

@@ -31,7 +31,8 @@ pub struct Load {
     pub input: usize,
     /// Generated tokens per request. The maximum if `lengths` is `SharegptLike`.
     pub output: usize,
-    /// Mean arrival rate in requests per second. `None` submits each request as soon as another one ends.
+    /// Mean arrival rate in requests per second.
+    /// `None` submits `concurrency` requests at once, and each later request as soon as another one ends.
     pub rate: Option<f64>,
     pub lengths: Lengths,
     pub seed: u64,
@@ -66,7 +67,7 @@ pub struct Serving {
     pub steps: Vec<StepTime>,
     /// The mean number of distinct experts per layer that a decode step used. `None` if the experts were not counted.
     pub experts_per_step: Option<f64>,
-    /// The bytes that the first GPU, or the CPU, must read in a decode step of `concurrency` half-generated answers.
+    /// The bytes that the first GPU, or the CPU, reads in a decode step of `concurrency` half-generated answers.
     /// `None` with `--rate` or with varying lengths.
     /// Also `None` if `concurrency` is above 1 and the model has experts that were not counted.
     pub step_bytes: Option<StepBytes>,
@@ -232,7 +233,8 @@ impl Load {
 }
 
 /// Draws a length of at least 1 from a log-normal distribution with this mean.
-/// The logarithm of the length has a standard deviation of 1.2.
+/// The logarithm of the length has a standard deviation of 1.2, so lengths vary widely:
+/// their standard deviation is 1.8 times the mean.
 fn log_normal(seed: u64, index: u64, mean: f64) -> usize {
     const SIGMA: f64 = 1.2;
     // The Box-Muller transform gives a normally distributed number from two uniform ones.

@@ -7,9 +7,9 @@ use crate::error::Error;
 use crate::hub::{Hub, TokenStatus};
 use crate::text::{one_line, size};
 
-/// The free disk space, in bytes, below which `inferno doctor` warns that large models do not fit.
+/// The free disk space, in bytes, below which `inferno doctor` warns. gpt-oss-20b needs 13.8 GB.
 const ENOUGH_BYTES: u64 = 20_000_000_000;
-/// The free disk space, in bytes, below which `inferno doctor` reports a failure.
+/// The free disk space, in bytes, below which `inferno doctor` reports a failure. Few models are this small.
 const LOW_BYTES: u64 = 100_000_000;
 
 pub fn build() -> Finding {

@@ -36,9 +36,9 @@ pub fn run(path: &str, session: &mut Session) -> Result<String, String> {
     Ok(format!("attached to the next message: {path} ({size})"))
 }
 
-/// Reads a text file. Fails if the file is too large for a context of `context` tokens.
+/// Reads a text file. Fails if the file has more than [`MAX_BYTES_PER_TOKEN`] bytes per token of the context.
 ///
-/// The limit is in bytes, because tokenizing a huge file would take minutes.
+/// The limit is in bytes, because counting tokens would require tokenizing the file, which is slow for a huge file.
 fn read(path: &str, context: usize) -> Result<String, String> {
     let path = paths::expand_home(path);
     let metadata = std::fs::metadata(&path).map_err(|error| error.to_string())?;

@@ -74,7 +74,7 @@ const COMMANDS: &[Command] = &[
         details: "Conversations are saved after each turn, except with --raw or INFERNO_NOHISTORY=1. To open one by \
                   name, type /load NAME or run `inferno play --resume NAME`. `/save NAME --cache` also saves the KV \
                   cache of the conversation. When you open the conversation again, its old messages then need no \
-                  prefill. The file can take several GB.",
+                  prefill. The saved KV cache can take several GB.",
     },
     Command {
         name: "load",
@@ -86,8 +86,8 @@ const COMMANDS: &[Command] = &[
         name: "export",
         arguments: "md|json [PATH]",
         summary: "write the conversation to a new file",
-        details: "Markdown contains the text of the messages. JSON contains the messages in OpenAI's format, with \
-                  reasoning and tool calls. Existing files are not replaced.",
+        details: "Markdown contains the text of the messages. JSON contains the model, the settings, and the \
+                  messages in OpenAI's format, with reasoning and tool calls. Existing files are not replaced.",
     },
     Command { name: "stats", arguments: "", summary: "describe the loaded model", details: "" },
     Command {

@@ -27,7 +27,7 @@ enum Slot {
     Queries,
     /// The output of attention.
     Attended,
-    /// The partial results of attention splits. Each split covers a part of the KV cache.
+    /// The partial results of attention splits. Each split covers a range of the sequence's cached positions.
     Partials,
     /// The counters of finished attention splits.
     Arrivals,
@@ -78,7 +78,7 @@ fn projection(linear: &Linear) -> Projection<'_> {
     Projection { weight: &linear.weight, bias: linear.bias.as_ref() }
 }
 
-/// Adds the launches for a layer's attention: norm, QKV projection, attention, output projection.
+/// Adds the launches for a layer's attention, from the norm before the QKV projection to the residual connection.
 ///
 /// `table`, u32 `[1, blocks]`, is the block table of the sequence. It must cover the position of every step that runs.
 pub(super) fn add_attention(
@@ -125,7 +125,8 @@ pub(super) fn add_attention(
         arrivals: &scratch.tensor(Slot::Arrivals, &[flash.arrivals.max(1)], DType::U32, device)?,
     };
     // The attention kernel may start while the QKV projection is still running.
-    // Before the projection ends, the kernel reads only keys and values that earlier steps have written.
+    // Before the projection ends, the kernel reads only data that the projection does not write:
+    // the position, the block table, and the keys and values of earlier steps.
     let launch = flash.launch(&tensors)?;
     // SAFETY: `FlashAttention::launch` checks the shapes and dtypes.
     // `DecodeGraph` runs a step only if the block table covers its position.
@@ -144,7 +145,7 @@ pub(super) fn add_attention(
     )?)
 }
 
-/// Adds the launches for a gated MLP: norm, gate and up projections, down projection.
+/// Adds the launches for a gated MLP, from the norm before the MLP to the residual connection.
 pub(super) fn add_gated_mlp(
     launches: &mut LaunchList,
     buffers: &StepBuffers,
@@ -163,7 +164,7 @@ pub(super) fn add_gated_mlp(
     Ok(decode::add_residual(launches, buffers, &h, &down_proj.weight, down_proj.bias.as_ref(), post_norm)?)
 }
 
-/// Adds the launches for the experts of Mixtral and Qwen3-MoE: router, gate and up projections, down projection.
+/// Adds the launches for the MoE layers of Mixtral and Qwen3-MoE, from the norm to the residual connection.
 pub(super) fn add_gated_moe(
     launches: &mut LaunchList,
     buffers: &StepBuffers,
@@ -188,7 +189,7 @@ pub(super) fn add_gated_moe(
     Ok(decode::add_routed_down(launches, buffers, &down, &logits, config.softmax, &h)?)
 }
 
-/// Adds the launches for the MXFP4 experts of gpt-oss: router, gate and up projections, down projection.
+/// Adds the launches for the MXFP4 MoE layers of gpt-oss, from the norm to the residual connection.
 pub(super) fn add_clamped_moe(
     launches: &mut LaunchList,
     buffers: &StepBuffers,
@@ -207,7 +208,7 @@ pub(super) fn add_clamped_moe(
         let (count, chosen) = (config.experts, config.experts_per_token);
         scratch.experts = Some(ExpertBuffers::new(&buffers.x, count, chosen, columns)?);
     }
-    let Some(expert_buffers) = &scratch.experts else { bail!("the expert buffers were not allocated") };
+    let Some(expert_buffers) = &scratch.experts else { bail!("internal error: the expert buffers were not allocated") };
     let norm = rms_norm(&layer.mlp_norm);
     decode::add_router(
         launches,

@@ -29,7 +29,9 @@ use crate::nn::mlp::Mlp;
 use layers::{Scratch, add_attention, add_clamped_moe, add_gated_mlp, add_gated_moe, rms_norm};
 use support::unsupported_reason;
 
-/// The number of later steps to queue before the host waits for the token of a step.
+/// The maximum number of later steps to queue before the host waits for the token of a step.
+/// These steps keep the GPU busy while the host handles the token.
+/// A larger number would waste more steps if the sequence ends early, for example at a stop token.
 const AHEAD: usize = 2;
 /// The number of mailbox slots. It must exceed the number of steps that can be queued at once, `1 + AHEAD`.
 const MAILBOX_SLOTS: usize = 64;
@@ -54,13 +56,13 @@ pub struct DecodeGraph {
     queued: usize,
     /// The number of tokens of the current sequence that were taken from the mailbox.
     taken: usize,
-    /// The number of steps of the current sequence for which the context and its blocks have room.
+    /// The number of steps of the current sequence for which the context and the block tables have room.
     possible: usize,
     /// The id of the current sequence, and the position at which its decoding started.
     sequence: Option<(u64, usize)>,
     /// The block table of each layer group on the device, u32 `[1, blocks]`.
     tables: Vec<Tensor>,
-    /// The number of entries of each block table on the device.
+    /// For each layer group, the number of entries of the sequence's block table that were copied to `tables`.
     blocks: Vec<usize>,
     /// The number of blocks in the KV cache.
     cache_blocks: usize,
@@ -195,9 +197,9 @@ impl DecodeGraph {
         self.sequence = None;
     }
 
-    /// Copies block tables that have grown to the device, so that later steps can use positions in the new blocks.
+    /// Copies to the device each block table that has grown, so that later steps can use positions in the new blocks.
     pub fn set_tables(&mut self, tables: &BlockTables) -> Result<()> {
-        let Some((_, start)) = self.sequence else { bail!("no sequence was started") };
+        let Some((_, start)) = self.sequence else { bail!("cannot set block tables: no sequence was started") };
         for ((device, blocks), table) in self.tables.iter().zip(&mut self.blocks).zip(tables.iter()) {
             let used = table.len().min(device.dim(1)?);
             if used != *blocks {
@@ -275,7 +277,7 @@ impl DecodeGraph {
     /// Waits for the next token. First queues its step and up to `AHEAD` later steps.
     ///
     /// `limit` is the maximum number of tokens still to generate, including the next token.
-    /// Never queues steps after the last of these tokens, beyond the context, or beyond the last block.
+    /// Never queues steps after the last of these tokens, or at positions beyond the context or the block tables.
     pub fn next(&mut self, limit: usize) -> Result<u32> {
         let limit = self.steps_left(limit)?;
         while self.queued - self.taken < limit.min(1 + AHEAD) {
@@ -288,7 +290,7 @@ impl DecodeGraph {
     /// Returns how many more tokens can be generated, at most `limit`. Fails if the number is 0.
     pub fn steps_left(&self, limit: usize) -> Result<usize> {
         match limit.min(self.possible - self.taken) {
-            0 => bail!("cannot decode a token: the context is full or the request's limit is reached"),
+            0 => bail!("cannot decode a token: the context or block table is full, or the request's limit is reached"),
             left => Ok(left),
         }
     }
@@ -299,10 +301,10 @@ impl DecodeGraph {
         !used.eq(self.blocks.iter().copied())
     }
 
-    /// Counts one more queued step. Fails if the context or the blocks are full.
+    /// Counts one more queued step. Fails if the context or the sequence's last block is full.
     fn count_step(&mut self) -> Result<()> {
         if self.queued == self.possible {
-            bail!("cannot decode a token: the context is full");
+            bail!("cannot decode a token: the context or block table is full");
         }
         self.queued += 1;
         Ok(())

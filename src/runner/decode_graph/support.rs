@@ -15,6 +15,7 @@ use crate::nn::moe::ClampedMoe;
 use crate::runner::NoDecodeGraph;
 
 /// Returns why the decode graph cannot run this rank's part of the model, or `None` if it can.
+/// [`DecodeGraph::plan`](super::DecodeGraph::plan) checks the size of the vocabulary.
 pub(super) fn unsupported_reason(decoder: &Decoder, device: &CudaDevice) -> Result<Option<NoDecodeGraph>> {
     let dtype = decoder.dtype();
     if !matches!(dtype, DType::BF16 | DType::F16) {
@@ -40,7 +41,7 @@ pub(super) fn unsupported_reason(decoder: &Decoder, device: &CudaDevice) -> Resu
     Ok(None)
 }
 
-/// Returns true if this rank's part of the output head, or of the attention or MLP of any layer, is empty.
+/// Returns true if this rank holds no part of the output head, or of the attention or MLP of a layer that it runs.
 fn has_empty_part(decoder: &Decoder) -> bool {
     let is_empty = |mlp: &Mlp| match mlp {
         Mlp::Gated(mlp) => mlp.down_proj.weight.dims().1 == 0,
@@ -130,6 +131,7 @@ fn unsupported_mlp(mlp: &Mlp) -> Result<Option<NoDecodeGraph>> {
 }
 
 /// Returns the weight matrices of an MLP, except routers and MXFP4 experts, which have kernels of their own.
+/// Returns none for an MLP without a gate, which `unsupported_mlp` rejects.
 fn mlp_products(mlp: &Mlp) -> Result<Vec<Product>> {
     Ok(match mlp {
         Mlp::Gated(mlp) => {

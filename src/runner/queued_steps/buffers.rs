@@ -22,7 +22,8 @@ use crate::runner::limits::MAX_SEQUENCES;
 use crate::runner::logprobs::TokenLogprobs;
 use crate::runner::step_sequence::{Chosen, ChosenToken, StepSequence};
 
-/// The maximum number of steps whose tokens the host has not taken: a running step and a waiting step.
+/// The maximum number of queued steps whose tokens the host has not taken: one that runs and one that waits.
+/// The caller of `Runner::queue` must keep this limit.
 const DEPTH: usize = 2;
 
 /// The number of steps that have their own words in host memory. A step reads its words until the step ends.

@@ -16,7 +16,7 @@ pub struct QueuedStep {
 pub(in crate::runner) enum QueuedTokens {
     /// The tokens of a step that has already run on a CPU.
     Known(Vec<Chosen>),
-    /// The device will send a token for each sequence that needs one. `index` is the number of the step.
+    /// The device will send a token for each sequence that needs one. `StepLauncher::queue` returned `index`.
     /// `expected` has an entry for each sequence, which is `None` if the sequence needs no token.
     Sent { index: usize, expected: Vec<Option<ExpectedToken>> },
 }

@@ -53,7 +53,7 @@ pub fn follow(
 /// How often an idle follower checks whether another rank has failed.
 const CHECK_INTERVAL: Duration = Duration::from_secs(1);
 
-/// The reason of the failure if the thread of a rank has panicked. See [`failure`].
+/// The reason to pass to [`failure`] if the thread of a rank has panicked.
 pub const PANIC: &str = "its thread panicked";
 
 /// The state of a follower's thread.

@@ -38,7 +38,7 @@ use crate::text::error_message;
 /// How long to wait for follower threads to end after a failure. The thread of a rank that hangs may never end.
 const END_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// How long to wait for a call with the KV caches of all ranks, such as saving a prefix.
+/// How long the first rank waits for the followers' results of a call with their KV caches, such as saving a prefix.
 const CACHE_CALL_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// How often to check whether a rank has failed or its thread has ended.
@@ -50,7 +50,7 @@ pub struct RankGroup {
     world: World,
     /// For each follower, the channel for its commands, and its thread.
     threads: Vec<(Sender<RankCommand>, JoinHandle<()>)>,
-    /// The fault that a test has injected for the next pass of the first rank.
+    /// The fault that a test has injected into the first rank. The next pass or [`GraphCommand`] takes the fault.
     fault: Cell<Option<RankFault>>,
     /// For each follower, the last progress that [`RankGroup::ping`] saw, and when `ping` first saw this progress.
     answers: RefCell<Vec<(u64, Instant)>>,

@@ -39,7 +39,7 @@ impl Runner {
         let chosen = match tokens {
             QueuedTokens::Known(chosen) => record_known(chosen, record),
             QueuedTokens::Sent { index, expected } => {
-                let launcher = self.launcher.as_ref().context("internal error: the runner has no queue")?;
+                let launcher = self.launcher.as_ref().context("internal error: the runner has no step launcher")?;
                 let chosen = launcher.wait(index, &expected, record)?;
                 self.ranks.check()?;
                 chosen

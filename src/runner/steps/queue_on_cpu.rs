@@ -47,7 +47,7 @@ impl Runner {
     }
 }
 
-/// A sampler that chooses tokens on the CPU as a queued step does on a GPU.
+/// A sampler that chooses tokens on the CPU as a queued step does on a GPU, and records no tokens.
 /// `in_flight` is the token of the previous step, which `sampler` does not know when it chooses.
 struct QueuedSampler<'s> {
     sampler: &'s dyn ChooseToken,
@@ -79,7 +79,7 @@ impl ChooseToken for QueuedSampler<'_> {
         self.sampler.choose_queued(logits, in_flight)
     }
 
-    /// Does nothing, because [`Runner::take`] records the token.
+    /// Does nothing, because the `record` callback of [`Runner::take`] records the token.
     fn record(&mut self, _: u32) {}
 
     fn on_device(&self) -> Option<DeviceSampling> {

@@ -14,7 +14,7 @@ impl Runner {
     /// Implements [`queue`](Self::queue) for a GPU.
     pub(super) fn queue_on_gpu(&mut self, route: Route, sequences: &mut [StepSequence]) -> Result<QueuedStep> {
         self.forget_solo_sequence();
-        let Some(launcher) = &mut self.launcher else { bail!("internal error: the runner has no queue") };
+        let Some(launcher) = &mut self.launcher else { bail!("internal error: the runner has no step launcher") };
         let (kind, queued_at) = (StepKind::of(sequences), Instant::now());
         let samplings = RowSampling::of_sequences(sequences, self.decoder.vocab_size());
         let index = self.ranks.queue(route, sequences, &samplings, || {

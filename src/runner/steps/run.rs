@@ -19,7 +19,7 @@ use crate::runner::step_sequence::{Chosen, ScoreTokens, StepSequence};
 use crate::runner::step_times::StepKind;
 
 /// The maximum number of prompt tokens whose logits are in memory at the same time.
-/// A memory plan for several sequences has room for several times as many rows of logits.
+/// A memory plan for several sequences has room for the logits of at least `MAX_SEQUENCES` tokens.
 const SCORED_ROWS: usize = 64;
 
 /// The kind of pass that computes a sequence. The passes of a step run in the order of the variants.

@@ -6,7 +6,7 @@ use syntect::parsing::{ParseState, Scope, ScopeStack, SyntaxSet};
 
 use super::super::styled_text::{Span, Style, StyledLine};
 
-/// The grammars of all supported languages. They are unpacked on first use, because unpacking takes milliseconds.
+/// The grammars of all supported languages. Unpacking them takes milliseconds, so it happens on first use.
 static SYNTAXES: LazyLock<SyntaxSet> = LazyLock::new(SyntaxSet::load_defaults_newlines);
 
 /// The styles of scopes and their subscopes. If several entries match a scope, the first one applies.

@@ -53,12 +53,12 @@ pub fn build(vocabulary: &Vocabulary) -> Result<tokenizers::Tokenizer> {
     if let Some((content, id)) =
         tokenizer.get_added_vocabulary().get_vocab().iter().find(|(c, id)| ids.get(c.as_str()) != Some(id))
     {
-        bail!("cannot load the tokenizer: token {} has the wrong id {id}", quote(content));
+        bail!("cannot load the tokenizer: the tokenizers library gave token {} the wrong id {id}", quote(content));
     }
     Ok(tokenizer)
 }
 
-/// The parts of a tokenizer that depend on the type of vocabulary.
+/// The parts of a tokenizer that depend on the model type, `tokenizer.ggml.model`.
 struct Parts {
     model: BPE,
     normalizer: Option<NormalizerWrapper>,

@@ -7,12 +7,12 @@ use anyhow::{Result, bail};
 use super::pre;
 use crate::text::quote;
 
-/// The maximum number of tokens in a vocabulary. The largest known vocabularies have about 260,000.
+/// The maximum number of tokens in a vocabulary. The vocabulary of Gemma 3, one of the largest, has about 262,000.
 pub const MAX_TOKENS: usize = 1 << 21;
-/// The maximum number of merges in a vocabulary. Known vocabularies have fewer than a million.
+/// The maximum number of merges in a vocabulary. Published vocabularies have several times fewer.
 pub const MAX_MERGES: usize = 1 << 22;
 
-/// The vocabulary in GGUF metadata. Each field except `architecture` holds the value of one `tokenizer.ggml.*` key.
+/// The vocabulary in GGUF metadata. Each field except `architecture` is the value of one `tokenizer.ggml.*` key.
 #[derive(Clone, Debug, Default)]
 pub struct Vocabulary<'v> {
     /// The value of `general.architecture`.
@@ -126,7 +126,8 @@ impl Vocabulary<'_> {
         Ok(())
     }
 
-    /// Returns a map from tokens to ids. Omits empty tokens, which only fill gaps. Fails if a token occurs twice.
+    /// Returns a map from tokens to ids. Omits empty tokens, which only fill gaps in the ids.
+    /// Fails if a token occurs twice.
     pub(super) fn ids(&self) -> Result<HashMap<&str, u32>> {
         let mut ids = HashMap::with_capacity(self.tokens.len());
         for (id, token) in self.tokens.iter().enumerate().filter(|(_, token)| !token.is_empty()) {

@@ -65,17 +65,17 @@ fn templates_agree_with_transformers() {
         let source = std::fs::read_to_string(folder.join(format!("{name}.jinja"))).unwrap();
         wrong.extend(differences(&golden, name, &source, template));
     }
-    // More chat templates, one per line of a file, such as those of Llama 2, Qwen 2, Phi-3 and TinyLlama.
+    // Each line of this file has one more chat template, for example for Llama 2, Qwen 2, Phi-3 or TinyLlama.
     let lines = std::fs::read_to_string(folder.join("ollama-templates.jsonl")).unwrap();
     for (number, template) in golden["lines"].as_object().unwrap() {
         let line: Value = serde_json::from_str(lines.lines().nth(number.parse().unwrap()).unwrap()).unwrap();
         let kind = template["kind"].as_str().unwrap();
         wrong.extend(differences(&golden, &format!("{kind} {number}"), line[kind].as_str().unwrap(), template));
     }
-    assert!(wrong.is_empty(), "{} differ:\n{}", wrong.len(), wrong.join("\n\n"));
+    assert!(wrong.is_empty(), "{} cases differ from transformers:\n{}", wrong.len(), wrong.join("\n\n"));
 }
 
-/// Returns an error message for each case whose rendered text differs from the text that transformers renders.
+/// Returns a message for each case in which the rendered text or the error differs from the result of transformers.
 fn differences(golden: &Value, name: &str, source: &str, template: &Value) -> Vec<String> {
     let tokenizer = byte_tokenizer(&[], &[]);
     let dir = tempfile::tempdir().unwrap();

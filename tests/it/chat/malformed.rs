@@ -1,4 +1,4 @@
-//! Tests the parsing of generated harmony output, which is often malformed.
+//! Tests the parsing of generated harmony output, well-formed and malformed.
 
 use super::*;
 use Channel::{Answer, Reasoning, ToolCall as Call};
@@ -8,7 +8,7 @@ fn parse_harmony(text: &str) -> Parsed {
     parse(&harmony_format(tokenizer), tokenizer, "<|start|>assistant", text)
 }
 
-/// Parses text generated after `<|start|>assistant`, and checks the channel and the text of each part.
+/// Parses text generated after `<|start|>assistant`, and checks the channel and the text of each delta.
 fn check(text: &str, expected: &[(Channel, &str)]) -> Parsed {
     let parsed = parse_harmony(text);
     let deltas: Vec<(Channel, &str)> = parsed.deltas.iter().map(|(channel, text)| (*channel, text.as_str())).collect();
@@ -162,11 +162,11 @@ fn unknown_channels_are_answers_and_foreign_roles_are_reasoning() {
 
 #[test]
 fn unfinished_headers_are_answers_only_as_a_last_resort() {
-    // A token limit ended the generation inside a valid header, so there is no answer.
+    // A generation that ends inside a valid header, for example at a token limit, has no answer.
     check("<|channel|>ana", &[]);
     check("<|channel|>analysis", &[]);
     check("<|channel|>commentary to", &[]);
-    // The model itself ended the message inside the header, so the text of the header becomes the answer.
+    // If the model itself ends the message inside the header, the text of the header becomes the answer.
     check("<|start|>assistant<|channel|>fin<|end|>", &[(Answer, "assistant fin")]);
     check("<|channel|>", &[]);
     check("", &[]);
@@ -217,7 +217,7 @@ fn random_tokens_never_lose_text() {
         }
         let mut ids = tokenizer.encode(&text, ControlTokens::Parse).unwrap();
         if round % 4 == 0 {
-            // Insert an id without a token, and a byte that is not valid UTF-8. Both may split the words in brackets.
+            // Insert an id that has no token, and a byte that is not valid UTF-8. Both may split the words in brackets.
             ids.insert(numbers.below(ids.len() + 1), 9_999_999);
             ids.insert(numbers.below(ids.len() + 1), 0xff);
             expected.clear();

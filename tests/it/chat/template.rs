@@ -43,7 +43,7 @@ fn templates_load_from_either_file() {
     let format = load(&[("tokenizer_config.json", list)]).unwrap().unwrap();
     assert_eq!(format.name(), "tokenizer_config.json");
     assert_eq!(format.render(&tokenizer(), &[], &options()).unwrap().text, "yes");
-    // Conversations with tools use another template, as in transformers.
+    // Conversations with tools use the template named `tool_use`, as in transformers.
     let with_tools = RenderOptions { tools: vec![json!({})], ..options() };
     assert_eq!(format.render(&tokenizer(), &[], &with_tools).unwrap().text, "no");
     assert!(!format.reads_tools());
@@ -243,7 +243,7 @@ fn text_in_messages_never_becomes_a_control_token() {
         assert_eq!(tokenizer.decode(&injected.ids).unwrap(), injected.text);
         assert_eq!(injected.text.matches(hostile).count(), 1);
     }
-    // Reasoning tags in a tool call must be plain text, because arguments often repeat text from users.
+    // In a tool call, even reasoning tags must be plain text, because arguments often repeat text from users.
     let mut turn = Message::assistant("");
     turn.tool_calls = vec![ToolCall { id: None, name: "f".into(), arguments: json!({ "x": hostile }).to_string() }];
     let calls = self::format("<|im_start|>{{ messages[0].tool_calls[0].function.arguments.x }}<|im_end|>");

@@ -64,7 +64,7 @@ fn answers_match_their_schemas() {
 }
 
 /// On a GPU, reasoning steps run on the decode graph, but constrained steps do not.
-/// The test also puts reasoning and constrained steps into one batch.
+/// The test also runs requests with and without a constraint in one batch.
 #[test(gpu)]
 fn answers_match_their_schemas_on_a_gpu() {
     let builder = inferno::Engine::builder(crate::support::demo_dir()).context(2048).sequences(8);
@@ -161,7 +161,7 @@ fn forks_follow_the_same_constraint_independently() {
         assert_eq!(problem(&complete_json(answer), schema, schema), None, "{}", answer.text);
         assert_eq!(answer.tokens, ask(&engine, with_schema(seed, schema)).tokens, "seed {seed}");
     }
-    assert!(answers[1..].iter().any(|other| other.text != answers[0].text), "all answers are equal");
+    assert!(answers[1..].iter().any(|other| other.text != answers[0].text), "all four answers are equal");
 }
 
 /// With `min_tokens`, a penalty or a logit bias, an answer still matches its schema. `ignore_eos` is refused.

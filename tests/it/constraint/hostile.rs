@@ -27,7 +27,7 @@ fn what_cannot_be_enforced_is_refused() {
         (GrammarKind::JsonSchema(json!({ "type": "integer", "minimum": 5, "maximum": 4 })), "minimum"),
         (GrammarKind::JsonSchema(json!(false)), ""),
         // An integer matches both subschemas of this `oneOf`.
-        // inferno cannot enforce that exactly one subschema matches.
+        // inferno supports `oneOf` only if no value can match two subschemas.
         (GrammarKind::JsonSchema(json!({ "oneOf": [{ "type": "integer" }, { "type": "number" }] })), "oneOf"),
         (GrammarKind::Regex("(".to_string()), ""),
         (GrammarKind::Regex(r"(?=look)ahead".to_string()), ""),

@@ -103,7 +103,7 @@ fn required_tools_need_a_format_with_tags() {
         _ => panic!("{error:#}"),
     };
     assert_eq!(name, "tool_choice");
-    // A text prompt without a chat format cannot have tools.
+    // A text prompt has no chat format, so it cannot have tools.
     let prompt = Prompt::Text("a".to_string());
     assert!(engine.submit(Request { prompt, ..request }).is_err());
 }

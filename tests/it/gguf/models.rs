@@ -33,7 +33,7 @@ fn error(writer: &Writer) -> String {
     format!("{:#}", logits(&path, &[1, 2, 3]).expect_err("an error"))
 }
 
-/// Copies the GGUF files to the folder `INFERNO_GGUF_OUT`, if set. `tests/golden/check_gguf.py` reads the folder.
+/// If `INFERNO_GGUF_OUT` names a folder, copies the GGUF files there for `tests/golden/check_gguf.py`.
 #[test]
 fn logits_agree_with_transformers() {
     for case in golden_models(|model| model.has_gguf) {
@@ -67,7 +67,7 @@ fn rope_scaling_of_type_none_has_no_effect() {
     assert_ne!(scaled("linear"), logits(&unscaled), "the factor should have an effect with linear scaling");
 }
 
-/// Mixtral GGUF files from before spring 2024 have one tensor per expert and matrix.
+/// Mixtral GGUF files from before spring 2024 have one tensor per expert matrix.
 #[test]
 fn experts_in_separate_tensors_load() {
     let dir = golden("mixtral");
@@ -78,7 +78,7 @@ fn experts_in_separate_tensors_load() {
     assert!(error < 1e-5, "relative error of the logits: {error:e}");
 }
 
-/// The logit tolerance covers only sums in a different order.
+/// The tolerance of the logits covers only the order of summation.
 /// `gguf/blocks.rs` and `quantized/mod.rs` check that the dequantized values are equal bit for bit.
 #[test]
 fn quantized_and_dequantized_weights_give_equal_logits() {
@@ -175,7 +175,7 @@ fn unknown_tensors_and_architectures_are_errors() {
     assert!(error.contains("architecture 'mamba' is not supported") && error.contains("qwen3moe"), "{error}");
 }
 
-/// Tests gpt-oss files with one tensor per expert, which no converter writes.
+/// No converter writes gpt-oss files with one tensor per expert matrix, so inferno does not support them.
 #[test]
 fn gpt_oss_experts_in_separate_tensors_are_an_error() {
     let mut file = Writer::new().string("general.architecture", "gpt-oss").u32("gpt-oss.block_count", 1);

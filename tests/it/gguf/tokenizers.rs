@@ -113,7 +113,8 @@ fn sentencepiece_reference(model: &Converted, scores: &[f32], text: &str) -> Vec
     ids
 }
 
-/// Compares ids with [`sentencepiece_reference`]. Runs of spaces test ties: in Llama 2, they have the same score.
+/// Compares ids with [`sentencepiece_reference`].
+/// Runs of spaces test ties, because in Llama 2, all pieces of spaces have the same score.
 #[test(fixtures)]
 fn merges_agree_with_sentencepiece() {
     let fixtures = fixtures();
@@ -243,7 +244,7 @@ fn sentencepiece_model_agrees_with_tokenizer_json() {
             assert_eq!(ours.decode(&want).unwrap(), theirs.decode(&want).unwrap(), "{text:?}");
         }
     }
-    // inferno adds a space to text after a control token, like llama.cpp.
+    // Like llama.cpp, inferno adds a space before text that follows a control token.
     let ids = ours.encode("x</s>y", ControlTokens::Parse).unwrap();
     assert_eq!(ids.iter().map(|id| ours.token(*id).unwrap()).collect::<Vec<_>>(), ["▁x", "</s>", "▁y"]);
 }
