@@ -59,7 +59,8 @@ pub fn run(args: Args) -> Result<ExitCode> {
 
 /// The information that `inferno list` shows about a model.
 ///
-/// A field whose value is missing or cannot be read is `None`, so that one broken model does not hide the others.
+/// An optional field is `None` if its value is missing or cannot be read.
+/// A broken model therefore does not hide the other models.
 #[derive(Serialize)]
 pub struct Model {
     pub name: String,
@@ -128,7 +129,8 @@ fn folder_bytes(path: &Path) -> u64 {
         return gguf::total_bytes(path);
     }
     let entries = std::fs::read_dir(path).into_iter().flatten().flatten();
-    // Snapshot files are symlinks to blobs. `fs::metadata` follows symlinks, but `DirEntry::metadata` does not.
+    // The files of a cached model are symlinks to blobs.
+    // `fs::metadata` follows symlinks, but `DirEntry::metadata` does not.
     entries.filter_map(|entry| std::fs::metadata(entry.path()).ok()).filter(|m| m.is_file()).map(|m| m.len()).sum()
 }
 

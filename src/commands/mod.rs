@@ -1,4 +1,4 @@
-//! The subcommands. Each module except `shared` defines the flags, the help text and the `run` function of one of them.
+//! The subcommands. Each module except `shared` defines the flags, help text and `run` function of one subcommand.
 
 pub mod bench;
 pub mod completions;

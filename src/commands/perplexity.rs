@@ -101,9 +101,10 @@ pub fn run(args: Args) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Loads the unquantized model. Returns its logits for the first [`KL_TOKENS`] tokens at most,
-/// and the size of its weights in bytes.
+/// Loads the unquantized model.
+/// Returns its logits for the first tokens of `text`, and the size of its weights in bytes.
 ///
+/// The number of tokens is at most [`KL_TOKENS`] and at most the context length.
 /// The logits are f32 `[tokens, vocab]` on the CPU.
 fn unquantized(load: &LoadArgs, snapshot: &Snapshot, text: &str) -> Result<(Tensor, u64)> {
     let engine = load.unquantized().load(snapshot)?;
@@ -122,7 +123,7 @@ fn logits_on_cpu(engine: &EngineHandle, ids: &[u32]) -> Result<Tensor> {
 /// Returns KL(p ‖ q) in nats, the mean over all tokens. Both logit tensors are f32 `[tokens, vocab]` on the CPU.
 fn mean_kl(p_logits: &Tensor, q_logits: &Tensor) -> Result<f64> {
     let (tokens, _) = p_logits.dims2()?;
-    // Convert to f64 one row at a time, because all rows together would take gigabytes.
+    // Convert each row to f64 separately, because f64 copies of all rows at once would take gigabytes.
     let kl_of_row = |row: usize| -> Result<f64> {
         let log_probabilities = |logits: &Tensor| log_softmax(&logits.get(row)?.to_dtype(DType::F64)?, 0);
         let (p, q) = (log_probabilities(p_logits)?, log_probabilities(q_logits)?);

@@ -11,10 +11,11 @@ use crate::files;
 use crate::server::{PublicKey, Receipt};
 use crate::text::quote;
 
-/// The maximum size of a receipt in bytes. Each model file adds about 140 bytes: its name and SHA-256, in base64url.
+/// The maximum size of a receipt in bytes.
+/// Receipts are far smaller: they have a name and a hash per model file, and hashes of the prompts and answers.
 const MAX_RECEIPT: u64 = 4 << 20;
 
-/// The maximum size of a record in bytes.
+/// The maximum size of a record in bytes. The limit keeps a mistyped path from loading a huge file into memory.
 const MAX_RECORD: u64 = 256 << 20;
 
 /// Verify a signed receipt of `inferno serve` and print it: exit code 0 if it is valid, 6 if it is invalid

@@ -15,7 +15,7 @@ use crate::files;
 use crate::hub::{Hub, Snapshot};
 use crate::text::{printable, quote};
 
-/// The maximum size of a record in bytes.
+/// The maximum size of a record in bytes. The limit keeps a mistyped path from loading a huge file into memory.
 const MAX_RECORD: u64 = 256 << 20;
 
 /// Recompute the answer to a recorded request: exit code 0 if its tokens are the same, 1 if they differ
@@ -97,7 +97,7 @@ fn find(hub: &Hub, args: &Args, record: &Record) -> Result<Snapshot> {
     }
 }
 
-/// Recomputes all answers and prints a comparison for each. Returns whether all tokens are equal.
+/// Recomputes the recorded answers, and prints one line for each answer. Returns whether all tokens are equal.
 fn replay(record: &Record, engine: &EngineHandle) -> Result<bool> {
     let mut out = std::io::stdout().lock();
     if let Some(error) = &record.error {

@@ -26,8 +26,8 @@ const MAX_THREADS: usize = 4;
 const SEQUENCE_LIMIT: u16 = MAX_SEQUENCES as u16;
 const _: () = assert!(MAX_SEQUENCES == 256, "the help of --max-sequences and docs/tuning.md say 256");
 
-/// The number of file descriptors that `--max-connections` must leave free: for model files, records and health checks.
-/// The server answers health checks even on connections above the limit.
+/// The number of file descriptors that `--max-connections` must leave free: an estimate for model files, records and
+/// health checks. The server answers health checks even on connections above the limit.
 #[cfg(unix)]
 const OTHER_FILES: usize = 256;
 
@@ -219,7 +219,7 @@ fn options(args: &Args, snapshot: &Snapshot, api_keys: Vec<String>) -> ServerOpt
     }
 }
 
-/// Serves connections in the background until a signal arrives and the running requests have ended,
+/// Serves connections in the background until a signal arrives and the running requests have ended or been canceled,
 /// or until the engine fails.
 fn start(runtime: &Runtime, server: &Arc<Server>, listener: TcpListener) -> tokio::task::JoinHandle<Result<()>> {
     let server = server.clone();

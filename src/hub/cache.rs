@@ -3,11 +3,11 @@
 //! The `huggingface_hub` docs describe the layout in "Understand caching".
 //! Each repository has a directory `models--org--name/`, which contains:
 //!
-//! - `blobs/<etag>`: the contents of one file, named by its etag
+//! - `blobs/<etag>`: the contents of a file, named by its etag
 //! - `snapshots/<commit>/<file> -> ../../blobs/<etag>`: the files of a commit, as symlinks to blobs
 //! - `refs/<revision>`: the commit hash of a branch or tag
 //!
-//! The `hf-hub` crate provides the directory names.
+//! The `hf-hub` crate provides the names of the repository and snapshot directories.
 //! This module reads and writes the files in the cache without `hf-hub`, for two reasons:
 //!
 //! - `hf-hub` joins etags and revisions to paths without validating them.
@@ -191,7 +191,7 @@ impl RepoDir {
 }
 
 /// Returns whether an error from creating a symlink means that symlinks are not supported.
-/// Returns true for every error outside Unix, because users need a privilege to create symlinks on Windows.
+/// On systems other than Unix, returns true for every error, because Windows requires a privilege to create symlinks.
 fn is_unsupported(error: &io::Error) -> bool {
     cfg!(not(unix)) || matches!(error.kind(), ErrorKind::Unsupported | ErrorKind::PermissionDenied)
 }

@@ -50,8 +50,8 @@ impl Hub {
         self.config.token_warning().filter(|_| !self.config.offline)
     }
 
-    /// Asks the hub whether it accepts the token. Fails if HF_HUB_OFFLINE is set, if the hub does not respond soon,
-    /// or if it responds with a server error.
+    /// Asks the hub whether it accepts the token. Fails if HF_HUB_OFFLINE is set, if the request fails or times out,
+    /// or if the hub responds with a server error.
     pub fn check_endpoint(&self) -> Result<TokenStatus> {
         self.check_online(|| "cannot contact the hub: HF_HUB_OFFLINE is set".into())?;
         remote::check_endpoint(&self.config)

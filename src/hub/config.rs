@@ -79,7 +79,7 @@ impl HubConfig {
     pub fn token_warning(&self) -> Option<String> {
         (self.token.is_some() && self.sent_token().is_none()).then(|| {
             format!(
-                "HF_TOKEN is not sent to {}: http does not encrypt it; set HF_ENDPOINT to an https:// URL",
+                "the access token is not sent to {}: http does not encrypt it; set HF_ENDPOINT to an https:// URL",
                 self.endpoint_for_display()
             )
         })
@@ -255,7 +255,7 @@ mod tests {
             let config = config(unsafe_endpoint);
             assert_eq!(config.sent_token(), None, "{unsafe_endpoint}");
             assert!(
-                config.token_warning().unwrap().starts_with("HF_TOKEN is not sent to http://"),
+                config.token_warning().unwrap().starts_with("the access token is not sent to http://"),
                 "{unsafe_endpoint}"
             );
         }

@@ -46,7 +46,7 @@ const FILES: &[(&str, &[u8])] = &[
 /// `has_tools` is true if requests can offer tools to the model.
 pub fn notice(snapshot: &Snapshot, has_tools: bool) -> Option<&'static str> {
     let text = if has_tools {
-        "demo model: only answers questions about inferno and calls simple tools"
+        "demo model: answers only questions about inferno, and calls simple tools"
     } else {
         "demo model: answers questions about inferno only"
     };

@@ -9,7 +9,7 @@ use anyhow::Result;
 
 use crate::error::Error;
 
-/// Creates a directory and its parents. The error message suggests another cache directory.
+/// Creates a directory and its parents. Unless the disk is full, the error message suggests another cache directory.
 pub(super) fn create_dir(dir: &Path) -> Result<()> {
     fs::create_dir_all(dir).map_err(|error| match error.kind() {
         ErrorKind::StorageFull | ErrorKind::QuotaExceeded => write_error(error, dir, 0),
@@ -47,7 +47,7 @@ pub(super) fn free_bytes(_dir: &Path) -> Option<u64> {
 }
 
 /// Returns the error for a failed write: [`Error::DiskFull`] if the disk or a quota is full or the file is too large,
-/// or else an error with the path.
+/// otherwise an error that names the path.
 /// `needed_bytes` is the number of bytes left to write, or 0 if unknown.
 pub(super) fn write_error(error: io::Error, path: &Path, needed_bytes: u64) -> anyhow::Error {
     // `FileTooLarge` means that `ulimit -f` or the filesystem limits the size of files.

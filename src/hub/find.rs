@@ -45,7 +45,7 @@ impl Hub {
             return choose_model(snapshot, tag);
         }
 
-        // Match names loosely. The user may have typed another case, no organization, or only part of the name.
+        // Match names loosely. The typed name may differ in case, lack the organization, or be only part of a name.
         let is_complete = |other: &String| self.look_up(other, revision, required).is_some();
         let complete: BTreeSet<String> =
             self.caches().iter().flat_map(|(cache, _)| cache.names()).filter(is_complete).collect();
@@ -162,7 +162,7 @@ impl Hub {
         })
     }
 
-    /// Fails if `names` is empty or contains different names. `model` is what the user typed.
+    /// Fails if `names` is empty or contains more than one distinct name. `model` is what the user typed.
     pub(super) fn check_is_one_model<'a>(&self, model: &str, names: impl Iterator<Item = &'a String>) -> Result<()> {
         let names: BTreeSet<&String> = names.collect();
         let hint = match names.len() {

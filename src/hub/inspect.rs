@@ -250,7 +250,7 @@ fn request(remote: &Remote, commit: &str, name: &str, range: Range<u64>) -> Resu
         StatusCode::PARTIAL_CONTENT if starts_at(&response, first) => true,
         StatusCode::OK => false,
         StatusCode::PARTIAL_CONTENT => {
-            bail!("cannot read {}: the server sent a different range than requested", quote(name))
+            bail!("cannot read {}: the server sent a range other than the requested one", quote(name))
         }
         // A server sends status 416 for a range from byte 0 only if the file is empty.
         StatusCode::RANGE_NOT_SATISFIABLE if first == 0 => return Ok((Body::builder().data("").into_reader(), true)),

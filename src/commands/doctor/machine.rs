@@ -58,7 +58,7 @@ fn reach(hub: &Hub) -> Finding {
             Finding::pass("hub", format!("{endpoint} responds, but it cannot check the token"))
         }
         Ok(TokenStatus::NotSent) => {
-            let what = format!("{endpoint} responds; HF_TOKEN is not sent, because http does not encrypt it");
+            let what = format!("{endpoint} responds; the access token is not sent, because http does not encrypt it");
             Finding::warn("hub", what, "export HF_ENDPOINT=https://...")
         }
         Ok(TokenStatus::Refused) => {

@@ -16,7 +16,7 @@ use crate::text::{printable, without_controls};
 
 /// Prints the answer to `prompt`. Renders Markdown if stdout is a terminal with colors, unless `plain` or `raw` is set.
 ///
-/// If stderr is a terminal, also shows the statistics and, unless hidden, the reasoning.
+/// If stderr is a terminal, also shows the statistics, the notes of the turn and, unless hidden, the reasoning.
 /// The reasoning goes to stdout if Markdown is rendered, otherwise to stderr.
 pub fn text(mut session: Session, prompt: &str) -> Result<ExitCode> {
     cancel_on_ctrl_c(session.cancel.clone())?;

@@ -26,6 +26,9 @@ pub fn read(arguments: &[String]) -> Result<Vec<String>> {
     if keys.iter().all(is_valid) && (arguments.is_empty() || !keys.is_empty()) {
         Ok(keys)
     } else {
-        Err(Error::usage("an API key consists of one or more printable ASCII characters without spaces"))
+        Err(Error::usage(
+            "cannot use the API keys: a key must be one or more printable ASCII characters without spaces, \
+             and a file must contain a key",
+        ))
     }
 }

@@ -15,7 +15,8 @@ use crate::language::Language;
 use crate::terminal;
 use crate::weights::quantized::QuantizationTarget;
 
-/// On a CPU, the number of full-context sequences that the KV cache of a server can hold.
+/// On a CPU, the minimum number of full-context sequences that the KV cache of a server can hold.
+/// A larger number would take more memory.
 const CPU_SEQUENCES: usize = 4;
 
 /// The flags for loading a model, shared by `play`, `serve`, `bench`, `perplexity` and `replay`.
@@ -30,8 +31,8 @@ pub struct LoadArgs {
     /// Number of GPUs that run the model together; uses the first N GPUs
     #[arg(long, value_name = "N", value_parser = parse_gpus, conflicts_with = "device")]
     gpus: Option<Devices>,
-    /// How several GPUs divide the model: each holds a part of every layer (tensor, faster) or whole layers (layers,
-    /// for slow connections and GPUs of unlike sizes)
+    /// How several GPUs divide the model: each GPU holds a part of every layer (tensor, faster) or complete layers
+    /// (layers, for slow connections and for GPUs with unequal memory)
     #[arg(long, value_name = "HOW", default_value = "tensor", hide_possible_values = true)]
     split: SplitBy,
     /// Compute dtype [default: bf16 on a GPU, f32 on a CPU]
@@ -63,7 +64,7 @@ pub struct LoadArgs {
     /// Whether answers must be independent of other requests.
     #[arg(skip)]
     deterministic: bool,
-    /// The maximum number of sequences that run at once.
+    /// The maximum number of sequences that run at once. `None` selects the limit of the engine.
     #[arg(skip)]
     max_sequences: Option<usize>,
     /// Whether to load the kernels of all dense matrix products before the first request.
@@ -142,14 +143,16 @@ impl LoadArgs {
         self.deterministic = deterministic;
     }
 
-    /// Makes [`load`](Self::load) also load the kernels of all dense matrix products, as `serve` needs.
+    /// Makes [`load`](Self::load) also load the kernels of all dense matrix products.
+    /// The first requests to a server then do not wait for these kernels.
     pub fn warm_up(&mut self) {
         self.warm_up = true;
     }
 
     /// Sets the maximum number of sequences that run at once, and plans a KV cache for many sequences.
     ///
-    /// On a GPU, uses 90% of the memory unless --gpu-memory is set. On a CPU, plans for a few full-context sequences.
+    /// On a GPU, uses 90% of the memory unless --gpu-memory is set.
+    /// On a CPU, plans for `CPU_SEQUENCES` full-context sequences.
     pub fn plan_for_many(&mut self, max_sequences: Option<usize>) {
         self.max_sequences = max_sequences;
         match self.devices().first() {
@@ -162,7 +165,9 @@ impl LoadArgs {
         self.gpus.as_ref().unwrap_or(&self.device)
     }
 
-    /// Loads a snapshot. If stderr is a terminal, shows a progress bar and a line about the device.
+    /// Loads a snapshot, and prints warnings about the loaded model.
+    ///
+    /// If stderr is a terminal, shows a progress bar and a line about the device with the least free memory.
     pub fn load(&self, snapshot: &Snapshot) -> Result<Engine> {
         self.load_with_language_check(snapshot, &|_| Ok(()))
     }

@@ -1,7 +1,7 @@
 //! Writes log lines to stderr on a separate thread.
 //!
 //! A write to stderr can block, for example while a terminal's output is paused or a pipe is full.
-//! A server must keep running, so it drops log lines instead of waiting.
+//! A server must keep running, so it drops new log lines while `MAX_LINES` lines wait to be written.
 
 use std::io::{self, Write};
 use std::sync::OnceLock;

@@ -23,7 +23,7 @@ const LARGE_BYTES: u64 = 1_000_000_000;
 pub enum ProgressStyle {
     /// Progress bars, for a terminal.
     Bars,
-    /// A progress line every few seconds, for a log or a pipe.
+    /// A progress line every `LINE_INTERVAL`, for a log or a pipe.
     Lines,
     Silent,
 }

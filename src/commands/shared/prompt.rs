@@ -7,7 +7,7 @@ use anyhow::{Context, Result};
 
 use crate::error::Error;
 
-/// The maximum size of standard input, in bytes. Longer text does not fit in any context.
+/// The maximum size of standard input, in bytes. The limit keeps an endless pipe from filling the memory.
 const MAX_BYTES: u64 = 64 << 20;
 
 /// Returns the prompt for one-shot mode, or `None` for an interactive chat.

@@ -188,7 +188,7 @@ impl Report {
 
 /// Plans the memory use on this machine's GPU. Without a GPU, or if the model does not fit, uses the smallest chunk.
 ///
-/// Returns `None` if the cache size is unknown.
+/// Returns `None` if the size of the KV cache is unknown, or if an unsupported model does not state its context length.
 fn needs(
     inventory: &Inventory,
     model: Option<&ModelConfig>,

@@ -91,6 +91,7 @@ impl Sizes {
     /// Estimates the KV cache shape of each layer from config.json, for an unsupported family.
     ///
     /// Assumes that each layer caches one key and one value per position and KV head.
+    /// Puts the sliding-window layers first, because only their number matters for the size of the cache.
     /// Returns `None` for models with another kind of cache, and for missing or implausible dimensions.
     pub fn cache_layers(&self, config: &Value) -> Option<Vec<LayerSpec>> {
         // MLA, state-space and linear-attention models do not cache a key and a value per position and KV head.

@@ -24,6 +24,7 @@ pub struct Source {
     pub location: &'static str,
     pub metadata: Metadata,
     /// The names of the model's files, and their sizes in bytes if known.
+    /// A local GGUF model has one entry, with the size of all its parts.
     pub files: Vec<(String, Option<u64>)>,
 }
 
@@ -131,7 +132,8 @@ impl Source {
         }
     }
 
-    /// Reads the metadata of a model on the hub. Fails if a request fails. File errors become part of the metadata.
+    /// Reads the metadata of a model on the hub. Fails if a request fails.
+    /// Errors in the model's files become part of the metadata.
     pub fn remote(hub: &Hub, model: RemoteModel) -> Result<Self> {
         let text = |name: &str| model.texts.get(name).map(|bytes| String::from_utf8_lossy(bytes));
         let readme = text("README.md").and_then(|readme| front_matter_license(&readme));
@@ -192,7 +194,8 @@ fn json(dir: &Path, name: &str, limit: u64) -> Result<Value> {
 fn files(dir: &Path) -> Vec<(String, Option<u64>)> {
     let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
     let file = |entry: std::fs::DirEntry| {
-        // Snapshot files are symlinks to blobs. `fs::metadata` follows symlinks, but `DirEntry::metadata` does not.
+        // The files of a cached model are symlinks to blobs.
+        // `fs::metadata` follows symlinks, but `DirEntry::metadata` does not.
         let data = std::fs::metadata(entry.path()).ok().filter(|data| data.is_file())?;
         Some((entry.file_name().to_string_lossy().into_owned(), Some(data.len())))
     };

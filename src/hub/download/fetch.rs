@@ -128,7 +128,7 @@ impl Download<'_> {
         result
     }
 
-    /// Returns the error for a file for which all retries have failed.
+    /// Returns the error for a file that will not be retried again.
     fn gave_up(&self, job: usize, cause: &str, retry_after: Option<Duration>) -> anyhow::Error {
         let state = self.state();
         let job = &state.jobs[job];

@@ -166,7 +166,8 @@ impl<'a> Download<'a> {
         self.state.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
     }
 
-    /// Returns the next task, in the order of the jobs. Waits while running tasks can still create tasks.
+    /// Returns the next task, in the order of the jobs.
+    /// If no task is ready, waits as long as running tasks can still create tasks.
     ///
     /// Returns `None` if no task is left, or if the download has failed.
     pub fn next_task(&self) -> Option<Task> {

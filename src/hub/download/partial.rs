@@ -33,7 +33,8 @@ pub(in crate::hub) struct Partial {
     /// The size of the complete file.
     bytes: u64,
     record: Record,
-    /// Whether file data was discarded or could not be flushed. If true, pending records with this flag are not saved.
+    /// Whether file data was discarded or could not be flushed.
+    /// If true, pending records that share this flag are not saved.
     ///
     /// The flag is never reset to false, because the operating system reports a failed flush only once.
     is_lost: Arc<AtomicBool>,
@@ -42,7 +43,7 @@ pub(in crate::hub) struct Partial {
 /// The contents of `blobs/<etag>.parts.json`.
 #[derive(Clone, Default, Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct Record {
-    /// The byte ranges on disk: sorted, not empty, and separated by gaps.
+    /// The byte ranges on disk: sorted, not empty, and disjoint.
     done: Vec<Range<u64>>,
     /// The etag that the server sent. Stored only if the blob's name is not a hash.
     #[serde(default, skip_serializing_if = "Option::is_none")]

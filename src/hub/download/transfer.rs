@@ -66,7 +66,7 @@ impl Transfer<'_, '_> {
             StatusCode::PARTIAL_CONTENT => {
                 let sent = content_range(response.headers());
                 if range.is_none() || !sent.is_some_and(|sent| sent.is_range(self.position, self.part.end, bytes)) {
-                    return Err(temporary("the server sent a different range than requested"));
+                    return Err(temporary("the server sent a range other than the requested one"));
                 }
             }
             StatusCode::OK => {
@@ -102,8 +102,8 @@ impl Transfer<'_, '_> {
     /// Makes this transfer fetch the whole file, because the server ignored the range.
     /// Stops the other transfers of the file.
     ///
-    /// If some bytes are on disk, fails with [`Stop::Temporary`] the first few times instead.
-    /// The next response may come from a server that supports ranges.
+    /// If some bytes are on disk, fails with [`Stop::Temporary`] up to [`MAX_WHOLE_RESPONSES`] times per file instead,
+    /// because the next response may come from a server that supports ranges.
     fn restart_whole(&mut self) -> Result<(), Stop> {
         let mut state = self.download.state();
         let job = &mut state.jobs[self.job];

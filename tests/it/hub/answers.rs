@@ -270,7 +270,7 @@ fn token_is_sent_over_https_or_to_this_machine_only() {
     let (output, sent) = run(&fake.endpoint(), &["download", REPO]);
     assert!(output.status.success() && sent > 0, "{}", text(&output.stderr));
     assert!(!text(&output.stderr).contains("warning"), "{}", text(&output.stderr));
-    let warning = "warning: HF_TOKEN is not sent to http://hub.invalid: ";
+    let warning = "warning: the access token is not sent to http://hub.invalid: ";
     for args in [&["download", REPO][..], &["show", REPO, "--remote"]] {
         let (output, sent) = run("http://hub.invalid", args);
         let stderr = text(&output.stderr);
@@ -279,7 +279,7 @@ fn token_is_sent_over_https_or_to_this_machine_only() {
     }
     let (output, sent) = run("http://hub.invalid", &["doctor"]);
     assert_eq!(sent, 0);
-    assert!(text(&output.stdout).contains("HF_TOKEN is not sent"), "{}", text(&output.stdout));
+    assert!(text(&output.stdout).contains("the access token is not sent"), "{}", text(&output.stdout));
     // No token was sent, so 401 means that the repository is missing or private, not that the token was rejected.
     fake.change(|state| state.listing_refused = Some((401, "", "")));
     let (output, _) = run("http://hub.invalid", &["download", REPO]);

@@ -341,7 +341,7 @@ fn proxy_is_used() {
     assert!(heads.iter().any(|head| head.starts_with("CONNECT hub.invalid:80 ")), "{heads:?}");
     // The endpoint is on another machine, so http would reveal the token to the network.
     assert!(heads.iter().all(|head| !head.contains("hf_secret")), "the token was sent over http");
-    let warning = "warning: HF_TOKEN is not sent to http://hub.invalid: http does not encrypt it";
+    let warning = "warning: the access token is not sent to http://hub.invalid: http does not encrypt it";
     assert!(text(&output.stderr).starts_with(warning), "{}", text(&output.stderr));
     assert_fails(&through("http://hub.invalid", "hub.invalid"), 5, &["hub.invalid"]);
     assert!(fake.heads().is_empty());
@@ -432,7 +432,7 @@ fn play_offers_to_download_a_missing_model() {
     assert!(answer.contains("inferno download"), "{answer}");
     assert!(repo(&home).join("refs/main").exists());
 
-    // The cache now has two models. `play` has used `REPO`, but not the other model.
+    // `list` now shows two models: `REPO`, which `play` has used, and the demo model, which no command has used.
     let list = |args: &[&str]| text(&command(&home, &fake, args).output().unwrap().stdout);
     let models: serde_json::Value = serde_json::from_str(&list(&["list", "--json", "--sort", "used"])).unwrap();
     assert_eq!(models[0]["name"], REPO);
