@@ -22,7 +22,7 @@ use crate::support::program::inferno;
 
 const CPU: [&str; 2] = ["--device", "cpu"];
 
-/// A model in a temporary home directory. Tests can edit its files.
+/// A model in a temporary home directory. Tests can edit the files of the model.
 struct Model {
     /// The home directory. Besides the model, it contains `text.txt`, the input of `perplexity`.
     home: TempDir,
@@ -293,7 +293,7 @@ fn small_files_cannot_take_much_memory() {
 }
 
 /// Entries of `ignore` in a quantization config cost time and memory.
-/// inferno compiles their patterns and compares every linear layer with every entry.
+/// inferno compares linear layers with every entry, and compiles entries that start with `re:` as regular expressions.
 #[test]
 fn quantization_configs_are_limited() {
     let section = |ignore: Value| {

@@ -148,7 +148,7 @@ fn next_request_works_after_a_template_exceeded_a_limit() {
     }
 }
 
-/// The worker process must encode, decode and render exactly as the main process does.
+/// The worker process must encode, decode and render exactly as the library does in this process.
 #[test]
 fn worker_agrees_with_this_process() {
     let model =
@@ -293,14 +293,15 @@ fn text_never_becomes_a_control_token_through_a_normalizer() {
                 }
                 match language.render(&[Message::user(&text), Message::user("ok")], &options()) {
                     Ok(rendered) => {
-                        assert_eq!(controls(&rendered.ids), 3, "{text:?}: wrong control tokens with {normalizer}")
+                        assert_eq!(controls(&rendered.ids), 3, "{text:?}: wrong control token count with {normalizer}")
                     }
                     Err(error) => assert!(error.to_string().contains("control token"), "{error}"),
                 }
             }
         }
     }
-    // The test is meaningful only if `ControlTokens::Parse` converts many of the texts to control tokens.
+    // The spelling `<|end|>` itself adds at most 12 to `converted`: 6 normalizers, with `special` true and false.
+    // All other control tokens come from spellings that the normalizers convert. Without them, the test proves nothing.
     assert!(converted > 20, "{converted}");
 }
 
@@ -351,8 +352,9 @@ fn text_never_becomes_a_short_or_a_split_control_token() {
     }
 }
 
-/// `chat::injection` may use U+FDD0 as a mark. Tool call arguments can contain this character as a JSON escape.
-/// The character must appear unchanged in the rendered text.
+/// `chat::injection` may mark control tokens in messages with U+FDD0, and then removes this character.
+/// Tool call arguments can contain U+FDD0 as a JSON escape.
+/// An escaped U+FDD0 must appear as the character U+FDD0 in the rendered text.
 #[test]
 fn spelled_noncharacters_are_kept() {
     let model = Model::with_template("{{ messages[0].tool_calls[0].function.arguments | tojson }}");

@@ -142,7 +142,7 @@ fn damaged_journals_load_up_to_the_damage_and_are_copied() {
     assert!(banner.contains("2 questions") && !banner.contains("damaged"), "{banner}");
     leave(chat);
 
-    // A second damaged copy of a journal does not replace the first copy.
+    // If a journal is damaged again, the new copy does not replace the first copy.
     // A conversation without questions can still be resumed.
     let first_line = fs::read_to_string(&path).unwrap().lines().next().unwrap().to_string();
     fs::write(&path, format!("{first_line}\nnonsense\n")).unwrap();

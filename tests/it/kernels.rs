@@ -269,7 +269,7 @@ fn attention_matches_its_reference() {
         // These are at least two tiles per multiprocessor of an H200 (132), so the kernel uses tiles of 128 rows.
         Case { spans: &[(130, 3)], heads: 140, kv_heads: 140, head_dim: 256, window: None, has_sinks: true },
         Case { spans: &[(130, 3)], heads: 140, kv_heads: 140, head_dim: 128, window: Some(90), has_sinks: true },
-        // Cases with several sequences: only decode steps, chunks of equal length, or decode steps and chunks.
+        // In cases with several sequences, all decode, all compute chunks of equal length, or the lengths differ.
         Case {
             spans: &[(1, 250), (1, 0), (1, 999), (1, 64)],
             heads: 8,
@@ -312,8 +312,8 @@ fn attention_matches_its_reference() {
             has_sinks: true,
         },
         Case { spans: &[(1, 100), (40, 100)], heads: 6, kv_heads: 3, head_dim: 10, window: Some(64), has_sinks: false },
-        // With 140 KV heads, there are more tiles than multiprocessors (132 on an H200).
-        // This selects the kernel `16_rows_batch` for sequences with few new tokens.
+        // With 140 KV heads, there are more 16-row tiles than multiprocessors (132 on an H200).
+        // The sequences with few new tokens therefore use the kernel `16_rows_batch`.
         Case {
             spans: &[(1, 250), (1, 0), (1, 999)],
             heads: 140,
@@ -583,7 +583,7 @@ fn attention_in_fixed_order_does_not_depend_on_other_sequences() {
                 let want = values(&all.narrow(0, first, count).unwrap());
                 assert!(
                     values(&run(first, count)) == want,
-                    "{dtype:?}, {heads} heads: {count} sequences from index {first} differ from the whole batch"
+                    "{dtype:?}, {heads} heads: {count} sequences from index {first} differ from the batch of 64"
                 );
             }
         }
@@ -597,8 +597,8 @@ fn experts_in_fixed_order_do_not_depend_on_other_tokens() {
     use inferno::kernels::moe::expert_mlp::{ExpertLinear, expert_mlp};
     use inferno::kernels::moe::mxfp4_tiles::{Mxfp4Tiles, RowOrder};
     use inferno::kernels::moe::route::RoutedPairs;
-    // In the second case, the padding of h needs a row block without weights, as when two GPUs divide gpt-oss.
-    // There, some copying warps have nothing to copy. If such a warp missed a phase of a barrier, gate_up would hang.
+    // In the second case, as when two GPUs divide gpt-oss, the padding of gate_up's output needs a row block without
+    // weights. Some copying warps then have nothing to copy. If they missed a phase of a barrier, gate_up would hang.
     for (experts, chosen, intermediate) in [(32, 4, 2880), (128, 15, 480)] {
         let (tokens, columns) = (200, 2880);
         for (device, dtype) in gpu_with_dtypes().into_iter().filter(|(_, dtype)| *dtype != DType::F32) {
@@ -629,11 +629,11 @@ fn experts_in_fixed_order_do_not_depend_on_other_tokens() {
                 let (got_shares, got) = run(first, count);
                 assert!(
                     got_shares == shares[first * chosen..][..count * chosen],
-                    "the routing of {count} tokens from index {first} differs from the whole batch"
+                    "the routing of {count} tokens from index {first} differs from the batch of {tokens}"
                 );
                 assert!(
                     got == all[first * columns..][..count * columns],
-                    "{dtype:?}: {count} tokens from index {first} differ from the whole batch"
+                    "{dtype:?}: {count} tokens from index {first} differ from the batch of {tokens}"
                 );
             }
         }
@@ -649,7 +649,7 @@ fn products_of_few_tokens_match_their_reference() {
     let device = gpu();
     let Device::Cuda(cuda) = &device else { panic!("{device:?} is not a GPU") };
     // Each case is (rows, columns). The cases cover several warps per row, one warp per row, and an uneven last block.
-    // In some cases, a row has fewer 64-column parts than warps, or more columns than the two input buffers hold.
+    // A row can have fewer groups of 64 columns than warps, or more columns than the two input buffers hold.
     // The last two cases are unsupported: 40 rows are not a multiple of 16, and 65,536 rows are too many.
     let cases =
         [(16, 64), (5120, 2880), (2880, 4096), (4112, 64), (28_672, 192), (4096, 14_336), (40, 64), (65_536, 64)];
@@ -697,13 +697,13 @@ fn products_with_few_rows_match_their_reference() {
     }
 }
 
-/// cuBLASLt may use the algorithm for another number of tokens (see `size_class`).
+/// All numbers of tokens in a size class share one cuBLASLt algorithm (see `size_class`).
 #[test(gpu)]
 fn products_of_any_number_of_tokens_match_their_reference() {
     use crate::support::gpu;
     use inferno::kernels::matmul::{matmul_f32, matmul_rounded};
     let device = gpu();
-    // Matrix sizes of gpt-oss-20b and Llama-3.1-8B, half a matrix as on two GPUs, and unusual sizes.
+    // Matrix sizes of gpt-oss-20b and Llama-3.1-8B, one GPU's half of a matrix, and unusual sizes.
     for (rows, columns) in [(5120, 2880), (2880, 4096), (4096, 14_336), (2880, 2048), (33, 72), (257, 100)] {
         for dtype in [DType::BF16, DType::F16] {
             let mut noise = Random((rows * 3 + columns) as u64);
@@ -780,7 +780,7 @@ fn routed_pairs_match_separate_operations() {
         chosen: usize,
         hidden: usize,
     }
-    // More than 256 tokens are routed by separate kernels, and so are all tokens on GPUs before Hopper.
+    // More than 256 tokens are routed in several launches, and so are all tokens on GPUs before Hopper.
     for Case { tokens, experts, chosen, hidden: columns } in [
         Case { tokens: 1, experts: 3, chosen: 1, hidden: 4 },
         Case { tokens: 7, experts: 32, chosen: 4, hidden: 132 },

@@ -33,7 +33,7 @@ fn check(name: &str, path: &Path, quantize: Option<QuantizationTarget>) {
         let decoder = architecture.build(&weights, 32).unwrap();
         let what = quantize.map_or("unquantized".into(), |quantize| quantize.to_string());
         assert_eq!(inventory.loaded_bytes(dtype), progress.resident_bytes(), "wrong size: {name} {what} in {dtype:?}");
-        // A decode step of a dense model reads one embedding row and all other weights.
+        // A decode step of a model without experts reads one embedding row and all other weights.
         // If the output head is tied to the embedding, the step also reads the whole embedding.
         let is_dense = !name.contains("oss") && !name.contains("moe") && !name.contains("mixtral") && name != "demo";
         if let (true, true, Some(embedding)) =
@@ -49,7 +49,7 @@ fn check(name: &str, path: &Path, quantize: Option<QuantizationTarget>) {
 }
 
 /// Checks that the estimated weights and KV cache of each rank equal the sizes after loading.
-/// Some ranks hold no part of some layers.
+/// With more ranks than KV heads, some ranks hold no KV heads.
 fn check_ranks(name: &str, path: &Path, quantize: Option<QuantizationTarget>) {
     let checkpoint = Checkpoint::open(path).unwrap();
     let architecture = models::read_config(path).unwrap().architecture;
@@ -77,7 +77,7 @@ fn check_ranks(name: &str, path: &Path, quantize: Option<QuantizationTarget>) {
             let cache_bytes: usize = tensors.map(|tensor| tensor.elem_count() * tensor.dtype().size_in_bytes()).sum();
             let cache_bytes = cache_bytes as u64;
             assert_eq!(plan.cache_bytes(capacity), cache_bytes, "{what}");
-            // `show` prints the plan of the largest rank, which is the first.
+            // `show` prints the plan of the first rank, because no other rank needs more memory.
             if world.is_first() {
                 let largest = (plan.weight_bytes(), plan.cache_bytes(capacity));
                 let others = (0..ranks).map(|rank| {
@@ -128,7 +128,7 @@ fn estimates_of_gguf_files_equal_the_loaded_bytes() {
     }
 }
 
-/// Without compressed-tensors, an estimate from the headers alone equals the estimate from the whole files.
+/// Without compressed-tensors, an estimate from the headers alone equals the estimate from the complete files.
 /// With compressed-tensors, the estimate may be low, because the headers do not show the layout after loading.
 /// Rows may be padded to a multiple of 32 columns, and each row may get its own scale.
 #[test]
@@ -160,7 +160,7 @@ fn estimates_from_headers_agree_with_estimates_from_files() {
                 let parts = |inventory: &Inventory| inventory.rank_parts(&kv_heads, ranks, dtype);
                 let from_files = parts(&Inventory::from_checkpoint(&checkpoint, None));
                 if !case.starts_with("compressed") {
-                    assert_eq!(parts(&inventory), from_files, "wrong parts of {case} on {ranks} ranks");
+                    assert_eq!(parts(&inventory), from_files, "wrong estimate of {case} on {ranks} ranks");
                 }
             }
             if case.starts_with("compressed") {

@@ -48,14 +48,15 @@ fn assert_close(engine: &EngineHandle, prompt: &[u32], got: &[TokenLogprobs], to
         for (&(id, logprob_got), largest) in got.top.iter().zip(largest) {
             assert!(is_close(logprob_got, largest) && is_close(logprob_got, logprob(id as usize)), "token {index}");
         }
-        // Clients compare the two log probabilities of a token to see whether the prompt token is the most likely one.
+        // If the prompt token is also in `top`, both log probabilities must be exactly equal.
+        // Clients compare them to see whether the prompt token is the most likely token.
         for (_, logprob) in got.top.iter().filter(|(id, _)| *id == prompt[index + 1]) {
             assert_eq!(*logprob, got.chosen);
         }
     }
 }
 
-/// Checks prompts of several lengths, with one answer and with several, and with cached prefixes.
+/// Checks prompts of several lengths, with one answer and with several answers, and with cached prefixes.
 fn check(engine: &EngineHandle, lengths: &[usize], tolerance: f64) {
     for &length in lengths {
         let prompt = engine.random_tokens(length as u64, length);
@@ -115,7 +116,7 @@ fn prompt_logprobs_equal_those_of_a_forward_pass_on_a_gpu() {
 }
 
 /// Mixes requests with and without prompt log probabilities.
-/// The requests share steps, wait for blocks and are preempted.
+/// The requests share steps. Some requests wait for blocks or are preempted.
 #[test]
 fn requests_at_once_are_scored_like_single_ones() {
     let engine = Engine::builder(demo_dir()).device(DeviceChoice::Cpu).context(320).sequences(2).load().unwrap();

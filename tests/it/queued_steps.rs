@@ -53,7 +53,7 @@ pub fn check(engine: Engine, reference: Engine, change: impl Fn(usize, &mut Gene
         assert_eq!(
             answer.tokens,
             alone.tokens,
-            "wrong answer to {} prompt tokens with {:?}",
+            "the answer to {} prompt tokens with {:?} differs from the reference",
             prompt.len(),
             options.sampling
         );

@@ -1,7 +1,7 @@
 //! Tests of several ranks that run one model together, as threads on the CPU.
 //!
-//! The ranks hold different parts of each matrix. Two checks apply to their logits:
-//! - The logits agree with transformers as closely as the logits of one rank.
+//! The ranks hold different parts of the model. Two checks apply to their logits:
+//! - The logits agree with transformers, or with the logits of one rank.
 //! - The logits are equal bit for bit on all ranks. Otherwise, the ranks could choose different tokens.
 
 use std::collections::BTreeMap;
@@ -124,7 +124,8 @@ fn logits_of_every_family_agree_with_transformers() {
     }
 }
 
-/// With `Split::Layers`, a rank computes its whole layers like a single rank. The ranks divide only the output head.
+/// With `Split::Layers`, a rank computes its layers exactly as a single rank does.
+/// The ranks divide only the output head.
 /// The bits of a logit do not depend on how many rows of the output head a rank holds.
 /// All ranks therefore have exactly the logits of one rank.
 #[test]
@@ -135,7 +136,7 @@ fn ranks_with_whole_layers_have_exactly_the_logits_of_one_rank() {
         for size in 2..=layers {
             let ranks = logits_on(&cpus(size), Split::Layers, DType::F32, path, None, ids);
             assert_ranks_agree(name, &ranks, expected, tolerance);
-            assert_eq!(ranks[0], one, "{name}: wrong logits on {size} ranks");
+            assert_eq!(ranks[0], one, "{name}: the logits of {size} ranks and of one rank differ");
         }
     };
     for case in golden_models(|model| model.kind != GoldenKind::Compressed) {
@@ -153,7 +154,7 @@ fn ranks_with_whole_layers_have_exactly_the_logits_of_one_rank() {
 }
 
 /// With dynamic scales, the results match the results of one rank only to about 8 bits.
-/// Like in vLLM, each rank scales the inputs of o_proj and down_proj by the largest value in its own columns.
+/// As in vLLM, each rank scales the inputs of o_proj and down_proj by the largest value in its own columns.
 /// With scales from the file (fp8_static), every rank uses the same scales as a single rank.
 /// Dividing the model then does not change how equal inputs are rounded.
 /// For fp8_static, make_compressed.py chooses tokens for which the order of summation changes no rounded input.
@@ -174,7 +175,7 @@ fn logits_of_8_bit_models_agree_with_transformers() {
     }
 }
 
-/// K-quants have blocks of 256 columns, so a block is wider than an attention head.
+/// A block of the files has 32 columns, so a block is wider than an attention head (8 to 16 columns).
 #[test]
 fn logits_of_quantized_gguf_files_agree_with_transformers() {
     let folder = golden("gguf_quantized");
@@ -228,7 +229,7 @@ fn quantizing_while_loading_gives_the_same_logits_as_one_rank() {
     }
 }
 
-/// Returns the number of bytes that were read so far from the files with a checkpoint's tensors.
+/// Returns the number of bytes read so far from the files that contain a checkpoint's tensors.
 pub fn read_bytes(checkpoint: &Checkpoint) -> u64 {
     let tensors: Vec<StoredBytes> = match checkpoint {
         Checkpoint::Gguf(model) => {
@@ -273,9 +274,9 @@ fn all_ranks_together_read_every_byte_of_the_weights_once() {
             [(2, Split::Tensor), (3, Split::Tensor), (4, Split::Tensor), (8, Split::Tensor), (2, Split::Layers)]
         {
             let (logits, bytes) = load(size, split, true);
-            assert_eq!(bytes, once, "wrong read size of {case} on {size} ranks, {split:?}");
+            assert_eq!(bytes, once, "wrong number of bytes read: {case} on {size} ranks, {split:?}");
             assert_ranks_agree(case, &logits, &expected, 1e-4);
-            assert!(load(size, split, false).1 > once, "wrong read size of {case} on {size} ranks, {split:?}");
+            assert!(load(size, split, false).1 > once, "{case} on {size} ranks: unshared reads read no byte twice");
         }
     }
 }

@@ -59,7 +59,7 @@ fn gpus_exchange_tensors_of_all_sizes() {
                     let expected = |i: usize| (0..size).map(|rank| value(rank, i + round)).sum::<f32>();
                     assert!(
                         sum.iter().enumerate().all(|(i, &sum)| sum == expected(i)),
-                        "wrong sum of {count} elements in round {round}"
+                        "wrong sum of {count} elements over {size} ranks in round {round}, {path:?}"
                     );
                     // Tensors whose length is not a multiple of 8 are summed without rounding.
                     let sum = on_host(&exchange.sum_rounded(&x).unwrap());
@@ -75,7 +75,7 @@ fn gpus_exchange_tensors_of_all_sizes() {
                     };
                     assert!(
                         sum.iter().enumerate().all(|(i, &sum)| sum == expected(i)),
-                        "wrong rounded sum of {count} elements in round {round}"
+                        "wrong rounded sum of {count} elements over {size} ranks in round {round}, {path:?}"
                     );
                 }
                 for (rows, columns) in [(1, 1), (1, 113), (5, 1001), (33, 201_088)] {
@@ -101,7 +101,8 @@ fn gpus_add_partial_results_to_the_residual_stream() {
     let paths = [(2, ExchangePath::Direct), (3, ExchangePath::Direct), (4, ExchangePath::Direct)];
     for (size, path) in paths.into_iter().chain([(2, ExchangePath::HostMemory), (3, ExchangePath::HostMemory)]) {
         on_gpus(size, path, |world, device, exchange| {
-            // With 3000 rows, the update needs two launches. For a row of 16,384 columns, a thread holds 32 columns.
+            // With 3000 rows, a rounded update needs two launches, and an exact update is not supported.
+            // For a row of 16,384 columns, a thread holds 32 columns, which is the maximum.
             for (rows, columns) in [(1, 8), (2, 64), (7, 2880), (130, 4096), (3000, 2880), (5, 16_384)] {
                 for ((dtype, has_bias), rounds) in [(DType::BF16, true), (DType::F32, false)]
                     .into_iter()
@@ -125,7 +126,7 @@ fn gpus_add_partial_results_to_the_residual_stream() {
                         assert!(!rounds && rows == 3000, "{case}: the update is not supported");
                         continue;
                     };
-                    // Two ranks compute few rows on both ranks, and more ranks divide all rounded updates.
+                    // Three or more ranks divide the rows of every rounded update. Two ranks divide more than 256 rows.
                     assert_eq!(updated.is_divided, rounds && (size > 2 || rows > 256), "{case}");
                     let sum = match updated.is_divided {
                         true => exchange.gather_rows(&updated.x).unwrap(),
@@ -149,7 +150,7 @@ fn gpus_add_partial_results_to_the_residual_stream() {
                             })
                             .collect();
                         // All values are whole numbers, so the sums are exact.
-                        assert!(sum[range.clone()] == expected, "{case}: wrong sums in row {row}");
+                        assert!(sum[range.clone()] == expected, "{case}: the sums of row {row} differ from the host");
                         let squares: f64 = expected.iter().map(|&v| f64::from(v) * f64::from(v)).sum();
                         let scale = 1.0 / (squares / columns as f64 + f64::from(EPS)).sqrt();
                         let is_bf16 = updated.is_divided || dtype == DType::BF16;
@@ -273,9 +274,9 @@ fn a_gpu_that_does_not_answer_ends_the_world() {
     assert!(errors.iter().all(|error| error.contains("GPU 2 of 2 does not answer")), "{errors:?}");
 }
 
-/// The first launch of a graph may take long, because hosts load kernels before it.
-/// Between two graph launches, hosts load no kernels.
-/// A host that hangs there is therefore noticed within the short time limit for a GPU.
+/// The first launch of a graph may take long, because the hosts load kernels before it.
+/// Between two graph launches, the hosts load no kernels.
+/// A host that hangs between two graph launches is therefore noticed within the same 5 s as a GPU that hangs.
 #[test(gpu_alone)]
 fn a_host_that_does_not_launch_its_graph_ends_the_world() {
     let errors = on_gpus(2, ExchangePath::Direct, |world, device, exchange| {

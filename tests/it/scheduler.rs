@@ -14,7 +14,7 @@ use inferno::runner::PromptParts;
 
 use crate::support::Random;
 
-/// Returns the most blocks that a sequence of `tokens` tokens uses at any time.
+/// Returns the most blocks that a sequence of `tokens` tokens uses at any time, summed over all layer groups.
 /// Each chunk of the sequence has at most `chunk` tokens.
 fn most_blocks(windows: &[Option<usize>], tokens: usize, chunk: usize) -> usize {
     windows.iter().map(|&window| peak_blocks(window, tokens, chunk)).sum()
@@ -93,7 +93,7 @@ struct Simulator<'a> {
     tracked: Vec<Tracked>,
     /// The submitted sequences that have not ended.
     unfinished: BTreeSet<SequenceId>,
-    /// The submitted sequences that are waiting to run, except pending forks. The most senior sequence comes first.
+    /// The submitted sequences that are waiting to run, except pending forks, sorted by [`Rank`].
     waiting: BTreeSet<Rank>,
     /// The sequences that the current plan preempted, if the plan also started forks.
     /// Forks start without a reserve of free blocks.
@@ -262,7 +262,8 @@ impl<'a> Simulator<'a> {
         }
     }
 
-    /// Marks pending forks as running if the plan started them. Moves pending forks without a parent to `waiting`.
+    /// Marks pending forks as running if the plan started them.
+    /// Moves other pending forks to `waiting` if they have no parent anymore.
     fn update_forks(&mut self, plan: &StepPlan) {
         for id in self.pending.clone() {
             if plan.expired.contains(&id) || self.scheduler.parent(id).is_some() {
@@ -542,7 +543,7 @@ impl<'a> Simulator<'a> {
             let first = window.map_or(0, |window| range.start.saturating_sub(window - 1)) / BLOCK_TOKENS;
             for index in first..range.end.div_ceil(BLOCK_TOKENS) {
                 let block = tables.get(group, index);
-                assert_ne!(block, SCRATCH_BLOCK, "sequence {id} has no block {index} in group {group}");
+                assert_ne!(block, SCRATCH_BLOCK, "sequence {id} has no block {index} in layer group {group}");
                 if index >= range.start / BLOCK_TOKENS {
                     let last = std::mem::replace(&mut self.written[block as usize], self.steps);
                     assert_ne!(last, self.steps, "two sequences write block {block}");
@@ -604,7 +605,7 @@ impl<'a> Simulator<'a> {
                     let want = self.digest(*id, group, self.pass(*id, &own, position), position);
                     assert_eq!(
                         read, want,
-                        "sequence {id} reads wrong data at position {position} in group {group}, range {range:?}"
+                        "sequence {id} reads wrong data at position {position} in layer group {group}, range {range:?}"
                     );
                 }
             }
@@ -1112,7 +1113,7 @@ fn forks_of_a_started_prompt_do_not_expire() {
         submit_with_forks(&mut scheduler, Some(Duration::from_millis(10)));
         let plan = scheduler.plan(Duration::ZERO);
         scheduler.advance(0, plan.work[0].range.end);
-        // The client drops the first answer. The forks wait again, but their prompt started before the deadline.
+        // The client drops the first answer. The forks wait again, but the prefill started before the deadline.
         scheduler.finish(0);
         let plan = scheduler.plan(Duration::from_secs(1));
         assert_eq!((plan.expired, plan.work[0].id), (Vec::new(), 1));

@@ -39,7 +39,7 @@ fn signals_restore_the_terminal() {
         (Signal::SIGTERM, false),
         (Signal::SIGHUP, true),
         (Signal::SIGQUIT, false),
-        // The next signals come from crashes and exceeded resource limits. Only SIGUSR1 comes from other programs.
+        // SIGUSR1 comes from other programs. The other signals below come from crashes and exceeded resource limits.
         (Signal::SIGABRT, true),
         (Signal::SIGSEGV, false),
         (Signal::SIGSEGV, true),
@@ -62,14 +62,14 @@ fn signals_restore_the_terminal() {
         chat.wait(&format!("ended with {}", 128 + signal as i32));
         assert!(chat.is_sane(), "{signal}, {in_mid_stream}");
         let written = String::from_utf8_lossy(&chat.written).into_owned();
-        assert!(written.rfind("\x1b[?2004l") > written.rfind("\x1b[?2004h"), "bracketed paste is still on");
+        assert!(written.rfind("\x1b[?2004l") > written.rfind("\x1b[?2004h"), "bracketed paste is on after {signal}");
     }
 }
 
 /// The environment variable that [`crashes_restore_the_terminal`] sets to make [`crash`] crash.
 const CRASH: &str = "INFERNO_TEST_CRASH";
 
-/// Switches the terminal to raw mode and crashes. Does nothing unless [`CRASH`] names a kind of crash.
+/// Switches the terminal to raw mode and crashes. Does nothing if the environment variable [`CRASH`] is not set.
 #[test]
 fn crash() {
     let Ok(kind) = std::env::var(CRASH) else { return };

@@ -81,7 +81,7 @@ fn resizing_the_window_during_an_answer_loses_nothing() {
     chat.resize(30, 100);
     assert_eq!(wait_for_end(&mut chat), plain);
 
-    // A narrower window may cut off the first rows and repeat a few words.
+    // A narrower window may cut off the first rows and repeat some words.
     let mut chat = Screen::chat(&home, &LONG);
     ask(&mut chat);
     chat.wait("inferno");

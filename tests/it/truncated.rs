@@ -37,7 +37,7 @@ fn truncate(path: &Path, bytes: u64) {
     OpenOptions::new().write(true).open(path).unwrap().set_len(bytes).unwrap();
 }
 
-/// Opens a model, truncates its weights, and returns the error from loading them.
+/// Opens a model, truncates its weights, and returns the error from loading them, or `no error`.
 fn load_after_truncation(name: &str, quantize: Option<&str>, (device, dtype): (&Device, DType)) -> String {
     let (_folder, model, weights_file) = copy(name);
     let config = models::read_config(&model).unwrap();

@@ -19,7 +19,7 @@ use tempfile::TempDir;
 
 use crate::support::fake_hub::{COMMIT, FakeHub, Fault, HubState, INDEX, REPO, SHARDS, etag, pattern};
 
-/// Returns limits for fast tests: short waits before retries, and progress that is saved at once.
+/// Returns limits for fast tests: few retries, short waits before retries, and progress that is saved at once.
 fn fast_limits() -> Limits {
     let ms = Duration::from_millis;
     Limits { first_wait: ms(1), max_wait: ms(2_500), save_interval: ms(0), max_failures: 4, ..Limits::default() }
@@ -478,7 +478,7 @@ fn model_in_the_shared_cache_is_not_downloaded() {
     assert_eq!(events.all(), ["already present: HuggingFace"]);
     assert_eq!(fake.lines().len(), 1, "expected only the request for the listing");
 
-    // A file with another size than in the listing counts as missing.
+    // A file whose size differs from the size in the listing counts as missing.
     fs::write(expected.path.join("model.safetensors"), b"short").unwrap();
     assert_eq!(machine.hub().download(REPO, None, &FileFilter::default(), &()).unwrap().source, Source::Inferno);
 }

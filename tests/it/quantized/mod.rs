@@ -51,7 +51,7 @@ fn floats_with_known_errors(count: usize) -> Vec<f32> {
     (0..count).map(|_| f32::from(i16::from_le_bytes([next_byte(), next_byte()])) / 16384.0).collect()
 }
 
-/// Returns blocks of random bits, with scales of realistic magnitudes.
+/// Returns blocks of random bits, with scales and minima of realistic magnitudes.
 fn blocks(ggml_type: GgmlType, count: usize) -> Vec<u8> {
     let mut random = Random(ggml_type.id().into());
     let mut bytes: Vec<u8> = (0..count * ggml_type.block_bytes()).map(|_| random.next() as u8).collect();
@@ -64,7 +64,7 @@ fn blocks(ggml_type: GgmlType, count: usize) -> Vec<u8> {
     };
     for block in bytes.chunks_exact_mut(ggml_type.block_bytes()) {
         for at in halves {
-            // Set the exponent of the block's f16 scale to -7 or -6. Keep the sign.
+            // Set the exponent of an f16 scale or minimum of the block to -7 or -6. Keep the sign.
             block[at + 1] = block[at + 1] & 0x84 | 0x20;
         }
     }
@@ -156,8 +156,8 @@ fn quantization_error_is_bounded() {
     let (rows, columns) = (4, 512);
     let original = floats_with_known_errors(rows * columns);
     // Each error limit is relative to the largest magnitude in a row, which is about 2.
-    // Most limits are half a quantization step.
-    // In formats that cannot represent both the minimum and the maximum, the limit is about a whole step.
+    // For q8_0, int8, fp8, q5_1 and q4_1, the limit is half a quantization step.
+    // q6_k, q5_0, q4_0 and q3_k cannot represent both the minimum and the maximum, so their limit is one step.
     for (name, limit) in [
         ("q8_0", 1.0 / 127.0 / 2.0),
         ("int8", 1.0 / 127.0 / 2.0),
@@ -165,8 +165,9 @@ fn quantization_error_is_bounded() {
         ("q6_k", 1.0 / 31.0),
         ("q5_0", 1.0 / 15.0),
         ("q5_1", 1.0 / 31.0),
-        // q5_k and q4_k fit a group by least squares, which is less exact for the extremes.
+        // q5_k, q4_k and q2_k fit a group by least squares, which is less exact for the extremes.
         // For these values, the relative errors of ggml are 0.0481 with q5_k and 0.0745 with q4_k.
+        // The limit of q2_k is three quarters of a step.
         ("q5_k", 0.0482 / 1.1),
         ("q4_0", 1.0 / 7.0),
         ("q4_1", 1.0 / 15.0),
@@ -333,12 +334,13 @@ fn gpu_kernels_agree_with_the_cpu_at_the_edges() {
 }
 
 /// Compares expert products in f16, dequantized values, embedding rows, and products in all dtypes.
-/// The products have few and many tokens.
+/// Tests the products with few and with many tokens.
 #[test(gpu)]
 fn gpu_kernels_agree_with_the_cpu() {
     let gpu = gpu();
-    // The row counts are odd, greater than the number of warps in a grid, or multiples of 16 (for cuBLASLt).
-    // The column counts make each lane of a warp run its loop at most once, or several times.
+    // cuBLASLt needs a multiple of 16 rows for 8-bit products. 4640 and 464 are such multiples, 4611 is not.
+    // 4640 and 4611 rows are more than the warps of a `quantized_matvec` grid multiply at once.
+    // With 256 columns, a lane of a warp multiplies at most one group of 32 columns per row. With 4608, several groups.
     for (rows, columns) in [(29 * 159, 256), (29 * 160, 1536), (29 * 16, 4608)] {
         let ids = Tensor::new(&[2u32, 0, rows as u32 - 1], &Device::Cpu).unwrap();
         let here = matrices_of_each_format(rows, columns, &Device::Cpu);
@@ -404,7 +406,7 @@ fn gpu_kernels_agree_with_the_cpu() {
                             InputQuantization::None => tolerance,
                             // 8-bit values are exact in f16 and bf16.
                             _ if is_few => 2e-5,
-                            // cuBLASLt supports only multiples of 16 rows. All other products are computed in floats.
+                            // 8-bit products need a multiple of 16 rows. Otherwise, the product is computed in floats.
                             _ if rows % 16 != 0 => tolerance,
                             InputQuantization::Int8PerToken | InputQuantization::Int8Static(_) => 2e-5,
                             _ => 3e-3,

@@ -1,4 +1,5 @@
-//! Measures how much quantization degrades whole models. The documentation quotes the numbers that the tests print.
+//! Measures how quantization changes the perplexity and the output distribution of models.
+//! docs/benchmarks.md quotes the numbers that the tests print.
 
 use std::path::{Path, PathBuf};
 
@@ -104,8 +105,9 @@ fn quantized_demo_model_stays_close_to_the_original() {
     }
 }
 
-/// Compares the quantized weights of a trained model with ggml (int8 and fp8: torch), and its losses with transformers.
-/// The rows have 256 values, so K-quants can be used. `tests/golden/make_trained.py` writes the model.
+/// Compares the quantized weights of a trained model with ggml (int8 and fp8: torch).
+/// Also compares the model's losses and KL divergences with transformers.
+/// The weight rows have 256 values, so K-quants can be used. `tests/golden/make_trained.py` writes the model.
 #[test]
 fn quantized_model_agrees_with_ggml_and_transformers() {
     let dir = golden("trained");
@@ -144,7 +146,7 @@ fn quantized_model_agrees_with_ggml_and_transformers() {
 fn assert_near(name: &str, got: &[f32], want: &[f32]) {
     assert_eq!(got.len(), want.len(), "{name}");
     let worst = got.iter().zip(want).map(|(got, want)| (got - want).abs()).fold(0.0, f32::max);
-    assert!(worst < 2e-4, "{name}: the largest difference of a token is {worst:e}");
+    assert!(worst < 2e-4, "{name}: the largest difference for one token is {worst:e}");
     let (got, want) = (mean(got), mean(want));
     assert!((got - want).abs() < 2e-6, "{name}: the mean is {got}, but {want} in transformers");
 }

@@ -45,7 +45,8 @@ fn written(text: &str, length: usize, size: WindowSize) -> Vec<u8> {
     out
 }
 
-/// Returns all rows, including rows that scrolled off the screen, with their styles as escape sequences.
+/// Returns all rows that a terminal has after `out`, including rows that scrolled off the screen.
+/// Each row consists of its text and its formatted text, which has the styles as escape sequences.
 fn screen(out: &[u8], size: WindowSize) -> Vec<String> {
     let mut terminal = terminal(size);
     feed(&mut terminal, out);

@@ -81,7 +81,7 @@ fn every_route_but_health_needs_the_key() {
         ] {
             let response = send(method, &url, wrong.as_slice());
             assert_eq!(response.status, 401, "{method} {url}");
-            // The APIs of Anthropic and ollama have other forms of errors.
+            // The Messages API and ollama's API have other JSON formats for errors.
             if !["/v1/messages", "/api/"].iter().any(|start| path.starts_with(start)) {
                 assert_eq!(response.error(401)["code"], "invalid_api_key", "{method} {url}");
             }

@@ -1,4 +1,4 @@
-//! Tests of chat and text completions, whole and streamed.
+//! Tests of chat and text completions, with and without streaming.
 
 use serde_json::{Value, json};
 
@@ -9,7 +9,7 @@ fn collect(events: &[Value], index: usize) -> (String, String, String) {
     let (mut content, mut reasoning, mut finish) = (String::new(), String::new(), String::new());
     let choices = events.iter().flat_map(|event| event["choices"].as_array().unwrap());
     for choice in choices.filter(|choice| choice["index"] == index) {
-        assert!(finish.is_empty(), "an event follows the finish reason");
+        assert!(finish.is_empty(), "choice {index}: an event follows the finish reason");
         content.push_str(choice["delta"]["content"].as_str().unwrap_or_default());
         reasoning.push_str(choice["delta"]["reasoning"].as_str().unwrap_or_default());
         finish.push_str(choice["finish_reason"].as_str().unwrap_or_default());
@@ -248,7 +248,7 @@ fn echoed_prompts_have_log_probabilities() {
         assert!((got.as_f64().unwrap() - expected.as_f64().unwrap()).abs() < 1e-3, "{got} {expected}");
     }
 
-    // Request several answers to several prompts, both whole and streamed.
+    // Request several answers to several prompts, with and without streaming.
     let prompts = [text, "The KV cache"];
     let fields = json!({
         "prompt": prompts, "n": 2, "logprobs": 3, "max_tokens": 4, "min_tokens": 4, "temperature": 1
@@ -261,7 +261,7 @@ fn echoed_prompts_have_log_probabilities() {
         let parts = events.iter().map(|event| &event["choices"][0]).filter(|part| part["index"] == index);
         for name in ["tokens", "token_logprobs", "top_logprobs", "text_offset"] {
             let streamed: Vec<Value> = parts.clone().flat_map(|part| array(part, name)).collect();
-            assert_eq!(streamed, array(choice, name), "wrong {name} of streamed answer {index}");
+            assert_eq!(streamed, array(choice, name), "choice {index}: `{name}` differs with streaming");
             assert_eq!(array(choice, name)[..3], array(&scored["choices"][index / 2 * 2], name)[..3]);
         }
         let streamed: String = parts.map(|part| part["text"].as_str().unwrap()).collect();

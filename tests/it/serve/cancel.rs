@@ -1,4 +1,5 @@
-//! Tests that requests end and free their blocks if clients disconnect or stop reading. Also tests keep-alive pings.
+//! Tests that requests end and free their KV cache blocks if clients disconnect or stop reading.
+//! Also tests keep-alive pings.
 
 use std::io::{BufReader, Read};
 use std::net::Shutdown;

@@ -71,7 +71,7 @@ impl Server {
         stream
     }
 
-    /// Sends a request and reads the whole response.
+    /// Sends a request and reads the response, including its body.
     pub fn send(&self, method: &str, path: &str, headers: &[(&str, &str)], body: &[u8]) -> Response {
         let mut stream = self.connect();
         // Writing may fail, because the server may reject a request before it has read the whole body.
@@ -107,7 +107,7 @@ impl Server {
         line.rsplit(' ').next().unwrap().parse().unwrap()
     }
 
-    /// Waits until a condition holds. `what` describes the condition in the error message of a timeout.
+    /// Waits until `condition` returns true. `what` describes the condition in the error message of a timeout.
     pub fn wait(&self, what: &str, condition: impl Fn(&Self) -> bool) {
         let started = Instant::now();
         while !condition(self) {
@@ -239,7 +239,7 @@ impl Response {
         self.json()
     }
 
-    /// Asserts that the response is an error in OpenAI's shape, and returns the error object.
+    /// Asserts that the response is an error in OpenAI's format, of at most 4096 bytes. Returns the error object.
     pub fn error(&self, status: u16) -> Value {
         assert_eq!(self.status, status, "{}", self.text());
         let json = self.json();

@@ -74,7 +74,8 @@ fn single_requests_can_be_deterministic() {
     assert_eq!((response.status, response.header("x-inferno-ignored")), (200, None));
 }
 
-/// Tests the header on several APIs. Most of their responses have no fingerprint, so the test reads the records.
+/// Tests the header `x-inferno-deterministic` on four APIs.
+/// Not all of their responses have a fingerprint, so the test reads the records of the requests.
 #[test]
 fn the_header_works_on_all_routes() {
     let server = Server::start(&["--record-memory", "1"]);

@@ -58,7 +58,8 @@ impl Local {
         }
     }
 
-    /// Starts a streamed answer and a whole answer, and sends a third request, which waits until one of the two ends.
+    /// Starts two long answers, one with and one without streaming.
+    /// Then sends a third request, which waits until one of the two answers ends.
     fn load(&self) -> [BufReader<TcpStream>; 3] {
         let mut stream = self.chat(&endless(true));
         assert_eq!(Response::read_head(&mut stream).status, 200);
@@ -104,7 +105,8 @@ fn a_failed_step_fails_its_requests_only() {
     assert!(!local.serving.is_finished());
 }
 
-/// After a device fault or a panic, all requests fail and the server ends. Another server can then use the same port.
+/// After a device fault or a panic of the engine, all requests fail and the server ends.
+/// Another server can then use the same port.
 #[test]
 fn a_server_with_a_broken_engine_ends_so_that_it_can_restart() {
     for fault in [Fault::Device, Fault::Panic] {
@@ -154,7 +156,7 @@ fn a_rank_that_fails_under_load_ends_all_requests_and_the_process() {
         for message in errors {
             assert!(message.contains(reason) && message.contains("the other GPUs were stopped"), "{message}");
         }
-        // After a rank fails, the server rejects all later requests until it exits.
+        // Until the process exits, `/health` returns status 503 or the connection fails.
         if let Ok(mut stream) = TcpStream::connect(&server.address) {
             let _ = stream.write_all(&request("GET", "/health", &[], b""));
             let mut status = String::new();

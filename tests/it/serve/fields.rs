@@ -184,7 +184,7 @@ fn fields_without_effect_are_named_and_can_be_refused() {
     assert_eq!(response.header("x-inferno-ignored"), Some("a??b: c? d"));
 }
 
-/// Of `chat_template_kwargs`, the harmony format uses only `reasoning_effort`. Other variables are ignored.
+/// The harmony format reads only `reasoning_effort` from `chat_template_kwargs`, and ignores all other variables.
 #[test]
 fn harmony_uses_only_the_effort_of_the_template_variables() {
     let server = Server::start(&[]);

@@ -114,7 +114,7 @@ fn requests_that_are_not_http_get_an_error_with_a_body() {
     ];
     for (bytes, status) in &requests {
         let mut stream = server.connect();
-        // Writing may fail, because the server closes the connection.
+        // Writing may fail, because the server may close the connection before it has read all bytes.
         let _ = stream.write_all(bytes);
         let mut reader = BufReader::new(stream);
         if bytes.starts_with(valid) {
@@ -175,7 +175,7 @@ fn large_encoded_and_untyped_bodies_are_refused() {
 #[test]
 fn slow_clients_are_disconnected() {
     let server = Server::start(&["--header-timeout", "0.3", "--body-timeout", "0.3"]);
-    // The server disconnects clients that do not complete their headers or body in time.
+    // The server closes a connection if the headers are not complete after `--header-timeout`.
     for head in ["", "GET /health HT", "GET /health HTTP/1.1\r\nHost: x\r\n"] {
         let mut stream = server.connect();
         stream.write_all(head.as_bytes()).unwrap();

@@ -55,7 +55,7 @@ fn requests_do_not_wait_forever() {
     assert_eq!(error["code"], "rate_limit_exceeded");
     let seconds = response.header("retry-after").unwrap();
     assert!(error["message"].as_str().unwrap().ends_with(&format!("please try again in {seconds}s")), "{error}");
-    // No answer has ended yet, so the retry delay is the time for which the first request has been running.
+    // No answer has ended yet, so the suggested delay is the time since the first request was admitted.
     let milliseconds: u64 = response.header("retry-after-ms").unwrap().parse().unwrap();
     assert!((200..=60_000).contains(&milliseconds) && milliseconds != 5000, "{milliseconds}");
     let events = server.chat(json!({ "stream": true })).events();
@@ -153,7 +153,7 @@ fn idle_connections_close_when_the_server_ends() {
     assert_eq!(server.exit_code(), Some(0));
 }
 
-/// The router SMG reuses connections that were idle for up to 3 s, so the server must not close them before 3 s.
+/// The router SMG reuses connections that were idle for up to 3 s, so the server must keep them open for longer.
 #[test]
 fn an_idle_connection_stays_open_for_longer_than_routers_keep_it() {
     let server = Server::start(&[]);

@@ -1,10 +1,10 @@
-//! Tests of Anthropic's Messages API: shapes, events, tools, thinking and errors.
+//! Tests of Anthropic's Messages API: responses, events, tools, thinking and errors.
 
 use serde_json::{Value, json};
 
 use super::client::{JSON, Response, Server};
 
-/// Returns the body of a request with the given fields, at temperature 0.
+/// Returns the body of a request at temperature 0. `fields` adds fields and replaces these defaults.
 fn body(fields: Value) -> Value {
     let mut body = json!({
         "model": "demo",
@@ -20,7 +20,7 @@ fn send(server: &Server, fields: Value) -> Response {
     server.post("/v1/messages", &body(fields))
 }
 
-/// Asserts that the response is an error in Anthropic's shape, and returns its message.
+/// Asserts that the response is an error in Anthropic's format, and returns the error message.
 fn error(response: &Response, status: u16, kind: &str) -> String {
     assert_eq!(response.status, status, "{}", response.text());
     let json = response.json();
@@ -197,7 +197,7 @@ fn tools_and_their_results_make_a_conversation() {
     assert!(call["id"].as_str().unwrap().starts_with("toolu_") && call["name"] == "get_weather", "{call}");
     assert!(call["input"]["city"] == "Paris", "{call}");
 
-    // Send the whole content of the answer back, with the result of the tool call.
+    // Send all content blocks of the answer back, with the result of the tool call.
     let result = |more: Value| {
         let mut result = json!({ "type": "tool_result", "tool_use_id": call["id"], "content": "sunny" });
         more.as_object().unwrap().iter().for_each(|(name, value)| result[name] = value.clone());
@@ -213,7 +213,7 @@ fn tools_and_their_results_make_a_conversation() {
     let plain = count(result(json!({})));
     let parts = json!([{ "type": "text", "text": "sun" }, { "type": "text", "text": "ny" }]);
     assert_eq!(count(result(json!({ "content": parts, "is_error": false }))), plain);
-    // The prompt tells the model that the call failed.
+    // If `is_error` is true, the prompt also tells the model that the call failed.
     assert!(count(result(json!({ "is_error": true }))) > plain);
     // If `tool_choice` is `none`, the prompt does not list the tools.
     let none = json!({ "tools": weather(), "tool_choice": { "type": "none" } });

@@ -4,7 +4,7 @@ use serde_json::{Value, json};
 
 use super::client::{Response, Server};
 
-/// Returns the body of a request to `/api/chat` with the given fields, at temperature 0.
+/// Returns the body of a request to `/api/chat` at temperature 0. `fields` adds fields and replaces these defaults.
 fn chat(fields: Value) -> Value {
     let mut body = json!({
         "model": "demo",
@@ -16,7 +16,7 @@ fn chat(fields: Value) -> Value {
     body
 }
 
-/// Asserts that the response is an error in ollama's shape, and returns its message.
+/// Asserts that the response is an error in ollama's format, and returns the error message.
 fn error(response: &Response, status: u16) -> String {
     assert_eq!(response.status, status, "{}", response.text());
     let json = response.json();
@@ -109,7 +109,7 @@ fn prompts_are_questions_or_plain_text() {
         generate(json!({ "prompt": "What is the KV cache?", "system": "Be kind.", "options": { "num_predict": 1 } }));
     assert!(system["prompt_eval_count"].as_u64() > whole["prompt_eval_count"].as_u64());
 
-    // A token limit of 0 means no limit, and the seed -1 means a random seed.
+    // If `num_predict` is 0, the answer has no token limit. If `seed` is -1, the server chooses a random seed.
     let unlimited = generate(json!({ "prompt": "What is the KV cache?", "options": { "num_predict": 0 } }));
     assert_eq!(unlimited["response"], whole["response"]);
     let random = json!({ "prompt": "Hi", "raw": true, "options": { "temperature": 2, "seed": -1, "num_predict": 16 } });
@@ -142,7 +142,7 @@ fn tools_and_schemas_work_like_those_of_openai() {
             assert!(json["ok"].is_boolean(), "{json}");
         }
     }
-    // ollama's API has no `tool_choice` field, but inferno accepts the field, which forces a tool call.
+    // ollama's API has no `tool_choice` field, but inferno accepts it. The value `required` forces a tool call.
     let fields = json!({ "tools": weather(), "tool_choice": "required", "stream": true,
                          "messages": [{ "role": "user", "content": "What is the weather in Paris?" }] });
     let parts = lines(&server.post("/api/chat", &chat(fields.clone())));
@@ -158,7 +158,7 @@ fn tools_and_schemas_work_like_those_of_openai() {
     whole["stream"] = json!(false);
     assert_eq!(server.post("/api/chat", &chat(whole)).ok()["message"]["tool_calls"], *calls);
 
-    // Send the answer back with the result of the tool call. Tool calls in ollama's API have no ids.
+    // Send the answer back with the result of the tool call. In this API, inferno's tool calls have no ids.
     let assistant = json!({ "role": "assistant", "content": "", "thinking": "Hmm.", "tool_calls": calls });
     for result in [
         json!({ "role": "tool", "content": "sunny", "tool_name": "get_weather" }),

@@ -120,7 +120,7 @@ fn a_server_gives_records_to_their_clients_only() {
     let server = Server::start(&["--api-key", "one", "--api-key", "two", "--deterministic"]);
     let one = ("Authorization", "Bearer one");
     let two = ("Authorization", "Bearer two");
-    // A client may choose a request id with any visible ASCII characters.
+    // A request id may contain any visible ASCII characters.
     let id = "trace/../1?a=%20#b";
     let body = super::client::chat(json!({ "max_tokens": 12, "temperature": 1 })).to_string();
     let path = "/v1/chat/completions";
@@ -130,7 +130,7 @@ fn a_server_gives_records_to_their_clients_only() {
     assert_fails(&replay(id, &[&flags[..], &["two"]].concat()), 3, &["no record"]);
     assert_fails(&replay(id, &[&flags[..], &["three"]].concat()), 4, &["wrong API key"]);
     assert_fails(&replay("other", &[&flags[..], &["one"]].concat()), 3, &["no record"]);
-    // The record has the same finish reason as the response. If the client named the tool, the reason is `stop`.
+    // The record has the same finish reason as the response. If `tool_choice` names a tool, the reason is `stop`.
     let function = json!({ "name": "now", "parameters": { "type": "object", "properties": {} } });
     let tools = json!([{ "type": "function", "function": function }]);
     let named = json!({ "type": "function", "function": { "name": "now" } });

@@ -140,7 +140,7 @@ struct Mock {
 const MODELS: &str = r#"{"object":"list","data":[{"id":"org/a"},{"id":"org/b","max_model_len":100}]}"#;
 
 impl Mock {
-    /// Starts a server that sends `answer`, a whole HTTP response, to each completion request.
+    /// Starts a server that sends `answer`, a complete HTTP response, to each completion request.
     fn start(answer: &str) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let url = format!("http://{}", listener.local_addr().unwrap());

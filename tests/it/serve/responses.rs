@@ -1,4 +1,4 @@
-//! Tests of the Responses API, whole and streamed.
+//! Tests of the Responses API, with and without streaming.
 
 use std::io::BufReader;
 
@@ -42,7 +42,7 @@ const REQUIRED: [&str; 32] = [
     "prompt_cache_key",
 ];
 
-/// Returns the body of a request with the given fields, at temperature 0.
+/// Returns the body of a request at temperature 0. `fields` adds fields and replaces these defaults.
 pub fn body(fields: Value) -> Value {
     let mut body = json!({ "model": "demo", "input": "What is the KV cache?", "temperature": 0 });
     for (name, value) in fields.as_object().unwrap() {

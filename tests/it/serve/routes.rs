@@ -136,7 +136,7 @@ fn the_tokens_of_steps_add_up() {
     server.wait_until_idle();
     let (prompt, completion) = (usage["prompt_tokens"].as_f64().unwrap(), usage["completion_tokens"].as_f64().unwrap());
     assert_eq!(completion, 5.0);
-    // The last token of an answer is not computed in any step, because no token follows it.
+    // The last token of an answer is not an input of any step, because no token follows it.
     assert_eq!(server.metric("inferno_iteration_tokens_sum"), prompt + completion - 1.0);
     let steps = server.metric("inferno_iteration_tokens_count");
     assert_eq!(steps, server.metric("inferno_engine_steps_total"));
@@ -187,7 +187,7 @@ fn metrics_have_the_names_and_labels_that_dashboards_read() {
     ] {
         assert!(text.contains(part), "{part}: {text}");
     }
-    // Metrics that are always constant in inferno exist only under vLLM's names, without the prefix `inferno_`.
+    // These metrics are constant in inferno, so only `--metrics-compat vllm` publishes them, under vLLM's names.
     let plain = Server::start(&[]).get("/metrics").text();
     for name in ["waiting_by_reason", "engine_sleep_state", "lora_requests_info"] {
         assert!(text.contains(name) && !plain.contains(name), "{name}: {plain}");

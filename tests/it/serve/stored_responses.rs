@@ -157,7 +157,8 @@ fn tool_calls_and_their_outputs_reach_the_model() {
     let first = respond(&server, fields).ok();
     let output = json!([{ "type": "function_call_output", "call_id": "call_1", "output": "demo" }]);
     respond(&server, json!({ "previous_response_id": first["id"], "input": output, "max_output_tokens": 5 })).ok();
-    // The error about a function output without a call names the item in the request, not in the stored conversation.
+    // The error about a function output without a call gives the index in the request's `input`.
+    // The index does not count the items of the stored conversation.
     let input = json!([
         output[0],
         { "role": "user", "content": "And then?" },

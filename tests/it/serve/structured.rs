@@ -180,7 +180,7 @@ fn what_cannot_be_enforced_is_an_error_that_names_the_field() {
     server.chat(fields).ok();
 }
 
-/// If enforcing a grammar becomes too expensive, a whole answer and a streamed answer both end with an error.
+/// If enforcing a grammar becomes too expensive, the request fails, with and without streaming.
 #[test]
 fn spent_fuel_is_an_error_of_the_request() {
     let server = Server::start(&[]);

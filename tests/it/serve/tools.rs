@@ -1,4 +1,4 @@
-//! Tests of requests with tools to models whose chat template cannot list the tools in the prompt.
+//! Tests of requests with tools to models whose chat template lists the tools in the prompt or ignores them.
 
 use std::fs;
 
@@ -26,7 +26,7 @@ const WITHOUT_TOOLS: &str =
     "{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}{% endfor %}<|start|>assistant";
 const WITH_TOOLS: &str = "{{ tools | tojson }}<|start|>assistant";
 
-/// Sends a request with a tool to each API that supports tools. Returns the path and the response of each.
+/// Sends a request with a tool to each API that supports tools. Returns the path and the response of each request.
 /// `choice` holds the tool choice in the format of OpenAI's APIs, then in the format of Anthropic's API.
 fn ask(server: &Server, choice: Option<(Value, Value)>) -> Vec<(&'static str, Response)> {
     let model = server.get("/v1/models").ok()["data"][0]["id"].clone();

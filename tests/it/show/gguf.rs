@@ -1,4 +1,4 @@
-//! Tests of `inferno show` for GGUF models on the hub. The command reads the headers, but not the weights.
+//! Tests of `inferno show` for GGUF models on the hub. The command reads only the headers and RoPE factors.
 
 use inferno::weights::ggml::GgmlType;
 use serde_json::{Value, json};
@@ -41,7 +41,7 @@ fn ranges(fake: &FakeHub) -> Vec<String> {
     let ranges = fake.heads().into_iter().filter(|head| head.lines().next().unwrap().contains(".gguf ")).map(|head| {
         let path = head.split(' ').nth(1).unwrap();
         let range = head.lines().find_map(|line| line.to_lowercase().strip_prefix("range: bytes=").map(str::to_string));
-        format!("{} {}", path.rsplit('/').next().unwrap(), range.expect("a request has no Range header"))
+        format!("{} {}", path.rsplit('/').next().unwrap(), range.expect("a GGUF request has no Range header"))
     });
     ranges.collect()
 }
@@ -163,7 +163,7 @@ fn one_of_several_models_is_chosen_by_name() {
     assert_fails(&show_named(&format!("{REPO}:Q2_K")), 3, &["has these GGUF models", list[0], list[1]]);
     fake.change(|world| world.files.retain(|name, _| name == "README.md"));
     assert_fails(&show_named(&format!("{REPO}:Q2_K")), 3, &["has no GGUF file, only 'README.md'"]);
-    // The error for a missing model suggests `show --remote`.
+    // The error for a missing model suggests `show --remote` and `download`.
     let hints = ["inferno show org/name:Q2_K --remote", "inferno download org/name:Q2_K"];
     assert_fails(&crate::support::program::run(&["show", "org/name:Q2_K"]), 3, &hints);
 }
@@ -237,7 +237,8 @@ fn broken_headers_are_reported() {
     assert!(command(&home, &fake).output().unwrap().status.success());
 }
 
-/// A license in the GGUF file takes precedence over the license in README.md, unless it is blank or not a string.
+/// The license in the GGUF file takes precedence over the license in README.md.
+/// A license in the GGUF file that is blank or not a string is ignored.
 #[test]
 fn license_is_read_from_the_file_or_the_readme() {
     let license = |writer: Writer| {

@@ -101,7 +101,7 @@ fn table_fits_120_columns() {
     let table = text(&output.stdout);
     assert!(output.status.success() && text(&output.stderr).is_empty());
     for words in ["gpt_oss", "7.2M, 3.5M of them active", "10, 3 chosen", "TENSORS", "model.safetensors", "total"] {
-        assert!(table.contains(words), "no {words:?} in:\n{table}");
+        assert!(table.contains(words), "the table does not contain {words:?}:\n{table}");
     }
     assert!(table.lines().all(|line| line.chars().count() <= 120), "{table}");
 }
@@ -181,7 +181,7 @@ fn remote_needs_the_name_of_a_repository() {
 
 #[test]
 fn remote_fails_without_a_hub() {
-    // The tests' default hub is a port on which no server listens.
+    // By default, the tests set `HF_ENDPOINT` to a port on which no server listens.
     assert_fails(&run(&["show", "org/name", "--remote"]), 5, &["127.0.0.1:1"]);
     let home = TempDir::new().unwrap();
     let output = inferno(&home).args(["show", REPO, "--remote"]).env("HF_HUB_OFFLINE", "1").output().unwrap();
@@ -270,7 +270,7 @@ fn broken_headers_are_rejected() {
             let output = remote(&fake, &[]);
             if output.status.success() {
                 let table = text(&output.stdout);
-                assert!(!lists_sizes || table.contains(message), "no {message:?} in:\n{table}");
+                assert!(!lists_sizes || table.contains(message), "the table does not contain {message:?}:\n{table}");
             } else {
                 assert_eq!(output.status.code(), Some(1));
                 assert!(text(&output.stderr).contains("model.safetensors"), "{}", text(&output.stderr));

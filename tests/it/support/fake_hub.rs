@@ -41,7 +41,7 @@ pub struct HubState {
     pub storage: Option<String>,
     /// If true, the listing contains the SHA-256 of each large file, and file responses have an `x-linked-etag` header.
     pub lists_hashes: bool,
-    /// The `etag` header of every file. If it is not set, each file's hash is its etag.
+    /// If set, the `etag` header of every file. Otherwise, each file's hash is its etag.
     pub etag_header: Option<&'static str>,
     /// If set, the listing claims that model.safetensors has this size.
     pub claimed_bytes: Option<u64>,
@@ -49,7 +49,7 @@ pub struct HubState {
     pub claimed_etag: Option<&'static str>,
     /// The name of a file that the hub lists but cannot send.
     pub lost: Option<&'static str>,
-    /// The number of bytes of file contents sent so far.
+    /// The number of bytes of file contents that the hub has sent since it started.
     pub sent_bytes: usize,
 }
 
@@ -68,7 +68,7 @@ pub enum Fault {
     Status(&'static str),
     /// The server sends the login page of a captive portal.
     Portal,
-    /// The response body is another part of the file than requested, but `content-range` states the requested range.
+    /// The response body starts at a byte other than requested, but `content-range` states the requested range.
     OtherPart,
     /// The `content-range` header differs from the range that the client requested.
     WrongRange,

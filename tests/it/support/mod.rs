@@ -57,7 +57,7 @@ pub enum GoldenKind {
     /// A model with 8-bit weights in the compressed-tensors format.
     ///
     /// Most compressed-tensors models in the tests also quantize the activations.
-    /// A sum in another order than in transformers can change a quantized activation.
+    /// inferno and transformers add numbers in different orders, so an activation can round to another 8-bit value.
     /// The logits then agree less closely with transformers.
     Compressed,
 }
@@ -144,7 +144,7 @@ pub fn devices() -> Vec<(Device, DType)> {
 
 /// Returns the largest |got - want| divided by the largest |want|, or NaN if any value is NaN.
 pub fn relative_error(got: &[f32], want: &[f32]) -> f32 {
-    assert_eq!(got.len(), want.len(), "lengths differ");
+    assert_eq!(got.len(), want.len(), "the computed values and the expected values differ in length");
     let scale = want.iter().fold(0f32, |scale, value| scale.max(value.abs()));
     let error = got.iter().zip(want).map(|(got, want)| (got - want).abs()).fold(0f32, |a, b| {
         // `f32::max` would ignore a NaN.
@@ -194,7 +194,7 @@ impl Random {
         (self.next() >> 7) as f32 / (1u64 << 24) as f32
     }
 
-    /// Returns an approximately normally distributed number. About one number in fifty is an outlier, 40 times larger.
+    /// Returns an approximately normally distributed number. One number in fifty, on average, is multiplied by 40.
     pub fn normal(&mut self) -> f32 {
         let sum: f32 = (0..4).map(|_| self.next() as f32 / (1u64 << 31) as f32 - 0.5).sum();
         if self.next().is_multiple_of(50) { sum * 40.0 } else { sum }
@@ -217,7 +217,7 @@ impl Random {
 }
 
 /// Gives a command the home directory `home`, a terminal type and an unreachable hub.
-/// Removes the environment variables that would change inferno's behavior.
+/// Removes environment variables that configure inferno, the hub, folders, colors or logs.
 pub fn at_home(mut command: Command, home: &TempDir) -> Command {
     let prefixes = ["HF_", "INFERNO_", "XDG_", "NO_COLOR", "RUST_LOG"];
     for (variable, _) in std::env::vars_os() {

@@ -28,9 +28,9 @@ pub struct Screen {
     tty: String,
     file: File,
     terminal: vt100::Parser,
-    /// All output of the program so far.
+    /// All output that was read from the pseudo terminal.
     pub written: Vec<u8>,
-    /// The number of bytes in `written` that `wait` has consumed.
+    /// The index in `written` at which the next `wait` starts to search.
     seen: usize,
 }
 
@@ -194,7 +194,7 @@ impl Screen {
         self.rows_with_history(|_| true)
     }
 
-    /// Returns all rows without dim text, such as reasoning.
+    /// Returns all rows, with spaces in place of dim text such as reasoning.
     pub fn bright_rows(&mut self) -> Vec<String> {
         self.rows_with_history(|cell| !cell.dim())
     }

@@ -55,7 +55,7 @@ impl<T> Drop for Counted<T> {
 }
 
 impl Target for Host {
-    /// The bytes of a tensor, the number of bytes copied so far, and whether the tensor is complete.
+    /// The bytes of a tensor, the number of bytes already copied into it, and whether the tensor is complete.
     type Memory = Counted<Mutex<(Vec<u8>, usize, bool)>>;
     type Staging = Counted<Vec<u8>>;
 
@@ -145,7 +145,7 @@ fn compare(checkpoint: &Checkpoint, weights: &Weights, names: &[String], dtype: 
         };
         let (got, want) = (take(weights), take(&plain));
         assert_eq!((got.dtype(), got.dims()), (want.dtype(), want.dims()), "{name}");
-        assert!(bits(&got) == bits(&want), "{name} as {dtype:?} differs from the file");
+        assert!(bits(&got) == bits(&want), "{name} as {dtype:?} differs from the tensor loaded without read-ahead");
     }
 }
 
@@ -293,7 +293,8 @@ fn ranks_that_share_reads_get_their_parts_and_read_every_byte_once() {
 }
 
 /// Each rank converts some of the rows of a matrix and keeps some of the columns.
-/// The rows have at least 64 KiB, so that no thread reads more bytes than it converts.
+/// Each row is at least as long as the read window of `weights/source.rs` (64 KiB),
+/// so that no thread reads more bytes than it converts.
 #[test]
 fn ranks_that_convert_rows_together_get_their_parts_and_read_every_byte_once() {
     let (rows, columns) = (40, 65_536);
@@ -321,7 +322,7 @@ fn ranks_that_convert_rows_together_get_their_parts_and_read_every_byte_once() {
                     Weights::of_rank(&checkpoint, &Device::Cpu, DType::F32, &progress, world.clone()).unwrap();
                 let weights = target.map_or(weights.clone(), |target| weights.quantized_to(target.parse().unwrap()));
                 let weights = if is_shared { weights.sharing_reads() } else { weights };
-                // Q4_K is divided at multiples of 256 columns, so 8 · 256 columns leave one of nine ranks empty.
+                // Q4_K is divided at multiples of 256 columns. With 8 · 256 columns, one of nine ranks gets none.
                 let kept = world.share(2048, 256);
                 let parts = [(weights.at(module).columns(kept.clone(), columns), rows)];
                 match Weights::matrix(&parts, "weight", kept.len()).unwrap() {

@@ -23,7 +23,7 @@ fn random_blocks(ggml_type: GgmlType, elements: usize, random: &mut Random) -> V
     let mut bytes = vec![0; elements / ggml_type.block_length() * ggml_type.block_bytes()];
     bytes.fill_with(|| random.next() as u8);
     // The f16 scales range from 2^-15 to 2^-12.
-    // The magnitude of a value is at most 128 times the scale in Q8_0, and at most 63 · 15 times the scale in Q4_K.
+    // The magnitude of a value is at most 128 · 2^-12 in Q8_0, 63 · 15 · 2^-14 in Q4_K and 128 · 32 · 2^-15 in Q6_K.
     let scales: &[(usize, u16)] = match ggml_type {
         GgmlType::Q8_0 => &[(0, 0x0c00)],
         GgmlType::Q4K => &[(0, 0x0400), (2, 0x0800)],
