@@ -92,7 +92,8 @@ fn one_of(variants: &[Value], indent: &str) -> String {
         out.push_str(&format!("\n{indent} | {}", nullable_type_of(variant, &format!("{indent}   "))));
         let mut comments: Vec<String> = text(variant, "description").map(str::to_string).into_iter().collect();
         if let Some(default) = variant.get("default") {
-            // As in openai/harmony, only this function quotes the default value of an enum.
+            // As in openai/harmony, an enum's default is JSON here, and thus quoted. `default_text` does not quote it.
+            // The default of any other string is quoted without escapes.
             let default = default.as_str().filter(|_| !is_enum(variant)).map(|text| format!("\"{text}\""));
             comments.push(format!("default: {}", default.unwrap_or_else(|| variant["default"].to_string())));
         }

@@ -121,18 +121,11 @@ impl GatedMoe {
         if self.down_proj.dims()?.2 == 0 {
             return Ok(x.zeros_like()?);
         }
-        // One launch covers at most MAX_PAIRS (token, expert) pairs. Larger batches are divided.
-        let (tokens, limit) = (x.dim(0)?, MAX_PAIRS / self.config.experts_per_token);
-        if tokens <= limit {
-            return self.forward_grid(x, order);
-        }
-        let starts = (0..tokens).step_by(limit);
-        let parts =
-            starts.map(|start| self.forward_grid(&x.narrow(0, start, limit.min(tokens - start))?.contiguous()?, order));
-        Ok(Tensor::cat(&parts.collect::<Result<Vec<_>>>()?, 0)?)
+        in_launches(x, self.config.experts_per_token, |x| self.forward_launch(x, order))
     }
 
-    fn forward_grid(&self, x: &Tensor, order: SumOrder) -> Result<Tensor> {
+    /// Runs the layer for as many tokens as one launch of the expert kernels covers.
+    fn forward_launch(&self, x: &Tensor, order: SumOrder) -> Result<Tensor> {
         // 1. route: ids [tokens, chosen], f32 weights [tokens, chosen]
         let (ids, weights) =
             topk_softmax(&self.router.forward(x, order)?, self.config.experts_per_token, self.config.softmax)?;
@@ -241,6 +234,13 @@ impl ClampedMoe {
             let outputs = expert_mlp(x, &routed, gate_up, down, self.config.swiglu_limit, order)?;
             return Ok(PartRows::PerExpert(outputs));
         }
+        let rows = in_launches(x, chosen, |x| self.forward_launch(x, order))?;
+        Ok(PartRows::Summed(rows))
+    }
+
+    /// Runs the layer without `expert_mlp`, for as many tokens as one launch of the expert kernels covers.
+    fn forward_launch(&self, x: &Tensor, order: SumOrder) -> Result<Tensor> {
+        let chosen = self.config.experts_per_token;
         // 1. route: ids [tokens, chosen], f32 weights [tokens, chosen]
         let (ids, weights) = topk_softmax(&self.router.forward(x, order)?, chosen, Softmax::OverChosen)?;
         let x = x.to_dtype(self.gate_up_bias.dtype())?;
@@ -249,6 +249,46 @@ impl ClampedMoe {
         let gated = clamped_swiglu(&gate_up, self.config.swiglu_limit)?;
         let down = expert_matmul(&gated, &self.down_proj, Some(&self.down_bias), &ids, order)?;
         // 3. combine in f32: [tokens, chosen, hidden] → [tokens, hidden]
-        Ok(PartRows::Summed(combine(&down, &weights)?))
+        Ok(combine(&down, &weights)?)
+    }
+}
+
+/// Returns the results of `forward` for all rows of x, `[tokens, hidden]`. Every token has `chosen` experts.
+/// One launch of the expert kernels covers at most [`MAX_PAIRS`] (token, expert) pairs, so larger batches are divided.
+fn in_launches(x: &Tensor, chosen: usize, forward: impl Fn(&Tensor) -> Result<Tensor>) -> Result<Tensor> {
+    let (tokens, limit) = (x.dim(0)?, MAX_PAIRS / chosen);
+    if tokens <= limit {
+        return forward(x);
+    }
+    let parts = (0..tokens).step_by(limit).map(|start| {
+        let rows = x.narrow(0, start, limit.min(tokens - start))?;
+        forward(&rows.contiguous()?)
+    });
+    Ok(Tensor::cat(&parts.collect::<Result<Vec<_>>>()?, 0)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::RefCell;
+
+    use candle_core::Device;
+
+    use super::*;
+
+    #[test]
+    fn large_batches_are_divided_into_launches() {
+        for (tokens, expected) in
+            [(16_383, vec![16_383]), (16_384, vec![16_383, 1]), (40_000, vec![16_383, 16_383, 7234])]
+        {
+            let x = Tensor::arange(0u32, tokens, &Device::Cpu).unwrap().reshape(((), 1)).unwrap();
+            let sizes = RefCell::new(Vec::new());
+            let out = in_launches(&x, 4, |x| {
+                sizes.borrow_mut().push(x.dim(0)?);
+                Ok((x + 1.0)?)
+            });
+            assert_eq!(sizes.into_inner(), expected, "{tokens} tokens with 4 experts each");
+            let out: Vec<u32> = out.unwrap().flatten_all().unwrap().to_vec1().unwrap();
+            assert!(out.into_iter().eq(1..=tokens), "the rows of {tokens} tokens are not in order");
+        }
     }
 }

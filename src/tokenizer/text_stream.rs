@@ -72,7 +72,7 @@ impl TextStream {
             // Skip as many characters as the left context had before.
             None => text.chars().skip(emitted.chars().count()).collect(),
         };
-        // If the new ids add no text, keep the previous left context, up to `MAX_HELD_IDS` ids.
+        // If the new ids add no text, keep them and the left context, but at most the last `MAX_HELD_IDS` ids.
         self.ids.drain(..if new.is_empty() { self.ids.len().saturating_sub(MAX_HELD_IDS) } else { self.emitted });
         self.emitted = self.ids.len();
         Ok(new)

@@ -421,7 +421,7 @@ fn defined_function(line: &str) -> Option<&str> {
 
 /// Returns the functions and the implementations (such as `Send for Pinned`) that contain `unsafe` code in a file.
 fn unsafe_items(code: &str) -> BTreeSet<String> {
-    // Remove comments and the contents of strings.
+    // Remove lines that are comments, and the contents of strings within a line.
     let line = |line: &str| {
         if line.trim_start().starts_with("//") {
             String::new()

@@ -136,7 +136,9 @@ fn full_size_greedy_tokens_are_the_same_in_every_run() {
     }
 }
 
-/// Returns the tokens of an answer, and the mean KL divergence of its log probabilities from a prefill.
+/// Returns the tokens of an answer, and the mean of KL(answer ‖ prefill) per token.
+/// `answer` is the reported distribution of a token. `prefill` is the distribution that a prefill of the prompt and the
+/// answer gives the same position.
 /// For the KL divergence, all tokens except the 20 most likely ones count as a single token.
 fn tokens_and_divergence(engine: &Engine, prompt: &[u32], events: &[Event]) -> (Vec<u32>, f64) {
     let tokens: Vec<u32> = events.iter().filter_map(Event::token).collect();

@@ -91,7 +91,7 @@ impl GrammarCompiler {
         self.vocab_size
     }
 
-    /// Returns the token that represents the end of the text in the masks of a matcher.
+    /// Returns the end-of-text token of the grammars: a token mask allows this token where the text may end.
     pub fn end(&self) -> u32 {
         self.end
     }

@@ -1,4 +1,4 @@
-//! [`Output`]: turns generated tokens into text on the client's thread.
+//! [`Output`]: turns generated tokens into text, on the thread that reads the `RequestStream`.
 
 use std::sync::Arc;
 

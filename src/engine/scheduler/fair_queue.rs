@@ -69,7 +69,7 @@ impl FairQueue {
     /// If the tenant had no waiting sequence, returns at least the fewest served tokens of a waiting tenant.
     /// The tenant therefore gets no credit for the time in which it did not wait.
     fn served_if_waiting(&self, tenant: TenantId, ledger: &TenantLedger) -> u64 {
-        // If no sequence is waiting, earlier service to other tenants delays nobody, so all tenants start at 0.
+        // If no sequence is waiting, no tenant waits for another. `insert` therefore resets all counts to 0.
         let Some(fewest) = self.fewest_served(ledger) else { return 0 };
         let served = ledger.served(tenant);
         if self.waiting.contains_key(&tenant) { served } else { served.max(fewest) }

@@ -131,7 +131,7 @@ pub struct Preview {
     pub needed_blocks: usize,
     /// The number of blocks that the sequence needs for its longest possible answer, in addition to its cached blocks.
     pub longest_blocks: usize,
-    /// The number of free blocks, minus the blocks that running sequences need for their next tokens.
+    /// The number of free blocks, minus the demands of the running sequences (see `Scheduler::demand`).
     pub free_blocks: usize,
     pub total_blocks: usize,
 }

@@ -250,7 +250,7 @@ impl Scheduler {
     ///
     /// While there are too few free blocks, preempts the sequence with the last turn.
     /// Returns false if the sequence `id` itself is preempted.
-    /// Also returns false if the sequence with the last turn is protected, or waited until this plan started it.
+    /// Also returns false if the sequence with the last turn is protected, or if this plan has admitted it.
     ///
     /// A protected sequence always gets its blocks, because it can preempt all unprotected sequences.
     /// [`try_admit`](Self::try_admit) starts a sequence only if there are enough blocks for all protected sequences.

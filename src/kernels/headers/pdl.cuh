@@ -1,5 +1,6 @@
 // Programmatic dependent launch (PDL), on Hopper and later GPUs.
-// A kernel in a launch list, or in an overlapping launch, may start before the previous kernel has ended.
+// A kernel launched with the PDL attribute may start before the previous kernel has ended.
+// `LaunchList` and `Launch::overlapping` set this attribute.
 // Before such a kernel waits for earlier kernels, it may load data that no running kernel writes, such as weights.
 //
 // On older GPUs, and in launches without the PDL attribute, the kernels of a stream do not overlap.

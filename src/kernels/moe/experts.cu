@@ -11,7 +11,7 @@
 // `expert_gemv` also computes products with float weights if the number of columns is not a multiple of 8.
 // `expert_gemm` computes all other products with MXFP4 weights.
 // `expert_gemm` reads an expert's weights once per tile of up to 64 pairs. `expert_gemv` reads them once per pair.
-// With bf16 or f16, MXFP4 weights are repacked into tiles for other kernels, unless a scale is NaN or exceeds 2.
+// If T is bf16 or f16, loading repacks MXFP4 weights into tiles for other kernels, unless a scale is NaN or exceeds 2.
 // grouped_gemm.cu computes all other products with float weights. moe/mod.rs lists all kernels.
 #include "constants.cuh"
 #include "headers/common.cuh"

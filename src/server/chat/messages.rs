@@ -71,7 +71,10 @@ pub fn read_content(fields: &mut Fields, name: &str) -> Result<Option<String>, A
             "text" | "input_text" | "output_text" | "reasoning_text" => "text",
             "refusal" => "refusal",
             "image_url" | "image" | "input_image" | "input_audio" | "document" | "file" | "video_url" => {
-                return Err(ApiError::unsupported(part.path("type"), &format!("'{kind}' is not text")));
+                return Err(ApiError::unsupported(
+                    part.path("type"),
+                    &format!("only text is accepted, not parts of type '{kind}'"),
+                ));
             }
             _ => return Err(part.invalid("type", "expected 'text'")),
         };

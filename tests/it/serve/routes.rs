@@ -1,4 +1,4 @@
-//! Tests of the routes for models, tokens, the web page, loads and metrics, and of unknown routes.
+//! Tests of `/v1/models`, `/tokenize`, `/detokenize`, `/v1/loads`, `/metrics`, the web page and unknown routes.
 
 use std::collections::BTreeSet;
 use std::io::{BufReader, Write};
