@@ -144,8 +144,8 @@ impl Variables<'_> {
     fn seconds(&self, name: &str, default: Duration) -> Result<Duration> {
         match self.text(name).map(|text| text.parse::<f64>()) {
             None => Ok(default),
-            Some(Ok(seconds)) if (0.001..1e6).contains(&seconds) => Ok(Duration::from_secs_f64(seconds)),
-            Some(_) => Err(Error::usage(format!("{name} must be a number of seconds from 0.001 to 999999"))),
+            Some(Ok(seconds)) if (0.001..=1e6).contains(&seconds) => Ok(Duration::from_secs_f64(seconds)),
+            Some(_) => Err(Error::usage(format!("{name} must be a number of seconds from 0.001 to 1000000"))),
         }
     }
 }

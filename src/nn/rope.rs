@@ -143,7 +143,7 @@ impl RopeConfig {
         };
         let is_positive = |value: &f32| value.is_finite() && *value > 0.0;
         if !frequencies.inv_freq.iter().all(is_positive) || !is_positive(&frequencies.attention_factor) {
-            bail!("the RoPE scaling in config.json results in a frequency or an attention factor that is not positive");
+            bail!("the RoPE scaling in config.json results in factors that are not positive and finite");
         }
         Ok(frequencies)
     }

@@ -113,7 +113,7 @@ fn wrong_part_is_requested_again() {
     let refused = Fault::Status("416 Range Not Satisfiable");
     survives(in_parts, &[refused, Fault::None, refused]);
     for (fault, expected) in [
-        (Fault::WrongRange, "a different range"),
+        (Fault::WrongRange, "a range other than the requested one"),
         (Fault::Portal, "login page"),
         (refused, "outside the file"),
         (Fault::Status("500 No"), "HTTP 500"),
