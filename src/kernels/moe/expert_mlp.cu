@@ -55,6 +55,25 @@ __device__ void spread_tokens(const float* x, const uint32_t* rows, T* out, int 
         store(base + lane, fragment_segment<T>(from, base + lane, columns));
 }
 
+// Computes sum += Σ weights[token, c] · y[token, c] over c, for the four column pairs of a segment.
+//   y: T [tokens, chosen, segments], 8 columns per segment, in fragment order
+template <typename T>
+__device__ __forceinline__ void add_outputs(float2 (&sum)[4], const T* y, const float* weights, int token, int segment,
+                                            int segments, int chosen) {
+#pragma unroll 4
+    for (int c = 0; c < chosen; ++c) {
+        const size_t pair = (size_t)token * chosen + c;
+        const float weight = weights[pair];
+        const uint4 packed = reinterpret_cast<const uint4*>(y)[pair * segments + segment];
+        const uint32_t words[4] = {packed.x, packed.y, packed.z, packed.w};
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+            const float2 value = unpack<T>(words[k]);
+            sum[k].x += weight * value.x, sum[k].y += weight * value.y;
+        }
+    }
+}
+
 // Computes x[t] = Σ weights[t, c] · y[t, c] over c.
 //   y: T [tokens, chosen, columns] in fragment order
 //   weights: f32 [tokens, chosen]
@@ -70,18 +89,7 @@ __device__ void expert_combine(const T* y, const float* weights, OUT* x, int n, 
     const int segments = columns / 8, token = i / segments, segment = i % segments;
     const size_t first = (size_t)(i / 4) * 16 + i % 4;  // the first of this thread's four column pairs
     float2 sum[4] = {};
-    for (int c = 0; c < chosen; ++c) {
-        const size_t pair = (size_t)token * chosen + c;
-        const float weight = weights[pair];
-        const uint4 packed = reinterpret_cast<const uint4*>(y)[pair * segments + segment];
-        const uint32_t words[4] = {packed.x, packed.y, packed.z, packed.w};
-#pragma unroll
-        for (int k = 0; k < 4; ++k) {
-            const float2 value = unpack<T>(words[k]);
-            sum[k].x += weight * value.x;
-            sum[k].y += weight * value.y;
-        }
-    }
+    add_outputs(sum, y, weights, token, segment, segments, chosen);
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
         if constexpr (sizeof(OUT) == 4)
@@ -130,18 +138,7 @@ __device__ void expert_add_norm(const float* x, const T* y, const float* weights
     float squares = 0.0f;
     each_segment([&](int h, int i, int first) {
         float2 added[4] = {};
-#pragma unroll 4
-        for (int c = 0; c < chosen; ++c) {
-            const size_t pair = (size_t)token * chosen + c;
-            const float weight = weights[pair];
-            const uint4 packed = reinterpret_cast<const uint4*>(y)[pair * segments + i];
-            const uint32_t words[4] = {packed.x, packed.y, packed.z, packed.w};
-#pragma unroll
-            for (int k = 0; k < 4; ++k) {
-                const float2 value = unpack<T>(words[k]);
-                added[k].x += weight * value.x, added[k].y += weight * value.y;
-            }
-        }
+        add_outputs(added, y, weights, token, i, segments, chosen);
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
             v[h][k].x += added[k].x, v[h][k].y += added[k].y;
