@@ -14,9 +14,8 @@ use crate::kernels::constants::{
 use crate::kernels::launch::{Arguments, Launch, LaunchShape, module, multiprocessors};
 
 /// The largest average number of pairs per expert at which `expert_few.cu` is used instead of `expert_mlp.cu`.
-/// On an H100, `expert_mlp.cu` was faster from 4 pairs per expert on (2026-11-27, `docs/benchmark-history.md`).
-/// The limit is higher because an H200 has faster memory, which favors `expert_few.cu`.
-/// The limit has not been measured on an H200.
+/// On an H200, `expert_few.cu` was faster up to 5 pairs per expert, and about equally fast with 6.
+/// On an H100, whose memory is slower, `expert_mlp.cu` was faster from 4 pairs on (`docs/benchmark-history.md`).
 const FEW_PAIRS_PER_EXPERT: usize = 5;
 
 /// A kernel for the matrix products of all experts with MXFP4 tiles. A thread block can process several output tiles.
