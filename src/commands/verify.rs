@@ -75,7 +75,8 @@ pub fn run(args: Args) -> Result<ExitCode> {
     }
     let what = format!("found {} in {}", counted(files, "bad or missing file"), counted(models, "model"));
     let model = args.model.map(|model| format!(" {model}")).unwrap_or_default();
-    Err(Error::Verification { what, hint: format!("inferno verify{model} --repair") }.into())
+    let revision = args.revision.map(|revision| format!(" --revision {revision}")).unwrap_or_default();
+    Err(Error::Verification { what, hint: format!("inferno verify{model}{revision} --repair") }.into())
 }
 
 fn summary(checked: &VerifiedSnapshot) -> String {

@@ -210,6 +210,9 @@ pub fn choose(name: &str, dir: &Path, tag: Option<&str>) -> Result<Option<PathBu
     match (&models.iter().filter(is_selected).collect::<Vec<_>>()[..], tag) {
         ([(_, model)], _) => Ok(Some(model.path.clone())),
         ([], None) => Ok(None),
+        ([], Some(tag)) if safetensors::is_present(dir) => {
+            Err(not_found(tag, format!("{name} has safetensors weights, so it has no tags")).into())
+        }
         ([], Some(tag)) if models.is_empty() => Err(not_found(tag, format!("{name} has no complete GGUF file")).into()),
         ([], Some(tag)) => Err(not_found(tag, format!("{name} has these GGUF models:\n{}", list())).into()),
         _ => Err(Error::usage(format!("{name} has several GGUF models; choose one:\n{}", list()))),
