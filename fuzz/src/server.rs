@@ -73,7 +73,7 @@ impl Harness {
             model: MODEL.to_string(),
             api_keys: Vec::new(),
             cors_origins: Vec::new(),
-            is_open: true,
+            no_auth: true,
             max_sequences: 256,
             max_waiting: 0,
             max_connections: 100,

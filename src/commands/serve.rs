@@ -195,7 +195,7 @@ fn options(args: &Args, snapshot: &Snapshot, api_keys: Vec<String>) -> ServerOpt
         model: snapshot.name.clone(),
         api_keys,
         cors_origins: args.cors_origin.clone(),
-        is_open: args.no_auth,
+        no_auth: args.no_auth,
         max_sequences: args.max_sequences.into(),
         max_waiting: args.queue,
         max_connections: args.max_connections as usize,

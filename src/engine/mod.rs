@@ -55,8 +55,8 @@ pub use fault::{Fault, FaultTime, PlannedFault};
 pub use handle::{Divergence, EngineHandle, MAX_LOGPROBS, ReplayedToken, RequestPreview};
 pub use loading::{LoadOptions, LoadTimes, MemoryLimit, ModelInfo, memory};
 pub use requests::{
-    EngineRecord, Event, Events, FinishReason, GenerateOptions, Prompt, Record, RecordedAnswer, RecordedRequest,
-    Request, RequestRecord, RequestStream, ScoredPrompt, StopStrings, Summary, TokenCounts,
+    AnswerProgress, EngineRecord, Event, Events, FinishReason, GenerateOptions, Prompt, Record, RecordedAnswer,
+    RecordedRequest, Request, RequestRecord, RequestStream, ScoredPrompt, StopStrings, Summary,
 };
 pub use sampling::SamplingParams;
 

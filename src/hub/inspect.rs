@@ -30,7 +30,7 @@ use crate::text::quote;
 
 /// A description of a model on the hub: its files, its configuration and the headers of its weights.
 #[derive(Debug)]
-pub struct RemoteModel {
+pub struct HubModel {
     /// The model name: `org/name`, or `org/name:Q4_K_M`.
     pub name: String,
     pub commit: String,
@@ -83,7 +83,7 @@ impl Hub {
     ///
     /// `org/name:Q4_K_M` selects one of several GGUF models.
     /// For a GGUF model, the caller reads the header with [`read_range`](Self::read_range).
-    pub fn inspect(&self, model: &str, revision: Option<&str>) -> Result<RemoteModel> {
+    pub fn inspect(&self, model: &str, revision: Option<&str>) -> Result<HubModel> {
         let (name, revision) = names::split_revision(model, revision)?;
         if demo::is_demo(name, revision)? {
             return Err(Error::usage(
@@ -100,7 +100,7 @@ impl Hub {
     }
 
     /// Reads a byte range of a file of `model`. Returns fewer bytes if the file ends within the range.
-    pub fn read_range(&self, model: &RemoteModel, file: &str, range: Range<u64>) -> Result<Vec<u8>> {
+    pub fn read_range(&self, model: &HubModel, file: &str, range: Range<u64>) -> Result<Vec<u8>> {
         let (name, _) = gguf::split_tag(&model.name);
         let remote = Remote::new(&self.config, name, &model.commit, &());
         let (mut body, is_partial) = request(&remote, &model.commit, file, range.clone())?;
@@ -124,12 +124,12 @@ struct Inspection<'a> {
 }
 
 impl Inspection<'_> {
-    fn run(&self, tag: Option<&str>) -> Result<RemoteModel> {
+    fn run(&self, tag: Option<&str>) -> Result<HubModel> {
         let gguf = self.gguf_files(tag)?;
         let is_gguf = !gguf.is_empty();
         let headers = if is_gguf { Vec::new() } else { self.headers(&self.shards()?)? };
         let name = self.remote.repo();
-        Ok(RemoteModel {
+        Ok(HubModel {
             name: tag.map_or(name.to_string(), |tag| format!("{name}:{tag}")),
             commit: self.listing.commit.clone(),
             files: self.listing.files.iter().map(|file| (file.name.clone(), file.bytes)).collect(),

@@ -46,7 +46,7 @@ pub use config::{HubConfig, is_loopback};
 pub use filter::choose_files;
 pub use filter::{FileFilter, parse_download_name};
 pub use identity::file_hashes;
-pub use inspect::{RemoteModel, SafetensorsHeader};
+pub use inspect::{HubModel, SafetensorsHeader};
 pub use limits::Limits;
 #[doc(hidden)]
 pub use listing::{FileList, Listing, RemoteFile};

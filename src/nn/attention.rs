@@ -12,7 +12,7 @@ use super::kv_cache::{KvCache, LayerSpec};
 use super::linear::{Bias, Linear};
 use super::norm::{Norm, NormConfig};
 use super::pass::{LogitRows, Pass};
-use super::residual::{PartDtype, PartOutput, PartRows};
+use super::residual::{PartialDtype, PartialOutput, PartialRows};
 use super::rope::RotaryEmbedding;
 use crate::device::World;
 use crate::kernels::{
@@ -206,11 +206,11 @@ impl Attention {
         pass: &Pass,
         cache: &KvCache,
         needed: LogitRows,
-        dtype: PartDtype,
-    ) -> Result<PartOutput<'_>> {
+        dtype: PartialDtype,
+    ) -> Result<PartialOutput<'_>> {
         if self.config.heads == 0 {
             let rows = Tensor::zeros((pass.row_count(needed), self.config.hidden_size), DType::F32, x.device())?;
-            return Ok(PartOutput { rows: PartRows::Summed(rows), bias: self.o_proj.bias.as_ref() });
+            return Ok(PartialOutput { rows: PartialRows::Summed(rows), bias: self.o_proj.bias.as_ref() });
         }
         let y = pass.select(needed, &self.attend(x, layer, pass, cache)?)?;
         self.o_proj.forward_part(&y, pass.sum_order(), dtype)

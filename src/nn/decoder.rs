@@ -15,7 +15,7 @@ use super::mlp::{ExpertCost, Mlp};
 use super::norm::Norm;
 use super::pass::{LogitRows, Pass, PassBatch};
 #[cfg(feature = "cuda")]
-use super::residual::PartDtype;
+use super::residual::PartialDtype;
 use super::residual::Residual;
 use super::rope::RotaryEmbedding;
 use crate::device::World;
@@ -307,7 +307,7 @@ impl Decoder {
                 known.push(kind);
                 let (out, _) = linear.weight.dims();
                 let is_rounded = |tokens| is_part && self.layer_world.rounds(tokens * out);
-                let part_dtype = |tokens| if is_rounded(tokens) { PartDtype::Rounded } else { PartDtype::F32 };
+                let part_dtype = |tokens| if is_rounded(tokens) { PartialDtype::Rounded } else { PartialDtype::F32 };
                 linear.load_kernels(tokens, self.dtype, part_dtype)
             };
             for layer in &self.layers {
@@ -318,7 +318,7 @@ impl Decoder {
                     load(last, true)?;
                 }
             }
-            self.lm_head.load_kernels(rows, self.dtype, |_| PartDtype::F32)?;
+            self.lm_head.load_kernels(rows, self.dtype, |_| PartialDtype::F32)?;
         }
         Ok(())
     }

@@ -5,7 +5,7 @@ use std::ops::Range;
 use anyhow::Result;
 use candle_core::{DType, Tensor};
 
-use super::residual::{PartDtype, PartOutput, PartRows};
+use super::residual::{PartialDtype, PartialOutput, PartialRows};
 #[cfg(feature = "cuda")]
 use crate::kernels::matmul::size_class::size_classes;
 use crate::kernels::{self, SumOrder, matrix::Matrix, rows::add_bias};
@@ -94,12 +94,12 @@ impl Linear {
 
     /// Maps x `[tokens, in]` to this rank's part of x·Wᵀ, `[tokens, out]`. Each rank holds some columns of x and W.
     /// The result includes the bias as a separate vector, which is not yet added.
-    pub(super) fn forward_part(&self, x: &Tensor, order: SumOrder, dtype: PartDtype) -> Result<PartOutput<'_>> {
+    pub(super) fn forward_part(&self, x: &Tensor, order: SumOrder, dtype: PartialDtype) -> Result<PartialOutput<'_>> {
         let rows = match dtype {
-            PartDtype::F32 => self.weight.matmul(x, order)?,
-            PartDtype::Rounded => self.weight.matmul_rounded(x, order)?,
+            PartialDtype::F32 => self.weight.matmul(x, order)?,
+            PartialDtype::Rounded => self.weight.matmul_rounded(x, order)?,
         };
-        Ok(PartOutput { rows: PartRows::Summed(rows), bias: self.bias.as_ref() })
+        Ok(PartialOutput { rows: PartialRows::Summed(rows), bias: self.bias.as_ref() })
     }
 
     /// Runs the product with zeros for each size class of up to `tokens` tokens, so that its kernels are loaded.
@@ -110,7 +110,7 @@ impl Linear {
         &self,
         tokens: usize,
         dtype: DType,
-        part_dtype: impl Fn(usize) -> PartDtype,
+        part_dtype: impl Fn(usize) -> PartialDtype,
     ) -> Result<()> {
         let dtype = match &self.weight {
             Matrix::Dense(weight) => weight.dtype(),

@@ -8,7 +8,7 @@ use candle_nn::Activation;
 
 use super::linear::{Bias, Linear, SHARE_COLUMNS, gate_up_rows};
 use super::moe::{ClampedMoe, GatedMoe};
-use super::residual::{PartDtype, PartOutput, PartRows};
+use super::residual::{PartialDtype, PartialOutput, PartialRows};
 use crate::kernels::SumOrder;
 use crate::kernels::activation::{self, gated, gated_halves};
 use crate::kernels::moe::expert_usage::ExpertUsage;
@@ -41,12 +41,12 @@ impl Mlp {
     }
 
     /// Maps x `[tokens, hidden]` to this rank's part of the output, `[tokens, hidden]`.
-    pub(super) fn forward(&self, x: &Tensor, order: SumOrder, dtype: PartDtype) -> Result<PartOutput<'_>> {
+    pub(super) fn forward(&self, x: &Tensor, order: SumOrder, dtype: PartialDtype) -> Result<PartialOutput<'_>> {
         match self {
             Mlp::Gated(mlp) => mlp.forward(x, order, dtype),
             Mlp::Plain(mlp) => mlp.forward(x, order, dtype),
-            Mlp::GatedMoe(moe) => Ok(PartOutput { rows: PartRows::Summed(moe.forward(x, order)?), bias: None }),
-            Mlp::ClampedMoe(moe) => Ok(PartOutput { rows: moe.forward(x, order)?, bias: None }),
+            Mlp::GatedMoe(moe) => Ok(PartialOutput { rows: PartialRows::Summed(moe.forward(x, order)?), bias: None }),
+            Mlp::ClampedMoe(moe) => Ok(PartialOutput { rows: moe.forward(x, order)?, bias: None }),
         }
     }
 
@@ -158,7 +158,7 @@ impl GatedMlp {
         self.dtype
     }
 
-    fn forward(&self, x: &Tensor, order: SumOrder, dtype: PartDtype) -> Result<PartOutput<'_>> {
+    fn forward(&self, x: &Tensor, order: SumOrder, dtype: PartialDtype) -> Result<PartialOutput<'_>> {
         let gate_up = self.gate_up_proj.forward(x, order)?;
         let gated = match gate_up.elem_count() {
             0 => gate_up,
@@ -195,7 +195,7 @@ impl PlainMlp {
         })
     }
 
-    fn forward(&self, x: &Tensor, order: SumOrder, dtype: PartDtype) -> Result<PartOutput<'_>> {
+    fn forward(&self, x: &Tensor, order: SumOrder, dtype: PartialDtype) -> Result<PartialOutput<'_>> {
         let x = self.fc.forward(x, order)?;
         let activated = match x.elem_count() {
             0 => x,

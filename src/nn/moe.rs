@@ -5,7 +5,7 @@ use candle_core::{DType, Tensor};
 
 use super::checks::check_size;
 use super::linear::{Bias, Linear, SHARE_COLUMNS, gate_up_rows};
-use super::residual::PartRows;
+use super::residual::PartialRows;
 use crate::kernels::activation::{Activation, clamped_swiglu, gated_halves};
 use crate::kernels::matrix::Matrix;
 use crate::kernels::moe::combine::combine;
@@ -219,9 +219,9 @@ impl ClampedMoe {
     }
 
     /// Maps x, f32 `[tokens, hidden]`, to this rank's part of the output, `[tokens, hidden]`.
-    pub(super) fn forward(&self, x: &Tensor, order: SumOrder) -> Result<PartRows> {
+    pub(super) fn forward(&self, x: &Tensor, order: SumOrder) -> Result<PartialRows> {
         if self.down_proj.dims()?.2 == 0 {
-            return Ok(PartRows::Summed(x.zeros_like()?));
+            return Ok(PartialRows::Summed(x.zeros_like()?));
         }
         let chosen = self.config.experts_per_token;
         #[cfg(feature = "cuda")]
@@ -232,10 +232,10 @@ impl ClampedMoe {
             let gate_up = ExpertLinear { tiles: gate_up, bias: &self.gate_up_bias };
             let down = ExpertLinear { tiles: down, bias: &self.down_bias };
             let outputs = expert_mlp(x, &routed, gate_up, down, self.config.swiglu_limit, order)?;
-            return Ok(PartRows::PerExpert(outputs));
+            return Ok(PartialRows::PerExpert(outputs));
         }
         let rows = in_launches(x, chosen, |x| self.forward_launch(x, order))?;
-        Ok(PartRows::Summed(rows))
+        Ok(PartialRows::Summed(rows))
     }
 
     /// Runs the layer without `expert_mlp`, for as many tokens as one launch of the expert kernels covers.

@@ -12,16 +12,16 @@ use crate::kernels::norm::Addend;
 use crate::kernels::rows::add_bias;
 
 /// This rank's part of the output of attention or of an MLP.
-pub(crate) struct PartOutput<'l> {
+pub(crate) struct PartialOutput<'l> {
     /// The part, `[tokens, hidden]`. The output is the sum of all ranks' parts.
-    pub rows: PartRows,
+    pub rows: PartialRows,
     /// A bias to add to every row of the sum, f32 `[hidden]`.
     pub bias: Option<&'l Tensor>,
 }
 
-/// The rows of a [`PartOutput`].
-pub(crate) enum PartRows {
-    /// The rows in one tensor, in f32 or in the compute dtype (see [`PartDtype`]).
+/// The rows of a [`PartialOutput`].
+pub(crate) enum PartialRows {
+    /// The rows in one tensor, in f32 or in the compute dtype (see [`PartialDtype`]).
     Summed(Tensor),
     /// The outputs of each token's experts, not yet added up.
     /// One kernel can add the outputs to the residual stream and normalize the sum.
@@ -29,24 +29,24 @@ pub(crate) enum PartRows {
     PerExpert(ExpertOutputs),
 }
 
-impl PartRows {
+impl PartialRows {
     /// Returns the rows as one tensor. Sums expert outputs to f32, or to their own dtype if `dtype` is `Rounded`.
-    fn summed(self, dtype: PartDtype) -> Result<Tensor> {
+    fn summed(self, dtype: PartialDtype) -> Result<Tensor> {
         let _ = dtype; // unused in a build without the feature `cuda`
         match self {
             Self::Summed(rows) => Ok(rows),
             #[cfg(feature = "cuda")]
             Self::PerExpert(outputs) => Ok(match dtype {
-                PartDtype::F32 => outputs.sum(DType::F32)?,
-                PartDtype::Rounded => outputs.sum(outputs.dtype())?,
+                PartialDtype::F32 => outputs.sum(DType::F32)?,
+                PartialDtype::Rounded => outputs.sum(outputs.dtype())?,
             }),
         }
     }
 }
 
-/// The dtype of a [`PartOutput`].
+/// The dtype of a [`PartialOutput`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum PartDtype {
+pub(crate) enum PartialDtype {
     F32,
     /// The part may be in the compute dtype, because the ranks round large parts anyway when they add them.
     /// A rounded part takes less time to write and read.
@@ -86,8 +86,8 @@ impl<'l> Residual<'l> {
     }
 
     /// Returns the dtype for this rank's part of an output with `rows` rows.
-    pub fn part_dtype(&self, rows: usize) -> Result<PartDtype> {
-        Ok(if self.world.rounds(rows * self.x.dim(1)?) { PartDtype::Rounded } else { PartDtype::F32 })
+    pub fn part_dtype(&self, rows: usize) -> Result<PartialDtype> {
+        Ok(if self.world.rounds(rows * self.x.dim(1)?) { PartialDtype::Rounded } else { PartialDtype::F32 })
     }
 
     /// Adds the pending output to x. Returns the normalized residual stream, in `dtype`.
@@ -130,11 +130,11 @@ impl<'l> Residual<'l> {
     }
 
     /// Adds the output of attention or of an MLP. If there is a `post_norm`, normalizes the output first (Gemma).
-    pub fn add(&mut self, output: PartOutput<'l>, post_norm: Option<&Norm>) -> Result<()> {
+    pub fn add(&mut self, output: PartialOutput<'l>, post_norm: Option<&Norm>) -> Result<()> {
         debug_assert!(self.pending.is_none(), "the previous output is not yet added to the residual stream");
         self.pending = Some(match (output.rows, post_norm) {
             #[cfg(feature = "cuda")]
-            (PartRows::PerExpert(outputs), None) if self.world.size() == 1 => Pending::PerExpert(outputs),
+            (PartialRows::PerExpert(outputs), None) if self.world.size() == 1 => Pending::PerExpert(outputs),
             (rows, post_norm) => {
                 let rows = rows.summed(self.part_dtype(self.x.dim(0)?)?)?;
                 match post_norm {

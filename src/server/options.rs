@@ -17,9 +17,10 @@ pub struct ServerOptions {
     pub api_keys: Vec<String>,
     /// The origins of web pages that may use the API. `*` allows every origin.
     pub cors_origins: Vec<String>,
-    /// Whether the server's own chat page may use the API under any host name, not only under a loopback address.
-    /// Safe only on a server that everyone may use: with DNS rebinding, any web page can pass as the server's own page.
-    pub is_open: bool,
+    /// Whether everyone may use the server (`--no-auth`).
+    /// The chat page of such a server may use the API under any host name. With DNS rebinding, any web page can pass
+    /// as this chat page, so other servers accept their chat page only under a loopback address.
+    pub no_auth: bool,
     /// The maximum number of sequences that run at once.
     pub max_sequences: usize,
     /// The maximum number of sequences that wait in the queue while `max_sequences` are running.

@@ -73,7 +73,7 @@ pub struct WeightsSummary {
 
 /// The sizes in memory of the parts of a model, in bytes.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct PartBytes {
+pub struct ModelBytes {
     /// The size of each decoder layer in memory, in bytes.
     pub layers: Vec<u64>,
     /// The size of the output head, in bytes. 0 if the checkpoint has no tensor for the output head.
@@ -255,8 +255,8 @@ impl Inventory {
     }
 
     /// Returns the sizes in memory of the layers, the head and the other tensors of a model with `layers` layers.
-    pub fn part_bytes(&self, layers: usize, dtype: DType) -> PartBytes {
-        let mut parts = PartBytes { layers: vec![0; layers], ..PartBytes::default() };
+    pub fn part_bytes(&self, layers: usize, dtype: DType) -> ModelBytes {
+        let mut parts = ModelBytes { layers: vec![0; layers], ..ModelBytes::default() };
         for tensor in &self.tensors {
             let part = match tensor.layer().and_then(|layer| parts.layers.get_mut(layer)) {
                 Some(layer) => layer,

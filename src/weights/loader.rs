@@ -16,7 +16,7 @@ use super::quantized::{self, QuantizationTarget};
 use super::read_ahead::ReadAhead;
 use super::read_ahead::ReadAheadOptions;
 #[cfg(feature = "cuda")]
-use super::read_ahead::Retention;
+use super::read_ahead::Residency;
 use super::safetensors::module;
 use super::shared_reads::SharedReads;
 use super::source::{ByteRange, StoredBytes};
@@ -125,7 +125,7 @@ impl<'c> Weights<'c> {
         if let (Device::Cuda(cuda), Checkpoint::Safetensors(_)) = (device, checkpoint) {
             let mut read_requests = checkpoint.read_requests(dtype);
             read_requests.retain(|request| {
-                request.retention == Retention::Permanent || request.bytes() > MAX_HOST_CONVERSION_BYTES
+                request.residency == Residency::Permanent || request.bytes() > MAX_HOST_CONVERSION_BYTES
             });
             let reader = ReadAhead::start(CopyStream::new(cuda)?, read_requests, ReadAheadOptions::default())?;
             return Ok(Self::with_reader(checkpoint, device, dtype, progress, reader));

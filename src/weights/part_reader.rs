@@ -28,7 +28,7 @@ pub struct PartReader<T: Target> {
 }
 
 /// Describes which bytes of a tensor belong to a part: the same runs of bytes in each row.
-struct PartBytes {
+struct PartRuns {
     /// The number of rows of the tensor. All rows have the same size, and `runs` applies to each of them.
     rows: usize,
     row_bytes: usize,
@@ -71,7 +71,7 @@ impl<T: Target> PartReader<T> {
         shape: &[usize],
         slice: Option<&Slice>,
     ) -> Result<Tensor> {
-        let part = PartBytes::new(dtype, shape, slice);
+        let part = PartRuns::new(dtype, shape, slice);
         let mut memory = self.target.allocate(part.bytes()).context("cannot allocate memory for a tensor")?;
         self.copy(&part, &part.pieces(self.options.piece_bytes), &Bytes::File(tensor), &memory)?;
         self.target.complete(&mut memory)?;
@@ -86,7 +86,7 @@ impl<T: Target> PartReader<T> {
         tensor: &ByteRange,
         (dtype, shape, slice): (DType, &[usize], Option<&Slice>),
     ) -> Result<Tensor> {
-        let part = PartBytes::new(dtype, shape, slice);
+        let part = PartRuns::new(dtype, shape, slice);
         let mut memory = self.target.allocate(part.bytes()).context("cannot allocate memory for a tensor")?;
         let unit = if slice.is_some() { part.row_bytes } else { PAGE_BYTES };
         shared.read(name, tensor, unit, |range, bytes| {
@@ -98,7 +98,7 @@ impl<T: Target> PartReader<T> {
     }
 
     /// Copies `pieces` of a tensor to `memory` with several threads. Returns when all copies are queued.
-    fn copy(&self, part: &PartBytes, pieces: &[Piece], tensor: &Bytes, memory: &T::Memory) -> Result<()> {
+    fn copy(&self, part: &PartRuns, pieces: &[Piece], tensor: &Bytes, memory: &T::Memory) -> Result<()> {
         let next = AtomicUsize::new(0);
         let work = || -> Result<()> {
             let mut staging = self.take_staging(part.longest_piece(self.options.piece_bytes))?;
@@ -133,7 +133,7 @@ impl<T: Target> PartReader<T> {
     }
 }
 
-impl PartBytes {
+impl PartRuns {
     /// Computes which bytes of a tensor belong to the part that `slice` selects. `shape` is the shape of the part.
     /// Without a slice, the part is the whole tensor.
     fn new(dtype: DType, shape: &[usize], slice: Option<&Slice>) -> Self {

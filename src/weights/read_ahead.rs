@@ -22,12 +22,12 @@ pub struct ReadRequest {
     pub name: String,
     /// The byte ranges of the tensor, in order. No range is empty. A stacked tensor has one range per matrix.
     pub ranges: Vec<ByteRange>,
-    pub retention: Retention,
+    pub residency: Residency,
 }
 
 /// Whether the memory that a tensor was read to is kept after loading.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Retention {
+pub enum Residency {
     /// The model keeps the tensor unchanged, so reading the tensor early takes no extra memory.
     Permanent,
     /// The tensor is converted and then freed. The total size of temporary tensors that are read ahead is limited.
@@ -319,7 +319,7 @@ impl ReadRequest {
     }
 
     fn temporary_bytes(&self) -> usize {
-        if self.retention == Retention::Temporary { self.bytes() } else { 0 }
+        if self.residency == Residency::Temporary { self.bytes() } else { 0 }
     }
 
     /// Returns the byte range that contains the tensor's byte at `offset`, and the offset within that range.

@@ -14,7 +14,7 @@ use safetensors::Dtype;
 use safetensors::tensor::Metadata;
 
 use super::compressed::{CompressedConfig, Scheme};
-use super::read_ahead::{ReadRequest, Retention};
+use super::read_ahead::{ReadRequest, Residency};
 use super::safetensors_header::{MAX_HEADER_BYTES, MAX_HEADER_VALUES};
 use super::source::{ByteRange, Source, StoredBytes};
 use super::tensor_info::TensorInfo;
@@ -186,14 +186,14 @@ impl SafetensorsCheckpoint {
         let request = |(name, stored): (&String, &StoredTensor)| {
             let stored_dtype = stored.info.candle_dtype()?;
             let is_final = stored_dtype == dtype || stored_dtype == DType::U8;
-            let retention = if is_final { Retention::Permanent } else { Retention::Temporary };
+            let residency = if is_final { Residency::Permanent } else { Residency::Temporary };
             match self.stack(name, dtype) {
                 Some(names) if names[0] != *name => None,
                 Some(names) => {
                     let ranges = names.iter().map(|name| self.range(&self.tensors[name])).collect();
-                    Some(ReadRequest { name: stacked_name(&names), ranges, retention })
+                    Some(ReadRequest { name: stacked_name(&names), ranges, residency })
                 }
-                None => Some(ReadRequest { name: name.clone(), ranges: vec![self.range(stored)], retention }),
+                None => Some(ReadRequest { name: name.clone(), ranges: vec![self.range(stored)], residency }),
             }
         };
         usable.into_iter().filter_map(request).collect()

@@ -62,7 +62,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-fn peek(hub: &Hub, args: &Args) -> Result<hub::RemoteModel> {
+fn peek(hub: &Hub, args: &Args) -> Result<hub::HubModel> {
     if args.model == demo::NAME && args.revision.is_none() {
         return Err(Error::Usage(
             "the demo is built into inferno and is not on the hub; to show it: inferno show demo".into(),

@@ -7,7 +7,7 @@ use anyhow::{Context, Result, anyhow};
 use serde_json::{Value, json};
 
 use crate::files;
-use crate::hub::{self, Hub, RemoteModel, Snapshot};
+use crate::hub::{self, Hub, HubModel, Snapshot};
 use crate::snapshot::gguf as gguf_files;
 use crate::weights::gguf::GgufCheckpoint;
 use crate::weights::{Checkpoint, Inventory};
@@ -75,7 +75,7 @@ impl Metadata {
 /// Reads the headers of a model's GGUF files on the hub.
 ///
 /// The outer error means that a request to the hub failed. The inner error means that a file is invalid.
-fn remote_gguf(hub: &Hub, model: &RemoteModel) -> Result<Result<GgufCheckpoint>> {
+fn remote_gguf(hub: &Hub, model: &HubModel) -> Result<Result<GgufCheckpoint>> {
     let failure = Cell::new(None);
     let read = |name: &str, bytes| {
         hub.read_range(model, name, bytes).map_err(|error| {
@@ -134,7 +134,7 @@ impl Source {
 
     /// Reads the metadata of a model on the hub. Fails if a request fails.
     /// Errors in the model's files become part of the metadata.
-    pub fn remote(hub: &Hub, model: RemoteModel) -> Result<Self> {
+    pub fn remote(hub: &Hub, model: HubModel) -> Result<Self> {
         let text = |name: &str| model.texts.get(name).map(|bytes| String::from_utf8_lossy(bytes));
         let readme = text("README.md").and_then(|readme| front_matter_license(&readme));
         let license = readme.or_else(|| license_file(&model.files).map(str::to_string));
@@ -171,7 +171,7 @@ impl Source {
     }
 }
 
-fn inventory(model: &RemoteModel) -> Result<Inventory> {
+fn inventory(model: &HubModel) -> Result<Inventory> {
     let mut inventory = Inventory::default();
     for header in &model.headers {
         inventory.add_header(&header.file, &header.json, header.data_bytes)?;

@@ -17,7 +17,7 @@ use crate::nn::kv_cache::{BLOCK_TOKENS, CacheLayout, LayerSpec, peak_blocks};
 use crate::runner::MAX_SEQUENCES;
 use crate::weights::Inventory;
 use crate::weights::division::RankPart;
-use crate::weights::inventory::PartBytes;
+use crate::weights::inventory::ModelBytes;
 
 /// The upper limit on the default context length, in tokens.
 const DEFAULT_CONTEXT: usize = 32_768;
@@ -97,7 +97,7 @@ pub struct MemoryPlan {
     /// Entry i is for i + 1 ranks, which divide every layer.
     rank_parts: Arc<[Vec<RankPart>]>,
     /// The sizes of each layer, of the output head and of all other weights in the undivided model.
-    parts: PartBytes,
+    parts: ModelBytes,
     /// Extra bytes needed while loading, to repack or stack the experts of one layer.
     /// The loader frees these bytes before it allocates the KV cache.
     loading_bytes: u64,
@@ -231,7 +231,7 @@ impl MemoryPlan {
     /// Plans the memory of one of `ranks` ranks, which holds the layers in `layers` undivided.
     pub fn with_stage(mut self, layers: Range<usize>, ranks: usize) -> Self {
         self.ranks = ranks;
-        let PartBytes { layers: layer_bytes, head, other } = &self.parts;
+        let ModelBytes { layers: layer_bytes, head, other } = &self.parts;
         self.weight_bytes = layer_bytes[layers.clone()].iter().sum::<u64>() + head.div_ceil(ranks as u64) + other;
         self.layout = self.layout.of_layers(layers.clone());
         self.layers = self.layers[layers].to_vec();
@@ -521,7 +521,7 @@ mod tests {
                 };
                 (1..=8).map(|ranks| vec![part(ranks); ranks as usize]).collect()
             },
-            parts: PartBytes { layers: vec![4 << 30; 2], head: 1 << 30, other: 1 << 30 },
+            parts: ModelBytes { layers: vec![4 << 30; 2], head: 1 << 30, other: 1 << 30 },
             loading_bytes: 0,
             unpacked_bytes: 0,
             workspace_bytes_per_token: MIN_WORKSPACE_BYTES_PER_TOKEN,
@@ -643,7 +643,7 @@ mod tests {
 
     #[test]
     fn layers_are_divided_in_proportion_to_free_memory() {
-        let parts = PartBytes { layers: vec![1 << 30; 10], head: 2 << 30, other: 1 << 30 };
+        let parts = ModelBytes { layers: vec![1 << 30; 10], head: 2 << 30, other: 1 << 30 };
         let plan = MemoryPlan { parts, ..plan() };
         let stages = |gib: &[u64]| plan.stages(&gib.iter().map(|gib| gib << 30).collect::<Vec<_>>()).unwrap();
         assert_eq!(stages(&[20, 20]), [0..5, 5..10]);
@@ -658,7 +658,7 @@ mod tests {
 
     #[test]
     fn a_split_plans_the_rank_with_the_largest_part() {
-        let parts = PartBytes { layers: vec![1 << 30, 1 << 30, 1 << 30], head: 2 << 30, other: 1 << 30 };
+        let parts = ModelBytes { layers: vec![1 << 30, 1 << 30, 1 << 30], head: 2 << 30, other: 1 << 30 };
         let layers = vec![LayerSpec { kv_heads: 8, head_dim: 64, window: None }; 3];
         let plan = MemoryPlan { parts, layout: CacheLayout::new(&layers), layers, ..plan() };
         let split = |split, ranks| plan.clone().with_split(split, ranks).map(|plan| plan.weight_bytes() >> 20);

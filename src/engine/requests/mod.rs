@@ -25,4 +25,4 @@ pub use record::{EngineRecord, Record, RecordedAnswer, RecordedRequest, RequestR
 pub use request::{FinishReason, GenerateOptions, Prompt, Request};
 pub use sequence::Sequence;
 pub use stop::StopStrings;
-pub use stream::{Event, Events, RequestStream, ScoredPrompt, Summary, TokenCounts};
+pub use stream::{AnswerProgress, Event, Events, RequestStream, ScoredPrompt, Summary};

@@ -114,7 +114,7 @@ pub struct ScoredPrompt {
 
 /// The token counts of an answer in progress.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct TokenCounts {
+pub struct AnswerProgress {
     pub prompt_tokens: usize,
     /// Prompt tokens reused from the KV cache. 0 before the prefill starts.
     pub cached_tokens: usize,
@@ -255,8 +255,8 @@ impl RequestStream {
     }
 
     /// Returns the token counts so far.
-    pub fn counts(&self) -> TokenCounts {
-        TokenCounts {
+    pub fn counts(&self) -> AnswerProgress {
+        AnswerProgress {
             prompt_tokens: self.prompt_tokens,
             cached_tokens: self.cached_tokens,
             completion_tokens: self.generated,

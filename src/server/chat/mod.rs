@@ -11,11 +11,11 @@ use axum::Extension;
 use axum::extract::{Request, State};
 use axum::response::Response;
 
-use super::generation::choice::{Piece, Pieces};
+use super::generation::choice::{AnswerPiece, Pieces};
 use super::generation::event_stream::{self, EventBuffer, EventWriter};
 use super::generation::generate_options::StreamOptions;
 use super::generation::reply::{self, ReplyHeader};
-use super::generation::{self, Answers, Job};
+use super::generation::{self, Answers, Submission};
 use super::http::body::{json_response, read_json};
 use super::http::error::ApiError;
 use super::http::log::RequestLog;
@@ -39,7 +39,7 @@ pub async fn create(
     let chat = ChatRequest::read(fields, &server, &engine)?;
     reply::check_strict(&headers, &chat.ignored)?;
     let has_logprobs = chat.request.options.as_ref().is_some_and(|options| options.logprobs.is_some());
-    let job = Job {
+    let submission = Submission {
         requests: vec![chat.request],
         choices: chat.choices,
         can_call_in_parallel: chat.can_call_in_parallel,
@@ -48,7 +48,7 @@ pub async fn create(
         is_stream: chat.stream.is_stream,
         prompt_field: "messages",
     };
-    let answers = generation::submit(&server, log, job).await?;
+    let answers = generation::submit(&server, log, submission).await?;
     let shape = Shape { shows_reasoning: chat.shows_reasoning, has_logprobs };
     let response = if chat.stream.is_stream {
         let header = ReplyHeader::new(&server, &answers, "chatcmpl-", "chat.completion.chunk");
@@ -68,14 +68,14 @@ struct Shape {
 }
 
 impl Shape {
-    fn shows(self, piece: &Piece) -> bool {
-        self.shows_reasoning || !matches!(piece, Piece::Reasoning(_))
+    fn shows(self, piece: &AnswerPiece) -> bool {
+        self.shows_reasoning || !matches!(piece, AnswerPiece::Reasoning(_))
     }
 
     /// Returns the log probabilities of a content piece if the request asked for log probabilities.
     /// Returns `None` for pieces of reasoning and of tool calls.
-    fn logprobs(self, piece: &Piece, answers: &Answers) -> Option<Logprobs> {
-        let is_content = matches!(piece, Piece::Content(..));
+    fn logprobs(self, piece: &AnswerPiece, answers: &Answers) -> Option<Logprobs> {
+        let is_content = matches!(piece, AnswerPiece::Content(..));
         let tokens = response::scored_tokens(piece);
         let entry = |token| TokenLogprob::new(token, answers.engine().tokenizer());
         (self.has_logprobs && is_content).then(|| Logprobs { content: tokens.iter().map(entry).collect(), refusal: () })

@@ -2,7 +2,7 @@
 
 use serde::Serialize;
 
-use crate::server::generation::choice::{Finish, Piece, ScoredToken, finite_logprob};
+use crate::server::generation::choice::{AnswerPiece, Finish, ScoredToken, finite_logprob};
 use crate::server::generation::reply::ReplyHeader;
 use crate::server::generation::usage::Usage;
 use crate::tokenizer::Tokenizer;
@@ -117,15 +117,15 @@ impl Default for WholeMessage {
 }
 
 impl WholeMessage {
-    pub fn push(&mut self, piece: Piece) {
+    pub fn push(&mut self, piece: AnswerPiece) {
         match piece {
-            Piece::Reasoning(text) => self.reasoning.get_or_insert_default().push_str(&text),
-            Piece::Content(text, _) => self.content.get_or_insert_default().push_str(&text),
-            Piece::ToolStart { id, name, .. } => {
+            AnswerPiece::Reasoning(text) => self.reasoning.get_or_insert_default().push_str(&text),
+            AnswerPiece::Content(text, _) => self.content.get_or_insert_default().push_str(&text),
+            AnswerPiece::ToolStart { id, name, .. } => {
                 let function = WireFunction { name: Some(name), arguments: String::new() };
                 self.tool_calls.push(WireCall { index: None, id: Some(id), kind: Some("function"), function });
             }
-            Piece::ToolArguments { index, text } => {
+            AnswerPiece::ToolArguments { index, text } => {
                 if let Some(call) = self.tool_calls.get_mut(index) {
                     call.function.arguments.push_str(&text);
                 }
@@ -147,16 +147,16 @@ impl ChunkDelta {
         Self { role: Some("assistant"), content: Some(String::new()), ..Self::default() }
     }
 
-    pub fn new(piece: Piece) -> Self {
+    pub fn new(piece: AnswerPiece) -> Self {
         match piece {
-            Piece::Reasoning(text) => Self { reasoning: Some(text), ..Self::default() },
-            Piece::Content(text, _) => Self { content: Some(text), ..Self::default() },
-            Piece::ToolStart { index, id, name } => {
+            AnswerPiece::Reasoning(text) => Self { reasoning: Some(text), ..Self::default() },
+            AnswerPiece::Content(text, _) => Self { content: Some(text), ..Self::default() },
+            AnswerPiece::ToolStart { index, id, name } => {
                 let function = WireFunction { name: Some(name), arguments: String::new() };
                 let call = WireCall { index: Some(index), id: Some(id), kind: Some("function"), function };
                 Self { tool_calls: vec![call], ..Self::default() }
             }
-            Piece::ToolArguments { index, text } => {
+            AnswerPiece::ToolArguments { index, text } => {
                 let function = WireFunction { name: None, arguments: text };
                 let call = WireCall { index: Some(index), id: None, kind: None, function };
                 Self { tool_calls: vec![call], ..Self::default() }
@@ -185,9 +185,9 @@ impl TokenLogprob {
 }
 
 /// Returns the scored tokens of a content piece, or an empty slice for pieces of reasoning and of tool calls.
-pub fn scored_tokens(piece: &Piece) -> &[ScoredToken] {
+pub fn scored_tokens(piece: &AnswerPiece) -> &[ScoredToken] {
     match piece {
-        Piece::Content(_, tokens) => tokens,
+        AnswerPiece::Content(_, tokens) => tokens,
         _ => &[],
     }
 }

@@ -9,11 +9,11 @@ use axum::Extension;
 use axum::extract::{Request, State};
 use axum::response::Response;
 
-use super::generation::choice::{Piece, Pieces};
+use super::generation::choice::{AnswerPiece, Pieces};
 use super::generation::event_stream::{self, EventBuffer, EventWriter};
 use super::generation::generate_options::StreamOptions;
 use super::generation::reply::{self, ReplyHeader};
-use super::generation::{self, Answers, Job};
+use super::generation::{self, Answers, Submission};
 use super::http::body::{json_response, read_json};
 use super::http::error::ApiError;
 use super::http::log::RequestLog;
@@ -37,7 +37,7 @@ pub async fn create(
     let fields = read_json(request, &server.options.timeouts).await?;
     let completion = CompletionRequest::read(fields, &server, &engine)?;
     reply::check_strict(&headers, &completion.ignored)?;
-    let job = Job {
+    let submission = Submission {
         requests: completion.requests,
         choices: completion.choices,
         can_call_in_parallel: true,
@@ -46,7 +46,7 @@ pub async fn create(
         is_stream: completion.stream.is_stream,
         prompt_field: "prompt",
     };
-    let answers = generation::submit(&server, log, job).await?;
+    let answers = generation::submit(&server, log, submission).await?;
     check_prompt_logprobs(&answers)?;
     let texts = Texts::new(&completion.echoes, completion.choices, completion.has_logprobs);
     let header = ReplyHeader::new(&server, &answers, "cmpl-", "text_completion");
@@ -104,7 +104,7 @@ impl Texts {
         let mut text = echo.unwrap_or_default();
         self.offsets[index] += text.chars().count();
         for piece in pieces.pieces {
-            let Piece::Content(content, tokens) = piece else { continue };
+            let AnswerPiece::Content(content, tokens) = piece else { continue };
             if let Some(logprobs) = &mut logprobs {
                 logprobs.extend(&tokens, self.offsets[index], tokenizer);
             }

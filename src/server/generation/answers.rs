@@ -65,7 +65,7 @@ impl Answer {
 }
 
 /// The engine requests of one HTTP request, and how to interpret their answers.
-pub struct Job {
+pub struct Submission {
     /// One engine request per prompt.
     pub requests: Vec<Request>,
     /// The number of answers to each prompt.
@@ -80,14 +80,14 @@ pub struct Job {
     pub prompt_field: &'static str,
 }
 
-/// Submits a job to the engine. Fails with status 429 if the queue is too full for all answers of the job.
-pub async fn submit(server: &Arc<Server>, log: Arc<RequestLog>, job: Job) -> Result<Answers, ApiError> {
+/// Submits the requests to the engine. Fails with status 429 if the queue is too full for all answers of the submission.
+pub async fn submit(server: &Arc<Server>, log: Arc<RequestLog>, submission: Submission) -> Result<Answers, ApiError> {
     let engine = server.open_engine()?.clone();
     let submitted = Instant::now();
-    let count = job.requests.len() * job.choices;
+    let count = submission.requests.len() * submission.choices;
     let limit = server.admission.limit();
     if count > limit {
-        let field = if job.choices > 1 { "n" } else { job.prompt_field };
+        let field = if submission.choices > 1 { "n" } else { submission.prompt_field };
         return Err(ApiError::invalid(field, format!("cannot accept {count} answers at once: the limit is {limit}")));
     }
     let client = log.client();
@@ -95,7 +95,7 @@ pub async fn submit(server: &Arc<Server>, log: Arc<RequestLog>, job: Job) -> Res
         server.metrics.admission_rejections.with_label_values(&["queue"]).inc();
         ApiError::overloaded("the queue has no room for the request", wait)
     })?;
-    let (handle, mut requests, choices) = (engine.clone(), job.requests, job.choices);
+    let (handle, mut requests, choices) = (engine.clone(), submission.requests, submission.choices);
     server.metrics.sizes.choices.observe(choices as f64);
     for limit in requests.iter().filter_map(|request| request.options.as_ref()?.max_tokens) {
         server.metrics.sizes.max_tokens.observe(limit as f64);
@@ -117,24 +117,24 @@ pub async fn submit(server: &Arc<Server>, log: Arc<RequestLog>, job: Job) -> Res
     };
     let streams = match tokio::task::spawn_blocking(submit).await {
         Ok(Ok(streams)) => streams,
-        Ok(Err(error)) if server.is_alive() => return Err(ApiError::from_submit(&error, job.prompt_field)),
+        Ok(Err(error)) if server.is_alive() => return Err(ApiError::from_submit(&error, submission.prompt_field)),
         Ok(Err(error)) => return Err(ApiError::from_stream(&error)),
         Err(panic) => return Err(ApiError::internal(format!("cannot submit the request: {panic}"))),
     };
     let answer = |stream| {
-        let choice = Choice::new(job.can_call_in_parallel).with_named_call(job.must_call_named);
-        let choice = choice.with_all_tokens(job.keeps_all_tokens);
+        let choice = Choice::new(submission.can_call_in_parallel).with_named_call(submission.must_call_named);
+        let choice = choice.with_all_tokens(submission.keeps_all_tokens);
         Answer { stream, choice, last_token: None, recorded: RecordedAnswer::default(), summary: None, finish: None }
     };
     Ok(Answers {
         answers: streams.into_iter().map(answer).collect(),
-        per_prompt: job.choices,
+        per_prompt: submission.choices,
         first: 0,
         ending: Box::pin(server.ending()),
         engine,
         server: server.clone(),
         log,
-        is_stream: job.is_stream,
+        is_stream: submission.is_stream,
         is_deterministic,
         submitted,
         failure: None,

@@ -12,7 +12,7 @@ use crate::tokenizer::Tokenizer;
 
 /// A piece of an answer: the next part of its reasoning, its content or one of its tool calls.
 #[derive(Clone, Debug)]
-pub enum Piece {
+pub enum AnswerPiece {
     Reasoning(String),
     /// Text of the answer. Includes the tokens of the text if the request asked for log probabilities.
     Content(String, Vec<ScoredToken>),
@@ -62,7 +62,7 @@ impl Finish {
 /// The pieces that one event adds to an answer.
 #[derive(Debug, Default)]
 pub struct Pieces {
-    pub pieces: Vec<Piece>,
+    pub pieces: Vec<AnswerPiece>,
     /// The finish reason. `None` unless the event is the last one of the answer.
     pub finish: Option<Finish>,
     /// Whether the server must end the answer, because the model started a second tool call but only one is allowed.
@@ -152,16 +152,16 @@ impl Choice {
             match channel {
                 Channel::Reasoning => {
                     self.reasoning_tokens += tokens.len();
-                    out.pieces.push(Piece::Reasoning(text));
+                    out.pieces.push(AnswerPiece::Reasoning(text));
                 }
-                Channel::Answer => out.pieces.push(Piece::Content(text, scored(tokens))),
+                Channel::Answer => out.pieces.push(AnswerPiece::Content(text, scored(tokens))),
                 Channel::ToolCall => {}
             }
         }
         if summary.is_some() && self.keeps_all_tokens {
             let tokens = scored(std::mem::take(&mut self.pending));
             if !tokens.is_empty() {
-                out.pieces.push(Piece::Content(String::new(), tokens));
+                out.pieces.push(AnswerPiece::Content(String::new(), tokens));
             }
         }
         self.send_calls(calls, summary.as_deref(), &mut out);
@@ -205,7 +205,7 @@ impl Choice {
         for (sent, call) in self.calls.iter_mut().zip(calls) {
             if call.name.is_empty() {
                 if summary.is_some() && !call.arguments.is_empty() {
-                    out.pieces.push(Piece::Content(call.arguments.clone(), Vec::new()));
+                    out.pieces.push(AnswerPiece::Content(call.arguments.clone(), Vec::new()));
                 }
                 continue;
             }
@@ -215,7 +215,7 @@ impl Choice {
                     continue;
                 }
                 let (index, id, name) = (self.sent_calls, ids::new("call_"), call.name.clone());
-                out.pieces.push(Piece::ToolStart { index, id, name });
+                out.pieces.push(AnswerPiece::ToolStart { index, id, name });
                 sent.index = Some(index);
                 self.sent_calls += 1;
             }
@@ -227,7 +227,7 @@ impl Choice {
                 text => text,
             };
             if !text.is_empty() {
-                out.pieces.push(Piece::ToolArguments { index, text: text.to_string() });
+                out.pieces.push(AnswerPiece::ToolArguments { index, text: text.to_string() });
                 sent.argument_bytes = call.arguments.len();
             }
         }
@@ -296,12 +296,12 @@ mod tests {
         Tokenizer::from_dir(&std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("assets/demo")).unwrap()
     }
 
-    fn text(pieces: &[Piece]) -> String {
-        let text = |piece: &Piece| match piece {
-            Piece::Reasoning(text) => format!("r:{text} "),
-            Piece::Content(text, _) => format!("c:{text} "),
-            Piece::ToolStart { index, name, .. } => format!("{index}={name} "),
-            Piece::ToolArguments { index, text } => format!("{index}+{text} "),
+    fn text(pieces: &[AnswerPiece]) -> String {
+        let text = |piece: &AnswerPiece| match piece {
+            AnswerPiece::Reasoning(text) => format!("r:{text} "),
+            AnswerPiece::Content(text, _) => format!("c:{text} "),
+            AnswerPiece::ToolStart { index, name, .. } => format!("{index}={name} "),
+            AnswerPiece::ToolArguments { index, text } => format!("{index}+{text} "),
         };
         pieces.iter().map(text).collect()
     }
@@ -324,15 +324,22 @@ mod tests {
         }
         let last = choice.push(end(FinishReason::ToolCalls), parser.tool_calls(), tokenizer);
         assert_eq!((last.pieces.len(), last.finish), (0, Some(Finish::ToolCalls)));
-        let of = |part: fn(&Piece) -> Option<&str>| all.iter().filter_map(part).collect::<String>();
-        assert_eq!(of(|piece| if let Piece::Reasoning(text) = piece { Some(text) } else { None }), "Let me look 🦀.");
-        assert_eq!(of(|piece| if let Piece::Content(text, _) = piece { Some(text) } else { None }), "One moment.");
-        assert_eq!(of(|piece| if let Piece::ToolStart { name, .. } = piece { Some(name) } else { None }), "find");
-        let arguments = of(|piece| if let Piece::ToolArguments { text, .. } = piece { Some(text) } else { None });
+        let of = |part: fn(&AnswerPiece) -> Option<&str>| all.iter().filter_map(part).collect::<String>();
+        assert_eq!(
+            of(|piece| if let AnswerPiece::Reasoning(text) = piece { Some(text) } else { None }),
+            "Let me look 🦀."
+        );
+        assert_eq!(
+            of(|piece| if let AnswerPiece::Content(text, _) = piece { Some(text) } else { None }),
+            "One moment."
+        );
+        assert_eq!(of(|piece| if let AnswerPiece::ToolStart { name, .. } = piece { Some(name) } else { None }), "find");
+        let arguments = of(|piece| if let AnswerPiece::ToolArguments { text, .. } = piece { Some(text) } else { None });
         assert_eq!(arguments, "{\"q\": \"é\"}");
         // Log probabilities cover only the tokens of the content, not the tokens of headers.
-        let scored =
-            all.iter().filter_map(|piece| if let Piece::Content(_, tokens) = piece { Some(tokens) } else { None });
+        let scored = all
+            .iter()
+            .filter_map(|piece| if let AnswerPiece::Content(_, tokens) = piece { Some(tokens) } else { None });
         let bytes = scored.flatten().flat_map(|token| tokenizer.table().bytes(token.id)).collect();
         assert_eq!(String::from_utf8(bytes).unwrap(), "One moment.");
         let reasoning = tokenizer.encode("Let me look 🦀.", crate::tokenizer::ControlTokens::Text).unwrap();
@@ -360,7 +367,7 @@ mod tests {
         }
         assert_eq!(text(&pieces), "r:Let me think about that. c:Yes, of course. ");
         assert_eq!(choice.reasoning_tokens(), thought.len());
-        let [_, Piece::Content(_, scored)] = &pieces[..] else { panic!("expected reasoning, then content") };
+        let [_, AnswerPiece::Content(_, scored)] = &pieces[..] else { panic!("expected reasoning, then content") };
         assert_eq!(scored.iter().map(|token| token.id).collect::<Vec<_>>(), answer);
     }
 

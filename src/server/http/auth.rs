@@ -22,7 +22,7 @@ pub struct Access {
     /// The origins of web pages that may send requests to a server without API keys. `*` allows every origin.
     origins: Vec<String>,
     /// Whether the server's own chat page has access under any host name.
-    is_open: bool,
+    allows_any_host: bool,
 }
 
 impl Access {
@@ -30,7 +30,7 @@ impl Access {
     /// whose origin is not allowed.
     pub fn new(options: &ServerOptions) -> Self {
         let keys = options.api_keys.iter().map(|key| digest(&SHA256, key.as_bytes())).collect();
-        Self { keys, origins: options.cors_origins.clone(), is_open: options.is_open }
+        Self { keys, origins: options.cors_origins.clone(), allows_any_host: options.no_auth }
     }
 
     /// Returns the client that sent a request. Fails if the request has no access.
@@ -65,7 +65,7 @@ impl Access {
         let origin = origin.to_str().unwrap_or_default();
         let is_allowed = self.origins.iter().any(|allowed| allowed == "*" || allowed == origin);
         let host = origin.split_once("://").map_or("", |(_, host)| host);
-        let is_own = self.is_open && target.is_some_and(|target| target == host);
+        let is_own = self.allows_any_host && target.is_some_and(|target| target == host);
         let host = match host.strip_prefix('[') {
             Some(ipv6) => ipv6.split(']').next().unwrap_or_default(),
             None => host.split(':').next().unwrap_or_default(),
@@ -83,12 +83,12 @@ impl Access {
 mod tests {
     use super::*;
 
-    fn access(keys: &[&str], origins: &[&str], is_open: bool) -> Access {
+    fn access(keys: &[&str], origins: &[&str], allows_any_host: bool) -> Access {
         let owned = |list: &[&str]| list.iter().map(|text| text.to_string()).collect();
         Access {
             keys: keys.iter().map(|key| digest(&SHA256, key.as_bytes())).collect(),
             origins: owned(origins),
-            is_open,
+            allows_any_host,
         }
     }
 
@@ -137,7 +137,8 @@ mod tests {
         own.insert(HOST, "gpu.example:8000".parse().unwrap());
         let mut other = headers("origin", "http://evil.example");
         other.insert(HOST, "gpu.example:8000".parse().unwrap());
-        let is_accepted = |is_open, headers| access(&[], &[], is_open).check("/v1/models", headers).is_ok();
+        let is_accepted =
+            |allows_any_host, headers| access(&[], &[], allows_any_host).check("/v1/models", headers).is_ok();
         assert_eq!(
             [is_accepted(true, &own), is_accepted(true, &other), is_accepted(false, &own)],
             [true, false, false]

@@ -6,7 +6,7 @@ use serde_json::{Map, Value};
 
 use super::block::{Block, Caller, SIGNATURE};
 use super::events::{BlockDelta, BlockStart, Event, EventSink};
-use crate::server::generation::choice::Piece;
+use crate::server::generation::choice::AnswerPiece;
 
 /// The content blocks of an answer so far. Only the last block can be incomplete.
 pub struct Content {
@@ -29,28 +29,28 @@ impl Content {
         std::mem::take(&mut self.blocks)
     }
 
-    pub fn push(&mut self, piece: Piece, events: &mut impl EventSink) {
+    pub fn push(&mut self, piece: AnswerPiece, events: &mut impl EventSink) {
         match piece {
-            Piece::Reasoning(_) if !self.shows_thinking => {}
-            Piece::Reasoning(text) => {
+            AnswerPiece::Reasoning(_) if !self.shows_thinking => {}
+            AnswerPiece::Reasoning(text) => {
                 if !matches!(self.open(), Some(Block::Thinking { .. })) {
                     self.start(Block::Thinking { thinking: String::new(), signature: SIGNATURE }, events);
                 }
                 self.extend(&text, events);
             }
-            Piece::Content(text, _) => {
+            AnswerPiece::Content(text, _) => {
                 if !matches!(self.open(), Some(Block::Text { .. })) {
                     self.start(Block::Text { text: String::new(), citations: () }, events);
                 }
                 self.extend(&text, events);
             }
-            Piece::ToolStart { id, name, .. } => {
+            AnswerPiece::ToolStart { id, name, .. } => {
                 let id = id.replacen("call_", "toolu_", 1);
                 let (input, caller) = (Value::Object(Map::new()), Caller::Direct);
                 self.start(Block::ToolUse { id, name, input, caller }, events);
                 self.calls.push(self.blocks.len() - 1);
             }
-            Piece::ToolArguments { index, text } => {
+            AnswerPiece::ToolArguments { index, text } => {
                 // Skip arguments of a call whose block has ended.
                 // Only the `{}` of a call without arguments can arrive this late.
                 if self.calls.get(index).is_some_and(|&block| block + 1 == self.blocks.len()) && self.is_open {
@@ -144,20 +144,21 @@ mod tests {
         }
     }
 
-    fn run(pieces: Vec<Piece>, shows_thinking: bool) -> (Value, Vec<Value>) {
+    fn run(pieces: Vec<AnswerPiece>, shows_thinking: bool) -> (Value, Vec<Value>) {
         let (mut content, mut events) = (Content::new(shows_thinking), Recorder::default());
         pieces.into_iter().for_each(|piece| content.push(piece, &mut events));
         content.finish(&mut events);
         (json!(content.take()), events.0)
     }
 
-    fn pieces() -> Vec<Piece> {
-        let call = |index, name: &str| Piece::ToolStart { index, id: format!("call_{index}"), name: name.to_string() };
-        let arguments = |index, text: &str| Piece::ToolArguments { index, text: text.to_string() };
+    fn pieces() -> Vec<AnswerPiece> {
+        let call =
+            |index, name: &str| AnswerPiece::ToolStart { index, id: format!("call_{index}"), name: name.to_string() };
+        let arguments = |index, text: &str| AnswerPiece::ToolArguments { index, text: text.to_string() };
         vec![
-            Piece::Reasoning("Let ".to_string()),
-            Piece::Reasoning("me look.".to_string()),
-            Piece::Content("One moment.".to_string(), Vec::new()),
+            AnswerPiece::Reasoning("Let ".to_string()),
+            AnswerPiece::Reasoning("me look.".to_string()),
+            AnswerPiece::Content("One moment.".to_string(), Vec::new()),
             call(0, "find"),
             arguments(0, "{\"q\""),
             arguments(0, ":1}"),
@@ -214,6 +215,6 @@ mod tests {
     fn hidden_thinking_leaves_no_block() {
         let (content, events) = run(pieces(), false);
         assert_eq!((&content[0]["type"], &events[0]["index"]), (&json!("text"), &json!(0)));
-        assert_eq!(run(vec![Piece::Reasoning("r".to_string())], false), (json!([]), Vec::new()));
+        assert_eq!(run(vec![AnswerPiece::Reasoning("r".to_string())], false), (json!([]), Vec::new()));
     }
 }

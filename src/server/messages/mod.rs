@@ -22,7 +22,7 @@ use serde::Serialize;
 use super::generation::choice::{Finish, Pieces};
 use super::generation::event_stream::{self, EventBuffer, EventWriter};
 use super::generation::reply;
-use super::generation::{self, Answers, Job};
+use super::generation::{self, Answers, Submission};
 use super::http::body::{json_response, read_json};
 use super::http::dialect::MessagesError;
 use super::http::error::ApiError;
@@ -48,7 +48,7 @@ pub async fn create(
     let mut request = MessagesRequest::read(fields, &server, &engine)?;
     request.options.max_tokens = Some(max_tokens);
     reply::check_strict(&headers, &request.ignored)?;
-    let job = Job {
+    let submission = Submission {
         requests: vec![engine::Request::chat(request.messages).render(request.render).options(request.options)],
         choices: 1,
         can_call_in_parallel: request.can_call_in_parallel,
@@ -57,7 +57,7 @@ pub async fn create(
         is_stream: request.is_stream,
         prompt_field: "messages",
     };
-    let mut answers = generation::submit(&server, log.clone(), job).await?;
+    let mut answers = generation::submit(&server, log.clone(), submission).await?;
     let mut progress = Progress {
         message: MessageObject {
             id: ids::new("msg_"),

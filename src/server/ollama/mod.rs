@@ -19,7 +19,7 @@ use axum::response::Response;
 use super::generation::choice::Pieces;
 use super::generation::event_stream::{self, EventBuffer, EventWriter};
 use super::generation::reply;
-use super::generation::{self, Answers, Job};
+use super::generation::{self, Answers, Submission};
 use super::http::body::{Fields, json_response, read_json};
 use super::http::error::ApiError;
 use super::http::log::RequestLog;
@@ -70,7 +70,7 @@ async fn generate_with(
         let response = json_response(&load_response(route, &server.options.model))?;
         return Ok(reply::with_ignored(response, &ignored));
     };
-    let job = Job {
+    let submission = Submission {
         requests: vec![request],
         choices: 1,
         can_call_in_parallel: true,
@@ -79,7 +79,7 @@ async fn generate_with(
         keeps_all_tokens: false,
         prompt_field: route.prompt_field(),
     };
-    let mut answers = generation::submit(server, log, job).await?;
+    let mut answers = generation::submit(server, log, submission).await?;
     let text = Text::new(shows_thinking, has_logprobs);
     let mut writer = LineWriter { route, model: server.options.model.clone(), text };
     let response = if is_stream {

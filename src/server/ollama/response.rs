@@ -6,7 +6,7 @@ use serde_json::{Map, Value};
 use crate::engine::FinishReason;
 use crate::server::chat::{TokenLogprob, scored_tokens};
 use crate::server::generation::Answers;
-use crate::server::generation::choice::Piece;
+use crate::server::generation::choice::AnswerPiece;
 
 /// An ollama route that generates text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -110,17 +110,17 @@ impl Text {
         Self { shows_thinking, has_logprobs, content, thinking, logprobs, calls }
     }
 
-    pub fn push(&mut self, piece: Piece, answers: &Answers) {
+    pub fn push(&mut self, piece: AnswerPiece, answers: &Answers) {
         if self.has_logprobs {
             let entry = |token| TokenLogprob::new(token, answers.engine().tokenizer());
             self.logprobs.extend(scored_tokens(&piece).iter().map(entry));
         }
         match piece {
-            Piece::Reasoning(_) if !self.shows_thinking => {}
-            Piece::Reasoning(text) => self.thinking.push_str(&text),
-            Piece::Content(text, _) => self.content.push_str(&text),
-            Piece::ToolStart { name, .. } => self.calls.push((name, String::new())),
-            Piece::ToolArguments { index, text } => {
+            AnswerPiece::Reasoning(_) if !self.shows_thinking => {}
+            AnswerPiece::Reasoning(text) => self.thinking.push_str(&text),
+            AnswerPiece::Content(text, _) => self.content.push_str(&text),
+            AnswerPiece::ToolStart { name, .. } => self.calls.push((name, String::new())),
+            AnswerPiece::ToolArguments { index, text } => {
                 if let Some((_, arguments)) = self.calls.get_mut(index) {
                     arguments.push_str(&text);
                 }

@@ -119,8 +119,8 @@ impl Serialize for Item {
         )?;
         map.serialize_entry("status", &self.status)?;
         // While an item is in progress, its content parts are sent in separate events.
-        let is_started = self.status != ItemStatus::InProgress;
-        let parts = || self.content.part().into_iter().filter(|_| is_started).collect::<Vec<Part>>();
+        let has_ended = self.status != ItemStatus::InProgress;
+        let parts = || self.content.part().into_iter().filter(|_| has_ended).collect::<Vec<Part>>();
         match &self.content {
             ItemContent::Message { role, .. } => {
                 map.serialize_entry("role", role)?;
@@ -129,7 +129,7 @@ impl Serialize for Item {
             ItemContent::Reasoning { text, has_encoded_text } => {
                 map.serialize_entry("summary", &[""; 0])?;
                 map.serialize_entry("content", &parts())?;
-                if *has_encoded_text && is_started {
+                if *has_encoded_text && has_ended {
                     map.serialize_entry("encrypted_content", &encode_reasoning(text))?;
                 }
             }

@@ -22,7 +22,7 @@ use super::client::Client;
 use super::generation::choice::{Finish, Pieces};
 use super::generation::event_stream::{self, EventBuffer, EventWriter};
 use super::generation::reply;
-use super::generation::{self, Answers, Job};
+use super::generation::{self, Answers, Submission};
 use super::http::body::{json_response, read_json};
 use super::http::error::ApiError;
 use super::http::log::RequestLog;
@@ -53,7 +53,7 @@ pub async fn create(
     let ResponseRequest { messages, render, options, settings, input, shape, is_stream, ignored } =
         ResponseRequest::read(fields, &server, &engine, &store)?;
     reply::check_strict(&headers, &ignored)?;
-    let job = Job {
+    let submission = Submission {
         requests: vec![engine::Request::chat(messages).render(render).options(options)],
         choices: 1,
         can_call_in_parallel: settings.parallel_tool_calls,
@@ -62,7 +62,7 @@ pub async fn create(
         is_stream,
         prompt_field: "input",
     };
-    let mut answers = generation::submit(&server, log, job).await?;
+    let mut answers = generation::submit(&server, log, submission).await?;
     let mut progress =
         Progress { object: ResponseObject::new(settings), input, output: Output::new(shape), finish: None };
     let response = if is_stream {

@@ -6,7 +6,7 @@ use super::events::{Event, EventPosition, EventSink};
 use super::item::{Item, ItemContent, ItemStatus};
 use crate::chat::Role;
 use crate::server::chat::{TokenLogprob, scored_tokens};
-use crate::server::generation::choice::Piece;
+use crate::server::generation::choice::AnswerPiece;
 use crate::tokenizer::Tokenizer;
 
 /// Which optional parts of an answer the client wants.
@@ -35,29 +35,29 @@ impl Output {
         std::mem::take(&mut self.items)
     }
 
-    pub fn push(&mut self, piece: Piece, tokenizer: &Tokenizer, events: &mut impl EventSink) {
+    pub fn push(&mut self, piece: AnswerPiece, tokenizer: &Tokenizer, events: &mut impl EventSink) {
         let tokens = scored_tokens(&piece).iter().filter(|_| self.shape.has_logprobs);
         let tokens = tokens.map(|token| TokenLogprob::new(token, tokenizer)).collect();
         match piece {
-            Piece::Reasoning(_) if !self.shape.shows_reasoning => {}
-            Piece::Reasoning(delta) => {
+            AnswerPiece::Reasoning(_) if !self.shape.shows_reasoning => {}
+            AnswerPiece::Reasoning(delta) => {
                 if !matches!(self.open(), Some(ItemContent::Reasoning { .. })) {
                     let has_encoded_text = self.shape.has_encoded_reasoning;
                     self.start(ItemContent::Reasoning { text: String::new(), has_encoded_text }, events);
                 }
                 self.extend(&delta, Vec::new(), events);
             }
-            Piece::Content(delta, _) => {
+            AnswerPiece::Content(delta, _) => {
                 if !matches!(self.open(), Some(ItemContent::Message { .. })) {
                     self.start_message(events);
                 }
                 self.extend(&delta, tokens, events);
             }
-            Piece::ToolStart { id: call_id, name, .. } => {
+            AnswerPiece::ToolStart { id: call_id, name, .. } => {
                 self.start(ItemContent::Call { call_id, name, arguments: String::new() }, events);
                 self.calls.push(self.items.len() - 1);
             }
-            Piece::ToolArguments { index, text } => {
+            AnswerPiece::ToolArguments { index, text } => {
                 // Skip pieces of a function call that has ended, because `end` has already sent the arguments.
                 if self.calls.get(index).is_some_and(|&item| item + 1 == self.items.len()) && self.open().is_some() {
                     self.extend(&text, Vec::new(), events);
@@ -176,7 +176,7 @@ mod tests {
         }
     }
 
-    fn run(pieces: Vec<Piece>, shape: Shape, is_whole: bool) -> (Vec<Value>, Recorder) {
+    fn run(pieces: Vec<AnswerPiece>, shape: Shape, is_whole: bool) -> (Vec<Value>, Recorder) {
         let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("assets/demo");
         let tokenizer = Tokenizer::from_dir(&folder).unwrap();
         let (mut output, mut events) = (Output::new(shape), Recorder::default());
@@ -185,20 +185,20 @@ mod tests {
         (output.take().iter().map(|item| serde_json::to_value(item).unwrap()).collect(), events)
     }
 
-    fn reasoning(text: &str) -> Piece {
-        Piece::Reasoning(text.to_string())
+    fn reasoning(text: &str) -> AnswerPiece {
+        AnswerPiece::Reasoning(text.to_string())
     }
 
-    fn content(text: &str) -> Piece {
-        Piece::Content(text.to_string(), Vec::new())
+    fn content(text: &str) -> AnswerPiece {
+        AnswerPiece::Content(text.to_string(), Vec::new())
     }
 
-    fn call(index: usize, name: &str) -> Piece {
-        Piece::ToolStart { index, id: format!("call_{index}"), name: name.to_string() }
+    fn call(index: usize, name: &str) -> AnswerPiece {
+        AnswerPiece::ToolStart { index, id: format!("call_{index}"), name: name.to_string() }
     }
 
-    fn arguments(index: usize, text: &str) -> Piece {
-        Piece::ToolArguments { index, text: text.to_string() }
+    fn arguments(index: usize, text: &str) -> AnswerPiece {
+        AnswerPiece::ToolArguments { index, text: text.to_string() }
     }
 
     const SHOWN: Shape = Shape { shows_reasoning: true, has_encoded_reasoning: false, has_logprobs: false };

@@ -16,7 +16,7 @@ use crate::server::http::error::ApiError;
 use crate::server::state::Server;
 
 #[derive(Serialize)]
-struct Admission {
+struct AdmissionPreview {
     object: &'static str,
     /// Whether the prompt is short enough to leave space in the context for an answer.
     fits: bool,
@@ -93,7 +93,7 @@ pub async fn preview(
         None if starts_now => Some(std::time::Duration::ZERO),
         None => server.admission.expected_start(found.preview.ahead),
     };
-    let admission = Admission {
+    let admission = AdmissionPreview {
         object: OBJECT,
         fits: true,
         accepted: full.is_none(),

@@ -24,7 +24,7 @@ pub async fn get(
 /// Returns the record of a request that `client` sent.
 /// Fails if the server has no such record, or if it was started with `--no-auth`.
 pub fn find(server: &Server, client: Client, id: &str) -> Result<Arc<Record>, ApiError> {
-    if server.options.is_open {
+    if server.options.no_auth {
         // Without authentication, the server cannot tell clients apart.
         // Each client could then read the prompts of all other clients.
         return Err(ApiError::forbidden("a server with --no-auth returns no records: use --record FOLDER"));

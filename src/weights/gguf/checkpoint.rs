@@ -14,7 +14,7 @@ use super::split;
 use super::tensor_names::ROPE_FACTOR_TENSORS;
 use crate::text::excerpt;
 use crate::weights::ggml::GgmlType;
-use crate::weights::read_ahead::{ReadRequest, Retention};
+use crate::weights::read_ahead::{ReadRequest, Residency};
 use crate::weights::source::StoredBytes;
 
 /// The names of `general.file_type` values, numbered as in `llama_ftype` of llama.cpp.
@@ -163,10 +163,10 @@ impl GgufCheckpoint {
     }
 
     /// Returns a read request for a tensor, or `None` if the tensor is missing, empty or remote.
-    pub fn read_request(&self, name: &str, retention: Retention) -> Option<ReadRequest> {
+    pub fn read_request(&self, name: &str, residency: Residency) -> Option<ReadRequest> {
         let info = self.tensors.get(name).filter(|info| info.bytes > 0)?;
         let Some(StoredBytes::File(range)) = self.parts[info.part].tensor(info) else { return None };
-        Some(ReadRequest { name: name.to_string(), ranges: vec![range], retention })
+        Some(ReadRequest { name: name.to_string(), ranges: vec![range], residency })
     }
 
     /// Returns the entry of a tensor in the tensor table. Fails if the tensor is missing.

@@ -1,7 +1,7 @@
 //! Tests of the GGUF reader. Python's gguf package wrote `tiny.gguf`, and read its contents for `tiny.json`.
 
 use inferno::weights::gguf::{GgufCheckpoint, Metadata, Value, ValueType};
-use inferno::weights::read_ahead::Retention;
+use inferno::weights::read_ahead::Residency;
 use serde_json::{Value as Json, json};
 
 use crate::support::gguf::writer::Writer;
@@ -140,7 +140,7 @@ fn version_2_is_supported() {
 fn read_requests_locate_the_bytes_of_tensors() {
     let (checkpoint, _) = tiny();
     for (name, info) in checkpoint.tensors() {
-        let request = checkpoint.read_request(name, Retention::Permanent).unwrap();
+        let request = checkpoint.read_request(name, Residency::Permanent).unwrap();
         let file = std::fs::read(&request.ranges[0].source.path).unwrap();
         assert_eq!(
             &file[request.ranges[0].start as usize..][..request.bytes()],
@@ -149,5 +149,5 @@ fn read_requests_locate_the_bytes_of_tensors() {
         );
         assert_eq!(request.bytes(), info.bytes);
     }
-    assert!(checkpoint.read_request("absent", Retention::Permanent).is_none());
+    assert!(checkpoint.read_request("absent", Residency::Permanent).is_none());
 }

@@ -17,7 +17,7 @@ pub fn options() -> ServerOptions {
         model: "demo".to_string(),
         api_keys: Vec::new(),
         cors_origins: Vec::new(),
-        is_open: false,
+        no_auth: false,
         max_sequences: 4,
         max_waiting: 4,
         max_connections: 100,
