@@ -242,6 +242,16 @@ mod tests {
     }
 
     #[test]
+    fn a_tag_beside_safetensors_weights_is_explained() {
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::write(dir.path().join("model.safetensors"), "").unwrap();
+        assert_eq!(choose("a/b", dir.path(), None).unwrap(), None);
+        let error = choose("a/b", dir.path(), Some("Q8_0")).unwrap_err();
+        let Some(Error::ModelNotFound { model, hint }) = error.downcast_ref() else { panic!("{error:?}") };
+        assert_eq!((model.as_str(), hint.as_str()), ("a/b:Q8_0", "a/b has safetensors weights, so it has no tags"));
+    }
+
+    #[test]
     fn only_first_parts_are_models() {
         assert!(is_model_name("a/b-00001-of-00002.gguf") && is_model_name("b.gguf"));
         assert!(!is_model_name("b-00002-of-00002.gguf") && !is_model_name("mmproj-F16.gguf"));

@@ -382,6 +382,8 @@ fn verify_prune_and_remove_report_what_they_did() {
     let output = run(&["verify", "tiny", "-q"]);
     assert_fails(&output, 6, &["found 1 bad or missing file in 1 model", "inferno verify tiny --repair"]);
     assert!(text(&output.stdout).contains("bad      model.safetensors"), "{}", text(&output.stdout));
+    let output = run(&["verify", "tiny", "-q", "--revision", "main"]);
+    assert_fails(&output, 6, &["inferno verify tiny --revision main --repair"]);
     let output = run(&["verify", "--repair"]);
     assert!(output.status.success(), "{}", text(&output.stderr));
     assert!(text(&output.stdout).contains("1 file fetched again"), "{}", text(&output.stdout));
