@@ -31,9 +31,11 @@ mod arguments;
 mod format;
 #[cfg(feature = "cuda")]
 mod input_quantization;
+mod matrix_ops;
 #[cfg(feature = "cuda")]
 mod quantized_few;
 mod quantized_matrix;
+#[cfg(feature = "cuda")]
 pub(crate) mod quantized_ops;
 mod reference;
 

@@ -1,136 +1,40 @@
-//! Operations on quantized matrices: matrix products, dequantization and embedding lookup.
+//! Operations on quantized matrices on a GPU: matrix products, dequantization and embedding lookup.
 //!
-//! On a GPU, a matrix product usually uses the first of these methods that supports it:
+//! A matrix product usually uses the first of these methods that supports it:
 //! - with cuBLASLt in int8, for 2 or more tokens, if weights and activations are both int8
 //! - with cuBLASLt in FP8, for more than 32 tokens, if weights and activations are both FP8
 //! - with `quantized_few`, for 2 to 128 tokens in f16 or bf16: converts each weight once per tile of tokens
 //! - with `quantized_matvec`, for up to 8 tokens: reads the quantized weights once per token
 //! - with cuBLAS and dequantized weights, in all other cases
 
-#[cfg(feature = "cuda")]
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
-use candle_core::{DType, Device, Result, Tensor, bail};
-use rayon::prelude::*;
+use candle_core::{DType, Result, Tensor, bail};
 
-#[cfg(feature = "cuda")]
 use super::format::{GROUP_COLUMNS, WeightFormat};
-#[cfg(feature = "cuda")]
 use super::input_quantization::fake_quantize;
-#[cfg(feature = "cuda")]
 use super::quantized_few::{self, matmul_few};
-#[cfg(feature = "cuda")]
-use super::quantized_matrix::InputQuantization;
-use super::quantized_matrix::QuantizedMatrix;
-use super::reference::{dot, round_input, with_host_planes};
-#[cfg(feature = "cuda")]
+use super::quantized_matrix::{InputQuantization, QuantizedMatrix};
 use crate::kernels::constants::QUANTIZED_WARPS;
-#[cfg(feature = "cuda")]
 use crate::kernels::launch::{
     Arguments, Launch, LaunchShape, address, dtype_suffix, max_shared_bytes, module, multiprocessors,
 };
-#[cfg(feature = "cuda")]
 use crate::kernels::matmul::cublas_lt::{EightBitType, gemm, matmul_8bit};
-#[cfg(feature = "cuda")]
+use crate::kernels::scratch;
 use crate::kernels::sum_order::{SumOrder, each_row};
-use crate::kernels::{elements, to_f32, unsupported};
 
 /// The maximum number of tokens for `quantized_matvec`, which reads the quantized weights once per token.
 /// For more tokens, it is faster to dequantize the weights and use tensor cores.
 ///
 /// A Q4_0 weight has 4.5 bits. Dequantizing to bf16 moves 36.5 bits per weight: 4.5 read, 16 written, 16 read again.
 /// This is about as much as reading the 4.5 bits 8 times.
-#[cfg(feature = "cuda")]
 const MATVEC_TOKENS: usize = 8;
 
 /// The approximate number of weights to dequantize at a time.
 /// In bf16, this many weights take 32 MiB, which fits in the L2 cache of an A100, H100 or H200 (40 to 50 MB).
 /// On a GPU with a smaller L2 cache, the matrix product reads some dequantized weights from device memory.
-#[cfg(feature = "cuda")]
 const DEQUANTIZED_AT_A_TIME: usize = 16 << 20;
 
-impl QuantizedMatrix {
-    /// Returns the dequantized matrix as `[rows, columns]` in the float dtype `dtype`.
-    pub fn dequantize(&self, dtype: DType) -> Result<Tensor> {
-        let (rows, columns) = self.dims();
-        match self.device() {
-            Device::Cpu => {
-                let values = with_host_planes(self, |host| {
-                    let mut values = vec![0.0; rows * columns];
-                    values.par_chunks_mut(columns).enumerate().for_each(|(row, values)| host.row(row, values));
-                    Ok(values)
-                })?;
-                Tensor::from_vec(values, (rows, columns), &Device::Cpu)?.to_dtype(dtype)
-            }
-            #[cfg(feature = "cuda")]
-            Device::Cuda(device) => dequantize(device, self, dtype),
-            _ => unsupported("dequantize", self.low()),
-        }
-    }
-
-    /// Returns `x · Wᵀ` as f32 `[tokens, rows]`.
-    ///
-    /// `x` is `[tokens, columns]` in any float dtype. First quantizes `x` as `input_quantization` specifies.
-    pub fn matmul(&self, x: &Tensor) -> Result<Tensor> {
-        let ((tokens, columns), (rows, _)) = (x.dims2()?, self.dims());
-        if columns != self.columns {
-            bail!("cannot multiply: x has shape {:?}, and the matrix has shape {:?}", x.dims(), self.dims());
-        }
-        match self.device() {
-            Device::Cpu => {
-                let x = round_input(&to_f32(x)?, self.input_quantization)?;
-                let (storage, layout) = x.storage_and_layout();
-                let x: &[f32] = elements(&storage, layout)?;
-                let mut products = vec![0.0; rows * tokens];
-                with_host_planes(self, |host| {
-                    products.par_chunks_mut(tokens.max(1)).enumerate().for_each_init(
-                        || vec![0.0; columns],
-                        |values, (row, products)| {
-                            host.row(row, values);
-                            for (product, x) in products.iter_mut().zip(x.chunks_exact(columns)) {
-                                *product = dot(values, x);
-                            }
-                        },
-                    );
-                    Ok(())
-                })?;
-                Tensor::from_vec(products, (rows, tokens), &Device::Cpu)?.t()?.contiguous()
-            }
-            #[cfg(feature = "cuda")]
-            Device::Cuda(device) => matmul(device, std::slice::from_ref(self), x, SumOrder::Fastest),
-            _ => unsupported("matmul of a quantized matrix", x),
-        }
-    }
-
-    /// Looks up the embedding rows `ids` and multiplies each row by `scale`. Returns f32 `[tokens, columns]`.
-    ///
-    /// `ids` are u32 `[tokens]`. On a GPU, the caller guarantees that every id is a valid row index.
-    pub fn embed(&self, ids: &Tensor, scale: f32) -> Result<Tensor> {
-        match self.device() {
-            Device::Cpu => {
-                let ids: Vec<u32> = ids.to_vec1()?;
-                let (rows, columns) = self.dims();
-                if let Some(id) = ids.iter().find(|&&id| id as usize >= rows) {
-                    bail!("cannot embed token {id}: the embedding has only {rows} rows");
-                }
-                let mut values = vec![0.0; ids.len() * columns];
-                with_host_planes(self, |host| {
-                    for (values, &id) in values.chunks_exact_mut(columns).zip(&ids) {
-                        host.row(id as usize, values);
-                        values.iter_mut().for_each(|value| *value *= scale);
-                    }
-                    Ok(())
-                })?;
-                Tensor::from_vec(values, (ids.len(), columns), &Device::Cpu)
-            }
-            #[cfg(feature = "cuda")]
-            Device::Cuda(device) => embed(device, self, ids, scale),
-            _ => unsupported("embed", ids),
-        }
-    }
-}
-
 /// Returns the size in bytes of the shared memory that a kernel needs for its input vector (`QuantizedInput`).
-#[cfg(feature = "cuda")]
 pub fn input_bytes(format: WeightFormat, columns: usize) -> usize {
     let groups = columns.div_ceil(GROUP_COLUMNS);
     match format {
@@ -139,11 +43,11 @@ pub fn input_bytes(format: WeightFormat, columns: usize) -> usize {
     }
 }
 
-#[cfg(feature = "cuda")]
-fn dequantize(device: &CudaDevice, matrix: &QuantizedMatrix, dtype: DType) -> Result<Tensor> {
+/// Returns the dequantized matrix as `[rows, columns]` in the float dtype `dtype`.
+pub fn dequantize(device: &CudaDevice, matrix: &QuantizedMatrix, dtype: DType) -> Result<Tensor> {
     let (rows, columns) = matrix.dims();
     // SAFETY: the kernel writes every element of `out`.
-    let out = unsafe { crate::kernels::scratch::empty((rows, columns), dtype, matrix.device())? };
+    let out = unsafe { scratch::empty((rows, columns), dtype, matrix.device())? };
     let arguments = Arguments::new().stack(std::slice::from_ref(matrix))?.tensor(&out)?.int(rows).int(columns);
     let shape = LaunchShape::one_thread_each(rows * columns.div_ceil(8));
     let kernel = format!("dequantize_{}", dtype_suffix(dtype)?);
@@ -152,14 +56,16 @@ fn dequantize(device: &CudaDevice, matrix: &QuantizedMatrix, dtype: DType) -> Re
     Ok(out)
 }
 
-#[cfg(feature = "cuda")]
-fn embed(device: &CudaDevice, matrix: &QuantizedMatrix, ids: &Tensor, scale: f32) -> Result<Tensor> {
+/// Looks up the embedding rows `ids`, u32 `[tokens]`, and multiplies each row by `scale`. Returns f32 `[tokens, columns]`.
+///
+/// The caller guarantees that every id is a valid row index.
+pub fn embed(device: &CudaDevice, matrix: &QuantizedMatrix, ids: &Tensor, scale: f32) -> Result<Tensor> {
     let (tokens, (_, columns)) = (ids.dims1()?, matrix.dims());
     if ids.dtype() != DType::U32 {
         bail!("embed: ids are {:?}, expected U32", ids.dtype());
     }
     // SAFETY: the kernel writes every element of `out`.
-    let out = unsafe { crate::kernels::scratch::empty((tokens, columns), DType::F32, matrix.device())? };
+    let out = unsafe { scratch::empty((tokens, columns), DType::F32, matrix.device())? };
     let arguments =
         Arguments::new().stack(std::slice::from_ref(matrix))?.tensor(ids)?.tensor(&out)?.int(columns).float(scale);
     let shape = LaunchShape::linear(tokens, 256);
@@ -171,7 +77,6 @@ fn embed(device: &CudaDevice, matrix: &QuantizedMatrix, ids: &Tensor, scale: f32
 /// Returns `x · Wᵀ` as f32 `[tokens, rows]`, where `W` is the vertical stack of all `parts`.
 ///
 /// `x` is `[tokens, columns]` in any float dtype.
-#[cfg(feature = "cuda")]
 pub fn matmul(device: &CudaDevice, parts: &[QuantizedMatrix], x: &Tensor, order: SumOrder) -> Result<Tensor> {
     let ((tokens, columns), x) = (x.dims2()?, x.contiguous()?);
     if let Some(part) = parts.iter().find(|part| part.dims().1 != columns) {
@@ -199,7 +104,7 @@ pub fn matmul(device: &CudaDevice, parts: &[QuantizedMatrix], x: &Tensor, order:
     }
     let stride = parts.iter().map(|part| part.dims().0).sum();
     // SAFETY: the products below write every column of every row of `out`.
-    let out = unsafe { crate::kernels::scratch::empty((tokens, stride), DType::F32, x.device())? };
+    let out = unsafe { scratch::empty((tokens, stride), DType::F32, x.device())? };
     // The parts of a stack usually have the same input quantization, so the input is quantized only once.
     let mut quantized: Option<(InputQuantization, QuantizedRows)> = None;
     let mut first = 0;
@@ -229,13 +134,11 @@ pub fn matmul(device: &CudaDevice, parts: &[QuantizedMatrix], x: &Tensor, order:
 
 /// Returns whether the input vector of `matvec` fits in the shared memory of a thread block.
 /// 1 KiB is reserved for static shared memory.
-#[cfg(feature = "cuda")]
 fn can_matvec(device: &CudaDevice, part: &QuantizedMatrix) -> Result<bool> {
     Ok(input_bytes(part.format, part.dims().1) + 1024 <= max_shared_bytes(device)?)
 }
 
 /// A view of an f32 tensor `[tokens, stride]` that starts at column `first`.
-#[cfg(feature = "cuda")]
 #[derive(Clone, Copy)]
 struct OutputColumns<'t> {
     tensor: &'t Tensor,
@@ -243,7 +146,6 @@ struct OutputColumns<'t> {
     stride: usize,
 }
 
-#[cfg(feature = "cuda")]
 impl OutputColumns<'_> {
     /// Returns the address of column `first + column` in the first row.
     fn address(&self, column: usize) -> Result<u64> {
@@ -251,7 +153,6 @@ impl OutputColumns<'_> {
     }
 }
 
-#[cfg(feature = "cuda")]
 fn matvec(device: &CudaDevice, part: &QuantizedMatrix, x: &Tensor, output: OutputColumns) -> Result<()> {
     let ((tokens, columns), (rows, _)) = (x.dims2()?, part.dims());
     let arguments = Arguments::new()
@@ -276,7 +177,6 @@ fn matvec(device: &CudaDevice, part: &QuantizedMatrix, x: &Tensor, output: Outpu
 /// `experts` is `[number of experts * rows, columns]`. `ids` are u32 `[tokens, chosen]`.
 /// `x` is `[tokens, columns]` if `pairs_per_x` is `chosen`, or `[tokens, chosen, columns]` if `pairs_per_x` is 1.
 /// The caller guarantees that every id is less than the number of experts.
-#[cfg(feature = "cuda")]
 pub fn expert_matvec(
     device: &CudaDevice,
     experts: &QuantizedMatrix,
@@ -287,7 +187,7 @@ pub fn expert_matvec(
 ) -> Result<Tensor> {
     let ((tokens, chosen), (_, columns)) = (ids.dims2()?, experts.dims());
     // SAFETY: the kernel writes `rows` elements for each pair of a token and an expert.
-    let out = unsafe { crate::kernels::scratch::empty((tokens, chosen, rows), x.dtype(), x.device())? };
+    let out = unsafe { scratch::empty((tokens, chosen, rows), x.dtype(), x.device())? };
     let arguments = Arguments::new()
         .tensor(x)?
         .stack(std::slice::from_ref(experts))?
@@ -306,7 +206,6 @@ pub fn expert_matvec(
     Ok(out)
 }
 
-#[cfg(feature = "cuda")]
 fn matmul_dequantized(device: &CudaDevice, part: &QuantizedMatrix, x: &Tensor, output: OutputColumns) -> Result<()> {
     let (rows, columns) = part.dims();
     let rows_at_a_time = (DEQUANTIZED_AT_A_TIME / columns).next_multiple_of(128);
@@ -319,7 +218,6 @@ fn matmul_dequantized(device: &CudaDevice, part: &QuantizedMatrix, x: &Tensor, o
 }
 
 /// Returns the element type of an 8-bit product, or `None` if the matrix or the GPU does not support 8-bit products.
-#[cfg(feature = "cuda")]
 fn eight_bit_type(device: &CudaDevice, part: &QuantizedMatrix) -> Result<Option<EightBitType>> {
     let capability = device.cuda_stream().context().compute_capability().w()?;
     // cuBLASLt requires the rows of the result to be aligned to 16 bytes. A row length divisible by 16 guarantees this.
@@ -333,7 +231,6 @@ fn eight_bit_type(device: &CudaDevice, part: &QuantizedMatrix) -> Result<Option<
 }
 
 /// Rows of int8 or E4M3 values, with one scale per row.
-#[cfg(feature = "cuda")]
 struct QuantizedRows {
     /// The 8-bit values: u8 `[tokens, columns]`. Both dimensions are padded (see [`QuantizedRows::new`]).
     values: Tensor,
@@ -341,7 +238,6 @@ struct QuantizedRows {
     scales: Tensor,
 }
 
-#[cfg(feature = "cuda")]
 impl QuantizedRows {
     /// Quantizes the rows of `x`, `[tokens, columns]`.
     fn new(device: &CudaDevice, x: &Tensor, quantization: InputQuantization) -> Result<Self> {
@@ -351,9 +247,9 @@ impl QuantizedRows {
         let (padded_columns, padded_tokens) = (columns.next_multiple_of(GROUP_COLUMNS), tokens.next_multiple_of(16));
         // SAFETY: the kernel writes one row per token. Padding rows stay uninitialized.
         // The products of padding rows are not used.
-        let values = unsafe { crate::kernels::scratch::empty((padded_tokens, padded_columns), DType::U8, x.device())? };
+        let values = unsafe { scratch::empty((padded_tokens, padded_columns), DType::U8, x.device())? };
         // SAFETY: the kernel writes one scale per token.
-        let scales = unsafe { crate::kernels::scratch::empty(tokens, DType::F32, x.device())? };
+        let scales = unsafe { scratch::empty(tokens, DType::F32, x.device())? };
         let arguments = Arguments::new()
             .tensor(x)?
             .tensor(&values)?
@@ -370,7 +266,6 @@ impl QuantizedRows {
 }
 
 /// Multiplies `x` by 8-bit weights on tensor cores, applies the scales, and writes the products to `output`.
-#[cfg(feature = "cuda")]
 fn multiply_eight_bit(
     device: &CudaDevice,
     part: &QuantizedMatrix,
