@@ -5,10 +5,12 @@
 
 #[cfg(feature = "cuda")]
 mod cuda;
+mod exchange;
 mod facts;
 mod info;
 #[cfg(feature = "cuda")]
 mod libraries;
+mod meeting;
 #[cfg(any(feature = "cuda", test))]
 mod reused_memory;
 #[cfg(feature = "cuda")]
@@ -22,9 +24,10 @@ use candle_core::{DType, Device};
 
 #[cfg(feature = "cuda")]
 pub use cuda::{capture_lock, gpu_count, info, info_after_trim};
+pub use exchange::{Exchange, ResidualUpdate, UpdatedResidual};
 pub use facts::{GpuFacts, GpuState, nvidia_smi_gpus};
 pub use info::DeviceInfo;
-pub use world::{ANSWER_TIMEOUT, Exchange, ResidualUpdate, UpdatedResidual, World, share};
+pub use world::{ANSWER_TIMEOUT, World, share};
 
 /// A CPU or GPU to open, such as one device of `--device`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -9,13 +9,15 @@
 //! Each rank sends the result of its last layer to all other ranks.
 
 use std::any::Any;
-use std::fmt;
 use std::ops::Range;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
 
-use candle_core::{DType, Result, Tensor, bail};
+use candle_core::{Result, Tensor, bail};
+
+use super::exchange::{Exchange, ResidualUpdate, UpdatedResidual};
+use super::meeting::{FailureCall, Meeting, no_answer};
 
 /// How long a rank waits for another rank that makes no progress.
 /// This limit applies if the ranks are on CPUs or exchange data with kernels.
@@ -26,9 +28,6 @@ pub const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 /// This limit also applies to [`World::all_gather`], for example while the ranks connect or load weights.
 /// Opening a GPU and loading kernels from a disk can take seconds.
 const HOST_ANSWER_TIMEOUT: Duration = Duration::from_secs(60);
-
-/// How often a waiting rank checks the progress of the other ranks.
-const PROGRESS_POLL: Duration = Duration::from_millis(100);
 
 /// One rank of a model and its connection to the other ranks. A model on a single device is a world of one rank.
 #[derive(Clone, Debug, Default)]
@@ -42,85 +41,6 @@ pub struct World {
     stages: Option<Arc<[Range<usize>]>>,
     /// The minimum number of elements of a partial result that may be rounded. `None`: no result is rounded.
     min_rounded: Option<usize>,
-}
-
-/// Exchanges tensors between the devices of all ranks.
-///
-/// A call queues its operation on the device, and does not wait for the result.
-/// All ranks must queue the same operations in the same order.
-pub trait Exchange: Any + fmt::Debug + Send + Sync {
-    /// Returns whether operations can be queued now. The value is the same on all ranks, because all ranks capture the
-    /// same CUDA graphs in the same order.
-    ///
-    /// Ranks that share a GPU, as in tests, can queue operations only as part of a CUDA graph.
-    /// The first launch of a kernel loads the kernel, and loading waits for all running kernels of the GPU.
-    /// A running kernel of another rank may be waiting for the rank that loads a kernel, which would be a deadlock.
-    fn can_queue(&self) -> bool;
-
-    /// Calls `launch` at the same time as the other ranks.
-    /// `launch` launches a CUDA graph that contains operations of this trait.
-    ///
-    /// Waits until every rank is ready to launch, calls `launch`, and waits until every rank has launched.
-    /// The ranks also launch operations outside a CUDA graph together.
-    ///
-    /// While one GPU waits for another GPU, the ranks of these GPUs must not make a driver call that waits for a GPU.
-    /// For example, loading a kernel or allocating memory can wait for a GPU.
-    /// A waiting driver call would hold a lock that the other rank needs to launch its operation.
-    fn launch_together(&self, launch: &mut dyn FnMut() -> Result<()>) -> Result<()>;
-
-    /// Returns the sum of x over all ranks, for [`World::sum`].
-    fn sum(&self, x: &Tensor) -> Result<Tensor>;
-
-    /// Like [`sum`](Self::sum), but may round each rank's `x` and the sum to bf16, to send half as many bytes.
-    fn sum_rounded(&self, x: &Tensor) -> Result<Tensor>;
-
-    /// Computes a [`ResidualUpdate`], for [`World::add_partials`]. Returns `None` if the update is not supported.
-    /// If `rounds` is true, rounds y to bf16, and may round the normalized x' to bf16.
-    fn add_partials(&self, update: &ResidualUpdate, rounds: bool) -> Result<Option<UpdatedResidual>>;
-
-    /// Returns the rows of all ranks, for [`World::gather_rows`].
-    fn gather_rows(&self, x: &Tensor) -> Result<Tensor>;
-
-    /// Returns the columns of all ranks side by side, for [`World::concat_columns`].
-    /// If there is an `out`, f32 `[rows, columns]`, writes the columns to `out` and returns it.
-    fn concat_columns(&self, x: &Tensor, columns: usize, out: Option<&Tensor>) -> Result<Tensor>;
-
-    /// Returns a rank that did not answer in time, or `None` if no rank has failed to answer.
-    ///
-    /// After a rank has failed to answer, operations stop waiting for other ranks, and their results are wrong.
-    fn missing_rank(&self) -> Option<usize>;
-
-    /// Ends all current and future operations that wait for another rank. The results of these operations are wrong.
-    fn end(&self);
-}
-
-/// An update of the residual stream, x' = x + bias + Σ y over all ranks, followed by the RMSNorm of x'.
-/// All tensors except y and the normalized x' are f32.
-#[derive(Clone, Copy, Debug)]
-pub struct ResidualUpdate<'t> {
-    /// x, `[rows, hidden]`.
-    pub x: &'t Tensor,
-    /// Whether x is valid only in the rows that this rank computed (see [`UpdatedResidual`]).
-    pub is_divided: bool,
-    /// This rank's partial result, f32 or bf16 `[rows, hidden]`. The dtype may differ between ranks.
-    pub y: &'t Tensor,
-    /// A bias to add to every row: `[hidden]`.
-    pub bias: Option<&'t Tensor>,
-    /// The weight of the RMSNorm, `[hidden]`.
-    pub weight: &'t Tensor,
-    pub eps: f32,
-    /// The dtype of the normalized x': bf16 or f32.
-    pub dtype: DType,
-}
-
-/// The result of a [`ResidualUpdate`].
-pub struct UpdatedResidual {
-    /// x', f32 `[rows, hidden]`.
-    pub x: Tensor,
-    /// Whether x' is valid only in the rows that this rank computed. If so, [`World::gather_rows`] returns all rows.
-    pub is_divided: bool,
-    /// The normalized x', `[rows, hidden]`, the same on all ranks.
-    pub normed: Tensor,
 }
 
 impl World {
@@ -352,11 +272,6 @@ impl World {
     }
 }
 
-/// Returns the error message for a rank that does not answer in time.
-fn no_answer(rank: usize, size: usize) -> String {
-    format!("GPU {} of {size} does not answer; the other GPUs were stopped", rank + 1)
-}
-
 /// Returns the range of items that a rank holds if `size` ranks divide `total` items.
 ///
 /// Items are divided into units of `unit` items, such as blocks of a quantized matrix. The last unit may be smaller.
@@ -368,110 +283,10 @@ pub fn share(total: usize, unit: usize, rank: usize, size: usize) -> Range<usize
     start(rank)..start(rank + 1)
 }
 
-/// A value that a rank contributes to an exchange.
-type Item = Arc<dyn Any + Send + Sync>;
-
-/// The meeting point where the threads of all ranks exchange values.
-#[derive(Debug)]
-struct Meeting {
-    size: usize,
-    state: Mutex<MeetingState>,
-    changed: Condvar,
-    /// For each rank, the number of times that the rank has called [`World::tick`].
-    progress: Vec<AtomicU64>,
-}
-
-#[derive(Debug, Default)]
-struct MeetingState {
-    /// The values that the ranks have contributed to the current exchange.
-    brought: Vec<Option<Item>>,
-    /// The number of completed exchanges.
-    exchanges: u64,
-    /// The values of the last completed exchange.
-    /// The values are kept until every rank has joined the next exchange, so no rank misses them.
-    last: Arc<Vec<Item>>,
-    end_reason: Option<String>,
-    on_failure: Option<FailureCall>,
-}
-
-/// The function that [`World::on_failure`] sets.
-struct FailureCall(Box<dyn FnOnce(&str) + Send>);
-
-impl fmt::Debug for FailureCall {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("FailureCall")
-    }
-}
-
-impl Meeting {
-    fn new(size: usize) -> Self {
-        let state = MeetingState { brought: vec![None; size], ..MeetingState::default() };
-        let progress = (0..size).map(|_| AtomicU64::new(0)).collect();
-        Self { size, state: Mutex::new(state), changed: Condvar::new(), progress }
-    }
-
-    fn lock(&self) -> MutexGuard<'_, MeetingState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Ends the world, unless it has already ended.
-    fn end(&self, state: &mut MeetingState, reason: &str) {
-        if state.end_reason.is_none() {
-            state.end_reason = Some(reason.to_string());
-            if let Some(FailureCall(call)) = state.on_failure.take() {
-                call(reason);
-            }
-        }
-        self.changed.notify_all();
-    }
-
-    /// Waits until every rank has contributed a value. Returns the values of all ranks.
-    /// Ends the world if a rank contributes nothing and makes no progress within `limit`.
-    fn exchange<T: Any + Send + Sync>(&self, rank: usize, value: Arc<T>, limit: Duration) -> Result<Vec<Arc<T>>> {
-        let items = self.exchange_items(rank, value, limit)?;
-        let typed = items.iter().map(|item| item.clone().downcast::<T>());
-        match typed.collect() {
-            Ok(values) => Ok(values),
-            Err(_) => bail!("internal error: the ranks exchange values of different types"),
-        }
-    }
-
-    fn exchange_items(&self, rank: usize, item: Item, limit: Duration) -> Result<Arc<Vec<Item>>> {
-        let mut state = self.lock();
-        state.brought[rank] = Some(item);
-        if state.end_reason.is_none() && state.brought.iter().all(Option::is_some) {
-            state.last = Arc::new(state.brought.iter_mut().filter_map(Option::take).collect());
-            state.exchanges += 1;
-            self.changed.notify_all();
-            return Ok(state.last.clone());
-        }
-        let before = state.exchanges;
-        let progress = |rank: usize| self.progress[rank].load(Ordering::Relaxed);
-        // The last progress that this rank has seen of each rank, and the time at which this rank saw it first.
-        let mut seen: Vec<_> = (0..self.size).map(|rank| (progress(rank), Instant::now())).collect();
-        while state.exchanges == before && state.end_reason.is_none() {
-            state = self.changed.wait_timeout(state, PROGRESS_POLL).unwrap_or_else(PoisonError::into_inner).0;
-            if state.exchanges != before {
-                break;
-            }
-            for missing in (0..self.size).filter(|&rank| state.brought[rank].is_none()).collect::<Vec<_>>() {
-                let now = progress(missing);
-                if now != seen[missing].0 {
-                    seen[missing] = (now, Instant::now());
-                } else if seen[missing].1.elapsed() > limit {
-                    self.end(&mut state, &no_answer(missing, self.size));
-                }
-            }
-        }
-        match &state.end_reason {
-            Some(reason) if state.exchanges == before => bail!("{reason}"),
-            _ => Ok(state.last.clone()),
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
+    use std::time::Instant;
+
     use candle_core::Device;
 
     use super::*;

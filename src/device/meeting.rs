@@ -1,0 +1,124 @@
+//! The meeting point where the threads of all ranks exchange values.
+
+use std::any::Any;
+use std::fmt;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use candle_core::{Result, bail};
+
+/// How often a waiting rank checks the progress of the other ranks.
+const PROGRESS_POLL: Duration = Duration::from_millis(100);
+
+/// A value that a rank contributes to an exchange.
+type Item = Arc<dyn Any + Send + Sync>;
+
+/// The meeting point where the threads of all ranks exchange values.
+#[derive(Debug)]
+pub(super) struct Meeting {
+    pub(super) size: usize,
+    state: Mutex<MeetingState>,
+    changed: Condvar,
+    /// For each rank, the number of times that the rank has called [`World::tick`](super::World::tick).
+    pub(super) progress: Vec<AtomicU64>,
+}
+
+#[derive(Debug, Default)]
+pub(super) struct MeetingState {
+    /// The values that the ranks have contributed to the current exchange.
+    brought: Vec<Option<Item>>,
+    /// The number of completed exchanges.
+    exchanges: u64,
+    /// The values of the last completed exchange.
+    /// The values are kept until every rank has joined the next exchange, so no rank misses them.
+    last: Arc<Vec<Item>>,
+    pub(super) end_reason: Option<String>,
+    pub(super) on_failure: Option<FailureCall>,
+}
+
+/// The function that [`World::on_failure`](super::World::on_failure) sets.
+pub(super) struct FailureCall(pub(super) Box<dyn FnOnce(&str) + Send>);
+
+impl fmt::Debug for FailureCall {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("FailureCall")
+    }
+}
+
+impl Meeting {
+    pub(super) fn new(size: usize) -> Self {
+        let state = MeetingState { brought: vec![None; size], ..MeetingState::default() };
+        let progress = (0..size).map(|_| AtomicU64::new(0)).collect();
+        Self { size, state: Mutex::new(state), changed: Condvar::new(), progress }
+    }
+
+    pub(super) fn lock(&self) -> MutexGuard<'_, MeetingState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Ends the world, unless it has already ended.
+    pub(super) fn end(&self, state: &mut MeetingState, reason: &str) {
+        if state.end_reason.is_none() {
+            state.end_reason = Some(reason.to_string());
+            if let Some(FailureCall(call)) = state.on_failure.take() {
+                call(reason);
+            }
+        }
+        self.changed.notify_all();
+    }
+
+    /// Waits until every rank has contributed a value. Returns the values of all ranks.
+    /// Ends the world if a rank contributes nothing and makes no progress within `limit`.
+    pub(super) fn exchange<T: Any + Send + Sync>(
+        &self,
+        rank: usize,
+        value: Arc<T>,
+        limit: Duration,
+    ) -> Result<Vec<Arc<T>>> {
+        let items = self.exchange_items(rank, value, limit)?;
+        let typed = items.iter().map(|item| item.clone().downcast::<T>());
+        match typed.collect() {
+            Ok(values) => Ok(values),
+            Err(_) => bail!("internal error: the ranks exchange values of different types"),
+        }
+    }
+
+    fn exchange_items(&self, rank: usize, item: Item, limit: Duration) -> Result<Arc<Vec<Item>>> {
+        let mut state = self.lock();
+        state.brought[rank] = Some(item);
+        if state.end_reason.is_none() && state.brought.iter().all(Option::is_some) {
+            state.last = Arc::new(state.brought.iter_mut().filter_map(Option::take).collect());
+            state.exchanges += 1;
+            self.changed.notify_all();
+            return Ok(state.last.clone());
+        }
+        let before = state.exchanges;
+        let progress = |rank: usize| self.progress[rank].load(Ordering::Relaxed);
+        // The last progress that this rank has seen of each rank, and the time at which this rank saw it first.
+        let mut seen: Vec<_> = (0..self.size).map(|rank| (progress(rank), Instant::now())).collect();
+        while state.exchanges == before && state.end_reason.is_none() {
+            state = self.changed.wait_timeout(state, PROGRESS_POLL).unwrap_or_else(PoisonError::into_inner).0;
+            if state.exchanges != before {
+                break;
+            }
+            for missing in (0..self.size).filter(|&rank| state.brought[rank].is_none()).collect::<Vec<_>>() {
+                let now = progress(missing);
+                if now != seen[missing].0 {
+                    seen[missing] = (now, Instant::now());
+                } else if seen[missing].1.elapsed() > limit {
+                    self.end(&mut state, &no_answer(missing, self.size));
+                }
+            }
+        }
+        match &state.end_reason {
+            Some(reason) if state.exchanges == before => bail!("{reason}"),
+            _ => Ok(state.last.clone()),
+        }
+    }
+}
+
+/// Returns the error message for a rank that does not answer in time.
+pub(super) fn no_answer(rank: usize, size: usize) -> String {
+    format!("GPU {} of {size} does not answer; the other GPUs were stopped", rank + 1)
+}
