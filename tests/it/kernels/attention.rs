@@ -1,0 +1,350 @@
+//! Tests of attention, and of the kernel that splits q, k and v, applies RoPE and writes the KV cache.
+
+use candle_core::{DType, Device, Tensor};
+use inferno::kernels::SumOrder;
+use inferno::kernels::attention::rope::{HeadSizes, QkNorm, Rotation, split_qkv};
+use inferno::kernels::attention::{
+    AttentionBackend, AttentionInputs, AttentionMask, BLOCK_TOKENS, CachedLayer, PassBlocks, Queries, attention, slot,
+};
+
+use super::{assert_close, rounding, to_device};
+use crate::support::{Random, gpu_with_dtypes, values};
+
+#[test(gpu)]
+fn split_qkv_matches_its_reference() {
+    struct Case {
+        tokens: usize,
+        heads: usize,
+        kv_heads: usize,
+        head_dim: usize,
+        /// The number of dimensions of each head that RoPE rotates.
+        rotated: usize,
+        has_bias: bool,
+        has_norms: bool,
+    }
+    for (device, dtype) in gpu_with_dtypes() {
+        let cases = [
+            Case { tokens: 1, heads: 1, kv_heads: 1, head_dim: 2, rotated: 2, has_bias: false, has_norms: false },
+            Case { tokens: 3, heads: 5, kv_heads: 1, head_dim: 64, rotated: 64, has_bias: true, has_norms: false },
+            Case { tokens: 17, heads: 3, kv_heads: 3, head_dim: 10, rotated: 6, has_bias: true, has_norms: true },
+            Case { tokens: 130, heads: 8, kv_heads: 2, head_dim: 128, rotated: 128, has_bias: false, has_norms: false },
+            Case { tokens: 70, heads: 9, kv_heads: 1, head_dim: 64, rotated: 64, has_bias: true, has_norms: false },
+            Case { tokens: 65, heads: 3, kv_heads: 2, head_dim: 256, rotated: 256, has_bias: true, has_norms: false },
+            Case { tokens: 66, heads: 4, kv_heads: 2, head_dim: 128, rotated: 64, has_bias: true, has_norms: false },
+            Case { tokens: 5, heads: 4, kv_heads: 2, head_dim: 128, rotated: 96, has_bias: false, has_norms: true },
+            Case { tokens: 2, heads: 3, kv_heads: 1, head_dim: 256, rotated: 256, has_bias: false, has_norms: true },
+        ];
+        for Case { tokens, heads, kv_heads, head_dim, rotated, has_bias, has_norms } in cases {
+            let mut noise = Random(1);
+            let sizes = HeadSizes { heads, kv_heads, head_dim };
+            let width = sizes.qkv_rows();
+            let qkv = noise.tensor(&[tokens, width], DType::F32);
+            let bias = has_bias.then(|| noise.tensor(&[width], DType::F32));
+            let (cos, sin) =
+                (noise.tensor(&[400, rotated / 2], DType::F32), noise.tensor(&[400, rotated / 2], DType::F32));
+            let norms = [noise.tensor(&[head_dim], DType::F32), noise.tensor(&[head_dim], DType::F32)];
+            let positions: Vec<u32> = (0..tokens).map(|_| (noise.next() % 400) as u32).collect();
+            let positions = Tensor::new(positions, &Device::Cpu).unwrap();
+            // Consecutive tokens have slots in different blocks. From five tokens on, the slots are not in order.
+            let slots: Vec<u32> = (0..tokens).map(|token| (token * 77 % (4 * BLOCK_TOKENS)) as u32).collect();
+            let slots = Tensor::new(slots, &Device::Cpu).unwrap();
+            let run = |device: &Device, dtype| {
+                let on_device = |tensor: &Tensor| tensor.to_device(device).unwrap();
+                let (cos, sin, positions) = (on_device(&cos), on_device(&sin), on_device(&positions));
+                let rotation = Rotation { cos: &cos, sin: &sin, positions: &positions };
+                let [q, k] = norms.each_ref().map(on_device);
+                let norms = has_norms.then_some(QkNorm { q: &q, k: &k, eps: 1e-3 });
+                let cache = Tensor::zeros((4 * BLOCK_TOKENS, kv_heads, head_dim), dtype, device).unwrap();
+                let (k, v) = (&cache, &cache.zeros_like().unwrap());
+                let (qkv, bias, slots) = (on_device(&qkv), bias.as_ref().map(on_device), on_device(&slots));
+                let layer = CachedLayer { k, v };
+                let q = split_qkv(&qkv, bias.as_ref(), norms, rotation, sizes, layer, &slots).unwrap();
+                (q, k.clone(), v.clone())
+            };
+            let (want, got) = (run(&Device::Cpu, DType::F32), run(&device, dtype));
+            assert_close("q", &got.0, &want.0, rounding(dtype));
+            assert_close("k", &got.1, &want.1, rounding(dtype));
+            assert_close("v", &got.2, &want.2, rounding(dtype));
+        }
+    }
+}
+
+#[test(gpu)]
+fn attention_matches_its_reference() {
+    struct Case {
+        /// The number of new tokens and the position of the first one, for each sequence.
+        spans: &'static [(usize, usize)],
+        heads: usize,
+        kv_heads: usize,
+        head_dim: usize,
+        window: Option<usize>,
+        has_sinks: bool,
+    }
+    let cases: [Case; 33] = [
+        Case { spans: &[(1, 0)], heads: 1, kv_heads: 1, head_dim: 2, window: None, has_sinks: false },
+        Case { spans: &[(1, 250)], heads: 8, kv_heads: 2, head_dim: 64, window: None, has_sinks: true },
+        Case { spans: &[(5, 35)], heads: 6, kv_heads: 3, head_dim: 10, window: None, has_sinks: false },
+        Case { spans: &[(1, 1000)], heads: 64, kv_heads: 8, head_dim: 64, window: Some(128), has_sinks: true },
+        Case { spans: &[(33, 500)], heads: 4, kv_heads: 2, head_dim: 80, window: Some(128), has_sinks: true },
+        Case { spans: &[(7, 0)], heads: 6, kv_heads: 2, head_dim: 128, window: Some(3), has_sinks: true },
+        Case { spans: &[(130, 127)], heads: 2, kv_heads: 1, head_dim: 256, window: Some(128), has_sinks: false },
+        Case { spans: &[(1, 2900)], heads: 8, kv_heads: 8, head_dim: 256, window: None, has_sinks: true },
+        Case { spans: &[(50, 250)], heads: 16, kv_heads: 4, head_dim: 64, window: None, has_sinks: true },
+        Case { spans: &[(300, 64)], heads: 3, kv_heads: 1, head_dim: 40, window: Some(128), has_sinks: true },
+        Case { spans: &[(1, 8500)], heads: 64, kv_heads: 8, head_dim: 64, window: None, has_sinks: true },
+        Case { spans: &[(1, 2999)], heads: 32, kv_heads: 8, head_dim: 128, window: None, has_sinks: false },
+        Case { spans: &[(3, 35)], heads: 10, kv_heads: 2, head_dim: 16, window: Some(9), has_sinks: true },
+        Case { spans: &[(9, 2900)], heads: 32, kv_heads: 8, head_dim: 128, window: None, has_sinks: false },
+        Case { spans: &[(200, 431)], heads: 12, kv_heads: 4, head_dim: 96, window: Some(250), has_sinks: true },
+        Case { spans: &[(513, 17)], heads: 8, kv_heads: 8, head_dim: 128, window: None, has_sinks: false },
+        Case { spans: &[(5, 250)], heads: 8, kv_heads: 2, head_dim: 256, window: Some(100), has_sinks: false },
+        Case { spans: &[(3, 1290)], heads: 8, kv_heads: 4, head_dim: 256, window: None, has_sinks: false },
+        Case { spans: &[(1, 1650)], heads: 8, kv_heads: 2, head_dim: 64, window: Some(600), has_sinks: true },
+        Case { spans: &[(2, 1650)], heads: 4, kv_heads: 2, head_dim: 256, window: Some(600), has_sinks: false },
+        // With 140 KV heads and 130 rows per head, there are 280 tiles of 128 rows.
+        // These are at least two tiles per multiprocessor of an H200 (132), so the kernel uses tiles of 128 rows.
+        Case { spans: &[(130, 3)], heads: 140, kv_heads: 140, head_dim: 256, window: None, has_sinks: true },
+        Case { spans: &[(130, 3)], heads: 140, kv_heads: 140, head_dim: 128, window: Some(90), has_sinks: true },
+        // In cases with several sequences, all decode, all compute chunks of equal length, or the lengths differ.
+        Case {
+            spans: &[(1, 250), (1, 0), (1, 999), (1, 64)],
+            heads: 8,
+            kv_heads: 2,
+            head_dim: 64,
+            window: None,
+            has_sinks: true,
+        },
+        Case {
+            spans: &[(1, 250), (1, 0), (1, 999), (1, 63)],
+            heads: 64,
+            kv_heads: 8,
+            head_dim: 64,
+            window: Some(128),
+            has_sinks: true,
+        },
+        Case { spans: &[(70, 0), (70, 128)], heads: 8, kv_heads: 1, head_dim: 128, window: None, has_sinks: false },
+        Case {
+            spans: &[(1, 300), (130, 64), (1, 0), (5, 700), (33, 31)],
+            heads: 32,
+            kv_heads: 8,
+            head_dim: 128,
+            window: None,
+            has_sinks: false,
+        },
+        Case {
+            spans: &[(1, 300), (130, 64), (1, 0), (5, 700), (33, 31)],
+            heads: 16,
+            kv_heads: 2,
+            head_dim: 64,
+            window: Some(100),
+            has_sinks: true,
+        },
+        Case {
+            spans: &[(1, 3000), (2, 127), (300, 0)],
+            heads: 4,
+            kv_heads: 4,
+            head_dim: 256,
+            window: None,
+            has_sinks: true,
+        },
+        Case { spans: &[(1, 100), (40, 100)], heads: 6, kv_heads: 3, head_dim: 10, window: Some(64), has_sinks: false },
+        // With 140 KV heads, there are more 16-row tiles than multiprocessors (132 on an H200).
+        // The sequences with few new tokens therefore use the kernel `16_rows_batch`.
+        Case {
+            spans: &[(1, 250), (1, 0), (1, 999)],
+            heads: 140,
+            kv_heads: 140,
+            head_dim: 64,
+            window: None,
+            has_sinks: true,
+        },
+        Case {
+            spans: &[(1, 250), (1, 0), (1, 999)],
+            heads: 280,
+            kv_heads: 140,
+            head_dim: 64,
+            window: Some(128),
+            has_sinks: true,
+        },
+        Case { spans: &[(1, 250), (1, 400)], heads: 140, kv_heads: 140, head_dim: 256, window: None, has_sinks: false },
+        Case {
+            spans: &[(1, 300), (2, 999), (40, 0)],
+            heads: 140,
+            kv_heads: 140,
+            head_dim: 128,
+            window: Some(100),
+            has_sinks: true,
+        },
+    ];
+    for (device, dtype) in gpu_with_dtypes() {
+        for (case, softcap) in cases.iter().flat_map(|case| [(case, None), (case, Some(2.0))]) {
+            let &Case { spans, heads, kv_heads, head_dim, window, has_sinks } = case;
+            let mut noise = Random(4);
+            let tokens: usize = spans.iter().map(|(tokens, _)| tokens).sum();
+            let tables = random_tables(&mut noise, spans);
+            let blocks = 1 + tables.iter().map(Vec::len).sum::<usize>();
+            let rows = blocks * BLOCK_TOKENS;
+            let q = noise.tensor(&[tokens, heads, head_dim], dtype);
+            let k = noise.tensor(&[rows, kv_heads, head_dim], dtype);
+            let v = noise.tensor(&[rows, kv_heads, head_dim], dtype);
+            let mask = AttentionMask { window, scale: 1.0 / (head_dim as f32).sqrt(), softcap };
+            // Rows that no query attends to hold NaN, so a kernel that uses the values of such a row fails the test.
+            let mut row_poison = vec![f32::NAN; rows];
+            for (&(tokens, position), table) in spans.iter().zip(&tables) {
+                for visible in mask.first_key(position)..position + tokens {
+                    row_poison[slot(table, visible) as usize] = 0.0;
+                }
+            }
+            let poison = Tensor::from_vec(row_poison, (rows, 1, 1), &Device::Cpu).unwrap();
+            let (k, v) = (k.broadcast_add(&poison).unwrap(), v.broadcast_add(&poison).unwrap());
+            let sinks = has_sinks.then(|| noise.tensor(&[heads], DType::F32));
+            let run = |q: &Tensor, k: &Tensor, v: &Tensor, sinks: Option<&Tensor>, backend| {
+                let queries = Queries::new(spans, q.device()).unwrap();
+                let tables: Vec<&[u32]> = tables.iter().map(Vec::as_slice).collect();
+                let pass_blocks = PassBlocks::new(&queries, &tables, blocks, q.device()).unwrap();
+                let layer = CachedLayer { k, v };
+                let inputs = AttentionInputs {
+                    q,
+                    layer,
+                    queries: &queries,
+                    blocks: &pass_blocks,
+                    sinks,
+                    mask,
+                    sum_order: SumOrder::Fastest,
+                };
+                attention(inputs, backend).unwrap()
+            };
+            let want = run(&q, &k, &v, sinks.as_ref(), AttentionBackend::Auto);
+            let sinks = sinks.map(|sinks| to_device(&sinks, &device, DType::F32));
+            let [q, k, v] = [q, k, v].map(|tensor| to_device(&tensor, &device, dtype));
+            // The error of a sum grows with its length. In 16-bit dtypes, rounding the result hides this growth.
+            let keys = spans.iter().map(|(tokens, position)| tokens + position).max().unwrap();
+            let error_growth = if dtype == DType::F32 { 1.0 + keys as f32 / 2880.0 } else { 1.0 };
+            for backend in [AttentionBackend::Own, AttentionBackend::CandleFlashAttn, AttentionBackend::Eager] {
+                if backend.choose(device.is_cuda(), dtype, head_dim, softcap).is_err() {
+                    continue;
+                }
+                let got = run(&q, &k, &v, sinks.as_ref(), backend);
+                let what = format!(
+                    "{spans:?}, {heads} heads, {kv_heads} KV heads, head size {head_dim}, {dtype:?}, cap {softcap:?}"
+                );
+                assert_close(&format!("{backend} attention {what}"), &got, &want, 2.0 * error_growth * rounding(dtype));
+            }
+        }
+    }
+}
+
+/// Returns a block table for each sequence. No two sequences share a block, and block 0 stays unused.
+fn random_tables(random: &mut Random, spans: &[(usize, usize)]) -> Vec<Vec<u32>> {
+    let lengths: Vec<usize> =
+        spans.iter().map(|(tokens, position)| (tokens + position).div_ceil(BLOCK_TOKENS)).collect();
+    let mut free: Vec<u32> = (1..=lengths.iter().sum::<usize>() as u32).collect();
+    let mut take = |_| free.swap_remove(random.below(free.len()));
+    lengths.into_iter().map(|length| (0..length).map(&mut take).collect()).collect()
+}
+
+/// In a batch, no sequence may attend to the tokens of another sequence.
+#[test]
+fn attention_of_a_batch_equals_attention_of_its_sequences() {
+    let spans = [(3, 70), (1, 0), (1, 200), (65, 1)];
+    let mut noise = Random(11);
+    let tables = random_tables(&mut noise, &spans);
+    let blocks = 1 + tables.iter().map(Vec::len).sum::<usize>();
+    let k = noise.tensor(&[blocks * BLOCK_TOKENS, 2, 8], DType::F32);
+    let v = noise.tensor(&[blocks * BLOCK_TOKENS, 2, 8], DType::F32);
+    let q = noise.tensor(&[70, 4, 8], DType::F32);
+    let run = |q: &Tensor, spans: &[(usize, usize)], tables: &[&[u32]]| {
+        let queries = Queries::new(spans, &Device::Cpu).unwrap();
+        let pass_blocks = PassBlocks::new(&queries, tables, blocks, &Device::Cpu).unwrap();
+        let mask = AttentionMask { window: Some(50), scale: 0.3, softcap: None };
+        let layer = CachedLayer { k: &k, v: &v };
+        let inputs = AttentionInputs {
+            q,
+            layer,
+            queries: &queries,
+            blocks: &pass_blocks,
+            sinks: None,
+            mask,
+            sum_order: SumOrder::Fastest,
+        };
+        attention(inputs, AttentionBackend::Auto).unwrap()
+    };
+    let all: Vec<&[u32]> = tables.iter().map(Vec::as_slice).collect();
+    let batched = run(&q, &spans, &all);
+    let mut first = 0;
+    for (&(tokens, position), table) in spans.iter().zip(&all) {
+        let alone = run(&q.narrow(0, first, tokens).unwrap().contiguous().unwrap(), &[(tokens, position)], &[*table]);
+        assert_close("a sequence", &batched.narrow(0, first, tokens).unwrap(), &alone, 0.0);
+        first += tokens;
+    }
+}
+
+#[test]
+fn block_tables_are_checked() {
+    let queries = Queries::new(&[(1, 64)], &Device::Cpu).unwrap();
+    let new = |table: &[u32]| PassBlocks::new(&queries, &[table], 3, &Device::Cpu);
+    assert!(new(&[1, 2]).is_ok());
+    assert!(new(&[1]).is_err(), "a block table without a block for position 64 was accepted");
+    assert!(new(&[1, 3]).is_err(), "block 3 was accepted, although the cache has 3 blocks");
+    assert!(PassBlocks::new(&queries, &[], 3, &Device::Cpu).is_err());
+}
+
+/// With `SumOrder::Fixed`, the attention output of a sequence has the same bits in a batch of any size.
+#[test(gpu)]
+fn attention_in_fixed_order_does_not_depend_on_other_sequences() {
+    for (device, dtype) in gpu_with_dtypes() {
+        for (heads, kv_heads, head_dim, window) in [(64, 8, 64, None), (64, 8, 64, Some(128)), (32, 8, 128, None)] {
+            let spans: Vec<(usize, usize)> = (0..64).map(|index| (1, index * index * 701 % 3000)).collect();
+            let mut noise = Random(3);
+            let tables = random_tables(&mut noise, &spans);
+            let blocks = 1 + tables.iter().map(Vec::len).sum::<usize>();
+            let mut tensor = |shape: &[usize]| to_device(&noise.tensor(shape, dtype), &device, dtype);
+            let q = tensor(&[64, heads, head_dim]);
+            let (k, v) = (
+                tensor(&[blocks * BLOCK_TOKENS, kv_heads, head_dim]),
+                tensor(&[blocks * BLOCK_TOKENS, kv_heads, head_dim]),
+            );
+            let mask = AttentionMask { window, scale: 0.1, softcap: None };
+            let run = |first: usize, count: usize| {
+                let queries = Queries::new(&spans[first..first + count], &device).unwrap();
+                let tables: Vec<&[u32]> = tables[first..first + count].iter().map(Vec::as_slice).collect();
+                let blocks = PassBlocks::new(&queries, &tables, blocks, &device).unwrap();
+                let q = q.narrow(0, first, count).unwrap().force_contiguous().unwrap();
+                let inputs = AttentionInputs {
+                    q: &q,
+                    layer: CachedLayer { k: &k, v: &v },
+                    queries: &queries,
+                    blocks: &blocks,
+                    sinks: None,
+                    mask,
+                    sum_order: SumOrder::Fixed,
+                };
+                attention(inputs, AttentionBackend::Auto).unwrap()
+            };
+            let all = run(0, 64);
+            for (first, count) in (0..64).map(|first| (first, 1)).chain([(0, 2), (5, 7), (20, 40)]) {
+                let want = values(&all.narrow(0, first, count).unwrap());
+                assert!(
+                    values(&run(first, count)) == want,
+                    "{dtype:?}, {heads} heads: {count} sequences from index {first} differ from the batch of 64"
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn unsupported_attention_backend_is_rejected_with_its_reason() {
+    let choose = |backend: AttentionBackend, on_gpu, dtype, head_dim| backend.choose(on_gpu, dtype, head_dim, None);
+    assert_eq!(choose(AttentionBackend::Auto, true, DType::BF16, 64), Ok(AttentionBackend::Own));
+    assert_eq!(choose(AttentionBackend::Auto, true, DType::F32, 64), Ok(AttentionBackend::Eager));
+    assert_eq!(choose(AttentionBackend::Auto, false, DType::F32, 64), Ok(AttentionBackend::Eager));
+    assert_eq!(choose(AttentionBackend::Eager, true, DType::BF16, 64), Ok(AttentionBackend::Eager));
+    assert!(choose(AttentionBackend::Own, true, DType::BF16, 40).unwrap_err().contains("head size 40"));
+    let capped = |backend: AttentionBackend| backend.choose(true, DType::BF16, 64, Some(50.0));
+    assert_eq!(capped(AttentionBackend::Auto), Ok(AttentionBackend::Own));
+    assert!(capped(AttentionBackend::CandleFlashAttn).is_err());
+    assert!(choose(AttentionBackend::Own, false, DType::F32, 64).unwrap_err().contains("GPU"));
+    assert!(choose(AttentionBackend::CandleFlashAttn, true, DType::F32, 64).is_err());
+    assert_eq!(choose(AttentionBackend::CandleFlashAttn, true, DType::F16, 64).is_ok(), cfg!(feature = "flash-attn"));
+}

@@ -1,0 +1,131 @@
+//! Tests of matrix products with float weights.
+
+use candle_core::{DType, Tensor};
+use inferno::kernels::SumOrder;
+
+use super::{assert_close, to_device};
+use crate::support::{Random, values};
+
+#[cfg(feature = "cuda")]
+#[test(gpu)]
+fn products_of_few_tokens_match_their_reference() {
+    use crate::support::gpu;
+    use candle_core::Device;
+    use inferno::kernels::matmul::dense_few::{is_supported, matmul_few};
+    use inferno::kernels::matmul::matmul_f32;
+    let device = gpu();
+    let Device::Cuda(cuda) = &device else { panic!("{device:?} is not a GPU") };
+    // Each case is (rows, columns). The cases cover several warps per row, one warp per row, and an uneven last block.
+    // A row can have fewer groups of 64 columns than warps, or more columns than the two input buffers hold.
+    // The last two cases are unsupported: 40 rows are not a multiple of 16, and 65,536 rows are too many.
+    let cases =
+        [(16, 64), (5120, 2880), (2880, 4096), (4112, 64), (28_672, 192), (4096, 14_336), (40, 64), (65_536, 64)];
+    for (rows, columns) in cases {
+        for dtype in [DType::BF16, DType::F16] {
+            let mut noise = Random((rows + columns) as u64);
+            let (weight, x) = (noise.tensor(&[rows, columns], dtype), noise.tensor(&[9, columns], dtype));
+            let want = matmul_f32(&x, &weight, SumOrder::Fastest).unwrap();
+            let (x, weight) = (to_device(&x, &device, dtype), to_device(&weight, &device, dtype));
+            for tokens in [1, 2, 5, 8, 9] {
+                let (x, want) = (x.narrow(0, 0, tokens).unwrap(), want.narrow(0, 0, tokens).unwrap());
+                let what = format!("{rows}x{columns}, {dtype:?}, {tokens} tokens");
+                let supported = is_supported(cuda, &x, &weight).unwrap();
+                assert_eq!(supported, tokens < 9 && rows % 16 == 0 && rows < 65_536, "{what}");
+                match matmul_few(cuda, &x, &weight) {
+                    Ok(got) => assert_close(&what, &got, &want, 1e-5),
+                    Err(error) => assert!(!supported, "{what}: {error}"),
+                }
+            }
+        }
+    }
+}
+
+#[test(gpu)]
+fn products_with_few_rows_match_their_reference() {
+    use crate::support::gpu;
+    use inferno::kernels::matmul::matmul_f32;
+    let device = gpu();
+    // Routers of gpt-oss-20b, gpt-oss-120b and Qwen3-30B-A3B, and sizes that fill only part of a tile.
+    // The last case has too many rows for the kernel `few_rows`.
+    for (rows, columns) in [(32, 2880), (128, 2880), (128, 2048), (1, 16), (33, 144), (257, 64)] {
+        let mut noise = Random((rows + columns) as u64);
+        let (weight, x) = (noise.tensor(&[rows, columns], DType::F32), noise.tensor(&[4100, columns], DType::F32));
+        let want = matmul_f32(&x, &weight, SumOrder::Fastest).unwrap();
+        let (x, weight) = (x.to_device(&device).unwrap(), weight.to_device(&device).unwrap());
+        for tokens in [1, 15, 16, 17, 600, 4100] {
+            let got = matmul_f32(&x.narrow(0, 0, tokens).unwrap(), &weight, SumOrder::Fastest).unwrap();
+            assert_close(
+                &format!("{rows}x{columns}, {tokens} tokens"),
+                &got,
+                &want.narrow(0, 0, tokens).unwrap(),
+                1e-5,
+            );
+        }
+    }
+}
+
+/// All numbers of tokens in a size class share one cuBLASLt algorithm (see `size_class`).
+#[test(gpu)]
+fn products_of_any_number_of_tokens_match_their_reference() {
+    use crate::support::gpu;
+    use inferno::kernels::matmul::{matmul_f32, matmul_rounded};
+    let device = gpu();
+    // Matrix sizes of gpt-oss-20b and Llama-3.1-8B, one GPU's half of a matrix, and unusual sizes.
+    for (rows, columns) in [(5120, 2880), (2880, 4096), (4096, 14_336), (2880, 2048), (33, 72), (257, 100)] {
+        for dtype in [DType::BF16, DType::F16] {
+            let mut noise = Random((rows * 3 + columns) as u64);
+            let (weight, x) = (noise.tensor(&[rows, columns], dtype), noise.tensor(&[520, columns], dtype));
+            let want = matmul_f32(&x, &weight, SumOrder::Fastest).unwrap();
+            let tolerance = 1e-5 * (columns as f32 / 4096.0).max(1.0);
+            let rounded = want.to_dtype(dtype).unwrap().to_dtype(DType::F32).unwrap();
+            let (x, weight) = (to_device(&x, &device, dtype), to_device(&weight, &device, dtype));
+            for tokens in (1..=80).chain([100, 129, 250, 257, 321, 511, 513, 520]) {
+                let x = x.narrow(0, 0, tokens).unwrap();
+                let what = format!("{rows}x{columns}, {dtype:?}, {tokens} tokens");
+                let first = |want: &Tensor| want.narrow(0, 0, tokens).unwrap();
+                // Tensor cores round sums toward zero, so the error grows with the number of columns.
+                assert_close(&what, &matmul_f32(&x, &weight, SumOrder::Fastest).unwrap(), &first(&want), tolerance);
+                let got = matmul_rounded(&x, &weight, SumOrder::Fastest).unwrap().to_dtype(DType::F32).unwrap();
+                // Two values that are rounded in opposite directions differ by one unit in the last place.
+                assert_close(&what, &got, &first(&rounded), if dtype == DType::BF16 { 1e-2 } else { 1.3e-3 });
+            }
+        }
+    }
+}
+
+/// With `SumOrder::Fixed`, the matrix product of a token has the same bits in a step of any size.
+#[test(gpu)]
+fn products_in_fixed_order_do_not_depend_on_other_tokens() {
+    use crate::support::gpu;
+    use inferno::kernels::matmul::matmul_f32;
+    let device = gpu();
+    // Matrix sizes of gpt-oss-20b and Llama-3.1-8B, and two unusual sizes.
+    for (rows, columns) in
+        [(5120, 2880), (2880, 4096), (201_088, 2880), (28_672, 4096), (4096, 14_336), (33, 72), (33, 80)]
+    {
+        for dtype in [DType::BF16, DType::F16, DType::F32] {
+            let mut noise = Random(rows as u64);
+            let weight = to_device(&noise.tensor(&[rows, columns], DType::F32), &device, dtype);
+            let x = to_device(&noise.tensor(&[200, columns], DType::F32), &device, dtype);
+            let product = |first: usize, tokens: usize| {
+                let product = matmul_f32(&x.narrow(0, first, tokens).unwrap(), &weight, SumOrder::Fixed).unwrap();
+                values(&product.narrow(0, 0, 1).unwrap())
+            };
+            for first in [0, 63, 130] {
+                let alone = product(first, 1);
+                for tokens in [2, 7, 64, 65, 70] {
+                    assert!(
+                        product(first, tokens) == alone,
+                        "{rows}x{columns}, {dtype:?}: token {first} in a batch of {tokens} differs from the token alone"
+                    );
+                }
+            }
+            // Token 130 is in row 130 of `x`, but in row 0 of the input of `product(130, 1)`. The row must not matter.
+            let all = values(&matmul_f32(&x, &weight, SumOrder::Fixed).unwrap().narrow(0, 130, 1).unwrap());
+            assert!(
+                all == product(130, 1),
+                "{rows}x{columns}, {dtype:?}: token 130 of 200 differs from the same token alone"
+            );
+        }
+    }
+}

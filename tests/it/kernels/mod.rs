@@ -1,0 +1,178 @@
+//! Compares CUDA kernels with their references in plain Rust, with candle, or with the operations that they replace.
+//! The inputs include outliers, unusual sizes and cache rows filled with NaN.
+//! Some tests check the references against independently computed values.
+//!
+//! `quantized/mod.rs` tests the kernels of quantized matrices.
+//! `decode_graph.rs` tests the fused kernels of the decode graph.
+
+mod attention;
+mod matmul;
+mod moe;
+
+use candle_core::{DType, Device, Tensor};
+use inferno::kernels::activation::{Activation, clamped_swiglu, gated, gated_halves};
+use inferno::kernels::bandwidth;
+use inferno::kernels::norm::{Addend, add_norm};
+use inferno::kernels::rows::{add_bias, copy_rows, embed, soft_cap};
+
+use crate::support::{Random, devices, gpu_with_dtypes, relative_error, values};
+
+fn rounding(dtype: DType) -> f32 {
+    match dtype {
+        // A sum can have thousands of terms. Kernels and references add the terms in different orders.
+        DType::F32 => 1e-5,
+        DType::F16 => 1e-3,
+        _ => 8e-3,
+    }
+}
+
+fn to_device(tensor: &Tensor, device: &Device, dtype: DType) -> Tensor {
+    tensor.to_dtype(dtype).unwrap().to_device(device).unwrap()
+}
+
+fn assert_close(what: &str, got: &Tensor, want: &Tensor, tolerance: f32) {
+    assert_eq!(got.dims(), want.dims(), "{what}");
+    let error = relative_error(&values(got), &values(want));
+    assert!(error <= tolerance, "{what}: relative error {error:e}, limit {tolerance:e}");
+}
+
+#[test(gpu)]
+fn add_norm_matches_its_reference() {
+    struct Case {
+        tokens: usize,
+        columns: usize,
+        /// Whether the kernel adds `y` to `x` before the norm.
+        has_y: bool,
+        has_bias: bool,
+    }
+    for (device, dtype) in gpu_with_dtypes() {
+        let cases = [
+            Case { tokens: 1, columns: 2, has_y: true, has_bias: false },
+            Case { tokens: 3, columns: 64, has_y: false, has_bias: false },
+            Case { tokens: 6, columns: 2880, has_y: true, has_bias: false },
+            Case { tokens: 2, columns: 5000, has_y: true, has_bias: true },
+            Case { tokens: 3, columns: 33, has_y: false, has_bias: true },
+            Case { tokens: 2, columns: 4101, has_y: true, has_bias: true },
+        ];
+        for Case { tokens, columns, has_y, has_bias } in cases {
+            let mut noise = Random(7);
+            let (x, y) = (noise.tensor(&[tokens, columns], DType::F32), noise.tensor(&[tokens, columns], DType::F32));
+            let weight = noise.tensor(&[columns], DType::F32);
+            let y_bias = noise.tensor(&[columns], DType::F32);
+            let bias = has_bias.then(|| noise.tensor(&[columns], DType::F32));
+            let run = |device: &Device, dtype| {
+                let on_device = |tensor: &Tensor| tensor.to_device(device).unwrap();
+                let (y, y_bias, bias) = (on_device(&y), on_device(&y_bias), bias.as_ref().map(on_device));
+                let y = has_y.then_some(Addend { rows: &y, bias: (tokens % 2 == 0).then_some(&y_bias) });
+                add_norm(&on_device(&x), y, &on_device(&weight), bias.as_ref(), 1e-5, dtype).unwrap()
+            };
+            let (want, got) = (run(&Device::Cpu, DType::F32), run(&device, dtype));
+            assert_close("sum", &got.0, &want.0, 1e-6);
+            assert_close("norm", &got.1, &want.1, rounding(dtype));
+        }
+    }
+}
+
+#[test]
+fn gated_activations_match_candle() {
+    for (device, dtype) in devices() {
+        for activation in [Activation::Silu, Activation::GeluTanh] {
+            let mut noise = Random(8);
+            let (gate, up) = (noise.tensor(&[3, 1027], DType::F32), noise.tensor(&[3, 1027], DType::F32));
+            let activate = |x: &Tensor| match activation {
+                Activation::Silu => x.silu().unwrap(),
+                Activation::GeluTanh => x.gelu().unwrap(),
+            };
+            let on_device = |tensor: &Tensor| tensor.to_device(&device).unwrap();
+            let got = gated(&on_device(&gate), Some(&on_device(&up)), activation, dtype).unwrap();
+            assert_close("gated", &got, &(activate(&gate) * &up).unwrap(), rounding(dtype));
+            let alone = gated(&on_device(&gate), None, activation, dtype).unwrap();
+            assert_close("gated without up", &alone, &activate(&gate), rounding(dtype));
+
+            let both = noise.tensor(&[2, 3, 2 * 129], dtype);
+            let half = |first| both.narrow(2, first, 129).unwrap();
+            for input in [dtype, DType::F32] {
+                let got = gated_halves(&to_device(&both, &device, input), activation, dtype).unwrap();
+                assert_eq!(got.dtype(), dtype);
+                assert_close("gated_halves", &got, &(activate(&half(0)) * half(129)).unwrap(), rounding(dtype));
+            }
+        }
+    }
+}
+
+#[test]
+fn soft_cap_matches_candle() {
+    for (device, _) in devices().into_iter().filter(|(_, dtype)| *dtype == DType::F32) {
+        let x = Random(12).tensor(&[3, 513], DType::F32);
+        let want = ((&x / 5.0).unwrap().tanh().unwrap() * 5.0).unwrap();
+        assert_close("soft_cap", &soft_cap(&x.to_device(&device).unwrap(), 5.0).unwrap(), &want, 1e-6);
+    }
+}
+
+#[test(gpu)]
+fn clamped_swiglu_matches_its_reference() {
+    for (device, dtype) in gpu_with_dtypes() {
+        for shape in [[1, 1, 2], [3, 4, 64], [1, 5, 1026]] {
+            let x = Random(2).tensor(&shape, dtype);
+            let got = clamped_swiglu(&to_device(&x, &device, dtype), 7.0).unwrap();
+            assert_close("clamped_swiglu", &got, &clamped_swiglu(&x, 7.0).unwrap(), rounding(dtype));
+        }
+    }
+}
+
+#[test]
+fn clamped_swiglu_clamps_like_gpt_oss() {
+    // A gate of 9 is clamped to 7, and an up value of -8 is clamped to -7. The first output is 7·σ(7·1.702)·(-7 + 1).
+    // A gate of -20 is not clamped, because gates have no lower limit.
+    let x = Tensor::new(&[9f32, -8.0, -20.0, 3.0], &Device::Cpu).unwrap();
+    let got = values(&clamped_swiglu(&x, 7.0).unwrap());
+    let sigmoid = |x: f64| 1.0 / (1.0 + (-x).exp());
+    let want = [7.0 * sigmoid(7.0 * 1.702) * -6.0, -20.0 * sigmoid(-20.0 * 1.702) * 4.0];
+    for (got, want) in got.iter().zip(want) {
+        assert!((*got as f64 - want).abs() < 1e-5 * want.abs().max(1e-6), "got {got}, expected {want}");
+    }
+}
+
+#[test]
+fn clamped_swiglu_keeps_nan() {
+    for (device, dtype) in devices() {
+        let x = Tensor::new(&[f32::NAN, 1.0, 1.0, f32::NAN, 1.0, 1.0], &Device::Cpu).unwrap();
+        let got = values(&clamped_swiglu(&to_device(&x, &device, dtype), 7.0).unwrap());
+        assert!(got[0].is_nan() && got[1].is_nan() && got[2].is_finite(), "{got:?}");
+    }
+}
+
+#[test]
+fn bandwidth_is_measured_only_on_a_gpu() {
+    for (device, _) in devices() {
+        let bandwidth = bandwidth::measure(&device).unwrap();
+        assert_eq!(bandwidth.is_some(), device.is_cuda());
+        if let Some(bandwidth) = bandwidth {
+            println!("{bandwidth:?}");
+            // The range of 10 GB/s to 100 TB/s includes every GPU. A kernel that does nothing would exceed 100 TB/s.
+            let plausible = 1e10..1e14;
+            assert!(plausible.contains(&bandwidth.read_bytes_per_s) && plausible.contains(&bandwidth.copy_bytes_per_s));
+        }
+    }
+}
+
+#[test]
+fn embed_add_bias_and_copy_rows_match_candle() {
+    for (device, dtype) in devices() {
+        let mut noise = Random(10);
+        let (table, y) = (noise.tensor(&[50, 37], dtype), noise.tensor(&[9, 37], DType::F32));
+        let ids = Tensor::new(&[3u32, 49, 0, 3, 17], &Device::Cpu).unwrap();
+        let bias = noise.tensor(&[37], DType::F32);
+        let on_device = |tensor: &Tensor| tensor.to_device(&device).unwrap();
+        let got = embed(&to_device(&table, &device, dtype), &on_device(&ids), 1.5).unwrap();
+        assert_close("embed", &got, &(table.index_select(&ids, 0).unwrap() * 1.5).unwrap(), 0.0);
+        let got = add_bias(&on_device(&y), &on_device(&bias)).unwrap();
+        assert_close("add_bias", &got, &y.broadcast_add(&bias).unwrap(), 0.0);
+        let (to, from) = (to_device(&table, &device, dtype), to_device(&y.narrow(0, 2, 4).unwrap(), &device, dtype));
+        copy_rows(&to, &from, 45).unwrap();
+        assert_eq!(values(&to.narrow(0, 45, 4).unwrap()), values(&from));
+        assert_close("rows before", &to.narrow(0, 0, 45).unwrap(), &table.narrow(0, 0, 45).unwrap(), 0.0);
+        assert_close("rows after", &to.narrow(0, 49, 1).unwrap(), &table.narrow(0, 49, 1).unwrap(), 0.0);
+        assert!(copy_rows(&to, &from, 47).is_err());
+    }
+}
