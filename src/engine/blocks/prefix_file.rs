@@ -85,7 +85,7 @@ pub fn save(path: &Path, ids: &[u32], fingerprint: &str, runner: &Runner, blocks
 /// Returns the number of tokens in the prefix.
 ///
 /// Returns 0 if the file has another fingerprint, or if the cache has too few free blocks.
-/// Fails if the content is damaged, or if a rank cannot copy it.
+/// Fails if the content is damaged.
 pub fn load(
     path: &Path,
     bytes: Vec<u8>,
@@ -93,12 +93,12 @@ pub fn load(
     runner: &Runner,
     blocks: &mut BlockManager,
 ) -> Result<usize> {
-    let failed = || format!("cannot load {}", path.display());
-    let (_, metadata) = SafeTensors::read_metadata(&bytes).with_context(failed)?;
+    let damaged = || format!("{} is damaged", path.display());
+    let (_, metadata) = SafeTensors::read_metadata(&bytes).with_context(damaged)?;
     if metadata.metadata().as_ref().and_then(|metadata| metadata.get(FINGERPRINT)).is_none_or(|f| f != fingerprint) {
         return Ok(0);
     }
-    add(bytes.into(), runner, blocks).with_context(failed)
+    add(bytes.into(), runner, blocks).with_context(damaged)
 }
 
 fn add(bytes: Arc<[u8]>, runner: &Runner, blocks: &mut BlockManager) -> Result<usize> {
