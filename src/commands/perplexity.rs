@@ -25,7 +25,7 @@ const KL_TOKENS: usize = 512;
 /// Measure how well a model predicts a text
 #[derive(clap::Args)]
 pub struct Args {
-    /// Name or directory of a model
+    /// Name, directory or GGUF file of a model
     model: String,
     /// UTF-8 text file; text longer than the context is split into overlapping windows
     #[arg(long, value_name = "PATH")]

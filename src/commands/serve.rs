@@ -37,7 +37,7 @@ const END_TIMEOUT: Duration = Duration::from_secs(1);
 /// Serve a model over HTTP with OpenAI's API
 #[derive(clap::Args)]
 pub struct Args {
-    /// Name or directory of a model; `demo` is built in
+    /// Name, directory or GGUF file of a model; `demo` is built in
     model: String,
     /// Address to listen on; any address other than localhost requires an API key
     #[arg(long, default_value = "127.0.0.1", value_name = "ADDRESS")]

@@ -201,9 +201,10 @@ impl<'a> Remote<'a> {
             let length = if response.status().is_redirection() { None } else { text("content-length") };
             let bytes = text("x-linked-size").or(length).and_then(|bytes| bytes.parse().ok());
             let bytes = bytes.filter(|bytes| *bytes <= MAX_FILE_BYTES);
-            let (true, Some(bytes)) = (names::is_etag(etag), bytes) else {
-                bail!("the hub sent no valid size and etag for {} (etag {})", quote(name), quote(etag));
-            };
+            if !names::is_etag(etag) {
+                bail!("the hub sent no valid etag for {}: {}", quote(name), quote(etag));
+            }
+            let Some(bytes) = bytes else { bail!("the hub sent no valid size for {}", quote(name)) };
             return Ok(RemoteFile { name: name.to_string(), bytes: Some(bytes), etag: Some(etag.to_string()) });
         }
         Err(self.permanent_error(format!("the hub redirects {} more than {MAX_REDIRECTS} times", quote(name))))

@@ -254,7 +254,7 @@ fn assert_fails_usage(output: &Output) {
 }
 
 #[test]
-fn json_lines_arrive_while_the_answer_streams() {
+fn jsonl_events_add_up_to_the_whole_answer() {
     let home = TempDir::new().unwrap();
     let args = ["play", "demo", "--device", "cpu", "--prompt", "How do I list my models?", "--temperature", "0"];
     let whole = json(&inferno(&home).args(args).arg("--json").output().unwrap());

@@ -193,7 +193,7 @@ fn a_killed_conversation_is_resumed_with_every_finished_turn() {
 }
 
 #[test]
-fn inferno_nohistory_keeps_everything_off_the_disk() {
+fn inferno_nohistory_creates_no_state_folder() {
     let home = TempDir::new().unwrap();
     let mut chat = play_with(&home, &["demo", "--device", "cpu"], &[("INFERNO_NOHISTORY", "1")]);
     prompt(&mut chat);

@@ -143,7 +143,7 @@ fn single_requests_can_be_deterministic() {
 }
 
 #[test]
-fn unsupported_options_are_refused() {
+fn deterministic_engine_refuses_chunks_of_63_tokens() {
     let error = demo().chunk(63).load().map(|_| ()).unwrap_err();
     assert!(error.to_string().contains("chunks of at least 64 tokens"), "{error}");
 }

@@ -153,7 +153,7 @@ fn logprobs_of_a_batch_belong_to_their_requests() {
 }
 
 #[test]
-fn a_stop_token_id_is_not_part_of_the_answer() {
+fn a_stop_token_id_ends_the_answer() {
     let engine = demo(1024);
     let ask = |stop_token_ids| {
         let options = GenerateOptions { stop_token_ids, max_tokens: Some(100), ..greedy() };

@@ -316,7 +316,7 @@ fn rename_all(tensors: HashMap<String, Tensor>, rename: impl Fn(&str) -> String)
 }
 
 #[test]
-fn gpt2_loads_with_and_without_its_prefix() {
+fn gpt2_loads_with_the_transformer_prefix() {
     assert_same_model("gpt2", &config("gpt2"), |tensors| rename_all(tensors, |name| format!("transformer.{name}")));
 }
 

@@ -20,7 +20,7 @@ use libtest_mimic::{Arguments, Completion, Failed, Trial};
 
 use crate::support::program::{can_mount, libraries_are_loaded_on_demand};
 
-/// A test registered by `#[test]`.
+/// A test registered by this project's own attribute `#[test]` (`tests/macros`).
 #[derive(Clone)]
 pub struct Test {
     /// The full path: crate, modules and function, joined with `::`.

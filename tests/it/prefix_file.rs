@@ -65,7 +65,7 @@ fn a_saved_prefix_needs_no_prefill_on_a_gpu() {
 }
 
 #[test]
-fn a_prefix_of_another_model_is_ignored_and_a_damaged_one_is_an_error() {
+fn unusable_prefixes_are_ignored_and_damaged_ones_are_errors() {
     let folder = tempdir().unwrap();
     let path = folder.path().join("a.kv");
     let engine = demo(512);
@@ -151,7 +151,7 @@ fn a_prefix_saved_by_any_number_of_ranks_continues_on_any_other_number() {
 }
 
 #[test]
-fn several_ranks_ignore_the_prefix_of_another_model_and_reject_a_damaged_one() {
+fn several_ranks_ignore_unusable_prefixes_and_reject_damaged_ones() {
     let folder = tempdir().unwrap();
     let path = folder.path().join("a.kv");
     for (ranks, split) in SPLITS {

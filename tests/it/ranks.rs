@@ -304,7 +304,7 @@ fn layers_are_divided_among_no_more_ranks_than_there_are_layers() {
 }
 
 #[test]
-fn several_answers_to_one_prompt_share_its_blocks_on_all_ranks() {
+fn several_answers_on_two_ranks_equal_those_of_one() {
     let answers = |builder: EngineBuilder| {
         let engine = builder.load().unwrap();
         let prompt = engine.random_tokens(3, 100);

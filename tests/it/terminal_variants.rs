@@ -72,7 +72,7 @@ fn folding_and_unfolding_reasoning_changes_no_words() {
 }
 
 #[test]
-fn resizing_the_window_during_an_answer_loses_nothing() {
+fn resizing_during_an_answer_keeps_its_last_words() {
     let home = TempDir::new().unwrap();
     let plain = words_without_disturbance(&home);
     let mut chat = Screen::chat(&home, &LONG);
@@ -143,7 +143,7 @@ fn no_color_and_plain_show_the_answer_as_written() {
 }
 
 #[test]
-fn the_c_locale_changes_nothing() {
+fn non_ascii_input_works_in_the_c_locale() {
     let home = TempDir::new().unwrap();
     let mut chat = Screen::new(&home, &DEMO, &[("LC_ALL", "C"), ("LANG", "C")]);
     chat.wait(">>> ");

@@ -27,7 +27,7 @@ use serving::{Lengths, Load, Serving};
 /// Measure how fast a model runs
 #[derive(clap::Args)]
 pub struct Args {
-    /// Name or directory of a model
+    /// Name, directory or GGUF file of a model
     model: String,
     /// Prompt lengths to measure; 0 for none. Time to first token is also measured for 1 and 512 tokens
     #[arg(short, long, value_delimiter = ',', default_value = "512", value_name = "TOKENS")]

@@ -32,7 +32,7 @@ const LOCAL_FLAGS: [&str; 13] = [
 /// Chat with a model, or get one answer with --prompt
 #[derive(clap::Args)]
 pub struct Args {
-    /// Name or directory of a model; `demo` is built in [default: choose from a list]
+    /// Name, directory or GGUF file of a model; `demo` is built in [default: choose from a list]
     pub model: Option<String>,
     /// URL of a server with OpenAI's API, such as http://127.0.0.1:8000; the chat then uses a model on this server
     #[arg(long, value_name = "URL", conflicts_with_all = LOCAL_FLAGS)]

@@ -20,7 +20,7 @@ use source::Source;
 /// Describe a model and the memory it needs, without loading it
 #[derive(clap::Args)]
 pub struct Args {
-    /// Name or directory of a model
+    /// Name, directory or GGUF file of a model
     model: String,
     /// Branch, tag or commit of the model
     #[arg(long, value_name = "REV")]

@@ -9,7 +9,7 @@
 //   grid: at most one block per multiprocessor
 //   block: at most 24 warps, or 16 with quantized weights
 //   bytes moved: the weight
-// Each unit is one row of the weight.
+// Each warp multiplies one row of the weight at a time. One row is one unit of a DenseStream or QuantizedStream.
 #include "decode/dense_matvec.cuh"
 #include "decode/quantized_matvec.cuh"
 #include "headers/pdl.cuh"

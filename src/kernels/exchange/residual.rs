@@ -1,7 +1,9 @@
 //! Updates of the residual stream (`exchange.cu`).
 //!
-//! If partial results are not rounded, or with two ranks and few rows, each rank computes all rows
-//! (`exchange_add_norm_all`). Otherwise, each rank computes its own rows and sends their norms (`exchange_add_norm`).
+//! - `exchange_add_norm_all`: each rank computes all rows. It runs if the partial results are not rounded to bf16,
+//!   and if the world has two ranks and few rows. x must be complete on each rank.
+//! - `exchange_add_norm`: each rank computes its own rows and sends the normalized rows to the other ranks.
+//!   It runs in all other cases in which the partial results are rounded to bf16.
 
 use std::ops::Range;
 

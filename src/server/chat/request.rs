@@ -121,7 +121,7 @@ pub fn read_reasoning(fields: &mut Fields) -> Result<(ReasoningEffort, bool), Ap
         _ => return Err(ApiError::invalid(field, "expected minimal, low, medium, high, xhigh or max")),
     };
     if served.to_string() != effort {
-        fields.ignore(format!("{field} ({effort} as {served})"));
+        fields.ignore(format!("{field} ({effort} is treated as {served})"));
     }
     Ok((served, shows_reasoning))
 }

@@ -135,8 +135,9 @@ impl Choice {
         let mut out = Pieces::default();
         let (deltas, summary) = match event {
             Event::Token { id, deltas, logprobs } => {
-                // A control token without text is a boundary of a message or of its header.
-                // Drop the pending tokens, which belong to the header and not to the answer's text.
+                // In Harmony, a control token without text is a boundary of a message or of its header.
+                // In other formats, it is a tag, or a token that the parser drops.
+                // Drop the pending tokens, because the header or tag is not part of the answer's text.
                 if deltas.is_empty() && tokenizer.is_control(id) && !self.keeps_all_tokens {
                     self.pending.clear();
                 } else {

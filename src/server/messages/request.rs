@@ -182,7 +182,7 @@ fn read_output_config(fields: &mut Fields) -> Result<(Option<ReasoningEffort>, O
         Some("medium") => Some(ReasoningEffort::Medium),
         Some("high") => Some(ReasoningEffort::High),
         Some(effort @ ("xhigh" | "max")) => {
-            fields.ignore(format!("output_config.effort ({effort} as high)"));
+            fields.ignore(format!("output_config.effort ({effort} is treated as high)"));
             Some(ReasoningEffort::High)
         }
         Some(_) => return Err(config.invalid("effort", "expected low, medium, high, xhigh or max")),

@@ -158,7 +158,7 @@ fn read_think(fields: &mut Fields) -> Result<(ReasoningEffort, bool), ApiError> 
             Ok((ReasoningEffort::Low, false))
         }
         Some((_, Some("max"))) => {
-            fields.ignore("think (max as high)".to_string());
+            fields.ignore("think (max is treated as high)".to_string());
             Ok((ReasoningEffort::High, true))
         }
         Some((_, text)) => match text.unwrap_or_default().parse() {

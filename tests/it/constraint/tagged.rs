@@ -111,7 +111,7 @@ fn required_tools_need_a_format_with_tags() {
 /// If the vocabulary has tool call tokens that inferno cannot constrain, strict tools are refused.
 /// Strict tools are allowed if the vocabulary has no tool call tokens. Tools that are not strict are allowed.
 #[test]
-fn strict_tools_need_a_format_with_tags() {
+fn strict_tools_are_refused_with_unsupported_tool_tokens() {
     let schema = || Grammar { name: "schema".to_string(), kind: GrammarKind::JsonSchema(schema()) };
     for (token, is_strict, is_refused) in [
         ("[TOOL_CALLS]", true, true),

@@ -257,7 +257,7 @@ fn suggested_commands_are_safe_to_paste() {
 }
 
 #[test]
-fn token_is_sent_over_https_or_to_this_machine_only() {
+fn token_is_not_sent_over_http_to_other_machines() {
     let fake = FakeHub::single();
     let run = |endpoint: &str, args: &[&str]| {
         let home = TempDir::new().unwrap();

@@ -68,7 +68,7 @@ fn many_processes_repair_a_damaged_demo() {
 }
 
 #[test]
-fn file_of_the_right_size_is_repaired_in_place() {
+fn corrupt_demo_file_is_replaced_and_others_stay_untouched() {
     let machine = Machine::new("http://127.0.0.1:1".into());
     let demo = machine.hub().find("demo", None).unwrap().path;
     let other = fs::metadata(demo.join("config.json")).unwrap().modified().unwrap();

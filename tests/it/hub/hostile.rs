@@ -89,7 +89,7 @@ fn server_that_sends_one_byte_per_connection_is_given_up() {
 }
 
 #[test]
-fn silent_server_is_given_up_after_the_timeout() {
+fn stalled_transfer_is_retried_after_the_timeout() {
     let start = Instant::now();
     // The fake hub responds within 200 ms even on a busy machine.
     let stall_timeout = Duration::from_millis(200);

@@ -235,7 +235,7 @@ fn pathological_markdown_is_laid_out_in_time() {
 }
 
 #[test]
-fn finished_lines_are_never_written_again() {
+fn redrawing_while_streaming_keeps_the_output_small() {
     let out = String::from_utf8(written(ORDINARY, 1, SIZE)).unwrap();
     // Only the unfinished Markdown block is redrawn, so the output stays small.
     assert!(out.len() < 30 * ORDINARY.len(), "{} bytes of output for {} bytes of Markdown", out.len(), ORDINARY.len());

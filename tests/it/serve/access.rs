@@ -118,7 +118,7 @@ fn keys_come_from_files_and_the_environment() {
 }
 
 #[test]
-fn other_addresses_get_a_key_unless_it_is_turned_off() {
+fn a_server_on_all_addresses_prints_a_new_key() {
     // A server that listens on 0.0.0.0 may be reachable from other machines, so it must require a key.
     let home = TempDir::new().unwrap();
     let mut command = inferno(&home);

@@ -100,7 +100,7 @@ fn the_header_works_on_all_routes() {
 }
 
 #[test]
-fn all_answers_of_a_deterministic_server_say_so() {
+fn a_plain_answer_of_a_deterministic_server_says_so() {
     let server = Server::start(&["--deterministic"]);
     let (ordinary, fingerprint) = answer(&server.post("/v1/chat/completions", &question(0)));
     assert!(fingerprint.ends_with(SUFFIX), "{fingerprint}");

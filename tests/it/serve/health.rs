@@ -99,7 +99,7 @@ fn invalid_arguments_are_usage_errors() {
 }
 
 #[test]
-fn all_counters_exist_from_the_start() {
+fn counters_of_a_new_server_are_zero() {
     let server = Server::start(&[]);
     let text = server.get("/metrics").text();
     for series in [

@@ -146,7 +146,7 @@ fn a_second_signal_ends_the_server_at_once() {
 }
 
 #[test]
-fn idle_connections_close_when_the_server_ends() {
+fn idle_connections_do_not_keep_the_server_running() {
     let mut server = Server::start(&["--header-timeout", "1000"]);
     let _idle: Vec<TcpStream> = (0..20).map(|_| server.connect()).collect();
     server.signal(Signal::SIGTERM);
@@ -168,7 +168,7 @@ fn an_idle_connection_stays_open_for_longer_than_routers_keep_it() {
 const TRACEPARENT: &str = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01";
 
 #[test]
-fn the_log_has_one_line_for_each_generation_request_without_its_content() {
+fn the_log_shows_requests_but_not_their_content() {
     let server = Server::start(&["--log-format", "json"]);
     let messages = json!([{ "role": "user", "content": "secret-question" }]);
     server.chat(json!({ "messages": messages, "max_tokens": 9, "stream": true })).events();

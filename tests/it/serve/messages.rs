@@ -257,7 +257,7 @@ fn fields_are_honored_refused_or_named() {
         "service_tier",
         "cache_control",
         "thinking.budget_tokens (5000 as medium)",
-        "output_config.effort (max as high)",
+        "output_config.effort (max is treated as high)",
         "tools[] (web_search_20250305)",
         "messages[].content[].cache_control",
         "messages[].content[] (redacted_thinking)",

@@ -319,7 +319,7 @@ fn token_is_sent_only_to_the_endpoint() {
 }
 
 #[test]
-fn repository_without_supported_weights_is_an_error() {
+fn repository_without_supported_weights_is_shown_with_reasons() {
     let fake = FakeHub::start(&[("pytorch_model.bin", b"pickle")]);
     let table = text(&remote(&fake, &[]).stdout);
     assert!(table.contains("no config.json") && table.contains("neither safetensors weights"), "{table}");

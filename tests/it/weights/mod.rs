@@ -465,7 +465,7 @@ fn take_middle_tensor<T: Target>(target: T, spoil: impl FnOnce(PathBuf) + Send +
 }
 
 #[test]
-fn failures_are_errors_that_name_the_tensor() {
+fn read_ahead_failures_and_panics_become_errors() {
     let host = Host::default();
     let error = take_middle_tensor(Host { limit: Some(39), ..host.clone() }, |_| ());
     assert!(error.contains("cannot allocate tensor ") && error.contains("out of memory"), "{error}");
