@@ -35,7 +35,8 @@ pub trait Exchange: Any + fmt::Debug + Send + Sync {
     /// Like [`sum`](Self::sum), but may round each rank's `x` and the sum to bf16, to send half as many bytes.
     fn sum_rounded(&self, x: &Tensor) -> Result<Tensor>;
 
-    /// Computes a [`ResidualUpdate`], for [`World::add_partials`](super::World::add_partials). Returns `None` if the update is not supported.
+    /// Computes a [`ResidualUpdate`], for [`World::add_partials`](super::World::add_partials).
+    /// Returns `None` if the update is not supported.
     /// If `rounds` is true, rounds y to bf16, and may round the normalized x' to bf16.
     fn add_partials(&self, update: &ResidualUpdate, rounds: bool) -> Result<Option<UpdatedResidual>>;
 
@@ -78,7 +79,8 @@ pub struct ResidualUpdate<'t> {
 pub struct UpdatedResidual {
     /// x', f32 `[rows, hidden]`.
     pub x: Tensor,
-    /// Whether x' is valid only in the rows that this rank computed. If so, [`World::gather_rows`](super::World::gather_rows) returns all rows.
+    /// Whether x' is valid only in the rows that this rank computed.
+    /// If so, [`World::gather_rows`](super::World::gather_rows) returns all rows.
     pub is_divided: bool,
     /// The normalized x', `[rows, hidden]`, the same on all ranks.
     pub normed: Tensor,

@@ -213,7 +213,7 @@ impl Attention {
             return Ok(PartialOutput { rows: PartialRows::Summed(rows), bias: self.o_proj.bias.as_ref() });
         }
         let y = pass.select(needed, &self.attend(x, layer, pass, cache)?)?;
-        self.o_proj.forward_part(&y, pass.sum_order(), dtype)
+        self.o_proj.forward_partial(&y, pass.sum_order(), dtype)
     }
 
     /// Returns the attention output of the heads of this rank, `[tokens, heads * head_dim]`.

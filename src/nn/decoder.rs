@@ -307,8 +307,8 @@ impl Decoder {
                 known.push(kind);
                 let (out, _) = linear.weight.dims();
                 let is_rounded = |tokens| is_part && self.layer_world.rounds(tokens * out);
-                let part_dtype = |tokens| if is_rounded(tokens) { PartialDtype::Rounded } else { PartialDtype::F32 };
-                linear.load_kernels(tokens, self.dtype, part_dtype)
+                let partial_dtype = |tokens| if is_rounded(tokens) { PartialDtype::Rounded } else { PartialDtype::F32 };
+                linear.load_kernels(tokens, self.dtype, partial_dtype)
             };
             for layer in &self.layers {
                 load(&layer.self_attn.qkv_proj, false)?;

@@ -32,7 +32,7 @@ impl DecoderLayer {
         needed: LogitRows,
     ) -> Result<()> {
         let normed = residual.norm(&self.attention_norm, self.self_attn.dtype())?;
-        let dtype = residual.part_dtype(pass.row_count(needed))?;
+        let dtype = residual.partial_dtype(pass.row_count(needed))?;
         let output = self.self_attn.forward(&normed, index, pass, cache, needed, dtype)?;
         residual.select(pass, needed)?;
         residual.add(output, self.attention_post_norm.as_ref())?;

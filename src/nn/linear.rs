@@ -94,7 +94,12 @@ impl Linear {
 
     /// Maps x `[tokens, in]` to this rank's part of x·Wᵀ, `[tokens, out]`. Each rank holds some columns of x and W.
     /// The result includes the bias as a separate vector, which is not yet added.
-    pub(super) fn forward_part(&self, x: &Tensor, order: SumOrder, dtype: PartialDtype) -> Result<PartialOutput<'_>> {
+    pub(super) fn forward_partial(
+        &self,
+        x: &Tensor,
+        order: SumOrder,
+        dtype: PartialDtype,
+    ) -> Result<PartialOutput<'_>> {
         let rows = match dtype {
             PartialDtype::F32 => self.weight.matmul(x, order)?,
             PartialDtype::Rounded => self.weight.matmul_rounded(x, order)?,
@@ -104,13 +109,13 @@ impl Linear {
 
     /// Runs the product with zeros for each size class of up to `tokens` tokens, so that its kernels are loaded.
     /// Dense weights have inputs of their own dtype, and quantized weights have inputs of dtype `dtype`.
-    /// `part_dtype` returns the dtype of the product for a number of tokens.
+    /// `partial_dtype` returns the dtype of the product for a number of tokens.
     #[cfg(feature = "cuda")]
     pub(super) fn load_kernels(
         &self,
         tokens: usize,
         dtype: DType,
-        part_dtype: impl Fn(usize) -> PartialDtype,
+        partial_dtype: impl Fn(usize) -> PartialDtype,
     ) -> Result<()> {
         let dtype = match &self.weight {
             Matrix::Dense(weight) => weight.dtype(),
@@ -124,7 +129,7 @@ impl Linear {
             // The largest class can exceed `tokens`, but memory is planned only for `tokens` tokens.
             let tokens = class.min(tokens);
             let x = Tensor::zeros((tokens, columns), dtype, self.weight.device())?;
-            self.forward_part(&x, SumOrder::Fastest, part_dtype(tokens))?;
+            self.forward_partial(&x, SumOrder::Fastest, partial_dtype(tokens))?;
         }
         Ok(())
     }

@@ -164,7 +164,7 @@ impl GatedMlp {
             0 => gate_up,
             _ => gated_halves(&gate_up, self.activation, self.dtype)?,
         };
-        self.down_proj.forward_part(&gated, order, dtype)
+        self.down_proj.forward_partial(&gated, order, dtype)
     }
 }
 
@@ -201,7 +201,7 @@ impl PlainMlp {
             0 => x,
             _ => gated(&x, None, self.activation, self.dtype)?,
         };
-        self.proj.forward_part(&activated, order, dtype)
+        self.proj.forward_partial(&activated, order, dtype)
     }
 }
 

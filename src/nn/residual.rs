@@ -86,7 +86,7 @@ impl<'l> Residual<'l> {
     }
 
     /// Returns the dtype for this rank's part of an output with `rows` rows.
-    pub fn part_dtype(&self, rows: usize) -> Result<PartialDtype> {
+    pub fn partial_dtype(&self, rows: usize) -> Result<PartialDtype> {
         Ok(if self.world.rounds(rows * self.x.dim(1)?) { PartialDtype::Rounded } else { PartialDtype::F32 })
     }
 
@@ -136,7 +136,7 @@ impl<'l> Residual<'l> {
             #[cfg(feature = "cuda")]
             (PartialRows::PerExpert(outputs), None) if self.world.size() == 1 => Pending::PerExpert(outputs),
             (rows, post_norm) => {
-                let rows = rows.summed(self.part_dtype(self.x.dim(0)?)?)?;
+                let rows = rows.summed(self.partial_dtype(self.x.dim(0)?)?)?;
                 match post_norm {
                     None => Pending::Part(rows, output.bias),
                     Some(post_norm) => Pending::Whole(post_norm.forward(&self.sum(&rows, output.bias)?)?),

@@ -255,7 +255,7 @@ impl Inventory {
     }
 
     /// Returns the sizes in memory of the layers, the head and the other tensors of a model with `layers` layers.
-    pub fn part_bytes(&self, layers: usize, dtype: DType) -> ModelBytes {
+    pub fn model_bytes(&self, layers: usize, dtype: DType) -> ModelBytes {
         let mut parts = ModelBytes { layers: vec![0; layers], ..ModelBytes::default() };
         for tensor in &self.tensors {
             let part = match tensor.layer().and_then(|layer| parts.layers.get_mut(layer)) {

@@ -164,7 +164,7 @@ impl MemoryPlan {
                 let kv_heads: Vec<_> = layers.iter().map(|layer| layer.kv_heads).collect();
                 (1..=MAX_RANKS).map(|ranks| inventory.rank_parts(&kv_heads, ranks, dtype)).collect()
             },
-            parts: inventory.part_bytes(layers.len(), dtype),
+            parts: inventory.model_bytes(layers.len(), dtype),
             loading_bytes: if device_kind == DeviceKind::Gpu { inventory.largest_expert_layer(dtype) } else { 0 },
             unpacked_bytes: if device_kind == DeviceKind::Gpu { inventory.unpacked_expert_layer(dtype) } else { 0 },
             workspace_bytes_per_token: MIN_WORKSPACE_BYTES_PER_TOKEN,

@@ -112,7 +112,7 @@ pub struct ScoredPrompt {
     pub logprobs: Vec<TokenLogprobs>,
 }
 
-/// The token counts of an answer in progress.
+/// The token counts and the time to first token of an answer in progress.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct AnswerProgress {
     pub prompt_tokens: usize,
@@ -254,8 +254,8 @@ impl RequestStream {
         self.output.violations()
     }
 
-    /// Returns the token counts so far.
-    pub fn counts(&self) -> AnswerProgress {
+    /// Returns the token counts and the time to first token so far.
+    pub fn progress(&self) -> AnswerProgress {
         AnswerProgress {
             prompt_tokens: self.prompt_tokens,
             cached_tokens: self.cached_tokens,

@@ -1,9 +1,9 @@
 //! Updates of the residual stream (`exchange.cu`).
 //!
-//! - `exchange_add_norm_all`: each rank computes all rows. It runs if the partial results are not rounded to bf16,
-//!   and if the world has two ranks and few rows. x must be complete on each rank.
-//! - `exchange_add_norm`: each rank computes its own rows and sends the normalized rows to the other ranks.
-//!   It runs in all other cases in which the partial results are rounded to bf16.
+//! - In `exchange_add_norm_all`, each rank computes all rows, so each rank needs all rows of x.
+//!   This kernel runs if the partial results are not rounded to bf16. It also runs with two ranks and few rows.
+//! - In `exchange_add_norm`, each rank computes its own rows and sends the normalized rows to the other ranks.
+//!   This kernel runs in all other cases.
 
 use std::ops::Range;
 

@@ -56,8 +56,9 @@ pub fn dequantize(device: &CudaDevice, matrix: &QuantizedMatrix, dtype: DType) -
     Ok(out)
 }
 
-/// Looks up the embedding rows `ids`, u32 `[tokens]`, and multiplies each row by `scale`. Returns f32 `[tokens, columns]`.
+/// Looks up the embedding rows `ids` and multiplies each row by `scale`. Returns f32 `[tokens, columns]`.
 ///
+/// `ids` are u32 `[tokens]`.
 /// The caller guarantees that every id is a valid row index.
 pub fn embed(device: &CudaDevice, matrix: &QuantizedMatrix, ids: &Tensor, scale: f32) -> Result<Tensor> {
     let (tokens, (_, columns)) = (ids.dims1()?, matrix.dims());

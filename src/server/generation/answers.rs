@@ -80,7 +80,7 @@ pub struct Submission {
     pub prompt_field: &'static str,
 }
 
-/// Submits the requests to the engine. Fails with status 429 if the queue is too full for all answers of the submission.
+/// Submits the requests to the engine. Fails with status 429 if the queue has no room for all answers.
 pub async fn submit(server: &Arc<Server>, log: Arc<RequestLog>, submission: Submission) -> Result<Answers, ApiError> {
     let engine = server.open_engine()?.clone();
     let submitted = Instant::now();
@@ -292,10 +292,10 @@ impl Answers {
         for answers in self.answers.chunks_mut(self.per_prompt) {
             let Some(request) = answers.first().and_then(|answer| answer.stream.record()).cloned() else { return };
             let take = |answer: &mut Answer| {
-                let counts = answer.stream.counts();
+                let progress = answer.stream.progress();
                 let finish = finish_name(answer.finish, failure.is_some(), is_canceled);
                 let recorded = std::mem::take(&mut answer.recorded);
-                let (cached_tokens, ttft_s) = (counts.cached_tokens, counts.ttft_s);
+                let (cached_tokens, ttft_s) = (progress.cached_tokens, progress.ttft_s);
                 RecordedAnswer { finish: finish.to_string(), cached_tokens, ttft_s, ..recorded }
             };
             let answers = answers.iter_mut().map(take).collect();
@@ -309,12 +309,12 @@ impl Answers {
     pub fn usage(&self) -> Usage {
         let (mut prompt_tokens, mut cached_tokens, mut completion_tokens, mut reasoning_tokens) = (0, 0, 0, 0);
         for (index, answer) in self.answers.iter().enumerate() {
-            let counts = answer.stream.counts();
+            let progress = answer.stream.progress();
             if index % self.per_prompt == 0 {
-                prompt_tokens += counts.prompt_tokens;
-                cached_tokens += counts.cached_tokens;
+                prompt_tokens += progress.prompt_tokens;
+                cached_tokens += progress.cached_tokens;
             }
-            completion_tokens += counts.completion_tokens;
+            completion_tokens += progress.completion_tokens;
             reasoning_tokens += answer.choice.reasoning_tokens();
         }
         Usage::new(prompt_tokens, cached_tokens, completion_tokens, reasoning_tokens)
@@ -327,14 +327,14 @@ impl Drop for Answers {
         let metrics = &self.server.metrics;
         metrics.times.end_to_end.observe(self.submitted.elapsed().as_secs_f64());
         for (index, answer) in self.answers.iter().enumerate() {
-            let counts = answer.stream.counts();
+            let progress = answer.stream.progress();
             if index % self.per_prompt == 0 {
-                metrics.count_prompt(counts.prompt_tokens, counts.cached_tokens);
+                metrics.count_prompt(progress.prompt_tokens, progress.cached_tokens);
             }
-            metrics.sizes.generation_tokens.observe(counts.completion_tokens as f64);
+            metrics.sizes.generation_tokens.observe(progress.completion_tokens as f64);
             metrics.count_violations(&answer.stream.violations());
         }
-        let longest = self.answers.iter().map(|answer| answer.stream.counts().completion_tokens).max();
+        let longest = self.answers.iter().map(|answer| answer.stream.progress().completion_tokens).max();
         metrics.sizes.max_generation_tokens.observe(longest.unwrap_or(0) as f64);
         let has_ended = self.answers.iter().all(|answer| answer.summary.is_some());
         // All answers share one log line, with the finish reason of the first answer or the reason for an early end.
@@ -348,7 +348,7 @@ impl Drop for Answers {
             prompt_tokens: usage.prompt_tokens,
             cached_tokens: usage.prompt_tokens_details.cached_tokens,
             completion_tokens: usage.completion_tokens,
-            ttft_s: self.answers.first().map_or(0.0, |answer| answer.stream.counts().ttft_s),
+            ttft_s: self.answers.first().map_or(0.0, |answer| answer.stream.progress().ttft_s),
             is_stream: self.is_stream,
             finish,
         });
