@@ -1,7 +1,6 @@
 //! Opens NVIDIA GPUs and queries their memory.
 
 use std::ptr;
-use std::sync::{Mutex, MutexGuard};
 
 use anyhow::{Context, Result};
 use candle_core::Device;
@@ -12,12 +11,6 @@ use super::info::DeviceInfo;
 use super::{libraries, stream_memory};
 use crate::error::Error;
 use crate::text::plain_cuda_errors;
-
-/// Acquires the lock that prevents devices from being opened during a graph capture.
-pub fn capture_lock() -> MutexGuard<'static, ()> {
-    static LOCK: Mutex<()> = Mutex::new(());
-    LOCK.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
-}
 
 /// Opens GPU `ordinal`. Fails with [`Error::NoGpu`] if one of NVIDIA's libraries, the driver or the GPU is missing.
 pub fn open(ordinal: usize) -> Result<Device> {
@@ -32,7 +25,6 @@ pub fn open(ordinal: usize) -> Result<Device> {
         let reason = format!("GPU {ordinal} does not exist (visible GPUs: {count})");
         return Err(Error::no_gpu(reason, "list the GPUs: nvidia-smi").into());
     }
-    let _lock = capture_lock();
     let device = CudaDevice::new_with_stream(ordinal).with_context(|| format!("cannot open GPU {ordinal}"))?;
     // SAFETY: candle uses and frees all tensors of this device on one stream.
     // `kernels::upload` copies on a second stream and records its own events.

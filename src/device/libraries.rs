@@ -23,7 +23,7 @@ use std::sync::atomic::{AtomicPtr, Ordering};
 
 use libloading::Library;
 
-use super::stream_memory;
+use super::{capture, stream_memory};
 
 /// The address of a library function. Before [`load`] has set it, the address of [`called_before_load`].
 type Address = AtomicPtr<c_void>;
@@ -48,21 +48,30 @@ const SINCE_CUDA_12_8: &str = "cuEventElapsedTime_v2";
 /// Loads the libraries on the first call. Later calls return the first call's result.
 pub fn load() -> Result<(), &'static LoadError> {
     static LOADED: OnceLock<Result<(), LoadError>> = OnceLock::new();
-    let load_all = || LIBRARIES.iter().try_for_each(load_library).map(|()| replace_allocator());
+    let load_all = || LIBRARIES.iter().try_for_each(load_library).map(|()| replace_functions());
     LOADED.get_or_init(load_all).as_ref().copied()
 }
 
-/// Replaces the driver's allocator and `cuStreamDestroy_v2` by functions of [`stream_memory`].
-fn replace_allocator() {
-    use addresses::{cuMemAllocAsync, cuMemFreeAsync, cuStreamDestroy_v2};
-    let driver = |function: &Address| function.load(Ordering::Acquire);
+/// Replaces the driver's allocator and `cuStreamDestroy_v2` by functions of [`stream_memory`],
+/// and the functions that wait for all work of a GPU by functions of [`capture`].
+fn replace_functions() {
+    use addresses::{cuCtxSynchronize, cuMemAllocAsync, cuMemFreeAsync, cuStreamDestroy_v2};
+    use addresses::{cublasCreate_v2, cublasDestroy_v2};
+    let loaded = |function: &Address| function.load(Ordering::Acquire);
+    let replace = |function: &Address, by| function.store(by, Ordering::Release);
     // SAFETY: `load_library` has stored the addresses of the driver functions that `replace` takes.
-    let by = unsafe {
-        stream_memory::replace(driver(&cuMemAllocAsync), driver(&cuMemFreeAsync), driver(&cuStreamDestroy_v2))
+    let memory = unsafe {
+        stream_memory::replace(loaded(&cuMemAllocAsync), loaded(&cuMemFreeAsync), loaded(&cuStreamDestroy_v2))
     };
-    cuMemAllocAsync.store(by.allocate, Ordering::Release);
-    cuMemFreeAsync.store(by.free, Ordering::Release);
-    cuStreamDestroy_v2.store(by.destroy_stream, Ordering::Release);
+    replace(&cuMemAllocAsync, memory.allocate);
+    replace(&cuMemFreeAsync, memory.free);
+    replace(&cuStreamDestroy_v2, memory.destroy_stream);
+    // SAFETY: `load_library` has stored the addresses of the functions that `replace` takes.
+    let waits =
+        unsafe { capture::replace(loaded(&cublasCreate_v2), loaded(&cublasDestroy_v2), loaded(&cuCtxSynchronize)) };
+    replace(&cublasCreate_v2, waits.create_handle);
+    replace(&cublasDestroy_v2, waits.destroy_handle);
+    replace(&cuCtxSynchronize, waits.synchronize);
 }
 
 /// Loads one library and stores the addresses of its functions.

@@ -4,6 +4,8 @@
 //! There is no silent fallback: the CPU is an explicit choice for development, tests and the demo model.
 
 #[cfg(feature = "cuda")]
+mod capture;
+#[cfg(feature = "cuda")]
 mod cuda;
 mod exchange;
 mod facts;
@@ -23,7 +25,9 @@ use anyhow::Result;
 use candle_core::{DType, Device};
 
 #[cfg(feature = "cuda")]
-pub use cuda::{capture_lock, gpu_count, info, info_after_trim};
+pub use capture::capture_lock;
+#[cfg(feature = "cuda")]
+pub use cuda::{gpu_count, info, info_after_trim};
 pub use exchange::{Exchange, ResidualUpdate, UpdatedResidual};
 pub use facts::{GpuFacts, GpuState, nvidia_smi_gpus};
 pub use info::DeviceInfo;

@@ -4,15 +4,19 @@
 //! - Graph replay matches individual kernel launches.
 //! - Sampling on the GPU matches the sampler on the host, even if logits are NaN, infinite or equal.
 //! - The kernels that edit and mask logits match the host.
+//! - A graph can be captured while another thread opens and drops devices.
 
 use std::collections::{BTreeSet, HashMap};
 use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::Duration;
 
 use candle_core::{DType, Device, Tensor, safetensors};
 use inferno::SamplingParams;
 use inferno::engine::sampling::{Sampler, argmax};
 use inferno::kernels::SumOrder;
-use inferno::kernels::launch::HostWords;
+use inferno::kernels::launch::{HostWords, LaunchGraph};
 use inferno::kernels::row_edits::{EditedRow, Penalties, RowEdits, edit_rows};
 use inferno::kernels::sampling::{mask_logits, sample_rows};
 use inferno::kernels::token_mask::TokenMask;
@@ -783,4 +787,43 @@ fn special_logits_of_greedy_steps_follow_the_host() {
         let error = token.unwrap_err();
         assert!(error.to_string().contains("every logit is NaN or -inf"), "{error}");
     }
+}
+
+/// Without `capture_lock`, most of these captures fail with `CUDA_ERROR_STREAM_CAPTURE_INVALIDATED`.
+#[test(gpu)]
+fn graphs_are_captured_while_another_thread_opens_and_drops_devices() {
+    let device = gpu();
+    let zeros = Tensor::ones(64, DType::F32, &device).unwrap();
+    let stop = AtomicBool::new(false);
+    let opened = thread::scope(|scope| {
+        let opener = scope.spawn(|| {
+            let mut opened = 0;
+            while !stop.load(Ordering::Relaxed) {
+                drop(gpu());
+                opened += 1;
+            }
+            opened
+        });
+        let enqueue = || {
+            for _ in 0..50 {
+                zeros.zero_set()?;
+                thread::sleep(Duration::from_micros(20));
+            }
+            Ok(())
+        };
+        let captures = (0..200).map(|_| {
+            thread::sleep(Duration::from_millis(2)); // gives the other thread a chance to acquire the lock
+            // SAFETY: the launches only use `zeros`, which outlives the graphs. No other thread uses this stream.
+            unsafe { LaunchGraph::capture_with(device.as_cuda_device()?, enqueue) }
+        });
+        let graphs = captures.collect::<Result<Vec<_>, _>>();
+        stop.store(true, Ordering::Relaxed);
+        let opened = opener.join().unwrap();
+        let graphs = graphs.unwrap();
+        assert_eq!(graphs[0].nodes().unwrap(), 50);
+        graphs[0].enqueue().unwrap();
+        opened
+    });
+    assert!(opened > 5, "only {opened} devices were opened during the captures");
+    assert_eq!(values(&zeros), [0.0; 64]);
 }
