@@ -15,7 +15,7 @@ use inferno::device::{self, DeviceChoice};
 use inferno::kernels::upload::CopyStream;
 use inferno::nn::rope::{RopeFrequencies, RotaryEmbedding};
 use inferno::weights::Checkpoint;
-use inferno::weights::read_ahead::{ReadAhead, ReadAheadOptions};
+use inferno::weights::read_ahead::{ReadAheadOptions, ReadAheadReader};
 
 fn main() -> Result<()> {
     let model =
@@ -44,7 +44,7 @@ fn main() -> Result<()> {
     let checkpoint = Checkpoint::open(&model)?;
     let read = |settings: ReadAheadOptions| -> Result<()> {
         let started = Instant::now();
-        let reader = ReadAhead::start(CopyStream::new(gpu)?, checkpoint.read_requests(DType::BF16), settings)?;
+        let reader = ReadAheadReader::start(CopyStream::new(gpu)?, checkpoint.read_requests(DType::BF16), settings)?;
         let mut tensors = Vec::new();
         for (name, info) in checkpoint.tensors() {
             tensors.push(reader.take(

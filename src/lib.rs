@@ -47,6 +47,7 @@ pub mod nn;
 #[doc(hidden)]
 pub mod repl;
 pub mod runner;
+pub mod sandbox;
 #[doc(hidden)]
 pub mod server;
 pub mod snapshot;
@@ -56,10 +57,9 @@ pub mod terminal;
 pub mod text;
 pub mod tokenizer;
 pub mod weights;
-pub mod worker;
 
 pub use engine::{
     Engine, EngineHandle, Event, FinishReason, GenerateOptions, LoadOptions, Request, RequestStream, SamplingParams,
 };
 pub use error::Error;
-pub use worker::init;
+pub use sandbox::init;

@@ -6,7 +6,7 @@ use std::sync::OnceLock;
 
 use inferno::chat::{Channel, ChatFormat, Delta, Message, ReasoningEffort, RenderOptions, Rendered};
 use inferno::tokenizer::{ControlTokens, TokenTable, Tokenizer};
-use inferno::{files, worker};
+use inferno::{files, sandbox};
 use serde_json::Value;
 
 use super::MAX_BYTES;
@@ -47,7 +47,7 @@ const HEADERS: [&str; 12] = [
 
 /// Loads a tokenizer.json, then encodes and decodes short texts.
 ///
-/// A hostile tokenizer can take unlimited time and memory. In inferno, the worker limits both.
+/// A hostile tokenizer can take unlimited time and memory. In inferno, the sandbox process limits both.
 /// This function has no such limits, so it skips files whose normalizer lengthens text too much.
 pub fn tokenizer_json(data: &[u8]) {
     if data.len() > MAX_BYTES || normalizer_growth(data) > MAX_BYTES {
@@ -239,9 +239,9 @@ fn options() -> RenderOptions {
     }
 }
 
-/// Renders a conversation with a chat template, in a worker. The program must have called `worker::init`.
+/// Renders a conversation with a chat template, in a sandbox process. The program must have called `sandbox::init`.
 ///
-/// The fuzzer cannot measure the coverage of the worker, which is another process. Therefore, this function also
+/// The fuzzer cannot measure the coverage of the sandbox process. Therefore, this function also
 /// compiles small templates in this process, so that coverage guides the fuzzer to new kinds of templates.
 pub fn template(data: &[u8]) {
     if let Ok(source) = std::str::from_utf8(data)
@@ -251,7 +251,7 @@ pub fn template(data: &[u8]) {
     }
     let folder = model_folder();
     fs::write(folder.join("chat_template.jinja"), data).unwrap();
-    let Ok(language) = worker::load_language(folder) else { return };
+    let Ok(language) = sandbox::load_language(folder) else { return };
     let encode = || language.tokenizer.encode("Hello <|end|>", ControlTokens::Text).unwrap();
     let ids = encode();
     let messages: Vec<Message> = serde_json::from_str(CONVERSATION).unwrap();
@@ -259,7 +259,7 @@ pub fn template(data: &[u8]) {
     if language.render(&messages[..2], &options()).is_ok() {
         let _ = language.render(&messages, &options());
     }
-    assert_eq!(encode(), ids, "the worker does not work after it rendered a template");
+    assert_eq!(encode(), ids, "the sandbox process does not work after it rendered a template");
 }
 
 /// Creates a model without weights in a temporary folder. Returns the folder, which is never removed.

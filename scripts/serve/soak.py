@@ -137,7 +137,10 @@ class Load:
 
 
 async def saturate(load, clients, seconds):
-    """Keeps `clients` requests in progress for `seconds`. Returns the requests and the generated tokens per second."""
+    """Keeps `clients` requests in progress for `seconds`.
+
+    Returns two rates: requests per second and generated tokens per second.
+    """
     end, requests = time.perf_counter() + seconds, [0]
 
     async def one():

@@ -28,7 +28,7 @@ pub fn today() -> String {
     jiff::Zoned::now().strftime("%Y-%m-%d").to_string()
 }
 
-/// Renders conversations in place of a `ChatFormat`, for example in a worker process.
+/// Renders conversations in place of a `ChatFormat`, for example in a sandbox process.
 pub trait Render: Send + Sync {
     fn render(&self, messages: &[Message], options: &RenderOptions) -> Result<Rendered>;
 }

@@ -46,7 +46,7 @@ impl Chunks {
             serde_json::from_str(data).context("cannot read the answer: the server sent invalid JSON")?;
         if !chunk["error"].is_null() {
             let message = error_message(&chunk).unwrap_or_else(|| "no reason given".to_string());
-            bail!("the server ended the answer: {message}");
+            bail!("cannot complete the answer: the server reported an error: {message}");
         }
         self.read_usage(&chunk);
         let choice = &chunk["choices"][0];

@@ -10,9 +10,9 @@ use serde::de::DeserializeOwned;
 use crate::chat::{Message, ReasoningEffort, RenderOptions, today};
 use crate::files;
 use crate::hub::Hub;
+use crate::sandbox;
 use crate::text::library_error;
 use crate::tokenizer::ControlTokens;
-use crate::worker;
 
 /// Show the tokens of a text or a conversation
 #[derive(clap::Args)]
@@ -46,7 +46,7 @@ pub struct Args {
 
 pub fn run(args: Args) -> Result<ExitCode> {
     let snapshot = Hub::from_env()?.find_tokenizer(&args.model, args.revision.as_deref())?;
-    let language = worker::load_language(&snapshot.path)?;
+    let language = sandbox::load_language(&snapshot.path)?;
     let (ids, rendered) = match &args.chat {
         Some(path) => {
             let (messages, tools) = read_conversation(path)?;

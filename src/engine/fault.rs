@@ -25,7 +25,7 @@ pub enum Fault {
 impl Fault {
     /// Fails or panics like a step with this fault.
     /// Does nothing for a `Rank` fault, which strikes on the rank's own thread.
-    pub fn strike(self) -> Result<()> {
+    pub fn inject(self) -> Result<()> {
         match self {
             Fault::Step => bail!("injected fault of a step"),
             Fault::Device => bail!("injected fault of the device"),
@@ -74,8 +74,8 @@ impl PlannedFault {
     }
 
     /// Strikes if the fault is planned for this rank and for [`FaultTime::Load`].
-    pub fn strike_while_loading(self, rank: usize) -> Result<()> {
-        if (self.rank, self.time) == (rank, FaultTime::Load) { self.fault.strike() } else { Ok(()) }
+    pub fn inject_while_loading(self, rank: usize) -> Result<()> {
+        if (self.rank, self.time) == (rank, FaultTime::Load) { self.fault.inject() } else { Ok(()) }
     }
 }
 

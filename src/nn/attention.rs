@@ -11,7 +11,7 @@ use candle_core::{DType, Tensor};
 use super::kv_cache::{KvCache, LayerSpec};
 use super::linear::{Bias, Linear};
 use super::norm::{Norm, NormConfig};
-use super::pass::{LogitRows, Pass};
+use super::pass::{Pass, RowSelection};
 use super::residual::{PartialDtype, PartialOutput, PartialRows};
 use super::rope::RotaryEmbedding;
 use crate::device::World;
@@ -198,21 +198,21 @@ impl Attention {
     /// Computes attention for the tokens of all sequences, and writes the new keys and values to the cache.
     ///
     /// x is `[tokens, hidden]`. Returns this rank's part of the output, `[rows, hidden]`.
-    /// The output has the rows that `needed` selects.
+    /// The output has the rows that `rows` selects.
     pub(super) fn forward(
         &self,
         x: &Tensor,
         layer: usize,
         pass: &Pass,
         cache: &KvCache,
-        needed: LogitRows,
+        rows: RowSelection,
         dtype: PartialDtype,
     ) -> Result<PartialOutput<'_>> {
         if self.config.heads == 0 {
-            let rows = Tensor::zeros((pass.row_count(needed), self.config.hidden_size), DType::F32, x.device())?;
+            let rows = Tensor::zeros((pass.row_count(rows), self.config.hidden_size), DType::F32, x.device())?;
             return Ok(PartialOutput { rows: PartialRows::Summed(rows), bias: self.o_proj.bias.as_ref() });
         }
-        let y = pass.select(needed, &self.attend(x, layer, pass, cache)?)?;
+        let y = pass.select(rows, &self.attend(x, layer, pass, cache)?)?;
         self.o_proj.forward_partial(&y, pass.sum_order(), dtype)
     }
 

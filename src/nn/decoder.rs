@@ -13,7 +13,7 @@ use super::layer::DecoderLayer;
 use super::linear::{Bias, Linear};
 use super::mlp::{ExpertCost, Mlp};
 use super::norm::Norm;
-use super::pass::{LogitRows, Pass, PassBatch};
+use super::pass::{Pass, PassBatch, RowSelection};
 #[cfg(feature = "cuda")]
 use super::residual::PartialDtype;
 use super::residual::Residual;
@@ -29,7 +29,7 @@ use crate::kernels::{
 use crate::weights::Weights;
 
 /// A callback that receives the index of each layer and the residual stream after the layer, f32 `[tokens, hidden]`.
-/// After the last layer, the residual stream has only the rows that `PassBatch::logits` selects.
+/// After the last layer, the residual stream has only the rows that `PassBatch::rows` selects.
 /// If several ranks divide each layer, all ranks must pass a callback: they sum their partial results before each call.
 pub type Tap<'t> = &'t mut dyn FnMut(usize, &Tensor) -> Result<()>;
 
@@ -117,7 +117,7 @@ impl Decoder {
     }
 
     /// Runs a batch and writes the new keys and values to the blocks of each sequence.
-    /// Returns f32 logits `[rows, vocab]`, with one row per token that `batch.logits` selects.
+    /// Returns f32 logits `[rows, vocab]`, with one row per token that `batch.rows` selects.
     pub fn forward(&self, batch: &PassBatch, cache: &KvCache) -> Result<Tensor> {
         self.forward_tapped(batch, cache, None)
     }
@@ -127,7 +127,7 @@ impl Decoder {
         self.validate(batch)?;
         let device = self.embed_tokens.device();
         let pass = Pass::new(batch, cache, device, self.backend)?;
-        self.forward_pass(&Tensor::new(batch.ids, device)?, &pass, cache, batch.logits, tap)
+        self.forward_pass(&Tensor::new(batch.ids, device)?, &pass, cache, batch.rows, tap)
     }
 
     /// Runs a batch like `forward`, but with `ids`, u32 `[tokens]`, which are already on the device.
@@ -136,7 +136,7 @@ impl Decoder {
     pub(crate) fn forward_device_ids(&self, ids: &Tensor, batch: &PassBatch, cache: &KvCache) -> Result<Tensor> {
         self.validate(batch)?;
         let pass = Pass::new(batch, cache, self.embed_tokens.device(), self.backend)?;
-        self.forward_pass(ids, &pass, cache, batch.logits, None)
+        self.forward_pass(ids, &pass, cache, batch.rows, None)
     }
 
     /// Runs a prepared pass, whose inputs are already on the device. `ids` are u32 `[tokens]`.
@@ -149,10 +149,10 @@ impl Decoder {
         ids: &Tensor,
         pass: &Pass,
         cache: &KvCache,
-        logits: LogitRows,
+        rows: RowSelection,
         tap: Option<Tap>,
     ) -> Result<Tensor> {
-        let hidden = self.hidden_states_of_pass(ids, pass, cache, logits, tap)?;
+        let hidden = self.hidden_states_of_pass(ids, pass, cache, rows, tap)?;
         self.logits(&hidden, pass.sum_order())
     }
 
@@ -160,18 +160,18 @@ impl Decoder {
     /// May write the logits to `out`, f32 `[sequences, vocab]`, and return `out`. Otherwise returns a new tensor.
     #[cfg(feature = "cuda")]
     pub(crate) fn forward_pass_into(&self, ids: &Tensor, pass: &Pass, cache: &KvCache, out: &Tensor) -> Result<Tensor> {
-        let hidden = self.hidden_states_of_pass(ids, pass, cache, LogitRows::Last, None)?;
+        let hidden = self.hidden_states_of_pass(ids, pass, cache, RowSelection::Last, None)?;
         self.logits_into(&hidden, pass.sum_order(), Some(out))
     }
 
     /// Runs a batch and returns the normalized hidden states of all its tokens, `[tokens, hidden]`.
-    /// Ignores `batch.logits`.
+    /// Ignores `batch.rows`.
     /// [`logits`](Self::logits) turns rows of hidden states into logits, which take far more memory.
     pub fn hidden_states(&self, batch: &PassBatch, cache: &KvCache) -> Result<Tensor> {
         self.validate(batch)?;
         let device = self.embed_tokens.device();
         let pass = Pass::new(batch, cache, device, self.backend)?;
-        self.hidden_states_of_pass(&Tensor::new(batch.ids, device)?, &pass, cache, LogitRows::All, None)
+        self.hidden_states_of_pass(&Tensor::new(batch.ids, device)?, &pass, cache, RowSelection::All, None)
     }
 
     /// Returns the logits of hidden states, f32 `[rows, vocab]`.
@@ -198,7 +198,7 @@ impl Decoder {
         ids: &Tensor,
         pass: &Pass,
         cache: &KvCache,
-        rows: LogitRows,
+        rows: RowSelection,
         mut tap: Option<Tap>,
     ) -> Result<Tensor> {
         scratch::begin_layer();
@@ -215,7 +215,7 @@ impl Decoder {
                     scratch::begin_layer();
                     // Every layer computes attention for all tokens.
                     // In the last layer, o_proj and the MLP run only for the tokens that need logits.
-                    let needed = if index + 1 == self.layer_count { rows } else { LogitRows::All };
+                    let needed = if index + 1 == self.layer_count { rows } else { RowSelection::All };
                     layer.forward(&mut residual, index, pass, cache, needed)?;
                     if let Some(tap) = &mut tap {
                         tap(index, residual.settle()?)?;
@@ -223,7 +223,7 @@ impl Decoder {
                 }
             }
             if self.stages() > 1 {
-                let needed = if stage + 1 == self.stages() { rows } else { LogitRows::All };
+                let needed = if stage + 1 == self.stages() { rows } else { RowSelection::All };
                 let x = self.exchange_stage(is_own, residual.settle()?, pass.row_count(needed))?;
                 residual = Residual::new(x, None, &self.layer_world);
             }

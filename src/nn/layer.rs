@@ -6,7 +6,7 @@ use super::attention::Attention;
 use super::kv_cache::KvCache;
 use super::mlp::Mlp;
 use super::norm::Norm;
-use super::pass::{LogitRows, Pass};
+use super::pass::{Pass, RowSelection};
 use super::residual::Residual;
 
 /// A decoder layer. It computes x + attention(norm(x)), then x + mlp(norm(x)), where x is the residual stream.
@@ -22,19 +22,19 @@ pub(crate) struct DecoderLayer {
 }
 
 impl DecoderLayer {
-    /// Runs the layer. Between attention and the MLP, keeps only the rows of the residual stream that `needed` selects.
+    /// Runs the layer. Between attention and the MLP, keeps only the rows of the residual stream that `rows` selects.
     pub(super) fn forward<'l>(
         &'l self,
         residual: &mut Residual<'l>,
         index: usize,
         pass: &Pass,
         cache: &KvCache,
-        needed: LogitRows,
+        rows: RowSelection,
     ) -> Result<()> {
         let normed = residual.norm(&self.attention_norm, self.self_attn.dtype())?;
-        let dtype = residual.partial_dtype(pass.row_count(needed))?;
-        let output = self.self_attn.forward(&normed, index, pass, cache, needed, dtype)?;
-        residual.select(pass, needed)?;
+        let dtype = residual.partial_dtype(pass.row_count(rows))?;
+        let output = self.self_attn.forward(&normed, index, pass, cache, rows, dtype)?;
+        residual.select(pass, rows)?;
         residual.add(output, self.attention_post_norm.as_ref())?;
         let normed = residual.norm(&self.mlp_norm, self.mlp.dtype())?;
         residual.add(self.mlp.forward(&normed, pass.sum_order(), dtype)?, self.mlp_post_norm.as_ref())

@@ -15,7 +15,7 @@ pub struct PassBatch<'b> {
     /// The token ids of all sequences, one sequence after the other.
     pub ids: &'b [u32],
     pub sequences: &'b [SequenceSpan<'b>],
-    pub logits: LogitRows,
+    pub rows: RowSelection,
     /// The order of additions in matrix products and attention. `Fixed` requires one token per sequence.
     pub sum_order: SumOrder,
 }
@@ -34,7 +34,7 @@ pub struct SequenceSpan<'b> {
 
 /// The tokens for which a pass returns logits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum LogitRows {
+pub enum RowSelection {
     /// The last token of each sequence.
     Last,
     /// Every token.
@@ -102,16 +102,16 @@ impl Pass {
     }
 
     /// Returns the number of rows that [`select`](Self::select) returns.
-    pub(super) fn row_count(&self, rows: LogitRows) -> usize {
+    pub(super) fn row_count(&self, rows: RowSelection) -> usize {
         let spans = self.queries.spans();
         match rows {
-            LogitRows::Last => spans.len(),
-            LogitRows::All => spans.iter().map(|span| span.tokens).sum(),
+            RowSelection::Last => spans.len(),
+            RowSelection::All => spans.iter().map(|span| span.tokens).sum(),
         }
     }
 
     /// Returns the rows of x that `rows` selects. x has one row per token.
-    pub(super) fn select(&self, rows: LogitRows, x: &Tensor) -> Result<Tensor> {
+    pub(super) fn select(&self, rows: RowSelection, x: &Tensor) -> Result<Tensor> {
         let spans = self.queries.spans();
         if self.row_count(rows) == x.dim(0)? {
             return Ok(x.clone());

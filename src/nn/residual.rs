@@ -4,7 +4,7 @@ use anyhow::Result;
 use candle_core::{DType, Tensor};
 
 use super::norm::Norm;
-use super::pass::{LogitRows, Pass};
+use super::pass::{Pass, RowSelection};
 use crate::device::{ResidualUpdate, World};
 #[cfg(feature = "cuda")]
 use crate::kernels::moe::expert_mlp::ExpertOutputs;
@@ -160,7 +160,7 @@ impl<'l> Residual<'l> {
     }
 
     /// Keeps only the rows that `needed` selects. No output may be pending.
-    pub fn select(&mut self, pass: &Pass, needed: LogitRows) -> Result<()> {
+    pub fn select(&mut self, pass: &Pass, needed: RowSelection) -> Result<()> {
         if pass.row_count(needed) != self.x.dim(0)? {
             self.x = pass.select(needed, self.whole()?)?;
         }

@@ -7,7 +7,7 @@ use super::ranks::GraphCommand;
 use super::{KernelTime, LaunchCounts, Runner, StepBytes, StepTime};
 use crate::nn::kv_cache::{self, BLOCK_TOKENS, peak_blocks};
 use crate::nn::mlp::ExpertCost;
-use crate::nn::pass::LogitRows;
+use crate::nn::pass::RowSelection;
 
 /// The id of the solo sequence in the decode graph.
 const SOLO: u64 = u64::MAX;
@@ -16,7 +16,7 @@ impl Runner {
     /// Prefills `tokens` after the cached tokens, one chunk at a time, and waits for the device.
     pub fn fill(&mut self, tokens: &[u32]) -> Result<()> {
         for chunk in tokens.chunks(self.limits.chunk) {
-            self.forward_solo(chunk, LogitRows::Last)?;
+            self.forward_solo(chunk, RowSelection::Last)?;
         }
         Ok(self.device.synchronize()?)
     }
@@ -35,7 +35,7 @@ impl Runner {
             return Ok(chosen);
         }
         for _ in 0..count {
-            let logits = self.forward_solo(&[token], LogitRows::Last)?;
+            let logits = self.forward_solo(&[token], RowSelection::Last)?;
             // Copy only the four bytes of the token to the host, not the logits.
             token = logits.argmax(D::Minus1)?.to_vec1::<u32>()?[0];
             chosen.push(token);
@@ -76,7 +76,7 @@ impl Runner {
 
     fn one_step_logits(&mut self, id: u32) -> Result<Tensor> {
         if !self.start_graph(id)? {
-            return self.forward_solo(&[id], LogitRows::Last);
+            return self.forward_solo(&[id], RowSelection::Last);
         }
         self.solo_graph_step(id, 1)?;
         let Ok(graph) = &self.decode_graph else { bail!("internal error: the runner has no decode graph") };

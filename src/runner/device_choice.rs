@@ -5,9 +5,9 @@ use std::collections::HashMap;
 use anyhow::{Error, Result, anyhow};
 use candle_core::Tensor;
 
-use super::choose_token::{ChooseToken, NO_ALLOWED_TOKEN, NoToken};
 use super::logprobs::TokenLogprobs;
 use super::step_sequence::{Chosen, ChosenToken, StepSequence};
+use super::token_sampler::{NO_ALLOWED_TOKEN, NoToken, TokenSampler};
 use crate::kernels::sampling::{LogitEdit, RowLogprobs, edit_logits, mask_logits, sample_rows, top_logprobs};
 use crate::kernels::token_mask::TokenMask;
 
@@ -51,7 +51,7 @@ pub fn choose_on_device(sequences: &mut [StepSequence], logits: &Tensor) -> Resu
 }
 
 /// Returns the samplers of the sequences that have one, in order.
-fn samplers<'a>(sequences: &'a [StepSequence<'_>]) -> impl Iterator<Item = &'a dyn ChooseToken> {
+fn samplers<'a>(sequences: &'a [StepSequence<'_>]) -> impl Iterator<Item = &'a dyn TokenSampler> {
     sequences.iter().filter_map(|sequence| sequence.sampler.as_deref())
 }
 

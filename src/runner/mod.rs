@@ -3,14 +3,14 @@
 //! The decode graph has fused kernels for a single sequence.
 //!
 //! A [`Runner`] handles token ids, positions and block tables.
-//! Its callers handle requests and text, and pass a sampler ([`ChooseToken`]) for each sequence. The modules are:
+//! Its callers handle requests and text, and pass a sampler ([`TokenSampler`]) for each sequence. The modules are:
 //!
 //! - `steps/`: `Runner::step`, `Runner::queue` and `Runner::take`, which run the steps of many sequences
 //! - `route`: decides what runs a step, and whether the step can be queued
 //! - `scored_pass`: a forward pass that also returns the logits of prompt tokens
 //! - `solo`: runs one sequence that has the KV cache to itself; `solo_sequence`: the state of this sequence
 //! - `bench`: prefill, decode steps and measurements of a solo sequence, for `bench` and tests
-//! - `decode`: plans the decode graph; `no_decode_graph`: why a runner has no decode graph
+//! - `executor`: plans the decode graph; `no_decode_graph`: why a runner has no decode graph
 //! - `decode_graph/`: the decode graph
 //! - `batch_graph`: the batch graphs
 //! - `step_launcher`: launches steps on the GPU of one rank: batch graphs and queued steps
@@ -26,12 +26,11 @@
 #[cfg(feature = "cuda")]
 mod batch_graph;
 mod bench;
-mod choose_token;
-mod decode;
 #[cfg(feature = "cuda")]
 pub mod decode_graph;
 #[cfg(feature = "cuda")]
 mod device_choice;
+mod executor;
 mod host_choice;
 mod limits;
 mod logprobs;
@@ -50,6 +49,7 @@ mod step_launcher;
 mod step_sequence;
 mod step_times;
 mod steps;
+mod token_sampler;
 
 use std::collections::HashMap;
 use std::time::Instant;
@@ -60,7 +60,7 @@ use candle_core::{DType, Device};
 use crate::device::World;
 use crate::nn::decoder::Decoder;
 use crate::nn::kv_cache::KvCache;
-use decode::PlannedGraph;
+use executor::PlannedGraph;
 #[cfg(not(feature = "cuda"))]
 use no_cuda::{self as decode_graph, self as device_choice, self as step_launcher};
 use ranks::RankGroup;
@@ -69,16 +69,16 @@ use solo_sequence::SoloSequence;
 use step_launcher::StepLauncher;
 use step_times::StepTimes;
 
-pub use choose_token::ChooseToken;
-pub use decode::Executor;
+pub use executor::Executor;
 pub use limits::{MAX_SEQUENCES, PromptParts, RunnerLimits, RunnerOptions};
 pub use logprobs::TokenLogprobs;
 pub use no_decode_graph::NoDecodeGraph;
 pub use queued_steps::QueuedStep;
 pub use ranks::{PANIC, RankCache, RankFault, RankParts, failure};
 pub use step_cost::{KernelTime, LaunchCounts, StepBytes};
-pub use step_sequence::{Chosen, ChosenToken, ScoreTokens, StepSequence};
+pub use step_sequence::{Chosen, ChosenToken, StepSequence, TokensToScore};
 pub use step_times::StepTime;
+pub use token_sampler::TokenSampler;
 
 /// A model on its device, with the KV cache of all sequences.
 pub struct Runner {
@@ -131,7 +131,7 @@ impl Runner {
     ) -> Result<Self> {
         let RankParts { decoder, cache } = parts;
         let ranks = RankGroup::start(world, others, limits, options)?;
-        let decode_graph = decode::plan_together(&decoder, &cache, limits, options)?;
+        let decode_graph = executor::plan_together(&decoder, &cache, limits, options)?;
         let solo = SoloSequence::new(cache.layout(), limits);
         let can_launch = !options.eager && ranks.supports_graphs();
         Ok(Self {

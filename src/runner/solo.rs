@@ -5,7 +5,7 @@ use candle_core::Tensor;
 
 use super::{Runner, RunnerLimits};
 use crate::kernels::SumOrder;
-use crate::nn::pass::{LogitRows, PassBatch, SequenceSpan};
+use crate::nn::pass::{PassBatch, RowSelection, SequenceSpan};
 
 /// Methods that run one sequence at a time. They overwrite the blocks of other sequences, all of which must have ended.
 impl Runner {
@@ -22,8 +22,8 @@ impl Runner {
     }
 
     /// Runs `ids`, at most `limits.chunk` tokens, after the cached tokens.
-    /// Returns f32 logits `[rows, vocab]`, with the rows that `logits` selects.
-    pub(super) fn forward_solo(&mut self, ids: &[u32], logits: LogitRows) -> Result<Tensor> {
+    /// Returns f32 logits `[rows, vocab]`, with the rows that `rows` selects.
+    pub(super) fn forward_solo(&mut self, ids: &[u32], rows: RowSelection) -> Result<Tensor> {
         let (position, RunnerLimits { context, chunk }) = (self.solo.cached.len(), self.limits);
         if ids.len() > chunk || position + ids.len() > context {
             bail!(
@@ -34,7 +34,7 @@ impl Runner {
         }
         self.stop_graph();
         let span = SequenceSpan { tokens: ids.len(), position, tables: &self.solo.tables };
-        let batch = PassBatch { ids, sequences: &[span], logits, sum_order: SumOrder::Fastest };
+        let batch = PassBatch { ids, sequences: &[span], rows, sum_order: SumOrder::Fastest };
         let logits = self.ranks.forward(&self.decoder, &batch, &self.cache)?;
         self.solo.cached.extend(ids);
         self.solo.written = self.solo.written.max(self.solo.cached.len());
@@ -44,7 +44,7 @@ impl Runner {
     /// Runs `chunk`, at most `limits.chunk` tokens, after the cached tokens.
     /// Returns the logits of every token, f32 `[tokens, vocab]`.
     pub fn chunk_logits(&mut self, chunk: &[u32]) -> Result<Tensor> {
-        self.forward_solo(chunk, LogitRows::All)
+        self.forward_solo(chunk, RowSelection::All)
     }
 
     /// Empties the cache, then runs `ids`. Returns the logits of every token, f32 `[tokens, vocab]`.

@@ -12,7 +12,7 @@ use crate::kernels::SumOrder;
 use crate::kernels::step_inputs::StepInputs;
 use crate::nn::decoder::Decoder;
 use crate::nn::kv_cache::KvCache;
-use crate::nn::pass::{LogitRows, PassBatch, SequenceSpan};
+use crate::nn::pass::{PassBatch, RowSelection, SequenceSpan};
 
 /// The batch graphs of a rank, and the buffers that these graphs share with queued steps.
 pub struct StepLauncher {
@@ -97,7 +97,7 @@ impl StepLauncher {
         let inputs = StepInputs { ids: ids.clone(), sources, ..StepInputs::default() };
         self.buffers.write_inputs(&inputs, &on_device)?;
         let spans: Vec<SequenceSpan> = sequences.iter().map(StepSequence::span).collect();
-        let batch = PassBatch { ids: &ids, sequences: &spans, logits: LogitRows::Last, sum_order: self.sum_order };
+        let batch = PassBatch { ids: &ids, sequences: &spans, rows: RowSelection::Last, sum_order: self.sum_order };
         decoder.forward_device_ids(&on_device, &batch, cache)
     }
 

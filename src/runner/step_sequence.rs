@@ -4,9 +4,9 @@ use std::ops::Range;
 
 use anyhow::Result;
 
-use super::choose_token::ChooseToken;
 use super::limits::PromptParts;
 use super::logprobs::TokenLogprobs;
+use super::token_sampler::TokenSampler;
 use crate::nn::kv_cache::BlockTables;
 use crate::nn::pass::SequenceSpan;
 
@@ -25,7 +25,7 @@ pub struct StepSequence<'s> {
     /// The block tables of the sequence. They cover at least all positions up to the last input token.
     pub tables: &'s BlockTables,
     /// Chooses the next token. `None` if no token is needed, for example before the end of the prompt.
-    pub sampler: Option<&'s mut dyn ChooseToken>,
+    pub sampler: Option<&'s mut dyn TokenSampler>,
     /// The maximum number of tokens that the sequence may still generate, including this step's token.
     /// The decode graph queues no steps beyond `limit`.
     pub limit: usize,
@@ -33,7 +33,7 @@ pub struct StepSequence<'s> {
     /// If `None`, the runner's option `prompt_parts` applies.
     pub prompt_parts: Option<PromptParts>,
     /// The prompt tokens whose log probabilities the step computes, if any.
-    pub scores: Option<ScoreTokens<'s>>,
+    pub scores: Option<TokensToScore<'s>>,
 }
 
 impl<'s> StepSequence<'s> {
@@ -71,7 +71,7 @@ impl<'s> StepSequence<'s> {
 }
 
 /// Prompt tokens whose log probabilities a step computes. Each token follows an input token of the step.
-pub struct ScoreTokens<'s> {
+pub struct TokensToScore<'s> {
     /// The index in the sequence's `ids` of the token before the first of `tokens`.
     pub first: usize,
     pub tokens: &'s [u32],
@@ -81,14 +81,14 @@ pub struct ScoreTokens<'s> {
     pub logprobs: &'s mut Vec<TokenLogprobs>,
 }
 
-impl ScoreTokens<'_> {
+impl TokensToScore<'_> {
     /// Returns the tokens to score in a pass that has only the input tokens in `range`, or `None` if there are none.
-    pub(super) fn part(&mut self, range: Range<usize>) -> Option<ScoreTokens<'_>> {
+    pub(super) fn part(&mut self, range: Range<usize>) -> Option<TokensToScore<'_>> {
         let Self { first, tokens, top, logprobs } = self;
         let start = range.start.clamp(*first, *first + tokens.len());
         let end = range.end.clamp(*first, *first + tokens.len());
         let tokens = &tokens[start - *first..end - *first];
-        (!tokens.is_empty()).then(|| ScoreTokens { first: start - range.start, tokens, top: *top, logprobs })
+        (!tokens.is_empty()).then(|| TokensToScore { first: start - range.start, tokens, top: *top, logprobs })
     }
 }
 

@@ -5,7 +5,7 @@
 //! Parsing, encoding and decoding therefore catch panics and return them as errors.
 //!
 //! With a hostile file, encoding can take unbounded time and memory.
-//! [`Encode`] is a trait so that the encoder can run in another process (see `worker`).
+//! [`Encode`] is a trait so that the encoder can run in another process (see `sandbox`).
 //! Decoding runs in this process, because [`TokenTable`] bounds its cost.
 
 mod bpe;

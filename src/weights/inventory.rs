@@ -247,9 +247,9 @@ impl Inventory {
         self.parameters() - in_experts + u64::try_from(active).unwrap_or(in_experts).min(in_experts)
     }
 
-    /// Returns the size of the loaded weights in memory, in bytes.
-    /// The size includes MTP layers (multi-token prediction), which are not loaded.
-    /// The size also includes an output head in the file that is not loaded because the embeddings are tied.
+    /// Returns the size in memory, in bytes, that the weights have at most after loading.
+    /// The size includes two kinds of weights that are not loaded: MTP layers (multi-token prediction),
+    /// and an output head if the embeddings are tied.
     pub fn loaded_bytes(&self, dtype: DType) -> u64 {
         sum(self.tensors.iter().map(|tensor| tensor.loaded_bytes(dtype)))
     }

@@ -13,8 +13,8 @@ use super::part::{Axis, Part, Slice};
 use super::part_reader::PartReader;
 use super::progress::LoadProgress;
 use super::quantized::{self, QuantizationTarget};
-use super::read_ahead::ReadAhead;
 use super::read_ahead::ReadAheadOptions;
+use super::read_ahead::ReadAheadReader;
 #[cfg(feature = "cuda")]
 use super::read_ahead::Residency;
 use super::safetensors::module;
@@ -58,20 +58,20 @@ enum Reader {
     /// They stop when the last clone of the weights is dropped.
     Ahead(Arc<dyn TensorReader>),
     /// Several threads, which together read each large tensor, or the requested part of it.
-    Parts(Arc<dyn ReadPart>),
+    Parts(Arc<dyn PartSource>),
 }
 
 /// The maximum size, in bytes, of an F32, F16 or BF16 tensor that is converted on the host.
 /// Larger tensors of safetensors files are converted on the device.
 const MAX_HOST_CONVERSION_BYTES: usize = 1 << 20;
 
-/// The methods of [`ReadAhead`] without its type parameter, for use as a trait object.
+/// The methods of [`ReadAheadReader`] without its type parameter, for use as a trait object.
 pub(super) trait TensorReader {
     fn contains(&self, name: &str) -> bool;
     fn take(&self, name: &str, dtype: DType, shape: &[usize]) -> Result<Tensor>;
 }
 
-impl<T: Target> TensorReader for ReadAhead<T> {
+impl<T: Target> TensorReader for ReadAheadReader<T> {
     fn contains(&self, name: &str) -> bool {
         self.contains(name)
     }
@@ -82,7 +82,7 @@ impl<T: Target> TensorReader for ReadAhead<T> {
 }
 
 /// The methods of [`PartReader`] without its type parameter, for use as a trait object.
-trait ReadPart {
+trait PartSource {
     fn read(&self, tensor: &ByteRange, dtype: DType, shape: &[usize], slice: Option<&Slice>) -> Result<Tensor>;
     fn read_shared(
         &self,
@@ -93,7 +93,7 @@ trait ReadPart {
     ) -> Result<Tensor>;
 }
 
-impl<T: Target> ReadPart for PartReader<T> {
+impl<T: Target> PartSource for PartReader<T> {
     fn read(&self, tensor: &ByteRange, dtype: DType, shape: &[usize], slice: Option<&Slice>) -> Result<Tensor> {
         self.read(tensor, dtype, shape, slice)
     }
@@ -127,7 +127,7 @@ impl<'c> Weights<'c> {
             read_requests.retain(|request| {
                 request.residency == Residency::Permanent || request.bytes() > MAX_HOST_CONVERSION_BYTES
             });
-            let reader = ReadAhead::start(CopyStream::new(cuda)?, read_requests, ReadAheadOptions::default())?;
+            let reader = ReadAheadReader::start(CopyStream::new(cuda)?, read_requests, ReadAheadOptions::default())?;
             return Ok(Self::with_reader(checkpoint, device, dtype, progress, reader));
         }
         Ok(Self::without_reader(checkpoint, device, dtype, progress))
@@ -162,7 +162,7 @@ impl<'c> Weights<'c> {
         device: &Device,
         dtype: DType,
         progress: &'c LoadProgress<'c>,
-        reader: ReadAhead<impl Target>,
+        reader: ReadAheadReader<impl Target>,
     ) -> Self {
         Self { reader: Reader::Ahead(Arc::new(reader)), ..Self::without_reader(checkpoint, device, dtype, progress) }
     }

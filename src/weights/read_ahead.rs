@@ -1,10 +1,10 @@
 //! Background threads that read tensors before they are requested.
 //!
 //! Each thread takes the next piece of a tensor, reads it into a staging buffer, and queues the copy to the device.
-//! The threads read the tensors in the order of the list passed to [`ReadAhead::start`].
-//! If [`ReadAhead::take`] needs a tensor whose read has not started, the threads read that tensor next.
-//! The read-ahead limit does not apply to that tensor, so [`ReadAhead::take`] never waits forever.
-//! [`ReadAhead::take`] returns once all copies of its tensor are queued. The copies may still be running.
+//! The threads read the tensors in the order of the list passed to [`ReadAheadReader::start`].
+//! If [`ReadAheadReader::take`] needs a tensor whose read has not started, the threads read that tensor next.
+//! The read-ahead limit does not apply to that tensor, so [`ReadAheadReader::take`] never waits forever.
+//! [`ReadAheadReader::take`] returns once all copies of its tensor are queued. The copies may still be running.
 
 use std::collections::{HashMap, VecDeque};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -56,7 +56,7 @@ impl Default for ReadAheadOptions {
 }
 
 /// The reading threads and the tensors that they have read. Dropping a reader stops and joins its threads.
-pub struct ReadAhead<T: Target> {
+pub struct ReadAheadReader<T: Target> {
     shared: Arc<Shared<T>>,
     names: HashMap<String, usize>,
     threads: Vec<JoinHandle<()>>,
@@ -113,7 +113,7 @@ struct Piece<M> {
     bytes: usize,
 }
 
-impl<T: Target> ReadAhead<T> {
+impl<T: Target> ReadAheadReader<T> {
     /// Starts the threads that read the tensors of `read_requests`, in order.
     pub fn start(target: T, read_requests: Vec<ReadRequest>, options: ReadAheadOptions) -> Result<Self> {
         let names = read_requests.iter().enumerate().map(|(index, request)| (request.name.clone(), index)).collect();
@@ -152,7 +152,7 @@ impl<T: Target> ReadAhead<T> {
     }
 }
 
-impl<T: Target> Drop for ReadAhead<T> {
+impl<T: Target> Drop for ReadAheadReader<T> {
     fn drop(&mut self) {
         self.shared.lock().stopped = true;
         self.shared.changed.notify_all();

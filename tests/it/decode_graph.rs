@@ -23,8 +23,8 @@ use inferno::kernels::token_mask::TokenMask;
 use inferno::models;
 use inferno::nn::decoder::Decoder;
 use inferno::nn::kv_cache::{BlockTables, KvCache};
-use inferno::nn::pass::{LogitRows, PassBatch, SequenceSpan};
-use inferno::runner::ChooseToken;
+use inferno::nn::pass::{PassBatch, RowSelection, SequenceSpan};
+use inferno::runner::TokenSampler;
 use inferno::runner::decode_graph::DecodeGraph;
 use inferno::weights::quantized::QuantizationTarget;
 use inferno::weights::{Checkpoint, LoadProgress, Weights};
@@ -106,7 +106,7 @@ impl Model {
             let position = position + index * CHUNK;
             let span = SequenceSpan { tokens: chunk.len(), position, tables: &self.tables };
             let batch =
-                PassBatch { ids: chunk, sequences: &[span], logits: LogitRows::Last, sum_order: SumOrder::Fastest };
+                PassBatch { ids: chunk, sequences: &[span], rows: RowSelection::Last, sum_order: SumOrder::Fastest };
             logits = Some(self.decoder.forward(&batch, cache).unwrap());
         }
         logits.unwrap()
@@ -557,7 +557,7 @@ fn sampled_rows_match_host_sampling() {
             let mut hosts: Vec<Sampler> = params.iter().map(|params| Sampler::new(params.clone(), &prompt)).collect();
             for _ in 0..3 {
                 let logits = (random.tensor(&[hosts.len(), vocab], DType::F32) * 4.0).unwrap();
-                let rows: Vec<_> = hosts.iter().map(ChooseToken::on_device).collect();
+                let rows: Vec<_> = hosts.iter().map(TokenSampler::on_device).collect();
                 let tokens = sample_rows(&logits.to_device(&device).unwrap(), &rows).unwrap();
                 for (row, (host, token)) in hosts.iter_mut().zip(tokens).enumerate() {
                     let want = host.sample(&mut logits.get(row).unwrap().to_vec1::<f32>().unwrap());

@@ -11,7 +11,7 @@ use inferno::kernels::SumOrder;
 use inferno::models;
 use inferno::nn::decoder::Decoder;
 use inferno::nn::kv_cache::{BLOCK_TOKENS, BlockTables, KvCache};
-use inferno::nn::pass::{LogitRows, PassBatch, SequenceSpan};
+use inferno::nn::pass::{PassBatch, RowSelection, SequenceSpan};
 use inferno::nn::rope::{RopeConfig, RopeLengths};
 use inferno::weights::{Checkpoint, LoadProgress, Weights};
 
@@ -58,7 +58,7 @@ struct SharedCache<'c> {
     case: &'c Case,
     cache: KvCache,
     blocks: BlockManager,
-    /// Whether `step` repeats each pass with [`LogitRows::Last`] and compares the logits of the last tokens.
+    /// Whether `step` repeats each pass with [`RowSelection::Last`] and compares the logits of the last tokens.
     compares_last_rows: bool,
 }
 
@@ -89,7 +89,7 @@ impl Case {
     /// Runs `ids` in one pass, after the tokens that are already cached. Returns the logits of all `ids`.
     fn append(&self, sequence: &mut OneSequence, ids: &[u32]) -> Vec<f32> {
         let span = SequenceSpan { tokens: ids.len(), position: sequence.len, tables: &sequence.tables };
-        let batch = PassBatch { ids, sequences: &[span], logits: LogitRows::All, sum_order: SumOrder::Fastest };
+        let batch = PassBatch { ids, sequences: &[span], rows: RowSelection::All, sum_order: SumOrder::Fastest };
         sequence.len += ids.len();
         values(&self.decoder.forward(&batch, &sequence.cache).unwrap())
     }
@@ -150,7 +150,7 @@ fn logits_and_every_layer_agree_with_transformers() {
         let OneSequence { cache, tables, .. } = case.cache();
         let span = SequenceSpan { tokens: case.ids.len(), position: 0, tables: &tables };
         let batch =
-            PassBatch { ids: &case.ids, sequences: &[span], logits: LogitRows::All, sum_order: SumOrder::Fastest };
+            PassBatch { ids: &case.ids, sequences: &[span], rows: RowSelection::All, sum_order: SumOrder::Fastest };
         let mut taps = Vec::new();
         let mut tap = |_: usize, x: &Tensor| {
             taps.push(values(x));
@@ -251,11 +251,11 @@ impl SharedCache<'_> {
                 SequenceSpan { tokens, position, tables }
             })
             .collect();
-        let batch = PassBatch { ids: &ids, sequences: &spans, logits: LogitRows::All, sum_order: SumOrder::Fastest };
+        let batch = PassBatch { ids: &ids, sequences: &spans, rows: RowSelection::All, sum_order: SumOrder::Fastest };
         let logits = values(&self.case.decoder.forward(&batch, &self.cache).unwrap());
         let vocab = logits.len() / ids.len();
         if self.compares_last_rows {
-            let batch = PassBatch { logits: LogitRows::Last, ..batch };
+            let batch = PassBatch { rows: RowSelection::Last, ..batch };
             let last = values(&self.case.decoder.forward(&batch, &self.cache).unwrap());
             let ends = spans.iter().scan(0, |end, span| {
                 *end += span.tokens;

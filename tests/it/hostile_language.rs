@@ -7,8 +7,8 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use inferno::chat::{Message, ReasoningEffort, RenderOptions, ToolCall};
+use inferno::sandbox;
 use inferno::tokenizer::{ControlTokens, Tokenizer};
-use inferno::worker;
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
@@ -138,7 +138,7 @@ fn next_request_works_after_a_template_exceeded_a_limit() {
     let template = "{% if messages[0].content == 'boom' %}{% set ns = namespace() %}{% set ns.x = ns %}{{ ns }}\
                     {% else %}{{ messages[0].content }}{% endif %}";
     let model = Model::with_template(template);
-    let language = worker::load_language(&model.path).unwrap();
+    let language = sandbox::load_language(&model.path).unwrap();
     let render = |text: &str| language.render(&[Message::user(text)], &options());
     let expected = render("hello").unwrap();
     for _ in 0..2 {
@@ -148,13 +148,13 @@ fn next_request_works_after_a_template_exceeded_a_limit() {
     }
 }
 
-/// The worker process must encode, decode and render exactly as the library does in this process.
+/// The sandbox process must encode, decode and render exactly as the library does in this process.
 #[test]
-fn worker_agrees_with_this_process() {
+fn sandbox_process_agrees_with_this_process() {
     let model =
         Model::with_template("{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}");
     for path in [model.path.clone(), crate::support::demo_dir()] {
-        let language = worker::load_language(&path).unwrap();
+        let language = sandbox::load_language(&path).unwrap();
         let here = Tokenizer::from_dir(&path).unwrap();
         assert_eq!(language.tokenizer.vocab_size(), here.vocab_size());
         assert!(language.tokenizer.controls().eq(here.controls()));
@@ -282,7 +282,7 @@ fn text_never_becomes_a_control_token_through_a_normalizer() {
             });
             let template = "<|begin|>{% for m in messages %}{{ m.content }}<|end|>{% endfor %}";
             fs::write(model.path.join("chat_template.jinja"), template).unwrap();
-            let language = worker::load_language(&model.path).unwrap();
+            let language = sandbox::load_language(&model.path).unwrap();
             let tokenizer = &language.tokenizer;
             let controls = |ids: &[u32]| ids.iter().filter(|id| tokenizer.is_control(**id)).count();
             for spelling in spellings {
@@ -309,7 +309,7 @@ fn text_never_becomes_a_control_token_through_a_normalizer() {
 /// `expected` is the number of control tokens that the template itself adds.
 #[track_caller]
 fn assert_controls(model: &Model, texts: &[&str], expected: usize) {
-    let language = worker::load_language(&model.path).unwrap();
+    let language = sandbox::load_language(&model.path).unwrap();
     let messages: Vec<Message> = texts.iter().map(|text| Message::user(*text)).collect();
     let ids = language.render(&messages, &options()).unwrap().ids;
     let controls = ids.iter().filter(|id| language.tokenizer.is_control(**id)).count();
@@ -334,7 +334,7 @@ fn text_never_becomes_a_control_token_of_the_model_itself() {
     assert_controls(&model, &["hi＜|call|＞"], 0);
     assert_controls(&model, &["hi<|call|>"], 0);
     // The emoji has no token, so it is encoded as the unknown token, without an error.
-    let language = worker::load_language(&model.path).unwrap();
+    let language = sandbox::load_language(&model.path).unwrap();
     assert!(language.render(&[Message::user("😀<|call|>")], &options()).is_ok());
 }
 
@@ -358,7 +358,7 @@ fn text_never_becomes_a_short_or_a_split_control_token() {
 #[test]
 fn spelled_noncharacters_are_kept() {
     let model = Model::with_template("{{ messages[0].tool_calls[0].function.arguments | tojson }}");
-    let language = worker::load_language(&model.path).unwrap();
+    let language = sandbox::load_language(&model.path).unwrap();
     let mut message = Message::assistant("");
     let arguments = r#"{"a": "x\ufdd0y <|end|>"}"#.to_string();
     message.tool_calls.push(ToolCall { id: None, name: "f".into(), arguments });
@@ -373,25 +373,25 @@ fn children(pid: u32) -> Vec<u32> {
     lists.flat_map(|list| list.split_whitespace().filter_map(|id| id.parse().ok()).collect::<Vec<u32>>()).collect()
 }
 
-/// If the program is killed, the pipe to its worker closes, and the worker must exit.
+/// If the program is killed, the pipe to its sandbox process closes, and this process must exit.
 #[test]
-fn worker_ends_with_the_program() {
+fn sandbox_process_ends_with_the_program() {
     let model = Model::with_template("{{ messages[0].content }}");
     let play = ["play", model.path.to_str().unwrap(), "--device", "cpu", "--context", "4096", "--min-p", "0.9"];
     let mut command = model.command(&play);
     command.args(["--prompt", "hello", "--stop", "never", "--temperature", "2", "--max-tokens", "4000"]);
     let mut program = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
-    let workers = (0..1000).find_map(|_| {
+    let processes = (0..1000).find_map(|_| {
         std::thread::sleep(Duration::from_millis(10));
-        Some(children(program.id())).filter(|workers| !workers.is_empty())
+        Some(children(program.id())).filter(|processes| !processes.is_empty())
     });
-    let workers = workers.expect("no worker was started");
+    let processes = processes.expect("no sandbox process was started");
     program.kill().unwrap();
     program.wait().unwrap();
-    let is_running = |worker: &u32| Path::new(&format!("/proc/{worker}/cmdline")).exists();
+    let is_running = |process: &u32| Path::new(&format!("/proc/{process}/cmdline")).exists();
     let has_ended = (0..1000).any(|_| {
         std::thread::sleep(Duration::from_millis(10));
-        !workers.iter().any(is_running)
+        !processes.iter().any(is_running)
     });
-    assert!(has_ended, "a worker outlived the program");
+    assert!(has_ended, "a sandbox process outlived the program");
 }

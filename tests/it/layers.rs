@@ -15,7 +15,7 @@ const LAYERS: &[&[&str]] = &[
     &["weights", "chat"],
     &["nn"],
     &["models", "language"],
-    &["runner", "worker"],
+    &["runner", "sandbox"],
     &["engine"],
     &["conversation", "terminal"],
     &["client", "repl", "server"],

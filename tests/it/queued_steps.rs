@@ -9,7 +9,7 @@ use candle_core::DType;
 use inferno::device::DeviceChoice;
 use inferno::engine::sampling::{LogitRules, Sampler};
 use inferno::engine::{Constraint, Engine, EngineBuilder, GenerateOptions, GrammarKind};
-use inferno::runner::{ChooseToken, TokenLogprobs};
+use inferno::runner::{TokenLogprobs, TokenSampler};
 use inferno::{Event, RequestStream, SamplingParams};
 
 use crate::support::engine::{Answer, GraphModel, greedy};

@@ -82,7 +82,7 @@ struct Tracked {
 /// The first part of the key is whether the sequence was preempted fewer than twice.
 /// The second part is its arrival plus 2 s per priority level, in nanoseconds.
 /// The last parts are its arrival and its id.
-type Rank = (bool, i128, Duration, SequenceId);
+type SortKey = (bool, i128, Duration, SequenceId);
 
 struct Simulator<'a> {
     scenario: &'a Scenario,
@@ -93,8 +93,8 @@ struct Simulator<'a> {
     tracked: Vec<Tracked>,
     /// The submitted sequences that have not ended.
     unfinished: BTreeSet<SequenceId>,
-    /// The submitted sequences that are waiting to run, except pending forks, sorted by [`Rank`].
-    waiting: BTreeSet<Rank>,
+    /// The submitted sequences that are waiting to run, except pending forks, sorted by [`SortKey`].
+    waiting: BTreeSet<SortKey>,
     /// The sequences that the current plan preempted, if the plan also started forks.
     /// Forks start without a reserve of free blocks.
     /// A plan that has admitted a new sequence can therefore still preempt a running sequence for a fork.
@@ -297,7 +297,7 @@ impl<'a> Simulator<'a> {
         })
     }
 
-    fn rank(&self, id: SequenceId) -> Rank {
+    fn rank(&self, id: SequenceId) -> SortKey {
         let Request { arrival, priority, .. } = self.scenario.requests[id as usize];
         let nanoseconds = arrival.as_nanos() as i128 + i128::from(priority) * 2_000_000_000;
         (self.tracked[id as usize].preemptions < 2, nanoseconds, arrival, id)
@@ -350,9 +350,9 @@ impl<'a> Simulator<'a> {
             self.check_work(work);
         }
         self.check_stats();
-        let undone = self.with_unfinished_prompt(plan, &decoding);
-        self.check_chunks(plan, &undone);
-        self.check_budget(plan, &undone, has_forked);
+        let unfinished = self.with_unfinished_prompt(plan, &decoding);
+        self.check_chunks(plan, &unfinished);
+        self.check_budget(plan, &unfinished, has_forked);
         for &(.., id) in &self.waiting {
             self.tracked[id as usize].waited += 1;
         }
@@ -435,21 +435,21 @@ impl<'a> Simulator<'a> {
     }
 
     /// Checks that a chunk exceeds half of the token budget only if the step completes all other running prompts.
-    fn check_chunks(&mut self, plan: &StepPlan, undone: &BTreeSet<SequenceId>) {
+    fn check_chunks(&mut self, plan: &StepPlan, unfinished: &BTreeSet<SequenceId>) {
         // With prompt parts, a step rounds its remaining budget up to whole parts.
         // A chunk can therefore be longer by almost one part.
         let part = self.part_tokens();
         let longest = self.scenario.config.token_budget.div_ceil(2).max(part.unwrap_or(1)) + part.unwrap_or(0);
         for SequenceWork { id, .. } in plan.work.iter().filter(|work| work.range.len() > longest) {
             self.summary.long_chunks += 1;
-            assert!(undone.iter().all(|other| other == id), "sequence {id} used the budget of other sequences");
+            assert!(unfinished.iter().all(|other| other == id), "sequence {id} used the budget of other sequences");
         }
     }
 
     /// Checks that a step with prompt parts exceeds its token budget by less than one part.
     /// Without prompt parts, a step must stay within its budget.
     /// With ample blocks, also checks that only the budget and `max_sequences` limit the step.
-    fn check_budget(&self, plan: &StepPlan, undone: &BTreeSet<SequenceId>, has_forked: bool) {
+    fn check_budget(&self, plan: &StepPlan, unfinished: &BTreeSet<SequenceId>, has_forked: bool) {
         let SchedulerConfig { token_budget, max_sequences, .. } = self.scenario.config;
         let tokens: usize = plan.work.iter().map(|work| work.range.len()).sum();
         assert!(
@@ -457,7 +457,7 @@ impl<'a> Simulator<'a> {
             "{tokens} tokens exceed a budget of {token_budget}"
         );
         if self.has_ample_blocks && tokens < token_budget {
-            assert_eq!(undone.len(), 0, "{} tokens of the budget are unused", token_budget - tokens);
+            assert_eq!(unfinished.len(), 0, "{} tokens of the budget are unused", token_budget - tokens);
             // Until forks have copied their shared block, the scheduler counts one block too many for them.
             let is_full = self.tracked_running().len() == max_sequences || has_forked;
             assert!(is_full || self.waiting.is_empty(), "a waiting sequence could have started");

@@ -12,7 +12,7 @@ use crate::kernels::selftest::Check;
 use crate::models;
 use crate::nn::decoder::Decoder;
 use crate::nn::kv_cache::{BlockTables, KvCache};
-use crate::nn::pass::{LogitRows, PassBatch, SequenceSpan};
+use crate::nn::pass::{PassBatch, RowSelection, SequenceSpan};
 use crate::runner::decode_graph::DecodeGraph;
 use crate::weights::quantized::QuantizationTarget;
 use crate::weights::{Checkpoint, LoadProgress, Weights};
@@ -44,7 +44,7 @@ fn max_error(device: &Device, dtype: DType, quantize: Option<QuantizationTarget>
     let (decoder, cache, _) = load(dir, device, dtype, quantize)?;
     let ids: Vec<u32> = (0..STEPS).map(|step| (step * 31 + 7) as u32 % reference.vocab_size() as u32).collect();
     let span = SequenceSpan { tokens: STEPS, position: 0, tables: &tables };
-    let batch = PassBatch { ids: &ids, sequences: &[span], logits: LogitRows::All, sum_order: SumOrder::Fastest };
+    let batch = PassBatch { ids: &ids, sequences: &[span], rows: RowSelection::All, sum_order: SumOrder::Fastest };
     let expected = reference.forward(&batch, &reference_cache)?.to_vec2::<f32>()?;
     let mut graph = match DecodeGraph::plan(&decoder, &cache, STEPS)? {
         Ok(graph) => graph,

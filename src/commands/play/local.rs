@@ -15,9 +15,9 @@ use crate::engine::Engine;
 use crate::error::Error;
 use crate::hub::{Hub, Snapshot, Source, is_repo_name, parse_download_name};
 use crate::language::Language;
+use crate::sandbox;
 use crate::terminal;
 use crate::text;
-use crate::worker;
 
 /// Finds or downloads the model named on the command line.
 ///
@@ -70,7 +70,7 @@ impl ModelSource for HubModels {
     fn find(&self, name: &str) -> Result<ModelId> {
         let snapshot = self.find_snapshot(name)?;
         if !self.raw {
-            require_chat_format(&worker::load_language(&snapshot.path)?, &snapshot.name)?;
+            require_chat_format(&sandbox::load_language(&snapshot.path)?, &snapshot.name)?;
         }
         Ok(ModelId::Local(snapshot))
     }

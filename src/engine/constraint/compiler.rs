@@ -182,7 +182,10 @@ fn optional_pairs(schema: &Value) -> usize {
     fields.values().map(optional_pairs).sum::<usize>() + optional.pow(2)
 }
 
-/// Returns the error for a grammar, with the first lines of llguidance's message.
+/// Returns an [`Error::InvalidConstraint`] for `name`, the part of the request at fault.
+///
+/// `problem` is the reason, often a message from llguidance. The error omits llguidance's internal state,
+/// and contains at most `MAX_REASON` characters of the reason.
 pub fn invalid(name: &str, problem: &str) -> anyhow::Error {
     // A line that starts with `<` begins llguidance's internal state, such as a backtrace.
     let problem = problem.split("\n<").next().unwrap_or_default().trim();

@@ -149,7 +149,7 @@ impl EngineLoop {
     ///
     /// When this function returns, unfinished requests fail, because their event channels close.
     pub fn run(mut self) {
-        self.strike_planned_fault();
+        self.inject_planned_fault();
         // Check again after waiting for commands, because a rank may have failed during the wait.
         while !self.has_failed() && self.receive_commands() && !self.has_failed() {
             self.counters.heartbeat.begin_step();
@@ -172,7 +172,7 @@ impl EngineLoop {
                 continue;
             }
             stats::add(&self.counters.steps, 1);
-            self.strike_planned_fault();
+            self.inject_planned_fault();
             self.run_plan(plan);
         }
         self.outbox.flush();
@@ -212,7 +212,7 @@ impl EngineLoop {
                 Ok(Command::Inspect(call)) => self.inspections.push(call),
                 Ok(Command::Fail(Fault::Rank(planned))) => {
                     self.planned_fault = Some(planned);
-                    self.strike_planned_fault();
+                    self.inject_planned_fault();
                 }
                 Ok(Command::Fail(fault)) => self.fault = Some(fault),
                 Ok(Command::Drain) => self.is_draining = true,
@@ -247,7 +247,7 @@ impl EngineLoop {
     }
 
     /// Injects the planned fault if it is planned for the current step or an earlier step.
-    fn strike_planned_fault(&mut self) {
+    fn inject_planned_fault(&mut self) {
         let steps = self.counters.steps.load(Ordering::Relaxed);
         let is_due = |planned: &mut PlannedFault| matches!(planned.time, FaultTime::Step(step) if step <= steps);
         if let Some(PlannedFault { rank, fault, .. }) = self.planned_fault.take_if(is_due) {

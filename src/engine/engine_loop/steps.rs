@@ -10,14 +10,14 @@ use super::stats;
 use super::{EngineLoop, Fault, QueuedWork};
 use crate::engine::requests::{FinishReason, PromptScores, Sequence};
 use crate::engine::scheduler::{Scheduler, SequenceId, SequenceWork, StepPlan};
-use crate::runner::{ChooseToken, Chosen, QueuedStep, StepSequence};
+use crate::runner::{Chosen, QueuedStep, StepSequence, TokenSampler};
 
 impl EngineLoop {
     /// Runs or queues one planned step. If the previous step was queued, delivers its tokens.
     pub(super) fn run_plan(&mut self, mut plan: StepPlan) {
         if let Some(fault) = self.fault.take() {
             self.deliver_queued();
-            let Err(error) = fault.strike() else { return };
+            let Err(error) = fault.inject() else { return };
             self.fail(&plan.work, error);
             self.is_device_broken |= fault == Fault::Device;
             return;

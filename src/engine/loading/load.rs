@@ -23,9 +23,9 @@ use crate::language::Language;
 use crate::models::{self, ModelConfig};
 use crate::nn::kv_cache::BLOCK_TOKENS;
 use crate::runner::{MAX_SEQUENCES, PromptParts, Runner, RunnerLimits, RunnerOptions};
+use crate::sandbox;
 use crate::weights::quantized::QuantizationTarget;
 use crate::weights::{Checkpoint, Inventory, LoadProgress};
-use crate::worker;
 
 /// Options for loading a model.
 pub struct LoadOptions<'o> {
@@ -118,7 +118,7 @@ pub fn load(dir: &Path, options: &LoadOptions) -> Result<EngineParts> {
     let (language, model) = thread::scope(|scope| {
         let language = scope.spawn(|| {
             let started = Instant::now();
-            let language = worker::load_language_of(dir, &checkpoint);
+            let language = sandbox::load_language_of(dir, &checkpoint);
             let language = language.and_then(|language| check(&language).map(|()| language));
             is_refused.store(language.is_err(), Ordering::Relaxed);
             language.map(|language| (language, started.elapsed().as_secs_f64()))

@@ -110,7 +110,7 @@ impl RankLoader<'_> {
     /// If `warm_up` is set, also loads the kernels of dense matrix products.
     fn load_rank(&self, world: World, device: &Device, progress: &LoadProgress) -> Result<(World, LoadedRank)> {
         if let Some(planned) = PlannedFault::from_env() {
-            planned.strike_while_loading(world.rank())?;
+            planned.inject_while_loading(world.rank())?;
         }
         let &Self { config, checkpoint, dtype, quantize, attention, context, cache_blocks, .. } = self;
         let of_rank = || Weights::of_rank(checkpoint, device, dtype, progress, world.clone());

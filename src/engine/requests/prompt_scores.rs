@@ -3,7 +3,7 @@
 use std::mem;
 use std::ops::Range;
 
-use crate::runner::{ScoreTokens, TokenLogprobs};
+use crate::runner::{TokenLogprobs, TokensToScore};
 
 /// Selects the prompt tokens that each step scores, and holds their log probabilities until they are sent.
 pub struct PromptScores {
@@ -24,12 +24,12 @@ impl PromptScores {
     /// Returns the prompt tokens to score in a step whose input tokens are `tokens[range]`, if there are any.
     ///
     /// A preempted sequence recomputes tokens, but does not score them again.
-    pub fn of_step<'s>(&'s mut self, tokens: &'s [u32], range: Range<usize>) -> Option<ScoreTokens<'s>> {
+    pub fn of_step<'s>(&'s mut self, tokens: &'s [u32], range: Range<usize>) -> Option<TokensToScore<'s>> {
         self.step.clear();
         let scored = range.start.max(self.sent) + 1..self.prompt_tokens.min(range.end + 1);
         let first = scored.start - 1 - range.start;
         let tokens = tokens.get(scored).filter(|tokens| !tokens.is_empty())?;
-        Some(ScoreTokens { first, tokens, top: self.top, logprobs: &mut self.step })
+        Some(TokensToScore { first, tokens, top: self.top, logprobs: &mut self.step })
     }
 
     /// Takes the log probabilities that the last step computed, or returns `None` if it computed none.

@@ -15,7 +15,7 @@ use crate::engine::constraint::ConstraintState;
 use crate::kernels::row_edits::{Penalties, RowEdits};
 use crate::kernels::sampling::{DeviceSampling, SamplingKernelParams};
 use crate::kernels::token_mask::TokenMask;
-use crate::runner::ChooseToken;
+use crate::runner::TokenSampler;
 
 /// The state for choosing the tokens of one answer: parameters, token counts and constraint.
 pub struct Sampler {
@@ -144,7 +144,7 @@ impl Sampler {
     }
 }
 
-impl ChooseToken for Sampler {
+impl TokenSampler for Sampler {
     fn choose(&mut self, logits: &mut [f32]) -> u32 {
         self.sample(logits)
     }

@@ -7,7 +7,7 @@ use candle_core::{DType, Result, Tensor, bail};
 use super::buffers::{RmsNormParams, StepBuffers, check_f32};
 use super::matvec::{check_weight, matvec_kernel, matvec_shape};
 use crate::kernels::exchange::add_columns;
-use crate::kernels::launch::{Arguments, Launch, LaunchList, LaunchShape, Mailbox, dtype_suffix, module};
+use crate::kernels::launch::{Arguments, HostMailbox, Launch, LaunchList, LaunchShape, dtype_suffix, module};
 use crate::kernels::matrix::Matrix;
 
 /// The token embedding. The embedding of the chosen token is the input of the next step.
@@ -82,7 +82,7 @@ pub fn add_greedy_sampling(
     buffers: &StepBuffers,
     embedding: &Embedding,
     head: &Matrix,
-    mailbox: &Arc<Mailbox>,
+    mailbox: &Arc<HostMailbox>,
 ) -> Result<()> {
     let (_, columns) = check_embedding(buffers, &embedding.table)?;
     let (table, suffix) = dense_table(&embedding.table)?;

@@ -11,7 +11,7 @@ use super::buffers::{StepBuffers, check, check_f32};
 use super::head::{Embedding, add_quantized_embedding, check_embedding, dense_table};
 use crate::kernels::bytes;
 use crate::kernels::constants::{SAMPLE_IDS_PER_THREAD, SAMPLE_PARAM_WORDS, SAMPLE_SCRATCH_WORDS, SAMPLE_THREADS};
-use crate::kernels::launch::{Arguments, Launch, LaunchList, LaunchShape, Mailbox, module};
+use crate::kernels::launch::{Arguments, HostMailbox, Launch, LaunchList, LaunchShape, module};
 use crate::kernels::rows::copy_rows;
 use crate::kernels::sampling::DeviceSampling;
 
@@ -71,7 +71,7 @@ pub fn add_sample(
     buffers: &StepBuffers,
     sampling: &SamplingBuffers,
     embedding: &Embedding,
-    mailbox: &Arc<Mailbox>,
+    mailbox: &Arc<HostMailbox>,
 ) -> Result<()> {
     let (vocab, columns) = check_embedding(buffers, &embedding.table)?;
     check_f32("the logits", &buffers.logits, sampling.seen.elem_count())?;

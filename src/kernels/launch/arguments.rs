@@ -9,7 +9,7 @@ use candle_core::cuda_backend::cudarc::driver::{DevicePtr, DeviceRepr};
 use candle_core::{Result, Storage, Tensor, bail};
 
 use super::host_words::HostWords;
-use super::mailbox::Mailbox;
+use super::mailbox::HostMailbox;
 
 /// Returns the device address of a tensor's first element.
 /// Fails if the tensor is not contiguous, not on a GPU, or has a dtype that no kernel supports.
@@ -71,7 +71,7 @@ pub struct Arguments {
 #[derive(Clone, Default)]
 pub(super) struct Memory {
     tensors: Vec<Tensor>,
-    mailboxes: Vec<Arc<Mailbox>>,
+    mailboxes: Vec<Arc<HostMailbox>>,
     host_words: Vec<Arc<HostWords>>,
 }
 
@@ -115,14 +115,14 @@ impl Arguments {
     }
 
     /// Adds the address of a mailbox's first slot.
-    pub fn mailbox(mut self, mailbox: &Arc<Mailbox>) -> Self {
+    pub fn mailbox(mut self, mailbox: &Arc<HostMailbox>) -> Self {
         self.args.push(Arg::Address(mailbox.address(0)));
         self.memory.mailboxes.push(mailbox.clone());
         self
     }
 
     /// Adds the address of slot `first` of a mailbox, or a null address for `None`.
-    pub fn mailbox_from(mut self, mailbox: Option<(&Arc<Mailbox>, usize)>) -> Self {
+    pub fn mailbox_from(mut self, mailbox: Option<(&Arc<HostMailbox>, usize)>) -> Self {
         self.args.push(Arg::Address(mailbox.map_or(0, |(mailbox, first)| mailbox.address(first))));
         self.memory.mailboxes.extend(mailbox.map(|(mailbox, _)| mailbox.clone()));
         self

@@ -10,12 +10,12 @@ use super::device::is_idle;
 use super::host_words::HostWords;
 
 /// u32 slots in host memory; zero means empty. Kernels write nonzero words, and the host reads and clears them.
-pub struct Mailbox {
+pub struct HostMailbox {
     slots: Arc<HostWords>,
     device: CudaDevice,
 }
 
-impl Mailbox {
+impl HostMailbox {
     /// Creates a mailbox with `count` empty slots.
     pub fn new(device: &CudaDevice, count: usize) -> Result<Arc<Self>> {
         Ok(Arc::new(Self { slots: HostWords::new(device, count)?, device: device.clone() }))

@@ -22,6 +22,6 @@ pub use graph::LaunchGraph;
 pub use host_words::HostWords;
 pub use kernel_launch::{Launch, LaunchShape};
 pub use list::{LaunchList, TimedLaunch};
-pub use mailbox::Mailbox;
+pub use mailbox::HostMailbox;
 pub use module::Module;
 pub(crate) use module::module;

@@ -388,17 +388,17 @@ __device__ __forceinline__ Tile load_tile_of_stage(uint32_t from) {
 // The stage that a warp copies or multiplies next: the address of the stage and the wgmma descriptor of its x.
 // A warp that reads the stage waits at FULL for the phase `parity`.
 // A warp that fills the stage waits at EMPTY for the phase `parity` ^ 1.
-template <typename S> class Position {
+template <typename S> class StageCursor {
     uint32_t first;
     uint64_t first_x;
-    int left = S::STAGES;  // stages before the position returns to the first one
+    int left = S::STAGES;  // stages before the cursor returns to the first one
 
 public:
     uint32_t stage;
     uint64_t x;
     uint32_t parity = 0;
 
-    __device__ __forceinline__ explicit Position(uint32_t ring) {
+    __device__ __forceinline__ explicit StageCursor(uint32_t ring) {
         // Each shuffle returns a value that every lane already has.
         // The shuffles tell the compiler that all lanes have equal values, so that it uses uniform registers.
         const auto uniform = [](uint32_t value) { return __shfl_sync(0xffffffffu, value, 0); };
@@ -421,7 +421,8 @@ __device__ __forceinline__ uint32_t in_register(uint32_t value) {
 // Computes one warpgroup's part of an output tile: 64 weight rows × N pairs.
 // Unpacking the weights limits the speed, so every instruction in the loop over columns matters.
 template <typename S, typename T, int N, bool GATE_UP>
-__device__ __forceinline__ void consume(Position<S>& position, const Weights& w, const Output<T>& o, const Tile& tile) {
+__device__ __forceinline__ void consume(StageCursor<S>& cursor, const Weights& w, const Output<T>& o,
+                                        const Tile& tile) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4;  // each warp has one weight tile
     const uint32_t words_at = in_register(Stage<S>::WEIGHTS + warp * STAGE_TILE_BYTES + lane * 16);
     const uint32_t scales_at = in_register(Stage<S>::SCALES + warp * STAGE_SCALE_BYTES + g * 4);
@@ -431,10 +432,10 @@ __device__ __forceinline__ void consume(Position<S>& position, const Weights& w,
     uint32_t a[2][4];       // the weights of two MMAs with K = 16: one MMA runs while the other's weights are unpacked
     uint32_t previous = 0;  // the address of the previous stage of this tile, or 0
     const auto multiply = [&](int half) __attribute__((always_inline)) {
-        const uint4 words = load_shared_16(position.stage + words_at + half * MXFP4_TILE_BYTES);
+        const uint4 words = load_shared_16(cursor.stage + words_at + half * MXFP4_TILE_BYTES);
         uint32_t factors[4];
-        scale_factors<T>(load_shared_4(position.stage + scales_at + half * MXFP4_TILE_SCALE_BYTES), factors);
-        const uint64_t b = position.x + half * (S::HALF_X / 16);
+        scale_factors<T>(load_shared_4(cursor.stage + scales_at + half * MXFP4_TILE_SCALE_BYTES), factors);
+        const uint64_t b = cursor.x + half * (S::HALF_X / 16);
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
             const uint32_t low = k / 2 ? words.z : words.x, high = k / 2 ? words.w : words.y;
@@ -454,20 +455,20 @@ __device__ __forceinline__ void consume(Position<S>& position, const Weights& w,
     if constexpr (N <= S::UNROLL_PAIRS) {
 #pragma unroll 1
         for (; left > 1; left -= 2) {
-            barrier_wait(position.stage + Stage<S>::FULL, position.parity);
+            barrier_wait(cursor.stage + Stage<S>::FULL, cursor.parity);
             multiply(0);
             multiply(1);
-            previous = position.stage;
-            position.next();
+            previous = cursor.stage;
+            cursor.next();
         }
     }
 #pragma unroll 1
     for (; left > 0; left -= 2) {
-        barrier_wait(position.stage + Stage<S>::FULL, position.parity);
+        barrier_wait(cursor.stage + Stage<S>::FULL, cursor.parity);
 #pragma unroll 1
         for (int half = 0; half < min(left, 2); ++half) multiply(half);
-        previous = position.stage;
-        position.next();
+        previous = cursor.stage;
+        cursor.next();
     }
     wgmma_wait<0>();
     // wgmma writes the sums asynchronously, and the compiler does not know this.
@@ -484,12 +485,12 @@ __device__ __forceinline__ void consume(Position<S>& position, const Weights& w,
 
 // Calls `consume` with N set to the smallest multiple of 16 that is at least the tile's number of pairs.
 template <typename S, typename T, int N, bool GATE_UP>
-__device__ __forceinline__ void multiply_tile(Position<S>& position, const Weights& w, const Output<T>& o,
+__device__ __forceinline__ void multiply_tile(StageCursor<S>& cursor, const Weights& w, const Output<T>& o,
                                               const Tile& tile) {
     if constexpr (N < S::PAIRS) {
-        if (tile.pairs > N) return multiply_tile<S, T, N + 16, GATE_UP>(position, w, o, tile);
+        if (tile.pairs > N) return multiply_tile<S, T, N + 16, GATE_UP>(cursor, w, o, tile);
     }
-    consume<S, T, N, GATE_UP>(position, w, o, tile);
+    consume<S, T, N, GATE_UP>(cursor, w, o, tile);
 }
 
 // Three warpgroups multiply. The fourth warpgroup finds the tiles and copies their data, several stages ahead.
@@ -516,7 +517,7 @@ __device__ void expert_product_wgmma(const Weights& w, const Output<T>& o, const
         asm volatile("fence.proxy.async;" ::: "memory");
     }
     __syncthreads();
-    Position<S> position(ring);
+    StageCursor<S> cursor(ring);
     if (threadIdx.x >= MULTIPLYING) {
         // At the start, each thread has 128 / BLOCKS registers.
         // The copying warpgroup releases most of its registers, so that the multiplying warpgroups can have more.
@@ -556,33 +557,33 @@ __device__ void expert_product_wgmma(const Weights& w, const Output<T>& o, const
 #pragma unroll 1
             for (int step = 0; step < steps; step += 2) {
                 const int count = min(2, steps - step);
-                barrier_wait(position.stage + Stage<S>::EMPTY, position.parity ^ 1);
+                barrier_wait(cursor.stage + Stage<S>::EMPTY, cursor.parity ^ 1);
                 __syncwarp();
-                const uint32_t full = position.stage + Stage<S>::FULL;
-                if (threadIdx.x == MULTIPLYING && step == 0) store_tile_of_stage(position.stage + Stage<S>::TILE, tile);
+                const uint32_t full = cursor.stage + Stage<S>::FULL;
+                if (threadIdx.x == MULTIPLYING && step == 0) store_tile_of_stage(cursor.stage + Stage<S>::TILE, tile);
                 if (lane == 0) barrier_expect(full, count * bytes);
                 if (threadIdx.x == MULTIPLYING) {
-                    copy_bulk(position.stage, x_from, x_bytes, full);
-                    if (count == 2) copy_bulk(position.stage + S::HALF_X, x_from + x_pitch, x_bytes, full);
+                    copy_bulk(cursor.stage, x_from, x_bytes, full);
+                    if (count == 2) copy_bulk(cursor.stage + S::HALF_X, x_from + x_pitch, x_bytes, full);
                 }
                 if (warp > 0 && lane < 2 * LANES && row_tile < tiles)
-                    copy_bulk(position.stage + to, from, size * count, full);
+                    copy_bulk(cursor.stage + to, from, size * count, full);
                 from += size * 2, x_from += x_pitch * 2;
-                position.next();
+                cursor.next();
             }
         }
         // A tile without pairs tells the multiplying warpgroups to stop.
-        barrier_wait(position.stage + Stage<S>::EMPTY, position.parity ^ 1);
+        barrier_wait(cursor.stage + Stage<S>::EMPTY, cursor.parity ^ 1);
         __syncwarp();
-        if (threadIdx.x == MULTIPLYING) store_tile_of_stage(position.stage + Stage<S>::TILE, {});
-        if (lane == 0) barrier_arrive(position.stage + Stage<S>::FULL);
+        if (threadIdx.x == MULTIPLYING) store_tile_of_stage(cursor.stage + Stage<S>::TILE, {});
+        if (lane == 0) barrier_arrive(cursor.stage + Stage<S>::FULL);
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(S::REGISTERS));
         while (true) {
-            barrier_wait(position.stage + Stage<S>::FULL, position.parity);
-            const Tile tile = load_tile_of_stage(position.stage + Stage<S>::TILE);
+            barrier_wait(cursor.stage + Stage<S>::FULL, cursor.parity);
+            const Tile tile = load_tile_of_stage(cursor.stage + Stage<S>::TILE);
             if (tile.pairs == 0) return;
-            multiply_tile<S, T, 16, GATE_UP>(position, w, o, tile);
+            multiply_tile<S, T, 16, GATE_UP>(cursor, w, o, tile);
         }
     }
 }

@@ -90,14 +90,14 @@ FOR_EACH_DTYPE(DEFINE_GEMV)
 //     A thread block past the last tile exits immediately.
 //   block: EXPERT_GEMM_THREADS
 //   bytes moved: an expert's weights once per tile of pairs
-constexpr int STEP = 32, PITCH = STEP + 8, OUT_PITCH = EXPERT_GEMM_ROWS + 4;
+constexpr int STEP = 32, STRIDE = STEP + 8, OUT_STRIDE = EXPERT_GEMM_ROWS + 4;
 
 template <typename T>
 __device__ void load_weights(const Mxfp4& w, T* tile, size_t first_row, int valid, int group, int groups) {
     // Each of the 128 threads unpacks half an MXFP4 block: 16 values.
     // The product of an E2M1 value and its scale is exact in T (bf16 or f16), unless it overflows or underflows.
     const int r = threadIdx.x / 2, half = threadIdx.x % 2;
-    T* to = tile + r * PITCH + half * 16;
+    T* to = tile + r * STRIDE + half * 16;
     if (r >= valid) {
         for (int i = 0; i < 16; ++i) to[i] = from_float<T>(0.0f);
         return;
@@ -129,9 +129,9 @@ __device__ void expert_gemm(const Mxfp4& w, const T* bias, const T* x, const uin
 
     using namespace nvcuda;
     // During the loop, the buffer holds the inputs of one step. After the loop, it holds the results.
-    __shared__ __align__(32) unsigned char buffer[EXPERT_GEMM_PAIRS * OUT_PITCH * sizeof(float)];
-    static_assert(sizeof(buffer) >= (EXPERT_GEMM_ROWS + EXPERT_GEMM_PAIRS) * PITCH * sizeof(T));
-    T *tile_w = reinterpret_cast<T*>(buffer), *tile_x = tile_w + EXPERT_GEMM_ROWS * PITCH;
+    __shared__ __align__(32) unsigned char buffer[EXPERT_GEMM_PAIRS * OUT_STRIDE * sizeof(float)];
+    static_assert(sizeof(buffer) >= (EXPERT_GEMM_ROWS + EXPERT_GEMM_PAIRS) * STRIDE * sizeof(T));
+    T *tile_w = reinterpret_cast<T*>(buffer), *tile_x = tile_w + EXPERT_GEMM_ROWS * STRIDE;
     float* tile_out = reinterpret_cast<float*>(buffer);
     const int warp = threadIdx.x / 32, warp_r = (warp / 2) * 32, warp_p = (warp % 2) * 32;
     wmma::fragment<wmma::accumulator, 16, 16, 16, float> sum[2][2];
@@ -142,7 +142,7 @@ __device__ void expert_gemm(const Mxfp4& w, const T* bias, const T* x, const uin
     const T* source = p < pairs ? x + (size_t)(sorted[first_pair + p] / pairs_per_x) * columns + half * 16 : nullptr;
     for (int group = 0; group < groups; ++group) {
         load_weights(w, tile_w, weight_row, valid_rows, group, groups);
-        uint4* to = reinterpret_cast<uint4*>(tile_x + p * PITCH + half * 16);
+        uint4* to = reinterpret_cast<uint4*>(tile_x + p * STRIDE + half * 16);
         const uint4* from = reinterpret_cast<const uint4*>(source + group * 32);
         to[0] = source ? from[0] : make_uint4(0, 0, 0, 0);
         to[1] = source ? from[1] : make_uint4(0, 0, 0, 0);
@@ -153,8 +153,8 @@ __device__ void expert_gemm(const Mxfp4& w, const T* bias, const T* x, const uin
             wmma::fragment<wmma::matrix_b, 16, 16, 16, T, wmma::col_major> b[2];
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-                wmma::load_matrix_sync(a[i], tile_w + (warp_r + 16 * i) * PITCH + k, PITCH);
-                wmma::load_matrix_sync(b[i], tile_x + (warp_p + 16 * i) * PITCH + k, PITCH);
+                wmma::load_matrix_sync(a[i], tile_w + (warp_r + 16 * i) * STRIDE + k, STRIDE);
+                wmma::load_matrix_sync(b[i], tile_x + (warp_p + 16 * i) * STRIDE + k, STRIDE);
             }
 #pragma unroll
             for (int i = 0; i < 2; ++i)
@@ -168,7 +168,7 @@ __device__ void expert_gemm(const Mxfp4& w, const T* bias, const T* x, const uin
     for (int i = 0; i < 2; ++i)
 #pragma unroll
         for (int j = 0; j < 2; ++j)
-            wmma::store_matrix_sync(tile_out + (warp_p + 16 * j) * OUT_PITCH + warp_r + 16 * i, sum[i][j], OUT_PITCH,
+            wmma::store_matrix_sync(tile_out + (warp_p + 16 * j) * OUT_STRIDE + warp_r + 16 * i, sum[i][j], OUT_STRIDE,
                                     wmma::mem_col_major);
     __syncthreads();
     for (int i = threadIdx.x; i < pairs * EXPERT_GEMM_ROWS; i += blockDim.x) {
@@ -176,7 +176,7 @@ __device__ void expert_gemm(const Mxfp4& w, const T* bias, const T* x, const uin
         if (row >= valid_rows) continue;
         const float b = bias ? to_float(bias[weight_row + row]) : 0.0f;
         out[(size_t)sorted[first_pair + pair] * rows + first_row + row] =
-            from_float<T>(tile_out[pair * OUT_PITCH + row] + b);
+            from_float<T>(tile_out[pair * OUT_STRIDE + row] + b);
     }
 }
 

@@ -509,7 +509,9 @@ __device__ __forceinline__ float quantization_scale(float largest, int quantizat
     const float scale = quantization == QUANTIZATION_INT8_PER_TOKEN  ? largest / 127.5f
                         : quantization == QUANTIZATION_FP8_PER_TOKEN ? largest / E4M3_MAX
                                                                      : static_scale;
-    // If the vector contains a NaN or an infinity, the scale is NaN, even in static modes. All results are then NaN.
+    // An int8 value cannot be NaN, and rounding to 8 bits may clamp an infinity to a finite value.
+    // If the vector contains a NaN or an infinity, the scale is therefore NaN, even in static modes.
+    // Every value or dot product that is multiplied by the scale is then NaN.
     return !isfinite(largest) ? __uint_as_float(F32_NAN) : scale < F32_MIN_NORMAL ? F32_MIN_NORMAL : scale;
 }
 

@@ -6,7 +6,7 @@ use candle_core::cuda_backend::CudaDevice;
 use candle_core::{DType, Device, Result, Tensor, bail};
 
 use crate::kernels::constants::{LOGPROBS_ROW_WORDS, LOGPROBS_SLOTS, MAX_LOGPROBS, SAMPLE_THREADS};
-use crate::kernels::launch::{Arguments, HostWords, Launch, LaunchShape, Mailbox, module};
+use crate::kernels::launch::{Arguments, HostMailbox, HostWords, Launch, LaunchShape, module};
 use crate::kernels::token_mask::TokenMask;
 
 /// A value to add to one logit, such as a logit bias.
@@ -127,7 +127,7 @@ pub fn send_logprobs(
     logits: &Tensor,
     rows: &[LogprobsRow],
     tokens: &Tensor,
-    (mailbox, first_slot): (&Arc<Mailbox>, usize),
+    (mailbox, first_slot): (&Arc<HostMailbox>, usize),
     (host, first_word): (&Arc<HostWords>, usize),
 ) -> Result<()> {
     let (device, count, vocab) = check(logits)?;
@@ -159,7 +159,7 @@ pub fn send_logprobs(
 /// Waits for the log probabilities that [`send_logprobs`] sends for one row, and returns them.
 ///
 /// `slot` is the row's first slot. `count` must equal [`LogprobsRow::count`] of the row.
-pub fn take_logprobs(mailbox: &Mailbox, slot: usize, count: usize) -> Result<RowLogprobs> {
+pub fn take_logprobs(mailbox: &HostMailbox, slot: usize, count: usize) -> Result<RowLogprobs> {
     let logprob = |slot: usize| mailbox.wait(slot).map(|word| f32::from_bits(!word));
     let chosen = logprob(slot)?;
     let entry = |rank: usize| Ok((mailbox.wait(slot + 1 + 2 * rank)? - 1, logprob(slot + 2 + 2 * rank)?));

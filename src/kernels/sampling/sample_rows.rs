@@ -7,7 +7,7 @@ use candle_core::{DType, Device, Result, Tensor, bail};
 
 use super::{DeviceSampling, SamplingKernelParams};
 use crate::kernels::constants::{NO_TOKEN, SAMPLE_PARAM_WORDS, SAMPLE_THREADS};
-use crate::kernels::launch::{Arguments, HostWords, Launch, LaunchShape, Mailbox, module};
+use crate::kernels::launch::{Arguments, HostMailbox, HostWords, Launch, LaunchShape, module};
 
 /// Samples a token from each row of `logits`, f32 `[rows, vocab]`, and waits for the tokens.
 /// Applies penalties to `logits` in place.
@@ -61,7 +61,7 @@ pub fn queue_rows(
     logits: &Tensor,
     rows: &[SamplingKernelParams],
     tokens: &Tensor,
-    (mailbox, first_slot): (&Arc<Mailbox>, usize),
+    (mailbox, first_slot): (&Arc<HostMailbox>, usize),
     (host, first_word): (&Arc<HostWords>, usize),
 ) -> Result<()> {
     let (device, count, vocab) = check(logits, rows.len())?;

@@ -15,12 +15,12 @@ use anyhow::{Context, Result, bail};
 use candle_core::cuda_backend::CudaDevice;
 use candle_core::{DType, Device, Tensor};
 
-use super::choose_token::NoToken;
+use super::token_sampler::NoToken;
 use super::{KernelTime, NoDecodeGraph};
 use crate::kernels::decode::sample::{self, SamplingBuffers};
 use crate::kernels::decode::{self, Embedding, StepBuffers};
 use crate::kernels::exchange::add_sum;
-use crate::kernels::launch::{LaunchGraph, LaunchList, Mailbox};
+use crate::kernels::launch::{HostMailbox, LaunchGraph, LaunchList};
 use crate::kernels::rows::copy_rows;
 use crate::kernels::sampling::{DeviceSampling, SamplingKernelParams};
 use crate::nn::decoder::Decoder;
@@ -44,7 +44,7 @@ pub struct DecodeGraph {
     embedding: Embedding,
     /// The maximum number of positions in the sequence. The RoPE tables cover all positions.
     context: usize,
-    mailbox: Arc<Mailbox>,
+    mailbox: Arc<HostMailbox>,
     sampling_buffers: SamplingBuffers,
     /// The kernel launches of a step, up to its logits.
     layers: LaunchList,
@@ -58,7 +58,8 @@ pub struct DecodeGraph {
     taken: usize,
     /// The number of steps of the current sequence for which the context and the block tables have room.
     possible: usize,
-    /// The id of the current sequence, and the position at which its decoding started.
+    /// The id of the current sequence, and the position of the input of the first step since the graph was last started.
+    /// `None` if the graph has no current sequence.
     sequence: Option<(u64, usize)>,
     /// The block table of each layer group on the device, u32 `[1, blocks]`.
     tables: Vec<Tensor>,
@@ -84,7 +85,7 @@ impl DecodeGraph {
         if !sample::can_sample(&buffers) {
             return Ok(Err(NoDecodeGraph::VocabularySize(vocab_size)));
         }
-        let mailbox = Mailbox::new(device, MAILBOX_SLOTS)?;
+        let mailbox = HostMailbox::new(device, MAILBOX_SLOTS)?;
         let mut launches = LaunchList::new(device)?;
         let sampling_buffers = SamplingBuffers::new(&buffers.logits)?;
         let mut scratch = Scratch::default();

@@ -10,17 +10,17 @@ use candle_core::{DType, Device, Tensor};
 
 use super::queued_step::ExpectedToken;
 use super::row_sampling::RowSampling;
-use crate::kernels::launch::{HostWords, Mailbox};
+use crate::kernels::launch::{HostMailbox, HostWords};
 use crate::kernels::row_edits::{EditedRow, edit_rows};
 use crate::kernels::sampling::{
     LOGPROBS_ROW_WORDS, LOGPROBS_SLOTS, LogprobsRow, MAILBOX_NO_TOKEN, RowLogprobs, SAMPLE_PARAM_WORDS, queue_rows,
     send_logprobs, take_logprobs,
 };
 use crate::kernels::step_inputs::StepInputs;
-use crate::runner::choose_token::NoToken;
 use crate::runner::limits::MAX_SEQUENCES;
 use crate::runner::logprobs::TokenLogprobs;
 use crate::runner::step_sequence::{Chosen, ChosenToken, StepSequence};
+use crate::runner::token_sampler::NoToken;
 
 /// The maximum number of queued steps whose tokens the host has not taken: one that runs and one that waits.
 /// The caller of `Runner::queue` must keep this limit.
@@ -54,9 +54,9 @@ pub struct QueuedStepBuffers {
     /// The tokens of the last queued step, u32 `[MAX_SEQUENCES]`.
     tokens: Tensor,
     /// `MAX_SEQUENCES` mailbox slots for each of `DEPTH` steps.
-    mailbox: Arc<Mailbox>,
+    mailbox: Arc<HostMailbox>,
     /// The log probabilities: `MAX_SEQUENCES` · `LOGPROBS_SLOTS` mailbox slots for each of `DEPTH` steps.
-    logprobs: Arc<Mailbox>,
+    logprobs: Arc<HostMailbox>,
     /// `SLOT_WORDS` words in host memory for each of `SLOTS` steps.
     host: Arc<HostWords>,
     /// The number of steps queued so far, which is the index of the next step.
@@ -69,8 +69,8 @@ impl QueuedStepBuffers {
     pub fn new(device: &CudaDevice) -> Result<Self> {
         Ok(Self {
             tokens: Tensor::zeros(MAX_SEQUENCES, DType::U32, &Device::Cuda(device.clone()))?,
-            mailbox: Mailbox::new(device, MAX_SEQUENCES * DEPTH)?,
-            logprobs: Mailbox::new(device, MAX_SEQUENCES * LOGPROBS_SLOTS * DEPTH)?,
+            mailbox: HostMailbox::new(device, MAX_SEQUENCES * DEPTH)?,
+            logprobs: HostMailbox::new(device, MAX_SEQUENCES * LOGPROBS_SLOTS * DEPTH)?,
             host: HostWords::new(device, SLOT_WORDS * SLOTS)?,
             steps: 0,
             rows: HashMap::new(),

@@ -12,7 +12,7 @@ use crate::kernels::SumOrder;
 use crate::kernels::sampling::DeviceSampling;
 use crate::nn::decoder::Decoder;
 use crate::nn::kv_cache::{BlockTables, KvCache};
-use crate::nn::pass::{LogitRows, PassBatch, SequenceSpan};
+use crate::nn::pass::{PassBatch, RowSelection, SequenceSpan};
 use crate::runner::decode_graph::DecodeGraph;
 use crate::runner::queued_steps::RowSampling;
 use crate::runner::route::Route;
@@ -88,7 +88,7 @@ impl GraphCommand {
 pub struct OwnedBatch {
     ids: Vec<u32>,
     spans: Vec<OwnedSpan>,
-    logits: LogitRows,
+    rows: RowSelection,
     sum_order: SumOrder,
 }
 
@@ -107,7 +107,7 @@ impl From<&PassBatch<'_>> for OwnedBatch {
             tables: tables.clone(),
         };
         let spans = batch.sequences.iter().map(owned).collect();
-        Self { ids: batch.ids.to_vec(), spans, logits: batch.logits, sum_order: batch.sum_order }
+        Self { ids: batch.ids.to_vec(), spans, rows: batch.rows, sum_order: batch.sum_order }
     }
 }
 
@@ -123,9 +123,9 @@ impl OwnedBatch {
     }
 
     fn borrowed<R>(&self, run: impl FnOnce(&PassBatch) -> R) -> R {
-        let Self { ids, spans, logits, sum_order } = self;
+        let Self { ids, spans, rows, sum_order } = self;
         let spans: Vec<SequenceSpan> = spans.iter().map(OwnedSpan::span).collect();
-        run(&PassBatch { ids, sequences: &spans, logits: *logits, sum_order: *sum_order })
+        run(&PassBatch { ids, sequences: &spans, rows: *rows, sum_order: *sum_order })
     }
 }
 

@@ -18,7 +18,7 @@ pub enum RankFault {
 
 impl RankFault {
     /// Makes the calling rank fail: returns an error, panics, or never returns.
-    pub fn strike(self) -> Result<()> {
+    pub fn inject(self) -> Result<()> {
         match self {
             RankFault::Error => bail!("injected fault of a rank"),
             RankFault::Panic => panic!("injected panic of a rank"),

@@ -13,10 +13,10 @@ use super::parts::RankParts;
 use crate::device::World;
 use crate::nn::decoder::Decoder;
 use crate::nn::kv_cache::KvCache;
-use crate::runner::choose_token::NoToken;
-use crate::runner::decode::{self, PlannedGraph};
+use crate::runner::executor::{self, PlannedGraph};
 use crate::runner::limits::{RunnerLimits, RunnerOptions};
 use crate::runner::step_launcher::StepLauncher;
+use crate::runner::token_sampler::NoToken;
 use crate::text::error_message;
 
 /// Runs the commands of the first rank until the first rank stops, a command fails, or any rank fails.
@@ -73,7 +73,7 @@ impl Follower {
     fn new(world: World, parts: RankParts, limits: RunnerLimits, options: RunnerOptions) -> Result<Self> {
         let RankParts { decoder, cache } = parts;
         Ok(Self {
-            decode_graph: decode::plan_together(&decoder, &cache, limits, options)?,
+            decode_graph: executor::plan_together(&decoder, &cache, limits, options)?,
             launcher: StepLauncher::new(cache.device(), limits, options)?,
             decoder,
             cache,
@@ -116,7 +116,7 @@ impl Follower {
             RankCommand::Cache(call) => call(RankCache { rank: self.world.rank(), cache: &self.cache }),
             // A ping needs no action. The caller records progress after every command.
             RankCommand::Ping => {}
-            RankCommand::Fail(fault) => fault.strike()?,
+            RankCommand::Fail(fault) => fault.inject()?,
         }
         Ok(())
     }

@@ -26,13 +26,13 @@ use crate::error::Error;
 use crate::nn::decoder::Decoder;
 use crate::nn::kv_cache::KvCache;
 use crate::nn::pass::PassBatch;
-use crate::runner::choose_token::NoToken;
 use crate::runner::decode_graph::DecodeGraph;
 use crate::runner::limits::{RunnerLimits, RunnerOptions};
 use crate::runner::queued_steps::RowSampling;
 use crate::runner::route::Route;
 use crate::runner::scored_pass::forward_scored;
 use crate::runner::step_sequence::StepSequence;
+use crate::runner::token_sampler::NoToken;
 use crate::text::error_message;
 
 /// How long to wait for follower threads to end after a failure. The thread of a rank that hangs may never end.
@@ -288,7 +288,7 @@ impl RankGroup {
     /// Calls `run` on the first rank, unless a test has injected a fault. Turns a panic into an error.
     fn guarded<T>(&self, run: impl FnOnce() -> Result<T>) -> Result<T> {
         let run = || {
-            self.fault.take().map_or(Ok(()), RankFault::strike)?;
+            self.fault.take().map_or(Ok(()), RankFault::inject)?;
             run()
         };
         catch_unwind(AssertUnwindSafe(run)).unwrap_or_else(|_| Err(anyhow!(PANIC)))

@@ -8,10 +8,10 @@ use anyhow::{Result, anyhow};
 use crate::kernels::row_edits::RowEdits;
 use crate::kernels::sampling::DeviceSampling;
 use crate::runner::Runner;
-use crate::runner::choose_token::ChooseToken;
 use crate::runner::queued_steps::{QueuedStep, QueuedTokens};
 use crate::runner::step_sequence::StepSequence;
 use crate::runner::step_times::StepKind;
+use crate::runner::token_sampler::TokenSampler;
 
 impl Runner {
     /// Implements [`queue`](Self::queue) for a CPU: runs the step immediately.
@@ -34,7 +34,7 @@ impl Runner {
         let mut known: Vec<StepSequence> = Vec::with_capacity(sequences.len());
         for ((sequence, input), sampler) in sequences.iter().zip(&inputs).zip(&mut samplers) {
             let ids = input.as_ref().map_or(sequence.ids, |input| input.as_slice());
-            let sampler = sampler.as_mut().map(|sampler| sampler as &mut dyn ChooseToken);
+            let sampler = sampler.as_mut().map(|sampler| sampler as &mut dyn TokenSampler);
             known.push(StepSequence { sampler, ..sequence.with_input(ids, sequence.position) });
         }
         let chosen = self.run_passes(known, &mut || ())?;
@@ -50,18 +50,18 @@ impl Runner {
 /// A sampler that chooses tokens on the CPU as a queued step does on a GPU, and records no tokens.
 /// `in_flight` is the token of the previous step, which `sampler` does not know when it chooses.
 struct QueuedSampler<'s> {
-    sampler: &'s dyn ChooseToken,
+    sampler: &'s dyn TokenSampler,
     edits: RowEdits,
     in_flight: Option<u32>,
 }
 
 impl<'s> QueuedSampler<'s> {
-    fn new(sampler: &'s dyn ChooseToken, in_flight: Option<u32>) -> Self {
+    fn new(sampler: &'s dyn TokenSampler, in_flight: Option<u32>) -> Self {
         Self { sampler, edits: sampler.queued_edits(u32::from(in_flight.is_some())), in_flight }
     }
 }
 
-impl ChooseToken for QueuedSampler<'_> {
+impl TokenSampler for QueuedSampler<'_> {
     fn choose(&mut self, logits: &mut [f32]) -> u32 {
         self.edits.penalize(logits, self.in_flight);
         self.choose_queued(logits, u32::from(self.in_flight.is_some()))

@@ -7,16 +7,16 @@ use anyhow::{Context, Result, bail};
 use candle_core::Tensor;
 
 use crate::kernels::SumOrder;
-use crate::nn::pass::{LogitRows, PassBatch, SequenceSpan};
+use crate::nn::pass::{PassBatch, RowSelection, SequenceSpan};
 use crate::runner::Runner;
-use crate::runner::choose_token::ChooseToken;
 use crate::runner::device_choice::{choose_on_device, logprobs_on_device};
 use crate::runner::host_choice::choose_on_host;
 use crate::runner::limits::PromptParts;
 use crate::runner::logprobs::TokenLogprobs;
 use crate::runner::route::{StepFacts, route};
-use crate::runner::step_sequence::{Chosen, ScoreTokens, StepSequence};
+use crate::runner::step_sequence::{Chosen, StepSequence, TokensToScore};
 use crate::runner::step_times::StepKind;
+use crate::runner::token_sampler::TokenSampler;
 
 /// The maximum number of prompt tokens whose logits are in memory at the same time.
 /// A memory plan for several sequences has room for the logits of at least `MAX_SEQUENCES` tokens.
@@ -134,7 +134,7 @@ impl Runner {
         loop {
             let part_end = parts.next(start).min(end);
             let is_last = part_end == end;
-            let sampler = sequence.sampler.take_if(|_| is_last).map(|sampler| sampler as &mut dyn ChooseToken);
+            let sampler = sequence.sampler.take_if(|_| is_last).map(|sampler| sampler as &mut dyn TokenSampler);
             let range = start - position..part_end - position;
             let scores = scores.as_mut().and_then(|scores| scores.part(range.clone()));
             let ids = &ids[range];
@@ -154,7 +154,7 @@ impl Runner {
         let ids: Vec<u32> = sequences.iter().flat_map(|sequence| sequence.ids).copied().collect();
         let spans: Vec<SequenceSpan> = sequences.iter().map(StepSequence::span).collect();
         self.forget_solo_sequence();
-        let batch = PassBatch { ids: &ids, sequences: &spans, logits: LogitRows::Last, sum_order };
+        let batch = PassBatch { ids: &ids, sequences: &spans, rows: RowSelection::Last, sum_order };
         if !has_scores(sequences) {
             return self.ranks.forward(&self.decoder, &batch, &self.cache);
         }
@@ -220,7 +220,7 @@ fn has_scores(sequences: &[StepSequence]) -> bool {
 }
 
 /// Computes the log probabilities of the tokens `scores.tokens[range]` from their logits, f32 `[tokens, vocab]`.
-fn score(logits: &Tensor, range: Range<usize>, scores: &mut ScoreTokens) -> Result<()> {
+fn score(logits: &Tensor, range: Range<usize>, scores: &mut TokensToScore) -> Result<()> {
     let tokens = &scores.tokens[range];
     if logits.device().is_cuda() {
         scores.logprobs.extend(logprobs_on_device(logits, tokens, scores.top)?);

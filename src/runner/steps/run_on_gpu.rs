@@ -4,12 +4,12 @@ use anyhow::{Result, bail};
 use candle_core::Tensor;
 
 use crate::runner::Runner;
-use crate::runner::choose_token::ChooseToken;
 use crate::runner::decode_graph::DecodeGraph;
 use crate::runner::device_choice::choose_on_device;
 use crate::runner::ranks::{GraphCommand, RankGroup};
 use crate::runner::route::Route;
 use crate::runner::step_sequence::{Chosen, ChosenToken, StepSequence};
+use crate::runner::token_sampler::TokenSampler;
 
 impl Runner {
     /// Runs a step as the CUDA graph of its route. Returns `None` if the step must run operation by operation.
@@ -94,7 +94,7 @@ fn needs_logits(sequence: &StepSequence) -> bool {
 }
 
 /// Waits for the graph's next token and records it in the sampler. Stops the graph after an error.
-fn take_token(graph: &mut DecodeGraph, ranks: &RankGroup, limit: usize, sampler: &mut dyn ChooseToken) -> Result<u32> {
+fn take_token(graph: &mut DecodeGraph, ranks: &RankGroup, limit: usize, sampler: &mut dyn TokenSampler) -> Result<u32> {
     let token = ranks.next_token(graph, limit);
     match token {
         Ok(token) => sampler.record(token),

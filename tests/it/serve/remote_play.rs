@@ -239,7 +239,11 @@ fn a_server_without_usage_and_token_counts_is_enough() {
 fn failures_of_a_server_are_explained() {
     let start = r#"{"choices":[{"index":0,"delta":{"content":"Forty"}}]}"#;
     let mock = Mock::streaming(&[start, r#"{"error":{"message":"CUDA is out of memory","code":500}}"#]);
-    assert_fails(&ask(&mock.url, &["org/a"]), 1, &["the server ended the answer: CUDA is out of memory"]);
+    assert_fails(
+        &ask(&mock.url, &["org/a"]),
+        1,
+        &["cannot complete the answer: the server reported an error: CUDA is out of memory"],
+    );
     let mock = Mock::streaming(&[start]);
     assert_fails(&ask(&mock.url, &["org/a"]), 1, &["closed the connection before the answer was complete"]);
     let mock = Mock::streaming(&[start, "<html>"]);

@@ -22,7 +22,7 @@ use inferno::device::{self, DeviceChoice};
 use inferno::kernels::SumOrder;
 use inferno::nn::decoder::Decoder;
 use inferno::nn::kv_cache::KvCache;
-use inferno::nn::pass::{LogitRows, PassBatch, SequenceSpan};
+use inferno::nn::pass::{PassBatch, RowSelection, SequenceSpan};
 use tempfile::TempDir;
 
 use crate::harness::is_gpu_expected;
@@ -170,7 +170,7 @@ pub fn logits_of(decoder: &Decoder, ids: &[u32], dtype: DType, device: &Device) 
     let (cache, tables) = KvCache::for_one_sequence(decoder.cache_layout(), ids.len(), dtype, device)?;
     let span = SequenceSpan { tokens: ids.len(), position: 0, tables: &tables };
     decoder
-        .forward(&PassBatch { ids, sequences: &[span], logits: LogitRows::All, sum_order: SumOrder::Fastest }, &cache)
+        .forward(&PassBatch { ids, sequences: &[span], rows: RowSelection::All, sum_order: SumOrder::Fastest }, &cache)
 }
 
 /// Reproducible random numbers from the linear congruential generator of Knuth's MMIX.

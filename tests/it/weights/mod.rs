@@ -20,7 +20,7 @@ use inferno::kernels::matrix::Matrix;
 use inferno::kernels::upload::Target;
 use inferno::weights::ggml::GgmlType;
 use inferno::weights::part_reader::PartReader;
-use inferno::weights::read_ahead::{ReadAhead, ReadAheadOptions};
+use inferno::weights::read_ahead::{ReadAheadOptions, ReadAheadReader};
 use inferno::weights::{Checkpoint, LoadProgress, Weights};
 use tempfile::TempDir;
 
@@ -170,7 +170,7 @@ fn tensors_read_ahead_equal_those_of_the_file() {
             for (threads, dtype) in [(1, DType::F32), (3, DType::BF16), (8, DType::F16)] {
                 let (host, cpu) = (Host::default(), Device::Cpu);
                 let options = ReadAheadOptions { piece_bytes: 1000, ..small(threads) };
-                let reader = ReadAhead::start(host.clone(), checkpoint.read_requests(dtype), options).unwrap();
+                let reader = ReadAheadReader::start(host.clone(), checkpoint.read_requests(dtype), options).unwrap();
                 let weights = Weights::with_reader(&checkpoint, &cpu, dtype, &progress, reader);
                 compare(&checkpoint, &weights, &order, dtype);
                 drop(weights);
@@ -206,7 +206,7 @@ fn stacked_tensors_are_read_as_one() {
         let plain = Weights::new(&checkpoint, &Device::Cpu, dtype, &progress).unwrap();
         let weights = match &device {
             Device::Cpu => {
-                let reader = ReadAhead::start(host.clone(), read_requests, options).unwrap();
+                let reader = ReadAheadReader::start(host.clone(), read_requests, options).unwrap();
                 Weights::with_reader(&checkpoint, &device, dtype, &progress, reader)
             }
             gpu => Weights::new(&checkpoint, gpu, dtype, &progress).unwrap(),
@@ -437,7 +437,7 @@ fn thousands_of_tiny_tensors_are_read() {
     let checkpoint = Checkpoint::open(folder.path()).unwrap();
     let progress = LoadProgress::silent();
     let names = names(&checkpoint);
-    let reader = ReadAhead::start(Host::default(), checkpoint.read_requests(DType::F32), small(4)).unwrap();
+    let reader = ReadAheadReader::start(Host::default(), checkpoint.read_requests(DType::F32), small(4)).unwrap();
     let weights = Weights::with_reader(&checkpoint, &Device::Cpu, DType::F32, &progress, reader);
     compare(&checkpoint, &weights, &names, DType::F32);
     if let Some(gpu) = gpu_if_expected() {
@@ -459,7 +459,7 @@ fn take_middle_tensor<T: Target>(target: T, spoil: impl FnOnce(PathBuf) + Send +
         let folder = snapshot(["a", "b", "c"].map(|name| (name.to_string(), random(20, DType::BF16))));
         let checkpoint = Checkpoint::open(folder.path()).unwrap();
         spoil(folder.path().join("model.safetensors"));
-        let reader = ReadAhead::start(target, checkpoint.read_requests(DType::BF16), small(2)).unwrap();
+        let reader = ReadAheadReader::start(target, checkpoint.read_requests(DType::BF16), small(2)).unwrap();
         format!("{:#}", reader.take("b", DType::BF16, &[20]).unwrap_err())
     })
 }
@@ -505,7 +505,7 @@ fn reader_can_be_dropped_at_any_time() {
 
 fn take_some<T: Target>(target: T, checkpoint: &Checkpoint, names: &[String]) {
     let options = ReadAheadOptions { threads: 4, piece_bytes: 1 << 16, ahead_bytes: 1 << 20 };
-    let reader = ReadAhead::start(target, checkpoint.read_requests(DType::BF16), options).unwrap();
+    let reader = ReadAheadReader::start(target, checkpoint.read_requests(DType::BF16), options).unwrap();
     for name in names {
         let info = checkpoint.info(name).unwrap();
         reader.take(name, info.candle_dtype().unwrap(), &info.shape).unwrap();

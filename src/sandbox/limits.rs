@@ -1,4 +1,4 @@
-//! The memory and CPU limits of a request. The worker limits itself before it processes untrusted data.
+//! The memory and CPU limits of a request. The sandbox process limits itself before it processes untrusted data.
 
 use std::fs;
 use std::time::Duration;
@@ -8,17 +8,17 @@ use nix::sys::resource::{Resource, UsageWho, getrlimit, getrusage, setrlimit};
 
 use super::protocol::Request;
 
-/// The stack size, in bytes, of the worker thread that serves requests.
+/// The stack size, in bytes, of the thread that serves requests in the sandbox process.
 pub const STACK_BYTES: usize = 64 << 20;
 
 /// The page size on x86-64 Linux, in bytes. With larger pages, the result of `data_bytes` is too small.
 /// In that case, memory limits are stricter than [`Budget`] states.
 const PAGE_BYTES: u64 = 4096;
 
-/// The memory and CPU time that one request to a worker may use.
+/// The memory and CPU time that one request to a sandbox process may use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Budget {
-    /// The memory that the request may use in addition to the worker's current memory, in bytes.
+    /// The memory that the request may use in addition to the sandbox process's current memory, in bytes.
     pub memory_bytes: u64,
     /// The CPU time that the request may use, summed over all threads, in seconds.
     pub cpu_s: u64,
@@ -40,10 +40,10 @@ impl Budget {
         }
     }
 
-    /// Returns how long inferno waits for the worker's response.
+    /// Returns how long inferno waits for the sandbox process's response.
     ///
-    /// The wait is much longer than the CPU time limit, because other processes may slow the worker down.
-    /// On an idle machine, the CPU time limit ends a runaway worker first.
+    /// The wait is much longer than the CPU time limit, because other processes may slow the sandbox process down.
+    /// On an idle machine, the CPU time limit ends a runaway sandbox process first.
     pub fn wait(self) -> Duration {
         Duration::from_secs(30 + 10 * self.cpu_s)
     }

@@ -1,15 +1,15 @@
-//! Runs the tokenizer and the chat template of a model in a worker process with limits on memory, CPU time and stack.
+//! Runs the tokenizer and the chat template of a model in a sandbox process with limits on memory, CPU time and stack.
 //!
 //! Tokenizers and chat templates of downloaded models are untrusted.
 //! A template is a program, and a hostile tokenizer can take unbounded time and memory.
-//! The operating system limits memory and CPU time per process, so inferno uses a worker process.
-//! The worker runs the same executable with an internal command-line argument.
+//! The operating system limits memory and CPU time per process, so inferno uses a sandbox process.
+//! The sandbox process runs the same executable with an internal command-line argument.
 //! [`init`] looks for this argument, so `main` must call [`init`] first.
-//! The worker runs until the model is dropped.
-//! If a request exceeds a limit, the worker ends, the request fails, and the next request starts a new worker.
+//! The sandbox process runs until the model is dropped.
+//! If a request exceeds a limit, the sandbox process ends, the request fails, and the next request starts a new one.
 //!
-//! Programs that do not call [`init`] or do not run on Linux use tokenizers and templates without a worker process.
-//! Without a worker, only a template's steps, recursion depth and output size are limited.
+//! Programs that do not call [`init`] or do not run on Linux use tokenizers and templates without a sandbox process.
+//! Without a sandbox process, only a template's steps, recursion depth and output size are limited.
 
 #[cfg(target_os = "linux")]
 mod client;
@@ -28,12 +28,13 @@ use anyhow::Result;
 use crate::language::Language;
 use crate::weights::Checkpoint;
 
-/// Whether [`init`] was called. Only then can this program start itself as a worker process.
+/// Whether [`init`] was called. Only then can this program start itself as a sandbox process.
 static IS_ENABLED: AtomicBool = AtomicBool::new(false);
 
-/// Lets inferno run tokenizers and chat templates in worker processes. Call this function first in `main`.
+/// Lets inferno run tokenizers and chat templates in sandbox processes. Call this function first in `main`.
 ///
-/// In a worker process, this function serves requests and never returns. On systems other than Linux, it has no effect.
+/// In a sandbox process, this function serves requests and never returns.
+/// On systems other than Linux, the function has no effect.
 pub fn init() {
     #[cfg(target_os = "linux")]
     if std::env::args_os().skip(1).eq([protocol::ARGUMENT]) {
@@ -50,7 +51,7 @@ pub fn load_language(dir: &Path) -> Result<Language> {
     }
 }
 
-/// Like [`load_language`], but reads the open `checkpoint` if the program cannot start workers.
+/// Like [`load_language`], but reads the open `checkpoint` if the program cannot start sandbox processes.
 pub fn load_language_of(dir: &Path, checkpoint: &Checkpoint) -> Result<Language> {
     match start(dir) {
         Some(language) => language,
@@ -58,7 +59,7 @@ pub fn load_language_of(dir: &Path, checkpoint: &Checkpoint) -> Result<Language>
     }
 }
 
-/// Starts a worker that loads the model at `dir`. Returns `None` if the program cannot start workers.
+/// Starts a sandbox process that loads the model at `dir`. Returns `None` if the program cannot start any.
 #[cfg_attr(not(target_os = "linux"), expect(unused_variables))]
 fn start(dir: &Path) -> Option<Result<Language>> {
     #[cfg(target_os = "linux")]

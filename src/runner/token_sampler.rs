@@ -18,7 +18,7 @@ pub(super) const NO_ALLOWED_TOKEN: &str =
     "cannot choose a token: the request's constraint and its other options together rule out every token";
 
 /// Chooses the next token of a sequence.
-pub trait ChooseToken {
+pub trait TokenSampler {
     /// Returns the next token for `logits`, f32 `[vocab]`, and records the token. May modify the logits in place.
     ///
     /// The caller has added [`logit_edits`](Self::logit_edits) to the logits.

@@ -1,4 +1,4 @@
-//! The messages between inferno and a worker process, sent over the worker's standard input and output.
+//! The messages between inferno and a sandbox process, sent over the standard input and output of this process.
 //!
 //! Each message is sent as a frame with a header (a request or response in JSON) and a body (text or binary data).
 //! The frame begins with the lengths of the header and the body (both u32, little-endian).
@@ -13,8 +13,8 @@ use serde_json::Value;
 use crate::chat::{Message, RenderOptions};
 use crate::tokenizer::ControlTokens;
 
-/// The command-line argument that starts this program as a worker. It is visible in `ps` and `top`.
-pub const ARGUMENT: &str = "language-worker";
+/// The command-line argument that starts this program as a sandbox process. It is visible in `ps` and `top`.
+pub const ARGUMENT: &str = "language-sandbox";
 
 /// The maximum size of the header or the body of a frame, in bytes.
 const MAX_BYTES: usize = 1 << 30;
@@ -22,7 +22,7 @@ const MAX_BYTES: usize = 1 << 30;
 #[derive(Serialize, Deserialize)]
 pub enum Request {
     /// Load the tokenizer, chat format and sampling defaults of the model at the path in the body.
-    /// The client sends this request first, and only once per worker process.
+    /// The client sends this request first, and only once per sandbox process.
     Load,
     /// Encode the text in the body.
     Encode(ControlTokens),
@@ -52,7 +52,7 @@ pub enum Response {
     Encoded,
     /// The text of a rendered conversation. The body contains its token ids.
     Rendered(String),
-    /// The error message of a failed request. The worker can still serve further requests.
+    /// The error message of a failed request. The sandbox process can still serve further requests.
     Failed(String),
 }
 

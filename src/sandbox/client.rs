@@ -1,4 +1,4 @@
-//! The client side of a worker process: starts the worker, sends requests, and reports why the worker ended.
+//! The client side of a sandbox process: starts the process, sends requests, and reports why the process ended.
 
 use std::io::{self, Read};
 use std::os::fd::AsFd;
@@ -19,28 +19,29 @@ use crate::chat::{ChatFormat, Message, Render, RenderOptions, Rendered};
 use crate::language::Language;
 use crate::tokenizer::{ControlTokens, Encode, TokenTable, Tokenizer};
 
-/// A handle to the worker process that runs the tokenizer and the chat template of one model.
+/// A handle to the sandbox process that runs the tokenizer and the chat template of one model.
 pub struct Worker {
     dir: PathBuf,
-    /// The worker process. `None` after a failure; the next request then starts a new process.
+    /// The sandbox process. `None` after a failure; the next request then starts a new process.
     process: Mutex<Option<Process>>,
 }
 
 impl Worker {
-    /// Starts a worker for the model at `dir`. The returned [`Language`] encodes and renders text in the worker.
+    /// Starts a sandbox process for the model at `dir`.
+    /// The returned [`Language`] encodes and renders text in the sandbox process.
     pub fn load(dir: &Path) -> Result<Language> {
         let dir = std::path::absolute(dir)?;
         let (process, Loaded { table, chat, generation_config, stop_ids }, tokens) = Process::start(&dir)?;
-        let worker = Arc::new(Self { dir, process: Mutex::new(Some(process)) });
+        let process = Arc::new(Self { dir, process: Mutex::new(Some(process)) });
         let table = TokenTable::from_parts(table, &tokens)?;
-        let tokenizer = Tokenizer::from_table(table, Box::new(Remote(worker.clone())));
+        let tokenizer = Tokenizer::from_table(table, Box::new(Remote(process.clone())));
         let chat = chat.map(|(name, reads_tools)| ChatFormat::rendered_elsewhere(&tokenizer, name, reads_tools));
         let language = Language::new(tokenizer, chat, generation_config, stop_ids);
-        Ok(language.with_renderer(Box::new(Remote(worker))))
+        Ok(language.with_renderer(Box::new(Remote(process))))
     }
 
-    /// Sends a request to the worker and returns the response.
-    /// If an earlier request ended the worker process, starts a new process first.
+    /// Sends a request to the sandbox process and returns the response.
+    /// If an earlier request ended the sandbox process, starts a new process first.
     fn call(&self, request: &Request, body: &[u8]) -> Result<(Response, Vec<u8>)> {
         let mut slot = self.process.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
         let mut process = match slot.take() {
@@ -57,7 +58,7 @@ impl Worker {
     }
 }
 
-/// Encodes text and renders conversations in a worker process.
+/// Encodes text and renders conversations in a sandbox process.
 struct Remote(Arc<Worker>);
 
 impl Encode for Remote {
@@ -70,12 +71,14 @@ impl Encode for Remote {
 impl Render for Remote {
     fn render(&self, messages: &[Message], options: &RenderOptions) -> Result<Rendered> {
         let (response, body) = self.0.call(&Request::Render(messages.to_vec(), options.clone()), &[])?;
-        let Response::Rendered(text) = response else { bail!("internal error: the worker sent the wrong response") };
+        let Response::Rendered(text) = response else {
+            bail!("internal error: the sandbox process sent the wrong response")
+        };
         Ok(Rendered { ids: protocol::ids_from_bytes(&body), text })
     }
 }
 
-/// A worker process and the pipes to it.
+/// A sandbox process and the pipes to it.
 struct Process {
     child: Child,
     stdin: ChildStdin,
@@ -84,15 +87,17 @@ struct Process {
 }
 
 impl Process {
-    /// Starts a worker and waits until it has loaded the tokenizer, chat format and sampling defaults from `dir`.
+    /// Starts a sandbox process, and waits until the process has loaded the tokenizer, chat format and sampling defaults
+    /// from `dir`.
     fn start(dir: &Path) -> Result<(Self, Loaded, Vec<u8>)> {
         // The path /proc/self/exe works even if the executable was replaced on disk.
         let mut command = Command::new("/proc/self/exe");
         command.arg(protocol::ARGUMENT).env_clear().env("RAYON_NUM_THREADS", "2");
-        // A build with CUDA may need `LD_LIBRARY_PATH` to find its libraries. The worker inherits no other variable.
+        // A build with CUDA may need `LD_LIBRARY_PATH` to find its libraries.
+        // The sandbox process inherits no other variable.
         command.envs(std::env::var_os("LD_LIBRARY_PATH").map(|path| ("LD_LIBRARY_PATH", path)));
         command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
-        // Ctrl-C sends SIGINT to the whole process group. To survive Ctrl-C, the worker runs in its own group.
+        // Ctrl-C sends SIGINT to the whole process group. To survive Ctrl-C, the sandbox process runs in its own group.
         command.process_group(0);
         let mut child = command.spawn().context("cannot start the process for the tokenizer and the chat template")?;
         let (Some(stdin), Some(stdout), Some(stderr)) = (child.stdin.take(), child.stdout.take(), child.stderr.take())
@@ -103,15 +108,15 @@ impl Process {
         match process.call(dir, &Request::Load, dir.as_os_str().as_bytes())? {
             (Response::Loaded(loaded), tokens) => Ok((process, *loaded, tokens)),
             (Response::Failed(message), _) => bail!(message),
-            _ => bail!("internal error: the worker sent the wrong response"),
+            _ => bail!("internal error: the sandbox process sent the wrong response"),
         }
     }
 
-    /// Sends a request and waits for the response. Fails if the worker process ends or takes too long.
+    /// Sends a request and waits for the response. Fails if the sandbox process ends or takes too long.
     fn call(&mut self, dir: &Path, request: &Request, body: &[u8]) -> Result<(Response, Vec<u8>)> {
         let budget = Budget::of(request, body);
-        // If the worker has ended, this write fails with a broken pipe. Ignore the error.
-        // The read below also fails, and `failure` then reports why the worker ended.
+        // If the sandbox process has ended, this write fails with a broken pipe. Ignore the error.
+        // The read below also fails, and `failure` then reports why the process ended.
         let written = protocol::write(&mut self.stdin, request, body);
         if let Err(error) = &written
             && error.downcast_ref().is_none_or(|error: &io::Error| error.kind() != io::ErrorKind::BrokenPipe)
@@ -126,10 +131,10 @@ impl Process {
         }
     }
 
-    /// Kills the worker and returns why the request failed. `is_late` is true if the deadline has passed.
+    /// Kills the sandbox process and returns why the request failed. `is_late` is true if the deadline has passed.
     fn failure(&mut self, dir: &Path, request: &Request, budget: Budget, is_late: bool) -> anyhow::Error {
         let is_ended = |child: &mut Child| matches!(child.try_wait(), Ok(Some(_)));
-        // A dying worker closes its pipe shortly before it ends, so wait for the exit status.
+        // A dying sandbox process closes its pipe shortly before it ends, so wait for the exit status.
         let deadline = Instant::now() + Duration::from_secs(1);
         while !is_ended(&mut self.child) && Instant::now() < deadline {
             std::thread::sleep(Duration::from_millis(1));
@@ -161,7 +166,7 @@ impl Process {
 
 impl Drop for Process {
     fn drop(&mut self) {
-        // Ignore errors, because the worker process may have already ended.
+        // Ignore errors, because the sandbox process may have already ended.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }

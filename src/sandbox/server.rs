@@ -1,4 +1,4 @@
-//! The server side of a worker process: reads requests from standard input and writes responses to standard output.
+//! The server side of a sandbox process: reads requests from standard input and writes responses to standard output.
 
 use std::ffi::OsString;
 use std::io::{BufReader, BufWriter, stdin, stdout};
@@ -17,7 +17,7 @@ use crate::text::error_message;
 pub fn run() -> i32 {
     // Templates and regular expressions can recurse deeply, and `ulimit -s` may limit the main thread's stack.
     // Serve requests on another thread, whose large stack has a fixed size.
-    let server = thread::Builder::new().name("language-worker".into()).stack_size(limits::STACK_BYTES).spawn(serve);
+    let server = thread::Builder::new().name("language-sandbox".into()).stack_size(limits::STACK_BYTES).spawn(serve);
     match server.map(thread::JoinHandle::join) {
         Ok(Ok(Ok(()))) => 0,
         _ => 1,
