@@ -124,83 +124,26 @@ impl Decoder {
 
     /// Runs a batch like `forward`, and calls `tap` after each layer.
     pub fn forward_tapped(&self, batch: &PassBatch, cache: &KvCache, tap: Option<Tap>) -> Result<Tensor> {
-        self.validate(batch)?;
-        let device = self.embed_tokens.device();
-        let pass = Pass::new(batch, cache, device, self.backend)?;
-        self.forward_pass(&Tensor::new(batch.ids, device)?, &pass, cache, batch.rows, tap)
+        let pass = self.prepare(batch, cache)?;
+        let ids = Tensor::new(batch.ids, self.embed_tokens.device())?;
+        let hidden = self.hidden_states(&ids, &pass, cache, tap)?;
+        self.logits(&hidden, batch.sum_order, None)
     }
 
-    /// Runs a batch like `forward`, but with `ids`, u32 `[tokens]`, which are already on the device.
-    /// `ids` replace `batch.ids`, which are placeholders. The caller guarantees that `ids` are in the vocabulary.
-    #[cfg(feature = "cuda")]
-    pub(crate) fn forward_device_ids(&self, ids: &Tensor, batch: &PassBatch, cache: &KvCache) -> Result<Tensor> {
+    /// Checks a batch, and copies its positions and block tables to the device.
+    pub fn prepare(&self, batch: &PassBatch, cache: &KvCache) -> Result<Pass> {
         self.validate(batch)?;
-        let pass = Pass::new(batch, cache, self.embed_tokens.device(), self.backend)?;
-        self.forward_pass(ids, &pass, cache, batch.rows, None)
+        Pass::new(batch, cache, self.embed_tokens.device(), self.backend)
     }
 
-    /// Runs a prepared pass, whose inputs are already on the device. `ids` are u32 `[tokens]`.
+    /// Runs a prepared pass without the output head. `ids`, u32 `[tokens]`, are on the device.
+    /// Returns the normalized hidden states of the tokens that the pass selects, `[rows, hidden]`.
+    /// [`logits`](Self::logits) turns rows of hidden states into logits, which take far more memory.
     ///
-    /// With one token per sequence, the pass copies nothing between host and GPU, so a CUDA graph can capture it.
+    /// With one token per sequence, this function copies nothing between host and GPU, so a CUDA graph can capture it.
     /// A CUDA graph cannot capture the attention backend `CandleFlashAttn`, which reads block tables on the host.
     /// The caller guarantees that ids and positions are valid, and that the blocks belong to the cache.
-    pub(crate) fn forward_pass(
-        &self,
-        ids: &Tensor,
-        pass: &Pass,
-        cache: &KvCache,
-        rows: RowSelection,
-        tap: Option<Tap>,
-    ) -> Result<Tensor> {
-        let hidden = self.hidden_states_of_pass(ids, pass, cache, rows, tap)?;
-        self.logits(&hidden, pass.sum_order())
-    }
-
-    /// Runs a prepared pass like `forward_pass`, for the last token of each sequence.
-    /// May write the logits to `out`, f32 `[sequences, vocab]`, and return `out`. Otherwise returns a new tensor.
-    #[cfg(feature = "cuda")]
-    pub(crate) fn forward_pass_into(&self, ids: &Tensor, pass: &Pass, cache: &KvCache, out: &Tensor) -> Result<Tensor> {
-        let hidden = self.hidden_states_of_pass(ids, pass, cache, RowSelection::Last, None)?;
-        self.logits_into(&hidden, pass.sum_order(), Some(out))
-    }
-
-    /// Runs a batch and returns the normalized hidden states of all its tokens, `[tokens, hidden]`.
-    /// Ignores `batch.rows`.
-    /// [`logits`](Self::logits) turns rows of hidden states into logits, which take far more memory.
-    pub fn hidden_states(&self, batch: &PassBatch, cache: &KvCache) -> Result<Tensor> {
-        self.validate(batch)?;
-        let device = self.embed_tokens.device();
-        let pass = Pass::new(batch, cache, device, self.backend)?;
-        self.hidden_states_of_pass(&Tensor::new(batch.ids, device)?, &pass, cache, RowSelection::All, None)
-    }
-
-    /// Returns the logits of hidden states, f32 `[rows, vocab]`.
-    pub fn logits(&self, hidden: &Tensor, sum_order: SumOrder) -> Result<Tensor> {
-        self.logits_into(hidden, sum_order, None)
-    }
-
-    /// Computes logits. May write them to `out` and return `out`.
-    fn logits_into(&self, hidden: &Tensor, sum_order: SumOrder, out: Option<&Tensor>) -> Result<Tensor> {
-        let out = out.filter(|_| self.final_softcap.is_none());
-        let own_out = out.filter(|_| self.world.size() == 1);
-        let own = self.lm_head.forward_into(hidden, sum_order, own_out)?;
-        let logits = self.world.concat_columns_into(&own, self.vocab_size(), out)?;
-        Ok(match self.final_softcap {
-            Some(cap) => soft_cap(&logits, cap)?,
-            None => logits,
-        })
-    }
-
-    /// Runs a pass without the output head.
-    /// Returns the normalized hidden states of the tokens that `rows` selects, `[rows, hidden]`.
-    fn hidden_states_of_pass(
-        &self,
-        ids: &Tensor,
-        pass: &Pass,
-        cache: &KvCache,
-        rows: RowSelection,
-        mut tap: Option<Tap>,
-    ) -> Result<Tensor> {
+    pub fn hidden_states(&self, ids: &Tensor, pass: &Pass, cache: &KvCache, mut tap: Option<Tap>) -> Result<Tensor> {
         scratch::begin_layer();
         let x = self.embed_tokens.embed(ids, self.embed_scale)?;
         let positions =
@@ -215,16 +158,16 @@ impl Decoder {
                     scratch::begin_layer();
                     // Every layer computes attention for all tokens.
                     // In the last layer, o_proj and the MLP run only for the tokens that need logits.
-                    let needed = if index + 1 == self.layer_count { rows } else { RowSelection::All };
-                    layer.forward(&mut residual, index, pass, cache, needed)?;
+                    let rows = if index + 1 == self.layer_count { pass.rows() } else { RowSelection::All };
+                    layer.forward(&mut residual, index, pass, cache, rows)?;
                     if let Some(tap) = &mut tap {
                         tap(index, residual.settle()?)?;
                     }
                 }
             }
             if self.stages() > 1 {
-                let needed = if stage + 1 == self.stages() { rows } else { RowSelection::All };
-                let x = self.exchange_stage(is_own, residual.settle()?, pass.row_count(needed))?;
+                let rows = if stage + 1 == self.stages() { pass.rows() } else { RowSelection::All };
+                let x = self.exchange_stage(is_own, residual.settle()?, pass.row_count(rows))?;
                 residual = Residual::new(x, None, &self.layer_world);
             }
         }
@@ -233,6 +176,19 @@ impl Decoder {
         let normed = residual.norm(&self.norm, self.dtype)?;
         scratch::end_layers();
         Ok(normed)
+    }
+
+    /// Returns the logits of hidden states, f32 `[rows, vocab]`.
+    /// If `out` has this shape, may write the logits to `out` and return `out`. Otherwise returns a new tensor.
+    pub fn logits(&self, hidden: &Tensor, sum_order: SumOrder, out: Option<&Tensor>) -> Result<Tensor> {
+        let out = out.filter(|_| self.final_softcap.is_none());
+        let own_out = out.filter(|_| self.world.size() == 1);
+        let own = self.lm_head.forward_into(hidden, sum_order, own_out)?;
+        let logits = self.world.concat_columns_into(&own, self.vocab_size(), out)?;
+        Ok(match self.final_softcap {
+            Some(cap) => soft_cap(&logits, cap)?,
+            None => logits,
+        })
     }
 
     /// Returns the residual stream after a stage, f32 `[rows, hidden]`, on all ranks.

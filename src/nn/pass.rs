@@ -48,6 +48,7 @@ pub struct Pass {
     blocks: Vec<PassBlocks>,
     backend: AttentionBackend,
     sum_order: SumOrder,
+    rows: RowSelection,
     /// The indices of the last tokens of the sequences, u32 `[sequences]`. Set on first use.
     last_tokens: OnceCell<Tensor>,
 }
@@ -56,7 +57,7 @@ impl Pass {
     /// Computes the position of each token and its slot in each layer group, and copies the block tables to the device.
     /// Fails if the batch is inconsistent, or if a sequence lacks blocks for its tokens.
     pub(super) fn new(batch: &PassBatch, cache: &KvCache, device: &Device, backend: AttentionBackend) -> Result<Self> {
-        let PassBatch { ids, sequences, sum_order, .. } = *batch;
+        let PassBatch { ids, sequences, rows, sum_order } = *batch;
         let tokens: usize = sequences.iter().map(|span| span.tokens).sum();
         if tokens != ids.len() || sequences.iter().any(|span| span.tokens == 0) {
             let lengths: Vec<usize> = sequences.iter().map(|span| span.tokens).collect();
@@ -77,10 +78,11 @@ impl Pass {
             PassBlocks::new(&queries, &tables, cache.blocks(), device)
         });
         let blocks = blocks.collect::<candle_core::Result<_>>()?;
-        Ok(Self { queries, blocks, backend, sum_order, last_tokens: OnceCell::new() })
+        Ok(Self { queries, blocks, backend, sum_order, rows, last_tokens: OnceCell::new() })
     }
 
     /// Creates a pass from positions and block tables that are already on the device.
+    /// The pass returns the logits of the last token of each sequence.
     #[cfg(feature = "cuda")]
     pub(crate) fn from_parts(
         queries: Queries,
@@ -88,7 +90,7 @@ impl Pass {
         backend: AttentionBackend,
         sum_order: SumOrder,
     ) -> Self {
-        Self { queries, blocks, backend, sum_order, last_tokens: OnceCell::new() }
+        Self { queries, blocks, backend, sum_order, rows: RowSelection::Last, last_tokens: OnceCell::new() }
     }
 
     /// Returns the position and the sequence of each token.
@@ -99,6 +101,11 @@ impl Pass {
     /// Returns the block tables of a layer group, and the slots of the new tokens.
     pub fn blocks(&self, group: usize) -> &PassBlocks {
         &self.blocks[group]
+    }
+
+    /// Returns the selection of tokens whose logits the pass returns.
+    pub(super) fn rows(&self) -> RowSelection {
+        self.rows
     }
 
     /// Returns the number of rows that [`select`](Self::select) returns.

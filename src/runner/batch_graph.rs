@@ -1,6 +1,6 @@
 //! Batched decode steps as CUDA graphs, with one graph per padded batch size.
 //!
-//! A batch graph replays the operations of [`Decoder::forward_pass_into`].
+//! A batch graph replays the operations of [`Decoder::hidden_states`] and [`Decoder::logits`].
 //! Except for rounding, its logits equal the logits of a step without a graph.
 //! The host launches one graph instead of hundreds of kernels.
 //!
@@ -252,7 +252,7 @@ impl BatchGraph {
             Some(arena) => arena.use_for(|| self.forward(decoder, cache)),
             None => self.forward(decoder, cache),
         };
-        // SAFETY: `forward_pass_into` frees all memory that it allocates, except for new logits, which `forward` frees.
+        // SAFETY: `forward` frees all memory that it allocates.
         // `Runner` and `Follower` drop the graphs before the decoder and the cache.
         // `BatchGraph` owns its buffers and the arena. After loading, only the thread of this rank uses the stream.
         let graph = unsafe { LaunchGraph::capture_with(device, forward)? };
@@ -265,7 +265,8 @@ impl BatchGraph {
 
     /// Computes the logits of the current inputs and writes them to `self.logits`.
     fn forward(&self, decoder: &Decoder, cache: &KvCache) -> Result<()> {
-        let logits = decoder.forward_pass_into(&self.ids, &self.pass, cache, &self.logits)?;
+        let hidden = decoder.hidden_states(&self.ids, &self.pass, cache, None)?;
+        let logits = decoder.logits(&hidden, self.pass.sum_order(), Some(&self.logits))?;
         if logits.id() != self.logits.id() {
             copy_rows(&self.logits, &logits, 0)?;
         }

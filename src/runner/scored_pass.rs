@@ -7,7 +7,7 @@ use candle_core::Tensor;
 
 use crate::nn::decoder::Decoder;
 use crate::nn::kv_cache::KvCache;
-use crate::nn::pass::PassBatch;
+use crate::nn::pass::{PassBatch, RowSelection};
 
 /// Runs a batch one operation at a time. `parts` are ranges of the batch's tokens.
 /// Calls `on_logits` with the index of each part and the part's logits, f32 `[tokens of the part, vocab]`.
@@ -22,9 +22,11 @@ pub fn forward_scored(
     parts: &[Range<usize>],
     mut on_logits: impl FnMut(usize, &Tensor) -> Result<()>,
 ) -> Result<Tensor> {
-    let hidden = decoder.hidden_states(batch, cache)?;
+    let batch = &PassBatch { rows: RowSelection::All, ..*batch };
+    let pass = decoder.prepare(batch, cache)?;
+    let hidden = decoder.hidden_states(&Tensor::new(batch.ids, cache.device())?, &pass, cache, None)?;
     for (index, part) in parts.iter().enumerate() {
-        let logits = decoder.logits(&hidden.narrow(0, part.start, part.len())?, batch.sum_order)?;
+        let logits = decoder.logits(&hidden.narrow(0, part.start, part.len())?, batch.sum_order, None)?;
         on_logits(index, &logits)?;
     }
     let ends = batch.sequences.iter().scan(0, |end, span| {
@@ -32,5 +34,5 @@ pub fn forward_scored(
         Some(*end - 1)
     });
     let last_rows = Tensor::new(ends.collect::<Vec<_>>(), hidden.device())?;
-    decoder.logits(&hidden.index_select(&last_rows, 0)?, batch.sum_order)
+    decoder.logits(&hidden.index_select(&last_rows, 0)?, batch.sum_order, None)
 }

@@ -98,7 +98,9 @@ impl StepLauncher {
         self.buffers.write_inputs(&inputs, &on_device)?;
         let spans: Vec<SequenceSpan> = sequences.iter().map(StepSequence::span).collect();
         let batch = PassBatch { ids: &ids, sequences: &spans, rows: RowSelection::Last, sum_order: self.sum_order };
-        decoder.forward_device_ids(&on_device, &batch, cache)
+        let pass = decoder.prepare(&batch, cache)?;
+        let hidden = decoder.hidden_states(&on_device, &pass, cache, None)?;
+        decoder.logits(&hidden, self.sum_order, None)
     }
 
     /// Waits for the tokens of a queued step. See [`QueuedStepBuffers::wait`].

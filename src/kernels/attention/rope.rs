@@ -8,7 +8,7 @@
 use candle_core::{DType, Device, Result, Tensor, bail};
 
 use super::paged::CachedLayer;
-use crate::kernels::{elements, norm, to_f32};
+use crate::kernels::norm;
 
 /// The numbers of query heads and KV heads in an attention layer, and the size of each head.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -64,83 +64,41 @@ pub fn split_qkv(
     slots: &Tensor,
 ) -> Result<Tensor> {
     check_inputs(qkv, bias, norms, rotation, sizes, layer, slots)?;
-    let Rotation { cos, sin, positions } = rotation;
-    let HeadSizes { heads, kv_heads, head_dim } = sizes;
-    let ((tokens, width), (_, half)) = (qkv.dims2()?, cos.dims2()?);
-    let CachedLayer { k: k_rows, v: v_rows } = layer;
-    let dtype = k_rows.dtype();
-    let (q_norm, k_norm) = (norms.map(|norms| norms.q), norms.map(|norms| norms.k));
     match qkv.device() {
-        Device::Cpu => {
-            let qkv = match bias {
-                Some(bias) => qkv.broadcast_add(bias)?,
-                None => qkv.clone(),
-            };
-            let (values, cos, sin) = (to_f32(&qkv)?, to_f32(cos)?, to_f32(sin)?);
-            let ((values, v), (cos, c), (sin, s)) =
-                (values.storage_and_layout(), cos.storage_and_layout(), sin.storage_and_layout());
-            let tables = (elements(&cos, c)?, elements(&sin, s)?);
-            let positions = positions.to_vec1::<u32>()?;
-            let weights = |norm: Option<&Tensor>| norm.map(Tensor::to_vec1::<f32>).transpose();
-            let (q_norm, k_norm, eps) = (weights(q_norm)?, weights(k_norm)?, norms.map_or(0.0, |norms| norms.eps));
-            let norms = q_norm.as_deref().zip(k_norm.as_deref()).map(|(q, k)| (q, k, eps));
-            let out = reference(elements(&values, v)?, norms, tables, &positions, sizes, 2 * half);
-            let out = Tensor::from_vec(out, (tokens, width), &Device::Cpu)?.to_dtype(dtype)?;
-            let part = |first: usize, heads: usize| {
-                out.narrow(1, first * head_dim, heads * head_dim)?.reshape((tokens, heads, head_dim))?.contiguous()
-            };
-            let slots: Vec<u32> = slots.to_vec1()?;
-            scatter_rows(k_rows, &part(heads, kv_heads)?, &slots)?;
-            scatter_rows(v_rows, &part(heads + kv_heads, kv_heads)?, &slots)?;
-            part(0, heads)
-        }
+        Device::Cpu => split_qkv_on_cpu(qkv, bias, norms, rotation, sizes, layer, slots),
         #[cfg(feature = "cuda")]
-        Device::Cuda(device) => {
-            use crate::kernels::constants::{ROPE_FEW_TOKENS, ROPE_HEADS_PER_WARP, ROPE_WIDE_HEADS};
-            use crate::kernels::launch::address;
-            use crate::kernels::launch::{Arguments, Launch, LaunchShape, dtype_suffix, module};
-            // SAFETY: the kernel writes every element of `q`.
-            let q = unsafe { crate::kernels::scratch::empty((tokens, heads, head_dim), dtype, qkv.device())? };
-            let arguments = Arguments::new()
-                .tensor(qkv)?
-                .optional(bias)?
-                .optional(q_norm)?
-                .optional(k_norm)?
-                .tensor(cos)?
-                .tensor(sin)?
-                .tensor(positions)?
-                .tensor(&q)?
-                .tensor(k_rows)?
-                .tensor(v_rows)?
-                .tensor(slots)?
-                .int(tokens)
-                .int(heads)
-                .int(kv_heads)
-                .int(head_dim)
-                .int(2 * half)
-                .float(norms.map_or(0.0, |norms| norms.eps));
-            let mut is_wide = norms.is_none() && 2 * half == head_dim && matches!(head_dim, 64 | 128 | 256);
-            for tensor in [Some(qkv), bias, Some(cos), Some(sin)].into_iter().flatten() {
-                is_wide &= address(tensor)?.is_multiple_of(16);
-            }
-            let is_few = tokens <= ROPE_FEW_TOKENS;
-            let (name, heads_per_warp) = match is_wide {
-                true => ("split_qkv_wide", ROPE_WIDE_HEADS * 256 / head_dim),
-                false if is_few => ("split_qkv_few", 1),
-                false => ("split_qkv", ROPE_HEADS_PER_WARP),
-            };
-            let block = if is_few { 64 } else { 256 };
-            let warps = tokens * (heads + 2 * kv_heads).div_ceil(heads_per_warp);
-            let shape = LaunchShape::linear(warps.div_ceil(block / 32), block);
-            let kernel = format!("{name}_{}", dtype_suffix(dtype)?);
-            let launch = Launch::new(module!("rope"), kernel, shape, arguments).overlapping();
-            // SAFETY: shapes and dtypes are checked above.
-            // The caller guarantees that `cos` and `sin` cover all positions, and that the cache has all slots.
-            unsafe { launch.enqueue(device)? };
-            Ok(q)
-        }
+        Device::Cuda(device) => on_gpu::split_qkv(device, qkv, bias, norms, rotation, sizes, layer, slots),
         _ => crate::kernels::unsupported("split_qkv", qkv),
     }
+}
+
+fn split_qkv_on_cpu(
+    qkv: &Tensor,
+    bias: Option<&Tensor>,
+    norms: Option<QkNorm>,
+    Rotation { cos, sin, positions }: Rotation,
+    sizes: HeadSizes,
+    layer: CachedLayer,
+    slots: &Tensor,
+) -> Result<Tensor> {
+    let HeadSizes { heads, kv_heads, head_dim } = sizes;
+    let ((tokens, width), (_, half)) = (qkv.dims2()?, cos.dims2()?);
+    let qkv = bias.map_or_else(|| Ok(qkv.clone()), |bias| qkv.broadcast_add(bias))?;
+    let x = qkv.flatten_all()?.to_vec1::<f32>()?;
+    let (cos, sin) = (cos.flatten_all()?.to_vec1::<f32>()?, sin.flatten_all()?.to_vec1::<f32>()?);
+    let positions = positions.to_vec1::<u32>()?;
+    let norms = norms.map(|norms| Ok::<_, candle_core::Error>((norms.q.to_vec1()?, norms.k.to_vec1()?, norms.eps)));
+    let norms = norms.transpose()?;
+    let norms = norms.as_ref().map(|(q, k, eps): &(Vec<f32>, Vec<f32>, f32)| (q.as_slice(), k.as_slice(), *eps));
+    let out = reference(&x, norms, (&cos, &sin), &positions, sizes, 2 * half);
+    let out = Tensor::from_vec(out, (tokens, width), &Device::Cpu)?.to_dtype(layer.k.dtype())?;
+    let part = |first: usize, heads: usize| {
+        out.narrow(1, first * head_dim, heads * head_dim)?.reshape((tokens, heads, head_dim))?.contiguous()
+    };
+    let slots: Vec<u32> = slots.to_vec1()?;
+    scatter_rows(layer.k, &part(heads, kv_heads)?, &slots)?;
+    scatter_rows(layer.v, &part(heads + kv_heads, kv_heads)?, &slots)?;
+    part(0, heads)
 }
 
 /// Checks the shapes and dtypes of the arguments of [`split_qkv`].
@@ -229,4 +187,72 @@ pub fn reference(
         }
     }
     out
+}
+
+/// The launch of the kernels in `rope.cu`.
+#[cfg(feature = "cuda")]
+mod on_gpu {
+    use candle_core::cuda_backend::CudaDevice;
+    use candle_core::{Result, Tensor};
+
+    use super::{HeadSizes, QkNorm, Rotation};
+    use crate::kernels::attention::paged::CachedLayer;
+    use crate::kernels::constants::{ROPE_FEW_TOKENS, ROPE_HEADS_PER_WARP, ROPE_WIDE_HEADS};
+    use crate::kernels::launch::{Arguments, Launch, LaunchShape, address, dtype_suffix, module};
+    use crate::kernels::scratch;
+
+    /// Computes `split_qkv` on a GPU. The caller has checked the shapes and dtypes of all arguments.
+    #[allow(clippy::too_many_arguments)]
+    pub fn split_qkv(
+        device: &CudaDevice,
+        qkv: &Tensor,
+        bias: Option<&Tensor>,
+        norms: Option<QkNorm>,
+        Rotation { cos, sin, positions }: Rotation,
+        HeadSizes { heads, kv_heads, head_dim }: HeadSizes,
+        layer: CachedLayer,
+        slots: &Tensor,
+    ) -> Result<Tensor> {
+        let (tokens, (_, half), dtype) = (qkv.dim(0)?, cos.dims2()?, layer.k.dtype());
+        // SAFETY: the kernel writes every element of `q`.
+        let q = unsafe { scratch::empty((tokens, heads, head_dim), dtype, qkv.device())? };
+        let arguments = Arguments::new()
+            .tensor(qkv)?
+            .optional(bias)?
+            .optional(norms.map(|norms| norms.q))?
+            .optional(norms.map(|norms| norms.k))?
+            .tensor(cos)?
+            .tensor(sin)?
+            .tensor(positions)?
+            .tensor(&q)?
+            .tensor(layer.k)?
+            .tensor(layer.v)?
+            .tensor(slots)?
+            .int(tokens)
+            .int(heads)
+            .int(kv_heads)
+            .int(head_dim)
+            .int(2 * half)
+            .float(norms.map_or(0.0, |norms| norms.eps));
+        let mut is_wide = norms.is_none() && 2 * half == head_dim && matches!(head_dim, 64 | 128 | 256);
+        for tensor in [Some(qkv), bias, Some(cos), Some(sin)].into_iter().flatten() {
+            is_wide &= address(tensor)?.is_multiple_of(16);
+        }
+        let is_few = tokens <= ROPE_FEW_TOKENS;
+        let (name, heads_per_warp) = match is_wide {
+            true => ("split_qkv_wide", ROPE_WIDE_HEADS * 256 / head_dim),
+            false if is_few => ("split_qkv_few", 1),
+            false => ("split_qkv", ROPE_HEADS_PER_WARP),
+        };
+        let block = if is_few { 64 } else { 256 };
+        let warps = tokens * (heads + 2 * kv_heads).div_ceil(heads_per_warp);
+        let shape = LaunchShape::linear(warps.div_ceil(block / 32), block);
+        let kernel = format!("{name}_{}", dtype_suffix(dtype)?);
+        let launch = Launch::new(module!("rope"), kernel, shape, arguments).overlapping();
+        // SAFETY: the caller has checked shapes and dtypes.
+        // The caller of `super::split_qkv` guarantees that `cos` and `sin` cover all positions,
+        // and that the cache has all slots.
+        unsafe { launch.enqueue(device)? };
+        Ok(q)
+    }
 }

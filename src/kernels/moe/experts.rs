@@ -182,9 +182,8 @@ mod cuda {
                 // SAFETY: `super::expert_matmul` checked shapes and dtypes; its caller guarantees valid ids.
                 unsafe { grouped_gemm(device, x, dense, bias, ids, pairs_per_x, &out)? };
             }
-            ExpertWeights::Mxfp4Tiles(_) | ExpertWeights::Quantized(..) => {
-                bail!("expert_matmul: MXFP4 tiles are not supported, use expert_mlp")
-            }
+            ExpertWeights::Mxfp4Tiles(_) => bail!("expert_matmul: MXFP4 tiles are not supported, use expert_mlp"),
+            ExpertWeights::Quantized(..) => unreachable!("quantized experts return above"),
         }
         Ok(out)
     }
