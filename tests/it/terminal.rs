@@ -37,6 +37,19 @@ fn a_conversation_streams_and_remembers_earlier_turns() {
 }
 
 #[test]
+fn lines_typed_before_the_prompt_are_answered_in_order() {
+    let home = TempDir::new().unwrap();
+    let mut chat = play(&home, &["demo"]);
+    chat.send("My name is Ada\nWhat is my name?\n/exit\n").unwrap();
+    chat.flush().unwrap();
+    let first = expect(&mut chat, "tok/s");
+    assert!(first.contains("Ada"), "{first}");
+    let second = expect(&mut chat, "tok/s");
+    assert!(second.contains("name is Ada"), "{second}");
+    chat.exp_eof().unwrap();
+}
+
+#[test]
 fn ctrl_c_stops_the_answer_and_a_second_one_leaves() {
     let home = TempDir::new().unwrap();
     // With --ignore-eos, an answer that is not stopped fills the whole context.
