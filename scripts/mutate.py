@@ -406,7 +406,7 @@ def mutate_template(rng, data):
         return template.encode(), f"use the slow template {shown(template)}"
     if kind < 24:
         template = rng.choice(TEMPLATES)
-        return template.encode(), f"the template {shown(template)}"
+        return template.encode(), f"use the template {shown(template)}"
     text = data.decode("utf-8", "replace")
     start = rng.randrange(len(text) + 1)
     end = min(len(text), start + rng.randrange(1, 20))
@@ -793,7 +793,7 @@ WEIGHTS = {"config.json": 6, "tokenizer.json": 6, "chat_template.jinja": 5, "mod
 
 
 def mutate(rng, folder):
-    """Applies one mutation to the model in a folder. Returns its description."""
+    """Applies one mutation to the model in a folder. Returns a description of the mutation."""
     files = files_of(folder)
     if not files:
         write_new(folder / "config.json", b"{}")
@@ -848,7 +848,7 @@ def small_tokenizer(size):
 
 
 def make_models(folder):
-    """Writes each model to a subfolder, before any mutation. Returns the names of the models."""
+    """Writes each model, without mutations, to a subfolder. Returns the names of the models."""
     golden = ROOT / "tests/golden"
 
     def copy(name, source):

@@ -110,7 +110,7 @@ def scores(model, writer, limit=None, max_tokens=160, batch=192, show_failures=T
     def report(kind, rows, fails_shown=8):
         """Reports one kind of test.
 
-        Each row has whether the completion is correct, the question or the tool result, and the completion.
+        Each row is a tuple: whether the completion is correct, the question or the tool result, and the completion.
         """
         wrong = [row for row in rows if not row[0]]
         shares[kind] = 1 - len(wrong) / len(rows)

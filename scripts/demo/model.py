@@ -150,7 +150,7 @@ class Attention(nn.Module):
         """
         split = lambda y, heads: y.unflatten(-1, (heads, self.head_dim)).transpose(1, 2)
         q = rotate(split(self.q_proj(x), self.heads), cos, sin).to(x.dtype)  # [B, H, T, D]
-        k = rotate(split(self.k_proj(x), self.kv_heads), cos, sin).to(x.dtype)  # [B, K, S, D]
+        k = rotate(split(self.k_proj(x), self.kv_heads), cos, sin).to(x.dtype)  # [B, K, T, D]
         v = split(self.v_proj(x), self.kv_heads)
         if past is not None:
             k, v = past[:] = [torch.cat([old, new], dim=2) for old, new in zip(past, (k, v))] if past else [k, v]

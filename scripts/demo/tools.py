@@ -302,7 +302,7 @@ class ToolSampler:
                 talk.append(self.turn(r.choice(offered)))
             elif kind == "plain":
                 talk += sampler.other_turns(1, date=date)
-            else:  # a question for a tool that is not offered; refused unless an offered tool has a similar name
+            else:  # a refused question for a tool that is not offered, or a call if the tools' names share a word
                 other = self.tool()
                 is_offered = any(set(words(other.name).split()) & set(words(tool.name).split()) for tool in offered)
                 refusal = Turn(self.question(other)[0], refused.think, refused.answer)

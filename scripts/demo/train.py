@@ -1,7 +1,7 @@
 """Trains inferno's demo model and its tokenizer, writes the snapshot, and measures how often its answers are correct.
 
     python train.py --out OUT                  takes about 10 minutes on one data-center GPU
-    python train.py --out OUT --smoke          runs shortened steps on a CPU in a few minutes; the model is useless
+    python train.py --out OUT --smoke          tests this script on a CPU in a few minutes; the model is useless
 
 If a command may not take that long, split the training into two commands with the same --minutes:
 
@@ -174,7 +174,7 @@ def train(tokenizer_json, checkpoint, args):
         seconds = time.time() - began
         if seconds >= pause:
             break
-        # Warm up for 2 % of the training time, then decay to 0 along a cosine. The schedule follows time, not steps.
+        # Warm up for 2% of the training time, then decay to 0 along a cosine. The schedule follows time, not steps.
         rate = args.lr * min(1, progress * 50 + 1e-3) * (0.5 + 0.5 * math.cos(math.pi * progress))
         for group in optimizer.param_groups:
             group["lr"] = rate

@@ -20,7 +20,7 @@ MAX_BODY = 8 << 20
 
 
 async def read_status(reader):
-    """Reads a response. Returns its status. Fails unless its body is JSON."""
+    """Reads a response and returns its status. Fails unless the body is JSON."""
     status, headers = await read_head(reader)
     json.loads(b"".join([part async for part in read_body(reader, headers)]))
     return status
@@ -162,4 +162,4 @@ def malformed_bodies(options, report):
     passed = only and idle is not None and not faults
     report.add(f"{count} mutated requests", "200, 400 or 404, no fault", str(fuzzed), passed, faults=faults)
     seconds = time.perf_counter() - started
-    report.add("time for all malformed bodies", "≤ 180 s", f"{seconds:.0f} s", seconds <= 180, is_speed=True)
+    report.add("time for all bodies in this test", "≤ 180 s", f"{seconds:.0f} s", seconds <= 180, is_speed=True)

@@ -70,7 +70,7 @@ def slow_loris(options, report):
     p50, p99 = (percentile(during, share) / percentile(alone, share) - 1 for share in (0.5, 0.99))
     times = [percentile(run, 0.99) * 1e3 for run in (alone, during)]
     figure = f"p99 {p99:+.1%} ({times[0]:.1f} → {times[1]:.1f} ms), p50 {p50:+.1%}"
-    report.add("time to first token of other requests", "p99 ≤ +5 %", figure, p99 <= 0.05, is_speed=True, p50=p50)
+    report.add("time to first token of other requests", "p99 ≤ +5%", figure, p99 <= 0.05, is_speed=True, p50=p50)
 
 
 async def hold(session, port, count):

@@ -101,7 +101,10 @@ def burst(options, report):
 
 
 async def closed_loop(session, port, key, clients, seconds):
-    """Keeps `clients` requests in progress for `seconds`. Returns the generated tokens and the responses per status."""
+    """Keeps `clients` requests in progress for `seconds`.
+
+    Returns the number of tokens in the answers that ended in this time, and the number of responses per status.
+    """
     chooser, tokens, statuses = random.Random(key), [0], {}
     session.ready()
     end = time.perf_counter() + seconds
@@ -148,7 +151,7 @@ def fairness(options, report):
     details = {"faults": faults, "statuses": refused}
     details |= {"tokens_equal": [run[0] for run in equal], "tokens_unequal": [run[0] for run in unequal]}
     passed = min(shares) >= 0.9 and not faults
-    report.add(name, "the other keys keep ≥ 90 % of their tokens", figure, passed, is_speed=not faults, **details)
+    report.add(name, "the other keys keep ≥ 90% of their tokens", figure, passed, is_speed=not faults, **details)
 
 
 def nested(depth, inner, wrap):
@@ -192,7 +195,8 @@ def hostile_grammars():
 async def send_grammars(session, port, at_once):
     """Sends hostile grammars until the measurement ends.
 
-    Returns the responses per status, the times to a rejection in seconds, and the time and text of the slowest grammar.
+    Returns the number of responses per status, the times to a rejection in seconds, and the time and text of the
+    slowest grammar.
     """
     fields, free = hostile_grammars(), asyncio.Semaphore(at_once)
     statuses, slowest, times = {}, [0.0, ""], []

@@ -4,6 +4,7 @@ import http.client
 import json
 import os
 import re
+import select
 import signal
 import subprocess
 import tempfile
@@ -30,7 +31,8 @@ class Server:
             command += ["--api-key", key]
         started = time.monotonic()
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self.log, text=True)
-        line = self.process.stdout.readline()
+        readable, _, _ = select.select([self.process.stdout], [], [], START_SECONDS)
+        line = self.process.stdout.readline() if readable else ""
         match = re.search(r"ready at http://[^ ]*:(\d+)/v1", line)
         if not match:
             self.process.kill()

@@ -49,4 +49,4 @@ def scrapes(options, report):
     share = (paced_s - idle_s) / seconds
     figure = f"{share:.2%} of one core ({busy_s / count * 1e6:.0f} µs of CPU time per request, sent one after another)"
     name = f"CPU time of {RATE} reads of /metrics per second"
-    report.add(name, "≤ 1 % of one core", figure, share <= 0.01, is_speed=True)
+    report.add(name, "≤ 1% of one core", figure, share <= 0.01, is_speed=True)

@@ -224,7 +224,7 @@ def soak(options, report):
     target = "0 hung, 0 lost, 0 unexpected outcomes"
     report.add(f"{name}: answers", target, str(dict(sorted(counts.items()))), passed, **details)
     figure = f"{goodput:.1%} ({result['tokens'] / seconds:.0f} of {result['peak'][1]:.0f} tokens/s)"
-    report.add(f"{name}: goodput", "≥ 95 % of the peak", figure, goodput >= 0.95, is_speed=True)
+    report.add(f"{name}: goodput", "≥ 95% of the peak", figure, goodput >= 0.95, is_speed=True)
     if not options.short:
         # In the first half, memory also grows because caches and buffers fill, which is not a leak.
         settled = [sample for sample in samples if sample[0] > seconds / 2]

@@ -2,7 +2,7 @@
 //!
 //! A template joins its own control tokens and the messages into one string.
 //! In that string, an `<|im_end|>` from a message looks like an `<|im_end|>` from the template.
-//! Before rendering, this module inserts a mark into every control token in a message.
+//! Before rendering, this module inserts a mark into control tokens in messages.
 //! The mark is a Unicode character that no message contains.
 //! After rendering, text between two control tokens of the template is encoded as ordinary text if it contains a mark.
 //! The marks are removed before encoding.

@@ -294,7 +294,7 @@ enum Arguments {
 
 /// An error of a running template, except a call of `raise_exception` or an exceeded step limit.
 ///
-/// After this error, `render` tries again with the arguments of tool calls as strings, if there are tool calls.
+/// If there are tool calls, [`Template::render`] then tries again with the arguments of the calls as strings.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
 struct TemplateFailed(String);

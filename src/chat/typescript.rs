@@ -14,7 +14,7 @@ pub fn tools_section(tools: &[Value]) -> Result<String> {
     let mut out = String::from("# Tools\n\n## functions\n\nnamespace functions {\n");
     for tool in tools {
         let function = tool.get("function").unwrap_or(tool);
-        let name = text(function, "name").ok_or_else(|| anyhow!("a tool has no function name: {tool}"))?;
+        let name = text(function, "name").ok_or_else(|| anyhow!("cannot render a tool: no function name in {tool}"))?;
         for line in text(function, "description").unwrap_or_default().lines() {
             out.push_str(&format!("\n// {line}"));
         }

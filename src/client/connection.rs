@@ -185,7 +185,8 @@ impl Connection {
                 Message::Event(data) => {
                     if on_event(&data)? == Flow::Stop {
                         self.agent.replace(agent);
-                        // The reading thread reads the response to its end, so that the connection can be reused.
+                        // Keep the agent open. The other thread reads the response to its end, so that the next
+                        // request can reuse the connection.
                         open.0 = None;
                         return Ok(StreamEnd::Complete);
                     }

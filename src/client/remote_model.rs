@@ -27,7 +27,7 @@ pub struct RemoteModel {
     last: RefCell<Option<LastAnswer>>,
 }
 
-/// The token counts and the decode speed of the last answer.
+/// The token counts, the time to first token and the decode speed of the last answer.
 struct LastAnswer {
     usage: Option<UsageReport>,
     ttft_s: f64,
@@ -122,7 +122,7 @@ impl Backend for RemoteModel {
             (StreamEnd::Canceled, _) => FinishReason::Canceled,
             (_, Some(reason)) => reason,
             (_, None) => {
-                bail!("the server at {} closed the connection before the answer was complete", self.connection.url)
+                bail!("cannot complete the answer: the server at {} closed the connection", self.connection.url)
             }
         };
         let ttft_s = chunks.first_text.map_or(0.0, |first| (first - started).as_secs_f64());

@@ -18,7 +18,7 @@ use crate::text::{printable, quote};
 /// The maximum size of a record in bytes. The limit keeps a mistyped path from loading a huge file into memory.
 const MAX_RECORD: u64 = 256 << 20;
 
-/// Recompute the answer to a recorded request: exit code 0 if its tokens are the same, 1 if they differ
+/// Recompute the answers to a recorded request: exit code 0 if all tokens are equal, 1 if any differ
 #[derive(clap::Args)]
 pub struct Args {
     /// Record file from `inferno serve --record`, or the id (`x-request-id`) of a request to a running server
@@ -33,7 +33,7 @@ pub struct Args {
     /// PEM file with the certificates to trust, such as the server's own certificate
     #[arg(long, value_name = "FILE", env = "SSL_CERT_FILE", hide_env = true)]
     ca_cert: Option<PathBuf>,
-    /// Name or directory of the model, if it differs from the model in the record
+    /// Name, directory or GGUF file of the model, if it differs from the model in the record
     #[arg(long, value_name = "MODEL")]
     model: Option<String>,
     #[command(flatten)]

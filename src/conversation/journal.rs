@@ -3,7 +3,7 @@
 //! Each conversation is an append-only file with one JSON object per line.
 //! Each line is synced to disk before the user is prompted again.
 //! A crash can truncate only the last line, and a truncated line is ignored.
-//! If a write to the journal fails, its partial data is removed. The next write then saves the whole conversation.
+//! If a write fails, the partial line is removed, and the next write saves the whole conversation.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Write};

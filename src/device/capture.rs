@@ -13,7 +13,7 @@ use candle_core::cuda_backend::cudarc::cublas::sys::{cublasHandle_t, cublasStatu
 use candle_core::cuda_backend::cudarc::driver::sys::CUresult;
 
 /// Acquires the lock that prevents devices from being opened or dropped during a graph capture.
-/// A thread must not open or drop a device while it holds this lock.
+/// A thread must not open or drop a device while it holds this lock, because it would wait for itself.
 pub fn capture_lock() -> MutexGuard<'static, ()> {
     static LOCK: Mutex<()> = Mutex::new(());
     LOCK.lock().unwrap_or_else(PoisonError::into_inner)

@@ -22,7 +22,7 @@ pub trait Exchange: Any + fmt::Debug + Send + Sync {
     /// `launch` launches a CUDA graph that contains operations of this trait.
     ///
     /// Waits until every rank is ready to launch, calls `launch`, and waits until every rank has launched.
-    /// The ranks also launch operations outside a CUDA graph together.
+    /// Outside a CUDA graph, operations such as [`sum`](Self::sum) wait for the other ranks in the same way.
     ///
     /// While one GPU waits for another GPU, the ranks of these GPUs must not make a driver call that waits for a GPU.
     /// For example, loading a kernel or allocating memory can wait for a GPU.

@@ -1,4 +1,4 @@
-//! GPU properties for benchmark reports, such as the driver version, clocks and power limit.
+//! GPU properties for `inferno bench` and `inferno doctor`, such as the driver version, clocks and power limit.
 
 use std::process::Command;
 

@@ -1,4 +1,4 @@
-//! A device's name, compute capability and memory, shown at startup.
+//! A device's name, compute capability and memory.
 
 use std::fmt;
 

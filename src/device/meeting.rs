@@ -95,7 +95,7 @@ impl Meeting {
         }
         let before = state.exchanges;
         let progress = |rank: usize| self.progress[rank].load(Ordering::Relaxed);
-        // The last progress that this rank has seen of each rank, and the time at which this rank saw it first.
+        // The progress of each rank that this rank has seen last, and the time when this rank first saw that progress.
         let mut seen: Vec<_> = (0..self.size).map(|rank| (progress(rank), Instant::now())).collect();
         while state.exchanges == before && state.end_reason.is_none() {
             state = self.changed.wait_timeout(state, PROGRESS_POLL).unwrap_or_else(PoisonError::into_inner).0;

@@ -6,7 +6,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Blocks start at multiples of this many bytes. This value and the next two are those of PyTorch's allocator.
+/// Blocks start at multiples of this many bytes. This constant and the next two have the values of PyTorch's allocator.
 const ALIGNMENT: usize = 512;
 /// The size in bytes of the largest allocation that gets a small block.
 const MAX_SMALL_BYTES: usize = 1 << 20;
@@ -72,7 +72,7 @@ impl ReusedMemory {
     /// Frees the block that starts at `address`. Returns false if no block starts there.
     pub fn free(&mut self, address: u64) -> bool {
         let Some(mut block) = self.blocks.remove(&address) else { return false };
-        debug_assert!(!block.is_free, "memory is freed twice");
+        debug_assert!(!block.is_free, "a block was freed twice");
         let mut start = address;
         if !self.segments.contains_key(&address)
             && let Some((&before, &left)) = self.blocks.range(..address).next_back()
@@ -274,7 +274,7 @@ mod tests {
         let large = memory.allocate(120 * MB, &mut driver).unwrap();
         assert_eq!((driver.used(), memory.unused_bytes()), (150 * MB, 0));
         assert_eq!(memory.allocate(60 * MB, &mut driver), Err("out of memory"));
-        assert!(!memory.free(in_use + 512), "not the start of a block");
+        assert!(!memory.free(in_use + 512), "an address inside a block must not be freed");
         assert!(memory.free(in_use) && memory.free(large));
     }
 }

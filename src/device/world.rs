@@ -24,7 +24,7 @@ use super::meeting::{FailureCall, Meeting, no_answer};
 /// A shorter limit could end the world during slow work between two calls of [`World::tick`].
 pub const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// The time limit that replaces [`ANSWER_TIMEOUT`] if the host copies data between GPUs.
+/// The time limit that replaces [`ANSWER_TIMEOUT`] if GPUs exchange tensors by memory copies instead of kernels.
 /// This limit also applies to [`World::all_gather`], for example while the ranks connect or load weights.
 /// Opening a GPU and loading kernels from a disk can take seconds.
 const HOST_ANSWER_TIMEOUT: Duration = Duration::from_secs(60);

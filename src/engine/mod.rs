@@ -248,7 +248,7 @@ impl<'o> EngineBuilder<'o> {
 
     /// Sets whether to load the kernels of all dense matrix products before the first request.
     ///
-    /// Loading then takes longer (0.3 s for gpt-oss-20b on an H200: see docs/benchmark-history.md),
+    /// Loading then takes longer (by 0.3 s for gpt-oss-20b on an H200: see docs/benchmark-history.md),
     /// and no step waits for cuBLASLt to load a kernel. The default is `false`.
     pub fn warm_up(mut self, warm_up: bool) -> Self {
         self.options.warm_up = warm_up;

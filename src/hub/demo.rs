@@ -108,9 +108,9 @@ fn write_files(cache: &Path, is_good: fn(&Path, &[u8]) -> bool) -> Result<()> {
     write().with_context(|| format!("cannot write the demo model to {}", path.display()))
 }
 
-/// Waits until this process holds the lock on the demo.
+/// Waits for the lock on the demo, up to [`MAX_WAIT`].
 ///
-/// Returns `None` if locking fails, or if another process still holds the lock after [`MAX_WAIT`].
+/// Returns `None` if locking fails, or if another process still holds the lock at the end of the wait.
 /// Writing the demo without the lock is safe, but several processes may do the same work.
 fn wait_for_lock(cache: &Path) -> Option<Lock> {
     let start = Instant::now();

@@ -18,7 +18,7 @@ pub struct Limits {
     /// The maximum wait that a server may ask for with Retry-After. If a server asks for more, the request fails.
     pub max_wait: Duration,
     /// The maximum number of consecutive retries for a part of a file.
-    /// The count starts again whenever another 1 % of the file has arrived (at least 4 KiB, at most 1 MiB).
+    /// The count starts again whenever another 1% of the file has arrived (at least 4 KiB, at most 1 MiB).
     pub max_failures: u32,
     /// The maximum number of retries of a metadata request, such as a request for the list of files.
     pub max_metadata_failures: u32,
@@ -33,7 +33,7 @@ pub struct Limits {
 
 impl Limits {
     /// Returns the number of bytes that must arrive to reset the count of consecutive failures.
-    /// The result is 1 % of the file, but at least 4 KiB and at most 1 MiB.
+    /// The result is 1% of the file, but at least 4 KiB and at most 1 MiB.
     ///
     /// The bytes may arrive over several attempts, so downloads over slow connections can finish.
     /// A server that sends one byte per attempt reaches the maximum number of failures first.

@@ -3,10 +3,10 @@
 //! The requests use the `ureq` crate, because `hf-hub` 0.5 and 1.0 do not verify the SHA-256 of downloads.
 //! Version 0.5 of the `hf-hub` crate has four more problems:
 //!
-//! - `hf-hub` sends the access token to the host to which a download is redirected.
-//! - `hf-hub` makes the server's etag and commit part of paths without validation.
+//! - It sends the access token to the host to which a download is redirected.
+//! - It makes the server's etag and commit part of paths without validation.
 //! - If a server ignores the Range header, `hf-hub` appends the whole file to the partial file.
-//! - `hf-hub` drops the header `x-error-code`, so a gated repository looks like a missing repository.
+//! - It drops the header `x-error-code`, so a gated repository looks like a missing repository.
 //!
 //! This module parses redirect URLs itself, because the `url` crate would add many dependencies.
 

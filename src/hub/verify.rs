@@ -30,7 +30,7 @@ struct Candidate {
 }
 
 impl Hub {
-    /// Verifies the files of a model, at one revision or at all revisions in both caches.
+    /// Verifies the files of one model or of all models, at one revision or at all revisions in both caches.
     ///
     /// Without `model`, verifies all models in both caches, except snapshots in the shared cache that have neither
     /// a complete GGUF model nor both config.json and tokenizer.json.

@@ -20,7 +20,7 @@ pub struct Bandwidth {
 
 /// Measures the memory bandwidth of a GPU. Returns `None` for a CPU, or if less than 160 MiB of GPU memory is free.
 ///
-/// Allocates 4 GiB of GPU memory if at least 5 GiB is free, otherwise at most 80 % of the free memory.
+/// Allocates 4 GiB of GPU memory if at least 5 GiB is free, otherwise at most 80% of the free memory.
 pub fn measure(device: &Device) -> Result<Option<Bandwidth>> {
     match device {
         #[cfg(feature = "cuda")]

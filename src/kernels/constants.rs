@@ -110,10 +110,10 @@ pub const FEW_ROWS_WARPS: usize = 16;
 
 // Products of dense matrices with few tokens (`matmul/dense_few.rs`, `matmul/dense_few.cu`).
 
-/// The maximum number of tokens for the dense_few kernel. With more tokens, cuBLAS computes the product.
+/// The maximum number of tokens for the dense_few kernel. With more tokens, cuBLASLt computes the product.
 pub const DENSE_FEW_TOKENS: usize = 8;
 /// Weight rows per unit of the dense_few kernel.
-/// One or more warps multiply a unit. Each of these warps multiplies some of the columns.
+/// One or more warps multiply a unit, and divide its columns among themselves.
 pub const DENSE_FEW_ROWS: usize = 16;
 /// Columns per weight chunk of the dense_few kernel: 128 bytes of each row.
 pub const DENSE_FEW_COLUMNS: usize = 64;
@@ -189,19 +189,20 @@ pub const GROUPED_GEMM_THREADS: usize = 256;
 // Some kernels in `moe/expert_mlp.cu` use mma.sync, and others use wgmma.
 // The wgmma kernels have wide, narrow or slim token tiles, depending on the average number of pairs per expert.
 
-/// 16-row weight tiles per thread block in the mma.sync kernels of `moe/expert_mlp.cu`.
+/// The number of 16-row weight tiles per thread block in the mma.sync kernels of `moe/expert_mlp.cu`.
 pub const EXPERT_MMA_ROW_TILES: usize = 16;
 /// Pipeline stages in the mma.sync kernels of `moe/expert_mlp.cu`.
 /// Shared memory holds the tiles of this number of steps at once.
 pub const EXPERT_MMA_STAGES: usize = 4;
 /// Threads per block in the mma.sync kernels of `moe/expert_mlp.cu`.
 pub const EXPERT_MMA_THREADS: usize = 256;
-/// 16-row weight tiles per thread block in the wgmma kernels of `moe/expert_mlp.cu`.
+/// The number of 16-row weight tiles per thread block in the wgmma kernels of `moe/expert_mlp.cu`.
 /// The expert matrices of gpt-oss have 2880 or 5760 rows. Both numbers are multiples of 12 · 16 = 192.
 pub const EXPERT_WGMMA_ROW_TILES: usize = 12;
 /// Threads per block in the wgmma kernels of `moe/expert_mlp.cu`.
 pub const EXPERT_WGMMA_THREADS: usize = 512;
-/// The size in bytes of a `Tile` (`moe/mxfp4_tiles.cuh`). Each stage of a wgmma kernel's ring buffer holds one `Tile`.
+/// The size in bytes of a `Tile` (`moe/mxfp4_tiles.cuh`).
+/// Each stage of a wgmma kernel's ring buffer holds one `Tile`, besides weights and inputs.
 pub const EXPERT_WGMMA_TILE_BYTES: usize = 20;
 /// The maximum number of (token, expert) pairs in a wide tile.
 pub const EXPERT_WIDE_PAIRS: usize = 160;
@@ -216,7 +217,7 @@ pub const EXPERT_SLIM_PAIRS: usize = 32;
 /// Stages of the ring buffer for slim tiles.
 pub const EXPERT_SLIM_STAGES: usize = 4;
 
-// Matrix products with MXFP4 tiles and few pairs per expert (`moe/product_kernel.rs`, `moe/expert_few.cu`).
+// Matrix products with MXFP4 tiles and few pairs per expert (`moe/expert_few.rs`, `moe/expert_few.cu`).
 
 /// Threads per block in the expert_few kernels. Each multiprocessor runs one block.
 pub const EXPERT_FEW_THREADS: usize = 512;

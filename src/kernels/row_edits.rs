@@ -115,7 +115,7 @@ pub struct EditedRow<'e> {
 /// If the description of the edits fits in `range` of `host`, the kernel reads it there.
 /// In this case, the call does not wait for earlier steps.
 /// The caller must leave the range unchanged until the kernel has ended.
-/// Otherwise, the call copies the description to the device.
+/// If the description does not fit, the call copies it to the device.
 #[cfg(feature = "cuda")]
 pub fn edit_rows(
     logits: &Tensor,

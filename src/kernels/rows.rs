@@ -95,7 +95,7 @@ pub fn copy_rows(to: &Tensor, from: &Tensor, row: usize) -> Result<()> {
     if !rows_match || row + from.dims()[0] > to.dims()[0] {
         let (from_dtype, to_dtype) = (from.dtype(), to.dtype());
         let (from, to) = (from.dims(), to.dims());
-        bail!("copy_rows: cannot copy x to row {row} of y: x {from_dtype:?} {from:?}, y {to_dtype:?} {to:?}");
+        bail!("copy_rows: cannot copy {from_dtype:?} {from:?} to row {row} of {to_dtype:?} {to:?}");
     }
     match to.device() {
         #[cfg(feature = "cuda")]

@@ -19,7 +19,7 @@ extern "C" __global__ void __launch_bounds__(256)
     if (i < rows) {
         const uint32_t source = description[rows + i];
         const uint32_t id = source > 0 ? tokens[source - 1] : description[i];
-        // A sequence for which no token could be chosen ends with an error. Until then, any valid token id will do.
+        // A sequence for which no token could be chosen ends with an error. Until then, token 0 is a placeholder.
         inputs[i] = id == NO_TOKEN ? 0 : id;
     } else if (i < rows + others) {
         inputs[i] = description[rows + i];

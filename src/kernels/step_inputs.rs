@@ -14,7 +14,7 @@ pub struct StepInputs {
     pub ids: Vec<u32>,
     /// For each id, the index of the token in the output of the previous step that replaces the id, or `None`.
     pub sources: Vec<Option<u32>>,
-    /// The words after the ids, which change in every step. A batch graph has its positions and cache rows here.
+    /// The words after the ids, which are all written in every step: the positions and cache rows of a batch graph.
     pub words: Vec<u32>,
     /// The index and the new value of each changed word. Index 0 is the first word after `words`.
     /// No index occurs twice in `changes`.
@@ -42,7 +42,7 @@ impl StepInputs {
     ///
     /// If the description fits in `range` of `host`, the kernel reads it there, and the host waits for no earlier step.
     /// The caller must then leave the range unchanged until the kernel has ended.
-    /// Otherwise, the host copies the description to the device, and may wait for earlier steps.
+    /// If the description does not fit, the host copies it to the device, and may wait for earlier steps.
     pub fn write(
         &self,
         inputs: &Tensor,

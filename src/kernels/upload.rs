@@ -3,7 +3,7 @@
 //! On CUDA, the staging buffers are pinned, and all copies run on one stream that is separate from candle's stream.
 //! The memory of the tensors comes from the pool that candle also uses, but is allocated on the copy stream.
 //! Copies therefore do not have to wait for computations on candle's stream.
-//! Before candle's stream uses a tensor, candle's stream waits for the copies to the tensor.
+//! Before candle's stream uses a tensor, it waits for the copies to that tensor.
 
 use candle_core::{DType, Result, Tensor};
 
@@ -98,7 +98,7 @@ mod with_cuda {
         fn new(len: usize, stream: &Arc<CudaStream>) -> Result<Self> {
             // A thread that waits for the event `copied` sleeps. Spinning would take a core from the reader threads.
             let copied = stream.context().new_event(Some(CUevent_flags::CU_EVENT_BLOCKING_SYNC)).w()?;
-            // Flags 0 request ordinary cached memory instead of write-combined memory.
+            // Flags of 0 request ordinary cached memory instead of write-combined memory.
             // SAFETY: any length is allowed, and creating the event has bound the CUDA context to this thread.
             let start = unsafe { result::malloc_host(len, 0) }.w()?.cast::<u8>();
             let Some(start) = NonNull::new(start) else {

@@ -24,9 +24,8 @@ use crate::weights::Weights;
 
 pub const FAMILY: Family = Family { model_type: "gemma2", architecture: "Gemma2ForCausalLM", read };
 
-/// In Llama, `post_attention_layernorm` names the norm before the MLP.
-/// In Gemma, `post_attention_layernorm` names the norm of the attention output.
-/// Gemma's norm before the MLP is `pre_feedforward_layernorm`.
+/// Gemma's tensor names. Unlike in Llama, `post_attention_layernorm` is the norm of the attention output,
+/// and `pre_feedforward_layernorm` is the norm before the MLP.
 pub(super) const NAMES: DecoderNames = DecoderNames {
     mlp_norm: "pre_feedforward_layernorm",
     post_norms: Some(("post_attention_layernorm", "post_feedforward_layernorm")),

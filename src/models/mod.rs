@@ -125,7 +125,7 @@ fn find_family(json: &Value) -> Result<&'static Family> {
 }
 
 /// Returns the supported model type or architecture name with the smallest edit distance to `found`.
-/// Returns `None` if the distance is more than 40 % of the length of the longer name.
+/// Returns `None` if the distance is more than 40% of the length of the longer name.
 fn nearest_name(found: &str) -> Option<&'static str> {
     // Skip long names, because comparing two names takes time proportional to the product of their lengths.
     if found.len() > MAX_NAME_BYTES {

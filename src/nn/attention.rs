@@ -101,7 +101,7 @@ enum Projections {
     Separate,
     /// Two matrices: `qkv_proj` and `o_proj`. `qkv_proj` contains the rows of q, k and v, in this order.
     Fused,
-    /// Like `Fused`, but with matrices named `qkv` and `o`. They are stored transposed and have biases (GPT-2).
+    /// Like `Fused`, but the fields name the two matrices, which are stored transposed and have biases (GPT-2).
     FusedTransposed { qkv: &'static str, o: &'static str },
 }
 

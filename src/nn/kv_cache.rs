@@ -78,7 +78,7 @@ impl CacheLayout {
             let members: Vec<usize> = (0..layers.len()).filter(|&layer| layers[layer].window == window).collect();
             let (first, groups) = (windows.len(), members.len().div_ceil(layers_per_group));
             // Put neighboring layers into different groups, so that any range of layers is spread evenly over groups.
-            // A block of a layout from `of_layers` then needs room for few layers.
+            // A block of a layout from `of_layers` then needs room for as few layers as possible.
             for (index, layer) in members.into_iter().enumerate() {
                 places[layer] = (first + index % groups, index / groups);
             }

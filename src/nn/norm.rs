@@ -2,7 +2,7 @@
 //!
 //! RMSNorm is x / sqrt(mean(x²) + eps) · w. LayerNorm first subtracts the mean of x, and finally adds a bias.
 //!
-//! Unlike candle_nn's norms, the kernel also updates the residual stream and casts its output to the compute dtype.
+//! Unlike candle_nn's norms, `kernels::norm` also updates the residual stream and casts its output to a given dtype.
 //! The weights are f32 in every compute dtype.
 
 use anyhow::Result;

@@ -159,7 +159,7 @@ impl<'l> Residual<'l> {
         Ok(&self.x)
     }
 
-    /// Keeps only the rows that `needed` selects. No output may be pending.
+    /// Keeps only the rows of x that `needed` selects. No output may be pending.
     pub fn select(&mut self, pass: &Pass, needed: RowSelection) -> Result<()> {
         if pass.row_count(needed) != self.x.dim(0)? {
             self.x = pass.select(needed, self.whole()?)?;

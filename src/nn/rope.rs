@@ -4,8 +4,8 @@
 //! The fields of config.json can have the names of transformers 4 or of transformers 5.
 //!
 //! The rotation kernel is in `kernels::attention::rope`.
-//! Unlike `candle_nn::rotary_emb`, the rotation kernel takes one position per token.
-//! The rotation kernel can also rotate only part of a head, adds the bias, applies the q/k norm, and casts the result.
+//! Unlike `candle_nn::rotary_emb`, it takes one position per token, can rotate only part of a head, adds the bias,
+//! applies the q/k norm, and casts the result.
 
 use std::f32::consts::PI;
 
@@ -18,7 +18,7 @@ use super::checks::{check_optional, check_range, check_size};
 use crate::kernels::attention::rope::Rotation;
 use crate::text::quote;
 
-/// The range of `rope_theta`. The value 1 is excluded, because YaRN divides by the logarithm of `rope_theta`.
+/// The range of `rope_theta`. The minimum excludes 1, because YaRN divides by the logarithm of `rope_theta`.
 /// The maximum excludes only broken files.
 const MIN_THETA: f64 = 2.0;
 const MAX_THETA: f64 = 1e15;

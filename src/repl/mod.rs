@@ -71,7 +71,7 @@ pub fn run(mut session: Session) -> Result<ExitCode> {
             Outcome::Regenerate => show_turn(&mut session, None, &mut type_ahead),
             Outcome::NotACommand => show_turn(&mut session, Some(&input), &mut type_ahead),
         };
-        // An error, such as an overlong prompt or a lack of GPU memory, ends the turn but not the chat.
+        // If no model is loaded any more, the chat ends. Other errors, such as a lack of GPU memory, end only the turn.
         match result {
             Ok(()) => {}
             Err(error) if error.is::<NoModelLoaded>() => return Err(error),

@@ -1,8 +1,8 @@
 //! Input that the user types while an answer streams: complete messages, and the draft of the next one.
 //!
 //! The `vte` crate is not suitable, because it parses the output of programs, not keyboard input.
-//! `vte` would treat Alt-] and Alt-P as the start of a control string, and would swallow the keys that follow.
-//! `vte` also cannot report that an escape sequence is incomplete.
+//! It would treat Alt-] and Alt-P as the start of a control string, and would swallow the keys that follow.
+//! It also cannot report that an escape sequence is incomplete.
 
 use std::collections::VecDeque;
 

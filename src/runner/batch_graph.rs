@@ -5,8 +5,8 @@
 //! The host launches one graph instead of hundreds of kernels.
 //!
 //! Large batches are padded to multiples of 8 or 16 rows, so that fewer graphs are needed.
-//! A padding row repeats the last sequence.
-//! Padding rows therefore use no additional experts, and rewrite the same keys and values in the same slot.
+//! A padding row repeats the last sequence, so it uses no additional experts, and rewrites the same keys and values
+//! in the same slots.
 
 use std::collections::BTreeMap;
 
@@ -131,7 +131,7 @@ impl BatchGraphs {
                 BatchGraph::new(size, self.table_blocks, self.sum_order, decoder, cache, logits.clone())?,
             );
         }
-        let Some(batch) = self.graphs.get_mut(&size) else { bail!("no batch graph for {size} sequences") };
+        let Some(batch) = self.graphs.get_mut(&size) else { bail!("internal error: no graph for {size} sequences") };
         let inputs = batch.inputs(decoder, cache, sequences, buffers, self.table_blocks)?;
         buffers.write_inputs(&inputs, &batch.inputs)?;
         match &batch.graph {
@@ -143,7 +143,7 @@ impl BatchGraphs {
 }
 
 /// Returns the padded batch size for a number of sequences.
-/// Each padded size needs its own graph, so large batches are padded to fewer sizes.
+/// Each padded size needs its own graph, so the padded sizes of large batches are further apart.
 fn padded(sequences: usize) -> usize {
     match sequences {
         ..=8 => sequences,
@@ -187,7 +187,7 @@ impl BatchGraph {
         table_blocks: usize,
     ) -> Result<StepInputs> {
         let (groups, size) = (cache.layout().groups(), self.ids.dims1()?);
-        let Some(last) = sequences.last() else { bail!("a batch needs at least one sequence") };
+        let Some(last) = sequences.last() else { bail!("cannot run a batch: it has no sequences") };
         let rows = || sequences.iter().chain(std::iter::repeat_n(last, size - sequences.len()));
         let ids: Vec<u32> = rows().map(|sequence| sequence.ids[0]).collect();
         if let Some(id) = ids.iter().find(|&&id| id as usize >= decoder.vocab_size()) {
@@ -201,7 +201,7 @@ impl BatchGraph {
                 let (table, position) = (sequence.tables.table(group), sequence.position);
                 let used = position / BLOCK_TOKENS + 1;
                 if used > table.len().min(table_blocks) || position >= decoder.context() {
-                    bail!("position {position} has no block, or is beyond the context");
+                    bail!("cannot decode at position {position}: it has no block, or is beyond the context");
                 }
                 words.push(slot(table, position));
                 let first = (group * size + row) * table_blocks;

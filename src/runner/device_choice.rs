@@ -11,8 +11,8 @@ use super::token_sampler::{NO_ALLOWED_TOKEN, NoToken, TokenSampler};
 use crate::kernels::sampling::{LogitEdit, RowLogprobs, edit_logits, mask_logits, sample_rows, top_logprobs};
 use crate::kernels::token_mask::TokenMask;
 
-/// Chooses the next token of each sequence on the GPU. Only tokens and log probabilities are copied to the host.
-/// Waits for the tokens, unless no sequence has a sampler.
+/// Chooses the next token of each sequence that has a sampler, on the GPU.
+/// Waits for the tokens, if any. Only tokens and log probabilities are copied to the host.
 pub fn choose_on_device(sequences: &mut [StepSequence], logits: &Tensor) -> Result<Vec<Chosen>> {
     if sequences.iter().all(|sequence| sequence.sampler.is_none()) {
         return Ok(sequences.iter().map(|_| None).collect());
@@ -55,9 +55,9 @@ fn samplers<'a>(sequences: &'a [StepSequence<'_>]) -> impl Iterator<Item = &'a d
     sequences.iter().filter_map(|sequence| sequence.sampler.as_deref())
 }
 
-/// The rows of logits whose log probabilities were requested. Row i of the logits belongs to the i-th sampler.
+/// The rows of logits whose log probabilities were requested.
 struct ScoredRows {
-    /// The index of each row, and how many of the row's most likely tokens to report.
+    /// For each row, the index of its sampler, and how many of the most likely tokens to report.
     rows: Vec<(u32, usize)>,
     /// A copy of the rows, f32 `[rows, vocab]`. Edits and penalties change the original logits in place.
     logits: Tensor,

@@ -1,4 +1,4 @@
-//! Plans the decode graph.
+//! How decode steps of one sequence run, and the plan of the decode graph.
 
 use std::fmt;
 

@@ -8,7 +8,7 @@ use super::step_sequence::StepSequence;
 /// What runs a step: a CUDA graph or the decoder.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Route {
-    /// The decode graph, for a single sequence. The decode graph chooses the token and queues its own steps.
+    /// The decode graph, for a single sequence. It chooses the token and queues its own steps.
     DecodeGraph,
     /// A batch graph: the CUDA graph of one padded batch size.
     BatchGraph,

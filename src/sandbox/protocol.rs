@@ -1,4 +1,4 @@
-//! The messages between inferno and a sandbox process, sent over the standard input and output of this process.
+//! The messages between inferno and a sandbox process, sent over the sandbox process's standard input and output.
 //!
 //! Each message is sent as a frame with a header (a request or response in JSON) and a body (text or binary data).
 //! The frame begins with the lengths of the header and the body (both u32, little-endian).
@@ -61,7 +61,7 @@ pub enum Response {
 #[derive(Serialize, Deserialize)]
 pub struct Loaded {
     pub table: Value,
-    /// The name of the chat format, and whether its prompts contain tools. `None` if the model has no chat format.
+    /// The name of the chat format, and whether its prompts can contain tools. `None` if the model has no chat format.
     pub chat: Option<(String, bool)>,
     pub generation_config: Value,
     pub stop_ids: Vec<u32>,

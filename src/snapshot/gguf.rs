@@ -133,7 +133,7 @@ pub fn is_model_name(path: &str) -> bool {
 /// Returns the tag of a GGUF file, such as `Q4_K_M` for `Llama-3.2-1B-Q4_K_M.gguf`.
 ///
 /// The tag is the text after the last `-` or `.` in the file name without its extension and part number.
-/// The tag usually distinguishes the models in one repository.
+/// It usually distinguishes the models in one repository.
 pub fn tag(path: &str) -> &str {
     let stem = stem(path);
     stem.rsplit(['-', '.']).next().unwrap_or(stem)

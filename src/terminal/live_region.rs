@@ -1,7 +1,7 @@
 //! The live region: the last rows on the screen, which may still change.
 //!
 //! Finished lines above the live region stay as they are, unless [`LiveRegion::reopen`] moves them into the region.
-//! An update starts at the first changed row. An update is a single write, which avoids flicker.
+//! An update starts at the first changed row, and is a single write, which avoids flicker.
 
 use std::io::{self, Write};
 

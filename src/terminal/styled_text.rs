@@ -140,7 +140,7 @@ struct Wrapper<'a> {
     lines: Vec<StyledLine>,
     line: StyledLine,
     width: usize,
-    /// The space before the next word. The space is dropped if the word starts a new line.
+    /// The space before the next word, which is dropped if the word starts a new line.
     space: Option<Cell<'a>>,
 }
 

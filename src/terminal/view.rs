@@ -12,7 +12,7 @@ use crate::chat::{Channel, Delta};
 
 /// The minimum pause after a frame (one update of the screen). Pieces that arrive during the pause are drawn together.
 const MIN_FRAME: Duration = Duration::from_millis(12);
-/// The pause after a frame, as a multiple of the time to draw the frame, so that drawing takes about 1 % of the time.
+/// The pause after a frame, as a multiple of the time to draw the frame, so that drawing takes about 1% of the time.
 /// `MIN_FRAME` and `MAX_FRAME` limit the pause.
 const REST_FACTOR: u32 = 100;
 /// The maximum pause after a frame. Longer pauses would make the output jerky on slow terminals.

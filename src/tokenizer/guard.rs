@@ -9,7 +9,7 @@ use anyhow::{Result, bail};
 use crate::text::library_error;
 
 thread_local! {
-    /// Whether a panic on this thread is caught and reported as an error.
+    /// Whether the panic hook prints nothing on this thread, because panics are caught and reported as errors.
     static GUARDED: Cell<bool> = const { Cell::new(false) };
 }
 

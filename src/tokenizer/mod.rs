@@ -88,7 +88,7 @@ impl Tokenizer {
         self.table.is_control(id)
     }
 
-    /// Returns whether normalization can turn other text into a control token.
+    /// Returns whether normalization may turn other text into a control token.
     pub fn normalizes_controls(&self) -> bool {
         self.table.normalizes_controls()
     }

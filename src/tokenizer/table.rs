@@ -185,7 +185,7 @@ impl TokenTable {
         self.control_ids.binary_search(&id).is_ok()
     }
 
-    /// Returns whether normalization can turn other text into a control token.
+    /// Returns whether normalization may turn other text into a control token.
     pub fn normalizes_controls(&self) -> bool {
         self.normalizes_controls
     }

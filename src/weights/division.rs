@@ -164,7 +164,7 @@ impl Inventory {
                         let compute = || share_of_layer(&layers[layer], is_heads, rank, ranks);
                         Some((*axis, *shares.entry((layer, is_heads)).or_insert_with(compute)))
                     }
-                    // Every rank holds a full copy of the tensor, also if its layer is beyond the model's last layer.
+                    // Every rank holds a full copy of the tensor, even if its layer is beyond the model's last layer.
                     _ => None,
                 };
                 weight_bytes = weight_bytes.saturating_add(match share_of {

@@ -33,7 +33,7 @@ pub(super) struct InventoryTensor {
     pub columns: Option<ColumnUnits>,
     /// The length of the tensor's first dimension. `None` for a scalar.
     pub rows: Option<usize>,
-    /// Whether the file stores the stacked matrices transposed and `columns` has been corrected accordingly.
+    /// Whether the tensor is a stack of matrices that the file stores transposed. `columns` already accounts for this.
     is_transposed: bool,
 }
 
@@ -247,8 +247,8 @@ impl Inventory {
         self.parameters() - in_experts + u64::try_from(active).unwrap_or(in_experts).min(in_experts)
     }
 
-    /// Returns the size in memory, in bytes, that the weights have at most after loading.
-    /// The size includes two kinds of weights that are not loaded: MTP layers (multi-token prediction),
+    /// Returns an upper bound on the size of the loaded weights in memory, in bytes.
+    /// The bound also counts two kinds of weights that are not loaded: MTP layers (multi-token prediction),
     /// and an output head if the embeddings are tied.
     pub fn loaded_bytes(&self, dtype: DType) -> u64 {
         sum(self.tensors.iter().map(|tensor| tensor.loaded_bytes(dtype)))

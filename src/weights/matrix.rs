@@ -97,7 +97,7 @@ impl<'c> Weights<'c> {
         Ok(Matrix::Dense(stored.t()?.contiguous()?))
     }
 
-    /// Returns the unit in which ranks divide the columns of a matrix: a number of columns, or 1 for floats.
+    /// Returns the unit, in columns, at whose multiples ranks may divide a matrix. The unit of a float matrix is 1.
     /// `columns` is the number of columns of the whole matrix.
     pub fn column_unit(&self, name: &str, columns: usize) -> Result<usize> {
         Ok(self.checkpoint.column_unit(&self.full_name(name), columns, self.quantize))

@@ -148,7 +148,7 @@ impl<'c> MatrixRows<'c> {
     }
 
     /// Creates rows from floats. Each row is quantized when it is written. `row` fills a slice with the row's values.
-    /// Returns `None` if the matrix is loaded as floats.
+    /// Returns `None` if `target` does not support rows of `columns` values.
     pub fn from_floats(
         target: QuantizationTarget,
         rows: usize,

@@ -254,7 +254,7 @@ enum Segment<'n> {
     Word(&'n str),
 }
 
-/// The projections that attention concatenates, so that one matmul computes q, k and v, in the order of concatenation.
+/// The projections that attention concatenates in this order, so that one matmul computes q, k and v.
 const STACKED: [&str; 3] = ["q_proj.weight", "k_proj.weight", "v_proj.weight"];
 
 /// Returns the name of the read request for several stacked tensors: the tensor names joined by ` + `.

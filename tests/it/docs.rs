@@ -64,7 +64,7 @@ fn source_files_that_the_pages_name_exist() {
             }
         }
     }
-    assert!(found > 50, "only {found} paths");
+    assert!(found > 50, "the pages name only {found} source files");
 }
 
 #[test]
@@ -83,7 +83,7 @@ fn reference_page_lists_every_environment_variable() {
         });
         variables.extend(literals.map(str::to_string));
     }
-    // Leave out variables that the build script sets for the compiler. `CUDA_ERROR_*` are names of driver errors.
+    // Leave out variables that the build script sets for the compiler, and names of driver errors (`CUDA_ERROR_*`).
     let internal = ["COMMIT", "COMPUTE_CAP", "CUDA_MAJOR", "DEMO_REVISION", "NATIVE_CAPS"];
     let internal = internal.map(|name| format!("INFERNO_{name}"));
     let missing: Vec<&String> = variables
@@ -324,7 +324,7 @@ fn defaults_on_the_tuning_page_are_those_of_the_program() {
             count += 1;
         }
     }
-    assert!(count > 6, "{count} rows");
+    assert!(count > 6, "docs/tuning.md has only {count} defaults");
 }
 
 /// Returns the numbers in a text that have at least three characters, counting commas and decimal points.
@@ -383,7 +383,7 @@ fn links_between_pages_have_targets() {
             }
         }
     }
-    assert!(count > 50, "{count} links");
+    assert!(count > 50, "the pages have only {count} links");
 }
 
 /// In the docs, a name in backticks with at least three underscores is the name of a test or of another function.

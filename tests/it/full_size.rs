@@ -50,15 +50,15 @@ fn full_size_logits_agree_with_transformers() {
     let (their_kl, their_top1) = compare(&reference["bf16"], &reference["f32"]);
     println!("positions {}", ids.len());
     println!(
-        "transformers bf16 against transformers f32: mean KL {their_kl:.3e}, top-1 agreement {:.1} %",
+        "transformers bf16 against transformers f32: mean KL {their_kl:.3e}, top-1 agreement {:.1}%",
         100.0 * their_top1
     );
     let compare_with_reference = |what: &str, got: Tensor| {
         let got = got.to_device(&Device::Cpu).unwrap();
         let (kl, top1) = compare(&got, &reference["f32"]);
         let (kl_bf16, top1_bf16) = compare(&got, &reference["bf16"]);
-        println!("{what} against transformers f32: mean KL {kl:.3e}, top-1 agreement {:.1} %", 100.0 * top1);
-        println!("{what} against transformers bf16: mean KL {kl_bf16:.3e}, top-1 agreement {:.1} %", 100.0 * top1_bf16);
+        println!("{what} against transformers f32: mean KL {kl:.3e}, top-1 agreement {:.1}%", 100.0 * top1);
+        println!("{what} against transformers bf16: mean KL {kl_bf16:.3e}, top-1 agreement {:.1}%", 100.0 * top1_bf16);
         // Allow 1.5 times the error of transformers in bf16, because rounding depends on the order of summation.
         assert!(kl <= 1.5 * their_kl, "{what}: mean KL is {kl:e}, but {their_kl:e} for transformers in bf16");
         assert!(
@@ -138,7 +138,7 @@ fn full_size_greedy_tokens_are_the_same_in_every_run() {
 
 /// Returns the tokens of an answer, and the mean of KL(answer ‖ prefill) per token.
 /// `answer` is the reported distribution of a token. `prefill` is the distribution that a prefill of the prompt and the
-/// answer gives the same position.
+/// answer computes at the same position.
 /// For the KL divergence, all tokens except the 20 most likely ones count as a single token.
 fn tokens_and_divergence(engine: &Engine, prompt: &[u32], events: &[Event]) -> (Vec<u32>, f64) {
     let tokens: Vec<u32> = events.iter().filter_map(Event::token).collect();
@@ -218,9 +218,9 @@ fn full_size_two_gpus_agree_with_one() {
     let steps = one.with_runner(move |runner| runner.step_logits(&ids)).unwrap().unwrap();
     let (kl, top1) = compare(&prefill_of_two, &prefill);
     let (rounding, rounding_top1) = compare(&steps.to_device(&Device::Cpu).unwrap(), &prefill);
-    println!("prefill on two GPUs against one GPU: mean KL {kl:.3e}, top-1 agreement {:.1} %", 100.0 * top1);
+    println!("prefill on two GPUs against one GPU: mean KL {kl:.3e}, top-1 agreement {:.1}%", 100.0 * top1);
     println!(
-        "decode steps against prefill on one GPU: mean KL {rounding:.3e}, top-1 agreement {:.1} %",
+        "decode steps against prefill on one GPU: mean KL {rounding:.3e}, top-1 agreement {:.1}%",
         100.0 * rounding_top1
     );
     assert!(kl <= 1.5 * rounding && top1 >= rounding_top1 - 0.03);
@@ -241,8 +241,8 @@ fn full_size_two_gpus_agree_with_one() {
     // Below 1e-4, the mean KL can change by a factor of two if cuBLASLt chooses other algorithms.
     assert!(kl_of_two <= 1.5 * kl.max(1e-4), "mean KL is {kl_of_two:e} on two GPUs, but {kl:e} on one GPU");
     assert!(
-        // On one GPU, prompts in a batch mostly run the same algorithms as in the reference prefill, which makes
-        // `prompts` small. The limit is therefore 2.5 times `prompts`, not 1.5 times.
+        // On one GPU, batched prompts mostly use the same kernels as the reference prefill, so `prompts` is small.
+        // The limit is therefore 2.5 times `prompts`, not 1.5 times.
         prompts_of_two <= 2.5 * prompts.max(1e-3),
         "the log probabilities of prompts differ by {prompts_of_two:e} on two GPUs, but by {prompts:e} on one GPU"
     );

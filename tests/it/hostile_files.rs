@@ -169,7 +169,7 @@ impl safetensors::View for &StoredTensor {
     }
 }
 
-/// Returns the GGUF metadata of a Llama model with two layers and a head size of 8.
+/// Returns the GGUF metadata of a Llama model with two layers and a head dim of 8.
 fn llama() -> Writer {
     sizes("llama").raw("llama.attention.layer_norm_rms_epsilon", F32, 1e-5f32.to_le_bytes())
 }

@@ -373,7 +373,7 @@ fn children(pid: u32) -> Vec<u32> {
     lists.flat_map(|list| list.split_whitespace().filter_map(|id| id.parse().ok()).collect::<Vec<u32>>()).collect()
 }
 
-/// If the program is killed, the pipe to its sandbox process closes, and this process must exit.
+/// If the program is killed, the pipe to its sandbox process closes, and the sandbox process must exit.
 #[test]
 fn sandbox_process_ends_with_the_program() {
     let model = Model::with_template("{{ messages[0].content }}");

@@ -132,7 +132,7 @@ fn damaged_journals_load_up_to_the_damage_and_are_copied() {
     fs::write(&path, whole.replacen("How do I list", "How do\" I list", 1)).unwrap();
     let damaged = fs::read(&path).unwrap();
     let (mut chat, banner) = resume(&home, &[]);
-    // The terminal wraps the warning about the damaged journal, so join its lines.
+    // The terminal wraps the warning about the damaged journal, so join the lines of the banner.
     let banner = banner.split_whitespace().collect::<Vec<_>>().join(" ");
     assert!(banner.contains("is damaged at line") && banner.contains("1 question"), "{banner}");
     assert_eq!(fs::read(path.with_extension("damaged")).unwrap(), damaged, "the copy differs from the damaged journal");
@@ -143,7 +143,7 @@ fn damaged_journals_load_up_to_the_damage_and_are_copied() {
     leave(chat);
 
     // If a journal is damaged again, the new copy does not replace the first copy.
-    // A conversation without questions can still be resumed.
+    // The only conversation can still be resumed, although it now has no questions.
     let first_line = fs::read_to_string(&path).unwrap().lines().next().unwrap().to_string();
     fs::write(&path, format!("{first_line}\nnonsense\n")).unwrap();
     let (chat, banner) = resume(&home, &[]);

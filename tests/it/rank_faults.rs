@@ -49,7 +49,7 @@ fn expected(rank: usize, fault: RankFault) -> String {
 }
 
 /// Returns the number of the step before which a rank fails, or 0 if it fails at once.
-/// The prompts or answers of the test need more steps.
+/// The prefill or the answers of the test take more steps than this.
 fn step(work: Work) -> u64 {
     match work {
         Work::Idle => 0,
@@ -89,7 +89,7 @@ fn check(rank: usize, fault: RankFault, work: Work, split: Split) {
     }
     let noticed = started.elapsed();
     // The engine must wait about 5 s (`ANSWER_TIMEOUT`) before it reports a rank that hangs.
-    assert!(fault != RankFault::Hang || noticed > Duration::from_millis(4900), "{name}: {noticed:?}");
+    assert!(fault != RankFault::Hang || noticed > Duration::from_millis(4900), "{name}: reported after {noticed:?}");
     assert_eq!(engine.failure().unwrap().to_string(), expected(rank, fault), "{name}");
     assert!(engine.has_stopped() && !engine.is_responsive(Duration::from_secs(3600)), "{name}");
     // After the fault, calls return the same kind of error instead of waiting for the engine.

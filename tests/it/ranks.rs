@@ -68,7 +68,7 @@ pub fn split_world(world: &World, split: Split, layers: usize) -> World {
 }
 
 /// Returns the logits of all `ids`, as computed by each rank, in the order of the ranks.
-/// With bf16, ranks on separate GPUs may round partial results of any size.
+/// With bf16, ranks on separate GPUs may round partial results to bf16, whatever their size.
 pub fn logits_on(
     devices: &Devices,
     split: Split,
@@ -153,10 +153,10 @@ fn ranks_with_whole_layers_have_exactly_the_logits_of_one_rank() {
     }
 }
 
-/// With dynamic scales, the results match the results of one rank only to about 8 bits.
-/// As in vLLM, each rank scales the inputs of o_proj and down_proj by the largest value in its own columns.
-/// With scales from the file (fp8_static), every rank uses the same scales as a single rank.
-/// Dividing the model then does not change how equal inputs are rounded.
+/// With dynamic scales, the logits agree only to about 8 bits:
+/// as in vLLM, each rank scales the inputs of o_proj and down_proj by the largest value in its own columns.
+/// With scales from the file (fp8_static), every rank uses the same scales as a single rank,
+/// so dividing the model does not change how equal inputs are rounded.
 /// For fp8_static, make_compressed.py chooses tokens for which the order of summation changes no rounded input.
 #[test]
 fn logits_of_8_bit_models_agree_with_transformers() {

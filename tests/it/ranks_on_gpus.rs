@@ -283,7 +283,7 @@ fn a_host_that_does_not_launch_its_graph_ends_the_world() {
         on_host(&exchange.sum(&Tensor::new(&[1f32], device).unwrap()).unwrap());
         exchange.launch_together(&mut || Ok(())).unwrap();
         if world.is_first() {
-            // This call returns once the time limit is over, because the second rank launches no second graph.
+            // The call returns when its time limit expires, because the second rank launches no second graph.
             exchange.launch_together(&mut || Ok(())).unwrap();
         } else {
             std::thread::sleep(ANSWER_TIMEOUT + Duration::from_secs(2));

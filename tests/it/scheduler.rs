@@ -79,9 +79,8 @@ struct Tracked {
 }
 
 /// The sort key of a waiting sequence. The sequence with the smallest key starts first.
-/// The first part of the key is whether the sequence was preempted fewer than twice.
-/// The second part is its arrival plus 2 s per priority level, in nanoseconds.
-/// The last parts are its arrival and its id.
+/// The parts of the key: whether the sequence was preempted fewer than twice, its arrival plus 2 s per priority level
+/// in nanoseconds, its arrival, and its id.
 type SortKey = (bool, i128, Duration, SequenceId);
 
 struct Simulator<'a> {
@@ -676,7 +675,7 @@ fn token_after(last: u64) -> u32 {
     (last >> 20) as u32 % 1000
 }
 
-/// Returns whether a cancellation at `time` happens while a step is running. About half of all times return true.
+/// Returns whether a cancellation at `time` happens while a step is running. This is so for about half of all times.
 fn is_during_step(time: Duration) -> bool {
     (time.as_nanos() / 1000).is_multiple_of(2)
 }

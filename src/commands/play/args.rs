@@ -43,7 +43,7 @@ pub struct Args {
     /// PEM file with the certificates to trust, such as the server's own certificate
     #[arg(long, value_name = "FILE", env = "SSL_CERT_FILE", hide_env = true)]
     pub ca_cert: Option<PathBuf>,
-    /// Answer this prompt and exit [default: piped standard input]
+    /// Answer this prompt and exit [default: standard input, unless it is a terminal]
     #[arg(long, short, value_name = "TEXT")]
     pub prompt: Option<String>,
     /// Append piped standard input to --prompt; not needed for a redirected file (`< notes.txt`)

@@ -54,8 +54,8 @@ pub struct LoadArgs {
     /// Decode without a CUDA graph, one operation at a time; slow, for comparison
     #[arg(long, hide_short_help = true)]
     eager: bool,
-    /// Attention kernel for prefill: own (inferno's), flash (FlashAttention, needs the flash-attn feature),
-    /// eager (matrix products and softmax) or auto
+    /// Attention kernel of all steps except those of the decode graph: own (inferno's), flash (FlashAttention, needs
+    /// the flash-attn feature), eager (matrix products and softmax) or auto
     #[arg(long, default_value = "auto", value_name = "KERNEL", hide_short_help = true)]
     attention: Attention,
     /// The minimum number of full-context sequences that the KV cache can hold.

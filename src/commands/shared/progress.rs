@@ -15,7 +15,7 @@ use crate::text::{printable, size};
 /// The minimum time between two progress lines.
 const LINE_INTERVAL: Duration = Duration::from_secs(5);
 
-/// The minimum size in bytes of a downloaded file whose verification gets its own progress line.
+/// The minimum size, in bytes, of a downloaded file whose verification is announced by a line of its own.
 const LARGE_BYTES: u64 = 1_000_000_000;
 
 /// How progress is shown.
@@ -70,7 +70,7 @@ pub struct ProgressView {
 
 struct State {
     files: HashMap<String, File>,
-    /// The sum of `done` over all files. A running total, because summing over all files on each update is slow.
+    /// The sum of `done` over all files, kept up to date because summing over all files on each update is slow.
     done_bytes: u64,
     total_bytes: u64,
     lines: LineTimer,
@@ -150,7 +150,7 @@ impl ProgressView {
 }
 
 fn write_line(text: &str) {
-    // A closed stderr must not stop a download.
+    // A closed stderr must not stop a download or a verification.
     let _ = writeln!(std::io::stderr(), "{text}");
 }
 
@@ -256,7 +256,7 @@ impl Progress for ProgressView {
 /// Decides when the next progress line is due, and formats it.
 struct LineTimer {
     start: Instant,
-    /// Bytes that an earlier run downloaded. Such bytes do not count toward the rate.
+    /// Bytes that an earlier run downloaded, which do not count toward the rate.
     initial_bytes: u64,
     last: Instant,
 }

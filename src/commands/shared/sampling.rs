@@ -13,7 +13,7 @@ pub struct SamplingArgs {
 }
 
 impl SamplingArgs {
-    /// Returns `defaults`, overridden by the values in `self`. If no seed is set, each call uses a new seed.
+    /// Returns `defaults`, overridden by the values in `self`. If `self` sets no seed, the seed is new for each call.
     pub fn apply_to(&self, defaults: &SamplingParams) -> Result<SamplingParams> {
         let mut params = SamplingParams { seed: fresh_seed(), ..defaults.clone() };
         for (field, value) in &self.values {

@@ -70,7 +70,7 @@ pub struct MemoryNeeds {
     pub dtype: &'static str,
     pub weight_bytes: u64,
     pub cache_bytes_per_1000_tokens: u64,
-    /// The KV cache size of the sliding-window layers for one sequence. It does not grow with the context.
+    /// The maximum KV cache size of the sliding-window layers for one sequence. It does not depend on `context`.
     pub cache_bytes_of_windows: u64,
     /// The context length, in tokens, that the sizes in bytes are computed for.
     pub context: usize,
@@ -239,7 +239,7 @@ fn needs(
     }))
 }
 
-/// Returns `harmony` for gpt-oss, otherwise the file or GGUF key that holds the chat template, if any.
+/// Returns `harmony` for gpt-oss, otherwise the name of the file or GGUF key that holds the chat template, if any.
 fn chat(source: &Source) -> Option<&'static str> {
     if source.metadata.config.as_ref().is_ok_and(|config| config["model_type"] == "gpt_oss") {
         return Some("harmony");

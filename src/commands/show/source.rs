@@ -89,7 +89,7 @@ fn remote_gguf(hub: &Hub, model: &HubModel) -> Result<Result<GgufCheckpoint>> {
 }
 
 impl Source {
-    /// Reads the metadata of a model on this machine. Never fails: errors in its files become part of the metadata.
+    /// Reads the metadata of a model on this machine. Never fails: errors in the model's files go into the metadata.
     pub fn local(snapshot: &Snapshot) -> Self {
         let gguf = gguf_files::find(&snapshot.path).ok().flatten();
         // A GGUF file contains a complete model. Other files in its directory matter only for the license.

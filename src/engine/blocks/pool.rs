@@ -99,7 +99,7 @@ impl BlockPool {
         self.cached.len()
     }
 
-    /// Returns the number of blocks whose cached contents have been evicted so far.
+    /// Returns how many times the cached content of a block has been evicted so far.
     pub fn evicted(&self) -> u64 {
         self.evicted
     }
@@ -152,7 +152,8 @@ impl BlockPool {
         self.blocks[id as usize].references += 1;
     }
 
-    /// Removes a reference. A block without references becomes free. `retention` determines how soon it is evicted.
+    /// Removes a reference. A block without references becomes free, and `retention` determines how soon its content
+    /// is evicted.
     /// Ignores the scratch block.
     pub fn release(&mut self, id: BlockId, retention: Retention) {
         if id == SCRATCH_BLOCK {

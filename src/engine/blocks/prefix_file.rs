@@ -8,7 +8,8 @@
 //!   The rows come from all blocks of the layer group that the token after the prefix attends to.
 //!
 //! The file holds all layers and all KV heads of the model, although each rank holds only some of them.
-//! An engine with another number of ranks can therefore load the file, unless one of the engines is deterministic.
+//! An engine with another number of ranks can therefore load the file, unless one of the engines is deterministic:
+//! the fingerprint of a deterministic engine includes the number of ranks.
 //!
 //! Keys and values are valid only for the model, build and settings that computed them.
 //! The metadata value `fingerprint` identifies the model files, the build, and settings such as the dtype.

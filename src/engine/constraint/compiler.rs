@@ -27,7 +27,8 @@ const MAX_TRIE_BYTES: usize = 4_000_000;
 /// The time limits in `prepare.rs` only end the wait: they do not stop the compiling thread.
 const MAX_OPTIONAL: usize = 1000;
 
-/// The maximum length of llguidance's message in an error message, in characters.
+/// The maximum length of the reason in an [`Error::InvalidConstraint`], in characters.
+/// Messages from llguidance can be long.
 const MAX_REASON: usize = 500;
 
 /// llguidance's error message if a grammar allows no next token.
@@ -184,8 +185,8 @@ fn optional_pairs(schema: &Value) -> usize {
 
 /// Returns an [`Error::InvalidConstraint`] for `name`, the part of the request at fault.
 ///
-/// `problem` is the reason, often a message from llguidance. The error omits llguidance's internal state,
-/// and contains at most `MAX_REASON` characters of the reason.
+/// `problem` is the reason: inferno's own text, or a message from llguidance.
+/// The error omits llguidance's internal state, and contains at most `MAX_REASON` characters of the reason.
 pub fn invalid(name: &str, problem: &str) -> anyhow::Error {
     // A line that starts with `<` begins llguidance's internal state, such as a backtrace.
     let problem = problem.split("\n<").next().unwrap_or_default().trim();
@@ -254,7 +255,7 @@ mod tests {
             check(&character.to_string());
             check(&format!("a{character}{character}b"));
         }
-        // Test line separators, the ends of the Unicode scalar ranges, noncharacters, and a sample of all others.
+        // Test line separators, the ends of the Unicode scalar ranges, noncharacters, and a sample of other characters.
         for character in "\u{2028}\u{2029}\u{feff}\u{d7ff}\u{e000}\u{fffe}\u{ffff}\u{10000}\u{10ffff}".chars() {
             check(&format!("a{character}b"));
         }

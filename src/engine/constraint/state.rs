@@ -240,8 +240,8 @@ mod tests {
         assert_eq!(allowed(&mut state), [6, 8]);
         state.advance(6).unwrap();
         state.advance(7).unwrap();
-        assert!(!state.is_constrained(), "the first sequence leads to free text");
-        assert_eq!(allowed(&mut other), [5], "clones are independent");
+        assert!(!state.is_constrained(), "the first sequence must lead to free text");
+        assert_eq!(allowed(&mut other), [5], "clones must be independent");
         other.advance(5).unwrap();
         other.advance(8).unwrap();
         assert_eq!(allowed(&mut other), [STOP]);

@@ -67,7 +67,7 @@ mod tests {
     #[test]
     fn a_long_step_and_a_stopped_thread_are_irregular() {
         let heartbeat = Arc::new(Heartbeat::default());
-        assert!(heartbeat.is_regular(Duration::ZERO), "an idle engine counts as regular");
+        assert!(heartbeat.is_regular(Duration::ZERO), "an idle engine must count as regular");
         heartbeat.begin_step();
         assert!(heartbeat.is_regular(Duration::from_secs(3600)));
         std::thread::sleep(Duration::from_millis(3));

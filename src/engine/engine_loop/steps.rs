@@ -164,8 +164,8 @@ impl EngineLoop {
         }
     }
 
-    /// Adds the token that a step chose, if any, to its sequence.
-    /// Returns the finish reason or the error that ends the sequence, or `None` if it continues.
+    /// Adds the token that a step chose for a sequence, if any.
+    /// Returns the finish reason or the error that ends the sequence, or `None` if the sequence continues.
     fn outcome_of(&mut self, work: &SequenceWork, chosen: Chosen) -> Option<Result<FinishReason>> {
         let sequence = self.sequences.get_mut(&work.id)?;
         match chosen.map(|chosen| chosen.and_then(|token| sequence.accept(token))) {

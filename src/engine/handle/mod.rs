@@ -38,14 +38,14 @@ pub use preview::RequestPreview;
 pub use replay::{Divergence, ReplayedToken};
 
 /// The maximum size of a prompt, in bytes per token of context.
-/// Text rarely has more bytes per token, so a longer text would not fit in the context.
+/// Text rarely has more bytes per token, so a longer text is unlikely to fit in the context.
 const MAX_BYTES_PER_TOKEN: usize = 32;
 
 /// The maximum number of answers to one request, as in OpenAI's API.
 const MAX_ANSWERS: usize = 128;
 
-/// The maximum size of the header and the token ids of a saved prefix, in bytes.
-/// The `safetensors` crate limits headers to this size.
+/// The maximum size of the header and the token ids of a saved prefix together, in bytes.
+/// It is the limit of the `safetensors` crate for the header alone.
 const MAX_PREFIX_HEADER: u64 = 100_000_000;
 
 /// The time between two checks for failed devices, while a client waits for a call on the engine thread.
@@ -87,13 +87,14 @@ impl EngineHandle {
     /// Requests run at the same time if they fit in the KV cache, up to [`ModelInfo::max_sequences`].
     /// Cached blocks of the prompt are reused, unless [`GenerateOptions::prompt_logprobs`] is set.
     ///
-    /// Fails if the prompt is empty, or if a token id or an option is out of range.
-    /// Fails if the chat format cannot render the conversation.
-    /// Fails with [`Error::ContextFull`] or [`Error::PromptTooLong`] if the prompt leaves no room for an answer.
-    /// Fails with [`Error::InvalidConstraint`] or [`Error::CompilerBusy`] if the constraint cannot be compiled.
-    /// Fails with [`Error::NotDeterministic`] if [`GenerateOptions::deterministic`] is set, but the engine cannot
-    /// answer a single request deterministically.
-    /// Fails if the engine has stopped or is draining.
+    /// Fails if
+    /// - the prompt is empty, or a token id or an option is out of range
+    /// - the chat format cannot render the conversation
+    /// - the prompt leaves no room for an answer ([`Error::ContextFull`] or [`Error::PromptTooLong`])
+    /// - the constraint cannot be compiled ([`Error::InvalidConstraint`] or [`Error::CompilerBusy`])
+    /// - [`GenerateOptions::deterministic`] is set, but the engine cannot answer a single request deterministically
+    ///   ([`Error::NotDeterministic`])
+    /// - the engine has stopped or is draining
     pub fn submit(&self, request: Request) -> Result<RequestStream> {
         Ok(self.submit_n(request, 1)?.remove(0))
     }

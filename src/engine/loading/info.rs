@@ -1,4 +1,4 @@
-//! [`ModelInfo`] and [`LoadTimes`].
+//! The properties of a loaded model, and the times that loading took.
 
 use candle_core::DType;
 use serde::Serialize;
@@ -44,7 +44,7 @@ pub struct ModelInfo {
     pub ranks: usize,
     /// The size of the weights on the rank with the largest part, in bytes.
     pub weight_bytes: u64,
-    /// The size of the largest KV cache of a rank, in bytes.
+    /// The size of the largest KV cache of any rank, in bytes.
     pub cache_bytes: u64,
     /// The number of blocks in the KV cache of each rank. A block holds the keys and values of 64 tokens in
     /// one layer group.

@@ -40,7 +40,7 @@ pub struct LoadOptions<'o> {
     pub context: Option<usize>,
     /// The prefill chunk size in tokens. `None` selects the fastest size that fits in memory.
     pub chunk: Option<usize>,
-    /// The minimum number of full-context sequences that the KV cache can hold. Shorter sequences need fewer blocks.
+    /// The minimum number of full-context sequences that the KV cache can hold. More sequences fit if they are shorter.
     pub sequences: usize,
     /// The maximum number of sequences that run at once. `None` selects 256, which is also the upper limit.
     /// The chunk size is another upper limit, because each running sequence may need a token of every step.
@@ -312,7 +312,7 @@ fn allocate(
         context,
         cache_blocks: memory.cache_blocks(capacity),
         // If answers must be deterministic, do not round partial sums to bf16.
-        // Whether a sum is rounded depends on the number of tokens in the step, and so on other requests.
+        // Whether a sum is rounded depends on the number of tokens in the step, and therefore on other requests.
         min_rounded: (dtype == DType::BF16 && !options.deterministic).then_some(MIN_ROUNDED_ELEMENTS),
         stages: memory.stages.as_deref(),
         chunk,

@@ -310,7 +310,7 @@ mod tests {
         });
         let (params, ignored) = SamplingParams::from_generation_config(&json);
         assert_eq!((params.top_k, params.top_p, params.validate()), (0, 0.5, Ok(())));
-        assert!(ignored.is_empty(), "a null, a top_k of -1 or an unread field causes a message: {ignored:?}");
+        assert!(ignored.is_empty(), "a null, a top_k of -1 or an unread field must not cause a message: {ignored:?}");
         let (params, ignored) = SamplingParams::from_generation_config(&serde_json::json!({ "do_sample": "true" }));
         assert_eq!(params, SamplingParams::greedy());
         assert_eq!(ignored, [r#"do_sample is "true": expected true or false; the default is false"#]);

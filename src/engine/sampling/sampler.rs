@@ -67,7 +67,7 @@ impl Sampler {
     }
 
     /// Passes the chosen token to the constraint, if any. Returns the token to use, which can be a different token.
-    /// Fails if the constraint allows no continuation of the answer.
+    /// Fails if the constraint allows neither the chosen token nor a replacement.
     pub fn advance(&mut self, token: u32) -> Result<u32> {
         self.constraint.as_mut().map_or(Ok(token), |constraint| constraint.advance(token))
     }
@@ -273,7 +273,7 @@ fn keep_top_k(candidates: &mut Vec<Candidate>, count: usize) {
 /// Keeps the smallest set of most likely tokens whose probabilities sum to at least `p`. Keeps at least one token.
 ///
 /// A vocabulary can have 200,000 tokens, and sorting them all would be slow. Usually, far fewer tokens are kept.
-/// The function therefore sorts only the top 64 tokens at first, and then 8 times as many while their sum is below `p`.
+/// The function therefore sorts only the top 64 tokens at first, and then 8 times as many, until the sum reaches `p`.
 fn keep_top_p(candidates: &mut Vec<Candidate>, p: f64) {
     let target = p * candidates.iter().map(|c| c.weight).sum::<f64>();
     let mut head = 64.min(candidates.len());

@@ -132,7 +132,7 @@ mod tests {
         assert_eq!(order, [0, 3, 4, 1, 2]);
         queue.insert(1, sequence(5).protected(), &mut ledger);
         queue.insert(0, sequence(6), &mut ledger);
-        assert_eq!(first(&queue, &ledger), Some(5), "a protected sequence is always next");
+        assert_eq!(first(&queue, &ledger), Some(5), "a protected sequence must always be next");
     }
 
     #[test]
@@ -144,7 +144,7 @@ mod tests {
         assert_eq!(
             first(&queue, &ledger),
             Some(0),
-            "a new tenant starts with as many served tokens as the other tenant"
+            "a new tenant must start with as many served tokens as the other tenant"
         );
         ledger.serve(0, 0..1, 1);
         assert_eq!(first(&queue, &ledger), Some(3));

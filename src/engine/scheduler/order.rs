@@ -73,7 +73,7 @@ mod tests {
     #[test]
     fn earlier_sequences_come_first_within_a_priority() {
         assert!(seniority(0, 1) < seniority(0, 2));
-        assert!(seniority(-1, 3) < seniority(0, 2), "one second does not outweigh a level of priority");
+        assert!(seniority(-1, 3) < seniority(0, 2), "one second must not outweigh a level of priority");
     }
 
     #[test]

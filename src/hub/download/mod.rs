@@ -27,7 +27,8 @@ use crate::text::size;
 use fetch::fetch;
 use jobs::WantedFile;
 
-/// The minimum number of size requests that the user is told about. Fewer requests finish too soon for a message.
+/// The minimum number of requests for sizes and etags that the user is told about.
+/// Fewer requests finish too soon for a message.
 const MANY_REQUESTS: usize = 100;
 
 impl Hub {

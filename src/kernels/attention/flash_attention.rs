@@ -26,6 +26,7 @@ const MAX_SPLITS: usize = 64;
 const FIXED_SPLITS: usize = 4;
 
 /// The largest sliding window, in keys, for which the keys of a row tile are not split across thread blocks.
+/// With so few keys, combining the partial results would take longer than the splits save.
 const MAX_UNSPLIT_WINDOW: usize = 256;
 
 /// A flash attention kernel and its launch shape, chosen for some or all queries of a pass.
@@ -90,7 +91,8 @@ pub(super) fn attention(device: &CudaDevice, inputs: AttentionInputs, out: &Tens
 impl FlashAttention {
     /// Chooses the kernel for sequences that have `tokens` tokens each.
     ///
-    /// Fails if q is not bf16 or f16, or if the head size of q is not in [`FLASH_HEAD_DIMS`].
+    /// Fails if q is not bf16 or f16, if its head size is not in [`FLASH_HEAD_DIMS`],
+    /// or if its number of tokens is not a multiple of `tokens`.
     pub fn new(
         device: &CudaDevice,
         q: &Tensor,

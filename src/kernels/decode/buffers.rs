@@ -6,11 +6,12 @@ use candle_core::{DType, Device, Result, Tensor, bail};
 use crate::device::World;
 use crate::kernels::launch::multiprocessors;
 
-/// The buffers that the kernels of a decode step share. Their addresses never change.
+/// The buffers that the kernels of a decode step share. Their addresses never change, so a CUDA graph can use them.
 pub struct StepBuffers {
     /// The residual stream: f32 `[hidden]`.
     pub x: Tensor,
     /// The buffer to which kernels add the outputs of attention and of the MLP: f32 `[hidden]`.
+    /// Outputs with a post-norm are added to `x` instead.
     /// `partial` is `x` on the first rank, and on every rank that runs whole layers.
     /// On the other ranks, `partial` is a separate buffer, which `exchange::add_sum` fills with zeros after each sum.
     /// The sum over all ranks therefore contains `x` once.

@@ -9,7 +9,7 @@
 #include "headers/streaming_loads.cuh"
 
 // The number of loads that a lane has in flight per row.
-// DENSE_DEPTH_2 is for units of two rows, and DENSE_DEPTH_1 is for units of one row.
+// DENSE_DEPTH_2 is for units of two rows, and DENSE_DEPTH_1 is for units of one row. Both keep six loads in flight.
 constexpr int DENSE_DEPTH_2 = 3, DENSE_DEPTH_1 = 6;
 
 template <typename T> __device__ __forceinline__ float2 unpack(uint32_t pair);

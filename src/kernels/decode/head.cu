@@ -1,5 +1,5 @@
 // The end of a decode step: computes the logits, chooses the most likely token and loads its embedding.
-// sample.cu replaces decode_greedy if the next token is sampled.
+// sample.cu replaces decode_greedy if the next token is sampled, and in models on several GPUs.
 #include "decode/dense_matvec.cuh"
 #include "decode/quantized_matvec.cuh"
 #include "headers/pdl.cuh"

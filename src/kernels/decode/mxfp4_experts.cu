@@ -12,9 +12,9 @@
 
 // MXFP4 weights in the layout that `repack_mxfp4` (mxfp4_tiles.cu) produces. Tile counts are rounded up.
 //   blocks: [experts][rows / 16][columns / 64][lane][16 bytes]
-//   scales: [experts][rows / 16][columns / 64][8][4 bytes]
+//   scales: [experts][rows / 16][columns / 64][g][4 bytes]
 // The 16 bytes of a lane are its fragments of A for four mma.m16n8k16 instructions.
-// With g = lane / 4, the fragments hold values of rows g and g + 8, from 64 columns (two MXFP4 blocks) of each row.
+// With g = lane / 4, the fragments hold 16 of the tile's 64 columns (two MXFP4 blocks) in each of rows g and g + 8.
 struct Mxfp4Tiles {
     const uint8_t *blocks, *scales;
     int groups;  // the number of 64-column groups in a row
@@ -125,7 +125,7 @@ constexpr int UP_DEPTH = 3, DOWN_DEPTH = 5;
 //   grid: (ceil(ceil(intermediate / 8) / DECODE_UP_TILES), chosen)
 //   block: DECODE_UP_THREADS; DECODE_UP_WARPS warps share the columns of a tile
 //   shared memory: bf16 [columns rounded up to a multiple of 64, 2]
-//   bytes moved: 17/32 · 2 · intermediate · columns per chosen expert
+//   bytes moved: 17/32 · 2 · intermediate · columns per chosen expert; an MXFP4 block of 32 values has 17 bytes
 __device__ void decode_gate_up_experts(const __half* normed, const float* normed_scale, const float* logits,
                                        Mxfp4Tiles weights, const float* bias, __half* h, int experts, int intermediate,
                                        int columns, float alpha, float limit) {
@@ -176,7 +176,7 @@ __device__ void decode_gate_up_experts(const __half* normed, const float* normed
 //   grid: ceil(rows / 16)
 //   block: 32 · chosen · DECODE_DOWN_SPLITS; DECODE_DOWN_SPLITS warps share the columns of an expert's tile
 //   shared memory: bf16 [chosen, columns rounded up to a multiple of 64, 2], then 16 floats per warp
-//   bytes moved: 17/32 · rows · columns per chosen expert
+//   bytes moved: 17/32 · rows · columns per chosen expert; an MXFP4 block of 32 values has 17 bytes
 __device__ void decode_down_experts(float* x, const __half* h, const float* logits, Mxfp4Tiles weights,
                                     const float* bias, int experts, int chosen, int rows, int columns) {
     extern __shared__ uint4 inputs[];

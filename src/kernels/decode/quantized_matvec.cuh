@@ -6,6 +6,7 @@
 
 // The number of groups that a lane has in flight per row.
 // QUANTIZED_DEPTH_2 is for units of two rows, and QUANTIZED_DEPTH_1 is for units of one row.
+// Both keep four groups in flight.
 constexpr int QUANTIZED_DEPTH_2 = 2, QUANTIZED_DEPTH_1 = 4;
 
 // Writes norm(x) / scale to shared memory and returns the scale.

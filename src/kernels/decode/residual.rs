@@ -18,8 +18,8 @@ pub struct PostNorm<'t> {
 
 /// Adds a launch that computes `partial += W·y + bias`.
 /// With several ranks, adds a second launch, which writes the sum over all ranks to `x`.
-/// With a `post_norm`, the launches compute `x += norm(s)` instead.
-/// Here, `s` is the sum of `W·y` over all ranks, plus the bias.
+/// With a `post_norm`, the launches compute `x += norm(s)` instead, where `s` is the sum of `W·y` over all ranks,
+/// plus the bias.
 ///
 /// `weight` is `[hidden, columns]`, `y` is bf16 or f16 `[columns]`, and `bias` is f32 `[hidden]`.
 pub fn add_residual(

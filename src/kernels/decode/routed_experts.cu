@@ -120,7 +120,7 @@ struct ChosenGroups {
 //   grid: at most one block per multiprocessor
 //   block: at most 24 warps, or 16 with quantized weights
 //   bytes moved: the weights of the chosen experts
-// Each unit is one long row. A unit produces one element of x.
+// Each unit is one long row, and updates one element of x.
 template <typename T>
 __device__ void decode_routed_down(float* x, const T* h, const float* logits, const T* weight, int experts, int chosen,
                                    int rows, int columns, int over_all) {

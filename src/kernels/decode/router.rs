@@ -8,7 +8,7 @@ use crate::kernels::bytes;
 use crate::kernels::launch::{Arguments, Launch, LaunchList, LaunchShape, module};
 
 /// Adds a launch that computes the router logits of `norm(x)`.
-/// With `mxfp4`, the launch also writes `norm(x)` to these buffers, scaled to fit in f16.
+/// With `mxfp4`, the launch also writes `norm(x)`, scaled to fit in f16, to the buffers in `mxfp4`.
 ///
 /// `weight` is f32 `[experts, hidden]`. `bias` and `logits` are f32 `[experts]`.
 pub fn add_router(

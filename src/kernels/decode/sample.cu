@@ -6,9 +6,8 @@
 // This kernel and the host sampler choose the same tokens, with these exceptions:
 // - If several tokens at the cutoff of top-k or top-p have equal logits, this kernel keeps all of them.
 //   The host keeps only as many of the tied tokens as needed, starting with the lowest token ids.
-// - The host computes probabilities in f64. This kernel computes them in f32, relative to the largest probability.
-//   This kernel truncates these relative probabilities to multiples of 2^-40.
-//   It therefore never chooses a token with a relative probability below 2^-40.
+// - The host computes probabilities in f64. This kernel computes them in f32, relative to the largest probability, and
+//   truncates them to multiples of 2^-40. It therefore never chooses a token with a relative probability below 2^-40.
 //   The choice can differ at the cutoffs of top-p and min-p, or if the draw is near the boundary between two tokens.
 // - nvcc fuses multiplications and additions, so penalized logits can differ in the last bit.
 //
@@ -28,7 +27,7 @@
 //   scratch: zeros before and after each launch, except for block_masses
 //   grid: ceil(vocab / 1024), but at most one block per multiprocessor; block: 1024
 //   bytes moved: 4 · vocab, or 8 · vocab with penalties
-// A launch has 2 to 10 grid-wide barriers.
+// A launch has 2 grid-wide barriers, and 4 more each with top-k and with top-p.
 #include "sampling/sampling.cuh"
 #include "headers/pdl.cuh"
 

@@ -65,7 +65,7 @@ fn sample_blocks(vocab: usize, buffers: &StepBuffers) -> usize {
 }
 
 /// Adds a launch that samples a token with the parameters in `sampling` and sends the token to the mailbox.
-/// The token's embedding becomes the input of the next step.
+/// The token's embedding becomes the input of the next step. If the embedding is quantized, adds a second launch.
 pub fn add_sample(
     launches: &mut LaunchList,
     buffers: &StepBuffers,

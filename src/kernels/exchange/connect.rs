@@ -62,7 +62,7 @@ fn connected(world: &World, device: &CudaDevice, path: ExchangePath) -> CandleRe
     Ok(agree(world, tested)?.map(|_| exchange))
 }
 
-/// Connects the GPUs of all ranks on `path`, and measures the mean time of a sum over all ranks.
+/// Connects the GPUs of all ranks on `path`, and measures the mean time of a sum over all ranks, for two tensor sizes.
 /// The inner error is the reason why the GPUs cannot exchange data on `path`, or says that a GPU stopped answering.
 pub fn measure(world: &World, device: &CudaDevice, path: ExchangePath) -> CandleResult<Result<ExchangeTimes, String>> {
     let exchange = match connected(world, device, path)? {

@@ -173,6 +173,7 @@ __device__ __forceinline__ void receive(const Batch& batch, const Mailboxes& m, 
 // ---- one operation ----
 
 // One exchange operation of this rank. The constructor reads `number` and `previous` from the state of this rank.
+// `number` is the number of earlier operations.
 // `previous` is the largest number of words that the previous operation used in a region.
 struct Operation {
     const Mailboxes& m;
@@ -331,7 +332,7 @@ __device__ __forceinline__ void store_8(uint32_t* out, const float (&v)[8]) {
 }
 
 // Computes out = Σ bf16(x) over all ranks. The sums are f32, and the values are added in the order of the ranks.
-// A rank sends half as many bytes as in exchange_sum_4.
+// For the same number of elements, a rank sends half as many bytes as in exchange_sum_4.
 //   x, out: f32 [2 · words]; out may be x
 //   words: a multiple of 4, at most the size of a region
 //   grid, block: as for exchange_sum_4
@@ -434,7 +435,7 @@ __device__ __forceinline__ uint4 load_pairs(const __nv_bfloat16* y, size_t i) {
     const uint4 v = *reinterpret_cast<const uint4*>(reinterpret_cast<const uint32_t*>(y) + i);
     return make_uint4(sendable_pair(v.x), sendable_pair(v.y), sendable_pair(v.z), sendable_pair(v.w));
 }
-// Stores the 8 bf16 values in `words`, two per word. Converts them to f32 if `out` is f32.
+// Stores the 8 bf16 values that `words` contains, two per word. Converts them to f32 if `out` is f32.
 __device__ __forceinline__ void store_bf16(__nv_bfloat16* out, uint4 words) { *reinterpret_cast<uint4*>(out) = words; }
 __device__ __forceinline__ void store_bf16(float* out, uint4 words) {
     float values[8] = {};

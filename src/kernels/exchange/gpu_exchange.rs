@@ -221,7 +221,13 @@ impl GpuExchange {
     fn sum_launch(&self, x: &Tensor, out: &Tensor, clears_x: bool) -> Result<Launch> {
         let words = x.elem_count();
         if x.dtype() != DType::F32 || out.dtype() != DType::F32 || out.elem_count() != words || words > self.region() {
-            bail!("exchange_sum: cannot write the sum of x {:?} {:?} to out {:?}", x.dtype(), x.dims(), out.dims());
+            bail!(
+                "exchange_sum: cannot write the sum of x {:?} {:?} to out {:?}: \
+                 both must be f32 and have the same size, at most the size of a mailbox region",
+                x.dtype(),
+                x.dims(),
+                out.dims()
+            );
         }
         let (x_address, out_address) = (address(x)?, address(out)?);
         let is_aligned = words.is_multiple_of(4) && x_address.is_multiple_of(16) && out_address.is_multiple_of(16);
@@ -240,7 +246,7 @@ impl GpuExchange {
         self.region() / 8 * 8 * shares
     }
 
-    /// Returns whether each rank adds up only its share of a large tensor and sends the sums to the other ranks.
+    /// Returns whether, in a rounded sum, each rank adds up only its share and sends its sums to the other ranks.
     /// With two ranks, dividing the additions would not reduce the amount of data to send.
     fn sums_shares(&self) -> bool {
         self.mailboxes.len() > 2
@@ -257,7 +263,13 @@ impl GpuExchange {
         let is_aligned = elements.is_multiple_of(8) && x_address.is_multiple_of(16) && out_address.is_multiple_of(16);
         let is_f32 = x.dtype() == DType::F32 && out.dtype() == DType::F32;
         if !is_aligned || !is_f32 || out.elem_count() != elements || elements > self.rounded_elements() {
-            bail!("exchange_sum: cannot write the sum of x {:?} {:?} to out {:?}", x.dtype(), x.dims(), out.dims());
+            bail!(
+                "exchange_sum: cannot write the rounded sum of x {:?} {:?} to out {:?}: \
+                 unsupported dtype, size or alignment",
+                x.dtype(),
+                x.dims(),
+                out.dims()
+            );
         }
         let (kernel, groups) =
             if self.sums_shares() { ("exchange_sum_shares_bf16", words / 4) } else { ("exchange_sum_bf16", 0) };
@@ -297,7 +309,12 @@ impl GpuExchange {
         let (own, largest) = (share(columns, 1, self.rank, ranks).len(), rows * share(columns, 1, 0, ranks).len());
         let is_valid = x.dims() == [rows, own] && x.dtype() == DType::F32 && out.dtype() == DType::F32;
         if !is_valid || largest > self.region() {
-            bail!("exchange_columns: cannot write x {:?} {:?} to columns of out {:?}", x.dtype(), x.dims(), out.dims());
+            bail!(
+                "exchange_columns: cannot write x {:?} {:?} to columns of out {:?}: unsupported dtype or size",
+                x.dtype(),
+                x.dims(),
+                out.dims()
+            );
         }
         // A tensor without elements has no address.
         let x_address = if own > 0 { address(x)? } else { 0 };
@@ -392,7 +409,9 @@ impl Exchange for GpuExchange {
         let from = x.contiguous()?;
         let out = match out {
             Some(out) if out.dims() == [rows, columns] && out.dtype() == DType::F32 => out.clone(),
-            Some(out) => bail!("exchange_columns: cannot write {rows} rows to out {:?} {:?}", out.dtype(), out.dims()),
+            Some(out) => {
+                bail!("exchange_columns: out is {:?} {:?}, expected F32 [{rows}, {columns}]", out.dtype(), out.dims())
+            }
             // SAFETY: the kernels write every element of `out`.
             None => unsafe { scratch::empty((rows, columns), DType::F32, x.device())? },
         };

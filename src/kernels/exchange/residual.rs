@@ -1,9 +1,9 @@
 //! Updates of the residual stream (`exchange.cu`).
 //!
 //! - In `exchange_add_norm_all`, each rank computes all rows, so each rank needs all rows of x.
-//!   This kernel runs if the partial results are not rounded to bf16. It also runs with two ranks and few rows.
+//!   This kernel runs if the partial results are not rounded to bf16, or with two ranks and few rows.
 //! - In `exchange_add_norm`, each rank computes its own rows and sends the normalized rows to the other ranks.
-//!   This kernel runs in all other cases.
+//!   This kernel runs in all other cases in which the partial results are rounded to bf16.
 
 use std::ops::Range;
 

@@ -4,8 +4,8 @@
 #include <stdint.h>
 
 #if __CUDA_ARCH__ >= 900
-// Stores a float at the address `to` in the shared memory of block `rank` of the cluster.
-// `to` is an address in the calling block's own shared memory.
+// Stores a float in the shared memory of block `rank` of the cluster.
+// The float gets the same position there as `to` has in the shared memory of the calling block.
 __device__ __forceinline__ void store_in_cluster(float* to, int rank, float value) {
     const uint32_t own = static_cast<uint32_t>(__cvta_generic_to_shared(to));
     uint32_t address;

@@ -1,10 +1,10 @@
-// Helpers for kernels: bit masks of f32 values, conversions between storage types and f32, and the sum over a warp.
+// Helpers for kernels: bit patterns of f32 values, conversions between storage types and f32, and the sum over a warp.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <stdint.h>
 
-// Bit masks of f32 values. The magnitude is every bit except the sign.
+// Bit masks and bit patterns of f32 values. The magnitude is every bit except the sign.
 constexpr uint32_t F32_SIGN = 0x80000000u, F32_MAGNITUDE = 0x7fffffffu;
 constexpr uint32_t F32_INFINITY = 0x7f800000u;  // infinity; also the mask of the exponent
 constexpr uint32_t F32_NAN = 0x7fc00000u;

@@ -8,7 +8,7 @@ use candle_core::cuda_backend::cudarc::driver::{result, sys};
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
 use candle_core::{Result, bail};
 
-/// Page-locked words in host memory that are mapped into the address space of a GPU. All words start as zeros.
+/// Page-locked words in host memory that are mapped into the address space of a GPU. All words start at zero.
 pub struct HostWords {
     words: NonNull<AtomicU32>,
     count: usize,

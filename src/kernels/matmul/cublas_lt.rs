@@ -1,6 +1,6 @@
-//! Matrix products on tensor cores, computed with cuBLASLt.
+//! Matrix products computed with cuBLASLt.
 //!
-//! For each product, cuBLASLt proposes an algorithm that suits the sizes. cuBLASLt loads an algorithm at its first use.
+//! For each product, cuBLASLt proposes an algorithm that suits the sizes, and loads the algorithm at its first use.
 //! Before loading, cuBLASLt waits until the GPU has finished all queued work, such as a step of many requests.
 //! Products with similar numbers of tokens therefore share an algorithm (see [`size_class`]).
 //! With few algorithms, all of them can be loaded before the first request.

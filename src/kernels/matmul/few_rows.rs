@@ -11,7 +11,8 @@ use crate::kernels::constants::{FEW_ROWS_TILE, FEW_ROWS_TOKENS, FEW_ROWS_WARPS};
 use crate::kernels::launch::{Arguments, Launch, LaunchShape, address, module};
 use crate::kernels::scratch;
 
-/// The maximum number of weight rows. The kernel reads x again for every [`FEW_ROWS_TILE`] rows.
+/// The maximum number of weight rows.
+/// With many rows, the kernel would be slow, because it reads x again for every [`FEW_ROWS_TILE`] rows.
 const MAX_ROWS: usize = 8 * FEW_ROWS_TILE;
 
 /// Returns true if [`matmul_few_rows`] supports x·wᵀ. x and w must have the same number of columns.

@@ -28,7 +28,7 @@ pub fn matmul_f32(x: &Tensor, w: &Tensor, order: SumOrder) -> Result<Tensor> {
 }
 
 /// Computes [`matmul_f32`]. `out` is f32 `[tokens, rows]`.
-/// With [`SumOrder::Fastest`], writes a product that cuBLASLt computes to `out`, and returns `out`.
+/// If cuBLASLt computes the product with [`SumOrder::Fastest`], writes the product to `out` and returns `out`.
 /// In all other cases, returns a new tensor.
 pub fn matmul_f32_into(x: &Tensor, w: &Tensor, order: SumOrder, out: Option<&Tensor>) -> Result<Tensor> {
     let ((_, columns), (_, w_columns)) = (x.dims2()?, w.dims2()?);

@@ -1,6 +1,6 @@
 //! Size classes: ranges of token counts whose matrix products share a cuBLASLt algorithm.
 
-/// Rounds a number of tokens up to a size class. Products of one class use the same algorithm of cuBLASLt.
+/// Rounds a number of tokens up to a size class. All products with one matrix and size class use the same algorithm.
 ///
 /// Up to 8 tokens, each number is a class. Up to 64, the classes are multiples of 8.
 /// Above 64, there are four classes from one power of two to the next, so the rounded number is at most 25% larger.

@@ -7,11 +7,13 @@
 //   ids: u32 [pairs], the expert of each pair (expert_gemv only)
 //   sorted, offsets: the pairs sorted by expert, see sort_by_expert.cu (expert_gemm only)
 //   out: T [pairs, rows]
-// `expert_gemv` computes products with fewer than 64 (token, expert) pairs, in f32, or with `SumOrder::Fixed`.
-// `expert_gemv` also computes products with float weights if the number of columns is not a multiple of 8.
-// `expert_gemm` computes all other products with MXFP4 weights.
-// `expert_gemm` reads an expert's weights once per tile of up to 64 pairs. `expert_gemv` reads them once per pair.
-// If T is bf16 or f16, loading repacks MXFP4 weights into tiles for other kernels, unless a scale is NaN or exceeds 2.
+// `expert_gemv` computes products with fewer than 64 (token, expert) pairs, f32 products, products with
+// `SumOrder::Fixed`, and products with float weights if the number of columns is not a multiple of 8.
+// It reads an expert's weights once per pair.
+// `expert_gemm` computes all other products with MXFP4 weights. It reads an expert's weights once per tile of up to 64
+// pairs.
+// If T is bf16 or f16, `weights::mxfp4` repacks MXFP4 weights into tiles for other kernels when it loads them, unless a
+// scale is NaN or exceeds 2.
 // grouped_gemm.cu computes all other products with float weights. moe/mod.rs lists all kernels.
 #include "constants.cuh"
 #include "headers/common.cuh"

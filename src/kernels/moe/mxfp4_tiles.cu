@@ -9,7 +9,7 @@
 //   blocks: u8 [experts, rows, columns / 32, 16]
 //   scales: u8 [experts, rows, columns / 32]
 //   grid and block: one warp per tile; there are experts · ceil(rows / 16) · ceil(columns / 64) tiles
-//   bytes moved: 2 · 17/32 · experts · rows · columns
+//   bytes moved: 2 · 17/32 · experts · rows · columns; an MXFP4 block of 32 values has 17 bytes
 extern "C" __global__ void repack_mxfp4(const uint8_t* blocks, const uint8_t* scales, uint8_t* tile_blocks,
                                         uint8_t* tile_scales, uint32_t* has_large_scale, int experts, int rows,
                                         int columns, int paired) {

@@ -14,7 +14,7 @@ use crate::kernels::constants::{
 use crate::kernels::launch::{Arguments, Launch, LaunchShape, module, multiprocessors};
 
 /// The largest average number of pairs per expert at which `expert_few.cu` is used instead of `expert_mlp.cu`.
-/// On an H200, `expert_few.cu` was faster up to 5 pairs per expert, and about equally fast with 6.
+/// The value suits an H200: there, `expert_few.cu` was faster up to 5 pairs per expert, and about equally fast with 6.
 /// On an H100, whose memory is slower, `expert_mlp.cu` was faster from 4 pairs on (`docs/benchmark-history.md`).
 const FEW_PAIRS_PER_EXPERT: usize = 5;
 
@@ -28,7 +28,7 @@ pub(super) enum ProductKernel {
 }
 
 impl ProductKernel {
-    /// Chooses the kernel based on the average number of pairs per expert.
+    /// Chooses the kernel based on the average number of pairs per expert, the GPU and the order of additions.
     /// `gate_up` is `(experts, rows, columns)`, the dimensions of the fused gate and up weights.
     pub fn choose(device: &CudaDevice, pairs: usize, gate_up: (usize, usize, usize), order: SumOrder) -> Result<Self> {
         let (experts, rows, columns) = gate_up;

@@ -1,4 +1,4 @@
-// Routes a few tokens in one launch. Needs thread block clusters (compute capability 9.0 and later).
+// Routes up to ROUTE_TOKENS tokens in one launch. Needs thread block clusters (compute capability 9.0 and later).
 // Computes the router logits, chooses the experts, and sorts all (token, expert) pairs by expert.
 //   x: f32 [tokens, columns]
 //   weight: f32 [experts, columns]

@@ -56,8 +56,8 @@ template <int F> struct FormatLayout {
     static constexpr bool has_mins = F == Q4_1 || F == Q5_1 || F == Q2_K || F == Q4_K || F == Q5_K;
 };
 
-// Masks for the low 1, 2 or 4 bits of each byte. Four quantized values are unpacked at once by shifting a whole word.
-// The shift also moves bits across byte boundaries. The mask removes these bits.
+// Masks for the low 1, 2 or 4 bits of each byte.
+// Shifting a word unpacks four quantized values at once, but moves bits across bytes. The masks remove these bits.
 constexpr uint32_t LOW_BIT = 0x01010101u, LOW_2_BITS = 0x03030303u, LOW_4_BITS = 0x0f0f0f0fu;
 
 // The largest integer of a quantized input: high byte 127 (the largest signed byte), low byte 0.
@@ -375,7 +375,7 @@ struct ContiguousRows {
     __device__ __forceinline__ int scale_row(int row, int) const { return row; }
 };
 
-// Multiplies the rows of a stack by input vectors. A *unit* is ROWS rows, which must have the same format.
+// Multiplies the rows of a stack by an input vector. A *unit* is ROWS rows, which must have the same format.
 // Each warp processes one unit at a time. The warps of the grid take units in round-robin order.
 // Each lane has DEPTH groups of each row in flight.
 // Near the end of a unit, a lane already loads the first groups of the next unit, if both units have the same format.

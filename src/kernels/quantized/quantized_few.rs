@@ -13,7 +13,7 @@ use crate::kernels::launch::{Arguments, Launch, LaunchShape, dtype_suffix, modul
 use crate::kernels::scratch;
 
 /// The maximum number of tokens for which `quantized_few` is the default.
-/// For more tokens, it is faster to dequantize the weights and multiply with cuBLAS.
+/// For more tokens, it is faster to dequantize the weights and multiply with cuBLASLt.
 const MAX_TOKENS: usize = 128;
 /// The number of weight rows in a tile.
 const ROWS: usize = QUANTIZED_FEW_THREADS;

@@ -5,7 +5,7 @@
 //! - with cuBLASLt in FP8, for more than 32 tokens, if weights and activations are both FP8
 //! - with `quantized_few`, for 2 to 128 tokens in f16 or bf16: converts each weight once per tile of tokens
 //! - with `quantized_matvec`, for up to 8 tokens: reads the quantized weights once per token
-//! - with cuBLAS and dequantized weights, in all other cases
+//! - with cuBLASLt and dequantized weights, in all other cases
 
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
 use candle_core::{DType, Result, Tensor, bail};

@@ -43,7 +43,7 @@ __device__ __forceinline__ unsigned long long warp_largest(unsigned long long va
 }
 
 // Computes the log probabilities of a row's chosen token and of the row's `count` most likely tokens.
-// `logits` is f32 [vocab]. If no token was chosen, `chosen` is NO_TOKEN, and its log probability is -inf.
+// `logits` is f32 [vocab]. If no token was chosen, `chosen` is NO_TOKEN, and its log probability is -inf or NaN.
 // Thread 0 calls set_chosen(logprob) once, and set_top(rank, id, logprob) for each of the most likely tokens.
 // All SAMPLE_THREADS threads of the block must call this function.
 template <typename SetChosen, typename SetTop>

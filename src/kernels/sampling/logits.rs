@@ -107,7 +107,7 @@ pub fn top_logprobs(logits: &Tensor, chosen: &[u32], count: usize) -> Result<Vec
 /// A row of logits whose log probabilities a queued step sends to the host.
 #[derive(Clone, Copy, Debug)]
 pub struct LogprobsRow {
-    /// The row of the logits.
+    /// The index of the row in the logits.
     pub row: usize,
     /// The index of the chosen token among the tokens of the step.
     pub token: usize,
@@ -173,6 +173,7 @@ fn check(logits: &Tensor) -> Result<(&CudaDevice, usize, usize)> {
     let (rows, vocab) = logits.dims2()?;
     match logits.device() {
         Device::Cuda(device) if logits.dtype() == DType::F32 => Ok((device, rows, vocab)),
+        Device::Cuda(_) => bail!("logits have dtype {:?}, expected F32", logits.dtype()),
         _ => crate::kernels::unsupported("logits", logits),
     }
 }

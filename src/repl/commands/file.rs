@@ -6,10 +6,11 @@ use super::paths;
 use crate::conversation::{Attachment, Session};
 use crate::files;
 
-/// The maximum file size in bytes per token of context. Most texts have fewer than five bytes per token.
+/// The maximum file size in bytes per token of context. Most texts have fewer than five bytes per token, so a larger
+/// file would exceed the context.
 const MAX_BYTES_PER_TOKEN: u64 = 16;
 
-/// The context length, in tokens, that is assumed if a server does not report one.
+/// The context length, in tokens, that limits the file size if a server does not report its context length.
 const UNKNOWN_CONTEXT: usize = 1 << 20;
 
 /// Attaches a file, lists the attached files, or detaches all of them. Returns a message for the user.

@@ -123,7 +123,7 @@ pub fn names() -> Vec<String> {
     COMMANDS.iter().map(|command| format!("/{}", command.name)).collect()
 }
 
-/// Returns the words that Tab can complete after `command`. Empty if the arguments are not from a fixed list.
+/// Returns the fixed words that Tab completes after `command`. Empty if the command takes no fixed words.
 pub fn arguments(command: &str) -> Vec<String> {
     let words: Vec<&str> = match command {
         "/set" => conversation::setting_names().collect(),

@@ -20,7 +20,7 @@ use crate::nn::mlp::GatedMlp;
 use crate::nn::moe::{ClampedMoe, GatedMoe};
 use crate::nn::norm::Norm;
 
-/// A buffer between two kernels of a layer.
+/// What a scratch buffer holds.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 enum Slot {
     /// The rotated queries.

@@ -335,7 +335,7 @@ impl DecodeGraph {
     /// Waits for the next mailbox entry: 1 + the token id, or [`decode::MAILBOX_NO_TOKEN`].
     fn wait(&mut self) -> Result<u32> {
         let slot = self.taken % self.mailbox.slots();
-        let word = self.mailbox.wait(slot).context("a decode step failed on the GPU")?;
+        let word = self.mailbox.wait(slot).context("cannot decode a token: the step failed on the GPU")?;
         self.taken += 1;
         Ok(word)
     }

@@ -29,7 +29,7 @@ pub enum RankCommand {
     Score(Arc<OwnedBatch>, Arc<[Range<usize>]>),
     /// Runs a decode step as a batch graph.
     Batch(Arc<OwnedStep>),
-    /// Queues a step whose tokens stay on the GPU. The route decides what runs the step.
+    /// Queues a step that chooses its tokens on the GPU. The route decides what runs the step.
     Queue(Route, Arc<OwnedStep>, Arc<[RowSampling]>),
     /// Runs a command on the decode graph.
     Graph(GraphCommand),

@@ -1,7 +1,6 @@
 //! Steps that are queued before the host knows the tokens of the previous step.
 //!
-//! While the device runs a step, the host plans and queues the next step.
-//! The device therefore need not wait for the host.
+//! While the device runs a step, the host plans and queues the next step, so the device need not wait for the host.
 //! `queue_on_gpu` and `queue_on_cpu` contain the code for each kind of device.
 
 use std::time::Instant;

@@ -19,7 +19,7 @@ use crate::runner::step_times::StepKind;
 use crate::runner::token_sampler::TokenSampler;
 
 /// The maximum number of prompt tokens whose logits are in memory at the same time.
-/// A memory plan for several sequences has room for the logits of at least `MAX_SEQUENCES` tokens.
+/// With several sequences, the memory plan has room for the logits of more tokens: at least `MAX_SEQUENCES`.
 const SCORED_ROWS: usize = 64;
 
 /// The kind of pass that computes a sequence. The passes of a step run in the order of the variants.

@@ -1,4 +1,4 @@
-//! The bodies of chat completion responses, whole and streamed.
+//! The bodies of streamed and non-streamed chat completion responses.
 
 use serde::Serialize;
 
@@ -24,7 +24,7 @@ pub struct WholeChoice {
     pub finish_reason: Option<Finish>,
 }
 
-/// The message of a whole response. The deltas of a stream add up to the same message.
+/// The message of a response that is not streamed. The deltas of a stream add up to the same message.
 #[derive(Serialize)]
 pub struct WholeMessage {
     role: &'static str,
@@ -68,7 +68,7 @@ pub struct ChunkDelta {
     tool_calls: Vec<WireCall>,
 }
 
-/// A tool call of a whole message, or one part of a streamed tool call.
+/// A complete tool call, or one part of a streamed tool call.
 #[derive(Serialize)]
 struct WireCall {
     #[serde(skip_serializing_if = "Option::is_none")]

@@ -73,7 +73,7 @@ fn check_prompt_logprobs(answers: &Answers) -> Result<(), ApiError> {
     Ok(())
 }
 
-/// Turns the pieces of answers into the entries of `choices`, for whole and streamed responses.
+/// Turns the pieces of answers into the entries of `choices`, for streamed and non-streamed responses.
 struct Texts {
     /// For each choice, the prompt text that the response repeats before the answer.
     echoes: Vec<Option<String>>,

@@ -1,4 +1,4 @@
-//! The bodies of text completion responses. Whole responses and chunks have the same shape.
+//! The bodies of text completion responses. Non-streamed responses and the chunks of a stream have the same shape.
 
 use serde::{Serialize, Serializer};
 

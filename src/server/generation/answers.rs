@@ -24,7 +24,7 @@ pub struct Answers {
     answers: Vec<Answer>,
     /// The number of answers to each prompt.
     per_prompt: usize,
-    /// The index of the answer to poll first. The index advances after each result, so that no answer is starved.
+    /// The index of the answer to poll first. It advances after each result, so that no answer is starved.
     first: usize,
     ending: Pin<Box<dyn Future<Output = ()> + Send>>,
     engine: EngineHandle,
@@ -222,7 +222,7 @@ impl Answers {
                 let event = match event {
                     Some(Ok(event)) => event,
                     Some(Err(error)) => return self.fail(&error),
-                    None => return self.fail(&anyhow::anyhow!("the answer ended without a summary")),
+                    None => return self.fail(&anyhow::anyhow!("internal error: an answer ended without a summary")),
                 };
                 let pieces = self.push(index, event);
                 if !pieces.pieces.is_empty() || pieces.finish.is_some() {

@@ -1,6 +1,6 @@
 //! Turns the events of one answer into pieces of reasoning, content and tool calls.
 //!
-//! Streamed and whole responses consist of the same pieces, so their content cannot differ.
+//! Streamed and non-streamed responses consist of the same pieces, so their content cannot differ.
 
 use serde::Serialize;
 

@@ -29,7 +29,7 @@ const FINGERPRINT: &str = concat!("inferno-", env!("CARGO_PKG_VERSION"), "-", en
 const DETERMINISTIC_FINGERPRINT: &str =
     concat!("inferno-", env!("CARGO_PKG_VERSION"), "-", env!("INFERNO_COMMIT"), "-deterministic");
 
-/// The leading fields that a whole response and every event of a stream contain.
+/// The leading fields of a non-streamed response, and of every event of a stream.
 #[derive(Serialize)]
 pub struct ReplyHeader {
     id: String,

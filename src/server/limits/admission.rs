@@ -13,7 +13,8 @@ const MAX_RETRY: Duration = Duration::from_secs(60);
 /// The shortest wait that the server suggests. The header `retry-after-ms` is in whole milliseconds.
 const MIN_RETRY: Duration = Duration::from_millis(1);
 
-/// With several clients, a client with sequences can add more, up to this multiple of the capacity that then remains.
+/// With several clients, the maximum ratio of one client's sequences to the capacity that then remains free.
+/// The first request of a client may exceed this ratio.
 /// With one answer per request, a single client therefore leaves a fifth of the capacity to the others.
 const MAX_SHARE_OF_ROOM: usize = 4;
 

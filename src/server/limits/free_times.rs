@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 /// More ends make the estimate steadier, but slower to follow a change of load.
 const ENDS: usize = 64;
 
-/// The number of most recent intervals between ends. They are compared with the older ones to detect a change of load.
+/// How many of the last intervals between ends are compared with the older intervals, to detect a change of load.
 const RECENT: usize = 8;
 
 /// The maximum ratio of the mean of the older intervals to the mean of the [`RECENT`] most recent intervals.
@@ -73,7 +73,7 @@ impl FreeTimes {
     /// Returns `None` if no sequence has ended yet, or if the time overflows a [`Duration`].
     ///
     /// The estimate for the next end uses only the intervals that are at least as long as the time since the last end.
-    /// The estimate is their mean remaining time, or the time since the last end if all intervals are shorter.
+    /// It is their mean minus the time since the last end, or that time itself if all intervals are shorter.
     /// Each sequence beyond the next end adds the mean time per ended sequence.
     pub fn expected_wait(&self, now: Instant, count: usize) -> Option<Duration> {
         let elapsed = self.elapsed(now);

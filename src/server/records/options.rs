@@ -10,7 +10,7 @@ use super::receipt_key::ReceiptKey;
 pub struct RecordOptions {
     /// The maximum memory for the records of the most recent requests, in bytes. With 0, no record stays in memory.
     pub memory_bytes: usize,
-    /// The folder to which all records are written. `None` if no records are written.
+    /// The folder to which records are written. `None` if no records are written.
     pub folder: Option<PathBuf>,
     /// The commit of the model, or a hash of the demo model's files. Each record contains this revision.
     pub revision: Option<String>,

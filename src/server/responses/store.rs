@@ -106,7 +106,7 @@ impl ClientStore {
         (RunningGuard { store, id: object.id.clone() }, receiver)
     }
 
-    /// Returns a response in progress.
+    /// Returns a response in progress, or `None` if no response with this id is in progress.
     pub fn running(&self, id: &str) -> Option<ResponseObject> {
         self.with(|responses| responses.running.get(id).map(|running| running.object.clone()))
     }

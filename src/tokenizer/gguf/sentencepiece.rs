@@ -3,10 +3,9 @@
 //! SentencePiece repeatedly joins the adjacent pair whose joined token has the highest score.
 //! BPE produces the same result if every split of a token into two tokens is a merge, ranked by the token's score.
 //! transformers converts SentencePiece scores in the same way.
-//! For equal scores, SentencePiece joins the leftmost pair.
-//! For equal scores, the converted BPE joins the pair whose joined token has the lowest id.
-//! In Llama and Mistral vocabularies, only runs of spaces have equal scores.
-//! Both tie-breaking rules join a run of spaces in the same way.
+//! For equal scores, SentencePiece joins the leftmost pair, and the converted BPE joins the pair whose joined token
+//! has the lowest id. In Llama and Mistral vocabularies, only runs of spaces have equal scores, and both rules join
+//! a run of spaces in the same way.
 
 use std::collections::HashMap;
 
@@ -47,7 +46,7 @@ pub fn merges(vocabulary: &Vocabulary, ids: &HashMap<&str, u32>) -> Result<Merge
     Ok(found.into_iter().map(|(_, left, right)| (left.to_string(), right.to_string())).collect())
 }
 
-/// Returns whether a token may be a part or the result of a merge. Returns false for control tokens, for example.
+/// Returns whether a token has the type `Normal`. Only such a token may be a part or the result of a merge.
 fn is_normal(vocabulary: &Vocabulary, id: usize) -> bool {
     vocabulary.token_type(id) == TokenType::Normal
 }

@@ -9,7 +9,8 @@ use crate::text::quote;
 
 /// The maximum number of tokens in a vocabulary. The vocabulary of Gemma 3, one of the largest, has about 262,000.
 pub const MAX_TOKENS: usize = 1 << 21;
-/// The maximum number of merges in a vocabulary. Published vocabularies have several times fewer.
+/// The maximum number of merges in a vocabulary, which limits the memory for a hostile file.
+/// Published vocabularies have far fewer.
 pub const MAX_MERGES: usize = 1 << 22;
 
 /// The vocabulary in GGUF metadata. Each field except `architecture` is the value of one `tokenizer.ggml.*` key.
@@ -56,7 +57,7 @@ pub struct SpecialIds {
     pub add_eos: bool,
 }
 
-/// The type of a token, from `tokenizer.ggml.token_type`. The type determines which text can become the token.
+/// The type of a token, from `tokenizer.ggml.token_type`. It determines which text can become the token.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TokenType {
     Normal,

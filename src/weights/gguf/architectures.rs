@@ -44,7 +44,7 @@ const LLAMA: ArchitectureLayout = ArchitectureLayout {
     add_fields: fields::llama,
 };
 
-/// The base of the other layouts: [`LLAMA`] without permuted rows, biases and architecture-specific config fields.
+/// The base of most layouts: [`LLAMA`] without permuted rows, biases and architecture-specific config fields.
 const PLAIN: ArchitectureLayout =
     ArchitectureLayout { permuted: false, biased: &[], add_fields: fields::none, ..LLAMA };
 

@@ -32,7 +32,7 @@ pub struct GgufTensorInfo {
     pub bytes: usize,
     /// The index of the file part that contains the tensor.
     pub(super) part: usize,
-    /// The byte offset of the tensor in the file that contains the tensor.
+    /// The byte offset of the tensor in this part.
     pub(super) start: usize,
 }
 

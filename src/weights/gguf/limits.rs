@@ -1,4 +1,4 @@
-//! Limits on the contents of a GGUF file.
+//! Limits on the contents of GGUF files and split models.
 
 /// The maximum number of metadata keys in one file. For comparison: GGUF files usually have fewer than 100.
 pub const MAX_KEYS: u64 = 1 << 16;

@@ -89,7 +89,7 @@ impl GgufModel {
         format!("{:?}, built from {}", tensor.info.shape, sources.join(" and "))
     }
 
-    /// Returns the rows of a matrix that stays quantized, or `None` for a tensor that is loaded as floats.
+    /// Returns the rows of a matrix that stays quantized, or `None` for any other tensor.
     pub fn quantized(&self, name: &str) -> Result<Option<MatrixRows<'_>>> {
         let Some((rows, columns)) = self.matrix_shape(name)? else { return Ok(None) };
         let source = self.source_rows(self.required(name)?)?;
@@ -97,7 +97,8 @@ impl GgufModel {
         Ok(MatrixRows::from_blocks(ggml_type, rows, columns, source))
     }
 
-    /// Returns the rows of a matrix that loading quantizes to `target`, or `None` if it is loaded as floats.
+    /// Returns the rows of a matrix that loading quantizes to `target`.
+    /// Returns `None` if [`matrix_shape`](Self::matrix_shape) does, or if `target` does not support the row length.
     pub fn rows_to_quantize(&self, name: &str, target: QuantizationTarget) -> Result<Option<MatrixRows<'_>>> {
         let Some((rows, columns)) = self.matrix_shape(name)? else { return Ok(None) };
         let source = self.source_rows(self.required(name)?)?;
@@ -108,7 +109,7 @@ impl GgufModel {
         Ok(MatrixRows::from_floats(target, rows, columns, row))
     }
 
-    /// Returns the size in bytes of a matrix that stays quantized in memory, or `None` for a tensor loaded as floats.
+    /// Returns the size in bytes of a matrix that stays quantized in memory, or `None` for any other tensor.
     pub fn packed_bytes(&self, name: &str) -> Option<u64> {
         let format = quantized::format(self.stored_type(name)?)?;
         let (rows, columns) = self.matrix_shape(name).ok()??;
@@ -142,7 +143,7 @@ impl GgufModel {
     }
 
     /// Returns a tensor as floats of `dtype` (F32, F16 or BF16) in host memory.
-    /// Unless the file stores exactly these floats, converts the rows on all cores.
+    /// Converts the rows on all cores, unless the file stores the tensor unchanged and in `dtype`.
     pub fn float(&self, name: &str, dtype: DType) -> Result<Tensor> {
         self.shared_float(name, dtype, None)
     }

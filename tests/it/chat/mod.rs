@@ -2,8 +2,8 @@
 //!
 //! Most chat tests use a tiny tokenizer that this module builds.
 //! Tests with real tokenizers and templates need `INFERNO_FIXTURES`.
-//! `tests/golden/make_chat.py` renders conversations with transformers and openai-harmony.
-//! It writes the expected results to `tests/golden/chat.json`.
+//! `tests/golden/make_chat.py` renders conversations with transformers and openai-harmony,
+//! and writes the expected results to `tests/golden/chat.json`.
 
 use std::path::Path;
 use std::sync::OnceLock;

@@ -290,7 +290,7 @@ fn changed_etag_restarts_a_file_without_a_hash() {
     let snapshot = in_one(&machine).download(REPO, None, &weights, &()).unwrap();
     assert!(
         fs::read(snapshot.path.join(WEIGHTS)).unwrap() == pattern(50_000, 4),
-        "the file contains parts of both versions"
+        "the file does not have the contents of the new version"
     );
 }
 

@@ -105,7 +105,7 @@ fn attention_matches_its_reference() {
         // These are at least two tiles per multiprocessor of an H200 (132), so the kernel uses tiles of 128 rows.
         Case { spans: &[(130, 3)], heads: 140, kv_heads: 140, head_dim: 256, window: None, has_sinks: true },
         Case { spans: &[(130, 3)], heads: 140, kv_heads: 140, head_dim: 128, window: Some(90), has_sinks: true },
-        // In cases with several sequences, all decode, all compute chunks of equal length, or the lengths differ.
+        // In the next cases, all sequences decode, all compute chunks of equal length, or the lengths differ.
         Case {
             spans: &[(1, 250), (1, 0), (1, 999), (1, 64)],
             heads: 8,
@@ -226,7 +226,7 @@ fn attention_matches_its_reference() {
                 }
                 let got = run(&q, &k, &v, sinks.as_ref(), backend);
                 let what = format!(
-                    "{spans:?}, {heads} heads, {kv_heads} KV heads, head size {head_dim}, {dtype:?}, cap {softcap:?}"
+                    "{spans:?}, {heads} heads, {kv_heads} KV heads, head dim {head_dim}, {dtype:?}, cap {softcap:?}"
                 );
                 assert_close(&format!("{backend} attention {what}"), &got, &want, 2.0 * error_growth * rounding(dtype));
             }

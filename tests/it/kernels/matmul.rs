@@ -64,7 +64,7 @@ fn products_with_few_rows_match_their_reference() {
     }
 }
 
-/// All numbers of tokens in a size class share one cuBLASLt algorithm (see `size_class`).
+/// All numbers of tokens in a size class share one cuBLASLt algorithm (see `size_class`), so many numbers are tested.
 #[test(gpu)]
 fn products_of_any_number_of_tokens_match_their_reference() {
     use crate::support::gpu;

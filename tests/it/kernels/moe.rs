@@ -235,7 +235,7 @@ fn routed_pairs_match_separate_operations() {
                 assert!(!is_one_launch || of_expert.is_sorted(), "the pairs of expert {expert} are not in order");
                 for (row, &pair) in (first_row..).zip(of_expert) {
                     assert_eq!(got[pair as usize].replace(expert as u32), None, "pair {pair} occurs twice");
-                    assert_eq!(rows[pair as usize], row, "the row of pair {pair}");
+                    assert_eq!(rows[pair as usize], row, "wrong row of pair {pair}");
                 }
                 first_row = (first_row + of_expert.len() as u32).next_multiple_of(8);
             }

@@ -340,7 +340,7 @@ fn gpu_kernels_agree_with_the_cpu() {
     let gpu = gpu();
     // cuBLASLt needs a multiple of 16 rows for 8-bit products. 4640 and 464 are such multiples, 4611 is not.
     // 4640 and 4611 rows are more than the warps of a `quantized_matvec` grid multiply at once.
-    // With 256 columns, a lane of a warp multiplies at most one group of 32 columns per row. With 4608, several groups.
+    // In a row of 256 columns, a lane of a warp multiplies at most one group of 32 columns. In a row of 4608, several.
     for (rows, columns) in [(29 * 159, 256), (29 * 160, 1536), (29 * 16, 4608)] {
         let ids = Tensor::new(&[2u32, 0, rows as u32 - 1], &Device::Cpu).unwrap();
         let here = matrices_of_each_format(rows, columns, &Device::Cpu);
@@ -384,8 +384,8 @@ fn gpu_kernels_agree_with_the_cpu() {
                             .unwrap();
                         let error = relative_error(&values(&got), &values(&want));
                         // `quantized_matvec` multiplies exact weights by inputs that it quantizes to 16 bits,
-                        // or by exact inputs if the weights are FP8. It is used for one token.
-                        // It is also used for 2 to 8 tokens, unless `matmul_few` or an 8-bit product is used.
+                        // or by exact inputs if the weights are FP8. It is used for one token,
+                        // and for 2 to 8 tokens unless `matmul_few` or an 8-bit product is used.
                         // 8-bit products use 8-bit weights as they are. Tensor cores accumulate int8 products exactly,
                         // but FP8 products only to about 13 bits.
                         // All other kernels round the weights to the dtype of the input.
