@@ -6,7 +6,9 @@
 //! - `safetensors_header`: reads headers without loading a model
 //! - `inventory`, `tensor_info`: the tensors of a checkpoint and their sizes in the files and in memory
 //! - `division`: how ranks divide the tensors, computed from the headers
+//! - `builder`: chooses how the weights are loaded
 //! - `loader`, `matrix`, `mxfp4`: load tensors, matrices and experts for the layers in `nn`
+//! - `reader`: the threads of a rank that read
 //! - `read_ahead`: reads whole tensors on background threads before they are requested
 //! - `part_reader`, `part`: read the part of each tensor that a rank holds
 //! - `shared_reads`: reads bytes only once if several ranks need them
@@ -15,6 +17,7 @@
 //! - `progress`: records the loaded tensors
 //! - `unused`: finds tensors that the model does not use
 
+mod builder;
 mod checkpoint;
 pub mod compressed;
 pub mod division;
@@ -29,6 +32,7 @@ pub mod part_reader;
 mod progress;
 pub mod quantized;
 pub mod read_ahead;
+mod reader;
 mod safetensors;
 mod safetensors_header;
 mod shared_reads;
@@ -36,6 +40,7 @@ mod source;
 mod tensor_info;
 mod unused;
 
+pub use builder::WeightsBuilder;
 pub use checkpoint::Checkpoint;
 pub use inventory::{Inventory, WeightsSummary};
 pub use loader::Weights;
