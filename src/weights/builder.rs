@@ -9,14 +9,11 @@ use super::checkpoint::Checkpoint;
 #[cfg(feature = "cuda")]
 use super::loader::MAX_HOST_CONVERSION_BYTES;
 use super::loader::Weights;
-use super::part_reader::PartReader;
 use super::progress::LoadProgress;
 use super::quantized::QuantizationTarget;
 #[cfg(feature = "cuda")]
-use super::read_ahead::Residency;
-use super::read_ahead::{ReadAheadOptions, ReadAheadReader};
-use super::reader::{Reader, ReaderThreads};
-use super::shared_reads::SharedReads;
+use super::reading::Residency;
+use super::reading::{PartReader, ReadAheadOptions, ReadAheadReader, Reader, ReaderThreads, SharedReads};
 use crate::device::World;
 #[cfg(feature = "cuda")]
 use crate::kernels::upload::CopyStream;

@@ -8,13 +8,10 @@ use candle_core::{DType, Device, Tensor};
 
 use super::checkpoint::Checkpoint;
 use super::gguf::GgufModel;
-use super::part::{Axis, Part, Slice};
 use super::progress::LoadProgress;
 use super::quantized::{self, QuantizationTarget};
-use super::reader::{Reader, ReaderThreads, TensorReader};
+use super::reading::{Axis, Part, Reader, ReaderThreads, SharedReads, Slice, StoredBytes, TensorReader};
 use super::safetensors::module;
-use super::shared_reads::SharedReads;
-use super::source::StoredBytes;
 use super::tensor_info::TensorInfo;
 use crate::device::World;
 use crate::error::Error;

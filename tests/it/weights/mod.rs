@@ -19,9 +19,9 @@ use inferno::device::World;
 use inferno::kernels::matrix::Matrix;
 use inferno::kernels::upload::Target;
 use inferno::weights::ggml::GgmlType;
-use inferno::weights::part_reader::PartReader;
-use inferno::weights::read_ahead::{ReadAheadOptions, ReadAheadReader};
-use inferno::weights::{Checkpoint, LoadProgress, Weights, WeightsBuilder};
+use inferno::weights::{
+    Checkpoint, LoadProgress, PartReader, ReadAheadOptions, ReadAheadReader, Weights, WeightsBuilder,
+};
 use tempfile::TempDir;
 
 use crate::ranks::{on_ranks, read_bytes};
@@ -292,7 +292,7 @@ fn ranks_that_share_reads_get_their_parts_and_read_every_byte_once() {
 }
 
 /// Each rank converts some of the rows of a matrix and keeps some of the columns.
-/// Each row is at least as long as the read window of `weights/source.rs` (64 KiB),
+/// Each row is at least as long as the read window of `weights/reading/source.rs` (64 KiB),
 /// so that no thread reads more bytes than it converts.
 #[test]
 fn ranks_that_convert_rows_together_get_their_parts_and_read_every_byte_once() {
@@ -359,7 +359,7 @@ fn eight_bit_matrix(rows: usize, columns: usize) -> TempDir {
 }
 
 /// Loads a quantized GGUF tensor as floats.
-/// Each row is longer than the read window of `weights/source.rs` (64 KiB).
+/// Each row is longer than the read window of `weights/reading/source.rs` (64 KiB).
 /// With shorter rows, a thread would also read rows that another thread dequantizes, and these bytes would count twice.
 #[test]
 fn ranks_that_dequantize_rows_together_read_every_byte_once() {

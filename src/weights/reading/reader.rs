@@ -1,4 +1,4 @@
-//! The threads of a rank that read the tensors of safetensors files.
+//! Selects the threads of a rank that read the tensors of safetensors files.
 
 use std::sync::Arc;
 
