@@ -328,12 +328,12 @@ impl Inventory {
 }
 
 impl MemoryFormat {
-    /// Returns the format of an unquantized float tensor. `rank` is the number of dimensions of the tensor.
-    fn for_floats(name: &str, rank: usize) -> Self {
+    /// Returns the format of an unquantized float tensor. `dims` is the number of dimensions of the tensor.
+    fn for_floats(name: &str, dims: usize) -> Self {
         let is_router = ["mlp.gate.weight", "block_sparse_moe.gate.weight", "mlp.router.weight"];
         if NEVER_LOADED.iter().any(|part| name.contains(part)) {
             Self::Bytes(0)
-        } else if rank < 2 || name.ends_with("_scale") || is_router.iter().any(|router| name.ends_with(router)) {
+        } else if dims < 2 || name.ends_with("_scale") || is_router.iter().any(|router| name.ends_with(router)) {
             Self::F32
         } else {
             Self::ComputeDtype
