@@ -25,7 +25,7 @@ const KERNELS: &str = "src/kernels";
 /// The file that defines the constants shared by the Rust and CUDA code.
 const CONSTANTS: &str = "src/kernels/constants.rs";
 
-/// The files of the demo model, in the same order as in `hub::demo`.
+/// The files of the demo model. `hub::demo` includes them from a list that this script writes.
 const DEMO: [&str; 6] = [
     "config.json",
     "generation_config.json",
@@ -38,7 +38,7 @@ const DEMO: [&str; 6] = [
 fn main() {
     println!("cargo::rerun-if-changed={KERNELS}");
     println!("cargo::rustc-env=INFERNO_COMMIT={}", commit());
-    println!("cargo::rustc-env=INFERNO_DEMO_REVISION={}", demo_revision());
+    println!("cargo::rustc-env=INFERNO_DEMO_REVISION={}", list_demo_files());
     for variable in ["NVCC", "CUDA_HOME", "CUDA_PATH", "CUDA_COMPUTE_CAP", "INFERNO_EXTRA_COMPUTE_CAPS"] {
         println!("cargo::rerun-if-env-changed={variable}");
     }
@@ -171,15 +171,21 @@ fn cpp_declaration(name: &str, kind: &str, value: &str) -> Option<String> {
     }
 }
 
-/// Returns a 64-bit FNV-1a hash of the demo model's files. The hash serves as the revision of the model.
-fn demo_revision() -> String {
-    let folder = Path::new("assets/demo");
+/// Writes `demo_files.rs`, a Rust expression: a list of the demo model's files, each with its name and contents.
+/// Returns a 64-bit FNV-1a hash of the files. The hash serves as the revision of the model.
+fn list_demo_files() -> String {
+    let folder = std::env::current_dir().expect("cargo should run the script in the crate").join("assets/demo");
     println!("cargo::rerun-if-changed={}", folder.display());
     let mut hash = 0xcbf2_9ce4_8422_2325u64;
+    let mut list = String::new();
     for name in DEMO {
-        let bytes = std::fs::read(folder.join(name)).expect("the crate should contain the demo model");
+        let path = folder.join(name);
+        list += &format!("    ({name:?}, include_bytes!({path:?})),\n");
+        let bytes = std::fs::read(path).expect("the crate should contain the demo model");
         hash = bytes.iter().fold(hash, |hash, &byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3));
     }
+    let out = PathBuf::from(std::env::var_os("OUT_DIR").expect("cargo should set OUT_DIR"));
+    std::fs::write(out.join("demo_files.rs"), format!("&[\n{list}]\n")).expect("OUT_DIR should be writable");
     format!("{hash:016x}")
 }
 

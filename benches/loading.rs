@@ -14,8 +14,7 @@ use candle_core::{DType, Device};
 use inferno::device::{self, DeviceChoice};
 use inferno::kernels::upload::CopyStream;
 use inferno::nn::rope::{RopeFrequencies, RotaryEmbedding};
-use inferno::weights::Checkpoint;
-use inferno::weights::read_ahead::{ReadAheadOptions, ReadAheadReader};
+use inferno::weights::{Checkpoint, ReadAheadOptions, ReadAheadReader};
 
 fn main() -> Result<()> {
     let model =

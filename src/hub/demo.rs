@@ -26,20 +26,8 @@ const REVISION: &str = env!("INFERNO_DEMO_REVISION");
 /// The maximum time to wait for another process that holds the lock on the demo.
 const MAX_WAIT: Duration = Duration::from_secs(5);
 
-macro_rules! asset {
-    ($name:literal) => {
-        ($name, include_bytes!(concat!(env!("CARGO_MANIFEST_DIR"), "/assets/demo/", $name)))
-    };
-}
-
-const FILES: &[(&str, &[u8])] = &[
-    asset!("config.json"),
-    asset!("generation_config.json"),
-    asset!("tokenizer.json"),
-    asset!("tokenizer_config.json"),
-    asset!("special_tokens_map.json"),
-    asset!("model.safetensors"),
-];
+/// The name and the contents of each file. `build.rs` writes this list.
+const FILES: &[(&str, &[u8])] = include!(concat!(env!("OUT_DIR"), "/demo_files.rs"));
 
 /// Returns one line about what the demo model can do, or `None` for other models.
 ///

@@ -7,7 +7,7 @@ use candle_core::DType;
 
 use super::gguf::{GgufCheckpoint, GgufModel};
 use super::quantized::{self, QuantizationTarget};
-use super::read_ahead::ReadRequest;
+use super::reading::ReadRequest;
 use super::safetensors::{SafetensorsCheckpoint, TensorView, module};
 use super::tensor_info::{TensorInfo, parameter_count};
 use crate::kernels::quantized::WeightFormat;

@@ -9,7 +9,7 @@ use std::collections::HashMap;
 use candle_core::DType;
 
 use super::inventory::{ColumnUnits, Inventory, InventoryTensor};
-use super::part::Axis;
+use super::reading::Axis;
 use crate::device::share;
 
 /// Ranks divide an intermediate size at multiples of this number of columns, or of a larger column unit of `down_proj`.

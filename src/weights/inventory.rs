@@ -11,7 +11,7 @@ use serde::Serialize;
 use super::checkpoint::Checkpoint;
 use super::gguf::GgufCheckpoint;
 use super::quantized::QuantizationTarget;
-use super::safetensors_header::{self, HeaderTensor, MAX_HEADER_BYTES};
+use super::safetensors::header::{self, HeaderTensor, MAX_HEADER_BYTES};
 use super::tensor_info::{TensorInfo, parameter_count};
 use crate::kernels::quantized::{GROUP_COLUMNS, WeightFormat};
 use crate::snapshot::safetensors::{self, ShardIndex};
@@ -120,13 +120,13 @@ impl WeightsSummary {
         let (mut parameters, mut bytes, mut packed) = (0u64, BytesByDtype::default(), false);
         let mut header_bytes = 0;
         for file in safetensors::files(dir, ShardIndex::read(dir)?.as_ref())? {
-            let (json, data_bytes) = safetensors_header::read_file(&file)?;
+            let (json, data_bytes) = header::read_file(&file)?;
             header_bytes += json.len() as u64;
             ensure!(
                 header_bytes <= MAX_HEADER_BYTES,
                 "the headers of all shards have more than {MAX_HEADER_BYTES} bytes in total"
             );
-            safetensors_header::read(&file.display().to_string(), &json, Some(data_bytes), |tensor| {
+            header::read(&file.display().to_string(), &json, Some(data_bytes), |tensor| {
                 let count = parameter_count(&tensor.name, tensor.dtype == "U8", tensor.elements);
                 parameters = parameters.saturating_add(count);
                 bytes.add(&tensor.dtype, tensor.bytes);
@@ -195,7 +195,7 @@ impl Inventory {
     /// `data_bytes` is the size of the data after the header, if known.
     /// Unknown dtypes are allowed, because the model is only described, not loaded.
     pub fn add_header(&mut self, file: &str, header: &[u8], data_bytes: Option<u64>) -> Result<()> {
-        safetensors_header::read(file, header, data_bytes, |tensor| {
+        header::read(file, header, data_bytes, |tensor| {
             let HeaderTensor { name, dtype, shape, elements, bytes, .. } = tensor;
             let shape: Vec<usize> = shape.into_iter().map(|size| usize::try_from(size).unwrap_or(usize::MAX)).collect();
             let (name, dtype) = (name.into_owned(), dtype.to_lowercase());
@@ -328,12 +328,12 @@ impl Inventory {
 }
 
 impl MemoryFormat {
-    /// Returns the format of an unquantized float tensor. `rank` is the number of dimensions of the tensor.
-    fn for_floats(name: &str, rank: usize) -> Self {
+    /// Returns the format of an unquantized float tensor. `dims` is the number of dimensions of the tensor.
+    fn for_floats(name: &str, dims: usize) -> Self {
         let is_router = ["mlp.gate.weight", "block_sparse_moe.gate.weight", "mlp.router.weight"];
         if NEVER_LOADED.iter().any(|part| name.contains(part)) {
             Self::Bytes(0)
-        } else if rank < 2 || name.ends_with("_scale") || is_router.iter().any(|router| name.ends_with(router)) {
+        } else if dims < 2 || name.ends_with("_scale") || is_router.iter().any(|router| name.ends_with(router)) {
             Self::F32
         } else {
             Self::ComputeDtype

@@ -1,7 +1,6 @@
 //! Loads tensors by name, and converts float tensors to the compute dtype.
 
 use std::ops::Range;
-use std::sync::Arc;
 
 use ::safetensors::tensor::Dtype;
 use anyhow::{Context, Result, bail};
@@ -9,198 +8,40 @@ use candle_core::{DType, Device, Tensor};
 
 use super::checkpoint::Checkpoint;
 use super::gguf::GgufModel;
-use super::part::{Axis, Part, Slice};
-use super::part_reader::PartReader;
 use super::progress::LoadProgress;
 use super::quantized::{self, QuantizationTarget};
-use super::read_ahead::ReadAheadOptions;
-use super::read_ahead::ReadAheadReader;
-#[cfg(feature = "cuda")]
-use super::read_ahead::Residency;
+use super::reading::{Axis, Part, Reader, ReaderThreads, SharedReads, Slice, StoredBytes, TensorReader};
 use super::safetensors::module;
-use super::shared_reads::SharedReads;
-use super::source::{ByteRange, StoredBytes};
 use super::tensor_info::TensorInfo;
 use crate::device::World;
 use crate::error::Error;
-#[cfg(feature = "cuda")]
-use crate::kernels::upload::CopyStream;
-use crate::kernels::upload::Target;
 use crate::text::excerpt;
 
 /// The tensors of a checkpoint whose names start with a prefix, plus the device and dtype to load them with.
+/// [`WeightsBuilder`](super::WeightsBuilder) returns the weights of a whole checkpoint.
 #[derive(Clone)]
 pub struct Weights<'c> {
     pub(super) checkpoint: &'c Checkpoint,
-    prefix: String,
+    pub(super) prefix: String,
     pub(super) device: Device,
     pub(super) dtype: DType,
     /// The quantization of float matrices during loading, if any.
     pub(super) quantize: Option<QuantizationTarget>,
     pub(super) progress: &'c LoadProgress<'c>,
     /// The rank whose part of each layer is loaded. [`World::alone`] for layers that every rank loads whole.
-    world: World,
+    pub(super) world: World,
     /// The part of each tensor that is loaded. `None` if whole tensors are loaded.
     pub(super) part: Option<Part>,
-    reader: Reader,
+    pub(super) reader: Reader,
     /// Reads bytes together with the other ranks. `None` if this rank reads alone.
-    shared_reads: Option<SharedReads>,
-    /// The rank that loads the weights. Differs from `world` for layers that every rank loads whole.
-    loading_world: World,
-}
-
-/// Which threads read the tensors of safetensors files.
-#[derive(Clone)]
-enum Reader {
-    /// The thread that requests a tensor.
-    Caller,
-    /// Background threads, which read tensors before they are requested.
-    /// They stop when the last clone of the weights is dropped.
-    Ahead(Arc<dyn TensorReader>),
-    /// Several threads, which together read each large tensor, or the requested part of it.
-    Parts(Arc<dyn PartSource>),
+    pub(super) shared_reads: Option<SharedReads>,
 }
 
 /// The maximum size, in bytes, of an F32, F16 or BF16 tensor that is converted on the host.
 /// Larger tensors of safetensors files are converted on the device.
-const MAX_HOST_CONVERSION_BYTES: usize = 1 << 20;
-
-/// The methods of [`ReadAheadReader`] without its type parameter, for use as a trait object.
-pub(super) trait TensorReader {
-    fn contains(&self, name: &str) -> bool;
-    fn take(&self, name: &str, dtype: DType, shape: &[usize]) -> Result<Tensor>;
-}
-
-impl<T: Target> TensorReader for ReadAheadReader<T> {
-    fn contains(&self, name: &str) -> bool {
-        self.contains(name)
-    }
-
-    fn take(&self, name: &str, dtype: DType, shape: &[usize]) -> Result<Tensor> {
-        self.take(name, dtype, shape)
-    }
-}
-
-/// The methods of [`PartReader`] without its type parameter, for use as a trait object.
-trait PartSource {
-    fn read(&self, tensor: &ByteRange, dtype: DType, shape: &[usize], slice: Option<&Slice>) -> Result<Tensor>;
-    fn read_shared(
-        &self,
-        shared: &SharedReads,
-        name: &str,
-        tensor: &ByteRange,
-        part: (DType, &[usize], Option<&Slice>),
-    ) -> Result<Tensor>;
-}
-
-impl<T: Target> PartSource for PartReader<T> {
-    fn read(&self, tensor: &ByteRange, dtype: DType, shape: &[usize], slice: Option<&Slice>) -> Result<Tensor> {
-        self.read(tensor, dtype, shape, slice)
-    }
-
-    fn read_shared(
-        &self,
-        shared: &SharedReads,
-        name: &str,
-        tensor: &ByteRange,
-        part: (DType, &[usize], Option<&Slice>),
-    ) -> Result<Tensor> {
-        self.read_shared(shared, name, tensor, part)
-    }
-}
+pub(super) const MAX_HOST_CONVERSION_BYTES: usize = 1 << 20;
 
 impl<'c> Weights<'c> {
-    /// Returns weights that load to `device`. Float tensors are converted to `dtype`.
-    ///
-    /// If safetensors files are loaded to a GPU, background threads start reading the files immediately.
-    /// Loading functions may return a tensor before its copy to the device is complete.
-    /// Kernels on the device's stream wait for the copy to complete.
-    pub fn new(
-        checkpoint: &'c Checkpoint,
-        device: &Device,
-        dtype: DType,
-        progress: &'c LoadProgress<'c>,
-    ) -> Result<Self> {
-        #[cfg(feature = "cuda")]
-        if let (Device::Cuda(cuda), Checkpoint::Safetensors(_)) = (device, checkpoint) {
-            let mut read_requests = checkpoint.read_requests(dtype);
-            read_requests.retain(|request| {
-                request.residency == Residency::Permanent || request.bytes() > MAX_HOST_CONVERSION_BYTES
-            });
-            let reader = ReadAheadReader::start(CopyStream::new(cuda)?, read_requests, ReadAheadOptions::default())?;
-            return Ok(Self::with_reader(checkpoint, device, dtype, progress, reader));
-        }
-        Ok(Self::without_reader(checkpoint, device, dtype, progress))
-    }
-
-    fn without_reader(
-        checkpoint: &'c Checkpoint,
-        device: &Device,
-        dtype: DType,
-        progress: &'c LoadProgress<'c>,
-    ) -> Self {
-        let (prefix, device) = (String::new(), device.clone());
-        let world = World::alone();
-        Self {
-            checkpoint,
-            prefix,
-            device,
-            dtype,
-            quantize: None,
-            progress,
-            world,
-            part: None,
-            reader: Reader::Caller,
-            shared_reads: None,
-            loading_world: World::alone(),
-        }
-    }
-
-    /// Creates weights that take tensors from `reader`, which must copy them to `device`.
-    pub fn with_reader(
-        checkpoint: &'c Checkpoint,
-        device: &Device,
-        dtype: DType,
-        progress: &'c LoadProgress<'c>,
-        reader: ReadAheadReader<impl Target>,
-    ) -> Self {
-        Self { reader: Reader::Ahead(Arc::new(reader)), ..Self::without_reader(checkpoint, device, dtype, progress) }
-    }
-
-    /// Returns weights that the rank of `world` loads to `device`. Layers load only the parts that this rank holds.
-    /// No tensor is read before it is requested.
-    /// If safetensors files are loaded to a GPU, several threads read each large tensor.
-    pub fn of_rank(
-        checkpoint: &'c Checkpoint,
-        device: &Device,
-        dtype: DType,
-        progress: &'c LoadProgress<'c>,
-        world: World,
-    ) -> Result<Self> {
-        let loading_world = world.clone();
-        let weights = Self { world, loading_world, ..Self::without_reader(checkpoint, device, dtype, progress) };
-        #[cfg(feature = "cuda")]
-        if let Device::Cuda(cuda) = device {
-            let reader = PartReader::new(CopyStream::new(cuda)?, ReadAheadOptions::default());
-            return Ok(weights.with_part_reader(reader));
-        }
-        Ok(weights)
-    }
-
-    /// Returns weights that share reads with the other ranks. Bytes that several ranks need are read only once.
-    /// All ranks must load their parts at the same time, on different threads.
-    ///
-    /// Some reads are not shared: rows and long runs of bytes that no other rank needs,
-    /// the scales of 8-bit weights, and E4M3 tensors without scales.
-    pub fn sharing_reads(self) -> Self {
-        let reads = (self.world.size() > 1).then(|| SharedReads {
-            world: self.world.clone(),
-            threads: if self.device.is_cuda() { ReadAheadOptions::default().threads } else { 1 },
-            buffers: Arc::default(),
-        });
-        Self { shared_reads: reads, ..self }
-    }
-
     /// Returns the [`SharedReads`] of this rank, or `None` if this rank reads alone.
     pub(super) fn shared_reads(&self) -> Option<&SharedReads> {
         self.shared_reads.as_ref()
@@ -237,36 +78,10 @@ impl<'c> Weights<'c> {
         Ok(())
     }
 
-    /// Returns weights that read large tensors with `reader`. The `reader` must copy to the device of the weights.
-    pub fn with_part_reader(self, reader: PartReader<impl Target>) -> Self {
-        Self { reader: Reader::Parts(Arc::new(reader)), ..self }
-    }
-
-    /// Like [`Weights::new`], but float matrices are quantized during loading.
-    /// Tensors are not read ahead, because quantizing takes longer than reading.
-    pub fn quantizing(
-        checkpoint: &'c Checkpoint,
-        device: &Device,
-        dtype: DType,
-        progress: &'c LoadProgress<'c>,
-        quantize: QuantizationTarget,
-    ) -> Self {
-        Self::without_reader(checkpoint, device, dtype, progress).quantized_to(quantize)
-    }
-
-    /// Returns weights whose float matrices are quantized during loading. Tensors are not read ahead.
-    pub fn quantized_to(self, quantize: QuantizationTarget) -> Self {
-        let reader = match self.reader {
-            Reader::Ahead(_) => Reader::Caller,
-            reader => reader,
-        };
-        Self { quantize: Some(quantize), reader, ..self }
-    }
-
     /// Returns the background reader if the tensor `name` is in its read-ahead list.
     pub(super) fn read_ahead(&self, name: &str) -> Option<&dyn TensorReader> {
-        match &self.reader {
-            Reader::Ahead(reader) if reader.contains(name) => Some(reader.as_ref()),
+        match &self.reader.threads {
+            ReaderThreads::Ahead(reader) if reader.contains(name) => Some(reader.as_ref()),
             _ => None,
         }
     }
@@ -463,19 +278,19 @@ impl<'c> Weights<'c> {
             bail!("tensor {name}: the dtype {} is not supported", view.info.dtype)
         };
         let is_large = shape.iter().product::<usize>() * dtype.size_in_bytes() > MAX_HOST_CONVERSION_BYTES;
-        self.loading_world.tick();
+        self.reader.world.tick();
         let shared = self.shared_reads.as_ref().filter(|shared| {
             let has_short_runs = |slice: &Slice| slice.has_short_runs(&view.info.shape, dtype, shared.world.size());
             slice.as_ref().is_none_or(has_short_runs)
         });
         let is_own_device = device.same_device(&self.device);
-        let tensor = match (&self.reader, &view.bytes) {
-            (Reader::Parts(reader), StoredBytes::File(bytes)) if is_large && is_own_device => match shared {
+        let tensor = match (&self.reader.threads, &view.bytes) {
+            (ReaderThreads::Parts(reader), StoredBytes::File(bytes)) if is_large && is_own_device => match shared {
                 Some(shared) => reader.read_shared(shared, name, bytes, (dtype, shape, slice.as_ref())),
                 None => reader.read(bytes, dtype, shape, slice.as_ref()),
             }
             .with_context(cannot)?,
-            (Reader::Ahead(reader), _) if slice.is_none() && is_own_device && reader.contains(name) => {
+            (ReaderThreads::Ahead(reader), _) if slice.is_none() && is_own_device && reader.contains(name) => {
                 reader.take(name, dtype, shape)?
             }
             _ => {

@@ -7,10 +7,9 @@ use candle_core::Tensor;
 use super::checkpoint::Checkpoint;
 use super::compressed::{self, Activations, WeightScales};
 use super::loader::Weights;
-use super::part::Slice;
 use super::quantized::{self, MatrixRows};
+use super::reading::{RowBuffer, RowSource, Slice, StoredRows};
 use super::safetensors::{self, SafetensorsCheckpoint, module};
-use super::source::{RowBuffer, RowSource, StoredRows};
 use crate::kernels::matrix::Matrix;
 use crate::kernels::quantized::{InputQuantization, QuantizedMatrix, WeightFormat};
 

@@ -12,8 +12,7 @@ use rayon::prelude::*;
 use safetensors::tensor::Dtype;
 
 use super::ggml::{self, GgmlType, split_group};
-use super::shared_reads::SharedReads;
-use super::source::{RowBuffer, RowSource};
+use super::reading::{RowBuffer, RowSource, SharedReads};
 use crate::kernels::quantized::{E4M3_MAX, GROUP_COLUMNS, InputQuantization, QuantizedMatrix, WeightFormat, pack};
 
 /// The quantization of float matrices during loading, as set with `--quantize`.

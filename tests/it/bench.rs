@@ -5,7 +5,7 @@ use inferno::device::DeviceChoice;
 use inferno::models;
 use inferno::nn::decoder::Decoder;
 use inferno::nn::kv_cache;
-use inferno::weights::{Checkpoint, LoadProgress, Weights};
+use inferno::weights::{Checkpoint, LoadProgress, WeightsBuilder};
 use inferno::{Engine, GenerateOptions, LoadOptions, SamplingParams};
 use serde_json::Value;
 
@@ -172,7 +172,7 @@ fn build(case: &str) -> Decoder {
     let dir = golden(case);
     let checkpoint = Checkpoint::open(&dir).unwrap();
     let progress = LoadProgress::silent();
-    let weights = Weights::new(&checkpoint, &Device::Cpu, DType::BF16, &progress).unwrap();
+    let weights = WeightsBuilder::new(&checkpoint, &Device::Cpu, DType::BF16, &progress).build().unwrap();
     models::read_config(&dir).unwrap().architecture.build(&weights, 64).unwrap()
 }
 

@@ -27,7 +27,7 @@ use inferno::nn::pass::{PassBatch, RowSelection, SequenceSpan};
 use inferno::runner::TokenSampler;
 use inferno::runner::decode_graph::DecodeGraph;
 use inferno::weights::quantized::QuantizationTarget;
-use inferno::weights::{Checkpoint, LoadProgress, Weights};
+use inferno::weights::{Checkpoint, LoadProgress, WeightsBuilder};
 
 use crate::support::gguf::models::{llama_in_many_types, saved};
 use crate::support::{Random, golden, golden_models, gpu, logits_tolerance, relative_error, values};
@@ -66,10 +66,7 @@ impl Model {
     ) -> Self {
         let checkpoint = Checkpoint::open(dir).unwrap();
         let progress = LoadProgress::silent();
-        let weights = match quantize {
-            Some(quantize) => Weights::quantizing(&checkpoint, device, dtype, &progress, quantize),
-            None => Weights::new(&checkpoint, device, dtype, &progress).unwrap(),
-        };
+        let weights = WeightsBuilder::new(&checkpoint, device, dtype, &progress).quantize(quantize).build().unwrap();
         let config = models::read_config(dir).unwrap();
         let decoder = config.architecture.build(&weights, CONTEXT).unwrap();
         let has_router = ROUTED.contains(&config.family.model_type);

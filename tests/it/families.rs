@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use candle_core::{DType, Device, Tensor, safetensors};
 use inferno::models;
-use inferno::weights::{Checkpoint, LoadProgress, Weights};
+use inferno::weights::{Checkpoint, LoadProgress, WeightsBuilder};
 use serde_json::{Value, json};
 
 use crate::support::{GoldenKind, golden, golden_models, logits_of, relative_error, values};
@@ -228,7 +228,7 @@ fn absurd_numbers_fail_quickly_or_load() {
     let progress = LoadProgress::silent();
     for case in golden_models(|model| model.kind == GoldenKind::Family) {
         let checkpoint = Checkpoint::open(&golden(case)).unwrap();
-        let weights = Weights::new(&checkpoint, &Device::Cpu, DType::F32, &progress).unwrap();
+        let weights = WeightsBuilder::new(&checkpoint, &Device::Cpu, DType::F32, &progress).build().unwrap();
         let original = config(case);
         let build = |json: Value| -> anyhow::Result<()> {
             let model = models::parse_config(json)?.architecture;
@@ -294,7 +294,7 @@ fn longrope_models_default_to_their_original_length() {
 fn logits(dir: &Path, ids: &[u32]) -> Vec<f32> {
     let checkpoint = Checkpoint::open(dir).unwrap();
     let progress = LoadProgress::silent();
-    let weights = Weights::new(&checkpoint, &Device::Cpu, DType::F32, &progress).unwrap();
+    let weights = WeightsBuilder::new(&checkpoint, &Device::Cpu, DType::F32, &progress).build().unwrap();
     let decoder = models::read_config(dir).unwrap().architecture.build(&weights, 160).unwrap();
     values(&logits_of(&decoder, ids, DType::F32, &Device::Cpu).unwrap())
 }

@@ -13,7 +13,7 @@ use inferno::nn::decoder::Decoder;
 use inferno::nn::kv_cache::{BLOCK_TOKENS, BlockTables, KvCache};
 use inferno::nn::pass::{PassBatch, RowSelection, SequenceSpan};
 use inferno::nn::rope::{RopeConfig, RopeLengths};
-use inferno::weights::{Checkpoint, LoadProgress, Weights};
+use inferno::weights::{Checkpoint, LoadProgress, WeightsBuilder};
 
 use crate::support::{GoldenKind, Random, devices, golden, golden_models, logits_tolerance, relative_error, values};
 
@@ -33,7 +33,7 @@ fn load(case: &str, device: &Device, dtype: DType) -> Case {
     let dir = golden(case);
     let checkpoint = Checkpoint::open(&dir).unwrap();
     let progress = LoadProgress::silent();
-    let weights = Weights::new(&checkpoint, device, dtype, &progress).unwrap();
+    let weights = WeightsBuilder::new(&checkpoint, device, dtype, &progress).build().unwrap();
     let config = models::read_config(&dir).unwrap();
     let decoder = config.architecture.build(&weights, CONTEXT).unwrap();
     let golden = safetensors::load(dir.join("golden.safetensors"), &Device::Cpu).unwrap();

@@ -9,7 +9,7 @@ use inferno::models;
 use inferno::nn::kv_cache::KvCache;
 use inferno::weights::ggml::GgmlType;
 use inferno::weights::quantized::QuantizationTarget;
-use inferno::weights::{Checkpoint, Inventory, LoadProgress, Weights};
+use inferno::weights::{Checkpoint, Inventory, LoadProgress, WeightsBuilder};
 
 use crate::ranks::on_ranks;
 use crate::support::gguf::converter::{convert, convert_with_separate_experts};
@@ -26,10 +26,8 @@ fn check(name: &str, path: &Path, quantize: Option<QuantizationTarget>) {
     let inventory = Inventory::from_checkpoint(&checkpoint, quantize);
     for dtype in [DType::F32, DType::BF16] {
         let progress = LoadProgress::silent();
-        let weights = match quantize {
-            Some(quantize) => Weights::quantizing(&checkpoint, &Device::Cpu, dtype, &progress, quantize),
-            None => Weights::new(&checkpoint, &Device::Cpu, dtype, &progress).unwrap(),
-        };
+        let weights =
+            WeightsBuilder::new(&checkpoint, &Device::Cpu, dtype, &progress).quantize(quantize).build().unwrap();
         let decoder = architecture.build(&weights, 32).unwrap();
         let what = quantize.map_or("unquantized".into(), |quantize| quantize.to_string());
         assert_eq!(inventory.loaded_bytes(dtype), progress.resident_bytes(), "wrong size: {name} {what} in {dtype:?}");
@@ -60,11 +58,11 @@ fn check_ranks(name: &str, path: &Path, quantize: Option<QuantizationTarget>) {
             let what = quantize.map_or("unquantized".into(), |quantize| quantize.to_string());
             let what = format!("{name} {what}, rank {} of {ranks}", world.rank());
             let progress = LoadProgress::silent();
-            let weights = Weights::of_rank(&checkpoint, &Device::Cpu, DType::BF16, &progress, world.clone()).unwrap();
-            let weights = match quantize {
-                Some(quantize) => weights.quantized_to(quantize),
-                None => weights,
-            };
+            let weights = WeightsBuilder::new(&checkpoint, &Device::Cpu, DType::BF16, &progress)
+                .world(world.clone())
+                .quantize(quantize)
+                .build()
+                .unwrap();
             let decoder = architecture.build(&weights, 32).unwrap();
             let plan = plan.clone().with_rank(world.rank(), ranks);
             assert_eq!(plan.weight_bytes(), progress.resident_bytes(), "{what}");

@@ -12,7 +12,7 @@ use candle_core::{DType, Device};
 use half::bf16;
 use inferno::device::share;
 use inferno::models;
-use inferno::weights::{Checkpoint, LoadProgress, Weights};
+use inferno::weights::{Checkpoint, LoadProgress, WeightsBuilder};
 use serde_json::Value;
 use tempfile::TempDir;
 
@@ -94,7 +94,8 @@ fn logits_error(case: &str, folders: &[&Path]) -> f32 {
         let path = folders[world.rank()];
         let (config, checkpoint) = (models::read_config(path).unwrap(), Checkpoint::open(path).unwrap());
         let progress = LoadProgress::silent();
-        let weights = Weights::of_rank(&checkpoint, &Device::Cpu, DType::F32, &progress, world.clone()).unwrap();
+        let weights = WeightsBuilder::new(&checkpoint, &Device::Cpu, DType::F32, &progress);
+        let weights = weights.world(world.clone()).share_reads(false).build().unwrap();
         let decoder = config.architecture.build(&weights, CONTEXT).unwrap();
         values(&logits_of(&decoder, &ids, DType::F32, &Device::Cpu).unwrap())
     });

@@ -17,7 +17,7 @@ use inferno::nn::kv_cache::KvCache;
 use inferno::runner::{RankParts, Runner, RunnerLimits, RunnerOptions};
 use inferno::weights::ggml::GgmlType;
 use inferno::weights::quantized::QuantizationTarget;
-use inferno::weights::{Checkpoint, LoadProgress, StoredBytes, Weights};
+use inferno::weights::{Checkpoint, LoadProgress, StoredBytes, WeightsBuilder};
 use inferno::{GenerateOptions, SamplingParams};
 
 use crate::prompt_logprobs;
@@ -85,12 +85,11 @@ pub fn logits_on(
         let world = split_world(world, split, config.architecture.cache_layers().len());
         let world = if dtype == DType::BF16 { world.with_rounded_partials(0) } else { world };
         let world = exchange::connect(world, &device, &[ExchangePath::Direct]).unwrap();
-        let weights = Weights::of_rank(&checkpoint, &device, dtype, &progress, world).unwrap();
-        let weights = match quantize {
-            Some(quantize) => weights.quantized_to(quantize),
-            None => weights,
-        };
-        let weights = weights.sharing_reads();
+        let weights = WeightsBuilder::new(&checkpoint, &device, dtype, &progress)
+            .world(world)
+            .quantize(quantize)
+            .build()
+            .unwrap();
         let context = if path.is_dir() { CONTEXT } else { ids.len() };
         let decoder = config.architecture.build(&weights, context).unwrap();
         values(&logits_of(&decoder, ids, dtype, &device).unwrap())
@@ -261,8 +260,11 @@ fn all_ranks_together_read_every_byte_of_the_weights_once() {
             let logits = on_ranks(size, |world| {
                 let progress = LoadProgress::silent();
                 let world = split_world(world, split, config.architecture.cache_layers().len());
-                let weights = Weights::of_rank(&checkpoint, &Device::Cpu, DType::F32, &progress, world).unwrap();
-                let weights = if is_shared { weights.sharing_reads() } else { weights };
+                let weights = WeightsBuilder::new(&checkpoint, &Device::Cpu, DType::F32, &progress)
+                    .world(world)
+                    .share_reads(is_shared)
+                    .build()
+                    .unwrap();
                 let decoder = config.architecture.build(&weights, CONTEXT).unwrap();
                 values(&logits_of(&decoder, &ids, DType::F32, &Device::Cpu).unwrap())
             });
@@ -358,7 +360,8 @@ fn if_a_rank_fails_all_passes_fail_with_its_error() {
         .into_iter()
         .map(|world| {
             let progress = LoadProgress::silent();
-            let weights = Weights::of_rank(&checkpoint, &Device::Cpu, DType::F32, &progress, world.clone()).unwrap();
+            let weights = WeightsBuilder::new(&checkpoint, &Device::Cpu, DType::F32, &progress);
+            let weights = weights.world(world.clone()).share_reads(false).build().unwrap();
             let decoder = config.architecture.build(&weights, CONTEXT).unwrap();
             let blocks = if world.is_first() { 8 } else { 1 };
             let layout = decoder.cache_layout();

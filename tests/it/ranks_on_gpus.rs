@@ -14,7 +14,7 @@ use inferno::models;
 use inferno::nn::kv_cache::KvCache;
 use inferno::runner::Executor;
 use inferno::runner::decode_graph::DecodeGraph;
-use inferno::weights::{Checkpoint, LoadProgress, Weights};
+use inferno::weights::{Checkpoint, LoadProgress, WeightsBuilder};
 use inferno::{GenerateOptions, SamplingParams};
 
 use crate::queued_steps;
@@ -332,7 +332,7 @@ fn graph_logits(
     let (config, checkpoint) = (models::read_config(dir).unwrap(), Checkpoint::open(dir).unwrap());
     let world = &split_world(world, split, config.architecture.cache_layers().len());
     let progress = LoadProgress::silent();
-    let weights = Weights::of_rank(&checkpoint, device, dtype, &progress, world.clone()).unwrap();
+    let weights = WeightsBuilder::new(&checkpoint, device, dtype, &progress).world(world.clone()).build().unwrap();
     let decoder = config.architecture.build(&weights, CONTEXT).unwrap();
     let (cache, tables) = KvCache::for_one_sequence(decoder.cache_layout(), CONTEXT, dtype, device).unwrap();
     let plan = DecodeGraph::plan(&decoder, &cache, CONTEXT).unwrap();

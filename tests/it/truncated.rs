@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use candle_core::{DType, Device};
 use inferno::models;
-use inferno::weights::{Checkpoint, LoadProgress, Weights};
+use inferno::weights::{Checkpoint, LoadProgress, WeightsBuilder};
 use tempfile::TempDir;
 
 use crate::support::gguf::models::{demo_as_gguf, saved};
@@ -44,11 +44,9 @@ fn load_after_truncation(name: &str, quantize: Option<&str>, (device, dtype): (&
     let checkpoint = Checkpoint::open(&model).unwrap();
     truncate(&weights_file, File::open(&weights_file).unwrap().metadata().unwrap().len() / 2);
     let progress = LoadProgress::silent();
-    let weights = match quantize {
-        Some(quantize) => Ok(Weights::quantizing(&checkpoint, device, dtype, &progress, quantize.parse().unwrap())),
-        None => Weights::new(&checkpoint, device, dtype, &progress),
-    };
-    let decoder = weights.and_then(|weights| config.architecture.build(&weights, 32));
+    let quantize = quantize.map(|quantize| quantize.parse().unwrap());
+    let weights = WeightsBuilder::new(&checkpoint, device, dtype, &progress).quantize(quantize);
+    let decoder = weights.build().and_then(|weights| config.architecture.build(&weights, 32));
     decoder.err().map_or("no error".into(), |error| format!("{error:#}"))
 }
 

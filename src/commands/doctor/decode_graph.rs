@@ -15,7 +15,7 @@ use crate::nn::kv_cache::{BlockTables, KvCache};
 use crate::nn::pass::{PassBatch, RowSelection, SequenceSpan};
 use crate::runner::decode_graph::DecodeGraph;
 use crate::weights::quantized::QuantizationTarget;
-use crate::weights::{Checkpoint, LoadProgress, Weights};
+use crate::weights::{Checkpoint, LoadProgress, WeightsBuilder};
 
 /// The number of decode steps per check, and the context length of the model.
 /// The steps use two blocks of the KV cache, because a block has 64 positions.
@@ -73,10 +73,7 @@ fn load(
 ) -> Result<(Decoder, KvCache, BlockTables)> {
     let checkpoint = Checkpoint::open(dir)?;
     let progress = LoadProgress::silent();
-    let weights = match quantize {
-        Some(quantize) => Weights::quantizing(&checkpoint, device, dtype, &progress, quantize),
-        None => Weights::new(&checkpoint, device, dtype, &progress)?,
-    };
+    let weights = WeightsBuilder::new(&checkpoint, device, dtype, &progress).quantize(quantize).build()?;
     let decoder = models::read_config(dir)?.architecture.build(&weights, STEPS)?;
     let (cache, tables) = KvCache::for_one_sequence(decoder.cache_layout(), STEPS, dtype, device)?;
     Ok((decoder, cache, tables))

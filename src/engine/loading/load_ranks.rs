@@ -19,7 +19,7 @@ use crate::nn::kv_cache::KvCache;
 use crate::runner::{MAX_SEQUENCES, PANIC, RankParts, failure};
 use crate::text::{error_message, plain_cuda_errors};
 use crate::weights::quantized::QuantizationTarget;
-use crate::weights::{Checkpoint, LoadProgress, Weights};
+use crate::weights::{Checkpoint, LoadProgress, WeightsBuilder};
 
 /// Loads the decoder and allocates the KV cache of every rank.
 pub(super) struct RankLoader<'l> {
@@ -113,12 +113,8 @@ impl RankLoader<'_> {
             planned.inject_while_loading(world.rank())?;
         }
         let &Self { config, checkpoint, dtype, quantize, attention, context, cache_blocks, .. } = self;
-        let of_rank = || Weights::of_rank(checkpoint, device, dtype, progress, world.clone());
-        let weights = match quantize {
-            Some(quantize) => of_rank()?.quantized_to(quantize).sharing_reads(),
-            None if world.size() > 1 => of_rank()?.sharing_reads(),
-            None => Weights::new(checkpoint, device, dtype, progress)?,
-        };
+        let weights = WeightsBuilder::new(checkpoint, device, dtype, progress);
+        let weights = weights.world(world.clone()).quantize(quantize).build()?;
         let mut decoder = config.architecture.build(&weights, context)?;
         let unsupported = |reason| Error::Usage(format!("--attention {attention}: {reason}"));
         let attention = decoder.set_attention_backend(attention).map_err(unsupported)?;

@@ -9,7 +9,6 @@ use anyhow::bail;
 use candle_core::Tensor;
 
 use super::command::{RankCache, RankCommand};
-use super::parts::RankParts;
 use crate::device::World;
 use crate::nn::decoder::Decoder;
 use crate::nn::kv_cache::KvCache;
@@ -18,6 +17,12 @@ use crate::runner::limits::{RunnerLimits, RunnerOptions};
 use crate::runner::step_launcher::StepLauncher;
 use crate::runner::token_sampler::NoToken;
 use crate::text::error_message;
+
+/// The part of a model that one rank holds, and its KV cache.
+pub struct RankParts {
+    pub decoder: Decoder,
+    pub cache: KvCache,
+}
 
 /// Runs the commands of the first rank until the first rank stops, a command fails, or any rank fails.
 pub fn follow(

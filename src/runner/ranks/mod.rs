@@ -4,17 +4,14 @@
 //! - `follower`: the thread of a follower, which is a rank other than the first
 //! - `command`: the commands that the first rank sends to the followers
 //! - `fault`: faults that tests inject into a rank
-//! - `parts`: the decoder and the KV cache of one rank
 
 mod command;
 mod fault;
 mod follower;
 mod group;
-mod parts;
 
 pub use command::GraphCommand;
 pub use command::RankCache;
 pub use fault::RankFault;
-pub use follower::{PANIC, failure};
+pub use follower::{PANIC, RankParts, failure};
 pub use group::RankGroup;
-pub use parts::RankParts;

@@ -14,8 +14,7 @@ use super::split;
 use super::tensor_names::ROPE_FACTOR_TENSORS;
 use crate::text::excerpt;
 use crate::weights::ggml::GgmlType;
-use crate::weights::read_ahead::{ReadRequest, Residency};
-use crate::weights::source::StoredBytes;
+use crate::weights::reading::{ReadRequest, Residency, StoredBytes};
 
 /// The names of `general.file_type` values, numbered as in `llama_ftype` of llama.cpp.
 const FILE_TYPES: &[(u32, &str)] = &[

@@ -16,8 +16,7 @@ use super::mapping::map_tensors;
 use super::model_tensor::{ModelTensor, RowMapping, Transform};
 use crate::weights::ggml::GgmlType;
 use crate::weights::quantized::{self, MatrixRows, QuantizationTarget};
-use crate::weights::shared_reads::{SharedReads, convert_all};
-use crate::weights::source::{RowBuffer, RowSource, StoredBytes, StoredRows};
+use crate::weights::reading::{RowBuffer, RowSource, SharedReads, StoredBytes, StoredRows, convert_all};
 use crate::weights::tensor_info::TensorInfo;
 
 /// An open GGUF file and the tensors of its model.

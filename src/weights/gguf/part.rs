@@ -11,7 +11,7 @@ use super::cursor::NeedsMoreBytes;
 use super::header::{GgufTensorInfo, Header};
 use super::limits::MAX_HEADER_BYTES;
 use super::metadata::Metadata;
-use crate::weights::source::{ByteRange, Source, StoredBytes};
+use crate::weights::reading::{ByteRange, Source, StoredBytes};
 
 /// The numbers of bytes that [`read_header`] reads from the start of a file, smallest first.
 /// [`read_header`] stops at the first size that contains the whole header.

@@ -9,7 +9,7 @@ use candle_core::{DType, Device, safetensors};
 use inferno::models;
 use inferno::weights::ggml::GgmlType;
 use inferno::weights::gguf::GgufCheckpoint;
-use inferno::weights::{Checkpoint, LoadProgress, Weights, WeightsSummary};
+use inferno::weights::{Checkpoint, LoadProgress, WeightsBuilder, WeightsSummary};
 use tempfile::TempDir;
 
 use crate::support::gguf::converter::{convert, convert_with_separate_experts};
@@ -22,7 +22,7 @@ fn logits(path: &Path, ids: &[u32]) -> anyhow::Result<Vec<f32>> {
     let config = models::read_config(path)?;
     let checkpoint = Checkpoint::open(path)?;
     let progress = LoadProgress::silent();
-    let weights = Weights::new(&checkpoint, &Device::Cpu, DType::F32, &progress)?;
+    let weights = WeightsBuilder::new(&checkpoint, &Device::Cpu, DType::F32, &progress).build()?;
     // The context length is 160, as in golden.rs, because LongRoPE chooses its factors by the context length.
     let decoder = config.architecture.build(&weights, 160)?;
     Ok(values(&logits_of(&decoder, ids, DType::F32, &Device::Cpu)?))
@@ -107,7 +107,7 @@ fn values_are_rounded_once_to_16_bits() {
     let checkpoint = Checkpoint::open(&path).unwrap();
     let progress = LoadProgress::silent();
     let load = |dtype| {
-        let weights = Weights::new(&checkpoint, &Device::Cpu, dtype, &progress).unwrap();
+        let weights = WeightsBuilder::new(&checkpoint, &Device::Cpu, dtype, &progress).build().unwrap();
         weights.float("model.layers.1.self_attn.k_proj.weight", &[64, 256]).unwrap()
     };
     let exact = load(DType::F32);

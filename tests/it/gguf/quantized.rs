@@ -4,7 +4,7 @@
 
 use candle_core::{DType, Device, safetensors};
 use inferno::models;
-use inferno::weights::{Checkpoint, Inventory, LoadProgress, Weights};
+use inferno::weights::{Checkpoint, Inventory, LoadProgress, WeightsBuilder};
 
 use crate::support::{devices, golden, logits_of, logits_tolerance, relative_error, values};
 
@@ -26,7 +26,7 @@ fn check(family: &str, device: &Device, dtype: DType) {
     let ids: Vec<u32> = expected["ids"].to_vec1::<i64>().unwrap().into_iter().map(|id| id as u32).collect();
     let checkpoint = Checkpoint::open(&path).unwrap();
     let progress = LoadProgress::silent();
-    let weights = Weights::new(&checkpoint, device, dtype, &progress).unwrap();
+    let weights = WeightsBuilder::new(&checkpoint, device, dtype, &progress).build().unwrap();
     let decoder = models::read_config(&path).unwrap().architecture.build(&weights, ids.len()).unwrap();
     let logits = values(&logits_of(&decoder, &ids, dtype, device).unwrap());
     let error = relative_error(&logits, &values(&expected["logits"]));

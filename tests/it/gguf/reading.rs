@@ -1,7 +1,7 @@
 //! Tests of the GGUF reader. Python's gguf package wrote `tiny.gguf`, and read its contents for `tiny.json`.
 
+use inferno::weights::Residency;
 use inferno::weights::gguf::{GgufCheckpoint, Metadata, Value, ValueType};
-use inferno::weights::read_ahead::Residency;
 use serde_json::{Value as Json, json};
 
 use crate::support::gguf::writer::Writer;

@@ -9,7 +9,7 @@ use inferno::kernels::matrix::Matrix;
 use inferno::models;
 use inferno::tokenizer::{ControlTokens, Tokenizer};
 use inferno::weights::quantized::QuantizationTarget;
-use inferno::weights::{Checkpoint, Inventory, LoadProgress, Weights};
+use inferno::weights::{Checkpoint, Inventory, LoadProgress, Weights, WeightsBuilder};
 use inferno::{Engine, LoadOptions};
 
 use crate::support::{demo_dir, golden, logits_of, relative_error, values};
@@ -39,10 +39,7 @@ impl Subject {
     }
 
     fn weights<'c>(&'c self, quantize: Option<QuantizationTarget>, progress: &'c LoadProgress<'c>) -> Weights<'c> {
-        match quantize {
-            Some(quantize) => Weights::quantizing(&self.checkpoint, &Device::Cpu, DType::F32, progress, quantize),
-            None => Weights::new(&self.checkpoint, &Device::Cpu, DType::F32, progress).unwrap(),
-        }
+        WeightsBuilder::new(&self.checkpoint, &Device::Cpu, DType::F32, progress).quantize(quantize).build().unwrap()
     }
 
     fn run(&self, quantize: Option<QuantizationTarget>) -> Run {

@@ -7,7 +7,7 @@ use float8::F8E4M3;
 use inferno::Error;
 use inferno::models;
 use inferno::weights::quantized::QuantizationTarget;
-use inferno::weights::{Checkpoint, Inventory, LoadProgress, Weights};
+use inferno::weights::{Checkpoint, Inventory, LoadProgress, WeightsBuilder};
 use safetensors::tensor::{Dtype, TensorView};
 use tempfile::TempDir;
 
@@ -22,7 +22,7 @@ fn rewritten(dtype: Dtype, element: impl Fn(f32) -> Vec<u8>, extra: Option<&str>
     std::fs::copy(dir.join("config.json"), folder.path().join("config.json")).unwrap();
     let checkpoint = Checkpoint::open(&dir).unwrap();
     let progress = LoadProgress::silent();
-    let weights = Weights::new(&checkpoint, &Device::Cpu, DType::F32, &progress).unwrap();
+    let weights = WeightsBuilder::new(&checkpoint, &Device::Cpu, DType::F32, &progress).build().unwrap();
     let tensors = checkpoint.tensors().map(|(name, info)| {
         if info.shape.len() < 2 {
             let bytes = checkpoint.view(name).unwrap().bytes.read().unwrap().into_owned();
@@ -43,10 +43,7 @@ fn rewritten(dtype: Dtype, element: impl Fn(f32) -> Vec<u8>, extra: Option<&str>
 fn logits(dir: &Path, quantize: Option<QuantizationTarget>, device: &Device, dtype: DType) -> anyhow::Result<Vec<f32>> {
     let checkpoint = Checkpoint::open(dir)?;
     let progress = LoadProgress::silent();
-    let weights = match quantize {
-        Some(quantize) => Weights::quantizing(&checkpoint, device, dtype, &progress, quantize),
-        None => Weights::new(&checkpoint, device, dtype, &progress)?,
-    };
+    let weights = WeightsBuilder::new(&checkpoint, device, dtype, &progress).quantize(quantize).build()?;
     let decoder = models::read_config(dir)?.architecture.build(&weights, IDS.len())?;
     assert_eq!(Inventory::from_checkpoint(&checkpoint, quantize).loaded_bytes(dtype), progress.resident_bytes());
     Ok(values(&logits_of(&decoder, &IDS, dtype, device)?))

@@ -5,7 +5,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use candle_core::{DType, Device};
-use inferno::weights::{Checkpoint, LoadProgress, Weights, mxfp4};
+use inferno::weights::{Checkpoint, LoadProgress, WeightsBuilder, mxfp4};
 use tempfile::TempDir;
 
 /// Returns the bytes of a safetensors file. `length` overrides the header length that the file claims.
@@ -127,7 +127,7 @@ fn packed_experts_of_the_wrong_shape_are_errors() {
         std::fs::write(folder.path().join("model.safetensors"), file).unwrap();
         let checkpoint = Checkpoint::open(folder.path()).unwrap();
         let progress = LoadProgress::silent();
-        let weights = Weights::new(&checkpoint, &Device::Cpu, DType::F32, &progress).unwrap();
+        let weights = WeightsBuilder::new(&checkpoint, &Device::Cpu, DType::F32, &progress).build().unwrap();
         let experts = mxfp4::experts(&weights, "x", (count, rows, columns));
         experts.err().map_or("no error".into(), |error| format!("{error:#}"))
     };

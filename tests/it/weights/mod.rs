@@ -19,9 +19,9 @@ use inferno::device::World;
 use inferno::kernels::matrix::Matrix;
 use inferno::kernels::upload::Target;
 use inferno::weights::ggml::GgmlType;
-use inferno::weights::part_reader::PartReader;
-use inferno::weights::read_ahead::{ReadAheadOptions, ReadAheadReader};
-use inferno::weights::{Checkpoint, LoadProgress, Weights};
+use inferno::weights::{
+    Checkpoint, LoadProgress, PartReader, ReadAheadOptions, ReadAheadReader, Weights, WeightsBuilder,
+};
 use tempfile::TempDir;
 
 use crate::ranks::{on_ranks, read_bytes};
@@ -136,7 +136,7 @@ fn bits(tensor: &Tensor) -> Vec<u32> {
 /// Loads tensors in the given order and compares them with the same tensors loaded without read-ahead.
 fn compare(checkpoint: &Checkpoint, weights: &Weights, names: &[String], dtype: DType) {
     let progress = LoadProgress::silent();
-    let plain = Weights::new(checkpoint, &Device::Cpu, dtype, &progress).unwrap();
+    let plain = WeightsBuilder::new(checkpoint, &Device::Cpu, dtype, &progress).build().unwrap();
     for name in names {
         let info = checkpoint.info(name).unwrap();
         let take = |weights: &Weights| match info.candle_dtype().unwrap() {
@@ -171,7 +171,8 @@ fn tensors_read_ahead_equal_those_of_the_file() {
                 let (host, cpu) = (Host::default(), Device::Cpu);
                 let options = ReadAheadOptions { piece_bytes: 1000, ..small(threads) };
                 let reader = ReadAheadReader::start(host.clone(), checkpoint.read_requests(dtype), options).unwrap();
-                let weights = Weights::with_reader(&checkpoint, &cpu, dtype, &progress, reader);
+                let weights =
+                    WeightsBuilder::new(&checkpoint, &cpu, dtype, &progress).read_ahead(reader).build().unwrap();
                 compare(&checkpoint, &weights, &order, dtype);
                 drop(weights);
                 assert_eq!(host.live.load(Ordering::SeqCst), 0, "some memory was not freed");
@@ -203,13 +204,13 @@ fn stacked_tensors_are_read_as_one() {
         let stacks = read_requests.iter().filter(|request| request.ranges.len() == 3).count();
         let layers = checkpoint.tensors().filter(|(name, _)| name.ends_with("q_proj.weight")).count();
         assert_eq!(stacks, if dtype == stored { layers } else { 0 });
-        let plain = Weights::new(&checkpoint, &Device::Cpu, dtype, &progress).unwrap();
+        let plain = WeightsBuilder::new(&checkpoint, &Device::Cpu, dtype, &progress).build().unwrap();
         let weights = match &device {
             Device::Cpu => {
                 let reader = ReadAheadReader::start(host.clone(), read_requests, options).unwrap();
-                Weights::with_reader(&checkpoint, &device, dtype, &progress, reader)
+                WeightsBuilder::new(&checkpoint, &device, dtype, &progress).read_ahead(reader).build().unwrap()
             }
-            gpu => Weights::new(&checkpoint, gpu, dtype, &progress).unwrap(),
+            gpu => WeightsBuilder::new(&checkpoint, gpu, dtype, &progress).build().unwrap(),
         };
         for layer in 0..layers {
             let columns = checkpoint.info("model.norm.weight").unwrap().shape[0];
@@ -233,7 +234,7 @@ fn tensors_on_a_gpu_equal_those_of_the_file() {
     let checkpoint = Checkpoint::open(folder.path()).unwrap();
     for dtype in [DType::F32, DType::F16, DType::BF16] {
         for order in orders(&names(&checkpoint)) {
-            let weights = Weights::new(&checkpoint, &gpu, dtype, &progress).unwrap();
+            let weights = WeightsBuilder::new(&checkpoint, &gpu, dtype, &progress).build().unwrap();
             compare(&checkpoint, &weights, &order, dtype);
         }
     }
@@ -271,19 +272,17 @@ fn ranks_that_share_reads_get_their_parts_and_read_every_byte_once() {
         let before = read_bytes(&checkpoint);
         let parts = on_ranks(ranks, |world| {
             let progress = LoadProgress::silent();
-            let weights = Weights::of_rank(&checkpoint, &Device::Cpu, DType::F32, &progress, world.clone()).unwrap();
+            let weights = WeightsBuilder::new(&checkpoint, &Device::Cpu, DType::F32, &progress).world(world.clone());
             let options = ReadAheadOptions { threads: 3, piece_bytes: 100_003, ahead_bytes: 0 };
-            let weights = if has_part_reader {
-                weights.with_part_reader(PartReader::new(Host::default(), options))
-            } else {
-                weights
-            };
-            load(&weights.sharing_reads())
+            let weights =
+                if has_part_reader { weights.read_parts(PartReader::new(Host::default(), options)) } else { weights };
+            load(&weights.build().unwrap())
         });
         assert_eq!(read_bytes(&checkpoint) - before, checkpoint.bytes(), "{ranks} ranks");
         let expected = on_ranks(ranks, |world| {
             let progress = LoadProgress::silent();
-            load(&Weights::of_rank(&checkpoint, &Device::Cpu, DType::F32, &progress, world.clone()).unwrap())
+            let weights = WeightsBuilder::new(&checkpoint, &Device::Cpu, DType::F32, &progress);
+            load(&weights.world(world.clone()).share_reads(false).build().unwrap())
         });
         for (part, expected) in parts.iter().flatten().zip(expected.iter().flatten()) {
             assert_eq!(part.dims(), expected.dims());
@@ -293,7 +292,7 @@ fn ranks_that_share_reads_get_their_parts_and_read_every_byte_once() {
 }
 
 /// Each rank converts some of the rows of a matrix and keeps some of the columns.
-/// Each row is at least as long as the read window of `weights/source.rs` (64 KiB),
+/// Each row is at least as long as the read window of `weights/reading/source.rs` (64 KiB),
 /// so that no thread reads more bytes than it converts.
 #[test]
 fn ranks_that_convert_rows_together_get_their_parts_and_read_every_byte_once() {
@@ -318,10 +317,9 @@ fn ranks_that_convert_rows_together_get_their_parts_and_read_every_byte_once() {
         let load = |ranks: usize, is_shared: bool| {
             on_ranks(ranks, |world| {
                 let progress = LoadProgress::silent();
-                let weights =
-                    Weights::of_rank(&checkpoint, &Device::Cpu, DType::F32, &progress, world.clone()).unwrap();
-                let weights = target.map_or(weights.clone(), |target| weights.quantized_to(target.parse().unwrap()));
-                let weights = if is_shared { weights.sharing_reads() } else { weights };
+                let weights = WeightsBuilder::new(&checkpoint, &Device::Cpu, DType::F32, &progress);
+                let weights = weights.quantize(target.map(|target| target.parse().unwrap()));
+                let weights = weights.world(world.clone()).share_reads(is_shared).build().unwrap();
                 // Q4_K is divided at multiples of 256 columns. With 8 · 256 columns, one of nine ranks gets none.
                 let kept = world.share(2048, 256);
                 let parts = [(weights.at(module).columns(kept.clone(), columns), rows)];
@@ -361,7 +359,7 @@ fn eight_bit_matrix(rows: usize, columns: usize) -> TempDir {
 }
 
 /// Loads a quantized GGUF tensor as floats.
-/// Each row is longer than the read window of `weights/source.rs` (64 KiB).
+/// Each row is longer than the read window of `weights/reading/source.rs` (64 KiB).
 /// With shorter rows, a thread would also read rows that another thread dequantizes, and these bytes would count twice.
 #[test]
 fn ranks_that_dequantize_rows_together_read_every_byte_once() {
@@ -376,8 +374,8 @@ fn ranks_that_dequantize_rows_together_read_every_byte_once() {
             let before = read_bytes(&checkpoint);
             let floats = on_ranks(ranks, |world| {
                 let progress = LoadProgress::silent();
-                let weights = Weights::of_rank(&checkpoint, &Device::Cpu, dtype, &progress, world.clone()).unwrap();
-                bits(&weights.sharing_reads().at("model.embed_tokens").float("weight", &[rows, columns]).unwrap())
+                let weights = WeightsBuilder::new(&checkpoint, &Device::Cpu, dtype, &progress).world(world.clone());
+                bits(&weights.build().unwrap().at("model.embed_tokens").float("weight", &[rows, columns]).unwrap())
             });
             assert_eq!(read_bytes(&checkpoint) - before, checkpoint.bytes(), "{ranks} ranks");
             let mut expected = vec![0.0; rows * columns];
@@ -396,13 +394,17 @@ fn parts_read_by_several_threads_equal_parts_read_at_once() {
     let folder = snapshot([("a.weight".into(), matrix), ("a.bias".into(), vectors)]);
     let (checkpoint, progress) = (Checkpoint::open(folder.path()).unwrap(), LoadProgress::silent());
     let world = World::threads(2).remove(0);
-    let weights = Weights::of_rank(&checkpoint, &Device::Cpu, DType::F32, &progress, world).unwrap().at("a");
+    let builder = || {
+        let builder = WeightsBuilder::new(&checkpoint, &Device::Cpu, DType::F32, &progress);
+        builder.world(world.clone()).share_reads(false)
+    };
     let dense = |weights: Weights, rows, columns| match Weights::matrix(&[(weights, rows)], "weight", columns).unwrap()
     {
         Matrix::Dense(tensor) => tensor,
         _ => panic!("not a dense matrix"),
     };
     let load = |weights: &Weights| {
+        let weights = weights.at("a");
         [
             weights.float("weight", &[1000, 700]).unwrap(),
             dense(weights.rows([100..300, 500..900], 1000), 600, 700),
@@ -410,12 +412,12 @@ fn parts_read_by_several_threads_equal_parts_read_at_once() {
             weights.rows([3..4, 500..1700], 2000).stacked_vectors("bias", 400, 1201).unwrap(),
         ]
     };
-    let expected = load(&weights);
+    let expected = load(&builder().build().unwrap());
     for (threads, piece_bytes) in [(1, 1 << 20), (4, 100_003), (4, 1000)] {
         let host = Host::default();
         let options = ReadAheadOptions { threads, piece_bytes, ahead_bytes: 0 };
         let reader = PartReader::new(host.clone(), options);
-        let parts = load(&weights.clone().with_part_reader(reader));
+        let parts = load(&builder().read_parts(reader).build().unwrap());
         for (part, expected) in parts.iter().zip(&expected) {
             assert_eq!(part.dims(), expected.dims());
             assert!(
@@ -426,7 +428,8 @@ fn parts_read_by_several_threads_equal_parts_read_at_once() {
         assert_eq!(host.live.load(Ordering::SeqCst), 0, "some memory was not freed");
     }
     let reader = PartReader::new(Host { limit: Some(1000), ..Host::default() }, small(2));
-    let error = format!("{:#}", weights.clone().with_part_reader(reader).float("weight", &[1000, 700]).unwrap_err());
+    let weights = builder().read_parts(reader).build().unwrap();
+    let error = format!("{:#}", weights.float("a.weight", &[1000, 700]).unwrap_err());
     assert!(error.contains("a.weight") && error.contains("out of memory"), "{error}");
 }
 
@@ -438,10 +441,11 @@ fn thousands_of_tiny_tensors_are_read() {
     let progress = LoadProgress::silent();
     let names = names(&checkpoint);
     let reader = ReadAheadReader::start(Host::default(), checkpoint.read_requests(DType::F32), small(4)).unwrap();
-    let weights = Weights::with_reader(&checkpoint, &Device::Cpu, DType::F32, &progress, reader);
+    let weights =
+        WeightsBuilder::new(&checkpoint, &Device::Cpu, DType::F32, &progress).read_ahead(reader).build().unwrap();
     compare(&checkpoint, &weights, &names, DType::F32);
     if let Some(gpu) = gpu_if_expected() {
-        let weights = Weights::new(&checkpoint, &gpu, DType::BF16, &progress).unwrap();
+        let weights = WeightsBuilder::new(&checkpoint, &gpu, DType::BF16, &progress).build().unwrap();
         compare(&checkpoint, &weights, &names, DType::BF16);
     }
 }
@@ -524,7 +528,7 @@ fn tensor_larger_than_gpu_memory_is_an_error() {
     file.set_len(8 + header.len() as u64 + bytes).unwrap();
     let checkpoint = Checkpoint::open(folder.path()).unwrap();
     let progress = LoadProgress::silent();
-    let weights = Weights::new(&checkpoint, &gpu, DType::BF16, &progress).unwrap();
+    let weights = WeightsBuilder::new(&checkpoint, &gpu, DType::BF16, &progress).build().unwrap();
     let error = format!("{:#}", weights.bytes("x", &[bytes as usize]).unwrap_err());
     assert!(error.contains("tensor x") && error.contains("OUT_OF_MEMORY"), "{error}");
 }

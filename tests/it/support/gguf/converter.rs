@@ -6,7 +6,7 @@
 use std::path::Path;
 
 use candle_core::{DType, Device};
-use inferno::weights::{Checkpoint, LoadProgress, Weights};
+use inferno::weights::{Checkpoint, LoadProgress, WeightsBuilder};
 use serde_json::Value;
 
 use super::writer::{F32, Writer, string};
@@ -51,7 +51,7 @@ fn convert_with(dir: &Path, write_experts: impl Fn(Writer, &Value, Vec<Source>) 
     let config: Value = serde_json::from_slice(&std::fs::read(dir.join("config.json")).unwrap()).unwrap();
     let checkpoint = Checkpoint::open(dir).unwrap();
     let progress = LoadProgress::silent();
-    let weights = Weights::new(&checkpoint, &Device::Cpu, DType::F32, &progress).unwrap();
+    let weights = WeightsBuilder::new(&checkpoint, &Device::Cpu, DType::F32, &progress).build().unwrap();
     let mut writer = metadata(&config);
     let mut experts: Vec<Source> = Vec::new();
     for (name, info) in checkpoint.tensors() {

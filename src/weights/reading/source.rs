@@ -54,7 +54,7 @@ impl Source {
     }
 
     /// On Linux, tells the kernel that `bytes` bytes at `offset` will be read soon. Errors are ignored.
-    pub(super) fn advise(&self, offset: u64, bytes: usize) {
+    pub(in crate::weights) fn advise(&self, offset: u64, bytes: usize) {
         #[cfg(target_os = "linux")]
         {
             use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
@@ -66,7 +66,7 @@ impl Source {
     }
 
     /// Fills `buffer` with the bytes at `offset` in the file. Fails if the file ends before the buffer is full.
-    pub(super) fn read(&self, mut buffer: &mut [u8], mut offset: u64) -> Result<()> {
+    pub(in crate::weights) fn read(&self, mut buffer: &mut [u8], mut offset: u64) -> Result<()> {
         while !buffer.is_empty() {
             #[cfg(unix)]
             let read = std::os::unix::fs::FileExt::read_at(&self.file, buffer, offset);
@@ -87,7 +87,7 @@ impl Source {
     }
 
     /// Reads `bytes` bytes at `offset` in the file. A read error names the file.
-    pub(super) fn read_to_vec(&self, offset: u64, bytes: usize) -> Result<Vec<u8>> {
+    pub(in crate::weights) fn read_to_vec(&self, offset: u64, bytes: usize) -> Result<Vec<u8>> {
         let mut buffer = with_capacity(bytes)?;
         buffer.resize(bytes, 0);
         self.read(&mut buffer, offset).with_context(|| format!("cannot read {}", self.path.display()))?;

@@ -35,7 +35,7 @@ pub(super) const PAGE_BYTES: usize = 4096;
 
 /// Reads tensors together with the other ranks. All ranks must read the same tensors in the same order.
 #[derive(Clone)]
-pub(super) struct SharedReads {
+pub struct SharedReads {
     pub world: World,
     /// The number of threads with which this rank reads.
     pub threads: usize,
@@ -195,7 +195,7 @@ impl SharedReads {
 /// Converts all rows of a tensor on all cores. If `shared` is given, the ranks convert the rows together.
 ///
 /// A converted row has `row_length` values. `convert` takes the index of a row and fills a slice with its values.
-pub(super) fn convert_all<T: Copy + Default + Send + Sync + 'static>(
+pub fn convert_all<T: Copy + Default + Send + Sync + 'static>(
     shared: Option<&SharedReads>,
     name: &str,
     (rows, row_length): (usize, usize),

@@ -29,7 +29,7 @@ pub struct HeaderTensor<'h> {
 
 /// The maximum total size of the safetensors headers of all shards, in bytes.
 /// The `safetensors` crate has the same limit for the header of one file.
-pub(super) const MAX_HEADER_BYTES: u64 = 100_000_000;
+pub const MAX_HEADER_BYTES: u64 = 100_000_000;
 
 /// The maximum number of JSON values in a header. Allows about 350,000 tensors with 12 JSON values each.
 pub(super) const MAX_HEADER_VALUES: usize = 1 << 22;

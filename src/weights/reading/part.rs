@@ -9,9 +9,9 @@ use candle_core::{DType, Device, Tensor};
 use super::shared_reads::SharedReads;
 use super::source::StoredBytes;
 
-/// The part of each tensor that [`Weights`](super::Weights) loads: some of the rows or some of the columns.
+/// The part of each tensor that [`Weights`](crate::weights::Weights) loads: some of the rows or some of the columns.
 #[derive(Clone, Debug)]
-pub(super) struct Part {
+pub struct Part {
     pub axis: Axis,
     /// The ranges of rows or columns to load, in loading order.
     pub ranges: Vec<Range<usize>>,
@@ -21,7 +21,7 @@ pub(super) struct Part {
 
 /// A dimension of a matrix `[rows, columns]`. Rows are the outputs of a linear layer, and columns are its inputs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Axis {
+pub enum Axis {
     Rows,
     Columns,
 }
@@ -38,7 +38,7 @@ impl Part {
 
 /// The selected ranges in one dimension of a tensor.
 #[derive(Clone, Debug)]
-pub(super) struct Slice {
+pub struct Slice {
     pub dim: usize,
     pub ranges: Vec<Range<usize>>,
     /// The length of the divided dimension in the file.

@@ -13,14 +13,13 @@ use candle_core::DType;
 use safetensors::Dtype;
 use safetensors::tensor::Metadata;
 
-use super::compressed::{CompressedConfig, Scheme};
-use super::read_ahead::{ReadRequest, Residency};
-use super::safetensors_header::{MAX_HEADER_BYTES, MAX_HEADER_VALUES};
-use super::source::{ByteRange, Source, StoredBytes};
-use super::tensor_info::TensorInfo;
+use super::header::{MAX_HEADER_BYTES, MAX_HEADER_VALUES};
 use crate::files;
 use crate::snapshot::{self, safetensors::ShardIndex};
 use crate::text::excerpt;
+use crate::weights::compressed::{CompressedConfig, Scheme};
+use crate::weights::reading::{ByteRange, ReadRequest, Residency, Source, StoredBytes};
+use crate::weights::tensor_info::TensorInfo;
 
 /// The open safetensors files of a model.
 pub struct SafetensorsCheckpoint {

@@ -1,0 +1,127 @@
+//! Chooses how the weights of a model are loaded: on which rank, quantized or not, and by which threads.
+
+use std::sync::Arc;
+
+use anyhow::Result;
+use candle_core::{DType, Device};
+
+use super::checkpoint::Checkpoint;
+#[cfg(feature = "cuda")]
+use super::loader::MAX_HOST_CONVERSION_BYTES;
+use super::loader::Weights;
+use super::progress::LoadProgress;
+use super::quantized::QuantizationTarget;
+#[cfg(feature = "cuda")]
+use super::reading::Residency;
+use super::reading::{PartReader, ReadAheadOptions, ReadAheadReader, Reader, ReaderThreads, SharedReads};
+use crate::device::World;
+#[cfg(feature = "cuda")]
+use crate::kernels::upload::CopyStream;
+use crate::kernels::upload::Target;
+
+/// Builds [`Weights`]. By default, a single rank loads whole tensors, and float matrices are not quantized.
+pub struct WeightsBuilder<'c> {
+    checkpoint: &'c Checkpoint,
+    device: Device,
+    dtype: DType,
+    progress: &'c LoadProgress<'c>,
+    quantize: Option<QuantizationTarget>,
+    world: World,
+    shares_reads: bool,
+    /// `None`: [`build`](Self::build) chooses the threads.
+    threads: Option<ReaderThreads>,
+}
+
+impl<'c> WeightsBuilder<'c> {
+    /// Returns a builder of weights that are loaded to `device`. Float tensors are converted to `dtype`.
+    pub fn new(checkpoint: &'c Checkpoint, device: &Device, dtype: DType, progress: &'c LoadProgress<'c>) -> Self {
+        Self {
+            checkpoint,
+            device: device.clone(),
+            dtype,
+            progress,
+            quantize: None,
+            world: World::alone(),
+            shares_reads: true,
+            threads: None,
+        }
+    }
+
+    /// Quantizes float matrices during loading, if `quantize` is given.
+    pub fn quantize(self, quantize: Option<QuantizationTarget>) -> Self {
+        Self { quantize, ..self }
+    }
+
+    /// Loads only the parts of the layers that the rank of `world` holds.
+    /// All ranks must load their parts at the same time, on different threads,
+    /// unless [`share_reads`](Self::share_reads) is false.
+    pub fn world(self, world: World) -> Self {
+        Self { world, ..self }
+    }
+
+    /// Sets whether this rank shares reads with the other ranks. Without this call, it does.
+    /// Bytes that several ranks need are then read only once.
+    ///
+    /// Some reads are not shared: rows and long runs of bytes that no other rank needs,
+    /// the scales of 8-bit weights, and E4M3 tensors without scales.
+    pub fn share_reads(self, shares_reads: bool) -> Self {
+        Self { shares_reads, ..self }
+    }
+
+    /// Takes tensors from `reader`, which must copy them to the device of the weights.
+    pub fn read_ahead(self, reader: ReadAheadReader<impl Target>) -> Self {
+        Self { threads: Some(ReaderThreads::Ahead(Arc::new(reader))), ..self }
+    }
+
+    /// Reads large tensors with `reader`, which must copy them to the device of the weights.
+    pub fn read_parts(self, reader: PartReader<impl Target>) -> Self {
+        Self { threads: Some(ReaderThreads::Parts(Arc::new(reader))), ..self }
+    }
+
+    /// Returns the weights.
+    ///
+    /// If a single rank loads safetensors files to a GPU without quantizing them,
+    /// background threads start reading the files immediately. Otherwise, no tensor is read before it is requested.
+    /// Loading functions may return a tensor before its copy to the device is complete.
+    /// Kernels on the device's stream wait for the copy to complete.
+    pub fn build(mut self) -> Result<Weights<'c>> {
+        let threads = match self.threads.take() {
+            Some(threads) => threads,
+            None => self.default_threads()?,
+        };
+        let shared_reads = (self.shares_reads && self.world.size() > 1).then(|| SharedReads {
+            world: self.world.clone(),
+            threads: if self.device.is_cuda() { ReadAheadOptions::default().threads } else { 1 },
+            buffers: Arc::default(),
+        });
+        Ok(Weights {
+            checkpoint: self.checkpoint,
+            prefix: String::new(),
+            device: self.device,
+            dtype: self.dtype,
+            quantize: self.quantize,
+            progress: self.progress,
+            reader: Reader { threads, world: self.world.clone() },
+            world: self.world,
+            part: None,
+            shared_reads,
+        })
+    }
+
+    fn default_threads(&self) -> Result<ReaderThreads> {
+        #[cfg(feature = "cuda")]
+        if let (Device::Cuda(cuda), Checkpoint::Safetensors(_)) = (&self.device, self.checkpoint) {
+            let (target, options) = (CopyStream::new(cuda)?, ReadAheadOptions::default());
+            // A rank does not need all bytes, and quantizing takes longer than reading, so neither reads ahead.
+            if self.world.size() > 1 || self.quantize.is_some() {
+                return Ok(ReaderThreads::Parts(Arc::new(PartReader::new(target, options))));
+            }
+            let mut requests = self.checkpoint.read_requests(self.dtype);
+            requests.retain(|request| {
+                request.residency == Residency::Permanent || request.bytes() > MAX_HOST_CONVERSION_BYTES
+            });
+            return Ok(ReaderThreads::Ahead(Arc::new(ReadAheadReader::start(target, requests, options)?)));
+        }
+        Ok(ReaderThreads::Caller)
+    }
+}

@@ -1,0 +1,21 @@
+//! Reads the bytes of tensors from weights files: whole tensors, or the part of each tensor that a rank holds.
+//!
+//! - `source`: reads bytes of files
+//! - `reader`: selects the threads of a rank that read the tensors of safetensors files
+//! - `read_ahead`: reads whole tensors on background threads before they are requested
+//! - `part`: the part of each tensor that a rank holds; `part_reader`: reads large parts with several threads
+//! - `shared_reads`: reads bytes only once if several ranks need them
+
+mod part;
+mod part_reader;
+mod read_ahead;
+mod reader;
+mod shared_reads;
+mod source;
+
+pub use part::{Axis, Part, Slice};
+pub use part_reader::PartReader;
+pub use read_ahead::{ReadAheadOptions, ReadAheadReader, ReadRequest, Residency};
+pub use reader::{Reader, ReaderThreads, TensorReader};
+pub use shared_reads::{SharedReads, convert_all};
+pub use source::{ByteRange, RowBuffer, RowSource, Source, StoredBytes, StoredRows};
