@@ -228,6 +228,12 @@ impl MemoryPlan {
         Ok(stages)
     }
 
+    /// Divides the layers among `ranks` devices with equal memory. See [`stages`](Self::stages).
+    fn stages_of_equal_devices(&self, ranks: usize) -> Result<Vec<Range<usize>>> {
+        // The amount of free memory does not matter: equal devices get equal shares of the layers.
+        self.stages(&vec![0; ranks])
+    }
+
     /// Plans the memory of one of `ranks` ranks, which holds the layers in `layers` undivided.
     pub fn with_stage(mut self, layers: Range<usize>, ranks: usize) -> Self {
         self.ranks = ranks;
@@ -268,7 +274,7 @@ impl MemoryPlan {
         if split == Split::Tensor || ranks == 1 {
             return Ok(self.with_ranks(ranks));
         }
-        let stages = self.stages(&vec![0; ranks])?;
+        let stages = self.stages_of_equal_devices(ranks)?;
         let plans = stages.into_iter().map(|stage| self.clone().with_stage(stage, ranks));
         Ok(plans.max_by_key(|plan| plan.weight_bytes).unwrap_or(self))
     }
