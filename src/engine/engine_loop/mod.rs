@@ -38,7 +38,7 @@ use std::time::{Duration, Instant};
 use anyhow::Result;
 
 use super::blocks::BlockManager;
-use super::fault::{Fault, FaultTime, PlannedFault};
+use super::fault::{Fault, FaultPlan};
 use super::requests::{FinishReason, Outbox, Sequence};
 use super::scheduler::{NewSequence, Scheduler, SchedulerConfig, SequenceId, SequenceWork};
 use crate::error::Error;
@@ -110,10 +110,8 @@ pub struct EngineLoop {
     outbox: Outbox,
     /// The queued step whose tokens are not delivered yet.
     queued_step: Option<QueuedWork>,
-    /// The fault for the next step, if a test injected one.
-    fault: Option<Fault>,
-    /// A fault to inject into one rank, planned by `INFERNO_FAULT` or by a test.
-    planned_fault: Option<PlannedFault>,
+    /// The fault that a test has planned, if any.
+    faults: FaultPlan,
     /// Whether the device has stopped working. Every later step would fail.
     is_device_broken: bool,
 }
@@ -127,6 +125,7 @@ impl EngineLoop {
         let windows = runner.cache().layout().windows().to_vec();
         let blocks = BlockManager::new(windows, runner.cache().blocks()).with_prompt_parts(prompt_parts);
         Self {
+            faults: FaultPlan::from_env(&runner),
             runner,
             scheduler: Scheduler::new(config, blocks),
             commands,
@@ -139,8 +138,6 @@ impl EngineLoop {
             is_draining: false,
             outbox: Outbox::default(),
             queued_step: None,
-            fault: None,
-            planned_fault: PlannedFault::from_env(),
             is_device_broken: false,
         }
     }
@@ -149,7 +146,6 @@ impl EngineLoop {
     ///
     /// When this function returns, unfinished requests fail, because their event channels close.
     pub fn run(mut self) {
-        self.inject_planned_fault();
         // Check again after waiting for commands, because a rank may have failed during the wait.
         while !self.has_failed() && self.receive_commands() && !self.has_failed() {
             self.counters.heartbeat.begin_step();
@@ -172,7 +168,6 @@ impl EngineLoop {
                 continue;
             }
             stats::add(&self.counters.steps, 1);
-            self.inject_planned_fault();
             self.run_plan(plan);
         }
         self.outbox.flush();
@@ -210,11 +205,7 @@ impl EngineLoop {
                     call(&self.runner, self.scheduler.blocks_mut());
                 }
                 Ok(Command::Inspect(call)) => self.inspections.push(call),
-                Ok(Command::Fail(Fault::Rank(planned))) => {
-                    self.planned_fault = Some(planned);
-                    self.inject_planned_fault();
-                }
-                Ok(Command::Fail(fault)) => self.fault = Some(fault),
+                Ok(Command::Fail(fault)) => self.faults.set(fault, &self.runner),
                 Ok(Command::Drain) => self.is_draining = true,
                 Ok(Command::Run(call)) => self.jobs.push_back(Job::Call(call)),
                 Err(TryRecvError::Empty) => return true,
@@ -244,15 +235,6 @@ impl EngineLoop {
     /// Returns whether the device has stopped working or a rank has failed. No step can run after that.
     fn has_failed(&self) -> bool {
         self.is_device_broken || self.runner.has_failed_rank()
-    }
-
-    /// Injects the planned fault if it is planned for the current step or an earlier step.
-    fn inject_planned_fault(&mut self) {
-        let steps = self.counters.steps.load(Ordering::Relaxed);
-        let is_due = |planned: &mut PlannedFault| matches!(planned.time, FaultTime::Step(step) if step <= steps);
-        if let Some(PlannedFault { rank, fault, .. }) = self.planned_fault.take_if(is_due) {
-            self.runner.inject(rank, fault);
-        }
     }
 
     /// Ends the sequences whose clients need no more tokens. See [`Sequence::is_canceled`].
