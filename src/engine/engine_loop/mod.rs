@@ -9,14 +9,7 @@
 //!   If another step is queued, the loop sends the events while the device runs that step.
 //!
 //! On a GPU, the loop queues most steps before it knows the tokens of the previous step.
-//! `runner/route.rs` decides which steps can be queued.
-//! For each token that a queued step will choose, the loop appends a pending token to the sequence.
-//! The next plan assumes that every sequence continues.
-//! If a sequence has ended, the queued step computes one unused token for it.
-//! The blocks of an ended sequence are freed at once. A later step can overwrite these blocks safely,
-//! because the device runs the steps in order.
-//! The device applies the penalties for tokens that the host does not know yet.
-//! A step is not queued if one of its sequences has a constraint.
+//! The section "Queued steps" of docs/architecture.md explains why this is safe.
 //!
 //! The files of this folder:
 //!
@@ -177,12 +170,8 @@ impl EngineLoop {
     /// Returns false if the loop must end: after a shutdown command, or if all handles were dropped.
     fn receive_commands(&mut self) -> bool {
         loop {
-            let is_idle = self.scheduler.is_idle() && self.jobs.is_empty() && self.queued_step.is_none();
-            let is_idle = is_idle && self.inspections.is_empty();
-            if is_idle {
+            let command = if self.is_idle() {
                 self.outbox.flush();
-            }
-            let command = if is_idle {
                 self.counters.heartbeat.rest();
                 self.wait_for_command()
             } else {
@@ -212,6 +201,11 @@ impl EngineLoop {
                 Ok(Command::Shutdown) | Err(TryRecvError::Disconnected) => return false,
             }
         }
+    }
+
+    /// Returns whether the loop has nothing to do before the next command.
+    fn is_idle(&self) -> bool {
+        self.scheduler.is_idle() && self.jobs.is_empty() && self.queued_step.is_none() && self.inspections.is_empty()
     }
 
     /// Waits for the next command. Returns [`TryRecvError::Empty`] if a rank fails during the wait.
