@@ -69,7 +69,7 @@ pub type RunnerCall = Box<dyn FnOnce(&mut Runner) + Send>;
 pub type CacheCall = Box<dyn FnOnce(&Runner, &mut BlockManager) + Send>;
 
 /// A function that inspects the scheduler. Its second argument is the time on the scheduler's clock.
-pub type InspectCall = Box<dyn FnOnce(&mut Scheduler, Duration) + Send>;
+pub type InspectCall = Box<dyn FnOnce(&Scheduler, Duration) + Send>;
 
 /// A request that the scheduler has not received yet, or a call that has not run.
 enum Job {
@@ -148,7 +148,7 @@ impl EngineLoop {
             // Run inspections after `admit`, so that each call sees the requests that were submitted before it,
             // except requests behind a `Job::Call` that still waits.
             for call in mem::take(&mut self.inspections) {
-                call(&mut self.scheduler, self.clock_start.elapsed());
+                call(&self.scheduler, self.clock_start.elapsed());
             }
             let plan = self.scheduler.plan(self.clock_start.elapsed());
             for &id in &plan.expired {
