@@ -211,10 +211,10 @@ fn out_of_memory_hint(
         }
         (Some(context), Some(gpus)) => format!("try --context {context}, or {gpus}"),
         (None, Some(gpus)) if limit_bytes.is_some() => {
-            format!("no context of 2048 tokens or more fits: {more_memory}, or try {gpus}")
+            format!("no context fits: {more_memory}, or try {gpus}")
         }
-        (None, Some(gpus)) => format!("no context of 2048 tokens or more fits: try {gpus}"),
-        (None, None) => format!("no context of 2048 tokens or more fits: {more_memory}, or choose a smaller model"),
+        (None, Some(gpus)) => format!("no context fits: try {gpus}"),
+        (None, None) => format!("no context fits: {more_memory}, or choose a smaller model"),
     }
 }
 

@@ -18,6 +18,12 @@ pub enum Overflow {
     DropOldest,
 }
 
+/// The error of [`Overflow::DropOldest`] with a server that does not count tokens or report its context.
+/// The caller says how to select [`Overflow::Stop`].
+#[derive(Debug, thiserror::Error)]
+#[error("cannot drop the oldest messages: the server does not count tokens or report its context")]
+pub struct CannotDropOldest;
+
 impl FromStr for Overflow {
     type Err = String;
 

@@ -11,7 +11,7 @@ use super::attachment::{Attachment, with_attachments};
 use super::backend::{Backend, BackendAnswer, OnDelta, TurnPrompt, TurnRequest, require_engine};
 use super::journal::{self, Change, ConversationState, Journal, SavedConversation};
 use super::model_source::{LoadedModel, ModelId, ModelSource, NoModelLoaded};
-use super::overflow::{self, Overflow, visible_messages};
+use super::overflow::{self, CannotDropOldest, Overflow, visible_messages};
 use super::settings::{self, ChatSettings, SettingValues};
 use super::state_folder;
 use super::turn::Turn;
@@ -188,10 +188,9 @@ impl Session {
         if self.settings.overflow == Overflow::Stop {
             return Ok(messages.to_vec());
         }
-        let unknown = "cannot drop the oldest messages: the server does not count tokens or report its context\n  \
-                       keep all messages: /set overflow stop";
-        let count_tokens = |messages: &[Message]| self.count_tokens(messages)?.context(unknown);
-        let (context, max_tokens) = (self.backend().context().context(unknown)?, self.settings.max_tokens);
+        let count_tokens = |messages: &[Message]| Ok(self.count_tokens(messages)?.ok_or(CannotDropOldest)?);
+        let context = self.backend().context().ok_or(CannotDropOldest)?;
+        let max_tokens = self.settings.max_tokens;
         let (visible, dropped) = overflow::drop_oldest(messages, self.dropped, context, max_tokens, &count_tokens)?;
         if dropped > self.dropped {
             notes.push(format!(

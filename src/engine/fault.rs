@@ -6,7 +6,7 @@
 
 use anyhow::{Result, bail};
 
-use crate::runner::RankFault;
+use crate::runner::{RankFault, Runner};
 
 /// A fault. All faults except [`Rank`](Self::Rank) strike in the next step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -20,19 +20,6 @@ pub enum Fault {
     /// A rank fails at or after a planned step: the first rank in its next pass or decode graph command,
     /// and any other rank after the commands that it has already received.
     Rank(PlannedFault),
-}
-
-impl Fault {
-    /// Fails or panics like a step with this fault.
-    /// Does nothing for a `Rank` fault, which strikes on the rank's own thread.
-    pub fn inject(self) -> Result<()> {
-        match self {
-            Fault::Step => bail!("injected fault of a step"),
-            Fault::Device => bail!("injected fault of the device"),
-            Fault::Panic => panic!("injected panic of the engine thread"),
-            Fault::Rank(_) => Ok(()),
-        }
-    }
 }
 
 /// A fault that strikes a rank at a given time.
@@ -76,6 +63,57 @@ impl PlannedFault {
     /// Strikes if the fault is planned for this rank and for [`FaultTime::Load`].
     pub fn inject_while_loading(self, rank: usize) -> Result<()> {
         if (self.rank, self.time) == (rank, FaultTime::Load) { self.fault.inject() } else { Ok(()) }
+    }
+}
+
+/// The fault that a test has planned for an engine, if any.
+pub struct FaultPlan {
+    fault: Option<Fault>,
+    /// The number of steps that have begun.
+    steps: u64,
+}
+
+impl FaultPlan {
+    /// Plans the fault in the environment variable `INFERNO_FAULT`. See [`PlannedFault::from_env`].
+    pub fn from_env(runner: &Runner) -> Self {
+        let mut plan = Self { fault: None, steps: 0 };
+        if let Some(planned) = PlannedFault::from_env() {
+            plan.set(Fault::Rank(planned), runner);
+        }
+        plan
+    }
+
+    /// Plans `fault` in place of any earlier fault. Injects the fault of a rank at once if its step has already begun.
+    pub fn set(&mut self, fault: Fault, runner: &Runner) {
+        self.fault = Some(fault);
+        self.inject_into_rank(runner);
+    }
+
+    /// Counts the step that is about to run, and injects the fault if it is due.
+    ///
+    /// Fails or panics like a step with this fault. Sets `is_device_broken` if no later step can run.
+    pub fn before_step(&mut self, runner: &Runner, is_device_broken: &mut bool) -> Result<()> {
+        self.steps += 1;
+        self.inject_into_rank(runner);
+        match self.fault.take_if(|fault| !matches!(fault, Fault::Rank(_))) {
+            Some(Fault::Step) => bail!("injected fault of a step"),
+            Some(Fault::Device) => {
+                *is_device_broken = true;
+                bail!("injected fault of the device")
+            }
+            Some(Fault::Panic) => panic!("injected panic of the engine thread"),
+            Some(Fault::Rank(_)) | None => Ok(()),
+        }
+    }
+
+    /// Injects the fault of a rank if it is planned for the current step or an earlier step.
+    fn inject_into_rank(&mut self, runner: &Runner) {
+        if let Some(Fault::Rank(PlannedFault { rank, fault, time: FaultTime::Step(step) })) = self.fault
+            && step <= self.steps
+        {
+            self.fault = None;
+            runner.inject(rank, fault);
+        }
     }
 }
 

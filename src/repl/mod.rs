@@ -13,7 +13,7 @@ use std::sync::atomic::Ordering;
 
 use anyhow::Result;
 
-use crate::conversation::{NoModelLoaded, Recording, Session};
+use crate::conversation::{CannotDropOldest, NoModelLoaded, Recording, Session};
 use crate::error::Error;
 use crate::terminal;
 use crate::text::without_controls;
@@ -79,6 +79,9 @@ pub fn run(mut session: Session) -> Result<ExitCode> {
                 if matches!(error.downcast_ref(), Some(Error::ContextFull { .. } | Error::PromptTooLong { .. })) =>
             {
                 terminal::print(&context_full(&session, &input));
+            }
+            Err(error) if error.is::<CannotDropOldest>() => {
+                terminal::print(&format!("error: {error}\n  keep all messages: /set overflow stop"));
             }
             Err(error) => terminal::print(&format!("error: {}", crate::text::error_message(&error))),
         }

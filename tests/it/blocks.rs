@@ -118,8 +118,16 @@ impl Model {
         self.extend(&mut tokens, &mut text, len);
         let longest = self.longest_hit(&tokens);
         let (before, free) = (self.manager.stats(), self.manager.free());
+        // A prefix that is found without a start predicts what the start changes.
+        let prefix = self.manager.find_prefix(&tokens, tokens.len(), hashes.clone(), usize::MAX);
+        assert_eq!((self.manager.stats(), self.manager.free()), (before, free));
+        let (end, chunk) = (tokens.len() + self.random.below(200), 1 + self.random.below(MAX_TOKENS));
+        let predicted = (self.manager.demand_after(&prefix, end, chunk), self.manager.free_after(&prefix));
+        let (prefix_tokens, prefix_tables) = (prefix.tokens(), prefix.tables().clone());
         let blocks = self.manager.start(&tokens, tokens.len(), hashes);
         let hit = blocks.computed();
+        assert_eq!((prefix_tokens, &prefix_tables), (hit, blocks.tables()));
+        assert_eq!(predicted, (self.manager.demand(&blocks, end, chunk), self.manager.free()));
         assert!(hit < tokens.len(), "a hit of {hit} tokens covers the whole prompt of {} tokens", tokens.len());
         match before.evicted {
             0 => assert_eq!(hit, longest, "wrong hit length for a prompt of {} tokens", tokens.len()),

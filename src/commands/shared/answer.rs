@@ -3,12 +3,12 @@
 use std::io::{IsTerminal, Write};
 use std::process::ExitCode;
 
-use anyhow::Result;
+use anyhow::{Result, anyhow};
 use serde_json::{Value, json};
 
 use super::note;
 use crate::chat::Channel;
-use crate::conversation::{ReasoningVisibility, Session, Turn};
+use crate::conversation::{CannotDropOldest, OnDelta, ReasoningVisibility, Session, Turn};
 use crate::engine::FinishReason;
 use crate::terminal::interrupt::cancel_on_ctrl_c;
 use crate::terminal::{self, Color, TurnView, WindowSize, dim, stderr_color, stdout_color};
@@ -37,6 +37,13 @@ pub fn text(mut session: Session, prompt: &str) -> Result<ExitCode> {
     Ok(exit_code(&turn))
 }
 
+/// Answers `prompt` like [`Session::answer`]. Adds the flag that the user can pass to some errors.
+fn answer(session: &mut Session, prompt: &str, on_delta: &mut OnDelta) -> Result<Turn> {
+    session.answer(prompt, on_delta).map_err(|error| {
+        if error.is::<CannotDropOldest>() { anyhow!("{error}\n  keep all messages: --overflow stop") } else { error }
+    })
+}
+
 /// Returns a warning if the reasoning of a turn used up all tokens, so that there is no answer. Otherwise `None`.
 fn missing_answer(turn: &Turn) -> Option<String> {
     let summary = &turn.summary;
@@ -52,7 +59,7 @@ fn missing_answer(turn: &Turn) -> Option<String> {
 fn draw(session: &mut Session, prompt: &str, shows_reasoning: bool) -> Result<Turn> {
     let mut out = std::io::stdout().lock();
     let mut view = TurnView::new(WindowSize::now(), false, false);
-    let turn = session.answer(prompt, &mut |delta| {
+    let turn = answer(session, prompt, &mut |delta| {
         if delta.channel == Channel::Answer || (delta.channel == Channel::Reasoning && shows_reasoning) {
             view.show(delta, WindowSize::now(), &mut out)?;
         }
@@ -67,7 +74,7 @@ fn write(session: &mut Session, prompt: &str, shows_reasoning: bool) -> Result<T
     let (mut out, mut err) = (std::io::stdout().lock(), std::io::stderr().lock());
     let (is_terminal, color) = (std::io::stdout().is_terminal(), stderr_color());
     let (mut is_reasoning, mut ends_line) = (false, true);
-    let turn = session.answer(prompt, &mut |delta| {
+    let turn = answer(session, prompt, &mut |delta| {
         match delta.channel {
             Channel::Reasoning if shows_reasoning => {
                 is_reasoning = true;
@@ -101,7 +108,7 @@ fn write(session: &mut Session, prompt: &str, shows_reasoning: bool) -> Result<T
 pub fn json(mut session: Session, prompt: &str) -> Result<ExitCode> {
     cancel_on_ctrl_c(session.cancel.clone())?;
     let seed = seed(&session);
-    let turn = session.answer(prompt, &mut |_| Ok(()))?;
+    let turn = answer(&mut session, prompt, &mut |_| Ok(()))?;
     let mut object = json!({ "text": turn.text, "reasoning": turn.reasoning, "tokens": turn.tokens });
     extend(&mut object, figures(&session, &turn)?);
     object["model"] = session.model.name().into();
@@ -116,7 +123,7 @@ pub fn json_lines(mut session: Session, prompt: &str) -> Result<ExitCode> {
     cancel_on_ctrl_c(session.cancel.clone())?;
     let (model, seed) = (session.model.clone(), seed(&session));
     print(&json!({ "event": "start", "model": model.name(), "revision": model.revision(), "seed": seed }))?;
-    let turn = session.answer(prompt, &mut |delta| {
+    let turn = answer(&mut session, prompt, &mut |delta| {
         let event = match delta.channel {
             Channel::Reasoning => "reasoning",
             Channel::Answer => "answer",

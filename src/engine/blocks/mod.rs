@@ -73,6 +73,22 @@ impl SequenceBlocks {
     }
 }
 
+/// The longest cached prefix of a prompt, found without starting a sequence.
+/// No sequence holds the blocks of the prefix, so the prefix is valid only until the block manager changes.
+pub struct CachedPrefix(SequenceBlocks);
+
+impl CachedPrefix {
+    /// Returns the block tables that a sequence with the prompt would start with.
+    pub fn tables(&self) -> &BlockTables {
+        &self.0.tables
+    }
+
+    /// Returns the number of tokens in the prefix.
+    pub fn tokens(&self) -> usize {
+        self.0.computed
+    }
+}
+
 /// A copy of a block that the caller must make before the next step. The step writes to the copy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BlockCopy {
@@ -139,6 +155,12 @@ impl BlockManager {
         self.pool.free()
     }
 
+    /// Returns the number of blocks that would be free if a sequence had started with the blocks of `prefix`.
+    pub fn free_after(&self, prefix: &CachedPrefix) -> usize {
+        let blocks = prefix.0.tables.iter().flatten().filter(|&&block| block != SCRATCH_BLOCK);
+        self.free() - blocks.filter(|&&block| self.pool.references(block) == 0).count()
+    }
+
     /// Returns the number of blocks that a sequence uses, in all layer groups together.
     pub fn held(&self, sequence: &SequenceBlocks) -> usize {
         sequence.tables.iter().zip(&sequence.first_held).map(|(table, first_held)| table.len() - first_held).sum()
@@ -170,6 +192,13 @@ impl BlockManager {
 
     /// Creates the block tables of a sequence and adds the longest cached prefix of at most `most` blocks.
     fn start_with(&mut self, tokens: &[u32], prompt_tokens: usize, hashes: BlockHashes, most: usize) -> SequenceBlocks {
+        let CachedPrefix(sequence) = self.find_prefix(tokens, prompt_tokens, hashes, most);
+        sequence.tables.iter().flatten().for_each(|&block| self.pool.retain(block));
+        sequence
+    }
+
+    /// Finds the longest cached prefix of at most `most` blocks. For the other arguments, see [`start`](Self::start).
+    pub fn find_prefix(&self, tokens: &[u32], prompt_tokens: usize, hashes: BlockHashes, most: usize) -> CachedPrefix {
         let (last, prompt_parts) = (prompt_tokens.saturating_sub(1), hashes.prompt_parts.or(self.prompt_parts));
         let mut sequence = SequenceBlocks {
             tables: BlockTables::new(self.windows.len()),
@@ -188,13 +217,11 @@ impl BlockManager {
             sequence.first_held[group] = first;
             for index in 0..hit {
                 let block = if index < first { None } else { self.find(group, tokens, &sequence.hashes, index) };
-                let block = block.unwrap_or(SCRATCH_BLOCK);
-                self.pool.retain(block);
-                sequence.tables.push(group, block);
+                sequence.tables.push(group, block.unwrap_or(SCRATCH_BLOCK));
             }
         }
         sequence.computed = hit * BLOCK_TOKENS;
-        sequence
+        CachedPrefix(sequence)
     }
 
     /// Returns the length in blocks of the longest prefix that is cached in every layer group, at most `limit`.
@@ -278,12 +305,22 @@ impl BlockManager {
     /// Returns the number of free blocks that the sequence needs to grow to `tokens` in steps of up to `chunk` tokens.
     /// A block that leaves the window as the sequence grows counts only once, because the sequence can use it again.
     pub fn demand(&self, sequence: &SequenceBlocks, tokens: usize, chunk: usize) -> usize {
+        self.demand_of(sequence, tokens, chunk, 1)
+    }
+
+    /// Returns the [`demand`](Self::demand) of a sequence that would start with the blocks of `prefix`.
+    pub fn demand_after(&self, prefix: &CachedPrefix, tokens: usize, chunk: usize) -> usize {
+        self.demand_of(&prefix.0, tokens, chunk, 0)
+    }
+
+    /// Returns the [`demand`](Self::demand) of a sequence that holds `own` references to each of its blocks.
+    fn demand_of(&self, sequence: &SequenceBlocks, tokens: usize, chunk: usize, own: u32) -> usize {
         let demand = |group: usize| {
             let missing = self.missing_in_group(group, sequence, tokens);
             let Some(window) = self.windows[group] else { return missing };
             // A shared block does not become free when it leaves the window of one sequence.
             let unshared = (sequence.first_held[group]..sequence.tables.len(group))
-                .filter(|&index| self.pool.references(sequence.tables.get(group, index)) == 1);
+                .filter(|&index| self.pool.references(sequence.tables.get(group, index)) == own);
             missing.min(peak_blocks(Some(window), tokens, chunk).saturating_sub(unshared.count()))
         };
         (0..self.windows.len()).map(demand).sum()

@@ -56,17 +56,16 @@ impl PrefixBlocks {
 
 /// Saves the longest cached prefix of `ids`. Returns the number of saved tokens.
 /// If nothing is cached, returns 0 and writes no file.
-pub fn save(path: &Path, ids: &[u32], fingerprint: &str, runner: &Runner, blocks: &mut BlockManager) -> Result<usize> {
+pub fn save(path: &Path, ids: &[u32], fingerprint: &str, runner: &Runner, blocks: &BlockManager) -> Result<usize> {
     // A cached prefix never includes the last token. Append a token, so that the search can find all of `ids`.
     let tokens = [ids, &[0]].concat();
-    let sequence = blocks.start(&tokens, tokens.len(), Default::default());
-    let computed = sequence.computed();
-    let prefix = PrefixBlocks::new(computed, sequence.tables(), blocks, runner.cache().layout().groups());
-    blocks.abandon(sequence);
+    let prefix = blocks.find_prefix(&tokens, tokens.len(), Default::default(), usize::MAX);
+    let computed = prefix.tokens();
+    let prefix = PrefixBlocks::new(computed, prefix.tables(), blocks, runner.cache().layout().groups());
     if computed == 0 {
         return Ok(0);
     }
-    // `save` runs on the engine thread, so no step can overwrite the released blocks before `save` returns.
+    // `save` runs on the engine thread, so no step can overwrite the blocks before `save` returns.
     let parts = runner.with_caches(move |rank| read_blocks(&prefix, rank.cache))?;
     let mut tensors = all_heads(parts)?;
     tensors.push(("tokens".into(), Tensor::new(&ids[..computed], &Device::Cpu)?));

@@ -9,14 +9,7 @@
 //!   If another step is queued, the loop sends the events while the device runs that step.
 //!
 //! On a GPU, the loop queues most steps before it knows the tokens of the previous step.
-//! `runner/route.rs` decides which steps can be queued.
-//! For each token that a queued step will choose, the loop appends a pending token to the sequence.
-//! The next plan assumes that every sequence continues.
-//! If a sequence has ended, the queued step computes one unused token for it.
-//! The blocks of an ended sequence are freed at once. A later step can overwrite these blocks safely,
-//! because the device runs the steps in order.
-//! The device applies the penalties for tokens that the host does not know yet.
-//! A step is not queued if one of its sequences has a constraint.
+//! The section "Queued steps" of docs/architecture.md explains why this is safe.
 //!
 //! The files of this folder:
 //!
@@ -38,7 +31,7 @@ use std::time::{Duration, Instant};
 use anyhow::Result;
 
 use super::blocks::BlockManager;
-use super::fault::{Fault, FaultTime, PlannedFault};
+use super::fault::{Fault, FaultPlan};
 use super::requests::{FinishReason, Outbox, Sequence};
 use super::scheduler::{NewSequence, Scheduler, SchedulerConfig, SequenceId, SequenceWork};
 use crate::error::Error;
@@ -76,7 +69,7 @@ pub type RunnerCall = Box<dyn FnOnce(&mut Runner) + Send>;
 pub type CacheCall = Box<dyn FnOnce(&Runner, &mut BlockManager) + Send>;
 
 /// A function that inspects the scheduler. Its second argument is the time on the scheduler's clock.
-pub type InspectCall = Box<dyn FnOnce(&mut Scheduler, Duration) + Send>;
+pub type InspectCall = Box<dyn FnOnce(&Scheduler, Duration) + Send>;
 
 /// A request that the scheduler has not received yet, or a call that has not run.
 enum Job {
@@ -110,10 +103,8 @@ pub struct EngineLoop {
     outbox: Outbox,
     /// The queued step whose tokens are not delivered yet.
     queued_step: Option<QueuedWork>,
-    /// The fault for the next step, if a test injected one.
-    fault: Option<Fault>,
-    /// A fault to inject into one rank, planned by `INFERNO_FAULT` or by a test.
-    planned_fault: Option<PlannedFault>,
+    /// The fault that a test has planned, if any.
+    faults: FaultPlan,
     /// Whether the device has stopped working. Every later step would fail.
     is_device_broken: bool,
 }
@@ -127,6 +118,7 @@ impl EngineLoop {
         let windows = runner.cache().layout().windows().to_vec();
         let blocks = BlockManager::new(windows, runner.cache().blocks()).with_prompt_parts(prompt_parts);
         Self {
+            faults: FaultPlan::from_env(&runner),
             runner,
             scheduler: Scheduler::new(config, blocks),
             commands,
@@ -139,8 +131,6 @@ impl EngineLoop {
             is_draining: false,
             outbox: Outbox::default(),
             queued_step: None,
-            fault: None,
-            planned_fault: PlannedFault::from_env(),
             is_device_broken: false,
         }
     }
@@ -149,7 +139,6 @@ impl EngineLoop {
     ///
     /// When this function returns, unfinished requests fail, because their event channels close.
     pub fn run(mut self) {
-        self.inject_planned_fault();
         // Check again after waiting for commands, because a rank may have failed during the wait.
         while !self.has_failed() && self.receive_commands() && !self.has_failed() {
             self.counters.heartbeat.begin_step();
@@ -159,7 +148,7 @@ impl EngineLoop {
             // Run inspections after `admit`, so that each call sees the requests that were submitted before it,
             // except requests behind a `Job::Call` that still waits.
             for call in mem::take(&mut self.inspections) {
-                call(&mut self.scheduler, self.clock_start.elapsed());
+                call(&self.scheduler, self.clock_start.elapsed());
             }
             let plan = self.scheduler.plan(self.clock_start.elapsed());
             for &id in &plan.expired {
@@ -172,7 +161,6 @@ impl EngineLoop {
                 continue;
             }
             stats::add(&self.counters.steps, 1);
-            self.inject_planned_fault();
             self.run_plan(plan);
         }
         self.outbox.flush();
@@ -182,12 +170,8 @@ impl EngineLoop {
     /// Returns false if the loop must end: after a shutdown command, or if all handles were dropped.
     fn receive_commands(&mut self) -> bool {
         loop {
-            let is_idle = self.scheduler.is_idle() && self.jobs.is_empty() && self.queued_step.is_none();
-            let is_idle = is_idle && self.inspections.is_empty();
-            if is_idle {
+            let command = if self.is_idle() {
                 self.outbox.flush();
-            }
-            let command = if is_idle {
                 self.counters.heartbeat.rest();
                 self.wait_for_command()
             } else {
@@ -210,17 +194,18 @@ impl EngineLoop {
                     call(&self.runner, self.scheduler.blocks_mut());
                 }
                 Ok(Command::Inspect(call)) => self.inspections.push(call),
-                Ok(Command::Fail(Fault::Rank(planned))) => {
-                    self.planned_fault = Some(planned);
-                    self.inject_planned_fault();
-                }
-                Ok(Command::Fail(fault)) => self.fault = Some(fault),
+                Ok(Command::Fail(fault)) => self.faults.set(fault, &self.runner),
                 Ok(Command::Drain) => self.is_draining = true,
                 Ok(Command::Run(call)) => self.jobs.push_back(Job::Call(call)),
                 Err(TryRecvError::Empty) => return true,
                 Ok(Command::Shutdown) | Err(TryRecvError::Disconnected) => return false,
             }
         }
+    }
+
+    /// Returns whether the loop has nothing to do before the next command.
+    fn is_idle(&self) -> bool {
+        self.scheduler.is_idle() && self.jobs.is_empty() && self.queued_step.is_none() && self.inspections.is_empty()
     }
 
     /// Waits for the next command. Returns [`TryRecvError::Empty`] if a rank fails during the wait.
@@ -244,15 +229,6 @@ impl EngineLoop {
     /// Returns whether the device has stopped working or a rank has failed. No step can run after that.
     fn has_failed(&self) -> bool {
         self.is_device_broken || self.runner.has_failed_rank()
-    }
-
-    /// Injects the planned fault if it is planned for the current step or an earlier step.
-    fn inject_planned_fault(&mut self) {
-        let steps = self.counters.steps.load(Ordering::Relaxed);
-        let is_due = |planned: &mut PlannedFault| matches!(planned.time, FaultTime::Step(step) if step <= steps);
-        if let Some(PlannedFault { rank, fault, .. }) = self.planned_fault.take_if(is_due) {
-            self.runner.inject(rank, fault);
-        }
     }
 
     /// Ends the sequences whose clients need no more tokens. See [`Sequence::is_canceled`].

@@ -7,7 +7,7 @@ use std::sync::atomic::Ordering;
 use anyhow::{Result, anyhow, bail};
 
 use super::stats;
-use super::{EngineLoop, Fault, QueuedWork};
+use super::{EngineLoop, QueuedWork};
 use crate::engine::requests::{FinishReason, PromptScores, Sequence};
 use crate::engine::scheduler::{Scheduler, SequenceId, SequenceWork, StepPlan};
 use crate::runner::{Chosen, QueuedStep, StepSequence, TokenSampler};
@@ -15,14 +15,8 @@ use crate::runner::{Chosen, QueuedStep, StepSequence, TokenSampler};
 impl EngineLoop {
     /// Runs or queues one planned step. If the previous step was queued, delivers its tokens.
     pub(super) fn run_plan(&mut self, mut plan: StepPlan) {
-        if let Some(fault) = self.fault.take() {
-            self.deliver_queued();
-            let Err(error) = fault.inject() else { return };
-            self.fail(&plan.work, error);
-            self.is_device_broken |= fault == Fault::Device;
-            return;
-        }
-        let queued = match self.prepare(&plan).and_then(|()| self.queue(&plan)) {
+        let fault = self.faults.before_step(&self.runner, &mut self.is_device_broken);
+        let queued = match fault.and_then(|()| self.prepare(&plan)).and_then(|()| self.queue(&plan)) {
             Ok(queued) => queued,
             Err(error) => {
                 self.deliver_queued();

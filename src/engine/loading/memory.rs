@@ -228,6 +228,12 @@ impl MemoryPlan {
         Ok(stages)
     }
 
+    /// Divides the layers among `ranks` devices with equal memory. See [`stages`](Self::stages).
+    fn stages_of_equal_devices(&self, ranks: usize) -> Result<Vec<Range<usize>>> {
+        // The amount of free memory does not matter: equal devices get equal shares of the layers.
+        self.stages(&vec![0; ranks])
+    }
+
     /// Plans the memory of one of `ranks` ranks, which holds the layers in `layers` undivided.
     pub fn with_stage(mut self, layers: Range<usize>, ranks: usize) -> Self {
         self.ranks = ranks;
@@ -268,7 +274,7 @@ impl MemoryPlan {
         if split == Split::Tensor || ranks == 1 {
             return Ok(self.with_ranks(ranks));
         }
-        let stages = self.stages(&vec![0; ranks])?;
+        let stages = self.stages_of_equal_devices(ranks)?;
         let plans = stages.into_iter().map(|stage| self.clone().with_stage(stage, ranks));
         Ok(plans.max_by_key(|plan| plan.weight_bytes).unwrap_or(self))
     }
@@ -482,13 +488,14 @@ impl MemoryPlan {
     }
 
     /// Returns the error for a context that does not fit.
-    /// The error suggests a shorter context that fits, if there is one.
+    /// The error suggests the longest context that fits, if there is one.
     /// On one GPU, the error also suggests 2, 4 or 8 such GPUs if `context` fits on that many.
     pub fn out_of_memory(&self, context: usize, device: &DeviceInfo) -> Error {
         let what = format!("this model with a context of {context} tokens");
         let (needed_bytes, free_bytes) = (self.bytes(self.smallest(context)), device.free_bytes);
-        let smaller = self.halvings(context).skip(1);
-        let fitting_context = smaller.into_iter().find(|&context| self.fit(context, device).is_some());
+        // The device can run out of memory although the plan fits. Then suggest half of the context.
+        let shorter = |largest: usize| if largest < context { largest } else { context / 2 };
+        let fitting_context = self.largest_context(device).map(shorter).filter(|&context| context > 0);
         let fits_on = |gpus: &usize| self.clone().with_ranks(*gpus).fit(context, device).is_some();
         let is_divisible = self.ranks == 1 && device.compute_capability.is_some();
         let fitting_gpus = [2, 4, 8].into_iter().find(|gpus| is_divisible && fits_on(gpus));
@@ -591,9 +598,22 @@ mod tests {
         let fits = plan.bytes(Capacity { context: 4096, chunk: 512 });
         let error = plan.choose(Some(16_384), &device(fits)).unwrap_err();
         assert!(error.to_string().contains("--context 4096"), "{error}");
+        // The context can be shorter than the shortest default context.
+        let fits = plan.bytes(plan.smallest(300));
+        for requested in [Some(1000), Some(16_384), None] {
+            let error = plan.choose(requested, &device(fits)).unwrap_err();
+            assert!(error.to_string().contains("--context 300"), "{requested:?}: {error}");
+        }
+        // Allocations can fail although the plan fits.
+        for (context, suggested) in [(1000, Some(500)), (1, None)] {
+            let error = plan.out_of_memory(context, &device(80 << 30));
+            let Error::OutOfMemory { fitting_context, .. } = error else { panic!("{error}") };
+            assert_eq!(fitting_context, suggested);
+        }
         let error = plan.choose(None, &device(1 << 30)).unwrap_err();
         let Some(Error::OutOfMemory { fitting_context, .. }) = error.downcast_ref() else { panic!("{error}") };
         assert_eq!(*fitting_context, None);
+        assert!(error.to_string().contains("no context fits: free memory on the device"), "{error}");
     }
 
     #[test]

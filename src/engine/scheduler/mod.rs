@@ -313,33 +313,26 @@ impl Scheduler {
     }
 
     /// Predicts when a sequence with its forks would start if it were submitted now.
-    pub fn preview(&mut self, new: &NewSequence) -> Preview {
+    pub fn preview(&self, new: &NewSequence) -> Preview {
         let NewSequence { ref prompt, ref forks, max_tokens, tenant, .. } = *new;
         let SchedulerConfig { token_budget, max_sequences, context, .. } = self.config;
         let running: usize = self.running.iter().map(|seniority| self.demand(seniority)).sum();
-        // Acquire the blocks of the cached prefix now. Otherwise, they would count as free blocks below.
         let hashes = self.blocks.hashes(new.cache_salt.as_deref(), new.prompt_parts);
-        let blocks = if new.computes_whole_prompt {
-            self.blocks.start_uncached(prompt, prompt.len(), hashes)
-        } else {
-            self.blocks.start(prompt, prompt.len(), hashes)
-        };
-        let cached_tokens = blocks.computed();
-        let chunk = (prompt.len() - cached_tokens).clamp(1, token_budget);
+        let most = if new.computes_whole_prompt { 0 } else { usize::MAX };
+        let prefix = self.blocks.find_prefix(prompt, prompt.len(), hashes, most);
+        let chunk = (prompt.len() - prefix.tokens()).clamp(1, token_budget);
         let longest = prompt.len().saturating_add(max_tokens).min(context);
-        let needed_blocks = self.blocks.demand(&blocks, longest.min(prompt.len() + GROWTH_STEPS), chunk);
-        let longest_blocks = self.blocks.demand(&blocks, longest, chunk);
-        let free_blocks = self.blocks.free().saturating_sub(running);
-        self.blocks.abandon(blocks);
+        let needed_blocks = self.blocks.demand_after(&prefix, longest.min(prompt.len() + GROWTH_STEPS), chunk);
+        let free_blocks = self.blocks.free_after(&prefix).saturating_sub(running);
         let seniority = Seniority::new(new.priority, new.arrival, new.id);
         let ahead = self.waiting.ahead(tenant, seniority, &self.ledger);
         let has_slot = self.running.len() + forks.len() < max_sequences;
         Preview {
             starts_now: ahead == 0 && has_slot && needed_blocks <= free_blocks,
             ahead,
-            cached_tokens,
+            cached_tokens: prefix.tokens(),
             needed_blocks,
-            longest_blocks,
+            longest_blocks: self.blocks.demand_after(&prefix, longest, chunk),
             free_blocks,
             total_blocks: self.blocks.stats().total,
         }

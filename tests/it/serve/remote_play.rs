@@ -207,6 +207,8 @@ fn a_server_without_usage_and_token_counts_is_enough() {
     // The request to the server contains only the settings that the user chose.
     assert_eq!(mock.bodies.lock().unwrap()[0], expected);
     assert_fails(&ask(&mock.url, &[]), 2, &["org/a, org/b"]);
+    let hint = ["does not count tokens", "\n  keep all messages: --overflow stop"];
+    assert_fails(&ask(&mock.url, &["org/a", "--overflow", "drop-oldest"]), 1, &hint);
     assert_fails(&ask(&mock.url, &["org"]), 3, &["it serves 'org/a', 'org/b'"]);
 
     let home = TempDir::new().unwrap();
@@ -226,7 +228,7 @@ fn a_server_without_usage_and_token_counts_is_enough() {
     expect(&mut chat, ">>> ");
     chat.send_line("Three?").unwrap();
     let refused = expect(&mut chat, ">>> ");
-    assert!(refused.contains("does not count tokens"), "{refused}");
+    assert!(refused.contains("does not count tokens") && refused.contains("/set overflow stop"), "{refused}");
     chat.send_line("/exit").unwrap();
     chat.exp_eof().unwrap();
     // The chat does not send the reasoning of earlier turns to the server.
