@@ -30,15 +30,12 @@ use inferno::weights::quantized::QuantizationTarget;
 use inferno::weights::{Checkpoint, LoadProgress, WeightsBuilder};
 
 use crate::support::gguf::models::{llama_in_many_types, saved};
-use crate::support::{Random, golden, golden_models, gpu, logits_tolerance, relative_error, values};
+use crate::support::{GOLDEN_MODELS, GoldenModel, Random};
+use crate::support::{golden, golden_models, gpu, logits_tolerance, relative_error, values};
 
 const CONTEXT: usize = 160;
 const CHUNK: usize = 32;
 const INF: f32 = f32::INFINITY;
-
-/// Model families whose router may choose other experts in the graph than in the eager decoder.
-/// The graph and the eager decoder round the router's input differently, which can change the choice in a near tie.
-const ROUTED: [&str; 2] = ["mixtral", "qwen3_moe"];
 
 struct Model {
     name: String,
@@ -49,7 +46,8 @@ struct Model {
     tables: BlockTables,
     device: Device,
     dtype: DType,
-    has_router: bool,
+    /// As in [`GoldenModel`].
+    can_graph_choose_other_experts: bool,
 }
 
 impl Model {
@@ -67,16 +65,20 @@ impl Model {
         let checkpoint = Checkpoint::open(dir).unwrap();
         let progress = LoadProgress::silent();
         let weights = WeightsBuilder::new(&checkpoint, device, dtype, &progress).quantize(quantize).build().unwrap();
-        let config = models::read_config(dir).unwrap();
-        let decoder = config.architecture.build(&weights, CONTEXT).unwrap();
-        let has_router = ROUTED.contains(&config.family.model_type);
+        let decoder = models::read_config(dir).unwrap().architecture.build(&weights, CONTEXT).unwrap();
         let (cache, mut tables) = KvCache::for_one_sequence(decoder.cache_layout(), CONTEXT, dtype, device).unwrap();
         for group in 0..cache.layout().groups() {
             for (index, block) in tables.table(group).to_vec().into_iter().rev().enumerate() {
                 tables.set(group, index, block);
             }
         }
-        Self { name: format!("{name} in {dtype:?}"), decoder, cache, tables, device: device.clone(), dtype, has_router }
+        let (name, device) = (format!("{name} in {dtype:?}"), device.clone());
+        Self { name, decoder, cache, tables, device, dtype, can_graph_choose_other_experts: false }
+    }
+
+    fn load_golden(model: &GoldenModel, device: &Device, dtype: DType) -> Self {
+        let can_graph_choose_other_experts = model.can_graph_choose_other_experts;
+        Self { can_graph_choose_other_experts, ..Self::load(model.name, &golden(model.name), device, dtype) }
     }
 
     fn fresh_cache(&self) -> KvCache {
@@ -267,8 +269,8 @@ impl RandomTensors {
 fn for_each_model(test: impl Fn(&Model)) {
     let device = gpu();
     for dtype in [DType::BF16, DType::F16] {
-        for case in golden_models(|model| model.has_graph) {
-            test(&Model::load(case, &golden(case), &device, dtype));
+        for model in GOLDEN_MODELS.iter().filter(|model| model.has_graph) {
+            test(&Model::load_golden(model, &device, dtype));
         }
         for (name, llama) in LLAMAS {
             let dir = tempfile::tempdir().unwrap();
@@ -285,7 +287,9 @@ fn for_each_model(test: impl Fn(&Model)) {
         write_qwen3_moe(dir.path());
         for name in ["q8_0", "q4_k", "q6_k", "q5_0", "fp8", "int8"] {
             let quantize: QuantizationTarget = name.parse().unwrap();
-            test(&Model::load_quantized(&format!("experts in {name}"), dir.path(), &device, dtype, Some(quantize)));
+            let name = format!("experts in {name}");
+            let model = Model::load_quantized(&name, dir.path(), &device, dtype, Some(quantize));
+            test(&Model { can_graph_choose_other_experts: true, ..model });
         }
         // The q, k and v projections have three different formats, and the embedding is quantized.
         let (_folder, file) = saved(&llama_in_many_types());
@@ -419,7 +423,7 @@ fn graph_steps_match_the_eager_decoder() {
             let error = relative_error(&got, &want);
             let allowed = if model.dtype == DType::F16 { 1e-2 } else { 5e-2 };
             // If the router chooses another expert in a near tie, the error of the step is larger.
-            let is_flipped = model.has_router && (allowed..1.0).contains(&error);
+            let is_flipped = model.can_graph_choose_other_experts && (allowed..1.0).contains(&error);
             (steps, flipped) = (steps + 1, flipped + usize::from(is_flipped));
             assert!(
                 error < allowed || is_flipped,
@@ -430,7 +434,7 @@ fn graph_steps_match_the_eager_decoder() {
             assert_eq!(next as usize, best, "{} at {position}", model.name);
             seen.push(token);
             token = (next * 7 + position as u32) % got.len() as u32;
-            if model.has_router {
+            if model.can_graph_choose_other_experts {
                 // Another choice of expert also changes the KV cache, so rebuild both caches from the same tokens.
                 model.prefill(&seen);
                 eager = model.fresh_cache();
@@ -470,7 +474,7 @@ fn graph_replay_matches_single_launches() {
 #[test(gpu)]
 fn next_turn_continues_from_the_cache_of_graph_steps() {
     for_each_model(|model| {
-        if model.has_router {
+        if model.can_graph_choose_other_experts {
             return;
         }
         let (opening, steps) = (prompt(model, 37), 45);

@@ -15,31 +15,35 @@ use inferno::nn::pass::{PassBatch, RowSelection, SequenceSpan};
 use inferno::nn::rope::{RopeConfig, RopeLengths};
 use inferno::weights::{Checkpoint, LoadProgress, WeightsBuilder};
 
-use crate::support::{GoldenKind, Random, devices, golden, golden_models, logits_tolerance, relative_error, values};
+use crate::harness::TestCase;
+use crate::support::{GOLDEN_MODELS, GoldenKind, GoldenModel, Random, TestDevice};
+use crate::support::{golden, logits_tolerance, on_devices, relative_error, values};
 
 const CONTEXT: usize = 160;
 
+/// A golden model, and the device on which a test runs it.
+type ModelOnDevice = (&'static GoldenModel, TestDevice);
+
+/// A loaded golden model, with the results of transformers.
 struct Case {
-    name: String,
+    model: &'static GoldenModel,
     decoder: Decoder,
     device: Device,
     dtype: DType,
     ids: Vec<u32>,
     golden: HashMap<String, Tensor>,
-    has_router: bool,
 }
 
-fn load(case: &str, device: &Device, dtype: DType) -> Case {
-    let dir = golden(case);
+fn load((model, device): ModelOnDevice) -> Case {
+    let (device, dtype) = device.open();
+    let dir = golden(model.name);
     let checkpoint = Checkpoint::open(&dir).unwrap();
     let progress = LoadProgress::silent();
-    let weights = WeightsBuilder::new(&checkpoint, device, dtype, &progress).build().unwrap();
-    let config = models::read_config(&dir).unwrap();
-    let decoder = config.architecture.build(&weights, CONTEXT).unwrap();
+    let weights = WeightsBuilder::new(&checkpoint, &device, dtype, &progress).build().unwrap();
+    let decoder = models::read_config(&dir).unwrap().architecture.build(&weights, CONTEXT).unwrap();
     let golden = safetensors::load(dir.join("golden.safetensors"), &Device::Cpu).unwrap();
     let ids = integers(&golden["ids"]);
-    let has_router = ["gpt_oss", "mixtral", "qwen3_moe"].contains(&config.family.model_type);
-    Case { name: case.into(), decoder, device: device.clone(), dtype, ids, golden, has_router }
+    Case { model, decoder, device, dtype, ids, golden }
 }
 
 fn integers(tensor: &Tensor) -> Vec<u32> {
@@ -110,120 +114,129 @@ impl Case {
         self.dtype != DType::F32
     }
 
-    /// Returns the largest allowed relative error, compared with the f32 reference.
-    /// In bf16 and f16, relative rounding errors of 2^-8 and 2^-11 accumulate over the layers.
+    /// Returns whether the logits may differ between two ways to compute them:
+    /// in a 16-bit dtype, rounding can change the chosen experts, and thereby all later logits.
+    fn can_choose_other_experts(&self) -> bool {
+        self.is_16_bit() && self.model.has_router
+    }
+
     fn tolerance(&self) -> f32 {
-        match (self.dtype, self.name.as_str()) {
-            // transformers in bf16 differs from transformers in f32 by 3.3% (int8), 5.6% (fp8) and 9.1% (fp8_static).
-            // The tolerances are about twice the errors of transformers in bf16.
-            // On a GPU, f32 needs the FP8 tolerances too: tensor cores accumulate FP8 products with about 13 bits.
-            // The low accuracy of FP8 sums can change a quantized activation.
-            (_, "compressed/fp8") if self.is_16_bit() || self.device.is_cuda() => 12e-2,
-            (_, "compressed/fp8_static") if self.is_16_bit() || self.device.is_cuda() => 19e-2,
-            (DType::BF16 | DType::F16, "compressed/int8") => 7e-2,
-            (dtype, _) => logits_tolerance(dtype),
-        }
+        tolerance(self.model.name, self.dtype, self.device.is_cuda())
+    }
+
+    /// Asserts that two results differ at most by rounding errors. `what` describes `actual` in the error message.
+    fn assert_same(&self, what: &str, actual: &[f32], expected: &[f32]) {
+        let error = relative_error(actual, expected);
+        let tolerance = if self.dtype == DType::F32 { 2e-5 } else { self.tolerance() };
+        assert!(error < tolerance, "relative error of {what}: {error:e}");
     }
 }
 
-fn each_case(test: impl Fn(&str, Case)) {
-    each_of(&golden_models(|model| model.kind != GoldenKind::Compressed), test);
-}
-
-/// Like [`each_case`], but also runs `test` on compressed-tensors models.
-/// Use it only in tests that sum in the same order as transformers (see [`GoldenKind::Compressed`]).
-fn each_case_and_compressed(test: impl Fn(&str, Case)) {
-    each_of(&golden_models(|_| true), test);
-}
-
-fn each_of(cases: &[&str], test: impl Fn(&str, Case)) {
-    for (device, dtype) in devices() {
-        for case in cases {
-            test(&format!("{case} on {:?} in {dtype:?}", device.location()), load(case, &device, dtype));
-        }
+/// Returns the largest allowed relative error, compared with the f32 reference.
+/// In bf16 and f16, relative rounding errors of 2^-8 and 2^-11 accumulate over the layers.
+fn tolerance(model: &str, dtype: DType, is_gpu: bool) -> f32 {
+    match (dtype, model) {
+        // transformers in bf16 differs from transformers in f32 by 3.3% (int8), 5.6% (fp8) and 9.1% (fp8_static).
+        // The tolerances are about twice the errors of transformers in bf16.
+        // On a GPU, f32 needs the FP8 tolerances too: tensor cores accumulate FP8 products with about 13 bits.
+        // The low accuracy of FP8 sums can change a quantized activation.
+        (_, "compressed/fp8") if dtype != DType::F32 || is_gpu => 12e-2,
+        (_, "compressed/fp8_static") if dtype != DType::F32 || is_gpu => 19e-2,
+        (DType::BF16 | DType::F16, "compressed/int8") => 7e-2,
+        (dtype, _) => logits_tolerance(dtype),
     }
 }
 
-#[test]
-fn logits_and_every_layer_agree_with_transformers() {
-    each_case_and_compressed(|name, case| {
-        let OneSequence { cache, tables, .. } = case.cache();
-        let span = SequenceSpan { tokens: case.ids.len(), position: 0, tables: &tables };
-        let batch =
-            PassBatch { ids: &case.ids, sequences: &[span], rows: RowSelection::All, sum_order: SumOrder::Fastest };
-        let mut taps = Vec::new();
-        let mut tap = |_: usize, x: &Tensor| {
-            taps.push(values(x));
-            Ok(())
-        };
-        let logits = case.decoder.forward_tapped(&batch, &cache, Some(&mut tap)).unwrap();
-        for (layer, tap) in taps.iter().enumerate() {
-            let error = relative_error(tap, &values(&case.golden[&format!("hidden.{layer}")]));
-            assert!(error < case.tolerance(), "{name}: relative error of layer {layer}: {error:e}");
-        }
-        let error = relative_error(&values(&logits), &values(&case.golden["logits"]));
-        println!("{name}: relative error of the logits: {error:e}");
-        assert!(error < case.tolerance(), "{name}: relative error of the logits: {error:e}");
-    });
+fn models_on_devices(is_selected: impl Fn(&GoldenModel) -> bool) -> Vec<TestCase<ModelOnDevice>> {
+    on_devices(GOLDEN_MODELS.iter().filter(|model| is_selected(model)).map(|model| (model.name, model)))
 }
 
-#[test]
-fn mean_nll_agrees_with_transformers() {
-    each_case_and_compressed(|name, case| {
-        let vocab = case.golden["logits"].dim(1).unwrap();
-        let nll = |logits: &[f32]| {
-            let rows = logits.chunks_exact(vocab).zip(&case.ids[1..]);
-            let losses: Vec<f64> = rows
-                .map(|(row, &next)| {
-                    let sum: f64 = row.iter().map(|&logit| (logit as f64).exp()).sum();
-                    sum.ln() - row[next as usize] as f64
-                })
-                .collect();
-            losses.iter().sum::<f64>() / losses.len() as f64
-        };
-        let (actual, expected) = (nll(&case.logits(&case.ids, case.ids.len())), nll(&values(&case.golden["logits"])));
-        let tolerance = if case.tolerance() > 1e-4 { f64::from(case.tolerance()) / 2.0 } else { 1e-4 };
-        assert!((actual - expected).abs() < tolerance, "{name}: mean NLL {actual}, expected {expected}");
-    });
+fn uncompressed() -> Vec<TestCase<ModelOnDevice>> {
+    models_on_devices(|model| model.kind != GoldenKind::Compressed)
 }
 
-#[test]
-fn greedy_tokens_agree_with_transformers() {
-    // Skip cases with a loose tolerance. In these cases, rounding may change the greedy token in a near tie.
-    each_case_and_compressed(|name, case| {
-        if case.tolerance() > 1e-4 {
-            return;
-        }
-        let mut ids = integers(&case.golden["greedy_prompt"]);
-        let expected = integers(&case.golden["greedy"]);
-        let mut sequence = case.cache();
-        let mut tokens = Vec::new();
-        while tokens.len() < expected.len() {
-            let logits = case.append(&mut sequence, &ids);
-            let logits = &logits[logits.len() - case.golden["logits"].dim(1).unwrap()..];
-            let best = (0..logits.len()).max_by(|&a, &b| logits[a].total_cmp(&logits[b])).unwrap() as u32;
-            tokens.push(best);
-            ids = vec![best];
-        }
-        assert_eq!(tokens, expected, "{name}");
-    });
+/// Like [`uncompressed`], but includes compressed-tensors models.
+/// Use it only for tests that sum in the same order as transformers (see [`GoldenKind::Compressed`]).
+fn all() -> Vec<TestCase<ModelOnDevice>> {
+    models_on_devices(|_| true)
 }
 
-/// Asserts that two results differ at most by rounding errors. `what` describes `actual` in the error message.
-fn assert_same(name: &str, what: &str, case: &Case, actual: &[f32], expected: &[f32]) {
-    let error = relative_error(actual, expected);
-    let tolerance = if case.dtype == DType::F32 { 2e-5 } else { case.tolerance() };
-    assert!(error < tolerance, "{name}: relative error of {what}: {error:e}");
+/// Like [`all`], but without the cases that have a loose tolerance.
+/// In those cases, rounding may change the greedy token in a near tie.
+fn accurate() -> Vec<TestCase<ModelOnDevice>> {
+    let is_accurate = |(model, device): ModelOnDevice| tolerance(model.name, device.dtype, device.is_gpu) <= 1e-4;
+    all().into_iter().filter(|case| is_accurate(case.value)).collect()
 }
 
-#[test]
-fn chunked_prefill_equals_whole_prefill() {
-    each_case(|name, case| {
-        let whole = case.logits(&case.ids, case.ids.len());
-        for chunk in [1, 5, 7, 16, 33] {
-            assert_same(name, &format!("prefill in chunks of {chunk}"), &case, &case.logits(&case.ids, chunk), &whole);
-        }
-    });
+#[test(each = all)]
+fn logits_and_every_layer_agree_with_transformers(model: ModelOnDevice) {
+    let case = load(model);
+    let OneSequence { cache, tables, .. } = case.cache();
+    let span = SequenceSpan { tokens: case.ids.len(), position: 0, tables: &tables };
+    let batch = PassBatch { ids: &case.ids, sequences: &[span], rows: RowSelection::All, sum_order: SumOrder::Fastest };
+    let mut taps = Vec::new();
+    let mut tap = |_: usize, x: &Tensor| {
+        taps.push(values(x));
+        Ok(())
+    };
+    let logits = case.decoder.forward_tapped(&batch, &cache, Some(&mut tap)).unwrap();
+    for (layer, tap) in taps.iter().enumerate() {
+        let error = relative_error(tap, &values(&case.golden[&format!("hidden.{layer}")]));
+        assert!(error < case.tolerance(), "relative error of layer {layer}: {error:e}");
+    }
+    let error = relative_error(&values(&logits), &values(&case.golden["logits"]));
+    println!(
+        "{} on {:?} in {:?}: relative error of the logits: {error:e}",
+        case.model.name,
+        case.device.location(),
+        case.dtype
+    );
+    assert!(error < case.tolerance(), "relative error of the logits: {error:e}");
+}
+
+#[test(each = all)]
+fn mean_nll_agrees_with_transformers(model: ModelOnDevice) {
+    let case = load(model);
+    let vocab = case.golden["logits"].dim(1).unwrap();
+    let nll = |logits: &[f32]| {
+        let rows = logits.chunks_exact(vocab).zip(&case.ids[1..]);
+        let losses: Vec<f64> = rows
+            .map(|(row, &next)| {
+                let sum: f64 = row.iter().map(|&logit| (logit as f64).exp()).sum();
+                sum.ln() - row[next as usize] as f64
+            })
+            .collect();
+        losses.iter().sum::<f64>() / losses.len() as f64
+    };
+    let (actual, expected) = (nll(&case.logits(&case.ids, case.ids.len())), nll(&values(&case.golden["logits"])));
+    let tolerance = if case.tolerance() > 1e-4 { f64::from(case.tolerance()) / 2.0 } else { 1e-4 };
+    assert!((actual - expected).abs() < tolerance, "mean NLL {actual}, expected {expected}");
+}
+
+#[test(each = accurate)]
+fn greedy_tokens_agree_with_transformers(model: ModelOnDevice) {
+    let case = load(model);
+    let mut ids = integers(&case.golden["greedy_prompt"]);
+    let expected = integers(&case.golden["greedy"]);
+    let mut sequence = case.cache();
+    let mut tokens = Vec::new();
+    while tokens.len() < expected.len() {
+        let logits = case.append(&mut sequence, &ids);
+        let logits = &logits[logits.len() - case.golden["logits"].dim(1).unwrap()..];
+        let best = (0..logits.len()).max_by(|&a, &b| logits[a].total_cmp(&logits[b])).unwrap() as u32;
+        tokens.push(best);
+        ids = vec![best];
+    }
+    assert_eq!(tokens, expected);
+}
+
+#[test(each = uncompressed)]
+fn chunked_prefill_equals_whole_prefill(model: ModelOnDevice) {
+    let case = load(model);
+    let whole = case.logits(&case.ids, case.ids.len());
+    for chunk in [1, 5, 7, 16, 33] {
+        case.assert_same(&format!("prefill in chunks of {chunk}"), &case.logits(&case.ids, chunk), &whole);
+    }
 }
 
 impl SharedCache<'_> {
@@ -262,7 +275,7 @@ impl SharedCache<'_> {
                 Some(*end)
             });
             let want: Vec<f32> = ends.flat_map(|end| &logits[(end - 1) * vocab..end * vocab]).copied().collect();
-            assert_same(&self.case.name, "the logits of the last tokens alone", self.case, &last, &want);
+            self.case.assert_same("the logits of the last tokens alone", &last, &want);
         }
         let mut rows = logits.chunks(vocab);
         for (member, &tokens) in members.iter_mut().zip(steps) {
@@ -280,131 +293,127 @@ impl SharedCache<'_> {
 
     /// Asserts that a sequence in a shared cache has the same logits as when it runs alone with an empty cache.
     ///
-    /// Skips models with a router in 16-bit dtypes: rounding can change the chosen experts and all later logits.
-    fn assert_like_alone(&self, name: &str, what: &str, member: &Member) {
-        if self.case.is_16_bit() && self.case.has_router {
+    /// Compares nothing if the sequence may choose other experts when it runs alone.
+    fn assert_like_alone(&self, what: &str, member: &Member) {
+        if self.case.can_choose_other_experts() {
             return;
         }
         let alone = self.case.logits(&member.ids, CONTEXT);
         let first = alone.len() - member.logits.len();
-        assert_same(name, what, self.case, &member.logits, &alone[first..]);
+        self.case.assert_same(what, &member.logits, &alone[first..]);
     }
 }
 
 /// Sequences of random lengths advance by random numbers of tokens.
 /// A pass can therefore start and end anywhere in a block.
-#[test]
-fn batch_equals_each_sequence_alone() {
-    each_case(|name, case| {
-        let mut random = Random(3);
-        for size in [1, 2, 3, 5, 9] {
-            let mut shared = case.shared_cache(size);
-            let mut members: Vec<Member> = (0..size)
-                .map(|_| {
-                    let length = 1 + random.below(CONTEXT);
-                    let ids = case.random_ids(&mut random, length);
-                    shared.start(ids)
-                })
-                .collect();
-            shared.compares_last_rows = !(case.is_16_bit() && case.has_router);
-            loop {
-                let mut steps: Vec<usize> = Vec::new();
-                for member in &members {
-                    let left = member.ids.len() - member.blocks.computed();
-                    let most = [0, 1, 1, 7, 70][random.below(5)];
-                    steps.push(left.min(most));
-                }
-                if members.iter().all(|member| member.ids.len() == member.blocks.computed()) {
-                    break;
-                }
-                if steps.iter().any(|&tokens| tokens > 0) {
-                    shared.step(&mut members.iter_mut().collect::<Vec<_>>(), &steps);
-                }
+#[test(each = uncompressed)]
+fn batch_equals_each_sequence_alone(model: ModelOnDevice) {
+    let case = load(model);
+    let mut random = Random(3);
+    for size in [1, 2, 3, 5, 9] {
+        let mut shared = case.shared_cache(size);
+        let mut members: Vec<Member> = (0..size)
+            .map(|_| {
+                let length = 1 + random.below(CONTEXT);
+                let ids = case.random_ids(&mut random, length);
+                shared.start(ids)
+            })
+            .collect();
+        shared.compares_last_rows = !case.can_choose_other_experts();
+        loop {
+            let mut steps: Vec<usize> = Vec::new();
+            for member in &members {
+                let left = member.ids.len() - member.blocks.computed();
+                let most = [0, 1, 1, 7, 70][random.below(5)];
+                steps.push(left.min(most));
             }
-            for (index, member) in members.iter().enumerate() {
-                shared.assert_like_alone(name, &format!("sequence {index} of {size}"), member);
+            if members.iter().all(|member| member.ids.len() == member.blocks.computed()) {
+                break;
+            }
+            if steps.iter().any(|&tokens| tokens > 0) {
+                shared.step(&mut members.iter_mut().collect::<Vec<_>>(), &steps);
             }
         }
-    });
+        for (index, member) in members.iter().enumerate() {
+            shared.assert_like_alone(&format!("sequence {index} of {size}"), member);
+        }
+    }
 }
 
-#[test]
-fn reused_prefix_equals_a_fresh_prefill() {
-    each_case(|name, case| {
-        let mut random = Random(5);
-        let mut shared = case.shared_cache(2);
-        let ids = case.random_ids(&mut random, 140);
-        let mut first = shared.start(ids.clone());
-        shared.finish(&mut first);
-        shared.blocks.release(first.blocks);
-        for common in [1, 63, 64, 65, 127, 128, 129, 139] {
-            let mut tokens = ids[..common].to_vec();
-            tokens.extend(case.random_ids(&mut random, 3));
-            // The token after the common prefix must differ between the two sequences.
-            tokens[common] = (ids[common] + 1) % case.golden["logits"].dim(1).unwrap() as u32;
-            let mut second = shared.start(tokens);
-            assert!(second.blocks.computed() <= common / BLOCK_TOKENS * BLOCK_TOKENS, "{name}");
-            if shared.cache.layout().windows().iter().all(Option::is_none) {
-                assert_eq!(second.blocks.computed(), common / BLOCK_TOKENS * BLOCK_TOKENS, "{name}");
-            }
-            shared.finish(&mut second);
-            shared.assert_like_alone(name, &format!("the logits after a reused prefix of {common} tokens"), &second);
-            shared.blocks.release(second.blocks);
+#[test(each = uncompressed)]
+fn reused_prefix_equals_a_fresh_prefill(model: ModelOnDevice) {
+    let case = load(model);
+    let mut random = Random(5);
+    let mut shared = case.shared_cache(2);
+    let ids = case.random_ids(&mut random, 140);
+    let mut first = shared.start(ids.clone());
+    shared.finish(&mut first);
+    shared.blocks.release(first.blocks);
+    for common in [1, 63, 64, 65, 127, 128, 129, 139] {
+        let mut tokens = ids[..common].to_vec();
+        tokens.extend(case.random_ids(&mut random, 3));
+        // The token after the common prefix must differ between the two sequences.
+        tokens[common] = (ids[common] + 1) % case.golden["logits"].dim(1).unwrap() as u32;
+        let mut second = shared.start(tokens);
+        assert!(second.blocks.computed() <= common / BLOCK_TOKENS * BLOCK_TOKENS);
+        if shared.cache.layout().windows().iter().all(Option::is_none) {
+            assert_eq!(second.blocks.computed(), common / BLOCK_TOKENS * BLOCK_TOKENS);
         }
-    });
+        shared.finish(&mut second);
+        shared.assert_like_alone(&format!("the logits after a reused prefix of {common} tokens"), &second);
+        shared.blocks.release(second.blocks);
+    }
 }
 
-#[test]
-fn forked_sequences_equal_separate_ones() {
-    each_case(|name, case| {
-        let mut random = Random(6);
-        for prompt in [1, 50, 64, 70, 128] {
-            let mut shared = case.shared_cache(3);
-            let ids = case.random_ids(&mut random, prompt);
-            let mut parent = shared.start(ids.clone());
-            shared.finish(&mut parent);
-            let mut forks: Vec<Member> = (0..2)
-                .map(|_| {
-                    let mut ids = ids.clone();
-                    ids.extend(case.random_ids(&mut random, 20));
-                    Member { ids, blocks: shared.blocks.fork(&parent.blocks), logits: Vec::new() }
-                })
-                .collect();
-            parent.ids.extend(case.random_ids(&mut random, 20));
-            for _ in 0..20 {
-                let mut members: Vec<&mut Member> = forks.iter_mut().collect();
-                members.push(&mut parent);
-                shared.step(&mut members, &[1, 1, 1]);
-            }
-            for member in forks.iter().chain([&parent]) {
-                shared.assert_like_alone(name, &format!("a fork or its parent after {prompt} tokens"), member);
-            }
+#[test(each = uncompressed)]
+fn forked_sequences_equal_separate_ones(model: ModelOnDevice) {
+    let case = load(model);
+    let mut random = Random(6);
+    for prompt in [1, 50, 64, 70, 128] {
+        let mut shared = case.shared_cache(3);
+        let ids = case.random_ids(&mut random, prompt);
+        let mut parent = shared.start(ids.clone());
+        shared.finish(&mut parent);
+        let mut forks: Vec<Member> = (0..2)
+            .map(|_| {
+                let mut ids = ids.clone();
+                ids.extend(case.random_ids(&mut random, 20));
+                Member { ids, blocks: shared.blocks.fork(&parent.blocks), logits: Vec::new() }
+            })
+            .collect();
+        parent.ids.extend(case.random_ids(&mut random, 20));
+        for _ in 0..20 {
+            let mut members: Vec<&mut Member> = forks.iter_mut().collect();
+            members.push(&mut parent);
+            shared.step(&mut members, &[1, 1, 1]);
         }
-    });
+        for member in forks.iter().chain([&parent]) {
+            shared.assert_like_alone(&format!("a fork or its parent after {prompt} tokens"), member);
+        }
+    }
 }
 
 /// A preempted sequence gives up its blocks. Later, it recomputes the tokens whose blocks are no longer cached.
-#[test]
-fn preempted_sequence_continues_as_before() {
-    each_case(|name, case| {
-        let mut random = Random(8);
-        let mut shared = case.shared_cache(2);
-        for preempted_at in [1, 20, 63, 64, 65, 100, 128, 150] {
-            let ids = case.random_ids(&mut random, 155);
-            let mut member = shared.start(ids.clone());
-            shared.step(&mut [&mut member], &[preempted_at]);
-            shared.blocks.release(member.blocks);
-            // Meanwhile, another sequence runs, and may take blocks of the preempted sequence.
-            let other = case.random_ids(&mut random, preempted_at);
-            let mut other = shared.start(other);
-            shared.finish(&mut other);
-            shared.blocks.release(other.blocks);
-            let mut again = shared.start(ids);
-            shared.finish(&mut again);
-            shared.assert_like_alone(name, &format!("a sequence preempted after {preempted_at} tokens"), &again);
-            shared.blocks.release(again.blocks);
-        }
-    });
+#[test(each = uncompressed)]
+fn preempted_sequence_continues_as_before(model: ModelOnDevice) {
+    let case = load(model);
+    let mut random = Random(8);
+    let mut shared = case.shared_cache(2);
+    for preempted_at in [1, 20, 63, 64, 65, 100, 128, 150] {
+        let ids = case.random_ids(&mut random, 155);
+        let mut member = shared.start(ids.clone());
+        shared.step(&mut [&mut member], &[preempted_at]);
+        shared.blocks.release(member.blocks);
+        // Meanwhile, another sequence runs, and may take blocks of the preempted sequence.
+        let other = case.random_ids(&mut random, preempted_at);
+        let mut other = shared.start(other);
+        shared.finish(&mut other);
+        shared.blocks.release(other.blocks);
+        let mut again = shared.start(ids);
+        shared.finish(&mut again);
+        shared.assert_like_alone(&format!("a sequence preempted after {preempted_at} tokens"), &again);
+        shared.blocks.release(again.blocks);
+    }
 }
 
 #[test]

@@ -4,10 +4,13 @@
 //! A test whose [`Need`] is not met is reported as ignored, unless `--ignored` or `--include-ignored` is given.
 //! The last lines of output explain how to run the ignored tests.
 //!
+//! `#[test(each = LIST)]` marks a function that tests one case of many. `LIST` is a function that returns the cases,
+//! as a `Vec<TestCase<T>>`, and the marked function takes a `T`. Each case is a test of its own,
+//! with its own [`Need`], and is named after the function and the case: `golden::FUNCTION::qwen3_moe::cuda_bf16`.
+//!
 //! The usual options of libtest work, for example `cargo test NAME`, `-- --exact`, `-- --list` and `-- --nocapture`.
 
 use std::backtrace::{Backtrace, BacktraceStatus};
-use std::borrow::Cow;
 use std::cell::RefCell;
 use std::fmt::Write;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -20,18 +23,40 @@ use libtest_mimic::{Arguments, Completion, Failed, Trial};
 
 use crate::support::program::{can_mount, libraries_are_loaded_on_demand};
 
-/// A test registered by this project's own attribute `#[test]` (`tests/macros`).
-#[derive(Clone)]
+/// What this project's own attribute `#[test]` (`tests/macros`) registers for a function:
+/// a function that returns the function's tests, which are one test, or one test for each case.
+pub struct Registration(pub fn() -> Vec<Test>);
+
+inventory::collect!(Registration);
+
 pub struct Test {
-    /// The full path: crate, modules and function, joined with `::`.
-    pub path: Cow<'static, str>,
+    /// The full path: crate, modules, function and case, joined with `::`.
+    pub path: String,
     pub need: Option<Need>,
     /// Whether the test must run alone, with no other test at the same time.
     pub is_alone: bool,
-    pub run: fn(),
+    pub run: Box<dyn FnOnce() + Send>,
 }
 
-inventory::collect!(Test);
+/// One case of a function marked `#[test(each = LIST)]`.
+pub struct TestCase<T> {
+    /// The end of the test's name. It may contain `::`.
+    pub name: String,
+    pub need: Option<Need>,
+    /// The argument of the function.
+    pub value: T,
+}
+
+/// Returns the tests of a function marked `#[test(each = LIST)]`: one for each case.
+pub fn tests_of_cases<T: Send + 'static>(path: &str, cases: Vec<TestCase<T>>, run: fn(T)) -> Vec<Test> {
+    let test = |TestCase { name, need, value }: TestCase<T>| Test {
+        path: format!("{path}::{name}"),
+        need,
+        is_alone: false,
+        run: Box::new(move || run(value)),
+    };
+    cases.into_iter().map(test).collect()
+}
 
 impl Test {
     /// Returns the name that test filters match: the path without the crate.
@@ -112,10 +137,10 @@ fn tests_of_cuda_builds() -> Vec<Test> {
         let name = function.split_once("fn ")?.1.split('(').next()?;
         let need = if argument == "(full_size)" { Need::FullSize } else { Need::Gpu };
         Some(Test {
-            path: format!("it::{module}::{name}").into(),
+            path: format!("it::{module}::{name}"),
             need: Some(need),
             is_alone: false,
-            run: fail_without_cuda,
+            run: Box::new(fail_without_cuda),
         })
     });
     tests.collect()
@@ -156,7 +181,9 @@ pub fn main() -> ExitCode {
     let is_captured = !(no_capture || common.nocapture || std::env::var_os("RUST_TEST_NOCAPTURE").is_some());
     let threads = std::env::var("RUST_TEST_THREADS").ok().and_then(|threads| threads.parse().ok());
     common.test_threads = common.test_threads.or(threads);
-    let mut tests: Vec<Test> = inventory::iter::<Test>.into_iter().cloned().chain(tests_of_cuda_builds()).collect();
+    let registrations = inventory::iter::<Registration>.into_iter();
+    let mut tests: Vec<Test> =
+        registrations.flat_map(|Registration(tests)| tests()).chain(tests_of_cuda_builds()).collect();
     tests.sort_by(|a, b| a.path.cmp(&b.path));
     if !more_filters.is_empty() {
         let filters: Vec<String> = common.filter.take().into_iter().chain(more_filters).collect();
@@ -206,7 +233,7 @@ thread_local! {
 }
 
 /// Runs one test. If `is_captured`, its output is shown only if the test fails.
-fn run_captured(run: fn(), is_captured: bool) -> Result<(), Failed> {
+fn run_captured(run: impl FnOnce(), is_captured: bool) -> Result<(), Failed> {
     CAPTURED.set(is_captured.then(String::new));
     let outcome = catch_unwind(AssertUnwindSafe(run));
     let output = CAPTURED.take().unwrap_or_default();

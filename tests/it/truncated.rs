@@ -13,7 +13,7 @@ use tempfile::TempDir;
 
 use crate::support::gguf::models::{demo_as_gguf, saved};
 use crate::support::program::{copy_of_demo, inferno};
-use crate::support::{Random, devices, golden};
+use crate::support::{Random, TestDevice, devices, golden};
 
 /// The number of times that the test loads each file format.
 const LOADS: usize = 12;
@@ -50,8 +50,9 @@ fn load_after_truncation(name: &str, quantize: Option<&str>, (device, dtype): (&
     decoder.err().map_or("no error".into(), |error| format!("{error:#}"))
 }
 
-#[test]
-fn truncation_between_header_and_tensors_is_an_error() {
+#[test(each = devices)]
+fn truncation_between_header_and_tensors_is_an_error(device: TestDevice) {
+    let (device, dtype) = device.open();
     let models = [
         ("llama3", "model.safetensors"),
         ("mixtral", "model.safetensors"),
@@ -61,13 +62,11 @@ fn truncation_between_header_and_tensors_is_an_error() {
         ("gguf_quantized/gpt_oss.gguf", "model.gguf"),
         ("gguf_quantized/gpt2.gguf", "model.gguf"),
     ];
-    for (device, dtype) in devices() {
-        for (name, file) in models {
-            for quantize in [None, Some("q8_0"), Some("int8")] {
-                let error = load_after_truncation(name, quantize, (&device, dtype));
-                let is_clear = error.contains(file) && error.contains("shorter than its header says");
-                assert!(is_clear, "{name}, {quantize:?}, {dtype:?}: unclear error: {error}");
-            }
+    for (name, file) in models {
+        for quantize in [None, Some("q8_0"), Some("int8")] {
+            let error = load_after_truncation(name, quantize, (&device, dtype));
+            let is_clear = error.contains(file) && error.contains("shorter than its header says");
+            assert!(is_clear, "{name}, {quantize:?}, {dtype:?}: unclear error: {error}");
         }
     }
 }

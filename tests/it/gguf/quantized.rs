@@ -6,45 +6,39 @@ use candle_core::{DType, Device, safetensors};
 use inferno::models;
 use inferno::weights::{Checkpoint, Inventory, LoadProgress, WeightsBuilder};
 
-use crate::support::{devices, golden, logits_of, logits_tolerance, relative_error, values};
+use crate::harness::TestCase;
+use crate::support::{TestDevice, golden, logits_of, logits_tolerance, on_devices, relative_error, values};
 
 const FAMILIES: [&str; 10] =
     ["llama", "mixtral", "qwen2", "qwen3", "qwen3_moe", "phi3", "gemma2", "gemma3", "gpt2", "gpt_oss"];
 
-#[test]
-fn logits_of_quantized_files_agree_with_transformers() {
-    for (device, dtype) in devices() {
-        for family in FAMILIES {
-            check(family, &device, dtype);
-        }
-    }
+fn families() -> Vec<TestCase<(&'static str, TestDevice)>> {
+    on_devices(FAMILIES.map(|family| (family, family)))
 }
 
-fn check(family: &str, device: &Device, dtype: DType) {
+#[test(each = families)]
+fn logits_of_quantized_files_agree_with_transformers((family, device): (&str, TestDevice)) {
+    let (device, dtype) = device.open();
     let path = golden("gguf_quantized").join(format!("{family}.gguf"));
     let expected = safetensors::load(path.with_extension("safetensors"), &Device::Cpu).unwrap();
     let ids: Vec<u32> = expected["ids"].to_vec1::<i64>().unwrap().into_iter().map(|id| id as u32).collect();
     let checkpoint = Checkpoint::open(&path).unwrap();
     let progress = LoadProgress::silent();
-    let weights = WeightsBuilder::new(&checkpoint, device, dtype, &progress).build().unwrap();
+    let weights = WeightsBuilder::new(&checkpoint, &device, dtype, &progress).build().unwrap();
     let decoder = models::read_config(&path).unwrap().architecture.build(&weights, ids.len()).unwrap();
-    let logits = values(&logits_of(&decoder, &ids, dtype, device).unwrap());
+    let logits = values(&logits_of(&decoder, &ids, dtype, &device).unwrap());
     let error = relative_error(&logits, &values(&expected["logits"]));
     println!("{family} on {:?} in {dtype:?}: relative error of the logits: {error:e}", device.location());
     let tolerance = if device.is_cpu() { 1e-5 } else { logits_tolerance(dtype) };
-    assert!(error < tolerance, "{family} in {dtype:?}: relative error of the logits: {error:e}");
+    assert!(error < tolerance, "relative error of the logits: {error:e}");
 
-    assert_eq!(
-        Inventory::from_checkpoint(&checkpoint, None).loaded_bytes(dtype),
-        progress.resident_bytes(),
-        "{family} in {dtype:?}"
-    );
+    assert_eq!(Inventory::from_checkpoint(&checkpoint, None).loaded_bytes(dtype), progress.resident_bytes());
     if dtype == DType::F32 {
         // With dtype f32, tensors take as many bytes in memory as in the file: quantized tensors stay quantized.
         // The exception is an expert layer whose gate and up projections have different types: both become f32.
         let two_types = checkpoint.info("model.layers.1.mlp.experts.gate_up_proj");
         let extra_bytes = two_types.map_or(0, |info| 4 * info.elements() as u64 - info.bytes() as u64);
-        assert_eq!(two_types.is_some(), ["mixtral", "qwen3_moe"].contains(&family), "{family}");
-        assert_eq!(progress.resident_bytes(), checkpoint.bytes() + extra_bytes, "{family}");
+        assert_eq!(two_types.is_some(), ["mixtral", "qwen3_moe"].contains(&family));
+        assert_eq!(progress.resident_bytes(), checkpoint.bytes() + extra_bytes);
     }
 }

@@ -15,7 +15,7 @@ use inferno::kernels::bandwidth;
 use inferno::kernels::norm::{Addend, add_norm};
 use inferno::kernels::rows::{add_bias, copy_rows, embed, soft_cap};
 
-use crate::support::{Random, devices, gpu_with_dtypes, relative_error, values};
+use crate::support::{Random, TestDevice, devices, devices_in_f32, gpu_with_dtypes, relative_error, values};
 
 fn rounding(dtype: DType) -> f32 {
     match dtype {
@@ -73,40 +73,38 @@ fn add_norm_matches_its_reference() {
     }
 }
 
-#[test]
-fn gated_activations_match_candle() {
-    for (device, dtype) in devices() {
-        for activation in [Activation::Silu, Activation::GeluTanh] {
-            let mut noise = Random(8);
-            let (gate, up) = (noise.tensor(&[3, 1027], DType::F32), noise.tensor(&[3, 1027], DType::F32));
-            let activate = |x: &Tensor| match activation {
-                Activation::Silu => x.silu().unwrap(),
-                Activation::GeluTanh => x.gelu().unwrap(),
-            };
-            let on_device = |tensor: &Tensor| tensor.to_device(&device).unwrap();
-            let got = gated(&on_device(&gate), Some(&on_device(&up)), activation, dtype).unwrap();
-            assert_close("gated", &got, &(activate(&gate) * &up).unwrap(), rounding(dtype));
-            let alone = gated(&on_device(&gate), None, activation, dtype).unwrap();
-            assert_close("gated without up", &alone, &activate(&gate), rounding(dtype));
+#[test(each = devices)]
+fn gated_activations_match_candle(device: TestDevice) {
+    let (device, dtype) = device.open();
+    for activation in [Activation::Silu, Activation::GeluTanh] {
+        let mut noise = Random(8);
+        let (gate, up) = (noise.tensor(&[3, 1027], DType::F32), noise.tensor(&[3, 1027], DType::F32));
+        let activate = |x: &Tensor| match activation {
+            Activation::Silu => x.silu().unwrap(),
+            Activation::GeluTanh => x.gelu().unwrap(),
+        };
+        let on_device = |tensor: &Tensor| tensor.to_device(&device).unwrap();
+        let got = gated(&on_device(&gate), Some(&on_device(&up)), activation, dtype).unwrap();
+        assert_close("gated", &got, &(activate(&gate) * &up).unwrap(), rounding(dtype));
+        let alone = gated(&on_device(&gate), None, activation, dtype).unwrap();
+        assert_close("gated without up", &alone, &activate(&gate), rounding(dtype));
 
-            let both = noise.tensor(&[2, 3, 2 * 129], dtype);
-            let half = |first| both.narrow(2, first, 129).unwrap();
-            for input in [dtype, DType::F32] {
-                let got = gated_halves(&to_device(&both, &device, input), activation, dtype).unwrap();
-                assert_eq!(got.dtype(), dtype);
-                assert_close("gated_halves", &got, &(activate(&half(0)) * half(129)).unwrap(), rounding(dtype));
-            }
+        let both = noise.tensor(&[2, 3, 2 * 129], dtype);
+        let half = |first| both.narrow(2, first, 129).unwrap();
+        for input in [dtype, DType::F32] {
+            let got = gated_halves(&to_device(&both, &device, input), activation, dtype).unwrap();
+            assert_eq!(got.dtype(), dtype);
+            assert_close("gated_halves", &got, &(activate(&half(0)) * half(129)).unwrap(), rounding(dtype));
         }
     }
 }
 
-#[test]
-fn soft_cap_matches_candle() {
-    for (device, _) in devices().into_iter().filter(|(_, dtype)| *dtype == DType::F32) {
-        let x = Random(12).tensor(&[3, 513], DType::F32);
-        let want = ((&x / 5.0).unwrap().tanh().unwrap() * 5.0).unwrap();
-        assert_close("soft_cap", &soft_cap(&x.to_device(&device).unwrap(), 5.0).unwrap(), &want, 1e-6);
-    }
+#[test(each = devices_in_f32)]
+fn soft_cap_matches_candle(device: TestDevice) {
+    let (device, _) = device.open();
+    let x = Random(12).tensor(&[3, 513], DType::F32);
+    let want = ((&x / 5.0).unwrap().tanh().unwrap() * 5.0).unwrap();
+    assert_close("soft_cap", &soft_cap(&x.to_device(&device).unwrap(), 5.0).unwrap(), &want, 1e-6);
 }
 
 #[test(gpu)]
@@ -133,46 +131,43 @@ fn clamped_swiglu_clamps_like_gpt_oss() {
     }
 }
 
-#[test]
-fn clamped_swiglu_keeps_nan() {
-    for (device, dtype) in devices() {
-        let x = Tensor::new(&[f32::NAN, 1.0, 1.0, f32::NAN, 1.0, 1.0], &Device::Cpu).unwrap();
-        let got = values(&clamped_swiglu(&to_device(&x, &device, dtype), 7.0).unwrap());
-        assert!(got[0].is_nan() && got[1].is_nan() && got[2].is_finite(), "{got:?}");
+#[test(each = devices)]
+fn clamped_swiglu_keeps_nan(device: TestDevice) {
+    let (device, dtype) = device.open();
+    let x = Tensor::new(&[f32::NAN, 1.0, 1.0, f32::NAN, 1.0, 1.0], &Device::Cpu).unwrap();
+    let got = values(&clamped_swiglu(&to_device(&x, &device, dtype), 7.0).unwrap());
+    assert!(got[0].is_nan() && got[1].is_nan() && got[2].is_finite(), "{got:?}");
+}
+
+#[test(each = devices_in_f32)]
+fn bandwidth_is_measured_only_on_a_gpu(device: TestDevice) {
+    let (device, _) = device.open();
+    let bandwidth = bandwidth::measure(&device).unwrap();
+    assert_eq!(bandwidth.is_some(), device.is_cuda());
+    if let Some(bandwidth) = bandwidth {
+        println!("{bandwidth:?}");
+        // The range of 10 GB/s to 100 TB/s includes every GPU. A kernel that does nothing would exceed 100 TB/s.
+        let plausible = 1e10..1e14;
+        assert!(plausible.contains(&bandwidth.read_bytes_per_s) && plausible.contains(&bandwidth.copy_bytes_per_s));
     }
 }
 
-#[test]
-fn bandwidth_is_measured_only_on_a_gpu() {
-    for (device, _) in devices() {
-        let bandwidth = bandwidth::measure(&device).unwrap();
-        assert_eq!(bandwidth.is_some(), device.is_cuda());
-        if let Some(bandwidth) = bandwidth {
-            println!("{bandwidth:?}");
-            // The range of 10 GB/s to 100 TB/s includes every GPU. A kernel that does nothing would exceed 100 TB/s.
-            let plausible = 1e10..1e14;
-            assert!(plausible.contains(&bandwidth.read_bytes_per_s) && plausible.contains(&bandwidth.copy_bytes_per_s));
-        }
-    }
-}
-
-#[test]
-fn embed_add_bias_and_copy_rows_match_candle() {
-    for (device, dtype) in devices() {
-        let mut noise = Random(10);
-        let (table, y) = (noise.tensor(&[50, 37], dtype), noise.tensor(&[9, 37], DType::F32));
-        let ids = Tensor::new(&[3u32, 49, 0, 3, 17], &Device::Cpu).unwrap();
-        let bias = noise.tensor(&[37], DType::F32);
-        let on_device = |tensor: &Tensor| tensor.to_device(&device).unwrap();
-        let got = embed(&to_device(&table, &device, dtype), &on_device(&ids), 1.5).unwrap();
-        assert_close("embed", &got, &(table.index_select(&ids, 0).unwrap() * 1.5).unwrap(), 0.0);
-        let got = add_bias(&on_device(&y), &on_device(&bias)).unwrap();
-        assert_close("add_bias", &got, &y.broadcast_add(&bias).unwrap(), 0.0);
-        let (to, from) = (to_device(&table, &device, dtype), to_device(&y.narrow(0, 2, 4).unwrap(), &device, dtype));
-        copy_rows(&to, &from, 45).unwrap();
-        assert_eq!(values(&to.narrow(0, 45, 4).unwrap()), values(&from));
-        assert_close("rows before", &to.narrow(0, 0, 45).unwrap(), &table.narrow(0, 0, 45).unwrap(), 0.0);
-        assert_close("rows after", &to.narrow(0, 49, 1).unwrap(), &table.narrow(0, 49, 1).unwrap(), 0.0);
-        assert!(copy_rows(&to, &from, 47).is_err());
-    }
+#[test(each = devices)]
+fn embed_add_bias_and_copy_rows_match_candle(device: TestDevice) {
+    let (device, dtype) = device.open();
+    let mut noise = Random(10);
+    let (table, y) = (noise.tensor(&[50, 37], dtype), noise.tensor(&[9, 37], DType::F32));
+    let ids = Tensor::new(&[3u32, 49, 0, 3, 17], &Device::Cpu).unwrap();
+    let bias = noise.tensor(&[37], DType::F32);
+    let on_device = |tensor: &Tensor| tensor.to_device(&device).unwrap();
+    let got = embed(&to_device(&table, &device, dtype), &on_device(&ids), 1.5).unwrap();
+    assert_close("embed", &got, &(table.index_select(&ids, 0).unwrap() * 1.5).unwrap(), 0.0);
+    let got = add_bias(&on_device(&y), &on_device(&bias)).unwrap();
+    assert_close("add_bias", &got, &y.broadcast_add(&bias).unwrap(), 0.0);
+    let (to, from) = (to_device(&table, &device, dtype), to_device(&y.narrow(0, 2, 4).unwrap(), &device, dtype));
+    copy_rows(&to, &from, 45).unwrap();
+    assert_eq!(values(&to.narrow(0, 45, 4).unwrap()), values(&from));
+    assert_close("rows before", &to.narrow(0, 0, 45).unwrap(), &table.narrow(0, 0, 45).unwrap(), 0.0);
+    assert_close("rows after", &to.narrow(0, 49, 1).unwrap(), &table.narrow(0, 49, 1).unwrap(), 0.0);
+    assert!(copy_rows(&to, &from, 47).is_err());
 }

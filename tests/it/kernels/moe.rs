@@ -8,7 +8,7 @@ use inferno::kernels::moe::mxfp4::{E2M1_VALUES, e8m0_to_f32};
 use inferno::kernels::moe::topk::{Softmax, topk_softmax};
 
 use super::{assert_close, rounding, to_device};
-use crate::support::{Random, devices, golden, gpu_with_dtypes, values};
+use crate::support::{Random, TestDevice, devices, devices_in_f32, golden, gpu_with_dtypes, values};
 
 #[test(gpu)]
 fn topk_softmax_matches_its_reference() {
@@ -26,15 +26,14 @@ fn topk_softmax_matches_its_reference() {
     }
 }
 
-#[test]
-fn topk_softmax_prefers_lower_experts_in_ties_and_puts_nan_last() {
-    for (device, dtype) in devices() {
-        let logits = Tensor::new(&[[1f32, 2.0, f32::NAN, 2.0, 0.5, 2.0]], &Device::Cpu).unwrap();
-        let (ids, weights) = topk_softmax(&to_device(&logits, &device, dtype), 4, Softmax::OverChosen).unwrap();
-        assert_eq!(ids.to_vec2::<u32>().unwrap(), [[1, 3, 5, 0]]);
-        let total: f32 = values(&weights).iter().sum();
-        assert!((total - 1.0).abs() < 1e-6);
-    }
+#[test(each = devices)]
+fn topk_softmax_prefers_lower_experts_in_ties_and_puts_nan_last(device: TestDevice) {
+    let (device, dtype) = device.open();
+    let logits = Tensor::new(&[[1f32, 2.0, f32::NAN, 2.0, 0.5, 2.0]], &Device::Cpu).unwrap();
+    let (ids, weights) = topk_softmax(&to_device(&logits, &device, dtype), 4, Softmax::OverChosen).unwrap();
+    assert_eq!(ids.to_vec2::<u32>().unwrap(), [[1, 3, 5, 0]]);
+    let total: f32 = values(&weights).iter().sum();
+    assert!((total - 1.0).abs() < 1e-6);
 }
 
 #[cfg(feature = "cuda")]
@@ -319,55 +318,53 @@ fn expert_matmul_matches_its_reference() {
     }
 }
 
-#[test]
-fn mxfp4_decodes_every_nibble_with_every_kind_of_scale() {
+#[test(each = devices_in_f32)]
+fn mxfp4_decodes_every_nibble_with_every_kind_of_scale(device: TestDevice) {
+    let (device, dtype) = device.open();
     assert_eq!(e8m0_to_f32(127), 1.0);
     assert_eq!(e8m0_to_f32(0), 2f32.powi(-127));
     assert_eq!(e8m0_to_f32(254), 2f32.powi(127));
     assert!(e8m0_to_f32(255).is_nan());
-    for (device, dtype) in devices().into_iter().filter(|(_, dtype)| *dtype == DType::F32) {
-        // Each expert has one weight row with one scale byte. Each input row is a unit vector that selects one weight.
-        let scales: Vec<u8> = vec![0, 1, 2, 100, 126, 127, 128, 200, 251];
-        let experts = scales.len();
-        let nibbles: Vec<u8> = (0..16u8).map(|i| ((2 * (i % 8) + 1) << 4) | (2 * (i % 8))).collect();
-        let blocks = Tensor::from_vec(nibbles.repeat(experts), (experts, 1, 1, 16), &device).unwrap();
-        let scale_bytes = Tensor::from_vec(scales.clone(), (experts, 1, 1), &device).unwrap();
-        let weights = ExpertWeights::Mxfp4 { blocks, scales: scale_bytes };
-        let ids: Vec<u32> = (0..32 * experts).map(|i| (i % experts) as u32).collect();
-        let ids = Tensor::from_vec(ids, (32, experts), &device).unwrap();
-        let unit_vectors = Tensor::eye(32, dtype, &device).unwrap();
-        let got = values(&expert_matmul(&unit_vectors, &weights, None, &ids, SumOrder::Fastest).unwrap());
-        for (element, row) in got.chunks_exact(experts).enumerate() {
-            for (value, scale) in row.iter().zip(&scales) {
-                assert_eq!(*value, E2M1_VALUES[element % 16] * e8m0_to_f32(*scale), "element {element}, scale {scale}");
-            }
+    // Each expert has one weight row with one scale byte. Each input row is a unit vector that selects one weight.
+    let scales: Vec<u8> = vec![0, 1, 2, 100, 126, 127, 128, 200, 251];
+    let experts = scales.len();
+    let nibbles: Vec<u8> = (0..16u8).map(|i| ((2 * (i % 8) + 1) << 4) | (2 * (i % 8))).collect();
+    let blocks = Tensor::from_vec(nibbles.repeat(experts), (experts, 1, 1, 16), &device).unwrap();
+    let scale_bytes = Tensor::from_vec(scales.clone(), (experts, 1, 1), &device).unwrap();
+    let weights = ExpertWeights::Mxfp4 { blocks, scales: scale_bytes };
+    let ids: Vec<u32> = (0..32 * experts).map(|i| (i % experts) as u32).collect();
+    let ids = Tensor::from_vec(ids, (32, experts), &device).unwrap();
+    let unit_vectors = Tensor::eye(32, dtype, &device).unwrap();
+    let got = values(&expert_matmul(&unit_vectors, &weights, None, &ids, SumOrder::Fastest).unwrap());
+    for (element, row) in got.chunks_exact(experts).enumerate() {
+        for (value, scale) in row.iter().zip(&scales) {
+            assert_eq!(*value, E2M1_VALUES[element % 16] * e8m0_to_f32(*scale), "element {element}, scale {scale}");
         }
     }
 }
 
-#[test]
-fn mxfp4_matches_transformers() {
+#[test(each = devices_in_f32)]
+fn mxfp4_matches_transformers(device: TestDevice) {
+    let (device, dtype) = device.open();
     let file = safetensors::load(golden("mxfp4.safetensors"), &Device::Cpu).unwrap();
     let (experts, rows, columns) = file["expected"].dims3().unwrap();
-    for (device, dtype) in devices().into_iter().filter(|(_, dtype)| *dtype == DType::F32) {
-        let [blocks, scales] = ["blocks", "scales"].map(|name| file[name].to_device(&device).unwrap());
-        let weights = ExpertWeights::Mxfp4 { blocks, scales };
-        // A product with a unit vector returns one column of the weights.
-        let unit_vectors = Tensor::eye(columns, dtype, &device).unwrap();
-        let ids: Vec<u32> = (0..columns * experts).map(|i| (i % experts) as u32).collect();
-        let ids = Tensor::from_vec(ids, (columns, experts), &device).unwrap();
-        let got =
-            expert_matmul(&unit_vectors, &weights, None, &ids, SumOrder::Fastest).unwrap().permute((1, 2, 0)).unwrap();
-        let (got, want) = (values(&got), values(&file["expected"]));
-        // 0 · NaN and 0 · ∞ are NaN, so a NaN or infinite weight makes the other products of its row NaN.
-        // For a row with a NaN or infinite weight, check only that some value is not finite.
-        for row in 0..experts * rows {
-            let (got, want) = (&got[row * columns..][..columns], &want[row * columns..][..columns]);
-            if want.iter().all(|value| value.is_finite()) {
-                assert_eq!(got, want, "row {row}");
-            } else {
-                assert!(got.iter().any(|value| !value.is_finite()), "row {row}");
-            }
+    let [blocks, scales] = ["blocks", "scales"].map(|name| file[name].to_device(&device).unwrap());
+    let weights = ExpertWeights::Mxfp4 { blocks, scales };
+    // A product with a unit vector returns one column of the weights.
+    let unit_vectors = Tensor::eye(columns, dtype, &device).unwrap();
+    let ids: Vec<u32> = (0..columns * experts).map(|i| (i % experts) as u32).collect();
+    let ids = Tensor::from_vec(ids, (columns, experts), &device).unwrap();
+    let got =
+        expert_matmul(&unit_vectors, &weights, None, &ids, SumOrder::Fastest).unwrap().permute((1, 2, 0)).unwrap();
+    let (got, want) = (values(&got), values(&file["expected"]));
+    // 0 · NaN and 0 · ∞ are NaN, so a NaN or infinite weight makes the other products of its row NaN.
+    // For a row with a NaN or infinite weight, check only that some value is not finite.
+    for row in 0..experts * rows {
+        let (got, want) = (&got[row * columns..][..columns], &want[row * columns..][..columns]);
+        if want.iter().all(|value| value.is_finite()) {
+            assert_eq!(got, want, "row {row}");
+        } else {
+            assert!(got.iter().any(|value| !value.is_finite()), "row {row}");
         }
     }
 }

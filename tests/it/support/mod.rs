@@ -25,7 +25,7 @@ use inferno::nn::kv_cache::KvCache;
 use inferno::nn::pass::{PassBatch, RowSelection, SequenceSpan};
 use tempfile::TempDir;
 
-use crate::harness::is_gpu_expected;
+use crate::harness::{Need, TestCase, is_gpu_expected};
 
 /// Returns the path of a file or folder in `tests/golden`.
 /// If the test binary was copied to another machine, `INFERNO_GOLDEN` must name a copy of `tests/golden`.
@@ -44,6 +44,13 @@ pub struct GoldenModel {
     /// Whether the decode graph supports the model.
     #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "only `decode_graph.rs` reads it"))]
     pub has_graph: bool,
+    /// Whether the model has a router, which chooses the experts of each token.
+    /// Rounding can change the choice in a near tie.
+    pub has_router: bool,
+    /// Whether the decode graph may choose other experts than the eager decoder in a near tie,
+    /// because both round the router's input differently.
+    #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "only `decode_graph.rs` reads it"))]
+    pub can_graph_choose_other_experts: bool,
 }
 
 /// The purpose of a golden model.
@@ -62,34 +69,57 @@ pub enum GoldenKind {
     Compressed,
 }
 
-/// All golden models. Tests select some of them with [`golden_models`].
-const GOLDEN_MODELS: &[GoldenModel] = &[
-    GoldenModel { name: "gpt_oss", kind: GoldenKind::Family, has_gguf: true, has_graph: false },
-    GoldenModel { name: "gpt_oss_new", kind: GoldenKind::Variant, has_gguf: false, has_graph: false },
-    GoldenModel { name: "llama2", kind: GoldenKind::Family, has_gguf: true, has_graph: false },
-    GoldenModel { name: "llama3", kind: GoldenKind::Family, has_gguf: true, has_graph: false },
-    GoldenModel { name: "llama_new", kind: GoldenKind::Variant, has_gguf: false, has_graph: false },
-    GoldenModel { name: "gpt_oss_graph", kind: GoldenKind::Variant, has_gguf: true, has_graph: true },
-    GoldenModel { name: "llama_graph", kind: GoldenKind::Variant, has_gguf: true, has_graph: true },
-    GoldenModel { name: "mistral", kind: GoldenKind::Family, has_gguf: true, has_graph: true },
-    GoldenModel { name: "qwen2", kind: GoldenKind::Family, has_gguf: true, has_graph: true },
-    GoldenModel { name: "qwen3", kind: GoldenKind::Family, has_gguf: true, has_graph: true },
-    GoldenModel { name: "qwen3_moe", kind: GoldenKind::Family, has_gguf: true, has_graph: false },
-    GoldenModel { name: "mixtral", kind: GoldenKind::Family, has_gguf: true, has_graph: false },
-    GoldenModel { name: "phi3", kind: GoldenKind::Family, has_gguf: true, has_graph: false },
-    GoldenModel { name: "phi4", kind: GoldenKind::Family, has_gguf: true, has_graph: false },
-    GoldenModel { name: "gemma2", kind: GoldenKind::Family, has_gguf: true, has_graph: false },
-    GoldenModel { name: "gemma3", kind: GoldenKind::Family, has_gguf: true, has_graph: false },
-    GoldenModel { name: "gpt2", kind: GoldenKind::Family, has_gguf: true, has_graph: false },
-    GoldenModel { name: "mixtral_graph", kind: GoldenKind::Variant, has_gguf: false, has_graph: true },
-    GoldenModel { name: "qwen3_moe_graph", kind: GoldenKind::Variant, has_gguf: false, has_graph: true },
-    GoldenModel { name: "gemma2_graph", kind: GoldenKind::Variant, has_gguf: false, has_graph: true },
-    GoldenModel { name: "gemma3_graph", kind: GoldenKind::Variant, has_gguf: false, has_graph: true },
-    GoldenModel { name: "compressed/int8", kind: GoldenKind::Compressed, has_gguf: false, has_graph: false },
-    GoldenModel { name: "compressed/int8_weights", kind: GoldenKind::Compressed, has_gguf: false, has_graph: false },
-    GoldenModel { name: "compressed/int8_packed", kind: GoldenKind::Compressed, has_gguf: false, has_graph: false },
-    GoldenModel { name: "compressed/fp8", kind: GoldenKind::Compressed, has_gguf: false, has_graph: false },
-    GoldenModel { name: "compressed/fp8_static", kind: GoldenKind::Compressed, has_gguf: false, has_graph: false },
+const FAMILY: GoldenModel = GoldenModel {
+    name: "",
+    kind: GoldenKind::Family,
+    has_gguf: true,
+    has_graph: false,
+    has_router: false,
+    can_graph_choose_other_experts: false,
+};
+const VARIANT: GoldenModel = GoldenModel { kind: GoldenKind::Variant, has_gguf: false, ..FAMILY };
+const COMPRESSED: GoldenModel = GoldenModel { kind: GoldenKind::Compressed, ..VARIANT };
+
+/// All golden models. Tests select some of them, many with [`golden_models`].
+pub const GOLDEN_MODELS: &[GoldenModel] = &[
+    GoldenModel { name: "gpt_oss", has_router: true, ..FAMILY },
+    GoldenModel { name: "gpt_oss_new", has_router: true, ..VARIANT },
+    GoldenModel { name: "llama2", ..FAMILY },
+    GoldenModel { name: "llama3", ..FAMILY },
+    GoldenModel { name: "llama_new", ..VARIANT },
+    GoldenModel { name: "gpt_oss_graph", has_gguf: true, has_graph: true, has_router: true, ..VARIANT },
+    GoldenModel { name: "llama_graph", has_gguf: true, has_graph: true, ..VARIANT },
+    GoldenModel { name: "mistral", has_graph: true, ..FAMILY },
+    GoldenModel { name: "qwen2", has_graph: true, ..FAMILY },
+    GoldenModel { name: "qwen3", has_graph: true, ..FAMILY },
+    GoldenModel { name: "qwen3_moe", has_router: true, ..FAMILY },
+    GoldenModel { name: "mixtral", has_router: true, ..FAMILY },
+    GoldenModel { name: "phi3", ..FAMILY },
+    GoldenModel { name: "phi4", ..FAMILY },
+    GoldenModel { name: "gemma2", ..FAMILY },
+    GoldenModel { name: "gemma3", ..FAMILY },
+    GoldenModel { name: "gpt2", ..FAMILY },
+    GoldenModel {
+        name: "mixtral_graph",
+        has_graph: true,
+        has_router: true,
+        can_graph_choose_other_experts: true,
+        ..VARIANT
+    },
+    GoldenModel {
+        name: "qwen3_moe_graph",
+        has_graph: true,
+        has_router: true,
+        can_graph_choose_other_experts: true,
+        ..VARIANT
+    },
+    GoldenModel { name: "gemma2_graph", has_graph: true, ..VARIANT },
+    GoldenModel { name: "gemma3_graph", has_graph: true, ..VARIANT },
+    GoldenModel { name: "compressed/int8", ..COMPRESSED },
+    GoldenModel { name: "compressed/int8_weights", ..COMPRESSED },
+    GoldenModel { name: "compressed/int8_packed", ..COMPRESSED },
+    GoldenModel { name: "compressed/fp8", ..COMPRESSED },
+    GoldenModel { name: "compressed/fp8_static", ..COMPRESSED },
 ];
 
 /// Returns the names of the golden models for which `is_selected` returns true.
@@ -133,13 +163,52 @@ pub fn logits_tolerance(dtype: DType) -> f32 {
     }
 }
 
-/// Returns the CPU paired with f32, and the pairs of [`gpu_with_dtypes`] if a GPU is expected.
-pub fn devices() -> Vec<(Device, DType)> {
-    let mut devices = vec![(Device::Cpu, DType::F32)];
-    if is_gpu_expected() {
-        devices.extend(gpu_with_dtypes());
+/// A device and a dtype for a test that also runs without a GPU.
+#[derive(Clone, Copy)]
+pub struct TestDevice {
+    pub is_gpu: bool,
+    pub dtype: DType,
+}
+
+impl TestDevice {
+    const ALL: [Self; 4] = [
+        Self { is_gpu: false, dtype: DType::F32 },
+        Self { is_gpu: true, dtype: DType::F32 },
+        Self { is_gpu: true, dtype: DType::BF16 },
+        Self { is_gpu: true, dtype: DType::F16 },
+    ];
+
+    /// Opens the device. The list of tests contains tests on a GPU even if there is none, so only a test opens it.
+    pub fn open(self) -> (Device, DType) {
+        (if self.is_gpu { gpu() } else { Device::Cpu }, self.dtype)
     }
-    devices
+
+    fn case<T>(self, value: T) -> TestCase<T> {
+        let device = if self.is_gpu { "cuda" } else { "cpu" };
+        let need = self.is_gpu.then_some(Need::Gpu);
+        TestCase { name: format!("{device}_{}", self.dtype.as_str()), need, value }
+    }
+}
+
+/// Returns the cases of a test: the CPU with f32, and the first GPU with f32, bf16 and f16.
+pub fn devices() -> Vec<TestCase<TestDevice>> {
+    TestDevice::ALL.map(|device| device.case(device)).into()
+}
+
+/// Like [`devices`], but only with f32.
+pub fn devices_in_f32() -> Vec<TestCase<TestDevice>> {
+    devices().into_iter().filter(|case| case.value.dtype == DType::F32).collect()
+}
+
+/// Returns the cases of a test that runs every named value on every device of [`devices`].
+pub fn on_devices<T: Copy>(values: impl IntoIterator<Item = (&'static str, T)>) -> Vec<TestCase<(T, TestDevice)>> {
+    let cases = |(name, value)| {
+        TestDevice::ALL.map(|device| {
+            let case = device.case((value, device));
+            TestCase { name: format!("{name}::{}", case.name), ..case }
+        })
+    };
+    values.into_iter().flat_map(cases).collect()
 }
 
 /// Returns the largest |got - want| divided by the largest |want|, or NaN if any value is NaN.

@@ -11,7 +11,7 @@ use inferno::weights::{Checkpoint, Inventory, LoadProgress, WeightsBuilder};
 use safetensors::tensor::{Dtype, TensorView};
 use tempfile::TempDir;
 
-use crate::support::{devices, golden, logits_of, values};
+use crate::support::{TestDevice, devices, golden, logits_of, values};
 
 const IDS: [u32; 7] = [3, 1, 4, 1, 5, 9, 2];
 
@@ -55,18 +55,17 @@ fn e4m3(value: f32) -> Vec<u8> {
 
 /// E4M3 weights without scales produce the same logits as equal bf16 weights. bf16 can represent every E4M3 value.
 /// Like inferno, transformers casts E4M3 tensors without scales to the requested dtype.
-#[test]
-fn e4m3_without_scales_is_a_float() {
+#[test(each = devices)]
+fn e4m3_without_scales_is_a_float(device: TestDevice) {
+    let (device, dtype) = device.open();
     let cast = rewritten(Dtype::F8_E4M3, e4m3, None);
     let rounded = |value| F8E4M3::from_f32(value).to_f32();
     let same = rewritten(Dtype::BF16, |value| ((rounded(value).to_bits() >> 16) as u16).to_le_bytes().into(), None);
-    for (device, dtype) in devices() {
-        for quantize in [None, Some("int8".parse().unwrap())] {
-            let run = |dir: &TempDir| logits(dir.path(), quantize, &device, dtype).unwrap();
-            let (got, want) = (run(&cast), run(&same));
-            assert!(want.iter().all(|logit| logit.is_finite()) && want.iter().any(|logit| logit.abs() > 0.1));
-            assert_eq!(got, want, "{quantize:?} in {dtype:?}");
-        }
+    for quantize in [None, Some("int8".parse().unwrap())] {
+        let run = |dir: &TempDir| logits(dir.path(), quantize, &device, dtype).unwrap();
+        let (got, want) = (run(&cast), run(&same));
+        assert!(want.iter().all(|logit| logit.is_finite()) && want.iter().any(|logit| logit.abs() > 0.1));
+        assert_eq!(got, want, "{quantize:?}");
     }
     // Rounding the weights to E4M3 must change the logits. Otherwise, equal logits above would prove nothing.
     let exact = logits(&golden("llama3"), None, &Device::Cpu, DType::F32).unwrap();

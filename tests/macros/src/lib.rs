@@ -16,14 +16,17 @@ use proc_macro::{Delimiter, Group, TokenStream, TokenTree};
 /// - `#[test(full_size)]` needs a GPU and the model that `INFERNO_FULL_SIZE` names. It also runs alone.
 /// - `#[test(no_driver)]` needs a program that starts without an NVIDIA driver.
 /// - `#[test(mount)]` needs the right to mount filesystems.
+/// - `#[test(each = LIST)]` is one test for each case that the function `LIST` returns. Each case has its own need.
 ///
 /// A test whose requirement is not met is reported as ignored.
 /// A `#[cfg]` below `#[test(gpu)]` removes only the body of the test, so builds without CUDA still list it.
 #[proc_macro_attribute]
 pub fn test(need: TokenStream, function: TokenStream) -> TokenStream {
     let argument = need.to_string();
+    let cases = argument.strip_prefix("each = ");
     let is_alone = matches!(argument.as_str(), "gpu_alone" | "full_size");
     let need = match argument.as_str() {
+        _ if cases.is_some() => "",
         "" => "None",
         "gpu" | "gpu_alone" => "Some(crate::harness::Need::Gpu)",
         "fixtures" => "Some(crate::harness::Need::Fixtures)",
@@ -31,7 +34,7 @@ pub fn test(need: TokenStream, function: TokenStream) -> TokenStream {
         "no_driver" => "Some(crate::harness::Need::NoDriver)",
         "mount" => "Some(crate::harness::Need::Mount)",
         other => {
-            let known = "gpu, gpu_alone, fixtures, full_size, no_driver or mount";
+            let known = "gpu, gpu_alone, fixtures, full_size, no_driver, mount or each = LIST";
             return error(&format!("unknown #[test] argument '{other}'; use {known}"));
         }
     };
@@ -61,14 +64,16 @@ pub fn test(need: TokenStream, function: TokenStream) -> TokenStream {
             format!("|| {{ #[cfg({all})] {name}(); #[cfg(not({all}))] crate::harness::fail_without_cuda(); }}")
         }
     };
-    let registration = format!(
-        "::inventory::submit! {{ crate::harness::Test {{
-            path: ::std::borrow::Cow::Borrowed(concat!(module_path!(), \"::{name}\")),
-            need: {need},
-            is_alone: {is_alone},
-            run: {run},
-        }} }}"
-    );
+    let path = format!("concat!(module_path!(), \"::{name}\")");
+    let tests = match cases {
+        Some(cases) => format!("crate::harness::tests_of_cases({path}, {cases}(), {run})"),
+        None => format!(
+            "vec![crate::harness::Test {{
+                path: {path}.to_string(), need: {need}, is_alone: {is_alone}, run: ::std::boxed::Box::new({run}),
+            }}]"
+        ),
+    };
+    let registration = format!("::inventory::submit! {{ crate::harness::Registration(|| {tests}) }}");
     let mut output = function;
     output.extend(registration.parse::<TokenStream>().expect("the registration is valid Rust"));
     output
