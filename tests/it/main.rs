@@ -5,7 +5,7 @@
 //! - configurations and checkpoint formats: `families`, `gguf`, `compressed`
 //! - tokenizers and chat formats: `tokenizer`, `chat`
 //! - several devices: `ranks`, `rank_mistakes`, `rank_faults`, `ranks_on_gpus`
-//! - engine: `engine`, `engine_options`, `queued_steps`, `deterministic`
+//! - engine: `engine`, `sampling`, `engine_options`, `queued_steps`, `deterministic`
 //! - engine outputs and caches: `prompt_logprobs`, `constraint`, `prefix_file`
 //! - parts of the engine, with a virtual clock or random operations: `scheduler`, `fairness`, `blocks`
 //! - weights and memory: `weights`, `memory`, `truncated`; the hub: `hub`, `show`
@@ -77,6 +77,7 @@ mod ranks;
 #[cfg(feature = "cuda")]
 mod ranks_on_gpus;
 mod render;
+mod sampling;
 mod scheduler;
 #[cfg(unix)]
 mod serve;

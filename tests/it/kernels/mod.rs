@@ -3,11 +3,12 @@
 //! Some tests check the references against independently computed values.
 //!
 //! `quantized/mod.rs` tests the kernels of quantized matrices.
-//! `decode_graph.rs` tests the fused kernels of the decode graph.
+//! `decode_graph.rs` tests the fused kernels of the decode graph, which include sampling.
 
 mod attention;
 mod matmul;
 mod moe;
+mod sampling;
 
 use candle_core::{DType, Device, Tensor};
 use inferno::kernels::activation::{Activation, clamped_swiglu, gated, gated_halves};

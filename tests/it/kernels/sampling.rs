@@ -1,0 +1,160 @@
+//! Tests of the kernels that sample, edit and mask rows of logits.
+
+#[cfg(feature = "cuda")]
+use {
+    crate::support::{Random, gpu},
+    candle_core::{DType, Device, Tensor},
+    inferno::SamplingParams,
+    inferno::engine::sampling::Sampler,
+    inferno::kernels::launch::HostWords,
+    inferno::kernels::row_edits::{EditedRow, Penalties, RowEdits, edit_rows},
+    inferno::kernels::sampling::{mask_logits, sample_rows},
+    inferno::kernels::token_mask::TokenMask,
+    inferno::runner::TokenSampler,
+    std::collections::BTreeSet,
+};
+
+#[cfg(feature = "cuda")]
+const INF: f32 = f32::INFINITY;
+
+/// Each row of a batch has its own sampling parameters. The token of each row must equal the host sampler's choice.
+#[test(gpu)]
+#[cfg(feature = "cuda")]
+fn sampled_rows_match_host_sampling() {
+    let device = gpu();
+    let base = SamplingParams { temperature: 1.0, ..SamplingParams::greedy() };
+    let mut params = vec![
+        SamplingParams::greedy(),
+        base.clone(),
+        SamplingParams { temperature: 0.6, ..base.clone() },
+        SamplingParams { top_k: 7, temperature: 1.7, ..base.clone() },
+        SamplingParams { top_p: 0.7, ..base.clone() },
+        SamplingParams { min_p: 0.3, ..base.clone() },
+        SamplingParams { top_k: 50, top_p: 0.9, min_p: 0.02, temperature: 1.3, ..base.clone() },
+        SamplingParams { repetition_penalty: 1.3, frequency_penalty: 0.2, presence_penalty: -0.1, ..base.clone() },
+        SamplingParams { temperature: 0.0, repetition_penalty: 1.5, ..base },
+    ];
+    let mut random = Random(9);
+    for vocab in [1, 31, 301, 5000] {
+        for seed in 0..20 {
+            params.iter_mut().for_each(|params| params.seed = seed);
+            let prompt: Vec<u32> = (0..20).map(|_| random.below(vocab) as u32).collect();
+            let mut hosts: Vec<Sampler> = params.iter().map(|params| Sampler::new(params.clone(), &prompt)).collect();
+            for _ in 0..3 {
+                let logits = (random.tensor(&[hosts.len(), vocab], DType::F32) * 4.0).unwrap();
+                let rows: Vec<_> = hosts.iter().map(TokenSampler::on_device).collect();
+                let tokens = sample_rows(&logits.to_device(&device).unwrap(), &rows).unwrap();
+                for (row, (host, token)) in hosts.iter_mut().zip(tokens).enumerate() {
+                    let want = host.sample(&mut logits.get(row).unwrap().to_vec1::<f32>().unwrap());
+                    assert_eq!(token, Some(want), "{vocab} tokens, {:?}", params[row]);
+                }
+            }
+        }
+    }
+    let special = Tensor::new(&[[f32::NAN, -INF, 3.0, 3.0], [f32::NAN, -INF, -INF, f32::NAN]], &device).unwrap();
+    for host in [Sampler::new(params[0].clone(), &[]), Sampler::new(params[1].clone(), &[])] {
+        let tokens = sample_rows(&special, &[host.on_device(), host.on_device()]).unwrap();
+        assert!(matches!(tokens[..], [Some(2 | 3), None]), "{tokens:?}");
+    }
+}
+
+/// The kernel edits rows of logits like the reference, `RowEdits::apply`, and leaves unedited rows unchanged.
+/// A row's token in flight, which only the device knows, may or may not be among the tokens that the edits count.
+#[test(gpu)]
+#[cfg(feature = "cuda")]
+fn edited_rows_match_the_reference() {
+    const NO_TOKEN: u32 = u32::MAX;
+    const WORDS: usize = 4096;
+    let device = gpu();
+    let Device::Cuda(cuda) = &device else { unreachable!() };
+    let host = HostWords::new(cuda, WORDS).unwrap();
+    let mut random = Random(11);
+    for vocab in [1, 31, 301, 5000] {
+        let tokens: Vec<u32> = (0..8).map(|_| random.below(vocab) as u32).chain([NO_TOKEN]).collect();
+        let mut distinct = |most: usize| -> Vec<u32> {
+            let ids: BTreeSet<u32> = (0..random.below(most)).map(|_| random.below(vocab + 3) as u32).collect();
+            ids.into_iter().collect()
+        };
+        let lists: Vec<[Vec<u32>; 2]> = (0..9).map(|_| [distinct(40), distinct(1000)]).collect();
+        let edits: Vec<RowEdits> = lists
+            .into_iter()
+            .enumerate()
+            .map(|(row, [values, mut seen])| {
+                // In even rows, the token in flight is among the tokens that the edits already count.
+                seen.retain(|&token| token != tokens[row]);
+                if row.is_multiple_of(2) && tokens[row] != NO_TOKEN {
+                    seen.push(tokens[row]);
+                }
+                RowEdits {
+                    values: values.into_iter().map(|token| (token, random.normal())).collect(),
+                    penalties: match row % 3 {
+                        0 => Penalties { repetition: 1.3, ..Penalties::NONE },
+                        1 => Penalties { repetition: 1.0, frequency: 0.3, presence: -0.7 },
+                        _ => Penalties { repetition: 0.8, frequency: -0.2, presence: 0.4 },
+                    },
+                    seen: seen.into_iter().map(|token| (token, random.below(4) as u32)).collect(),
+                }
+            })
+            .collect();
+        let logits = random.tensor(&[11, vocab], DType::F32);
+        let on_device = Tensor::new(&tokens[..], &device).unwrap();
+        // Row 4 has no token in flight. Row 8 has `NO_TOKEN`, as if the previous step could not choose a token.
+        // Rows 9 and 10 are not edited.
+        let source = |row: usize| (row != 4).then_some(row as u32);
+        let rows: Vec<EditedRow> =
+            edits.iter().enumerate().map(|(row, edits)| EditedRow { row, edits, in_flight: source(row) }).collect();
+        let mut want = logits.to_vec2::<f32>().unwrap();
+        for EditedRow { row, edits, in_flight } in &rows {
+            let in_flight = in_flight.map(|source| tokens[source as usize]).filter(|&token| token != NO_TOKEN);
+            edits.apply(&mut want[*row], in_flight);
+        }
+        // The description of the edits does not fit in the empty range of host memory, so it is copied to the device.
+        for range in [3..WORDS, 0..0] {
+            let edited = logits.to_device(&device).unwrap();
+            for rows in rows.chunks(2) {
+                edit_rows(&edited, rows, &on_device, (&host, range.clone())).unwrap();
+                device.synchronize().unwrap();
+            }
+            for (row, (got, want)) in edited.to_vec2::<f32>().unwrap().iter().zip(&want).enumerate() {
+                for (token, (&got, &want)) in got.iter().zip(want).enumerate() {
+                    // The GPU rounds once per multiply-add (FMA), but the host rounds twice, so last bits may differ.
+                    let error = (got - want).abs();
+                    assert!(
+                        error <= 1e-6 * want.abs().max(1.0),
+                        "vocabulary of {vocab} tokens, row {row}, token {token}: got {got}, expected {want}"
+                    );
+                }
+            }
+        }
+        let edited = logits.to_device(&device).unwrap();
+        let invalid = |row, in_flight| EditedRow { row, in_flight, ..rows[0] };
+        for rows in [vec![invalid(11, None)], vec![invalid(0, Some(9))], vec![rows[0], rows[0]]] {
+            assert!(edit_rows(&edited, &rows, &on_device, (&host, 0..WORDS)).is_err());
+        }
+    }
+}
+
+/// A token mask changes only its own row of logits, exactly as masking on the host does.
+#[test(gpu)]
+#[cfg(feature = "cuda")]
+fn masked_rows_match_masking_on_the_host() {
+    let device = gpu();
+    let mut random = Random(5);
+    for vocab in [1, 31, 32, 33, 256, 257, 5000] {
+        let logits = random.tensor(&[6, vocab], DType::F32);
+        let mut mask = |row: u32| {
+            let mut mask = TokenMask::none(vocab);
+            (0..vocab as u32).filter(|_| random.below(3) == 0).for_each(|id| mask.allow(id));
+            (row, mask)
+        };
+        let masks = [mask(5), mask(0), mask(3), (2, TokenMask::none(vocab))];
+        let masked = logits.to_device(&device).unwrap();
+        mask_logits(&masked, &masks).unwrap();
+        let mut want = logits.to_vec2::<f32>().unwrap();
+        masks.iter().for_each(|(row, mask)| mask.apply(&mut want[*row as usize]));
+        assert_eq!(masked.to_vec2::<f32>().unwrap(), want, "{vocab} tokens");
+        mask_logits(&masked, &[]).unwrap();
+        assert!(mask_logits(&masked, &[(6, TokenMask::none(vocab))]).is_err());
+        assert!(mask_logits(&masked, &[(0, TokenMask::none(vocab + 32))]).is_err());
+    }
+}
