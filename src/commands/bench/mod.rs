@@ -170,7 +170,8 @@ impl Bench {
         let after = gpu.as_ref().and_then(GpuFacts::state);
         let at_end_bytes = memory_in_use(engine)?;
         let kernels = if args.kernels { self.kernel_times(args.depth.last().copied().unwrap_or(0))? } else { None };
-        // Measure the bandwidth after reading `at_end_bytes`, because the allocator keeps the buffers of the measurement.
+        // Measure the bandwidth after reading `at_end_bytes`, because the allocator keeps the buffers of the
+        // measurement.
         let bandwidth = bandwidth::measure(engine.device())?;
         tests.iter_mut().for_each(|result| result.set_bandwidth_share(bandwidth.as_ref()));
         serving.iter_mut().for_each(|result| result.set_bandwidth_share(bandwidth.as_ref()));
@@ -208,7 +209,8 @@ impl Bench {
         Ok(Results { first_token, tests, ..Results::default() })
     }
 
-    /// Times each kernel of a decode step after `depth` cached tokens. Returns `None` if the runner cannot time kernels.
+    /// Times each kernel of a decode step after `depth` cached tokens.
+    /// Returns `None` if the runner cannot time kernels.
     fn kernel_times(&self, depth: u32) -> Result<Option<Vec<KernelTime>>> {
         let tokens = self.engine.random_tokens(SEED, depth as usize);
         self.engine.with_runner(move |runner| {
