@@ -12,6 +12,7 @@ use tokio::runtime::{Builder, Runtime};
 
 use super::shared::logging::LogFormat;
 use super::shared::{LoadArgs, api_keys, log_writer, note, seconds};
+use crate::engine::Engine;
 use crate::error::Error;
 use crate::hub::{self, Hub, Snapshot, demo};
 use crate::runner::MAX_SEQUENCES;
@@ -133,18 +134,8 @@ struct LimitArgs {
 pub fn run(mut args: Args) -> Result<ExitCode> {
     let hub = Hub::from_env()?;
     let snapshot = hub.find(&args.model, args.load.revision())?;
-    let mut api_keys = api_keys::read(&args.api_key)?;
-    if args.no_auth && !api_keys.is_empty() {
-        return Err(Error::usage("cannot use --no-auth together with an API key: omit one, or unset INFERNO_API_KEY"));
-    }
-    let tls = match (&args.tls_cert, &args.tls_key) {
-        (Some(certificate), Some(key)) => Some(server::read_tls(certificate, key)?),
-        (None, None) => None,
-        _ => return Err(Error::usage("TLS needs both --tls-cert and --tls-key")),
-    };
-    let receipt_key = args.receipt_key.as_deref().map(ReceiptKey::read_or_create).transpose()?;
-    let scheme = if tls.is_some() { "https" } else { "http" };
-    let max_connections = allow_connections(args.max_connections as usize);
+    let mut options = options(&args, &snapshot)?;
+    let scheme = if options.tls.is_some() { "https" } else { "http" };
     let threads = std::thread::available_parallelism().map_or(1, |threads| threads.get().min(MAX_THREADS));
     let runtime = Builder::new_multi_thread().worker_threads(threads).enable_all().build();
     let runtime = runtime.context("cannot start the threads of the server")?;
@@ -152,30 +143,18 @@ pub fn run(mut args: Args) -> Result<ExitCode> {
     let listener =
         listener.map_err(|error| anyhow!("{error:#}\n  to listen on another address or port, use --host or --port"))?;
     let address = listener.local_addr().context("cannot read the address of the server")?;
-    if api_keys.is_empty() && !args.no_auth && !address.ip().is_loopback() {
+    if options.api_keys.is_empty() && !args.no_auth && !address.ip().is_loopback() {
         let key = server::new_api_key()?;
         terminal::write_stderr(&format!("API key for this run: {key}\n"));
-        api_keys.push(key);
+        options.api_keys.push(key);
     }
-    args.load.set_deterministic(args.deterministic);
-    args.load.plan_for_many(Some(args.max_sequences.into()));
-    args.load.warm_up();
-    let has_key = !api_keys.is_empty();
-    let mut options = ServerOptions { tls, max_connections, ..options(&args, &snapshot, api_keys) };
-    options.record.receipt_key = receipt_key.map(Arc::new);
+    let has_key = !options.api_keys.is_empty();
     let server = Server::new(options)?;
     let serving = start(&runtime, &server, listener);
 
     // From here on, the server answers health checks while the model loads.
     hub.record_use(&snapshot);
-    let path = snapshot.path.clone();
-    let hashes = args.receipt_key.as_ref().map(|_| std::thread::spawn(move || hub::file_hashes(&path)));
-    let engine = args.load.load(&snapshot)?;
-    if let Some(hashes) = hashes {
-        let hashes = hashes.join().map_err(|_| anyhow!("the thread that hashes the model's files failed"))?;
-        server.set_model_files(hashes?);
-    }
-    server.set_engine(engine.handle());
+    let engine = load(&mut args, &snapshot, &server)?;
     announce(&format!("{scheme}://{address}"), &snapshot, has_key);
     let served = runtime.block_on(serving).context("the server stopped unexpectedly")?;
     match served {
@@ -189,16 +168,16 @@ pub fn run(mut args: Args) -> Result<ExitCode> {
     served.map(|()| ExitCode::SUCCESS)
 }
 
-fn options(args: &Args, snapshot: &Snapshot, api_keys: Vec<String>) -> ServerOptions {
+/// Returns the options of the server. Reads the files that `args` names, and creates the receipt key if it is missing.
+fn options(args: &Args, snapshot: &Snapshot) -> Result<ServerOptions> {
     let limits = &args.limits;
-    ServerOptions {
+    Ok(ServerOptions {
         model: snapshot.name.clone(),
-        api_keys,
+        api_keys: read_api_keys(args)?,
         cors_origins: args.cors_origin.clone(),
         no_auth: args.no_auth,
         max_sequences: args.max_sequences.into(),
         max_waiting: args.queue,
-        max_connections: args.max_connections as usize,
         timeouts: Timeouts {
             header: Duration::from_secs_f64(limits.header_timeout),
             body: Duration::from_secs_f64(limits.body_timeout),
@@ -208,15 +187,45 @@ fn options(args: &Args, snapshot: &Snapshot, api_keys: Vec<String>) -> ServerOpt
             drain_delay: Duration::from_secs(args.drain_delay),
             drain: Duration::from_secs(args.drain_timeout),
         },
-        tls: None,
+        tls: match (&args.tls_cert, &args.tls_key) {
+            (Some(certificate), Some(key)) => Some(server::read_tls(certificate, key)?),
+            (None, None) => None,
+            _ => return Err(Error::usage("TLS needs both --tls-cert and --tls-key")),
+        },
         record: RecordOptions {
             memory_bytes: args.record_memory.saturating_mul(1 << 20),
             folder: args.record.clone(),
             revision: snapshot.revision.clone(),
-            receipt_key: None,
+            receipt_key: args.receipt_key.as_deref().map(ReceiptKey::read_or_create).transpose()?.map(Arc::new),
         },
+        max_connections: allow_connections(args.max_connections as usize),
         has_vllm_metrics: args.metrics_compat == Some(MetricsCompat::Vllm),
+    })
+}
+
+/// Returns the API keys from --api-key and INFERNO_API_KEY. Fails if there are keys in spite of --no-auth.
+fn read_api_keys(args: &Args) -> Result<Vec<String>> {
+    let keys = api_keys::read(&args.api_key)?;
+    if args.no_auth && !keys.is_empty() {
+        return Err(Error::usage("cannot use --no-auth together with an API key: omit one, or unset INFERNO_API_KEY"));
     }
+    Ok(keys)
+}
+
+/// Loads the model and passes it to the server. With --receipt-key, hashes the files of the model at the same time.
+fn load(args: &mut Args, snapshot: &Snapshot, server: &Server) -> Result<Engine> {
+    args.load.set_deterministic(args.deterministic);
+    args.load.plan_for_many(Some(args.max_sequences.into()));
+    args.load.warm_up();
+    let path = snapshot.path.clone();
+    let hashes = args.receipt_key.as_ref().map(|_| std::thread::spawn(move || hub::file_hashes(&path)));
+    let engine = args.load.load(snapshot)?;
+    if let Some(hashes) = hashes {
+        let hashes = hashes.join().map_err(|_| anyhow!("the thread that hashes the model's files failed"))?;
+        server.set_model_files(hashes?);
+    }
+    server.set_engine(engine.handle());
+    Ok(engine)
 }
 
 /// Serves connections in the background until a signal arrives and the running requests have ended or been canceled,

@@ -17,9 +17,9 @@ use super::shared::{LoadArgs, json, note};
 use crate::device::{self, GpuFacts};
 use crate::engine::{Engine, EngineHandle, GenerateOptions, SamplingParams};
 use crate::error::Error;
-use crate::hub::Hub;
+use crate::hub::{Hub, Snapshot};
 use crate::kernels::bandwidth;
-use crate::runner::StepBytes;
+use crate::runner::{KernelTime, StepBytes};
 use crate::text::printable;
 use report::{Build, DeviceFacts, FirstToken, Gaps, Memory, Model, Report, Stats, Test, TestKind, TestResult};
 use serving::{Lengths, Load, Serving};
@@ -75,6 +75,13 @@ pub struct Args {
     load: LoadArgs,
 }
 
+impl Args {
+    /// Returns whether to measure concurrent requests instead of single ones.
+    fn is_serving(&self) -> bool {
+        !self.concurrency.is_empty()
+    }
+}
+
 /// The prompt length of the first request, in tokens. Later requests are also measured with this length.
 const FIRST_PROMPT: usize = 512;
 /// The context positions for the first and last token of a chat test. The test generates these tokens untimed.
@@ -83,78 +90,12 @@ const EXTRA_POSITIONS: usize = 2;
 const SEED: u64 = 1;
 
 pub fn run(mut args: Args) -> Result<ExitCode> {
-    let lengths = |args: &[u32]| args.iter().map(|&length| length as usize).collect::<Vec<_>>();
-    let (mut prompts, depths) = (lengths(&args.prompt), lengths(&args.depth));
-    prompts.retain(|&prompt| prompt > 0);
-    let decode = args.decode as usize;
-    let longest = prompts.iter().copied().max().unwrap_or(0).max(decode);
-    let is_serving = !args.concurrency.is_empty();
-    if longest == 0 {
-        return Err(Error::Usage("nothing to measure: -p and -n are both 0".into()).into());
-    }
-    let last_depth = depths.last().copied().unwrap_or(0);
-    let deepest = depths.iter().copied().max().unwrap_or(0);
-    let positions =
-        if is_serving { args.input as usize + args.output as usize } else { (deepest + longest).max(FIRST_PROMPT) };
-    args.load.require_context(positions + EXTRA_POSITIONS)?;
-    args.load.set_deterministic(args.deterministic);
-    if is_serving {
-        args.load.warm_up();
-    }
-    args.load.set_sequences(args.concurrency.iter().copied().max().unwrap_or(1) as usize);
-
+    prepare(&mut args)?;
     let hub = Hub::from_env()?;
     let snapshot = hub.find(&args.model, args.load.revision())?;
     hub.record_use(&snapshot);
-    let engine = args.load.load(&snapshot)?;
-    let gpu = GpuFacts::for_device(engine.device())?;
-    let before = gpu.as_ref().and_then(GpuFacts::state);
-    let after_load_bytes = memory_in_use(&engine)?;
-
-    let bench = Bench { engine, repetitions: args.repetitions as usize };
-    let (mut tests, mut serving, mut first_token) = (Vec::new(), Vec::new(), None);
-    if is_serving {
-        for &concurrency in &args.concurrency {
-            serving.push(bench.serving(&args, concurrency as usize)?);
-        }
-    } else {
-        first_token = Some(bench.first_tokens(&prompts)?);
-        tests = bench.tests(&prompts, decode, &depths)?;
-    }
-    let engine = bench.engine;
-    let after = gpu.as_ref().and_then(GpuFacts::state);
-    let at_end_bytes = memory_in_use(&engine)?;
-    let mut kernels = None;
-    if args.kernels {
-        let tokens = engine.random_tokens(SEED, last_depth);
-        kernels = engine.with_runner(move |runner| {
-            runner.reset();
-            runner.fill(&tokens)?;
-            runner.kernel_times()
-        })??;
-    }
-    // Measure the bandwidth after reading `at_end_bytes`, because the allocator keeps the buffers of the measurement.
-    let bandwidth = bandwidth::measure(engine.device())?;
-    tests.iter_mut().for_each(|result| result.set_bandwidth_share(bandwidth.as_ref()));
-    serving.iter_mut().for_each(|serving: &mut Serving| serving.set_bandwidth_share(bandwidth.as_ref()));
-
-    let report = Report {
-        command: command_line(),
-        date: jiff::Zoned::now().strftime("%Y-%m-%dT%H:%M:%S%:z").to_string(),
-        inferno: Build::new(&engine),
-        model: Model::new(&snapshot, &engine),
-        device: DeviceFacts::new(engine.info(), gpu, before, after),
-        bandwidth,
-        load: engine.info().load,
-        memory: after_load_bytes.zip(at_end_bytes).map(Memory::from),
-        seed: SEED,
-        repetitions: args.repetitions,
-        tests,
-        first_token,
-        serving,
-        launches_per_token: engine.with_runner(|runner| runner.launch_counts())??,
-        kernels,
-    };
+    let bench = Bench { engine: args.load.load(&snapshot)?, repetitions: args.repetitions as usize };
+    let report = bench.report(&args, &snapshot)?;
     let mut out = std::io::stdout().lock();
     if args.json {
         writeln!(out, "{}", json::pretty(&report)?)?;
@@ -163,6 +104,26 @@ pub fn run(mut args: Args) -> Result<ExitCode> {
     }
     out.flush()?;
     Ok(ExitCode::SUCCESS)
+}
+
+/// Sets the load options that the measurements need.
+/// Fails if there is nothing to measure, or if --context is too small.
+fn prepare(args: &mut Args) -> Result<()> {
+    let max = |lengths: &[u32]| lengths.iter().copied().max().unwrap_or(0) as usize;
+    let longest = max(&args.prompt).max(args.decode as usize);
+    if longest == 0 {
+        return Err(Error::Usage("nothing to measure: -p and -n are both 0".into()).into());
+    }
+    let positions = if args.is_serving() {
+        args.load.warm_up();
+        args.input as usize + args.output as usize
+    } else {
+        (max(&args.depth) + longest).max(FIRST_PROMPT)
+    };
+    args.load.require_context(positions + EXTRA_POSITIONS)?;
+    args.load.set_deterministic(args.deterministic);
+    args.load.set_sequences(max(&args.concurrency).max(1));
+    Ok(())
 }
 
 /// Returns how much less memory is free on the GPU than before loading, in bytes, or `None` on a CPU.
@@ -174,6 +135,14 @@ fn memory_in_use(engine: &Engine) -> Result<Option<u64>> {
 fn command_line() -> String {
     let args = std::env::args_os().skip(1).map(|arg| arg.to_string_lossy().into_owned());
     std::iter::once("inferno".to_string()).chain(args).collect::<Vec<_>>().join(" ")
+}
+
+/// What was measured: with `--concurrency` only `serving`, otherwise only `first_token` and `tests`.
+#[derive(Default)]
+struct Results {
+    first_token: Option<FirstToken>,
+    tests: Vec<TestResult>,
+    serving: Vec<Serving>,
 }
 
 /// A loaded model to measure.
@@ -191,18 +160,73 @@ impl Bench {
         (1..=self.repetitions as u64).map(|index| run(&self.engine, index)).collect()
     }
 
-    /// Runs the prefill, decode and chat tests. Each of `depths` is a number of tokens in the KV cache before a test.
-    fn tests(&self, prompts: &[usize], decode: usize, depths: &[usize]) -> Result<Vec<TestResult>> {
+    /// Measures the model, and describes the model, the device and the build.
+    fn report(&self, args: &Args, snapshot: &Snapshot) -> Result<Report> {
+        let engine = &self.engine;
+        let gpu = GpuFacts::for_device(engine.device())?;
+        let before = gpu.as_ref().and_then(GpuFacts::state);
+        let after_load_bytes = memory_in_use(engine)?;
+        let Results { first_token, mut tests, mut serving } = self.measure(args)?;
+        let after = gpu.as_ref().and_then(GpuFacts::state);
+        let at_end_bytes = memory_in_use(engine)?;
+        let kernels = if args.kernels { self.kernel_times(args.depth.last().copied().unwrap_or(0))? } else { None };
+        // Measure the bandwidth after reading `at_end_bytes`, because the allocator keeps the buffers of the
+        // measurement.
+        let bandwidth = bandwidth::measure(engine.device())?;
+        tests.iter_mut().for_each(|result| result.set_bandwidth_share(bandwidth.as_ref()));
+        serving.iter_mut().for_each(|result| result.set_bandwidth_share(bandwidth.as_ref()));
+        Ok(Report {
+            command: command_line(),
+            date: jiff::Zoned::now().strftime("%Y-%m-%dT%H:%M:%S%:z").to_string(),
+            inferno: Build::new(engine),
+            model: Model::new(snapshot, engine),
+            device: DeviceFacts::new(engine.info(), gpu, before, after),
+            bandwidth,
+            load: engine.info().load,
+            memory: after_load_bytes.zip(at_end_bytes).map(Memory::from),
+            seed: SEED,
+            repetitions: args.repetitions,
+            tests,
+            first_token,
+            serving,
+            launches_per_token: engine.with_runner(|runner| runner.launch_counts())??,
+            kernels,
+        })
+    }
+
+    /// Measures what `args` requests, except kernels.
+    fn measure(&self, args: &Args) -> Result<Results> {
+        if args.is_serving() {
+            let serving = args.concurrency.iter().map(|&concurrency| self.serving(args, concurrency as usize));
+            return Ok(Results { serving: serving.collect::<Result<_>>()?, ..Results::default() });
+        }
+        let prompts: Vec<_> = args.prompt.iter().filter(|&&prompt| prompt > 0).map(|&prompt| prompt as usize).collect();
+        let first_token = Some(self.first_tokens(&prompts)?);
         let mut tests = Vec::new();
-        for &depth in depths {
-            self.fill_cache(depth)?;
-            for &prompt in prompts {
-                tests.push(self.prompt(prompt, depth)?);
-            }
-            if decode > 0 {
-                tests.push(self.decode(decode, depth)?);
-                tests.push(self.chat(decode, depth)?);
-            }
+        for &depth in &args.depth {
+            tests.extend(self.tests(&prompts, args.decode as usize, depth as usize)?);
+        }
+        Ok(Results { first_token, tests, ..Results::default() })
+    }
+
+    /// Times each kernel of a decode step after `depth` cached tokens.
+    /// Returns `None` if the runner cannot time kernels.
+    fn kernel_times(&self, depth: u32) -> Result<Option<Vec<KernelTime>>> {
+        let tokens = self.engine.random_tokens(SEED, depth as usize);
+        self.engine.with_runner(move |runner| {
+            runner.reset();
+            runner.fill(&tokens)?;
+            runner.kernel_times()
+        })?
+    }
+
+    /// Runs the prefill, decode and chat tests with `depth` tokens in the KV cache before each test.
+    fn tests(&self, prompts: &[usize], decode: usize, depth: usize) -> Result<Vec<TestResult>> {
+        self.fill_cache(depth)?;
+        let mut tests = prompts.iter().map(|&prompt| self.prompt(prompt, depth)).collect::<Result<Vec<_>>>()?;
+        if decode > 0 {
+            tests.push(self.decode(decode, depth)?);
+            tests.push(self.chat(decode, depth)?);
         }
         Ok(tests)
     }
