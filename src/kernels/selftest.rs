@@ -1,8 +1,9 @@
 //! Compares tensor operations on a device with their CPU references, using small, irregular shapes.
 //!
 //! The self-test shows whether the GPU, the driver and this build compute correct results.
-//! `tests/it/kernels.rs` tests the kernels in more depth.
-//! The self-test does not cover the kernels of `decode` and `sampling`. See `tests/it/decode_graph.rs` for their tests.
+//! The tests in `tests/it/kernels` cover the kernels in more depth.
+//! The self-test does not cover the kernels of `decode` and `sampling`.
+//! See `tests/it/decode_graph.rs` and `tests/it/kernels/sampling.rs` for their tests.
 
 use std::time::Instant;
 

@@ -3,6 +3,8 @@
 use candle_core::DType;
 use inferno::device::DeviceChoice;
 use inferno::engine::EngineBuilder;
+#[cfg(feature = "flash-attn")]
+use inferno::kernels::attention::AttentionBackend;
 use inferno::runner::Executor;
 use inferno::weights::quantized::QuantizationTarget;
 use inferno::{Engine, EngineHandle, GenerateOptions, Request, RequestStream, SamplingParams};
@@ -143,9 +145,21 @@ fn single_requests_can_be_deterministic() {
 }
 
 #[test]
-fn deterministic_engine_refuses_chunks_of_63_tokens() {
-    let error = demo().chunk(63).load().map(|_| ()).unwrap_err();
-    assert!(error.to_string().contains("chunks of at least 64 tokens"), "{error}");
+fn deterministic_engine_refuses_chunks_of_less_than_64_tokens() {
+    for chunk in [1, 16, 63] {
+        let error = demo().chunk(chunk).load().map(|_| ()).unwrap_err();
+        let message = format!("--deterministic needs chunks of at least 64 tokens, not {chunk}");
+        assert_eq!(error.to_string(), message);
+    }
+}
+
+#[cfg(feature = "flash-attn")]
+#[test(gpu)]
+fn deterministic_engine_refuses_candle_flash_attention() {
+    let model = GraphModel::new("llama_graph");
+    let builder = model.builder().dtype(DType::BF16).attention(AttentionBackend::CandleFlashAttn);
+    let error = builder.deterministic(true).load().map(|_| ()).unwrap_err();
+    assert_eq!(error.to_string(), "--deterministic does not support --attention flash");
 }
 
 #[test(gpu)]

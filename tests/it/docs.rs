@@ -1,6 +1,7 @@
 //! Checks the documentation:
 //! - `docs/` lists all flags, environment variables, exit codes, configuration keys and unsafe code.
 //! - Tests, source files and link targets that the pages name exist, and so do flags and metrics on the server pages.
+//! - Source files that comments name exist.
 //! - Speeds and memory sizes in the tables agree with benches/results.
 //! - Defaults in docs/tuning.md agree with `inferno serve --help`, and figures in docs/tuning.md with other pages.
 
@@ -45,33 +46,64 @@ fn cli_page_matches_the_help_of_every_command() {
     }
 }
 
-/// The pages name source files in backticks. A path such as `engine/handle/mod.rs` may leave out the first folders.
+/// The extensions of source files.
+const SOURCE: [&str; 3] = ["rs", "cu", "cuh"];
+
+/// Returns the source files that a text names in backticks.
+/// Leaves out patterns, and files that recipes create: `x.rs` and `NAME.rs`.
+fn named_source_files(text: &str) -> impl Iterator<Item = &str> {
+    text.split('`').skip(1).step_by(2).filter(|path| {
+        let is_pattern = path.contains([' ', '*', '<', '…', '$', '"']) || path.contains("NAME");
+        let Some((stem, extension)) = path.rsplit_once('.') else { return false };
+        let is_example = stem.is_empty() || stem.ends_with('/') || stem == "x" || stem.ends_with("/x");
+        SOURCE.contains(&extension) && !is_pattern && !is_example
+    })
+}
+
+/// A path such as `engine/handle/mod.rs` may leave out the first folders.
 #[test]
-fn source_files_that_the_pages_name_exist() {
+fn source_files_that_the_pages_and_comments_name_exist() {
     let mut files = vec![repository().join("build.rs")];
     for folder in ["src", "tests", "benches", "fuzz", "docs"] {
-        collect(&repository().join(folder), &mut files);
+        collect(&repository().join(folder), &SOURCE, &mut files);
     }
-    let pages = ["README.md", "docs/architecture.md", "docs/contributing.md", "docs/unsafe.md"];
-    let mut found = 0;
-    for name in pages {
-        for path in page(name).split('`').skip(1).step_by(2) {
-            // Recipes in the docs name files that do not exist yet: `x.rs` and `NAME.rs`.
-            let is_example = path.contains([' ', '*', '<', '…']) || path.ends_with("x.rs") || path.contains("NAME");
-            if path.ends_with(".rs") && !is_example {
-                found += 1;
-                assert!(files.iter().any(|file| file.ends_with(path)), "{name} names {path}, which does not exist");
+    // Files of the crates openai-harmony and candle-flash-attn, and a file that the build script writes.
+    let others = ["src/encoding.rs", "src/ffi.rs", "constants.cuh"];
+    let assert_exists = |place: &str, path: &str| {
+        assert!(
+            others.contains(&path) || files.iter().any(|file| file.ends_with(path)),
+            "{place} names {path}, which does not exist"
+        );
+    };
+    let (mut in_pages, mut in_comments) = (0, 0);
+    for name in ["README.md", "docs/architecture.md", "docs/contributing.md", "docs/unsafe.md"] {
+        for path in named_source_files(&page(name)) {
+            in_pages += 1;
+            assert_exists(name, path);
+        }
+    }
+    for file in files.iter().filter(|file| ["src", "tests"].iter().any(|top| file.starts_with(repository().join(top))))
+    {
+        let code = fs::read_to_string(file).unwrap();
+        let comments = code.lines().enumerate().filter_map(|(index, line)| Some((index, line.split_once("//")?.1)));
+        for (index, comment) in comments {
+            for path in named_source_files(comment) {
+                in_comments += 1;
+                assert_exists(&format!("{}:{}", file.display(), index + 1), path);
             }
         }
     }
-    assert!(found > 50, "the pages name only {found} source files");
+    assert!(
+        in_pages > 50 && in_comments > 100,
+        "found only {in_pages} source files in pages and {in_comments} in comments"
+    );
 }
 
 #[test]
 fn reference_page_lists_every_environment_variable() {
     let page = page("docs/reference.md");
     let mut files = Vec::new();
-    collect(&repository().join("src"), &mut files);
+    collect(&repository().join("src"), &["rs"], &mut files);
     let mut variables = BTreeSet::new();
     for file in files {
         let code = fs::read_to_string(&file).unwrap();
@@ -390,8 +422,8 @@ fn links_between_pages_have_targets() {
 #[test]
 fn tests_that_the_docs_name_exist() {
     let mut files = Vec::new();
-    collect(&repository().join("tests/it"), &mut files);
-    collect(&repository().join("src"), &mut files);
+    collect(&repository().join("tests/it"), &["rs"], &mut files);
+    collect(&repository().join("src"), &["rs"], &mut files);
     let code: String = files.iter().map(|file| fs::read_to_string(file).unwrap()).collect();
     let pages = fs::read_dir(repository().join("docs")).unwrap().map(|entry| entry.unwrap().path());
     let mut names = Vec::new();
@@ -466,7 +498,7 @@ fn unsafe_items(code: &str) -> BTreeSet<String> {
 fn unsafe_page_lists_exactly_the_unsafe_code() {
     let mut files = Vec::new();
     for folder in ["src", "fuzz/src", "tests/it", "tests/macros", "benches", "examples"] {
-        collect(&repository().join(folder), &mut files);
+        collect(&repository().join(folder), &["rs"], &mut files);
     }
     let mut code = BTreeSet::new();
     for path in files {
@@ -516,12 +548,13 @@ fn unsafe_code_belongs_to_the_enclosing_function() {
     assert_eq!(items, ["Send for Words", "first", "second"]);
 }
 
-fn collect(folder: &Path, files: &mut Vec<PathBuf>) {
+/// Adds the files of a folder that have one of `extensions`.
+fn collect(folder: &Path, extensions: &[&str], files: &mut Vec<PathBuf>) {
     for entry in fs::read_dir(folder).unwrap() {
         let path = entry.unwrap().path();
         if path.is_dir() {
-            collect(&path, files);
-        } else if path.extension().is_some_and(|extension| extension == "rs") {
+            collect(&path, extensions, files);
+        } else if extensions.iter().any(|&wanted| path.extension().is_some_and(|extension| extension == wanted)) {
             files.push(path);
         }
     }

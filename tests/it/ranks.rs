@@ -305,18 +305,30 @@ fn layers_are_divided_among_no_more_ranks_than_there_are_layers() {
     assert!(error.to_string().contains(&message), "{error:#}");
 }
 
+/// The answers share the blocks of their prompt. Before an answer writes to the last block, which the prompt fills
+/// only in part, every rank copies this block.
 #[test]
-fn several_answers_on_two_ranks_equal_those_of_one() {
+fn several_answers_on_two_ranks_share_their_prompt_and_equal_those_of_one() {
     let answers = |builder: EngineBuilder| {
         let engine = builder.load().unwrap();
         let prompt = engine.random_tokens(3, 100);
+        let cached = prompt.len() - 1;
         let sampling = SamplingParams { temperature: 1.0, ..SamplingParams::greedy() };
         let options = GenerateOptions { ignore_eos: true, max_tokens: Some(40), ..GenerateOptions::new(sampling) };
         let streams = engine.submit_n(Request::ids(prompt).options(options), 3).unwrap();
-        streams.into_iter().map(|stream| Answer::read(stream).tokens).collect::<Vec<_>>()
+        let answers: Vec<Answer> = streams.into_iter().map(Answer::read).collect();
+        assert!(answers[1..].iter().all(|answer| answer.summary.cached_tokens == cached), "{answers:?}");
+        engine.with_runner(|_| ()).unwrap();
+        let stats = engine.stats();
+        // The second and the third answer compute the last token of the prompt again.
+        assert_eq!((stats.prompt_tokens, stats.used_blocks), (102, 0), "{stats:?}");
+        answers.into_iter().map(|answer| answer.tokens).collect::<Vec<_>>()
     };
-    let devices: Devices = "cpu,cpu".parse().unwrap();
-    assert_eq!(answers(queued_steps::demo().devices(devices)), answers(queued_steps::demo()));
+    let one = answers(queued_steps::demo());
+    assert!(one[0] != one[1] && one[0] != one[2], "the answers are equal, so they need no blocks of their own");
+    for split in [Split::Tensor, Split::Layers] {
+        assert_eq!(answers(queued_steps::demo().devices(cpus(2)).split(split)), one, "{split:?}");
+    }
 }
 
 /// Scores two prompts at once and generates a few tokens after each prompt.

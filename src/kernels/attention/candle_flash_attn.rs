@@ -6,7 +6,7 @@
 //!
 //! The crate's Rust API does not return lse, so this module calls the crate's C function.
 //! The C function may change in any release, so the version of the crate is pinned.
-//! `tests/it/kernels.rs` compares the results of this module with the plain Rust reference.
+//! `tests/it/kernels/attention.rs` compares the results of this module with the plain Rust reference.
 
 use std::ffi::{c_int, c_void};
 

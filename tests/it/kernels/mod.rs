@@ -9,6 +9,7 @@ mod attention;
 mod matmul;
 mod moe;
 mod sampling;
+mod step_inputs;
 
 use candle_core::{DType, Device, Tensor};
 use inferno::kernels::activation::{Activation, clamped_swiglu, gated, gated_halves};

@@ -1,0 +1,72 @@
+//! Tests of the kernel that writes the inputs of a step.
+
+/// The kernel takes each id from the host or from the tokens of the previous step, and sets only the changed words.
+/// In place of `NO_TOKEN`, it writes token 0.
+#[test(gpu)]
+#[cfg(feature = "cuda")]
+fn step_inputs_match_a_computation_on_the_host() {
+    use candle_core::{DType, Device, Tensor};
+    use inferno::kernels::launch::HostWords;
+    use inferno::kernels::step_inputs::StepInputs;
+
+    use crate::support::{Random, gpu};
+
+    const NO_TOKEN: u32 = u32::MAX;
+    const WORDS: usize = 8192;
+    let device = gpu();
+    let Device::Cuda(cuda) = &device else { panic!("{device:?} is not a GPU") };
+    let host = HostWords::new(cuda, WORDS).unwrap();
+    let mut random = Random(13);
+    let mut tokens: Vec<u32> = (0..9).map(|_| random.next() as u32).collect();
+    tokens[4] = NO_TOKEN;
+    let tokens_on_device = Tensor::new(&tokens[..], &device).unwrap();
+    // Each case has a number of ids, of words that every step sets, and of words that only changes set.
+    // A thread block processes 256 words, so the last two cases need several blocks.
+    for (rows, others, rest) in [(1, 0, 0), (2, 3, 5), (7, 14, 40), (256, 256, 300), (300, 601, 1000)] {
+        let mut want: Vec<u32> = (0..rows + others + rest).map(|_| random.next() as u32).collect();
+        let buffer = Tensor::new(&want[..], &device).unwrap();
+        let mut step = || StepInputs {
+            ids: (0..rows).map(|_| random.next() as u32).collect(),
+            sources: (0..rows)
+                .map(|row| match row % 3 {
+                    0 => None,
+                    1 => Some(4), // the token of a sequence for which no token could be chosen
+                    _ => Some(random.below(9) as u32),
+                })
+                .collect(),
+            words: (0..others).map(|_| random.next() as u32).collect(),
+            changes: (0..rest as u32)
+                .filter(|index| index % 3 > 0)
+                .map(|index| (index, random.next() as u32))
+                .collect(),
+        };
+        // The second description fits in its range exactly. The other two do not fit, so they are copied to the device.
+        for spare in [-1, 0, -(WORDS as isize)] {
+            let inputs = step();
+            for (row, (&id, source)) in inputs.ids.iter().zip(&inputs.sources).enumerate() {
+                let id = source.map_or(id, |source| tokens[source as usize]);
+                want[row] = if id == NO_TOKEN { 0 } else { id };
+            }
+            want[rows..rows + others].copy_from_slice(&inputs.words);
+            for &(index, value) in &inputs.changes {
+                want[rows + others + index as usize] = value;
+            }
+            let length = 2 * rows + others + 2 * inputs.changes.len();
+            let range = 3..3 + length.saturating_add_signed(spare);
+            inputs.write(&buffer, &tokens_on_device, &host, range).unwrap();
+            assert_eq!(buffer.to_vec1::<u32>().unwrap(), want, "{rows} ids, {others} words, {rest} others");
+        }
+
+        let inputs = step();
+        let write = |inputs: &StepInputs, buffer: &Tensor| inputs.write(buffer, &tokens_on_device, &host, 0..WORDS);
+        let invalid = [
+            StepInputs { sources: vec![Some(9); rows], ..inputs.clone() },
+            StepInputs { sources: vec![None; rows + 1], ..inputs.clone() },
+            StepInputs { words: vec![0; others + rest + 1], changes: Vec::new(), ..inputs.clone() },
+            StepInputs { changes: vec![(rest as u32, 0)], ..inputs.clone() },
+        ];
+        assert!(invalid.iter().all(|inputs| write(inputs, &buffer).is_err()));
+        assert!(write(&inputs, &buffer.to_dtype(DType::F32).unwrap()).is_err());
+        assert_eq!(buffer.to_vec1::<u32>().unwrap(), want, "refused inputs changed the buffer");
+    }
+}
