@@ -393,7 +393,7 @@ TEMPLATES = [
     "{% generation %}{% generation %}", "{{ [1, 2] | sort | batch(0) }}", "{{ range(0, 10, 0) }}",
     "{{ 'é' | slice(0) }}", "{{ 'a' | indent(10000000000) }}",
 ]
-# Chat templates that run until inferno's limit of about 3 s of CPU time (src/worker/limits.rs). The script therefore
+# Chat templates that run until inferno's limit of about 3 s of CPU time (src/sandbox/limits.rs). The script therefore
 # chooses them rarely.
 SLOW_TEMPLATES = ["{% set ns = namespace() %}{% set ns.x = ns %}{{ ns | pprint }}",
                   repeated("{% set ns.l = [ns.l, ns.l] %}{% set ns.x = [ns.x, ns.x] %}", 40) + "{{ ns.l == ns.x }}"]

@@ -18,7 +18,7 @@
 //! - `ranks/`: the other ranks of a model that several devices run together, and their commands
 //! - `no_cuda`: replaces `decode_graph`, `step_launcher` and `device_choice` in builds without CUDA
 //! - `step_sequence`: the input and the result of a sequence in a step
-//! - `choose_token`: the interface of samplers; `host_choice`, `device_choice`: choose tokens on the host or on a GPU
+//! - `token_sampler`: the interface of samplers; `host_choice`, `device_choice`: choose tokens on the host or on a GPU
 //! - `logprobs`: the log probabilities of a token
 //! - `limits`: the limits and options of a runner, and how prompts are divided for deterministic answers
 //! - `step_cost`: the bytes, launches and kernel times of a decode step; `step_times`: the mean durations of steps

@@ -3,7 +3,7 @@
 //! - `run`: `Runner::step`, which waits for the tokens of the step
 //! - `run_on_gpu`: the parts of `Runner::step` that run or start CUDA graphs
 //! - `queue`: `Runner::queue` and `Runner::take`, for steps that are queued while the previous step runs
-//! - `queue_on_gpu`, `queue_on_cpu`: `Runner::queue` on each device
+//! - `queue_on_gpu`, `queue_on_cpu`: the parts of `Runner::queue` for each kind of device
 
 mod queue;
 mod queue_on_cpu;
