@@ -6,8 +6,7 @@ use inferno::kernels::SumOrder;
 use super::{assert_close, to_device};
 use crate::support::{Random, values};
 
-#[test(gpu)]
-#[cfg(feature = "cuda")]
+#[test(cuda)]
 fn products_of_few_tokens_match_their_reference() {
     use crate::support::gpu;
     use candle_core::Device;

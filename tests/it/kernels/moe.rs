@@ -36,8 +36,7 @@ fn topk_softmax_prefers_lower_experts_in_ties_and_puts_nan_last(device: TestDevi
     assert!((total - 1.0).abs() < 1e-6);
 }
 
-#[test(gpu)]
-#[cfg(feature = "cuda")]
+#[test(cuda)]
 fn expert_mlp_matches_separate_products() {
     use inferno::kernels::activation::clamped_swiglu;
     use inferno::kernels::moe::expert_mlp::{ExpertLinear, expert_mlp};
@@ -132,8 +131,7 @@ fn expert_mlp_matches_separate_products() {
 }
 
 /// With `SumOrder::Fixed`, the expert outputs of a token have the same bits in a step of any size.
-#[test(gpu)]
-#[cfg(feature = "cuda")]
+#[test(cuda)]
 fn experts_in_fixed_order_do_not_depend_on_other_tokens() {
     use inferno::kernels::moe::expert_mlp::{ExpertLinear, expert_mlp};
     use inferno::kernels::moe::mxfp4_tiles::{Mxfp4Tiles, RowOrder};
@@ -181,8 +179,7 @@ fn experts_in_fixed_order_do_not_depend_on_other_tokens() {
     }
 }
 
-#[test(gpu)]
-#[cfg(feature = "cuda")]
+#[test(cuda)]
 fn routed_pairs_match_separate_operations() {
     use std::collections::HashSet;
 

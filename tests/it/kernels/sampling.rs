@@ -18,8 +18,7 @@ use {
 const INF: f32 = f32::INFINITY;
 
 /// Each row of a batch has its own sampling parameters. The token of each row must equal the host sampler's choice.
-#[test(gpu)]
-#[cfg(feature = "cuda")]
+#[test(cuda)]
 fn sampled_rows_match_host_sampling() {
     let device = gpu();
     let base = SamplingParams { temperature: 1.0, ..SamplingParams::greedy() };
@@ -60,8 +59,7 @@ fn sampled_rows_match_host_sampling() {
 
 /// The kernel edits rows of logits like the reference, `RowEdits::apply`, and leaves unedited rows unchanged.
 /// A row's token in flight, which only the device knows, may or may not be among the tokens that the edits count.
-#[test(gpu)]
-#[cfg(feature = "cuda")]
+#[test(cuda)]
 fn edited_rows_match_the_reference() {
     const NO_TOKEN: u32 = u32::MAX;
     const WORDS: usize = 4096;
@@ -135,8 +133,7 @@ fn edited_rows_match_the_reference() {
 }
 
 /// A token mask changes only its own row of logits, exactly as masking on the host does.
-#[test(gpu)]
-#[cfg(feature = "cuda")]
+#[test(cuda)]
 fn masked_rows_match_masking_on_the_host() {
     let device = gpu();
     let mut random = Random(5);

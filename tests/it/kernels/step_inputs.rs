@@ -2,8 +2,7 @@
 
 /// The kernel takes each id from the host or from the tokens of the previous step, and sets only the changed words.
 /// In place of `NO_TOKEN`, it writes token 0.
-#[test(gpu)]
-#[cfg(feature = "cuda")]
+#[test(cuda)]
 fn step_inputs_match_a_computation_on_the_host() {
     use candle_core::{DType, Device, Tensor};
     use inferno::kernels::launch::HostWords;

@@ -11,6 +11,8 @@ use proc_macro::{Delimiter, Group, TokenStream, TokenTree};
 ///
 /// - `#[test]` runs everywhere.
 /// - `#[test(gpu)]` needs an NVIDIA GPU.
+/// - `#[test(cuda)]` needs an NVIDIA GPU, and only builds with the feature `cuda` compile the function.
+///   Other builds still list the test, which fails there if it is not skipped.
 /// - `#[test(gpu_alone)]` needs an NVIDIA GPU, and runs while no other test runs.
 /// - `#[test(fixtures)]` needs the folder that `INFERNO_FIXTURES` names.
 /// - `#[test(full_size)]` needs a GPU and the model that `INFERNO_FULL_SIZE` names. It also runs alone.
@@ -19,7 +21,7 @@ use proc_macro::{Delimiter, Group, TokenStream, TokenTree};
 /// - `#[test(each = LIST)]` is one test for each case that the function `LIST` returns. Each case has its own need.
 ///
 /// A test whose requirement is not met is reported as ignored.
-/// A `#[cfg]` below `#[test(gpu)]` removes only the body of the test, so builds without CUDA still list it.
+/// A `#[cfg]` removes the test, wherever it stands, because the compiler evaluates it before this attribute.
 #[proc_macro_attribute]
 pub fn test(need: TokenStream, function: TokenStream) -> TokenStream {
     let argument = need.to_string();
@@ -28,13 +30,13 @@ pub fn test(need: TokenStream, function: TokenStream) -> TokenStream {
     let need = match argument.as_str() {
         _ if cases.is_some() => "",
         "" => "None",
-        "gpu" | "gpu_alone" => "Some(crate::harness::Need::Gpu)",
+        "gpu" | "gpu_alone" | "cuda" => "Some(crate::harness::Need::Gpu)",
         "fixtures" => "Some(crate::harness::Need::Fixtures)",
         "full_size" => "Some(crate::harness::Need::FullSize)",
         "no_driver" => "Some(crate::harness::Need::NoDriver)",
         "mount" => "Some(crate::harness::Need::Mount)",
         other => {
-            let known = "gpu, gpu_alone, fixtures, full_size, no_driver, mount or each = LIST";
+            let known = "gpu, cuda, gpu_alone, fixtures, full_size, no_driver, mount or each = LIST";
             return error(&format!("unknown #[test] argument '{other}'; use {known}"));
         }
     };
@@ -52,17 +54,12 @@ pub fn test(need: TokenStream, function: TokenStream) -> TokenStream {
     if attributes().any(|attribute| attribute_name(attribute) == "ignore") {
         return error("write #[test(NEED)], such as #[test(gpu)], instead of #[ignore]");
     }
-    let conditions: Vec<String> = attributes()
-        .filter(|attribute| attribute_name(attribute) == "cfg")
-        .filter_map(|attribute| attribute.stream().into_iter().nth(1))
-        .map(|condition| condition.to_string())
-        .collect();
-    let run = match conditions.as_slice() {
-        [] => name.clone(),
-        conditions => {
-            let all = format!("all({})", conditions.join(", "));
-            format!("|| {{ #[cfg({all})] {name}(); #[cfg(not({all}))] crate::harness::fail_without_cuda(); }}")
-        }
+    let needs_cuda = argument == "cuda";
+    let run = if needs_cuda {
+        let stand_in = "#[cfg(not(feature = \"cuda\"))] crate::harness::fail_without_cuda();";
+        format!("|| {{ #[cfg(feature = \"cuda\")] {name}(); {stand_in} }}")
+    } else {
+        name.clone()
     };
     let path = format!("concat!(module_path!(), \"::{name}\")");
     let tests = match cases {
@@ -74,7 +71,9 @@ pub fn test(need: TokenStream, function: TokenStream) -> TokenStream {
         ),
     };
     let registration = format!("::inventory::submit! {{ crate::harness::Registration(|| {tests}) }}");
-    let mut output = function;
+    let condition = if needs_cuda { "#[cfg(feature = \"cuda\")]" } else { "" };
+    let mut output: TokenStream = condition.parse().expect("the condition is valid Rust");
+    output.extend(function);
     output.extend(registration.parse::<TokenStream>().expect("the registration is valid Rust"));
     output
 }
