@@ -12,7 +12,7 @@ use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use candle_core::cuda_backend::cudarc::cublas::sys::{cublasHandle_t, cublasStatus_t};
 use candle_core::cuda_backend::cudarc::driver::sys::CUresult;
 
-/// Acquires the lock that prevents devices from being opened or dropped during a graph capture.
+/// Acquires the lock that delays these three calls of other threads during a graph capture.
 /// A thread must not open or drop a device while it holds this lock, because it would wait for itself.
 pub fn capture_lock() -> MutexGuard<'static, ()> {
     static LOCK: Mutex<()> = Mutex::new(());

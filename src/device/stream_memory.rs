@@ -1,7 +1,7 @@
 //! Replaces the driver's stream-ordered allocator by [`ReusedMemory`].
 //!
 //! A forward pass allocates and frees memory hundreds of times.
-//! In the driver's allocator, the threads that use different GPUs of a process wait for each other.
+//! Threads of one process wait for each other in the driver's allocator, even if each thread uses a different GPU.
 //! An allocation, a kernel launch and a free together take 5 µs if one thread uses one H100.
 //! They take 41 µs in each of four threads that use one H100 each. In both cases, the launch alone takes about 4 µs.
 //! The times are from 2026-11-27: see "Allocation on several GPUs" in docs/benchmark-history.md.

@@ -221,8 +221,10 @@ impl World {
         self.meeting.as_ref()?.lock().end_reason.clone()
     }
 
-    /// Ends the world because of a failure. Exchanges between the threads of the ranks then fail with `reason`.
-    /// Operations of an [`Exchange`] stop waiting and have wrong results. [`check`](Self::check) reports the failure.
+    /// Ends the world because of a failure. Calls that pass values between the threads of the ranks,
+    /// such as [`all_gather`](Self::all_gather), then fail with `reason`.
+    /// Operations of an [`Exchange`] do not fail, but stop waiting and have wrong results.
+    /// [`check`](Self::check) reports the failure.
     /// If the world has already ended, keeps the first reason.
     pub fn end(&self, reason: &str) {
         if let Some(meeting) = &self.meeting {

@@ -347,7 +347,7 @@ fn read_dir(dir: &Path) -> Result<Vec<fs::DirEntry>> {
 }
 
 fn cannot_read(path: &Path) -> String {
-    format!("cannot read {}; nothing was deleted from this model", path.display())
+    format!("nothing was deleted from this model: cannot read {}", path.display())
 }
 
 /// Returns whether a file is an unfinished blob or its record, a bad blob, or a temporary file.

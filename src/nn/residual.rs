@@ -159,10 +159,10 @@ impl<'l> Residual<'l> {
         Ok(&self.x)
     }
 
-    /// Keeps only the rows of x that `needed` selects. No output may be pending.
-    pub fn select(&mut self, pass: &Pass, needed: RowSelection) -> Result<()> {
-        if pass.row_count(needed) != self.x.dim(0)? {
-            self.x = pass.select(needed, self.whole()?)?;
+    /// Keeps only the rows of x that `rows` selects. No output may be pending.
+    pub fn select(&mut self, pass: &Pass, rows: RowSelection) -> Result<()> {
+        if pass.row_count(rows) != self.x.dim(0)? {
+            self.x = pass.select(rows, self.whole()?)?;
         }
         Ok(())
     }

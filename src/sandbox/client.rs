@@ -20,13 +20,13 @@ use crate::language::Language;
 use crate::tokenizer::{ControlTokens, Encode, TokenTable, Tokenizer};
 
 /// A handle to the sandbox process that runs the tokenizer and the chat template of one model.
-pub struct Worker {
+pub struct Sandbox {
     dir: PathBuf,
     /// The sandbox process. `None` after a failure; the next request then starts a new process.
     process: Mutex<Option<Process>>,
 }
 
-impl Worker {
+impl Sandbox {
     /// Starts a sandbox process for the model at `dir`.
     /// The returned [`Language`] encodes and renders text in the sandbox process.
     pub fn load(dir: &Path) -> Result<Language> {
@@ -34,10 +34,10 @@ impl Worker {
         let (process, Loaded { table, chat, generation_config, stop_ids }, tokens) = Process::start(&dir)?;
         let process = Arc::new(Self { dir, process: Mutex::new(Some(process)) });
         let table = TokenTable::from_parts(table, &tokens)?;
-        let tokenizer = Tokenizer::from_table(table, Box::new(Remote(process.clone())));
+        let tokenizer = Tokenizer::from_table(table, Box::new(Sandboxed(process.clone())));
         let chat = chat.map(|(name, reads_tools)| ChatFormat::rendered_elsewhere(&tokenizer, name, reads_tools));
         let language = Language::new(tokenizer, chat, generation_config, stop_ids);
-        Ok(language.with_renderer(Box::new(Remote(process))))
+        Ok(language.with_renderer(Box::new(Sandboxed(process))))
     }
 
     /// Sends a request to the sandbox process and returns the response.
@@ -59,16 +59,16 @@ impl Worker {
 }
 
 /// Encodes text and renders conversations in a sandbox process.
-struct Remote(Arc<Worker>);
+struct Sandboxed(Arc<Sandbox>);
 
-impl Encode for Remote {
+impl Encode for Sandboxed {
     fn encode(&self, text: &str, controls: ControlTokens) -> Result<Vec<u32>> {
         let (_, body) = self.0.call(&Request::Encode(controls), text.as_bytes())?;
         Ok(protocol::ids_from_bytes(&body))
     }
 }
 
-impl Render for Remote {
+impl Render for Sandboxed {
     fn render(&self, messages: &[Message], options: &RenderOptions) -> Result<Rendered> {
         let (response, body) = self.0.call(&Request::Render(messages.to_vec(), options.clone()), &[])?;
         let Response::Rendered(text) = response else {

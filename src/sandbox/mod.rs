@@ -63,7 +63,7 @@ pub fn load_language_of(dir: &Path, checkpoint: &Checkpoint) -> Result<Language>
 fn start(dir: &Path) -> Option<Result<Language>> {
     #[cfg(target_os = "linux")]
     if IS_ENABLED.load(Ordering::Relaxed) {
-        return Some(client::Worker::load(dir));
+        return Some(client::Sandbox::load(dir));
     }
     None
 }

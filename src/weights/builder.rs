@@ -86,6 +86,8 @@ impl<'c> WeightsBuilder<'c> {
     /// Kernels on the device's stream wait for the copy to complete.
     pub fn build(mut self) -> Result<Weights<'c>> {
         let threads = match self.threads.take() {
+            // A quantized tensor is read when it is requested, so nothing may be read ahead.
+            Some(ReaderThreads::Ahead(_)) if self.quantize.is_some() => ReaderThreads::Caller,
             Some(threads) => threads,
             None => self.default_threads()?,
         };

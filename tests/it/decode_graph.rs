@@ -648,7 +648,7 @@ fn special_logits_of_greedy_steps_follow_the_host() {
 }
 
 /// Without `capture_lock`, most of these captures fail with `CUDA_ERROR_STREAM_CAPTURE_INVALIDATED`.
-#[test(gpu)]
+#[test(gpu_alone)]
 fn graphs_are_captured_while_another_thread_opens_and_drops_devices() {
     let device = gpu();
     let zeros = Tensor::ones(64, DType::F32, &device).unwrap();

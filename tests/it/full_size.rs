@@ -248,7 +248,8 @@ fn full_size_two_gpus_agree_with_one() {
     );
 }
 
-/// With `deterministic`, 64 requests get the same tokens and log probabilities concurrently and one at a time.
+/// With `deterministic`, each of 64 requests gets the same tokens and log probabilities,
+/// whether the requests run concurrently or one at a time.
 #[test(full_size)]
 fn full_size_answers_at_once_equal_answers_alone_if_deterministic() {
     for eager in [false, true] {

@@ -49,6 +49,7 @@ pub struct TestCase<T> {
 
 /// Returns the tests of a function marked `#[test(each = LIST)]`: one for each case.
 pub fn tests_of_cases<T: Send + 'static>(path: &str, cases: Vec<TestCase<T>>, run: fn(T)) -> Vec<Test> {
+    assert!(!cases.is_empty(), "{path} has no cases");
     let test = |TestCase { name, need, value }: TestCase<T>| Test {
         path: format!("{path}::{name}"),
         need,

@@ -53,13 +53,15 @@ fn check_ranks(name: &str, path: &Path, quantize: Option<QuantizationTarget>) {
     let architecture = models::read_config(path).unwrap().architecture;
     let inventory = Inventory::from_checkpoint(&checkpoint, quantize);
     let plan = MemoryPlan::new(&inventory, architecture.as_ref(), DType::BF16, DeviceKind::Cpu);
-    for ranks in [2, 3, 4, 8] {
+    for (ranks, shares_reads) in [2, 3, 4, 8].into_iter().flat_map(|ranks| [(ranks, false), (ranks, true)]) {
         on_ranks(ranks, |world| {
             let what = quantize.map_or("unquantized".into(), |quantize| quantize.to_string());
-            let what = format!("{name} {what}, rank {} of {ranks}", world.rank());
+            let rank = world.rank();
+            let what = format!("{name} {what}, rank {rank} of {ranks}, shared reads: {shares_reads}");
             let progress = LoadProgress::silent();
             let weights = WeightsBuilder::new(&checkpoint, &Device::Cpu, DType::BF16, &progress)
                 .world(world.clone())
+                .share_reads(shares_reads)
                 .quantize(quantize)
                 .build()
                 .unwrap();

@@ -332,7 +332,11 @@ fn graph_logits(
     let (config, checkpoint) = (models::read_config(dir).unwrap(), Checkpoint::open(dir).unwrap());
     let world = &split_world(world, split, config.architecture.cache_layers().len());
     let progress = LoadProgress::silent();
-    let weights = WeightsBuilder::new(&checkpoint, device, dtype, &progress).world(world.clone()).build().unwrap();
+    let weights = WeightsBuilder::new(&checkpoint, device, dtype, &progress)
+        .world(world.clone())
+        .share_reads(false)
+        .build()
+        .unwrap();
     let decoder = config.architecture.build(&weights, CONTEXT).unwrap();
     let (cache, tables) = KvCache::for_one_sequence(decoder.cache_layout(), CONTEXT, dtype, device).unwrap();
     let plan = DecodeGraph::plan(&decoder, &cache, CONTEXT).unwrap();

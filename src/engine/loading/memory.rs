@@ -26,7 +26,7 @@ const DEFAULT_CONTEXT: usize = 32_768;
 const SMALLEST_CONTEXT: usize = 2048;
 
 /// An upper bound on the memory for library buffers, decode buffers, the decode graph and the logits of one token,
-/// in bytes. cuBLASLt needs 32 MiB of it.
+/// in bytes. The workspace of cuBLASLt takes up to 32 MiB of this memory.
 const WORKSPACE_BYTES: u64 = 192 << 20;
 /// The maximum total size of all arenas of batch graphs, in bytes, if no batch needs more than [`MAX_ARENA_BYTES`].
 /// Each new arena is at least twice as large as the previous arena, which existing graphs still use.
@@ -512,10 +512,10 @@ impl MemoryPlan {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::*;
 
-    fn plan() -> MemoryPlan {
+    pub fn plan() -> MemoryPlan {
         const FULL: LayerSpec = LayerSpec { kv_heads: 8, head_dim: 64, window: None };
         const SLIDING: LayerSpec = LayerSpec { kv_heads: 8, head_dim: 64, window: Some(128) };
         MemoryPlan {
@@ -544,7 +544,7 @@ mod tests {
         }
     }
 
-    fn device(free_bytes: u64) -> DeviceInfo {
+    pub fn device(free_bytes: u64) -> DeviceInfo {
         DeviceInfo { name: "a GPU".into(), compute_capability: None, free_bytes, total_bytes: 80 << 30 }
     }
 

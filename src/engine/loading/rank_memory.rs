@@ -66,10 +66,17 @@ impl RankMemory {
     }
 
     /// Returns the smallest context and the smallest chunk size that any rank's plan chooses.
-    /// See [`MemoryPlan::choose`].
+    /// See [`MemoryPlan::choose`]. The context that an out-of-memory error suggests fits on all ranks.
     pub fn choose(&self, context: Option<usize>) -> Result<Capacity> {
         let capacities = self.ranks.iter().map(|(plan, device)| plan.choose(context, device));
-        let capacities = capacities.collect::<Result<Vec<_>>>()?;
+        let capacities = capacities.collect::<Result<Vec<_>>>().map_err(|mut error| {
+            if let Some(Error::OutOfMemory { fitting_context, .. }) = error.downcast_mut() {
+                let largest = self.ranks.iter().map(|(plan, device)| plan.largest_context(device));
+                // `None` is less than any context: if none fits on one rank, there is nothing to suggest.
+                *fitting_context = largest.chain([*fitting_context]).min().flatten();
+            }
+            error
+        })?;
         let context = capacities.iter().map(|capacity| capacity.context).min().unwrap_or(0);
         let chunk = capacities.iter().map(|capacity| capacity.chunk).min().unwrap_or(0);
         Ok(Capacity { context, chunk })
@@ -99,5 +106,27 @@ impl RankMemory {
     /// Returns the plan of the first rank.
     pub fn first(&self) -> &MemoryPlan {
         &self.ranks[0].0
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::memory::tests::{device, plan};
+    use super::*;
+
+    #[test]
+    fn the_suggested_context_fits_on_all_ranks() {
+        let devices: Devices = "cuda:0,1".parse().unwrap();
+        let bytes = |context| plan().with_rank(0, 2).bytes(Capacity { context, chunk: 512 });
+        let error = |free: [u64; 2]| {
+            let memory = RankMemory::new(&plan(), &devices, &free.map(device), Split::Tensor, None).unwrap();
+            memory.choose(Some(16_384)).unwrap_err().to_string()
+        };
+        for free in [[bytes(4096), bytes(2048)], [bytes(2048), bytes(4096)], [bytes(4096), bytes(2048) + 1]] {
+            let error = error(free);
+            assert!(error.contains("--context 2048"), "{free:?}: {error}");
+        }
+        let error = error([bytes(4096), 1 << 30]);
+        assert!(error.contains("no context fits"), "{error}");
     }
 }

@@ -447,10 +447,10 @@ __device__ __forceinline__ void store_bf16(float* out, uint4 words) {
 // normed = bf16(sum / sqrt(mean(sum²) + eps) · weight). A rank computes these values only for its share of the rows.
 // For the same number of elements, a rank sends as many bytes as in exchange_sum_shares_bf16.
 //
-// A block handles the rows blockIdx.x, blockIdx.x + gridDim.x and so on of each rank's share, in three steps:
-//   1. It sends a row of y to each other rank: the row in that rank's share.
-//   2. It receives y of the other ranks for the row in this rank's share, computes `sum` and `normed` for this row, and
-//      sends `normed` to the other ranks.
+// A block handles row i of each rank's share, for i = blockIdx.x, blockIdx.x + gridDim.x and so on, in three steps:
+//   1. It sends y of row i of each other rank's share to that rank.
+//   2. It receives y of row i of its own rank's share from the other ranks, computes `sum` and `normed` for this row,
+//      and sends `normed` to the other ranks.
 //   3. It receives the rows of `normed` that the other ranks computed.
 // The block starts step 1 of a row before step 2 of its previous row, and before step 3 of the row before that one.
 // The values are then under way while the block works on other rows.

@@ -166,7 +166,7 @@ fn read_thinking(fields: &mut Fields) -> Result<(Option<ReasoningEffort>, bool),
         // The model still reasons, with low effort unless the request sets `output_config.effort`,
         // but the response does not contain the reasoning.
         (Some("disabled"), ..) => {
-            fields.ignore("thinking (disabled as hidden)".to_string());
+            fields.ignore("thinking (disabled hides the reasoning; the model still reasons)".to_string());
             Ok((Some(ReasoningEffort::Low), false))
         }
         _ => Err(fields.invalid("thinking.type", "expected enabled, adaptive or disabled")),

@@ -154,7 +154,7 @@ fn read_think(fields: &mut Fields) -> Result<(ReasoningEffort, bool), ApiError> 
         None | Some((Some(true), _)) => Ok((effort, true)),
         // With `think` off, most models still reason, but the response does not contain the reasoning.
         Some((Some(false), _)) => {
-            fields.ignore("think (false as hidden)".to_string());
+            fields.ignore("think (false hides the reasoning; most models still reason)".to_string());
             Ok((ReasoningEffort::Low, false))
         }
         Some((_, Some("max"))) => {

@@ -217,7 +217,7 @@ fn routed_pairs_match_separate_operations() {
         let (x, weight, bias) = (on_device(&x), on_device(&weight), on_device(&bias));
         let usage = ExpertUsage::new(&device).unwrap();
         let used: HashSet<u32> = ids.iter().copied().collect();
-        // The kernels must reset their counters after a launch, because the second launch uses the same counters.
+        // Route twice: the first launch must leave the counter `finished` in route.cu at zero for the second launch.
         for _ in 0..2 {
             let routed = RoutedPairs::route(&x, &weight, Some(&bias), chosen, SumOrder::Fastest, Some(&usage)).unwrap();
             assert_close(&format!("{tokens} tokens, {chosen} of {experts} experts"), &routed.weights, &want, 1e-4);
