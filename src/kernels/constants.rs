@@ -31,7 +31,7 @@ pub const ROPE_WIDE_HEADS: usize = 2;
 /// With so few tokens, large thread blocks would leave most of the GPU idle.
 pub const ROPE_FEW_TOKENS: usize = 64;
 
-// Exchange between ranks (`exchange/*.rs`, `exchange/exchange.cu`).
+// Exchange between ranks (`exchange/*.rs`, `exchange/*.cu`).
 
 /// The maximum number of ranks that can exchange data.
 pub const EXCHANGE_MAX_RANKS: usize = 8;

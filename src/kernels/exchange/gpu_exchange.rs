@@ -1,4 +1,5 @@
-//! The exchange of data between the GPUs of all ranks, as one rank uses it. Launches the kernels in `exchange.cu`.
+//! The exchange of data between the GPUs of all ranks, as one rank uses it.
+//! The files `exchange_*.rs` launch the kernels.
 
 use std::any::Any;
 use std::sync::Arc;
@@ -8,15 +9,14 @@ use std::{fmt, hint, thread};
 
 use candle_core::cuda_backend::cudarc::driver::{DeviceRepr, sys};
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
-use candle_core::{DType, Device, Result, Tensor, bail};
+use candle_core::{Device, Result, Tensor, bail};
 
 use super::mailbox::RankMailbox;
 use super::path::ExchangePath;
 use super::sizes::MAILBOX_BYTES;
 use crate::device::{ANSWER_TIMEOUT, Exchange, ResidualUpdate, UpdatedResidual, World, share};
 use crate::kernels::constants::{EXCHANGE_BLOCKS, EXCHANGE_MAX_RANKS, EXCHANGE_SLOTS};
-use crate::kernels::launch::{Arguments, HostWords, Launch, LaunchList, LaunchShape, address, module};
-use crate::kernels::scratch;
+use crate::kernels::launch::{HostWords, Launch, LaunchShape};
 
 /// The maximum time, in seconds, that a GPU waits for the data of another rank.
 const TIMEOUT_SECONDS: i32 = ANSWER_TIMEOUT.as_secs() as i32;
@@ -33,35 +33,15 @@ const ENDED: u32 = u32::MAX;
 const SPINNING_TURNS: usize = 10_000;
 const NOT_CAPTURING: sys::CUstreamCaptureStatus = sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
 
-/// Adds a launch that writes the sum of `x` over all ranks to `out`. Adds nothing if there is only one rank.
-///
-/// `x` and `out` are f32 and have the same number of elements.
-/// If `x` and `out` are different tensors, the launch also fills `x` with zeros.
-pub fn add_sum(launches: &mut LaunchList, world: &World, x: &Tensor, out: &Tensor) -> Result<()> {
-    if world.size() == 1 {
-        return Ok(());
-    }
-    let launch = of_world(world)?.sum_launch(x, out, x.id() != out.id())?;
-    // SAFETY: `sum_launch` checks the tensors. The caller keeps `world` alive, which keeps the mailboxes alive.
-    unsafe { launches.add(launch) }
-}
-
-/// Adds a launch that concatenates the columns of all ranks in `out`, f32 `[rows, columns]`.
-/// `x` is f32 `[rows, columns of this rank]`.
-pub fn add_columns(launches: &mut LaunchList, world: &World, x: &Tensor, out: &Tensor) -> Result<()> {
-    let launch = of_world(world)?.columns_launch(x, out)?;
-    // SAFETY: `columns_launch` checks the tensors. The caller keeps `world` alive, which keeps the mailboxes alive.
-    unsafe { launches.add(launch) }
-}
-
-fn of_world(world: &World) -> Result<&GpuExchange> {
+/// Returns the exchange of `world`. Fails if the ranks have no exchange on GPUs.
+pub(super) fn of_world(world: &World) -> Result<&GpuExchange> {
     match world.exchange().and_then(|exchange| (&**exchange as &dyn Any).downcast_ref()) {
         Some(exchange) => Ok(exchange),
         None => bail!("internal error: the GPUs have no exchange for CUDA graphs"),
     }
 }
 
-/// The Rust counterpart of the struct `Mailboxes` in `exchange.cu`.
+/// The Rust counterpart of the struct `Mailboxes` in `exchange.cuh`.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub(super) struct RawMailboxes {
@@ -214,140 +194,11 @@ impl GpuExchange {
         LaunchShape::linear(items.div_ceil(threads).clamp(1, blocks), threads)
     }
 
-    /// Returns a launch that writes the sum of `x` over all ranks to `out`. `out` may be `x`.
-    ///
-    /// `x` and `out` are contiguous f32 and have the same number of elements, at most [`region`](Self::region).
-    /// If `clears_x` is true, the launch also fills `x` with zeros, and `out` must not be `x`.
-    fn sum_launch(&self, x: &Tensor, out: &Tensor, clears_x: bool) -> Result<Launch> {
-        let words = x.elem_count();
-        if x.dtype() != DType::F32 || out.dtype() != DType::F32 || out.elem_count() != words || words > self.region() {
-            bail!(
-                "exchange_sum: cannot write the sum of x {:?} {:?} to out {:?}: \
-                 both must be f32 and have the same size, at most the size of a mailbox region",
-                x.dtype(),
-                x.dims(),
-                out.dims()
-            );
-        }
-        let (x_address, out_address) = (address(x)?, address(out)?);
-        let is_aligned = words.is_multiple_of(4) && x_address.is_multiple_of(16) && out_address.is_multiple_of(16);
-        let (kernel, items) = if is_aligned { ("exchange_sum_4", words / 4) } else { ("exchange_sum_1", words) };
-        let arguments = Arguments::new().tensor(x)?.tensor(out)?.value(self.raw(0, 1), []).int(words).flag(clears_x);
-        Ok(Launch::new(module!("exchange"), kernel, self.shape(items), arguments)
-            .with_bytes_moved(8 * words as u64)
-            .overlapping())
-    }
-
-    /// Returns the maximum number of elements for [`rounded_sum_launch`](Self::rounded_sum_launch), a multiple of 8.
-    fn rounded_elements(&self) -> usize {
-        // If each rank adds only its share, a region holds the addends and the sums of one share, two values per word.
-        // Otherwise, a region holds all addends, two values per word.
-        let shares = if self.sums_shares() { self.mailboxes.len() } else { 2 };
-        self.region() / 8 * 8 * shares
-    }
-
-    /// Returns whether, in a rounded sum, each rank adds up only its share and sends its sums to the other ranks.
-    /// With two ranks, dividing the additions would not reduce the amount of data to send.
-    fn sums_shares(&self) -> bool {
-        self.mailboxes.len() > 2
-    }
-
-    /// Returns a launch that rounds every rank's `x` to bf16 and writes the sum, as f32, to `out`. `out` may be `x`.
-    /// With more than two ranks, the launch also rounds the sum to bf16.
-    ///
-    /// `x` and `out` are contiguous f32 and have the same number of elements.
-    /// The number of elements must be a multiple of 8, and at most [`rounded_elements`](Self::rounded_elements).
-    fn rounded_sum_launch(&self, x: &Tensor, out: &Tensor) -> Result<Launch> {
-        let (elements, words) = (x.elem_count(), x.elem_count() / 2);
-        let (x_address, out_address) = (address(x)?, address(out)?);
-        let is_aligned = elements.is_multiple_of(8) && x_address.is_multiple_of(16) && out_address.is_multiple_of(16);
-        let is_f32 = x.dtype() == DType::F32 && out.dtype() == DType::F32;
-        if !is_aligned || !is_f32 || out.elem_count() != elements || elements > self.rounded_elements() {
-            bail!(
-                "exchange_sum: cannot write the rounded sum of x {:?} {:?} to out {:?}: \
-                 unsupported dtype, size or alignment",
-                x.dtype(),
-                x.dims(),
-                out.dims()
-            );
-        }
-        let (kernel, groups) =
-            if self.sums_shares() { ("exchange_sum_shares_bf16", words / 4) } else { ("exchange_sum_bf16", 0) };
-        let arguments = Arguments::new().tensor(x)?.tensor(out)?.value(self.raw(groups, 1), []).int(words);
-        Ok(Launch::new(module!("exchange"), kernel, self.shape(words / 4), arguments)
-            .with_bytes_moved(8 * elements as u64)
-            .overlapping())
-    }
-
-    /// Returns the sum of `x` over all ranks, in the dtype of `x`. Each launch sums at most `most` elements.
-    /// `launch(x, out)` returns the launch for a part of `x` and the same part of the result.
-    fn sum_parts(
-        &self,
-        x: &Tensor,
-        most: usize,
-        launch: impl Fn(&Tensor, &Tensor) -> Result<Launch>,
-    ) -> Result<Tensor> {
-        let from = x.to_dtype(DType::F32)?.contiguous()?;
-        // SAFETY: the kernels write every element of `out`.
-        let out = unsafe { scratch::empty(x.dims(), DType::F32, x.device())? };
-        let (from, sums, elements) = (from.flatten_all()?, out.flatten_all()?, x.elem_count());
-        for start in (0..elements).step_by(most) {
-            let part = |tensor: &Tensor| tensor.narrow(0, start, most.min(elements - start));
-            let launch = launch(&part(&from)?, &part(&sums)?)?;
-            // SAFETY: `launch` checks the tensors. The mailboxes live as long as `self`.
-            unsafe { self.enqueue(launch)? };
-        }
-        out.to_dtype(x.dtype())
-    }
-
-    /// Returns a launch that concatenates the columns of all ranks in `out`, f32 `[rows, columns]`.
-    ///
-    /// `x` is f32 `[rows, columns of this rank]`. Every rank's `x` must fit in a region.
-    fn columns_launch(&self, x: &Tensor, out: &Tensor) -> Result<Launch> {
-        let (rows, columns) = out.dims2()?;
-        let ranks = self.mailboxes.len();
-        let (own, largest) = (share(columns, 1, self.rank, ranks).len(), rows * share(columns, 1, 0, ranks).len());
-        let is_valid = x.dims() == [rows, own] && x.dtype() == DType::F32 && out.dtype() == DType::F32;
-        if !is_valid || largest > self.region() {
-            bail!(
-                "exchange_columns: cannot write x {:?} {:?} to columns of out {:?}: unsupported dtype or size",
-                x.dtype(),
-                x.dims(),
-                out.dims()
-            );
-        }
-        // A tensor without elements has no address.
-        let x_address = if own > 0 { address(x)? } else { 0 };
-        let is_aligned = x_address.is_multiple_of(16)
-            && address(out)?.is_multiple_of(16)
-            && (0..ranks).all(|rank| share(columns, 1, rank, ranks).len().is_multiple_of(4));
-        let (kernel, items) =
-            if is_aligned { ("exchange_columns_4", largest / 4) } else { ("exchange_columns_1", largest) };
-        let arguments = Arguments::new();
-        let arguments = if own > 0 { arguments.tensor(x)? } else { arguments.address(0) };
-        let arguments = arguments.tensor(out)?.value(self.raw(columns, 1), []).int(rows).int(largest);
-        Ok(Launch::new(module!("exchange"), kernel, self.shape(items), arguments)
-            .with_bytes_moved(4 * (rows * (own + columns)) as u64)
-            .overlapping())
-    }
-
     /// Loads all exchange kernels: launches each kernel without values, so that no kernel waits for other ranks.
     pub fn load_kernels(&self) -> Result<()> {
-        let arguments = || Arguments::new().address(0).address(0).value(self.raw(0, 1), []).int(0);
-        for (kernel, has_flag) in [
-            ("exchange_sum_4", true),
-            ("exchange_sum_1", true),
-            ("exchange_columns_4", true),
-            ("exchange_columns_1", true),
-            ("exchange_sum_bf16", false),
-            ("exchange_sum_shares_bf16", false),
-        ] {
-            let arguments = if has_flag { arguments().int(0) } else { arguments() };
-            let launch = Launch::new(module!("exchange"), kernel, self.shape(0), arguments);
-            // SAFETY: without values, the kernel accesses only the state of this rank's mailbox.
-            unsafe { launch.enqueue(&self.device)? };
-        }
-        self.load_residual_kernels()?;
+        self.load_sum_kernels()?;
+        self.load_columns_kernels()?;
+        self.load_add_norm_kernels()?;
         self.device.cuda_stream().synchronize().w()
     }
 
@@ -386,14 +237,11 @@ impl Exchange for GpuExchange {
     }
 
     fn sum(&self, x: &Tensor) -> Result<Tensor> {
-        self.sum_parts(x, self.region(), |x, out| self.sum_launch(x, out, false))
+        self.sum_of_ranks(x)
     }
 
     fn sum_rounded(&self, x: &Tensor) -> Result<Tensor> {
-        if !x.elem_count().is_multiple_of(8) {
-            return self.sum(x);
-        }
-        self.sum_parts(x, self.rounded_elements(), |x, out| self.rounded_sum_launch(x, out))
+        self.rounded_sum_of_ranks(x)
     }
 
     fn add_partials(&self, update: &ResidualUpdate, rounds: bool) -> Result<Option<UpdatedResidual>> {
@@ -405,27 +253,7 @@ impl Exchange for GpuExchange {
     }
 
     fn concat_columns(&self, x: &Tensor, columns: usize, out: Option<&Tensor>) -> Result<Tensor> {
-        let (rows, _) = x.dims2()?;
-        let from = x.contiguous()?;
-        let out = match out {
-            Some(out) if out.dims() == [rows, columns] && out.dtype() == DType::F32 => out.clone(),
-            Some(out) => {
-                bail!("exchange_columns: out is {:?} {:?}, expected F32 [{rows}, {columns}]", out.dtype(), out.dims())
-            }
-            // SAFETY: the kernels write every element of `out`.
-            None => unsafe { scratch::empty((rows, columns), DType::F32, x.device())? },
-        };
-        let most = self.region() / share(columns, 1, 0, self.mailboxes.len()).len().max(1);
-        if most == 0 {
-            bail!("exchange_columns: rows of {columns} columns do not fit in a mailbox region");
-        }
-        for start in (0..rows).step_by(most) {
-            let part = |tensor: &Tensor| tensor.narrow(0, start, most.min(rows - start));
-            let launch = self.columns_launch(&part(&from)?, &part(&out)?)?;
-            // SAFETY: `columns_launch` checks the tensors. The mailboxes live as long as `self`.
-            unsafe { self.enqueue(launch)? };
-        }
-        Ok(out)
+        self.columns_of_ranks(x, columns, out)
     }
 
     fn missing_rank(&self) -> Option<usize> {

@@ -11,7 +11,7 @@ use super::path::ExchangePath;
 use super::sizes::MAILBOX_BYTES;
 use crate::kernels::launch::HostWords;
 
-/// The bytes allocated for a rank's exchange state. The kernels use three words (`Mailboxes` in `exchange.cu`).
+/// The bytes allocated for a rank's exchange state. The kernels use three words (`Mailboxes` in `exchange.cuh`).
 const STATE_BYTES: usize = 256;
 
 /// The mailbox of a rank. Every rank holds a reference, so the mailbox lives as long as any rank uses it.
@@ -55,7 +55,7 @@ impl RankMailbox {
                     result::malloc_host(MAILBOX_BYTES, flags).w()? as u64
                 }
             };
-            // Every word of an empty mailbox is `EMPTY` (`exchange.cu`).
+            // Every word of an empty mailbox is `EMPTY` (`exchange.cuh`).
             result::memset_d8_async(mailbox.address, 0xff, MAILBOX_BYTES, stream.cu_stream()).w()?;
         }
         stream.synchronize().w()?;

@@ -1,22 +1,28 @@
-//! Exchange of data between ranks on GPUs, without copies by the host (`exchange.cu`).
+//! Exchange of data between ranks on GPUs, without copies by the host (`exchange.cuh`).
 //!
 //! The exchange kernels run in stream order like all other kernels. CUDA graphs can therefore capture them.
 
 #[cfg(feature = "cuda")]
 mod connect;
 #[cfg(feature = "cuda")]
+mod exchange_add_norm;
+#[cfg(feature = "cuda")]
+mod exchange_columns;
+#[cfg(feature = "cuda")]
+mod exchange_sum;
+#[cfg(feature = "cuda")]
 mod gpu_exchange;
 #[cfg(feature = "cuda")]
 mod mailbox;
 mod path;
-#[cfg(feature = "cuda")]
-mod residual;
 mod sizes;
 
 #[cfg(feature = "cuda")]
 pub use connect::measure;
 #[cfg(feature = "cuda")]
-pub use gpu_exchange::{add_columns, add_sum};
+pub use exchange_columns::add_columns;
+#[cfg(feature = "cuda")]
+pub use exchange_sum::add_sum;
 pub use path::ExchangePath;
 pub use sizes::{ExchangeTimes, LARGE_ELEMENTS, MAILBOX_BYTES, MIN_ROUNDED_ELEMENTS, SMALL_ELEMENTS};
 

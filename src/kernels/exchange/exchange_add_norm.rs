@@ -1,4 +1,4 @@
-//! Updates of the residual stream (`exchange.cu`).
+//! Updates of the residual stream (`exchange_add_norm.cu`).
 //!
 //! - In `exchange_add_norm_all`, each rank computes all rows, so each rank needs all rows of x.
 //!   This kernel runs if the partial results are not rounded to bf16, or with two ranks and few rows.
@@ -87,7 +87,7 @@ impl GpuExchange {
             .int(columns)
             .float(eps);
         let shape = LaunchShape::linear(rows.clamp(1, self.max_blocks()), EXCHANGE_ROW_THREADS);
-        let launch = Launch::new(module!("exchange"), kernel, shape, arguments).overlapping();
+        let launch = Launch::new(module!("exchange_add_norm"), kernel, shape, arguments).overlapping();
         // SAFETY: `update_residual` has checked all shapes and dtypes. The mailboxes live as long as `self`.
         unsafe { self.enqueue(launch)? };
         Ok(UpdatedResidual { x: sum, is_divided: false, normed })
@@ -118,7 +118,7 @@ impl GpuExchange {
                 .float(eps);
             let blocks = share(range.len(), 1, 0, self.mailboxes.len()).len().clamp(1, self.max_blocks());
             let shape = LaunchShape::linear(blocks, EXCHANGE_ROW_THREADS);
-            let launch = Launch::new(module!("exchange"), kernel.as_str(), shape, arguments).overlapping();
+            let launch = Launch::new(module!("exchange_add_norm"), kernel.as_str(), shape, arguments).overlapping();
             // SAFETY: `update_residual` has checked all shapes and dtypes. The mailboxes live as long as `self`.
             unsafe { self.enqueue(launch)? };
         }
@@ -147,7 +147,7 @@ impl GpuExchange {
                 .int(1)
                 .int(largest);
             let shape = self.shape(largest / 4);
-            let launch = Launch::new(module!("exchange"), "exchange_columns_4", shape, arguments).overlapping();
+            let launch = Launch::new(module!("exchange_columns"), "exchange_columns_4", shape, arguments).overlapping();
             // SAFETY: `row_ranges` returns ranges that fit in a region. The mailboxes live as long as `self`.
             unsafe { self.enqueue(launch)? };
         }
@@ -155,7 +155,7 @@ impl GpuExchange {
     }
 
     /// Loads the `exchange_add_norm` and `exchange_add_norm_all` kernels: launches each kernel without rows.
-    pub(super) fn load_residual_kernels(&self) -> Result<()> {
+    pub(super) fn load_add_norm_kernels(&self) -> Result<()> {
         let six_addresses = || (0..6).fold(Arguments::new(), |arguments, _| arguments.address(0));
         let shape = LaunchShape::linear(1, EXCHANGE_ROW_THREADS);
         for y_dtype in ["f32", "bf16"] {
@@ -167,7 +167,9 @@ impl GpuExchange {
                 let exact = (format!("exchange_add_norm_all_exact_f32_{dtype}"), arguments());
                 for (kernel, arguments) in [own, rounded, exact] {
                     // SAFETY: without rows, the kernel accesses only the state of this rank's mailbox.
-                    unsafe { Launch::new(module!("exchange"), kernel, shape, arguments).enqueue(&self.device)? };
+                    unsafe {
+                        Launch::new(module!("exchange_add_norm"), kernel, shape, arguments).enqueue(&self.device)?
+                    };
                 }
             }
         }

@@ -1,0 +1,291 @@
+// Exchange of data between ranks on several GPUs, without copies by the host.
+//
+// Every rank has a mailbox to which all ranks can write. The mailbox is in the rank's GPU memory or in host memory.
+// A mailbox has EXCHANGE_SLOTS slots, and each slot has one region per sending rank.
+// A rank writes its values to its region in the mailbox of every other rank.
+// The rank then waits until the values of all other ranks have arrived in its own mailbox.
+// The exchange needs no flags, as in the Lamport kernels of TensorRT-LLM:
+// a word that has not yet arrived is EMPTY, the bits of a NaN. Before sending, a rank replaces EMPTY with another NaN.
+//
+// Operation k uses slot k mod EXCHANGE_SLOTS.
+// During operation k, a rank also empties the slot of operation k - 1 in its own mailbox.
+// Another rank writes to the emptied slot only after it has received this rank's values of operation k + 1.
+// This rank sends its values of operation k + 1 only after operation k has ended, when the slot is already empty.
+// In exchange_add_norm and exchange_sum_shares_bf16, two ranks without a share send nothing to each other.
+// Each of them still waits for the other, because both wait for a rank with a share, which waits for all ranks.
+// In exchange_columns, no rank waits for a rank without columns.
+// Callers must therefore not run two exchange_columns operations in a row in which the same rank has no columns.
+#pragma once
+#include <cuda_bf16.h>
+#include <stdint.h>
+
+#include "constants.cuh"
+#include "headers/pdl.cuh"
+
+constexpr uint32_t EMPTY = 0xffffffffu;
+constexpr uint32_t OTHER_NAN = 0x7fffffffu;
+// The number of loads that a thread issues before it uses the first result. The loads then overlap.
+constexpr int BATCH = 4;
+// The number of polls after which a waiting thread checks whether to give up.
+// Each check reads host memory, which is slow.
+constexpr uint32_t CHECK_TURNS = 4096;
+
+struct Mailboxes {
+    // The mailbox of each rank: u32 [EXCHANGE_SLOTS, ranks, region].
+    uint32_t* of[EXCHANGE_MAX_RANKS];
+    // This rank's state, three words: the number of earlier operations, the largest number of words that the last
+    // operation used in a region, and the number of thread blocks that have read the first two words.
+    uint32_t* state;
+    // A word in host memory that all ranks share. If it is nonzero, the exchange has ended, and threads stop waiting.
+    uint32_t* control;
+    // The index of the first item of each rank's share, followed by the total number of items.
+    // An item is a group of 4 words in exchange_sum_shares_bf16, a row in exchange_add_norm, and a column in
+    // exchange_columns. The other kernels do not use this array.
+    int first_item[EXCHANGE_MAX_RANKS + 1];
+    int rank, ranks, region;
+    // The maximum time to wait for another rank.
+    int timeout_seconds;
+    // Nonzero if any two ranks use the same GPU.
+    int shares_gpu;
+    // Nonzero if the mailboxes are in host memory.
+    int in_host_memory;
+};
+
+// ---- words ----
+
+struct Scalar {
+    typedef uint32_t Word;
+    static constexpr int SIZE = 1;
+    static __device__ void store(uint32_t* to, uint32_t v) {
+        asm volatile("st.volatile.global.u32 [%0], %1;" ::"l"(to), "r"(v) : "memory");
+    }
+    static __device__ uint32_t load(const uint32_t* from) {
+        uint32_t v;
+        asm volatile("ld.volatile.global.u32 %0, [%1];" : "=r"(v) : "l"(from) : "memory");
+        return v;
+    }
+    static __device__ bool has_arrived(uint32_t v) { return v != EMPTY; }
+    static __device__ uint32_t sendable(uint32_t v) { return v == EMPTY ? OTHER_NAN : v; }
+    static __device__ uint32_t zero() { return 0; }
+};
+
+struct Quad {
+    typedef uint4 Word;
+    static constexpr int SIZE = 4;
+    static __device__ void store(uint32_t* to, uint4 v) {
+        asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %4};"
+                     :
+                     : "l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+                     : "memory");
+    }
+    static __device__ uint4 load(const uint32_t* from) {
+        uint4 v;
+        asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                     : "l"(from)
+                     : "memory");
+        return v;
+    }
+    static __device__ bool has_arrived(uint4 v) { return v.x != EMPTY && v.y != EMPTY && v.z != EMPTY && v.w != EMPTY; }
+    static __device__ uint4 sendable(uint4 v) {
+        return make_uint4(Scalar::sendable(v.x), Scalar::sendable(v.y), Scalar::sendable(v.z), Scalar::sendable(v.w));
+    }
+    static __device__ uint4 zero() { return make_uint4(0, 0, 0, 0); }
+    static __device__ uint4 empty() { return make_uint4(EMPTY, EMPTY, EMPTY, EMPTY); }
+};
+
+__device__ __forceinline__ float add(uint32_t a, uint32_t b) { return __uint_as_float(a) + __uint_as_float(b); }
+__device__ __forceinline__ void add_to(uint32_t& sum, uint32_t v) { sum = __float_as_uint(add(sum, v)); }
+__device__ __forceinline__ void add_to(uint4& sum, uint4 v) {
+    add_to(sum.x, v.x), add_to(sum.y, v.y), add_to(sum.z, v.z), add_to(sum.w, v.w);
+}
+
+// ---- bf16 values, two per word ----
+
+// Returns `word`, a pair of bf16 values. Replaces EMPTY, a pair of NaNs, with a pair of other NaNs.
+__device__ __forceinline__ uint32_t sendable_pair(uint32_t word) {
+    constexpr uint32_t OTHER_NAN_PAIR = 0x7fff7fffu;
+    return word == EMPTY ? OTHER_NAN_PAIR : word;
+}
+// Rounds two f32 values to bf16 and packs both into one word, the first into the lower half. Never returns EMPTY.
+__device__ __forceinline__ uint32_t to_bf16_pair(uint32_t first, uint32_t second) {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(__uint_as_float(first), __uint_as_float(second));
+    return sendable_pair(*reinterpret_cast<const uint32_t*>(&pair));
+}
+__device__ __forceinline__ void add_bf16_pair(float& first, float& second, uint32_t word) {
+    // The bits of a bf16 value are the high half of the bits of the equal f32 value.
+    first += __uint_as_float(word << 16);
+    second += __uint_as_float(word & 0xffff0000u);
+}
+
+__device__ __forceinline__ void add_bf16(float (&sum)[8], uint4 words) {
+    add_bf16_pair(sum[0], sum[1], words.x), add_bf16_pair(sum[2], sum[3], words.y);
+    add_bf16_pair(sum[4], sum[5], words.z), add_bf16_pair(sum[6], sum[7], words.w);
+}
+// Rounds 8 f32 values to bf16, and packs two per word.
+__device__ __forceinline__ uint4 round_to_bf16(const float (&v)[8]) {
+    const auto pair = [&](int i) { return to_bf16_pair(__float_as_uint(v[i]), __float_as_uint(v[i + 1])); };
+    return make_uint4(pair(0), pair(2), pair(4), pair(6));
+}
+// Loads 8 f32 values and rounds them to bf16.
+__device__ __forceinline__ uint4 load_as_bf16(const uint32_t* x) {
+    const uint4 a = Quad::load(x), b = Quad::load(x + 4);
+    return make_uint4(to_bf16_pair(a.x, a.y), to_bf16_pair(a.z, a.w), to_bf16_pair(b.x, b.y), to_bf16_pair(b.z, b.w));
+}
+__device__ __forceinline__ void store_8(uint32_t* out, const float (&v)[8]) {
+#pragma unroll
+    for (int half = 0; half < 8; half += 4)
+        Quad::store(out + half, make_uint4(__float_as_uint(v[half]), __float_as_uint(v[half + 1]),
+                                           __float_as_uint(v[half + 2]), __float_as_uint(v[half + 3])));
+}
+
+// ---- waiting and receiving ----
+
+// Waits for words from other ranks. A thread gives up after a timeout, or if the exchange has ended.
+// After a thread gives up, the results of the operation are wrong, and the host must not use them.
+class Waiting {
+    uint32_t* control;
+    uint64_t timeout;
+    uint64_t started = 0;
+    bool has_ended = false;
+
+    static __device__ uint64_t nanoseconds() {
+        uint64_t now;
+        asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+        return now;
+    }
+
+    __device__ bool gives_up(int sender) {
+        if (*(volatile uint32_t*)control) return true;
+        const uint64_t now = nanoseconds();
+        if (!started) started = now;
+        if (now - started < timeout) return false;
+        atomicCAS_system(control, 0u, 1u + sender);
+        return true;
+    }
+
+public:
+    __device__ explicit Waiting(const Mailboxes& m) : control(m.control), timeout(m.timeout_seconds * 1000000000ull) {}
+
+    // Reloads `v` from address `from` until the word has arrived or this thread gives up.
+    template <typename V> __device__ void complete(typename V::Word& v, const uint32_t* from, int sender) {
+        for (uint32_t turn = 1; !V::has_arrived(v) && !has_ended; ++turn) {
+            if (turn % CHECK_TURNS == 0) has_ended = gives_up(sender);
+            v = V::load(from);
+        }
+    }
+};
+
+// At most BATCH positions in a region: `start`, `start` + `step`, `start` + 2 · `step` and so on, all before `end`.
+struct Batch {
+    int start, step, end;
+    // Calls `use(j, i)` for the j-th position i of the batch.
+    template <typename Use> __device__ __forceinline__ void each(Use use) const {
+#pragma unroll
+        for (int j = 0; j < BATCH; ++j) {
+            const int i = start + j * step;
+            if (i < end) use(j, i);
+        }
+    }
+};
+
+// Divides the positions `first`, `first` + `step` and so on into batches. Calls `use(batch)` for each batch.
+template <typename Use> __device__ __forceinline__ void each_batch(int first, int step, int end, Use use) {
+    for (int start = first; start < end; start += BATCH * step) use(Batch{start, step, end});
+}
+
+// Waits for the values that `rank` sends for the positions of a batch, and stores these values in `part`.
+// A rank sends nothing to itself. If `rank` is this rank, `own(j, i)` returns the value for the j-th position i.
+//   slot: the regions of all ranks in the mailbox of this rank
+template <typename V, typename Own>
+__device__ __forceinline__ void receive(const Batch& batch, const Mailboxes& m, const uint32_t* slot, int rank,
+                                        Waiting& waiting, Own own, typename V::Word (&part)[BATCH]) {
+    const uint32_t* region = slot + (size_t)rank * m.region;
+    if (rank == m.rank) {
+        batch.each([&](int j, int i) { part[j] = own(j, i); });
+        return;
+    }
+    batch.each([&](int j, int i) { part[j] = V::load(region + i); });
+    batch.each([&](int j, int i) { waiting.complete<V>(part[j], region + i, rank); });
+}
+
+// ---- one operation ----
+
+// One exchange operation of this rank. The constructor reads `number` and `previous` from the state of this rank.
+// `number` is the number of earlier operations.
+// `previous` is the largest number of words that the previous operation used in a region.
+struct Operation {
+    const Mailboxes& m;
+    uint32_t number, previous;
+    // The word offsets in a mailbox at which the slots of this operation and of the previous operation start.
+    size_t slot, last_slot;
+
+    __device__ explicit Operation(const Mailboxes& m) : m(m) {
+        number = Scalar::load(m.state), previous = Scalar::load(m.state + 1);
+        slot = (size_t)(number % EXCHANGE_SLOTS) * m.ranks * m.region;
+        last_slot = (size_t)((number + EXCHANGE_SLOTS - 1) % EXCHANGE_SLOTS) * m.ranks * m.region;
+    }
+    // Returns the current slot of this rank's mailbox, which starts with the region of rank 0.
+    __device__ const uint32_t* own_slot() const { return m.of[m.rank] + slot; }
+    // Returns the region of this rank in the current slot of another rank's mailbox.
+    __device__ uint32_t* region_at(int rank) const { return m.of[rank] + slot + (size_t)m.rank * m.region; }
+
+    // Empties the slot of the previous operation, and updates the state for the next operation.
+    // All threads call prepare_next after they have sent their first words, and before they wait for other ranks.
+    // `thread` is the index of the calling thread in the grid, and `threads` is the number of threads in the grid.
+    // `largest` is the largest number of words that this operation uses in a region.
+    __device__ void prepare_next(int thread, int threads, int largest) const {
+        // The size of a region is a multiple of 4 words, so stores of 4 words stay within the region.
+        uint32_t* own = m.of[m.rank] + last_slot;
+        for (int i = 4 * thread; i < previous; i += 4 * threads)
+            for (int rank = 0; rank < m.ranks; ++rank)
+                if (rank != m.rank) Quad::store(own + (size_t)rank * m.region + i, Quad::empty());
+        // The stores of two GPUs reach host memory over different PCIe paths, so their order needs a fence.
+        // The slot must be empty before this rank sends the values of the next operation.
+        // Those values allow the other ranks to use the slot again.
+        if (m.in_host_memory) __threadfence_system();
+        // The last block to read the state updates it. The next operation reads the state after this kernel has ended.
+        // The update comes before the wait for the other ranks, so the wait hides the latency of the atomic operation.
+        __syncthreads();
+        if (threadIdx.x == 0 && atomicAdd(m.state + 2, 1u) == gridDim.x - 1) {
+            Scalar::store(m.state, number + 1);
+            Scalar::store(m.state + 1, largest);
+            Scalar::store(m.state + 2, 0);
+        }
+    }
+};
+
+// Waits for the previous kernel to end, and lets the next kernel start unless ranks share a GPU.
+__device__ __forceinline__ void begin(const Mailboxes& m) {
+    pdl_wait();
+    // On a shared GPU, the next kernel must not start while this kernel waits for the other ranks.
+    // The blocks of the next kernel could leave no room for the kernels of those ranks.
+    if (!m.shares_gpu) pdl_launch_dependents();
+}
+
+// Performs one exchange operation. Sends `words` words to each other rank.
+// Then calls `take(slot, waiting, first, step)`, which receives the words of the other ranks from `slot`.
+// `own_words(i)` returns the words to send from word i on: one word or four words, none of them EMPTY.
+// A thread sends and receives the words that start at `first`, `first` + `step`, and so on.
+// `largest` is the largest number of words that this operation uses in a region.
+template <typename V, typename Own, typename Take>
+__device__ void exchange(Own own_words, const Mailboxes& m, int words, int largest, Take take) {
+    begin(m);
+    const int thread = blockIdx.x * blockDim.x + threadIdx.x, threads = gridDim.x * blockDim.x;
+    const int first = thread * V::SIZE, step = threads * V::SIZE;
+    // Load latency dominates small operations, so the first words and the state are loaded at the same time.
+    typename V::Word v[BATCH];
+    const auto load = [&](const Batch& batch) { batch.each([&](int j, int i) { v[j] = own_words(i); }); };
+    load({first, step, words});
+    const Operation operation(m);
+    each_batch(first, step, words, [&](const Batch& batch) {
+        if (batch.start != first) load(batch);
+        for (int rank = 0; rank < m.ranks; ++rank) {
+            uint32_t* to = operation.region_at(rank);
+            if (rank != m.rank) batch.each([&](int j, int i) { V::store(to + i, v[j]); });
+        }
+    });
+    operation.prepare_next(thread, threads, largest);
+    Waiting waiting(m);
+    take(operation.own_slot(), waiting, first, step);
+}

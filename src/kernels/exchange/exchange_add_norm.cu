@@ -1,0 +1,297 @@
+// Sums over all ranks, addition to the residual stream, and RMS norm, in one kernel (see exchange/exchange.cuh).
+#include "exchange/exchange.cuh"
+#include "headers/block_sum.cuh"
+
+__device__ __forceinline__ void load_8(const float* from, float (&v)[8]) {
+    const float4 low = reinterpret_cast<const float4*>(from)[0], high = reinterpret_cast<const float4*>(from)[1];
+    v[0] = low.x, v[1] = low.y, v[2] = low.z, v[3] = low.w;
+    v[4] = high.x, v[5] = high.y, v[6] = high.z, v[7] = high.w;
+}
+// Loads 8 values of y, from value 2 · i on, as four words with two bf16 values each. f32 values are rounded.
+// Returns no EMPTY word.
+__device__ __forceinline__ uint4 load_pairs(const float* y, size_t i) {
+    return load_as_bf16(reinterpret_cast<const uint32_t*>(y) + 2 * i);
+}
+__device__ __forceinline__ uint4 load_pairs(const __nv_bfloat16* y, size_t i) {
+    const uint4 v = *reinterpret_cast<const uint4*>(reinterpret_cast<const uint32_t*>(y) + i);
+    return make_uint4(sendable_pair(v.x), sendable_pair(v.y), sendable_pair(v.z), sendable_pair(v.w));
+}
+// Stores the 8 bf16 values that `words` contains, two per word. Converts them to f32 if `out` is f32.
+__device__ __forceinline__ void store_bf16(__nv_bfloat16* out, uint4 words) { *reinterpret_cast<uint4*>(out) = words; }
+__device__ __forceinline__ void store_bf16(float* out, uint4 words) {
+    float values[8] = {};
+    add_bf16(values, words);
+    store_8(reinterpret_cast<uint32_t*>(out), values);
+}
+
+// Adds partial results to the residual stream, and normalizes it: sum = x + bias + Σ bf16(y) over all ranks, and
+// normed = bf16(sum / sqrt(mean(sum²) + eps) · weight). A rank computes these values only for its share of the rows.
+// For the same number of elements, a rank sends as many bytes as in exchange_sum_shares_bf16.
+//
+// A block handles row i of each rank's share, for i = blockIdx.x, blockIdx.x + gridDim.x and so on, in three steps:
+//   1. It sends y of row i of each other rank's share to that rank.
+//   2. It receives y of row i of its own rank's share from the other ranks, computes `sum` and `normed` for this row,
+//      and sends `normed` to the other ranks.
+//   3. It receives the rows of `normed` that the other ranks computed.
+// The block starts step 1 of a row before step 2 of its previous row, and before step 3 of the row before that one.
+// The values are then under way while the block works on other rows.
+//
+//   x, sum: f32 [rows, columns], accessed only in the rows of this rank
+//   y: Y [rows, columns]
+//   bias, weight: f32 [columns]; bias may be null
+//   normed: T [rows, columns], the rows of all ranks
+//   columns: a multiple of 8, at most EXCHANGE_ROW_COLUMNS
+//   m.first_item: the first row of each rank's share, then the number of rows
+//   grid: at most EXCHANGE_BLOCKS, divided by the number of ranks if ranks share a GPU; the same on all ranks
+//   block: EXCHANGE_ROW_THREADS
+//   bytes moved: columns · (sizeof(Y) + sizeof(T)) per row, and columns · 8 per row of this rank
+template <typename Y, typename T>
+__device__ void exchange_add_norm(const float* x, const Y* y, const float* bias, const float* weight, float* sum,
+                                  T* normed, const Mailboxes& m, int columns, float eps) {
+    __shared__ float scratch[2][EXCHANGE_ROW_THREADS / 32];
+    begin(m);
+    const int row_words = columns / 2;
+    const auto rows_of = [&](int rank) { return m.first_item[rank + 1] - m.first_item[rank]; };
+    // Returns the position at which a row of a rank's share starts in x, y, sum and normed, in pairs of elements.
+    const auto start_of = [&](int rank, int row) { return (size_t)(m.first_item[rank] + row) * row_words; };
+    // `share` (world.rs) gives rank 0 the largest share.
+    // In each region, the first `most` words are for the addends. The norms follow.
+    const int most = rows_of(0) * row_words;
+    const Operation operation(m);
+    const uint32_t* slot = operation.own_slot();
+    Waiting waiting(m);
+    // A row has up to HELD parts of 8 · EXCHANGE_ROW_THREADS columns. The last part may be shorter.
+    // A thread handles 8 columns of each part, but none past the end of the row.
+    // `use(h, i)` receives the index h of a part, and the index i of this thread's first word of the part in the row.
+    // A word is two elements.
+    constexpr int HELD = EXCHANGE_ROW_COLUMNS / (8 * EXCHANGE_ROW_THREADS);
+    const auto each_part = [&](auto use) {
+#pragma unroll
+        for (int h = 0; h < HELD; ++h) {
+            const int i = 4 * (threadIdx.x + h * EXCHANGE_ROW_THREADS);
+            if (i < row_words) use(h, i);
+        }
+    };
+
+    const auto send_addends = [&](int row) {
+        each_part([&](int, int i) {
+            uint4 v[EXCHANGE_MAX_RANKS];
+#pragma unroll
+            for (int rank = 0; rank < EXCHANGE_MAX_RANKS; ++rank)
+                if (rank < m.ranks && rank != m.rank && row < rows_of(rank))
+                    v[rank] = load_pairs(y, start_of(rank, row) + i);
+#pragma unroll
+            for (int rank = 0; rank < EXCHANGE_MAX_RANKS; ++rank)
+                if (rank < m.ranks && rank != m.rank && row < rows_of(rank))
+                    Quad::store(operation.region_at(rank) + row * row_words + i, v[rank]);
+        });
+    };
+    const auto compute = [&](int row, int parity) {
+        const size_t start = start_of(m.rank, row);
+        float v[HELD][8], squares = 0.0f;
+        each_part([&](int h, int i) {
+            load_8(x + 2 * (start + i), v[h]);
+            const uint4 own = load_pairs(y, start + i);
+            float biases[8] = {}, added[8] = {};
+            if (bias) load_8(bias + 2 * i, biases);
+            for (int rank = 0; rank < m.ranks; ++rank) {
+                uint4 part = own;
+                if (rank != m.rank) {
+                    const uint32_t* from = slot + (size_t)rank * m.region + row * row_words + i;
+                    part = Quad::load(from);
+                    waiting.complete<Quad>(part, from, rank);
+                }
+                add_bf16(added, part);
+            }
+#pragma unroll
+            for (int k = 0; k < 8; ++k) {
+                v[h][k] += added[k] + biases[k];
+                squares += v[h][k] * v[h][k];
+            }
+            store_8(reinterpret_cast<uint32_t*>(sum) + 2 * (start + i), v[h]);
+        });
+        const float scale = rsqrtf(block_sum(squares, scratch[parity]) / columns + eps);
+        each_part([&](int h, int i) {
+            float weights[8];
+            load_8(weight + 2 * i, weights);
+#pragma unroll
+            for (int k = 0; k < 8; ++k) v[h][k] *= scale * weights[k];
+            const uint4 words = round_to_bf16(v[h]);
+            for (int rank = 0; rank < m.ranks; ++rank)
+                if (rank != m.rank) Quad::store(operation.region_at(rank) + most + row * row_words + i, words);
+            store_bf16(normed + 2 * (start + i), words);
+        });
+    };
+    const auto receive_norms = [&](int row) {
+        for (int rank = 0; rank < m.ranks; ++rank) {
+            if (rank == m.rank || row >= rows_of(rank)) continue;
+            each_part([&](int, int i) {
+                const uint32_t* from = slot + (size_t)rank * m.region + most + row * row_words + i;
+                uint4 words = Quad::load(from);
+                waiting.complete<Quad>(words, from, rank);
+                store_bf16(normed + 2 * (start_of(rank, row) + i), words);
+            });
+        }
+    };
+
+    // A block sends its addends for a row before it waits for the other ranks' addends for the same row.
+    // Otherwise, all ranks could wait for each other forever.
+    for (int round = 0;; ++round) {
+        const int row = blockIdx.x + round * gridDim.x, previous = row - gridDim.x, last = previous - gridDim.x;
+        if (last >= rows_of(0)) break;
+        send_addends(row);
+        if (round == 0) operation.prepare_next(blockIdx.x * blockDim.x + threadIdx.x, gridDim.x * blockDim.x, 2 * most);
+        if (round >= 1 && previous < rows_of(m.rank)) compute(previous, round % 2);
+        if (round >= 2) receive_norms(last);
+    }
+}
+
+#define DEFINE_ADD_NORM(Y, Y_SUFFIX, T, SUFFIX)                                                                        \
+    extern "C" __global__ void __launch_bounds__(EXCHANGE_ROW_THREADS)                                                 \
+        exchange_add_norm_##Y_SUFFIX##_##SUFFIX(const float* x, const Y* y, const float* bias, const float* weight,    \
+                                                float* sum, T* normed, const __grid_constant__ Mailboxes m,            \
+                                                int columns, float eps) {                                              \
+        exchange_add_norm(x, y, bias, weight, sum, normed, m, columns, eps);                                           \
+    }
+DEFINE_ADD_NORM(float, f32, float, f32)
+DEFINE_ADD_NORM(float, f32, __nv_bfloat16, bf16)
+DEFINE_ADD_NORM(__nv_bfloat16, bf16, float, f32)
+DEFINE_ADD_NORM(__nv_bfloat16, bf16, __nv_bfloat16, bf16)
+
+// Like exchange_add_norm, but every rank computes all rows.
+// The ranks send y but no norms, which takes less time for few rows.
+// The kernel rounds y to bf16 if ROUNDED is true, and `normed` only if T is bf16.
+//
+// A block handles the rows blockIdx.x, blockIdx.x + gridDim.x and so on. It sends y of a row to all other ranks before
+// it computes its previous row.
+//
+//   x, sum: f32 [rows, columns]
+//   y: Y [rows, columns]; f32 if ROUNDED is false
+//   bias, weight: f32 [columns]; bias may be null
+//   normed: T [rows, columns]
+//   columns: a multiple of 8, at most EXCHANGE_ROW_COLUMNS
+//   A region must have room for 4 bytes per element of y, or 2 bytes if ROUNDED is true.
+//   grid: at most EXCHANGE_BLOCKS, divided by the number of ranks if ranks share a GPU; the same on all ranks
+//   block: EXCHANGE_ROW_THREADS
+//   bytes moved: columns · (8 + sizeof(Y) + sizeof(T)) per row
+template <bool ROUNDED, typename Y, typename T>
+__device__ void exchange_add_norm_all(const float* x, const Y* y, const float* bias, const float* weight, float* sum,
+                                      T* normed, const Mailboxes& m, int rows, int columns, float eps) {
+    __shared__ float scratch[2][EXCHANGE_ROW_THREADS / 32];
+    // As in exchange_add_norm, a row has up to HELD parts, and a thread handles 8 columns of each part.
+    // In a region, these 8 columns take QUADS groups of 4 words.
+    constexpr int HELD = EXCHANGE_ROW_COLUMNS / (8 * EXCHANGE_ROW_THREADS), QUADS = ROUNDED ? 1 : 2;
+    const int row_words = ROUNDED ? columns / 2 : columns;
+    begin(m);
+    const Operation operation(m);
+    const uint32_t* slot = operation.own_slot();
+    Waiting waiting(m);
+    const auto each_part = [&](auto use) {
+#pragma unroll
+        for (int h = 0; h < HELD; ++h) {
+            const int i = 8 * (threadIdx.x + h * EXCHANGE_ROW_THREADS);
+            if (i < columns) use(h, i);
+        }
+    };
+    const auto load_own = [&](uint4(&own)[QUADS], size_t i) {
+        if constexpr (ROUNDED) {
+            own[0] = load_pairs(y, i / 2);
+        } else {
+#pragma unroll
+            for (int q = 0; q < QUADS; ++q)
+                own[q] = Quad::sendable(Quad::load(reinterpret_cast<const uint32_t*>(y) + i + 4 * q));
+        }
+    };
+    const auto add_words = [&](float (&added)[8], const uint4(&words)[QUADS]) {
+        if constexpr (ROUNDED) {
+            add_bf16(added, words[0]);
+        } else {
+#pragma unroll
+            for (int q = 0; q < QUADS; ++q) {
+                const uint4 v = words[q];
+                added[4 * q] += __uint_as_float(v.x), added[4 * q + 1] += __uint_as_float(v.y);
+                added[4 * q + 2] += __uint_as_float(v.z), added[4 * q + 3] += __uint_as_float(v.w);
+            }
+        }
+    };
+    // Returns the position in a region of the word for column i of a row.
+    const auto word_of = [&](int row, int i) { return (size_t)row * row_words + (ROUNDED ? i / 2 : i); };
+
+    const auto send = [&](int row) {
+        each_part([&](int, int i) {
+            uint4 own[QUADS];
+            load_own(own, (size_t)row * columns + i);
+            for (int rank = 0; rank < m.ranks; ++rank) {
+                if (rank == m.rank) continue;
+#pragma unroll
+                for (int q = 0; q < QUADS; ++q)
+                    Quad::store(operation.region_at(rank) + word_of(row, i) + 4 * q, own[q]);
+            }
+        });
+    };
+    const auto compute = [&](int row, int parity) {
+        float v[HELD][8], squares = 0.0f;
+        each_part([&](int h, int i) {
+            const size_t at = (size_t)row * columns + i;
+            load_8(x + at, v[h]);
+            uint4 own[QUADS], part[QUADS];
+            load_own(own, at);
+            float biases[8] = {}, added[8] = {};
+            if (bias) load_8(bias + i, biases);
+            for (int rank = 0; rank < m.ranks; ++rank) {
+                if (rank == m.rank) {
+                    add_words(added, own);
+                    continue;
+                }
+                const uint32_t* from = slot + (size_t)rank * m.region + word_of(row, i);
+#pragma unroll
+                for (int q = 0; q < QUADS; ++q) part[q] = Quad::load(from + 4 * q);
+#pragma unroll
+                for (int q = 0; q < QUADS; ++q) waiting.complete<Quad>(part[q], from + 4 * q, rank);
+                add_words(added, part);
+            }
+#pragma unroll
+            for (int k = 0; k < 8; ++k) {
+                v[h][k] += added[k] + biases[k];
+                squares += v[h][k] * v[h][k];
+            }
+            store_8(reinterpret_cast<uint32_t*>(sum) + at, v[h]);
+        });
+        const float scale = rsqrtf(block_sum(squares, scratch[parity]) / columns + eps);
+        each_part([&](int h, int i) {
+            const size_t at = (size_t)row * columns + i;
+            float weights[8];
+            load_8(weight + i, weights);
+#pragma unroll
+            for (int k = 0; k < 8; ++k) v[h][k] = v[h][k] * scale * weights[k];
+            if constexpr (sizeof(T) == 2)
+                store_bf16(normed + at, round_to_bf16(v[h]));
+            else
+                store_8(reinterpret_cast<uint32_t*>(normed) + at, v[h]);
+        });
+    };
+
+    for (int round = 0;; ++round) {
+        const int row = blockIdx.x + round * gridDim.x, previous = row - gridDim.x;
+        if (previous >= rows) break;
+        if (row < rows) send(row);
+        if (round == 0)
+            operation.prepare_next(blockIdx.x * blockDim.x + threadIdx.x, gridDim.x * blockDim.x, rows * row_words);
+        else
+            compute(previous, round % 2);
+    }
+}
+
+#define DEFINE_ADD_NORM_ALL(ROUNDED, Y, T, SUFFIX)                                                                     \
+    extern "C" __global__ void __launch_bounds__(EXCHANGE_ROW_THREADS)                                                 \
+        exchange_add_norm_all_##SUFFIX(const float* x, const Y* y, const float* bias, const float* weight, float* sum, \
+                                       T* normed, const __grid_constant__ Mailboxes m, int rows, int columns,          \
+                                       float eps) {                                                                    \
+        exchange_add_norm_all<ROUNDED>(x, y, bias, weight, sum, normed, m, rows, columns, eps);                        \
+    }
+DEFINE_ADD_NORM_ALL(false, float, float, exact_f32_f32)
+DEFINE_ADD_NORM_ALL(false, float, __nv_bfloat16, exact_f32_bf16)
+DEFINE_ADD_NORM_ALL(true, float, float, rounded_f32_f32)
+DEFINE_ADD_NORM_ALL(true, float, __nv_bfloat16, rounded_f32_bf16)
+DEFINE_ADD_NORM_ALL(true, __nv_bfloat16, float, rounded_bf16_f32)
+DEFINE_ADD_NORM_ALL(true, __nv_bfloat16, __nv_bfloat16, rounded_bf16_bf16)

@@ -1,0 +1,67 @@
+// Concatenation of the columns of all ranks (see exchange/exchange.cuh).
+#include "exchange/exchange.cuh"
+
+template <typename V>
+__device__ void exchange_columns(const uint32_t* x, uint32_t* out, const Mailboxes& m, int rows, int largest) {
+    begin(m);
+    const int thread = blockIdx.x * blockDim.x + threadIdx.x, threads = gridDim.x * blockDim.x;
+    const int first = thread * V::SIZE, step = threads * V::SIZE;
+    const auto columns_of = [&](int rank) { return m.first_item[rank + 1] - m.first_item[rank]; };
+    const auto batch_of = [&](int rank, int start) { return Batch{start, step, rows * columns_of(rank)}; };
+    typename V::Word own[BATCH];
+    const auto load_own = [&](int start) {
+        batch_of(m.rank, start).each([&](int j, int i) { own[j] = V::sendable(V::load(x + i)); });
+    };
+    const auto store = [&](int rank, int i, typename V::Word word) {
+        const int columns = columns_of(rank);
+        V::store(out + (size_t)(i / columns) * m.first_item[m.ranks] + m.first_item[rank] + i % columns, word);
+    };
+    // Load latency dominates small operations, so the first words and the state are loaded at the same time.
+    load_own(first);
+    const Operation operation(m);
+    Waiting waiting(m);
+    const auto send = [&](int start) {
+        const Batch batch = batch_of(m.rank, start);
+        for (int rank = 0; rank < m.ranks; ++rank) {
+            uint32_t* to = operation.region_at(rank);
+            if (rank != m.rank) batch.each([&](int j, int i) { V::store(to + i, own[j]); });
+        }
+        batch.each([&](int j, int i) { store(m.rank, i, own[j]); });
+    };
+    const auto take = [&](int start) {
+        const uint32_t* slot = operation.own_slot();
+        for (int rank = 0; rank < m.ranks; ++rank) {
+            if (rank == m.rank) continue;
+            const Batch batch = batch_of(rank, start);
+            typename V::Word part[BATCH];
+            receive<V>(batch, m, slot, rank, waiting, [](int, int) { return V::zero(); }, part);
+            batch.each([&](int j, int i) { store(rank, i, part[j]); });
+        }
+    };
+
+    // A thread sends its next batch before it waits for the previous batch of the other ranks.
+    // The values of a batch are under way while the thread receives and stores other values.
+    send(first);
+    operation.prepare_next(thread, threads, largest);
+    for (int previous = first; previous < largest; previous += BATCH * step) {
+        load_own(previous + BATCH * step);
+        send(previous + BATCH * step);
+        take(previous);
+    }
+}
+
+// Concatenates the columns of all ranks: row r of out is row r of x from rank 0, then from rank 1, and so on.
+//   x: f32 [rows, columns of this rank]
+//   out: f32 [rows, columns of all ranks]
+//   largest: rows · columns of the rank with the most columns
+//   exchange_columns_4 requires that every rank's number of columns is a multiple of 4
+//   grid, block: as for exchange_sum_4
+//   bytes moved: 4 · rows · (columns of this rank + columns of all ranks), and the words sent to other ranks
+extern "C" __global__ void __launch_bounds__(512)
+    exchange_columns_4(const uint32_t* x, uint32_t* out, const __grid_constant__ Mailboxes m, int rows, int largest) {
+    exchange_columns<Quad>(x, out, m, rows, largest);
+}
+extern "C" __global__ void __launch_bounds__(512)
+    exchange_columns_1(const uint32_t* x, uint32_t* out, const __grid_constant__ Mailboxes m, int rows, int largest) {
+    exchange_columns<Scalar>(x, out, m, rows, largest);
+}

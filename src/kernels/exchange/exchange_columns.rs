@@ -1,0 +1,86 @@
+//! Concatenation of the columns of all ranks (`exchange_columns.cu`).
+
+use candle_core::{DType, Result, Tensor, bail};
+
+use super::gpu_exchange::{GpuExchange, of_world};
+use crate::device::{World, share};
+use crate::kernels::launch::{Arguments, Launch, LaunchList, address, module};
+use crate::kernels::scratch;
+
+/// Adds a launch that concatenates the columns of all ranks in `out`, f32 `[rows, columns]`.
+/// `x` is f32 `[rows, columns of this rank]`.
+pub fn add_columns(launches: &mut LaunchList, world: &World, x: &Tensor, out: &Tensor) -> Result<()> {
+    let launch = of_world(world)?.columns_launch(x, out)?;
+    // SAFETY: `columns_launch` checks the tensors. The caller keeps `world` alive, which keeps the mailboxes alive.
+    unsafe { launches.add(launch) }
+}
+
+impl GpuExchange {
+    /// Returns the columns of all ranks: f32 `[rows, columns]`. `x` is f32 `[rows, columns of this rank]`.
+    /// If `out` is given, writes the columns to `out` and returns it.
+    pub(super) fn columns_of_ranks(&self, x: &Tensor, columns: usize, out: Option<&Tensor>) -> Result<Tensor> {
+        let (rows, _) = x.dims2()?;
+        let from = x.contiguous()?;
+        let out = match out {
+            Some(out) if out.dims() == [rows, columns] && out.dtype() == DType::F32 => out.clone(),
+            Some(out) => {
+                bail!("exchange_columns: out is {:?} {:?}, expected F32 [{rows}, {columns}]", out.dtype(), out.dims())
+            }
+            // SAFETY: the kernels write every element of `out`.
+            None => unsafe { scratch::empty((rows, columns), DType::F32, x.device())? },
+        };
+        let most = self.region() / share(columns, 1, 0, self.mailboxes.len()).len().max(1);
+        if most == 0 {
+            bail!("exchange_columns: rows of {columns} columns do not fit in a mailbox region");
+        }
+        for start in (0..rows).step_by(most) {
+            let part = |tensor: &Tensor| tensor.narrow(0, start, most.min(rows - start));
+            let launch = self.columns_launch(&part(&from)?, &part(&out)?)?;
+            // SAFETY: `columns_launch` checks the tensors. The mailboxes live as long as `self`.
+            unsafe { self.enqueue(launch)? };
+        }
+        Ok(out)
+    }
+
+    /// Returns a launch that concatenates the columns of all ranks in `out`, f32 `[rows, columns]`.
+    ///
+    /// `x` is f32 `[rows, columns of this rank]`. Every rank's `x` must fit in a region.
+    fn columns_launch(&self, x: &Tensor, out: &Tensor) -> Result<Launch> {
+        let (rows, columns) = out.dims2()?;
+        let ranks = self.mailboxes.len();
+        let (own, largest) = (share(columns, 1, self.rank, ranks).len(), rows * share(columns, 1, 0, ranks).len());
+        let is_valid = x.dims() == [rows, own] && x.dtype() == DType::F32 && out.dtype() == DType::F32;
+        if !is_valid || largest > self.region() {
+            bail!(
+                "exchange_columns: cannot write x {:?} {:?} to columns of out {:?}: unsupported dtype or size",
+                x.dtype(),
+                x.dims(),
+                out.dims()
+            );
+        }
+        // A tensor without elements has no address.
+        let x_address = if own > 0 { address(x)? } else { 0 };
+        let is_aligned = x_address.is_multiple_of(16)
+            && address(out)?.is_multiple_of(16)
+            && (0..ranks).all(|rank| share(columns, 1, rank, ranks).len().is_multiple_of(4));
+        let (kernel, items) =
+            if is_aligned { ("exchange_columns_4", largest / 4) } else { ("exchange_columns_1", largest) };
+        let arguments = Arguments::new();
+        let arguments = if own > 0 { arguments.tensor(x)? } else { arguments.address(0) };
+        let arguments = arguments.tensor(out)?.value(self.raw(columns, 1), []).int(rows).int(largest);
+        Ok(Launch::new(module!("exchange_columns"), kernel, self.shape(items), arguments)
+            .with_bytes_moved(4 * (rows * (own + columns)) as u64)
+            .overlapping())
+    }
+
+    /// Loads the column kernels: launches each kernel without rows, so that no kernel waits for other ranks.
+    pub(super) fn load_columns_kernels(&self) -> Result<()> {
+        for kernel in ["exchange_columns_4", "exchange_columns_1"] {
+            let arguments = Arguments::new().address(0).address(0).value(self.raw(0, 1), []).int(0).int(0);
+            let launch = Launch::new(module!("exchange_columns"), kernel, self.shape(0), arguments);
+            // SAFETY: without rows, the kernel accesses only the state of this rank's mailbox.
+            unsafe { launch.enqueue(&self.device)? };
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,129 @@
+// Sums over all ranks (see exchange/exchange.cuh).
+#include "exchange/exchange.cuh"
+
+template <typename V>
+__device__ void exchange_sum(uint32_t* x, uint32_t* out, const Mailboxes& m, int words, int clears_x) {
+    const auto own_words = [&](int i) { return V::sendable(V::load(x + i)); };
+    exchange<V>(own_words, m, words, words, [&](const uint32_t* slot, Waiting& waiting, int first, int step) {
+        each_batch(first, step, words, [&](const Batch& batch) {
+            typename V::Word own[BATCH], sum[BATCH], part[BATCH];
+            batch.each([&](int j, int i) { own[j] = own_words(i); });
+            for (int rank = 0; rank < m.ranks; ++rank) {
+                receive<V>(batch, m, slot, rank, waiting, [&](int j, int) { return own[j]; }, part);
+                batch.each([&](int j, int) {
+                    if (rank == 0)
+                        sum[j] = part[j];
+                    else
+                        add_to(sum[j], part[j]);
+                });
+            }
+            batch.each([&](int j, int i) {
+                if (clears_x) V::store(x + i, V::zero());
+                V::store(out + i, sum[j]);
+            });
+        });
+    });
+}
+
+// Computes out = Σ x over all ranks. The values are added in the order of the ranks.
+//   x, out: f32 [words]; out may be x
+//   words: at most the size of a region; exchange_sum_4 needs a multiple of 4
+//   clears_x: whether to fill x with zeros; must be 0 if out is x
+//   grid: at most EXCHANGE_BLOCKS, divided by the number of ranks if ranks share a GPU; block: at most 512
+//   bytes moved: 8 · words, and 4 · words to each other rank
+extern "C" __global__ void __launch_bounds__(512)
+    exchange_sum_4(uint32_t* x, uint32_t* out, const __grid_constant__ Mailboxes m, int words, int clears_x) {
+    exchange_sum<Quad>(x, out, m, words, clears_x);
+}
+extern "C" __global__ void __launch_bounds__(512)
+    exchange_sum_1(uint32_t* x, uint32_t* out, const __grid_constant__ Mailboxes m, int words, int clears_x) {
+    exchange_sum<Scalar>(x, out, m, words, clears_x);
+}
+
+// Computes out = Σ bf16(x) over all ranks. The sums are f32, and the values are added in the order of the ranks.
+// For the same number of elements, a rank sends half as many bytes as in exchange_sum_4.
+//   x, out: f32 [2 · words]; out may be x
+//   words: a multiple of 4, at most the size of a region
+//   grid, block: as for exchange_sum_4
+//   bytes moved: 16 · words, and 4 · words to each other rank
+extern "C" __global__ void __launch_bounds__(512)
+    exchange_sum_bf16(uint32_t* x, uint32_t* out, const __grid_constant__ Mailboxes m, int words) {
+    const auto own_words = [&](int i) { return load_as_bf16(x + 2 * (size_t)i); };
+    exchange<Quad>(own_words, m, words, words, [&](const uint32_t* slot, Waiting& waiting, int first, int step) {
+        each_batch(first, step, words, [&](const Batch& batch) {
+            uint4 own[BATCH], part[BATCH];
+            float sum[BATCH][8] = {};
+            batch.each([&](int j, int i) { own[j] = own_words(i); });
+            for (int rank = 0; rank < m.ranks; ++rank) {
+                receive<Quad>(batch, m, slot, rank, waiting, [&](int j, int) { return own[j]; }, part);
+                batch.each([&](int j, int) { add_bf16(sum[j], part[j]); });
+            }
+            batch.each([&](int j, int i) { store_8(out + 2 * (size_t)i, sum[j]); });
+        });
+    });
+}
+
+// Computes out = bf16(Σ bf16(x)) over all ranks, in two steps.
+// In step 1, each rank adds up its share of the elements, in f32 and in the order of the ranks.
+// In step 2, each rank sends the sums of its share to the other ranks.
+// With R ranks, a rank sends about 8 · (R - 1) / R · words bytes.
+// In exchange_sum_bf16, it sends 4 · (R - 1) · words bytes.
+//   x, out: f32 [2 · words]; out may be x
+//   words: a multiple of 4; a region must have room for twice the words of the largest share
+//   m.first_item: the first group of 4 words of each rank's share, then the number of groups
+//   grid, block: as for exchange_sum_4
+//   bytes moved: 16 · words, and the words sent to other ranks
+extern "C" __global__ void __launch_bounds__(512)
+    exchange_sum_shares_bf16(uint32_t* x, uint32_t* out, const __grid_constant__ Mailboxes m, int words) {
+    begin(m);
+    const int thread = blockIdx.x * blockDim.x + threadIdx.x, threads = gridDim.x * blockDim.x;
+    const int first = thread * Quad::SIZE, step = threads * Quad::SIZE;
+    const auto start_of = [&](int rank) { return m.first_item[rank] * Quad::SIZE; };
+    const auto words_of = [&](int rank) { return start_of(rank + 1) - start_of(rank); };
+    // `share` (world.rs) gives rank 0 the largest share.
+    // In each region, the first `most` words are for the addends. The sums follow.
+    const int most = words_of(0);
+    const Operation operation(m);
+    for (int rank = 0; rank < m.ranks; ++rank) {
+        if (rank == m.rank) continue;
+        uint32_t* to = operation.region_at(rank);
+        const uint32_t* from = x + 2 * (size_t)start_of(rank);
+        each_batch(first, step, words_of(rank), [&](const Batch& batch) {
+            uint4 v[BATCH];
+            batch.each([&](int j, int i) { v[j] = load_as_bf16(from + 2 * (size_t)i); });
+            batch.each([&](int j, int i) { Quad::store(to + i, v[j]); });
+        });
+    }
+    operation.prepare_next(thread, threads, words ? 2 * most : 0);
+    Waiting waiting(m);
+    const uint32_t* slot = operation.own_slot();
+    const auto store = [&](int rank, int i, uint4 v) {
+        float values[8] = {};
+        add_bf16(values, v);
+        store_8(out + 2 * (size_t)(start_of(rank) + i), values);
+    };
+    each_batch(first, step, words_of(m.rank), [&](const Batch& batch) {
+        uint4 part[BATCH];
+        float sum[BATCH][8] = {};
+        const uint32_t* own = x + 2 * (size_t)start_of(m.rank);
+        for (int rank = 0; rank < m.ranks; ++rank) {
+            receive<Quad>(
+                batch, m, slot, rank, waiting, [&](int, int i) { return load_as_bf16(own + 2 * (size_t)i); }, part);
+            batch.each([&](int j, int) { add_bf16(sum[j], part[j]); });
+        }
+        batch.each([&](int j, int i) {
+            part[j] = round_to_bf16(sum[j]);
+            for (int rank = 0; rank < m.ranks; ++rank)
+                if (rank != m.rank) Quad::store(operation.region_at(rank) + most + i, part[j]);
+            store(m.rank, i, part[j]);
+        });
+    });
+    for (int rank = 0; rank < m.ranks; ++rank) {
+        if (rank == m.rank) continue;
+        each_batch(first, step, words_of(rank), [&](const Batch& batch) {
+            uint4 part[BATCH];
+            receive<Quad>(batch, m, slot + most, rank, waiting, [&](int, int) { return Quad::zero(); }, part);
+            batch.each([&](int j, int i) { store(rank, i, part[j]); });
+        });
+    }
+}

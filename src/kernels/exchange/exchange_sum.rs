@@ -1,0 +1,139 @@
+//! Sums over all ranks (`exchange_sum.cu`).
+
+use candle_core::{DType, Result, Tensor, bail};
+
+use super::gpu_exchange::{GpuExchange, of_world};
+use crate::device::World;
+use crate::kernels::launch::{Arguments, Launch, LaunchList, address, module};
+use crate::kernels::scratch;
+
+/// Adds a launch that writes the sum of `x` over all ranks to `out`. Adds nothing if there is only one rank.
+///
+/// `x` and `out` are f32 and have the same number of elements.
+/// If `x` and `out` are different tensors, the launch also fills `x` with zeros.
+pub fn add_sum(launches: &mut LaunchList, world: &World, x: &Tensor, out: &Tensor) -> Result<()> {
+    if world.size() == 1 {
+        return Ok(());
+    }
+    let launch = of_world(world)?.sum_launch(x, out, x.id() != out.id())?;
+    // SAFETY: `sum_launch` checks the tensors. The caller keeps `world` alive, which keeps the mailboxes alive.
+    unsafe { launches.add(launch) }
+}
+
+impl GpuExchange {
+    /// Returns the sum of `x` over all ranks, in the dtype of `x`.
+    pub(super) fn sum_of_ranks(&self, x: &Tensor) -> Result<Tensor> {
+        self.sum_parts(x, self.region(), |x, out| self.sum_launch(x, out, false))
+    }
+
+    /// Like [`sum_of_ranks`](Self::sum_of_ranks), but rounds every rank's `x` to bf16 before the addition,
+    /// unless the number of elements is not a multiple of 8. With more than two ranks, the sum is also rounded.
+    pub(super) fn rounded_sum_of_ranks(&self, x: &Tensor) -> Result<Tensor> {
+        if !x.elem_count().is_multiple_of(8) {
+            return self.sum_of_ranks(x);
+        }
+        self.sum_parts(x, self.rounded_elements(), |x, out| self.rounded_sum_launch(x, out))
+    }
+
+    /// Returns a launch that writes the sum of `x` over all ranks to `out`. `out` may be `x`.
+    ///
+    /// `x` and `out` are contiguous f32 and have the same number of elements, at most [`region`](Self::region).
+    /// If `clears_x` is true, the launch also fills `x` with zeros, and `out` must not be `x`.
+    fn sum_launch(&self, x: &Tensor, out: &Tensor, clears_x: bool) -> Result<Launch> {
+        let words = x.elem_count();
+        if x.dtype() != DType::F32 || out.dtype() != DType::F32 || out.elem_count() != words || words > self.region() {
+            bail!(
+                "exchange_sum: cannot write the sum of x {:?} {:?} to out {:?}: \
+                 both must be f32 and have the same size, at most the size of a mailbox region",
+                x.dtype(),
+                x.dims(),
+                out.dims()
+            );
+        }
+        let (x_address, out_address) = (address(x)?, address(out)?);
+        let is_aligned = words.is_multiple_of(4) && x_address.is_multiple_of(16) && out_address.is_multiple_of(16);
+        let (kernel, items) = if is_aligned { ("exchange_sum_4", words / 4) } else { ("exchange_sum_1", words) };
+        let arguments = Arguments::new().tensor(x)?.tensor(out)?.value(self.raw(0, 1), []).int(words).flag(clears_x);
+        Ok(Launch::new(module!("exchange_sum"), kernel, self.shape(items), arguments)
+            .with_bytes_moved(8 * words as u64)
+            .overlapping())
+    }
+
+    /// Returns the maximum number of elements for [`rounded_sum_launch`](Self::rounded_sum_launch), a multiple of 8.
+    fn rounded_elements(&self) -> usize {
+        // If each rank adds only its share, a region holds the addends and the sums of one share, two values per word.
+        // Otherwise, a region holds all addends, two values per word.
+        let shares = if self.sums_shares() { self.mailboxes.len() } else { 2 };
+        self.region() / 8 * 8 * shares
+    }
+
+    /// Returns whether, in a rounded sum, each rank adds up only its share and sends its sums to the other ranks.
+    /// With two ranks, dividing the additions would not reduce the amount of data to send.
+    fn sums_shares(&self) -> bool {
+        self.mailboxes.len() > 2
+    }
+
+    /// Returns a launch that rounds every rank's `x` to bf16 and writes the sum, as f32, to `out`. `out` may be `x`.
+    /// With more than two ranks, the launch also rounds the sum to bf16.
+    ///
+    /// `x` and `out` are contiguous f32 and have the same number of elements.
+    /// The number of elements must be a multiple of 8, and at most [`rounded_elements`](Self::rounded_elements).
+    fn rounded_sum_launch(&self, x: &Tensor, out: &Tensor) -> Result<Launch> {
+        let (elements, words) = (x.elem_count(), x.elem_count() / 2);
+        let (x_address, out_address) = (address(x)?, address(out)?);
+        let is_aligned = elements.is_multiple_of(8) && x_address.is_multiple_of(16) && out_address.is_multiple_of(16);
+        let is_f32 = x.dtype() == DType::F32 && out.dtype() == DType::F32;
+        if !is_aligned || !is_f32 || out.elem_count() != elements || elements > self.rounded_elements() {
+            bail!(
+                "exchange_sum: cannot write the rounded sum of x {:?} {:?} to out {:?}: \
+                 unsupported dtype, size or alignment",
+                x.dtype(),
+                x.dims(),
+                out.dims()
+            );
+        }
+        let (kernel, groups) =
+            if self.sums_shares() { ("exchange_sum_shares_bf16", words / 4) } else { ("exchange_sum_bf16", 0) };
+        let arguments = Arguments::new().tensor(x)?.tensor(out)?.value(self.raw(groups, 1), []).int(words);
+        Ok(Launch::new(module!("exchange_sum"), kernel, self.shape(words / 4), arguments)
+            .with_bytes_moved(8 * elements as u64)
+            .overlapping())
+    }
+
+    /// Returns the sum of `x` over all ranks, in the dtype of `x`. Each launch sums at most `most` elements.
+    /// `launch(x, out)` returns the launch for a part of `x` and the same part of the result.
+    fn sum_parts(
+        &self,
+        x: &Tensor,
+        most: usize,
+        launch: impl Fn(&Tensor, &Tensor) -> Result<Launch>,
+    ) -> Result<Tensor> {
+        let from = x.to_dtype(DType::F32)?.contiguous()?;
+        // SAFETY: the kernels write every element of `out`.
+        let out = unsafe { scratch::empty(x.dims(), DType::F32, x.device())? };
+        let (from, sums, elements) = (from.flatten_all()?, out.flatten_all()?, x.elem_count());
+        for start in (0..elements).step_by(most) {
+            let part = |tensor: &Tensor| tensor.narrow(0, start, most.min(elements - start));
+            let launch = launch(&part(&from)?, &part(&sums)?)?;
+            // SAFETY: `launch` checks the tensors. The mailboxes live as long as `self`.
+            unsafe { self.enqueue(launch)? };
+        }
+        out.to_dtype(x.dtype())
+    }
+
+    /// Loads the sum kernels: launches each kernel without words, so that no kernel waits for other ranks.
+    pub(super) fn load_sum_kernels(&self) -> Result<()> {
+        let arguments = || Arguments::new().address(0).address(0).value(self.raw(0, 1), []).int(0);
+        for (kernel, arguments) in [
+            ("exchange_sum_4", arguments().flag(false)),
+            ("exchange_sum_1", arguments().flag(false)),
+            ("exchange_sum_bf16", arguments()),
+            ("exchange_sum_shares_bf16", arguments()),
+        ] {
+            let launch = Launch::new(module!("exchange_sum"), kernel, self.shape(0), arguments);
+            // SAFETY: without words, the kernel accesses only the state of this rank's mailbox.
+            unsafe { launch.enqueue(&self.device)? };
+        }
+        Ok(())
+    }
+}
