@@ -3,7 +3,7 @@
 //! The self-test shows whether the GPU, the driver and this build compute correct results.
 //! The tests in `tests/it/kernels` cover the kernels in more depth.
 //! The self-test does not cover the kernels of `decode` and `sampling`.
-//! See `tests/it/decode_graph.rs` and `tests/it/kernels/sampling.rs` for their tests.
+//! See `tests/it/runner/decode_graph.rs` and `tests/it/kernels/sampling.rs` for their tests.
 
 use std::time::Instant;
 

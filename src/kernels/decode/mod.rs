@@ -15,7 +15,7 @@
 //! - `state`: u32 `[4]`, the current position, the current token, the number of finished steps and an unused word
 //!
 //! In the CUDA files, `T` is bf16 or f16: the dtype of q, k, v, h and dense projection weights.
-//! Tests compare these kernels with the eager decoder (`tests/it/decode_graph.rs`).
+//! Tests compare these kernels with the eager decoder (`tests/it/runner/decode_graph.rs`).
 
 mod buffers;
 mod gate_up;

@@ -1,6 +1,6 @@
 //! Sampling on the GPU with penalties, temperature, top-k, top-p and min-p (`sample.cu`).
 //!
-//! Tests compare the kernel with the sampler on the host (`tests/it/decode_graph.rs`).
+//! Tests compare the kernel with the sampler on the host (`tests/it/runner/decode_graph.rs`).
 //! The comment at the top of `sample.cu` lists the known differences.
 
 use std::sync::Arc;

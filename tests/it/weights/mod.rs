@@ -2,8 +2,11 @@
 //! In any loading order and with any limits, loaded tensors must equal the tensors in the file.
 //! Failed reads, failed allocations and panics must become errors.
 
+mod compressed;
 mod dtypes;
+mod gguf;
 mod hostile;
+mod truncated;
 
 use std::collections::HashMap;
 use std::fs::OpenOptions;

@@ -4,6 +4,7 @@
 //! Whether a GPU is present is known only at run time.
 
 use std::path::Path;
+use std::{fs, io};
 
 use proc_macro::{Delimiter, Group, TokenStream, TokenTree};
 
@@ -78,29 +79,46 @@ pub fn test(need: TokenStream, function: TokenStream) -> TokenStream {
     output
 }
 
-/// Returns the names and sources of the modules that `tests/it/main.rs` compiles only with the feature `cuda`,
+/// Returns the paths and sources of the modules that tests/it compiles only with the feature `cuda`,
 /// as `&[(&str, &str)]`. Builds without CUDA can then list the tests of these modules.
+/// Such a module is declared in `main.rs`, or in the `mod.rs` of a folder next to it.
 #[proc_macro]
 pub fn cuda_modules(_: TokenStream) -> TokenStream {
-    let folder = std::env::var("CARGO_MANIFEST_DIR").expect("cargo sets CARGO_MANIFEST_DIR");
-    let folder = Path::new(&folder).join("tests/it");
-    let main = match std::fs::read_to_string(folder.join("main.rs")) {
-        Ok(main) => main,
-        Err(io) => return error(&format!("cannot read tests/it/main.rs: {io}")),
-    };
+    let root = std::env::var("CARGO_MANIFEST_DIR").expect("cargo sets CARGO_MANIFEST_DIR");
+    match cuda_modules_of(&Path::new(&root).join("tests/it")) {
+        Ok(entries) => format!("&[{entries}]").parse().expect("the list is valid Rust"),
+        Err(io) => error(&format!("cannot read tests/it: {io}")),
+    }
+}
+
+fn cuda_modules_of(root: &Path) -> io::Result<String> {
+    let mut entries = entries_of(root, "main.rs", "")?;
+    for folder in fs::read_dir(root)? {
+        let folder = folder?.path();
+        if folder.join("mod.rs").is_file() {
+            let name = folder.file_name().unwrap_or_default().to_string_lossy();
+            entries += &entries_of(&folder, "mod.rs", &format!("{name}::"))?;
+        }
+    }
+    Ok(entries)
+}
+
+/// Returns the entries for the modules that `file` in `folder` declares. `parent` is the prefix of their paths.
+fn entries_of(folder: &Path, file: &str, parent: &str) -> io::Result<String> {
     let mut entries = String::new();
     let mut needs_cuda = false;
-    for line in main.lines() {
+    for line in fs::read_to_string(folder.join(file))?.lines() {
         if line.starts_with("#[") {
             needs_cuda |= line.starts_with("#[cfg(") && line.contains("feature = \"cuda\"") && !line.contains("not(");
             continue;
         }
         if let Some(name) = line.strip_prefix("mod ").and_then(|rest| rest.strip_suffix(';')).filter(|_| needs_cuda) {
-            entries += &format!("({name:?}, include_str!({:?})),", folder.join(format!("{name}.rs")));
+            let path = format!("{parent}{name}");
+            entries += &format!("({path:?}, include_str!({:?})),", folder.join(format!("{name}.rs")));
         }
         needs_cuda = false;
     }
-    format!("&[{entries}]").parse().expect("the list is valid Rust")
+    Ok(entries)
 }
 
 fn attribute_name(attribute: &Group) -> String {

@@ -1,5 +1,7 @@
 //! Tests of the chat in a pseudo terminal.
 
+mod variants;
+
 use tempfile::TempDir;
 
 use crate::support::session::expect;

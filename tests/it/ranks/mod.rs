@@ -4,6 +4,11 @@
 //! - The logits agree with transformers, or with the logits of one rank.
 //! - The logits are equal bit for bit on all ranks. Otherwise, the ranks could choose different tokens.
 
+mod faults;
+mod mistakes;
+#[cfg(feature = "cuda")]
+mod on_gpus;
+
 use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::path::Path;
@@ -20,8 +25,8 @@ use inferno::weights::quantized::QuantizationTarget;
 use inferno::weights::{Checkpoint, LoadProgress, StoredBytes, WeightsBuilder};
 use inferno::{GenerateOptions, SamplingParams};
 
-use crate::prompt_logprobs;
-use crate::queued_steps;
+use crate::engine::prompt_logprobs;
+use crate::runner::queued_steps;
 use crate::support::engine::Answer;
 use crate::support::gguf::converter::convert;
 use crate::support::gguf::models::{quantized_llama, saved};

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use crate::support::Random;
 
-#[path = "../../fuzz/src/lib.rs"]
+#[path = "../../../fuzz/src/lib.rs"]
 mod bodies;
 
 /// The time limit for one mutated input.

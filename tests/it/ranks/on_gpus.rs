@@ -17,8 +17,8 @@ use inferno::runner::decode_graph::DecodeGraph;
 use inferno::weights::{Checkpoint, LoadProgress, WeightsBuilder};
 use inferno::{GenerateOptions, SamplingParams};
 
-use crate::queued_steps;
 use crate::ranks::{CONTEXT, assert_ranks_agree, expected, logits_on, on_ranks, split_world};
+use crate::runner::queued_steps;
 use crate::support::engine::{Answer, GraphModel, assert_greedy, generate, generate_at_once, two_gpus};
 use crate::support::{GoldenKind, golden, golden_models, logits_of, logits_tolerance};
 

@@ -1,5 +1,7 @@
 //! End-to-end tests of conversations: commands, key bindings, journals on disk, and a full context.
 
+mod journal;
+
 use std::fs;
 use std::path::{Path, PathBuf};
 

@@ -10,7 +10,7 @@ use inferno::error::exit_code;
 use inferno::{Error, GenerateOptions};
 use tempfile::TempDir;
 
-use crate::queued_steps;
+use crate::runner::queued_steps;
 use crate::support::engine::greedy;
 use crate::support::program::{inferno, text};
 
