@@ -130,7 +130,7 @@ if has_part aarch64; then
     program=$target/$triple/release/inferno
     if emulator=$(command -v qemu-aarch64-static || command -v qemu-aarch64); then
       "$emulator" -L /usr/aarch64-linux-gnu "$program" --version
-      # The demo starts a worker process. The kernel runs ARM64 programs only if qemu is registered in binfmt_misc.
+      # The demo starts a sandbox process, which the kernel can run only if qemu is registered in binfmt_misc.
       if compgen -G '/proc/sys/fs/binfmt_misc/*aarch64*' > /dev/null; then
         check_start "$program"
       else

@@ -221,7 +221,7 @@ fn out_of_memory_hint(
 /// The exit code after a write that failed because of a full disk, a quota or a file size limit.
 const DISK_FULL: u8 = 11;
 
-/// Returns the exit code of a process that ends with `error`. The code is 1 for errors without their own exit code.
+/// Returns the exit code of a process that ends with `error`: the code of an [`Error`], `DISK_FULL`, or else 1.
 ///
 /// Other exit codes are set elsewhere: for example, clap exits with 2 if it cannot parse the arguments,
 /// and an interrupted command exits with 130.

@@ -107,7 +107,7 @@ def cases(sampler):
         "held-out names and phrasings": [],
         "training phrasings": [],
     }
-    # Do not change the order of these calls. All of them draw from one random generator, so another order would give
+    # Do not change the order of these calls. Most of them draw from one random generator, so another order would give
     # other cases.
     for case in held_out(intents):
         kinds["held-out phrasings"].append(alone(*case))

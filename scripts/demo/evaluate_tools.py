@@ -37,7 +37,7 @@ def generate(model, writer, prompts, max_tokens, batch):
 
 
 def with_tool(sampler, tool):
-    """Returns a conversation with a question that needs `tool`. The conversation also offers other tools."""
+    """Returns a conversation with a question that needs `tool`. The conversation may also offer other tools."""
     others = [other for other in sampler.tools(sampler.random.randint(1, 3)) if other.name != tool.name][:2]
     offered = [*others, tool]
     sampler.random.shuffle(offered)

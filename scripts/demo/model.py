@@ -1,4 +1,4 @@
-"""gpt-oss in PyTorch with the parameter names of the checkpoint.
+"""gpt-oss in PyTorch, with the parameter names of transformers.
 
 Outside of training, the model computes the same logits as transformers' GptOssForCausalLM, up to rounding.
 The code differs in two ways:

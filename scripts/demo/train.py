@@ -1,7 +1,7 @@
 """Trains inferno's demo model and its tokenizer, writes the snapshot, and measures how often its answers are correct.
 
     python train.py --out OUT                  takes about 10 minutes on one data-center GPU
-    python train.py --out OUT --smoke          tests this script on a CPU in a few minutes; the model is useless
+    python train.py --out OUT --smoke          tests this script in a few minutes, even on a CPU; the model is useless
 
 If a command may not take that long, split the training into two commands with the same --minutes:
 
@@ -297,7 +297,7 @@ def main():
     parser.add_argument("--dropout", type=float, default=0.1)
     parser.add_argument("--workers", type=int, help="the number of processes that generate batches")
     parser.add_argument("--no-compile", dest="compile", action="store_false")
-    parser.add_argument("--smoke", action="store_true", help="run a few small steps to test the script")
+    parser.add_argument("--smoke", action="store_true", help="train briefly on small batches, to test the script")
     args = parser.parse_args()
     if args.workers is None:
         args.workers = 0 if args.smoke else max(min(14, (os.cpu_count() or 2) - 2), 1)

@@ -120,7 +120,7 @@ def cancel_latency(options, report):
     passed = late == 0 and not faults and max(decode) <= 2 * step + 0.01
     report.add(
         f"{count} streams canceled while they decode",
-        "no tokens after the next step; the client sees the end within 2 steps + 10 ms",
+        "no tokens after the next step; the server is idle within 2 steps + 10 ms",
         f"p50 {percentile(decode, 0.5) * 1e3:.1f} ms, longest {max(decode) * 1e3:.1f} ms; step p99 {step * 1e3:.1f} ms",
         passed,
         is_speed=late == 0 and not faults,

@@ -6,7 +6,7 @@
 use super::message::ToolCall;
 use super::tagged_call::read_bare_calls;
 
-/// The accepted keys of a call. If any key were accepted, most answers in JSON would be held back until their end.
+/// The accepted keys of a call. If all keys were accepted, most answers in JSON would be held back until their end.
 const KEYS: [&str; 4] = ["name", "parameters", "arguments", "type"];
 
 /// Reads an answer as it grows, and reports whether the answer can still consist of calls of known tools.
@@ -18,7 +18,7 @@ pub struct BareCalls {
     /// The number of bytes of the answer that were read.
     read: usize,
     state: State,
-    /// The JSON key whose value is being read or comes next.
+    /// The JSON key that was read last.
     key: &'static str,
     /// The bytes read so far of the current key, tool name or type.
     word: Vec<u8>,
@@ -74,7 +74,7 @@ impl BareCalls {
         !matches!(self.state, State::Text)
     }
 
-    /// Returns the tool calls in a complete answer, or `None` if the answer is ordinary text. Resets the reader.
+    /// Returns the tool calls in a complete answer, or `None` if it has anything but valid calls. Resets the reader.
     pub fn finish(&mut self, answer: &str) -> Option<Vec<ToolCall>> {
         self.is_possible(answer);
         let is_complete = matches!(self.state, State::AfterCall | State::AfterLine);

@@ -53,12 +53,12 @@ impl ChatFormat {
         Ok(Template::load(dir)?.map(|template| ChatFormat::Template(TemplateFormat::new(template))))
     }
 
-    /// Creates the chat format of a model. `file` is the name of the file that contains the template, if any.
+    /// Creates the chat format of a model. `file` is the name of the file that contains the templates.
     ///
     /// `special_tokens` are the tokens that the template can use by name, such as `bos_token`.
     /// `tool_use` is the model's separate template for conversations with tools, if any.
     /// If the vocabulary has harmony's control tokens, the format is harmony, and the templates are ignored.
-    /// Returns `None` if the model has neither harmony nor a nonempty template.
+    /// Returns `None` if the model has neither harmony nor a nonempty `template`.
     pub fn from_template(
         tokenizer: &Tokenizer,
         file: &str,

@@ -26,7 +26,7 @@ pub struct Header {
     pub channel: Option<Vec<u32>>,
     /// The ids after `<|constrain|>`: the content type.
     pub constrain: Option<Vec<u32>>,
-    /// The recipient that came before a second `<|channel|>`.
+    /// The recipient that came before an unexpected `<|channel|>`, such as a second one.
     pub recipient: Option<String>,
 }
 
@@ -34,7 +34,7 @@ pub struct Header {
 pub struct ParsedHeader {
     pub channel: Channel,
     pub recipient: Option<String>,
-    /// Whether the header follows the format.
+    /// Whether the channel is one that harmony defines, and the role is allowed in this header.
     pub is_well_formed: bool,
     /// The text at the end of the header that belongs, or may belong, to the content instead.
     pub rest: String,
@@ -202,8 +202,8 @@ fn read_role(text: &str, opening: Opening) -> Words<'_> {
         return Words { name: Some(first), recipient: Some(recipient), rest, is_undecided: false };
     }
     if second.is_empty() || (after_second.is_none() && may_be_recipient(second)) {
-        // The role part contains only a role, or a role and the possible start of a recipient.
-        // An unknown role becomes content if no `<|message|>` follows.
+        // The role part contains a single word, or a role and the possible start of a recipient.
+        // An unknown role becomes content if neither `<|channel|>` nor `<|message|>` follows.
         let rest = if known { second } else { text };
         return Words { name: Some(first), recipient: None, rest, is_undecided: true };
     }
@@ -216,7 +216,8 @@ fn read_role(text: &str, opening: Opening) -> Words<'_> {
 
 /// Parses the channel part of a header, which comes after `<|channel|>`, such as `commentary to=functions.f json`.
 ///
-/// Any further words are content, because the model omitted `<|message|>` before them.
+/// If the words after the name and the recipient cannot all belong to the header, these words are content:
+/// the model omitted `<|message|>` before them.
 fn read_channel(text: &str) -> Words<'_> {
     let trimmed = text.trim_start();
     let mut words = Words { is_undecided: true, ..Words::default() };

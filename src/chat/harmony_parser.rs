@@ -191,14 +191,14 @@ impl HarmonyParser {
                 current.channel = Some(Vec::new());
                 return Ok(());
             }
-            // In a header with two `<|channel|>` tokens, the last channel counts, but an earlier recipient is kept.
+            // After a second `<|channel|>`, or one after `<|constrain|>`, the new channel counts. A recipient is kept.
             State::Header(current) => {
                 self.violations.add(FormatViolation::UnexpectedToken);
                 header.recipient = current.parse(tokenizer)?.recipient;
                 header.opening = current.opening;
                 header.role = std::mem::take(&mut current.role);
             }
-            // The previous message lacks its `<|end|>`.
+            // The previous message lacks its end token.
             State::Content { .. } => self.close(tokenizer, Ending::Missing, out)?,
             // The new message lacks its `<|start|>`.
             State::Between => self.violations.add(FormatViolation::MissingToken),

@@ -2,7 +2,7 @@
 //!
 //! Models whose vocabulary contains harmony's control tokens, such as gpt-oss, use harmony.
 //! All other chat models use a Jinja template.
-//! With harmony and with templates, text from users and tools never becomes a control token.
+//! Text from users and tools does not become a control token. SECURITY.md lists the exceptions.
 //! The parsers accept malformed output and drop only headers, control tokens, tags and whitespace around tags.
 //!
 //! - `message`, `rendered`: a conversation, and the rendered prompt

@@ -13,7 +13,7 @@ use crate::tokenizer::Tokenizer;
 
 /// A parser of harmony output, or of output with tags such as `<think>`.
 ///
-/// The tokenizer is an argument of each call, so that one struct can own both the parser and the tokenizer.
+/// `push` and `finish` take the tokenizer, so that one struct can own both the parser and the tokenizer.
 pub struct Parser(ParserKind);
 
 /// The parser of one kind of chat format.
@@ -29,8 +29,8 @@ impl Parser {
 
     /// Sets the tools of the request, in the format of chat completions.
     ///
-    /// If the vocabulary has `<|python_tag|>`, the model may omit this token before tool calls.
-    /// In that case, an answer that consists only of calls of these tools counts as tool calls.
+    /// If the vocabulary has `<|python_tag|>`, an answer that consists only of calls of these tools counts as
+    /// tool calls even without this token, because models sometimes omit it.
     pub fn with_tools(self, tokenizer: &Tokenizer, tools: &[Value]) -> Self {
         let names: Vec<String> =
             tools.iter().filter_map(|tool| tool["function"]["name"].as_str()).map(str::to_string).collect();

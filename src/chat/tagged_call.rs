@@ -64,7 +64,7 @@ pub fn read_bare_calls(text: &str) -> Option<Vec<ToolCall>> {
     calls.into_iter().map(|call| call.arguments.is_some().then(|| call.into())).collect()
 }
 
-/// Parses JSON objects that are separated by semicolons, or by whitespace if `allows_whitespace` is set.
+/// Parses JSON objects that are separated by semicolons, or also by whitespace if `allows_whitespace` is set.
 fn read_objects(text: &str, allows_whitespace: bool) -> Option<Vec<Call>> {
     let (mut calls, mut rest) = (Vec::new(), text);
     loop {

@@ -4,7 +4,7 @@
 //! These tags are single tokens in some vocabularies and several tokens in others.
 //! The parser therefore recognizes a tag in both forms: as a token and as text.
 //!
-//! Tool calls are part of the answer, between `<tool_call>` and `</tool_call>`.
+//! Tool calls come after the reasoning, between `<tool_call>` and `</tool_call>`.
 //! A tool call begins with `[TOOL_CALLS]` in Mistral's format, and with `<|python_tag|>` in Llama 3's format.
 //! Such a tool call ends at the end of the answer, or where the next call begins.
 //! The parser recognizes tool call tags only as tokens, because an answer may quote the tags as text.
@@ -189,7 +189,7 @@ impl TaggedParser {
         self.held[..at].trim_end_matches('\n').len()
     }
 
-    /// Handles a tag: emits the held text, parses a complete tool call, and switches to the channel `next`.
+    /// Handles a tag: emits the held text, parses the tool call that ends here, if any, and switches to `next`.
     fn enter(&mut self, next: Channel, out: &mut Vec<Delta>) {
         let held = std::mem::take(&mut self.held);
         self.bare_calls.iter_mut().for_each(BareCalls::reset);

@@ -7,7 +7,7 @@
 //! Chat templates are untrusted code.
 //! Templates cannot read files. The steps, recursion depth and output size of templates are limited.
 //! minijinja does not limit memory, the time of a single step, or all recursion during compilation.
-//! On Linux, inferno therefore runs templates in a sandbox process (see `sandbox`).
+//! On Linux, programs that call `inferno::init` therefore run templates in a sandbox process (see `sandbox`).
 
 use std::borrow::Cow;
 use std::io;

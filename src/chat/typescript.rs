@@ -39,7 +39,7 @@ fn is_enum(schema: &Value) -> bool {
     list(schema, "enum").is_some_and(|values| !values.is_empty())
 }
 
-/// Formats a property's default value for a comment. Quotes strings, except enum values.
+/// Formats a schema's default value for a comment. Quotes strings, except enum values.
 fn default_text(schema: &Value) -> Option<String> {
     schema.get("default").map(|default| match default.as_str() {
         Some(text) if is_enum(schema) => text.to_string(),
@@ -148,7 +148,7 @@ fn property_of(out: &mut String, key: &str, property: &Value, indent: &str) {
     out.push('\n');
 }
 
-/// Writes a property with a `oneOf` schema. The comments come first, then one variant per line.
+/// Writes a property with a `oneOf` schema. The property's comments come first, then one variant per line.
 fn choice(out: &mut String, key: &str, property: &Value, variants: &[Value], indent: &str) {
     let description = text(property, "description");
     let first_description = variants.first().and_then(|variant| text(variant, "description"));

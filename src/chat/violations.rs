@@ -7,9 +7,9 @@ pub enum FormatViolation {
     UnexpectedToken,
     /// A control token or a tag is missing.
     MissingToken,
-    /// The header of a message has words or an order that the format does not allow.
+    /// The header of a message has no channel, an unknown channel, or a role that the format does not allow there.
     InvalidHeader,
-    /// A tool call is not valid JSON, or has no name.
+    /// The parser cannot read a tool call, for example because its JSON is invalid or it has no name.
     InvalidToolCall,
 }
 

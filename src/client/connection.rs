@@ -319,7 +319,7 @@ impl Refusal {
         is_too_long.then_some("context_length_exceeded")
     }
 
-    /// Returns the error message in the body, or else the whole body. If the body is empty, returns the status.
+    /// Returns the error message in the body, or else the start of the body. If the body is empty, returns the status.
     fn message(&self) -> String {
         match error_message(&self.json()) {
             Some(message) => message,

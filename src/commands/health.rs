@@ -84,7 +84,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
     }
     let body = response.body_mut().with_config().limit(MAX_BODY_BYTES).read_to_vec().unwrap_or_default();
     let reason = serde_json::from_slice::<Refusal>(&body).map(|refusal| refusal.error.message);
-    let reason = reason.map_or_else(|_| "the response is not from inferno".to_string(), |reason| excerpt(&reason));
+    let reason = reason.map_or_else(|_| "the response has no error message".to_string(), |reason| excerpt(&reason));
     bail!("{server} is not {}: {reason} (status {})", if args.live { "alive" } else { "ready" }, status.as_u16())
 }
 

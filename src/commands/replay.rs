@@ -84,7 +84,7 @@ fn read(args: &Args) -> Result<Record> {
     serde_json::from_value(json).context("cannot read the record: the response is not a record of `inferno serve`")
 }
 
-/// Finds the model of a record. Prefers the recorded commit, unless the user chose another model or revision.
+/// Finds the model of a record. Prefers the recorded commit, except for the demo or if --model or --revision is given.
 fn find(hub: &Hub, args: &Args, record: &Record) -> Result<Snapshot> {
     let (model, revision) = (args.model.as_deref().unwrap_or(&record.model), args.load.revision());
     let found = hub.find(model, revision)?;

@@ -1,4 +1,4 @@
-//! `inferno serve`: an HTTP server with OpenAI's API.
+//! `inferno serve`: an HTTP server with OpenAI's and Anthropic's APIs and parts of ollama's.
 
 use std::io::Write;
 use std::path::PathBuf;
@@ -35,12 +35,12 @@ const OTHER_FILES: usize = 256;
 /// When the program exits, the time limit for the threads of the Tokio runtime to finish.
 const END_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Serve a model over HTTP with OpenAI's API
+/// Serve a model over HTTP with OpenAI's and Anthropic's APIs and parts of ollama's
 #[derive(clap::Args)]
 pub struct Args {
     /// Name, directory or GGUF file of a model; `demo` is built in
     model: String,
-    /// Address to listen on; any address other than localhost requires an API key
+    /// Address to listen on; without --no-auth, any address other than localhost requires an API key
     #[arg(long, default_value = "127.0.0.1", value_name = "ADDRESS")]
     host: String,
     /// Port to listen on; 0 selects a free port
@@ -203,7 +203,8 @@ fn options(args: &Args, snapshot: &Snapshot) -> Result<ServerOptions> {
     })
 }
 
-/// Returns the API keys from --api-key and INFERNO_API_KEY. Fails if there are keys in spite of --no-auth.
+/// Returns the API keys from --api-key, or else from INFERNO_API_KEY or the configuration file.
+/// Fails if there are keys in spite of --no-auth.
 fn read_api_keys(args: &Args) -> Result<Vec<String>> {
     let keys = api_keys::read(&args.api_key)?;
     if args.no_auth && !keys.is_empty() {

@@ -24,7 +24,7 @@ pub struct Args {
     /// Read the text from a file
     #[arg(long, value_name = "PATH", conflicts_with = "text")]
     file: Option<PathBuf>,
-    /// Read a conversation: a JSON array of OpenAI-style messages, or an object with `messages` and `tools`
+    /// Read a conversation: a JSON array of OpenAI-style messages, or an object with `messages` and optional `tools`
     #[arg(long, value_name = "PATH", conflicts_with_all = ["text", "file"])]
     chat: Option<PathBuf>,
     /// Leave out the generation prompt, which starts the assistant's turn

@@ -64,7 +64,7 @@ pub struct TurnRequest<'a> {
     pub chosen: &'a SettingValues,
 }
 
-/// The text that the model continues: the messages of a chat, or a plain text.
+/// What the model continues: the messages of a chat, or a plain text.
 pub enum TurnPrompt<'a> {
     Chat(&'a [Message]),
     /// A text to continue, without a chat format.

@@ -31,7 +31,7 @@ enum Record {
         model: String,
         settings: SettingValues,
     },
-    /// A switch to another model.
+    /// The model and the settings from this line on, for example after a switch to another model.
     Model {
         model: String,
         settings: SettingValues,
@@ -65,7 +65,7 @@ impl SavedConversation {
     }
 }
 
-/// The open, locked file of a conversation.
+/// The open file of a conversation, locked on Unix.
 pub struct Journal {
     name: String,
     path: PathBuf,
@@ -100,7 +100,7 @@ type LockedFile = File;
 
 impl Journal {
     /// Creates the journal of a new conversation, named after the current time.
-    /// Returns `None` if saving is disabled or there is no home directory.
+    /// Returns `None` if saving is disabled, or if [`state_folder::path`] finds no folder.
     pub fn create(model: &str, settings: &SettingValues) -> Result<Option<Journal>> {
         let time = jiff::Zoned::now().strftime("%Y-%m-%d-%H%M%S").to_string();
         let Some(folder) = folder().filter(|_| state_folder::is_enabled()) else { return Ok(None) };

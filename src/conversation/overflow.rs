@@ -18,10 +18,10 @@ pub enum Overflow {
     DropOldest,
 }
 
-/// The error of [`Overflow::DropOldest`] with a server that does not count tokens or report its context.
+/// The error of [`Overflow::DropOldest`] with a server that does not count tokens, or does not report its context.
 /// The caller says how to select [`Overflow::Stop`].
 #[derive(Debug, thiserror::Error)]
-#[error("cannot drop the oldest messages: the server does not count tokens or report its context")]
+#[error("cannot drop the oldest messages: the server must count tokens and report its context")]
 pub struct CannotDropOldest;
 
 impl FromStr for Overflow {

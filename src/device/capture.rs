@@ -2,9 +2,10 @@
 //!
 //! A wait for all work of a GPU ends every capture on this GPU with `CUDA_ERROR_STREAM_CAPTURE_INVALIDATED`,
 //! even if the waiting thread does not use the captured stream.
-//! candle and cudarc wait in this way when they open or drop a device:
-//! cuBLAS waits when it creates or destroys a handle, and cudarc waits before it creates the first stream of a context.
-//! [`libraries`](super::libraries) therefore redirects these calls to this file, where they wait for [`capture_lock`].
+//! candle and cudarc wait in this way when they open or drop a device: `cublasCreate_v2` and `cublasDestroy_v2` wait,
+//! and cudarc calls `cuCtxSynchronize` before it creates the first stream of a context.
+//! [`libraries`](super::libraries) therefore redirects these three calls to this file, where they wait for
+//! [`capture_lock`].
 
 use std::ffi::c_void;
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
@@ -12,8 +13,8 @@ use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use candle_core::cuda_backend::cudarc::cublas::sys::{cublasHandle_t, cublasStatus_t};
 use candle_core::cuda_backend::cudarc::driver::sys::CUresult;
 
-/// Acquires the lock that delays these three calls of other threads during a graph capture.
-/// A thread must not open or drop a device while it holds this lock, because it would wait for itself.
+/// Acquires the lock for a graph capture. While it is held, `cublasCreate_v2`, `cublasDestroy_v2` and
+/// `cuCtxSynchronize` wait. The thread that holds it must not open or drop a device, because it would wait for itself.
 pub fn capture_lock() -> MutexGuard<'static, ()> {
     static LOCK: Mutex<()> = Mutex::new(());
     LOCK.lock().unwrap_or_else(PoisonError::into_inner)

@@ -7,7 +7,7 @@ use candle_core::{DType, Result, Tensor};
 
 /// Exchanges tensors between the devices of all ranks.
 ///
-/// A call queues its operation on the device, and does not wait for the result.
+/// The methods that return tensors queue an operation on the device, and do not wait for its result.
 /// All ranks must queue the same operations in the same order.
 pub trait Exchange: Any + fmt::Debug + Send + Sync {
     /// Returns whether operations can be queued now. The value is the same on all ranks, because all ranks capture the

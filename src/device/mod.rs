@@ -164,7 +164,7 @@ fn open_cuda(_: usize) -> Result<Device> {
 }
 
 /// Returns whether an operation failed because the GPU has too little free memory.
-/// Searches the error message for the driver's error name, `CUDA_ERROR_OUT_OF_MEMORY`.
+/// Searches the error message for `OUT_OF_MEMORY`, as in the driver's `CUDA_ERROR_OUT_OF_MEMORY`.
 pub fn is_out_of_memory(error: &anyhow::Error) -> bool {
     format!("{error:#}").contains("OUT_OF_MEMORY")
 }
@@ -174,7 +174,8 @@ pub fn default_dtype(device: &Device) -> DType {
     if device.is_cuda() { DType::BF16 } else { DType::F32 }
 }
 
-/// Returns the lowest compute capability that the kernels are built for, or `None` in a build without GPU support.
+/// Returns the target compute capability of this build, for which the kernels contain PTX.
+/// Returns `None` in a build without GPU support.
 pub fn built_compute_capability() -> Option<(u32, u32)> {
     let number: u32 = option_env!("INFERNO_COMPUTE_CAP")?.parse().ok()?;
     Some((number / 10, number % 10))

@@ -7,7 +7,7 @@
 //! The times are from 2026-11-27: see "Allocation on several GPUs" in docs/benchmark-history.md.
 //!
 //! candle cannot use another allocator.
-//! [`libraries`](super::libraries) therefore redirects candle's calls to the driver's allocator to this file.
+//! [`libraries`](super::libraries) therefore makes candle call the functions in this file instead of the driver's.
 
 use std::collections::BTreeMap;
 use std::ffi::c_void;
@@ -70,7 +70,7 @@ pub unsafe fn replace(allocate: *mut c_void, free: *mut c_void, destroy_stream: 
     }
 }
 
-/// Reuses the memory that is freed on this stream, until the stream is destroyed.
+/// Makes allocations of at most `MAX_BYTES` on this stream reuse freed memory, until the stream is destroyed.
 ///
 /// Memory that was allocated on this stream must be freed on this stream.
 pub fn reuse(stream: CUstream) {

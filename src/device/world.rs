@@ -20,7 +20,7 @@ use super::exchange::{Exchange, ResidualUpdate, UpdatedResidual};
 use super::meeting::{FailureCall, Meeting, no_answer};
 
 /// How long a rank waits for another rank that makes no progress.
-/// This limit applies if the ranks are on CPUs or exchange data with kernels.
+/// This limit applies if the ranks are on CPUs or exchange data with kernels, except while a rank may load kernels.
 /// A shorter limit could end the world during slow work between two calls of [`World::tick`].
 pub const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 
@@ -29,11 +29,11 @@ pub const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 /// Opening a GPU and loading kernels from a disk can take seconds.
 const HOST_ANSWER_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// One rank of a model and its connection to the other ranks. A model on a single device is a world of one rank.
+/// One rank of a model and its connection to the other ranks. A model that is not divided is a world of one rank.
 #[derive(Clone, Debug, Default)]
 pub struct World {
     rank: usize,
-    /// Exchanges tensors between the devices. `None` if the ranks exchange tensors through `meeting`.
+    /// Exchanges tensors between the devices. `None` if the ranks exchange tensors only through `meeting`.
     exchange: Option<Arc<dyn Exchange>>,
     /// The meeting point where the threads of all ranks exchange values. `None` in a world of one rank.
     meeting: Option<Arc<Meeting>>,
@@ -81,6 +81,7 @@ impl World {
         self.exchange.as_ref()
     }
 
+    /// Returns the index of this rank: 0 to [`size`](Self::size) - 1.
     pub fn rank(&self) -> usize {
         self.rank
     }
@@ -240,7 +241,7 @@ impl World {
         self.end(&no_answer(rank, self.size()));
     }
 
-    /// Sets a function to call when the world ends because of a failure. The function receives the reason.
+    /// Sets a function to call when a world of several ranks ends because of a failure. The function gets the reason.
     /// A later call replaces the function. If the world has already ended, calls the function at once.
     pub fn on_failure(&self, call: impl FnOnce(&str) + Send + 'static) {
         let Some(meeting) = &self.meeting else { return };

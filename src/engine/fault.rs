@@ -17,7 +17,7 @@ pub enum Fault {
     Device,
     /// The engine thread panics.
     Panic,
-    /// A rank fails at or after a planned step: the first rank in its next pass or decode graph command,
+    /// A rank fails at or after a planned step: the first rank in its next pass or use of the decode graph,
     /// and any other rank after the commands that it has already received.
     Rank(PlannedFault),
 }

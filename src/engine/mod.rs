@@ -164,7 +164,7 @@ impl<'o> EngineBuilder<'o> {
         self.devices(device.into())
     }
 
-    /// Sets the devices that run the model together. Replaces [`device`](Self::device).
+    /// Sets the devices that run the model together. Replaces the device that [`device`](Self::device) set.
     pub fn devices(mut self, devices: Devices) -> Self {
         self.options.devices = devices;
         self
@@ -176,7 +176,7 @@ impl<'o> EngineBuilder<'o> {
         self
     }
 
-    /// Sets the dtype of activations. The default is bf16 on a GPU and f32 on a CPU.
+    /// Sets the dtype of activations and of the KV cache. The default is bf16 on a GPU and f32 on a CPU.
     pub fn dtype(mut self, dtype: DType) -> Self {
         self.options.dtype = Some(dtype);
         self

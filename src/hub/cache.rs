@@ -170,7 +170,7 @@ impl RepoDir {
         revision == commit || read_ref(&self.path.join("refs").join(revision)).is_ok_and(|c| c == commit)
     }
 
-    /// Makes the ref `revision` point to `commit`. The snapshot of the commit must be complete.
+    /// Makes the ref `revision` point to `commit`. All selected files of the commit must be in one of the two caches.
     pub fn write_ref(&self, revision: &str, commit: &str) -> Result<()> {
         if self.has_ref(revision, commit) {
             return Ok(());

@@ -160,7 +160,7 @@ fn endpoint(vars: &Variables) -> Result<String> {
 }
 
 /// Reads the token from HF_TOKEN, or from the file in which `hf auth login` stores it.
-/// Returns `None` if HF_HUB_DISABLE_IMPLICIT_TOKEN is set. Fails if the token is not printable ASCII without spaces.
+/// Returns `None` if HF_HUB_DISABLE_IMPLICIT_TOKEN is on. Fails if the token is not printable ASCII without spaces.
 fn token(vars: &Variables, hf_home: &Path) -> Result<Option<String>> {
     if vars.is_on("HF_HUB_DISABLE_IMPLICIT_TOKEN") {
         return Ok(None);

@@ -23,7 +23,7 @@ impl Hub {
         self.find_with(model, revision, Required::Weights)
     }
 
-    /// Finds a model like [`find`](Self::find), but requires only the tokenizer. The weights may be missing.
+    /// Finds a model like [`find`](Self::find), but does not require safetensors weights.
     pub fn find_tokenizer(&self, model: &str, revision: Option<&str>) -> Result<Snapshot> {
         self.find_with(model, revision, Required::Tokenizer)
     }
@@ -110,7 +110,7 @@ impl Hub {
 
     /// Returns the names of the incomplete models in both caches, each with its first missing file.
     ///
-    /// Skips repositories without a tokenizer in the shared cache, because such a repository may not be a model.
+    /// Skips repositories in the shared cache that lack config.json or tokenizer.json: they may not be models.
     pub fn incomplete(&self) -> Vec<(String, String)> {
         let missing = |name: &String| {
             if self.look_up(name, None, Required::Weights).is_some() {

@@ -129,7 +129,7 @@ struct LargeFile {
     size: Option<u64>,
 }
 
-/// Deserializes the list of files. Keeps at most [`MAX_FILES`] + 1 files, with which `check` rejects a longer list.
+/// Deserializes the list of files. Keeps at most [`MAX_FILES`] + 1 files, enough for `check` to reject a longer list.
 fn deserialize_files<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<Sibling>, D::Error> {
     struct Files;
 

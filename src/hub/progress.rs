@@ -8,7 +8,7 @@ use super::snapshot::Snapshot;
 pub trait Progress: Sync {
     /// The snapshot is complete, so nothing is fetched.
     fn already_present(&self, _snapshot: &Snapshot) {}
-    /// The hub does not list the sizes or etags of `files` files, so inferno sends one request for each of these files.
+    /// The hub's listing lacks the size or the etag of `files` files, so inferno sends one request for each of them.
     fn asking_for_sizes(&self, _files: usize) {}
     /// The download or verification starts.
     /// `files` has the name and the size in bytes of every selected file, including files that are already on disk.

@@ -81,7 +81,8 @@ pub enum TokenStatus {
 }
 
 /// Asks the endpoint whether it accepts the access token. Does not follow redirects.
-/// Fails if connecting takes longer than 5 s, the response takes longer than 10 s, or the status is a server error.
+/// Fails if the request fails, connecting takes more than 5 s, the response takes more than 10 s, or the status is a
+/// server error.
 pub(super) fn check_endpoint(config: &HubConfig) -> Result<TokenStatus> {
     let unreachable =
         |cause: String| Error::Network { endpoint: config.endpoint_for_display(), cause, is_temporary: true };

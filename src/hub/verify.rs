@@ -115,7 +115,7 @@ impl Hub {
     }
 
     /// Downloads the damaged files that [`verify`](Self::verify) found, or writes them again if the model is the demo.
-    /// Fails if a damaged file is not in inferno's own cache.
+    /// Fails if a snapshot in the shared cache has damaged files.
     pub fn repair(&self, verified: &VerifiedSnapshot, progress: &dyn Progress) -> Result<()> {
         let damaged: BTreeSet<&str> = verified.damaged_files().map(|(file, _)| file.as_str()).collect();
         if damaged.is_empty() {

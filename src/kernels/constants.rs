@@ -5,8 +5,8 @@
 //! `u32` becomes `unsigned`, `f32` becomes `float`, and `[usize; N]` becomes an array of `int`.
 //!
 //! Values must be valid in both Rust and C++.
-//! A value or an array element may contain numbers, `+ - * / << >>` and parentheses.
-//! It may also contain constants defined earlier in this file.
+//! A `usize` value or an array element may contain numbers, `+ - * / << >>`, parentheses and constants defined earlier.
+//! A `u32` or `f32` value must be a single number, because the build script appends `u` or `f` to it.
 
 // A build without CUDA does not use every constant.
 #![cfg_attr(not(feature = "cuda"), allow(dead_code))]
@@ -68,7 +68,7 @@ pub const EAGER_MAX_HEAD_DIM: usize = 256;
 
 /// The head sizes that the flash attention kernels support.
 pub const FLASH_HEAD_DIMS: [usize; 6] = [16, 64, 80, 96, 128, 256];
-/// Query rows per tile in the two flash attention kernels for decode steps.
+/// Query rows per tile in the two flash attention kernels for few rows per sequence, as in decode steps.
 pub const FLASH_FEW_ROWS: usize = 16;
 /// Query rows per tile in the flash attention kernel for small prefills.
 pub const FLASH_MEDIUM_ROWS: usize = 64;
@@ -186,7 +186,7 @@ pub const GROUPED_GEMM_STAGES: usize = 3;
 pub const GROUPED_GEMM_THREADS: usize = 256;
 
 // Matrix products of routed experts with MXFP4 tiles (`moe/product_kernel.rs`, `moe/expert_mlp.cu`).
-// Some kernels in `moe/expert_mlp.cu` use mma.sync, and others use wgmma.
+// The product kernels in `moe/expert_mlp.cu` use either mma.sync or wgmma.
 // The wgmma kernels have wide, narrow or slim token tiles, depending on the average number of pairs per expert.
 
 /// The number of 16-row weight tiles per thread block in the mma.sync kernels of `moe/expert_mlp.cu`.
@@ -276,7 +276,7 @@ pub const DECODE_DOWN_SPLITS: usize = 3;
 /// The maximum number of experts per token in `decode_down_mxfp4`.
 pub const DECODE_DOWN_MAX_CHOSEN: usize = 4;
 
-// Sampling one token from each of many rows of logits (`sampling/sample_rows.cu`, `step_inputs.cu`).
+// Chosen tokens (`decode`, `sampling`, `row_edits.cu`, `step_inputs.cu`).
 
 /// The token id that means "no token", for example for a row in which every logit is NaN or -inf.
 pub const NO_TOKEN: u32 = 0xffffffff;
@@ -290,10 +290,10 @@ pub const ROW_EDITS_WORDS: usize = 8;
 
 // The mailbox for sampled tokens (`decode/head.cu`, `decode/sample.cu`, `sampling/sample_rows.cu`, `runner`).
 
-/// The mailbox word of a failed step, in which every logit is NaN or -inf. Other steps write their token id + 1.
+/// The mailbox word for a row of logits that are all NaN or -inf. For other rows, the word is the token id + 1.
 pub const MAILBOX_NO_TOKEN: u32 = 0xffffffff;
 
-// Log probabilities of the tokens that queued steps choose (`sampling/logits.rs`, `sampling/logits.cu`).
+// Log probabilities of generated and prompt tokens (`sampling/logits.rs`, `sampling/logits.cu`).
 
 /// The maximum number of most likely tokens to report for each generated or prompt token, as in OpenAI's API.
 pub const MAX_LOGPROBS: usize = 20;
@@ -303,7 +303,7 @@ pub const LOGPROBS_ROW_WORDS: usize = 3;
 /// the chosen token's log probability, then the id and the log probability of each most likely token.
 pub const LOGPROBS_SLOTS: usize = 1 + 2 * MAX_LOGPROBS;
 
-// Sampling on the GPU (`decode/sample.rs`, `decode/sample.cu`).
+// Sampling on the GPU (`decode/sample.rs`, `decode/sample.cu`, `sampling`).
 
 /// Threads per block in the sampling kernels: the most that a GPU supports.
 pub const SAMPLE_THREADS: usize = 1024;

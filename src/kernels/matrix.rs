@@ -42,6 +42,7 @@ impl Matrix {
         }
     }
 
+    /// Returns the size of the weights on the device, in bytes.
     pub fn bytes(&self) -> u64 {
         match self {
             Self::Dense(weight) => crate::kernels::bytes(weight),

@@ -2,8 +2,8 @@
 //!
 //! The self-test shows whether the GPU, the driver and this build compute correct results.
 //! The tests in `tests/it/kernels` cover the kernels in more depth.
-//! The self-test does not cover the kernels of `decode` and `sampling`.
-//! See `tests/it/runner/decode_graph.rs` and `tests/it/kernels/sampling.rs` for their tests.
+//! The self-test does not cover the kernels of `decode`, `exchange`, `sampling`, `row_edits`, `step_inputs` and
+//! `moe::route`. Tests in `tests/it` cover them, for example `runner/decode_graph.rs` and `kernels/sampling.rs`.
 
 use std::time::Instant;
 
@@ -44,7 +44,7 @@ impl Check {
     }
 }
 
-/// Runs all checks of the self-test in f32, bf16 and f16.
+/// Runs the checks in f32, bf16 and f16. Skips dtypes that an operation does not support.
 pub fn run(device: &Device) -> Vec<Check> {
     [DType::F32, DType::BF16, DType::F16].into_iter().flat_map(|dtype| run_with_dtype(device, dtype)).collect()
 }
@@ -199,8 +199,8 @@ fn to_cpu(tensor: &Tensor) -> Result<Tensor> {
 
 /// Runs an operation on the target and on the CPU, and compares the results.
 ///
-/// The CPU computes the reference in f32. The inputs have the same values on both devices,
-/// because inputs in the dtype of the target are already rounded to that dtype.
+/// The CPU computes the reference in f32. Except for the products in `quantized_checks`, the inputs have the same
+/// values on both devices, because inputs in the dtype of the target are already rounded to that dtype.
 fn check(name: &str, target: CheckTarget, tolerance: f32, op: &dyn Fn(CheckTarget) -> Result<Tensor>) -> Check {
     let values = |tensor: Tensor| to_cpu(&tensor)?.flatten_all()?.to_vec1::<f32>();
     let started = Instant::now();

@@ -5,8 +5,8 @@ use candle_core::{Result, Tensor};
 /// The order in which kernels add the terms of long sums, such as the dot products of matrix products and attention.
 ///
 /// Because of rounding, a floating-point sum depends on the order of its terms.
-/// The fastest order depends on the number of tokens.
-/// With `Fastest`, the number of other tokens in the pass can change the last bits of a token's result.
+/// The fastest order depends on the number of tokens and, in MoE layers, on the experts that these tokens use.
+/// With `Fastest`, the other tokens in the pass can change the last bits of a token's result.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum SumOrder {
     /// The fastest order for the number of tokens in the pass.

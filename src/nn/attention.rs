@@ -79,6 +79,7 @@ pub enum Sinks {
     Without,
 }
 
+/// Causal self-attention with grouped queries. Optionally has biases, norms of q and k, sinks and a sliding window.
 pub struct Attention {
     /// The q_proj, k_proj and v_proj weights, stacked in this order.
     pub(crate) qkv_proj: Linear,

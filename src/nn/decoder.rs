@@ -140,7 +140,8 @@ impl Decoder {
     /// Returns the normalized hidden states of the tokens that the pass selects, `[rows, hidden]`.
     /// [`logits`](Self::logits) turns rows of hidden states into logits, which take far more memory.
     ///
-    /// With one token per sequence, this function copies nothing between host and GPU, so a CUDA graph can capture it.
+    /// With one token per sequence, this function copies nothing between host and GPU, so a CUDA graph can capture it
+    /// unless the host copies data between ranks (see [`Exchange::can_queue`](crate::device::Exchange::can_queue)).
     /// A CUDA graph cannot capture the attention backend `CandleFlashAttn`, which reads block tables on the host.
     /// The caller guarantees that ids and positions are valid, and that the blocks belong to the cache.
     pub fn hidden_states(&self, ids: &Tensor, pass: &Pass, cache: &KvCache, mut tap: Option<Tap>) -> Result<Tensor> {
@@ -179,7 +180,7 @@ impl Decoder {
     }
 
     /// Returns the logits of hidden states, f32 `[rows, vocab]`.
-    /// If `out` has this shape, may write the logits to `out` and return `out`. Otherwise returns a new tensor.
+    /// May write the logits to `out`, which must have this dtype and shape, and return `out`.
     pub fn logits(&self, hidden: &Tensor, sum_order: SumOrder, out: Option<&Tensor>) -> Result<Tensor> {
         let out = out.filter(|_| self.final_softcap.is_none());
         let own_out = out.filter(|_| self.world.size() == 1);

@@ -108,10 +108,12 @@ impl CacheLayout {
         &self.windows
     }
 
+    /// Returns the number of layer groups.
     pub fn groups(&self) -> usize {
         self.windows.len()
     }
 
+    /// Returns the layer group of the layer with index `layer` in the model.
     pub fn group(&self, layer: usize) -> usize {
         self.places[layer - self.first_layer].0
     }
@@ -164,6 +166,7 @@ impl BlockTables {
         Self { groups: tables.collect() }
     }
 
+    /// Returns the tables in the order of the layer groups.
     pub fn iter(&self) -> std::slice::Iter<'_, Vec<u32>> {
         self.groups.iter()
     }
@@ -177,6 +180,7 @@ impl BlockTables {
         self.groups[group].len()
     }
 
+    /// Returns entry `index` of the table of a layer group.
     pub fn get(&self, group: usize, index: usize) -> u32 {
         self.groups[group][index]
     }
@@ -209,7 +213,7 @@ impl KvCache {
     /// Allocates a cache of `blocks` blocks, filled with zeros. Fails if layers differ in KV heads or head size.
     pub fn new(layout: CacheLayout, blocks: usize, dtype: DType, device: &Device) -> Result<Self> {
         let Some((kv_heads, head_dim)) = layout.heads else {
-            bail!("cannot allocate a KV cache for layers with different numbers of KV heads or head sizes");
+            bail!("cannot allocate a KV cache: the layers differ in their number of KV heads or in their head size");
         };
         let shape = (blocks * BLOCK_TOKENS, kv_heads, head_dim);
         let layer = |_| Ok((Tensor::zeros(shape, dtype, device)?, Tensor::zeros(shape, dtype, device)?));
@@ -234,6 +238,7 @@ impl KvCache {
         &self.layout
     }
 
+    /// Returns the number of blocks, including the scratch block.
     pub fn blocks(&self) -> usize {
         self.blocks
     }

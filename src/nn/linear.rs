@@ -32,6 +32,7 @@ impl From<bool> for Bias {
     }
 }
 
+/// A linear layer: y = x · weightᵀ + bias, from `[tokens, in]` to `[tokens, out]`.
 pub struct Linear {
     /// The weight matrix, `[out, in]`.
     pub(crate) weight: Matrix,

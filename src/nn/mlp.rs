@@ -14,6 +14,7 @@ use crate::kernels::activation::{self, gated, gated_halves};
 use crate::kernels::moe::expert_usage::ExpertUsage;
 use crate::weights::Weights;
 
+/// The MLP of a layer, from `[tokens, hidden]` to `[tokens, hidden]`.
 pub enum Mlp {
     Gated(GatedMlp),
     Plain(PlainMlp),
@@ -60,7 +61,7 @@ impl Mlp {
         Some(ExpertCost { per_token, bytes })
     }
 
-    /// Returns the counter of used experts. Only [`ClampedMoe`] layers have a counter.
+    /// Returns the counters of used experts. Only [`ClampedMoe`] layers have them.
     pub fn usage(&self) -> Option<&ExpertUsage> {
         match self {
             Mlp::ClampedMoe(moe) => Some(moe.usage()),

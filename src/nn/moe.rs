@@ -208,7 +208,7 @@ impl ClampedMoe {
         (self.gate_up_proj.bytes() + self.down_proj.bytes() + biases) / self.config.experts as u64
     }
 
-    /// Returns the counter of the distinct experts of small batches.
+    /// Returns the counters of small batches and of their distinct experts.
     pub fn usage(&self) -> &ExpertUsage {
         &self.usage
     }

@@ -19,8 +19,10 @@ pub struct NormConfig {
     pub eps: f64,
 }
 
+/// The kinds of norms of the supported families.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum NormKind {
+    /// RMSNorm: x / sqrt(mean(x²) + eps) · w.
     Rms,
     /// RMSNorm. The checkpoint stores each weight w as w - 1 (Gemma).
     RmsOffByOne,
@@ -29,11 +31,13 @@ pub enum NormKind {
 }
 
 impl NormConfig {
+    /// Returns the config of an RMSNorm.
     pub fn rms(eps: f64) -> Self {
         Self { kind: NormKind::Rms, eps }
     }
 }
 
+/// A norm over the last dimension.
 pub struct Norm {
     /// The weight, f32 `[size]`.
     pub(crate) weight: Tensor,

@@ -32,7 +32,7 @@ pub struct SequenceSpan<'b> {
     pub tables: &'b BlockTables,
 }
 
-/// The tokens for which a pass returns logits.
+/// A selection of the tokens of a pass, such as the tokens for which the pass returns logits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RowSelection {
     /// The last token of each sequence.
@@ -61,7 +61,7 @@ impl Pass {
         let tokens: usize = sequences.iter().map(|span| span.tokens).sum();
         if tokens != ids.len() || sequences.iter().any(|span| span.tokens == 0) {
             let lengths: Vec<usize> = sequences.iter().map(|span| span.tokens).collect();
-            bail!("the batch has {} token ids for sequences of {lengths:?} tokens; none may be empty", ids.len());
+            bail!("the batch has {} token ids for sequences of {lengths:?} tokens; each needs a token", ids.len());
         }
         if sum_order == SumOrder::Fixed && sequences.len() != tokens {
             let count = sequences.len();

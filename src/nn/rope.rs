@@ -111,7 +111,7 @@ impl RopeConfig {
     }
 
     /// Computes the frequencies for `dim` rotated elements of a head. Without `rope_theta`, `default_theta` applies.
-    /// Fails if the method is not supported, if a parameter is missing or out of range,
+    /// Fails if `dim` is 0 or odd, if the method is not supported, if a parameter is missing or out of range,
     /// or if a frequency or the attention factor is not a positive number.
     pub fn frequencies(&self, dim: usize, lengths: RopeLengths, default_theta: f64) -> Result<RopeFrequencies> {
         let default = RopeParameters::default();
@@ -143,7 +143,7 @@ impl RopeConfig {
         };
         let is_positive = |value: &f32| value.is_finite() && *value > 0.0;
         if !frequencies.inv_freq.iter().all(is_positive) || !is_positive(&frequencies.attention_factor) {
-            bail!("the RoPE scaling in config.json results in factors that are not positive and finite");
+            bail!("the RoPE scaling in config.json results in a frequency or factor that is not a positive number");
         }
         Ok(frequencies)
     }

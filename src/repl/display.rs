@@ -13,7 +13,7 @@ use crate::conversation::{ReasoningVisibility, Session, Turn};
 use crate::terminal::{Color, TurnView, WindowSize, dim, stdout_color, stdout_columns};
 use crate::text::{printable, without_controls, wrapped};
 
-/// Displays one chat turn, and handles keys while the answer streams.
+/// Displays one chat turn. A key listener, if any, handles keys while the answer streams.
 pub struct TurnDisplay {
     output: TurnOutput,
     /// The visibility of reasoning when the turn started.
@@ -33,7 +33,7 @@ enum TurnOutput {
 }
 
 /// Prints text as it arrives, without Markdown formatting.
-/// With color, the reasoning is dimmed. Without color, labels mark the reasoning and the answer after it.
+/// With color, reasoning and tool calls are dimmed. Without color, labels mark the reasoning and the answer after it.
 struct PlainText {
     hides_reasoning: bool,
     color: Color,
@@ -41,7 +41,7 @@ struct PlainText {
 }
 
 impl TurnDisplay {
-    /// Prepares the display for a turn. If a key listener can run, it appends the typed input to `type_ahead`.
+    /// Prepares the display for a turn. If a key listener can run, the listener appends typed input to `type_ahead`.
     pub fn new(session: &Session, type_ahead: TypeAhead) -> Self {
         let settings = &session.settings;
         let hides_reasoning = settings.reasoning == ReasoningVisibility::Hidden;
@@ -93,7 +93,8 @@ impl TurnDisplay {
         Ok(())
     }
 
-    /// Ends the turn. Prints the tool calls, statistics and notes of `turn`, which is `None` if the turn failed.
+    /// Ends the display. Prints the names of the called tools, the statistics and the notes of `turn`.
+    /// `turn` is `None` if the turn failed.
     ///
     /// Returns the visibility of reasoning for the next turn, and the input typed ahead.
     pub fn finish(mut self, turn: Option<&Turn>) -> Result<(ReasoningVisibility, TypeAhead)> {

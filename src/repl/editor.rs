@@ -23,7 +23,7 @@ use crate::files;
 use crate::terminal;
 use crate::text::printable;
 
-/// A function that returns the completions of an argument.
+/// A function that returns the possible values of a command's argument.
 pub type NameList = Box<dyn Fn() -> Vec<String>>;
 
 /// What the user did at the prompt.
@@ -33,7 +33,7 @@ pub enum Input {
     Interrupted,
     /// Ctrl-C on a line with text. The text is discarded.
     Cleared,
-    /// Ctrl-D.
+    /// Ctrl-D on an empty line, or the end of the input.
     End,
 }
 
@@ -56,7 +56,7 @@ type SharedText = Arc<Mutex<Option<String>>>;
 const MAX_HISTORY_BYTES: usize = 64 << 10;
 
 impl LineEditor {
-    /// Creates the editor, loads the history and binds the keys. `model_names` lists the completions of `/model`.
+    /// Creates the editor, loads the history and binds the keys. `model_names` returns the arguments for `/model`.
     pub fn new(model_names: NameList) -> Result<Self> {
         let config = Config::builder()
             .auto_add_history(false)

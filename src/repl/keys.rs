@@ -16,7 +16,7 @@ use nix::sys::termios::{InputFlags, LocalFlags, SetArg, SpecialCharacterIndices,
 use super::type_ahead::{Key, TypeAhead};
 use crate::terminal::modes;
 
-/// The interval, in milliseconds, at which the listener checks whether the answer has ended.
+/// How long, in milliseconds, the listener waits for input before it checks again whether the answer has ended.
 const TICK_MS: u8 = 20;
 /// The number of ticks without input (half a second in total) after which the listener abandons an incomplete key or
 /// paste. The limit applies only after the answer has ended.

@@ -4,7 +4,7 @@
 //! Except for rounding, its logits equal the logits of a step without a graph.
 //! The host launches one graph instead of hundreds of kernels.
 //!
-//! Large batches are padded to multiples of 8 or 16 rows, so that fewer graphs are needed.
+//! Batches of more than 8 rows are padded to multiples of 8 or, above 64 rows, of 16, so that fewer graphs are needed.
 //! A padding row repeats the last sequence, so it uses no additional experts, and rewrites the same keys and values
 //! in the same slots.
 

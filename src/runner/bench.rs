@@ -1,4 +1,4 @@
-//! Prefill, greedy decode steps and measurements of a single sequence, for `bench` and tests.
+//! Prefill and greedy decode steps of a single sequence, and measurements, for `bench` and tests.
 
 use anyhow::{Context, Result, bail};
 use candle_core::{D, Tensor};
@@ -113,7 +113,7 @@ impl Runner {
         }
         self.stop_graph();
         // Layer groups with a sliding window use their blocks as a ring buffer.
-        // Positions after `len` may therefore have overwritten keys and values in the window of the next token.
+        // The removed positions may therefore have overwritten keys and values in the window of the next token.
         let overwritten = self.cache.layout().windows().iter().flatten().any(|&window| {
             let rows = peak_blocks(Some(window), self.limits.context, self.limits.chunk) * BLOCK_TOKENS;
             let window_start = (len + 1).saturating_sub(window) / BLOCK_TOKENS * BLOCK_TOKENS;
@@ -148,8 +148,8 @@ impl Runner {
         self.decoder.expert_cost().per_token
     }
 
-    /// Returns the mean number of distinct experts used per layer and decode step since the last call.
-    /// Returns `None` if no step has counted experts.
+    /// Returns the mean number of distinct experts per layer in the batches that were counted since the last call.
+    /// Only batches that a GPU routes in one launch are counted. Returns `None` if no batch was counted.
     pub fn take_used_experts(&mut self) -> Result<Option<f64>> {
         self.decoder.take_used_experts()
     }

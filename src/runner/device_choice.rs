@@ -59,7 +59,7 @@ fn samplers<'a>(sequences: &'a [StepSequence<'_>]) -> impl Iterator<Item = &'a d
 struct ScoredRows {
     /// For each row, the index of its sampler, and how many of the most likely tokens to report.
     rows: Vec<(u32, usize)>,
-    /// A copy of the rows, f32 `[rows, vocab]`. Edits and penalties change the original logits in place.
+    /// A copy of the rows, f32 `[rows, vocab]`. Edits, masks and penalties change the original logits in place.
     logits: Tensor,
 }
 

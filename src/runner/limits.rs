@@ -23,7 +23,7 @@ pub struct RunnerOptions {
     pub eager: bool,
     /// If set, the results of a sequence are deterministic: they do not depend on other sequences. See [`PromptParts`].
     pub prompt_parts: Option<PromptParts>,
-    /// Whether steps are queued. `None` queues steps on GPUs only.
+    /// Whether to queue steps where the runner can. `None` queues steps on GPUs only.
     /// A CPU runs queued steps immediately, so queueing saves no time there, but tests can check the order of events.
     pub queue_steps: Option<bool>,
 }

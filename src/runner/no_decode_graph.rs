@@ -15,7 +15,7 @@ pub enum NoDecodeGraph {
     NotOnGpu,
     /// Several ranks run the model together, and the host copies data between their devices.
     HostCopies,
-    /// The rank holds no part of the output head, or of the attention or MLP of a layer that it runs.
+    /// The rank's part of the output head is empty, or its part of the attention or MLP of some layer that it runs.
     EmptyPart,
     /// Another rank has no decode graph. That rank knows the reason.
     OtherRank,
@@ -39,7 +39,8 @@ pub enum NoDecodeGraph {
         experts: usize,
     },
     /// No decode kernel supports matrices with this many columns.
-    /// The number is not a multiple of 8, or the input vectors of this length exceed the GPU's shared memory.
+    /// The number is not a multiple of 8 or exceeds the limit for MXFP4 experts, or the input vectors of this length
+    /// exceed the GPU's shared memory.
     RowLength(usize),
     /// The vocabulary is too large for one launch of the sampling kernel on this GPU.
     VocabularySize(usize),
@@ -61,7 +62,7 @@ impl fmt::Display for NoDecodeGraph {
             NoDecodeGraph::Deterministic => f.write_str("--deterministic was given"),
             NoDecodeGraph::NotOnGpu => f.write_str("the model is not on a GPU"),
             NoDecodeGraph::HostCopies => f.write_str("the host copies data between the GPUs"),
-            NoDecodeGraph::EmptyPart => f.write_str("a GPU holds no part of a layer or of the output head"),
+            NoDecodeGraph::EmptyPart => f.write_str("a GPU's part of a layer or of the output head is empty"),
             NoDecodeGraph::OtherRank => f.write_str("another GPU has no decode graph"),
             NoDecodeGraph::Dtype(dtype) => write!(f, "the graph supports bf16 and f16, not {dtype:?}"),
             NoDecodeGraph::HeadDim(size) => write!(f, "the graph has no attention kernel for head size {size}"),

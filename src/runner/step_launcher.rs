@@ -36,7 +36,7 @@ impl StepLauncher {
         self.batches.can_run_model(decoder)
     }
 
-    /// Launches a decode step as a batch graph, and does not wait for the GPU.
+    /// Launches a decode step as a batch graph, and does not wait for its result.
     /// Returns the logits, f32 `[sequences, vocab]`. The next step overwrites the logits.
     pub fn run(&mut self, decoder: &Decoder, cache: &KvCache, sequences: &[StepSequence]) -> Result<Tensor> {
         let logits = self.batches.run(decoder, cache, sequences, &mut self.buffers)?;

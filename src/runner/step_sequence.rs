@@ -52,7 +52,7 @@ impl<'s> StepSequence<'s> {
         }
     }
 
-    /// Returns this sequence with other input tokens, which the host knows. Drops the sampler and the scores.
+    /// Returns this sequence with other input tokens, which the host knows, and without the sampler and the scores.
     pub(super) fn with_input<'i>(&self, ids: &'i [u32], position: usize) -> StepSequence<'i>
     where
         's: 'i,
@@ -95,6 +95,7 @@ impl TokensToScore<'_> {
 /// The token that a sampler chose for a sequence. `None` if the sequence had no sampler.
 pub type Chosen = Option<Result<ChosenToken>>;
 
+/// A token that a sampler chose.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ChosenToken {
     pub id: u32,

@@ -45,7 +45,7 @@ pub trait TokenSampler {
 
     /// Returns the tokens that may be chosen next, or `None` if any token may be chosen.
     ///
-    /// The runner calls this function at most once per step: after it has launched the pass, and before it calls
+    /// The runner calls this function at most once per step: after it has launched the pass, and before it adds
     /// [`logit_edits`](Self::logit_edits). On a GPU, the pass may therefore still run during the call.
     /// An error ends only the sampler's sequence.
     fn allowed_tokens(&mut self) -> Result<Option<TokenMask>> {

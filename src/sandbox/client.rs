@@ -87,8 +87,8 @@ struct Process {
 }
 
 impl Process {
-    /// Starts a sandbox process, and waits until the process has loaded the tokenizer, chat format and sampling defaults
-    /// from `dir`.
+    /// Starts a sandbox process, and waits until it has loaded the tokenizer, chat format and sampling defaults from
+    /// `dir`, which is a snapshot or a GGUF file.
     fn start(dir: &Path) -> Result<(Self, Loaded, Vec<u8>)> {
         // The path /proc/self/exe works even if the executable was replaced on disk.
         let mut command = Command::new("/proc/self/exe");
@@ -153,7 +153,7 @@ impl Process {
         let reason = if is_late || signal == Some(Signal::SIGXCPU) {
             format!("{what} took more than {} s", budget.cpu_s)
         } else if last_words.contains("memory allocation of") || last_words.contains("out of memory") {
-            format!("{what} needed more than {} MB of memory", budget.memory_bytes >> 20)
+            format!("{what} needed more than {} MiB of memory", budget.memory_bytes >> 20)
         } else if last_words.contains("overflowed its stack") || signal == Some(Signal::SIGSEGV) {
             format!("{what} is nested too deeply")
         } else {

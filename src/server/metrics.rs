@@ -243,7 +243,7 @@ impl HttpMetrics {
             connections: make.gauge("open_connections", "Open connections.")?,
             refused_connections: make.counter(
                 "refused_connections_total",
-                "Connections that the server refused because too many were open.",
+                "Connections above the connection limit. The server refuses most requests on them.",
             )?,
         })
     }
@@ -283,10 +283,10 @@ impl RequestTimes {
 impl RequestSizes {
     fn new(make: &Maker) -> Result<Self> {
         Ok(Self {
-            prompt_tokens: make.histogram("request_prompt_tokens", "Prompt tokens of a request.", TOKENS)?,
+            prompt_tokens: make.histogram("request_prompt_tokens", "Tokens of a prompt.", TOKENS)?,
             computed_tokens: make.histogram(
                 "request_prefill_kv_computed_tokens",
-                "Prompt tokens of a request that were not found in the KV cache.",
+                "Tokens of a prompt that were not found in the KV cache.",
                 TOKENS,
             )?,
             generation_tokens: make.histogram("request_generation_tokens", "Generated tokens of an answer.", TOKENS)?,
@@ -295,7 +295,7 @@ impl RequestSizes {
                 "Generated tokens of the longest answer to a request.",
                 TOKENS,
             )?,
-            choices: make.histogram("request_params_n", "Answers that a request asked for.", CHOICES)?,
+            choices: make.histogram("request_params_n", "Answers per prompt that a request asked for.", CHOICES)?,
             max_tokens: make.histogram(
                 "request_params_max_tokens",
                 "The token limit of a request, if it has one.",

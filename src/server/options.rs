@@ -19,13 +19,13 @@ pub struct ServerOptions {
     pub cors_origins: Vec<String>,
     /// Whether everyone may use the server (`--no-auth`).
     /// The chat page of such a server may use the API under any host name. With DNS rebinding, any web page can pass
-    /// as this chat page, so other servers accept their chat page only under a loopback address.
+    /// as this chat page, so other servers without API keys accept it only under `localhost` or a loopback address.
     pub no_auth: bool,
     /// The maximum number of sequences that run at once.
     pub max_sequences: usize,
     /// The maximum number of sequences that wait in the queue while `max_sequences` are running.
     pub max_waiting: usize,
-    /// The maximum number of open connections.
+    /// The maximum number of open connections, not counting spare ones that serve only health and metrics.
     pub max_connections: usize,
     pub timeouts: Timeouts,
     /// The TLS certificate and the private key. `None` for plain HTTP.

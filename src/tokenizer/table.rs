@@ -18,7 +18,7 @@ const MAX_DECODER_STEPS: usize = 32;
 /// The maximum factor by which a decoder may lengthen text. Byte-level and SentencePiece decoders never do.
 const MAX_DECODER_GROWTH: usize = 2;
 
-/// A control token: an added token that is marked as special, or has the form `<...>` or `[...]` and is not an HTML tag.
+/// A control token: an added token that is marked special, or has the form `<...>` or `[...]` and is not an HTML tag.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct ControlToken {
     pub content: String,

@@ -59,8 +59,8 @@ impl<'c> WeightsBuilder<'c> {
         Self { world, ..self }
     }
 
-    /// Sets whether this rank shares reads with the other ranks. Without this call, it does.
-    /// Bytes that several ranks need are then read only once.
+    /// Sets whether this rank shares reads with the other ranks. By default, it does.
+    /// Bytes that several ranks need are read only once if the ranks share reads.
     ///
     /// Some reads are not shared: rows and long runs of bytes that no other rank needs,
     /// the scales of 8-bit weights, and E4M3 tensors without scales.
@@ -69,6 +69,7 @@ impl<'c> WeightsBuilder<'c> {
     }
 
     /// Takes tensors from `reader`, which must copy them to the device of the weights.
+    /// If float matrices are quantized during loading, [`build`](Self::build) ignores `reader`.
     pub fn read_ahead(self, reader: ReadAheadReader<impl Target>) -> Self {
         Self { threads: Some(ReaderThreads::Ahead(Arc::new(reader))), ..self }
     }

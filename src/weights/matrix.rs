@@ -96,7 +96,7 @@ impl<'c> Weights<'c> {
         Ok(Matrix::Dense(stored.t()?.contiguous()?))
     }
 
-    /// Returns the unit, in columns, at whose multiples ranks may divide a matrix. The unit of a float matrix is 1.
+    /// Returns the unit, in columns, at whose multiples ranks may divide a matrix: 1 if it is loaded as floats.
     /// `columns` is the number of columns of the whole matrix.
     pub fn column_unit(&self, name: &str, columns: usize) -> Result<usize> {
         Ok(self.checkpoint.column_unit(&self.full_name(name), columns, self.quantize))

@@ -23,14 +23,14 @@ use libtest_mimic::{Arguments, Completion, Failed, Trial};
 
 use crate::support::program::{can_mount, libraries_are_loaded_on_demand};
 
-/// What this project's own attribute `#[test]` (`tests/macros`) registers for a function:
-/// a function that returns the function's tests, which are one test, or one test for each case.
+/// What this project's own attribute `#[test]` (`tests/macros`) registers for a marked function:
+/// another function, which returns one test, or one test for each case.
 pub struct Registration(pub fn() -> Vec<Test>);
 
 inventory::collect!(Registration);
 
 pub struct Test {
-    /// The full path: crate, modules, function and case, joined with `::`.
+    /// The full path: crate, modules, function and case (if any), joined with `::`.
     pub path: String,
     pub need: Option<Need>,
     /// Whether the test must run alone, with no other test at the same time.
@@ -66,7 +66,7 @@ impl Test {
     }
 }
 
-/// A requirement of a test. If the machine does not meet it, the test is reported as ignored.
+/// A requirement of a test. If the machine or the build does not meet it, the test is reported as ignored.
 #[derive(Clone, Copy, PartialEq)]
 pub enum Need {
     Gpu,
@@ -81,7 +81,7 @@ pub enum Need {
 impl Need {
     const ALL: [Need; 5] = [Need::Gpu, Need::Fixtures, Need::FullSize, Need::NoDriver, Need::Mount];
 
-    /// Returns true if this machine meets the requirement of the test.
+    /// Returns true if this machine and this build meet the requirement.
     /// With `INFERNO_REQUIRE_GPU=1`, GPU tests run even without a GPU, and fail.
     fn is_met(self) -> bool {
         match self {

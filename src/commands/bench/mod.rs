@@ -65,7 +65,7 @@ pub struct Args {
     /// Compute each answer independently of other requests; slower
     #[arg(long, requires = "concurrency")]
     deterministic: bool,
-    /// Print JSON with every sample
+    /// Print JSON, with the time or speed of each repetition
     #[arg(long)]
     json: bool,
     /// Also time each kernel of a decode step

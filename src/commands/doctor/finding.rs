@@ -18,7 +18,7 @@ pub struct Finding {
     pub status: Status,
     pub name: &'static str,
     pub what: String,
-    /// The next command to run. `None` if the check passed.
+    /// What the user should do next, usually a command. `None` if the check passed.
     pub next: Option<String>,
 }
 

@@ -101,7 +101,8 @@ fn gpu(ordinal: usize, info: &DeviceInfo, built: Option<(u32, u32)>, is_native: 
     if found.0 > built.0 && !is_native {
         // The build has no machine code for this GPU, so the driver compiles the kernels from PTX when it loads them.
         let what = format!(
-            "{what}: this build is for compute capability {}, so models start and run more slowly",
+            "{what}: this build, for compute capability {} or later, has no machine code for this GPU, \
+             so models start and run more slowly",
             number(built)
         );
         return Finding::warn("GPU", what, rebuild);

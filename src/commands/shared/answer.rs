@@ -37,7 +37,7 @@ pub fn text(mut session: Session, prompt: &str) -> Result<ExitCode> {
     Ok(exit_code(&turn))
 }
 
-/// Answers `prompt` like [`Session::answer`]. Adds the flag that the user can pass to some errors.
+/// Answers `prompt` like [`Session::answer`]. Adds a hint about `--overflow stop` to a [`CannotDropOldest`] error.
 fn answer(session: &mut Session, prompt: &str, on_delta: &mut OnDelta) -> Result<Turn> {
     session.answer(prompt, on_delta).map_err(|error| {
         if error.is::<CannotDropOldest>() { anyhow!("{error}\n  keep all messages: --overflow stop") } else { error }

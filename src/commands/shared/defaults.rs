@@ -33,14 +33,14 @@ use crate::hub::Hub;
 const MODEL_FLAGS: [&str; 10] =
     ["attention", "chunk", "context", "deterministic", "device", "dtype", "eager", "quantize", "revision", "split"];
 
-/// The flags of `play` that can be set outside the command line, sorted by name.
+/// The flags of `play` that this module also reads from sources other than the command line, sorted by name.
 static PLAY_FLAGS: LazyLock<Vec<&str>> = LazyLock::new(|| {
     let own = ["hide-reasoning", "max-tokens", "overflow", "plain", "reasoning", "stop", "system", "url"];
     let sampling: Vec<&str> = SAMPLING_FIELDS.iter().map(|field| field.flag).collect();
     sorted(&[&MODEL_FLAGS, &own, &sampling])
 });
 
-/// The flags of `serve` that can be set outside the command line, sorted by name.
+/// The flags of `serve` that this module also reads from sources other than the command line, sorted by name.
 static SERVE_FLAGS: LazyLock<Vec<&str>> = LazyLock::new(|| {
     let own = [
         "api-key",
@@ -71,7 +71,7 @@ const NOT_IN_ENVIRONMENT: [&str; 1] = ["port"];
 /// They are also settings of `serve`, so that `health` checks the address at which `serve` listens.
 const HEALTH_FLAGS: [&str; 3] = ["host", "port", "tls-cert"];
 
-/// The flags of `bench`, `perplexity` and `replay` that can be set outside the command line.
+/// The flags of `bench`, `perplexity` and `replay` that this module also reads from other sources.
 const DEVICE_FLAGS: [&str; 2] = ["device", "split"];
 
 /// The parsed command line, with values from the environment, the resumed conversation and the configuration file.
@@ -281,7 +281,7 @@ fn first_line(error: &clap::Error) -> String {
     message.trim_start_matches("error: ").lines().next().unwrap_or_default().to_string()
 }
 
-/// Returns the flags of a subcommand that can be set outside the command line.
+/// Returns the flags of a subcommand that this module also reads from sources other than the command line.
 fn flags_of(subcommand: &str) -> &'static [&'static str] {
     match subcommand {
         "play" => &PLAY_FLAGS,

@@ -44,7 +44,7 @@ impl LogWriter {
     }
 }
 
-/// Waits up to one second until all log lines are written. Does not wait if the queue is full.
+/// Waits up to one second for all earlier log lines to be written. Does not wait if the queue is full.
 pub fn flush() {
     let (sender, receiver) = sync_channel(1);
     if SENDER.get().is_some_and(|lines| lines.try_send(Message::Flush(sender)).is_ok()) {

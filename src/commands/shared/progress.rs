@@ -23,13 +23,13 @@ const LARGE_BYTES: u64 = 1_000_000_000;
 pub enum ProgressStyle {
     /// Progress bars, for a terminal.
     Bars,
-    /// A progress line every `LINE_INTERVAL`, for a log or a pipe.
+    /// Progress lines at least `LINE_INTERVAL` apart, for a log or a pipe.
     Lines,
     Silent,
 }
 
 impl ProgressStyle {
-    /// Chooses a style. `--quiet` and HF_HUB_DISABLE_PROGRESS_BARS select `Silent`.
+    /// Chooses a style. `--quiet`, or HF_HUB_DISABLE_PROGRESS_BARS if it is on, selects `Silent`.
     pub fn new(quiet: bool) -> Self {
         let disabled = std::env::var("HF_HUB_DISABLE_PROGRESS_BARS").unwrap_or_default().to_uppercase();
         if quiet || ["1", "ON", "YES", "TRUE"].contains(&disabled.as_str()) {

@@ -12,7 +12,7 @@ const MAX_BYTES: u64 = 64 << 20;
 
 /// Returns the prompt for one-shot mode, or `None` for an interactive chat.
 ///
-/// Without `--prompt`, piped standard input is the prompt.
+/// Without `--prompt`, standard input is the prompt, unless it is a terminal.
 /// With `--prompt` and `--stdin`, standard input is appended to the prompt.
 /// With `--prompt` alone, standard input is appended only if it is a regular file at offset 0.
 /// Otherwise, standard input is not read, for two reasons:

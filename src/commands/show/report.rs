@@ -37,7 +37,7 @@ pub struct Report {
     pub active_parameters: Option<u64>,
     /// The stored size of all tensors, in bytes.
     pub weight_bytes: Option<u64>,
-    /// Why the weights could not be read.
+    /// Why the list of tensors could not be read.
     pub weights_problem: Option<String>,
     pub tensors: Vec<TensorGroup>,
     pub files: Vec<File>,
@@ -72,9 +72,9 @@ pub struct MemoryNeeds {
     pub cache_bytes_per_1000_tokens: u64,
     /// The maximum KV cache size of the sliding-window layers for one sequence. It does not depend on `context`.
     pub cache_bytes_of_windows: u64,
-    /// The context length, in tokens, that the sizes in bytes are computed for.
+    /// The context length, in tokens, for which `cache_bytes`, `workspace_bytes` and `total_bytes` are computed.
     pub context: usize,
-    /// The prefill chunk size, in tokens, that the sizes in bytes are computed for.
+    /// The prefill chunk size, in tokens, for which the cache and workspace sizes are computed.
     pub chunk: usize,
     pub cache_bytes: u64,
     /// The number of 64-token blocks in `cache_bytes`.
@@ -90,7 +90,7 @@ pub struct MemoryNeeds {
     /// The number of sequences of `context` tokens that fit at once if the KV cache gets all remaining free memory,
     /// as `--gpu-memory` can allow. `None` without a GPU.
     pub largest_sequences: Option<usize>,
-    /// Whether the cache size is only an estimate from config.json, because the model family is not supported.
+    /// Whether the cache size is only an estimate from config.json, because the model is not supported.
     pub estimated: bool,
 }
 
@@ -202,7 +202,7 @@ fn needs(
         Some(model) => MemoryPlan::new(inventory, model.architecture.as_ref(), dtype, DeviceKind::Gpu),
         None => {
             let context = sizes.context.and_then(|context| usize::try_from(context).ok());
-            // For an unsupported model family, no earlier code has checked the values in config.json.
+            // For an unsupported model, no earlier code has checked the values in config.json.
             let max_context = context.filter(|context| (1..=1 << 40).contains(context));
             let (Some(layers), Some(max_context)) = (sizes.cache_layers(config), max_context) else {
                 return Ok(None);

@@ -17,7 +17,7 @@ pub struct Sizes {
     pub head_dim: Option<u64>,
     pub experts: Option<u64>,
     pub experts_chosen: Option<u64>,
-    /// The intermediate size of an expert, if config.json has a separate one.
+    /// The intermediate size of an expert, if config.json states it in `moe_intermediate_size`.
     pub expert_intermediate_size: Option<u64>,
     /// The maximum number of positions that a sliding-window layer attends to.
     pub sliding_window: Option<u64>,
@@ -91,10 +91,10 @@ impl Sizes {
     /// Estimates the KV cache shape of each layer from config.json, for an unsupported family.
     ///
     /// Assumes that each layer caches one key and one value per position and KV head.
-    /// Puts the sliding-window layers first, because only their number matters for the size of the cache.
+    /// Puts the sliding-window layers first, because only their number matters for the total size of the cache.
     /// Returns `None` for models with another kind of cache, and for missing or implausible dimensions.
     pub fn cache_layers(&self, config: &Value) -> Option<Vec<LayerSpec>> {
-        // MLA, state-space and linear-attention models do not cache a key and a value per position and KV head.
+        // Models with MLA, state-space or linear-attention layers cache other data than keys and values per KV head.
         let config = if config["text_config"].is_object() { &config["text_config"] } else { config };
         let other_caches = ["kv_lora_rank", "ssm_cfg", "state_size", "mamba_d_state", "linear_num_key_heads"];
         if other_caches.iter().any(|name| !config[*name].is_null()) {

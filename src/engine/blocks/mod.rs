@@ -6,7 +6,7 @@
 //! All layer groups share one pool, as in vLLM's hybrid KV cache manager.
 //!
 //! A full block is identified by a hash of all tokens up to the end of the block.
-//! A prompt that starts with the same tokens reuses the block, whether or not another sequence still uses it.
+//! A prompt that starts with the same tokens can reuse the block, whether or not another sequence still uses it.
 //! The hash includes a salt, so that only prompts with the same salt reuse the block.
 
 mod pool;
@@ -105,7 +105,7 @@ pub struct BlockStats {
     pub used: usize,
     /// Blocks with reusable contents, whether or not a sequence uses them.
     pub cached: usize,
-    /// Blocks whose reusable contents have been evicted so far.
+    /// Evictions of reusable block contents so far.
     pub evicted: u64,
     /// Tokens looked up in the prefix cache so far.
     pub queried_tokens: u64,
@@ -362,7 +362,8 @@ impl BlockManager {
     }
 
     /// Records that the keys and values of all `tokens` are in the blocks of the sequence.
-    /// Full blocks become reusable, and blocks that no later token attends to are released.
+    /// Makes full blocks reusable, at most `sequence.reusable` per table.
+    /// Releases the blocks that no later token attends to.
     pub fn commit(&mut self, sequence: &mut SequenceBlocks, tokens: &[u32]) {
         let (first, full) = (sequence.computed / BLOCK_TOKENS, tokens.len() / BLOCK_TOKENS);
         sequence.computed = tokens.len();
@@ -406,9 +407,9 @@ impl BlockManager {
         self.first_visible_block(group, tokens)..tokens / BLOCK_TOKENS
     }
 
-    /// Allocates the blocks of a prefix, a whole number of blocks, whose keys and values come from elsewhere, such as
-    /// a file. In sliding-window groups, allocates only the blocks that the token after the prefix attends to.
-    /// The caller writes the keys and values, and then calls [`commit`](Self::commit).
+    /// Allocates the blocks of a prefix whose keys and values come from elsewhere, such as a file.
+    /// In sliding-window groups, allocates only the blocks that the token after the prefix attends to.
+    /// The prefix must end with a full block. The caller fills the blocks, and then calls [`commit`](Self::commit).
     /// Returns `None` if too few blocks are free.
     pub fn adopt(&mut self, tokens: &[u32]) -> Option<SequenceBlocks> {
         let groups = 0..self.windows.len();
@@ -472,7 +473,7 @@ impl BlockManager {
         self.release(sequence)
     }
 
-    /// Forgets all cached prefixes, so that later sequences compute all their tokens.
+    /// Forgets all prefixes cached so far, so that later sequences compute these tokens again.
     pub fn forget_prefixes(&mut self) {
         self.pool.forget();
     }

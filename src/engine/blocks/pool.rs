@@ -152,9 +152,8 @@ impl BlockPool {
         self.blocks[id as usize].references += 1;
     }
 
-    /// Removes a reference. A block without references becomes free, and `retention` determines how soon its content
-    /// is evicted.
-    /// Ignores the scratch block.
+    /// Removes a reference. Ignores the scratch block.
+    /// A block without references becomes free, and `retention` determines how soon its content is evicted.
     pub fn release(&mut self, id: BlockId, retention: Retention) {
         if id == SCRATCH_BLOCK {
             return;

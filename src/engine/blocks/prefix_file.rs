@@ -57,7 +57,7 @@ impl PrefixBlocks {
 /// Saves the longest cached prefix of `ids`. Returns the number of saved tokens.
 /// If nothing is cached, returns 0 and writes no file.
 pub fn save(path: &Path, ids: &[u32], fingerprint: &str, runner: &Runner, blocks: &BlockManager) -> Result<usize> {
-    // A cached prefix never includes the last token. Append a token, so that the search can find all of `ids`.
+    // A cached prefix never includes the last token. Append a token, so that the search can find all blocks of `ids`.
     let tokens = [ids, &[0]].concat();
     let prefix = blocks.find_prefix(&tokens, tokens.len(), Default::default(), usize::MAX);
     let computed = prefix.tokens();

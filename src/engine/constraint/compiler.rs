@@ -197,7 +197,7 @@ pub fn invalid(name: &str, problem: &str) -> anyhow::Error {
 
 /// Returns the bytes of a token in the form that llguidance expects.
 ///
-/// Control tokens start with 0xFF. Tokens that a grammar cannot use are empty.
+/// The bytes of a control token start with 0xFF. A token that no grammar can use has no bytes.
 fn token_bytes(table: &TokenTable, id: u32) -> Vec<u8> {
     let bytes = table.bytes(id);
     if bytes.is_empty() || bytes.len() > MAX_TOKEN_BYTES {

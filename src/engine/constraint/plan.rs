@@ -9,7 +9,7 @@ use crate::language::Language;
 /// The index of a part in a plan.
 pub type PartId = usize;
 
-/// The part that ends every plan. Only stop tokens are allowed in this part.
+/// The id of the part in which an answer ends. Only stop tokens are allowed in this part.
 pub const END: PartId = 0;
 
 /// The possible parts of an answer, and the data that all sequences of a request share.

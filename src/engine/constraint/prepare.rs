@@ -49,7 +49,7 @@ pub fn prepare(request: ConstrainedRequest) -> Result<ConstraintState> {
     Ok(ConstraintState::new(Arc::new(plan)))
 }
 
-/// Runs `compile` on its own thread within `limits`.
+/// Runs `compile` on a new thread, and waits for the result within `limits`.
 /// If `compile` exceeds the CPU limit or panics, the error names the part `name` of the request.
 fn run_limited<T: Send + 'static>(
     name: &str,

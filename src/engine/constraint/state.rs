@@ -105,7 +105,7 @@ impl ConstraintState {
                 let ends = after.iter().filter(|_| can_end);
                 ends.chain(instead.iter().filter(|_| !*has_text)).for_each(|&(token, _)| mask.allow(token));
                 if mask.is_empty() {
-                    return Err(invalid(&grammar.name, "the grammar requires text with a stop token"));
+                    return Err(invalid(&grammar.name, "the grammar requires text that contains a stop token"));
                 }
             }
             (Progress::Free { .. }, _) => return Ok(None),

@@ -21,7 +21,7 @@ const REASONING: PartId = 2;
 /// The answer after its reasoning.
 const ANSWER: PartId = 3;
 const TOOL: PartId = 4;
-/// The text after a tool call.
+/// What comes after a tool call.
 const AFTER_TOOL: PartId = 5;
 
 /// The control tokens `<tool_call>` and `</tool_call>`.
@@ -40,7 +40,7 @@ pub fn parts(request: &ConstrainedRequest, prompt: &str) -> Result<(Vec<Part>, P
     let tags = match (control(TOOL_CALL), control(END_TOOL_CALL)) {
         (Some(open), Some(close)) if !constraint.tools.is_empty() => Some(ToolTags { open, close }),
         _ if constraint.requires_tool && request.language.chat.as_ref().is_some_and(|chat| !chat.reads_tools()) => {
-            return Err(invalid("tool_choice", "the chat template of this model has no tools"));
+            return Err(invalid("tool_choice", "the chat template of this model does not support tools"));
         }
         _ if constraint.requires_tool => {
             return Err(invalid("tool_choice", "the chat format of this model does not support required tool calls"));

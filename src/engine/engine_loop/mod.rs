@@ -8,7 +8,7 @@
 //! - `deliver`: the loop adds the events of the chosen tokens to the outbox, and removes sequences that have ended.
 //!   If another step is queued, the loop sends the events while the device runs that step.
 //!
-//! On a GPU, the loop queues most steps before it knows the tokens of the previous step.
+//! On a GPU, the loop queues most steps of several sequences before it knows the tokens of the previous step.
 //! The section "Queued steps" of docs/architecture.md explains why this is safe.
 //!
 //! The files of this folder:
@@ -62,7 +62,7 @@ pub enum Command {
     Shutdown,
 }
 
-/// A function that uses the runner while no sequence exists.
+/// A function that uses the runner while the scheduler has no sequences.
 pub type RunnerCall = Box<dyn FnOnce(&mut Runner) + Send>;
 
 /// A function that reads cached blocks or fills free blocks.
@@ -92,7 +92,7 @@ pub struct EngineLoop {
     counters: Arc<Counters>,
     /// Jobs in the order of submission. A call at the front waits until all sequences have ended.
     jobs: VecDeque<Job>,
-    /// Calls that run in the next iteration of the loop, after `jobs` are passed to the scheduler.
+    /// Calls that the loop runs before its next plan, after it has handled `jobs`.
     inspections: Vec<InspectCall>,
     /// The sequences in the scheduler, waiting or running.
     sequences: HashMap<SequenceId, Sequence>,

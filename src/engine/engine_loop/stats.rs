@@ -96,7 +96,7 @@ pub struct Counters {
     pub queried_tokens: AtomicU64,
     pub hit_tokens: AtomicU64,
     pub histograms: Histograms,
-    /// Seconds from the cancellation of each request to its end.
+    /// The seconds from the cancellation of a request to its end, for requests whose client ended the stream.
     /// Holds at most [`MAX_CANCEL_TIMES`] entries. [`take_cancel_times`](Self::take_cancel_times) empties the list.
     cancel_times: Mutex<Vec<f64>>,
     /// Shows when the engine thread began its current step, and whether the thread has stopped.

@@ -28,7 +28,7 @@ impl EngineLoop {
             stats::add(&self.counters.steps_queued_ahead, u64::from(is_ahead));
             self.deliver_queued();
             self.record_queued(QueuedWork { step, work: plan.work });
-            // A GPU is now running the queued step, so sending events does not delay the GPU.
+            // On a GPU, the queued step is now running, so sending events does not delay the GPU.
             return self.outbox.flush();
         }
         if self.queued_step.is_some() {

@@ -33,7 +33,7 @@ pub struct LoadOptions<'o> {
     pub devices: Devices,
     /// How several devices divide the model.
     pub split: Split,
-    /// The dtype of activations. `None` selects bf16 on a GPU and f32 on a CPU.
+    /// The dtype of activations and of the KV cache. `None` selects bf16 on a GPU and f32 on a CPU.
     pub dtype: Option<DType>,
     /// The context length in tokens. `None` selects 32,768 or the model's default, whichever is less.
     /// If the model does not fit in memory, the default is halved repeatedly, down to 2,048.
@@ -332,7 +332,7 @@ fn allocate(
     Ok((runner, attention))
 }
 
-/// Opens all devices except the first. Returns the properties of all devices, in rank order.
+/// Opens the GPUs of all ranks except the first. Returns the properties of all devices, in rank order.
 fn device_infos(first: &Device, devices: &Devices) -> Result<Vec<DeviceInfo>> {
     let first_info = device::info(first)?;
     let info = |choice| match choice {

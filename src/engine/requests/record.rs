@@ -84,7 +84,7 @@ pub struct RecordedAnswer {
     /// How the answer ended, such as `stop`, `canceled` or `error`.
     pub finish: String,
     pub cached_tokens: usize,
-    /// Seconds from submission to the first token.
+    /// Seconds from submission to the first token. 0 if there was none.
     pub ttft_s: f64,
 }
 

@@ -33,8 +33,8 @@ use order::Seniority;
 pub use ledger::TenantId;
 pub use order::SequenceId;
 
-/// A sequence starts only if the free blocks suffice for this many more tokens of that sequence
-/// and of each running sequence.
+/// A sequence starts only if the free blocks suffice for the current tokens, and this many more tokens,
+/// of that sequence and of each running sequence.
 /// Decode steps also try to allocate blocks for this many more tokens.
 /// A larger value avoids more preemptions, but sequences then start later.
 const GROWTH_STEPS: usize = 8;

@@ -204,7 +204,7 @@ impl Partial {
     }
 }
 
-/// A copy of the record of a [`Partial`] that will be saved to disk.
+/// A copy of the record of a [`Partial`], to be saved to disk later.
 pub(in crate::hub) struct PendingRecord {
     path: PathBuf,
     record: Record,

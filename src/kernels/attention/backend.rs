@@ -41,7 +41,7 @@ impl AttentionBackend {
             Self::CandleFlashAttn if !cfg!(feature = "flash-attn") => {
                 Err("this build does not include the kernel; build inferno with --features flash-attn".into())
             }
-            Self::CandleFlashAttn if softcap.is_some() => Err("this backend does not support a soft cap".into()),
+            Self::CandleFlashAttn if softcap.is_some() => Err("this kernel does not support a soft cap".into()),
             _ => Err(format!("this kernel does not support head size {head_dim} in {dtype:?}")),
         }
     }

@@ -1,6 +1,6 @@
 //! Causal grouped-query attention over a KV cache. The sliding window, the sinks and the soft cap are optional.
 //!
-//! A sink is a learned logit per head that takes part in the softmax but has no value.
+//! A sink is a learned logit per head that takes part in the softmax but has no value vector.
 //! The reference for sinks is `sdpa` in `gpt_oss/torch/model.py` of openai/gpt-oss.
 //! With a sliding window of w keys, position i attends to the positions max(0, i-w+1) ..= i.
 

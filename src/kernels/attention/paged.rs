@@ -21,15 +21,16 @@ pub struct CachedLayer<'t> {
 /// The new tokens of one sequence in a pass.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct QuerySpan {
-    /// The index of the first token among the tokens of all sequences.
+    /// The index of the first new token among the new tokens of all sequences in the pass.
     pub first: usize,
     pub tokens: usize,
-    /// The position of the first token in its sequence.
+    /// The position of the first new token in its sequence.
     pub position: usize,
 }
 
 impl QuerySpan {
-    /// Returns true if this span has few enough rows for the 16-row kernels. A token has `group` rows per KV head.
+    /// Returns true if the 16-row kernels should compute this span: it has at most two tiles of 16 rows per KV head.
+    /// A token has `group` rows per KV head.
     #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
     pub(super) fn is_few(&self, group: usize) -> bool {
         self.tokens * group <= 2 * FLASH_FEW_ROWS
@@ -45,7 +46,7 @@ pub struct Queries {
     sequences: Tensor,
     /// Cached results of `row_tiles`, by (`group`, `rows_per_tile`, `few`). Layers with equal shapes share a result.
     tiles: RefCell<HashMap<(usize, usize, bool), Tensor>>,
-    /// Counters of finished splits, u32, shared by all layers. All counters are zero before and after each layer.
+    /// Counters of finished splits, u32, shared by all layers. The kernels reset them, so each layer starts with zeros.
     counters: RefCell<Option<Tensor>>,
 }
 
@@ -147,7 +148,7 @@ impl Queries {
         Ok(tiles)
     }
 
-    /// Returns at least `count` u32 counters, all zero. A kernel that changes a counter must reset it to zero.
+    /// Returns at least `count` u32 counters, all zero. A kernel that changes a counter must reset it before it ends.
     #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
     pub(super) fn counters(&self, count: usize) -> Result<Tensor> {
         let mut counters = self.counters.borrow_mut();
@@ -157,7 +158,7 @@ impl Queries {
         }
     }
 
-    /// Fails unless `blocks` has one slot per token and one table per sequence, with enough columns for every position.
+    /// Fails unless `blocks` has one slot per token, and one table per sequence that covers the sequence's span.
     /// Tables and slots must be u32.
     pub(super) fn check(&self, blocks: &PassBlocks) -> Result<()> {
         let (sequences, columns) = blocks.tables.dims2()?;
@@ -169,14 +170,14 @@ impl Queries {
             || blocks.slots.dims() != [self.tokens()]
         {
             let (tables, slots) = (blocks.tables.dims(), blocks.slots.dims());
-            bail!("attention: block tables {tables:?} and slots {slots:?} do not match the sequences {:?}", self.spans);
+            bail!("attention: block tables {tables:?} and slots {slots:?} must be U32 and match {:?}", self.spans);
         }
         Ok(())
     }
 }
 
 impl PassBlocks {
-    /// Copies the block tables of all sequences to the device, and computes the slot of each new token.
+    /// Copies the used part of each sequence's block table to the device, and computes the slot of each new token.
     ///
     /// `tables` has one block table per sequence, and `blocks` is the number of blocks in the cache.
     /// Fails if the number of tables is wrong, a table is too short, or a used block is not in the cache.

@@ -100,7 +100,8 @@ template <typename T> __device__ __forceinline__ void store_4(T* to, const float
         *reinterpret_cast<uint2*>(to) = make_uint2(pack<T>(v[0], v[1]), pack<T>(v[2], v[3]));
 }
 
-// Like split_qkv without norms, if RoPE rotates all elements of a head. A lane loads four adjacent elements at once.
+// Like split_qkv, but without norms, and only if RoPE rotates all elements of a head.
+// A lane loads four adjacent elements at once.
 // `head_dim` is 64, 128 or 256, and `head_dim` / 8 lanes share a head.
 // A lane handles eight elements in each of HEADS heads.
 //   grid: one warp per HEADS · 256 / head_dim heads of a token

@@ -4,7 +4,7 @@
 #include "headers/block_sum.cuh"
 #include "quantized/quantized.cuh"
 
-// The number of groups that a lane has in flight per row.
+// The number of groups (32 columns each) that a lane has in flight per row.
 // QUANTIZED_DEPTH_2 is for units of two rows, and QUANTIZED_DEPTH_1 is for units of one row.
 // Both keep four groups in flight.
 constexpr int QUANTIZED_DEPTH_2 = 2, QUANTIZED_DEPTH_1 = 4;

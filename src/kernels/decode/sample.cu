@@ -15,7 +15,7 @@
 // Each block handles a range of token ids. Each thread holds up to SAMPLE_IDS_PER_THREAD logits in registers.
 // Probability masses are 64-bit integers. The mass of the most likely token is 2^40.
 // Integer sums do not depend on the order of the additions.
-// The same logits, parameters and draw count therefore always produce the same token.
+// The same logits, `params`, `seen` and number of earlier draws therefore always produce the same token.
 //   logits: f32 [vocab]
 //   seen: u32 [vocab]; 0 if the token has not appeared, otherwise 1 + the number of times it was generated
 //   params: SamplingKernelParams

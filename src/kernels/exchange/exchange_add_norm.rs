@@ -20,7 +20,7 @@ use crate::kernels::scratch;
 const REPLICATED_ROWS: usize = 256;
 
 impl GpuExchange {
-    /// Divides the rows into ranges, one range per launch. The ranks share the rows of each range.
+    /// Divides the rows into ranges, one range per launch. The ranks divide the rows of each range among themselves.
     /// Returns `None` if a region has no room for a row of `columns` columns.
     fn row_ranges(&self, rows: usize, columns: usize) -> Option<impl Iterator<Item = Range<usize>> + use<>> {
         // For `exchange_add_norm`, a region holds a rank's share twice: as bf16 partial results, and as bf16 norms.
@@ -125,7 +125,8 @@ impl GpuExchange {
         Ok(Some(UpdatedResidual { x: sum, is_divided: true, normed }))
     }
 
-    /// Returns x, f32 `[rows, columns]`, with the rows of all ranks. x is a divided result of `update_residual`.
+    /// Collects the rows of all ranks in a new tensor, f32 `[rows, columns]`. `x` is a divided result of
+    /// `update_residual`, which is valid only in this rank's rows.
     pub(super) fn gather_own_rows(&self, x: &Tensor) -> Result<Tensor> {
         let (rows, columns) = x.dims2()?;
         let Some(ranges) = self.row_ranges(rows, columns) else {

@@ -75,7 +75,7 @@ impl RankMailbox {
                 .result()
                 .w()?;
             if can_access == 0 {
-                bail!("the GPUs cannot access each other's memory");
+                bail!("this rank's GPU cannot access the memory of another rank's GPU");
             }
             match sys::cuCtxEnablePeerAccess(peer.context.cu_ctx(), 0) {
                 sys::CUresult::CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED => Ok(()),

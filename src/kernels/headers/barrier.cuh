@@ -4,7 +4,7 @@
 
 #include <stdint.h>
 
-// Initializes a barrier that completes a phase after `count` arrivals.
+// Initializes a barrier. A phase ends after `count` arrivals and all bytes that barrier_expect announced in the phase.
 __device__ __forceinline__ void barrier_init(uint32_t barrier, int count) {
     asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }

@@ -21,7 +21,7 @@ struct Division {
 
 impl Division {
     /// Divides a matrix of `rows` rows so that each multiprocessor has at most one thread block.
-    /// Returns `None` if a thread block would have no units, or more units than warps.
+    /// Returns `None` if a thread block would have no units, or more than [`DENSE_FEW_WARPS`] units.
     fn new(device: &CudaDevice, rows: usize, element_bytes: usize) -> Result<Option<Self>> {
         let block_units = (rows / DENSE_FEW_ROWS).div_ceil(multiprocessors(device)?);
         let parts = DENSE_FEW_WARPS.checked_div(block_units).unwrap_or(0);

@@ -11,7 +11,7 @@
 extern "C" __global__ void __launch_bounds__(32 * FEW_ROWS_WARPS)
     few_rows(const float* x, const float* w, float* y, int tokens, int rows, int columns) {
     constexpr int COLUMNS = FEW_ROWS_TILE / 8, WARPS = FEW_ROWS_WARPS;
-    static_assert(FEW_ROWS_TOKENS == 16, "an MMA multiplies 16 tokens");
+    static_assert(FEW_ROWS_TOKENS == 16, "FEW_ROWS_TOKENS must be 16, because an MMA multiplies 16 tokens");
     __shared__ float partial[WARPS][FEW_ROWS_TOKENS][FEW_ROWS_TILE];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
     const int first_token = blockIdx.x * FEW_ROWS_TOKENS, first_row = blockIdx.y * FEW_ROWS_TILE;

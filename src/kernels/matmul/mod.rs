@@ -1,5 +1,5 @@
 //! Matrix products y = x·Wᵀ. Results are f32, except for some results of [`matmul_rounded`].
-//! Callers add the bias in f32 and then round the result to the compute dtype. Logits stay f32.
+//! Callers add biases in f32, and round only inputs of later operations to the compute dtype. Logits stay f32.
 
 #[cfg(feature = "cuda")]
 pub mod cublas_lt;

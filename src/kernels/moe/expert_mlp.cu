@@ -506,7 +506,7 @@ __device__ void expert_product_wgmma(const Weights& w, const Output<T>& o, const
                                      int experts) {
     constexpr int ROW_TILES = EXPERT_WGMMA_ROW_TILES;
     constexpr int MULTIPLYING = EXPERT_WGMMA_THREADS / 4 * 3, COPYING = EXPERT_WGMMA_THREADS / 4;  // threads
-    constexpr int LANES = ROW_TILES / 3;  // weight tiles per copying warp
+    constexpr int LANES = ROW_TILES / 3;  // weight tiles per warp that copies weights
     extern __shared__ __align__(1024) unsigned char shared[];
     const uint32_t ring = (shared_address(shared) + 1023) / 1024 * 1024;
     if (threadIdx.x == 0) {

@@ -70,6 +70,7 @@ impl ExpertWeights {
         })
     }
 
+    /// Returns the size of the weights on the device, in bytes.
     pub fn bytes(&self) -> u64 {
         match self {
             ExpertWeights::Mxfp4 { blocks, scales } => bytes(blocks) + bytes(scales),

@@ -29,7 +29,7 @@ constexpr int BLOCKS = ROUTE_CLUSTER, THREADS = 256, WARPS = THREADS / 32;
 constexpr int EXPERTS = 32;
 // The number of groups of 16 columns whose weights a warp loads before it waits for the previous kernel.
 constexpr int HELD = 3;
-static_assert(BLOCKS == 8, "an MMA multiplies 8 tokens");
+static_assert(BLOCKS == 8, "BLOCKS must be 8, because an MMA multiplies 8 tokens");
 static_assert(BLOCKS * EXPERTS == THREADS, "each thread adds up the partial logits of one token and one expert");
 
 // The number of blocks that have chosen experts. The counter is zero between launches.

@@ -56,6 +56,7 @@ impl WeightFormat {
         Self::Fp8,
     ];
 
+    /// Returns how many bytes each plane has per group of [`GROUP_COLUMNS`] values, or per superblock.
     pub fn plane_bytes(self) -> PlaneBytes {
         let (low, high, scales, supers) = match self {
             Self::Q4_0 => (16, 0, 2, 0),

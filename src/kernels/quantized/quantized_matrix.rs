@@ -65,6 +65,7 @@ impl QuantizedMatrix {
         self.planes.iter().flatten()
     }
 
+    /// Sets how products with this matrix quantize their input.
     pub fn with_input_quantization(self, input_quantization: InputQuantization) -> Self {
         Self { input_quantization, ..self }
     }
@@ -82,6 +83,7 @@ impl QuantizedMatrix {
         self.low().device()
     }
 
+    /// Returns the size of the weights on the device, in bytes.
     pub fn bytes(&self) -> u64 {
         self.tensors().map(crate::kernels::bytes).sum()
     }

@@ -34,7 +34,7 @@ pub struct SamplingKernelParams {
     pub presence_penalty: f32,
     pub seed: u64,
     /// The number of earlier random draws of the sequence. A random number depends only on this count and the seed.
-    /// The host passes the parameters to the decode graph once per sequence.
+    /// The host passes the parameters to the decode graph when the graph takes over a sequence.
     /// The sampling kernel of the decode graph adds the number of steps that the graph has finished since then.
     pub sampled_before: u32,
 }

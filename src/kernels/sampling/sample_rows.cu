@@ -8,7 +8,7 @@
 //   grid: rows; block: SAMPLE_THREADS
 //   bytes moved: 4 · vocab per read of a row; later reads hit L2
 //     With temperature 0, a row is read once.
-//     Otherwise, a row is read twice, 4 more times with top-k, and 4 more times with top-p.
+//     Otherwise, a row is read twice, and one warp's part of it once more. Top-k and top-p each add 4 reads.
 #include "sampling/sampling.cuh"
 
 // One row of logits and its temperature.

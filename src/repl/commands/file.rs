@@ -6,8 +6,8 @@ use super::paths;
 use crate::conversation::{Attachment, Session};
 use crate::files;
 
-/// The maximum file size in bytes per token of context. Most texts have fewer than five bytes per token, so a larger
-/// file would exceed the context.
+/// The maximum file size in bytes per token of context. Most texts have fewer than five bytes per token, so hardly any
+/// larger file would fit in the context.
 const MAX_BYTES_PER_TOKEN: u64 = 16;
 
 /// The context length, in tokens, that limits the file size if a server does not report its context length.

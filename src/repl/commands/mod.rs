@@ -89,7 +89,7 @@ const COMMANDS: &[Command] = &[
         details: "Markdown contains the text of the messages. JSON contains the model, the settings, and the \
                   messages in OpenAI's format, with reasoning and tool calls. Existing files are not replaced.",
     },
-    Command { name: "stats", arguments: "", summary: "describe the loaded model", details: "" },
+    Command { name: "stats", arguments: "", summary: "describe the model and the conversation", details: "" },
     Command {
         name: "context",
         arguments: "",

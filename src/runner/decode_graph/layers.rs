@@ -164,7 +164,7 @@ pub(super) fn add_gated_mlp(
     Ok(decode::add_residual(launches, buffers, &h, &down_proj.weight, down_proj.bias.as_ref(), post_norm)?)
 }
 
-/// Adds the launches for the MoE layers of Mixtral and Qwen3-MoE, from the norm to the residual connection.
+/// Adds the launches for an MoE of Mixtral or Qwen3-MoE, from the norm before the MoE to the residual connection.
 pub(super) fn add_gated_moe(
     launches: &mut LaunchList,
     buffers: &StepBuffers,
@@ -176,7 +176,7 @@ pub(super) fn add_gated_moe(
     let (Matrix::Dense(router), Some(gate_up), Some(down)) =
         (&router.weight, gate_up_proj.as_matrix()?, down_proj.as_matrix()?)
     else {
-        bail!("the decode graph has no kernel for experts in this format");
+        bail!("the decode graph has no kernel for a router or experts in this format");
     };
     let device = buffers.x.device();
     let logits = scratch.tensor(Slot::RouterLogits, &[config.experts], DType::F32, device)?;
@@ -189,7 +189,7 @@ pub(super) fn add_gated_moe(
     Ok(decode::add_routed_down(launches, buffers, &down, &logits, config.softmax, &h)?)
 }
 
-/// Adds the launches for the MXFP4 MoE layers of gpt-oss, from the norm to the residual connection.
+/// Adds the launches for an MXFP4 MoE of gpt-oss, from the norm before the MoE to the residual connection.
 pub(super) fn add_clamped_moe(
     launches: &mut LaunchList,
     buffers: &StepBuffers,

@@ -58,7 +58,7 @@ pub struct DecodeGraph {
     taken: usize,
     /// The number of steps of the current sequence for which the context and the block tables have room.
     possible: usize,
-    /// The id of the current sequence, and the position of the input of the first step since the graph was last started.
+    /// The id of the current sequence, and the position of the input of its first step since the graph was started.
     /// `None` if the graph has no current sequence.
     sequence: Option<(u64, usize)>,
     /// The block table of each layer group on the device, u32 `[1, blocks]`.
@@ -355,7 +355,7 @@ impl DecodeGraph {
         Ok(self.tail().graph.nodes()?)
     }
 
-    /// Runs one step as individual launches, and returns the number of calls, time and bytes of each kernel.
+    /// Runs one step as individual launches. Returns for each kernel the number of its calls, and their time and bytes.
     pub fn kernel_times(&mut self) -> Result<Vec<KernelTime>> {
         self.count_step()?;
         let mut times: Vec<KernelTime> = Vec::new();

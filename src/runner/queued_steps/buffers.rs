@@ -91,7 +91,7 @@ impl QueuedStepBuffers {
         }
     }
 
-    /// Copies the inputs of the next step to `target`, u32. The caller then queues the step at once.
+    /// Copies the inputs of the next step to `target`, u32. The caller must queue this step before any other.
     pub fn write_inputs(&mut self, inputs: &StepInputs, target: &Tensor) -> Result<()> {
         let start = self.steps % SLOTS * SLOT_WORDS;
         Ok(inputs.write(target, &self.tokens, &self.host, start..start + INPUT_WORDS)?)

@@ -1,4 +1,4 @@
-//! Queued steps: steps whose tokens the host does not know yet.
+//! Queued steps: steps whose tokens the engine has not taken yet.
 //!
 //! - `queued_step`: the host's state of a queued step
 //! - `buffers`: the inputs and outputs of queued steps on a GPU

@@ -1,4 +1,4 @@
-//! [`QueuedStep`]: a step whose tokens the host does not know yet.
+//! [`QueuedStep`]: a step whose tokens the engine has not taken yet.
 
 use std::time::Instant;
 

@@ -169,7 +169,7 @@ impl RankGroup {
 
     /// Runs a batch on `decoder`, the first rank's part of the model, and on all followers. Returns the logits.
     ///
-    /// If a rank fails, this pass and all later passes fail with the error of this rank.
+    /// If one of several ranks fails, this pass and all later passes fail with the error of this rank.
     /// After a failure, the keys and values of the ranks may no longer match.
     pub fn forward(&self, decoder: &Decoder, batch: &PassBatch, cache: &KvCache) -> Result<Tensor> {
         if self.is_single() {

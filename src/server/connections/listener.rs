@@ -23,7 +23,7 @@ use crate::error::Error;
 use crate::server::router::{router, spare_router};
 use crate::server::state::Server;
 
-/// The size of the listen backlog: the maximum number of connections that wait to be accepted.
+/// The listen backlog: how many connections may wait to be accepted. The operating system may lower this number.
 const BACKLOG: u32 = 4096;
 
 /// The size of the socket's send buffer in bytes.

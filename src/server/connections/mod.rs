@@ -2,7 +2,7 @@
 //!
 //! - `listener`: accepts connections, and closes them when the server shuts down
 //! - `limit`: limits the number of open connections
-//! - `parse_error`: adds a body to the error responses for requests that are not valid HTTP
+//! - `parse_error`: adds a body to the error responses for requests that hyper cannot parse
 //! - `tls`: reads the certificate and the private key
 //! - `write_limit`: closes connections whose clients stop reading
 

@@ -80,7 +80,8 @@ pub struct Submission {
     pub prompt_field: &'static str,
 }
 
-/// Submits the requests to the engine. Fails with status 429 if the queue has no room for all answers.
+/// Submits the requests to the engine. Fails with status 429 if the queue has no room for all answers now,
+/// and with status 400 if it never has.
 pub async fn submit(server: &Arc<Server>, log: Arc<RequestLog>, submission: Submission) -> Result<Answers, ApiError> {
     let engine = server.open_engine()?.clone();
     let submitted = Instant::now();

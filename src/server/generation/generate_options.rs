@@ -181,7 +181,7 @@ pub fn read_stream(fields: &mut Fields) -> Result<StreamOptions, ApiError> {
 #[derive(Clone, Copy, Debug, Default)]
 pub struct StreamOptions {
     pub is_stream: bool,
-    /// Whether the last chunk of the stream contains the field `usage`.
+    /// Whether the last chunk of the stream contains the token counts in the field `usage`.
     pub has_usage: bool,
     /// Whether every chunk of the stream contains the token counts so far in the field `usage`.
     pub has_continuous_usage: bool,

@@ -58,7 +58,7 @@ impl Access {
         }
     }
 
-    /// Rejects requests from web pages of other sites, unless their origin is allowed.
+    /// Rejects requests from web pages of other sites, unless their origin is local or allowed.
     /// Otherwise, any web page that a user opens could send requests to a server without API keys.
     fn check_origin(&self, origin: Option<&HeaderValue>, target: Option<&HeaderValue>) -> Result<(), ApiError> {
         let Some(origin) = origin else { return Ok(()) };

@@ -14,7 +14,7 @@ const MAX_RETRY: Duration = Duration::from_secs(60);
 const MIN_RETRY: Duration = Duration::from_millis(1);
 
 /// With several clients, the maximum ratio of one client's sequences to the capacity that then remains free.
-/// The first request of a client may exceed this ratio.
+/// A request of a client without waiting or running sequences may exceed this ratio.
 /// With one answer per request, a single client therefore leaves a fifth of the capacity to the others.
 const MAX_SHARE_OF_ROOM: usize = 4;
 
@@ -47,7 +47,7 @@ impl Admission {
         Self { limit, state, idle: Notify::new() }
     }
 
-    /// Admits `count` sequences of a client, or returns the expected wait until they can be admitted.
+    /// Admits `count` sequences of a client, or returns the wait to suggest before a retry.
     pub fn admit(self: &Arc<Self>, client: usize, count: usize) -> Result<Permit, Duration> {
         let mut state = self.lock();
         let total = state.total();
@@ -62,7 +62,7 @@ impl Admission {
         Ok(Permit { admission: self.clone(), client, count })
     }
 
-    /// Returns the expected wait until `count` sequences of a client can be admitted, or `None` if there is no wait.
+    /// Returns the wait to suggest before sending `count` sequences of a client, or `None` if there is room for them.
     pub fn wait(&self, client: usize, count: usize) -> Option<Duration> {
         let state = self.lock();
         (!self.has_room(&state, client, count)).then(|| self.expected_wait(&state, count))
@@ -80,7 +80,7 @@ impl Admission {
         suggested_wait(&self.lock().ends, ahead + 1)
     }
 
-    /// Returns the expected time until enough sequences have ended to admit `count` new sequences.
+    /// Returns the expected time until the limit allows `count` more sequences, but at least until one has ended.
     fn expected_wait(&self, state: &State, count: usize) -> Duration {
         suggested_wait(&state.ends, (state.total() + count).saturating_sub(self.limit).max(1))
     }

@@ -158,7 +158,7 @@ fn read_thinking(fields: &mut Fields) -> Result<(Option<ReasoningEffort>, bool),
     });
     match (kind.as_deref(), budget, effort) {
         (Some("enabled"), Some(budget), Some(effort)) => {
-            fields.ignore(format!("thinking.budget_tokens ({budget} as {effort})"));
+            fields.ignore(format!("thinking.budget_tokens ({budget} is treated as {effort} effort)"));
             Ok((Some(effort), shows_thinking))
         }
         (Some("enabled"), ..) => Err(fields.invalid("thinking.budget_tokens", "expected a number of tokens")),

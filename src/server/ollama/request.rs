@@ -18,7 +18,7 @@ const REFUSED_OPTIONS: &[(&str, &[&str])] =
 
 /// A request to `/api/chat` or `/api/generate`.
 pub struct OllamaRequest {
-    /// The engine request. `None` if the HTTP request has no prompt and only loads the model.
+    /// The engine request. `None` if the HTTP request has no prompt, which asks ollama only to load the model.
     pub request: Option<Request>,
     pub has_logprobs: bool,
     pub shows_thinking: bool,

@@ -164,7 +164,7 @@ pub fn part<'a>(route: Route, model: &'a str, text: Text, ended: Option<&Answers
     Part { model, created_at: now(), content, logprobs, done: ended.is_some(), end: ended.map(end) }
 }
 
-/// Creates the response to a request without a prompt, which only loads the model.
+/// Creates the response to a request without a prompt, with which clients of ollama load a model.
 pub fn load_response(route: Route, model: &str) -> Part<'_> {
     let end = End { done_reason: "load", figures: None };
     Part { done: true, end: Some(end), ..part(route, model, Text::new(false, false), None) }

@@ -155,7 +155,7 @@ impl Output {
     }
 }
 
-/// Returns the indexes of an output item and of its content part. An item has at most one content part.
+/// Returns the id and the index of an output item, and the index of its content part. An item has at most one part.
 fn position(item: &Item, output_index: usize) -> EventPosition<'_> {
     EventPosition { item_id: &item.id, output_index, content_index: item.content.part().map(|_| 0) }
 }

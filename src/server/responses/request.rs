@@ -149,7 +149,7 @@ fn read_include(fields: &mut Fields) -> Result<Shape, ApiError> {
         match value.as_str() {
             Some("message.output_text.logprobs") => shape.has_logprobs = true,
             Some("reasoning.encrypted_content") => shape.has_encoded_reasoning = true,
-            // All other `include` values belong to features that inferno does not support.
+            // All other `include` values are unknown, or belong to features that inferno does not support.
             Some(other) => fields.ignore(format!("include ({other})")),
             None => return Err(fields.invalid("include", "expected an array of strings")),
         }

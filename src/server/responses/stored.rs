@@ -19,7 +19,7 @@ const DEFAULT_LIMIT: usize = 20;
 /// The maximum value of the query parameter `limit`.
 const MAX_LIMIT: usize = 100;
 
-/// Returns a stored response. A response in progress that will be stored has no output yet.
+/// Returns a stored response, or a response in progress that will be stored and has no output yet.
 pub async fn get(
     Extension(client): Extension<Client>,
     Extension(store): Extension<Arc<Store>>,

@@ -71,7 +71,7 @@ fn pick(item: &Value, keys: &[&str]) -> Value {
     Value::Object(keys.iter().filter_map(entry).collect())
 }
 
-/// Reads a `tool_choice` field that is an object.
+/// Reads a `tool_choice` field that is not `auto`, `none` or `required`. Fails unless it is a supported object.
 ///
 /// Returns the names of the functions that the model may call, or `None` for all functions.
 /// Also returns whether the model may call them, must call at least one, or must call a named one.

@@ -34,7 +34,7 @@ struct AdmissionPreview {
     kv_cache: KvCache,
 }
 
-/// The size and the free space of the KV cache, and the space that the request needs, in blocks.
+/// The size and the free space of the KV cache, and the space that the request needs, in blocks of `block_tokens`.
 #[derive(Serialize)]
 struct KvCache {
     block_tokens: usize,

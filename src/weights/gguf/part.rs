@@ -88,7 +88,7 @@ pub fn read_header(
             },
         }
     }
-    bail!("cannot read {name}: its header is larger than {} MB", MAX_HEADER_BYTES >> 20)
+    bail!("cannot read {name}: its header is larger than {} MiB", MAX_HEADER_BYTES >> 20)
 }
 
 /// Finds and opens the parts of a GGUF model, on the local disk or on a hub.

@@ -1,10 +1,11 @@
 //! Reads the bytes of tensors from weights files: whole tensors, or the part of each tensor that a rank holds.
 //!
 //! - `source`: reads bytes of files
-//! - `reader`: selects the threads of a rank that read the tensors of safetensors files
+//! - `reader`: which threads of a rank read the tensors of safetensors files
 //! - `read_ahead`: reads whole tensors on background threads before they are requested
-//! - `part`: the part of each tensor that a rank holds; `part_reader`: reads large parts with several threads
-//! - `shared_reads`: reads bytes only once if several ranks need them
+//! - `part`: the part of each tensor that a rank holds
+//! - `part_reader`: reads large tensors, or parts of them, with several threads
+//! - `shared_reads`: divides the reads among ranks that need the same bytes
 
 mod part;
 mod part_reader;

@@ -69,8 +69,8 @@ impl Slice {
         })
     }
 
-    /// Returns whether a rank needs, on average, too few bytes of each row for a separate read.
-    /// If the result is true, the ranks should read whole rows together. The result is the same on all ranks.
+    /// Returns true if there are several rows, and ranks need, on average, too few bytes of each for a separate read.
+    /// The ranks should then read whole rows together. The result is the same on all ranks.
     /// `stored` is the shape of the tensor in the file.
     pub fn has_short_runs(&self, stored: &[usize], dtype: DType, ranks: usize) -> bool {
         let outer: usize = stored[..self.dim].iter().product();
@@ -83,7 +83,7 @@ impl Slice {
     }
 
     /// Reads the selected part of a tensor to host memory. The part has the shape `shape`.
-    /// If `shared` is given, all ranks read the tensor together, and each rank keeps its own part.
+    /// If `shared` is given and the tensor is in a file, all ranks read it together, and each rank keeps its own part.
     pub fn read(
         &self,
         name: &str,
@@ -130,7 +130,7 @@ impl Slice {
     }
 }
 
-/// The approximate minimum number of bytes to read with a separate system call. For shorter runs, whole rows are read.
+/// The approximate minimum number of bytes to read with one system call. For most shorter runs, the row is read whole.
 pub(super) const MIN_RUN_BYTES: usize = 64 << 10;
 
 impl StoredBytes<'_> {

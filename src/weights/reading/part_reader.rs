@@ -1,7 +1,7 @@
-//! Uses several threads to read parts of large tensors to a device.
+//! Uses several threads to read large tensors, or parts of them, to a device.
 //!
-//! Each thread takes the next piece of the part, reads it into a staging buffer, and queues the copy to the device.
-//! If only short runs of bytes in each row belong to the part, a thread reads whole rows and keeps only these runs.
+//! Each thread takes the next piece, reads it into a staging buffer, and queues the copy to the device.
+//! If the part has short runs of bytes in each row, a thread reads whole rows and keeps only these runs.
 
 use std::ops::Range;
 use std::panic::resume_unwind;
@@ -18,7 +18,7 @@ use super::shared_reads::{PAGE_BYTES, SharedReads};
 use super::source::ByteRange;
 use crate::kernels::upload::Target;
 
-/// Reads parts of tensors to the device of `target`.
+/// Reads tensors, or parts of them, to the device of `target`.
 pub struct PartReader<T: Target> {
     target: T,
     options: ReadAheadOptions,
@@ -39,7 +39,7 @@ struct PartRuns {
 /// The source of a tensor's bytes: its file, or bytes that a rank has already read to host memory.
 enum Bytes<'b> {
     File(&'b ByteRange),
-    /// The bytes of the tensor from the offset `start` on.
+    /// Consecutive bytes of the tensor. `start` is the offset of the first byte in the tensor.
     Memory {
         start: usize,
         bytes: &'b [u8],

@@ -3,7 +3,7 @@
 //! Each thread takes the next piece of a tensor, reads it into a staging buffer, and queues the copy to the device.
 //! The threads read the tensors in the order of the list passed to [`ReadAheadReader::start`].
 //! If [`ReadAheadReader::take`] needs a tensor whose read has not started, the threads read that tensor next.
-//! The read-ahead limit does not apply to that tensor, so [`ReadAheadReader::take`] never waits forever.
+//! The read-ahead limit does not apply to that tensor, because `take` could otherwise wait forever.
 //! [`ReadAheadReader::take`] returns once all copies of its tensor are queued. The copies may still be running.
 
 use std::collections::{HashMap, VecDeque};
@@ -20,7 +20,7 @@ use crate::kernels::upload::Target;
 /// A request to read one tensor.
 pub struct ReadRequest {
     pub name: String,
-    /// The byte ranges of the tensor, in order. No range is empty. A stacked tensor has one range per matrix.
+    /// The byte ranges of the tensor, in order. No range is empty. Stacked q, k and v projections have one range each.
     pub ranges: Vec<ByteRange>,
     pub residency: Residency,
 }
@@ -38,10 +38,10 @@ pub enum Residency {
 #[derive(Clone, Copy, Debug)]
 pub struct ReadAheadOptions {
     pub threads: usize,
-    /// The number of bytes that a thread reads and copies at a time.
+    /// The maximum number of bytes that a thread reads and copies at a time.
     pub piece_bytes: usize,
-    /// The maximum total size of temporary tensors that are in memory but not yet taken, in bytes.
-    /// A single tensor larger than this limit is read ahead only when no other temporary tensor is in memory.
+    /// The limit on the total size of temporary tensors that are in memory but not yet taken, in bytes.
+    /// Requested tensors may exceed it. A larger tensor is read ahead only if no other temporary tensor is in memory.
     pub ahead_bytes: usize,
 }
 
@@ -195,7 +195,7 @@ impl<T: Target> Shared<T> {
         }
     }
 
-    /// Runs one reading thread until the reader is stopped or a read fails. Records the first failure.
+    /// Runs one reading thread until the reader is stopped or a thread fails. Only the first failure is recorded.
     fn run(&self) {
         let outcome = catch_unwind(AssertUnwindSafe(|| self.read_pieces()));
         if let Err(error) = outcome.unwrap_or_else(|_| Err(anyhow!("a weight-reading thread panicked"))) {
@@ -272,7 +272,7 @@ impl<T: Target> Shared<T> {
     }
 
     /// Chooses the index of the next tensor to read.
-    /// Returns `None` if no tensors are left, or if the temporary tensors have reached their limit.
+    /// Returns `None` if no tensors are left, or if the next tensor would exceed the limit for temporary tensors.
     fn choose(&self, queue: &mut Queue<T::Memory>) -> Option<usize> {
         while queue.next < self.read_requests.len() {
             let tensor = queue.next;

@@ -1,4 +1,4 @@
-//! Selects the threads of a rank that read the tensors of safetensors files.
+//! Defines which threads of a rank read the tensors of safetensors files.
 
 use std::sync::Arc;
 
@@ -29,7 +29,7 @@ pub enum ReaderThreads {
     /// Background threads, which read tensors before they are requested.
     /// They stop when the last clone of the weights is dropped.
     Ahead(Arc<dyn TensorReader>),
-    /// Several threads, which together read each large tensor, or the requested part of it.
+    /// Several threads, which together read each large tensor or part of a tensor. The caller reads the small ones.
     Parts(Arc<dyn PartSource>),
 }
 

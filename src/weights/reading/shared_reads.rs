@@ -1,11 +1,11 @@
-//! Reads each byte of a file only once, even if several ranks need the byte.
+//! Divides the reads of a tensor among the ranks that need it, instead of reading the same bytes once per rank.
 //!
 //! All ranks need some tensors whole, such as embeddings and norms.
-//! If a matrix is divided by columns, each rank keeps only a short run of bytes in each row.
+//! If a matrix is divided by columns, each rank may need only a short run of bytes in each row.
 //! Reading only these runs from the file would cost one system call per row.
-//! Each rank therefore reads some of the rows to host memory, and all ranks copy their columns from host memory.
+//! Each rank then reads some of the rows to host memory instead, and all ranks copy their columns from host memory.
 //!
-//! With N ranks, each rank copies 2/N of the bytes of a matrix that is divided by columns:
+//! With N ranks, each rank then copies 2/N of the bytes of the matrix:
 //! 1/N from the page cache to host memory, and 1/N from host memory to a staging buffer.
 //! If each rank read the whole matrix instead, each rank would copy 1 + 1/N of the bytes.
 //!
@@ -23,8 +23,8 @@ use rayon::prelude::*;
 use super::source::{ByteRange, RowBuffer};
 use crate::device::{World, share};
 
-/// The maximum number of bytes of a tensor that all ranks together read at a time, unless a single row is longer.
-/// Each rank keeps two buffers, so all ranks together hold twice this number of bytes in host memory.
+/// The maximum number of bytes that all ranks together read, or produce by conversion, at a time.
+/// A single row may be longer. All ranks together keep about twice this number of bytes in buffers for reads.
 const SEGMENT_BYTES: usize = 64 << 20;
 
 /// The minimum number of bytes per reading thread. Smaller reads use fewer threads.

@@ -16,7 +16,8 @@ use half::{bf16, f16};
 
 use crate::files;
 
-/// The number of bytes to read at a time, unless a row is longer. A window of this size fits in a core's L2 cache.
+/// The number of bytes that a [`RowBuffer`] reads at a time, unless a row is longer or the tensor ends.
+/// A window of this size fits in a core's L2 cache.
 const WINDOW_BYTES: usize = 64 << 10;
 
 /// An open file that contains weights.
@@ -180,7 +181,7 @@ impl RowSource for StoredRows<'_> {
 }
 
 /// A buffer for one thread that reads rows from files. A read fetches 64 KiB or one row, whichever is longer,
-/// so most short rows come from memory.
+/// so most short rows that are read in order come from memory.
 #[derive(Default)]
 pub struct RowBuffer {
     /// Two windows, because the rows of a matrix may alternate between two tensors.

@@ -123,9 +123,9 @@ impl SafetensorsCheckpoint {
         self.compressed.as_ref()?.scheme(module)
     }
 
-    /// Returns the number of bytes that a packed or quantized tensor takes in memory.
+    /// Returns the number of bytes that a packed, quantized or integer tensor takes in memory.
     /// Returns `None` for a tensor that is loaded as floats.
-    /// The size of a matrix includes its scales, so a scale tensor counts as 0 bytes.
+    /// The size of a quantized matrix includes its scales, so a scale tensor counts as 0 bytes.
     pub fn packed_bytes(&self, name: &str, info: &TensorInfo) -> Option<u64> {
         let quantized = |name: &str| {
             let scheme = self.scheme(module(name))?;

@@ -1,6 +1,6 @@
 //! safetensors files: the tensors of a model in one file or in shards.
 //!
-//! - `checkpoint`: the open files of a model that is loaded
+//! - `checkpoint`: the open files of a model to load
 //! - `header`: reads headers without loading a model
 
 mod checkpoint;

@@ -68,7 +68,7 @@ fn tool_calls_are_parsed() {
     assert_eq!(parsed.answer(), "Let me see.\n");
     let names: Vec<_> = parsed.tool_calls.iter().map(|call| (call.name.as_str(), call.arguments.as_str())).collect();
     assert_eq!(names, [("f", "{\"x\": [1, 2]}"), ("g", ""), ("", "broken")]);
-    // The end tag of the tool call is missing, and the call is not JSON.
+    // The last tool call has no end tag and is not JSON.
     assert_eq!(parsed.format_violations, 2);
     assert_eq!(FormatViolation::ALL.map(|kind| parsed.violations.of(kind)), [0, 1, 0, 1]);
     assert!(parsed.deltas.iter().any(|(channel, _)| *channel == Call));
@@ -95,7 +95,7 @@ fn tool_calls_of_mistral_and_llama_are_parsed() {
         ("", "<|python_tag|>import os", &[("", "import os")], 1),
         ("", "[TOOL_CALLS][]", &[("", "[]")], 1),
         ("", "[TOOL_CALLS]f[ARGS]{\"x\": [1", &[("", "f[ARGS]{\"x\": [1")], 1),
-        // Without `<|python_tag|>`, JSON objects separated by a semicolon are an answer.
+        // Without `<|python_tag|>` and without tools in the request, JSON objects are an answer.
         ("{\"name\": \"f\"}; [1]", "{\"name\": \"f\"}; [1]", &[], 0),
     ] {
         let parsed = parse(&format(&tokenizer), &tokenizer, "", text);
@@ -109,7 +109,7 @@ fn tool_calls_of_mistral_and_llama_are_parsed() {
     }
 }
 
-/// Llama 3.2 writes calls without `<|python_tag|>`.
+/// Returns a tokenizer with control tokens of Llama 3. Llama 3.2 has `<|python_tag|>`, but writes calls without it.
 fn llama_tokenizer() -> Tokenizer {
     byte_tokenizer(&["<|python_tag|>", "<|eot_id|>", "<think>", "</think>"], &[])
 }

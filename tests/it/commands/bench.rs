@@ -249,7 +249,7 @@ fn gpu_memory_gives_the_rest_of_the_limit_to_the_cache() {
     let figure = |model: &Value, name: &str| model[name].as_u64().unwrap();
     let plain = model(&[]);
     assert_eq!(figure(&plain, "cache_sequences"), 1);
-    // Each cache size is a whole number of blocks, so two sizes differ by 200 MB plus or minus one block.
+    // Each cache size is a whole number of blocks, so the two sizes differ by 200 MB plus or minus at most one block.
     let [small, large] = ["1000MB", "1200MB"].map(|limit| model(&["--gpu-memory", limit]));
     let block_bytes = figure(&plain, "cache_bytes") / figure(&plain, "cache_blocks");
     let added = figure(&large, "cache_bytes") - figure(&small, "cache_bytes");

@@ -218,7 +218,7 @@ fn a_redirected_file_is_appended_and_a_pipe_only_with_stdin_flag() {
     let alone = tokens(Stdio::null(), &[]);
     let with_file = tokens(File::open(&path).unwrap().into(), &[]);
     assert!(with_file > alone + 5, "{with_file} and {alone}");
-    // Start after the first line, as in a shell loop `while read`. inferno must not read the remaining lines.
+    // Start after the first line, as in a shell loop `while read`. inferno must not append the remaining lines.
     let mut partly_read = File::open(&path).unwrap();
     partly_read.seek(SeekFrom::Start(20)).unwrap();
     assert_eq!(tokens(partly_read.into(), &[]), alone);
@@ -270,7 +270,7 @@ fn jsonl_events_add_up_to_the_whole_answer() {
     let end = events.last().unwrap();
     assert_eq!((end["event"].as_str(), end["finish_reason"].as_str()), (Some("end"), Some("stop")));
     assert_eq!(end["usage"], whole["usage"]);
-    assert!(events.len() > 10, "the answer did not arrive in pieces");
+    assert!(events.len() > 10, "expected more than 10 events");
     assert_fails_usage(&run(&["play", "demo", "--prompt", "x", "--json", "--jsonl"]));
     let long = "download ".repeat(500);
     let output = run(&["play", "demo", "--device", "cpu", "--context", "128", "--prompt", &long, "--jsonl"]);

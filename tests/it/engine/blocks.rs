@@ -88,7 +88,7 @@ impl Model {
         }
     }
 
-    /// Returns a random length up to `MAX_TOKENS`, often near the end of a block.
+    /// Returns a random length up to `MAX_TOKENS`, often near a block boundary.
     fn length(&mut self) -> usize {
         let length = match self.random.below(2) {
             0 => self.random.below(MAX_TOKENS),
@@ -118,7 +118,7 @@ impl Model {
         self.extend(&mut tokens, &mut text, len);
         let longest = self.longest_hit(&tokens);
         let (before, free) = (self.manager.stats(), self.manager.free());
-        // A prefix that is found without a start predicts what the start changes.
+        // `find_prefix` changes nothing. Its result predicts what `start` changes.
         let prefix = self.manager.find_prefix(&tokens, tokens.len(), hashes.clone(), usize::MAX);
         assert_eq!((self.manager.stats(), self.manager.free()), (before, free));
         let (end, chunk) = (tokens.len() + self.random.below(200), 1 + self.random.below(MAX_TOKENS));
@@ -356,7 +356,7 @@ fn tokens(text: u32, len: usize) -> Vec<u32> {
     (0..len as u32).map(|position| position.wrapping_mul(7) + text * 1_000_003).collect()
 }
 
-/// Computes all tokens of a new sequence in steps of at most `chunk`.
+/// Computes all tokens of a new sequence in steps of at most `chunk` tokens.
 fn compute(manager: &mut BlockManager, tokens: &[u32], chunk: usize) -> SequenceBlocks {
     let mut blocks = manager.start(tokens, tokens.len(), BlockHashes::default());
     continue_to(manager, &mut blocks, tokens, chunk);

@@ -410,7 +410,7 @@ impl<'a> Simulator<'a> {
         let stats = self.scheduler.stats();
         assert_eq!((stats.running, stats.waiting), (running, self.unfinished.len() - running));
         assert_eq!(stats.preemptions as usize, self.summary.preemptions);
-        assert!(self.deadlines.first().is_none_or(|&(deadline, _)| deadline > self.now), "a deadline was missed");
+        assert!(self.deadlines.first().is_none_or(|&(deadline, _)| deadline > self.now), "a sequence is overdue");
     }
 
     /// Returns the running sequences whose prompts the plan leaves unfinished.
@@ -1079,7 +1079,7 @@ fn forks_share_the_prompt_and_compute_only_its_last_token() {
     for mut scheduler in schedulers(config, 40) {
         submit_with_forks(&mut scheduler, None);
         assert_eq!(step(&mut scheduler), [(0, 128)]);
-        assert_eq!(step(&mut scheduler), [(0, 71)], "the last token must be left for the forks");
+        assert_eq!(step(&mut scheduler), [(0, 71)], "the last prompt token must be left for the forks");
         // Only three sequences may run. The last fork waits, and finds three full blocks in the prefix cache.
         assert_eq!(step(&mut scheduler), [(0, 1), (1, 1), (2, 1)]);
         assert_eq!(scheduler.stats().waiting, 1);

@@ -106,9 +106,9 @@ fn hostile_templates_are_refused() {
         ),
         ("a long chain of operators", format!("{{{{ 1{} }}}}", "+1".repeat(490_000)), "nested too deeply"),
         ("parentheses", format!("{{{{ {}1{} }}}}", "(".repeat(400_000), ")".repeat(400_000)), "recursion"),
-        ("doubling", loop_over("{% set ns.s = ns.s ~ ns.s %}"), "MB of memory"),
-        ("replace", loop_over("{% set ns.s = ns.s | replace('a', 'aa') %}"), "MB of memory"),
-        ("join", loop_over("{% set ns.s = [ns.s, ns.s, ns.s] | join(ns.s) %}"), "MB of memory"),
+        ("doubling", loop_over("{% set ns.s = ns.s ~ ns.s %}"), "MiB of memory"),
+        ("replace", loop_over("{% set ns.s = ns.s | replace('a', 'aa') %}"), "MiB of memory"),
+        ("join", loop_over("{% set ns.s = [ns.s, ns.s, ns.s] | join(ns.s) %}"), "MiB of memory"),
         ("doubling a list", loop_over("{% set ns.l = ns.l + ns.l %}{{ ns.l | list | length }}"), ""),
         ("steps", "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}".into(), "steps"),
     ];
@@ -180,7 +180,7 @@ fn hostile_tokenizers_end_within_limits() {
         (
             "a normalizer that multiplies the text",
             Box::new(move |t| t["normalizer"] = json!({"type": "Sequence", "normalizers": chain(6)})),
-            "MB of memory",
+            "MiB of memory",
         ),
         (
             "a decoder that multiplies the text",

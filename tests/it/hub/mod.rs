@@ -566,7 +566,7 @@ fn weights_without_the_small_files_are_not_a_model() {
     let hub = Hub::new(HubConfig { limits, ..machine.config() });
     assert_eq!(message_and_code(hub.download(REPO, None, &FileFilter::default(), &())).1, 5);
     let blob = machine.repo().join("blobs").join(etag(SHARDS[0], &pattern(200_000, 1)));
-    assert!(blob.exists(), "the weights are not on disk");
+    assert!(blob.exists(), "the first shard is not on disk");
     assert_eq!(message_and_code(hub.find(REPO, None)).1, 3);
     assert_eq!(message_and_code(machine.offline().download(REPO, None, &FileFilter::default(), &())).1, 5);
     fake.change(|state| state.faults.clear());

@@ -14,8 +14,8 @@ fn products_of_few_tokens_match_their_reference() {
     use inferno::kernels::matmul::matmul_f32;
     let device = gpu();
     let Device::Cuda(cuda) = &device else { panic!("{device:?} is not a GPU") };
-    // Each case is (rows, columns). The cases cover several warps per row, one warp per row, and an uneven last block.
-    // A row can have fewer groups of 64 columns than warps, or more columns than the two input buffers hold.
+    // Each case is (rows, columns). The cases cover several warps or one warp per 16 rows, an uneven last block,
+    // fewer groups of 64 columns than warps that share them, and more columns than the two input buffers hold.
     // The last two cases are unsupported: 40 rows are not a multiple of 16, and 65,536 rows are too many.
     let cases =
         [(16, 64), (5120, 2880), (2880, 4096), (4112, 64), (28_672, 192), (4096, 14_336), (40, 64), (65_536, 64)];

@@ -195,7 +195,7 @@ fn routed_pairs_match_separate_operations() {
         chosen: usize,
         hidden: usize,
     }
-    // More than 256 tokens are routed in several launches, and so are all tokens on GPUs before Hopper.
+    // Only GPUs that run Hopper code route up to 256 tokens in one launch. All other cases take several launches.
     for Case { tokens, experts, chosen, hidden: columns } in [
         Case { tokens: 1, experts: 3, chosen: 1, hidden: 4 },
         Case { tokens: 7, experts: 32, chosen: 4, hidden: 132 },
@@ -254,7 +254,7 @@ fn expert_matmul_matches_its_reference() {
         rows: usize,
         columns: usize,
     }
-    // In bf16 and f16, `expert_matmul` runs a GEMV kernel below 64 (token, expert) pairs, and a GEMM kernel from 64 pairs.
+    // In bf16 and f16, `expert_matmul` runs a GEMV kernel below 64 (token, expert) pairs, and a GEMM kernel otherwise.
     let cases = [
         Case { tokens: 1, chosen: 4, experts: 32, rows: 130, columns: 96 },
         Case { tokens: 3, chosen: 2, experts: 5, rows: 7, columns: 32 },

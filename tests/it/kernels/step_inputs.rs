@@ -1,7 +1,7 @@
 //! Tests of the kernel that writes the inputs of a step.
 
-/// The kernel takes each id from the host or from the tokens of the previous step, and sets only the changed words.
-/// In place of `NO_TOKEN`, it writes token 0.
+/// The kernel takes each id from the host or from the tokens of the previous step. It sets all of `words`,
+/// but of the words after them only the changed ones. In place of `NO_TOKEN`, it writes token 0.
 #[test(cuda)]
 fn step_inputs_match_a_computation_on_the_host() {
     use candle_core::{DType, Device, Tensor};
@@ -39,7 +39,7 @@ fn step_inputs_match_a_computation_on_the_host() {
                 .map(|index| (index, random.next() as u32))
                 .collect(),
         };
-        // The second description fits in its range exactly. The other two do not fit, so they are copied to the device.
+        // Only the second step's inputs fit in their range of host memory. The others are copied to the device.
         for spare in [-1, 0, -(WORDS as isize)] {
             let inputs = step();
             for (row, (&id, source)) in inputs.ids.iter().zip(&inputs.sources).enumerate() {

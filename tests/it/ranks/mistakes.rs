@@ -154,7 +154,7 @@ fn sinks_that_are_not_sliced_are_found() {
 
 #[test]
 fn gate_and_up_rows_that_are_cut_in_the_wrong_place_are_found() {
-    // Gate rows and up rows alternate, so dividing the rows at an odd row exchanges gate and up.
+    // In gpt-oss, gate rows and up rows alternate, so dividing the rows at an odd row exchanges gate and up.
     assert_found("gate_up_proj cut at an odd row", "gpt_oss", |rank, stored| {
         if rank == 1
             && ["gate_up_proj_blocks", "gate_up_proj_scales", "gate_up_proj_bias"]
@@ -165,7 +165,7 @@ fn gate_and_up_rows_that_are_cut_in_the_wrong_place_are_found() {
             stored.move_rows(1, |row| (row + 1) % rows);
         }
     });
-    // All gate rows come before all up rows, so a rank's part is two ranges of rows. A single range is wrong.
+    // In Phi-3, all gate rows come before all up rows, so a rank's part is two ranges of rows. A single range is wrong.
     assert_found("gate_up_proj cut as one range of rows", "phi3", |rank, stored| {
         if stored.has_name_end("gate_up_proj.weight") {
             let size = stored.shape[0] / 2;

@@ -73,7 +73,7 @@ pub fn split_world(world: &World, split: Split, layers: usize) -> World {
 }
 
 /// Returns the logits of all `ids`, as computed by each rank, in the order of the ranks.
-/// With bf16, ranks on separate GPUs may round partial results to bf16, whatever their size.
+/// With bf16, ranks on separate GPUs may round partial results of any size to bf16.
 pub fn logits_on(
     devices: &Devices,
     split: Split,

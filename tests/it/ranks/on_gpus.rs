@@ -126,7 +126,7 @@ fn gpus_add_partial_results_to_the_residual_stream() {
                         assert!(!rounds && rows == 3000, "{case}: the update is not supported");
                         continue;
                     };
-                    // Three or more ranks divide the rows of every rounded update. Two ranks divide more than 256 rows.
+                    // Three or more ranks divide the rows of every rounded update, two ranks only above 256 rows.
                     assert_eq!(updated.is_divided, rounds && (size > 2 || rows > 256), "{case}");
                     let sum = match updated.is_divided {
                         true => exchange.gather_rows(&updated.x).unwrap(),

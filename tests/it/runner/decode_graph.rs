@@ -625,7 +625,7 @@ fn special_logits_of_greedy_steps_follow_the_host() {
         ties += usize::from(logits.iter().filter(|&&logit| logit == logits[next as usize]).count() > 1);
         token = (next * 7 + position as u32) % logits.len() as u32;
     }
-    assert!(ties > 20, "{ties} of 40 steps had a tie");
+    assert!(ties > 20, "only {ties} of 40 steps had a tie");
 
     let model = graph_with_head(&|row| (row % 3 != 0).then_some(row));
     let mut graph = model.graph();

@@ -226,7 +226,7 @@ fn queued_steps_report_the_same_log_probabilities() {
 fn answers_with_edited_logits_are_the_same_on_a_gpu() {
     for name in ["mistral", "gpt_oss_graph"] {
         let model = GraphModel::new(name);
-        // Returns the answers of 1 to 9 requests with `logprobs`, and how many steps were queued ahead for each number.
+        // For each number of requests from 1 to 9, returns their answers and how many steps were queued ahead.
         let answers = |queue_steps: bool, logprobs: fn(usize) -> Option<usize>| {
             let builder = model.builder().context(128).chunk(64).sequences(9).deterministic(true);
             let engine = builder.queue_steps(queue_steps).load().unwrap();

@@ -256,7 +256,7 @@ fn fields_are_honored_refused_or_named() {
         "metadata",
         "service_tier",
         "cache_control",
-        "thinking.budget_tokens (5000 as medium)",
+        "thinking.budget_tokens (5000 is treated as medium effort)",
         "output_config.effort (max is treated as high)",
         "tools[] (web_search_20250305)",
         "messages[].content[].cache_control",

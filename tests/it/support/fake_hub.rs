@@ -18,7 +18,7 @@ pub const SHARDS: [&str; 2] = ["model-00001-of-00002.safetensors", "model-00002-
 pub struct HubState {
     pub commit: String,
     pub files: BTreeMap<String, Vec<u8>>,
-    /// If true, the listing contains the size and the hash of each file (`?blobs=true`). Mirrors may omit both.
+    /// If true, the listing contains the size and the blob id of each file (`?blobs=true`). Mirrors may omit both.
     pub lists_sizes: bool,
     pub supports_ranges: bool,
     /// The status, `x-error-code` header and body to send instead of the listing.
@@ -39,7 +39,7 @@ pub struct HubState {
     pub pace: Option<(usize, Duration)>,
     /// If set, the hub redirects requests for files to this base URL.
     pub storage: Option<String>,
-    /// If true, the listing contains the SHA-256 of each large file, and file responses have an `x-linked-etag` header.
+    /// If true, `lists_sizes` adds the SHA-256 of each large file, and file responses have an `x-linked-etag` header.
     pub lists_hashes: bool,
     /// If set, the `etag` header of every file. Otherwise, each file's hash is its etag.
     pub etag_header: Option<&'static str>,

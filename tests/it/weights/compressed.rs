@@ -138,7 +138,7 @@ fn other_quantization_methods_are_errors() {
     assert_eq!(unsupported(&config), "quantization_config without quant_method is not supported");
 }
 
-/// Returns a W8A8 config in which the field at the JSON pointer `pointer` has the value `value`.
+/// Returns a W8A8 config in which the field at the JSON pointer `pointer` of `quantization_config` is `value`.
 fn with(pointer: &str, value: Value) -> Value {
     let mut section = section();
     let (parent, field) = pointer.rsplit_once('/').unwrap();

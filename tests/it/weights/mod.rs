@@ -266,7 +266,7 @@ fn ranks_that_share_reads_get_their_parts_and_read_every_byte_once() {
                 let columns = if name == "rows" { columns } else { share(columns, 100).len() };
                 match Weights::matrix(&parts, "weight", columns).unwrap() {
                     Matrix::Dense(tensor) => tensor,
-                    _ => panic!("not a dense matrix"),
+                    _ => panic!("the loaded matrix is not dense"),
                 }
             };
             let whole = weights.at("whole").float("weight", &[500_000]).unwrap();
@@ -404,7 +404,7 @@ fn parts_read_by_several_threads_equal_parts_read_at_once() {
     let dense = |weights: Weights, rows, columns| match Weights::matrix(&[(weights, rows)], "weight", columns).unwrap()
     {
         Matrix::Dense(tensor) => tensor,
-        _ => panic!("not a dense matrix"),
+        _ => panic!("the loaded matrix is not dense"),
     };
     let load = |weights: &Weights| {
         let weights = weights.at("a");

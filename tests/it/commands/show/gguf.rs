@@ -1,4 +1,4 @@
-//! Tests of `inferno show` for GGUF models on the hub. The command reads only the headers and RoPE factors.
+//! Tests of `inferno show` for GGUF models on the hub. The command reads only headers and RoPE factors of GGUF files.
 
 use inferno::weights::ggml::GgmlType;
 use serde_json::{Value, json};
@@ -206,7 +206,7 @@ fn broken_headers_are_reported() {
         (b"GGUF", "the version is missing"),
         (&llama().bytes()[..5000], "(is the download complete?)"),
         (&Writer::new().row("a", &[32], 20, 0).bytes(), "type 20 (IQ4_NL) is not supported"),
-        (&long, "its header is larger than 64 MB"),
+        (&long, "its header is larger than 64 MiB"),
     ];
     for (file, message) in cases {
         let fake = FakeHub::start(&[("tiny.gguf", file)]);

@@ -145,7 +145,7 @@ fn abusive() -> Vec<(&'static str, GrammarKind)> {
     ]
 }
 
-/// A request with an abusive grammar is refused or ends within a time limit. Other requests still work.
+/// A request with an abusive grammar is refused, fails or ends within a time limit. A later request still works.
 #[test]
 fn abusive_grammars_are_refused_or_stay_within_limits() {
     let engine = demo(256);

@@ -60,7 +60,7 @@ fn answers_are_constrained_after_their_reasoning() {
         }
         assert!(
             if always_reasons { reasoned == 6 } else { reasoned > 0 },
-            "{start}: {reasoned} of 6 answers contain reasoning"
+            "{start}: only {reasoned} of 6 answers contain reasoning"
         );
     }
 }

@@ -79,7 +79,7 @@ fn experts_in_separate_tensors_load() {
 }
 
 /// The tolerance of the logits covers only the order of summation.
-/// `gguf/blocks.rs` and `quantized/mod.rs` check that the dequantized values are equal bit for bit.
+/// `gguf/blocks.rs` and `quantized/mod.rs` check dequantized values bit for bit.
 #[test]
 fn quantized_and_dequantized_weights_give_equal_logits() {
     let ids: Vec<u32> = (0..32).map(|i| i * 7 % 64).collect();

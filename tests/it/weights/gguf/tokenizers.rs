@@ -477,7 +477,7 @@ fn invalid_vocabularies_are_errors() {
         (merged("a "), "must be two tokens separated by a space"),
         (merged(""), "must be two tokens separated by a space"),
         (merged("a b"), "tokenizer.ggml.merges[0]: 'a b' needs a token that is not in the vocabulary"),
-        // The `tokenizers` crate can panic if the two parts together are longer than every token of the vocabulary.
+        // The `tokenizers` crate can panic if the parts of a merge together are longer than every token.
         // inferno must reject such merges first.
         (merged(&format!("{} {}", "a".repeat(99), "b".repeat(99))), "needs a token that is not in the vocabulary"),
         (
