@@ -214,6 +214,13 @@ fn read_role(text: &str, opening: Opening) -> Words<'_> {
     }
 }
 
+/// Removes the content type before the JSON arguments of a tool call, as in `json {"a": 1}`.
+/// Models sometimes omit both `<|constrain|>` before the type and `<|message|>` after it.
+fn without_content_type(text: &str) -> &str {
+    let arguments = text.trim_start_matches(is_name_character).trim_start();
+    if arguments.starts_with('{') { arguments } else { text }
+}
+
 /// Parses the channel part of a header, which comes after `<|channel|>`, such as `commentary to=functions.f json`.
 ///
 /// If the words after the name and the recipient cannot all belong to the header, these words are content:
@@ -235,7 +242,7 @@ fn read_channel(text: &str) -> Words<'_> {
     let after_type = split_word(rest).1;
     if let Some((recipient, tail)) = split_recipient(rest).or_else(|| split_recipient(after_type?)) {
         words.recipient = Some(recipient);
-        rest = tail.unwrap_or_default();
+        rest = without_content_type(tail.unwrap_or_default());
         words.is_undecided &= split_word(rest).1.is_none_or(str::is_empty);
     } else if let Some(second) = after_type {
         words.is_undecided &= !second.contains(char::is_whitespace) && may_be_recipient(second);

@@ -100,8 +100,11 @@ fn missing_message_marker_is_recovered() {
     let parsed =
         check("<|channel|>commentary to=functions.f <|constrain|>json{\"a\": 1}<|call|>", &[(Call, "{\"a\": 1}")]);
     assert_eq!(parsed.tool_calls, [call("f", "{\"a\": 1}")]);
-    let parsed = check("<|channel|>commentary to=functions.f {\"a\": 1}<|call|>", &[(Call, "{\"a\": 1}")]);
-    assert_eq!(parsed.tool_calls, [call("f", "{\"a\": 1}")]);
+    for content_type in ["", "json ", "json"] {
+        let text = format!("<|channel|>commentary to=functions.f {content_type}{{\"a\": 1}}<|call|>");
+        let parsed = check(&text, &[(Call, "{\"a\": 1}")]);
+        assert_eq!(parsed.tool_calls, [call("f", "{\"a\": 1}")], "{text}");
+    }
 }
 
 #[test]
