@@ -211,6 +211,11 @@ impl Session {
         self.raw || self.count_tokens(&messages).is_ok_and(|tokens| tokens.is_none_or(|tokens| tokens < context))
     }
 
+    /// Returns the last question of the conversation.
+    pub fn question(&self) -> Option<&str> {
+        self.last_question().map(|index| self.messages[index].content.as_str())
+    }
+
     fn last_question(&self) -> Option<usize> {
         self.messages.iter().rposition(|message| message.role == Role::User)
     }

@@ -61,7 +61,9 @@ pub fn run(mut session: Session) -> Result<ExitCode> {
         if input.trim().is_empty() {
             continue;
         }
-        let result = match commands::run(&input, &mut session) {
+        let outcome = commands::run(&input, &mut session);
+        let is_new_question = matches!(outcome, Outcome::NotACommand);
+        let result = match outcome {
             Outcome::Leave => break,
             Outcome::Done(text) => {
                 terminal::print(&text);
@@ -78,7 +80,8 @@ pub fn run(mut session: Session) -> Result<ExitCode> {
             Err(error)
                 if matches!(error.downcast_ref(), Some(Error::ContextFull { .. } | Error::PromptTooLong { .. })) =>
             {
-                terminal::print(&context_full(&session, &input));
+                let question = if is_new_question { Some(input.as_str()) } else { session.question() };
+                terminal::print(&context_full(&session, question.unwrap_or_default()));
             }
             Err(error) if error.is::<CannotDropOldest>() => {
                 terminal::print(&format!("error: {error}\n  keep all messages: /set overflow stop"));

@@ -100,6 +100,8 @@ pub struct Args {
 /// The values of the flags, grouped by source.
 #[derive(Default)]
 pub struct ValueOrigin {
+    /// Whether the user named the model on the command line.
+    pub is_model_typed: bool,
     /// Values from the command line, the environment or a resumed conversation.
     pub requested: SettingValues,
     /// Values from the configuration file. Requested values override them.
@@ -115,7 +117,8 @@ pub type Reparse = dyn Fn(&str) -> Result<Args>;
 
 impl ValueOrigin {
     pub fn from_command_line(line: ParsedCommandLine) -> Self {
-        Self { requested: line.requested, configured: line.configured, rejected: line.rejected, reparse: None }
+        let ParsedCommandLine { is_model_typed, requested, configured, rejected, .. } = line;
+        Self { is_model_typed, requested, configured, rejected, reparse: None }
     }
 }
 

@@ -28,7 +28,7 @@ pub fn select(url: &str, args: &Args, is_one_shot: bool) -> Result<Option<Select
     let model = match found {
         Some(Ok(model)) => model,
         // A resumed conversation may name a model that this server does not have.
-        Some(Err(error)) if args.resume.is_none() => return Err(error),
+        Some(Err(error)) if args.origin.is_model_typed => return Err(error),
         Some(Err(_)) | None => match default_model(&models, &connection, is_one_shot)? {
             Some(model) => model,
             None => return Ok(None),

@@ -77,6 +77,8 @@ const DEVICE_FLAGS: [&str; 2] = ["device", "split"];
 /// The parsed command line, with values from the environment, the resumed conversation and the configuration file.
 pub struct ParsedCommandLine {
     pub matches: ArgMatches,
+    /// Whether the user named the model on the command line.
+    pub is_model_typed: bool,
     /// Values of flags from the command line, the environment or a resumed conversation.
     pub requested: SettingValues,
     /// Values of flags from the configuration file.
@@ -110,6 +112,7 @@ pub fn parse(command: Command, known: Option<&KnownModel>) -> Result<ParsedComma
     }
     let mut line = ParsedCommandLine {
         matches,
+        is_model_typed: false,
         requested: SettingValues::new(),
         configured: SettingValues::new(),
         saved: None,
@@ -123,6 +126,7 @@ pub fn parse(command: Command, known: Option<&KnownModel>) -> Result<ParsedComma
     let parser = Parser { command: with_switch_values(command, subcommand, flags), subcommand, args: &args };
 
     let typed_model = arguments.try_get_one::<String>("model").ok().flatten();
+    let is_model_typed = typed_model.is_some();
     let saved = match (arguments.try_get_one::<String>("resume"), known) {
         // Do not read the conversation again, because its file may have been renamed since the first parse.
         (_, Some(known)) => known.saved.cloned(),
@@ -169,7 +173,7 @@ pub fn parse(command: Command, known: Option<&KnownModel>) -> Result<ParsedComma
         line.requested.remove(flag);
         configured.remove(flag);
     }
-    (line.configured, line.saved) = (configured, saved);
+    (line.is_model_typed, line.configured, line.saved) = (is_model_typed, configured, saved);
     Ok(line)
 }
 

@@ -104,6 +104,11 @@ fn commands_work_on_a_server_or_say_why_not() {
     let output = inferno(&home).args(["play", "--resume", "talk", "--json", "--prompt", "What is my name?"]).output();
     let json = answer(&output.unwrap());
     assert!(json["text"].as_str().unwrap().contains("Ada") && json["stats"]["load_s"].is_null(), "{json}");
+
+    // A model that the user names must exist on the server, also for a saved conversation.
+    let output =
+        inferno(&home).args(["play", "dmo", "--url", &url, "--resume", "talk", "--prompt", "Hello"]).output().unwrap();
+    assert_fails(&output, 3, &["dmo", "does not serve it"]);
 }
 
 #[test]
@@ -207,7 +212,7 @@ fn a_server_without_usage_and_token_counts_is_enough() {
     // The request to the server contains only the settings that the user chose.
     assert_eq!(mock.bodies.lock().unwrap()[0], expected);
     assert_fails(&ask(&mock.url, &[]), 2, &["org/a, org/b"]);
-    let hint = ["does not count tokens", "\n  keep all messages: --overflow stop"];
+    let hint = ["must count tokens", "\n  keep all messages: --overflow stop"];
     assert_fails(&ask(&mock.url, &["org/a", "--overflow", "drop-oldest"]), 1, &hint);
     assert_fails(&ask(&mock.url, &["org"]), 3, &["it serves 'org/a', 'org/b'"]);
 
@@ -228,7 +233,7 @@ fn a_server_without_usage_and_token_counts_is_enough() {
     expect(&mut chat, ">>> ");
     chat.send_line("Three?").unwrap();
     let refused = expect(&mut chat, ">>> ");
-    assert!(refused.contains("does not count tokens") && refused.contains("/set overflow stop"), "{refused}");
+    assert!(refused.contains("must count tokens") && refused.contains("/set overflow stop"), "{refused}");
     chat.send_line("/exit").unwrap();
     chat.exp_eof().unwrap();
     // The chat does not send the reasoning of earlier turns to the server.
