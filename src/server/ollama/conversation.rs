@@ -57,9 +57,12 @@ fn link_results(messages: &mut [Message]) {
                 open.push_back((call.name.clone(), id));
             }
         } else if message.role == Role::Tool {
+            if let Some(id) = &message.tool_call_id {
+                open.retain(|(_, open)| open != id);
+                continue;
+            }
             let named = open.iter().position(|(name, _)| Some(name) == message.name.as_ref());
-            let next = open.remove(named.unwrap_or(0)).map(|(_, id)| id);
-            message.tool_call_id = message.tool_call_id.take().or(next);
+            message.tool_call_id = open.remove(named.unwrap_or(0)).map(|(_, id)| id);
         }
     }
 }
@@ -79,5 +82,17 @@ mod tests {
         link_results(&mut messages);
         let ids: Vec<Option<&str>> = messages[1..].iter().map(|message| message.tool_call_id.as_deref()).collect();
         assert_eq!(ids, [Some("call_0_1"), Some("call_0_0"), Some("call_0_2"), None]);
+    }
+
+    #[test]
+    fn results_with_an_id_leave_the_other_calls_open() {
+        let call = |id: &str| ToolCall { id: Some(id.to_string()), name: "f".to_string(), arguments: "{}".to_string() };
+        let result =
+            |id: Option<&str>| Message { tool_call_id: id.map(str::to_string), ..Message::new(Role::Tool, "") };
+        let mut asked = Message::new(Role::Assistant, "");
+        asked.tool_calls = vec![call("a"), call("b")];
+        let mut messages = vec![asked, result(Some("b")), result(None)];
+        link_results(&mut messages);
+        assert_eq!(messages[2].tool_call_id.as_deref(), Some("a"));
     }
 }
