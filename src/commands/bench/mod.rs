@@ -126,10 +126,14 @@ fn prepare(args: &mut Args) -> Result<()> {
     Ok(())
 }
 
-/// Returns how much less memory is free on the GPU than before loading, in bytes, or `None` on a CPU.
+/// Returns how much less memory is free on the GPU than before loading, in bytes.
+/// Returns `None` on a CPU, and with several GPUs, because [`ModelInfo`] has the free memory of only one of them.
+///
+/// [`ModelInfo`]: crate::engine::ModelInfo
 fn memory_in_use(engine: &Engine) -> Result<Option<u64>> {
+    let is_one_gpu = engine.device().is_cuda() && engine.info().ranks == 1;
     let free = device::info(engine.device())?.free_bytes;
-    Ok(engine.device().is_cuda().then(|| engine.info().device.free_bytes.saturating_sub(free)))
+    Ok(is_one_gpu.then(|| engine.info().device.free_bytes.saturating_sub(free)))
 }
 
 fn command_line() -> String {
