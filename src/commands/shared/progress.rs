@@ -210,11 +210,12 @@ impl Progress for ProgressView {
                 }
             } else if !is_first {
                 let bar = file.bar.get_or_insert_with(|| self.bars.insert_before(&self.total, bar(file.size, name)));
+                let is_new = bar.position() == 0;
+                bar.set_position(done_bytes);
                 // Bytes downloaded in an earlier run do not count toward the rate.
-                if bar.position() == 0 {
+                if is_new {
                     bar.reset_eta();
                 }
-                bar.set_position(done_bytes);
             }
         }
         let file_bytes = file.done;
