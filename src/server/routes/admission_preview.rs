@@ -8,11 +8,11 @@ use axum::response::Response;
 use serde::Serialize;
 
 use crate::nn::kv_cache::BLOCK_TOKENS;
-use crate::server::chat::ChatRequest;
 use crate::server::client::Client;
 use crate::server::generation::reply;
 use crate::server::http::body::{json_response, read_json};
 use crate::server::http::error::ApiError;
+use crate::server::openai::chat::ChatRequest;
 use crate::server::state::Server;
 
 #[derive(Serialize)]

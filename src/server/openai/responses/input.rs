@@ -8,9 +8,9 @@ use serde_json::Value;
 use super::item::{Item, ItemContent, ItemStatus, decode_reasoning};
 use super::store::ClientStore;
 use crate::chat::Role;
-use crate::server::chat::read_content;
 use crate::server::http::body::{Fields, MAX_BODY_BYTES};
 use crate::server::http::error::ApiError;
+use crate::server::openai::chat::read_content;
 
 /// The maximum length, in bytes, of the id of an input item.
 const MAX_ID: usize = 128;

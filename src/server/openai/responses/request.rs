@@ -13,11 +13,11 @@ use super::store::ClientStore;
 use super::tools::{self, Tools};
 use crate::chat::{Message, RenderOptions, today};
 use crate::engine::{EngineHandle, GenerateOptions, Grammar, MAX_LOGPROBS};
-use crate::server::chat::read_reasoning;
 use crate::server::generation::constraint::read_text_format;
 use crate::server::generation::generate_options;
 use crate::server::http::body::Fields;
 use crate::server::http::error::ApiError;
+use crate::server::openai::chat::read_reasoning;
 use crate::server::state::Server;
 
 /// The maximum number of entries in `metadata`, as in OpenAI's API.

@@ -5,8 +5,8 @@
 use super::events::{Event, EventPosition, EventSink};
 use super::item::{Item, ItemContent, ItemStatus};
 use crate::chat::Role;
-use crate::server::chat::{TokenLogprob, scored_tokens};
 use crate::server::generation::choice::AnswerPiece;
+use crate::server::openai::chat::{TokenLogprob, scored_tokens};
 use crate::tokenizer::Tokenizer;
 
 /// Which optional parts of an answer the client wants.

@@ -4,8 +4,8 @@ use serde::ser::SerializeMap;
 use serde::{Serialize, Serializer};
 
 use crate::chat::Role;
-use crate::server::chat::TokenLogprob;
 use crate::server::ids;
+use crate::server::openai::chat::TokenLogprob;
 
 /// The prefix of `encrypted_content` that marks reasoning from inferno, not from another service.
 const REASONING_PREFIX: &str = "inferno-";
