@@ -12,10 +12,9 @@
 //! - `router`: the routes, and the code that runs before and after each route
 //! - `retries`, `orphans`: let the retry of a request receive the answer to an earlier attempt
 //! - `page`: the chat page for browsers, with its files in `page/`
-//! - `state`, `options`, `metrics`: shared state; `client`, `ids`: the client of a request, and random ids
+//! - `state`, `options`, `metrics`: shared state; `tenant`, `ids`: the tenant of a request, and random ids
 
 mod anthropic;
-mod client;
 mod connections;
 mod dialect;
 mod generation;
@@ -33,6 +32,7 @@ mod retries;
 mod router;
 mod routes;
 mod state;
+mod tenant;
 
 pub use connections::{bind, read_tls, serve};
 pub use http::log::TARGET as LOG_TARGET;

@@ -120,11 +120,11 @@ fn cors(origins: &[String]) -> CorsLayer {
 
 async fn check_access(State(access): State<Arc<Access>>, mut request: Request, next: Next) -> Response {
     match access.check(request.uri().path(), request.headers()) {
-        Ok(client) => {
+        Ok(tenant) => {
             if let Some(log) = request.extensions().get::<Arc<RequestLog>>() {
-                log.set_client(client);
+                log.set_tenant(tenant);
             }
-            request.extensions_mut().insert(client);
+            request.extensions_mut().insert(tenant);
             next.run(request).await
         }
         Err(error) => error.into_response(),

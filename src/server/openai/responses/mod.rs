@@ -19,7 +19,6 @@ use axum::response::Response;
 use serde::Serialize;
 
 use crate::engine;
-use crate::server::client::Client;
 use crate::server::generation::choice::{Finish, Pieces};
 use crate::server::generation::event_stream::{self, EventBuffer, EventWriter};
 use crate::server::generation::reply;
@@ -28,12 +27,13 @@ use crate::server::http::body::{json_response, read_json};
 use crate::server::http::error::ApiError;
 use crate::server::http::log::RequestLog;
 use crate::server::state::Server;
+use crate::server::tenant::Tenant;
 use events::{Event, EventSink, NoEvents, NumberedEvents};
 use item::Item;
 use object::{ResponseObject, ResponseStatus};
 use output::Output;
 use request::ResponseRequest;
-use store::{ClientStore, RunningGuard, StoredResponse};
+use store::{RunningGuard, StoredResponse, TenantStore};
 
 pub use store::Store;
 pub use stored::{cancel, delete, get, input_items};
@@ -42,12 +42,12 @@ pub use stored::{cancel, delete, get, input_items};
 pub async fn create(
     State(server): State<Arc<Server>>,
     Extension(log): Extension<Arc<RequestLog>>,
-    Extension(client): Extension<Client>,
+    Extension(tenant): Extension<Tenant>,
     Extension(store): Extension<Arc<Store>>,
     request: Request,
 ) -> Result<Response, ApiError> {
     let engine = server.open_engine()?.clone();
-    let store = ClientStore::new(store, client);
+    let store = TenantStore::new(store, tenant);
     let headers = request.headers().clone();
     let fields = read_json(request, &server.options.timeouts).await?;
     let ResponseRequest { messages, render, options, settings, input, shape, is_stream, ignored } =
@@ -91,14 +91,14 @@ struct InputTokens {
 /// Handles `POST /v1/responses/input_tokens`: counts the tokens of a prompt.
 pub async fn count_tokens(
     State(server): State<Arc<Server>>,
-    Extension(client): Extension<Client>,
+    Extension(tenant): Extension<Tenant>,
     Extension(store): Extension<Arc<Store>>,
     request: Request,
 ) -> Result<Response, ApiError> {
     let engine = server.loaded_engine()?.clone();
     let headers = request.headers().clone();
     let fields = read_json(request, &server.options.timeouts).await?;
-    let request = ResponseRequest::read(fields, &server, &engine, &ClientStore::new(store, client))?;
+    let request = ResponseRequest::read(fields, &server, &engine, &TenantStore::new(store, tenant))?;
     reply::check_strict(&headers, &request.ignored)?;
     let worker = tokio::task::spawn_blocking(move || engine.render(&request.messages, &request.render));
     let rendered = worker.await.map_err(|panic| ApiError::internal(format!("cannot count the tokens: {panic}")))?;
@@ -141,7 +141,7 @@ impl Progress {
     }
 
     /// Stores the response, unless the request contains `"store": false`.
-    fn save(&mut self, store: &ClientStore) {
+    fn save(&mut self, store: &TenantStore) {
         if self.object.settings.store {
             let input = std::mem::take(&mut self.input);
             store.insert(StoredResponse { object: self.object.clone(), input });

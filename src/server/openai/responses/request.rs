@@ -9,7 +9,7 @@ use super::item::Item;
 use super::messages::messages;
 use super::object::{ReasoningSettings, Settings};
 use super::output::Shape;
-use super::store::ClientStore;
+use super::store::TenantStore;
 use super::tools::{self, Tools};
 use crate::chat::{Message, RenderOptions, today};
 use crate::engine::{EngineHandle, GenerateOptions, Grammar, MAX_LOGPROBS};
@@ -59,7 +59,7 @@ impl ResponseRequest {
         mut fields: Fields,
         server: &Server,
         engine: &EngineHandle,
-        store: &ClientStore,
+        store: &TenantStore,
     ) -> Result<Self, ApiError> {
         generate_options::check_model(&mut fields, server)?;
         for (name, neutral, hint) in REFUSED {

@@ -8,23 +8,23 @@ use tokio::sync::oneshot;
 
 use super::item::Item;
 use super::object::{ResponseObject, ResponseStatus};
-use crate::server::client::Client;
+use crate::server::tenant::Tenant;
 
-/// The maximum memory for the stored responses of one client, in bytes.
+/// The maximum memory for the stored responses of one tenant, in bytes.
 /// Above this limit, the least recently used responses are dropped.
 const MAX_BYTES: usize = 64 << 20;
 
 /// The maximum time that a stored response is kept after its last use.
 const MAX_AGE: Duration = Duration::from_secs(30 * 60);
 
-/// The stored responses of all clients. A client cannot refer to the responses of another client.
+/// The stored responses of all tenants. A client cannot refer to the responses of another client.
 #[derive(Default)]
-pub struct Store(Mutex<HashMap<Client, Responses>>);
+pub struct Store(Mutex<HashMap<Tenant, Responses>>);
 
-/// The stored responses of one client.
-pub struct ClientStore {
+/// The stored responses of one tenant.
+pub struct TenantStore {
     store: Arc<Store>,
-    client: Client,
+    tenant: Tenant,
 }
 
 /// A stored response that has ended, with its input.
@@ -59,15 +59,15 @@ struct Running {
     cancel: Option<oneshot::Sender<()>>,
 }
 
-impl ClientStore {
-    pub fn new(store: Arc<Store>, client: Client) -> Self {
-        Self { store, client }
+impl TenantStore {
+    pub fn new(store: Arc<Store>, tenant: Tenant) -> Self {
+        Self { store, tenant }
     }
 
     fn with<T>(&self, call: impl FnOnce(&mut Responses) -> T) -> T {
-        let (mut clients, now) = (self.store.lock(), Instant::now());
-        clients.values_mut().for_each(|responses| responses.evict(now));
-        call(clients.entry(self.client).or_default())
+        let (mut tenants, now) = (self.store.lock(), Instant::now());
+        tenants.values_mut().for_each(|responses| responses.evict(now));
+        call(tenants.entry(self.tenant).or_default())
     }
 
     /// Stores a response.
@@ -102,7 +102,7 @@ impl ClientStore {
         let (sender, receiver) = oneshot::channel();
         let running = Running { object: object.clone(), cancel: Some(sender) };
         self.with(|responses| responses.running.insert(object.id.clone(), running));
-        let store = ClientStore { store: self.store.clone(), client: self.client };
+        let store = TenantStore { store: self.store.clone(), tenant: self.tenant };
         (RunningGuard { store, id: object.id.clone() }, receiver)
     }
 
@@ -127,13 +127,13 @@ impl ClientStore {
 
 /// A guard of a response in progress. Dropping the guard removes the response from the responses in progress.
 pub struct RunningGuard {
-    store: ClientStore,
+    store: TenantStore,
     id: String,
 }
 
 impl RunningGuard {
     /// Returns the store that contains the response.
-    pub fn store(&self) -> &ClientStore {
+    pub fn store(&self) -> &TenantStore {
         &self.store
     }
 }
@@ -145,7 +145,7 @@ impl Drop for RunningGuard {
 }
 
 impl Store {
-    fn lock(&self) -> MutexGuard<'_, HashMap<Client, Responses>> {
+    fn lock(&self) -> MutexGuard<'_, HashMap<Tenant, Responses>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
