@@ -11,7 +11,7 @@ mod store;
 mod stored;
 mod tools;
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use axum::Extension;
 use axum::extract::{Request, State};
@@ -63,10 +63,10 @@ pub async fn create(
         prompt_field: "input",
     };
     let mut answers = generation::submit(&server, log, submission).await?;
-    let mut progress =
-        Progress { object: ResponseObject::new(settings), input, output: Output::new(shape), finish: None };
+    let output = Arc::new(Mutex::new(Output::new(shape)));
+    let mut progress = Progress { object: ResponseObject::new(settings), input, output, finish: None };
     let response = if is_stream {
-        let (running, cancel) = store.start(&progress.object);
+        let (running, cancel) = store.start(&progress.object, &progress.output);
         answers.cancel_on(cancel);
         let writer = ResponseWriter { progress, running, next_event: 0 };
         event_stream::response(answers, writer, server.options.timeouts.ping)
@@ -111,20 +111,26 @@ pub async fn count_tokens(
 struct Progress {
     object: ResponseObject,
     input: Vec<Arc<Item>>,
-    output: Output,
+    /// The output so far. The store reads it for requests about a response in progress.
+    output: Arc<Mutex<Output>>,
     finish: Option<Finish>,
 }
 
 impl Progress {
     /// Adds pieces of the answer to the response.
     fn push(&mut self, pieces: Pieces, answers: &Answers, events: &mut impl EventSink) {
+        self.finish = pieces.finish.or(self.finish);
+        let mut output = self.lock_output();
         for piece in pieces.pieces {
-            self.output.push(piece, answers.engine().tokenizer(), events);
+            output.push(piece, answers.engine().tokenizer(), events);
         }
         if let Some(finish) = pieces.finish {
-            self.finish = Some(finish);
-            self.output.finish(finish != Finish::Length && !answers.is_canceled(), events);
+            output.finish(finish != Finish::Length && !answers.is_canceled(), events);
         }
+    }
+
+    fn lock_output(&self) -> MutexGuard<'_, Output> {
+        self.output.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Sets the fields that are known only at the end of the response. Returns the name of the last event.
@@ -135,7 +141,7 @@ impl Progress {
             Some(Finish::Stop | Finish::ToolCalls) => (ResponseStatus::Completed, "response.completed"),
             None => (ResponseStatus::Failed, "response.failed"),
         };
-        let items = self.output.take().into_iter().map(Arc::new).collect();
+        let items = self.lock_output().take().into_iter().map(Arc::new).collect();
         self.object.end(status, items, answers.usage());
         event
     }
@@ -165,11 +171,11 @@ impl ResponseWriter {
         events.send(name, Event::Response { response: &self.progress.object });
     }
 
-    /// Sends the last event. Stores the response, unless the request contains `"store": false`.
+    /// Stores the response, unless the request contains `"store": false`. Sends the last event.
     fn end(&mut self, answers: &Answers, out: &mut EventBuffer) {
         let event = self.progress.end(answers);
-        self.send(event, out);
         self.progress.save(self.running.store());
+        self.send(event, out);
     }
 }
 
@@ -190,7 +196,7 @@ impl EventWriter for ResponseWriter {
 
     fn fail(&mut self, error: &ApiError, answers: &Answers, out: &mut EventBuffer) {
         let mut events = NumberedEvents { next: &mut self.next_event, out };
-        self.progress.output.finish(false, &mut events);
+        self.progress.lock_output().finish(false, &mut events);
         self.progress.object.set_error(error);
         self.end(answers, out);
     }

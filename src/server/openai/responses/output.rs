@@ -30,6 +30,11 @@ impl Output {
         Self { shape, items: Vec::new(), calls: Vec::new() }
     }
 
+    /// Returns the output items so far.
+    pub fn items(&self) -> &[Item] {
+        &self.items
+    }
+
     /// Takes the output items. The last item is complete only after [`finish`](Self::finish).
     pub fn take(&mut self) -> Vec<Item> {
         std::mem::take(&mut self.items)

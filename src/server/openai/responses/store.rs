@@ -8,6 +8,7 @@ use tokio::sync::oneshot;
 
 use super::item::Item;
 use super::object::{ResponseObject, ResponseStatus};
+use super::output::Output;
 use crate::server::tenant::Tenant;
 
 /// The maximum memory for the stored responses of one tenant, in bytes.
@@ -56,6 +57,7 @@ struct Entry {
 /// A response in progress.
 struct Running {
     object: ResponseObject,
+    output: Arc<Mutex<Output>>,
     cancel: Option<oneshot::Sender<()>>,
 }
 
@@ -96,19 +98,19 @@ impl TenantStore {
         self.with(|responses| responses.remove(id))
     }
 
-    /// Lists a response as in progress until the returned guard is dropped.
+    /// Lists a response as in progress until the returned guard is dropped. `output` collects its output items.
     /// If the response is canceled, the returned receiver receives a message.
-    pub fn start(&self, object: &ResponseObject) -> (RunningGuard, oneshot::Receiver<()>) {
+    pub fn start(&self, object: &ResponseObject, output: &Arc<Mutex<Output>>) -> (RunningGuard, oneshot::Receiver<()>) {
         let (sender, receiver) = oneshot::channel();
-        let running = Running { object: object.clone(), cancel: Some(sender) };
+        let running = Running { object: object.clone(), output: output.clone(), cancel: Some(sender) };
         self.with(|responses| responses.running.insert(object.id.clone(), running));
         let store = TenantStore { store: self.store.clone(), tenant: self.tenant };
         (RunningGuard { store, id: object.id.clone() }, receiver)
     }
 
-    /// Returns a response in progress, or `None` if no response with this id is in progress.
+    /// Returns a response in progress with its output so far, or `None` if no response with this id is in progress.
     pub fn running(&self, id: &str) -> Option<ResponseObject> {
-        self.with(|responses| responses.running.get(id).map(|running| running.object.clone()))
+        self.with(|responses| responses.running.get(id).map(Running::snapshot))
     }
 
     /// Cancels a response in progress and returns it. Returns `None` if no response with this id is in progress.
@@ -120,8 +122,18 @@ impl TenantStore {
                 let _ = cancel.send(());
             }
             running.object.set_status(ResponseStatus::Cancelled);
-            Some(running.object.clone())
+            Some(running.snapshot())
         })
+    }
+}
+
+impl Running {
+    /// Returns the response with its output so far.
+    fn snapshot(&self) -> ResponseObject {
+        let mut object = self.object.clone();
+        let output = self.output.lock().unwrap_or_else(PoisonError::into_inner);
+        object.output = output.items().iter().cloned().map(Arc::new).collect();
+        object
     }
 }
 

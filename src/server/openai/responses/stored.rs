@@ -19,7 +19,7 @@ const DEFAULT_LIMIT: usize = 20;
 /// The maximum value of the query parameter `limit`.
 const MAX_LIMIT: usize = 100;
 
-/// Returns a stored response. A response in progress that will be stored has no output yet.
+/// Returns a stored response, or a response in progress that will be stored, with its output so far.
 pub async fn get(
     Extension(tenant): Extension<Tenant>,
     Extension(store): Extension<Arc<Store>>,
@@ -30,10 +30,12 @@ pub async fn get(
         return Err(ApiError::unsupported("stream", "inferno does not store the events of a response"));
     }
     let store = TenantStore::new(store, tenant);
-    match store.running(&id) {
-        Some(object) if object.settings.store => json_response(&object),
-        _ => json_response(&find(&store, &id)?.object),
+    // A response is stored shortly before the store stops listing it as in progress.
+    if let Some(stored) = store.get(&id) {
+        return json_response(&stored.object);
     }
+    let running = store.running(&id).filter(|object| object.settings.store);
+    json_response(&running.ok_or_else(|| unknown(&id))?)
 }
 
 #[derive(Serialize)]
@@ -63,9 +65,9 @@ pub async fn cancel(
     Path(id): Path<String>,
 ) -> Result<Response, ApiError> {
     let store = TenantStore::new(store, tenant);
-    match store.cancel(&id) {
-        Some(object) => json_response(&object),
-        None => json_response(&find(&store, &id)?.object),
+    match store.get(&id) {
+        Some(stored) => json_response(&stored.object),
+        None => json_response(&store.cancel(&id).ok_or_else(|| unknown(&id))?),
     }
 }
 
