@@ -126,7 +126,7 @@ pub enum Error {
     /// The request asks for a deterministic answer, but the engine does not support deterministic single requests
     /// with its chunk size or its attention kernel.
     #[error(
-        "cannot answer deterministically: {reason}\n  make all answers deterministic: start the engine with --deterministic"
+        "cannot answer deterministically: {reason}\n  make all answers deterministic: load the model with the option `deterministic`"
     )]
     NotDeterministic { reason: String },
 
@@ -154,7 +154,8 @@ pub enum Error {
     #[error("cannot use model '{}': the server at {url} does not serve it\n  {hint}", escaped(model))]
     ModelNotServed { model: String, url: String, hint: String },
 
-    #[error("cannot answer: {message}\n  in a chat, /clear starts over")]
+    /// The server refused a conversation that does not fit in the model's context.
+    #[error("cannot answer: {message}\n  shorten the prompt")]
     ServerContextFull { message: String },
 }
 

@@ -10,7 +10,6 @@ use jiff::Timestamp;
 use rayon::prelude::*;
 use serde::Serialize;
 
-use super::shared::json;
 use crate::hub::{Hub, Snapshot};
 use crate::models;
 use crate::snapshot::gguf;
@@ -49,7 +48,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
     }
     let mut out = std::io::stdout().lock();
     if args.json {
-        writeln!(out, "{}", json::pretty(&models)?)?;
+        writeln!(out, "{}", serde_json::to_string_pretty(&models)?)?;
     } else {
         write!(out, "{}", table(&models))?;
     }

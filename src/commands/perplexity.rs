@@ -9,7 +9,7 @@ use candle_core::{DType, Tensor};
 use candle_nn::ops::log_softmax;
 use rayon::prelude::*;
 
-use super::shared::{LoadArgs, json};
+use super::shared::LoadArgs;
 use crate::engine::EngineHandle;
 use crate::error::Error;
 use crate::files;
@@ -84,7 +84,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
             result["kl_tokens"] = tokens.into();
             result["unquantized_weight_bytes"] = bytes.into();
         }
-        writeln!(out, "{}", json::with_old_keys(result))?;
+        writeln!(out, "{}", result)?;
     } else {
         writeln!(out, "perplexity {} (mean NLL {mean_nll:.4} over {} tokens)", perplexity(mean_nll), nll.len())?;
         if let Some(QuantizationEffect { kl, tokens, bytes }) = change {

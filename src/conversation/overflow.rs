@@ -5,7 +5,6 @@ use std::str::FromStr;
 
 use anyhow::Result;
 
-use super::turn::TurnSummary;
 use crate::chat::{Message, Role};
 
 /// What to do when a conversation no longer fits in the context: the value of `--overflow`.
@@ -91,21 +90,4 @@ fn split_instructions(messages: &[Message]) -> (&[Message], &[Message]) {
 /// Returns the index of the first question after `index`. The dialog sent to the model must start with a question.
 fn next_question(dialog: &[Message], index: usize) -> Option<usize> {
     (index + 1..dialog.len()).find(|&later| dialog[later].role == Role::User)
-}
-
-/// Returns a warning if at least 80% of the context is used.
-pub fn warning(summary: &TurnSummary, overflow: Overflow) -> Option<String> {
-    let (used, context) = summary.context_use()?;
-    let is_full = summary.is_context_full();
-    if used * 10 < context * 8 && !is_full {
-        return None;
-    }
-    let percent = used * 100 / context.max(1);
-    let state = if is_full { "the context is full".to_string() } else { format!("{percent}% of the context is used") };
-    Some(match overflow {
-        Overflow::Stop => {
-            format!("{state}: /clear starts over; /set overflow drop-oldest continues without the oldest messages")
-        }
-        Overflow::DropOldest => format!("{state}: the oldest messages will be dropped"),
-    })
 }

@@ -165,7 +165,6 @@ impl Session {
             // Keep the answer even if it cannot be saved, for example on a full disk.
             notes.extend(recorded.err().map(|error| format!("this turn is not saved for --resume: {error:#}")));
         }
-        notes.extend(overflow::warning(&summary, self.settings.overflow));
         Ok(Turn { text: answer, reasoning, tokens, summary, notes })
     }
 

@@ -66,6 +66,15 @@ impl TurnSummary {
         let is_full = self.context_use().is_some_and(|(used, context)| used >= context);
         is_full && self.finish_reason == FinishReason::Length
     }
+
+    /// Returns a warning if at least 80% of the context is used. The caller adds what the user can do about it.
+    pub fn context_warning(&self) -> Option<String> {
+        let (used, context) = self.context_use()?;
+        if self.is_context_full() {
+            return Some("the context is full".to_string());
+        }
+        (used * 10 >= context * 8).then(|| format!("{}% of the context is used", used * 100 / context.max(1)))
+    }
 }
 
 impl Turn {
@@ -89,7 +98,7 @@ impl Turn {
         }
         match summary.finish_reason {
             FinishReason::Canceled => parts.push("stopped".into()),
-            // A separate note tells the user that the context is full.
+            // `context_warning` tells the user that the context is full.
             FinishReason::Length if summary.is_context_full() => {}
             FinishReason::Length if summary.context_use().is_some() => parts.push("reached --max-tokens".into()),
             FinishReason::Length => parts.push("reached a token limit".into()),

@@ -36,7 +36,7 @@ pub struct HubModel {
     pub commit: String,
     /// The name of each file in the repository, and the size in bytes if the hub lists the size.
     pub files: Vec<(String, Option<u64>)>,
-    /// The contents of config.json, tokenizer_config.json and the first 16 KiB of README.md, by file name.
+    /// The contents of config.json, tokenizer_config.json and the first `README_BYTES` of README.md, by file name.
     /// Lacks the files that the repository does not have. For a GGUF model, has only README.md.
     pub texts: BTreeMap<String, Vec<u8>>,
     /// The headers of the safetensors files that inferno would load.

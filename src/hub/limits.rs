@@ -2,6 +2,9 @@
 
 use std::time::Duration;
 
+/// The maximum of [`Limits::connections`].
+pub(super) const MAX_CONNECTIONS: usize = 64;
+
 /// Timeouts, retry limits and request sizes for the connection to a hub.
 #[derive(Clone, Debug)]
 pub struct Limits {
@@ -12,17 +15,18 @@ pub struct Limits {
     pub response_timeout: Duration,
     /// The maximum wait for more bytes of a file. HF_HUB_DOWNLOAD_TIMEOUT sets this value.
     pub stall_timeout: Duration,
-    /// The maximum wait before the first retry. The maximum doubles with each consecutive failure, up to 15 s.
+    /// The maximum wait before the first retry. The maximum doubles with each consecutive failure,
+    /// up to `MAX_BACKOFF` (`retry.rs`).
     /// The actual wait before a retry is a random time between half of the maximum and the maximum.
     pub first_wait: Duration,
     /// The maximum wait that a server may ask for with Retry-After. If a server asks for more, the request fails.
     pub max_wait: Duration,
     /// The maximum number of consecutive retries for a part of a file.
-    /// The count starts again whenever another 1% of the file has arrived (at least 4 KiB, at most 1 MiB).
+    /// The count starts again whenever `min_progress` more bytes of the file have arrived.
     pub max_failures: u32,
     /// The maximum number of retries of a metadata request, such as a request for the list of files.
     pub max_metadata_failures: u32,
-    /// The maximum number of parallel requests for files. Values above 64 count as 64.
+    /// The maximum number of parallel requests for files. Values above `MAX_CONNECTIONS` count as `MAX_CONNECTIONS`.
     pub connections: usize,
     /// The maximum size of a part of a file, in bytes. Each part has its own request.
     pub part_bytes: u64,

@@ -35,8 +35,14 @@ const MAX_LISTING_BYTES: u64 = 64 << 20;
 const MAX_ERROR_BYTES: u64 = 64 << 10;
 
 /// The time allowed for each byte of a metadata response, in addition to the response timeout.
-/// A long metadata response therefore fails if it arrives at less than 16 KiB/s.
+/// A long metadata response therefore fails if its bytes arrive at a lower rate.
 const TIME_PER_BYTE: Duration = Duration::from_nanos(1_000_000_000 / (16 << 10));
+
+/// The time limit for connecting in [`check_endpoint`].
+const CHECK_CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// The time limit for the response in [`check_endpoint`].
+const CHECK_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// The maximum number of redirects. The hub usually redirects once, to a storage host.
 const MAX_REDIRECTS: usize = 5;
@@ -81,15 +87,19 @@ pub enum TokenStatus {
 }
 
 /// Asks the endpoint whether it accepts the access token. Does not follow redirects.
-/// Fails if the request fails, connecting takes more than 5 s, the response takes more than 10 s, or the status is a
-/// server error.
+/// Fails if the request fails, connecting takes longer than [`CHECK_CONNECT_TIMEOUT`], the response takes longer than
+/// [`CHECK_TIMEOUT`], or the status is a server error.
 pub(super) fn check_endpoint(config: &HubConfig) -> Result<TokenStatus> {
     let unreachable =
         |cause: String| Error::Network { endpoint: config.endpoint_for_display(), cause, is_temporary: true };
     let token = config.sent_token();
     let path = if token.is_some() { "/api/whoami-v2" } else { "/api/models?limit=1" };
-    let (connect_timeout, timeout) = (Duration::from_secs(5), Duration::from_secs(10));
-    let limits = Limits { connect_timeout, response_timeout: timeout, stall_timeout: timeout, ..config.limits.clone() };
+    let limits = Limits {
+        connect_timeout: CHECK_CONNECT_TIMEOUT,
+        response_timeout: CHECK_TIMEOUT,
+        stall_timeout: CHECK_TIMEOUT,
+        ..config.limits.clone()
+    };
     let url = format!("{}{path}", config.endpoint);
     let mut request = bypass_proxy_if_local(agent(&limits).get(&url), &url);
     if let Some(token) = token {

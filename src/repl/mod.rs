@@ -13,7 +13,7 @@ use std::sync::atomic::Ordering;
 
 use anyhow::Result;
 
-use crate::conversation::{CannotDropOldest, NoModelLoaded, Recording, Session};
+use crate::conversation::{CannotDropOldest, NoModelLoaded, Overflow, Recording, Session, TurnSummary};
 use crate::error::Error;
 use crate::terminal;
 use crate::text::without_controls;
@@ -86,7 +86,12 @@ pub fn run(mut session: Session) -> Result<ExitCode> {
             Err(error) if error.is::<CannotDropOldest>() => {
                 terminal::print(&format!("error: {error}\n  keep all messages: /set overflow stop"));
             }
-            Err(error) => terminal::print(&format!("error: {}", crate::text::error_message(&error))),
+            Err(error) => terminal::print(&match error.downcast_ref() {
+                Some(Error::ServerContextFull { message }) => {
+                    format!("error: cannot answer: {message}\n  /clear starts over")
+                }
+                _ => format!("error: {}", crate::text::error_message(&error)),
+            }),
         }
     }
     if let Recording::Journal(journal) = &session.recording {
@@ -112,6 +117,15 @@ fn context_full(session: &Session, message: &str) -> String {
     }
 }
 
+/// Returns a warning if at least 80% of the context is used, and what to do about it.
+fn context_warning(summary: &TurnSummary, overflow: Overflow) -> Option<String> {
+    let hint = match overflow {
+        Overflow::Stop => "/clear starts over; /set overflow drop-oldest continues without the oldest messages",
+        Overflow::DropOldest => "the oldest messages will be dropped",
+    };
+    Some(format!("{}: {hint}", summary.context_warning()?))
+}
+
 /// Returns the next message that was typed ahead. If there is none, prompts for one.
 fn next_input(editor: &mut LineEditor, type_ahead: &mut TypeAhead) -> Result<Input> {
     match type_ahead.next_message() {
@@ -126,10 +140,13 @@ fn next_input(editor: &mut LineEditor, type_ahead: &mut TypeAhead) -> Result<Inp
 /// Streams one turn: reasoning, answer and statistics. If `message` is `None`, answers the last question again.
 fn show_turn(session: &mut Session, message: Option<&str>, type_ahead: &mut TypeAhead) -> Result<()> {
     let mut display = TurnDisplay::new(session, std::mem::take(type_ahead));
-    let turn = match message {
+    let mut turn = match message {
         Some(message) => session.answer(message, &mut |delta| display.show(delta)),
         None => session.regenerate(&mut |delta| display.show(delta)),
     };
+    if let Ok(turn) = &mut turn {
+        turn.notes.extend(context_warning(&turn.summary, session.settings.overflow));
+    }
     (session.settings.reasoning, *type_ahead) = display.finish(turn.as_ref().ok())?;
     turn.map(|_| ())
 }

@@ -3,9 +3,8 @@
 //! The server is a client of an [`EngineHandle`](crate::EngineHandle) and contains no model code.
 //! Its modules are:
 //!
-//! - `chat/`, `completions/`, `responses/`: the routes of OpenAI's API that generate text
-//! - `messages/`, `ollama/`: the routes of Anthropic's and ollama's APIs
-//! - `routes/`: models, health, metrics, records, receipts, tokenization and the admission preview
+//! - `openai/`, `anthropic/`, `ollama/`: the routes of these APIs; `dialect`: the error format of each API
+//! - `routes/`: health, metrics, records, receipts, tokenization and the admission preview
 //! - `generation/`: runs requests and turns their events into responses
 //! - `http/`: request bodies, errors, access and logging; `connections/`: the listener, TLS and slow clients
 //! - `limits/`: limits the number of sequences, and estimates when the client should retry a rejected request
@@ -13,28 +12,27 @@
 //! - `router`: the routes, and the code that runs before and after each route
 //! - `retries`, `orphans`: let the retry of a request receive the answer to an earlier attempt
 //! - `page`: the chat page for browsers, with its files in `page/`
-//! - `state`, `options`, `metrics`: shared state; `client`, `ids`: the client of a request, and random ids
+//! - `state`, `options`, `metrics`: shared state; `tenant`, `ids`: the tenant of a request, and random ids
 
-mod chat;
-mod client;
-mod completions;
+mod anthropic;
 mod connections;
+mod dialect;
 mod generation;
 mod http;
 mod ids;
 mod limits;
-mod messages;
 mod metrics;
 mod ollama;
+mod openai;
 mod options;
 mod orphans;
 mod page;
 mod records;
-mod responses;
 mod retries;
 mod router;
 mod routes;
 mod state;
+mod tenant;
 
 pub use connections::{bind, read_tls, serve};
 pub use http::log::TARGET as LOG_TARGET;

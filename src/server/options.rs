@@ -45,7 +45,8 @@ pub struct Timeouts {
     pub body: Duration,
     /// The maximum time that a request waits before its prefill starts.
     pub queue: Duration,
-    /// The time limit for a client to accept the next 4 KiB of a response, or all waiting bytes if there are fewer.
+    /// The time limit for a client to accept the next `MIN_BYTES` (`connections/write_limit.rs`) of a response,
+    /// or all waiting bytes if there are fewer.
     pub write: Duration,
     /// The time between keep-alive messages while a stream has no events.
     pub ping: Duration,

@@ -18,12 +18,12 @@ use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
 use ring::digest::{Context, SHA256};
 
-use super::client::Client;
 use super::http::body;
 use super::http::error::ApiError;
 use super::http::log::RequestLog;
 use super::orphans::{RetryKey, Waiter};
 use super::state::Server;
+use super::tenant::Tenant;
 
 /// The request header in which OpenAI's clients count retries. The count is 0 in the first request.
 const RETRY_COUNT: &str = "x-stainless-retry-count";
@@ -51,8 +51,8 @@ pub async fn join(State(server): State<Arc<Server>>, request: Request, next: Nex
         Ok(bytes) => bytes,
         Err(error) => return error.into_response(),
     };
-    let client = parts.extensions.get::<Client>().copied().unwrap_or_default();
-    let key = key(client, parts.uri.path(), &parts.headers, &bytes);
+    let tenant = parts.extensions.get::<Tenant>().copied().unwrap_or_default();
+    let key = key(tenant, parts.uri.path(), &parts.headers, &bytes);
     let adopted = Waiter::adopt(&server.orphans, key);
     let joined = adopted.as_ref().map(|waiter| waiter.request_id().to_string());
     let waiter = adopted.unwrap_or_else(|| {
@@ -71,11 +71,11 @@ pub async fn join(State(server): State<Arc<Server>>, request: Request, next: Nex
 }
 
 /// Returns a hash that is the same for a request and its retries.
-fn key(client: Client, path: &str, headers: &HeaderMap, body: &[u8]) -> RetryKey {
+fn key(tenant: Tenant, path: &str, headers: &HeaderMap, body: &[u8]) -> RetryKey {
     let mut hash = Context::new(&SHA256);
     let options = OPTIONS.iter().chain([&IDEMPOTENCY_KEY]);
     let values = options.map(|name| headers.get(*name).map_or(&[][..], HeaderValue::as_bytes));
-    for part in [&client.index().to_le_bytes()[..], path.as_bytes()].into_iter().chain(values).chain([body]) {
+    for part in [&tenant.index().to_le_bytes()[..], path.as_bytes()].into_iter().chain(values).chain([body]) {
         hash.update(&part.len().to_le_bytes());
         hash.update(part);
     }

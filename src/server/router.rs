@@ -14,12 +14,12 @@ use tower_http::cors::{AllowHeaders, AllowOrigin, CorsLayer};
 
 use super::generation::reply;
 use super::http::auth::Access;
-use super::http::dialect;
 use super::http::error::ApiError;
 use super::http::log::RequestLog;
-use super::routes::{admission_preview, health, models, receipts, records, tokenize};
+use super::openai::{chat, completions, models, responses};
+use super::routes::{admission_preview, health, receipts, records, tokenize};
 use super::state::Server;
-use super::{chat, completions, ids, messages, ollama, page, responses, retries};
+use super::{anthropic, dialect, ids, ollama, page, retries};
 
 /// The header that identifies a request in logs. The client may choose the id.
 const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
@@ -65,7 +65,7 @@ fn routes(server: &Arc<Server>) -> Router<Arc<Server>> {
         .route("/v1/chat/completions", post(chat::create))
         .route("/v1/completions", post(completions::create))
         .route("/v1/responses", post(responses::create))
-        .route("/v1/messages", post(messages::create))
+        .route("/v1/messages", post(anthropic::create))
         .route("/api/chat", post(ollama::chat))
         .route("/api/generate", post(ollama::generate))
         .route_layer(middleware::from_fn_with_state(server.clone(), retries::join));
@@ -85,7 +85,7 @@ fn routes(server: &Arc<Server>) -> Router<Arc<Server>> {
         .route("/v1/receipts/key", get(receipts::key))
         .route("/v1/receipts/{*id}", get(receipts::get))
         .route("/v1/admission", post(admission_preview::preview))
-        .route("/v1/messages/count_tokens", post(messages::count_tokens))
+        .route("/v1/messages/count_tokens", post(anthropic::count_tokens))
         .route("/api/tags", get(ollama::tags))
         .route("/api/ps", get(ollama::running))
         .route("/api/show", post(ollama::show))
@@ -120,11 +120,11 @@ fn cors(origins: &[String]) -> CorsLayer {
 
 async fn check_access(State(access): State<Arc<Access>>, mut request: Request, next: Next) -> Response {
     match access.check(request.uri().path(), request.headers()) {
-        Ok(client) => {
+        Ok(tenant) => {
             if let Some(log) = request.extensions().get::<Arc<RequestLog>>() {
-                log.set_client(client);
+                log.set_tenant(tenant);
             }
-            request.extensions_mut().insert(client);
+            request.extensions_mut().insert(tenant);
             next.run(request).await
         }
         Err(error) => error.into_response(),

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use anyhow::Result;
 use clap::value_parser;
 
-use super::shared::{LoadArgs, json, note};
+use super::shared::{LoadArgs, note};
 use crate::device::{self, GpuFacts};
 use crate::engine::{Engine, EngineHandle, GenerateOptions, SamplingParams};
 use crate::error::Error;
@@ -98,7 +98,7 @@ pub fn run(mut args: Args) -> Result<ExitCode> {
     let report = bench.report(&args, &snapshot)?;
     let mut out = std::io::stdout().lock();
     if args.json {
-        writeln!(out, "{}", json::pretty(&report)?)?;
+        writeln!(out, "{}", serde_json::to_string_pretty(&report)?)?;
     } else {
         write!(out, "{}", printable(&report.table(args.kernels)))?;
     }

@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 
 use super::note;
 use crate::chat::Channel;
-use crate::conversation::{CannotDropOldest, OnDelta, ReasoningVisibility, Session, Turn};
+use crate::conversation::{CannotDropOldest, OnDelta, Overflow, ReasoningVisibility, Recording, Session, Turn};
 use crate::engine::FinishReason;
 use crate::terminal::interrupt::cancel_on_ctrl_c;
 use crate::terminal::{self, Color, TurnView, WindowSize, dim, stderr_color, stdout_color};
@@ -31,7 +31,7 @@ pub fn text(mut session: Session, prompt: &str) -> Result<ExitCode> {
         terminal::write_stderr(&format!("warning: {warning}\n"));
     }
     note(&turn.statistics());
-    for text in &turn.notes {
+    for text in turn.notes.iter().chain(&context_warning(&session, &turn)) {
         note(&printable(text));
     }
     Ok(exit_code(&turn))
@@ -42,6 +42,18 @@ fn answer(session: &mut Session, prompt: &str, on_delta: &mut OnDelta) -> Result
     session.answer(prompt, on_delta).map_err(|error| {
         if error.is::<CannotDropOldest>() { anyhow!("{error}\n  keep all messages: --overflow stop") } else { error }
     })
+}
+
+/// Returns a warning that the context is full, or, in a conversation that can continue, at least 80% full.
+fn context_warning(session: &Session, turn: &Turn) -> Option<String> {
+    let hint = match (&session.recording, session.settings.overflow) {
+        (Recording::Journal(_), Overflow::DropOldest) => "the oldest messages will be dropped",
+        (Recording::Journal(_), Overflow::Stop) => "--overflow drop-oldest continues without the oldest messages",
+        _ if !turn.summary.is_context_full() => return None,
+        _ if session.backend().engine().is_some() => "shorten the prompt, or raise --context",
+        _ => "shorten the prompt",
+    };
+    Some(format!("{}: {hint}", turn.summary.context_warning()?))
 }
 
 /// Returns a warning if the reasoning of a turn used up all tokens, so that there is no answer. Otherwise `None`.

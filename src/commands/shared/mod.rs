@@ -3,7 +3,6 @@
 pub mod answer;
 pub mod api_keys;
 pub mod defaults;
-pub mod json;
 mod load_args;
 pub mod log_writer;
 pub mod logging;

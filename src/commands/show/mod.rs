@@ -10,7 +10,7 @@ use std::process::ExitCode;
 
 use anyhow::Result;
 
-use super::shared::{SplitBy, json, parse_gpu_count};
+use super::shared::{SplitBy, parse_gpu_count};
 use crate::error::Error;
 use crate::hub::{self, Hub, demo};
 use crate::text::printable;
@@ -53,7 +53,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
     let report = Report::new(source, plan, Gpu::first())?;
     let mut out = std::io::stdout().lock();
     if args.json {
-        writeln!(out, "{}", json::pretty(&report)?)?;
+        writeln!(out, "{}", serde_json::to_string_pretty(&report)?)?;
     } else {
         // Names come from untrusted files and may contain control characters.
         write!(out, "{}", printable(&table::table(&report)))?;

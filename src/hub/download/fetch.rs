@@ -19,7 +19,7 @@ use super::transfer::{Stop, Transfer};
 use crate::error::Error;
 use crate::hub::cache::RepoDir;
 use crate::hub::hash;
-use crate::hub::limits::Limits;
+use crate::hub::limits::{Limits, MAX_CONNECTIONS};
 use crate::hub::progress::Progress;
 use crate::hub::remote::Remote;
 use crate::hub::retry::Retry;
@@ -56,7 +56,7 @@ pub(in crate::hub) fn fetch(
     let state = Mutex::new(DownloadState { jobs, unfinished, failure: None });
     let download = Download { remote, commit, repo, progress, state, changed: Condvar::new() };
     thread::scope(|scope| {
-        for _ in 0..remote.limits().connections.clamp(1, 64) {
+        for _ in 0..remote.limits().connections.clamp(1, MAX_CONNECTIONS) {
             scope.spawn(|| download.run_thread());
         }
     });

@@ -15,6 +15,7 @@ use crate::files;
 use crate::hub::cache::RepoDir;
 use crate::hub::client::Hub;
 use crate::hub::filter::{CompiledFilter, FileFilter};
+use crate::hub::limits::MAX_CONNECTIONS;
 use crate::hub::listing::{Listing, RemoteFile};
 use crate::hub::names::{self, MAIN};
 use crate::hub::parallel::try_map;
@@ -139,7 +140,7 @@ impl Hub {
         if requests >= MANY_REQUESTS {
             progress.asking_for_sizes(requests);
         }
-        let threads = if requests == 0 { 1 } else { remote.limits().connections.clamp(1, 64) };
+        let threads = if requests == 0 { 1 } else { remote.limits().connections.clamp(1, MAX_CONNECTIONS) };
         let files = try_map(&files, threads, |file| WantedFile::new(remote, commit, file.clone()))?;
         // Files with equal contents are fetched only once.
         let mut etags = HashSet::new();

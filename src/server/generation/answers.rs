@@ -91,8 +91,8 @@ pub async fn submit(server: &Arc<Server>, log: Arc<RequestLog>, submission: Subm
         let field = if submission.choices > 1 { "n" } else { submission.prompt_field };
         return Err(ApiError::invalid(field, format!("cannot accept {count} answers at once: the limit is {limit}")));
     }
-    let client = log.client();
-    let permit = server.admission.admit(client.index(), count).map_err(|wait| {
+    let tenant = log.tenant();
+    let permit = server.admission.admit(tenant.index(), count).map_err(|wait| {
         server.metrics.admission_rejections.with_label_values(&["queue"]).inc();
         ApiError::overloaded("the queue has no room for the request", wait)
     })?;
@@ -102,7 +102,7 @@ pub async fn submit(server: &Arc<Server>, log: Arc<RequestLog>, submission: Subm
         server.metrics.sizes.max_tokens.observe(limit as f64);
     }
     for options in requests.iter_mut().filter_map(|request| request.options.as_mut()) {
-        options.tenant = client.index() as u64;
+        options.tenant = tenant.index() as u64;
         options.deterministic |= log.is_deterministic;
         options.keeps_record = server.recorder.is_on();
     }
@@ -303,7 +303,7 @@ impl Answers {
             record.requests.push(RecordedRequest { request: Arc::unwrap_or_clone(request), answers });
         }
         record.error = failure;
-        self.server.recorder.add(self.log.client(), record);
+        self.server.recorder.add(self.log.tenant(), record);
     }
 
     /// Returns the token counts so far. Prompt tokens count once per prompt, not once per answer.

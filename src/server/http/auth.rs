@@ -5,9 +5,9 @@ use axum::http::{HeaderMap, HeaderValue};
 use ring::digest::{Digest, SHA256, digest};
 
 use super::error::ApiError;
-use crate::server::client::Client;
 use crate::server::options::ServerOptions;
 use crate::server::page;
+use crate::server::tenant::Tenant;
 
 /// The routes that need no API key, in addition to the files of the chat page.
 const OPEN_PATHS: [&str; 2] = ["/health", "/live"];
@@ -33,13 +33,13 @@ impl Access {
         Self { keys, origins: options.cors_origins.clone(), allows_any_host: options.no_auth }
     }
 
-    /// Returns the client that sent a request. Fails if the request has no access.
-    pub fn check(&self, path: &str, headers: &HeaderMap) -> Result<Client, ApiError> {
+    /// Returns the tenant that a request belongs to. Fails if the request has no access.
+    pub fn check(&self, path: &str, headers: &HeaderMap) -> Result<Tenant, ApiError> {
         if OPEN_PATHS.contains(&path) || page::is_page(path) {
-            return Ok(Client::default());
+            return Ok(Tenant::default());
         }
         if self.keys.is_empty() {
-            return self.check_origin(headers.get(ORIGIN), headers.get(HOST)).map(|()| Client::default());
+            return self.check_origin(headers.get(ORIGIN), headers.get(HOST)).map(|()| Tenant::default());
         }
         let key = match (headers.get(AUTHORIZATION), headers.get(API_KEY)) {
             (Some(header), _) => {
@@ -53,7 +53,7 @@ impl Access {
         };
         let hash = digest(&SHA256, key.unwrap_or_default().as_bytes());
         match self.keys.iter().position(|known| key.is_some() && known.as_ref() == hash.as_ref()) {
-            Some(index) => Ok(Client::new(index)),
+            Some(index) => Ok(Tenant::new(index)),
             None => Err(ApiError::unauthorized("wrong API key: send a valid key in 'Authorization: Bearer KEY'")),
         }
     }

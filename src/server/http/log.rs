@@ -5,8 +5,8 @@ use std::time::Instant;
 
 use axum::http::{Method, StatusCode};
 
-use crate::server::client::Client;
 use crate::server::metrics::Metrics;
+use crate::server::tenant::Tenant;
 
 /// The `tracing` target of entries in the request log.
 pub const TARGET: &str = "inferno::requests";
@@ -24,7 +24,7 @@ pub struct RequestLog {
     pub is_deterministic: bool,
     started: Instant,
     metrics: Arc<Metrics>,
-    client: OnceLock<Client>,
+    tenant: OnceLock<Tenant>,
     outcome: Mutex<Outcome>,
 }
 
@@ -50,9 +50,9 @@ pub struct AnswerLog {
 
 impl RequestLog {
     pub fn new(id: String, method: Method, path: String, traceparent: Option<String>, metrics: Arc<Metrics>) -> Self {
-        let (client, outcome) = (OnceLock::new(), Mutex::default());
+        let (tenant, outcome) = (OnceLock::new(), Mutex::default());
         let is_deterministic = false;
-        Self { id, method, path, traceparent, is_deterministic, started: Instant::now(), metrics, client, outcome }
+        Self { id, method, path, traceparent, is_deterministic, started: Instant::now(), metrics, tenant, outcome }
     }
 
     pub fn with_determinism(mut self, is_deterministic: bool) -> Self {
@@ -60,14 +60,14 @@ impl RequestLog {
         self
     }
 
-    /// Records the client that sent the request. Only the first call has an effect.
-    pub fn set_client(&self, client: Client) {
-        let _ = self.client.set(client);
+    /// Records the tenant that the request belongs to. Only the first call has an effect.
+    pub fn set_tenant(&self, tenant: Tenant) {
+        let _ = self.tenant.set(tenant);
     }
 
-    /// Returns the client that sent the request. All clients without an API key count as one client.
-    pub fn client(&self) -> Client {
-        self.client.get().copied().unwrap_or_default()
+    /// Returns the tenant that the request belongs to. All clients without an API key belong to one tenant.
+    pub fn tenant(&self) -> Tenant {
+        self.tenant.get().copied().unwrap_or_default()
     }
 
     pub fn set_status(&self, status: StatusCode) {

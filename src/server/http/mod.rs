@@ -2,11 +2,10 @@
 //!
 //! - `auth`: API keys, and protection against web pages of other sites
 //! - `body`: reads request bodies and their fields, and writes JSON responses
-//! - `error`: errors in the format of OpenAI's API; `dialect`: the same errors in the formats of Anthropic and ollama
+//! - `error`: errors in the format of OpenAI's API
 //! - `log`: the request log
 
 pub mod auth;
 pub mod body;
-pub mod dialect;
 pub mod error;
 pub mod log;

@@ -13,9 +13,9 @@ const MAX_RETRY: Duration = Duration::from_secs(60);
 /// The shortest wait that the server suggests. The header `retry-after-ms` is in whole milliseconds.
 const MIN_RETRY: Duration = Duration::from_millis(1);
 
-/// With several clients, the maximum ratio of one client's sequences to the capacity that then remains free.
-/// A request of a client without waiting or running sequences may exceed this ratio.
-/// With one answer per request, a single client therefore leaves a fifth of the capacity to the others.
+/// With several tenants, the maximum ratio of one tenant's sequences to the capacity that then remains free.
+/// A request of a tenant without waiting or running sequences may exceed this ratio.
+/// With one answer per request, a single tenant therefore leaves a fifth of the capacity to the others.
 const MAX_SHARE_OF_ROOM: usize = 4;
 
 /// Counts the sequences that are waiting or running, and rejects sequences above the limit.
@@ -28,7 +28,7 @@ pub struct Admission {
 
 /// The sequences that are waiting or running, and the times at which sequences ended.
 struct State {
-    /// For each client, the number of its sequences that are waiting or running.
+    /// For each tenant, the number of its sequences that are waiting or running.
     admitted: Vec<usize>,
     ends: FreeTimes,
 }
@@ -40,32 +40,32 @@ impl State {
 }
 
 impl Admission {
-    /// Creates an [`Admission`] for `clients` clients, which admits at most `limit` sequences at once.
-    pub fn new(limit: usize, clients: usize) -> Self {
-        let admitted = vec![0; clients.max(1)];
+    /// Creates an [`Admission`] for `tenants` tenants, which admits at most `limit` sequences at once.
+    pub fn new(limit: usize, tenants: usize) -> Self {
+        let admitted = vec![0; tenants.max(1)];
         let state = Mutex::new(State { admitted, ends: FreeTimes::new(Instant::now()) });
         Self { limit, state, idle: Notify::new() }
     }
 
-    /// Admits `count` sequences of a client, or returns the wait to suggest before a retry.
-    pub fn admit(self: &Arc<Self>, client: usize, count: usize) -> Result<Permit, Duration> {
+    /// Admits `count` sequences of a tenant, or returns the wait to suggest before a retry.
+    pub fn admit(self: &Arc<Self>, tenant: usize, count: usize) -> Result<Permit, Duration> {
         let mut state = self.lock();
         let total = state.total();
-        if !self.has_room(&state, client, count) {
+        if !self.has_room(&state, tenant, count) {
             return Err(self.expected_wait(&state, count));
         }
         if total == 0 {
             // The time without admitted sequences must not count as an interval between two ends.
             state.ends.restart(Instant::now());
         }
-        state.admitted[client] += count;
-        Ok(Permit { admission: self.clone(), client, count })
+        state.admitted[tenant] += count;
+        Ok(Permit { admission: self.clone(), tenant, count })
     }
 
-    /// Returns the wait to suggest before sending `count` sequences of a client, or `None` if there is room for them.
-    pub fn wait(&self, client: usize, count: usize) -> Option<Duration> {
+    /// Returns the wait to suggest before sending `count` sequences of a tenant, or `None` if there is room for them.
+    pub fn wait(&self, tenant: usize, count: usize) -> Option<Duration> {
         let state = self.lock();
-        (!self.has_room(&state, client, count)).then(|| self.expected_wait(&state, count))
+        (!self.has_room(&state, tenant, count)).then(|| self.expected_wait(&state, count))
     }
 
     /// Returns the expected time until a waiting sequence can start if `ahead` sequences wait before it.
@@ -85,10 +85,10 @@ impl Admission {
         suggested_wait(&state.ends, (state.total() + count).saturating_sub(self.limit).max(1))
     }
 
-    fn has_room(&self, state: &State, client: usize, count: usize) -> bool {
+    fn has_room(&self, state: &State, tenant: usize, count: usize) -> bool {
         let Some(room) = self.limit.checked_sub(state.total() + count) else { return false };
-        let own = state.admitted[client];
-        // A client without sequences can use the whole remaining capacity,
+        let own = state.admitted[tenant];
+        // A tenant without sequences can use the whole remaining capacity,
         // so that an idle server admits any request up to the limit.
         state.admitted.len() == 1 || own == 0 || own + count <= room.saturating_mul(MAX_SHARE_OF_ROOM)
     }
@@ -114,10 +114,10 @@ impl Admission {
         }
     }
 
-    fn release(&self, client: usize, count: usize) {
+    fn release(&self, tenant: usize, count: usize) {
         let mut state = self.lock();
         state.ends.add(Instant::now(), count);
-        state.admitted[client] -= count;
+        state.admitted[tenant] -= count;
         if state.total() == 0 {
             self.idle.notify_waiters();
         }
@@ -139,13 +139,13 @@ fn suggested_wait(ends: &FreeTimes, count: usize) -> Duration {
 /// The permission to run sequences. Dropping the permit lets the server admit other sequences.
 pub struct Permit {
     admission: Arc<Admission>,
-    client: usize,
+    tenant: usize,
     count: usize,
 }
 
 impl Drop for Permit {
     fn drop(&mut self) {
-        self.admission.release(self.client, self.count);
+        self.admission.release(self.tenant, self.count);
     }
 }
 

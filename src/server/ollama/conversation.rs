@@ -5,9 +5,9 @@ use std::collections::VecDeque;
 use serde_json::{Value, json};
 
 use crate::chat::{Message, Role};
-use crate::server::chat;
 use crate::server::http::body::Fields;
 use crate::server::http::error::ApiError;
+use crate::server::openai::chat;
 
 /// Reads the field `messages`. Returns `None` if there are no messages.
 pub fn read(fields: &mut Fields) -> Result<Option<Vec<Message>>, ApiError> {

@@ -6,6 +6,7 @@
 //! Source: ollama's `docs/api.md`, and the types of the package `ollama` 0.6.3 (PyPI).
 
 mod conversation;
+mod error;
 mod models;
 mod request;
 mod response;
@@ -28,6 +29,7 @@ use crate::engine::EngineHandle;
 use request::OllamaRequest;
 use response::{Route, Text, load_response, part};
 
+pub use error::OllamaError;
 pub use models::{pull, running, show, tags, version};
 
 /// The content type of streams: one JSON object per line.
@@ -119,7 +121,7 @@ impl EventWriter for LineWriter {
     }
 
     fn fail(&mut self, error: &ApiError, _answers: &Answers, out: &mut EventBuffer) {
-        out.push_line(&super::http::dialect::OllamaError::new(error));
+        out.push_line(&OllamaError::new(error));
     }
 
     fn end(&mut self, _out: &mut EventBuffer) {}

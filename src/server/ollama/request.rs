@@ -5,11 +5,11 @@ use serde_json::{Value, json};
 use super::conversation;
 use crate::chat::{Message, ReasoningEffort, RenderOptions, today};
 use crate::engine::{EngineHandle, GenerateOptions, Grammar, GrammarKind, Request};
-use crate::server::chat::{Tools, read_tools};
 use crate::server::generation::constraint::named;
 use crate::server::generation::generate_options;
 use crate::server::http::body::Fields;
 use crate::server::http::error::ApiError;
+use crate::server::openai::chat::{Tools, read_tools};
 use crate::server::state::Server;
 
 /// Unsupported options that would change the output. Each entry lists the accepted values of the option.

@@ -4,9 +4,9 @@ use serde::Serialize;
 use serde_json::{Map, Value};
 
 use crate::engine::FinishReason;
-use crate::server::chat::{TokenLogprob, scored_tokens};
 use crate::server::generation::Answers;
 use crate::server::generation::choice::AnswerPiece;
+use crate::server::openai::chat::{TokenLogprob, scored_tokens};
 
 /// An ollama route that generates text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -1,6 +1,6 @@
 //! Keeps records of the most recent requests, so that their answers can be reproduced.
 //!
-//! Records contain prompts and answers, so a client can read only its own records.
+//! Records contain prompts and answers, so a tenant can read only its own records.
 //! The most recent records stay in memory. If the options name a folder, records are also written to it,
 //! except while `MAX_WAITING` records already wait for the disk.
 
@@ -16,8 +16,8 @@ use anyhow::{Context, Result};
 use super::options::RecordOptions;
 use crate::engine::Record;
 use crate::files;
-use crate::server::client::Client;
 use crate::server::ids;
+use crate::server::tenant::Tenant;
 
 /// The maximum number of records that wait to be written to the folder. Records beyond this number are not written.
 const MAX_WAITING: usize = 256;
@@ -39,7 +39,7 @@ struct Ring {
 }
 
 struct Entry {
-    client: Client,
+    tenant: Tenant,
     record: Arc<Record>,
     bytes: usize,
 }
@@ -63,7 +63,7 @@ impl Recorder {
 
     /// Adds a record. Drops the oldest records from memory while the records in memory exceed the limit.
     /// A record that alone exceeds the limit is not kept in memory.
-    pub fn add(&self, client: Client, record: Record) {
+    pub fn add(&self, tenant: Tenant, record: Record) {
         let record = Arc::new(record);
         if let Some(writer) = &*lock(&self.writer)
             && let Err(TrySendError::Full(record)) = writer.records.try_send(record.clone())
@@ -76,17 +76,17 @@ impl Recorder {
         }
         let mut ring = lock(&self.ring);
         ring.bytes += bytes;
-        ring.entries.push_back(Entry { client, record, bytes });
+        ring.entries.push_back(Entry { tenant, record, bytes });
         while ring.bytes > self.limit {
             let Some(oldest) = ring.entries.pop_front() else { return };
             ring.bytes -= oldest.bytes;
         }
     }
 
-    /// Returns a client's newest record with this request id, if the record is still in memory.
-    pub fn get(&self, client: Client, id: &str) -> Option<Arc<Record>> {
+    /// Returns a tenant's newest record with this request id, if the record is still in memory.
+    pub fn get(&self, tenant: Tenant, id: &str) -> Option<Arc<Record>> {
         let ring = lock(&self.ring);
-        let entry = ring.entries.iter().rev().find(|entry| entry.client == client && entry.record.id == id);
+        let entry = ring.entries.iter().rev().find(|entry| entry.tenant == tenant && entry.record.id == id);
         entry.map(|entry| entry.record.clone())
     }
 

@@ -8,12 +8,12 @@ use axum::response::Response;
 use serde::Serialize;
 
 use crate::nn::kv_cache::BLOCK_TOKENS;
-use crate::server::chat::ChatRequest;
-use crate::server::client::Client;
 use crate::server::generation::reply;
 use crate::server::http::body::{json_response, read_json};
 use crate::server::http::error::ApiError;
+use crate::server::openai::chat::ChatRequest;
 use crate::server::state::Server;
+use crate::server::tenant::Tenant;
 
 #[derive(Serialize)]
 struct AdmissionPreview {
@@ -59,7 +59,7 @@ const OBJECT: &str = "admission";
 /// Reports when a chat completion request would start, and how many tokens and KV cache blocks it would need.
 pub async fn preview(
     State(server): State<Arc<Server>>,
-    Extension(client): Extension<Client>,
+    Extension(tenant): Extension<Tenant>,
     request: Request,
 ) -> Result<Response, ApiError> {
     let engine = server.open_engine()?.clone();
@@ -68,7 +68,7 @@ pub async fn preview(
     let ChatRequest { mut request, choices, ignored, .. } = ChatRequest::read(fields, &server, &engine)?;
     reply::check_strict(&headers, &ignored)?;
     if let Some(options) = &mut request.options {
-        options.tenant = client.index() as u64;
+        options.tenant = tenant.index() as u64;
         options.deterministic |= reply::is_deterministic(&headers);
     }
     // Use a thread that may block. Rendering takes milliseconds of CPU time, and the engine answers only between steps.
@@ -86,7 +86,7 @@ pub async fn preview(
         }
         Err(panic) => return Err(ApiError::internal(format!("cannot preview the request: {panic}"))),
     };
-    let full = server.admission.wait(client.index(), choices);
+    let full = server.admission.wait(tenant.index(), choices);
     let starts_now = found.preview.starts_now && full.is_none();
     let expected_wait = match full {
         Some(wait) => Some(wait),

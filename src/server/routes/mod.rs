@@ -2,13 +2,11 @@
 //!
 //! - `admission_preview`: reports whether and when a request would start
 //! - `health`: reports the health, the load and the metrics of the server
-//! - `models`: describes the served model
 //! - `receipts`, `records`: return the signed receipts and the records of requests
 //! - `tokenize`: converts between text and token ids
 
 pub mod admission_preview;
 pub mod health;
-pub mod models;
 pub mod receipts;
 pub mod records;
 pub mod tokenize;

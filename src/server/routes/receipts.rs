@@ -10,21 +10,21 @@ use axum::http::header::CONTENT_TYPE;
 use axum::response::Response;
 
 use super::records;
-use crate::server::client::Client;
 use crate::server::http::body::json_response;
 use crate::server::http::error::ApiError;
 use crate::server::records::Receipt;
 use crate::server::records::ReceiptKey;
 use crate::server::state::Server;
+use crate::server::tenant::Tenant;
 
-/// Returns the signed receipt of a request. A client can read only the receipts of its own requests.
+/// Returns the signed receipt of a request. A tenant can read only the receipts of its own requests.
 pub async fn get(
     State(server): State<Arc<Server>>,
-    Extension(client): Extension<Client>,
+    Extension(tenant): Extension<Tenant>,
     Path(id): Path<String>,
 ) -> Result<Response, ApiError> {
     let key = signing_key(&server)?;
-    let record = records::find(&server, client, &id)?;
+    let record = records::find(&server, tenant, &id)?;
     let chat_format = server.loaded_engine()?.language().chat_format().ok().map(|format| format.name().to_string());
     let receipt = Receipt::new(&record, server.model_files()?.clone(), chat_format);
     let signed = receipt.and_then(|receipt| receipt.sign(key));

@@ -7,28 +7,28 @@ use axum::extract::{Path, State};
 use axum::response::Response;
 
 use crate::engine::Record;
-use crate::server::client::Client;
 use crate::server::http::body::json_response;
 use crate::server::http::error::ApiError;
 use crate::server::state::Server;
+use crate::server::tenant::Tenant;
 
-/// Returns the record of a request. A client can read only the records of its own requests.
+/// Returns the record of a request. A tenant can read only the records of its own requests.
 pub async fn get(
     State(server): State<Arc<Server>>,
-    Extension(client): Extension<Client>,
+    Extension(tenant): Extension<Tenant>,
     Path(id): Path<String>,
 ) -> Result<Response, ApiError> {
-    json_response(&*find(&server, client, &id)?)
+    json_response(&*find(&server, tenant, &id)?)
 }
 
-/// Returns the record of a request that `client` sent.
+/// Returns the record of a request of this tenant.
 /// Fails if the server has no such record, or if it was started with `--no-auth`.
-pub fn find(server: &Server, client: Client, id: &str) -> Result<Arc<Record>, ApiError> {
+pub fn find(server: &Server, tenant: Tenant, id: &str) -> Result<Arc<Record>, ApiError> {
     if server.options.no_auth {
         // Without authentication, the server cannot tell clients apart.
         // Each client could then read the prompts of all other clients.
         return Err(ApiError::forbidden("a server with --no-auth returns no records: use --record FOLDER"));
     }
-    let record = server.recorder.get(client, id);
+    let record = server.recorder.get(tenant, id);
     record.ok_or_else(|| ApiError::not_found(format!("the server has no record of the request '{id}'")))
 }

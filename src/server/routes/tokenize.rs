@@ -8,11 +8,11 @@ use serde::Serialize;
 
 use crate::chat::{ReasoningEffort, RenderOptions, today};
 use crate::engine::EngineHandle;
-use crate::server::chat;
 use crate::server::generation::generate_options::{check_model, read_token_ids};
 use crate::server::generation::reply;
 use crate::server::http::body::{Fields, json_response, read_json};
 use crate::server::http::error::ApiError;
+use crate::server::openai::chat;
 use crate::server::state::Server;
 use crate::tokenizer::ControlTokens;
 

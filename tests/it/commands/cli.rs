@@ -101,8 +101,7 @@ fn list_shows_the_demo() {
     assert!(table.contains("demo") && table.contains("gpt_oss") && table.contains("mxfp4"), "{table}");
     let json: Value = serde_json::from_slice(&run(&["list", "--json"]).stdout).unwrap();
     let demo = &json[0];
-    // Scripts may still read the old field name `quantisation`.
-    for field in ["name", "revision", "family", "quantization", "quantisation", "parameters", "size_bytes", "path"] {
+    for field in ["name", "revision", "family", "quantization", "parameters", "size_bytes", "path"] {
         assert!(!demo[field].is_null(), "{field}");
     }
     assert!(demo["size_bytes"].as_u64().unwrap() < 8_000_000);
@@ -193,9 +192,7 @@ fn perplexity_reports_every_token() {
     let (small, large) = (quantized("q8_0"), quantized("q4_0"));
     let kl = |json: &Value| json["kl"].as_f64().unwrap();
     assert!(0.0 < kl(&small) && kl(&small) < 0.01 && kl(&small) < kl(&large), "{} {}", kl(&small), kl(&large));
-    for key in ["unquantized_weight_bytes", "unquantised_weight_bytes"] {
-        assert_eq!(small[key], json["weight_bytes"], "{key}");
-    }
+    assert_eq!(small["unquantized_weight_bytes"], json["weight_bytes"]);
     assert!(large["weight_bytes"].as_u64() < small["weight_bytes"].as_u64());
     assert!(small["weight_bytes"].as_u64() < json["weight_bytes"].as_u64());
     assert_fails(&run(&["perplexity", "demo", "--device", "cpu", "--file", file, "--kl"]), 2, &["--quantize"]);

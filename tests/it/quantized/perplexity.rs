@@ -164,7 +164,7 @@ fn digest(subject: &Subject, quantize: QuantizationTarget) -> i64 {
     digest as i64
 }
 
-/// Compares `Engine::negative_log_likelihood`, which `inferno perplexity` calls, with transformers.
+/// Compares `EngineHandle::negative_log_likelihood`, which `inferno perplexity` calls, with transformers.
 #[test]
 fn engine_agrees_with_transformers_on_the_loss_of_a_text() {
     let dir = golden("trained");

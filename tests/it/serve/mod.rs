@@ -3,6 +3,7 @@
 mod access;
 mod admission;
 mod answers;
+mod anthropic;
 mod cancel;
 mod client;
 mod connections;
@@ -14,7 +15,6 @@ mod health;
 mod hostile;
 mod lifecycle;
 mod loading;
-mod messages;
 mod ollama;
 mod receipts;
 mod records;

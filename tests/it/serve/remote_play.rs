@@ -270,7 +270,7 @@ fn failures_of_a_server_are_explained() {
     assert_fails(&ask(&redirect.url, &["org/a"]), 1, &["redirects to 'http://127.0.0.1:1/v1'"]);
     let long = r#"{"object":"error","message":"This model's maximum context length is 100 tokens."}"#;
     let long = refusal("400 Bad Request", "", long);
-    assert_fails(&ask(&long.url, &["org/b"]), 10, &["maximum context length is 100", "/clear"]);
+    assert_fails(&ask(&long.url, &["org/b"]), 10, &["maximum context length is 100", "shorten the prompt"]);
     let unknown = refusal("404 Not Found", "", r#"{"detail":"no such route"}"#);
     assert_fails(&ask(&unknown.url, &["org/b"]), 3, &["no such route"]);
 

@@ -207,8 +207,14 @@ fn a_running_response_can_be_canceled() {
         streams.push((stream, text, id));
     }
     server.wait("the first response is running", |server| server.metric("inferno_num_requests_running") == 1.0);
-    for (mut stream, mut text, id) in streams.into_iter().rev() {
-        assert_eq!(server.get(&format!("/v1/responses/{id}")).ok()["status"], "in_progress");
+    let response = |id: &str| server.get(&format!("/v1/responses/{id}")).ok();
+    let first_text = |response: &Value| response["output"][0]["content"][0]["text"].as_str().map(str::to_string);
+    server.wait("the first response has text", |_| first_text(&response(&streams[0].2)).is_some());
+    let partial = response(&streams[0].2);
+    assert_eq!((&partial["status"], &partial["usage"]), (&json!("in_progress"), &Value::Null));
+    assert_eq!(response(&streams[1].2)["output"], json!([]));
+    for (index, (mut stream, mut text, id)) in streams.into_iter().enumerate().rev() {
+        assert_eq!(response(&id)["status"], "in_progress");
         let canceled = server.post(&format!("/v1/responses/{id}/cancel"), &json!({})).ok();
         assert_eq!((&canceled["id"], &canceled["status"]), (&json!(id), &json!("cancelled")));
         while let Some(chunk) = read_chunk(&mut stream) {
@@ -217,7 +223,12 @@ fn a_running_response_can_be_canceled() {
         let events = parse_events(&String::from_utf8(text).unwrap());
         let last = events.last().unwrap();
         assert_eq!((&last["type"], &last["response"]["status"]), (&json!("response.incomplete"), &json!("cancelled")));
-        assert_eq!(server.get(&format!("/v1/responses/{id}")).ok(), last["response"]);
+        assert_eq!(response(&id), last["response"]);
+        if index == 0 {
+            let whole = &last["response"];
+            assert_eq!(partial["output"][0]["id"], whole["output"][0]["id"]);
+            assert!(first_text(whole).unwrap().starts_with(&first_text(&partial).unwrap()), "{partial} {whole}");
+        }
     }
     server.wait_until_idle();
     // If the client of a streamed response disconnects, the response is canceled.

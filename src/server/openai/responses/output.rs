@@ -5,8 +5,8 @@
 use super::events::{Event, EventPosition, EventSink};
 use super::item::{Item, ItemContent, ItemStatus};
 use crate::chat::Role;
-use crate::server::chat::{TokenLogprob, scored_tokens};
 use crate::server::generation::choice::AnswerPiece;
+use crate::server::openai::chat::{TokenLogprob, scored_tokens};
 use crate::tokenizer::Tokenizer;
 
 /// Which optional parts of an answer the client wants.
@@ -28,6 +28,11 @@ pub struct Output {
 impl Output {
     pub fn new(shape: Shape) -> Self {
         Self { shape, items: Vec::new(), calls: Vec::new() }
+    }
+
+    /// Returns the output items so far.
+    pub fn items(&self) -> &[Item] {
+        &self.items
     }
 
     /// Takes the output items. The last item is complete only after [`finish`](Self::finish).

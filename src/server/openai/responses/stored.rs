@@ -9,19 +9,19 @@ use axum::response::Response;
 use serde::Serialize;
 
 use super::item::Item;
-use super::store::{ClientStore, Store, StoredResponse};
-use crate::server::client::Client;
+use super::store::{Store, StoredResponse, TenantStore};
 use crate::server::http::body::json_response;
 use crate::server::http::error::ApiError;
+use crate::server::tenant::Tenant;
 
 /// The number of items to list if the query has no `limit`.
 const DEFAULT_LIMIT: usize = 20;
 /// The maximum value of the query parameter `limit`.
 const MAX_LIMIT: usize = 100;
 
-/// Returns a stored response, or a response in progress that will be stored and has no output yet.
+/// Returns a stored response, or a response in progress that will be stored, with its output so far.
 pub async fn get(
-    Extension(client): Extension<Client>,
+    Extension(tenant): Extension<Tenant>,
     Extension(store): Extension<Arc<Store>>,
     Path(id): Path<String>,
     uri: Uri,
@@ -29,11 +29,13 @@ pub async fn get(
     if Query(&uri).get("stream").is_some_and(|value| value != "false") {
         return Err(ApiError::unsupported("stream", "inferno does not store the events of a response"));
     }
-    let store = ClientStore::new(store, client);
-    match store.running(&id) {
-        Some(object) if object.settings.store => json_response(&object),
-        _ => json_response(&find(&store, &id)?.object),
+    let store = TenantStore::new(store, tenant);
+    // A response is stored shortly before the store stops listing it as in progress.
+    if let Some(stored) = store.get(&id) {
+        return json_response(&stored.object);
     }
+    let running = store.running(&id).filter(|object| object.settings.store);
+    json_response(&running.ok_or_else(|| unknown(&id))?)
 }
 
 #[derive(Serialize)]
@@ -45,11 +47,11 @@ struct Deleted<'a> {
 
 /// Deletes a stored response.
 pub async fn delete(
-    Extension(client): Extension<Client>,
+    Extension(tenant): Extension<Tenant>,
     Extension(store): Extension<Arc<Store>>,
     Path(id): Path<String>,
 ) -> Result<Response, ApiError> {
-    if ClientStore::new(store, client).remove(&id) {
+    if TenantStore::new(store, tenant).remove(&id) {
         json_response(&Deleted { id: &id, object: "response", deleted: true })
     } else {
         Err(unknown(&id))
@@ -58,14 +60,14 @@ pub async fn delete(
 
 /// Cancels a response in progress and returns it. If the response has already ended, returns it unchanged.
 pub async fn cancel(
-    Extension(client): Extension<Client>,
+    Extension(tenant): Extension<Tenant>,
     Extension(store): Extension<Arc<Store>>,
     Path(id): Path<String>,
 ) -> Result<Response, ApiError> {
-    let store = ClientStore::new(store, client);
-    match store.cancel(&id) {
-        Some(object) => json_response(&object),
-        None => json_response(&find(&store, &id)?.object),
+    let store = TenantStore::new(store, tenant);
+    match store.get(&id) {
+        Some(stored) => json_response(&stored.object),
+        None => json_response(&store.cancel(&id).ok_or_else(|| unknown(&id))?),
     }
 }
 
@@ -80,13 +82,13 @@ struct ItemList<'a> {
 
 /// Lists the input items of a response. The newest item comes first, unless the query sets `order` to `asc`.
 pub async fn input_items(
-    Extension(client): Extension<Client>,
+    Extension(tenant): Extension<Tenant>,
     Extension(store): Extension<Arc<Store>>,
     Path(id): Path<String>,
     uri: Uri,
 ) -> Result<Response, ApiError> {
     let query = Query(&uri);
-    let stored = find(&ClientStore::new(store, client), &id)?;
+    let stored = find(&TenantStore::new(store, tenant), &id)?;
     let limit = match query.get("limit").map(str::parse) {
         None => DEFAULT_LIMIT,
         Some(Ok(limit)) if (1..=MAX_LIMIT).contains(&limit) => limit,
@@ -116,7 +118,7 @@ pub async fn input_items(
     })
 }
 
-fn find(store: &ClientStore, id: &str) -> Result<Arc<StoredResponse>, ApiError> {
+fn find(store: &TenantStore, id: &str) -> Result<Arc<StoredResponse>, ApiError> {
     store.get(id).ok_or_else(|| unknown(id))
 }
 

@@ -5,11 +5,11 @@ use serde_json::{Value, json};
 use super::conversation;
 use crate::chat::{Message, ReasoningEffort, RenderOptions, today};
 use crate::engine::{EngineHandle, GenerateOptions, Grammar};
-use crate::server::chat::{MAX_TOOLS, ToolChoice, Tools, check_function};
 use crate::server::generation::constraint::read_output_format;
 use crate::server::generation::generate_options;
 use crate::server::http::body::Fields;
 use crate::server::http::error::ApiError;
+use crate::server::openai::chat::{MAX_TOOLS, ToolChoice, Tools, check_function};
 use crate::server::state::Server;
 
 /// The maximum number of stop sequences.

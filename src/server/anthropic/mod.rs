@@ -8,6 +8,7 @@
 mod block;
 mod content;
 mod conversation;
+mod error;
 mod events;
 mod object;
 mod request;
@@ -24,7 +25,6 @@ use super::generation::event_stream::{self, EventBuffer, EventWriter};
 use super::generation::reply;
 use super::generation::{self, Answers, Submission};
 use super::http::body::{json_response, read_json};
-use super::http::dialect::MessagesError;
 use super::http::error::ApiError;
 use super::http::log::RequestLog;
 use super::ids;
@@ -34,6 +34,8 @@ use content::Content;
 use events::{Event, EventSink, NoEvents};
 use object::{MessageObject, StopDelta};
 use request::MessagesRequest;
+
+pub use error::MessagesError;
 
 /// Handles `POST /v1/messages`: generates the next message in a conversation.
 pub async fn create(

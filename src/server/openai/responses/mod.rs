@@ -11,29 +11,29 @@ mod store;
 mod stored;
 mod tools;
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use axum::Extension;
 use axum::extract::{Request, State};
 use axum::response::Response;
 use serde::Serialize;
 
-use super::client::Client;
-use super::generation::choice::{Finish, Pieces};
-use super::generation::event_stream::{self, EventBuffer, EventWriter};
-use super::generation::reply;
-use super::generation::{self, Answers, Submission};
-use super::http::body::{json_response, read_json};
-use super::http::error::ApiError;
-use super::http::log::RequestLog;
-use super::state::Server;
 use crate::engine;
+use crate::server::generation::choice::{Finish, Pieces};
+use crate::server::generation::event_stream::{self, EventBuffer, EventWriter};
+use crate::server::generation::reply;
+use crate::server::generation::{self, Answers, Submission};
+use crate::server::http::body::{json_response, read_json};
+use crate::server::http::error::ApiError;
+use crate::server::http::log::RequestLog;
+use crate::server::state::Server;
+use crate::server::tenant::Tenant;
 use events::{Event, EventSink, NoEvents, NumberedEvents};
 use item::Item;
 use object::{ResponseObject, ResponseStatus};
 use output::Output;
 use request::ResponseRequest;
-use store::{ClientStore, RunningGuard, StoredResponse};
+use store::{RunningGuard, StoredResponse, TenantStore};
 
 pub use store::Store;
 pub use stored::{cancel, delete, get, input_items};
@@ -42,12 +42,12 @@ pub use stored::{cancel, delete, get, input_items};
 pub async fn create(
     State(server): State<Arc<Server>>,
     Extension(log): Extension<Arc<RequestLog>>,
-    Extension(client): Extension<Client>,
+    Extension(tenant): Extension<Tenant>,
     Extension(store): Extension<Arc<Store>>,
     request: Request,
 ) -> Result<Response, ApiError> {
     let engine = server.open_engine()?.clone();
-    let store = ClientStore::new(store, client);
+    let store = TenantStore::new(store, tenant);
     let headers = request.headers().clone();
     let fields = read_json(request, &server.options.timeouts).await?;
     let ResponseRequest { messages, render, options, settings, input, shape, is_stream, ignored } =
@@ -63,10 +63,10 @@ pub async fn create(
         prompt_field: "input",
     };
     let mut answers = generation::submit(&server, log, submission).await?;
-    let mut progress =
-        Progress { object: ResponseObject::new(settings), input, output: Output::new(shape), finish: None };
+    let output = Arc::new(Mutex::new(Output::new(shape)));
+    let mut progress = Progress { object: ResponseObject::new(settings), input, output, finish: None };
     let response = if is_stream {
-        let (running, cancel) = store.start(&progress.object);
+        let (running, cancel) = store.start(&progress.object, &progress.output);
         answers.cancel_on(cancel);
         let writer = ResponseWriter { progress, running, next_event: 0 };
         event_stream::response(answers, writer, server.options.timeouts.ping)
@@ -91,14 +91,14 @@ struct InputTokens {
 /// Handles `POST /v1/responses/input_tokens`: counts the tokens of a prompt.
 pub async fn count_tokens(
     State(server): State<Arc<Server>>,
-    Extension(client): Extension<Client>,
+    Extension(tenant): Extension<Tenant>,
     Extension(store): Extension<Arc<Store>>,
     request: Request,
 ) -> Result<Response, ApiError> {
     let engine = server.loaded_engine()?.clone();
     let headers = request.headers().clone();
     let fields = read_json(request, &server.options.timeouts).await?;
-    let request = ResponseRequest::read(fields, &server, &engine, &ClientStore::new(store, client))?;
+    let request = ResponseRequest::read(fields, &server, &engine, &TenantStore::new(store, tenant))?;
     reply::check_strict(&headers, &request.ignored)?;
     let worker = tokio::task::spawn_blocking(move || engine.render(&request.messages, &request.render));
     let rendered = worker.await.map_err(|panic| ApiError::internal(format!("cannot count the tokens: {panic}")))?;
@@ -111,20 +111,26 @@ pub async fn count_tokens(
 struct Progress {
     object: ResponseObject,
     input: Vec<Arc<Item>>,
-    output: Output,
+    /// The output so far. The store reads it for requests about a response in progress.
+    output: Arc<Mutex<Output>>,
     finish: Option<Finish>,
 }
 
 impl Progress {
     /// Adds pieces of the answer to the response.
     fn push(&mut self, pieces: Pieces, answers: &Answers, events: &mut impl EventSink) {
+        self.finish = pieces.finish.or(self.finish);
+        let mut output = self.lock_output();
         for piece in pieces.pieces {
-            self.output.push(piece, answers.engine().tokenizer(), events);
+            output.push(piece, answers.engine().tokenizer(), events);
         }
         if let Some(finish) = pieces.finish {
-            self.finish = Some(finish);
-            self.output.finish(finish != Finish::Length && !answers.is_canceled(), events);
+            output.finish(finish != Finish::Length && !answers.is_canceled(), events);
         }
+    }
+
+    fn lock_output(&self) -> MutexGuard<'_, Output> {
+        self.output.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Sets the fields that are known only at the end of the response. Returns the name of the last event.
@@ -135,13 +141,13 @@ impl Progress {
             Some(Finish::Stop | Finish::ToolCalls) => (ResponseStatus::Completed, "response.completed"),
             None => (ResponseStatus::Failed, "response.failed"),
         };
-        let items = self.output.take().into_iter().map(Arc::new).collect();
+        let items = self.lock_output().take().into_iter().map(Arc::new).collect();
         self.object.end(status, items, answers.usage());
         event
     }
 
     /// Stores the response, unless the request contains `"store": false`.
-    fn save(&mut self, store: &ClientStore) {
+    fn save(&mut self, store: &TenantStore) {
         if self.object.settings.store {
             let input = std::mem::take(&mut self.input);
             store.insert(StoredResponse { object: self.object.clone(), input });
@@ -165,11 +171,11 @@ impl ResponseWriter {
         events.send(name, Event::Response { response: &self.progress.object });
     }
 
-    /// Sends the last event. Stores the response, unless the request contains `"store": false`.
+    /// Stores the response, unless the request contains `"store": false`. Sends the last event.
     fn end(&mut self, answers: &Answers, out: &mut EventBuffer) {
         let event = self.progress.end(answers);
-        self.send(event, out);
         self.progress.save(self.running.store());
+        self.send(event, out);
     }
 }
 
@@ -190,7 +196,7 @@ impl EventWriter for ResponseWriter {
 
     fn fail(&mut self, error: &ApiError, answers: &Answers, out: &mut EventBuffer) {
         let mut events = NumberedEvents { next: &mut self.next_event, out };
-        self.progress.output.finish(false, &mut events);
+        self.progress.lock_output().finish(false, &mut events);
         self.progress.object.set_error(error);
         self.end(answers, out);
     }

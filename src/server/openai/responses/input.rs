@@ -6,11 +6,11 @@ use std::sync::Arc;
 use serde_json::Value;
 
 use super::item::{Item, ItemContent, ItemStatus, decode_reasoning};
-use super::store::ClientStore;
+use super::store::TenantStore;
 use crate::chat::Role;
-use crate::server::chat::read_content;
 use crate::server::http::body::{Fields, MAX_BODY_BYTES};
 use crate::server::http::error::ApiError;
+use crate::server::openai::chat::read_content;
 
 /// The maximum length, in bytes, of the id of an input item.
 const MAX_ID: usize = 128;
@@ -24,7 +24,7 @@ pub struct Input {
 }
 
 /// Reads the fields `previous_response_id` and `input`. Also returns the id of the previous response.
-pub fn read(fields: &mut Fields, store: &ClientStore) -> Result<(Input, Option<String>), ApiError> {
+pub fn read(fields: &mut Fields, store: &TenantStore) -> Result<(Input, Option<String>), ApiError> {
     let previous = fields.take_string("previous_response_id")?;
     let mut budget = MAX_BODY_BYTES;
     let earlier = match &previous {
@@ -101,7 +101,7 @@ fn read_item(
     fields: &mut Fields,
     path: &str,
     value: Value,
-    store: &ClientStore,
+    store: &TenantStore,
     budget: &mut usize,
 ) -> Result<Arc<Item>, ApiError> {
     let mut item = Fields::nested(path, value)?;

@@ -3,9 +3,9 @@
 use serde_json::Value;
 
 use crate::chat::{Message, Role, ToolCall};
-use crate::server::chat::read_content;
 use crate::server::http::body::Fields;
 use crate::server::http::error::ApiError;
+use crate::server::openai::chat::read_content;
 
 /// Reads the fields `system` and `messages` into one list. Fails if the last message is an assistant message.
 pub fn read(fields: &mut Fields) -> Result<Vec<Message>, ApiError> {

@@ -4,8 +4,8 @@ use serde::Serialize;
 
 use super::item::{Item, Part};
 use super::object::ResponseObject;
-use crate::server::chat::TokenLogprob;
 use crate::server::generation::event_stream::EventBuffer;
+use crate::server::openai::chat::TokenLogprob;
 
 /// Receives the stream events of a response.
 pub trait EventSink {

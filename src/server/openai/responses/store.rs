@@ -8,23 +8,24 @@ use tokio::sync::oneshot;
 
 use super::item::Item;
 use super::object::{ResponseObject, ResponseStatus};
-use crate::server::client::Client;
+use super::output::Output;
+use crate::server::tenant::Tenant;
 
-/// The maximum memory for the stored responses of one client, in bytes.
+/// The maximum memory for the stored responses of one tenant, in bytes.
 /// Above this limit, the least recently used responses are dropped.
 const MAX_BYTES: usize = 64 << 20;
 
 /// The maximum time that a stored response is kept after its last use.
 const MAX_AGE: Duration = Duration::from_secs(30 * 60);
 
-/// The stored responses of all clients. A client cannot refer to the responses of another client.
+/// The stored responses of all tenants. A client cannot refer to the responses of another client.
 #[derive(Default)]
-pub struct Store(Mutex<HashMap<Client, Responses>>);
+pub struct Store(Mutex<HashMap<Tenant, Responses>>);
 
-/// The stored responses of one client.
-pub struct ClientStore {
+/// The stored responses of one tenant.
+pub struct TenantStore {
     store: Arc<Store>,
-    client: Client,
+    tenant: Tenant,
 }
 
 /// A stored response that has ended, with its input.
@@ -56,18 +57,19 @@ struct Entry {
 /// A response in progress.
 struct Running {
     object: ResponseObject,
+    output: Arc<Mutex<Output>>,
     cancel: Option<oneshot::Sender<()>>,
 }
 
-impl ClientStore {
-    pub fn new(store: Arc<Store>, client: Client) -> Self {
-        Self { store, client }
+impl TenantStore {
+    pub fn new(store: Arc<Store>, tenant: Tenant) -> Self {
+        Self { store, tenant }
     }
 
     fn with<T>(&self, call: impl FnOnce(&mut Responses) -> T) -> T {
-        let (mut clients, now) = (self.store.lock(), Instant::now());
-        clients.values_mut().for_each(|responses| responses.evict(now));
-        call(clients.entry(self.client).or_default())
+        let (mut tenants, now) = (self.store.lock(), Instant::now());
+        tenants.values_mut().for_each(|responses| responses.evict(now));
+        call(tenants.entry(self.tenant).or_default())
     }
 
     /// Stores a response.
@@ -96,19 +98,19 @@ impl ClientStore {
         self.with(|responses| responses.remove(id))
     }
 
-    /// Lists a response as in progress until the returned guard is dropped.
+    /// Lists a response as in progress until the returned guard is dropped. `output` collects its output items.
     /// If the response is canceled, the returned receiver receives a message.
-    pub fn start(&self, object: &ResponseObject) -> (RunningGuard, oneshot::Receiver<()>) {
+    pub fn start(&self, object: &ResponseObject, output: &Arc<Mutex<Output>>) -> (RunningGuard, oneshot::Receiver<()>) {
         let (sender, receiver) = oneshot::channel();
-        let running = Running { object: object.clone(), cancel: Some(sender) };
+        let running = Running { object: object.clone(), output: output.clone(), cancel: Some(sender) };
         self.with(|responses| responses.running.insert(object.id.clone(), running));
-        let store = ClientStore { store: self.store.clone(), client: self.client };
+        let store = TenantStore { store: self.store.clone(), tenant: self.tenant };
         (RunningGuard { store, id: object.id.clone() }, receiver)
     }
 
-    /// Returns a response in progress, or `None` if no response with this id is in progress.
+    /// Returns a response in progress with its output so far, or `None` if no response with this id is in progress.
     pub fn running(&self, id: &str) -> Option<ResponseObject> {
-        self.with(|responses| responses.running.get(id).map(|running| running.object.clone()))
+        self.with(|responses| responses.running.get(id).map(Running::snapshot))
     }
 
     /// Cancels a response in progress and returns it. Returns `None` if no response with this id is in progress.
@@ -120,20 +122,30 @@ impl ClientStore {
                 let _ = cancel.send(());
             }
             running.object.set_status(ResponseStatus::Cancelled);
-            Some(running.object.clone())
+            Some(running.snapshot())
         })
+    }
+}
+
+impl Running {
+    /// Returns the response with its output so far.
+    fn snapshot(&self) -> ResponseObject {
+        let mut object = self.object.clone();
+        let output = self.output.lock().unwrap_or_else(PoisonError::into_inner);
+        object.output = output.items().iter().cloned().map(Arc::new).collect();
+        object
     }
 }
 
 /// A guard of a response in progress. Dropping the guard removes the response from the responses in progress.
 pub struct RunningGuard {
-    store: ClientStore,
+    store: TenantStore,
     id: String,
 }
 
 impl RunningGuard {
     /// Returns the store that contains the response.
-    pub fn store(&self) -> &ClientStore {
+    pub fn store(&self) -> &TenantStore {
         &self.store
     }
 }
@@ -145,7 +157,7 @@ impl Drop for RunningGuard {
 }
 
 impl Store {
-    fn lock(&self) -> MutexGuard<'_, HashMap<Client, Responses>> {
+    fn lock(&self) -> MutexGuard<'_, HashMap<Tenant, Responses>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

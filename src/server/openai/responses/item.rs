@@ -4,8 +4,8 @@ use serde::ser::SerializeMap;
 use serde::{Serialize, Serializer};
 
 use crate::chat::Role;
-use crate::server::chat::TokenLogprob;
 use crate::server::ids;
+use crate::server::openai::chat::TokenLogprob;
 
 /// The prefix of `encrypted_content` that marks reasoning from inferno, not from another service.
 const REASONING_PREFIX: &str = "inferno-";
@@ -16,6 +16,7 @@ const ITEM_BYTES: usize = 512;
 const LOGPROB_BYTES: usize = 128;
 
 /// An item of the input or the output of a response.
+#[derive(Clone)]
 pub struct Item {
     pub id: String,
     pub status: ItemStatus,
@@ -31,6 +32,7 @@ pub enum ItemStatus {
     Incomplete,
 }
 
+#[derive(Clone)]
 pub enum ItemContent {
     Message {
         role: Role,
@@ -76,6 +78,15 @@ impl ItemContent {
         })
     }
 
+    fn is_empty(&self) -> bool {
+        match self {
+            ItemContent::Message { text, .. }
+            | ItemContent::Reasoning { text, .. }
+            | ItemContent::Call { arguments: text, .. }
+            | ItemContent::CallOutput { output: text, .. } => text.is_empty(),
+        }
+    }
+
     /// Returns the content part of a message or of a reasoning item. Other items have no content parts.
     pub fn part(&self) -> Option<Part<'_>> {
         match self {
@@ -118,9 +129,10 @@ impl Serialize for Item {
             },
         )?;
         map.serialize_entry("status", &self.status)?;
-        // While an item is in progress, its content parts are sent in separate events.
         let has_ended = self.status != ItemStatus::InProgress;
-        let parts = || self.content.part().into_iter().filter(|_| has_ended).collect::<Vec<Part>>();
+        // The event that adds an item has no content part, because another event adds the part.
+        let has_part = has_ended || !self.content.is_empty();
+        let parts = || self.content.part().into_iter().filter(|_| has_part).collect::<Vec<Part>>();
         match &self.content {
             ItemContent::Message { role, .. } => {
                 map.serialize_entry("role", role)?;

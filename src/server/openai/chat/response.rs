@@ -95,14 +95,14 @@ pub struct Logprobs {
     pub refusal: (),
 }
 
-#[derive(Serialize)]
+#[derive(Clone, Serialize)]
 pub struct TokenLogprob {
     #[serde(flatten)]
     token: WireToken,
     top_logprobs: Vec<WireToken>,
 }
 
-#[derive(Serialize)]
+#[derive(Clone, Serialize)]
 struct WireToken {
     token: String,
     logprob: f32,

@@ -5,9 +5,9 @@ use std::collections::HashSet;
 use serde_json::{Value, json};
 
 use crate::engine::EngineHandle;
-use crate::server::chat::{self, MAX_TOOLS, ToolChoice, check_function};
 use crate::server::http::body::Fields;
 use crate::server::http::error::ApiError;
+use crate::server::openai::chat::{self, MAX_TOOLS, ToolChoice, check_function};
 
 /// The keys of a function in `tools`, in the order in which the response repeats them.
 const FUNCTION_KEYS: [&str; 4] = ["name", "description", "parameters", "strict"];

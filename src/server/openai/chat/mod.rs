@@ -11,15 +11,15 @@ use axum::Extension;
 use axum::extract::{Request, State};
 use axum::response::Response;
 
-use super::generation::choice::{AnswerPiece, Pieces};
-use super::generation::event_stream::{self, EventBuffer, EventWriter};
-use super::generation::generate_options::StreamOptions;
-use super::generation::reply::{self, ReplyHeader};
-use super::generation::{self, Answers, Submission};
-use super::http::body::{json_response, read_json};
-use super::http::error::ApiError;
-use super::http::log::RequestLog;
-use super::state::Server;
+use crate::server::generation::choice::{AnswerPiece, Pieces};
+use crate::server::generation::event_stream::{self, EventBuffer, EventWriter};
+use crate::server::generation::generate_options::StreamOptions;
+use crate::server::generation::reply::{self, ReplyHeader};
+use crate::server::generation::{self, Answers, Submission};
+use crate::server::http::body::{json_response, read_json};
+use crate::server::http::error::ApiError;
+use crate::server::http::log::RequestLog;
+use crate::server::state::Server;
 use response::{Chunk, ChunkChoice, ChunkDelta, Completion, Logprobs, WholeChoice, WholeMessage};
 
 pub use messages::{read as read_messages, read_content};

@@ -9,15 +9,15 @@ use super::item::Item;
 use super::messages::messages;
 use super::object::{ReasoningSettings, Settings};
 use super::output::Shape;
-use super::store::ClientStore;
+use super::store::TenantStore;
 use super::tools::{self, Tools};
 use crate::chat::{Message, RenderOptions, today};
 use crate::engine::{EngineHandle, GenerateOptions, Grammar, MAX_LOGPROBS};
-use crate::server::chat::read_reasoning;
 use crate::server::generation::constraint::read_text_format;
 use crate::server::generation::generate_options;
 use crate::server::http::body::Fields;
 use crate::server::http::error::ApiError;
+use crate::server::openai::chat::read_reasoning;
 use crate::server::state::Server;
 
 /// The maximum number of entries in `metadata`, as in OpenAI's API.
@@ -59,7 +59,7 @@ impl ResponseRequest {
         mut fields: Fields,
         server: &Server,
         engine: &EngineHandle,
-        store: &ClientStore,
+        store: &TenantStore,
     ) -> Result<Self, ApiError> {
         generate_options::check_model(&mut fields, server)?;
         for (name, neutral, hint) in REFUSED {

@@ -1,0 +1,143 @@
+//! Tests that figures in the docs have a source.
+
+use std::collections::BTreeSet;
+
+use serde_json::Value;
+
+use super::page;
+
+/// The results of one or more runs of `inferno bench --json`, from benches/results. Figures are means over the runs.
+struct Results(Vec<Value>);
+
+impl Results {
+    fn read(names: &[&str]) -> Self {
+        let path = |name: &&str| format!("benches/results/{name}.json");
+        Self(names.iter().map(|name| serde_json::from_str(&page(&path(name))).unwrap()).collect())
+    }
+
+    fn mean(&self, number: impl Fn(&Value) -> f64) -> f64 {
+        self.0.iter().map(number).sum::<f64>() / self.0.len() as f64
+    }
+
+    /// Returns the speed of one bench test in tokens per second, formatted as in the docs: "751", "1,353" or "40,100".
+    fn speed(&self, kind: &str, tokens: u64, depth: u64) -> String {
+        let is_wanted = |test: &&Value| test["kind"] == kind && test["tokens"] == tokens && test["depth"] == depth;
+        let speed = |run: &Value| run["tests"].as_array().unwrap().iter().find(is_wanted).unwrap()["tok_per_s"].clone();
+        let mean = self.mean(|run| speed(run)["mean"].as_f64().unwrap());
+        let rounded = if mean < 2000.0 { mean.round() } else { (mean / 100.0).round() * 100.0 } as u64;
+        if rounded < 1000 { rounded.to_string() } else { format!("{},{:03}", rounded / 1000, rounded % 1000) }
+    }
+
+    /// Returns the generated tokens per second with `requests` concurrent requests, formatted as in the docs: "1,353".
+    fn speed_at_once(&self, requests: u64) -> String {
+        let is_wanted = |load: &&Value| load["concurrency"] == requests;
+        let load = |run: &Value| run["serving"].as_array().unwrap().iter().find(is_wanted).unwrap().clone();
+        let speed = self.mean(|run| load(run)["output_tok_per_s"].as_f64().unwrap()).round() as u64;
+        format!("{},{:03}", speed / 1000, speed % 1000)
+    }
+
+    fn gigabytes(&self, when: &str) -> String {
+        format!("{:.1}", self.mean(|run| run["memory"][when].as_f64().unwrap()) / 1e9)
+    }
+}
+
+/// The serving results of gpt-oss-20b on an H200: two runs of the same commit.
+const H200_SERVING: [&str; 2] =
+    ["2026-11-28-nvidia-h200-gpt-oss-20b-serving", "2026-11-28-nvidia-h200-gpt-oss-20b-serving-2"];
+
+#[test]
+fn speeds_and_memory_agree_with_the_stored_results() {
+    let read = |name: &str| Results::read(&[name]);
+    let oss = Results::read(&["2026-11-22-nvidia-h200-gpt-oss-20b-1", "2026-11-22-nvidia-h200-gpt-oss-20b-2"]);
+    let (llama, small) = (read("2026-11-22-nvidia-h200-llama-3.1-8b"), read("2026-11-22-nvidia-h200-llama-3.2-1b"));
+    let qwen = read("2026-11-22-nvidia-h200-qwen3-30b-a3b");
+    let qwen_q8 = read("2026-11-22-nvidia-h200-qwen3-30b-a3b-q8_0");
+    // The benchmark results of single sequences and of concurrent requests, for one H200, one H100, two and four H100s.
+    let newest = [
+        (&["2026-11-28-nvidia-h200-gpt-oss-20b", "2026-11-28-nvidia-h200-gpt-oss-20b-2"][..], &H200_SERVING[..]),
+        (
+            &["2026-11-28-nvidia-h100-gpt-oss-20b", "2026-11-28-nvidia-h100-gpt-oss-20b-2"],
+            &["2026-11-28-nvidia-h100-gpt-oss-20b-serving", "2026-11-28-nvidia-h100-gpt-oss-20b-serving-2"],
+        ),
+        (
+            &["2026-11-28-nvidia-h100-x2-gpt-oss-20b", "2026-11-28-nvidia-h100-x2-gpt-oss-20b-2"],
+            &["2026-11-28-nvidia-h100-x2-gpt-oss-20b-serving", "2026-11-28-nvidia-h100-x2-gpt-oss-20b-serving-2"],
+        ),
+        (
+            &["2026-11-28-nvidia-h100-x4-gpt-oss-20b", "2026-11-28-nvidia-h100-x4-gpt-oss-20b-2"],
+            &["2026-11-28-nvidia-h100-x4-gpt-oss-20b-serving", "2026-11-28-nvidia-h100-x4-gpt-oss-20b-serving-2"],
+        ),
+    ]
+    .map(|(single, serving)| (Results::read(single), Results::read(serving)));
+    let decode = |results: &Results| format!("{} / {}", results.speed("tg", 128, 0), results.speed("tg", 128, 8192));
+    let prefill = |results: &Results| format!("{} / {}", results.speed("pp", 512, 0), results.speed("pp", 2048, 0));
+    let (loaded, end) = ("after_load_bytes", "at_end_bytes");
+    let overview =
+        |results: &Results| format!("{} | {} | {} GB", decode(results), prefill(results), results.gigabytes(loaded));
+    let memory = |results: &Results| format!("{} / {} GB", results.gigabytes(loaded), results.gigabytes(end));
+
+    let singles = |speeds: &dyn Fn(&Results) -> String| newest.each_ref().map(|(single, _)| speeds(single)).join(" | ");
+    let at_once = |requests| newest.each_ref().map(|(_, serving)| serving.speed_at_once(requests)).join(" | ");
+    let rows = [
+        ("README.md", format!("decode | {}", singles(&|results| results.speed("tg", 128, 0)))),
+        ("README.md", format!("prefill of 512 / 2,048 tokens | {}", singles(&prefill))),
+        ("README.md", format!("8 requests at once (512 prompt tokens, 128 generated) | {}", at_once(8))),
+        ("README.md", format!("128 such requests | {}", at_once(128))),
+        ("README.md", format!("Qwen3-30B-A3B | {}", overview(&qwen))),
+        ("docs/benchmarks.md", format!("gpt-oss-20b | 8,194 | {}", memory(&newest[0].0))),
+        ("docs/benchmarks.md", format!("Llama-3.1-8B | 2,050 | {}", memory(&llama))),
+        ("docs/benchmarks.md", format!("Llama-3.2-1B | 2,050 | {}", memory(&small))),
+        ("docs/benchmarks.md", format!("Llama-3.1-8B | {} | {}", llama.speed("tg", 128, 0), prefill(&llama))),
+        ("docs/benchmarks.md", format!("Llama-3.2-1B | {} | {}", small.speed("tg", 128, 0), prefill(&small))),
+        ("docs/benchmarks.md", format!("Qwen3-30B-A3B | {}", overview(&qwen))),
+        ("docs/benchmarks.md", format!("Qwen3-30B-A3B with `--quantize q8_0` | {}", overview(&qwen_q8))),
+        ("docs/benchmark-history.md", format!("decode, empty context | {}", oss.speed("tg", 128, 0))),
+        ("docs/benchmark-history.md", format!("decode after 8,192 tokens | {}", oss.speed("tg", 128, 8192))),
+        ("docs/benchmark-history.md", format!("prefill, 512 tokens | {}", oss.speed("pp", 512, 0))),
+        ("docs/benchmark-history.md", format!("prefill, 2,048 tokens | {}", oss.speed("pp", 2048, 0))),
+        ("docs/benchmark-history.md", format!("prefill, 8,192 tokens | {}", oss.speed("pp", 8192, 0))),
+    ];
+    // docs/benchmarks.md has a section for each GPU setup. Sections may share rows, so check each one alone.
+    let benchmarks = page("docs/benchmarks.md");
+    let sections = ["## One H200", "## One H100", "### Two H100s", "### Four H100s"];
+    for (heading, (single, serving)) in sections.into_iter().zip(&newest) {
+        let level = heading.split(' ').next().unwrap();
+        let section = benchmarks.split_once(&format!("\n{heading}\n")).unwrap().1;
+        let section = section.split(&format!("\n{level} ")).next().unwrap();
+        let mut rows = vec![format!("| decode | {} |", single.speed("tg", 128, 0))];
+        for (tokens, name) in [(512, "512"), (2048, "2,048"), (8192, "8,192")] {
+            rows.push(format!("| prefill of {name} tokens | {} |", single.speed("pp", tokens, 0)));
+        }
+        for requests in [8, 32, 64, 128, 256] {
+            let name = if level == "###" { format!("{requests} requests") } else { requests.to_string() };
+            rows.push(format!("| {name} | {} |", serving.speed_at_once(requests)));
+        }
+        for row in rows {
+            assert!(section.contains(&row), "{heading} in docs/benchmarks.md does not contain this row: {row}");
+        }
+    }
+    for (name, row) in rows {
+        assert!(page(name).contains(&format!("{row} |")), "{name} does not contain this row: {row}");
+    }
+}
+
+/// Returns the numbers in a text that have at least three characters, counting commas and decimal points.
+fn numbers(text: &str) -> BTreeSet<&str> {
+    let is_part = |c: char| c.is_ascii_digit() || c == ',' || c == '.';
+    let numbers = text.split(|c| !is_part(c)).map(|word| word.trim_matches([',', '.']));
+    numbers.filter(|number| number.len() >= 3).collect()
+}
+
+#[test]
+fn figures_on_the_tuning_page_are_those_of_the_benchmarks() {
+    let pages = ["benchmarks", "benchmark-history", "reliability", "serving", "cli"];
+    let known = pages.map(|name| page(&format!("docs/{name}.md"))).concat();
+    let known = numbers(&known);
+    let tuning = page("docs/tuning.md");
+    // Code in backticks contains addresses and lengths, which are not measured figures.
+    // After a split at backticks, every second part is code.
+    let text: Vec<&str> = tuning.split('`').step_by(2).collect();
+    let text = text.join(" ");
+    let unknown: Vec<&str> = numbers(&text).difference(&known).copied().collect();
+    assert!(unknown.is_empty(), "docs/tuning.md has figures without a source on another page: {unknown:?}");
+}

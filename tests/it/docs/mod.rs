@@ -1,0 +1,53 @@
+//! Checks the documentation:
+//! - `names`: tests, files, methods, modules and link targets that pages and comments name exist.
+//!   `members` finds the methods.
+//! - `reference`: `docs/` lists all flags, environment variables, exit codes and configuration keys.
+//! - `server_pages`: flags and metrics on the pages about the server exist.
+//!   Defaults in docs/tuning.md agree with `inferno serve --help`.
+//! - `benchmarks`: speeds and memory sizes in the tables agree with benches/results,
+//!   and figures in docs/tuning.md with other pages.
+//! - `unsafe_code`: docs/unsafe.md lists all unsafe code.
+
+mod benchmarks;
+mod members;
+mod names;
+mod reference;
+mod server_pages;
+mod unsafe_code;
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use crate::support::program::{run, text};
+
+fn repository() -> &'static Path {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+}
+
+fn page(name: &str) -> String {
+    fs::read_to_string(repository().join(name)).unwrap()
+}
+
+/// Returns the output of `inferno ARGS --help`, with trailing spaces removed from each line.
+fn help(args: &[&str]) -> String {
+    let output = run(&[args, &["--help"]].concat());
+    assert!(output.status.success());
+    text(&output.stdout).lines().map(str::trim_end).collect::<Vec<_>>().join("\n")
+}
+
+/// Adds the files of a folder that have one of `extensions`.
+fn collect(folder: &Path, extensions: &[&str], files: &mut Vec<PathBuf>) {
+    for entry in fs::read_dir(folder).unwrap() {
+        let path = entry.unwrap().path();
+        if path.is_dir() {
+            collect(&path, extensions, files);
+        } else if extensions.iter().any(|&wanted| path.extension().is_some_and(|extension| extension == wanted)) {
+            files.push(path);
+        }
+    }
+}
+
+#[test]
+fn readme_is_short() {
+    assert!(page("README.md").lines().count() <= 250);
+}

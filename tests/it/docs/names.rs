@@ -1,0 +1,233 @@
+//! Tests that the files, methods, modules, tests and link targets that pages and comments name exist.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use proc_macro2::TokenStream;
+use regex::Regex;
+
+use super::members::Members;
+use super::{collect, page, repository};
+
+/// The extensions of source files.
+const SOURCE: [&str; 3] = ["rs", "cu", "cuh"];
+
+/// Returns the source files that a text names in backticks.
+/// Leaves out patterns, and files that recipes create: `x.rs` and `NAME.rs`.
+fn named_source_files(text: &str) -> impl Iterator<Item = &str> {
+    text.split('`').skip(1).step_by(2).filter(|path| {
+        let is_pattern = path.contains([' ', '*', '<', '…', '$', '"']) || path.contains("NAME");
+        let Some((stem, extension)) = path.rsplit_once('.') else { return false };
+        let is_example = stem.is_empty() || stem.ends_with('/') || stem == "x" || stem.ends_with("/x");
+        SOURCE.contains(&extension) && !is_pattern && !is_example
+    })
+}
+
+/// A path such as `engine/handle/mod.rs` may leave out the first folders.
+#[test]
+fn source_files_that_the_pages_and_comments_name_exist() {
+    let mut files = vec![repository().join("build.rs")];
+    for folder in ["src", "tests", "benches", "fuzz", "docs"] {
+        collect(&repository().join(folder), &SOURCE, &mut files);
+    }
+    // Files of the crates openai-harmony and candle-flash-attn, and a file that the build script writes.
+    let others = ["src/encoding.rs", "src/ffi.rs", "constants.cuh"];
+    let assert_exists = |place: &str, path: &str| {
+        assert!(
+            others.contains(&path) || files.iter().any(|file| file.ends_with(path)),
+            "{place} names {path}, which does not exist"
+        );
+    };
+    let (mut in_pages, mut in_comments) = (0, 0);
+    for name in ["README.md", "docs/architecture.md", "docs/contributing.md", "docs/unsafe.md"] {
+        for path in named_source_files(&page(name)) {
+            in_pages += 1;
+            assert_exists(name, path);
+        }
+    }
+    for file in files
+        .iter()
+        .filter(|file| ["src", "tests", "benches", "fuzz"].iter().any(|top| file.starts_with(repository().join(top))))
+    {
+        let code = fs::read_to_string(file).unwrap();
+        let comments = code.lines().enumerate().filter_map(|(index, line)| Some((index, line.split_once("//")?.1)));
+        for (index, comment) in comments {
+            for path in named_source_files(comment) {
+                in_comments += 1;
+                assert_exists(&format!("{}:{}", file.display(), index + 1), path);
+            }
+        }
+    }
+    assert!(
+        in_pages > 50 && in_comments > 100,
+        "found only {in_pages} source files in pages and {in_comments} in comments"
+    );
+}
+
+/// Paths in the comments of scripts, fuzz targets and deployment files may have no backticks.
+#[test]
+fn source_files_that_comments_of_scripts_name_exist() {
+    let extensions = [&SOURCE[..], &["py", "sh"]].concat();
+    let mut files = Vec::new();
+    for folder in ["src", "tests", "benches", "fuzz", "scripts", "deploy"] {
+        collect(&repository().join(folder), &extensions, &mut files);
+    }
+    let mut scripts = vec![repository().join("fuzz/Cargo.toml"), repository().join("deploy/Dockerfile")];
+    for folder in ["scripts", "deploy", "fuzz/src", "fuzz/fuzz_targets"] {
+        collect(&repository().join(folder), &["rs", "py", "sh", "yaml"], &mut scripts);
+    }
+    let pattern = Regex::new(&format!(r"[\w./-]*\w\.(?:{})\b", extensions.join("|"))).unwrap();
+    // Files that these scripts write.
+    let others = ["DIR/env.sh", "reproduce.sh"];
+    let mut count = 0;
+    for script in scripts {
+        let text = fs::read_to_string(&script).unwrap();
+        let start = match script.extension().and_then(|extension| extension.to_str()) {
+            Some("rs") => "//",
+            Some("py") => "", // Docstrings have no marker on each line.
+            _ => "#",
+        };
+        for line in text.lines().filter_map(|line| Some(line.split_once(start)?.1)) {
+            for path in pattern.find_iter(line).map(|found| found.as_str().trim_start_matches(['.', '/'])) {
+                let exists = others.contains(&path) || files.iter().any(|file| file.ends_with(path));
+                assert!(exists, "{} names {path}, which does not exist", script.display());
+                count += 1;
+            }
+        }
+    }
+    assert!(count > 50, "found only {count} source files in scripts");
+}
+
+/// In pages and comments, `Type::name` names a method, a constant, a field or a variant of the type,
+/// or of a trait that the type implements.
+#[test]
+fn members_that_pages_and_comments_name_exist() {
+    let mut files = Vec::new();
+    for folder in ["src", "tests", "benches", "examples", "fuzz/src", "fuzz/fuzz_targets"] {
+        collect(&repository().join(folder), &SOURCE, &mut files);
+    }
+    let mut members = Members::default();
+    let mut texts = Vec::new();
+    for file in files {
+        let code = fs::read_to_string(&file).unwrap();
+        if file.extension().is_some_and(|extension| extension == "rs") {
+            members.scan(code.parse::<TokenStream>().unwrap_or_else(|error| panic!("{}: {error}", file.display())));
+        }
+        let comments: Vec<&str> = code.lines().map(|line| line.split_once("//").map_or("", |(_, text)| text)).collect();
+        texts.push((file, comments.join("\n")));
+    }
+    let mut pages = vec![repository().join("README.md"), repository().join("CHANGELOG.md")];
+    collect(&repository().join("docs"), &["md"], &mut pages);
+    texts.extend(pages.into_iter().map(|page| (page.clone(), fs::read_to_string(page).unwrap())));
+
+    let pattern = Regex::new(r"`(?:\w+::)*([A-Z]\w*)::(\w+)(?:\(\))?`").unwrap();
+    // Types of other crates that have the name of a type of this crate.
+    let others = [("File", "open")];
+    let mut count = 0;
+    for (file, text) in &texts {
+        for (index, line) in text.lines().enumerate() {
+            for (_, [name, member]) in pattern.captures_iter(line).map(|found| found.extract()) {
+                let Some(exists) = members.has(name, member) else { continue };
+                let place = format!("{}:{}", file.display(), index + 1);
+                assert!(exists || others.contains(&(name, member)), "{place}: {name} has no member named {member}");
+                count += 1;
+            }
+        }
+    }
+    assert!(count > 150, "found only {count} names of members");
+}
+
+/// A list in the module comment of a folder lists modules if it names at least one module of the folder.
+#[test]
+fn modules_that_module_comments_list_exist() {
+    let mut files = Vec::new();
+    collect(&repository().join("src"), &["rs"], &mut files);
+    collect(&repository().join("tests/it"), &["rs"], &mut files);
+    // An item starts with names and a colon. After a semicolon, it may have more names and another colon.
+    let items = Regex::new(r"(?:^|; )((?:`[\w/]+`(?:, | and )?)+):").unwrap();
+    let names = Regex::new(r"`([\w/]+)`").unwrap();
+    let mut count = 0;
+    for file in files {
+        let folder = if file.ends_with("mod.rs") { file.parent().unwrap().into() } else { file.with_extension("") };
+        let code = fs::read_to_string(&file).unwrap();
+        let comment: Vec<&str> = code.lines().map_while(|line| line.strip_prefix("//!")).collect();
+        for list in comment.split(|line| line.is_empty()) {
+            let list = list.iter().filter_map(|line| line.strip_prefix(" - "));
+            let listed = list.flat_map(|item| items.captures_iter(item)).flat_map(|found| {
+                let (_, [group]) = found.extract();
+                names.captures_iter(group).map(|name| name.extract::<1>().1[0].trim_end_matches('/'))
+            });
+            let exists = |name: &&str| folder.join(name).is_dir() || folder.join(format!("{name}.rs")).is_file();
+            let (found, missing): (Vec<_>, Vec<_>) = listed.partition(exists);
+            let place = file.display();
+            assert!(found.is_empty() || missing.is_empty(), "{place} lists modules that do not exist: {missing:?}");
+            count += found.len();
+        }
+    }
+    assert!(count > 100, "found only {count} modules in lists");
+}
+
+/// Returns the anchor that a heading has on GitHub.
+fn anchor(heading: &str) -> String {
+    let text = heading.trim_start_matches('#').trim().to_lowercase().replace(' ', "-");
+    text.chars().filter(|&c| c.is_alphanumeric() || c == '-' || c == '_').collect()
+}
+
+#[test]
+fn links_between_pages_have_targets() {
+    let mut pages = vec![PathBuf::from("README.md"), PathBuf::from("SECURITY.md"), PathBuf::from("deploy/README.md")];
+    let docs = fs::read_dir(repository().join("docs")).unwrap().map(|entry| entry.unwrap().file_name());
+    pages.extend(
+        docs.map(|name| Path::new("docs").join(name)).filter(|path| path.extension().is_some_and(|e| e == "md")),
+    );
+    let mut count = 0;
+    for path in pages {
+        let text = page(path.to_str().unwrap());
+        for target in text.split("](").skip(1).filter_map(|rest| rest.split(')').next()) {
+            if target.contains("://") || target.contains([' ', '\n']) {
+                continue;
+            }
+            count += 1;
+            let (file, fragment) = target.split_once('#').unwrap_or((target, ""));
+            let file = if file.is_empty() { path.clone() } else { path.parent().unwrap().join(file) };
+            assert!(repository().join(&file).exists(), "{} links to {target}, which does not exist", path.display());
+            if !fragment.is_empty() && file.extension().is_some_and(|extension| extension == "md") {
+                let linked = page(file.to_str().unwrap());
+                let mut headings = linked.lines().filter(|line| line.starts_with('#')).map(anchor);
+                assert!(
+                    headings.any(|heading| heading == fragment),
+                    "{} links to {target}: no such heading",
+                    path.display()
+                );
+            }
+        }
+    }
+    assert!(count > 50, "the pages have only {count} links");
+}
+
+/// In the docs, a name in backticks with at least three underscores is the name of a test, another function or a field.
+#[test]
+fn tests_that_the_docs_name_exist() {
+    let mut files = Vec::new();
+    collect(&repository().join("tests/it"), &["rs"], &mut files);
+    collect(&repository().join("src"), &["rs"], &mut files);
+    let code: String = files.iter().map(|file| fs::read_to_string(file).unwrap()).collect();
+    let pages = fs::read_dir(repository().join("docs")).unwrap().map(|entry| entry.unwrap().path());
+    let mut names = Vec::new();
+    for path in pages.filter(|path| path.extension().is_some_and(|extension| extension == "md")) {
+        let text = fs::read_to_string(&path).unwrap().replace('\n', " ");
+        // After a split at backticks, every second part is code.
+        let is_test = |name: &&str| {
+            let is_name = name.bytes().all(|byte| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'_');
+            // Metric names start with `inferno_`. `model_context_window_exceeded` is a value in Anthropic's API.
+            let is_other = name.starts_with("inferno_") || *name == "model_context_window_exceeded";
+            is_name && name.matches('_').count() >= 3 && !is_other
+        };
+        names.extend(text.split('`').skip(1).step_by(2).filter(is_test).map(str::to_string));
+    }
+    assert!(!names.is_empty());
+    for name in names {
+        let exists = code.contains(&format!("fn {name}(")) || code.contains(&format!("pub {name}: "));
+        assert!(exists, "the docs name the function or field {name}, which does not exist");
+    }
+}

@@ -1,0 +1,76 @@
+//! Tests the flags, metrics and defaults on the pages about the server.
+
+use std::collections::BTreeSet;
+
+use super::{help, page};
+
+/// The documentation pages about the server. The tests check the flags and metrics named on these pages.
+const SERVER_PAGES: [&str; 5] =
+    ["docs/tuning.md", "docs/serving.md", "docs/reliability.md", "docs/troubleshooting.md", "docs/deploy.md"];
+
+/// Returns all words of a text that start with a prefix and contain only lower-case letters, digits and `others`.
+fn words<'t>(text: &'t str, prefix: &str, others: &[char]) -> BTreeSet<&'t str> {
+    let is_part = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || others.contains(&c);
+    let words = text.split(|c: char| !is_part(c)).map(|word| word.trim_end_matches(others));
+    words.filter(|word| word.strip_prefix(prefix).is_some_and(|rest| !rest.is_empty())).collect()
+}
+
+#[test]
+fn flags_on_the_pages_about_the_server_exist() {
+    let scripts = ["deploy/smg/smg.sh", "scripts/image.sh", "scripts/release.sh", "scripts/serve/load.py"];
+    let others = ["scripts/serve/reliability.py", "scripts/serve/process.py", "tests/deploy/run.py"];
+    let known = [&["docs/cli.md"][..], &scripts, &others].concat().into_iter().map(page).collect::<String>();
+    let mut known = words(&known, "--", &['-']);
+    // Add the flags of other programs that the pages mention.
+    known.extend(["--features", "--locked", "--path", "--release", "--test", "--nocapture"]); // cargo
+    known.extend(["--build", "--build-arg", "--profile", "--from-literal"]); // docker and kubectl
+    known.extend(["--cacert", "--check", "--ignore-missing", "--strict"]); // curl, sha256sum and kubernetes-validate
+    known.insert("--cache-threshold"); // SMG
+    for name in SERVER_PAGES {
+        let page = page(name);
+        let missing: Vec<&str> = words(&page, "--", &['-']).difference(&known).copied().collect();
+        assert!(missing.is_empty(), "{name} names flags that do not exist: {missing:?}");
+    }
+}
+
+/// All metrics named on the server pages must be in docs/serving.md.
+/// The test `serving_page_lists_exactly_the_metrics` compares docs/serving.md with `/metrics`.
+#[test]
+fn metrics_on_the_pages_about_the_server_exist() {
+    let serving = page("docs/serving.md");
+    let known = words(&serving, "inferno_", &['_']);
+    for name in SERVER_PAGES {
+        let page = page(name);
+        let missing: Vec<&str> = words(&page, "inferno_", &['_']).difference(&known).copied().collect();
+        assert!(missing.is_empty(), "{name} names metrics that do not exist: {missing:?}");
+    }
+    assert!(words(&page("docs/tuning.md"), "inferno_", &['_']).len() > 10);
+}
+
+/// In docs/tuning.md, the second column of a row with flags contains their defaults.
+#[test]
+fn defaults_on_the_tuning_page_are_those_of_the_program() {
+    let help = help(&["serve"]);
+    let default_of = |flag: &str| {
+        let start = help.find(&format!("      {flag} <"))?;
+        help[start..].split_once("default: ")?.1.split(']').next()
+    };
+    let mut count = 0;
+    for row in page("docs/tuning.md").lines().filter(|line| line.starts_with("| `--")) {
+        let cells: Vec<&str> = row.trim_matches('|').split(" | ").map(str::trim).collect();
+        let flags: Vec<&str> =
+            cells[0].split('`').skip(1).step_by(2).map(|flag| flag.split(' ').next().unwrap()).collect();
+        let defaults: Vec<&str> = if flags.len() > 1 { cells[1].split(", ").collect() } else { vec![cells[1]] };
+        for (flag, documented) in flags.into_iter().zip(defaults) {
+            if !documented.contains(|c: char| c.is_ascii_digit()) {
+                continue;
+            }
+            let wanted = documented.replace(',', "").trim_end_matches(" s").to_string();
+            let default = default_of(flag).unwrap_or_else(|| panic!("{flag} has no default")).replace(',', "");
+            let is_same = default == wanted || default.ends_with(&format!("; {wanted} for serve"));
+            assert!(is_same, "docs/tuning.md says that the default of {flag} is {documented}; it is {default}");
+            count += 1;
+        }
+    }
+    assert!(count > 6, "docs/tuning.md has only {count} defaults");
+}
