@@ -103,11 +103,11 @@ impl Follower {
                 };
                 launcher.run(&self.decoder, &self.cache, &step.sequences())?;
             }
-            RankCommand::Queue(route, step, samplings) => {
+            RankCommand::Queue(executor, step, samplings) => {
                 let Some(launcher) = &mut self.launcher else {
                     bail!("internal error: a rank without a GPU cannot queue a step")
                 };
-                launcher.queue(&self.decoder, &self.cache, *route, &step.sequences(), samplings)?;
+                launcher.queue(&self.decoder, &self.cache, *executor, &step.sequences(), samplings)?;
             }
             RankCommand::Graph(command) => {
                 let Ok(graph) = &mut self.decode_graph else { bail!("internal error: a rank has no decode graph") };

@@ -28,7 +28,7 @@ use crate::nn::pass::PassBatch;
 use crate::runner::decode_graph::DecodeGraph;
 use crate::runner::limits::{RunnerLimits, RunnerOptions};
 use crate::runner::queued_steps::RowSampling;
-use crate::runner::route::Route;
+use crate::runner::route::StepExecutor;
 use crate::runner::scored_pass::forward_scored;
 use crate::runner::step_sequence::StepSequence;
 use crate::runner::token_sampler::NoToken;
@@ -211,7 +211,7 @@ impl RankGroup {
     /// Queues a step on all followers, while `run` queues the step on the first rank.
     pub fn queue<T>(
         &self,
-        route: Route,
+        executor: StepExecutor,
         sequences: &[StepSequence],
         samplings: &[RowSampling],
         run: impl FnOnce() -> Result<T>,
@@ -219,7 +219,7 @@ impl RankGroup {
         if self.is_single() {
             return run();
         }
-        self.together(RankCommand::Queue(route, Arc::new(OwnedStep::new(sequences)), samplings.into()), run)
+        self.together(RankCommand::Queue(executor, Arc::new(OwnedStep::new(sequences)), samplings.into()), run)
     }
 
     /// Runs a decode step as a batch graph on all followers, while `run` runs the step on the first rank.
