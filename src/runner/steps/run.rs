@@ -141,8 +141,8 @@ impl Runner {
             let scores = scores.as_mut().and_then(|scores| scores.part(range.clone()));
             let ids = &ids[range];
             let mut part = [StepSequence { sampler, scores, ..sequence.with_input(ids, start) }];
-            let order = if ids.len() == 1 { SumOrder::Fixed } else { SumOrder::Fastest };
-            let logits = self.forward(&mut part, order)?;
+            let sum_order = if ids.len() == 1 { SumOrder::Fixed } else { SumOrder::Fastest };
+            let logits = self.forward(&mut part, sum_order)?;
             if is_last {
                 return Ok(self.choose_tokens(&mut part, &logits)?.remove(0));
             }
