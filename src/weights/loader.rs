@@ -11,7 +11,7 @@ use super::gguf::GgufModel;
 use super::progress::LoadProgress;
 use super::quantized::{self, QuantizationTarget};
 use super::reading::{
-    Axis, ByteRange, Part, PartSource, Reader, ReaderThreads, SharedReads, Slice, StoredBytes, TensorReader,
+    Axis, ByteRange, PartSource, Reader, ReaderThreads, SharedReads, Slice, StoredBytes, TensorPart, TensorReader,
 };
 use super::safetensors::{TensorView, module};
 use super::tensor_info::TensorInfo;
@@ -33,7 +33,7 @@ pub struct Weights<'c> {
     /// The rank whose part of each layer is loaded. [`World::alone`] for layers that every rank loads whole.
     pub(super) world: World,
     /// The part of each tensor that is loaded. `None` if whole tensors are loaded.
-    pub(super) part: Option<Part>,
+    pub(super) part: Option<TensorPart>,
     pub(super) reader: Reader,
     /// Reads bytes together with the other ranks. `None` if this rank reads alone.
     pub(super) shared_reads: Option<SharedReads>,
@@ -113,7 +113,7 @@ impl<'c> Weights<'c> {
 
     fn part(&self, axis: Axis, ranges: Vec<Range<usize>>, total: usize) -> Self {
         // A single rank loads whole tensors, so that the background reader can read them ahead.
-        let part = Part { axis, ranges, total };
+        let part = TensorPart { axis, ranges, total };
         Self { part: (self.world.size() > 1).then_some(part), ..self.clone() }
     }
 

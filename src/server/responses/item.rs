@@ -56,7 +56,7 @@ pub enum ItemContent {
 /// A part of the content of an item.
 #[derive(Serialize)]
 #[serde(tag = "type")]
-pub enum Part<'a> {
+pub enum ContentPart<'a> {
     #[serde(rename = "input_text")]
     Input { text: &'a str },
     #[serde(rename = "output_text")]
@@ -77,13 +77,13 @@ impl ItemContent {
     }
 
     /// Returns the content part of a message or of a reasoning item. Other items have no content parts.
-    pub fn part(&self) -> Option<Part<'_>> {
+    pub fn part(&self) -> Option<ContentPart<'_>> {
         match self {
             ItemContent::Message { role: Role::Assistant, text, logprobs } => {
-                Some(Part::Output { text, annotations: [], logprobs })
+                Some(ContentPart::Output { text, annotations: [], logprobs })
             }
-            ItemContent::Message { text, .. } => Some(Part::Input { text }),
-            ItemContent::Reasoning { text, .. } => Some(Part::Reasoning { text }),
+            ItemContent::Message { text, .. } => Some(ContentPart::Input { text }),
+            ItemContent::Reasoning { text, .. } => Some(ContentPart::Reasoning { text }),
             ItemContent::Call { .. } | ItemContent::CallOutput { .. } => None,
         }
     }
@@ -120,7 +120,7 @@ impl Serialize for Item {
         map.serialize_entry("status", &self.status)?;
         // While an item is in progress, its content parts are sent in separate events.
         let has_ended = self.status != ItemStatus::InProgress;
-        let parts = || self.content.part().into_iter().filter(|_| has_ended).collect::<Vec<Part>>();
+        let parts = || self.content.part().into_iter().filter(|_| has_ended).collect::<Vec<ContentPart>>();
         match &self.content {
             ItemContent::Message { role, .. } => {
                 map.serialize_entry("role", role)?;
