@@ -57,9 +57,9 @@ use std::time::Instant;
 use anyhow::Result;
 use candle_core::{DType, Device};
 
-use crate::device::World;
 use crate::nn::decoder::Decoder;
 use crate::nn::kv_cache::KvCache;
+use crate::world::World;
 use executor::PlannedGraph;
 #[cfg(not(feature = "cuda"))]
 use no_cuda::{self as decode_graph, self as device_choice, self as step_launcher};

@@ -15,9 +15,9 @@ use super::reading::{
 };
 use super::safetensors::{TensorView, module};
 use super::tensor_info::TensorInfo;
-use crate::device::World;
 use crate::error::Error;
 use crate::text::excerpt;
+use crate::world::World;
 
 /// The tensors of a checkpoint whose names start with a prefix, plus the device and dtype to load them with.
 /// [`WeightsBuilder`](super::WeightsBuilder) returns the weights of a whole checkpoint.

@@ -20,7 +20,6 @@ use super::command::{GraphCommand, OwnedStep};
 use super::command::{RankCache, RankCommand};
 use super::fault::RankFault;
 use super::follower::{PANIC, RankParts, failure, follow};
-use crate::device::{ANSWER_TIMEOUT, World};
 use crate::error::Error;
 use crate::nn::decoder::Decoder;
 use crate::nn::kv_cache::KvCache;
@@ -33,6 +32,7 @@ use crate::runner::scored_pass::forward_scored;
 use crate::runner::step_sequence::StepSequence;
 use crate::runner::token_sampler::NoToken;
 use crate::text::error_message;
+use crate::world::{ANSWER_TIMEOUT, World};
 
 /// How long to wait for follower threads to end after a failure. The thread of a rank that hangs may never end.
 const END_TIMEOUT: Duration = Duration::from_secs(1);

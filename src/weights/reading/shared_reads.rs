@@ -21,7 +21,7 @@ use anyhow::{Context, Result, bail};
 use rayon::prelude::*;
 
 use super::source::{ByteRange, RowBuffer};
-use crate::device::{World, share};
+use crate::world::{World, share};
 
 /// The maximum number of bytes of a tensor that all ranks together read at a time, unless a single row is longer.
 /// Each rank keeps two buffers, so all ranks together hold twice this number of bytes in host memory.
