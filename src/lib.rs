@@ -57,6 +57,7 @@ pub mod terminal;
 pub mod text;
 pub mod tokenizer;
 pub mod weights;
+pub mod world;
 
 pub use engine::{
     Engine, EngineHandle, Event, FinishReason, GenerateOptions, LoadOptions, Request, RequestStream, SamplingParams,

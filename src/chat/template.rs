@@ -46,15 +46,15 @@ pub const RESERVED_VARIABLES: [&str; 5] = ["messages", "tools", "documents", "ad
 
 /// The chat template of a model. Some models have a separate template for conversations with tools.
 pub struct Template {
-    default: Source,
+    default: JinjaTemplate,
     /// The template named `tool_use`, which replaces `default` if the request has tools.
-    tool_use: Option<Source>,
+    tool_use: Option<JinjaTemplate>,
     /// The names and the texts of the special tokens, such as `bos_token` and `<s>`.
     special_tokens: Vec<(String, String)>,
 }
 
 /// One Jinja template.
-struct Source {
+struct JinjaTemplate {
     /// The name of the file that contains the template.
     file: String,
     text: String,
@@ -98,12 +98,12 @@ impl Template {
     ///
     /// `special_tokens` contains pairs of a variable name and its text, such as `bos_token` and `<s>`.
     pub fn new(file: &str, source: String, special_tokens: Vec<(String, String)>) -> Self {
-        Self { default: Source::new(file, source), tool_use: None, special_tokens }
+        Self { default: JinjaTemplate::new(file, source), tool_use: None, special_tokens }
     }
 
     /// Sets the separate template for conversations with tools, if the model has one.
     pub fn with_tool_use(self, file: &str, source: Option<&str>) -> Self {
-        Self { tool_use: source.map(|source| Source::new(file, source.to_string())), ..self }
+        Self { tool_use: source.map(|source| JinjaTemplate::new(file, source.to_string())), ..self }
     }
 
     /// Returns the name of the file that contains the template.
@@ -117,7 +117,7 @@ impl Template {
     }
 
     /// Returns the template for a conversation, chosen as in transformers.
-    fn source(&self, options: &RenderOptions) -> &Source {
+    fn template(&self, options: &RenderOptions) -> &JinjaTemplate {
         self.tool_use.as_ref().filter(|_| !options.tools.is_empty()).unwrap_or(&self.default)
     }
 
@@ -154,9 +154,11 @@ impl Template {
     /// Runs the template and returns the prompt as text, including the marks of `marker`.
     fn run(&self, inputs: &Inputs, marker: &Marker, arguments: Arguments) -> Result<String> {
         let Inputs { messages, tools, variables, options } = inputs;
-        let source = self.source(options);
-        let messages =
-            messages.iter().map(|message| source.dialect.message(message, marker, arguments)).collect::<Result<_>>()?;
+        let template = self.template(options);
+        let messages = messages
+            .iter()
+            .map(|message| template.dialect.message(message, marker, arguments))
+            .collect::<Result<_>>()?;
         let messages = Json::Array(messages);
         let tools = if options.tools.is_empty() { Value::from(()) } else { Value::from(Serde(tools)) };
         let mut context = vec![
@@ -173,7 +175,7 @@ impl Template {
         }
         let variables = variables.iter().filter(|(name, _)| !RESERVED_VARIABLES.contains(&name.as_str()));
         context.extend(variables.map(|(name, value)| (name.clone(), Value::from(Serde(value)))));
-        source.render(Value::from_pairs(context))
+        template.render(Value::from_pairs(context))
     }
 }
 
@@ -185,7 +187,7 @@ struct Inputs<'r> {
     options: &'r RenderOptions,
 }
 
-impl Source {
+impl JinjaTemplate {
     fn new(file: &str, text: String) -> Self {
         let dialect = Dialect {
             developer_role: has_word(&text, "developer"),

@@ -9,7 +9,7 @@ use anyhow::Result;
 use super::shared::progress::{Operation, ProgressStyle, ProgressView};
 use super::shared::warn_about_token;
 use crate::error::Error;
-use crate::hub::{FileState, Hub, Source, VerifiedSnapshot};
+use crate::hub::{FileState, Hub, SnapshotSource, VerifiedSnapshot};
 use crate::text::{printable, short_commit};
 
 /// Check the files of downloaded models against their hashes
@@ -48,7 +48,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
         }
         let faults = checked.damaged_files().count();
         if faults > 0 && args.repair {
-            if checked.source == Source::Inferno && !mem::replace(&mut has_warned, true) {
+            if checked.source == SnapshotSource::Inferno && !mem::replace(&mut has_warned, true) {
                 warn_about_token(&hub);
             }
             let progress = ProgressView::new(ProgressStyle::new(args.quiet), Operation::Download);

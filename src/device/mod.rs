@@ -7,17 +7,14 @@
 mod capture;
 #[cfg(feature = "cuda")]
 mod cuda;
-mod exchange;
 mod facts;
 mod info;
 #[cfg(feature = "cuda")]
 mod libraries;
-mod meeting;
 #[cfg(any(feature = "cuda", test))]
 mod reused_memory;
 #[cfg(feature = "cuda")]
 mod stream_memory;
-mod world;
 
 use std::str::FromStr;
 
@@ -28,10 +25,8 @@ use candle_core::{DType, Device};
 pub use capture::capture_lock;
 #[cfg(feature = "cuda")]
 pub use cuda::{gpu_count, info, info_after_trim};
-pub use exchange::{Exchange, ResidualUpdate, UpdatedResidual};
 pub use facts::{GpuFacts, GpuState, nvidia_smi_gpus};
 pub use info::DeviceInfo;
-pub use world::{ANSWER_TIMEOUT, World, share};
 
 /// A CPU or GPU to open, such as one device of `--device`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

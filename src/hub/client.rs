@@ -9,7 +9,7 @@ use super::cache::Cache;
 use super::config::HubConfig;
 use super::disk;
 use super::remote::{self, TokenStatus};
-use super::snapshot::Source;
+use super::snapshot::SnapshotSource;
 use crate::error::Error;
 
 /// Access to the model caches on this machine and to the hub from which models are downloaded.
@@ -92,8 +92,8 @@ impl Hub {
     }
 
     /// Returns inferno's own cache and the shared cache, in search order.
-    pub(super) fn caches(&self) -> [(Cache, Source); 2] {
+    pub(super) fn caches(&self) -> [(Cache, SnapshotSource); 2] {
         let shared = Cache { root: self.config.shared_cache.clone() };
-        [(self.own_cache(), Source::Inferno), (shared, Source::HuggingFace)]
+        [(self.own_cache(), SnapshotSource::Inferno), (shared, SnapshotSource::HuggingFace)]
     }
 }

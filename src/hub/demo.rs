@@ -13,7 +13,7 @@ use anyhow::{Context, Result};
 
 use super::disk::{self, entries};
 use super::lock::{self, Lock};
-use super::snapshot::{FileState, Snapshot, Source, VerifiedSnapshot};
+use super::snapshot::{FileState, Snapshot, SnapshotSource, VerifiedSnapshot};
 use crate::error::Error;
 use crate::files;
 
@@ -60,7 +60,7 @@ pub fn materialize(cache: &Path) -> Result<Snapshot> {
     if !FILES.iter().all(|(name, bytes)| has_size(&path.join(name), bytes)) {
         write_files(cache, has_size)?;
     }
-    Ok(Snapshot { name: NAME.to_string(), revision: Some(REVISION.to_string()), path, source: Source::BuiltIn })
+    Ok(Snapshot { name: NAME.to_string(), revision: Some(REVISION.to_string()), path, source: SnapshotSource::BuiltIn })
 }
 
 fn directory(cache: &Path) -> PathBuf {
@@ -149,7 +149,7 @@ pub(super) fn verify(cache: &Path) -> Result<Option<VerifiedSnapshot>> {
     };
     let files = FILES.iter().map(|(name, bytes)| (name.to_string(), state(name, bytes))).collect();
     let (name, revision) = (NAME.to_string(), REVISION.to_string());
-    Ok(Some(VerifiedSnapshot { name, revision, source: Source::BuiltIn, files }))
+    Ok(Some(VerifiedSnapshot { name, revision, source: SnapshotSource::BuiltIn, files }))
 }
 
 /// Writes the files of the demo that are missing or have wrong contents.

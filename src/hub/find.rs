@@ -9,7 +9,7 @@ use super::cache::RepoDir;
 use super::client::Hub;
 use super::demo;
 use super::names::{self, MAIN, shell_word};
-use super::snapshot::{Snapshot, Source};
+use super::snapshot::{Snapshot, SnapshotSource};
 use crate::error::Error;
 use crate::snapshot::{Required, first_missing_file, gguf};
 
@@ -120,7 +120,8 @@ impl Hub {
                 let repo = cache.repo(name);
                 let commit = repo.commit(MAIN).or_else(|| repo.commits().into_iter().next())?;
                 let path = repo.snapshot(&commit);
-                let is_model = *source == Source::Inferno || first_missing_file(&path, Required::Tokenizer).is_none();
+                let is_model =
+                    *source == SnapshotSource::Inferno || first_missing_file(&path, Required::Tokenizer).is_none();
                 first_missing_file(&path, Required::Weights).filter(|_| is_model).map(|file| (name.clone(), file))
             })
         };
@@ -186,7 +187,7 @@ fn find_path(model: &str, revision: Option<&str>, required: Required) -> Result<
         let (model, revision) = (model.to_string(), revision.to_string());
         return Err(Error::NoRevisions { model, revision, why: "local files have no revisions" }.into());
     }
-    Ok(Some(Snapshot { name: model.to_string(), revision: None, path, source: Source::Directory }))
+    Ok(Some(Snapshot { name: model.to_string(), revision: None, path, source: SnapshotSource::Directory }))
 }
 
 /// Returns the name of the file that a directory must contain to count as a model.

@@ -54,4 +54,4 @@ pub use names::{is_repo_name, shell_word};
 pub use progress::Progress;
 pub use remote::TokenStatus;
 pub use remove::{PrunedRepo, RemovedModel};
-pub use snapshot::{FileState, Snapshot, Source, VerifiedSnapshot};
+pub use snapshot::{FileState, Snapshot, SnapshotSource, VerifiedSnapshot};

@@ -13,13 +13,13 @@ pub struct Snapshot {
     pub revision: Option<String>,
     /// The model's directory, its GGUF file, or the first part of its split GGUF model.
     pub path: PathBuf,
-    pub source: Source,
+    pub source: SnapshotSource,
 }
 
 impl Snapshot {
     /// Returns whether the model is the demo.
     pub fn is_demo(&self) -> bool {
-        self.source == Source::BuiltIn
+        self.source == SnapshotSource::BuiltIn
     }
 
     /// Returns one snapshot for each complete GGUF model in this snapshot.
@@ -35,7 +35,7 @@ impl Snapshot {
 
 /// Where a snapshot comes from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Source {
+pub enum SnapshotSource {
     /// The snapshot is in inferno's own cache.
     Inferno,
     /// The snapshot is in the Hugging Face cache that Python tools share.
@@ -51,7 +51,7 @@ pub enum Source {
 pub struct VerifiedSnapshot {
     pub name: String,
     pub revision: String,
-    pub source: Source,
+    pub source: SnapshotSource,
     /// The name and state of each file. Except for the demo model, the files are sorted by name.
     pub files: Vec<(String, FileState)>,
 }

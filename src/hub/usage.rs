@@ -8,14 +8,14 @@ use std::time::{Duration, SystemTime};
 
 use super::client::Hub;
 use super::disk;
-use super::snapshot::{Snapshot, Source};
+use super::snapshot::{Snapshot, SnapshotSource};
 use crate::files;
 
 impl Hub {
     /// Records the current time as the last use of a model. Does nothing if the user passed a path instead of a name.
     /// Ignores write errors.
     pub fn record_use(&self, snapshot: &Snapshot) {
-        if snapshot.source == Source::Directory {
+        if snapshot.source == SnapshotSource::Directory {
             return;
         }
         let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();

@@ -17,7 +17,7 @@ use super::download::cannot_download;
 use super::download::partial::BAD;
 use super::progress::Progress;
 use super::remote::Remote;
-use super::snapshot::{FileState, Source, VerifiedSnapshot};
+use super::snapshot::{FileState, SnapshotSource, VerifiedSnapshot};
 use super::{demo, disk, hash, names};
 use crate::error::Error;
 use crate::snapshot::{Required, first_missing_file, gguf, missing_files};
@@ -26,7 +26,7 @@ struct Candidate {
     name: String,
     repo: RepoDir,
     commit: String,
-    source: Source,
+    source: SnapshotSource,
 }
 
 impl Hub {
@@ -103,7 +103,7 @@ impl Hub {
                 };
                 for commit in commits {
                     // A snapshot in the shared cache may have only a few files, or may not be a language model.
-                    let is_model = source == Source::Inferno
+                    let is_model = source == SnapshotSource::Inferno
                         || first_missing_file(&repo.snapshot(&commit), Required::Tokenizer).is_none();
                     if is_model || model.is_some() {
                         candidates.push(Candidate { name: name.clone(), repo: cache.repo(name), commit, source });
@@ -123,9 +123,9 @@ impl Hub {
         }
         let VerifiedSnapshot { name, revision, .. } = verified;
         match verified.source {
-            Source::Inferno => self.check_own_cache()?,
-            Source::BuiltIn => return demo::repair(&self.config.cache),
-            Source::HuggingFace | Source::Directory => {
+            SnapshotSource::Inferno => self.check_own_cache()?,
+            SnapshotSource::BuiltIn => return demo::repair(&self.config.cache),
+            SnapshotSource::HuggingFace | SnapshotSource::Directory => {
                 let what = format!("'{name}' is in the shared Hugging Face cache, which inferno does not change");
                 let hint = format!("hf download {name} --revision {revision} --force-download");
                 return Err(Error::Verification { what, hint }.into());
@@ -193,7 +193,7 @@ fn file_states(
         let state = file_state(&path, etag.as_deref(), known_blobs, &mut |bytes| report(&file, bytes));
         files.push((file, state));
     }
-    if candidate.source == Source::Inferno {
+    if candidate.source == SnapshotSource::Inferno {
         for missing in missing_files(&candidate.repo.snapshot(&candidate.commit), Required::Weights) {
             if !files.iter().any(|(file, _)| *file == missing) {
                 files.push((missing, FileState::Missing));

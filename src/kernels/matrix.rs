@@ -98,37 +98,37 @@ impl Matrix {
     ///
     /// `x` is `[tokens, columns]`. If the matrix is dense, `x` has the dtype of the matrix.
     /// The product with an empty dense matrix contains only zeros.
-    pub fn matmul(&self, x: &Tensor, order: SumOrder) -> Result<Tensor> {
-        self.matmul_into(x, order, None)
+    pub fn matmul(&self, x: &Tensor, sum_order: SumOrder) -> Result<Tensor> {
+        self.matmul_into(x, sum_order, None)
     }
 
     /// Like [`matmul`](Self::matmul), but may write the product to `out` and return `out` (see [`matmul_f32_into`]).
-    pub fn matmul_into(&self, x: &Tensor, order: SumOrder, out: Option<&Tensor>) -> Result<Tensor> {
+    pub fn matmul_into(&self, x: &Tensor, sum_order: SumOrder, out: Option<&Tensor>) -> Result<Tensor> {
         match self {
             Self::Dense(weight) if weight.elem_count() == 0 => {
                 Tensor::zeros((x.dim(0)?, weight.dim(0)?), DType::F32, x.device())
             }
-            Self::Dense(weight) => matmul_f32_into(x, weight, order, out),
+            Self::Dense(weight) => matmul_f32_into(x, weight, sum_order, out),
             Self::Quantized(parts) => match self.device() {
                 #[cfg(feature = "cuda")]
-                Device::Cuda(device) => quantized_ops::matmul(device, parts, x, order),
+                Device::Cuda(device) => quantized_ops::matmul(device, parts, x, sum_order),
                 _ => {
                     let products = parts.iter().map(|part| part.matmul(x)).collect::<Result<Vec<_>>>()?;
                     Tensor::cat(&products, 1)
                 }
             },
             Self::Concatenated(parts) => {
-                Tensor::cat(&parts.iter().map(|part| part.matmul(x, order)).collect::<Result<Vec<_>>>()?, 1)
+                Tensor::cat(&parts.iter().map(|part| part.matmul(x, sum_order)).collect::<Result<Vec<_>>>()?, 1)
             }
         }
     }
 
     /// Returns x · Wᵀ for a caller that rounds the product to the dtype of x.
     /// The product is f32, or already in the dtype of x.
-    pub fn matmul_rounded(&self, x: &Tensor, order: SumOrder) -> Result<Tensor> {
+    pub fn matmul_rounded(&self, x: &Tensor, sum_order: SumOrder) -> Result<Tensor> {
         match self {
-            Self::Dense(weight) if weight.elem_count() > 0 => matmul_rounded(x, weight, order),
-            _ => self.matmul(x, order),
+            Self::Dense(weight) if weight.elem_count() > 0 => matmul_rounded(x, weight, sum_order),
+            _ => self.matmul(x, sum_order),
         }
     }
 

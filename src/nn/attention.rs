@@ -14,7 +14,6 @@ use super::norm::{Norm, NormConfig};
 use super::pass::{Pass, RowSelection};
 use super::residual::{PartialDtype, PartialOutput, PartialRows};
 use super::rope::RotaryEmbedding;
-use crate::device::World;
 use crate::kernels::{
     self,
     attention::{
@@ -24,6 +23,7 @@ use crate::kernels::{
 };
 use crate::weights::Weights;
 use crate::weights::division::kv_head_unit;
+use crate::world::World;
 
 /// Sizes and options of one attention layer.
 #[derive(Clone, Copy, Debug)]

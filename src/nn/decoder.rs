@@ -18,7 +18,6 @@ use super::pass::{Pass, PassBatch, RowSelection};
 use super::residual::PartialDtype;
 use super::residual::Residual;
 use super::rope::RotaryEmbedding;
-use crate::device::World;
 use crate::kernels::SumOrder;
 use crate::kernels::scratch;
 use crate::kernels::{
@@ -27,6 +26,7 @@ use crate::kernels::{
     rows::{embed, soft_cap},
 };
 use crate::weights::Weights;
+use crate::world::World;
 
 /// A callback that receives the index of each layer and the residual stream after the layer, f32 `[tokens, hidden]`.
 /// After the last layer, the residual stream has only the rows that `PassBatch::rows` selects.

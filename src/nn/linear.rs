@@ -98,12 +98,12 @@ impl Linear {
     pub(super) fn forward_partial(
         &self,
         x: &Tensor,
-        order: SumOrder,
+        sum_order: SumOrder,
         dtype: PartialDtype,
     ) -> Result<PartialOutput<'_>> {
         let rows = match dtype {
-            PartialDtype::F32 => self.weight.matmul(x, order)?,
-            PartialDtype::Rounded => self.weight.matmul_rounded(x, order)?,
+            PartialDtype::F32 => self.weight.matmul(x, sum_order)?,
+            PartialDtype::Rounded => self.weight.matmul_rounded(x, sum_order)?,
         };
         Ok(PartialOutput { rows: PartialRows::Summed(rows), bias: self.bias.as_ref() })
     }
@@ -136,19 +136,19 @@ impl Linear {
     }
 
     /// Returns x·Wᵀ, without the bias.
-    pub fn matmul(&self, x: &Tensor, order: SumOrder) -> Result<Tensor> {
-        Ok(self.weight.matmul(x, order)?)
+    pub fn matmul(&self, x: &Tensor, sum_order: SumOrder) -> Result<Tensor> {
+        Ok(self.weight.matmul(x, sum_order)?)
     }
 
     /// Maps x `[tokens, in]` to x·Wᵀ + b, f32 `[tokens, out]`.
     /// x must have the weight's dtype. If the weight is quantized, x may have any float dtype.
-    pub fn forward(&self, x: &Tensor, order: SumOrder) -> Result<Tensor> {
-        self.forward_into(x, order, None)
+    pub fn forward(&self, x: &Tensor, sum_order: SumOrder) -> Result<Tensor> {
+        self.forward_into(x, sum_order, None)
     }
 
     /// Like [`forward`](Self::forward), but may write the result to `out`, f32 `[tokens, out]`, and return `out`.
-    pub(super) fn forward_into(&self, x: &Tensor, order: SumOrder, out: Option<&Tensor>) -> Result<Tensor> {
-        self.add_bias(self.weight.matmul_into(x, order, out)?)
+    pub(super) fn forward_into(&self, x: &Tensor, sum_order: SumOrder, out: Option<&Tensor>) -> Result<Tensor> {
+        self.add_bias(self.weight.matmul_into(x, sum_order, out)?)
     }
 
     fn add_bias(&self, y: Tensor) -> Result<Tensor> {

@@ -42,12 +42,14 @@ impl Mlp {
     }
 
     /// Maps x `[tokens, hidden]` to this rank's part of the output, `[tokens, hidden]`.
-    pub(super) fn forward(&self, x: &Tensor, order: SumOrder, dtype: PartialDtype) -> Result<PartialOutput<'_>> {
+    pub(super) fn forward(&self, x: &Tensor, sum_order: SumOrder, dtype: PartialDtype) -> Result<PartialOutput<'_>> {
         match self {
-            Mlp::Gated(mlp) => mlp.forward(x, order, dtype),
-            Mlp::Plain(mlp) => mlp.forward(x, order, dtype),
-            Mlp::GatedMoe(moe) => Ok(PartialOutput { rows: PartialRows::Summed(moe.forward(x, order)?), bias: None }),
-            Mlp::ClampedMoe(moe) => Ok(PartialOutput { rows: moe.forward(x, order)?, bias: None }),
+            Mlp::Gated(mlp) => mlp.forward(x, sum_order, dtype),
+            Mlp::Plain(mlp) => mlp.forward(x, sum_order, dtype),
+            Mlp::GatedMoe(moe) => {
+                Ok(PartialOutput { rows: PartialRows::Summed(moe.forward(x, sum_order)?), bias: None })
+            }
+            Mlp::ClampedMoe(moe) => Ok(PartialOutput { rows: moe.forward(x, sum_order)?, bias: None }),
         }
     }
 
@@ -159,13 +161,13 @@ impl GatedMlp {
         self.dtype
     }
 
-    fn forward(&self, x: &Tensor, order: SumOrder, dtype: PartialDtype) -> Result<PartialOutput<'_>> {
-        let gate_up = self.gate_up_proj.forward(x, order)?;
+    fn forward(&self, x: &Tensor, sum_order: SumOrder, dtype: PartialDtype) -> Result<PartialOutput<'_>> {
+        let gate_up = self.gate_up_proj.forward(x, sum_order)?;
         let gated = match gate_up.elem_count() {
             0 => gate_up,
             _ => gated_halves(&gate_up, self.activation, self.dtype)?,
         };
-        self.down_proj.forward_partial(&gated, order, dtype)
+        self.down_proj.forward_partial(&gated, sum_order, dtype)
     }
 }
 
@@ -196,13 +198,13 @@ impl PlainMlp {
         })
     }
 
-    fn forward(&self, x: &Tensor, order: SumOrder, dtype: PartialDtype) -> Result<PartialOutput<'_>> {
-        let x = self.fc.forward(x, order)?;
+    fn forward(&self, x: &Tensor, sum_order: SumOrder, dtype: PartialDtype) -> Result<PartialOutput<'_>> {
+        let x = self.fc.forward(x, sum_order)?;
         let activated = match x.elem_count() {
             0 => x,
             _ => gated(&x, None, self.activation, self.dtype)?,
         };
-        self.proj.forward_partial(&activated, order, dtype)
+        self.proj.forward_partial(&activated, sum_order, dtype)
     }
 }
 

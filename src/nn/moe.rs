@@ -117,23 +117,28 @@ impl GatedMoe {
     }
 
     /// Maps x, f32 `[tokens, hidden]`, to this rank's part of the output, f32 `[tokens, hidden]`.
-    pub(super) fn forward(&self, x: &Tensor, order: SumOrder) -> Result<Tensor> {
+    pub(super) fn forward(&self, x: &Tensor, sum_order: SumOrder) -> Result<Tensor> {
         if self.down_proj.dims()?.2 == 0 {
             return Ok(x.zeros_like()?);
         }
-        in_launches(x, self.config.experts_per_token, |x| self.forward_launch(x, order))
+        in_launches(x, self.config.experts_per_token, |x| self.forward_launch(x, sum_order))
     }
 
     /// Runs the layer for as many tokens as one launch of the expert kernels covers.
-    fn forward_launch(&self, x: &Tensor, order: SumOrder) -> Result<Tensor> {
+    fn forward_launch(&self, x: &Tensor, sum_order: SumOrder) -> Result<Tensor> {
         // 1. route: ids [tokens, chosen], f32 weights [tokens, chosen]
         let (ids, weights) =
-            topk_softmax(&self.router.forward(x, order)?, self.config.experts_per_token, self.config.softmax)?;
+            topk_softmax(&self.router.forward(x, sum_order)?, self.config.experts_per_token, self.config.softmax)?;
         // 2. run the chosen experts: [tokens, chosen, 2 * intermediate] → [tokens, chosen, hidden]
         let x = x.to_dtype(self.dtype)?;
-        let gate_up = expert_matmul(&x, &self.gate_up_proj, None, &ids, order)?;
-        let down =
-            expert_matmul(&gated_halves(&gate_up, Activation::Silu, self.dtype)?, &self.down_proj, None, &ids, order)?;
+        let gate_up = expert_matmul(&x, &self.gate_up_proj, None, &ids, sum_order)?;
+        let down = expert_matmul(
+            &gated_halves(&gate_up, Activation::Silu, self.dtype)?,
+            &self.down_proj,
+            None,
+            &ids,
+            sum_order,
+        )?;
         // 3. combine in f32: [tokens, chosen, hidden] → [tokens, hidden]
         Ok(combine(&down, &weights)?)
     }
@@ -219,7 +224,7 @@ impl ClampedMoe {
     }
 
     /// Maps x, f32 `[tokens, hidden]`, to this rank's part of the output, `[tokens, hidden]`.
-    pub(super) fn forward(&self, x: &Tensor, order: SumOrder) -> Result<PartialRows> {
+    pub(super) fn forward(&self, x: &Tensor, sum_order: SumOrder) -> Result<PartialRows> {
         if self.down_proj.dims()?.2 == 0 {
             return Ok(PartialRows::Summed(x.zeros_like()?));
         }
@@ -228,26 +233,27 @@ impl ClampedMoe {
         if let (ExpertWeights::Mxfp4Tiles(gate_up), ExpertWeights::Mxfp4Tiles(down), Matrix::Dense(router)) =
             (&self.gate_up_proj, &self.down_proj, &self.router.weight)
         {
-            let routed = RoutedPairs::route(x, router, self.router.bias.as_ref(), chosen, order, Some(&self.usage))?;
+            let routed =
+                RoutedPairs::route(x, router, self.router.bias.as_ref(), chosen, sum_order, Some(&self.usage))?;
             let gate_up = ExpertLinear { tiles: gate_up, bias: &self.gate_up_bias };
             let down = ExpertLinear { tiles: down, bias: &self.down_bias };
-            let outputs = expert_mlp(x, &routed, gate_up, down, self.config.swiglu_limit, order)?;
+            let outputs = expert_mlp(x, &routed, gate_up, down, self.config.swiglu_limit, sum_order)?;
             return Ok(PartialRows::PerExpert(outputs));
         }
-        let rows = in_launches(x, chosen, |x| self.forward_launch(x, order))?;
+        let rows = in_launches(x, chosen, |x| self.forward_launch(x, sum_order))?;
         Ok(PartialRows::Summed(rows))
     }
 
     /// Runs the layer without `expert_mlp`, for as many tokens as one launch of the expert kernels covers.
-    fn forward_launch(&self, x: &Tensor, order: SumOrder) -> Result<Tensor> {
+    fn forward_launch(&self, x: &Tensor, sum_order: SumOrder) -> Result<Tensor> {
         let chosen = self.config.experts_per_token;
         // 1. route: ids [tokens, chosen], f32 weights [tokens, chosen]
-        let (ids, weights) = topk_softmax(&self.router.forward(x, order)?, chosen, Softmax::OverChosen)?;
+        let (ids, weights) = topk_softmax(&self.router.forward(x, sum_order)?, chosen, Softmax::OverChosen)?;
         let x = x.to_dtype(self.gate_up_bias.dtype())?;
         // 2. run the chosen experts: [tokens, chosen, 2 * intermediate] → [tokens, chosen, hidden]
-        let gate_up = expert_matmul(&x, &self.gate_up_proj, Some(&self.gate_up_bias), &ids, order)?;
+        let gate_up = expert_matmul(&x, &self.gate_up_proj, Some(&self.gate_up_bias), &ids, sum_order)?;
         let gated = clamped_swiglu(&gate_up, self.config.swiglu_limit)?;
-        let down = expert_matmul(&gated, &self.down_proj, Some(&self.down_bias), &ids, order)?;
+        let down = expert_matmul(&gated, &self.down_proj, Some(&self.down_bias), &ids, sum_order)?;
         // 3. combine in f32: [tokens, chosen, hidden] → [tokens, hidden]
         Ok(combine(&down, &weights)?)
     }

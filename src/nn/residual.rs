@@ -5,11 +5,11 @@ use candle_core::{DType, Tensor};
 
 use super::norm::Norm;
 use super::pass::{Pass, RowSelection};
-use crate::device::{ResidualUpdate, World};
 #[cfg(feature = "cuda")]
 use crate::kernels::moe::expert_mlp::ExpertOutputs;
 use crate::kernels::norm::Addend;
 use crate::kernels::rows::add_bias;
+use crate::world::{ResidualUpdate, World};
 
 /// This rank's part of the output of attention or of an MLP.
 pub(crate) struct PartialOutput<'l> {
@@ -73,7 +73,7 @@ pub(super) struct Residual<'l> {
     world: &'l World,
     /// The residual stream without the pending output, f32 `[tokens, hidden]`.
     x: Tensor,
-    /// Whether x is valid only in this rank's own rows (see [`UpdatedResidual`](crate::device::UpdatedResidual)).
+    /// Whether x is valid only in this rank's own rows (see [`UpdatedResidual`](crate::world::UpdatedResidual)).
     is_divided: bool,
     pending: Option<Pending<'l>>,
 }

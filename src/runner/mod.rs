@@ -57,14 +57,14 @@ use std::time::Instant;
 use anyhow::Result;
 use candle_core::{DType, Device};
 
-use crate::device::World;
 use crate::nn::decoder::Decoder;
 use crate::nn::kv_cache::KvCache;
+use crate::world::World;
 use executor::PlannedGraph;
 #[cfg(not(feature = "cuda"))]
 use no_cuda::{self as decode_graph, self as device_choice, self as step_launcher};
 use ranks::RankGroup;
-use route::{Route, StepFacts, queued_route, route};
+use route::{StepExecutor, StepFacts, route};
 use solo_sequence::SoloSequence;
 use step_launcher::StepLauncher;
 use step_times::StepTimes;
@@ -224,10 +224,9 @@ impl Runner {
 
     /// Returns how decode steps run while only one request is active.
     pub fn executor(&self) -> Executor {
-        let (facts, step) = (self.facts(), StepFacts::ONE_TOKEN);
-        match queued_route(facts, step).unwrap_or_else(|| route(facts, step)) {
-            Route::Eager => Executor::Eager,
-            Route::DecodeGraph | Route::BatchGraph => Executor::Graph,
+        match route(self.facts(), StepFacts::ONE_TOKEN).executor {
+            StepExecutor::Eager => Executor::Eager,
+            StepExecutor::DecodeGraph | StepExecutor::BatchGraph => Executor::Graph,
         }
     }
 

@@ -12,7 +12,7 @@ use super::limits::{RunnerLimits, RunnerOptions};
 use super::logprobs::TokenLogprobs;
 use super::no_decode_graph::NoDecodeGraph;
 use super::queued_steps::{ExpectedToken, RowSampling};
-use super::route::Route;
+use super::route::StepExecutor;
 use super::step_cost::KernelTime;
 use super::step_sequence::{Chosen, StepSequence};
 use crate::kernels::sampling::DeviceSampling;
@@ -119,7 +119,7 @@ impl StepLauncher {
         &mut self,
         _: &Decoder,
         _: &KvCache,
-        _: Route,
+        _: StepExecutor,
         _: &[StepSequence],
         _: &[RowSampling],
     ) -> Result<usize> {

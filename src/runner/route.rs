@@ -1,13 +1,22 @@
 //! Decides what runs a step, and whether the step is queued, from [`RunnerFacts`] and [`StepFacts`] alone.
 //!
-//! The table in docs/architecture.md lists the routes. A test compares the table with the functions of this file.
+//! The table in docs/architecture.md lists the routes. A test compares the table with [`route`].
 
 use super::limits::MAX_SEQUENCES;
 use super::step_sequence::StepSequence;
 
+/// How a step runs, and when.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Route {
+    pub executor: StepExecutor,
+    /// Whether the step is queued before the tokens of the previous step are known.
+    /// Always false for steps on the decode graph, which queues its own steps.
+    pub is_queued: bool,
+}
+
 /// What runs a step: a CUDA graph or the decoder.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Route {
+pub enum StepExecutor {
     /// The decode graph, for a single sequence. It chooses the token and queues its own steps.
     DecodeGraph,
     /// A batch graph: the CUDA graph of one padded batch size.
@@ -76,44 +85,48 @@ impl StepFacts {
     }
 }
 
-/// Decides what runs a step for which [`queued_route`] returned `None`.
+/// Decides what runs a step, and whether the step is queued. Without `can_queue`, the step is not queued.
 pub fn route(runner: RunnerFacts, step: StepFacts) -> Route {
-    // Batch graphs use a fixed order of additions only if the whole runner is deterministic.
-    let is_separate = step.has_deterministic_sequence && !runner.is_deterministic;
-    if !step.is_decode || step.has_scores || is_separate {
-        return Route::Eager;
-    }
-    if step.sequences == 1 && !step.needs_logits {
-        if runner.has_decode_graph && step.chooses_tokens {
-            return Route::DecodeGraph;
-        }
-        // Few steps of a single sequence get here: most run on the decode graph or are queued.
-        // On one GPU without `--deterministic`, no batch graph is captured for these few steps.
-        if !runner.is_deterministic && !runner.has_several_ranks {
-            return Route::Eager;
-        }
-    }
-    batch_route(runner, step)
+    let is_queued = is_queued(runner, step);
+    let executor = if is_queued { batch_executor(runner, step) } else { unqueued_executor(runner, step) };
+    Route { executor, is_queued }
 }
 
-/// Decides what runs a step that is queued before the tokens of the previous step are known.
-/// Returns `None` if the step cannot be queued, or if the decode graph runs it.
-pub fn queued_route(runner: RunnerFacts, step: StepFacts) -> Option<Route> {
+/// Returns whether a step is queued. Returns false if the decode graph runs the step.
+fn is_queued(runner: RunnerFacts, step: StepFacts) -> bool {
     let can_choose = runner.can_queue && step.chooses_tokens && step.samplers_can_queue;
     // Deterministic prompts run in one pass per prompt part. Deterministic requests also decode in passes of their own,
     // unless the whole runner is deterministic. These passes leave no tokens on the device.
     let is_separate = if runner.is_deterministic { !step.is_decode } else { step.has_deterministic_sequence };
     // The decode graph queues its own steps, and starts from the logits of the last chunk of the prompt.
     let is_graph = runner.has_decode_graph && step.sequences == 1 && !step.needs_logits;
-    if !can_choose || step.has_scores || is_separate || is_graph || step.sequences > MAX_SEQUENCES {
-        return None;
-    }
-    Some(batch_route(runner, step))
+    can_choose && !step.has_scores && !is_separate && !is_graph && step.sequences <= MAX_SEQUENCES
 }
 
-fn batch_route(runner: RunnerFacts, step: StepFacts) -> Route {
+/// Decides what runs a step that is not queued.
+fn unqueued_executor(runner: RunnerFacts, step: StepFacts) -> StepExecutor {
+    // Batch graphs use a fixed order of additions only if the whole runner is deterministic.
+    let is_separate = step.has_deterministic_sequence && !runner.is_deterministic;
+    if !step.is_decode || step.has_scores || is_separate {
+        return StepExecutor::Eager;
+    }
+    if step.sequences == 1 && !step.needs_logits {
+        if runner.has_decode_graph && step.chooses_tokens {
+            return StepExecutor::DecodeGraph;
+        }
+        // Few steps of a single sequence get here: most run on the decode graph or are queued.
+        // On one GPU without `--deterministic`, no batch graph is captured for these few steps.
+        if !runner.is_deterministic && !runner.has_several_ranks {
+            return StepExecutor::Eager;
+        }
+    }
+    batch_executor(runner, step)
+}
+
+/// Returns the batch graph if it can run the step, and otherwise the decoder.
+fn batch_executor(runner: RunnerFacts, step: StepFacts) -> StepExecutor {
     let can_run = runner.has_batch_graphs && step.is_decode && step.sequences <= MAX_SEQUENCES;
-    if can_run { Route::BatchGraph } else { Route::Eager }
+    if can_run { StepExecutor::BatchGraph } else { StepExecutor::Eager }
 }
 
 #[cfg(test)]
@@ -176,15 +189,16 @@ mod tests {
         for (row, (name, runners, steps)) in table.iter().zip(ROWS) {
             for &runner in *runners {
                 for &step in *steps {
-                    let queued = queued_route(runner, step);
-                    let runs_as = queued.unwrap_or_else(|| route(runner, step));
-                    let (runs_as, queued) = match (runs_as, queued) {
-                        (Route::DecodeGraph, None) => ("decode graph", "by the graph itself"),
-                        (Route::BatchGraph, Some(_)) => ("batch graph", "yes"),
-                        (Route::BatchGraph, None) => ("batch graph", "no"),
-                        (Route::Eager, Some(_)) => ("operation by operation", "yes"),
-                        (Route::Eager, None) => ("operation by operation", "no"),
-                        (Route::DecodeGraph, Some(_)) => panic!("{name}: the decode graph queues its own steps"),
+                    let Route { executor, is_queued } = route(runner, step);
+                    let runs_as = match executor {
+                        StepExecutor::DecodeGraph => "decode graph",
+                        StepExecutor::BatchGraph => "batch graph",
+                        StepExecutor::Eager => "operation by operation",
+                    };
+                    let queued = match is_queued {
+                        false if executor == StepExecutor::DecodeGraph => "by the graph itself",
+                        false => "no",
+                        true => "yes",
                     };
                     assert_eq!([runs_as, queued], row[1..], "{name}: {runner:?}, {step:?}");
                 }
@@ -192,15 +206,69 @@ mod tests {
         }
     }
 
+    /// Every combination of facts about a runner and a step.
+    fn all_facts() -> impl Iterator<Item = (RunnerFacts, StepFacts)> {
+        const COUNTS: [usize; 4] = [1, 2, MAX_SEQUENCES, MAX_SEQUENCES + 1];
+        (0..1 << 11).flat_map(|bits: u32| {
+            let is = move |bit: u32| bits & 1 << bit != 0;
+            let runner = RunnerFacts {
+                has_decode_graph: is(0),
+                has_batch_graphs: is(1),
+                can_queue: is(2),
+                has_several_ranks: is(3),
+                is_deterministic: is(4),
+            };
+            COUNTS.map(|sequences| {
+                let step = StepFacts {
+                    sequences,
+                    is_decode: is(5),
+                    chooses_tokens: is(6),
+                    samplers_can_queue: is(7),
+                    needs_logits: is(8) && sequences == 1,
+                    has_scores: is(9),
+                    has_deterministic_sequence: is(10),
+                };
+                (runner, step)
+            })
+        })
+    }
+
+    #[test]
+    fn every_step_gets_an_executor_that_can_run_it() {
+        for (runner, step) in all_facts() {
+            let Route { executor, is_queued } = route(runner, step);
+            let can_run = match executor {
+                StepExecutor::DecodeGraph => {
+                    let is_one_token = step.sequences == 1 && step.is_decode && step.chooses_tokens;
+                    !is_queued && runner.has_decode_graph && is_one_token && !step.needs_logits
+                }
+                StepExecutor::BatchGraph => {
+                    runner.has_batch_graphs && step.is_decode && step.sequences <= MAX_SEQUENCES
+                }
+                StepExecutor::Eager => true,
+            };
+            let can_queue = runner.can_queue && step.chooses_tokens && step.samplers_can_queue;
+            let is_separate = step.has_deterministic_sequence && !runner.is_deterministic;
+            let is_eager = executor == StepExecutor::Eager;
+            assert!(can_run, "{executor:?} cannot run {step:?} of {runner:?}");
+            assert!(!is_queued || can_queue && !step.has_scores, "{step:?} of {runner:?} cannot be queued");
+            assert!(!is_separate || is_eager && !is_queued, "{step:?} of {runner:?} does not run in passes of its own");
+            assert!(!step.has_scores || is_eager, "only the decoder computes the scores of {step:?}");
+            let unqueued = route(RunnerFacts { can_queue: false, ..runner }, step);
+            assert!(!unqueued.is_queued);
+            assert!(is_queued || unqueued.executor == executor, "only queued steps depend on `can_queue`: {step:?}");
+        }
+    }
+
     #[test]
     fn a_step_of_one_sequence_without_a_sampler_runs_operation_by_operation() {
         let step = StepFacts { chooses_tokens: false, ..ONE };
-        assert_eq!((route(GPU, step), queued_route(GPU, step)), (Route::Eager, None));
+        assert_eq!(route(GPU, step), Route { executor: StepExecutor::Eager, is_queued: false });
     }
 
     #[test]
     fn too_many_sequences_are_not_queued() {
         let step = StepFacts { sequences: MAX_SEQUENCES + 1, ..MANY };
-        assert_eq!((route(GPU, step), queued_route(GPU, step)), (Route::Eager, None));
+        assert_eq!(route(GPU, step), Route { executor: StepExecutor::Eager, is_queued: false });
     }
 }

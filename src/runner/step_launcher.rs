@@ -6,7 +6,7 @@ use candle_core::{DType, Device, Tensor};
 use super::batch_graph::BatchGraphs;
 use super::limits::{RunnerLimits, RunnerOptions};
 use super::queued_steps::{ExpectedToken, QueuedStepBuffers, RowSampling};
-use super::route::Route;
+use super::route::StepExecutor;
 use super::step_sequence::{Chosen, StepSequence};
 use crate::kernels::SumOrder;
 use crate::kernels::step_inputs::StepInputs;
@@ -64,13 +64,13 @@ impl StepLauncher {
         &mut self,
         decoder: &Decoder,
         cache: &KvCache,
-        route: Route,
+        executor: StepExecutor,
         sequences: &[StepSequence],
         samplings: &[RowSampling],
     ) -> Result<usize> {
-        let on_graph = match route {
-            Route::BatchGraph => self.batches.try_run(decoder, cache, sequences, &mut self.buffers)?,
-            Route::DecodeGraph | Route::Eager => None,
+        let on_graph = match executor {
+            StepExecutor::BatchGraph => self.batches.try_run(decoder, cache, sequences, &mut self.buffers)?,
+            StepExecutor::DecodeGraph | StepExecutor::Eager => None,
         };
         let logits = match on_graph {
             Some(logits) => logits,

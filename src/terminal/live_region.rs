@@ -75,63 +75,18 @@ impl LiveRegion {
         // Let the terminal wrap long finished lines, so that the user can copy each of them as one line.
         let finished: Vec<Row> = finished.iter().map(Row::new).collect();
         let next: Vec<&Row> = finished.iter().chain(&open).collect();
-        // Skip leading rows that are already on the screen.
-        let mut same = shown.iter().zip(&next).take_while(|(a, b)| a == *b).count();
-        if is_resized {
-            same = 0;
-        } else if same == next.len() && same < shown.len() && same > 0 {
-            // Only rows at the end were removed. Rewrite the last remaining row to put the cursor at its end.
-            same -= 1;
-        }
-        if same == shown.len() && same == next.len() && finished.is_empty() {
+        let change = Change::new(&shown, &next, is_resized);
+        if change.is_empty() && finished.is_empty() {
             self.shown = open;
             return Ok(());
         }
-
-        let mut text = String::new();
-        // If the last row only grew, write just the added text.
-        let is_grown = !is_resized && same + 1 == shown.len() && same < next.len();
-        let growth = is_grown.then(|| next[same].painted.strip_prefix(shown[same].painted.as_str())).flatten();
-        let mut first = same;
-        if let Some(more) = growth {
-            text.push_str(more);
-            first += 1;
-        } else if same < shown.len() {
-            let up = if is_resized { cursor_row } else { shown.len() - 1 - same };
-            if up > 0 {
-                text.push_str(&format!("\x1b[{up}A"));
-            }
-            text.push('\r');
-        }
-        // Overwrite each row and then clear only its remainder, so that no row is ever blank.
-        // A row that is as wide as the window has no remainder.
-        // In that case, and after a resize, first clear everything below and to the right of the cursor.
-        let overwrites = same < shown.len() && growth.is_none();
-        let clears_first = overwrites && (is_resized || next.iter().skip(first).any(|row| row.width >= size.columns));
-        if clears_first {
-            text.push_str("\x1b[J");
-        }
-        for (index, row) in next.iter().enumerate().skip(first) {
-            // Start a new line unless the cursor is already at the start of this row.
-            if index == first && first > 0 && (growth.is_some() || same == shown.len()) || index > first {
-                text.push('\n');
-            }
-            text.push_str(&row.painted);
-            if overwrites && !clears_first && index < shown.len() {
-                text.push_str("\x1b[K");
-            }
-        }
-        if overwrites && !clears_first && shown.len() > next.len() {
-            text.push_str("\x1b[J");
-        }
         // Move the cursor below the last finished line.
-        if open.is_empty() && !finished.is_empty() {
-            text.push('\n');
-        }
-        // With synchronized output (mode 2026), supporting terminals show no intermediate state of an update.
-        if overwrites {
-            text = format!("\x1b[?2026h{text}\x1b[?2026l");
-        }
+        let end = if open.is_empty() && !finished.is_empty() { "\n" } else { "" };
+        let text = match change.added_text() {
+            Some(text) => text + end,
+            // With synchronized output (mode 2026), supporting terminals show no intermediate state of an update.
+            None => format!("\x1b[?2026h{}{end}\x1b[?2026l", change.overwriting_text(cursor_row, size.columns)),
+        };
         self.shown = open;
         out.write_all(text.as_bytes())?;
         out.flush()
@@ -161,6 +116,87 @@ impl LiveRegion {
     fn cursor_row(&self, size: WindowSize) -> usize {
         let rows: usize = self.shown.iter().map(|row| row.width.div_ceil(size.columns).max(1)).sum();
         rows.saturating_sub(1).min(size.rows.saturating_sub(1))
+    }
+}
+
+/// A change of the rows on the screen.
+struct Change<'r> {
+    shown: &'r [Row],
+    next: &'r [&'r Row],
+    /// The number of leading rows that are already on the screen and are not written again.
+    same: usize,
+    /// Whether the window has a new width, so that the terminal may have wrapped the shown rows.
+    is_resized: bool,
+}
+
+impl<'r> Change<'r> {
+    fn new(shown: &'r [Row], next: &'r [&'r Row], is_resized: bool) -> Self {
+        // Skip leading rows that are already on the screen.
+        let mut same = shown.iter().zip(next).take_while(|(a, b)| a == *b).count();
+        if is_resized {
+            same = 0;
+        } else if same == next.len() && same < shown.len() && same > 0 {
+            // Only rows at the end were removed. Rewrite the last remaining row to put the cursor at its end.
+            same -= 1;
+        }
+        Self { shown, next, same, is_resized }
+    }
+
+    fn is_empty(&self) -> bool {
+        self.same == self.shown.len() && self.same == self.next.len()
+    }
+
+    /// Returns the text to write at the cursor if the change only adds text at the end, and `None` otherwise.
+    fn added_text(&self) -> Option<String> {
+        let mut text = String::new();
+        let mut first = self.same;
+        if self.same < self.shown.len() {
+            // If the last row only grew, write just the added text.
+            let is_last = !self.is_resized && self.same + 1 == self.shown.len();
+            let row = self.next.get(self.same).filter(|_| is_last)?;
+            text.push_str(row.painted.strip_prefix(self.shown[self.same].painted.as_str())?);
+            first += 1;
+        }
+        for (index, row) in self.next.iter().enumerate().skip(first) {
+            // Start a new line unless the cursor is already at the start of this row.
+            if index > 0 {
+                text.push('\n');
+            }
+            text.push_str(&row.painted);
+        }
+        Some(text)
+    }
+
+    /// Returns the text that overwrites the shown rows from the first changed row on.
+    /// After a resize, the cursor is `cursor_row` rows below the first shown row.
+    fn overwriting_text(&self, cursor_row: usize, columns: usize) -> String {
+        let mut text = String::new();
+        let up = if self.is_resized { cursor_row } else { self.shown.len() - 1 - self.same };
+        if up > 0 {
+            text.push_str(&format!("\x1b[{up}A"));
+        }
+        text.push('\r');
+        // Overwrite each row and then clear only its remainder, so that no row is ever blank.
+        // A row that is as wide as the window has no remainder.
+        // In that case, and after a resize, first clear everything below and to the right of the cursor.
+        let has_wide_row = self.next.iter().skip(self.same).any(|row| row.width >= columns);
+        let clears_first = self.is_resized || has_wide_row;
+        if clears_first {
+            text.push_str("\x1b[J");
+        }
+        for (index, row) in self.next.iter().enumerate().skip(self.same) {
+            if index > self.same {
+                text.push('\n');
+            }
+            text.push_str(&row.painted);
+            if !clears_first && index < self.shown.len() {
+                text.push_str("\x1b[K");
+            }
+        }
+        if !clears_first && self.shown.len() > self.next.len() {
+            text.push_str("\x1b[J");
+        }
+        text
     }
 }
 

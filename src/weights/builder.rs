@@ -14,10 +14,10 @@ use super::quantized::QuantizationTarget;
 #[cfg(feature = "cuda")]
 use super::reading::Residency;
 use super::reading::{PartReader, ReadAheadOptions, ReadAheadReader, Reader, ReaderThreads, SharedReads};
-use crate::device::World;
 #[cfg(feature = "cuda")]
 use crate::kernels::upload::CopyStream;
 use crate::kernels::upload::Target;
+use crate::world::World;
 
 /// Builds [`Weights`]. By default, a single rank loads whole tensors, and float matrices are not quantized.
 pub struct WeightsBuilder<'c> {

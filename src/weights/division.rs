@@ -10,7 +10,7 @@ use candle_core::DType;
 
 use super::inventory::{ColumnUnits, Inventory, InventoryTensor};
 use super::reading::Axis;
-use crate::device::share;
+use crate::world::share;
 
 /// Ranks divide an intermediate size at multiples of this number of columns, or of a larger column unit of `down_proj`.
 /// An MXFP4 block has 32 columns.

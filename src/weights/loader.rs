@@ -10,12 +10,14 @@ use super::checkpoint::Checkpoint;
 use super::gguf::GgufModel;
 use super::progress::LoadProgress;
 use super::quantized::{self, QuantizationTarget};
-use super::reading::{Axis, Part, Reader, ReaderThreads, SharedReads, Slice, StoredBytes, TensorReader};
-use super::safetensors::module;
+use super::reading::{
+    Axis, ByteRange, PartSource, Reader, ReaderThreads, SharedReads, Slice, StoredBytes, TensorPart, TensorReader,
+};
+use super::safetensors::{TensorView, module};
 use super::tensor_info::TensorInfo;
-use crate::device::World;
 use crate::error::Error;
 use crate::text::excerpt;
+use crate::world::World;
 
 /// The tensors of a checkpoint whose names start with a prefix, plus the device and dtype to load them with.
 /// [`WeightsBuilder`](super::WeightsBuilder) returns the weights of a whole checkpoint.
@@ -31,7 +33,7 @@ pub struct Weights<'c> {
     /// The rank whose part of each layer is loaded. [`World::alone`] for layers that every rank loads whole.
     pub(super) world: World,
     /// The part of each tensor that is loaded. `None` if whole tensors are loaded.
-    pub(super) part: Option<Part>,
+    pub(super) part: Option<TensorPart>,
     pub(super) reader: Reader,
     /// Reads bytes together with the other ranks. `None` if this rank reads alone.
     pub(super) shared_reads: Option<SharedReads>,
@@ -111,7 +113,7 @@ impl<'c> Weights<'c> {
 
     fn part(&self, axis: Axis, ranges: Vec<Range<usize>>, total: usize) -> Self {
         // A single rank loads whole tensors, so that the background reader can read them ahead.
-        let part = Part { axis, ranges, total };
+        let part = TensorPart { axis, ranges, total };
         Self { part: (self.world.size() > 1).then_some(part), ..self.clone() }
     }
 
@@ -267,7 +269,6 @@ impl<'c> Weights<'c> {
     /// Loads a tensor, or the part of it that `slice` selects, in its stored dtype. `shape` is the shape of the result.
     /// `device` is either the device of the weights or the host.
     fn load(&self, name: &str, shape: &[usize], slice: Option<Slice>, device: &Device) -> Result<Tensor> {
-        let cannot = || format!("cannot load tensor {name}");
         if let Checkpoint::Gguf(model) = self.checkpoint {
             let tensor = sliced(model.shared_packed(name, self.shared_reads.as_ref())?, slice)?.to_device(device)?;
             self.progress.add_read(self.checkpoint.required(name)?.bytes() as u64);
@@ -277,36 +278,81 @@ impl<'c> Weights<'c> {
         let Some(dtype) = view.info.candle_dtype() else {
             bail!("tensor {name}: the dtype {} is not supported", view.info.dtype)
         };
-        let is_large = shape.iter().product::<usize>() * dtype.size_in_bytes() > MAX_HOST_CONVERSION_BYTES;
         self.reader.world.tick();
-        let shared = self.shared_reads.as_ref().filter(|shared| {
-            let has_short_runs = |slice: &Slice| slice.has_short_runs(&view.info.shape, dtype, shared.world.size());
-            slice.as_ref().is_none_or(has_short_runs)
-        });
-        let is_own_device = device.same_device(&self.device);
-        let tensor = match (&self.reader.threads, &view.bytes) {
-            (ReaderThreads::Parts(reader), StoredBytes::File(bytes)) if is_large && is_own_device => match shared {
-                Some(shared) => reader.read_shared(shared, name, bytes, (dtype, shape, slice.as_ref())),
-                None => reader.read(bytes, dtype, shape, slice.as_ref()),
+        let part = PartToRead { name, dtype, shape, slice: slice.as_ref() };
+        let tensor = match self.read_plan(&view, &part, device) {
+            ReadPlan::Ahead(reader) => reader.take(name, dtype, shape)?,
+            ReadPlan::Threads { reader, file, shared } => match shared {
+                Some(shared) => reader.read_shared(shared, name, file, (dtype, shape, part.slice)),
+                None => reader.read(file, dtype, shape, part.slice),
             }
-            .with_context(cannot)?,
-            (ReaderThreads::Ahead(reader), _) if slice.is_none() && is_own_device && reader.contains(name) => {
-                reader.take(name, dtype, shape)?
-            }
-            _ => {
-                let tensor = match (slice, shared, &view.bytes) {
-                    (Some(slice), ..) => slice.read(name, &view.bytes, dtype, shape, shared),
-                    (None, Some(shared), StoredBytes::File(bytes)) => {
-                        let bytes = shared.read_to_vec(name, bytes)?;
-                        StoredBytes::Memory(&bytes).tensor(dtype, shape)
-                    }
-                    (None, ..) => view.bytes.tensor(dtype, shape),
-                };
-                tensor.and_then(|tensor| Ok(tensor.to_device(device)?)).with_context(cannot)?
+            .with_context(|| format!("cannot load tensor {name}"))?,
+            ReadPlan::Host { shared } => {
+                let tensor = part.read_to_host(&view.bytes, shared);
+                let tensor = tensor.and_then(|tensor| Ok(tensor.to_device(device)?));
+                tensor.with_context(|| format!("cannot load tensor {name}"))?
             }
         };
         self.progress.add_read(view.info.bytes() as u64);
         Ok(tensor)
+    }
+
+    /// Decides which threads read a part of the tensor `view`, and whether the ranks read the tensor together.
+    fn read_plan<'r>(&'r self, view: &'r TensorView, part: &PartToRead, device: &Device) -> ReadPlan<'r> {
+        let is_own_device = device.same_device(&self.device);
+        let is_large = part.bytes() > MAX_HOST_CONVERSION_BYTES;
+        let shared = self.shared_reads.as_ref().filter(|shared| {
+            let has_short_runs =
+                |slice: &Slice| slice.has_short_runs(&view.info.shape, part.dtype, shared.world.size());
+            part.slice.is_none_or(has_short_runs)
+        });
+        match (&self.reader.threads, &view.bytes) {
+            (ReaderThreads::Parts(reader), StoredBytes::File(file)) if is_large && is_own_device => {
+                ReadPlan::Threads { reader: reader.as_ref(), file, shared }
+            }
+            (ReaderThreads::Ahead(reader), _)
+                if part.slice.is_none() && is_own_device && reader.contains(part.name) =>
+            {
+                ReadPlan::Ahead(reader.as_ref())
+            }
+            _ => ReadPlan::Host { shared },
+        }
+    }
+}
+
+/// How to read a tensor of a safetensors file. With `shared`, the ranks read the tensor together.
+enum ReadPlan<'r> {
+    /// The background reader reads the whole tensor to the device of the weights.
+    Ahead(&'r dyn TensorReader),
+    /// Several threads read the tensor to the device of the weights.
+    Threads { reader: &'r dyn PartSource, file: &'r ByteRange, shared: Option<&'r SharedReads> },
+    /// This thread reads the tensor to host memory.
+    Host { shared: Option<&'r SharedReads> },
+}
+
+/// A tensor of a safetensors file, or the part of it that `slice` selects. `shape` is the shape of the part.
+struct PartToRead<'r> {
+    name: &'r str,
+    dtype: DType,
+    shape: &'r [usize],
+    slice: Option<&'r Slice>,
+}
+
+impl PartToRead<'_> {
+    fn bytes(&self) -> usize {
+        self.shape.iter().product::<usize>() * self.dtype.size_in_bytes()
+    }
+
+    /// Reads the part to host memory. With `shared`, the ranks read the tensor together.
+    fn read_to_host(&self, tensor: &StoredBytes, shared: Option<&SharedReads>) -> Result<Tensor> {
+        match (self.slice, shared, tensor) {
+            (Some(slice), ..) => slice.read(self.name, tensor, self.dtype, self.shape, shared),
+            (None, Some(shared), StoredBytes::File(file)) => {
+                let bytes = shared.read_to_vec(self.name, file)?;
+                StoredBytes::Memory(&bytes).tensor(self.dtype, self.shape)
+            }
+            (None, ..) => tensor.tensor(self.dtype, self.shape),
+        }
     }
 }
 

@@ -36,7 +36,7 @@ pub use inventory::{Inventory, WeightsSummary};
 pub use loader::Weights;
 pub use progress::LoadProgress;
 pub use reading::{
-    ByteRange, PartReader, ReadAheadOptions, ReadAheadReader, ReadRequest, Residency, RowBuffer, RowSource, Source,
-    StoredBytes, StoredRows,
+    ByteRange, PartReader, ReadAheadOptions, ReadAheadReader, ReadRequest, Residency, RowBuffer, RowSource,
+    StoredBytes, StoredRows, WeightsFile,
 };
 pub use tensor_info::TensorInfo;

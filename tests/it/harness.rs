@@ -70,6 +70,8 @@ impl Test {
 #[derive(Clone, Copy, PartialEq)]
 pub enum Need {
     Gpu,
+    /// An NVIDIA GPU, and a build with the feature `flash-attn`.
+    FlashAttn,
     Fixtures,
     FullSize,
     /// A build of inferno that starts without an NVIDIA driver.
@@ -79,13 +81,14 @@ pub enum Need {
 }
 
 impl Need {
-    const ALL: [Need; 5] = [Need::Gpu, Need::Fixtures, Need::FullSize, Need::NoDriver, Need::Mount];
+    const ALL: [Need; 6] = [Need::Gpu, Need::FlashAttn, Need::Fixtures, Need::FullSize, Need::NoDriver, Need::Mount];
 
     /// Returns true if this machine and this build meet the requirement.
     /// With `INFERNO_REQUIRE_GPU=1`, GPU tests run even without a GPU, and fail.
     fn is_met(self) -> bool {
         match self {
             Need::Gpu => is_gpu_expected(),
+            Need::FlashAttn => cfg!(feature = "flash-attn") && is_gpu_expected(),
             Need::Fixtures => std::env::var_os("INFERNO_FIXTURES").is_some(),
             Need::FullSize => std::env::var_os("INFERNO_FULL_SIZE").is_some(),
             Need::NoDriver => libraries_are_loaded_on_demand(),
@@ -96,6 +99,7 @@ impl Need {
     fn name(self) -> &'static str {
         match self {
             Need::Gpu => "an NVIDIA GPU",
+            Need::FlashAttn => "an NVIDIA GPU and a build with the feature flash-attn",
             Need::Fixtures => "the fixtures in INFERNO_FIXTURES",
             Need::FullSize => "a GPU and the model in INFERNO_FULL_SIZE",
             Need::NoDriver => "a build that starts without an NVIDIA driver",
@@ -106,6 +110,7 @@ impl Need {
     fn command(self) -> &'static str {
         match self {
             Need::Gpu => "INFERNO_REQUIRE_GPU=1 cargo test --features cuda",
+            Need::FlashAttn => "INFERNO_REQUIRE_GPU=1 cargo test --features flash-attn",
             Need::Fixtures => "INFERNO_FIXTURES=DIR cargo test",
             Need::FullSize => "INFERNO_FULL_SIZE=DIR cargo test --release --features cuda full_size",
             Need::NoDriver => "cargo test --release --features cuda",

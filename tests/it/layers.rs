@@ -10,7 +10,7 @@ use proc_macro2::{Delimiter, TokenStream, TokenTree};
 const LAYERS: &[&[&str]] = &[
     &["text"],
     &["error", "files"],
-    &["device", "snapshot"],
+    &["device", "world", "snapshot"],
     &["kernels", "hub", "tokenizer"],
     &["weights", "chat"],
     &["nn"],

@@ -7,9 +7,10 @@ use anyhow::Result;
 use candle_core::Device;
 
 use super::finding::Finding;
-use crate::device::{self, DeviceChoice, World};
+use crate::device::{self, DeviceChoice};
 use crate::kernels::exchange::{self, ExchangePath, ExchangeTimes, LARGE_ELEMENTS, SMALL_ELEMENTS};
 use crate::text::one_line;
+use crate::world::World;
 
 /// Checks the links between GPUs. Returns `None` if there are fewer than two GPUs.
 pub fn check() -> Option<Finding> {

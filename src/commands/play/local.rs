@@ -13,7 +13,7 @@ use crate::commands::shared::{note, playable, warn_about_token};
 use crate::conversation::{LoadedModel, LocalModel, ModelId, ModelSource, require_chat_format};
 use crate::engine::Engine;
 use crate::error::Error;
-use crate::hub::{Hub, Snapshot, Source, is_repo_name, parse_download_name};
+use crate::hub::{Hub, Snapshot, SnapshotSource, is_repo_name, parse_download_name};
 use crate::language::Language;
 use crate::sandbox;
 use crate::terminal;
@@ -58,7 +58,7 @@ impl HubModels {
         // Parse the new model's settings now, to report invalid settings while the old model is still loaded.
         let args = (self.reparse)(&snapshot.name)?;
         let revision = args.origin.configured.get("revision").and_then(|values| values.first());
-        let has_revisions = matches!(snapshot.source, Source::Inferno | Source::HuggingFace);
+        let has_revisions = matches!(snapshot.source, SnapshotSource::Inferno | SnapshotSource::HuggingFace);
         match revision.filter(|_| has_revisions && revision_in(name).is_none()) {
             Some(revision) => self.hub.find(name, Some(revision)),
             None => Ok(snapshot),

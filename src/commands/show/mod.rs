@@ -1,8 +1,8 @@
 //! `inferno show`: describes a model and the memory that it needs.
 
 mod report;
+mod shown_model;
 mod sizes;
-mod source;
 mod table;
 
 use std::io::Write;
@@ -15,7 +15,7 @@ use crate::error::Error;
 use crate::hub::{self, Hub, demo};
 use crate::text::printable;
 use report::{Gpu, Report, Requested};
-use source::Source;
+use shown_model::ShownModel;
 
 /// Describe a model and the memory it needs, without loading it
 #[derive(clap::Args)]
@@ -44,13 +44,13 @@ pub struct Args {
 
 pub fn run(args: Args) -> Result<ExitCode> {
     let hub = Hub::from_env()?;
-    let source = if args.remote {
-        Source::remote(&hub, peek(&hub, &args)?)?
+    let shown = if args.remote {
+        ShownModel::remote(&hub, peek(&hub, &args)?)?
     } else {
-        Source::local(&hub.find(&args.model, args.revision.as_deref()).map_err(suggest_remote)?)
+        ShownModel::local(&hub.find(&args.model, args.revision.as_deref()).map_err(suggest_remote)?)
     };
     let plan = Requested { context: args.context, gpus: args.gpus, split: args.split.into() };
-    let report = Report::new(source, plan, Gpu::first())?;
+    let report = Report::new(shown, plan, Gpu::first())?;
     let mut out = std::io::stdout().lock();
     if args.json {
         writeln!(out, "{}", serde_json::to_string_pretty(&report)?)?;

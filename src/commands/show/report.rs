@@ -4,8 +4,8 @@ use anyhow::Result;
 use serde::Serialize;
 use serde_json::Value;
 
+use super::shown_model::ShownModel;
 use super::sizes::Sizes;
-use super::source::Source;
 use crate::device::{self, DeviceChoice, DeviceInfo, Split};
 use crate::engine::memory::{Capacity, DeviceKind, MemoryPlan};
 use crate::error::Error;
@@ -127,9 +127,9 @@ fn serialize_gpu<S: serde::Serializer>(info: &Option<DeviceInfo>, serializer: S)
 
 impl Report {
     /// Creates the report. Fails only if the model does not support the requested context or number of GPUs.
-    pub fn new(source: Source, requested: Requested, gpu: Gpu) -> Result<Self> {
-        let chat = chat(&source);
-        let (json, parsed) = match source.metadata.config {
+    pub fn new(shown: ShownModel, requested: Requested, gpu: Gpu) -> Result<Self> {
+        let chat = chat(&shown);
+        let (json, parsed) = match shown.metadata.config {
             Ok(json) => (json.clone(), models::parse_config(json)),
             Err(error) => (Value::Null, Err(error)),
         };
@@ -141,7 +141,7 @@ impl Report {
         if let Some(model) = &model {
             sizes = sizes.with_architecture(model.architecture.as_ref());
         }
-        let (inventory, weights_problem) = match source.metadata.inventory {
+        let (inventory, weights_problem) = match shown.metadata.inventory {
             Ok(inventory) => (Some(inventory), None),
             Err(error) => (None, Some(one_line(&error))),
         };
@@ -163,14 +163,14 @@ impl Report {
         let model_type =
             |json: &Value| json["model_type"].as_str().or(json["architectures"][0].as_str()).map(String::from);
         Ok(Self {
-            name: source.name,
-            revision: source.revision,
-            path: source.path.map(|path| path.display().to_string()),
-            location: source.location,
+            name: shown.name,
+            revision: shown.revision,
+            path: shown.path.map(|path| path.display().to_string()),
+            location: shown.location,
             family: model.as_ref().map(|model| model.family.model_type.to_string()).or_else(|| model_type(&json)),
             supported: model.is_some(),
             reason,
-            license: source.metadata.license,
+            license: shown.metadata.license,
             quantization: method.or(main_dtype),
             chat,
             parameters: inventory.as_ref().map(Inventory::parameters),
@@ -179,7 +179,7 @@ impl Report {
             sizes,
             weights_problem,
             tensors,
-            files: source.files.into_iter().map(|(name, bytes)| File { name, bytes }).collect(),
+            files: shown.files.into_iter().map(|(name, bytes)| File { name, bytes }).collect(),
             needs,
             gpu,
         })
@@ -240,14 +240,14 @@ fn needs(
 }
 
 /// Returns `harmony` for gpt-oss, otherwise the name of the file or GGUF key that holds the chat template, if any.
-fn chat(source: &Source) -> Option<&'static str> {
-    if source.metadata.config.as_ref().is_ok_and(|config| config["model_type"] == "gpt_oss") {
+fn chat(shown: &ShownModel) -> Option<&'static str> {
+    if shown.metadata.config.as_ref().is_ok_and(|config| config["model_type"] == "gpt_oss") {
         return Some("harmony");
     }
-    if source.has("chat_template.jinja") {
+    if shown.has("chat_template.jinja") {
         return Some("chat_template.jinja");
     }
-    let template = &source.metadata.tokenizer_config["chat_template"];
+    let template = &shown.metadata.tokenizer_config["chat_template"];
     let has_template = template.as_str().is_some_and(|text| !text.is_empty()) || template.is_array();
-    has_template.then_some(source.metadata.tokenizer_config_name)
+    has_template.then_some(shown.metadata.tokenizer_config_name)
 }

@@ -6,7 +6,7 @@ use anyhow::Result;
 use serde::{Deserialize, Serialize};
 
 use super::compiler::GrammarCompiler;
-use super::plan::{Part, PartId};
+use super::plan::{AnswerPart, PartId};
 use super::{Constraint, Grammar};
 use crate::language::Language;
 
@@ -38,8 +38,13 @@ impl ConstrainedRequest {
     /// Compiles a grammar. Returns a part of a plan that allows only text that matches the grammar.
     ///
     /// The `instead` tokens may come in place of the text, and the `after` tokens may come after the whole text.
-    pub fn grammar(&self, grammar: &Grammar, instead: Vec<(u32, PartId)>, after: Vec<(u32, PartId)>) -> Result<Part> {
+    pub fn grammar(
+        &self,
+        grammar: &Grammar,
+        instead: Vec<(u32, PartId)>,
+        after: Vec<(u32, PartId)>,
+    ) -> Result<AnswerPart> {
         let grammar = Box::new(self.compiler.compile(grammar)?);
-        Ok(Part::Grammar { grammar, instead, after })
+        Ok(AnswerPart::Grammar { grammar, instead, after })
     }
 }

@@ -9,7 +9,7 @@
 use anyhow::Result;
 
 use super::context::ConstrainedRequest;
-use super::plan::{END, Free, Part, PartId, all_to};
+use super::plan::{AnswerPart, END, Free, PartId, all_to};
 use crate::chat::{Harmony, harmony_recipient};
 use crate::tokenizer::ControlTokens;
 
@@ -29,7 +29,7 @@ pub fn parts(
     request: &ConstrainedRequest,
     harmony: Harmony,
     has_generation_prompt: bool,
-) -> Result<(Vec<Part>, PartId)> {
+) -> Result<(Vec<AnswerPart>, PartId)> {
     let constraint = &request.constraint;
     let is_required = constraint.is_required();
     let headers = Headers { request, harmony };
@@ -56,7 +56,7 @@ pub fn parts(
             premature.extend(request.language.stop_ids());
         }
         let exits = vec![(harmony.end, NEXT)];
-        Part::Free(Free { exits, premature, replacement: Some(harmony.end), ..Free::default() })
+        AnswerPart::Free(Free { exits, premature, replacement: Some(harmony.end), ..Free::default() })
     };
     let answer = match &constraint.answer {
         Some(answer) if !constraint.requires_tool => {
@@ -65,16 +65,16 @@ pub fn parts(
         _ => text(is_required),
     };
     let first = if has_generation_prompt { first } else { opened(&first) };
-    let before_tools: [(PartId, Part); TOOLS] = [
-        (END, Part::End),
-        (FIRST, Part::Choice(first)),
-        (NEXT, Part::Choice(opened(&later))),
+    let before_tools: [(PartId, AnswerPart); TOOLS] = [
+        (END, AnswerPart::End),
+        (FIRST, AnswerPart::Choice(first)),
+        (NEXT, AnswerPart::Choice(opened(&later))),
         (ANALYSIS, text(is_required)),
         (FINAL, answer),
         (PREAMBLE, text(is_required)),
     ];
     debug_assert!(before_tools.iter().enumerate().all(|(index, (id, _))| index == *id), "a part's id is not its index");
-    let mut parts: Vec<Part> = before_tools.into_iter().map(|(_, part)| part).collect();
+    let mut parts: Vec<AnswerPart> = before_tools.into_iter().map(|(_, part)| part).collect();
     for tool in &constraint.tools {
         parts.push(match &tool.arguments {
             Some(arguments) => {

@@ -15,7 +15,7 @@ pub const END: PartId = 0;
 /// The possible parts of an answer, and the data that all sequences of a request share.
 pub struct Plan {
     pub language: Arc<Language>,
-    pub parts: Vec<Part>,
+    pub parts: Vec<AnswerPart>,
     /// The id of the part where the answer starts.
     pub start: PartId,
     /// The tokens that end the sequence.
@@ -28,7 +28,7 @@ pub struct Plan {
 }
 
 /// One part of an answer.
-pub enum Part {
+pub enum AnswerPart {
     /// The end of the answer, where only stop tokens are allowed.
     End,
     /// One of several token sequences, such as the possible headers of a message.

@@ -10,7 +10,7 @@ use anyhow::{Context, Result};
 use super::compiler::invalid;
 use super::context::ConstrainedRequest;
 use super::cpu_time::{MaskBudget, ThreadClock, thread_time};
-use super::plan::{END, Part, PartId, Plan, all_to};
+use super::plan::{AnswerPart, END, PartId, Plan, all_to};
 use super::state::ConstraintState;
 use super::{harmony, tagged};
 use crate::chat::ChatFormat;
@@ -105,10 +105,10 @@ fn plan(request: ConstrainedRequest) -> Result<Plan> {
 
 /// Returns the parts of a text completion, which has no chat format, and the id of the first part.
 /// Fails if the request requires a tool call, or if only tools are constrained.
-fn text_parts(request: &ConstrainedRequest, stops: &[u32]) -> Result<(Vec<Part>, PartId)> {
+fn text_parts(request: &ConstrainedRequest, stops: &[u32]) -> Result<(Vec<AnswerPart>, PartId)> {
     match &request.constraint.answer {
         Some(answer) if !request.constraint.requires_tool => {
-            Ok((vec![Part::End, request.grammar(answer, Vec::new(), all_to(stops, END))?], 1))
+            Ok((vec![AnswerPart::End, request.grammar(answer, Vec::new(), all_to(stops, END))?], 1))
         }
         _ => Err(invalid("tools", "a text completion cannot call tools")),
     }

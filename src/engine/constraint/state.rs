@@ -7,7 +7,7 @@ use llguidance::Matcher;
 
 use super::compiler::invalid;
 use super::cpu_time::thread_time;
-use super::plan::{Free, Part, PartId, Plan};
+use super::plan::{AnswerPart, Free, PartId, Plan};
 use crate::kernels::token_mask::TokenMask;
 
 /// The position of one sequence in its plan. Clones are independent, but their matchers share lexer states.
@@ -54,10 +54,10 @@ impl ConstraintState {
     fn enter(&mut self, part: PartId) {
         self.part = part;
         self.progress = match &self.plan.parts[part] {
-            Part::End => Progress::End,
-            Part::Choice(sequences) => Progress::Choice { possible: (0..sequences.len()).collect(), position: 0 },
-            Part::Free(_) => Progress::Free { tail: Vec::new() },
-            Part::Grammar { grammar, .. } => {
+            AnswerPart::End => Progress::End,
+            AnswerPart::Choice(sequences) => Progress::Choice { possible: (0..sequences.len()).collect(), position: 0 },
+            AnswerPart::Free(_) => Progress::Free { tail: Vec::new() },
+            AnswerPart::Grammar { grammar, .. } => {
                 let matcher = Box::new(grammar.matcher.clone());
                 Progress::Grammar { matcher, unread: Vec::new(), has_text: false }
             }
@@ -81,11 +81,11 @@ impl ConstraintState {
         let mut mask = TokenMask::none(plan.vocab_size);
         self.must_end = false;
         match (&mut self.progress, &plan.parts[self.part]) {
-            (Progress::Choice { possible, position }, Part::Choice(sequences)) => {
+            (Progress::Choice { possible, position }, AnswerPart::Choice(sequences)) => {
                 possible.iter().for_each(|&index| mask.allow(sequences[index].0[*position]));
                 self.must_end = possible.iter().all(|&index| plan.stops.contains(&sequences[index].0[*position]));
             }
-            (Progress::Grammar { matcher, unread, has_text }, Part::Grammar { grammar, instead, after }) => {
+            (Progress::Grammar { matcher, unread, has_text }, AnswerPart::Grammar { grammar, instead, after }) => {
                 let read = std::mem::take(unread);
                 let started = thread_time();
                 let text = read_mask(matcher, &read).map_err(|problem| invalid(&grammar.name, &problem.to_string()))?;
@@ -122,14 +122,14 @@ impl ConstraintState {
         let plan = self.plan.clone();
         let mut token = token;
         let next = match (&mut self.progress, &plan.parts[self.part]) {
-            (Progress::Choice { possible, position }, Part::Choice(sequences)) => {
+            (Progress::Choice { possible, position }, AnswerPart::Choice(sequences)) => {
                 possible.retain(|&index| sequences[index].0[*position] == token);
                 *position += 1;
                 let Some(&first) = possible.first() else { bail!("internal error: token {token} was not allowed") };
                 let (sequence, part) = &sequences[first];
                 (sequence.len() == *position).then_some(*part)
             }
-            (Progress::Free { tail }, Part::Free(free)) => {
+            (Progress::Free { tail }, AnswerPart::Free(free)) => {
                 if free.premature.contains(&token) {
                     let Some(replacement) = free.replacement else {
                         bail!("the model ended its answer or called a tool before the constrained part");
@@ -138,7 +138,7 @@ impl ConstraintState {
                 }
                 leave_free(free, tail, token, &plan)?
             }
-            (Progress::Grammar { unread, has_text, .. }, Part::Grammar { instead, after, .. }) => {
+            (Progress::Grammar { unread, has_text, .. }, AnswerPart::Grammar { instead, after, .. }) => {
                 let leaves = after.iter().chain(instead.iter().filter(|_| !*has_text));
                 let part = leaves.clone().find(|(exit, _)| *exit == token).map(|(_, part)| *part);
                 if part.is_none() {
@@ -213,7 +213,12 @@ mod tests {
         let tokenizer = Tokenizer::from_dir(&demo).unwrap();
         let language = Arc::new(Language::new(tokenizer, None, serde_json::Value::Null, vec![STOP]));
         let sequences = vec![(vec![5, 6, 7], 3), (vec![5, 8], END)];
-        let parts = vec![Part::End, Part::Free(free), Part::Choice(sequences), Part::Free(Free::default())];
+        let parts = vec![
+            AnswerPart::End,
+            AnswerPart::Free(free),
+            AnswerPart::Choice(sequences),
+            AnswerPart::Free(Free::default()),
+        ];
         let masks = MaskBudget::default();
         let plan = Plan { language, parts, start: 1, stops: vec![STOP], vocab_size: 2000, end: STOP, masks };
         ConstraintState::new(Arc::new(plan))

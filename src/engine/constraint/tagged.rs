@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 
 use super::compiler::{invalid, lark_string, with_options};
 use super::context::ConstrainedRequest;
-use super::plan::{END, Free, Part, PartId, all_to};
+use super::plan::{AnswerPart, END, Free, PartId, all_to};
 use super::{Grammar, GrammarKind, ToolGrammar};
 use crate::chat::{END_THINK, END_TOOL_CALL, LLAMA_CALLS, MISTRAL_CALLS, THINK, TOOL_CALL};
 
@@ -32,7 +32,7 @@ struct ToolTags {
 }
 
 /// Returns the parts of an answer, and the id of the first part. `prompt` is the rendered conversation.
-pub fn parts(request: &ConstrainedRequest, prompt: &str) -> Result<(Vec<Part>, PartId)> {
+pub fn parts(request: &ConstrainedRequest, prompt: &str) -> Result<(Vec<AnswerPart>, PartId)> {
     let (constraint, stops) = (&request.constraint, request.stops());
     let tokenizer = &request.language.tokenizer;
     let control = |text: &str| tokenizer.token_id(text).filter(|&id| tokenizer.is_control(id));
@@ -54,11 +54,11 @@ pub fn parts(request: &ConstrainedRequest, prompt: &str) -> Result<(Vec<Part>, P
     let to_tool: Vec<(u32, PartId)> = tags.iter().map(|tags| (tags.open, TOOL)).collect();
     let to_reasoning: Vec<(u32, PartId)> = control(THINK).map(|think| (think, REASONING)).into_iter().collect();
 
-    let answer = |instead: Vec<(u32, PartId)>| -> Result<Part> {
+    let answer = |instead: Vec<(u32, PartId)>| -> Result<AnswerPart> {
         match &constraint.answer {
             _ if constraint.requires_tool => Ok(choice(&instead)),
             Some(answer) => request.grammar(answer, instead, all_to(&stops, END)),
-            None => Ok(Part::Free(Free { exits: to_tool.clone(), ..Free::default() })),
+            None => Ok(AnswerPart::Free(Free { exits: to_tool.clone(), ..Free::default() })),
         }
     };
     let start = answer([&to_tool[..], &to_reasoning].concat())?;
@@ -70,7 +70,7 @@ pub fn parts(request: &ConstrainedRequest, prompt: &str) -> Result<(Vec<Part>, P
         reasoning.premature.extend(control(TOOL_CALL).filter(|_| tags.is_none()));
         reasoning.replacement = end_think;
     }
-    let mut parts = vec![Part::End, start, Part::Free(reasoning), answer(to_tool.clone())?];
+    let mut parts = vec![AnswerPart::End, start, AnswerPart::Free(reasoning), answer(to_tool.clone())?];
     if let Some(tags) = tags {
         // Compile the grammar of each tool on its own first, so that an error names the tool.
         for arguments in constraint.tools.iter().filter_map(|tool| tool.arguments.as_ref()) {
@@ -81,7 +81,7 @@ pub fn parts(request: &ConstrainedRequest, prompt: &str) -> Result<(Vec<Part>, P
         parts.push(if constraint.is_required() {
             choice(&[after, all_to(&stops, END)].concat())
         } else {
-            Part::Free(Free { exits: to_tool, ..Free::default() })
+            AnswerPart::Free(Free { exits: to_tool, ..Free::default() })
         });
     }
     let is_reasoning = prompt.trim_end().ends_with(THINK);
@@ -99,8 +99,8 @@ pub fn parts(request: &ConstrainedRequest, prompt: &str) -> Result<(Vec<Part>, P
 }
 
 /// Returns a part that is one of `tokens`. Each token comes with the part that follows it.
-fn choice(tokens: &[(u32, PartId)]) -> Part {
-    Part::Choice(tokens.iter().map(|&(token, part)| (vec![token], part)).collect())
+fn choice(tokens: &[(u32, PartId)]) -> AnswerPart {
+    AnswerPart::Choice(tokens.iter().map(|&(token, part)| (vec![token], part)).collect())
 }
 
 /// Returns a grammar that matches a call of one of `tools`, without the tags around it.

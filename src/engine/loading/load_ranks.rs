@@ -9,7 +9,7 @@ use std::time::Instant;
 use anyhow::{Context, Result};
 use candle_core::{DType, Device};
 
-use crate::device::{self, DeviceChoice, Devices, World};
+use crate::device::{self, DeviceChoice, Devices};
 use crate::engine::fault::PlannedFault;
 use crate::error::Error;
 use crate::kernels::attention::AttentionBackend;
@@ -20,6 +20,7 @@ use crate::runner::{MAX_SEQUENCES, PANIC, RankParts, failure};
 use crate::text::{error_message, plain_cuda_errors};
 use crate::weights::quantized::QuantizationTarget;
 use crate::weights::{Checkpoint, LoadProgress, WeightsBuilder};
+use crate::world::World;
 
 /// Loads the decoder and allocates the KV cache of every rank.
 pub(super) struct RankLoader<'l> {

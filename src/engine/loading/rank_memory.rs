@@ -111,7 +111,7 @@ impl RankMemory {
 
 #[cfg(test)]
 mod tests {
-    use super::super::memory::tests::{device, plan};
+    use super::super::memory::test_plan::{device, plan};
     use super::*;
 
     #[test]

@@ -21,7 +21,7 @@ use crate::hub::names::{self, MAIN};
 use crate::hub::parallel::try_map;
 use crate::hub::progress::Progress;
 use crate::hub::remote::Remote;
-use crate::hub::snapshot::{Snapshot, Source};
+use crate::hub::snapshot::{Snapshot, SnapshotSource};
 use crate::hub::{demo, disk};
 use crate::snapshot::{Required, safetensors::INDEX};
 use crate::text::size;
@@ -103,7 +103,7 @@ impl Hub {
         self.fetch_files(&remote, commit, &repo, files, progress)?;
         repo.write_ref(revision, commit)?;
         let path = repo.snapshot(commit);
-        Ok(Snapshot { name: name.to_string(), revision: Some(commit.clone()), path, source: Source::Inferno })
+        Ok(Snapshot { name: name.to_string(), revision: Some(commit.clone()), path, source: SnapshotSource::Inferno })
     }
 
     /// Returns the number of bytes that a download would fetch.

@@ -122,9 +122,9 @@ impl FlashAttention {
         layer: CachedLayer,
         queries: &Queries,
         mask: AttentionMask,
-        order: SumOrder,
+        sum_order: SumOrder,
     ) -> Result<Vec<Self>> {
-        if order == SumOrder::Fixed {
+        if sum_order == SumOrder::Fixed {
             return Ok(vec![Self::with_fixed_order(device, q, layer, queries, mask)?]);
         }
         if let Some(tokens) = queries.uniform_tokens() {

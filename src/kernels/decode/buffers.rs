@@ -3,8 +3,8 @@
 use candle_core::cuda_backend::CudaDevice;
 use candle_core::{DType, Device, Result, Tensor, bail};
 
-use crate::device::World;
 use crate::kernels::launch::multiprocessors;
+use crate::world::World;
 
 /// The buffers that the kernels of a decode step share. Their addresses never change, so a CUDA graph can use them.
 pub struct StepBuffers {

@@ -10,7 +10,7 @@ use super::gpu_exchange::GpuExchange;
 use super::mailbox::RankMailbox;
 use super::path::ExchangePath;
 use super::sizes::{ExchangeTimes, LARGE_ELEMENTS, SMALL_ELEMENTS};
-use crate::device::{Exchange, World};
+use crate::world::{Exchange, World};
 
 /// Returns `world` with an exchange on the first of `paths` that works. If no path works, returns `world` unchanged.
 pub fn connect(world: World, device: &CudaDevice, paths: &[ExchangePath]) -> CandleResult<World> {

@@ -10,10 +10,10 @@ use std::ops::Range;
 use candle_core::{DType, Result, Tensor, bail};
 
 use super::gpu_exchange::GpuExchange;
-use crate::device::{ResidualUpdate, UpdatedResidual, share};
 use crate::kernels::constants::{EXCHANGE_ROW_COLUMNS, EXCHANGE_ROW_THREADS};
 use crate::kernels::launch::{Arguments, Launch, LaunchShape, address, dtype_suffix, module};
 use crate::kernels::scratch;
+use crate::world::{ResidualUpdate, UpdatedResidual, share};
 
 /// The maximum number of rows for which both of two ranks compute all rows, if partial results are rounded.
 /// With few rows, reading and writing all rows of x takes less time than sending the norms.

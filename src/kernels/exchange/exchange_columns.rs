@@ -3,9 +3,9 @@
 use candle_core::{DType, Result, Tensor, bail};
 
 use super::gpu_exchange::{GpuExchange, of_world};
-use crate::device::{World, share};
 use crate::kernels::launch::{Arguments, Launch, LaunchList, address, module};
 use crate::kernels::scratch;
+use crate::world::{World, share};
 
 /// Adds a launch that concatenates the columns of all ranks in `out`, f32 `[rows, columns]`.
 /// `x` is f32 `[rows, columns of this rank]`.

@@ -3,9 +3,9 @@
 use candle_core::{DType, Result, Tensor, bail};
 
 use super::gpu_exchange::{GpuExchange, of_world};
-use crate::device::World;
 use crate::kernels::launch::{Arguments, Launch, LaunchList, address, module};
 use crate::kernels::scratch;
+use crate::world::World;
 
 /// Adds a launch that writes the sum of `x` over all ranks to `out`. Adds nothing if there is only one rank.
 ///

@@ -14,9 +14,9 @@ use candle_core::{Device, Result, Tensor, bail};
 use super::mailbox::RankMailbox;
 use super::path::ExchangePath;
 use super::sizes::MAILBOX_BYTES;
-use crate::device::{ANSWER_TIMEOUT, Exchange, ResidualUpdate, UpdatedResidual, World, share};
 use crate::kernels::constants::{EXCHANGE_BLOCKS, EXCHANGE_MAX_RANKS, EXCHANGE_SLOTS};
 use crate::kernels::launch::{HostWords, Launch, LaunchShape};
+use crate::world::{ANSWER_TIMEOUT, Exchange, ResidualUpdate, UpdatedResidual, World, share};
 
 /// The maximum time, in seconds, that a GPU waits for the data of another rank.
 const TIMEOUT_SECONDS: i32 = ANSWER_TIMEOUT.as_secs() as i32;

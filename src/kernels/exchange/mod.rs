@@ -28,7 +28,7 @@ pub use sizes::{ExchangeTimes, LARGE_ELEMENTS, MAILBOX_BYTES, MIN_ROUNDED_ELEMEN
 
 use candle_core::{Device, Result};
 
-use crate::device::World;
+use crate::world::World;
 
 /// Connects the GPUs of all ranks, and returns the world of this rank.
 /// On a CPU or with a single rank, returns `world` unchanged.

@@ -23,19 +23,19 @@ const FIXED_TOKENS: usize = 64;
 /// Returns x·wᵀ as f32 `[tokens, rows]`.
 ///
 /// x `[tokens, columns]` and w `[rows, columns]` have the same dtype: f32, f16 or bf16.
-pub fn matmul_f32(x: &Tensor, w: &Tensor, order: SumOrder) -> Result<Tensor> {
-    matmul_f32_into(x, w, order, None)
+pub fn matmul_f32(x: &Tensor, w: &Tensor, sum_order: SumOrder) -> Result<Tensor> {
+    matmul_f32_into(x, w, sum_order, None)
 }
 
 /// Computes [`matmul_f32`]. `out` is f32 `[tokens, rows]`.
 /// If cuBLASLt computes the product with [`SumOrder::Fastest`], writes the product to `out` and returns `out`.
 /// In all other cases, returns a new tensor.
-pub fn matmul_f32_into(x: &Tensor, w: &Tensor, order: SumOrder, out: Option<&Tensor>) -> Result<Tensor> {
+pub fn matmul_f32_into(x: &Tensor, w: &Tensor, sum_order: SumOrder, out: Option<&Tensor>) -> Result<Tensor> {
     let ((_, columns), (_, w_columns)) = (x.dims2()?, w.dims2()?);
     if columns != w_columns || x.dtype() != w.dtype() {
         bail!("matmul_f32: x and w do not match: x {:?} {:?}, w {:?} {:?}", x.dtype(), x.dims(), w.dtype(), w.dims());
     }
-    match (x.device(), order) {
+    match (x.device(), sum_order) {
         (Device::Cpu, SumOrder::Fixed) => each_row(x, |row| product(row, w, None)),
         // The order of additions in `few_rows` does not depend on the number of tokens.
         #[cfg(feature = "cuda")]
@@ -54,10 +54,10 @@ pub fn matmul_f32_into(x: &Tensor, w: &Tensor, order: SumOrder, out: Option<&Ten
 /// Computes x·wᵀ, `[tokens, rows]`, for a caller that rounds the product to the dtype of x.
 /// On a GPU with `SumOrder::Fastest`, cuBLASLt rounds f16 and bf16 products that `dense_few` does not support.
 /// In all other cases, returns [`matmul_f32`].
-pub fn matmul_rounded(x: &Tensor, w: &Tensor, order: SumOrder) -> Result<Tensor> {
+pub fn matmul_rounded(x: &Tensor, w: &Tensor, sum_order: SumOrder) -> Result<Tensor> {
     #[cfg(feature = "cuda")]
     if let Device::Cuda(device) = x.device()
-        && order == SumOrder::Fastest
+        && sum_order == SumOrder::Fastest
         && x.dtype() != DType::F32
         && !dense_few::is_supported(device, x, w)?
     {
@@ -67,7 +67,7 @@ pub fn matmul_rounded(x: &Tensor, w: &Tensor, order: SumOrder) -> Result<Tensor>
         unsafe { cublas_lt::gemm(device, x, w, crate::kernels::launch::address(&out)?, w.dim(0)?, x.dtype())? };
         return Ok(out);
     }
-    matmul_f32(x, w, order)
+    matmul_f32(x, w, sum_order)
 }
 
 /// Computes [`matmul_f32_into`] with candle or cuBLASLt. The caller has checked the shapes and dtypes of x and w.

@@ -48,7 +48,7 @@ pub fn expert_mlp(
     gate_up: ExpertLinear,
     down: ExpertLinear,
     limit: f32,
-    order: SumOrder,
+    sum_order: SumOrder,
 ) -> Result<ExpertOutputs> {
     let (tokens, columns) = x.dims2()?;
     let ((experts, up_rows, _), dtype) = (gate_up.tiles.dims(), gate_up.bias.dtype());
@@ -65,7 +65,7 @@ pub fn expert_mlp(
     let h = empty(intermediate.div_ceil(64) * tiled_rows * 64, dtype)?;
     let y = empty(pairs * columns, dtype)?;
     let suffix = dtype_suffix(dtype)?;
-    let kernel = ProductKernel::choose(device, pairs, gate_up.tiles.dims(), order)?;
+    let kernel = ProductKernel::choose(device, pairs, gate_up.tiles.dims(), sum_order)?;
 
     // h = clamped_swiglu(gate_up · x + bias), y = down · h + bias
     let x_or_tiled = match kernel {

@@ -97,7 +97,7 @@ pub fn expert_matmul(
     weights: &ExpertWeights,
     bias: Option<&Tensor>,
     ids: &Tensor,
-    order: SumOrder,
+    sum_order: SumOrder,
 ) -> Result<Tensor> {
     let (experts, rows, columns) = weights.dims()?;
     let (tokens, chosen) = ids.dims2()?;
@@ -136,7 +136,7 @@ pub fn expert_matmul(
             Tensor::from_vec(out, (tokens, chosen, rows), &Device::Cpu)?.to_dtype(x.dtype())
         }
         #[cfg(feature = "cuda")]
-        Device::Cuda(device) => cuda::expert_matmul(device, x, weights, bias, (ids, pairs_per_x), order),
+        Device::Cuda(device) => cuda::expert_matmul(device, x, weights, bias, (ids, pairs_per_x), sum_order),
         _ => unsupported("expert_matmul", x),
     }
 }
@@ -154,11 +154,11 @@ mod cuda {
         weights: &ExpertWeights,
         bias: Option<&Tensor>,
         (ids, pairs_per_x): (&Tensor, usize),
-        order: SumOrder,
+        sum_order: SumOrder,
     ) -> Result<Tensor> {
         let ((tokens, chosen), (_, rows, columns)) = (ids.dims2()?, weights.dims()?);
         // The GEMV kernel computes each pair separately, so a token's results do not depend on other tokens.
-        let needs_gemv = tokens * chosen < GEMM_FROM_PAIRS || x.dtype() == DType::F32 || order == SumOrder::Fixed;
+        let needs_gemv = tokens * chosen < GEMM_FROM_PAIRS || x.dtype() == DType::F32 || sum_order == SumOrder::Fixed;
         if let ExpertWeights::Quantized(matrix, experts) = weights {
             if bias.is_some() {
                 bail!("expert_matmul: quantized experts cannot have a bias");

@@ -30,12 +30,17 @@ pub(super) enum ProductKernel {
 impl ProductKernel {
     /// Chooses the kernel based on the average number of pairs per expert, the GPU and the order of additions.
     /// `gate_up` is `(experts, rows, columns)`, the dimensions of the fused gate and up weights.
-    pub fn choose(device: &CudaDevice, pairs: usize, gate_up: (usize, usize, usize), order: SumOrder) -> Result<Self> {
+    pub fn choose(
+        device: &CudaDevice,
+        pairs: usize,
+        gate_up: (usize, usize, usize),
+        sum_order: SumOrder,
+    ) -> Result<Self> {
         let (experts, rows, columns) = gate_up;
         let multiprocessors = multiprocessors(device)?;
         // The kernels in `expert_mlp.cu` always add the products of a row from the first column to the last.
         // The kernels in `expert_few.cu` split the sums of some rows among warps. The split depends on the routing.
-        if order == SumOrder::Fastest
+        if sum_order == SumOrder::Fastest
             && let Some(tile) = FewTile::choose(device, columns, rows / 2)?
         {
             // If an expert has more pairs than fit in a tile, its weights are read again for the next tile.

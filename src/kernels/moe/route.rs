@@ -61,7 +61,7 @@ impl RoutedPairs {
         weight: &Tensor,
         bias: Option<&Tensor>,
         chosen: usize,
-        order: SumOrder,
+        sum_order: SumOrder,
         usage: Option<&ExpertUsage>,
     ) -> Result<Self> {
         let ((tokens, columns), (experts, weight_columns)) = (x.dims2()?, weight.dims2()?);
@@ -78,7 +78,7 @@ impl RoutedPairs {
         if (1..=ROUTE_TOKENS).contains(&tokens) && is_supported && runs_hopper_code(device)? {
             return Self::route_few(device, x, weight, bias, chosen, usage);
         }
-        let logits = matmul_f32(x, weight, order)?;
+        let logits = matmul_f32(x, weight, sum_order)?;
         let logits = match bias {
             Some(bias) => add_bias(&logits, bias)?,
             None => logits,

@@ -50,7 +50,7 @@ pub fn is_supported(parts: &[QuantizedMatrix], columns: usize, dtype: DType) -> 
 /// `x` is contiguous, `[tokens, columns]`, in f16 or bf16. [`is_supported`] must be true.
 /// Values quantized to 8 bits (inputs, and weights with one scale per row) are exact in the dtype of `x`.
 /// Weights in other formats are rounded to the dtype of `x`.
-pub fn matmul_few(device: &CudaDevice, parts: &[QuantizedMatrix], x: &Tensor, order: SumOrder) -> Result<Tensor> {
+pub fn matmul_few(device: &CudaDevice, parts: &[QuantizedMatrix], x: &Tensor, sum_order: SumOrder) -> Result<Tensor> {
     let (tokens, columns) = x.dims2()?;
     let (x, scales) = match parts[0].input_quantization {
         InputQuantization::None => (x.clone(), None),
@@ -62,7 +62,7 @@ pub fn matmul_few(device: &CudaDevice, parts: &[QuantizedMatrix], x: &Tensor, or
     let (tile_tokens, resident) = tile(tokens);
     // The number of blocks determines how the sum of a row is split into partial sums.
     // For a fixed order of additions, the number of blocks must not depend on the number of tokens.
-    let resident = if order == SumOrder::Fixed { 1 } else { resident };
+    let resident = if sum_order == SumOrder::Fixed { 1 } else { resident };
     let tiles: usize = parts.iter().map(|part| part.dims().0.div_ceil(ROWS)).sum();
     let steps = tiles * columns.div_ceil(QUANTIZED_FEW_COLUMNS);
     let blocks = (resident * multiprocessors(device)?).min(tiles * MAX_SHARES).min(steps);

@@ -78,7 +78,7 @@ pub fn embed(device: &CudaDevice, matrix: &QuantizedMatrix, ids: &Tensor, scale:
 /// Returns `x · Wᵀ` as f32 `[tokens, rows]`, where `W` is the vertical stack of all `parts`.
 ///
 /// `x` is `[tokens, columns]` in any float dtype.
-pub fn matmul(device: &CudaDevice, parts: &[QuantizedMatrix], x: &Tensor, order: SumOrder) -> Result<Tensor> {
+pub fn matmul(device: &CudaDevice, parts: &[QuantizedMatrix], x: &Tensor, sum_order: SumOrder) -> Result<Tensor> {
     let ((tokens, columns), x) = (x.dims2()?, x.contiguous()?);
     if let Some(part) = parts.iter().find(|part| part.dims().1 != columns) {
         bail!("cannot multiply: x has shape {:?}, and the matrix has shape {:?}", x.dims(), part.dims());
@@ -93,11 +93,11 @@ pub fn matmul(device: &CudaDevice, parts: &[QuantizedMatrix], x: &Tensor, order:
         Some(EightBitType::Fp8) => tokens > 32,
         None => false,
     });
-    match order {
+    match sum_order {
         SumOrder::Fastest if has_few && !uses_eight_bits && quantized_few::is_fastest(tokens) => {
-            return matmul_few(device, parts, &x, order);
+            return matmul_few(device, parts, &x, sum_order);
         }
-        SumOrder::Fixed if has_few => return matmul_few(device, parts, &x, order),
+        SumOrder::Fixed if has_few => return matmul_few(device, parts, &x, sum_order),
         SumOrder::Fixed if tokens > 1 => {
             return each_row(&x, |row| matmul(device, parts, row, SumOrder::Fastest));
         }

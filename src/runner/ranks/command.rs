@@ -15,7 +15,7 @@ use crate::nn::kv_cache::{BlockTables, KvCache};
 use crate::nn::pass::{PassBatch, RowSelection, SequenceSpan};
 use crate::runner::decode_graph::DecodeGraph;
 use crate::runner::queued_steps::RowSampling;
-use crate::runner::route::Route;
+use crate::runner::route::StepExecutor;
 use crate::runner::scored_pass::forward_scored;
 use crate::runner::step_sequence::StepSequence;
 
@@ -29,8 +29,8 @@ pub enum RankCommand {
     Score(Arc<OwnedBatch>, Arc<[Range<usize>]>),
     /// Runs a decode step as a batch graph.
     Batch(Arc<OwnedStep>),
-    /// Queues a step that chooses its tokens on the GPU. The route decides what runs the step.
-    Queue(Route, Arc<OwnedStep>, Arc<[RowSampling]>),
+    /// Queues a step that chooses its tokens on the GPU. The executor runs the step.
+    Queue(StepExecutor, Arc<OwnedStep>, Arc<[RowSampling]>),
     /// Runs a command on the decode graph.
     Graph(GraphCommand),
     /// Copies a block of the KV cache.

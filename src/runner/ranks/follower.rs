@@ -9,7 +9,6 @@ use anyhow::bail;
 use candle_core::Tensor;
 
 use super::command::{RankCache, RankCommand};
-use crate::device::World;
 use crate::nn::decoder::Decoder;
 use crate::nn::kv_cache::KvCache;
 use crate::runner::executor::{self, PlannedGraph};
@@ -17,6 +16,7 @@ use crate::runner::limits::{RunnerLimits, RunnerOptions};
 use crate::runner::step_launcher::StepLauncher;
 use crate::runner::token_sampler::NoToken;
 use crate::text::error_message;
+use crate::world::World;
 
 /// The part of a model that one rank holds, and its KV cache.
 pub struct RankParts {
@@ -103,11 +103,11 @@ impl Follower {
                 };
                 launcher.run(&self.decoder, &self.cache, &step.sequences())?;
             }
-            RankCommand::Queue(route, step, samplings) => {
+            RankCommand::Queue(executor, step, samplings) => {
                 let Some(launcher) = &mut self.launcher else {
                     bail!("internal error: a rank without a GPU cannot queue a step")
                 };
-                launcher.queue(&self.decoder, &self.cache, *route, &step.sequences(), samplings)?;
+                launcher.queue(&self.decoder, &self.cache, *executor, &step.sequences(), samplings)?;
             }
             RankCommand::Graph(command) => {
                 let Ok(graph) = &mut self.decode_graph else { bail!("internal error: a rank has no decode graph") };

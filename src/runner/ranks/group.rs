@@ -20,7 +20,6 @@ use super::command::{GraphCommand, OwnedStep};
 use super::command::{RankCache, RankCommand};
 use super::fault::RankFault;
 use super::follower::{PANIC, RankParts, failure, follow};
-use crate::device::{ANSWER_TIMEOUT, World};
 use crate::error::Error;
 use crate::nn::decoder::Decoder;
 use crate::nn::kv_cache::KvCache;
@@ -28,11 +27,12 @@ use crate::nn::pass::PassBatch;
 use crate::runner::decode_graph::DecodeGraph;
 use crate::runner::limits::{RunnerLimits, RunnerOptions};
 use crate::runner::queued_steps::RowSampling;
-use crate::runner::route::Route;
+use crate::runner::route::StepExecutor;
 use crate::runner::scored_pass::forward_scored;
 use crate::runner::step_sequence::StepSequence;
 use crate::runner::token_sampler::NoToken;
 use crate::text::error_message;
+use crate::world::{ANSWER_TIMEOUT, World};
 
 /// How long to wait for follower threads to end after a failure. The thread of a rank that hangs may never end.
 const END_TIMEOUT: Duration = Duration::from_secs(1);
@@ -211,7 +211,7 @@ impl RankGroup {
     /// Queues a step on all followers, while `run` queues the step on the first rank.
     pub fn queue<T>(
         &self,
-        route: Route,
+        executor: StepExecutor,
         sequences: &[StepSequence],
         samplings: &[RowSampling],
         run: impl FnOnce() -> Result<T>,
@@ -219,7 +219,7 @@ impl RankGroup {
         if self.is_single() {
             return run();
         }
-        self.together(RankCommand::Queue(route, Arc::new(OwnedStep::new(sequences)), samplings.into()), run)
+        self.together(RankCommand::Queue(executor, Arc::new(OwnedStep::new(sequences)), samplings.into()), run)
     }
 
     /// Runs a decode step as a batch graph on all followers, while `run` runs the step on the first rank.

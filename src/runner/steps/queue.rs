@@ -9,7 +9,7 @@ use anyhow::{Context, Result};
 
 use crate::runner::Runner;
 use crate::runner::queued_steps::{QueuedStep, QueuedTokens};
-use crate::runner::route::{Route, StepFacts, queued_route};
+use crate::runner::route::{StepExecutor, StepFacts, route};
 use crate::runner::step_sequence::{Chosen, StepSequence};
 
 impl Runner {
@@ -21,12 +21,15 @@ impl Runner {
     /// Does nothing and returns `None` if the step must run with [`step`](Self::step) instead.
     /// `runner/route.rs` decides which steps are queued.
     pub fn queue(&mut self, sequences: &mut [StepSequence]) -> Result<Option<QueuedStep>> {
-        let Some(route) = queued_route(self.facts(), StepFacts::of(sequences)) else { return Ok(None) };
+        let route = route(self.facts(), StepFacts::of(sequences));
+        if !route.is_queued {
+            return Ok(None);
+        }
         self.check_tokens(sequences)?;
         if self.device.is_cuda() {
-            return self.queue_on_gpu(route, sequences).map(Some);
+            return self.queue_on_gpu(route.executor, sequences).map(Some);
         }
-        debug_assert_eq!(route, Route::Eager);
+        debug_assert_eq!(route.executor, StepExecutor::Eager);
         self.queue_on_cpu(sequences).map(Some)
     }
 

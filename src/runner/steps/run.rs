@@ -13,7 +13,7 @@ use crate::runner::device_choice::{choose_on_device, logprobs_on_device};
 use crate::runner::host_choice::choose_on_host;
 use crate::runner::limits::PromptParts;
 use crate::runner::logprobs::TokenLogprobs;
-use crate::runner::route::{StepFacts, route};
+use crate::runner::route::{RunnerFacts, StepFacts, route};
 use crate::runner::step_sequence::{Chosen, StepSequence, TokensToScore};
 use crate::runner::step_times::StepKind;
 use crate::runner::token_sampler::TokenSampler;
@@ -105,8 +105,10 @@ impl Runner {
         meanwhile: &mut dyn FnMut(),
         sum_order: SumOrder,
     ) -> Result<Vec<Chosen>> {
-        let route = route(self.facts(), StepFacts::of(sequences));
-        if let Some(chosen) = self.run_graph(route, sequences, meanwhile)? {
+        // This pass runs now, even if a step of only these sequences could be queued.
+        let facts = RunnerFacts { can_queue: false, ..self.facts() };
+        let executor = route(facts, StepFacts::of(sequences)).executor;
+        if let Some(chosen) = self.run_graph(executor, sequences, meanwhile)? {
             return Ok(chosen);
         }
         let logits = self.forward(sequences, sum_order)?;
@@ -139,8 +141,8 @@ impl Runner {
             let scores = scores.as_mut().and_then(|scores| scores.part(range.clone()));
             let ids = &ids[range];
             let mut part = [StepSequence { sampler, scores, ..sequence.with_input(ids, start) }];
-            let order = if ids.len() == 1 { SumOrder::Fixed } else { SumOrder::Fastest };
-            let logits = self.forward(&mut part, order)?;
+            let sum_order = if ids.len() == 1 { SumOrder::Fixed } else { SumOrder::Fastest };
+            let logits = self.forward(&mut part, sum_order)?;
             if is_last {
                 return Ok(self.choose_tokens(&mut part, &logits)?.remove(0));
             }

@@ -7,25 +7,27 @@ use crate::runner::Runner;
 use crate::runner::decode_graph::DecodeGraph;
 use crate::runner::device_choice::choose_on_device;
 use crate::runner::ranks::{GraphCommand, RankGroup};
-use crate::runner::route::Route;
+use crate::runner::route::StepExecutor;
 use crate::runner::step_sequence::{Chosen, ChosenToken, StepSequence};
 use crate::runner::token_sampler::TokenSampler;
 
 impl Runner {
-    /// Runs a step as the CUDA graph of its route. Returns `None` if the step must run operation by operation.
+    /// Runs a step on the CUDA graph that `executor` names. Returns `None` if the step must run operation by operation.
     pub(super) fn run_graph(
         &mut self,
-        route: Route,
+        executor: StepExecutor,
         sequences: &mut [StepSequence],
         meanwhile: &mut dyn FnMut(),
     ) -> Result<Option<Vec<Chosen>>> {
-        match (route, &mut *sequences) {
-            (Route::DecodeGraph, [sequence]) => {
+        match (executor, &mut *sequences) {
+            (StepExecutor::DecodeGraph, [sequence]) => {
                 let token = self.run_decode_graph(sequence, meanwhile)?;
                 Ok(Some(vec![Some(token.map(|id| ChosenToken { id, logprobs: None }))]))
             }
-            (Route::DecodeGraph | Route::BatchGraph, sequences) => self.run_batch_graph(sequences, meanwhile),
-            (Route::Eager, _) => Ok(None),
+            (StepExecutor::DecodeGraph | StepExecutor::BatchGraph, sequences) => {
+                self.run_batch_graph(sequences, meanwhile)
+            }
+            (StepExecutor::Eager, _) => Ok(None),
         }
     }
 

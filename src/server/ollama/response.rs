@@ -27,7 +27,7 @@ impl Route {
 
 /// The response body for a part of an answer, or for a complete answer.
 #[derive(Serialize)]
-pub struct Part<'a> {
+pub struct OllamaResponse<'a> {
     model: &'a str,
     created_at: String,
     #[serde(flatten)]
@@ -149,7 +149,7 @@ impl Text {
 
 /// Creates the response for a part of an answer.
 /// `ended` is set only for the last part, which contains the token counts and durations of the complete answer.
-pub fn part<'a>(route: Route, model: &'a str, text: Text, ended: Option<&Answers>) -> Part<'a> {
+pub fn part<'a>(route: Route, model: &'a str, text: Text, ended: Option<&Answers>) -> OllamaResponse<'a> {
     let Text { content, thinking, logprobs, calls, .. } = text;
     let call = |(index, (name, arguments)): (usize, (String, String))| WireCall {
         function: WireFunction { index, name, arguments: parse(&arguments) },
@@ -161,13 +161,13 @@ pub fn part<'a>(route: Route, model: &'a str, text: Text, ended: Option<&Answers
         }
         Route::Generate => Content::Generate { response: content, thinking },
     };
-    Part { model, created_at: now(), content, logprobs, done: ended.is_some(), end: ended.map(end) }
+    OllamaResponse { model, created_at: now(), content, logprobs, done: ended.is_some(), end: ended.map(end) }
 }
 
 /// Creates the response to a request without a prompt, with which clients of ollama load a model.
-pub fn load_response(route: Route, model: &str) -> Part<'_> {
+pub fn load_response(route: Route, model: &str) -> OllamaResponse<'_> {
     let end = End { done_reason: "load", figures: None };
-    Part { done: true, end: Some(end), ..part(route, model, Text::new(false, false), None) }
+    OllamaResponse { done: true, end: Some(end), ..part(route, model, Text::new(false, false), None) }
 }
 
 fn end(answers: &Answers) -> End {

@@ -11,7 +11,7 @@ use super::cursor::NeedsMoreBytes;
 use super::header::{GgufTensorInfo, Header};
 use super::limits::MAX_HEADER_BYTES;
 use super::metadata::Metadata;
-use crate::weights::reading::{ByteRange, Source, StoredBytes};
+use crate::weights::reading::{ByteRange, StoredBytes, WeightsFile};
 
 /// The numbers of bytes that [`read_header`] reads from the start of a file, smallest first.
 /// [`read_header`] stops at the first size that contains the whole header.
@@ -28,7 +28,7 @@ pub struct GgufPart {
 
 /// The location of the tensor data of a GGUF file.
 pub enum TensorData {
-    Local(Arc<Source>),
+    Local(Arc<WeightsFile>),
     /// The fetched RoPE factors of a remote file, keyed by file offset. RoPE factors in `head` are not included.
     Remote(BTreeMap<usize, Vec<u8>>),
 }
@@ -36,7 +36,7 @@ pub enum TensorData {
 impl GgufPart {
     /// Opens a GGUF file and parses its header.
     pub fn open(path: PathBuf) -> Result<Self> {
-        let source = Source::open(&path)?;
+        let source = WeightsFile::open(&path)?;
         let read = |range: Range<u64>| source.read_to_vec(range.start, (range.end - range.start) as usize);
         let (header, mut head) = read_header(&path.display().to_string(), source.bytes(), &read)?;
         // Discard the bytes after the header. The header ends before the first tensor.

@@ -14,9 +14,9 @@ mod reader;
 mod shared_reads;
 mod source;
 
-pub use part::{Axis, Part, Slice};
+pub use part::{Axis, Slice, TensorPart};
 pub use part_reader::PartReader;
 pub use read_ahead::{ReadAheadOptions, ReadAheadReader, ReadRequest, Residency};
-pub use reader::{Reader, ReaderThreads, TensorReader};
+pub use reader::{PartSource, Reader, ReaderThreads, TensorReader};
 pub use shared_reads::{SharedReads, convert_all};
-pub use source::{ByteRange, RowBuffer, RowSource, Source, StoredBytes, StoredRows};
+pub use source::{ByteRange, RowBuffer, RowSource, StoredBytes, StoredRows, WeightsFile};

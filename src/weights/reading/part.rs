@@ -11,7 +11,7 @@ use super::source::StoredBytes;
 
 /// The part of each tensor that [`Weights`](crate::weights::Weights) loads: some of the rows or some of the columns.
 #[derive(Clone, Debug)]
-pub struct Part {
+pub struct TensorPart {
     pub axis: Axis,
     /// The ranges of rows or columns to load, in loading order.
     pub ranges: Vec<Range<usize>>,
@@ -26,7 +26,7 @@ pub enum Axis {
     Columns,
 }
 
-impl Part {
+impl TensorPart {
     /// Returns the ranges of a tensor that are loaded.
     /// Returns `None` if the tensor does not have the divided dimension and is therefore loaded whole.
     /// `rows` and `columns` are the indices of the row dimension and the column dimension.

@@ -14,7 +14,7 @@ use std::thread::JoinHandle;
 use anyhow::{Context, Result, anyhow, bail};
 use candle_core::{DType, Tensor};
 
-use super::source::{ByteRange, Source};
+use super::source::{ByteRange, WeightsFile};
 use crate::kernels::upload::Target;
 
 /// A request to read one tensor.
@@ -107,7 +107,7 @@ struct Piece<M> {
     memory: Arc<M>,
     /// The offset of the piece in the tensor, in bytes.
     offset: usize,
-    source: Arc<Source>,
+    source: Arc<WeightsFile>,
     /// The offset of the piece in the file, in bytes.
     start: u64,
     bytes: usize,

@@ -10,8 +10,8 @@ use super::part_reader::PartReader;
 use super::read_ahead::ReadAheadReader;
 use super::shared_reads::SharedReads;
 use super::source::ByteRange;
-use crate::device::World;
 use crate::kernels::upload::Target;
+use crate::world::World;
 
 /// Reads the tensors of safetensors files on one rank.
 #[derive(Clone)]

@@ -21,7 +21,7 @@ use anyhow::{Context, Result, bail};
 use rayon::prelude::*;
 
 use super::source::{ByteRange, RowBuffer};
-use crate::device::{World, share};
+use crate::world::{World, share};
 
 /// The maximum number of bytes that all ranks together read, or produce by conversion, at a time.
 /// A single row may be longer. All ranks together keep about twice this number of bytes in buffers for reads.

@@ -21,7 +21,7 @@ use crate::files;
 const WINDOW_BYTES: usize = 64 << 10;
 
 /// An open file that contains weights.
-pub struct Source {
+pub struct WeightsFile {
     pub path: PathBuf,
     file: File,
     /// The size of the file at the time of opening, in bytes. Another process may have changed the size since.
@@ -30,7 +30,7 @@ pub struct Source {
     read_bytes: AtomicU64,
 }
 
-impl Source {
+impl WeightsFile {
     /// Opens a regular file for reading.
     pub fn open(path: &Path) -> Result<Self> {
         let file = files::open(path)?;
@@ -108,7 +108,7 @@ fn with_capacity<T>(capacity: usize) -> Result<Vec<T>> {
 /// A range of bytes in an open file, such as the bytes of a tensor.
 #[derive(Clone)]
 pub struct ByteRange {
-    pub source: Arc<Source>,
+    pub source: Arc<WeightsFile>,
     /// The offset in the file.
     pub start: u64,
     /// The length in bytes.
@@ -193,7 +193,7 @@ pub struct RowBuffer {
 #[derive(Default)]
 struct Window {
     /// The file that the bytes come from. `None` if the window is empty.
-    source: Option<Arc<Source>>,
+    source: Option<Arc<WeightsFile>>,
     /// The offset in the file.
     start: u64,
     bytes: Vec<u8>,
@@ -201,14 +201,14 @@ struct Window {
 
 impl Window {
     /// If the window contains the `bytes` bytes at offset `start` of a file, returns their index in the window.
-    fn position(&self, source: &Arc<Source>, start: u64, bytes: usize) -> Option<usize> {
+    fn position(&self, source: &Arc<WeightsFile>, start: u64, bytes: usize) -> Option<usize> {
         self.source.as_ref().filter(|own| Arc::ptr_eq(own, source))?;
         let position = usize::try_from(start.checked_sub(self.start)?).ok()?;
         (bytes <= self.bytes.len().checked_sub(position)?).then_some(position)
     }
 
     /// Fills the window with `bytes` bytes at the offset `start` of a file.
-    fn fill(&mut self, source: &Arc<Source>, start: u64, bytes: usize) -> Result<()> {
+    fn fill(&mut self, source: &Arc<WeightsFile>, start: u64, bytes: usize) -> Result<()> {
         // Mark the window as empty, in case the read fails.
         self.source = None;
         self.bytes.resize(bytes, 0);

@@ -18,12 +18,12 @@ use crate::files;
 use crate::snapshot::{self, safetensors::ShardIndex};
 use crate::text::excerpt;
 use crate::weights::compressed::{CompressedConfig, Scheme};
-use crate::weights::reading::{ByteRange, ReadRequest, Residency, Source, StoredBytes};
+use crate::weights::reading::{ByteRange, ReadRequest, Residency, StoredBytes, WeightsFile};
 use crate::weights::tensor_info::TensorInfo;
 
 /// The open safetensors files of a model.
 pub struct SafetensorsCheckpoint {
-    files: Vec<Arc<Source>>,
+    files: Vec<Arc<WeightsFile>>,
     tensors: BTreeMap<String, StoredTensor>,
     /// The `quantization_config` of config.json. `None` for a model that is unquantized or uses MXFP4.
     compressed: Option<CompressedConfig>,
@@ -145,7 +145,7 @@ impl SafetensorsCheckpoint {
         let mut tensors = BTreeMap::new();
         let mut header_bytes = 0;
         for path in paths {
-            let source = Source::open(&path)?;
+            let source = WeightsFile::open(&path)?;
             let (data, metadata) =
                 read_header(&source).with_context(|| format!("{} is not a valid safetensors file", path.display()))?;
             header_bytes += data as u64;
@@ -225,7 +225,7 @@ impl SafetensorsCheckpoint {
 }
 
 /// Reads and validates the header of a file. Returns the offset of the data section, in bytes, and the header.
-fn read_header(source: &Source) -> Result<(usize, Metadata)> {
+fn read_header(source: &WeightsFile) -> Result<(usize, Metadata)> {
     ensure!(source.bytes() >= 8, "the file has only {} bytes", source.bytes());
     let mut length = [0; 8];
     source.read(&mut length, 0)?;

@@ -3,7 +3,6 @@
 use candle_core::DType;
 use inferno::device::DeviceChoice;
 use inferno::engine::EngineBuilder;
-#[cfg(feature = "flash-attn")]
 use inferno::kernels::attention::AttentionBackend;
 use inferno::runner::Executor;
 use inferno::weights::quantized::QuantizationTarget;
@@ -153,8 +152,7 @@ fn deterministic_engine_refuses_chunks_of_less_than_64_tokens() {
     }
 }
 
-#[cfg(feature = "flash-attn")]
-#[test(gpu)]
+#[test(flash_attn)]
 fn deterministic_engine_refuses_candle_flash_attention() {
     let model = GraphModel::new("llama_graph");
     let builder = model.builder().dtype(DType::BF16).attention(AttentionBackend::CandleFlashAttn);

@@ -5,7 +5,7 @@
 use std::fs;
 use std::time::{Duration, Instant};
 
-use inferno::hub::{FileFilter, Hub, HubConfig, Limits, Source};
+use inferno::hub::{FileFilter, Hub, HubConfig, Limits, SnapshotSource};
 
 use super::{Machine, Recorder, fast_limits, file_names, include_only, message_and_code};
 use crate::support::fake_hub::{COMMIT, FakeHub, Fault, REPO, etag, pattern};
@@ -388,7 +388,7 @@ fn many_parts_over_many_connections_make_one_file() {
     let limits = Limits { part_bytes: 7_001, max_failures: 60, ..fast_limits() };
     let hub = Hub::new(HubConfig { limits, ..machine.config() });
     let snapshot = hub.download(REPO, None, &FileFilter::default(), &()).unwrap();
-    assert_eq!(snapshot.source, Source::Inferno);
+    assert_eq!(snapshot.source, SnapshotSource::Inferno);
     assert!(fs::read(snapshot.path.join(WEIGHTS)).unwrap() == weights);
     let parts = fake.lines().iter().filter(|line| line.ends_with(WEIGHTS)).count();
     assert!(parts > 143, "{parts}");

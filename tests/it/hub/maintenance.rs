@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::PathBuf;
 
-use inferno::hub::{FileFilter, FileState, Hub, HubConfig, Source, VerifiedSnapshot};
+use inferno::hub::{FileFilter, FileState, Hub, HubConfig, SnapshotSource, VerifiedSnapshot};
 
 use super::{COMPLETE, Machine, file_names};
 use crate::support::fake_hub::{COMMIT, FakeHub, INDEX, REPO, SHARDS, etag, pattern};
@@ -84,7 +84,7 @@ fn error_says_why_a_file_cannot_be_repaired() {
     // inferno does not repair the shared cache.
     machine.write_snapshot("shared", "org/other", COMMIT, &COMPLETE);
     let checked = machine.hub().verify(Some("org/other"), None, &()).unwrap();
-    assert_eq!((checked[0].source, checked[0].files.len()), (Source::HuggingFace, 3));
+    assert_eq!((checked[0].source, checked[0].files.len()), (SnapshotSource::HuggingFace, 3));
     assert!(checked[0].files.iter().all(|(_, state)| *state == FileState::Unknown));
     let bad = VerifiedSnapshot {
         files: vec![("config.json".into(), FileState::Corrupt)],

@@ -14,7 +14,7 @@ use std::sync::Mutex;
 use std::time::Duration;
 
 use inferno::Error;
-use inferno::hub::{FileFilter, Hub, HubConfig, Limits, Progress, Snapshot, Source};
+use inferno::hub::{FileFilter, Hub, HubConfig, Limits, Progress, Snapshot, SnapshotSource};
 use tempfile::TempDir;
 
 use crate::support::fake_hub::{COMMIT, FakeHub, Fault, HubState, INDEX, REPO, SHARDS, etag, pattern};
@@ -139,8 +139,12 @@ fn download_writes_the_hugging_face_cache_layout() {
     let events = Recorder::default();
     let snapshot = machine.hub().download(REPO, None, &FileFilter::default(), &events).unwrap();
     let path = machine.repo().join("snapshots").join(COMMIT);
-    let expected =
-        Snapshot { name: REPO.into(), revision: Some(COMMIT.into()), path: path.clone(), source: Source::Inferno };
+    let expected = Snapshot {
+        name: REPO.into(),
+        revision: Some(COMMIT.into()),
+        path: path.clone(),
+        source: SnapshotSource::Inferno,
+    };
     assert_eq!(snapshot, expected);
 
     let wanted =
@@ -470,7 +474,8 @@ fn model_in_the_shared_cache_is_not_downloaded() {
         ["config.json", "tokenizer.json", "model.safetensors"].map(|name| (name, &state.files[name][..])).to_vec();
     let path = machine.write_snapshot("shared", REPO, COMMIT, &files);
     let found = machine.hub().find(REPO, None).unwrap();
-    let expected = Snapshot { name: REPO.into(), revision: Some(COMMIT.into()), path, source: Source::HuggingFace };
+    let expected =
+        Snapshot { name: REPO.into(), revision: Some(COMMIT.into()), path, source: SnapshotSource::HuggingFace };
     assert_eq!(found, expected);
     assert_eq!(machine.hub().list().unwrap(), std::slice::from_ref(&expected));
     let events = Recorder::default();
@@ -480,7 +485,10 @@ fn model_in_the_shared_cache_is_not_downloaded() {
 
     // A file whose size differs from the size in the listing counts as missing.
     fs::write(expected.path.join("model.safetensors"), b"short").unwrap();
-    assert_eq!(machine.hub().download(REPO, None, &FileFilter::default(), &()).unwrap().source, Source::Inferno);
+    assert_eq!(
+        machine.hub().download(REPO, None, &FileFilter::default(), &()).unwrap().source,
+        SnapshotSource::Inferno
+    );
 }
 
 #[test]
@@ -509,7 +517,10 @@ fn directory_is_found_as_a_model() {
     assert!(message.contains("no config.json"), "{message}");
     fs::write(dir.join("config.json"), "{}").unwrap();
     let found = machine.hub().find(name, None).unwrap();
-    assert_eq!(found, Snapshot { name: name.into(), revision: None, path: dir.clone(), source: Source::Directory });
+    assert_eq!(
+        found,
+        Snapshot { name: name.into(), revision: None, path: dir.clone(), source: SnapshotSource::Directory }
+    );
     assert!(machine.hub().find(name, Some("v1")).is_err());
 }
 

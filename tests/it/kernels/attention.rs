@@ -69,6 +69,49 @@ fn split_qkv_matches_its_reference() {
     }
 }
 
+/// Head sizes, and whether the backends `own` and `flash` support them in bf16 and f16 on a GPU.
+/// `flash` supports no soft cap, and needs a build with the feature `flash-attn`.
+const SUPPORTED_HEAD_SIZES: [(usize, bool, bool); 9] = [
+    (2, false, false),
+    (10, false, false),
+    (16, true, true),
+    (40, false, true),
+    (64, true, true),
+    (80, true, true),
+    (96, true, true),
+    (128, true, true),
+    (256, true, true),
+];
+
+/// Returns whether a backend must support a head size on a GPU. `Eager` supports every head size of the table.
+fn is_supported(backend: AttentionBackend, dtype: DType, head_dim: usize, softcap: Option<f32>) -> bool {
+    let row = SUPPORTED_HEAD_SIZES.iter().find(|(size, ..)| *size == head_dim);
+    let &(_, own, flash) = row.unwrap_or_else(|| panic!("add head size {head_dim} to SUPPORTED_HEAD_SIZES"));
+    let is_16_bit = dtype != DType::F32;
+    match backend {
+        AttentionBackend::Own => own && is_16_bit,
+        AttentionBackend::CandleFlashAttn => flash && is_16_bit && softcap.is_none() && cfg!(feature = "flash-attn"),
+        AttentionBackend::Auto | AttentionBackend::Eager => true,
+    }
+}
+
+#[test]
+fn attention_backends_support_the_head_sizes_in_the_table() {
+    let backends = [AttentionBackend::Own, AttentionBackend::CandleFlashAttn, AttentionBackend::Eager];
+    for (head_dim, ..) in SUPPORTED_HEAD_SIZES {
+        for dtype in [DType::BF16, DType::F16, DType::F32] {
+            for softcap in [None, Some(50.0)] {
+                for backend in backends {
+                    let chosen = backend.choose(true, dtype, head_dim, softcap);
+                    let expected = is_supported(backend, dtype, head_dim, softcap);
+                    let what = format!("{backend}, {dtype:?}, head size {head_dim}, cap {softcap:?}: {chosen:?}");
+                    assert_eq!(chosen.is_ok(), expected, "{what}");
+                }
+            }
+        }
+    }
+}
+
 #[test(gpu)]
 fn attention_matches_its_reference() {
     struct Case {
@@ -176,6 +219,9 @@ fn attention_matches_its_reference() {
             has_sinks: true,
         },
     ];
+    for (head_dim, ..) in SUPPORTED_HEAD_SIZES {
+        assert!(cases.iter().any(|case| case.head_dim == head_dim), "no case has the head size {head_dim}");
+    }
     for (device, dtype) in gpu_with_dtypes() {
         for (case, softcap) in cases.iter().flat_map(|case| [(case, None), (case, Some(2.0))]) {
             let &Case { spans, heads, kv_heads, head_dim, window, has_sinks } = case;
@@ -221,7 +267,7 @@ fn attention_matches_its_reference() {
             let keys = spans.iter().map(|(tokens, position)| tokens + position).max().unwrap();
             let error_growth = if dtype == DType::F32 { 1.0 + keys as f32 / 2880.0 } else { 1.0 };
             for backend in [AttentionBackend::Own, AttentionBackend::CandleFlashAttn, AttentionBackend::Eager] {
-                if backend.choose(device.is_cuda(), dtype, head_dim, softcap).is_err() {
+                if !is_supported(backend, dtype, head_dim, softcap) {
                     continue;
                 }
                 let got = run(&q, &k, &v, sinks.as_ref(), backend);

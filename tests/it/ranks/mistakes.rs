@@ -10,9 +10,9 @@ use std::path::Path;
 
 use candle_core::{DType, Device};
 use half::bf16;
-use inferno::device::share;
 use inferno::models;
 use inferno::weights::{Checkpoint, LoadProgress, WeightsBuilder};
+use inferno::world::share;
 use serde_json::Value;
 use tempfile::TempDir;
 

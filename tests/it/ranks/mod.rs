@@ -14,7 +14,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::path::Path;
 
 use candle_core::{DType, Device, safetensors};
-use inferno::device::{self, Devices, Split, World, share};
+use inferno::device::{self, Devices, Split};
 use inferno::engine::{EngineBuilder, Request};
 use inferno::kernels::exchange::{self, ExchangePath};
 use inferno::models;
@@ -23,6 +23,7 @@ use inferno::runner::{RankParts, Runner, RunnerLimits, RunnerOptions};
 use inferno::weights::ggml::GgmlType;
 use inferno::weights::quantized::QuantizationTarget;
 use inferno::weights::{Checkpoint, LoadProgress, StoredBytes, WeightsBuilder};
+use inferno::world::{World, share};
 use inferno::{GenerateOptions, SamplingParams};
 
 use crate::engine::prompt_logprobs;

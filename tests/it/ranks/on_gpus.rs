@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use candle_core::{DType, Device, Tensor};
 use half::bf16;
-use inferno::device::{self, ANSWER_TIMEOUT, DeviceChoice, Devices, Exchange, ResidualUpdate, Split, World};
+use inferno::device::{self, DeviceChoice, Devices, Split};
 use inferno::engine::Engine;
 use inferno::kernels::exchange::{self, ExchangePath};
 use inferno::models;
@@ -15,6 +15,7 @@ use inferno::nn::kv_cache::KvCache;
 use inferno::runner::Executor;
 use inferno::runner::decode_graph::DecodeGraph;
 use inferno::weights::{Checkpoint, LoadProgress, WeightsBuilder};
+use inferno::world::{ANSWER_TIMEOUT, Exchange, ResidualUpdate, World};
 use inferno::{GenerateOptions, SamplingParams};
 
 use crate::ranks::{CONTEXT, assert_ranks_agree, expected, logits_on, on_ranks, split_world};

@@ -18,13 +18,13 @@ use std::time::Duration;
 
 use ::safetensors::tensor::{Dtype, TensorView};
 use candle_core::{DType, Device, Result, Tensor, bail, safetensors};
-use inferno::device::World;
 use inferno::kernels::matrix::Matrix;
 use inferno::kernels::upload::Target;
 use inferno::weights::ggml::GgmlType;
 use inferno::weights::{
     Checkpoint, LoadProgress, PartReader, ReadAheadOptions, ReadAheadReader, Weights, WeightsBuilder,
 };
+use inferno::world::World;
 use tempfile::TempDir;
 
 use crate::ranks::{on_ranks, read_bytes};

@@ -15,6 +15,7 @@ use proc_macro::{Delimiter, Group, TokenStream, TokenTree};
 /// - `#[test(cuda)]` needs an NVIDIA GPU, and only builds with the feature `cuda` compile the function.
 ///   Other builds still list the test, which fails there if it is not skipped.
 /// - `#[test(gpu_alone)]` needs an NVIDIA GPU, and runs while no other test runs.
+/// - `#[test(flash_attn)]` needs an NVIDIA GPU, and a build with the feature `flash-attn`.
 /// - `#[test(fixtures)]` needs the folder that `INFERNO_FIXTURES` names.
 /// - `#[test(full_size)]` needs a GPU and the model that `INFERNO_FULL_SIZE` names. It also runs alone.
 /// - `#[test(no_driver)]` needs a program that starts without an NVIDIA driver.
@@ -32,12 +33,13 @@ pub fn test(need: TokenStream, function: TokenStream) -> TokenStream {
         _ if cases.is_some() => "",
         "" => "None",
         "gpu" | "gpu_alone" | "cuda" => "Some(crate::harness::Need::Gpu)",
+        "flash_attn" => "Some(crate::harness::Need::FlashAttn)",
         "fixtures" => "Some(crate::harness::Need::Fixtures)",
         "full_size" => "Some(crate::harness::Need::FullSize)",
         "no_driver" => "Some(crate::harness::Need::NoDriver)",
         "mount" => "Some(crate::harness::Need::Mount)",
         other => {
-            let known = "gpu, cuda, gpu_alone, fixtures, full_size, no_driver, mount or each = LIST";
+            let known = "gpu, cuda, gpu_alone, flash_attn, fixtures, full_size, no_driver, mount or each = LIST";
             return error(&format!("unknown #[test] argument '{other}'; use {known}"));
         }
     };

@@ -2,7 +2,7 @@
 
 use serde::Serialize;
 
-use super::item::{Item, Part};
+use super::item::{ContentPart, Item};
 use super::object::ResponseObject;
 use crate::server::generation::event_stream::EventBuffer;
 use crate::server::openai::chat::TokenLogprob;
@@ -51,10 +51,10 @@ pub enum Event<'a> {
     /// The start or the end of an output item.
     Item { output_index: usize, item: &'a Item },
     /// The start or the end of a content part of an item.
-    Part {
+    ContentPart {
         #[serde(flatten)]
         position: EventPosition<'a>,
-        part: Part<'a>,
+        part: ContentPart<'a>,
     },
     /// The next piece of a text, or of the arguments of a function call.
     Delta {

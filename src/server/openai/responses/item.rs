@@ -58,7 +58,7 @@ pub enum ItemContent {
 /// A part of the content of an item.
 #[derive(Serialize)]
 #[serde(tag = "type")]
-pub enum Part<'a> {
+pub enum ContentPart<'a> {
     #[serde(rename = "input_text")]
     Input { text: &'a str },
     #[serde(rename = "output_text")]
@@ -88,13 +88,13 @@ impl ItemContent {
     }
 
     /// Returns the content part of a message or of a reasoning item. Other items have no content parts.
-    pub fn part(&self) -> Option<Part<'_>> {
+    pub fn part(&self) -> Option<ContentPart<'_>> {
         match self {
             ItemContent::Message { role: Role::Assistant, text, logprobs } => {
-                Some(Part::Output { text, annotations: [], logprobs })
+                Some(ContentPart::Output { text, annotations: [], logprobs })
             }
-            ItemContent::Message { text, .. } => Some(Part::Input { text }),
-            ItemContent::Reasoning { text, .. } => Some(Part::Reasoning { text }),
+            ItemContent::Message { text, .. } => Some(ContentPart::Input { text }),
+            ItemContent::Reasoning { text, .. } => Some(ContentPart::Reasoning { text }),
             ItemContent::Call { .. } | ItemContent::CallOutput { .. } => None,
         }
     }
@@ -132,7 +132,7 @@ impl Serialize for Item {
         let has_ended = self.status != ItemStatus::InProgress;
         // The event that adds an item has no content part, because another event adds the part.
         let has_part = has_ended || !self.content.is_empty();
-        let parts = || self.content.part().into_iter().filter(|_| has_part).collect::<Vec<Part>>();
+        let parts = || self.content.part().into_iter().filter(|_| has_part).collect::<Vec<ContentPart>>();
         match &self.content {
             ItemContent::Message { role, .. } => {
                 map.serialize_entry("role", role)?;

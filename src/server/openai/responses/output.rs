@@ -101,7 +101,7 @@ impl Output {
         events.send("response.output_item.added", Event::Item { output_index, item: &item });
         if let Some(part) = item.content.part() {
             let position = position(&item, output_index);
-            events.send("response.content_part.added", Event::Part { position, part });
+            events.send("response.content_part.added", Event::ContentPart { position, part });
         }
         self.items.push(item);
     }
@@ -154,7 +154,7 @@ impl Output {
             ItemContent::CallOutput { .. } => {}
         }
         if let Some(part) = item.content.part() {
-            events.send("response.content_part.done", Event::Part { position, part });
+            events.send("response.content_part.done", Event::ContentPart { position, part });
         }
         events.send("response.output_item.done", Event::Item { output_index, item });
     }

@@ -15,7 +15,7 @@ use crate::support::values;
 const MXFP4: u32 = 39;
 
 /// A tensor of the checkpoint, converted to f32.
-struct Source {
+struct SourceTensor {
     name: String,
     shape: Vec<usize>,
     values: Vec<f32>,
@@ -47,19 +47,19 @@ pub fn convert_with_separate_experts(dir: &Path) -> Writer {
     convert_with(dir, separate_experts)
 }
 
-fn convert_with(dir: &Path, write_experts: impl Fn(Writer, &Value, Vec<Source>) -> Writer) -> Writer {
+fn convert_with(dir: &Path, write_experts: impl Fn(Writer, &Value, Vec<SourceTensor>) -> Writer) -> Writer {
     let config: Value = serde_json::from_slice(&std::fs::read(dir.join("config.json")).unwrap()).unwrap();
     let checkpoint = Checkpoint::open(dir).unwrap();
     let progress = LoadProgress::silent();
     let weights = WeightsBuilder::new(&checkpoint, &Device::Cpu, DType::F32, &progress).build().unwrap();
     let mut writer = metadata(&config);
-    let mut experts: Vec<Source> = Vec::new();
+    let mut experts: Vec<SourceTensor> = Vec::new();
     for (name, info) in checkpoint.tensors() {
         if info.candle_dtype() == Some(DType::U8) {
             continue;
         }
         let values = values(&weights.float(name, &info.shape).unwrap());
-        let source = Source { name: name.into(), shape: info.shape.clone(), values };
+        let source = SourceTensor { name: name.into(), shape: info.shape.clone(), values };
         if name.contains(".experts.") { experts.push(source) } else { writer = one(writer, &config, source) }
     }
     writer = match architecture(&config) {
@@ -201,10 +201,10 @@ fn write(writer: Writer, name: &str, shape: &[usize], values: &[f32]) -> Writer 
     writer.tensor(name, &shape, 0, &bytes)
 }
 
-fn one(writer: Writer, config: &Value, source: Source) -> Writer {
+fn one(writer: Writer, config: &Value, source: SourceTensor) -> Writer {
     let architecture = architecture(config);
     let name = renamed(&source.name, architecture);
-    let Source { mut shape, mut values, .. } = source;
+    let SourceTensor { mut shape, mut values, .. } = source;
     let heads = size(config, "num_attention_heads");
     if architecture == "llama" && (name.contains(".attn_q.") || name.contains(".attn_k.")) {
         let kv = size(config, "num_key_value_heads").or(heads);
@@ -248,7 +248,7 @@ fn transposed(values: &[f32], rows: usize, columns: usize) -> Vec<f32> {
     (0..columns).flat_map(|column| (0..rows).map(move |row| values[row * columns + column])).collect()
 }
 
-fn separate_experts(mut writer: Writer, _: &Value, experts: Vec<Source>) -> Writer {
+fn separate_experts(mut writer: Writer, _: &Value, experts: Vec<SourceTensor>) -> Writer {
     for source in experts {
         let parts: Vec<&str> = source.name.split('.').collect();
         let [.., expert, matrix, "weight"] = parts[..] else { panic!("{}", source.name) };
@@ -264,15 +264,15 @@ fn separate_experts(mut writer: Writer, _: &Value, experts: Vec<Source>) -> Writ
 }
 
 /// Stacks the expert matrices of each layer into three tensors: gate, up and down.
-fn stacked_experts(mut writer: Writer, config: &Value, experts: Vec<Source>) -> Writer {
+fn stacked_experts(mut writer: Writer, config: &Value, experts: Vec<SourceTensor>) -> Writer {
     let layers = size(config, "num_hidden_layers").unwrap_or(0);
     for layer in 0..layers {
         for (part, names) in [("gate", ["w1", "gate_proj"]), ("up", ["w3", "up_proj"]), ("down", ["w2", "down_proj"])] {
-            let of = |source: &&Source| {
+            let of = |source: &&SourceTensor| {
                 let matrix = source.name.rsplit('.').nth(1).unwrap();
                 source.name.contains(&format!("layers.{layer}.")) && names.contains(&matrix)
             };
-            let mut found: Vec<&Source> = experts.iter().filter(of).collect();
+            let mut found: Vec<&SourceTensor> = experts.iter().filter(of).collect();
             found.sort_by_key(|source| source.name.rsplit('.').nth(2).unwrap().parse::<usize>().unwrap());
             let Some(first) = found.first() else { continue };
             let values: Vec<f32> = found.iter().flat_map(|source| source.values.iter().copied()).collect();
@@ -285,7 +285,7 @@ fn stacked_experts(mut writer: Writer, config: &Value, experts: Vec<Source>) -> 
 
 /// Writes the gpt-oss experts, with gate and up in separate tensors.
 /// Blocks use ggml's layout: first the scale, then the nibbles.
-fn packed_experts(mut writer: Writer, checkpoint: &Checkpoint, biases: Vec<Source>) -> Writer {
+fn packed_experts(mut writer: Writer, checkpoint: &Checkpoint, biases: Vec<SourceTensor>) -> Writer {
     for source in &biases {
         let layer = source.name.split('.').nth(2).unwrap();
         let (experts, rows) = (source.shape[0], source.shape[1]);

@@ -15,7 +15,8 @@ use crate::weights::{Checkpoint, Inventory};
 /// The number of bytes to read from a README for its front matter, or from a license file for its title.
 const HEAD_BYTES: u64 = 16 << 10;
 
-pub struct Source {
+/// A model on this machine or on the hub, with the metadata that `inferno show` needs.
+pub struct ShownModel {
     pub name: String,
     pub revision: Option<String>,
     /// The local path. `None` for a model on the hub.
@@ -88,7 +89,7 @@ fn remote_gguf(hub: &Hub, model: &HubModel) -> Result<Result<GgufCheckpoint>> {
     failure.into_inner().map_or(Ok(file), Err)
 }
 
-impl Source {
+impl ShownModel {
     /// Reads the metadata of a model on this machine. Never fails: errors in the model's files go into the metadata.
     pub fn local(snapshot: &Snapshot) -> Self {
         let gguf = gguf_files::find(&snapshot.path).ok().flatten();
@@ -121,11 +122,11 @@ impl Source {
             revision: snapshot.revision.clone(),
             path: Some(snapshot.path.clone()),
             location: match snapshot.source {
-                hub::Source::Inferno => "inferno's cache",
-                hub::Source::HuggingFace => "the shared Hugging Face cache",
-                hub::Source::Directory if gguf.is_some() => "a GGUF file",
-                hub::Source::Directory => "a directory",
-                hub::Source::BuiltIn => "built into inferno",
+                hub::SnapshotSource::Inferno => "inferno's cache",
+                hub::SnapshotSource::HuggingFace => "the shared Hugging Face cache",
+                hub::SnapshotSource::Directory if gguf.is_some() => "a GGUF file",
+                hub::SnapshotSource::Directory => "a directory",
+                hub::SnapshotSource::BuiltIn => "built into inferno",
             },
             metadata: metadata.or_license(readme.or_else(|| license_file(&files).and_then(title))),
             files,

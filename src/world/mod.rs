@@ -8,6 +8,9 @@
 //! With [`World::with_stages`], each rank holds whole layers instead. The ranks run their layers one after another.
 //! Each rank sends the result of its last layer to all other ranks.
 
+mod exchange;
+mod meeting;
+
 use std::any::Any;
 use std::ops::Range;
 use std::sync::Arc;
@@ -16,8 +19,9 @@ use std::time::Duration;
 
 use candle_core::{Result, Tensor, bail};
 
-use super::exchange::{Exchange, ResidualUpdate, UpdatedResidual};
-use super::meeting::{FailureCall, Meeting, no_answer};
+use meeting::{FailureCall, Meeting, no_answer};
+
+pub use exchange::{Exchange, ResidualUpdate, UpdatedResidual};
 
 /// How long a rank waits for another rank that makes no progress.
 /// This limit applies if the ranks are on CPUs or exchange data with kernels, except while a rank may load kernels.

@@ -1,0 +1,21 @@
+//! [`MemoryPlan`]: how much memory a model needs, computed from its config and weight headers.
+//!
+//! The loader makes the plan before it allocates memory for the model. `inferno show` prints the plan.
+//!
+//! - `plan`: [`MemoryPlan`], how it is created, and the user's limits; `token_workspace`: activation memory per token
+//! - `sizes`: the sizes of the KV cache and of the workspace
+//! - `division`: the part of one rank
+//! - `fit`: which contexts and chunk sizes fit; `out_of_memory`: the error if none fits;
+//!   `choice`: chooses the context length and the chunk size
+
+mod choice;
+mod division;
+mod fit;
+mod out_of_memory;
+mod plan;
+mod sizes;
+#[cfg(test)]
+pub(super) mod test_plan;
+mod token_workspace;
+
+pub use plan::{Capacity, DeviceKind, MemoryPlan};
