@@ -154,6 +154,7 @@ impl Architecture for Config {
             // In the oldest checkpoints, tensor names do not have the `transformer` prefix.
             prefix: if weights.contains("transformer.wte.weight") { "transformer" } else { "" }.into(),
             names: NAMES,
+            unloaded: MASKS,
             learned_positions: Some(("wpe", self.n_positions)),
             ..DecoderConfig::new(self.vocab_size, self.n_embd, norm, RopeFrequencies::none())
         };
