@@ -75,7 +75,8 @@ fn model(data: &[u8]) {
             assert!(MatrixRows::build(&[&rows], &Device::Cpu).is_ok(), "tensor {name}");
         }
     }
-    let inventory = Inventory::from_checkpoint(&Checkpoint::Gguf(Box::new(model)), None);
+    let table = models::tensor_table(&model.file().config().unwrap_or_default());
+    let inventory = Inventory::from_checkpoint(&Checkpoint::Gguf(Box::new(model)), table, None);
     let _ = (inventory.groups(), inventory.loaded_bytes(DType::BF16), inventory.largest_expert_layer(DType::BF16));
 }
 

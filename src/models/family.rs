@@ -5,7 +5,7 @@ use serde_json::Value;
 
 use crate::nn::decoder::Decoder;
 use crate::nn::kv_cache::LayerSpec;
-use crate::weights::Weights;
+use crate::weights::{TensorTable, Weights};
 
 /// A family of models that share one architecture.
 pub struct Family {
@@ -13,6 +13,8 @@ pub struct Family {
     pub model_type: &'static str,
     /// The name in `architectures` of config.json, which identifies the family if config.json has no `model_type`.
     pub architecture: &'static str,
+    /// What a model does with each tensor of its checkpoint. It must agree with what [`Architecture::build`] loads.
+    pub tensors: TensorTable,
     /// Parses and validates config.json.
     pub read: fn(Value) -> Result<Box<dyn Architecture>>,
 }

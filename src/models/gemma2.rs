@@ -13,16 +13,28 @@ use serde_json::{Value, json};
 
 use super::config::{self, CommonConfig};
 use super::family::{Architecture, Family};
-use super::standard::StandardDecoder;
+use super::standard::{self, StandardDecoder};
 use crate::nn::attention::{Attention, AttentionConfig};
 use crate::nn::decoder_config::{DecoderConfig, DecoderNames, LayerInfo};
 use crate::nn::kv_cache::LayerSpec;
 use crate::nn::linear::Bias;
 use crate::nn::mlp::Mlp;
 use crate::nn::norm::{NormConfig, NormKind};
-use crate::weights::Weights;
+use crate::weights::tensor_table::{Division::Whole, Form::F32, Group, TensorRow, tensor};
+use crate::weights::{TensorTable, Weights};
 
-pub const FAMILY: Family = Family { model_type: "gemma2", architecture: "Gemma2ForCausalLM", read };
+pub const FAMILY: Family = Family {
+    model_type: "gemma2",
+    architecture: "Gemma2ForCausalLM",
+    tensors: TensorTable(&[standard::DECODER, standard::ATTENTION, standard::MLP, NORMS]),
+    read,
+};
+
+/// The norms that only Gemma has.
+pub(super) const NORMS: &[TensorRow] = &[
+    tensor("pre_feedforward_layernorm", Group::Norms, F32, Whole),
+    tensor("post_feedforward_layernorm", Group::Norms, F32, Whole),
+];
 
 /// Gemma's tensor names. Unlike in Llama, `post_attention_layernorm` is the norm of the attention output,
 /// and `pre_feedforward_layernorm` is the norm before the MLP.

@@ -14,7 +14,7 @@ use serde_json::{Value, json};
 use super::config::{self, CommonConfig};
 use super::family::{Architecture, Family};
 use super::gemma2;
-use super::standard::StandardDecoder;
+use super::standard::{self, StandardDecoder};
 use crate::nn::attention::{Attention, AttentionConfig};
 use crate::nn::checks::check_size;
 use crate::nn::decoder_config::{DecoderConfig, LayerInfo};
@@ -22,11 +22,24 @@ use crate::nn::kv_cache::LayerSpec;
 use crate::nn::linear::Bias;
 use crate::nn::mlp::Mlp;
 use crate::nn::rope::{RopeConfig, RopeFrequencies, RopeLengths};
-use crate::weights::Weights;
+use crate::weights::tensor_table::TensorRow;
+use crate::weights::{TensorTable, Weights};
 
-pub const TEXT: Family = Family { model_type: "gemma3_text", architecture: "Gemma3ForCausalLM", read };
-pub const MULTIMODAL: Family =
-    Family { model_type: "gemma3", architecture: "Gemma3ForConditionalGeneration", read: read_multimodal };
+const TENSORS: TensorTable =
+    TensorTable(&[VISION, standard::DECODER, standard::ATTENTION, standard::QK_NORMS, standard::MLP, gemma2::NORMS]);
+
+/// The modules for images. Their rows come first, because the other rows also match their tensors.
+const VISION: &[TensorRow] =
+    &[TensorRow::UnloadedModule("vision_tower"), TensorRow::UnloadedModule("multi_modal_projector")];
+
+pub const TEXT: Family =
+    Family { model_type: "gemma3_text", architecture: "Gemma3ForCausalLM", tensors: TENSORS, read };
+pub const MULTIMODAL: Family = Family {
+    model_type: "gemma3",
+    architecture: "Gemma3ForConditionalGeneration",
+    tensors: TENSORS,
+    read: read_multimodal,
+};
 
 /// The prefixes of tensor names in text-only checkpoints, in multimodal checkpoints,
 /// and in multimodal checkpoints that transformers 5 saved.

@@ -16,9 +16,34 @@ use crate::nn::kv_cache::LayerSpec;
 use crate::nn::mlp::{Mlp, PlainMlp};
 use crate::nn::norm::{NormConfig, NormKind};
 use crate::nn::rope::RopeFrequencies;
-use crate::weights::Weights;
+use crate::weights::tensor_table::{
+    Dimension::{Heads, Intermediate, Vocabulary},
+    Division::{Columns, Rows, Whole},
+    Form::{F32, Float, Matrix, Transposed, Unloaded},
+    Group, TensorRow, tensor,
+};
+use crate::weights::{TensorTable, Weights};
 
-pub const FAMILY: Family = Family { model_type: "gpt2", architecture: "GPT2LMHeadModel", read };
+pub const FAMILY: Family =
+    Family { model_type: "gpt2", architecture: "GPT2LMHeadModel", tensors: TensorTable(&[TENSORS]), read };
+
+const TENSORS: &[TensorRow] = &[
+    tensor("wte", Group::Embedding, Matrix, Whole),
+    tensor("wpe", Group::Embedding, Float, Whole),
+    tensor("ln_1", Group::Norms, F32, Whole),
+    tensor("attn.c_attn", Group::Attention, Transposed, Rows(Heads)),
+    tensor("attn.c_proj", Group::Attention, Transposed, Columns(Heads)),
+    tensor("ln_2", Group::Norms, F32, Whole),
+    tensor("mlp.c_fc", Group::Mlp, Transposed, Rows(Intermediate)),
+    tensor("mlp.c_proj", Group::Mlp, Transposed, Columns(Intermediate)),
+    tensor("ln_f", Group::Norms, F32, Whole),
+    tensor("lm_head", Group::Head, Matrix, Rows(Vocabulary)),
+    tensor(MASKS[0], Group::Attention, Unloaded, Whole),
+    tensor(MASKS[1], Group::Attention, Unloaded, Whole),
+];
+
+/// The attention masks of a layer, which some checkpoints contain.
+const MASKS: &[&str] = &["attn.bias", "attn.masked_bias"];
 
 const NAMES: DecoderNames = DecoderNames {
     embed_tokens: "wte",
@@ -129,6 +154,7 @@ impl Architecture for Config {
             // In the oldest checkpoints, tensor names do not have the `transformer` prefix.
             prefix: if weights.contains("transformer.wte.weight") { "transformer" } else { "" }.into(),
             names: NAMES,
+            unloaded: MASKS,
             learned_positions: Some(("wpe", self.n_positions)),
             ..DecoderConfig::new(self.vocab_size, self.n_embd, norm, RopeFrequencies::none())
         };

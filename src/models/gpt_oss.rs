@@ -8,6 +8,7 @@ use serde_json::Value;
 
 use super::config::{self, LayerType, ModelSizes};
 use super::family::{Architecture, Family};
+use super::standard;
 use crate::nn::attention::{Attention, AttentionConfig, Sinks};
 use crate::nn::decoder::Decoder;
 use crate::nn::decoder_config::{DecoderConfig, LayerInfo};
@@ -17,9 +18,28 @@ use crate::nn::mlp::Mlp;
 use crate::nn::moe::{ClampedMoe, ClampedMoeConfig, check_routing};
 use crate::nn::norm::NormConfig;
 use crate::nn::rope::{RopeConfig, RopeFrequencies, RopeLengths};
-use crate::weights::Weights;
+use crate::weights::tensor_table::{
+    Dimension::{Heads, Intermediate},
+    Division::{Columns, Rows, Whole},
+    Form::{F32, Transposed},
+    Group, TensorRow, tensor,
+};
+use crate::weights::{TensorTable, Weights};
 
-pub const FAMILY: Family = Family { model_type: "gpt_oss", architecture: "GptOssForCausalLM", read };
+pub const FAMILY: Family = Family {
+    model_type: "gpt_oss",
+    architecture: "GptOssForCausalLM",
+    tensors: TensorTable(&[standard::DECODER, standard::ATTENTION, TENSORS]),
+    read,
+};
+
+/// The sinks, the router and the experts. The experts are packed as MXFP4, or floats that are stored transposed.
+const TENSORS: &[TensorRow] = &[
+    tensor("self_attn.sinks", Group::Attention, F32, Rows(Heads)),
+    tensor("mlp.router", Group::Mlp, F32, Whole),
+    tensor("mlp.experts.gate_up_proj", Group::Experts, Transposed, Rows(Intermediate)),
+    tensor("mlp.experts.down_proj", Group::Experts, Transposed, Columns(Intermediate)),
+];
 
 #[derive(Debug, Deserialize)]
 struct Config {

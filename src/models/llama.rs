@@ -8,15 +8,20 @@ use serde_json::{Value, json};
 
 use super::config::{self, CommonConfig};
 use super::family::{Architecture, Family};
-use super::standard::StandardDecoder;
+use super::standard::{self, StandardDecoder};
 use crate::nn::attention::{Attention, AttentionConfig};
 use crate::nn::decoder_config::LayerInfo;
 use crate::nn::kv_cache::LayerSpec;
 use crate::nn::linear::Bias;
 use crate::nn::mlp::{GatedMlp, Mlp};
-use crate::weights::Weights;
+use crate::weights::{TensorTable, Weights};
 
-pub const FAMILY: Family = Family { model_type: "llama", architecture: "LlamaForCausalLM", read };
+pub const FAMILY: Family = Family {
+    model_type: "llama",
+    architecture: "LlamaForCausalLM",
+    tensors: TensorTable(&[standard::DECODER, standard::ATTENTION, standard::MLP]),
+    read,
+};
 
 #[derive(Debug, Deserialize)]
 struct Config {

@@ -11,14 +11,19 @@ use serde_json::{Value, json};
 
 use super::config::{self, CommonConfig};
 use super::family::{Architecture, Family};
-use super::standard::StandardDecoder;
+use super::standard::{self, StandardDecoder};
 use crate::nn::attention::Attention;
 use crate::nn::decoder_config::LayerInfo;
 use crate::nn::kv_cache::LayerSpec;
 use crate::nn::mlp::Mlp;
-use crate::weights::Weights;
+use crate::weights::{TensorTable, Weights};
 
-pub const FAMILY: Family = Family { model_type: "mistral", architecture: "MistralForCausalLM", read };
+pub const FAMILY: Family = Family {
+    model_type: "mistral",
+    architecture: "MistralForCausalLM",
+    tensors: TensorTable(&[standard::DECODER, standard::ATTENTION, standard::MLP]),
+    read,
+};
 
 #[derive(Debug, Deserialize)]
 struct Config {

@@ -6,16 +6,36 @@ use serde_json::{Value, json};
 
 use super::config::{self, CommonConfig};
 use super::family::{Architecture, Family};
-use super::standard::StandardDecoder;
+use super::standard::{self, StandardDecoder};
 use crate::kernels::moe::topk::Softmax;
 use crate::nn::attention::Attention;
 use crate::nn::decoder_config::LayerInfo;
 use crate::nn::kv_cache::LayerSpec;
 use crate::nn::mlp::Mlp;
 use crate::nn::moe::{ExpertNames, GatedMoe, GatedMoeConfig};
-use crate::weights::Weights;
+use crate::weights::tensor_table::{
+    Dimension::Intermediate,
+    Division::{Columns, Rows, Whole},
+    Form::{F32, Matrix},
+    Group, TensorRow, tensor,
+};
+use crate::weights::{TensorTable, Weights};
 
-pub const FAMILY: Family = Family { model_type: "mixtral", architecture: "MixtralForCausalLM", read };
+pub const FAMILY: Family = Family {
+    model_type: "mixtral",
+    architecture: "MixtralForCausalLM",
+    tensors: TensorTable(&[standard::DECODER, standard::ATTENTION, standard::STACKED_EXPERTS, EXPERTS]),
+    read,
+};
+
+/// The router and the experts, unless the checkpoint stacks the experts.
+const EXPERTS: &[TensorRow] = &[
+    tensor("block_sparse_moe.gate", Group::Mlp, F32, Whole),
+    tensor("mlp.gate", Group::Mlp, F32, Whole),
+    tensor("experts.*.w1", Group::Experts, Matrix, Rows(Intermediate)),
+    tensor("experts.*.w3", Group::Experts, Matrix, Rows(Intermediate)),
+    tensor("experts.*.w2", Group::Experts, Matrix, Columns(Intermediate)),
+];
 
 const EXPERT_NAMES: ExpertNames = ExpertNames { gate: "w1", up: "w3", down: "w2" };
 

@@ -4,6 +4,7 @@ mod config;
 mod family;
 pub mod gemma2;
 pub mod gemma3;
+mod general;
 pub mod gpt2;
 pub mod gpt_oss;
 pub mod llama;
@@ -25,11 +26,11 @@ pub use family::{Architecture, Family};
 use crate::error::Error;
 use crate::files;
 use crate::snapshot;
-use crate::weights::Checkpoint;
 use crate::weights::compressed::CompressedConfig;
 use crate::weights::gguf::GgufCheckpoint;
+use crate::weights::{Checkpoint, TensorTable};
 
-const FAMILIES: &[&Family] = &[
+pub const FAMILIES: &[&Family] = &[
     &gpt_oss::FAMILY,
     &llama::FAMILY,
     &mistral::FAMILY,
@@ -103,6 +104,12 @@ pub fn parse_config(json: Value) -> Result<ModelConfig> {
 pub fn declared_model_type(dir: &Path) -> Option<String> {
     let json: Value = files::read_json(&dir.join("config.json"), files::CONFIG).ok()?;
     json["model_type"].as_str().or(json["architectures"][0].as_str()).map(str::to_string)
+}
+
+/// Returns the tensor table of the family that config.json names.
+/// Returns the table of the usual names if inferno does not support the architecture.
+pub fn tensor_table(json: &Value) -> TensorTable {
+    find_family(json).map_or(general::TENSORS, |family| family.tensors)
 }
 
 fn find_family(json: &Value) -> Result<&'static Family> {

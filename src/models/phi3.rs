@@ -9,15 +9,34 @@ use serde_json::{Value, json};
 
 use super::config::{self, CommonConfig};
 use super::family::{Architecture, Family};
-use super::standard::StandardDecoder;
+use super::standard::{self, StandardDecoder};
 use crate::nn::attention::Attention;
 use crate::nn::decoder_config::LayerInfo;
 use crate::nn::kv_cache::LayerSpec;
 use crate::nn::mlp::{GatedMlp, Mlp};
 use crate::text::quote;
-use crate::weights::Weights;
+use crate::weights::tensor_table::{
+    Dimension::{Heads, Intermediate},
+    Division::{Columns, Rows},
+    Form::Matrix,
+    Group, TensorRow, tensor,
+};
+use crate::weights::{TensorTable, Weights};
 
-pub const FAMILY: Family = Family { model_type: "phi3", architecture: "Phi3ForCausalLM", read };
+pub const FAMILY: Family = Family {
+    model_type: "phi3",
+    architecture: "Phi3ForCausalLM",
+    tensors: TensorTable(&[standard::DECODER, PROJECTIONS]),
+    read,
+};
+
+/// The projections of attention and of the MLP. `qkv_proj` and `gate_up_proj` are fused.
+const PROJECTIONS: &[TensorRow] = &[
+    tensor("self_attn.qkv_proj", Group::Attention, Matrix, Rows(Heads)),
+    tensor("self_attn.o_proj", Group::Attention, Matrix, Columns(Heads)),
+    tensor("mlp.gate_up_proj", Group::Mlp, Matrix, Rows(Intermediate)),
+    tensor("mlp.down_proj", Group::Mlp, Matrix, Columns(Intermediate)),
+];
 
 #[derive(Debug, Deserialize)]
 struct Config {

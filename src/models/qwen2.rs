@@ -12,15 +12,20 @@ use serde_json::{Value, json};
 
 use super::config::{self, CommonConfig};
 use super::family::{Architecture, Family};
-use super::standard::StandardDecoder;
+use super::standard::{self, StandardDecoder};
 use crate::nn::attention::{Attention, AttentionConfig};
 use crate::nn::decoder_config::LayerInfo;
 use crate::nn::kv_cache::LayerSpec;
 use crate::nn::linear::Bias;
 use crate::nn::mlp::Mlp;
-use crate::weights::Weights;
+use crate::weights::{TensorTable, Weights};
 
-pub const FAMILY: Family = Family { model_type: "qwen2", architecture: "Qwen2ForCausalLM", read };
+pub const FAMILY: Family = Family {
+    model_type: "qwen2",
+    architecture: "Qwen2ForCausalLM",
+    tensors: TensorTable(&[standard::DECODER, standard::ATTENTION, standard::MLP]),
+    read,
+};
 
 #[derive(Debug, Deserialize)]
 struct Config {

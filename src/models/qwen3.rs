@@ -6,16 +6,21 @@ use serde_json::{Value, json};
 
 use super::config::{self, CommonConfig};
 use super::family::{Architecture, Family};
-use super::standard::StandardDecoder;
+use super::standard::{self, StandardDecoder};
 use crate::nn::attention::{Attention, AttentionConfig};
 use crate::nn::decoder_config::LayerInfo;
 use crate::nn::kv_cache::LayerSpec;
 use crate::nn::linear::Bias;
 use crate::nn::mlp::Mlp;
 use crate::nn::norm::NormConfig;
-use crate::weights::Weights;
+use crate::weights::{TensorTable, Weights};
 
-pub const FAMILY: Family = Family { model_type: "qwen3", architecture: "Qwen3ForCausalLM", read };
+pub const FAMILY: Family = Family {
+    model_type: "qwen3",
+    architecture: "Qwen3ForCausalLM",
+    tensors: TensorTable(&[standard::DECODER, standard::ATTENTION, standard::QK_NORMS, standard::MLP]),
+    read,
+};
 
 #[derive(Debug, Deserialize)]
 struct Config {

@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 
 use super::config::{self, CommonConfig};
 use super::family::{Architecture, Family};
-use super::standard::StandardDecoder;
+use super::standard::{self, StandardDecoder};
 use crate::kernels::moe::topk::Softmax;
 use crate::nn::attention::{Attention, AttentionConfig};
 use crate::nn::checks::{check_range, check_size};
@@ -16,9 +16,35 @@ use crate::nn::linear::Bias;
 use crate::nn::mlp::{GatedMlp, Mlp};
 use crate::nn::moe::{ExpertNames, GatedMoe, GatedMoeConfig};
 use crate::nn::norm::NormConfig;
-use crate::weights::Weights;
+use crate::weights::tensor_table::{
+    Dimension::Intermediate,
+    Division::{Columns, Rows, Whole},
+    Form::{F32, Matrix},
+    Group, TensorRow, tensor,
+};
+use crate::weights::{TensorTable, Weights};
 
-pub const FAMILY: Family = Family { model_type: "qwen3_moe", architecture: "Qwen3MoeForCausalLM", read };
+pub const FAMILY: Family = Family {
+    model_type: "qwen3_moe",
+    architecture: "Qwen3MoeForCausalLM",
+    tensors: TensorTable(&[
+        standard::DECODER,
+        standard::ATTENTION,
+        standard::QK_NORMS,
+        standard::MLP,
+        standard::STACKED_EXPERTS,
+        EXPERTS,
+    ]),
+    read,
+};
+
+/// The router and the experts, unless the checkpoint stacks the experts.
+const EXPERTS: &[TensorRow] = &[
+    tensor("mlp.gate", Group::Mlp, F32, Whole),
+    tensor("experts.*.gate_proj", Group::Experts, Matrix, Rows(Intermediate)),
+    tensor("experts.*.up_proj", Group::Experts, Matrix, Rows(Intermediate)),
+    tensor("experts.*.down_proj", Group::Experts, Matrix, Columns(Intermediate)),
+];
 
 const EXPERT_NAMES: ExpertNames = ExpertNames { gate: "gate_proj", up: "up_proj", down: "down_proj" };
 

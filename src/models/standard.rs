@@ -10,6 +10,45 @@ use crate::nn::decoder_config::{DecoderConfig, LayerInfo};
 use crate::nn::kv_cache::LayerSpec;
 use crate::nn::mlp::Mlp;
 use crate::weights::Weights;
+use crate::weights::tensor_table::{
+    Dimension::{Heads, Intermediate, Vocabulary},
+    Division::{Columns, Rows, Whole},
+    Form::{F32, Matrix},
+    Group, TensorRow, tensor,
+};
+
+/// The tensors of the standard decoder without attention and the MLPs.
+pub(super) const DECODER: &[TensorRow] = &[
+    tensor("embed_tokens", Group::Embedding, Matrix, Whole),
+    tensor("input_layernorm", Group::Norms, F32, Whole),
+    tensor("post_attention_layernorm", Group::Norms, F32, Whole),
+    tensor("norm", Group::Norms, F32, Whole),
+    tensor("lm_head", Group::Head, Matrix, Rows(Vocabulary)),
+    // RoPE tables, which some checkpoints contain.
+    TensorRow::UnloadedModule("rotary_emb"),
+];
+
+pub(super) const ATTENTION: &[TensorRow] = &[
+    tensor("self_attn.q_proj", Group::Attention, Matrix, Rows(Heads)),
+    tensor("self_attn.k_proj", Group::Attention, Matrix, Rows(Heads)),
+    tensor("self_attn.v_proj", Group::Attention, Matrix, Rows(Heads)),
+    tensor("self_attn.o_proj", Group::Attention, Matrix, Columns(Heads)),
+];
+
+pub(super) const QK_NORMS: &[TensorRow] =
+    &[tensor("self_attn.q_norm", Group::Norms, F32, Whole), tensor("self_attn.k_norm", Group::Norms, F32, Whole)];
+
+pub(super) const MLP: &[TensorRow] = &[
+    tensor("mlp.gate_proj", Group::Mlp, Matrix, Rows(Intermediate)),
+    tensor("mlp.up_proj", Group::Mlp, Matrix, Rows(Intermediate)),
+    tensor("mlp.down_proj", Group::Mlp, Matrix, Columns(Intermediate)),
+];
+
+/// Experts as transformers 5 stores them.
+pub(super) const STACKED_EXPERTS: &[TensorRow] = &[
+    tensor("experts.gate_up_proj", Group::Experts, Matrix, Rows(Intermediate)),
+    tensor("experts.down_proj", Group::Experts, Matrix, Columns(Intermediate)),
+];
 
 /// The config of a family whose config.json has the fields of [`CommonConfig`].
 /// Families with a standard decoder differ mainly in how they load attention and MLPs.

@@ -111,7 +111,7 @@ impl Decoder {
         // Check that every tensor of this rank's layers was loaded.
         // If ranks divide each layer, some ranks may hold no part of a tensor, so only the first rank checks.
         if decoder.world.is_first() || decoder.world.stages().is_some() {
-            layers.check_all_loaded(own, layer_count)?;
+            layers.check_all_loaded(own, layer_count, config.unloaded)?;
         }
         Ok(decoder)
     }

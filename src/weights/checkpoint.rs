@@ -121,11 +121,12 @@ impl Checkpoint {
 
     /// Returns the rows and columns of a matrix `[out, in]` that can be quantized during loading.
     /// Stacked matrices count as one matrix with their rows combined.
-    pub(super) fn matrix_shape(&self, name: &str) -> Option<(usize, usize)> {
+    /// Returns `None` if the matrix is stored transposed.
+    pub(super) fn matrix_shape(&self, name: &str, is_transposed: bool) -> Option<(usize, usize)> {
         match self {
             Self::Gguf(model) => model.matrix_shape(name).ok()?,
-            // GPT-2 stores its matrices (`c_attn`, `c_fc`, `c_proj`) as `[in, out]`.
-            Self::Safetensors(_) if name.contains(".c_") => None,
+            // Only safetensors files store such a matrix as `[in, out]`.
+            Self::Safetensors(_) if is_transposed => None,
             Self::Safetensors(checkpoint) => match checkpoint.info(name)?.shape.as_slice() {
                 [rows @ .., columns] if !rows.is_empty() => Some((rows.iter().product(), *columns)),
                 _ => None,

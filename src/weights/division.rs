@@ -1,7 +1,7 @@
 //! Computes from the file headers how ranks divide the tensors of a model.
 //!
 //! The `load` functions of the layers in `nn` divide the tensors during loading.
-//! This module repeats the rules of the `load` functions to compute the memory of each rank before loading.
+//! Before loading, this module computes the memory of each rank from the tensor table of the model's family.
 //! Tests compare this module with the `load` functions for all model families and formats.
 
 use std::collections::HashMap;
@@ -9,7 +9,7 @@ use std::collections::HashMap;
 use candle_core::DType;
 
 use super::inventory::{ColumnUnits, Inventory, InventoryTensor};
-use super::reading::Axis;
+use super::tensor_table::{Dimension, Division, Form};
 use crate::world::share;
 
 /// Ranks divide an intermediate size at multiples of this number of columns, or of a larger column unit of `down_proj`.
@@ -24,17 +24,6 @@ pub struct RankPart {
     pub weight_bytes: u64,
     /// The number of KV heads that the rank holds in each layer.
     pub kv_heads: Vec<usize>,
-}
-
-/// A dimension of a model that is divided among ranks.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Shared {
-    /// The KV heads of a layer, each together with its query heads.
-    Heads,
-    /// The intermediate size of an MLP or of each expert.
-    Intermediate,
-    /// The rows of the output head.
-    Vocabulary,
 }
 
 /// The sizes that determine how ranks divide one layer.
@@ -65,26 +54,11 @@ impl LayerUnits {
 }
 
 impl InventoryTensor {
-    /// Returns the axis and the model dimension by which ranks divide the tensor.
-    /// Returns `None` if every rank holds a full copy of the tensor.
-    fn division(&self) -> Option<(Axis, Shared)> {
-        let parts: Vec<&str> = self.name.split('.').collect();
-        let is_bias = self.name.ends_with("bias");
-        let has = |names: &[&str]| {
-            let is_part = |part: &&str| names.iter().any(|name| part.strip_prefix(name).is_some_and(is_suffix));
-            parts.iter().any(is_part)
-        };
-        let rows = |shared| Some((Axis::Rows, shared));
-        let columns = |shared| (!is_bias).then_some((Axis::Columns, shared));
-        match self.group() {
-            "attention" if has(&["q_proj", "k_proj", "v_proj", "qkv_proj", "c_attn", "sinks"]) => rows(Shared::Heads),
-            "attention" if has(&["o_proj", "c_proj"]) => columns(Shared::Heads),
-            "mlp" | "experts" if has(&["gate_proj", "up_proj", "gate_up_proj", "c_fc", "w1", "w3"]) => {
-                rows(Shared::Intermediate)
-            }
-            "mlp" | "experts" if has(&["down_proj", "c_proj", "w2"]) => columns(Shared::Intermediate),
-            "head" => rows(Shared::Vocabulary),
-            _ => None,
+    /// Returns how ranks divide the tensor. The biases of a matrix that is divided by columns are not divided.
+    fn division(&self) -> Division {
+        match self.role.division {
+            Division::Columns(_) if self.name.ends_with("bias") => Division::Whole,
+            division => division,
         }
     }
 
@@ -95,38 +69,27 @@ impl InventoryTensor {
 
     /// Returns the memory size of a part of the tensor, in bytes.
     /// The part has the fraction `len` / `total` of the rows or columns.
-    fn part_bytes(&self, axis: Axis, len: usize, total: usize, dtype: DType) -> u64 {
+    fn part_bytes(&self, len: usize, total: usize, dtype: DType) -> u64 {
         let part = |whole: u64| (u128::from(whole) * len as u128 / total.max(1) as u128) as u64;
-        match (self.quantized, axis) {
+        match (self.quantized, self.division()) {
             _ if len == 0 => 0,
-            (Some((format, rows, columns)), Axis::Rows) => format.bytes(part(rows as u64), columns as u64),
-            (Some((format, rows, columns)), Axis::Columns) => format.bytes(rows as u64, part(columns as u64)),
-            (None, _) => part(self.loaded_bytes(dtype)),
+            (Some((format, rows, columns)), Division::Rows(_)) => format.bytes(part(rows as u64), columns as u64),
+            (Some((format, rows, columns)), Division::Columns(_)) => format.bytes(rows as u64, part(columns as u64)),
+            _ => part(self.loaded_bytes(dtype)),
         }
     }
 
-    /// Returns `unit` and the number of columns of a matrix. Ranks divide the columns only at multiples of `unit`.
-    /// Returns `None` for a vector.
-    ///
-    /// `shape` is the shape in the file. Callers set `has_bias` only for the unpacked experts of gpt-oss.
-    pub(super) fn column_units(&self, shape: &[usize], unit: usize, has_bias: bool) -> Option<ColumnUnits> {
-        let is_packed_expert = self.name.ends_with("_blocks") || self.name.ends_with("_scales");
-        let columns = match shape {
+    /// Returns the number of columns of a matrix. Returns `None` for a vector. `shape` is the shape in the file.
+    pub(super) fn column_count(&self, shape: &[usize]) -> Option<usize> {
+        let is_packed = self.name.ends_with("_blocks") || self.name.ends_with("_scales");
+        match shape {
             // Each MXFP4 group holds 32 columns.
-            [_, _, groups, ..] if is_packed_expert => groups * SHARE_COLUMNS,
-            // GPT-2 and the unpacked experts of gpt-oss store matrices as `[in, out]`.
-            [columns, _] if self.name.contains(".c_") => *columns,
-            [_, columns, _] if has_bias => *columns,
-            [_, .., columns] => *columns,
-            _ => return None,
-        };
-        Some(ColumnUnits { columns, unit })
+            [_, _, groups, ..] if is_packed => Some(groups * SHARE_COLUMNS),
+            [.., columns, _] if self.role.form == Form::Transposed => Some(*columns),
+            [_, .., columns] => Some(*columns),
+            _ => None,
+        }
     }
-}
-
-/// Returns whether `rest`, the text after the name of a projection, is empty or one of the known suffixes.
-fn is_suffix(rest: &str) -> bool {
-    ["", "_blocks", "_scales", "_bias", "_scale"].contains(&rest)
 }
 
 impl Inventory {
@@ -136,39 +99,37 @@ impl Inventory {
         let mut layers: Vec<LayerUnits> =
             kv_heads.iter().map(|&kv_heads| LayerUnits { kv_heads, ..LayerUnits::default() }).collect();
         let mut vocabulary: Option<usize> = None;
-        let divided: Vec<_> = self.tensors.iter().map(|tensor| (tensor, tensor.division())).collect();
-        for (tensor, division) in &divided {
+        for tensor in &self.tensors {
             let layer = tensor.layer().and_then(|layer| layers.get_mut(layer));
-            match (division, layer) {
-                (Some((Axis::Columns, Shared::Heads)), Some(layer)) => {
+            match (tensor.division(), layer) {
+                (Division::Columns(Dimension::Heads), Some(layer)) => {
                     layer.o_proj = layer.o_proj.or(tensor.columns);
                 }
-                (Some((Axis::Columns, Shared::Intermediate)), Some(layer)) => {
+                (Division::Columns(Dimension::Intermediate), Some(layer)) => {
                     layer.down_proj = layer.down_proj.or(tensor.columns);
                 }
-                (Some((_, Shared::Vocabulary)), _) => vocabulary = vocabulary.or(tensor.rows),
+                (Division::Rows(Dimension::Vocabulary), _) => vocabulary = vocabulary.or(tensor.rows),
                 _ => {}
             }
         }
         let part = |rank: usize| {
-            let mut shares: HashMap<(usize, bool), (usize, usize)> = HashMap::new();
+            let mut shares: HashMap<(usize, Dimension), (usize, usize)> = HashMap::new();
             let mut weight_bytes = 0u64;
-            for (tensor, division) in &divided {
+            for tensor in &self.tensors {
                 let layer = tensor.layer().filter(|&layer| layer < layers.len());
-                let share_of = match (division, layer) {
-                    (Some((axis, Shared::Vocabulary)), _) => {
-                        vocabulary.map(|total| (*axis, (share(total, 1, rank, ranks).len(), total)))
+                let share_of = match (tensor.division().dimension(), layer) {
+                    (Some(Dimension::Vocabulary), _) => {
+                        vocabulary.map(|total| (share(total, 1, rank, ranks).len(), total))
                     }
-                    (Some((axis, shared)), Some(layer)) => {
-                        let is_heads = *shared == Shared::Heads;
-                        let compute = || share_of_layer(&layers[layer], is_heads, rank, ranks);
-                        Some((*axis, *shares.entry((layer, is_heads)).or_insert_with(compute)))
+                    (Some(dimension), Some(layer)) => {
+                        let compute = || share_of_layer(&layers[layer], dimension, rank, ranks);
+                        Some(*shares.entry((layer, dimension)).or_insert_with(compute))
                     }
                     // Every rank holds a full copy of the tensor, even if its layer is beyond the model's last layer.
                     _ => None,
                 };
                 weight_bytes = weight_bytes.saturating_add(match share_of {
-                    Some((axis, (len, total))) => tensor.part_bytes(axis, len, total, dtype),
+                    Some((len, total)) => tensor.part_bytes(len, total, dtype),
                     None => tensor.loaded_bytes(dtype),
                 });
             }
@@ -179,14 +140,14 @@ impl Inventory {
 }
 
 /// Returns how many KV heads of a layer a rank holds, and how many the layer has.
-/// If `is_heads` is false, counts the columns of `down_proj` instead of KV heads.
-fn share_of_layer(layer: &LayerUnits, is_heads: bool, rank: usize, ranks: usize) -> (usize, usize) {
-    match (is_heads, layer.down_proj) {
-        (true, _) => (layer.kv_share(rank, ranks), layer.kv_heads),
-        (false, Some(ColumnUnits { columns, unit })) => {
+/// If `dimension` is not [`Dimension::Heads`], counts the columns of `down_proj` instead of KV heads.
+fn share_of_layer(layer: &LayerUnits, dimension: Dimension, rank: usize, ranks: usize) -> (usize, usize) {
+    match (dimension, layer.down_proj) {
+        (Dimension::Heads, _) => (layer.kv_share(rank, ranks), layer.kv_heads),
+        (_, Some(ColumnUnits { columns, unit })) => {
             (share(columns, SHARE_COLUMNS.max(unit), rank, ranks).len(), columns)
         }
         // If the layer has no `down_proj`, assume equal parts.
-        (false, None) => (1, ranks),
+        (_, None) => (1, ranks),
     }
 }

@@ -1,7 +1,7 @@
 //! Lists the tensors of a checkpoint from the headers of its files.
 //! inferno computes the size of a model from the headers before downloading the model.
 
-use std::collections::{BTreeMap, BTreeSet, HashSet};
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
 use anyhow::{Result, ensure};
@@ -13,6 +13,7 @@ use super::gguf::GgufCheckpoint;
 use super::quantized::QuantizationTarget;
 use super::safetensors::header::{self, HeaderTensor, MAX_HEADER_BYTES};
 use super::tensor_info::{TensorInfo, parameter_count};
+use super::tensor_table::{Form, Group, TensorRole, TensorTable};
 use crate::kernels::quantized::{GROUP_COLUMNS, WeightFormat};
 use crate::snapshot::safetensors::{self, ShardIndex};
 
@@ -20,6 +21,7 @@ use crate::snapshot::safetensors::{self, ShardIndex};
 #[derive(Clone, Debug)]
 pub(super) struct InventoryTensor {
     pub name: String,
+    pub role: TensorRole,
     /// The dtype in the file, in lower case, such as `bf16`, `f8_e4m3` or `q4_k`.
     dtype: String,
     elements: u64,
@@ -33,8 +35,6 @@ pub(super) struct InventoryTensor {
     pub columns: Option<ColumnUnits>,
     /// The length of the tensor's first dimension. `None` for a scalar.
     pub rows: Option<usize>,
-    /// Whether the tensor is a stack of matrices that the file stores transposed. `columns` already accounts for this.
-    is_transposed: bool,
 }
 
 /// The number of columns of a matrix. Ranks divide the columns only at multiples of `unit`.
@@ -59,6 +59,7 @@ enum MemoryFormat {
 /// The tensors of a checkpoint. Computes the memory size of a whole model or of each rank's part.
 #[derive(Clone, Debug, Default)]
 pub struct Inventory {
+    table: TensorTable,
     pub(super) tensors: Vec<InventoryTensor>,
 }
 
@@ -93,21 +94,9 @@ pub struct TensorGroup {
     pub dtypes: BTreeSet<String>,
 }
 
-/// The names of the tensor groups, in the order in which they are displayed.
-const GROUPS: [&str; 7] = ["embedding", "attention", "mlp", "experts", "norms", "head", "other"];
-
-/// Name fragments of tensors that no model loads.
-/// The fragments match RoPE frequencies, attention masks, input scales, shapes of packed weights, and vision modules.
+/// Name fragments of tensors that are not loaded as weights in any family: input scales and shapes of packed weights.
 /// Input scales count as not loaded, because inferno reads each one as a single number, not as a tensor.
-const NEVER_LOADED: [&str; 7] = [
-    "rotary_emb.inv_freq",
-    ".attn.bias",
-    ".attn.masked_bias",
-    ".input_scale",
-    ".weight_shape",
-    "vision_tower.",
-    "multi_modal_projector.",
-];
+const NEVER_LOADED: [&str; 2] = [".input_scale", ".weight_shape"];
 
 impl WeightsSummary {
     /// Summarizes the weights in a GGUF file.
@@ -138,55 +127,68 @@ impl WeightsSummary {
 }
 
 impl Inventory {
+    /// Creates an empty inventory of a model whose tensors have the roles in `table`.
+    pub fn new(table: TensorTable) -> Self {
+        Self { table, tensors: Vec::new() }
+    }
+
     /// Lists the tensors of a checkpoint and the formats that they will have in memory.
     /// `target` is the format to which loading quantizes float matrices, if any.
-    pub fn from_checkpoint(checkpoint: &Checkpoint, target: Option<QuantizationTarget>) -> Self {
+    pub fn from_checkpoint(checkpoint: &Checkpoint, table: TensorTable, target: Option<QuantizationTarget>) -> Self {
         let tensor = |(name, info): (&str, &TensorInfo)| {
-            let packed_bytes = match MemoryFormat::for_floats(name, info.shape.len()) {
-                MemoryFormat::ComputeDtype if !name.contains("wpe") => checkpoint.packed_bytes(name, info),
+            let role = table.role(name);
+            let format = MemoryFormat::for_floats(name, role, info.shape.len());
+            let packed_bytes = match format {
+                MemoryFormat::ComputeDtype if role.form != Form::Float => checkpoint.packed_bytes(name, info),
                 _ if name.ends_with("_scale") => checkpoint.packed_bytes(name, info),
                 _ => None,
             };
-            let has_bias = checkpoint.info(&format!("{name}_bias")).is_some();
             let mut tensor = InventoryTensor {
                 name: name.to_string(),
+                role,
                 dtype: checkpoint.stored_as(name, info),
                 elements: info.elements() as u64,
                 bytes: info.bytes() as u64,
-                format: packed_bytes.map_or(MemoryFormat::for_floats(name, info.shape.len()), MemoryFormat::Bytes),
+                format: packed_bytes.map_or(format, MemoryFormat::Bytes),
                 quantized: packed_bytes.and_then(|_| checkpoint.quantized_shape(name, info)),
                 columns: None,
                 rows: info.shape.first().copied(),
-                is_transposed: has_bias,
             };
-            let units = tensor.column_units(&info.shape, 1, has_bias);
-            tensor.columns = units.map(|ColumnUnits { columns, .. }| ColumnUnits {
-                columns,
-                unit: checkpoint.column_unit(name, columns, target),
-            });
+            tensor.columns = tensor
+                .column_count(&info.shape)
+                .map(|columns| ColumnUnits { columns, unit: checkpoint.column_unit(name, columns, target) });
             tensor
         };
-        let mut inventory = Self { tensors: checkpoint.tensors().map(tensor).collect() };
-        let has_head = inventory.tensors.iter().any(|tensor| tensor.group() == "head");
-        let is_matrix = |tensor: &&mut InventoryTensor| {
-            tensor.format == MemoryFormat::ComputeDtype && !tensor.name.ends_with("_bias")
-        };
-        for tensor in inventory.tensors.iter_mut().filter(is_matrix) {
-            let is_quantized = match tensor.group() {
-                "attention" | "mlp" | "head" => true,
-                // Loading does not quantize experts with biases. Only gpt-oss has such experts.
-                "experts" => checkpoint.info(&format!("{}_bias", tensor.name)).is_none(),
-                "embedding" => !has_head && !tensor.name.contains("wpe"),
-                _ => false,
+        let mut inventory = Self { table, tensors: checkpoint.tensors().map(tensor).collect() };
+        if let Some(target) = target {
+            inventory.quantize(checkpoint, target);
+        }
+        inventory
+    }
+
+    /// Sets the formats of the matrices that loading quantizes to `target`.
+    fn quantize(&mut self, checkpoint: &Checkpoint, target: QuantizationTarget) {
+        let has_head = self.tensors.iter().any(|tensor| tensor.role.group == Group::Head);
+        let is_quantized = |tensor: &&mut InventoryTensor| {
+            let can_quantize = match tensor.role.group {
+                Group::Attention | Group::Mlp | Group::Experts | Group::Head => true,
+                Group::Embedding => !has_head,
+                Group::Norms | Group::Other => false,
             };
-            let shape = checkpoint.matrix_shape(&tensor.name).filter(|_| is_quantized);
-            let format = |(_, columns)| target.and_then(|target| target.format(columns));
-            if let (Some((rows, columns)), Some(format)) = (shape, shape.and_then(format)) {
+            let is_matrix = matches!(tensor.role.form, Form::Matrix | Form::Transposed);
+            let is_bias = tensor.name.ends_with("_bias");
+            tensor.format == MemoryFormat::ComputeDtype && is_matrix && can_quantize && !is_bias
+        };
+        for tensor in self.tensors.iter_mut().filter(is_quantized) {
+            let is_transposed = tensor.role.form == Form::Transposed;
+            let shape = checkpoint.matrix_shape(&tensor.name, is_transposed);
+            if let Some((rows, columns)) = shape
+                && let Some(format) = target.format(columns)
+            {
                 tensor.format = MemoryFormat::Bytes(format.bytes(rows as u64, columns as u64));
                 tensor.quantized = Some((format, rows, columns));
             }
         }
-        inventory
     }
 
     /// Adds the tensors of a safetensors header.
@@ -198,32 +200,17 @@ impl Inventory {
         header::read(file, header, data_bytes, |tensor| {
             let HeaderTensor { name, dtype, shape, elements, bytes, .. } = tensor;
             let shape: Vec<usize> = shape.into_iter().map(|size| usize::try_from(size).unwrap_or(usize::MAX)).collect();
-            let (name, dtype) = (name.into_owned(), dtype.to_lowercase());
-            let format = match MemoryFormat::for_floats(&name, shape.len()) {
+            let (name, dtype, role) = (name.to_string(), dtype.to_lowercase(), self.table.role(&name));
+            let format = match MemoryFormat::for_floats(&name, role, shape.len()) {
                 MemoryFormat::ComputeDtype if !is_float(&dtype) => MemoryFormat::Bytes(bytes),
                 format => format,
             };
-            let rows = shape.first().copied();
-            let (quantized, columns) = (None, None);
-            let is_transposed = false;
-            let mut tensor =
-                InventoryTensor { name, dtype, elements, bytes, format, quantized, columns, rows, is_transposed };
-            let unit = if ["i8", "f8_e4m3"].contains(&tensor.dtype.as_str()) { GROUP_COLUMNS } else { 1 };
-            tensor.columns = tensor.column_units(&shape, unit, false);
+            let unit = if ["i8", "f8_e4m3"].contains(&dtype.as_str()) { GROUP_COLUMNS } else { 1 };
+            let (rows, quantized, columns) = (shape.first().copied(), None, None);
+            let mut tensor = InventoryTensor { name, role, dtype, elements, bytes, format, quantized, columns, rows };
+            tensor.columns = tensor.column_count(&shape).map(|columns| ColumnUnits { columns, unit });
             self.tensors.push(tensor);
-        })?;
-        // Unpacked stacked experts with biases are stored transposed, as `[experts, columns, rows]`.
-        // The biases may be in another shard than the matrices, so all tensors are searched.
-        let biases: HashSet<String> = self.tensors.iter().filter_map(InventoryTensor::biased_experts).collect();
-        for tensor in self.tensors.iter_mut().filter(|tensor| biases.contains(&tensor.name)) {
-            let (Some(columns), Some(experts)) = (&mut tensor.columns, tensor.rows) else { continue };
-            if !tensor.is_transposed {
-                let matrix = tensor.elements / (experts as u64).max(1);
-                columns.columns = usize::try_from(matrix).unwrap_or(usize::MAX) / columns.columns.max(1);
-                tensor.is_transposed = true;
-            }
-        }
-        Ok(())
+        })
     }
 
     pub fn is_empty(&self) -> bool {
@@ -260,7 +247,7 @@ impl Inventory {
         for tensor in &self.tensors {
             let part = match tensor.layer().and_then(|layer| parts.layers.get_mut(layer)) {
                 Some(layer) => layer,
-                None if tensor.group() == "head" => &mut parts.head,
+                None if tensor.role.group == Group::Head => &mut parts.head,
                 None => &mut parts.other,
             };
             *part = part.saturating_add(tensor.loaded_bytes(dtype));
@@ -271,11 +258,11 @@ impl Inventory {
     /// Returns the size in memory of all experts of a layer, in bytes. If layers differ, returns the largest size.
     /// Loading repacks or stacks the experts of one layer at a time, which temporarily needs extra memory of this size.
     pub fn largest_expert_layer(&self, dtype: DType) -> u64 {
-        let mut layers: BTreeMap<&str, u64> = BTreeMap::new();
+        let mut layers: BTreeMap<(Option<usize>, &str), u64> = BTreeMap::new();
         for tensor in &self.tensors {
-            let expert = tensor.name.split_once(".experts.").map(|(layer, _)| layer);
-            if tensor.dtype == "u8" || expert.is_some() {
-                let sum = layers.entry(expert.unwrap_or(&tensor.name)).or_default();
+            if tensor.is_expert() || tensor.dtype == "u8" {
+                let name = if tensor.is_expert() { "" } else { &tensor.name };
+                let sum = layers.entry((tensor.layer(), name)).or_default();
                 *sum = sum.saturating_add(tensor.loaded_bytes(dtype));
             }
         }
@@ -287,14 +274,10 @@ impl Inventory {
     /// In a forward pass over many tokens, a GPU dequantizes the experts of one layer at a time.
     /// Packed MXFP4 experts are not counted in the dequantized size.
     pub fn unpacked_expert_layer(&self, dtype: DType) -> u64 {
-        let mut layers: BTreeMap<&str, u64> = BTreeMap::new();
-        for tensor in self
-            .tensors
-            .iter()
-            .filter(|tensor| matches!(tensor.format, MemoryFormat::Bytes(1..)) && tensor.dtype != "u8")
-        {
-            if let Some((layer, _)) = tensor.name.split_once(".experts.") {
-                let sum = layers.entry(layer).or_default();
+        let mut layers: BTreeMap<Option<usize>, u64> = BTreeMap::new();
+        for tensor in self.tensors.iter().filter(|tensor| tensor.is_expert() && tensor.dtype != "u8") {
+            if matches!(tensor.format, MemoryFormat::Bytes(1..)) {
+                let sum = layers.entry(tensor.layer()).or_default();
                 *sum = sum.saturating_add(tensor.elements.saturating_mul(dtype.size_in_bytes() as u64));
             }
         }
@@ -308,32 +291,31 @@ impl Inventory {
         bytes.main()
     }
 
-    /// Returns the totals of each tensor group that is not empty. The name of a tensor determines its group.
+    /// Returns the totals of each tensor group that is not empty.
     pub fn groups(&self) -> Vec<TensorGroup> {
-        let group = |name| {
-            let tensors = || self.tensors.iter().filter(move |tensor| tensor.group() == name);
+        let group = |group: Group| {
+            let tensors = || self.tensors.iter().filter(move |tensor| tensor.role.group == group);
             let dtype = |tensor: &InventoryTensor| {
                 if tensor.is_packed_mxfp4() { "mxfp4".to_string() } else { tensor.dtype.clone() }
             };
             TensorGroup {
-                name,
+                name: group.name(),
                 tensors: tensors().count(),
                 parameters: sum(tensors().map(InventoryTensor::parameters)),
                 bytes: sum(tensors().map(|tensor| tensor.bytes)),
                 dtypes: tensors().map(dtype).collect(),
             }
         };
-        GROUPS.into_iter().map(group).filter(|group| group.tensors > 0).collect()
+        Group::ALL.into_iter().map(group).filter(|group| group.tensors > 0).collect()
     }
 }
 
 impl MemoryFormat {
     /// Returns the format of an unquantized float tensor. `dims` is the number of dimensions of the tensor.
-    fn for_floats(name: &str, dims: usize) -> Self {
-        let is_router = ["mlp.gate.weight", "block_sparse_moe.gate.weight", "mlp.router.weight"];
-        if NEVER_LOADED.iter().any(|part| name.contains(part)) {
+    fn for_floats(name: &str, role: TensorRole, dims: usize) -> Self {
+        if role.form == Form::Unloaded || NEVER_LOADED.iter().any(|part| name.contains(part)) {
             Self::Bytes(0)
-        } else if dims < 2 || name.ends_with("_scale") || is_router.iter().any(|router| name.ends_with(router)) {
+        } else if role.form == Form::F32 || dims < 2 || name.ends_with("_scale") {
             Self::F32
         } else {
             Self::ComputeDtype
@@ -354,38 +336,12 @@ impl InventoryTensor {
         }
     }
 
-    /// For a bias of stacked experts, returns the name of the expert matrices. Otherwise, returns `None`.
-    fn biased_experts(&self) -> Option<String> {
-        self.name.strip_suffix("_bias").filter(|_| self.is_expert()).map(str::to_string)
-    }
-
     fn is_packed_mxfp4(&self) -> bool {
         self.dtype == "u8" && (self.name.ends_with("_blocks") || self.name.ends_with("_scales"))
     }
 
     fn is_expert(&self) -> bool {
-        self.name.contains(".experts.")
-    }
-
-    /// Returns the name of the tensor's group, one of [`GROUPS`].
-    pub(super) fn group(&self) -> &'static str {
-        let parts: Vec<&str> = self.name.split('.').collect();
-        let any = |is: &dyn Fn(&str) -> bool| parts.iter().any(|part| is(part));
-        if self.is_expert() {
-            "experts"
-        } else if any(&|part| part.contains("norm") || part.starts_with("ln_") || part == "ln") {
-            "norms"
-        } else if any(&|part| part == "lm_head" || part == "embed_out") || self.name == "output.weight" {
-            "head"
-        } else if any(&|part| part.contains("embed") || part == "wte" || part == "wpe") {
-            "embedding"
-        } else if any(&|part| part.contains("attn") || part.contains("attention")) {
-            "attention"
-        } else if any(&|part| part == "mlp" || part.contains("feed_forward") || part.contains("moe")) {
-            "mlp"
-        } else {
-            "other"
-        }
+        self.role.group == Group::Experts
     }
 }
 
@@ -418,6 +374,7 @@ fn sum(numbers: impl Iterator<Item = u64>) -> u64 {
 
 #[cfg(test)]
 mod tests {
+    use super::super::tensor_table::{Division, TensorRow, tensor};
     use super::*;
 
     const HEADER: &str = r#"{"__metadata__":{"format":"pt"},
@@ -430,7 +387,8 @@ mod tests {
 
     #[test]
     fn header_is_counted() {
-        let mut inventory = Inventory::default();
+        const ROUTER: TensorRow = tensor("mlp.router", Group::Mlp, Form::F32, Division::Whole);
+        let mut inventory = Inventory::new(TensorTable(&[&[ROUTER]]));
         inventory.add_header("a.safetensors", HEADER.as_bytes(), Some(300)).unwrap();
         assert_eq!(inventory.bytes(), 300);
         assert_eq!(inventory.parameters(), 40 + 16 + 4 + 8 + 256);
@@ -464,34 +422,5 @@ mod tests {
         assert_error(r#"{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,4]}}"#, None);
         assert_error(r#"{"a":{"dtype":"F32","shape":[-1],"data_offsets":[0,4]}}"#, None);
         assert_error(r#"{"a":{"dtype":"F32","shape":[4294967296,4294967296],"data_offsets":[0,4]}}"#, None);
-    }
-
-    #[test]
-    fn names_determine_the_group() {
-        for (name, group) in [
-            ("transformer.wte.weight", "embedding"),
-            ("transformer.h.0.attn.c_attn.weight", "attention"),
-            ("transformer.h.0.ln_1.weight", "norms"),
-            ("transformer.h.0.mlp.c_fc.weight", "mlp"),
-            ("model.layers.0.block_sparse_moe.experts.3.w1.weight", "experts"),
-            ("model.layers.0.block_sparse_moe.gate.weight", "mlp"),
-            ("model.layers.0.post_attention_layernorm.weight", "norms"),
-            ("lm_head.weight", "head"),
-            ("backbone.layers.0.mixer.A_log", "other"),
-        ] {
-            let format = MemoryFormat::ComputeDtype;
-            let tensor = InventoryTensor {
-                name: name.into(),
-                dtype: "bf16".into(),
-                elements: 1,
-                bytes: 2,
-                format,
-                quantized: None,
-                columns: None,
-                rows: None,
-                is_transposed: false,
-            };
-            assert_eq!(tensor.group(), group, "{name}");
-        }
     }
 }

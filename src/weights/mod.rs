@@ -5,6 +5,7 @@
 //! - `safetensors/`, `gguf/`: the two file formats
 //! - `inventory`, `tensor_info`: the tensors of a checkpoint and their sizes in the files and in memory
 //! - `division`: how ranks divide the tensors, computed from the headers
+//! - `tensor_table`: what a model does with each tensor, as its family declares
 //! - `builder`: chooses how the weights are loaded
 //! - `loader`, `matrix`, `mxfp4`: load tensors, matrices and experts for the layers in `nn`
 //! - `reading/`: reads the bytes of files, ahead of requests, in parts, or together with other ranks
@@ -28,6 +29,7 @@ pub mod quantized;
 mod reading;
 mod safetensors;
 mod tensor_info;
+pub mod tensor_table;
 mod unused;
 
 pub use builder::WeightsBuilder;
@@ -40,3 +42,4 @@ pub use reading::{
     StoredBytes, StoredRows, WeightsFile,
 };
 pub use tensor_info::TensorInfo;
+pub use tensor_table::TensorTable;

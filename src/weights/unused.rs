@@ -10,13 +10,10 @@ use super::loader::Weights;
 use crate::text::excerpt;
 
 /// Name suffixes of tensors that are not loaded as weights and do not indicate a wrong config.json:
-/// - the attention masks in GPT-2 checkpoints
 /// - activation scales and KV cache scales that calibration adds to compressed-tensors checkpoints
 /// - the shapes and group indices of packed weights
 /// - zero points, which are always 0 in symmetric quantization (the only supported kind)
-const WITHOUT_EFFECT: [&str; 12] = [
-    ".attn.bias",
-    ".attn.masked_bias",
+const WITHOUT_EFFECT: [&str; 10] = [
     ".input_scale",
     ".output_scale",
     ".q_scale",
@@ -53,11 +50,13 @@ impl Weights<'_> {
     /// Fails if a tensor of the layers in `own` was not loaded, unless the tensor is known to have no effect.
     /// Logs a warning if tensors outside the model's `layers` layers were not loaded.
     /// `self` must have the prefix of the layers, such as `model.layers`.
-    pub fn check_all_loaded(&self, own: Range<usize>, layers: usize) -> Result<()> {
+    /// `unloaded` has the names, without the prefix of a layer, of more tensors that have no effect.
+    pub fn check_all_loaded(&self, own: Range<usize>, layers: usize, unloaded: &[&str]) -> Result<()> {
         let is_unused = |name: &str| {
             !self.progress.has_loaded(name)
                 && !name.contains(TABLE)
                 && !WITHOUT_EFFECT.iter().any(|end| name.ends_with(end))
+                && !unloaded.iter().any(|end| name.strip_suffix(end).is_some_and(|start| start.ends_with('.')))
         };
         let mut of_layers = self.layer_tensors().filter(|(_, layer)| own.contains(layer));
         if let Some((name, _)) = of_layers.find(|(name, _)| is_unused(name)) {

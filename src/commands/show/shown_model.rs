@@ -8,9 +8,10 @@ use serde_json::{Value, json};
 
 use crate::files;
 use crate::hub::{self, Hub, HubModel, Snapshot};
+use crate::models;
 use crate::snapshot::gguf as gguf_files;
 use crate::weights::gguf::GgufCheckpoint;
-use crate::weights::{Checkpoint, Inventory};
+use crate::weights::{Checkpoint, Inventory, TensorTable};
 
 /// The number of bytes to read from a README for its front matter, or from a license file for its title.
 const HEAD_BYTES: u64 = 16 << 10;
@@ -58,12 +59,15 @@ impl Metadata {
             None | Some("other") => text("general.license.name").or(text("general.license")),
             license => license,
         };
+        let config = file.config();
+        let table = tensor_table(&config);
         Self {
-            config: file.config(),
+            config,
             tokenizer_config: json!({"chat_template": file.chat_template(None).ok().flatten()}),
             tokenizer_config_name,
             license: license.map(|license| license.chars().take(80).collect()),
-            inventory: Checkpoint::from_gguf(file).map(|checkpoint| Inventory::from_checkpoint(&checkpoint, None)),
+            inventory: Checkpoint::from_gguf(file)
+                .map(|checkpoint| Inventory::from_checkpoint(&checkpoint, table, None)),
         }
     }
 
@@ -108,14 +112,18 @@ impl ShownModel {
         let built_in_license = snapshot.is_demo().then(|| env!("CARGO_PKG_LICENSE").to_string());
         let metadata = match &gguf {
             Some(file) => Metadata::from_gguf(GgufCheckpoint::open(file)),
-            None => Metadata {
-                config: json(dir, "config.json", files::CONFIG),
-                tokenizer_config: json(dir, "tokenizer_config.json", files::TOKENIZER_CONFIG).unwrap_or_default(),
-                tokenizer_config_name: "tokenizer_config.json",
-                license: built_in_license,
-                inventory: Checkpoint::open(&snapshot.path)
-                    .map(|checkpoint| Inventory::from_checkpoint(&checkpoint, None)),
-            },
+            None => {
+                let config = json(dir, "config.json", files::CONFIG);
+                let table = tensor_table(&config);
+                Metadata {
+                    config,
+                    tokenizer_config: json(dir, "tokenizer_config.json", files::TOKENIZER_CONFIG).unwrap_or_default(),
+                    tokenizer_config_name: "tokenizer_config.json",
+                    license: built_in_license,
+                    inventory: Checkpoint::open(&snapshot.path)
+                        .map(|checkpoint| Inventory::from_checkpoint(&checkpoint, table, None)),
+                }
+            }
         };
         Self {
             name: snapshot.name.clone(),
@@ -144,6 +152,7 @@ impl ShownModel {
                 Some(text) => files::parse_json(text.as_bytes()).context("cannot read config.json"),
                 None => Err(anyhow!("the repository has no config.json")),
             };
+            let table = tensor_table(&config);
             let tokenizer_config =
                 text("tokenizer_config.json").and_then(|text| files::parse_json(text.as_bytes()).ok());
             Metadata {
@@ -151,7 +160,7 @@ impl ShownModel {
                 tokenizer_config: tokenizer_config.unwrap_or_default(),
                 tokenizer_config_name: "tokenizer_config.json",
                 license: None,
-                inventory: inventory(&model),
+                inventory: inventory(&model, table),
             }
         } else {
             Metadata::from_gguf(remote_gguf(hub, &model)?)
@@ -172,8 +181,13 @@ impl ShownModel {
     }
 }
 
-fn inventory(model: &HubModel) -> Result<Inventory> {
-    let mut inventory = Inventory::default();
+/// Returns the tensor table of the family in a config.json. If the file is an error, its architecture is unsupported.
+fn tensor_table(config: &Result<Value>) -> TensorTable {
+    models::tensor_table(config.as_ref().unwrap_or(&Value::Null))
+}
+
+fn inventory(model: &HubModel, table: TensorTable) -> Result<Inventory> {
+    let mut inventory = Inventory::new(table);
     for header in &model.headers {
         inventory.add_header(&header.file, &header.json, header.data_bytes)?;
     }

@@ -258,7 +258,7 @@ fn load_onto_device(
     let dtype = options.dtype.unwrap_or_else(|| device::default_dtype(&device));
 
     let device_kind = if device.is_cuda() { DeviceKind::Gpu } else { DeviceKind::Cpu };
-    let inventory = Inventory::from_checkpoint(checkpoint, options.quantize);
+    let inventory = Inventory::from_checkpoint(checkpoint, config.family.tensors, options.quantize);
     let plan = MemoryPlan::new(&inventory, architecture.as_ref(), dtype, device_kind).with_chunk(options.chunk)?;
     let plan = plan.with_sequences(options.sequences)?;
     let memory = RankMemory::new(&plan, &options.devices, &device_infos, options.split, options.memory)?;

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use candle_core::{DType, Device};
 use inferno::engine::memory::{Capacity, DeviceKind, MemoryPlan};
-use inferno::models;
+use inferno::models::{self, ModelConfig};
 use inferno::nn::kv_cache::KvCache;
 use inferno::weights::ggml::GgmlType;
 use inferno::weights::quantized::QuantizationTarget;
@@ -22,8 +22,8 @@ const QUANTIZED: [&str; 4] = ["q8_0", "q4_k", "q3_k", "int8"];
 /// Checks that the estimated size of the weights equals the number of bytes after loading, in f32 and bf16.
 fn check(name: &str, path: &Path, quantize: Option<QuantizationTarget>) {
     let checkpoint = Checkpoint::open(path).unwrap();
-    let architecture = models::read_config(path).unwrap().architecture;
-    let inventory = Inventory::from_checkpoint(&checkpoint, quantize);
+    let ModelConfig { family, architecture, .. } = models::read_config(path).unwrap();
+    let inventory = Inventory::from_checkpoint(&checkpoint, family.tensors, quantize);
     for dtype in [DType::F32, DType::BF16] {
         let progress = LoadProgress::silent();
         let weights =
@@ -50,8 +50,8 @@ fn check(name: &str, path: &Path, quantize: Option<QuantizationTarget>) {
 /// With more ranks than KV heads, some ranks hold no KV heads.
 fn check_ranks(name: &str, path: &Path, quantize: Option<QuantizationTarget>) {
     let checkpoint = Checkpoint::open(path).unwrap();
-    let architecture = models::read_config(path).unwrap().architecture;
-    let inventory = Inventory::from_checkpoint(&checkpoint, quantize);
+    let ModelConfig { family, architecture, .. } = models::read_config(path).unwrap();
+    let inventory = Inventory::from_checkpoint(&checkpoint, family.tensors, quantize);
     let plan = MemoryPlan::new(&inventory, architecture.as_ref(), DType::BF16, DeviceKind::Cpu);
     for (ranks, shares_reads) in [2, 3, 4, 8].into_iter().flat_map(|ranks| [(ranks, false), (ranks, true)]) {
         on_ranks(ranks, |world| {
@@ -134,7 +134,10 @@ fn estimates_of_gguf_files_equal_the_loaded_bytes() {
 #[test]
 fn estimates_from_headers_agree_with_estimates_from_files() {
     for case in golden_models(|_| true).into_iter().chain(["trained"]) {
-        let (dir, mut inventory) = (golden(case), Inventory::default());
+        let dir = golden(case);
+        let ModelConfig { family, architecture, .. } = models::read_config(&dir).unwrap();
+        let kv_heads: Vec<_> = architecture.cache_layers().iter().map(|layer| layer.kv_heads).collect();
+        let mut inventory = Inventory::new(family.tensors);
         let mut tensors = 0;
         for file in std::fs::read_dir(&dir).unwrap().map(|file| file.unwrap().path()) {
             let name = file.file_name().unwrap().to_str().unwrap().to_string();
@@ -149,18 +152,13 @@ fn estimates_from_headers_agree_with_estimates_from_files() {
         }
         assert!(tensors > 0, "{case}");
         let checkpoint = Checkpoint::open(&dir).unwrap();
+        let from_files = Inventory::from_checkpoint(&checkpoint, family.tensors, None);
         for dtype in [DType::F32, DType::BF16] {
-            let (estimate, exact) =
-                (inventory.loaded_bytes(dtype), Inventory::from_checkpoint(&checkpoint, None).loaded_bytes(dtype));
-            let kv_heads: Vec<_> = {
-                let architecture = models::read_config(&dir).unwrap().architecture;
-                architecture.cache_layers().iter().map(|layer| layer.kv_heads).collect()
-            };
+            let (estimate, exact) = (inventory.loaded_bytes(dtype), from_files.loaded_bytes(dtype));
             for ranks in [2, 3] {
                 let parts = |inventory: &Inventory| inventory.rank_parts(&kv_heads, ranks, dtype);
-                let from_files = parts(&Inventory::from_checkpoint(&checkpoint, None));
                 if !case.starts_with("compressed") {
-                    assert_eq!(parts(&inventory), from_files, "wrong estimate of {case} on {ranks} ranks");
+                    assert_eq!(parts(&inventory), parts(&from_files), "wrong estimate of {case} on {ranks} ranks");
                 }
             }
             if case.starts_with("compressed") {

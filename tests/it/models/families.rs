@@ -7,7 +7,8 @@ use std::time::{Duration, Instant};
 
 use candle_core::{DType, Device, Tensor, safetensors};
 use inferno::models;
-use inferno::weights::{Checkpoint, LoadProgress, WeightsBuilder};
+use inferno::weights::tensor_table::{Form, TensorRow};
+use inferno::weights::{Checkpoint, Inventory, LoadProgress, WeightsBuilder};
 use serde_json::{Value, json};
 
 use crate::support::{GoldenKind, golden, golden_models, logits_of, relative_error, values};
@@ -295,11 +296,15 @@ fn logits(dir: &Path, ids: &[u32]) -> Vec<f32> {
     let checkpoint = Checkpoint::open(dir).unwrap();
     let progress = LoadProgress::silent();
     let weights = WeightsBuilder::new(&checkpoint, &Device::Cpu, DType::F32, &progress).build().unwrap();
-    let decoder = models::read_config(dir).unwrap().architecture.build(&weights, 160).unwrap();
+    let config = models::read_config(dir).unwrap();
+    let decoder = config.architecture.build(&weights, 160).unwrap();
+    let inventory = Inventory::from_checkpoint(&checkpoint, config.family.tensors, None);
+    assert_eq!(inventory.loaded_bytes(DType::F32), progress.resident_bytes());
     values(&logits_of(&decoder, ids, DType::F32, &Device::Cpu).unwrap())
 }
 
-/// Asserts that a golden checkpoint with this config and renamed tensors still produces the golden logits.
+/// Asserts that a golden checkpoint with this config and renamed tensors still produces the golden logits,
+/// and that the tensor table of its family gives the size of the loaded tensors.
 fn assert_same_model(case: &str, config: &Value, rename: impl Fn(HashMap<String, Tensor>) -> HashMap<String, Tensor>) {
     let dir = tempfile::tempdir().unwrap();
     std::fs::write(dir.path().join("config.json"), config.to_string()).unwrap();
@@ -313,6 +318,27 @@ fn assert_same_model(case: &str, config: &Value, rename: impl Fn(HashMap<String,
 
 fn rename_all(tensors: HashMap<String, Tensor>, rename: impl Fn(&str) -> String) -> HashMap<String, Tensor> {
     tensors.into_iter().map(|(name, tensor)| (rename(&name), tensor)).collect()
+}
+
+/// Adds tensors that inferno does not load.
+fn with_unloaded<'n>(
+    mut tensors: HashMap<String, Tensor>,
+    names: impl IntoIterator<Item = &'n str>,
+) -> HashMap<String, Tensor> {
+    for name in names {
+        tensors.insert(name.into(), Tensor::ones((3, 5), DType::F32, &Device::Cpu).unwrap());
+    }
+    tensors
+}
+
+#[test]
+fn attention_masks_and_vision_modules_are_not_loaded() {
+    let masks = ["h.0.attn.bias", "h.0.attn.masked_bias"];
+    assert_same_model("gpt2", &config("gpt2"), |tensors| with_unloaded(tensors, masks));
+    let vision = ["vision_tower.layers.0.self_attn.q_proj.weight", "model.multi_modal_projector.soft_norm.weight"];
+    assert_same_model("gemma3", &config("gemma3"), |tensors| with_unloaded(tensors, vision));
+    let tables = ["model.layers.0.self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq"];
+    assert_same_model("llama3", &config("llama3"), |tensors| with_unloaded(tensors, tables));
 }
 
 #[test]
@@ -338,6 +364,34 @@ fn gemma3_loads_from_multimodal_checkpoints_and_with_rope_parameters() {
         "sliding_attention": {"rope_type": "default", "rope_theta": 50.0}
     });
     assert_same_model("gemma3", &new, |tensors| tensors);
+}
+
+/// The rows of tensor tables that match no tensor of a test checkpoint, because inferno loads none of these tensors.
+/// `attention_masks_and_vision_modules_are_not_loaded` adds such tensors to test checkpoints.
+const UNTESTED: [&str; 5] = ["attn.bias", "attn.masked_bias", "rotary_emb", "vision_tower", "multi_modal_projector"];
+
+/// Each tensor of a test checkpoint matches a row of its family's table, which says that the tensor is loaded.
+/// Each row of a family's table matches a tensor of a test checkpoint of some family.
+#[test]
+fn tensor_tables_describe_the_test_checkpoints() {
+    let names = golden_models(|_| true).into_iter().chain(["trained"]).map(golden);
+    let gguf = std::fs::read_dir(golden("gguf_quantized")).unwrap().map(|file| file.unwrap().path());
+    let mut used = Vec::new();
+    for path in names.chain(gguf.filter(|path| path.extension().is_some_and(|extension| extension == "gguf"))) {
+        let (config, checkpoint) = models::open(&path).unwrap();
+        for (name, _) in checkpoint.tensors() {
+            let row = config.family.tensors.row(name);
+            let row = row.unwrap_or_else(|| panic!("{}: no row matches tensor {name}", path.display()));
+            assert!(matches!(row, TensorRow::Tensor(_, role) if role.form != Form::Unloaded), "{name} is loaded");
+            used.push(row);
+        }
+    }
+    for family in models::FAMILIES {
+        for row in family.tensors.rows().filter(|row| !used.contains(row)) {
+            let (TensorRow::Tensor(name, _) | TensorRow::UnloadedModule(name)) = row;
+            assert!(UNTESTED.contains(name), "{}: the row {name} matches no tensor", family.model_type);
+        }
+    }
 }
 
 /// transformers 5 stacks the experts of a layer into two tensors. Most checkpoints have one tensor per expert matrix.

@@ -46,15 +46,16 @@ impl Subject {
         let tokens = self.ids.len();
         let progress = LoadProgress::silent();
         let weights = self.weights(quantize, &progress);
-        let decoder = models::read_config(&self.dir).unwrap().architecture.build(&weights, tokens).unwrap();
+        let config = models::read_config(&self.dir).unwrap();
+        let decoder = config.architecture.build(&weights, tokens).unwrap();
         let logits = values(&logits_of(&decoder, &self.ids, DType::F32, &Device::Cpu).unwrap());
         let mut rows = logits.clone();
         for row in rows.chunks_exact_mut(decoder.vocab_size()) {
             let sum: f64 = row.iter().map(|&logit| f64::from(logit).exp()).sum();
             row.iter_mut().for_each(|logit| *logit = (f64::from(*logit) - sum.ln()) as f32);
         }
-        let bytes = Inventory::from_checkpoint(&self.checkpoint, quantize).loaded_bytes(DType::BF16);
-        Run { rows, logits, vocab_size: decoder.vocab_size(), bytes }
+        let inventory = Inventory::from_checkpoint(&self.checkpoint, config.family.tensors, quantize);
+        Run { rows, logits, vocab_size: decoder.vocab_size(), bytes: inventory.loaded_bytes(DType::BF16) }
     }
 
     /// Returns the negative log-likelihood of each token after the first.

@@ -44,8 +44,10 @@ fn logits(dir: &Path, quantize: Option<QuantizationTarget>, device: &Device, dty
     let checkpoint = Checkpoint::open(dir)?;
     let progress = LoadProgress::silent();
     let weights = WeightsBuilder::new(&checkpoint, device, dtype, &progress).quantize(quantize).build()?;
-    let decoder = models::read_config(dir)?.architecture.build(&weights, IDS.len())?;
-    assert_eq!(Inventory::from_checkpoint(&checkpoint, quantize).loaded_bytes(dtype), progress.resident_bytes());
+    let config = models::read_config(dir)?;
+    let decoder = config.architecture.build(&weights, IDS.len())?;
+    let inventory = Inventory::from_checkpoint(&checkpoint, config.family.tensors, quantize);
+    assert_eq!(inventory.loaded_bytes(dtype), progress.resident_bytes());
     Ok(values(&logits_of(&decoder, &IDS, dtype, device)?))
 }
 
