@@ -26,7 +26,7 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 /// The time limit for a request that generates no tokens.
 const SHORT_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// The time limit for the next data of a stream. It is long, because a request may wait in the server's queue.
+/// The time limit for each read from a stream. It is long, because a request may wait in the server's queue.
 const STREAM_TIMEOUT: Duration = Duration::from_secs(600);
 
 /// The maximum size of a successful response that is not a stream, in bytes.

@@ -117,7 +117,7 @@ fn context_full(session: &Session, message: &str) -> String {
     }
 }
 
-/// Returns a warning if at least 80% of the context is used, and what to do about it.
+/// If at least 80% of the context is used, returns a warning that says what the user can do, or what will happen.
 fn context_warning(summary: &TurnSummary, overflow: Overflow) -> Option<String> {
     let hint = match overflow {
         Overflow::Stop => "/clear starts over; /set overflow drop-oldest continues without the oldest messages",

@@ -10,7 +10,7 @@ use candle_core::DType;
 pub enum NoDecodeGraph {
     /// The user passed `--eager`.
     Eager,
-    /// The user passed `--deterministic`, but the decode graph does not add in a fixed order.
+    /// The user passed `--deterministic`, but the decode graph does not add in the order `SumOrder::Fixed`.
     Deterministic,
     NotOnGpu,
     /// Several ranks run the model together, and the host copies data between their devices.

@@ -64,7 +64,8 @@ pub trait TokenSampler {
     }
 
     /// Returns the edits of the logits from which a queued step chooses a token.
-    /// `in_flight` is the number of tokens of the sequence that were queued but not [recorded](Self::record) yet.
+    /// `in_flight` is the number of tokens of the sequence that earlier queued steps choose,
+    /// and that are not [recorded](Self::record) yet.
     /// The token counts for the penalties leave out these tokens.
     fn queued_edits(&self, in_flight: u32) -> RowEdits {
         let _ = in_flight;

@@ -121,7 +121,9 @@ impl Process {
         if let Err(error) = &written
             && error.downcast_ref().is_none_or(|error: &io::Error| error.kind() != io::ErrorKind::BrokenPipe)
         {
-            return Err(anyhow!("cannot send the request to the tokenizer process: {error}"));
+            return Err(anyhow!(
+                "cannot send the request to the process of the tokenizer and the chat template: {error}"
+            ));
         }
         let deadline = Instant::now() + budget.wait();
         let mut input = WithDeadline { stdout: &mut self.stdout, deadline };
@@ -158,7 +160,7 @@ impl Process {
             format!("{what} is nested too deeply")
         } else {
             let status = status.map_or_else(|e| e.to_string(), |s| s.to_string());
-            format!("the tokenizer process ended unexpectedly ({status})")
+            format!("the process of the tokenizer and the chat template ended unexpectedly ({status})")
         };
         anyhow!("cannot {action} {}: {reason}", dir.display())
     }

@@ -5,7 +5,7 @@
 #include "headers/common.cuh"
 #include "headers/sort_key.cuh"
 
-// An id larger than every expert id, so that any expert wins a tie against NO_EXPERT.
+// Stands for "no expert". It is larger than every expert id, so a minimum over ids ignores it.
 constexpr uint32_t NO_EXPERT = 0xffffffffu;
 
 struct Routing {

@@ -201,7 +201,8 @@ impl Runner {
     fn choose_tokens(&mut self, sequences: &mut [StepSequence], logits: &Tensor) -> Result<Vec<Chosen>> {
         if logits.device().is_cuda() {
             return match sequences {
-                // The decode graph computes sums in no fixed order. A sequence with prompt parts needs a fixed order.
+                // A sequence with prompt parts is deterministic: all its decode steps add in the order
+                // `SumOrder::Fixed`. The decode graph adds in another order.
                 [sequence] if sequence.prompt_parts.is_none() => {
                     Ok(vec![self.choose_and_start_graph(sequence, logits)?])
                 }

@@ -99,8 +99,9 @@ impl TwoLevels {
 /// Fits `code * scale - minimum` to the values `x` with weighted least squares.
 /// Returns a non-negative scale and a non-negative minimum.
 ///
-/// First tries the scale at which `x` spans `max_code` codes.
-/// Then tries initial scales at which `x` spans `max_code + first + 0.1 * step` codes, for `step` from 0 to `steps`.
+/// First tries the scale `(max - min) / max_code`, where `min` is the smallest value of `x`, or 0 if it is positive.
+/// Then tries the initial scales `(max - min) / (max_code + first + 0.1 * step)`, for `step` from 0 to `steps`,
+/// where `min` is the best minimum so far.
 fn fit_affine(
     x: &[f32],
     weight: impl Fn(f32) -> f32,

@@ -2,7 +2,8 @@
 //!
 //! - The logits of every step match transformers and the eager decoder.
 //! - Graph replay matches individual kernel launches.
-//! - Sampling on the GPU matches the sampler on the host, even if logits are NaN, infinite or equal.
+//! - Sampling on the GPU matches the sampler on the host, also for NaN, infinite and equal logits,
+//!   except for ties at the cutoff of top-k or top-p.
 //! - A graph can be captured while another thread opens and drops devices.
 
 use std::collections::HashMap;
