@@ -5,7 +5,7 @@
 //!   On a CPU, the operation runs `reference` (plain Rust in f32) or candle operations.
 //! - `x.cu` contains the CUDA kernel.
 //!
-//! The operations of `decode`, `exchange`, `sampling` and `step_inputs` run only on a GPU, as does `edit_rows`.
+//! The operations of `decode`, `exchange`, `sampling` and `step_inputs` run only on a GPU.
 //! In `moe`, `expert_mlp`, `expert_few`, `mxfp4_tiles`, `route` and `sort_by_expert` also run only on a GPU.
 //! Tests compare these kernels with other implementations of the same operations.
 //!

@@ -160,7 +160,7 @@ impl CommonConfig {
         check_eps("rms_norm_eps", self.rms_norm_eps)?;
         let rotary_dim = self.rope.rotary_dim(self.head_dim());
         if rotary_dim > self.head_dim() {
-            bail!("partial_rotary_factor rotates {rotary_dim} dims, but head_dim is {}", self.head_dim());
+            bail!("partial_rotary_factor rotates {rotary_dim} dimensions, but head_dim is {}", self.head_dim());
         }
         // LongRoPE has separate factors for short and long contexts. Check the factors for both context lengths.
         self.frequencies(1)?;

@@ -263,7 +263,7 @@ impl Decoder {
                 }
                 known.push(kind);
                 let (out, _) = linear.weight.dims();
-                let is_rounded = |tokens| is_part && self.layer_world.rounds(tokens * out);
+                let is_rounded = |tokens| is_part && self.layer_world.can_round(tokens * out);
                 let partial_dtype = |tokens| if is_rounded(tokens) { PartialDtype::Rounded } else { PartialDtype::F32 };
                 linear.load_kernels(tokens, self.dtype, partial_dtype)
             };

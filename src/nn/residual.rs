@@ -87,7 +87,7 @@ impl<'l> Residual<'l> {
 
     /// Returns the dtype for this rank's part of an output with `rows` rows.
     pub fn partial_dtype(&self, rows: usize) -> Result<PartialDtype> {
-        Ok(if self.world.rounds(rows * self.x.dim(1)?) { PartialDtype::Rounded } else { PartialDtype::F32 })
+        Ok(if self.world.can_round(rows * self.x.dim(1)?) { PartialDtype::Rounded } else { PartialDtype::F32 })
     }
 
     /// Adds the pending output to x. Returns the normalized residual stream, in `dtype`.

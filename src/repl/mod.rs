@@ -1,4 +1,8 @@
 //! The interactive chat in the terminal.
+//!
+//! - `editor`, `keys`, `multiline`, `type_ahead`: what the user types, also while an answer streams
+//! - `commands`: commands such as `/set`
+//! - `display`: shows an answer and its summary
 
 mod commands;
 mod display;

@@ -97,17 +97,17 @@ fn is_queued(runner: RunnerFacts, step: StepFacts) -> bool {
     let can_choose = runner.can_queue && step.chooses_tokens && step.samplers_can_queue;
     // Deterministic prompts run in one pass per prompt part. Deterministic requests also decode in passes of their own,
     // unless the whole runner is deterministic. These passes leave no tokens on the device.
-    let is_separate = if runner.is_deterministic { !step.is_decode } else { step.has_deterministic_sequence };
+    let needs_own_passes = if runner.is_deterministic { !step.is_decode } else { step.has_deterministic_sequence };
     // The decode graph queues its own steps, and starts from the logits of the last chunk of the prompt.
     let is_graph = runner.has_decode_graph && step.sequences == 1 && !step.needs_logits;
-    can_choose && !step.has_scores && !is_separate && !is_graph && step.sequences <= MAX_SEQUENCES
+    can_choose && !step.has_scores && !needs_own_passes && !is_graph && step.sequences <= MAX_SEQUENCES
 }
 
 /// Decides what runs a step that is not queued.
 fn unqueued_executor(runner: RunnerFacts, step: StepFacts) -> StepExecutor {
     // Batch graphs use a fixed order of additions only if the whole runner is deterministic.
-    let is_separate = step.has_deterministic_sequence && !runner.is_deterministic;
-    if !step.is_decode || step.has_scores || is_separate {
+    let needs_fixed_order = step.has_deterministic_sequence && !runner.is_deterministic;
+    if !step.is_decode || step.has_scores || needs_fixed_order {
         return StepExecutor::Eager;
     }
     if step.sequences == 1 && !step.needs_logits {

@@ -177,7 +177,7 @@ impl Metrics {
             sizes: RequestSizes::new(&make)?,
             prompts: PromptMetrics::new(&make)?,
             format_violations: make.counters(
-                "harmony_repairs_total",
+                "chat_format_violations_total",
                 "Violations of the chat format by the model.",
                 "kind",
                 &FormatViolation::ALL.map(FormatViolation::name),

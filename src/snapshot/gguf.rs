@@ -122,7 +122,7 @@ fn is_gguf(path: &Path) -> bool {
     path.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("gguf"))
 }
 
-/// Returns true if `path` names a single-file GGUF model or the first part of a split model.
+/// Returns whether `path` names a single-file GGUF model or the first part of a split model.
 /// Returns false for a vision projector.
 pub fn is_model_name(path: &str) -> bool {
     let file = path.rsplit('/').next().unwrap_or(path);
@@ -145,7 +145,7 @@ fn stem(path: &str) -> &str {
     PartName::parse(file).map_or(file.strip_suffix(".gguf").unwrap_or(file), |part| part.prefix)
 }
 
-/// Returns true if `tag` is the path, the end of the path after a `/`, or the last words of the file name.
+/// Returns whether `tag` is the path, the end of the path after a `/`, or the last words of the file name.
 /// The words, separated by `-` or `.`, do not include `.gguf` and the part number. Ignores case.
 pub fn matches_tag(path: &str, tag: &str) -> bool {
     let (path, stem, tag) = (path.to_lowercase(), stem(path).to_lowercase(), tag.to_lowercase());

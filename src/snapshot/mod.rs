@@ -99,7 +99,7 @@ fn missing_weights(dir: &Path) -> Vec<String> {
     }
 }
 
-/// Returns true if a file has the extension of a common weights format, supported or not.
+/// Returns whether a file has the extension of a common weights format, supported or not.
 pub fn is_weights_file(path: &Path) -> bool {
     const EXTENSIONS: [&str; 8] = ["safetensors", "gguf", "bin", "pt", "pth", "ckpt", "h5", "onnx"];
     let extension = path.extension().unwrap_or_default().to_string_lossy().to_lowercase();

@@ -2,7 +2,7 @@
 
 use std::path::{Component, Path};
 
-/// Returns true if `name`, joined to a directory, stays inside the directory.
+/// Returns whether `name`, joined to a directory, stays inside the directory.
 /// Returns false for names with control characters, backslashes or more than 512 bytes.
 ///
 /// Callers must check every name from a hub or a shard index before they use it as a path.

@@ -50,7 +50,7 @@ impl ShardIndex {
     }
 }
 
-/// Returns true if a directory has safetensors weights, which take precedence over GGUF files.
+/// Returns whether a directory has safetensors weights, which take precedence over GGUF files.
 pub fn is_present(dir: &Path) -> bool {
     [SINGLE_FILE, INDEX].iter().any(|name| dir.join(name).exists())
 }

@@ -1,4 +1,9 @@
 //! Terminal output for the chat and for one-shot answers: styles, Markdown and a view that is redrawn in place.
+//!
+//! - `view`: shows an answer while it streams, with `markdown`, `styled_text` and `dim_text`
+//! - `live_region`: redraws the last lines in place
+//! - `notice`, `style`: single messages, and colors
+//! - `interrupt`, `signals`, `modes`: Ctrl-C, and the state of the terminal
 
 mod dim_text;
 pub mod interrupt;

@@ -123,13 +123,13 @@ impl World {
     /// The additions are still in f32, and all ranks still get the same bits.
     pub fn sum_partials(&self, x: &Tensor) -> Result<Tensor> {
         match &self.exchange {
-            Some(exchange) if self.rounds(x.elem_count()) => exchange.sum_rounded(x),
+            Some(exchange) if self.can_round(x.elem_count()) => exchange.sum_rounded(x),
             _ => self.sum(x),
         }
     }
 
     /// Returns whether a partial result with `elements` elements may be rounded to bf16 when the ranks add it.
-    pub fn rounds(&self, elements: usize) -> bool {
+    pub fn can_round(&self, elements: usize) -> bool {
         let can_queue = self.exchange.as_ref().is_some_and(|exchange| exchange.can_queue());
         can_queue && self.min_rounded.is_some_and(|min_rounded| elements >= min_rounded)
     }
@@ -142,7 +142,9 @@ impl World {
     /// With another dtype, some ranks could return `None` while other ranks wait for them.
     pub fn add_partials(&self, update: &ResidualUpdate) -> Result<Option<UpdatedResidual>> {
         match &self.exchange {
-            Some(exchange) if exchange.can_queue() => exchange.add_partials(update, self.rounds(update.y.elem_count())),
+            Some(exchange) if exchange.can_queue() => {
+                exchange.add_partials(update, self.can_round(update.y.elem_count()))
+            }
             _ => Ok(None),
         }
     }

@@ -83,7 +83,7 @@ pub enum Need {
 impl Need {
     const ALL: [Need; 6] = [Need::Gpu, Need::FlashAttn, Need::Fixtures, Need::FullSize, Need::NoDriver, Need::Mount];
 
-    /// Returns true if this machine and this build meet the requirement.
+    /// Returns whether this machine and this build meet the requirement.
     /// With `INFERNO_REQUIRE_GPU=1`, GPU tests run even without a GPU, and fail.
     fn is_met(self) -> bool {
         match self {
@@ -119,7 +119,7 @@ impl Need {
     }
 }
 
-/// Returns true if a GPU is present or `INFERNO_REQUIRE_GPU=1` requires one.
+/// Returns whether a GPU is present or `INFERNO_REQUIRE_GPU=1` requires one.
 pub fn is_gpu_expected() -> bool {
     std::env::var("INFERNO_REQUIRE_GPU").is_ok_and(|value| !matches!(value.as_str(), "" | "0"))
         || inferno::device::gpu_count() > 0

@@ -409,7 +409,7 @@ fn is_punct(token: &TokenTree, character: char) -> bool {
     matches!(token, TokenTree::Punct(punct) if punct.as_char() == character)
 }
 
-/// Returns true if `::` ends right before `position`.
+/// Returns whether `::` ends right before `position`.
 fn is_path_separator(tokens: &[TokenTree], position: usize) -> bool {
     position >= 2
         && position <= tokens.len()
@@ -417,7 +417,7 @@ fn is_path_separator(tokens: &[TokenTree], position: usize) -> bool {
         && is_punct(&tokens[position - 2], ':')
 }
 
-/// Returns true if the tokens end in `pub` or `pub(…)`.
+/// Returns whether the tokens end in `pub` or `pub(…)`.
 fn is_preceded_by_pub(tokens: &[TokenTree]) -> bool {
     let tokens = match tokens {
         [rest @ .., TokenTree::Group(_)] => rest,

@@ -29,7 +29,7 @@ pub struct QuerySpan {
 }
 
 impl QuerySpan {
-    /// Returns true if the 16-row kernels should compute this span: it has at most two tiles of 16 rows per KV head.
+    /// Returns whether the 16-row kernels should compute this span: it has at most two tiles of 16 rows per KV head.
     /// A token has `group` rows per KV head.
     #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
     pub(super) fn is_few(&self, group: usize) -> bool {

@@ -11,7 +11,7 @@ use crate::kernels::launch::{Arguments, LaunchShape, max_shared_bytes};
 use crate::kernels::matrix::Matrix;
 use crate::kernels::quantized::{GROUP_COLUMNS, quantized_ops};
 
-/// Returns true if the decode kernels support `weight` with `inputs` input vectors on this GPU.
+/// Returns whether the decode kernels support `weight` with `inputs` input vectors on this GPU.
 ///
 /// The number of columns must be a multiple of 8, and all input vectors must fit in shared memory.
 /// The weight must not be [`Matrix::Concatenated`]. Dtypes are not checked here.

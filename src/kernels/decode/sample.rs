@@ -52,7 +52,7 @@ impl SamplingBuffers {
     }
 }
 
-/// Returns true if the threads of one [`add_sample`] launch can hold all logits.
+/// Returns whether the threads of one [`add_sample`] launch can hold all logits.
 pub fn can_sample(buffers: &StepBuffers) -> bool {
     let vocab = buffers.logits.elem_count();
     vocab <= sample_blocks(vocab, buffers) * SAMPLE_THREADS * SAMPLE_IDS_PER_THREAD

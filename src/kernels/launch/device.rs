@@ -31,7 +31,7 @@ pub fn runs_hopper_code(device: &CudaDevice) -> Result<bool> {
     Ok(major >= 9 && (is_target_new || has_machine_code((major as u32, minor as u32))))
 }
 
-/// Returns true if the device's stream has finished all queued work. Fails if queued work failed.
+/// Returns whether the device's stream has finished all queued work. Fails if queued work failed.
 pub fn is_idle(device: &CudaDevice) -> Result<bool> {
     let stream = device.cuda_stream();
     stream.context().bind_to_thread().w()?;

@@ -35,7 +35,7 @@ impl Division {
     }
 }
 
-/// Returns true if the dense_few kernel supports x·wᵀ on this GPU.
+/// Returns whether the dense_few kernel supports x·wᵀ on this GPU.
 /// x must have the same dtype and the same number of columns as w.
 pub fn is_supported(device: &CudaDevice, x: &Tensor, w: &Tensor) -> Result<bool> {
     let ((tokens, _), (rows, columns)) = (x.dims2()?, w.dims2()?);

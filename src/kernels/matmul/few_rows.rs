@@ -15,7 +15,7 @@ use crate::kernels::scratch;
 /// With many rows, the kernel would be slow, because it reads x again for every [`FEW_ROWS_TILE`] rows.
 const MAX_ROWS: usize = 8 * FEW_ROWS_TILE;
 
-/// Returns true if [`matmul_few_rows`] supports x·wᵀ. x and w must have the same number of columns.
+/// Returns whether [`matmul_few_rows`] supports x·wᵀ. x and w must have the same number of columns.
 pub fn is_supported(x: &Tensor, w: &Tensor) -> Result<bool> {
     let (rows, columns) = w.dims2()?;
     if !x.is_contiguous() || !w.is_contiguous() {

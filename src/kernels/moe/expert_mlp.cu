@@ -299,6 +299,7 @@ __device__ __forceinline__ void store_tile(float (&sum)[S::ROW_TILES][S::COLUMNS
     }
 }
 
+// Computes the product of each expert with the inputs of its pairs, with mma.sync. Runs on GPUs without wgmma.
 //   grid: any number of blocks; block b processes the tiles b, b + gridDim.x, b + 2 · gridDim.x, ...
 //   block: EXPERT_MMA_THREADS
 //   shared memory: STAGES · (X_BYTES + W_BYTES)

@@ -82,7 +82,7 @@ impl RequestLog {
         self.outcome.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns true if the request only checks the state of the server.
+    /// Returns whether the request only checks the state of the server.
     /// Such health checks can be frequent, so they are logged only at the debug level.
     fn is_check(&self) -> bool {
         matches!(self.path.as_str(), "/health" | "/live" | "/metrics" | "/v1/loads")

@@ -106,7 +106,7 @@ fn crashes_restore_the_terminal() {
     }
 }
 
-/// Returns true if this process ignores `signal`.
+/// Returns whether this process ignores `signal`.
 fn is_ignored(signal: Signal) -> bool {
     let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
     let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));

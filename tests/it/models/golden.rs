@@ -114,7 +114,7 @@ impl Case {
         self.dtype != DType::F32
     }
 
-    /// Returns true if two ways to compute the logits may differ by more than rounding errors:
+    /// Returns whether two ways to compute the logits may differ by more than rounding errors:
     /// in a 16-bit dtype, rounding can change the experts that a router chooses, and thereby all later logits.
     fn can_choose_other_experts(&self) -> bool {
         self.is_16_bit() && self.model.has_router

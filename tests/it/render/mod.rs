@@ -145,7 +145,7 @@ fn streaming_in_pieces_ends_up_the_same_as_one_piece() {
     }
 }
 
-/// Returns true if inferno itself writes the escape sequence: a style, cursor up, clearing or synchronized output.
+/// Returns whether inferno itself writes the escape sequence: a style, cursor up, clearing or synchronized output.
 fn is_own(sequence: &str) -> bool {
     let Some(rest) = sequence.strip_prefix("\u{1b}[") else { return false };
     let body = &rest[..rest.len() - 1];

@@ -49,7 +49,7 @@ const ROUTES: &[(&str, &str)] = &[
     ("GET", "/%6detrics"),
 ];
 
-/// Returns true if a path starts with the parts of a route. A part of the route in braces matches any text.
+/// Returns whether a path starts with the parts of a route. A part of the route in braces matches any text.
 fn matches(route: &str, path: &str) -> bool {
     let mut parts = path.split('/');
     let is_equal = |part: &str| parts.next().is_some_and(|other| part.starts_with('{') || part == other);

@@ -111,7 +111,7 @@ fn counters_of_a_new_server_are_zero() {
         "inferno_http_responses_total{code=\"500\"",
         "inferno_joined_retries_total{",
         "inferno_canceled_sequences_total{",
-        "inferno_harmony_repairs_total{kind=\"invalid_header\"",
+        "inferno_chat_format_violations_total{kind=\"invalid_header\"",
         "inferno_prompt_tokens_by_source_total{source=\"local_cache_hit\"",
     ] {
         let (name, label) = series.split_once('{').unwrap();

@@ -27,7 +27,7 @@ pub struct HubState {
     pub files_refused: Option<(u16, &'static str)>,
     /// Faults for the next GET requests for files that `faulty` selects. Each request consumes one fault.
     pub faults: VecDeque<Fault>,
-    /// Returns true if the faults apply to the file with the given name. By default, faults apply only to the weights.
+    /// Returns whether the faults apply to the file with the given name. By default, faults apply only to the weights.
     pub faulty: fn(&str) -> bool,
     /// Status lines, with optional headers, to send instead of the next listings, one per request.
     pub listing_faults: VecDeque<&'static str>,

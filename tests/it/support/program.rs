@@ -59,7 +59,7 @@ pub fn demo_with_config(change: impl FnOnce(&mut Value)) -> (TempDir, PathBuf) {
     (folder, path)
 }
 
-/// Returns true if the dynamic loader loads no NVIDIA library before `main`.
+/// Returns whether the dynamic loader loads no NVIDIA library before `main`.
 pub fn libraries_are_loaded_on_demand() -> bool {
     let output = inferno(&TempDir::new().unwrap()).env("LD_TRACE_LOADED_OBJECTS", "1").output().unwrap();
     let loaded = text(&output.stdout);
@@ -69,7 +69,7 @@ pub fn libraries_are_loaded_on_demand() -> bool {
 /// A shell that can mount filesystems in its own mount namespace.
 pub const MOUNTING: [&str; 3] = ["unshare", "-Urm", "sh"];
 
-/// Returns true if the current user can mount filesystems.
+/// Returns whether the current user can mount filesystems.
 pub fn can_mount() -> bool {
     let output = Command::new(MOUNTING[0]).args(&MOUNTING[1..]).args(["-c", "mount -t tmpfs tmpfs /mnt"]).output();
     output.is_ok_and(|output| output.status.success())

@@ -177,7 +177,7 @@ impl Screen {
         self.terminal.screen_mut().set_size(NonZero::new(rows).unwrap(), NonZero::new(columns).unwrap());
     }
 
-    /// Returns true if the terminal has the modes that a shell expects, such as echo and line editing.
+    /// Returns whether the terminal has the modes that a shell expects, such as echo and line editing.
     pub fn is_sane(&self) -> bool {
         let flags = tcgetattr(&self.file).unwrap().local_flags;
         flags.contains(LocalFlags::ECHO | LocalFlags::ICANON | LocalFlags::ISIG | LocalFlags::IEXTEN)
