@@ -201,14 +201,14 @@ impl Bench {
     /// Measures what `args` requests, except kernels.
     fn measure(&self, args: &Args) -> Result<Results> {
         if args.is_serving() {
-            let serving = args.concurrency.iter().map(|&concurrency| self.serving(args, concurrency as usize));
+            let serving = args.concurrency.iter().map(|&concurrency| self.measure_serving(args, concurrency as usize));
             return Ok(Results { serving: serving.collect::<Result<_>>()?, ..Results::default() });
         }
         let prompts: Vec<_> = args.prompt.iter().filter(|&&prompt| prompt > 0).map(|&prompt| prompt as usize).collect();
-        let first_token = Some(self.first_tokens(&prompts)?);
+        let first_token = Some(self.measure_first_token(&prompts)?);
         let mut tests = Vec::new();
         for &depth in &args.depth {
-            tests.extend(self.tests(&prompts, args.decode as usize, depth as usize)?);
+            tests.extend(self.measure_tests(&prompts, args.decode as usize, depth as usize)?);
         }
         Ok(Results { first_token, tests, ..Results::default() })
     }
@@ -225,12 +225,12 @@ impl Bench {
     }
 
     /// Runs the prefill, decode and chat tests with `depth` tokens in the KV cache before each test.
-    fn tests(&self, prompts: &[usize], decode: usize, depth: usize) -> Result<Vec<TestResult>> {
+    fn measure_tests(&self, prompts: &[usize], decode: usize, depth: usize) -> Result<Vec<TestResult>> {
         self.fill_cache(depth)?;
-        let mut tests = prompts.iter().map(|&prompt| self.prompt(prompt, depth)).collect::<Result<Vec<_>>>()?;
+        let mut tests = prompts.iter().map(|&prompt| self.measure_prompt(prompt, depth)).collect::<Result<Vec<_>>>()?;
         if decode > 0 {
-            tests.push(self.decode(decode, depth)?);
-            tests.push(self.chat(decode, depth)?);
+            tests.push(self.measure_decode(decode, depth)?);
+            tests.push(self.measure_chat(decode, depth)?);
         }
         Ok(tests)
     }
@@ -242,7 +242,7 @@ impl Bench {
     }
 
     /// Measures the time to first token: once for the first request after loading, then for several prompt lengths.
-    fn first_tokens(&self, prompts: &[usize]) -> Result<FirstToken> {
+    fn measure_first_token(&self, prompts: &[usize]) -> Result<FirstToken> {
         note("time to first token");
         let cold_ms = 1e3 * first_token_s(&self.engine, FIRST_PROMPT, SEED)?;
         let mut lengths = [&[1, FIRST_PROMPT], prompts].concat();
@@ -266,7 +266,7 @@ impl Bench {
     }
 
     /// Measures the prefill of a prompt after `depth` cached tokens.
-    fn prompt(&self, tokens: usize, depth: usize) -> Result<TestResult> {
+    fn measure_prompt(&self, tokens: usize, depth: usize) -> Result<TestResult> {
         let test = Test { kind: TestKind::Prompt, tokens, depth };
         note(&test.name());
         let seconds = self.repeat(|engine, index| {
@@ -282,7 +282,7 @@ impl Bench {
     }
 
     /// Measures decoding without sampling or detokenization.
-    fn decode(&self, tokens: usize, depth: usize) -> Result<TestResult> {
+    fn measure_decode(&self, tokens: usize, depth: usize) -> Result<TestResult> {
         let test = Test { kind: TestKind::Decode, tokens, depth };
         note(&test.name());
         let seconds = self.repeat(|engine, index| {
@@ -299,7 +299,7 @@ impl Bench {
 
     /// Measures the requests of `args`, with up to `concurrency` of them running at once.
     /// First runs `concurrency` other requests as a warm-up.
-    fn serving(&self, args: &Args, concurrency: usize) -> Result<Serving> {
+    fn measure_serving(&self, args: &Args, concurrency: usize) -> Result<Serving> {
         note(&format!("measuring {concurrency} requests at once"));
         let load = Load {
             concurrency,
@@ -336,7 +336,7 @@ impl Bench {
     }
 
     /// Measures decoding as in a chat, with sampling and detokenization.
-    fn chat(&self, tokens: usize, depth: usize) -> Result<TestResult> {
+    fn measure_chat(&self, tokens: usize, depth: usize) -> Result<TestResult> {
         let test = Test { kind: TestKind::Chat, tokens, depth };
         note(&test.name());
         let mut gaps: Vec<Vec<Duration>> = Vec::new();
