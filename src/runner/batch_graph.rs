@@ -36,12 +36,18 @@ pub struct BatchGraphs {
     graphs: BTreeMap<usize, BatchGraph>,
     /// The logits of a step, f32 `[MAX_SEQUENCES, vocab]`. All graphs share this buffer. Allocated for the first batch.
     logits: Option<Tensor>,
-    /// The largest batch size for which the arena has room, and the arena for intermediate results of new graphs.
-    /// If a larger batch needs a new arena, earlier graphs keep their arena.
+    /// The arena of new graphs. If a larger batch needs a new arena, earlier graphs keep their arena.
     /// `None` before the first graph, or if every arena so far would have exceeded `MAX_ARENA_BYTES`.
-    arena: Option<(usize, Arena)>,
+    arena: Option<SharedArena>,
     /// Whether a batch graph has failed. If so, [`can_run_model`](Self::can_run_model) returns false.
     has_failed: bool,
+}
+
+/// The memory for intermediate results that several graphs share.
+struct SharedArena {
+    /// The largest batch size for which the arena has room.
+    max_rows: usize,
+    arena: Arena,
 }
 
 /// The graph of one padded batch size, and its buffers.
@@ -222,13 +228,13 @@ impl BatchGraph {
     }
 
     /// Runs the first step of this batch size and captures the step as a graph.
-    /// Replaces `arena` if it is too small, unless the new arena would exceed `MAX_ARENA_BYTES`.
+    /// Replaces `shared` if it is too small, unless the new arena would exceed `MAX_ARENA_BYTES`.
     fn capture_first_step(
         &mut self,
         device: &CudaDevice,
         decoder: &Decoder,
         cache: &KvCache,
-        arena: &mut Option<(usize, Arena)>,
+        shared: &mut Option<SharedArena>,
     ) -> Result<()> {
         // First run the step without a graph. This run loads all kernels and allocates the counters of finished
         // attention splits.
@@ -238,12 +244,12 @@ impl BatchGraph {
         let size = self.ids.dims1()?;
         let rows = size.next_power_of_two();
         let factor = rows.div_ceil(size);
-        self.arena = match arena {
-            Some((most, arena)) if *most >= size => Some(arena.clone()),
+        self.arena = match shared {
+            Some(SharedArena { max_rows, arena }) if *max_rows >= size => Some(arena.clone()),
             _ if sizes.arena_bytes(factor) <= MAX_ARENA_BYTES => {
-                let new = Arena::new(&sizes, factor, cache.device())?;
-                *arena = Some((rows, new.clone()));
-                Some(new)
+                let arena = Arena::new(&sizes, factor, cache.device())?;
+                *shared = Some(SharedArena { max_rows: rows, arena: arena.clone() });
+                Some(arena)
             }
             // The graph allocates its memory itself. Smaller batches keep the present arena.
             _ => None,

@@ -37,6 +37,14 @@ const AHEAD: usize = 2;
 const MAILBOX_SLOTS: usize = 64;
 const _: () = assert!(MAILBOX_SLOTS > 1 + AHEAD);
 
+/// The sequence that a decode graph continues.
+#[derive(Clone, Copy)]
+struct CurrentSequence {
+    id: u64,
+    /// The position of the input of its first step since the graph was started.
+    start: usize,
+}
+
 /// A captured decode step for one sequence.
 pub struct DecodeGraph {
     device: CudaDevice,
@@ -58,9 +66,7 @@ pub struct DecodeGraph {
     taken: usize,
     /// The number of steps of the current sequence for which the context and the block tables have room.
     possible: usize,
-    /// The id of the current sequence, and the position of the input of its first step since the graph was started.
-    /// `None` if the graph has no current sequence.
-    sequence: Option<(u64, usize)>,
+    sequence: Option<CurrentSequence>,
     /// The block table of each layer group on the device, u32 `[1, blocks]`.
     tables: Vec<Tensor>,
     /// For each layer group, the number of entries of the sequence's block table that were copied to `tables`.
@@ -183,14 +189,14 @@ impl DecodeGraph {
     /// `queued` is the number of the sequence's steps that the caller has already queued.
     fn begin(&mut self, sequence: u64, position: usize, queued: usize, tables: &BlockTables) -> Result<()> {
         (self.queued, self.taken) = (queued, 0);
-        self.sequence = Some((sequence, position));
+        self.sequence = Some(CurrentSequence { id: sequence, start: position });
         self.blocks.fill(0);
         self.set_tables(tables)
     }
 
     /// Returns whether `sequence` is the current sequence, and the input of its next step is at `position`.
     pub fn continues(&self, sequence: u64, position: usize) -> bool {
-        self.sequence.is_some_and(|(current, start)| current == sequence && start + self.taken == position)
+        self.sequence.is_some_and(|current| current.id == sequence && current.start + self.taken == position)
     }
 
     /// Forgets the current sequence. The next step requires [`start`](Self::start) or [`start_from`](Self::start_from).
@@ -200,7 +206,9 @@ impl DecodeGraph {
 
     /// Copies to the device each block table that has grown, so that later steps can use positions in the new blocks.
     pub fn set_tables(&mut self, tables: &BlockTables) -> Result<()> {
-        let Some((_, start)) = self.sequence else { bail!("cannot set block tables: no sequence was started") };
+        let Some(CurrentSequence { start, .. }) = self.sequence else {
+            bail!("cannot set block tables: no sequence was started")
+        };
         for ((device, blocks), table) in self.tables.iter().zip(&mut self.blocks).zip(tables.iter()) {
             let used = table.len().min(device.dim(1)?);
             if used != *blocks {
