@@ -369,7 +369,7 @@ impl Session {
     }
 
     /// Continues a saved conversation with its own settings. Returns warnings for the user.
-    pub fn load(&mut self, name: &str) -> Result<Option<String>> {
+    pub fn resume_with_saved_settings(&mut self, name: &str) -> Result<Option<String>> {
         let (recording, saved) = open_saved(name)?;
         self.requested.retain(|name, _| !settings::is_setting(name));
         self.requested.extend(saved.settings.clone().into_iter().filter(|(name, _)| settings::is_setting(name)));

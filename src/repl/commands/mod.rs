@@ -275,7 +275,7 @@ fn load(name: &str, session: &mut Session) -> Result<String, String> {
     if matches!(&session.recording, Recording::Journal(journal) if journal.name() == name) {
         return Ok(format!("{name} is already open"));
     }
-    let warning = session.load(name).map_err(message)?;
+    let warning = session.resume_with_saved_settings(name).map_err(message)?;
     let summary = format!("continuing {}", summary(session));
     Ok(warning.into_iter().chain([summary]).collect::<Vec<_>>().join("\n"))
 }
