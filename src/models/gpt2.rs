@@ -19,7 +19,7 @@ use crate::nn::rope::RopeFrequencies;
 use crate::weights::tensor_table::{
     Dimension::{Heads, Intermediate, Vocabulary},
     Division::{Columns, Rows, Whole},
-    Form::{F32, Float, Matrix, Transposed, Unloaded},
+    Form::{F32, ComputeDtype, Matrix, Transposed, Unloaded},
     Group, TensorRow, tensor,
 };
 use crate::weights::{TensorTable, Weights};
@@ -29,7 +29,7 @@ pub const FAMILY: Family =
 
 const TENSORS: &[TensorRow] = &[
     tensor("wte", Group::Embedding, Matrix, Whole),
-    tensor("wpe", Group::Embedding, Float, Whole),
+    tensor("wpe", Group::Embedding, ComputeDtype, Whole),
     tensor("ln_1", Group::Norms, F32, Whole),
     tensor("attn.c_attn", Group::Attention, Transposed, Rows(Heads)),
     tensor("attn.c_proj", Group::Attention, Transposed, Columns(Heads)),

@@ -139,7 +139,7 @@ impl Inventory {
             let role = table.role(name);
             let format = MemoryFormat::for_floats(name, role, info.shape.len());
             let packed_bytes = match format {
-                MemoryFormat::ComputeDtype if role.form != Form::Float => checkpoint.packed_bytes(name, info),
+                MemoryFormat::ComputeDtype if role.form != Form::ComputeDtype => checkpoint.packed_bytes(name, info),
                 _ if name.ends_with("_scale") => checkpoint.packed_bytes(name, info),
                 _ => None,
             };

@@ -47,7 +47,7 @@ pub enum Form {
     /// Like `Matrix`, but safetensors files store it as `[in, out]`. Loading from them does not quantize it.
     Transposed,
     /// Floats in the compute dtype, even if the file stores the tensor quantized.
-    Float,
+    ComputeDtype,
     /// F32, regardless of the compute dtype.
     F32,
     /// Never loaded.
