@@ -19,7 +19,7 @@ use crate::nn::rope::RopeFrequencies;
 use crate::weights::tensor_table::{
     Dimension::{Heads, Intermediate, Vocabulary},
     Division::{Columns, Rows, Whole},
-    Form::{F32, ComputeDtype, Matrix, Transposed, Unloaded},
+    Form::{ComputeDtype, F32, Matrix, Transposed, Unloaded},
     Group, TensorRow, tensor,
 };
 use crate::weights::{TensorTable, Weights};

@@ -69,7 +69,7 @@ pub struct WeightsSummary {
     /// The dtype with the most bytes, in lower case. For a GGUF file, the quantization of the file, such as `Q4_K_M`.
     pub main_dtype: Option<String>,
     /// Whether `parameters` counts each packed word as four parameters, which is correct only for 8-bit quantization.
-    pub packed: bool,
+    pub is_packed: bool,
 }
 
 /// The sizes in memory of the parts of a model, in bytes.
@@ -101,12 +101,12 @@ const NEVER_LOADED: [&str; 2] = [".input_scale", ".weight_shape"];
 impl WeightsSummary {
     /// Summarizes the weights in a GGUF file.
     pub fn from_gguf(file: &GgufCheckpoint) -> Self {
-        Self { parameters: file.parameters(), main_dtype: file.quantization(), packed: false }
+        Self { parameters: file.parameters(), main_dtype: file.quantization(), is_packed: false }
     }
 
     /// Summarizes the weights in the safetensors files of a directory. Reads and validates only the headers.
     pub fn from_safetensors(dir: &Path) -> Result<Self> {
-        let (mut parameters, mut bytes, mut packed) = (0u64, BytesByDtype::default(), false);
+        let (mut parameters, mut bytes, mut is_packed) = (0u64, BytesByDtype::default(), false);
         let mut header_bytes = 0;
         for file in safetensors::files(dir, ShardIndex::read(dir)?.as_ref())? {
             let (json, data_bytes) = header::read_file(&file)?;
@@ -119,10 +119,10 @@ impl WeightsSummary {
                 let count = parameter_count(&tensor.name, tensor.dtype == "U8", tensor.elements);
                 parameters = parameters.saturating_add(count);
                 bytes.add(&tensor.dtype, tensor.bytes);
-                packed |= tensor.packed;
+                is_packed |= tensor.is_packed;
             })?;
         }
-        Ok(Self { parameters, main_dtype: bytes.main(), packed })
+        Ok(Self { parameters, main_dtype: bytes.main(), is_packed })
     }
 }
 
