@@ -13,7 +13,7 @@ use super::gguf::GgufCheckpoint;
 use super::quantized::QuantizationTarget;
 use super::safetensors::header::{self, HeaderTensor, MAX_HEADER_BYTES};
 use super::tensor_info::{TensorInfo, parameter_count};
-use super::tensor_table::{Form, Group, TensorRole, TensorTable};
+use super::tensor_table::{Form, Group, TensorRole, TensorTable, is_never_loaded};
 use crate::kernels::quantized::{GROUP_COLUMNS, WeightFormat};
 use crate::snapshot::safetensors::{self, ShardIndex};
 
@@ -93,10 +93,6 @@ pub struct TensorGroup {
     pub bytes: u64,
     pub dtypes: BTreeSet<String>,
 }
-
-/// Name fragments of tensors that are not loaded as weights in any family: input scales and shapes of packed weights.
-/// Input scales count as not loaded, because inferno reads each one as a single number, not as a tensor.
-const NEVER_LOADED: [&str; 2] = [".input_scale", ".weight_shape"];
 
 impl WeightsSummary {
     /// Summarizes the weights in a GGUF file.
@@ -313,7 +309,7 @@ impl Inventory {
 impl MemoryFormat {
     /// Returns the format of an unquantized float tensor. `dims` is the number of dimensions of the tensor.
     fn for_floats(name: &str, role: TensorRole, dims: usize) -> Self {
-        if role.form == Form::Unloaded || NEVER_LOADED.iter().any(|part| name.contains(part)) {
+        if role.form == Form::Unloaded || is_never_loaded(name) {
             Self::Bytes(0)
         } else if role.form == Form::F32 || dims < 2 || name.ends_with("_scale") {
             Self::F32
