@@ -96,8 +96,9 @@ impl Model {
             None => {
                 let config = models::read_config(path).ok();
                 let declared = if config.is_none() { models::declared_model_type(path) } else { None };
-                let weights =
-                    WeightsSummary::from_safetensors(path).ok().filter(|weights| config.is_some() || !weights.packed);
+                let weights = WeightsSummary::from_safetensors(path)
+                    .ok()
+                    .filter(|weights| config.is_some() || !weights.is_packed);
                 (config, declared, weights)
             }
         };

@@ -44,6 +44,7 @@ pub trait Architecture: Send + Sync {
     /// Returns the KV cache spec of each layer.
     fn cache_layers(&self) -> Vec<LayerSpec>;
 
-    /// Loads the model for contexts of up to `context` positions.
-    fn build(&self, weights: &Weights, context: usize) -> Result<Decoder>;
+    /// Loads the model for contexts of up to `context` positions. `tensors` is the table of the family.
+    /// Callers use [`ModelConfig::build`](super::ModelConfig::build).
+    fn build(&self, weights: &Weights, context: usize, tensors: TensorTable) -> Result<Decoder>;
 }

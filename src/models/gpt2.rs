@@ -19,7 +19,7 @@ use crate::nn::rope::RopeFrequencies;
 use crate::weights::tensor_table::{
     Dimension::{Heads, Intermediate, Vocabulary},
     Division::{Columns, Rows, Whole},
-    Form::{F32, Float, Matrix, Transposed, Unloaded},
+    Form::{ComputeDtype, F32, Matrix, Transposed, Unloaded},
     Group, TensorRow, tensor,
 };
 use crate::weights::{TensorTable, Weights};
@@ -29,7 +29,7 @@ pub const FAMILY: Family =
 
 const TENSORS: &[TensorRow] = &[
     tensor("wte", Group::Embedding, Matrix, Whole),
-    tensor("wpe", Group::Embedding, Float, Whole),
+    tensor("wpe", Group::Embedding, ComputeDtype, Whole),
     tensor("ln_1", Group::Norms, F32, Whole),
     tensor("attn.c_attn", Group::Attention, Transposed, Rows(Heads)),
     tensor("attn.c_proj", Group::Attention, Transposed, Columns(Heads)),
@@ -38,12 +38,10 @@ const TENSORS: &[TensorRow] = &[
     tensor("mlp.c_proj", Group::Mlp, Transposed, Columns(Intermediate)),
     tensor("ln_f", Group::Norms, F32, Whole),
     tensor("lm_head", Group::Head, Matrix, Rows(Vocabulary)),
-    tensor(MASKS[0], Group::Attention, Unloaded, Whole),
-    tensor(MASKS[1], Group::Attention, Unloaded, Whole),
+    // The attention masks of a layer, which some checkpoints contain.
+    tensor("attn.bias", Group::Attention, Unloaded, Whole),
+    tensor("attn.masked_bias", Group::Attention, Unloaded, Whole),
 ];
-
-/// The attention masks of a layer, which some checkpoints contain.
-const MASKS: &[&str] = &["attn.bias", "attn.masked_bias"];
 
 const NAMES: DecoderNames = DecoderNames {
     embed_tokens: "wte",
@@ -146,7 +144,7 @@ impl Architecture for Config {
         vec![LayerSpec { kv_heads: self.n_head, head_dim: self.head_dim(), window: None }; self.n_layer]
     }
 
-    fn build(&self, weights: &Weights, context: usize) -> Result<Decoder> {
+    fn build(&self, weights: &Weights, context: usize, tensors: TensorTable) -> Result<Decoder> {
         let norm = NormConfig { kind: NormKind::Layer, eps: self.layer_norm_epsilon };
         let config = DecoderConfig {
             tie_word_embeddings: self.tie_word_embeddings,
@@ -154,10 +152,9 @@ impl Architecture for Config {
             // In the oldest checkpoints, tensor names do not have the `transformer` prefix.
             prefix: if weights.contains("transformer.wte.weight") { "transformer" } else { "" }.into(),
             names: NAMES,
-            unloaded: MASKS,
             learned_positions: Some(("wpe", self.n_positions)),
             ..DecoderConfig::new(self.vocab_size, self.n_embd, norm, RopeFrequencies::none())
         };
-        Decoder::load(weights, context, config, |weights, layer| self.load_parts(weights, layer))
+        Decoder::load(weights, context, config, tensors, |weights, layer| self.load_parts(weights, layer))
     }
 }

@@ -182,13 +182,13 @@ impl Architecture for Config {
             .collect()
     }
 
-    fn build(&self, weights: &Weights, context: usize) -> Result<Decoder> {
+    fn build(&self, weights: &Weights, context: usize, tensors: TensorTable) -> Result<Decoder> {
         let norm = NormConfig::rms(self.rms_norm_eps);
         let config = DecoderConfig {
             tie_word_embeddings: self.tie_word_embeddings,
             cache_layers: self.cache_layers(),
             ..DecoderConfig::new(self.vocab_size, self.hidden_size, norm, self.frequencies()?)
         };
-        Decoder::load(weights, context, config, |weights, layer| self.load_parts(weights, layer))
+        Decoder::load(weights, context, config, tensors, |weights, layer| self.load_parts(weights, layer))
     }
 }

@@ -25,10 +25,11 @@ pub use family::{Architecture, Family};
 
 use crate::error::Error;
 use crate::files;
+use crate::nn::decoder::Decoder;
 use crate::snapshot;
 use crate::weights::compressed::CompressedConfig;
 use crate::weights::gguf::GgufCheckpoint;
-use crate::weights::{Checkpoint, TensorTable};
+use crate::weights::{Checkpoint, TensorTable, Weights};
 
 pub const FAMILIES: &[&Family] = &[
     &gpt_oss::FAMILY,
@@ -54,6 +55,13 @@ pub struct ModelConfig {
     pub architecture: Box<dyn Architecture>,
     /// The quantization method, such as `mxfp4`, or `None` for float weights.
     pub quantization: Option<String>,
+}
+
+impl ModelConfig {
+    /// Loads the model for contexts of up to `context` positions.
+    pub fn build(&self, weights: &Weights, context: usize) -> Result<Decoder> {
+        self.architecture.build(weights, context, self.family.tensors)
+    }
 }
 
 /// Reads the config of the snapshot in `dir`, from the GGUF file if there is one, otherwise from config.json.

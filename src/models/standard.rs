@@ -9,13 +9,13 @@ use crate::nn::decoder::Decoder;
 use crate::nn::decoder_config::{DecoderConfig, LayerInfo};
 use crate::nn::kv_cache::LayerSpec;
 use crate::nn::mlp::Mlp;
-use crate::weights::Weights;
 use crate::weights::tensor_table::{
     Dimension::{Heads, Intermediate, Vocabulary},
     Division::{Columns, Rows, Whole},
     Form::{F32, Matrix},
     Group, TensorRow, tensor,
 };
+use crate::weights::{TensorTable, Weights};
 
 /// The tensors of the standard decoder without attention and the MLPs.
 pub(super) const DECODER: &[TensorRow] = &[
@@ -24,7 +24,7 @@ pub(super) const DECODER: &[TensorRow] = &[
     tensor("post_attention_layernorm", Group::Norms, F32, Whole),
     tensor("norm", Group::Norms, F32, Whole),
     tensor("lm_head", Group::Head, Matrix, Rows(Vocabulary)),
-    // RoPE tables, which some checkpoints contain.
+    // RoPE tables, which some checkpoints contain. inferno computes RoPE from config.json.
     TensorRow::UnloadedModule("rotary_emb"),
 ];
 
@@ -96,8 +96,8 @@ impl<T: StandardDecoder> Architecture for T {
         self.layers()
     }
 
-    fn build(&self, weights: &Weights, context: usize) -> Result<Decoder> {
+    fn build(&self, weights: &Weights, context: usize, tensors: TensorTable) -> Result<Decoder> {
         let config = self.decoder_config(weights, context)?;
-        Decoder::load(weights, context, config, |weights, layer| self.load_parts(weights, layer))
+        Decoder::load(weights, context, config, tensors, |weights, layer| self.load_parts(weights, layer))
     }
 }

@@ -25,7 +25,7 @@ use crate::kernels::{
     matrix::Matrix,
     rows::{embed, soft_cap},
 };
-use crate::weights::Weights;
+use crate::weights::{TensorTable, Weights};
 use crate::world::World;
 
 /// A callback that receives the index of each layer and the residual stream after the layer, f32 `[tokens, hidden]`.
@@ -67,10 +67,12 @@ impl Decoder {
     /// Loads a decoder for contexts of up to `context` positions.
     ///
     /// `load_parts` loads the attention and the MLP of one layer. `config` describes everything else.
+    /// Fails if a layer of the checkpoint has a tensor that was not loaded, unless `tensors` says so.
     pub fn load(
         weights: &Weights,
         context: usize,
         config: DecoderConfig,
+        tensors: TensorTable,
         load_parts: impl Fn(&Weights, LayerInfo) -> Result<(Attention, Mlp)>,
     ) -> Result<Self> {
         let DecoderConfig { vocab_size, hidden_size, names, tie_word_embeddings, .. } = config;
@@ -111,7 +113,7 @@ impl Decoder {
         // Check that every tensor of this rank's layers was loaded.
         // If ranks divide each layer, some ranks may hold no part of a tensor, so only the first rank checks.
         if decoder.world.is_first() || decoder.world.stages().is_some() {
-            layers.check_all_loaded(own, layer_count, config.unloaded)?;
+            layers.check_all_loaded(own, layer_count, tensors)?;
         }
         Ok(decoder)
     }

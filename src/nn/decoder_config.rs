@@ -20,8 +20,6 @@ pub struct DecoderConfig {
     /// The prefix of all tensor names except `lm_head`. Empty in some GPT-2 checkpoints.
     pub prefix: String,
     pub names: DecoderNames,
-    /// The names, without the prefix of a layer, of tensors that some checkpoints contain but the decoder does not load.
-    pub unloaded: &'static [&'static str],
     /// The factor by which token embeddings are multiplied.
     pub embed_scale: f32,
     /// The tensor name and the number of positions of the learned position embedding, if any.
@@ -43,7 +41,6 @@ impl DecoderConfig {
             cache_layers: Vec::new(),
             prefix: "model".into(),
             names: DecoderNames::LLAMA,
-            unloaded: &[],
             embed_scale: 1.0,
             learned_positions: None,
             final_softcap: None,

@@ -56,7 +56,7 @@ pub struct Scheme {
     pub weight_scales: WeightScales,
     pub activations: Activations,
     /// Whether four 8-bit codes are packed into each 32-bit word.
-    pub packed: bool,
+    pub is_packed: bool,
 }
 
 /// The type of the quantized values (codes).
@@ -278,7 +278,7 @@ impl Group {
                 None => Ok(None),
             };
         };
-        let packed = match self.format.as_deref().or(format) {
+        let is_packed = match self.format.as_deref().or(format) {
             Some("int-quantized" | "float-quantized" | "naive-quantized") => false,
             Some("pack-quantized") => true,
             Some(other) => return unsupported(format!("compressed-tensors format {}", quote(other))),
@@ -287,7 +287,7 @@ impl Group {
         let group_path = path;
         let path = &format!("{group_path}.weights");
         let format = weights.format(path)?;
-        if packed && format != Format::Int8 {
+        if is_packed && format != Format::Int8 {
             return unsupported(format!("a packed 'float' type in {path}"));
         }
         let weight_scales = match (weights.strategy(), weights.is_dynamic(path)?) {
@@ -312,7 +312,7 @@ impl Group {
                 (other, _) => return unsupported(format!("strategy={} in {path}", quote(other))),
             },
         };
-        Ok(Some(Scheme { format, weight_scales, activations, packed }))
+        Ok(Some(Scheme { format, weight_scales, activations, is_packed }))
     }
 }
 
@@ -390,7 +390,7 @@ mod tests {
     }
 
     fn scheme(format: Format, weight_scales: WeightScales) -> Option<Scheme> {
-        Some(Scheme { format, weight_scales, activations: Activations::Unquantized, packed: false })
+        Some(Scheme { format, weight_scales, activations: Activations::Unquantized, is_packed: false })
     }
 
     #[test]

@@ -13,7 +13,7 @@ use super::gguf::GgufCheckpoint;
 use super::quantized::QuantizationTarget;
 use super::safetensors::header::{self, HeaderTensor, MAX_HEADER_BYTES};
 use super::tensor_info::{TensorInfo, parameter_count};
-use super::tensor_table::{Form, Group, TensorRole, TensorTable};
+use super::tensor_table::{Form, Group, TensorRole, TensorTable, is_never_loaded};
 use crate::kernels::quantized::{GROUP_COLUMNS, WeightFormat};
 use crate::snapshot::safetensors::{self, ShardIndex};
 
@@ -69,7 +69,7 @@ pub struct WeightsSummary {
     /// The dtype with the most bytes, in lower case. For a GGUF file, the quantization of the file, such as `Q4_K_M`.
     pub main_dtype: Option<String>,
     /// Whether `parameters` counts each packed word as four parameters, which is correct only for 8-bit quantization.
-    pub packed: bool,
+    pub is_packed: bool,
 }
 
 /// The sizes in memory of the parts of a model, in bytes.
@@ -94,19 +94,15 @@ pub struct TensorGroup {
     pub dtypes: BTreeSet<String>,
 }
 
-/// Name fragments of tensors that are not loaded as weights in any family: input scales and shapes of packed weights.
-/// Input scales count as not loaded, because inferno reads each one as a single number, not as a tensor.
-const NEVER_LOADED: [&str; 2] = [".input_scale", ".weight_shape"];
-
 impl WeightsSummary {
     /// Summarizes the weights in a GGUF file.
     pub fn from_gguf(file: &GgufCheckpoint) -> Self {
-        Self { parameters: file.parameters(), main_dtype: file.quantization(), packed: false }
+        Self { parameters: file.parameters(), main_dtype: file.quantization(), is_packed: false }
     }
 
     /// Summarizes the weights in the safetensors files of a directory. Reads and validates only the headers.
     pub fn from_safetensors(dir: &Path) -> Result<Self> {
-        let (mut parameters, mut bytes, mut packed) = (0u64, BytesByDtype::default(), false);
+        let (mut parameters, mut bytes, mut is_packed) = (0u64, BytesByDtype::default(), false);
         let mut header_bytes = 0;
         for file in safetensors::files(dir, ShardIndex::read(dir)?.as_ref())? {
             let (json, data_bytes) = header::read_file(&file)?;
@@ -119,10 +115,10 @@ impl WeightsSummary {
                 let count = parameter_count(&tensor.name, tensor.dtype == "U8", tensor.elements);
                 parameters = parameters.saturating_add(count);
                 bytes.add(&tensor.dtype, tensor.bytes);
-                packed |= tensor.packed;
+                is_packed |= tensor.is_packed;
             })?;
         }
-        Ok(Self { parameters, main_dtype: bytes.main(), packed })
+        Ok(Self { parameters, main_dtype: bytes.main(), is_packed })
     }
 }
 
@@ -139,7 +135,7 @@ impl Inventory {
             let role = table.role(name);
             let format = MemoryFormat::for_floats(name, role, info.shape.len());
             let packed_bytes = match format {
-                MemoryFormat::ComputeDtype if role.form != Form::Float => checkpoint.packed_bytes(name, info),
+                MemoryFormat::ComputeDtype if role.form != Form::ComputeDtype => checkpoint.packed_bytes(name, info),
                 _ if name.ends_with("_scale") => checkpoint.packed_bytes(name, info),
                 _ => None,
             };
@@ -313,7 +309,7 @@ impl Inventory {
 impl MemoryFormat {
     /// Returns the format of an unquantized float tensor. `dims` is the number of dimensions of the tensor.
     fn for_floats(name: &str, role: TensorRole, dims: usize) -> Self {
-        if role.form == Form::Unloaded || NEVER_LOADED.iter().any(|part| name.contains(part)) {
+        if role.form == Form::Unloaded || is_never_loaded(name) {
             Self::Bytes(0)
         } else if role.form == Form::F32 || dims < 2 || name.ends_with("_scale") {
             Self::F32

@@ -230,7 +230,7 @@ impl<'c> Weights<'c> {
             }
         };
         // Packed codes are unsigned: each is stored as code + 128. Flipping the top bit removes the offset.
-        let flip = if scheme.packed { 0x80 } else { 0 };
+        let flip = if scheme.is_packed { 0x80 } else { 0 };
         let source = StoredRows { bytes: view.bytes, row_bytes: columns };
         let write = move |row: usize, buffer: &mut RowBuffer, [low, _, scales, _]: [&mut [u8]; 4]| {
             for (code, byte) in low.iter_mut().zip(source.row(row, buffer)?) {

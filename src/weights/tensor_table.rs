@@ -47,10 +47,10 @@ pub enum Form {
     /// Like `Matrix`, but safetensors files store it as `[in, out]`. Loading from them does not quantize it.
     Transposed,
     /// Floats in the compute dtype, even if the file stores the tensor quantized.
-    Float,
+    ComputeDtype,
     /// F32, regardless of the compute dtype.
     F32,
-    /// Never loaded.
+    /// Never loaded. The layers may contain the tensor, which does not indicate a wrong config.json.
     Unloaded,
 }
 
@@ -76,6 +76,24 @@ pub enum Dimension {
 
 /// The ends of the names of tensors that belong to stacked experts: the bias, the scale, and the parts of MXFP4.
 const EXPERT_SUFFIXES: [&str; 4] = ["_bias", "_scale", "_blocks", "_scales"];
+
+/// The ends of the names of tensors that are not loaded as weights in any family, because of their file format:
+/// - activation scales and KV cache scales that calibration adds to compressed-tensors checkpoints
+///   (inferno reads an input scale as a single number, not as a tensor)
+/// - the shapes and group indices of packed weights
+/// - zero points, which are always 0 in symmetric quantization (the only supported kind)
+const NEVER_LOADED: [&str; 10] = [
+    ".input_scale",
+    ".output_scale",
+    ".q_scale",
+    ".k_scale",
+    ".v_scale",
+    ".prob_scale",
+    ".prob_output_scale",
+    ".weight_shape",
+    ".weight_g_idx",
+    "_zero_point",
+];
 
 /// Returns the row of a tensor or of a module (see [`TensorRow::Tensor`]).
 pub const fn tensor(name: &'static str, group: Group, form: Form, division: Division) -> TensorRow {
@@ -111,6 +129,11 @@ impl TensorTable {
     pub fn rows(&self) -> impl Iterator<Item = &'static TensorRow> + use<> {
         self.0.iter().copied().flatten()
     }
+}
+
+/// Returns whether no family loads the tensor `name` as a weight, because of its file format.
+pub(super) fn is_never_loaded(name: &str) -> bool {
+    NEVER_LOADED.iter().any(|end| name.ends_with(end))
 }
 
 impl Division {

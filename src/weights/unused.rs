@@ -7,27 +7,8 @@ use std::ops::Range;
 use anyhow::{Result, bail};
 
 use super::loader::Weights;
+use super::tensor_table::{Form, TensorTable, is_never_loaded};
 use crate::text::excerpt;
-
-/// Name suffixes of tensors that are not loaded as weights and do not indicate a wrong config.json:
-/// - activation scales and KV cache scales that calibration adds to compressed-tensors checkpoints
-/// - the shapes and group indices of packed weights
-/// - zero points, which are always 0 in symmetric quantization (the only supported kind)
-const WITHOUT_EFFECT: [&str; 10] = [
-    ".input_scale",
-    ".output_scale",
-    ".q_scale",
-    ".k_scale",
-    ".v_scale",
-    ".prob_scale",
-    ".prob_output_scale",
-    ".weight_shape",
-    ".weight_g_idx",
-    "_zero_point",
-];
-
-/// A fragment of the names of RoPE tables. inferno ignores these tables and computes RoPE from config.json.
-const TABLE: &str = "rotary_emb.";
 
 /// The name of a matrix that occurs only in layers for multi-token prediction (MTP).
 /// MTP layers follow the decoder layers.
@@ -47,17 +28,15 @@ impl Weights<'_> {
         }
     }
 
-    /// Fails if a tensor of the layers in `own` was not loaded, unless the tensor is known to have no effect.
+    /// Fails if a tensor of the layers in `own` was not loaded, unless `tensors` says that the model does not load it.
     /// Logs a warning if tensors outside the model's `layers` layers were not loaded.
     /// `self` must have the prefix of the layers, such as `model.layers`.
-    /// `unloaded` has the names, without the prefix of a layer, of more tensors that have no effect.
-    pub fn check_all_loaded(&self, own: Range<usize>, layers: usize, unloaded: &[&str]) -> Result<()> {
-        let is_unused = |name: &str| {
-            !self.progress.has_loaded(name)
-                && !name.contains(TABLE)
-                && !WITHOUT_EFFECT.iter().any(|end| name.ends_with(end))
-                && !unloaded.iter().any(|end| name.strip_suffix(end).is_some_and(|start| start.ends_with('.')))
-        };
+    pub fn check_all_loaded(&self, own: Range<usize>, layers: usize, tensors: TensorTable) -> Result<()> {
+        // The warning also names tensors that `tensors` lists but that are not part of the decoder,
+        // such as the modules for images: the user learns that the model ignores them.
+        let decoder = self.prefix.rfind('.').map_or("", |dot| &self.prefix[..=dot]);
+        let is_unloaded = |name: &str| name.starts_with(decoder) && tensors.role(name).form == Form::Unloaded;
+        let is_unused = |name: &str| !self.progress.has_loaded(name) && !is_never_loaded(name) && !is_unloaded(name);
         let mut of_layers = self.layer_tensors().filter(|(_, layer)| own.contains(layer));
         if let Some((name, _)) = of_layers.find(|(name, _)| is_unused(name)) {
             bail!("the checkpoint has tensor {}, which a model with this config.json does not use", excerpt(name));

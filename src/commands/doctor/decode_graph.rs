@@ -74,7 +74,7 @@ fn load(
     let checkpoint = Checkpoint::open(dir)?;
     let progress = LoadProgress::silent();
     let weights = WeightsBuilder::new(&checkpoint, device, dtype, &progress).quantize(quantize).build()?;
-    let decoder = models::read_config(dir)?.architecture.build(&weights, STEPS)?;
+    let decoder = models::read_config(dir)?.build(&weights, STEPS)?;
     let (cache, tables) = KvCache::for_one_sequence(decoder.cache_layout(), STEPS, dtype, device)?;
     Ok((decoder, cache, tables))
 }

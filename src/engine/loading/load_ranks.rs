@@ -116,7 +116,7 @@ impl RankLoader<'_> {
         let &Self { config, checkpoint, dtype, quantize, attention, context, cache_blocks, .. } = self;
         let weights = WeightsBuilder::new(checkpoint, device, dtype, progress);
         let weights = weights.world(world.clone()).quantize(quantize).build()?;
-        let mut decoder = config.architecture.build(&weights, context)?;
+        let mut decoder = config.build(&weights, context)?;
         let unsupported = |reason| Error::Usage(format!("--attention {attention}: {reason}"));
         let attention = decoder.set_attention_backend(attention).map_err(unsupported)?;
         drop(weights);

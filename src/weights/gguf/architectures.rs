@@ -34,9 +34,9 @@ const ATTENTION: &[&str] = &["attn_q", "attn_k", "attn_v", "attn_output"];
 const LLAMA: ArchitectureLayout = ArchitectureLayout {
     name: "llama",
     model_type: "llama",
-    permuted: true,
+    is_permuted: true,
     norms_plus_one: false,
-    transposed: false,
+    is_transposed: false,
     outer: &OUTER,
     parts: &[],
     standard_parts: STANDARD_PARTS,
@@ -46,7 +46,7 @@ const LLAMA: ArchitectureLayout = ArchitectureLayout {
 
 /// The base of most layouts: [`LLAMA`] without permuted rows, biases and architecture-specific config fields.
 const PLAIN: ArchitectureLayout =
-    ArchitectureLayout { permuted: false, biased: &[], add_fields: fields::none, ..LLAMA };
+    ArchitectureLayout { is_permuted: false, biased: &[], add_fields: fields::none, ..LLAMA };
 
 /// The supported architectures, in the order in which error messages list them.
 const LAYOUTS: &[ArchitectureLayout] = &[
@@ -101,7 +101,7 @@ const LAYOUTS: &[ArchitectureLayout] = &[
     ArchitectureLayout {
         name: "gpt2",
         model_type: "gpt2",
-        transposed: true,
+        is_transposed: true,
         outer: &GPT2_OUTER,
         parts: &[
             ("attn_norm", "ln_1"),

@@ -20,11 +20,11 @@ pub struct ArchitectureLayout {
     /// Whether the GGUF file permutes the rows of q_proj and k_proj within each head.
     /// The permutation makes the two rows of each RoPE pair adjacent.
     /// In the Hugging Face checkpoint, the two rows of a RoPE pair are half a head apart.
-    pub permuted: bool,
+    pub is_permuted: bool,
     /// Whether the file stores each norm weight as the Hugging Face value plus 1.
     pub norms_plus_one: bool,
     /// Whether the Hugging Face checkpoint stores layer matrices transposed, as in the `Conv1D` layers of GPT-2.
-    pub transposed: bool,
+    pub is_transposed: bool,
     /// The Hugging Face names of the tensors outside the layers.
     pub outer: &'static OuterNames,
     /// The GGUF and Hugging Face names of layer tensors. Names in `parts` take precedence over `standard_parts`.
@@ -61,9 +61,9 @@ pub const STANDARD_PARTS: &[(&str, &str)] = &[
     ("ffn_gate_inp", "mlp.gate"),
 ];
 
-/// The role of a tensor in a GGUF file.
+/// The kind of a tensor in a GGUF file.
 #[derive(Debug, PartialEq, Eq)]
-pub enum Role {
+pub enum TensorKind {
     /// A weight or bias outside the routed experts. Holds the Hugging Face name of the tensor.
     Tensor(String),
     /// A tensor with weights or biases of routed experts.
@@ -73,12 +73,12 @@ pub enum Role {
 }
 
 impl ArchitectureLayout {
-    /// Returns the role of a tensor, or `None` if the architecture has no tensor of this name.
-    /// Expert tensors, RoPE factors and `attn_rot_embd` have a role in every architecture.
-    pub fn role(&self, name: &str) -> Option<Role> {
-        let tensor = |name: &str, suffix: &str| Some(Role::Tensor(format!("{name}.{suffix}")));
+    /// Returns the kind of a tensor, or `None` if the architecture has no tensor of this name.
+    /// Expert tensors, RoPE factors and `attn_rot_embd` have a kind in every architecture.
+    pub fn kind(&self, name: &str) -> Option<TensorKind> {
+        let tensor = |name: &str, suffix: &str| Some(TensorKind::Tensor(format!("{name}.{suffix}")));
         if ROPE_FACTOR_TENSORS.contains(&name) {
-            return Some(Role::NotAWeight);
+            return Some(TensorKind::NotAWeight);
         }
         let Some(LayerTensorName { layer, part, suffix }) = LayerTensorName::parse(name) else {
             let (part, suffix) = name.rsplit_once('.')?;
@@ -94,14 +94,16 @@ impl ArchitectureLayout {
         // Old Mixtral files have one tensor per expert, such as `ffn_gate.7`. New files stack all experts.
         let (stem, expert) = part.split_once('.').unwrap_or((part, ""));
         if part.ends_with("_exps") || (expert.parse::<usize>().is_ok() && stem.starts_with("ffn_")) {
-            return Some(Role::Expert);
+            return Some(TensorKind::Expert);
         }
         if part == "attn_rot_embd" {
-            return Some(Role::NotAWeight);
+            return Some(TensorKind::NotAWeight);
         }
         let (_, module) = self.parts.iter().chain(self.standard_parts).find(|(gguf, _)| *gguf == part)?;
         match suffix {
-            "weight" if part == "attn_sinks" => Some(Role::Tensor(format!("{}.{layer}.{module}", self.outer.layers))),
+            "weight" if part == "attn_sinks" => {
+                Some(TensorKind::Tensor(format!("{}.{layer}.{module}", self.outer.layers)))
+            }
             "bias" if !self.biased.contains(&part) => None,
             "weight" | "bias" => tensor(&format!("{}.{layer}.{module}", self.outer.layers), suffix),
             _ => None,

@@ -7,7 +7,7 @@ use anyhow::{Context, Result, bail};
 use super::architectures;
 use super::checkpoint::GgufCheckpoint;
 use super::experts::Experts;
-use super::layout::{ArchitectureLayout, Role};
+use super::layout::{ArchitectureLayout, TensorKind};
 use super::model_tensor::{ModelTensor, RowMapping, Transform, default_dtype};
 use super::tensor_names::LayerTensorName;
 use crate::text::excerpt;
@@ -26,12 +26,12 @@ pub fn map_tensors(file: &GgufCheckpoint) -> Result<BTreeMap<String, ModelTensor
         {
             bail!("tensor {} belongs to layer {layer}, but {}.block_count is {layers}", excerpt(name), layout.name);
         }
-        match layout.role(name) {
-            Some(Role::Tensor(hf_name)) => {
+        match layout.kind(name) {
+            Some(TensorKind::Tensor(hf_name)) => {
                 let tensor = single(file, layout, name).with_context(|| format!("tensor {}", excerpt(name)))?;
                 tensors.insert(hf_name, tensor);
             }
-            Some(Role::Expert | Role::NotAWeight) => {}
+            Some(TensorKind::Expert | TensorKind::NotAWeight) => {}
             None => {
                 bail!(
                     "tensor {} of shape {:?} is not part of the {} architecture",
@@ -47,7 +47,7 @@ pub fn map_tensors(file: &GgufCheckpoint) -> Result<BTreeMap<String, ModelTensor
         experts.add(&mut tensors)?;
     }
     let used: HashSet<&str> = tensors.values().flat_map(|tensor| &tensor.sources).map(String::as_str).collect();
-    let is_unused = |name: &&str| layout.role(name) == Some(Role::Expert) && !used.contains(name);
+    let is_unused = |name: &&str| layout.kind(name) == Some(TensorKind::Expert) && !used.contains(name);
     if let Some(name) = file.tensors().map(|(name, _)| name).find(is_unused) {
         bail!("unexpected expert tensor {} in a {} model", excerpt(name), layout.name);
     }
@@ -59,7 +59,7 @@ fn single(file: &GgufCheckpoint, layout: &ArchitectureLayout, name: &str) -> Res
     let info = file.required(name)?;
     let part = LayerTensorName::parse(name).map(|name| name.part);
     let (mut rows, mut transform, mut shape) = (RowMapping::Identity, Transform::None, info.shape.clone());
-    if layout.permuted && matches!(part, Some("attn_q" | "attn_k")) {
+    if layout.is_permuted && matches!(part, Some("attn_q" | "attn_k")) {
         let heads = file.head_counts()?;
         let heads = if part == Some("attn_q") { heads.0 } else { heads.1 };
         let length = shape.first().copied().unwrap_or(0);
@@ -74,7 +74,7 @@ fn single(file: &GgufCheckpoint, layout: &ArchitectureLayout, name: &str) -> Res
         }
     } else if layout.norms_plus_one && name.ends_with("norm.weight") {
         transform = Transform::MinusOne;
-    } else if layout.transposed && part.is_some() && shape.len() == 2 {
+    } else if layout.is_transposed && part.is_some() && shape.len() == 2 {
         transform = Transform::Transposed;
         shape.swap(0, 1);
     }

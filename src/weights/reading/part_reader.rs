@@ -47,7 +47,7 @@ enum Bytes<'b> {
 }
 
 /// A piece of a part. One thread reads a whole piece.
-enum Piece {
+enum RunOrRows {
     /// `bytes` bytes at the offset `start` of the tensor. `offset` is their offset in the part.
     Run { start: usize, bytes: usize, offset: usize },
     /// All runs of the rows whose indices are in this range.
@@ -98,7 +98,7 @@ impl<T: Target> PartReader<T> {
     }
 
     /// Copies `pieces` of a tensor to `memory` with several threads. Returns when all copies are queued.
-    fn copy(&self, part: &PartRuns, pieces: &[Piece], tensor: &Bytes, memory: &T::Memory) -> Result<()> {
+    fn copy(&self, part: &PartRuns, pieces: &[RunOrRows], tensor: &Bytes, memory: &T::Memory) -> Result<()> {
         let next = AtomicUsize::new(0);
         let work = || -> Result<()> {
             let mut staging = self.take_staging(part.longest_piece(self.options.piece_bytes))?;
@@ -171,7 +171,7 @@ impl PartRuns {
         if self.has_long_runs() { piece_bytes } else { piece_bytes.max(self.kept_bytes()) }
     }
 
-    fn pieces(&self, piece_bytes: usize) -> Vec<Piece> {
+    fn pieces(&self, piece_bytes: usize) -> Vec<RunOrRows> {
         let mut pieces = Vec::new();
         if self.has_long_runs() {
             let mut offset = 0;
@@ -179,36 +179,36 @@ impl PartRuns {
                 for run in &self.runs {
                     for start in run.clone().step_by(piece_bytes) {
                         let bytes = piece_bytes.min(run.end - start);
-                        pieces.push(Piece::Run { start: row * self.row_bytes + start, bytes, offset });
+                        pieces.push(RunOrRows::Run { start: row * self.row_bytes + start, bytes, offset });
                         offset += bytes;
                     }
                 }
             }
         } else {
             let rows = (piece_bytes / self.kept_bytes()).max(1);
-            pieces.extend((0..self.rows).step_by(rows).map(|row| Piece::Rows(row..(row + rows).min(self.rows))));
+            pieces.extend((0..self.rows).step_by(rows).map(|row| RunOrRows::Rows(row..(row + rows).min(self.rows))));
         }
         pieces
     }
 
     /// Cuts a byte range of the tensor into pieces.
     /// If the part has only some bytes of each row, `range` must consist of whole rows.
-    fn pieces_of(&self, range: Range<usize>, piece_bytes: usize) -> Vec<Piece> {
+    fn pieces_of(&self, range: Range<usize>, piece_bytes: usize) -> Vec<RunOrRows> {
         if self.kept_bytes() == self.row_bytes {
             let starts = range.clone().step_by(piece_bytes);
-            let piece = |start| Piece::Run { start, bytes: piece_bytes.min(range.end - start), offset: start };
+            let piece = |start| RunOrRows::Run { start, bytes: piece_bytes.min(range.end - start), offset: start };
             return starts.map(piece).collect();
         }
         let rows = range.start / self.row_bytes..range.end / self.row_bytes;
         let step = (piece_bytes / self.kept_bytes()).max(1);
-        rows.clone().step_by(step).map(|row| Piece::Rows(row..(row + step).min(rows.end))).collect()
+        rows.clone().step_by(step).map(|row| RunOrRows::Rows(row..(row + step).min(rows.end))).collect()
     }
 
     /// Reads a piece to the start of `buffer`. Returns the number of bytes written and their offset in the part.
     /// `rows` is a reusable buffer for reading whole rows.
-    fn read(&self, tensor: &Bytes, piece: &Piece, buffer: &mut [u8], rows: &mut Vec<u8>) -> Result<(usize, usize)> {
+    fn read(&self, tensor: &Bytes, piece: &RunOrRows, buffer: &mut [u8], rows: &mut Vec<u8>) -> Result<(usize, usize)> {
         match piece {
-            Piece::Run { start, bytes, offset } => {
+            RunOrRows::Run { start, bytes, offset } => {
                 match tensor {
                     Bytes::File(file) => file.source.read(&mut buffer[..*bytes], file.start + *start as u64)?,
                     Bytes::Memory { start: first, bytes: all } => {
@@ -217,7 +217,7 @@ impl PartRuns {
                 }
                 Ok((*bytes, *offset))
             }
-            Piece::Rows(range) => {
+            RunOrRows::Rows(range) => {
                 let (start, length) = (range.start * self.row_bytes, range.len() * self.row_bytes);
                 let whole_rows = match tensor {
                     Bytes::File(file) => {

@@ -102,7 +102,7 @@ enum TensorState<M> {
 }
 
 /// A part of a tensor that one thread reads into its staging buffer and copies to the device.
-struct Piece<M> {
+struct ReadJob<M> {
     tensor: usize,
     memory: Arc<M>,
     /// The offset of the piece in the tensor, in bytes.
@@ -215,7 +215,7 @@ impl<T: Target> Shared<T> {
         Ok(())
     }
 
-    fn read_piece(&self, piece: &Piece<T::Memory>, staging: &mut T::Staging) -> Result<()> {
+    fn read_piece(&self, piece: &ReadJob<T::Memory>, staging: &mut T::Staging) -> Result<()> {
         // Let the disk start reading while this thread waits for a staging buffer.
         piece.source.advise(piece.start, piece.bytes);
         piece.source.read(&mut self.target.buffer(staging)?[..piece.bytes], piece.start)?;
@@ -223,7 +223,7 @@ impl<T: Target> Shared<T> {
     }
 
     /// Returns the next piece to read, waiting if necessary. Returns `None` once the reader is stopped or has failed.
-    fn next_piece(&self) -> Result<Option<Piece<T::Memory>>> {
+    fn next_piece(&self) -> Result<Option<ReadJob<T::Memory>>> {
         let mut queue = self.lock();
         loop {
             if queue.stopped || queue.failure.is_some() {
@@ -257,7 +257,7 @@ impl<T: Target> Shared<T> {
     }
 
     /// Removes and returns the next piece of the first tensor in `open`. Returns `None` if `open` is empty.
-    fn cut_piece(&self, queue: &mut Queue<T::Memory>) -> Option<Piece<T::Memory>> {
+    fn cut_piece(&self, queue: &mut Queue<T::Memory>) -> Option<ReadJob<T::Memory>> {
         let (tensor, offset) = queue.open.pop_front()?;
         let (range, inside) = self.read_requests[tensor].range_at(offset)?;
         let bytes = (range.bytes - inside).min(self.options.piece_bytes);
@@ -268,7 +268,7 @@ impl<T: Target> Shared<T> {
             unreachable!("an open tensor is not in the Reading state")
         };
         let (memory, source, start) = (memory.clone(), range.source.clone(), range.start + inside as u64);
-        Some(Piece { tensor, memory, offset, source, start, bytes })
+        Some(ReadJob { tensor, memory, offset, source, start, bytes })
     }
 
     /// Chooses the index of the next tensor to read.
@@ -290,7 +290,7 @@ impl<T: Target> Shared<T> {
         None
     }
 
-    fn piece_done(&self, piece: Piece<T::Memory>) -> Result<()> {
+    fn piece_done(&self, piece: ReadJob<T::Memory>) -> Result<()> {
         let mut queue = self.lock();
         drop(piece.memory);
         let progress = std::mem::replace(&mut queue.tensors[piece.tensor], TensorState::Chosen);

@@ -85,7 +85,7 @@ impl SafetensorsCheckpoint {
     fn list_packed_as_weights(&mut self) -> Result<()> {
         let packed = |name: &String| {
             let module = name.strip_suffix(".weight_packed")?.to_string();
-            self.scheme(&module)?.packed.then_some(module)
+            self.scheme(&module)?.is_packed.then_some(module)
         };
         for module in self.tensors.keys().filter_map(packed).collect::<Vec<_>>() {
             let name = format!("{module}.weight_packed");

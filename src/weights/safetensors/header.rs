@@ -24,7 +24,7 @@ pub struct HeaderTensor<'h> {
     /// Whether the file stores the tensor as an I32 tensor named `weight_packed` (compressed-tensors).
     /// For packed tensors, `name`, `dtype`, `shape` and `elements` describe the unpacked I8 `weight`.
     /// The header does not specify how many values an I32 holds. inferno assumes four, because it supports only 8 bits.
-    pub packed: bool,
+    pub is_packed: bool,
 }
 
 /// The maximum total size of the safetensors headers of all shards, in bytes.
@@ -70,9 +70,9 @@ pub fn read<'h>(
                 if let Some(columns) = shape.last_mut() {
                     *columns = columns.saturating_mul(4);
                 }
-                HeaderTensor { name, dtype: "I8".into(), shape, elements, bytes, packed: true }
+                HeaderTensor { name, dtype: "I8".into(), shape, elements, bytes, is_packed: true }
             }
-            _ => HeaderTensor { name, dtype, shape, elements, bytes, packed: false },
+            _ => HeaderTensor { name, dtype, shape, elements, bytes, is_packed: false },
         });
     });
     let read = tensors.deserialize(&mut json).and_then(|()| json.end());

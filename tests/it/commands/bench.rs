@@ -173,7 +173,7 @@ fn build(case: &str) -> Decoder {
     let checkpoint = Checkpoint::open(&dir).unwrap();
     let progress = LoadProgress::silent();
     let weights = WeightsBuilder::new(&checkpoint, &Device::Cpu, DType::BF16, &progress).build().unwrap();
-    models::read_config(&dir).unwrap().architecture.build(&weights, 64).unwrap()
+    models::read_config(&dir).unwrap().build(&weights, 64).unwrap()
 }
 
 /// The sizes come from tests/golden/*/config.json. bf16 weights have 2 bytes per value.

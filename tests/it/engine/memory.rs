@@ -22,13 +22,13 @@ const QUANTIZED: [&str; 4] = ["q8_0", "q4_k", "q3_k", "int8"];
 /// Checks that the estimated size of the weights equals the number of bytes after loading, in f32 and bf16.
 fn check(name: &str, path: &Path, quantize: Option<QuantizationTarget>) {
     let checkpoint = Checkpoint::open(path).unwrap();
-    let ModelConfig { family, architecture, .. } = models::read_config(path).unwrap();
-    let inventory = Inventory::from_checkpoint(&checkpoint, family.tensors, quantize);
+    let config = models::read_config(path).unwrap();
+    let inventory = Inventory::from_checkpoint(&checkpoint, config.family.tensors, quantize);
     for dtype in [DType::F32, DType::BF16] {
         let progress = LoadProgress::silent();
         let weights =
             WeightsBuilder::new(&checkpoint, &Device::Cpu, dtype, &progress).quantize(quantize).build().unwrap();
-        let decoder = architecture.build(&weights, 32).unwrap();
+        let decoder = config.build(&weights, 32).unwrap();
         let what = quantize.map_or("unquantized".into(), |quantize| quantize.to_string());
         assert_eq!(inventory.loaded_bytes(dtype), progress.resident_bytes(), "wrong size: {name} {what} in {dtype:?}");
         // A decode step of a model without experts reads one embedding row and all other weights.
@@ -50,9 +50,9 @@ fn check(name: &str, path: &Path, quantize: Option<QuantizationTarget>) {
 /// With more ranks than KV heads, some ranks hold no KV heads.
 fn check_ranks(name: &str, path: &Path, quantize: Option<QuantizationTarget>) {
     let checkpoint = Checkpoint::open(path).unwrap();
-    let ModelConfig { family, architecture, .. } = models::read_config(path).unwrap();
-    let inventory = Inventory::from_checkpoint(&checkpoint, family.tensors, quantize);
-    let plan = MemoryPlan::new(&inventory, architecture.as_ref(), DType::BF16, DeviceKind::Cpu);
+    let config = models::read_config(path).unwrap();
+    let inventory = Inventory::from_checkpoint(&checkpoint, config.family.tensors, quantize);
+    let plan = MemoryPlan::new(&inventory, config.architecture.as_ref(), DType::BF16, DeviceKind::Cpu);
     for (ranks, shares_reads) in [2, 3, 4, 8].into_iter().flat_map(|ranks| [(ranks, false), (ranks, true)]) {
         on_ranks(ranks, |world| {
             let what = quantize.map_or("unquantized".into(), |quantize| quantize.to_string());
@@ -65,7 +65,7 @@ fn check_ranks(name: &str, path: &Path, quantize: Option<QuantizationTarget>) {
                 .quantize(quantize)
                 .build()
                 .unwrap();
-            let decoder = architecture.build(&weights, 32).unwrap();
+            let decoder = config.build(&weights, 32).unwrap();
             let plan = plan.clone().with_rank(world.rank(), ranks);
             assert_eq!(plan.weight_bytes(), progress.resident_bytes(), "{what}");
             let capacity = Capacity { context: 32, chunk: 32 };
@@ -81,7 +81,7 @@ fn check_ranks(name: &str, path: &Path, quantize: Option<QuantizationTarget>) {
             if world.is_first() {
                 let largest = (plan.weight_bytes(), plan.cache_bytes(capacity));
                 let others = (0..ranks).map(|rank| {
-                    let plan = MemoryPlan::new(&inventory, architecture.as_ref(), DType::BF16, DeviceKind::Cpu);
+                    let plan = MemoryPlan::new(&inventory, config.architecture.as_ref(), DType::BF16, DeviceKind::Cpu);
                     let plan = plan.with_rank(rank, ranks);
                     (plan.weight_bytes(), plan.cache_bytes(capacity))
                 });

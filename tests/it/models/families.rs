@@ -232,8 +232,8 @@ fn absurd_numbers_fail_quickly_or_load() {
         let weights = WeightsBuilder::new(&checkpoint, &Device::Cpu, DType::F32, &progress).build().unwrap();
         let original = config(case);
         let build = |json: Value| -> anyhow::Result<()> {
-            let model = models::parse_config(json)?.architecture;
-            let context = model.max_position_embeddings().min(160);
+            let model = models::parse_config(json)?;
+            let context = model.architecture.max_position_embeddings().min(160);
             model.build(&weights, context).map(drop)
         };
         build(original.clone()).unwrap();
@@ -297,7 +297,7 @@ fn logits(dir: &Path, ids: &[u32]) -> Vec<f32> {
     let progress = LoadProgress::silent();
     let weights = WeightsBuilder::new(&checkpoint, &Device::Cpu, DType::F32, &progress).build().unwrap();
     let config = models::read_config(dir).unwrap();
-    let decoder = config.architecture.build(&weights, 160).unwrap();
+    let decoder = config.build(&weights, 160).unwrap();
     let inventory = Inventory::from_checkpoint(&checkpoint, config.family.tensors, None);
     assert_eq!(inventory.loaded_bytes(DType::F32), progress.resident_bytes());
     values(&logits_of(&decoder, ids, DType::F32, &Device::Cpu).unwrap())

@@ -40,7 +40,7 @@ fn load((model, device): ModelOnDevice) -> Case {
     let checkpoint = Checkpoint::open(&dir).unwrap();
     let progress = LoadProgress::silent();
     let weights = WeightsBuilder::new(&checkpoint, &device, dtype, &progress).build().unwrap();
-    let decoder = models::read_config(&dir).unwrap().architecture.build(&weights, CONTEXT).unwrap();
+    let decoder = models::read_config(&dir).unwrap().build(&weights, CONTEXT).unwrap();
     let golden = safetensors::load(dir.join("golden.safetensors"), &Device::Cpu).unwrap();
     let ids = integers(&golden["ids"]);
     Case { model, decoder, device, dtype, ids, golden }

@@ -47,7 +47,7 @@ impl Subject {
         let progress = LoadProgress::silent();
         let weights = self.weights(quantize, &progress);
         let config = models::read_config(&self.dir).unwrap();
-        let decoder = config.architecture.build(&weights, tokens).unwrap();
+        let decoder = config.build(&weights, tokens).unwrap();
         let logits = values(&logits_of(&decoder, &self.ids, DType::F32, &Device::Cpu).unwrap());
         let mut rows = logits.clone();
         for row in rows.chunks_exact_mut(decoder.vocab_size()) {

@@ -96,7 +96,7 @@ fn logits_error(case: &str, folders: &[&Path]) -> f32 {
         let progress = LoadProgress::silent();
         let weights = WeightsBuilder::new(&checkpoint, &Device::Cpu, DType::F32, &progress);
         let weights = weights.world(world.clone()).share_reads(false).build().unwrap();
-        let decoder = config.architecture.build(&weights, CONTEXT).unwrap();
+        let decoder = config.build(&weights, CONTEXT).unwrap();
         values(&logits_of(&decoder, &ids, DType::F32, &Device::Cpu).unwrap())
     });
     relative_error(&logits[0], &expected)

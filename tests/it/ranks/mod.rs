@@ -97,7 +97,7 @@ pub fn logits_on(
             .build()
             .unwrap();
         let context = if path.is_dir() { CONTEXT } else { ids.len() };
-        let decoder = config.architecture.build(&weights, context).unwrap();
+        let decoder = config.build(&weights, context).unwrap();
         values(&logits_of(&decoder, ids, dtype, &device).unwrap())
     })
 }
@@ -271,7 +271,7 @@ fn all_ranks_together_read_every_byte_of_the_weights_once() {
                     .share_reads(is_shared)
                     .build()
                     .unwrap();
-                let decoder = config.architecture.build(&weights, CONTEXT).unwrap();
+                let decoder = config.build(&weights, CONTEXT).unwrap();
                 values(&logits_of(&decoder, &ids, DType::F32, &Device::Cpu).unwrap())
             });
             (logits, read_bytes(&checkpoint) - before)
@@ -380,7 +380,7 @@ fn if_a_rank_fails_all_passes_fail_with_its_error() {
             let progress = LoadProgress::silent();
             let weights = WeightsBuilder::new(&checkpoint, &Device::Cpu, DType::F32, &progress);
             let weights = weights.world(world.clone()).share_reads(false).build().unwrap();
-            let decoder = config.architecture.build(&weights, CONTEXT).unwrap();
+            let decoder = config.build(&weights, CONTEXT).unwrap();
             let blocks = if world.is_first() { 8 } else { 1 };
             let layout = decoder.cache_layout();
             let cache = KvCache::new(layout, blocks, DType::F32, &Device::Cpu).unwrap();

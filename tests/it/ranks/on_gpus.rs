@@ -338,7 +338,7 @@ fn graph_logits(
         .share_reads(false)
         .build()
         .unwrap();
-    let decoder = config.architecture.build(&weights, CONTEXT).unwrap();
+    let decoder = config.build(&weights, CONTEXT).unwrap();
     let (cache, tables) = KvCache::for_one_sequence(decoder.cache_layout(), CONTEXT, dtype, device).unwrap();
     let plan = DecodeGraph::plan(&decoder, &cache, CONTEXT).unwrap();
     let has_graph = plan.is_ok();

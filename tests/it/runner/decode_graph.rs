@@ -62,7 +62,7 @@ impl Model {
         let checkpoint = Checkpoint::open(dir).unwrap();
         let progress = LoadProgress::silent();
         let weights = WeightsBuilder::new(&checkpoint, device, dtype, &progress).quantize(quantize).build().unwrap();
-        let decoder = models::read_config(dir).unwrap().architecture.build(&weights, CONTEXT).unwrap();
+        let decoder = models::read_config(dir).unwrap().build(&weights, CONTEXT).unwrap();
         let (cache, mut tables) = KvCache::for_one_sequence(decoder.cache_layout(), CONTEXT, dtype, device).unwrap();
         for group in 0..cache.layout().groups() {
             for (index, block) in tables.table(group).to_vec().into_iter().rev().enumerate() {

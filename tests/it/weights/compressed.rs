@@ -15,14 +15,14 @@ const CASES: &[(&str, Scheme)] = &[
     ("int8_weights", scheme(Format::Int8, WeightScales::PerChannel, Activations::Unquantized)),
     (
         "int8_packed",
-        Scheme { packed: true, ..scheme(Format::Int8, WeightScales::PerChannel, Activations::Unquantized) },
+        Scheme { is_packed: true, ..scheme(Format::Int8, WeightScales::PerChannel, Activations::Unquantized) },
     ),
     ("fp8", scheme(Format::Fp8, WeightScales::PerChannel, Activations::PerToken)),
     ("fp8_static", scheme(Format::Fp8, WeightScales::PerTensor, Activations::Static)),
 ];
 
 const fn scheme(format: Format, weight_scales: WeightScales, activations: Activations) -> Scheme {
-    Scheme { format, weight_scales, activations, packed: false }
+    Scheme { format, weight_scales, activations, is_packed: false }
 }
 
 fn json_of(path: &Path) -> Value {

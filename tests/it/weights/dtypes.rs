@@ -45,7 +45,7 @@ fn logits(dir: &Path, quantize: Option<QuantizationTarget>, device: &Device, dty
     let progress = LoadProgress::silent();
     let weights = WeightsBuilder::new(&checkpoint, device, dtype, &progress).quantize(quantize).build()?;
     let config = models::read_config(dir)?;
-    let decoder = config.architecture.build(&weights, IDS.len())?;
+    let decoder = config.build(&weights, IDS.len())?;
     let inventory = Inventory::from_checkpoint(&checkpoint, config.family.tensors, quantize);
     assert_eq!(inventory.loaded_bytes(dtype), progress.resident_bytes());
     Ok(values(&logits_of(&decoder, &IDS, dtype, device)?))

@@ -46,7 +46,7 @@ fn load_after_truncation(name: &str, quantize: Option<&str>, (device, dtype): (&
     let progress = LoadProgress::silent();
     let quantize = quantize.map(|quantize| quantize.parse().unwrap());
     let weights = WeightsBuilder::new(&checkpoint, device, dtype, &progress).quantize(quantize);
-    let decoder = weights.build().and_then(|weights| config.architecture.build(&weights, 32));
+    let decoder = weights.build().and_then(|weights| config.build(&weights, 32));
     decoder.err().map_or("no error".into(), |error| format!("{error:#}"))
 }
 

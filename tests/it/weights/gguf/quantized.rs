@@ -26,7 +26,7 @@ fn logits_of_quantized_files_agree_with_transformers((family, device): (&str, Te
     let progress = LoadProgress::silent();
     let weights = WeightsBuilder::new(&checkpoint, &device, dtype, &progress).build().unwrap();
     let config = models::read_config(&path).unwrap();
-    let decoder = config.architecture.build(&weights, ids.len()).unwrap();
+    let decoder = config.build(&weights, ids.len()).unwrap();
     let logits = values(&logits_of(&decoder, &ids, dtype, &device).unwrap());
     let error = relative_error(&logits, &values(&expected["logits"]));
     println!("{family} on {:?} in {dtype:?}: relative error of the logits: {error:e}", device.location());
