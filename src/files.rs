@@ -23,30 +23,30 @@ const MB: u64 = 1000 * KB;
 // Only damaged or hostile files should exceed the limits.
 
 /// The maximum size of config.json, in bytes.
-pub const CONFIG: u64 = MB;
+pub const MAX_CONFIG_BYTES: u64 = MB;
 /// The maximum size of generation_config.json, in bytes.
-pub const GENERATION_CONFIG: u64 = MB;
+pub const MAX_GENERATION_CONFIG_BYTES: u64 = MB;
 /// The maximum size of a chat template, in bytes.
-pub const CHAT_TEMPLATE: u64 = MB;
+pub const MAX_CHAT_TEMPLATE_BYTES: u64 = MB;
 /// The maximum size of tokenizer_config.json or special_tokens_map.json, in bytes.
-pub const TOKENIZER_CONFIG: u64 = 16 * MB;
+pub const MAX_TOKENIZER_CONFIG_BYTES: u64 = 16 * MB;
 /// The maximum size of tokenizer.json, in bytes. The file of gpt-oss has 28 MB.
-pub const TOKENIZER: u64 = 128 * MB;
+pub const MAX_TOKENIZER_BYTES: u64 = 128 * MB;
 /// The maximum size of a shard index, in bytes.
-pub const SHARD_INDEX: u64 = 32 * MB;
+pub const MAX_SHARD_INDEX_BYTES: u64 = 32 * MB;
 /// The maximum size of a saved conversation, in bytes.
-pub const JOURNAL: u64 = 128 * MB;
+pub const MAX_JOURNAL_BYTES: u64 = 128 * MB;
 /// The maximum size of a conversation for `tokenize --chat`, in bytes.
 /// English text of 16 MB has about 4 million tokens.
-pub const CONVERSATION: u64 = 16 * MB;
+pub const MAX_CONVERSATION_BYTES: u64 = 16 * MB;
 /// The maximum size of a text for `tokenize` or `perplexity`, or from an editor, in bytes.
-pub const TEXT: u64 = 256 * MB;
+pub const MAX_TEXT_BYTES: u64 = 256 * MB;
 /// The maximum size of inferno's configuration file, in bytes.
-pub const CONFIGURATION: u64 = MB;
+pub const MAX_CONFIGURATION_BYTES: u64 = MB;
 /// The maximum size of the record of a partial download, in bytes.
-pub const DOWNLOAD_RECORD: u64 = 16 * MB;
+pub const MAX_DOWNLOAD_RECORD_BYTES: u64 = 16 * MB;
 /// The maximum size, in bytes, of a file with a single value, such as a commit hash, an access token or a time.
-pub const SINGLE_VALUE: u64 = 64 * KB;
+pub const MAX_SINGLE_VALUE_BYTES: u64 = 64 * KB;
 
 /// The maximum number of values in a JSON text that [`parse_json`] accepts.
 /// A limit on the size of the text is not enough, because a parsed value can take many times the memory of its text.

@@ -86,7 +86,7 @@ impl Template {
         let path = dir.join("chat_template.jinja");
         let special_map = read_json(&dir.join("special_tokens_map.json"))?;
         let special_tokens = special_tokens(&config, &special_map);
-        if let Some(source) = files::read_text_if_present(&path, files::CHAT_TEMPLATE)? {
+        if let Some(source) = files::read_text_if_present(&path, files::MAX_CHAT_TEMPLATE_BYTES)? {
             return Ok(Some(Self::new("chat_template.jinja", source, special_tokens)));
         }
         let Some((default, tool_use)) = config.get("chat_template").and_then(named_templates) else { return Ok(None) };
@@ -347,7 +347,7 @@ impl io::Write for LimitedOutput {
 
 /// Reads a JSON object from a file. Returns an empty object if the file does not exist.
 fn read_json(path: &Path) -> Result<Json> {
-    let Some(value) = files::read_json_if_present::<Json>(path, files::TOKENIZER_CONFIG)? else {
+    let Some(value) = files::read_json_if_present::<Json>(path, files::MAX_TOKENIZER_CONFIG_BYTES)? else {
         return Ok(json!({}));
     };
     if !value.is_object() {

@@ -51,7 +51,7 @@ struct QuantizationEffect {
 }
 
 pub fn run(args: Args) -> Result<ExitCode> {
-    let text = files::read_input_text(&args.file, files::TEXT)?;
+    let text = files::read_input_text(&args.file, files::MAX_TEXT_BYTES)?;
     let hub = Hub::from_env()?;
     let snapshot = hub.find(&args.model, args.load.revision())?;
     hub.record_use(&snapshot);

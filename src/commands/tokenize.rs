@@ -84,13 +84,13 @@ fn read_text(args: &Args) -> Result<String> {
         return Ok(text.clone());
     }
     if let Some(path) = &args.file {
-        return files::read_input_text(path, files::TEXT);
+        return files::read_input_text(path, files::MAX_TEXT_BYTES);
     }
-    files::read_stdin(files::TEXT)
+    files::read_stdin(files::MAX_TEXT_BYTES)
 }
 
 fn read_conversation(path: &Path) -> Result<(Vec<Message>, Vec<serde_json::Value>)> {
-    let text = files::read_input(path, files::CONVERSATION)?;
+    let text = files::read_input(path, files::MAX_CONVERSATION_BYTES)?;
     let json: serde_json::Value =
         files::parse_json(&text).with_context(|| format!("cannot read {}", path.display()))?;
     let (messages, tools) = match json {

@@ -333,7 +333,7 @@ fn lock(file: File, _: &Path) -> Result<LockedFile> {
 
 /// Reads a journal up to its first incomplete or damaged line. Also returns the number of bytes before that line.
 fn read(path: &Path) -> Result<(SavedConversation, u64)> {
-    let bytes = files::read(path, files::JOURNAL)?;
+    let bytes = files::read(path, files::MAX_JOURNAL_BYTES)?;
     let mut saved = SavedConversation::default();
     let mut length = 0;
     for (index, line) in bytes.split_inclusive(|byte| *byte == b'\n').enumerate() {

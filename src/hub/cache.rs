@@ -198,7 +198,7 @@ fn is_unsupported(error: &io::Error) -> bool {
 
 /// Reads a ref. Does not check that its contents are a commit hash.
 fn read_ref(path: &Path) -> Result<String> {
-    files::read_text(path, files::SINGLE_VALUE)
+    files::read_text(path, files::MAX_SINGLE_VALUE_BYTES)
 }
 
 fn copy(from: &Path, to: &Path) -> io::Result<()> {

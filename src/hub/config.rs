@@ -168,7 +168,7 @@ fn token(vars: &Variables, hf_home: &Path) -> Result<Option<String>> {
     let stored = || {
         let default = || HuggingFaceCache::new(hf_home.join("hub")).token_path();
         let path = vars.path("HF_TOKEN_PATH").unwrap_or_else(default);
-        files::read_input_text(&path, files::SINGLE_VALUE).ok().map(|token| token.trim().to_string())
+        files::read_input_text(&path, files::MAX_SINGLE_VALUE_BYTES).ok().map(|token| token.trim().to_string())
     };
     let token = vars.text("HF_TOKEN").or_else(stored).filter(|token| !token.is_empty());
     if token.as_ref().is_some_and(|token| !token.bytes().all(|b| b.is_ascii_graphic())) {

@@ -56,8 +56,11 @@ pub struct SafetensorsHeader {
 }
 
 /// The text files to read, each with the maximum number of bytes to read.
-const TEXTS: [(&str, u64); 3] =
-    [("config.json", files::CONFIG), ("tokenizer_config.json", files::TOKENIZER_CONFIG), ("README.md", README_BYTES)];
+const TEXTS: [(&str, u64); 3] = [
+    ("config.json", files::MAX_CONFIG_BYTES),
+    ("tokenizer_config.json", files::MAX_TOKENIZER_CONFIG_BYTES),
+    ("README.md", README_BYTES),
+];
 
 /// The number of bytes of README.md to read. inferno needs only the YAML front matter, which is usually shorter.
 const README_BYTES: u64 = 16 << 10;
@@ -172,7 +175,7 @@ impl Inspection<'_> {
         if self.listing.file(INDEX).is_none() {
             return Ok(self.listing.file(SINGLE_FILE).into_iter().collect());
         }
-        let index = ShardIndex::parse(&self.beginning(INDEX, files::SHARD_INDEX)?)?;
+        let index = ShardIndex::parse(&self.beginning(INDEX, files::MAX_SHARD_INDEX_BYTES)?)?;
         let shards = index.shards();
         if shards.len() > MAX_SHARDS {
             bail!("{INDEX} lists {} shards, but the limit is {MAX_SHARDS}", shards.len());

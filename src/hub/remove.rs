@@ -294,7 +294,7 @@ fn read_commits(repo: &RepoDir) -> Result<Vec<String>> {
 /// Returns the path and the commit of each ref. Fails if a ref cannot be read.
 fn read_refs(repo: &RepoDir) -> Result<Vec<(PathBuf, String)>> {
     let commit = |path: PathBuf| {
-        let commit = files::read_text(&path, files::SINGLE_VALUE)?.trim().to_string();
+        let commit = files::read_text(&path, files::MAX_SINGLE_VALUE_BYTES)?.trim().to_string();
         Ok((path, commit))
     };
     walk(&repo.path.join("refs"))?.into_iter().map(commit).collect()

@@ -26,8 +26,11 @@ impl Hub {
 
     /// Returns when inferno last used a model, or `None` if there is no valid record.
     pub fn last_used(&self, snapshot: &Snapshot) -> Option<SystemTime> {
-        let seconds =
-            files::read_text(&self.usage_path(&snapshot.name), files::SINGLE_VALUE).ok()?.trim().parse().ok()?;
+        let seconds = files::read_text(&self.usage_path(&snapshot.name), files::MAX_SINGLE_VALUE_BYTES)
+            .ok()?
+            .trim()
+            .parse()
+            .ok()?;
         SystemTime::UNIX_EPOCH.checked_add(Duration::from_secs(seconds))
     }
 

@@ -14,9 +14,9 @@ use crate::tokenizer::Tokenizer;
 pub fn read_json(dir: &Path, name: &str) -> Result<Value> {
     let path = dir.join(name);
     let limit = match name {
-        "tokenizer_config.json" => files::TOKENIZER_CONFIG,
-        "generation_config.json" => files::GENERATION_CONFIG,
-        _ => files::CONFIG,
+        "tokenizer_config.json" => files::MAX_TOKENIZER_CONFIG_BYTES,
+        "generation_config.json" => files::MAX_GENERATION_CONFIG_BYTES,
+        _ => files::MAX_CONFIG_BYTES,
     };
     Ok(files::read_json_if_present(&path, limit)?.unwrap_or_default())
 }

@@ -71,7 +71,7 @@ pub fn read_config(dir: &Path) -> Result<ModelConfig> {
         return gguf_config(&GgufCheckpoint::open(&path)?);
     }
     let path = dir.join("config.json");
-    parse_config(files::read_json(&path, files::CONFIG)?).map_err(|error| {
+    parse_config(files::read_json(&path, files::MAX_CONFIG_BYTES)?).map_err(|error| {
         // An inferno `Error` is already a complete message for the user, so add no context.
         if error.is::<Error>() { error } else { error.context(format!("cannot use {}", path.display())) }
     })
@@ -110,7 +110,7 @@ pub fn parse_config(json: Value) -> Result<ModelConfig> {
 /// Returns the `model_type` in config.json, or else the first entry of `architectures`, even if it is not supported.
 /// Returns `None` if config.json cannot be read or has neither field.
 pub fn declared_model_type(dir: &Path) -> Option<String> {
-    let json: Value = files::read_json(&dir.join("config.json"), files::CONFIG).ok()?;
+    let json: Value = files::read_json(&dir.join("config.json"), files::MAX_CONFIG_BYTES).ok()?;
     json["model_type"].as_str().or(json["architectures"][0].as_str()).map(str::to_string)
 }
 

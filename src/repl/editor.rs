@@ -195,7 +195,7 @@ fn edit_file(editor: &str, path: &Path, text: &str) -> Result<String> {
     let status = terminal::interrupt::ignore_ctrl_c_during(|| shell.status());
     let status = status.with_context(|| format!("cannot run {editor}: cannot start sh"))?;
     anyhow::ensure!(status.success(), "cannot edit the text: {editor} failed ({status}); set VISUAL to another editor");
-    let edited = files::read_text(path, files::TEXT)?;
+    let edited = files::read_text(path, files::MAX_TEXT_BYTES)?;
     Ok(edited.trim_end().to_string())
 }
 

@@ -40,7 +40,7 @@ impl ShardIndex {
     /// Reads the shard index in a directory. Returns `None` if the directory has no shard index.
     pub fn read(dir: &Path) -> Result<Option<Self>> {
         let path = dir.join(INDEX);
-        let Some(json) = files::read_if_present(&path, files::SHARD_INDEX)? else { return Ok(None) };
+        let Some(json) = files::read_if_present(&path, files::MAX_SHARD_INDEX_BYTES)? else { return Ok(None) };
         Self::parse(&json).map(Some).with_context(|| format!("cannot use {}", path.display()))
     }
 

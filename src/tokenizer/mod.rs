@@ -38,7 +38,7 @@ impl Tokenizer {
     /// Loads `tokenizer.json` from a model's directory.
     pub fn from_dir(dir: &Path) -> Result<Self> {
         let path = dir.join("tokenizer.json");
-        let bytes = files::read(&path, files::TOKENIZER)?;
+        let bytes = files::read(&path, files::MAX_TOKENIZER_BYTES)?;
         Self::from_bytes(&bytes).with_context(|| format!("broken tokenizer {}", path.display()))
     }
 

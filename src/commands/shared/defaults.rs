@@ -315,7 +315,7 @@ fn read_configuration(model: Option<&str>, arguments: &ArgMatches) -> Result<(Se
     let Some(path) = configuration_path() else { return Ok((SettingValues::new(), String::new())) };
     let shown_path = path.display().to_string();
     let invalid = |reason: String| Error::usage(format!("{shown_path}: {reason}"));
-    let text = match files::read_text_if_present(&path, files::CONFIGURATION) {
+    let text = match files::read_text_if_present(&path, files::MAX_CONFIGURATION_BYTES) {
         Ok(Some(text)) => text,
         Ok(None) => return Ok((SettingValues::new(), shown_path)),
         Err(error) => return Err(Error::usage(format!("{error:#}"))),

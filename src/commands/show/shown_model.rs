@@ -113,11 +113,12 @@ impl ShownModel {
         let metadata = match &gguf {
             Some(file) => Metadata::from_gguf(GgufCheckpoint::open(file)),
             None => {
-                let config = json(dir, "config.json", files::CONFIG);
+                let config = json(dir, "config.json", files::MAX_CONFIG_BYTES);
                 let table = tensor_table(&config);
                 Metadata {
                     config,
-                    tokenizer_config: json(dir, "tokenizer_config.json", files::TOKENIZER_CONFIG).unwrap_or_default(),
+                    tokenizer_config: json(dir, "tokenizer_config.json", files::MAX_TOKENIZER_CONFIG_BYTES)
+                        .unwrap_or_default(),
                     tokenizer_config_name: "tokenizer_config.json",
                     license: built_in_license,
                     inventory: Checkpoint::open(&snapshot.path)

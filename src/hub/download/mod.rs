@@ -181,7 +181,7 @@ impl Hub {
         for (cache, _) in self.caches() {
             let dir = cache.repo(name).snapshot(commit);
             if is_present(&dir, file) {
-                return files::read(&dir.join(&file.name), files::SHARD_INDEX).map(Some);
+                return files::read(&dir.join(&file.name), files::MAX_SHARD_INDEX_BYTES).map(Some);
             }
         }
         Ok(None)
@@ -203,11 +203,11 @@ impl Hub {
             return Ok(Some(index));
         }
         let file = if file.has_size_and_etag() { file.clone() } else { remote.head(commit, INDEX)? };
-        if let Some(bytes) = file.bytes.filter(|bytes| *bytes > files::SHARD_INDEX) {
+        if let Some(bytes) = file.bytes.filter(|bytes| *bytes > files::MAX_SHARD_INDEX_BYTES) {
             bail!("cannot download '{}': {INDEX} is too large ({})", remote.repo(), size(bytes));
         }
         self.fetch_files(remote, commit, repo, vec![file], &())?;
-        files::read(&repo.snapshot(commit).join(INDEX), files::SHARD_INDEX).map(Some)
+        files::read(&repo.snapshot(commit).join(INDEX), files::MAX_SHARD_INDEX_BYTES).map(Some)
     }
 }
 

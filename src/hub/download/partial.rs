@@ -66,7 +66,7 @@ impl Partial {
     /// Determines which bytes of `blob` earlier attempts have left on disk. Does not write to disk.
     pub fn find(blob: &Path, bytes: u64) -> Self {
         let path = with_suffix(blob, ".parts");
-        let json = files::read(&with_suffix(blob, ".parts.json"), files::DOWNLOAD_RECORD).ok();
+        let json = files::read(&with_suffix(blob, ".parts.json"), files::MAX_DOWNLOAD_RECORD_BYTES).ok();
         let mut record: Record = json.and_then(|json| files::parse_json(&json).ok()).unwrap_or_default();
         let length = |path: &Path| fs::metadata(path).ok().filter(|data| data.is_file()).map(|data| data.len());
         let length_on_disk = match (length(&path), length(&with_suffix(blob, ".incomplete"))) {

@@ -4,7 +4,7 @@ use anyhow::{Result, bail};
 
 use super::checkpoint::GgufCheckpoint;
 use super::metadata::Metadata;
-use crate::files::CHAT_TEMPLATE;
+use crate::files::MAX_CHAT_TEMPLATE_BYTES;
 use crate::text::{excerpt, size};
 use crate::tokenizer::gguf::Vocabulary;
 
@@ -56,8 +56,8 @@ pub fn chat_template<'c>(metadata: &Metadata<'c>, name: Option<&str>) -> Result<
         Some(name) => format!("tokenizer.chat_template.{name}"),
     };
     match metadata.string(&key)? {
-        Some(template) if template.len() as u64 > CHAT_TEMPLATE => {
-            bail!("metadata key {}: the template is larger than {}", excerpt(&key), size(CHAT_TEMPLATE))
+        Some(template) if template.len() as u64 > MAX_CHAT_TEMPLATE_BYTES => {
+            bail!("metadata key {}: the template is larger than {}", excerpt(&key), size(MAX_CHAT_TEMPLATE_BYTES))
         }
         template => Ok(template),
     }

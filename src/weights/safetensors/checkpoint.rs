@@ -74,7 +74,7 @@ impl SafetensorsCheckpoint {
     /// Reads `quantization_config` if config.json has this section. Then lists packed weights as I8 matrices.
     fn with_config(mut self, dir: &Path) -> Result<Self> {
         // Ignore a broken config.json here. inferno reports the error when it reads the model's config.
-        if let Ok(json) = files::read_json(&dir.join("config.json"), files::CONFIG) {
+        if let Ok(json) = files::read_json(&dir.join("config.json"), files::MAX_CONFIG_BYTES) {
             self.compressed = CompressedConfig::read(&json)?;
         }
         self.list_packed_as_weights()?;
