@@ -91,3 +91,61 @@ fn split_instructions(messages: &[Message]) -> (&[Message], &[Message]) {
 fn next_question(dialog: &[Message], index: usize) -> Option<usize> {
     (index + 1..dialog.len()).find(|&later| dialog[later].role == Role::User)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Creates one message for each letter: `s` for system, `q` for a question, `a` for an answer, `t` for a tool.
+    /// Each message has ten characters, which tell the messages apart.
+    fn conversation(roles: &str) -> Vec<Message> {
+        let role = |letter| match letter {
+            's' => Role::System,
+            'q' => Role::User,
+            'a' => Role::Assistant,
+            _ => Role::Tool,
+        };
+        roles.chars().enumerate().map(|(index, letter)| Message::new(role(letter), format!("{index:010}"))).collect()
+    }
+
+    /// Counts one token for each character, so each message of [`conversation`] has ten tokens.
+    fn count_characters(messages: &[Message]) -> Result<usize> {
+        Ok(messages.iter().map(|message| message.content.len()).sum())
+    }
+
+    #[test]
+    fn drops_whole_turns_until_another_quarter_is_free() {
+        for (what, roles, dropped_before, context, max_tokens, expected) in [
+            ("fits with a reserve of a quarter", "sqaqaq", 0, 80, None, 0),
+            ("exceeds the context with a reserve of a quarter", "sqaqaqaq", 0, 100, None, 4),
+            ("a lower `max_tokens` is the reserve", "sqaqaqaq", 0, 100, Some(20), 0),
+            ("a reserve one token too large", "sqaqaqaq", 0, 100, Some(21), 4),
+            ("a higher `max_tokens` does not raise the reserve", "sqaqaq", 0, 80, Some(1000), 0),
+            ("three quarters hold 60 tokens and a reserve of 15", "sqaqaqaqaq", 0, 100, Some(15), 4),
+            ("three quarters do not hold 60 tokens and a reserve of 16", "sqaqaqaqaq", 0, 100, Some(16), 6),
+            ("without a system prompt", "qaqaqaqaq", 0, 100, None, 4),
+            ("dropped messages stay dropped, even if all messages fit", "sqaq", 2, 1000, None, 2),
+            ("dropped messages do not count", "sqaqaqaq", 2, 100, None, 2),
+            ("drops more after earlier turns", "sqaqaqaqaq", 2, 100, None, 6),
+            ("the last message stays, even if more were dropped before", "sqaq", 99, 1000, None, 2),
+            ("the rest starts with a question, not with the answer after a tool", "sqataqaq", 0, 100, None, 4),
+            ("the last question stays, even if it does not fit", "sqaqaq", 0, 12, None, 4),
+            ("a single question stays, even if it does not fit", "sq", 0, 12, None, 0),
+            ("no messages", "", 0, 100, None, 0),
+        ] {
+            let messages = conversation(roles);
+            let (visible, dropped) =
+                drop_oldest(&messages, dropped_before, context, max_tokens, &count_characters).unwrap();
+            assert_eq!(dropped, expected, "{what}");
+            let instructions = roles.chars().take_while(|&letter| letter == 's').count();
+            assert_eq!(visible, [&messages[..instructions], &messages[instructions + dropped..]].concat(), "{what}");
+        }
+    }
+
+    #[test]
+    fn an_error_of_the_counter_is_returned() {
+        let fail = |_: &[Message]| Err(CannotDropOldest.into());
+        let error = drop_oldest(&conversation("sq"), 0, 100, None, &fail).unwrap_err();
+        assert!(error.is::<CannotDropOldest>(), "{error}");
+    }
+}

@@ -61,14 +61,17 @@ fn mode(path: &Path) -> u32 {
     std::os::unix::fs::PermissionsExt::mode(&fs::metadata(path).unwrap().permissions()) & 0o777
 }
 
-#[test]
-fn commands_do_what_their_help_says() {
-    let home = TempDir::new().unwrap();
-    let notes = home.path().join("notes.txt");
-    fs::write(&notes, "My name is Ada\n").unwrap();
-    let mut chat = play(&home, &DEMO);
+/// Starts a chat with the demo model, and waits for the prompt.
+fn chat_with_demo(home: &TempDir) -> PtySession {
+    let mut chat = play(home, &DEMO);
     prompt(&mut chat);
+    chat
+}
 
+#[test]
+fn help_describes_every_command() {
+    let home = TempDir::new().unwrap();
+    let mut chat = chat_with_demo(&home);
     let help = say(&mut chat, "/help");
     for command in
         "help exit clear undo regen system set reasoning file save load export stats context model".split(' ')
@@ -77,6 +80,13 @@ fn commands_do_what_their_help_says() {
         let about = say(&mut chat, &format!("/help {command}"));
         assert!(about.contains(&format!("/{command}")) && !about.contains("unknown command"), "{about}");
     }
+    leave(chat);
+}
+
+#[test]
+fn settings_are_listed_checked_and_changed() {
+    let home = TempDir::new().unwrap();
+    let mut chat = chat_with_demo(&home);
     let all = say(&mut chat, "/set");
     for setting in ["temperature", "top-k", "stop", "hide-reasoning", "plain", "overflow"] {
         assert!(all.contains(setting), "/set does not list {setting}: {all}");
@@ -86,11 +96,19 @@ fn commands_do_what_their_help_says() {
     assert!(say(&mut chat, "/set top-p 7").contains("expected a number from 0 to 1"));
     assert!(say(&mut chat, "/reasoning low").contains("reasoning is low"));
     assert!(say(&mut chat, "/reasoning hide").contains("hidden"));
+    assert!(say(&mut chat, "/system Be brief.").contains("new system prompt"));
+    assert!(say(&mut chat, "/system").contains("Be brief."));
+    leave(chat);
+}
+
+#[test]
+fn undo_and_regen_change_the_last_turn() {
+    let home = TempDir::new().unwrap();
+    let mut chat = chat_with_demo(&home);
     assert!(say(&mut chat, "/undo").contains("nothing to undo"));
     assert!(say(&mut chat, "/regen").contains("no question yet"));
-    assert!(say(&mut chat, "/save talk").contains("nothing to save"));
-    assert!(say(&mut chat, "/export md").contains("nothing to export"));
-
+    // With hidden reasoning, an answer starts with a summary: `thought: ` and a number of words.
+    say(&mut chat, "/reasoning hide");
     let first = say(&mut chat, "My name is Ada");
     assert!(first.contains("tok/s") && first.contains("thought:"), "{first}");
     assert!(say(&mut chat, "What is my name?").contains("Ada"));
@@ -101,6 +119,16 @@ fn commands_do_what_their_help_says() {
     assert!(say(&mut chat, "/stats").contains("messages      2"));
     let context = say(&mut chat, "/context");
     assert!(context.contains("of 4096 tokens") && context.contains("when full     stop"), "{context}");
+    leave(chat);
+}
+
+#[test]
+fn conversations_are_exported_and_saved() {
+    let home = TempDir::new().unwrap();
+    let mut chat = chat_with_demo(&home);
+    assert!(say(&mut chat, "/save talk").contains("nothing to save"));
+    assert!(say(&mut chat, "/export md").contains("nothing to export"));
+    say(&mut chat, "My name is Ada");
 
     let export = home.path().join("talk.md");
     assert!(say(&mut chat, &format!("/export md {}", export.display())).contains("written"));
@@ -118,30 +146,42 @@ fn commands_do_what_their_help_says() {
     assert!(say(&mut chat, "/save ../talk").contains("cannot use the name"));
     assert!(say(&mut chat, "/load").contains("talk"));
     assert!(say(&mut chat, "/clear").contains("new conversation"));
-    assert!(say(&mut chat, "/system Be brief.").contains("new system prompt"));
-    assert!(say(&mut chat, "/system").contains("Be brief."));
-
-    assert!(say(&mut chat, "/file /nonexistent").contains("No such file"));
-    assert!(say(&mut chat, &format!("/file {}", notes.display())).contains("attached to the next message"));
-    assert!(say(&mut chat, "/file").contains("notes.txt"));
-    say(&mut chat, "What is in it?");
-    assert!(say(&mut chat, "/file").contains("nothing is attached"));
-
-    assert!(say(&mut chat, "/model").contains("demo (current)"));
-    assert!(say(&mut chat, "/model nobody/nothing").contains("not on this machine"));
-    assert!(say(&mut chat, "/model demo").contains("switched to demo"));
-    assert!(say(&mut chat, "How do I list my models?").contains("inferno list"));
     leave(chat);
-
     let journal = conversations(&home).join("talk.jsonl");
-    let saved: String = journals(&home).iter().map(|path| fs::read_to_string(path).unwrap()).collect();
-    assert!(saved.contains("notes.txt:\\n```\\nMy name is Ada\\n```\\n\\nWhat is in it?"), "{saved}");
+    assert!(fs::read_to_string(&journal).unwrap().contains("My name is Ada"));
     #[cfg(unix)]
     {
         assert_eq!(mode(&journal), 0o600);
         assert_eq!(mode(&home.path().join(".local/state/inferno/history")), 0o600);
         assert_eq!(mode(&conversations(&home)), 0o700);
     }
+}
+
+#[test]
+fn a_file_is_attached_to_the_next_message_only() {
+    let home = TempDir::new().unwrap();
+    let notes = home.path().join("notes.txt");
+    fs::write(&notes, "My name is Ada\n").unwrap();
+    let mut chat = chat_with_demo(&home);
+    assert!(say(&mut chat, "/file /nonexistent").contains("No such file"));
+    assert!(say(&mut chat, &format!("/file {}", notes.display())).contains("attached to the next message"));
+    assert!(say(&mut chat, "/file").contains("notes.txt"));
+    say(&mut chat, "What is in it?");
+    assert!(say(&mut chat, "/file").contains("nothing is attached"));
+    leave(chat);
+    let saved: String = journals(&home).iter().map(|path| fs::read_to_string(path).unwrap()).collect();
+    assert!(saved.contains("notes.txt:\\n```\\nMy name is Ada\\n```\\n\\nWhat is in it?"), "{saved}");
+}
+
+#[test]
+fn the_model_can_be_changed_in_a_chat() {
+    let home = TempDir::new().unwrap();
+    let mut chat = chat_with_demo(&home);
+    assert!(say(&mut chat, "/model").contains("demo (current)"));
+    assert!(say(&mut chat, "/model nobody/nothing").contains("not on this machine"));
+    assert!(say(&mut chat, "/model demo").contains("switched to demo"));
+    assert!(say(&mut chat, "How do I list my models?").contains("inferno list"));
+    leave(chat);
 }
 
 #[test]

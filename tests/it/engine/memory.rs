@@ -11,6 +11,7 @@ use inferno::weights::ggml::GgmlType;
 use inferno::weights::quantized::QuantizationTarget;
 use inferno::weights::{Checkpoint, Inventory, LoadProgress, WeightsBuilder};
 
+use crate::harness::TestCase;
 use crate::ranks::on_ranks;
 use crate::support::gguf::converter::{convert, convert_with_separate_experts};
 use crate::support::gguf::models::{quantized_llama, saved};
@@ -100,77 +101,104 @@ fn each_quantization(name: &str, path: &Path) {
     }
 }
 
-#[test]
-fn estimates_equal_the_loaded_bytes() {
-    for case in golden_models(|_| true).into_iter().chain(["trained"]) {
-        each_quantization(case, &golden(case));
-    }
-    each_quantization("demo", &demo_dir());
+/// Returns a case for each value, named after the value.
+fn cases<T: ToString>(values: impl IntoIterator<Item = T>) -> Vec<TestCase<T>> {
+    values.into_iter().map(|value| TestCase { name: value.to_string(), need: None, value }).collect()
+}
+
+fn models() -> Vec<TestCase<&'static str>> {
+    cases(golden_models(|_| true).into_iter().chain(["trained"]))
+}
+
+#[test(each = models)]
+fn estimates_equal_the_loaded_bytes(model: &'static str) {
+    each_quantization(model, &golden(model));
 }
 
 #[test]
-fn estimates_of_gguf_files_equal_the_loaded_bytes() {
-    for case in golden_models(|model| model.has_gguf) {
-        let (_folder, path) = saved(&convert(&golden(case)));
-        each_quantization(&format!("{case}.gguf"), &path);
-    }
+fn estimates_of_the_demo_model_equal_the_loaded_bytes() {
+    each_quantization("demo", &demo_dir());
+}
+
+fn converted_models() -> Vec<TestCase<&'static str>> {
+    cases(golden_models(|model| model.has_gguf))
+}
+
+#[test(each = converted_models)]
+fn estimates_of_gguf_files_equal_the_loaded_bytes(model: &'static str) {
+    let (_folder, path) = saved(&convert(&golden(model)));
+    each_quantization(&format!("{model}.gguf"), &path);
+}
+
+#[test]
+fn estimates_of_separate_experts_equal_the_loaded_bytes() {
     let (_folder, path) = saved(&convert_with_separate_experts(&golden("mixtral")));
     each_quantization("mixtral.gguf, separate experts", &path);
-    // The blocks in these files have 32 values, so they are wider than an attention head (8 to 16 values).
-    for family in ["llama", "mixtral", "qwen2", "qwen3", "qwen3_moe", "phi3", "gemma2", "gemma3", "gpt2", "gpt_oss"] {
-        let path = golden("gguf_quantized").join(format!("{family}.gguf"));
-        check(&format!("quantized {family}.gguf"), &path, None);
-        check_ranks(&format!("quantized {family}.gguf"), &path, None);
-    }
-    for ggml_type in GgmlType::ALL.into_iter().filter(|&of| of.block_length() > 1 && of != GgmlType::Mxfp4) {
-        let (_folder, path) = saved(&quantized_llama(ggml_type, false));
-        each_quantization(&format!("{ggml_type}.gguf"), &path);
-    }
+}
+
+fn quantized_models() -> Vec<TestCase<&'static str>> {
+    cases(["llama", "mixtral", "qwen2", "qwen3", "qwen3_moe", "phi3", "gemma2", "gemma3", "gpt2", "gpt_oss"])
+}
+
+/// The blocks in these files have 32 values, so they are wider than an attention head (8 to 16 values).
+#[test(each = quantized_models)]
+fn estimates_of_quantized_gguf_files_equal_the_loaded_bytes(model: &'static str) {
+    let path = golden("gguf_quantized").join(format!("{model}.gguf"));
+    check(&format!("quantized {model}.gguf"), &path, None);
+    check_ranks(&format!("quantized {model}.gguf"), &path, None);
+}
+
+fn block_formats() -> Vec<TestCase<GgmlType>> {
+    cases(GgmlType::ALL.into_iter().filter(|&of| of.block_length() > 1 && of != GgmlType::Mxfp4))
+}
+
+#[test(each = block_formats)]
+fn estimates_of_each_block_format_equal_the_loaded_bytes(ggml_type: GgmlType) {
+    let (_folder, path) = saved(&quantized_llama(ggml_type, false));
+    each_quantization(&format!("{ggml_type}.gguf"), &path);
 }
 
 /// Without compressed-tensors, an estimate from the headers alone equals the estimate from the complete files.
 /// With compressed-tensors, the estimate may be low, because the headers do not show the layout after loading.
 /// Rows may be padded to a multiple of 32 columns, and each row may get its own scale.
-#[test]
-fn estimates_from_headers_agree_with_estimates_from_files() {
-    for case in golden_models(|_| true).into_iter().chain(["trained"]) {
-        let dir = golden(case);
-        let ModelConfig { family, architecture, .. } = models::read_config(&dir).unwrap();
-        let kv_heads: Vec<_> = architecture.cache_layers().iter().map(|layer| layer.kv_heads).collect();
-        let mut inventory = Inventory::new(family.tensors);
-        let mut tensors = 0;
-        for file in std::fs::read_dir(&dir).unwrap().map(|file| file.unwrap().path()) {
-            let name = file.file_name().unwrap().to_str().unwrap().to_string();
-            if !name.starts_with("model") || !name.ends_with(".safetensors") {
-                continue;
-            }
-            let bytes = std::fs::read(&file).unwrap();
-            let length = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
-            let header = &bytes[8..8 + length];
-            inventory.add_header(&name, header, Some((bytes.len() - 8 - length) as u64)).unwrap();
-            tensors += 1;
+#[test(each = models)]
+fn estimates_from_headers_agree_with_estimates_from_files(case: &'static str) {
+    let dir = golden(case);
+    let ModelConfig { family, architecture, .. } = models::read_config(&dir).unwrap();
+    let kv_heads: Vec<_> = architecture.cache_layers().iter().map(|layer| layer.kv_heads).collect();
+    let mut inventory = Inventory::new(family.tensors);
+    let mut tensors = 0;
+    for file in std::fs::read_dir(&dir).unwrap().map(|file| file.unwrap().path()) {
+        let name = file.file_name().unwrap().to_str().unwrap().to_string();
+        if !name.starts_with("model") || !name.ends_with(".safetensors") {
+            continue;
         }
-        assert!(tensors > 0, "{case}");
-        let checkpoint = Checkpoint::open(&dir).unwrap();
-        let from_files = Inventory::from_checkpoint(&checkpoint, family.tensors, None);
-        for dtype in [DType::F32, DType::BF16] {
-            let (estimate, exact) = (inventory.loaded_bytes(dtype), from_files.loaded_bytes(dtype));
-            for ranks in [2, 3] {
-                let parts = |inventory: &Inventory| inventory.rank_parts(&kv_heads, ranks, dtype);
-                if !case.starts_with("compressed") {
-                    assert_eq!(parts(&inventory), parts(&from_files), "wrong estimate of {case} on {ranks} ranks");
-                }
+        let bytes = std::fs::read(&file).unwrap();
+        let length = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+        let header = &bytes[8..8 + length];
+        inventory.add_header(&name, header, Some((bytes.len() - 8 - length) as u64)).unwrap();
+        tensors += 1;
+    }
+    assert!(tensors > 0, "{case}");
+    let checkpoint = Checkpoint::open(&dir).unwrap();
+    let from_files = Inventory::from_checkpoint(&checkpoint, family.tensors, None);
+    for dtype in [DType::F32, DType::BF16] {
+        let (estimate, exact) = (inventory.loaded_bytes(dtype), from_files.loaded_bytes(dtype));
+        for ranks in [2, 3] {
+            let parts = |inventory: &Inventory| inventory.rank_parts(&kv_heads, ranks, dtype);
+            if !case.starts_with("compressed") {
+                assert_eq!(parts(&inventory), parts(&from_files), "wrong estimate of {case} on {ranks} ranks");
             }
-            if case.starts_with("compressed") {
-                let codes = checkpoint.tensors().filter(|(_, info)| info.dtype.bitsize() == 8);
-                let rows: usize = codes.map(|(_, info)| info.shape[0]).sum();
-                assert!(
-                    estimate <= exact && exact - estimate <= rows as u64 * (31 + 4),
-                    "{case}: the estimate is {estimate} bytes, but the exact size is {exact} bytes"
-                );
-            } else {
-                assert_eq!(estimate, exact, "{case} in {dtype:?}");
-            }
+        }
+        if case.starts_with("compressed") {
+            let codes = checkpoint.tensors().filter(|(_, info)| info.dtype.bitsize() == 8);
+            let rows: usize = codes.map(|(_, info)| info.shape[0]).sum();
+            assert!(
+                estimate <= exact && exact - estimate <= rows as u64 * (31 + 4),
+                "{case}: the estimate is {estimate} bytes, but the exact size is {exact} bytes"
+            );
+        } else {
+            assert_eq!(estimate, exact, "{case} in {dtype:?}");
         }
     }
 }

@@ -1,92 +1,158 @@
 //! Tests which request fields are honored, which are refused, and which are reported as ignored.
 
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+
 use serde_json::{Value, json};
 
 use super::client::{JSON, Response, Server, chat};
+use crate::harness::TestCase;
 
-#[test]
-fn invalid_fields_are_errors_that_name_the_field() {
-    let server = Server::start(&[]);
+/// A request that the server refuses, and the field that the error names.
+struct Refused {
+    path: &'static str,
+    fields: Value,
+    param: &'static str,
+}
+
+fn refused_requests() -> Vec<TestCase<Refused>> {
+    let chats = refused_chats().into_iter().map(|(name, fields, param)| {
+        let value = Refused { path: "/v1/chat/completions", fields: chat(fields), param };
+        TestCase { name: format!("chat::{name}"), need: None, value }
+    });
+    let completions = refused_completions().into_iter().map(|(name, fields, param)| {
+        let value = Refused { path: "/v1/completions", fields, param };
+        TestCase { name: format!("completion::{name}"), need: None, value }
+    });
+    chats.chain(completions).collect()
+}
+
+/// Returns the name of each case, the fields of the request, and the field that the error must name.
+fn refused_chats() -> Vec<(&'static str, Value, &'static str)> {
     let message = |message: Value| json!({ "messages": [message] });
     let tool = |function: Value| json!({ "tools": [{ "type": "function", "function": function }] });
-    for (fields, param) in [
-        (json!({ "messages": [] }), "messages"),
-        (json!({ "messages": null }), "messages"),
-        (json!({ "messages": "hi" }), "messages"),
-        (json!({ "messages": ["hi"] }), "messages[0]"),
-        (message(json!({ "role": "robot", "content": "" })), "messages[0].role"),
-        (message(json!({ "role": "user" })), "messages[0].content"),
-        (message(json!({ "role": "user", "content": 5 })), "messages[0].content"),
-        (message(json!({ "role": "user", "content": [{ "type": "image_url" }] })), "messages[0].content[0].type"),
-        (message(json!({ "role": "user", "content": [{ "type": "text" }] })), "messages[0].content[0].text"),
-        (message(json!({ "role": "assistant", "tool_calls": [{}] })), "messages[0].tool_calls[0].function"),
-        (message(json!({ "role": "assistant", "content": "a", "function_call": {} })), "messages[0].function_call"),
-        (json!({ "temperature": -1 }), "temperature"),
-        (json!({ "temperature": "hot" }), "temperature"),
-        (json!({ "top_p": 1.5 }), "top_p"),
-        (json!({ "top_k": -2 }), "top_k"),
-        (json!({ "seed": 1.5 }), "seed"),
-        (json!({ "max_tokens": 0 }), "max_tokens"),
-        (json!({ "max_completion_tokens": -1 }), "max_completion_tokens"),
-        (json!({ "n": 9 }), "n"),
-        (json!({ "n": 0 }), "n"),
-        (json!({ "best_of": 2 }), "best_of"),
-        (json!({ "stop": [1] }), "stop"),
-        (json!({ "stop": vec!["x"; 17] }), "stop"),
-        (json!({ "stop_token_ids": [999_999] }), "stop_token_ids"),
-        (json!({ "logit_bias": { "999999": 1 } }), "logit_bias"),
-        (json!({ "logit_bias": { "5": 101 } }), "logit_bias"),
-        (json!({ "logit_bias": { "x": 1 } }), "logit_bias"),
-        (json!({ "logprobs": 3 }), "logprobs"),
-        (json!({ "top_logprobs": 3 }), "top_logprobs"),
-        (json!({ "logprobs": true, "top_logprobs": 21 }), "top_logprobs"),
-        (json!({ "stream": "yes" }), "stream"),
-        (json!({ "stream_options": { "include_usage": true } }), "stream_options"),
-        (json!({ "reasoning_effort": "none" }), "reasoning_effort"),
-        (json!({ "reasoning_effort": "huge" }), "reasoning_effort"),
-        (json!({ "reasoning": { "effort": "none" } }), "reasoning.effort"),
-        (json!({ "response_format": { "type": "yaml" } }), "response_format.type"),
+    vec![
+        ("no_messages", json!({ "messages": [] }), "messages"),
+        ("null_messages", json!({ "messages": null }), "messages"),
+        ("text_instead_of_messages", json!({ "messages": "hi" }), "messages"),
+        ("text_instead_of_a_message", json!({ "messages": ["hi"] }), "messages[0]"),
+        ("unknown_role", message(json!({ "role": "robot", "content": "" })), "messages[0].role"),
+        ("no_content", message(json!({ "role": "user" })), "messages[0].content"),
+        ("content_is_a_number", message(json!({ "role": "user", "content": 5 })), "messages[0].content"),
         (
+            "image_content",
+            message(json!({ "role": "user", "content": [{ "type": "image_url" }] })),
+            "messages[0].content[0].type",
+        ),
+        (
+            "content_without_text",
+            message(json!({ "role": "user", "content": [{ "type": "text" }] })),
+            "messages[0].content[0].text",
+        ),
+        (
+            "tool_call_without_function",
+            message(json!({ "role": "assistant", "tool_calls": [{}] })),
+            "messages[0].tool_calls[0].function",
+        ),
+        (
+            "function_call",
+            message(json!({ "role": "assistant", "content": "a", "function_call": {} })),
+            "messages[0].function_call",
+        ),
+        ("negative_temperature", json!({ "temperature": -1 }), "temperature"),
+        ("temperature_is_text", json!({ "temperature": "hot" }), "temperature"),
+        ("top_p_above_one", json!({ "top_p": 1.5 }), "top_p"),
+        ("top_k_below_minus_one", json!({ "top_k": -2 }), "top_k"),
+        ("fractional_seed", json!({ "seed": 1.5 }), "seed"),
+        ("no_max_tokens", json!({ "max_tokens": 0 }), "max_tokens"),
+        ("negative_max_completion_tokens", json!({ "max_completion_tokens": -1 }), "max_completion_tokens"),
+        ("nine_answers", json!({ "n": 9 }), "n"),
+        ("zero_answers", json!({ "n": 0 }), "n"),
+        ("best_of", json!({ "best_of": 2 }), "best_of"),
+        ("stop_is_a_number", json!({ "stop": [1] }), "stop"),
+        ("many_stops", json!({ "stop": vec!["x"; 17] }), "stop"),
+        ("stop_token_outside_vocabulary", json!({ "stop_token_ids": [999_999] }), "stop_token_ids"),
+        ("bias_outside_vocabulary", json!({ "logit_bias": { "999999": 1 } }), "logit_bias"),
+        ("bias_above_100", json!({ "logit_bias": { "5": 101 } }), "logit_bias"),
+        ("bias_of_a_text", json!({ "logit_bias": { "x": 1 } }), "logit_bias"),
+        ("logprobs_is_a_number", json!({ "logprobs": 3 }), "logprobs"),
+        ("top_logprobs_without_logprobs", json!({ "top_logprobs": 3 }), "top_logprobs"),
+        ("too_many_top_logprobs", json!({ "logprobs": true, "top_logprobs": 21 }), "top_logprobs"),
+        ("stream_is_text", json!({ "stream": "yes" }), "stream"),
+        ("stream_options_without_stream", json!({ "stream_options": { "include_usage": true } }), "stream_options"),
+        ("no_reasoning_effort", json!({ "reasoning_effort": "none" }), "reasoning_effort"),
+        ("unknown_reasoning_effort", json!({ "reasoning_effort": "huge" }), "reasoning_effort"),
+        ("no_nested_reasoning_effort", json!({ "reasoning": { "effort": "none" } }), "reasoning.effort"),
+        ("unknown_format", json!({ "response_format": { "type": "yaml" } }), "response_format.type"),
+        (
+            "schema_is_missing",
             json!({ "response_format": { "type": "json_schema", "json_schema": {} } }),
             "response_format.json_schema.schema",
         ),
-        (json!({ "tool_choice": "required" }), "tool_choice"),
-        (json!({ "tool_choice": { "type": "function", "function": { "name": "f" } } }), "tool_choice"),
-        (json!({ "tool_choice": "sometimes" }), "tool_choice"),
-        (json!({ "tools": [{ "type": "web" }] }), "tools[0].type"),
-        (tool(json!({ "name": "two words" })), "tools[0].function.name"),
-        (tool(json!({ "name": "f", "parameters": [] })), "tools[0].function.parameters"),
-        (json!({ "functions": [{ "name": "f" }] }), "functions"),
-        (json!({ "guided_json": {} }), "guided_json"),
-        (json!({ "use_beam_search": true }), "use_beam_search"),
-        (json!({ "prediction": {} }), "prediction"),
-        (json!({ "modalities": ["text", "audio"] }), "modalities"),
-        (json!({ "chat_template_kwargs": 1 }), "chat_template_kwargs"),
-        (json!({ "chat_template_kwargs": { "messages": [] } }), "chat_template_kwargs"),
-        (json!({ "chat_template": "{{ messages }}" }), "chat_template"),
-        (json!({ "cache_salt": "" }), "cache_salt"),
-        (json!({ "cache_salt": 1 }), "cache_salt"),
-        (json!({ "priority": 1e10 }), "priority"),
-    ] {
-        let error = server.chat(fields.clone()).error(400);
-        assert_eq!(error["param"], param, "{fields}: {error}");
-        assert_eq!(error["type"], "invalid_request_error");
-    }
-    for (fields, param) in [
-        (json!({}), "prompt"),
-        (json!({ "prompt": "" }), "prompt"),
-        (json!({ "prompt": [] }), "prompt"),
-        (json!({ "prompt": [[]] }), "prompt"),
-        (json!({ "prompt": [1, "a"] }), "prompt"),
-        (json!({ "prompt": [-1] }), "prompt"),
-        (json!({ "prompt": "a", "suffix": "b" }), "suffix"),
-        (json!({ "prompt": "a", "echo": true, "logprobs": 21 }), "logprobs"),
-        (json!({ "prompt": vec!["a ".repeat(1500); 20], "n": 6, "echo": true, "logprobs": 20 }), "logprobs"),
-        (json!({ "prompt": vec!["a"; 33], "n": 4 }), "prompt"),
-    ] {
-        let error = server.post("/v1/completions", &fields).error(400);
-        assert_eq!(error["param"], param, "{fields}: {error}");
-    }
+        ("required_tool_without_tools", json!({ "tool_choice": "required" }), "tool_choice"),
+        (
+            "named_tool_without_tools",
+            json!({ "tool_choice": { "type": "function", "function": { "name": "f" } } }),
+            "tool_choice",
+        ),
+        ("unknown_tool_choice", json!({ "tool_choice": "sometimes" }), "tool_choice"),
+        ("unknown_tool_type", json!({ "tools": [{ "type": "web" }] }), "tools[0].type"),
+        ("tool_name_with_space", tool(json!({ "name": "two words" })), "tools[0].function.name"),
+        ("tool_parameters_are_a_list", tool(json!({ "name": "f", "parameters": [] })), "tools[0].function.parameters"),
+        ("functions", json!({ "functions": [{ "name": "f" }] }), "functions"),
+        ("guided_json", json!({ "guided_json": {} }), "guided_json"),
+        ("beam_search", json!({ "use_beam_search": true }), "use_beam_search"),
+        ("prediction", json!({ "prediction": {} }), "prediction"),
+        ("audio", json!({ "modalities": ["text", "audio"] }), "modalities"),
+        ("template_variables_are_a_number", json!({ "chat_template_kwargs": 1 }), "chat_template_kwargs"),
+        ("reserved_template_variable", json!({ "chat_template_kwargs": { "messages": [] } }), "chat_template_kwargs"),
+        ("template", json!({ "chat_template": "{{ messages }}" }), "chat_template"),
+        ("empty_salt", json!({ "cache_salt": "" }), "cache_salt"),
+        ("salt_is_a_number", json!({ "cache_salt": 1 }), "cache_salt"),
+        ("huge_priority", json!({ "priority": 1e10 }), "priority"),
+    ]
+}
+
+/// Like [`refused_chats`].
+fn refused_completions() -> Vec<(&'static str, Value, &'static str)> {
+    vec![
+        ("no_prompt", json!({}), "prompt"),
+        ("empty_prompt", json!({ "prompt": "" }), "prompt"),
+        ("empty_list", json!({ "prompt": [] }), "prompt"),
+        ("empty_token_list", json!({ "prompt": [[]] }), "prompt"),
+        ("mixed_list", json!({ "prompt": [1, "a"] }), "prompt"),
+        ("negative_token", json!({ "prompt": [-1] }), "prompt"),
+        ("suffix", json!({ "prompt": "a", "suffix": "b" }), "suffix"),
+        ("too_many_logprobs", json!({ "prompt": "a", "echo": true, "logprobs": 21 }), "logprobs"),
+        (
+            "too_many_echoed_logprobs",
+            json!({ "prompt": vec!["a ".repeat(1500); 20], "n": 6, "echo": true, "logprobs": 20 }),
+            "logprobs",
+        ),
+        ("too_many_answers", json!({ "prompt": vec!["a"; 33], "n": 4 }), "prompt"),
+    ]
+}
+
+/// Returns a server that the tests of refused requests share while they run at the same time. The last one stops it.
+fn shared_server() -> Arc<Server> {
+    static SERVER: Mutex<Weak<Server>> = Mutex::new(Weak::new());
+    let mut shared = SERVER.lock().unwrap_or_else(PoisonError::into_inner);
+    shared.upgrade().unwrap_or_else(|| {
+        let server = Arc::new(Server::start(&[]));
+        *shared = Arc::downgrade(&server);
+        server
+    })
+}
+
+#[test(each = refused_requests)]
+fn invalid_fields_are_errors_that_name_the_field(Refused { path, fields, param }: Refused) {
+    let error = shared_server().post(path, &fields).error(400);
+    assert_eq!(error["param"], param, "{error}");
+    assert_eq!(error["type"], "invalid_request_error");
+}
+
+#[test]
+fn an_unknown_token_is_named() {
+    let server = Server::start(&[]);
     let error = server.post("/v1/completions", &json!({ "prompt": [999_999] })).error(400);
     assert!(error["message"].as_str().unwrap().contains("999999"), "{error}");
 }

@@ -1,7 +1,4 @@
-//! Runs the scheduler with random requests and a virtual clock, and checks every plan.
-//!
-//! To simulate a million requests:
-//! `INFERNO_SIMULATED_REQUESTS=1000000 cargo test --release --test it scheduler::`
+//! A simulator that runs the scheduler with a virtual clock, and checks every plan.
 
 use std::collections::BTreeSet;
 use std::ops::Range;
@@ -9,49 +6,12 @@ use std::time::Duration;
 
 use inferno::engine::blocks::{BlockManager, SCRATCH_BLOCK};
 use inferno::engine::scheduler::{NewSequence, Scheduler, SchedulerConfig, SequenceId, SequenceWork, StepPlan};
-use inferno::nn::kv_cache::{BLOCK_TOKENS, peak_blocks};
+use inferno::nn::kv_cache::BLOCK_TOKENS;
 use inferno::runner::PromptParts;
 
+use super::scenario::{Request, Scenario};
+use super::{digest, most_blocks, new_sequence};
 use crate::support::Random;
-
-/// Returns the most blocks that a sequence of `tokens` tokens uses at any time, summed over all layer groups.
-/// Each chunk of the sequence has at most `chunk` tokens.
-fn most_blocks(windows: &[Option<usize>], tokens: usize, chunk: usize) -> usize {
-    windows.iter().map(|&window| peak_blocks(window, tokens, chunk)).sum()
-}
-
-/// A simulated request.
-#[derive(Clone, Debug)]
-struct Request {
-    prompt: Vec<u32>,
-    max_tokens: usize,
-    /// The length of the answer in tokens, at most `max_tokens`.
-    answer: usize,
-    tenant: u64,
-    priority: i32,
-    arrival: Duration,
-    deadline: Option<Duration>,
-    /// The time at which the client cancels the request.
-    cancel: Option<Duration>,
-    /// The number of forks of this request. The forks of a request come right after it in the list of requests.
-    forks: usize,
-    is_fork: bool,
-    /// The parts into which the prompt is divided. If not set, the scheduler's configuration decides.
-    /// No pass crosses the end of a prompt part.
-    prompt_parts: Option<PromptParts>,
-}
-
-/// The configuration of a scheduler, and the requests to submit.
-#[derive(Clone, Debug)]
-struct Scenario {
-    config: SchedulerConfig,
-    windows: Vec<Option<usize>>,
-    blocks: usize,
-    /// Whether each step is planned before the tokens of the previous step are known.
-    plans_ahead: bool,
-    /// The requests, sorted by arrival. The index of a request is its id.
-    requests: Vec<Request>,
-}
 
 /// How a request ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -63,12 +23,12 @@ enum Outcome {
 
 /// The state of one sequence in the simulator.
 #[derive(Default)]
-struct Tracked {
+pub struct Tracked {
     /// For each position, a digest of the tokens up to and including that position.
     digests: Vec<u64>,
     computed: usize,
     /// The time of the sequence's first step, if the sequence has started.
-    started: Option<Duration>,
+    pub started: Option<Duration>,
     is_running: bool,
     preemptions: usize,
     outcome: Option<Outcome>,
@@ -83,13 +43,13 @@ struct Tracked {
 /// in nanoseconds, its arrival, and its id.
 type SortKey = (bool, i128, Duration, SequenceId);
 
-struct Simulator<'a> {
+pub struct Simulator<'a> {
     scenario: &'a Scenario,
     scheduler: Scheduler,
     /// The queued step. Its tokens are not known yet.
     queued: Option<StepPlan>,
     now: Duration,
-    tracked: Vec<Tracked>,
+    pub tracked: Vec<Tracked>,
     /// The submitted sequences that have not ended.
     unfinished: BTreeSet<SequenceId>,
     /// The submitted sequences that are waiting to run, except pending forks, sorted by [`SortKey`].
@@ -117,28 +77,23 @@ struct Simulator<'a> {
 
 /// What happened in a simulation. Two simulations of the same scenario must have equal summaries.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-struct Summary {
+pub struct Summary {
     /// A digest of the work in all plans.
-    plans: u64,
-    finished: usize,
-    canceled: usize,
-    expired: usize,
-    preemptions: usize,
+    pub plans: u64,
+    pub finished: usize,
+    pub canceled: usize,
+    pub expired: usize,
+    pub preemptions: usize,
     /// The number of sequences that were preempted twice, and are therefore never preempted again.
-    protected: usize,
+    pub protected: usize,
     /// The number of forks that started with the blocks of another sequence.
-    forked: usize,
-    hit_tokens: u64,
+    pub forked: usize,
+    pub hit_tokens: u64,
     /// The number of chunks that exceed the limit in `Simulator::check_chunks`.
     /// The limit is about half of the token budget.
-    long_chunks: usize,
-    steps: usize,
-    duration: Duration,
-}
-
-/// Returns the digest of a sequence after one more token.
-fn digest(before: u64, token: u64) -> u64 {
-    (before ^ token).wrapping_mul(0x9E37_79B9_7F4A_7C15).rotate_left(29)
+    pub long_chunks: usize,
+    pub steps: usize,
+    pub duration: Duration,
 }
 
 /// Returns the simulated time of a step with `tokens` tokens: a fixed time, and a time for each token.
@@ -147,7 +102,7 @@ fn step_time(tokens: usize) -> Duration {
 }
 
 impl<'a> Simulator<'a> {
-    fn new(scenario: &'a Scenario, seed: u64) -> Self {
+    pub fn new(scenario: &'a Scenario, seed: u64) -> Self {
         let Scenario { config, ref windows, blocks, ref requests, .. } = *scenario;
         let scheduler =
             Scheduler::new(config, BlockManager::new(windows.clone(), blocks).with_prompt_parts(config.prompt_parts));
@@ -174,7 +129,7 @@ impl<'a> Simulator<'a> {
     }
 
     /// Simulates steps until all requests have ended.
-    fn run(&mut self) -> Summary {
+    pub fn run(&mut self) -> Summary {
         let requests = &self.scenario.requests;
         let mut arrivals = (0..).zip(requests).peekable();
         let mut cancels: Vec<_> = (0..).zip(requests).filter_map(|(id, request)| Some((request.cancel?, id))).collect();
@@ -678,475 +633,4 @@ fn token_after(last: u64) -> u32 {
 /// Returns whether a cancellation at `time` happens while a step is running. This is so for about half of all times.
 fn is_during_step(time: Duration) -> bool {
     (time.as_nanos() / 1000).is_multiple_of(2)
-}
-
-/// Returns a random number from 1 to `most`. Its logarithm is roughly uniformly distributed.
-fn skewed(random: &mut Random, most: usize) -> usize {
-    let bits = random.below(most.ilog2() as usize + 1);
-    (1 + random.below(2 << bits)).min(most)
-}
-
-/// Returns a random scheduler and `count` random requests.
-fn random_scenario(seed: u64, count: usize) -> Scenario {
-    // Similar seeds would produce similar first random numbers, so hash the seed.
-    let mut random = Random(digest(seed, 1));
-    let random = &mut random;
-    // Short prompts, long answers and few blocks lead to preemptions.
-    let is_tight = random.below(3) == 0;
-    let token_budget = match random.below(4) {
-        0 if !is_tight => skewed(random, 64),
-        _ => 32 + skewed(random, 2000),
-    };
-    let max_sequences =
-        if is_tight { token_budget.min(4 + random.below(60)) } else { skewed(random, token_budget.min(100)) };
-    let context = match random.below(4) {
-        _ if is_tight => 200 + random.below(500),
-        0 => 1 + random.below(100),
-        1 => BLOCK_TOKENS * (1 + random.below(8)),
-        _ => 100 + random.below(900),
-    };
-    let windows: &[Option<usize>] = match random.below(8) {
-        0..2 => &[None],
-        2..5 => &[None, Some(128)],
-        5 => &[Some(100)],
-        6 => &[Some(1), None, Some(65)],
-        _ => &[Some(512), Some(64)],
-    };
-    let peak = most_blocks(windows, context, token_budget);
-    let blocks = 1 + match random.below(4) {
-        _ if is_tight => peak + random.below(peak),
-        0 => peak,
-        1 => peak + random.below(peak * 2),
-        2 => peak * (1 + random.below(8)),
-        _ => peak * max_sequences,
-    };
-    let texts: Vec<Vec<u32>> = (0..3).map(|_| (0..context).map(|_| random.below(1000) as u32).collect()).collect();
-    // With a gap of 0, all requests arrive at once. With a large gap between arrivals, only a few run at the same time.
-    let gap_us = [0, 100, 1000, 10_000, 40_000][random.below(if is_tight { 3 } else { 5 })];
-    let (has_priorities, has_deadlines, has_cancels) =
-        (random.below(2) == 0, random.below(2) == 0, random.below(2) == 0);
-    let most_tokens = if is_tight { context / 2 + random.below(context / 2) } else { [1, 8, 40, 100][random.below(4)] };
-    let mut arrival = Duration::ZERO;
-    let requests = (0..count).map(|_| {
-        arrival += Duration::from_micros(random.below(2 * gap_us + 1) as u64);
-        let len = match random.below(3) {
-            _ if is_tight => 1 + random.below(context.min(70)),
-            0 => 1 + random.below(context),
-            1 => (BLOCK_TOKENS * random.below(5) + random.below(3)).clamp(2, context + 1) - 1,
-            _ => skewed(random, context),
-        };
-        let text = random.below(texts.len());
-        let mut prompt = texts[text][..len].to_vec();
-        // About half of the prompts continue with random tokens after a prefix that other prompts share.
-        let shared = random.below(2 * len);
-        prompt.iter_mut().skip(shared).for_each(|token| *token = random.below(1000) as u32);
-        let room = (context - len).max(1);
-        let max_tokens = match random.below(8) {
-            0 => usize::MAX,
-            _ => 1 + random.below(most_tokens),
-        };
-        let answer = (1 + random.below(max_tokens.min(most_tokens))).min(room);
-        let soon =
-            |random: &mut Random, most_ms: usize| arrival + Duration::from_micros(random.below(most_ms * 1000) as u64);
-        Request {
-            forks: 0,
-            is_fork: false,
-            prompt_parts: None,
-            prompt,
-            max_tokens,
-            answer,
-            tenant: 0,
-            priority: if has_priorities { random.below(4) as i32 - 1 } else { 0 },
-            arrival,
-            deadline: (has_deadlines && random.below(3) == 0).then(|| soon(random, 3000)),
-            cancel: (has_cancels && random.below(5) == 0).then(|| soon(random, 1000)),
-        }
-    });
-    let mut requests: Vec<Request> = requests.collect();
-    let can_fork = random.below(2) == 0;
-    let mut id = 0;
-    while id < requests.len() {
-        let forks = if can_fork && random.below(5) == 0 { random.below(6) } else { 0 };
-        requests[id].forks = forks;
-        for _ in 0..forks {
-            let parent = &requests[id];
-            let fork = Request {
-                answer: 1 + random.below(parent.answer),
-                cancel: parent.cancel.filter(|_| random.below(2) == 0),
-                forks: 0,
-                is_fork: true,
-                ..parent.clone()
-            };
-            requests.insert(id + 1, fork);
-        }
-        id += 1 + forks;
-    }
-    let prompt_parts = PromptParts::new(token_budget.min(64 + random.below(200))).filter(|_| random.below(3) == 0);
-    let config = SchedulerConfig { token_budget, max_sequences, context, prompt_parts };
-    let plans_ahead = random.below(2) == 0;
-    Scenario { config, windows: windows.to_vec(), blocks, plans_ahead, requests }
-}
-
-#[test]
-fn random_requests_get_what_the_scheduler_promises() {
-    let count: usize = match std::env::var("INFERNO_SIMULATED_REQUESTS") {
-        Ok(count) => count.parse().expect("INFERNO_SIMULATED_REQUESTS must be a number"),
-        Err(_) => 20_000,
-    };
-    let mut total = Summary::default();
-    let mut simulated = 0;
-    for seed in 0.. {
-        if simulated >= count {
-            break;
-        }
-        let mut scenario = random_scenario(seed, 20 + seed as usize % 200);
-        if seed % 3 == 0 {
-            assign_tenants(&mut scenario, seed);
-        }
-        if seed % 4 == 1 {
-            assign_prompt_parts(&mut scenario, seed);
-        }
-        simulated += scenario.requests.len();
-        let Scenario { config, windows, blocks, .. } = &scenario;
-        let summary = on_panic(
-            || eprintln!("seed {seed}: {config:?}, windows {windows:?}, {blocks} blocks"),
-            || Simulator::new(&scenario, seed).run(),
-        );
-        if seed % 16 == 0 {
-            assert_eq!(Simulator::new(&scenario, seed).run(), summary, "two runs of the same scenario differ");
-        }
-        total.plans ^= summary.plans;
-        total.finished += summary.finished;
-        total.canceled += summary.canceled;
-        total.expired += summary.expired;
-        total.preemptions += summary.preemptions;
-        total.protected += summary.protected;
-        total.hit_tokens += summary.hit_tokens;
-        total.long_chunks += summary.long_chunks;
-        total.forked += summary.forked;
-        total.steps += summary.steps;
-        total.duration += summary.duration;
-    }
-    println!("{total:?}");
-    let Summary { finished, canceled, expired, preemptions, protected, hit_tokens, long_chunks, .. } = total;
-    assert!(finished > count / 2 && canceled > count / 50 && expired > count / 50, "{total:?}");
-    assert!(preemptions > count / 50 && protected > count / 200 && total.forked > count / 50, "{total:?}");
-    assert!(hit_tokens as usize > count && long_chunks > count / 10, "{total:?}");
-}
-
-/// Assigns the requests of a scenario to several tenants. A fork belongs to the same tenant as its parent.
-fn assign_tenants(scenario: &mut Scenario, seed: u64) {
-    let mut random = Random(digest(seed, 2));
-    let tenants = 2 + random.below(4);
-    let mut tenant = 0;
-    for request in &mut scenario.requests {
-        if !request.is_fork {
-            // The first tenant has the most requests.
-            tenant = random.below(tenants) as u64 * random.below(2) as u64;
-        }
-        request.tenant = tenant;
-    }
-}
-
-/// Assigns prompt parts to some requests of a scenario. A fork has the same parts as its parent.
-fn assign_prompt_parts(scenario: &mut Scenario, seed: u64) {
-    let mut random = Random(digest(seed, 3));
-    let prompt_parts = PromptParts::new(scenario.config.token_budget.min(64 + random.below(200)));
-    let mut own = None;
-    for request in &mut scenario.requests {
-        if !request.is_fork {
-            own = prompt_parts.filter(|_| random.below(2) == 0);
-        }
-        request.prompt_parts = own;
-    }
-}
-
-/// Calls `run`. If `run` panics, calls `report` and resumes the panic.
-fn on_panic<T>(report: impl Fn(), run: impl FnOnce() -> T) -> T {
-    match std::panic::catch_unwind(std::panic::AssertUnwindSafe(run)) {
-        Ok(result) => result,
-        Err(panic) => {
-            report();
-            std::panic::resume_unwind(panic)
-        }
-    }
-}
-
-#[test]
-fn low_priority_finishes_while_high_priority_requests_arrive() {
-    let request = |arrival_ms: u64, priority| Request {
-        prompt: (0..100).map(|position| arrival_ms as u32 + position).collect(),
-        max_tokens: 20,
-        answer: 20,
-        tenant: 0,
-        priority,
-        arrival: Duration::from_millis(arrival_ms),
-        deadline: None,
-        cancel: None,
-        forks: 0,
-        is_fork: false,
-        prompt_parts: None,
-    };
-    // The test submits 50 requests per second for 30 seconds.
-    // The scheduler can finish about 33 per second, four at a time.
-    let mut requests: Vec<_> = (0..1500).map(|n| request(20 * n, 0)).collect();
-    let low = requests.partition_point(|request| request.arrival < Duration::from_secs(1));
-    requests.insert(low, request(1001, 3));
-    let config = SchedulerConfig { token_budget: 256, max_sequences: 4, context: 200, prompt_parts: None };
-    let scenario = Scenario { config, windows: vec![None], blocks: 100, plans_ahead: false, requests };
-    let mut simulator = Simulator::new(&scenario, 1);
-    let summary = simulator.run();
-    assert!(summary.duration > Duration::from_secs(40), "{summary:?}");
-    // With priority 3, the request counts as arriving six seconds later: at 7 s instead of 1 s.
-    let before = scenario.requests.iter().filter(|request| request.arrival < Duration::from_secs(7)).count();
-    let started = |tracked: &Tracked| tracked.started.expect("all requests start");
-    let start = started(&simulator.tracked[low]);
-    let earlier = simulator.tracked.iter().filter(|tracked| started(tracked) < start).count();
-    assert!(
-        (before - 5..before + 5).contains(&earlier),
-        "{earlier} requests started before request {low}, expected about {before}"
-    );
-}
-
-/// Returns two schedulers: for a model with full attention, and for one that also has layers with 128-token windows.
-fn schedulers(config: SchedulerConfig, blocks: usize) -> [Scheduler; 2] {
-    let new = |windows| Scheduler::new(config, BlockManager::new(windows, blocks + 1));
-    [new(vec![None]), new(vec![None, Some(128)])]
-}
-
-/// Returns a sequence that generates one token.
-fn new_sequence(id: SequenceId, prompt: Vec<u32>) -> NewSequence {
-    NewSequence {
-        id,
-        prompt,
-        cache_salt: None,
-        prompt_parts: None,
-        computes_whole_prompt: false,
-        forks: Vec::new(),
-        max_tokens: 1,
-        tenant: 0,
-        priority: 0,
-        arrival: Duration::ZERO,
-        deadline: None,
-    }
-}
-
-fn submit(scheduler: &mut Scheduler, id: SequenceId, len: usize, max_tokens: usize) {
-    let prompt = (0..len as u32).map(|position| position ^ (id as u32) << 16).collect();
-    let arrival = Duration::from_millis(id);
-    scheduler.submit(NewSequence { max_tokens, arrival, ..new_sequence(id, prompt) });
-}
-
-/// Plans a step and completes it. Returns the id and the number of tokens of each sequence in the step.
-fn step(scheduler: &mut Scheduler) -> Vec<(SequenceId, usize)> {
-    let plan = scheduler.plan(Duration::from_secs(1));
-    for &SequenceWork { id, ref range, is_last } in &plan.work {
-        scheduler.advance(id, range.end);
-        if is_last {
-            scheduler.push(id, 1);
-        }
-    }
-    plan.work.into_iter().map(|work| (work.id, work.range.len())).collect()
-}
-
-#[test]
-fn a_long_prompt_leaves_half_of_the_budget_to_others() {
-    let config = SchedulerConfig { token_budget: 1000, max_sequences: 10, context: 5000, prompt_parts: None };
-    for mut scheduler in schedulers(config, 400) {
-        submit(&mut scheduler, 0, 2500, 10);
-        assert_eq!(step(&mut scheduler), [(0, 1000)], "sequence 0 must get the whole budget");
-        submit(&mut scheduler, 1, 100, 10);
-        submit(&mut scheduler, 2, 150, 10);
-        assert_eq!(step(&mut scheduler), [(0, 750), (1, 100), (2, 150)]);
-        submit(&mut scheduler, 3, 450, 10);
-        submit(&mut scheduler, 4, 450, 10);
-        assert_eq!(step(&mut scheduler), [(1, 1), (2, 1), (0, 500), (3, 450), (4, 48)]);
-        assert_eq!(step(&mut scheduler), [(1, 1), (2, 1), (3, 1), (0, 250), (4, 402)]);
-        assert_eq!(step(&mut scheduler), [(0, 1), (1, 1), (2, 1), (3, 1), (4, 1)]);
-    }
-}
-
-#[test]
-fn a_prompt_may_fill_the_context_and_all_blocks() {
-    for context in [1, 63, 64, 65, 128, 640] {
-        for windows in [vec![None], vec![None, Some(128)], vec![Some(100)]] {
-            let config = SchedulerConfig { token_budget: 100, max_sequences: 2, context, prompt_parts: None };
-            let blocks = most_blocks(&windows, context, config.token_budget);
-            let mut scheduler = Scheduler::new(config, BlockManager::new(windows, blocks + 1));
-            submit(&mut scheduler, 0, context, usize::MAX);
-            let steps = std::iter::from_fn(|| (scheduler.computed(0) < context).then(|| step(&mut scheduler)));
-            assert_eq!(steps.map(|work| work[0].1).sum::<usize>(), context);
-            scheduler.finish(0);
-            assert_eq!(scheduler.blocks().stats().used, 0);
-        }
-    }
-}
-
-#[test]
-fn a_sequence_whose_token_is_not_sampled_yet_is_not_planned() {
-    let config = SchedulerConfig { token_budget: 100, max_sequences: 4, context: 200, prompt_parts: None };
-    for mut scheduler in schedulers(config, 20) {
-        submit(&mut scheduler, 0, 50, 10);
-        submit(&mut scheduler, 1, 200, 10);
-        let plan = scheduler.plan(Duration::ZERO);
-        let work = |id, range| SequenceWork { id, range, is_last: id == 0 };
-        assert_eq!(plan.work, [work(0, 0..50), work(1, 0..50)]);
-        plan.work.iter().for_each(|work| scheduler.advance(work.id, work.range.end));
-        assert_eq!(
-            scheduler.plan(Duration::ZERO).work,
-            [work(1, 50..150)],
-            "sequence 0 must not run without a new token"
-        );
-        scheduler.push(0, 7);
-        assert_eq!(scheduler.plan(Duration::ZERO).work, [work(0, 50..51), work(1, 50..149)]);
-    }
-}
-
-#[test]
-fn a_sequence_that_is_preempted_twice_runs_to_its_end() {
-    // A full sequence of 640 tokens needs all 10 blocks. Two sequences can start, because their prompts are short.
-    let config = SchedulerConfig { token_budget: 64, max_sequences: 2, context: 640, prompt_parts: None };
-    let mut scheduler = Scheduler::new(config, BlockManager::new(vec![None], 11));
-    submit(&mut scheduler, 0, 10, usize::MAX);
-    submit(&mut scheduler, 1, 10, usize::MAX);
-    let (mut preemptions, mut ends) = (Vec::new(), Vec::new());
-    for _ in 0..10_000 {
-        let plan = scheduler.plan(Duration::ZERO);
-        preemptions.extend(plan.preempted);
-        for SequenceWork { id, range, is_last } in plan.work {
-            scheduler.advance(id, range.end);
-            if is_last && range.end == 640 {
-                assert_eq!(scheduler.preemptions(id), if id == 1 { 2 } else { 0 });
-                scheduler.finish(id);
-                ends.push(id);
-                // Submit sequence 0 again. It is senior to sequence 1 until sequence 1 has been preempted twice.
-                if id == 0 && ends.len() < 4 {
-                    submit(&mut scheduler, 0, 10, usize::MAX);
-                }
-            } else if is_last {
-                scheduler.push(id, id as u32);
-            }
-        }
-    }
-    assert_eq!(preemptions, [1, 1]);
-    assert_eq!(ends, [0, 0, 1, 0]);
-    assert!(scheduler.is_idle());
-}
-
-#[test]
-fn a_long_prompt_preempts_a_junior_sequence_only_for_its_own_half_of_the_budget() {
-    let mut reached = BTreeSet::new();
-    for head_start in 1..4 {
-        // The prompt of sequence 0 needs 10 of 11 blocks. Meanwhile, sequence 1 grows to three blocks.
-        let config = SchedulerConfig { token_budget: 4, max_sequences: 2, context: 640, prompt_parts: None };
-        let mut scheduler = Scheduler::new(config, BlockManager::new(vec![None], 12));
-        submit(&mut scheduler, 0, 600, 10);
-        for _ in 0..head_start {
-            assert_eq!(step(&mut scheduler), [(0, 4)]);
-        }
-        submit(&mut scheduler, 1, 1, usize::MAX);
-        loop {
-            let start = scheduler.computed(0);
-            let plan = scheduler.plan(Duration::ZERO);
-            let preempts = start % BLOCK_TOKENS + 2 > BLOCK_TOKENS || start.is_multiple_of(BLOCK_TOKENS);
-            if !plan.preempted.is_empty() {
-                assert_eq!(plan.preempted, [1]);
-                assert!(preempts, "at position {start}, sequence 1 was preempted for the second half of the budget");
-                assert_eq!(plan.work.len(), 1, "the plan must not contain the preempted sequence");
-                reached.insert(start % BLOCK_TOKENS);
-                break;
-            }
-            for SequenceWork { id, range, is_last } in plan.work {
-                scheduler.advance(id, range.end);
-                if is_last {
-                    scheduler.push(id, 1);
-                }
-            }
-        }
-    }
-    assert_eq!(reached.len(), 2, "{reached:?}");
-}
-
-/// Submits a prompt of 200 tokens for sequence 0 and its forks 1, 2 and 3.
-fn submit_with_forks(scheduler: &mut Scheduler, deadline: Option<Duration>) {
-    let (prompt, forks, arrival) = ((0..200).collect(), vec![1, 2, 3], Duration::ZERO);
-    scheduler.submit(NewSequence { forks, max_tokens: 9, arrival, deadline, ..new_sequence(0, prompt) });
-}
-
-#[test]
-fn forks_share_the_prompt_and_compute_only_its_last_token() {
-    let config = SchedulerConfig { token_budget: 128, max_sequences: 3, context: 400, prompt_parts: None };
-    for mut scheduler in schedulers(config, 40) {
-        submit_with_forks(&mut scheduler, None);
-        assert_eq!(step(&mut scheduler), [(0, 128)]);
-        assert_eq!(step(&mut scheduler), [(0, 71)], "the last prompt token must be left for the forks");
-        // Only three sequences may run. The last fork waits, and finds three full blocks in the prefix cache.
-        assert_eq!(step(&mut scheduler), [(0, 1), (1, 1), (2, 1)]);
-        assert_eq!(scheduler.stats().waiting, 1);
-        scheduler.finish(0);
-        assert_eq!(step(&mut scheduler), [(1, 1), (2, 1), (3, 8)]);
-        assert_eq!(step(&mut scheduler), [(1, 1), (2, 1), (3, 1)]);
-    }
-}
-
-#[test]
-fn a_fork_takes_the_place_of_a_canceled_parent() {
-    let config = SchedulerConfig { token_budget: 128, max_sequences: 4, context: 400, prompt_parts: None };
-    for mut scheduler in schedulers(config, 40) {
-        submit_with_forks(&mut scheduler, None);
-        assert_eq!(step(&mut scheduler), [(0, 128)]);
-        scheduler.finish(2);
-        scheduler.finish(0);
-        assert_eq!(step(&mut scheduler), [(1, 71)], "two blocks must be cached");
-        assert_eq!(step(&mut scheduler), [(1, 1), (3, 1)]);
-        scheduler.finish(1);
-        scheduler.finish(3);
-        assert_eq!(scheduler.blocks().stats().used, 0);
-    }
-}
-
-#[test]
-fn forks_of_a_started_prompt_do_not_expire() {
-    let config = SchedulerConfig { token_budget: 128, max_sequences: 4, context: 400, prompt_parts: None };
-    for mut scheduler in schedulers(config, 40) {
-        submit_with_forks(&mut scheduler, Some(Duration::from_millis(10)));
-        let plan = scheduler.plan(Duration::ZERO);
-        scheduler.advance(0, plan.work[0].range.end);
-        // The client drops the first answer. The forks wait again, but the prefill started before the deadline.
-        scheduler.finish(0);
-        let plan = scheduler.plan(Duration::from_secs(1));
-        assert_eq!((plan.expired, plan.work[0].id), (Vec::new(), 1));
-    }
-}
-
-#[test]
-fn prompts_share_blocks_only_with_the_same_salt() {
-    let config = SchedulerConfig { token_budget: 256, max_sequences: 4, context: 512, prompt_parts: None };
-    for mut scheduler in schedulers(config, 200) {
-        let mut cached = |id: SequenceId, salt: Option<&str>, token: u32| {
-            let cache_salt = salt.map(str::to_string);
-            let forks = if id == 0 { vec![1] } else { Vec::new() };
-            let new = NewSequence { cache_salt, forks, max_tokens: 40, ..new_sequence(id, vec![token; 200]) };
-            scheduler.submit(new);
-            let plan = scheduler.plan(Duration::ZERO);
-            let cached = plan.work.iter().find(|work| work.id == id).unwrap().range.start;
-            // Generate enough tokens to fill at least one block of the answer.
-            for _ in 0..2 * BLOCK_TOKENS {
-                step(&mut scheduler);
-            }
-            scheduler.finish(id);
-            // Finish sequence 1 if it exists. It exists only as the fork of sequence 0.
-            scheduler.finish(1);
-            cached
-        };
-        let reusable = 199 / BLOCK_TOKENS * BLOCK_TOKENS;
-        assert_eq!(cached(0, Some("a"), 7), 0);
-        assert_eq!(cached(2, None, 7), 0);
-        assert_eq!(cached(3, Some("b"), 7), 0);
-        assert_eq!(cached(4, Some(""), 7), 0);
-        for (id, salt) in [(5, Some("a")), (6, None), (7, Some("b")), (8, Some(""))] {
-            assert_eq!(cached(id, salt, 7), reusable, "{salt:?}");
-        }
-        assert_eq!(cached(9, Some("a"), 8), 0);
-    }
 }
