@@ -24,7 +24,7 @@ pub struct RemovedModel {
     /// The name of the removed model: `demo`, `org/name` or `org/name:Q4_K_M`.
     pub name: String,
     /// The commits whose snapshots lost files. Empty for the demo.
-    pub revisions: Vec<String>,
+    pub changed_commits: Vec<String>,
     pub freed_bytes: u64,
     /// The size in bytes of the files that were kept because other snapshots use them.
     pub shared_bytes: u64,
@@ -45,7 +45,7 @@ pub struct PrunedRepo {
 #[derive(Default)]
 struct Selection {
     /// The commits whose snapshots lose files, including the commits in `whole_commits`.
-    revisions: Vec<String>,
+    changed_commits: Vec<String>,
     /// The commits whose whole snapshot is removed.
     whole_commits: Vec<String>,
     /// The files to remove from snapshots that are kept.
@@ -76,7 +76,7 @@ impl Hub {
         if demo::is_demo(name, revision)? {
             self.forget_use(name);
             let freed_bytes = demo::remove(&self.config.cache)?;
-            return Ok(RemovedModel { name: name.into(), revisions: Vec::new(), freed_bytes, shared_bytes: 0 });
+            return Ok(RemovedModel { name: name.into(), changed_commits: Vec::new(), freed_bytes, shared_bytes: 0 });
         }
         self.check_own_cache()?;
         let (part, tag) = gguf::split_tag(name);
@@ -100,7 +100,7 @@ impl Hub {
         }
         let full_name = tag.map_or(name.clone(), |tag| format!("{name}:{tag}"));
         let selection = select(&repo, commits, tag)?;
-        if tag.is_some() && selection.revisions.is_empty() {
+        if tag.is_some() && selection.changed_commits.is_empty() {
             let hint = "list the models on this machine: inferno list".to_string();
             return Err(Error::ModelNotFound { model: full_name, hint }.into());
         }
@@ -194,7 +194,7 @@ impl Hub {
 /// If the matching GGUF models are the only weights in a snapshot, chooses the whole snapshot.
 fn select(repo: &RepoDir, commits: Vec<String>, tag: Option<&str>) -> Result<Selection> {
     let Some(tag) = tag else {
-        return Ok(Selection { revisions: commits.clone(), whole_commits: commits, files: Vec::new() });
+        return Ok(Selection { changed_commits: commits.clone(), whole_commits: commits, files: Vec::new() });
     };
     let mut selection = Selection::default();
     for commit in commits {
@@ -216,7 +216,7 @@ fn select(repo: &RepoDir, commits: Vec<String>, tag: Option<&str>) -> Result<Sel
         } else {
             selection.whole_commits.push(commit.clone());
         }
-        selection.revisions.push(commit);
+        selection.changed_commits.push(commit);
     }
     Ok(selection)
 }
@@ -225,7 +225,7 @@ fn select(repo: &RepoDir, commits: Vec<String>, tag: Option<&str>) -> Result<Sel
 ///
 /// If a directory cannot be read, deletes nothing, because files in that directory may link to the blobs.
 fn delete_selection(repo: &RepoDir, name: String, selection: Selection) -> Result<RemovedModel> {
-    let Selection { revisions, whole_commits, files } = selection;
+    let Selection { changed_commits, whole_commits, files } = selection;
     let bytes_before = bytes_below(&repo.path);
     let dirs: Vec<PathBuf> = whole_commits.iter().map(|commit| repo.snapshot(commit)).collect();
     let (removed, remaining): (Vec<PathBuf>, Vec<PathBuf>) = walk(&repo.path.join("snapshots"))?
@@ -256,7 +256,7 @@ fn delete_selection(repo: &RepoDir, name: String, selection: Selection) -> Resul
     let size = |etag: &String| fs::metadata(repo.blob(etag)).map_or(0, |data| data.len());
     Ok(RemovedModel {
         name,
-        revisions,
+        changed_commits,
         freed_bytes: bytes_before.saturating_sub(bytes_below(&repo.path)),
         shared_bytes: removed_blobs.intersection(&remaining_blobs).map(size).sum(),
     })
