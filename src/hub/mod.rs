@@ -9,7 +9,7 @@
 //! - `find`, `snapshot`: the models on this machine
 //! - `names`, `identity`, `usage`: the names, the file hashes and the times of last use of models
 //! - `cache`, `disk`, `lock`: the layout of the caches, file operations and locks
-//! - `remote`, `retry`: requests to a hub
+//! - `remote`, `retry`, `endpoint`: requests to a hub
 //! - `listing`: the files of a repository on a hub
 //! - `inspect`: describes models that are not downloaded
 //! - `download/`, `filter`, `hash`, `parallel`, `progress`: download files, and verify their hashes
@@ -22,6 +22,7 @@ mod config;
 pub mod demo;
 mod disk;
 mod download;
+mod endpoint;
 mod filter;
 mod find;
 mod hash;
@@ -42,6 +43,7 @@ mod verify;
 
 pub use client::Hub;
 pub use config::{HubConfig, is_loopback};
+pub use endpoint::TokenStatus;
 #[doc(hidden)]
 pub use filter::choose_files;
 pub use filter::{FileFilter, parse_download_name};
@@ -52,6 +54,5 @@ pub use limits::Limits;
 pub use listing::{FileList, Listing, RemoteFile};
 pub use names::{is_repo_name, shell_word};
 pub use progress::Progress;
-pub use remote::TokenStatus;
 pub use remove::{PrunedRepo, RemovedModel};
 pub use snapshot::{FileState, Snapshot, SnapshotSource, VerifiedSnapshot};
