@@ -13,12 +13,13 @@
 //! - `listing`: the files of a repository on a hub
 //! - `inspect`: describes models that are not downloaded
 //! - `download/`, `filter`, `hash`, `parallel`, `progress`: download files, and verify their hashes
-//! - `verify`, `remove`: check, repair and remove downloaded models
+//! - `verify`, `remove`, `prune`, `deletion`: check, repair and remove downloaded models
 //! - `demo`: the built-in demo model
 
 mod cache;
 mod client;
 mod config;
+mod deletion;
 pub mod demo;
 mod disk;
 mod download;
@@ -34,6 +35,7 @@ mod lock;
 mod names;
 mod parallel;
 mod progress;
+mod prune;
 mod remote;
 mod remove;
 mod retry;
@@ -54,5 +56,6 @@ pub use limits::Limits;
 pub use listing::{FileList, Listing, RemoteFile};
 pub use names::{is_repo_name, shell_word};
 pub use progress::Progress;
-pub use remove::{PrunedRepo, RemovedModel};
+pub use prune::PrunedRepo;
+pub use remove::RemovedModel;
 pub use snapshot::{FileState, Snapshot, SnapshotSource, VerifiedSnapshot};
