@@ -68,17 +68,19 @@ pub fn main() -> ExitCode {
         // The reader closed the pipe, as in `| head`. That is not an error.
         Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,
         Err(error) => {
-            // An outermost `io::Error` comes from writing to stdout. All other errors have context.
-            let has_no_context = |error: &anyhow::Error| error.chain().next()?.downcast_ref().map(is_disk_full);
-            let error = match has_no_context(&error) {
-                Some(true) => error.context("cannot write the output"),
-                _ => error,
-            };
+            let error = if is_stdout_full(&error) { error.context("cannot write the output") } else { error };
             // Escape control characters, because messages quote untrusted files. Ignore a closed stderr.
             let _ = writeln!(std::io::stderr(), "error: {}", printable(&error_message(&error)));
             ExitCode::from(exit_code(&error))
         }
     }
+}
+
+/// Returns whether writing to stdout failed because the disk is full.
+fn is_stdout_full(error: &anyhow::Error) -> bool {
+    // An outermost `io::Error` comes from writing to stdout. All other errors have context.
+    let outermost = error.chain().next().and_then(|cause| cause.downcast_ref());
+    outermost.is_some_and(is_disk_full)
 }
 
 /// Parses the command line.

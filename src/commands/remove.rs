@@ -34,7 +34,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
     let progress = ProgressView::new(ProgressStyle::new(false), Operation::Verification);
     let removed = hub.remove(&args.model, args.revision.as_deref(), &progress)?;
     let mut out = std::io::stdout().lock();
-    let revisions: Vec<String> = removed.revisions.iter().map(|revision| short_commit(revision)).collect();
+    let revisions: Vec<String> = removed.changed_commits.iter().map(|revision| short_commit(revision)).collect();
     let at = if revisions.is_empty() { String::new() } else { format!(" ({})", revisions.join(", ")) };
     let kept = match removed.shared_bytes {
         0 => String::new(),

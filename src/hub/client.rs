@@ -8,7 +8,7 @@ use anyhow::{Context, Result};
 use super::cache::Cache;
 use super::config::HubConfig;
 use super::disk;
-use super::remote::{self, TokenStatus};
+use super::endpoint::{self, TokenStatus};
 use super::snapshot::SnapshotSource;
 use crate::error::Error;
 
@@ -54,7 +54,7 @@ impl Hub {
     /// or if the hub responds with a server error.
     pub fn check_endpoint(&self) -> Result<TokenStatus> {
         self.check_online(|| "cannot contact the hub: HF_HUB_OFFLINE is set".into())?;
-        remote::check_endpoint(&self.config)
+        endpoint::check_endpoint(&self.config)
     }
 
     /// Returns the free space on the disk of inferno's own cache, in bytes, or `None` if it is unknown.

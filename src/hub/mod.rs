@@ -9,19 +9,21 @@
 //! - `find`, `snapshot`: the models on this machine
 //! - `names`, `identity`, `usage`: the names, the file hashes and the times of last use of models
 //! - `cache`, `disk`, `lock`: the layout of the caches, file operations and locks
-//! - `remote`, `retry`: requests to a hub
+//! - `remote`, `retry`, `endpoint`: requests to a hub
 //! - `listing`: the files of a repository on a hub
 //! - `inspect`: describes models that are not downloaded
 //! - `download/`, `filter`, `hash`, `parallel`, `progress`: download files, and verify their hashes
-//! - `verify`, `remove`: check, repair and remove downloaded models
+//! - `verify`, `remove`, `prune`, `deletion`: check, repair and remove downloaded models
 //! - `demo`: the built-in demo model
 
 mod cache;
 mod client;
 mod config;
+mod deletion;
 pub mod demo;
 mod disk;
 mod download;
+mod endpoint;
 mod filter;
 mod find;
 mod hash;
@@ -33,6 +35,7 @@ mod lock;
 mod names;
 mod parallel;
 mod progress;
+mod prune;
 mod remote;
 mod remove;
 mod retry;
@@ -42,6 +45,7 @@ mod verify;
 
 pub use client::Hub;
 pub use config::{HubConfig, is_loopback};
+pub use endpoint::TokenStatus;
 #[doc(hidden)]
 pub use filter::choose_files;
 pub use filter::{FileFilter, parse_download_name};
@@ -52,6 +56,6 @@ pub use limits::Limits;
 pub use listing::{FileList, Listing, RemoteFile};
 pub use names::{is_repo_name, shell_word};
 pub use progress::Progress;
-pub use remote::TokenStatus;
-pub use remove::{PrunedRepo, RemovedModel};
+pub use prune::PrunedRepo;
+pub use remove::RemovedModel;
 pub use snapshot::{FileState, Snapshot, SnapshotSource, VerifiedSnapshot};

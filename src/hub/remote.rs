@@ -1,12 +1,7 @@
 //! Sends HTTP requests to a hub, and converts unsuccessful responses to errors.
 //!
-//! The requests use the `ureq` crate, because `hf-hub` 0.5 and 1.0 do not verify the SHA-256 of downloads.
-//! Version 0.5 of the `hf-hub` crate has four more problems:
-//!
-//! - It sends the access token to the host to which a download is redirected.
-//! - It makes the server's etag and commit part of paths without validation.
-//! - If a server ignores the Range header, `hf-hub` appends the whole file to the partial file.
-//! - It drops the header `x-error-code`, so a gated repository looks like a missing repository.
+//! The requests use the `ureq` crate instead of `hf-hub`, so that this module controls where the token is sent,
+//! and how redirects, ranges and errors are handled.
 //!
 //! This module parses redirect URLs itself, because the `url` crate would add many dependencies.
 
@@ -38,12 +33,6 @@ const MAX_ERROR_BYTES: u64 = 64 << 10;
 /// A long metadata response therefore fails if its bytes arrive at a lower rate.
 const TIME_PER_BYTE: Duration = Duration::from_nanos(1_000_000_000 / (16 << 10));
 
-/// The time limit for connecting in [`check_endpoint`].
-const CHECK_CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
-
-/// The time limit for the response in [`check_endpoint`].
-const CHECK_TIMEOUT: Duration = Duration::from_secs(10);
-
 /// The maximum number of redirects. The hub usually redirects once, to a storage host.
 const MAX_REDIRECTS: usize = 5;
 
@@ -73,50 +62,8 @@ pub(super) struct Answer {
     pub is_from_other_host: bool,
 }
 
-/// Whether a hub accepts the access token.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum TokenStatus {
-    /// No access token is set.
-    NoToken,
-    Accepted,
-    Refused,
-    /// The endpoint does not say whether it accepts the token. For example, a mirror may be unable to check tokens.
-    NotSupported,
-    /// An access token is set but not sent, because the connection to the endpoint is not encrypted.
-    NotSent,
-}
-
-/// Asks the endpoint whether it accepts the access token. Does not follow redirects.
-/// Fails if the request fails, connecting takes longer than [`CHECK_CONNECT_TIMEOUT`], the response takes longer than
-/// [`CHECK_TIMEOUT`], or the status is a server error.
-pub(super) fn check_endpoint(config: &HubConfig) -> Result<TokenStatus> {
-    let unreachable =
-        |cause: String| Error::Network { endpoint: config.endpoint_for_display(), cause, is_temporary: true };
-    let token = config.sent_token();
-    let path = if token.is_some() { "/api/whoami-v2" } else { "/api/models?limit=1" };
-    let limits = Limits {
-        connect_timeout: CHECK_CONNECT_TIMEOUT,
-        response_timeout: CHECK_TIMEOUT,
-        stall_timeout: CHECK_TIMEOUT,
-        ..config.limits.clone()
-    };
-    let url = format!("{}{path}", config.endpoint);
-    let mut request = bypass_proxy_if_local(agent(&limits).get(&url), &url);
-    if let Some(token) = token {
-        request = request.header(header::AUTHORIZATION, format!("Bearer {token}"));
-    }
-    let response = request.call().map_err(|error| unreachable(library_error(&error)))?;
-    match (response.status(), token.is_some()) {
-        (status, _) if status.is_server_error() => Err(unreachable(format!("HTTP {status}")).into()),
-        (_, false) if config.token.is_some() => Ok(TokenStatus::NotSent),
-        (_, false) => Ok(TokenStatus::NoToken),
-        (StatusCode::UNAUTHORIZED, true) => Ok(TokenStatus::Refused),
-        (status, true) if status.is_success() => Ok(TokenStatus::Accepted),
-        _ => Ok(TokenStatus::NotSupported),
-    }
-}
-
-fn agent(limits: &Limits) -> Agent {
+/// Returns an HTTP client with the timeouts in `limits`.
+pub(super) fn agent(limits: &Limits) -> Agent {
     Agent::config_builder()
         .user_agent(concat!("inferno/", env!("CARGO_PKG_VERSION")))
         // Request uncompressed responses, because lengths and ranges must count the bytes of the file.
@@ -462,7 +409,7 @@ fn range_header(range: Range<u64>) -> String {
 }
 
 /// Disables the proxy for loopback URLs. A proxy on another machine would connect to its own loopback address.
-fn bypass_proxy_if_local(request: RequestBuilder<WithoutBody>, url: &str) -> RequestBuilder<WithoutBody> {
+pub(super) fn bypass_proxy_if_local(request: RequestBuilder<WithoutBody>, url: &str) -> RequestBuilder<WithoutBody> {
     if is_loopback(url) { request.config().proxy(None).build() } else { request }
 }
 

@@ -131,7 +131,7 @@ impl Server {
     }
 
     /// Waits until [`has_failed`](Self::has_failed) is true.
-    pub async fn failed(&self) {
+    pub async fn wait_for_failure(&self) {
         while !self.has_failed() {
             tokio::time::sleep(ENGINE_POLL).await;
         }
@@ -162,7 +162,7 @@ impl Server {
     }
 
     /// Waits until [`end`](Self::end) is called.
-    pub fn ending(&self) -> impl Future<Output = ()> + Send + use<> {
+    pub fn wait_for_end(&self) -> impl Future<Output = ()> + Send + use<> {
         let mut phase = self.phase.subscribe();
         async move {
             // Waiting fails only if the server no longer exists. In that case, all its requests have ended.

@@ -180,10 +180,7 @@ impl EngineLoop {
             match command {
                 Ok(Command::Submit(sequences)) if self.is_draining => {
                     for sequence in sequences {
-                        stats::subtract_one(&self.counters.waiting);
-                        stats::add(&self.counters.ended, 1);
-                        stats::add(&self.counters.failed, 1);
-                        sequence.fail(Error::Draining.into(), &mut self.outbox);
+                        end_sequence(sequence, Err(Error::Draining.into()), &self.counters, &mut self.outbox);
                     }
                 }
                 Ok(Command::Submit(sequences)) => self.jobs.push_back(Job::Sequences(sequences)),
@@ -243,10 +240,7 @@ impl EngineLoop {
             let Job::Sequences(sequences) = job else { continue };
             // Call `is_canceled` only once per sequence, because a client can cancel between two calls.
             for sequence in sequences.extract_if(.., |sequence| sequence.is_canceled()) {
-                stats::subtract_one(&counters.waiting);
-                stats::add(&counters.ended, 1);
-                counters.count_canceled(sequence.client_end());
-                sequence.finish(FinishReason::Canceled, outbox);
+                end_sequence(sequence, Ok(FinishReason::Canceled), counters, outbox);
             }
         }
         self.jobs.retain(|job| !matches!(job, Job::Sequences(sequences) if sequences.is_empty()));
@@ -296,20 +290,24 @@ impl EngineLoop {
         self.counters.publish(&self.scheduler);
         let Some(sequence) = self.sequences.remove(&id) else { return };
         self.counters.histograms.preemptions.observe(preemptions.into());
-        let counters = &self.counters;
-        stats::subtract_one(if sequence.has_started() { &counters.running } else { &counters.waiting });
-        stats::add(&counters.ended, 1);
-        match outcome {
-            Ok(reason) => {
-                if reason == FinishReason::Canceled {
-                    counters.count_canceled(sequence.client_end());
-                }
-                sequence.finish(reason, &mut self.outbox);
+        end_sequence(sequence, outcome, &self.counters, &mut self.outbox);
+    }
+}
+
+/// Counts the end of a sequence, and adds its last event, a finish reason or an error, to the outbox.
+fn end_sequence(sequence: Sequence, outcome: Result<FinishReason>, counters: &Counters, outbox: &mut Outbox) {
+    stats::subtract_one(if sequence.has_started() { &counters.running } else { &counters.waiting });
+    stats::add(&counters.ended, 1);
+    match outcome {
+        Ok(reason) => {
+            if reason == FinishReason::Canceled {
+                counters.count_canceled(sequence.client_end());
             }
-            Err(error) => {
-                stats::add(&counters.failed, 1);
-                sequence.fail(error, &mut self.outbox);
-            }
+            sequence.finish(reason, outbox);
+        }
+        Err(error) => {
+            stats::add(&counters.failed, 1);
+            sequence.fail(error, outbox);
         }
     }
 }

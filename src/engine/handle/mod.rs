@@ -3,22 +3,24 @@
 //! - `preview`: predicts when a request would start
 //! - `score`: computes the logits or the negative log-likelihoods of given tokens
 //! - `replay`: recomputes a recorded answer
+//! - `prefix`: saves and loads prefixes of the cache
+//! - `validation`: checks requests before the engine receives them
 
+mod prefix;
 mod preview;
 mod replay;
 mod score;
+mod validation;
 
-use std::path::Path;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::{self, RecvTimeoutError, Sender};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-use anyhow::{Result, anyhow, bail};
+use anyhow::{Result, anyhow};
 use candle_core::Device;
 use tokio::sync::mpsc::unbounded_channel;
 
-use super::blocks::{BlockManager, prefix_file};
 use super::constraint::{ChatPrompt, ConstrainedRequest, ConstraintState, GrammarCompiler, prepare};
 use super::engine_loop::{Command, Counters, EngineHistograms, EngineStats, stats};
 use super::fault::Fault;
@@ -28,31 +30,16 @@ use super::requests::{GenerateOptions, Output, Prompt, Request, RequestRecord, R
 use super::sampling::{SamplingParams, uniform};
 use crate::chat::{Message, RenderOptions, Rendered};
 use crate::error::Error;
-use crate::files;
 use crate::language::Language;
-use crate::runner::{Executor, NoDecodeGraph, PromptParts, Runner};
+use crate::runner::{Executor, NoDecodeGraph, Runner};
 use crate::tokenizer::{ControlTokens, Tokenizer};
 
 pub use crate::kernels::sampling::MAX_LOGPROBS;
 pub use preview::RequestPreview;
 pub use replay::{Divergence, ReplayedToken};
 
-/// The maximum size of a prompt, in bytes per token of context.
-/// Text rarely has more bytes per token, so a longer text is unlikely to fit in the context.
-const MAX_BYTES_PER_TOKEN: usize = 32;
-
-/// The maximum number of answers to one request, as in OpenAI's API.
-const MAX_ANSWERS: usize = 128;
-
-/// The maximum size of the header and the token ids of a saved prefix together, in bytes.
-/// It is the limit of the `safetensors` crate for the header alone.
-const MAX_PREFIX_HEADER: u64 = 100_000_000;
-
 /// The time between two checks for failed devices, while a client waits for a call on the engine thread.
 const FAILURE_POLL: Duration = Duration::from_millis(50);
-
-/// Prompts of up to this many bytes are always encoded, so that an error can state the number of tokens.
-const MIN_TEXT_BYTES: usize = 1 << 20;
 
 /// A handle to an engine. Clones refer to the same engine and can be used on any thread.
 #[derive(Clone)]
@@ -107,7 +94,7 @@ impl EngineHandle {
     pub fn submit_n(&self, request: Request, n: usize) -> Result<Vec<RequestStream>> {
         let submitted = Instant::now();
         let language = &self.shared.language;
-        check_answer_count(n)?;
+        Self::check_answer_count(n)?;
         let options = request.options.unwrap_or_else(|| GenerateOptions::new(self.shared.defaults.clone()));
         let mut chat = None;
         let (ids, outputs): (Vec<u32>, Vec<Output>) = match request.prompt {
@@ -218,73 +205,12 @@ impl EngineHandle {
         }
     }
 
-    /// Checks the prompt's length and token ids, and that the options are in range.
-    pub(super) fn check(&self, ids: &[u32], options: &GenerateOptions) -> Result<()> {
-        self.check_options(options)?;
-        if ids.is_empty() {
-            bail!("cannot generate text: the prompt is empty");
-        }
-        let vocab_size = self.info().vocab_size;
-        if let Some(id) = ids.iter().find(|&&id| id as usize >= vocab_size) {
-            bail!("cannot generate text: token id {id} is outside the model's vocabulary of {vocab_size} tokens");
-        }
-        let (prompt_tokens, context_tokens) = (ids.len(), self.context());
-        if prompt_tokens >= context_tokens {
-            let limit_tokens = self.info().max_context;
-            return Err(Error::ContextFull { prompt_tokens, context_tokens, limit_tokens }.into());
-        }
-        Ok(())
-    }
-
-    /// Returns how to divide the prompt of a deterministic request.
-    ///
-    /// Returns `None` if the request is not deterministic, or if the engine answers all requests deterministically.
-    /// Fails if the request is deterministic, but the engine cannot answer a single request deterministically.
-    pub(super) fn request_parts(&self, options: &GenerateOptions) -> Result<Option<PromptParts>> {
-        let info = self.info();
-        match info.request_parts {
-            _ if !options.deterministic || info.is_deterministic => Ok(None),
-            None => {
-                let reason = "the engine's chunk size or attention kernel does not support determinism".to_string();
-                Err(Error::NotDeterministic { reason }.into())
-            }
-            prompt_parts => Ok(prompt_parts),
-        }
-    }
-
-    fn check_options(&self, options: &GenerateOptions) -> Result<()> {
-        options.sampling.validate().map_err(anyhow::Error::msg)?;
-        let vocab_size = self.info().vocab_size;
-        let ids = options.logit_bias.keys().chain(&options.stop_token_ids);
-        if let Some(id) = ids.copied().find(|&id| id as usize >= vocab_size) {
-            bail!("token id {id} in the options is outside the model's vocabulary of {vocab_size} tokens");
-        }
-        if let Some((id, bias)) = options.logit_bias.iter().find(|(_, bias)| !(-100.0..=100.0).contains(*bias)) {
-            bail!("the logit bias of token id {id} is {bias}: expected a number from -100 to 100");
-        }
-        for (name, count) in [("logprobs", options.logprobs), ("prompt_logprobs", options.prompt_logprobs)] {
-            if let Some(count) = count.filter(|&count| count > MAX_LOGPROBS) {
-                bail!("{name} is {count}: expected a number from 0 to {MAX_LOGPROBS}");
-            }
-        }
-        Ok(())
-    }
-
     /// Renders a conversation to text and token ids.
     ///
     /// Fails with [`Error::PromptTooLong`] before rendering if the conversation is far longer than the context.
     pub fn render(&self, messages: &[Message], options: &RenderOptions) -> Result<Rendered> {
         self.check_text(messages.iter().map(Message::text_bytes).sum())?;
         self.shared.language.render(messages, options)
-    }
-
-    /// Fails if the text of a prompt is far too long for the context, to avoid the cost of encoding the text.
-    pub(crate) fn check_text(&self, prompt_bytes: usize) -> Result<()> {
-        let context_tokens = self.context();
-        if prompt_bytes > MIN_TEXT_BYTES.max(context_tokens.saturating_mul(MAX_BYTES_PER_TOKEN)) {
-            return Err(Error::PromptTooLong { prompt_bytes, context_tokens }.into());
-        }
-        Ok(())
     }
 
     /// Submits a conversation and streams the answer. See [`submit`](Self::submit) and [`Prompt::Chat`].
@@ -403,44 +329,6 @@ impl EngineHandle {
         self.with_runner(|_| ())
     }
 
-    /// Saves the keys and values of the longest cached prefix of `ids` to a file. Returns the number of saved tokens.
-    ///
-    /// [`load_prefix`](Self::load_prefix) reads the file.
-    /// If nothing is cached, writes no file and returns 0.
-    pub fn save_prefix(&self, ids: &[u32], path: &Path) -> Result<usize> {
-        let ids = ids.to_vec();
-        let path = path.to_path_buf();
-        let fingerprint = self.shared.fingerprint.clone();
-        self.with_cache(move |runner, blocks| prefix_file::save(&path, &ids, &fingerprint, runner, blocks))?
-    }
-
-    /// Adds a saved prefix to the prefix cache. Returns the number of tokens in the prefix.
-    ///
-    /// Returns 0 if the cache has too few free blocks.
-    /// Also returns 0 if the prefix was saved with other model files, with another build of inferno, or with other
-    /// settings that change keys and values, such as the dtype, the quantization or the attention kernel.
-    /// For deterministic engines, the number of devices and the split must be equal too.
-    /// Fails if the file cannot be read or is damaged.
-    pub fn load_prefix(&self, path: &Path) -> Result<usize> {
-        // Read the file on the client's thread, so that the engine thread does not wait for the file.
-        let largest = self.info().cache_bytes.saturating_mul(self.info().ranks as u64);
-        let bytes = files::read(path, largest.saturating_add(MAX_PREFIX_HEADER))?;
-        let (path, fingerprint) = (path.to_path_buf(), self.shared.fingerprint.clone());
-        self.with_cache(move |runner, blocks| prefix_file::load(&path, bytes, &fingerprint, runner, blocks))?
-    }
-
-    fn with_cache<T: Send + 'static>(
-        &self,
-        call: impl FnOnce(&Runner, &mut BlockManager) -> T + Send + 'static,
-    ) -> Result<T> {
-        let (sender, result) = mpsc::sync_channel(1);
-        self.send(Command::Cache(Box::new(move |runner, blocks| {
-            // The send fails only if the caller no longer waits for the result of the call.
-            let _ = sender.send(call(runner, blocks));
-        })))?;
-        self.wait_for(&result)
-    }
-
     /// Waits for the result of a call on the engine thread. Fails if the engine stops or a device fails.
     pub(super) fn wait_for<T>(&self, result: &mpsc::Receiver<T>) -> Result<T> {
         loop {
@@ -479,12 +367,4 @@ impl EngineHandle {
         let stopped = |_| self.failure().map_or_else(|| anyhow!("the engine has stopped"), anyhow::Error::from);
         self.commands.send(command).map_err(stopped)
     }
-}
-
-/// Fails if `n` is not between 1 and [`MAX_ANSWERS`].
-fn check_answer_count(n: usize) -> Result<()> {
-    if !(1..=MAX_ANSWERS).contains(&n) {
-        bail!("n is {n}: expected a number from 1 to {MAX_ANSWERS}");
-    }
-    Ok(())
 }

@@ -4,7 +4,7 @@ use std::sync::mpsc;
 
 use anyhow::Result;
 
-use super::{EngineHandle, check_answer_count};
+use super::EngineHandle;
 use crate::engine::engine_loop::Command;
 use crate::engine::requests::{GenerateOptions, Request};
 use crate::engine::scheduler::{NewSequence, Preview, SequenceId};
@@ -25,7 +25,7 @@ impl EngineHandle {
     /// Fails like [`submit_n`](Self::submit_n), but does not check the constraint or whether the engine is draining.
     /// Waits until the engine thread plans its next step.
     pub fn preview(&self, request: Request, answers: usize) -> Result<RequestPreview> {
-        check_answer_count(answers)?;
+        Self::check_answer_count(answers)?;
         let ids = self.encode(request.prompt)?;
         let options = request.options.unwrap_or_else(|| GenerateOptions::new(self.defaults().clone()));
         self.check(&ids, &options)?;

@@ -131,7 +131,7 @@ pub async fn submit(server: &Arc<Server>, log: Arc<RequestLog>, submission: Subm
         answers: streams.into_iter().map(answer).collect(),
         per_prompt: submission.choices,
         first: 0,
-        ending: Box::pin(server.ending()),
+        ending: Box::pin(server.wait_for_end()),
         engine,
         server: server.clone(),
         log,

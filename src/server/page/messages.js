@@ -87,8 +87,8 @@ export class MessagesView {
       const node = this.#chat.runningNode ?? this.#chat.conversation.nodes[this.#chat.conversation.leaf];
       if (node) this.#views.get(node.id)?.update();
       if (this.#isAtEnd) this.scrollToEnd();
-      const seconds = performance.now() - start;
-      this.#notBefore = performance.now() + seconds / MAX_RENDER_SHARE - seconds;
+      const renderMs = performance.now() - start;
+      this.#notBefore = performance.now() + renderMs / MAX_RENDER_SHARE - renderMs;
     });
     const wait = this.#notBefore - performance.now();
     if (wait > 0) setTimeout(render, wait);

@@ -123,7 +123,7 @@ fn removing_a_revision_keeps_shared_files() {
     assert_eq!(machine.hub().find(REPO, Some("v2")).unwrap().revision, Some(newer.clone()));
 
     let removed = machine.hub().remove("tiny", Some("v2"), &()).unwrap();
-    assert_eq!((removed.name.as_str(), &removed.revisions[..]), (REPO, &[newer][..]));
+    assert_eq!((removed.name.as_str(), &removed.changed_commits[..]), (REPO, &[newer][..]));
     // config.json has 9 bytes and the ref has 40. Both revisions share tokenizer.json and the weights.
     assert_eq!((removed.freed_bytes, removed.shared_bytes), (9 + 40, 50_002));
     assert!(machine.hub().find(REPO, Some("v2")).is_err());
