@@ -98,7 +98,7 @@ fn crashes_restore_the_terminal() {
     let home = TempDir::new().unwrap();
     let program = std::env::current_exe().unwrap();
     for (kind, code) in [("fault", 139), ("overflow", 134), ("abort", 134), ("panic", 101), ("exit", 3)] {
-        let script = "ulimit -c 0; \"$PROGRAM\" --exact signals::crash; echo ended with $?; read line";
+        let script = "ulimit -c 0; \"$PROGRAM\" --exact commands::signals::crash; echo ended with $?; read line";
         let environment = [(CRASH, kind), ("PROGRAM", program.to_str().unwrap())];
         let mut shell = Screen::with_script(&home, script, &[], &environment);
         shell.wait(&format!("ended with {code}"));
