@@ -30,7 +30,7 @@ pub struct TensorRole {
 pub enum Group {
     Embedding,
     Attention,
-    /// Dense MLPs, and the routers of experts.
+    /// Dense MLPs and MoE routers.
     Mlp,
     Experts,
     Norms,

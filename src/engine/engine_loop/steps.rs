@@ -158,7 +158,7 @@ impl EngineLoop {
         }
     }
 
-    /// Adds the token that a step chose for a sequence, if any.
+    /// Appends the token that the step chose, if any, to its sequence, and adds the token's event to the outbox.
     /// Returns the finish reason or the error that ends the sequence, or `None` if the sequence continues.
     fn outcome_of(&mut self, work: &SequenceWork, chosen: Chosen) -> Option<Result<FinishReason>> {
         let sequence = self.sequences.get_mut(&work.id)?;

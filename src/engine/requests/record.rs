@@ -34,7 +34,7 @@ pub struct Record {
     pub engine: EngineRecord,
     /// The prompts of the client request, each with its answers.
     pub requests: Vec<RecordedRequest>,
-    /// The message of the error that ended the request. `None` if the request succeeded.
+    /// The message of the error that ended the request. `None` if the request succeeded or was canceled.
     pub error: Option<String>,
 }
 

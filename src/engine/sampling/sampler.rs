@@ -3,7 +3,7 @@
 //! The order is the same as in transformers.
 //! Each random number depends only on the seed and the number of earlier draws,
 //! so equal seeds and logits give equal tokens.
-//! On a GPU, the sampling kernel applies the same rules. `sample.cu` lists the rare differences.
+//! On a GPU, the sampling kernels apply the same rules. `kernels/decode/sample.cu` lists the rare differences.
 
 use std::collections::BTreeMap;
 

@@ -155,7 +155,7 @@ impl GpuExchange {
         Ok(out)
     }
 
-    /// Loads the `exchange_add_norm` and `exchange_add_norm_all` kernels: launches each kernel without rows.
+    /// Loads the `exchange_add_norm` and `exchange_add_norm_all` kernels by launching each one for 0 rows.
     pub(super) fn load_add_norm_kernels(&self) -> Result<()> {
         let six_addresses = || (0..6).fold(Arguments::new(), |arguments, _| arguments.address(0));
         let shape = LaunchShape::linear(1, EXCHANGE_ROW_THREADS);

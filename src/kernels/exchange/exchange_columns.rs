@@ -73,7 +73,7 @@ impl GpuExchange {
             .overlapping())
     }
 
-    /// Loads the column kernels: launches each kernel without rows, so that no kernel waits for other ranks.
+    /// Loads the column kernels by launching each one for 0 rows. Such a launch does not wait for other ranks.
     pub(super) fn load_columns_kernels(&self) -> Result<()> {
         for kernel in ["exchange_columns_4", "exchange_columns_1"] {
             let arguments = Arguments::new().address(0).address(0).value(self.raw(0, 1), []).int(0).int(0);

@@ -121,7 +121,7 @@ impl GpuExchange {
         out.to_dtype(x.dtype())
     }
 
-    /// Loads the sum kernels: launches each kernel without words, so that no kernel waits for other ranks.
+    /// Loads the sum kernels by launching each one for 0 words. Such a launch does not wait for other ranks.
     pub(super) fn load_sum_kernels(&self) -> Result<()> {
         let arguments = || Arguments::new().address(0).address(0).value(self.raw(0, 1), []).int(0);
         for (kernel, arguments) in [

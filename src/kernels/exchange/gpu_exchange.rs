@@ -194,7 +194,7 @@ impl GpuExchange {
         LaunchShape::linear(items.div_ceil(threads).clamp(1, blocks), threads)
     }
 
-    /// Loads all exchange kernels: launches each kernel without values, so that no kernel waits for other ranks.
+    /// Loads all exchange kernels by launching each one for 0 values. Such a launch does not wait for other ranks.
     pub fn load_kernels(&self) -> Result<()> {
         self.load_sum_kernels()?;
         self.load_columns_kernels()?;

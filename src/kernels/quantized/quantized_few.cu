@@ -28,7 +28,7 @@ __device__ uint32_t finished[QUANTIZED_FEW_COUNTERS];
 // The sums of a row pair for N tokens, in the layout of mma.sync results.
 template <int N> using Sums = float[2][N / 8][4];
 
-// Arithmetic on two values of type T.
+// The vector type for two values of type T, and the constants that convert small integers to T.
 // For an integer q from 0 to 63, replacing the low byte of BIAS by q gives BIAS + q.
 // BIAS_BYTES holds the high byte of BIAS four times.
 template <typename T> struct Pair;

@@ -255,7 +255,7 @@ impl<'c> Metadata<'c> {
 
     /// Returns an unsigned 32-bit value. The file may store the value as any integer type.
     pub fn u32(&self, key: &str) -> Result<Option<u32>> {
-        self.scalar(key, "an integer below 2^32", Value::u32)
+        self.scalar(key, "an integer from 0 to 2^32 - 1", Value::u32)
     }
 
     pub fn strings(&self, key: &str) -> Result<Option<Vec<&'c str>>> {
@@ -271,7 +271,7 @@ impl<'c> Metadata<'c> {
     }
 
     pub fn u32s(&self, key: &str) -> Result<Option<Vec<u32>>> {
-        self.array(key, "integers below 2^32", Value::u32)
+        self.array(key, "integers from 0 to 2^32 - 1", Value::u32)
     }
 
     pub fn i32s(&self, key: &str) -> Result<Option<Vec<i32>>> {

@@ -69,7 +69,8 @@ impl Slice {
         })
     }
 
-    /// Returns true if there are several rows, and ranks need, on average, too few bytes of each for a separate read.
+    /// Returns whether the runs of bytes that ranks need are too short for separate reads: the tensor has several rows
+    /// (see [`row_bytes`](Self::row_bytes)), and a rank needs, on average, less than [`MIN_RUN_BYTES`] of a row.
     /// The ranks should then read whole rows together. The result is the same on all ranks.
     /// `stored` is the shape of the tensor in the file.
     pub fn has_short_runs(&self, stored: &[usize], dtype: DType, ranks: usize) -> bool {

@@ -114,7 +114,8 @@ fn fields(body: &[TokenTree]) -> BTreeSet<String> {
     (0..body.len()).filter_map(name).collect()
 }
 
-/// Returns the first name of each part between commas, after its attributes.
+/// Returns the names of an enum's variants: the first identifier of each comma-separated part of the body.
+/// Identifiers in attributes do not count, because the brackets of an attribute form a group.
 fn variants(body: &[TokenTree]) -> BTreeSet<String> {
     let parts = body.split(|token| is_punct(token, ','));
     parts

@@ -53,7 +53,11 @@ fn step_inputs_match_a_computation_on_the_host() {
             let length = 2 * rows + others + 2 * inputs.changes.len();
             let range = 3..3 + length.saturating_add_signed(spare);
             inputs.write(&buffer, &tokens_on_device, &host, range).unwrap();
-            assert_eq!(buffer.to_vec1::<u32>().unwrap(), want, "{rows} ids, {others} words, {rest} others");
+            assert_eq!(
+                buffer.to_vec1::<u32>().unwrap(),
+                want,
+                "{rows} ids, {others} words of every step, {rest} words set only by changes"
+            );
         }
 
         let inputs = step();

@@ -1,5 +1,5 @@
-//! Tests of config.json for every family: alternative fields, defaults and rejected options.
-//! Also tests checkpoints whose tensors have alternative names.
+//! Tests of the config.json of model families: alternative fields, defaults, unsupported options and absurd numbers.
+//! Also tests checkpoints with alternative or unloaded tensors, and the tensor tables of all families.
 
 use std::collections::HashMap;
 use std::path::Path;

@@ -105,15 +105,27 @@ fn getters_name_the_wrong_key() {
     assert_eq!(metadata.u32s("array.u16").unwrap().unwrap(), [0, 65535]);
     assert_eq!(metadata.f32s("array.f32").unwrap().unwrap(), [-1.5, 3.25]);
     let errors = [
-        (metadata.u32("all.i8").map(drop), "metadata key all.i8: expected an integer below 2^32, found I8(-100)"),
-        (metadata.u32("all.u64").map(drop), "metadata key all.u64: expected an integer below 2^32, found U64(92233"),
+        (
+            metadata.u32("all.i8").map(drop),
+            "metadata key all.i8: expected an integer from 0 to 2^32 - 1, found I8(-100)",
+        ),
+        (
+            metadata.u32("all.u64").map(drop),
+            "metadata key all.u64: expected an integer from 0 to 2^32 - 1, found U64(92233",
+        ),
         (metadata.string("all.u32").map(drop), "metadata key all.u32: expected a string, found U32(4000000000)"),
         (metadata.bool("all.string").map(drop), "metadata key all.string: expected a boolean, found a string"),
         (metadata.f32("all.i32").map(drop), "metadata key all.i32: expected a finite float, found I32"),
         (metadata.strings("all.u8").map(drop), "metadata key all.u8: expected an array of strings, found U8(200)"),
         (metadata.strings("array.u8").map(drop), "metadata key array.u8[0]: expected strings, found U8(0)"),
-        (metadata.u32s("array.i32").map(drop), "metadata key array.i32[0]: expected integers below 2^32, found I32"),
-        (metadata.u32("array.u8").map(drop), "metadata key array.u8: expected an integer below 2^32, found an array"),
+        (
+            metadata.u32s("array.i32").map(drop),
+            "metadata key array.i32[0]: expected integers from 0 to 2^32 - 1, found I32",
+        ),
+        (
+            metadata.u32("array.u8").map(drop),
+            "metadata key array.u8: expected an integer from 0 to 2^32 - 1, found an array",
+        ),
         (metadata.required("all.absent", Metadata::u32).map(drop), "metadata key all.absent is missing"),
     ];
     for (result, want) in errors {
