@@ -143,7 +143,7 @@ impl Decoder {
     /// [`logits`](Self::logits) turns rows of hidden states into logits, which take far more memory.
     ///
     /// With one token per sequence, this function copies nothing between host and GPU, so a CUDA graph can capture it
-    /// unless the host copies data between ranks (see [`Exchange::can_queue`](crate::device::Exchange::can_queue)).
+    /// unless the host copies data between ranks (see [`Exchange::can_queue`](crate::world::Exchange::can_queue)).
     /// A CUDA graph cannot capture the attention backend `CandleFlashAttn`, which reads block tables on the host.
     /// The caller guarantees that ids and positions are valid, and that the blocks belong to the cache.
     pub fn hidden_states(&self, ids: &Tensor, pass: &Pass, cache: &KvCache, mut tap: Option<Tap>) -> Result<Tensor> {
