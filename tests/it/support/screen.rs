@@ -8,6 +8,7 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::signal::kill;
 use nix::sys::termios::{LocalFlags, tcgetattr};
 use nix::sys::wait::WaitStatus;
 use nix::unistd::Pid;
@@ -169,12 +170,21 @@ impl Screen {
     }
 
     /// Resizes the window, as a user would with the mouse.
-    pub fn resize(&mut self, rows: u16, columns: u16) {
+    ///
+    /// The program is stopped in the meantime, so that everything it wrote for the old size is shown at the old size.
+    /// On a busy machine, many updates would otherwise arrive between the two changes of the size.
+    /// Returns all rows as they were before.
+    pub fn resize(&mut self, rows: u16, columns: u16) -> Vec<String> {
+        kill(self.pid, Signal::SIGSTOP).unwrap();
+        while self.pump(50) {}
+        let before = self.all_rows();
         let slave = File::open(&self.tty).unwrap();
         let size = [rows.to_string(), columns.to_string()];
         let status = Command::new("stty").args(["rows", &size[0], "cols", &size[1]]).stdin(Stdio::from(slave)).status();
         assert!(status.unwrap().success());
         self.terminal.screen_mut().set_size(NonZero::new(rows).unwrap(), NonZero::new(columns).unwrap());
+        kill(self.pid, Signal::SIGCONT).unwrap();
+        before
     }
 
     /// Returns whether the terminal has the modes that a shell expects, such as echo and line editing.
