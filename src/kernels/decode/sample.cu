@@ -40,6 +40,24 @@ struct Scratch {
 
 static_assert(sizeof(Scratch) == 4 * SAMPLE_SCRATCH_WORDS, "SAMPLE_SCRATCH_WORDS must match Scratch");
 
+// The token ids that this block and this thread handle.
+struct OwnIds {
+    int first, last;  // the block handles the ids from `first` to `last` - 1
+    int count;        // the thread handles id(i) for i < count
+
+    __device__ __forceinline__ explicit OwnIds(int vocab) {
+        const int ids = (vocab + gridDim.x - 1) / gridDim.x;
+        first = blockIdx.x * ids, last = min(first + ids, vocab);
+        const int start = first + (int)threadIdx.x;
+        count = start < last ? (last - start + SAMPLE_THREADS - 1) / SAMPLE_THREADS : 0;
+    }
+    __device__ __forceinline__ int id(int i) const { return first + threadIdx.x + i * SAMPLE_THREADS; }
+};
+
+__device__ __forceinline__ bool has_penalty(const SamplingKernelParams& params) {
+    return params.repetition_penalty != 1.0f || params.frequency_penalty != 0.0f || params.presence_penalty != 0.0f;
+}
+
 // Waits until all blocks of the grid have called this function, and makes their earlier writes visible.
 // `expected` is the number of arrivals at earlier barriers. It must be 0 before the first call.
 __device__ void grid_barrier(Scratch* scratch, uint32_t& expected) {
@@ -93,34 +111,19 @@ __device__ uint32_t threshold(const uint32_t (&keys)[SAMPLE_IDS_PER_THREAD],
     return prefix;
 }
 
-template <typename T>
-__device__ void sample(const float* logits, uint32_t* seen, const uint32_t* param_words, const T* embedding, float* x,
-                       uint32_t* state, volatile uint32_t* mailbox, Scratch* scratch, int vocab, int columns, int slots,
-                       float embedding_scale) {
-    __shared__ unsigned long long warps[32];
-    __shared__ uint32_t winner;
-    pdl_wait();
-    const SamplingKernelParams params = *reinterpret_cast<const SamplingKernelParams*>(param_words);
-    const uint32_t steps = __ldcg(state + 2);  // read before a block can finish and increment state[2]
-    // This block handles the token ids from `first` to `last` - 1.
-    // This thread handles the ids first + threadIdx.x + i · SAMPLE_THREADS for i < own_ids.
-    const int ids = (vocab + gridDim.x - 1) / gridDim.x, first = blockIdx.x * ids, last = min(first + ids, vocab);
-    const int own_ids =
-        first + (int)threadIdx.x < last ? (last - first - (int)threadIdx.x + SAMPLE_THREADS - 1) / SAMPLE_THREADS : 0;
-    uint32_t expected = 0;
-
-    // 1. Apply penalties and find the largest logit.
-    float values[SAMPLE_IDS_PER_THREAD];
-    uint32_t keys[SAMPLE_IDS_PER_THREAD], top = 0;
-    const bool has_penalty =
-        params.repetition_penalty != 1.0f || params.frequency_penalty != 0.0f || params.presence_penalty != 0.0f;
+// Reads the logits of this thread's token ids, and applies the penalties. Writes -inf and key 0 for NaN.
+// Returns this thread's largest key.
+__device__ __forceinline__ uint32_t read_logits(const float* logits, const uint32_t* seen,
+                                                const SamplingKernelParams& params, const OwnIds& own,
+                                                float (&values)[SAMPLE_IDS_PER_THREAD],
+                                                uint32_t (&keys)[SAMPLE_IDS_PER_THREAD]) {
+    uint32_t top = 0;
 #pragma unroll
     for (int i = 0; i < SAMPLE_IDS_PER_THREAD; ++i) {
         keys[i] = 0, values[i] = -INFINITY;
-        if (i >= own_ids) continue;
-        const int id = first + threadIdx.x + i * SAMPLE_THREADS;
-        float logit = __ldcg(logits + id);
-        const uint32_t times = has_penalty ? seen[id] : 0;
+        if (i >= own.count) continue;
+        float logit = __ldcg(logits + own.id(i));
+        const uint32_t times = has_penalty(params) ? seen[own.id(i)] : 0;
         if (times > 0)
             logit = penalize(logit, times - 1, params.repetition_penalty, params.frequency_penalty,
                              params.presence_penalty);
@@ -128,20 +131,30 @@ __device__ void sample(const float* logits, uint32_t* seen, const uint32_t* para
         values[i] = logit, keys[i] = sort_key(logit + 0.0f);  // -0 becomes +0, so that both zeros have the same key
         top = max(top, keys[i]);
     }
+    return top;
+}
+
+// Returns the largest key of the whole grid.
+__device__ __forceinline__ uint32_t grid_max(uint32_t top, Scratch* scratch, uint32_t& expected) {
     top = __reduce_max_sync(0xffffffffu, top);
     if (threadIdx.x % 32 == 0 && top > 0) atomicMax(&scratch->top, top);
     grid_barrier(scratch, expected);
-    top = __ldcg(&scratch->top);
-    const float best = from_sort_key(top);
-    const bool has_token = top > sort_key(-INFINITY);
+    return __ldcg(&scratch->top);
+}
 
-    // 2. Compute the probability mass of each token. Set the mass to 0 if top-k, top-p or min-p excludes the token.
-    unsigned long long masses[SAMPLE_IDS_PER_THREAD];
-    const float inverse = 1.0f / fmaxf(params.temperature, 1e-6f);
+// Computes the probability masses of this thread's tokens. The mass is 0 if top-k, top-p or min-p excludes the token.
+// Returns the sum of this thread's masses.
+__device__ __forceinline__ unsigned long long probability_masses(const float (&values)[SAMPLE_IDS_PER_THREAD],
+                                                                 uint32_t (&keys)[SAMPLE_IDS_PER_THREAD],
+                                                                 unsigned long long (&masses)[SAMPLE_IDS_PER_THREAD],
+                                                                 uint32_t top, const SamplingKernelParams& params,
+                                                                 const OwnIds& own, int vocab, Scratch* scratch,
+                                                                 uint32_t& expected, unsigned long long* warps) {
+    const float best = from_sort_key(top), inverse = 1.0f / fmaxf(params.temperature, 1e-6f);
     const bool is_greedy = params.temperature == 0.0f;
 #pragma unroll
     for (int i = 0; i < SAMPLE_IDS_PER_THREAD; ++i) {
-        masses[i] = i < own_ids && keys[i] > 0
+        masses[i] = i < own.count && keys[i] > 0
                         ? (unsigned long long)(keys[i] == top ? UNIT : expf((values[i] - best) * inverse) * UNIT)
                         : 0;
         if (masses[i] == 0) keys[i] = 0;
@@ -149,9 +162,9 @@ __device__ void sample(const float* logits, uint32_t* seen, const uint32_t* para
     uint32_t floor = is_greedy ? top : 1;
     if (!is_greedy && params.top_k > 0 && params.top_k < vocab)
         floor =
-            max(floor, threshold<false>(keys, masses, own_ids, floor, 0.0f, params.top_k, scratch, expected, warps));
+            max(floor, threshold<false>(keys, masses, own.count, floor, 0.0f, params.top_k, scratch, expected, warps));
     if (!is_greedy && params.top_p < 1.0f)
-        floor = max(floor, threshold<true>(keys, masses, own_ids, floor, params.top_p, 0, scratch, expected, warps));
+        floor = max(floor, threshold<true>(keys, masses, own.count, floor, params.top_p, 0, scratch, expected, warps));
     const unsigned long long min_mass = (unsigned long long)(params.min_p * UNIT);
     unsigned long long total = 0;
 #pragma unroll
@@ -159,54 +172,50 @@ __device__ void sample(const float* logits, uint32_t* seen, const uint32_t* para
         if (keys[i] < floor || masses[i] < min_mass) masses[i] = 0;
         total += masses[i];
     }
+    return total;
+}
+
+// Adds up the masses of all blocks. `total` is the mass of this thread.
+// Sets `before` to the mass of all blocks with lower token ids, and `all` to the mass of all blocks.
+__device__ __forceinline__ void sum_blocks(unsigned long long total, unsigned long long& before,
+                                           unsigned long long& all, Scratch* scratch, uint32_t& expected,
+                                           unsigned long long* warps) {
     const unsigned long long block_mass = inclusive_scan(total, warps);
     if (threadIdx.x == SAMPLE_THREADS - 1) scratch->block_masses[blockIdx.x] = block_mass;
     grid_barrier(scratch, expected);
+    const unsigned long long value = threadIdx.x < gridDim.x ? __ldcg(&scratch->block_masses[threadIdx.x]) : 0;
+    const unsigned long long sum = inclusive_scan(value, warps);
+    __shared__ unsigned long long sums[2];
+    if (threadIdx.x == blockIdx.x) sums[0] = sum - value;
+    if (threadIdx.x == SAMPLE_THREADS - 1) sums[1] = sum;
+    __syncthreads();
+    before = sums[0], all = sums[1];
+}
 
-    // 3. Draw a random point below the total mass, or use 0 if sampling is greedy. All blocks draw the same point.
-    // `before` starts as the total mass of all blocks with lower token ids.
-    // The chosen token is the first token at which the cumulative mass exceeds the random point.
-    unsigned long long before = 0, all = 0;
-    {
-        const unsigned long long value = threadIdx.x < gridDim.x ? __ldcg(&scratch->block_masses[threadIdx.x]) : 0;
-        const unsigned long long sum = inclusive_scan(value, warps);
-        __shared__ unsigned long long sums[2];
-        if (threadIdx.x == blockIdx.x) sums[0] = sum - value;
-        if (threadIdx.x == SAMPLE_THREADS - 1) sums[1] = sum;
-        if (threadIdx.x == 0) winner = NO_TOKEN;
-        __syncthreads();
-        before = sums[0], all = sums[1];
-    }
-    const unsigned long long seed = (unsigned long long)params.seed[1] << 32 | params.seed[0];
-    const unsigned long long point =
-        is_greedy ? 0 : min((unsigned long long)(uniform(seed, params.sampled_before + steps) * (double)all), all - 1);
+// Returns the first token of this block at which the cumulative mass exceeds `point`, or NO_TOKEN.
+// `before` is the mass of all blocks with lower token ids. Every thread gets the same result.
+__device__ __forceinline__ uint32_t token_at(unsigned long long point, unsigned long long before,
+                                             const unsigned long long (&masses)[SAMPLE_IDS_PER_THREAD],
+                                             const OwnIds& own, unsigned long long* warps) {
+    __shared__ uint32_t winner;
+    __shared__ unsigned long long round_total;
+    if (threadIdx.x == 0) winner = NO_TOKEN;
+    __syncthreads();
 #pragma unroll
     for (int i = 0; i < SAMPLE_IDS_PER_THREAD; ++i) {
-        if (i * SAMPLE_THREADS >= last - first) break;
+        if (i * SAMPLE_THREADS >= own.last - own.first) break;
         const unsigned long long sum = inclusive_scan(masses[i], warps);
-        if (masses[i] > 0 && before + sum > point && before + sum - masses[i] <= point)
-            winner = first + threadIdx.x + i * SAMPLE_THREADS;
-        __shared__ unsigned long long round_total;
+        if (masses[i] > 0 && before + sum > point && before + sum - masses[i] <= point) winner = own.id(i);
         if (threadIdx.x == SAMPLE_THREADS - 1) round_total = sum;
         __syncthreads();
         before += round_total;
         __syncthreads();
     }
-    // If the step fails, token 0 is a placeholder. The host stops at MAILBOX_NO_TOKEN and ignores all later steps.
-    const bool has_winner = has_token ? winner != NO_TOKEN : blockIdx.x == 0;
-    if (has_winner) {
-        const uint32_t token = has_token ? winner : 0;
-        for (int i = threadIdx.x; embedding && i < columns; i += SAMPLE_THREADS)
-            x[i] = to_float(embedding[(size_t)token * columns + i]) * embedding_scale;
-        if (threadIdx.x == 0) {
-            if (has_penalty) seen[token] = max(seen[token], 1u) + 1;
-            mailbox[steps % slots] = has_token ? token + 1 : MAILBOX_NO_TOKEN;
-            __threadfence_system();
-            state[0] += 1, state[1] = token, state[2] = steps + 1;
-        }
-    }
+    return winner;
+}
 
-    // 4. The last block to finish resets `scratch`, except for block_masses.
+// The last block that calls this function sets `scratch` to zeros, except for block_masses.
+__device__ __forceinline__ void reset_scratch(Scratch* scratch) {
     __shared__ bool is_last;
     __syncthreads();
     if (threadIdx.x == 0) {
@@ -218,6 +227,50 @@ __device__ void sample(const float* logits, uint32_t* seen, const uint32_t* para
     for (int i = threadIdx.x; i < SAMPLE_ROUNDS * SAMPLE_BINS; i += SAMPLE_THREADS)
         (&scratch->counts[0][0])[i] = 0, (&scratch->masses[0][0])[i] = 0;
     if (threadIdx.x == 0) scratch->arrived = scratch->finished = scratch->top = 0;
+}
+
+template <typename T>
+__device__ void sample(const float* logits, uint32_t* seen, const uint32_t* param_words, const T* embedding, float* x,
+                       uint32_t* state, volatile uint32_t* mailbox, Scratch* scratch, int vocab, int columns, int slots,
+                       float embedding_scale) {
+    __shared__ unsigned long long warps[32];
+    pdl_wait();
+    const SamplingKernelParams params = *reinterpret_cast<const SamplingKernelParams*>(param_words);
+    const uint32_t steps = __ldcg(state + 2);  // read before a block can finish and increment state[2]
+    const OwnIds own(vocab);
+    uint32_t expected = 0;
+    float values[SAMPLE_IDS_PER_THREAD];
+    uint32_t keys[SAMPLE_IDS_PER_THREAD];
+    unsigned long long masses[SAMPLE_IDS_PER_THREAD];
+    const uint32_t top = grid_max(read_logits(logits, seen, params, own, values, keys), scratch, expected);
+    const bool has_token = top > sort_key(-INFINITY);
+    const unsigned long long total =
+        probability_masses(values, keys, masses, top, params, own, vocab, scratch, expected, warps);
+    unsigned long long before, all;
+    sum_blocks(total, before, all, scratch, expected, warps);
+
+    // Draw a random point below the total mass, or use 0 if sampling is greedy. All blocks draw the same point.
+    const unsigned long long seed = (unsigned long long)params.seed[1] << 32 | params.seed[0];
+    const unsigned long long point =
+        params.temperature == 0.0f
+            ? 0
+            : min((unsigned long long)(uniform(seed, params.sampled_before + steps) * (double)all), all - 1);
+    const uint32_t winner = token_at(point, before, masses, own, warps);
+
+    // If the step fails, token 0 is a placeholder. The host stops at MAILBOX_NO_TOKEN and ignores all later steps.
+    const bool has_winner = has_token ? winner != NO_TOKEN : blockIdx.x == 0;
+    if (has_winner) {
+        const uint32_t token = has_token ? winner : 0;
+        for (int i = threadIdx.x; embedding && i < columns; i += SAMPLE_THREADS)
+            x[i] = to_float(embedding[(size_t)token * columns + i]) * embedding_scale;
+        if (threadIdx.x == 0) {
+            if (has_penalty(params)) seen[token] = max(seen[token], 1u) + 1;
+            mailbox[steps % slots] = has_token ? token + 1 : MAILBOX_NO_TOKEN;
+            __threadfence_system();
+            state[0] += 1, state[1] = token, state[2] = steps + 1;
+        }
+    }
+    reset_scratch(scratch);
 }
 
 #define DEFINE(T, SUFFIX)                                                                                              \
