@@ -186,20 +186,20 @@ pub const GROUPED_GEMM_STAGES: usize = 3;
 pub const GROUPED_GEMM_THREADS: usize = 256;
 
 // Matrix products of routed experts with MXFP4 tiles (`moe/product_kernel.rs`, `moe/expert_mlp.cu`).
-// The product kernels in `moe/expert_mlp.cu` use either mma.sync or wgmma.
+// The product kernels use either mma.sync (`moe/expert_product_mma.cuh`) or wgmma (`moe/expert_product_wgmma.cuh`).
 // The wgmma kernels have wide, narrow or slim token tiles, depending on the average number of pairs per expert.
 
-/// The number of 16-row weight tiles per thread block in the mma.sync kernels of `moe/expert_mlp.cu`.
+/// The number of 16-row weight tiles per thread block in `moe/expert_product_mma.cuh`.
 pub const EXPERT_MMA_ROW_TILES: usize = 16;
-/// Pipeline stages in the mma.sync kernels of `moe/expert_mlp.cu`.
+/// Pipeline stages in `moe/expert_product_mma.cuh`.
 /// Shared memory holds the tiles of this number of steps at once.
 pub const EXPERT_MMA_STAGES: usize = 4;
-/// Threads per block in the mma.sync kernels of `moe/expert_mlp.cu`.
+/// Threads per block in `moe/expert_product_mma.cuh`.
 pub const EXPERT_MMA_THREADS: usize = 256;
-/// The number of 16-row weight tiles per thread block in the wgmma kernels of `moe/expert_mlp.cu`.
+/// The number of 16-row weight tiles per thread block in `moe/expert_product_wgmma.cuh`.
 /// The expert matrices of gpt-oss have 2880 or 5760 rows. Both numbers are multiples of 12 · 16 = 192.
 pub const EXPERT_WGMMA_ROW_TILES: usize = 12;
-/// Threads per block in the wgmma kernels of `moe/expert_mlp.cu`.
+/// Threads per block in `moe/expert_product_wgmma.cuh`.
 pub const EXPERT_WGMMA_THREADS: usize = 512;
 /// The size in bytes of a `Tile` (`moe/mxfp4_tiles.cuh`).
 /// Each stage of a wgmma kernel's ring buffer holds one `Tile`, besides weights and inputs.

@@ -126,6 +126,24 @@ struct Tile {
     int row_tile;  // the index of the first 16-row weight tile; 0 in expert_few.cu
 };
 
+// Finds output tile `number`. Returns false if `number` is past the last tile.
+// Output tiles are ordered by expert.
+// Within an expert, the tiles that have the same weight rows and different pairs are consecutive.
+// With this order, weights are mostly read from DRAM only once, and activations stay in L2.
+template <int ROW_TILES, bool GATE_UP>
+__device__ __forceinline__ bool find_tile(const uint32_t* offsets, int experts, int weight_rows, int max_pairs,
+                                          int number, Tile& tile) {
+    // For gate_up, 128 weight rows give 64 columns of h. The tiles also cover the padding of h to a multiple of 64.
+    const int rows = GATE_UP ? (weight_rows + 127) / 128 * 128 : weight_rows;
+    const int row_blocks = (rows + ROW_TILES * 16 - 1) / (ROW_TILES * 16);
+    WorkItem item;
+    if (!find_work_item(offsets, experts, max_pairs, row_blocks, number, item)) return false;
+    const int tiles = item.count / row_blocks, tile_pairs = ((item.pairs + tiles - 1) / tiles + 7) / 8 * 8;
+    const int start = item.index % tiles * tile_pairs, pairs = min(tile_pairs, item.pairs - start);
+    tile = {item.expert, item.first + start, pairs, item.row + start, item.index / tiles * ROW_TILES};
+    return true;
+}
+
 // ---- results ----
 
 // Rounds an 8 × 8 matrix to T and transposes it. Lane 4g + t passes columns 2t and 2t + 1 of row g.

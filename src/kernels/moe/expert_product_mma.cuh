@@ -1,0 +1,161 @@
+// The products of experts with the inputs of their pairs, with mma.sync. For GPUs without wgmma.
+// See expert_mlp.cu for the products, and mxfp4_tiles.cuh for the layouts.
+#pragma once
+#include "headers/async_copy.cuh"
+#include "headers/pdl.cuh"
+#include "headers/shared_memory.cuh"
+#include "moe/mxfp4_tiles.cuh"
+
+// The output tile of a thread block: at most PAIRS pairs × 256 weight rows, divided among eight warps.
+// Each warp computes all pairs × 32 weight rows, or 64 pairs × 64 weight rows if PAIRS is 128.
+// The MMAs of a warp cover COLUMNS · 8 pairs and ROW_TILES · 16 weight rows.
+template <int PAIRS_> struct MmaShape {
+    static constexpr int PAIRS = PAIRS_, BLOCK_ROW_TILES = EXPERT_MMA_ROW_TILES, STAGES = EXPERT_MMA_STAGES;
+    static constexpr int WARPS = EXPERT_MMA_THREADS / 32, COLUMN_WARPS = PAIRS == 128 ? 2 : 1;
+    static constexpr int ROW_TILES = 2 * COLUMN_WARPS, COLUMNS = PAIRS / 8 / COLUMN_WARPS;
+    static constexpr int WEIGHT_BYTES = BLOCK_ROW_TILES * MXFP4_TILE_BYTES;
+    static constexpr int SCALE_BYTES = BLOCK_ROW_TILES * MXFP4_TILE_SCALE_BYTES;
+    static constexpr int X_BYTES = PAIRS * 128, W_BYTES = WEIGHT_BYTES + SCALE_BYTES;
+};
+
+// The pipeline stages in shared memory. A stage holds 64 columns of x, and 64 columns of the weights with their scales.
+template <typename S> struct MmaStages {
+    unsigned char* base;
+    uint32_t address;
+    __device__ __forceinline__ uint32_t x(int step) const { return address + step % S::STAGES * S::X_BYTES; }
+    __device__ __forceinline__ int weights_offset(int step) const {
+        return S::STAGES * S::X_BYTES + step % S::STAGES * S::W_BYTES;
+    }
+    __device__ __forceinline__ uint32_t weights(int step) const { return address + weights_offset(step); }
+    __device__ __forceinline__ const unsigned char* weight_bytes(int step) const { return base + weights_offset(step); }
+};
+
+// Starts copying one step of a tile: 64 columns of x and of the weights.
+// Does not fill the part of the stage past the last pair or weight tile.
+// Old data in that part of the stage affects only results that are not stored.
+template <typename S, typename T>
+__device__ __forceinline__ void load_step(const MmaStages<S>& stages, const Weights& w, const Output<T>& o, const T* x,
+                                          const Tile& tile, int step) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int row_tiles = (w.rows + 15) / 16, steps = (w.columns + STEP - 1) / STEP;
+    const int segments = tile.pairs * 8, tiles = min(row_tiles - tile.row_tile, S::BLOCK_ROW_TILES);
+    const uint4* x_from = reinterpret_cast<const uint4*>(x) + ((size_t)step * o.tiled_rows + tile.row) * 8;
+    const size_t first_tile = ((size_t)tile.expert * row_tiles + tile.row_tile) * steps + step;
+    const uint32_t to_x = stages.x(step), to_w = stages.weights(step);
+#pragma unroll
+    for (int i = 0; i < S::X_BYTES / 16 / EXPERT_MMA_THREADS; ++i) {
+        const int segment = threadIdx.x + i * EXPERT_MMA_THREADS;
+        if (segment < segments) copy_async(to_x + segment * 16, x_from + segment);
+    }
+#pragma unroll
+    for (int i = 0; i < S::BLOCK_ROW_TILES / S::WARPS; ++i) {
+        const int row_tile = warp + i * S::WARPS;
+        const uint8_t* from = w.blocks + (first_tile + row_tile * steps) * MXFP4_TILE_BYTES;
+        if (row_tile < tiles) copy_async(to_w + row_tile * MXFP4_TILE_BYTES + lane * 16, from + lane * 16);
+    }
+    const int row_tile = threadIdx.x / 2, half = threadIdx.x % 2 * 16;
+    const uint8_t* from = w.scales + (first_tile + row_tile * steps) * MXFP4_TILE_SCALE_BYTES;
+    if (row_tile < tiles) copy_async(to_w + S::WEIGHT_BYTES + row_tile * MXFP4_TILE_SCALE_BYTES + half, from + half);
+}
+
+// Adds the products of this warp's weight rows and this warp's pairs to `sum`, for one step (64 columns).
+template <typename S, typename T>
+__device__ __forceinline__ void multiply_step(float (&sum)[S::ROW_TILES][S::COLUMNS][4], const MmaStages<S>& stages,
+                                              const Tile& tile, int step) {
+    constexpr int ROW_TILES = S::ROW_TILES, COLUMN_WARPS = S::COLUMN_WARPS;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4;
+    const unsigned char* weights = stages.weight_bytes(step);
+    const uint32_t x = stages.x(step) + lane % 8 * 128;
+    uint4 words[ROW_TILES];
+    uint32_t factors[ROW_TILES][4];
+#pragma unroll
+    for (int m = 0; m < ROW_TILES; ++m) {
+        const int weight_tile = warp / COLUMN_WARPS * ROW_TILES + m;
+        words[m] = *reinterpret_cast<const uint4*>(weights + weight_tile * MXFP4_TILE_BYTES + lane * 16);
+        const unsigned char* from = weights + S::WEIGHT_BYTES + weight_tile * MXFP4_TILE_SCALE_BYTES + g * 4;
+        const uint32_t scales = *reinterpret_cast<const uint32_t*>(from);
+        scale_factors<T>(scales, factors[m]);
+    }
+#pragma unroll
+    for (int block = 0; block < 2; ++block) {
+        uint32_t a[ROW_TILES][2][4];
+#pragma unroll
+        for (int m = 0; m < ROW_TILES; ++m) {
+            const uint32_t low = block ? words[m].z : words[m].x, high = block ? words[m].w : words[m].y;
+            const uint32_t f = factors[m][2 * block], f8 = factors[m][2 * block + 1];
+            unpack_items<T, 0>(low, high, f, f8, a[m][0]);
+            unpack_items<T, 1>(low, high, f, f8, a[m][1]);
+        }
+        const uint32_t segment = ((4 * block + lane / 8) ^ lane % 8) * 16;
+#pragma unroll
+        for (int n = 0; n < S::COLUMNS; n += 2) {
+            const int pair = (n * COLUMN_WARPS + warp % COLUMN_WARPS) * 8;
+            if (pair >= tile.pairs) continue;
+            uint32_t b[2][4];
+#pragma unroll
+            for (int i = 0; i < 2; ++i) load_matrices(b[i], x + (pair + i * COLUMN_WARPS * 8) * 128 + segment);
+            // Two MMAs that add to the same sum must not be adjacent, because the second MMA would wait for the first.
+#pragma unroll
+            for (int k = 0; k < 2; ++k)
+#pragma unroll
+                for (int m = 0; m < ROW_TILES; ++m)
+#pragma unroll
+                    for (int i = 0; i < 2; ++i) multiply_add<T>(sum[m][n + i], a[m][k], b[i][2 * k], b[i][2 * k + 1]);
+        }
+    }
+}
+
+// Stores the results that this warp computed for one tile.
+template <typename S, typename T, bool GATE_UP>
+__device__ __forceinline__ void store_tile(float (&sum)[S::ROW_TILES][S::COLUMNS][4], const Weights& w,
+                                           const Output<T>& o, const Tile& tile) {
+    const int warp = threadIdx.x / 32;
+#pragma unroll
+    for (int m = 0; m < S::ROW_TILES; m += 2) {
+        const int row_tile = tile.row_tile + warp / S::COLUMN_WARPS * S::ROW_TILES + m;
+        const float2 bias[2] = {row_bias<T, GATE_UP>(o, w.rows, tile.expert, row_tile),
+                                row_bias<T, GATE_UP>(o, w.rows, tile.expert, row_tile + 1)};
+#pragma unroll
+        for (int n = 0; n < S::COLUMNS; ++n) {
+            const int pair = (n * S::COLUMN_WARPS + warp % S::COLUMN_WARPS) * 8;
+            if (pair < tile.pairs)
+                store<T, GATE_UP, 2>(o, w.rows, tile, row_tile, pair, {sum[m][n], sum[m + 1][n]}, bias);
+        }
+    }
+}
+
+// Computes the product of each expert with the inputs of its pairs, with mma.sync. Runs on GPUs without wgmma.
+//   grid: any number of blocks; block b processes the tiles b, b + gridDim.x, b + 2 · gridDim.x, ...
+//   block: EXPERT_MMA_THREADS
+//   shared memory: STAGES · (X_BYTES + W_BYTES)
+//   bytes moved: the weights of an expert once per tile of PAIRS pairs, mostly from L2 after the first tile;
+//   x once per 256 rows of weights, mostly from L2; the output once
+template <typename S, typename T, bool GATE_UP>
+__device__ void expert_product(const Weights& w, const Output<T>& o, const T* x, const uint32_t* offsets, int experts) {
+    extern __shared__ __align__(1024) unsigned char shared[];
+    const MmaStages<S> stages = {shared, shared_address(shared)};
+    const int steps = (w.columns + STEP - 1) / STEP;
+    pdl_wait();
+    pdl_launch_dependents();
+
+    Tile tile;
+    const auto next_tile = [&](int number) {
+        return find_tile<S::BLOCK_ROW_TILES, GATE_UP>(offsets, experts, w.rows, S::PAIRS, number, tile);
+    };
+    for (int number = blockIdx.x; next_tile(number); number += gridDim.x) {
+        const auto load = [&](int step) {
+            if (step < steps) load_step<S, T>(stages, w, o, x, tile, step);
+            commit_copies();
+        };
+        for (int s = 0; s < S::STAGES - 1; ++s) load(s);
+        float sum[S::ROW_TILES][S::COLUMNS][4] = {};
+        for (int step = 0; step < steps; ++step) {
+            wait_for_copies<S::STAGES - 2>();
+            __syncthreads();
+            load(step + S::STAGES - 1);
+            multiply_step<S, T>(sum, stages, tile, step);
+        }
+        store_tile<S, T, GATE_UP>(sum, w, o, tile);
+        __syncthreads();  // slower warps may still read the data that the next tile overwrites
+    }
+}
