@@ -17,7 +17,7 @@ use std::sync::atomic::Ordering;
 
 use anyhow::Result;
 
-use crate::conversation::{CannotDropOldest, NoModelLoaded, Overflow, Recording, Session, TurnSummary};
+use crate::conversation::{CannotDropOldest, NoModelLoaded, Overflow, Session, TurnSummary};
 use crate::error::Error;
 use crate::terminal;
 use crate::text::without_controls;
@@ -28,11 +28,11 @@ use type_ahead::TypeAhead;
 
 /// Runs the chat until the user leaves.
 pub fn run(mut session: Session) -> Result<ExitCode> {
-    let cancel = session.cancel.clone();
+    let cancel = session.cancel_flag();
     terminal::interrupt::cancel_on_ctrl_c(cancel.clone())?;
-    let models = session.models.clone();
+    let models = session.models().clone();
     let mut editor = LineEditor::new(Box::new(move || models.names()))?;
-    if !session.messages.is_empty() {
+    if !session.messages().is_empty() {
         terminal::print_dim(&format!("continuing {}", commands::summary(&session)));
     }
     terminal::print_dim("/help lists the commands, Ctrl-C stops an answer, /exit leaves");
@@ -98,8 +98,8 @@ pub fn run(mut session: Session) -> Result<ExitCode> {
             }),
         }
     }
-    if let Recording::Journal(journal) = &session.recording {
-        terminal::print_dim(&format!("to continue this conversation: inferno play --resume {}", journal.name()));
+    if let Some(name) = session.saved_name() {
+        terminal::print_dim(&format!("to continue this conversation: inferno play --resume {name}"));
     }
     Ok(ExitCode::SUCCESS)
 }
@@ -112,7 +112,7 @@ fn context_full(session: &Session, message: &str) -> String {
             "this message would exceed the context of {context} tokens: /clear starts over; /set overflow drop-oldest \
              continues without the oldest messages"
         )
-    } else if session.attached.is_empty() {
+    } else if session.attached().is_empty() {
         format!(
             "this message alone exceeds the context of {context} tokens: shorten it, or start with a larger --context"
         )
