@@ -123,8 +123,10 @@ pub async fn submit(server: &Arc<Server>, log: Arc<RequestLog>, submission: Subm
         Err(panic) => return Err(ApiError::internal(format!("cannot submit the request: {panic}"))),
     };
     let answer = |stream| {
-        let choice = Choice::new(submission.can_call_in_parallel).with_named_call(submission.must_call_named);
-        let choice = choice.with_all_tokens(submission.keeps_all_tokens);
+        let choice = Choice::new()
+            .with_parallel_calls(submission.can_call_in_parallel)
+            .with_named_call(submission.must_call_named)
+            .with_all_tokens(submission.keeps_all_tokens);
         Answer { stream, choice, last_token: None, recorded: RecordedAnswer::default(), summary: None, finish: None }
     };
     Ok(Answers {
