@@ -162,7 +162,7 @@ fn terminal(criterion: &mut Criterion) -> Result<()> {
         let pieces: Vec<Delta> = pieces.into_iter().map(|text| Delta { channel: Channel::Answer, text }).collect();
         // Draws 900 tokens at 900 tokens/s and returns the mean drawing time per token.
         let mut answer = || {
-            let mut view = TurnView::new(window, false, true);
+            let mut view = TurnView::new(window).with_keys(true);
             let (start, mut spent) = (Instant::now(), Duration::ZERO);
             for (token, delta) in pieces.iter().cycle().take(900).enumerate() {
                 while start.elapsed() < interval * token as u32 {

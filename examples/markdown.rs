@@ -13,7 +13,7 @@ fn main() -> anyhow::Result<()> {
     let per_second: u32 = std::env::args().nth(1).map_or(Ok(200), |number| number.parse())?;
     let mut text = String::new();
     stdin().read_to_string(&mut text)?;
-    let (mut view, mut out) = (TurnView::new(WindowSize::now(), false, false), stdout().lock());
+    let (mut view, mut out) = (TurnView::new(WindowSize::now()), stdout().lock());
     let characters: Vec<char> = text.chars().collect();
     for piece in characters.chunks(4) {
         let delta = Delta { channel: Channel::Answer, text: piece.iter().collect() };

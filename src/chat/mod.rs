@@ -8,7 +8,7 @@
 //! - `message`, `rendered`: a conversation, and the rendered prompt
 //! - `format`: the chat format of a model
 //! - `harmony`, `harmony_header`, `harmony_parser`, `typescript`: render and parse harmony
-//! - `template`, `template_functions`, `python`, `injection`: Jinja templates
+//! - `template`, `template_dialect`, `template_functions`, `python`, `injection`: Jinja templates
 //! - `parser`, `channel`: split generated tokens into channels of text
 //! - `tagged_parser`, `tagged_call`, `bare_call`: parse the output of models with a template
 //! - `violations`: counts how often a model violates its chat format
@@ -27,6 +27,7 @@ mod rendered;
 mod tagged_call;
 mod tagged_parser;
 mod template;
+mod template_dialect;
 mod template_functions;
 mod typescript;
 mod violations;

@@ -54,18 +54,25 @@ pub fn read_calls(text: &str) -> Option<Vec<ToolCall>> {
         let calls: Vec<Call> = serde_json::from_str(text).ok()?;
         return (!calls.is_empty()).then(|| calls.into_iter().map(ToolCall::from).collect());
     }
-    Some(read_objects(text, false)?.into_iter().map(ToolCall::from).collect())
+    Some(read_objects(text, Separator::Semicolon)?.into_iter().map(ToolCall::from).collect())
 }
 
 /// Parses an answer that consists of Llama 3 tool calls, separated by semicolons or whitespace.
 /// Returns `None` if the answer contains anything else, or if a tool call has no arguments.
 pub fn read_bare_calls(text: &str) -> Option<Vec<ToolCall>> {
-    let calls = read_objects(text.trim(), true)?;
+    let calls = read_objects(text.trim(), Separator::SemicolonOrWhitespace)?;
     calls.into_iter().map(|call| call.arguments.is_some().then(|| call.into())).collect()
 }
 
-/// Parses JSON objects that are separated by semicolons, or also by whitespace if `allows_whitespace` is set.
-fn read_objects(text: &str, allows_whitespace: bool) -> Option<Vec<Call>> {
+/// The separators that are allowed between JSON objects.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Separator {
+    Semicolon,
+    SemicolonOrWhitespace,
+}
+
+/// Parses one or more JSON objects.
+fn read_objects(text: &str, separator: Separator) -> Option<Vec<Call>> {
     let (mut calls, mut rest) = (Vec::new(), text);
     loop {
         let mut values = serde_json::Deserializer::from_str(rest).into_iter::<Call>();
@@ -76,7 +83,7 @@ fn read_objects(text: &str, allows_whitespace: bool) -> Option<Vec<Call>> {
         }
         rest = match rest.strip_prefix(';') {
             Some(rest) => rest.trim_start(),
-            None if allows_whitespace => rest,
+            None if separator == Separator::SemicolonOrWhitespace => rest,
             None => return None,
         };
     }

@@ -95,12 +95,14 @@ impl TaggedParser {
             (END_THINK, Channel::Reasoning) => self.enter(Channel::Answer, &mut out),
             (TOOL_CALL, _) => {
                 self.violations.add_if(self.channel != Channel::Answer, FormatViolation::MissingToken);
-                self.start_tool_call(true, &mut out);
+                self.start_tool_call(&mut out);
+                self.has_end_tag = true;
             }
             // If the channel is already a tool call, the control token starts another call.
             (MISTRAL_CALLS | LLAMA_CALLS, _) => {
                 self.violations.add_if(self.channel == Channel::Reasoning, FormatViolation::MissingToken);
-                self.start_tool_call(false, &mut out);
+                self.start_tool_call(&mut out);
+                self.has_end_tag = false;
             }
             (MISTRAL_ID | MISTRAL_ARGUMENTS, Channel::ToolCall) => self.emit(&token, &mut out),
             (END_TOOL_CALL, Channel::ToolCall) => self.enter(Channel::Answer, &mut out),
@@ -131,9 +133,8 @@ impl TaggedParser {
         Ok(out)
     }
 
-    fn start_tool_call(&mut self, has_end_tag: bool, out: &mut Vec<Delta>) {
+    fn start_tool_call(&mut self, out: &mut Vec<Delta>) {
         self.enter(Channel::ToolCall, out);
-        self.has_end_tag = has_end_tag;
         self.tool_calls.push(ToolCall::default());
     }
 

@@ -9,7 +9,6 @@
 //! minijinja does not limit memory, the time of a single step, or all recursion during compilation.
 //! On Linux, programs that call `inferno::init` therefore run templates in a sandbox process (see `sandbox`).
 
-use std::borrow::Cow;
 use std::io;
 use std::path::Path;
 use std::sync::OnceLock;
@@ -21,8 +20,9 @@ use minijinja::{AutoEscape, Environment, Error, ErrorKind, Value};
 use serde_json::{Map, Value as Json, json};
 
 use super::injection::Marker;
-use super::message::{Message, ReasoningEffort, Role};
+use super::message::{Message, ReasoningEffort};
 use super::rendered::{RenderOptions, Rendered};
+use super::template_dialect::{Arguments, TemplateDialect, map_strings};
 use super::template_functions;
 use crate::files;
 use crate::tokenizer::Tokenizer;
@@ -33,13 +33,6 @@ const FUEL: u64 = 20_000_000;
 const MAX_DEPTH: usize = 200;
 const MAX_OUTPUT_BYTES: usize = 64 << 20;
 const NAME: &str = "chat_template";
-
-/// The length of tool call ids that Mistral's templates accept.
-const SHORT_CALL_ID: usize = 9;
-
-/// The tags around reasoning. They get no marks in assistant messages,
-/// because templates search for these tags to remove earlier reasoning.
-const ASSISTANT_TAGS: [&str; 2] = ["<think>", "</think>"];
 
 /// The template variables that a request cannot set.
 pub const RESERVED_VARIABLES: [&str; 5] = ["messages", "tools", "documents", "add_generation_prompt", "strftime_now"];
@@ -62,21 +55,7 @@ struct JinjaTemplate {
     ///
     /// The template is compiled on first use: compilation can fail or crash, and some commands need no template.
     environment: OnceLock<std::result::Result<Environment<'static>, String>>,
-    dialect: Dialect,
-}
-
-/// The features of a template, detected from words in its source.
-struct Dialect {
-    /// Whether the template supports the `developer` role.
-    developer_role: bool,
-    /// The message fields from which the template reads reasoning.
-    reasoning_keys: Vec<&'static str>,
-    /// Whether the template checks for null content. If so, messages with tool calls but no text have null content.
-    null_content: bool,
-    /// Whether the template accepts only tool call ids of nine letters and digits, as Mistral's templates do.
-    short_call_ids: bool,
-    /// Whether the template reads the tools of a request. Some templates, such as Gemma 2's, do not.
-    tools: bool,
+    dialect: TemplateDialect,
 }
 
 impl Template {
@@ -113,7 +92,7 @@ impl Template {
 
     /// Returns whether the template for conversations with tools reads the tools.
     pub fn reads_tools(&self) -> bool {
-        self.tool_use.as_ref().unwrap_or(&self.default).dialect.tools
+        self.tool_use.as_ref().unwrap_or(&self.default).dialect.reads_tools
     }
 
     /// Returns the template for a conversation, chosen as in transformers.
@@ -189,19 +168,7 @@ struct Inputs<'r> {
 
 impl JinjaTemplate {
     fn new(file: &str, text: String) -> Self {
-        let dialect = Dialect {
-            developer_role: has_word(&text, "developer"),
-            reasoning_keys: ["reasoning_content", "reasoning", "thinking"]
-                .into_iter()
-                .filter(|key| has_word(&text, key))
-                .collect(),
-            null_content: [".content", "'content']", "\"content\"]"]
-                .iter()
-                .flat_map(|content| [format!("{content} is none"), format!("{content} is not none")])
-                .any(|test| text.contains(&test)),
-            tools: has_word(&text, "tools"),
-            short_call_ids: ["id|length != 9", "id | length != 9"].iter().any(|test| text.contains(test)),
-        };
+        let dialect = TemplateDialect::of(&text);
         Self { file: file.to_string(), text, environment: OnceLock::new(), dialect }
     }
 
@@ -224,74 +191,6 @@ impl JinjaTemplate {
         }
         Ok(String::from_utf8(out.0)?)
     }
-}
-
-impl Dialect {
-    /// Returns a message as the dictionary that templates expect. Omits optional fields without a value.
-    fn message(&self, message: &Message, marker: &Marker, arguments: Arguments) -> Result<Json> {
-        let allowed = if message.role == Role::Assistant { &ASSISTANT_TAGS[..] } else { &[] };
-        let mark_content = |text: &str| marker.mark(text, allowed);
-        let mark = |text: &str| marker.mark(text, &[]);
-        let role = match message.role {
-            Role::Developer if !self.developer_role => Role::System,
-            role => role,
-        };
-        let mut dict = Map::new();
-        dict.insert("role".into(), json!(role.as_str()));
-        let absent = self.null_content && message.content.is_empty() && !message.tool_calls.is_empty();
-        dict.insert("content".into(), if absent { Json::Null } else { json!(mark_content(&message.content)?) });
-        if let Some(name) = &message.name {
-            dict.insert("name".into(), json!(mark(name)?));
-        }
-        if let Some(id) = &message.tool_call_id {
-            dict.insert("tool_call_id".into(), json!(mark(&self.call_id(id))?));
-        }
-        if let Some(reasoning) = &message.reasoning {
-            for key in &self.reasoning_keys {
-                dict.insert((*key).into(), json!(mark_content(reasoning)?));
-            }
-        }
-        if !message.tool_calls.is_empty() {
-            let calls = message.tool_calls.iter().map(|call| {
-                let mut dict = Map::new();
-                if let Some(id) = &call.id {
-                    dict.insert("id".into(), json!(mark(&self.call_id(id))?));
-                }
-                dict.insert("type".into(), json!("function"));
-                let parsed = serde_json::from_str::<Json>(&call.arguments).ok().filter(Json::is_object);
-                let arguments = match parsed.filter(|_| arguments == Arguments::Objects) {
-                    Some(object) => map_strings(&object, &mark)?,
-                    None => json!(mark(&call.arguments)?),
-                };
-                dict.insert("function".into(), json!({ "name": mark(&call.name)?, "arguments": arguments }));
-                Ok(Json::Object(dict))
-            });
-            dict.insert("tool_calls".into(), calls.collect::<Result<_>>()?);
-        }
-        Ok(Json::Object(dict))
-    }
-
-    /// Converts a tool call id to a form that the template accepts. Equal ids stay equal.
-    fn call_id<'i>(&self, id: &'i str) -> Cow<'i, str> {
-        let is_short = id.len() == SHORT_CALL_ID && id.bytes().all(|byte| byte.is_ascii_alphanumeric());
-        if !self.short_call_ids || is_short {
-            return id.into();
-        }
-        // Use FNV-1a, because the values of Rust's default hasher may change between Rust versions.
-        // Removing the invalid characters instead would make `call_1_11` and `call_11_1` equal.
-        let hash = id
-            .bytes()
-            .fold(0xcbf2_9ce4_8422_2325, |hash: u64, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3));
-        let hash = format!("{hash:016x}");
-        hash[hash.len() - SHORT_CALL_ID..].to_string().into()
-    }
-}
-
-/// The form in which tool call arguments are passed to the template.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Arguments {
-    Objects,
-    Strings,
 }
 
 /// An error of a running template, except a call of `raise_exception` or an exceeded step limit.
@@ -386,14 +285,6 @@ fn special_tokens(config: &Json, map: &Json) -> Vec<(String, String)> {
     names.iter().filter_map(|name| Some((name.to_string(), token(name)?))).collect()
 }
 
-/// Returns whether `source` contains `word` as a whole identifier.
-fn has_word(source: &str, word: &str) -> bool {
-    let is_part = |c: Option<char>| c.is_some_and(|c| c.is_alphanumeric() || c == '_');
-    source
-        .match_indices(word)
-        .any(|(at, _)| !is_part(source[..at].chars().next_back()) && !is_part(source[at + word.len()..].chars().next()))
-}
-
 /// Returns all strings in a JSON value, including keys.
 fn strings_of(value: &Json) -> Vec<&str> {
     match value {
@@ -404,16 +295,4 @@ fn strings_of(value: &Json) -> Vec<&str> {
         }
         _ => Vec::new(),
     }
-}
-
-/// Applies a function to all strings in a JSON value, including keys.
-fn map_strings(value: &Json, change: &dyn Fn(&str) -> Result<String>) -> Result<Json> {
-    Ok(match value {
-        Json::String(text) => Json::String(change(text)?),
-        Json::Array(items) => Json::Array(items.iter().map(|item| map_strings(item, change)).collect::<Result<_>>()?),
-        Json::Object(map) => Json::Object(
-            map.iter().map(|(key, value)| Ok((change(key)?, map_strings(value, change)?))).collect::<Result<_>>()?,
-        ),
-        other => other.clone(),
-    })
 }

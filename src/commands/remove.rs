@@ -31,7 +31,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
     {
         return Ok(ExitCode::SUCCESS);
     }
-    let progress = ProgressView::new(ProgressStyle::new(false), Operation::Verification);
+    let progress = ProgressView::new(ProgressStyle::detect(), Operation::Verification);
     let removed = hub.remove(&args.model, args.revision.as_deref(), &progress)?;
     let mut out = std::io::stdout().lock();
     let revisions: Vec<String> = removed.changed_commits.iter().map(|revision| short_commit(revision)).collect();

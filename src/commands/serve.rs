@@ -285,7 +285,7 @@ fn announce(url: &str, snapshot: &Snapshot, has_key: bool) {
     );
     let mut out = std::io::stdout().lock();
     let _ = out.write_all(text.as_bytes()).and_then(|()| out.flush());
-    if let Some(line) = demo::notice(snapshot, true) {
+    if let Some(line) = demo::serve_notice(snapshot) {
         note(line);
     }
 }

@@ -31,25 +31,25 @@ pub struct Session {
     /// The loaded model. `None` while [`Session::switch_model`] loads another model.
     /// Also `None` if both the new model and the old model failed to load.
     backend: Option<Box<dyn Backend>>,
-    pub models: Rc<dyn ModelSource>,
-    pub model: ModelId,
+    models: Rc<dyn ModelSource>,
+    model: ModelId,
     pub settings: ChatSettings,
     /// Settings from flags, the environment, a resumed conversation or `/set`.
-    pub requested: SettingValues,
+    requested: SettingValues,
     /// Settings for this model from the configuration file. `requested` settings override `configured` settings.
-    pub configured: SettingValues,
+    configured: SettingValues,
     /// Whether to continue prompts as plain text, without a chat format.
     pub raw: bool,
     /// Whether to keep generating after a stop token.
     pub ignore_eos: bool,
     /// A flag that another thread sets to stop the current turn (Ctrl-C).
-    pub cancel: Arc<AtomicBool>,
-    pub messages: Vec<Message>,
+    cancel: Arc<AtomicBool>,
+    messages: Vec<Message>,
     /// How many messages after the system prompt are no longer sent to the model, counted from the oldest.
-    pub dropped: usize,
+    dropped: usize,
     /// Files that are attached to the next message.
-    pub attached: Vec<Attachment>,
-    pub recording: Recording,
+    attached: Vec<Attachment>,
+    recording: Recording,
     /// The date that some chat formats put into the prompt. It stays the same for the whole session.
     ///
     /// A new date would change the start of the prompt and require a prefill of the whole conversation.
@@ -80,9 +80,81 @@ impl Session {
         }
     }
 
+    /// Sets the system prompt of an empty conversation.
+    pub fn with_system(mut self, text: Option<&str>) -> Self {
+        self.messages = text.map(Message::system).into_iter().collect();
+        self
+    }
+
+    /// Sets the settings that the user requested. Does not change [`settings`](Self::settings).
+    pub fn with_requested(self, requested: SettingValues) -> Self {
+        Self { requested, ..self }
+    }
+
+    /// Records the conversation from its first answer on, which creates a journal.
+    pub fn record_from_first_answer(&mut self) {
+        self.recording = Recording::FromFirstAnswer;
+    }
+
     /// Returns the backend that generates the answers. Panics if no model is loaded.
     pub fn backend(&self) -> &dyn Backend {
         self.backend.as_deref().expect("switch_model restores a model or ends the chat")
+    }
+
+    pub fn model(&self) -> &ModelId {
+        &self.model
+    }
+
+    /// Returns where to find and load other models.
+    pub fn models(&self) -> &Rc<dyn ModelSource> {
+        &self.models
+    }
+
+    /// Returns the flag that stops the current turn. Another thread sets it, for example on Ctrl-C.
+    pub fn cancel_flag(&self) -> Arc<AtomicBool> {
+        self.cancel.clone()
+    }
+
+    pub fn messages(&self) -> &[Message] {
+        &self.messages
+    }
+
+    /// Returns the messages that are sent to the model.
+    pub fn visible_messages(&self) -> Vec<Message> {
+        visible_messages(&self.messages, self.dropped)
+    }
+
+    /// Returns how many messages after the system prompt are no longer sent to the model.
+    pub fn dropped(&self) -> usize {
+        self.dropped
+    }
+
+    pub fn recording(&self) -> &Recording {
+        &self.recording
+    }
+
+    /// Returns the name under which the conversation is saved, or `None` if it has no journal.
+    pub fn saved_name(&self) -> Option<&str> {
+        match &self.recording {
+            Recording::Journal(journal) => Some(journal.name()),
+            Recording::Off | Recording::FromFirstAnswer => None,
+        }
+    }
+
+    /// Returns the files that are attached to the next message.
+    pub fn attached(&self) -> &[Attachment] {
+        &self.attached
+    }
+
+    /// Attaches a file to the next message. Replaces an attached file with the same path.
+    pub fn attach(&mut self, attachment: Attachment) {
+        self.attached.retain(|attached| attached.path != attachment.path);
+        self.attached.push(attachment);
+    }
+
+    /// Detaches all files from the next message.
+    pub fn detach_all(&mut self) {
+        self.attached.clear();
     }
 
     /// Returns the model's name. A path becomes absolute, so that it is valid from any directory.
@@ -250,10 +322,7 @@ impl Session {
     /// Starts a new conversation. If the old conversation has a question, keeps its journal.
     /// In this case, the first answer of the new conversation creates a new journal.
     fn start_over(&mut self, messages: Vec<Message>) -> Result<Option<String>> {
-        let old_name = match &self.recording {
-            Recording::Journal(journal) if self.last_question().is_some() => Some(journal.name().to_string()),
-            _ => None,
-        };
+        let old_name = self.saved_name().filter(|_| self.last_question().is_some()).map(str::to_string);
         if old_name.is_some() {
             self.recording = Recording::FromFirstAnswer;
         }
@@ -341,6 +410,19 @@ impl Session {
         self.configured.clone().into_iter().chain(self.requested.clone()).collect()
     }
 
+    /// Gives the conversation's journal another name. Fails if the conversation has no journal.
+    pub fn rename(&mut self, name: &str) -> Result<()> {
+        if matches!(self.recording, Recording::FromFirstAnswer) {
+            // An earlier attempt to create the journal may have failed. Try again, or report the error.
+            self.record(Change::Messages)?;
+        }
+        match &mut self.recording {
+            Recording::Journal(journal) => journal.rename(name),
+            Recording::FromFirstAnswer => bail!("nothing to save yet"),
+            Recording::Off => bail!("this conversation is not saved (INFERNO_NOHISTORY or --raw)"),
+        }
+    }
+
     /// Saves the full blocks of the conversation's KV cache next to its journal.
     /// The saved tokens need no prefill when the conversation is resumed. Returns the number of saved tokens.
     pub fn save_prefix(&mut self) -> Result<usize> {
@@ -348,7 +430,7 @@ impl Session {
         let Recording::Journal(journal) = &self.recording else {
             bail!("cannot save the KV cache: this conversation is not saved")
         };
-        let messages = visible_messages(&self.messages, self.dropped);
+        let messages = self.visible_messages();
         let render = RenderOptions { add_generation_prompt: false, ..self.render_options() };
         let ids = engine.render(&messages, &render)?.ids;
         // The next prompt renders old answers differently, for example without reasoning.
@@ -404,7 +486,7 @@ impl Session {
     }
 
     /// Writes a change to the journal. Creates no journal before the conversation has its first answer.
-    pub fn record(&mut self, change: Change) -> Result<()> {
+    fn record(&mut self, change: Change) -> Result<()> {
         let (model, settings) = (self.model_name(), self.all_settings());
         let mut change = change;
         let has_answer = self.messages.iter().any(|message| message.role == Role::Assistant);

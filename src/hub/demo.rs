@@ -29,16 +29,14 @@ const MAX_WAIT: Duration = Duration::from_secs(5);
 /// The name and the contents of each file. `build.rs` writes this list.
 const FILES: &[(&str, &[u8])] = include!(concat!(env!("OUT_DIR"), "/demo_files.rs"));
 
-/// Returns one line about what the demo model can do, or `None` for other models.
-///
-/// `has_tools` is true if requests can offer tools to the model.
-pub fn notice(snapshot: &Snapshot, has_tools: bool) -> Option<&'static str> {
-    let text = if has_tools {
-        "demo model: answers only questions about inferno, and calls simple tools"
-    } else {
-        "demo model: answers questions about inferno only"
-    };
-    snapshot.is_demo().then_some(text)
+/// Returns one line about what the demo model can do in a conversation, or `None` for other models.
+pub fn play_notice(snapshot: &Snapshot) -> Option<&'static str> {
+    snapshot.is_demo().then_some("demo model: answers questions about inferno only")
+}
+
+/// Like [`play_notice`], but for a server, whose requests can offer tools to the model.
+pub fn serve_notice(snapshot: &Snapshot) -> Option<&'static str> {
+    snapshot.is_demo().then_some("demo model: answers only questions about inferno, and calls simple tools")
 }
 
 /// Returns whether `model` is the demo. Fails if `model` is the demo and `revision` is set.

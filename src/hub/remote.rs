@@ -138,7 +138,10 @@ impl<'a> Remote<'a> {
         let mut url = self.file_url(commit, name);
         for _ in 0..=MAX_REDIRECTS {
             // Do not follow a redirect that has the file's hash, because the storage host may not send the hash.
-            let request = || self.call(self.prepare(self.agent.head(&url), &url, Purpose::Metadata, true));
+            let request = || {
+                let request = self.prepare(self.agent.head(&url), &url, Purpose::Metadata);
+                self.call(self.add_token(request, &url))
+            };
             let response = self.with_retries(name, request)?;
             let text = |name: &str| response.headers().get(name).and_then(|value| value.to_str().ok());
             let linked_etag = text("x-linked-etag");
@@ -263,9 +266,12 @@ impl<'a> Remote<'a> {
         let mut url = url.to_string();
         let mut is_from_other_host = false;
         for _ in 0..=MAX_REDIRECTS {
+            let mut request = self.prepare(self.agent.get(&url), &url, purpose);
             // Do not send the token if another host redirects back to the endpoint: the other host chose the URL.
             is_from_other_host |= !self.is_endpoint(&url);
-            let mut request = self.prepare(self.agent.get(&url), &url, purpose, !is_from_other_host);
+            if !is_from_other_host {
+                request = self.add_token(request, &url);
+            }
             if let Some(range) = range {
                 request = request.header(header::RANGE, range);
             }
@@ -344,13 +350,12 @@ impl<'a> Remote<'a> {
         format!("{}/{}/resolve/{commit}/{}", self.config.endpoint, self.repo, names::encode_path(name))
     }
 
-    /// Adds the timeouts for `purpose`. If `with_token` is true and `url` is on the endpoint, adds the token.
+    /// Adds the timeouts for `purpose`. Disables the proxy if `url` is on this machine.
     fn prepare(
         &self,
         mut request: RequestBuilder<WithoutBody>,
         url: &str,
         purpose: Purpose,
-        with_token: bool,
     ) -> RequestBuilder<WithoutBody> {
         if let Purpose::Metadata = purpose {
             let timeout = self.limits().response_timeout;
@@ -359,11 +364,13 @@ impl<'a> Remote<'a> {
             let total = timeout.saturating_mul(5);
             request = request.config().timeout_per_read(Some(timeout)).timeout_recv_body(Some(total)).build();
         }
-        request = bypass_proxy_if_local(request, url);
+        bypass_proxy_if_local(request, url)
+    }
+
+    /// Adds the token if `url` is on the endpoint and the endpoint may receive the token.
+    fn add_token(&self, request: RequestBuilder<WithoutBody>, url: &str) -> RequestBuilder<WithoutBody> {
         match self.config.sent_token() {
-            Some(token) if with_token && self.is_endpoint(url) => {
-                request.header(header::AUTHORIZATION, format!("Bearer {token}"))
-            }
+            Some(token) if self.is_endpoint(url) => request.header(header::AUTHORIZATION, format!("Bearer {token}")),
             _ => request,
         }
     }

@@ -253,6 +253,8 @@ pub const FORMAT_Q5_K: usize = 8;
 pub const FORMAT_Q6_K: usize = 9;
 pub const FORMAT_INT8: usize = 10;
 pub const FORMAT_FP8: usize = 11;
+/// The largest finite E4M3 value. `F8E4M3::MAX` in float8 0.7 is 416, which is one step too small.
+pub const E4M3_MAX: f32 = 448.0;
 /// Codes for the quantization of a kernel's input activations.
 pub const QUANTIZATION_NONE: usize = 0;
 pub const QUANTIZATION_INT8_PER_TOKEN: usize = 1;

@@ -65,10 +65,10 @@ fn run_with_dtype(device: &Device, dtype: DType) -> Vec<Check> {
             Ok(to)
         }),
         check("soft_cap", target, 1e-5, &|target| soft_cap(&target.f32(&noise(38, &[9, 37], DType::F32)?)?, 3.0)),
-        check("add_norm", target, rounding, &|target| norm(target, false)),
-        check("add_norm, layer norm", target, rounding, &|target| norm(target, true)),
-        check("split_qkv", target, rounding, &|target| rope(target, false)),
-        check("split_qkv, with norms", target, rounding, &|target| rope(target, true)),
+        check("add_norm", target, rounding, &|target| norm(target, NormKind::RmsNorm)),
+        check("add_norm, layer norm", target, rounding, &|target| norm(target, NormKind::LayerNorm)),
+        check("split_qkv", target, rounding, &|target| rope(target, QkNorms::Without)),
+        check("split_qkv, with norms", target, rounding, &|target| rope(target, QkNorms::With)),
         check("clamped_swiglu", target, rounding, &|target| {
             clamped_swiglu(&target.put(&noise(9, &[3, 514], dtype)?)?, 7.0)
         }),
@@ -88,12 +88,12 @@ fn run_with_dtype(device: &Device, dtype: DType) -> Vec<Check> {
         }),
     ];
     for (name, tokens) in [("experts mxfp4, few tokens", 3), ("experts mxfp4, many tokens", 33)] {
-        checks.push(check(name, target, rounding, &|target| experts(target, tokens, true)));
+        checks.push(check(name, target, rounding, &|target| experts(target, tokens, ExpertFormat::Mxfp4)));
     }
     for (name, tokens) in
         [("experts dense, few tokens", 3), ("experts dense, many tokens", 33), ("experts dense, 331 tokens", 331)]
     {
-        checks.push(check(name, target, rounding, &|target| experts(target, tokens, false)));
+        checks.push(check(name, target, rounding, &|target| experts(target, tokens, ExpertFormat::Dense)));
     }
     checks.push(check("combine", target, 1e-5, &|target| {
         combine(&target.put(&noise(43, &[5, 3, 37], dtype)?)?, &target.f32(&noise(44, &[5, 3], DType::F32)?)?)
@@ -258,10 +258,16 @@ fn bytes(seed: u64, shape: &[usize], first: u8, below: u64) -> Result<Tensor> {
     Tensor::from_vec(bytes, shape, &Device::Cpu)
 }
 
-fn norm(target: CheckTarget, layer_norm: bool) -> Result<Tensor> {
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum NormKind {
+    RmsNorm,
+    LayerNorm,
+}
+
+fn norm(target: CheckTarget, kind: NormKind) -> Result<Tensor> {
     let (x, y) = (noise(6, &[5, 1027], DType::F32)?, noise(7, &[5, 1027], DType::F32)?);
     let (weight, bias) = (target.f32(&noise(8, &[1027], DType::F32)?)?, target.f32(&noise(40, &[1027], DType::F32)?)?);
-    let bias = layer_norm.then_some(&bias);
+    let bias = (kind == NormKind::LayerNorm).then_some(&bias);
     let (y, y_bias) = (target.f32(&y)?, target.f32(&noise(45, &[1027], DType::F32)?)?);
     let y = Addend { rows: &y, bias: Some(&y_bias) };
     Ok(add_norm(&target.f32(&x)?, Some(y), &weight, bias, 1e-5, target.dtype)?.1)
@@ -278,7 +284,14 @@ fn routing(target: CheckTarget, dtype: DType, softmax: Softmax) -> Result<Tensor
     Tensor::cat(&[to_cpu(&ids)?, to_cpu(&weights)?], 1)
 }
 
-fn rope(target: CheckTarget, normed: bool) -> Result<Tensor> {
+/// Whether the queries and keys are normalized before the rotation.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum QkNorms {
+    Without,
+    With,
+}
+
+fn rope(target: CheckTarget, norms: QkNorms) -> Result<Tensor> {
     let (tokens, sizes) = (5, HeadSizes { heads: 6, kv_heads: 2, head_dim: 24 });
     let (width, head_dim) = (sizes.qkv_rows(), sizes.head_dim);
     let [cos, sin] = [15, 16].map(|seed| noise(seed, &[90, 10], DType::F32));
@@ -288,7 +301,7 @@ fn rope(target: CheckTarget, normed: bool) -> Result<Tensor> {
     let rotation = Rotation { cos: &cos, sin: &sin, positions: &positions };
     let (q_norm, k_norm) =
         (target.f32(&noise(41, &[head_dim], DType::F32)?)?, target.f32(&noise(42, &[head_dim], DType::F32)?)?);
-    let norms = normed.then_some(QkNorm { q: &q_norm, k: &k_norm, eps: 1e-5 });
+    let norms = (norms == QkNorms::With).then_some(QkNorm { q: &q_norm, k: &k_norm, eps: 1e-5 });
     let slots = [63u32, 0, 17, 5, 40];
     let cache = Tensor::zeros((BLOCK_TOKENS, sizes.kv_heads, head_dim), target.dtype, target.device)?;
     let (k, v) = (&cache, &cache.zeros_like()?);
@@ -332,15 +345,20 @@ fn attend(target: CheckTarget, case: AttentionCase, backend: AttentionBackend) -
     Tensor::cat(&[to_cpu(&attend(None)?)?, to_cpu(&attend(Some(100))?)?], 0)
 }
 
-fn experts(target: CheckTarget, tokens: usize, packed: bool) -> Result<Tensor> {
+#[derive(Clone, Copy)]
+enum ExpertFormat {
+    Mxfp4,
+    Dense,
+}
+
+fn experts(target: CheckTarget, tokens: usize, format: ExpertFormat) -> Result<Tensor> {
     let (experts, chosen, rows, columns) = (5, 3, 67, 96);
-    let weights = if packed {
-        ExpertWeights::Mxfp4 {
+    let weights = match format {
+        ExpertFormat::Mxfp4 => ExpertWeights::Mxfp4 {
             blocks: bytes(23, &[experts, rows, columns / 32, 16], 0, 256)?.to_device(target.device)?,
             scales: bytes(24, &[experts, rows, columns / 32], 118, 8)?.to_device(target.device)?,
-        }
-    } else {
-        ExpertWeights::Dense(target.put(&noise(25, &[experts, rows, columns], DType::BF16)?)?)
+        },
+        ExpertFormat::Dense => ExpertWeights::Dense(target.put(&noise(25, &[experts, rows, columns], DType::BF16)?)?),
     };
     let x = target.put(&noise(26, &[tokens, columns], DType::BF16)?)?;
     let bias = target.put(&noise(27, &[experts, rows], DType::BF16)?)?;

@@ -241,9 +241,10 @@ impl Decoder {
     /// A CUDA graph cannot capture a pass that reads block tables on the host.
     #[cfg(feature = "cuda")]
     pub(crate) fn reads_tables_on_host(&self) -> bool {
+        let on_gpu = self.is_on_gpu();
         self.layers.iter().any(|layer| {
             let config = &layer.self_attn.config;
-            let chosen = self.backend.choose(true, layer.self_attn.dtype(), config.spec.head_dim, config.softcap);
+            let chosen = self.backend.choose(on_gpu, layer.self_attn.dtype(), config.spec.head_dim, config.softcap);
             matches!(chosen, Ok(AttentionBackend::CandleFlashAttn))
         })
     }

@@ -57,7 +57,9 @@ impl TurnDisplay {
         #[cfg(not(unix))]
         let has_keys = false;
         let output = if uses_view {
-            TurnOutput::View(Box::new(TurnView::new(WindowSize::now(), hides_reasoning, has_keys)))
+            TurnOutput::View(Box::new(
+                TurnView::new(WindowSize::now()).with_folded_reasoning(hides_reasoning).with_keys(has_keys),
+            ))
         } else {
             TurnOutput::Plain(PlainText { hides_reasoning, color, last: None })
         };

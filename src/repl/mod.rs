@@ -17,7 +17,7 @@ use std::sync::atomic::Ordering;
 
 use anyhow::Result;
 
-use crate::conversation::{CannotDropOldest, NoModelLoaded, Overflow, Recording, Session, TurnSummary};
+use crate::conversation::{CannotDropOldest, NoModelLoaded, Overflow, Session, TurnSummary};
 use crate::error::Error;
 use crate::terminal;
 use crate::text::without_controls;
@@ -28,11 +28,11 @@ use type_ahead::TypeAhead;
 
 /// Runs the chat until the user leaves.
 pub fn run(mut session: Session) -> Result<ExitCode> {
-    let cancel = session.cancel.clone();
+    let cancel = session.cancel_flag();
     terminal::interrupt::cancel_on_ctrl_c(cancel.clone())?;
-    let models = session.models.clone();
+    let models = session.models().clone();
     let mut editor = LineEditor::new(Box::new(move || models.names()))?;
-    if !session.messages.is_empty() {
+    if !session.messages().is_empty() {
         terminal::print_dim(&format!("continuing {}", commands::summary(&session)));
     }
     terminal::print_dim("/help lists the commands, Ctrl-C stops an answer, /exit leaves");
@@ -78,30 +78,30 @@ pub fn run(mut session: Session) -> Result<ExitCode> {
             Outcome::NotACommand => show_turn(&mut session, Some(&input), &mut type_ahead),
         };
         // If no model is loaded any more, the chat ends. Other errors, such as a lack of GPU memory, end only the turn.
-        match result {
-            Ok(()) => {}
-            Err(error) if error.is::<NoModelLoaded>() => return Err(error),
-            Err(error)
-                if matches!(error.downcast_ref(), Some(Error::ContextFull { .. } | Error::PromptTooLong { .. })) =>
-            {
-                let question = if is_new_question { Some(input.as_str()) } else { session.question() };
-                terminal::print(&context_full(&session, question.unwrap_or_default()));
+        if let Err(error) = result {
+            if error.is::<NoModelLoaded>() {
+                return Err(error);
             }
-            Err(error) if error.is::<CannotDropOldest>() => {
-                terminal::print(&format!("error: {error}\n  keep all messages: /set overflow stop"));
-            }
-            Err(error) => terminal::print(&match error.downcast_ref() {
-                Some(Error::ServerContextFull { message }) => {
-                    format!("error: cannot answer: {message}\n  /clear starts over")
-                }
-                _ => format!("error: {}", crate::text::error_message(&error)),
-            }),
+            let question = if is_new_question { Some(input.as_str()) } else { session.question() };
+            terminal::print(&turn_error(&error, &session, question.unwrap_or_default()));
         }
     }
-    if let Recording::Journal(journal) = &session.recording {
-        terminal::print_dim(&format!("to continue this conversation: inferno play --resume {}", journal.name()));
+    if let Some(name) = session.saved_name() {
+        terminal::print_dim(&format!("to continue this conversation: inferno play --resume {name}"));
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// Returns a message about the error of a turn that answered `question`, and what to do about it.
+fn turn_error(error: &anyhow::Error, session: &Session, question: &str) -> String {
+    if error.is::<CannotDropOldest>() {
+        return format!("error: {error}\n  keep all messages: /set overflow stop");
+    }
+    match error.downcast_ref() {
+        Some(Error::ContextFull { .. } | Error::PromptTooLong { .. }) => context_full(session, question),
+        Some(Error::ServerContextFull { message }) => format!("error: cannot answer: {message}\n  /clear starts over"),
+        _ => format!("error: {}", crate::text::error_message(error)),
+    }
 }
 
 /// Returns a message that explains why a message does not fit in the context, and what to do about it.
@@ -112,7 +112,7 @@ fn context_full(session: &Session, message: &str) -> String {
             "this message would exceed the context of {context} tokens: /clear starts over; /set overflow drop-oldest \
              continues without the oldest messages"
         )
-    } else if session.attached.is_empty() {
+    } else if session.attached().is_empty() {
         format!(
             "this message alone exceeds the context of {context} tokens: shorten it, or start with a larger --context"
         )

@@ -179,13 +179,17 @@ impl Runner {
         !self.ranks.is_single()
     }
 
+    /// Starts the answer times of [`ping_ranks`](Self::ping_ranks) anew, because a wait for requests begins.
+    pub fn restart_answer_times(&self) {
+        self.ranks.restart_answer_times();
+    }
+
     /// Checks that all ranks still answer.
     /// If a rank has not answered for 5 s, [`has_failed_rank`](Self::has_failed_rank) becomes true.
     ///
     /// The engine calls this function once a second while it waits for requests.
-    /// `is_first` is true for the first call of each wait.
-    pub fn ping_ranks(&self, is_first: bool) {
-        self.ranks.ping(is_first);
+    pub fn ping_ranks(&self) {
+        self.ranks.ping();
     }
 
     /// Makes one of several ranks fail, for tests. The first rank fails in its next pass or decode graph command.

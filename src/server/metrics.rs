@@ -13,7 +13,7 @@ use prometheus::{
 };
 
 use crate::chat::{FormatViolation, FormatViolations};
-use crate::engine::{EngineHandle, EngineHistograms, EngineStats, HistogramStats};
+use crate::engine::{EngineHandle, EngineHistograms, EngineStats, HistogramStats, Summary};
 use crate::nn::kv_cache::BLOCK_TOKENS;
 
 /// The prefix of the names of inferno's metrics.
@@ -219,16 +219,8 @@ impl Metrics {
             families.extend(self.engine.histograms(engine));
         }
         if self.has_vllm_names {
-            let mut aliases = families.clone();
-            aliases.retain(|family| VLLM_NAMES.contains(&family.name().trim_start_matches(PREFIX)));
-            for family in &mut aliases {
-                let name = match family.name().trim_start_matches(PREFIX) {
-                    "iteration_tokens" => "iteration_tokens_total",
-                    name => name,
-                };
-                family.set_name(format!("{VLLM_PREFIX}{name}"));
-            }
-            families.extend(aliases);
+            let copies: Vec<MetricFamily> = families.iter().filter_map(with_vllm_name).collect();
+            families.extend(copies);
         }
         let mut text = Vec::new();
         TextEncoder::new().encode(&families, &mut text)?;
@@ -250,6 +242,17 @@ impl HttpMetrics {
 }
 
 impl RequestTimes {
+    /// Adds the times of an answer that has ended `total_s` after its request was submitted.
+    pub fn observe_answer(&self, summary: &Summary, total_s: f64) {
+        self.queue.observe(summary.queue_s);
+        self.prefill.observe((summary.ttft_s - summary.queue_s).max(0.0));
+        self.decode.observe((total_s - summary.ttft_s).max(0.0));
+        self.inference.observe((total_s - summary.queue_s).max(0.0));
+        if summary.tok_per_s > 0.0 {
+            self.per_output_token.observe(summary.tok_per_s.recip());
+        }
+    }
+
     fn new(make: &Maker) -> Result<Self> {
         Ok(Self {
             first_token: make.histogram("time_to_first_token_seconds", "Time to first token.", FIRST_TOKEN_SECONDS)?,
@@ -431,6 +434,18 @@ impl EngineMetrics {
             counter.inc_by(read(&stats).saturating_sub(counter.get()));
         }
     }
+}
+
+/// Returns a copy of a metric under vLLM's name, or `None` if vLLM has no such metric.
+fn with_vllm_name(family: &MetricFamily) -> Option<MetricFamily> {
+    let name = family.name().trim_start_matches(PREFIX);
+    if !VLLM_NAMES.contains(&name) {
+        return None;
+    }
+    let name = if name == "iteration_tokens" { "iteration_tokens_total" } else { name };
+    let mut copy = family.clone();
+    copy.set_name(format!("{VLLM_PREFIX}{name}"));
+    Some(copy)
 }
 
 /// Converts a histogram of the engine to Prometheus's type.

@@ -1,7 +1,6 @@
 //! Maps paths to route handlers, and runs shared code before and after each handler.
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use axum::extract::{Request, State};
 use axum::http::header::CONNECTION;
@@ -14,7 +13,7 @@ use tower_http::cors::{AllowHeaders, AllowOrigin, CorsLayer};
 
 use super::generation::reply;
 use super::http::auth::Access;
-use super::http::error::ApiError;
+use super::http::error::{ApiError, RETRY_SOON};
 use super::http::log::RequestLog;
 use super::openai::{chat, completions, models, responses};
 use super::routes::{admission_preview, health, receipts, records, tokenize};
@@ -48,7 +47,7 @@ async fn reject(State(server): State<Arc<Server>>, request: Request, next: Next)
     } else {
         let message =
             format!("the server allows {} open connections, and all are in use", server.options.max_connections);
-        ApiError::unavailable(message, Duration::from_secs(1)).into_response()
+        ApiError::unavailable(message, RETRY_SOON).into_response()
     };
     response.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
     response

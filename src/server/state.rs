@@ -80,7 +80,7 @@ impl Server {
     /// Returns the SHA-256 hash of each model file.
     /// Fails while the model loads, and always fails if the server was started without `--receipt-key`.
     pub fn model_files(&self) -> Result<&BTreeMap<String, String>, ApiError> {
-        self.model_files.get().ok_or_else(|| ApiError::unavailable("the model is loading", Duration::from_secs(1)))
+        self.model_files.get().ok_or_else(ApiError::loading)
     }
 
     /// Returns the engine, or `None` while the model loads.
@@ -90,7 +90,7 @@ impl Server {
 
     /// Returns the engine. While the model loads, returns the error to send to the client.
     pub fn loaded_engine(&self) -> Result<&EngineHandle, ApiError> {
-        self.engine().ok_or_else(|| ApiError::unavailable("the model is loading", Duration::from_secs(1)))
+        self.engine().ok_or_else(ApiError::loading)
     }
 
     /// Returns the engine if the server accepts requests. Otherwise, returns the error to send to the client.
@@ -106,11 +106,7 @@ impl Server {
 
     fn engine_before(&self, phase: Phase) -> Result<&EngineHandle, ApiError> {
         let engine = self.loaded_engine()?;
-        if *self.phase.borrow() < phase {
-            Ok(engine)
-        } else {
-            Err(ApiError::unavailable("the server is shutting down", Duration::from_secs(5)))
-        }
+        if *self.phase.borrow() < phase { Ok(engine) } else { Err(ApiError::shutting_down()) }
     }
 
     /// Returns false if the engine has failed, or if its current step has taken longer than `MAX_STEP`.

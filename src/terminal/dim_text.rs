@@ -74,16 +74,19 @@ impl DimText {
         self.printed -= rows;
     }
 
-    /// Returns a one-line summary of the reasoning. `is_open` tells whether the reasoning continues.
-    /// `has_keys` tells whether Ctrl-O can unfold the reasoning.
-    pub fn folded(&self, is_open: bool, has_keys: bool) -> StyledLine {
-        let words = format!("{} {}", self.words, if self.words == 1 { "word" } else { "words" });
-        let text = match (is_open, has_keys) {
-            (true, true) => format!("▸ thinking: {words} (Ctrl-O to show)"),
-            (true, false) => format!("▸ thinking: {words}"),
-            (false, _) => format!("▸ thought: {words}"),
-        };
-        vec![Span::new(&text, Style::DIM)]
+    /// Returns one line instead of reasoning that continues. `has_keys` tells whether Ctrl-O can unfold the reasoning.
+    pub fn thinking_line(&self, has_keys: bool) -> StyledLine {
+        let hint = if has_keys { " (Ctrl-O to show)" } else { "" };
+        vec![Span::new(&format!("▸ thinking: {}{hint}", self.word_count()), Style::DIM)]
+    }
+
+    /// Returns one line instead of reasoning that has ended.
+    pub fn thought_line(&self) -> StyledLine {
+        vec![Span::new(&format!("▸ thought: {}", self.word_count()), Style::DIM)]
+    }
+
+    fn word_count(&self) -> String {
+        format!("{} {}", self.words, if self.words == 1 { "word" } else { "words" })
     }
 }
 

@@ -42,19 +42,27 @@ enum Section {
 }
 
 impl TurnView {
-    /// Creates an empty view.
-    ///
-    /// If `folds_reasoning` is true, reasoning is folded into one line. If `has_keys` is true, Ctrl-O can unfold it.
-    pub fn new(size: WindowSize, folds_reasoning: bool, has_keys: bool) -> Self {
+    /// Creates an empty view that shows reasoning unfolded.
+    pub fn new(size: WindowSize) -> Self {
         Self {
             region: LiveRegion::new(size),
             section: Section::None,
-            folds_reasoning,
-            has_keys,
+            folds_reasoning: false,
+            has_keys: false,
             finished: Vec::new(),
             has_content: false,
             next_frame: None,
         }
+    }
+
+    /// Sets whether reasoning is folded into one line.
+    pub fn with_folded_reasoning(self, folds_reasoning: bool) -> Self {
+        Self { folds_reasoning, ..self }
+    }
+
+    /// Sets whether Ctrl-O can unfold the reasoning.
+    pub fn with_keys(self, has_keys: bool) -> Self {
+        Self { has_keys, ..self }
     }
 
     /// Adds the next piece of reasoning, answer or tool call. Draws a frame if the pause after the last frame is over.
@@ -127,7 +135,7 @@ impl TurnView {
     fn end_section(&mut self, columns: usize) {
         let lines = match &mut self.section {
             Section::None => return,
-            Section::Reasoning(text) if self.folds_reasoning => vec![text.folded(false, self.has_keys)],
+            Section::Reasoning(text) if self.folds_reasoning => vec![text.thought_line()],
             Section::Reasoning(text) | Section::ToolCall(text) => {
                 text.finish(columns);
                 text.take_finished()
@@ -147,7 +155,7 @@ impl TurnView {
         let mut finished = std::mem::take(&mut self.finished);
         let open = match &mut self.section {
             Section::None => Vec::new(),
-            Section::Reasoning(text) if self.folds_reasoning => vec![text.folded(true, self.has_keys)],
+            Section::Reasoning(text) if self.folds_reasoning => vec![text.thinking_line(self.has_keys)],
             Section::Reasoning(text) | Section::ToolCall(text) => {
                 finished.extend(text.take_finished());
                 text.open(columns)

@@ -38,16 +38,18 @@ impl LibraryEncoder {
         Ok(Self { tokenizer: Mutex::new(library), control_ids, unmarked })
     }
 
-    fn encode_raw(&self, text: &str, add_special_tokens: bool, controls_are_text: bool) -> Result<Vec<u32>> {
+    /// Calls the library. In mode [`ControlTokens::Text`], it still produces control tokens that are not marked special.
+    fn call_library(&self, text: &str, controls: ControlTokens) -> Result<Vec<u32>> {
         let mut tokenizer = self.tokenizer.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
-        tokenizer.set_encode_special_tokens(controls_are_text);
-        let encoding = guarded("encode the text", || tokenizer.encode_fast(text, add_special_tokens))?;
+        tokenizer.set_encode_special_tokens(controls == ControlTokens::Text);
+        let adds_special_tokens = controls == ControlTokens::Default;
+        let encoding = guarded("encode the text", || tokenizer.encode_fast(text, adds_special_tokens))?;
         Ok(encoding.get_ids().to_vec())
     }
 
     /// Encodes text without producing control tokens. Fails if a single character becomes a control token.
     fn encode_text(&self, text: &str, ids: &mut Vec<u32>) -> Result<()> {
-        let piece_ids = self.encode_raw(text, false, true)?;
+        let piece_ids = self.call_library(text, ControlTokens::Text)?;
         if !piece_ids.iter().any(|id| self.control_ids.binary_search(id).is_ok()) {
             ids.extend(piece_ids);
             return Ok(());
@@ -86,8 +88,7 @@ impl LibraryEncoder {
 impl Encode for LibraryEncoder {
     fn encode(&self, text: &str, controls: ControlTokens) -> Result<Vec<u32>> {
         match controls {
-            ControlTokens::Default => self.encode_raw(text, true, false),
-            ControlTokens::Parse => self.encode_raw(text, false, false),
+            ControlTokens::Default | ControlTokens::Parse => self.call_library(text, controls),
             ControlTokens::Text => {
                 // The library can encode special tokens as text, but not added tokens that are not marked special.
                 // To prevent a match, split the text inside each unmarked control token, such as `<think>`.

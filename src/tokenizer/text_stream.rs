@@ -16,6 +16,15 @@ pub struct TextStream {
 /// A UTF-8 character has at most 4 bytes, so valid characters need fewer ids.
 const MAX_HELD_IDS: usize = 8;
 
+/// What happens to text whose last character is incomplete.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum IncompleteEnd {
+    /// The text waits for the ids that complete the character.
+    Hold,
+    /// The text is returned, with U+FFFD in place of the character.
+    Replace,
+}
+
 impl TextStream {
     /// Creates a decoder for a new text.
     pub fn new() -> Self {
@@ -37,7 +46,8 @@ impl TextStream {
         // Invalid bytes are returned as U+FFFD, but the ids after them may begin a valid character, so hold these back.
         let begun = if is_full { self.begun_ids(tokenizer) } else { 0 };
         let held = self.ids.split_off(self.ids.len() - begun);
-        let text = self.take(tokenizer, is_full)?;
+        let end = if is_full { IncompleteEnd::Replace } else { IncompleteEnd::Hold };
+        let text = self.take(tokenizer, end)?;
         self.ids.extend(held);
         Ok(text)
     }
@@ -56,14 +66,15 @@ impl TextStream {
 
     /// Ends the text and returns any text that was held back.
     pub fn finish(&mut self, tokenizer: &Tokenizer) -> Result<String> {
-        self.take(tokenizer, true)
+        self.take(tokenizer, IncompleteEnd::Replace)
     }
 
-    fn take(&mut self, tokenizer: &Tokenizer, force: bool) -> Result<String> {
+    /// Returns the text of the waiting ids, and makes these ids the left context.
+    fn take(&mut self, tokenizer: &Tokenizer, end: IncompleteEnd) -> Result<String> {
         // Decode with left context. In SentencePiece vocabularies, the space before a word depends on this context.
         let emitted = tokenizer.decode(&self.ids[..self.emitted])?;
         let text = tokenizer.decode(&self.ids)?;
-        if !force && text.ends_with('\u{FFFD}') {
+        if end == IncompleteEnd::Hold && text.ends_with('\u{FFFD}') {
             return Ok(String::new());
         }
         let new = match text.strip_prefix(emitted.as_str()) {

@@ -200,34 +200,19 @@ impl<'c> Weights<'c> {
             bail!("tensor {name}: quantization_config requires {stored} {shape:?}, found {found}");
         }
         let [rows, columns] = shape;
-        let scales = |name: &str, counts: [usize; 2]| -> Result<Vec<f32>> {
-            let view = checkpoint.view(name)?;
-            let elements = view.info.elements();
-            if !view.info.is_float() || !counts.contains(&elements) {
-                bail!("tensor {name}: expected {} float scales, found {}", counts[0], self.checkpoint.describe(name));
-            }
-            self.progress.add_name(name);
-            let mut values = vec![0.0; elements];
-            quantized::read_floats(view.info.dtype, &view.bytes.read()?, &mut values)?;
-            self.progress.add_read(view.info.bytes() as u64);
-            Ok(values)
+        let weight_scale_count = match scheme.weight_scales {
+            WeightScales::PerTensor => 1,
+            WeightScales::PerChannel => rows,
         };
-        let weight_scales = match scheme.weight_scales {
-            WeightScales::PerTensor => scales(&format!("{name}_scale"), [1, 1])?,
-            WeightScales::PerChannel => scales(&format!("{name}_scale"), [rows, rows])?,
-        };
-        let rounding = match (scheme.activations, format) {
+        let weight_scales = self.scales(checkpoint, &format!("{name}_scale"), weight_scale_count)?;
+        let input_scale =
+            || -> Result<f32> { Ok(self.scales(checkpoint, &format!("{}.input_scale", module(name)), 1)?[0]) };
+        let input_quantization = match (scheme.activations, format) {
             (Activations::Unquantized, _) => InputQuantization::None,
             (Activations::PerToken, WeightFormat::Int8) => InputQuantization::Int8PerToken,
             (Activations::PerToken, _) => InputQuantization::Fp8PerToken,
-            (Activations::Static, _) => {
-                let scale = scales(&format!("{}.input_scale", module(name)), [1, 1])?[0];
-                if format == WeightFormat::Int8 {
-                    InputQuantization::Int8Static(scale)
-                } else {
-                    InputQuantization::Fp8Static(scale)
-                }
-            }
+            (Activations::Static, WeightFormat::Int8) => InputQuantization::Int8Static(input_scale()?),
+            (Activations::Static, _) => InputQuantization::Fp8Static(input_scale()?),
         };
         // Packed codes are unsigned: each is stored as code + 128. Flipping the top bit removes the offset.
         let flip = if scheme.is_packed { 0x80 } else { 0 };
@@ -240,7 +225,20 @@ impl<'c> Weights<'c> {
             scales.copy_from_slice(&scale.to_le_bytes());
             Ok(())
         };
-        Ok(MatrixRows::new(format, shape, rounding, Box::new(write)))
+        Ok(MatrixRows::new(format, shape, input_quantization, Box::new(write)))
+    }
+
+    /// Reads the scales in a tensor, which must have `count` elements.
+    fn scales(&self, checkpoint: &SafetensorsCheckpoint, name: &str, count: usize) -> Result<Vec<f32>> {
+        let view = checkpoint.view(name)?;
+        if !view.info.is_float() || view.info.elements() != count {
+            bail!("tensor {name}: expected {count} float scales, found {}", self.checkpoint.describe(name));
+        }
+        self.progress.add_name(name);
+        let mut scales = vec![0.0; count];
+        quantized::read_floats(view.info.dtype, &view.bytes.read()?, &mut scales)?;
+        self.progress.add_read(view.info.bytes() as u64);
+        Ok(scales)
     }
 
     /// Loads the float matrix `name` of each module in `parts` and concatenates the rows of these matrices.

@@ -119,7 +119,7 @@ fn find_or_download(hub: &Hub, model: &str, revision: Option<&str>) -> Result<Sn
     if !line.ends_with('\n') || !matches!(line.trim().to_lowercase().as_str(), "" | "y" | "yes") {
         return Err(missing);
     }
-    let show = ProgressView::new(ProgressStyle::new(false), Operation::Download);
+    let show = ProgressView::new(ProgressStyle::detect(), Operation::Download);
     let result = hub.download(&name, revision.as_deref(), &pick, &show);
     show.finish();
     result?;
@@ -160,7 +160,7 @@ fn introduce(snapshot: &Snapshot, engine: &Engine) {
         text::size(info.cache_bytes),
         info.load.total_s,
     ));
-    if let Some(line) = crate::hub::demo::notice(snapshot, false) {
+    if let Some(line) = crate::hub::demo::play_notice(snapshot) {
         note(line);
     }
 }

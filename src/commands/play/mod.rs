@@ -12,8 +12,8 @@ use std::rc::Rc;
 use anyhow::{Context, Result};
 
 use super::shared::{answer, prompt};
-use crate::chat::{Message, today};
-use crate::conversation::{LoadedModel, ModelId, ModelSource, ReasoningVisibility, Recording, Session};
+use crate::chat::today;
+use crate::conversation::{LoadedModel, ModelId, ModelSource, ReasoningVisibility, Session};
 use crate::repl;
 use crate::terminal;
 use crate::text;
@@ -39,13 +39,14 @@ pub fn run(mut args: Args) -> Result<ExitCode> {
     let models = source(reparse);
     let loaded = models.load(&model)?;
 
-    let mut session = new_session(&args, model, loaded, models);
+    let mut requested = args.origin.requested.clone();
     if let Some(revision) = typed_revision {
-        session.requested.insert("revision".to_string(), vec![revision]);
+        requested.insert("revision".to_string(), vec![revision]);
     }
+    let mut session = new_session(&args, model, loaded, models).with_requested(requested);
     match &args.resume {
         Some(name) => resume(&mut session, name, args.system.as_deref())?,
-        None if prompt.is_none() && !args.raw => session.recording = Recording::FromFirstAnswer,
+        None if prompt.is_none() && !args.raw => session.record_from_first_answer(),
         None => {}
     }
     match prompt {
@@ -58,7 +59,7 @@ pub fn run(mut args: Args) -> Result<ExitCode> {
 
 /// Creates a session with the settings in `args`.
 fn new_session(args: &Args, model: ModelId, loaded: LoadedModel, models: Rc<dyn ModelSource>) -> Session {
-    let mut session = Session::new(model, loaded, models, today());
+    let mut session = Session::new(model, loaded, models, today()).with_system(args.system.as_deref());
     let settings = &mut session.settings;
     settings.max_tokens = args.max_tokens.map(NonZero::get);
     settings.stop = args.stop.clone();
@@ -66,8 +67,6 @@ fn new_session(args: &Args, model: ModelId, loaded: LoadedModel, models: Rc<dyn 
     settings.reasoning = if args.hide_reasoning { ReasoningVisibility::Hidden } else { ReasoningVisibility::Shown };
     (settings.plain, settings.overflow) = (args.plain, args.overflow);
     (session.raw, session.ignore_eos) = (args.raw, args.ignore_eos);
-    session.messages = args.system.as_ref().map(Message::system).into_iter().collect();
-    session.requested = args.origin.requested.clone();
     session
 }
 

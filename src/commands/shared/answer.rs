@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 
 use super::note;
 use crate::chat::Channel;
-use crate::conversation::{CannotDropOldest, OnDelta, Overflow, ReasoningVisibility, Recording, Session, Turn};
+use crate::conversation::{CannotDropOldest, OnDelta, Overflow, ReasoningVisibility, Session, Turn};
 use crate::engine::FinishReason;
 use crate::terminal::interrupt::cancel_on_ctrl_c;
 use crate::terminal::{self, Color, TurnView, WindowSize, dim, stderr_color, stdout_color};
@@ -19,7 +19,7 @@ use crate::text::{printable, without_controls};
 /// If stderr is a terminal, also shows the statistics, the notes of the turn and, unless hidden, the reasoning.
 /// The reasoning goes to stdout if Markdown is rendered, otherwise to stderr.
 pub fn text(mut session: Session, prompt: &str) -> Result<ExitCode> {
-    cancel_on_ctrl_c(session.cancel.clone())?;
+    cancel_on_ctrl_c(session.cancel_flag())?;
     let shows_reasoning = std::io::stderr().is_terminal() && session.settings.reasoning == ReasoningVisibility::Shown;
     let uses_view = stdout_color() == Color::On && !session.settings.plain && !session.raw;
     let turn = if uses_view {
@@ -46,9 +46,9 @@ fn answer(session: &mut Session, prompt: &str, on_delta: &mut OnDelta) -> Result
 
 /// Returns a warning that the context is full, or, in a conversation that can continue, at least 80% full.
 fn context_warning(session: &Session, turn: &Turn) -> Option<String> {
-    let hint = match (&session.recording, session.settings.overflow) {
-        (Recording::Journal(_), Overflow::DropOldest) => "the oldest messages will be dropped",
-        (Recording::Journal(_), Overflow::Stop) => "--overflow drop-oldest continues without the oldest messages",
+    let hint = match (session.saved_name(), session.settings.overflow) {
+        (Some(_), Overflow::DropOldest) => "the oldest messages will be dropped",
+        (Some(_), Overflow::Stop) => "--overflow drop-oldest continues without the oldest messages",
         _ if !turn.summary.is_context_full() => return None,
         _ if session.backend().engine().is_some() => "shorten the prompt, or raise --context",
         _ => "shorten the prompt",
@@ -70,7 +70,7 @@ fn missing_answer(turn: &Turn) -> Option<String> {
 /// Renders the answer's Markdown on a terminal, as in an interactive chat.
 fn draw(session: &mut Session, prompt: &str, shows_reasoning: bool) -> Result<Turn> {
     let mut out = std::io::stdout().lock();
-    let mut view = TurnView::new(WindowSize::now(), false, false);
+    let mut view = TurnView::new(WindowSize::now());
     let turn = answer(session, prompt, &mut |delta| {
         if delta.channel == Channel::Answer || (delta.channel == Channel::Reasoning && shows_reasoning) {
             view.show(delta, WindowSize::now(), &mut out)?;
@@ -118,13 +118,13 @@ fn write(session: &mut Session, prompt: &str, shows_reasoning: bool) -> Result<T
 
 /// Prints the answer as one JSON object when the answer is complete.
 pub fn json(mut session: Session, prompt: &str) -> Result<ExitCode> {
-    cancel_on_ctrl_c(session.cancel.clone())?;
+    cancel_on_ctrl_c(session.cancel_flag())?;
     let seed = seed(&session);
     let turn = answer(&mut session, prompt, &mut |_| Ok(()))?;
     let mut object = json!({ "text": turn.text, "reasoning": turn.reasoning, "tokens": turn.tokens });
     extend(&mut object, figures(&session, &turn)?);
-    object["model"] = session.model.name().into();
-    object["revision"] = session.model.revision().into();
+    object["model"] = session.model().name().into();
+    object["revision"] = session.model().revision().into();
     object["seed"] = seed.into();
     print(&object)?;
     Ok(exit_code(&turn))
@@ -132,8 +132,8 @@ pub fn json(mut session: Session, prompt: &str) -> Result<ExitCode> {
 
 /// Prints JSON lines: `start`, an object for each piece of text as it arrives, then `end` or `error`.
 pub fn json_lines(mut session: Session, prompt: &str) -> Result<ExitCode> {
-    cancel_on_ctrl_c(session.cancel.clone())?;
-    let (model, seed) = (session.model.clone(), seed(&session));
+    cancel_on_ctrl_c(session.cancel_flag())?;
+    let (model, seed) = (session.model().clone(), seed(&session));
     print(&json!({ "event": "start", "model": model.name(), "revision": model.revision(), "seed": seed }))?;
     let turn = answer(&mut session, prompt, &mut |delta| {
         let event = match delta.channel {

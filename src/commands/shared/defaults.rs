@@ -89,6 +89,20 @@ pub struct ParsedCommandLine {
     pub rejected: Vec<String>,
 }
 
+impl ParsedCommandLine {
+    /// Creates a command line that got no values from other sources.
+    fn new(matches: ArgMatches) -> Self {
+        Self {
+            matches,
+            is_model_typed: false,
+            requested: SettingValues::new(),
+            configured: SettingValues::new(),
+            saved: None,
+            rejected: Vec::new(),
+        }
+    }
+}
+
 /// The selected model and the resumed conversation. `play` passes them to [`parse`] when it parses the flags again.
 pub struct KnownModel<'a> {
     /// The full name of the model.
@@ -104,81 +118,89 @@ pub fn parse(command: Command, known: Option<&KnownModel>) -> Result<ParsedComma
     let matches = command.clone().try_get_matches_from(&args).unwrap_or_else(|error| error.exit());
     if known.is_none() {
         // Start logging now, so that the path of the configuration file is logged too.
-        let format = match matches.subcommand() {
-            Some(("serve", arguments)) => arguments.get_one::<LogFormat>("log_format").copied(),
-            _ => None,
-        };
-        logging::start(matches.get_count("verbose"), format);
+        start_logging(&matches);
     }
-    let mut line = ParsedCommandLine {
-        matches,
-        is_model_typed: false,
-        requested: SettingValues::new(),
-        configured: SettingValues::new(),
-        saved: None,
-        rejected: Vec::new(),
-    };
-    let Some((subcommand, arguments)) = line.matches.subcommand() else { return Ok(line) };
+    let Some((subcommand, arguments)) = matches.subcommand() else { return Ok(ParsedCommandLine::new(matches)) };
     let flags = flags_of(subcommand);
     if flags.is_empty() {
-        return Ok(line);
+        return Ok(ParsedCommandLine::new(matches));
     }
     let parser = Parser { command: with_switch_values(command, subcommand, flags), subcommand, args: &args };
 
     let typed_model = arguments.try_get_one::<String>("model").ok().flatten();
     let is_model_typed = typed_model.is_some();
-    let saved = match (arguments.try_get_one::<String>("resume"), known) {
-        // Do not read the conversation again, because its file may have been renamed since the first parse.
-        (_, Some(known)) => known.saved.cloned(),
-        (Ok(Some(name)), None) => Some(journal::read_saved(Some(name))?),
-        _ => None,
-    };
+    let saved = saved_conversation(arguments, known)?;
     let saved_model = saved.as_ref().map(|saved| &saved.model);
     let model = known.map(|known| known.name).or(typed_model.or(saved_model).map(String::as_str));
 
-    let (mut configured, path) = read_configuration(model, arguments)?;
-    // Drop the flags of other subcommands, which the configuration file may contain.
-    configured.retain(|flag, _| flags.contains(&flag.as_str()));
-    for (flag, values) in &configured {
-        parser.check(flag, values).map_err(|reason| Error::usage(format!("{path}: {reason}")))?;
-    }
+    let mut configured = configured_values(model, arguments, flags, &parser)?;
+    let (mut requested, mut rejected) = (SettingValues::new(), Vec::new());
     if let Some(saved) = &saved {
-        (line.requested, line.rejected) = fitting_settings(saved, flags, &parser);
+        (requested, rejected) = resumed_values(saved, flags, &parser);
         match typed_model {
             // If the user named a model, keep only the conversation's chat settings and device.
-            Some(_) => line.requested.retain(|flag, _| flag == "device" || is_setting(flag)),
-            None => drop(line.requested.insert("model".to_string(), vec![saved.model.clone()])),
+            Some(_) => requested.retain(|flag, _| flag == "device" || is_setting(flag)),
+            None => drop(requested.insert("model".to_string(), vec![saved.model.clone()])),
         }
         // A resumed conversation keeps its own system prompt. A limit that the user removed with `/set` stays removed.
         configured.remove("system");
-        configured.retain(|flag, _| !line.requested.get(flag).is_some_and(|values| is_removed_limit(flag, values)));
+        configured.retain(|flag, _| !requested.get(flag).is_some_and(|values| is_removed_limit(flag, values)));
     }
     // `MODEL@REV` on the command line also sets the revision, and therefore overrides a revision from other sources.
     let is_typed_in_model = |flag: &str| flag == "revision" && typed_model.is_some_and(|model| model.contains('@'));
-    line.requested.retain(|flag, _| !is_typed_in_model(flag));
+    requested.retain(|flag, _| !is_typed_in_model(flag));
     configured.retain(|flag, _| !is_typed_in_model(flag));
 
     let is_overridden = |flag: &str| is_on_command_line(arguments, flag) || is_typed_in_model(flag);
-    line.requested.extend(read_environment(flags, &parser, &is_overridden)?);
+    requested.extend(environment_values(flags, &parser, &is_overridden)?);
 
-    let mut defaults: SettingValues = configured.clone().into_iter().chain(line.requested.clone()).collect();
-    defaults.retain(|flag, values| !is_removed_limit(flag, values));
-    if !defaults.is_empty() {
-        let matches = parser.parse_with_defaults(&defaults).map_err(|error| Error::usage(first_line(&error)))?;
-        line.matches = matches;
-    }
-    line.requested.extend(typed_values(&line.matches, flags));
+    let matches = parser.parse_with_values(&configured, &requested)?.unwrap_or(matches);
+    requested.extend(typed_values(&matches, flags));
     // The model and the system prompt are parts of the conversation, not settings.
     for flag in ["system", "model"] {
-        line.requested.remove(flag);
+        requested.remove(flag);
         configured.remove(flag);
     }
-    (line.is_model_typed, line.configured, line.saved) = (is_model_typed, configured, saved);
-    Ok(line)
+    Ok(ParsedCommandLine { matches, is_model_typed, requested, configured, saved, rejected })
 }
 
-/// Reads flags from environment variables such as `INFERNO_TOP_P`. Skips overridden flags and empty variables.
-fn read_environment(flags: &[&str], parser: &Parser, is_overridden: &dyn Fn(&str) -> bool) -> Result<SettingValues> {
+/// Starts logging with the level and the format that the command line sets.
+fn start_logging(matches: &ArgMatches) {
+    let format = match matches.subcommand() {
+        Some(("serve", arguments)) => arguments.get_one::<LogFormat>("log_format").copied(),
+        _ => None,
+    };
+    logging::start(matches.get_count("verbose"), format);
+}
+
+/// Returns the conversation that `--resume` names. Reads its file, unless `known` contains the conversation.
+fn saved_conversation(arguments: &ArgMatches, known: Option<&KnownModel>) -> Result<Option<SavedConversation>> {
+    if let Some(known) = known {
+        // Do not read the conversation again, because its file may have been renamed since the first parse.
+        return Ok(known.saved.cloned());
+    }
+    let name = arguments.try_get_one::<String>("resume").ok().flatten();
+    name.map(|name| journal::read_saved(Some(name))).transpose()
+}
+
+/// Reads the values of `flags` from the configuration file, for all models and for `model`. Fails if one is invalid.
+fn configured_values(
+    model: Option<&str>,
+    arguments: &ArgMatches,
+    flags: &[&str],
+    parser: &Parser,
+) -> Result<SettingValues> {
+    let (mut values, path) = read_configuration(model, arguments)?;
+    // Drop the flags of other subcommands, which the configuration file may contain.
+    values.retain(|flag, _| flags.contains(&flag.as_str()));
+    for (flag, values) in &values {
+        parser.check(flag, values).map_err(|reason| Error::usage(format!("{path}: {reason}")))?;
+    }
+    Ok(values)
+}
+
+/// Reads the values of `flags` from environment variables such as `INFERNO_TOP_P`. Skips overridden flags and empty variables.
+fn environment_values(flags: &[&str], parser: &Parser, is_overridden: &dyn Fn(&str) -> bool) -> Result<SettingValues> {
     let mut settings = SettingValues::new();
     for flag in flags.iter().filter(|flag| !is_overridden(flag) && !NOT_IN_ENVIRONMENT.contains(flag)) {
         let variable = format!("INFERNO_{}", id(flag).to_uppercase());
@@ -210,7 +232,7 @@ fn is_removed_limit(flag: &str, values: &[String]) -> bool {
 /// Returns the valid settings of a conversation, and a message about each invalid setting.
 ///
 /// Tolerates invalid settings, because the conversation may be damaged or from another version of inferno.
-fn fitting_settings(saved: &SavedConversation, flags: &[&str], parser: &Parser) -> (SettingValues, Vec<String>) {
+fn resumed_values(saved: &SavedConversation, flags: &[&str], parser: &Parser) -> (SettingValues, Vec<String>) {
     let (mut fitting, mut rejected) = (SettingValues::new(), Vec::new());
     for (flag, values) in &saved.settings {
         let result = if !flags.contains(&flag.as_str()) {
@@ -236,11 +258,19 @@ struct Parser<'a> {
 }
 
 impl Parser<'_> {
-    fn parse_with_defaults(&self, defaults: &SettingValues) -> Result<ArgMatches, clap::Error> {
+    /// Parses the command line with `configured` values, overridden by `requested` values, as clap defaults.
+    /// Returns `None` if there are no such values.
+    fn parse_with_values(&self, configured: &SettingValues, requested: &SettingValues) -> Result<Option<ArgMatches>> {
+        let mut defaults: SettingValues = configured.clone().into_iter().chain(requested.clone()).collect();
+        defaults.retain(|flag, values| !is_removed_limit(flag, values));
+        if defaults.is_empty() {
+            return Ok(None);
+        }
         let command = defaults
             .iter()
             .fold(self.command.clone(), |command, (flag, values)| with_default(command, self.subcommand, flag, values));
-        command.try_get_matches_from(self.args)
+        let matches = command.try_get_matches_from(self.args).map_err(|error| Error::usage(first_line(&error)))?;
+        Ok(Some(matches))
     }
 
     /// Fails if a flag does not accept `values`.

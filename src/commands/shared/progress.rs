@@ -29,10 +29,15 @@ pub enum ProgressStyle {
 }
 
 impl ProgressStyle {
-    /// Chooses a style. `--quiet`, or HF_HUB_DISABLE_PROGRESS_BARS if it is on, selects `Silent`.
+    /// Returns `Silent` if `--quiet` is set, otherwise the style from [`detect`](Self::detect).
     pub fn new(quiet: bool) -> Self {
+        if quiet { Self::Silent } else { Self::detect() }
+    }
+
+    /// Chooses a style for stderr. HF_HUB_DISABLE_PROGRESS_BARS, if it is on, selects `Silent`.
+    pub fn detect() -> Self {
         let disabled = std::env::var("HF_HUB_DISABLE_PROGRESS_BARS").unwrap_or_default().to_uppercase();
-        if quiet || ["1", "ON", "YES", "TRUE"].contains(&disabled.as_str()) {
+        if ["1", "ON", "YES", "TRUE"].contains(&disabled.as_str()) {
             return Self::Silent;
         }
         let is_dumb = std::env::var_os("TERM").is_some_and(|term| term == "dumb");

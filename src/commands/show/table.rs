@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::fmt::Write;
 
 use super::report::{File, Gpu, MemoryNeeds, Report};
-use super::sizes::Rope;
+use super::sizes::{Rope, Sizes};
 use crate::text::{self, excerpt, home_relative, parameter_count};
 
 const COLUMNS: usize = 120;
@@ -29,13 +29,13 @@ pub fn table(report: &Report) -> String {
     out
 }
 
+/// Writes the facts about the model that the report contains, one per line.
 fn facts(out: &mut String, report: &Report) {
     let mut fact = |name: &str, value: Option<String>| {
         if let Some(value) = value {
             wrapped(out, name, &value);
         }
     };
-    let sizes = &report.sizes;
     fact("revision", report.revision.clone());
     fact("path", report.path.as_deref().map(home_relative));
     let family = report.family.as_deref().map_or("unknown".into(), excerpt);
@@ -43,68 +43,73 @@ fn facts(out: &mut String, report: &Report) {
     fact("why not", report.reason.clone());
     fact("license", Some(report.license.clone().unwrap_or("not stated in the files".into())));
     fact("chat", Some(report.chat.unwrap_or("none: a base model; use inferno play --raw").to_string()));
+    fact("parameters", report.parameters.map(|all| parameter_counts(all, report.active_parameters)));
+    fact("weights", weights(report));
+    let sizes = &report.sizes;
+    fact("layers", layers(sizes));
     fact(
-        "parameters",
-        report.parameters.map(|all| match report.active_parameters {
-            Some(active) if active != all => {
-                format!("{}, {} of them active per token", parameter_count(all), parameter_count(active))
-            }
-            _ => parameter_count(all),
-        }),
+        "hidden",
+        sizes.hidden_size.map(|hidden| format!("{}{}", grouped(hidden), intermediate(sizes.intermediate_size))),
     );
-    fact(
-        "weights",
-        match (report.weight_bytes, &report.weights_problem) {
-            (Some(bytes), _) => {
-                Some(format!("{}, {}", text::size(bytes), report.quantization.as_deref().map_or("?".into(), excerpt)))
-            }
-            (None, problem) => problem.clone(),
-        },
-    );
-    let layers = sizes.layers.map(|layers| match (sizes.sliding_layers, sizes.sliding_window) {
+    fact("heads", heads(sizes));
+    fact("experts", experts(sizes));
+    fact("vocabulary", vocabulary(sizes));
+    fact("context", context(sizes));
+}
+
+fn parameter_counts(all: u64, active: Option<u64>) -> String {
+    match active {
+        Some(active) if active != all => {
+            format!("{}, {} of them active per token", parameter_count(all), parameter_count(active))
+        }
+        _ => parameter_count(all),
+    }
+}
+
+/// Returns the size and the quantization of the weights, or why they are unknown.
+fn weights(report: &Report) -> Option<String> {
+    let Some(bytes) = report.weight_bytes else { return report.weights_problem.clone() };
+    Some(format!("{}, {}", text::size(bytes), report.quantization.as_deref().map_or("?".into(), excerpt)))
+}
+
+fn layers(sizes: &Sizes) -> Option<String> {
+    let layers = sizes.layers?;
+    Some(match (sizes.sliding_layers, sizes.sliding_window) {
         (Some(sliding), Some(window)) => {
             format!("{layers}, {sliding} of them with a sliding window of {}", grouped(window))
         }
         _ => layers.to_string(),
-    });
-    fact("layers", layers);
-    let hidden = sizes.hidden_size.map(|hidden| {
-        let intermediate = sizes.intermediate_size.map(|size| format!(", intermediate {}", grouped(size)));
-        format!("{}{}", grouped(hidden), intermediate.unwrap_or_default())
-    });
-    fact("hidden", hidden);
-    fact(
-        "heads",
-        sizes.heads.map(|heads| {
-            let keys = sizes.kv_heads.map(|heads| format!(", {heads} KV heads")).unwrap_or_default();
-            let each = sizes.head_dim.map(|dim| format!(", {dim} dims each")).unwrap_or_default();
-            format!("{heads}{keys}{each}")
-        }),
-    );
-    fact(
-        "experts",
-        sizes.experts.map(|experts| {
-            let chosen = sizes.experts_chosen.map(|chosen| format!(", {chosen} chosen per token")).unwrap_or_default();
-            let size = sizes.expert_intermediate_size.map(|size| format!(", intermediate {}", grouped(size)));
-            format!("{experts}{chosen}{}", size.unwrap_or_default())
-        }),
-    );
-    fact(
-        "vocabulary",
-        sizes.vocab_size.map(|size| {
-            let tied = match sizes.tied_embeddings {
-                Some(true) => ", output head tied to the embedding",
-                Some(false) => ", separate output head",
-                None => "",
-            };
-            format!("{}{tied}", grouped(size))
-        }),
-    );
-    let context = sizes.context.map(|context| {
-        let rope = sizes.rope.as_ref().map(rope_facts).unwrap_or_default();
-        format!("{} tokens{rope}", grouped(context))
-    });
-    fact("context", context);
+    })
+}
+
+/// Returns an intermediate size as text to append to another size. Starts with a comma if the size is known.
+fn intermediate(size: Option<u64>) -> String {
+    size.map(|size| format!(", intermediate {}", grouped(size))).unwrap_or_default()
+}
+
+fn heads(sizes: &Sizes) -> Option<String> {
+    let keys = sizes.kv_heads.map(|heads| format!(", {heads} KV heads")).unwrap_or_default();
+    let each = sizes.head_dim.map(|dim| format!(", {dim} dims each")).unwrap_or_default();
+    Some(format!("{}{keys}{each}", sizes.heads?))
+}
+
+fn experts(sizes: &Sizes) -> Option<String> {
+    let chosen = sizes.experts_chosen.map(|chosen| format!(", {chosen} chosen per token")).unwrap_or_default();
+    Some(format!("{}{chosen}{}", sizes.experts?, intermediate(sizes.expert_intermediate_size)))
+}
+
+fn vocabulary(sizes: &Sizes) -> Option<String> {
+    let tied = match sizes.tied_embeddings {
+        Some(true) => ", output head tied to the embedding",
+        Some(false) => ", separate output head",
+        None => "",
+    };
+    Some(format!("{}{tied}", grouped(sizes.vocab_size?)))
+}
+
+fn context(sizes: &Sizes) -> Option<String> {
+    let rope = sizes.rope.as_ref().map(rope_facts).unwrap_or_default();
+    Some(format!("{} tokens{rope}", grouped(sizes.context?)))
 }
 
 /// Returns the RoPE base and the RoPE scaling, as text to append to the context length. Each fact starts with a comma.

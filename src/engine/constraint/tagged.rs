@@ -34,23 +34,8 @@ struct ToolTags {
 /// Returns the parts of an answer, and the id of the first part. `prompt` is the rendered conversation.
 pub fn parts(request: &ConstrainedRequest, prompt: &str) -> Result<(Vec<AnswerPart>, PartId)> {
     let (constraint, stops) = (&request.constraint, request.stops());
-    let tokenizer = &request.language.tokenizer;
-    let control = |text: &str| tokenizer.token_id(text).filter(|&id| tokenizer.is_control(id));
-    let has_other_calls = [MISTRAL_CALLS, LLAMA_CALLS].into_iter().any(|token| control(token).is_some());
-    let tags = match (control(TOOL_CALL), control(END_TOOL_CALL)) {
-        (Some(open), Some(close)) if !constraint.tools.is_empty() => Some(ToolTags { open, close }),
-        _ if constraint.requires_tool && request.language.chat.as_ref().is_some_and(|chat| !chat.reads_tools()) => {
-            return Err(invalid("tool_choice", "the chat template of this model does not support tools"));
-        }
-        _ if constraint.requires_tool => {
-            return Err(invalid("tool_choice", "the chat format of this model does not support required tool calls"));
-        }
-        // The model could call tools with tokens of another format, which the grammar does not describe.
-        _ if has_other_calls && constraint.tools.iter().any(|tool| tool.arguments.is_some()) => {
-            return Err(invalid("tools", "the chat format of this model does not support strict tools"));
-        }
-        _ => None,
-    };
+    let control = |text: &str| control_token(request, text);
+    let tags = tool_tags(request)?;
     let to_tool: Vec<(u32, PartId)> = tags.iter().map(|tags| (tags.open, TOOL)).collect();
     let to_reasoning: Vec<(u32, PartId)> = control(THINK).map(|think| (think, REASONING)).into_iter().collect();
 
@@ -84,18 +69,47 @@ pub fn parts(request: &ConstrainedRequest, prompt: &str) -> Result<(Vec<AnswerPa
             AnswerPart::Free(Free { exits: to_tool, ..Free::default() })
         });
     }
-    let is_reasoning = prompt.trim_end().ends_with(THINK);
-    let is_after_reasoning = prompt.trim_end().ends_with(END_THINK);
-    Ok((
-        parts,
-        if is_reasoning {
-            REASONING
-        } else if is_after_reasoning {
-            ANSWER
-        } else {
-            START
-        },
-    ))
+    Ok((parts, first_part(prompt)))
+}
+
+/// Returns the id of the control token `text`, or `None` if the tokenizer has no such control token.
+fn control_token(request: &ConstrainedRequest, text: &str) -> Option<u32> {
+    let tokenizer = &request.language.tokenizer;
+    tokenizer.token_id(text).filter(|&id| tokenizer.is_control(id))
+}
+
+/// Returns the tags around tool calls, or `None` if the request has no tools or the tokenizer has no such tags.
+/// Fails if the constraint needs these tags and the tokenizer has none.
+fn tool_tags(request: &ConstrainedRequest) -> Result<Option<ToolTags>> {
+    let constraint = &request.constraint;
+    let control = |text: &str| control_token(request, text);
+    let has_other_calls = [MISTRAL_CALLS, LLAMA_CALLS].into_iter().any(|token| control(token).is_some());
+    match (control(TOOL_CALL), control(END_TOOL_CALL)) {
+        (Some(open), Some(close)) if !constraint.tools.is_empty() => Ok(Some(ToolTags { open, close })),
+        _ if constraint.requires_tool && request.language.chat.as_ref().is_some_and(|chat| !chat.reads_tools()) => {
+            Err(invalid("tool_choice", "the chat template of this model does not support tools"))
+        }
+        _ if constraint.requires_tool => {
+            Err(invalid("tool_choice", "the chat format of this model does not support required tool calls"))
+        }
+        // The model could call tools with tokens of another format, which the grammar does not describe.
+        _ if has_other_calls && constraint.tools.iter().any(|tool| tool.arguments.is_some()) => {
+            Err(invalid("tools", "the chat format of this model does not support strict tools"))
+        }
+        _ => Ok(None),
+    }
+}
+
+/// Returns the part with which an answer to `prompt` begins.
+fn first_part(prompt: &str) -> PartId {
+    let prompt = prompt.trim_end();
+    if prompt.ends_with(THINK) {
+        REASONING
+    } else if prompt.ends_with(END_THINK) {
+        ANSWER
+    } else {
+        START
+    }
 }
 
 /// Returns a part that is one of `tokens`. Each token comes with the part that follows it.

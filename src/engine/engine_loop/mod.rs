@@ -210,12 +210,13 @@ impl EngineLoop {
         if !self.runner.has_several_ranks() {
             return self.commands.recv().map_err(|_| TryRecvError::Disconnected);
         }
-        self.runner.ping_ranks(true);
+        self.runner.restart_answer_times();
+        self.runner.ping_ranks();
         loop {
             match self.commands.recv_timeout(RANK_PING) {
                 Ok(command) => return Ok(command),
                 Err(RecvTimeoutError::Disconnected) => return Err(TryRecvError::Disconnected),
-                Err(RecvTimeoutError::Timeout) => self.runner.ping_ranks(false),
+                Err(RecvTimeoutError::Timeout) => self.runner.ping_ranks(),
             }
             if self.runner.has_failed_rank() {
                 return Err(TryRecvError::Empty);

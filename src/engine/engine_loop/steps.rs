@@ -12,6 +12,15 @@ use crate::engine::requests::{FinishReason, PromptScores, Sequence};
 use crate::engine::scheduler::{Scheduler, SequenceId, SequenceWork, StepPlan};
 use crate::runner::{Chosen, QueuedStep, StepSequence, TokenSampler};
 
+/// How a step ran, which decides who records its positions as computed in the scheduler.
+#[derive(Clone, Copy)]
+enum StepMode {
+    /// The loop waited for the step. [`EngineLoop::deliver`] records its positions.
+    Direct,
+    /// The step was queued on the GPU. [`EngineLoop::record_queued`] has already recorded its positions.
+    Queued,
+}
+
 impl EngineLoop {
     /// Runs or queues one planned step. If the previous step was queued, delivers its tokens.
     pub(super) fn run_plan(&mut self, mut plan: StepPlan) {
@@ -41,7 +50,7 @@ impl EngineLoop {
             }
         }
         match self.step(&plan) {
-            Ok(chosen) => self.deliver(&plan.work, chosen, false),
+            Ok(chosen) => self.deliver(&plan.work, chosen, StepMode::Direct),
             Err(error) => self.fail(&plan.work, error),
         }
     }
@@ -57,7 +66,7 @@ impl EngineLoop {
             }
         });
         match chosen {
-            Ok(chosen) => self.deliver(&work, chosen, true),
+            Ok(chosen) => self.deliver(&work, chosen, StepMode::Queued),
             Err(error) => self.fail(&work, error),
         }
     }
@@ -121,9 +130,7 @@ impl EngineLoop {
     }
 
     /// Adds the events of a step's tokens to the outbox. Ends the sequences that are complete or failed.
-    ///
-    /// If `was_queued` is true, [`record_queued`](Self::record_queued) has already advanced the scheduler.
-    fn deliver(&mut self, work: &[SequenceWork], chosen: Vec<Chosen>, was_queued: bool) {
+    fn deliver(&mut self, work: &[SequenceWork], chosen: Vec<Chosen>, mode: StepMode) {
         self.counters.publish(&self.scheduler);
         let tokens: usize = work.iter().map(|work| work.range.len()).sum();
         self.counters.histograms.step_tokens.observe(tokens as u64);
@@ -137,7 +144,7 @@ impl EngineLoop {
             let outcome = self.outcome_of(work, chosen);
             // The keys and values of a failed sequence must not be reused.
             let has_failed = matches!(outcome, Some(Err(_)));
-            self.record_computed(work.id, (!has_failed).then_some(work.range.end), was_queued);
+            self.record_computed(work.id, (!has_failed).then_some(work.range.end), mode);
             if let Some(outcome) = outcome {
                 self.end(work.id, outcome);
             }
@@ -181,12 +188,12 @@ impl EngineLoop {
 
     /// Records that the first `cached` tokens of a sequence are in the KV cache.
     /// `cached` is `None` for a failed sequence, whose keys and values must not be reused.
-    fn record_computed(&mut self, id: SequenceId, cached: Option<usize>, was_queued: bool) {
-        match cached {
-            Some(cached) if !was_queued => self.scheduler.advance(id, cached),
+    fn record_computed(&mut self, id: SequenceId, cached: Option<usize>, mode: StepMode) {
+        match (mode, cached) {
+            (StepMode::Direct, Some(cached)) => self.scheduler.advance(id, cached),
             // `record_queued` has already recorded the failed sequence's tokens as computed, so forget all prefixes.
-            None if was_queued => self.scheduler.forget_prefixes(),
-            _ => {}
+            (StepMode::Queued, None) => self.scheduler.forget_prefixes(),
+            (StepMode::Direct, None) | (StepMode::Queued, Some(_)) => {}
         }
         // `cached_tokens` describes only the last sequence of the latest step.
         // The counters `queried_tokens` and `hit_tokens` cover all sequences.

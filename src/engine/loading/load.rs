@@ -113,32 +113,62 @@ pub fn load(dir: &Path, options: &LoadOptions) -> Result<EngineParts> {
     let (config, checkpoint) = models::open(dir)?;
     let mut times = LoadTimes { headers_s: started.elapsed().as_secs_f64(), ..Default::default() };
 
+    let (language, model) = load_language_and_model(dir, &config, &checkpoint, options, &mut times)?;
+    times.total_s = started.elapsed().as_secs_f64();
+
+    let (defaults, ignored) = SamplingParams::from_generation_config(&language.generation_config);
+    let source = if checkpoint.gguf().is_some() { "the GGUF metadata" } else { "generation_config.json" };
+    let ignored_defaults = ignored.into_iter().map(|reason| format!("in {source}, {reason}")).collect();
+    let info = model_info(&config, &checkpoint, options, &model, ignored_defaults, times);
+    log(&info);
+    tracing::debug!(stop_ids = ?language.stop_ids(), ?defaults, "generation");
+    let runner = model.runner;
+    // With LongRoPE, contexts longer than the default use other RoPE factors.
+    let has_long_context = runner.limits().context > config.architecture.default_context();
+    let fingerprint = fingerprint(dir, &checkpoint, has_long_context, options, &info, runner.prompt_parts());
+    Ok(EngineParts { language, runner, defaults, info, fingerprint })
+}
+
+/// Loads the tokenizer and the chat format on another thread, and meanwhile the weights on this thread.
+fn load_language_and_model(
+    dir: &Path,
+    config: &ModelConfig,
+    checkpoint: &Checkpoint,
+    options: &LoadOptions,
+    times: &mut LoadTimes,
+) -> Result<(Language, OnDevice)> {
     let is_refused = AtomicBool::new(false);
     let check = options.check_language;
     let (language, model) = thread::scope(|scope| {
         let language = scope.spawn(|| {
             let started = Instant::now();
-            let language = sandbox::load_language_of(dir, &checkpoint);
+            let language = sandbox::load_language_of(dir, checkpoint);
             let language = language.and_then(|language| check(&language).map(|()| language));
             is_refused.store(language.is_err(), Ordering::Relaxed);
             language.map(|language| (language, started.elapsed().as_secs_f64()))
         });
-        let model = load_onto_device(&config, &checkpoint, options, &is_refused, &mut times);
+        let model = load_onto_device(config, checkpoint, options, &is_refused, times);
         (language.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)), model)
     });
     // If both have failed, report the error of `language`. The error of `model` may only say that loading was canceled.
     let (language, tokenizer_s) = language?;
     times.tokenizer_s = tokenizer_s;
-    let OnDevice { runner, attention, device_info, weight_bytes, cache_bytes, cache_sequences } = model?;
+    Ok((language, model?))
+}
 
-    times.total_s = started.elapsed().as_secs_f64();
-    // With LongRoPE, contexts longer than the default use other RoPE factors.
-    let has_long_context = runner.limits().context > config.architecture.default_context();
-    let (defaults, ignored) = SamplingParams::from_generation_config(&language.generation_config);
-    let source = if checkpoint.gguf().is_some() { "the GGUF metadata" } else { "generation_config.json" };
-    let info = ModelInfo {
+/// Describes a loaded model. `ignored_defaults` explains why some of the model's sampling parameters were ignored.
+fn model_info(
+    config: &ModelConfig,
+    checkpoint: &Checkpoint,
+    options: &LoadOptions,
+    model: &OnDevice,
+    ignored_defaults: Vec<String>,
+    load: LoadTimes,
+) -> ModelInfo {
+    let runner = &model.runner;
+    ModelInfo {
         family: config.family.model_type,
-        quantization: match (config.quantization, options.quantize) {
+        quantization: match (config.quantization.clone(), options.quantize) {
             (Some(stored), Some(quantize)) => Some(format!("{stored} and {quantize}")),
             (stored, quantize) => stored.or(quantize.map(|quantize| quantize.to_string())),
         },
@@ -148,28 +178,24 @@ pub fn load(dir: &Path, options: &LoadOptions) -> Result<EngineParts> {
         context: runner.limits().context,
         chunk: runner.limits().chunk,
         dtype: runner.dtype(),
-        attention,
+        attention: model.attention,
         executor: runner.executor(),
         no_decode_graph: runner.no_decode_graph().cloned(),
         is_deterministic: runner.prompt_parts().is_some(),
-        request_parts: deterministic_parts(runner.limits().chunk, attention).ok(),
-        device: device_info,
+        request_parts: deterministic_parts(runner.limits().chunk, model.attention).ok(),
+        device: model.device_info.clone(),
         ranks: options.devices.count(),
-        weight_bytes,
-        cache_bytes,
+        weight_bytes: model.weight_bytes,
+        cache_bytes: model.cache_bytes,
         cache_blocks: runner.cache().blocks(),
-        cache_sequences,
+        cache_sequences: model.cache_sequences,
         max_sequences: options
             .max_sequences
             .unwrap_or(MAX_SEQUENCES)
             .clamp(1, MAX_SEQUENCES.min(runner.limits().chunk)),
-        ignored_defaults: ignored.into_iter().map(|reason| format!("in {source}, {reason}")).collect(),
-        load: times,
-    };
-    log(&info);
-    tracing::debug!(stop_ids = ?language.stop_ids(), ?defaults, "generation");
-    let fingerprint = fingerprint(dir, &checkpoint, has_long_context, options, &info, runner.prompt_parts());
-    Ok(EngineParts { language, runner, defaults, info, fingerprint })
+        ignored_defaults,
+        load,
+    }
 }
 
 /// Returns a string that identifies the model files, the build and the settings that determine keys and values.

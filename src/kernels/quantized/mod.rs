@@ -39,8 +39,9 @@ mod quantized_matrix;
 pub(crate) mod quantized_ops;
 mod reference;
 
+pub use crate::kernels::constants::E4M3_MAX;
 pub use format::{GROUP_COLUMNS, PlaneBytes, SUPERBLOCK_COLUMNS, WeightFormat};
 #[cfg(feature = "cuda")]
 pub(crate) use input_quantization::fake_quantize;
 pub use quantized_matrix::{InputQuantization, QuantizedMatrix};
-pub use reference::{E4M3_MAX, pack};
+pub use reference::pack;

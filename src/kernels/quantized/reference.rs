@@ -5,6 +5,7 @@ use float8::F8E4M3;
 
 use super::format::{GROUP_COLUMNS, WeightFormat};
 use super::quantized_matrix::{InputQuantization, QuantizedMatrix};
+use crate::kernels::constants::E4M3_MAX;
 use crate::kernels::elements;
 
 /// Returns the dot product of two slices. Adds to eight partial sums, so that the compiler can vectorize the loop.
@@ -174,9 +175,6 @@ impl Scaling {
         self.scales[column / 16] * q - self.mins[column / 16]
     }
 }
-
-/// The largest finite E4M3 value. `F8E4M3::MAX` in float8 0.7 is 416, which is one step too small.
-pub const E4M3_MAX: f32 = 448.0;
 
 /// Quantizes `x`, f32 `[tokens, columns]`, and returns the dequantized values.
 /// With [`InputQuantization::None`], returns `x` unchanged.

@@ -4,12 +4,12 @@ use std::io::Write;
 
 use super::paths;
 use crate::chat::Role;
-use crate::conversation::{Recording, Session};
+use crate::conversation::Session;
 use crate::files;
 
 /// Writes the conversation to a new file. Returns a message for the user, on success and on failure.
 pub fn run(arguments: &str, session: &Session) -> Result<String, String> {
-    if session.messages.is_empty() {
+    if session.messages().is_empty() {
         return Err("nothing to export yet".to_string());
     }
     let (format, path) = arguments.split_once(char::is_whitespace).unwrap_or((arguments, ""));
@@ -18,10 +18,7 @@ pub fn run(arguments: &str, session: &Session) -> Result<String, String> {
         "json" => json(session)?,
         _ => return Err("usage: /export md|json [PATH]".to_string()),
     };
-    let name = match &session.recording {
-        Recording::Journal(journal) => journal.name(),
-        _ => "conversation",
-    };
+    let name = session.saved_name().unwrap_or("conversation");
     let path = match path.trim() {
         "" => format!("{name}.{format}"),
         path => paths::unquote(path),
@@ -38,8 +35,8 @@ pub fn run(arguments: &str, session: &Session) -> Result<String, String> {
 }
 
 fn markdown(session: &Session) -> String {
-    let mut text = format!("# A conversation with {}\n", session.model.name());
-    for message in &session.messages {
+    let mut text = format!("# A conversation with {}\n", session.model().name());
+    for message in session.messages() {
         let speaker = match message.role {
             Role::User => "You",
             Role::Assistant => "Model",
@@ -54,9 +51,9 @@ fn markdown(session: &Session) -> String {
 fn json(session: &Session) -> Result<String, String> {
     let object = serde_json::json!({
         "model": session.model_name(),
-        "revision": session.model.revision(),
+        "revision": session.model().revision(),
         "settings": session.all_settings(),
-        "messages": session.messages,
+        "messages": session.messages(),
     });
     serde_json::to_string_pretty(&object).map(|text| text + "\n").map_err(|error| error.to_string())
 }

@@ -16,13 +16,13 @@ const UNKNOWN_CONTEXT: usize = 1 << 20;
 /// Attaches a file, lists the attached files, or detaches all of them. Returns a message for the user.
 pub fn run(path: &str, session: &mut Session) -> Result<String, String> {
     match path {
-        "" if session.attached.is_empty() => return Ok("nothing is attached; /file PATH attaches a text file".into()),
+        "" if session.attached().is_empty() => return Ok("nothing is attached; /file PATH attaches a text file".into()),
         "" => {
-            let paths: Vec<&str> = session.attached.iter().map(|attachment| attachment.path.as_str()).collect();
+            let paths: Vec<&str> = session.attached().iter().map(|attachment| attachment.path.as_str()).collect();
             return Ok(format!("attached to the next message: {}", paths.join(", ")));
         }
         "none" => {
-            session.attached.clear();
+            session.detach_all();
             return Ok("nothing is attached to the next message".to_string());
         }
         _ => {}
@@ -32,8 +32,7 @@ pub fn run(path: &str, session: &mut Session) -> Result<String, String> {
     let text = read(&path, context).map_err(|reason| format!("cannot attach {path}: {reason}"))?;
     let tokens = session.backend().count_text(&text);
     let size = tokens.map_or_else(|| format!("{} bytes", text.len()), |tokens| format!("{tokens} tokens"));
-    session.attached.retain(|attachment| attachment.path != path);
-    session.attached.push(Attachment { path: path.clone(), text });
+    session.attach(Attachment { path: path.clone(), text });
     Ok(format!("attached to the next message: {path} ({size})"))
 }
 

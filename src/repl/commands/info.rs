@@ -2,18 +2,18 @@
 
 use anyhow::Result;
 
-use crate::conversation::{Overflow, Recording, Session, visible_messages};
+use crate::conversation::{Overflow, Recording, Session};
 
 /// Returns the text of `/stats`, which describes the model and the conversation.
 pub fn stats(session: &Session) -> String {
-    let saved_as = match &session.recording {
+    let saved_as = match session.recording() {
         Recording::Journal(journal) => journal.name(),
         Recording::FromFirstAnswer => "not saved yet",
         Recording::Off => "not saved",
     };
-    let mut rows = vec![("model", session.model.name().to_string())];
+    let mut rows = vec![("model", session.model().name().to_string())];
     rows.extend(session.backend().stats());
-    rows.push(("messages", session.messages.len().to_string()));
+    rows.push(("messages", session.messages().len().to_string()));
     rows.push(("saved as", saved_as.to_string()));
     table(&rows)
 }
@@ -21,7 +21,7 @@ pub fn stats(session: &Session) -> String {
 /// Returns the text of `/context`, which shows how full the context is.
 pub fn context(session: &Session) -> Result<String> {
     let backend = session.backend();
-    let visible = visible_messages(&session.messages, session.dropped);
+    let visible = session.visible_messages();
     let used = match (session.raw, visible.is_empty()) {
         (true, _) => backend.last_context_used(),
         // After a new conversation starts, the backend may still report the tokens of the earlier conversation.
@@ -38,9 +38,9 @@ pub fn context(session: &Session) -> Result<String> {
         (None, None) => vec![("used", "unknown: the server does not count tokens".to_string())],
     };
     rows.extend(backend.context_stats());
-    rows.push(("messages", session.messages.len().to_string()));
-    if session.dropped > 0 {
-        rows.push(("not seen", format!("the oldest {} messages", session.dropped)));
+    rows.push(("messages", session.messages().len().to_string()));
+    if session.dropped() > 0 {
+        rows.push(("not seen", format!("the oldest {} messages", session.dropped())));
     }
     rows.push((
         "when full",

@@ -6,7 +6,7 @@ mod info;
 mod paths;
 
 use crate::chat::Role;
-use crate::conversation::{self, Change, Recording, Session, journal};
+use crate::conversation::{self, Session, journal};
 
 /// The help for one command.
 struct Command {
@@ -218,7 +218,7 @@ fn system(text: &str, session: &mut Session) -> Result<String, String> {
         let old_name = session.clear_with_system(text).map_err(message)?;
         return Ok(with_saved_name("new conversation with a new system prompt", old_name));
     }
-    let system = session.messages.iter().find(|message| message.role == Role::System);
+    let system = session.messages().iter().find(|message| message.role == Role::System);
     Ok(system.map_or_else(|| "no system prompt".to_string(), |message| message.content.clone()))
 }
 
@@ -237,34 +237,21 @@ fn save(arguments: &str, session: &mut Session) -> Result<String, String> {
     let mut words: Vec<&str> = arguments.split_whitespace().collect();
     let with_cache = words.pop_if(|last| *last == "--cache").is_some();
     let name = words.join(" ");
-    let current = match &session.recording {
-        Recording::Journal(journal) => journal.name().to_string(),
-        _ => String::new(),
-    };
-    let name = if name.is_empty() && with_cache { &current } else { &name };
-    if name.is_empty() {
-        return match &session.recording {
-            Recording::Journal(journal) => Ok(format!("the current name is {}; /save NAME changes it", journal.name())),
-            _ => Err("usage: /save NAME".to_string()),
-        };
-    }
-    if matches!(session.recording, Recording::FromFirstAnswer) {
-        // An earlier attempt to create the journal may have failed. Try again, or report the error.
-        session.record(Change::Messages).map_err(message)?;
-    }
-    match &mut session.recording {
-        Recording::Journal(journal) => {
-            journal.rename(name).map_err(message)?;
-            let cached = if with_cache {
-                format!(" with {} tokens of its KV cache", session.save_prefix().map_err(message)?)
-            } else {
-                String::new()
-            };
-            Ok(format!("saved{cached}; to continue it: inferno play --resume {name}"))
+    let name = match session.saved_name() {
+        Some(current) if name.is_empty() && with_cache => current.to_string(),
+        Some(current) if name.is_empty() => {
+            return Ok(format!("the current name is {current}; /save NAME changes it"));
         }
-        Recording::FromFirstAnswer => Err("nothing to save yet".to_string()),
-        Recording::Off => Err("this conversation is not saved (INFERNO_NOHISTORY or --raw)".to_string()),
-    }
+        None if name.is_empty() => return Err("usage: /save NAME".to_string()),
+        _ => name,
+    };
+    session.rename(&name).map_err(message)?;
+    let cached = if with_cache {
+        format!(" with {} tokens of its KV cache", session.save_prefix().map_err(message)?)
+    } else {
+        String::new()
+    };
+    Ok(format!("saved{cached}; to continue it: inferno play --resume {name}"))
 }
 
 fn load(name: &str, session: &mut Session) -> Result<String, String> {
@@ -272,7 +259,7 @@ fn load(name: &str, session: &mut Session) -> Result<String, String> {
         let names = journal::names();
         return if names.is_empty() { Err("no saved conversations yet".to_string()) } else { Ok(names.join("\n")) };
     }
-    if matches!(&session.recording, Recording::Journal(journal) if journal.name() == name) {
+    if session.saved_name() == Some(name) {
         return Ok(format!("{name} is already open"));
     }
     let warning = session.resume_with_saved_settings(name).map_err(message)?;
@@ -282,7 +269,7 @@ fn load(name: &str, session: &mut Session) -> Result<String, String> {
 
 /// Describes the conversation in one line: the number of questions, and the last line of the last question.
 pub fn summary(session: &Session) -> String {
-    let mut questions = session.messages.iter().filter(|message| message.role == Role::User);
+    let mut questions = session.messages().iter().filter(|message| message.role == Role::User);
     let (count, last) = (questions.clone().count(), questions.next_back());
     let last = last.and_then(|message| message.content.lines().next_back()).unwrap_or("");
     let questions = if count == 1 { "question" } else { "questions" };
@@ -292,7 +279,7 @@ pub fn summary(session: &Session) -> String {
 fn models(session: &Session) -> String {
     let current = session.model_name();
     let mark = |name: String| if name == current { format!("{name} (current)") } else { name };
-    session.models.names().into_iter().map(mark).collect::<Vec<_>>().join("\n")
+    session.models().names().into_iter().map(mark).collect::<Vec<_>>().join("\n")
 }
 
 #[cfg(test)]

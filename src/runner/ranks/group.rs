@@ -105,13 +105,17 @@ impl RankGroup {
         }
     }
 
+    /// Starts the answer times of [`ping`](Self::ping) anew. Call this function before the first ping of each wait.
+    pub fn restart_answer_times(&self) {
+        self.answers.borrow_mut().clear();
+    }
+
     /// Checks that all followers still answer. Ends the world if a follower has not answered for [`ANSWER_TIMEOUT`].
     ///
     /// The engine calls this function once a second while it waits for requests.
-    /// `is_first` is true for the first call of each wait.
-    pub fn ping(&self, is_first: bool) {
+    pub fn ping(&self) {
         let mut answers = self.answers.borrow_mut();
-        if is_first || answers.len() != self.threads.len() {
+        if answers.len() != self.threads.len() {
             *answers = vec![(u64::MAX, Instant::now()); self.threads.len()];
         }
         for (index, ((sender, _), (seen, since))) in self.threads.iter().zip(answers.iter_mut()).enumerate() {

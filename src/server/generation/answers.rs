@@ -85,46 +85,32 @@ pub struct Submission {
 pub async fn submit(server: &Arc<Server>, log: Arc<RequestLog>, submission: Submission) -> Result<Answers, ApiError> {
     let engine = server.open_engine()?.clone();
     let submitted = Instant::now();
-    let count = submission.requests.len() * submission.choices;
-    let limit = server.admission.limit();
-    if count > limit {
-        let field = if submission.choices > 1 { "n" } else { submission.prompt_field };
-        return Err(ApiError::invalid(field, format!("cannot accept {count} answers at once: the limit is {limit}")));
-    }
-    let tenant = log.tenant();
-    let permit = server.admission.admit(tenant.index(), count).map_err(|wait| {
-        server.metrics.admission_rejections.with_label_values(&["queue"]).inc();
-        ApiError::overloaded("the queue has no room for the request", wait)
-    })?;
-    let (handle, mut requests, choices) = (engine.clone(), submission.requests, submission.choices);
+    let permit = admit(server, &log, &submission)?;
+    let (mut requests, choices) = (submission.requests, submission.choices);
     server.metrics.sizes.choices.observe(choices as f64);
-    for limit in requests.iter().filter_map(|request| request.options.as_ref()?.max_tokens) {
-        server.metrics.sizes.max_tokens.observe(limit as f64);
-    }
     for options in requests.iter_mut().filter_map(|request| request.options.as_mut()) {
-        options.tenant = tenant.index() as u64;
+        if let Some(limit) = options.max_tokens {
+            server.metrics.sizes.max_tokens.observe(limit as f64);
+        }
+        options.tenant = log.tenant().index() as u64;
         options.deterministic |= log.is_deterministic;
         options.keeps_record = server.recorder.is_on();
     }
     let asks = requests.iter().any(|request| request.options.as_ref().is_some_and(|options| options.deterministic));
     let is_deterministic = asks || engine.info().is_deterministic;
-    // Rendering and tokenizing take milliseconds of CPU time, so they must not block a worker thread of the runtime.
-    let submit = move || -> anyhow::Result<Vec<RequestStream>> {
-        let mut streams = Vec::new();
-        for request in requests {
-            streams.extend(handle.submit_n(request, choices)?);
+    let streams = submit_to_engine(engine.clone(), requests, choices).await?;
+    let streams = streams.map_err(|error| {
+        if server.is_alive() {
+            ApiError::from_submit(&error, submission.prompt_field)
+        } else {
+            ApiError::from_stream(&error)
         }
-        Ok(streams)
-    };
-    let streams = match tokio::task::spawn_blocking(submit).await {
-        Ok(Ok(streams)) => streams,
-        Ok(Err(error)) if server.is_alive() => return Err(ApiError::from_submit(&error, submission.prompt_field)),
-        Ok(Err(error)) => return Err(ApiError::from_stream(&error)),
-        Err(panic) => return Err(ApiError::internal(format!("cannot submit the request: {panic}"))),
-    };
+    })?;
     let answer = |stream| {
-        let choice = Choice::new(submission.can_call_in_parallel).with_named_call(submission.must_call_named);
-        let choice = choice.with_all_tokens(submission.keeps_all_tokens);
+        let choice = Choice::new()
+            .with_parallel_calls(submission.can_call_in_parallel)
+            .with_named_call(submission.must_call_named)
+            .with_all_tokens(submission.keeps_all_tokens);
         Answer { stream, choice, last_token: None, recorded: RecordedAnswer::default(), summary: None, finish: None }
     };
     Ok(Answers {
@@ -143,6 +129,38 @@ pub async fn submit(server: &Arc<Server>, log: Arc<RequestLog>, submission: Subm
         is_canceled: false,
         _permit: permit,
     })
+}
+
+/// Reserves room in the queue for all answers of an HTTP request.
+fn admit(server: &Server, log: &RequestLog, submission: &Submission) -> Result<Permit, ApiError> {
+    let count = submission.requests.len() * submission.choices;
+    let limit = server.admission.limit();
+    if count > limit {
+        let field = if submission.choices > 1 { "n" } else { submission.prompt_field };
+        return Err(ApiError::invalid(field, format!("cannot accept {count} answers at once: the limit is {limit}")));
+    }
+    server.admission.admit(log.tenant().index(), count).map_err(|wait| {
+        server.metrics.admission_rejections.with_label_values(&["queue"]).inc();
+        ApiError::overloaded("the queue has no room for the request", wait)
+    })
+}
+
+/// Submits requests to the engine, with `choices` answers to each prompt. The inner error is the engine's.
+async fn submit_to_engine(
+    engine: EngineHandle,
+    requests: Vec<Request>,
+    choices: usize,
+) -> Result<anyhow::Result<Vec<RequestStream>>, ApiError> {
+    // Rendering and tokenizing take milliseconds of CPU time, so they must not block a worker thread of the runtime.
+    let submit = move || -> anyhow::Result<Vec<RequestStream>> {
+        let mut streams = Vec::new();
+        for request in requests {
+            streams.extend(engine.submit_n(request, choices)?);
+        }
+        Ok(streams)
+    };
+    let submitted = tokio::task::spawn_blocking(submit).await;
+    submitted.map_err(|panic| ApiError::internal(format!("cannot submit the request: {panic}")))
 }
 
 impl Answers {
@@ -268,16 +286,8 @@ impl Answers {
             answer.stream.complete();
         }
         if let (Some(summary), Some(finish)) = (&summary, pieces.finish) {
-            let reason = finish.as_str();
-            metrics.requests.with_label_values(&[reason]).inc();
-            metrics.times.queue.observe(summary.queue_s);
-            metrics.times.prefill.observe((summary.ttft_s - summary.queue_s).max(0.0));
-            let decode_s = (self.submitted.elapsed().as_secs_f64() - summary.ttft_s).max(0.0);
-            metrics.times.decode.observe(decode_s);
-            metrics.times.inference.observe((self.submitted.elapsed().as_secs_f64() - summary.queue_s).max(0.0));
-            if summary.tok_per_s > 0.0 {
-                metrics.times.per_output_token.observe(summary.tok_per_s.recip());
-            }
+            metrics.requests.with_label_values(&[finish.as_str()]).inc();
+            metrics.times.observe_answer(summary, self.submitted.elapsed().as_secs_f64());
         }
         (answer.summary, answer.finish) = (summary, pieces.finish);
         pieces

@@ -99,11 +99,10 @@ struct SentCall {
 }
 
 impl Choice {
-    /// Creates the state of an answer.
-    /// Unless `can_call_in_parallel` is true, the answer ends when the model starts a second tool call.
-    pub fn new(can_call_in_parallel: bool) -> Self {
+    /// Creates the state of an answer that has no events yet.
+    pub fn new() -> Self {
         Self {
-            can_call_in_parallel,
+            can_call_in_parallel: true,
             must_call_named: false,
             keeps_all_tokens: false,
             pending: Vec::new(),
@@ -112,6 +111,11 @@ impl Choice {
             reasoning_tokens: 0,
             is_complete: false,
         }
+    }
+
+    /// Sets whether the answer may have several tool calls. If not, it ends when the model starts a second call.
+    pub fn with_parallel_calls(self, can_call_in_parallel: bool) -> Self {
+        Self { can_call_in_parallel, ..self }
     }
 
     /// Sets whether the client named the tool that the model must call.
@@ -132,23 +136,44 @@ impl Choice {
 
     /// Adds an event and returns its pieces. `calls` are all tool calls of the answer so far.
     pub fn push(&mut self, event: Event, calls: &[ToolCall], tokenizer: &Tokenizer) -> Pieces {
-        let mut out = Pieces::default();
         let (deltas, summary) = match event {
             Event::Token { id, deltas, logprobs } => {
-                // In Harmony, a control token without text is a boundary of a message or of its header.
-                // In other formats, it is a tag, or a token that the parser drops.
-                // Drop the pending tokens, because the header or tag is not part of the answer's text.
-                if deltas.is_empty() && tokenizer.is_control(id) && !self.keeps_all_tokens {
-                    self.pending.clear();
-                } else {
-                    self.pending.push(PendingToken { id, logprobs });
-                }
+                let is_boundary = deltas.is_empty() && tokenizer.is_control(id);
+                self.add_token(PendingToken { id, logprobs }, is_boundary);
                 (deltas, None)
             }
             Event::End { deltas, summary } => (deltas, Some(summary)),
         };
+        let mut out = Pieces::default();
+        self.send_text(deltas, tokenizer, &mut out);
+        if summary.is_some() && self.keeps_all_tokens {
+            let tokens = scored(std::mem::take(&mut self.pending));
+            if !tokens.is_empty() {
+                out.pieces.push(AnswerPiece::Content(String::new(), tokens));
+            }
+        }
+        self.send_calls(calls, summary.as_deref(), &mut out);
+        out.finish = summary.map(|summary| self.finish_reason(summary.finish_reason));
+        out
+    }
+
+    /// Adds a token to the pending tokens.
+    ///
+    /// `is_boundary` is true for a control token without text. In Harmony, it is a boundary of a message or of its
+    /// header. In other formats, it is a tag, or a token that the parser drops.
+    fn add_token(&mut self, token: PendingToken, is_boundary: bool) {
+        if is_boundary && !self.keeps_all_tokens {
+            // The header or tag is not part of the answer's text.
+            self.pending.clear();
+        } else {
+            self.pending.push(token);
+        }
+    }
+
+    /// Adds new reasoning and content to `out`, with the tokens of the content.
+    fn send_text(&mut self, deltas: Vec<Delta>, tokenizer: &Tokenizer, out: &mut Pieces) {
         let deltas = merged(deltas);
-        let tokens = self.release(&deltas, tokenizer);
+        let tokens = self.take_tokens(&deltas, tokenizer);
         for (Delta { channel, text }, tokens) in deltas.into_iter().zip(tokens) {
             match channel {
                 Channel::Reasoning => {
@@ -159,23 +184,14 @@ impl Choice {
                 Channel::ToolCall => {}
             }
         }
-        if summary.is_some() && self.keeps_all_tokens {
-            let tokens = scored(std::mem::take(&mut self.pending));
-            if !tokens.is_empty() {
-                out.pieces.push(AnswerPiece::Content(String::new(), tokens));
-            }
-        }
-        self.send_calls(calls, summary.as_deref(), &mut out);
-        out.finish = summary.map(|summary| self.finish(summary.finish_reason));
-        out
     }
 
-    /// Returns the pending tokens of each delta. If there are no deltas, all tokens stay pending.
+    /// Takes the pending tokens of each delta. If there are no deltas, all tokens stay pending.
     ///
     /// Assigns tokens from the last delta to the first. Each delta gets the last unassigned tokens that cover its text.
     /// The tokens left over belong to headers and tags, and are dropped.
     /// If the answer keeps all tokens, the first delta gets them instead.
-    fn release(&mut self, deltas: &[Delta], tokenizer: &Tokenizer) -> Vec<Vec<PendingToken>> {
+    fn take_tokens(&mut self, deltas: &[Delta], tokenizer: &Tokenizer) -> Vec<Vec<PendingToken>> {
         if deltas.is_empty() {
             return Vec::new();
         }
@@ -234,7 +250,8 @@ impl Choice {
         }
     }
 
-    fn finish(&self, reason: FinishReason) -> Finish {
+    /// Returns the finish reason in the response for the finish reason of the engine.
+    fn finish_reason(&self, reason: FinishReason) -> Finish {
         match reason {
             FinishReason::Length if !self.is_complete => Finish::Length,
             _ if self.sent_calls > 0 && !self.must_call_named => Finish::ToolCalls,
@@ -317,7 +334,7 @@ mod tests {
                       <|start|>assistant<|channel|>commentary to=functions.find <|constrain|>json<|message|>{\"q\": \"é\"}<|call|>";
         let prompt = crate::chat::Rendered { ids: Vec::new(), text: String::new() };
         let mut parser = language.chat_format().unwrap().parser(&prompt);
-        let (mut choice, mut all) = (Choice::new(true), Vec::new());
+        let (mut choice, mut all) = (Choice::new(), Vec::new());
         for id in tokenizer.encode(answer, crate::tokenizer::ControlTokens::Parse).unwrap() {
             let deltas = parser.push(tokenizer, id).unwrap();
             let event = Event::Token { id, deltas, logprobs: Some(TokenLogprobs { chosen: 0.0, top: Vec::new() }) };
@@ -349,7 +366,7 @@ mod tests {
 
     #[test]
     fn one_event_can_end_the_reasoning_and_start_the_answer() {
-        let (mut choice, tokenizer) = (Choice::new(true), demo());
+        let (mut choice, tokenizer) = (Choice::new(), demo());
         let encode = |text: &str| tokenizer.encode(text, crate::tokenizer::ControlTokens::Text).unwrap();
         let (thought, answer) = (encode("Let me think about that."), encode("Yes, of course."));
         let ids = [&thought[..], &answer].concat();
@@ -374,7 +391,7 @@ mod tests {
 
     #[test]
     fn arguments_are_sent_as_they_grow() {
-        let (mut choice, tokenizer) = (Choice::new(true), demo());
+        let (mut choice, tokenizer) = (Choice::new(), demo());
         let mut sent = |event, calls: &[ToolCall]| text(&choice.push(event, calls, &tokenizer).pieces);
         assert_eq!(sent(token(), &[call("f", "")]), "0=f ");
         assert_eq!(sent(token(), &[call("f", "{\"a")]), "0+{\"a ");
@@ -388,16 +405,16 @@ mod tests {
     #[test]
     fn malformed_and_cut_calls_lose_no_text() {
         let tokenizer = demo();
-        let mut choice = Choice::new(true);
+        let mut choice = Choice::new();
         let pieces = choice.push(end(FinishReason::ToolCalls), &[call("", "nonsense")], &tokenizer);
         assert_eq!((text(&pieces.pieces).as_str(), pieces.finish), ("c:nonsense ", Some(Finish::Stop)));
-        let pieces = Choice::new(true).push(end(FinishReason::Length), &[call("f", "{\"a")], &tokenizer);
+        let pieces = Choice::new().push(end(FinishReason::Length), &[call("f", "{\"a")], &tokenizer);
         assert_eq!((text(&pieces.pieces).as_str(), pieces.finish), ("0=f 0+{\"a ", Some(Finish::Length)));
     }
 
     #[test]
     fn without_parallel_calls_the_answer_ends_after_the_first() {
-        let (mut choice, tokenizer) = (Choice::new(false), demo());
+        let (mut choice, tokenizer) = (Choice::new().with_parallel_calls(false), demo());
         let pieces = choice.push(token(), &[call("f", "{}"), call("g", "{}")], &tokenizer);
         assert_eq!((text(&pieces.pieces).as_str(), pieces.is_complete), ("0=f 0+{} ", true));
         let pieces = choice.push(end(FinishReason::Canceled), &[call("f", "{}"), call("g", "{}")], &tokenizer);

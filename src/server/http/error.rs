@@ -11,6 +11,11 @@ use serde::Serialize;
 use crate::error::Error;
 use crate::text::error_message;
 
+/// The retry time for states that usually last for seconds, such as loading a model.
+pub const RETRY_SOON: Duration = Duration::from_secs(1);
+/// The retry time for states that may require a new server, such as shutting down.
+pub const RETRY_LATER: Duration = Duration::from_secs(5);
+
 /// The maximum length of an error message in characters. Error messages can quote parts of the request.
 const MAX_MESSAGE_CHARS: usize = 1000;
 
@@ -113,6 +118,16 @@ impl ApiError {
         Self { code: Some("unavailable"), retry_after: Some(retry_after), ..error }
     }
 
+    /// Creates the 503 error for requests while the model loads.
+    pub fn loading() -> Self {
+        Self::unavailable("the model is loading", RETRY_SOON)
+    }
+
+    /// Creates the 503 error for requests while the server shuts down.
+    pub fn shutting_down() -> Self {
+        Self::unavailable("the server is shutting down", RETRY_LATER)
+    }
+
     /// Creates a 500 error for a failure inside the server.
     pub fn internal(message: impl Into<String>) -> Self {
         Self::new(StatusCode::INTERNAL_SERVER_ERROR, "server_error", message)
@@ -146,9 +161,9 @@ impl ApiError {
             Error::NotDeterministic { reason } => Some(Self::invalid("deterministic", reason)),
             Error::CompilerBusy { wait_s } => Some(Self::unavailable(
                 format!("cannot compile the grammars of the request within {wait_s} s: the server is busy"),
-                Duration::from_secs(1),
+                RETRY_SOON,
             )),
-            Error::Draining => Some(Self::unavailable("the server is shutting down", Duration::from_secs(5))),
+            Error::Draining => Some(Self::shutting_down()),
             _ => None,
         }
     }

@@ -27,7 +27,7 @@ use super::http::log::RequestLog;
 use super::state::Server;
 use crate::engine::EngineHandle;
 use request::OllamaRequest;
-use response::{Route, Text, load_response, part};
+use response::{Route, UnsentParts, load_response, part};
 
 pub use error::OllamaError;
 pub use models::{pull, running, show, tags, version};
@@ -82,15 +82,15 @@ async fn generate_with(
         prompt_field: route.prompt_field(),
     };
     let mut answers = generation::submit(server, log, submission).await?;
-    let text = Text::new(shows_thinking, has_logprobs);
-    let mut writer = LineWriter { route, model: server.options.model.clone(), text };
+    let unsent = UnsentParts::new(shows_thinking, has_logprobs);
+    let mut writer = LineWriter { route, model: server.options.model.clone(), unsent };
     let response = if is_stream {
         event_stream::response(answers, writer, server.options.timeouts.ping)
     } else {
         while let Some(next) = answers.next().await {
-            next?.1.pieces.into_iter().for_each(|piece| writer.text.push(piece, &answers));
+            next?.1.pieces.into_iter().for_each(|piece| writer.unsent.push(piece, &answers));
         }
-        json_response(&part(route, &writer.model, writer.text.take(), Some(&answers)))?
+        json_response(&part(route, &writer.model, writer.unsent.take(), Some(&answers)))?
     };
     Ok(reply::with_ignored(response, &ignored))
 }
@@ -100,7 +100,7 @@ struct LineWriter {
     route: Route,
     model: String,
     /// The text that has not been sent yet. Tool calls are sent in full at the end of the answer.
-    text: Text,
+    unsent: UnsentParts,
 }
 
 impl EventWriter for LineWriter {
@@ -109,15 +109,15 @@ impl EventWriter for LineWriter {
     }
 
     fn write(&mut self, _index: usize, pieces: Pieces, answers: &Answers, out: &mut EventBuffer) {
-        pieces.pieces.into_iter().for_each(|piece| self.text.push(piece, answers));
-        let text = if pieces.finish.is_some() { Some(self.text.take()) } else { self.text.take_text() };
+        pieces.pieces.into_iter().for_each(|piece| self.unsent.push(piece, answers));
+        let text = if pieces.finish.is_some() { Some(self.unsent.take()) } else { self.unsent.take_text() };
         if let Some(text) = text.filter(|text| !text.is_empty()) {
             out.push_line(&part(self.route, &self.model, text, None));
         }
     }
 
     fn finish(&mut self, answers: &Answers, out: &mut EventBuffer) {
-        out.push_line(&part(self.route, &self.model, self.text.take(), Some(answers)));
+        out.push_line(&part(self.route, &self.model, self.unsent.take(), Some(answers)));
     }
 
     fn fail(&mut self, error: &ApiError, _answers: &Answers, out: &mut EventBuffer) {
@@ -128,6 +128,6 @@ impl EventWriter for LineWriter {
 
     /// Sends a line without text, because a stream of JSON lines cannot contain comments.
     fn keep_alive(&mut self, out: &mut EventBuffer) {
-        out.push_line(&part(self.route, &self.model, Text::new(false, false).take(), None));
+        out.push_line(&part(self.route, &self.model, UnsentParts::default(), None));
     }
 }

@@ -120,7 +120,9 @@ impl Shared {
         if self.format.is_some() && structured.is_some() {
             return Err(fields.invalid("options.structured_outputs", "cannot be combined with 'format'"));
         }
-        self.options.constraint = tools.constraint(self.format.or(structured), true);
+        // Ollama's API cannot forbid parallel tool calls.
+        let can_call_in_parallel = true;
+        self.options.constraint = tools.constraint(self.format.or(structured), can_call_in_parallel);
         let has_logprobs = self.options.logprobs.is_some();
         // Some chat templates, such as Qwen3's, can turn thinking off.
         let without_thinking = (!self.shows_thinking).then(|| ("enable_thinking".to_string(), json!(false)));

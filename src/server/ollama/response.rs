@@ -94,22 +94,28 @@ struct Figures {
 }
 
 /// The text and the tool calls of an answer that have not been sent yet.
-pub struct Text {
+#[derive(Default)]
+pub struct UnsentParts {
     shows_thinking: bool,
     has_logprobs: bool,
     content: String,
     thinking: String,
     logprobs: Vec<TokenLogprob>,
-    /// The names and arguments of the tool calls.
-    calls: Vec<(String, String)>,
+    calls: Vec<UnsentCall>,
 }
 
-impl Text {
+/// A tool call, whose arguments may still grow.
+struct UnsentCall {
+    name: String,
+    arguments: String,
+}
+
+impl UnsentParts {
     pub fn new(shows_thinking: bool, has_logprobs: bool) -> Self {
-        let (content, thinking, logprobs, calls) = (String::new(), String::new(), Vec::new(), Vec::new());
-        Self { shows_thinking, has_logprobs, content, thinking, logprobs, calls }
+        Self { shows_thinking, has_logprobs, ..Self::default() }
     }
 
+    /// Adds a piece of the answer. Drops reasoning and log probabilities that the request did not ask for.
     pub fn push(&mut self, piece: AnswerPiece, answers: &Answers) {
         if self.has_logprobs {
             let entry = |token| TokenLogprob::new(token, answers.engine().tokenizer());
@@ -119,10 +125,10 @@ impl Text {
             AnswerPiece::Reasoning(_) if !self.shows_thinking => {}
             AnswerPiece::Reasoning(text) => self.thinking.push_str(&text),
             AnswerPiece::Content(text, _) => self.content.push_str(&text),
-            AnswerPiece::ToolStart { name, .. } => self.calls.push((name, String::new())),
+            AnswerPiece::ToolStart { name, .. } => self.calls.push(UnsentCall { name, arguments: String::new() }),
             AnswerPiece::ToolArguments { index, text } => {
-                if let Some((_, arguments)) = self.calls.get_mut(index) {
-                    arguments.push_str(&text);
+                if let Some(call) = self.calls.get_mut(index) {
+                    call.arguments.push_str(&text);
                 }
             }
         }
@@ -149,9 +155,9 @@ impl Text {
 
 /// Creates the response for a part of an answer.
 /// `ended` is set only for the last part, which contains the token counts and durations of the complete answer.
-pub fn part<'a>(route: Route, model: &'a str, text: Text, ended: Option<&Answers>) -> OllamaResponse<'a> {
-    let Text { content, thinking, logprobs, calls, .. } = text;
-    let call = |(index, (name, arguments)): (usize, (String, String))| WireCall {
+pub fn part<'a>(route: Route, model: &'a str, unsent: UnsentParts, ended: Option<&Answers>) -> OllamaResponse<'a> {
+    let UnsentParts { content, thinking, logprobs, calls, .. } = unsent;
+    let call = |(index, UnsentCall { name, arguments })| WireCall {
         function: WireFunction { index, name, arguments: parse(&arguments) },
     };
     let content = match route {
@@ -167,7 +173,7 @@ pub fn part<'a>(route: Route, model: &'a str, text: Text, ended: Option<&Answers
 /// Creates the response to a request without a prompt, with which clients of ollama load a model.
 pub fn load_response(route: Route, model: &str) -> OllamaResponse<'_> {
     let end = End { done_reason: "load", figures: None };
-    OllamaResponse { done: true, end: Some(end), ..part(route, model, Text::new(false, false), None) }
+    OllamaResponse { done: true, end: Some(end), ..part(route, model, UnsentParts::default(), None) }
 }
 
 fn end(answers: &Answers) -> End {

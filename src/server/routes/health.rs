@@ -1,7 +1,6 @@
 //! The routes that report the state of the server: `/health`, `/live`, `/v1/loads` and `/metrics`.
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use axum::body::Body;
 use axum::extract::State;
@@ -12,7 +11,7 @@ use serde::Serialize;
 
 use crate::nn::kv_cache::BLOCK_TOKENS;
 use crate::server::http::body::json_response;
-use crate::server::http::error::ApiError;
+use crate::server::http::error::{ApiError, RETRY_LATER};
 use crate::server::metrics::cache_usage;
 use crate::server::state::Server;
 
@@ -34,7 +33,7 @@ pub async fn live(State(server): State<Arc<Server>>) -> Result<Response, ApiErro
     if server.is_alive() {
         json_response(&Status { status: "ok" })
     } else {
-        Err(ApiError::unavailable("the engine is not making progress", Duration::from_secs(5)))
+        Err(ApiError::unavailable("the engine is not making progress", RETRY_LATER))
     }
 }
 

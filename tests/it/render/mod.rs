@@ -36,7 +36,7 @@ fn pieces(text: &str, length: usize) -> Vec<String> {
 
 /// Returns the output for an answer that is streamed in pieces of `length` characters.
 fn written(text: &str, length: usize, size: WindowSize) -> Vec<u8> {
-    let mut view = TurnView::new(size, false, false);
+    let mut view = TurnView::new(size);
     let mut out = Vec::new();
     for piece in pieces(text, length) {
         view.show(&delta(Channel::Answer, &piece), size, &mut out).unwrap();
@@ -202,7 +202,7 @@ fn escape_sequences_of_a_model_never_reach_the_terminal() {
     }
     // Control characters in reasoning and in tool call arguments must not reach the terminal, either.
     for channel in [Channel::Reasoning, Channel::ToolCall] {
-        let (mut view, mut out) = (TurnView::new(SIZE, false, false), Vec::new());
+        let (mut view, mut out) = (TurnView::new(SIZE), Vec::new());
         view.show(&delta(channel, hostile[0]), SIZE, &mut out).unwrap();
         view.finish(SIZE, &mut out).unwrap();
         assert_harmless(&out);
@@ -254,7 +254,7 @@ fn redrawing_while_streaming_keeps_the_output_small() {
 fn a_resized_window_applies_at_once() {
     let (narrow, wide) = (WindowSize { rows: 20, columns: 40 }, WindowSize { rows: 20, columns: 80 });
     let words = "alpha beta gamma delta epsilon zeta eta theta iota kappa ".repeat(3);
-    let mut view = TurnView::new(narrow, false, false);
+    let mut view = TurnView::new(narrow);
     let mut terminal = terminal(narrow);
     let mut show = |text: &str, size: WindowSize, terminal: &mut vt100::Parser| {
         // Wait longer than the maximum pause between two redraws, so the text is drawn immediately.
@@ -276,7 +276,7 @@ fn a_resized_window_applies_at_once() {
 
 #[test]
 fn reasoning_folds_and_unfolds() {
-    let mut view = TurnView::new(SIZE, false, true);
+    let mut view = TurnView::new(SIZE).with_keys(true);
     let mut terminal = terminal(SIZE);
     let draw = |out: Vec<u8>, terminal: &mut vt100::Parser| {
         feed(terminal, &out);

@@ -29,7 +29,7 @@ use crate::server::http::log::RequestLog;
 use crate::server::state::Server;
 use crate::server::tenant::Tenant;
 use events::{Event, EventSink, NoEvents, NumberedEvents};
-use item::Item;
+use item::{Item, ItemStatus};
 use object::{ResponseObject, ResponseStatus};
 use output::Output;
 use request::ResponseRequest;
@@ -125,7 +125,8 @@ impl Progress {
             output.push(piece, answers.engine().tokenizer(), events);
         }
         if let Some(finish) = pieces.finish {
-            output.finish(finish != Finish::Length && !answers.is_canceled(), events);
+            let is_cut_off = finish == Finish::Length || answers.is_canceled();
+            output.finish(if is_cut_off { ItemStatus::Incomplete } else { ItemStatus::Completed }, events);
         }
     }
 
@@ -196,7 +197,7 @@ impl EventWriter for ResponseWriter {
 
     fn fail(&mut self, error: &ApiError, answers: &Answers, out: &mut EventBuffer) {
         let mut events = NumberedEvents { next: &mut self.next_event, out };
-        self.progress.lock_output().finish(false, &mut events);
+        self.progress.lock_output().finish(ItemStatus::Incomplete, &mut events);
         self.progress.object.set_error(error);
         self.end(answers, out);
     }

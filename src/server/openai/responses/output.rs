@@ -71,13 +71,12 @@ impl Output {
         }
     }
 
-    /// Ends the item in progress. `is_whole` is false if the answer was cut off, for example by a token limit.
-    pub fn finish(&mut self, is_whole: bool, events: &mut impl EventSink) {
-        let status = if is_whole { ItemStatus::Completed } else { ItemStatus::Incomplete };
+    /// Ends the item in progress with `status`, which is `Incomplete` if the answer was cut off.
+    pub fn finish(&mut self, status: ItemStatus, events: &mut impl EventSink) {
         self.end(status, events);
         // An answer that was not cut off gets an empty message if it has neither text nor function calls.
         let is_answer = |item: &Item| !matches!(item.content, ItemContent::Reasoning { .. });
-        if is_whole && !self.items.iter().any(is_answer) {
+        if status == ItemStatus::Completed && !self.items.iter().any(is_answer) {
             self.start_message(events);
             self.end(status, events);
         }
@@ -181,12 +180,12 @@ mod tests {
         }
     }
 
-    fn run(pieces: Vec<AnswerPiece>, shape: Shape, is_whole: bool) -> (Vec<Value>, Recorder) {
+    fn run(pieces: Vec<AnswerPiece>, shape: Shape, status: ItemStatus) -> (Vec<Value>, Recorder) {
         let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("assets/demo");
         let tokenizer = Tokenizer::from_dir(&folder).unwrap();
         let (mut output, mut events) = (Output::new(shape), Recorder::default());
         pieces.into_iter().for_each(|piece| output.push(piece, &tokenizer, &mut events));
-        output.finish(is_whole, &mut events);
+        output.finish(status, &mut events);
         (output.take().iter().map(|item| serde_json::to_value(item).unwrap()).collect(), events)
     }
 
@@ -223,7 +222,7 @@ mod tests {
             arguments(1, "{}"),
             arguments(2, "{}"),
         ];
-        let (items, Recorder(events)) = run(pieces, SHOWN, true);
+        let (items, Recorder(events)) = run(pieces, SHOWN, ItemStatus::Completed);
         let names: Vec<&str> = events.iter().map(|(name, _)| *name).collect();
         let text = |kind: &'static str, deltas: usize| {
             let (delta, done) = match kind {
@@ -269,25 +268,25 @@ mod tests {
 
     #[test]
     fn cut_answers_are_incomplete_and_empty_ones_are_messages() {
-        let (items, _) = run(vec![call(0, "f"), arguments(0, "{\"a")], SHOWN, false);
+        let (items, _) = run(vec![call(0, "f"), arguments(0, "{\"a")], SHOWN, ItemStatus::Incomplete);
         assert_eq!((&items[0]["status"], &items[0]["arguments"]), (&json!("incomplete"), &json!("{\"a")));
-        let (items, _) = run(vec![call(0, "f")], SHOWN, false);
+        let (items, _) = run(vec![call(0, "f")], SHOWN, ItemStatus::Incomplete);
         assert_eq!(items[0]["arguments"], "");
-        let (items, _) = run(vec![reasoning("r")], SHOWN, false);
+        let (items, _) = run(vec![reasoning("r")], SHOWN, ItemStatus::Incomplete);
         assert_eq!(items.len(), 1);
-        let (items, _) = run(vec![reasoning("r")], SHOWN, true);
+        let (items, _) = run(vec![reasoning("r")], SHOWN, ItemStatus::Completed);
         assert_eq!((items.len(), &items[1]["content"][0]["text"]), (2, &json!("")));
     }
 
     #[test]
     fn reasoning_is_hidden_or_encoded_on_request() {
         let pieces = || vec![reasoning("r"), content("c")];
-        let (items, _) = run(pieces(), Shape::default(), true);
+        let (items, _) = run(pieces(), Shape::default(), ItemStatus::Completed);
         assert_eq!((items.len(), &items[0]["type"]), (1, &json!("message")));
         let shape = Shape { has_encoded_reasoning: true, ..SHOWN };
-        let (items, _) = run(pieces(), shape, true);
+        let (items, _) = run(pieces(), shape, ItemStatus::Completed);
         assert_eq!(items[0]["encrypted_content"], "inferno-72");
-        let (items, _) = run(pieces(), SHOWN, true);
+        let (items, _) = run(pieces(), SHOWN, ItemStatus::Completed);
         assert!(items[0].get("encrypted_content").is_none());
         assert_eq!(items[0]["content"], json!([{ "type": "reasoning_text", "text": "r" }]));
     }
