@@ -48,6 +48,10 @@ fn invalid_fields_are_errors_that_name_the_field() {
         assert_eq!(error["param"], param, "{fields}: {error}");
         assert_eq!(error["type"], "invalid_request_error");
     }
+    for kind in ["input_image", "input_file"] {
+        let error = respond(&server, input(json!({ "role": "user", "content": [{ "type": kind }] }))).error(400);
+        assert_eq!(error["code"], "unsupported_parameter", "{error}");
+    }
     let error = respond(&server, json!({ "input": "model ".repeat(300), "stream": true })).error(400);
     assert_eq!((&error["code"], &error["param"]), (&json!("context_length_exceeded"), &json!("input")));
     assert_eq!(respond(&server, json!({ "model": "gpt-4" })).error(404)["code"], "model_not_found");

@@ -70,7 +70,8 @@ pub fn read_content(fields: &mut Fields, name: &str) -> Result<Option<String>, A
         let field = match kind.as_str() {
             "text" | "input_text" | "output_text" | "reasoning_text" => "text",
             "refusal" => "refusal",
-            "image_url" | "image" | "input_image" | "input_audio" | "document" | "file" | "video_url" => {
+            "image_url" | "image" | "input_image" | "input_audio" | "document" | "file" | "input_file"
+            | "video_url" => {
                 return Err(ApiError::unsupported(
                     part.path("type"),
                     &format!("only text is accepted, not parts of type '{kind}'"),
