@@ -18,9 +18,8 @@ use crate::kernels::sampling::{
 };
 use crate::kernels::step_inputs::StepInputs;
 use crate::runner::limits::MAX_SEQUENCES;
-use crate::runner::logprobs::TokenLogprobs;
-use crate::runner::step_sequence::{Chosen, ChosenToken, StepSequence};
-use crate::runner::token_sampler::NoToken;
+use crate::runner::sampling::{Chosen, ChosenToken, NoToken, TokenLogprobs};
+use crate::runner::step::StepSequence;
 
 /// The maximum number of queued steps whose tokens the host has not taken: one that runs and one that waits.
 /// The caller of `Runner::queue` must keep this limit.

@@ -2,7 +2,7 @@
 
 use crate::kernels::row_edits::RowEdits;
 use crate::kernels::sampling::SamplingKernelParams;
-use crate::runner::step_sequence::StepSequence;
+use crate::runner::step::StepSequence;
 
 /// How the device chooses the next token of a sequence in a queued step.
 #[derive(Clone)]

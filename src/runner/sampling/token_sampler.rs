@@ -11,10 +11,10 @@ use crate::kernels::token_mask::TokenMask;
 #[error(
     "cannot choose a token: every logit is NaN or -inf; the weights are corrupt, or values overflow in this --dtype"
 )]
-pub(super) struct NoToken;
+pub struct NoToken;
 
 /// The error message if no allowed token of a sequence has a logit other than NaN or -inf.
-pub(super) const NO_ALLOWED_TOKEN: &str =
+pub const NO_ALLOWED_TOKEN: &str =
     "cannot choose a token: the request's constraint and its other options together rule out every token";
 
 /// Chooses the next token of a sequence.

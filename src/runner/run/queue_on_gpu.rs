@@ -6,9 +6,7 @@ use anyhow::{Result, bail};
 
 use crate::runner::Runner;
 use crate::runner::queued_steps::{ExpectedToken, QueuedStep, QueuedTokens, RowSampling};
-use crate::runner::route::StepExecutor;
-use crate::runner::step_sequence::StepSequence;
-use crate::runner::step_times::StepKind;
+use crate::runner::step::{StepExecutor, StepKind, StepSequence};
 
 impl Runner {
     /// Implements [`queue`](Self::queue) for a GPU.

@@ -3,11 +3,12 @@
 use anyhow::{Context, Result, bail};
 use candle_core::{D, Tensor};
 
-use super::ranks::GraphCommand;
-use super::{KernelTime, LaunchCounts, Runner, StepBytes, StepTime};
 use crate::nn::kv_cache::{self, BLOCK_TOKENS, peak_blocks};
 use crate::nn::mlp::ExpertCost;
 use crate::nn::pass::RowSelection;
+use crate::runner::Runner;
+use crate::runner::ranks::GraphCommand;
+use crate::runner::step::{KernelTime, LaunchCounts, StepBytes, StepTime};
 
 /// The id of the solo sequence in the decode graph.
 const SOLO: u64 = u64::MAX;

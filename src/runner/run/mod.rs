@@ -1,18 +1,18 @@
-//! The methods of [`Runner`] that run steps.
+//! The methods of [`Runner`] that run and queue steps.
 //!
-//! - `run`: `Runner::step`, which waits for the tokens of the step
-//! - `run_on_gpu`: the parts of `Runner::step` that run or start CUDA graphs
+//! - `step`: `Runner::step`, which waits for the tokens of the step
+//! - `step_on_gpu`: the parts of `Runner::step` that run or start CUDA graphs
 //! - `queue`: `Runner::queue` and `Runner::take`, for steps that are queued while the previous step runs
 //! - `queue_on_gpu`, `queue_on_cpu`: the parts of `Runner::queue` for each kind of device
 
 mod queue;
 mod queue_on_cpu;
 mod queue_on_gpu;
-mod run;
-mod run_on_gpu;
+mod step;
+mod step_on_gpu;
 
-use super::Runner;
-use super::route::RunnerFacts;
+use crate::runner::Runner;
+use crate::runner::step::RunnerFacts;
 
 impl Runner {
     /// Returns the properties of this runner that decide how its steps run.

@@ -14,9 +14,6 @@ use anyhow::{Result, bail};
 use candle_core::cuda_backend::CudaDevice;
 use candle_core::{DType, Tensor};
 
-use super::limits::MAX_SEQUENCES;
-use super::queued_steps::QueuedStepBuffers;
-use super::step_sequence::StepSequence;
 use crate::kernels::SumOrder;
 use crate::kernels::attention::{PassBlocks, Queries, slot};
 use crate::kernels::launch::LaunchGraph;
@@ -26,6 +23,9 @@ use crate::kernels::step_inputs::StepInputs;
 use crate::nn::decoder::Decoder;
 use crate::nn::kv_cache::{BLOCK_TOKENS, KvCache};
 use crate::nn::pass::Pass;
+use crate::runner::limits::MAX_SEQUENCES;
+use crate::runner::queued_steps::QueuedStepBuffers;
+use crate::runner::step::StepSequence;
 
 /// The graphs of a model, one per padded batch size.
 pub struct BatchGraphs {

@@ -9,9 +9,8 @@ use crate::kernels::row_edits::RowEdits;
 use crate::kernels::sampling::DeviceSampling;
 use crate::runner::Runner;
 use crate::runner::queued_steps::{QueuedStep, QueuedTokens};
-use crate::runner::step_sequence::StepSequence;
-use crate::runner::step_times::StepKind;
-use crate::runner::token_sampler::TokenSampler;
+use crate::runner::sampling::TokenSampler;
+use crate::runner::step::{StepKind, StepSequence};
 
 impl Runner {
     /// Implements [`queue`](Self::queue) for a CPU: runs the step immediately.

@@ -1,40 +1,18 @@
-//! How decode steps of one sequence run, and the plan of the decode graph.
-
-use std::fmt;
+//! Plans the decode graph of a runner, or finds out why there is none.
 
 use anyhow::Result;
-use serde::Serialize;
 
-use super::decode_graph::DecodeGraph;
-use super::limits::{RunnerLimits, RunnerOptions};
+use super::DecodeGraph;
 use super::no_decode_graph::NoDecodeGraph;
 use crate::nn::decoder::Decoder;
 use crate::nn::kv_cache::KvCache;
-
-/// How decode steps run while only one request is active.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Executor {
-    /// As a CUDA graph: the decode graph, or a batch graph of one sequence.
-    Graph,
-    /// One operation at a time, without a CUDA graph.
-    Eager,
-}
-
-impl fmt::Display for Executor {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Graph => "graph",
-            Self::Eager => "eager",
-        })
-    }
-}
+use crate::runner::limits::{RunnerLimits, RunnerOptions};
 
 /// The decode graph, or the reason why the runner has none.
-pub(super) type PlannedGraph = std::result::Result<Box<DecodeGraph>, NoDecodeGraph>;
+pub type PlannedGraph = std::result::Result<Box<DecodeGraph>, NoDecodeGraph>;
 
 /// Plans the decode graph. Every rank must call this function, because either all ranks get a graph or none does.
-pub(super) fn plan_together(
+pub fn plan_together(
     decoder: &Decoder,
     cache: &KvCache,
     limits: RunnerLimits,

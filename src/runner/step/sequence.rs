@@ -1,14 +1,11 @@
-//! The input and the result of one sequence in a step.
+//! [`StepSequence`]: the input of one sequence in a step, and how its next token is chosen.
 
 use std::ops::Range;
 
-use anyhow::Result;
-
-use super::limits::PromptParts;
-use super::logprobs::TokenLogprobs;
-use super::token_sampler::TokenSampler;
 use crate::nn::kv_cache::BlockTables;
 use crate::nn::pass::SequenceSpan;
+use crate::runner::limits::PromptParts;
+use crate::runner::sampling::{TokenLogprobs, TokenSampler};
 
 /// The input of one sequence in a step.
 pub struct StepSequence<'s> {
@@ -38,7 +35,7 @@ pub struct StepSequence<'s> {
 
 impl<'s> StepSequence<'s> {
     /// Returns a sequence without a sampler, whose input tokens the host knows.
-    pub(super) fn new(id: u64, ids: &'s [u32], position: usize, tables: &'s BlockTables) -> Self {
+    pub(in crate::runner) fn new(id: u64, ids: &'s [u32], position: usize, tables: &'s BlockTables) -> Self {
         Self {
             id,
             ids,
@@ -53,7 +50,7 @@ impl<'s> StepSequence<'s> {
     }
 
     /// Returns this sequence with other input tokens, which the host knows, and without the sampler and the scores.
-    pub(super) fn with_input<'i>(&self, ids: &'i [u32], position: usize) -> StepSequence<'i>
+    pub(in crate::runner) fn with_input<'i>(&self, ids: &'i [u32], position: usize) -> StepSequence<'i>
     where
         's: 'i,
     {
@@ -65,9 +62,15 @@ impl<'s> StepSequence<'s> {
     }
 
     /// Returns the number of input tokens, the position of the first input token, and the block tables.
-    pub(super) fn span(&self) -> SequenceSpan<'s> {
+    pub(in crate::runner) fn span(&self) -> SequenceSpan<'s> {
         SequenceSpan { tokens: self.ids.len(), position: self.position, tables: self.tables }
     }
+}
+
+/// Returns the sampler of each sequence, or `None` for a sequence that needs no token.
+pub fn samplers<'a>(sequences: &'a mut [StepSequence]) -> Vec<Option<&'a mut dyn TokenSampler>> {
+    let samplers = sequences.iter_mut().map(|sequence| sequence.sampler.as_deref_mut());
+    samplers.map(|sampler| sampler.map(|sampler| sampler as &mut dyn TokenSampler)).collect()
 }
 
 /// Prompt tokens whose log probabilities a step computes. Each token follows an input token of the step.
@@ -83,22 +86,11 @@ pub struct TokensToScore<'s> {
 
 impl TokensToScore<'_> {
     /// Returns the tokens to score in a pass that has only the input tokens in `range`, or `None` if there are none.
-    pub(super) fn part(&mut self, range: Range<usize>) -> Option<TokensToScore<'_>> {
+    pub(in crate::runner) fn part(&mut self, range: Range<usize>) -> Option<TokensToScore<'_>> {
         let Self { first, tokens, top, logprobs } = self;
         let start = range.start.clamp(*first, *first + tokens.len());
         let end = range.end.clamp(*first, *first + tokens.len());
         let tokens = &tokens[start - *first..end - *first];
         (!tokens.is_empty()).then(|| TokensToScore { first: start - range.start, tokens, top: *top, logprobs })
     }
-}
-
-/// The token that a sampler chose for a sequence. `None` if the sequence had no sampler.
-pub type Chosen = Option<Result<ChosenToken>>;
-
-/// A token that a sampler chose.
-#[derive(Clone, Debug, PartialEq)]
-pub struct ChosenToken {
-    pub id: u32,
-    /// The log probabilities, if the sampler requested any.
-    pub logprobs: Option<TokenLogprobs>,
 }

@@ -2,8 +2,8 @@
 //!
 //! The table in docs/architecture.md lists the routes. A test compares the table with [`route`].
 
-use super::limits::MAX_SEQUENCES;
-use super::step_sequence::StepSequence;
+use super::sequence::StepSequence;
+use crate::runner::limits::MAX_SEQUENCES;
 
 /// How a step runs, and when.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -176,7 +176,7 @@ mod tests {
 
     #[test]
     fn the_table_in_the_documentation_is_right() {
-        let page = include_str!("../../docs/architecture.md");
+        let page = include_str!("../../../docs/architecture.md");
         let (_, table) = page.split_once("| step | runs as | queued ahead |\n").unwrap();
         let table: Vec<Vec<&str>> = table
             .lines()

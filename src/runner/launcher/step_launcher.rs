@@ -4,15 +4,15 @@ use anyhow::Result;
 use candle_core::{DType, Device, Tensor};
 
 use super::batch_graph::BatchGraphs;
-use super::limits::{RunnerLimits, RunnerOptions};
-use super::queued_steps::{ExpectedToken, QueuedStepBuffers, RowSampling};
-use super::route::StepExecutor;
-use super::step_sequence::{Chosen, StepSequence};
 use crate::kernels::SumOrder;
 use crate::kernels::step_inputs::StepInputs;
 use crate::nn::decoder::Decoder;
 use crate::nn::kv_cache::KvCache;
 use crate::nn::pass::{PassBatch, RowSelection, SequenceSpan};
+use crate::runner::limits::{RunnerLimits, RunnerOptions};
+use crate::runner::queued_steps::{ExpectedToken, QueuedStepBuffers, RowSampling};
+use crate::runner::sampling::Chosen;
+use crate::runner::step::{StepExecutor, StepSequence};
 
 /// The batch graphs of a rank, and the buffers that these graphs share with queued steps.
 pub struct StepLauncher {

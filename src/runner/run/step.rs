@@ -9,14 +9,11 @@ use candle_core::Tensor;
 use crate::kernels::SumOrder;
 use crate::nn::pass::{PassBatch, RowSelection, SequenceSpan};
 use crate::runner::Runner;
-use crate::runner::device_choice::{choose_on_device, logprobs_on_device};
-use crate::runner::host_choice::choose_on_host;
 use crate::runner::limits::PromptParts;
-use crate::runner::logprobs::TokenLogprobs;
-use crate::runner::route::{RunnerFacts, StepFacts, route};
-use crate::runner::step_sequence::{Chosen, StepSequence, TokensToScore};
-use crate::runner::step_times::StepKind;
-use crate::runner::token_sampler::TokenSampler;
+use crate::runner::sampling::{
+    Chosen, TokenLogprobs, TokenSampler, choose_on_device, choose_on_host, logprobs_on_device,
+};
+use crate::runner::step::{RunnerFacts, StepFacts, StepKind, StepSequence, TokensToScore, route, samplers};
 
 /// The maximum number of prompt tokens whose logits are in memory at the same time.
 /// With several sequences, the memory plan has room for the logits of more tokens: at least `MAX_SEQUENCES`.
@@ -206,7 +203,7 @@ impl Runner {
                 [sequence] if sequence.prompt_parts.is_none() => {
                     Ok(vec![self.choose_and_start_graph(sequence, logits)?])
                 }
-                _ => choose_on_device(sequences, logits),
+                _ => choose_on_device(&mut samplers(sequences), logits),
             };
         }
         let rows = sequences.iter_mut().enumerate();

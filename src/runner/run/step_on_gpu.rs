@@ -5,11 +5,9 @@ use candle_core::Tensor;
 
 use crate::runner::Runner;
 use crate::runner::decode_graph::DecodeGraph;
-use crate::runner::device_choice::choose_on_device;
 use crate::runner::ranks::{GraphCommand, RankGroup};
-use crate::runner::route::StepExecutor;
-use crate::runner::step_sequence::{Chosen, ChosenToken, StepSequence};
-use crate::runner::token_sampler::TokenSampler;
+use crate::runner::sampling::{Chosen, ChosenToken, TokenSampler, choose_on_device};
+use crate::runner::step::{StepExecutor, StepSequence, samplers};
 
 impl Runner {
     /// Runs a step on the CUDA graph that `executor` names. Returns `None` if the step must run operation by operation.
@@ -48,7 +46,7 @@ impl Runner {
         };
         let Some(logits) = logits else { return Ok(None) };
         meanwhile();
-        choose_on_device(sequences, &logits).map(Some)
+        choose_on_device(&mut samplers(sequences), &logits).map(Some)
     }
 
     /// Runs a decode step of one sequence on the decode graph. An inner error ends only this sequence.
@@ -79,7 +77,7 @@ impl Runner {
     pub(super) fn choose_and_start_graph(&mut self, sequence: &mut StepSequence, logits: &Tensor) -> Result<Chosen> {
         let graph = match &mut self.decode_graph {
             Ok(graph) if !needs_logits(sequence) => graph,
-            _ => return Ok(choose_on_device(std::slice::from_mut(sequence), logits)?.remove(0)),
+            _ => return Ok(choose_on_device(&mut samplers(std::slice::from_mut(sequence)), logits)?.remove(0)),
         };
         let Some(sampler) = sequence.sampler.as_deref_mut() else { return Ok(None) };
         let end = sequence.position + sequence.ids.len();

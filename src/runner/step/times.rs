@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use serde::Serialize;
 
-use super::step_sequence::StepSequence;
+use super::sequence::StepSequence;
 
 /// The mean duration of all steps of one kind.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
@@ -20,10 +20,10 @@ pub struct StepTime {
 
 /// The number and the total duration of the steps of each kind, since the last call of [`take`](Self::take).
 #[derive(Default)]
-pub(super) struct StepTimes(BTreeMap<StepKind, (u64, Duration)>);
+pub struct StepTimes(BTreeMap<StepKind, (u64, Duration)>);
 
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) struct StepKind {
+pub struct StepKind {
     has_prompts: bool,
     sequences: usize,
 }

@@ -1,11 +1,16 @@
-//! One sequence that has the KV cache to itself, for `bench`, `perplexity` and `EngineHandle::logits`.
+//! Runs one sequence that has the KV cache to itself, for `bench`, `perplexity` and `EngineHandle::logits`.
+//!
+//! `bench` has prefill, decode steps and measurements of this sequence, for `bench` and tests.
+
+mod bench;
 
 use anyhow::{Result, bail};
 use candle_core::Tensor;
 
-use super::{Runner, RunnerLimits};
 use crate::kernels::SumOrder;
 use crate::nn::pass::{PassBatch, RowSelection, SequenceSpan};
+use crate::runner::Runner;
+use crate::runner::limits::RunnerLimits;
 
 /// Methods that run one sequence at a time. They overwrite the blocks of other sequences, all of which must have ended.
 impl Runner {

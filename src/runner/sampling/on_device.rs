@@ -5,35 +5,37 @@ use std::collections::HashMap;
 use anyhow::{Error, Result, anyhow};
 use candle_core::Tensor;
 
+use super::chosen_token::{Chosen, ChosenToken};
 use super::logprobs::TokenLogprobs;
-use super::step_sequence::{Chosen, ChosenToken, StepSequence};
 use super::token_sampler::{NO_ALLOWED_TOKEN, NoToken, TokenSampler};
 use crate::kernels::sampling::{LogitEdit, RowLogprobs, edit_logits, mask_logits, sample_rows, top_logprobs};
 use crate::kernels::token_mask::TokenMask;
 
-/// Chooses the next token of each sequence that has a sampler, on the GPU.
+/// Chooses a token on the GPU with each sampler. Row i of `logits`, f32 `[sequences, vocab]`, belongs to entry i of
+/// `samplers`, which is `None` if the sequence needs no token.
+///
 /// Waits for the tokens, if any. Only tokens and log probabilities are copied to the host.
-pub fn choose_on_device(sequences: &mut [StepSequence], logits: &Tensor) -> Result<Vec<Chosen>> {
-    if sequences.iter().all(|sequence| sequence.sampler.is_none()) {
-        return Ok(sequences.iter().map(|_| None).collect());
+pub fn choose_on_device(samplers: &mut [Option<&mut dyn TokenSampler>], logits: &Tensor) -> Result<Vec<Chosen>> {
+    if samplers.iter().all(Option::is_none) {
+        return Ok(samplers.iter().map(|_| None).collect());
     }
-    let logits = sampled_rows(sequences, logits)?;
-    let (masks, mut problems) = allowed_tokens(sequences);
-    let scored = ScoredRows::copy(sequences, &logits)?;
-    let edits = (0..).zip(samplers(sequences)).flat_map(|(row, sampler)| {
+    let logits = sampled_rows(samplers, logits)?;
+    let (masks, mut problems) = allowed_tokens(samplers);
+    let scored = ScoredRows::copy(samplers, &logits)?;
+    let edits = (0..).zip(present(samplers)).flat_map(|(row, sampler)| {
         sampler.logit_edits().into_iter().map(move |(token, value)| LogitEdit { row, token, value })
     });
     edit_logits(&logits, &edits.collect::<Vec<_>>())?;
     mask_logits(&logits, &masks)?;
-    let parameters: Vec<_> = samplers(sequences).map(|sampler| sampler.on_device()).collect();
+    let parameters: Vec<_> = present(samplers).map(|sampler| sampler.on_device()).collect();
     let tokens = sample_rows(&logits, &parameters)?;
     let logprobs = match scored {
         Some(scored) => scored.logprobs(&tokens)?,
         None => vec![None; tokens.len()],
     };
     let mut choices = (0..).zip(tokens.into_iter().zip(logprobs));
-    let chosen = sequences.iter_mut().map(|sequence| {
-        let sampler = sequence.sampler.as_deref_mut()?;
+    let chosen = samplers.iter_mut().map(|sampler| {
+        let sampler = sampler.as_deref_mut()?;
         Some(match choices.next() {
             Some((row, (id, logprobs))) => match (problems.remove(&row), id) {
                 (Some(problem), _) => Err(problem),
@@ -51,8 +53,8 @@ pub fn choose_on_device(sequences: &mut [StepSequence], logits: &Tensor) -> Resu
 }
 
 /// Returns the samplers of the sequences that have one, in order.
-fn samplers<'a>(sequences: &'a [StepSequence<'_>]) -> impl Iterator<Item = &'a dyn TokenSampler> {
-    sequences.iter().filter_map(|sequence| sequence.sampler.as_deref())
+fn present<'a>(samplers: &'a [Option<&mut dyn TokenSampler>]) -> impl Iterator<Item = &'a dyn TokenSampler> {
+    samplers.iter().filter_map(|sampler| sampler.as_deref())
 }
 
 /// The rows of logits whose log probabilities were requested.
@@ -66,8 +68,8 @@ struct ScoredRows {
 impl ScoredRows {
     /// Copies the rows of `logits`, f32 `[samplers, vocab]`, whose log probabilities were requested.
     /// Returns `None` if there are no such rows.
-    fn copy(sequences: &[StepSequence], logits: &Tensor) -> Result<Option<Self>> {
-        let rows = (0..).zip(samplers(sequences));
+    fn copy(samplers: &[Option<&mut dyn TokenSampler>], logits: &Tensor) -> Result<Option<Self>> {
+        let rows = (0..).zip(present(samplers));
         let rows: Vec<(u32, usize)> = rows.filter_map(|(row, sampler)| Some((row, sampler.top_logprobs()?))).collect();
         if rows.is_empty() {
             return Ok(None);
@@ -82,8 +84,8 @@ impl ScoredRows {
     fn logprobs(&self, tokens: &[Option<u32>]) -> Result<Vec<Option<TokenLogprobs>>> {
         let mut logprobs = vec![None; tokens.len()];
         let chosen: Vec<u32> = self.rows.iter().map(|&(row, _)| tokens[row as usize].unwrap_or(0)).collect();
-        let most = self.rows.iter().map(|&(_, count)| count).max().unwrap_or(0);
-        let scores = top_logprobs(&self.logits, &chosen, most)?;
+        let max_count = self.rows.iter().map(|&(_, count)| count).max().unwrap_or(0);
+        let scores = top_logprobs(&self.logits, &chosen, max_count)?;
         for (&(row, count), RowLogprobs { chosen, mut top }) in self.rows.iter().zip(scores) {
             top.truncate(count);
             logprobs[row as usize] = Some(TokenLogprobs { chosen, top });
@@ -93,9 +95,9 @@ impl ScoredRows {
 }
 
 /// Returns the rows of `logits`, f32 `[sequences, vocab]`, that belong to sequences with samplers.
-fn sampled_rows(sequences: &[StepSequence], logits: &Tensor) -> Result<Tensor> {
-    let rows: Vec<u32> = (0..).zip(sequences).filter(|(_, s)| s.sampler.is_some()).map(|(row, _)| row).collect();
-    Ok(if rows.len() == sequences.len() {
+fn sampled_rows(samplers: &[Option<&mut dyn TokenSampler>], logits: &Tensor) -> Result<Tensor> {
+    let rows: Vec<u32> = (0..).zip(samplers).filter(|(_, sampler)| sampler.is_some()).map(|(row, _)| row).collect();
+    Ok(if rows.len() == samplers.len() {
         logits.clone()
     } else {
         logits.index_select(&Tensor::new(rows, logits.device())?, 0)?
@@ -104,10 +106,9 @@ fn sampled_rows(sequences: &[StepSequence], logits: &Tensor) -> Result<Tensor> {
 
 /// Returns a mask for each row whose sampler allows only some tokens. Row i belongs to the i-th sampler.
 /// If the mask of a row cannot be computed, returns an error in place of this mask.
-fn allowed_tokens(sequences: &mut [StepSequence]) -> (Vec<(u32, TokenMask)>, HashMap<u32, Error>) {
+fn allowed_tokens(samplers: &mut [Option<&mut dyn TokenSampler>]) -> (Vec<(u32, TokenMask)>, HashMap<u32, Error>) {
     let (mut masks, mut problems) = (Vec::new(), HashMap::new());
-    let samplers = sequences.iter_mut().filter_map(|sequence| sequence.sampler.as_deref_mut());
-    for (row, sampler) in (0..).zip(samplers) {
+    for (row, sampler) in (0..).zip(samplers.iter_mut().flatten()) {
         match sampler.allowed_tokens() {
             Ok(Some(mask)) => masks.push((row, mask)),
             Ok(None) => {}

@@ -9,8 +9,8 @@ use anyhow::{Context, Result};
 
 use crate::runner::Runner;
 use crate::runner::queued_steps::{QueuedStep, QueuedTokens};
-use crate::runner::route::{StepExecutor, StepFacts, route};
-use crate::runner::step_sequence::{Chosen, StepSequence};
+use crate::runner::sampling::Chosen;
+use crate::runner::step::{StepExecutor, StepFacts, StepSequence, route};
 
 impl Runner {
     /// Queues a step without waiting for its tokens, which [`take`](Self::take) returns.
@@ -19,7 +19,7 @@ impl Runner {
     /// Sequences with [`awaits_input`](StepSequence::awaits_input) use the tokens of the last step as input.
     ///
     /// Does nothing and returns `None` if the step must run with [`step`](Self::step) instead.
-    /// `runner/route.rs` decides which steps are queued.
+    /// `runner/step/route.rs` decides which steps are queued.
     pub fn queue(&mut self, sequences: &mut [StepSequence]) -> Result<Option<QueuedStep>> {
         let route = route(self.facts(), StepFacts::of(sequences));
         if !route.is_queued {

@@ -2,12 +2,12 @@
 
 use anyhow::{Result, anyhow};
 
+use super::chosen_token::ChosenToken;
 use super::logprobs::TokenLogprobs;
-use super::step_sequence::ChosenToken;
 use super::token_sampler::{NO_ALLOWED_TOKEN, NoToken, TokenSampler};
 
 /// Chooses a token on the host. Fails if every logit, or every allowed token's logit, is NaN or -inf.
-pub(super) fn choose_on_host(logits: &mut [f32], sampler: &mut dyn TokenSampler) -> Result<ChosenToken> {
+pub fn choose_on_host(logits: &mut [f32], sampler: &mut dyn TokenSampler) -> Result<ChosenToken> {
     let allowed = sampler.allowed_tokens()?;
     let unedited = sampler.top_logprobs().map(|count| (logits.to_vec(), count));
     for (id, value) in sampler.logit_edits() {
