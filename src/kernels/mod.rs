@@ -6,7 +6,7 @@
 //! - `x.cu` contains the CUDA kernel.
 //!
 //! The operations of `decode`, `exchange`, `sampling` and `step_inputs` run only on a GPU.
-//! In `moe`, `expert_mlp`, `expert_few`, `mxfp4_tiles`, `route` and `sort_by_expert` also run only on a GPU.
+//! In `moe`, `expert_mlp`, `expert_few_pairs`, `mxfp4_tiles`, `route` and `sort_by_expert` also run only on a GPU.
 //! Tests compare these kernels with other implementations of the same operations.
 //!
 //! `launch` launches kernels, and `scratch` allocates their outputs. `upload` copies weights to a device.

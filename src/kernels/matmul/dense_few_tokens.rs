@@ -1,17 +1,18 @@
-//! Products of dense matrices and few tokens on tensor cores (`dense_few.cu`).
+//! Products of dense matrices and few tokens on tensor cores (`dense_few_tokens.cu`).
 
 use candle_core::cuda_backend::CudaDevice;
 use candle_core::{DType, Result, Tensor, bail};
 
 use crate::kernels::constants::{
-    DENSE_FEW_COLUMNS, DENSE_FEW_INPUT_CHUNKS, DENSE_FEW_ROWS, DENSE_FEW_STAGES, DENSE_FEW_TOKENS, DENSE_FEW_WARPS,
+    DENSE_FEW_TOKENS_COLUMNS, DENSE_FEW_TOKENS_INPUT_TILES, DENSE_FEW_TOKENS_MAX, DENSE_FEW_TOKENS_ROWS,
+    DENSE_FEW_TOKENS_STAGES, DENSE_FEW_TOKENS_WARPS,
 };
 use crate::kernels::launch::{Arguments, Launch, LaunchShape, dtype_suffix, max_shared_bytes, module, multiprocessors};
 use crate::kernels::scratch;
 
-/// How the dense_few kernel divides a matrix among thread blocks and warps.
+/// How the dense_few_tokens kernel divides a matrix among thread blocks and warps.
 struct Division {
-    /// Units of [`DENSE_FEW_ROWS`] rows per thread block.
+    /// Units of [`DENSE_FEW_TOKENS_ROWS`] rows per thread block.
     block_units: usize,
     /// Warps that share the columns of a unit.
     parts: usize,
@@ -21,21 +22,21 @@ struct Division {
 
 impl Division {
     /// Divides a matrix of `rows` rows so that each multiprocessor has at most one thread block.
-    /// Returns `None` if a thread block would have no units, or more than [`DENSE_FEW_WARPS`] units.
+    /// Returns `None` if a thread block would have no units, or more than [`DENSE_FEW_TOKENS_WARPS`] units.
     fn new(device: &CudaDevice, rows: usize, element_bytes: usize) -> Result<Option<Self>> {
-        let block_units = (rows / DENSE_FEW_ROWS).div_ceil(multiprocessors(device)?);
-        let parts = DENSE_FEW_WARPS.checked_div(block_units).unwrap_or(0);
+        let block_units = (rows / DENSE_FEW_TOKENS_ROWS).div_ceil(multiprocessors(device)?);
+        let parts = DENSE_FEW_TOKENS_WARPS.checked_div(block_units).unwrap_or(0);
         if parts == 0 {
             return Ok(None);
         }
-        let chunk_bytes = |rows| rows * DENSE_FEW_COLUMNS * element_bytes;
-        let input_bytes = 2 * DENSE_FEW_INPUT_CHUNKS * chunk_bytes(DENSE_FEW_TOKENS);
-        let weight_bytes = block_units * parts * DENSE_FEW_STAGES * chunk_bytes(DENSE_FEW_ROWS);
+        let tile_bytes = |rows| rows * DENSE_FEW_TOKENS_COLUMNS * element_bytes;
+        let input_bytes = 2 * DENSE_FEW_TOKENS_INPUT_TILES * tile_bytes(DENSE_FEW_TOKENS_MAX);
+        let weight_bytes = block_units * parts * DENSE_FEW_TOKENS_STAGES * tile_bytes(DENSE_FEW_TOKENS_ROWS);
         Ok(Some(Self { block_units, parts, shared_bytes: input_bytes + weight_bytes }))
     }
 }
 
-/// Returns whether the dense_few kernel supports x·wᵀ on this GPU.
+/// Returns whether the dense_few_tokens kernel supports x·wᵀ on this GPU.
 /// x must have the same dtype and the same number of columns as w.
 pub fn is_supported(device: &CudaDevice, x: &Tensor, w: &Tensor) -> Result<bool> {
     let ((tokens, _), (rows, columns)) = (x.dims2()?, w.dims2()?);
@@ -44,21 +45,27 @@ pub fn is_supported(device: &CudaDevice, x: &Tensor, w: &Tensor) -> Result<bool>
         None => false,
     };
     Ok(fits
-        && (1..=DENSE_FEW_TOKENS).contains(&tokens)
+        && (1..=DENSE_FEW_TOKENS_MAX).contains(&tokens)
         && matches!(w.dtype(), DType::F16 | DType::BF16)
-        && rows.is_multiple_of(DENSE_FEW_ROWS)
+        && rows.is_multiple_of(DENSE_FEW_TOKENS_ROWS)
         && columns > 0
-        && columns.is_multiple_of(DENSE_FEW_COLUMNS))
+        && columns.is_multiple_of(DENSE_FEW_TOKENS_COLUMNS))
 }
 
-/// Computes x·wᵀ with the dense_few kernel. Returns f32 `[tokens, rows]`.
+/// Computes x·wᵀ with the dense_few_tokens kernel. Returns f32 `[tokens, rows]`.
 ///
 /// x `[tokens, columns]` and w `[rows, columns]` have the same dtype. Fails unless [`is_supported`] returns true.
-pub fn matmul_few(device: &CudaDevice, x: &Tensor, w: &Tensor) -> Result<Tensor> {
+pub fn matmul_few_tokens(device: &CudaDevice, x: &Tensor, w: &Tensor) -> Result<Tensor> {
     let ((tokens, columns), (rows, w_columns)) = (x.dims2()?, w.dims2()?);
     let division = Division::new(device, rows, w.dtype().size_in_bytes())?.filter(|_| columns == w_columns);
     let (Some(division), true) = (division, is_supported(device, x, w)? && x.dtype() == w.dtype()) else {
-        bail!("matmul_few: unsupported inputs: x {:?} {:?}, w {:?} {:?}", x.dtype(), x.dims(), w.dtype(), w.dims());
+        bail!(
+            "matmul_few_tokens: unsupported inputs: x {:?} {:?}, w {:?} {:?}",
+            x.dtype(),
+            x.dims(),
+            w.dtype(),
+            w.dims()
+        );
     };
     let Division { block_units, parts, shared_bytes } = division;
     // SAFETY: the kernel writes every element of `y`.
@@ -72,10 +79,10 @@ pub fn matmul_few(device: &CudaDevice, x: &Tensor, w: &Tensor) -> Result<Tensor>
         .int(tokens)
         .int(block_units)
         .int(parts);
-    let blocks = (rows / DENSE_FEW_ROWS).div_ceil(block_units);
+    let blocks = (rows / DENSE_FEW_TOKENS_ROWS).div_ceil(block_units);
     let shape = LaunchShape::linear(blocks, 32 * block_units * parts).with_shared_bytes(shared_bytes);
-    let kernel = format!("dense_few_{}", dtype_suffix(x.dtype())?);
-    let launch = Launch::new(module!("dense_few"), kernel, shape, arguments).overlapping();
+    let kernel = format!("dense_few_tokens_{}", dtype_suffix(x.dtype())?);
+    let launch = Launch::new(module!("dense_few_tokens"), kernel, shape, arguments).overlapping();
     // SAFETY: the shapes are checked above.
     unsafe { launch.enqueue(device)? };
     Ok(y)

@@ -1,19 +1,19 @@
-//! Products of f32 matrices with few weight rows, such as routers, on tensor cores (`few_rows.cu`).
+//! Products of f32 matrices with few weight rows, such as routers, on tensor cores (`f32_few_rows.cu`).
 //!
 //! cuBLAS could compute these products, but loading its f32 kernels would delay the first prompt by about 0.1 s.
-//! On an H200, `few_rows` is also faster: a router of gpt-oss-20b takes 13 µs instead of 17 µs with 512 tokens,
+//! On an H200, `f32_few_rows` is also faster: a router of gpt-oss-20b takes 13 µs instead of 17 µs with 512 tokens,
 //! and 56 µs instead of 62 µs with 8,192 tokens (2026-11-28, `docs/benchmark-history.md`).
 
 use candle_core::cuda_backend::CudaDevice;
 use candle_core::{DType, Result, Tensor, bail};
 
-use crate::kernels::constants::{FEW_ROWS_TILE, FEW_ROWS_TOKENS, FEW_ROWS_WARPS};
+use crate::kernels::constants::{F32_FEW_ROWS_TILE, F32_FEW_ROWS_TOKENS, F32_FEW_ROWS_WARPS};
 use crate::kernels::launch::{Arguments, Launch, LaunchShape, address, module};
 use crate::kernels::scratch;
 
 /// The maximum number of weight rows.
-/// With many rows, the kernel would be slow, because it reads x again for every [`FEW_ROWS_TILE`] rows.
-const MAX_ROWS: usize = 8 * FEW_ROWS_TILE;
+/// With many rows, the kernel would be slow, because it reads x again for every [`F32_FEW_ROWS_TILE`] rows.
+const MAX_ROWS: usize = 8 * F32_FEW_ROWS_TILE;
 
 /// Returns whether [`matmul_few_rows`] supports x·wᵀ. x and w must have the same number of columns.
 pub fn is_supported(x: &Tensor, w: &Tensor) -> Result<bool> {
@@ -43,10 +43,10 @@ pub fn matmul_few_rows(device: &CudaDevice, x: &Tensor, w: &Tensor) -> Result<Te
     }
     // SAFETY: the kernel writes every element of `y`.
     let y = unsafe { scratch::empty((tokens, rows), DType::F32, x.device())? };
-    let grid = (tokens.div_ceil(FEW_ROWS_TOKENS), rows.div_ceil(FEW_ROWS_TILE), 1);
-    let shape = LaunchShape::new(grid, 32 * FEW_ROWS_WARPS);
+    let grid = (tokens.div_ceil(F32_FEW_ROWS_TOKENS), rows.div_ceil(F32_FEW_ROWS_TILE), 1);
+    let shape = LaunchShape::new(grid, 32 * F32_FEW_ROWS_WARPS);
     let arguments = Arguments::new().tensor(x)?.tensor(w)?.tensor(&y)?.int(tokens).int(rows).int(columns);
-    let launch = Launch::new(module!("few_rows"), "few_rows", shape, arguments).overlapping();
+    let launch = Launch::new(module!("f32_few_rows"), "f32_few_rows", shape, arguments).overlapping();
     // SAFETY: the shapes and dtypes are checked above.
     unsafe { launch.enqueue(device)? };
     Ok(y)

@@ -1,4 +1,4 @@
-//! Products of quantized matrices and the inputs of a few tokens, on tensor cores (`quantized_few.cu`).
+//! Products of quantized matrices and the inputs of few tokens, on tensor cores (`quantized_few_tokens.cu`).
 
 use candle_core::cuda_backend::CudaDevice;
 use candle_core::{DType, Result, Tensor, bail};
@@ -7,16 +7,17 @@ use super::input_quantization::quantize_without_scale;
 use super::quantized_matrix::{InputQuantization, QuantizedMatrix};
 use crate::kernels::SumOrder;
 use crate::kernels::constants::{
-    QUANTIZED_FEW_COLUMNS, QUANTIZED_FEW_COUNTERS, QUANTIZED_FEW_STAGES, QUANTIZED_FEW_THREADS,
+    QUANTIZED_FEW_TOKENS_COLUMNS, QUANTIZED_FEW_TOKENS_COUNTERS, QUANTIZED_FEW_TOKENS_STAGES,
+    QUANTIZED_FEW_TOKENS_THREADS,
 };
 use crate::kernels::launch::{Arguments, Launch, LaunchShape, dtype_suffix, module, multiprocessors};
 use crate::kernels::scratch;
 
-/// The maximum number of tokens for which `quantized_few` is the default.
+/// The maximum number of tokens for which `quantized_few_tokens` is the default.
 /// For more tokens, it is faster to dequantize the weights and multiply with cuBLASLt.
 const MAX_TOKENS: usize = 128;
 /// The number of weight rows in a tile.
-const ROWS: usize = QUANTIZED_FEW_THREADS;
+const ROWS: usize = QUANTIZED_FEW_TOKENS_THREADS;
 /// The maximum number of thread blocks per tile of rows, on average over all tiles.
 /// More blocks keep more multiprocessors busy, but the last block of a tile must add the sums of all its blocks.
 const MAX_SHARES: usize = 8;
@@ -32,12 +33,12 @@ fn tile(tokens: usize) -> (usize, usize) {
     }
 }
 
-/// Returns whether `quantized_few` is usually the fastest way to multiply this number of tokens in f16 or bf16.
+/// Returns whether `quantized_few_tokens` is usually the fastest way to multiply this number of tokens in f16 or bf16.
 pub fn is_fastest(tokens: usize) -> bool {
     (2..=MAX_TOKENS).contains(&tokens)
 }
 
-/// Returns whether `quantized_few` supports these matrices and this input dtype, for any number of tokens.
+/// Returns whether `quantized_few_tokens` supports these matrices and this input dtype, for any number of tokens.
 pub fn is_supported(parts: &[QuantizedMatrix], columns: usize, dtype: DType) -> bool {
     matches!(dtype, DType::F16 | DType::BF16)
         // Copies to shared memory must be aligned to 16 bytes, that is, to 8 columns.
@@ -50,7 +51,12 @@ pub fn is_supported(parts: &[QuantizedMatrix], columns: usize, dtype: DType) -> 
 /// `x` is contiguous, `[tokens, columns]`, in f16 or bf16. [`is_supported`] must be true.
 /// Values quantized to 8 bits (inputs, and weights with one scale per row) are exact in the dtype of `x`.
 /// Weights in other formats are rounded to the dtype of `x`.
-pub fn matmul_few(device: &CudaDevice, parts: &[QuantizedMatrix], x: &Tensor, sum_order: SumOrder) -> Result<Tensor> {
+pub fn matmul_few_tokens(
+    device: &CudaDevice,
+    parts: &[QuantizedMatrix],
+    x: &Tensor,
+    sum_order: SumOrder,
+) -> Result<Tensor> {
     let (tokens, columns) = x.dims2()?;
     let (x, scales) = match parts[0].input_quantization {
         InputQuantization::None => (x.clone(), None),
@@ -64,11 +70,13 @@ pub fn matmul_few(device: &CudaDevice, parts: &[QuantizedMatrix], x: &Tensor, su
     // For a fixed order of additions, the number of blocks must not depend on the number of tokens.
     let resident = if sum_order == SumOrder::Fixed { 1 } else { resident };
     let tiles: usize = parts.iter().map(|part| part.dims().0.div_ceil(ROWS)).sum();
-    let steps = tiles * columns.div_ceil(QUANTIZED_FEW_COLUMNS);
+    let steps = tiles * columns.div_ceil(QUANTIZED_FEW_TOKENS_COLUMNS);
     let blocks = (resident * multiprocessors(device)?).min(tiles * MAX_SHARES).min(steps);
     let token_tiles = tokens.div_ceil(tile_tokens);
-    if blocks * token_tiles > QUANTIZED_FEW_COUNTERS {
-        bail!("matmul_few: {blocks} × {token_tiles} thread blocks exceed the limit of {QUANTIZED_FEW_COUNTERS}");
+    if blocks * token_tiles > QUANTIZED_FEW_TOKENS_COUNTERS {
+        bail!(
+            "matmul_few_tokens: {blocks} × {token_tiles} thread blocks exceed the limit of {QUANTIZED_FEW_TOKENS_COUNTERS}"
+        );
     }
     let stride = parts.iter().map(|part| part.dims().0).sum();
     // SAFETY: the kernel writes every row and column of `y`.
@@ -85,12 +93,12 @@ pub fn matmul_few(device: &CudaDevice, parts: &[QuantizedMatrix], x: &Tensor, su
         .int(tokens)
         .int(columns)
         .int(stride);
-    let stage_bytes = tile_tokens * QUANTIZED_FEW_COLUMNS * 2;
-    let shape = LaunchShape::new((blocks, token_tiles, 1), QUANTIZED_FEW_THREADS)
-        .with_shared_bytes(QUANTIZED_FEW_STAGES * stage_bytes);
-    let kernel = format!("quantized_few_{tile_tokens}_{}", dtype_suffix(x.dtype())?);
+    let stage_bytes = tile_tokens * QUANTIZED_FEW_TOKENS_COLUMNS * 2;
+    let shape = LaunchShape::new((blocks, token_tiles, 1), QUANTIZED_FEW_TOKENS_THREADS)
+        .with_shared_bytes(QUANTIZED_FEW_TOKENS_STAGES * stage_bytes);
+    let kernel = format!("quantized_few_tokens_{tile_tokens}_{}", dtype_suffix(x.dtype())?);
     // SAFETY: `quantized_ops::matmul` checks that all parts have `columns` columns.
     // `y` has a column for each row of the parts.
-    unsafe { Launch::new(module!("quantized_few"), kernel, shape, arguments).enqueue(device)? };
+    unsafe { Launch::new(module!("quantized_few_tokens"), kernel, shape, arguments).enqueue(device)? };
     Ok(y)
 }

@@ -1,6 +1,7 @@
 // The products of routed experts with MXFP4 weights, for few (token, expert) pairs per expert, as in decode steps.
 //
-//   x [tokens, hidden] -> expert_few_gate_up -> h [pairs, intermediate] -> expert_few_down -> y [pairs, hidden]
+//   x [tokens, hidden] -> expert_few_pairs_gate_up -> h [pairs, intermediate]
+//   -> expert_few_pairs_down -> y [pairs, hidden]
 //
 // mxfp4_tiles.cuh describes the layout of weights and h. The rows of y are in the original order of the pairs.
 //
@@ -20,9 +21,9 @@
 #include "headers/pdl.cuh"
 #include "moe/mxfp4_tiles.cuh"
 
-constexpr int WARPS = EXPERT_FEW_THREADS / 32;
+constexpr int WARPS = EXPERT_FEW_PAIRS_THREADS / 32;
 // A lane holds the weights of STEPS column tiles in registers, and multiplies one tile while the others are loading.
-constexpr int STEPS = EXPERT_FEW_STEPS;
+constexpr int STEPS = EXPERT_FEW_PAIRS_STEPS;
 
 // The matrix of one expert. `steps`, the number of column tiles, is a multiple of STEPS.
 struct Matrix {
@@ -213,7 +214,7 @@ __device__ __forceinline__ void load_x(const float* x, const Output<T>& o, const
                                        int chosen, int padded_pairs, unsigned char* shared) {
     const int segments = steps * 8;
 #pragma unroll 2
-    for (int i = threadIdx.x; i < tile.pairs * segments; i += EXPERT_FEW_THREADS) {
+    for (int i = threadIdx.x; i < tile.pairs * segments; i += EXPERT_FEW_PAIRS_THREADS) {
         const int row = i / segments, segment = i % segments;
         const int token = __ldg(o.sorted + tile.first_pair + row) / chosen;
         const float2* from = reinterpret_cast<const float2*>(x + (size_t)token * columns);
@@ -228,12 +229,12 @@ __device__ __forceinline__ void load_x(const T* h, const Output<T>& o, const Til
                                        int padded_pairs, unsigned char* shared) {
     const uint4* from = reinterpret_cast<const uint4*>(h) + (size_t)tile.row * 8;
     const uint32_t to = shared_address(shared);
-    for (int i = threadIdx.x; i < steps * padded_pairs * 8; i += EXPERT_FEW_THREADS)
+    for (int i = threadIdx.x; i < steps * padded_pairs * 8; i += EXPERT_FEW_PAIRS_THREADS)
         copy_async(to + i * 16, from + (size_t)(i / (padded_pairs * 8)) * o.tiled_rows * 8 + i % (padded_pairs * 8));
     commit_copies();
 }
 
-//   grid: one block per multiprocessor; block: EXPERT_FEW_THREADS
+//   grid: one block per multiprocessor; block: EXPERT_FEW_PAIRS_THREADS
 //   shared memory: x [steps][max_pairs][128 bytes], then the partial sums f32 [WARPS][32][max_pairs]
 //   max_pairs: 8, 16 or 24; an expert with more pairs has several tiles
 //   bytes moved: an expert's weights once per tile of pairs; x and the output once per tile of pairs, mostly in L2
@@ -299,17 +300,18 @@ __device__ void multiply_experts(const Weights& w, const Output<T>& o, const X* 
 //     rows = hidden, columns = intermediate
 // `hidden` and `intermediate` are multiples of 64 · STEPS.
 #define DEFINE(T, SUFFIX)                                                                                              \
-    extern "C" __global__ void __launch_bounds__(EXPERT_FEW_THREADS, 1)                                                \
-        expert_few_gate_up_##SUFFIX(const uint8_t* blocks, const uint8_t* scales, const T* bias, const float* x,       \
-                                    const uint32_t* sorted, const uint32_t* offsets, T* h, int rows, int columns,      \
-                                    int tiled_rows, int experts, int chosen, int max_pairs, float limit) {             \
+    extern "C" __global__ void __launch_bounds__(EXPERT_FEW_PAIRS_THREADS, 1)                                          \
+        expert_few_pairs_gate_up_##SUFFIX(const uint8_t* blocks, const uint8_t* scales, const T* bias, const float* x, \
+                                          const uint32_t* sorted, const uint32_t* offsets, T* h, int rows,             \
+                                          int columns, int tiled_rows, int experts, int chosen, int max_pairs,         \
+                                          float limit) {                                                               \
         const Output<T> output = {bias, sorted, h, tiled_rows, limit, Factors<T>::X_FACTOR};                           \
         multiply_experts<T, true>({blocks, scales, rows, columns}, output, x, offsets, experts, chosen, max_pairs);    \
     }                                                                                                                  \
-    extern "C" __global__ void __launch_bounds__(EXPERT_FEW_THREADS, 1)                                                \
-        expert_few_down_##SUFFIX(const uint8_t* blocks, const uint8_t* scales, const T* bias, const T* h,              \
-                                 const uint32_t* sorted, const uint32_t* offsets, T* y, int rows, int columns,         \
-                                 int tiled_rows, int experts, int chosen, int max_pairs) {                             \
+    extern "C" __global__ void __launch_bounds__(EXPERT_FEW_PAIRS_THREADS, 1)                                          \
+        expert_few_pairs_down_##SUFFIX(const uint8_t* blocks, const uint8_t* scales, const T* bias, const T* h,        \
+                                       const uint32_t* sorted, const uint32_t* offsets, T* y, int rows, int columns,   \
+                                       int tiled_rows, int experts, int chosen, int max_pairs) {                       \
         multiply_experts<T, false>({blocks, scales, rows, columns}, {bias, sorted, y, tiled_rows, 0.0f}, h, offsets,   \
                                    experts, chosen, max_pairs);                                                        \
     }

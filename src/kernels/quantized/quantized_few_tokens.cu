@@ -16,14 +16,15 @@
 #include "headers/tensor_core.cuh"
 #include "quantized/quantized.cuh"
 
-constexpr int STAGES = QUANTIZED_FEW_STAGES, STEP_COLUMNS = QUANTIZED_FEW_COLUMNS, STEP_GROUPS = STEP_COLUMNS / 32;
+constexpr int STAGES = QUANTIZED_FEW_TOKENS_STAGES, STEP_COLUMNS = QUANTIZED_FEW_TOKENS_COLUMNS,
+              STEP_GROUPS = STEP_COLUMNS / 32;
 // The number of weight rows per tile. Each warp multiplies a *row pair*: two 16-row MMA tiles (32 rows).
-constexpr int ROW_PAIRS = QUANTIZED_FEW_THREADS / 32, ROWS = 32 * ROW_PAIRS;
+constexpr int ROW_PAIRS = QUANTIZED_FEW_TOKENS_THREADS / 32, ROWS = 32 * ROW_PAIRS;
 
 // Counters of finished blocks: one for each tile of tokens and each tile of rows that several blocks share.
 // The counters are zero between launches.
 // Each device has its own counters and runs these kernels in order, so two launches never use a counter at once.
-__device__ uint32_t finished[QUANTIZED_FEW_COUNTERS];
+__device__ uint32_t finished[QUANTIZED_FEW_TOKENS_COUNTERS];
 
 // The sums of a row pair for N tokens, in the layout of mma.sync results.
 template <int N> using Sums = float[2][N / 8][4];
@@ -129,7 +130,7 @@ template <typename T, int N> struct Block {
 
     // Starts copying one step of x for the N tokens of the tile, in the order in which lanes read it.
     __device__ __forceinline__ void copy_x(int step, uint32_t stage) const {
-        constexpr int SEGMENTS = STAGE_BYTES / 16, THREADS = QUANTIZED_FEW_THREADS;
+        constexpr int SEGMENTS = STAGE_BYTES / 16, THREADS = QUANTIZED_FEW_TOKENS_THREADS;
 #pragma unroll
         for (int k = 0; k < (SEGMENTS + THREADS - 1) / THREADS; ++k) {
             if (SEGMENTS < THREADS && threadIdx.x >= SEGMENTS) break;
@@ -288,7 +289,7 @@ template <typename T, int N> struct Block {
 //   x_scales: f32 [tokens], or null for scales of 1
 //   y: f32 [tokens, stride]; only the first columns are written, one per row of W
 //   partials: f32 [ceil(tokens / N), grid.x, 2, ROWS, N], scratch memory
-//   grid: (at most the number of steps, ceil(tokens / N)); block: QUANTIZED_FEW_THREADS
+//   grid: (at most the number of steps, ceil(tokens / N)); block: QUANTIZED_FEW_TOKENS_THREADS
 //   shared memory: T [STAGES, N, STEP_COLUMNS]
 //   bytes moved: the size of W (once if the L2 cache serves all tiles of tokens), x once per tile of rows, and y
 template <typename T, int N>
@@ -313,10 +314,10 @@ __device__ void multiply_few(const T* x, const float* x_scales, const QuantizedS
 }
 
 #define DEFINE_TILE(T, SUFFIX, N, BLOCKS)                                                                              \
-    extern "C" __global__ void __launch_bounds__(QUANTIZED_FEW_THREADS, BLOCKS)                                        \
-        quantized_few_##N##_##SUFFIX(const T* x, const float* x_scales,                                                \
-                                     const __grid_constant__ QuantizedStack weights, float* y, float* partials,        \
-                                     int count, int tokens, int columns, int stride) {                                 \
+    extern "C" __global__ void __launch_bounds__(QUANTIZED_FEW_TOKENS_THREADS, BLOCKS)                                 \
+        quantized_few_tokens_##N##_##SUFFIX(const T* x, const float* x_scales,                                         \
+                                            const __grid_constant__ QuantizedStack weights, float* y, float* partials, \
+                                            int count, int tokens, int columns, int stride) {                          \
         multiply_few<T, N>(x, x_scales, weights, y, partials, count, tokens, columns, stride);                         \
     }
 #define DEFINE(T, SUFFIX)                                                                                              \

@@ -4,17 +4,18 @@
 #include "headers/pdl.cuh"
 #include "headers/tf32.cuh"
 
-// Computes y = x·wᵀ. A block computes FEW_ROWS_TOKENS tokens × FEW_ROWS_TILE rows. Its warps divide the columns.
+// Computes y = x·wᵀ. A block computes F32_FEW_ROWS_TOKENS tokens × F32_FEW_ROWS_TILE rows.
+// The warps of a block divide the columns.
 //   x: f32 [tokens, columns]; w: f32 [rows, columns]; y: f32 [tokens, rows]; columns is a multiple of 16
-//   grid: (ceil(tokens / FEW_ROWS_TOKENS), ceil(rows / FEW_ROWS_TILE)); block: 32 · FEW_ROWS_WARPS
-//   bytes moved: x once per FEW_ROWS_TILE rows and w once per FEW_ROWS_TOKENS tokens, mostly from L2; y once
-extern "C" __global__ void __launch_bounds__(32 * FEW_ROWS_WARPS)
-    few_rows(const float* x, const float* w, float* y, int tokens, int rows, int columns) {
-    constexpr int COLUMNS = FEW_ROWS_TILE / 8, WARPS = FEW_ROWS_WARPS;
-    static_assert(FEW_ROWS_TOKENS == 16, "FEW_ROWS_TOKENS must be 16, because an MMA multiplies 16 tokens");
-    __shared__ float partial[WARPS][FEW_ROWS_TOKENS][FEW_ROWS_TILE];
+//   grid: (ceil(tokens / F32_FEW_ROWS_TOKENS), ceil(rows / F32_FEW_ROWS_TILE)); block: 32 · F32_FEW_ROWS_WARPS
+//   bytes moved: x once per F32_FEW_ROWS_TILE rows and w once per F32_FEW_ROWS_TOKENS tokens, mostly from L2; y once
+extern "C" __global__ void __launch_bounds__(32 * F32_FEW_ROWS_WARPS)
+    f32_few_rows(const float* x, const float* w, float* y, int tokens, int rows, int columns) {
+    constexpr int COLUMNS = F32_FEW_ROWS_TILE / 8, WARPS = F32_FEW_ROWS_WARPS;
+    static_assert(F32_FEW_ROWS_TOKENS == 16, "F32_FEW_ROWS_TOKENS must be 16, because an MMA multiplies 16 tokens");
+    __shared__ float partial[WARPS][F32_FEW_ROWS_TOKENS][F32_FEW_ROWS_TILE];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
-    const int first_token = blockIdx.x * FEW_ROWS_TOKENS, first_row = blockIdx.y * FEW_ROWS_TILE;
+    const int first_token = blockIdx.x * F32_FEW_ROWS_TOKENS, first_row = blockIdx.y * F32_FEW_ROWS_TILE;
     pdl_wait();
     pdl_launch_dependents();
 
@@ -59,11 +60,11 @@ extern "C" __global__ void __launch_bounds__(32 * FEW_ROWS_WARPS)
 #pragma unroll
         for (int i = 0; i < 4; ++i) partial[warp][i / 2 * 8 + g][n * 8 + t * 2 + i % 2] = sums[n][i];
     __syncthreads();
-    for (int i = threadIdx.x; i < FEW_ROWS_TOKENS * FEW_ROWS_TILE; i += blockDim.x) {
-        const int token = first_token + i / FEW_ROWS_TILE, row = first_row + i % FEW_ROWS_TILE;
+    for (int i = threadIdx.x; i < F32_FEW_ROWS_TOKENS * F32_FEW_ROWS_TILE; i += blockDim.x) {
+        const int token = first_token + i / F32_FEW_ROWS_TILE, row = first_row + i % F32_FEW_ROWS_TILE;
         float sum = 0.0f;
 #pragma unroll
-        for (int part = 0; part < WARPS; ++part) sum += partial[part][i / FEW_ROWS_TILE][i % FEW_ROWS_TILE];
+        for (int part = 0; part < WARPS; ++part) sum += partial[part][i / F32_FEW_ROWS_TILE][i % F32_FEW_ROWS_TILE];
         if (token < tokens && row < rows) y[(size_t)token * rows + row] = sum;
     }
 }
