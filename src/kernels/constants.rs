@@ -276,12 +276,12 @@ pub const DECODE_DOWN_SPLITS: usize = 3;
 /// The maximum number of experts per token in `decode_down_mxfp4`.
 pub const DECODE_DOWN_MAX_CHOSEN: usize = 4;
 
-// Chosen tokens (`decode`, `sampling`, `row_edits.cu`, `step_inputs.cu`).
+// Chosen tokens (`decode`, `sampling`, `step_inputs.cu`).
 
 /// The token id that means "no token", for example for a row in which every logit is NaN or -inf.
 pub const NO_TOKEN: u32 = 0xffffffff;
 
-// Edits to rows of logits (`row_edits.cu`).
+// Edits to rows of logits (`sampling/row_edits.cu`).
 
 /// Threads per block in the edit_rows kernel. A block edits one row of logits.
 pub const ROW_EDITS_THREADS: usize = 256;

@@ -2,8 +2,8 @@
 //!
 //! The self-test shows whether the GPU, the driver and this build compute correct results.
 //! The tests in `tests/it/kernels` cover the kernels in more depth.
-//! The self-test does not cover the kernels of `decode`, `exchange`, `sampling`, `row_edits`, `step_inputs` and
-//! `moe::route`. Tests in `tests/it` cover them, for example `runner/decode_graph.rs` and `kernels/sampling.rs`.
+//! The self-test does not cover the kernels of `decode`, `exchange`, `sampling`, `step_inputs` and `moe::route`.
+//! Tests in `tests/it` cover them, for example `runner/decode_graph.rs` and `kernels/sampling.rs`.
 
 use std::time::Instant;
 

@@ -74,9 +74,8 @@ pub fn matmul_few_tokens(
     let blocks = (resident * multiprocessors(device)?).min(tiles * MAX_SHARES).min(steps);
     let token_tiles = tokens.div_ceil(tile_tokens);
     if blocks * token_tiles > QUANTIZED_FEW_TOKENS_COUNTERS {
-        bail!(
-            "matmul_few_tokens: {blocks} × {token_tiles} thread blocks exceed the limit of {QUANTIZED_FEW_TOKENS_COUNTERS}"
-        );
+        let limit = QUANTIZED_FEW_TOKENS_COUNTERS;
+        bail!("matmul_few_tokens: {blocks} × {token_tiles} thread blocks exceed the limit of {limit}");
     }
     let stride = parts.iter().map(|part| part.dims().0).sum();
     // SAFETY: the kernel writes every row and column of `y`.

@@ -11,10 +11,9 @@ use candle_core::{DType, Device, Tensor};
 use super::queued_step::ExpectedToken;
 use super::row_sampling::RowSampling;
 use crate::kernels::launch::{HostMailbox, HostWords};
-use crate::kernels::row_edits::{EditedRow, edit_rows};
 use crate::kernels::sampling::{
-    LOGPROBS_ROW_WORDS, LOGPROBS_SLOTS, LogprobsRow, MAILBOX_NO_TOKEN, RowLogprobs, SAMPLE_PARAM_WORDS, queue_rows,
-    send_logprobs, take_logprobs,
+    EditedRow, LOGPROBS_ROW_WORDS, LOGPROBS_SLOTS, LogprobsRow, MAILBOX_NO_TOKEN, RowLogprobs, SAMPLE_PARAM_WORDS,
+    edit_rows, queue_rows, send_logprobs, take_logprobs,
 };
 use crate::kernels::step_inputs::StepInputs;
 use crate::runner::limits::MAX_SEQUENCES;

@@ -5,8 +5,7 @@ use std::time::Instant;
 
 use anyhow::{Result, anyhow};
 
-use crate::kernels::row_edits::RowEdits;
-use crate::kernels::sampling::DeviceSampling;
+use crate::kernels::sampling::{DeviceSampling, RowEdits};
 use crate::runner::Runner;
 use crate::runner::queued_steps::{QueuedStep, QueuedTokens};
 use crate::runner::sampling::TokenSampler;

@@ -8,8 +8,9 @@ use candle_core::Tensor;
 use super::chosen_token::{Chosen, ChosenToken};
 use super::logprobs::TokenLogprobs;
 use super::token_sampler::{NO_ALLOWED_TOKEN, NoToken, TokenSampler};
-use crate::kernels::sampling::{LogitEdit, RowLogprobs, edit_logits, mask_logits, sample_rows, top_logprobs};
-use crate::kernels::token_mask::TokenMask;
+use crate::kernels::sampling::{
+    LogitEdit, RowLogprobs, TokenMask, edit_logits, mask_logits, sample_rows, top_logprobs,
+};
 
 /// Chooses a token on the GPU with each sampler. Row i of `logits`, f32 `[sequences, vocab]`, belongs to entry i of
 /// `samplers`, which is `None` if the sequence needs no token.

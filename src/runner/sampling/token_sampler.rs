@@ -2,9 +2,7 @@
 
 use anyhow::Result;
 
-use crate::kernels::row_edits::RowEdits;
-use crate::kernels::sampling::DeviceSampling;
-use crate::kernels::token_mask::TokenMask;
+use crate::kernels::sampling::{DeviceSampling, RowEdits, TokenMask};
 
 /// The error of a step in which every logit of a sequence is NaN or -inf.
 #[derive(Debug, thiserror::Error)]

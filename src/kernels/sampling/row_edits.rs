@@ -14,9 +14,9 @@ use std::sync::Arc;
 use candle_core::{DType, Device, Result, Tensor, bail};
 
 #[cfg(feature = "cuda")]
-use super::constants::{ROW_EDITS_THREADS, ROW_EDITS_WORDS};
+use crate::kernels::constants::{ROW_EDITS_THREADS, ROW_EDITS_WORDS};
 #[cfg(feature = "cuda")]
-use super::launch::{Arguments, HostWords, Launch, LaunchShape, module};
+use crate::kernels::launch::{Arguments, HostWords, Launch, LaunchShape, module};
 
 /// The penalties on the logits of tokens that have appeared.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -110,7 +110,7 @@ pub struct EditedRow<'e> {
 /// Queues a kernel that edits `rows` of `logits`, f32 `[*, vocab]`, in place. Fails if `rows` contains a row twice.
 ///
 /// `tokens`, u32, holds the tokens of the previous step.
-/// A row whose token is [`NO_TOKEN`](super::constants::NO_TOKEN) has no token in flight.
+/// A row whose token is [`NO_TOKEN`](crate::kernels::constants::NO_TOKEN) has no token in flight.
 ///
 /// If the description of the edits fits in `range` of `host`, the kernel reads it there.
 /// In this case, the call does not wait for earlier steps.
@@ -124,7 +124,7 @@ pub fn edit_rows(
     (host, range): (&Arc<HostWords>, Range<usize>),
 ) -> Result<()> {
     let (count, vocab) = logits.dims2()?;
-    let Device::Cuda(device) = logits.device() else { return super::unsupported("edit_rows", logits) };
+    let Device::Cuda(device) = logits.device() else { return crate::kernels::unsupported("edit_rows", logits) };
     let available = tokens.dims1()?;
     let mut edited = HashSet::new();
     let is_valid = |row: &EditedRow| {
