@@ -135,7 +135,7 @@ impl Backend for RemoteModel {
             ttft_s,
             tok_per_s,
             context: self.model.context,
-            executor: None,
+            execution_mode: None,
             tool_calls: chunks.tool_calls,
             format_violations: 0,
         };

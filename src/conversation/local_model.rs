@@ -6,7 +6,7 @@ use super::backend::{Backend, BackendAnswer, OnDelta, TurnPrompt, TurnRequest};
 use super::turn::TurnSummary;
 use crate::chat::{Message, RenderOptions};
 use crate::engine::{Engine, SamplingParams};
-use crate::runner::Executor;
+use crate::runner::ExecutionMode;
 use crate::text;
 use crate::tokenizer::ControlTokens;
 
@@ -48,15 +48,15 @@ impl Backend for LocalModel {
 
     fn stats(&self) -> Vec<(&'static str, String)> {
         let (engine, info) = (&self.0, self.0.info());
-        let executor = match (engine.executor(), engine.no_decode_graph()) {
-            (executor, None) => executor.to_string(),
-            (Executor::Graph, Some(reason)) => format!("graph, but not the decode graph, because {reason}"),
-            (Executor::Eager, Some(reason)) => format!("eager, because {reason}"),
+        let mode = match (engine.execution_mode(), engine.no_decode_graph()) {
+            (mode, None) => mode.to_string(),
+            (ExecutionMode::Graph, Some(reason)) => format!("graph, but not the decode graph, because {reason}"),
+            (ExecutionMode::Eager, Some(reason)) => format!("eager, because {reason}"),
         };
         let chat_format = engine.language().chat.as_ref().map_or("none", |chat| chat.name());
         vec![
             ("family", format!("{} {}", info.family, info.quantization.as_deref().unwrap_or("unquantized"))),
-            ("executor", executor),
+            ("executor", mode),
             ("attention", info.attention.to_string()),
             ("parameters", info.parameters.to_string()),
             ("device", info.device.name.clone()),

@@ -2,7 +2,7 @@
 
 use crate::chat::ToolCall;
 use crate::engine::{FinishReason, Summary};
-use crate::runner::Executor;
+use crate::runner::ExecutionMode;
 
 /// One answer from the model, with its token ids and statistics.
 pub struct Turn {
@@ -28,7 +28,7 @@ pub struct TurnSummary {
     /// The context length in tokens.
     pub context: Option<usize>,
     /// How decode steps run, or `None` for a server.
-    pub executor: Option<Executor>,
+    pub execution_mode: Option<ExecutionMode>,
     pub tool_calls: Vec<ToolCall>,
     /// The number of times the model violated its chat format.
     pub format_violations: usize,
@@ -43,7 +43,7 @@ impl From<Summary> for TurnSummary {
             ttft_s: summary.ttft_s,
             tok_per_s: summary.tok_per_s,
             context: Some(summary.context),
-            executor: Some(summary.executor),
+            execution_mode: Some(summary.execution_mode),
             tool_calls: summary.tool_calls,
             format_violations: summary.format_violations,
         }
@@ -87,7 +87,7 @@ impl Turn {
             parts.push(format!("{count} {}", if count == 1 { "token" } else { "tokens" }));
         }
         if summary.tok_per_s > 0.0 {
-            let executor = summary.executor.map_or_else(String::new, |executor| format!(" ({executor})"));
+            let executor = summary.execution_mode.map_or_else(String::new, |mode| format!(" ({mode})"));
             parts.push(format!("{:.1} tok/s{executor}", summary.tok_per_s));
         }
         parts.push(format!("first token after {:.2} s", summary.ttft_s));

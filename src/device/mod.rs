@@ -90,7 +90,7 @@ impl Devices {
     }
 
     /// Returns the largest number of ranks that run on the same device.
-    pub fn most_ranks_per_device(&self) -> usize {
+    pub fn max_ranks_per_device(&self) -> usize {
         self.0.iter().map(|device| self.0.iter().filter(|other| *other == device).count()).max().unwrap_or(1)
     }
 }

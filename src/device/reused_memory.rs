@@ -213,8 +213,8 @@ mod tests {
                 memory.release(100 * MB, &mut driver).unwrap();
                 assert!(memory.unused_bytes() <= 100 * MB);
             } else {
-                let most = [2_000, 300_000, 30 * MB][draw(3)];
-                let bytes = 1 + draw(most);
+                let limit = [2_000, 300_000, 30 * MB][draw(3)];
+                let bytes = 1 + draw(limit);
                 let address = memory.allocate(bytes, &mut driver).unwrap();
                 assert!(address.is_multiple_of(ALIGNMENT as u64));
                 let segment = driver.segments.range(..=address).next_back().unwrap();

@@ -15,7 +15,7 @@ use super::sampling::SamplingParams;
 use crate::device::DeviceInfo;
 use crate::kernels::attention::AttentionBackend;
 use crate::language::Language;
-use crate::runner::{ChosenToken, Executor, TokenLogprobs};
+use crate::runner::{ChosenToken, ExecutionMode, TokenLogprobs};
 
 /// The context length and the chunk size of the engine, in tokens.
 const CONTEXT: usize = 32_768;
@@ -79,7 +79,7 @@ fn info(vocab_size: usize) -> ModelInfo {
         chunk: CONTEXT,
         dtype: DType::F32,
         attention: AttentionBackend::Auto,
-        executor: Executor::Eager,
+        execution_mode: ExecutionMode::Eager,
         no_decode_graph: None,
         is_deterministic: true,
         request_parts: None,

@@ -233,8 +233,8 @@ impl<'a> Remote<'a> {
         let mut buffer = vec![0; 64 << 10];
         let mut copied = 0;
         while copied < limit {
-            let most = buffer.len().min(usize::try_from(limit - copied).unwrap_or(usize::MAX));
-            match body.read(&mut buffer[..most]) {
+            let max_bytes = buffer.len().min(usize::try_from(limit - copied).unwrap_or(usize::MAX));
+            match body.read(&mut buffer[..max_bytes]) {
                 Ok(0) => break,
                 Ok(count) => {
                     output.write_all(&buffer[..count])?;

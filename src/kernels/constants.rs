@@ -99,30 +99,30 @@ pub const FLASH_ROW_PADDING: usize = 8;
 /// The queries are in registers if M times the head size is at most this value, otherwise in shared memory.
 pub const FLASH_REGISTER_ELEMENTS: usize = 160;
 
-// Products of f32 matrices with few weight rows (`matmul/few_rows.rs`, `matmul/few_rows.cu`).
+// Products of f32 matrices with few weight rows (`matmul/f32_few_rows.rs`, `matmul/f32_few_rows.cu`).
 
-/// Tokens per block of the few_rows kernel.
-pub const FEW_ROWS_TOKENS: usize = 16;
-/// Weight rows per block of the few_rows kernel.
-pub const FEW_ROWS_TILE: usize = 32;
-/// Warps per block of the few_rows kernel. The warps divide the columns.
-pub const FEW_ROWS_WARPS: usize = 16;
+/// Tokens per block of the f32_few_rows kernel.
+pub const F32_FEW_ROWS_TOKENS: usize = 16;
+/// Weight rows per block of the f32_few_rows kernel.
+pub const F32_FEW_ROWS_TILE: usize = 32;
+/// Warps per block of the f32_few_rows kernel. The warps divide the columns.
+pub const F32_FEW_ROWS_WARPS: usize = 16;
 
-// Products of dense matrices with few tokens (`matmul/dense_few.rs`, `matmul/dense_few.cu`).
+// Products of dense matrices with few tokens (`matmul/dense_few_tokens.rs`, `matmul/dense_few_tokens.cu`).
 
-/// The maximum number of tokens for the dense_few kernel. With more tokens, cuBLASLt computes the product.
-pub const DENSE_FEW_TOKENS: usize = 8;
-/// Weight rows per unit of the dense_few kernel.
+/// The maximum number of tokens for the dense_few_tokens kernel. With more tokens, cuBLASLt computes the product.
+pub const DENSE_FEW_TOKENS_MAX: usize = 8;
+/// Weight rows per unit of the dense_few_tokens kernel.
 /// One or more warps multiply a unit, and divide its columns among themselves.
-pub const DENSE_FEW_ROWS: usize = 16;
-/// Columns per weight chunk of the dense_few kernel: 128 bytes of each row.
-pub const DENSE_FEW_COLUMNS: usize = 64;
-/// The maximum number of warps per block in the dense_few kernel.
-pub const DENSE_FEW_WARPS: usize = 16;
-/// Pipeline stages of the dense_few kernel: the weight chunks that each warp has in shared memory at once.
-pub const DENSE_FEW_STAGES: usize = 4;
-/// Input chunks in each of the two shared-memory input buffers of the dense_few kernel.
-pub const DENSE_FEW_INPUT_CHUNKS: usize = 16;
+pub const DENSE_FEW_TOKENS_ROWS: usize = 16;
+/// Columns per weight tile of the dense_few_tokens kernel: 128 bytes of each row.
+pub const DENSE_FEW_TOKENS_COLUMNS: usize = 64;
+/// The maximum number of warps per block in the dense_few_tokens kernel.
+pub const DENSE_FEW_TOKENS_WARPS: usize = 16;
+/// Pipeline stages of the dense_few_tokens kernel: the weight tiles that each warp has in shared memory at once.
+pub const DENSE_FEW_TOKENS_STAGES: usize = 4;
+/// Input tiles in each of the two shared-memory input buffers of the dense_few_tokens kernel.
+pub const DENSE_FEW_TOKENS_INPUT_TILES: usize = 16;
 
 // Mixture of experts (`moe/`).
 
@@ -217,13 +217,13 @@ pub const EXPERT_SLIM_PAIRS: usize = 32;
 /// Stages of the ring buffer for slim tiles.
 pub const EXPERT_SLIM_STAGES: usize = 4;
 
-// Matrix products with MXFP4 tiles and few pairs per expert (`moe/expert_few.rs`, `moe/expert_few.cu`).
+// Matrix products with MXFP4 tiles and few pairs per expert (`moe/expert_few_pairs.rs`, `moe/expert_few_pairs.cu`).
 
-/// Threads per block in the expert_few kernels. Each multiprocessor runs one block.
-pub const EXPERT_FEW_THREADS: usize = 512;
-/// Column tiles that an expert_few kernel loads together.
+/// Threads per block in the expert_few_pairs kernels. Each multiprocessor runs one block.
+pub const EXPERT_FEW_PAIRS_THREADS: usize = 512;
+/// Column tiles that an expert_few_pairs kernel loads together.
 /// An expert matrix of gpt-oss has 2880 columns: 45 column tiles, a multiple of 3.
-pub const EXPERT_FEW_STEPS: usize = 3;
+pub const EXPERT_FEW_PAIRS_STEPS: usize = 3;
 
 // Quantized matrices (`quantized/mod.rs`, `quantized/quantized.cuh`).
 
@@ -231,15 +231,15 @@ pub const EXPERT_FEW_STEPS: usize = 3;
 pub const MAX_STACKED_MATRICES: usize = 3;
 /// The maximum number of warps per block in kernels that multiply a quantized matrix by one input vector.
 pub const QUANTIZED_WARPS: usize = 16;
-/// Threads per block in products with few tokens (`quantized/quantized_few.rs`, `quantized/quantized_few.cu`).
-pub const QUANTIZED_FEW_THREADS: usize = 256;
+/// Threads per block in products of quantized matrices with few tokens (`quantized/quantized_few_tokens.rs`).
+pub const QUANTIZED_FEW_TOKENS_THREADS: usize = 256;
 /// Columns per step in products of quantized matrices with few tokens.
-pub const QUANTIZED_FEW_COLUMNS: usize = 128;
+pub const QUANTIZED_FEW_TOKENS_COLUMNS: usize = 128;
 /// Pipeline stages in products of quantized matrices with few tokens.
 /// Shared memory holds the inputs of this number of steps at once.
-pub const QUANTIZED_FEW_STAGES: usize = 4;
+pub const QUANTIZED_FEW_TOKENS_STAGES: usize = 4;
 /// The number of counters of finished thread blocks in products of quantized matrices with few tokens.
-pub const QUANTIZED_FEW_COUNTERS: usize = 8192;
+pub const QUANTIZED_FEW_TOKENS_COUNTERS: usize = 8192;
 /// Codes of quantized formats, for the field `format` of `QuantizedMatrix` in `quantized/quantized.cuh`.
 pub const FORMAT_Q4_0: usize = 0;
 pub const FORMAT_Q4_1: usize = 1;
@@ -278,12 +278,12 @@ pub const DECODE_DOWN_SPLITS: usize = 3;
 /// The maximum number of experts per token in `decode_down_mxfp4`.
 pub const DECODE_DOWN_MAX_CHOSEN: usize = 4;
 
-// Chosen tokens (`decode`, `sampling`, `row_edits.cu`, `step_inputs.cu`).
+// Chosen tokens (`decode`, `sampling`, `step_inputs.cu`).
 
 /// The token id that means "no token", for example for a row in which every logit is NaN or -inf.
 pub const NO_TOKEN: u32 = 0xffffffff;
 
-// Edits to rows of logits (`row_edits.cu`).
+// Edits to rows of logits (`sampling/row_edits.cu`).
 
 /// Threads per block in the edit_rows kernel. A block edits one row of logits.
 pub const ROW_EDITS_THREADS: usize = 256;

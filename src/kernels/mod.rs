@@ -5,8 +5,8 @@
 //!   On a CPU, the operation runs `reference` (plain Rust in f32) or candle operations.
 //! - `x.cu` contains the CUDA kernel.
 //!
-//! The operations of `decode`, `exchange`, `sampling` and `step_inputs` run only on a GPU.
-//! In `moe`, `expert_mlp`, `expert_few`, `mxfp4_tiles`, `route` and `sort_by_expert` also run only on a GPU.
+//! The operations of `decode`, `exchange`, `step_inputs` and `sampling` (except `row_edits`) run only on a GPU.
+//! In `moe`, `expert_mlp`, `expert_few_pairs`, `mxfp4_tiles`, `route` and `sort_by_expert` also run only on a GPU.
 //! Tests compare these kernels with other implementations of the same operations.
 //!
 //! `launch` launches kernels, and `scratch` allocates their outputs. `upload` copies weights to a device.
@@ -27,7 +27,6 @@ pub mod matrix;
 pub mod moe;
 pub mod norm;
 pub mod quantized;
-pub mod row_edits;
 pub mod rows;
 pub mod sampling;
 pub mod scratch;
@@ -35,7 +34,6 @@ pub mod selftest;
 #[cfg(feature = "cuda")]
 pub mod step_inputs;
 mod sum_order;
-pub mod token_mask;
 pub mod upload;
 
 use candle_core::{DType, Layout, Result, Storage, Tensor, WithDType, bail};

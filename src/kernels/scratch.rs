@@ -94,8 +94,8 @@ pub fn begin_layer() {
     MODE.with_borrow_mut(|mode| match mode {
         Some(Mode::Measure { layer, largest }) => {
             for (dtype, elements) in layer.drain(..) {
-                let most = count(largest, dtype);
-                *most = elements.max(*most);
+                let max_elements = count(largest, dtype);
+                *max_elements = elements.max(*max_elements);
             }
         }
         Some(Mode::Take { half, used, .. }) => {

@@ -2,8 +2,8 @@
 //!
 //! The self-test shows whether the GPU, the driver and this build compute correct results.
 //! The tests in `tests/it/kernels` cover the kernels in more depth.
-//! The self-test does not cover the kernels of `decode`, `exchange`, `sampling`, `row_edits`, `step_inputs` and
-//! `moe::route`. Tests in `tests/it` cover them, for example `runner/decode_graph.rs` and `kernels/sampling.rs`.
+//! The self-test does not cover the kernels of `decode`, `exchange`, `sampling`, `step_inputs` and `moe::route`.
+//! Tests in `tests/it` cover them, for example `runner/decode_graph.rs` and `kernels/sampling.rs`.
 
 use std::time::Instant;
 
@@ -102,7 +102,7 @@ fn run_with_dtype(device: &Device, dtype: DType) -> Vec<Check> {
     checks.extend(quantized_checks(target, 2.0 * rounding.max(1e-4)));
     #[cfg(feature = "cuda")]
     if device.is_cuda() && dtype != DType::F32 {
-        // `expert_few.cu` requires hidden and intermediate sizes that are multiples of 192.
+        // `expert_few_pairs.cu` requires hidden and intermediate sizes that are multiples of 192.
         for (name, tokens, sizes) in
             [("expert_mlp, few tokens", 5, (192, 384)), ("expert_mlp, many tokens", 301, (96, 160))]
         {

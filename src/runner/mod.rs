@@ -5,51 +5,26 @@
 //! A [`Runner`] handles token ids, positions and block tables.
 //! Its callers handle requests and text, and pass a sampler ([`TokenSampler`]) for each sequence. The modules are:
 //!
-//! - `steps/`: `Runner::step`, `Runner::queue` and `Runner::take`, which run the steps of many sequences
-//! - `route`: decides what runs a step, and whether the step can be queued
-//! - `scored_pass`: a forward pass that also returns the logits of prompt tokens
-//! - `solo`: runs one sequence that has the KV cache to itself; `solo_sequence`: the state of this sequence
-//! - `bench`: prefill, decode steps and measurements of a solo sequence, for `bench` and tests
-//! - `executor`: plans the decode graph; `no_decode_graph`: why a runner has no decode graph
-//! - `decode_graph/`: the decode graph
-//! - `batch_graph`: the batch graphs
-//! - `step_launcher`: launches steps on the GPU of one rank: batch graphs and queued steps
+//! - `run/`: `Runner::step`, `Runner::queue` and `Runner::take`, which run the steps of many sequences
+//! - `solo/`: runs one sequence that has the KV cache to itself; `solo_sequence`: the state of this sequence
+//! - `step/`: the input of a step, what runs the step, and its cost and duration
+//! - `sampling/`: the interface of samplers, and choosing tokens on the host or on a GPU
+//! - `launcher/`: launches steps on the GPU of one rank: batch graphs and queued steps
 //! - `queued_steps/`: the steps that are queued, and their buffers on a GPU
+//! - `decode_graph/`: the decode graph, its plan, and why a runner has no decode graph
 //! - `ranks/`: the other ranks of a model that several devices run together, and their commands
-//! - `no_cuda`: replaces `decode_graph`, `step_launcher` and `device_choice` in builds without CUDA
-//! - `step_sequence`: the input and the result of a sequence in a step
-//! - `token_sampler`: the interface of samplers; `host_choice`, `device_choice`: choose tokens on the host or on a GPU
-//! - `logprobs`: the log probabilities of a token
 //! - `limits`: the limits and options of a runner, and how prompts are divided for deterministic answers
-//! - `step_cost`: the bytes, launches and kernel times of a decode step; `step_times`: the mean durations of steps
 
-#[cfg(feature = "cuda")]
-mod batch_graph;
-mod bench;
-#[cfg(feature = "cuda")]
 pub mod decode_graph;
-#[cfg(feature = "cuda")]
-mod device_choice;
-mod executor;
-mod host_choice;
+mod launcher;
 mod limits;
-mod logprobs;
-#[cfg(not(feature = "cuda"))]
-mod no_cuda;
-mod no_decode_graph;
 mod queued_steps;
 mod ranks;
-mod route;
-mod scored_pass;
+mod run;
+mod sampling;
 mod solo;
 mod solo_sequence;
-mod step_cost;
-#[cfg(feature = "cuda")]
-mod step_launcher;
-mod step_sequence;
-mod step_times;
-mod steps;
-mod token_sampler;
+mod step;
 
 use std::collections::HashMap;
 use std::time::Instant;
@@ -60,25 +35,18 @@ use candle_core::{DType, Device};
 use crate::nn::decoder::Decoder;
 use crate::nn::kv_cache::KvCache;
 use crate::world::World;
-use executor::PlannedGraph;
-#[cfg(not(feature = "cuda"))]
-use no_cuda::{self as decode_graph, self as device_choice, self as step_launcher};
+use decode_graph::{PlannedGraph, plan_together};
+use launcher::StepLauncher;
 use ranks::RankGroup;
-use route::{StepExecutor, StepFacts, route};
 use solo_sequence::SoloSequence;
-use step_launcher::StepLauncher;
-use step_times::StepTimes;
+use step::{StepExecutor, StepFacts, StepTimes, route};
 
-pub use executor::Executor;
+pub use decode_graph::NoDecodeGraph;
 pub use limits::{MAX_SEQUENCES, PromptParts, RunnerLimits, RunnerOptions};
-pub use logprobs::TokenLogprobs;
-pub use no_decode_graph::NoDecodeGraph;
 pub use queued_steps::QueuedStep;
 pub use ranks::{PANIC, RankCache, RankFault, RankParts, failure};
-pub use step_cost::{KernelTime, LaunchCounts, StepBytes};
-pub use step_sequence::{Chosen, ChosenToken, StepSequence, TokensToScore};
-pub use step_times::StepTime;
-pub use token_sampler::TokenSampler;
+pub use sampling::{Chosen, ChosenToken, TokenLogprobs, TokenSampler};
+pub use step::{ExecutionMode, KernelTime, LaunchCounts, StepBytes, StepSequence, StepTime, TokensToScore};
 
 /// A model on its device, with the KV cache of all sequences.
 pub struct Runner {
@@ -131,7 +99,7 @@ impl Runner {
     ) -> Result<Self> {
         let RankParts { decoder, cache } = parts;
         let ranks = RankGroup::start(world, others, limits, options)?;
-        let decode_graph = executor::plan_together(&decoder, &cache, limits, options)?;
+        let decode_graph = plan_together(&decoder, &cache, limits, options)?;
         let solo = SoloSequence::new(cache.layout(), limits);
         let can_launch = !options.eager && ranks.supports_graphs();
         Ok(Self {
@@ -227,10 +195,10 @@ impl Runner {
     }
 
     /// Returns how decode steps run while only one request is active.
-    pub fn executor(&self) -> Executor {
+    pub fn execution_mode(&self) -> ExecutionMode {
         match route(self.facts(), StepFacts::ONE_TOKEN).executor {
-            StepExecutor::Eager => Executor::Eager,
-            StepExecutor::DecodeGraph | StepExecutor::BatchGraph => Executor::Graph,
+            StepExecutor::Eager => ExecutionMode::Eager,
+            StepExecutor::DecodeGraph | StepExecutor::BatchGraph => ExecutionMode::Graph,
         }
     }
 

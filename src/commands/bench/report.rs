@@ -10,7 +10,7 @@ use crate::device::{GpuFacts, GpuState};
 use crate::engine::{EngineHandle, LoadTimes, ModelInfo};
 use crate::hub::Snapshot;
 use crate::kernels::bandwidth::Bandwidth;
-use crate::runner::{Executor, KernelTime, LaunchCounts, StepBytes, StepTime};
+use crate::runner::{ExecutionMode, KernelTime, LaunchCounts, StepBytes, StepTime};
 use crate::text;
 
 #[derive(Serialize)]
@@ -39,7 +39,7 @@ pub struct Report {
 pub struct Build {
     version: &'static str,
     commit: &'static str,
-    executor: Executor,
+    executor: ExecutionMode,
     attention: String,
 }
 
@@ -48,7 +48,7 @@ impl Build {
         let (version, commit) = (env!("CARGO_PKG_VERSION"), env!("INFERNO_COMMIT"));
         let attention = engine.info().attention.to_string();
         // Decode tests call the runner directly. Without a decode graph, the runner then runs each step eagerly.
-        let executor = if engine.no_decode_graph().is_none() { engine.executor() } else { Executor::Eager };
+        let executor = if engine.no_decode_graph().is_none() { engine.execution_mode() } else { ExecutionMode::Eager };
         Self { version, commit, executor, attention }
     }
 }

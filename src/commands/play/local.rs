@@ -143,7 +143,7 @@ fn introduce(snapshot: &Snapshot, engine: &Engine) {
     let info = engine.info();
     // On a CPU, do not show the executor and the attention kernel, because both are always `eager`.
     let executor = match info.device.compute_capability {
-        Some(_) => format!(" · {}, {} attention", engine.executor(), info.attention),
+        Some(_) => format!(" · {}, {} attention", engine.execution_mode(), info.attention),
         None => String::new(),
     };
     let sequences = match info.cache_sequences {

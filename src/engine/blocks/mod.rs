@@ -190,15 +190,28 @@ impl BlockManager {
         self.start_with(tokens, prompt_tokens, hashes, 0)
     }
 
-    /// Creates the block tables of a sequence and adds the longest cached prefix of at most `most` blocks.
-    fn start_with(&mut self, tokens: &[u32], prompt_tokens: usize, hashes: BlockHashes, most: usize) -> SequenceBlocks {
-        let CachedPrefix(sequence) = self.find_prefix(tokens, prompt_tokens, hashes, most);
+    /// Creates the block tables of a sequence and adds the longest cached prefix of at most `max_blocks` blocks.
+    fn start_with(
+        &mut self,
+        tokens: &[u32],
+        prompt_tokens: usize,
+        hashes: BlockHashes,
+        max_blocks: usize,
+    ) -> SequenceBlocks {
+        let CachedPrefix(sequence) = self.find_prefix(tokens, prompt_tokens, hashes, max_blocks);
         sequence.tables.iter().flatten().for_each(|&block| self.pool.retain(block));
         sequence
     }
 
-    /// Finds the longest cached prefix of at most `most` blocks. For the other arguments, see [`start`](Self::start).
-    pub fn find_prefix(&self, tokens: &[u32], prompt_tokens: usize, hashes: BlockHashes, most: usize) -> CachedPrefix {
+    /// Finds the longest cached prefix of at most `max_blocks` blocks.
+    /// For the other arguments, see [`start`](Self::start).
+    pub fn find_prefix(
+        &self,
+        tokens: &[u32],
+        prompt_tokens: usize,
+        hashes: BlockHashes,
+        max_blocks: usize,
+    ) -> CachedPrefix {
         let (last, prompt_parts) = (prompt_tokens.saturating_sub(1), hashes.prompt_parts.or(self.prompt_parts));
         let mut sequence = SequenceBlocks {
             tables: BlockTables::new(self.windows.len()),
@@ -209,7 +222,7 @@ impl BlockManager {
             reusable: prompt_parts.map_or(usize::MAX, |parts| parts.floor(last) / BLOCK_TOKENS),
             queried_tokens: 0,
         };
-        let limit = sequence.reusable.min(tokens.len().saturating_sub(1) / BLOCK_TOKENS).min(most);
+        let limit = sequence.reusable.min(tokens.len().saturating_sub(1) / BLOCK_TOKENS).min(max_blocks);
         self.extend_hashes(&mut sequence.hashes, &tokens[..limit * BLOCK_TOKENS]);
         let hit = self.longest_hit(tokens, &sequence.hashes, limit);
         for group in 0..self.windows.len() {

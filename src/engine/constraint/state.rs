@@ -8,7 +8,7 @@ use llguidance::Matcher;
 use super::compiler::invalid;
 use super::cpu_time::thread_time;
 use super::plan::{AnswerPart, Free, PartId, Plan};
-use crate::kernels::token_mask::TokenMask;
+use crate::kernels::sampling::TokenMask;
 
 /// The position of one sequence in its plan. Clones are independent, but their matchers share lexer states.
 #[derive(Clone)]

@@ -31,7 +31,7 @@ use super::sampling::{SamplingParams, uniform};
 use crate::chat::{Message, RenderOptions, Rendered};
 use crate::error::Error;
 use crate::language::Language;
-use crate::runner::{Executor, NoDecodeGraph, Runner};
+use crate::runner::{ExecutionMode, NoDecodeGraph, Runner};
 use crate::tokenizer::{ControlTokens, Tokenizer};
 
 pub use crate::kernels::sampling::MAX_LOGPROBS;
@@ -274,8 +274,8 @@ impl EngineHandle {
     }
 
     /// Returns how decode steps run while only one request is active: as a CUDA graph, or one operation at a time.
-    pub fn executor(&self) -> Executor {
-        self.shared.info.executor
+    pub fn execution_mode(&self) -> ExecutionMode {
+        self.shared.info.execution_mode
     }
 
     /// Returns why decode steps cannot use the decode graph, or `None` if decode steps can use it.

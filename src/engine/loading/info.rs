@@ -5,7 +5,7 @@ use serde::Serialize;
 
 use crate::device::DeviceInfo;
 use crate::kernels::attention::AttentionBackend;
-use crate::runner::{Executor, NoDecodeGraph, PromptParts};
+use crate::runner::{ExecutionMode, NoDecodeGraph, PromptParts};
 
 /// Properties of a loaded model, and the settings with which the engine runs it.
 #[derive(Clone, Debug)]
@@ -29,7 +29,7 @@ pub struct ModelInfo {
     /// The attention kernel of all steps outside the decode graph. The decode graph has its own attention kernel.
     pub attention: AttentionBackend,
     /// How decode steps run while only one request is active: as a CUDA graph, or one operation at a time.
-    pub executor: Executor,
+    pub execution_mode: ExecutionMode,
     /// Why decode steps cannot use the decode graph. `None` if decode steps can use it.
     pub no_decode_graph: Option<NoDecodeGraph>,
     /// Whether answers never depend on other requests.

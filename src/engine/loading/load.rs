@@ -179,7 +179,7 @@ fn model_info(
         chunk: runner.limits().chunk,
         dtype: runner.dtype(),
         attention: model.attention,
-        executor: runner.executor(),
+        execution_mode: runner.execution_mode(),
         no_decode_graph: runner.no_decode_graph().cloned(),
         is_deterministic: runner.prompt_parts().is_some(),
         request_parts: deterministic_parts(runner.limits().chunk, model.attention).ok(),
@@ -248,7 +248,7 @@ fn log(info: &ModelInfo) {
         "loaded"
     );
     let no_decode_graph = info.no_decode_graph.as_ref().map(tracing::field::display);
-    tracing::info!(attention = %info.attention, no_decode_graph, "executor {}", info.executor);
+    tracing::info!(attention = %info.attention, no_decode_graph, "executor {}", info.execution_mode);
 }
 
 /// The runner of a loaded model, and values for its [`ModelInfo`].

@@ -31,7 +31,7 @@ impl RankMemory {
     ) -> Result<Self> {
         let mut infos = infos.to_vec();
         // Several ranks can run on one device and share its memory.
-        let ranks = devices.most_ranks_per_device() as u64;
+        let ranks = devices.max_ranks_per_device() as u64;
         // The memory that each rank may use. `free_bytes` remains the rank's share of the free memory,
         // without the limit, for error messages.
         let mut usable_bytes = Vec::with_capacity(infos.len());

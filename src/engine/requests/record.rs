@@ -134,7 +134,7 @@ impl EngineRecord {
             dtype: format!("{:?}", info.dtype),
             quantization: info.quantization.clone(),
             attention: info.attention.to_string(),
-            executor: info.executor.to_string(),
+            executor: info.execution_mode.to_string(),
             context: info.context,
             chunk: info.chunk,
             deterministic: info.is_deterministic,

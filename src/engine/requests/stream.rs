@@ -18,7 +18,7 @@ use super::record::RequestRecord;
 use super::request::{FinishReason, GenerateOptions};
 use crate::chat::{Channel, Delta, FormatViolations, ToolCall};
 use crate::engine::loading::ModelInfo;
-use crate::runner::{ChosenToken, Executor, TokenLogprobs};
+use crate::runner::{ChosenToken, ExecutionMode, TokenLogprobs};
 
 /// An event of a [`RequestStream`]: a token or the end.
 #[derive(Clone, Debug)]
@@ -95,7 +95,7 @@ pub struct Summary {
     /// The context length of the engine, in tokens.
     pub context: usize,
     /// How decode steps run while only one request is active: as a CUDA graph, or one operation at a time.
-    pub executor: Executor,
+    pub execution_mode: ExecutionMode,
     pub tool_calls: Vec<ToolCall>,
     /// How often the model violated its chat format.
     pub format_violations: usize,
@@ -139,7 +139,7 @@ pub struct RequestStream {
     prompt_tokens: usize,
     cached_tokens: usize,
     context: usize,
-    executor: Executor,
+    execution_mode: ExecutionMode,
     generated: usize,
     submitted: Instant,
     started: Option<Instant>,
@@ -168,7 +168,7 @@ impl RequestStream {
             prompt_tokens,
             cached_tokens: 0,
             context: info.context,
-            executor: info.executor,
+            execution_mode: info.execution_mode,
             generated: 0,
             submitted,
             started: None,
@@ -284,7 +284,7 @@ impl RequestStream {
             tok_per_s: if decode_s > 0.0 { (self.generated - 1) as f64 / decode_s } else { 0.0 },
             context_used: self.prompt_tokens + self.generated,
             context: self.context,
-            executor: self.executor,
+            execution_mode: self.execution_mode,
             tool_calls,
             format_violations: self.violations().total(),
         }

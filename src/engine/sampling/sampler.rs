@@ -12,9 +12,7 @@ use anyhow::Result;
 use super::params::SamplingParams;
 use super::token_counts::TokenCounts;
 use crate::engine::constraint::ConstraintState;
-use crate::kernels::row_edits::{Penalties, RowEdits};
-use crate::kernels::sampling::{DeviceSampling, SamplingKernelParams};
-use crate::kernels::token_mask::TokenMask;
+use crate::kernels::sampling::{DeviceSampling, Penalties, RowEdits, SamplingKernelParams, TokenMask};
 use crate::runner::TokenSampler;
 
 /// The state for choosing the tokens of one answer: parameters, token counts and constraint.

@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use crate::kernels::row_edits::Penalties;
+use crate::kernels::sampling::Penalties;
 
 /// The distinct tokens of a prompt and its answer, and how often each token was generated.
 ///

@@ -318,8 +318,8 @@ impl Scheduler {
         let SchedulerConfig { token_budget, max_sequences, context, .. } = self.config;
         let running: usize = self.running.iter().map(|seniority| self.demand(seniority)).sum();
         let hashes = self.blocks.hashes(new.cache_salt.as_deref(), new.prompt_parts);
-        let most = if new.computes_whole_prompt { 0 } else { usize::MAX };
-        let prefix = self.blocks.find_prefix(prompt, prompt.len(), hashes, most);
+        let max_blocks = if new.computes_whole_prompt { 0 } else { usize::MAX };
+        let prefix = self.blocks.find_prefix(prompt, prompt.len(), hashes, max_blocks);
         let chunk = (prompt.len() - prefix.tokens()).clamp(1, token_budget);
         let longest = prompt.len().saturating_add(max_tokens).min(context);
         let needed_blocks = self.blocks.demand_after(&prefix, longest.min(prompt.len() + GROWTH_STEPS), chunk);

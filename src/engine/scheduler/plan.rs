@@ -121,7 +121,7 @@ impl Scheduler {
                 continue;
             }
             if sequence.is_decoding() && self.give_blocks(id, end, plan) {
-                // The decode graph (see `runner/route.rs`) queues later steps before this step has ended.
+                // The decode graph (see `runner/step/route.rs`) queues later steps before this step has ended.
                 // Allocate blocks for the later steps too, but do not preempt other sequences for these blocks.
                 self.try_give_blocks(id, ahead, plan);
                 plan.work.push(SequenceWork { id, range: end - 1..end, is_last: true });

@@ -12,7 +12,7 @@
 //   slots: u32 [tokens], the row of k and v for each token
 //   grid: one warp per HEADS heads of a token: ceil(tokens · ceil((heads + 2 · kv_heads) / HEADS) / warps per block)
 //     split_qkv: HEADS = ROPE_HEADS_PER_WARP
-//     split_qkv_few, for up to ROPE_FEW_TOKENS tokens: HEADS = 1
+//     split_qkv_few_tokens, for up to ROPE_FEW_TOKENS tokens: HEADS = 1
 //     split_qkv_wide, without norms: see the template below
 //   block: a multiple of 32
 //   bytes moved: tokens · (heads + 2 · kv_heads) · head_dim · (4 + sizeof(T))
@@ -166,7 +166,7 @@ __device__ void split_qkv_wide(const float* __restrict__ qkv, const float* __res
     }
 #define DEFINE(T, SUFFIX)                                                                                              \
     DEFINE_KERNEL(T, split_qkv_##SUFFIX, ROPE_HEADS_PER_WARP)                                                          \
-    DEFINE_KERNEL(T, split_qkv_few_##SUFFIX, 1)                                                                        \
+    DEFINE_KERNEL(T, split_qkv_few_tokens_##SUFFIX, 1)                                                                 \
     extern "C" __global__ void split_qkv_wide_##SUFFIX(const float* qkv, const float* bias, const float*,              \
                                                        const float*, const float* cos, const float* sin,               \
                                                        const uint32_t* positions, T* q, T* k, T* v,                    \

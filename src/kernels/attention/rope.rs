@@ -238,13 +238,13 @@ mod on_gpu {
         for tensor in [Some(qkv), bias, Some(cos), Some(sin)].into_iter().flatten() {
             is_wide &= address(tensor)?.is_multiple_of(16);
         }
-        let is_few = tokens <= ROPE_FEW_TOKENS;
+        let has_few_tokens = tokens <= ROPE_FEW_TOKENS;
         let (name, heads_per_warp) = match is_wide {
             true => ("split_qkv_wide", ROPE_WIDE_HEADS * 256 / head_dim),
-            false if is_few => ("split_qkv_few", 1),
+            false if has_few_tokens => ("split_qkv_few_tokens", 1),
             false => ("split_qkv", ROPE_HEADS_PER_WARP),
         };
-        let block = if is_few { 64 } else { 256 };
+        let block = if has_few_tokens { 64 } else { 256 };
         let warps = tokens * (heads + 2 * kv_heads).div_ceil(heads_per_warp);
         let shape = LaunchShape::linear(warps.div_ceil(block / 32), block);
         let kernel = format!("{name}_{}", dtype_suffix(dtype)?);

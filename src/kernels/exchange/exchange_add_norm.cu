@@ -55,8 +55,8 @@ __device__ void exchange_add_norm(const float* x, const Y* y, const float* bias,
     // Returns the position at which a row of a rank's share starts in x, y, sum and normed, in pairs of elements.
     const auto start_of = [&](int rank, int row) { return (size_t)(m.first_item[rank] + row) * row_words; };
     // `share` (world.rs) gives rank 0 the largest share.
-    // In each region, the first `most` words are for the addends. The norms follow.
-    const int most = rows_of(0) * row_words;
+    // In each region, the first `addend_words` words are for the addends. The norms follow.
+    const int addend_words = rows_of(0) * row_words;
     const Operation operation(m);
     const uint32_t* slot = operation.own_slot();
     Waiting waiting(m);
@@ -118,7 +118,7 @@ __device__ void exchange_add_norm(const float* x, const Y* y, const float* bias,
             for (int k = 0; k < 8; ++k) v[h][k] *= scale * weights[k];
             const uint4 words = round_to_bf16(v[h]);
             for (int rank = 0; rank < m.ranks; ++rank)
-                if (rank != m.rank) Quad::store(operation.region_at(rank) + most + row * row_words + i, words);
+                if (rank != m.rank) Quad::store(operation.region_at(rank) + addend_words + row * row_words + i, words);
             store_bf16(normed + 2 * (start + i), words);
         });
     };
@@ -126,7 +126,7 @@ __device__ void exchange_add_norm(const float* x, const Y* y, const float* bias,
         for (int rank = 0; rank < m.ranks; ++rank) {
             if (rank == m.rank || row >= rows_of(rank)) continue;
             each_part([&](int, int i) {
-                const uint32_t* from = slot + (size_t)rank * m.region + most + row * row_words + i;
+                const uint32_t* from = slot + (size_t)rank * m.region + addend_words + row * row_words + i;
                 uint4 words = Quad::load(from);
                 waiting.complete<Quad>(words, from, rank);
                 store_bf16(normed + 2 * (start_of(rank, row) + i), words);
@@ -140,7 +140,8 @@ __device__ void exchange_add_norm(const float* x, const Y* y, const float* bias,
         const int row = blockIdx.x + round * gridDim.x, previous = row - gridDim.x, last = previous - gridDim.x;
         if (last >= rows_of(0)) break;
         send_addends(row);
-        if (round == 0) operation.prepare_next(blockIdx.x * blockDim.x + threadIdx.x, gridDim.x * blockDim.x, 2 * most);
+        if (round == 0)
+            operation.prepare_next(blockIdx.x * blockDim.x + threadIdx.x, gridDim.x * blockDim.x, 2 * addend_words);
         if (round >= 1 && previous < rows_of(m.rank)) compute(previous, round % 2);
         if (round >= 2) receive_norms(last);
     }

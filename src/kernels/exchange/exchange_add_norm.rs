@@ -25,8 +25,8 @@ impl GpuExchange {
     fn row_ranges(&self, rows: usize, columns: usize) -> Option<impl Iterator<Item = Range<usize>> + use<>> {
         // For `exchange_add_norm`, a region holds a rank's share twice: as bf16 partial results, and as bf16 norms.
         // For `exchange_columns`, a region holds a rank's share once, as f32 values. Both take one word per element.
-        let most = self.region() / columns * self.mailboxes.len();
-        (most > 0).then(|| (0..rows).step_by(most).map(move |start| start..rows.min(start + most)))
+        let max_rows = self.region() / columns * self.mailboxes.len();
+        (max_rows > 0).then(|| (0..rows).step_by(max_rows).map(move |start| start..rows.min(start + max_rows)))
     }
 
     /// Returns this rank's share of the rows in `range`.

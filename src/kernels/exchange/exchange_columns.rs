@@ -29,12 +29,12 @@ impl GpuExchange {
             // SAFETY: the kernels write every element of `out`.
             None => unsafe { scratch::empty((rows, columns), DType::F32, x.device())? },
         };
-        let most = self.region() / share(columns, 1, 0, self.mailboxes.len()).len().max(1);
-        if most == 0 {
+        let max_rows = self.region() / share(columns, 1, 0, self.mailboxes.len()).len().max(1);
+        if max_rows == 0 {
             bail!("exchange_columns: rows of {columns} columns do not fit in a mailbox region");
         }
-        for start in (0..rows).step_by(most) {
-            let part = |tensor: &Tensor| tensor.narrow(0, start, most.min(rows - start));
+        for start in (0..rows).step_by(max_rows) {
+            let part = |tensor: &Tensor| tensor.narrow(0, start, max_rows.min(rows - start));
             let launch = self.columns_launch(&part(&from)?, &part(&out)?)?;
             // SAFETY: `columns_launch` checks the tensors. The mailboxes live as long as `self`.
             unsafe { self.enqueue(launch)? };

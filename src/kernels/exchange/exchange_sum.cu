@@ -81,8 +81,8 @@ extern "C" __global__ void __launch_bounds__(512)
     const auto start_of = [&](int rank) { return m.first_item[rank] * Quad::SIZE; };
     const auto words_of = [&](int rank) { return start_of(rank + 1) - start_of(rank); };
     // `share` (world.rs) gives rank 0 the largest share.
-    // In each region, the first `most` words are for the addends. The sums follow.
-    const int most = words_of(0);
+    // In each region, the first `addend_words` words are for the addends. The sums follow.
+    const int addend_words = words_of(0);
     const Operation operation(m);
     for (int rank = 0; rank < m.ranks; ++rank) {
         if (rank == m.rank) continue;
@@ -94,7 +94,7 @@ extern "C" __global__ void __launch_bounds__(512)
             batch.each([&](int j, int i) { Quad::store(to + i, v[j]); });
         });
     }
-    operation.prepare_next(thread, threads, words ? 2 * most : 0);
+    operation.prepare_next(thread, threads, words ? 2 * addend_words : 0);
     Waiting waiting(m);
     const uint32_t* slot = operation.own_slot();
     const auto store = [&](int rank, int i, uint4 v) {
@@ -114,7 +114,7 @@ extern "C" __global__ void __launch_bounds__(512)
         batch.each([&](int j, int i) {
             part[j] = round_to_bf16(sum[j]);
             for (int rank = 0; rank < m.ranks; ++rank)
-                if (rank != m.rank) Quad::store(operation.region_at(rank) + most + i, part[j]);
+                if (rank != m.rank) Quad::store(operation.region_at(rank) + addend_words + i, part[j]);
             store(m.rank, i, part[j]);
         });
     });
@@ -122,7 +122,7 @@ extern "C" __global__ void __launch_bounds__(512)
         if (rank == m.rank) continue;
         each_batch(first, step, words_of(rank), [&](const Batch& batch) {
             uint4 part[BATCH];
-            receive<Quad>(batch, m, slot + most, rank, waiting, [&](int, int) { return Quad::zero(); }, part);
+            receive<Quad>(batch, m, slot + addend_words, rank, waiting, [&](int, int) { return Quad::zero(); }, part);
             batch.each([&](int j, int i) { store(rank, i, part[j]); });
         });
     }

@@ -100,20 +100,20 @@ impl GpuExchange {
             .overlapping())
     }
 
-    /// Returns the sum of `x` over all ranks, in the dtype of `x`. Each launch sums at most `most` elements.
+    /// Returns the sum of `x` over all ranks, in the dtype of `x`. Each launch sums at most `max_elements` elements.
     /// `launch(x, out)` returns the launch for a part of `x` and the same part of the result.
     fn sum_parts(
         &self,
         x: &Tensor,
-        most: usize,
+        max_elements: usize,
         launch: impl Fn(&Tensor, &Tensor) -> Result<Launch>,
     ) -> Result<Tensor> {
         let from = x.to_dtype(DType::F32)?.contiguous()?;
         // SAFETY: the kernels write every element of `out`.
         let out = unsafe { scratch::empty(x.dims(), DType::F32, x.device())? };
         let (from, sums, elements) = (from.flatten_all()?, out.flatten_all()?, x.elem_count());
-        for start in (0..elements).step_by(most) {
-            let part = |tensor: &Tensor| tensor.narrow(0, start, most.min(elements - start));
+        for start in (0..elements).step_by(max_elements) {
+            let part = |tensor: &Tensor| tensor.narrow(0, start, max_elements.min(elements - start));
             let launch = launch(&part(&from)?, &part(&sums)?)?;
             // SAFETY: `launch` checks the tensors. The mailboxes live as long as `self`.
             unsafe { self.enqueue(launch)? };

@@ -1,12 +1,19 @@
 //! Matrix products y = x·Wᵀ. Results are f32, except for some results of [`matmul_rounded`].
 //! Callers add biases in f32, and round only inputs of later operations to the compute dtype. Logits stay f32.
+//!
+//! These modules compute products on a GPU:
+//! - `dense_few_tokens`: f16 and bf16, for up to 8 tokens
+//! - `f32_few_rows`: f32, for matrices with few weight rows, such as routers, and any number of tokens
+//! - `cublas_lt`: f16 and bf16 in all other cases
+//!
+//! candle computes the other f32 products. Quantized matrices are in `quantized`, and experts in `moe`.
 
 #[cfg(feature = "cuda")]
 pub mod cublas_lt;
 #[cfg(feature = "cuda")]
-pub mod dense_few;
+pub mod dense_few_tokens;
 #[cfg(feature = "cuda")]
-pub mod few_rows;
+pub mod f32_few_rows;
 pub mod size_class;
 
 #[cfg(feature = "cuda")]
@@ -37,29 +44,29 @@ pub fn matmul_f32_into(x: &Tensor, w: &Tensor, sum_order: SumOrder, out: Option<
     }
     match (x.device(), sum_order) {
         (Device::Cpu, SumOrder::Fixed) => each_row(x, |row| product(row, w, None)),
-        // The order of additions in `few_rows` does not depend on the number of tokens.
+        // The order of additions in `f32_few_rows` does not depend on the number of tokens.
         #[cfg(feature = "cuda")]
-        (Device::Cuda(device), _) if few_rows::is_supported(x, w)? => few_rows::matmul_few_rows(device, x, w),
+        (Device::Cuda(device), _) if f32_few_rows::is_supported(x, w)? => f32_few_rows::matmul_few_rows(device, x, w),
         #[cfg(feature = "cuda")]
         (Device::Cuda(_), SumOrder::Fixed) => product_of_fixed_tokens(x, w),
         // cuBLASLt computes products with a single token. They are rare, because the decode graph has its own kernels.
         #[cfg(feature = "cuda")]
-        (Device::Cuda(device), SumOrder::Fastest) if x.dim(0)? > 1 && dense_few::is_supported(device, x, w)? => {
-            dense_few::matmul_few(device, x, w)
+        (Device::Cuda(device), SumOrder::Fastest) if x.dim(0)? > 1 && dense_few_tokens::is_supported(device, x, w)? => {
+            dense_few_tokens::matmul_few_tokens(device, x, w)
         }
         _ => product(x, w, out),
     }
 }
 
 /// Computes x·wᵀ, `[tokens, rows]`, for a caller that rounds the product to the dtype of x.
-/// On a GPU with `SumOrder::Fastest`, cuBLASLt rounds f16 and bf16 products that `dense_few` does not support.
+/// On a GPU with `SumOrder::Fastest`, cuBLASLt rounds f16 and bf16 products that `dense_few_tokens` does not support.
 /// In all other cases, returns [`matmul_f32`].
 pub fn matmul_rounded(x: &Tensor, w: &Tensor, sum_order: SumOrder) -> Result<Tensor> {
     #[cfg(feature = "cuda")]
     if let Device::Cuda(device) = x.device()
         && sum_order == SumOrder::Fastest
         && x.dtype() != DType::F32
-        && !dense_few::is_supported(device, x, w)?
+        && !dense_few_tokens::is_supported(device, x, w)?
     {
         // SAFETY: the product writes every element of `out`.
         let out = unsafe { crate::kernels::scratch::empty((x.dim(0)?, w.dim(0)?), x.dtype(), x.device())? };

@@ -1,4 +1,4 @@
-//! The MLP of routed experts with MXFP4 weights in tiles (`expert_mlp.cu`, `expert_few.cu`).
+//! The MLP of routed experts with MXFP4 weights in tiles (`expert_mlp.cu`, `expert_few_pairs.cu`).
 //!
 //! `selftest` compares this MLP with `expert_matmul` and `clamped_swiglu` on the CPU.
 
@@ -69,8 +69,8 @@ pub fn expert_mlp(
 
     // h = clamped_swiglu(gate_up · x + bias), y = down · h + bias
     let x_or_tiled = match kernel {
-        ProductKernel::Few(_) => x.clone(),
-        ProductKernel::Many { .. } => spread_tokens(device, x, routed, tiled_rows, dtype)?,
+        ProductKernel::FewPairs(_) => x.clone(),
+        ProductKernel::ManyPairs { .. } => spread_tokens(device, x, routed, tiled_rows, dtype)?,
     };
     let arguments = |linear: ExpertLinear, input: &Tensor, output: &Tensor, rows: usize, columns: usize| {
         let arguments = Arguments::new()
@@ -86,8 +86,8 @@ pub fn expert_mlp(
             .int(tiled_rows)
             .int(experts);
         Ok::<_, candle_core::Error>(match kernel {
-            ProductKernel::Few(tile) => arguments.int(chosen).int(tile.max_pairs),
-            ProductKernel::Many { .. } => arguments,
+            ProductKernel::FewPairs(kernel) => arguments.int(chosen).int(kernel.max_pairs),
+            ProductKernel::ManyPairs { .. } => arguments,
         })
     };
     let up_arguments = arguments(gate_up, &x_or_tiled, &h, up_rows, columns)?.float(limit);

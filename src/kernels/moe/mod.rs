@@ -10,7 +10,7 @@
 //! | --- | --- | --- |
 //! | MXFP4 tiles | step of the decode graph | `decode/mxfp4_experts` |
 //! | float, quantized | step of the decode graph | `decode/routed_experts` |
-//! | MXFP4 tiles | at most 5 pairs per expert, not fixed | `expert_few` |
+//! | MXFP4 tiles | at most 5 pairs per expert, not fixed | `expert_few_pairs` |
 //! | MXFP4 tiles | all others | `expert_mlp` |
 //! | MXFP4 | fewer than 64 pairs, f32, or fixed | `experts`: `expert_gemv_mxfp4` |
 //! | MXFP4 | all others | `experts`: `expert_gemm_mxfp4` |
@@ -21,8 +21,8 @@
 //!
 //! - The decode graph runs the decode steps of a single sequence.
 //! - With bf16 or f16 on a GPU, `weights::mxfp4` repacks MXFP4 weights into tiles unless a scale is NaN or exceeds 2.
-//! - `expert_few` also requires hidden and intermediate sizes that are multiples of 192.
-//!   If only tiles of 8 pairs fit in shared memory, `expert_few` is used for at most 4 pairs per expert.
+//! - `expert_few_pairs` also requires hidden and intermediate sizes that are multiples of 192.
+//!   If only tiles of 8 pairs fit in shared memory, `expert_few_pairs` is used for at most 4 pairs per expert.
 //! - `expert_mlp` uses wgmma on GPUs of compute capability 9.0, if the build has machine code for them.
 //!   Otherwise, `expert_mlp` uses mma.sync. In both cases, there are token tiles of three widths.
 //!   `product_kernel` chooses the width by the number of pairs per expert.
@@ -31,7 +31,7 @@
 
 pub mod combine;
 #[cfg(feature = "cuda")]
-mod expert_few;
+mod expert_few_pairs;
 #[cfg(feature = "cuda")]
 pub mod expert_mlp;
 pub mod expert_usage;

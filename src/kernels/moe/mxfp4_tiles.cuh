@@ -12,7 +12,7 @@
 //
 // x is the input of gate_up, h is the input of down (the result of the clamped SwiGLU), and y is the output of down.
 // The columns of x, h and y are in *fragment order*.
-// expert_mlp.cu first copies x to device memory in this order, and expert_few.cu to shared memory.
+// expert_mlp.cu first copies x to device memory in this order, and expert_few_pairs.cu to shared memory.
 // In each group of 32 columns, column pair i is columns 2i and 2i + 1.
 // Column pair 4t + p is stored at position 4p + t, where t and p are 0 to 3.
 // Because of the fragment order, the columns of x that a lane reads match the columns of the lane's weights.
@@ -123,7 +123,7 @@ struct Weights {
 struct Tile {
     int expert, first_pair, pairs;
     int row;       // the tile's first row in tiled x and h
-    int row_tile;  // the index of the first 16-row weight tile; 0 in expert_few.cu
+    int row_tile;  // the index of the first 16-row weight tile; 0 in expert_few_pairs.cu
 };
 
 // Finds output tile `number`. Returns false if `number` is past the last tile.

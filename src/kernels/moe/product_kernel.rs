@@ -3,7 +3,7 @@
 use candle_core::Result;
 use candle_core::cuda_backend::CudaDevice;
 
-use super::expert_few::FewTile;
+use super::expert_few_pairs::FewPairsKernel;
 use crate::device::has_machine_code;
 use crate::kernels::SumOrder;
 use crate::kernels::constants::{
@@ -13,18 +13,19 @@ use crate::kernels::constants::{
 };
 use crate::kernels::launch::{Arguments, Launch, LaunchShape, module, multiprocessors};
 
-/// The largest average number of pairs per expert at which `expert_few.cu` is used instead of `expert_mlp.cu`.
-/// The value suits an H200: there, `expert_few.cu` was faster up to 5 pairs per expert, and about equally fast with 6.
+/// The largest average number of pairs per expert at which `expert_few_pairs.cu` is used instead of `expert_mlp.cu`.
+/// The value suits an H200: there, `expert_few_pairs.cu` was faster up to 5 pairs per expert,
+/// and about equally fast with 6.
 /// On an H100, whose memory is slower, `expert_mlp.cu` was faster from 4 pairs on (`docs/benchmark-history.md`).
 const FEW_PAIRS_PER_EXPERT: usize = 5;
 
 /// A kernel for the matrix products of all experts with MXFP4 tiles. A thread block can process several output tiles.
 #[derive(Clone, Copy)]
 pub(super) enum ProductKernel {
-    /// A kernel from `expert_few.cu`, for few pairs per expert.
-    Few(FewTile),
+    /// A kernel from `expert_few_pairs.cu`, for few pairs per expert.
+    FewPairs(FewPairsKernel),
     /// A kernel from `expert_mlp.cu`. `name` is the suffix of the kernel's name, such as `wide`.
-    Many { name: &'static str, shape: LaunchShape },
+    ManyPairs { name: &'static str, shape: LaunchShape },
 }
 
 impl ProductKernel {
@@ -39,26 +40,27 @@ impl ProductKernel {
         let (experts, rows, columns) = gate_up;
         let multiprocessors = multiprocessors(device)?;
         // The kernels in `expert_mlp.cu` always add the products of a row from the first column to the last.
-        // The kernels in `expert_few.cu` split the sums of some rows among warps. The split depends on the routing.
+        // The kernels in `expert_few_pairs.cu` split the sums of some rows among warps.
+        // The split depends on the routing.
         if sum_order == SumOrder::Fastest
-            && let Some(tile) = FewTile::choose(device, columns, rows / 2)?
+            && let Some(kernel) = FewPairsKernel::choose(device, columns, rows / 2)?
         {
             // If an expert has more pairs than fit in a tile, its weights are read again for the next tile.
             // Some experts have more pairs than the average, so the average must be at most half the size of a tile.
-            let limit = FEW_PAIRS_PER_EXPERT.min(tile.max_pairs / 2);
+            let limit = FEW_PAIRS_PER_EXPERT.min(kernel.max_pairs / 2);
             if pairs <= limit * experts {
-                return Ok(Self::Few(tile));
+                return Ok(Self::FewPairs(kernel));
             }
         }
         let capability = device.cuda_stream().context().compute_capability();
         // Only the machine code for compute capability 9.0 contains wgmma instructions. Other GPUs cannot run them.
         let has_wgmma = matches!(capability, Ok((9, 0))) && has_machine_code((9, 0));
-        let wgmma = |name, pairs, stages, blocks| Self::Many {
+        let wgmma = |name, pairs, stages, blocks| Self::ManyPairs {
             name,
             shape: LaunchShape::linear(blocks * multiprocessors, EXPERT_WGMMA_THREADS)
                 .with_shared_bytes(wgmma_shared_bytes(pairs, stages)),
         };
-        let mma = |name, pairs, blocks| Self::Many {
+        let mma = |name, pairs, blocks| Self::ManyPairs {
             name,
             shape: LaunchShape::linear(blocks * multiprocessors, EXPERT_MMA_THREADS)
                 .with_shared_bytes(mma_shared_bytes(pairs)),
@@ -76,8 +78,8 @@ impl ProductKernel {
     /// Returns the launch for `product`, which is `gate_up` or `down`.
     pub fn launch(self, product: &str, dtype: &str, arguments: Arguments) -> Launch {
         match self {
-            Self::Few(tile) => tile.launch(product, dtype, arguments),
-            Self::Many { name, shape } => {
+            Self::FewPairs(kernel) => kernel.launch(product, dtype, arguments),
+            Self::ManyPairs { name, shape } => {
                 let kernel = format!("expert_{product}_{dtype}_{name}");
                 Launch::new(module!("expert_mlp"), kernel, shape, arguments).overlapping()
             }

@@ -76,7 +76,7 @@ impl RoutedPairs {
         let Device::Cuda(device) = x.device() else { return unsupported("RoutedPairs::route", x) };
         let is_supported = experts <= ROUTE_EXPERTS && columns > 0 && columns.is_multiple_of(4);
         if (1..=ROUTE_TOKENS).contains(&tokens) && is_supported && runs_hopper_code(device)? {
-            return Self::route_few(device, x, weight, bias, chosen, usage);
+            return Self::route_few_tokens(device, x, weight, bias, chosen, usage);
         }
         let logits = matmul_f32(x, weight, sum_order)?;
         let logits = match bias {
@@ -88,7 +88,7 @@ impl RoutedPairs {
     }
 
     /// Routes up to `ROUTE_TOKENS` tokens in one launch. `route` has already checked all shapes, and the device.
-    fn route_few(
+    fn route_few_tokens(
         device: &CudaDevice,
         x: &Tensor,
         weight: &Tensor,

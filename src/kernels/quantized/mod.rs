@@ -33,7 +33,7 @@ mod format;
 mod input_quantization;
 mod matrix_ops;
 #[cfg(feature = "cuda")]
-mod quantized_few;
+mod quantized_few_tokens;
 mod quantized_matrix;
 #[cfg(feature = "cuda")]
 pub(crate) mod quantized_ops;

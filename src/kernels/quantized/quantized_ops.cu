@@ -1,4 +1,5 @@
-// Operations on quantized matrices. More kernels for quantized matrices are in quantized_few.cu and kernels/decode.
+// Operations on quantized matrices.
+// More kernels for quantized matrices are in quantized_few_tokens.cu and kernels/decode.
 // - matrix-vector products, for few tokens
 // - dequantization of weights, for many tokens
 // - 8-bit quantization of activations

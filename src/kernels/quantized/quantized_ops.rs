@@ -3,7 +3,7 @@
 //! A matrix product usually uses the first of these methods that supports it:
 //! - with cuBLASLt in int8, for 2 or more tokens, if weights and activations are both int8
 //! - with cuBLASLt in FP8, for more than 32 tokens, if weights and activations are both FP8
-//! - with `quantized_few`, for 2 to 128 tokens in f16 or bf16: converts each weight once per tile of tokens
+//! - with `quantized_few_tokens`, for 2 to 128 tokens in f16 or bf16: converts each weight once per tile of tokens
 //! - with `quantized_matvec`, for up to 8 tokens: reads the quantized weights once per token
 //! - with cuBLASLt and dequantized weights, in all other cases
 
@@ -12,7 +12,7 @@ use candle_core::{DType, Result, Tensor, bail};
 
 use super::format::{GROUP_COLUMNS, WeightFormat};
 use super::input_quantization::fake_quantize;
-use super::quantized_few::{self, matmul_few};
+use super::quantized_few_tokens::{self, matmul_few_tokens};
 use super::quantized_matrix::{InputQuantization, QuantizedMatrix};
 use crate::kernels::constants::QUANTIZED_WARPS;
 use crate::kernels::launch::{
@@ -83,7 +83,7 @@ pub fn matmul(device: &CudaDevice, parts: &[QuantizedMatrix], x: &Tensor, sum_or
     if let Some(part) = parts.iter().find(|part| part.dims().1 != columns) {
         bail!("cannot multiply: x has shape {:?}, and the matrix has shape {:?}", x.dims(), part.dims());
     }
-    let has_few = quantized_few::is_supported(parts, columns, x.dtype());
+    let has_few_tokens_kernel = quantized_few_tokens::is_supported(parts, columns, x.dtype());
     // Tensor cores multiply 8-bit inputs by 8-bit weights without converting the weights.
     // Hopper's tensor cores accumulate FP8 products with fewer mantissa bits than f32 has.
     // With up to 32 tokens, memory bandwidth is the limit, so FP8 matrices are multiplied as floats for precision.
@@ -94,10 +94,10 @@ pub fn matmul(device: &CudaDevice, parts: &[QuantizedMatrix], x: &Tensor, sum_or
         None => false,
     });
     match sum_order {
-        SumOrder::Fastest if has_few && !uses_eight_bits && quantized_few::is_fastest(tokens) => {
-            return matmul_few(device, parts, &x, sum_order);
+        SumOrder::Fastest if has_few_tokens_kernel && !uses_eight_bits && quantized_few_tokens::is_fastest(tokens) => {
+            return matmul_few_tokens(device, parts, &x, sum_order);
         }
-        SumOrder::Fixed if has_few => return matmul_few(device, parts, &x, sum_order),
+        SumOrder::Fixed if has_few_tokens_kernel => return matmul_few_tokens(device, parts, &x, sum_order),
         SumOrder::Fixed if tokens > 1 => {
             return each_row(&x, |row| matmul(device, parts, row, SumOrder::Fastest));
         }

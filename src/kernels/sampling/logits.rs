@@ -5,9 +5,9 @@ use std::sync::Arc;
 use candle_core::cuda_backend::CudaDevice;
 use candle_core::{DType, Device, Result, Tensor, bail};
 
+use super::token_mask::TokenMask;
 use crate::kernels::constants::{LOGPROBS_ROW_WORDS, LOGPROBS_SLOTS, MAX_LOGPROBS, SAMPLE_THREADS};
 use crate::kernels::launch::{Arguments, HostMailbox, HostWords, Launch, LaunchShape, module};
-use crate::kernels::token_mask::TokenMask;
 
 /// A value to add to one logit, such as a logit bias.
 #[derive(Clone, Copy, Debug, PartialEq)]

@@ -2,20 +2,28 @@
 //!
 //! - `sample_rows`: samples a token from each row
 //! - `logits`: edits and masks logits, and computes log probabilities
+//! - `row_edits`: edits the logits of queued steps: adds values, then applies penalties
+//! - `token_mask`: a set of allowed tokens
 //!
 //! The decode graph has its own sampling kernel (`decode/sample.cu`), which takes the same parameters.
 
 #[cfg(feature = "cuda")]
 mod logits;
+mod row_edits;
 #[cfg(feature = "cuda")]
 mod sample_rows;
+mod token_mask;
 
 #[cfg(feature = "cuda")]
 pub use logits::{
     LogitEdit, LogprobsRow, RowLogprobs, edit_logits, mask_logits, send_logprobs, take_logprobs, top_logprobs,
 };
 #[cfg(feature = "cuda")]
+pub use row_edits::{EditedRow, edit_rows};
+pub use row_edits::{Penalties, RowEdits};
+#[cfg(feature = "cuda")]
 pub use sample_rows::{queue_rows, sample_rows};
+pub use token_mask::TokenMask;
 
 #[cfg(feature = "cuda")]
 pub use crate::kernels::constants::{LOGPROBS_ROW_WORDS, LOGPROBS_SLOTS, MAILBOX_NO_TOKEN, SAMPLE_PARAM_WORDS};

@@ -56,7 +56,7 @@ pub fn sample_rows(logits: &Tensor, rows: &[Option<DeviceSampling>]) -> Result<V
 /// Writes the parameters to words of `host`, starting at `first_word`. The kernel reads these words.
 /// The caller must leave these parameter words unchanged until the tokens are in `mailbox`.
 ///
-/// Ignores the penalties in `rows`. [`edit_rows`](crate::kernels::row_edits::edit_rows) must apply the penalties first.
+/// Ignores the penalties in `rows`. [`edit_rows`](super::edit_rows) must apply the penalties first.
 pub fn queue_rows(
     logits: &Tensor,
     rows: &[SamplingKernelParams],

@@ -4,6 +4,7 @@ use anyhow::Result;
 use candle_core::DType;
 use candle_core::cuda_backend::CudaDevice;
 
+use super::no_decode_graph::NoDecodeGraph;
 use crate::kernels::attention::FLASH_HEAD_DIMS;
 use crate::kernels::decode;
 use crate::kernels::matrix::Matrix;
@@ -12,7 +13,6 @@ use crate::nn::decoder::Decoder;
 use crate::nn::layer::DecoderLayer;
 use crate::nn::mlp::Mlp;
 use crate::nn::moe::ClampedMoe;
-use crate::runner::NoDecodeGraph;
 
 /// Returns why the decode graph cannot run this rank's part of the model, or `None` if it can.
 /// [`DecodeGraph::plan`](super::DecodeGraph::plan) checks the size of the vocabulary.

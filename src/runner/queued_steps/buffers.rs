@@ -11,16 +11,14 @@ use candle_core::{DType, Device, Tensor};
 use super::queued_step::ExpectedToken;
 use super::row_sampling::RowSampling;
 use crate::kernels::launch::{HostMailbox, HostWords};
-use crate::kernels::row_edits::{EditedRow, edit_rows};
 use crate::kernels::sampling::{
-    LOGPROBS_ROW_WORDS, LOGPROBS_SLOTS, LogprobsRow, MAILBOX_NO_TOKEN, RowLogprobs, SAMPLE_PARAM_WORDS, queue_rows,
-    send_logprobs, take_logprobs,
+    EditedRow, LOGPROBS_ROW_WORDS, LOGPROBS_SLOTS, LogprobsRow, MAILBOX_NO_TOKEN, RowLogprobs, SAMPLE_PARAM_WORDS,
+    edit_rows, queue_rows, send_logprobs, take_logprobs,
 };
 use crate::kernels::step_inputs::StepInputs;
 use crate::runner::limits::MAX_SEQUENCES;
-use crate::runner::logprobs::TokenLogprobs;
-use crate::runner::step_sequence::{Chosen, ChosenToken, StepSequence};
-use crate::runner::token_sampler::NoToken;
+use crate::runner::sampling::{Chosen, ChosenToken, NoToken, TokenLogprobs};
+use crate::runner::step::StepSequence;
 
 /// The maximum number of queued steps whose tokens the host has not taken: one that runs and one that waits.
 /// The caller of `Runner::queue` must keep this limit.

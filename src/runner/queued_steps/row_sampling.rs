@@ -1,8 +1,7 @@
 //! [`RowSampling`]: how a queued step chooses the token of a sequence.
 
-use crate::kernels::row_edits::RowEdits;
-use crate::kernels::sampling::SamplingKernelParams;
-use crate::runner::step_sequence::StepSequence;
+use crate::kernels::sampling::{RowEdits, SamplingKernelParams};
+use crate::runner::step::StepSequence;
 
 /// How the device chooses the next token of a sequence in a queued step.
 #[derive(Clone)]

@@ -8,6 +8,7 @@ use anyhow::Result;
 use candle_core::Tensor;
 
 use super::fault::RankFault;
+use super::scored_pass::forward_scored;
 use crate::kernels::SumOrder;
 use crate::kernels::sampling::DeviceSampling;
 use crate::nn::decoder::Decoder;
@@ -15,9 +16,7 @@ use crate::nn::kv_cache::{BlockTables, KvCache};
 use crate::nn::pass::{PassBatch, RowSelection, SequenceSpan};
 use crate::runner::decode_graph::DecodeGraph;
 use crate::runner::queued_steps::RowSampling;
-use crate::runner::route::StepExecutor;
-use crate::runner::scored_pass::forward_scored;
-use crate::runner::step_sequence::StepSequence;
+use crate::runner::step::{StepExecutor, StepSequence};
 
 /// A command that the first rank sends to a follower.
 #[derive(Clone)]

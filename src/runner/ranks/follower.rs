@@ -11,10 +11,10 @@ use candle_core::Tensor;
 use super::command::{RankCache, RankCommand};
 use crate::nn::decoder::Decoder;
 use crate::nn::kv_cache::KvCache;
-use crate::runner::executor::{self, PlannedGraph};
+use crate::runner::decode_graph::{PlannedGraph, plan_together};
+use crate::runner::launcher::StepLauncher;
 use crate::runner::limits::{RunnerLimits, RunnerOptions};
-use crate::runner::step_launcher::StepLauncher;
-use crate::runner::token_sampler::NoToken;
+use crate::runner::sampling::NoToken;
 use crate::text::error_message;
 use crate::world::World;
 
@@ -78,7 +78,7 @@ impl Follower {
     fn new(world: World, parts: RankParts, limits: RunnerLimits, options: RunnerOptions) -> Result<Self> {
         let RankParts { decoder, cache } = parts;
         Ok(Self {
-            decode_graph: executor::plan_together(&decoder, &cache, limits, options)?,
+            decode_graph: plan_together(&decoder, &cache, limits, options)?,
             launcher: StepLauncher::new(cache.device(), limits, options)?,
             decoder,
             cache,

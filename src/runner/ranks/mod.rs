@@ -3,12 +3,14 @@
 //! - `group`: the first rank, which sends commands to the followers and reports their failures
 //! - `follower`: the thread of a follower, which is a rank other than the first
 //! - `command`: the commands that the first rank sends to the followers
+//! - `scored_pass`: a forward pass that also returns the logits of prompt tokens
 //! - `fault`: faults that tests inject into a rank
 
 mod command;
 mod fault;
 mod follower;
 mod group;
+mod scored_pass;
 
 pub use command::GraphCommand;
 pub use command::RankCache;

@@ -281,7 +281,7 @@ fn merged(deltas: Vec<Delta>) -> Vec<Delta> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::runner::Executor;
+    use crate::runner::ExecutionMode;
 
     fn end(finish_reason: FinishReason) -> Event {
         let summary = Summary {
@@ -294,7 +294,7 @@ mod tests {
             tok_per_s: 0.0,
             context_used: 2,
             context: 10,
-            executor: Executor::Eager,
+            execution_mode: ExecutionMode::Eager,
             tool_calls: Vec::new(),
             format_violations: 0,
         };

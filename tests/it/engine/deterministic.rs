@@ -4,7 +4,7 @@ use candle_core::DType;
 use inferno::device::DeviceChoice;
 use inferno::engine::EngineBuilder;
 use inferno::kernels::attention::AttentionBackend;
-use inferno::runner::Executor;
+use inferno::runner::ExecutionMode;
 use inferno::weights::quantized::QuantizationTarget;
 use inferno::{Engine, EngineHandle, GenerateOptions, Request, RequestStream, SamplingParams};
 
@@ -181,7 +181,7 @@ fn answers_on_a_gpu_depend_only_on_their_request() {
                 }
             };
             let engine = builder().deterministic(true).load().unwrap();
-            assert_eq!(engine.executor(), Executor::Graph);
+            assert_eq!(engine.execution_mode(), ExecutionMode::Graph);
             check(&engine, 20, 90);
             println!("{name}, {quantize:?}, {dtype:?}: {:?}", engine.stats());
             drop(engine);

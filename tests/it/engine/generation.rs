@@ -17,7 +17,7 @@ use inferno::chat::{Message, ReasoningEffort, RenderOptions};
 use inferno::device::DeviceChoice;
 use inferno::engine::{EngineStats, FinishReason, Summary};
 use inferno::nn::kv_cache::BLOCK_TOKENS;
-use inferno::runner::Executor;
+use inferno::runner::ExecutionMode;
 use inferno::{Engine, EngineHandle, Event, GenerateOptions, RequestStream, SamplingParams};
 
 use crate::support::demo_dir;
@@ -610,10 +610,13 @@ fn graph_continues_a_prompt_with_greedy_tokens() {
         assert_greedy(&engine, &model.prompt, &tokens);
     }
     let model = GraphModel::new("mistral");
-    let engines = [model.graph(), model.load(110, Executor::Eager)];
+    let engines = [model.graph(), model.load(110, ExecutionMode::Eager)];
     let [graph, eager] = engines.each_ref().map(|engine| generate(engine, &model.prompt, SamplingParams::greedy(), 24));
     assert_eq!(graph.tokens, eager.tokens);
-    assert_eq!((graph.summary.executor, eager.summary.executor), (Executor::Graph, Executor::Eager));
+    assert_eq!(
+        (graph.summary.execution_mode, eager.summary.execution_mode),
+        (ExecutionMode::Graph, ExecutionMode::Eager)
+    );
 }
 
 #[test(gpu)]
@@ -687,7 +690,7 @@ fn graph_ends_at_the_context_limit() {
     for name in GRAPH_MODELS {
         let model = GraphModel::new(name);
         let context = model.prompt.len() + 10;
-        let engine = model.load(context, Executor::Graph);
+        let engine = model.load(context, ExecutionMode::Graph);
         for _ in 0..2 {
             let options = GenerateOptions { ignore_eos: true, ..greedy() };
             let answer = Answer::read(engine.complete_ids(&model.prompt, options).unwrap());
@@ -702,7 +705,7 @@ fn graph_ends_at_the_context_limit() {
 fn graph_reuses_the_prefix_of_an_earlier_request() {
     for name in GRAPH_MODELS {
         let model = GraphModel::new(name);
-        let engine = model.load(128, Executor::Graph);
+        let engine = model.load(128, ExecutionMode::Graph);
         // The prefix cache reuses whole blocks of 64 tokens, including blocks that the decode graph wrote.
         for kept in [50, 30] {
             engine.with_runner(|runner| runner.reset()).unwrap();

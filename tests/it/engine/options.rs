@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use inferno::chat::Message;
 use inferno::engine::FinishReason;
-use inferno::runner::Executor;
+use inferno::runner::ExecutionMode;
 use inferno::{EngineHandle, Event, GenerateOptions, Request, SamplingParams};
 
 use crate::support::engine::{Answer, GraphModel, demo, greedy, sampling};
@@ -126,7 +126,7 @@ fn options_that_use_logits_work_on_a_gpu() {
         let model = GraphModel::new(name);
         check_logprobs(&model.graph(), &model.prompt, 0.1);
         // Run all steps eagerly. With a graph, biases and `min_tokens` would select kernels that round differently.
-        check_rules(&model.load(110, Executor::Eager), &model.prompt);
+        check_rules(&model.load(110, ExecutionMode::Eager), &model.prompt);
     }
 }
 

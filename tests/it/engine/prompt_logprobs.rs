@@ -2,7 +2,7 @@
 
 use candle_core::DType;
 use inferno::device::DeviceChoice;
-use inferno::runner::{Executor, TokenLogprobs};
+use inferno::runner::{ExecutionMode, TokenLogprobs};
 use inferno::{Engine, EngineHandle, GenerateOptions, Request, RequestStream};
 
 use crate::support::demo_dir;
@@ -100,8 +100,8 @@ fn long_prompts_are_scored_in_slices() {
 fn prompt_logprobs_equal_those_of_a_forward_pass_on_a_gpu() {
     for name in ["llama_graph", "gpt_oss_graph"] {
         let model = GraphModel::new(name);
-        for executor in [Executor::Graph, Executor::Eager] {
-            let engine = model.load(110, executor);
+        for mode in [ExecutionMode::Graph, ExecutionMode::Eager] {
+            let engine = model.load(110, mode);
             for length in [1, 2, 16, 17, 18, 65, 100] {
                 let prompt = engine.random_tokens(length as u64, length);
                 for count in [0, 4] {

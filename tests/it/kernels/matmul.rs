@@ -10,7 +10,7 @@ use crate::support::{Random, values};
 fn products_of_few_tokens_match_their_reference() {
     use crate::support::gpu;
     use candle_core::Device;
-    use inferno::kernels::matmul::dense_few::{is_supported, matmul_few};
+    use inferno::kernels::matmul::dense_few_tokens::{is_supported, matmul_few_tokens};
     use inferno::kernels::matmul::matmul_f32;
     let device = gpu();
     let Device::Cuda(cuda) = &device else { panic!("{device:?} is not a GPU") };
@@ -30,7 +30,7 @@ fn products_of_few_tokens_match_their_reference() {
                 let what = format!("{rows}x{columns}, {dtype:?}, {tokens} tokens");
                 let supported = is_supported(cuda, &x, &weight).unwrap();
                 assert_eq!(supported, tokens < 9 && rows % 16 == 0 && rows < 65_536, "{what}");
-                match matmul_few(cuda, &x, &weight) {
+                match matmul_few_tokens(cuda, &x, &weight) {
                     Ok(got) => assert_close(&what, &got, &want, 1e-5),
                     Err(error) => assert!(!supported, "{what}: {error}"),
                 }
@@ -45,7 +45,7 @@ fn products_with_few_rows_match_their_reference() {
     use inferno::kernels::matmul::matmul_f32;
     let device = gpu();
     // Routers of gpt-oss-20b, gpt-oss-120b and Qwen3-30B-A3B, and sizes that fill only part of a tile.
-    // The last case has too many rows for the kernel `few_rows`.
+    // The last case has too many rows for the kernel `f32_few_rows`.
     for (rows, columns) in [(32, 2880), (128, 2880), (128, 2048), (1, 16), (33, 144), (257, 64)] {
         let mut noise = Random((rows + columns) as u64);
         let (weight, x) = (noise.tensor(&[rows, columns], DType::F32), noise.tensor(&[4100, columns], DType::F32));

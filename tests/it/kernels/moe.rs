@@ -52,7 +52,7 @@ fn expert_mlp_matches_separate_products() {
         hidden: usize,
         intermediate: usize,
     }
-    // Only cases whose hidden and intermediate sizes are multiples of 192 can use the `expert_few` kernels.
+    // Only cases whose hidden and intermediate sizes are multiples of 192 can use the `expert_few_pairs` kernels.
     let cases = [
         Case { tokens: 1, experts: 7, chosen: 4, hidden: 64, intermediate: 96 },
         Case { tokens: 5, experts: 4, chosen: 2, hidden: 96, intermediate: 160 },

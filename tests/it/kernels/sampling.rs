@@ -7,9 +7,7 @@ use {
     inferno::SamplingParams,
     inferno::engine::sampling::Sampler,
     inferno::kernels::launch::HostWords,
-    inferno::kernels::row_edits::{EditedRow, Penalties, RowEdits, edit_rows},
-    inferno::kernels::sampling::{mask_logits, sample_rows},
-    inferno::kernels::token_mask::TokenMask,
+    inferno::kernels::sampling::{EditedRow, Penalties, RowEdits, TokenMask, edit_rows, mask_logits, sample_rows},
     inferno::runner::TokenSampler,
     std::collections::BTreeSet,
 };

@@ -68,7 +68,7 @@ fn full_size_logits_agree_with_transformers() {
     };
     compare_with_reference("inferno bf16, prefill", engine.logits(&ids).unwrap());
     let steps = engine.with_runner(move |runner| runner.step_logits(&ids)).unwrap().unwrap();
-    compare_with_reference(&format!("inferno bf16, decode steps ({})", engine.executor()), steps);
+    compare_with_reference(&format!("inferno bf16, decode steps ({})", engine.execution_mode()), steps);
 }
 
 /// Returns the resident memory of this process in bytes.
@@ -123,10 +123,10 @@ fn full_size_greedy_tokens_are_the_same_in_every_run() {
     };
     let (first, second) = (run(), run());
     let distinct = first.iter().collect::<std::collections::BTreeSet<_>>().len();
-    println!("512 greedy tokens, {distinct} of them distinct; executor: {}", engine.executor());
+    println!("512 greedy tokens, {distinct} of them distinct; executor: {}", engine.execution_mode());
     assert_eq!(first, second);
     #[cfg(feature = "cuda")]
-    if engine.executor() == inferno::runner::Executor::Graph {
+    if engine.execution_mode() == inferno::runner::ExecutionMode::Graph {
         let ungraphed = engine.with_runner(move |runner| {
             runner.reset();
             runner.fill(&prompt).unwrap();

@@ -324,8 +324,8 @@ fn batch_equals_each_sequence_alone(model: ModelOnDevice) {
             let mut steps: Vec<usize> = Vec::new();
             for member in &members {
                 let left = member.ids.len() - member.blocks.computed();
-                let most = [0, 1, 1, 7, 70][random.below(5)];
-                steps.push(left.min(most));
+                let limit = [0, 1, 1, 7, 70][random.below(5)];
+                steps.push(left.min(limit));
             }
             if members.iter().all(|member| member.ids.len() == member.blocks.computed()) {
                 break;

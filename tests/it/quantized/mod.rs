@@ -299,7 +299,7 @@ fn roundings(format: WeightFormat) -> Vec<InputQuantization> {
 fn gpu_kernels_agree_with_the_cpu_at_the_edges() {
     let gpu = gpu();
     // With 40 and 104 columns, the rows of x are aligned to 16 bytes.
-    // `matmul_few` then multiplies 3 and 40 tokens, except in 8-bit products.
+    // `matmul_few_tokens` then multiplies 3 and 40 tokens, except in 8-bit products.
     for columns in [36, 40, 100, 104] {
         for quantize in [QuantizationTarget::Int8, QuantizationTarget::Fp8] {
             let values_of = floats(48 * columns, 7);
@@ -370,7 +370,8 @@ fn gpu_kernels_agree_with_the_cpu() {
             let got = there.embed(&ids.to_device(&gpu).unwrap(), 0.5).unwrap();
             assert_eq!(values(&got), values(&cpu.embed(&ids, 0.5).unwrap()), "rows of {format:?}");
             for (dtype, tolerance) in [(DType::F32, 1e-5), (DType::BF16, 4e-3), (DType::F16, 1e-3)] {
-                // Token counts from 3 to 100 select every tile size of `matmul_few`. 100 tokens need two tiles of 64.
+                // Token counts from 3 to 100 select every tile size of `matmul_few_tokens`.
+                // 100 tokens need two tiles of 64.
                 let many = if rows < 1000 { 300 } else { 9 };
                 for tokens in [1, 3, 9, 24, 100, many] {
                     let x = Tensor::from_vec(floats(tokens * columns, 5), (tokens, columns), &Device::Cpu).unwrap();
@@ -385,11 +386,11 @@ fn gpu_kernels_agree_with_the_cpu() {
                         let error = relative_error(&values(&got), &values(&want));
                         // `quantized_matvec` multiplies exact weights by inputs that it quantizes to 16 bits,
                         // or by exact inputs if the weights are FP8. It is used for one token,
-                        // and for 2 to 8 tokens unless `matmul_few` or an 8-bit product is used.
+                        // and for 2 to 8 tokens unless `matmul_few_tokens` or an 8-bit product is used.
                         // 8-bit products use 8-bit weights as they are. Tensor cores accumulate int8 products exactly,
                         // but FP8 products only to about 13 bits.
                         // All other kernels round the weights to the dtype of the input.
-                        let is_few = match rounding {
+                        let uses_matmul_few_tokens = match rounding {
                             InputQuantization::Int8PerToken | InputQuantization::Int8Static(_) if rows % 16 == 0 => {
                                 false
                             }
@@ -402,10 +403,10 @@ fn gpu_kernels_agree_with_the_cpu() {
                             _ => (2..=128).contains(&tokens) && dtype != DType::F32,
                         };
                         let tolerance = match rounding {
-                            _ if tokens == 1 || tokens <= 8 && !is_few => 5e-5,
+                            _ if tokens == 1 || tokens <= 8 && !uses_matmul_few_tokens => 5e-5,
                             InputQuantization::None => tolerance,
                             // 8-bit values are exact in f16 and bf16.
-                            _ if is_few => 2e-5,
+                            _ if uses_matmul_few_tokens => 2e-5,
                             // 8-bit products need a multiple of 16 rows. Otherwise, the product is computed in floats.
                             _ if rows % 16 != 0 => tolerance,
                             InputQuantization::Int8PerToken | InputQuantization::Int8Static(_) => 2e-5,

@@ -12,7 +12,7 @@ use inferno::engine::Engine;
 use inferno::kernels::exchange::{self, ExchangePath};
 use inferno::models;
 use inferno::nn::kv_cache::KvCache;
-use inferno::runner::Executor;
+use inferno::runner::ExecutionMode;
 use inferno::runner::decode_graph::DecodeGraph;
 use inferno::weights::{Checkpoint, LoadProgress, WeightsBuilder};
 use inferno::world::{ANSWER_TIMEOUT, Exchange, ResidualUpdate, World};
@@ -432,7 +432,7 @@ fn graphs_of_several_gpus_choose_the_most_likely_tokens() {
         let builder =
             model.builder().devices(two_gpus()).split(split).dtype(DType::F16).context(110).sequences(4).chunk(16);
         let engine = builder.load().unwrap();
-        assert_eq!(engine.executor(), Executor::Graph, "{name}, {split:?}: {:?}", engine.no_decode_graph());
+        assert_eq!(engine.execution_mode(), ExecutionMode::Graph, "{name}, {split:?}: {:?}", engine.no_decode_graph());
         let prompts: Vec<Vec<u32>> = (1..7).map(|index| engine.random_tokens(index, 9 * index as usize)).collect();
         for _ in 0..2 {
             for prompt in &prompts {

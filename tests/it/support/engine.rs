@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use candle_core::{DType, Device, safetensors};
 use inferno::device::{self, DeviceChoice, Devices};
 use inferno::engine::{EngineBuilder, Summary};
-use inferno::runner::Executor;
+use inferno::runner::ExecutionMode;
 use inferno::{Engine, EngineHandle, Event, GenerateOptions, RequestStream, SamplingParams};
 use tempfile::TempDir;
 
@@ -79,16 +79,16 @@ impl GraphModel {
     }
 
     /// Loads the model on a GPU in f16, which rounds less than bf16.
-    pub fn load(&self, context: usize, executor: Executor) -> Engine {
+    pub fn load(&self, context: usize, mode: ExecutionMode) -> Engine {
         let builder = self.builder().dtype(DType::F16);
-        let engine = builder.context(context).chunk(16).eager(executor == Executor::Eager).load().unwrap();
-        assert_eq!(engine.executor(), executor, "{:?}", engine.no_decode_graph());
+        let engine = builder.context(context).chunk(16).eager(mode == ExecutionMode::Eager).load().unwrap();
+        assert_eq!(engine.execution_mode(), mode, "{:?}", engine.no_decode_graph());
         engine
     }
 
     /// Loads the model on a GPU, with a context of 110 tokens and decode steps that run as a graph.
     pub fn graph(&self) -> Engine {
-        self.load(110, Executor::Graph)
+        self.load(110, ExecutionMode::Graph)
     }
 }
 

@@ -26,7 +26,7 @@ impl MemoryPlan {
         let Some(limit) = self.limit_bytes else { return needed };
         let other_bytes = self.weight_bytes.saturating_add(self.workspace_bytes(capacity));
         let room = limit.saturating_sub(other_bytes) / self.layout.block_bytes(self.dtype).max(1);
-        usize::try_from(room).unwrap_or(usize::MAX).min(self.most_blocks()).max(needed)
+        usize::try_from(room).unwrap_or(usize::MAX).min(self.max_blocks()).max(needed)
     }
 
     /// Returns the number of blocks that one decoding sequence uses when it fills the context.
@@ -40,11 +40,11 @@ impl MemoryPlan {
         let logit_bytes = self.logit_bytes(capacity.chunk);
         let other_bytes = self.weight_bytes + self.workspace_bytes(capacity) + logit_bytes;
         let blocks = device.free_bytes.saturating_sub(other_bytes) / self.layout.block_bytes(self.dtype).max(1);
-        (blocks as usize).min(self.most_blocks()) / self.sequence_blocks(capacity.context).max(1)
+        (blocks as usize).min(self.max_blocks()) / self.sequence_blocks(capacity.context).max(1)
     }
 
     /// Returns the maximum number of blocks. Kernels count the elements of a cache tensor as an i32.
-    fn most_blocks(&self) -> usize {
+    fn max_blocks(&self) -> usize {
         let elements = self.layers.iter().map(|layer| layer.kv_heads * layer.head_dim * BLOCK_TOKENS).max();
         i32::MAX as usize / elements.unwrap_or(1).max(1)
     }

@@ -20,9 +20,9 @@ use inferno::nn::kv_cache::{BLOCK_TOKENS, peak_blocks};
 use self::scenario::{Request, Scenario, assign_prompt_parts, assign_tenants, random_scenario};
 use self::simulator::{Simulator, Summary, Tracked};
 
-/// Returns the most blocks that a sequence of `tokens` tokens uses at any time, summed over all layer groups.
+/// Returns the maximum number of blocks that a sequence of `tokens` tokens uses at any time, over all layer groups.
 /// Each chunk of the sequence has at most `chunk` tokens.
-fn most_blocks(windows: &[Option<usize>], tokens: usize, chunk: usize) -> usize {
+fn sequence_peak_blocks(windows: &[Option<usize>], tokens: usize, chunk: usize) -> usize {
     windows.iter().map(|&window| peak_blocks(window, tokens, chunk)).sum()
 }
 
@@ -188,7 +188,7 @@ fn a_prompt_may_fill_the_context_and_all_blocks() {
     for context in [1, 63, 64, 65, 128, 640] {
         for windows in [vec![None], vec![None, Some(128)], vec![Some(100)]] {
             let config = SchedulerConfig { token_budget: 100, max_sequences: 2, context, prompt_parts: None };
-            let blocks = most_blocks(&windows, context, config.token_budget);
+            let blocks = sequence_peak_blocks(&windows, context, config.token_budget);
             let mut scheduler = Scheduler::new(config, BlockManager::new(windows, blocks + 1));
             submit(&mut scheduler, 0, context, usize::MAX);
             let steps = std::iter::from_fn(|| (scheduler.computed(0) < context).then(|| step(&mut scheduler)));

@@ -6,7 +6,7 @@ use inferno::engine::scheduler::SchedulerConfig;
 use inferno::nn::kv_cache::BLOCK_TOKENS;
 use inferno::runner::PromptParts;
 
-use super::{digest, most_blocks};
+use super::{digest, sequence_peak_blocks};
 use crate::support::Random;
 
 /// A simulated request.
@@ -42,10 +42,10 @@ pub struct Scenario {
     pub requests: Vec<Request>,
 }
 
-/// Returns a random number from 1 to `most`. Its logarithm is roughly uniformly distributed.
-fn skewed(random: &mut Random, most: usize) -> usize {
-    let bits = random.below(most.ilog2() as usize + 1);
-    (1 + random.below(2 << bits)).min(most)
+/// Returns a random number from 1 to `limit`. Its logarithm is roughly uniformly distributed.
+fn skewed(random: &mut Random, limit: usize) -> usize {
+    let bits = random.below(limit.ilog2() as usize + 1);
+    (1 + random.below(2 << bits)).min(limit)
 }
 
 /// Returns a random scheduler and `count` random requests.
@@ -74,7 +74,7 @@ pub fn random_scenario(seed: u64, count: usize) -> Scenario {
         6 => &[Some(1), None, Some(65)],
         _ => &[Some(512), Some(64)],
     };
-    let peak = most_blocks(windows, context, token_budget);
+    let peak = sequence_peak_blocks(windows, context, token_budget);
     let blocks = 1 + match random.below(4) {
         _ if is_tight => peak + random.below(peak),
         0 => peak,
@@ -87,7 +87,7 @@ pub fn random_scenario(seed: u64, count: usize) -> Scenario {
     let gap_us = [0, 100, 1000, 10_000, 40_000][random.below(if is_tight { 3 } else { 5 })];
     let (has_priorities, has_deadlines, has_cancels) =
         (random.below(2) == 0, random.below(2) == 0, random.below(2) == 0);
-    let most_tokens = if is_tight { context / 2 + random.below(context / 2) } else { [1, 8, 40, 100][random.below(4)] };
+    let token_limit = if is_tight { context / 2 + random.below(context / 2) } else { [1, 8, 40, 100][random.below(4)] };
     let mut arrival = Duration::ZERO;
     let requests = (0..count).map(|_| {
         arrival += Duration::from_micros(random.below(2 * gap_us + 1) as u64);
@@ -105,11 +105,11 @@ pub fn random_scenario(seed: u64, count: usize) -> Scenario {
         let room = (context - len).max(1);
         let max_tokens = match random.below(8) {
             0 => usize::MAX,
-            _ => 1 + random.below(most_tokens),
+            _ => 1 + random.below(token_limit),
         };
-        let answer = (1 + random.below(max_tokens.min(most_tokens))).min(room);
+        let answer = (1 + random.below(max_tokens.min(token_limit))).min(room);
         let soon =
-            |random: &mut Random, most_ms: usize| arrival + Duration::from_micros(random.below(most_ms * 1000) as u64);
+            |random: &mut Random, max_ms: usize| arrival + Duration::from_micros(random.below(max_ms * 1000) as u64);
         Request {
             forks: 0,
             is_fork: false,

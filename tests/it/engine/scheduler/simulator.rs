@@ -10,7 +10,7 @@ use inferno::nn::kv_cache::BLOCK_TOKENS;
 use inferno::runner::PromptParts;
 
 use super::scenario::{Request, Scenario};
-use super::{digest, most_blocks, new_sequence};
+use super::{digest, new_sequence, sequence_peak_blocks};
 use crate::support::Random;
 
 /// How a request ended.
@@ -106,7 +106,7 @@ impl<'a> Simulator<'a> {
         let Scenario { config, ref windows, blocks, ref requests, .. } = *scenario;
         let scheduler =
             Scheduler::new(config, BlockManager::new(windows.clone(), blocks).with_prompt_parts(config.prompt_parts));
-        let most = most_blocks(windows, config.context, config.token_budget) * config.max_sequences;
+        let max_blocks = sequence_peak_blocks(windows, config.context, config.token_budget) * config.max_sequences;
         Self {
             scenario,
             scheduler,
@@ -121,7 +121,7 @@ impl<'a> Simulator<'a> {
             contents: vec![0; blocks * BLOCK_TOKENS],
             written: vec![0; blocks],
             steps: 0,
-            has_ample_blocks: most < blocks,
+            has_ample_blocks: max_blocks < blocks,
             has_tenants: requests.iter().any(|request| request.tenant != requests[0].tenant),
             random: Random(seed),
             summary: Summary::default(),

@@ -1,0 +1,89 @@
+//! Products of dense matrices and few tokens on tensor cores (`dense_few_tokens.cu`).
+
+use candle_core::cuda_backend::CudaDevice;
+use candle_core::{DType, Result, Tensor, bail};
+
+use crate::kernels::constants::{
+    DENSE_FEW_TOKENS_COLUMNS, DENSE_FEW_TOKENS_INPUT_TILES, DENSE_FEW_TOKENS_MAX, DENSE_FEW_TOKENS_ROWS,
+    DENSE_FEW_TOKENS_STAGES, DENSE_FEW_TOKENS_WARPS,
+};
+use crate::kernels::launch::{Arguments, Launch, LaunchShape, dtype_suffix, max_shared_bytes, module, multiprocessors};
+use crate::kernels::scratch;
+
+/// How the dense_few_tokens kernel divides a matrix among thread blocks and warps.
+struct Division {
+    /// Units of [`DENSE_FEW_TOKENS_ROWS`] rows per thread block.
+    block_units: usize,
+    /// Warps that share the columns of a unit.
+    parts: usize,
+    /// Shared memory per thread block, in bytes.
+    shared_bytes: usize,
+}
+
+impl Division {
+    /// Divides a matrix of `rows` rows so that each multiprocessor has at most one thread block.
+    /// Returns `None` if a thread block would have no units, or more than [`DENSE_FEW_TOKENS_WARPS`] units.
+    fn new(device: &CudaDevice, rows: usize, element_bytes: usize) -> Result<Option<Self>> {
+        let block_units = (rows / DENSE_FEW_TOKENS_ROWS).div_ceil(multiprocessors(device)?);
+        let parts = DENSE_FEW_TOKENS_WARPS.checked_div(block_units).unwrap_or(0);
+        if parts == 0 {
+            return Ok(None);
+        }
+        let tile_bytes = |rows| rows * DENSE_FEW_TOKENS_COLUMNS * element_bytes;
+        let input_bytes = 2 * DENSE_FEW_TOKENS_INPUT_TILES * tile_bytes(DENSE_FEW_TOKENS_MAX);
+        let weight_bytes = block_units * parts * DENSE_FEW_TOKENS_STAGES * tile_bytes(DENSE_FEW_TOKENS_ROWS);
+        Ok(Some(Self { block_units, parts, shared_bytes: input_bytes + weight_bytes }))
+    }
+}
+
+/// Returns whether the dense_few_tokens kernel supports x·wᵀ on this GPU.
+/// x must have the same dtype and the same number of columns as w.
+pub fn is_supported(device: &CudaDevice, x: &Tensor, w: &Tensor) -> Result<bool> {
+    let ((tokens, _), (rows, columns)) = (x.dims2()?, w.dims2()?);
+    let fits = match Division::new(device, rows, w.dtype().size_in_bytes())? {
+        Some(division) => division.shared_bytes <= max_shared_bytes(device)?,
+        None => false,
+    };
+    Ok(fits
+        && (1..=DENSE_FEW_TOKENS_MAX).contains(&tokens)
+        && matches!(w.dtype(), DType::F16 | DType::BF16)
+        && rows.is_multiple_of(DENSE_FEW_TOKENS_ROWS)
+        && columns > 0
+        && columns.is_multiple_of(DENSE_FEW_TOKENS_COLUMNS))
+}
+
+/// Computes x·wᵀ with the dense_few_tokens kernel. Returns f32 `[tokens, rows]`.
+///
+/// x `[tokens, columns]` and w `[rows, columns]` have the same dtype. Fails unless [`is_supported`] returns true.
+pub fn matmul_few_tokens(device: &CudaDevice, x: &Tensor, w: &Tensor) -> Result<Tensor> {
+    let ((tokens, columns), (rows, w_columns)) = (x.dims2()?, w.dims2()?);
+    let division = Division::new(device, rows, w.dtype().size_in_bytes())?.filter(|_| columns == w_columns);
+    let (Some(division), true) = (division, is_supported(device, x, w)? && x.dtype() == w.dtype()) else {
+        bail!(
+            "matmul_few_tokens: unsupported inputs: x {:?} {:?}, w {:?} {:?}",
+            x.dtype(),
+            x.dims(),
+            w.dtype(),
+            w.dims()
+        );
+    };
+    let Division { block_units, parts, shared_bytes } = division;
+    // SAFETY: the kernel writes every element of `y`.
+    let y = unsafe { scratch::empty((tokens, rows), DType::F32, x.device())? };
+    let arguments = Arguments::new()
+        .tensor(w)?
+        .tensor(x)?
+        .tensor(&y)?
+        .int(rows)
+        .int(columns)
+        .int(tokens)
+        .int(block_units)
+        .int(parts);
+    let blocks = (rows / DENSE_FEW_TOKENS_ROWS).div_ceil(block_units);
+    let shape = LaunchShape::linear(blocks, 32 * block_units * parts).with_shared_bytes(shared_bytes);
+    let kernel = format!("dense_few_tokens_{}", dtype_suffix(x.dtype())?);
+    let launch = Launch::new(module!("dense_few_tokens"), kernel, shape, arguments).overlapping();
+    // SAFETY: the shapes are checked above.
+    unsafe { launch.enqueue(device)? };
+    Ok(y)
+}

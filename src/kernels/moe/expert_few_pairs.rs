@@ -1,0 +1,47 @@
+//! Matrix products of routed experts with MXFP4 tiles, for few pairs per expert (`expert_few_pairs.cu`).
+
+use candle_core::Result;
+use candle_core::cuda_backend::CudaDevice;
+
+use crate::kernels::constants::{EXPERT_FEW_PAIRS_STEPS, EXPERT_FEW_PAIRS_THREADS, MXFP4_TILE_COLUMNS};
+use crate::kernels::launch::{Arguments, Launch, LaunchShape, max_shared_bytes, module, multiprocessors};
+
+/// The tile size and the launch shape of the kernels in `expert_few_pairs.cu`.
+#[derive(Clone, Copy)]
+pub(super) struct FewPairsKernel {
+    /// The maximum number of pairs per tile. An expert with more pairs has several tiles.
+    pub max_pairs: usize,
+    shape: LaunchShape,
+}
+
+impl FewPairsKernel {
+    /// Chooses the largest tile that fits in the shared memory of the GPU.
+    /// Returns `None` if the kernels do not support the GPU or the sizes of the experts.
+    pub fn choose(device: &CudaDevice, hidden: usize, intermediate: usize) -> Result<Option<Self>> {
+        let group = MXFP4_TILE_COLUMNS * EXPERT_FEW_PAIRS_STEPS;
+        let is_supported = |columns: usize| columns > 0 && columns.is_multiple_of(group);
+        if !is_supported(hidden) || !is_supported(intermediate) {
+            return Ok(None);
+        }
+        let (limit, blocks) = (max_shared_bytes(device)?, multiprocessors(device)?);
+        let columns = hidden.max(intermediate);
+        let max_pairs = [24, 16, 8].into_iter().find(|&pairs| shared_bytes(pairs, columns) <= limit);
+        Ok(max_pairs.map(|max_pairs| Self {
+            max_pairs,
+            shape: LaunchShape::linear(blocks, EXPERT_FEW_PAIRS_THREADS)
+                .with_shared_bytes(shared_bytes(max_pairs, columns)),
+        }))
+    }
+
+    /// Returns the launch for `product`, which is `gate_up` or `down`.
+    pub fn launch(self, product: &str, dtype: &str, arguments: Arguments) -> Launch {
+        Launch::new(module!("expert_few_pairs"), format!("expert_few_pairs_{product}_{dtype}"), self.shape, arguments)
+            .overlapping()
+    }
+}
+
+/// Returns the size in bytes of the shared memory that a thread block needs.
+/// The shared memory holds the 16-bit rows of x or h, and each warp's f32 partial sums of 32 weight rows.
+fn shared_bytes(pairs: usize, columns: usize) -> usize {
+    pairs * (2 * columns + EXPERT_FEW_PAIRS_THREADS / 32 * 32 * 4)
+}

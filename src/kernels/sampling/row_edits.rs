@@ -1,0 +1,179 @@
+//! Edits rows of logits before tokens are chosen (`row_edits.cu`): adds values such as biases, then applies penalties.
+//!
+//! The host prepares a queued step before it knows the tokens of the previous step. These tokens are *in flight*.
+//! The host's token counts leave out the token in flight of each row. The kernel counts this token.
+
+#[cfg(feature = "cuda")]
+use std::collections::HashSet;
+#[cfg(feature = "cuda")]
+use std::ops::Range;
+#[cfg(feature = "cuda")]
+use std::sync::Arc;
+
+#[cfg(feature = "cuda")]
+use candle_core::{DType, Device, Result, Tensor, bail};
+
+#[cfg(feature = "cuda")]
+use crate::kernels::constants::{ROW_EDITS_THREADS, ROW_EDITS_WORDS};
+#[cfg(feature = "cuda")]
+use crate::kernels::launch::{Arguments, HostWords, Launch, LaunchShape, module};
+
+/// The penalties on the logits of tokens that have appeared.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Penalties {
+    /// Divides positive logits and multiplies all other logits. Also applies to tokens that occur only in the prompt.
+    pub repetition: f32,
+    /// Subtracted from the logit once for each time that the token was generated.
+    pub frequency: f32,
+    /// Subtracted from the logit once if the token was generated at least once.
+    pub presence: f32,
+}
+
+impl Penalties {
+    /// Penalties that change no logits.
+    pub const NONE: Self = Self { repetition: 1.0, frequency: 0.0, presence: 0.0 };
+
+    /// Returns the penalized logit of a token. `generated` is 0 if only the prompt contains the token.
+    pub fn apply(&self, logit: f32, generated: u32) -> f32 {
+        let logit = if logit > 0.0 { logit / self.repetition } else { logit * self.repetition };
+        match generated {
+            0 => logit,
+            _ => logit - (self.frequency * generated as f32 + self.presence),
+        }
+    }
+}
+
+/// The edits of one row of logits. Tokens outside the vocabulary are ignored.
+#[derive(Clone, Debug, PartialEq)]
+pub struct RowEdits {
+    /// (token, value) pairs, at most one per token. The value is added to the token's logit.
+    pub values: Vec<(u32, f32)>,
+    pub penalties: Penalties,
+    /// (token, count) pairs, at most one per token, for the tokens that get penalties.
+    /// The count is the number of times that the token was generated, without the token in flight.
+    pub seen: Vec<(u32, u32)>,
+}
+
+impl Default for RowEdits {
+    fn default() -> Self {
+        Self { values: Vec::new(), penalties: Penalties::NONE, seen: Vec::new() }
+    }
+}
+
+impl RowEdits {
+    /// Returns whether the edits change no logits, regardless of the token in flight.
+    pub fn is_empty(&self) -> bool {
+        self.values.is_empty() && self.penalties == Penalties::NONE
+    }
+
+    /// Applies the penalties to `logits`, f32 `[vocab]`. Does not add the values of the edits.
+    /// `in_flight` is a generated token that the counts in `seen` do not include.
+    pub fn penalize(&self, logits: &mut [f32], in_flight: Option<u32>) {
+        let mut is_seen = false;
+        for &(token, generated) in &self.seen {
+            let is_in_flight = Some(token) == in_flight;
+            is_seen |= is_in_flight;
+            if let Some(logit) = logits.get_mut(token as usize) {
+                *logit = self.penalties.apply(*logit, generated + u32::from(is_in_flight));
+            }
+        }
+        if let Some(token) = in_flight
+            && !is_seen
+            && let Some(logit) = logits.get_mut(token as usize)
+        {
+            *logit = self.penalties.apply(*logit, 1);
+        }
+    }
+
+    /// Adds the values and applies the penalties on the CPU.
+    /// Penalized logits can differ from the kernel's in the last bit, because nvcc fuses multiplications and additions.
+    pub fn apply(&self, logits: &mut [f32], in_flight: Option<u32>) {
+        for &(token, value) in &self.values {
+            if let Some(logit) = logits.get_mut(token as usize) {
+                *logit += value;
+            }
+        }
+        self.penalize(logits, in_flight);
+    }
+}
+
+/// The edits of one row of logits, and the row's token in flight.
+#[cfg(feature = "cuda")]
+#[derive(Clone, Copy, Debug)]
+pub struct EditedRow<'e> {
+    pub row: usize,
+    pub edits: &'e RowEdits,
+    /// The index of the token in flight among the tokens of the previous step. `None` if no token is in flight.
+    pub in_flight: Option<u32>,
+}
+
+/// Queues a kernel that edits `rows` of `logits`, f32 `[*, vocab]`, in place. Fails if `rows` contains a row twice.
+///
+/// `tokens`, u32, holds the tokens of the previous step.
+/// A row whose token is [`NO_TOKEN`](crate::kernels::constants::NO_TOKEN) has no token in flight.
+///
+/// If the description of the edits fits in `range` of `host`, the kernel reads it there.
+/// In this case, the call does not wait for earlier steps.
+/// The caller must leave the range unchanged until the kernel has ended.
+/// If the description does not fit, the call copies it to the device.
+#[cfg(feature = "cuda")]
+pub fn edit_rows(
+    logits: &Tensor,
+    rows: &[EditedRow],
+    tokens: &Tensor,
+    (host, range): (&Arc<HostWords>, Range<usize>),
+) -> Result<()> {
+    let (count, vocab) = logits.dims2()?;
+    let Device::Cuda(device) = logits.device() else { return crate::kernels::unsupported("edit_rows", logits) };
+    let available = tokens.dims1()?;
+    let mut edited = HashSet::new();
+    let is_valid = |row: &EditedRow| {
+        row.row < count && row.in_flight.is_none_or(|source| (source as usize) < available) && edited.insert(row.row)
+    };
+    if !rows.iter().all(is_valid) || (logits.dtype(), tokens.dtype()) != (DType::F32, DType::U32) {
+        bail!("edit_rows: invalid rows or dtypes for logits {:?} and tokens {:?}", logits.shape(), tokens.shape());
+    }
+    if rows.is_empty() {
+        return Ok(());
+    }
+    let description = description(rows, vocab);
+    let arguments = Arguments::new().tensor(logits)?.tensor(tokens)?;
+    let arguments = if description.len() <= range.len() {
+        host.write(range.start, &description);
+        arguments.host_words(host, range.start)
+    } else {
+        arguments.tensor(&Tensor::new(description, logits.device())?)?
+    };
+    let shape = LaunchShape::linear(rows.len(), ROW_EDITS_THREADS);
+    let launch = Launch::new(module!("row_edits"), "edit_rows", shape, arguments.int(vocab));
+    // SAFETY: `is_valid` has checked every row. `description` contains only tokens of the vocabulary.
+    unsafe { launch.enqueue(device) }
+}
+
+/// Encodes the edits as u32 words for the kernel, in the layout of `description` in `row_edits.cu`.
+#[cfg(feature = "cuda")]
+fn description(rows: &[EditedRow], vocab: usize) -> Vec<u32> {
+    let mut words = vec![0; rows.len() * ROW_EDITS_WORDS];
+    for (index, EditedRow { row, edits, in_flight }) in rows.iter().enumerate() {
+        let is_token = |token: u32| (token as usize) < vocab;
+        let values_start = words.len();
+        let values = edits.values.iter().filter(|(token, _)| is_token(*token));
+        words.extend(values.flat_map(|&(token, value)| [token, value.to_bits()]));
+        let seen_start = words.len();
+        let seen = edits.seen.iter().filter(|(token, _)| is_token(*token));
+        words.extend(seen.flat_map(|&(token, generated)| [token, generated]));
+        let Penalties { repetition, frequency, presence } = edits.penalties;
+        let header: [u32; ROW_EDITS_WORDS] = [
+            *row as u32,
+            in_flight.map_or(0, |source| source + 1),
+            values_start as u32,
+            seen_start as u32,
+            words.len() as u32,
+            repetition.to_bits(),
+            frequency.to_bits(),
+            presence.to_bits(),
+        ];
+        words[index * ROW_EDITS_WORDS..][..ROW_EDITS_WORDS].copy_from_slice(&header);
+    }
+    words
+}

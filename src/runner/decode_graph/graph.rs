@@ -1,0 +1,418 @@
+//! The decode step as a CUDA graph.
+//!
+//! [`DecodeGraph::plan`] turns the decoder's layers into a fixed list of fused kernel launches on static buffers.
+//! The list is captured as a graph.
+//!
+//! Each token costs the host one graph launch. The token stays on the device as the input of the next step.
+//! Meanwhile, the host reads the token from a mailbox.
+
+use std::sync::Arc;
+
+use anyhow::{Context, Result, bail};
+use candle_core::cuda_backend::CudaDevice;
+use candle_core::{DType, Device, Tensor};
+
+use super::layers::{Scratch, add_attention, add_clamped_moe, add_gated_mlp, add_gated_moe, rms_norm};
+use super::no_decode_graph::NoDecodeGraph;
+use super::support::unsupported_reason;
+use crate::kernels::decode::sample::{self, SamplingBuffers};
+use crate::kernels::decode::{self, Embedding, StepBuffers};
+use crate::kernels::exchange::add_sum;
+use crate::kernels::launch::{HostMailbox, LaunchGraph, LaunchList};
+use crate::kernels::rows::copy_rows;
+use crate::kernels::sampling::{DeviceSampling, SamplingKernelParams};
+use crate::nn::decoder::Decoder;
+use crate::nn::kv_cache::{BLOCK_TOKENS, BlockTables, KvCache};
+use crate::nn::mlp::Mlp;
+use crate::runner::sampling::NoToken;
+use crate::runner::step::KernelTime;
+
+/// The maximum number of later steps to queue before the host waits for the token of a step.
+/// These steps keep the GPU busy while the host handles the token.
+/// A larger number would waste more steps if the sequence ends early, for example at a stop token.
+const AHEAD: usize = 2;
+/// The number of mailbox slots. It must exceed the number of steps that can be queued at once, `1 + AHEAD`.
+const MAILBOX_SLOTS: usize = 64;
+const _: () = assert!(MAILBOX_SLOTS > 1 + AHEAD);
+
+/// The sequence that a decode graph continues.
+#[derive(Clone, Copy)]
+struct CurrentSequence {
+    id: u64,
+    /// The position of the input of its first step since the graph was started.
+    start: usize,
+}
+
+/// A captured decode step for one sequence.
+pub struct DecodeGraph {
+    device: CudaDevice,
+    buffers: StepBuffers,
+    embedding: Embedding,
+    /// The maximum number of positions in the sequence. The RoPE tables cover all positions.
+    context: usize,
+    mailbox: Arc<HostMailbox>,
+    sampling_buffers: SamplingBuffers,
+    /// The kernel launches of a step, up to its logits.
+    layers: LaunchList,
+    /// Chooses the most likely token. `None` with several ranks, where `sampled` also makes greedy choices.
+    greedy: Option<StepTail>,
+    sampled: StepTail,
+    sampling: Sampling,
+    /// The number of steps queued for the current sequence. Step s writes its token to slot s mod `mailbox.slots()`.
+    queued: usize,
+    /// The number of tokens of the current sequence that were taken from the mailbox.
+    taken: usize,
+    /// The number of steps of the current sequence for which the context and the block tables have room.
+    possible: usize,
+    sequence: Option<CurrentSequence>,
+    /// The block table of each layer group on the device, u32 `[1, blocks]`.
+    tables: Vec<Tensor>,
+    /// For each layer group, the number of entries of the sequence's block table that were copied to `tables`.
+    blocks: Vec<usize>,
+    /// The number of blocks in the KV cache.
+    cache_blocks: usize,
+}
+
+impl DecodeGraph {
+    /// Plans and captures the decode step of `decoder` on `cache`.
+    ///
+    /// The sequence may have up to `context` positions.
+    /// The inner error is the reason why the decode graph does not support the decoder.
+    pub fn plan(decoder: &Decoder, cache: &KvCache, context: usize) -> Result<Result<Box<Self>, NoDecodeGraph>> {
+        let Device::Cuda(device) = decoder.embed_tokens.device() else { return Ok(Err(NoDecodeGraph::NotOnGpu)) };
+        if let Some(reason) = unsupported_reason(decoder, device)? {
+            return Ok(Err(reason));
+        }
+        let embedding = Embedding { table: decoder.embed_tokens.clone(), scale: decoder.embed_scale };
+        let (vocab_size, hidden_size) = decoder.embed_tokens.dims();
+        let buffers = StepBuffers::new(device, hidden_size, vocab_size, decoder.world())?;
+        if !sample::can_sample(&buffers) {
+            return Ok(Err(NoDecodeGraph::VocabularySize(vocab_size)));
+        }
+        let mailbox = HostMailbox::new(device, MAILBOX_SLOTS)?;
+        let mut launches = LaunchList::new(device)?;
+        let sampling_buffers = SamplingBuffers::new(&buffers.logits)?;
+        let mut scratch = Scratch::default();
+        let context = context.min(decoder.context());
+        let table = |_| Tensor::zeros((1, context.div_ceil(BLOCK_TOKENS)), DType::U32, decoder.embed_tokens.device());
+        let tables = (0..cache.layout().groups()).map(table).collect::<candle_core::Result<Vec<_>>>()?;
+        for stage in 0..decoder.stages() {
+            let is_own = decoder.is_own(stage);
+            for (index, layer) in decoder.own_layers().filter(|_| is_own) {
+                let table = &tables[cache.layout().group(index)];
+                add_attention(&mut launches, &buffers, &mut scratch, layer, cache.layer(index), table)?;
+                match &layer.mlp {
+                    Mlp::Gated(mlp) => add_gated_mlp(&mut launches, &buffers, &mut scratch, layer, mlp)?,
+                    Mlp::ClampedMoe(mlp) => add_clamped_moe(&mut launches, &buffers, &mut scratch, layer, mlp)?,
+                    Mlp::GatedMoe(mlp) => add_gated_moe(&mut launches, &buffers, &mut scratch, layer, mlp)?,
+                    Mlp::Plain(_) => bail!("the decode graph has no kernel for an MLP without a gate"),
+                }
+            }
+            if decoder.stages() > 1 {
+                let result = if is_own { buffers.x.clone() } else { scratch.zeros(&buffers.x)? };
+                add_sum(&mut launches, &buffers.world, &result, &buffers.x)?;
+            }
+        }
+        let head = &decoder.lm_head.weight;
+        decode::add_head(
+            &mut launches,
+            &buffers,
+            rms_norm(&decoder.norm),
+            head,
+            decoder.dtype(),
+            decoder.final_softcap,
+        )?;
+        let step_tail = |add: &dyn Fn(&mut LaunchList) -> candle_core::Result<()>| -> Result<StepTail> {
+            let mut tail = LaunchList::new(device)?;
+            add(&mut tail)?;
+            let graph = LaunchGraph::capture(&launches, &tail).context("cannot capture the decode step")?;
+            Ok(StepTail { launches: tail, graph })
+        };
+        let greedy = match decoder.world().size() {
+            1 => Some(step_tail(&|tail| decode::add_greedy_sampling(tail, &buffers, &embedding, head, &mailbox))?),
+            _ => None,
+        };
+        let sampled = step_tail(&|tail| sample::add_sample(tail, &buffers, &sampling_buffers, &embedding, &mailbox))?;
+        Ok(Ok(Box::new(Self {
+            device: device.clone(),
+            buffers,
+            embedding,
+            context,
+            mailbox,
+            sampling_buffers,
+            layers: launches,
+            greedy,
+            sampled,
+            sampling: Sampling::Greedy,
+            queued: 0,
+            taken: 0,
+            possible: 0,
+            sequence: None,
+            blocks: vec![0; tables.len()],
+            tables,
+            cache_blocks: cache.blocks(),
+        })))
+    }
+
+    /// Starts decoding a sequence at `position` with `token` as the input of the first step.
+    ///
+    /// Without `sampling`, every step chooses the most likely token.
+    pub fn start(
+        &mut self,
+        sequence: u64,
+        position: usize,
+        token: u32,
+        sampling: Option<DeviceSampling>,
+        tables: &BlockTables,
+    ) -> Result<()> {
+        let vocab_size = self.buffers.logits.dims1()?;
+        if token as usize >= vocab_size || position >= self.context {
+            bail!(
+                "cannot decode token {token} at position {position}: \
+                 the vocabulary has {vocab_size} tokens, and the context has {} positions",
+                self.context
+            );
+        }
+        // Stop first. If a call below fails, the graph must not continue the previous sequence.
+        self.stop();
+        self.set_sampling(sampling)?;
+        let id = Tensor::new(&[token], self.buffers.x.device())?;
+        copy_rows(&self.buffers.x, &self.embedding.table.embed(&id, self.embedding.scale)?.flatten_all()?, 0)?;
+        let state = Tensor::new(&[position as u32, token, 0, 0], self.buffers.x.device())?;
+        copy_rows(&self.buffers.state, &state, 0)?;
+        self.begin(sequence, position, 0, tables)
+    }
+
+    /// Makes `sequence` the current sequence: sets the step counts and copies the block tables to the device.
+    /// `queued` is the number of the sequence's steps that the caller has already queued.
+    fn begin(&mut self, sequence: u64, position: usize, queued: usize, tables: &BlockTables) -> Result<()> {
+        (self.queued, self.taken) = (queued, 0);
+        self.sequence = Some(CurrentSequence { id: sequence, start: position });
+        self.blocks.fill(0);
+        self.set_tables(tables)
+    }
+
+    /// Returns whether `sequence` is the current sequence, and the input of its next step is at `position`.
+    pub fn continues(&self, sequence: u64, position: usize) -> bool {
+        self.sequence.is_some_and(|current| current.id == sequence && current.start + self.taken == position)
+    }
+
+    /// Forgets the current sequence. The next step requires [`start`](Self::start) or [`start_from`](Self::start_from).
+    pub fn stop(&mut self) {
+        self.sequence = None;
+    }
+
+    /// Copies to the device each block table that has grown, so that later steps can use positions in the new blocks.
+    pub fn set_tables(&mut self, tables: &BlockTables) -> Result<()> {
+        let Some(CurrentSequence { start, .. }) = self.sequence else {
+            bail!("cannot set block tables: no sequence was started")
+        };
+        for ((device, blocks), table) in self.tables.iter().zip(&mut self.blocks).zip(tables.iter()) {
+            let used = table.len().min(device.dim(1)?);
+            if used != *blocks {
+                if let Some(block) = table[..used].iter().find(|&&block| block as usize >= self.cache_blocks) {
+                    bail!("block {block} is not one of the {} blocks of the KV cache", self.cache_blocks);
+                }
+                let values = Tensor::new(&table[..used], device.device())?;
+                copy_rows(&device.flatten_all()?, &values, 0)?;
+                *blocks = used;
+            }
+        }
+        self.possible = self.context.min(tables.positions()).saturating_sub(start);
+        Ok(())
+    }
+
+    /// Starts decoding after `tokens` cached tokens.
+    /// Chooses the first new token from `logits`, f32 `[1, vocab]`, the logits of the last cached token.
+    pub fn start_from(
+        &mut self,
+        sequence: u64,
+        tokens: usize,
+        logits: &Tensor,
+        sampling: Option<DeviceSampling>,
+        tables: &BlockTables,
+    ) -> Result<()> {
+        let logits = logits.flatten_all()?;
+        let (vocab_size, context) = (self.buffers.logits.dims1()?, self.context);
+        if tokens == 0 || tokens > context || logits.dims1()? != vocab_size {
+            bail!(
+                "cannot decode after {tokens} tokens with {} logits: \
+                 expected 1 to {context} tokens and {vocab_size} logits",
+                logits.dims1()?
+            );
+        }
+        self.stop();
+        self.set_sampling(sampling)?;
+        copy_rows(&self.buffers.logits, &logits, 0)?;
+        let state = Tensor::new(&[tokens as u32 - 1, 0, 0, 0], logits.device())?;
+        copy_rows(&self.buffers.state, &state, 0)?;
+        // The argmax kernel needs maxima from the head kernel, which has not run for these logits.
+        // The sampling kernel needs only the logits, so it makes the first choice even if sampling is greedy.
+        if self.sampling == Sampling::Greedy {
+            self.sampling_buffers.set(DeviceSampling { params: SamplingKernelParams::greedy(), seen: Vec::new() })?;
+        }
+        self.sampled.launches.enqueue()?;
+        self.begin(sequence, tokens - 1, 1, tables)
+    }
+
+    /// Waits for all queued steps, then sets how later steps choose tokens.
+    fn set_sampling(&mut self, sampling: Option<DeviceSampling>) -> Result<()> {
+        self.drain()?;
+        self.sampling = match sampling {
+            None if self.greedy.is_none() => {
+                self.sampling_buffers
+                    .set(DeviceSampling { params: SamplingKernelParams::greedy(), seen: Vec::new() })?;
+                Sampling::Sampled
+            }
+            None => Sampling::Greedy,
+            Some(sampling) => {
+                self.sampling_buffers.set(sampling)?;
+                Sampling::Sampled
+            }
+        };
+        Ok(())
+    }
+
+    /// Returns the launches and the graph for the current kind of sampling.
+    fn tail(&self) -> &StepTail {
+        match (self.sampling, &self.greedy) {
+            (Sampling::Greedy, Some(greedy)) => greedy,
+            _ => &self.sampled,
+        }
+    }
+
+    /// Waits for the next token. First queues its step and up to `AHEAD` later steps.
+    ///
+    /// `limit` is the maximum number of tokens still to generate, including the next token.
+    /// Never queues steps after the last of these tokens, or at positions beyond the context or the block tables.
+    pub fn next(&mut self, limit: usize) -> Result<u32> {
+        let limit = self.steps_left(limit)?;
+        while self.queued - self.taken < limit.min(1 + AHEAD) {
+            self.count_step()?;
+            self.buffers.world.launch_together(|| self.tail().graph.enqueue())?;
+        }
+        self.take_token()
+    }
+
+    /// Returns how many more tokens can be generated, at most `limit`. Fails if the number is 0.
+    pub fn steps_left(&self, limit: usize) -> Result<usize> {
+        match limit.min(self.possible - self.taken) {
+            0 => bail!("cannot decode a token: the context or block table is full, or the request's limit is reached"),
+            left => Ok(left),
+        }
+    }
+
+    /// Returns whether [`set_tables`](Self::set_tables) would copy a table.
+    pub fn needs_tables(&self, tables: &BlockTables) -> bool {
+        let used = self.tables.iter().zip(tables.iter()).map(|(device, table)| table.len().min(device.dims()[1]));
+        !used.eq(self.blocks.iter().copied())
+    }
+
+    /// Counts one more queued step. Fails if the context or the sequence's last block is full.
+    fn count_step(&mut self) -> Result<()> {
+        if self.queued == self.possible {
+            bail!("cannot decode a token: the context or block table is full");
+        }
+        self.queued += 1;
+        Ok(())
+    }
+
+    /// Waits for the next token. Fails if every logit of its step is NaN or -inf.
+    fn take_token(&mut self) -> Result<u32> {
+        match self.wait()? {
+            decode::MAILBOX_NO_TOKEN => Err(NoToken.into()),
+            word => Ok(word - 1),
+        }
+    }
+
+    /// Returns the number of queued steps whose tokens have not been taken. Such steps may still write to the KV cache.
+    pub fn queued_steps(&self) -> usize {
+        self.queued - self.taken
+    }
+
+    /// Waits for the queued steps and discards their tokens.
+    pub fn drain(&mut self) -> Result<()> {
+        while self.taken < self.queued {
+            self.wait()?;
+        }
+        Ok(())
+    }
+
+    /// Waits for the next mailbox entry: 1 + the token id, or [`decode::MAILBOX_NO_TOKEN`].
+    fn wait(&mut self) -> Result<u32> {
+        let slot = self.taken % self.mailbox.slots();
+        let word = self.mailbox.wait(slot).context("cannot decode a token: the step failed on the GPU")?;
+        self.taken += 1;
+        Ok(word)
+    }
+
+    /// Returns the buffer for the logits of a step, f32 `[vocab]`. Each step overwrites the buffer.
+    pub fn logits(&self) -> &Tensor {
+        &self.buffers.logits
+    }
+
+    /// Returns the number of launches in a step.
+    pub fn launches(&self) -> usize {
+        self.layers.len() + self.tail().launches.len()
+    }
+
+    /// Returns the number of nodes in the graph of a step: kernels and copies.
+    pub fn nodes(&self) -> Result<usize> {
+        Ok(self.tail().graph.nodes()?)
+    }
+
+    /// Runs one step as individual launches. Returns for each kernel the number of its calls, and their time and bytes.
+    pub fn kernel_times(&mut self) -> Result<Vec<KernelTime>> {
+        self.count_step()?;
+        let mut times: Vec<KernelTime> = Vec::new();
+        let mut timed = self.layers.time_each()?;
+        timed.extend(self.tail().launches.time_each()?);
+        self.wait()?;
+        for kernel in timed {
+            let known = times.iter().position(|time| time.name == kernel.name);
+            let index = known.unwrap_or_else(|| {
+                times.push(KernelTime { name: kernel.name.clone(), calls: 0, seconds: 0.0, bytes: 0 });
+                times.len() - 1
+            });
+            let time = &mut times[index];
+            (time.calls, time.seconds, time.bytes) =
+                (time.calls + 1, time.seconds + kernel.seconds, time.bytes + kernel.bytes);
+        }
+        Ok(times)
+    }
+
+    /// Runs one step as individual kernel launches, to compare it with the graph. Returns the step's token.
+    pub fn next_ungraphed(&mut self) -> Result<u32> {
+        self.count_step()?;
+        self.layers.enqueue()?;
+        self.tail().launches.enqueue()?;
+        self.take_token()
+    }
+}
+
+/// The end of a step: chooses the token, either greedily or by sampling.
+struct StepTail {
+    /// The kernel launches that follow the logits.
+    launches: LaunchList,
+    /// The graph of the whole step: `DecodeGraph::layers`, then `launches`.
+    graph: LaunchGraph,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Sampling {
+    Greedy,
+    Sampled,
+}
+
+const _: fn() = || {
+    fn is_send<T: Send>() {}
+    is_send::<DecodeGraph>();
+};
+
+impl Drop for DecodeGraph {
+    fn drop(&mut self) {
+        // Queued steps write to buffers that are freed next, so wait for these steps.
+        // Ignore the result, because `drop` cannot return an error.
+        let _ = self.device.cuda_stream().synchronize();
+    }
+}

@@ -1,0 +1,87 @@
+//! [`NoDecodeGraph`]: why a runner has no decode graph.
+
+use std::fmt;
+
+use candle_core::DType;
+
+/// Why a runner has no decode graph.
+/// Without a decode graph, decode steps of one sequence run as batch graphs or operation by operation (`step/route.rs`).
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum NoDecodeGraph {
+    /// The user passed `--eager`.
+    Eager,
+    /// The user passed `--deterministic`, but the decode graph does not add in the order `SumOrder::Fixed`.
+    Deterministic,
+    NotOnGpu,
+    /// Several ranks run the model together, and the host copies data between their devices.
+    HostCopies,
+    /// The rank's part of the output head is empty, or its part of the attention or MLP of some layer that it runs.
+    EmptyPart,
+    /// Another rank has no decode graph. That rank knows the reason.
+    OtherRank,
+    /// The dtype of activations is neither bf16 nor f16. The decode graph supports only these dtypes.
+    Dtype(DType),
+    /// The decode graph has no attention kernel for this head size.
+    HeadDim(usize),
+    /// The decode graph has no kernel for this part of the model, such as LayerNorm or a quantized router.
+    Layer(&'static str),
+    /// `gate_proj` and `up_proj` have different formats, or they quantize their inputs differently.
+    MixedGateUp,
+    /// No single kernel computes `q_proj`, `k_proj` and `v_proj`.
+    /// Only some of these matrices are quantized, only some are FP8, or they quantize their inputs differently.
+    /// A mix of GGUF types is supported.
+    IncompatibleQkv,
+    /// The experts of gpt-oss are not in MXFP4, or a scale exceeds 2 or is NaN.
+    ExpertFormat,
+    /// The decode kernels do not support this number of experts per layer or per token.
+    ExpertCount {
+        chosen: usize,
+        experts: usize,
+    },
+    /// No decode kernel supports matrices with this many columns.
+    /// The number is not a multiple of 8 or exceeds the limit for MXFP4 experts, or the input vectors of this length
+    /// exceed the GPU's shared memory.
+    RowLength(usize),
+    /// The vocabulary is too large for one launch of the sampling kernel on this GPU.
+    VocabularySize(usize),
+    /// Planning failed because of a bug in inferno. Contains the error message.
+    PlanFailed(String),
+}
+
+impl NoDecodeGraph {
+    /// Returns whether the reason is a bug in inferno that the user should report.
+    pub fn is_unexpected(&self) -> bool {
+        matches!(self, NoDecodeGraph::PlanFailed(_))
+    }
+}
+
+impl fmt::Display for NoDecodeGraph {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            NoDecodeGraph::Eager => f.write_str("--eager was given"),
+            NoDecodeGraph::Deterministic => f.write_str("--deterministic was given"),
+            NoDecodeGraph::NotOnGpu => f.write_str("the model is not on a GPU"),
+            NoDecodeGraph::HostCopies => f.write_str("the host copies data between the GPUs"),
+            NoDecodeGraph::EmptyPart => f.write_str("a GPU's part of a layer or of the output head is empty"),
+            NoDecodeGraph::OtherRank => f.write_str("another GPU has no decode graph"),
+            NoDecodeGraph::Dtype(dtype) => write!(f, "the graph supports bf16 and f16, not {dtype:?}"),
+            NoDecodeGraph::HeadDim(size) => write!(f, "the graph has no attention kernel for head size {size}"),
+            NoDecodeGraph::Layer(what) => write!(f, "the graph has no kernel for {what}"),
+            NoDecodeGraph::MixedGateUp => f.write_str("gate_proj and up_proj are quantized differently"),
+            NoDecodeGraph::IncompatibleQkv => {
+                f.write_str("the graph has no kernel for this combination of q_proj, k_proj and v_proj formats")
+            }
+            NoDecodeGraph::ExpertFormat => {
+                f.write_str("the graph does not support MXFP4 scales above 2, or experts that are not in MXFP4")
+            }
+            NoDecodeGraph::ExpertCount { chosen, experts } => {
+                write!(f, "the graph does not support choosing {chosen} of {experts} experts")
+            }
+            NoDecodeGraph::RowLength(columns) => write!(f, "no decode kernel supports matrices with {columns} columns"),
+            NoDecodeGraph::VocabularySize(tokens) => {
+                write!(f, "the graph cannot sample from a vocabulary of {tokens} tokens on this GPU")
+            }
+            NoDecodeGraph::PlanFailed(error) => write!(f, "planning the decode graph failed: {error}"),
+        }
+    }
+}

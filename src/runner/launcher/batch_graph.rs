@@ -1,0 +1,298 @@
+//! Batched decode steps as CUDA graphs, with one graph per padded batch size.
+//!
+//! A batch graph replays the operations of [`Decoder::hidden_states`] and [`Decoder::logits`].
+//! Except for rounding, its logits equal the logits of a step without a graph.
+//! The host launches one graph instead of hundreds of kernels.
+//!
+//! Batches of more than 8 rows are padded to multiples of 8 or, above 64 rows, of 16, so that fewer graphs are needed.
+//! A padding row repeats the last sequence, so it uses no additional experts, and rewrites the same keys and values
+//! in the same slots.
+
+use std::collections::BTreeMap;
+
+use anyhow::{Result, bail};
+use candle_core::cuda_backend::CudaDevice;
+use candle_core::{DType, Tensor};
+
+use crate::kernels::SumOrder;
+use crate::kernels::attention::{PassBlocks, Queries, slot};
+use crate::kernels::launch::LaunchGraph;
+use crate::kernels::rows::copy_rows;
+use crate::kernels::scratch::{Arena, LayerSizes, MAX_ARENA_BYTES};
+use crate::kernels::step_inputs::StepInputs;
+use crate::nn::decoder::Decoder;
+use crate::nn::kv_cache::{BLOCK_TOKENS, KvCache};
+use crate::nn::pass::Pass;
+use crate::runner::limits::MAX_SEQUENCES;
+use crate::runner::queued_steps::QueuedStepBuffers;
+use crate::runner::step::StepSequence;
+
+/// The graphs of a model, one per padded batch size.
+pub struct BatchGraphs {
+    device: CudaDevice,
+    /// The number of entries in each block table: enough blocks for the context.
+    table_blocks: usize,
+    sum_order: SumOrder,
+    graphs: BTreeMap<usize, BatchGraph>,
+    /// The logits of a step, f32 `[MAX_SEQUENCES, vocab]`. All graphs share this buffer. Allocated for the first batch.
+    logits: Option<Tensor>,
+    /// The arena of new graphs. If a larger batch needs a new arena, earlier graphs keep their arena.
+    /// `None` before the first graph, or if every arena so far would have exceeded `MAX_ARENA_BYTES`.
+    arena: Option<SharedArena>,
+    /// Whether a batch graph has failed. If so, [`can_run_model`](Self::can_run_model) returns false.
+    has_failed: bool,
+}
+
+/// The memory for intermediate results that several graphs share.
+struct SharedArena {
+    /// The largest batch size for which the arena has room.
+    max_rows: usize,
+    arena: Arena,
+}
+
+/// The graph of one padded batch size, and its buffers.
+struct BatchGraph {
+    /// The inputs, u32: token ids, positions, the slots to write in each layer group,
+    /// and the block tables of each layer group.
+    inputs: Tensor,
+    /// The host's copy of the block tables in `inputs`. Only entries that have changed are sent to the device.
+    tables: Vec<u32>,
+    ids: Tensor,
+    pass: Pass,
+    /// The logits of the batch, f32 `[batch, vocab]`.
+    logits: Tensor,
+    /// The memory for the graph's intermediate results. `None` if the graph itself allocates this memory.
+    arena: Option<Arena>,
+    /// The captured graph. `None` until the first step of this size has run.
+    graph: Option<LaunchGraph>,
+}
+
+impl BatchGraphs {
+    /// Creates an empty set of graphs for sequences of up to `context` positions. `BatchGraphs::run` adds graphs.
+    pub fn new(device: &CudaDevice, context: usize, sum_order: SumOrder) -> Self {
+        let table_blocks = context.div_ceil(BLOCK_TOKENS);
+        Self {
+            device: device.clone(),
+            table_blocks,
+            sum_order,
+            graphs: BTreeMap::new(),
+            logits: None,
+            arena: None,
+            has_failed: false,
+        }
+    }
+
+    /// Returns whether decode steps can run as batch graphs. Returns false after a batch graph has failed.
+    /// Also returns false for the attention backend `CandleFlashAttn`, which reads block tables on the host.
+    pub fn can_run_model(&self, decoder: &Decoder) -> bool {
+        !self.has_failed && !decoder.reads_tables_on_host()
+    }
+
+    /// Queues a decode step, like [`run`](Self::run). On a single GPU, returns `None` if the batch graph fails.
+    /// [`can_run_model`](Self::can_run_model) then returns false.
+    /// The caller must run the failed step and all later steps operation by operation.
+    /// On several GPUs, fails if the batch graph fails.
+    pub fn try_run(
+        &mut self,
+        decoder: &Decoder,
+        cache: &KvCache,
+        sequences: &[StepSequence],
+        buffers: &mut QueuedStepBuffers,
+    ) -> Result<Option<Tensor>> {
+        match self.run(decoder, cache, sequences, buffers) {
+            Ok(logits) => Ok(Some(logits)),
+            // Do not repeat the step eagerly: the other ranks do not know about the failure, and would not repeat it.
+            Err(error) if decoder.world().size() > 1 => Err(error),
+            Err(error) => {
+                // The failed step may have written keys and values to the cache. The eager step overwrites them.
+                tracing::warn!(%error, "cannot run batches as CUDA graphs");
+                self.has_failed = true;
+                self.graphs.clear();
+                self.logits = None;
+                self.arena = None;
+                Ok(None)
+            }
+        }
+    }
+
+    /// Queues a decode step of at most `MAX_SEQUENCES` sequences. `buffers` copies the inputs to the device.
+    /// [`can_run_model`](Self::can_run_model) must be true.
+    /// Returns the logits, f32 `[sequences, vocab]`, which the next step overwrites.
+    pub fn run(
+        &mut self,
+        decoder: &Decoder,
+        cache: &KvCache,
+        sequences: &[StepSequence],
+        buffers: &mut QueuedStepBuffers,
+    ) -> Result<Tensor> {
+        let size = padded(sequences.len());
+        let logits = match &self.logits {
+            Some(logits) => logits.clone(),
+            None => Tensor::zeros((MAX_SEQUENCES, decoder.vocab_size()), DType::F32, cache.device())?,
+        };
+        let logits = self.logits.insert(logits).narrow(0, 0, size)?;
+        if !self.graphs.contains_key(&size) {
+            self.graphs.insert(
+                size,
+                BatchGraph::new(size, self.table_blocks, self.sum_order, decoder, cache, logits.clone())?,
+            );
+        }
+        let Some(batch) = self.graphs.get_mut(&size) else { bail!("internal error: no graph for {size} sequences") };
+        let inputs = batch.inputs(decoder, cache, sequences, buffers, self.table_blocks)?;
+        buffers.write_inputs(&inputs, &batch.inputs)?;
+        match &batch.graph {
+            Some(graph) => decoder.world().launch_together(|| graph.enqueue())?,
+            None => batch.capture_first_step(&self.device, decoder, cache, &mut self.arena)?,
+        }
+        Ok(logits.narrow(0, 0, sequences.len())?)
+    }
+}
+
+/// Returns the padded batch size for a number of sequences.
+/// Each padded size needs its own graph, so the padded sizes of large batches are further apart.
+fn padded(sequences: usize) -> usize {
+    match sequences {
+        ..=8 => sequences,
+        9..=64 => sequences.next_multiple_of(8),
+        _ => sequences.next_multiple_of(16),
+    }
+}
+
+impl BatchGraph {
+    /// Creates the buffers of a batch of `size` rows. The graph will write its output to `logits`, f32 `[size, vocab]`.
+    fn new(
+        size: usize,
+        table_blocks: usize,
+        sum_order: SumOrder,
+        decoder: &Decoder,
+        cache: &KvCache,
+        logits: Tensor,
+    ) -> Result<Self> {
+        let (groups, device) = (cache.layout().groups(), cache.device());
+        let total = size * (2 + groups + groups * table_blocks);
+        let inputs = Tensor::zeros(total, DType::U32, device)?;
+        let part = |first: usize, count: usize| inputs.narrow(0, first * size, count * size);
+        let blocks = |group: usize| {
+            let tables = part(2 + groups + group * table_blocks, table_blocks)?.reshape((size, table_blocks))?;
+            Ok(PassBlocks { tables, slots: part(2 + group, 1)? })
+        };
+        let blocks = (0..groups).map(blocks).collect::<candle_core::Result<Vec<_>>>()?;
+        let pass =
+            Pass::from_parts(Queries::one_token_each(part(1, 1)?)?, blocks, decoder.attention_backend(), sum_order);
+        let tables = vec![0; groups * size * table_blocks];
+        Ok(Self { ids: part(0, 1)?, pass, logits, tables, arena: None, graph: None, inputs })
+    }
+
+    /// Returns the token ids, positions and slots of the padded batch, and the changes to its block tables.
+    fn inputs(
+        &mut self,
+        decoder: &Decoder,
+        cache: &KvCache,
+        sequences: &[StepSequence],
+        buffers: &QueuedStepBuffers,
+        table_blocks: usize,
+    ) -> Result<StepInputs> {
+        let (groups, size) = (cache.layout().groups(), self.ids.dims1()?);
+        let Some(last) = sequences.last() else { bail!("cannot run a batch: it has no sequences") };
+        let rows = || sequences.iter().chain(std::iter::repeat_n(last, size - sequences.len()));
+        let ids: Vec<u32> = rows().map(|sequence| sequence.ids[0]).collect();
+        if let Some(id) = ids.iter().find(|&&id| id as usize >= decoder.vocab_size()) {
+            bail!("token id {id} is outside the model's vocabulary of {} tokens", decoder.vocab_size());
+        }
+        let sources = rows().map(|sequence| buffers.source(sequence)).collect::<Result<_>>()?;
+        let mut words: Vec<u32> = rows().map(|sequence| sequence.position as u32).collect();
+        let mut changes = Vec::new();
+        for group in 0..groups {
+            for (row, sequence) in rows().enumerate() {
+                let (table, position) = (sequence.tables.table(group), sequence.position);
+                let used = position / BLOCK_TOKENS + 1;
+                if used > table.len().min(table_blocks) || position >= decoder.context() {
+                    bail!("cannot decode at position {position}: it has no block, or is beyond the context");
+                }
+                words.push(slot(table, position));
+                let first = (group * size + row) * table_blocks;
+                let known = &mut self.tables[first..first + used];
+                for (index, (known, &block)) in known.iter_mut().zip(table).enumerate() {
+                    if *known == block {
+                        continue;
+                    }
+                    if block as usize >= cache.blocks() {
+                        bail!("block {block} is not one of the {} blocks of the KV cache", cache.blocks());
+                    }
+                    *known = block;
+                    changes.push(((first + index) as u32, block));
+                }
+            }
+        }
+        Ok(StepInputs { ids, sources, words, changes })
+    }
+
+    /// Runs the first step of this batch size and captures the step as a graph.
+    /// Replaces `shared` if it is too small, unless the new arena would exceed `MAX_ARENA_BYTES`.
+    fn capture_first_step(
+        &mut self,
+        device: &CudaDevice,
+        decoder: &Decoder,
+        cache: &KvCache,
+        shared: &mut Option<SharedArena>,
+    ) -> Result<()> {
+        // First run the step without a graph. This run loads all kernels and allocates the counters of finished
+        // attention splits.
+        // A capture cannot load kernels, and memory that is allocated during a capture belongs to the graph.
+        let (result, sizes) = LayerSizes::measure(|| self.forward(decoder, cache));
+        result?;
+        let size = self.ids.dims1()?;
+        let rows = size.next_power_of_two();
+        let factor = rows.div_ceil(size);
+        self.arena = match shared {
+            Some(SharedArena { max_rows, arena }) if *max_rows >= size => Some(arena.clone()),
+            _ if sizes.arena_bytes(factor) <= MAX_ARENA_BYTES => {
+                let arena = Arena::new(&sizes, factor, cache.device())?;
+                *shared = Some(SharedArena { max_rows: rows, arena: arena.clone() });
+                Some(arena)
+            }
+            // The graph allocates its memory itself. Smaller batches keep the present arena.
+            _ => None,
+        };
+        let forward = || match &self.arena {
+            Some(arena) => arena.use_for(|| self.forward(decoder, cache)),
+            None => self.forward(decoder, cache),
+        };
+        // SAFETY: `forward` frees all memory that it allocates.
+        // `Runner` and `Follower` drop the graphs before the decoder and the cache.
+        // `BatchGraph` owns its buffers and the arena. After loading, only the thread of this rank uses the stream.
+        let graph = unsafe { LaunchGraph::capture_with(device, forward)? };
+        // Run the step again, as a graph, because all steps of one batch size must use the same algorithms.
+        // cuBLAS computes f32 products, and may have chosen other algorithms during the capture than in the first run.
+        decoder.world().launch_together(|| graph.enqueue())?;
+        self.graph = Some(graph);
+        Ok(())
+    }
+
+    /// Computes the logits of the current inputs and writes them to `self.logits`.
+    fn forward(&self, decoder: &Decoder, cache: &KvCache) -> Result<()> {
+        let hidden = decoder.hidden_states(&self.ids, &self.pass, cache, None)?;
+        let logits = decoder.logits(&hidden, self.pass.sum_order(), Some(&self.logits))?;
+        if logits.id() != self.logits.id() {
+            copy_rows(&self.logits, &logits, 0)?;
+        }
+        Ok(())
+    }
+}
+
+const _: fn() = || {
+    fn is_send<T: Send>() {}
+    is_send::<BatchGraphs>();
+};
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn batches_are_padded_to_few_sizes() {
+        let sizes: Vec<usize> = [2, 7, 8, 9, 16, 17, 64, 65, 128, 129, 250].into_iter().map(padded).collect();
+        assert_eq!(sizes, [2, 7, 8, 16, 16, 24, 64, 80, 128, 144, 256]);
+        assert!((1..=MAX_SEQUENCES).all(|size| padded(size) >= size && padded(size) <= MAX_SEQUENCES));
+    }
+}

@@ -1,0 +1,51 @@
+//! Replaces `step_launcher` in builds without CUDA. A [`StepLauncher`] cannot be created there, so its methods never run.
+
+use std::convert::Infallible;
+
+use anyhow::Result;
+use candle_core::{Device, Tensor};
+
+use crate::nn::decoder::Decoder;
+use crate::nn::kv_cache::KvCache;
+use crate::runner::limits::{RunnerLimits, RunnerOptions};
+use crate::runner::queued_steps::{ExpectedToken, RowSampling};
+use crate::runner::sampling::Chosen;
+use crate::runner::step::{StepExecutor, StepSequence};
+
+/// Launches batch graphs and queued steps. A launcher cannot be created without CUDA.
+pub struct StepLauncher {
+    never: Infallible,
+}
+
+impl StepLauncher {
+    pub fn new(_: &Device, _: RunnerLimits, _: RunnerOptions) -> Result<Option<Self>> {
+        Ok(None)
+    }
+
+    pub fn can_run_model(&self, _: &Decoder) -> bool {
+        match self.never {}
+    }
+
+    pub fn run(&mut self, _: &Decoder, _: &KvCache, _: &[StepSequence]) -> Result<Tensor> {
+        match self.never {}
+    }
+
+    pub fn try_run(&mut self, _: &Decoder, _: &KvCache, _: &[StepSequence]) -> Result<Option<Tensor>> {
+        match self.never {}
+    }
+
+    pub fn queue(
+        &mut self,
+        _: &Decoder,
+        _: &KvCache,
+        _: StepExecutor,
+        _: &[StepSequence],
+        _: &[RowSampling],
+    ) -> Result<usize> {
+        match self.never {}
+    }
+
+    pub fn wait(&self, _: usize, _: &[Option<ExpectedToken>], _: &mut dyn FnMut(usize, u32)) -> Result<Vec<Chosen>> {
+        match self.never {}
+    }
+}

@@ -1,0 +1,115 @@
+//! Launches batch graphs and queued steps on the GPU of one rank.
+
+use anyhow::Result;
+use candle_core::{DType, Device, Tensor};
+
+use super::batch_graph::BatchGraphs;
+use crate::kernels::SumOrder;
+use crate::kernels::step_inputs::StepInputs;
+use crate::nn::decoder::Decoder;
+use crate::nn::kv_cache::KvCache;
+use crate::nn::pass::{PassBatch, RowSelection, SequenceSpan};
+use crate::runner::limits::{RunnerLimits, RunnerOptions};
+use crate::runner::queued_steps::{ExpectedToken, QueuedStepBuffers, RowSampling};
+use crate::runner::sampling::Chosen;
+use crate::runner::step::{StepExecutor, StepSequence};
+
+/// The batch graphs of a rank, and the buffers that these graphs share with queued steps.
+pub struct StepLauncher {
+    batches: BatchGraphs,
+    buffers: QueuedStepBuffers,
+    sum_order: SumOrder,
+}
+
+impl StepLauncher {
+    /// Creates a launcher without graphs. The first step of each padded batch size captures a graph.
+    /// Returns `None` if the device is not a GPU.
+    pub fn new(device: &Device, limits: RunnerLimits, options: RunnerOptions) -> Result<Option<Self>> {
+        let Device::Cuda(gpu) = device else { return Ok(None) };
+        let sum_order = options.sum_order();
+        let batches = BatchGraphs::new(gpu, limits.context, sum_order);
+        Ok(Some(Self { batches, buffers: QueuedStepBuffers::new(gpu)?, sum_order }))
+    }
+
+    /// Returns whether batch graphs can run the decode steps of the model. See [`BatchGraphs::can_run_model`].
+    pub fn can_run_model(&self, decoder: &Decoder) -> bool {
+        self.batches.can_run_model(decoder)
+    }
+
+    /// Launches a decode step as a batch graph, and does not wait for its result.
+    /// Returns the logits, f32 `[sequences, vocab]`. The next step overwrites the logits.
+    pub fn run(&mut self, decoder: &Decoder, cache: &KvCache, sequences: &[StepSequence]) -> Result<Tensor> {
+        let logits = self.batches.run(decoder, cache, sequences, &mut self.buffers)?;
+        self.buffers.skip();
+        Ok(logits)
+    }
+
+    /// Launches a decode step like [`run`](Self::run). Returns `None` if the graph fails on a single GPU.
+    /// If the result is `None`, the caller must run the step operation by operation.
+    pub fn try_run(
+        &mut self,
+        decoder: &Decoder,
+        cache: &KvCache,
+        sequences: &[StepSequence],
+    ) -> Result<Option<Tensor>> {
+        let logits = self.batches.try_run(decoder, cache, sequences, &mut self.buffers)?;
+        self.buffers.skip();
+        Ok(logits)
+    }
+
+    /// Queues the forward pass of all sequences, and the sampling of a token for each entry of `samplings`.
+    /// Returns the index of the step, which [`wait`](Self::wait) takes.
+    /// All ranks have the same logits and sampling parameters, so their GPUs choose the same tokens.
+    pub fn queue(
+        &mut self,
+        decoder: &Decoder,
+        cache: &KvCache,
+        executor: StepExecutor,
+        sequences: &[StepSequence],
+        samplings: &[RowSampling],
+    ) -> Result<usize> {
+        let on_graph = match executor {
+            StepExecutor::BatchGraph => self.batches.try_run(decoder, cache, sequences, &mut self.buffers)?,
+            StepExecutor::DecodeGraph | StepExecutor::Eager => None,
+        };
+        let logits = match on_graph {
+            Some(logits) => logits,
+            None => self.queue_operations(decoder, cache, sequences)?,
+        };
+        let logits = if samplings.len() == sequences.len() {
+            logits
+        } else {
+            let rows: Vec<u32> = samplings.iter().map(|sampling| sampling.index as u32).collect();
+            logits.index_select(&Tensor::new(rows, logits.device())?, 0)?
+        };
+        self.buffers.choose(samplings, &logits)
+    }
+
+    /// Queues the forward pass of all sequences, operation by operation.
+    fn queue_operations(&mut self, decoder: &Decoder, cache: &KvCache, sequences: &[StepSequence]) -> Result<Tensor> {
+        let ids: Vec<u32> = sequences.iter().flat_map(|sequence| sequence.ids).copied().collect();
+        let mut sources = Vec::with_capacity(ids.len());
+        for sequence in sequences {
+            sources.push(self.buffers.source(sequence)?);
+            sources.resize(sources.len() + sequence.ids.len() - 1, None);
+        }
+        let on_device = Tensor::zeros(ids.len(), DType::U32, cache.device())?;
+        let inputs = StepInputs { ids: ids.clone(), sources, ..StepInputs::default() };
+        self.buffers.write_inputs(&inputs, &on_device)?;
+        let spans: Vec<SequenceSpan> = sequences.iter().map(StepSequence::span).collect();
+        let batch = PassBatch { ids: &ids, sequences: &spans, rows: RowSelection::Last, sum_order: self.sum_order };
+        let pass = decoder.prepare(&batch, cache)?;
+        let hidden = decoder.hidden_states(&on_device, &pass, cache, None)?;
+        decoder.logits(&hidden, self.sum_order, None)
+    }
+
+    /// Waits for the tokens of a queued step. See [`QueuedStepBuffers::wait`].
+    pub fn wait(
+        &self,
+        index: usize,
+        expected: &[Option<ExpectedToken>],
+        record: &mut dyn FnMut(usize, u32),
+    ) -> Result<Vec<Chosen>> {
+        self.buffers.wait(index, expected, record)
+    }
+}

@@ -1,0 +1,65 @@
+//! Steps that are queued before the host knows the tokens of the previous step.
+//!
+//! While the device runs a step, the host plans and queues the next step, so the device need not wait for the host.
+//! `queue_on_gpu` and `queue_on_cpu` contain the code for each kind of device.
+
+use std::time::Instant;
+
+use anyhow::{Context, Result};
+
+use crate::runner::Runner;
+use crate::runner::queued_steps::{QueuedStep, QueuedTokens};
+use crate::runner::sampling::Chosen;
+use crate::runner::step::{StepExecutor, StepFacts, StepSequence, route};
+
+impl Runner {
+    /// Queues a step without waiting for its tokens, which [`take`](Self::take) returns.
+    ///
+    /// First call [`take`](Self::take) for all earlier steps except the last one.
+    /// Sequences with [`awaits_input`](StepSequence::awaits_input) use the tokens of the last step as input.
+    ///
+    /// Does nothing and returns `None` if the step must run with [`step`](Self::step) instead.
+    /// `runner/step/route.rs` decides which steps are queued.
+    pub fn queue(&mut self, sequences: &mut [StepSequence]) -> Result<Option<QueuedStep>> {
+        let route = route(self.facts(), StepFacts::of(sequences));
+        if !route.is_queued {
+            return Ok(None);
+        }
+        self.check_tokens(sequences)?;
+        if self.device.is_cuda() {
+            return self.queue_on_gpu(route.executor, sequences).map(Some);
+        }
+        debug_assert_eq!(route.executor, StepExecutor::Eager);
+        self.queue_on_cpu(sequences).map(Some)
+    }
+
+    /// Waits for the tokens of a queued step and returns them. Steps must be taken in the order of queueing.
+    ///
+    /// Calls `record` with the index and the token of each sequence whose token the step chose.
+    pub fn take(&mut self, step: QueuedStep, record: &mut dyn FnMut(usize, u32)) -> Result<Vec<Chosen>> {
+        let QueuedStep { kind, queued_at, tokens } = step;
+        let chosen = match tokens {
+            QueuedTokens::Known(chosen) => record_known(chosen, record),
+            QueuedTokens::Sent { index, expected } => {
+                let launcher = self.launcher.as_ref().context("internal error: the runner has no step launcher")?;
+                let chosen = launcher.wait(index, &expected, record)?;
+                self.ranks.check()?;
+                chosen
+            }
+        };
+        let now = Instant::now();
+        let started = queued_at.max(std::mem::replace(&mut self.last_taken, now));
+        self.times.add(kind, now - started);
+        Ok(chosen)
+    }
+}
+
+/// Calls `record` with the index and the token of each sequence that has a token. Returns `chosen`.
+fn record_known(chosen: Vec<Chosen>, record: &mut dyn FnMut(usize, u32)) -> Vec<Chosen> {
+    for (index, chosen) in chosen.iter().enumerate() {
+        if let Some(Ok(token)) = chosen {
+            record(index, token.id);
+        }
+    }
+    chosen
+}

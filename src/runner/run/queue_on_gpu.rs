@@ -1,0 +1,31 @@
+//! Queues steps on a GPU, as batch graphs or operation by operation.
+
+use std::time::Instant;
+
+use anyhow::{Result, bail};
+
+use crate::runner::Runner;
+use crate::runner::queued_steps::{ExpectedToken, QueuedStep, QueuedTokens, RowSampling};
+use crate::runner::step::{StepExecutor, StepKind, StepSequence};
+
+impl Runner {
+    /// Implements [`queue`](Self::queue) for a GPU.
+    pub(super) fn queue_on_gpu(
+        &mut self,
+        executor: StepExecutor,
+        sequences: &mut [StepSequence],
+    ) -> Result<QueuedStep> {
+        self.forget_solo_sequence();
+        let Some(launcher) = &mut self.launcher else { bail!("internal error: the runner has no step launcher") };
+        let (kind, queued_at) = (StepKind::of(sequences), Instant::now());
+        let samplings = RowSampling::of_sequences(sequences, self.decoder.vocab_size());
+        let index = self.ranks.queue(executor, sequences, &samplings, || {
+            launcher.queue(&self.decoder, &self.cache, executor, sequences, &samplings)
+        })?;
+        let mut expected = vec![None; sequences.len()];
+        for &RowSampling { index, logprobs, .. } in &samplings {
+            expected[index] = Some(ExpectedToken { logprobs });
+        }
+        Ok(QueuedStep { kind, queued_at, tokens: QueuedTokens::Sent { index, expected } })
+    }
+}

@@ -1,0 +1,83 @@
+//! The interface between the runner and a sampler.
+
+use anyhow::Result;
+
+use crate::kernels::sampling::{DeviceSampling, RowEdits, TokenMask};
+
+/// The error of a step in which every logit of a sequence is NaN or -inf.
+#[derive(Debug, thiserror::Error)]
+#[error(
+    "cannot choose a token: every logit is NaN or -inf; the weights are corrupt, or values overflow in this --dtype"
+)]
+pub struct NoToken;
+
+/// The error message if no allowed token of a sequence has a logit other than NaN or -inf.
+pub const NO_ALLOWED_TOKEN: &str =
+    "cannot choose a token: the request's constraint and its other options together rule out every token";
+
+/// Chooses the next token of a sequence.
+pub trait TokenSampler {
+    /// Returns the next token for `logits`, f32 `[vocab]`, and records the token. May modify the logits in place.
+    ///
+    /// The caller has added [`logit_edits`](Self::logit_edits) to the logits.
+    /// All tokens outside [`allowed_tokens`](Self::allowed_tokens) have a logit of -inf.
+    /// At least one logit is greater than -inf.
+    /// `choose` never returns a token whose logit is NaN or -inf.
+    fn choose(&mut self, logits: &mut [f32]) -> u32;
+
+    /// Returns the values to add to logits before a token is chosen, at most one per token id.
+    fn logit_edits(&self) -> Vec<(u32, f32)> {
+        Vec::new()
+    }
+
+    /// Returns how many of the most likely tokens are reported with log probabilities, besides the chosen token.
+    /// `None` means that no log probabilities are reported, not even the chosen token's.
+    fn top_logprobs(&self) -> Option<usize> {
+        None
+    }
+
+    /// Returns whether a constraint limits the next token.
+    fn is_constrained(&self) -> bool {
+        false
+    }
+
+    /// Returns the tokens that may be chosen next, or `None` if any token may be chosen.
+    ///
+    /// The runner calls this function at most once per step: after it has launched the pass, and before it adds
+    /// [`logit_edits`](Self::logit_edits). On a GPU, the pass may therefore still run during the call.
+    /// An error ends only the sampler's sequence.
+    fn allowed_tokens(&mut self) -> Result<Option<TokenMask>> {
+        Ok(None)
+    }
+
+    /// Returns whether the choice needs the whole row of logits. The decode graph cannot make such a choice.
+    fn needs_logits(&self) -> bool {
+        self.is_constrained() || self.top_logprobs().is_some() || !self.logit_edits().is_empty()
+    }
+
+    /// Returns whether a queued step can choose the next token before the host has received the previous token.
+    /// False if a constraint can limit the tokens.
+    fn can_queue(&self) -> bool {
+        false
+    }
+
+    /// Returns the edits of the logits from which a queued step chooses a token.
+    /// `in_flight` is the number of tokens of the sequence that earlier queued steps choose,
+    /// and that are not [recorded](Self::record) yet.
+    /// The token counts for the penalties leave out these tokens.
+    fn queued_edits(&self, in_flight: u32) -> RowEdits {
+        let _ = in_flight;
+        RowEdits::default()
+    }
+
+    /// Returns the next token for `logits`, f32 `[vocab]`, to which [`queued_edits`](Self::queued_edits) were applied.
+    /// Does not record the token. As for [`choose`](Self::choose), at least one logit is greater than -inf.
+    fn choose_queued(&self, logits: &[f32], in_flight: u32) -> u32;
+
+    /// Records a token that a queued step or the device has chosen, so that later choices count the token.
+    fn record(&mut self, token: u32);
+
+    /// Returns the parameters and token counts for the sampling kernel. `None` means greedy sampling without penalties.
+    /// The kernel chooses the same tokens as `choose`, except for the rare differences that `sample.cu` lists.
+    fn on_device(&self) -> Option<DeviceSampling>;
+}
