@@ -7,6 +7,7 @@
 //! `#[test(each = LIST)]` marks a function that tests one case of many. `LIST` is a function that returns the cases,
 //! as a `Vec<TestCase<T>>`, and the marked function takes a `T`. Each case is a test of its own,
 //! with its own [`Need`], and is named after the function and the case: `golden::FUNCTION::qwen3_moe::cuda_bf16`.
+//! With `#[test(each_alone = LIST)]`, each case runs while no other test runs.
 //!
 //! The usual options of libtest work, for example `cargo test NAME`, `-- --exact`, `-- --list` and `-- --nocapture`.
 
@@ -38,7 +39,7 @@ pub struct Test {
     pub run: Box<dyn FnOnce() + Send>,
 }
 
-/// One case of a function marked `#[test(each = LIST)]`.
+/// One case of a function marked `#[test(each = LIST)]` or `#[test(each_alone = LIST)]`.
 pub struct TestCase<T> {
     /// The end of the test's name. It may contain `::`.
     pub name: String,
@@ -47,13 +48,13 @@ pub struct TestCase<T> {
     pub value: T,
 }
 
-/// Returns the tests of a function marked `#[test(each = LIST)]`: one for each case.
-pub fn tests_of_cases<T: Send + 'static>(path: &str, cases: Vec<TestCase<T>>, run: fn(T)) -> Vec<Test> {
+/// Returns the tests of a function marked `#[test(each = LIST)]` or `#[test(each_alone = LIST)]`: one for each case.
+pub fn tests_of_cases<T: Send + 'static>(path: &str, cases: Vec<TestCase<T>>, is_alone: bool, run: fn(T)) -> Vec<Test> {
     assert!(!cases.is_empty(), "{path} has no cases");
     let test = |TestCase { name, need, value }: TestCase<T>| Test {
         path: format!("{path}::{name}"),
         need,
-        is_alone: false,
+        is_alone,
         run: Box::new(move || run(value)),
     };
     cases.into_iter().map(test).collect()
@@ -165,6 +166,17 @@ fn builds_without_cuda_list_the_tests_of_every_cuda_module() {
 #[cfg(feature = "cuda")]
 fn tests_of_cuda_builds() -> Vec<Test> {
     Vec::new()
+}
+
+/// While one GPU waits for another GPU, no test may load kernels or allocate memory.
+#[cfg(feature = "cuda")]
+#[test]
+fn tests_of_several_gpus_run_alone() {
+    let tests: Vec<Test> =
+        inventory::iter::<Registration>.into_iter().flat_map(|Registration(tests)| tests()).collect();
+    let mut tests = tests.iter().filter(|test| test.name().starts_with("ranks::on_gpus::")).peekable();
+    assert!(tests.peek().is_some(), "no test of the module ranks::on_gpus is registered");
+    tests.for_each(|test| assert!(test.is_alone, "{} does not run alone", test.name()));
 }
 
 /// libtest's command-line options, including two that libtest-mimic lacks: more than one filter, and `--no-capture`.

@@ -31,6 +31,7 @@ const MAX_UNSPLIT_WINDOW: usize = 256;
 
 /// A flash attention kernel and its launch shape, chosen for some or all queries of a pass.
 pub struct FlashAttention {
+    tile_name: &'static str,
     kernel: String,
     launch_shape: LaunchShape,
     shape: AttentionShape,
@@ -116,7 +117,7 @@ impl FlashAttention {
     ///
     /// If the sequences have different numbers of tokens, there are up to two launches.
     /// One launch computes sequences with few tokens, as in decoding. The other computes sequences with many tokens.
-    fn for_pass(
+    pub fn for_pass(
         device: &CudaDevice,
         q: &Tensor,
         layer: CachedLayer,
@@ -199,6 +200,7 @@ impl FlashAttention {
         let AttentionShape { kv_heads, head_dim, .. } = shape;
         let is_split = splits > 1;
         Ok(Self {
+            tile_name: tile.name,
             kernel: format!("flash_attention_{}_{head_dim}_{}", tile.name, dtype_suffix(dtype)?),
             launch_shape: LaunchShape::new((kv_heads, row_tiles, splits), tile.threads)
                 .with_shared_bytes(tile.shared_bytes),
@@ -209,6 +211,11 @@ impl FlashAttention {
             partials: if is_split { row_tiles * kv_heads * splits * tile.rows * (head_dim + 2) } else { 0 },
             arrivals: if is_split { row_tiles * kv_heads } else { 0 },
         })
+    }
+
+    /// Returns the part of the kernel's name that identifies its row tile, such as `64_rows`.
+    pub fn tile_name(&self) -> &'static str {
+        self.tile_name
     }
 
     /// Returns a launch of the kernel on `tensors`. Fails if a tensor has another shape or dtype than expected.

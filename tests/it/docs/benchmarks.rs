@@ -130,7 +130,7 @@ fn numbers(text: &str) -> BTreeSet<&str> {
 
 #[test]
 fn figures_on_the_tuning_page_are_those_of_the_benchmarks() {
-    let pages = ["benchmarks", "benchmark-history", "reliability", "serving", "cli"];
+    let pages = ["benchmarks", "benchmark-history", "reliability", "reliability-history", "serving", "cli"];
     let known = pages.map(|name| page(&format!("docs/{name}.md"))).concat();
     let known = numbers(&known);
     let tuning = page("docs/tuning.md");

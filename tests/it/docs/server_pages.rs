@@ -5,8 +5,14 @@ use std::collections::BTreeSet;
 use super::{help, page};
 
 /// The documentation pages about the server. The tests check the flags and metrics named on these pages.
-const SERVER_PAGES: [&str; 5] =
-    ["docs/tuning.md", "docs/serving.md", "docs/reliability.md", "docs/troubleshooting.md", "docs/deploy.md"];
+const SERVER_PAGES: [&str; 6] = [
+    "docs/tuning.md",
+    "docs/serving.md",
+    "docs/reliability.md",
+    "docs/reliability-history.md",
+    "docs/troubleshooting.md",
+    "docs/deploy.md",
+];
 
 /// Returns all words of a text that start with a prefix and contain only lower-case letters, digits and `others`.
 fn words<'t>(text: &'t str, prefix: &str, others: &[char]) -> BTreeSet<&'t str> {

@@ -14,7 +14,7 @@ use tempfile::TempDir;
 use super::process::command;
 use super::{Machine, fast_limits, include_only, message_and_code};
 use crate::support::bounded::bounded;
-use crate::support::fake_hub::{COMMIT, FakeHub, INDEX, REPO};
+use crate::support::fake_hub::{COMMIT, FakeHub, INDEX, REPO, etag};
 use crate::support::program::text;
 
 /// Starts a fake hub that answers every request for a listing with `listing`.
@@ -56,7 +56,7 @@ fn download_of_sixty_thousand_files_starts_at_once() {
 #[test]
 fn many_names_of_one_file_are_downloaded() {
     let config = br#"{"a":1}"#;
-    let etag = super::etag("config.json", config);
+    let etag = etag("config.json", config);
     let name = |number: usize| if number == 0 { "config.json".to_string() } else { format!("copies/{number}.json") };
     let files = (0..20_000)
         .map(|number| format!(r#"{{"rfilename":"{}","size":{},"blobId":"{etag}"}}"#, name(number), config.len()));
@@ -78,7 +78,7 @@ fn long_lists_are_searched_and_shown_quickly() {
     let index = format!(r#"{{"weight_map":{{{}}}}}"#, map.join(","));
     let names = ["config.json".to_string(), "tokenizer.json".to_string(), INDEX.to_string()];
     let fake = FakeHub::start(&[(INDEX, index.as_bytes())]);
-    let etag = super::etag(INDEX, index.as_bytes());
+    let etag = etag(INDEX, index.as_bytes());
     let mut files: Vec<String> = names.into_iter().chain((0..59_999).map(shard)).map(|name| file(&name)).collect();
     files[2] = format!(r#"{{"rfilename":"{INDEX}","size":{},"blobId":"{etag}"}}"#, index.len());
     fake.change(|state| state.raw_listing = Some(Arc::new(listing_of(files).into())));

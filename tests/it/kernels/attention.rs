@@ -8,6 +8,8 @@ use inferno::kernels::attention::{
 };
 
 use super::{assert_close, rounding, to_device};
+#[cfg(feature = "cuda")]
+use crate::support::gpu;
 use crate::support::{Random, gpu_with_dtypes, values};
 
 #[test(gpu)]
@@ -112,18 +114,77 @@ fn attention_backends_support_the_head_sizes_in_the_table() {
     }
 }
 
+/// The sizes of one attention pass.
+#[derive(Clone, Copy)]
+struct AttentionCase {
+    /// The number of new tokens and the position of the first one, for each sequence.
+    spans: &'static [(usize, usize)],
+    heads: usize,
+    kv_heads: usize,
+    head_dim: usize,
+    window: Option<usize>,
+    has_sinks: bool,
+}
+
+/// Compares the output of every backend that supports a case with the reference.
+fn check_attention(case: &AttentionCase, device: &Device, dtype: DType, softcap: Option<f32>) {
+    let &AttentionCase { spans, heads, kv_heads, head_dim, window, has_sinks } = case;
+    let mut noise = Random(4);
+    let tokens: usize = spans.iter().map(|(tokens, _)| tokens).sum();
+    let tables = random_tables(&mut noise, spans);
+    let blocks = 1 + tables.iter().map(Vec::len).sum::<usize>();
+    let rows = blocks * BLOCK_TOKENS;
+    let q = noise.tensor(&[tokens, heads, head_dim], dtype);
+    let k = noise.tensor(&[rows, kv_heads, head_dim], dtype);
+    let v = noise.tensor(&[rows, kv_heads, head_dim], dtype);
+    let mask = AttentionMask { window, scale: 1.0 / (head_dim as f32).sqrt(), softcap };
+    // Rows that no query attends to hold NaN, so a kernel that uses the values of such a row fails the test.
+    let mut row_poison = vec![f32::NAN; rows];
+    for (&(tokens, position), table) in spans.iter().zip(&tables) {
+        for visible in mask.first_key(position)..position + tokens {
+            row_poison[slot(table, visible) as usize] = 0.0;
+        }
+    }
+    let poison = Tensor::from_vec(row_poison, (rows, 1, 1), &Device::Cpu).unwrap();
+    let (k, v) = (k.broadcast_add(&poison).unwrap(), v.broadcast_add(&poison).unwrap());
+    let sinks = has_sinks.then(|| noise.tensor(&[heads], DType::F32));
+    let run = |q: &Tensor, k: &Tensor, v: &Tensor, sinks: Option<&Tensor>, backend| {
+        let queries = Queries::new(spans, q.device()).unwrap();
+        let tables: Vec<&[u32]> = tables.iter().map(Vec::as_slice).collect();
+        let pass_blocks = PassBlocks::new(&queries, &tables, blocks, q.device()).unwrap();
+        let layer = CachedLayer { k, v };
+        let inputs = AttentionInputs {
+            q,
+            layer,
+            queries: &queries,
+            blocks: &pass_blocks,
+            sinks,
+            mask,
+            sum_order: SumOrder::Fastest,
+        };
+        attention(inputs, backend).unwrap()
+    };
+    let want = run(&q, &k, &v, sinks.as_ref(), AttentionBackend::Auto);
+    let sinks = sinks.map(|sinks| to_device(&sinks, device, DType::F32));
+    let [q, k, v] = [q, k, v].map(|tensor| to_device(&tensor, device, dtype));
+    // The error of a sum grows with its length. In 16-bit dtypes, rounding the result hides this growth.
+    let keys = spans.iter().map(|(tokens, position)| tokens + position).max().unwrap();
+    let error_growth = if dtype == DType::F32 { 1.0 + keys as f32 / 2880.0 } else { 1.0 };
+    for backend in [AttentionBackend::Own, AttentionBackend::CandleFlashAttn, AttentionBackend::Eager] {
+        if !is_supported(backend, dtype, head_dim, softcap) {
+            continue;
+        }
+        let got = run(&q, &k, &v, sinks.as_ref(), backend);
+        let what =
+            format!("{spans:?}, {heads} heads, {kv_heads} KV heads, head dim {head_dim}, {dtype:?}, cap {softcap:?}");
+        assert_close(&format!("{backend} attention {what}"), &got, &want, 2.0 * error_growth * rounding(dtype));
+    }
+}
+
 #[test(gpu)]
 fn attention_matches_its_reference() {
-    struct Case {
-        /// The number of new tokens and the position of the first one, for each sequence.
-        spans: &'static [(usize, usize)],
-        heads: usize,
-        kv_heads: usize,
-        head_dim: usize,
-        window: Option<usize>,
-        has_sinks: bool,
-    }
-    let cases: [Case; 33] = [
+    use AttentionCase as Case;
+    let cases: [Case; 27] = [
         Case { spans: &[(1, 0)], heads: 1, kv_heads: 1, head_dim: 2, window: None, has_sinks: false },
         Case { spans: &[(1, 250)], heads: 8, kv_heads: 2, head_dim: 64, window: None, has_sinks: true },
         Case { spans: &[(5, 35)], heads: 6, kv_heads: 3, head_dim: 10, window: None, has_sinks: false },
@@ -144,10 +205,6 @@ fn attention_matches_its_reference() {
         Case { spans: &[(3, 1290)], heads: 8, kv_heads: 4, head_dim: 256, window: None, has_sinks: false },
         Case { spans: &[(1, 1650)], heads: 8, kv_heads: 2, head_dim: 64, window: Some(600), has_sinks: true },
         Case { spans: &[(2, 1650)], heads: 4, kv_heads: 2, head_dim: 256, window: Some(600), has_sinks: false },
-        // With 140 KV heads and 130 rows per head, there are 280 tiles of 128 rows.
-        // These are at least two tiles per multiprocessor of an H200 (132), so the kernel uses tiles of 128 rows.
-        Case { spans: &[(130, 3)], heads: 140, kv_heads: 140, head_dim: 256, window: None, has_sinks: true },
-        Case { spans: &[(130, 3)], heads: 140, kv_heads: 140, head_dim: 128, window: Some(90), has_sinks: true },
         // In the next cases, all sequences decode, all compute chunks of equal length, or the lengths differ.
         Case {
             spans: &[(1, 250), (1, 0), (1, 999), (1, 64)],
@@ -191,91 +248,69 @@ fn attention_matches_its_reference() {
             has_sinks: true,
         },
         Case { spans: &[(1, 100), (40, 100)], heads: 6, kv_heads: 3, head_dim: 10, window: Some(64), has_sinks: false },
-        // With 140 KV heads, there are more 16-row tiles than multiprocessors (132 on an H200).
-        // The sequences with few new tokens therefore use the kernel `16_rows_batch`.
-        Case {
-            spans: &[(1, 250), (1, 0), (1, 999)],
-            heads: 140,
-            kv_heads: 140,
-            head_dim: 64,
-            window: None,
-            has_sinks: true,
-        },
-        Case {
-            spans: &[(1, 250), (1, 0), (1, 999)],
-            heads: 280,
-            kv_heads: 140,
-            head_dim: 64,
-            window: Some(128),
-            has_sinks: true,
-        },
-        Case { spans: &[(1, 250), (1, 400)], heads: 140, kv_heads: 140, head_dim: 256, window: None, has_sinks: false },
-        Case {
-            spans: &[(1, 300), (2, 999), (40, 0)],
-            heads: 140,
-            kv_heads: 140,
-            head_dim: 128,
-            window: Some(100),
-            has_sinks: true,
-        },
     ];
     for (head_dim, ..) in SUPPORTED_HEAD_SIZES {
         assert!(cases.iter().any(|case| case.head_dim == head_dim), "no case has the head size {head_dim}");
     }
     for (device, dtype) in gpu_with_dtypes() {
-        for (case, softcap) in cases.iter().flat_map(|case| [(case, None), (case, Some(2.0))]) {
-            let &Case { spans, heads, kv_heads, head_dim, window, has_sinks } = case;
-            let mut noise = Random(4);
-            let tokens: usize = spans.iter().map(|(tokens, _)| tokens).sum();
-            let tables = random_tables(&mut noise, spans);
-            let blocks = 1 + tables.iter().map(Vec::len).sum::<usize>();
-            let rows = blocks * BLOCK_TOKENS;
-            let q = noise.tensor(&[tokens, heads, head_dim], dtype);
-            let k = noise.tensor(&[rows, kv_heads, head_dim], dtype);
-            let v = noise.tensor(&[rows, kv_heads, head_dim], dtype);
-            let mask = AttentionMask { window, scale: 1.0 / (head_dim as f32).sqrt(), softcap };
-            // Rows that no query attends to hold NaN, so a kernel that uses the values of such a row fails the test.
-            let mut row_poison = vec![f32::NAN; rows];
-            for (&(tokens, position), table) in spans.iter().zip(&tables) {
-                for visible in mask.first_key(position)..position + tokens {
-                    row_poison[slot(table, visible) as usize] = 0.0;
-                }
+        for case in &cases {
+            check_attention(case, &device, dtype, None);
+            check_attention(case, &device, dtype, Some(2.0));
+        }
+    }
+}
+
+/// Every case has at least one KV head per multiprocessor, so that its row tiles fill the GPU.
+/// The kernels then use other tiles than for a few heads.
+#[test(cuda)]
+fn attention_with_tiles_that_fill_the_gpu_matches_its_reference() {
+    use AttentionCase as Case;
+    use inferno::kernels::attention::FlashAttention;
+    use inferno::kernels::launch::{max_shared_bytes, multiprocessors};
+
+    let gpu = gpu();
+    let Device::Cuda(cuda) = &gpu else { panic!("not a GPU") };
+    let heads = multiprocessors(cuda).unwrap();
+    // For a head size of 256, a tile of 128 rows needs 135,168 bytes, which some GPUs lack.
+    let largest_tile = if max_shared_bytes(cuda).unwrap() >= 135_168 { "128_rows" } else { "64_rows" };
+    // With 130 rows per KV head, there are two tiles of 128 rows per multiprocessor.
+    let many = Case { spans: &[(130, 3)], heads, kv_heads: heads, head_dim: 128, window: Some(90), has_sinks: true };
+    // Sequences with few new tokens have more than one tile of 16 rows per multiprocessor.
+    let few = Case {
+        spans: &[(1, 250), (1, 0), (1, 999)],
+        heads,
+        kv_heads: heads,
+        head_dim: 64,
+        window: None,
+        has_sinks: true,
+    };
+    let cases: [(&[&str], Case); 6] = [
+        (&["128_rows"], many),
+        (&[largest_tile], Case { head_dim: 256, window: None, ..many }),
+        (&["16_rows_batch"], few),
+        (&["16_rows_batch"], Case { heads: 2 * heads, window: Some(128), ..few }),
+        (&["16_rows_batch"], Case { spans: &[(1, 250), (1, 400)], head_dim: 256, has_sinks: false, ..few }),
+        (
+            &["16_rows_batch", "64_rows"],
+            Case { spans: &[(1, 300), (2, 999), (40, 0)], head_dim: 128, window: Some(100), ..few },
+        ),
+    ];
+    for (device, dtype) in gpu_with_dtypes() {
+        for (tiles, case) in &cases {
+            let &Case { spans, heads, kv_heads, head_dim, window, .. } = case;
+            if dtype != DType::F32 {
+                let zeros = |rows: usize, heads: usize| Tensor::zeros((rows, heads, head_dim), dtype, &device).unwrap();
+                let q = zeros(spans.iter().map(|(tokens, _)| tokens).sum(), heads);
+                let k = zeros(BLOCK_TOKENS, kv_heads);
+                let layer = CachedLayer { k: &k, v: &k };
+                let queries = Queries::new(spans, &device).unwrap();
+                let mask = AttentionMask { window, scale: 1.0, softcap: None };
+                let chosen = FlashAttention::for_pass(cuda, &q, layer, &queries, mask, SumOrder::Fastest).unwrap();
+                let chosen: Vec<&str> = chosen.iter().map(FlashAttention::tile_name).collect();
+                assert_eq!(chosen, *tiles, "{spans:?}, {heads} heads, head size {head_dim}, {dtype:?}");
             }
-            let poison = Tensor::from_vec(row_poison, (rows, 1, 1), &Device::Cpu).unwrap();
-            let (k, v) = (k.broadcast_add(&poison).unwrap(), v.broadcast_add(&poison).unwrap());
-            let sinks = has_sinks.then(|| noise.tensor(&[heads], DType::F32));
-            let run = |q: &Tensor, k: &Tensor, v: &Tensor, sinks: Option<&Tensor>, backend| {
-                let queries = Queries::new(spans, q.device()).unwrap();
-                let tables: Vec<&[u32]> = tables.iter().map(Vec::as_slice).collect();
-                let pass_blocks = PassBlocks::new(&queries, &tables, blocks, q.device()).unwrap();
-                let layer = CachedLayer { k, v };
-                let inputs = AttentionInputs {
-                    q,
-                    layer,
-                    queries: &queries,
-                    blocks: &pass_blocks,
-                    sinks,
-                    mask,
-                    sum_order: SumOrder::Fastest,
-                };
-                attention(inputs, backend).unwrap()
-            };
-            let want = run(&q, &k, &v, sinks.as_ref(), AttentionBackend::Auto);
-            let sinks = sinks.map(|sinks| to_device(&sinks, &device, DType::F32));
-            let [q, k, v] = [q, k, v].map(|tensor| to_device(&tensor, &device, dtype));
-            // The error of a sum grows with its length. In 16-bit dtypes, rounding the result hides this growth.
-            let keys = spans.iter().map(|(tokens, position)| tokens + position).max().unwrap();
-            let error_growth = if dtype == DType::F32 { 1.0 + keys as f32 / 2880.0 } else { 1.0 };
-            for backend in [AttentionBackend::Own, AttentionBackend::CandleFlashAttn, AttentionBackend::Eager] {
-                if !is_supported(backend, dtype, head_dim, softcap) {
-                    continue;
-                }
-                let got = run(&q, &k, &v, sinks.as_ref(), backend);
-                let what = format!(
-                    "{spans:?}, {heads} heads, {kv_heads} KV heads, head dim {head_dim}, {dtype:?}, cap {softcap:?}"
-                );
-                assert_close(&format!("{backend} attention {what}"), &got, &want, 2.0 * error_growth * rounding(dtype));
-            }
+            check_attention(case, &device, dtype, None);
+            check_attention(case, &device, dtype, Some(2.0));
         }
     }
 }

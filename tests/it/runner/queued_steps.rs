@@ -1,7 +1,7 @@
 //! Tests of queued steps. A queued step is planned before the tokens of the previous step are known.
 //!
 //! Most of these tests run on the CPU. On a GPU, most steps are queued (see docs/architecture.md),
-//! so the batch tests in `engine/generation.rs` also cover queued steps.
+//! so the batch tests in `engine/generation/graph.rs` also cover queued steps.
 
 use std::collections::BTreeMap;
 

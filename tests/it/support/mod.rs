@@ -3,13 +3,15 @@
 //! - `program`: runs the program; `bounded`: runs the program with limits on time and memory
 //! - `session`, `screen`: run the program in a pseudo terminal
 //! - `engine`: engines, and the answers to their requests
-//! - `gguf`: GGUF files; `fake_hub`: a hub on 127.0.0.1
+//! - `gguf`: GGUF files; `random_models`: checkpoints with random weights; `fake_hub`: a hub on 127.0.0.1
 
 pub mod bounded;
 pub mod engine;
 pub mod fake_hub;
 pub mod gguf;
 pub mod program;
+#[cfg(feature = "cuda")]
+pub mod random_models;
 pub mod screen;
 pub mod session;
 

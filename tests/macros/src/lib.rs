@@ -21,14 +21,15 @@ use proc_macro::{Delimiter, Group, TokenStream, TokenTree};
 /// - `#[test(no_driver)]` needs a program that starts without an NVIDIA driver.
 /// - `#[test(mount)]` needs the right to mount filesystems.
 /// - `#[test(each = LIST)]` is one test for each case that the function `LIST` returns. Each case has its own need.
+/// - `#[test(each_alone = LIST)]` is the same, but each case runs while no other test runs.
 ///
 /// A test whose requirement is not met is reported as ignored.
 /// A `#[cfg]` removes the test, wherever it stands, because the compiler evaluates it before this attribute.
 #[proc_macro_attribute]
 pub fn test(need: TokenStream, function: TokenStream) -> TokenStream {
     let argument = need.to_string();
-    let cases = argument.strip_prefix("each = ");
-    let is_alone = matches!(argument.as_str(), "gpu_alone" | "full_size");
+    let cases = argument.strip_prefix("each = ").or_else(|| argument.strip_prefix("each_alone = "));
+    let is_alone = matches!(argument.as_str(), "gpu_alone" | "full_size") || argument.starts_with("each_alone = ");
     let need = match argument.as_str() {
         _ if cases.is_some() => "",
         "" => "None",
@@ -39,8 +40,10 @@ pub fn test(need: TokenStream, function: TokenStream) -> TokenStream {
         "no_driver" => "Some(crate::harness::Need::NoDriver)",
         "mount" => "Some(crate::harness::Need::Mount)",
         other => {
-            let known = "gpu, cuda, gpu_alone, flash_attn, fixtures, full_size, no_driver, mount or each = LIST";
-            return error(&format!("unknown #[test] argument '{other}'; use {known}"));
+            let known = "gpu, cuda, gpu_alone, flash_attn, fixtures, full_size, no_driver, mount";
+            return error(&format!(
+                "unknown #[test] argument '{other}'; use {known}, each = LIST or each_alone = LIST"
+            ));
         }
     };
     let tokens: Vec<TokenTree> = function.clone().into_iter().collect();
@@ -66,7 +69,7 @@ pub fn test(need: TokenStream, function: TokenStream) -> TokenStream {
     };
     let path = format!("concat!(module_path!(), \"::{name}\")");
     let tests = match cases {
-        Some(cases) => format!("crate::harness::tests_of_cases({path}, {cases}(), {run})"),
+        Some(cases) => format!("crate::harness::tests_of_cases({path}, {cases}(), {is_alone}, {run})"),
         None => format!(
             "vec![crate::harness::Test {{
                 path: {path}.to_string(), need: {need}, is_alone: {is_alone}, run: ::std::boxed::Box::new({run}),

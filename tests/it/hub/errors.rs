@@ -1,0 +1,169 @@
+//! Tests of downloads that inferno refuses, or that the hub refuses.
+
+use std::net::TcpListener;
+use std::path::Path;
+
+use inferno::hub::FileFilter;
+
+use super::{Machine, file_names, message_and_code};
+use crate::support::fake_hub::{COMMIT, FakeHub, HubState, INDEX, REPO};
+
+#[test]
+fn each_refusal_of_the_hub_has_its_error() {
+    let fake = FakeHub::single();
+    let machine = Machine::new(fake.endpoint());
+    let download = || message_and_code(machine.hub().download(REPO, Some("v9"), &FileFilter::default(), &()));
+    for (status, code, body, exit_code, expected) in [
+        (401, "RepoNotFound", "", 3, "cannot find repository"),
+        (401, "", "", 3, "cannot find repository"),
+        (404, "", "<html>what you saw previously is gone</html>", 3, "cannot find repository"),
+        (404, "", "{\"error\":\"Repository not found\"}", 3, "cannot find repository"),
+        (404, "RevisionNotFound", "", 3, "has no revision 'v9'"),
+        (404, "", "{\"error\":\"Invalid rev id: v9\"}", 3, "has no revision 'v9'"),
+        (401, "GatedRepo", "", 4, "accept its license"),
+        (403, "GatedRepo", "", 4, "accept its license"),
+        (429, "", "", 5, "HTTP 429"),
+        (503, "", "", 5, "HTTP 503"),
+    ] {
+        fake.change(|state| state.listing_refused = Some((status, code, body)));
+        let (message, code) = download();
+        assert_eq!(code, exit_code, "{status} {message}");
+        assert!(message.contains(expected), "{status} {message}");
+    }
+    fake.change(|state| state.listing_refused = Some((200, "", "<html>log in</html>")));
+    let (message, code) = download();
+    assert!(code == 5 && message.contains("not from a model hub"), "{message}");
+    fake.change(|state| state.listing_refused = Some((401, "", "")));
+    let (message, code) = message_and_code(machine.with_token().download(REPO, None, &FileFilter::default(), &()));
+    assert!(code == 4 && message.contains("rejects the token"), "{message}");
+    // Anyone may list a gated repository. Only downloads of its files are restricted.
+    fake.change(|state| (state.listing_refused, state.files_refused) = (None, Some((403, "GatedRepo"))));
+    assert_eq!(download().1, 4);
+    fake.change(|state| state.files_refused = Some((401, "")));
+    let (message, code) = message_and_code(machine.with_token().download(REPO, None, &FileFilter::default(), &()));
+    assert_eq!(code, 4);
+    assert!(!message.contains("hf_secret"));
+    assert!(machine.hub().find(REPO, None).is_err(), "the refused download left a ref or a snapshot behind");
+}
+
+#[test]
+fn token_is_sent_to_the_endpoint_only() {
+    let (fake, storage) = (FakeHub::single(), FakeHub::single());
+    // inferno treats `localhost` and the endpoint's 127.0.0.1 as different hosts.
+    fake.change(|state| state.storage = Some(format!("http://localhost:{}", storage.port)));
+    let machine = Machine::new(fake.endpoint());
+    machine.with_token().download(REPO, None, &FileFilter::default(), &()).unwrap();
+    assert!(fake.heads().iter().all(|head| head.to_lowercase().contains("authorization: bearer hf_secret")));
+    let storage_requests = storage.heads();
+    // config.json and tokenizer.json have the same contents, so one request fetches both.
+    assert_eq!(storage_requests.len(), 2, "{storage_requests:?}");
+    assert!(storage_requests.iter().all(|head| !head.contains("hf_secret")), "{storage_requests:?}");
+}
+
+#[test]
+fn error_names_a_hub_that_does_not_answer() {
+    let closed = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let machine = Machine::new(format!("http://127.0.0.1:{closed}"));
+    let (message, code) = message_and_code(machine.hub().download(REPO, None, &FileFilter::default(), &()));
+    assert_eq!(code, 5);
+    assert!(message.contains(&format!("127.0.0.1:{closed}")), "{message}");
+}
+
+#[test]
+fn error_names_the_formats_of_the_repository() {
+    let fake = FakeHub::start(&[("config.json", b"{}"), ("a.onnx", b"ONNX"), ("pytorch_model.bin", b"pickle")]);
+    let machine = Machine::new(fake.endpoint());
+    let (message, _) = message_and_code(machine.hub().download(REPO, None, &FileFilter::default(), &()));
+    assert!(message.contains("needs safetensors or GGUF") && message.contains(".bin, .onnx"), "{message}");
+}
+
+#[test]
+fn full_disk_is_an_error_before_the_download() {
+    let fake = FakeHub::single();
+    fake.change(|state| state.claimed_bytes = Some(1 << 49));
+    let machine = Machine::new(fake.endpoint());
+    let (message, code) = message_and_code(machine.hub().download(REPO, None, &FileFilter::default(), &()));
+    assert_eq!(code, 11, "{message}");
+    assert_eq!(fake.lines().len(), 1, "expected only the request for the listing");
+}
+
+#[test]
+fn paths_outside_the_cache_are_refused() {
+    let outside = |machine: &Machine| {
+        let mut names = file_names(machine.dir.path());
+        names.retain(|name| name != "own");
+        names
+    };
+    for shard in ["../../../../escaped", "/tmp/inferno-escaped", "a\\\\..\\\\b"] {
+        let index = format!(r#"{{"weight_map":{{"a":"{shard}"}}}}"#);
+        let fake = FakeHub::start(&[("config.json", b"{}"), ("tokenizer.json", b"{}"), (INDEX, index.as_bytes())]);
+        let machine = Machine::new(fake.endpoint());
+        let (message, _) = message_and_code(machine.hub().download(REPO, None, &FileFilter::default(), &()));
+        assert!(message.contains("not a plain file name"), "{message}");
+        assert!(outside(&machine).is_empty());
+        assert!(!Path::new("/tmp/inferno-escaped").exists());
+    }
+    for name in ["../config.json", "/tmp/inferno-escaped", "a/../../b", "a\\b", "a\u{0}b"] {
+        let fake = FakeHub::single();
+        fake.change(|state| drop(state.files.insert(name.to_string(), b"{}".to_vec())));
+        let machine = Machine::new(fake.endpoint());
+        let (message, _) = message_and_code(machine.hub().download(REPO, None, &FileFilter::default(), &()));
+        assert!(message.contains("not a path inside the repository"), "{message}");
+        assert!(file_names(machine.dir.path()).is_empty());
+    }
+    let fake = FakeHub::single();
+    let machine = Machine::new(fake.endpoint());
+    let message = || message_and_code(machine.hub().download(REPO, None, &FileFilter::default(), &())).0;
+    fake.change(|state| state.claimed_etag = Some("../../etag"));
+    assert!(message().contains("etag"), "{}", message());
+    fake.change(|state| (state.claimed_etag, state.commit) = (None, "../../../commit".to_string()));
+    assert!(message().contains("invalid commit hash"), "{}", message());
+    assert!(file_names(machine.dir.path()).is_empty());
+}
+
+#[test]
+fn invalid_names_are_rejected_before_any_request() {
+    let fake = FakeHub::single();
+    let machine = Machine::new(fake.endpoint());
+    for repo in ["", "a/b/c", "../x", "a b/c", "org/..", "https://huggingface.co/org/name"] {
+        let (message, _) = message_and_code(machine.hub().download(repo, None, &FileFilter::default(), &()));
+        assert!(message.contains("use org/name"), "{message}");
+    }
+    assert!(
+        message_and_code(machine.hub().download(REPO, Some("../x"), &FileFilter::default(), &()))
+            .0
+            .contains("is not a valid revision")
+    );
+    assert!(fake.lines().is_empty());
+}
+
+#[test]
+fn another_commit_than_the_requested_one_is_refused() {
+    let fake = FakeHub::single();
+    let machine = Machine::new(fake.endpoint());
+    let (message, code) =
+        message_and_code(machine.hub().download(REPO, Some(&"a".repeat(40)), &FileFilter::default(), &()));
+    assert!(code == 6 && message.contains("instead of commit"), "{message}");
+    assert!(!machine.repo().exists());
+    machine.hub().download(REPO, Some(COMMIT), &FileFilter::default(), &()).unwrap();
+}
+
+#[test]
+fn impossible_listings_are_refused() {
+    for (change, expected) in [
+        ((|state| state.claimed_bytes = Some(u64::MAX)) as fn(&mut HubState), "impossible size"),
+        (|state| drop(state.files.insert("config.json/x".into(), b"{}".into())), "as a file and as a folder"),
+    ] {
+        let fake = FakeHub::single();
+        fake.change(change);
+        let machine = Machine::new(fake.endpoint());
+        for result in [
+            machine.hub().download(REPO, None, &FileFilter::default(), &()).map(|_| ()),
+            machine.hub().inspect(REPO, None).map(|_| ()),
+        ] {
+            let error = result.unwrap_err();
+            assert!(error.to_string().contains(expected), "{error}");
+        }
+        assert!(!machine.repo().exists());
+    }
+}
