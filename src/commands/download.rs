@@ -8,7 +8,7 @@ use anyhow::Result;
 use super::shared::progress::{Operation, ProgressStyle, ProgressView};
 use super::shared::warn_about_token;
 use crate::error::Error;
-use crate::hub::{FileFilter, Hub, parse_download_name, shell_word};
+use crate::hub::{DownloadName, FileFilter, Hub, shell_word};
 use crate::text::printable;
 
 /// Fetch a model from the Hugging Face hub; run the same command again to resume an interrupted download
@@ -36,12 +36,12 @@ pub fn run(args: Args) -> Result<ExitCode> {
         warn_about_token(&hub);
     }
     let progress = ProgressView::new(ProgressStyle::new(args.quiet), Operation::Download);
-    let (name, revision, of_name) = parse_download_name(&args.repo, args.revision.as_deref())?;
-    if of_name.tag.is_some() && !args.include.is_empty() {
+    let DownloadName { repo, revision, tag } = DownloadName::parse(&args.repo, args.revision.as_deref())?;
+    if tag.is_some() && !args.include.is_empty() {
         return Err(Error::usage("cannot combine --include with a tag: the tag selects the weights".to_string()));
     }
-    let filter = FileFilter { include: args.include, exclude: args.exclude, ..of_name };
-    let result = hub.download(&name, revision.as_deref(), &filter, &progress);
+    let filter = FileFilter { include: args.include, exclude: args.exclude, tag };
+    let result = hub.download(&repo, revision.as_deref(), &filter, &progress);
     progress.finish();
     let snapshot = result?;
     if args.quiet {

@@ -159,7 +159,9 @@ fn open_cuda(_: usize) -> Result<Device> {
 }
 
 /// Returns whether an operation failed because the GPU has too little free memory.
+///
 /// Searches the error message for `OUT_OF_MEMORY`, as in the driver's `CUDA_ERROR_OUT_OF_MEMORY`.
+/// The chain of sources does not contain the driver's error: candle wraps it in variants that do not expose it.
 pub fn is_out_of_memory(error: &anyhow::Error) -> bool {
     format!("{error:#}").contains("OUT_OF_MEMORY")
 }

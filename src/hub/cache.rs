@@ -58,6 +58,15 @@ pub(super) struct RepoDir {
     layout: hf_hub::CacheRepo,
 }
 
+/// A file in a snapshot.
+pub struct SnapshotFile {
+    /// The path of the file in the repository, such as `config.json`.
+    pub name: String,
+    pub path: PathBuf,
+    /// The etag of the blob to which the file links. `None` if the file is not a symlink.
+    pub etag: Option<String>,
+}
+
 impl RepoDir {
     /// Acquires the lock that guards changes to the directory of the repository.
     /// If another process holds the lock, calls `on_wait`, then waits for the lock.
@@ -123,14 +132,14 @@ impl RepoDir {
         files_below(&self.path.join("refs")).into_iter().filter_map(commit).collect()
     }
 
-    /// Returns the name, path and etag of each file in a snapshot. A file that is not a symlink has no etag.
-    pub fn snapshot_files(&self, commit: &str) -> Vec<(String, PathBuf, Option<String>)> {
+    /// Returns the files in a snapshot.
+    pub fn snapshot_files(&self, commit: &str) -> Vec<SnapshotFile> {
         let dir = self.snapshot(commit);
         let file = |path: PathBuf| {
             let name = path.strip_prefix(&dir).ok()?.to_str()?.replace(MAIN_SEPARATOR, "/");
             let target = fs::read_link(&path).ok();
             let etag = target.and_then(|target| Some(target.file_name()?.to_str()?.to_string()));
-            Some((name, path, etag))
+            Some(SnapshotFile { name, path, etag })
         };
         files_below(&dir).into_iter().filter_map(file).collect()
     }

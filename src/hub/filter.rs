@@ -35,12 +35,23 @@ pub struct FileFilter {
     pub tag: Option<String>,
 }
 
-/// Splits `org/name:Q4_K_M@revision` into the name, the revision, and a filter with the tag `Q4_K_M`.
-pub fn parse_download_name(model: &str, revision: Option<&str>) -> Result<(String, Option<String>, FileFilter)> {
-    let (name, revision) = names::split_revision(model, revision)?;
-    let (name, tag) = gguf::split_tag(name);
-    let filter = FileFilter { tag: tag.map(str::to_string), ..FileFilter::default() };
-    Ok((name.to_string(), revision.map(str::to_string), filter))
+/// A model to download, as the user names it, such as `org/name:Q4_K_M@revision`.
+pub struct DownloadName {
+    /// The name of the repository, such as `org/name`.
+    pub repo: String,
+    pub revision: Option<String>,
+    /// The tag of a GGUF model, such as `Q4_K_M`.
+    pub tag: Option<String>,
+}
+
+impl DownloadName {
+    /// Parses a name. Fails if both the name and `revision` contain a revision.
+    pub fn parse(model: &str, revision: Option<&str>) -> Result<Self> {
+        let (name, revision) = names::split_revision(model, revision)?;
+        let (repo, tag) = gguf::split_tag(name);
+        let (revision, tag) = (revision.map(str::to_string), tag.map(str::to_string));
+        Ok(Self { repo: repo.to_string(), revision, tag })
+    }
 }
 
 pub(super) struct CompiledFilter {
@@ -346,7 +357,7 @@ mod tests {
             "model.safetensors",
         ];
         let choose = |model: &str| -> Result<Vec<String>> {
-            let (_, _, filter) = parse_download_name(model, None)?;
+            let filter = FileFilter { tag: DownloadName::parse(model, None)?.tag, ..FileFilter::default() };
             Ok(choose_files("a/b", &files(&names), &filter, None)?.into_iter().map(|file| file.name).collect())
         };
         assert_eq!(choose("a/b:F16").unwrap(), ["config.json", "m-F16.gguf"]);

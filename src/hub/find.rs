@@ -13,6 +13,13 @@ use super::snapshot::{Snapshot, SnapshotSource};
 use crate::error::Error;
 use crate::snapshot::{Required, first_missing_file, gguf};
 
+/// A model of which some files are missing.
+pub struct IncompleteModel {
+    pub name: String,
+    /// The first missing file.
+    pub missing_file: String,
+}
+
 impl Hub {
     /// Finds a model on this machine, without the network. A model in a cache must be complete.
     /// For the demo, first writes its missing files to the cache.
@@ -108,10 +115,10 @@ impl Hub {
         Ok(found)
     }
 
-    /// Returns the names of the incomplete models in both caches, each with its first missing file.
+    /// Returns the incomplete models in both caches.
     ///
     /// Skips repositories in the shared cache that lack config.json or tokenizer.json: they may not be models.
-    pub fn incomplete(&self) -> Vec<(String, String)> {
+    pub fn incomplete(&self) -> Vec<IncompleteModel> {
         let missing = |name: &String| {
             if self.look_up(name, None, Required::Weights).is_some() {
                 return None;
@@ -122,7 +129,8 @@ impl Hub {
                 let path = repo.snapshot(&commit);
                 let is_model =
                     *source == SnapshotSource::Inferno || first_missing_file(&path, Required::Tokenizer).is_none();
-                first_missing_file(&path, Required::Weights).filter(|_| is_model).map(|file| (name.clone(), file))
+                let missing_file = first_missing_file(&path, Required::Weights).filter(|_| is_model)?;
+                Some(IncompleteModel { name: name.clone(), missing_file })
             })
         };
         self.repo_names().iter().filter_map(missing).collect()

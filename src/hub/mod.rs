@@ -48,7 +48,8 @@ pub use config::{HubConfig, is_loopback};
 pub use endpoint::TokenStatus;
 #[doc(hidden)]
 pub use filter::choose_files;
-pub use filter::{FileFilter, parse_download_name};
+pub use filter::{DownloadName, FileFilter};
+pub use find::IncompleteModel;
 pub use identity::file_hashes;
 pub use inspect::{HubModel, SafetensorsHeader};
 pub use limits::Limits;

@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
 
-use super::cache::RepoDir;
+use super::cache::{RepoDir, SnapshotFile};
 use super::client::Hub;
 use super::disk::with_suffix;
 use super::download::cannot_download;
@@ -68,8 +68,8 @@ impl Hub {
         let label = |name: &str, file: &str| if has_several { format!("{name}/{file}") } else { file.to_string() };
         let mut sizes = Vec::new();
         for Candidate { name, repo, commit, .. } in &candidates {
-            for (file, path, _) in repo.snapshot_files(commit) {
-                sizes.push((label(name, &file), fs::metadata(&path).map_or(0, |data| data.len())));
+            for file in repo.snapshot_files(commit) {
+                sizes.push((label(name, &file.name), fs::metadata(&file.path).map_or(0, |data| data.len())));
             }
         }
         progress.start(&sizes);
@@ -147,7 +147,7 @@ impl Hub {
         let mut set_aside = Vec::new();
         let fetched = set_bad_blobs_aside(&repo, revision, &damaged, &mut set_aside)
             .and_then(|()| self.fetch_files(&remote, revision, &repo, files, progress));
-        for (blob, bad) in set_aside {
+        for SetAside { blob, bad } in set_aside {
             // If the download has not replaced the bad blob, restore the bad blob, because the snapshot links to it.
             // Ignore errors here, because `fetched` already tells the caller whether the repair succeeded.
             let _ = if blob.exists() {
@@ -160,22 +160,28 @@ impl Hub {
     }
 }
 
+/// A bad blob that was renamed from `blob` to `bad`.
+struct SetAside {
+    blob: PathBuf,
+    bad: PathBuf,
+}
+
 /// Renames the bad blobs of damaged files, so that [`Hub::fetch_files`] downloads them again.
-/// Adds the old and the new path of each renamed blob to `set_aside`, even if a later rename fails.
+/// Adds each renamed blob to `set_aside`, even if a later rename fails.
 fn set_bad_blobs_aside(
     repo: &RepoDir,
     commit: &str,
     damaged: &BTreeSet<&str>,
-    set_aside: &mut Vec<(PathBuf, PathBuf)>,
+    set_aside: &mut Vec<SetAside>,
 ) -> Result<()> {
-    for (file, path, etag) in repo.snapshot_files(commit) {
-        let Some(etag) = etag.filter(|_| damaged.contains(file.as_str())) else { continue };
+    for SnapshotFile { name, path, etag } in repo.snapshot_files(commit) {
+        let Some(etag) = etag.filter(|_| damaged.contains(name.as_str())) else { continue };
         // Verify the file again, because another process may have repaired it. A file that cannot be read is bad.
         if path.exists() && !hash::matches(&path, &etag, &mut |_| Ok(())).unwrap_or(false) {
             let blob = repo.blob(&etag);
             let bad = with_suffix(&blob, BAD);
             fs::rename(&blob, &bad).with_context(|| format!("cannot rename {}", blob.display()))?;
-            set_aside.push((blob, bad));
+            set_aside.push(SetAside { blob, bad });
         }
     }
     Ok(())
@@ -189,9 +195,9 @@ fn file_states(
     report: impl Fn(&str, u64),
 ) -> Vec<(String, FileState)> {
     let mut files = Vec::new();
-    for (file, path, etag) in candidate.repo.snapshot_files(&candidate.commit) {
-        let state = file_state(&path, etag.as_deref(), known_blobs, &mut |bytes| report(&file, bytes));
-        files.push((file, state));
+    for SnapshotFile { name, path, etag } in candidate.repo.snapshot_files(&candidate.commit) {
+        let state = file_state(&path, etag.as_deref(), known_blobs, &mut |bytes| report(&name, bytes));
+        files.push((name, state));
     }
     if candidate.source == SnapshotSource::Inferno {
         for missing in missing_files(&candidate.repo.snapshot(&candidate.commit), Required::Weights) {

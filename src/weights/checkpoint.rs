@@ -6,7 +6,7 @@ use anyhow::{Result, bail};
 use candle_core::DType;
 
 use super::gguf::{GgufCheckpoint, GgufModel};
-use super::quantized::{self, QuantizationTarget};
+use super::quantized::{self, QuantizationTarget, QuantizedShape};
 use super::reading::ReadRequest;
 use super::safetensors::{SafetensorsCheckpoint, TensorView, module};
 use super::tensor_info::{TensorInfo, parameter_count};
@@ -103,17 +103,18 @@ impl Checkpoint {
         unit_of(stored.or_else(|| target?.format(columns)))
     }
 
-    /// Returns the format, rows and columns of a matrix that is quantized in the file, or `None` for other tensors.
-    pub(super) fn quantized_shape(&self, name: &str, info: &TensorInfo) -> Option<(WeightFormat, usize, usize)> {
+    /// Returns the shape of a matrix that is quantized in the file, or `None` for other tensors.
+    pub(super) fn quantized_shape(&self, name: &str, info: &TensorInfo) -> Option<QuantizedShape> {
         match (self, info.shape.as_slice()) {
             (Self::Gguf(model), _) => {
                 let format = quantized::format(model.stored_type(name)?)?;
                 let (rows, columns) = model.matrix_shape(name).ok()??;
-                Some((format, rows, columns))
+                Some(QuantizedShape { format, rows, columns })
             }
             (Self::Safetensors(checkpoint), &[rows, columns]) => {
                 checkpoint.info(&format!("{name}_scale"))?;
-                Some((checkpoint.scheme(module(name))?.format.memory_format(), rows, columns))
+                let format = checkpoint.scheme(module(name))?.format.memory_format();
+                Some(QuantizedShape { format, rows, columns })
             }
             _ => None,
         }

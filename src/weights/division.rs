@@ -9,6 +9,7 @@ use std::collections::HashMap;
 use candle_core::DType;
 
 use super::inventory::{ColumnUnits, Inventory, InventoryTensor};
+use super::quantized::QuantizedShape;
 use super::tensor_table::{Dimension, Division, Form};
 use crate::world::share;
 
@@ -73,8 +74,12 @@ impl InventoryTensor {
         let part = |whole: u64| (u128::from(whole) * len as u128 / total.max(1) as u128) as u64;
         match (self.quantized, self.division()) {
             _ if len == 0 => 0,
-            (Some((format, rows, columns)), Division::Rows(_)) => format.bytes(part(rows as u64), columns as u64),
-            (Some((format, rows, columns)), Division::Columns(_)) => format.bytes(rows as u64, part(columns as u64)),
+            (Some(QuantizedShape { format, rows, columns }), Division::Rows(_)) => {
+                format.bytes(part(rows as u64), columns as u64)
+            }
+            (Some(QuantizedShape { format, rows, columns }), Division::Columns(_)) => {
+                format.bytes(rows as u64, part(columns as u64))
+            }
             _ => part(self.loaded_bytes(dtype)),
         }
     }

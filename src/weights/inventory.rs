@@ -10,11 +10,11 @@ use serde::Serialize;
 
 use super::checkpoint::Checkpoint;
 use super::gguf::GgufCheckpoint;
-use super::quantized::QuantizationTarget;
+use super::quantized::{QuantizationTarget, QuantizedShape};
 use super::safetensors::header::{self, HeaderTensor, MAX_HEADER_BYTES};
 use super::tensor_info::{TensorInfo, parameter_count};
 use super::tensor_table::{Form, Group, TensorRole, TensorTable, is_never_loaded};
-use crate::kernels::quantized::{GROUP_COLUMNS, WeightFormat};
+use crate::kernels::quantized::GROUP_COLUMNS;
 use crate::snapshot::safetensors::{self, ShardIndex};
 
 /// One tensor of a checkpoint.
@@ -28,9 +28,9 @@ pub(super) struct InventoryTensor {
     /// The size of the tensor in the file, in bytes.
     bytes: u64,
     format: MemoryFormat,
-    /// The format, rows and columns of a matrix that is quantized in memory.
+    /// The shape of a matrix that is quantized in memory.
     /// `None` for all other tensors, and for all tensors added by [`Inventory::add_header`].
-    pub quantized: Option<(WeightFormat, usize, usize)>,
+    pub quantized: Option<QuantizedShape>,
     /// How ranks can divide the columns of a matrix. `None` for a vector.
     pub columns: Option<ColumnUnits>,
     /// The length of the tensor's first dimension. `None` for a scalar.
@@ -182,7 +182,7 @@ impl Inventory {
                 && let Some(format) = target.format(columns)
             {
                 tensor.format = MemoryFormat::Bytes(format.bytes(rows as u64, columns as u64));
-                tensor.quantized = Some((format, rows, columns));
+                tensor.quantized = Some(QuantizedShape { format, rows, columns });
             }
         }
     }

@@ -11,7 +11,8 @@ use super::gguf::GgufModel;
 use super::progress::LoadProgress;
 use super::quantized::{self, QuantizationTarget};
 use super::reading::{
-    Axis, ByteRange, PartSource, Reader, ReaderThreads, SharedReads, Slice, StoredBytes, TensorPart, TensorReader,
+    Axis, ByteRange, PartSource, PartToRead, Reader, ReaderThreads, SharedReads, Slice, StoredBytes, TensorPart,
+    TensorReader,
 };
 use super::safetensors::{TensorView, module};
 use super::tensor_info::TensorInfo;
@@ -283,7 +284,7 @@ impl<'c> Weights<'c> {
         let tensor = match self.read_plan(&view, &part, device) {
             ReadPlan::Ahead(reader) => reader.take(name, dtype, shape)?,
             ReadPlan::Threads { reader, file, shared } => match shared {
-                Some(shared) => reader.read_shared(shared, name, file, (dtype, shape, part.slice)),
+                Some(shared) => reader.read_shared(shared, file, &part),
                 None => reader.read(file, dtype, shape, part.slice),
             }
             .with_context(|| format!("cannot load tensor {name}"))?,
@@ -328,32 +329,6 @@ enum ReadPlan<'r> {
     Threads { reader: &'r dyn PartSource, file: &'r ByteRange, shared: Option<&'r SharedReads> },
     /// This thread reads the tensor to host memory.
     Host { shared: Option<&'r SharedReads> },
-}
-
-/// A tensor of a safetensors file, or the part of it that `slice` selects. `shape` is the shape of the part.
-struct PartToRead<'r> {
-    name: &'r str,
-    dtype: DType,
-    shape: &'r [usize],
-    slice: Option<&'r Slice>,
-}
-
-impl PartToRead<'_> {
-    fn bytes(&self) -> usize {
-        self.shape.iter().product::<usize>() * self.dtype.size_in_bytes()
-    }
-
-    /// Reads the part to host memory. With `shared`, the ranks read the tensor together.
-    fn read_to_host(&self, tensor: &StoredBytes, shared: Option<&SharedReads>) -> Result<Tensor> {
-        match (self.slice, shared, tensor) {
-            (Some(slice), ..) => slice.read(self.name, tensor, self.dtype, self.shape, shared),
-            (None, Some(shared), StoredBytes::File(file)) => {
-                let bytes = shared.read_to_vec(self.name, file)?;
-                StoredBytes::Memory(&bytes).tensor(self.dtype, self.shape)
-            }
-            (None, ..) => tensor.tensor(self.dtype, self.shape),
-        }
-    }
 }
 
 /// Returns the part of the loaded tensor `whole` that `slice` selects, or `whole` if there is no slice.

@@ -15,6 +15,14 @@ use super::ggml::{self, GgmlType, split_group};
 use super::reading::{RowBuffer, RowSource, SharedReads};
 use crate::kernels::quantized::{E4M3_MAX, GROUP_COLUMNS, InputQuantization, QuantizedMatrix, WeightFormat, pack};
 
+/// The format and the dimensions of a quantized matrix.
+#[derive(Clone, Copy, Debug)]
+pub struct QuantizedShape {
+    pub format: WeightFormat,
+    pub rows: usize,
+    pub columns: usize,
+}
+
 /// The quantization of float matrices during loading, as set with `--quantize`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum QuantizationTarget {

@@ -4,7 +4,7 @@ use super::finding::Finding;
 use crate::commands::list::Model;
 use crate::device;
 use crate::error::Error;
-use crate::hub::{Hub, TokenStatus};
+use crate::hub::{Hub, IncompleteModel, TokenStatus};
 use crate::text::{one_line, size};
 
 /// The free disk space, in bytes, below which `inferno doctor` warns. gpt-oss-20b needs 13.8 GB.
@@ -84,8 +84,8 @@ fn models(hub: &Hub, findings: &mut Vec<Finding>) {
         }
     };
     let before = findings.len();
-    for (name, missing) in hub.incomplete() {
-        let what = format!("{name} is incomplete: {missing} is missing");
+    for IncompleteModel { name, missing_file } in hub.incomplete() {
+        let what = format!("{name} is incomplete: {missing_file} is missing");
         findings.push(Finding::warn("models", what, format!("inferno download {name}")));
     }
     for model in Model::read_all(hub, &snapshots) {

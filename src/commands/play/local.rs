@@ -13,7 +13,7 @@ use crate::commands::shared::{note, playable, warn_about_token};
 use crate::conversation::{LoadedModel, LocalModel, ModelId, ModelSource, require_chat_format};
 use crate::engine::Engine;
 use crate::error::Error;
-use crate::hub::{Hub, Snapshot, SnapshotSource, is_repo_name, parse_download_name};
+use crate::hub::{DownloadName, FileFilter, Hub, Snapshot, SnapshotSource, is_repo_name};
 use crate::language::Language;
 use crate::sandbox;
 use crate::terminal;
@@ -110,9 +110,10 @@ fn find_or_download(hub: &Hub, model: &str, revision: Option<&str>) -> Result<Sn
     if !can_download || !is_interactive {
         return Err(missing);
     }
-    let (name, revision, pick) = parse_download_name(model, revision)?;
+    let DownloadName { repo, revision, tag } = DownloadName::parse(model, revision)?;
+    let filter = FileFilter { tag, ..FileFilter::default() };
     warn_about_token(hub);
-    let bytes = hub.download_bytes(&name, revision.as_deref(), &pick)?;
+    let bytes = hub.download_bytes(&repo, revision.as_deref(), &filter)?;
     terminal::write_stderr(&format!("{model} is not downloaded; download {}? [Y/n] ", text::size(bytes)));
     let mut line = String::new();
     std::io::stdin().read_line(&mut line)?;
@@ -120,7 +121,7 @@ fn find_or_download(hub: &Hub, model: &str, revision: Option<&str>) -> Result<Sn
         return Err(missing);
     }
     let show = ProgressView::new(ProgressStyle::detect(), Operation::Download);
-    let result = hub.download(&name, revision.as_deref(), &pick, &show);
+    let result = hub.download(&repo, revision.as_deref(), &filter, &show);
     show.finish();
     result?;
     hub.find(model, revision.as_deref())

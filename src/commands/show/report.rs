@@ -218,13 +218,13 @@ fn needs(
         Some(Err(_)) => (smallest(), Some(false)),
         None => (smallest(), None),
     };
-    let (per_1000, windows) = plan.cache_growth(capacity.chunk);
+    let growth = plan.cache_growth(capacity.chunk);
     Ok(Some(MemoryNeeds {
         gpus: requested.gpus,
         dtype: dtype.as_str(),
         weight_bytes: plan.weight_bytes(),
-        cache_bytes_per_1000_tokens: per_1000,
-        cache_bytes_of_windows: windows,
+        cache_bytes_per_1000_tokens: growth.bytes_per_1000_tokens,
+        cache_bytes_of_windows: growth.sliding_bytes,
         context: capacity.context,
         chunk: capacity.chunk,
         cache_bytes: plan.cache_bytes(capacity),

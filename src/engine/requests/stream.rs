@@ -191,16 +191,16 @@ impl RequestStream {
         self
     }
 
+    pub(in crate::engine) fn with_scored_prompt(mut self, scored_prompt: Option<ScoredPrompt>) -> Self {
+        self.scored_prompt = scored_prompt;
+        self
+    }
+
     /// Returns the record of the request, if [`GenerateOptions::keeps_record`] is set.
     ///
     /// All answers to a request share one record.
     pub fn record(&self) -> Option<&Arc<RequestRecord>> {
         self.record.as_ref()
-    }
-
-    pub(in crate::engine) fn with_scored_prompt(mut self, scored_prompt: Option<ScoredPrompt>) -> Self {
-        self.scored_prompt = scored_prompt;
-        self
     }
 
     /// Returns the prompt with its log probabilities, if [`GenerateOptions::prompt_logprobs`] is set.
@@ -213,8 +213,11 @@ impl RequestStream {
     /// Panics if called in an async task of tokio. Use the [`Stream`] implementation there.
     pub fn next_blocking(&mut self) -> Option<Result<Event>> {
         loop {
-            if let Some(end) = self.end_if_finished() {
-                return end;
+            if self.has_ended {
+                return None;
+            }
+            if let Some(end) = self.end_event() {
+                return Some(end);
             }
             let event = self.events.blocking_recv();
             if let Some(event) = self.receive(event) {
@@ -290,11 +293,8 @@ impl RequestStream {
         }
     }
 
-    /// Returns `None` until the answer has ended, then the end event once, then `Some(None)` forever.
-    fn end_if_finished(&mut self) -> Option<Option<Result<Event>>> {
-        if self.has_ended {
-            return Some(None);
-        }
+    /// Returns the end event if the answer is finished or canceled, and marks the stream as ended.
+    fn end_event(&mut self) -> Option<Result<Event>> {
         // A cancellation discards the events that are still in the channel.
         if self.cancel.as_ref().is_some_and(|cancel| cancel.load(Ordering::Relaxed)) {
             self.finish_as(FinishReason::Canceled);
@@ -302,7 +302,7 @@ impl RequestStream {
         self.finish?;
         self.has_ended = true;
         let deltas = self.output.finish();
-        Some(Some(deltas.map(|deltas| Event::End { deltas, summary: Box::new(self.summary()) })))
+        Some(deltas.map(|deltas| Event::End { deltas, summary: Box::new(self.summary()) }))
     }
 
     /// Sets the finish reason, unless one is set. Closes the channel, so that the engine ends the sequence.
@@ -363,8 +363,11 @@ impl Stream for RequestStream {
 
     fn poll_next(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Self::Item>> {
         loop {
-            if let Some(end) = self.end_if_finished() {
-                return Poll::Ready(end);
+            if self.has_ended {
+                return Poll::Ready(None);
+            }
+            if let Some(end) = self.end_event() {
+                return Poll::Ready(Some(end));
             }
             let event = ready!(self.events.poll_recv(context));
             if let Some(event) = self.receive(event) {

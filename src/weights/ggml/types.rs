@@ -91,27 +91,26 @@ impl GgmlType {
 
     /// Returns the id of the type in GGUF files.
     pub fn id(self) -> u32 {
-        self.properties().0
+        self.properties().id
     }
 
     /// Returns the ggml name of the type.
     pub fn name(self) -> &'static str {
-        self.properties().1
+        self.properties().name
     }
 
     /// Returns the number of elements in a block: 1 for F32, F16 and BF16.
     pub fn block_length(self) -> usize {
-        self.properties().2
+        self.properties().block_length
     }
 
     /// Returns the size of a block in bytes.
     pub fn block_bytes(self) -> usize {
-        self.properties().3
+        self.properties().block_bytes
     }
 
-    /// Returns the type's id in GGUF files, its name, the elements per block, and the bytes per block.
-    fn properties(self) -> (u32, &'static str, usize, usize) {
-        match self {
+    fn properties(self) -> Properties {
+        let (id, name, block_length, block_bytes) = match self {
             Self::F32 => (0, "F32", 1, 4),
             Self::F16 => (1, "F16", 1, 2),
             Self::Bf16 => (30, "BF16", 1, 2),
@@ -126,7 +125,8 @@ impl GgmlType {
             Self::Q5K => (13, "Q5_K", SUPER_BLOCK, 4 + 12 + 32 + 128),
             Self::Q6K => (14, "Q6_K", SUPER_BLOCK, 128 + 64 + 16 + 2),
             Self::Mxfp4 => (39, "MXFP4", 32, 1 + 16),
-        }
+        };
+        Properties { id, name, block_length, block_bytes }
     }
 
     /// Returns the size in bytes of a tensor with shape `[rows, columns]`.
@@ -138,6 +138,14 @@ impl GgmlType {
         }
         (columns / length).checked_mul(rows)?.checked_mul(self.block_bytes() as u64)
     }
+}
+
+/// The properties of a type, each of which [`GgmlType`] returns with a method of its own.
+struct Properties {
+    id: u32,
+    name: &'static str,
+    block_length: usize,
+    block_bytes: usize,
 }
 
 impl fmt::Display for GgmlType {

@@ -143,3 +143,29 @@ impl StoredBytes<'_> {
         })
     }
 }
+
+/// A tensor of a safetensors file, or the part of it that `slice` selects. `shape` is the shape of the part.
+pub struct PartToRead<'r> {
+    pub name: &'r str,
+    pub dtype: DType,
+    pub shape: &'r [usize],
+    pub slice: Option<&'r Slice>,
+}
+
+impl PartToRead<'_> {
+    pub fn bytes(&self) -> usize {
+        self.shape.iter().product::<usize>() * self.dtype.size_in_bytes()
+    }
+
+    /// Reads the part to host memory. With `shared`, the ranks read the tensor together.
+    pub fn read_to_host(&self, tensor: &StoredBytes, shared: Option<&SharedReads>) -> Result<Tensor> {
+        match (self.slice, shared, tensor) {
+            (Some(slice), ..) => slice.read(self.name, tensor, self.dtype, self.shape, shared),
+            (None, Some(shared), StoredBytes::File(file)) => {
+                let bytes = shared.read_to_vec(self.name, file)?;
+                StoredBytes::Memory(&bytes).tensor(self.dtype, self.shape)
+            }
+            (None, ..) => tensor.tensor(self.dtype, self.shape),
+        }
+    }
+}

@@ -12,7 +12,7 @@ use std::thread;
 use anyhow::{Context, Result};
 use candle_core::{DType, Tensor};
 
-use super::part::{MIN_RUN_BYTES, Slice};
+use super::part::{MIN_RUN_BYTES, PartToRead, Slice};
 use super::read_ahead::ReadAheadOptions;
 use super::shared_reads::{PAGE_BYTES, SharedReads};
 use super::source::ByteRange;
@@ -82,9 +82,8 @@ impl<T: Target> PartReader<T> {
     pub(super) fn read_shared(
         &self,
         shared: &SharedReads,
-        name: &str,
         tensor: &ByteRange,
-        (dtype, shape, slice): (DType, &[usize], Option<&Slice>),
+        &PartToRead { name, dtype, shape, slice }: &PartToRead,
     ) -> Result<Tensor> {
         let part = PartRuns::new(dtype, shape, slice);
         let mut memory = self.target.allocate(part.bytes()).context("cannot allocate memory for a tensor")?;

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use anyhow::Result;
 use candle_core::{DType, Tensor};
 
-use super::part::Slice;
+use super::part::{PartToRead, Slice};
 use super::part_reader::PartReader;
 use super::read_ahead::ReadAheadReader;
 use super::shared_reads::SharedReads;
@@ -52,13 +52,7 @@ impl<T: Target> TensorReader for ReadAheadReader<T> {
 /// The methods of [`PartReader`] without its type parameter, for use as a trait object.
 pub trait PartSource {
     fn read(&self, tensor: &ByteRange, dtype: DType, shape: &[usize], slice: Option<&Slice>) -> Result<Tensor>;
-    fn read_shared(
-        &self,
-        shared: &SharedReads,
-        name: &str,
-        tensor: &ByteRange,
-        part: (DType, &[usize], Option<&Slice>),
-    ) -> Result<Tensor>;
+    fn read_shared(&self, shared: &SharedReads, tensor: &ByteRange, part: &PartToRead) -> Result<Tensor>;
 }
 
 impl<T: Target> PartSource for PartReader<T> {
@@ -66,13 +60,7 @@ impl<T: Target> PartSource for PartReader<T> {
         self.read(tensor, dtype, shape, slice)
     }
 
-    fn read_shared(
-        &self,
-        shared: &SharedReads,
-        name: &str,
-        tensor: &ByteRange,
-        part: (DType, &[usize], Option<&Slice>),
-    ) -> Result<Tensor> {
-        self.read_shared(shared, name, tensor, part)
+    fn read_shared(&self, shared: &SharedReads, tensor: &ByteRange, part: &PartToRead) -> Result<Tensor> {
+        self.read_shared(shared, tensor, part)
     }
 }

@@ -15,6 +15,14 @@ pub(super) const WORKSPACE_BYTES: u64 = 192 << 20;
 /// All arenas together are therefore less than twice as large as the largest arena.
 pub(super) const ARENA_BYTES: u64 = 2 * MAX_ARENA_BYTES as u64;
 
+/// How the size of the keys and values of one sequence depends on its context.
+pub struct CacheGrowth {
+    /// The bytes in all full-attention layers per 1,000 tokens of context.
+    pub bytes_per_1000_tokens: u64,
+    /// The maximum bytes in all sliding-window layers, for the longest context.
+    pub sliding_bytes: u64,
+}
+
 impl MemoryPlan {
     /// Returns the number of blocks in the KV cache: the blocks for `sequences` full-context sequences and
     /// the scratch block, or more if a memory limit leaves room for more.
@@ -80,11 +88,8 @@ impl MemoryPlan {
         ((MAX_SEQUENCES + 3 * MAX_SEQUENCES.min(chunk)) as u64).saturating_mul(self.logits_row_bytes)
     }
 
-    /// Returns `(full, sliding)`: sizes of keys and values in bytes.
-    ///
-    /// `full` is the size in all full-attention layers per 1,000 tokens of context.
-    /// `sliding` is the maximum size in all sliding-window layers for one sequence of the longest context.
-    pub fn cache_growth(&self, chunk: usize) -> (u64, u64) {
+    /// Returns how the size of the keys and values depends on the context.
+    pub fn cache_growth(&self, chunk: usize) -> CacheGrowth {
         let (sliding, full): (Vec<LayerSpec>, Vec<LayerSpec>) =
             self.layers.iter().partition(|layer| layer.window.is_some());
         let elements = |layers: &[LayerSpec]| -> u64 {
@@ -94,7 +99,7 @@ impl MemoryPlan {
         let sliding_blocks = |layer: &LayerSpec| peak_blocks(layer.window, self.max_context, chunk) * BLOCK_TOKENS;
         let rows = sliding.iter().map(|layer| elements(&[*layer]).saturating_mul(sliding_blocks(layer) as u64));
         let sliding_bytes = rows.fold(0, u64::saturating_add).saturating_mul(bytes);
-        (elements(&full).saturating_mul(1000 * bytes), sliding_bytes)
+        CacheGrowth { bytes_per_1000_tokens: elements(&full).saturating_mul(1000 * bytes), sliding_bytes }
     }
 
     /// Returns the larger of the memory for loading and the memory for running the model, in bytes.
@@ -121,10 +126,10 @@ mod tests {
     #[test]
     fn only_full_layers_grow_with_the_context() {
         let plan = plan();
-        let (per_1000, fixed) = plan.cache_growth(512);
-        assert_eq!(per_1000, 1000 * 2 * 8 * 64 * 2);
+        let growth = plan.cache_growth(512);
+        assert_eq!(growth.bytes_per_1000_tokens, 1000 * 2 * 8 * 64 * 2);
         // The window and the chunk fill 10 blocks, or extend over 11 if they start in the middle of a block.
-        assert_eq!(fixed, 11 * 64 * 2 * 8 * 64 * 2);
+        assert_eq!(growth.sliding_bytes, 11 * 64 * 2 * 8 * 64 * 2);
         let block_bytes = 64 * 2 * 8 * 64 * 2;
         let capacity = Capacity { context: 6400, chunk: 512 };
         assert_eq!(plan.cache_bytes(capacity), (1 + 100 + 11) * block_bytes);
