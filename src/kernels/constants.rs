@@ -201,8 +201,8 @@ pub const EXPERT_MMA_THREADS: usize = 256;
 pub const EXPERT_WGMMA_ROW_TILES: usize = 12;
 /// Threads per block in `moe/expert_product_wgmma.cuh`.
 pub const EXPERT_WGMMA_THREADS: usize = 512;
-/// The size in bytes of a `Tile` (`moe/mxfp4_tiles.cuh`).
-/// Each stage of a wgmma kernel's ring buffer holds one `Tile`, besides weights and inputs.
+/// The size in bytes of an `OutputTile` (`moe/mxfp4_tiles.cuh`).
+/// Each stage of a wgmma kernel's ring buffer holds one `OutputTile`, besides weights and inputs.
 pub const EXPERT_WGMMA_TILE_BYTES: usize = 20;
 /// The maximum number of (token, expert) pairs in a wide tile.
 pub const EXPERT_WIDE_PAIRS: usize = 160;

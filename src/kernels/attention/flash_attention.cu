@@ -47,7 +47,7 @@ constexpr int head_dim_index(int head_dim) {
 //   TEAMS = 1 (prompts): all warps process the same key tiles. Each warp computes its own ROWS / WARPS rows.
 //   TEAMS > 1 (decoding): a team is one warp. All teams compute the same 16 rows, each for its own key tiles.
 //   At the end, the block merges the weighted sums of all teams.
-template <int HEAD_DIM, int TILE_ROWS, bool BATCH = false> struct Tile {
+template <int HEAD_DIM, int TILE_ROWS, bool BATCH = false> struct TileShape {
     static constexpr int D = HEAD_DIM, ROWS = TILE_ROWS, INDEX = head_dim_index(HEAD_DIM);
     static constexpr bool FEW = ROWS == FLASH_FEW_ROWS, MANY = ROWS == FLASH_MANY_ROWS;
     static constexpr int WARPS = FEW ? 1 : MANY ? FLASH_MANY_WARPS[INDEX] : FLASH_MEDIUM_WARPS;
@@ -99,7 +99,7 @@ __device__ __forceinline__ float soft_cap(float x, float cap) {
 // ---- the work of a block ----
 
 // The query rows that a block computes: one row tile of one KV head.
-template <typename C> struct Rows {
+template <typename C> struct BlockRows {
     int kv_head, heads, group;  // group: query heads per KV head
     int first_token;            // the index in q of the sequence's first token
     int first, count;           // the index in the sequence of the tile's first row, and the number of rows in the tile
@@ -181,7 +181,7 @@ __device__ __forceinline__ void load_keys_and_values(const T* k, const T* v, T* 
 
 // Starts copying the queries of the block's rows to shared memory, and commits the copies as one group.
 template <typename T, typename C>
-__device__ __forceinline__ void load_queries_to_shared(const T* q, T* query_tile, const Rows<C>& rows) {
+__device__ __forceinline__ void load_queries_to_shared(const T* q, T* query_tile, const BlockRows<C>& rows) {
     static_assert(C::STAGES == 2, "with more stages, the first wait of the main loop could end before q arrives");
     for (int copy = threadIdx.x; copy < C::ROWS * (C::D / 8); copy += C::THREADS) {
         const int row = copy / (C::D / 8), segment = copy % (C::D / 8);
@@ -197,7 +197,7 @@ template <typename C>
 using Queries = uint32_t[C::QUERIES_IN_REGISTERS ? C::M : 1][C::QUERIES_IN_REGISTERS ? C::D / 16 : 1][4];
 
 template <typename T, typename C>
-__device__ __forceinline__ void load_queries_to_registers(Queries<C>& queries, const T* q, const Rows<C>& rows,
+__device__ __forceinline__ void load_queries_to_registers(Queries<C>& queries, const T* q, const BlockRows<C>& rows,
                                                           int warp_row, int lane) {
 #pragma unroll
     for (int m = 0; m < C::M; ++m) {
@@ -386,8 +386,9 @@ __device__ __forceinline__ void store_partial(float* partial, int row, int colum
 // Writes the result of a block with one team: the output, or a partial result if several splits share the keys.
 template <typename T, typename C>
 __device__ __forceinline__ void store_results(const Sums<C>& sums, const RowFloats<C>& maxima,
-                                              const RowFloats<C>& totals, const Rows<C>& rows, const float* row_sinks,
-                                              int warp_row, int lane, int splits, T* out, float* partial) {
+                                              const RowFloats<C>& totals, const BlockRows<C>& rows,
+                                              const float* row_sinks, int warp_row, int lane, int splits, T* out,
+                                              float* partial) {
 #pragma unroll
     for (int m = 0; m < C::M; ++m) {
 #pragma unroll
@@ -417,8 +418,8 @@ __device__ __forceinline__ void store_results(const Sums<C>& sums, const RowFloa
 // Writes the output, or a partial result if several splits share the keys.
 template <typename T, typename C>
 __device__ __forceinline__ void merge_teams(const Sums<C>& sums, const RowFloats<C>& maxima, const RowFloats<C>& totals,
-                                            const Rows<C>& rows, const float* row_sinks, float* merge_sums, int team,
-                                            int lane, int splits, T* out, float* partial) {
+                                            const BlockRows<C>& rows, const float* row_sinks, float* merge_sums,
+                                            int team, int lane, int splits, T* out, float* partial) {
     float2* const merge_maxima = reinterpret_cast<float2*>(merge_sums + C::TEAMS * C::ROWS * C::MERGE_STRIDE);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -457,7 +458,7 @@ __device__ __forceinline__ void merge_teams(const Sums<C>& sums, const RowFloats
 
 // Combines the partial results of all splits and writes the output.
 template <typename T, typename C>
-__device__ __forceinline__ void combine_splits(const float* partials, int splits, const Rows<C>& rows,
+__device__ __forceinline__ void combine_splits(const float* partials, int splits, const BlockRows<C>& rows,
                                                const float* row_sinks, T* out) {
     for (int i = threadIdx.x; i < rows.count * (C::D / 2); i += C::THREADS) {
         const int row = i / (C::D / 2), column = i % (C::D / 2) * 2;
@@ -500,7 +501,7 @@ __device__ __forceinline__ void attention(const T* q, const T* k, const T* v, co
     const RowTile row_tile = find_row_tile<C>(row_tiles, tokens, group);
     const uint32_t* const table = tables + (size_t)row_tile.sequence * table_blocks;
     const int first_row = row_tile.tile * C::ROWS;
-    const Rows<C> rows = {
+    const BlockRows<C> rows = {
         kv_head, heads, group, row_tile.first_token, first_row, min(C::ROWS, row_tile.tokens * group - first_row)};
     const int warp_row = warp % C::WARPS * 16 * C::M;
     const int first_token = rows.token(0), last_token = rows.token(rows.count - 1);
@@ -606,14 +607,15 @@ __device__ __forceinline__ void attention(const T* q, const T* k, const T* v, co
 }
 
 #define DEFINE_KERNEL(NAME, D, T, SUFFIX, ...)                                                                         \
-    extern "C" __global__ void __launch_bounds__(Tile<D, __VA_ARGS__>::THREADS, Tile<D, __VA_ARGS__>::MIN_BLOCKS)      \
+    extern "C" __global__ void __launch_bounds__(TileShape<D, __VA_ARGS__>::THREADS,                                   \
+                                                 TileShape<D, __VA_ARGS__>::MIN_BLOCKS)                                \
         flash_attention_##NAME##_##D##_##SUFFIX(const T* q, const T* k, const T* v, const float* sinks, T* out,        \
                                                 const uint32_t* positions, const uint32_t* tables,                     \
                                                 const uint4* row_tiles, float* partials, uint32_t* arrivals,           \
                                                 int table_blocks, int tokens, int heads, int kv_heads, int window,     \
                                                 float scale, float softcap) {                                          \
-        attention<T, Tile<D, __VA_ARGS__>>(q, k, v, sinks, out, positions, tables, row_tiles, partials, arrivals,      \
-                                           table_blocks, tokens, heads, kv_heads, window, scale, softcap);             \
+        attention<T, TileShape<D, __VA_ARGS__>>(q, k, v, sinks, out, positions, tables, row_tiles, partials, arrivals, \
+                                                table_blocks, tokens, heads, kv_heads, window, scale, softcap);        \
     }
 // `Tile` in flash_attention.rs selects the kernel.
 // The 16-row kernels are for sequences with few rows, as in decoding.

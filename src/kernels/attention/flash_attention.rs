@@ -37,7 +37,7 @@ pub struct FlashAttention {
     shape: AttentionShape,
     dtype: DType,
     mask: AttentionMask,
-    rows: Rows,
+    rows: LaunchRows,
     /// The number of f32 scratch elements for the partial results of splits. 0 if there is one split.
     pub partials: usize,
     /// The number of u32 counters of finished splits. 0 if there is one split.
@@ -45,7 +45,7 @@ pub struct FlashAttention {
 }
 
 /// The rows that a launch computes. A row is one query head of one token.
-enum Rows {
+enum LaunchRows {
     /// All rows. Each sequence has `tokens` tokens.
     Uniform { tokens: usize },
     /// The rows in a list of row tiles, u32 `[tiles, 4]` (see [`Queries::row_tiles`]).
@@ -108,9 +108,9 @@ impl FlashAttention {
         }
         let rows = tokens * group;
         let few_tiles = sequences * rows.div_ceil(FLASH_FEW_ROWS);
-        let tile = Tile::choose(device, q, shape.kv_heads, rows, few_tiles, sequences * rows)?;
+        let tile = TileKernel::choose(device, q, shape.kv_heads, rows, few_tiles, sequences * rows)?;
         let row_tiles = sequences * rows.div_ceil(tile.rows);
-        Self::with_tiles(device, shape, q.dtype(), mask, tile, Rows::Uniform { tokens }, row_tiles)
+        Self::with_tiles(device, shape, q.dtype(), mask, tile, LaunchRows::Uniform { tokens }, row_tiles)
     }
 
     /// Chooses the kernels for all queries of a pass.
@@ -139,10 +139,10 @@ impl FlashAttention {
             let Some(longest) = spans().map(|span| span.tokens * group).max() else { continue };
             let total: usize = spans().map(|span| span.tokens * group).sum();
             let few_tiles = spans().map(|span| (span.tokens * group).div_ceil(FLASH_FEW_ROWS)).sum();
-            let tile = Tile::choose(device, q, shape.kv_heads, longest, few_tiles, total)?;
+            let tile = TileKernel::choose(device, q, shape.kv_heads, longest, few_tiles, total)?;
             let tiles = queries.row_tiles(group, tile.rows, few)?;
             let count = tiles.dim(0)?;
-            launches.push(Self::with_tiles(device, shape, q.dtype(), mask, tile, Rows::Listed(tiles), count)?);
+            launches.push(Self::with_tiles(device, shape, q.dtype(), mask, tile, LaunchRows::Listed(tiles), count)?);
         }
         Ok(launches)
     }
@@ -160,9 +160,9 @@ impl FlashAttention {
         if queries.uniform_tokens() != Some(1) {
             bail!("flash_attention: a fixed summation order requires one token per sequence");
         }
-        let tile = Tile::few(device, q)?;
+        let tile = TileKernel::few(device, q)?;
         let row_tiles = shape.tokens * (shape.heads / shape.kv_heads).div_ceil(tile.rows);
-        let rows = Rows::Uniform { tokens: 1 };
+        let rows = LaunchRows::Uniform { tokens: 1 };
         Self::with_splits(shape, q.dtype(), mask, tile, rows, (row_tiles, splits(mask, FIXED_SPLITS)))
     }
 
@@ -171,14 +171,14 @@ impl FlashAttention {
         shape: AttentionShape,
         dtype: DType,
         mask: AttentionMask,
-        tile: Tile,
-        rows: Rows,
+        tile: TileKernel,
+        rows: LaunchRows,
         row_tiles: usize,
     ) -> Result<Self> {
         let kv_heads = shape.kv_heads;
         let multiprocessors = multiprocessors(device)?;
         // If there are too few row tiles to fill the GPU, split the keys of each row tile across thread blocks.
-        // `Tile::choose` selects 128-row tiles only if they fill the GPU.
+        // `TileKernel::choose` selects 128-row tiles only if they fill the GPU.
         let wanted = match tile.rows {
             FLASH_FEW_ROWS => multiprocessors / (kv_heads * row_tiles),
             FLASH_MEDIUM_ROWS => 2 * multiprocessors / (kv_heads * row_tiles),
@@ -193,8 +193,8 @@ impl FlashAttention {
         shape: AttentionShape,
         dtype: DType,
         mask: AttentionMask,
-        tile: Tile,
-        rows: Rows,
+        tile: TileKernel,
+        rows: LaunchRows,
         (row_tiles, splits): (usize, usize),
     ) -> Result<Self> {
         let AttentionShape { kv_heads, head_dim, .. } = shape;
@@ -229,8 +229,8 @@ impl FlashAttention {
         self.check(tensors)?;
         let AttentionShape { heads, kv_heads, .. } = self.shape;
         let (tiles, tokens) = match &self.rows {
-            Rows::Uniform { tokens } => (None, *tokens),
-            Rows::Listed(tiles) => (Some(tiles), 0),
+            LaunchRows::Uniform { tokens } => (None, *tokens),
+            LaunchRows::Listed(tiles) => (Some(tiles), 0),
         };
         let arguments = Arguments::new()
             .tensor(tensors.q)?
@@ -268,8 +268,8 @@ impl FlashAttention {
         }
         let is_u32 = positions.dtype() == DType::U32 && tables.dtype() == DType::U32;
         let sequences = match &self.rows {
-            Rows::Uniform { tokens } => shape.tokens / tokens,
-            Rows::Listed(_) => 1,
+            LaunchRows::Uniform { tokens } => shape.tokens / tokens,
+            LaunchRows::Listed(_) => 1,
         };
         if !is_u32 || positions.elem_count() < shape.tokens || tables.dims2()?.0 < sequences {
             let (positions, tables) = (positions.shape(), tables.shape());
@@ -291,8 +291,8 @@ fn splits(mask: AttentionMask, wanted: usize) -> usize {
     }
 }
 
-/// The row tile that one thread block computes. Must match `Tile` in `flash_attention.cu`.
-struct Tile {
+/// The row tile that one thread block computes. Must match `TileShape` in `flash_attention.cu`.
+struct TileKernel {
     /// The part of the kernel's name that identifies the tile.
     name: &'static str,
     rows: usize,
@@ -300,7 +300,7 @@ struct Tile {
     shared_bytes: usize,
 }
 
-impl Tile {
+impl TileKernel {
     /// Chooses the tile for queries with `total` rows per KV head, and at most `longest` rows in one sequence.
     /// `few_tiles` is the number of row tiles per KV head if each tile has 16 rows.
     fn choose(
@@ -360,14 +360,15 @@ impl Tile {
 
 #[cfg(test)]
 mod tests {
-    use super::Tile;
+    use super::TileKernel;
 
     #[test]
     fn tiles_have_the_sizes_that_the_kernels_expect() {
-        let sizes = |head_dim| Tile::for_head_dim(head_dim).unwrap().map(|tile| (tile.threads, tile.shared_bytes));
+        let sizes =
+            |head_dim| TileKernel::for_head_dim(head_dim).unwrap().map(|tile| (tile.threads, tile.shared_bytes));
         assert_eq!(sizes(64), [(256, 147_456), (64, 36_864), (128, 36_864), (128, 27_648)]);
         assert_eq!(sizes(128), [(256, 139_264), (64, 34_816), (128, 69_632), (128, 87_040)]);
         assert_eq!(sizes(256), [(128, 143_616), (64, 76_032), (128, 67_584), (256, 135_168)]);
-        assert!(Tile::for_head_dim(40).is_none());
+        assert!(TileKernel::for_head_dim(40).is_none());
     }
 }

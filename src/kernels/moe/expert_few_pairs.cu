@@ -124,7 +124,7 @@ __device__ __forceinline__ void multiply(Sums<N>& sums, const uint4 (&words)[2],
 // Multiplies the sums of a row pair by UNIT, adds the biases, applies the clamped SwiGLU (gate_up only), and stores the
 // results.
 template <typename T, bool GATE_UP, int N>
-__device__ __forceinline__ void store_row_pair(const Output<T>& o, int rows, const Tile& tile, int row_pair,
+__device__ __forceinline__ void store_row_pair(const Output<T>& o, int rows, const OutputTile& tile, int row_pair,
                                                Sums<N>& sums) {
 #pragma unroll
     for (int i = 0; i < 2 * N * 4; ++i) sums[i / (4 * N)][i / 4 % N][i % 4] *= UNIT<T, N>;
@@ -140,8 +140,9 @@ __device__ __forceinline__ void store_row_pair(const Output<T>& o, int rows, con
 // For down, `load_x` waits for the previous kernel and starts copying the rows of h.
 // For gate_up, the rows of x are already in shared memory, and `load_x` does nothing.
 template <typename T, bool GATE_UP, int N, typename LoadX>
-__device__ __forceinline__ void multiply_row_pairs(const Matrix& matrix, const Output<T>& o, int rows, const Tile& tile,
-                                                   int first, int last, uint32_t xs, float4* partials, LoadX&& load_x) {
+__device__ __forceinline__ void multiply_row_pairs(const Matrix& matrix, const Output<T>& o, int rows,
+                                                   const OutputTile& tile, int first, int last, uint32_t xs,
+                                                   float4* partials, LoadX&& load_x) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int groups = matrix.steps / STEPS, total = (last - first) * groups;
     const auto begin = [&](int warp) { return total * warp / WARPS; };
@@ -210,8 +211,8 @@ __device__ __forceinline__ void multiply_row_pairs(const Matrix& matrix, const O
 // Reads the tile's rows of x for gate_up, f32 [tokens, columns]. Stores x · X_FACTOR in shared memory as T, in fragment
 // order.
 template <typename T>
-__device__ __forceinline__ void load_x(const float* x, const Output<T>& o, const Tile& tile, int columns, int steps,
-                                       int chosen, int padded_pairs, unsigned char* shared) {
+__device__ __forceinline__ void load_x(const float* x, const Output<T>& o, const OutputTile& tile, int columns,
+                                       int steps, int chosen, int padded_pairs, unsigned char* shared) {
     const int segments = steps * 8;
 #pragma unroll 2
     for (int i = threadIdx.x; i < tile.pairs * segments; i += EXPERT_FEW_PAIRS_THREADS) {
@@ -225,7 +226,7 @@ __device__ __forceinline__ void load_x(const float* x, const Output<T>& o, const
 
 // Starts copying the tile's rows of h, the tiled input of down.
 template <typename T>
-__device__ __forceinline__ void load_x(const T* h, const Output<T>& o, const Tile& tile, int, int steps, int,
+__device__ __forceinline__ void load_x(const T* h, const Output<T>& o, const OutputTile& tile, int, int steps, int,
                                        int padded_pairs, unsigned char* shared) {
     const uint4* from = reinterpret_cast<const uint4*>(h) + (size_t)tile.row * 8;
     const uint32_t to = shared_address(shared);
@@ -268,7 +269,8 @@ __device__ void multiply_experts(const Weights& w, const Output<T>& o, const X* 
         const int tiles = item.count / row_pairs, tile_pairs = ((item.pairs + tiles - 1) / tiles + 7) / 8 * 8;
         const int start = item.index / row_pairs * tile_pairs, first = item.index % row_pairs;
         const int last = min(row_pairs, first + end - next);
-        const Tile tile = {item.expert, item.first + start, min(tile_pairs, item.pairs - start), item.row + start, 0};
+        const OutputTile tile = {item.expert, item.first + start, min(tile_pairs, item.pairs - start), item.row + start,
+                                 0};
         next += last - first;
         const size_t first_tile = (size_t)item.expert * row_tiles * steps;
         const Matrix matrix = {w.blocks + first_tile * MXFP4_TILE_BYTES, w.scales + first_tile * MXFP4_TILE_SCALE_BYTES,

@@ -35,7 +35,7 @@ template <typename S> struct MmaStages {
 // Old data in that part of the stage affects only results that are not stored.
 template <typename S, typename T>
 __device__ __forceinline__ void load_step(const MmaStages<S>& stages, const Weights& w, const Output<T>& o, const T* x,
-                                          const Tile& tile, int step) {
+                                          const OutputTile& tile, int step) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int row_tiles = (w.rows + 15) / 16, steps = (w.columns + STEP - 1) / STEP;
     const int segments = tile.pairs * 8, tiles = min(row_tiles - tile.row_tile, S::BLOCK_ROW_TILES);
@@ -61,7 +61,7 @@ __device__ __forceinline__ void load_step(const MmaStages<S>& stages, const Weig
 // Adds the products of this warp's weight rows and this warp's pairs to `sum`, for one step (64 columns).
 template <typename S, typename T>
 __device__ __forceinline__ void multiply_step(float (&sum)[S::ROW_TILES][S::COLUMNS][4], const MmaStages<S>& stages,
-                                              const Tile& tile, int step) {
+                                              const OutputTile& tile, int step) {
     constexpr int ROW_TILES = S::ROW_TILES, COLUMN_WARPS = S::COLUMN_WARPS;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4;
     const unsigned char* weights = stages.weight_bytes(step);
@@ -108,7 +108,7 @@ __device__ __forceinline__ void multiply_step(float (&sum)[S::ROW_TILES][S::COLU
 // Stores the results that this warp computed for one tile.
 template <typename S, typename T, bool GATE_UP>
 __device__ __forceinline__ void store_tile(float (&sum)[S::ROW_TILES][S::COLUMNS][4], const Weights& w,
-                                           const Output<T>& o, const Tile& tile) {
+                                           const Output<T>& o, const OutputTile& tile) {
     const int warp = threadIdx.x / 32;
 #pragma unroll
     for (int m = 0; m < S::ROW_TILES; m += 2) {
@@ -138,7 +138,7 @@ __device__ void expert_product(const Weights& w, const Output<T>& o, const T* x,
     pdl_wait();
     pdl_launch_dependents();
 
-    Tile tile;
+    OutputTile tile;
     const auto next_tile = [&](int number) {
         return find_tile<S::BLOCK_ROW_TILES, GATE_UP>(offsets, experts, w.rows, S::PAIRS, number, tile);
     };

@@ -47,17 +47,17 @@ template <typename S> struct Stage {
     static constexpr int EMPTY = FULL + 8, TILE = EMPTY + 8;
     static constexpr int BYTES = (TILE + EXPERT_WGMMA_TILE_BYTES + 1023) / 1024 * 1024;
 };
-static_assert(sizeof(Tile) == EXPERT_WGMMA_TILE_BYTES);
+static_assert(sizeof(OutputTile) == EXPERT_WGMMA_TILE_BYTES);
 
 constexpr int ROW_TILES = EXPERT_WGMMA_ROW_TILES;
 // The threads of the multiplying warpgroups and of the copying warpgroup.
 constexpr int MULTIPLYING = EXPERT_WGMMA_THREADS / 4 * 3, COPYING = EXPERT_WGMMA_THREADS / 4;
 
-__device__ __forceinline__ void store_tile_of_stage(uint32_t to, const Tile& tile) {
+__device__ __forceinline__ void store_tile_of_stage(uint32_t to, const OutputTile& tile) {
     store_shared_16(to, make_uint4(tile.expert, tile.first_pair, tile.pairs, tile.row));
     store_shared_4(to + 16, tile.row_tile);
 }
-__device__ __forceinline__ Tile load_tile_of_stage(uint32_t from) {
+__device__ __forceinline__ OutputTile load_tile_of_stage(uint32_t from) {
     const uint4 words = load_shared_16(from);
     return {(int)words.x, (int)words.y, (int)words.z, (int)words.w, (int)load_shared_4(from + 16)};
 }
@@ -99,7 +99,7 @@ __device__ __forceinline__ uint32_t in_register(uint32_t value) {
 // Unpacking the weights limits the speed, so every instruction in the loop over columns matters.
 template <typename S, typename T, int N, bool GATE_UP>
 __device__ __forceinline__ void consume(StageCursor<S>& cursor, const Weights& w, const Output<T>& o,
-                                        const Tile& tile) {
+                                        const OutputTile& tile) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4;  // each warp has one weight tile
     const uint32_t words_at = in_register(Stage<S>::WEIGHTS + warp * STAGE_TILE_BYTES + lane * 16);
     const uint32_t scales_at = in_register(Stage<S>::SCALES + warp * STAGE_SCALE_BYTES + g * 4);
@@ -163,7 +163,7 @@ __device__ __forceinline__ void consume(StageCursor<S>& cursor, const Weights& w
 // Calls `consume` with N set to the smallest multiple of 16 that is at least the tile's number of pairs.
 template <typename S, typename T, int N, bool GATE_UP>
 __device__ __forceinline__ void multiply_tile(StageCursor<S>& cursor, const Weights& w, const Output<T>& o,
-                                              const Tile& tile) {
+                                              const OutputTile& tile) {
     if constexpr (N < S::PAIRS) {
         if (tile.pairs > N) return multiply_tile<S, T, N + 16, GATE_UP>(cursor, w, o, tile);
     }
@@ -206,7 +206,7 @@ __device__ __forceinline__ void copy_tiles(StageCursor<S>& cursor, const Weights
         pdl_wait();
         pdl_launch_dependents();
     }
-    Tile tile;
+    OutputTile tile;
     const auto next = [&](int number) {
         return find_tile<ROW_TILES, GATE_UP>(offsets, experts, w.rows, S::PAIRS, number, tile);
     };
@@ -269,7 +269,7 @@ __device__ void expert_product_wgmma(const Weights& w, const Output<T>& o, const
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(S::REGISTERS));
         while (true) {
             barrier_wait(cursor.stage + Stage<S>::FULL, cursor.parity);
-            const Tile tile = load_tile_of_stage(cursor.stage + Stage<S>::TILE);
+            const OutputTile tile = load_tile_of_stage(cursor.stage + Stage<S>::TILE);
             if (tile.pairs == 0) return;
             multiply_tile<S, T, 16, GATE_UP>(cursor, w, o, tile);
         }

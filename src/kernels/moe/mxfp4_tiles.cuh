@@ -120,7 +120,7 @@ struct Weights {
 
 // One tile of the output: the product of a token tile and a tile of weight rows.
 // A token tile contains pairs of one expert. The token tiles of an expert have about equally many pairs.
-struct Tile {
+struct OutputTile {
     int expert, first_pair, pairs;
     int row;       // the tile's first row in tiled x and h
     int row_tile;  // the index of the first 16-row weight tile; 0 in expert_few_pairs.cu
@@ -132,7 +132,7 @@ struct Tile {
 // With this order, weights are mostly read from DRAM only once, and activations stay in L2.
 template <int ROW_TILES, bool GATE_UP>
 __device__ __forceinline__ bool find_tile(const uint32_t* offsets, int experts, int weight_rows, int max_pairs,
-                                          int number, Tile& tile) {
+                                          int number, OutputTile& tile) {
     // For gate_up, 128 weight rows give 64 columns of h. The tiles also cover the padding of h to a multiple of 64.
     const int rows = GATE_UP ? (weight_rows + 127) / 128 * 128 : weight_rows;
     const int row_blocks = (rows + ROW_TILES * 16 - 1) / (ROW_TILES * 16);
@@ -200,7 +200,7 @@ template <int WORDS, typename T> __device__ __forceinline__ void store_words(T* 
 // TILES is 1 or 2. If TILES is 2, `row_tile` is even.
 // For each weight tile, lane 4g + t passes four sums: row g for pairs 2t and 2t + 1, then row g + 8 for the same pairs.
 template <typename T, bool GATE_UP, int TILES>
-__device__ __forceinline__ void store(const Output<T>& o, int rows, const Tile& tile, int row_tile, int token,
+__device__ __forceinline__ void store(const Output<T>& o, int rows, const OutputTile& tile, int row_tile, int token,
                                       const float* const (&sums)[TILES], const float2 (&bias)[TILES]) {
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     if constexpr (GATE_UP) {

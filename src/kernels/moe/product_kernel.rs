@@ -98,7 +98,8 @@ const fn mma_shared_bytes(pairs: usize) -> usize {
 
 /// Returns the size in bytes of the shared memory that a wgmma kernel needs.
 ///
-/// A stage of the ring buffer holds two steps of 64 columns, two barriers and a `Tile` (`Stage` in `expert_product_wgmma.cuh`).
+/// A stage of the ring buffer (`Stage` in `expert_product_wgmma.cuh`) holds two steps of 64 columns, two barriers and
+/// an `OutputTile`.
 /// The ring buffer and its stages are aligned to 1024 bytes.
 const fn wgmma_shared_bytes(pairs: usize, stages: usize) -> usize {
     let weight_bytes = EXPERT_WGMMA_ROW_TILES * (MXFP4_TILE_BYTES + MXFP4_TILE_SCALE_BYTES);
