@@ -29,7 +29,10 @@ async def send_all(port, bodies):
     seconds = time.perf_counter() - started
     failed = [answer for answer in answers if answer.status != 200 or not answer.is_complete]
     if failed:
-        raise SystemExit(f"{len(failed)} requests failed, the first with status {failed[0].status}")
+        cause = "an incomplete stream" if failed[0].status == 200 else f"status {failed[0].status}"
+        raise SystemExit(
+            f"cannot measure the load: {len(failed)} of {len(answers)} requests failed; the first failure was {cause}"
+        )
     return answers, seconds
 
 

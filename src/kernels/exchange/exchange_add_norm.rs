@@ -136,7 +136,8 @@ impl GpuExchange {
         let out = unsafe { scratch::empty((rows, columns), DType::F32, x.device())? };
         for range in ranges {
             let own = self.own_rows(&range);
-            // The kernel treats all rows of the range as one long row. Each rank's rows are that rank's columns.
+            // The kernel concatenates columns. Here, it receives the range as a single row.
+            // The columns of each rank in this row are the values of the rank's rows.
             let largest = share(range.len(), 1, 0, self.mailboxes.len()).len() * columns;
             let arguments = match own.len() {
                 0 => Arguments::new().address(0),

@@ -49,7 +49,8 @@ template <> struct Pair<__nv_bfloat16> {
 };
 
 // The scales and mins of a group.
-// Rounding a scale to bf16 shifts all values of its group in the same direction.
+// Rounding a scale to bf16 changes all values of its group by the same factor.
+// These errors do not average out in a sum as independent rounding errors would.
 // If T is bf16 and the format has no mins, a scale is therefore stored as the sum of two values: `scale` and `rest`.
 // In formats with mins, `rest` is not used, because it would require more instructions.
 template <typename T, int F> struct GroupScaling {

@@ -11,8 +11,8 @@ const ENDS: usize = 64;
 const RECENT: usize = 8;
 
 /// The maximum ratio of the mean of the older intervals to the mean of the [`RECENT`] most recent intervals.
-/// Above this ratio, the older intervals are dropped as those of an earlier load.
-/// Such a ratio is rare under a constant load.
+/// If the ratio is larger, the older intervals come from an earlier load and are dropped.
+/// Under a constant load, the ratio rarely exceeds this maximum.
 const MAX_RATIO: f64 = 4.0;
 
 /// A sequence that ends within this time after the previous end counts as part of that end:

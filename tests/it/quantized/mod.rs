@@ -340,7 +340,8 @@ fn gpu_kernels_agree_with_the_cpu() {
     let gpu = gpu();
     // cuBLASLt needs a multiple of 16 rows for 8-bit products. 4640 and 464 are such multiples, 4611 is not.
     // 4640 and 4611 rows are more than the warps of a `quantized_matvec` grid multiply at once.
-    // In a row of 256 columns, a lane of a warp multiplies at most one group of 32 columns. In a row of 4608, several.
+    // In a row of 256 columns, each lane of a warp multiplies at most one group of 32 columns.
+    // In a row of 4608 columns, each lane multiplies several groups.
     for (rows, columns) in [(29 * 159, 256), (29 * 160, 1536), (29 * 16, 4608)] {
         let ids = Tensor::new(&[2u32, 0, rows as u32 - 1], &Device::Cpu).unwrap();
         let here = matrices_of_each_format(rows, columns, &Device::Cpu);

@@ -130,7 +130,7 @@ fn logits_of_every_family_agree_with_transformers() {
 }
 
 /// With `Split::Layers`, a rank computes its layers exactly as a single rank does.
-/// The ranks divide only the output head.
+/// The output head is the only matrix that is divided: each rank computes the logits of some of its rows.
 /// The bits of a logit do not depend on how many rows of the output head a rank holds.
 /// All ranks therefore have exactly the logits of one rank.
 #[test]
@@ -193,7 +193,7 @@ fn logits_of_quantized_gguf_files_agree_with_transformers() {
     }
 }
 
-/// Compares several ranks only with one rank, because `gguf/models.rs` compares one rank with transformers.
+/// Compares several ranks only with one rank, because `weights/gguf/models.rs` compares one rank with transformers.
 #[test]
 fn gguf_files_with_floats_give_the_same_logits_as_one_rank() {
     for case in golden_models(|model| model.has_gguf) {

@@ -169,11 +169,10 @@ impl Screen {
         }
     }
 
-    /// Resizes the window, as a user would with the mouse.
+    /// Resizes the window, as a user would with the mouse. Returns all rows as they were before.
     ///
-    /// The program is stopped in the meantime, so that everything it wrote for the old size is shown at the old size.
-    /// On a busy machine, many updates would otherwise arrive between the two changes of the size.
-    /// Returns all rows as they were before.
+    /// The size of the terminal device changes before the size of the emulated screen. The program is stopped meanwhile.
+    /// Otherwise, on a busy machine, many updates for the old size could be shown at the new size.
     pub fn resize(&mut self, rows: u16, columns: u16) -> Vec<String> {
         kill(self.pid, Signal::SIGSTOP).unwrap();
         while self.pump(50) {}

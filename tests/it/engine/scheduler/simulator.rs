@@ -57,6 +57,7 @@ pub struct Simulator<'a> {
     /// The sequences that the current plan preempted, if the plan also started forks.
     /// Forks start without a reserve of free blocks.
     /// A plan that has admitted a new sequence can therefore still preempt a running sequence for a fork.
+    /// The preempted sequence then waits, and may rank above the admitted one. The check of the start order ignores it.
     displaced: BTreeSet<SequenceId>,
     /// Submitted forks that are waiting for the prompt of another sequence.
     pending: BTreeSet<SequenceId>,
