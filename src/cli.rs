@@ -26,7 +26,7 @@ Exit codes: 0 success, 1 failure, 2 usage error, 3 not found, 4 access restricte
 /// The version and the git commit of this binary.
 const VERSION: &str = concat!(env!("CARGO_PKG_VERSION"), " (", env!("INFERNO_COMMIT"), ")");
 
-/// Run open-weight language models on an NVIDIA GPU from the terminal
+/// Run open-weight language models on NVIDIA GPUs, in the terminal or as a server
 #[derive(Parser)]
 #[command(name = "inferno", version = VERSION, after_help = AFTER_HELP)]
 struct Cli {

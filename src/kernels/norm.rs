@@ -42,7 +42,11 @@ pub fn add_norm(
         && [y_bias, Some(weight), bias].into_iter().flatten().all(|vector| vector.dims() == [columns]);
     if !shapes_match || tensors.into_iter().any(|tensor| tensor.dtype() != DType::F32) {
         let (x, y, weight) = (x.dims(), y.map(Tensor::dims), weight.dims());
-        bail!("add_norm: the inputs must be F32 and have matching shapes: x {x:?}, y {y:?}, weight {weight:?}");
+        let (bias, y_bias) = (bias.map(Tensor::dims), y_bias.map(Tensor::dims));
+        bail!(
+            "add_norm: the inputs must be F32 and have matching shapes: x {x:?}, y {y:?}, y_bias {y_bias:?}, \
+             weight {weight:?}, bias {bias:?}"
+        );
     }
     match x.device() {
         Device::Cpu => {

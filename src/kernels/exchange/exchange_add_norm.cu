@@ -54,7 +54,7 @@ __device__ void exchange_add_norm(const float* x, const Y* y, const float* bias,
     const auto rows_of = [&](int rank) { return m.first_item[rank + 1] - m.first_item[rank]; };
     // Returns the position at which a row of a rank's share starts in x, y, sum and normed, in pairs of elements.
     const auto start_of = [&](int rank, int row) { return (size_t)(m.first_item[rank] + row) * row_words; };
-    // `share` (world.rs) gives rank 0 the largest share.
+    // `share` (world/mod.rs) gives rank 0 the largest share.
     // In each region, the first `addend_words` words are for the addends. The norms follow.
     const int addend_words = rows_of(0) * row_words;
     const Operation operation(m);

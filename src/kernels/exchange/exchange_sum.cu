@@ -80,7 +80,7 @@ extern "C" __global__ void __launch_bounds__(512)
     const int first = thread * Quad::SIZE, step = threads * Quad::SIZE;
     const auto start_of = [&](int rank) { return m.first_item[rank] * Quad::SIZE; };
     const auto words_of = [&](int rank) { return start_of(rank + 1) - start_of(rank); };
-    // `share` (world.rs) gives rank 0 the largest share.
+    // `share` (world/mod.rs) gives rank 0 the largest share.
     // In each region, the first `addend_words` words are for the addends. The sums follow.
     const int addend_words = words_of(0);
     const Operation operation(m);
