@@ -76,34 +76,53 @@ impl GatedMoe {
     /// - `experts.gate_up_proj` with shape `[experts, 2 * intermediate, hidden]`
     /// - `experts.down_proj` with shape `[experts, hidden, intermediate]`
     pub fn load(weights: &Weights, config: GatedMoeConfig, names: &ExpertNames) -> Result<Self> {
-        let GatedMoeConfig { hidden_size, intermediate_size, experts, .. } = config;
+        let GatedMoeConfig { hidden_size, experts, .. } = config;
         let router = Linear::load_with_dtype(&weights.at("gate"), hidden_size, experts, Bias::Without, DType::F32)?;
-        let (all, world) = (weights.at("experts"), weights.world());
-        let is_stacked = all.contains("gate_up_proj");
-        let unit = if is_stacked {
-            all.column_unit("down_proj", intermediate_size)?
+        let all = weights.at("experts");
+        let (gate_up_proj, down_proj) = if all.contains("gate_up_proj") {
+            Self::load_stacked_experts(&all, config)?
         } else {
-            all.at(0).at(names.down).column_unit("weight", intermediate_size)?
+            Self::load_separate_experts(&all, config, names)?
         };
-        let share = world.share(intermediate_size, SHARE_COLUMNS.max(unit));
-        let (gate_up_shape, down_shape) =
-            ([experts, 2 * share.len(), hidden_size], [experts, hidden_size, share.len()]);
-        let (gate_up, down) = if is_stacked {
-            let rows = gate_up_rows(&share, intermediate_size);
-            let gate_up = all.rows(rows, 2 * intermediate_size).experts("gate_up_proj", gate_up_shape)?;
-            (gate_up, all.columns(share, intermediate_size).experts("down_proj", down_shape)?)
-        } else {
-            let matrix = |expert: usize, name| all.at(expert).at(name);
-            let rows = |expert, name| matrix(expert, name).rows([share.clone()], intermediate_size);
-            let gate_up = |expert| [names.gate, names.up].map(|name| (rows(expert, name), share.len()));
-            let gate_up: Vec<_> = (0..experts).flat_map(gate_up).collect();
-            let down = |expert| (matrix(expert, names.down).columns(share.clone(), intermediate_size), hidden_size);
-            let down: Vec<_> = (0..experts).map(down).collect();
-            let gate_up = Weights::matrix(&gate_up, "weight", hidden_size)?;
-            (gate_up, Weights::matrix(&down, "weight", share.len())?)
-        };
-        let (gate_up_proj, down_proj) = (split_experts(gate_up, gate_up_shape)?, split_experts(down, down_shape)?);
         Ok(Self { router, gate_up_proj, down_proj, dtype: weights.dtype(), config })
+    }
+
+    /// Loads this rank's share of the stacked matrices of all experts: gate_up_proj and down_proj.
+    fn load_stacked_experts(all: &Weights, config: GatedMoeConfig) -> Result<(ExpertWeights, ExpertWeights)> {
+        let GatedMoeConfig { hidden_size, intermediate_size, experts, .. } = config;
+        let unit = all.column_unit("down_proj", intermediate_size)?;
+        let share = all.world().share(intermediate_size, SHARE_COLUMNS.max(unit));
+        let gate_up_shape = [experts, 2 * share.len(), hidden_size];
+        let down_shape = [experts, hidden_size, share.len()];
+        let gate_up_rows = gate_up_rows(&share, intermediate_size);
+        let gate_up = all.rows(gate_up_rows, 2 * intermediate_size).experts("gate_up_proj", gate_up_shape)?;
+        let down = all.columns(share, intermediate_size).experts("down_proj", down_shape)?;
+        Ok((split_experts(gate_up, gate_up_shape)?, split_experts(down, down_shape)?))
+    }
+
+    /// Loads this rank's share of the separate matrices of each expert, and stacks them: gate_up_proj and down_proj.
+    fn load_separate_experts(
+        all: &Weights,
+        config: GatedMoeConfig,
+        names: &ExpertNames,
+    ) -> Result<(ExpertWeights, ExpertWeights)> {
+        let GatedMoeConfig { hidden_size, intermediate_size, experts, .. } = config;
+        let unit = all.at(0).at(names.down).column_unit("weight", intermediate_size)?;
+        let share = all.world().share(intermediate_size, SHARE_COLUMNS.max(unit));
+        // Each matrix with its number of rows, in the order in which the matrices are stacked.
+        let (mut gate_up, mut down) = (Vec::new(), Vec::new());
+        for expert in (0..experts).map(|expert| all.at(expert)) {
+            for name in [names.gate, names.up] {
+                gate_up.push((expert.at(name).rows([share.clone()], intermediate_size), share.len()));
+            }
+            down.push((expert.at(names.down).columns(share.clone(), intermediate_size), hidden_size));
+        }
+        let gate_up = Weights::matrix(&gate_up, "weight", hidden_size)?;
+        let down = Weights::matrix(&down, "weight", share.len())?;
+        Ok((
+            split_experts(gate_up, [experts, 2 * share.len(), hidden_size])?,
+            split_experts(down, [experts, hidden_size, share.len()])?,
+        ))
     }
 
     /// Returns the size in bytes of one expert on this rank.

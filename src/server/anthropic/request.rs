@@ -6,16 +6,11 @@ use super::conversation;
 use crate::chat::{Message, ReasoningEffort, RenderOptions, today};
 use crate::engine::{EngineHandle, GenerateOptions, Grammar};
 use crate::server::generation::constraint::read_output_format;
-use crate::server::generation::generate_options;
+use crate::server::generation::generate_options::{self, MAX_STOP_BYTES, MAX_STOPS};
 use crate::server::http::body::Fields;
 use crate::server::http::error::ApiError;
 use crate::server::openai::chat::{MAX_TOOLS, ToolChoice, Tools, check_function};
 use crate::server::state::Server;
-
-/// The maximum number of stop sequences.
-const MAX_STOPS: usize = 16;
-/// The maximum size of a stop sequence in bytes.
-const MAX_STOP_BYTES: usize = 1024;
 
 /// The largest thinking budget that counts as low reasoning effort, in tokens.
 /// inferno chose this limit and the next one: Anthropic's API does not define which budget equals which effort.

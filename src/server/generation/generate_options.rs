@@ -17,9 +17,9 @@ use crate::server::state::Server;
 pub const MAX_CHOICES: i64 = 8;
 
 /// The maximum number of stop strings in a request, and also the maximum number of stop tokens.
-const MAX_STOPS: usize = 16;
+pub const MAX_STOPS: usize = 16;
 /// The maximum size of a stop string in bytes.
-const MAX_STOP_BYTES: usize = 1024;
+pub const MAX_STOP_BYTES: usize = 1024;
 
 /// The maximum size of a cache salt in bytes.
 const MAX_SALT_BYTES: usize = 1024;
