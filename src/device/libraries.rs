@@ -192,7 +192,7 @@ libraries! {
         cuMemPoolTrimTo cuMemcpyDtoDAsync_v2 cuMemcpyDtoHAsync_v2 cuMemcpyHtoDAsync_v2 cuMemcpyPeerAsync
         cuMemsetD8Async cuModuleGetFunction cuModuleLoad cuModuleLoadData cuModuleUnload cuStreamBeginCapture_v2
         cuStreamCreate cuStreamDestroy_v2 cuStreamEndCapture cuStreamIsCapturing cuStreamQuery
-        cuStreamSynchronize cuStreamWaitEvent;
+        cuStreamSynchronize cuStreamWaitEvent cuTensorMapEncodeTiled;
     concat!("libcublasLt.so.", env!("INFERNO_CUDA_MAJOR")) =>
         cublasLtCreate cublasLtMatmul cublasLtMatmulAlgoGetHeuristic cublasLtMatmulDescCreate
         cublasLtMatmulDescDestroy cublasLtMatmulDescSetAttribute cublasLtMatmulPreferenceCreate

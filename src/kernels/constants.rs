@@ -20,6 +20,12 @@ pub const ACTIVATION_SILU: usize = 0;
 /// Selects the GELU activation with the tanh approximation in a kernel.
 pub const ACTIVATION_GELU_TANH: usize = 1;
 
+// Tensor maps (`launch/tensor_map.rs`, `headers/barrier.cuh`).
+
+/// Bytes per element of a tensor map.
+/// A box has at most 256 elements per dimension, so large elements allow large boxes.
+pub const TENSOR_MAP_ELEMENT_BYTES: usize = 8;
+
 // Rotary embedding (`attention/rope.rs`, `attention/rope.cu`).
 
 /// Heads per warp in the RoPE kernel `split_qkv`.
@@ -208,14 +214,20 @@ pub const EXPERT_WGMMA_TILE_BYTES: usize = 20;
 pub const EXPERT_WIDE_PAIRS: usize = 160;
 /// Stages of the ring buffer for wide tiles.
 pub const EXPERT_WIDE_STAGES: usize = 4;
+/// Steps of 64 columns per stage for wide tiles.
+pub const EXPERT_WIDE_STEPS: usize = 2;
 /// The maximum number of (token, expert) pairs in a narrow tile.
 pub const EXPERT_NARROW_PAIRS: usize = 96;
 /// Stages of the ring buffer for narrow tiles.
 pub const EXPERT_NARROW_STAGES: usize = 5;
+/// Steps of 64 columns per stage for narrow tiles.
+pub const EXPERT_NARROW_STEPS: usize = 2;
 /// The maximum number of (token, expert) pairs in a slim tile.
 pub const EXPERT_SLIM_PAIRS: usize = 32;
 /// Stages of the ring buffer for slim tiles.
-pub const EXPERT_SLIM_STAGES: usize = 4;
+pub const EXPERT_SLIM_STAGES: usize = 3;
+/// Steps of 64 columns per stage for slim tiles.
+pub const EXPERT_SLIM_STEPS: usize = 3;
 
 // Matrix products with MXFP4 tiles and few pairs per expert (`moe/expert_few_pairs.rs`, `moe/expert_few_pairs.cu`).
 

@@ -15,6 +15,7 @@ mod kernel_launch;
 mod list;
 mod mailbox;
 mod module;
+mod tensor_map;
 
 pub use arguments::{Arg, Arguments, address};
 pub use device::{attribute, dtype_suffix, is_idle, max_shared_bytes, multiprocessors, runs_hopper_code};
@@ -25,3 +26,4 @@ pub use list::{LaunchList, TimedLaunch};
 pub use mailbox::HostMailbox;
 pub use module::Module;
 pub(crate) use module::module;
+pub use tensor_map::TensorMap;

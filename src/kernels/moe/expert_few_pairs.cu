@@ -85,7 +85,7 @@ template <typename T, int N> constexpr float UNIT = N == 1 ? Factors<T>::UNSCALE
 template <typename T, int N>
 __device__ __forceinline__ void multiply(Sums<N>& sums, const uint4 (&words)[2], const uint32_t (&scales)[2],
                                          uint32_t x_low, uint32_t x_high) {
-    uint32_t factors[2][4];
+    uint32_t factors[2][2];
     if constexpr (N > 1) {
         scale_factors<T>(scales[0], factors[0]);
         scale_factors<T>(scales[1], factors[1]);
@@ -109,9 +109,8 @@ __device__ __forceinline__ void multiply(Sums<N>& sums, const uint4 (&words)[2],
                 sums[m][0][0] += scale * part[0], sums[m][0][1] += scale * part[1];
                 sums[m][0][2] += scale8 * part[2], sums[m][0][3] += scale8 * part[3];
             } else {
-                const uint32_t f = factors[m][2 * block], f8 = factors[m][2 * block + 1];
-                unpack_items<T, 0>(low, high, f, f8, a[0]);
-                unpack_items<T, 1>(low, high, f, f8, a[1]);
+                unpack_items<T, 0>(low, high, factors[m][block], a[0]);
+                unpack_items<T, 1>(low, high, factors[m][block], a[1]);
 #pragma unroll
                 for (int k = 0; k < 2; ++k)
 #pragma unroll

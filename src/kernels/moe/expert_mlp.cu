@@ -180,6 +180,22 @@ __device__ void expert_add_norm(const float* x, const T* y, const float* weights
         PRODUCT<__VA_ARGS__, false>({blocks, scales, rows, columns}, {bias, sorted, y, tiled_rows, 0.0f}, h, offsets,  \
                                     experts);                                                                          \
     }
+// The wgmma kernels take tensor maps of the blocks and scales, instead of their addresses.
+#define DEFINE_WGMMA_PRODUCT(T, SUFFIX, SHAPE)                                                                         \
+    extern "C" __global__ void __launch_bounds__(EXPERT_WGMMA_THREADS, SHAPE::BLOCKS)                                  \
+        expert_gate_up_##SUFFIX(const __grid_constant__ TensorMap blocks, const __grid_constant__ TensorMap scales,    \
+                                const T* bias, const T* x, const uint32_t* sorted, const uint32_t* offsets, T* h,      \
+                                int rows, int columns, int tiled_rows, int experts, float limit) {                     \
+        expert_product_wgmma<SHAPE, T, true>({blocks, scales, rows, columns}, {bias, sorted, h, tiled_rows, limit}, x, \
+                                             offsets, experts);                                                        \
+    }                                                                                                                  \
+    extern "C" __global__ void __launch_bounds__(EXPERT_WGMMA_THREADS, SHAPE::BLOCKS)                                  \
+        expert_down_##SUFFIX(const __grid_constant__ TensorMap blocks, const __grid_constant__ TensorMap scales,       \
+                             const T* bias, const T* h, const uint32_t* sorted, const uint32_t* offsets, T* y,         \
+                             int rows, int columns, int tiled_rows, int experts) {                                     \
+        expert_product_wgmma<SHAPE, T, false>({blocks, scales, rows, columns}, {bias, sorted, y, tiled_rows, 0.0f}, h, \
+                                              offsets, experts);                                                       \
+    }
 #define DEFINE(T, SUFFIX)                                                                                              \
     extern "C" __global__ void spread_tokens_##SUFFIX(const float* x, const uint32_t* rows, T* out, int tokens,        \
                                                       int columns, int tiled_rows, int chosen) {                       \
@@ -206,8 +222,8 @@ __device__ void expert_add_norm(const float* x, const T* y, const float* weights
     DEFINE_PRODUCT(T, SUFFIX##_t32, EXPERT_MMA_THREADS, 1, expert_product, MmaShape<32>, T)                            \
     DEFINE_PRODUCT(T, SUFFIX##_t64, EXPERT_MMA_THREADS, 1, expert_product, MmaShape<64>, T)                            \
     DEFINE_PRODUCT(T, SUFFIX##_t128, EXPERT_MMA_THREADS, 1, expert_product, MmaShape<128>, T)                          \
-    DEFINE_PRODUCT(T, SUFFIX##_slim, EXPERT_WGMMA_THREADS, 2, expert_product_wgmma, Slim, T)                           \
-    DEFINE_PRODUCT(T, SUFFIX##_narrow, EXPERT_WGMMA_THREADS, 1, expert_product_wgmma, Narrow, T)                       \
-    DEFINE_PRODUCT(T, SUFFIX##_wide, EXPERT_WGMMA_THREADS, 1, expert_product_wgmma, Wide, T)
+    DEFINE_WGMMA_PRODUCT(T, SUFFIX##_slim, Slim)                                                                       \
+    DEFINE_WGMMA_PRODUCT(T, SUFFIX##_narrow, Narrow)                                                                   \
+    DEFINE_WGMMA_PRODUCT(T, SUFFIX##_wide, Wide)
 DEFINE(__half, f16)
 DEFINE(__nv_bfloat16, bf16)

@@ -67,7 +67,7 @@ __device__ __forceinline__ void multiply_step(float (&sum)[S::ROW_TILES][S::COLU
     const unsigned char* weights = stages.weight_bytes(step);
     const uint32_t x = stages.x(step) + lane % 8 * 128;
     uint4 words[ROW_TILES];
-    uint32_t factors[ROW_TILES][4];
+    uint32_t factors[ROW_TILES][2];
 #pragma unroll
     for (int m = 0; m < ROW_TILES; ++m) {
         const int weight_tile = warp / COLUMN_WARPS * ROW_TILES + m;
@@ -82,9 +82,8 @@ __device__ __forceinline__ void multiply_step(float (&sum)[S::ROW_TILES][S::COLU
 #pragma unroll
         for (int m = 0; m < ROW_TILES; ++m) {
             const uint32_t low = block ? words[m].z : words[m].x, high = block ? words[m].w : words[m].y;
-            const uint32_t f = factors[m][2 * block], f8 = factors[m][2 * block + 1];
-            unpack_items<T, 0>(low, high, f, f8, a[m][0]);
-            unpack_items<T, 1>(low, high, f, f8, a[m][1]);
+            unpack_items<T, 0>(low, high, factors[m][block], a[m][0]);
+            unpack_items<T, 1>(low, high, factors[m][block], a[m][1]);
         }
         const uint32_t segment = ((4 * block + lane / 8) ^ lane % 8) * 16;
 #pragma unroll

@@ -9,37 +9,47 @@
 #include "headers/wgmma.cuh"
 #include "moe/mxfp4_tiles.cuh"
 
-// A stage of the ring buffer holds two steps. For each row tile, the weight tiles of both steps are adjacent.
-constexpr int STAGE_TILE_BYTES = 2 * MXFP4_TILE_BYTES, STAGE_SCALE_BYTES = 2 * MXFP4_TILE_SCALE_BYTES;
+// The expert matrices of a layer: tensor maps of the blocks and scales, and the size of each expert's matrix.
+struct MappedWeights {
+    const TensorMap &blocks, &scales;
+    int rows, columns;
+};
 
 // The output tile of a thread block in the wgmma kernels: at most PAIRS pairs × 192 weight rows.
 // Three warpgroups compute 64 weight rows each, and a fourth warpgroup copies data.
 // The expert matrices of gpt-oss have 2880 or 5760 rows. Both numbers are multiples of 192.
 // While one warpgroup waits for its products, another warpgroup can unpack weights.
 // A fourth computing warpgroup would need more registers than a multiprocessor has.
-// If a tile has at most UNROLL_PAIRS pairs, the loop over columns is unrolled by two.
+// If a tile has at most UNROLL_PAIRS pairs, the loop over the steps of a stage is unrolled.
+// A stage of the ring buffer holds STEPS steps. For each row tile, the weight tiles of the steps are adjacent.
 // BLOCKS is the number of thread blocks that fit on a multiprocessor.
-template <int PAIRS_, int UNROLL_PAIRS_, int STAGES_, int BLOCKS_> struct TileShape {
-    static constexpr int PAIRS = PAIRS_, UNROLL_PAIRS = UNROLL_PAIRS_, STAGES = STAGES_, BLOCKS = BLOCKS_;
+template <int PAIRS_, int UNROLL_PAIRS_, int STAGES_, int STEPS_, int BLOCKS_> struct TileShape {
+    static constexpr int PAIRS = PAIRS_, UNROLL_PAIRS = UNROLL_PAIRS_;
+    static constexpr int STAGES = STAGES_, STEPS = STEPS_, BLOCKS = BLOCKS_;
     // Registers per thread in the copying warpgroup and in the multiplying warpgroups.
     static constexpr int COPY_REGISTERS = BLOCKS == 1 ? 32 : 24, REGISTERS = BLOCKS == 1 ? 160 : 72;
-    static constexpr int HALF_X = PAIRS * 128, X_BYTES = 2 * HALF_X;
-    static constexpr int WEIGHT_BYTES = EXPERT_WGMMA_ROW_TILES * STAGE_TILE_BYTES;
-    static constexpr int SCALE_BYTES = EXPERT_WGMMA_ROW_TILES * STAGE_SCALE_BYTES;
+    // Bytes of x per step, and bytes of weights and scales per row tile and stage.
+    static constexpr int STEP_X_BYTES = PAIRS * 128;
+    static constexpr int TILE_BYTES = STEPS * MXFP4_TILE_BYTES, TILE_SCALE_BYTES = STEPS * MXFP4_TILE_SCALE_BYTES;
+    // Bytes of x, weights and scales per stage.
+    static constexpr int X_BYTES = STEPS * STEP_X_BYTES, WEIGHT_BYTES = EXPERT_WGMMA_ROW_TILES * TILE_BYTES;
+    static constexpr int SCALE_BYTES = EXPERT_WGMMA_ROW_TILES * TILE_SCALE_BYTES;
 };
 // The shape for many pairs per expert. With wide tiles, each weight is read fewer times.
-using Wide = TileShape<EXPERT_WIDE_PAIRS, 0, EXPERT_WIDE_STAGES, 1>;
-// The shape for few pairs per expert. Narrow tiles have more pipeline stages and an unrolled loop over columns.
-using Narrow = TileShape<EXPERT_NARROW_PAIRS, EXPERT_NARROW_PAIRS, EXPERT_NARROW_STAGES, 1>;
+using Wide = TileShape<EXPERT_WIDE_PAIRS, 0, EXPERT_WIDE_STAGES, EXPERT_WIDE_STEPS, 1>;
+// The shape for few pairs per expert. Narrow tiles leave room for more steps in the ring buffer, and have an unrolled
+// loop.
+using Narrow = TileShape<EXPERT_NARROW_PAIRS, EXPERT_NARROW_PAIRS, EXPERT_NARROW_STAGES, EXPERT_NARROW_STEPS, 1>;
 // The shape for very few pairs per expert.
 // With two thread blocks per multiprocessor, more warps unpack weights at the same time.
-using Slim = TileShape<EXPERT_SLIM_PAIRS, EXPERT_SLIM_PAIRS, EXPERT_SLIM_STAGES, 2>;
+using Slim = TileShape<EXPERT_SLIM_PAIRS, EXPERT_SLIM_PAIRS, EXPERT_SLIM_STAGES, EXPERT_SLIM_STEPS, 2>;
 
 // In code for targets other than sm_90a, the wgmma kernels (slim, narrow and wide) have empty bodies.
 // product_kernel.rs launches the wgmma kernels only if the GPU runs sm_90a code.
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
 // The parts of a ring buffer stage, in bytes from its start. x is first, because wgmma requires an aligned address.
+// The sizes of x and weights are multiples of 128, as copy_tensor requires for the addresses of weights and scales.
 // The barrier FULL counts copying warps and copied bytes. The barrier EMPTY counts warps that have finished reading.
 // TILE is the output tile to which the stage belongs. TILE is valid only in the first stage of each output tile.
 template <typename S> struct Stage {
@@ -50,8 +60,8 @@ template <typename S> struct Stage {
 static_assert(sizeof(OutputTile) == EXPERT_WGMMA_TILE_BYTES);
 
 constexpr int ROW_TILES = EXPERT_WGMMA_ROW_TILES;
-// The threads of the multiplying warpgroups and of the copying warpgroup.
-constexpr int MULTIPLYING = EXPERT_WGMMA_THREADS / 4 * 3, COPYING = EXPERT_WGMMA_THREADS / 4;
+// The threads of the multiplying warpgroups. The threads of the copying warpgroup follow them.
+constexpr int MULTIPLYING = EXPERT_WGMMA_THREADS / 4 * 3;
 
 __device__ __forceinline__ void store_tile_of_stage(uint32_t to, const OutputTile& tile) {
     store_shared_16(to, make_uint4(tile.expert, tile.first_pair, tile.pairs, tile.row));
@@ -98,52 +108,51 @@ __device__ __forceinline__ uint32_t in_register(uint32_t value) {
 // Computes one warpgroup's part of an output tile: 64 weight rows × N pairs.
 // Unpacking the weights limits the speed, so every instruction in the loop over columns matters.
 template <typename S, typename T, int N, bool GATE_UP>
-__device__ __forceinline__ void consume(StageCursor<S>& cursor, const Weights& w, const Output<T>& o,
+__device__ __forceinline__ void consume(StageCursor<S>& cursor, const MappedWeights& w, const Output<T>& o,
                                         const OutputTile& tile) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4;  // each warp has one weight tile
-    const uint32_t words_at = in_register(Stage<S>::WEIGHTS + warp * STAGE_TILE_BYTES + lane * 16);
-    const uint32_t scales_at = in_register(Stage<S>::SCALES + warp * STAGE_SCALE_BYTES + g * 4);
+    const uint32_t words_at = in_register(Stage<S>::WEIGHTS + warp * S::TILE_BYTES + lane * 16);
+    const uint32_t scales_at = in_register(Stage<S>::SCALES + warp * S::TILE_SCALE_BYTES + g * 4);
     float sum[N / 2];
 #pragma unroll
     for (int i = 0; i < N / 2; ++i) sum[i] = 0.0f;
     uint32_t a[2][4];       // the weights of two MMAs with K = 16: one MMA runs while the other's weights are unpacked
     uint32_t previous = 0;  // the address of the previous stage of this tile, or 0
-    const auto multiply = [&](int half) __attribute__((always_inline)) {
-        const uint4 words = load_shared_16(cursor.stage + words_at + half * MXFP4_TILE_BYTES);
-        uint32_t factors[4];
-        scale_factors<T>(load_shared_4(cursor.stage + scales_at + half * MXFP4_TILE_SCALE_BYTES), factors);
-        const uint64_t b = cursor.x + half * (S::HALF_X / 16);
+    const auto multiply = [&](int step) __attribute__((always_inline)) {
+        const uint4 words = load_shared_16(cursor.stage + words_at + step * MXFP4_TILE_BYTES);
+        uint32_t factors[2];
+        scale_factors<T>(load_shared_4(cursor.stage + scales_at + step * MXFP4_TILE_SCALE_BYTES), factors);
+        const uint64_t b = cursor.x + step * (S::STEP_X_BYTES / 16);
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
             const uint32_t low = k / 2 ? words.z : words.x, high = k / 2 ? words.w : words.y;
-            const uint32_t f = factors[k / 2 * 2], f8 = factors[k / 2 * 2 + 1];
             uint32_t (&to)[4] = a[k % 2];
-            if (k % 2 == 0) unpack_items<T, 0>(low, high, f, f8, to);
-            if (k % 2 == 1) unpack_items<T, 1>(low, high, f, f8, to);
+            if (k % 2 == 0) unpack_items<T, 0>(low, high, factors[k / 2], to);
+            if (k % 2 == 1) unpack_items<T, 1>(low, high, factors[k / 2], to);
             wgmma_fence();
             wgmma<T>(sum, to, b + 2 * k);
             wgmma_commit();
             wgmma_wait<1>();
             // Here, all products of the previous stage have finished.
-            if (k == 0 && half == 0 && previous && lane == 0) barrier_arrive(previous + Stage<S>::EMPTY);
+            if (k == 0 && step == 0 && previous && lane == 0) barrier_arrive(previous + Stage<S>::EMPTY);
         }
     };
     int left = (w.columns + STEP - 1) / STEP;  // the number of steps that are left
     if constexpr (N <= S::UNROLL_PAIRS) {
 #pragma unroll 1
-        for (; left > 1; left -= 2) {
+        for (; left >= S::STEPS; left -= S::STEPS) {
             barrier_wait(cursor.stage + Stage<S>::FULL, cursor.parity);
-            multiply(0);
-            multiply(1);
+#pragma unroll
+            for (int step = 0; step < S::STEPS; ++step) multiply(step);
             previous = cursor.stage;
             cursor.next();
         }
     }
 #pragma unroll 1
-    for (; left > 0; left -= 2) {
+    for (; left > 0; left -= S::STEPS) {
         barrier_wait(cursor.stage + Stage<S>::FULL, cursor.parity);
 #pragma unroll 1
-        for (int half = 0; half < min(left, 2); ++half) multiply(half);
+        for (int step = 0; step < min(left, S::STEPS); ++step) multiply(step);
         previous = cursor.stage;
         cursor.next();
     }
@@ -162,7 +171,7 @@ __device__ __forceinline__ void consume(StageCursor<S>& cursor, const Weights& w
 
 // Calls `consume` with N set to the smallest multiple of 16 that is at least the tile's number of pairs.
 template <typename S, typename T, int N, bool GATE_UP>
-__device__ __forceinline__ void multiply_tile(StageCursor<S>& cursor, const Weights& w, const Output<T>& o,
+__device__ __forceinline__ void multiply_tile(StageCursor<S>& cursor, const MappedWeights& w, const Output<T>& o,
                                               const OutputTile& tile) {
     if constexpr (N < S::PAIRS) {
         if (tile.pairs > N) return multiply_tile<S, T, N + 16, GATE_UP>(cursor, w, o, tile);
@@ -174,7 +183,7 @@ __device__ __forceinline__ void multiply_tile(StageCursor<S>& cursor, const Weig
 template <typename S> __device__ __forceinline__ void init_ring(uint32_t ring) {
     if (threadIdx.x == 0) {
         for (int s = 0; s < S::STAGES; ++s) {
-            barrier_init(ring + s * Stage<S>::BYTES + Stage<S>::FULL, COPYING / 32);
+            barrier_init(ring + s * Stage<S>::BYTES + Stage<S>::FULL, 2);  // the two copying warps
             barrier_init(ring + s * Stage<S>::BYTES + Stage<S>::EMPTY, MULTIPLYING / 32);
         }
         asm volatile("fence.proxy.async;" ::: "memory");
@@ -182,69 +191,76 @@ template <typename S> __device__ __forceinline__ void init_ring(uint32_t ring) {
     __syncthreads();
 }
 
-// The copying warpgroup: finds the output tiles and copies their data to the ring buffer, several stages ahead.
-// Bulk copies and wgmma both access shared memory through the async proxy.
-// With cp.async instead of bulk copies, each stage would need a proxy fence after all its copies.
+// Finds the output tiles of this thread block, waits for an empty stage for each STEPS steps of a tile, and calls
+// `copy(tile, step)` in one lane, where `step` is the first of these steps. `copy` must arrive at FULL.
+// Returns when the stage after the last tile is empty.
 //
-// Warp 0 copies x after the previous kernel has ended. Warps 1 to 3 copy weights without waiting for it.
-// All copying warps may read `offsets` without waiting. The previous kernel is spread_tokens or gate_up.
-// Both let this kernel start only after the kernels that write `offsets` have ended.
-// In a warp that copies weights, four lanes copy blocks and four lanes copy scales, each for one weight tile.
-// A warp issues its copies one by one, so three warps share the copies of weights.
-//
-// Every copying warp arrives at FULL, even a warp without anything to copy.
-// The warp arrives only after all its lanes have seen that the stage is empty.
+// elect_lane runs in all lanes at once, so every lane has seen that the stage is empty before one lane arrives at FULL.
 // Otherwise, the stage could become full and empty again before a slow lane looks.
 // The slow lane would then miss a phase of EMPTY, and would wait forever.
-template <typename S, typename T, bool GATE_UP>
-__device__ __forceinline__ void copy_tiles(StageCursor<S>& cursor, const Weights& w, const Output<T>& o, const T* x,
-                                           const uint32_t* offsets, int experts) {
-    constexpr int LANES = ROW_TILES / 3;  // weight tiles per warp that copies weights
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, row_tile = (warp - 1) * LANES + lane % LANES;
-    const int row_tiles = (w.rows + 15) / 16, steps = (w.columns + STEP - 1) / STEP;
-    if (warp == 0) {
-        pdl_wait();
-        pdl_launch_dependents();
-    }
+template <typename S, bool GATE_UP, typename Copy>
+__device__ __forceinline__ void fill_stages(StageCursor<S>& cursor, const MappedWeights& w, const uint32_t* offsets,
+                                            int experts, int steps, Copy&& copy) {
     OutputTile tile;
-    const auto next = [&](int number) {
-        return find_tile<ROW_TILES, GATE_UP>(offsets, experts, w.rows, S::PAIRS, number, tile);
-    };
-    for (int number = blockIdx.x; next(number); number += gridDim.x) {
-        const size_t first_tile = ((size_t)tile.expert * row_tiles + tile.row_tile + row_tile) * steps;
-        const int tiles = min(row_tiles - tile.row_tile, ROW_TILES), x_bytes = (tile.pairs + 7) / 8 * 1024;
-        const int own_tiles = max(min(tiles - (warp - 1) * LANES, LANES), 0);
-        const int bytes = warp == 0 ? x_bytes : own_tiles * (MXFP4_TILE_BYTES + MXFP4_TILE_SCALE_BYTES);
-        const bool copies_blocks = lane < LANES;
-        const int size = copies_blocks ? MXFP4_TILE_BYTES : MXFP4_TILE_SCALE_BYTES;
-        const int to = copies_blocks ? Stage<S>::WEIGHTS + row_tile * STAGE_TILE_BYTES
-                                     : Stage<S>::SCALES + row_tile * STAGE_SCALE_BYTES;
-        const uint8_t* from = (copies_blocks ? w.blocks : w.scales) + first_tile * size;
-        const char* x_from = reinterpret_cast<const char*>(x) + (size_t)tile.row * 128;
-        const size_t x_stride = (size_t)o.tiled_rows * 128;
+    for (int number = blockIdx.x; find_tile<ROW_TILES, GATE_UP>(offsets, experts, w.rows, S::PAIRS, number, tile);
+         number += gridDim.x) {
 #pragma unroll 1
-        for (int step = 0; step < steps; step += 2) {
-            const int count = min(2, steps - step);
+        for (int step = 0; step < steps; step += S::STEPS) {
             barrier_wait(cursor.stage + Stage<S>::EMPTY, cursor.parity ^ 1);
+            if (elect_lane()) copy(tile, step);
             __syncwarp();
-            const uint32_t full = cursor.stage + Stage<S>::FULL;
-            if (threadIdx.x == MULTIPLYING && step == 0) store_tile_of_stage(cursor.stage + Stage<S>::TILE, tile);
-            if (lane == 0) barrier_expect(full, count * bytes);
-            if (threadIdx.x == MULTIPLYING) {
-                copy_bulk(cursor.stage, x_from, x_bytes, full);
-                if (count == 2) copy_bulk(cursor.stage + S::HALF_X, x_from + x_stride, x_bytes, full);
-            }
-            if (warp > 0 && lane < 2 * LANES && row_tile < tiles)
-                copy_bulk(cursor.stage + to, from, size * count, full);
-            from += size * 2, x_from += x_stride * 2;
             cursor.next();
         }
     }
-    // A tile without pairs tells the multiplying warpgroups to stop.
     barrier_wait(cursor.stage + Stage<S>::EMPTY, cursor.parity ^ 1);
-    __syncwarp();
-    if (threadIdx.x == MULTIPLYING) store_tile_of_stage(cursor.stage + Stage<S>::TILE, {});
-    if (lane == 0) barrier_arrive(cursor.stage + Stage<S>::FULL);
+}
+
+// The copying warpgroup: copies x, weights and scales to the ring buffer, several stages ahead of their use.
+// Bulk copies and wgmma both access shared memory through the async proxy.
+// With cp.async instead of bulk copies, each stage would need a proxy fence after all its copies.
+//
+// Warp 0 copies x after the previous kernel has ended. Warp 1 copies weights without waiting for it.
+// Both warps may read `offsets` without waiting. The previous kernel is spread_tokens or gate_up.
+// Both let this kernel start only after the kernels that write `offsets` have ended.
+//
+// Every instruction of a copying warp delays the multiplying warps, so a stage should take few copies.
+// One copy_tensor copies the weights of all row tiles, and another one copies their scales.
+template <typename S, typename T, bool GATE_UP>
+__device__ __forceinline__ void copy_tiles(StageCursor<S>& cursor, const MappedWeights& w, const Output<T>& o,
+                                           const T* x, const uint32_t* offsets, int experts) {
+    // The shuffle tells the compiler that all lanes have the same value.
+    const int warp = __shfl_sync(0xffffffffu, (threadIdx.x - MULTIPLYING) / 32, 0);
+    const int steps = (w.columns + STEP - 1) / STEP;
+    if (warp == 0) {
+        pdl_wait();
+        pdl_launch_dependents();
+        const size_t stride = (size_t)o.tiled_rows * 128;
+        fill_stages<S, GATE_UP>(cursor, w, offsets, experts, steps, [&](const OutputTile& tile, int step) {
+            const uint32_t full = cursor.stage + Stage<S>::FULL;
+            const int count = min(S::STEPS, steps - step), bytes = (tile.pairs + 7) / 8 * 1024;
+            const char* from = reinterpret_cast<const char*>(x) + (size_t)tile.row * 128 + step * stride;
+            if (step == 0) store_tile_of_stage(cursor.stage + Stage<S>::TILE, tile);
+            barrier_expect(full, count * bytes);
+#pragma unroll
+            for (int i = 0; i < S::STEPS; ++i)
+                if (i < count) copy_bulk(cursor.stage + i * S::STEP_X_BYTES, from + i * stride, bytes, full);
+        });
+        // A tile without pairs tells the multiplying warpgroups to stop.
+        if (elect_lane()) {
+            store_tile_of_stage(cursor.stage + Stage<S>::TILE, {});
+            barrier_arrive(cursor.stage + Stage<S>::FULL);
+        }
+    } else if (warp == 1) {
+        fill_stages<S, GATE_UP>(cursor, w, offsets, experts, steps, [&](const OutputTile& tile, int step) {
+            const uint32_t full = cursor.stage + Stage<S>::FULL;
+            barrier_expect(full, S::WEIGHT_BYTES + S::SCALE_BYTES);
+            copy_tensor(cursor.stage + Stage<S>::WEIGHTS, w.blocks, step * MXFP4_TILE_BYTES / TENSOR_MAP_ELEMENT_BYTES,
+                        tile.row_tile, tile.expert, full);
+            copy_tensor(cursor.stage + Stage<S>::SCALES, w.scales,
+                        step * MXFP4_TILE_SCALE_BYTES / TENSOR_MAP_ELEMENT_BYTES, tile.row_tile, tile.expert, full);
+        });
+        if (elect_lane()) barrier_arrive(cursor.stage + Stage<S>::FULL);
+    }
 }
 
 // Computes the product of each expert with the inputs of its pairs.
@@ -254,7 +270,7 @@ __device__ __forceinline__ void copy_tiles(StageCursor<S>& cursor, const Weights
 //   bytes moved: the weights of an expert once per tile of PAIRS pairs, mostly from L2 after the first tile;
 //   x once per 192 rows of weights, mostly from L2; the output once
 template <typename S, typename T, bool GATE_UP>
-__device__ void expert_product_wgmma(const Weights& w, const Output<T>& o, const T* x, const uint32_t* offsets,
+__device__ void expert_product_wgmma(const MappedWeights& w, const Output<T>& o, const T* x, const uint32_t* offsets,
                                      int experts) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const uint32_t ring = (shared_address(shared) + 1023) / 1024 * 1024;
@@ -277,5 +293,5 @@ __device__ void expert_product_wgmma(const Weights& w, const Output<T>& o, const
 }
 #else
 template <typename S, typename T, bool GATE_UP>
-__device__ void expert_product_wgmma(const Weights&, const Output<T>&, const T*, const uint32_t*, int) {}
+__device__ void expert_product_wgmma(const MappedWeights&, const Output<T>&, const T*, const uint32_t*, int) {}
 #endif

@@ -64,26 +64,27 @@ __device__ __forceinline__ uint4 fragment_segment(const float2* row, int index, 
 
 // ---- unpacking ----
 
-// Converts four scale bytes to factors for unpacked values. Each word of `factors` holds one factor twice.
+// Converts the scale bytes of two blocks to factors for unpacked values.
+// A word of `factors` holds the factors of one block: row g in the low half, row g + 8 in the high half.
+// A multiplication can read either half twice, so one word is enough for both rows.
 // `Mxfp4Tiles::repack` rejects scale bytes above 128.
-template <typename T> __device__ __forceinline__ void scale_factors(uint32_t scales, uint32_t (&factors)[4]);
+template <typename T> __device__ __forceinline__ void scale_factors(uint32_t scales, uint32_t (&factors)[2]);
 // bf16: unpacked values are E2M1 · 2^-126, so the factor for a scale of 2^(s - 127) is 2^(s - 1), exact even for s = 0.
 // The exponent field of bf16 starts at bit 7 and has a bias of 127, so the factor has the bits (s + 126) << 7.
-// The selector 0x4440 + i takes byte i of `scales` and zeros.
-// Multiplying the selected byte by 0x00800080 shifts it into both halves of the word.
-template <> __device__ __forceinline__ void scale_factors<__nv_bfloat16>(uint32_t scales, uint32_t (&factors)[4]) {
+// The selector 0x4140 + 0x0202 · i copies bytes 2i and 2i + 1 of `scales` into the low bytes of the two halves.
+// Multiplying the word by 0x80 shifts both halves by 7 bits, because no bit leaves its half.
+template <> __device__ __forceinline__ void scale_factors<__nv_bfloat16>(uint32_t scales, uint32_t (&factors)[2]) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) factors[i] = __byte_perm(scales, 0, 0x4440 + i) * 0x00800080u + 0x3F003F00u;
+    for (int i = 0; i < 2; ++i) factors[i] = __byte_perm(scales, 0, 0x4140 + 0x0202 * i) * 0x80u + 0x3F003F00u;
 }
 // f16: unpacked values are E2M1 · 2^-14, so the factor is 2^(s - 113), which is a normal number for s >= 99.
 // The exponent field of f16 starts at bit 10 and has a bias of 15, so the factor has the bits (s - 98) << 10.
 // For a scale byte s <= 98, the factor is 0, because the weights (at most 6 · 2^-29) would round to zero in f16.
-// The selector 0x4040 + 0x0101 · i copies byte i of `scales` into the low byte of both halves of a word.
-template <> __device__ __forceinline__ void scale_factors<__half>(uint32_t scales, uint32_t (&factors)[4]) {
+template <> __device__ __forceinline__ void scale_factors<__half>(uint32_t scales, uint32_t (&factors)[2]) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
+    for (int i = 0; i < 2; ++i) {
         constexpr uint32_t TWICE_98 = 98u * 0x00010001u;
-        factors[i] = (__vmaxs2(__byte_perm(scales, 0, 0x4040 + 0x0101 * i), TWICE_98) - TWICE_98) << 10;
+        factors[i] = (__vmaxs2(__byte_perm(scales, 0, 0x4140 + 0x0202 * i), TWICE_98) - TWICE_98) << 10;
     }
 }
 
@@ -97,16 +98,17 @@ template <typename T> __device__ __forceinline__ void convert_items(uint32_t (&i
 }
 
 // Unpacks items 2·PART and 2·PART + 1 of two rows (see e2m1_items), and multiplies each item by the factor of its row.
+//   factors: a word of scale_factors
 template <typename T, int PART>
-__device__ __forceinline__ void unpack_items(uint32_t low, uint32_t high, uint32_t low_factor, uint32_t high_factor,
-                                             uint32_t (&items)[4]) {
+__device__ __forceinline__ void unpack_items(uint32_t low, uint32_t high, uint32_t factors, uint32_t (&items)[4]) {
     using T2 = typename Pair<T>::type;
     e2m1_items<PART>(low, high, items);
     convert_items<T>(items);
+    const T* halves = reinterpret_cast<const T*>(&factors);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        const uint32_t factor = i % 2 ? high_factor : low_factor;
-        const T2 product = __hmul2(*reinterpret_cast<T2*>(&items[i]), *reinterpret_cast<const T2*>(&factor));
+        const T2 factor = {halves[i % 2], halves[i % 2]};
+        const T2 product = __hmul2(*reinterpret_cast<T2*>(&items[i]), factor);
         items[i] = *reinterpret_cast<const uint32_t*>(&product);
     }
 }

@@ -4,7 +4,7 @@ use candle_core::{DType, Device, Result, Tensor};
 
 use super::mxfp4::mxfp4_dims;
 use crate::kernels::constants::{MXFP4_TILE_BYTES, MXFP4_TILE_COLUMNS, MXFP4_TILE_ROWS, MXFP4_TILE_SCALE_BYTES};
-use crate::kernels::launch::{Arguments, Launch, LaunchShape, module};
+use crate::kernels::launch::{Arguments, Launch, LaunchShape, TensorMap, module};
 use crate::kernels::{bytes, unsupported};
 
 /// MXFP4 matrices in tiles of 16 rows × 64 columns, in the order in which tensor cores read them.
@@ -68,6 +68,17 @@ impl Mxfp4Tiles {
 
     pub fn scales(&self) -> &Tensor {
         &self.scales
+    }
+
+    /// Returns tensor maps of the blocks and of the scales.
+    /// A box contains the tiles of `row_tiles` adjacent row tiles and `steps` adjacent column tiles.
+    /// Row tile i of expert e is at (e, i) of a map. The tiles of its columns are adjacent.
+    pub fn tensor_maps(&self, row_tiles: usize, steps: usize) -> Result<[TensorMap; 2]> {
+        let map = |tensor: &Tensor| {
+            let (experts, height, columns, bytes) = tensor.dims4()?;
+            TensorMap::new(tensor, [experts, height, columns * bytes], [row_tiles, steps * bytes])
+        };
+        Ok([map(&self.blocks)?, map(&self.scales)?])
     }
 
     pub fn bytes(&self) -> u64 {

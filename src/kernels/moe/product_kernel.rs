@@ -8,8 +8,9 @@ use crate::device::has_machine_code;
 use crate::kernels::SumOrder;
 use crate::kernels::constants::{
     EXPERT_MMA_ROW_TILES, EXPERT_MMA_STAGES, EXPERT_MMA_THREADS, EXPERT_NARROW_PAIRS, EXPERT_NARROW_STAGES,
-    EXPERT_SLIM_PAIRS, EXPERT_SLIM_STAGES, EXPERT_WGMMA_ROW_TILES, EXPERT_WGMMA_THREADS, EXPERT_WGMMA_TILE_BYTES,
-    EXPERT_WIDE_PAIRS, EXPERT_WIDE_STAGES, MXFP4_TILE_BYTES, MXFP4_TILE_SCALE_BYTES,
+    EXPERT_NARROW_STEPS, EXPERT_SLIM_PAIRS, EXPERT_SLIM_STAGES, EXPERT_SLIM_STEPS, EXPERT_WGMMA_ROW_TILES,
+    EXPERT_WGMMA_THREADS, EXPERT_WGMMA_TILE_BYTES, EXPERT_WIDE_PAIRS, EXPERT_WIDE_STAGES, EXPERT_WIDE_STEPS,
+    MXFP4_TILE_BYTES, MXFP4_TILE_SCALE_BYTES,
 };
 use crate::kernels::launch::{Arguments, Launch, LaunchShape, module, multiprocessors};
 
@@ -25,7 +26,8 @@ pub(super) enum ProductKernel {
     /// A kernel from `expert_few_pairs.cu`, for few pairs per expert.
     FewPairs(FewPairsKernel),
     /// A kernel from `expert_mlp.cu`. `name` is the suffix of the kernel's name, such as `wide`.
-    ManyPairs { name: &'static str, shape: LaunchShape },
+    /// `stage_steps` is the number of steps per stage of a wgmma kernel, and `None` for a kernel with mma.sync.
+    ManyPairs { name: &'static str, shape: LaunchShape, stage_steps: Option<usize> },
 }
 
 impl ProductKernel {
@@ -55,20 +57,22 @@ impl ProductKernel {
         let capability = device.cuda_stream().context().compute_capability();
         // Only the machine code for compute capability 9.0 contains wgmma instructions. Other GPUs cannot run them.
         let has_wgmma = matches!(capability, Ok((9, 0))) && has_machine_code((9, 0));
-        let wgmma = |name, pairs, stages, blocks| Self::ManyPairs {
-            name,
-            shape: LaunchShape::linear(blocks * multiprocessors, EXPERT_WGMMA_THREADS)
-                .with_shared_bytes(wgmma_shared_bytes(pairs, stages)),
+        let wgmma = |tile: WgmmaTile| Self::ManyPairs {
+            name: tile.name,
+            shape: LaunchShape::linear(tile.blocks * multiprocessors, EXPERT_WGMMA_THREADS)
+                .with_shared_bytes(tile.shared_bytes()),
+            stage_steps: Some(tile.stage_steps),
         };
         let mma = |name, pairs, blocks| Self::ManyPairs {
             name,
             shape: LaunchShape::linear(blocks * multiprocessors, EXPERT_MMA_THREADS)
                 .with_shared_bytes(mma_shared_bytes(pairs)),
+            stage_steps: None,
         };
         Ok(match (has_wgmma, pairs) {
-            (true, pairs) if pairs <= 24 * experts => wgmma("slim", EXPERT_SLIM_PAIRS, EXPERT_SLIM_STAGES, 2),
-            (true, pairs) if pairs <= 80 * experts => wgmma("narrow", EXPERT_NARROW_PAIRS, EXPERT_NARROW_STAGES, 1),
-            (true, _) => wgmma("wide", EXPERT_WIDE_PAIRS, EXPERT_WIDE_STAGES, 1),
+            (true, pairs) if pairs <= 24 * experts => wgmma(SLIM),
+            (true, pairs) if pairs <= 80 * experts => wgmma(NARROW),
+            (true, _) => wgmma(WIDE),
             (false, pairs) if pairs <= 24 * experts => mma("t32", 32, 2),
             (false, pairs) if pairs <= 48 * experts => mma("t64", 64, 2),
             (false, _) => mma("t128", 128, 1),
@@ -79,7 +83,7 @@ impl ProductKernel {
     pub fn launch(self, product: &str, dtype: &str, arguments: Arguments) -> Launch {
         match self {
             Self::FewPairs(kernel) => kernel.launch(product, dtype, arguments),
-            Self::ManyPairs { name, shape } => {
+            Self::ManyPairs { name, shape, .. } => {
                 let kernel = format!("expert_{product}_{dtype}_{name}");
                 Launch::new(module!("expert_mlp"), kernel, shape, arguments).overlapping()
             }
@@ -96,13 +100,50 @@ const fn mma_shared_bytes(pairs: usize) -> usize {
     EXPERT_MMA_STAGES * (pairs * 128 + weight_bytes)
 }
 
-/// Returns the size in bytes of the shared memory that a wgmma kernel needs.
-///
-/// A stage of the ring buffer (`Stage` in `expert_product_wgmma.cuh`) holds two steps of 64 columns, two barriers and
-/// an `OutputTile`.
-/// The ring buffer and its stages are aligned to 1024 bytes.
-const fn wgmma_shared_bytes(pairs: usize, stages: usize) -> usize {
-    let weight_bytes = EXPERT_WGMMA_ROW_TILES * (MXFP4_TILE_BYTES + MXFP4_TILE_SCALE_BYTES);
-    let stage_bytes = 2 * (pairs * 128 + weight_bytes) + 16 + EXPERT_WGMMA_TILE_BYTES;
-    stages * stage_bytes.next_multiple_of(1024) + 1024
+/// The token tiles of a wgmma kernel. The constants describe `TileShape` in `expert_product_wgmma.cuh`.
+#[derive(Clone, Copy)]
+struct WgmmaTile {
+    /// The suffix of the kernel's name.
+    name: &'static str,
+    /// The maximum number of pairs per tile.
+    pairs: usize,
+    stages: usize,
+    stage_steps: usize,
+    /// Thread blocks per multiprocessor.
+    blocks: usize,
+}
+
+const SLIM: WgmmaTile = WgmmaTile {
+    name: "slim",
+    pairs: EXPERT_SLIM_PAIRS,
+    stages: EXPERT_SLIM_STAGES,
+    stage_steps: EXPERT_SLIM_STEPS,
+    blocks: 2,
+};
+const NARROW: WgmmaTile = WgmmaTile {
+    name: "narrow",
+    pairs: EXPERT_NARROW_PAIRS,
+    stages: EXPERT_NARROW_STAGES,
+    stage_steps: EXPERT_NARROW_STEPS,
+    blocks: 1,
+};
+const WIDE: WgmmaTile = WgmmaTile {
+    name: "wide",
+    pairs: EXPERT_WIDE_PAIRS,
+    stages: EXPERT_WIDE_STAGES,
+    stage_steps: EXPERT_WIDE_STEPS,
+    blocks: 1,
+};
+
+impl WgmmaTile {
+    /// Returns the size in bytes of the shared memory that the kernel needs.
+    ///
+    /// A stage of the ring buffer (`Stage` in `expert_product_wgmma.cuh`) holds some steps of 64 columns, two barriers
+    /// and an `OutputTile`.
+    /// The ring buffer and its stages are aligned to 1024 bytes.
+    const fn shared_bytes(self) -> usize {
+        let weight_bytes = EXPERT_WGMMA_ROW_TILES * (MXFP4_TILE_BYTES + MXFP4_TILE_SCALE_BYTES);
+        let stage_bytes = self.stage_steps * (self.pairs * 128 + weight_bytes) + 16 + EXPERT_WGMMA_TILE_BYTES;
+        self.stages * stage_bytes.next_multiple_of(1024) + 1024
+    }
 }
