@@ -15,7 +15,7 @@ use std::ops::Range;
 use candle_core::{DType, Device};
 use inferno::models;
 use inferno::tokenizer::{ControlTokens, Tokenizer};
-use inferno::weights::gguf::{self, GgufCheckpoint, GgufModel, Header};
+use inferno::weights::gguf::{self, GgufCheckpoint, GgufHeader, GgufModel};
 use inferno::weights::quantized::MatrixRows;
 use inferno::weights::{Checkpoint, Inventory, WeightsSummary};
 
@@ -27,7 +27,7 @@ const MAX_BYTES: usize = 1 << 16;
 
 /// Reads a GGUF file: its header, its metadata, its tensors, its tokenizer, and its model.
 pub fn gguf(data: &[u8]) {
-    let Ok(header) = Header::parse(data) else { return };
+    let Ok(header) = GgufHeader::parse(data) else { return };
     let metadata = header.metadata(data);
     for key in metadata.keys() {
         if let Ok(Some(gguf::Value::Array(array))) = metadata.get(key) {

@@ -23,7 +23,7 @@ pub trait Driver {
 
 /// A block: a part of a segment that is either free or in use.
 #[derive(Clone, Copy, Debug)]
-struct Block {
+struct MemoryBlock {
     bytes: usize,
     is_small: bool,
     is_free: bool,
@@ -35,7 +35,7 @@ struct Block {
 #[derive(Default)]
 pub struct ReusedMemory {
     /// All blocks, by address.
-    blocks: BTreeMap<u64, Block>,
+    blocks: BTreeMap<u64, MemoryBlock>,
     /// The free blocks: `is_small`, size in bytes, address.
     free: BTreeSet<(bool, usize, u64)>,
     /// The size in bytes of each segment, by address.
@@ -64,7 +64,7 @@ impl ReusedMemory {
             result => result?,
         };
         self.segments.insert(address, segment);
-        self.insert_free(address, Block { bytes: segment, is_small, is_free: true });
+        self.insert_free(address, MemoryBlock { bytes: segment, is_small, is_free: true });
         self.take(address, bytes);
         Ok(address)
     }
@@ -125,21 +125,21 @@ impl ReusedMemory {
     fn take(&mut self, address: u64, bytes: usize) {
         let Some(block) = self.blocks.get(&address).copied() else { return };
         self.remove_free(address, block);
-        self.blocks.insert(address, Block { bytes, is_free: false, ..block });
+        self.blocks.insert(address, MemoryBlock { bytes, is_free: false, ..block });
         if block.bytes > bytes {
-            self.insert_free(address + bytes as u64, Block { bytes: block.bytes - bytes, ..block });
+            self.insert_free(address + bytes as u64, MemoryBlock { bytes: block.bytes - bytes, ..block });
         }
     }
 
-    fn insert_free(&mut self, address: u64, block: Block) {
+    fn insert_free(&mut self, address: u64, block: MemoryBlock) {
         self.free.insert((block.is_small, block.bytes, address));
-        self.blocks.insert(address, Block { is_free: true, ..block });
+        self.blocks.insert(address, MemoryBlock { is_free: true, ..block });
         if self.is_unused(address, block.bytes) {
             self.unused_bytes += block.bytes;
         }
     }
 
-    fn remove_free(&mut self, address: u64, block: Block) {
+    fn remove_free(&mut self, address: u64, block: MemoryBlock) {
         if self.is_unused(address, block.bytes) {
             self.unused_bytes -= block.bytes;
         }
@@ -153,14 +153,14 @@ mod tests {
     use super::*;
 
     /// A mock driver with `limit` bytes of memory. Records the segments that it allocates.
-    struct Memory {
+    struct MockDriver {
         limit: usize,
         segments: BTreeMap<u64, usize>,
         calls: usize,
         next: u64,
     }
 
-    impl Memory {
+    impl MockDriver {
         fn new(limit: usize) -> Self {
             Self { limit, segments: BTreeMap::new(), calls: 0, next: 1 << 30 }
         }
@@ -170,7 +170,7 @@ mod tests {
         }
     }
 
-    impl Driver for Memory {
+    impl Driver for MockDriver {
         type Error = &'static str;
 
         fn allocate(&mut self, bytes: usize) -> Result<u64, &'static str> {
@@ -200,7 +200,7 @@ mod tests {
             random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
             (random >> 33) as usize % below
         };
-        let (mut memory, mut driver) = (ReusedMemory::default(), Memory::new(usize::MAX));
+        let (mut memory, mut driver) = (ReusedMemory::default(), MockDriver::new(usize::MAX));
         let mut in_use: BTreeMap<u64, usize> = BTreeMap::new();
         for _ in 0..20_000 {
             if draw(2) == 0 && !in_use.is_empty() {
@@ -237,7 +237,7 @@ mod tests {
     }
 
     /// Allocates and frees memory as two layers of a forward pass over `tokens` tokens do.
-    fn pass(memory: &mut ReusedMemory, driver: &mut Memory, tokens: usize) {
+    fn pass(memory: &mut ReusedMemory, driver: &mut MockDriver, tokens: usize) {
         for _ in 0..2 {
             let sizes = [5_760, 11_520, 8, 10_240];
             let blocks = sizes.map(|bytes| memory.allocate(tokens * bytes, driver).unwrap());
@@ -250,7 +250,7 @@ mod tests {
 
     #[test]
     fn repeated_passes_do_not_call_the_driver() {
-        let (mut memory, mut driver) = (ReusedMemory::default(), Memory::new(usize::MAX));
+        let (mut memory, mut driver) = (ReusedMemory::default(), MockDriver::new(usize::MAX));
         [2048, 7].into_iter().for_each(|tokens| pass(&mut memory, &mut driver, tokens));
         let (calls, used) = (driver.calls, driver.used());
         // Smaller passes fit into the memory of the largest pass.
@@ -262,7 +262,7 @@ mod tests {
 
     #[test]
     fn unused_segments_are_returned_if_memory_is_short() {
-        let (mut memory, mut driver) = (ReusedMemory::default(), Memory::new(200 * MB));
+        let (mut memory, mut driver) = (ReusedMemory::default(), MockDriver::new(200 * MB));
         for address in [20, 30, 40, 50].map(|size| memory.allocate(size * MB, &mut driver).unwrap()) {
             assert!(memory.free(address));
         }

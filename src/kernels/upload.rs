@@ -8,7 +8,7 @@
 use candle_core::{DType, Result, Tensor};
 
 /// The device that receives an upload. Copies run in the order in which they are queued.
-pub trait Target: Send + Sync + 'static {
+pub trait UploadTarget: Send + Sync + 'static {
     /// Device memory that one or more copies fill before it becomes a tensor.
     type Memory: Send + Sync;
     /// The staging buffers of one reader thread.
@@ -47,7 +47,7 @@ mod with_cuda {
     use candle_core::op::BackpropOp;
     use candle_core::{DType, Result, Storage, Tensor, bail};
 
-    use super::Target;
+    use super::UploadTarget;
 
     /// The number of staging buffers per reader thread: the thread fills one while the GPU copies from the other.
     const BUFFERS: usize = 2;
@@ -123,7 +123,7 @@ mod with_cuda {
         }
     }
 
-    impl Target for CopyStream {
+    impl UploadTarget for CopyStream {
         type Memory = DeviceMemory;
         type Staging = Staging;
 

@@ -13,10 +13,10 @@ use super::progress::LoadProgress;
 use super::quantized::QuantizationTarget;
 #[cfg(feature = "cuda")]
 use super::reading::Residency;
-use super::reading::{PartReader, ReadAheadOptions, ReadAheadReader, Reader, ReaderThreads, SharedReads};
+use super::reading::{PartReader, RankReader, ReadAheadOptions, ReadAheadReader, ReaderThreads, SharedReads};
 #[cfg(feature = "cuda")]
 use crate::kernels::upload::CopyStream;
-use crate::kernels::upload::Target;
+use crate::kernels::upload::UploadTarget;
 use crate::world::World;
 
 /// Builds [`Weights`]. By default, a single rank loads whole tensors, and float matrices are not quantized.
@@ -70,12 +70,12 @@ impl<'c> WeightsBuilder<'c> {
 
     /// Takes tensors from `reader`, which must copy them to the device of the weights.
     /// If float matrices are quantized during loading, [`build`](Self::build) ignores `reader`.
-    pub fn read_ahead(self, reader: ReadAheadReader<impl Target>) -> Self {
+    pub fn read_ahead(self, reader: ReadAheadReader<impl UploadTarget>) -> Self {
         Self { threads: Some(ReaderThreads::Ahead(Arc::new(reader))), ..self }
     }
 
     /// Reads large tensors with `reader`, which must copy them to the device of the weights.
-    pub fn read_parts(self, reader: PartReader<impl Target>) -> Self {
+    pub fn read_parts(self, reader: PartReader<impl UploadTarget>) -> Self {
         Self { threads: Some(ReaderThreads::Parts(Arc::new(reader))), ..self }
     }
 
@@ -104,7 +104,7 @@ impl<'c> WeightsBuilder<'c> {
             dtype: self.dtype,
             quantize: self.quantize,
             progress: self.progress,
-            reader: Reader { threads, world: self.world.clone() },
+            reader: RankReader { threads, world: self.world.clone() },
             world: self.world,
             part: None,
             shared_reads,

@@ -45,8 +45,8 @@ pub struct CompressedConfig {
     /// Each layer that no target in `ignore` matches uses the first rule whose target matches its name,
     /// or else the first rule for linear classes.
     /// A rule without a scheme leaves its layers unquantized.
-    rules: Vec<(Target, Option<Scheme>)>,
-    ignore: Vec<Target>,
+    rules: Vec<(LayerSelector, Option<Scheme>)>,
+    ignore: Vec<LayerSelector>,
 }
 
 /// The quantization scheme of a linear layer. Quantization is always symmetric: value = code · scale.
@@ -101,14 +101,14 @@ pub enum Activations {
 
 /// A layer selector: a layer name, a layer class, or `re:` and a regex that must match at the start of the name.
 #[derive(Debug)]
-struct Target {
+struct LayerSelector {
     text: String,
     pattern: Option<Regex>,
 }
 
 /// The `quantization_config` section of config.json.
 #[derive(Deserialize)]
-struct Section {
+struct QuantizationConfig {
     #[serde(default)]
     format: Option<String>,
     config_groups: Map<String, Value>,
@@ -118,7 +118,7 @@ struct Section {
 
 /// One entry of `config_groups` in `quantization_config`.
 #[derive(Deserialize)]
-struct Group {
+struct ConfigGroup {
     targets: Vec<String>,
     #[serde(default)]
     format: Option<String>,
@@ -191,7 +191,7 @@ impl CompressedConfig {
 
     fn from_section(section: &Value) -> Result<Self> {
         let broken = || "invalid quantization_config".to_string();
-        let section: Section = from_json(section).with_context(broken)?;
+        let section: QuantizationConfig = from_json(section).with_context(broken)?;
         // Targets without a regular expression come first. Within each kind, targets are in alphabetical order.
         // If a target occurs twice, only the last occurrence has an effect.
         let mut schemes: BTreeMap<(bool, String), Option<Scheme>> = BTreeMap::new();
@@ -200,7 +200,7 @@ impl CompressedConfig {
             if group.is_array() {
                 return unsupported(format!("the preset {path}"));
             }
-            let group: Group = from_json(&group).with_context(|| format!("{}: {path}", broken()))?;
+            let group: ConfigGroup = from_json(&group).with_context(|| format!("{}: {path}", broken()))?;
             let scheme = group.scheme(&path, section.format.as_deref())?;
             for target in group.targets {
                 if target == "Embedding" && scheme.is_some() {
@@ -217,8 +217,8 @@ impl CompressedConfig {
                 "quantization_config with more than {MAX_TARGETS} targets or {MAX_PATTERNS} patterns"
             ));
         }
-        let rules = schemes.into_iter().map(|((_, target), scheme)| Ok((Target::new(target)?, scheme)));
-        let ignore = ignore.into_iter().map(Target::new);
+        let rules = schemes.into_iter().map(|((_, target), scheme)| Ok((LayerSelector::new(target)?, scheme)));
+        let ignore = ignore.into_iter().map(LayerSelector::new);
         Ok(Self { rules: rules.collect::<Result<_>>()?, ignore: ignore.collect::<Result<_>>()? })
     }
 
@@ -243,7 +243,7 @@ impl CompressedConfig {
     }
 }
 
-impl Target {
+impl LayerSelector {
     fn new(text: String) -> Result<Self> {
         let compile = |pattern| RegexBuilder::new(&format!("^(?:{pattern})")).size_limit(MAX_PATTERN_BYTES).build();
         let pattern = match text.strip_prefix(PATTERN).map(compile) {
@@ -266,7 +266,7 @@ impl Target {
     }
 }
 
-impl Group {
+impl ConfigGroup {
     /// Returns the quantization scheme of the group, or `None` if the group leaves its layers unquantized.
     fn scheme(&self, path: &str, format: Option<&str>) -> Result<Option<Scheme>> {
         if is_set(&self.output_activations) {

@@ -11,7 +11,7 @@ use super::gguf::GgufModel;
 use super::progress::LoadProgress;
 use super::quantized::{self, QuantizationTarget};
 use super::reading::{
-    Axis, ByteRange, PartSource, PartToRead, Reader, ReaderThreads, SharedReads, Slice, StoredBytes, TensorPart,
+    Axis, ByteRange, PartSource, PartToRead, RankReader, ReaderThreads, SharedReads, Slice, StoredBytes, TensorPart,
     TensorReader,
 };
 use super::safetensors::{TensorView, module};
@@ -35,7 +35,7 @@ pub struct Weights<'c> {
     pub(super) world: World,
     /// The part of each tensor that is loaded. `None` if whole tensors are loaded.
     pub(super) part: Option<TensorPart>,
-    pub(super) reader: Reader,
+    pub(super) reader: RankReader,
     /// Reads bytes together with the other ranks. `None` if this rank reads alone.
     pub(super) shared_reads: Option<SharedReads>,
 }

@@ -64,12 +64,12 @@ pub struct Arguments {
     args: Vec<Arg>,
     /// A size that does not fit in an i32, if any. The launch then fails, because kernels take sizes as i32.
     too_large: Option<usize>,
-    memory: Memory,
+    memory: ArgumentMemory,
 }
 
 /// Memory whose addresses are arguments of a launch. A recorded launch keeps this memory alive.
 #[derive(Clone, Default)]
-pub(super) struct Memory {
+pub(super) struct ArgumentMemory {
     tensors: Vec<Tensor>,
     mailboxes: Vec<Arc<HostMailbox>>,
     host_words: Vec<Arc<HostWords>>,
@@ -170,7 +170,7 @@ impl Arguments {
         }
     }
 
-    pub(super) fn memory(&self) -> &Memory {
+    pub(super) fn memory(&self) -> &ArgumentMemory {
         &self.memory
     }
 }

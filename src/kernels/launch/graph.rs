@@ -4,7 +4,7 @@ use candle_core::Result;
 use candle_core::cuda_backend::cudarc::driver::{CudaGraph, sys};
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
 
-use super::arguments::Memory;
+use super::arguments::ArgumentMemory;
 use super::list::LaunchList;
 use crate::device::capture_lock;
 
@@ -12,7 +12,7 @@ use crate::device::capture_lock;
 pub struct LaunchGraph {
     graph: CudaGraph,
     /// The memory that the captured launch lists use, kept alive as long as the graph.
-    _memory: Vec<Memory>,
+    _memory: Vec<ArgumentMemory>,
 }
 
 // SAFETY: any thread may use a graph, but only one thread at a time. `LaunchGraph` is not `Sync`.

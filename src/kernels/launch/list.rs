@@ -7,7 +7,7 @@ use candle_core::Result;
 use candle_core::cuda_backend::cudarc::driver::{CudaEvent, sys};
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
 
-use super::arguments::Memory;
+use super::arguments::ArgumentMemory;
 use super::kernel_launch::{Launch, Overlap, PreparedLaunch};
 
 /// An ordered list of launches on the stream of one device.
@@ -85,7 +85,7 @@ impl LaunchList {
     }
 
     /// Returns the memory that each launch's arguments point to.
-    pub(super) fn memory(&self) -> impl Iterator<Item = &Memory> {
+    pub(super) fn memory(&self) -> impl Iterator<Item = &ArgumentMemory> {
         self.launches.iter().map(|launch| launch.arguments.memory())
     }
 }

@@ -93,7 +93,7 @@ impl ProductTypes {
 
 /// The sizes of a product out = x·wᵀ, and the distance of consecutive rows of `out` in elements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-struct Sizes {
+struct ProductSizes {
     tokens: usize,
     rows: usize,
     columns: usize,
@@ -106,7 +106,7 @@ struct AlgorithmKey {
     gpu: usize,
     elements: Elements,
     /// The sizes, with the number of tokens rounded up to a size class.
-    sizes: Sizes,
+    sizes: ProductSizes,
     /// The smallest alignment of the three matrices in bytes, at most [`MAX_ALIGNMENT`].
     alignment: u32,
 }
@@ -146,7 +146,7 @@ pub fn matmul_8bit(device: &CudaDevice, kind: EightBitType, w: &Tensor, x: &Tens
     }
     // SAFETY: the product below writes every element of `out`. Because beta is 0, it reads no element of `out`.
     let out = unsafe { scratch::empty((tokens, rows), DType::F32, x.device())? };
-    let sizes = Sizes { tokens, rows, columns, stride: rows };
+    let sizes = ProductSizes { tokens, rows, columns, stride: rows };
     // SAFETY: the tensors have these sizes. `address` checks that they are contiguous and on a GPU.
     unsafe { multiply(device, Elements::EightBit(kind), sizes, address(w)?, address(x)?, address(&out)?)? };
     Ok(out)
@@ -184,7 +184,7 @@ pub unsafe fn gemm(
     let elements = Elements::Float { input: x.dtype(), output: out_dtype };
     // SAFETY: x and w have these sizes. `address` checks that they are contiguous and on a GPU.
     // The caller guarantees that `out` is valid.
-    unsafe { multiply(device, elements, Sizes { tokens, rows, columns, stride }, address(w)?, address(x)?, out) }
+    unsafe { multiply(device, elements, ProductSizes { tokens, rows, columns, stride }, address(w)?, address(x)?, out) }
 }
 
 /// Queues out = x·wᵀ. `w`, `x` and `out` are the addresses of w `[rows, columns]`, x `[tokens, columns]` and
@@ -192,7 +192,14 @@ pub unsafe fn gemm(
 ///
 /// # Safety
 /// The matrices must be in the memory of the device, and must have the sizes and elements that the arguments say.
-unsafe fn multiply(device: &CudaDevice, elements: Elements, sizes: Sizes, w: u64, x: u64, out: u64) -> Result<()> {
+unsafe fn multiply(
+    device: &CudaDevice,
+    elements: Elements,
+    sizes: ProductSizes,
+    w: u64,
+    x: u64,
+    out: u64,
+) -> Result<()> {
     // If a size overflowed i32, some algorithms would read or write out of bounds.
     if [sizes.tokens, sizes.columns, sizes.stride].into_iter().any(|size| i32::try_from(size).is_err()) {
         bail!("cannot multiply matrices: a size exceeds 2^31 - 1: {sizes:?}");
@@ -201,7 +208,7 @@ unsafe fn multiply(device: &CudaDevice, elements: Elements, sizes: Sizes, w: u64
     stream.context().bind_to_thread().w()?;
     let (handle, types) = (handle(device)?, ProductTypes::new(elements)?);
     let alignment = MAX_ALIGNMENT.min(1 << (w | x | out).trailing_zeros().min(8));
-    let class = Sizes { tokens: size_class(sizes.tokens), ..sizes };
+    let class = ProductSizes { tokens: size_class(sizes.tokens), ..sizes };
     let key = AlgorithmKey { gpu: stream.context().ordinal(), elements, sizes: class, alignment };
     let Algorithm { algorithm, workspace_bytes } = algorithm(handle, &types, key)?;
     // Most algorithms need no workspace. Even an empty allocation would call the driver.
@@ -293,8 +300,8 @@ struct Descriptors {
 }
 
 impl Descriptors {
-    fn new(types: &ProductTypes, sizes: Sizes) -> Result<Self> {
-        let Sizes { tokens, rows, columns, stride } = sizes;
+    fn new(types: &ProductTypes, sizes: ProductSizes) -> Result<Self> {
+        let ProductSizes { tokens, rows, columns, stride } = sizes;
         let layout = |dtype, height, width, stride| {
             checked(result::create_matrix_layout(dtype, height as u64, width as u64, stride as i64))
         };

@@ -11,7 +11,7 @@ use crate::kernels::launch::{Arguments, Launch, LaunchShape, dtype_suffix, max_s
 use crate::kernels::scratch;
 
 /// How the dense_few_tokens kernel divides a matrix among thread blocks and warps.
-struct Division {
+struct WorkDivision {
     /// Units of [`DENSE_FEW_TOKENS_ROWS`] rows per thread block.
     block_units: usize,
     /// Warps that share the columns of a unit.
@@ -20,7 +20,7 @@ struct Division {
     shared_bytes: usize,
 }
 
-impl Division {
+impl WorkDivision {
     /// Divides a matrix of `rows` rows so that each multiprocessor has at most one thread block.
     /// Returns `None` if a thread block would have no units, or more than [`DENSE_FEW_TOKENS_WARPS`] units.
     fn new(device: &CudaDevice, rows: usize, element_bytes: usize) -> Result<Option<Self>> {
@@ -40,7 +40,7 @@ impl Division {
 /// x must have the same dtype and the same number of columns as w.
 pub fn is_supported(device: &CudaDevice, x: &Tensor, w: &Tensor) -> Result<bool> {
     let ((tokens, _), (rows, columns)) = (x.dims2()?, w.dims2()?);
-    let fits = match Division::new(device, rows, w.dtype().size_in_bytes())? {
+    let fits = match WorkDivision::new(device, rows, w.dtype().size_in_bytes())? {
         Some(division) => division.shared_bytes <= max_shared_bytes(device)?,
         None => false,
     };
@@ -57,7 +57,7 @@ pub fn is_supported(device: &CudaDevice, x: &Tensor, w: &Tensor) -> Result<bool>
 /// x `[tokens, columns]` and w `[rows, columns]` have the same dtype. Fails unless [`is_supported`] returns true.
 pub fn matmul_few_tokens(device: &CudaDevice, x: &Tensor, w: &Tensor) -> Result<Tensor> {
     let ((tokens, columns), (rows, w_columns)) = (x.dims2()?, w.dims2()?);
-    let division = Division::new(device, rows, w.dtype().size_in_bytes())?.filter(|_| columns == w_columns);
+    let division = WorkDivision::new(device, rows, w.dtype().size_in_bytes())?.filter(|_| columns == w_columns);
     let (Some(division), true) = (division, is_supported(device, x, w)? && x.dtype() == w.dtype()) else {
         bail!(
             "matmul_few_tokens: unsupported inputs: x {:?} {:?}, w {:?} {:?}",
@@ -67,7 +67,7 @@ pub fn matmul_few_tokens(device: &CudaDevice, x: &Tensor, w: &Tensor) -> Result<
             w.dims()
         );
     };
-    let Division { block_units, parts, shared_bytes } = division;
+    let WorkDivision { block_units, parts, shared_bytes } = division;
     // SAFETY: the kernel writes every element of `y`.
     let y = unsafe { scratch::empty((tokens, rows), DType::F32, x.device())? };
     let arguments = Arguments::new()

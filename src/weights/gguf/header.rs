@@ -9,7 +9,7 @@ use anyhow::{Context, Result, bail};
 
 use super::cursor::{Cursor, NeedsMoreBytes};
 use super::limits::{MAX_DIMENSIONS, MAX_KEY_BYTES, MAX_KEYS, MAX_NAME_BYTES, MAX_TENSORS};
-use super::metadata::{Metadata, Value, ValueLocation};
+use super::metadata::{GgufMetadata, Value, ValueLocation};
 use crate::text::excerpt;
 use crate::weights::ggml::GgmlType;
 
@@ -17,7 +17,7 @@ const MAGIC: [u8; 4] = *b"GGUF";
 const DEFAULT_ALIGNMENT: u32 = 32;
 
 /// The parsed header of one GGUF file.
-pub struct Header {
+pub struct GgufHeader {
     pub version: u32,
     values: BTreeMap<String, ValueLocation>,
     pub tensors: BTreeMap<String, GgufTensorInfo>,
@@ -47,7 +47,7 @@ impl GgufTensorInfo {
     }
 }
 
-impl Header {
+impl GgufHeader {
     /// Parses the header of a file without reading tensor data. `bytes` is the whole file.
     pub fn parse(bytes: &[u8]) -> Result<Self> {
         Self::parse_head(bytes, bytes.len() as u64)
@@ -72,14 +72,14 @@ impl Header {
         let tensors = count(&mut cursor, "tensors", MAX_TENSORS)?;
         let keys = count(&mut cursor, "metadata keys", MAX_KEYS)?;
         let values = read_metadata(&mut cursor, keys)?;
-        let alignment = alignment(&Metadata::new(bytes, &values))?;
+        let alignment = alignment(&GgufMetadata::new(bytes, &values))?;
         let tensors = read_tensors(&mut cursor, tensors, alignment, file_bytes)?;
         Ok(Self { version, values, tensors })
     }
 
     /// Returns the metadata in the header. `bytes` must be the beginning of the file and contain the whole header.
-    pub fn metadata<'c>(&'c self, bytes: &'c [u8]) -> Metadata<'c> {
-        Metadata::new(bytes, &self.values)
+    pub fn metadata<'c>(&'c self, bytes: &'c [u8]) -> GgufMetadata<'c> {
+        GgufMetadata::new(bytes, &self.values)
     }
 }
 
@@ -113,7 +113,7 @@ fn read_metadata(cursor: &mut Cursor, count: u64) -> Result<BTreeMap<String, Val
     Ok(values)
 }
 
-fn alignment(metadata: &Metadata) -> Result<u64> {
+fn alignment(metadata: &GgufMetadata) -> Result<u64> {
     let alignment = match metadata.get("general.alignment")? {
         None => DEFAULT_ALIGNMENT,
         Some(Value::U32(alignment)) => alignment,

@@ -28,8 +28,8 @@ mod tensor_names;
 mod vocabulary;
 
 pub use checkpoint::{GgufCheckpoint, GgufTensorView};
-pub use header::{GgufTensorInfo, Header};
-pub use metadata::{Array, Metadata, Value, ValueType};
+pub use header::{GgufHeader, GgufTensorInfo};
+pub use metadata::{Array, GgufMetadata, Value, ValueType};
 pub use model::GgufModel;
 pub use remote::ReadRange;
 pub use vocabulary::{chat_template, vocabulary};

@@ -8,9 +8,9 @@ use std::sync::Arc;
 use anyhow::{Context, Result, bail};
 
 use super::cursor::NeedsMoreBytes;
-use super::header::{GgufTensorInfo, Header};
+use super::header::{GgufHeader, GgufTensorInfo};
 use super::limits::MAX_HEADER_BYTES;
-use super::metadata::Metadata;
+use super::metadata::GgufMetadata;
 use crate::weights::reading::{ByteRange, StoredBytes, WeightsFile};
 
 /// The numbers of bytes that [`read_header`] reads from the start of a file, smallest first.
@@ -20,7 +20,7 @@ const READ_SIZES: [u64; 4] = [1 << 20, 4 << 20, 16 << 20, MAX_HEADER_BYTES];
 /// One file of a GGUF model, with its parsed header.
 pub struct GgufPart {
     pub path: PathBuf,
-    pub header: Header,
+    pub header: GgufHeader,
     /// The beginning of the file, which contains the header.
     pub head: Vec<u8>,
     pub data: TensorData,
@@ -46,7 +46,7 @@ impl GgufPart {
         Ok(Self { path, header, head, data: TensorData::Local(Arc::new(source)) })
     }
 
-    pub fn metadata(&self) -> Metadata<'_> {
+    pub fn metadata(&self) -> GgufMetadata<'_> {
         self.header.metadata(&self.head)
     }
 
@@ -73,14 +73,14 @@ pub fn read_header(
     name: &str,
     file_bytes: u64,
     read: &dyn Fn(Range<u64>) -> Result<Vec<u8>>,
-) -> Result<(Header, Vec<u8>)> {
+) -> Result<(GgufHeader, Vec<u8>)> {
     let (mut head, mut needed) = (Vec::new(), 0);
     for size in READ_SIZES {
         if size < needed {
             continue;
         }
         head.extend(read(head.len() as u64..size.min(file_bytes))?);
-        match Header::parse_head(&head, file_bytes) {
+        match GgufHeader::parse_head(&head, file_bytes) {
             Ok(header) => return Ok((header, head)),
             Err(error) => match error.downcast_ref() {
                 Some(NeedsMoreBytes(bytes)) => needed = *bytes,

@@ -58,16 +58,16 @@ impl PartOpener for RemoteParts<'_> {
 #[cfg(test)]
 mod tests {
     use super::super::cursor::NeedsMoreBytes;
-    use super::super::header::Header;
+    use super::super::header::GgufHeader;
 
     #[test]
     fn every_prefix_parses_or_reports_how_many_bytes_are_needed() {
         let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/gguf/tiny.gguf");
         let file = std::fs::read(path).unwrap();
-        let whole = Header::parse(&file).unwrap();
+        let whole = GgufHeader::parse(&file).unwrap();
         let mut needed = 0;
         for length in 0..file.len() {
-            match Header::parse_head(&file[..length], file.len() as u64) {
+            match GgufHeader::parse_head(&file[..length], file.len() as u64) {
                 Ok(header) => {
                     assert!(length as u64 >= needed, "{length}");
                     assert_eq!(format!("{:?}", header.tensors), format!("{:?}", whole.tensors), "{length}");

@@ -17,6 +17,6 @@ mod source;
 pub use part::{Axis, PartToRead, Slice, TensorPart};
 pub use part_reader::PartReader;
 pub use read_ahead::{ReadAheadOptions, ReadAheadReader, ReadRequest, Residency};
-pub use reader::{PartSource, Reader, ReaderThreads, TensorReader};
+pub use reader::{PartSource, RankReader, ReaderThreads, TensorReader};
 pub use shared_reads::{SharedReads, convert_all};
 pub use source::{ByteRange, RowBuffer, RowSource, StoredBytes, StoredRows, WeightsFile};

@@ -16,10 +16,10 @@ use super::part::{MIN_RUN_BYTES, PartToRead, Slice};
 use super::read_ahead::ReadAheadOptions;
 use super::shared_reads::{PAGE_BYTES, SharedReads};
 use super::source::ByteRange;
-use crate::kernels::upload::Target;
+use crate::kernels::upload::UploadTarget;
 
 /// Reads tensors, or parts of them, to the device of `target`.
-pub struct PartReader<T: Target> {
+pub struct PartReader<T: UploadTarget> {
     target: T,
     options: ReadAheadOptions,
     /// The staging buffers that no thread is using.
@@ -54,7 +54,7 @@ enum RunOrRows {
     Rows(Range<usize>),
 }
 
-impl<T: Target> PartReader<T> {
+impl<T: UploadTarget> PartReader<T> {
     pub fn new(target: T, options: ReadAheadOptions) -> Self {
         Self { target, options, staging: Mutex::new(Vec::new()) }
     }

@@ -15,7 +15,7 @@ use anyhow::{Context, Result, anyhow, bail};
 use candle_core::{DType, Tensor};
 
 use super::source::{ByteRange, WeightsFile};
-use crate::kernels::upload::Target;
+use crate::kernels::upload::UploadTarget;
 
 /// A request to read one tensor.
 pub struct ReadRequest {
@@ -56,13 +56,13 @@ impl Default for ReadAheadOptions {
 }
 
 /// The reading threads and the tensors that they have read. Dropping a reader stops and joins its threads.
-pub struct ReadAheadReader<T: Target> {
-    shared: Arc<Shared<T>>,
+pub struct ReadAheadReader<T: UploadTarget> {
+    shared: Arc<ReadAheadState<T>>,
     names: HashMap<String, usize>,
     threads: Vec<JoinHandle<()>>,
 }
 
-struct Shared<T: Target> {
+struct ReadAheadState<T: UploadTarget> {
     target: T,
     read_requests: Vec<ReadRequest>,
     options: ReadAheadOptions,
@@ -113,7 +113,7 @@ struct ReadJob<M> {
     bytes: usize,
 }
 
-impl<T: Target> ReadAheadReader<T> {
+impl<T: UploadTarget> ReadAheadReader<T> {
     /// Starts the threads that read the tensors of `read_requests`, in order.
     pub fn start(target: T, read_requests: Vec<ReadRequest>, options: ReadAheadOptions) -> Result<Self> {
         let names = read_requests.iter().enumerate().map(|(index, request)| (request.name.clone(), index)).collect();
@@ -128,7 +128,8 @@ impl<T: Target> ReadAheadReader<T> {
             failure: None,
             stopped: false,
         };
-        let shared = Shared { target, read_requests, options, queue: Mutex::new(queue), changed: Condvar::new() };
+        let shared =
+            ReadAheadState { target, read_requests, options, queue: Mutex::new(queue), changed: Condvar::new() };
         let mut reader = Self { shared: Arc::new(shared), names, threads: Vec::new() };
         for _ in 0..options.threads.clamp(1, pieces.max(1)) {
             let shared = reader.shared.clone();
@@ -152,7 +153,7 @@ impl<T: Target> ReadAheadReader<T> {
     }
 }
 
-impl<T: Target> Drop for ReadAheadReader<T> {
+impl<T: UploadTarget> Drop for ReadAheadReader<T> {
     fn drop(&mut self) {
         self.shared.lock().stopped = true;
         self.shared.changed.notify_all();
@@ -163,7 +164,7 @@ impl<T: Target> Drop for ReadAheadReader<T> {
     }
 }
 
-impl<T: Target> Shared<T> {
+impl<T: UploadTarget> ReadAheadState<T> {
     fn lock(&self) -> MutexGuard<'_, Queue<T::Memory>> {
         self.queue.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
     }

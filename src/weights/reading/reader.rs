@@ -10,12 +10,12 @@ use super::part_reader::PartReader;
 use super::read_ahead::ReadAheadReader;
 use super::shared_reads::SharedReads;
 use super::source::ByteRange;
-use crate::kernels::upload::Target;
+use crate::kernels::upload::UploadTarget;
 use crate::world::World;
 
 /// Reads the tensors of safetensors files on one rank.
 #[derive(Clone)]
-pub struct Reader {
+pub struct RankReader {
     pub threads: ReaderThreads,
     /// The rank that reads. Each read counts as progress of this rank, so that no other rank gives up waiting for it.
     pub world: World,
@@ -39,7 +39,7 @@ pub trait TensorReader {
     fn take(&self, name: &str, dtype: DType, shape: &[usize]) -> Result<Tensor>;
 }
 
-impl<T: Target> TensorReader for ReadAheadReader<T> {
+impl<T: UploadTarget> TensorReader for ReadAheadReader<T> {
     fn contains(&self, name: &str) -> bool {
         self.contains(name)
     }
@@ -55,7 +55,7 @@ pub trait PartSource {
     fn read_shared(&self, shared: &SharedReads, tensor: &ByteRange, part: &PartToRead) -> Result<Tensor>;
 }
 
-impl<T: Target> PartSource for PartReader<T> {
+impl<T: UploadTarget> PartSource for PartReader<T> {
     fn read(&self, tensor: &ByteRange, dtype: DType, shape: &[usize], slice: Option<&Slice>) -> Result<Tensor> {
         self.read(tensor, dtype, shape, slice)
     }

@@ -48,7 +48,7 @@ pub fn read<'h>(
     let (mut end, mut total) = (0, 0u64);
     let mut invalid = None;
     let mut json = serde_json::Deserializer::from_slice(header);
-    let tensors = TensorMap(|name: Cow<'h, str>, JsonTensor { dtype, mut shape, data_offsets: (first, last) }| {
+    let tensors = TensorVisitor(|name: Cow<'h, str>, JsonTensor { dtype, mut shape, data_offsets: (first, last) }| {
         let elements = shape.iter().try_fold(1u64, |product, &size| product.checked_mul(size));
         let (Some(elements), Some(bytes)) = (elements, last.checked_sub(first)) else {
             let name = excerpt(&name);
@@ -134,9 +134,9 @@ struct JsonTensor<'h> {
 struct Name<'h>(#[serde(borrow)] Cow<'h, str>);
 
 /// A visitor that calls a function for each tensor as the JSON object is parsed.
-struct TensorMap<F>(F);
+struct TensorVisitor<F>(F);
 
-impl<'h, F: FnMut(Cow<'h, str>, JsonTensor<'h>)> DeserializeSeed<'h> for TensorMap<F> {
+impl<'h, F: FnMut(Cow<'h, str>, JsonTensor<'h>)> DeserializeSeed<'h> for TensorVisitor<F> {
     type Value = ();
 
     fn deserialize<D: Deserializer<'h>>(self, deserializer: D) -> Result<(), D::Error> {
@@ -144,7 +144,7 @@ impl<'h, F: FnMut(Cow<'h, str>, JsonTensor<'h>)> DeserializeSeed<'h> for TensorM
     }
 }
 
-impl<'h, F: FnMut(Cow<'h, str>, JsonTensor<'h>)> Visitor<'h> for TensorMap<F> {
+impl<'h, F: FnMut(Cow<'h, str>, JsonTensor<'h>)> Visitor<'h> for TensorVisitor<F> {
     type Value = ();
 
     fn expecting(&self, f: &mut fmt::Formatter) -> fmt::Result {

@@ -19,7 +19,7 @@ use std::time::Duration;
 use ::safetensors::tensor::{Dtype, TensorView};
 use candle_core::{DType, Device, Result, Tensor, bail, safetensors};
 use inferno::kernels::matrix::Matrix;
-use inferno::kernels::upload::Target;
+use inferno::kernels::upload::UploadTarget;
 use inferno::weights::ggml::GgmlType;
 use inferno::weights::{
     Checkpoint, LoadProgress, PartReader, ReadAheadOptions, ReadAheadReader, Weights, WeightsBuilder,
@@ -57,7 +57,7 @@ impl<T> Drop for Counted<T> {
     }
 }
 
-impl Target for Host {
+impl UploadTarget for Host {
     /// The bytes of a tensor, the number of bytes already copied into it, and whether the tensor is complete.
     type Memory = Counted<Mutex<(Vec<u8>, usize, bool)>>;
     type Staging = Counted<Vec<u8>>;
@@ -461,7 +461,7 @@ fn in_time<R: Send + 'static>(run: impl FnOnce() -> R + Send + 'static) -> R {
 }
 
 /// Writes three 40-byte tensors, calls `spoil` on the file, and returns the error from taking the second tensor.
-fn take_middle_tensor<T: Target>(target: T, spoil: impl FnOnce(PathBuf) + Send + 'static) -> String {
+fn take_middle_tensor<T: UploadTarget>(target: T, spoil: impl FnOnce(PathBuf) + Send + 'static) -> String {
     in_time(move || {
         let folder = snapshot(["a", "b", "c"].map(|name| (name.to_string(), random(20, DType::BF16))));
         let checkpoint = Checkpoint::open(folder.path()).unwrap();
@@ -510,7 +510,7 @@ fn reader_can_be_dropped_at_any_time() {
     }
 }
 
-fn take_some<T: Target>(target: T, checkpoint: &Checkpoint, names: &[String]) {
+fn take_some<T: UploadTarget>(target: T, checkpoint: &Checkpoint, names: &[String]) {
     let options = ReadAheadOptions { threads: 4, piece_bytes: 1 << 16, ahead_bytes: 1 << 20 };
     let reader = ReadAheadReader::start(target, checkpoint.read_requests(DType::BF16), options).unwrap();
     for name in names {

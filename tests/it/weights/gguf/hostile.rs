@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use candle_core::DType;
 use inferno::weights::gguf::limits::{MAX_BLOCKS, MAX_KEYS, MAX_TENSORS};
-use inferno::weights::gguf::{GgufCheckpoint, GgufModel, Header};
+use inferno::weights::gguf::{GgufCheckpoint, GgufHeader, GgufModel};
 
 use crate::support::gguf::writer::{ARRAY, BOOL, STRING, U32, Writer, string};
 use crate::support::golden;
@@ -14,7 +14,7 @@ use crate::support::golden;
 /// Returns the error from parsing a header, or `no error`.
 fn error(bytes: &[u8]) -> String {
     let begin = Instant::now();
-    let error = Header::parse(bytes).err().map_or("no error".into(), |error| format!("{error:#}"));
+    let error = GgufHeader::parse(bytes).err().map_or("no error".into(), |error| format!("{error:#}"));
     assert!(begin.elapsed() < Duration::from_secs(10), "{error}: took {:?}", begin.elapsed());
     error
 }
@@ -53,7 +53,7 @@ fn truncated_files_are_errors() {
     for length in 0..whole.len() {
         let padding = whole[length..].iter().all(|&byte| byte == 0);
         assert!(
-            padding || Header::parse(&whole[..length]).is_err(),
+            padding || GgufHeader::parse(&whole[..length]).is_err(),
             "the first {length} of {} bytes must not parse",
             whole.len()
         );

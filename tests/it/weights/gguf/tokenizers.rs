@@ -7,7 +7,7 @@ use std::path::Path;
 
 use inferno::tokenizer::gguf::Vocabulary;
 use inferno::tokenizer::{ControlTokens, TextStream, Tokenizer};
-use inferno::weights::gguf::{GgufCheckpoint, Header, chat_template, vocabulary};
+use inferno::weights::gguf::{GgufCheckpoint, GgufHeader, chat_template, vocabulary};
 
 use crate::support::fixtures;
 use crate::support::gguf::vocabulary::{BYTE, CONTROL, Converted, NORMAL, UNKNOWN, UNUSED, USER_DEFINED, converted};
@@ -16,7 +16,7 @@ use crate::support::gguf::writer::Writer;
 /// Builds a tokenizer from the metadata of a GGUF file.
 fn tokenizer(writer: &Writer) -> Tokenizer {
     let bytes = writer.bytes();
-    let header = Header::parse(&bytes).unwrap();
+    let header = GgufHeader::parse(&bytes).unwrap();
     Tokenizer::from_gguf(&vocabulary(&header.metadata(&bytes)).unwrap()).unwrap()
 }
 
@@ -344,7 +344,7 @@ fn prefixes_and_stop_ids_match_the_models() {
     assert_eq!((ids[0], ids[ids.len() - 1]), (128_000, 128_009));
     let stops = |writer: &Writer| {
         let bytes = writer.bytes();
-        let header = Header::parse(&bytes).unwrap();
+        let header = GgufHeader::parse(&bytes).unwrap();
         vocabulary(&header.metadata(&bytes)).unwrap().special_ids().unwrap().stop
     };
     assert_eq!(stops(&llama), [128_001, 128_008, 128_009]);
@@ -443,7 +443,7 @@ fn pre_tokenizers_split_differently() {
 fn invalid_vocabularies_are_errors() {
     let error = |writer: &Writer| {
         let bytes = writer.bytes();
-        let header = Header::parse(&bytes).unwrap();
+        let header = GgufHeader::parse(&bytes).unwrap();
         let tokenizer = vocabulary(&header.metadata(&bytes)).and_then(|vocabulary| Tokenizer::from_gguf(&vocabulary));
         tokenizer.err().map_or("no error".into(), |error| format!("{error:#}"))
     };
@@ -547,7 +547,7 @@ fn chat_templates_are_found_by_name() {
         .string("tokenizer.chat_template", "{{ messages }}")
         .string("tokenizer.chat_template.tool_use", "{{ tools }}")
         .bytes();
-    let header = Header::parse(&bytes).unwrap();
+    let header = GgufHeader::parse(&bytes).unwrap();
     let metadata = header.metadata(&bytes);
     assert_eq!(chat_template(&metadata, None).unwrap(), Some("{{ messages }}"));
     assert_eq!(chat_template(&metadata, Some("tool_use")).unwrap(), Some("{{ tools }}"));
