@@ -17,7 +17,7 @@ pub struct BareCalls {
     names: Vec<String>,
     /// The number of bytes of the answer that were read.
     read: usize,
-    state: State,
+    state: BareCallState,
     /// The JSON key that was read last.
     key: &'static str,
     /// The bytes read so far of the current key, tool name or type.
@@ -28,7 +28,7 @@ pub struct BareCalls {
 }
 
 #[derive(Clone, Copy)]
-enum State {
+enum BareCallState {
     BeforeCall,
     BeforeKey,
     Key,
@@ -56,7 +56,7 @@ enum Quote {
 impl BareCalls {
     /// Creates a reader for calls of the tools with these names.
     pub fn new(names: Vec<String>) -> Self {
-        let (state, key, quote) = (State::BeforeCall, KEYS[0], Quote::Outside);
+        let (state, key, quote) = (BareCallState::BeforeCall, KEYS[0], Quote::Outside);
         Self { names, read: 0, state, key, word: Vec::new(), depth: 0, quote }
     }
 
@@ -71,42 +71,42 @@ impl BareCalls {
             self.state = self.next(byte);
         }
         self.read = answer.len();
-        !matches!(self.state, State::Text)
+        !matches!(self.state, BareCallState::Text)
     }
 
     /// Returns the tool calls in a complete answer, or `None` if it has anything but valid calls. Resets the reader.
     pub fn finish(&mut self, answer: &str) -> Option<Vec<ToolCall>> {
         self.is_possible(answer);
-        let is_complete = matches!(self.state, State::AfterCall | State::AfterLine);
+        let is_complete = matches!(self.state, BareCallState::AfterCall | BareCallState::AfterLine);
         self.reset();
         if is_complete { read_bare_calls(answer) } else { None }
     }
 
-    fn next(&mut self, byte: u8) -> State {
+    fn next(&mut self, byte: u8) -> BareCallState {
         match (self.state, byte) {
-            (State::Key | State::Name, _) => self.next_in_word(byte),
-            (State::Arguments, _) => self.next_in_arguments(byte),
-            (State::AfterCall, b'\n') => State::AfterLine,
+            (BareCallState::Key | BareCallState::Name, _) => self.next_in_word(byte),
+            (BareCallState::Arguments, _) => self.next_in_arguments(byte),
+            (BareCallState::AfterCall, b'\n') => BareCallState::AfterLine,
             (state, b' ' | b'\t' | b'\n' | b'\r') => state,
-            (State::BeforeCall | State::AfterLine, b'{') => State::BeforeKey,
-            (State::BeforeKey, b'"') => State::Key,
-            (State::BeforeColon, b':') => State::BeforeValue,
-            (State::BeforeValue, b'"') if matches!(self.key, "name" | "type") => State::Name,
-            (State::BeforeValue, b'{') if matches!(self.key, "parameters" | "arguments") => {
+            (BareCallState::BeforeCall | BareCallState::AfterLine, b'{') => BareCallState::BeforeKey,
+            (BareCallState::BeforeKey, b'"') => BareCallState::Key,
+            (BareCallState::BeforeColon, b':') => BareCallState::BeforeValue,
+            (BareCallState::BeforeValue, b'"') if matches!(self.key, "name" | "type") => BareCallState::Name,
+            (BareCallState::BeforeValue, b'{') if matches!(self.key, "parameters" | "arguments") => {
                 self.depth = 1;
-                State::Arguments
+                BareCallState::Arguments
             }
-            (State::AfterValue, b',') => State::BeforeKey,
-            (State::AfterValue, b'}') => State::AfterCall,
-            (State::AfterCall | State::AfterLine, b';') => State::BeforeCall,
-            _ => State::Text,
+            (BareCallState::AfterValue, b',') => BareCallState::BeforeKey,
+            (BareCallState::AfterValue, b'}') => BareCallState::AfterCall,
+            (BareCallState::AfterCall | BareCallState::AfterLine, b';') => BareCallState::BeforeCall,
+            _ => BareCallState::Text,
         }
     }
 
     /// Reads a byte of a key, of a tool's name or of the type. Does not decode escape sequences, because no known key,
     /// name or type needs one.
-    fn next_in_word(&mut self, byte: u8) -> State {
-        let is_key = matches!(self.state, State::Key);
+    fn next_in_word(&mut self, byte: u8) -> BareCallState {
+        let is_key = matches!(self.state, BareCallState::Key);
         let known: Vec<&str> = match self.key {
             _ if is_key => KEYS.to_vec(),
             "type" => vec!["function"],
@@ -115,20 +115,20 @@ impl BareCalls {
         if byte != b'"' {
             self.word.push(byte);
             let is_start = known.iter().any(|word| word.as_bytes().starts_with(&self.word));
-            return if is_start { self.state } else { State::Text };
+            return if is_start { self.state } else { BareCallState::Text };
         }
         let word = std::mem::take(&mut self.word);
         if !known.iter().any(|known| known.as_bytes() == word) {
-            return State::Text;
+            return BareCallState::Text;
         }
         if !is_key {
-            return State::AfterValue;
+            return BareCallState::AfterValue;
         }
         self.key = KEYS.into_iter().find(|key| key.as_bytes() == word).unwrap_or(KEYS[0]);
-        State::BeforeColon
+        BareCallState::BeforeColon
     }
 
-    fn next_in_arguments(&mut self, byte: u8) -> State {
+    fn next_in_arguments(&mut self, byte: u8) -> BareCallState {
         match (self.quote, byte) {
             (Quote::Inside, b'\\') => self.quote = Quote::Escaped,
             (Quote::Inside, b'"') => self.quote = Quote::Outside,
@@ -137,6 +137,6 @@ impl BareCalls {
             (Quote::Outside, b'}') => self.depth -= 1,
             _ => {}
         }
-        if self.depth == 0 { State::AfterValue } else { State::Arguments }
+        if self.depth == 0 { BareCallState::AfterValue } else { BareCallState::Arguments }
     }
 }

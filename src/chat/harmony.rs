@@ -54,24 +54,32 @@ impl Harmony {
 
     /// Renders a conversation to token ids.
     pub fn render(&self, tokenizer: &Tokenizer, messages: &[Message], options: &RenderOptions) -> Result<Rendered> {
-        let mut out = Writer { harmony: self, tokenizer, ids: Vec::new(), text: String::new() };
-        out.message(Header::from_author("system"), &system_text(options), self.end)?;
+        let mut out = HarmonyWriter { harmony: self, tokenizer, ids: Vec::new(), text: String::new() };
+        out.message(MessageHeader::from_author("system"), &system_text(options), self.end)?;
         let (instructions, turns) = split_instructions(messages);
         if !instructions.is_empty() || !options.tools.is_empty() {
             let tools = if options.tools.is_empty() { None } else { Some(tools_section(&options.tools)?) };
-            out.message(Header::from_author("developer"), &developer_text(&instructions, tools.as_deref()), self.end)?;
+            out.message(
+                MessageHeader::from_author("developer"),
+                &developer_text(&instructions, tools.as_deref()),
+                self.end,
+            )?;
         }
         let last_final = turns.iter().rposition(is_final);
         for (i, message) in turns.iter().enumerate() {
             match message.role {
-                Role::System | Role::Developer => {
-                    out.message(Header::from_author("developer"), &developer_text(&message.content, None), self.end)?
+                Role::System | Role::Developer => out.message(
+                    MessageHeader::from_author("developer"),
+                    &developer_text(&message.content, None),
+                    self.end,
+                )?,
+                Role::User => {
+                    out.message(MessageHeader::from_author(&author("user", message)), &message.content, self.end)?
                 }
-                Role::User => out.message(Header::from_author(&author("user", message)), &message.content, self.end)?,
                 Role::Assistant => out.assistant(message, last_final.is_none_or(|last| i > last))?,
                 Role::Tool => {
                     let function = function_name(&turns[..i], message)?;
-                    let header = Header::from_author(&function).to("assistant").on("commentary");
+                    let header = MessageHeader::from_author(&function).to("assistant").on("commentary");
                     out.message(header, &message.content, self.end)?;
                 }
             }
@@ -155,14 +163,14 @@ fn function_name(earlier: &[Message], message: &Message) -> Result<String> {
 
 /// The header of a message, between `<|start|>` and `<|message|>`.
 #[derive(Clone, Copy)]
-struct Header<'a> {
+struct MessageHeader<'a> {
     author: &'a str,
     recipient: Option<&'a str>,
     channel: Option<&'a str>,
     content_type: Option<&'a str>,
 }
 
-impl<'a> Header<'a> {
+impl<'a> MessageHeader<'a> {
     fn from_author(author: &'a str) -> Self {
         Self { author, recipient: None, channel: None, content_type: None }
     }
@@ -177,14 +185,14 @@ impl<'a> Header<'a> {
 }
 
 /// The messages written so far, as token ids and as text.
-struct Writer<'a> {
+struct HarmonyWriter<'a> {
     harmony: &'a Harmony,
     tokenizer: &'a Tokenizer,
     ids: Vec<u32>,
     text: String,
 }
 
-impl Writer<'_> {
+impl HarmonyWriter<'_> {
     fn control(&mut self, id: u32, name: &str) {
         self.ids.push(id);
         self.text.push_str(name);
@@ -197,7 +205,7 @@ impl Writer<'_> {
         Ok(())
     }
 
-    fn message(&mut self, header: Header, content: &str, end: u32) -> Result<()> {
+    fn message(&mut self, header: MessageHeader, content: &str, end: u32) -> Result<()> {
         self.control(self.harmony.start, "<|start|>");
         self.plain(header.author)?;
         if let Some(recipient) = header.recipient {
@@ -224,7 +232,7 @@ impl Writer<'_> {
     /// Writes an assistant message in the order of generation: reasoning (if kept), text, tool calls.
     fn assistant(&mut self, message: &Message, keep_reasoning: bool) -> Result<()> {
         let author = author("assistant", message);
-        let header = Header::from_author(&author);
+        let header = MessageHeader::from_author(&author);
         let end = self.harmony.end;
         if let Some(reasoning) = message.reasoning.as_deref().filter(|text| keep_reasoning && !text.is_empty()) {
             self.message(header.on("analysis"), reasoning, end)?;
@@ -237,7 +245,7 @@ impl Writer<'_> {
         for call in &message.tool_calls {
             let call_end = self.harmony.call.context("cannot render a tool call: the vocabulary has no <|call|>")?;
             let recipient = address(&call.name);
-            let header = Header { content_type: Some("json"), ..header.to(&recipient).on("commentary") };
+            let header = MessageHeader { content_type: Some("json"), ..header.to(&recipient).on("commentary") };
             self.message(header, &call.arguments, call_end)?;
         }
         Ok(())

@@ -18,7 +18,7 @@ pub enum Opening {
 }
 
 /// The token ids of a message header that the model has generated so far.
-pub struct Header {
+pub struct PartialHeader {
     pub opening: Opening,
     /// The ids before `<|channel|>`: the role, and possibly a recipient.
     pub role: Vec<u32>,
@@ -45,7 +45,7 @@ pub struct ParsedHeader {
     pub words: String,
 }
 
-impl Header {
+impl PartialHeader {
     pub fn new(opening: Opening) -> Self {
         Self { opening, role: Vec::new(), channel: None, constrain: None, recipient: None }
     }

@@ -11,7 +11,7 @@ use anyhow::Result;
 
 use super::channel::{Channel, Delta};
 use super::harmony::Harmony;
-use super::harmony_header::{CHANNELS, Header, Opening, ParsedHeader, push_words};
+use super::harmony_header::{CHANNELS, Opening, ParsedHeader, PartialHeader, push_words};
 use super::message::ToolCall;
 use super::violations::{FormatViolation, FormatViolations};
 use crate::tokenizer::{TextStream, Tokenizer};
@@ -23,7 +23,7 @@ const MAX_HEADER_TOKENS: usize = 64;
 /// Splits the generated tokens of one answer into channels and tool calls.
 pub struct HarmonyParser {
     harmony: Harmony,
-    state: State,
+    state: HarmonyState,
     tool_calls: Vec<ToolCall>,
     violations: FormatViolations,
     /// Whether the parser has returned any text or found a tool call.
@@ -33,8 +33,8 @@ pub struct HarmonyParser {
 }
 
 /// The part of a message that is being generated.
-enum State {
-    Header(Header),
+enum HarmonyState {
+    Header(PartialHeader),
     Content {
         channel: Channel,
         stream: TextStream,
@@ -58,7 +58,7 @@ impl HarmonyParser {
     pub fn new(harmony: Harmony) -> Self {
         Self {
             harmony,
-            state: State::Header(Header::new(Opening::Implied)),
+            state: HarmonyState::Header(PartialHeader::new(Opening::Implied)),
             tool_calls: Vec::new(),
             violations: FormatViolations::default(),
             has_output: false,
@@ -79,10 +79,10 @@ impl HarmonyParser {
         let mut out = Vec::new();
         let harmony = self.harmony;
         if id == harmony.start {
-            let doubled = matches!(&self.state, State::Header(header) if header.is_fresh());
+            let doubled = matches!(&self.state, HarmonyState::Header(header) if header.is_fresh());
             self.violations.add_if(doubled, FormatViolation::UnexpectedToken);
             self.close(tokenizer, Ending::Missing, &mut out)?;
-            self.state = State::Header(Header::new(Opening::Start));
+            self.state = HarmonyState::Header(PartialHeader::new(Opening::Start));
         } else if id == harmony.end || id == harmony.end_of_turn || Some(id) == harmony.call {
             self.close(tokenizer, Ending::Marked, &mut out)?;
         } else if id == harmony.channel {
@@ -91,7 +91,7 @@ impl HarmonyParser {
             self.message_marker(tokenizer, &mut out)?;
         } else if Some(id) == harmony.constrain {
             match &mut self.state {
-                State::Header(header) => {
+                HarmonyState::Header(header) => {
                     self.violations.add_if(header.constrain.is_some(), FormatViolation::UnexpectedToken);
                     // Keep the tokens after the first `<|constrain|>`, because they count toward the header's length.
                     header.constrain.get_or_insert_default();
@@ -118,17 +118,17 @@ impl HarmonyParser {
     /// Handles a token that is not a control token.
     fn text(&mut self, tokenizer: &Tokenizer, id: u32, out: &mut Vec<Delta>) -> Result<()> {
         match &mut self.state {
-            State::Content { channel, stream } => {
+            HarmonyState::Content { channel, stream } => {
                 let (channel, text) = (*channel, stream.push(tokenizer, id)?);
                 self.emit(channel, text, out);
             }
-            State::Between => {
-                let mut header = Header::new(Opening::Implied);
+            HarmonyState::Between => {
+                let mut header = PartialHeader::new(Opening::Implied);
                 header.role.push(id);
-                self.state = State::Header(header);
+                self.state = HarmonyState::Header(header);
                 self.leave_header_if_text(tokenizer, out)?;
             }
-            State::Header(header) => {
+            HarmonyState::Header(header) => {
                 header.part().push(id);
                 self.leave_header_if_text(tokenizer, out)?;
             }
@@ -139,7 +139,7 @@ impl HarmonyParser {
     /// Starts the content of a message if the header is too long or contains text that cannot belong to a header.
     /// In both cases, the model omitted `<|message|>` after the header.
     fn leave_header_if_text(&mut self, tokenizer: &Tokenizer, out: &mut Vec<Delta>) -> Result<()> {
-        let State::Header(header) = &self.state else { return Ok(()) };
+        let HarmonyState::Header(header) = &self.state else { return Ok(()) };
         let mut parsed = header.parse(tokenizer)?;
         if header.tokens() > MAX_HEADER_TOKENS {
             if parsed.rest.is_empty() {
@@ -161,23 +161,23 @@ impl HarmonyParser {
             self.tool_calls.push(ToolCall { id: None, name, arguments: String::new() });
             self.has_output = true;
         }
-        self.state = State::Content { channel: parsed.channel, stream: TextStream::new() };
+        self.state = HarmonyState::Content { channel: parsed.channel, stream: TextStream::new() };
         self.emit(parsed.channel, parsed.rest, out);
     }
 
     /// Handles the control token `<|message|>`, which ends a header.
     fn message_marker(&mut self, tokenizer: &Tokenizer, out: &mut Vec<Delta>) -> Result<()> {
         match &self.state {
-            State::Header(header) => {
+            HarmonyState::Header(header) => {
                 let parsed = header.parse(tokenizer)?;
                 self.violations.add_if(!parsed.is_well_formed, FormatViolation::InvalidHeader);
                 self.open(parsed.closed(), out);
             }
             // A second `<|message|>` is a violation, but the content continues.
-            State::Content { .. } => self.violations.add(FormatViolation::UnexpectedToken),
-            State::Between => {
+            HarmonyState::Content { .. } => self.violations.add(FormatViolation::UnexpectedToken),
+            HarmonyState::Between => {
                 self.violations.add(FormatViolation::MissingToken);
-                self.state = State::Content { channel: Channel::Answer, stream: TextStream::new() };
+                self.state = HarmonyState::Content { channel: Channel::Answer, stream: TextStream::new() };
             }
         }
         Ok(())
@@ -185,40 +185,40 @@ impl HarmonyParser {
 
     /// Handles the control token `<|channel|>`, after which the channel name follows.
     fn channel_marker(&mut self, tokenizer: &Tokenizer, out: &mut Vec<Delta>) -> Result<()> {
-        let mut header = Header::new(Opening::Implied);
+        let mut header = PartialHeader::new(Opening::Implied);
         match &mut self.state {
-            State::Header(current) if current.channel.is_none() && current.constrain.is_none() => {
+            HarmonyState::Header(current) if current.channel.is_none() && current.constrain.is_none() => {
                 current.channel = Some(Vec::new());
                 return Ok(());
             }
             // After a second `<|channel|>`, or one after `<|constrain|>`, the new channel counts. A recipient is kept.
-            State::Header(current) => {
+            HarmonyState::Header(current) => {
                 self.violations.add(FormatViolation::UnexpectedToken);
                 header.recipient = current.parse(tokenizer)?.recipient;
                 header.opening = current.opening;
                 header.role = std::mem::take(&mut current.role);
             }
             // The previous message lacks its end token.
-            State::Content { .. } => self.close(tokenizer, Ending::Missing, out)?,
+            HarmonyState::Content { .. } => self.close(tokenizer, Ending::Missing, out)?,
             // The new message lacks its `<|start|>`.
-            State::Between => self.violations.add(FormatViolation::MissingToken),
+            HarmonyState::Between => self.violations.add(FormatViolation::MissingToken),
         }
         header.channel = Some(Vec::new());
-        self.state = State::Header(header);
+        self.state = HarmonyState::Header(header);
         Ok(())
     }
 
     /// Ends the current message, in its header or its content.
     fn close(&mut self, tokenizer: &Tokenizer, ending: Ending, out: &mut Vec<Delta>) -> Result<()> {
-        match std::mem::replace(&mut self.state, State::Between) {
+        match std::mem::replace(&mut self.state, HarmonyState::Between) {
             // The model generated nothing after the last message, so no message has to be closed.
-            State::Between => {}
-            State::Content { channel, mut stream } => {
+            HarmonyState::Between => {}
+            HarmonyState::Content { channel, mut stream } => {
                 self.violations.add_if(ending == Ending::Missing, FormatViolation::MissingToken);
                 let text = stream.finish(tokenizer)?;
                 self.emit(channel, text, out);
             }
-            State::Header(header) => {
+            HarmonyState::Header(header) => {
                 if header.is_fresh() {
                     return Ok(());
                 }
@@ -230,7 +230,7 @@ impl HarmonyParser {
                     Unfinished::Words => push_words(&mut self.header_words, &parsed.words),
                     Unfinished::Content => {
                         self.open(parsed, out);
-                        self.state = State::Between;
+                        self.state = HarmonyState::Between;
                     }
                 }
             }
@@ -265,7 +265,7 @@ enum Unfinished {
 }
 
 impl Unfinished {
-    fn new(header: &Header, parsed: &ParsedHeader, ending: Ending) -> Self {
+    fn new(header: &PartialHeader, parsed: &ParsedHeader, ending: Ending) -> Self {
         let is_cut_off = ending == Ending::Generation && header.channel.is_some();
         let words = parsed.words.trim_start();
         let has_channel = CHANNELS.iter().any(|channel| channel.starts_with(words) || words.starts_with(channel));

@@ -9,13 +9,13 @@ use serde_json::ser::{Formatter, Serializer};
 
 /// Formats JSON like `json.dumps(value, ensure_ascii=False)`, with `", "` and `": "` as separators.
 pub fn json_dumps(value: &Value) -> String {
-    let default = Style::default();
+    let default = JsonStyle::default();
     // Writing a `Value` to memory cannot fail, because its keys are strings and the buffer grows.
     dumps(value, default).unwrap_or_else(|_| value.to_string())
 }
 
 /// Formats JSON like `json.dumps` with `ensure_ascii=False` and the options in `style`.
-pub fn dumps(value: &impl Serialize, style: Style) -> Result<String> {
+pub fn dumps(value: &impl Serialize, style: JsonStyle) -> Result<String> {
     let mut out = Vec::new();
     let formatter = PythonFormatter { style, depth: 0, has_items: false };
     value.serialize(&mut Serializer::with_formatter(&mut out, formatter))?;
@@ -24,7 +24,7 @@ pub fn dumps(value: &impl Serialize, style: Style) -> Result<String> {
 
 /// The options `indent` and `separators` of `json.dumps`.
 #[derive(Clone, Debug, Default)]
-pub struct Style {
+pub struct JsonStyle {
     /// The indentation of one nesting level. `None` writes everything on one line.
     pub indent: Option<String>,
     /// The separator between items, and the separator between a key and its value. `None` selects Python's defaults.
@@ -32,7 +32,7 @@ pub struct Style {
 }
 
 struct PythonFormatter {
-    style: Style,
+    style: JsonStyle,
     depth: usize,
     /// Whether the innermost open list or object has an item.
     /// An empty list or object is written as `[]` or `{}`, even with indentation.

@@ -22,7 +22,7 @@ use serde_json::{Map, Value as Json, json};
 use super::injection::Marker;
 use super::message::{Message, ReasoningEffort};
 use super::rendered::{RenderOptions, Rendered};
-use super::template_dialect::{Arguments, TemplateDialect, map_strings};
+use super::template_dialect::{ArgumentForm, TemplateDialect, map_strings};
 use super::template_functions;
 use crate::files;
 use crate::tokenizer::Tokenizer;
@@ -118,11 +118,11 @@ impl Template {
         // In OpenAI's format, the arguments of a tool call are a string that contains JSON.
         // Nearly every template expects an object instead, so try objects first.
         // The few templates that expect a string fail on an object.
-        let objects = self.run(&inputs, &marker, Arguments::Objects);
+        let objects = self.run(&inputs, &marker, ArgumentForm::Objects);
         let has_calls = messages.iter().any(|message| !message.tool_calls.is_empty());
         let text = match objects {
             Err(error) if has_calls && error.is::<TemplateFailed>() => {
-                self.run(&inputs, &marker, Arguments::Strings).map_err(|_| error)?
+                self.run(&inputs, &marker, ArgumentForm::Strings).map_err(|_| error)?
             }
             result => result?,
         };
@@ -131,7 +131,7 @@ impl Template {
     }
 
     /// Runs the template and returns the prompt as text, including the marks of `marker`.
-    fn run(&self, inputs: &Inputs, marker: &Marker, arguments: Arguments) -> Result<String> {
+    fn run(&self, inputs: &Inputs, marker: &Marker, arguments: ArgumentForm) -> Result<String> {
         let Inputs { messages, tools, variables, options } = inputs;
         let template = self.template(options);
         let messages = messages

@@ -31,7 +31,7 @@ pub struct TemplateDialect {
 
 /// The form in which tool call arguments are passed to the template.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub enum Arguments {
+pub enum ArgumentForm {
     Objects,
     Strings,
 }
@@ -54,7 +54,7 @@ impl TemplateDialect {
     }
 
     /// Returns a message as the dictionary that templates expect. Omits optional fields without a value.
-    pub fn message(&self, message: &Message, marker: &Marker, arguments: Arguments) -> Result<Json> {
+    pub fn message(&self, message: &Message, marker: &Marker, arguments: ArgumentForm) -> Result<Json> {
         let allowed = if message.role == Role::Assistant { &ASSISTANT_TAGS[..] } else { &[] };
         let mark_content = |text: &str| marker.mark(text, allowed);
         let mark = |text: &str| marker.mark(text, &[]);
@@ -85,7 +85,7 @@ impl TemplateDialect {
     }
 
     /// Returns a tool call as the dictionary that templates expect.
-    fn tool_call(&self, call: &ToolCall, marker: &Marker, arguments: Arguments) -> Result<Json> {
+    fn tool_call(&self, call: &ToolCall, marker: &Marker, arguments: ArgumentForm) -> Result<Json> {
         let mark = |text: &str| marker.mark(text, &[]);
         let mut dict = Map::new();
         if let Some(id) = &call.id {
@@ -93,7 +93,7 @@ impl TemplateDialect {
         }
         dict.insert("type".into(), json!("function"));
         let parsed = serde_json::from_str::<Json>(&call.arguments).ok().filter(Json::is_object);
-        let arguments = match parsed.filter(|_| arguments == Arguments::Objects) {
+        let arguments = match parsed.filter(|_| arguments == ArgumentForm::Objects) {
             Some(object) => map_strings(&object, &mark)?,
             None => json!(mark(&call.arguments)?),
         };

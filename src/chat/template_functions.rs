@@ -78,7 +78,8 @@ fn tojson(value: &Value, ensure_ascii: Option<bool>, options: Kwargs) -> Result<
     if sort_keys {
         json.sort_all_objects();
     }
-    let text = python::dumps(&json, python::Style { indent, separators }).map_err(|error| failed(error.to_string()))?;
+    let text =
+        python::dumps(&json, python::JsonStyle { indent, separators }).map_err(|error| failed(error.to_string()))?;
     Ok(Value::from(if ensure_ascii { escape_non_ascii(&text) } else { text }))
 }
 

@@ -14,7 +14,7 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signal::Signal;
 
 use super::limits::Budget;
-use super::protocol::{self, Loaded, Request, Response};
+use super::protocol::{self, Loaded, SandboxRequest, SandboxResponse};
 use crate::chat::{ChatFormat, Message, Render, RenderOptions, Rendered};
 use crate::language::Language;
 use crate::tokenizer::{ControlTokens, Encode, TokenTable, Tokenizer};
@@ -42,7 +42,7 @@ impl Sandbox {
 
     /// Sends a request to the sandbox process and returns the response.
     /// If an earlier request ended the sandbox process, starts a new process first.
-    fn call(&self, request: &Request, body: &[u8]) -> Result<(Response, Vec<u8>)> {
+    fn call(&self, request: &SandboxRequest, body: &[u8]) -> Result<(SandboxResponse, Vec<u8>)> {
         let mut slot = self.process.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
         let mut process = match slot.take() {
             Some(process) => process,
@@ -52,7 +52,7 @@ impl Sandbox {
         *slot = Some(process);
         drop(slot);
         match response {
-            (Response::Failed(message), _) => bail!(message),
+            (SandboxResponse::Failed(message), _) => bail!(message),
             response => Ok(response),
         }
     }
@@ -63,15 +63,15 @@ struct Sandboxed(Arc<Sandbox>);
 
 impl Encode for Sandboxed {
     fn encode(&self, text: &str, controls: ControlTokens) -> Result<Vec<u32>> {
-        let (_, body) = self.0.call(&Request::Encode(controls), text.as_bytes())?;
+        let (_, body) = self.0.call(&SandboxRequest::Encode(controls), text.as_bytes())?;
         Ok(protocol::ids_from_bytes(&body))
     }
 }
 
 impl Render for Sandboxed {
     fn render(&self, messages: &[Message], options: &RenderOptions) -> Result<Rendered> {
-        let (response, body) = self.0.call(&Request::Render(messages.to_vec(), options.clone()), &[])?;
-        let Response::Rendered(text) = response else {
+        let (response, body) = self.0.call(&SandboxRequest::Render(messages.to_vec(), options.clone()), &[])?;
+        let SandboxResponse::Rendered(text) = response else {
             bail!("internal error: the sandbox process sent the wrong response")
         };
         Ok(Rendered { ids: protocol::ids_from_bytes(&body), text })
@@ -105,15 +105,15 @@ impl Process {
             bail!("cannot start the process for the tokenizer and the chat template: its pipes are missing");
         };
         let mut process = Self { child, stdin, stdout, stderr };
-        match process.call(dir, &Request::Load, dir.as_os_str().as_bytes())? {
-            (Response::Loaded(loaded), tokens) => Ok((process, *loaded, tokens)),
-            (Response::Failed(message), _) => bail!(message),
+        match process.call(dir, &SandboxRequest::Load, dir.as_os_str().as_bytes())? {
+            (SandboxResponse::Loaded(loaded), tokens) => Ok((process, *loaded, tokens)),
+            (SandboxResponse::Failed(message), _) => bail!(message),
             _ => bail!("internal error: the sandbox process sent the wrong response"),
         }
     }
 
     /// Sends a request and waits for the response. Fails if the sandbox process ends or takes too long.
-    fn call(&mut self, dir: &Path, request: &Request, body: &[u8]) -> Result<(Response, Vec<u8>)> {
+    fn call(&mut self, dir: &Path, request: &SandboxRequest, body: &[u8]) -> Result<(SandboxResponse, Vec<u8>)> {
         let budget = Budget::of(request, body);
         // If the sandbox process has ended, this write fails with a broken pipe. Ignore the error.
         // The read below also fails, and `failure` then reports why the process ended.
@@ -134,7 +134,7 @@ impl Process {
     }
 
     /// Kills the sandbox process and returns why the request failed. `is_late` is true if the deadline has passed.
-    fn failure(&mut self, dir: &Path, request: &Request, budget: Budget, is_late: bool) -> anyhow::Error {
+    fn failure(&mut self, dir: &Path, request: &SandboxRequest, budget: Budget, is_late: bool) -> anyhow::Error {
         let is_ended = |child: &mut Child| matches!(child.try_wait(), Ok(Some(_)));
         // A dying sandbox process closes its pipe shortly before it ends, so wait for the exit status.
         let deadline = Instant::now() + Duration::from_secs(1);
@@ -147,9 +147,9 @@ impl Process {
         let _ = self.stderr.by_ref().take(4096).read_to_string(&mut last_words);
 
         let (action, what) = match request {
-            Request::Load => ("load the tokenizer of", "it"),
-            Request::Encode(_) => ("encode the text with", "the tokenizer"),
-            Request::Render(..) => ("render the conversation with", "the chat template"),
+            SandboxRequest::Load => ("load the tokenizer of", "it"),
+            SandboxRequest::Encode(_) => ("encode the text with", "the tokenizer"),
+            SandboxRequest::Render(..) => ("render the conversation with", "the chat template"),
         };
         let signal = status.as_ref().ok().and_then(|status| Signal::try_from(status.signal()?).ok());
         let reason = if is_late || signal == Some(Signal::SIGXCPU) {

@@ -6,7 +6,7 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 use nix::sys::resource::{Resource, UsageWho, getrlimit, getrusage, setrlimit};
 
-use super::protocol::Request;
+use super::protocol::SandboxRequest;
 
 /// The stack size, in bytes, of the thread that serves requests in the sandbox process.
 pub const STACK_BYTES: usize = 64 << 20;
@@ -30,11 +30,11 @@ impl Budget {
     /// As measured in November 2026, loading the 28 MB tokenizer.json of gpt-oss takes 140 MB of memory
     /// and 0.5 s of CPU time. Encoding takes about 120 bytes of memory and 0.5 µs of CPU time per byte of text.
     /// Budgets are 2 to 16 times the measured amounts, plus a constant for encoding and rendering.
-    pub fn of(request: &Request, body: &[u8]) -> Self {
+    pub fn of(request: &SandboxRequest, body: &[u8]) -> Self {
         let text_bytes = request.text_bytes(body) as u64;
         match request {
-            Request::Load => Self { memory_bytes: 1 << 30, cpu_s: 8 },
-            Request::Encode(_) | Request::Render(..) => {
+            SandboxRequest::Load => Self { memory_bytes: 1 << 30, cpu_s: 8 },
+            SandboxRequest::Encode(_) | SandboxRequest::Render(..) => {
                 Self { memory_bytes: (256 << 20) + 256 * text_bytes, cpu_s: 3 + text_bytes / 500_000 }
             }
         }

@@ -20,7 +20,7 @@ pub const ARGUMENT: &str = "language-sandbox";
 const MAX_BYTES: usize = 1 << 30;
 
 #[derive(Serialize, Deserialize)]
-pub enum Request {
+pub enum SandboxRequest {
     /// Load the tokenizer, chat format and sampling defaults of the model at the path in the body.
     /// The client sends this request first, and only once per sandbox process.
     Load,
@@ -29,14 +29,14 @@ pub enum Request {
     Render(Vec<Message>, RenderOptions),
 }
 
-impl Request {
+impl SandboxRequest {
     /// Returns the size in bytes of the request's text: the text to encode, or the messages and tools to render.
-    /// Returns 0 for [`Request::Load`].
+    /// Returns 0 for [`SandboxRequest::Load`].
     pub fn text_bytes(&self, body: &[u8]) -> usize {
         match self {
-            Request::Load => 0,
-            Request::Encode(_) => body.len(),
-            Request::Render(messages, options) => {
+            SandboxRequest::Load => 0,
+            SandboxRequest::Encode(_) => body.len(),
+            SandboxRequest::Render(messages, options) => {
                 let tools = options.tools.iter().map(|tool| tool.to_string().len()).sum::<usize>();
                 messages.iter().map(Message::text_bytes).sum::<usize>() + tools
             }
@@ -45,7 +45,7 @@ impl Request {
 }
 
 #[derive(Serialize, Deserialize)]
-pub enum Response {
+pub enum SandboxResponse {
     /// The tokenizer is loaded. The body contains all tokens of the vocabulary.
     Loaded(Box<Loaded>),
     /// The text was encoded. The body contains the token ids.

@@ -9,7 +9,7 @@ use std::thread;
 use anyhow::{Context, Result, bail};
 
 use super::limits::{self, Budget};
-use super::protocol::{self, Loaded, Request, Response};
+use super::protocol::{self, Loaded, SandboxRequest, SandboxResponse};
 use crate::language::Language;
 use crate::text::error_message;
 
@@ -29,18 +29,22 @@ fn serve() -> Result<()> {
     limits::disable_core_dumps()?;
     let (mut input, mut output) = (BufReader::new(stdin().lock()), BufWriter::new(stdout().lock()));
     let mut language = None;
-    while let Some((request, body)) = protocol::read::<Request>(&mut input)? {
+    while let Some((request, body)) = protocol::read::<SandboxRequest>(&mut input)? {
         Budget::of(&request, &body).enforce()?;
-        let (response, body) =
-            answer(request, body, &mut language).unwrap_or_else(|e| (Response::Failed(error_message(&e)), Vec::new()));
+        let (response, body) = answer(request, body, &mut language)
+            .unwrap_or_else(|e| (SandboxResponse::Failed(error_message(&e)), Vec::new()));
         protocol::write(&mut output, &response, &body)?;
     }
     Ok(())
 }
 
-/// Answers one request. `language` is the loaded tokenizer and chat format, or `None` before [`Request::Load`].
-fn answer(request: Request, body: Vec<u8>, language: &mut Option<Language>) -> Result<(Response, Vec<u8>)> {
-    if let Request::Load = request {
+/// Answers one request. `language` is the loaded tokenizer and chat format, or `None` before [`SandboxRequest::Load`].
+fn answer(
+    request: SandboxRequest,
+    body: Vec<u8>,
+    language: &mut Option<Language>,
+) -> Result<(SandboxResponse, Vec<u8>)> {
+    if let SandboxRequest::Load = request {
         let loaded = language.insert(Language::load(&path(body))?);
         let (table, tokens) = loaded.tokenizer.table().to_parts()?;
         let response = Loaded {
@@ -49,18 +53,18 @@ fn answer(request: Request, body: Vec<u8>, language: &mut Option<Language>) -> R
             generation_config: loaded.generation_config.clone(),
             stop_ids: loaded.stop_ids().to_vec(),
         };
-        return Ok((Response::Loaded(Box::new(response)), tokens));
+        return Ok((SandboxResponse::Loaded(Box::new(response)), tokens));
     }
     let language = language.as_ref().context("no model is loaded")?;
     match request {
-        Request::Load => bail!("internal error: unhandled load request"),
-        Request::Encode(controls) => {
+        SandboxRequest::Load => bail!("internal error: unhandled load request"),
+        SandboxRequest::Encode(controls) => {
             let ids = language.tokenizer.encode(&String::from_utf8(body)?, controls)?;
-            Ok((Response::Encoded, protocol::ids_to_bytes(&ids)))
+            Ok((SandboxResponse::Encoded, protocol::ids_to_bytes(&ids)))
         }
-        Request::Render(messages, options) => {
+        SandboxRequest::Render(messages, options) => {
             let rendered = language.render(&messages, &options)?;
-            Ok((Response::Rendered(rendered.text), protocol::ids_to_bytes(&rendered.ids)))
+            Ok((SandboxResponse::Rendered(rendered.text), protocol::ids_to_bytes(&rendered.ids)))
         }
     }
 }

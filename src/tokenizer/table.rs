@@ -50,7 +50,7 @@ pub struct TokenTable {
 
 /// The JSON part of a serialized [`TokenTable`]. The other part is the list of all tokens.
 #[derive(Serialize, Deserialize)]
-struct Header {
+struct TokenTableHeader {
     controls: Vec<ControlToken>,
     decoder: Option<Value>,
     normalizes_controls: bool,
@@ -63,7 +63,7 @@ impl TokenTable {
         // If a control token is also in the model's own vocabulary, normalized text can become this token.
         let is_any_in_model = || controls.iter().any(|c| library.get_model().token_to_id(&c.content).is_some());
         let normalizes_controls = library.get_normalizer().is_some() && (is_any_normalized || is_any_in_model());
-        let mut table = Self::empty(Header {
+        let mut table = Self::empty(TokenTableHeader {
             controls,
             decoder: library.get_decoder().map(serde_json::to_value).transpose()?,
             normalizes_controls,
@@ -85,8 +85,8 @@ impl TokenTable {
         Ok(table)
     }
 
-    fn empty(header: Header) -> Result<Self> {
-        let Header { controls, decoder, normalizes_controls } = header;
+    fn empty(header: TokenTableHeader) -> Result<Self> {
+        let TokenTableHeader { controls, decoder, normalizes_controls } = header;
         if let Some(decoder) = &decoder {
             check_decoder(decoder)?;
         }
@@ -117,7 +117,7 @@ impl TokenTable {
     /// Returns the header as JSON, and the tokens as bytes.
     /// Each token is stored as its id and its length, both little-endian u32, followed by its text.
     pub fn to_parts(&self) -> Result<(Value, Vec<u8>)> {
-        let header = Header {
+        let header = TokenTableHeader {
             controls: self.controls.clone(),
             decoder: self.decoder.as_ref().map(serde_json::to_value).transpose()?,
             normalizes_controls: self.normalizes_controls,
