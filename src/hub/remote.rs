@@ -56,7 +56,7 @@ enum Purpose {
 }
 
 /// The response to a GET request.
-pub(super) struct Answer {
+pub(super) struct HubResponse {
     pub response: Response<Body>,
     /// Whether any redirect led to a host other than the endpoint.
     pub is_from_other_host: bool,
@@ -172,7 +172,7 @@ impl<'a> Remote<'a> {
     }
 
     /// Requests a file or a range of its bytes, without retries. Status 206 means that the server honored the range.
-    pub fn get(&self, commit: &str, name: &str, range: Option<Range<u64>>) -> Result<Answer> {
+    pub fn get(&self, commit: &str, name: &str, range: Option<Range<u64>>) -> Result<HubResponse> {
         self.follow(&self.file_url(commit, name), range.map(range_header).as_deref(), Purpose::Contents)
     }
 
@@ -262,7 +262,7 @@ impl<'a> Remote<'a> {
     ///
     /// Sends the token only to URLs with the endpoint's scheme, host and port, and never after a redirect elsewhere.
     /// [`HubConfig::sent_token`] decides whether the endpoint may receive the token.
-    fn follow(&self, url: &str, range: Option<&str>, purpose: Purpose) -> Result<Answer> {
+    fn follow(&self, url: &str, range: Option<&str>, purpose: Purpose) -> Result<HubResponse> {
         let mut url = url.to_string();
         let mut is_from_other_host = false;
         for _ in 0..=MAX_REDIRECTS {
@@ -278,7 +278,7 @@ impl<'a> Remote<'a> {
             let response = self.call(request)?;
             let location = response.headers().get(header::LOCATION).and_then(|to| to.to_str().ok());
             match location.filter(|_| response.status().is_redirection()) {
-                None => return Ok(Answer { response, is_from_other_host }),
+                None => return Ok(HubResponse { response, is_from_other_host }),
                 Some(to) => match self.resolve(&url, to) {
                     Some(next) => url = next,
                     None => {

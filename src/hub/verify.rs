@@ -22,7 +22,7 @@ use super::{demo, disk, hash, names};
 use crate::error::Error;
 use crate::snapshot::{Required, first_missing_file, gguf, missing_files};
 
-struct Candidate {
+struct CandidateSnapshot {
     name: String,
     repo: RepoDir,
     commit: String,
@@ -67,7 +67,7 @@ impl Hub {
         let has_several = candidates.len() > 1;
         let label = |name: &str, file: &str| if has_several { format!("{name}/{file}") } else { file.to_string() };
         let mut sizes = Vec::new();
-        for Candidate { name, repo, commit, .. } in &candidates {
+        for CandidateSnapshot { name, repo, commit, .. } in &candidates {
             for file in repo.snapshot_files(commit) {
                 sizes.push((label(name, &file.name), fs::metadata(&file.path).map_or(0, |data| data.len())));
             }
@@ -78,7 +78,7 @@ impl Hub {
         for candidate in candidates {
             let report = |file: &str, bytes| progress.file(&label(&candidate.name, file), bytes);
             let files = file_states(&candidate, &mut known_blobs, report);
-            let Candidate { name, commit: revision, source, .. } = candidate;
+            let CandidateSnapshot { name, commit: revision, source, .. } = candidate;
             verified.push(VerifiedSnapshot { name, revision, source, files });
         }
         Ok(verified)
@@ -87,7 +87,7 @@ impl Hub {
     /// Returns the snapshots in inferno's own cache and the shared cache that match `model` and `revision`.
     /// Without `model`, skips snapshots in the shared cache that have neither a complete GGUF model
     /// nor both config.json and tokenizer.json.
-    fn candidates(&self, model: Option<&str>, revision: Option<&str>) -> Vec<Candidate> {
+    fn candidates(&self, model: Option<&str>, revision: Option<&str>) -> Vec<CandidateSnapshot> {
         let all_names: BTreeSet<String> = self.caches().iter().flat_map(|(cache, _)| cache.names()).collect();
         let selected = match model {
             None => Vec::from_iter(&all_names),
@@ -106,7 +106,12 @@ impl Hub {
                     let is_model = source == SnapshotSource::Inferno
                         || first_missing_file(&repo.snapshot(&commit), Required::Tokenizer).is_none();
                     if is_model || model.is_some() {
-                        candidates.push(Candidate { name: name.clone(), repo: cache.repo(name), commit, source });
+                        candidates.push(CandidateSnapshot {
+                            name: name.clone(),
+                            repo: cache.repo(name),
+                            commit,
+                            source,
+                        });
                     }
                 }
             }
@@ -190,7 +195,7 @@ fn set_bad_blobs_aside(
 /// Returns the name and state of each file in a snapshot, sorted by name.
 /// For inferno's own cache, the result includes missing files that the model needs.
 fn file_states(
-    candidate: &Candidate,
+    candidate: &CandidateSnapshot,
     known_blobs: &mut BTreeMap<PathBuf, bool>,
     report: impl Fn(&str, u64),
 ) -> Vec<(String, FileState)> {

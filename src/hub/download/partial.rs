@@ -32,7 +32,7 @@ pub(in crate::hub) struct Partial {
     path: PathBuf,
     /// The size of the complete file.
     bytes: u64,
-    record: Record,
+    record: PartsRecord,
     /// Whether file data was discarded or could not be flushed.
     /// If true, pending records that share this flag are not saved.
     ///
@@ -42,7 +42,7 @@ pub(in crate::hub) struct Partial {
 
 /// The contents of `blobs/<etag>.parts.json`.
 #[derive(Clone, Default, Debug, PartialEq, Eq, Serialize, Deserialize)]
-struct Record {
+struct PartsRecord {
     /// The byte ranges on disk: sorted, not empty, and disjoint.
     done: Vec<Range<u64>>,
     /// The etag that the server sent. Stored only if the blob's name is not a hash.
@@ -50,7 +50,7 @@ struct Record {
     etag: Option<String>,
 }
 
-impl Record {
+impl PartsRecord {
     /// Returns whether the ranges are sorted, not empty, disjoint, and within a file of `bytes` bytes.
     fn is_valid(&self, bytes: u64) -> bool {
         let mut previous_end = 0;
@@ -67,12 +67,12 @@ impl Partial {
     pub fn find(blob: &Path, bytes: u64) -> Self {
         let path = with_suffix(blob, ".parts");
         let json = files::read(&with_suffix(blob, ".parts.json"), files::MAX_DOWNLOAD_RECORD_BYTES).ok();
-        let mut record: Record = json.and_then(|json| files::parse_json(&json).ok()).unwrap_or_default();
+        let mut record: PartsRecord = json.and_then(|json| files::parse_json(&json).ok()).unwrap_or_default();
         let length = |path: &Path| fs::metadata(path).ok().filter(|data| data.is_file()).map(|data| data.len());
         let length_on_disk = match (length(&path), length(&with_suffix(blob, ".incomplete"))) {
             (Some(length), _) => length,
             (None, Some(length)) => {
-                record = Record { done: vec![0..length], etag: None };
+                record = PartsRecord { done: vec![0..length], etag: None };
                 length
             }
             (None, None) => 0,
@@ -82,7 +82,7 @@ impl Partial {
             record.done.iter_mut().for_each(|range| range.end = range.end.min(length_on_disk));
             record.done.retain(|range| range.start < range.end);
         } else {
-            record = Record::default();
+            record = PartsRecord::default();
         }
         Self { path, bytes, record, is_lost: Arc::default() }
     }
@@ -166,7 +166,7 @@ impl Partial {
 
     /// Clears the record in memory, and keeps every earlier [`PendingRecord`] from being saved.
     pub fn clear(&mut self) {
-        self.record = Record::default();
+        self.record = PartsRecord::default();
         // Keep the flag if a flush has failed, so that no more records are saved.
         let was_lost = self.is_lost.swap(true, Ordering::AcqRel);
         self.is_lost = Arc::new(AtomicBool::new(was_lost));
@@ -207,7 +207,7 @@ impl Partial {
 /// A copy of the record of a [`Partial`], to be saved to disk later.
 pub(in crate::hub) struct PendingRecord {
     path: PathBuf,
-    record: Record,
+    record: PartsRecord,
     is_lost: Arc<AtomicBool>,
 }
 
