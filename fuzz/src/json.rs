@@ -6,7 +6,7 @@ use std::sync::OnceLock;
 
 use candle_core::DType;
 use inferno::conversation::journal::{self, ConversationState, Journal};
-use inferno::conversation::{Change, SavedConversation};
+use inferno::conversation::{ConversationChange, SavedConversation};
 use inferno::device::DeviceInfo;
 use inferno::engine::memory::{DeviceKind, MemoryPlan};
 use inferno::weights::Inventory;
@@ -71,7 +71,7 @@ pub fn journal(data: &[u8]) {
     assert_eq!(journal::read_saved(Some(NAME)).unwrap(), saved, "opening must remove the damage");
 
     let SavedConversation { model, settings, messages, .. } = &saved;
-    journal.write_change(Change::Messages, &ConversationState { model, settings, messages }).unwrap();
+    journal.write_change(ConversationChange::Messages, &ConversationState { model, settings, messages }).unwrap();
     assert_eq!(journal::read_saved(Some(NAME)).unwrap(), saved);
 }
 

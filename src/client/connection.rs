@@ -68,15 +68,15 @@ pub enum StreamEnd {
 }
 
 /// A message to [`Connection::stream`] from the thread that reads the response.
-enum Message {
+enum StreamMessage {
     Event(String),
     /// The server responded with an error status.
-    Refused(Refusal),
+    Refused(RefusedResponse),
     Failed(ureq::Error),
 }
 
 /// A response with an error status.
-struct Refusal {
+struct RefusedResponse {
     status: StatusCode,
     headers: HeaderMap,
     body: Vec<u8>,
@@ -182,7 +182,7 @@ impl Connection {
                 return Ok(StreamEnd::Canceled);
             }
             match message {
-                Message::Event(data) => {
+                StreamMessage::Event(data) => {
                     if on_event(&data)? == Flow::Stop {
                         self.agent.replace(agent);
                         // Keep the agent open. The other thread reads the response to its end, so that the next
@@ -191,8 +191,8 @@ impl Connection {
                         return Ok(StreamEnd::Complete);
                     }
                 }
-                Message::Refused(refusal) => return Err(self.refusal(&refusal)),
-                Message::Failed(error) => return Err(self.failure(&error)),
+                StreamMessage::Refused(refusal) => return Err(self.refusal(&refusal)),
+                StreamMessage::Failed(error) => return Err(self.failure(&error)),
             }
         }
     }
@@ -215,7 +215,7 @@ impl Connection {
     fn read_body(&self, response: Result<Response<Body>, ureq::Error>) -> Result<Vec<u8>> {
         let mut response = response.map_err(|error| self.failure(&error))?;
         if !response.status().is_success() {
-            return Err(self.refusal(&Refusal::read(response)));
+            return Err(self.refusal(&RefusedResponse::read(response)));
         }
         let body = response.body_mut().with_config().limit(MAX_BODY_BYTES).read_to_vec();
         body.map_err(|error| self.failure(&error))
@@ -225,7 +225,7 @@ impl Connection {
         Error::ServerUnreachable { url: self.url.to_string(), cause: library_error(error) }.into()
     }
 
-    fn refusal(&self, refusal: &Refusal) -> anyhow::Error {
+    fn refusal(&self, refusal: &RefusedResponse) -> anyhow::Error {
         let (url, status, message) = (self.url.to_string(), refusal.status, refusal.message());
         let wait = match refusal.retry_after() {
             Some(seconds) => format!("try again in {seconds} s"),
@@ -264,34 +264,34 @@ fn read_certificates(path: &Path) -> Result<RootCerts> {
 }
 
 /// Reads a response to its end and sends its events to [`Connection::stream`], which runs on another thread.
-fn read_stream(response: Result<Response<Body>, ureq::Error>, events: &SyncSender<Message>) {
+fn read_stream(response: Result<Response<Body>, ureq::Error>, events: &SyncSender<StreamMessage>) {
     // Sending fails only if `stream` has returned and no longer receives events. Ignore this failure.
     let mut response = match response {
         Ok(response) => response,
-        Err(error) => return drop(events.send(Message::Failed(error))),
+        Err(error) => return drop(events.send(StreamMessage::Failed(error))),
     };
     if !response.status().is_success() {
-        return drop(events.send(Message::Refused(Refusal::read(response))));
+        return drop(events.send(StreamMessage::Refused(RefusedResponse::read(response))));
     }
     let content_type = response.headers().get(header::CONTENT_TYPE).and_then(|value| value.to_str().ok());
     if content_type.is_some_and(|kind| kind.starts_with("application/json")) {
         let body = response.body_mut().with_config().limit(MAX_BODY_BYTES).read_to_string();
-        return drop(events.send(body.map_or_else(Message::Failed, Message::Event)));
+        return drop(events.send(body.map_or_else(StreamMessage::Failed, StreamMessage::Event)));
     }
     let mut stream = BufReader::new(response.body_mut().as_reader());
     let mut is_awaited = true;
     loop {
         match read_event(&mut stream) {
             // Read to the end, even if `stream` has returned, so that the connection can be reused.
-            Ok(Some(data)) if is_awaited => is_awaited = events.send(Message::Event(data)).is_ok(),
+            Ok(Some(data)) if is_awaited => is_awaited = events.send(StreamMessage::Event(data)).is_ok(),
             Ok(Some(_)) => {}
             Ok(None) => return,
-            Err(error) => return drop(events.send(Message::Failed(error.into()))),
+            Err(error) => return drop(events.send(StreamMessage::Failed(error.into()))),
         }
     }
 }
 
-impl Refusal {
+impl RefusedResponse {
     fn read(mut response: Response<Body>) -> Self {
         let mut body = Vec::new();
         // If the body of an error response cannot be read, the status alone describes the error.

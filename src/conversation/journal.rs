@@ -24,7 +24,7 @@ const VERSION: u32 = 1;
 
 #[derive(Serialize, Deserialize)]
 #[serde(tag = "record", rename_all = "snake_case")]
-enum Record {
+enum JournalRecord {
     /// The first line of a journal: the model and the settings of the conversation.
     Start {
         version: u32,
@@ -78,7 +78,7 @@ pub struct Journal {
 
 /// The kind of change that [`Journal::write_change`] records.
 #[derive(Clone, Copy, Debug)]
-pub enum Change {
+pub enum ConversationChange {
     Model,
     Settings,
     /// A question and its answer were appended.
@@ -112,7 +112,7 @@ impl Journal {
                 Ok(file) => {
                     let mut journal = Journal { name, file: lock(file, &path)?, path, length: 0, is_incomplete: false };
                     let (model, settings) = (model.to_string(), settings.clone());
-                    if let Err(error) = journal.write(&[Record::Start { version: VERSION, model, settings }]) {
+                    if let Err(error) = journal.write(&[JournalRecord::Start { version: VERSION, model, settings }]) {
                         let _ = fs::remove_file(&journal.path);
                         return Err(error);
                     }
@@ -157,20 +157,20 @@ impl Journal {
     }
 
     /// Writes a change, or the whole conversation if the previous write failed. Returns once the data is on disk.
-    pub fn write_change(&mut self, change: Change, state: &ConversationState) -> Result<()> {
-        let model = || Record::Model { model: state.model.to_string(), settings: state.settings.clone() };
-        let messages = || Record::Messages { messages: state.messages.to_vec() };
+    pub fn write_change(&mut self, change: ConversationChange, state: &ConversationState) -> Result<()> {
+        let model = || JournalRecord::Model { model: state.model.to_string(), settings: state.settings.clone() };
+        let messages = || JournalRecord::Messages { messages: state.messages.to_vec() };
         if self.is_incomplete {
             return self.write(&[model(), messages()]);
         }
         self.write(&[match change {
-            Change::Model => model(),
-            Change::Settings => Record::Settings { settings: state.settings.clone() },
-            Change::Turn => {
+            ConversationChange::Model => model(),
+            ConversationChange::Settings => JournalRecord::Settings { settings: state.settings.clone() },
+            ConversationChange::Turn => {
                 let turn = &state.messages[state.messages.len().saturating_sub(2)..];
-                Record::Turn { messages: turn.to_vec() }
+                JournalRecord::Turn { messages: turn.to_vec() }
             }
-            Change::Messages => messages(),
+            ConversationChange::Messages => messages(),
         }])
     }
 
@@ -196,7 +196,7 @@ impl Journal {
         Ok(())
     }
 
-    fn write(&mut self, records: &[Record]) -> Result<()> {
+    fn write(&mut self, records: &[JournalRecord]) -> Result<()> {
         let mut lines = Vec::new();
         for record in records {
             serde_json::to_writer(&mut lines, record)?;
@@ -349,15 +349,15 @@ fn read(path: &Path) -> Result<(SavedConversation, u64)> {
             }
         };
         match record {
-            Record::Start { version, .. } if version > VERSION => {
+            JournalRecord::Start { version, .. } if version > VERSION => {
                 bail!("cannot read {}: it was written by a newer version of inferno", path.display())
             }
-            Record::Start { model, settings, .. } | Record::Model { model, settings } => {
+            JournalRecord::Start { model, settings, .. } | JournalRecord::Model { model, settings } => {
                 (saved.model, saved.settings) = (model, settings)
             }
-            Record::Settings { settings } => saved.settings = settings,
-            Record::Turn { messages } => saved.messages.extend(messages),
-            Record::Messages { messages } => saved.messages = messages,
+            JournalRecord::Settings { settings } => saved.settings = settings,
+            JournalRecord::Turn { messages } => saved.messages.extend(messages),
+            JournalRecord::Messages { messages } => saved.messages = messages,
         }
         length += line.len() as u64;
     }

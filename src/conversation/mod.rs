@@ -21,7 +21,7 @@ mod turn;
 
 pub use attachment::Attachment;
 pub use backend::{Backend, BackendAnswer, OnDelta, TurnPrompt, TurnRequest};
-pub use journal::{Change, SavedConversation};
+pub use journal::{ConversationChange, SavedConversation};
 pub use local_model::LocalModel;
 pub use model_source::{LoadedModel, ModelId, ModelSource, NoModelLoaded, require_chat_format};
 pub use overflow::{CannotDropOldest, Overflow, visible_messages};

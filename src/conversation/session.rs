@@ -9,7 +9,7 @@ use anyhow::{Context, Result, bail};
 
 use super::attachment::{Attachment, with_attachments};
 use super::backend::{Backend, BackendAnswer, OnDelta, TurnPrompt, TurnRequest, require_engine};
-use super::journal::{self, Change, ConversationState, Journal, SavedConversation};
+use super::journal::{self, ConversationChange, ConversationState, Journal, SavedConversation};
 use super::model_source::{LoadedModel, ModelId, ModelSource, NoModelLoaded};
 use super::overflow::{self, CannotDropOldest, Overflow, visible_messages};
 use super::settings::{self, ChatSettings, SettingValues};
@@ -233,7 +233,8 @@ impl Session {
             message.tool_calls = summary.tool_calls.clone();
             messages.push(message);
             self.messages = messages;
-            let recorded = self.record(if is_new_turn { Change::Turn } else { Change::Messages });
+            let recorded =
+                self.record(if is_new_turn { ConversationChange::Turn } else { ConversationChange::Messages });
             // Keep the answer even if it cannot be saved, for example on a full disk.
             notes.extend(recorded.err().map(|error| format!("this turn is not saved for --resume: {error:#}")));
         }
@@ -333,7 +334,7 @@ impl Session {
     fn replace_messages(&mut self, messages: Vec<Message>) -> Result<()> {
         self.messages = messages;
         self.dropped = 0;
-        self.record(Change::Messages)
+        self.record(ConversationChange::Messages)
     }
 
     /// Switches to another model. If the new model cannot be loaded, loads the old model again and returns the error.
@@ -362,7 +363,7 @@ impl Session {
         self.requested.remove("revision");
         self.configured = loaded.configured;
         let problems = self.reset_settings(loaded.sampling);
-        self.record(Change::Model)?;
+        self.record(ConversationChange::Model)?;
         Ok(problems)
     }
 
@@ -372,7 +373,8 @@ impl Session {
         self.settings.set(name, std::slice::from_ref(&value))?;
         // Store the value `none` too, because it overrides a limit from the configuration file.
         self.requested.insert(name.to_string(), vec![value.clone()]);
-        self.record(Change::Settings).map_err(|error| format!("the setting is not saved for --resume: {error:#}"))?;
+        self.record(ConversationChange::Settings)
+            .map_err(|error| format!("the setting is not saved for --resume: {error:#}"))?;
         Ok(match (name, value.as_str()) {
             ("hide-reasoning", "true") => "reasoning is hidden".to_string(),
             ("hide-reasoning", _) => "reasoning is shown".to_string(),
@@ -414,7 +416,7 @@ impl Session {
     pub fn rename(&mut self, name: &str) -> Result<()> {
         if matches!(self.recording, Recording::FromFirstAnswer) {
             // An earlier attempt to create the journal may have failed. Try again, or report the error.
-            self.record(Change::Messages)?;
+            self.record(ConversationChange::Messages)?;
         }
         match &mut self.recording {
             Recording::Journal(journal) => journal.rename(name),
@@ -468,9 +470,9 @@ impl Session {
         self.attached.clear();
         (self.recording, self.messages, self.dropped) = (recording, saved.messages, 0);
         if saved.model != self.model_name() {
-            self.record(Change::Model)?;
+            self.record(ConversationChange::Model)?;
         } else if saved.settings != self.all_settings() {
-            self.record(Change::Settings)?;
+            self.record(ConversationChange::Settings)?;
         }
         if let Recording::Journal(journal) = &self.recording
             && let Some(engine) = self.backend().engine()
@@ -486,13 +488,13 @@ impl Session {
     }
 
     /// Writes a change to the journal. Creates no journal before the conversation has its first answer.
-    fn record(&mut self, change: Change) -> Result<()> {
+    fn record(&mut self, change: ConversationChange) -> Result<()> {
         let (model, settings) = (self.model_name(), self.all_settings());
         let mut change = change;
         let has_answer = self.messages.iter().any(|message| message.role == Role::Assistant);
         if matches!(self.recording, Recording::FromFirstAnswer) && has_answer {
             self.recording = Journal::create(&model, &settings)?.map_or(Recording::Off, Recording::Journal);
-            change = Change::Messages;
+            change = ConversationChange::Messages;
         }
         let state = ConversationState { model: &model, settings: &settings, messages: &self.messages };
         match &mut self.recording {

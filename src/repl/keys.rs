@@ -24,14 +24,14 @@ const MAX_QUIET_TICKS: usize = 25;
 
 /// A thread that listens for keys until it is stopped or dropped.
 pub struct KeyListener {
-    shared: Arc<Shared>,
+    shared: Arc<KeyListenerState>,
     original_modes: Termios,
     thread: Option<JoinHandle<TypeAhead>>,
 }
 
 /// State that the listener thread shares with the [`KeyListener`].
 #[derive(Default)]
-struct Shared {
+struct KeyListenerState {
     toggles: AtomicUsize,
     suspensions: AtomicUsize,
     should_end: AtomicBool,
@@ -52,7 +52,7 @@ impl KeyListener {
             return Err(type_ahead);
         }
         modes::set_bracketed_paste(true);
-        let shared = Arc::new(Shared::default());
+        let shared = Arc::new(KeyListenerState::default());
         let thread = std::thread::spawn({
             let (shared, original_modes) = (shared.clone(), original_modes.clone());
             move || listen(input, type_ahead, &shared, &original_modes, &modes)
@@ -102,7 +102,7 @@ fn open_terminal() -> Option<(File, Termios)> {
 fn listen(
     mut input: File,
     mut type_ahead: TypeAhead,
-    shared: &Shared,
+    shared: &KeyListenerState,
     original_modes: &Termios,
     modes: &Termios,
 ) -> TypeAhead {

@@ -21,7 +21,7 @@ use crate::conversation::{CannotDropOldest, NoModelLoaded, Overflow, Session, Tu
 use crate::error::Error;
 use crate::terminal;
 use crate::text::without_controls;
-use commands::Outcome;
+use commands::CommandOutcome;
 use display::TurnDisplay;
 use editor::{Input, LineEditor};
 use type_ahead::TypeAhead;
@@ -66,16 +66,16 @@ pub fn run(mut session: Session) -> Result<ExitCode> {
             continue;
         }
         let outcome = commands::run(&input, &mut session);
-        let is_new_question = matches!(outcome, Outcome::NotACommand);
+        let is_new_question = matches!(outcome, CommandOutcome::NotACommand);
         let result = match outcome {
-            Outcome::Leave => break,
-            Outcome::Done(text) => {
+            CommandOutcome::Leave => break,
+            CommandOutcome::Done(text) => {
                 terminal::print(&text);
                 Ok(())
             }
-            Outcome::SwitchModel(name) => switch_model(&mut session, &name),
-            Outcome::Regenerate => show_turn(&mut session, None, &mut type_ahead),
-            Outcome::NotACommand => show_turn(&mut session, Some(&input), &mut type_ahead),
+            CommandOutcome::SwitchModel(name) => switch_model(&mut session, &name),
+            CommandOutcome::Regenerate => show_turn(&mut session, None, &mut type_ahead),
+            CommandOutcome::NotACommand => show_turn(&mut session, Some(&input), &mut type_ahead),
         };
         // If no model is loaded any more, the chat ends. Other errors, such as a lack of GPU memory, end only the turn.
         if let Err(error) = result {

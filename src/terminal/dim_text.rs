@@ -1,6 +1,6 @@
 //! Formats a model's reasoning or the text of a tool call as dim, wrapped rows. Can fold reasoning into one line.
 
-use super::styled_text::{Span, Style, StyledLine, wrap};
+use super::styled_text::{Span, StyledLine, TextStyle, wrap};
 
 /// The dim text that is currently streaming: reasoning, or the text of a tool call.
 pub struct DimText {
@@ -77,12 +77,12 @@ impl DimText {
     /// Returns one line instead of reasoning that continues. `has_keys` tells whether Ctrl-O can unfold the reasoning.
     pub fn thinking_line(&self, has_keys: bool) -> StyledLine {
         let hint = if has_keys { " (Ctrl-O to show)" } else { "" };
-        vec![Span::new(&format!("▸ thinking: {}{hint}", self.word_count()), Style::DIM)]
+        vec![Span::new(&format!("▸ thinking: {}{hint}", self.word_count()), TextStyle::DIM)]
     }
 
     /// Returns one line instead of reasoning that has ended.
     pub fn thought_line(&self) -> StyledLine {
-        vec![Span::new(&format!("▸ thought: {}", self.word_count()), Style::DIM)]
+        vec![Span::new(&format!("▸ thought: {}", self.word_count()), TextStyle::DIM)]
     }
 
     fn word_count(&self) -> String {
@@ -94,5 +94,5 @@ impl DimText {
 fn wrap_dim(line: &str, columns: usize) -> Vec<StyledLine> {
     let text = line.trim_start_matches(' ');
     let indented = "\u{a0}".repeat(line.len() - text.len()) + text;
-    if text.is_empty() { Vec::new() } else { wrap(&[Span::new(&indented, Style::DIM)], columns) }
+    if text.is_empty() { Vec::new() } else { wrap(&[Span::new(&indented, TextStyle::DIM)], columns) }
 }

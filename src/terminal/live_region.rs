@@ -75,7 +75,7 @@ impl LiveRegion {
         // Let the terminal wrap long finished lines, so that the user can copy each of them as one line.
         let finished: Vec<Row> = finished.iter().map(Row::new).collect();
         let next: Vec<&Row> = finished.iter().chain(&open).collect();
-        let change = Change::new(&shown, &next, is_resized);
+        let change = ScreenChange::new(&shown, &next, is_resized);
         if change.is_empty() && finished.is_empty() {
             self.shown = open;
             return Ok(());
@@ -120,7 +120,7 @@ impl LiveRegion {
 }
 
 /// A change of the rows on the screen.
-struct Change<'r> {
+struct ScreenChange<'r> {
     shown: &'r [Row],
     next: &'r [&'r Row],
     /// The number of leading rows that are already on the screen and are not written again.
@@ -129,7 +129,7 @@ struct Change<'r> {
     is_resized: bool,
 }
 
-impl<'r> Change<'r> {
+impl<'r> ScreenChange<'r> {
     fn new(shown: &'r [Row], next: &'r [&'r Row], is_resized: bool) -> Self {
         // Skip leading rows that are already on the screen.
         let mut same = shown.iter().zip(next).take_while(|(a, b)| a == *b).count();

@@ -7,7 +7,7 @@ use crate::text::without_controls;
 
 /// The style of a span. Colors come from the terminal's own palette, so they suit the terminal's background.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Style {
+pub struct TextStyle {
     pub bold: bool,
     pub dim: bool,
     pub italic: bool,
@@ -17,12 +17,12 @@ pub struct Style {
     pub color: Option<u8>,
 }
 
-impl Style {
-    pub const DIM: Style =
-        Style { bold: false, dim: true, italic: false, underline: false, strike: false, color: None };
+impl TextStyle {
+    pub const DIM: TextStyle =
+        TextStyle { bold: false, dim: true, italic: false, underline: false, strike: false, color: None };
 
-    pub fn color(number: u8) -> Style {
-        Style { color: Some(number), ..Style::default() }
+    pub fn color(number: u8) -> TextStyle {
+        TextStyle { color: Some(number), ..TextStyle::default() }
     }
 
     /// Returns the parameters of the SGR escape sequence.
@@ -38,7 +38,7 @@ impl Style {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Span {
     text: String,
-    style: Style,
+    style: TextStyle,
 }
 
 impl Span {
@@ -46,13 +46,13 @@ impl Span {
     ///
     /// Filtering the Markdown source is not enough, because entities such as `&#27;` can encode control characters.
     /// Tabs become four spaces, because their width on the screen is unknown.
-    pub fn new(text: &str, style: Style) -> Span {
+    pub fn new(text: &str, style: TextStyle) -> Span {
         Span { text: without_controls(text).replace('\t', "    "), style }
     }
 
     /// Creates a span without a style.
     pub fn plain(text: &str) -> Span {
-        Span::new(text, Style::default())
+        Span::new(text, TextStyle::default())
     }
 
     pub fn text(&self) -> &str {
@@ -86,7 +86,7 @@ pub fn paint(line: &[Span]) -> String {
 #[derive(Clone, Copy)]
 struct Cell<'a> {
     text: &'a str,
-    style: Style,
+    style: TextStyle,
     width: usize,
 }
 

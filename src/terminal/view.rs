@@ -21,7 +21,7 @@ const MAX_FRAME: Duration = Duration::from_millis(80);
 /// The view of one assistant turn while it streams.
 pub struct TurnView {
     region: LiveRegion,
-    section: Section,
+    section: TurnSection,
     folds_reasoning: bool,
     /// Whether Ctrl-O can unfold the reasoning.
     has_keys: bool,
@@ -33,7 +33,7 @@ pub struct TurnView {
 }
 
 /// The section of the turn that is currently streaming.
-enum Section {
+enum TurnSection {
     None,
     Reasoning(DimText),
     /// The text of a tool call, as dim text.
@@ -46,7 +46,7 @@ impl TurnView {
     pub fn new(size: WindowSize) -> Self {
         Self {
             region: LiveRegion::new(size),
-            section: Section::None,
+            section: TurnSection::None,
             folds_reasoning: false,
             has_keys: false,
             finished: Vec::new(),
@@ -70,9 +70,9 @@ impl TurnView {
         let columns = size.text_columns();
         let is_same_section = matches!(
             (&self.section, delta.channel),
-            (Section::Reasoning(_), Channel::Reasoning)
-                | (Section::ToolCall(_), Channel::ToolCall)
-                | (Section::Answer(_), Channel::Answer)
+            (TurnSection::Reasoning(_), Channel::Reasoning)
+                | (TurnSection::ToolCall(_), Channel::ToolCall)
+                | (TurnSection::Answer(_), Channel::Answer)
         );
         if !is_same_section {
             self.end_section(columns);
@@ -80,19 +80,19 @@ impl TurnView {
                 self.finished.push(StyledLine::new());
             }
             self.section = match delta.channel {
-                Channel::Reasoning => Section::Reasoning(DimText::new()),
-                Channel::ToolCall => Section::ToolCall(DimText::new()),
-                Channel::Answer => Section::Answer(Box::new(Markdown::new(columns))),
+                Channel::Reasoning => TurnSection::Reasoning(DimText::new()),
+                Channel::ToolCall => TurnSection::ToolCall(DimText::new()),
+                Channel::Answer => TurnSection::Answer(Box::new(Markdown::new(columns))),
             };
         }
         match &mut self.section {
-            Section::Reasoning(text) | Section::ToolCall(text) => text.push(&delta.text, columns),
-            Section::Answer(markdown) => {
+            TurnSection::Reasoning(text) | TurnSection::ToolCall(text) => text.push(&delta.text, columns),
+            TurnSection::Answer(markdown) => {
                 markdown.resize(columns);
                 let finished = markdown.push(&delta.text);
                 self.add_finished(finished);
             }
-            Section::None => {}
+            TurnSection::None => {}
         }
         if self.next_frame.is_none_or(|next| Instant::now() >= next) {
             self.draw(size, out)?;
@@ -107,7 +107,7 @@ impl TurnView {
         }
         self.draw(size, out)?;
         self.folds_reasoning = folds;
-        if let Section::Reasoning(text) = &mut self.section
+        if let TurnSection::Reasoning(text) = &mut self.section
             && folds
         {
             let reopened = self.region.reopen(text.printed());
@@ -134,18 +134,18 @@ impl TurnView {
 
     fn end_section(&mut self, columns: usize) {
         let lines = match &mut self.section {
-            Section::None => return,
-            Section::Reasoning(text) if self.folds_reasoning => vec![text.thought_line()],
-            Section::Reasoning(text) | Section::ToolCall(text) => {
+            TurnSection::None => return,
+            TurnSection::Reasoning(text) if self.folds_reasoning => vec![text.thought_line()],
+            TurnSection::Reasoning(text) | TurnSection::ToolCall(text) => {
                 text.finish(columns);
                 text.take_finished()
             }
-            Section::Answer(markdown) => {
+            TurnSection::Answer(markdown) => {
                 markdown.resize(columns);
                 markdown.finish()
             }
         };
-        self.section = Section::None;
+        self.section = TurnSection::None;
         self.add_finished(lines);
     }
 
@@ -154,13 +154,13 @@ impl TurnView {
         let columns = size.text_columns();
         let mut finished = std::mem::take(&mut self.finished);
         let open = match &mut self.section {
-            Section::None => Vec::new(),
-            Section::Reasoning(text) if self.folds_reasoning => vec![text.thinking_line(self.has_keys)],
-            Section::Reasoning(text) | Section::ToolCall(text) => {
+            TurnSection::None => Vec::new(),
+            TurnSection::Reasoning(text) if self.folds_reasoning => vec![text.thinking_line(self.has_keys)],
+            TurnSection::Reasoning(text) | TurnSection::ToolCall(text) => {
                 finished.extend(text.take_finished());
                 text.open(columns)
             }
-            Section::Answer(markdown) => markdown.open(),
+            TurnSection::Answer(markdown) => markdown.open(),
         };
         self.has_content |= !finished.is_empty();
         self.region.update(&finished, &open, size, out)?;

@@ -8,8 +8,8 @@ mod paths;
 use crate::chat::Role;
 use crate::conversation::{self, Session, journal};
 
-/// The help for one command.
-struct Command {
+/// A slash command and its help.
+struct SlashCommand {
     name: &'static str,
     arguments: &'static str,
     summary: &'static str,
@@ -17,35 +17,35 @@ struct Command {
     details: &'static str,
 }
 
-const COMMANDS: &[Command] = &[
-    Command { name: "help", arguments: "[COMMAND]", summary: "list the commands, or explain one", details: "" },
-    Command { name: "exit", arguments: "", summary: "leave (or press Ctrl-D, or Ctrl-C twice)", details: "" },
-    Command {
+const COMMANDS: &[SlashCommand] = &[
+    SlashCommand { name: "help", arguments: "[COMMAND]", summary: "list the commands, or explain one", details: "" },
+    SlashCommand { name: "exit", arguments: "", summary: "leave (or press Ctrl-D, or Ctrl-C twice)", details: "" },
+    SlashCommand {
         name: "clear",
         arguments: "",
         summary: "start a new conversation",
         details: "Keeps the system prompt and the settings. If the old conversation was saved, /load opens it.",
     },
-    Command {
+    SlashCommand {
         name: "undo",
         arguments: "",
         summary: "remove the last question and its answer",
         details: "Repeat /undo to remove earlier turns. The model no longer sees the removed messages.",
     },
-    Command {
+    SlashCommand {
         name: "regen",
         arguments: "",
         summary: "answer the last question again",
         details: "At a temperature above 0, the new answer can differ. The old answer stays if the new one fails or is \
                   stopped before its first word.",
     },
-    Command {
+    SlashCommand {
         name: "system",
         arguments: "[TEXT]",
         summary: "show the system prompt, or start over with a new one",
         details: "To set the system prompt at startup, use the --system flag.",
     },
-    Command {
+    SlashCommand {
         name: "set",
         arguments: "[NAME VALUE]",
         summary: "show or change the settings",
@@ -53,21 +53,21 @@ const COMMANDS: &[Command] = &[
                   strings. `/set max-tokens none` removes the token limit. `/set plain on` turns off Markdown \
                   formatting.",
     },
-    Command {
+    SlashCommand {
         name: "reasoning",
         arguments: "EFFORT",
         summary: "set the reasoning effort: low, medium, high",
         details: "`/reasoning show` and `/reasoning hide` show or hide the reasoning. Not every model supports effort \
                   levels. gpt-oss always reasons; its reasoning cannot be turned off.",
     },
-    Command {
+    SlashCommand {
         name: "file",
         arguments: "[PATH]",
         summary: "attach a text file to the next message",
         details: "Repeat the command to attach more files. Without a path, the command lists the attached files. \
                   `/file none` detaches all files.",
     },
-    Command {
+    SlashCommand {
         name: "save",
         arguments: "NAME",
         summary: "name this conversation",
@@ -76,27 +76,27 @@ const COMMANDS: &[Command] = &[
                   cache of the conversation. When you open the conversation again, its old messages then need no \
                   prefill. The saved KV cache can take several GB.",
     },
-    Command {
+    SlashCommand {
         name: "load",
         arguments: "[NAME]",
         summary: "continue a saved conversation, or list all",
         details: "The saved messages and settings replace the current ones. The model stays the same.",
     },
-    Command {
+    SlashCommand {
         name: "export",
         arguments: "md|json [PATH]",
         summary: "write the conversation to a new file",
         details: "Markdown contains the text of the messages. JSON contains the model, the settings, and the \
                   messages in OpenAI's format, with reasoning and tool calls. Existing files are not replaced.",
     },
-    Command { name: "stats", arguments: "", summary: "describe the model and the conversation", details: "" },
-    Command {
+    SlashCommand { name: "stats", arguments: "", summary: "describe the model and the conversation", details: "" },
+    SlashCommand {
         name: "context",
         arguments: "",
         summary: "show how full the context is",
         details: "`/set overflow stop|drop-oldest` selects what happens when the context is full.",
     },
-    Command {
+    SlashCommand {
         name: "model",
         arguments: "[NAME]",
         summary: "switch to another model, or list all",
@@ -106,7 +106,7 @@ const COMMANDS: &[Command] = &[
 ];
 
 /// What the chat does after an input line.
-pub enum Outcome {
+pub enum CommandOutcome {
     /// The command has finished, and the chat prints this text.
     Done(String),
     Leave,
@@ -134,25 +134,25 @@ pub fn arguments(command: &str) -> Vec<String> {
     words.into_iter().map(str::to_string).collect()
 }
 
-/// Runs `line` if it is a slash command. Returns [`Outcome::NotACommand`] if `line` is a message for the model.
-pub fn run(line: &str, session: &mut Session) -> Outcome {
+/// Runs `line` if it is a slash command. Returns [`CommandOutcome::NotACommand`] if `line` is a message for the model.
+pub fn run(line: &str, session: &mut Session) -> CommandOutcome {
     let line = line.trim();
     let (name, arguments) = line.split_once(char::is_whitespace).unwrap_or((line, ""));
     let arguments = arguments.trim();
     // Multi-line input is a message, even if it starts with a command. Only `/system` accepts several lines.
     if line.contains('\n') && name != "/system" {
-        return Outcome::NotACommand;
+        return CommandOutcome::NotACommand;
     }
     let without_arguments = ["/exit", "/quit", "/bye", "/clear", "/undo", "/regen", "/stats", "/context"];
     if without_arguments.contains(&name) && !arguments.is_empty() {
-        return Outcome::Done(format!("{name} takes no arguments, but got {arguments:?}"));
+        return CommandOutcome::Done(format!("{name} takes no arguments, but got {arguments:?}"));
     }
     let result = match name {
         "/help" | "/?" => help(arguments),
-        "/exit" | "/quit" | "/bye" => return Outcome::Leave,
+        "/exit" | "/quit" | "/bye" => return CommandOutcome::Leave,
         "/clear" => session.clear().map(|old| with_saved_name("new conversation", old)).map_err(message),
         "/undo" => undo(session),
-        "/regen" => return Outcome::Regenerate,
+        "/regen" => return CommandOutcome::Regenerate,
         "/system" => system(arguments, session),
         "/set" => set(arguments, session),
         "/reasoning" if arguments.is_empty() => Ok(session.setting("reasoning")),
@@ -164,14 +164,14 @@ pub fn run(line: &str, session: &mut Session) -> Outcome {
         "/stats" => Ok(info::stats(session)),
         "/context" => info::context(session).map_err(message),
         "/model" if arguments.is_empty() => Ok(models(session)),
-        "/model" => return Outcome::SwitchModel(arguments.to_string()),
+        "/model" => return CommandOutcome::SwitchModel(arguments.to_string()),
         // A message can start with a path, such as /etc/hosts. Only a slash and lowercase letters form a command.
         _ if name.len() > 1 && name.starts_with('/') && name[1..].chars().all(|c| c.is_ascii_lowercase()) => {
             Err(unknown_command(&name[1..]))
         }
-        _ => return Outcome::NotACommand,
+        _ => return CommandOutcome::NotACommand,
     };
-    Outcome::Done(result.unwrap_or_else(|error| error))
+    CommandOutcome::Done(result.unwrap_or_else(|error| error))
 }
 
 fn message(error: anyhow::Error) -> String {
@@ -188,7 +188,7 @@ fn with_saved_name(text: &str, old_name: Option<String>) -> String {
 }
 
 fn help(name: &str) -> Result<String, String> {
-    let usage = |command: &Command| format!("/{} {}", command.name, command.arguments).trim_end().to_string();
+    let usage = |command: &SlashCommand| format!("/{} {}", command.name, command.arguments).trim_end().to_string();
     if !name.is_empty() {
         let name = name.trim_start_matches('/');
         let command = COMMANDS.iter().find(|command| command.name == name).ok_or_else(|| unknown_command(name))?;

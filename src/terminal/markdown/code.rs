@@ -4,18 +4,18 @@ use std::sync::LazyLock;
 
 use syntect::parsing::{ParseState, Scope, ScopeStack, SyntaxSet};
 
-use super::super::styled_text::{Span, Style, StyledLine};
+use super::super::styled_text::{Span, StyledLine, TextStyle};
 
 /// The grammars of all supported languages. Unpacking them takes milliseconds, so it happens on first use.
 static SYNTAXES: LazyLock<SyntaxSet> = LazyLock::new(SyntaxSet::load_defaults_newlines);
 
 /// The styles of scopes and their subscopes. If several entries match a scope, the first one applies.
-static COLORS: LazyLock<Vec<(Scope, Style)>> = LazyLock::new(|| {
+static COLORS: LazyLock<Vec<(Scope, TextStyle)>> = LazyLock::new(|| {
     let (green, yellow, blue, magenta, cyan) =
-        (Style::color(2), Style::color(3), Style::color(4), Style::color(5), Style::color(6));
+        (TextStyle::color(2), TextStyle::color(3), TextStyle::color(4), TextStyle::color(5), TextStyle::color(6));
     [
-        ("comment", Style::DIM),
-        ("punctuation.definition.comment", Style::DIM),
+        ("comment", TextStyle::DIM),
+        ("punctuation.definition.comment", TextStyle::DIM),
         ("string", green),
         ("constant", cyan),
         ("entity.name.function", blue),
@@ -25,7 +25,7 @@ static COLORS: LazyLock<Vec<(Scope, Style)>> = LazyLock::new(|| {
         ("support", yellow),
         ("storage.type", magenta),
         ("storage", magenta),
-        ("keyword.operator", Style::default()),
+        ("keyword.operator", TextStyle::default()),
         ("keyword", magenta),
     ]
     .into_iter()

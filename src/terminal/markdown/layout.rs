@@ -4,7 +4,7 @@ use std::iter::Peekable;
 
 use pulldown_cmark::{CodeBlockKind, Event, HeadingLevel, Options, Parser, Tag};
 
-use super::super::styled_text::{Span, Style, StyledLine, wrap};
+use super::super::styled_text::{Span, StyledLine, TextStyle, wrap};
 use super::code::Highlighter;
 use super::table;
 
@@ -80,26 +80,26 @@ impl<'a> Layout<'a> {
     fn block(&mut self, columns: usize) -> Vec<StyledLine> {
         let Some(Event::Start(tag)) = self.events.next_if(|event| starts_block(event)) else {
             if self.events.next_if(|event| matches!(event, Event::Rule)).is_some() {
-                return vec![vec![Span::new(&"─".repeat(columns.min(40)), Style::DIM)]];
+                return vec![vec![Span::new(&"─".repeat(columns.min(40)), TextStyle::DIM)]];
             }
             // The next events are text outside a paragraph, such as the text of an item in a tight list.
-            let text = self.inlines(Style::default());
+            let text = self.inlines(TextStyle::default());
             return wrap(&text, columns);
         };
         self.depth += 1;
         let lines = match tag {
             Tag::Heading { level, .. } => {
-                let style = Style {
+                let style = TextStyle {
                     bold: true,
                     underline: level == HeadingLevel::H1,
                     italic: level > HeadingLevel::H2,
-                    ..Style::default()
+                    ..TextStyle::default()
                 };
                 wrap(&self.inlines(style), columns)
             }
             Tag::BlockQuote(_) => {
                 let inner = self.blocks(columns.saturating_sub(2), Gap::Blank);
-                inner.into_iter().map(|line| prefixed(Span::new("│ ", Style::DIM), line)).collect()
+                inner.into_iter().map(|line| prefixed(Span::new("│ ", TextStyle::DIM), line)).collect()
             }
             Tag::CodeBlock(kind) => self.code(kind),
             Tag::List(start) => self.list(start, columns),
@@ -111,7 +111,7 @@ impl<'a> Layout<'a> {
                 let text = self.text();
                 text.trim_end().lines().map(|line| vec![Span::plain(line)]).collect()
             }
-            _ => wrap(&self.inlines(Style::default()), columns),
+            _ => wrap(&self.inlines(TextStyle::default()), columns),
         };
         self.depth -= 1;
         self.skip_to_end();
@@ -148,11 +148,11 @@ impl<'a> Layout<'a> {
             let inner = self.blocks(columns.saturating_sub(indent), Gap::None);
             self.skip_to_end();
             if inner.is_empty() {
-                lines.push(vec![Span::new(marker.trim_end(), Style::DIM)]);
+                lines.push(vec![Span::new(marker.trim_end(), TextStyle::DIM)]);
             }
             for (index, line) in inner.into_iter().enumerate() {
                 lines.push(match index {
-                    0 => prefixed(Span::new(&marker, Style::DIM), line),
+                    0 => prefixed(Span::new(&marker, TextStyle::DIM), line),
                     _ if line.is_empty() => line,
                     _ => prefixed(Span::plain(&" ".repeat(indent)), line),
                 });
@@ -179,7 +179,7 @@ impl<'a> Layout<'a> {
         while let Some(Event::Start(row)) =
             self.events.next_if(|event| matches!(event, Event::Start(Tag::TableHead | Tag::TableRow)))
         {
-            let style = Style { bold: row == Tag::TableHead, ..Style::default() };
+            let style = TextStyle { bold: row == Tag::TableHead, ..TextStyle::default() };
             let mut cells = Vec::new();
             while self.events.next_if(|event| matches!(event, Event::Start(Tag::TableCell))).is_some() {
                 cells.push(self.inlines(style));
@@ -203,7 +203,7 @@ impl<'a> Layout<'a> {
     }
 
     /// Returns the inline text up to the next block or the end of the container.
-    fn inlines(&mut self, style: Style) -> StyledLine {
+    fn inlines(&mut self, style: TextStyle) -> StyledLine {
         let mut spans = StyledLine::new();
         let mut skipped = 0;
         while let Some(event) = self.events.peek() {
@@ -220,7 +220,9 @@ impl<'a> Layout<'a> {
                     self.depth -= 1;
                     self.skip_to_end();
                 }
-                Event::Code(text) => spans.push(Span::new(&text.replace('\n', " "), Style { color: Some(6), ..style })),
+                Event::Code(text) => {
+                    spans.push(Span::new(&text.replace('\n', " "), TextStyle { color: Some(6), ..style }))
+                }
                 Event::SoftBreak => spans.push(Span::new(" ", style)),
                 Event::HardBreak => spans.push(Span::new("\n", style)),
                 Event::InlineHtml(tag) if is_line_break(&tag) => spans.push(Span::new("\n", style)),
@@ -238,17 +240,17 @@ impl<'a> Layout<'a> {
     }
 
     /// Returns the text inside an inline tag, in the style of that tag.
-    fn styled_inlines(&mut self, tag: Tag<'a>, style: Style) -> StyledLine {
+    fn styled_inlines(&mut self, tag: Tag<'a>, style: TextStyle) -> StyledLine {
         match tag {
-            Tag::Emphasis => self.inlines(Style { italic: true, ..style }),
-            Tag::Strong => self.inlines(Style { bold: true, ..style }),
-            Tag::Strikethrough => self.inlines(Style { strike: true, ..style }),
+            Tag::Emphasis => self.inlines(TextStyle { italic: true, ..style }),
+            Tag::Strong => self.inlines(TextStyle { bold: true, ..style }),
+            Tag::Strikethrough => self.inlines(TextStyle { strike: true, ..style }),
             Tag::Link { dest_url, .. } | Tag::Image { dest_url, .. } => {
-                let mut text = self.inlines(Style { underline: true, ..style });
+                let mut text = self.inlines(TextStyle { underline: true, ..style });
                 // Show the URL of a link unless the text is the URL, because the text alone may be misleading.
                 let shown: String = text.iter().map(Span::text).collect();
                 if !dest_url.is_empty() && shown != *dest_url {
-                    text.push(Span::new(&format!(" ({dest_url})"), Style { dim: true, ..style }));
+                    text.push(Span::new(&format!(" ({dest_url})"), TextStyle { dim: true, ..style }));
                 }
                 text
             }
@@ -278,7 +280,7 @@ fn is_line_break(tag: &str) -> bool {
 
 /// Returns the line above or below a code block: three backticks and the language.
 pub fn fence(language: &str) -> StyledLine {
-    vec![Span::new(&format!("```{}", language.replace('\n', " ")), Style::DIM)]
+    vec![Span::new(&format!("```{}", language.replace('\n', " ")), TextStyle::DIM)]
 }
 
 fn prefixed(first: Span, line: StyledLine) -> StyledLine {

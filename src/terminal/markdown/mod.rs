@@ -212,7 +212,7 @@ fn unindented(line: &str, indent: usize) -> &str {
 }
 
 /// A top-level block.
-struct Block {
+struct TopLevelBlock {
     /// The byte offset of the block's first line.
     start: usize,
     kind: Kind,
@@ -231,9 +231,9 @@ enum Kind {
 }
 
 /// Returns the top-level blocks of a text.
-fn top_level_blocks(source: &str) -> Vec<Block> {
+fn top_level_blocks(source: &str) -> Vec<TopLevelBlock> {
     let start_of_line = |at: usize| source[..at].rfind('\n').map_or(0, |end| end + 1);
-    let mut blocks: Vec<Block> = Vec::new();
+    let mut blocks: Vec<TopLevelBlock> = Vec::new();
     let mut depth = 0;
     for (event, range) in Parser::new_ext(source, layout::options()).into_offset_iter() {
         let start = start_of_line(range.start);
@@ -241,14 +241,14 @@ fn top_level_blocks(source: &str) -> Vec<Block> {
             Event::Start(tag) => {
                 match (depth, tag) {
                     (0, Tag::List(number)) => {
-                        blocks.push(Block { start, kind: Kind::List { number, items: Vec::new() } });
+                        blocks.push(TopLevelBlock { start, kind: Kind::List { number, items: Vec::new() } });
                     }
                     (0, Tag::CodeBlock(CodeBlockKind::Fenced(language))) => {
-                        blocks.push(Block { start, kind: Kind::Fenced { language: language.to_string() } });
+                        blocks.push(TopLevelBlock { start, kind: Kind::Fenced { language: language.to_string() } });
                     }
-                    (0, _) => blocks.push(Block { start, kind: Kind::Other }),
+                    (0, _) => blocks.push(TopLevelBlock { start, kind: Kind::Other }),
                     (1, Tag::Item) => {
-                        if let Some(Block { kind: Kind::List { items, .. }, .. }) = blocks.last_mut() {
+                        if let Some(TopLevelBlock { kind: Kind::List { items, .. }, .. }) = blocks.last_mut() {
                             items.push(start);
                         }
                     }
@@ -257,7 +257,7 @@ fn top_level_blocks(source: &str) -> Vec<Block> {
                 depth += 1;
             }
             Event::End(_) => depth -= 1,
-            Event::Rule if depth == 0 => blocks.push(Block { start, kind: Kind::Other }),
+            Event::Rule if depth == 0 => blocks.push(TopLevelBlock { start, kind: Kind::Other }),
             _ => {}
         }
     }

@@ -3,7 +3,7 @@
 
 use pulldown_cmark::Alignment;
 
-use super::super::styled_text::{Span, Style, StyledLine, width, wrap};
+use super::super::styled_text::{Span, StyledLine, TextStyle, width, wrap};
 
 /// The width of the separator between two table columns, in character cells.
 const SEPARATOR: usize = 3;
@@ -27,7 +27,7 @@ pub fn layout(rows: &[Vec<StyledLine>], alignments: &[Alignment], columns: usize
             let mut line = StyledLine::new();
             for (index, cell) in cells.iter().enumerate() {
                 if index > 0 {
-                    line.push(Span::new(" │ ", Style::DIM));
+                    line.push(Span::new(" │ ", TextStyle::DIM));
                 }
                 let text = cell.get(part).cloned().unwrap_or_default();
                 let alignment = alignments.get(index).copied().unwrap_or(Alignment::None);
@@ -37,7 +37,7 @@ pub fn layout(rows: &[Vec<StyledLine>], alignments: &[Alignment], columns: usize
         }
         if number == 0 {
             let dashes: Vec<String> = widths.iter().map(|&width| "─".repeat(width)).collect();
-            lines.push(vec![Span::new(&dashes.join("─┼─"), Style::DIM)]);
+            lines.push(vec![Span::new(&dashes.join("─┼─"), TextStyle::DIM)]);
         }
     }
     lines
@@ -58,7 +58,7 @@ fn stack_cells(rows: &[Vec<StyledLine>], columns: usize) -> Vec<StyledLine> {
         for (index, cell) in row.iter().enumerate().filter(|(_, cell)| !cell.is_empty()) {
             let mut line = header.get(index).cloned().unwrap_or_default();
             if !line.is_empty() {
-                line.push(Span::new(": ", Style::DIM));
+                line.push(Span::new(": ", TextStyle::DIM));
             }
             line.extend(cell.iter().cloned());
             lines.extend(wrap(&line, columns));
