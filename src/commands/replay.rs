@@ -9,7 +9,7 @@ use percent_encoding::{NON_ALPHANUMERIC, utf8_percent_encode};
 
 use super::shared::{LoadArgs, api_keys, note};
 use crate::client::{Connection, ServerUrl};
-use crate::engine::{Divergence, EngineHandle, EngineRecord, Record, ReplayedToken};
+use crate::engine::{Divergence, EngineHandle, EngineRecord, GenerationRecord, ReplayedToken};
 use crate::error::Error;
 use crate::files;
 use crate::hub::{Hub, Snapshot};
@@ -69,7 +69,7 @@ pub fn run(mut args: Args) -> Result<ExitCode> {
 }
 
 /// Reads the record from a file. If there is no such file and the name does not end in `.json`, asks a server.
-fn read(args: &Args) -> Result<Record> {
+fn read(args: &Args) -> Result<GenerationRecord> {
     let path = Path::new(&args.record);
     if path.is_file() {
         return files::read_json(path, MAX_RECORD);
@@ -85,7 +85,7 @@ fn read(args: &Args) -> Result<Record> {
 }
 
 /// Finds the model of a record. Prefers the recorded commit, except for the demo or if --model or --revision is given.
-fn find(hub: &Hub, args: &Args, record: &Record) -> Result<Snapshot> {
+fn find(hub: &Hub, args: &Args, record: &GenerationRecord) -> Result<Snapshot> {
     let (model, revision) = (args.model.as_deref().unwrap_or(&record.model), args.load.revision());
     let found = hub.find(model, revision)?;
     let has_choice = args.model.is_some() || revision.is_some() || found.is_demo();
@@ -98,7 +98,7 @@ fn find(hub: &Hub, args: &Args, record: &Record) -> Result<Snapshot> {
 }
 
 /// Recomputes the recorded answers, and prints one line for each answer. Returns whether all tokens are equal.
-fn replay(record: &Record, engine: &EngineHandle) -> Result<bool> {
+fn replay(record: &GenerationRecord, engine: &EngineHandle) -> Result<bool> {
     let mut out = std::io::stdout().lock();
     if let Some(error) = &record.error {
         writeln!(out, "the recorded request failed: {}", printable(error))?;

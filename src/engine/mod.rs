@@ -41,8 +41,8 @@ use crate::device::{DeviceChoice, DeviceInfo, Devices, Split};
 use crate::kernels::attention::AttentionBackend;
 use crate::language::Language;
 use crate::weights::quantized::QuantizationTarget;
-use engine_loop::{Command, Counters, EngineLoop, StopGuard};
-use handle::Shared;
+use engine_loop::{Counters, EngineCommand, EngineLoop, StopGuard};
+use handle::SharedEngineState;
 use rank_failure::RankFailure;
 
 #[doc(hidden)]
@@ -55,8 +55,8 @@ pub use fault::{Fault, FaultTime, PlannedFault};
 pub use handle::{Divergence, EngineHandle, MAX_LOGPROBS, ReplayedToken, RequestPreview};
 pub use loading::{LoadOptions, LoadTimes, MemoryLimit, ModelInfo, memory};
 pub use requests::{
-    AnswerProgress, EngineRecord, Event, Events, FinishReason, GenerateOptions, Prompt, Record, RecordedAnswer,
-    RecordedRequest, Request, RequestRecord, RequestStream, ScoredPrompt, StopStrings, Summary,
+    AnswerProgress, EngineRecord, Event, Events, FinishReason, GenerateOptions, GenerationRecord, Prompt,
+    RecordedAnswer, RecordedRequest, Request, RequestRecord, RequestStream, ScoredPrompt, StopStrings, Summary,
 };
 pub use sampling::SamplingParams;
 
@@ -101,7 +101,7 @@ impl Engine {
         let failure = Arc::new(RankFailure::default());
         let reported = failure.clone();
         model.runner.world().on_failure(move |reason| reported.report(reason));
-        let shared = Shared {
+        let shared = SharedEngineState {
             language: Arc::new(model.language),
             info: model.info,
             defaults: model.defaults,
@@ -139,7 +139,7 @@ impl Deref for Engine {
 impl Drop for Engine {
     fn drop(&mut self) {
         // Sending fails only if the engine thread has already ended.
-        let _ = self.handle.send(Command::Shutdown);
+        let _ = self.handle.send(EngineCommand::Shutdown);
         let Some(thread) = self.thread.take() else { return };
         let started = Instant::now();
         while self.handle.failure().is_some() && !thread.is_finished() && started.elapsed() < END_TIMEOUT {

@@ -7,8 +7,8 @@ use std::thread;
 use anyhow::{Context, Result, anyhow};
 use candle_core::{DType, Device};
 
-use super::engine_loop::{Command, Counters, stats};
-use super::handle::{EngineHandle, Shared};
+use super::engine_loop::{Counters, EngineCommand, stats};
+use super::handle::{EngineHandle, SharedEngineState};
 use super::loading::{LoadTimes, ModelInfo};
 use super::requests::{FinishReason, Outbox, Sequence};
 use super::sampling::SamplingParams;
@@ -41,7 +41,7 @@ impl ScriptedEngine {
     pub fn start(language: Language, vocab_size: usize) -> Result<Self> {
         let (commands, receiver) = mpsc::channel();
         let (script, counters) = (Arc::new(Mutex::new(Script::default())), Arc::new(Counters::default()));
-        let shared = Shared {
+        let shared = SharedEngineState {
             language: Arc::new(language),
             info: info(vocab_size),
             defaults: SamplingParams::greedy(),
@@ -96,9 +96,9 @@ fn info(vocab_size: usize) -> ModelInfo {
 }
 
 /// Answers requests until all handles are dropped. Drops other commands, so clients that wait for a reply fail.
-fn play(commands: &Receiver<Command>, script: &Mutex<Script>, counters: &Counters) {
+fn play(commands: &Receiver<EngineCommand>, script: &Mutex<Script>, counters: &Counters) {
     while let Ok(command) = commands.recv() {
-        let Command::Submit(sequences) = command else { continue };
+        let EngineCommand::Submit(sequences) = command else { continue };
         stats::subtract(&counters.waiting, sequences.len() as u64);
         let script = script.lock().unwrap_or_else(PoisonError::into_inner).clone();
         for sequence in sequences {

@@ -42,8 +42,8 @@ pub enum Retention {
 /// then the [`Retention::EvictFirst`] blocks, then the [`Retention::Keep`] blocks.
 /// A block with content stays reusable in this list until it is evicted.
 pub struct BlockPool {
-    /// The scratch block, then the blocks for sequences, then the marker. See [`Block`].
-    blocks: Vec<Block>,
+    /// The scratch block, then the blocks for sequences, then the marker. See [`BlockState`].
+    blocks: Vec<BlockState>,
     cached: HashMap<BlockKey, BlockId>,
     /// The number of blocks without references.
     free: usize,
@@ -58,7 +58,7 @@ pub struct BlockPool {
 /// The marker is the last entry of [`BlockPool::blocks`], and not a block of the KV cache.
 /// In the ring, the marker separates `EvictFirst` blocks from `Keep` blocks. It is never evicted.
 #[derive(Clone, Debug, Default)]
-struct Block {
+struct BlockState {
     references: u32,
     content: Option<BlockContent>,
     previous: BlockId,
@@ -71,7 +71,7 @@ impl BlockPool {
         let count = count.max(1);
         // Allocate the map at its final size, so that no step is delayed while the map grows.
         let mut pool = Self {
-            blocks: vec![Block::default(); count + 1],
+            blocks: vec![BlockState::default(); count + 1],
             cached: HashMap::with_capacity(count),
             free: 0,
             evicted: 0,
@@ -202,7 +202,7 @@ impl BlockPool {
     }
 
     fn unlink(&mut self, id: BlockId) {
-        let Block { previous, next, .. } = self.blocks[id as usize];
+        let BlockState { previous, next, .. } = self.blocks[id as usize];
         self.blocks[previous as usize].next = next;
         self.blocks[next as usize].previous = previous;
     }

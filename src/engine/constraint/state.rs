@@ -15,14 +15,14 @@ use crate::kernels::sampling::TokenMask;
 pub struct ConstraintState {
     plan: Arc<Plan>,
     part: PartId,
-    progress: Progress,
+    progress: PartProgress,
     /// Whether the last token mask allowed only stop tokens, or only tokens that follow a complete grammar text.
     must_end: bool,
 }
 
 /// The position of a sequence in its current part.
 #[derive(Clone)]
-enum Progress {
+enum PartProgress {
     End,
     /// The token sequences that are still possible, and how many of their tokens have been generated.
     Choice {
@@ -46,7 +46,7 @@ impl ConstraintState {
     /// Returns the state at the start of a plan.
     pub fn new(plan: Arc<Plan>) -> Self {
         let start = plan.start;
-        let mut state = Self { plan, part: start, progress: Progress::End, must_end: false };
+        let mut state = Self { plan, part: start, progress: PartProgress::End, must_end: false };
         state.enter(start);
         state
     }
@@ -54,19 +54,21 @@ impl ConstraintState {
     fn enter(&mut self, part: PartId) {
         self.part = part;
         self.progress = match &self.plan.parts[part] {
-            AnswerPart::End => Progress::End,
-            AnswerPart::Choice(sequences) => Progress::Choice { possible: (0..sequences.len()).collect(), position: 0 },
-            AnswerPart::Free(_) => Progress::Free { tail: Vec::new() },
+            AnswerPart::End => PartProgress::End,
+            AnswerPart::Choice(sequences) => {
+                PartProgress::Choice { possible: (0..sequences.len()).collect(), position: 0 }
+            }
+            AnswerPart::Free(_) => PartProgress::Free { tail: Vec::new() },
             AnswerPart::Grammar { grammar, .. } => {
                 let matcher = Box::new(grammar.matcher.clone());
-                Progress::Grammar { matcher, unread: Vec::new(), has_text: false }
+                PartProgress::Grammar { matcher, unread: Vec::new(), has_text: false }
             }
         };
     }
 
     /// Returns whether [`allowed_tokens`](Self::allowed_tokens) limits the next token.
     pub fn is_constrained(&self) -> bool {
-        !matches!(self.progress, Progress::Free { .. })
+        !matches!(self.progress, PartProgress::Free { .. })
     }
 
     /// Returns whether the last token mask allowed only stop tokens, or only tokens after a complete grammar text.
@@ -81,11 +83,11 @@ impl ConstraintState {
         let mut mask = TokenMask::none(plan.vocab_size);
         self.must_end = false;
         match (&mut self.progress, &plan.parts[self.part]) {
-            (Progress::Choice { possible, position }, AnswerPart::Choice(sequences)) => {
+            (PartProgress::Choice { possible, position }, AnswerPart::Choice(sequences)) => {
                 possible.iter().for_each(|&index| mask.allow(sequences[index].0[*position]));
                 self.must_end = possible.iter().all(|&index| plan.stops.contains(&sequences[index].0[*position]));
             }
-            (Progress::Grammar { matcher, unread, has_text }, AnswerPart::Grammar { grammar, instead, after }) => {
+            (PartProgress::Grammar { matcher, unread, has_text }, AnswerPart::Grammar { grammar, instead, after }) => {
                 let read = std::mem::take(unread);
                 let started = thread_time();
                 let text = read_mask(matcher, &read).map_err(|problem| invalid(&grammar.name, &problem.to_string()))?;
@@ -108,7 +110,7 @@ impl ConstraintState {
                     return Err(invalid(&grammar.name, "the grammar requires text that contains a stop token"));
                 }
             }
-            (Progress::Free { .. }, _) => return Ok(None),
+            (PartProgress::Free { .. }, _) => return Ok(None),
             _ => {
                 plan.stops.iter().for_each(|&stop| mask.allow(stop));
                 self.must_end = true;
@@ -122,14 +124,14 @@ impl ConstraintState {
         let plan = self.plan.clone();
         let mut token = token;
         let next = match (&mut self.progress, &plan.parts[self.part]) {
-            (Progress::Choice { possible, position }, AnswerPart::Choice(sequences)) => {
+            (PartProgress::Choice { possible, position }, AnswerPart::Choice(sequences)) => {
                 possible.retain(|&index| sequences[index].0[*position] == token);
                 *position += 1;
                 let Some(&first) = possible.first() else { bail!("internal error: token {token} was not allowed") };
                 let (sequence, part) = &sequences[first];
                 (sequence.len() == *position).then_some(*part)
             }
-            (Progress::Free { tail }, AnswerPart::Free(free)) => {
+            (PartProgress::Free { tail }, AnswerPart::Free(free)) => {
                 if free.premature.contains(&token) {
                     let Some(replacement) = free.replacement else {
                         bail!("the model ended its answer or called a tool before the constrained part");
@@ -138,7 +140,7 @@ impl ConstraintState {
                 }
                 leave_free(free, tail, token, &plan)?
             }
-            (Progress::Grammar { unread, has_text, .. }, AnswerPart::Grammar { instead, after, .. }) => {
+            (PartProgress::Grammar { unread, has_text, .. }, AnswerPart::Grammar { instead, after, .. }) => {
                 let leaves = after.iter().chain(instead.iter().filter(|_| !*has_text));
                 let part = leaves.clone().find(|(exit, _)| *exit == token).map(|(_, part)| *part);
                 if part.is_none() {

@@ -45,7 +45,7 @@ pub use stats::{Counters, EngineHistograms, EngineStats};
 const RANK_PING: Duration = Duration::from_secs(1);
 
 /// A message from a client to the engine thread.
-pub enum Command {
+pub enum EngineCommand {
     /// Generate answers to one prompt, one per sequence.
     Submit(Vec<Sequence>),
     /// Call a function with the runner once all requests submitted earlier have ended.
@@ -88,7 +88,7 @@ struct QueuedWork {
 pub struct EngineLoop {
     runner: Runner,
     scheduler: Scheduler,
-    commands: Receiver<Command>,
+    commands: Receiver<EngineCommand>,
     counters: Arc<Counters>,
     /// Jobs in the order of submission. A call at the front waits until all sequences have ended.
     jobs: VecDeque<Job>,
@@ -111,7 +111,12 @@ pub struct EngineLoop {
 
 impl EngineLoop {
     /// Creates a loop in which at most `max_sequences` sequences run at once.
-    pub fn new(runner: Runner, max_sequences: usize, commands: Receiver<Command>, counters: Arc<Counters>) -> Self {
+    pub fn new(
+        runner: Runner,
+        max_sequences: usize,
+        commands: Receiver<EngineCommand>,
+        counters: Arc<Counters>,
+    ) -> Self {
         let RunnerLimits { context, chunk } = runner.limits();
         let prompt_parts = runner.prompt_parts();
         let config = SchedulerConfig { token_budget: chunk, max_sequences, context, prompt_parts };
@@ -178,24 +183,24 @@ impl EngineLoop {
                 self.commands.try_recv()
             };
             match command {
-                Ok(Command::Submit(sequences)) if self.is_draining => {
+                Ok(EngineCommand::Submit(sequences)) if self.is_draining => {
                     for sequence in sequences {
                         end_sequence(sequence, Err(Error::Draining.into()), &self.counters, &mut self.outbox);
                     }
                 }
-                Ok(Command::Submit(sequences)) => self.jobs.push_back(Job::Sequences(sequences)),
-                Ok(Command::Cache(call)) => {
+                Ok(EngineCommand::Submit(sequences)) => self.jobs.push_back(Job::Sequences(sequences)),
+                Ok(EngineCommand::Cache(call)) => {
                     self.deliver_queued();
                     // Forget the tokens that `RunnerCall`s have cached: a `CacheCall` may overwrite their blocks.
                     self.runner.reset();
                     call(&self.runner, self.scheduler.blocks_mut());
                 }
-                Ok(Command::Inspect(call)) => self.inspections.push(call),
-                Ok(Command::Fail(fault)) => self.faults.set(fault, &self.runner),
-                Ok(Command::Drain) => self.is_draining = true,
-                Ok(Command::Run(call)) => self.jobs.push_back(Job::Call(call)),
+                Ok(EngineCommand::Inspect(call)) => self.inspections.push(call),
+                Ok(EngineCommand::Fail(fault)) => self.faults.set(fault, &self.runner),
+                Ok(EngineCommand::Drain) => self.is_draining = true,
+                Ok(EngineCommand::Run(call)) => self.jobs.push_back(Job::Call(call)),
                 Err(TryRecvError::Empty) => return true,
-                Ok(Command::Shutdown) | Err(TryRecvError::Disconnected) => return false,
+                Ok(EngineCommand::Shutdown) | Err(TryRecvError::Disconnected) => return false,
             }
         }
     }
@@ -206,7 +211,7 @@ impl EngineLoop {
     }
 
     /// Waits for the next command. Returns [`TryRecvError::Empty`] if a rank fails during the wait.
-    fn wait_for_command(&self) -> Result<Command, TryRecvError> {
+    fn wait_for_command(&self) -> Result<EngineCommand, TryRecvError> {
         if !self.runner.has_several_ranks() {
             return self.commands.recv().map_err(|_| TryRecvError::Disconnected);
         }

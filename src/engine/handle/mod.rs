@@ -22,7 +22,7 @@ use candle_core::Device;
 use tokio::sync::mpsc::unbounded_channel;
 
 use super::constraint::{ChatPrompt, ConstrainedRequest, ConstraintState, GrammarCompiler, prepare};
-use super::engine_loop::{Command, Counters, EngineHistograms, EngineStats, stats};
+use super::engine_loop::{Counters, EngineCommand, EngineHistograms, EngineStats, stats};
 use super::fault::Fault;
 use super::loading::ModelInfo;
 use super::rank_failure::RankFailure;
@@ -44,12 +44,12 @@ const FAILURE_POLL: Duration = Duration::from_millis(50);
 /// A handle to an engine. Clones refer to the same engine and can be used on any thread.
 #[derive(Clone)]
 pub struct EngineHandle {
-    commands: Sender<Command>,
-    shared: Arc<Shared>,
+    commands: Sender<EngineCommand>,
+    shared: Arc<SharedEngineState>,
 }
 
 /// State that clients read without asking the engine thread.
-pub(super) struct Shared {
+pub(super) struct SharedEngineState {
     pub language: Arc<Language>,
     pub info: ModelInfo,
     pub defaults: SamplingParams,
@@ -64,7 +64,7 @@ pub(super) struct Shared {
 }
 
 impl EngineHandle {
-    pub(super) fn new(commands: Sender<Command>, shared: Shared) -> Self {
+    pub(super) fn new(commands: Sender<EngineCommand>, shared: SharedEngineState) -> Self {
         Self { commands, shared: Arc::new(shared) }
     }
 
@@ -163,7 +163,7 @@ impl EngineHandle {
         }
         let count = streams.len() as u64;
         stats::add(&counters.waiting, count);
-        self.send(Command::Submit(sequences)).inspect_err(|_| stats::subtract(&counters.waiting, count))?;
+        self.send(EngineCommand::Submit(sequences)).inspect_err(|_| stats::subtract(&counters.waiting, count))?;
         Ok(streams)
     }
 
@@ -317,15 +317,15 @@ impl EngineHandle {
     /// Injects a fault, for tests.
     #[doc(hidden)]
     pub fn inject_fault(&self, fault: Fault) -> Result<()> {
-        self.send(Command::Fail(fault))
+        self.send(EngineCommand::Fail(fault))
     }
 
     /// Rejects new requests, and waits until all accepted requests have ended.
     pub fn drain(&self) -> Result<()> {
         self.shared.counters.is_draining.store(true, Ordering::Relaxed);
         // Another thread that read `is_draining` before the flag was set may still submit a request.
-        // After `Command::Drain`, the engine thread rejects such requests.
-        self.send(Command::Drain)?;
+        // After `EngineCommand::Drain`, the engine thread rejects such requests.
+        self.send(EngineCommand::Drain)?;
         self.with_runner(|_| ())
     }
 
@@ -350,7 +350,7 @@ impl EngineHandle {
     /// Fails if the engine stops, for example because the function panics, or if a device fails.
     pub fn with_runner<T: Send + 'static>(&self, call: impl FnOnce(&mut Runner) -> T + Send + 'static) -> Result<T> {
         let (sender, result) = mpsc::sync_channel(1);
-        self.send(Command::Run(Box::new(move |runner| {
+        self.send(EngineCommand::Run(Box::new(move |runner| {
             // The send fails only if the caller no longer waits for the result of the call.
             let _ = sender.send(call(runner));
         })))?;
@@ -363,7 +363,7 @@ impl EngineHandle {
         (0..count as u64).map(|index| (uniform(seed, index) * vocab_size) as u32).collect()
     }
 
-    pub(super) fn send(&self, command: Command) -> Result<()> {
+    pub(super) fn send(&self, command: EngineCommand) -> Result<()> {
         let stopped = |_| self.failure().map_or_else(|| anyhow!("the engine has stopped"), anyhow::Error::from);
         self.commands.send(command).map_err(stopped)
     }

@@ -7,7 +7,7 @@ use anyhow::Result;
 
 use super::EngineHandle;
 use crate::engine::blocks::{BlockManager, prefix_file};
-use crate::engine::engine_loop::Command;
+use crate::engine::engine_loop::EngineCommand;
 use crate::files;
 use crate::runner::Runner;
 
@@ -47,7 +47,7 @@ impl EngineHandle {
         call: impl FnOnce(&Runner, &mut BlockManager) -> T + Send + 'static,
     ) -> Result<T> {
         let (sender, result) = mpsc::sync_channel(1);
-        self.send(Command::Cache(Box::new(move |runner, blocks| {
+        self.send(EngineCommand::Cache(Box::new(move |runner, blocks| {
             // The send fails only if the caller no longer waits for the result of the call.
             let _ = sender.send(call(runner, blocks));
         })))?;

@@ -5,7 +5,7 @@ use std::sync::mpsc;
 use anyhow::Result;
 
 use super::EngineHandle;
-use crate::engine::engine_loop::Command;
+use crate::engine::engine_loop::EngineCommand;
 use crate::engine::requests::{GenerateOptions, Request};
 use crate::engine::scheduler::{NewSequence, Preview, SequenceId};
 
@@ -33,7 +33,7 @@ impl EngineHandle {
         let prompt_parts = self.request_parts(&options)?;
         let max_tokens = options.max_tokens.unwrap_or(usize::MAX).min(self.context() - prompt_tokens);
         let (sender, result) = mpsc::sync_channel(1);
-        self.send(Command::Inspect(Box::new(move |scheduler, now| {
+        self.send(EngineCommand::Inspect(Box::new(move |scheduler, now| {
             let new = NewSequence {
                 // The ids of the sequence and its forks are larger than all ids in use.
                 id: SequenceId::MAX - answers as SequenceId,

@@ -290,7 +290,7 @@ fn load_onto_device(
     let memory = RankMemory::new(&plan, &options.devices, &device_infos, options.split, options.memory)?;
     let capacity = memory.choose(options.context)?;
 
-    let target = Target { device: &device, dtype, memory: &memory, capacity };
+    let target = LoadTarget { device: &device, dtype, memory: &memory, capacity };
     let allocated = allocate(config, checkpoint, options, &target, times);
     let (runner, attention) = allocated.map_err(|error| {
         if !device::is_out_of_memory(&error) {
@@ -307,7 +307,7 @@ fn load_onto_device(
 }
 
 /// Where and how to load a model. `device` is the first device.
-struct Target<'t> {
+struct LoadTarget<'t> {
     device: &'t Device,
     dtype: DType,
     memory: &'t RankMemory,
@@ -320,10 +320,10 @@ fn allocate(
     config: &ModelConfig,
     checkpoint: &Checkpoint,
     options: &LoadOptions,
-    target: &Target,
+    target: &LoadTarget,
     times: &mut LoadTimes,
 ) -> Result<(Runner, AttentionBackend)> {
-    let &Target { device, dtype, memory, capacity } = target;
+    let &LoadTarget { device, dtype, memory, capacity } = target;
     let Capacity { context, chunk } = capacity;
     let total = checkpoint.bytes();
     let report = |bytes| (options.progress)(bytes, total);

@@ -21,7 +21,7 @@ pub use client_end::ClientEnd;
 pub use outbox::{Outbox, SequenceEvent};
 pub use output::Output;
 pub use prompt_scores::PromptScores;
-pub use record::{EngineRecord, Record, RecordedAnswer, RecordedRequest, RequestRecord};
+pub use record::{EngineRecord, GenerationRecord, RecordedAnswer, RecordedRequest, RequestRecord};
 pub use request::{FinishReason, GenerateOptions, Prompt, Request};
 pub use sequence::Sequence;
 pub use stop::StopStrings;

@@ -13,7 +13,7 @@ use crate::tokenizer::TextStream;
 /// Turns the tokens of one answer into text, split into channels. Ends the answer at the first stop string.
 pub struct Output {
     language: Arc<Language>,
-    reader: Reader,
+    reader: OutputReader,
     stop: StopStrings,
     /// The number of tokens added so far.
     tokens: usize,
@@ -24,7 +24,7 @@ pub struct Output {
 }
 
 /// A decoder for generated tokens, with or without a chat format.
-enum Reader {
+enum OutputReader {
     /// A parser that separates reasoning, answer and tool calls.
     Chat(Box<Parser>),
     /// A decoder of plain text. All text belongs to the answer.
@@ -34,15 +34,15 @@ enum Reader {
 impl Output {
     /// Creates an output that parses the model's chat format.
     pub fn chat(language: Arc<Language>, parser: Parser, options: &GenerateOptions) -> Self {
-        Self::new(language, Reader::Chat(Box::new(parser)), options)
+        Self::new(language, OutputReader::Chat(Box::new(parser)), options)
     }
 
     /// Creates an output that decodes the continuation of `prompt` as plain text.
     pub fn raw(language: Arc<Language>, prompt: &[u32], options: &GenerateOptions) -> Self {
-        Self::new(language, Reader::Raw(TextStream::continuing(prompt)), options)
+        Self::new(language, OutputReader::Raw(TextStream::continuing(prompt)), options)
     }
 
-    fn new(language: Arc<Language>, reader: Reader, options: &GenerateOptions) -> Self {
+    fn new(language: Arc<Language>, reader: OutputReader, options: &GenerateOptions) -> Self {
         let GenerateOptions { stop, stop_token_ids, ignore_eos, min_tokens, .. } = options;
         let (stop, stop_token_ids) = (StopStrings::new(stop), stop_token_ids.clone());
         Self { language, reader, stop, tokens: 0, min_tokens: *min_tokens, stop_token_ids, ignore_eos: *ignore_eos }
@@ -56,9 +56,9 @@ impl Output {
         }
         let ends_text = self.language.is_stop(token) && !self.ignore_eos;
         let deltas = match &mut self.reader {
-            Reader::Chat(parser) => parser.push(&self.language.tokenizer, token)?,
-            Reader::Raw(_) if ends_text => Vec::new(),
-            Reader::Raw(stream) => answer(stream.push(&self.language.tokenizer, token)?),
+            OutputReader::Chat(parser) => parser.push(&self.language.tokenizer, token)?,
+            OutputReader::Raw(_) if ends_text => Vec::new(),
+            OutputReader::Raw(stream) => answer(stream.push(&self.language.tokenizer, token)?),
         };
         Ok(self.until_stop(deltas))
     }
@@ -66,8 +66,8 @@ impl Output {
     /// Ends the text. Returns what the decoder and the search for stop strings still hold back.
     pub fn finish(&mut self) -> Result<Vec<Delta>> {
         let held = match &mut self.reader {
-            Reader::Chat(parser) => parser.finish(&self.language.tokenizer)?,
-            Reader::Raw(stream) => answer(stream.finish(&self.language.tokenizer)?),
+            OutputReader::Chat(parser) => parser.finish(&self.language.tokenizer)?,
+            OutputReader::Raw(stream) => answer(stream.finish(&self.language.tokenizer)?),
         };
         let mut deltas = self.until_stop(held);
         deltas.extend(answer(self.stop.finish()));
@@ -87,16 +87,16 @@ impl Output {
     /// Returns the tool calls so far. Without a chat format, returns an empty list.
     pub fn tool_calls(&self) -> &[ToolCall] {
         match &self.reader {
-            Reader::Chat(parser) => parser.tool_calls(),
-            Reader::Raw(_) => &[],
+            OutputReader::Chat(parser) => parser.tool_calls(),
+            OutputReader::Raw(_) => &[],
         }
     }
 
     /// Returns how often the model has violated its chat format so far, by kind.
     pub fn violations(&self) -> FormatViolations {
         match &self.reader {
-            Reader::Chat(parser) => parser.violations(),
-            Reader::Raw(_) => FormatViolations::default(),
+            OutputReader::Chat(parser) => parser.violations(),
+            OutputReader::Raw(_) => FormatViolations::default(),
         }
     }
 

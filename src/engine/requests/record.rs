@@ -21,7 +21,7 @@ const ALLOCATION_BYTES: usize = 16;
 
 /// A record of all answers to one client request.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub struct Record {
+pub struct GenerationRecord {
     version: u32,
     /// The request id: the client's `x-request-id`, or an id that the server assigned.
     pub id: String,
@@ -88,7 +88,7 @@ pub struct RecordedAnswer {
     pub ttft_s: f64,
 }
 
-impl Record {
+impl GenerationRecord {
     /// Creates a record without requests, dated now.
     pub fn new(id: String, model: String, revision: Option<String>, info: &ModelInfo) -> Self {
         let (created, engine) = (jiff::Timestamp::now().to_string(), EngineRecord::new(info));
@@ -206,7 +206,7 @@ mod tests {
     fn the_size_of_a_record_includes_all_its_parts() {
         let request = RequestRecord::new(&[1, 2, 3], None, &GenerateOptions::new(SamplingParams::greedy()));
         let answer = RecordedAnswer { tokens: vec![7; 1000], logprobs: vec![0.0; 500], ..RecordedAnswer::default() };
-        let with = |answers: Vec<RecordedAnswer>| Record {
+        let with = |answers: Vec<RecordedAnswer>| GenerationRecord {
             version: VERSION,
             id: "x".repeat(100),
             created: String::new(),
@@ -227,7 +227,7 @@ mod tests {
             error: None,
         };
         let (empty, full) = (with(Vec::new()).bytes(), with(vec![answer]).bytes());
-        assert!(empty >= size_of::<Record>() + size_of::<RecordedRequest>() + 312, "{empty}");
+        assert!(empty >= size_of::<GenerationRecord>() + size_of::<RecordedRequest>() + 312, "{empty}");
         assert!(full - empty >= 6000 + size_of::<RecordedAnswer>(), "{full} and {empty}");
     }
 }

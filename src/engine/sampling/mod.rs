@@ -9,4 +9,4 @@ mod sampler;
 mod token_counts;
 
 pub use params::{GenerationConfigUse, SAMPLING_FIELDS, SamplingField, SamplingParams};
-pub use sampler::{Candidate, LogitRules, Sampler, argmax, candidates, uniform};
+pub use sampler::{LogitRules, Sampler, TokenCandidate, argmax, candidates, uniform};

@@ -214,7 +214,7 @@ impl TokenSampler for Sampler {
 
 /// A token that can be drawn. Its weight is its probability relative to the most likely token, which has weight 1.
 #[derive(Clone, Copy, Debug)]
-pub struct Candidate {
+pub struct TokenCandidate {
     pub id: u32,
     pub weight: f64,
 }
@@ -222,7 +222,7 @@ pub struct Candidate {
 /// Applies temperature, top-k, top-p and min-p. Returns the tokens that remain, or none if no logit is above -inf.
 ///
 /// With top-k or top-p, the candidates are sorted by descending weight. Otherwise, they are sorted by id.
-pub fn candidates(logits: &[f32], params: &SamplingParams) -> Vec<Candidate> {
+pub fn candidates(logits: &[f32], params: &SamplingParams) -> Vec<TokenCandidate> {
     let top = logits.iter().copied().filter(|logit| !logit.is_nan()).fold(f32::NEG_INFINITY, f32::max);
     if top == f32::NEG_INFINITY {
         return Vec::new();
@@ -238,11 +238,11 @@ pub fn candidates(logits: &[f32], params: &SamplingParams) -> Vec<Candidate> {
         presence_penalty: _,
         seed: _,
     } = params;
-    let weigh = |(id, &logit): (usize, &f32)| Candidate {
+    let weigh = |(id, &logit): (usize, &f32)| TokenCandidate {
         id: id as u32,
         weight: if logit == top { 1.0 } else { ((logit - top) as f64 / temperature.max(1e-6) as f64).exp() },
     };
-    let mut all: Vec<Candidate> = logits.iter().enumerate().map(weigh).filter(|c| c.weight > 0.0).collect();
+    let mut all: Vec<TokenCandidate> = logits.iter().enumerate().map(weigh).filter(|c| c.weight > 0.0).collect();
     if top_k > 0 {
         keep_top_k(&mut all, top_k);
     }
@@ -256,11 +256,11 @@ pub fn candidates(logits: &[f32], params: &SamplingParams) -> Vec<Candidate> {
 }
 
 /// Orders candidates by descending weight. Orders equal weights by id, so that unstable sorts are deterministic.
-fn by_weight(a: &Candidate, b: &Candidate) -> std::cmp::Ordering {
+fn by_weight(a: &TokenCandidate, b: &TokenCandidate) -> std::cmp::Ordering {
     b.weight.total_cmp(&a.weight).then(a.id.cmp(&b.id))
 }
 
-fn keep_top_k(candidates: &mut Vec<Candidate>, count: usize) {
+fn keep_top_k(candidates: &mut Vec<TokenCandidate>, count: usize) {
     if count < candidates.len() {
         candidates.select_nth_unstable_by(count, by_weight);
         candidates.truncate(count);
@@ -272,7 +272,7 @@ fn keep_top_k(candidates: &mut Vec<Candidate>, count: usize) {
 ///
 /// A vocabulary can have 200,000 tokens, and sorting them all would be slow. Usually, far fewer tokens are kept.
 /// The function therefore sorts only the top 64 tokens at first, and then 8 times as many, until the sum reaches `p`.
-fn keep_top_p(candidates: &mut Vec<Candidate>, p: f64) {
+fn keep_top_p(candidates: &mut Vec<TokenCandidate>, p: f64) {
     let target = p * candidates.iter().map(|c| c.weight).sum::<f64>();
     let mut head = 64.min(candidates.len());
     loop {

@@ -8,7 +8,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::ledger::{TenantId, TenantLedger};
-use super::order::{Seniority, Turn};
+use super::order::{SchedulingTurn, Seniority};
 
 /// The waiting sequences of all tenants.
 #[derive(Default)]
@@ -55,7 +55,7 @@ impl FairQueue {
     /// because tenants take turns. The exact number depends on the lengths of the prompts and answers.
     pub fn ahead(&self, tenant: TenantId, seniority: Seniority, ledger: &TenantLedger) -> usize {
         let own = self.waiting.get(&tenant).map_or(0, |waiting| waiting.range(..seniority).count());
-        let turn = Turn::new(self.served_if_waiting(tenant, ledger), seniority);
+        let turn = SchedulingTurn::new(self.served_if_waiting(tenant, ledger), seniority);
         let others = self.waiting.iter().filter(|&(&id, _)| id != tenant);
         let of_other = |(&id, waiting): (&TenantId, &BTreeSet<Seniority>)| {
             let is_first = waiting.first().is_some_and(|&first| ledger.turn(id, first) < turn);

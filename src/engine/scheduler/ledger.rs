@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-use super::order::{Seniority, Turn};
+use super::order::{SchedulingTurn, Seniority};
 
 /// Identifies the owner of a sequence, such as a client with its own API key.
 pub type TenantId = u64;
@@ -69,8 +69,8 @@ impl TenantLedger {
     }
 
     /// Returns the turn of a sequence of this tenant, given the tokens served to the tenant so far.
-    pub fn turn(&self, tenant: TenantId, seniority: Seniority) -> Turn {
-        Turn::new(self.served(tenant), seniority)
+    pub fn turn(&self, tenant: TenantId, seniority: Seniority) -> SchedulingTurn {
+        SchedulingTurn::new(self.served(tenant), seniority)
     }
 
     /// Returns whether at most one tenant has sequences. Turns then follow seniority.

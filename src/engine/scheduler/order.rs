@@ -49,14 +49,14 @@ impl Seniority {
 ///
 /// The comparison uses the fields in their order, so protected sequences come first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Turn {
+pub struct SchedulingTurn {
     is_protected: Reverse<bool>,
     /// The weighted number of tokens that were served to the sequence's tenant.
     served: u64,
     seniority: Seniority,
 }
 
-impl Turn {
+impl SchedulingTurn {
     pub fn new(served: u64, seniority: Seniority) -> Self {
         Self { is_protected: seniority.is_protected, served, seniority }
     }

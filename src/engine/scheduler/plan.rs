@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::mem;
 use std::time::Duration;
 
-use super::order::{Seniority, SequenceId, Turn};
+use super::order::{SchedulingTurn, Seniority, SequenceId};
 use super::{GROWTH_STEPS, MAX_PREEMPTIONS, ScheduledSequence, Scheduler, SequenceWork, StepPlan};
 
 /// The sequences that can get a chunk in the planned step.
@@ -75,7 +75,7 @@ impl Scheduler {
         expired
     }
 
-    fn turn(&self, seniority: Seniority) -> Turn {
+    fn turn(&self, seniority: Seniority) -> SchedulingTurn {
         self.ledger.turn(self.sequences[&seniority.id()].tenant, seniority)
     }
 

@@ -7,7 +7,7 @@ use crate::runner::limits::MAX_SEQUENCES;
 
 /// How a step runs, and when.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Route {
+pub struct StepRoute {
     pub executor: StepExecutor,
     /// Whether the step is queued before the tokens of the previous step are known.
     /// Always false for steps on the decode graph, which queues its own steps.
@@ -86,10 +86,10 @@ impl StepFacts {
 }
 
 /// Decides what runs a step, and whether the step is queued. Without `can_queue`, the step is not queued.
-pub fn route(runner: RunnerFacts, step: StepFacts) -> Route {
+pub fn route(runner: RunnerFacts, step: StepFacts) -> StepRoute {
     let is_queued = is_queued(runner, step);
     let executor = if is_queued { batch_executor(runner, step) } else { unqueued_executor(runner, step) };
-    Route { executor, is_queued }
+    StepRoute { executor, is_queued }
 }
 
 /// Returns whether a step is queued. Returns false if the decode graph runs the step.
@@ -189,7 +189,7 @@ mod tests {
         for (row, (name, runners, steps)) in table.iter().zip(ROWS) {
             for &runner in *runners {
                 for &step in *steps {
-                    let Route { executor, is_queued } = route(runner, step);
+                    let StepRoute { executor, is_queued } = route(runner, step);
                     let runs_as = match executor {
                         StepExecutor::DecodeGraph => "decode graph",
                         StepExecutor::BatchGraph => "batch graph",
@@ -236,7 +236,7 @@ mod tests {
     #[test]
     fn every_step_gets_an_executor_that_can_run_it() {
         for (runner, step) in all_facts() {
-            let Route { executor, is_queued } = route(runner, step);
+            let StepRoute { executor, is_queued } = route(runner, step);
             let can_run = match executor {
                 StepExecutor::DecodeGraph => {
                     let is_one_token = step.sequences == 1 && step.is_decode && step.chooses_tokens;
@@ -263,12 +263,12 @@ mod tests {
     #[test]
     fn a_step_of_one_sequence_without_a_sampler_runs_operation_by_operation() {
         let step = StepFacts { chooses_tokens: false, ..ONE };
-        assert_eq!(route(GPU, step), Route { executor: StepExecutor::Eager, is_queued: false });
+        assert_eq!(route(GPU, step), StepRoute { executor: StepExecutor::Eager, is_queued: false });
     }
 
     #[test]
     fn too_many_sequences_are_not_queued() {
         let step = StepFacts { sequences: MAX_SEQUENCES + 1, ..MANY };
-        assert_eq!(route(GPU, step), Route { executor: StepExecutor::Eager, is_queued: false });
+        assert_eq!(route(GPU, step), StepRoute { executor: StepExecutor::Eager, is_queued: false });
     }
 }

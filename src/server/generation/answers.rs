@@ -11,7 +11,8 @@ use tokio::sync::oneshot;
 use super::choice::{Choice, Finish, Pieces, finite_logprob};
 use super::usage::Usage;
 use crate::engine::{
-    EngineHandle, Event, Record, RecordedAnswer, RecordedRequest, Request, RequestStream, ScoredPrompt, Summary,
+    EngineHandle, Event, GenerationRecord, RecordedAnswer, RecordedRequest, Request, RequestStream, ScoredPrompt,
+    Summary,
 };
 use crate::error::Error;
 use crate::server::http::error::ApiError;
@@ -21,7 +22,7 @@ use crate::server::state::Server;
 
 /// The answers to one HTTP request. Dropping this value cancels the answers that have not ended.
 pub struct Answers {
-    answers: Vec<Answer>,
+    answers: Vec<AnswerStream>,
     /// The number of answers to each prompt.
     per_prompt: usize,
     /// The index of the answer to poll first. It advances after each result, so that no answer is starved.
@@ -42,7 +43,7 @@ pub struct Answers {
 }
 
 /// One answer: the stream of its events, and the state that converts events to pieces of text and tool calls.
-struct Answer {
+struct AnswerStream {
     stream: RequestStream,
     choice: Choice,
     last_token: Option<Instant>,
@@ -53,7 +54,7 @@ struct Answer {
     finish: Option<Finish>,
 }
 
-impl Answer {
+impl AnswerStream {
     /// Adds a token to the record of the answer, if the answer is recorded.
     fn record(&mut self, token: u32, logprob: Option<f32>) {
         if self.stream.record().is_some() {
@@ -111,7 +112,14 @@ pub async fn submit(server: &Arc<Server>, log: Arc<RequestLog>, submission: Subm
             .with_parallel_calls(submission.can_call_in_parallel)
             .with_named_call(submission.must_call_named)
             .with_all_tokens(submission.keeps_all_tokens);
-        Answer { stream, choice, last_token: None, recorded: RecordedAnswer::default(), summary: None, finish: None }
+        AnswerStream {
+            stream,
+            choice,
+            last_token: None,
+            recorded: RecordedAnswer::default(),
+            summary: None,
+            finish: None,
+        }
     };
     Ok(Answers {
         answers: streams.into_iter().map(answer).collect(),
@@ -297,12 +305,12 @@ impl Answers {
     fn record(&mut self) {
         let options = &self.server.options;
         let (id, model, revision) = (self.log.id.clone(), options.model.clone(), options.record.revision.clone());
-        let mut record = Record::new(id, model, revision, self.engine.info());
+        let mut record = GenerationRecord::new(id, model, revision, self.engine.info());
         record.requests.reserve_exact(self.answers.len() / self.per_prompt);
         let (is_canceled, failure) = (self.is_canceled, self.failure.take());
         for answers in self.answers.chunks_mut(self.per_prompt) {
             let Some(request) = answers.first().and_then(|answer| answer.stream.record()).cloned() else { return };
-            let take = |answer: &mut Answer| {
+            let take = |answer: &mut AnswerStream| {
                 let progress = answer.stream.progress();
                 let finish = finish_name(answer.finish, failure.is_some(), is_canceled);
                 let recorded = std::mem::take(&mut answer.recorded);

@@ -13,7 +13,7 @@ use ring::digest::{Context as Hash, SHA256};
 use serde::{Deserialize, Serialize};
 
 use super::receipt_key::{PublicKey, ReceiptKey};
-use crate::engine::{EngineRecord, Record, RecordedAnswer, RecordedRequest, SamplingParams};
+use crate::engine::{EngineRecord, GenerationRecord, RecordedAnswer, RecordedRequest, SamplingParams};
 
 /// The only accepted JWS header of a receipt. Receipts with any other algorithm are rejected.
 const HEADER: &str = r#"{"alg":"EdDSA","typ":"inferno-receipt"}"#;
@@ -71,7 +71,11 @@ pub struct TokensReceipt {
 
 impl Receipt {
     /// Creates the receipt of a record. `files` are the hashes of the model's files.
-    pub fn new(record: &Record, files: BTreeMap<String, String>, chat_format: Option<String>) -> Result<Self> {
+    pub fn new(
+        record: &GenerationRecord,
+        files: BTreeMap<String, String>,
+        chat_format: Option<String>,
+    ) -> Result<Self> {
         let answer = |answer: &RecordedAnswer| AnswerReceipt {
             tokens: TokensReceipt::new(&answer.tokens),
             finish: answer.finish.clone(),

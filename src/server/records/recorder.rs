@@ -14,7 +14,7 @@ use std::thread::{self, JoinHandle};
 use anyhow::{Context, Result};
 
 use super::options::RecordOptions;
-use crate::engine::Record;
+use crate::engine::GenerationRecord;
 use crate::files;
 use crate::server::ids;
 use crate::server::tenant::Tenant;
@@ -28,31 +28,31 @@ pub struct Recorder {
     limit: usize,
     ring: Mutex<Ring>,
     /// Writes records to the folder. `None` without a folder, and after [`finish`](Self::finish).
-    writer: Mutex<Option<Writer>>,
+    writer: Mutex<Option<RecordWriter>>,
 }
 
 /// The most recent records, oldest first.
 #[derive(Default)]
 struct Ring {
-    entries: VecDeque<Entry>,
+    entries: VecDeque<RingEntry>,
     bytes: usize,
 }
 
-struct Entry {
+struct RingEntry {
     tenant: Tenant,
-    record: Arc<Record>,
+    record: Arc<GenerationRecord>,
     bytes: usize,
 }
 
-struct Writer {
-    records: SyncSender<Arc<Record>>,
+struct RecordWriter {
+    records: SyncSender<Arc<GenerationRecord>>,
     thread: JoinHandle<()>,
 }
 
 impl Recorder {
     /// Creates a recorder. Creates the folder if it does not exist.
     pub fn new(options: &RecordOptions) -> Result<Self> {
-        let writer = options.folder.as_ref().map(|folder| Writer::start(folder.clone())).transpose()?;
+        let writer = options.folder.as_ref().map(|folder| RecordWriter::start(folder.clone())).transpose()?;
         Ok(Self { limit: options.memory_bytes, ring: Mutex::default(), writer: Mutex::new(writer) })
     }
 
@@ -63,20 +63,20 @@ impl Recorder {
 
     /// Adds a record. Drops the oldest records from memory while the records in memory exceed the limit.
     /// A record that alone exceeds the limit is not kept in memory.
-    pub fn add(&self, tenant: Tenant, record: Record) {
+    pub fn add(&self, tenant: Tenant, record: GenerationRecord) {
         let record = Arc::new(record);
         if let Some(writer) = &*lock(&self.writer)
             && let Err(TrySendError::Full(record)) = writer.records.try_send(record.clone())
         {
             tracing::warn!(id = record.id, "cannot write the record of a request: the disk is too slow");
         }
-        let bytes = size_of::<Entry>() + record.bytes();
+        let bytes = size_of::<RingEntry>() + record.bytes();
         if bytes > self.limit {
             return;
         }
         let mut ring = lock(&self.ring);
         ring.bytes += bytes;
-        ring.entries.push_back(Entry { tenant, record, bytes });
+        ring.entries.push_back(RingEntry { tenant, record, bytes });
         while ring.bytes > self.limit {
             let Some(oldest) = ring.entries.pop_front() else { return };
             ring.bytes -= oldest.bytes;
@@ -84,7 +84,7 @@ impl Recorder {
     }
 
     /// Returns a tenant's newest record with this request id, if the record is still in memory.
-    pub fn get(&self, tenant: Tenant, id: &str) -> Option<Arc<Record>> {
+    pub fn get(&self, tenant: Tenant, id: &str) -> Option<Arc<GenerationRecord>> {
         let ring = lock(&self.ring);
         let entry = ring.entries.iter().rev().find(|entry| entry.tenant == tenant && entry.record.id == id);
         entry.map(|entry| entry.record.clone())
@@ -93,7 +93,7 @@ impl Recorder {
     /// Waits until all waiting records are written to the folder. Records added after this call are not written.
     pub fn finish(&self) {
         let writer = lock(&self.writer).take();
-        if let Some(Writer { records, thread }) = writer {
+        if let Some(RecordWriter { records, thread }) = writer {
             drop(records);
             // If the writer thread panicked, the panic message is already printed.
             let _ = thread.join();
@@ -105,11 +105,11 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-impl Writer {
+impl RecordWriter {
     fn start(folder: PathBuf) -> Result<Self> {
         let what = || format!("cannot record requests in {}", folder.display());
         std::fs::create_dir_all(&folder).with_context(what)?;
-        let (records, receiver) = mpsc::sync_channel::<Arc<Record>>(MAX_WAITING);
+        let (records, receiver) = mpsc::sync_channel::<Arc<GenerationRecord>>(MAX_WAITING);
         let write = move || {
             for record in receiver {
                 if let Err(error) = write(&folder, &record) {
@@ -123,7 +123,7 @@ impl Writer {
 }
 
 /// Writes a record to a new file that only the file's owner can read.
-fn write(folder: &Path, record: &Record) -> Result<()> {
+fn write(folder: &Path, record: &GenerationRecord) -> Result<()> {
     let json = serde_json::to_vec(record)?;
     let name = file_name(&record.id);
     let mut path = folder.join(format!("{name}.json"));

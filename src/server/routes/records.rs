@@ -6,7 +6,7 @@ use axum::Extension;
 use axum::extract::{Path, State};
 use axum::response::Response;
 
-use crate::engine::Record;
+use crate::engine::GenerationRecord;
 use crate::server::http::body::json_response;
 use crate::server::http::error::ApiError;
 use crate::server::state::Server;
@@ -23,7 +23,7 @@ pub async fn get(
 
 /// Returns the record of a request of this tenant.
 /// Fails if the server has no such record, or if it was started with `--no-auth`.
-pub fn find(server: &Server, tenant: Tenant, id: &str) -> Result<Arc<Record>, ApiError> {
+pub fn find(server: &Server, tenant: Tenant, id: &str) -> Result<Arc<GenerationRecord>, ApiError> {
     if server.options.no_auth {
         // Without authentication, the server cannot tell clients apart.
         // Each client could then read the prompts of all other clients.
