@@ -84,7 +84,7 @@ pub struct Metrics {
     pub admission_rejections: IntCounterVec,
     pub joined_retries: IntCounter,
     pub http: HttpMetrics,
-    pub times: RequestTimes,
+    pub times: RequestDurations,
     pub sizes: RequestSizes,
     prompts: PromptMetrics,
     format_violations: IntCounterVec,
@@ -100,7 +100,7 @@ pub struct HttpMetrics {
 }
 
 /// The durations of requests, and of the phases of requests.
-pub struct RequestTimes {
+pub struct RequestDurations {
     pub first_token: Histogram,
     pub inter_token: Histogram,
     pub per_output_token: Histogram,
@@ -173,7 +173,7 @@ impl Metrics {
             joined_retries: make
                 .counter("joined_retries_total", "Retries that received the answer to an earlier attempt.")?,
             http: HttpMetrics::new(&make)?,
-            times: RequestTimes::new(&make)?,
+            times: RequestDurations::new(&make)?,
             sizes: RequestSizes::new(&make)?,
             prompts: PromptMetrics::new(&make)?,
             format_violations: make.counters(
@@ -241,7 +241,7 @@ impl HttpMetrics {
     }
 }
 
-impl RequestTimes {
+impl RequestDurations {
     /// Adds the times of an answer that has ended `total_s` after its request was submitted.
     pub fn observe_answer(&self, summary: &Summary, total_s: f64) {
         self.queue.observe(summary.queue_s);

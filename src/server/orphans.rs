@@ -19,10 +19,11 @@ pub type RetryKey = [u8; 32];
 
 /// The answers whose clients have disconnected and may retry.
 #[derive(Default)]
-pub struct Orphans(Mutex<State>);
+pub struct Orphans(Mutex<OrphanTable>);
 
+/// The orphaned answers, and the number of the next one.
 #[derive(Default)]
-struct State {
+struct OrphanTable {
     waiting: HashMap<RetryKey, (u64, Orphan)>,
     next: u64,
 }
@@ -43,7 +44,7 @@ impl Drop for AnswerTask {
 }
 
 impl Orphans {
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, OrphanTable> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -51,21 +52,21 @@ impl Orphans {
     fn insert(self: &Arc<Self>, key: RetryKey, orphan: Orphan) {
         // If there is no async runtime, the server has already stopped, so no retry can arrive.
         let Ok(runtime) = Handle::try_current() else { return };
-        let mut state = self.lock();
-        let number = state.next;
-        state.next += 1;
-        let replaced = state.waiting.insert(key, (number, orphan));
-        drop(state);
+        let mut table = self.lock();
+        let number = table.next;
+        table.next += 1;
+        let replaced = table.waiting.insert(key, (number, orphan));
+        drop(table);
         drop(replaced);
         let orphans = self.clone();
         runtime.spawn(async move {
             tokio::time::sleep(GRACE).await;
-            let mut state = orphans.lock();
-            let expired = match state.waiting.get(&key) {
-                Some((other, _)) if *other == number => state.waiting.remove(&key),
+            let mut table = orphans.lock();
+            let expired = match table.waiting.get(&key) {
+                Some((other, _)) if *other == number => table.waiting.remove(&key),
                 _ => None,
             };
-            drop(state);
+            drop(table);
             drop(expired);
         });
     }

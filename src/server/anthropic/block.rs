@@ -12,7 +12,7 @@ pub const SIGNATURE: &str = "inferno";
 /// Fields of type `()` are always null: Anthropic's API requires them, but inferno has no values for them.
 #[derive(Debug, PartialEq, Serialize)]
 #[serde(tag = "type", rename_all = "snake_case")]
-pub enum Block {
+pub enum ContentBlock {
     Thinking { thinking: String, signature: &'static str },
     Text { text: String, citations: () },
     ToolUse { id: String, name: String, input: Value, caller: Caller },

@@ -4,14 +4,14 @@
 
 use serde_json::{Map, Value};
 
-use super::block::{Block, Caller, SIGNATURE};
-use super::events::{BlockDelta, BlockStart, Event, EventSink};
+use super::block::{Caller, ContentBlock, SIGNATURE};
+use super::events::{BlockDelta, BlockStart, Event, MessageEventSink};
 use crate::server::generation::choice::AnswerPiece;
 
 /// The content blocks of an answer so far. Only the last block can be incomplete.
 pub struct Content {
     shows_thinking: bool,
-    blocks: Vec<Block>,
+    blocks: Vec<ContentBlock>,
     is_open: bool,
     /// The arguments of the open tool call so far, as JSON text.
     arguments: String,
@@ -25,29 +25,29 @@ impl Content {
     }
 
     /// Takes the content blocks. Call [`finish`](Self::finish) first, to complete the last block.
-    pub fn take(&mut self) -> Vec<Block> {
+    pub fn take(&mut self) -> Vec<ContentBlock> {
         std::mem::take(&mut self.blocks)
     }
 
-    pub fn push(&mut self, piece: AnswerPiece, events: &mut impl EventSink) {
+    pub fn push(&mut self, piece: AnswerPiece, events: &mut impl MessageEventSink) {
         match piece {
             AnswerPiece::Reasoning(_) if !self.shows_thinking => {}
             AnswerPiece::Reasoning(text) => {
-                if !matches!(self.open(), Some(Block::Thinking { .. })) {
-                    self.start(Block::Thinking { thinking: String::new(), signature: SIGNATURE }, events);
+                if !matches!(self.open(), Some(ContentBlock::Thinking { .. })) {
+                    self.start(ContentBlock::Thinking { thinking: String::new(), signature: SIGNATURE }, events);
                 }
                 self.extend(&text, events);
             }
             AnswerPiece::Content(text, _) => {
-                if !matches!(self.open(), Some(Block::Text { .. })) {
-                    self.start(Block::Text { text: String::new(), citations: () }, events);
+                if !matches!(self.open(), Some(ContentBlock::Text { .. })) {
+                    self.start(ContentBlock::Text { text: String::new(), citations: () }, events);
                 }
                 self.extend(&text, events);
             }
             AnswerPiece::ToolStart { id, name, .. } => {
                 let id = id.replacen("call_", "toolu_", 1);
                 let (input, caller) = (Value::Object(Map::new()), Caller::Direct);
-                self.start(Block::ToolUse { id, name, input, caller }, events);
+                self.start(ContentBlock::ToolUse { id, name, input, caller }, events);
                 self.calls.push(self.blocks.len() - 1);
             }
             AnswerPiece::ToolArguments { index, text } => {
@@ -61,33 +61,33 @@ impl Content {
     }
 
     /// Ends the open content block, if there is one.
-    pub fn finish(&mut self, events: &mut impl EventSink) {
+    pub fn finish(&mut self, events: &mut impl MessageEventSink) {
         if !std::mem::take(&mut self.is_open) {
             return;
         }
         let index = self.blocks.len() - 1;
         match self.blocks.last_mut() {
-            Some(Block::Thinking { signature, .. }) => {
+            Some(ContentBlock::Thinking { signature, .. }) => {
                 let delta = BlockDelta::Signature { signature };
                 events.send(Event::ContentBlockDelta { index, delta });
             }
-            Some(Block::ToolUse { input, .. }) => *input = parse(&std::mem::take(&mut self.arguments)),
-            Some(Block::Text { .. }) | None => {}
+            Some(ContentBlock::ToolUse { input, .. }) => *input = parse(&std::mem::take(&mut self.arguments)),
+            Some(ContentBlock::Text { .. }) | None => {}
         }
         events.send(Event::ContentBlockStop { index });
     }
 
-    fn open(&self) -> Option<&Block> {
+    fn open(&self) -> Option<&ContentBlock> {
         self.blocks.last().filter(|_| self.is_open)
     }
 
     /// Ends the open content block, if there is one, and starts the next one.
-    fn start(&mut self, block: Block, events: &mut impl EventSink) {
+    fn start(&mut self, block: ContentBlock, events: &mut impl MessageEventSink) {
         self.finish(events);
         let content_block = match &block {
-            Block::Thinking { .. } => BlockStart::Thinking { thinking: "", signature: "" },
-            Block::Text { .. } => BlockStart::Text { text: "", citations: () },
-            Block::ToolUse { id, name, caller, .. } => {
+            ContentBlock::Thinking { .. } => BlockStart::Thinking { thinking: "", signature: "" },
+            ContentBlock::Text { .. } => BlockStart::Text { text: "", citations: () },
+            ContentBlock::ToolUse { id, name, caller, .. } => {
                 BlockStart::ToolUse { id, name, input: Map::new(), caller: *caller }
             }
         };
@@ -97,18 +97,18 @@ impl Content {
     }
 
     /// Adds text to the open content block, and sends the text as a delta event.
-    fn extend(&mut self, more: &str, events: &mut impl EventSink) {
+    fn extend(&mut self, more: &str, events: &mut impl MessageEventSink) {
         let index = self.blocks.len().saturating_sub(1);
         let delta = match self.blocks.last_mut() {
-            Some(Block::Thinking { thinking, .. }) => {
+            Some(ContentBlock::Thinking { thinking, .. }) => {
                 thinking.push_str(more);
                 BlockDelta::Thinking { thinking: more }
             }
-            Some(Block::Text { text, .. }) => {
+            Some(ContentBlock::Text { text, .. }) => {
                 text.push_str(more);
                 BlockDelta::Text { text: more }
             }
-            Some(Block::ToolUse { .. }) => {
+            Some(ContentBlock::ToolUse { .. }) => {
                 self.arguments.push_str(more);
                 BlockDelta::InputJson { partial_json: more }
             }
@@ -136,16 +136,16 @@ mod tests {
 
     /// Collects the events of a message as JSON.
     #[derive(Default)]
-    struct Recorder(Vec<Value>);
+    struct MessageEvents(Vec<Value>);
 
-    impl EventSink for Recorder {
+    impl MessageEventSink for MessageEvents {
         fn send(&mut self, event: Event<'_>) {
             self.0.push(serde_json::to_value(&event).unwrap());
         }
     }
 
     fn run(pieces: Vec<AnswerPiece>, shows_thinking: bool) -> (Value, Vec<Value>) {
-        let (mut content, mut events) = (Content::new(shows_thinking), Recorder::default());
+        let (mut content, mut events) = (Content::new(shows_thinking), MessageEvents::default());
         pieces.into_iter().for_each(|piece| content.push(piece, &mut events));
         content.finish(&mut events);
         (json!(content.take()), events.0)

@@ -5,21 +5,18 @@ use serde_json::{Map, Value};
 
 use super::block::Caller;
 use super::object::{MessageObject, MessagesUsage, StopDelta};
-use crate::server::generation::event_stream::EventBuffer;
+use crate::server::generation::event_stream::{EventBuffer, NoEvents};
 
 /// Receives the stream events of a message.
-pub trait EventSink {
+pub trait MessageEventSink {
     fn send(&mut self, event: Event<'_>);
 }
 
-/// Discards all events. Used for messages that are not streamed.
-pub struct NoEvents;
-
-impl EventSink for NoEvents {
+impl MessageEventSink for NoEvents {
     fn send(&mut self, _event: Event<'_>) {}
 }
 
-impl EventSink for EventBuffer {
+impl MessageEventSink for EventBuffer {
     fn send(&mut self, event: Event<'_>) {
         self.push_named(event.name(), &event);
     }

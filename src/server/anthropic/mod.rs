@@ -21,7 +21,7 @@ use axum::response::Response;
 use serde::Serialize;
 
 use super::generation::choice::{Finish, Pieces};
-use super::generation::event_stream::{self, EventBuffer, EventWriter};
+use super::generation::event_stream::{self, EventBuffer, EventWriter, NoEvents};
 use super::generation::reply;
 use super::generation::{self, Answers, Submission};
 use super::http::body::{json_response, read_json};
@@ -31,7 +31,7 @@ use super::ids;
 use super::state::Server;
 use crate::engine;
 use content::Content;
-use events::{Event, EventSink, NoEvents};
+use events::{Event, MessageEventSink};
 use object::{MessageObject, StopDelta};
 use request::MessagesRequest;
 
@@ -60,7 +60,7 @@ pub async fn create(
         prompt_field: "messages",
     };
     let mut answers = generation::submit(&server, log.clone(), submission).await?;
-    let mut progress = Progress {
+    let mut builder = MessageBuilder {
         message: MessageObject {
             id: ids::new("msg_"),
             kind: "message",
@@ -73,15 +73,15 @@ pub async fn create(
         content: Content::new(request.shows_thinking),
     };
     let response = if request.is_stream {
-        let writer = MessageWriter { progress, request_id: log.id.clone() };
+        let writer = MessageWriter { builder, request_id: log.id.clone() };
         event_stream::response(answers, writer, server.options.timeouts.ping)
     } else {
         while let Some(next) = answers.next().await {
-            progress.push(next?.1, &answers, &mut NoEvents);
+            builder.push(next?.1, &answers, &mut NoEvents);
         }
-        progress.message.content = progress.content.take();
-        progress.message.usage = answers.usage().into();
-        json_response(&progress.message)?
+        builder.message.content = builder.content.take();
+        builder.message.usage = answers.usage().into();
+        json_response(&builder.message)?
     };
     Ok(reply::with_ignored(response, &request.ignored))
 }
@@ -105,14 +105,14 @@ pub async fn count_tokens(State(server): State<Arc<Server>>, request: Request) -
 }
 
 /// An answer that is being generated, in the format of Anthropic's messages.
-struct Progress {
+struct MessageBuilder {
     message: MessageObject,
     content: Content,
 }
 
-impl Progress {
+impl MessageBuilder {
     /// Adds pieces of the answer to the message.
-    fn push(&mut self, pieces: Pieces, answers: &Answers, events: &mut impl EventSink) {
+    fn push(&mut self, pieces: Pieces, answers: &Answers, events: &mut impl MessageEventSink) {
         for piece in pieces.pieces {
             self.content.push(piece, events);
         }
@@ -140,23 +140,23 @@ fn stop(finish: Finish, answers: &Answers) -> StopDelta {
 
 /// Writes the stream events of a message.
 struct MessageWriter {
-    progress: Progress,
+    builder: MessageBuilder,
     request_id: String,
 }
 
 impl EventWriter for MessageWriter {
     fn begin(&mut self, out: &mut EventBuffer) {
-        out.send(Event::MessageStart { message: &self.progress.message });
+        out.send(Event::MessageStart { message: &self.builder.message });
         out.send(Event::Ping {});
     }
 
     fn write(&mut self, _index: usize, pieces: Pieces, answers: &Answers, out: &mut EventBuffer) {
-        self.progress.push(pieces, answers, out);
+        self.builder.push(pieces, answers, out);
     }
 
     fn finish(&mut self, answers: &Answers, out: &mut EventBuffer) {
         let usage = answers.usage().into();
-        out.send(Event::MessageDelta { delta: &self.progress.message.stop, usage });
+        out.send(Event::MessageDelta { delta: &self.builder.message.stop, usage });
         out.send(Event::MessageStop {});
     }
 

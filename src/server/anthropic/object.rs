@@ -2,7 +2,7 @@
 
 use serde::Serialize;
 
-use super::block::Block;
+use super::block::ContentBlock;
 use crate::server::generation::usage::Usage;
 
 /// A message: the body of a response that is not streamed, and part of the stream event `message_start`.
@@ -13,7 +13,7 @@ pub struct MessageObject {
     pub kind: &'static str,
     pub role: &'static str,
     pub model: String,
-    pub content: Vec<Block>,
+    pub content: Vec<ContentBlock>,
     #[serde(flatten)]
     pub stop: StopDelta,
     pub usage: MessagesUsage,

@@ -90,6 +90,9 @@ impl EventBuffer {
     }
 }
 
+/// Discards all events. Used for answers that are not streamed.
+pub struct NoEvents;
+
 /// Returns an event as JSON. If the serialization fails, logs the error and returns `None`.
 fn to_json(event: &impl Serialize) -> Option<String> {
     serde_json::to_string(event)

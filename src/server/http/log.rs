@@ -25,12 +25,12 @@ pub struct RequestLog {
     started: Instant,
     metrics: Arc<Metrics>,
     tenant: OnceLock<Tenant>,
-    outcome: Mutex<Outcome>,
+    outcome: Mutex<RequestOutcome>,
 }
 
 /// The outcome of a request, known when the request ends.
 #[derive(Default)]
-struct Outcome {
+struct RequestOutcome {
     status: Option<StatusCode>,
     answer: Option<AnswerLog>,
 }
@@ -78,7 +78,7 @@ impl RequestLog {
         self.lock().answer = Some(answer);
     }
 
-    fn lock(&self) -> std::sync::MutexGuard<'_, Outcome> {
+    fn lock(&self) -> std::sync::MutexGuard<'_, RequestOutcome> {
         self.outcome.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -91,7 +91,7 @@ impl RequestLog {
 
 impl Drop for RequestLog {
     fn drop(&mut self) {
-        let Outcome { status, answer } = std::mem::take(&mut *self.lock());
+        let RequestOutcome { status, answer } = std::mem::take(&mut *self.lock());
         let status = status.map_or(CLIENT_CLOSED, |status| status.as_u16());
         self.metrics.http.responses.with_label_values(&[status.to_string().as_str()]).inc();
         let (id, method, path) = (self.id.as_str(), self.method.as_str(), self.path.as_str());

@@ -21,19 +21,19 @@ const MAX_SHARE_OF_ROOM: usize = 4;
 /// Counts the sequences that are waiting or running, and rejects sequences above the limit.
 pub struct Admission {
     limit: usize,
-    state: Mutex<State>,
+    state: Mutex<AdmissionState>,
     /// Notified when no sequence is waiting or running.
     idle: Notify,
 }
 
 /// The sequences that are waiting or running, and the times at which sequences ended.
-struct State {
+struct AdmissionState {
     /// For each tenant, the number of its sequences that are waiting or running.
     admitted: Vec<usize>,
     ends: FreeTimes,
 }
 
-impl State {
+impl AdmissionState {
     fn total(&self) -> usize {
         self.admitted.iter().sum()
     }
@@ -43,7 +43,7 @@ impl Admission {
     /// Creates an [`Admission`] for `tenants` tenants, which admits at most `limit` sequences at once.
     pub fn new(limit: usize, tenants: usize) -> Self {
         let admitted = vec![0; tenants.max(1)];
-        let state = Mutex::new(State { admitted, ends: FreeTimes::new(Instant::now()) });
+        let state = Mutex::new(AdmissionState { admitted, ends: FreeTimes::new(Instant::now()) });
         Self { limit, state, idle: Notify::new() }
     }
 
@@ -81,11 +81,11 @@ impl Admission {
     }
 
     /// Returns the expected time until the limit allows `count` more sequences, but at least until one has ended.
-    fn expected_wait(&self, state: &State, count: usize) -> Duration {
+    fn expected_wait(&self, state: &AdmissionState, count: usize) -> Duration {
         suggested_wait(&state.ends, (state.total() + count).saturating_sub(self.limit).max(1))
     }
 
-    fn has_room(&self, state: &State, tenant: usize, count: usize) -> bool {
+    fn has_room(&self, state: &AdmissionState, tenant: usize, count: usize) -> bool {
         let Some(room) = self.limit.checked_sub(state.total() + count) else { return false };
         let own = state.admitted[tenant];
         // A tenant without sequences can use the whole remaining capacity,
@@ -123,7 +123,7 @@ impl Admission {
         }
     }
 
-    fn lock(&self) -> std::sync::MutexGuard<'_, State> {
+    fn lock(&self) -> std::sync::MutexGuard<'_, AdmissionState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

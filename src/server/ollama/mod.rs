@@ -27,7 +27,7 @@ use super::http::log::RequestLog;
 use super::state::Server;
 use crate::engine::EngineHandle;
 use request::OllamaRequest;
-use response::{Route, UnsentParts, load_response, part};
+use response::{OllamaRoute, UnsentParts, load_response, part};
 
 pub use error::OllamaError;
 pub use models::{pull, running, show, tags, version};
@@ -41,7 +41,7 @@ pub async fn chat(
     Extension(log): Extension<Arc<RequestLog>>,
     request: Request,
 ) -> Result<Response, ApiError> {
-    generate_with(Route::Chat, OllamaRequest::read_chat, &server, log, request).await
+    generate_with(OllamaRoute::Chat, OllamaRequest::read_chat, &server, log, request).await
 }
 
 /// Handles `/api/generate`: answers a prompt. If `raw` is true, continues the prompt as plain text.
@@ -50,13 +50,13 @@ pub async fn generate(
     Extension(log): Extension<Arc<RequestLog>>,
     request: Request,
 ) -> Result<Response, ApiError> {
-    generate_with(Route::Generate, OllamaRequest::read_generate, &server, log, request).await
+    generate_with(OllamaRoute::Generate, OllamaRequest::read_generate, &server, log, request).await
 }
 
 type Read = fn(Fields, &Server, &EngineHandle) -> Result<OllamaRequest, ApiError>;
 
 async fn generate_with(
-    route: Route,
+    route: OllamaRoute,
     read: Read,
     server: &Arc<Server>,
     log: Arc<RequestLog>,
@@ -97,7 +97,7 @@ async fn generate_with(
 
 /// Writes the JSON lines of a stream.
 struct LineWriter {
-    route: Route,
+    route: OllamaRoute,
     model: String,
     /// The text that has not been sent yet. Tool calls are sent in full at the end of the answer.
     unsent: UnsentParts,

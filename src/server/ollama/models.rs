@@ -36,7 +36,7 @@ struct Details {
 }
 
 #[derive(Serialize)]
-struct Model<'a> {
+struct OllamaModel<'a> {
     name: &'a str,
     model: &'a str,
     size: u64,
@@ -56,7 +56,7 @@ enum ModelState {
 
 #[derive(Serialize)]
 struct Models<'a> {
-    models: [Model<'a>; 1],
+    models: [OllamaModel<'a>; 1],
 }
 
 fn details(engine: &EngineHandle) -> Details {
@@ -73,7 +73,7 @@ fn details(engine: &EngineHandle) -> Details {
 
 fn models(server: &Server, state: ModelState) -> Result<Response, ApiError> {
     let (engine, name) = (server.loaded_engine()?, server.options.model.as_str());
-    let model = Model {
+    let model = OllamaModel {
         name,
         model: name,
         size: engine.info().weight_bytes,

@@ -46,7 +46,7 @@ impl OllamaRequest {
         check_model(&mut fields, server)?;
         let messages = conversation::read(&mut fields)?;
         let tools = read_tools(&mut fields, engine)?;
-        Shared::read(&mut fields, server, engine)?.finish(fields, messages.map(Prompt::Chat), tools)
+        SharedFields::read(&mut fields, server, engine)?.finish(fields, messages.map(Prompt::Chat), tools)
     }
 
     /// Reads a request to `/api/generate`.
@@ -66,7 +66,7 @@ impl OllamaRequest {
                 Prompt::Chat(system.into_iter().chain([Message::user(prompt)]).collect())
             }
         });
-        Shared::read(&mut fields, server, engine)?.finish(fields, prompt, Tools::default())
+        SharedFields::read(&mut fields, server, engine)?.finish(fields, prompt, Tools::default())
     }
 }
 
@@ -76,7 +76,7 @@ enum Prompt {
 }
 
 /// The request fields that `/api/chat` and `/api/generate` share.
-struct Shared {
+struct SharedFields {
     options: GenerateOptions,
     format: Option<Grammar>,
     effort: ReasoningEffort,
@@ -84,7 +84,7 @@ struct Shared {
     is_stream: bool,
 }
 
-impl Shared {
+impl SharedFields {
     fn read(fields: &mut Fields, server: &Server, engine: &EngineHandle) -> Result<Self, ApiError> {
         let (effort, shows_thinking) = read_think(fields)?;
         let format = read_format(fields)?;

@@ -10,12 +10,12 @@ use crate::server::openai::chat::{TokenLogprob, scored_tokens};
 
 /// An ollama route that generates text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Route {
+pub enum OllamaRoute {
     Chat,
     Generate,
 }
 
-impl Route {
+impl OllamaRoute {
     /// Returns the name of the request field that contains the prompt.
     pub fn prompt_field(self) -> &'static str {
         match self {
@@ -155,23 +155,28 @@ impl UnsentParts {
 
 /// Creates the response for a part of an answer.
 /// `ended` is set only for the last part, which contains the token counts and durations of the complete answer.
-pub fn part<'a>(route: Route, model: &'a str, unsent: UnsentParts, ended: Option<&Answers>) -> OllamaResponse<'a> {
+pub fn part<'a>(
+    route: OllamaRoute,
+    model: &'a str,
+    unsent: UnsentParts,
+    ended: Option<&Answers>,
+) -> OllamaResponse<'a> {
     let UnsentParts { content, thinking, logprobs, calls, .. } = unsent;
     let call = |(index, UnsentCall { name, arguments })| WireCall {
         function: WireFunction { index, name, arguments: parse(&arguments) },
     };
     let content = match route {
-        Route::Chat => {
+        OllamaRoute::Chat => {
             let tool_calls = calls.into_iter().enumerate().map(call).collect();
             Content::Chat { message: WireMessage { role: "assistant", content, thinking, tool_calls } }
         }
-        Route::Generate => Content::Generate { response: content, thinking },
+        OllamaRoute::Generate => Content::Generate { response: content, thinking },
     };
     OllamaResponse { model, created_at: now(), content, logprobs, done: ended.is_some(), end: ended.map(end) }
 }
 
 /// Creates the response to a request without a prompt, with which clients of ollama load a model.
-pub fn load_response(route: Route, model: &str) -> OllamaResponse<'_> {
+pub fn load_response(route: OllamaRoute, model: &str) -> OllamaResponse<'_> {
     let end = End { done_reason: "load", figures: None };
     OllamaResponse { done: true, end: Some(end), ..part(route, model, UnsentParts::default(), None) }
 }

@@ -11,7 +11,7 @@ use crate::server::http::error::ApiError;
 use crate::server::state::Server;
 
 #[derive(Serialize)]
-struct Model<'a> {
+struct ModelObject<'a> {
     id: &'a str,
     object: &'static str,
     created: u64,
@@ -24,13 +24,13 @@ struct Model<'a> {
 #[derive(Serialize)]
 struct List<'a> {
     object: &'static str,
-    data: [Model<'a>; 1],
+    data: [ModelObject<'a>; 1],
 }
 
-fn describe(server: &Server) -> Result<Model<'_>, ApiError> {
+fn describe(server: &Server) -> Result<ModelObject<'_>, ApiError> {
     let id = server.options.model.as_str();
     let max_model_len = server.loaded_engine()?.context();
-    Ok(Model {
+    Ok(ModelObject {
         id,
         object: "model",
         created: server.created,

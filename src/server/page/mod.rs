@@ -21,7 +21,7 @@ const POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; i
 const INDEX: &str = "index.html";
 
 /// The name and the content of a file of the chat page.
-type File = (&'static str, &'static str);
+type PageFile = (&'static str, &'static str);
 
 macro_rules! file {
     ($name:literal) => {
@@ -30,7 +30,7 @@ macro_rules! file {
 }
 
 /// The embedded files of the chat page.
-const FILES: [File; 22] = [
+const FILES: [PageFile; 22] = [
     file!("index.html"),
     file!("api.js"),
     file!("app.js"),
@@ -65,7 +65,7 @@ static VERSION: LazyLock<String> = LazyLock::new(|| {
 
 /// Creates a route for each file of the chat page.
 pub fn routes<S: Clone + Send + Sync + 'static>() -> Router<S> {
-    let route = |router: Router<S>, file: File| {
+    let route = |router: Router<S>, file: PageFile| {
         router.route(&path(file.0), get(move |headers: HeaderMap| async move { answer(file, &headers) }))
     };
     FILES.into_iter().fold(Router::new(), route)
@@ -81,7 +81,7 @@ fn path(name: &str) -> String {
     format!("/{}", if name == INDEX { "" } else { name })
 }
 
-fn answer((name, content): File, headers: &HeaderMap) -> Response {
+fn answer((name, content): PageFile, headers: &HeaderMap) -> Response {
     let kind = match name.rsplit_once('.') {
         Some((_, "css")) => "text/css; charset=utf-8",
         Some((_, "js")) => "text/javascript; charset=utf-8",

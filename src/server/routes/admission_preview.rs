@@ -31,12 +31,12 @@ struct AdmissionPreview {
     prompt_tokens: usize,
     cached_tokens: usize,
     max_tokens: usize,
-    kv_cache: KvCache,
+    kv_cache: KvCacheSpace,
 }
 
 /// The size and the free space of the KV cache, and the space that the request needs, in blocks of `block_tokens`.
 #[derive(Serialize)]
-struct KvCache {
+struct KvCacheSpace {
     block_tokens: usize,
     needed_blocks: usize,
     longest_answer_blocks: usize,
@@ -103,7 +103,7 @@ pub async fn preview(
         prompt_tokens: found.prompt_tokens,
         cached_tokens: found.preview.cached_tokens,
         max_tokens: found.max_tokens,
-        kv_cache: KvCache {
+        kv_cache: KvCacheSpace {
             block_tokens: BLOCK_TOKENS,
             needed_blocks: found.preview.needed_blocks,
             longest_answer_blocks: found.preview.longest_blocks,

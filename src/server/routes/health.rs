@@ -16,7 +16,7 @@ use crate::server::metrics::cache_usage;
 use crate::server::state::Server;
 
 #[derive(Serialize)]
-struct Status {
+struct HealthStatus {
     status: &'static str,
 }
 
@@ -31,7 +31,7 @@ pub async fn health(State(server): State<Arc<Server>>) -> Result<Response, ApiEr
 /// Responds with 200 if the process and the engine thread are working, even while the model is loading.
 pub async fn live(State(server): State<Arc<Server>>) -> Result<Response, ApiError> {
     if server.is_alive() {
-        json_response(&Status { status: "ok" })
+        json_response(&HealthStatus { status: "ok" })
     } else {
         Err(ApiError::unavailable("the engine is not making progress", RETRY_LATER))
     }
@@ -52,7 +52,7 @@ struct Loads {
     /// The time of the report in RFC 3339 format. The router SMG ignores a report whose time is a number.
     timestamp: String,
     dp_rank_count: usize,
-    loads: [Load; 1],
+    loads: [EngineLoad; 1],
 }
 
 /// The load of the engine, in the fields that routers such as SMG read.
@@ -60,7 +60,7 @@ struct Loads {
 /// The field `gen_throughput` is absent. SMG would treat this current throughput as the speed of the replica,
 /// and send all requests to the replica that already generates the most tokens.
 #[derive(Serialize)]
-struct Load {
+struct EngineLoad {
     dp_rank: usize,
     num_running_reqs: u64,
     num_waiting_reqs: u64,
@@ -78,7 +78,7 @@ pub async fn loads(State(server): State<Arc<Server>>) -> Result<Response, ApiErr
     let info = engine.info();
     let max_tokens = (info.cache_sequences.max(1) * info.context) as u64;
     let usage = cache_usage(&stats);
-    let load = Load {
+    let load = EngineLoad {
         dp_rank: 0,
         num_running_reqs: stats.running,
         num_waiting_reqs: stats.waiting,

@@ -49,25 +49,25 @@ pub async fn create(
         prompt_field: "messages",
     };
     let answers = generation::submit(&server, log, submission).await?;
-    let shape = Shape { shows_reasoning: chat.shows_reasoning, has_logprobs };
+    let parts = ChatParts { shows_reasoning: chat.shows_reasoning, has_logprobs };
     let response = if chat.stream.is_stream {
         let header = ReplyHeader::new(&server, &answers, "chatcmpl-", "chat.completion.chunk");
-        let writer = ChunkWriter { header, stream: chat.stream, shape, has_role: vec![false; answers.len()] };
+        let writer = ChunkWriter { header, stream: chat.stream, parts, has_role: vec![false; answers.len()] };
         event_stream::response(answers, writer, server.options.timeouts.ping)
     } else {
-        whole(&server, answers, shape).await?
+        whole(&server, answers, parts).await?
     };
     Ok(reply::with_ignored(response, &chat.ignored))
 }
 
 /// Which optional parts of an answer the client wants.
 #[derive(Clone, Copy)]
-struct Shape {
+struct ChatParts {
     shows_reasoning: bool,
     has_logprobs: bool,
 }
 
-impl Shape {
+impl ChatParts {
     fn shows(self, piece: &AnswerPiece) -> bool {
         self.shows_reasoning || !matches!(piece, AnswerPiece::Reasoning(_))
     }
@@ -83,19 +83,19 @@ impl Shape {
 }
 
 /// Collects the answers into a single response.
-async fn whole(server: &Server, mut answers: Answers, shape: Shape) -> Result<Response, ApiError> {
+async fn whole(server: &Server, mut answers: Answers, parts: ChatParts) -> Result<Response, ApiError> {
     let choice = |index| WholeChoice {
         index,
         message: WholeMessage::default(),
-        logprobs: shape.has_logprobs.then(Logprobs::default),
+        logprobs: parts.has_logprobs.then(Logprobs::default),
         finish_reason: None,
     };
     let mut choices: Vec<WholeChoice> = (0..answers.len()).map(choice).collect();
     while let Some(next) = answers.next().await {
         let (index, Pieces { pieces, finish, .. }) = next?;
         let choice = &mut choices[index];
-        for piece in pieces.into_iter().filter(|piece| shape.shows(piece)) {
-            if let (Some(all), Some(more)) = (&mut choice.logprobs, shape.logprobs(&piece, &answers)) {
+        for piece in pieces.into_iter().filter(|piece| parts.shows(piece)) {
+            if let (Some(all), Some(more)) = (&mut choice.logprobs, parts.logprobs(&piece, &answers)) {
                 all.content.extend(more.content);
             }
             choice.message.push(piece);
@@ -113,7 +113,7 @@ async fn whole(server: &Server, mut answers: Answers, shape: Shape) -> Result<Re
 struct ChunkWriter {
     header: ReplyHeader,
     stream: StreamOptions,
-    shape: Shape,
+    parts: ChatParts,
     /// For each answer, whether the first chunk, which contains the role, was written.
     has_role: Vec<bool>,
 }
@@ -131,8 +131,8 @@ impl EventWriter for ChunkWriter {
             let delta = ChunkDelta::role();
             self.push(vec![ChunkChoice { index, delta, logprobs: None, finish_reason: None }], answers, out);
         }
-        for piece in pieces.pieces.into_iter().filter(|piece| self.shape.shows(piece)) {
-            let logprobs = self.shape.logprobs(&piece, answers);
+        for piece in pieces.pieces.into_iter().filter(|piece| self.parts.shows(piece)) {
+            let logprobs = self.parts.logprobs(&piece, answers);
             let delta = ChunkDelta::new(piece);
             self.push(vec![ChunkChoice { index, delta, logprobs, finish_reason: None }], answers, out);
         }

@@ -4,18 +4,15 @@ use serde::Serialize;
 
 use super::item::{ContentPart, Item};
 use super::object::ResponseObject;
-use crate::server::generation::event_stream::EventBuffer;
+use crate::server::generation::event_stream::{EventBuffer, NoEvents};
 use crate::server::openai::chat::TokenLogprob;
 
 /// Receives the stream events of a response.
-pub trait EventSink {
+pub trait ResponseEventSink {
     fn send(&mut self, name: &'static str, event: Event<'_>);
 }
 
-/// Discards all events. Used for responses that are not streamed.
-pub struct NoEvents;
-
-impl EventSink for NoEvents {
+impl ResponseEventSink for NoEvents {
     fn send(&mut self, _name: &'static str, _event: Event<'_>) {}
 }
 
@@ -26,7 +23,7 @@ pub struct NumberedEvents<'a> {
     pub out: &'a mut EventBuffer,
 }
 
-impl EventSink for NumberedEvents<'_> {
+impl ResponseEventSink for NumberedEvents<'_> {
     fn send(&mut self, name: &'static str, event: Event<'_>) {
         self.out.push_named(name, &NumberedEvent { name, sequence_number: *self.next, event });
         *self.next += 1;

@@ -20,7 +20,7 @@ use serde::Serialize;
 
 use crate::engine;
 use crate::server::generation::choice::{Finish, Pieces};
-use crate::server::generation::event_stream::{self, EventBuffer, EventWriter};
+use crate::server::generation::event_stream::{self, EventBuffer, EventWriter, NoEvents};
 use crate::server::generation::reply;
 use crate::server::generation::{self, Answers, Submission};
 use crate::server::http::body::{json_response, read_json};
@@ -28,7 +28,7 @@ use crate::server::http::error::ApiError;
 use crate::server::http::log::RequestLog;
 use crate::server::state::Server;
 use crate::server::tenant::Tenant;
-use events::{Event, EventSink, NoEvents, NumberedEvents};
+use events::{Event, NumberedEvents, ResponseEventSink};
 use item::{Item, ItemStatus};
 use object::{ResponseObject, ResponseStatus};
 use output::Output;
@@ -50,7 +50,7 @@ pub async fn create(
     let store = TenantStore::new(store, tenant);
     let headers = request.headers().clone();
     let fields = read_json(request, &server.options.timeouts).await?;
-    let ResponseRequest { messages, render, options, settings, input, shape, is_stream, ignored } =
+    let ResponseRequest { messages, render, options, settings, input, parts, is_stream, ignored } =
         ResponseRequest::read(fields, &server, &engine, &store)?;
     reply::check_strict(&headers, &ignored)?;
     let submission = Submission {
@@ -63,20 +63,20 @@ pub async fn create(
         prompt_field: "input",
     };
     let mut answers = generation::submit(&server, log, submission).await?;
-    let output = Arc::new(Mutex::new(Output::new(shape)));
-    let mut progress = Progress { object: ResponseObject::new(settings), input, output, finish: None };
+    let output = Arc::new(Mutex::new(Output::new(parts)));
+    let mut builder = ResponseBuilder { object: ResponseObject::new(settings), input, output, finish: None };
     let response = if is_stream {
-        let (running, cancel) = store.start(&progress.object, &progress.output);
+        let (running, cancel) = store.start(&builder.object, &builder.output);
         answers.cancel_on(cancel);
-        let writer = ResponseWriter { progress, running, next_event: 0 };
+        let writer = ResponseWriter { builder, running, next_event: 0 };
         event_stream::response(answers, writer, server.options.timeouts.ping)
     } else {
         while let Some(next) = answers.next().await {
-            progress.push(next?.1, &answers, &mut NoEvents);
+            builder.push(next?.1, &answers, &mut NoEvents);
         }
-        progress.end(&answers);
-        let response = json_response(&progress.object)?;
-        progress.save(&store);
+        builder.end(&answers);
+        let response = json_response(&builder.object)?;
+        builder.save(&store);
         response
     };
     Ok(reply::with_ignored(response, &ignored))
@@ -108,7 +108,7 @@ pub async fn count_tokens(
 }
 
 /// An answer that is being generated, in the format of OpenAI's Responses API.
-struct Progress {
+struct ResponseBuilder {
     object: ResponseObject,
     input: Vec<Arc<Item>>,
     /// The output so far. The store reads it for requests about a response in progress.
@@ -116,9 +116,9 @@ struct Progress {
     finish: Option<Finish>,
 }
 
-impl Progress {
+impl ResponseBuilder {
     /// Adds pieces of the answer to the response.
-    fn push(&mut self, pieces: Pieces, answers: &Answers, events: &mut impl EventSink) {
+    fn push(&mut self, pieces: Pieces, answers: &Answers, events: &mut impl ResponseEventSink) {
         self.finish = pieces.finish.or(self.finish);
         let mut output = self.lock_output();
         for piece in pieces.pieces {
@@ -158,7 +158,7 @@ impl Progress {
 
 /// Writes the events of a streamed response.
 struct ResponseWriter {
-    progress: Progress,
+    builder: ResponseBuilder,
     /// While this guard lives, the store lists the response as in progress.
     running: RunningGuard,
     /// The sequence number of the next event.
@@ -169,13 +169,13 @@ impl ResponseWriter {
     /// Sends an event that contains the current response object.
     fn send(&mut self, name: &'static str, out: &mut EventBuffer) {
         let mut events = NumberedEvents { next: &mut self.next_event, out };
-        events.send(name, Event::Response { response: &self.progress.object });
+        events.send(name, Event::Response { response: &self.builder.object });
     }
 
     /// Stores the response, unless the request contains `"store": false`. Sends the last event.
     fn end(&mut self, answers: &Answers, out: &mut EventBuffer) {
-        let event = self.progress.end(answers);
-        self.progress.save(self.running.store());
+        let event = self.builder.end(answers);
+        self.builder.save(self.running.store());
         self.send(event, out);
     }
 }
@@ -188,7 +188,7 @@ impl EventWriter for ResponseWriter {
 
     fn write(&mut self, _index: usize, pieces: Pieces, answers: &Answers, out: &mut EventBuffer) {
         let mut events = NumberedEvents { next: &mut self.next_event, out };
-        self.progress.push(pieces, answers, &mut events);
+        self.builder.push(pieces, answers, &mut events);
     }
 
     fn finish(&mut self, answers: &Answers, out: &mut EventBuffer) {
@@ -197,8 +197,8 @@ impl EventWriter for ResponseWriter {
 
     fn fail(&mut self, error: &ApiError, answers: &Answers, out: &mut EventBuffer) {
         let mut events = NumberedEvents { next: &mut self.next_event, out };
-        self.progress.lock_output().finish(ItemStatus::Incomplete, &mut events);
-        self.progress.object.set_error(error);
+        self.builder.lock_output().finish(ItemStatus::Incomplete, &mut events);
+        self.builder.object.set_error(error);
         self.end(answers, out);
     }
 

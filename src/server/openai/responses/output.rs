@@ -2,7 +2,7 @@
 //!
 //! This module builds the items of streamed and of non-streamed responses, so both contain the same items.
 
-use super::events::{Event, EventPosition, EventSink};
+use super::events::{Event, EventPosition, ResponseEventSink};
 use super::item::{Item, ItemContent, ItemStatus};
 use crate::chat::Role;
 use crate::server::generation::choice::AnswerPiece;
@@ -11,7 +11,7 @@ use crate::tokenizer::Tokenizer;
 
 /// Which optional parts of an answer the client wants.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Shape {
+pub struct ResponseParts {
     pub shows_reasoning: bool,
     pub has_encoded_reasoning: bool,
     pub has_logprobs: bool,
@@ -19,15 +19,15 @@ pub struct Shape {
 
 /// The output items of an answer so far. Only the last item can be in progress.
 pub struct Output {
-    shape: Shape,
+    parts: ResponseParts,
     items: Vec<Item>,
     /// For each function call, its index in `items`.
     calls: Vec<usize>,
 }
 
 impl Output {
-    pub fn new(shape: Shape) -> Self {
-        Self { shape, items: Vec::new(), calls: Vec::new() }
+    pub fn new(parts: ResponseParts) -> Self {
+        Self { parts, items: Vec::new(), calls: Vec::new() }
     }
 
     /// Returns the output items so far.
@@ -40,14 +40,14 @@ impl Output {
         std::mem::take(&mut self.items)
     }
 
-    pub fn push(&mut self, piece: AnswerPiece, tokenizer: &Tokenizer, events: &mut impl EventSink) {
-        let tokens = scored_tokens(&piece).iter().filter(|_| self.shape.has_logprobs);
+    pub fn push(&mut self, piece: AnswerPiece, tokenizer: &Tokenizer, events: &mut impl ResponseEventSink) {
+        let tokens = scored_tokens(&piece).iter().filter(|_| self.parts.has_logprobs);
         let tokens = tokens.map(|token| TokenLogprob::new(token, tokenizer)).collect();
         match piece {
-            AnswerPiece::Reasoning(_) if !self.shape.shows_reasoning => {}
+            AnswerPiece::Reasoning(_) if !self.parts.shows_reasoning => {}
             AnswerPiece::Reasoning(delta) => {
                 if !matches!(self.open(), Some(ItemContent::Reasoning { .. })) {
-                    let has_encoded_text = self.shape.has_encoded_reasoning;
+                    let has_encoded_text = self.parts.has_encoded_reasoning;
                     self.start(ItemContent::Reasoning { text: String::new(), has_encoded_text }, events);
                 }
                 self.extend(&delta, Vec::new(), events);
@@ -72,7 +72,7 @@ impl Output {
     }
 
     /// Ends the item in progress with `status`, which is `Incomplete` if the answer was cut off.
-    pub fn finish(&mut self, status: ItemStatus, events: &mut impl EventSink) {
+    pub fn finish(&mut self, status: ItemStatus, events: &mut impl ResponseEventSink) {
         self.end(status, events);
         // An answer that was not cut off gets an empty message if it has neither text nor function calls.
         let is_answer = |item: &Item| !matches!(item.content, ItemContent::Reasoning { .. });
@@ -87,13 +87,13 @@ impl Output {
         self.items.last().filter(|item| item.status == ItemStatus::InProgress).map(|item| &item.content)
     }
 
-    fn start_message(&mut self, events: &mut impl EventSink) {
+    fn start_message(&mut self, events: &mut impl ResponseEventSink) {
         let (role, text, logprobs) = (Role::Assistant, String::new(), Vec::new());
         self.start(ItemContent::Message { role, text, logprobs }, events);
     }
 
     /// Ends the item in progress, if there is one, and starts the next one.
-    fn start(&mut self, content: ItemContent, events: &mut impl EventSink) {
+    fn start(&mut self, content: ItemContent, events: &mut impl ResponseEventSink) {
         self.end(ItemStatus::Completed, events);
         let output_index = self.items.len();
         let item = Item { id: content.new_id(), status: ItemStatus::InProgress, content };
@@ -106,7 +106,7 @@ impl Output {
     }
 
     /// Adds text to the item in progress, and sends the text as a delta event.
-    fn extend(&mut self, delta: &str, tokens: Vec<TokenLogprob>, events: &mut impl EventSink) {
+    fn extend(&mut self, delta: &str, tokens: Vec<TokenLogprob>, events: &mut impl ResponseEventSink) {
         let output_index = self.items.len().saturating_sub(1);
         let Some(item) = self.items.last_mut() else { return };
         let position = position(item, output_index);
@@ -129,7 +129,7 @@ impl Output {
     }
 
     /// Ends the item in progress, if there is one.
-    fn end(&mut self, status: ItemStatus, events: &mut impl EventSink) {
+    fn end(&mut self, status: ItemStatus, events: &mut impl ResponseEventSink) {
         let Some(content) = self.open() else { return };
         // Clients parse the arguments as JSON, so send `{}` for a function call without arguments.
         let is_empty_call = matches!(content, ItemContent::Call { arguments, .. } if arguments.is_empty());
@@ -172,18 +172,18 @@ mod tests {
 
     /// Collects the events of a response as JSON.
     #[derive(Default)]
-    struct Recorder(Vec<(&'static str, Value)>);
+    struct ResponseEvents(Vec<(&'static str, Value)>);
 
-    impl EventSink for Recorder {
+    impl ResponseEventSink for ResponseEvents {
         fn send(&mut self, name: &'static str, event: Event<'_>) {
             self.0.push((name.trim_start_matches("response."), serde_json::to_value(&event).unwrap()));
         }
     }
 
-    fn run(pieces: Vec<AnswerPiece>, shape: Shape, status: ItemStatus) -> (Vec<Value>, Recorder) {
+    fn run(pieces: Vec<AnswerPiece>, parts: ResponseParts, status: ItemStatus) -> (Vec<Value>, ResponseEvents) {
         let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("assets/demo");
         let tokenizer = Tokenizer::from_dir(&folder).unwrap();
-        let (mut output, mut events) = (Output::new(shape), Recorder::default());
+        let (mut output, mut events) = (Output::new(parts), ResponseEvents::default());
         pieces.into_iter().for_each(|piece| output.push(piece, &tokenizer, &mut events));
         output.finish(status, &mut events);
         (output.take().iter().map(|item| serde_json::to_value(item).unwrap()).collect(), events)
@@ -205,7 +205,8 @@ mod tests {
         AnswerPiece::ToolArguments { index, text: text.to_string() }
     }
 
-    const SHOWN: Shape = Shape { shows_reasoning: true, has_encoded_reasoning: false, has_logprobs: false };
+    const SHOWN: ResponseParts =
+        ResponseParts { shows_reasoning: true, has_encoded_reasoning: false, has_logprobs: false };
 
     #[test]
     fn every_item_starts_grows_and_ends_in_order() {
@@ -222,7 +223,7 @@ mod tests {
             arguments(1, "{}"),
             arguments(2, "{}"),
         ];
-        let (items, Recorder(events)) = run(pieces, SHOWN, ItemStatus::Completed);
+        let (items, ResponseEvents(events)) = run(pieces, SHOWN, ItemStatus::Completed);
         let names: Vec<&str> = events.iter().map(|(name, _)| *name).collect();
         let text = |kind: &'static str, deltas: usize| {
             let (delta, done) = match kind {
@@ -281,10 +282,10 @@ mod tests {
     #[test]
     fn reasoning_is_hidden_or_encoded_on_request() {
         let pieces = || vec![reasoning("r"), content("c")];
-        let (items, _) = run(pieces(), Shape::default(), ItemStatus::Completed);
+        let (items, _) = run(pieces(), ResponseParts::default(), ItemStatus::Completed);
         assert_eq!((items.len(), &items[0]["type"]), (1, &json!("message")));
-        let shape = Shape { has_encoded_reasoning: true, ..SHOWN };
-        let (items, _) = run(pieces(), shape, ItemStatus::Completed);
+        let parts = ResponseParts { has_encoded_reasoning: true, ..SHOWN };
+        let (items, _) = run(pieces(), parts, ItemStatus::Completed);
         assert_eq!(items[0]["encrypted_content"], "inferno-72");
         let (items, _) = run(pieces(), SHOWN, ItemStatus::Completed);
         assert!(items[0].get("encrypted_content").is_none());

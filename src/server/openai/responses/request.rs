@@ -8,7 +8,7 @@ use super::input::{self, Input};
 use super::item::Item;
 use super::messages::messages;
 use super::object::{ReasoningSettings, Settings};
-use super::output::Shape;
+use super::output::ResponseParts;
 use super::store::TenantStore;
 use super::tools::{self, Tools};
 use crate::chat::{Message, RenderOptions, today};
@@ -47,7 +47,7 @@ pub struct ResponseRequest {
     pub settings: Settings,
     /// The items of the field `input`, without the conversation of the previous response.
     pub input: Vec<Arc<Item>>,
-    pub shape: Shape,
+    pub parts: ResponseParts,
     pub is_stream: bool,
     /// The names of request fields that have no effect, and notes about such fields.
     pub ignored: Vec<String>,
@@ -70,15 +70,15 @@ impl ResponseRequest {
         let instructions = fields.take_string("instructions")?;
         let Tools { functions, served, choice } = tools::read(&mut fields, engine)?;
         let (text, format) = read_text(&mut fields)?;
-        let mut shape = read_include(&mut fields)?;
+        let mut parts = read_include(&mut fields)?;
         let (effort, shows_reasoning) = read_reasoning(&mut fields)?;
-        shape.shows_reasoning = shows_reasoning;
+        parts.shows_reasoning = shows_reasoning;
         let mut options = generate_options::read(&mut fields, server, engine)?;
         let max_tokens = fields.take_integer("max_output_tokens", 1..=i64::from(u32::MAX))?;
         options.max_tokens = max_tokens.map(|tokens| tokens as usize);
         let top_logprobs = fields.take_integer("top_logprobs", 0..=MAX_LOGPROBS as i64)?.unwrap_or(0) as usize;
-        shape.has_logprobs |= top_logprobs > 0;
-        options.logprobs = shape.has_logprobs.then_some(top_logprobs);
+        parts.has_logprobs |= top_logprobs > 0;
+        options.logprobs = parts.has_logprobs.then_some(top_logprobs);
         let stream = generate_options::read_stream(&mut fields)?;
         let parallel_tool_calls = fields.take_bool("parallel_tool_calls")?.unwrap_or(true);
         let structured = options.constraint.take().and_then(|constraint| constraint.answer);
@@ -125,7 +125,7 @@ impl ResponseRequest {
             options,
             settings,
             input: items,
-            shape,
+            parts,
             is_stream: stream.is_stream,
             ignored: fields.ignored(),
         })
@@ -143,18 +143,18 @@ fn read_text(fields: &mut Fields) -> Result<(Value, Option<Grammar>), ApiError> 
 }
 
 /// Reads the field `include`, the list of optional parts in the response.
-fn read_include(fields: &mut Fields) -> Result<Shape, ApiError> {
-    let mut shape = Shape::default();
+fn read_include(fields: &mut Fields) -> Result<ResponseParts, ApiError> {
+    let mut parts = ResponseParts::default();
     for value in fields.take_array("include")?.unwrap_or_default() {
         match value.as_str() {
-            Some("message.output_text.logprobs") => shape.has_logprobs = true,
-            Some("reasoning.encrypted_content") => shape.has_encoded_reasoning = true,
+            Some("message.output_text.logprobs") => parts.has_logprobs = true,
+            Some("reasoning.encrypted_content") => parts.has_encoded_reasoning = true,
             // All other `include` values are unknown, or belong to features that inferno does not support.
             Some(other) => fields.ignore(format!("include ({other})")),
             None => return Err(fields.invalid("include", "expected an array of strings")),
         }
     }
-    Ok(shape)
+    Ok(parts)
 }
 
 /// Reads `max_tool_calls`. The field has no effect, because it limits only calls of OpenAI's own tools.

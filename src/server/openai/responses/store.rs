@@ -36,7 +36,7 @@ pub struct StoredResponse {
 
 #[derive(Default)]
 struct Responses {
-    ended: HashMap<String, Entry>,
+    ended: HashMap<String, EndedResponse>,
     /// For each item id, the id of the item's response and the item's index in [`StoredResponse::items`].
     items: HashMap<String, (String, usize)>,
     /// The ids of the responses in `ended`, in the order of their last use.
@@ -46,7 +46,7 @@ struct Responses {
     running: HashMap<String, Running>,
 }
 
-struct Entry {
+struct EndedResponse {
     response: Arc<StoredResponse>,
     bytes: usize,
     /// The key of this response in `order`.
@@ -181,7 +181,7 @@ impl Responses {
         }
         let bytes = response.bytes();
         self.bytes += bytes;
-        self.ended.insert(id.clone(), Entry { response: Arc::new(response), bytes, last_use: 0, used_at: now });
+        self.ended.insert(id.clone(), EndedResponse { response: Arc::new(response), bytes, last_use: 0, used_at: now });
         self.touch(&id, now);
         self.evict(now);
     }
@@ -211,7 +211,7 @@ impl Responses {
     }
 
     fn remove(&mut self, id: &str) -> bool {
-        let Some(Entry { response, bytes, last_use, .. }) = self.ended.remove(id) else { return false };
+        let Some(EndedResponse { response, bytes, last_use, .. }) = self.ended.remove(id) else { return false };
         self.order.remove(&last_use);
         self.bytes -= bytes;
         for item in response.items() {
