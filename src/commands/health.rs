@@ -45,12 +45,12 @@ pub struct Args {
 
 /// The part of an error response that says why the server is not ready.
 #[derive(Deserialize)]
-struct Refusal {
-    error: RefusalError,
+struct HealthError {
+    error: HealthErrorDetail,
 }
 
 #[derive(Deserialize)]
-struct RefusalError {
+struct HealthErrorDetail {
     message: String,
 }
 
@@ -83,7 +83,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
         return Ok(ExitCode::SUCCESS);
     }
     let body = response.body_mut().with_config().limit(MAX_BODY_BYTES).read_to_vec().unwrap_or_default();
-    let reason = serde_json::from_slice::<Refusal>(&body).map(|refusal| refusal.error.message);
+    let reason = serde_json::from_slice::<HealthError>(&body).map(|response| response.error.message);
     let reason = reason.map_or_else(|_| "the response has no error message".to_string(), |reason| excerpt(&reason));
     bail!("{server} is not {}: {reason} (status {})", if args.live { "alive" } else { "ready" }, status.as_u16())
 }

@@ -38,7 +38,7 @@ enum Sort {
 
 pub fn run(args: Args) -> Result<ExitCode> {
     let hub = Hub::from_env()?;
-    let mut models = Model::read_all(&hub, &super::shared::playable(&hub)?);
+    let mut models = ListedModel::read_all(&hub, &super::shared::playable(&hub)?);
     match args.sort {
         // The models are already sorted by name, with the demo last.
         Sort::Name => {}
@@ -61,7 +61,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
 /// An optional field is `None` if its value is missing or cannot be read.
 /// A broken model therefore does not hide the other models.
 #[derive(Serialize)]
-pub struct Model {
+pub struct ListedModel {
     pub name: String,
     pub revision: Option<String>,
     /// The model family. For an unsupported model, the model type in config.json or the GGUF architecture.
@@ -76,7 +76,7 @@ pub struct Model {
     pub path: String,
 }
 
-impl Model {
+impl ListedModel {
     /// Reads all models in parallel, because reading a model's headers is slow.
     pub fn read_all(hub: &Hub, snapshots: &[Snapshot]) -> Vec<Self> {
         snapshots.par_iter().map(|snapshot| Self::read(hub, snapshot)).collect()
@@ -135,7 +135,7 @@ fn folder_bytes(path: &Path) -> u64 {
 }
 
 /// Formats the models as a table, numbered from 1.
-pub fn table(models: &[Model]) -> String {
+pub fn table(models: &[ListedModel]) -> String {
     let header = ["", "NAME", "REVISION", "FAMILY", "QUANT", "PARAMS", "SIZE", "USED", "PATH"].map(String::from);
     let mut rows = vec![header];
     for (index, model) in models.iter().enumerate() {

@@ -21,8 +21,10 @@ use crate::hub::{Hub, Snapshot};
 use crate::kernels::bandwidth;
 use crate::runner::{KernelTime, StepBytes};
 use crate::text::printable;
-use report::{Build, DeviceFacts, FirstToken, Gaps, Memory, Model, Report, Stats, Test, TestKind, TestResult};
-use serving::{Lengths, Load, Serving};
+use report::{
+    BenchReport, Build, DeviceFacts, FirstToken, Gaps, MemoryUsage, ModelFacts, Stats, Test, TestKind, TestResult,
+};
+use serving::{Lengths, Serving, Workload};
 
 /// Measure how fast a model runs
 #[derive(clap::Args)]
@@ -165,7 +167,7 @@ impl Bench {
     }
 
     /// Measures the model, and describes the model, the device and the build.
-    fn report(&self, args: &Args, snapshot: &Snapshot) -> Result<Report> {
+    fn report(&self, args: &Args, snapshot: &Snapshot) -> Result<BenchReport> {
         let engine = &self.engine;
         let gpu = GpuFacts::for_device(engine.device())?;
         let before = gpu.as_ref().and_then(GpuFacts::state);
@@ -179,15 +181,15 @@ impl Bench {
         let bandwidth = bandwidth::measure(engine.device())?;
         tests.iter_mut().for_each(|result| result.set_bandwidth_share(bandwidth.as_ref()));
         serving.iter_mut().for_each(|result| result.set_bandwidth_share(bandwidth.as_ref()));
-        Ok(Report {
+        Ok(BenchReport {
             command: command_line(),
             date: jiff::Zoned::now().strftime("%Y-%m-%dT%H:%M:%S%:z").to_string(),
             inferno: Build::new(engine),
-            model: Model::new(snapshot, engine),
+            model: ModelFacts::new(snapshot, engine),
             device: DeviceFacts::new(engine.info(), gpu, before, after),
             bandwidth,
             load: engine.info().load,
-            memory: after_load_bytes.zip(at_end_bytes).map(Memory::from),
+            memory: after_load_bytes.zip(at_end_bytes).map(MemoryUsage::from),
             seed: SEED,
             repetitions: args.repetitions,
             tests,
@@ -301,7 +303,7 @@ impl Bench {
     /// First runs `concurrency` other requests as a warm-up.
     fn measure_serving(&self, args: &Args, concurrency: usize) -> Result<Serving> {
         note(&format!("measuring {concurrency} requests at once"));
-        let load = Load {
+        let load = Workload {
             concurrency,
             requests: args.requests.map_or(concurrency, |requests| requests as usize),
             input: args.input as usize,
@@ -310,7 +312,7 @@ impl Bench {
             lengths: args.lengths,
             seed: SEED + 1,
         };
-        serving::measure(&self.engine, &Load { requests: concurrency, rate: None, seed: SEED, ..load })?;
+        serving::measure(&self.engine, &Workload { requests: concurrency, rate: None, seed: SEED, ..load })?;
         // Each call of `with_runner` empties the prefix cache, so no blocks of the warm-up are reused.
         self.engine.with_runner(|runner| {
             runner.reset();

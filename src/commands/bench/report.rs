@@ -14,16 +14,16 @@ use crate::runner::{ExecutionMode, KernelTime, LaunchCounts, StepBytes, StepTime
 use crate::text;
 
 #[derive(Serialize)]
-pub struct Report {
+pub struct BenchReport {
     pub command: String,
     pub date: String,
     pub inferno: Build,
-    pub model: Model,
+    pub model: ModelFacts,
     pub device: DeviceFacts,
     /// The measured memory bandwidth. `None` on a CPU, or if too little GPU memory is free.
     pub bandwidth: Option<Bandwidth>,
     pub load: LoadTimes,
-    pub memory: Option<Memory>,
+    pub memory: Option<MemoryUsage>,
     pub seed: u64,
     pub repetitions: u32,
     pub tests: Vec<TestResult>,
@@ -54,7 +54,7 @@ impl Build {
 }
 
 #[derive(Serialize)]
-pub struct Model {
+pub struct ModelFacts {
     name: String,
     revision: Option<String>,
     family: &'static str,
@@ -68,7 +68,7 @@ pub struct Model {
     cache_sequences: usize,
 }
 
-impl Model {
+impl ModelFacts {
     pub fn new(snapshot: &Snapshot, engine: &EngineHandle) -> Self {
         let info = engine.info();
         Self {
@@ -106,12 +106,12 @@ impl DeviceFacts {
 
 /// How much less memory is free on the GPU than before loading, in bytes.
 #[derive(Serialize)]
-pub struct Memory {
+pub struct MemoryUsage {
     after_load_bytes: u64,
     at_end_bytes: u64,
 }
 
-impl From<(u64, u64)> for Memory {
+impl From<(u64, u64)> for MemoryUsage {
     fn from((after_load_bytes, at_end_bytes): (u64, u64)) -> Self {
         Self { after_load_bytes, at_end_bytes }
     }
@@ -254,7 +254,7 @@ impl Gaps {
     }
 }
 
-impl Report {
+impl BenchReport {
     /// Formats the report as tables, including the kernel table if `with_kernels` is true.
     pub fn table(&self, with_kernels: bool) -> String {
         let mut parts = vec![self.header()];
@@ -272,9 +272,9 @@ impl Report {
 
     /// Returns the lines above the tables: the model, the device, the build, loading, memory and launches.
     fn header(&self) -> String {
-        let Model { name, family, quantization, parameters, dtype, context, weight_bytes, cache_bytes, .. } =
+        let ModelFacts { name, family, quantization, parameters, dtype, context, weight_bytes, cache_bytes, .. } =
             &self.model;
-        let Model { cache_blocks, cache_sequences, .. } = &self.model;
+        let ModelFacts { cache_blocks, cache_sequences, .. } = &self.model;
         let Build { version, commit, executor, attention } = &self.inferno;
         let quantization = quantization.as_deref().unwrap_or("unquantized");
         let (weights, cache) = (text::size(*weight_bytes), text::size(*cache_bytes));
@@ -296,7 +296,7 @@ impl Report {
             ),
             self.load_line(*weight_bytes),
         ];
-        if let Some(Memory { after_load_bytes, at_end_bytes }) = self.memory {
+        if let Some(MemoryUsage { after_load_bytes, at_end_bytes }) = self.memory {
             let (loaded, end) = (text::size(after_load_bytes), text::size(at_end_bytes));
             lines.push(format!("device memory in use: {loaded} after loading, {end} at the end"));
         }

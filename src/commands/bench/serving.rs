@@ -23,7 +23,7 @@ pub enum Lengths {
 
 /// The number, lengths and timing of the requests in one measurement.
 #[derive(Clone, Copy, Debug)]
-pub struct Load {
+pub struct Workload {
     /// The maximum number of requests that run at once.
     pub concurrency: usize,
     pub requests: usize,
@@ -38,7 +38,7 @@ pub struct Load {
     pub seed: u64,
 }
 
-/// The results of a measurement with the requests of a [`Load`].
+/// The results of a measurement with the requests of a [`Workload`].
 #[derive(Clone, Debug, Serialize)]
 pub struct Serving {
     pub concurrency: usize,
@@ -119,7 +119,7 @@ struct RequestTimes {
 }
 
 /// Runs the requests of `load`. The caller must set the values that only the engine knows, such as `preemptions`.
-pub fn measure(engine: &EngineHandle, load: &Load) -> Result<Serving> {
+pub fn measure(engine: &EngineHandle, load: &Workload) -> Result<Serving> {
     let lengths: Vec<(usize, usize)> = (0..load.requests as u64).map(|index| load.request_lengths(index)).collect();
     let prompts: Vec<Vec<u32>> = lengths
         .iter()
@@ -170,7 +170,7 @@ pub fn measure(engine: &EngineHandle, load: &Load) -> Result<Serving> {
     Ok(load.summarize(started, &times))
 }
 
-impl Load {
+impl Workload {
     /// Returns the prompt length and the answer length of a request.
     fn request_lengths(&self, index: u64) -> (usize, usize) {
         match self.lengths {
@@ -248,7 +248,7 @@ fn log_normal(seed: u64, index: u64, mean: f64) -> usize {
 mod tests {
     use super::*;
 
-    const LOAD: Load = Load {
+    const LOAD: Workload = Workload {
         concurrency: 4,
         requests: 2000,
         input: 1 << 20,
@@ -271,7 +271,7 @@ mod tests {
         let arrivals = LOAD.arrivals();
         assert!(arrivals.is_sorted());
         assert!((180.0..220.0).contains(&arrivals[1999].as_secs_f64()), "{:?}", arrivals[1999]);
-        assert_eq!(Load { rate: None, ..LOAD }.arrivals(), [Duration::ZERO; 2000]);
+        assert_eq!(Workload { rate: None, ..LOAD }.arrivals(), [Duration::ZERO; 2000]);
     }
 
     #[test]

@@ -4,7 +4,7 @@ use serde::Serialize;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "UPPERCASE")]
-pub enum Status {
+pub enum FindingStatus {
     Pass,
     /// inferno works, but something is missing, unavailable or slower than it could be.
     Warn,
@@ -15,7 +15,7 @@ pub enum Status {
 /// The result of one `inferno doctor` check.
 #[derive(Clone, Debug, Serialize)]
 pub struct Finding {
-    pub status: Status,
+    pub status: FindingStatus,
     pub name: &'static str,
     pub what: String,
     /// What the user should do next, usually a command. `None` if the check passed.
@@ -24,14 +24,14 @@ pub struct Finding {
 
 impl Finding {
     pub fn pass(name: &'static str, what: impl Into<String>) -> Self {
-        Self { status: Status::Pass, name, what: what.into(), next: None }
+        Self { status: FindingStatus::Pass, name, what: what.into(), next: None }
     }
 
     pub fn warn(name: &'static str, what: impl Into<String>, next: impl Into<String>) -> Self {
-        Self { status: Status::Warn, name, what: what.into(), next: Some(next.into()) }
+        Self { status: FindingStatus::Warn, name, what: what.into(), next: Some(next.into()) }
     }
 
     pub fn fail(name: &'static str, what: impl Into<String>, next: impl Into<String>) -> Self {
-        Self { status: Status::Fail, ..Self::warn(name, what, next) }
+        Self { status: FindingStatus::Fail, ..Self::warn(name, what, next) }
     }
 }

@@ -3,7 +3,7 @@
 use candle_core::Device;
 use serde::Serialize;
 
-use super::finding::{Finding, Status};
+use super::finding::{Finding, FindingStatus};
 use crate::device::{self, DeviceChoice, DeviceInfo, GpuFacts};
 use crate::error::Error;
 use crate::kernels::selftest::{self, Check};
@@ -52,7 +52,7 @@ pub fn check(findings: &mut Vec<Finding>, self_test: &mut Vec<SelfTest>) {
             }
             Err(error) => Finding::fail("GPU", one_line(&error), "nvidia-smi"),
         };
-        let usable = finding.status != Status::Fail;
+        let usable = finding.status != FindingStatus::Fail;
         findings.push(finding);
         if usable {
             kernels(ordinal, &device, findings, self_test);
@@ -170,32 +170,32 @@ mod tests {
         let check_with = |found, built, natives: &[(u32, u32)], free_bytes| {
             let info = DeviceInfo { name: "X".into(), compute_capability: Some(found), free_bytes, total_bytes: 100 };
             let finding = gpu(0, &info, Some(built), found == built || natives.contains(&found));
-            assert_eq!(finding.next.is_none(), finding.status == Status::Pass);
+            assert_eq!(finding.next.is_none(), finding.status == FindingStatus::Pass);
             (finding.status, finding.next.unwrap_or_default())
         };
         let check = |found, built, free_bytes| check_with(found, built, &[], free_bytes);
-        assert_eq!(check_with((9, 0), (8, 0), &[(8, 6), (9, 0)], 90).0, Status::Pass);
-        assert_eq!(check_with((12, 0), (8, 0), &[(8, 6), (9, 0)], 90).0, Status::Warn);
-        assert_eq!(check((9, 0), (9, 0), 90).0, Status::Pass);
-        assert_eq!(check((8, 9), (8, 0), 90).0, Status::Pass);
-        assert_eq!(check((9, 0), (9, 0), 10).0, Status::Warn);
-        assert_eq!(check((7, 5), (8, 0), 90).0, Status::Fail);
+        assert_eq!(check_with((9, 0), (8, 0), &[(8, 6), (9, 0)], 90).0, FindingStatus::Pass);
+        assert_eq!(check_with((12, 0), (8, 0), &[(8, 6), (9, 0)], 90).0, FindingStatus::Warn);
+        assert_eq!(check((9, 0), (9, 0), 90).0, FindingStatus::Pass);
+        assert_eq!(check((8, 9), (8, 0), 90).0, FindingStatus::Pass);
+        assert_eq!(check((9, 0), (9, 0), 10).0, FindingStatus::Warn);
+        assert_eq!(check((7, 5), (8, 0), 90).0, FindingStatus::Fail);
         let (status, next) = check((8, 6), (9, 0), 90);
-        assert!(status == Status::Fail && next.starts_with("CUDA_COMPUTE_CAP=86 "), "{next}");
+        assert!(status == FindingStatus::Fail && next.starts_with("CUDA_COMPUTE_CAP=86 "), "{next}");
         let (status, next) = check((12, 0), (9, 0), 90);
-        assert!(status == Status::Warn && next.starts_with("CUDA_COMPUTE_CAP=120 "), "{next}");
+        assert!(status == FindingStatus::Warn && next.starts_with("CUDA_COMPUTE_CAP=120 "), "{next}");
     }
 
     #[test]
     fn failed_kernels_are_named() {
         let mut checks = selftest::run(&Device::Cpu);
         let findings = self_test_findings(0, &checks);
-        assert!(findings.len() == 1 && findings[0].status == Status::Pass, "{findings:?}");
+        assert!(findings.len() == 1 && findings[0].status == FindingStatus::Pass, "{findings:?}");
         checks[3].error = Ok(f32::NAN);
         checks[7].error = Err("no such kernel\nbacktrace".into());
         let findings = self_test_findings(0, &checks);
         assert_eq!(findings.len(), 2);
-        assert!(findings.iter().all(|finding| finding.status == Status::Fail));
+        assert!(findings.iter().all(|finding| finding.status == FindingStatus::Fail));
         assert!(findings[0].what.contains("error NaN") && findings[1].what.ends_with("no such kernel"));
         checks.iter_mut().for_each(|check| check.error = Err("nothing works".into()));
         let findings = self_test_findings(0, &checks);

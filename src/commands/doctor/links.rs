@@ -89,22 +89,26 @@ fn described(times: ExchangeTimes) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::commands::doctor::finding::Status;
+    use crate::commands::doctor::finding::FindingStatus;
 
     #[test]
     fn links_are_reported_with_their_times() {
         let times = || Ok(Ok(ExchangeTimes { small: 3.25e-6, large: 41e-6 }));
         let no_access = || Ok(Err("no peer access".into()));
         let found = finding(2, times(), None);
-        assert_eq!(found.status, Status::Pass);
+        assert_eq!(found.status, FindingStatus::Pass);
         assert!(found.what.ends_with("summing 11.5 KB takes 3.2 µs, and 4194 KB takes 41 µs"), "{}", found.what);
         let found = finding(2, no_access(), Some(times()));
-        assert!(found.status == Status::Warn && found.what.contains("host memory: summing 11.5 KB"), "{}", found.what);
+        assert!(
+            found.status == FindingStatus::Warn && found.what.contains("host memory: summing 11.5 KB"),
+            "{}",
+            found.what
+        );
         let found = finding(2, no_access(), Some(Ok(Err("no pinned memory".into()))));
-        assert!(found.status == Status::Warn && found.what.contains("no peer access"), "{}", found.what);
+        assert!(found.status == FindingStatus::Warn && found.what.contains("no peer access"), "{}", found.what);
         assert!(found.what.ends_with("through host memory: no pinned memory"), "{}", found.what);
-        assert_eq!(finding(2, no_access(), Some(Err(anyhow::anyhow!("the GPU is lost")))).status, Status::Fail);
-        assert_eq!(finding(2, Err(anyhow::anyhow!("no GPU")), None).status, Status::Fail);
+        assert_eq!(finding(2, no_access(), Some(Err(anyhow::anyhow!("the GPU is lost")))).status, FindingStatus::Fail);
+        assert_eq!(finding(2, Err(anyhow::anyhow!("no GPU")), None).status, FindingStatus::Fail);
         let slow = ExchangeTimes { small: 2.0, large: 1.0 };
         assert_eq!(slower(slow, ExchangeTimes { small: 1.0, large: 3.0 }), ExchangeTimes { small: 2.0, large: 3.0 });
     }

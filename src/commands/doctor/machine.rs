@@ -1,7 +1,7 @@
 //! The checks of `inferno doctor` that need no GPU: the build, the cache, the disk, the hub and the models.
 
 use super::finding::Finding;
-use crate::commands::list::Model;
+use crate::commands::list::ListedModel;
 use crate::device;
 use crate::error::Error;
 use crate::hub::{Hub, IncompleteModel, TokenStatus};
@@ -88,7 +88,7 @@ fn models(hub: &Hub, findings: &mut Vec<Finding>) {
         let what = format!("{name} is incomplete: {missing_file} is missing");
         findings.push(Finding::warn("models", what, format!("inferno download {name}")));
     }
-    for model in Model::read_all(hub, &snapshots) {
+    for model in ListedModel::read_all(hub, &snapshots) {
         let problem = match (model.supported, model.parameters) {
             (false, _) => format!("is not supported: {}", model.family.as_deref().unwrap_or("unknown family")),
             (true, None) => "has weights that cannot be read".to_string(),

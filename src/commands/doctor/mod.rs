@@ -16,7 +16,7 @@ use serde::Serialize;
 
 use crate::hub::Hub;
 use crate::text::{one_line, printable};
-use finding::{Finding, Status};
+use finding::{Finding, FindingStatus};
 use gpu::SelfTest;
 
 /// Check this machine: build, GPU, kernels, disk, hub and models
@@ -28,8 +28,8 @@ pub struct Args {
 }
 
 #[derive(Serialize)]
-struct Report {
-    status: Status,
+struct DoctorReport {
+    status: FindingStatus,
     findings: Vec<Finding>,
     /// The results of the kernel self-test on each GPU.
     self_test: Vec<SelfTest>,
@@ -45,8 +45,8 @@ pub fn run(args: Args) -> Result<ExitCode> {
         Ok(hub) => machine::check(&hub, &mut findings),
         Err(error) => findings.push(Finding::fail("settings", one_line(&error), "env | grep -E 'INFERNO|^HF_|HOME'")),
     }
-    let status = findings.iter().map(|finding| finding.status).max().unwrap_or(Status::Pass);
-    let report = Report { status, findings, self_test };
+    let status = findings.iter().map(|finding| finding.status).max().unwrap_or(FindingStatus::Pass);
+    let report = DoctorReport { status, findings, self_test };
     let mut out = std::io::stdout().lock();
     if args.json {
         writeln!(out, "{}", serde_json::to_string_pretty(&report)?)?;
@@ -55,10 +55,10 @@ pub fn run(args: Args) -> Result<ExitCode> {
         write!(out, "{}", printable(&lines(&report)))?;
     }
     out.flush()?;
-    Ok(if status == Status::Fail { ExitCode::FAILURE } else { ExitCode::SUCCESS })
+    Ok(if status == FindingStatus::Fail { ExitCode::FAILURE } else { ExitCode::SUCCESS })
 }
 
-fn lines(report: &Report) -> String {
+fn lines(report: &DoctorReport) -> String {
     let line = |finding: &Finding| {
         let status = format!("{:?}", finding.status).to_uppercase();
         let next = finding.next.as_ref().map(|next| format!("{:18}next: {next}\n", "")).unwrap_or_default();

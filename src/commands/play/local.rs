@@ -7,7 +7,7 @@ use anyhow::{Result, bail};
 
 use super::args::{Args, Reparse, Selected};
 use super::choice::choose;
-use crate::commands::list::{self, Model};
+use crate::commands::list::{self, ListedModel};
 use crate::commands::shared::progress::{Operation, ProgressStyle, ProgressView};
 use crate::commands::shared::{note, playable, warn_about_token};
 use crate::conversation::{LoadedModel, LocalModel, ModelId, ModelSource, require_chat_format};
@@ -134,7 +134,7 @@ fn choose_snapshot(hub: &Hub) -> Result<Option<Snapshot>> {
         !snapshots.is_empty(),
         "no model is on this machine; to download one: inferno download openai/gpt-oss-20b"
     );
-    terminal::write_stderr(&list::table(&Model::read_all(hub, &snapshots)));
+    terminal::write_stderr(&list::table(&ListedModel::read_all(hub, &snapshots)));
     let names: Vec<&str> = snapshots.iter().map(|snapshot| snapshot.name.as_str()).collect();
     Ok(choose(&names)?.map(|index| snapshots[index].clone()))
 }

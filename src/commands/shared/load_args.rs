@@ -57,7 +57,7 @@ pub struct LoadArgs {
     /// Attention kernel of all steps except those of the decode graph: own (inferno's), flash (FlashAttention, needs
     /// the flash-attn feature), eager (matrix products and softmax) or auto
     #[arg(long, default_value = "auto", value_name = "KERNEL", hide_short_help = true)]
-    attention: Attention,
+    attention: AttentionChoice,
     /// The minimum number of full-context sequences that the KV cache can hold.
     #[arg(skip = 1usize)]
     sequences: usize,
@@ -73,7 +73,7 @@ pub struct LoadArgs {
 }
 
 #[derive(Clone, Copy, ValueEnum)]
-enum Attention {
+enum AttentionChoice {
     Auto,
     Own,
     Flash,
@@ -203,10 +203,10 @@ impl LoadArgs {
                 queue_steps: None,
                 warm_up: self.warm_up,
                 attention: match self.attention {
-                    Attention::Auto => AttentionBackend::Auto,
-                    Attention::Own => AttentionBackend::Own,
-                    Attention::Flash => AttentionBackend::CandleFlashAttn,
-                    Attention::Eager => AttentionBackend::Eager,
+                    AttentionChoice::Auto => AttentionBackend::Auto,
+                    AttentionChoice::Own => AttentionBackend::Own,
+                    AttentionChoice::Flash => AttentionBackend::CandleFlashAttn,
+                    AttentionChoice::Eager => AttentionBackend::Eager,
                 },
                 progress: &|bytes, total| {
                     bar.set_length(total);

@@ -17,12 +17,12 @@ const MAX_LINES: usize = 10_000;
 /// The longest time that [`flush`] waits for the remaining log lines.
 const FLUSH_TIMEOUT: Duration = Duration::from_secs(1);
 
-static SENDER: OnceLock<SyncSender<Message>> = OnceLock::new();
+static SENDER: OnceLock<SyncSender<WriterMessage>> = OnceLock::new();
 
 /// The number of lines that were dropped since the last warning about dropped lines.
 static DROPPED: AtomicU64 = AtomicU64::new(0);
 
-enum Message {
+enum WriterMessage {
     Line(Vec<u8>),
     /// Asks the writer thread to reply once all earlier lines are written.
     Flush(SyncSender<()>),
@@ -47,17 +47,17 @@ impl LogWriter {
 /// Waits up to one second for all earlier log lines to be written. Does not wait if the queue is full.
 pub fn flush() {
     let (sender, receiver) = sync_channel(1);
-    if SENDER.get().is_some_and(|lines| lines.try_send(Message::Flush(sender)).is_ok()) {
+    if SENDER.get().is_some_and(|lines| lines.try_send(WriterMessage::Flush(sender)).is_ok()) {
         let _ = receiver.recv_timeout(FLUSH_TIMEOUT);
     }
 }
 
-fn write_lines(receiver: &Receiver<Message>) {
+fn write_lines(receiver: &Receiver<WriterMessage>) {
     for message in receiver {
         match message {
             // Errors are ignored, because a closed stderr must not end the server.
-            Message::Line(line) => drop(io::stderr().write_all(&line)),
-            Message::Flush(done) => drop(done.try_send(())),
+            WriterMessage::Line(line) => drop(io::stderr().write_all(&line)),
+            WriterMessage::Flush(done) => drop(done.try_send(())),
         }
         let dropped = DROPPED.swap(0, Ordering::Relaxed);
         if dropped > 0 {
@@ -90,7 +90,7 @@ impl Write for Line {
 
 impl Drop for Line {
     fn drop(&mut self) {
-        let line = Message::Line(std::mem::take(&mut self.0));
+        let line = WriterMessage::Line(std::mem::take(&mut self.0));
         if SENDER.get().is_none_or(|sender| sender.try_send(line).is_err()) {
             DROPPED.fetch_add(1, Ordering::Relaxed);
         }

@@ -68,13 +68,13 @@ pub struct ProgressView {
     operation: Operation,
     bars: MultiProgress,
     total: ProgressBar,
-    state: Arc<Mutex<State>>,
+    state: Arc<Mutex<ProgressState>>,
     /// Dropping this sender ends the thread that writes progress lines.
     _ticker: Option<Sender<()>>,
 }
 
-struct State {
-    files: HashMap<String, File>,
+struct ProgressState {
+    files: HashMap<String, FileProgress>,
     /// The sum of `done` over all files, kept up to date because summing over all files on each update is slow.
     done_bytes: u64,
     total_bytes: u64,
@@ -82,7 +82,7 @@ struct State {
     has_ended: bool,
 }
 
-impl State {
+impl ProgressState {
     /// Writes a progress line if one is due, even if no bytes have arrived since the last line.
     fn tick(&mut self, operation: Operation) {
         let (done, total) = (self.done_bytes, self.total_bytes);
@@ -96,7 +96,7 @@ impl State {
 }
 
 #[derive(Default)]
-struct File {
+struct FileProgress {
     size: u64,
     done: u64,
     is_started: bool,
@@ -111,7 +111,7 @@ impl ProgressView {
         };
         let bars = MultiProgress::with_draw_target(target);
         let total = ProgressBar::new(0);
-        let state = State {
+        let state = ProgressState {
             files: HashMap::new(),
             done_bytes: 0,
             total_bytes: 0,
@@ -149,7 +149,7 @@ impl ProgressView {
         }
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, ProgressState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -183,7 +183,8 @@ impl Progress for ProgressView {
 
     fn start(&self, files: &[(String, u64)]) {
         let total_bytes = files.iter().fold(0u64, |sum, (_, size)| sum.saturating_add(*size));
-        let entry = |(name, size): &(String, u64)| (name.clone(), File { size: *size, ..File::default() });
+        let entry =
+            |(name, size): &(String, u64)| (name.clone(), FileProgress { size: *size, ..FileProgress::default() });
         let mut state = self.state();
         state.files = files.iter().map(entry).collect();
         (state.done_bytes, state.total_bytes) = (0, total_bytes);

@@ -14,7 +14,7 @@ use super::shared::{SplitBy, parse_gpu_count};
 use crate::error::Error;
 use crate::hub::{self, Hub, demo};
 use crate::text::printable;
-use report::{Gpu, Report, Requested};
+use report::{Gpu, Requested, ShowReport};
 use shown_model::ShownModel;
 
 /// Describe a model and the memory it needs, without loading it
@@ -50,7 +50,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
         ShownModel::local(&hub.find(&args.model, args.revision.as_deref()).map_err(suggest_remote)?)
     };
     let plan = Requested { context: args.context, gpus: args.gpus, split: args.split.into() };
-    let report = Report::new(shown, plan, Gpu::first())?;
+    let report = ShowReport::new(shown, plan, Gpu::first())?;
     let mut out = std::io::stdout().lock();
     if args.json {
         writeln!(out, "{}", serde_json::to_string_pretty(&report)?)?;

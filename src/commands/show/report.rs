@@ -5,7 +5,7 @@ use serde::Serialize;
 use serde_json::Value;
 
 use super::shown_model::ShownModel;
-use super::sizes::Sizes;
+use super::sizes::ConfigSizes;
 use crate::device::{self, DeviceChoice, DeviceInfo, Split};
 use crate::engine::memory::{Capacity, DeviceKind, MemoryPlan};
 use crate::error::Error;
@@ -15,7 +15,7 @@ use crate::weights::Inventory;
 use crate::weights::inventory::TensorGroup;
 
 #[derive(Serialize)]
-pub struct Report {
+pub struct ShowReport {
     pub name: String,
     pub revision: Option<String>,
     /// The local path. `None` for a model on the hub.
@@ -32,7 +32,7 @@ pub struct Report {
     /// `harmony`, or the name of the file or GGUF key that holds the chat template. `None` for a base model.
     pub chat: Option<&'static str>,
     #[serde(flatten)]
-    pub sizes: Sizes,
+    pub sizes: ConfigSizes,
     pub parameters: Option<u64>,
     pub active_parameters: Option<u64>,
     /// The stored size of all tensors, in bytes.
@@ -40,7 +40,7 @@ pub struct Report {
     /// Why the list of tensors could not be read.
     pub weights_problem: Option<String>,
     pub tensors: Vec<TensorGroup>,
-    pub files: Vec<File>,
+    pub files: Vec<ModelFile>,
     pub needs: Option<MemoryNeeds>,
     #[serde(flatten)]
     pub gpu: Gpu,
@@ -57,7 +57,7 @@ pub struct Requested {
 }
 
 #[derive(Serialize)]
-pub struct File {
+pub struct ModelFile {
     pub name: String,
     pub bytes: Option<u64>,
 }
@@ -125,7 +125,7 @@ fn serialize_gpu<S: serde::Serializer>(info: &Option<DeviceInfo>, serializer: S)
     json.serialize(serializer)
 }
 
-impl Report {
+impl ShowReport {
     /// Creates the report. Fails only if the model does not support the requested context or number of GPUs.
     pub fn new(shown: ShownModel, requested: Requested, gpu: Gpu) -> Result<Self> {
         let chat = chat(&shown);
@@ -137,7 +137,7 @@ impl Report {
             Ok(model) => (Some(model), None),
             Err(error) => (None, Some(one_line(&error))),
         };
-        let mut sizes = Sizes::from_config(&json);
+        let mut sizes = ConfigSizes::from_config(&json);
         if let Some(model) = &model {
             sizes = sizes.with_architecture(model.architecture.as_ref());
         }
@@ -179,7 +179,7 @@ impl Report {
             sizes,
             weights_problem,
             tensors,
-            files: shown.files.into_iter().map(|(name, bytes)| File { name, bytes }).collect(),
+            files: shown.files.into_iter().map(|(name, bytes)| ModelFile { name, bytes }).collect(),
             needs,
             gpu,
         })
@@ -192,7 +192,7 @@ impl Report {
 fn needs(
     inventory: &Inventory,
     model: Option<&ModelConfig>,
-    sizes: &Sizes,
+    sizes: &ConfigSizes,
     config: &Value,
     requested: Requested,
     device: Option<&DeviceInfo>,

@@ -24,14 +24,14 @@ pub struct ShownModel {
     pub path: Option<PathBuf>,
     /// Where the model is, as a phrase such as `a directory`.
     pub location: &'static str,
-    pub metadata: Metadata,
+    pub metadata: ModelMetadata,
     /// The names of the model's files, and their sizes in bytes if known.
     /// A local GGUF model has one entry, with the size of all its parts.
     pub files: Vec<(String, Option<u64>)>,
 }
 
 /// A model's config, chat template, license and tensor list.
-pub struct Metadata {
+pub struct ModelMetadata {
     pub config: Result<Value>,
     /// The content of tokenizer_config.json, or null if the file is missing or invalid.
     /// For GGUF, a JSON object with the chat template.
@@ -42,7 +42,7 @@ pub struct Metadata {
     pub inventory: Result<Inventory>,
 }
 
-impl Metadata {
+impl ModelMetadata {
     /// Reads all metadata from a GGUF file. If `file` is an error, the error becomes part of the metadata.
     fn from_gguf(file: Result<GgufCheckpoint>) -> Self {
         let tokenizer_config_name = "tokenizer.chat_template";
@@ -111,11 +111,11 @@ impl ShownModel {
         // The demo's weights are part of this crate and have its license.
         let built_in_license = snapshot.is_demo().then(|| env!("CARGO_PKG_LICENSE").to_string());
         let metadata = match &gguf {
-            Some(file) => Metadata::from_gguf(GgufCheckpoint::open(file)),
+            Some(file) => ModelMetadata::from_gguf(GgufCheckpoint::open(file)),
             None => {
                 let config = json(dir, "config.json", files::MAX_CONFIG_BYTES);
                 let table = tensor_table(&config);
-                Metadata {
+                ModelMetadata {
                     config,
                     tokenizer_config: json(dir, "tokenizer_config.json", files::MAX_TOKENIZER_CONFIG_BYTES)
                         .unwrap_or_default(),
@@ -156,7 +156,7 @@ impl ShownModel {
             let table = tensor_table(&config);
             let tokenizer_config =
                 text("tokenizer_config.json").and_then(|text| files::parse_json(text.as_bytes()).ok());
-            Metadata {
+            ModelMetadata {
                 config,
                 tokenizer_config: tokenizer_config.unwrap_or_default(),
                 tokenizer_config_name: "tokenizer_config.json",
@@ -164,7 +164,7 @@ impl ShownModel {
                 inventory: inventory(&model, table),
             }
         } else {
-            Metadata::from_gguf(remote_gguf(hub, &model)?)
+            ModelMetadata::from_gguf(remote_gguf(hub, &model)?)
         };
         let gguf = model.gguf.into_iter().map(|(name, bytes)| (name, Some(bytes)));
         Ok(Self {

@@ -8,7 +8,7 @@ use crate::nn::kv_cache::LayerSpec;
 
 /// The dimensions of a model. A dimension is `None` if config.json neither states nor implies it.
 #[derive(Debug, Default, Serialize)]
-pub struct Sizes {
+pub struct ConfigSizes {
     pub layers: Option<u64>,
     pub hidden_size: Option<u64>,
     pub intermediate_size: Option<u64>,
@@ -38,7 +38,7 @@ pub struct Rope {
     pub original_context: Option<u64>,
 }
 
-impl Sizes {
+impl ConfigSizes {
     /// Reads the dimensions from config.json.
     pub fn from_config(config: &Value) -> Self {
         // Multimodal models store the dimensions of their language model in `text_config`.
@@ -140,23 +140,23 @@ mod tests {
 
     #[test]
     fn sizes_are_found_under_each_familys_names() {
-        let sizes = Sizes::from_config(&json!({"n_embd": 768, "n_head": 12, "n_layer": 12, "n_positions": 1024}));
+        let sizes = ConfigSizes::from_config(&json!({"n_embd": 768, "n_head": 12, "n_layer": 12, "n_positions": 1024}));
         assert_eq!((sizes.hidden_size, sizes.head_dim, sizes.kv_heads), (Some(768), Some(64), Some(12)));
         assert_eq!((sizes.layers, sizes.context), (Some(12), Some(1024)));
         let vision = json!({"model_type": "x", "text_config": {"hidden_size": 8, "num_hidden_layers": 2}});
-        assert_eq!(Sizes::from_config(&vision).layers, Some(2));
-        assert!(Sizes::from_config(&json!({"n_head": 0, "n_embd": 5})).head_dim.is_none());
-        assert!(Sizes::from_config(&json!([1, 2])).layers.is_none());
+        assert_eq!(ConfigSizes::from_config(&vision).layers, Some(2));
+        assert!(ConfigSizes::from_config(&json!({"n_head": 0, "n_embd": 5})).head_dim.is_none());
+        assert!(ConfigSizes::from_config(&json!([1, 2])).layers.is_none());
         let rope = json!({"rope_theta": 1e4, "rope_scaling": {"type": "linear", "factor": 4}});
         let expected = Rope { theta: Some(1e4), scaling: "linear".into(), factor: Some(4.0), original_context: None };
-        assert_eq!(Sizes::from_config(&rope).rope, Some(expected));
+        assert_eq!(ConfigSizes::from_config(&rope).rope, Some(expected));
     }
 
     #[test]
     fn cache_of_an_unsupported_family_is_guessed_or_unknown() {
         let plain = json!({"num_hidden_layers": 4, "num_attention_heads": 8, "hidden_size": 64, "sliding_window": 16,
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]});
-        let layers = Sizes::from_config(&plain).cache_layers(&plain).unwrap();
+        let layers = ConfigSizes::from_config(&plain).cache_layers(&plain).unwrap();
         assert_eq!(layers.len(), 4);
         assert_eq!(layers.iter().filter(|layer| layer.window == Some(16)).count(), 2);
         for other in [json!({"kv_lora_rank": 512}), json!({"num_hidden_layers": u64::MAX}), json!({})] {
@@ -166,7 +166,7 @@ mod tests {
             } else {
                 config.as_object_mut().unwrap().extend(other.as_object().unwrap().clone());
             }
-            assert!(Sizes::from_config(&config).cache_layers(&config).is_none(), "{config}");
+            assert!(ConfigSizes::from_config(&config).cache_layers(&config).is_none(), "{config}");
         }
     }
 }

@@ -3,8 +3,8 @@
 use std::collections::BTreeMap;
 use std::fmt::Write;
 
-use super::report::{File, Gpu, MemoryNeeds, Report};
-use super::sizes::{Rope, Sizes};
+use super::report::{Gpu, MemoryNeeds, ModelFile, ShowReport};
+use super::sizes::{ConfigSizes, Rope};
 use crate::text::{self, excerpt, home_relative, parameter_count};
 
 const COLUMNS: usize = 120;
@@ -13,7 +13,7 @@ const INDENT: usize = 13;
 /// The maximum number of rows in the file list.
 const MAX_FILES: usize = 24;
 
-pub fn table(report: &Report) -> String {
+pub fn table(report: &ShowReport) -> String {
     let mut out = format!("{} ({})\n", report.name, report.location);
     facts(&mut out, report);
     tensors(&mut out, report);
@@ -30,7 +30,7 @@ pub fn table(report: &Report) -> String {
 }
 
 /// Writes the facts about the model that the report contains, one per line.
-fn facts(out: &mut String, report: &Report) {
+fn facts(out: &mut String, report: &ShowReport) {
     let mut fact = |name: &str, value: Option<String>| {
         if let Some(value) = value {
             wrapped(out, name, &value);
@@ -67,12 +67,12 @@ fn parameter_counts(all: u64, active: Option<u64>) -> String {
 }
 
 /// Returns the size and the quantization of the weights, or why they are unknown.
-fn weights(report: &Report) -> Option<String> {
+fn weights(report: &ShowReport) -> Option<String> {
     let Some(bytes) = report.weight_bytes else { return report.weights_problem.clone() };
     Some(format!("{}, {}", text::size(bytes), report.quantization.as_deref().map_or("?".into(), excerpt)))
 }
 
-fn layers(sizes: &Sizes) -> Option<String> {
+fn layers(sizes: &ConfigSizes) -> Option<String> {
     let layers = sizes.layers?;
     Some(match (sizes.sliding_layers, sizes.sliding_window) {
         (Some(sliding), Some(window)) => {
@@ -87,18 +87,18 @@ fn intermediate(size: Option<u64>) -> String {
     size.map(|size| format!(", intermediate {}", grouped(size))).unwrap_or_default()
 }
 
-fn heads(sizes: &Sizes) -> Option<String> {
+fn heads(sizes: &ConfigSizes) -> Option<String> {
     let keys = sizes.kv_heads.map(|heads| format!(", {heads} KV heads")).unwrap_or_default();
     let each = sizes.head_dim.map(|dim| format!(", {dim} dims each")).unwrap_or_default();
     Some(format!("{}{keys}{each}", sizes.heads?))
 }
 
-fn experts(sizes: &Sizes) -> Option<String> {
+fn experts(sizes: &ConfigSizes) -> Option<String> {
     let chosen = sizes.experts_chosen.map(|chosen| format!(", {chosen} chosen per token")).unwrap_or_default();
     Some(format!("{}{chosen}{}", sizes.experts?, intermediate(sizes.expert_intermediate_size)))
 }
 
-fn vocabulary(sizes: &Sizes) -> Option<String> {
+fn vocabulary(sizes: &ConfigSizes) -> Option<String> {
     let tied = match sizes.tied_embeddings {
         Some(true) => ", output head tied to the embedding",
         Some(false) => ", separate output head",
@@ -107,7 +107,7 @@ fn vocabulary(sizes: &Sizes) -> Option<String> {
     Some(format!("{}{tied}", grouped(sizes.vocab_size?)))
 }
 
-fn context(sizes: &Sizes) -> Option<String> {
+fn context(sizes: &ConfigSizes) -> Option<String> {
     let rope = sizes.rope.as_ref().map(rope_facts).unwrap_or_default();
     Some(format!("{} tokens{rope}", grouped(sizes.context?)))
 }
@@ -123,7 +123,7 @@ fn rope_facts(rope: &Rope) -> String {
     format!("{theta}, scaled {}{factor}{original}", excerpt(&rope.scaling))
 }
 
-fn tensors(out: &mut String, report: &Report) {
+fn tensors(out: &mut String, report: &ShowReport) {
     if report.tensors.is_empty() {
         return;
     }
@@ -137,8 +137,8 @@ fn tensors(out: &mut String, report: &Report) {
 }
 
 /// Lists the files. Four or more shards share one line.
-fn files(out: &mut String, files: &[File]) {
-    let mut patterns: BTreeMap<String, Vec<&File>> = BTreeMap::new();
+fn files(out: &mut String, files: &[ModelFile]) {
+    let mut patterns: BTreeMap<String, Vec<&ModelFile>> = BTreeMap::new();
     for file in files {
         patterns.entry(pattern(&file.name)).or_default().push(file);
     }
