@@ -82,7 +82,7 @@ fn load_library((file, functions): &LibraryTable) -> Result<(), LoadError> {
         hint: if is_driver {
             "install NVIDIA's driver, then check that `nvidia-smi` lists the GPU"
         } else {
-            "add the CUDA library directory to LD_LIBRARY_PATH, for example /usr/local/cuda/lib64"
+            "install CUDA, or add the directory of its libraries to LD_LIBRARY_PATH"
         },
     })?;
     for (name, address) in *functions {

@@ -181,7 +181,7 @@ impl Sibling {
     fn check(self, repo: &str) -> Result<RemoteFile> {
         let name = self.rfilename;
         if let Some(problem) = names::file_name_problem(&name) {
-            bail!("the hub lists {} in '{repo}', which {problem}", quote(&name));
+            bail!("the hub lists a file for '{repo}' that inferno cannot use: {} {problem}", quote(&name));
         }
         // The git blob id of a large file is the hash of its LFS pointer, so the blob id cannot verify the contents.
         let (etag, bytes) = match self.lfs {

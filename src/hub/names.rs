@@ -63,11 +63,11 @@ pub(super) fn check_repo(name: &str) -> Result<()> {
     Err(Error::usage(format!("{name:?} is not a valid repository name: use org/name, as in openai/gpt-oss-20b")))
 }
 
-/// Returns the problem with an invalid file name from a hub, such as `is not a path inside the repository`.
+/// Returns the problem with an invalid file name from a hub, such as `is not a valid path in a repository`.
 /// Returns `None` for a valid name.
 pub(super) fn file_name_problem(name: &str) -> Option<&'static str> {
     if !is_safe_path(name) {
-        return Some("is not a path inside the repository");
+        return Some("is not a valid path in a repository");
     }
     // Reject invisible characters, which could make a file name look like another file name.
     (printable(name) != name).then_some("has invisible characters in its name")
@@ -174,7 +174,7 @@ mod tests {
             assert_eq!(file_name_problem(good), None, "{good}");
         }
         for bad in ["../x", "/x", "a\\b", "a\0", "a\nb", "\u{1b}[2J", "\u{9b}", ""] {
-            assert_eq!(file_name_problem(bad), Some("is not a path inside the repository"), "{bad:?}");
+            assert_eq!(file_name_problem(bad), Some("is not a valid path in a repository"), "{bad:?}");
         }
         for bad in ["a\u{202e}gpj.exe", "\u{200b}config.json", "a\u{2028}b", "\u{feff}a", "a\u{ad}b", "a\u{e0041}"] {
             assert_eq!(file_name_problem(bad), Some("has invisible characters in its name"), "{bad:?}");

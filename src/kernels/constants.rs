@@ -20,7 +20,7 @@ pub const ACTIVATION_SILU: usize = 0;
 /// Selects the GELU activation with the tanh approximation in a kernel.
 pub const ACTIVATION_GELU_TANH: usize = 1;
 
-// Tensor maps (`launch/tensor_map.rs`, `headers/barrier.cuh`).
+// Tensor maps (`launch/tensor_map.rs`, `headers/bulk_copy.cuh`).
 
 /// Bytes per element of a tensor map.
 /// A box has at most 256 elements per dimension, so large elements allow large boxes.

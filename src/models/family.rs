@@ -27,9 +27,9 @@ pub trait Architecture: Send + Sync {
     /// Returns the longest context that the model supports.
     fn max_position_embeddings(&self) -> usize;
 
-    /// Returns the default limit of the context length. Longer contexts are opt-in.
-    /// With LongRoPE, the default is the longest context that uses the short factors.
-    /// Otherwise, the default is `max_position_embeddings`.
+    /// Returns the longest context that may be the default. Longer contexts are opt-in.
+    /// With LongRoPE, this is the longest context that uses the short factors.
+    /// Otherwise, this is `max_position_embeddings`. The engine may choose a shorter default.
     fn default_context(&self) -> usize {
         self.max_position_embeddings()
     }

@@ -104,7 +104,7 @@ impl DeviceFacts {
     }
 }
 
-/// How much less memory is free on the GPU than before loading, in bytes.
+/// The decrease of free GPU memory since before loading, in bytes: after loading, and at the end of the benchmark.
 #[derive(Serialize)]
 pub struct MemoryUsage {
     after_load_bytes: u64,

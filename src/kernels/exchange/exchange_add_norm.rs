@@ -15,8 +15,8 @@ use crate::kernels::launch::{Arguments, Launch, LaunchShape, address, dtype_suff
 use crate::kernels::scratch;
 use crate::world::{ResidualUpdate, UpdatedResidual, share};
 
-/// The maximum number of rows for which both of two ranks compute all rows, if partial results are rounded.
-/// With few rows, reading and writing all rows of x takes less time than sending the norms.
+/// With two ranks and at most this many rows, each rank computes all rows, if partial results are rounded.
+/// With few rows, computing the other rank's rows takes less time than waiting until it has sent their norms.
 const REPLICATED_ROWS: usize = 256;
 
 impl GpuExchange {

@@ -1,10 +1,10 @@
-//! Tensor maps, which describe tensors for `copy_tensor` in `headers/barrier.cuh`.
+//! Tensor maps, which describe tensors for `copy_tensor` in `headers/bulk_copy.cuh`.
 
 use std::ffi::c_void;
 
 use candle_core::cuda_backend::WrapErr;
 use candle_core::cuda_backend::cudarc::driver::{DeviceRepr, sys};
-use candle_core::{Result, Tensor, bail};
+use candle_core::{Device, Result, Tensor, bail};
 
 use super::arguments::address;
 use crate::kernels::constants::TENSOR_MAP_ELEMENT_BYTES;
@@ -17,20 +17,30 @@ use crate::kernels::constants::TENSOR_MAP_ELEMENT_BYTES;
 #[repr(transparent)]
 pub struct TensorMap(sys::CUtensorMap);
 
-// SAFETY: `CUtensorMap` has C layout and contains only integers. `TensorMap` in `headers/barrier.cuh` has the same size.
+// SAFETY: `CUtensorMap` has C layout and contains only integers.
+// `TensorMap` in `headers/bulk_copy.cuh` has the same size.
 unsafe impl DeviceRepr for TensorMap {}
 
 impl TensorMap {
     /// Describes the bytes of a tensor as `[depth, height, width]`, and boxes of `[1, box_height, box_width]`.
-    /// Widths are in bytes. The width must be a multiple of 16, and the box must fit in shared memory.
+    /// Both widths are in bytes and must be multiples of 16. A dimension of a box has at most 256 elements of
+    /// `TENSOR_MAP_ELEMENT_BYTES` bytes.
     pub fn new(
         tensor: &Tensor,
         [depth, height, width]: [usize; 3],
         [box_height, box_width]: [usize; 2],
     ) -> Result<Self> {
         if depth * height * width != tensor.elem_count() * tensor.dtype().size_in_bytes() {
-            bail!("a tensor map of {depth} x {height} x {width} bytes does not match {:?}", tensor.shape());
+            bail!("cannot create a tensor map: {depth} x {height} x {width} bytes do not match {:?}", tensor.shape());
         }
+        if !width.is_multiple_of(16) || !box_width.is_multiple_of(16) {
+            bail!("cannot create a tensor map: the widths {width} and {box_width} are not multiples of 16 bytes");
+        }
+        let Device::Cuda(device) = tensor.device() else {
+            bail!("cannot create a tensor map: the tensor is not on a GPU")
+        };
+        // The driver function requires a context.
+        device.cuda_stream().context().bind_to_thread().w()?;
         let elements = |bytes: usize| (bytes / TENSOR_MAP_ELEMENT_BYTES) as u64;
         let dims = [elements(width), height as u64, depth as u64];
         let strides = [width as u64, (width * height) as u64];

@@ -1,10 +1,12 @@
 // The matrix product y = x·Wᵀ for up to DENSE_FEW_TOKENS_MAX tokens.
 // Reading W takes most of the time, so the kernel keeps many reads in flight.
-//   w: T [rows, columns]; rows is a multiple of DENSE_FEW_TOKENS_ROWS, and columns is a multiple of
-//   DENSE_FEW_TOKENS_COLUMNS x: T [tokens, columns] y: f32 [tokens, rows] block_units: the number of units per thread
-//   block; a unit is DENSE_FEW_TOKENS_ROWS rows of W parts: the number of warps that share the columns of a unit grid:
-//   ceil(rows / DENSE_FEW_TOKENS_ROWS / block_units); block: 32 · parts · block_units bytes moved: rows · columns ·
-//   sizeof(T)
+//   w: T [rows, columns], multiples of DENSE_FEW_TOKENS_ROWS and DENSE_FEW_TOKENS_COLUMNS
+//   x: T [tokens, columns]
+//   y: f32 [tokens, rows]
+//   block_units: the number of units per thread block; a unit is DENSE_FEW_TOKENS_ROWS rows of W
+//   parts: the number of warps that share the columns of a unit
+//   grid: ceil(rows / DENSE_FEW_TOKENS_ROWS / block_units); block: 32 · parts · block_units
+//   bytes moved: rows · columns · sizeof(T)
 //
 // Each warp multiplies every `parts`-th column tile of one unit by x. A column tile has DENSE_FEW_TOKENS_COLUMNS
 // columns. A lane multiplies only the 16-byte pieces of W that it has copied itself, so the copies of W need no

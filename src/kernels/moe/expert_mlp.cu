@@ -164,21 +164,20 @@ __device__ void expert_add_norm(const float* x, const T* y, const float* weights
 //   down: tiled h, plain weights, bias [experts, hidden] -> y [pairs, hidden]
 //     rows = hidden, columns = intermediate
 // `hidden` and `intermediate` are multiples of 32, the size of an MXFP4 block.
-// The variadic arguments of DEFINE_PRODUCT are the first template arguments of PRODUCT.
-#define DEFINE_PRODUCT(T, SUFFIX, THREADS, BLOCKS, PRODUCT, ...)                                                       \
-    extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)                                                      \
+#define DEFINE_MMA_PRODUCT(T, SUFFIX, SHAPE)                                                                           \
+    extern "C" __global__ void __launch_bounds__(EXPERT_MMA_THREADS, 1)                                                \
         expert_gate_up_##SUFFIX(const uint8_t* blocks, const uint8_t* scales, const T* bias, const T* x,               \
                                 const uint32_t* sorted, const uint32_t* offsets, T* h, int rows, int columns,          \
                                 int tiled_rows, int experts, float limit) {                                            \
-        PRODUCT<__VA_ARGS__, true>({blocks, scales, rows, columns}, {bias, sorted, h, tiled_rows, limit}, x, offsets,  \
-                                   experts);                                                                           \
+        expert_product<SHAPE, T, true>({blocks, scales, rows, columns}, {bias, sorted, h, tiled_rows, limit}, x,       \
+                                       offsets, experts);                                                              \
     }                                                                                                                  \
-    extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)                                                      \
+    extern "C" __global__ void __launch_bounds__(EXPERT_MMA_THREADS, 1)                                                \
         expert_down_##SUFFIX(const uint8_t* blocks, const uint8_t* scales, const T* bias, const T* h,                  \
                              const uint32_t* sorted, const uint32_t* offsets, T* y, int rows, int columns,             \
                              int tiled_rows, int experts) {                                                            \
-        PRODUCT<__VA_ARGS__, false>({blocks, scales, rows, columns}, {bias, sorted, y, tiled_rows, 0.0f}, h, offsets,  \
-                                    experts);                                                                          \
+        expert_product<SHAPE, T, false>({blocks, scales, rows, columns}, {bias, sorted, y, tiled_rows, 0.0f}, h,       \
+                                        offsets, experts);                                                             \
     }
 // The wgmma kernels take tensor maps of the blocks and scales, instead of their addresses.
 #define DEFINE_WGMMA_PRODUCT(T, SUFFIX, SHAPE)                                                                         \
@@ -219,9 +218,9 @@ __device__ void expert_add_norm(const float* x, const T* y, const float* weights
                                          float* sum, T* normed, int columns, int chosen, float eps) {                  \
         expert_add_norm(x, y, weights, norm_weight, sum, normed, columns, chosen, eps);                                \
     }                                                                                                                  \
-    DEFINE_PRODUCT(T, SUFFIX##_t32, EXPERT_MMA_THREADS, 1, expert_product, MmaShape<32>, T)                            \
-    DEFINE_PRODUCT(T, SUFFIX##_t64, EXPERT_MMA_THREADS, 1, expert_product, MmaShape<64>, T)                            \
-    DEFINE_PRODUCT(T, SUFFIX##_t128, EXPERT_MMA_THREADS, 1, expert_product, MmaShape<128>, T)                          \
+    DEFINE_MMA_PRODUCT(T, SUFFIX##_t32, MmaShape<32>)                                                                  \
+    DEFINE_MMA_PRODUCT(T, SUFFIX##_t64, MmaShape<64>)                                                                  \
+    DEFINE_MMA_PRODUCT(T, SUFFIX##_t128, MmaShape<128>)                                                                \
     DEFINE_WGMMA_PRODUCT(T, SUFFIX##_slim, Slim)                                                                       \
     DEFINE_WGMMA_PRODUCT(T, SUFFIX##_narrow, Narrow)                                                                   \
     DEFINE_WGMMA_PRODUCT(T, SUFFIX##_wide, Wide)

@@ -10,7 +10,7 @@ use super::mxfp4_tiles::Mxfp4Tiles;
 use super::product_kernel::ProductKernel;
 use super::route::RoutedPairs;
 use crate::kernels::SumOrder;
-use crate::kernels::constants::{EXPERT_NORM_COLUMNS, EXPERT_NORM_THREADS, EXPERT_WGMMA_ROW_TILES, MAX_EXPERTS};
+use crate::kernels::constants::{EXPERT_NORM_COLUMNS, EXPERT_NORM_THREADS, MAX_EXPERTS};
 use crate::kernels::launch::{Arguments, Launch, LaunchShape, dtype_suffix, module};
 use crate::kernels::scratch;
 use crate::kernels::unsupported;
@@ -73,14 +73,8 @@ pub fn expert_mlp(
         ProductKernel::ManyPairs { .. } => spread_tokens(device, x, routed, tiled_rows, dtype)?,
     };
     let arguments = |linear: ExpertLinear, input: &Tensor, output: &Tensor, rows: usize, columns: usize| {
-        let weights = match kernel {
-            ProductKernel::ManyPairs { stage_steps: Some(steps), .. } => {
-                let [blocks, scales] = linear.tiles.tensor_maps(EXPERT_WGMMA_ROW_TILES, steps)?;
-                Arguments::new().value(blocks, [linear.tiles.blocks()]).value(scales, [linear.tiles.scales()])
-            }
-            _ => Arguments::new().tensor(linear.tiles.blocks())?.tensor(linear.tiles.scales())?,
-        };
-        let arguments = weights
+        let arguments = kernel
+            .weight_arguments(linear.tiles)?
             .tensor(linear.bias)?
             .tensor(input)?
             .tensor(&routed.sorted)?
@@ -99,6 +93,7 @@ pub fn expert_mlp(
     let down_arguments = arguments(down, &h, &y, columns, intermediate)?;
     // SAFETY: all shapes are checked above. `RoutedPairs::route` chooses only experts of the layer,
     // and the callers of `RoutedPairs::new` guarantee the same.
+    // The boxes of tensor maps have the size of a stage of the kernel (`weight_arguments`).
     unsafe {
         kernel.launch("gate_up", suffix, up_arguments).enqueue(device)?;
         kernel.launch("down", suffix, down_arguments).enqueue(device)?;

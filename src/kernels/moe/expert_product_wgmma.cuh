@@ -4,12 +4,14 @@
 // A thread block has four warpgroups. Three multiply. The fourth copies the data of the next steps to a ring buffer.
 #pragma once
 #include "headers/barrier.cuh"
+#include "headers/bulk_copy.cuh"
 #include "headers/pdl.cuh"
 #include "headers/shared_memory.cuh"
 #include "headers/wgmma.cuh"
 #include "moe/mxfp4_tiles.cuh"
 
 // The expert matrices of a layer: tensor maps of the blocks and scales, and the size of each expert's matrix.
+// The members refer to kernel parameters, because copy_tensor needs the address of the parameter itself.
 struct MappedWeights {
     const TensorMap &blocks, &scales;
     int rows, columns;
@@ -37,8 +39,8 @@ template <int PAIRS_, int UNROLL_PAIRS_, int STAGES_, int STEPS_, int BLOCKS_> s
 };
 // The shape for many pairs per expert. With wide tiles, each weight is read fewer times.
 using Wide = TileShape<EXPERT_WIDE_PAIRS, 0, EXPERT_WIDE_STAGES, EXPERT_WIDE_STEPS, 1>;
-// The shape for few pairs per expert. Narrow tiles leave room for more steps in the ring buffer, and have an unrolled
-// loop.
+// The shape for few pairs per expert. Narrow tiles leave room for more steps in the ring buffer.
+// Their loop is unrolled.
 using Narrow = TileShape<EXPERT_NARROW_PAIRS, EXPERT_NARROW_PAIRS, EXPERT_NARROW_STAGES, EXPERT_NARROW_STEPS, 1>;
 // The shape for very few pairs per expert.
 // With two thread blocks per multiprocessor, more warps unpack weights at the same time.
@@ -49,19 +51,22 @@ using Slim = TileShape<EXPERT_SLIM_PAIRS, EXPERT_SLIM_PAIRS, EXPERT_SLIM_STAGES,
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
 // The parts of a ring buffer stage, in bytes from its start. x is first, because wgmma requires an aligned address.
-// The sizes of x and weights are multiples of 128, as copy_tensor requires for the addresses of weights and scales.
 // The barrier FULL counts copying warps and copied bytes. The barrier EMPTY counts warps that have finished reading.
 // TILE is the output tile to which the stage belongs. TILE is valid only in the first stage of each output tile.
 template <typename S> struct Stage {
     static constexpr int WEIGHTS = S::X_BYTES, SCALES = WEIGHTS + S::WEIGHT_BYTES, FULL = SCALES + S::SCALE_BYTES;
     static constexpr int EMPTY = FULL + 8, TILE = EMPTY + 8;
     static constexpr int BYTES = (TILE + EXPERT_WGMMA_TILE_BYTES + 1023) / 1024 * 1024;
+    // wgmma requires x at a multiple of 1024, and copy_tensor requires weights and scales at multiples of 128.
+    static_assert(S::STEP_X_BYTES % 1024 == 0 && WEIGHTS % 128 == 0 && SCALES % 128 == 0);
 };
 static_assert(sizeof(OutputTile) == EXPERT_WGMMA_TILE_BYTES);
 
 constexpr int ROW_TILES = EXPERT_WGMMA_ROW_TILES;
 // The threads of the multiplying warpgroups. The threads of the copying warpgroup follow them.
 constexpr int MULTIPLYING = EXPERT_WGMMA_THREADS / 4 * 3;
+// The warps of the copying warpgroup that copy data.
+constexpr int COPYING_WARPS = 2;
 
 __device__ __forceinline__ void store_tile_of_stage(uint32_t to, const OutputTile& tile) {
     store_shared_16(to, make_uint4(tile.expert, tile.first_pair, tile.pairs, tile.row));
@@ -183,7 +188,7 @@ __device__ __forceinline__ void multiply_tile(StageCursor<S>& cursor, const Mapp
 template <typename S> __device__ __forceinline__ void init_ring(uint32_t ring) {
     if (threadIdx.x == 0) {
         for (int s = 0; s < S::STAGES; ++s) {
-            barrier_init(ring + s * Stage<S>::BYTES + Stage<S>::FULL, 2);  // the two copying warps
+            barrier_init(ring + s * Stage<S>::BYTES + Stage<S>::FULL, COPYING_WARPS);
             barrier_init(ring + s * Stage<S>::BYTES + Stage<S>::EMPTY, MULTIPLYING / 32);
         }
         asm volatile("fence.proxy.async;" ::: "memory");
@@ -191,11 +196,11 @@ template <typename S> __device__ __forceinline__ void init_ring(uint32_t ring) {
     __syncthreads();
 }
 
-// Finds the output tiles of this thread block, waits for an empty stage for each STEPS steps of a tile, and calls
+// Finds the output tiles of this thread block, waits for an empty stage for every STEPS steps of a tile, and calls
 // `copy(tile, step)` in one lane, where `step` is the first of these steps. `copy` must arrive at FULL.
 // Returns when the stage after the last tile is empty.
 //
-// elect_lane runs in all lanes at once, so every lane has seen that the stage is empty before one lane arrives at FULL.
+// elect_lane waits for all lanes, so every lane has seen that the stage is empty before one lane arrives at FULL.
 // Otherwise, the stage could become full and empty again before a slow lane looks.
 // The slow lane would then miss a phase of EMPTY, and would wait forever.
 template <typename S, bool GATE_UP, typename Copy>
@@ -222,6 +227,8 @@ __device__ __forceinline__ void fill_stages(StageCursor<S>& cursor, const Mapped
 // Warp 0 copies x after the previous kernel has ended. Warp 1 copies weights without waiting for it.
 // Both warps may read `offsets` without waiting. The previous kernel is spread_tokens or gate_up.
 // Both let this kernel start only after the kernels that write `offsets` have ended.
+//
+// Warps 2 and 3 have nothing to do. They exist because setmaxnreg changes the registers of a whole warpgroup.
 //
 // Every instruction of a copying warp delays the multiplying warps, so a stage should take few copies.
 // One copy_tensor copies the weights of all row tiles, and another one copies their scales.
@@ -254,10 +261,10 @@ __device__ __forceinline__ void copy_tiles(StageCursor<S>& cursor, const MappedW
         fill_stages<S, GATE_UP>(cursor, w, offsets, experts, steps, [&](const OutputTile& tile, int step) {
             const uint32_t full = cursor.stage + Stage<S>::FULL;
             barrier_expect(full, S::WEIGHT_BYTES + S::SCALE_BYTES);
-            copy_tensor(cursor.stage + Stage<S>::WEIGHTS, w.blocks, step * MXFP4_TILE_BYTES / TENSOR_MAP_ELEMENT_BYTES,
-                        tile.row_tile, tile.expert, full);
-            copy_tensor(cursor.stage + Stage<S>::SCALES, w.scales,
-                        step * MXFP4_TILE_SCALE_BYTES / TENSOR_MAP_ELEMENT_BYTES, tile.row_tile, tile.expert, full);
+            copy_tensor(cursor.stage + Stage<S>::WEIGHTS, w.blocks, step * MXFP4_TILE_BYTES, tile.row_tile, tile.expert,
+                        full);
+            copy_tensor(cursor.stage + Stage<S>::SCALES, w.scales, step * MXFP4_TILE_SCALE_BYTES, tile.row_tile,
+                        tile.expert, full);
         });
         if (elect_lane()) barrier_arrive(cursor.stage + Stage<S>::FULL);
     }
@@ -266,7 +273,7 @@ __device__ __forceinline__ void copy_tiles(StageCursor<S>& cursor, const MappedW
 // Computes the product of each expert with the inputs of its pairs.
 //   grid: any number of blocks; block b processes the tiles b, b + gridDim.x, b + 2 · gridDim.x, ...
 //   block: EXPERT_WGMMA_THREADS
-//   shared memory: see `wgmma_shared_bytes` in product_kernel.rs
+//   shared memory: see `WgmmaTile::shared_bytes` in product_kernel.rs
 //   bytes moved: the weights of an expert once per tile of PAIRS pairs, mostly from L2 after the first tile;
 //   x once per 192 rows of weights, mostly from L2; the output once
 template <typename S, typename T, bool GATE_UP>

@@ -6,13 +6,16 @@
 //     (row g, block 2j), (row g + 8, block 2j), (row g, block 2j + 1), (row g + 8, block 2j + 1)
 //     A lane's word of a block holds the values 8t .. 8t + 5 of that block.
 //     The words of rows g and g + 8 together hold the values 8t + 6 and 8t + 7 of both rows (see e2m1.cuh).
+//     Row g is row g of the tile. In the *paired* tiles of gate_up, the rows g and g + 8 of a tile are the rows
+//     2g and 2g + 1 of the matrix: a gate row and its up row.
 //   scales: [experts][ceil(rows / 16)][ceil(columns / 64)][g][4 bytes]
 //     The four bytes are the scales of the four blocks listed above.
 // A lane's 16 bytes unpack to its A fragments for four MMAs with K = 16, so weights never move between lanes.
 //
 // x is the input of gate_up, h is the input of down (the result of the clamped SwiGLU), and y is the output of down.
 // The columns of x, h and y are in *fragment order*.
-// expert_mlp.cu first copies x to device memory in this order, and expert_few_pairs.cu to shared memory.
+// expert_mlp.cu first writes a copy of x in fragment order to a buffer in device memory.
+// expert_few_pairs.cu stores x in fragment order in shared memory.
 // In each group of 32 columns, column pair i is columns 2i and 2i + 1.
 // Column pair 4t + p is stored at position 4p + t, where t and p are 0 to 3.
 // Because of the fragment order, the columns of x that a lane reads match the columns of the lane's weights.

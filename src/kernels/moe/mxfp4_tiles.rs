@@ -72,7 +72,7 @@ impl Mxfp4Tiles {
 
     /// Returns tensor maps of the blocks and of the scales.
     /// A box contains the tiles of `row_tiles` adjacent row tiles and `steps` adjacent column tiles.
-    /// Row tile i of expert e is at (e, i) of a map. The tiles of its columns are adjacent.
+    /// A map has the dimensions `[experts, row tiles, bytes of all column tiles]`.
     pub fn tensor_maps(&self, row_tiles: usize, steps: usize) -> Result<[TensorMap; 2]> {
         let map = |tensor: &Tensor| {
             let (experts, height, columns, bytes) = tensor.dims4()?;

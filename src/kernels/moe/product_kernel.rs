@@ -4,6 +4,7 @@ use candle_core::Result;
 use candle_core::cuda_backend::CudaDevice;
 
 use super::expert_few_pairs::FewPairsKernel;
+use super::mxfp4_tiles::Mxfp4Tiles;
 use crate::device::has_machine_code;
 use crate::kernels::SumOrder;
 use crate::kernels::constants::{
@@ -79,6 +80,18 @@ impl ProductKernel {
         })
     }
 
+    /// Returns the first two arguments of the kernel: the blocks and the scales of the weights.
+    pub fn weight_arguments(self, tiles: &Mxfp4Tiles) -> Result<Arguments> {
+        match self {
+            // A box of a tensor map is what the kernel copies for one stage of its ring buffer.
+            Self::ManyPairs { stage_steps: Some(steps), .. } => {
+                let [blocks, scales] = tiles.tensor_maps(EXPERT_WGMMA_ROW_TILES, steps)?;
+                Ok(Arguments::new().value(blocks, [tiles.blocks()]).value(scales, [tiles.scales()]))
+            }
+            _ => Arguments::new().tensor(tiles.blocks())?.tensor(tiles.scales()),
+        }
+    }
+
     /// Returns the launch for `product`, which is `gate_up` or `down`.
     pub fn launch(self, product: &str, dtype: &str, arguments: Arguments) -> Launch {
         match self {
@@ -100,14 +113,16 @@ const fn mma_shared_bytes(pairs: usize) -> usize {
     EXPERT_MMA_STAGES * (pairs * 128 + weight_bytes)
 }
 
-/// The token tiles of a wgmma kernel. The constants describe `TileShape` in `expert_product_wgmma.cuh`.
+/// A wgmma kernel and its token tiles. The values match a `TileShape` in `expert_product_wgmma.cuh`.
 #[derive(Clone, Copy)]
 struct WgmmaTile {
     /// The suffix of the kernel's name.
     name: &'static str,
     /// The maximum number of pairs per tile.
     pairs: usize,
+    /// Stages of the ring buffer.
     stages: usize,
+    /// Steps of 64 columns per stage.
     stage_steps: usize,
     /// Thread blocks per multiprocessor.
     blocks: usize,
@@ -138,7 +153,7 @@ const WIDE: WgmmaTile = WgmmaTile {
 impl WgmmaTile {
     /// Returns the size in bytes of the shared memory that the kernel needs.
     ///
-    /// A stage of the ring buffer (`Stage` in `expert_product_wgmma.cuh`) holds some steps of 64 columns, two barriers
+    /// A stage of the ring buffer (`Stage` in `expert_product_wgmma.cuh`) holds `stage_steps` steps of 64 columns, two barriers
     /// and an `OutputTile`.
     /// The ring buffer and its stages are aligned to 1024 bytes.
     const fn shared_bytes(self) -> usize {

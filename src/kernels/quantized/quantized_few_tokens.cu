@@ -190,7 +190,9 @@ template <typename T, int N> struct Block {
 #pragma unroll
         for (int stage = 0; stage < STAGES - 1; ++stage) copy_next(stage);
 
-        // 2. Load the weights of the first step: groups of rows g, g + 8, g + 16 and g + 24, where g is lane / 4.
+        // 2. Load the weights of the first step.
+        // A lane loads one group of 32 columns from each of four rows of the row pair: lane / 4 + 8r, with r from 0
+        // to 3.
         int load_step = range.begin % steps, row = (range.begin / steps - range.first_tile) * ROWS;
         uint32_t first_group[4];
         const auto start_tile = [&] {

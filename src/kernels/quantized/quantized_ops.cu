@@ -1,9 +1,9 @@
-// Operations on quantized matrices.
-// More kernels for quantized matrices are in quantized_few_tokens.cu and kernels/decode.
+// Operations on quantized matrices:
 // - matrix-vector products, for few tokens
 // - dequantization of weights, for many tokens
-// - 8-bit quantization of activations
+// - 8-bit quantization of activations, and the scales after an 8-bit matrix product
 // - embedding lookup
+// More kernels for quantized matrices are in quantized_few_tokens.cu and kernels/decode.
 #include "quantized/quantized.cuh"
 
 // Matrix-vector products: y[t] = W·x[t / per_x].

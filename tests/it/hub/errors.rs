@@ -108,7 +108,7 @@ fn paths_outside_the_cache_are_refused() {
         fake.change(|state| drop(state.files.insert(name.to_string(), b"{}".to_vec())));
         let machine = Machine::new(fake.endpoint());
         let (message, _) = message_and_code(machine.hub().download(REPO, None, &FileFilter::default(), &()));
-        assert!(message.contains("not a path inside the repository"), "{message}");
+        assert!(message.contains("not a valid path in a repository"), "{message}");
         assert!(file_names(machine.dir.path()).is_empty());
     }
     let fake = FakeHub::single();

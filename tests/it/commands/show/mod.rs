@@ -300,7 +300,7 @@ fn remote_errors_are_those_of_a_download() {
     });
     assert_fails(&remote(&fake, &[]), 1, &["not a plain file name"]);
     fake.change(|world| drop(world.files.insert("../config.json".into(), vec![])));
-    assert_fails(&remote(&fake, &[]), 1, &["not a path inside the repository"]);
+    assert_fails(&remote(&fake, &[]), 1, &["not a valid path in a repository"]);
 }
 
 #[test]
