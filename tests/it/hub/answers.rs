@@ -148,7 +148,7 @@ fn deceptive_file_names_are_refused() {
         let fake = with_listing(listing_of([file("config.json"), file(name)]));
         for args in [&["download", REPO][..], &["show", REPO, "--remote"]] {
             let output = bounded(command(&TempDir::new().unwrap(), &fake, args));
-            output.assert_fails(1, &[&format!("the hub lists {shown} in 'org/tiny-model'")]);
+            output.assert_fails(1, &[&format!("that inferno cannot use: {shown}")]);
         }
     }
 }
