@@ -1,15 +1,16 @@
-//! Compiles each `.cu` file under `src/kernels` into a fat binary.
+//! Compiles the CUDA kernels, lists the files of the demo model, and sets environment variables for the crate.
 //!
+//! With the feature `cuda`, the script compiles each `.cu` file under `src/kernels` into a fat binary.
 //! A fat binary contains machine code for the target GPU, so the driver compiles nothing at startup on that GPU.
 //! It also contains PTX, which the driver compiles on later GPUs.
 //!
-//! CUDA code is compiled only if the feature `cuda` is enabled. Environment variables select the compiler and the GPUs:
+//! Environment variables select the compiler and the GPUs:
 //! - Path of nvcc: `NVCC`; otherwise `bin/nvcc` in `CUDA_HOME` or `CUDA_PATH`.
 //!   If neither exists, the script looks for nvcc in `PATH` and then in `/usr/local/cuda/bin`.
 //! - Target compute capability: `CUDA_COMPUTE_CAP`, such as 90; otherwise the lowest from nvidia-smi; otherwise 80.
 //! - More compute capabilities to build machine code for: `INFERNO_EXTRA_COMPUTE_CAPS`, such as 80,86,89.
 //!
-//! The script sets these variables for the crate:
+//! The script sets these variables for the crate, the last three only with the feature `cuda`:
 //! - `INFERNO_COMMIT`: the short hash of the Git commit, or `unknown`
 //! - `INFERNO_DEMO_REVISION`: a hash of the demo model's files
 //! - `INFERNO_COMPUTE_CAP`: the target compute capability

@@ -45,7 +45,7 @@ pub fn gpu_count() -> usize {
 
 /// Configures the stream-ordered allocator to keep freed memory.
 ///
-/// By default, the allocator returns freed memory to the driver at every synchronization.
+/// By default, the allocator returns freed memory to the operating system at every synchronization.
 /// Allocations after a synchronization are then slower.
 fn keep_freed_memory(device: &CudaDevice) -> Result<()> {
     let context = device.cuda_stream().context().clone();

@@ -136,7 +136,7 @@ impl FromStr for Devices {
 /// The maximum number of devices that can run one model together.
 pub const MAX_RANKS: usize = 8;
 
-/// Opens a device. Turns off candle's event tracking on a GPU, because candle uses only one stream.
+/// Opens a device. On a GPU, turns off cudarc's event tracking, because candle uses only one stream.
 ///
 /// `kernels::upload` copies on a second stream and records its own events to order the copies.
 pub fn open(choice: DeviceChoice) -> Result<Device> {

@@ -5,7 +5,8 @@
 //!   On a CPU, the operation runs `reference` (plain Rust in f32) or candle operations.
 //! - `x.cu` contains the CUDA kernel.
 //!
-//! The operations of `decode`, `exchange`, `step_inputs` and `sampling` (except `row_edits`) run only on a GPU.
+//! The operations of `decode`, `exchange` and `step_inputs` run only on a GPU.
+//! The operations of `sampling` also run only on a GPU, except those of `row_edits` and `token_mask`.
 //! In `moe`, `expert_mlp`, `expert_few_pairs`, `mxfp4_tiles`, `route` and `sort_by_expert` also run only on a GPU.
 //! Tests compare these kernels with other implementations of the same operations.
 //!

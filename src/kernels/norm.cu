@@ -87,7 +87,7 @@ __device__ void add_norm(const float* x, const float* y, const float* y_bias, co
     }
     for (int i = threadIdx.x + HELD * THREADS; i < count; i += THREADS) {
         Elements<WIDTH> e = load<WIDTH>(x + i * WIDTH);
-        // Without a bias, `add` ignores its third argument, so any valid address will do.
+        // If y_bias is null, `add` ignores its third argument, so any valid address will do.
         if (y) add(e, load<WIDTH>(y + i * WIDTH), load<WIDTH>((y_bias ? y_bias : weight) + i * WIDTH), i);
         accumulate(e);
     }

@@ -12,7 +12,8 @@ use super::launch::{Arguments, HostWords, Launch, LaunchShape, module};
 pub struct StepInputs {
     /// The token ids. The id at an index whose source is not `None` is ignored.
     pub ids: Vec<u32>,
-    /// For each id, the index of the token in the output of the previous step that replaces the id, or `None`.
+    /// For each id, the source of its replacement: an index into the tokens that the previous step chose.
+    /// `None` keeps the id.
     pub sources: Vec<Option<u32>>,
     /// The words after the ids, which are all written in every step: the positions and cache rows of a batch graph.
     pub words: Vec<u32>,

@@ -119,8 +119,8 @@ struct RowTile {
 };
 
 // Returns the row tile of this thread block. If `tiles` is null, all sequences have `tokens` tokens.
-// With a causal mask, the last row tiles of a sequence have the most keys.
-// Thread blocks therefore take the row tiles in reverse order if `tiles` is null.
+// With a causal mask, the last row tiles of a sequence have the most keys, so they should start first.
+// If `tiles` is null, thread blocks therefore take the row tiles in reverse order.
 // In `tiles`, the row tiles with the most keys already come first.
 template <typename C> __device__ __forceinline__ RowTile find_row_tile(const uint4* tiles, int tokens, int group) {
     if (tiles) {
@@ -509,8 +509,8 @@ __device__ __forceinline__ void attention(const T* q, const T* k, const T* v, co
     // Load the sinks early to hide the latency. The kernel needs the sinks only at the end.
     float sink = -INFINITY;
     if (sinks && threadIdx.x < rows.count) sink = sinks[kv_head * group + (first_row + threadIdx.x) % group];
-    // The caller guarantees that positions, tables, and the keys and values of earlier steps were written before the
-    // previous kernel started (see `launch` in flash_attention.rs).
+    // The caller guarantees that sinks, positions, tables, row_tiles, and the keys and values of earlier steps were
+    // written before the previous kernel started (see `launch` in flash_attention.rs).
     // Only loads of this step's queries, keys and values must wait until the previous kernel has ended.
 
     // 1. Find the keys that any row of the row tile can see, and select the key tiles of this split and team.
@@ -617,7 +617,7 @@ __device__ __forceinline__ void attention(const T* q, const T* k, const T* v, co
         attention<T, TileShape<D, __VA_ARGS__>>(q, k, v, sinks, out, positions, tables, row_tiles, partials, arrivals, \
                                                 table_blocks, tokens, heads, kv_heads, window, scale, softcap);        \
     }
-// `Tile` in flash_attention.rs selects the kernel.
+// `TileKernel` in flash_attention.rs selects the kernel.
 // The 16-row kernels are for sequences with few rows, as in decoding.
 // The 64-row kernels are for prompts with too few 128-row tiles to fill the GPU, and for GPUs with too little
 // shared memory for the other kernels.

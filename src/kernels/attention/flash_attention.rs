@@ -223,7 +223,8 @@ impl FlashAttention {
     /// The caller guarantees that the block tables cover all positions and contain only blocks of the cache.
     ///
     /// An [`overlapping`](Launch::overlapping) launch starts to read while the previous kernel is still running.
-    /// During this overlap, the launch reads the positions, the tables, and the keys and values of earlier steps.
+    /// During this overlap, the launch reads the sinks, the positions, the tables, the list of row tiles, and the keys
+    /// and values of earlier steps.
     /// The caller guarantees that all data read early was written before the previous kernel started.
     pub fn launch(&self, tensors: &FlashTensors) -> Result<Launch> {
         self.check(tensors)?;

@@ -50,7 +50,8 @@ pub struct Queries {
     counters: RefCell<Option<Tensor>>,
 }
 
-/// The block tables of all sequences in a pass, and the slot of each new token. A layer group has one `PassBlocks`.
+/// The block tables of all sequences in a pass, and the slot of each new token.
+/// The layers of a layer group (`nn::kv_cache`) have the same block tables, so they share one `PassBlocks`.
 pub struct PassBlocks {
     /// The block tables: u32 `[sequences, blocks]`. Shorter tables are padded with zeros.
     pub tables: Tensor,

@@ -123,7 +123,7 @@ __device__ void quantized_qkv(const float* x, const float* norm, const Quantized
 // Writes the queries to their buffer and the keys to the KV cache.
 //   raw: f32 [heads + kv_heads, head_dim]
 //   q_norm, k_norm: f32 [head_dim]
-//   cos, sin, state, q, k: see the top of this file
+//   cos, sin, state, q, k, table: see the top of this file
 //   grid and block: one warp per head of q and k
 //   bytes moved: (4 + sizeof(T)) · (heads + kv_heads) · head_dim
 template <typename T>

@@ -1,4 +1,4 @@
-// Sums over all ranks, addition to the residual stream, and RMS norm, in one kernel (see exchange/exchange.cuh).
+// Sums over all ranks, addition to the residual stream, and RMSNorm, in one kernel (see exchange/exchange.cuh).
 #include "exchange/exchange.cuh"
 #include "headers/block_sum.cuh"
 

@@ -26,8 +26,9 @@ impl GpuExchange {
         self.sum_parts(x, self.region(), |x, out| self.sum_launch(x, out, false))
     }
 
-    /// Like [`sum_of_ranks`](Self::sum_of_ranks), but rounds every rank's `x` to bf16 before the addition,
-    /// unless the number of elements is not a multiple of 8. With more than two ranks, the sum is also rounded.
+    /// Like [`sum_of_ranks`](Self::sum_of_ranks), but rounds every rank's `x` to bf16 before the addition.
+    /// With more than two ranks, also rounds the sum.
+    /// Rounds nothing if the number of elements is not a multiple of 8.
     pub(super) fn rounded_sum_of_ranks(&self, x: &Tensor) -> Result<Tensor> {
         if !x.elem_count().is_multiple_of(8) {
             return self.sum_of_ranks(x);

@@ -24,7 +24,8 @@ pub fn max_shared_bytes(device: &CudaDevice) -> Result<usize> {
 /// Returns whether the device runs kernels that were compiled for compute capability 9.0 (Hopper) or later.
 /// Only these kernels overlap with the previous kernel (`pdl.cuh`) and use clusters (`cluster.cuh`).
 ///
-/// A GPU runs the machine code for its own compute capability, or else the code for the build's target.
+/// A GPU runs the machine code for its own compute capability.
+/// If the build has no such code, this function assumes that the GPU runs the code for the build's target.
 pub fn runs_hopper_code(device: &CudaDevice) -> Result<bool> {
     let (major, minor) = device.cuda_stream().context().compute_capability().w()?;
     let is_target_new = env!("INFERNO_COMPUTE_CAP").parse::<u32>().is_ok_and(|capability| capability >= 90);

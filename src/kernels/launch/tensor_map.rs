@@ -9,10 +9,10 @@ use candle_core::{Device, Result, Tensor, bail};
 use super::arguments::address;
 use crate::kernels::constants::TENSOR_MAP_ELEMENT_BYTES;
 
-/// A tensor map of a contiguous tensor with three dimensions, for GPUs of compute capability 9.0 and later.
-/// One instruction of a kernel copies a box of the tensor to shared memory.
+/// Describes the bytes of a contiguous tensor in three dimensions, for GPUs of compute capability 9.0 and later.
+/// With a tensor map, a single instruction of a kernel copies a box of the tensor to shared memory.
 ///
-/// A kernel takes it as a parameter of type `const __grid_constant__ TensorMap`.
+/// A kernel takes a tensor map as a parameter of type `const __grid_constant__ TensorMap`.
 #[derive(Clone, Copy)]
 #[repr(transparent)]
 pub struct TensorMap(sys::CUtensorMap);
@@ -23,8 +23,8 @@ unsafe impl DeviceRepr for TensorMap {}
 
 impl TensorMap {
     /// Describes the bytes of a tensor as `[depth, height, width]`, and boxes of `[1, box_height, box_width]`.
-    /// Both widths are in bytes and must be multiples of 16. A dimension of a box has at most 256 elements of
-    /// `TENSOR_MAP_ELEMENT_BYTES` bytes.
+    /// Both widths are in bytes and must be multiples of 16.
+    /// `box_height` is at most 256, and `box_width` is at most 256 · `TENSOR_MAP_ELEMENT_BYTES`.
     pub fn new(
         tensor: &Tensor,
         [depth, height, width]: [usize; 3],

@@ -234,6 +234,7 @@ __device__ __forceinline__ void load_x(const T* h, const Output<T>& o, const Out
     commit_copies();
 }
 
+// Computes gate_up or down for the pairs of all experts.
 //   grid: one block per multiprocessor; block: EXPERT_FEW_PAIRS_THREADS
 //   shared memory: x [steps][max_pairs][128 bytes], then the partial sums f32 [WARPS][32][max_pairs]
 //   max_pairs: 8, 16 or 24; an expert with more pairs has several tiles
@@ -295,6 +296,7 @@ __device__ void multiply_experts(const Weights& w, const Output<T>& o, const X* 
     pdl_wait();  // a block without work must not end before the previous kernel
 }
 
+// The inputs and the output of each product:
 //   gate_up: x f32 [tokens, hidden], paired weights, bias [experts, 2 · intermediate] -> tiled h [pairs, intermediate]
 //     rows = 2 · intermediate, columns = hidden
 //   down: tiled h, plain weights, bias [experts, hidden] -> y [pairs, hidden]

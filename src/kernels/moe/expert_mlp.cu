@@ -159,6 +159,7 @@ __device__ void expert_add_norm(const float* x, const T* y, const float* weights
 
 // ---- products ----
 
+// The inputs and the output of each product:
 //   gate_up: tiled x, paired weights, bias [experts, 2 · intermediate] -> tiled h [pairs, intermediate]
 //     rows = 2 · intermediate, columns = hidden
 //   down: tiled h, plain weights, bias [experts, hidden] -> y [pairs, hidden]

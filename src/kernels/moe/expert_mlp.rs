@@ -180,7 +180,8 @@ impl ExpertOutputs {
 /// (`mxfp4_tiles.cuh`).
 ///
 /// The kernel reads x before it waits for the previous kernel on the stream.
-/// The previous kernel must therefore be the last kernel that computes `routed`, or a later kernel.
+/// x must therefore be complete before the previous kernel starts.
+/// This is the case if x was computed first and then `routed`.
 fn spread_tokens(
     device: &CudaDevice,
     x: &Tensor,

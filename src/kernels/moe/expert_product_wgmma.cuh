@@ -224,9 +224,9 @@ __device__ __forceinline__ void fill_stages(StageCursor<S>& cursor, const Mapped
 // Bulk copies and wgmma both access shared memory through the async proxy.
 // With cp.async instead of bulk copies, each stage would need a proxy fence after all its copies.
 //
-// Warp 0 copies x after the previous kernel has ended. Warp 1 copies weights without waiting for it.
-// Both warps may read `offsets` without waiting. The previous kernel is spread_tokens or gate_up.
-// Both let this kernel start only after the kernels that write `offsets` have ended.
+// Warp 0 copies x after the previous kernel has ended. Warp 1 copies weights without waiting for the previous kernel.
+// Both warps may read `offsets` without waiting: the previous kernel is spread_tokens or gate_up, and each of these
+// kernels lets this kernel start only after the kernels that write `offsets` have ended.
 //
 // Warps 2 and 3 have nothing to do. They exist because setmaxnreg changes the registers of a whole warpgroup.
 //

@@ -86,7 +86,7 @@ __device__ void expert_gemv(W w, const T* bias, const T* x, const uint32_t* ids,
     }
 FOR_EACH_DTYPE(DEFINE_GEMV)
 
-// A thread block computes an output tile of EXPERT_GEMM_ROWS weight rows × EXPERT_GEMM_PAIRS pairs of one expert.
+// In expert_gemm, a thread block computes EXPERT_GEMM_ROWS weight rows × EXPERT_GEMM_PAIRS pairs of one expert.
 // Each of the four warps computes 32 × 32 results. Each step covers one MXFP4 block of 32 columns.
 //   grid: (ceil(rows / EXPERT_GEMM_ROWS), ceil(pairs / EXPERT_GEMM_PAIRS) + experts)
 //     A thread block past the last tile exits immediately.

@@ -16,6 +16,7 @@
 
 constexpr int BN = GROUPED_GEMM_ROWS, BK = GROUPED_GEMM_COLUMNS, STAGES = GROUPED_GEMM_STAGES, ROW_BYTES = 2 * BK;
 
+// Computes one tile of `out` per thread block.
 //   grid: (ceil(rows / BN), ceil(pairs / BM) + experts); a block past the last tile exits immediately
 //   block: GROUPED_GEMM_THREADS
 //   shared memory: STAGES · (BM + BN) · ROW_BYTES

@@ -154,9 +154,8 @@ const WIDE: WgmmaTile = WgmmaTile {
 impl WgmmaTile {
     /// Returns the size in bytes of the shared memory that the kernel needs.
     ///
-    /// A stage of the ring buffer (`Stage` in `expert_product_wgmma.cuh`) holds `stage_steps` steps of 64 columns, two barriers
-    /// and an `OutputTile`.
-    /// The ring buffer and its stages are aligned to 1024 bytes.
+    /// A stage of the ring buffer (`Stage` in `expert_product_wgmma.cuh`) holds `stage_steps` steps of 64 columns,
+    /// two barriers and an `OutputTile`. The ring buffer and its stages are aligned to 1024 bytes.
     const fn shared_bytes(self) -> usize {
         let weight_bytes = EXPERT_WGMMA_ROW_TILES * (MXFP4_TILE_BYTES + MXFP4_TILE_SCALE_BYTES);
         let stage_bytes = self.stage_steps * (self.pairs * 128 + weight_bytes) + 16 + EXPERT_WGMMA_TILE_BYTES;

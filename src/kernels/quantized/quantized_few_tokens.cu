@@ -21,7 +21,7 @@ constexpr int STAGES = QUANTIZED_FEW_TOKENS_STAGES, STEP_COLUMNS = QUANTIZED_FEW
 // The number of weight rows per tile. Each warp multiplies a *row pair*: two 16-row MMA tiles (32 rows).
 constexpr int ROW_PAIRS = QUANTIZED_FEW_TOKENS_THREADS / 32, ROWS = 32 * ROW_PAIRS;
 
-// Counters of finished blocks: one for each tile of tokens and each tile of rows that several blocks share.
+// Counters of finished blocks. For each tile of tokens, each tile of rows that several blocks share has a counter.
 // The counters are zero between launches.
 // Each device has its own counters and runs these kernels in order, so two launches never use a counter at once.
 __device__ uint32_t finished[QUANTIZED_FEW_TOKENS_COUNTERS];

@@ -83,7 +83,7 @@ fn unpack(low: &[u8; 32], low_bytes: usize, high: &[u8; 32], high_bytes: usize) 
 
 /// Packs the 32 quantized integers of a group into the bytes of the low and high planes.
 ///
-/// The lengths of `low` and `high` must be the sizes that [`super::PlaneBytes`] lists for the format.
+/// The lengths of `low` and `high` must be those that [`WeightFormat::plane_bytes`] returns for the format.
 pub fn pack(q: &[u8; 32], low: &mut [u8], high: &mut [u8]) {
     let (quads, _) = q.as_chunks::<4>();
     let two = |plane: &mut [u8], shift: usize| {

@@ -17,7 +17,7 @@ extern "C" __global__ void __launch_bounds__(256)
 //   logits: f32 [rows, vocab]
 //   masked: u32 [count], the rows of logits to change; each row occurs at most once
 //   masks: u32 [count, ceil(vocab / 32)]; bit i of word w: whether token 32 · w + i is allowed
-//   grid: ceil(vocab / 256), count; block: 256
+//   grid: (ceil(vocab / 256), count); block: 256
 //   bytes moved: at most (4 + 1/8) · vocab · count
 extern "C" __global__ void __launch_bounds__(256)
     mask_logits(float* logits, const uint32_t* masked, const uint32_t* masks, int vocab) {
