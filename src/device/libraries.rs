@@ -52,8 +52,8 @@ pub fn load() -> Result<(), &'static LoadError> {
     LOADED.get_or_init(load_all).as_ref().copied()
 }
 
-/// Replaces the driver's allocator and `cuStreamDestroy_v2` by functions of [`stream_memory`],
-/// and the functions that wait for all work of a GPU by functions of [`capture`].
+/// Replaces the driver's allocator and `cuStreamDestroy_v2` with functions of [`stream_memory`],
+/// and the functions that wait for all work of a GPU with functions of [`capture`].
 fn replace_functions() {
     use addresses::{cuCtxSynchronize, cuMemAllocAsync, cuMemFreeAsync, cuStreamDestroy_v2};
     use addresses::{cublasCreate_v2, cublasDestroy_v2};

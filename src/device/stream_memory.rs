@@ -1,4 +1,4 @@
-//! Replaces the driver's stream-ordered allocator by [`ReusedMemory`].
+//! Replaces the driver's stream-ordered allocator with [`ReusedMemory`] for allocations of at most `MAX_BYTES`.
 //!
 //! A forward pass allocates and frees memory hundreds of times.
 //! Threads of one process wait for each other in the driver's allocator, even if each thread uses a different GPU.

@@ -8,11 +8,11 @@
 //   grid: ceil(rows / DENSE_FEW_TOKENS_ROWS / block_units); block: 32 · parts · block_units
 //   bytes moved: rows · columns · sizeof(T)
 //
-// Each warp multiplies every `parts`-th column tile of one unit by x. A column tile has DENSE_FEW_TOKENS_COLUMNS
-// columns. A lane multiplies only the 16-byte pieces of W that it has copied itself, so the copies of W need no
-// barrier. A lane holds eight adjacent columns. mma.sync instead expects columns 2i, 2i + 1, 2i + 8 and 2i + 9 in lane
-// l, with i = l % 4. However, any column order works if W and x have the same order, because mma.sync adds the products
-// of all columns.
+// Each warp multiplies every `parts`-th column tile of one unit by x.
+// A column tile has DENSE_FEW_TOKENS_COLUMNS columns. A piece is 16 bytes of a row: eight adjacent columns.
+// A lane multiplies only the pieces of W that it has copied itself, so the copies of W need no barrier.
+// mma.sync expects columns 2i, 2i + 1, 2i + 8 and 2i + 9 in lane l, with i = l % 4, not eight adjacent columns.
+// However, any column order works if W and x have the same order, because mma.sync adds the products of all columns.
 #include "constants.cuh"
 #include "headers/async_copy.cuh"
 #include "headers/barrier.cuh"

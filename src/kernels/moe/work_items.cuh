@@ -1,4 +1,4 @@
-// Divides the (token, expert) pairs, sorted by expert, into work items for the blocks or warps of a grid.
+// Divides the (token, expert) pairs, sorted by expert, into work items for the thread blocks of a grid.
 #pragma once
 #include "headers/common.cuh"
 

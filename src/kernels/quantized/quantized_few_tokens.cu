@@ -30,7 +30,7 @@ __device__ uint32_t finished[QUANTIZED_FEW_TOKENS_COUNTERS];
 template <int N> using Sums = float[2][N / 8][4];
 
 // The vector type for two values of type T, and the constants that convert small integers to T.
-// For an integer q from 0 to 63, replacing the low byte of BIAS by q gives BIAS + q.
+// For an integer q from 0 to 63, replacing the low byte of BIAS with q gives BIAS + q.
 // BIAS_BYTES holds the high byte of BIAS four times.
 template <typename T> struct Pair;
 template <> struct Pair<__half> {
