@@ -1,7 +1,7 @@
 //! Sizes for the exchange between GPUs, and the tensor sizes and results of the exchange benchmark.
 
 /// The size of each rank's mailbox in bytes.
-/// In one operation, each sending rank can use only its region, a small part of the mailbox (`exchange.cuh`).
+/// In one operation, each sending rank can use only its region of the mailbox (`exchange.cuh`).
 /// A tensor larger than a region, such as the partial results of a long chunk, needs several operations.
 pub const MAILBOX_BYTES: usize = 128 << 20;
 
