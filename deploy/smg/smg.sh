@@ -4,10 +4,10 @@
 #   smg.sh http://a:8000 http://b:8000       the replicas
 #   SMG_WORKERS=workers.json smg.sh          the replicas in a file, which SMG reads again if it changes
 #
-# SMG_HOST         the address to listen on [127.0.0.1]. With INFERNO_API_KEY, SMG asks clients for it too.
+# SMG_HOST         the address to listen on [127.0.0.1]
 # SMG_PORT         the port [30000]
 # SMG_METRICS_PORT the port of SMG's own metrics [29000]
-# INFERNO_API_KEY  the key of the replicas: SMG sends it to them, and requires it from clients
+# INFERNO_API_KEY  the key of the replicas. SMG sends this key to the replicas, and requires it from clients
 set -eu
 if [ -n "${SMG_WORKERS:-}" ]; then
   [ $# = 0 ] || { echo "smg.sh: pass URLs or SMG_WORKERS, not both" >&2; exit 2; }
@@ -18,8 +18,8 @@ else
 fi
 
 # cache_aware keeps a conversation on the replica that has its prefix. Overload protection spares replicas whose KV cache is
-# nearly full or that have a queue; SMG reads that from /v1/loads. By default, SMG asks /health every 60 s and needs three
-# failures; inferno's --drain-delay is shorter than that. SMG's metrics listen on all addresses by default.
+# nearly full or that have a queue; SMG reads both from /v1/loads. By default, SMG requests /health every 60 s and needs three
+# failures, which takes longer than inferno's --drain-delay. By default, SMG's metrics listen on all addresses.
 exec smg launch "$@" \
   --host "${SMG_HOST:-127.0.0.1}" --port "${SMG_PORT:-30000}" \
   --prometheus-host "${SMG_HOST:-127.0.0.1}" --prometheus-port "${SMG_METRICS_PORT:-29000}" \

@@ -90,7 +90,7 @@ pub struct Args {
     /// Write a record of each request, including its prompt and answer, to this folder for `inferno replay`
     #[arg(long, value_name = "FOLDER")]
     record: Option<PathBuf>,
-    /// Memory for records of recent requests, in MiB; 0 keeps no records
+    /// Memory for records of recent requests, in MiB; 0 keeps no records in memory
     #[arg(long, default_value_t = 16, value_name = "MIB", hide_short_help = true)]
     record_memory: usize,
     /// PEM file with the private key that signs receipts of requests; created if it does not exist
