@@ -47,7 +47,7 @@ export class Api {
     return response.text();
   }
 
-  /** Starts a completion and yields the chunks of its stream. `signal` cancels it. */
+  /** Sends a chat completion request and yields the chunks of the answer's stream. `signal` cancels the request. */
   async *chat(request, signal) {
     const response = await this.#fetch("v1/chat/completions", {
       method: "POST",

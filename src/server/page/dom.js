@@ -4,7 +4,7 @@ const SVG = "http://www.w3.org/2000/svg";
 
 /**
  * Creates an element: `el("button", { class: "quiet", onclick: save }, "Save")`. A property whose name starts with "on"
- * is an event listener; any other is an attribute, which `false`, `null` and `undefined` leave out.
+ * is an event listener. All other properties are attributes, without those that are `false`, `null` or `undefined`.
  */
 export function el(tag, properties = {}, ...children) {
   return fill(document.createElement(tag), properties, children);

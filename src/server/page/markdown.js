@@ -66,7 +66,7 @@ class CodeView {
     this.update(text);
   }
 
-  /** Returns whether `update` can show this block. It cannot if the language has changed, as while its line arrives. */
+  /** Returns whether `update` can show `block`: a block of code whose language has not changed as more text arrived. */
   canShow(block) {
     return block.type === "code" && block.language === this.#language;
   }
