@@ -40,7 +40,7 @@ export function iconButton(name, label, onclick) {
   return el("button", { type: "button", class: "icon-button", title: label, "aria-label": label, onclick }, icon(name));
 }
 
-/** Copies `text` to the clipboard. Resolves to whether the browser allowed it. */
+/** Copies `text` to the clipboard. Resolves to whether the browser allowed the copy. */
 export async function copyText(text) {
   if (navigator.clipboard) {
     return navigator.clipboard.writeText(text).then(() => true, () => false);

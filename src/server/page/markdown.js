@@ -24,7 +24,7 @@ export class MarkdownView {
 
   /** Shows `text`, which must start with the text of the last update. `isComplete` is true for the last update. */
   update(text, isComplete) {
-    this.#text = text.replaceAll("\r", ""); // "\r\n" would otherwise split between two updates
+    this.#text = text.replaceAll("\r", ""); // otherwise, an update could end between "\r" and "\n"
     const lines = this.#text.slice(this.#start).split("\n");
     const blocks = parseBlocks(lines);
     if (blocks.length === 1 && this.#code?.canShow(blocks[0])) {
