@@ -179,7 +179,8 @@ impl RepoDir {
         revision == commit || read_ref(&self.path.join("refs").join(revision)).is_ok_and(|c| c == commit)
     }
 
-    /// Makes the ref `revision` point to `commit`. All selected files of the commit must be in one of the two caches.
+    /// Makes the ref `revision` point to `commit`. Before the call, all selected files of the commit must be present,
+    /// either in inferno's own cache or in the shared cache.
     pub fn write_ref(&self, revision: &str, commit: &str) -> Result<()> {
         if self.has_ref(revision, commit) {
             return Ok(());

@@ -96,7 +96,7 @@ fn write_files(cache: &Path, is_good: fn(&Path, &[u8]) -> bool) -> Result<()> {
 
 /// Waits for the lock on the demo, up to [`MAX_WAIT`].
 ///
-/// Returns `None` if locking fails, or if another process still holds the lock at the end of the wait.
+/// Returns `None` if the lock file cannot be opened, or if another process still holds the lock at the end of the wait.
 /// Writing the demo without the lock is safe, but several processes may do the same work.
 fn wait_for_lock(cache: &Path) -> Option<Lock> {
     let start = Instant::now();

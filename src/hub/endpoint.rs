@@ -30,7 +30,8 @@ pub enum TokenStatus {
     NotSent,
 }
 
-/// Asks the endpoint whether it accepts the access token. Does not follow redirects.
+/// Asks the endpoint whether it accepts the access token. If no token is sent, only checks that the endpoint responds.
+/// Does not follow redirects.
 /// Fails if the request fails, connecting takes longer than [`CHECK_CONNECT_TIMEOUT`], the response takes longer than
 /// [`CHECK_TIMEOUT`], or the status is a server error.
 pub(super) fn check_endpoint(config: &HubConfig) -> Result<TokenStatus> {

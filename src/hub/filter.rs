@@ -45,7 +45,7 @@ pub struct DownloadName {
 }
 
 impl DownloadName {
-    /// Parses a name. Fails if both the name and `revision` contain a revision.
+    /// Parses a name. Fails if the name and `revision` contain different revisions, or if the revision is invalid.
     pub fn parse(model: &str, revision: Option<&str>) -> Result<Self> {
         let (name, revision) = names::split_revision(model, revision)?;
         let (repo, tag) = gguf::split_tag(name);

@@ -1,4 +1,5 @@
-//! Finds models on this machine: in a directory, in a GGUF file, or in one of the two caches.
+//! Finds models on this machine: in a directory, in a GGUF file, in inferno's own cache, or in the shared cache.
+//! The shared cache is the cache of Hugging Face's Python tools. "Both caches" means these two caches.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -13,7 +14,7 @@ use super::snapshot::{Snapshot, SnapshotSource};
 use crate::error::Error;
 use crate::snapshot::{Required, first_missing_file, gguf};
 
-/// A model of which some files are missing.
+/// A model with missing files.
 pub struct IncompleteModel {
     pub name: String,
     /// The first missing file.

@@ -30,7 +30,7 @@ const MAX_LISTING_BYTES: u64 = 64 << 20;
 const MAX_ERROR_BYTES: u64 = 64 << 10;
 
 /// The time allowed for each byte of a metadata response, in addition to the response timeout.
-/// A long metadata response therefore fails if its bytes arrive at a lower rate.
+/// A long metadata response therefore fails if its bytes arrive at less than 16 KiB/s.
 const TIME_PER_BYTE: Duration = Duration::from_nanos(1_000_000_000 / (16 << 10));
 
 /// The maximum number of redirects. The hub usually redirects once, to a storage host.

@@ -392,10 +392,10 @@ impl EngineMetrics {
         let total = |name, help, read: ReadTotal| Ok((make.counter(name, help)?, read));
         [
             total("generation_tokens_total", "Generated tokens.", |stats| stats.generated_tokens),
-            total("num_preemptions_total", "Preempted sequences.", |stats| stats.preemptions),
+            total("num_preemptions_total", "Preemptions of running sequences.", |stats| stats.preemptions),
             total("prefix_cache_queries_total", "Tokens looked up in the prefix cache.", |s| s.queried_tokens),
             total("prefix_cache_hits_total", "Tokens found in the prefix cache.", |stats| stats.hit_tokens),
-            total("engine_steps_total", "Steps that the engine has run.", |stats| stats.steps),
+            total("engine_steps_total", "Engine steps, including failed ones.", |stats| stats.steps),
             total("canceled_sequences_total", "Sequences that clients canceled.", |stats| stats.canceled),
             total("failed_sequences_total", "Sequences that ended with an error.", |stats| stats.failed),
             total(
@@ -428,6 +428,7 @@ impl EngineMetrics {
         }
         engine.take_cancel_times().into_iter().for_each(|time_s| self.cancel_latency.observe(time_s));
         self.cache_usage.set(cache_usage(&stats));
+        // No sequence can use the scratch block.
         let blocks = engine.info().cache_blocks.saturating_sub(1);
         self.cache_config.with_label_values(&[&BLOCK_TOKENS.to_string(), &blocks.to_string()]).set(1);
         for (counter, read) in &self.totals {

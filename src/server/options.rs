@@ -19,7 +19,7 @@ pub struct ServerOptions {
     pub cors_origins: Vec<String>,
     /// Whether everyone may use the server (`--no-auth`).
     /// The chat page of such a server may use the API under any host name. With DNS rebinding, any web page can pass
-    /// as this chat page, so other servers without API keys accept it only under `localhost` or a loopback address.
+    /// as this chat page, so other servers without API keys accept it only under `localhost`, `127.0.0.1` or `[::1]`.
     pub no_auth: bool,
     /// The maximum number of sequences that run at once.
     pub max_sequences: usize,

@@ -115,7 +115,8 @@ impl<'c> WeightsBuilder<'c> {
         #[cfg(feature = "cuda")]
         if let (Device::Cuda(cuda), Checkpoint::Safetensors(_)) = (&self.device, self.checkpoint) {
             let (target, options) = (CopyStream::new(cuda)?, ReadAheadOptions::default());
-            // A rank does not need all bytes, and quantizing takes longer than reading, so neither reads ahead.
+            // Do not read ahead for one of several ranks, which does not need all bytes,
+            // or for quantizing, which takes longer than reading.
             if self.world.size() > 1 || self.quantize.is_some() {
                 return Ok(ReaderThreads::Parts(Arc::new(PartReader::new(target, options))));
             }

@@ -90,7 +90,8 @@ impl Checkpoint {
         }
     }
 
-    /// Returns the unit in which ranks divide the columns of a matrix: a number of columns, or 1 if loaded as floats.
+    /// Returns the column unit of a matrix: ranks divide the columns only at multiples of this number.
+    /// The unit is 1 if the matrix is loaded as floats.
     /// `columns` is the number of columns of the undivided matrix. Loading quantizes floats to `target`, if given.
     pub(super) fn column_unit(&self, name: &str, columns: usize, target: Option<QuantizationTarget>) -> usize {
         let stored = match self {

@@ -51,7 +51,7 @@ enum MemoryFormat {
     ComputeDtype,
     /// F32, regardless of the compute dtype: vectors (such as norms, biases and sinks), routers and weight scales.
     F32,
-    /// A packed or quantized format. Holds the size in bytes, which is 0 for tensors that no model loads.
+    /// A packed or quantized format. Holds the size in bytes, which is 0 for tensors that are never loaded.
     /// The size is also 0 for the weight scales of an open checkpoint, because the size of their matrix includes them.
     Bytes(u64),
 }

@@ -96,7 +96,8 @@ impl<'c> Weights<'c> {
         Ok(Matrix::Dense(stored.t()?.contiguous()?))
     }
 
-    /// Returns the unit, in columns, at whose multiples ranks may divide a matrix: 1 if it is loaded as floats.
+    /// Returns the column unit of a matrix: ranks may divide the columns only at multiples of this number.
+    /// The unit is 1 if the matrix is loaded as floats.
     /// `columns` is the number of columns of the whole matrix.
     pub fn column_unit(&self, name: &str, columns: usize) -> Result<usize> {
         Ok(self.checkpoint.column_unit(&self.full_name(name), columns, self.quantize))

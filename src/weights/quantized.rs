@@ -60,7 +60,8 @@ impl QuantizationTarget {
     }
 
     /// Returns `ggml_type` if a row of `columns` values consists of whole blocks. Otherwise, tries the fallback type.
-    /// The fallback type of a K-quant, as in llama.cpp, has shorter blocks and more bits per value.
+    /// The fallback type of a K-quant has shorter blocks and more bits per value.
+    /// The fallback types are those of llama.cpp, except Q4_0 (IQ4_NL in llama.cpp).
     /// Returns `None` if a row does not consist of whole blocks of either type.
     fn fitting_type(ggml_type: GgmlType, columns: usize) -> Option<GgmlType> {
         let fallback = match ggml_type {

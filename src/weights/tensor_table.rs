@@ -11,7 +11,8 @@ pub struct TensorTable(pub &'static [&'static [TensorRow]]);
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TensorRow {
     /// A tensor or a module, such as a linear layer with its weight, bias and scales, and its role.
-    /// The name is the end of the full name, from a dot on. It has no layer index, and `*` stands for another index.
+    /// The name consists of the last parts of the full name of the tensor or module, such as `self_attn.q_proj`,
+    /// and has no layer index. The part `*` matches any number, such as the index of an expert.
     Tensor(&'static str, TensorRole),
     /// The name of a module that inferno never loads. The names of its tensors determine their groups.
     UnloadedModule(&'static str),
@@ -44,13 +45,13 @@ pub enum Form {
     /// A matrix `[out, in]`, or stacked matrices. It keeps the quantization of the file, or loading can quantize it.
     /// Loading quantizes an embedding only if it is also the output head.
     Matrix,
-    /// Like `Matrix`, but safetensors files store it as `[in, out]`. Loading from them does not quantize it.
+    /// Like `Matrix`, but safetensors files store it as `[in, out]`. Loading can quantize it only from a GGUF file.
     Transposed,
     /// Floats in the compute dtype, even if the file stores the tensor quantized.
     ComputeDtype,
     /// F32, regardless of the compute dtype.
     F32,
-    /// Never loaded. The layers may contain the tensor, which does not indicate a wrong config.json.
+    /// Never loaded. Unlike other unused tensors of the layers, such a tensor does not indicate a wrong config.json.
     Unloaded,
 }
 
@@ -171,7 +172,7 @@ impl Group {
         }
     }
 
-    /// Guesses the group of a tensor that no table contains, such as those of an unsupported architecture,
+    /// Guesses the group of a tensor that no table contains, such as a tensor of an unsupported architecture,
     /// from words that are common in tensor names.
     fn guess(name: &str) -> Self {
         let parts: Vec<&str> = name.split('.').collect();

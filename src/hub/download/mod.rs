@@ -87,7 +87,7 @@ impl Hub {
         let lock = disk::check_space(&self.config.cache, 0).and_then(|()| repo.lock(|| progress.waiting(name)));
         // Check the caches again: another process may have downloaded the model while this process waited for the lock.
         if let Some(snapshot) = self.find_present(name, &listing, filter)? {
-            // Write the ref even for a snapshot in the shared cache, so that both caches resolve it to the same commit.
+            // Write the ref even for a snapshot in the shared cache, so that both caches resolve the ref to `commit`.
             // If writing the ref fails, only log a warning, because the model is complete without the ref.
             let written = lock.and_then(|_lock| repo.write_ref(revision, commit));
             if let Err(error) = written {

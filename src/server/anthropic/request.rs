@@ -13,7 +13,7 @@ use crate::server::openai::chat::{MAX_TOOLS, ToolChoice, Tools, check_function};
 use crate::server::state::Server;
 
 /// The largest thinking budget that counts as low reasoning effort, in tokens.
-/// inferno chose this limit and the next one: Anthropic's API does not define which budget equals which effort.
+/// Anthropic's API does not define which budget equals which effort, so inferno chose this limit and [`MEDIUM_BUDGET`].
 const LOW_BUDGET: i64 = 4096;
 /// The largest thinking budget that counts as medium reasoning effort, in tokens.
 const MEDIUM_BUDGET: i64 = 16384;

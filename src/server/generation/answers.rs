@@ -82,7 +82,7 @@ pub struct Submission {
 }
 
 /// Submits the requests to the engine. Fails with status 429 if the queue has no room for all answers now,
-/// and with status 400 if it never has.
+/// and with status 400 if there are more answers than the queue can ever hold.
 pub async fn submit(server: &Arc<Server>, log: Arc<RequestLog>, submission: Submission) -> Result<Answers, ApiError> {
     let engine = server.open_engine()?.clone();
     let submitted = Instant::now();

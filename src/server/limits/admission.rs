@@ -131,7 +131,7 @@ impl Admission {
 /// Returns the expected time until `count` sequences have ended, clamped to the waits that the server may suggest.
 fn suggested_wait(ends: &FreeTimes, count: usize) -> Duration {
     let now = Instant::now();
-    // If no sequence has ended yet, suggest the time since the first sequence was admitted, as if it were half done.
+    // If no sequence has ended yet, assume that the first sequence is half done: suggest the time since its admission.
     let wait = ends.expected_wait(now, count).unwrap_or_else(|| ends.elapsed(now));
     wait.clamp(MIN_RETRY, MAX_RETRY)
 }

@@ -73,9 +73,10 @@ impl FreeTimes {
     /// Returns the expected time until `count` more sequences have ended.
     /// Returns `None` if no sequence has ended yet, or if the time overflows a [`Duration`].
     ///
-    /// The estimate for the next end uses only the intervals that are at least as long as the time since the last end.
-    /// It is their mean minus the time since the last end, or that time itself if all intervals are shorter.
-    /// Each sequence beyond the next end adds the mean time per ended sequence.
+    /// The expected time until the next end is the mean interval between ends minus the time since the last end.
+    /// This mean includes only the intervals that are at least as long as the time since the last end.
+    /// If all intervals are shorter, the expected time until the next end is the time since the last end.
+    /// Each sequence that does not end at the next end adds the mean time per ended sequence.
     pub fn expected_wait(&self, now: Instant, count: usize) -> Option<Duration> {
         let elapsed = self.elapsed(now);
         let rests = self.ends.iter().filter_map(|(interval, _)| interval.checked_sub(elapsed));

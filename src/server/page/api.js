@@ -14,7 +14,7 @@ export class ApiError extends Error {
 const TITLES = {
   400: "The server refused the request",
   401: "The server needs a key",
-  404: "The server does not have this",
+  404: "The server does not know this model or address",
   413: "The message is too large for the server",
   429: "The server is busy",
   503: "The server is not ready",
@@ -47,7 +47,7 @@ export class Api {
     return response.text();
   }
 
-  /** Starts a completion and yields the chunks of its stream. `signal` cancels it. */
+  /** Sends a chat completion request and yields the chunks of the answer's stream. `signal` cancels the request. */
   async *chat(request, signal) {
     const response = await this.#fetch("v1/chat/completions", {
       method: "POST",

@@ -57,7 +57,8 @@ chat.addEventListener("open", () => {
 
 chat.addEventListener("running", () => {
   composer.setRunning(Boolean(chat.runningNode));
-  if (models.length === 0 && !chat.runningNode && chat.conversation.leaf) connect(); // the request may have asked for the key
+  // The user may have entered the key for this answer. The list of models needs the same key.
+  if (models.length === 0 && !chat.runningNode && chat.conversation.leaf) connect();
   if (document.activeElement === document.body && matchMedia("(hover: hover)").matches) composer.focus();
   showContext();
 });
@@ -117,7 +118,7 @@ async function start() {
     const stored = list.find(chat.conversation.id);
     if (stored && stored.updated > chat.conversation.updated && !chat.runningNode) chat.open(stored);
   });
-  if (!isKept) showToast("This browser does not allow the page to keep conversations. They last until you close it.");
+  if (!isKept) showToast("This browser does not allow the page to keep conversations. Conversations last until you close the page.");
   await list.refresh();
   if (!chat.conversation.leaf) openFromAddress(); // unless the user has already sent a message
 }
@@ -128,7 +129,7 @@ function openFromAddress() {
   if (id !== chat.conversation.id || !id) chat.open(list.find(id));
 }
 
-/** Asks the server for its models, and tries again until the server answers. */
+/** Asks the server for its models. After an error, tries again later, or shows a button if the server needs a key. */
 async function connect() {
   clearTimeout(connectTimer);
   try {

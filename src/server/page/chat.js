@@ -5,9 +5,13 @@ import { addNode, newConversation, pathTo, requestMessages, showBranch, siblings
 const SAVE_INTERVAL = 1000;
 
 /**
- * Events: "open" (another conversation), "change" (its messages or their order), "progress" (an answer grew), "running"
- * (an answer started or ended), "saved" (`detail` is `{ conversation, error }`) and "removed" (`detail` is the
- * conversation).
+ * The open conversation and the answers that are streaming. The events are:
+ * - "open": another conversation is open
+ * - "change": messages were added to the open conversation, or another branch is shown
+ * - "progress": an answer grew or ended
+ * - "running": an answer started or ended, or another conversation is open
+ * - "saved": a conversation was saved, or saving failed; `detail` is `{ conversation, error }`
+ * - "removed": a conversation was deleted; `detail` is the conversation
  */
 export class Chat extends EventTarget {
   #api;

@@ -99,7 +99,7 @@ export function importText(text) {
 
 function importConversation(data) {
   const conversation = newConversation();
-  const ids = new Map(); // new ids, so that an import never replaces a conversation
+  const ids = new Map(); // the id of a node in the file → its new id, because ids in a file are untrusted
   const entries = Object.values(data?.nodes ?? {}).filter((node) => node?.role === "user" || node?.role === "assistant");
   for (const node of entries) ids.set(String(node.id), newId());
   for (const node of entries) {

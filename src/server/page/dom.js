@@ -4,7 +4,7 @@ const SVG = "http://www.w3.org/2000/svg";
 
 /**
  * Creates an element: `el("button", { class: "quiet", onclick: save }, "Save")`. A property whose name starts with "on"
- * is an event listener; any other is an attribute, which `false`, `null` and `undefined` leave out.
+ * is an event listener. All other properties are attributes, without those that are `false`, `null` or `undefined`.
  */
 export function el(tag, properties = {}, ...children) {
   return fill(document.createElement(tag), properties, children);
@@ -40,7 +40,7 @@ export function iconButton(name, label, onclick) {
   return el("button", { type: "button", class: "icon-button", title: label, "aria-label": label, onclick }, icon(name));
 }
 
-/** Copies `text` to the clipboard. Resolves to whether the browser allowed it. */
+/** Copies `text` to the clipboard. Resolves to whether the browser allowed the copy. */
 export async function copyText(text) {
   if (navigator.clipboard) {
     return navigator.clipboard.writeText(text).then(() => true, () => false);

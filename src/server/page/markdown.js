@@ -24,7 +24,7 @@ export class MarkdownView {
 
   /** Shows `text`, which must start with the text of the last update. `isComplete` is true for the last update. */
   update(text, isComplete) {
-    this.#text = text.replaceAll("\r", ""); // "\r\n" would otherwise split between two updates
+    this.#text = text.replaceAll("\r", ""); // otherwise, an update could end between "\r" and "\n"
     const lines = this.#text.slice(this.#start).split("\n");
     const blocks = parseBlocks(lines);
     if (blocks.length === 1 && this.#code?.canShow(blocks[0])) {
@@ -66,7 +66,7 @@ class CodeView {
     this.update(text);
   }
 
-  /** Returns whether `update` can show this block. It cannot if the language has changed, as while its line arrives. */
+  /** Returns whether `update` can show `block`: a block of code whose language has not changed as more text arrived. */
   canShow(block) {
     return block.type === "code" && block.language === this.#language;
   }

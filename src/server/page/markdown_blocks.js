@@ -13,7 +13,8 @@ const MAX_COLUMNS = 64;
  * - `{ type: "heading", level, text }`
  * - `{ type: "rule" }`
  * - `{ type: "quote", blocks }`
- * - `{ type: "list", start, isLoose, items: [{ checked, blocks }] }`; `start` is null for bullets, `checked` for no task
+ * - `{ type: "list", start, isLoose, items: [{ checked, blocks }] }`: `start` is null if the list has bullets, and
+ *   `checked` is null if the item is not a task
  * - `{ type: "table", alignments, header, rows }`
  * - `{ type: "paragraph", text }`
  */

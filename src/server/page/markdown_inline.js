@@ -32,7 +32,7 @@ export function appendInline(parent, source) {
   emit(parent, new Scanner(source).scan());
 }
 
-/** Returns the address as a URL without a name or a password if its scheme is http or https, and null otherwise. */
+/** Returns an http or https address as a URL without user name and password. Returns null for all other text. */
 export function webAddress(text) {
   const url = URL.canParse(text) ? new URL(text) : null;
   if (!url || (url.protocol !== "https:" && url.protocol !== "http:")) return null;
@@ -258,7 +258,7 @@ function backtickRuns(source) {
     runs.get(length).push(match.index);
   }
   for (const starts of runs.values()) starts.reverse();
-  // An escaped backtick shortens a run.
+  // The backticks after an escaped backtick can have a length that no whole run has.
   return { get: (length) => runs.get(length) ?? [] };
 }
 

@@ -265,7 +265,7 @@ function branchButtons(chat, node) {
   return [el("span", { class: "branches" }, previous, `${at + 1} of ${all.length}`, next)];
 }
 
-/** Describes the speed of an answer: "412 tokens, 148 tokens/s, first token after 0.2 s". */
+/** Describes the speed of an answer: "412 tokens · 148 tokens/s · first token after 34 ms · model name". */
 function stats({ usage, firstTokenSeconds, seconds, model }, isRunning) {
   if (firstTokenSeconds === undefined) return "";
   const parts = [];

@@ -1,6 +1,6 @@
 // Metrics in Prometheus's text format, https://prometheus.io/docs/instrumenting/exposition_formats/.
 
-/** Parses the metrics whose name starts with `prefix` into a map from the name without it to `[{ labels, value }]`. */
+/** Parses the metrics whose name starts with `prefix` into a map from the rest of the name to `[{ labels, value }]`. */
 export function parseMetrics(text, prefix) {
   const metrics = new Map();
   for (const line of text.split("\n")) {

@@ -36,7 +36,7 @@ export class ServerView {
   toggle() {
     this.#panel.hidden = !this.#panel.hidden;
     this.#toggle.setAttribute("aria-expanded", String(this.isOpen));
-    this.#samples = []; // the time while it was closed would distort the rates
+    this.#samples = []; // the time while the panel was closed would distort the rates
     this.#schedule();
   }
 

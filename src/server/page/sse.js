@@ -5,7 +5,7 @@ export class EventParser {
   #line = "";
   #data = [];
 
-  /** Takes the next piece of the stream. Returns the data of each event that it completes. */
+  /** Takes the next piece of the stream. Returns the data of each event that this piece completes. */
   push(text) {
     const events = [];
     const lines = text.split("\n");

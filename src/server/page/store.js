@@ -69,7 +69,7 @@ const DEFAULTS = {
   model: "", system: "", temperature: null, top_p: null, max_tokens: null, seed: null, reasoning_effort: "", theme: "",
 };
 
-/** Returns the saved settings; null and "" mean the server's default. */
+/** Returns the saved settings; null and "" mean the default. */
 export function loadSettings() {
   return { ...DEFAULTS, ...parseObject(localStorage.getItem(SETTINGS)) };
 }

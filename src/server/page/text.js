@@ -1,4 +1,4 @@
-// Text from a model or a file is hostile: it can hide characters or reverse the order in which they appear.
+// Text from a model or a file can be hostile: it can hide characters or reverse the order in which they appear.
 
 const HIDDEN = [
   "[\\u0000-\\u0008\\u000b-\\u001f\\u007f-\\u009f]", // control characters, among them ESC
@@ -10,8 +10,8 @@ const HIDDEN_CHARACTER = new RegExp(HIDDEN, "gu");
 const LINE_SEPARATOR = /\r\n?|[\u2028\u2029]/g;
 
 /**
- * Returns `text` with every control character replaced by a visible one, with bidirectional controls written as
- * `‹U+202E›`, and without invisible characters. Line breaks become "\n".
+ * Returns `text` without invisible characters, and with visible replacements for control characters other than tabs
+ * and line breaks: "␛" for ESC, and `‹U+202E›` for bidirectional and C1 controls. Line breaks become "\n".
  */
 export function visibleText(text) {
   return text.replace(LINE_SEPARATOR, "\n").replace(HIDDEN_CHARACTER, (character) => {

@@ -49,7 +49,7 @@ pub async fn metrics(State(server): State<Arc<Server>>) -> Result<Response, ApiE
 
 #[derive(Serialize)]
 struct Loads {
-    /// The time of the report in RFC 3339 format. The router SMG ignores a report whose time is a number.
+    /// The time of the report in RFC 3339 format. The router SMG (see docs/deploy.md) ignores a time that is a number.
     timestamp: String,
     dp_rank_count: usize,
     loads: [EngineLoad; 1],

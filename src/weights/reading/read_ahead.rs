@@ -101,7 +101,7 @@ enum TensorState<M> {
     Taken,
 }
 
-/// A part of a tensor that one thread reads into its staging buffer and copies to the device.
+/// A piece of a tensor that one thread reads into its staging buffer and copies to the device.
 struct ReadJob<M> {
     tensor: usize,
     memory: Arc<M>,

@@ -41,7 +41,8 @@ pub enum ItemContent {
     },
     Reasoning {
         text: String,
-        /// Whether `encrypted_content` repeats the reasoning. Some clients send back only this field.
+        /// Whether the serialized item repeats the reasoning in `encrypted_content`.
+        /// Some clients send back only `encrypted_content`, without the plain text.
         has_encoded_text: bool,
     },
     Call {
