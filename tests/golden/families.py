@@ -2,8 +2,8 @@
 make.py uses this module.
 
 Weights have the names used in hub repositories, with one tensor per expert matrix, not the names that transformers 5 saves.
-`state` returns the parameters that transformers should load. Shape letters are defined in src/lib.rs; also L layers, W window,
-T tokens, and M, the intermediate size of experts if it differs from F.
+`state` returns the parameters that transformers should load. `cases` in make.py defines the letters of the sizes. In this file,
+M is the intermediate size of experts if it differs from F, and P is the number of positions of GPT-2.
 """
 from types import SimpleNamespace
 

@@ -14,7 +14,8 @@ A case is a directory with config.json, the weights as a hub repository stores t
     greedy_margin  F32 [24]      the logit of each token minus the second largest logit
 
 The weights are written first. AutoModelForCausalLM.from_pretrained then reads the files to compute every golden value.
-All sizes of a case differ, so a transposed matrix or a swapped head order cannot pass.
+Almost all sizes of a case differ (see `assert_pairwise_different`), so a transposed matrix or a swapped head order cannot
+pass.
 The script also makes mxfp4.safetensors (every scale byte and nibble) and rope.json (inverse frequencies and attention
 scaling of real configs).
 """
@@ -48,7 +49,11 @@ def llama_config(s, **rest):
         "num_attention_heads": s.H, "hidden_act": "silu", "initializer_range": 0.02, "use_cache": True, **rest}
 
 def cases():
-    """Yields (name, sizes, config.json, storage dtype, shard file names). Shape letters are defined in src/lib.rs; also L layers, W window, T tokens."""
+    """Yields (name, sizes, config.json, storage dtype, shard file names).
+
+    The letters of the sizes: V vocabulary, C hidden size, F intermediate size, L layers, H query heads, K key/value heads, D size of one head,
+    E experts, N chosen experts, W window, T tokens.
+    """
     # Like openai/gpt-oss-20b: MXFP4 experts, old config spelling, shards numbered from 0. Unlike there, the first layer has full attention.
     s = SimpleNamespace(C=64, F=96, L=3, H=10, K=2, D=16, E=7, N=4, W=9, V=113, T=75)
     yield "gpt_oss", s, gpt_oss_config(s, experts_per_token=s.N, rms_norm_eps=1e-05, max_position_embeddings=128, initial_context_length=32, swiglu_limit=7.0,

@@ -226,7 +226,7 @@ def cases(source, bos, eos, names):
 
 
 def line_cases(fixtures):
-    """Renders the templates in ollama-templates.jsonl for families without a template file. Keys are line numbers."""
+    """Renders the templates in ollama-templates.jsonl that `LINES` names. Keys are line numbers."""
     lines = (fixtures / "chat_templates" / "ollama-templates.jsonl").read_text().splitlines()
     names = [name for name in CONVERSATIONS if "tool" not in name and name != "two-calls"]
     out = {}

@@ -261,9 +261,9 @@ def margins(name, stored, layers, model, batch):
 
 
 def choose_ids(name, stored, layers, model):
-    """Chooses a recently unused token for each position: randomly, or with the largest margin if inputs are rounded.
+    """Chooses a token for each position: randomly, or with the largest margin if inputs are rounded.
 
-    Returns the tokens and the smallest margin.
+    Each token differs from the 12 tokens before it. Returns the tokens and the smallest margin.
     """
     ids, least = [], []
     g = torch.Generator().manual_seed(SEED)

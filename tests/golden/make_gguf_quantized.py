@@ -16,7 +16,7 @@ Tensors are converted as in llama.cpp's convert_hf_to_gguf.py: the rows of Llama
 If transformers can read GGUF files of this architecture, the logits that it computes from the file must agree.
 
 Mistral has no file of its own, because its files are Llama files. Except in gpt-oss, RoPE is not scaled and sliding windows
-cover the whole context. tests/it/gguf writes files with other settings.
+cover the whole context. tests/it/support/gguf writes files with other settings.
 """
 
 import argparse

@@ -204,7 +204,7 @@ def rowwise(name, weight):
 
 
 def update_digest(digest, values):
-    """Returns the updated digest: digest · P + bits (mod 2^64) for the bits of each value."""
+    """Returns the updated digest: digest · 0x100000001B3 + bits (mod 2^64) for the bits of each value."""
     bits = np.ascontiguousarray(values, dtype="<f4").view("<u4").ravel().astype(np.uint64)
     powers = np.full(len(bits), 0x100000001B3, dtype=np.uint64)
     powers[-1] = 1

@@ -133,7 +133,7 @@ pub fn fail_without_cuda() {
 }
 
 /// Returns stand-ins for the tests in the modules that only builds with CUDA compile.
-/// Each stand-in is reported as ignored, or as failed if its need is met.
+/// Each stand-in is reported as ignored, or fails if it runs.
 #[cfg(not(feature = "cuda"))]
 fn tests_of_cuda_builds() -> Vec<Test> {
     let modules: &[(&str, &str)] = cuda_modules!();

@@ -97,7 +97,8 @@ fn speeds_and_memory_agree_with_the_stored_results() {
         ("docs/benchmark-history.md", format!("prefill, 2,048 tokens | {}", oss.speed("pp", 2048, 0))),
         ("docs/benchmark-history.md", format!("prefill, 8,192 tokens | {}", oss.speed("pp", 8192, 0))),
     ];
-    // docs/benchmarks.md has a section for each GPU setup. Sections may share rows, so check each one alone.
+    // docs/benchmarks.md has a section for each GPU setup.
+    // Two sections may have the same row, so check each section alone.
     let benchmarks = page("docs/benchmarks.md");
     let sections = ["## One H200", "## One H100", "### Two H100s", "### Four H100s"];
     for (heading, (single, serving)) in sections.into_iter().zip(&newest) {

@@ -61,7 +61,8 @@ impl Members {
         Some(name)
     }
 
-    /// Returns whether a type, or a trait that the type implements, has a member. Returns `None` for other types.
+    /// Returns whether a type, or a trait that the type implements, has a member.
+    /// Returns `None` if the code does not define the type.
     pub fn has(&self, name: &str, member: &str) -> Option<bool> {
         let is_own = |name: &String| self.members.get(name).is_some_and(|members| members.contains(member));
         let name = self.defined.get(name)?;

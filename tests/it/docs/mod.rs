@@ -1,6 +1,6 @@
 //! Checks the documentation:
-//! - `names`: tests, files, methods, modules and link targets that pages and comments name exist.
-//!   `members` finds the methods.
+//! - `names`: tests, files, members of types, modules and link targets that pages and comments name exist.
+//!   `members` finds the members.
 //! - `reference`: `docs/` lists all flags, environment variables, exit codes and configuration keys.
 //! - `server_pages`: flags and metrics on the pages about the server exist.
 //!   Defaults in docs/tuning.md agree with `inferno serve --help`.

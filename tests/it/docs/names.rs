@@ -1,4 +1,4 @@
-//! Tests that the files, methods, modules, tests and link targets that pages and comments name exist.
+//! Tests that the files, members of types, modules, tests and link targets that pages and comments name exist.
 
 use std::fs;
 use std::path::{Path, PathBuf};

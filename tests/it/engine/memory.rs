@@ -140,7 +140,7 @@ fn quantized_models() -> Vec<TestCase<&'static str>> {
     cases(["llama", "mixtral", "qwen2", "qwen3", "qwen3_moe", "phi3", "gemma2", "gemma3", "gpt2", "gpt_oss"])
 }
 
-/// A quantization block in these files has 32 values, so it covers several attention heads (8 to 16 values).
+/// A quantization block in these files has 32 values, so it covers more than one attention head (8 to 16 values).
 /// Ranks can therefore not divide the columns of the output projection at every head.
 #[test(each = quantized_models)]
 fn estimates_of_quantized_gguf_files_equal_the_loaded_bytes(model: &'static str) {

@@ -180,7 +180,7 @@ fn logits_of_8_bit_models_agree_with_transformers() {
     }
 }
 
-/// A block of the files has 32 columns, so a block is wider than an attention head (8 to 16 columns).
+/// A quantization block in these files has 32 columns, so a block is wider than an attention head (8 to 16 columns).
 #[test]
 fn logits_of_quantized_gguf_files_agree_with_transformers() {
     let folder = golden("gguf_quantized");

@@ -132,7 +132,8 @@ fn refused_completions() -> Vec<(&'static str, Value, &'static str)> {
     ]
 }
 
-/// Returns a server that the tests of refused requests share while they run at the same time. The last one stops it.
+/// Returns a server that the tests of refused requests share while they run at the same time.
+/// The server stops when the last of these tests ends.
 fn shared_server() -> Arc<Server> {
     static SERVER: Mutex<Weak<Server>> = Mutex::new(Weak::new());
     let mut shared = SERVER.lock().unwrap_or_else(PoisonError::into_inner);

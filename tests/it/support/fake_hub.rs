@@ -39,7 +39,8 @@ pub struct HubState {
     pub pace: Option<(usize, Duration)>,
     /// If set, the hub redirects requests for files to this base URL.
     pub storage: Option<String>,
-    /// If true, `lists_sizes` adds the SHA-256 of each large file, and file responses have an `x-linked-etag` header.
+    /// If true, a listing with sizes also contains the SHA-256 of each large file,
+    /// and file responses have an `x-linked-etag` header.
     pub lists_hashes: bool,
     /// If set, the `etag` header of every file. Otherwise, each file's hash is its etag.
     pub etag_header: Option<&'static str>,
@@ -189,7 +190,7 @@ fn is_large(name: &str) -> bool {
     name.ends_with(".safetensors") || name.ends_with(".gguf")
 }
 
-/// Reads one request and answers it. Each connection carries only one request.
+/// Reads one request and answers it. Only a `CONNECT` request may be followed by another request.
 fn answer(mut stream: TcpStream, shared: &Mutex<HubState>, requests: &Mutex<Vec<String>>) -> std::io::Result<()> {
     let mut head = String::new();
     let mut reader = BufReader::new(stream.try_clone()?);

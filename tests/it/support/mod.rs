@@ -180,7 +180,7 @@ impl TestDevice {
         Self { is_gpu: true, dtype: DType::F16 },
     ];
 
-    /// Opens the device. The list of tests contains tests on a GPU even if there is none, so only a test opens it.
+    /// Opens the device. Call this only in a test, because tests on a GPU are listed even if the machine has no GPU.
     pub fn open(self) -> (Device, DType) {
         (if self.is_gpu { gpu() } else { Device::Cpu }, self.dtype)
     }

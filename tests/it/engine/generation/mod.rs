@@ -90,7 +90,8 @@ fn second_turn_reads_only_its_new_tokens_and_answers_like_a_fresh_engine() {
     messages.push(Message::assistant(&first.text));
     messages.push(Message::user("What is a token?"));
     let second = ask(&engine, &messages, |_| ());
-    // The second prompt starts with the first prompt, which is still cached, but omits the first reasoning.
+    // The second prompt starts with the first prompt, which is still cached.
+    // The second prompt omits the reasoning of the first answer.
     let whole_blocks = first.summary.prompt_tokens / BLOCK_TOKENS * BLOCK_TOKENS;
     assert!(second.summary.cached_tokens >= whole_blocks.max(1), "{:?}", second.summary);
     let fresh = ask(&demo(2048), &messages, |_| ());

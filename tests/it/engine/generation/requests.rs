@@ -286,8 +286,8 @@ fn run_many(engine: &EngineHandle, prompts: &[Vec<u32>], count: usize) {
     }
 }
 
-/// Returns the number of requests that `INFERNO_TEST_REQUESTS` specifies.
-/// If `INFERNO_TEST_REQUESTS` is set, the memory tests also measure memory, so run only one test at a time.
+/// Returns the number of requests that `INFERNO_TEST_REQUESTS` specifies, or `None` if the variable is not set.
+/// If the variable is set, the memory tests also measure memory, so run only one test at a time.
 fn requested_count() -> Option<usize> {
     let text = std::env::var("INFERNO_TEST_REQUESTS").ok()?;
     Some(text.parse().expect("INFERNO_TEST_REQUESTS must be a number"))
