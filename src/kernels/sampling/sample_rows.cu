@@ -6,36 +6,93 @@
 //   tokens: u32 [rows], the chosen tokens, or NO_TOKEN if every logit of the row is NaN or -inf
 //   mailbox: null, or u32 [rows] in host memory: the chosen tokens + 1, or MAILBOX_NO_TOKEN
 //   grid: rows; block: SAMPLE_THREADS
-//   bytes moved: 4 · vocab per read of a row; later reads hit L2
-//     With temperature 0, a row is read once.
-//     Otherwise, a row is read twice, and one warp's part of it once more. Top-k and top-p each add 4 reads.
+//   bytes moved: 4 · vocab per read of a row; later reads of a small batch hit L2
+//     With temperature 0, a row is read once. Otherwise, it is read twice, and a 32nd of it once more.
+//     Top-k and top-p each add 2 reads, or 6 if more than MAX_KEYS_IN_BIN logits are close to the cutoff.
 #include "sampling/sampling.cuh"
+
+// The number of keys near the cutoff of top-k or top-p that fit in shared memory.
+constexpr uint32_t MAX_KEYS_IN_BIN = 4096;
+constexpr uint32_t ALL_LANES = 0xffffffffu;
 
 // One row of logits and its temperature.
 struct Row {
     const float* logits;
     int vocab;
     float best, inverse_temperature;
-    uint32_t top;  // the key of the largest logit
+    uint32_t top;     // the key of the largest logit
+    float bin_scale;  // the number of bins per unit of logits
 
-    // Returns the key of a token, or 0 if its logit is NaN.
-    __device__ __forceinline__ uint32_t key(int id) const {
-        const float logit = __ldcg(logits + id);
-        return isnan(logit) ? 0 : sort_key(logit + 0.0f);  // -0 becomes +0, so that both zeros have the same key
+    // Returns the keys of tokens id to id + 3. A key is 0 if the logit is NaN, or if there is no such token.
+    // `id` is a multiple of 4.
+    __device__ __forceinline__ uint4 keys(int id) const {
+        if (vocab % 4 == 0 && id < vocab) {  // the row is aligned to 16 bytes
+            const float4 v = __ldcg(reinterpret_cast<const float4*>(logits + id));
+            return make_uint4(key_of(v.x), key_of(v.y), key_of(v.z), key_of(v.w));
+        }
+        const auto key = [&](int id) { return id < vocab ? key_of(__ldcg(logits + id)) : 0; };
+        return make_uint4(key(id), key(id + 1), key(id + 2), key(id + 3));
     }
     // Returns the probability mass of the token with sort key `key`, in units of 2^-40 of the most likely token's mass.
     __device__ __forceinline__ unsigned long long mass(uint32_t key) const {
         if (key == 0) return 0;
         return key == top ? UNIT : expf((from_sort_key(key) - best) * inverse_temperature) * UNIT;
     }
+    // Divides the logits of tokens with mass into SAMPLE_THREADS bins of equal width. `bottom` is the smallest logit.
+    __device__ __forceinline__ void set_bins(float bottom) {
+        constexpr float RANGE = 27.8f;  // tokens with a probability below e^-27.8 of the largest have no mass
+        bin_scale = SAMPLE_THREADS / fminf(best - bottom, RANGE / inverse_temperature);
+    }
+    // Returns the bin of a token with mass. Bin 0 has the largest logits. A larger key is never in a higher bin.
+    __device__ __forceinline__ int bin(uint32_t key) const {
+        return key == top ? 0 : min((int)((best - from_sort_key(key)) * bin_scale), SAMPLE_THREADS - 1);
+    }
+
+private:
+    static __device__ __forceinline__ uint32_t key_of(float logit) {
+        return isnan(logit) ? 0 : sort_key(logit + 0.0f);  // -0 becomes +0, so that both zeros have the same key
+    }
 };
+
+__device__ __forceinline__ unsigned long long warp_sum(unsigned long long value) {
+    for (int offset = 16; offset > 0; offset /= 2) value += __shfl_xor_sync(ALL_LANES, value, offset);
+    return value;
+}
+
+// Calls `use(id, key)` for four adjacent tokens per thread, then for the next 4 · SAMPLE_THREADS tokens, and so on.
+// All threads of a warp call `use` together, with key 0 past the last token.
+// UNROLL: the number of loads that a thread issues before it uses the first result
+template <int UNROLL, typename Use> __device__ __forceinline__ void each_token(const Row& row, Use use) {
+#pragma unroll UNROLL
+    for (int base = 0; base < row.vocab; base += 4 * SAMPLE_THREADS) {
+        const int id = base + 4 * threadIdx.x;
+        const uint4 keys = row.keys(id);
+        use(id, keys.x), use(id + 1, keys.y), use(id + 2, keys.z), use(id + 3, keys.w);
+    }
+}
+
+// Returns the sum of `own` over the warps of the block, and sets `before` to the sum over the warps before this one.
+// All lanes of a warp have the same value of `own`.
+__device__ __forceinline__ unsigned long long sum_of_warps(unsigned long long own, unsigned long long* warps,
+                                                           unsigned long long& before) {
+    __syncthreads();
+    if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = own;
+    __syncthreads();
+    unsigned long long all = 0;
+    for (int w = 0; w < SAMPLE_THREADS / 32; ++w) {
+        if (w == threadIdx.x / 32) before = all;
+        all += warps[w];
+    }
+    return all;
+}
 
 // Returns the largest sort key k (see sort_key) for which the tokens with keys >= k together reach the target.
 // Ignores tokens with keys below `floor` and tokens without probability mass.
-// If BY_MASS is true, the target is a probability mass: `share` times the total mass. `target` is then ignored.
-// If BY_MASS is false, the target is a number of tokens, `target`. `share` is then ignored.
-template <bool BY_MASS>
-__device__ uint32_t threshold(const Row& row, uint32_t floor, float share, unsigned long long target,
+// If BY_MASS is true, the target is a probability mass, otherwise a number of tokens.
+// `each_key(use)` calls `use(key)` for the keys of all tokens, or at least of those that are needed to reach the
+// target. All lanes of a warp call `use` together.
+template <bool BY_MASS, typename EachKey>
+__device__ uint32_t threshold(const Row& row, EachKey each_key, uint32_t floor, unsigned long long target,
                               unsigned long long* warps) {
     __shared__ unsigned long long bins[SAMPLE_BINS];
     uint32_t prefix = 0;
@@ -43,37 +100,92 @@ __device__ uint32_t threshold(const Row& row, uint32_t floor, float share, unsig
         const int shift = 24 - 8 * round;
         if (threadIdx.x < SAMPLE_BINS) bins[threadIdx.x] = 0;
         __syncthreads();
-        // All lanes of a warp take part in the warp votes below, so all threads run the same number of iterations.
-        for (int base = 0; base < row.vocab; base += SAMPLE_THREADS) {
-            const int id = base + threadIdx.x;
-            const uint32_t key = id < row.vocab ? row.key(id) : 0;
+        each_key([&](uint32_t key) {
             const unsigned long long mass = row.mass(key);
             const bool counts = mass > 0 && key >= floor && (round == 0 || key >> (shift + 8) == prefix);
             // The keys of a warp usually fall into few bins.
             // The warp first sums its masses or counts per bin, so that each bin needs only one atomicAdd per warp.
-            uint32_t left = __ballot_sync(0xffffffffu, counts);
+            uint32_t left = __ballot_sync(ALL_LANES, counts);
             while (left) {
-                const uint32_t bin = __shfl_sync(0xffffffffu, key >> shift & 255, __ffs(left) - 1);
+                const uint32_t bin = __shfl_sync(ALL_LANES, key >> shift & 255, __ffs(left) - 1);
                 const bool is_in = counts && (key >> shift & 255) == bin;
-                unsigned long long sum = is_in ? (BY_MASS ? mass : 1ull) : 0;
-                for (int offset = 16; offset > 0; offset /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
+                const unsigned long long sum = warp_sum(is_in ? (BY_MASS ? mass : 1ull) : 0);
                 if (threadIdx.x % 32 == 0) atomicAdd(&bins[bin], sum);
-                left &= ~__ballot_sync(0xffffffffu, is_in);
+                left &= ~__ballot_sync(ALL_LANES, is_in);
             }
-        }
+        });
         __syncthreads();
         const int bin = SAMPLE_BINS - 1 - threadIdx.x;  // see choose_bin
         const unsigned long long value = bin >= 0 ? bins[bin] : 0;
-        choose_bin<BY_MASS>(value, round == 0, share, target, prefix, warps);
+        choose_bin<BY_MASS>(value, false, 0.0f, target, prefix, warps);
     }
     return prefix;
+}
+
+// Shared memory of `cutoff`.
+struct CutoffMemory {
+    unsigned long long bins[SAMPLE_THREADS];  // of the logits, see Row::bin
+    uint32_t keys[MAX_KEYS_IN_BIN];           // the keys in the chosen bin, in any order
+    uint32_t count;                           // the number of these keys; can exceed MAX_KEYS_IN_BIN
+    int bin;                                  // the chosen bin
+    unsigned long long all, rest;             // the sum of all bins, and the part of the target that `bin` contributes
+};
+
+// Returns the key that `threshold` returns for the keys of all tokens, or 0 if all tokens do not reach the target.
+// If BY_MASS is true, the target is `share` of the mass of all tokens with keys >= floor. `target` is then ignored.
+// A histogram finds the bin of the result, and `threshold` searches only the keys in this bin.
+template <bool BY_MASS>
+__device__ uint32_t cutoff(const Row& row, uint32_t floor, float share, unsigned long long target, CutoffMemory& memory,
+                           unsigned long long* warps) {
+    __syncthreads();  // after an earlier cutoff
+    memory.bins[threadIdx.x] = 0;
+    if (threadIdx.x == 0) memory.count = 0, memory.bin = 0, memory.rest = 0;
+    __syncthreads();
+    each_token<2>(row, [&](int, uint32_t key) {
+        const unsigned long long mass = row.mass(key);
+        if (mass > 0 && key >= floor) atomicAdd(&memory.bins[row.bin(key)], BY_MASS ? mass : 1ull);
+    });
+    __syncthreads();
+    const unsigned long long value = memory.bins[threadIdx.x], sum = inclusive_scan(value, warps);
+    if (threadIdx.x == SAMPLE_THREADS - 1) memory.all = sum;
+    __syncthreads();
+    if (BY_MASS) target = (double)share * (double)memory.all;
+    if (target > memory.all) return 0;
+    // If the target is 0, choose the first bin that is not empty.
+    if (value > 0 && sum >= target && sum - value < max(target, 1ull))
+        memory.bin = threadIdx.x, memory.rest = target - min(target, sum - value);
+    __syncthreads();
+    const int bin = memory.bin;
+    each_token<2>(row, [&](int, uint32_t key) {
+        const bool is_in = key >= floor && row.bin(key) == bin && row.mass(key) > 0;
+        const uint32_t lanes = __ballot_sync(ALL_LANES, is_in);
+        if (lanes == 0) return;
+        uint32_t first = 0;
+        if (threadIdx.x % 32 == 0) first = atomicAdd(&memory.count, __popc(lanes));
+        const uint32_t at = __shfl_sync(ALL_LANES, first, 0) + __popc(lanes & ((1u << threadIdx.x % 32) - 1));
+        if (is_in && at < MAX_KEYS_IN_BIN) memory.keys[at] = key;
+    });
+    __syncthreads();
+    const uint32_t count = memory.count;
+    if (count > MAX_KEYS_IN_BIN) {
+        const auto all_keys = [&](auto use) { each_token<1>(row, [&](int, uint32_t key) { use(key); }); };
+        return threshold<BY_MASS>(row, all_keys, floor, target, warps);
+    }
+    const auto keys_in_bin = [&](auto use) {
+        for (uint32_t base = 0; base < count; base += SAMPLE_THREADS)
+            use(base + threadIdx.x < count ? memory.keys[base + threadIdx.x] : 0);
+    };
+    return threshold<BY_MASS>(row, keys_in_bin, floor, memory.rest, warps);
 }
 
 extern "C" __global__ void __launch_bounds__(SAMPLE_THREADS, 1)
     sample_rows(const float* logits, const uint32_t* param_words, uint32_t* tokens, volatile uint32_t* mailbox,
                 int vocab) {
     __shared__ unsigned long long warps[32];
-    __shared__ uint32_t top_key, winner;
+    __shared__ CutoffMemory cutoff_memory;
+    __shared__ uint32_t top_key, bottom_key, winner;
+    __shared__ int range_start;
+    __shared__ unsigned long long range_point;
     const SamplingKernelParams params =
         *reinterpret_cast<const SamplingKernelParams*>(param_words + (size_t)blockIdx.x * SAMPLE_PARAM_WORDS);
     const auto choose = [&](uint32_t token) {
@@ -81,17 +193,17 @@ extern "C" __global__ void __launch_bounds__(SAMPLE_THREADS, 1)
         if (mailbox != nullptr) mailbox[blockIdx.x] = token == NO_TOKEN ? MAILBOX_NO_TOKEN : token + 1;
     };
     const bool is_greedy = params.temperature == 0.0f;
-    Row row{logits + (size_t)blockIdx.x * vocab, vocab, 0.0f, 1.0f / fmaxf(params.temperature, 1e-6f), 0};
-    if (threadIdx.x == 0) top_key = 0, winner = NO_TOKEN;
+    Row row{logits + (size_t)blockIdx.x * vocab, vocab, 0.0f, 1.0f / fmaxf(params.temperature, 1e-6f), 0, 0.0f};
+    if (threadIdx.x == 0) top_key = 0, bottom_key = NO_TOKEN, winner = NO_TOKEN;
     __syncthreads();
 
     // 1. Find the largest logit. If several tokens have the largest logit, greedy sampling chooses the lowest token id.
-    uint32_t top = 0, first = NO_TOKEN;
-    for (int id = threadIdx.x; id < vocab; id += SAMPLE_THREADS) {
-        const uint32_t key = row.key(id);
+    uint32_t top = 0, bottom = NO_TOKEN, first = NO_TOKEN;  // `bottom` is the smallest key of a finite logit
+    each_token<4>(row, [&](int id, uint32_t key) {
         if (key > top) top = key, first = id;
-    }
-    const uint32_t warp_top = __reduce_max_sync(0xffffffffu, top);
+        if (key > sort_key(-INFINITY)) bottom = min(bottom, key);
+    });
+    const uint32_t warp_top = __reduce_max_sync(ALL_LANES, top);
     if (threadIdx.x % 32 == 0) atomicMax(&top_key, warp_top);
     __syncthreads();
     row.top = top_key, row.best = from_sort_key(row.top);
@@ -103,48 +215,70 @@ extern "C" __global__ void __launch_bounds__(SAMPLE_THREADS, 1)
     }
 
     // 2. Find the smallest key that top-k and top-p keep.
+    const uint32_t warp_bottom = __reduce_min_sync(ALL_LANES, bottom);
+    if (threadIdx.x % 32 == 0) atomicMin(&bottom_key, warp_bottom);
+    __syncthreads();
+    row.set_bins(from_sort_key(bottom_key));
     uint32_t floor = 1;
     if (params.top_k > 0 && params.top_k < vocab)
-        floor = max(floor, threshold<false>(row, floor, 0.0f, params.top_k, warps));
-    if (params.top_p < 1.0f) floor = max(floor, threshold<true>(row, floor, params.top_p, 0, warps));
+        floor = max(floor, cutoff<false>(row, floor, 0.0f, params.top_k, cutoff_memory, warps));
+    if (params.top_p < 1.0f) floor = max(floor, cutoff<true>(row, floor, params.top_p, 0, cutoff_memory, warps));
     const unsigned long long min_mass = (unsigned long long)(params.min_p * UNIT);
-    const auto kept_mass = [&](int id) {
-        const uint32_t key = row.key(id);
+    const auto kept_mass = [&](uint32_t key) {
         const unsigned long long mass = row.mass(key);
         return key < floor || mass < min_mass ? 0ull : mass;
     };
 
     // 3. Draw a random point below the total mass. The first token whose cumulative mass exceeds the point is chosen.
     // Each warp sums a contiguous range of ids, so that the cumulative mass follows the order of the ids.
+    // The block divides the range that contains the point in the same way, and then one warp searches a small range.
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int ids = (vocab + 31) / 32, begin = warp * ids, end = min(begin + ids, vocab);
-    unsigned long long own = 0;
-    for (int id = begin + lane; id < end; id += 32) own += kept_mass(id);
-    for (int offset = 16; offset > 0; offset /= 2) own += __shfl_xor_sync(0xffffffffu, own, offset);
-    __syncthreads();
-    if (lane == 0) warps[warp] = own;
-    __syncthreads();
-    unsigned long long before = 0, all = 0;
-    for (int w = 0; w < SAMPLE_THREADS / 32; ++w) {
-        if (w == warp) before = all;
-        all += warps[w];
-    }
-    const unsigned long long seed = (unsigned long long)params.seed[1] << 32 | params.seed[0];
-    const unsigned long long point =
-        min((unsigned long long)(uniform(seed, params.sampled_before) * (double)all), all - 1);
-    if (before <= point && point < before + own) {  // true in exactly one warp, for all its lanes
-        for (int base = begin; base < end; base += 32) {
-            const int id = base + lane;
-            const unsigned long long mass = id < end ? kept_mass(id) : 0;
-            unsigned long long sum = mass;
-            for (int offset = 1; offset < 32; offset *= 2) {
-                const unsigned long long other = __shfl_up_sync(0xffffffffu, sum, offset);
-                if (lane >= offset) sum += other;
-            }
-            if (mass > 0 && before + sum > point && before + sum - mass <= point) choose(id);
-            before += __shfl_sync(0xffffffffu, sum, 31);
-            if (before > point) break;
+    const auto mass_of_range = [&](int start, int end) {
+        unsigned long long own = 0;
+#pragma unroll 4
+        for (int id = start + 4 * lane; id < end; id += 128) {
+            const uint4 keys = row.keys(id);
+            own += kept_mass(keys.x) + kept_mass(keys.y) + kept_mass(keys.z) + kept_mass(keys.w);
         }
+        return warp_sum(own);
+    };
+    constexpr int WARPS = SAMPLE_THREADS / 32;
+    const int ids = (vocab + 4 * WARPS * WARPS - 1) / (4 * WARPS * WARPS) * 4;  // in a small range
+    unsigned long long before = 0, point = 0;
+    for (int size = ids * WARPS, start = 0; size >= ids; size /= WARPS) {
+        const int first_id = start + warp * size;
+        const unsigned long long own = mass_of_range(first_id, min(first_id + size, vocab));
+        const unsigned long long all = sum_of_warps(own, warps, before);
+        if (size > ids) {
+            const unsigned long long seed = (unsigned long long)params.seed[1] << 32 | params.seed[0];
+            point = min((unsigned long long)(uniform(seed, params.sampled_before) * (double)all), all - 1);
+        }
+        if (lane == 0 && before <= point && point < before + own)  // true in exactly one warp
+            range_start = first_id, range_point = point - before;
+        __syncthreads();
+        start = range_start, point = range_point;
+    }
+    if (warp > 0) return;
+    for (int base = range_start;; base += 128) {
+        const uint4 keys = row.keys(base + 4 * lane);
+        const unsigned long long masses[4] = {kept_mass(keys.x), kept_mass(keys.y), kept_mass(keys.z),
+                                              kept_mass(keys.w)};
+        const unsigned long long own = masses[0] + masses[1] + masses[2] + masses[3];
+        unsigned long long sum = own;  // of the masses of this lane and of all lanes before it
+        for (int offset = 1; offset < 32; offset *= 2) {
+            const unsigned long long other = __shfl_up_sync(ALL_LANES, sum, offset);
+            if (lane >= offset) sum += other;
+        }
+        const unsigned long long all = __shfl_sync(ALL_LANES, sum, 31);
+        if (point < all) {
+            unsigned long long reached = sum - own;
+            for (int i = 0; i < 4; ++i) {
+                if (reached <= point && point < reached + masses[i]) choose(base + 4 * lane + i);
+                reached += masses[i];
+            }
+            return;
+        }
+        point -= all;
     }
 }
 

@@ -32,7 +32,7 @@ fn sampled_rows_match_host_sampling() {
         SamplingParams { temperature: 0.0, repetition_penalty: 1.5, ..base },
     ];
     let mut random = Random(9);
-    for vocab in [1, 31, 301, 5000] {
+    for vocab in [1, 31, 301, 5000, 40_000] {
         for seed in 0..20 {
             params.iter_mut().for_each(|params| params.seed = seed);
             let prompt: Vec<u32> = (0..20).map(|_| random.below(vocab) as u32).collect();
@@ -48,10 +48,33 @@ fn sampled_rows_match_host_sampling() {
             }
         }
     }
+    check_cutoffs_among_similar_logits(&device);
     let special = Tensor::new(&[[f32::NAN, -INF, 3.0, 3.0], [f32::NAN, -INF, -INF, f32::NAN]], &device).unwrap();
     for host in [Sampler::new(params[0].clone(), &[]), Sampler::new(params[1].clone(), &[])] {
         let tokens = sample_rows(&special, &[host.on_device(), host.on_device()]).unwrap();
         assert!(matches!(tokens[..], [Some(2 | 3), None]), "{tokens:?}");
+    }
+}
+
+/// The cutoffs of top-k and top-p are among 9000 logits that differ by at most 0.001, far below the largest logit.
+/// The kernel then has more logits near the cutoff than it can hold in shared memory.
+#[cfg(feature = "cuda")]
+fn check_cutoffs_among_similar_logits(device: &Device) {
+    let base = SamplingParams { temperature: 1.0, ..SamplingParams::greedy() };
+    let (mut random, vocab) = (Random(11), 9001);
+    for seed in 0..20 {
+        let top_k = SamplingParams { top_k: 3000, seed, ..base.clone() };
+        let top_p = SamplingParams { top_p: 0.8, seed, ..base.clone() };
+        let both = SamplingParams { top_k: 6000, top_p: 0.7, seed, ..base.clone() };
+        let mut hosts: Vec<Sampler> =
+            [top_k, top_p, both].into_iter().map(|params| Sampler::new(params, &[])).collect();
+        let mut logits = (random.tensor(&[vocab], DType::F32) * 0.0005).unwrap().to_vec1::<f32>().unwrap();
+        logits[17] = 9.0;
+        let rows = Tensor::from_vec(logits.repeat(3), (3, vocab), device).unwrap();
+        let sampling: Vec<_> = hosts.iter().map(TokenSampler::on_device).collect();
+        for (host, token) in hosts.iter_mut().zip(sample_rows(&rows, &sampling).unwrap()) {
+            assert_eq!(token, Some(host.sample(&mut logits.clone())), "seed {seed}");
+        }
     }
 }
 
@@ -65,7 +88,7 @@ fn edited_rows_match_the_reference() {
     let Device::Cuda(cuda) = &device else { unreachable!() };
     let host = HostWords::new(cuda, WORDS).unwrap();
     let mut random = Random(11);
-    for vocab in [1, 31, 301, 5000] {
+    for vocab in [1, 31, 301, 5000, 40_000] {
         let tokens: Vec<u32> = (0..8).map(|_| random.below(vocab) as u32).chain([NO_TOKEN]).collect();
         let mut distinct = |most: usize| -> Vec<u32> {
             let ids: BTreeSet<u32> = (0..random.below(most)).map(|_| random.below(vocab + 3) as u32).collect();
