@@ -68,19 +68,19 @@ pub const EAGER_MAX_HEAD_DIM: usize = 256;
 
 // Attention on tensor cores (`attention/flash_attention.rs`, `attention/flash_attention.cu`).
 //
-// For each head size, two flash attention kernels have 16 query rows per tile, one has 64, and one has 128.
+// For each head size, four flash attention kernels have 16 query rows per tile, one has 64, and one has 128.
 // Arrays have one value per head size, in the order of `FLASH_HEAD_DIMS`.
 // The tile sizes and warp counts of flash attention were tuned on an H200.
 
 /// The head sizes that the flash attention kernels support.
 pub const FLASH_HEAD_DIMS: [usize; 6] = [16, 64, 80, 96, 128, 256];
-/// Query rows per tile in the two flash attention kernels for few rows per sequence, as in decode steps.
+/// Query rows per tile in the four flash attention kernels for few rows per sequence, as in decode steps.
 pub const FLASH_FEW_ROWS: usize = 16;
 /// Query rows per tile in the flash attention kernel for small prefills.
 pub const FLASH_MEDIUM_ROWS: usize = 64;
 /// Query rows per tile in the flash attention kernel for large prefills.
 pub const FLASH_MANY_ROWS: usize = 128;
-/// Keys per tile in both flash attention kernels with 16 query rows, by head size.
+/// Keys per tile in the flash attention kernels with 16 query rows, by head size.
 pub const FLASH_FEW_KEYS: [usize; 6] = [32, 32, 16, 16, 16, 16];
 /// Keys per tile in the flash attention kernel with 64 query rows, by head size.
 pub const FLASH_MEDIUM_KEYS: [usize; 6] = [64, 64, 64, 64, 64, 16];
@@ -89,15 +89,18 @@ pub const FLASH_MANY_KEYS: [usize; 6] = [64, 48, 48, 48, 48, 32];
 /// Warps per block in the 16-row flash attention kernel for small batches, by head size.
 /// Each warp is a team of its own: it computes all 16 query rows for its own key tiles.
 pub const FLASH_FEW_TEAMS: [usize; 6] = [8, 8, 8, 8, 8, 4];
-/// Warps per block in the 16-row flash attention kernel for large batches.
+/// Warps per block in the three 16-row flash attention kernels for large batches.
 /// A batch is large if the number of row tiles times KV heads exceeds the number of multiprocessors of the GPU.
-pub const FLASH_BATCH_TEAMS: usize = 2;
+pub const FLASH_BATCH_TEAMS: [usize; 3] = [4, 2, 1];
 /// Warps per block in the 64-row flash attention kernel.
 pub const FLASH_MEDIUM_WARPS: usize = 4;
 /// Warps per block in the 128-row flash attention kernel, by head size.
 pub const FLASH_MANY_WARPS: [usize; 6] = [4, 4, 4, 4, 4, 8];
-/// Pipeline stages per team in flash attention. Each stage has buffers for one key tile and one value tile.
+/// Pipeline stages per team in flash attention, except for large batches.
+/// Each stage has buffers for one key tile and one value tile.
 pub const FLASH_STAGES: usize = 2;
+/// Pipeline stages per team in the 16-row flash attention kernels for large batches.
+pub const FLASH_BATCH_STAGES: usize = 3;
 /// Padding elements per key or value row in the shared memory of flash attention.
 /// With the padding, a row has an odd number of 16-byte segments, which avoids bank conflicts in `ldmatrix`.
 pub const FLASH_ROW_PADDING: usize = 8;

@@ -34,6 +34,9 @@ constexpr float LOG2_E = 1.44269504f;
 // Softmax weights may grow to 2^8 before the sums are rescaled.
 // Rescaling is therefore rare. Weights up to 2^8 do not overflow f32 or f16.
 constexpr float SLACK = 8.0f;
+// The minimum number of keys per split in 16-row kernels, for small and for large batches.
+// A large batch fills the GPU without splits. Splits only balance sequences with many keys.
+constexpr int FEW_SPLIT_KEYS = 128, BATCH_SPLIT_KEYS = 1024;
 // The number of partial results that a thread loads at the same time.
 constexpr int COMBINE_BATCH = 16;
 
@@ -47,15 +50,17 @@ constexpr int head_dim_index(int head_dim) {
 //   TEAMS = 1 (prompts): all warps process the same key tiles. Each warp computes its own ROWS / WARPS rows.
 //   TEAMS > 1 (decoding): a team is one warp. All teams compute the same 16 rows, each for its own key tiles.
 //   At the end, the block merges the weighted sums of all teams.
-template <int HEAD_DIM, int TILE_ROWS, bool BATCH = false> struct TileShape {
+// BATCH_TEAMS: the number of teams in a kernel for large batches, 0 in all other kernels
+template <int HEAD_DIM, int TILE_ROWS, int BATCH_TEAMS = 0> struct TileShape {
     static constexpr int D = HEAD_DIM, ROWS = TILE_ROWS, INDEX = head_dim_index(HEAD_DIM);
     static constexpr bool FEW = ROWS == FLASH_FEW_ROWS, MANY = ROWS == FLASH_MANY_ROWS;
     static constexpr int WARPS = FEW ? 1 : MANY ? FLASH_MANY_WARPS[INDEX] : FLASH_MEDIUM_WARPS;
-    static constexpr int TEAMS = !FEW ? 1 : BATCH ? FLASH_BATCH_TEAMS : FLASH_FEW_TEAMS[INDEX];
+    static constexpr int TEAMS = !FEW ? 1 : BATCH_TEAMS > 0 ? BATCH_TEAMS : FLASH_FEW_TEAMS[INDEX];
     static constexpr int KEYS = FEW ? FLASH_FEW_KEYS[INDEX] : MANY ? FLASH_MANY_KEYS[INDEX] : FLASH_MEDIUM_KEYS[INDEX];
-    static constexpr int STAGES = FLASH_STAGES;
+    static constexpr int STAGES = BATCH_TEAMS > 0 ? FLASH_BATCH_STAGES : FLASH_STAGES;
     static constexpr int M = ROWS / 16 / WARPS;
-    static constexpr int MIN_TILES = FEW ? 128 / KEYS : 4;  // a split with fewer key tiles is not worth combining
+    // A split with fewer key tiles is not worth combining.
+    static constexpr int MIN_TILES = BATCH_TEAMS > 0 ? BATCH_SPLIT_KEYS / KEYS : FEW ? FEW_SPLIT_KEYS / KEYS : 4;
     // The minimum number of resident thread blocks per multiprocessor, which limits the registers per thread.
     // With head_dim = 256, the weighted sums of 16 rows occupy 128 registers per thread.
     static constexpr int MIN_BLOCKS = FEW ? 1 : MANY ? (D <= 128 ? 2 : 1) : D <= 64 ? 3 : 2;
@@ -182,7 +187,6 @@ __device__ __forceinline__ void load_keys_and_values(const T* k, const T* v, T* 
 // Starts copying the queries of the block's rows to shared memory, and commits the copies as one group.
 template <typename T, typename C>
 __device__ __forceinline__ void load_queries_to_shared(const T* q, T* query_tile, const BlockRows<C>& rows) {
-    static_assert(C::STAGES == 2, "with more stages, the first wait of the main loop could end before q arrives");
     for (int copy = threadIdx.x; copy < C::ROWS * (C::D / 8); copy += C::THREADS) {
         const int row = copy / (C::D / 8), segment = copy % (C::D / 8);
         const T* from = q + rows.element(min(row, rows.count - 1)) + segment * 8;
@@ -536,8 +540,9 @@ __device__ __forceinline__ void attention(const T* q, const T* k, const T* v, co
     pdl_wait();
     pdl_launch_dependents();
     if constexpr (!C::QUERIES_IN_REGISTERS) load_queries_to_shared<T, C>(q, query_tile, rows);
-    // Teams do not synchronize in the main loop, so they wait here for the queries that they copied together.
-    if constexpr (!C::QUERIES_IN_REGISTERS && C::TEAMS > 1) {
+    // In the main loop, a thread waits only for its oldest copies, and teams do not synchronize.
+    // Threads therefore wait here for the queries, unless the first wait of the main loop is also for the queries.
+    if constexpr (!C::QUERIES_IN_REGISTERS && (C::TEAMS > 1 || C::STAGES > 2)) {
         wait_for_copies<0>();
         __syncthreads();
     }
@@ -621,10 +626,12 @@ __device__ __forceinline__ void attention(const T* q, const T* k, const T* v, co
 // The 16-row kernels are for sequences with few rows, as in decoding.
 // The 64-row kernels are for prompts with too few 128-row tiles to fill the GPU, and for GPUs with too little
 // shared memory for the other kernels.
-// A batch of many sequences uses thread blocks with fewer teams, so that more blocks fit on a multiprocessor.
+// The kernels for large batches have fewer teams per thread block, so that more blocks fit on a multiprocessor.
 #define DEFINE_DTYPE(D, T, SUFFIX)                                                                                     \
     DEFINE_KERNEL(16_rows, D, T, SUFFIX, 16)                                                                           \
-    DEFINE_KERNEL(16_rows_batch, D, T, SUFFIX, 16, true)                                                               \
+    DEFINE_KERNEL(16_rows_4_teams, D, T, SUFFIX, 16, 4)                                                                \
+    DEFINE_KERNEL(16_rows_2_teams, D, T, SUFFIX, 16, 2)                                                                \
+    DEFINE_KERNEL(16_rows_1_team, D, T, SUFFIX, 16, 1)                                                                 \
     DEFINE_KERNEL(64_rows, D, T, SUFFIX, 64)                                                                           \
     DEFINE_KERNEL(128_rows, D, T, SUFFIX, 128)
 #define DEFINE_HEAD_DIM(D)                                                                                             \

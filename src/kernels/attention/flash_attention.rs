@@ -9,8 +9,8 @@ use super::paged::{CachedLayer, Queries};
 use super::shape::AttentionShape;
 use crate::kernels::SumOrder;
 use crate::kernels::constants::{
-    FLASH_BATCH_TEAMS, FLASH_FEW_KEYS, FLASH_FEW_ROWS, FLASH_FEW_TEAMS, FLASH_HEAD_DIMS, FLASH_MANY_KEYS,
-    FLASH_MANY_ROWS, FLASH_MANY_WARPS, FLASH_MEDIUM_KEYS, FLASH_MEDIUM_ROWS, FLASH_MEDIUM_WARPS,
+    FLASH_BATCH_STAGES, FLASH_BATCH_TEAMS, FLASH_FEW_KEYS, FLASH_FEW_ROWS, FLASH_FEW_TEAMS, FLASH_HEAD_DIMS,
+    FLASH_MANY_KEYS, FLASH_MANY_ROWS, FLASH_MANY_WARPS, FLASH_MEDIUM_KEYS, FLASH_MEDIUM_ROWS, FLASH_MEDIUM_WARPS,
     FLASH_REGISTER_ELEMENTS, FLASH_ROW_PADDING, FLASH_STAGES,
 };
 use crate::kernels::launch::{Arguments, Launch, LaunchShape, dtype_suffix, max_shared_bytes, module, multiprocessors};
@@ -108,7 +108,7 @@ impl FlashAttention {
         }
         let rows = tokens * group;
         let few_tiles = sequences * rows.div_ceil(FLASH_FEW_ROWS);
-        let tile = TileKernel::choose(device, q, shape.kv_heads, rows, few_tiles, sequences * rows)?;
+        let tile = TileKernel::choose(device, q, mask, shape.kv_heads, (rows, few_tiles, sequences * rows))?;
         let row_tiles = sequences * rows.div_ceil(tile.rows);
         Self::with_tiles(device, shape, q.dtype(), mask, tile, LaunchRows::Uniform { tokens }, row_tiles)
     }
@@ -139,7 +139,7 @@ impl FlashAttention {
             let Some(longest) = spans().map(|span| span.tokens * group).max() else { continue };
             let total: usize = spans().map(|span| span.tokens * group).sum();
             let few_tiles = spans().map(|span| (span.tokens * group).div_ceil(FLASH_FEW_ROWS)).sum();
-            let tile = TileKernel::choose(device, q, shape.kv_heads, longest, few_tiles, total)?;
+            let tile = TileKernel::choose(device, q, mask, shape.kv_heads, (longest, few_tiles, total))?;
             let tiles = queries.row_tiles(group, tile.rows, few)?;
             let count = tiles.dim(0)?;
             launches.push(Self::with_tiles(device, shape, q.dtype(), mask, tile, LaunchRows::Listed(tiles), count)?);
@@ -175,15 +175,16 @@ impl FlashAttention {
         rows: LaunchRows,
         row_tiles: usize,
     ) -> Result<Self> {
-        let kv_heads = shape.kv_heads;
-        let multiprocessors = multiprocessors(device)?;
         // If there are too few row tiles to fill the GPU, split the keys of each row tile across thread blocks.
         // `TileKernel::choose` selects 128-row tiles only if they fill the GPU.
-        let wanted = match tile.rows {
-            FLASH_FEW_ROWS => multiprocessors / (kv_heads * row_tiles),
-            FLASH_MEDIUM_ROWS => 2 * multiprocessors / (kv_heads * row_tiles),
-            _ => 1,
+        // In a large batch, sequences can have very different numbers of keys, so it fills the GPU twice.
+        let blocks_per_multiprocessor = match tile.kind {
+            TileKind::Few => 1,
+            TileKind::Batch => 2 * tile.blocks_per_multiprocessor(max_shared_bytes(device)?),
+            TileKind::Medium => 2,
+            TileKind::Many => 0,
         };
+        let wanted = blocks_per_multiprocessor * multiprocessors(device)? / (shape.kv_heads * row_tiles);
         Self::with_splits(shape, dtype, mask, tile, rows, (row_tiles, splits(mask, wanted)))
     }
 
@@ -284,21 +285,37 @@ impl FlashAttention {
     }
 }
 
+/// Returns whether the mask has a sliding window of at most [`MAX_UNSPLIT_WINDOW`] keys.
+fn has_small_window(mask: AttentionMask) -> bool {
+    mask.window.is_some_and(|window| window <= MAX_UNSPLIT_WINDOW)
+}
+
 /// Returns 1 if the sliding window is small, otherwise `wanted`, but at least 1 and at most [`MAX_SPLITS`].
 fn splits(mask: AttentionMask, wanted: usize) -> usize {
-    match mask.window {
-        Some(window) if window <= MAX_UNSPLIT_WINDOW => 1,
-        _ => wanted.clamp(1, MAX_SPLITS),
-    }
+    if has_small_window(mask) { 1 } else { wanted.clamp(1, MAX_SPLITS) }
 }
 
 /// The row tile that one thread block computes. Must match `TileShape` in `flash_attention.cu`.
 struct TileKernel {
+    kind: TileKind,
     /// The part of the kernel's name that identifies the tile.
     name: &'static str,
     rows: usize,
     threads: usize,
     shared_bytes: usize,
+}
+
+/// What a [`TileKernel`] is for.
+#[derive(Clone, Copy, PartialEq)]
+enum TileKind {
+    /// Few rows per sequence, in a small batch.
+    Few,
+    /// Few rows per sequence, in a large batch.
+    Batch,
+    /// Prompts that do not fill the GPU with 128-row tiles, and small batches if the GPU has too little shared memory.
+    Medium,
+    /// All other prompts.
+    Many,
 }
 
 impl TileKernel {
@@ -307,55 +324,80 @@ impl TileKernel {
     fn choose(
         device: &CudaDevice,
         q: &Tensor,
+        mask: AttentionMask,
         kv_heads: usize,
-        longest: usize,
-        few_tiles: usize,
-        total: usize,
+        (longest, few_tiles, total): (usize, usize, usize),
     ) -> Result<Self> {
         let (_, _, head_dim) = q.dims3()?;
-        let Some(tiles) = Self::for_head_dim(head_dim).filter(|_| matches!(q.dtype(), DType::BF16 | DType::F16)) else {
+        if !matches!(q.dtype(), DType::BF16 | DType::F16) || !FLASH_HEAD_DIMS.contains(&head_dim) {
             bail!("flash_attention has no kernel for head size {head_dim} in {:?}", q.dtype());
-        };
+        }
         let (max_shared_bytes, multiprocessors) = (max_shared_bytes(device)?, multiprocessors(device)?);
-        let [few, batch, medium, many] = tiles;
         let fills_gpu = kv_heads * total.div_ceil(FLASH_MANY_ROWS) >= 2 * multiprocessors;
-        Ok(if longest <= 2 * FLASH_FEW_ROWS && kv_heads * few_tiles > multiprocessors {
-            batch
-        } else if longest <= 2 * FLASH_FEW_ROWS && few.shared_bytes <= max_shared_bytes {
-            few
-        } else if fills_gpu && many.shared_bytes <= max_shared_bytes {
-            many
+        let few_blocks = kv_heads * few_tiles;
+        let mut tiles = Self::for_head_dim(head_dim).into_iter().filter(|tile| tile.shared_bytes <= max_shared_bytes);
+        let tile = if longest > 2 * FLASH_FEW_ROWS {
+            tiles.find(|tile| tile.kind == TileKind::Many && fills_gpu || tile.kind == TileKind::Medium)
+        } else if few_blocks <= multiprocessors {
+            tiles.find(|tile| matches!(tile.kind, TileKind::Few | TileKind::Medium))
         } else {
-            medium
-        })
+            // A small window has few key tiles, so that many teams would have nothing to do.
+            // The most teams are then best with which all thread blocks run at the same time.
+            // With more keys, the most teams are best: they balance sequences with different numbers of keys.
+            let fits = |tile: &Self| {
+                let blocks = tile.blocks_per_multiprocessor(max_shared_bytes) * multiprocessors;
+                !has_small_window(mask) || few_blocks <= blocks || tile.threads == 32
+            };
+            tiles.find(|tile| tile.kind == TileKind::Batch && fits(tile))
+        };
+        match tile {
+            Some(tile) => Ok(tile),
+            None => bail!("flash_attention: head size {head_dim} needs more shared memory than the GPU has"),
+        }
     }
 
     /// Returns a 16-row tile for a fixed summation order. The choice depends only on the GPU and the head size.
     fn few(device: &CudaDevice, q: &Tensor) -> Result<Self> {
         let (_, _, head_dim) = q.dims3()?;
-        let Some([few, batch, ..]) = Self::for_head_dim(head_dim) else {
-            bail!("flash_attention has no kernel for head size {head_dim}");
-        };
-        Ok(if few.shared_bytes <= max_shared_bytes(device)? { few } else { batch })
+        let max_shared_bytes = max_shared_bytes(device)?;
+        match Self::for_head_dim(head_dim).into_iter().find(|tile| tile.shared_bytes <= max_shared_bytes) {
+            Some(tile) if tile.rows == FLASH_FEW_ROWS => Ok(tile),
+            _ => bail!("flash_attention has no kernel for head size {head_dim}"),
+        }
     }
 
-    /// Returns four tiles for a head size: 16 rows, 16 rows for large batches, 64 rows and 128 rows.
-    /// Returns `None` if no kernel supports the head size.
-    fn for_head_dim(head_dim: usize) -> Option<[Self; 4]> {
-        let index = FLASH_HEAD_DIMS.iter().position(|&dim| dim == head_dim)?;
-        let tile = |name, rows: usize, warps: usize, teams: usize, keys: usize| {
-            let rows_of_keys_and_values = teams * FLASH_STAGES * 2 * keys;
+    /// Returns the tiles for a head size, in order of preference for each [`TileKind`].
+    /// The list is empty if no kernel supports the head size.
+    fn for_head_dim(head_dim: usize) -> Vec<Self> {
+        let Some(index) = FLASH_HEAD_DIMS.iter().position(|&dim| dim == head_dim) else { return Vec::new() };
+        let tile = |kind, name, rows: usize, warps: usize, (teams, stages): (usize, usize), keys: usize| {
+            let rows_of_keys_and_values = teams * stages * 2 * keys;
             let rows_in_registers = rows / warps / 16 * head_dim <= FLASH_REGISTER_ELEMENTS;
             let rows_in_shared = rows_of_keys_and_values + if rows_in_registers { 0 } else { rows };
             let shared_bytes = 2 * rows_in_shared * (head_dim + FLASH_ROW_PADDING);
-            Self { name, rows, threads: 32 * warps * teams, shared_bytes }
+            Self { kind, name, rows, threads: 32 * warps * teams, shared_bytes }
         };
-        Some([
-            tile("16_rows", FLASH_FEW_ROWS, 1, FLASH_FEW_TEAMS[index], FLASH_FEW_KEYS[index]),
-            tile("16_rows_batch", FLASH_FEW_ROWS, 1, FLASH_BATCH_TEAMS, FLASH_FEW_KEYS[index]),
-            tile("64_rows", FLASH_MEDIUM_ROWS, FLASH_MEDIUM_WARPS, 1, FLASH_MEDIUM_KEYS[index]),
-            tile("128_rows", FLASH_MANY_ROWS, FLASH_MANY_WARPS[index], 1, FLASH_MANY_KEYS[index]),
-        ])
+        let few =
+            |kind, name, teams, stages| tile(kind, name, FLASH_FEW_ROWS, 1, (teams, stages), FLASH_FEW_KEYS[index]);
+        let batch = |name, teams| few(TileKind::Batch, name, teams, FLASH_BATCH_STAGES);
+        let [four, two, one] = FLASH_BATCH_TEAMS;
+        let many_warps = FLASH_MANY_WARPS[index];
+        let once = (1, FLASH_STAGES);
+        vec![
+            few(TileKind::Few, "16_rows", FLASH_FEW_TEAMS[index], FLASH_STAGES),
+            batch("16_rows_4_teams", four),
+            batch("16_rows_2_teams", two),
+            batch("16_rows_1_team", one),
+            tile(TileKind::Many, "128_rows", FLASH_MANY_ROWS, many_warps, once, FLASH_MANY_KEYS[index]),
+            tile(TileKind::Medium, "64_rows", FLASH_MEDIUM_ROWS, FLASH_MEDIUM_WARPS, once, FLASH_MEDIUM_KEYS[index]),
+        ]
+    }
+
+    /// Returns the number of thread blocks that fit on a multiprocessor, on which a block can use `max_shared_bytes`.
+    fn blocks_per_multiprocessor(&self, max_shared_bytes: usize) -> usize {
+        // Each block needs RESERVED more bytes. The maximum per block is RESERVED less than a multiprocessor has.
+        const RESERVED: usize = 1024;
+        (max_shared_bytes + RESERVED) / (self.shared_bytes + RESERVED)
     }
 }
 
@@ -366,10 +408,13 @@ mod tests {
     #[test]
     fn tiles_have_the_sizes_that_the_kernels_expect() {
         let sizes =
-            |head_dim| TileKernel::for_head_dim(head_dim).unwrap().map(|tile| (tile.threads, tile.shared_bytes));
-        assert_eq!(sizes(64), [(256, 147_456), (64, 36_864), (128, 36_864), (128, 27_648)]);
-        assert_eq!(sizes(128), [(256, 139_264), (64, 34_816), (128, 69_632), (128, 87_040)]);
-        assert_eq!(sizes(256), [(128, 143_616), (64, 76_032), (128, 67_584), (256, 135_168)]);
-        assert!(TileKernel::for_head_dim(40).is_none());
+            |head_dim| TileKernel::for_head_dim(head_dim).into_iter().map(|tile| (tile.threads, tile.shared_bytes));
+        let expected = [(256, 147_456), (128, 110_592), (64, 55_296), (32, 27_648), (128, 27_648), (128, 36_864)];
+        assert!(sizes(64).eq(expected));
+        let expected = [(256, 139_264), (128, 104_448), (64, 52_224), (32, 26_112), (128, 87_040), (128, 69_632)];
+        assert!(sizes(128).eq(expected));
+        let expected = [(128, 143_616), (128, 211_200), (64, 109_824), (32, 59_136), (256, 135_168), (128, 67_584)];
+        assert!(sizes(256).eq(expected));
+        assert!(TileKernel::for_head_dim(40).is_empty());
     }
 }
