@@ -126,7 +126,7 @@ pub enum Error {
     /// The request asks for a deterministic answer, but the engine does not support deterministic single requests
     /// with its chunk size or its attention kernel.
     #[error(
-        "cannot answer deterministically: {reason}\n  make all answers deterministic: load the model with the option `deterministic`"
+        "cannot answer deterministically: {reason}\n  load the model with --chunk 64 or more, and without --attention flash"
     )]
     NotDeterministic { reason: String },
 
