@@ -101,8 +101,9 @@ pub enum Error {
     #[error("{0}")]
     Usage(String),
 
+    /// The prompt leaves no room for an answer: it has at least as many tokens as the context holds.
     #[error(
-        "the prompt has {prompt_tokens} tokens, but the context holds only {context_tokens}\n  {}",
+        "the prompt has {prompt_tokens} tokens, but the context holds only {context_tokens} for the prompt and the answer\n  {}",
         if context_tokens < limit_tokens {
             format!("shorten the prompt, or raise --context (this model allows up to {limit_tokens})")
         } else {
