@@ -5,7 +5,8 @@ use std::fmt;
 use candle_core::DType;
 
 /// Why a runner has no decode graph.
-/// Without a decode graph, decode steps of one sequence run as batch graphs or operation by operation (`step/route.rs`).
+/// Without a decode graph, decode steps of one sequence run as batch graphs or operation by operation:
+/// see `step/route.rs`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum NoDecodeGraph {
     /// The user passed `--eager`.
