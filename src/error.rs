@@ -101,8 +101,9 @@ pub enum Error {
     #[error("{0}")]
     Usage(String),
 
+    /// The prompt leaves no room for an answer: it has at least as many tokens as the context holds.
     #[error(
-        "the prompt has {prompt_tokens} tokens, but the context holds only {context_tokens}\n  {}",
+        "the prompt has {prompt_tokens} tokens, but the context holds only {context_tokens} for the prompt and the answer\n  {}",
         if context_tokens < limit_tokens {
             format!("shorten the prompt, or raise --context (this model allows up to {limit_tokens})")
         } else {
@@ -126,7 +127,7 @@ pub enum Error {
     /// The request asks for a deterministic answer, but the engine does not support deterministic single requests
     /// with its chunk size or its attention kernel.
     #[error(
-        "cannot answer deterministically: {reason}\n  make all answers deterministic: load the model with the option `deterministic`"
+        "cannot answer deterministically: {reason}\n  load the model with --chunk 64 or more, and without --attention flash"
     )]
     NotDeterministic { reason: String },
 

@@ -3,6 +3,7 @@
 //! The tensor shapes in the documentation, such as `[tokens, hidden]`, use these names:
 //!
 //! - `tokens`: tokens in the current forward pass
+//! - `sequences`: sequences in the current forward pass
 //! - `vocab`: vocabulary size
 //! - `hidden`: hidden size
 //! - `intermediate`: intermediate size of an MLP, or of one expert

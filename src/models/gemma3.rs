@@ -28,7 +28,7 @@ use crate::weights::{TensorTable, Weights};
 const TENSORS: TensorTable =
     TensorTable(&[VISION, standard::DECODER, standard::ATTENTION, standard::QK_NORMS, standard::MLP, gemma2::NORMS]);
 
-/// The modules for images. Their rows come first, because the other rows also match their tensors.
+/// The modules for images. Their rows come first, because the other rows also match tensors of these modules.
 const VISION: &[TensorRow] =
     &[TensorRow::UnloadedModule("vision_tower"), TensorRow::UnloadedModule("multi_modal_projector")];
 

@@ -28,7 +28,7 @@ pub const FAMILY: Family = Family {
     read,
 };
 
-/// The router and the experts, unless the checkpoint stacks the experts.
+/// The router, and the experts of checkpoints that do not stack them.
 const EXPERTS: &[TensorRow] = &[
     tensor("block_sparse_moe.gate", Group::Mlp, F32, Whole),
     tensor("mlp.gate", Group::Mlp, F32, Whole),

@@ -64,7 +64,8 @@ impl ModelConfig {
     }
 }
 
-/// Reads the config of the snapshot in `dir`, from the GGUF file if there is one, otherwise from config.json.
+/// Reads the config of the snapshot in `dir`, or of the GGUF file at this path.
+/// If the snapshot has safetensors weights or no GGUF file, reads config.json, and otherwise the GGUF file.
 /// Fails with [`Error::UnsupportedArchitecture`] if no family supports the model.
 pub fn read_config(dir: &Path) -> Result<ModelConfig> {
     if let Some(path) = snapshot::gguf::find(dir)? {

@@ -38,7 +38,7 @@ pub const FAMILY: Family = Family {
     read,
 };
 
-/// The router and the experts, unless the checkpoint stacks the experts.
+/// The router, and the experts of checkpoints that do not stack them.
 const EXPERTS: &[TensorRow] = &[
     tensor("mlp.gate", Group::Mlp, F32, Whole),
     tensor("experts.*.gate_proj", Group::Experts, Matrix, Rows(Intermediate)),

@@ -67,7 +67,8 @@ impl Decoder {
     /// Loads a decoder for contexts of up to `context` positions.
     ///
     /// `load_parts` loads the attention and the MLP of one layer. `config` describes everything else.
-    /// Fails if a layer of the checkpoint has a tensor that was not loaded, unless `tensors` says so.
+    /// Fails if a layer of the checkpoint has a tensor that was not loaded,
+    /// unless `tensors` says that the model does not load it.
     pub fn load(
         weights: &Weights,
         context: usize,
@@ -249,7 +250,7 @@ impl Decoder {
         })
     }
 
-    /// Runs the matrix products of attention, dense MLPs and the output head on zeros.
+    /// Runs `qkv_proj`, `o_proj`, the matrix products of dense MLPs, and the output head on zeros.
     /// Covers steps with up to `tokens` tokens and `rows` rows of logits. Does nothing on a CPU.
     ///
     /// cuBLASLt loads a kernel when a product first needs it, after the GPU has finished all queued work.

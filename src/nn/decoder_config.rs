@@ -1,4 +1,4 @@
-//! The sizes, options and tensor names of a decoder. Each model family in `models` provides its own.
+//! The sizes, options and tensor names of a decoder. Each model family in `models` provides its own decoder config.
 
 use std::sync::Arc;
 

@@ -152,7 +152,7 @@ impl BlockTables {
     }
 
     /// Creates tables for a sequence of up to `context` positions that has the cache to itself.
-    /// Block 0 stays unused, because it is the scratch block in a cache that the engine manages.
+    /// Block 0 stays unused. In a cache that the engine manages, block 0 is the scratch block, which no sequence owns.
     ///
     /// Layer groups with a sliding window use their blocks as a ring buffer. A step may compute at most `chunk` tokens.
     pub fn for_one_sequence(layout: &CacheLayout, context: usize, chunk: usize) -> Self {
@@ -238,7 +238,7 @@ impl KvCache {
         &self.layout
     }
 
-    /// Returns the number of blocks, including the scratch block.
+    /// Returns the number of blocks, including the scratch block (block 0).
     pub fn blocks(&self) -> usize {
         self.blocks
     }

@@ -61,7 +61,10 @@ impl Pass {
         let tokens: usize = sequences.iter().map(|span| span.tokens).sum();
         if tokens != ids.len() || sequences.iter().any(|span| span.tokens == 0) {
             let lengths: Vec<usize> = sequences.iter().map(|span| span.tokens).collect();
-            bail!("the batch has {} token ids for sequences of {lengths:?} tokens; each needs a token", ids.len());
+            bail!(
+                "the batch has {} token ids for sequences of {lengths:?} tokens; each sequence needs a token",
+                ids.len()
+            );
         }
         if sum_order == SumOrder::Fixed && sequences.len() != tokens {
             let count = sequences.len();

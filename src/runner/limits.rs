@@ -13,6 +13,7 @@ pub struct RunnerLimits {
     /// The maximum number of positions in one sequence.
     pub context: usize,
     /// The maximum number of tokens in one step, over all sequences.
+    /// Steps with [`PromptParts`] can exceed this limit, because each part runs in its own pass.
     pub chunk: usize,
 }
 

@@ -25,6 +25,7 @@ pub use exchange::{Exchange, ResidualUpdate, UpdatedResidual};
 
 /// How long a rank waits for another rank that makes no progress.
 /// This limit applies if the ranks are on CPUs or exchange data with kernels, except while a rank may load kernels.
+/// The limit always applies to the pings with which an idle engine checks the ranks.
 /// A shorter limit could end the world during slow work between two calls of [`World::tick`].
 pub const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 

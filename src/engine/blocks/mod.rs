@@ -117,7 +117,7 @@ pub struct BlockStats {
 pub struct BlockManager {
     /// The attention window of each layer group, or `None` for full attention.
     windows: Vec<Option<usize>>,
-    /// The prompt parts of sequences that set none. If `Some`, these sequences reuse prefixes only in whole parts.
+    /// The default prompt parts. If `Some`, sequences without parts of their own reuse prefixes only in whole parts.
     prompt_parts: Option<PromptParts>,
     pool: BlockPool,
     /// Hashers with random keys, so that nobody can construct two prompts with equal hashes.

@@ -11,7 +11,7 @@ use super::GrammarKind;
 /// The maximum number of grammars to keep. The least recently used grammar is dropped first.
 const MAX_GRAMMARS: usize = 32;
 
-/// The maximum length of a cached grammar in bytes, written as JSON.
+/// The maximum size of a cached grammar as JSON text, in bytes.
 /// The limit bounds the memory of the cache, because longer grammars compile to larger matchers.
 const MAX_TEXT: usize = 64 << 10;
 

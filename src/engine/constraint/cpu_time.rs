@@ -40,7 +40,7 @@ impl ThreadClock {
     /// Creates a clock for the calling thread.
     pub fn new() -> Self {
         Self {
-            // The kernel's id for a thread's CPU clock, computed as in pthread_getcpuclockid.
+            // The Linux kernel's id for a thread's CPU clock, computed as in pthread_getcpuclockid.
             #[cfg(target_os = "linux")]
             clock: nix::time::ClockId::from_raw(!nix::unistd::gettid().as_raw() << 3 | 6),
         }

@@ -31,8 +31,8 @@ pub use state::ConstraintState;
 pub struct Constraint {
     /// The grammar of the text. `None` allows any text.
     pub answer: Option<Grammar>,
-    /// The tools that may be called.
-    /// Except in harmony, calls of optional tools are not constrained if `<tool_call>` is not a control token.
+    /// The tools that may be called. In formats other than harmony, calls of these tools are constrained only if
+    /// `<tool_call>` and `</tool_call>` are control tokens.
     pub tools: Vec<ToolGrammar>,
     /// Whether the answer must call a tool.
     pub requires_tool: bool,

@@ -119,7 +119,9 @@ impl ConstraintState {
         Ok(Some(mask))
     }
 
-    /// Records the next token. Returns `token`, or the replacement if `token` is premature.
+    /// Records the next token. Returns `token`, or its replacement if `token` is premature (see `Free::premature`).
+    /// Fails if a premature token has no replacement, if no sequence of a choice continues with the token,
+    /// or if text follows a tag in the same token.
     pub fn advance(&mut self, token: u32) -> Result<u32> {
         let plan = self.plan.clone();
         let mut token = token;

@@ -12,12 +12,12 @@ use crate::engine::requests::{FinishReason, PromptScores, Sequence};
 use crate::engine::scheduler::{Scheduler, SequenceId, SequenceWork, StepPlan};
 use crate::runner::{Chosen, QueuedStep, StepSequence, TokenSampler};
 
-/// How a step ran, which decides who records its positions as computed in the scheduler.
+/// How a step ran. The mode decides which function records the step's positions as computed in the scheduler.
 #[derive(Clone, Copy)]
 enum StepMode {
     /// The loop waited for the step. [`EngineLoop::deliver`] records its positions.
     Direct,
-    /// The step was queued on the GPU. [`EngineLoop::record_queued`] has already recorded its positions.
+    /// The step was queued. [`EngineLoop::record_queued`] has already recorded its positions.
     Queued,
 }
 

@@ -3,7 +3,7 @@
 //! - `preview`: predicts when a request would start
 //! - `score`: computes the logits or the negative log-likelihoods of given tokens
 //! - `replay`: recomputes a recorded answer
-//! - `prefix`: saves and loads prefixes of the cache
+//! - `prefix`: saves cached prefixes to files, and loads saved prefixes
 //! - `validation`: checks requests before the engine receives them
 
 mod prefix;

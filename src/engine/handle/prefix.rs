@@ -12,7 +12,7 @@ use crate::files;
 use crate::runner::Runner;
 
 /// The maximum size of the header and the token ids of a saved prefix together, in bytes.
-/// It is the limit of the `safetensors` crate for the header alone.
+/// The value is the limit of the `safetensors` crate for the header alone.
 const MAX_PREFIX_HEADER: u64 = 100_000_000;
 
 impl EngineHandle {

@@ -66,7 +66,7 @@ struct LoadedRank {
 }
 
 impl RankLoader<'_> {
-    /// Loads the parts of all ranks in parallel. `progress` counts only the bytes of the first rank.
+    /// Loads the parts of all ranks in parallel. `progress` counts only the tensors that the first rank loads.
     ///
     /// The calling thread loads the part of the first rank onto `first`, which is an open device.
     /// Every other rank has its own thread, which opens the rank's device.

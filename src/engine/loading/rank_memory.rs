@@ -72,7 +72,7 @@ impl RankMemory {
         let capacities = capacities.collect::<Result<Vec<_>>>().map_err(|mut error| {
             if let Some(Error::OutOfMemory { fitting_context, .. }) = error.downcast_mut() {
                 let largest = self.ranks.iter().map(|(plan, device)| plan.largest_context(device));
-                // `None` is less than any context: if none fits on one rank, there is nothing to suggest.
+                // `None` is less than any context, so the minimum is `None` if no context fits on one of the ranks.
                 *fitting_context = largest.chain([*fitting_context]).min().flatten();
             }
             error

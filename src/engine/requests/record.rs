@@ -147,7 +147,7 @@ impl EngineRecord {
         texts.into_iter().flatten().map(|text| ALLOCATION_BYTES + text.capacity()).sum()
     }
 
-    /// Describes each recorded setting that differs from `now` and can affect the tokens.
+    /// Describes each recorded setting that differs from `now`. Does not compare the context length.
     pub fn differences(&self, now: &Self) -> Vec<String> {
         let none = || "none".to_string();
         let settings = [

@@ -5,7 +5,7 @@
 //! - the flag of `inferno play`, which is also the name for `/set` and the key in `config.toml` and in journals
 //! - the JSON field
 //!
-//! On a CPU, [`Sampler`](super::Sampler) applies the parameters. On a GPU, the sampling kernel applies them.
+//! On a CPU, [`Sampler`](super::Sampler) applies the parameters. On a GPU, kernels apply them.
 //! docs/contributing.md lists the code to change for a new parameter.
 
 use std::fmt::Display;

@@ -65,7 +65,7 @@ impl Sampler {
     }
 
     /// Passes the chosen token to the constraint, if any. Returns the token to use, which can be a different token.
-    /// Fails if the constraint allows neither the chosen token nor a replacement.
+    /// Fails if the constraint rejects the chosen token and has no replacement.
     pub fn advance(&mut self, token: u32) -> Result<u32> {
         self.constraint.as_mut().map_or(Ok(token), |constraint| constraint.advance(token))
     }

@@ -39,7 +39,7 @@ const _: () = assert!(MAILBOX_SLOTS > 1 + AHEAD);
 #[derive(Clone, Copy)]
 struct CurrentSequence {
     id: u64,
-    /// The position of the input of its first step since the graph was started.
+    /// The position of the input of the first step after the graph was started for this sequence.
     start: usize,
 }
 

@@ -5,7 +5,8 @@ use std::fmt;
 use candle_core::DType;
 
 /// Why a runner has no decode graph.
-/// Without a decode graph, decode steps of one sequence run as batch graphs or operation by operation (`step/route.rs`).
+/// Without a decode graph, decode steps of one sequence run as batch graphs or operation by operation:
+/// see `step/route.rs`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum NoDecodeGraph {
     /// The user passed `--eager`.
@@ -15,7 +16,7 @@ pub enum NoDecodeGraph {
     NotOnGpu,
     /// Several ranks run the model together, and the host copies data between their devices.
     HostCopies,
-    /// The rank's part of the output head is empty, or its part of the attention or MLP of some layer that it runs.
+    /// The rank holds no part of the output head, or no part of the attention or of the MLP of a layer that it runs.
     EmptyPart,
     /// Another rank has no decode graph. That rank knows the reason.
     OtherRank,

@@ -41,8 +41,8 @@ pub(super) fn unsupported_reason(decoder: &Decoder, device: &CudaDevice) -> Resu
     Ok(None)
 }
 
-/// Returns whether this rank's part of the output head is empty,
-/// or its part of the attention or of the MLP of any layer that it runs.
+/// Returns whether this rank holds no part of the output head,
+/// or no part of the attention or of the MLP of a layer that it runs.
 fn has_empty_part(decoder: &Decoder) -> bool {
     let is_empty = |mlp: &Mlp| match mlp {
         Mlp::Gated(mlp) => mlp.down_proj.weight.dims().1 == 0,

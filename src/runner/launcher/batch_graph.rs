@@ -59,7 +59,7 @@ struct BatchGraph {
     tables: Vec<u32>,
     ids: Tensor,
     pass: Pass,
-    /// The logits of the batch, f32 `[batch, vocab]`.
+    /// The logits of the padded batch, f32 `[rows, vocab]`.
     logits: Tensor,
     /// The memory for the graph's intermediate results. `None` if the graph itself allocates this memory.
     arena: Option<Arena>,

@@ -1,4 +1,5 @@
-//! Replaces `step_launcher` in builds without CUDA. A [`StepLauncher`] cannot be created there, so its methods never run.
+//! Replaces `step_launcher` in builds without CUDA.
+//! A [`StepLauncher`] cannot be created there, so its methods never run.
 
 use std::convert::Infallible;
 

@@ -63,8 +63,8 @@ pub const PANIC: &str = "its thread panicked";
 
 /// The state of a follower's thread.
 struct Follower {
-    /// Declared first: graphs must be dropped before the decoder and the cache, whose memory they use.
     decode_graph: PlannedGraph,
+    /// Declared before the decoder and the cache, because batch graphs must be dropped before the memory that they use.
     launcher: Option<StepLauncher>,
     decoder: Decoder,
     cache: KvCache,

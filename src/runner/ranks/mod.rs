@@ -3,7 +3,7 @@
 //! - `group`: the first rank, which sends commands to the followers and reports their failures
 //! - `follower`: the thread of a follower, which is a rank other than the first
 //! - `command`: the commands that the first rank sends to the followers
-//! - `scored_pass`: a forward pass that also returns the logits of prompt tokens
+//! - `scored_pass`: a forward pass that also computes the logits of prompt tokens
 //! - `fault`: faults that tests inject into a rank
 
 mod command;

@@ -180,7 +180,7 @@ impl Runner {
         self.ranks.forward_scored(&self.decoder, &batch, &self.cache, &parts, on_logits)
     }
 
-    /// Stops the decode graph and clears the solo sequence, because the next pass may overwrite the blocks of both.
+    /// Stops the decode graph and clears the solo sequence, because the next pass may overwrite their blocks.
     pub(super) fn forget_solo_sequence(&mut self) {
         self.stop_graph();
         self.solo.cached.clear();

@@ -4,7 +4,8 @@ use anyhow::Result;
 
 use super::logprobs::TokenLogprobs;
 
-/// The token that a sampler chose for a sequence. `None` if the sequence had no sampler.
+/// The token that a sampler chose for a sequence, or an error if no token could be chosen.
+/// `None` if the sequence had no sampler.
 pub type Chosen = Option<Result<ChosenToken>>;
 
 /// A token that a sampler chose.

@@ -4,7 +4,7 @@ use anyhow::Result;
 
 use crate::kernels::sampling::{DeviceSampling, RowEdits, TokenMask};
 
-/// The error of a step in which every logit of a sequence is NaN or -inf.
+/// The error for a sequence if all of its logits in a step are NaN or -inf. It ends only this sequence.
 #[derive(Debug, thiserror::Error)]
 #[error(
     "cannot choose a token: every logit is NaN or -inf; the weights are corrupt, or values overflow in this --dtype"

@@ -12,7 +12,8 @@ use crate::nn::pass::{PassBatch, RowSelection, SequenceSpan};
 use crate::runner::Runner;
 use crate::runner::limits::RunnerLimits;
 
-/// Methods that run one sequence at a time. They overwrite the blocks of other sequences, all of which must have ended.
+/// Methods that run one sequence at a time.
+/// They overwrite the blocks of all other sequences, so call them only after all other sequences have ended.
 impl Runner {
     /// Returns how many tokens of the solo sequence are cached.
     pub fn cached_tokens(&self) -> usize {

@@ -71,8 +71,7 @@ pub struct MemoryPlan {
     pub(super) chunks: Vec<usize>,
     pub(super) dtype: DType,
     pub(super) max_context: usize,
-    /// The architecture's limit on the default context, in tokens. With RoPE scaling, the limit can be below
-    /// `max_context`.
+    /// The architecture's limit on the default context, in tokens. With LongRoPE, the limit can be below `max_context`.
     pub(super) default_context: usize,
 }
 
