@@ -74,7 +74,8 @@ impl DimText {
         self.printed -= rows;
     }
 
-    /// Returns the line that replaces folded reasoning while it streams. `has_keys` tells whether Ctrl-O can unfold the reasoning.
+    /// Returns the line that replaces folded reasoning while it streams.
+    /// `has_keys` tells whether Ctrl-O can unfold the reasoning.
     pub fn thinking_line(&self, has_keys: bool) -> StyledLine {
         let hint = if has_keys { " (Ctrl-O to show)" } else { "" };
         vec![Span::new(&format!("▸ thinking: {}{hint}", self.word_count()), TextStyle::DIM)]
