@@ -34,7 +34,9 @@ enum BareCallState {
     Key,
     BeforeColon,
     BeforeValue,
+    /// In the value of `name` or `type`.
     Name,
+    /// In the value of `parameters` or `arguments`.
     Arguments,
     AfterValue,
     AfterCall,

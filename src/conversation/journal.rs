@@ -1,6 +1,6 @@
 //! Conversations on disk. After a crash, `inferno play --resume` continues from the last complete turn.
 //!
-//! Each conversation is an append-only file with one JSON object per line.
+//! Each conversation is a file with one JSON object per line. Changes append lines, and never replace valid lines.
 //! Each line is synced to disk before the user is prompted again.
 //! A crash can truncate only the last line, and a truncated line is ignored.
 //! If a write fails, the partial line is removed, and the next write saves the whole conversation.

@@ -105,7 +105,7 @@ impl Session {
         &self.model
     }
 
-    /// Returns where to find and load other models.
+    /// Returns the source that finds and loads other models.
     pub fn models(&self) -> &Rc<dyn ModelSource> {
         &self.models
     }

@@ -92,7 +92,7 @@ pub fn run(mut session: Session) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Returns a message about the error of a turn that answered `question`, and what to do about it.
+/// Returns a message about `error`, and what to do about it. `question` is the question that the turn did not answer.
 fn turn_error(error: &anyhow::Error, session: &Session, question: &str) -> String {
     if error.is::<CannotDropOldest>() {
         return format!("error: {error}\n  keep all messages: /set overflow stop");

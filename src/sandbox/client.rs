@@ -87,8 +87,8 @@ struct Process {
 }
 
 impl Process {
-    /// Starts a sandbox process, and waits until it has loaded the tokenizer, chat format and sampling defaults from
-    /// `dir`, which is a snapshot or a GGUF file.
+    /// Starts a sandbox process, and waits until it has loaded the tokenizer, chat format, stop tokens and sampling
+    /// defaults from `dir`, which is a snapshot or a GGUF file.
     fn start(dir: &Path) -> Result<(Self, Loaded, Vec<u8>)> {
         // The path /proc/self/exe works even if the executable was replaced on disk.
         let mut command = Command::new("/proc/self/exe");

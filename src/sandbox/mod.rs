@@ -42,7 +42,7 @@ pub fn init() {
     IS_ENABLED.store(true, Ordering::Relaxed);
 }
 
-/// Loads the tokenizer, chat format and sampling defaults of the snapshot or GGUF file at `dir`.
+/// Loads the tokenizer, chat format, stop tokens and sampling defaults of the snapshot or GGUF file at `dir`.
 pub fn load_language(dir: &Path) -> Result<Language> {
     match start(dir) {
         Some(language) => language,

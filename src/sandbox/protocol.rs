@@ -21,7 +21,7 @@ const MAX_BYTES: usize = 1 << 30;
 
 #[derive(Serialize, Deserialize)]
 pub enum SandboxRequest {
-    /// Load the tokenizer, chat format and sampling defaults of the model at the path in the body.
+    /// Load the tokenizer, chat format, stop tokens and sampling defaults of the model at the path in the body.
     /// The client sends this request first, and only once per sandbox process.
     Load,
     /// Encode the text in the body.

@@ -74,13 +74,14 @@ impl DimText {
         self.printed -= rows;
     }
 
-    /// Returns one line instead of reasoning that continues. `has_keys` tells whether Ctrl-O can unfold the reasoning.
+    /// Returns the line that replaces folded reasoning while it streams.
+    /// `has_keys` tells whether Ctrl-O can unfold the reasoning.
     pub fn thinking_line(&self, has_keys: bool) -> StyledLine {
         let hint = if has_keys { " (Ctrl-O to show)" } else { "" };
         vec![Span::new(&format!("▸ thinking: {}{hint}", self.word_count()), TextStyle::DIM)]
     }
 
-    /// Returns one line instead of reasoning that has ended.
+    /// Returns the line that replaces folded reasoning after it has ended.
     pub fn thought_line(&self) -> StyledLine {
         vec![Span::new(&format!("▸ thought: {}", self.word_count()), TextStyle::DIM)]
     }

@@ -15,7 +15,8 @@ const MAX_TOKEN_BYTES: usize = 4 << 10;
 const MAX_TABLE_BYTES: usize = 256 << 20;
 /// The maximum number of steps in a decoder. The decoder of Llama 2 has four.
 const MAX_DECODER_STEPS: usize = 32;
-/// The maximum factor by which a decoder may lengthen text. Byte-level and SentencePiece decoders never do.
+/// The maximum factor by which the `Replace` steps of a decoder may lengthen text.
+/// The `Replace` step of SentencePiece decoders shortens text: it replaces `▁` with a space.
 const MAX_DECODER_GROWTH: usize = 2;
 
 /// A control token: an added token that is marked special, or has the form `<...>` or `[...]` and is not an HTML tag.

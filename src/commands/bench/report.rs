@@ -23,6 +23,7 @@ pub struct BenchReport {
     /// The measured memory bandwidth. `None` on a CPU, or if too little GPU memory is free.
     pub bandwidth: Option<Bandwidth>,
     pub load: LoadTimes,
+    /// The GPU memory in use. `None` on a CPU, and with several GPUs.
     pub memory: Option<MemoryUsage>,
     pub seed: u64,
     pub repetitions: u32,

@@ -31,8 +31,8 @@ pub struct LoadArgs {
     /// Number of GPUs that run the model together; uses the first N GPUs
     #[arg(long, value_name = "N", value_parser = parse_gpus, conflicts_with = "device")]
     gpus: Option<Devices>,
-    /// How several GPUs divide the model: tensor (each GPU holds a part of every layer; faster) or layers (each GPU holds
-    /// complete layers; for slow connections and for GPUs with unequal memory)
+    /// How several GPUs divide the model: tensor (each GPU holds a part of every layer; faster) or layers (each GPU
+    /// holds complete layers; for slow connections and for GPUs with unequal memory)
     #[arg(long, value_name = "HOW", default_value = "tensor", hide_possible_values = true)]
     split: SplitBy,
     /// Compute dtype [default: bf16 on a GPU, f32 on a CPU]
