@@ -80,7 +80,7 @@ pub const FLASH_FEW_ROWS: usize = 16;
 pub const FLASH_MEDIUM_ROWS: usize = 64;
 /// Query rows per tile in the flash attention kernel for large prefills.
 pub const FLASH_MANY_ROWS: usize = 128;
-/// Keys per tile in the flash attention kernels with 16 query rows, by head size.
+/// Keys per tile in the flash attention kernels with 16 query rows, except `batch_half`, by head size.
 pub const FLASH_FEW_KEYS: [usize; 6] = [32, 32, 16, 16, 16, 16];
 /// Keys per tile in the flash attention kernel with 64 query rows, by head size.
 pub const FLASH_MEDIUM_KEYS: [usize; 6] = [64, 64, 64, 64, 64, 16];
@@ -89,9 +89,15 @@ pub const FLASH_MANY_KEYS: [usize; 6] = [64, 48, 48, 48, 48, 32];
 /// Warps per block in the 16-row flash attention kernel for small batches, by head size.
 /// Each warp is a team of its own: it computes all 16 query rows for its own key tiles.
 pub const FLASH_FEW_TEAMS: [usize; 6] = [8, 8, 8, 8, 8, 4];
-/// Warps per block in the three 16-row flash attention kernels for large batches.
-/// A batch is large if the number of row tiles times KV heads exceeds the number of multiprocessors of the GPU.
-pub const FLASH_BATCH_TEAMS: [usize; 3] = [4, 2, 1];
+// Three 16-row kernels are for large batches: `batch`, `batch_half` and `batch_quarter`.
+// `batch_half` and `batch_quarter` have a half and a quarter of the shared memory of `batch`.
+// A batch is large if the number of row tiles times KV heads exceeds the number of multiprocessors of the GPU.
+/// Warps per block in the 16-row flash attention kernel `batch`. `batch_quarter` has one warp.
+pub const FLASH_BATCH_TEAMS: usize = 4;
+/// Warps per block in the 16-row flash attention kernel `batch_half`, by head size.
+pub const FLASH_BATCH_HALF_TEAMS: [usize; 6] = [4, 4, 2, 2, 2, 2];
+/// Keys per tile in the 16-row flash attention kernel `batch_half`.
+pub const FLASH_BATCH_HALF_KEYS: usize = 16;
 /// Warps per block in the 64-row flash attention kernel.
 pub const FLASH_MEDIUM_WARPS: usize = 4;
 /// Warps per block in the 128-row flash attention kernel, by head size.

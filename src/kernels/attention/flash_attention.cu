@@ -50,17 +50,22 @@ constexpr int head_dim_index(int head_dim) {
 //   TEAMS = 1 (prompts): all warps process the same key tiles. Each warp computes its own ROWS / WARPS rows.
 //   TEAMS > 1 (decoding): a team is one warp. All teams compute the same 16 rows, each for its own key tiles.
 //   At the end, the block merges the weighted sums of all teams.
-// BATCH_TEAMS: the number of teams in a kernel for large batches, 0 in all other kernels
-template <int HEAD_DIM, int TILE_ROWS, int BATCH_TEAMS = 0> struct TileShape {
+enum class Batch { Small, Large, LargeHalf, LargeQuarter };
+template <int HEAD_DIM, int TILE_ROWS, Batch BATCH = Batch::Small> struct TileShape {
     static constexpr int D = HEAD_DIM, ROWS = TILE_ROWS, INDEX = head_dim_index(HEAD_DIM);
-    static constexpr bool FEW = ROWS == FLASH_FEW_ROWS, MANY = ROWS == FLASH_MANY_ROWS;
+    static constexpr bool FEW = ROWS == FLASH_FEW_ROWS, MANY = ROWS == FLASH_MANY_ROWS, LARGE = BATCH != Batch::Small;
     static constexpr int WARPS = FEW ? 1 : MANY ? FLASH_MANY_WARPS[INDEX] : FLASH_MEDIUM_WARPS;
-    static constexpr int TEAMS = !FEW ? 1 : BATCH_TEAMS > 0 ? BATCH_TEAMS : FLASH_FEW_TEAMS[INDEX];
-    static constexpr int KEYS = FEW ? FLASH_FEW_KEYS[INDEX] : MANY ? FLASH_MANY_KEYS[INDEX] : FLASH_MEDIUM_KEYS[INDEX];
-    static constexpr int STAGES = BATCH_TEAMS > 0 ? FLASH_BATCH_STAGES : FLASH_STAGES;
+    static constexpr int FEW_TEAMS = BATCH == Batch::Small       ? FLASH_FEW_TEAMS[INDEX]
+                                     : BATCH == Batch::Large     ? FLASH_BATCH_TEAMS
+                                     : BATCH == Batch::LargeHalf ? FLASH_BATCH_HALF_TEAMS[INDEX]
+                                                                 : 1;
+    static constexpr int FEW_KEYS = BATCH == Batch::LargeHalf ? FLASH_BATCH_HALF_KEYS : FLASH_FEW_KEYS[INDEX];
+    static constexpr int TEAMS = FEW ? FEW_TEAMS : 1;
+    static constexpr int KEYS = FEW ? FEW_KEYS : MANY ? FLASH_MANY_KEYS[INDEX] : FLASH_MEDIUM_KEYS[INDEX];
+    static constexpr int STAGES = LARGE ? FLASH_BATCH_STAGES : FLASH_STAGES;
     static constexpr int M = ROWS / 16 / WARPS;
     // A split with fewer key tiles is not worth combining.
-    static constexpr int MIN_TILES = BATCH_TEAMS > 0 ? BATCH_SPLIT_KEYS / KEYS : FEW ? FEW_SPLIT_KEYS / KEYS : 4;
+    static constexpr int MIN_TILES = LARGE ? BATCH_SPLIT_KEYS / KEYS : FEW ? FEW_SPLIT_KEYS / KEYS : 4;
     // The minimum number of resident thread blocks per multiprocessor, which limits the registers per thread.
     // With head_dim = 256, the weighted sums of 16 rows occupy 128 registers per thread.
     static constexpr int MIN_BLOCKS = FEW ? 1 : MANY ? (D <= 128 ? 2 : 1) : D <= 64 ? 3 : 2;
@@ -626,12 +631,12 @@ __device__ __forceinline__ void attention(const T* q, const T* k, const T* v, co
 // The 16-row kernels are for sequences with few rows, as in decoding.
 // The 64-row kernels are for prompts with too few 128-row tiles to fill the GPU, and for GPUs with too little
 // shared memory for the other kernels.
-// The kernels for large batches have fewer teams per thread block, so that more blocks fit on a multiprocessor.
+// The kernels for large batches use less shared memory per thread block, so that more blocks fit on a multiprocessor.
 #define DEFINE_DTYPE(D, T, SUFFIX)                                                                                     \
     DEFINE_KERNEL(16_rows, D, T, SUFFIX, 16)                                                                           \
-    DEFINE_KERNEL(16_rows_4_teams, D, T, SUFFIX, 16, 4)                                                                \
-    DEFINE_KERNEL(16_rows_2_teams, D, T, SUFFIX, 16, 2)                                                                \
-    DEFINE_KERNEL(16_rows_1_team, D, T, SUFFIX, 16, 1)                                                                 \
+    DEFINE_KERNEL(16_rows_batch, D, T, SUFFIX, 16, Batch::Large)                                                       \
+    DEFINE_KERNEL(16_rows_batch_half, D, T, SUFFIX, 16, Batch::LargeHalf)                                              \
+    DEFINE_KERNEL(16_rows_batch_quarter, D, T, SUFFIX, 16, Batch::LargeQuarter)                                        \
     DEFINE_KERNEL(64_rows, D, T, SUFFIX, 64)                                                                           \
     DEFINE_KERNEL(128_rows, D, T, SUFFIX, 128)
 #define DEFINE_HEAD_DIM(D)                                                                                             \

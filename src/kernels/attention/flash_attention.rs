@@ -9,9 +9,9 @@ use super::paged::{CachedLayer, Queries};
 use super::shape::AttentionShape;
 use crate::kernels::SumOrder;
 use crate::kernels::constants::{
-    FLASH_BATCH_STAGES, FLASH_BATCH_TEAMS, FLASH_FEW_KEYS, FLASH_FEW_ROWS, FLASH_FEW_TEAMS, FLASH_HEAD_DIMS,
-    FLASH_MANY_KEYS, FLASH_MANY_ROWS, FLASH_MANY_WARPS, FLASH_MEDIUM_KEYS, FLASH_MEDIUM_ROWS, FLASH_MEDIUM_WARPS,
-    FLASH_REGISTER_ELEMENTS, FLASH_ROW_PADDING, FLASH_STAGES,
+    FLASH_BATCH_HALF_KEYS, FLASH_BATCH_HALF_TEAMS, FLASH_BATCH_STAGES, FLASH_BATCH_TEAMS, FLASH_FEW_KEYS,
+    FLASH_FEW_ROWS, FLASH_FEW_TEAMS, FLASH_HEAD_DIMS, FLASH_MANY_KEYS, FLASH_MANY_ROWS, FLASH_MANY_WARPS,
+    FLASH_MEDIUM_KEYS, FLASH_MEDIUM_ROWS, FLASH_MEDIUM_WARPS, FLASH_REGISTER_ELEMENTS, FLASH_ROW_PADDING, FLASH_STAGES,
 };
 use crate::kernels::launch::{Arguments, Launch, LaunchShape, dtype_suffix, max_shared_bytes, module, multiprocessors};
 use crate::kernels::scratch;
@@ -341,14 +341,18 @@ impl TileKernel {
         } else if few_blocks <= multiprocessors {
             tiles.find(|tile| matches!(tile.kind, TileKind::Few | TileKind::Medium))
         } else {
-            // A small window has few key tiles, so that many teams would have nothing to do.
-            // The most teams are then best with which all thread blocks run at the same time.
-            // With more keys, the most teams are best: they balance sequences with different numbers of keys.
-            let fits = |tile: &Self| {
-                let blocks = tile.blocks_per_multiprocessor(max_shared_bytes) * multiprocessors;
-                !has_small_window(mask) || few_blocks <= blocks || tile.threads == 32
+            let fitting = |tile: &Self| tile.blocks_per_multiprocessor(max_shared_bytes) * multiprocessors;
+            let batch: Vec<Self> = tiles.filter(|tile| tile.kind == TileKind::Batch).collect();
+            let chosen = if has_small_window(mask) {
+                // With few keys, starting takes much of the time, so all thread blocks should start together.
+                batch.iter().position(|tile| few_blocks <= fitting(tile)).unwrap_or(batch.len().saturating_sub(1))
+            } else {
+                // With many teams, sequences with many keys delay the others less.
+                // If there are enough thread blocks to fill the GPU, smaller key tiles are faster.
+                let is_faster = |tile: &Self| tile.threads == batch[0].threads && 10 * few_blocks >= 9 * fitting(tile);
+                batch.get(1).map_or(0, |half| usize::from(is_faster(half)))
             };
-            tiles.find(|tile| tile.kind == TileKind::Batch && fits(tile))
+            batch.into_iter().nth(chosen)
         };
         match tile {
             Some(tile) => Ok(tile),
@@ -377,17 +381,14 @@ impl TileKernel {
             let shared_bytes = 2 * rows_in_shared * (head_dim + FLASH_ROW_PADDING);
             Self { kind, name, rows, threads: 32 * warps * teams, shared_bytes }
         };
-        let few =
-            |kind, name, teams, stages| tile(kind, name, FLASH_FEW_ROWS, 1, (teams, stages), FLASH_FEW_KEYS[index]);
-        let batch = |name, teams| few(TileKind::Batch, name, teams, FLASH_BATCH_STAGES);
-        let [four, two, one] = FLASH_BATCH_TEAMS;
-        let many_warps = FLASH_MANY_WARPS[index];
-        let once = (1, FLASH_STAGES);
+        let few = |kind, name, shape, keys| tile(kind, name, FLASH_FEW_ROWS, 1, shape, keys);
+        let batch = |name, teams, keys| few(TileKind::Batch, name, (teams, FLASH_BATCH_STAGES), keys);
+        let (few_keys, many_warps, once) = (FLASH_FEW_KEYS[index], FLASH_MANY_WARPS[index], (1, FLASH_STAGES));
         vec![
-            few(TileKind::Few, "16_rows", FLASH_FEW_TEAMS[index], FLASH_STAGES),
-            batch("16_rows_4_teams", four),
-            batch("16_rows_2_teams", two),
-            batch("16_rows_1_team", one),
+            few(TileKind::Few, "16_rows", (FLASH_FEW_TEAMS[index], FLASH_STAGES), few_keys),
+            batch("16_rows_batch", FLASH_BATCH_TEAMS, few_keys),
+            batch("16_rows_batch_half", FLASH_BATCH_HALF_TEAMS[index], FLASH_BATCH_HALF_KEYS),
+            batch("16_rows_batch_quarter", 1, few_keys),
             tile(TileKind::Many, "128_rows", FLASH_MANY_ROWS, many_warps, once, FLASH_MANY_KEYS[index]),
             tile(TileKind::Medium, "64_rows", FLASH_MEDIUM_ROWS, FLASH_MEDIUM_WARPS, once, FLASH_MEDIUM_KEYS[index]),
         ]
@@ -409,7 +410,7 @@ mod tests {
     fn tiles_have_the_sizes_that_the_kernels_expect() {
         let sizes =
             |head_dim| TileKernel::for_head_dim(head_dim).into_iter().map(|tile| (tile.threads, tile.shared_bytes));
-        let expected = [(256, 147_456), (128, 110_592), (64, 55_296), (32, 27_648), (128, 27_648), (128, 36_864)];
+        let expected = [(256, 147_456), (128, 110_592), (128, 55_296), (32, 27_648), (128, 27_648), (128, 36_864)];
         assert!(sizes(64).eq(expected));
         let expected = [(256, 139_264), (128, 104_448), (64, 52_224), (32, 26_112), (128, 87_040), (128, 69_632)];
         assert!(sizes(128).eq(expected));

@@ -59,15 +59,24 @@ __device__ __forceinline__ unsigned long long warp_sum(unsigned long long value)
     return value;
 }
 
+enum class Order { Forward, Backward };
+
 // Calls `use(id, key)` for four adjacent tokens per thread, then for the next 4 · SAMPLE_THREADS tokens, and so on.
+// With Order::Backward, starts with the last tokens. A row that is read in the other order than the last time, or than
+// it was written, is partly still in L2.
 // All threads of a warp call `use` together, with key 0 past the last token.
 // UNROLL: the number of loads that a thread issues before it uses the first result
-template <int UNROLL, typename Use> __device__ __forceinline__ void each_token(const Row& row, Use use) {
+template <int UNROLL, Order ORDER, typename Use> __device__ __forceinline__ void each_token(const Row& row, Use use) {
+    constexpr int STEP = 4 * SAMPLE_THREADS;
+    const int steps = (row.vocab + STEP - 1) / STEP;
 #pragma unroll UNROLL
-    for (int base = 0; base < row.vocab; base += 4 * SAMPLE_THREADS) {
-        const int id = base + 4 * threadIdx.x;
+    for (int step = 0; step < steps; ++step) {
+        const int id = (ORDER == Order::Forward ? step : steps - 1 - step) * STEP + 4 * threadIdx.x;
         const uint4 keys = row.keys(id);
-        use(id, keys.x), use(id + 1, keys.y), use(id + 2, keys.z), use(id + 3, keys.w);
+        if constexpr (ORDER == Order::Forward)
+            use(id, keys.x), use(id + 1, keys.y), use(id + 2, keys.z), use(id + 3, keys.w);
+        else
+            use(id + 3, keys.w), use(id + 2, keys.z), use(id + 1, keys.y), use(id, keys.x);
     }
 }
 
@@ -141,7 +150,7 @@ __device__ uint32_t cutoff(const Row& row, uint32_t floor, float share, unsigned
     memory.bins[threadIdx.x] = 0;
     if (threadIdx.x == 0) memory.count = 0, memory.bin = 0, memory.rest = 0;
     __syncthreads();
-    each_token<2>(row, [&](int, uint32_t key) {
+    each_token<2, Order::Forward>(row, [&](int, uint32_t key) {
         const unsigned long long mass = row.mass(key);
         if (mass > 0 && key >= floor) atomicAdd(&memory.bins[row.bin(key)], BY_MASS ? mass : 1ull);
     });
@@ -156,7 +165,7 @@ __device__ uint32_t cutoff(const Row& row, uint32_t floor, float share, unsigned
         memory.bin = threadIdx.x, memory.rest = target - min(target, sum - value);
     __syncthreads();
     const int bin = memory.bin;
-    each_token<2>(row, [&](int, uint32_t key) {
+    each_token<2, Order::Backward>(row, [&](int, uint32_t key) {
         const bool is_in = key >= floor && row.bin(key) == bin && row.mass(key) > 0;
         const uint32_t lanes = __ballot_sync(ALL_LANES, is_in);
         if (lanes == 0) return;
@@ -168,7 +177,9 @@ __device__ uint32_t cutoff(const Row& row, uint32_t floor, float share, unsigned
     __syncthreads();
     const uint32_t count = memory.count;
     if (count > MAX_KEYS_IN_BIN) {
-        const auto all_keys = [&](auto use) { each_token<1>(row, [&](int, uint32_t key) { use(key); }); };
+        const auto all_keys = [&](auto use) {
+            each_token<1, Order::Forward>(row, [&](int, uint32_t key) { use(key); });
+        };
         return threshold<BY_MASS>(row, all_keys, floor, target, warps);
     }
     const auto keys_in_bin = [&](auto use) {
@@ -199,8 +210,8 @@ extern "C" __global__ void __launch_bounds__(SAMPLE_THREADS, 1)
 
     // 1. Find the largest logit. If several tokens have the largest logit, greedy sampling chooses the lowest token id.
     uint32_t top = 0, bottom = NO_TOKEN, first = NO_TOKEN;  // `bottom` is the smallest key of a finite logit
-    each_token<4>(row, [&](int id, uint32_t key) {
-        if (key > top) top = key, first = id;
+    each_token<4, Order::Backward>(row, [&](int id, uint32_t key) {
+        if (key >= top) top = key, first = id;
         if (key > sort_key(-INFINITY)) bottom = min(bottom, key);
     });
     const uint32_t warp_top = __reduce_max_sync(ALL_LANES, top);

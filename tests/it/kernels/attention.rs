@@ -285,21 +285,22 @@ fn attention_with_tiles_that_fill_the_gpu_matches_its_reference() {
         has_sinks: true,
     };
     let small_window = Case { window: Some(128), ..few };
-    let cases: [(&[&str], Case); 11] = [
+    let cases: [(&[&str], Case); 12] = [
         (&["128_rows"], many),
         (&["128_rows"], Case { head_dim: 256, window: None, ..many }),
-        (&["16_rows_4_teams"], few),
+        (&["16_rows_batch"], few),
+        (&["16_rows_batch_half"], Case { spans: &[(1, 700), (1, 1200), (1, 64), (1, 2)], ..few }),
         // The first sequence has enough keys for two splits.
-        (&["16_rows_4_teams"], Case { spans: &[(1, 2500), (1, 30)], ..few }),
-        (&["16_rows_4_teams"], Case { spans: &[(1, 250), (1, 400)], head_dim: 256, has_sinks: false, ..few }),
-        // The number of teams depends on the number of thread blocks: a multiple of the number of multiprocessors.
-        (&["16_rows_4_teams"], Case { spans: &[(1, 250), (1, 90)], ..small_window }),
-        (&["16_rows_2_teams"], Case { heads: 2 * heads, ..small_window }),
-        (&["16_rows_2_teams"], Case { spans: &[(1, 250), (1, 90)], head_dim: 256, ..small_window }),
-        (&["16_rows_1_team"], Case { spans: &[(1, 250), (1, 0), (1, 127), (1, 128), (1, 300)], ..small_window }),
-        (&["16_rows_1_team"], Case { head_dim: 256, ..small_window }),
+        (&["16_rows_batch"], Case { spans: &[(1, 2500), (1, 30)], ..few }),
+        (&["16_rows_batch"], Case { spans: &[(1, 250), (1, 400)], head_dim: 256, has_sinks: false, ..few }),
+        // The kernel depends on the number of thread blocks, which is a multiple of the number of multiprocessors here.
+        (&["16_rows_batch"], Case { spans: &[(1, 250), (1, 90)], ..small_window }),
+        (&["16_rows_batch_half"], Case { heads: 2 * heads, ..small_window }),
+        (&["16_rows_batch_half"], Case { spans: &[(1, 250), (1, 90)], head_dim: 256, ..small_window }),
+        (&["16_rows_batch_quarter"], Case { spans: &[(1, 250), (1, 0), (1, 127), (1, 128), (1, 300)], ..small_window }),
+        (&["16_rows_batch_quarter"], Case { head_dim: 256, ..small_window }),
         (
-            &["16_rows_4_teams", "64_rows"],
+            &["16_rows_batch", "64_rows"],
             Case { spans: &[(1, 300), (2, 999), (40, 0)], head_dim: 128, window: Some(100), ..few },
         ),
     ];
