@@ -102,7 +102,8 @@ impl PartialHeader {
             "analysis" => Channel::Reasoning,
             _ => Channel::Answer,
         };
-        // A role without a generated `<|start|>` violates the format. Models often repeat `assistant` from the prompt.
+        // If the prompt ends with `<|start|>assistant`, the role is already known, so a generated role violates the
+        // format. Models nevertheless often generate `assistant` again.
         let repeated = self.opening == Opening::Implied && !role.is_empty();
         let parts = [Some(&role_text), channel_text.as_ref(), constrain_text.as_ref()];
         let words: Vec<&str> = parts.into_iter().flatten().flat_map(|text| text.split_whitespace()).collect();

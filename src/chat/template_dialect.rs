@@ -11,8 +11,8 @@ use super::message::{Message, Role, ToolCall};
 /// The length of tool call ids that Mistral's templates accept.
 const SHORT_CALL_ID: usize = 9;
 
-/// The tags around reasoning. They get no marks in assistant messages,
-/// because templates search for these tags to remove earlier reasoning.
+/// The tags around reasoning. [`Marker`] inserts no marks into these tags in assistant messages,
+/// because a template that removes earlier reasoning would not find a marked tag.
 const ASSISTANT_TAGS: [&str; 2] = ["<think>", "</think>"];
 
 /// The features of a template, detected from words in its source.

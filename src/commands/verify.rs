@@ -38,7 +38,8 @@ pub fn run(args: Args) -> Result<ExitCode> {
     for checked in result? {
         let bad_files = bad_files(&checked);
         if !bad_files.is_empty() || !args.quiet {
-            // Ignore a closed stdout, as in `| head`. The exit code still reports whether the files are valid.
+            // Ignore write errors, such as a closed stdout (`| head`) or a full disk.
+            // The exit code still reports whether the files are valid.
             let _ = write!(
                 out,
                 "{}",

@@ -9,7 +9,7 @@
 //! - `http/`: request bodies, errors, access and logging; `connections/`: the listener, TLS and slow clients
 //! - `limits/`: limits the number of sequences, and estimates when the client should retry a rejected request
 //! - `records/`: keeps records of requests, and signs receipts
-//! - `router`: the routes, and the code that runs before and after each route
+//! - `router`: maps paths to route handlers, and runs shared code before and after each handler
 //! - `retries`, `orphans`: let the retry of a request receive the answer to an earlier attempt
 //! - `page`: the chat page for browsers, with its files in `page/`
 //! - `state`, `options`, `metrics`: shared state; `tenant`, `ids`: the tenant of a request, and random ids

@@ -76,7 +76,10 @@ fn run_limited<T: Send + 'static>(
             Ok(_) => return Err(too_slow()),
             // The channel is disconnected because the compiling thread panicked.
             Err(RecvTimeoutError::Disconnected) => {
-                return Err(invalid(name, "the grammar compiler failed: this is a bug in inferno or llguidance"));
+                return Err(invalid(
+                    name,
+                    "the grammar compiler crashed, which is a bug in inferno: simplify the grammar",
+                ));
             }
             Err(RecvTimeoutError::Timeout) => {}
         }

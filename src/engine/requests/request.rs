@@ -85,8 +85,8 @@ pub struct GenerateOptions {
     pub stop_token_ids: Vec<u32>,
     /// The minimum number of tokens to generate before a stop token.
     /// A stop string can begin before this minimum, but must end in the text of a later token.
-    /// The answer ends earlier if it reaches `max_tokens` or fills the context,
-    /// or if the constraint allows no other token.
+    /// The answer ends before this minimum if it reaches `max_tokens` or fills the context,
+    /// or if only a stop token can follow according to the constraint.
     pub min_tokens: usize,
     /// Biases from -100 to 100 to add to the logits of tokens, by token id, before penalties.
     /// A bias of -100 usually bans a token, and a bias of 100 usually selects it.

@@ -79,17 +79,17 @@ pub(in crate::hub) struct Job<'a> {
     pub names: Vec<&'a str>,
     pub partial: Partial,
     pub phase: Phase,
-    /// The parts of the file that no thread has taken yet.
+    /// The parts of the blob that no thread has started to fetch.
     pub parts: VecDeque<Range<u64>>,
     /// The number of tasks of this job that threads are running.
     pub in_flight: usize,
-    /// The number of times that all fetched bytes of the file were discarded. Transfers of earlier generations stop.
+    /// The number of times that all fetched bytes of the blob were discarded. Transfers of earlier generations stop.
     pub generation: u32,
-    /// Whether the server ignores ranges and always sends the whole file.
+    /// Whether the server ignores ranges and always sends the whole blob.
     pub is_whole_only: bool,
-    /// The number of times that a server has sent the whole file instead of a part.
+    /// The number of times that a server has sent the whole blob instead of a part.
     pub whole_responses: u32,
-    /// Whether the file has had a wrong hash or a changed etag. If this happens again, the download fails.
+    /// Whether the blob has had a wrong hash or a changed etag. If this happens again, the download fails.
     pub was_bad: bool,
     pub last_save: Instant,
 }

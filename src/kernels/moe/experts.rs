@@ -161,7 +161,7 @@ mod cuda {
         let needs_gemv = tokens * chosen < GEMM_FROM_PAIRS || x.dtype() == DType::F32 || sum_order == SumOrder::Fixed;
         if let ExpertWeights::Quantized(matrix, experts) = weights {
             if bias.is_some() {
-                bail!("expert_matmul: quantized experts cannot have a bias");
+                bail!("expert_matmul: ExpertWeights::Quantized does not support a bias on a GPU");
             }
             return quantized_expert_matmul(device, x, matrix, *experts, (ids, pairs_per_x), needs_gemv);
         }

@@ -135,7 +135,7 @@ impl Slice {
 pub(super) const MIN_RUN_BYTES: usize = 64 << 10;
 
 impl StoredBytes<'_> {
-    /// Returns `bytes` bytes of the tensor at the offset `start`.
+    /// Returns `bytes` bytes of the tensor, from byte `start` of the tensor on.
     fn read_range(&self, start: usize, bytes: usize) -> Result<Cow<'_, [u8]>> {
         Ok(match self {
             Self::File(range) => range.source.read_to_vec(range.start + start as u64, bytes)?.into(),
