@@ -90,7 +90,7 @@ pub const FLASH_MANY_KEYS: [usize; 6] = [64, 48, 48, 48, 48, 32];
 /// Each warp is a team of its own: it computes all 16 query rows for its own key tiles.
 pub const FLASH_FEW_TEAMS: [usize; 6] = [8, 8, 8, 8, 8, 4];
 // Three 16-row kernels are for large batches: `batch`, `batch_half` and `batch_quarter`.
-// `batch_half` and `batch_quarter` have a half and a quarter of the shared memory of `batch`.
+// `batch_half` and `batch_quarter` have about a half and about a quarter of the shared memory of `batch`.
 // A batch is large if the number of row tiles times KV heads exceeds the number of multiprocessors of the GPU.
 /// Warps per block in the 16-row flash attention kernel `batch`. `batch_quarter` has one warp.
 pub const FLASH_BATCH_TEAMS: usize = 4;

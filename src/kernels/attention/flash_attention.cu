@@ -18,6 +18,7 @@
 // A thread block loads each of its keys and values once for all rows of its row tile.
 //
 // The keys of a row tile are divided among one or more splits. Each split is one thread block.
+// Each split except the last has at least min_tiles key tiles, so sequences with few keys have fewer splits, or none.
 // If there are several splits, the last split to finish combines the f32 partial results of all splits:
 //   partials: f32 [row tiles, kv_heads, splits, ROWS · (head_dim + 2)]
 //     A partial result holds the weighted sums of values [ROWS, head_dim], then (maximum, total weight) per row.
@@ -34,9 +35,6 @@ constexpr float LOG2_E = 1.44269504f;
 // Softmax weights may grow to 2^8 before the sums are rescaled.
 // Rescaling is therefore rare. Weights up to 2^8 do not overflow f32 or f16.
 constexpr float SLACK = 8.0f;
-// The minimum number of keys per split in 16-row kernels, for small and for large batches.
-// A large batch fills the GPU without splits. Splits only balance sequences with many keys.
-constexpr int FEW_SPLIT_KEYS = 128, BATCH_SPLIT_KEYS = 1024;
 // The number of partial results that a thread loads at the same time.
 constexpr int COMBINE_BATCH = 16;
 
@@ -46,11 +44,14 @@ constexpr int head_dim_index(int head_dim) {
     return index;
 }
 
+// The size of the batch for which a 16-row kernel is compiled. The kernels for large batches differ in shared memory.
+enum class Batch { Small, Large, LargeHalf, LargeQuarter };
+
 // How the warps of a thread block divide the rows and the keys of a row tile.
-//   TEAMS = 1 (prompts): all warps process the same key tiles. Each warp computes its own ROWS / WARPS rows.
+//   TEAMS = 1 (prompts, and LargeQuarter): all warps process the same key tiles.
+//   Each warp computes its own ROWS / WARPS rows.
 //   TEAMS > 1 (decoding): a team is one warp. All teams compute the same 16 rows, each for its own key tiles.
 //   At the end, the block merges the weighted sums of all teams.
-enum class Batch { Small, Large, LargeHalf, LargeQuarter };
 template <int HEAD_DIM, int TILE_ROWS, Batch BATCH = Batch::Small> struct TileShape {
     static constexpr int D = HEAD_DIM, ROWS = TILE_ROWS, INDEX = head_dim_index(HEAD_DIM);
     static constexpr bool FEW = ROWS == FLASH_FEW_ROWS, MANY = ROWS == FLASH_MANY_ROWS, LARGE = BATCH != Batch::Small;
@@ -64,8 +65,6 @@ template <int HEAD_DIM, int TILE_ROWS, Batch BATCH = Batch::Small> struct TileSh
     static constexpr int KEYS = FEW ? FEW_KEYS : MANY ? FLASH_MANY_KEYS[INDEX] : FLASH_MEDIUM_KEYS[INDEX];
     static constexpr int STAGES = LARGE ? FLASH_BATCH_STAGES : FLASH_STAGES;
     static constexpr int M = ROWS / 16 / WARPS;
-    // A split with fewer key tiles is not worth combining.
-    static constexpr int MIN_TILES = LARGE ? BATCH_SPLIT_KEYS / KEYS : FEW ? FEW_SPLIT_KEYS / KEYS : 4;
     // The minimum number of resident thread blocks per multiprocessor, which limits the registers per thread.
     // With head_dim = 256, the weighted sums of 16 rows occupy 128 registers per thread.
     static constexpr int MIN_BLOCKS = FEW ? 1 : MANY ? (D <= 128 ? 2 : 1) : D <= 64 ? 3 : 2;
@@ -502,7 +501,7 @@ template <typename T, typename C>
 __device__ __forceinline__ void attention(const T* q, const T* k, const T* v, const float* sinks, T* out,
                                           const uint32_t* positions, const uint32_t* tables, const uint4* row_tiles,
                                           float* partials, uint32_t* arrivals, int table_blocks, int tokens, int heads,
-                                          int kv_heads, int window, float scale, float softcap) {
+                                          int kv_heads, int window, float scale, float softcap, int min_tiles) {
     extern __shared__ __align__(16) unsigned char shared[];
     __shared__ float row_sinks[C::ROWS];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, team = warp / C::WARPS;
@@ -526,7 +525,7 @@ __device__ __forceinline__ void attention(const T* q, const T* k, const T* v, co
     const int position = (int)__ldcg(positions + row_tile.first_token), newest = position + last_token;
     const int oldest = window > 0 ? max(0, position + first_token - window + 1) : 0;
     const int tiles = (newest - oldest) / C::KEYS + 1;
-    const int share = max(C::MIN_TILES, (tiles + (int)gridDim.z - 1) / (int)gridDim.z);
+    const int share = max(min_tiles, (tiles + (int)gridDim.z - 1) / (int)gridDim.z);
     if (split * share >= tiles) return;
     const int splits = (tiles + share - 1) / share;
     const Keys keys = {oldest, newest, split * share + team, min(tiles, split * share + share)};
@@ -545,8 +544,9 @@ __device__ __forceinline__ void attention(const T* q, const T* k, const T* v, co
     pdl_wait();
     pdl_launch_dependents();
     if constexpr (!C::QUERIES_IN_REGISTERS) load_queries_to_shared<T, C>(q, query_tile, rows);
-    // In the main loop, a thread waits only for its oldest copies, and teams do not synchronize.
-    // Threads therefore wait here for the queries, unless the first wait of the main loop is also for the queries.
+    // With two stages, the first wait of the main loop waits for all copies, and so also for the queries.
+    // With more stages, it does not. Teams do not synchronize in the main loop.
+    // In both of these cases, wait for the queries here.
     if constexpr (!C::QUERIES_IN_REGISTERS && (C::TEAMS > 1 || C::STAGES > 2)) {
         wait_for_copies<0>();
         __syncthreads();
@@ -623,15 +623,17 @@ __device__ __forceinline__ void attention(const T* q, const T* k, const T* v, co
                                                 const uint32_t* positions, const uint32_t* tables,                     \
                                                 const uint4* row_tiles, float* partials, uint32_t* arrivals,           \
                                                 int table_blocks, int tokens, int heads, int kv_heads, int window,     \
-                                                float scale, float softcap) {                                          \
+                                                float scale, float softcap, int min_tiles) {                           \
         attention<T, TileShape<D, __VA_ARGS__>>(q, k, v, sinks, out, positions, tables, row_tiles, partials, arrivals, \
-                                                table_blocks, tokens, heads, kv_heads, window, scale, softcap);        \
+                                                table_blocks, tokens, heads, kv_heads, window, scale, softcap,         \
+                                                min_tiles);                                                            \
     }
 // `TileKernel` in flash_attention.rs selects the kernel.
 // The 16-row kernels are for sequences with few rows, as in decoding.
 // The 64-row kernels are for prompts with too few 128-row tiles to fill the GPU, and for GPUs with too little
 // shared memory for the other kernels.
-// The kernels for large batches use less shared memory per thread block, so that more blocks fit on a multiprocessor.
+// Most kernels for large batches use less shared memory per thread block than 16_rows, so that more blocks fit on a
+// multiprocessor.
 #define DEFINE_DTYPE(D, T, SUFFIX)                                                                                     \
     DEFINE_KERNEL(16_rows, D, T, SUFFIX, 16)                                                                           \
     DEFINE_KERNEL(16_rows_batch, D, T, SUFFIX, 16, Batch::Large)                                                       \

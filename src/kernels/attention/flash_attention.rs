@@ -34,6 +34,8 @@ pub struct FlashAttention {
     tile_name: &'static str,
     kernel: String,
     launch_shape: LaunchShape,
+    /// The minimum number of key tiles per split.
+    min_tiles: usize,
     shape: AttentionShape,
     dtype: DType,
     mask: AttentionMask,
@@ -177,7 +179,8 @@ impl FlashAttention {
     ) -> Result<Self> {
         // If there are too few row tiles to fill the GPU, split the keys of each row tile across thread blocks.
         // `TileKernel::choose` selects 128-row tiles only if they fill the GPU.
-        // In a large batch, sequences can have very different numbers of keys, so it fills the GPU twice.
+        // In a large batch, sequences can have very different numbers of keys. Splits balance them,
+        // so there are up to twice as many thread blocks as fit on the GPU at the same time.
         let blocks_per_multiprocessor = match tile.kind {
             TileKind::Few => 1,
             TileKind::Batch => 2 * tile.blocks_per_multiprocessor(max_shared_bytes(device)?),
@@ -205,6 +208,7 @@ impl FlashAttention {
             kernel: format!("flash_attention_{}_{head_dim}_{}", tile.name, dtype_suffix(dtype)?),
             launch_shape: LaunchShape::new((kv_heads, row_tiles, splits), tile.threads)
                 .with_shared_bytes(tile.shared_bytes),
+            min_tiles: tile.min_split_keys().div_ceil(tile.keys),
             shape,
             dtype,
             mask,
@@ -251,7 +255,8 @@ impl FlashAttention {
             .int(kv_heads)
             .int(self.mask.window.unwrap_or(0))
             .float(self.mask.scale)
-            .float(self.mask.softcap.unwrap_or(0.0));
+            .float(self.mask.softcap.unwrap_or(0.0))
+            .int(self.min_tiles);
         Ok(Launch::new(module!("flash_attention"), &self.kernel, self.launch_shape, arguments))
     }
 
@@ -301,6 +306,8 @@ struct TileKernel {
     /// The part of the kernel's name that identifies the tile.
     name: &'static str,
     rows: usize,
+    /// Keys per key tile.
+    keys: usize,
     threads: usize,
     shared_bytes: usize,
 }
@@ -312,7 +319,8 @@ enum TileKind {
     Few,
     /// Few rows per sequence, in a large batch.
     Batch,
-    /// Prompts that do not fill the GPU with 128-row tiles, and small batches if the GPU has too little shared memory.
+    /// Prompts that do not fill the GPU with 128-row tiles.
+    /// Also prompts and small batches for which the other kernels need too much shared memory.
     Medium,
     /// All other prompts.
     Many,
@@ -347,10 +355,15 @@ impl TileKernel {
                 // With few keys, starting takes much of the time, so all thread blocks should start together.
                 batch.iter().position(|tile| few_blocks <= fitting(tile)).unwrap_or(batch.len().saturating_sub(1))
             } else {
-                // With many teams, sequences with many keys delay the others less.
-                // If there are enough thread blocks to fill the GPU, smaller key tiles are faster.
-                let is_faster = |tile: &Self| tile.threads == batch[0].threads && 10 * few_blocks >= 9 * fitting(tile);
-                batch.get(1).map_or(0, |half| usize::from(is_faster(half)))
+                // Thread blocks with many teams finish sequences with many keys sooner.
+                // Take the tile with the most teams, unless it leaves much of the shared memory unused.
+                let used = |tile: &Self| tile.shared_bytes * tile.blocks_per_multiprocessor(max_shared_bytes);
+                let most = batch.iter().map(used).max().unwrap_or(0);
+                let first = batch.iter().position(|tile| 4 * used(tile) >= 3 * most).unwrap_or(0);
+                // If the next tile has as many teams and nearly fills the GPU, its smaller key tiles are faster.
+                let is_faster =
+                    |tile: &Self| tile.threads == batch[first].threads && 10 * few_blocks >= 9 * fitting(tile);
+                first + batch.get(first + 1).map_or(0, |next| usize::from(is_faster(next)))
             };
             batch.into_iter().nth(chosen)
         };
@@ -361,17 +374,18 @@ impl TileKernel {
     }
 
     /// Returns a 16-row tile for a fixed summation order. The choice depends only on the GPU and the head size.
+    /// If the tile for small batches does not fit, it is the first tile for large batches that fits.
     fn few(device: &CudaDevice, q: &Tensor) -> Result<Self> {
         let (_, _, head_dim) = q.dims3()?;
         let max_shared_bytes = max_shared_bytes(device)?;
         match Self::for_head_dim(head_dim).into_iter().find(|tile| tile.shared_bytes <= max_shared_bytes) {
-            Some(tile) if tile.rows == FLASH_FEW_ROWS => Ok(tile),
-            _ => bail!("flash_attention has no kernel for head size {head_dim}"),
+            Some(tile) if tile.rows == FLASH_FEW_ROWS => Ok(Self { kind: TileKind::Few, ..tile }),
+            _ => bail!("flash_attention: head size {head_dim} needs more shared memory than the GPU has"),
         }
     }
 
-    /// Returns the tiles for a head size, in order of preference for each [`TileKind`].
-    /// The list is empty if no kernel supports the head size.
+    /// Returns the tiles for a head size. [`choose`](Self::choose) and [`few`](Self::few) take the first suitable tile,
+    /// so the order matters. The list is empty if no kernel supports the head size.
     fn for_head_dim(head_dim: usize) -> Vec<Self> {
         let Some(index) = FLASH_HEAD_DIMS.iter().position(|&dim| dim == head_dim) else { return Vec::new() };
         let tile = |kind, name, rows: usize, warps: usize, (teams, stages): (usize, usize), keys: usize| {
@@ -379,7 +393,7 @@ impl TileKernel {
             let rows_in_registers = rows / warps / 16 * head_dim <= FLASH_REGISTER_ELEMENTS;
             let rows_in_shared = rows_of_keys_and_values + if rows_in_registers { 0 } else { rows };
             let shared_bytes = 2 * rows_in_shared * (head_dim + FLASH_ROW_PADDING);
-            Self { kind, name, rows, threads: 32 * warps * teams, shared_bytes }
+            Self { kind, name, rows, keys, threads: 32 * warps * teams, shared_bytes }
         };
         let few = |kind, name, shape, keys| tile(kind, name, FLASH_FEW_ROWS, 1, shape, keys);
         let batch = |name, teams, keys| few(TileKind::Batch, name, (teams, FLASH_BATCH_STAGES), keys);
@@ -394,11 +408,23 @@ impl TileKernel {
         ]
     }
 
+    /// Returns the minimum number of keys per split.
+    /// With fewer keys, combining the results of the splits takes longer than the splits save.
+    fn min_split_keys(&self) -> usize {
+        match self.kind {
+            TileKind::Few => 128,
+            TileKind::Batch => 1024,
+            TileKind::Medium | TileKind::Many => 4 * self.keys,
+        }
+    }
+
     /// Returns the number of thread blocks that fit on a multiprocessor, on which a block can use `max_shared_bytes`.
     fn blocks_per_multiprocessor(&self, max_shared_bytes: usize) -> usize {
-        // Each block needs RESERVED more bytes. The maximum per block is RESERVED less than a multiprocessor has.
+        // Each block needs RESERVED more bytes, and the maximum per block is RESERVED less than a multiprocessor has.
+        // STATIC is the size of the variables in shared memory.
         const RESERVED: usize = 1024;
-        (max_shared_bytes + RESERVED) / (self.shared_bytes + RESERVED)
+        const STATIC: usize = 128;
+        (max_shared_bytes + RESERVED) / (self.shared_bytes + STATIC + RESERVED)
     }
 }
 

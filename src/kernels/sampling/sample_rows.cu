@@ -1,7 +1,7 @@
 // Samples one token from each row of logits, with temperature, top-k, top-p and min-p.
 // Chooses the same tokens as decode/sample.cu, given the same logits, parameters and numbers of earlier draws.
 // Ignores the penalties in `params`. To apply penalties, launch apply_penalties or edit_rows (row_edits.cu) first.
-//   logits: f32 [rows, vocab]
+//   logits: f32 [rows, vocab]; aligned to 16 bytes if vocab is a multiple of 4
 //   params: SamplingKernelParams [rows]; temperature 0 chooses the largest logit
 //   tokens: u32 [rows], the chosen tokens, or NO_TOKEN if every logit of the row is NaN or -inf
 //   mailbox: null, or u32 [rows] in host memory: the chosen tokens + 1, or MAILBOX_NO_TOKEN
@@ -9,6 +9,7 @@
 //   bytes moved: 4 · vocab per read of a row; later reads of a small batch hit L2
 //     With temperature 0, a row is read once. Otherwise, it is read twice, and a 32nd of it once more.
 //     Top-k and top-p each add 2 reads, or 6 if more than MAX_KEYS_IN_BIN logits are close to the cutoff.
+//     Top-k adds only 1 read if fewer than top-k tokens have mass.
 #include "sampling/sampling.cuh"
 
 // The number of keys near the cutoff of top-k or top-p that fit in shared memory.
@@ -35,10 +36,11 @@ struct Row {
     }
     // Returns the probability mass of the token with sort key `key`, in units of 2^-40 of the most likely token's mass.
     __device__ __forceinline__ unsigned long long mass(uint32_t key) const {
-        if (key == 0) return 0;
+        if (key <= sort_key(-INFINITY)) return 0;
         return key == top ? UNIT : expf((from_sort_key(key) - best) * inverse_temperature) * UNIT;
     }
-    // Divides the logits of tokens with mass into SAMPLE_THREADS bins of equal width. `bottom` is the smallest logit.
+    // Divides the logits of tokens with mass into SAMPLE_THREADS bins of equal width. `bottom` is the smallest logit
+    // above -infinity.
     __device__ __forceinline__ void set_bins(float bottom) {
         constexpr float RANGE = 27.8f;  // tokens with a probability below e^-27.8 of the largest have no mass
         bin_scale = SAMPLE_THREADS / fminf(best - bottom, RANGE / inverse_temperature);
@@ -62,10 +64,9 @@ __device__ __forceinline__ unsigned long long warp_sum(unsigned long long value)
 enum class Order { Forward, Backward };
 
 // Calls `use(id, key)` for four adjacent tokens per thread, then for the next 4 · SAMPLE_THREADS tokens, and so on.
-// With Order::Backward, starts with the last tokens. A row that is read in the other order than the last time, or than
-// it was written, is partly still in L2.
-// All threads of a warp call `use` together, with key 0 past the last token.
-// UNROLL: the number of loads that a thread issues before it uses the first result
+// With Order::Backward, starts with the last tokens. If the last pass over the row, or the kernel that wrote it, went
+// in the other direction, the tokens that come first now are still in L2. All threads of a warp call `use` together,
+// with key 0 past the last token. UNROLL: the number of loads that a thread issues before it uses the first result
 template <int UNROLL, Order ORDER, typename Use> __device__ __forceinline__ void each_token(const Row& row, Use use) {
     constexpr int STEP = 4 * SAMPLE_THREADS;
     const int steps = (row.vocab + STEP - 1) / STEP;
@@ -105,6 +106,7 @@ __device__ uint32_t threshold(const Row& row, EachKey each_key, uint32_t floor, 
                               unsigned long long* warps) {
     __shared__ unsigned long long bins[SAMPLE_BINS];
     uint32_t prefix = 0;
+#pragma unroll 1  // the loop is long, and unrolling does not make it faster
     for (int round = 0; round < SAMPLE_ROUNDS; ++round) {
         const int shift = 24 - 8 * round;
         if (threadIdx.x < SAMPLE_BINS) bins[threadIdx.x] = 0;
@@ -133,14 +135,14 @@ __device__ uint32_t threshold(const Row& row, EachKey each_key, uint32_t floor, 
 
 // Shared memory of `cutoff`.
 struct CutoffMemory {
-    unsigned long long bins[SAMPLE_THREADS];  // of the logits, see Row::bin
+    unsigned long long bins[SAMPLE_THREADS];  // the mass or the number of the tokens in each bin (see Row::bin)
     uint32_t keys[MAX_KEYS_IN_BIN];           // the keys in the chosen bin, in any order
     uint32_t count;                           // the number of these keys; can exceed MAX_KEYS_IN_BIN
     int bin;                                  // the chosen bin
     unsigned long long all, rest;             // the sum of all bins, and the part of the target that `bin` contributes
 };
 
-// Returns the key that `threshold` returns for the keys of all tokens, or 0 if all tokens do not reach the target.
+// Returns the result of `threshold` for the keys of all tokens, or 0 if the tokens together do not reach the target.
 // If BY_MASS is true, the target is `share` of the mass of all tokens with keys >= floor. `target` is then ignored.
 // A histogram finds the bin of the result, and `threshold` searches only the keys in this bin.
 template <bool BY_MASS>
@@ -209,7 +211,7 @@ extern "C" __global__ void __launch_bounds__(SAMPLE_THREADS, 1)
     __syncthreads();
 
     // 1. Find the largest logit. If several tokens have the largest logit, greedy sampling chooses the lowest token id.
-    uint32_t top = 0, bottom = NO_TOKEN, first = NO_TOKEN;  // `bottom` is the smallest key of a finite logit
+    uint32_t top = 0, bottom = NO_TOKEN, first = NO_TOKEN;  // `bottom` is the smallest key of a logit above -infinity
     each_token<4, Order::Backward>(row, [&](int id, uint32_t key) {
         if (key >= top) top = key, first = id;
         if (key > sort_key(-INFINITY)) bottom = min(bottom, key);
@@ -234,7 +236,8 @@ extern "C" __global__ void __launch_bounds__(SAMPLE_THREADS, 1)
     if (params.top_k > 0 && params.top_k < vocab)
         floor = max(floor, cutoff<false>(row, floor, 0.0f, params.top_k, cutoff_memory, warps));
     if (params.top_p < 1.0f) floor = max(floor, cutoff<true>(row, floor, params.top_p, 0, cutoff_memory, warps));
-    const unsigned long long min_mass = (unsigned long long)(params.min_p * UNIT);
+    // The most likely token is always kept.
+    const unsigned long long min_mass = min((unsigned long long)(params.min_p * UNIT), (unsigned long long)UNIT);
     const auto kept_mass = [&](uint32_t key) {
         const unsigned long long mass = row.mass(key);
         return key < floor || mass < min_mass ? 0ull : mass;
@@ -254,7 +257,7 @@ extern "C" __global__ void __launch_bounds__(SAMPLE_THREADS, 1)
         return warp_sum(own);
     };
     constexpr int WARPS = SAMPLE_THREADS / 32;
-    const int ids = (vocab + 4 * WARPS * WARPS - 1) / (4 * WARPS * WARPS) * 4;  // in a small range
+    const int ids = (vocab + 4 * WARPS * WARPS - 1) / (4 * WARPS * WARPS) * 4;  // the number of ids in a small range
     unsigned long long before = 0, point = 0;
     for (int size = ids * WARPS, start = 0; size >= ids; size /= WARPS) {
         const int first_id = start + warp * size;

@@ -7,7 +7,7 @@ use candle_core::{DType, Device, Result, Tensor, bail};
 
 use super::{DeviceSampling, SamplingKernelParams};
 use crate::kernels::constants::{NO_TOKEN, SAMPLE_PARAM_WORDS, SAMPLE_THREADS};
-use crate::kernels::launch::{Arguments, HostMailbox, HostWords, Launch, LaunchShape, module};
+use crate::kernels::launch::{Arguments, HostMailbox, HostWords, Launch, LaunchShape, address, module};
 
 /// Samples a token from each row of `logits`, f32 `[rows, vocab]`, and waits for the tokens.
 /// Applies penalties to `logits` in place.
@@ -83,11 +83,15 @@ pub fn queue_rows(
 }
 
 /// Returns the device of `logits` and its shape, `(rows, vocab)`.
-/// Fails unless `logits` is f32 `[rows, vocab]` on a GPU.
+/// Fails unless `logits` is f32 `[rows, vocab]` on a GPU, and aligned to 16 bytes if vocab is a multiple of 4.
 fn check(logits: &Tensor, rows: usize) -> Result<(&CudaDevice, usize, usize)> {
     let (count, vocab) = logits.dims2()?;
     match logits.device() {
         Device::Cuda(device) if logits.dtype() == DType::F32 && rows == count && count > 0 => {
+            // The kernel loads four logits at once.
+            if vocab.is_multiple_of(4) && !address(logits)?.is_multiple_of(16) {
+                bail!("sample_rows: the logits are not aligned to 16 bytes");
+            }
             Ok((device, count, vocab))
         }
         Device::Cuda(_) => bail!("sample_rows: expected F32 logits with {rows} rows, got shape {:?}", logits.shape()),

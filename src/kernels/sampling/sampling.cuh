@@ -62,15 +62,15 @@ __device__ __forceinline__ unsigned long long inclusive_scan(unsigned long long 
 // `value` is the mass or the count of bin SAMPLE_BINS - 1 - threadIdx.x, or 0 in threads without a bin.
 // Adds up the bins from the highest down, and chooses the bin at which the sum reaches `target`.
 // Subtracts the sum of all bins above the chosen bin from `target`.
-// If BY_MASS is true, the first round starts by setting `target` to the fraction `share` of the total mass.
+// If `sets_target` and BY_MASS are true, first sets `target` to the fraction `share` of the total mass.
 template <bool BY_MASS>
-__device__ __forceinline__ void choose_bin(unsigned long long value, bool is_first_round, float share,
+__device__ __forceinline__ void choose_bin(unsigned long long value, bool sets_target, float share,
                                            unsigned long long& target, uint32_t& prefix, unsigned long long* warps) {
     __shared__ uint32_t chosen;
     __shared__ unsigned long long rest;
     const int bin = SAMPLE_BINS - 1 - threadIdx.x;
     const unsigned long long sum = inclusive_scan(value, warps);
-    if (is_first_round && BY_MASS) {
+    if (sets_target && BY_MASS) {
         // The last thread with a bin holds the sum of all bins, which is the total mass.
         if (threadIdx.x == SAMPLE_BINS - 1) rest = (unsigned long long)((double)share * (double)sum);
         __syncthreads();

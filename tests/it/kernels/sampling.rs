@@ -26,7 +26,11 @@ fn sampled_rows_match_host_sampling() {
         SamplingParams { temperature: 0.6, ..base.clone() },
         SamplingParams { top_k: 7, temperature: 1.7, ..base.clone() },
         SamplingParams { top_p: 0.7, ..base.clone() },
+        SamplingParams { top_p: 0.0, ..base.clone() },
         SamplingParams { min_p: 0.3, ..base.clone() },
+        // With a temperature of 0.01, fewer than 50 tokens have probability mass in the kernel.
+        SamplingParams { top_k: 50, temperature: 0.01, ..base.clone() },
+        SamplingParams { top_k: 50, top_p: 0.9, temperature: 1e-7, ..base.clone() },
         SamplingParams { top_k: 50, top_p: 0.9, min_p: 0.02, temperature: 1.3, ..base.clone() },
         SamplingParams { repetition_penalty: 1.3, frequency_penalty: 0.2, presence_penalty: -0.1, ..base.clone() },
         SamplingParams { temperature: 0.0, repetition_penalty: 1.5, ..base },
@@ -49,6 +53,10 @@ fn sampled_rows_match_host_sampling() {
         }
     }
     check_cutoffs_among_similar_logits(&device);
+    // Greedy sampling chooses the lowest of several ids with the largest logit.
+    let tied = (0..9000).map(|id| if [5, 4101, 8999].contains(&id) { 2.0 } else { 0.0f32 }).collect();
+    let tied = Tensor::from_vec(tied, (1, 9000), &device).unwrap();
+    assert_eq!(sample_rows(&tied, &[None]).unwrap(), [Some(5)]);
     let special = Tensor::new(&[[f32::NAN, -INF, 3.0, 3.0], [f32::NAN, -INF, -INF, f32::NAN]], &device).unwrap();
     for host in [Sampler::new(params[0].clone(), &[]), Sampler::new(params[1].clone(), &[])] {
         let tokens = sample_rows(&special, &[host.on_device(), host.on_device()]).unwrap();
@@ -88,7 +96,7 @@ fn edited_rows_match_the_reference() {
     let Device::Cuda(cuda) = &device else { unreachable!() };
     let host = HostWords::new(cuda, WORDS).unwrap();
     let mut random = Random(11);
-    for vocab in [1, 31, 301, 5000, 40_000] {
+    for vocab in [1, 31, 301, 5000] {
         let tokens: Vec<u32> = (0..8).map(|_| random.below(vocab) as u32).chain([NO_TOKEN]).collect();
         let mut distinct = |most: usize| -> Vec<u32> {
             let ids: BTreeSet<u32> = (0..random.below(most)).map(|_| random.below(vocab + 3) as u32).collect();
