@@ -64,9 +64,10 @@ __device__ __forceinline__ unsigned long long warp_sum(unsigned long long value)
 enum class Order { Forward, Backward };
 
 // Calls `use(id, key)` for four adjacent tokens per thread, then for the next 4 · SAMPLE_THREADS tokens, and so on.
-// With Order::Backward, starts with the last tokens. If the last pass over the row, or the kernel that wrote it, went
-// in the other direction, the tokens that come first now are still in L2. All threads of a warp call `use` together,
-// with key 0 past the last token. UNROLL: the number of loads that a thread issues before it uses the first result
+// All threads of a warp call `use` together, with key 0 past the last token.
+//   ORDER: with Order::Backward, the last tokens come first. They are still in L2 if the last pass over the row, or the
+//     kernel that wrote the row, ended with them.
+//   UNROLL: the number of loads that a thread issues before it uses the first result
 template <int UNROLL, Order ORDER, typename Use> __device__ __forceinline__ void each_token(const Row& row, Use use) {
     constexpr int STEP = 4 * SAMPLE_THREADS;
     const int steps = (row.vocab + STEP - 1) / STEP;
@@ -99,8 +100,8 @@ __device__ __forceinline__ unsigned long long sum_of_warps(unsigned long long ow
 // Returns the largest sort key k (see sort_key) for which the tokens with keys >= k together reach the target.
 // Ignores tokens with keys below `floor` and tokens without probability mass.
 // If BY_MASS is true, the target is a probability mass, otherwise a number of tokens.
-// `each_key(use)` calls `use(key)` for the keys of all tokens, or at least of those that are needed to reach the
-// target. All lanes of a warp call `use` together.
+// `each_key(use)` calls `use(key)` for the keys to search, and the target counts only these keys.
+// All lanes of a warp call `use` together.
 template <bool BY_MASS, typename EachKey>
 __device__ uint32_t threshold(const Row& row, EachKey each_key, uint32_t floor, unsigned long long target,
                               unsigned long long* warps) {
