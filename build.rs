@@ -121,7 +121,7 @@ fn compile_command(nvcc: &Path, capability: &str, source: &Path, out: &Path) -> 
 /// They also request machine code for each of `INFERNO_EXTRA_COMPUTE_CAPS`.
 fn code_targets(name: &str, capability: &str) -> Vec<String> {
     // Hopper's wgmma instructions need the target sm_90a, and later GPUs cannot run code for sm_90a.
-    let is_for_hopper = |capability: &str| (name, capability) == ("expert_mlp", "90");
+    let is_for_hopper = |capability: &str| matches!(name, "dense_wgmma" | "expert_mlp") && capability == "90";
     let mut targets = if is_for_hopper(capability) {
         // The PTX is for later GPUs, so it is compiled without these instructions.
         vec!["arch=compute_90a,code=sm_90a".into(), "arch=compute_90,code=compute_90".into()]

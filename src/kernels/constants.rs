@@ -139,6 +139,22 @@ pub const DENSE_FEW_TOKENS_STAGES: usize = 4;
 /// Input tiles in each of the two shared-memory input buffers of the dense_few_tokens kernel.
 pub const DENSE_FEW_TOKENS_INPUT_TILES: usize = 16;
 
+// Products of dense matrices and several tokens on Hopper (`matmul/dense_wgmma.rs`, `matmul/dense_wgmma.cu`).
+
+/// The maximum number of parts of a product. The kernel that adds up the parts reads all of them at once.
+pub const MAX_PRODUCT_PARTS: usize = 8;
+/// The maximum number of tokens for the dense_wgmma kernels. With more tokens, cuBLASLt computes the product.
+pub const DENSE_WGMMA_MAX_TOKENS: usize = 32;
+/// Weight rows per block of a dense_wgmma kernel: two warpgroups with 64 rows each.
+pub const DENSE_WGMMA_ROWS: usize = 128;
+/// Columns per stage of a dense_wgmma kernel: 128 bytes of each row.
+pub const DENSE_WGMMA_COLUMNS: usize = 64;
+/// Threads per block of a dense_wgmma kernel: two warpgroups that multiply, and a warp that copies.
+pub const DENSE_WGMMA_THREADS: usize = 2 * 128 + 32;
+/// The maximum size of the ring buffer of a dense_wgmma kernel in bytes.
+/// With this size, two blocks fit on a multiprocessor.
+pub const DENSE_WGMMA_RING_BYTES: usize = 108 << 10;
+
 // Mixture of experts (`moe/`).
 
 /// The maximum number of experts in a layer: 32 for each lane of a warp.

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 
-use super::matmul::{matmul_f32_into, matmul_rounded};
+use super::matmul::{matmul_f32_into, matmul_parts, matmul_rounded};
 #[cfg(feature = "cuda")]
 use super::quantized::quantized_ops;
 use super::quantized::{InputQuantization, QuantizedMatrix, WeightFormat};
@@ -120,6 +120,14 @@ impl Matrix {
             Self::Concatenated(parts) => {
                 Tensor::cat(&parts.iter().map(|part| part.matmul(x, sum_order)).collect::<Result<Vec<_>>>()?, 1)
             }
+        }
+    }
+
+    /// Returns x · Wᵀ as f32 `[parts, tokens, rows]`, whose sum over the parts is the product.
+    pub fn matmul_parts(&self, x: &Tensor, sum_order: SumOrder) -> Result<Tensor> {
+        match self {
+            Self::Dense(weight) if weight.elem_count() > 0 => matmul_parts(x, weight, sum_order),
+            _ => self.matmul(x, sum_order)?.unsqueeze(0),
         }
     }
 

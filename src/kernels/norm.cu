@@ -1,16 +1,19 @@
 // Residual addition and RMSNorm: sum = x + y + y_bias, normed = sum / sqrt(mean(sum²) + eps) · weight.
 // With `bias`, LayerNorm replaces RMSNorm: the mean of sum is subtracted first, and `bias` is added last.
-//   x, y, sum: f32 [tokens, columns]; if y is null, the kernel normalizes x and does not write sum
+//   x, sum: f32 [tokens, columns]
+//   y: f32 [parts, tokens, columns] or null; the parts are added up
+//     if y is null, the kernel normalizes x and does not write sum
 //   y_bias: f32 [columns] or null; null means zeros
 //   weight: f32 [columns]
 //   bias: f32 [columns] or null
 //   normed: T [tokens, columns]
 //   grid: tokens; block: ADD_NORM_THREADS
-//   bytes moved: tokens · columns · (12 + sizeof(T)), or tokens · columns · (4 + sizeof(T)) without y
+//   bytes moved: tokens · columns · (8 + 4 · parts + sizeof(T)), or tokens · columns · (4 + sizeof(T)) without y
 #include "constants.cuh"
 #include "headers/block_sum.cuh"
 #include "headers/common.cuh"
 #include "headers/pdl.cuh"
+#include "headers/sum_parts.cuh"
 #include "headers/tensor_core.cuh"
 
 // A thread keeps up to HELD · WIDTH elements of a row in registers, and reloads its other elements for each use.
@@ -20,6 +23,11 @@ constexpr int THREADS = ADD_NORM_THREADS, HELD = 2;
 template <int WIDTH> struct alignas(4 * WIDTH) Elements {
     float v[WIDTH];
 };
+template <int WIDTH> __device__ __forceinline__ Elements<WIDTH> add(Elements<WIDTH> a, const Elements<WIDTH>& b) {
+#pragma unroll
+    for (int k = 0; k < WIDTH; ++k) a.v[k] += b.v[k];
+    return a;
+}
 template <int WIDTH> __device__ __forceinline__ Elements<WIDTH> load(const float* from) {
     Elements<WIDTH> e;
     if constexpr (WIDTH == 4)
@@ -41,39 +49,47 @@ template <int WIDTH, typename T> __device__ __forceinline__ void store(T* to, co
         *to = from_float<T>(e.v[0]);
 }
 
-template <typename T, int WIDTH>
+// PARTS says whether y can have several parts.
+template <typename T, int WIDTH, bool PARTS>
 __device__ void add_norm(const float* x, const float* y, const float* y_bias, const float* weight, const float* bias,
-                         float* sum, T* normed, int columns, float eps) {
+                         float* sum, T* normed, int parts, int columns, float eps) {
     __shared__ float scratch[2][32];  // one row for each call of block_sum
     const size_t row = (size_t)blockIdx.x * columns;
     const int count = columns / WIDTH;
     x += row, y += y ? row : 0, sum += y ? row : 0, normed += row;
     const float* const added = y ? sum : x;  // each thread rereads only its own elements of this array
 
+    // Returns the sum of all parts of y.
+    const auto load_y = [&](int i) {
+        return sum_parts<PARTS>(parts, [&](int part) {
+            return load<WIDTH>(y + (size_t)part * gridDim.x * columns + i * WIDTH);
+        });
+    };
+
     // 1. Add x, y and the bias of y. The loads of all elements that stay in registers are in flight at the same time.
     Elements<WIDTH> held[HELD], other[HELD], biases[HELD], weights[HELD];
     float squares = 0.0f, total = 0.0f, center = 0.0f;
 #pragma unroll
     for (int h = 0; h < HELD; ++h) {
-        const int i = threadIdx.x + h * THREADS;
-        if (i >= count) continue;
+        const int i = min(threadIdx.x + h * THREADS, count - 1);
         if (y_bias) biases[h] = load<WIDTH>(y_bias + i * WIDTH);
         weights[h] = load<WIDTH>(weight + i * WIDTH);
     }
     pdl_wait();
-    pdl_launch_dependents();
 #pragma unroll
     for (int h = 0; h < HELD; ++h) {
-        const int i = threadIdx.x + h * THREADS;
-        if (i >= count) continue;
+        // Past the last element, a thread loads the last one again. A branch would wait for the loads before it.
+        const int i = min(threadIdx.x + h * THREADS, count - 1);
         held[h] = load<WIDTH>(x + i * WIDTH);
-        if (y) other[h] = load<WIDTH>(y + i * WIDTH);
+        if (y) other[h] = load_y(i);
     }
+    pdl_launch_dependents();
     const auto accumulate = [&](const Elements<WIDTH>& e) {
 #pragma unroll
         for (int k = 0; k < WIDTH; ++k) squares += e.v[k] * e.v[k], total += e.v[k];
     };
-    const auto add = [&](Elements<WIDTH>& e, const Elements<WIDTH>& addend, const Elements<WIDTH>& added_bias, int i) {
+    const auto add_y = [&](Elements<WIDTH>& e, const Elements<WIDTH>& addend, const Elements<WIDTH>& added_bias,
+                           int i) {
 #pragma unroll
         for (int k = 0; k < WIDTH; ++k) e.v[k] += y_bias ? addend.v[k] + added_bias.v[k] : addend.v[k];
         store(sum + i * WIDTH, e);
@@ -82,13 +98,13 @@ __device__ void add_norm(const float* x, const float* y, const float* y_bias, co
     for (int h = 0; h < HELD; ++h) {
         const int i = threadIdx.x + h * THREADS;
         if (i >= count) continue;
-        if (y) add(held[h], other[h], biases[h], i);
+        if (y) add_y(held[h], other[h], biases[h], i);
         accumulate(held[h]);
     }
     for (int i = threadIdx.x + HELD * THREADS; i < count; i += THREADS) {
         Elements<WIDTH> e = load<WIDTH>(x + i * WIDTH);
-        // If y_bias is null, `add` ignores its third argument, so any valid address will do.
-        if (y) add(e, load<WIDTH>(y + i * WIDTH), load<WIDTH>((y_bias ? y_bias : weight) + i * WIDTH), i);
+        // If y_bias is null, `add_y` ignores its third argument, so any valid address will do.
+        if (y) add_y(e, load_y(i), load<WIDTH>((y_bias ? y_bias : weight) + i * WIDTH), i);
         accumulate(e);
     }
 
@@ -122,13 +138,16 @@ __device__ void add_norm(const float* x, const float* y, const float* y_bias, co
     });
 }
 
-#define DEFINE(T, SUFFIX)                                                                                              \
+#define DEFINE_KERNEL(T, NAME, PARTS)                                                                                  \
     extern "C" __global__ void __launch_bounds__(THREADS)                                                              \
-        add_norm_##SUFFIX(const float* x, const float* y, const float* y_bias, const float* weight, const float* bias, \
-                          float* sum, T* normed, int columns, float eps) {                                             \
+        NAME(const float* x, const float* y, const float* y_bias, const float* weight, const float* bias, float* sum,  \
+             T* normed, int parts, int columns, float eps) {                                                           \
         if (columns % 4 == 0)                                                                                          \
-            add_norm<T, 4>(x, y, y_bias, weight, bias, sum, normed, columns, eps);                                     \
+            add_norm<T, 4, PARTS>(x, y, y_bias, weight, bias, sum, normed, parts, columns, eps);                       \
         else                                                                                                           \
-            add_norm<T, 1>(x, y, y_bias, weight, bias, sum, normed, columns, eps);                                     \
+            add_norm<T, 1, PARTS>(x, y, y_bias, weight, bias, sum, normed, parts, columns, eps);                       \
     }
+#define DEFINE(T, SUFFIX)                                                                                              \
+    DEFINE_KERNEL(T, add_norm_##SUFFIX, false)                                                                         \
+    DEFINE_KERNEL(T, add_norm_parts_##SUFFIX, true)
 FOR_EACH_DTYPE(DEFINE)

@@ -3,21 +3,16 @@
 use candle_core::{DType, Device, Result, Tensor, bail};
 use rayon::prelude::*;
 
+use crate::kernels::constants::MAX_PRODUCT_PARTS;
 use crate::kernels::{elements, to_f32};
 
 /// The addend y of [`add_norm`], such as the output of attention.
 #[derive(Clone, Copy)]
 pub struct Addend<'t> {
-    /// y without its bias: f32 `[tokens, hidden]`.
-    pub rows: &'t Tensor,
+    /// At most `MAX_PRODUCT_PARTS` parts whose sum is y without its bias: f32 `[parts, tokens, hidden]`.
+    pub parts: &'t Tensor,
     /// A bias to add to every row of y, such as the bias of `o_proj`: f32 `[hidden]`.
     pub bias: Option<&'t Tensor>,
-}
-
-impl<'t> From<&'t Tensor> for Addend<'t> {
-    fn from(rows: &'t Tensor) -> Self {
-        Self { rows, bias: None }
-    }
 }
 
 /// Returns the sum s = x + y as f32, and the normalized sum in `dtype`. If `y` is `None`, s is x.
@@ -36,9 +31,9 @@ pub fn add_norm(
     dtype: DType,
 ) -> Result<(Tensor, Tensor)> {
     let (tokens, columns) = x.dims2()?;
-    let (y, y_bias) = (y.map(|y| y.rows), y.and_then(|y| y.bias));
+    let (y, y_bias) = (y.map(|y| y.parts), y.and_then(|y| y.bias));
     let tensors = [Some(x), y, y_bias, Some(weight), bias].into_iter().flatten();
-    let shapes_match = y.is_none_or(|y| y.dims() == x.dims())
+    let shapes_match = y.is_none_or(|y| y.dims() == [y.dims()[0].clamp(1, MAX_PRODUCT_PARTS), tokens, columns])
         && [y_bias, Some(weight), bias].into_iter().flatten().all(|vector| vector.dims() == [columns]);
     if !shapes_match || tensors.into_iter().any(|tensor| tensor.dtype() != DType::F32) {
         let (x, y, weight) = (x.dims(), y.map(Tensor::dims), weight.dims());
@@ -50,7 +45,7 @@ pub fn add_norm(
     }
     match x.device() {
         Device::Cpu => {
-            let sum = match y {
+            let sum = match y.map(|y| y.sum(0)).transpose()? {
                 Some(y) => match y_bias {
                     Some(bias) => (x + y.broadcast_add(bias)?)?,
                     None => (x + y)?,
@@ -77,6 +72,8 @@ pub fn add_norm(
                 Some(_) => unsafe { crate::kernels::scratch::empty((tokens, columns), DType::F32, x.device())? },
                 None => x.clone(),
             };
+            let parts = y.map_or(1, |y| y.dims()[0]);
+            let name = if parts > 1 { "add_norm_parts" } else { "add_norm" };
             let arguments = Arguments::new()
                 .tensor(x)?
                 .optional(y)?
@@ -85,9 +82,10 @@ pub fn add_norm(
                 .optional(bias)?
                 .tensor(&sum)?
                 .tensor(&normed)?
+                .int(parts)
                 .int(columns)
                 .float(eps);
-            let kernel = format!("add_norm_{}", dtype_suffix(dtype)?);
+            let kernel = format!("{name}_{}", dtype_suffix(dtype)?);
             let launch = Launch::new(module!("norm"), kernel, LaunchShape::linear(tokens, ADD_NORM_THREADS), arguments)
                 .overlapping();
             // SAFETY: shapes and dtypes are checked above.

@@ -266,11 +266,11 @@ enum NormKind {
 }
 
 fn norm(target: CheckTarget, kind: NormKind) -> Result<Tensor> {
-    let (x, y) = (noise(6, &[5, 1027], DType::F32)?, noise(7, &[5, 1027], DType::F32)?);
+    let (x, y) = (noise(6, &[5, 1027], DType::F32)?, noise(7, &[2, 5, 1027], DType::F32)?);
     let (weight, bias) = (target.f32(&noise(8, &[1027], DType::F32)?)?, target.f32(&noise(40, &[1027], DType::F32)?)?);
     let bias = (kind == NormKind::LayerNorm).then_some(&bias);
     let (y, y_bias) = (target.f32(&y)?, target.f32(&noise(45, &[1027], DType::F32)?)?);
-    let y = Addend { rows: &y, bias: Some(&y_bias) };
+    let y = Addend { parts: &y, bias: Some(&y_bias) };
     Ok(add_norm(&target.f32(&x)?, Some(y), &weight, bias, 1e-5, target.dtype)?.1)
 }
 
@@ -298,7 +298,7 @@ fn rope(target: CheckTarget, norms: QkNorms) -> Result<Tensor> {
     let [cos, sin] = [15, 16].map(|seed| noise(seed, &[90, 10], DType::F32));
     let (cos, sin) = (target.f32(&cos?)?, target.f32(&sin?)?);
     let positions = target.ids(&[89, 0, 7, 7, 31])?;
-    let (qkv, bias) = (noise(17, &[tokens, width], DType::F32)?, noise(18, &[width], DType::F32)?);
+    let (qkv, bias) = (noise(17, &[2, tokens, width], DType::F32)?, noise(18, &[width], DType::F32)?);
     let rotation = Rotation { cos: &cos, sin: &sin, positions: &positions };
     let (q_norm, k_norm) =
         (target.f32(&noise(41, &[head_dim], DType::F32)?)?, target.f32(&noise(42, &[head_dim], DType::F32)?)?);

@@ -12,7 +12,7 @@ use super::kv_cache::{KvCache, LayerSpec};
 use super::linear::{Bias, Linear};
 use super::norm::{Norm, NormConfig};
 use super::pass::{Pass, RowSelection};
-use super::residual::{PartialDtype, PartialOutput, PartialRows};
+use super::residual::{PartialForm, PartialOutput, PartialRows};
 use super::rope::RotaryEmbedding;
 use crate::kernels::{
     self,
@@ -207,14 +207,14 @@ impl Attention {
         pass: &Pass,
         cache: &KvCache,
         rows: RowSelection,
-        dtype: PartialDtype,
+        form: PartialForm,
     ) -> Result<PartialOutput<'_>> {
         if self.config.heads == 0 {
             let rows = Tensor::zeros((pass.row_count(rows), self.config.hidden_size), DType::F32, x.device())?;
             return Ok(PartialOutput { rows: PartialRows::Summed(rows), bias: self.o_proj.bias.as_ref() });
         }
         let y = pass.select(rows, &self.attend(x, layer, pass, cache)?)?;
-        self.o_proj.forward_partial(&y, pass.sum_order(), dtype)
+        self.o_proj.forward_partial(&y, pass.sum_order(), form)
     }
 
     /// Returns the attention output of the heads of this rank, `[tokens, heads * head_dim]`.
@@ -226,7 +226,7 @@ impl Attention {
         let (cached, blocks) = (cache.layer(layer), pass.blocks(cache.layout().group(layer)));
 
         // 1. project, normalize and rotate; write k and v to the cache
-        let qkv = self.qkv_proj.matmul(x, pass.sum_order())?;
+        let qkv = self.qkv_proj.matmul_parts(x, pass.sum_order())?;
         let norms = self.qk_norm.as_ref().map(|(q, k)| QkNorm { q: &q.weight, k: &k.weight, eps: q.eps });
         let rotation = self.rotary.rotation(pass.queries().positions());
         let sizes = HeadSizes { heads, kv_heads, head_dim };

@@ -15,7 +15,7 @@ use super::mlp::{ExpertCost, Mlp};
 use super::norm::Norm;
 use super::pass::{Pass, PassBatch, RowSelection};
 #[cfg(feature = "cuda")]
-use super::residual::PartialDtype;
+use super::residual::PartialForm;
 use super::residual::Residual;
 use super::rope::RotaryEmbedding;
 use crate::kernels::SumOrder;
@@ -260,26 +260,28 @@ impl Decoder {
         #[cfg(feature = "cuda")]
         if self.is_on_gpu() {
             let mut known = Vec::new();
-            let mut load = |linear: &Linear, is_part: bool| {
-                let kind = (linear.weight.dims(), linear.weight.format(), is_part);
+            let mut load = |linear: &Linear, form: &dyn Fn(usize) -> PartialForm| {
+                let kind = (linear.weight.dims(), linear.weight.format(), form(tokens));
                 if known.contains(&kind) {
                     return Ok(());
                 }
                 known.push(kind);
+                linear.load_kernels(tokens, self.dtype, form)
+            };
+            let part = |linear: &Linear, post_norm: &Option<Norm>, tokens: usize| {
                 let (out, _) = linear.weight.dims();
-                let is_rounded = |tokens| is_part && self.layer_world.can_round(tokens * out);
-                let partial_dtype = |tokens| if is_rounded(tokens) { PartialDtype::Rounded } else { PartialDtype::F32 };
-                linear.load_kernels(tokens, self.dtype, partial_dtype)
+                PartialForm::choose(&self.layer_world, tokens * out, post_norm.as_ref())
             };
             for layer in &self.layers {
-                load(&layer.self_attn.qkv_proj, false)?;
-                load(&layer.self_attn.o_proj, true)?;
+                let (qkv_proj, o_proj) = (&layer.self_attn.qkv_proj, &layer.self_attn.o_proj);
+                load(qkv_proj, &|_| PartialForm::ProductParts)?;
+                load(o_proj, &|tokens| part(o_proj, &layer.attention_post_norm, tokens))?;
                 if let Some((first, last)) = layer.mlp.linears() {
-                    load(first, false)?;
-                    load(last, true)?;
+                    load(first, &|_| PartialForm::F32)?;
+                    load(last, &|tokens| part(last, &layer.mlp_post_norm, tokens))?;
                 }
             }
-            self.lm_head.load_kernels(rows, self.dtype, |_| PartialDtype::F32)?;
+            self.lm_head.load_kernels(rows, self.dtype, |_| PartialForm::F32)?;
         }
         Ok(())
     }

@@ -32,12 +32,13 @@ impl DecoderLayer {
         rows: RowSelection,
     ) -> Result<()> {
         let normed = residual.norm(&self.attention_norm, self.self_attn.dtype())?;
-        let dtype = residual.partial_dtype(pass.row_count(rows))?;
-        let output = self.self_attn.forward(&normed, index, pass, cache, rows, dtype)?;
+        let form = residual.partial_form(pass.row_count(rows), self.attention_post_norm.as_ref())?;
+        let output = self.self_attn.forward(&normed, index, pass, cache, rows, form)?;
         residual.select(pass, rows)?;
         residual.add(output, self.attention_post_norm.as_ref())?;
         let normed = residual.norm(&self.mlp_norm, self.mlp.dtype())?;
-        residual.add(self.mlp.forward(&normed, pass.sum_order(), dtype)?, self.mlp_post_norm.as_ref())
+        let form = residual.partial_form(pass.row_count(rows), self.mlp_post_norm.as_ref())?;
+        residual.add(self.mlp.forward(&normed, pass.sum_order(), form)?, self.mlp_post_norm.as_ref())
     }
 
     /// Returns how many bytes of this rank's weights a decode step reads for one token.

@@ -5,7 +5,7 @@ use std::ops::Range;
 use anyhow::Result;
 use candle_core::{DType, Tensor};
 
-use super::residual::{PartialDtype, PartialOutput, PartialRows};
+use super::residual::{PartialForm, PartialOutput, PartialRows};
 #[cfg(feature = "cuda")]
 use crate::kernels::matmul::size_class::size_classes;
 use crate::kernels::{self, SumOrder, matrix::Matrix, rows::add_bias};
@@ -99,25 +99,21 @@ impl Linear {
         &self,
         x: &Tensor,
         sum_order: SumOrder,
-        dtype: PartialDtype,
+        form: PartialForm,
     ) -> Result<PartialOutput<'_>> {
-        let rows = match dtype {
-            PartialDtype::F32 => self.weight.matmul(x, sum_order)?,
-            PartialDtype::Rounded => self.weight.matmul_rounded(x, sum_order)?,
+        let rows = match form {
+            PartialForm::F32 => PartialRows::Summed(self.weight.matmul(x, sum_order)?),
+            PartialForm::ProductParts => PartialRows::ProductParts(self.weight.matmul_parts(x, sum_order)?),
+            PartialForm::Rounded => PartialRows::Summed(self.weight.matmul_rounded(x, sum_order)?),
         };
-        Ok(PartialOutput { rows: PartialRows::Summed(rows), bias: self.bias.as_ref() })
+        Ok(PartialOutput { rows, bias: self.bias.as_ref() })
     }
 
     /// Runs the product with zeros for each size class of up to `tokens` tokens, so that its kernels are loaded.
     /// Dense weights have inputs of their own dtype, and quantized weights have inputs of dtype `dtype`.
-    /// `partial_dtype` returns the dtype of the product for a number of tokens.
+    /// `form` returns the form of the product for a number of tokens.
     #[cfg(feature = "cuda")]
-    pub(super) fn load_kernels(
-        &self,
-        tokens: usize,
-        dtype: DType,
-        partial_dtype: impl Fn(usize) -> PartialDtype,
-    ) -> Result<()> {
+    pub(super) fn load_kernels(&self, tokens: usize, dtype: DType, form: impl Fn(usize) -> PartialForm) -> Result<()> {
         let dtype = match &self.weight {
             Matrix::Dense(weight) => weight.dtype(),
             Matrix::Quantized(_) | Matrix::Concatenated(_) => dtype,
@@ -130,14 +126,14 @@ impl Linear {
             // The largest class can exceed `tokens`, but memory is planned only for `tokens` tokens.
             let tokens = class.min(tokens);
             let x = Tensor::zeros((tokens, columns), dtype, self.weight.device())?;
-            self.forward_partial(&x, SumOrder::Fastest, partial_dtype(tokens))?;
+            self.forward_partial(&x, SumOrder::Fastest, form(tokens))?;
         }
         Ok(())
     }
 
-    /// Returns x·Wᵀ, without the bias.
-    pub fn matmul(&self, x: &Tensor, sum_order: SumOrder) -> Result<Tensor> {
-        Ok(self.weight.matmul(x, sum_order)?)
+    /// Returns x·Wᵀ without the bias, as f32 `[parts, tokens, out]`. The product is the sum over the parts.
+    pub fn matmul_parts(&self, x: &Tensor, sum_order: SumOrder) -> Result<Tensor> {
+        Ok(self.weight.matmul_parts(x, sum_order)?)
     }
 
     /// Maps x `[tokens, in]` to x·Wᵀ + b, f32 `[tokens, out]`.

@@ -8,7 +8,7 @@ use candle_nn::Activation;
 
 use super::linear::{Bias, Linear, SHARE_COLUMNS, gate_up_rows};
 use super::moe::{ClampedMoe, GatedMoe};
-use super::residual::{PartialDtype, PartialOutput, PartialRows};
+use super::residual::{PartialForm, PartialOutput, PartialRows};
 use crate::kernels::SumOrder;
 use crate::kernels::activation::{self, gated, gated_halves};
 use crate::kernels::moe::expert_usage::ExpertUsage;
@@ -42,10 +42,10 @@ impl Mlp {
     }
 
     /// Maps x `[tokens, hidden]` to this rank's part of the output, `[tokens, hidden]`.
-    pub(super) fn forward(&self, x: &Tensor, sum_order: SumOrder, dtype: PartialDtype) -> Result<PartialOutput<'_>> {
+    pub(super) fn forward(&self, x: &Tensor, sum_order: SumOrder, form: PartialForm) -> Result<PartialOutput<'_>> {
         match self {
-            Mlp::Gated(mlp) => mlp.forward(x, sum_order, dtype),
-            Mlp::Plain(mlp) => mlp.forward(x, sum_order, dtype),
+            Mlp::Gated(mlp) => mlp.forward(x, sum_order, form),
+            Mlp::Plain(mlp) => mlp.forward(x, sum_order, form),
             Mlp::GatedMoe(moe) => {
                 Ok(PartialOutput { rows: PartialRows::Summed(moe.forward(x, sum_order)?), bias: None })
             }
@@ -161,13 +161,13 @@ impl GatedMlp {
         self.dtype
     }
 
-    fn forward(&self, x: &Tensor, sum_order: SumOrder, dtype: PartialDtype) -> Result<PartialOutput<'_>> {
+    fn forward(&self, x: &Tensor, sum_order: SumOrder, form: PartialForm) -> Result<PartialOutput<'_>> {
         let gate_up = self.gate_up_proj.forward(x, sum_order)?;
         let gated = match gate_up.elem_count() {
             0 => gate_up,
             _ => gated_halves(&gate_up, self.activation, self.dtype)?,
         };
-        self.down_proj.forward_partial(&gated, sum_order, dtype)
+        self.down_proj.forward_partial(&gated, sum_order, form)
     }
 }
 
@@ -198,13 +198,13 @@ impl PlainMlp {
         })
     }
 
-    fn forward(&self, x: &Tensor, sum_order: SumOrder, dtype: PartialDtype) -> Result<PartialOutput<'_>> {
+    fn forward(&self, x: &Tensor, sum_order: SumOrder, form: PartialForm) -> Result<PartialOutput<'_>> {
         let x = self.fc.forward(x, sum_order)?;
         let activated = match x.elem_count() {
             0 => x,
             _ => gated(&x, None, self.activation, self.dtype)?,
         };
-        self.proj.forward_partial(&activated, sum_order, dtype)
+        self.proj.forward_partial(&activated, sum_order, form)
     }
 }
 

@@ -21,8 +21,11 @@ pub(crate) struct PartialOutput<'l> {
 
 /// The rows of a [`PartialOutput`].
 pub(crate) enum PartialRows {
-    /// The rows in one tensor, in f32 or in the compute dtype (see [`PartialDtype`]).
+    /// The rows in one tensor, in f32 or in the compute dtype (see [`PartialForm`]).
     Summed(Tensor),
+    /// A product whose parts are not yet added up: f32 `[parts, tokens, hidden]` (see `matmul_parts` in `kernels`).
+    /// One kernel can add the parts to the residual stream and normalize the sum.
+    ProductParts(Tensor),
     /// The outputs of each token's experts, not yet added up.
     /// One kernel can add the outputs to the residual stream and normalize the sum.
     #[cfg(feature = "cuda")]
@@ -30,33 +33,49 @@ pub(crate) enum PartialRows {
 }
 
 impl PartialRows {
-    /// Returns the rows as one tensor. Sums expert outputs to f32, or to their own dtype if `dtype` is `Rounded`.
-    fn summed(self, dtype: PartialDtype) -> Result<Tensor> {
-        let _ = dtype; // unused in a build without the feature `cuda`
+    /// Returns the rows as one tensor. Sums expert outputs to their own dtype if `form` is `Rounded`, otherwise to f32.
+    fn summed(self, form: PartialForm) -> Result<Tensor> {
+        let _ = form; // unused in a build without the feature `cuda`
         match self {
             Self::Summed(rows) => Ok(rows),
+            Self::ProductParts(parts) => Ok(parts.sum(0)?),
             #[cfg(feature = "cuda")]
-            Self::PerExpert(outputs) => Ok(match dtype {
-                PartialDtype::F32 => outputs.sum(DType::F32)?,
-                PartialDtype::Rounded => outputs.sum(outputs.dtype())?,
+            Self::PerExpert(outputs) => Ok(match form {
+                PartialForm::F32 | PartialForm::ProductParts => outputs.sum(DType::F32)?,
+                PartialForm::Rounded => outputs.sum(outputs.dtype())?,
             }),
         }
     }
 }
 
-/// The dtype of a [`PartialOutput`].
+/// The form in which a linear layer returns a [`PartialOutput`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum PartialDtype {
+pub(crate) enum PartialForm {
     F32,
+    /// The product may have several parts, because the kernel that adds it to the residual stream adds up the parts.
+    ProductParts,
     /// The part may be in the compute dtype, because the ranks round large parts anyway when they add them.
     /// A rounded part takes less time to write and read.
     Rounded,
 }
 
+impl PartialForm {
+    /// Returns the form for a rank's part of an output with `elements` elements, to which `post_norm` will be applied.
+    pub fn choose(world: &World, elements: usize, post_norm: Option<&Norm>) -> Self {
+        match post_norm {
+            _ if world.can_round(elements) => Self::Rounded,
+            None if world.size() == 1 => Self::ProductParts,
+            _ => Self::F32,
+        }
+    }
+}
+
 /// An output that is not yet added to the residual stream.
 enum Pending<'l> {
     /// This rank's part, `[tokens, hidden]`, and a bias to add to every row of the sum of all ranks' parts.
-    Part(Tensor, Option<&'l Tensor>),
+    RankPart(Tensor, Option<&'l Tensor>),
+    /// The product of a layer that is not divided among ranks, f32 `[parts, tokens, hidden]`, and the layer's bias.
+    ProductParts(Tensor, Option<&'l Tensor>),
     /// The expert outputs of a layer that is not divided among ranks.
     #[cfg(feature = "cuda")]
     PerExpert(ExpertOutputs),
@@ -85,16 +104,17 @@ impl<'l> Residual<'l> {
         Self { world, x, is_divided: false, pending: second.map(Pending::Whole) }
     }
 
-    /// Returns the dtype for this rank's part of an output with `rows` rows.
-    pub fn partial_dtype(&self, rows: usize) -> Result<PartialDtype> {
-        Ok(if self.world.can_round(rows * self.x.dim(1)?) { PartialDtype::Rounded } else { PartialDtype::F32 })
+    /// Returns the form for this rank's part of an output with `rows` rows, to which `post_norm` will be applied.
+    pub fn partial_form(&self, rows: usize, post_norm: Option<&Norm>) -> Result<PartialForm> {
+        Ok(PartialForm::choose(self.world, rows * self.x.dim(1)?, post_norm))
     }
 
     /// Adds the pending output to x. Returns the normalized residual stream, in `dtype`.
     pub fn norm(&mut self, norm: &Norm, dtype: DType) -> Result<Tensor> {
-        let (rows, bias) = match self.pending.take() {
+        let (parts, bias) = match self.pending.take() {
             None => (None, None),
-            Some(Pending::Whole(rows)) => (Some(rows), None),
+            Some(Pending::Whole(rows)) => (Some(rows.unsqueeze(0)?), None),
+            Some(Pending::ProductParts(parts, bias)) => (Some(parts), bias),
             #[cfg(feature = "cuda")]
             Some(Pending::PerExpert(outputs)) => {
                 if norm.bias.is_none()
@@ -103,9 +123,9 @@ impl<'l> Residual<'l> {
                     self.x = x;
                     return Ok(normed);
                 }
-                (Some(outputs.sum(DType::F32)?), None)
+                (Some(outputs.sum(DType::F32)?.unsqueeze(0)?), None)
             }
-            Some(Pending::Part(rows, bias)) => {
+            Some(Pending::RankPart(rows, bias)) => {
                 if norm.bias.is_none()
                     && let Some(updated) = self.world.add_partials(&ResidualUpdate {
                         x: &self.x,
@@ -120,10 +140,10 @@ impl<'l> Residual<'l> {
                     (self.x, self.is_divided) = (updated.x, updated.is_divided);
                     return Ok(updated.normed);
                 }
-                (Some(self.sum_rows(&rows)?), bias)
+                (Some(self.sum_rows(&rows)?.unsqueeze(0)?), bias)
             }
         };
-        let addend = rows.as_ref().map(|rows| Addend { rows, bias });
+        let addend = parts.as_ref().map(|parts| Addend { parts, bias });
         let (x, normed) = norm.add_norm(self.whole()?, addend, dtype)?;
         self.x = x;
         Ok(normed)
@@ -135,10 +155,13 @@ impl<'l> Residual<'l> {
         self.pending = Some(match (output.rows, post_norm) {
             #[cfg(feature = "cuda")]
             (PartialRows::PerExpert(outputs), None) if self.world.size() == 1 => Pending::PerExpert(outputs),
+            (PartialRows::ProductParts(parts), None) if self.world.size() == 1 => {
+                Pending::ProductParts(parts, output.bias)
+            }
             (rows, post_norm) => {
-                let rows = rows.summed(self.partial_dtype(self.x.dim(0)?)?)?;
+                let rows = rows.summed(self.partial_form(self.x.dim(0)?, post_norm)?)?;
                 match post_norm {
-                    None => Pending::Part(rows, output.bias),
+                    None => Pending::RankPart(rows, output.bias),
                     Some(post_norm) => Pending::Whole(post_norm.forward(&self.sum(&rows, output.bias)?)?),
                 }
             }
@@ -153,7 +176,8 @@ impl<'l> Residual<'l> {
             Some(Pending::Whole(rows)) => rows,
             #[cfg(feature = "cuda")]
             Some(Pending::PerExpert(outputs)) => outputs.sum(DType::F32)?,
-            Some(Pending::Part(rows, bias)) => self.sum(&rows, bias)?,
+            Some(Pending::RankPart(rows, bias)) => self.sum(&rows, bias)?,
+            Some(Pending::ProductParts(parts, bias)) => self.sum(&parts.sum(0)?, bias)?,
         };
         self.x = (self.whole()? + output)?;
         Ok(&self.x)

@@ -314,7 +314,9 @@ mod tests {
         let sizes = HeadSizes { heads, kv_heads, head_dim };
         let cache = Tensor::zeros((BLOCK_TOKENS, kv_heads, head_dim), DType::F32, &Device::Cpu).unwrap();
         let layer = CachedLayer { k: &cache, v: &cache };
-        let q = split_qkv(&qkv, None, None, rotary.rotation(&positions), sizes, layer, &positions).unwrap();
+        let q =
+            split_qkv(&qkv.unsqueeze(0).unwrap(), None, None, rotary.rotation(&positions), sizes, layer, &positions)
+                .unwrap();
 
         // candle's rope takes [batch, heads, tokens, head_dim].
         let plain = qkv.narrow(1, 0, heads * head_dim).unwrap().reshape((1, tokens, heads, head_dim)).unwrap();

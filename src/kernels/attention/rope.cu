@@ -2,7 +2,7 @@
 // Applies rotary position embedding (RoPE) to q and k. Rounds the results to T, and writes k and v to the KV cache.
 // RoPE rotates the pairs (x[i], x[i + rotated / 2]) of a head, for i < rotated / 2.
 // RoPE does not change the elements with index `rotated` or higher.
-//   qkv: f32 [tokens, heads + 2 · kv_heads, head_dim]
+//   qkv: f32 [parts, tokens, heads + 2 · kv_heads, head_dim]; the parts are added up
 //   bias: f32 [heads + 2 · kv_heads, head_dim] or null
 //   q_norm, k_norm: f32 [head_dim] or null; each head of q and k is normalized before the rotation
 //   cos, sin: f32 [positions, rotated / 2]
@@ -13,12 +13,13 @@
 //   grid: one warp per HEADS heads of a token: ceil(tokens · ceil((heads + 2 · kv_heads) / HEADS) / warps per block)
 //     split_qkv: HEADS = ROPE_HEADS_PER_WARP
 //     split_qkv_few_tokens, for up to ROPE_FEW_TOKENS tokens: HEADS = 1
-//     split_qkv_wide, without norms: see the template below
+//     split_qkv_wide and split_qkv_wide_parts, without norms: see the template below
 //   block: a multiple of 32
-//   bytes moved: tokens · (heads + 2 · kv_heads) · head_dim · (4 + sizeof(T))
+//   bytes moved: tokens · (heads + 2 · kv_heads) · head_dim · (4 · parts + sizeof(T))
 #include "constants.cuh"
 #include "headers/common.cuh"
 #include "headers/pdl.cuh"
+#include "headers/sum_parts.cuh"
 #include "headers/tensor_core.cuh"
 
 // Rotates the pair (a, b). All kernels of this file round in the same way, so they return the same bits.
@@ -31,8 +32,8 @@ __device__ void split_qkv(const float* __restrict__ qkv, const float* __restrict
                           const float* __restrict__ q_norm, const float* __restrict__ k_norm,
                           const float* __restrict__ cos, const float* __restrict__ sin,
                           const uint32_t* __restrict__ positions, T* __restrict__ q, T* __restrict__ k,
-                          T* __restrict__ v, const uint32_t* __restrict__ slots, int tokens, int heads, int kv_heads,
-                          int head_dim, int rotated, float eps) {
+                          T* __restrict__ v, const uint32_t* __restrict__ slots, int parts, int tokens, int heads,
+                          int kv_heads, int head_dim, int rotated, float eps) {
     const int all = heads + 2 * kv_heads, groups = (all + HEADS - 1) / HEADS, half = rotated / 2;
     const int lane = threadIdx.x % 32;
     const int item = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, token = item / groups;
@@ -42,9 +43,10 @@ __device__ void split_qkv(const float* __restrict__ qkv, const float* __restrict
     const int first = item % groups * HEADS, count = min(HEADS, all - first);
 
     const float *x = qkv + ((size_t)token * all + first) * head_dim, *added = bias + first * head_dim;
+    const size_t part_stride = (size_t)tokens * all * head_dim;
     const auto biased = [&](int h, int i) {
         const int at = min(h, count - 1) * head_dim + i;
-        return x[at] + (bias ? added[at] : 0.0f);
+        return sum_parts<true>(parts, [&](int part) { return x[part * part_stride + at]; }) + (bias ? added[at] : 0.0f);
     };
     const auto is_query = [&](int h) { return first + h < heads; };
     const auto is_rotated = [&](int h) { return first + h < heads + kv_heads; };
@@ -105,11 +107,12 @@ template <typename T> __device__ __forceinline__ void store_4(T* to, const float
 // `head_dim` is 64, 128 or 256, and `head_dim` / 8 lanes share a head.
 // A lane handles eight elements in each of HEADS heads.
 //   grid: one warp per HEADS · 256 / head_dim heads of a token
-template <typename T, int HEADS>
+// PARTS says whether qkv can have several parts.
+template <typename T, int HEADS, bool PARTS>
 __device__ void split_qkv_wide(const float* __restrict__ qkv, const float* __restrict__ bias,
                                const float* __restrict__ cos, const float* __restrict__ sin,
                                const uint32_t* __restrict__ positions, T* __restrict__ q, T* __restrict__ k,
-                               T* __restrict__ v, const uint32_t* __restrict__ slots, int tokens, int heads,
+                               T* __restrict__ v, const uint32_t* __restrict__ slots, int parts, int tokens, int heads,
                                int kv_heads, int head_dim) {
     const int all = heads + 2 * kv_heads, half = head_dim / 2, lanes = head_dim / 8, at_once = 32 / lanes;
     const int groups = (all + HEADS * at_once - 1) / (HEADS * at_once), lane = threadIdx.x % 32;
@@ -118,6 +121,7 @@ __device__ void split_qkv_wide(const float* __restrict__ qkv, const float* __res
     pdl_launch_dependents();
     if (token >= tokens) return;
     const int first = item % groups * HEADS * at_once + lane / lanes, i = lane % lanes * 4;
+    const size_t part_stride = (size_t)tokens * all * head_dim;
     const auto load = [](const float* from) { return *reinterpret_cast<const float4*>(from); };
     float4 a[HEADS], b[HEADS];
 #pragma unroll
@@ -125,7 +129,8 @@ __device__ void split_qkv_wide(const float* __restrict__ qkv, const float* __res
         const int head = first + h * at_once;
         if (head >= all) continue;
         const float* x = qkv + ((size_t)token * all + head) * head_dim + i;
-        a[h] = load(x), b[h] = load(x + half);
+        a[h] = sum_parts<PARTS>(parts, [&](int part) { return load(x + part * part_stride); });
+        b[h] = sum_parts<PARTS>(parts, [&](int part) { return load(x + part * part_stride + half); });
     }
     const size_t cache_row = slots[token], angles = (size_t)positions[token] * half + i;
     const float4 cos_4 = load(cos + angles), sin_4 = load(sin + angles);
@@ -159,20 +164,22 @@ __device__ void split_qkv_wide(const float* __restrict__ qkv, const float* __res
 #define DEFINE_KERNEL(T, NAME, HEADS)                                                                                  \
     extern "C" __global__ void NAME(const float* qkv, const float* bias, const float* q_norm, const float* k_norm,     \
                                     const float* cos, const float* sin, const uint32_t* positions, T* q, T* k, T* v,   \
-                                    const uint32_t* slots, int tokens, int heads, int kv_heads, int head_dim,          \
-                                    int rotated, float eps) {                                                          \
-        split_qkv<T, HEADS>(qkv, bias, q_norm, k_norm, cos, sin, positions, q, k, v, slots, tokens, heads, kv_heads,   \
-                            head_dim, rotated, eps);                                                                   \
+                                    const uint32_t* slots, int parts, int tokens, int heads, int kv_heads,             \
+                                    int head_dim, int rotated, float eps) {                                            \
+        split_qkv<T, HEADS>(qkv, bias, q_norm, k_norm, cos, sin, positions, q, k, v, slots, parts, tokens, heads,      \
+                            kv_heads, head_dim, rotated, eps);                                                         \
+    }
+#define DEFINE_WIDE(T, NAME, PARTS)                                                                                    \
+    extern "C" __global__ void NAME(const float* qkv, const float* bias, const float*, const float*, const float* cos, \
+                                    const float* sin, const uint32_t* positions, T* q, T* k, T* v,                     \
+                                    const uint32_t* slots, int parts, int tokens, int heads, int kv_heads,             \
+                                    int head_dim, int, float) {                                                        \
+        split_qkv_wide<T, ROPE_WIDE_HEADS, PARTS>(qkv, bias, cos, sin, positions, q, k, v, slots, parts, tokens,       \
+                                                  heads, kv_heads, head_dim);                                          \
     }
 #define DEFINE(T, SUFFIX)                                                                                              \
     DEFINE_KERNEL(T, split_qkv_##SUFFIX, ROPE_HEADS_PER_WARP)                                                          \
     DEFINE_KERNEL(T, split_qkv_few_tokens_##SUFFIX, 1)                                                                 \
-    extern "C" __global__ void split_qkv_wide_##SUFFIX(const float* qkv, const float* bias, const float*,              \
-                                                       const float*, const float* cos, const float* sin,               \
-                                                       const uint32_t* positions, T* q, T* k, T* v,                    \
-                                                       const uint32_t* slots, int tokens, int heads, int kv_heads,     \
-                                                       int head_dim, int, float) {                                     \
-        split_qkv_wide<T, ROPE_WIDE_HEADS>(qkv, bias, cos, sin, positions, q, k, v, slots, tokens, heads, kv_heads,    \
-                                           head_dim);                                                                  \
-    }
+    DEFINE_WIDE(T, split_qkv_wide_##SUFFIX, false)                                                                     \
+    DEFINE_WIDE(T, split_qkv_wide_parts_##SUFFIX, true)
 FOR_EACH_DTYPE(DEFINE)

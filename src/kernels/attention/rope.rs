@@ -8,6 +8,7 @@
 use candle_core::{DType, Device, Result, Tensor, bail};
 
 use super::paged::CachedLayer;
+use crate::kernels::constants::MAX_PRODUCT_PARTS;
 use crate::kernels::norm;
 
 /// The numbers of query heads and KV heads in an attention layer, and the size of each head.
@@ -49,7 +50,8 @@ pub struct QkNorm<'t> {
 /// Adds the bias, applies the norms to q and k, and rotates the first elements of each q and k head.
 /// The number of rotated elements is twice the number of columns in `cos`.
 ///
-/// - qkv: f32 `[tokens, (heads + 2 * kv_heads) * head_dim]`
+/// - qkv: f32 `[parts, tokens, (heads + 2 * kv_heads) * head_dim]`, at most `MAX_PRODUCT_PARTS` parts.
+///   The sum over the parts is the output.
 /// - bias: f32 `[(heads + 2 * kv_heads) * head_dim]`
 /// - slots: u32 `[tokens]`, the row of the cache for each token. The caller guarantees that the cache has these rows.
 ///
@@ -82,7 +84,8 @@ fn split_qkv_on_cpu(
     slots: &Tensor,
 ) -> Result<Tensor> {
     let HeadSizes { heads, kv_heads, head_dim } = sizes;
-    let ((tokens, width), (_, half)) = (qkv.dims2()?, cos.dims2()?);
+    let ((_, tokens, width), (_, half)) = (qkv.dims3()?, cos.dims2()?);
+    let qkv = qkv.sum(0)?;
     let qkv = bias.map_or_else(|| Ok(qkv.clone()), |bias| qkv.broadcast_add(bias))?;
     let x = qkv.flatten_all()?.to_vec1::<f32>()?;
     let (cos, sin) = (cos.flatten_all()?.to_vec1::<f32>()?, sin.flatten_all()?.to_vec1::<f32>()?);
@@ -113,8 +116,11 @@ fn check_inputs(
 ) -> Result<()> {
     let Rotation { cos, sin, positions } = rotation;
     let HeadSizes { kv_heads, head_dim, .. } = sizes;
-    let ((tokens, width), (_, half)) = (qkv.dims2()?, cos.dims2()?);
-    if width != sizes.qkv_rows() || bias.is_some_and(|bias| bias.dims() != [width]) {
+    let ((parts, tokens, width), (_, half)) = (qkv.dims3()?, cos.dims2()?);
+    if !(1..=MAX_PRODUCT_PARTS).contains(&parts)
+        || width != sizes.qkv_rows()
+        || bias.is_some_and(|bias| bias.dims() != [width])
+    {
         let bias = bias.map(Tensor::dims);
         bail!("split_qkv: shapes do not match: qkv {:?}, bias {bias:?}, {sizes:?}", qkv.dims());
     }
@@ -213,7 +219,7 @@ mod on_gpu {
         layer: CachedLayer,
         slots: &Tensor,
     ) -> Result<Tensor> {
-        let (tokens, (_, half), dtype) = (qkv.dim(0)?, cos.dims2()?, layer.k.dtype());
+        let ((parts, tokens, _), (_, half), dtype) = (qkv.dims3()?, cos.dims2()?, layer.k.dtype());
         // SAFETY: the kernel writes every element of `q`.
         let q = unsafe { scratch::empty((tokens, heads, head_dim), dtype, qkv.device())? };
         let arguments = Arguments::new()
@@ -228,6 +234,7 @@ mod on_gpu {
             .tensor(layer.k)?
             .tensor(layer.v)?
             .tensor(slots)?
+            .int(parts)
             .int(tokens)
             .int(heads)
             .int(kv_heads)
@@ -240,6 +247,7 @@ mod on_gpu {
         }
         let has_few_tokens = tokens <= ROPE_FEW_TOKENS;
         let (name, heads_per_warp) = match is_wide {
+            true if parts > 1 => ("split_qkv_wide_parts", ROPE_WIDE_HEADS * 256 / head_dim),
             true => ("split_qkv_wide", ROPE_WIDE_HEADS * 256 / head_dim),
             false if has_few_tokens => ("split_qkv_few_tokens", 1),
             false => ("split_qkv", ROPE_HEADS_PER_WARP),

@@ -58,6 +58,25 @@ DEFINE_WGMMA(128, "%64, %65, %66, %67", "%68")
 DEFINE_WGMMA(144, "%72, %73, %74, %75", "%76")
 DEFINE_WGMMA(160, "%80, %81, %82, %83", "%84")
 
+// The same product with both matrices in shared memory. Both parameters are wgmma_descriptors.
+// A row of a is swizzled like a column of b.
+// clang-format off
+#define WGMMA_SHARED(N, TYPE, A, B)                                                                                    \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" NAMES##N "}, " A ", " B ", "     \
+                 "1, 1, 1, 0, 0;"                                                                                      \
+                 : SUMS##N                                                                                             \
+                 : "l"(a), "l"(b))
+// clang-format on
+#define DEFINE_WGMMA_SHARED(N, A, B)                                                                                   \
+    template <typename T> __device__ __forceinline__ void wgmma(float (&sum)[N / 2], uint64_t a, uint64_t b) {         \
+        if constexpr (__is_same(T, __half))                                                                            \
+            WGMMA_SHARED(N, "f16", A, B);                                                                              \
+        else                                                                                                           \
+            WGMMA_SHARED(N, "bf16", A, B);                                                                             \
+    }
+DEFINE_WGMMA_SHARED(16, "%8", "%9")
+DEFINE_WGMMA_SHARED(32, "%16", "%17")
+
 // Returns the wgmma descriptor of b at a shared memory address.
 // A swizzled row of 128 bytes contains 64 values of one column. One wgmma multiplies 16 of them.
 // Eight of these rows form a group. Groups are 1024 bytes apart.
@@ -83,6 +102,8 @@ template <int LEFT> __device__ __forceinline__ void wgmma_wait() {
 }
 
 #undef DEFINE_WGMMA
+#undef DEFINE_WGMMA_SHARED
 #undef WGMMA
+#undef WGMMA_SHARED
 
 #endif

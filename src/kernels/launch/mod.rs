@@ -26,4 +26,4 @@ pub use list::{LaunchList, TimedLaunch};
 pub use mailbox::HostMailbox;
 pub use module::Module;
 pub(crate) use module::module;
-pub use tensor_map::TensorMap;
+pub use tensor_map::{BoxOrder, TensorMap};

@@ -9,6 +9,15 @@ use candle_core::{Device, Result, Tensor, bail};
 use super::arguments::address;
 use crate::kernels::constants::TENSOR_MAP_ELEMENT_BYTES;
 
+/// The order of the bytes of a copied box in shared memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum BoxOrder {
+    /// Row by row.
+    Plain,
+    /// Rows of 128 bytes, swizzled as `wgmma_descriptor` in `headers/wgmma.cuh` expects.
+    Swizzled,
+}
+
 /// Describes the bytes of a contiguous tensor in three dimensions, for GPUs of compute capability 9.0 and later.
 /// With a tensor map, a single instruction of a kernel copies a box of the tensor to shared memory.
 ///
@@ -25,10 +34,12 @@ impl TensorMap {
     /// Describes the bytes of a tensor as `[depth, height, width]`, and boxes of `[1, box_height, box_width]`.
     /// Both widths are in bytes and must be multiples of 16.
     /// `box_height` is at most 256, and `box_width` is at most 256 · `TENSOR_MAP_ELEMENT_BYTES`.
+    /// If `order` is `Swizzled`, `box_width` is 128.
     pub fn new(
         tensor: &Tensor,
         [depth, height, width]: [usize; 3],
         [box_height, box_width]: [usize; 2],
+        order: BoxOrder,
     ) -> Result<Self> {
         if depth * height * width != tensor.elem_count() * tensor.dtype().size_in_bytes() {
             bail!("cannot create a tensor map: {depth} x {height} x {width} bytes do not match {:?}", tensor.shape());
@@ -59,7 +70,10 @@ impl TensorMap {
                 box_dims.as_ptr(),
                 [1; 3].as_ptr(),
                 sys::CUtensorMapInterleave::CU_TENSOR_MAP_INTERLEAVE_NONE,
-                sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_NONE,
+                match order {
+                    BoxOrder::Plain => sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_NONE,
+                    BoxOrder::Swizzled => sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B,
+                },
                 sys::CUtensorMapL2promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                 sys::CUtensorMapFloatOOBfill::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
             )

@@ -2,6 +2,7 @@
 //! Callers add biases in f32, and round only inputs of later operations to the compute dtype. Logits stay f32.
 //!
 //! These modules compute products on a GPU:
+//! - `dense_wgmma`: f16 and bf16, for up to 32 tokens on Hopper. A product can have several parts (see [`matmul_parts`]).
 //! - `dense_few_tokens`: f16 and bf16, for up to 8 tokens
 //! - `f32_few_rows`: f32, for matrices with few weight rows, such as routers, and any number of tokens
 //! - `cublas_lt`: f16 and bf16 in all other cases
@@ -12,6 +13,8 @@
 pub mod cublas_lt;
 #[cfg(feature = "cuda")]
 pub mod dense_few_tokens;
+#[cfg(feature = "cuda")]
+pub mod dense_wgmma;
 #[cfg(feature = "cuda")]
 pub mod f32_few_rows;
 pub mod size_class;
@@ -34,8 +37,24 @@ pub fn matmul_f32(x: &Tensor, w: &Tensor, sum_order: SumOrder) -> Result<Tensor>
     matmul_f32_into(x, w, sum_order, None)
 }
 
+/// Returns x·wᵀ as f32 `[parts, tokens, rows]`. The product is the sum over the parts.
+/// There is only one part, unless `dense_wgmma` computes the product with [`SumOrder::Fastest`].
+///
+/// The arguments are the same as in [`matmul_f32`].
+pub fn matmul_parts(x: &Tensor, w: &Tensor, sum_order: SumOrder) -> Result<Tensor> {
+    #[cfg(feature = "cuda")]
+    if let Device::Cuda(device) = x.device()
+        && sum_order == SumOrder::Fastest
+        && x.dim(0)? > 1
+        && dense_wgmma::is_supported(device, x, w)?
+    {
+        return dense_wgmma::matmul_parts(device, x, w, None);
+    }
+    matmul_f32(x, w, sum_order)?.unsqueeze(0)
+}
+
 /// Computes [`matmul_f32`]. `out` is f32 `[tokens, rows]`.
-/// If cuBLASLt computes the product with [`SumOrder::Fastest`], writes the product to `out` and returns `out`.
+/// If `dense_wgmma` or cuBLASLt computes the product with [`SumOrder::Fastest`], writes it to `out` and returns `out`.
 /// In all other cases, returns a new tensor.
 pub fn matmul_f32_into(x: &Tensor, w: &Tensor, sum_order: SumOrder, out: Option<&Tensor>) -> Result<Tensor> {
     let ((_, columns), (_, w_columns)) = (x.dims2()?, w.dims2()?);
@@ -50,6 +69,15 @@ pub fn matmul_f32_into(x: &Tensor, w: &Tensor, sum_order: SumOrder, out: Option<
         #[cfg(feature = "cuda")]
         (Device::Cuda(_), SumOrder::Fixed) => product_of_fixed_tokens(x, w),
         // cuBLASLt computes products with a single token. They are rare, because the decode graph has its own kernels.
+        #[cfg(feature = "cuda")]
+        (Device::Cuda(device), SumOrder::Fastest)
+            if x.dim(0)? > 1
+                && dense_wgmma::is_supported(device, x, w)?
+                && dense_wgmma::part_count(device, w.dim(0)?, columns)? == 1 =>
+        {
+            let out = out.map(|out| out.unsqueeze(0)).transpose()?;
+            dense_wgmma::matmul_parts(device, x, w, out.as_ref())?.squeeze(0)
+        }
         #[cfg(feature = "cuda")]
         (Device::Cuda(device), SumOrder::Fastest) if x.dim(0)? > 1 && dense_few_tokens::is_supported(device, x, w)? => {
             dense_few_tokens::matmul_few_tokens(device, x, w)

@@ -4,7 +4,7 @@ use candle_core::{DType, Device, Result, Tensor};
 
 use super::mxfp4::mxfp4_dims;
 use crate::kernels::constants::{MXFP4_TILE_BYTES, MXFP4_TILE_COLUMNS, MXFP4_TILE_ROWS, MXFP4_TILE_SCALE_BYTES};
-use crate::kernels::launch::{Arguments, Launch, LaunchShape, TensorMap, module};
+use crate::kernels::launch::{Arguments, BoxOrder, Launch, LaunchShape, TensorMap, module};
 use crate::kernels::{bytes, unsupported};
 
 /// MXFP4 matrices in tiles of 16 rows × 64 columns, in the order in which tensor cores read them.
@@ -76,7 +76,7 @@ impl Mxfp4Tiles {
     pub fn tensor_maps(&self, row_tiles: usize, steps: usize) -> Result<[TensorMap; 2]> {
         let map = |tensor: &Tensor| {
             let (experts, height, columns, bytes) = tensor.dims4()?;
-            TensorMap::new(tensor, [experts, height, columns * bytes], [row_tiles, steps * bytes])
+            TensorMap::new(tensor, [experts, height, columns * bytes], [row_tiles, steps * bytes], BoxOrder::Plain)
         };
         Ok([map(&self.blocks)?, map(&self.scales)?])
     }

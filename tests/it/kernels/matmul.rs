@@ -39,6 +39,44 @@ fn products_of_few_tokens_match_their_reference() {
     }
 }
 
+#[test(cuda)]
+fn products_of_several_tokens_match_their_reference() {
+    use crate::support::gpu;
+    use candle_core::Device;
+    use inferno::kernels::matmul::dense_wgmma::{is_supported, matmul_parts, part_count};
+    use inferno::kernels::matmul::matmul_f32;
+    let device = gpu();
+    let Device::Cuda(cuda) = &device else { panic!("{device:?} is not a GPU") };
+    // The cases cover matrices of gpt-oss-20b and Llama-3.1-8B, one or more parts, parts of unequal size,
+    // fewer columns than a stage holds, and rows and columns that fill only part of a tile.
+    // The last case is unsupported: a row of 100 columns is not a multiple of 16 bytes.
+    let cases = [(5120, 2880), (2880, 4096), (4096, 14_336), (28_672, 192), (130, 2888), (1, 64), (300, 8), (64, 100)];
+    for (rows, columns) in cases {
+        for dtype in [DType::BF16, DType::F16] {
+            let mut noise = Random((rows + columns) as u64);
+            let (weight, x) = (noise.tensor(&[rows, columns], dtype), noise.tensor(&[33, columns], dtype));
+            let want = matmul_f32(&x, &weight, SumOrder::Fastest).unwrap();
+            let (x, weight) = (to_device(&x, &device, dtype), to_device(&weight, &device, dtype));
+            let tolerance = 1e-5 * (columns as f32 / 4096.0).max(1.0);
+            for tokens in [1, 2, 8, 9, 15, 16, 17, 31, 32, 33] {
+                let (x, want) = (x.narrow(0, 0, tokens).unwrap(), want.narrow(0, 0, tokens).unwrap());
+                let what = format!("{rows}x{columns}, {dtype:?}, {tokens} tokens");
+                // Only Hopper GPUs have the kernels.
+                let is_hopper = cuda.cuda_stream().context().compute_capability().unwrap() == (9, 0);
+                let supported = is_supported(cuda, &x, &weight).unwrap();
+                assert_eq!(supported, is_hopper && tokens < 33 && columns != 100, "{what}");
+                match matmul_parts(cuda, &x, &weight, None) {
+                    Ok(parts) => {
+                        assert_eq!(parts.dim(0).unwrap(), part_count(cuda, rows, columns).unwrap(), "{what}");
+                        assert_close(&what, &parts.sum(0).unwrap(), &want, tolerance);
+                    }
+                    Err(error) => assert!(!supported, "{what}: {error}"),
+                }
+            }
+        }
+    }
+}
+
 #[test(gpu)]
 fn products_with_few_rows_match_their_reference() {
     use crate::support::gpu;

@@ -43,29 +43,30 @@ fn add_norm_matches_its_reference() {
     struct Case {
         tokens: usize,
         columns: usize,
-        /// Whether the kernel adds `y` to `x` before the norm.
-        has_y: bool,
+        /// The number of parts of `y`, which the kernel adds to `x` before the norm. 0 means no `y`.
+        parts: usize,
         has_bias: bool,
     }
     for (device, dtype) in gpu_with_dtypes() {
         let cases = [
-            Case { tokens: 1, columns: 2, has_y: true, has_bias: false },
-            Case { tokens: 3, columns: 64, has_y: false, has_bias: false },
-            Case { tokens: 6, columns: 2880, has_y: true, has_bias: false },
-            Case { tokens: 2, columns: 5000, has_y: true, has_bias: true },
-            Case { tokens: 3, columns: 33, has_y: false, has_bias: true },
-            Case { tokens: 2, columns: 4101, has_y: true, has_bias: true },
+            Case { tokens: 1, columns: 2, parts: 1, has_bias: false },
+            Case { tokens: 3, columns: 64, parts: 0, has_bias: false },
+            Case { tokens: 6, columns: 2880, parts: 3, has_bias: false },
+            Case { tokens: 2, columns: 5000, parts: 2, has_bias: true },
+            Case { tokens: 3, columns: 33, parts: 0, has_bias: true },
+            Case { tokens: 2, columns: 4101, parts: 8, has_bias: true },
         ];
-        for Case { tokens, columns, has_y, has_bias } in cases {
+        for Case { tokens, columns, parts, has_bias } in cases {
             let mut noise = Random(7);
-            let (x, y) = (noise.tensor(&[tokens, columns], DType::F32), noise.tensor(&[tokens, columns], DType::F32));
+            let x = noise.tensor(&[tokens, columns], DType::F32);
+            let y = noise.tensor(&[parts.max(1), tokens, columns], DType::F32);
             let weight = noise.tensor(&[columns], DType::F32);
             let y_bias = noise.tensor(&[columns], DType::F32);
             let bias = has_bias.then(|| noise.tensor(&[columns], DType::F32));
             let run = |device: &Device, dtype| {
                 let on_device = |tensor: &Tensor| tensor.to_device(device).unwrap();
                 let (y, y_bias, bias) = (on_device(&y), on_device(&y_bias), bias.as_ref().map(on_device));
-                let y = has_y.then_some(Addend { rows: &y, bias: (tokens % 2 == 0).then_some(&y_bias) });
+                let y = (parts > 0).then_some(Addend { parts: &y, bias: (tokens % 2 == 0).then_some(&y_bias) });
                 add_norm(&on_device(&x), y, &on_device(&weight), bias.as_ref(), 1e-5, dtype).unwrap()
             };
             let (want, got) = (run(&Device::Cpu, DType::F32), run(&device, dtype));

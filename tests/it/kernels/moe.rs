@@ -42,7 +42,7 @@ fn expert_mlp_matches_separate_products() {
     use inferno::kernels::moe::expert_mlp::{ExpertLinear, expert_mlp};
     use inferno::kernels::moe::mxfp4_tiles::{Mxfp4Tiles, RowOrder};
     use inferno::kernels::moe::route::RoutedPairs;
-    use inferno::kernels::norm::add_norm;
+    use inferno::kernels::norm::{Addend, add_norm};
     #[derive(Clone, Copy)]
     struct Case {
         tokens: usize,
@@ -124,7 +124,8 @@ fn expert_mlp_matches_separate_products() {
             let weight = on_device(&noise.tensor(&[columns], DType::F32));
             for (out_dtype, tolerance) in [(DType::F32, 1e-5), (dtype, rounding(dtype))] {
                 let (sum, normed) = outputs.add_norm(&residual, &weight, 1e-3, out_dtype).unwrap().unwrap();
-                let want = add_norm(&residual, Some((&got).into()), &weight, None, 1e-3, out_dtype).unwrap();
+                let y = Addend { parts: &got.unsqueeze(0).unwrap(), bias: None };
+                let want = add_norm(&residual, Some(y), &weight, None, 1e-3, out_dtype).unwrap();
                 assert_close("sum of x and the outputs", &sum, &want.0, 1e-6);
                 assert_close("norm of the sum", &normed, &want.1, tolerance);
             }
