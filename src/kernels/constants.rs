@@ -143,7 +143,7 @@ pub const DENSE_FEW_TOKENS_INPUT_TILES: usize = 16;
 
 /// The maximum number of parts of a product. The kernel that adds up the parts reads all of them at once.
 pub const MAX_PRODUCT_PARTS: usize = 8;
-/// The maximum number of tokens for the dense_wgmma kernels. With more tokens, cuBLASLt computes the product.
+/// The maximum number of tokens for the dense_wgmma kernels.
 pub const DENSE_WGMMA_MAX_TOKENS: usize = 32;
 /// Weight rows per block of a dense_wgmma kernel: two warpgroups with 64 rows each.
 pub const DENSE_WGMMA_ROWS: usize = 128;

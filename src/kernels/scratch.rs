@@ -160,6 +160,12 @@ impl Arena {
         Ok(Self { halves: sizes.0.iter().map(halves).collect::<Result<_>>()? })
     }
 
+    /// Returns whether the arena has room for the intermediate results of the measured pass.
+    pub fn fits(&self, sizes: &LayerSizes) -> bool {
+        let room = |dtype: DType| self.halves.iter().find(|(known, _)| *known == dtype).map(|(_, [half, _])| half);
+        sizes.0.iter().all(|&(dtype, elements)| room(dtype).is_some_and(|half| half.elem_count() >= elements))
+    }
+
     /// Runs a forward pass that allocates its intermediate results in the arena.
     /// Results that do not fit in the arena are allocated outside it.
     pub fn use_for<R>(&self, pass: impl FnOnce() -> R) -> R {

@@ -38,7 +38,7 @@ impl PartialRows {
         let _ = form; // unused in a build without the feature `cuda`
         match self {
             Self::Summed(rows) => Ok(rows),
-            Self::ProductParts(parts) => Ok(parts.sum(0)?),
+            Self::ProductParts(parts) => sum_parts(&parts),
             #[cfg(feature = "cuda")]
             Self::PerExpert(outputs) => Ok(match form {
                 PartialForm::F32 | PartialForm::ProductParts => outputs.sum(DType::F32)?,
@@ -68,6 +68,13 @@ impl PartialForm {
             _ => Self::F32,
         }
     }
+}
+
+/// Returns the sum of the parts of a product, f32 `[tokens, hidden]`.
+/// A CUDA graph can capture this function. Candle's `sum` would copy the shape of its input from the host.
+fn sum_parts(parts: &Tensor) -> Result<Tensor> {
+    let first = parts.get(0)?;
+    (1..parts.dim(0)?).try_fold(first, |sum, part| Ok((sum + parts.get(part)?)?))
 }
 
 /// An output that is not yet added to the residual stream.
@@ -177,7 +184,7 @@ impl<'l> Residual<'l> {
             #[cfg(feature = "cuda")]
             Some(Pending::PerExpert(outputs)) => outputs.sum(DType::F32)?,
             Some(Pending::RankPart(rows, bias)) => self.sum(&rows, bias)?,
-            Some(Pending::ProductParts(parts, bias)) => self.sum(&parts.sum(0)?, bias)?,
+            Some(Pending::ProductParts(parts, bias)) => self.sum(&sum_parts(&parts)?, bias)?,
         };
         self.x = (self.whole()? + output)?;
         Ok(&self.x)

@@ -12,7 +12,7 @@
 //   slots: u32 [tokens], the row of k and v for each token
 //   grid: one warp per HEADS heads of a token: ceil(tokens · ceil((heads + 2 · kv_heads) / HEADS) / warps per block)
 //     split_qkv: HEADS = ROPE_HEADS_PER_WARP
-//     split_qkv_few_tokens, for up to ROPE_FEW_TOKENS tokens: HEADS = 1
+//     split_qkv_few_tokens, for up to ROPE_FEW_TOKENS tokens or several parts: HEADS = 1
 //     split_qkv_wide and split_qkv_wide_parts, without norms: see the template below
 //   block: a multiple of 32
 //   bytes moved: tokens · (heads + 2 · kv_heads) · head_dim · (4 · parts + sizeof(T))
@@ -46,7 +46,8 @@ __device__ void split_qkv(const float* __restrict__ qkv, const float* __restrict
     const size_t part_stride = (size_t)tokens * all * head_dim;
     const auto biased = [&](int h, int i) {
         const int at = min(h, count - 1) * head_dim + i;
-        return sum_parts<true>(parts, [&](int part) { return x[part * part_stride + at]; }) + (bias ? added[at] : 0.0f);
+        return sum_parts<HEADS == 1>(parts, [&](int part) { return x[part * part_stride + at]; }) +
+               (bias ? added[at] : 0.0f);
     };
     const auto is_query = [&](int h) { return first + h < heads; };
     const auto is_rotated = [&](int h) { return first + h < heads + kv_heads; };

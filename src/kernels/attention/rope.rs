@@ -245,7 +245,8 @@ mod on_gpu {
         for tensor in [Some(qkv), bias, Some(cos), Some(sin)].into_iter().flatten() {
             is_wide &= address(tensor)?.is_multiple_of(16);
         }
-        let has_few_tokens = tokens <= ROPE_FEW_TOKENS;
+        // `split_qkv` does not add up parts. Only products of few tokens have several parts.
+        let has_few_tokens = tokens <= ROPE_FEW_TOKENS || parts > 1;
         let (name, heads_per_warp) = match is_wide {
             true if parts > 1 => ("split_qkv_wide_parts", ROPE_WIDE_HEADS * 256 / head_dim),
             true => ("split_qkv_wide", ROPE_WIDE_HEADS * 256 / head_dim),

@@ -4,7 +4,7 @@
 //   w: T [rows, columns]; a box of the tensor map has DENSE_WGMMA_ROWS rows and DENSE_WGMMA_COLUMNS columns
 //   x: T [tokens, columns]; a box has TOKENS rows and DENSE_WGMMA_COLUMNS columns
 //   y: f32 [parts, tokens, rows]; the product is the sum over the parts
-//   columns: the number of columns, at least DENSE_WGMMA_COLUMNS · parts
+//   columns: the number of columns; at least DENSE_WGMMA_COLUMNS · parts if there are several parts
 //   grid: (parts, ceil(rows / DENSE_WGMMA_ROWS)); block: DENSE_WGMMA_THREADS
 //   bytes moved: rows · columns · sizeof(T) + parts · tokens · rows · 4; most reads of x hit L2
 //

@@ -2,7 +2,8 @@
 //! Callers add biases in f32, and round only inputs of later operations to the compute dtype. Logits stay f32.
 //!
 //! These modules compute products on a GPU:
-//! - `dense_wgmma`: f16 and bf16, for up to 32 tokens on Hopper. A product can have several parts (see [`matmul_parts`]).
+//! - `dense_wgmma`: f16 and bf16, for 2 to 32 tokens on Hopper, if the product has one part or the caller takes
+//!   several (see [`matmul_parts`])
 //! - `dense_few_tokens`: f16 and bf16, for up to 8 tokens
 //! - `f32_few_rows`: f32, for matrices with few weight rows, such as routers, and any number of tokens
 //! - `cublas_lt`: f16 and bf16 in all other cases

@@ -36,18 +36,11 @@ pub struct BatchGraphs {
     graphs: BTreeMap<usize, BatchGraph>,
     /// The logits of a step, f32 `[MAX_SEQUENCES, vocab]`. All graphs share this buffer. Allocated for the first batch.
     logits: Option<Tensor>,
-    /// The arena of new graphs. If a larger batch needs a new arena, earlier graphs keep their arena.
+    /// The arena of new graphs. If a graph needs a larger arena, earlier graphs keep theirs.
     /// `None` before the first graph, or if every arena so far would have exceeded `MAX_ARENA_BYTES`.
-    arena: Option<SharedArena>,
+    arena: Option<Arena>,
     /// Whether a batch graph has failed. If so, [`can_run_model`](Self::can_run_model) returns false.
     has_failed: bool,
-}
-
-/// The memory for intermediate results that several graphs share.
-struct SharedArena {
-    /// The largest batch size for which the arena has room.
-    max_rows: usize,
-    arena: Arena,
 }
 
 /// The graph of one padded batch size, and its buffers.
@@ -234,7 +227,7 @@ impl BatchGraph {
         device: &CudaDevice,
         decoder: &Decoder,
         cache: &KvCache,
-        shared: &mut Option<SharedArena>,
+        shared: &mut Option<Arena>,
     ) -> Result<()> {
         // First run the step without a graph. This run loads all kernels and allocates the counters of finished
         // attention splits.
@@ -242,13 +235,13 @@ impl BatchGraph {
         let (result, sizes) = LayerSizes::measure(|| self.forward(decoder, cache));
         result?;
         let size = self.ids.dims1()?;
-        let rows = size.next_power_of_two();
-        let factor = rows.div_ceil(size);
+        let factor = size.next_power_of_two().div_ceil(size);
         self.arena = match shared {
-            Some(SharedArena { max_rows, arena }) if *max_rows >= size => Some(arena.clone()),
+            // A larger batch can need less memory, because its products have no parts.
+            Some(arena) if arena.fits(&sizes) => Some(arena.clone()),
             _ if sizes.arena_bytes(factor) <= MAX_ARENA_BYTES => {
                 let arena = Arena::new(&sizes, factor, cache.device())?;
-                *shared = Some(SharedArena { max_rows: rows, arena: arena.clone() });
+                *shared = Some(arena.clone());
                 Some(arena)
             }
             // The graph allocates its memory itself. Smaller batches keep the present arena.

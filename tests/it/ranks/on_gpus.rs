@@ -468,6 +468,7 @@ fn engines_of_several_gpus_answer_many_requests(split: Split) {
 fn models_with_graphs() -> Vec<TestCase<(&'static str, Split)>> {
     let models = [
         ("mistral", Split::Tensor),
+        ("mistral", Split::Layers),
         ("gpt_oss_graph", Split::Tensor),
         ("gpt_oss_graph", Split::Layers),
         ("gemma2_graph", Split::Tensor),
