@@ -208,7 +208,10 @@ fn options(args: &Args, snapshot: &Snapshot) -> Result<ServerOptions> {
 fn read_api_keys(args: &Args) -> Result<Vec<String>> {
     let keys = api_keys::read(&args.api_key)?;
     if args.no_auth && !keys.is_empty() {
-        return Err(Error::usage("cannot use --no-auth together with an API key: omit one, or unset INFERNO_API_KEY"));
+        return Err(Error::usage(
+            "cannot use --no-auth together with an API key: omit --no-auth, or remove the key from INFERNO_API_KEY and \
+             from the configuration file",
+        ));
     }
     Ok(keys)
 }

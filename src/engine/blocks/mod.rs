@@ -20,10 +20,10 @@ use crate::runner::PromptParts;
 
 pub use pool::{BlockContent, BlockId, BlockKey, BlockPool, Retention, SCRATCH_BLOCK};
 
-/// The distance between prefix checkpoints, in tokens.
-/// Of the blocks that have left the window of a sequence, those in the window before a checkpoint are evicted last.
-/// A later prompt can then reuse the prefix up to the checkpoint.
-const CHECKPOINT_TOKENS: usize = 1024;
+/// With sliding-window attention, prefixes whose length is a multiple of this number of tokens stay reusable longest:
+/// of the blocks that have left the window of a sequence, those in the window at the end of such a prefix
+/// are evicted last.
+const RETAINED_PREFIX_TOKENS: usize = 1024;
 
 /// The hashes of the full blocks of a sequence.
 ///
@@ -404,9 +404,9 @@ impl BlockManager {
     /// Returns how soon to evict a block that left the window of a sequence.
     ///
     /// A prompt can reuse a prefix only if all blocks in the window at the end of the prefix are cached.
-    /// Blocks in the window at the end of a prompt or at a multiple of [`CHECKPOINT_TOKENS`] are evicted last.
+    /// Blocks in the window at the end of a prompt or at a multiple of [`RETAINED_PREFIX_TOKENS`] are evicted last.
     fn retention_behind_window(&self, group: usize, index: usize, prompt_tokens: usize) -> Retention {
-        let checkpoint = (index * BLOCK_TOKENS / CHECKPOINT_TOKENS + 1) * CHECKPOINT_TOKENS;
+        let checkpoint = (index * BLOCK_TOKENS / RETAINED_PREFIX_TOKENS + 1) * RETAINED_PREFIX_TOKENS;
         let is_visible_from = |position| index >= self.first_visible_block(group, position);
         // A later prompt that starts with this prompt needs the blocks in the window at the end of this prompt.
         // A repeated prompt needs the blocks in the window before its last token, which is always computed.

@@ -55,7 +55,8 @@ pub struct LoadOptions<'o> {
     /// Whether the tokens and logits of answers must not depend on other requests, prefix caching or preemption.
     /// If true, steps are slower, and prompts reuse fewer cached tokens.
     pub deterministic: bool,
-    /// See [`EngineBuilder::queue_steps`](crate::engine::EngineBuilder::queue_steps). `None` queues steps on GPUs only.
+    /// Whether to queue a step before the tokens of the previous step are known. `None` queues steps on GPUs only.
+    /// See [`EngineBuilder::queue_steps`](crate::engine::EngineBuilder::queue_steps).
     pub queue_steps: Option<bool>,
     /// Whether to load the kernels of all dense matrix products before the first request.
     /// Without a warm-up, the first steps with a new number of tokens take longer, and loading takes less time.

@@ -173,8 +173,8 @@ struct ScheduledSequence {
     deadline: Option<Duration>,
     /// The blocks of the sequence while it runs. `None` while it waits.
     blocks: Option<SequenceBlocks>,
-    /// The block hashes of a waiting sequence, kept so that the start of the sequence need not recompute them.
-    /// While the sequence runs, its block hashes are in `blocks`.
+    /// The block hashes of a waiting sequence. The scheduler does not recompute them when it starts the sequence.
+    /// Empty while the sequence runs: its block hashes are then in `blocks`.
     hashes: BlockHashes,
     preemptions: u32,
     /// The sequences that will fork from this sequence when it has computed all prompt tokens but the last.

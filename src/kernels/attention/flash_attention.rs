@@ -338,7 +338,10 @@ impl TileKernel {
     ) -> Result<Self> {
         let (_, _, head_dim) = q.dims3()?;
         if !matches!(q.dtype(), DType::BF16 | DType::F16) || !FLASH_HEAD_DIMS.contains(&head_dim) {
-            bail!("flash_attention has no kernel for head size {head_dim} in {:?}", q.dtype());
+            bail!(
+                "cannot compute attention: there is no flash attention kernel for head size {head_dim} in {:?}",
+                q.dtype()
+            );
         }
         let (max_shared_bytes, multiprocessors) = (max_shared_bytes(device)?, multiprocessors(device)?);
         let fills_gpu = kv_heads * total.div_ceil(FLASH_MANY_ROWS) >= 2 * multiprocessors;

@@ -26,7 +26,7 @@ constexpr int ROW_PAIRS = QUANTIZED_FEW_TOKENS_THREADS / 32, ROWS = 32 * ROW_PAI
 // Each device has its own counters and runs these kernels in order, so two launches never use a counter at once.
 __device__ uint32_t finished[QUANTIZED_FEW_TOKENS_COUNTERS];
 
-// The sums of a row pair for N tokens, in the layout of mma.sync results.
+// One lane's part of the sums of a row pair for N tokens: the mma.sync results of both row tiles.
 template <int N> using Sums = float[2][N / 8][4];
 
 // The vector type for two values of type T, and the constants that convert small integers to T.

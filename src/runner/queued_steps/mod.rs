@@ -4,7 +4,7 @@
 //! - `buffers`: the inputs and outputs of queued steps on a GPU
 //! - `row_sampling`: how a GPU chooses the token of a sequence
 //!
-//! `run/queue.rs`, `run/queue_on_gpu.rs` and `run/queue_on_cpu.rs` queue the steps.
+//! The code that queues the steps is in `src/runner/run/`.
 
 #[cfg(feature = "cuda")]
 mod buffers;

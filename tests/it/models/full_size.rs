@@ -244,7 +244,8 @@ fn full_size_two_gpus_agree_with_one() {
         // On one GPU, batched prompts mostly use the same kernels as the reference prefill, so `prompts` is small.
         // The limit is therefore 2.5 times `prompts`, not 1.5 times.
         prompts_of_two <= 2.5 * prompts.max(1e-3),
-        "the log probabilities of prompts differ by {prompts_of_two:e} on two GPUs, but by {prompts:e} on one GPU"
+        "the log probabilities of batched prompts differ from those of single prompts on one GPU: by {prompts_of_two:e} on \
+         two GPUs, but by {prompts:e} on one GPU"
     );
 }
 
