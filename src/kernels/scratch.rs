@@ -202,6 +202,7 @@ mod tests {
         // In the largest layer, 600 and 7 f32 values take 768 and 256 elements, and 6 u32 values take 256.
         assert_eq!(sizes.arena_bytes(1), 2 * 4 * (768 + 256 + 256));
         let arena = Arena::new(&sizes, 2, &Device::Cpu).unwrap();
+        assert!(arena.fits(&sizes) && !arena.fits(&LayerSizes::measure(|| pass(8)).1));
         let first = [false, false, true];
         assert_eq!(arena.use_for(|| pass(2)), first.repeat(3));
         // 2,400 f32 values do not fit in the arena.

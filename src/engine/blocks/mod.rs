@@ -406,13 +406,13 @@ impl BlockManager {
     /// A prompt can reuse a prefix only if all blocks in the window at the end of the prefix are cached.
     /// Blocks in the window at the end of a prompt or at a multiple of [`RETAINED_PREFIX_TOKENS`] are evicted last.
     fn retention_behind_window(&self, group: usize, index: usize, prompt_tokens: usize) -> Retention {
-        let checkpoint = (index * BLOCK_TOKENS / RETAINED_PREFIX_TOKENS + 1) * RETAINED_PREFIX_TOKENS;
+        let prefix_end = (index * BLOCK_TOKENS / RETAINED_PREFIX_TOKENS + 1) * RETAINED_PREFIX_TOKENS;
         let is_visible_from = |position| index >= self.first_visible_block(group, position);
         // A later prompt that starts with this prompt needs the blocks in the window at the end of this prompt.
         // A repeated prompt needs the blocks in the window before its last token, which is always computed.
         let prompt_start = prompt_tokens.saturating_sub(1) / BLOCK_TOKENS * BLOCK_TOKENS;
         let is_before_prompt_end = index < prompt_tokens / BLOCK_TOKENS && is_visible_from(prompt_start);
-        if is_visible_from(checkpoint) || is_before_prompt_end { Retention::Keep } else { Retention::EvictFirst }
+        if is_visible_from(prefix_end) || is_before_prompt_end { Retention::Keep } else { Retention::EvictFirst }
     }
 
     /// Returns the range of full blocks in a layer group that the token after the first `tokens` tokens attends to.

@@ -32,6 +32,12 @@ pub fn runs_hopper_code(device: &CudaDevice) -> Result<bool> {
     Ok(major >= 9 && (is_target_new || has_machine_code((major as u32, minor as u32))))
 }
 
+/// Returns whether the device runs wgmma instructions.
+/// Only the machine code for compute capability 9.0 contains them, and other GPUs cannot run it.
+pub fn runs_wgmma(device: &CudaDevice) -> bool {
+    matches!(device.cuda_stream().context().compute_capability(), Ok((9, 0))) && has_machine_code((9, 0))
+}
+
 /// Returns whether the device's stream has finished all queued work. Fails if queued work failed.
 pub fn is_idle(device: &CudaDevice) -> Result<bool> {
     let stream = device.cuda_stream();

@@ -18,7 +18,7 @@ mod module;
 mod tensor_map;
 
 pub use arguments::{Arg, Arguments, address};
-pub use device::{attribute, dtype_suffix, is_idle, max_shared_bytes, multiprocessors, runs_hopper_code};
+pub use device::{attribute, dtype_suffix, is_idle, max_shared_bytes, multiprocessors, runs_hopper_code, runs_wgmma};
 pub use graph::LaunchGraph;
 pub use host_words::HostWords;
 pub use kernel_launch::{Launch, LaunchShape};

@@ -3,13 +3,12 @@
 use candle_core::cuda_backend::CudaDevice;
 use candle_core::{DType, Result, Tensor, bail};
 
-use crate::device::has_machine_code;
 use crate::kernels::constants::{
     DENSE_WGMMA_COLUMNS, DENSE_WGMMA_MAX_TOKENS, DENSE_WGMMA_RING_BYTES, DENSE_WGMMA_ROWS, DENSE_WGMMA_THREADS,
     MAX_PRODUCT_PARTS,
 };
 use crate::kernels::launch::{
-    Arguments, BoxOrder, Launch, LaunchShape, TensorMap, address, dtype_suffix, module, multiprocessors,
+    Arguments, BoxOrder, Launch, LaunchShape, TensorMap, address, dtype_suffix, module, multiprocessors, runs_wgmma,
 };
 use crate::kernels::scratch;
 
@@ -17,10 +16,7 @@ use crate::kernels::scratch;
 /// x must have the same dtype and the same number of columns as w.
 pub fn is_supported(device: &CudaDevice, x: &Tensor, w: &Tensor) -> Result<bool> {
     let ((tokens, _), (rows, columns)) = (x.dims2()?, w.dims2()?);
-    // Only the machine code for compute capability 9.0 contains wgmma instructions. Other GPUs cannot run them.
-    let capability = device.cuda_stream().context().compute_capability();
-    let has_wgmma = matches!(capability, Ok((9, 0))) && has_machine_code((9, 0));
-    Ok(has_wgmma
+    Ok(runs_wgmma(device)
         && (1..=DENSE_WGMMA_MAX_TOKENS).contains(&tokens)
         && matches!(w.dtype(), DType::F16 | DType::BF16)
         && rows > 0

@@ -5,7 +5,6 @@ use candle_core::cuda_backend::CudaDevice;
 
 use super::expert_few_pairs::FewPairsKernel;
 use super::mxfp4_tiles::Mxfp4Tiles;
-use crate::device::has_machine_code;
 use crate::kernels::SumOrder;
 use crate::kernels::constants::{
     EXPERT_MMA_ROW_TILES, EXPERT_MMA_STAGES, EXPERT_MMA_THREADS, EXPERT_NARROW_PAIRS, EXPERT_NARROW_STAGES,
@@ -13,7 +12,7 @@ use crate::kernels::constants::{
     EXPERT_WGMMA_THREADS, EXPERT_WGMMA_TILE_BYTES, EXPERT_WIDE_PAIRS, EXPERT_WIDE_STAGES, EXPERT_WIDE_STEPS,
     MXFP4_TILE_BYTES, MXFP4_TILE_SCALE_BYTES,
 };
-use crate::kernels::launch::{Arguments, Launch, LaunchShape, module, multiprocessors};
+use crate::kernels::launch::{Arguments, Launch, LaunchShape, module, multiprocessors, runs_wgmma};
 
 /// The largest average number of pairs per expert at which `expert_few_pairs.cu` is used instead of `expert_mlp.cu`.
 /// The value suits an H200: there, `expert_few_pairs.cu` was faster up to 5 pairs per expert,
@@ -57,9 +56,6 @@ impl ProductKernel {
                 return Ok(Self::FewPairs(kernel));
             }
         }
-        let capability = device.cuda_stream().context().compute_capability();
-        // Only the machine code for compute capability 9.0 contains wgmma instructions. Other GPUs cannot run them.
-        let has_wgmma = matches!(capability, Ok((9, 0))) && has_machine_code((9, 0));
         let wgmma = |tile: WgmmaTile| Self::ManyPairs {
             name: tile.name,
             shape: LaunchShape::linear(tile.blocks * multiprocessors, EXPERT_WGMMA_THREADS)
@@ -72,7 +68,7 @@ impl ProductKernel {
                 .with_shared_bytes(mma_shared_bytes(pairs)),
             stage_steps: None,
         };
-        Ok(match (has_wgmma, pairs) {
+        Ok(match (runs_wgmma(device), pairs) {
             (true, pairs) if pairs <= 24 * experts => wgmma(SLIM),
             (true, pairs) if pairs <= 80 * experts => wgmma(NARROW),
             (true, _) => wgmma(WIDE),

@@ -462,7 +462,7 @@ fn the_tail_of_the_sequence_that_was_released_first_is_evicted_first() {
 }
 
 #[test]
-fn windows_before_checkpoints_and_prompt_ends_survive_longer() {
+fn windows_at_the_ends_of_retained_prefixes_and_prompts_survive_longer() {
     for window in [2, 64, 65, 66, 100, 128, 129, 130, 200] {
         let mut manager = BlockManager::new(vec![Some(window)], 1 + 80);
         // The prompt has 1,500 tokens, and the answer has 2,500 tokens.
