@@ -13,6 +13,13 @@ __device__ __forceinline__ void store_in_cluster(float* to, int rank, float valu
     asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
 }
 
+// Returns the address that `own`, which is in shared memory of the calling block, has in block `rank` of the cluster.
+template <typename V> __device__ __forceinline__ const V* in_block_of_cluster(const V* own, int rank) {
+    const V* address;
+    asm("mapa.u64 %0, %1, %2;" : "=l"(address) : "l"(own), "r"(rank));
+    return address;
+}
+
 // Waits until all threads of the cluster have called this function. Their earlier stores are then visible.
 __device__ __forceinline__ void cluster_sync() {
     asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");

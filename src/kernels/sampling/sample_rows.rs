@@ -7,7 +7,9 @@ use candle_core::{DType, Device, Result, Tensor, bail};
 
 use super::{DeviceSampling, SamplingKernelParams};
 use crate::kernels::constants::{NO_TOKEN, SAMPLE_PARAM_WORDS, SAMPLE_THREADS};
-use crate::kernels::launch::{Arguments, HostMailbox, HostWords, Launch, LaunchShape, address, module};
+use crate::kernels::launch::{
+    Arguments, HostMailbox, HostWords, Launch, LaunchShape, address, module, multiprocessors, runs_hopper_code,
+};
 
 /// Samples a token from each row of `logits`, f32 `[rows, vocab]`, and waits for the tokens.
 /// Applies penalties to `logits` in place.
@@ -40,9 +42,7 @@ pub fn sample_rows(logits: &Tensor, rows: &[Option<DeviceSampling>]) -> Result<V
     // SAFETY: the kernel writes every element of `tokens`.
     let tokens = unsafe { Tensor::empty(count, DType::U32, logits.device())? };
     let arguments = Arguments::new().tensor(logits)?.tensor(&params)?.tensor(&tokens)?.mailbox_from(None).int(vocab);
-    let shape = LaunchShape::linear(count, SAMPLE_THREADS);
-    // SAFETY: shapes and dtypes are checked above.
-    unsafe { Launch::new(module!("sample_rows"), "sample_rows", shape, arguments).enqueue(device)? };
+    enqueue_sampling(device, count, arguments)?;
     let tokens: Vec<u32> = tokens.to_vec1()?;
     Ok(tokens.into_iter().map(|token| (token != NO_TOKEN).then_some(token)).collect())
 }
@@ -77,9 +77,33 @@ pub fn queue_rows(
         .tensor(tokens)?
         .mailbox_from(Some((mailbox, first_slot)))
         .int(vocab);
-    let shape = LaunchShape::linear(count, SAMPLE_THREADS);
-    // SAFETY: shapes and dtypes are checked above.
-    unsafe { Launch::new(module!("sample_rows"), "sample_rows", shape, arguments).enqueue(device) }
+    enqueue_sampling(device, count, arguments)
+}
+
+/// Queues the kernel that samples `rows` rows. The callers check the arguments.
+fn enqueue_sampling(device: &CudaDevice, rows: usize, arguments: Arguments) -> Result<()> {
+    let blocks = blocks_per_row(device, rows)?;
+    let shape = LaunchShape::linear(rows * blocks, SAMPLE_THREADS);
+    // SAFETY: `sample_rows` and `queue_rows` check the shapes and dtypes, and pass the arguments of this kernel.
+    unsafe { Launch::new(module!("sample_rows"), format!("sample_rows_{blocks}"), shape, arguments).enqueue(device) }
+}
+
+/// Returns the number of thread blocks that sample a row: 1, 2, 4 or 8.
+///
+/// The kernel is fastest with as many blocks as can run at the same time.
+/// The blocks of a row form a cluster, and the multiprocessors of a group cannot always hold a whole number of clusters.
+/// With clusters of 4 or 8 blocks, only about three quarters of the multiprocessors are therefore sure to have a block.
+fn blocks_per_row(device: &CudaDevice, rows: usize) -> Result<usize> {
+    if !runs_hopper_code(device)? {
+        return Ok(1);
+    }
+    let multiprocessors = multiprocessors(device)?;
+    Ok(match multiprocessors / rows {
+        0..2 => 1,
+        _ if rows * 4 > multiprocessors * 3 / 4 => 2,
+        _ if rows * 8 > multiprocessors * 3 / 4 => 4,
+        _ => 8,
+    })
 }
 
 /// Returns the device of `logits` and its shape, `(rows, vocab)`.

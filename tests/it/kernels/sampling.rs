@@ -7,7 +7,9 @@ use {
     inferno::SamplingParams,
     inferno::engine::sampling::Sampler,
     inferno::kernels::launch::HostWords,
-    inferno::kernels::sampling::{EditedRow, Penalties, RowEdits, TokenMask, edit_rows, mask_logits, sample_rows},
+    inferno::kernels::sampling::{
+        DeviceSampling, EditedRow, Penalties, RowEdits, TokenMask, edit_rows, mask_logits, sample_rows,
+    },
     inferno::runner::TokenSampler,
     std::collections::BTreeSet,
 };
@@ -44,7 +46,7 @@ fn sampled_rows_match_host_sampling() {
             for _ in 0..3 {
                 let logits = (random.tensor(&[hosts.len(), vocab], DType::F32) * 4.0).unwrap();
                 let rows: Vec<_> = hosts.iter().map(TokenSampler::on_device).collect();
-                let tokens = sample_rows(&logits.to_device(&device).unwrap(), &rows).unwrap();
+                let tokens = sample(&logits.to_device(&device).unwrap(), &rows);
                 for (row, (host, token)) in hosts.iter_mut().zip(tokens).enumerate() {
                     let want = host.sample(&mut logits.get(row).unwrap().to_vec1::<f32>().unwrap());
                     assert_eq!(token, Some(want), "{vocab} tokens, {:?}", params[row]);
@@ -56,16 +58,31 @@ fn sampled_rows_match_host_sampling() {
     // Greedy sampling chooses the lowest of several ids with the largest logit.
     let tied = (0..9000).map(|id| if [5, 4101, 8999].contains(&id) { 2.0 } else { 0.0f32 }).collect();
     let tied = Tensor::from_vec(tied, (1, 9000), &device).unwrap();
-    assert_eq!(sample_rows(&tied, &[None]).unwrap(), [Some(5)]);
+    assert_eq!(sample(&tied, &[None]), [Some(5)]);
     let special = Tensor::new(&[[f32::NAN, -INF, 3.0, 3.0], [f32::NAN, -INF, -INF, f32::NAN]], &device).unwrap();
     for host in [Sampler::new(params[0].clone(), &[]), Sampler::new(params[1].clone(), &[])] {
-        let tokens = sample_rows(&special, &[host.on_device(), host.on_device()]).unwrap();
+        let tokens = sample(&special, &[host.on_device(), host.on_device()]);
         assert!(matches!(tokens[..], [Some(2 | 3), None]), "{tokens:?}");
     }
 }
 
+/// Samples a token from each row of `logits`, and from each row of several copies of `logits`.
+/// All copies must have the same tokens. The kernel uses fewer thread blocks per row if there are more rows.
+#[cfg(feature = "cuda")]
+fn sample(logits: &Tensor, rows: &[Option<DeviceSampling>]) -> Vec<Option<u32>> {
+    let copies = [24, 60, 200].map(|total| total / rows.len());
+    // sample_rows applies penalties in place, so all copies are made first.
+    let repeated = copies.map(|copies| logits.repeat((copies, 1)).unwrap());
+    let tokens = sample_rows(logits, rows).unwrap();
+    for (copies, logits) in copies.into_iter().zip(repeated) {
+        let got = sample_rows(&logits, &vec![rows; copies].concat()).unwrap();
+        assert_eq!(got, tokens.repeat(copies), "{copies} copies of {} rows", rows.len());
+    }
+    tokens
+}
+
 /// The cutoffs of top-k and top-p are among 20,000 logits that differ by at most 0.02, far below the largest logit.
-/// The kernel then has more logits near the cutoff than fit in shared memory.
+/// If one thread block samples a row, there are more logits near the cutoff than fit in shared memory.
 /// The differences to the largest logit are exact in f32, so the host sampler also sees different logits.
 #[cfg(feature = "cuda")]
 fn check_cutoffs_among_similar_logits(device: &Device) {
@@ -80,7 +97,7 @@ fn check_cutoffs_among_similar_logits(device: &Device) {
         let mut hosts = [top_k, top_p, both].map(|params| Sampler::new(params, &[]));
         let rows = Tensor::from_vec(logits.repeat(3), (3, logits.len()), device).unwrap();
         let sampling: Vec<_> = hosts.iter().map(TokenSampler::on_device).collect();
-        for (host, token) in hosts.iter_mut().zip(sample_rows(&rows, &sampling).unwrap()) {
+        for (host, token) in hosts.iter_mut().zip(sample(&rows, &sampling)) {
             assert_eq!(token, Some(host.sample(&mut logits.clone())), "seed {seed}");
         }
     }
