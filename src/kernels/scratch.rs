@@ -160,6 +160,12 @@ impl Arena {
         Ok(Self { halves: sizes.0.iter().map(halves).collect::<Result<_>>()? })
     }
 
+    /// Returns the size of the arena in bytes.
+    pub fn bytes(&self) -> usize {
+        let tensors = self.halves.iter().flat_map(|(_, halves)| halves);
+        tensors.map(|half| half.elem_count() * half.dtype().size_in_bytes()).sum()
+    }
+
     /// Returns whether the arena has room for the intermediate results of the measured pass.
     pub fn fits(&self, sizes: &LayerSizes) -> bool {
         let room = |dtype: DType| self.halves.iter().find(|(known, _)| *known == dtype).map(|(_, [half, _])| half);
@@ -202,6 +208,7 @@ mod tests {
         // In the largest layer, 600 and 7 f32 values take 768 and 256 elements, and 6 u32 values take 256.
         assert_eq!(sizes.arena_bytes(1), 2 * 4 * (768 + 256 + 256));
         let arena = Arena::new(&sizes, 2, &Device::Cpu).unwrap();
+        assert_eq!(arena.bytes(), sizes.arena_bytes(2));
         assert!(arena.fits(&sizes) && !arena.fits(&LayerSizes::measure(|| pass(8)).1));
         let first = [false, false, true];
         assert_eq!(arena.use_for(|| pass(2)), first.repeat(3));

@@ -235,7 +235,10 @@ impl BatchGraph {
         let (result, sizes) = LayerSizes::measure(|| self.forward(decoder, cache));
         result?;
         let size = self.ids.dims1()?;
-        let factor = size.next_power_of_two().div_ceil(size);
+        // Graphs keep earlier arenas. Each new arena is at least twice as large, which limits the sum of all arenas.
+        let least = shared.as_ref().map_or(0, |arena| 2 * arena.bytes());
+        let doubling = least.div_ceil(sizes.arena_bytes(1).max(1));
+        let factor = size.next_power_of_two().div_ceil(size).max(doubling);
         self.arena = match shared {
             // A larger batch can need less memory, because its products have no parts.
             Some(arena) if arena.fits(&sizes) => Some(arena.clone()),
