@@ -144,16 +144,16 @@ pub const DENSE_FEW_TOKENS_INPUT_TILES: usize = 16;
 /// The maximum number of parts of a product. The kernel that adds up the parts reads all of them at once.
 pub const MAX_PRODUCT_PARTS: usize = 8;
 /// The maximum number of tokens for the dense_wgmma kernels.
-pub const DENSE_WGMMA_MAX_TOKENS: usize = 32;
-/// Weight rows per block of a dense_wgmma kernel: two warpgroups with 64 rows each.
+pub const DENSE_WGMMA_MAX_TOKENS: usize = 128;
+/// The maximum number of weight rows in a tile of a dense_wgmma kernel: two warpgroups with 64 rows each.
 pub const DENSE_WGMMA_ROWS: usize = 128;
 /// Columns per stage of a dense_wgmma kernel: 128 bytes of each row.
 pub const DENSE_WGMMA_COLUMNS: usize = 64;
 /// Threads per block of a dense_wgmma kernel: two warpgroups that multiply, and a warp that copies.
 pub const DENSE_WGMMA_THREADS: usize = 2 * 128 + 32;
 /// The maximum size of the ring buffer of a dense_wgmma kernel in bytes.
-/// With this size, two blocks fit on a multiprocessor.
-pub const DENSE_WGMMA_RING_BYTES: usize = 108 << 10;
+/// A multiprocessor has shared memory for only one block. Two blocks with half of this size were slower.
+pub const DENSE_WGMMA_RING_BYTES: usize = 216 << 10;
 
 // Mixture of experts (`moe/`).
 

@@ -4,7 +4,8 @@ use std::ops::Range;
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 
-use super::matmul::{matmul_f32_into, matmul_parts, matmul_rounded};
+use super::activation::{Activation, gated_halves};
+use super::matmul::{matmul_f32_into, matmul_gated, matmul_parts, matmul_rounded};
 #[cfg(feature = "cuda")]
 use super::quantized::quantized_ops;
 use super::quantized::{InputQuantization, QuantizedMatrix, WeightFormat};
@@ -128,6 +129,23 @@ impl Matrix {
         match self {
             Self::Dense(weight) if weight.elem_count() > 0 => matmul_parts(x, weight, sum_order),
             _ => self.matmul(x, sum_order)?.unsqueeze(0),
+        }
+    }
+
+    /// Returns activation(gate) · up: `[tokens, rows / 2]` in `dtype`.
+    /// The first half of the rows computes gate, and the second half computes up.
+    pub fn matmul_gated(
+        &self,
+        x: &Tensor,
+        activation: Activation,
+        dtype: DType,
+        sum_order: SumOrder,
+    ) -> Result<Tensor> {
+        match self {
+            Self::Dense(weight) if weight.elem_count() > 0 && dtype == x.dtype() => {
+                matmul_gated(x, weight, activation, sum_order)
+            }
+            _ => gated_halves(&self.matmul(x, sum_order)?, activation, dtype),
         }
     }
 

@@ -259,14 +259,18 @@ impl Decoder {
     pub fn load_product_kernels(&self, tokens: usize, rows: usize) -> Result<()> {
         #[cfg(feature = "cuda")]
         if self.is_on_gpu() {
+            // Layers with equal matrices share their kernels. The form is `None` for the first product of an MLP.
             let mut known = Vec::new();
-            let mut load = |linear: &Linear, form: &dyn Fn(usize) -> PartialForm| {
-                let kind = (linear.weight.dims(), linear.weight.format(), form(tokens));
+            let mut load = |linear: &Linear, form: Option<PartialForm>, run: &dyn Fn(&Tensor) -> Result<()>| {
+                let kind = (linear.weight.dims(), linear.weight.format(), form);
                 if known.contains(&kind) {
                     return Ok(());
                 }
                 known.push(kind);
-                linear.load_kernels(tokens, self.dtype, form)
+                linear.load_kernels(tokens, self.dtype, run)
+            };
+            let run = |linear: &Linear, form: PartialForm, x: &Tensor| {
+                linear.forward_partial(x, SumOrder::Fastest, form).map(drop)
             };
             let part = |linear: &Linear, post_norm: &Option<Norm>, tokens: usize| {
                 let (out, _) = linear.weight.dims();
@@ -274,14 +278,16 @@ impl Decoder {
             };
             for layer in &self.layers {
                 let (qkv_proj, o_proj) = (&layer.self_attn.qkv_proj, &layer.self_attn.o_proj);
-                load(qkv_proj, &|_| PartialForm::ProductParts)?;
-                load(o_proj, &|tokens| part(o_proj, &layer.attention_post_norm, tokens))?;
+                load(qkv_proj, Some(PartialForm::ProductParts), &|x| run(qkv_proj, PartialForm::ProductParts, x))?;
+                let form = |tokens| part(o_proj, &layer.attention_post_norm, tokens);
+                load(o_proj, Some(form(tokens)), &|x| run(o_proj, form(x.dim(0)?), x))?;
                 if let Some((first, last)) = layer.mlp.linears() {
-                    load(first, &|_| PartialForm::F32)?;
-                    load(last, &|tokens| part(last, &layer.mlp_post_norm, tokens))?;
+                    load(first, None, &|x| layer.mlp.activated(x, SumOrder::Fastest).map(drop))?;
+                    let form = |tokens| part(last, &layer.mlp_post_norm, tokens);
+                    load(last, Some(form(tokens)), &|x| run(last, form(x.dim(0)?), x))?;
                 }
             }
-            self.lm_head.load_kernels(rows, self.dtype, |_| PartialForm::F32)?;
+            self.lm_head.load_kernels(rows, self.dtype, |x| run(&self.lm_head, PartialForm::F32, x))?;
         }
         Ok(())
     }

@@ -6,6 +6,7 @@ use anyhow::Result;
 use candle_core::{DType, Tensor};
 
 use super::residual::{PartialForm, PartialOutput, PartialRows};
+use crate::kernels::activation::{Activation, gated_halves};
 #[cfg(feature = "cuda")]
 use crate::kernels::matmul::size_class::size_classes;
 use crate::kernels::{self, SumOrder, matrix::Matrix, rows::add_bias};
@@ -109,11 +110,10 @@ impl Linear {
         Ok(PartialOutput { rows, bias: self.bias.as_ref() })
     }
 
-    /// Runs the product with zeros for each size class of up to `tokens` tokens, so that its kernels are loaded.
+    /// Calls `run(x)` with zeros for each size class of up to `tokens` tokens, so that the kernels of `run` are loaded.
     /// Dense weights have inputs of their own dtype, and quantized weights have inputs of dtype `dtype`.
-    /// `form` returns the form of the product for a number of tokens.
     #[cfg(feature = "cuda")]
-    pub(super) fn load_kernels(&self, tokens: usize, dtype: DType, form: impl Fn(usize) -> PartialForm) -> Result<()> {
+    pub(super) fn load_kernels(&self, tokens: usize, dtype: DType, run: impl Fn(&Tensor) -> Result<()>) -> Result<()> {
         let dtype = match &self.weight {
             Matrix::Dense(weight) => weight.dtype(),
             Matrix::Quantized(_) | Matrix::Concatenated(_) => dtype,
@@ -126,7 +126,7 @@ impl Linear {
             // The largest class can exceed `tokens`, but memory is planned only for `tokens` tokens.
             let tokens = class.min(tokens);
             let x = Tensor::zeros((tokens, columns), dtype, self.weight.device())?;
-            self.forward_partial(&x, SumOrder::Fastest, form(tokens))?;
+            run(&x)?;
         }
         Ok(())
     }
@@ -134,6 +134,22 @@ impl Linear {
     /// Returns x·Wᵀ without the bias, as f32 `[parts, tokens, out]`. The product is the sum over the parts.
     pub fn matmul_parts(&self, x: &Tensor, sum_order: SumOrder) -> Result<Tensor> {
         Ok(self.weight.matmul_parts(x, sum_order)?)
+    }
+
+    /// Maps x `[tokens, in]` to activation(gate) · up, `[tokens, out / 2]` in `dtype`.
+    /// The first half of x·Wᵀ + b is gate, and the second half is up. x is as in [`forward`](Self::forward).
+    pub fn forward_gated(
+        &self,
+        x: &Tensor,
+        activation: Activation,
+        dtype: DType,
+        sum_order: SumOrder,
+    ) -> Result<Tensor> {
+        if self.bias.is_none() && self.weight.dims().0 > 0 {
+            return Ok(self.weight.matmul_gated(x, activation, dtype, sum_order)?);
+        }
+        let gate_up = self.forward(x, sum_order)?;
+        Ok(if gate_up.elem_count() == 0 { gate_up } else { gated_halves(&gate_up, activation, dtype)? })
     }
 
     /// Maps x `[tokens, in]` to x·Wᵀ + b, f32 `[tokens, out]`.

@@ -10,7 +10,7 @@ use super::linear::{Bias, Linear, SHARE_COLUMNS, gate_up_rows};
 use super::moe::{ClampedMoe, GatedMoe};
 use super::residual::{PartialForm, PartialOutput, PartialRows};
 use crate::kernels::SumOrder;
-use crate::kernels::activation::{self, gated, gated_halves};
+use crate::kernels::activation::{self, gated};
 use crate::kernels::moe::expert_usage::ExpertUsage;
 use crate::weights::Weights;
 
@@ -78,6 +78,16 @@ impl Mlp {
             Mlp::Gated(mlp) => Some((&mlp.gate_up_proj, &mlp.down_proj)),
             Mlp::Plain(mlp) => Some((&mlp.fc, &mlp.proj)),
             Mlp::GatedMoe(_) | Mlp::ClampedMoe(_) => None,
+        }
+    }
+
+    /// Returns the input of the last linear layer of a dense MLP. Returns `None` for a mixture of experts.
+    #[cfg(feature = "cuda")]
+    pub(super) fn activated(&self, x: &Tensor, sum_order: SumOrder) -> Result<Option<Tensor>> {
+        match self {
+            Mlp::Gated(mlp) => mlp.activated(x, sum_order).map(Some),
+            Mlp::Plain(mlp) => mlp.activated(x, sum_order).map(Some),
+            Mlp::GatedMoe(_) | Mlp::ClampedMoe(_) => Ok(None),
         }
     }
 
@@ -161,13 +171,13 @@ impl GatedMlp {
         self.dtype
     }
 
+    /// Returns activation(gate(x)) · up(x).
+    fn activated(&self, x: &Tensor, sum_order: SumOrder) -> Result<Tensor> {
+        self.gate_up_proj.forward_gated(x, self.activation, self.dtype, sum_order)
+    }
+
     fn forward(&self, x: &Tensor, sum_order: SumOrder, form: PartialForm) -> Result<PartialOutput<'_>> {
-        let gate_up = self.gate_up_proj.forward(x, sum_order)?;
-        let gated = match gate_up.elem_count() {
-            0 => gate_up,
-            _ => gated_halves(&gate_up, self.activation, self.dtype)?,
-        };
-        self.down_proj.forward_partial(&gated, sum_order, form)
+        self.down_proj.forward_partial(&self.activated(x, sum_order)?, sum_order, form)
     }
 }
 
@@ -198,13 +208,14 @@ impl PlainMlp {
         })
     }
 
-    fn forward(&self, x: &Tensor, sum_order: SumOrder, form: PartialForm) -> Result<PartialOutput<'_>> {
+    /// Returns activation(fc(x)).
+    fn activated(&self, x: &Tensor, sum_order: SumOrder) -> Result<Tensor> {
         let x = self.fc.forward(x, sum_order)?;
-        let activated = match x.elem_count() {
-            0 => x,
-            _ => gated(&x, None, self.activation, self.dtype)?,
-        };
-        self.proj.forward_partial(&activated, sum_order, form)
+        Ok(if x.elem_count() == 0 { x } else { gated(&x, None, self.activation, self.dtype)? })
+    }
+
+    fn forward(&self, x: &Tensor, sum_order: SumOrder, form: PartialForm) -> Result<PartialOutput<'_>> {
+        self.proj.forward_partial(&self.activated(x, sum_order)?, sum_order, form)
     }
 }
 

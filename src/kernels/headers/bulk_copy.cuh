@@ -32,6 +32,16 @@ __device__ __forceinline__ void copy_tensor(uint32_t to, const TensorMap& map, i
         : "memory");
 }
 
+// The same for a tensor of four dimensions and the box that begins at (x, y, z, u).
+__device__ __forceinline__ void copy_tensor(uint32_t to, const TensorMap& map, int x, int y, int z, int u,
+                                            uint32_t barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], "
+        "[%1, {%2, %3, %4, %5}], [%6];" ::"r"(to),
+        "l"(&map), "r"(x / TENSOR_MAP_ELEMENT_BYTES), "r"(y), "r"(z), "r"(u), "r"(barrier)
+        : "memory");
+}
+
 // Returns true in one lane of the warp. All lanes must call elect_lane.
 // With elect_lane instead of `lane == 0`, the compiler knows that a single lane runs the branch.
 // It then needs no loop over lanes to move the operands of bulk copies to uniform registers.

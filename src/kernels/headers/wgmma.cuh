@@ -76,6 +76,9 @@ DEFINE_WGMMA(160, "%80, %81, %82, %83", "%84")
     }
 DEFINE_WGMMA_SHARED(16, "%8", "%9")
 DEFINE_WGMMA_SHARED(32, "%16", "%17")
+DEFINE_WGMMA_SHARED(64, "%32", "%33")
+DEFINE_WGMMA_SHARED(96, "%48", "%49")
+DEFINE_WGMMA_SHARED(128, "%64", "%65")
 
 // Returns the wgmma descriptor of b at a shared memory address.
 // A swizzled row of 128 bytes contains 64 values of one column. One wgmma multiplies 16 of them.
@@ -99,6 +102,14 @@ __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_grou
 // Waits until at most LEFT committed groups of wgmmas are unfinished.
 template <int LEFT> __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
+}
+
+// A thread must call read_after_wgmma between wgmma_wait<0> and its first use of `sum`.
+// wgmma writes sums asynchronously, and the compiler does not know this. The empty asm statements keep the compiler
+// from reading the sums before wgmma_wait.
+template <int COUNT> __device__ __forceinline__ void read_after_wgmma(float (&sum)[COUNT]) {
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) asm volatile("" : "+f"(sum[i])::"memory");
 }
 
 #undef DEFINE_WGMMA

@@ -1,6 +1,7 @@
 //! Tensor maps, which describe tensors for `copy_tensor` in `headers/bulk_copy.cuh`.
 
 use std::ffi::c_void;
+use std::iter;
 
 use candle_core::cuda_backend::WrapErr;
 use candle_core::cuda_backend::cudarc::driver::{DeviceRepr, sys};
@@ -18,7 +19,7 @@ pub enum BoxOrder {
     Swizzled,
 }
 
-/// Describes the bytes of a contiguous tensor in three dimensions, for GPUs of compute capability 9.0 and later.
+/// Describes the bytes of a contiguous tensor in three or four dimensions, for GPUs of compute capability 9.0 and later.
 /// With a tensor map, a single instruction of a kernel copies a box of the tensor to shared memory.
 ///
 /// A kernel takes a tensor map as a parameter of type `const __grid_constant__ TensorMap`.
@@ -29,6 +30,16 @@ pub struct TensorMap(sys::CUtensorMap);
 // SAFETY: `CUtensorMap` has C layout and contains only integers.
 // `TensorMap` in `headers/bulk_copy.cuh` has the same size.
 unsafe impl DeviceRepr for TensorMap {}
+
+/// A dimension of a tensor map other than the bytes of a row.
+#[derive(Clone, Copy)]
+struct Dimension {
+    size: usize,
+    /// The bytes from one index to the next.
+    stride: usize,
+    /// The size of a box in this dimension.
+    in_box: usize,
+}
 
 impl TensorMap {
     /// Describes the bytes of a tensor as `[depth, height, width]`, and boxes of `[1, box_height, box_width]`.
@@ -41,8 +52,43 @@ impl TensorMap {
         [box_height, box_width]: [usize; 2],
         order: BoxOrder,
     ) -> Result<Self> {
-        if depth * height * width != tensor.elem_count() * tensor.dtype().size_in_bytes() {
-            bail!("cannot create a tensor map: {depth} x {height} x {width} bytes do not match {:?}", tensor.shape());
+        let rows = [Dimension { size: height, stride: width, in_box: box_height }];
+        let matrices = [Dimension { size: depth, stride: width * height, in_box: 1 }];
+        Self::of_rows(tensor, (width, box_width), &[rows, matrices].concat(), order)
+    }
+
+    /// Describes a matrix whose first half of rows are gate rows, and whose second half are the up rows for them.
+    /// A box has `box_rows / 2` adjacent gate rows and the up rows for them: 8 gate rows, their 8 up rows, the next
+    /// 8 gate rows and so on.
+    ///
+    /// The dimensions are the bytes of a row, the row among 8 adjacent rows, gate or up, and the group of 8 rows.
+    /// The number of gate rows and `box_rows / 2` must be multiples of 8. `width` and `box_width` are as in [`Self::new`].
+    pub fn of_gate_up(
+        tensor: &Tensor,
+        [rows, width]: [usize; 2],
+        [box_rows, box_width]: [usize; 2],
+        order: BoxOrder,
+    ) -> Result<Self> {
+        if !rows.is_multiple_of(16) || !box_rows.is_multiple_of(16) {
+            bail!("cannot create a tensor map: the numbers of rows {rows} and {box_rows} are not multiples of 16");
+        }
+        let row = Dimension { size: 8, stride: width, in_box: 8 };
+        let gate_or_up = Dimension { size: 2, stride: rows / 2 * width, in_box: 2 };
+        let group = Dimension { size: rows / 16, stride: 8 * width, in_box: box_rows / 16 };
+        Self::of_rows(tensor, (width, box_width), &[row, gate_or_up, group], order)
+    }
+
+    /// Describes the bytes of a tensor that consists of rows of `width` bytes. A box has `box_width` bytes of a row.
+    fn of_rows(
+        tensor: &Tensor,
+        (width, box_width): (usize, usize),
+        dimensions: &[Dimension],
+        order: BoxOrder,
+    ) -> Result<Self> {
+        let sizes = dimensions.iter().map(|dimension| dimension.size);
+        if width * sizes.clone().product::<usize>() != tensor.elem_count() * tensor.dtype().size_in_bytes() {
+            let sizes: Vec<usize> = sizes.collect();
+            bail!("cannot create a tensor map: {sizes:?} rows of {width} bytes do not match {:?}", tensor.shape());
         }
         if !width.is_multiple_of(16) || !box_width.is_multiple_of(16) {
             bail!("cannot create a tensor map: the widths {width} and {box_width} are not multiples of 16 bytes");
@@ -53,11 +99,12 @@ impl TensorMap {
         // The driver function requires a context.
         device.cuda_stream().context().bind_to_thread().w()?;
         let elements = |bytes: usize| (bytes / TENSOR_MAP_ELEMENT_BYTES) as u64;
-        let dims = [elements(width), height as u64, depth as u64];
-        let strides = [width as u64, (width * height) as u64];
-        let box_dims = [elements(box_width) as u32, box_height as u32, 1];
+        let dims: Vec<u64> = iter::once(elements(width)).chain(sizes.map(|size| size as u64)).collect();
+        let strides: Vec<u64> = dimensions.iter().map(|dimension| dimension.stride as u64).collect();
+        let in_box = dimensions.iter().map(|dimension| dimension.in_box as u32);
+        let box_dims: Vec<u32> = iter::once(elements(box_width) as u32).chain(in_box).collect();
         let mut map = sys::CUtensorMap { opaque: [0; 16] };
-        // SAFETY: all pointers are valid, and each array has the length that the function expects for three dimensions.
+        // SAFETY: all pointers are valid, and each array has the length that the function expects for the dimensions.
         // The function checks the sizes, and does not access the tensor.
         let status = unsafe {
             sys::cuTensorMapEncodeTiled(
@@ -68,7 +115,7 @@ impl TensorMap {
                 dims.as_ptr(),
                 strides.as_ptr(),
                 box_dims.as_ptr(),
-                [1; 3].as_ptr(),
+                vec![1; dims.len()].as_ptr(),
                 sys::CUtensorMapInterleave::CU_TENSOR_MAP_INTERLEAVE_NONE,
                 match order {
                     BoxOrder::Plain => sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_NONE,

@@ -1,16 +1,25 @@
 // The matrix product x·wᵀ for up to DENSE_WGMMA_MAX_TOKENS tokens, for GPUs that run sm_90a code.
 // Reading w takes most of the time. If w has few rows, several blocks divide its columns, so that all multiprocessors
 // read. Their sums are separate parts of the result. The next kernel adds up the parts as it reads them.
-//   w: T [rows, columns]; a box of the tensor map has DENSE_WGMMA_ROWS rows and DENSE_WGMMA_COLUMNS columns
+//   w: T [rows, columns]; a box of the tensor map has the rows of a tile and DENSE_WGMMA_COLUMNS columns
+//     In gated kernels, w consists of the gate rows and then the up rows, and `rows` is the number of gate rows.
 //   x: T [tokens, columns]; a box has TOKENS rows and DENSE_WGMMA_COLUMNS columns
 //   y: f32 [parts, tokens, rows]; the product is the sum over the parts
+//     In gated kernels, y is T [tokens, rows], activation(gate) · up.
 //   columns: the number of columns; at least DENSE_WGMMA_COLUMNS · parts if there are several parts
-//   grid: (parts, ceil(rows / DENSE_WGMMA_ROWS)); block: DENSE_WGMMA_THREADS
-//   bytes moved: rows · columns · sizeof(T) + parts · tokens · rows · 4; most reads of x hit L2
+//   tile_rows: the number of rows of y that a tile computes, a multiple of 8; see below
+//   grid: (parts, blocks), with at most one block per tile of w; block: DENSE_WGMMA_THREADS
+//   bytes moved: the bytes of w and y; most reads of x hit L2
 //
-// The last warp copies w and x to a ring buffer. Each of the two warpgroups multiplies 64 rows of w by all tokens.
-// Boxes are zero outside of w and x, so incomplete tiles need no special case until the sums are stored.
+// A tile is `tile_rows` rows of w. In gated kernels, a tile is `tile_rows` gate rows and the up rows that belong to
+// them. If there are more tiles than blocks, a block multiplies several tiles. While it stores the sums of a tile, it
+// already copies the next tile.
+//
+// The last warp copies w and x to the ring buffer. Each of the two warpgroups multiplies half of ROWS rows by all
+// tokens. If a tile has fewer rows, the other sums are meaningless, and are not stored. Boxes are zero outside of w and
+// x, so incomplete tiles need no special case until the sums are stored.
 #include "constants.cuh"
+#include "headers/activation.cuh"
 #include "headers/barrier.cuh"
 #include "headers/bulk_copy.cuh"
 #include "headers/common.cuh"
@@ -23,9 +32,19 @@ constexpr int WARPGROUP_ROWS = 64, ROW_BYTES = 128, MULTIPLYING_WARPS = ROWS / W
 static_assert(COLUMNS * 2 == ROW_BYTES && THREADS == 32 * (MULTIPLYING_WARPS + 1),
               "the code below assumes these sizes");
 
+// The position of a copy in the tiles of a block: step `step` of tile `tile`, where each tile has `steps` steps.
+struct Position {
+    int steps, tile = 0, step = 0;
+    __device__ __forceinline__ explicit Position(int steps) : steps(steps) {}
+    __device__ __forceinline__ void next() {
+        if (++step == steps) step = 0, ++tile;
+    }
+};
+
 // TOKENS is the number of columns of a wgmma product, at least the number of tokens.
-template <typename T, int TOKENS>
-__device__ void dense_wgmma(const TensorMap& w, const TensorMap& x, float* y, int rows, int columns, int tokens) {
+template <typename T, int TOKENS, bool GATED, typename Y>
+__device__ void dense_wgmma(const TensorMap& w, const TensorMap& x, Y* y, int rows, int columns, int tokens,
+                            int tile_rows, int activation) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     constexpr int W_BYTES = ROWS * ROW_BYTES, STAGE_BYTES = W_BYTES + TOKENS * ROW_BYTES;
     constexpr int STAGES = DENSE_WGMMA_RING_BYTES / STAGE_BYTES;
@@ -34,21 +53,29 @@ __device__ void dense_wgmma(const TensorMap& w, const TensorMap& x, float* y, in
     const uint32_t ring = (shared_address(shared) + 1023) / 1024 * 1024;  // a swizzled box is aligned to 1024 bytes
     // The shuffle tells the compiler that all lanes have the same value.
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
-    const int part = blockIdx.x, parts = gridDim.x, first_row = blockIdx.y * ROWS;
+    const int part = blockIdx.x, parts = gridDim.x;
     const int all_steps = (columns + COLUMNS - 1) / COLUMNS, first_step = all_steps * part / parts;
-    const int steps = all_steps * (part + 1) / parts - first_step;
+    const int steps = all_steps * (part + 1) / parts - first_step;  // of each tile
+    // This block multiplies the tiles blockIdx.y, blockIdx.y + gridDim.y and so on.
+    const int tiles = ((rows + tile_rows - 1) / tile_rows - 1 - blockIdx.y) / gridDim.y + 1;
+    const auto first_row_of = [&](int tile) { return (int)(blockIdx.y + tile * gridDim.y) * tile_rows; };
 
     // 1. Copy. No running kernel writes w, so the first copies of w start before pdl_wait().
-    const auto copy_w = [&](int step, int stage) {
-        const uint32_t barrier = shared_address(&full[stage]);
-        barrier_expect(barrier, STAGE_BYTES);
-        copy_tensor(ring + stage * STAGE_BYTES, w, (first_step + step) * ROW_BYTES, first_row, 0, barrier);
+    const auto copy_w = [&](const Position& p, int stage) {
+        const uint32_t to = ring + stage * STAGE_BYTES, barrier = shared_address(&full[stage]);
+        const int x = (first_step + p.step) * ROW_BYTES, row = first_row_of(p.tile);
+        barrier_expect(barrier, ((GATED ? 2 : 1) * tile_rows + TOKENS) * ROW_BYTES);
+        if constexpr (GATED)
+            copy_tensor(to, w, x, 0, 0, row / 8, barrier);
+        else
+            copy_tensor(to, w, x, row, 0, barrier);
     };
-    const auto copy_x = [&](int step, int stage) {
-        copy_tensor(ring + stage * STAGE_BYTES + W_BYTES, x, (first_step + step) * ROW_BYTES, 0, 0,
+    const auto copy_x = [&](const Position& p, int stage) {
+        copy_tensor(ring + stage * STAGE_BYTES + W_BYTES, x, (first_step + p.step) * ROW_BYTES, 0, 0,
                     shared_address(&full[stage]));
     };
-    const int early_steps = min(steps, STAGES);
+    const int all_copies = tiles * steps, early_copies = min(all_copies, STAGES);
+    Position next_w(steps), next_x(steps);
     if (warp == MULTIPLYING_WARPS && elect_lane()) {
         for (int stage = 0; stage < STAGES; ++stage) {
             barrier_init(shared_address(&full[stage]), 1);
@@ -56,56 +83,72 @@ __device__ void dense_wgmma(const TensorMap& w, const TensorMap& x, float* y, in
         }
         // Bulk copies access the barriers through the async proxy.
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-        for (int step = 0; step < early_steps; ++step) copy_w(step, step);
+        for (int i = 0; i < early_copies; ++i, next_w.next()) copy_w(next_w, i);
     }
     __syncthreads();
     if (warp == MULTIPLYING_WARPS) {
         if (elect_lane()) {
             pdl_wait();
             pdl_launch_dependents();
-            for (int step = 0; step < early_steps; ++step) copy_x(step, step);
-            for (int step = STAGES, stage = 0, parity = 0; step < steps; ++step) {
+            for (int i = 0; i < early_copies; ++i, next_x.next()) copy_x(next_x, i);
+            for (int i = STAGES, stage = 0, parity = 0; i < all_copies; ++i, next_x.next()) {
                 barrier_wait(shared_address(&empty[stage]), parity);
-                copy_w(step, stage);
-                copy_x(step, stage);
+                copy_w(next_x, stage);
+                copy_x(next_x, stage);
                 if (++stage == STAGES) stage = 0, parity ^= 1;
             }
         }
         return;
     }
 
-    // 2. Multiply. While one product runs, the next one is queued.
-    // If this loop were unrolled, the compiler would wait for each product.
-    float sums[TOKENS / 2] = {};
-    int stage = 0, parity = 0, previous = -1;
+    if constexpr (!GATED) y += (size_t)part * tokens * rows;
+    for (int tile = 0, stage = 0, parity = 0; tile < tiles; ++tile) {
+        // 2. Multiply. While one step's products run, those of the next step are queued.
+        // If this loop were unrolled, the compiler would wait for each product.
+        float sums[TOKENS / 2] = {};
+        int previous = -1;
 #pragma unroll 1
-    for (int step = 0; step < steps; ++step) {
-        barrier_wait(shared_address(&full[stage]), parity);
-        const uint32_t at = ring + stage * STAGE_BYTES;
-        const uint64_t a = wgmma_descriptor(at + warp / 4 * WARPGROUP_ROWS * ROW_BYTES);
-        const uint64_t b = wgmma_descriptor(at + W_BYTES);
-        wgmma_fence();
+        for (int step = 0; step < steps; ++step) {
+            barrier_wait(shared_address(&full[stage]), parity);
+            const uint32_t at = ring + stage * STAGE_BYTES;
+            const uint64_t a = wgmma_descriptor(at + warp / 4 * WARPGROUP_ROWS * ROW_BYTES);
+            const uint64_t b = wgmma_descriptor(at + W_BYTES);
+            wgmma_fence();
 #pragma unroll
-        for (int k = 0; k < COLUMNS / 16; ++k) wgmma<T>(sums, a + 2 * k, b + 2 * k);  // 16 columns are 2 · 16 bytes
-        wgmma_commit();
-        wgmma_wait<1>();
-        if (previous >= 0 && lane == 0) barrier_arrive(shared_address(&empty[previous]));
-        previous = stage;
-        if (++stage == STAGES) stage = 0, parity ^= 1;
-    }
-    wgmma_wait<0>();
-    // wgmma writes the sums asynchronously, and the compiler does not know this.
-    // The empty asm statements keep the compiler from reading the sums before wgmma_wait.
-#pragma unroll
-    for (int i = 0; i < TOKENS / 2; ++i) asm volatile("" : "+f"(sums[i])::"memory");
+            for (int k = 0; k < COLUMNS / 16; ++k) wgmma<T>(sums, a + 2 * k, b + 2 * k);  // 16 columns are 2 · 16 bytes
+            wgmma_commit();
+            wgmma_wait<1>();
+            if (previous >= 0 && lane == 0) barrier_arrive(shared_address(&empty[previous]));
+            previous = stage;
+            if (++stage == STAGES) stage = 0, parity ^= 1;
+        }
+        wgmma_wait<0>();
+        if (lane == 0) barrier_arrive(shared_address(&empty[previous]));
+        read_after_wgmma(sums);
 
-    // 3. Store. A store instruction of a warp writes 8 adjacent rows, 32 bytes, of each of four tokens.
-    pdl_wait();
-    y += (size_t)part * tokens * rows;
+        // 3. Store. A store instruction of a warp writes 8 adjacent rows of each of four tokens.
+        // Of the 16 rows that a warp multiplies, a lane has row lane / 4 and the row 8 rows below.
+        // In gated kernels, these are a gate row and its up row.
+        pdl_wait();
+        const int first_row = first_row_of(tile), row = warp * (GATED ? 8 : 16) + lane / 4, first_token = lane % 4 * 2;
+        const auto is_stored = [&](int row) { return row < tile_rows && first_row + row < rows; };
+        const bool stores_row = is_stored(row), stores_below = !GATED && is_stored(row + 8);
+        Y* to = y + (size_t)first_token * rows + first_row + row;
 #pragma unroll
-    for (int i = 0; i < TOKENS / 2; ++i) {
-        const int token = i / 4 * 8 + lane % 4 * 2 + i % 2, row = first_row + warp * 16 + lane / 4 + i / 2 % 2 * 8;
-        if (token < tokens && row < rows) y[(size_t)token * rows + row] = sums[i];
+        for (int i = 0; i < TOKENS / 2; i += 4) {
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+                if (first_token + 2 * i + j >= tokens) continue;
+                Y* const of_token = to + (size_t)j * rows;
+                if constexpr (GATED) {
+                    if (stores_row) *of_token = from_float<Y>(activate(sums[i + j], activation) * sums[i + j + 2]);
+                } else {
+                    if (stores_row) of_token[0] = sums[i + j];
+                    if (stores_below) of_token[8] = sums[i + j + 2];
+                }
+            }
+            to += (size_t)8 * rows;
+        }
     }
 #endif
 }
@@ -113,9 +156,23 @@ __device__ void dense_wgmma(const TensorMap& w, const TensorMap& x, float* y, in
 #define DEFINE(T, SUFFIX, TOKENS)                                                                                      \
     extern "C" __global__ void __launch_bounds__(THREADS)                                                              \
         dense_wgmma_##SUFFIX##_##TOKENS(const __grid_constant__ TensorMap w, const __grid_constant__ TensorMap x,      \
-                                        float* y, int rows, int columns, int tokens) {                                 \
-        dense_wgmma<T, TOKENS>(w, x, y, rows, columns, tokens);                                                        \
+                                        float* y, int rows, int columns, int tokens, int tile_rows) {                  \
+        dense_wgmma<T, TOKENS, false>(w, x, y, rows, columns, tokens, tile_rows, 0);                                   \
     }
-#define DEFINE_SIZES(T, SUFFIX) DEFINE(T, SUFFIX, 16) DEFINE(T, SUFFIX, 32)
+#define DEFINE_GATED(T, SUFFIX, TOKENS)                                                                                \
+    extern "C" __global__ void __launch_bounds__(THREADS)                                                              \
+        dense_wgmma_gated_##SUFFIX##_##TOKENS(const __grid_constant__ TensorMap w,                                     \
+                                              const __grid_constant__ TensorMap x, T* y, int rows, int columns,        \
+                                              int tokens, int tile_rows, int activation) {                             \
+        dense_wgmma<T, TOKENS, true>(w, x, y, rows, columns, tokens, tile_rows, activation);                           \
+    }
+#define DEFINE_SIZES(T, SUFFIX)                                                                                        \
+    DEFINE(T, SUFFIX, 16)                                                                                              \
+    DEFINE(T, SUFFIX, 32)                                                                                              \
+    DEFINE(T, SUFFIX, 64)                                                                                              \
+    DEFINE(T, SUFFIX, 96)                                                                                              \
+    DEFINE(T, SUFFIX, 128)                                                                                             \
+    DEFINE_GATED(T, SUFFIX, 16)                                                                                        \
+    DEFINE_GATED(T, SUFFIX, 32)
 DEFINE_SIZES(__half, f16)
 DEFINE_SIZES(__nv_bfloat16, bf16)

@@ -3,6 +3,7 @@
 use candle_core::cuda_backend::CudaDevice;
 use candle_core::{DType, Result, Tensor, bail};
 
+use crate::kernels::activation::Activation;
 use crate::kernels::constants::{
     DENSE_WGMMA_COLUMNS, DENSE_WGMMA_MAX_TOKENS, DENSE_WGMMA_RING_BYTES, DENSE_WGMMA_ROWS, DENSE_WGMMA_THREADS,
     MAX_PRODUCT_PARTS,
@@ -12,12 +13,50 @@ use crate::kernels::launch::{
 };
 use crate::kernels::scratch;
 
-/// Returns whether the dense_wgmma kernels support x·wᵀ on this GPU.
+/// With up to this number of tokens, a matrix may have any number of rows.
+const FEW_TOKENS: usize = 32;
+
+/// How thread blocks divide a matrix.
+struct Division {
+    /// The number of parts into which the columns are divided. Each part of a tile has its own block.
+    parts: usize,
+    /// The rows of a tile, a multiple of 8.
+    tile_rows: usize,
+}
+
+impl Division {
+    /// Chooses a division into at most `max_parts` parts. Each multiprocessor runs one block.
+    /// The block with the most work has as little work as possible, because a multiprocessor that is alone does not
+    /// read faster than with the others.
+    fn of_matrix(multiprocessors: usize, (rows, columns): (usize, usize), max_parts: usize) -> Self {
+        // Swizzled rows come in groups of 8, and a gated tile has as many gate rows as up rows.
+        let unit = if max_parts == 1 { 16 } else { 8 };
+        let (tiles, steps) = (rows.div_ceil(DENSE_WGMMA_ROWS), columns.div_ceil(DENSE_WGMMA_COLUMNS));
+        let divide = |parts: usize| {
+            let blocks = multiprocessors / parts;
+            let tiles_per_block = tiles.div_ceil(blocks);
+            let tile_rows = rows.div_ceil(blocks * tiles_per_block).next_multiple_of(unit);
+            (tiles_per_block * tile_rows * steps.div_ceil(parts), Self { parts, tile_rows })
+        };
+        // With several parts, each block has only one tile.
+        let max_parts = max_parts.min(multiprocessors / tiles.max(1)).min(columns / DENSE_WGMMA_COLUMNS).max(1);
+        // If several divisions are equal, the one with the most parts has the largest tiles, so x is read least often.
+        let divisions = (1..=max_parts).rev().map(divide);
+        let best = divisions.min_by_key(|(work, _)| *work);
+        best.map_or(Self { parts: 1, tile_rows: DENSE_WGMMA_ROWS }, |(_, division)| division)
+    }
+}
+
+/// Returns whether the dense_wgmma kernels support x·wᵀ on this GPU, and are faster than cuBLASLt.
 /// x must have the same dtype and the same number of columns as w.
+///
+/// With more than [`FEW_TOKENS`] tokens, cuBLASLt is faster unless each multiprocessor multiplies many tiles,
+/// as for the logits of most models.
 pub fn is_supported(device: &CudaDevice, x: &Tensor, w: &Tensor) -> Result<bool> {
     let ((tokens, _), (rows, columns)) = (x.dims2()?, w.dims2()?);
     Ok(runs_wgmma(device)
         && (1..=DENSE_WGMMA_MAX_TOKENS).contains(&tokens)
+        && (tokens <= FEW_TOKENS || rows.div_ceil(DENSE_WGMMA_ROWS) > 4 * multiprocessors(device)?)
         && matches!(w.dtype(), DType::F16 | DType::BF16)
         && rows > 0
         && columns > 0
@@ -28,10 +67,8 @@ pub fn is_supported(device: &CudaDevice, x: &Tensor, w: &Tensor) -> Result<bool>
 }
 
 /// Returns the number of parts of a product with a matrix of `rows` rows and `columns` columns.
-/// Each multiprocessor has at most one thread block, unless the matrix has too many rows.
 pub fn part_count(device: &CudaDevice, rows: usize, columns: usize) -> Result<usize> {
-    let blocks = multiprocessors(device)? / rows.div_ceil(DENSE_WGMMA_ROWS).max(1);
-    Ok(blocks.min(MAX_PRODUCT_PARTS).min(columns / DENSE_WGMMA_COLUMNS).max(1))
+    Ok(Division::of_matrix(multiprocessors(device)?, (rows, columns), MAX_PRODUCT_PARTS).parts)
 }
 
 /// Computes x·wᵀ as f32 `[parts, tokens, rows]`. The product is the sum over the [`part_count`] parts.
@@ -39,10 +76,7 @@ pub fn part_count(device: &CudaDevice, rows: usize, columns: usize) -> Result<us
 ///
 /// x `[tokens, columns]` and w `[rows, columns]` have the same dtype. Fails unless [`is_supported`] returns true.
 pub fn matmul_parts(device: &CudaDevice, x: &Tensor, w: &Tensor, out: Option<&Tensor>) -> Result<Tensor> {
-    let ((tokens, columns), (rows, w_columns)) = (x.dims2()?, w.dims2()?);
-    if columns != w_columns || x.dtype() != w.dtype() || !is_supported(device, x, w)? {
-        bail!("dense_wgmma: unsupported inputs: x {:?} {:?}, w {:?} {:?}", x.dtype(), x.dims(), w.dtype(), w.dims());
-    }
+    let ((tokens, columns), (rows, _)) = (x.dims2()?, w.dims2()?);
     let parts = part_count(device, rows, columns)?;
     let y = match out {
         Some(out) if out.dims() == [parts, tokens, rows] && out.dtype() == DType::F32 => out.clone(),
@@ -52,19 +86,88 @@ pub fn matmul_parts(device: &CudaDevice, x: &Tensor, w: &Tensor, out: Option<&Te
         // SAFETY: the kernel writes every element.
         None => unsafe { scratch::empty((parts, tokens, rows), DType::F32, x.device())? },
     };
-    // There are kernels for 16 and for 32 tokens.
-    let box_tokens = tokens.next_power_of_two().max(16);
-    let row_bytes = columns * x.dtype().size_in_bytes();
-    let box_bytes = DENSE_WGMMA_COLUMNS * x.dtype().size_in_bytes();
-    let w_map = TensorMap::new(w, [1, rows, row_bytes], [DENSE_WGMMA_ROWS, box_bytes], BoxOrder::Swizzled)?;
-    let x_map = TensorMap::new(x, [1, tokens, row_bytes], [box_tokens, box_bytes], BoxOrder::Swizzled)?;
-    let arguments = Arguments::new().value(w_map, [w]).value(x_map, [x]).tensor(&y)?.int(rows).int(columns).int(tokens);
-    // The ring buffer is aligned to 1024 bytes.
-    let shape = LaunchShape::new((parts, rows.div_ceil(DENSE_WGMMA_ROWS), 1), DENSE_WGMMA_THREADS)
-        .with_shared_bytes(DENSE_WGMMA_RING_BYTES + 1024);
-    let kernel = format!("dense_wgmma_{}_{box_tokens}", dtype_suffix(x.dtype())?);
-    let launch = Launch::new(module!("dense_wgmma"), kernel, shape, arguments).overlapping();
-    // SAFETY: the shapes are checked above. The tensor maps limit all reads to w and x.
-    unsafe { launch.enqueue(device)? };
+    enqueue(device, x, w, &y, None)?;
     Ok(y)
+}
+
+/// Returns whether [`matmul_gated`] supports these inputs.
+pub fn is_gated_supported(device: &CudaDevice, x: &Tensor, w: &Tensor) -> Result<bool> {
+    Ok(is_supported(device, x, w)? && x.dim(0)? <= FEW_TOKENS && w.dim(0)?.is_multiple_of(16))
+}
+
+/// Computes activation(gate) · up: `[tokens, rows / 2]` in the dtype of x.
+/// The first half of the rows of w computes gate, and the second half computes up.
+///
+/// x `[tokens, columns]` and w `[rows, columns]` have the same dtype. Fails unless [`is_gated_supported`] returns true.
+pub fn matmul_gated(device: &CudaDevice, x: &Tensor, w: &Tensor, activation: Activation) -> Result<Tensor> {
+    // SAFETY: the kernel writes every element.
+    let y = unsafe { scratch::empty((x.dim(0)?, w.dim(0)? / 2), x.dtype(), x.device())? };
+    enqueue(device, x, w, &y, Some(activation))?;
+    Ok(y)
+}
+
+/// Queues the kernel that writes y: `[parts, tokens, rows]`, or `[tokens, rows / 2]` if there is an activation.
+fn enqueue(device: &CudaDevice, x: &Tensor, w: &Tensor, y: &Tensor, activation: Option<Activation>) -> Result<()> {
+    let ((tokens, columns), (rows, w_columns)) = (x.dims2()?, w.dims2()?);
+    let is_supported = match activation {
+        Some(_) => is_gated_supported(device, x, w)?,
+        None => is_supported(device, x, w)?,
+    };
+    if columns != w_columns || x.dtype() != w.dtype() || !is_supported {
+        bail!("dense_wgmma: unsupported inputs: x {:?} {:?}, w {:?} {:?}", x.dtype(), x.dims(), w.dtype(), w.dims());
+    }
+    // There are kernels for 16, 32, 64, 96 and 128 tokens.
+    let box_tokens = if tokens <= 16 { 16 } else { tokens.next_multiple_of(32) };
+    let (max_parts, y_rows) = if activation.is_some() { (1, rows / 2) } else { (MAX_PRODUCT_PARTS, rows) };
+    let Division { parts, tile_rows } = Division::of_matrix(multiprocessors(device)?, (rows, columns), max_parts);
+    let (row_bytes, box_bytes) = (columns * 2, DENSE_WGMMA_COLUMNS * 2);
+    let x_map = TensorMap::new(x, [1, tokens, row_bytes], [box_tokens, box_bytes], BoxOrder::Swizzled)?;
+    let w_map = match activation {
+        Some(_) => TensorMap::of_gate_up(w, [rows, row_bytes], [tile_rows, box_bytes], BoxOrder::Swizzled)?,
+        None => TensorMap::new(w, [1, rows, row_bytes], [tile_rows, box_bytes], BoxOrder::Swizzled)?,
+    };
+    let y_tile_rows = if activation.is_some() { tile_rows / 2 } else { tile_rows };
+    let arguments = Arguments::new().value(w_map, [w]).value(x_map, [x]).tensor(y)?;
+    let arguments = arguments.int(y_rows).int(columns).int(tokens).int(y_tile_rows);
+    let arguments = match activation {
+        Some(activation) => arguments.int(activation.code()),
+        None => arguments,
+    };
+    let blocks = rows.div_ceil(tile_rows).min(multiprocessors(device)?);
+    // The ring buffer is aligned to 1024 bytes.
+    let shape =
+        LaunchShape::new((parts, blocks, 1), DENSE_WGMMA_THREADS).with_shared_bytes(DENSE_WGMMA_RING_BYTES + 1024);
+    let gated = if activation.is_some() { "gated_" } else { "" };
+    let kernel = format!("dense_wgmma_{gated}{}_{box_tokens}", dtype_suffix(x.dtype())?);
+    let launch = Launch::new(module!("dense_wgmma"), kernel, shape, arguments).overlapping();
+    // SAFETY: the shapes are checked above and by the callers. The tensor maps limit all reads to w and x.
+    unsafe { launch.enqueue(device) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn divisions_cover_the_matrix_and_balance_the_work() {
+        for (rows, columns) in [(28_672, 4096), (6144, 4096), (2880, 4096), (5120, 2880), (201_088, 2880), (1, 8)] {
+            for max_parts in [1, MAX_PRODUCT_PARTS] {
+                let Division { parts, tile_rows } = Division::of_matrix(132, (rows, columns), max_parts);
+                let tiles = rows.div_ceil(tile_rows);
+                assert!(parts <= max_parts && tile_rows.is_multiple_of(8), "{rows} x {columns}: {parts} parts");
+                assert!(tile_rows <= DENSE_WGMMA_ROWS, "{rows} x {columns}: {tile_rows} rows");
+                assert!(parts == 1 || parts * tiles <= 132, "{rows} x {columns}: {parts} x {tiles} blocks");
+            }
+        }
+        let division = |matrix, max_parts| {
+            let Division { parts, tile_rows } = Division::of_matrix(132, matrix, max_parts);
+            (parts, tile_rows)
+        };
+        // Llama-3.1-8B: q, k and v; o; gate and up. gpt-oss-20b: q, k and v; o.
+        assert_eq!(division((6144, 4096), MAX_PRODUCT_PARTS), (2, 96));
+        assert_eq!(division((4096, 4096), MAX_PRODUCT_PARTS), (4, 128));
+        assert_eq!(division((28_672, 4096), 1), (1, 112));
+        assert_eq!(division((5120, 2880), MAX_PRODUCT_PARTS), (3, 120));
+        assert_eq!(division((2880, 4096), MAX_PRODUCT_PARTS), (4, 88));
+    }
 }

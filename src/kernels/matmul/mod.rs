@@ -2,8 +2,8 @@
 //! Callers add biases in f32, and round only inputs of later operations to the compute dtype. Logits stay f32.
 //!
 //! These modules compute products on a GPU:
-//! - `dense_wgmma`: f16 and bf16, for 2 to 32 tokens on Hopper, if the product has one part or the caller takes
-//!   several (see [`matmul_parts`])
+//! - `dense_wgmma`: f16 and bf16 on Hopper, for 2 to 32 tokens if the product has one part or the caller takes several
+//!   (see [`matmul_parts`]), for up to 128 tokens if the matrix has very many rows, and for [`matmul_gated`]
 //! - `dense_few_tokens`: f16 and bf16, for up to 8 tokens
 //! - `f32_few_rows`: f32, for matrices with few weight rows, such as routers, and any number of tokens
 //! - `cublas_lt`: f16 and bf16 in all other cases
@@ -24,6 +24,7 @@ pub mod size_class;
 use candle_core::cuda_backend::CudaDevice;
 use candle_core::{DType, Device, Result, Tensor, bail};
 
+use super::activation::{Activation, gated_halves};
 use super::sum_order::{SumOrder, each_row};
 
 /// The number of tokens in every product of [`product_of_fixed_tokens`].
@@ -54,6 +55,22 @@ pub fn matmul_parts(x: &Tensor, w: &Tensor, sum_order: SumOrder) -> Result<Tenso
     matmul_f32(x, w, sum_order)?.unsqueeze(0)
 }
 
+/// Returns activation(gate) · up: `[tokens, rows / 2]` in the dtype of x.
+/// The first half of the rows of w computes gate, and the second half computes up.
+///
+/// The other arguments are the same as in [`matmul_f32`].
+pub fn matmul_gated(x: &Tensor, w: &Tensor, activation: Activation, sum_order: SumOrder) -> Result<Tensor> {
+    #[cfg(feature = "cuda")]
+    if let Device::Cuda(device) = x.device()
+        && sum_order == SumOrder::Fastest
+        && x.dim(0)? > 1
+        && dense_wgmma::is_gated_supported(device, x, w)?
+    {
+        return dense_wgmma::matmul_gated(device, x, w, activation);
+    }
+    gated_halves(&matmul_f32(x, w, sum_order)?, activation, x.dtype())
+}
+
 /// Computes [`matmul_f32`]. `out` is f32 `[tokens, rows]`.
 /// If `dense_wgmma` or cuBLASLt computes the product with [`SumOrder::Fastest`], writes it to `out` and returns `out`.
 /// In all other cases, returns a new tensor.
@@ -76,8 +93,9 @@ pub fn matmul_f32_into(x: &Tensor, w: &Tensor, sum_order: SumOrder, out: Option<
                 && dense_wgmma::is_supported(device, x, w)?
                 && dense_wgmma::part_count(device, w.dim(0)?, columns)? == 1 =>
         {
-            let out = out.map(|out| out.unsqueeze(0)).transpose()?;
-            dense_wgmma::matmul_parts(device, x, w, out.as_ref())?.squeeze(0)
+            let parts = dense_wgmma::matmul_parts(device, x, w, out.map(|out| out.unsqueeze(0)).transpose()?.as_ref())?;
+            // `squeeze` would return another tensor than `out`, which the caller would copy to `out`.
+            out.map_or_else(|| parts.squeeze(0), |out| Ok(out.clone()))
         }
         #[cfg(feature = "cuda")]
         (Device::Cuda(device), SumOrder::Fastest) if x.dim(0)? > 1 && dense_few_tokens::is_supported(device, x, w)? => {

@@ -162,10 +162,7 @@ __device__ __forceinline__ void consume(StageCursor<S>& cursor, const MappedWeig
         cursor.next();
     }
     wgmma_wait<0>();
-    // wgmma writes the sums asynchronously, and the compiler does not know this.
-    // The empty asm statements keep the compiler from reading the sums before wgmma_wait.
-#pragma unroll
-    for (int i = 0; i < N / 2; ++i) asm volatile("" : "+f"(sum[i])::"memory");
+    read_after_wgmma(sum);
     if (lane == 0) barrier_arrive(previous + Stage<S>::EMPTY);
 
     const int row_tile = tile.row_tile + warp;

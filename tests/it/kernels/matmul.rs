@@ -43,34 +43,65 @@ fn products_of_few_tokens_match_their_reference() {
 fn products_of_several_tokens_match_their_reference() {
     use crate::support::gpu;
     use candle_core::Device;
-    use inferno::kernels::matmul::dense_wgmma::{is_supported, matmul_parts, part_count};
+    use inferno::kernels::activation::{Activation, gated_halves};
+    use inferno::kernels::launch::multiprocessors;
+    use inferno::kernels::matmul::dense_wgmma::{
+        is_gated_supported, is_supported, matmul_gated, matmul_parts, part_count,
+    };
     use inferno::kernels::matmul::matmul_f32;
     let device = gpu();
     let Device::Cuda(cuda) = &device else { panic!("{device:?} is not a GPU") };
     // The cases cover matrices of gpt-oss-20b and Llama-3.1-8B, one or more parts, parts of unequal size,
     // fewer columns than a stage holds, and rows and columns that fill only part of a tile.
+    // Only the case with the most rows supports more than 32 tokens.
     // The last case is unsupported: a row of 100 columns is not a multiple of 16 bytes.
-    let cases = [(5120, 2880), (2880, 4096), (4096, 14_336), (28_672, 192), (130, 2888), (1, 64), (300, 8), (64, 100)];
+    let most_rows = 600 * multiprocessors(cuda).unwrap() + 16;
+    let cases = [
+        (5120, 2880),
+        (2880, 4096),
+        (4096, 14_336),
+        (28_672, 192),
+        (most_rows, 136),
+        (130, 2888),
+        (1, 64),
+        (304, 8),
+        (64, 100),
+    ];
     for (rows, columns) in cases {
         for dtype in [DType::BF16, DType::F16] {
             let mut noise = Random((rows + columns) as u64);
-            let (weight, x) = (noise.tensor(&[rows, columns], dtype), noise.tensor(&[33, columns], dtype));
+            // With small weights, products of gate and up values do not overflow f16.
+            let weight = (noise.tensor(&[rows, columns], dtype) * (1.0 / 64.0)).unwrap();
+            let x = noise.tensor(&[129, columns], dtype);
             let want = matmul_f32(&x, &weight, SumOrder::Fastest).unwrap();
             let (x, weight) = (to_device(&x, &device, dtype), to_device(&weight, &device, dtype));
             let tolerance = 1e-5 * (columns as f32 / 4096.0).max(1.0);
-            for tokens in [1, 2, 8, 9, 15, 16, 17, 31, 32, 33] {
+            for tokens in [1, 2, 8, 9, 15, 16, 17, 31, 32, 33, 64, 65, 96, 97, 128, 129] {
                 let (x, want) = (x.narrow(0, 0, tokens).unwrap(), want.narrow(0, 0, tokens).unwrap());
                 let what = format!("{rows}x{columns}, {dtype:?}, {tokens} tokens");
                 // Only Hopper GPUs have the kernels.
                 let is_hopper = cuda.cuda_stream().context().compute_capability().unwrap() == (9, 0);
                 let supported = is_supported(cuda, &x, &weight).unwrap();
-                assert_eq!(supported, is_hopper && tokens < 33 && columns != 100, "{what}");
+                let most_tokens = if rows == most_rows { 128 } else { 32 };
+                assert_eq!(supported, is_hopper && tokens <= most_tokens && columns != 100, "{what}");
                 match matmul_parts(cuda, &x, &weight, None) {
                     Ok(parts) => {
                         assert_eq!(parts.dim(0).unwrap(), part_count(cuda, rows, columns).unwrap(), "{what}");
                         assert_close(&what, &parts.sum(0).unwrap(), &want, tolerance);
                     }
                     Err(error) => assert!(!supported, "{what}: {error}"),
+                }
+                let supported = is_gated_supported(cuda, &x, &weight).unwrap();
+                assert_eq!(supported, is_hopper && tokens <= 32 && columns != 100 && rows % 16 == 0, "{what}");
+                for activation in [Activation::Silu, Activation::GeluTanh].into_iter().filter(|_| tokens <= 33) {
+                    match matmul_gated(cuda, &x, &weight, activation) {
+                        Ok(got) => {
+                            let want = gated_halves(&want, activation, dtype).unwrap().to_dtype(DType::F32).unwrap();
+                            let rounding = if dtype == DType::BF16 { 1.0 / 256.0 } else { 1.0 / 2048.0 };
+                            assert_close(&what, &got.to_dtype(DType::F32).unwrap(), &want, tolerance + rounding);
+                        }
+                        Err(error) => assert!(!supported, "{what}: {error}"),
+                    }
                 }
             }
         }
