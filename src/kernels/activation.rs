@@ -1,8 +1,8 @@
 //! Gated activations: SwiGLU and GeGLU (arXiv 2002.05202), and the clamped SwiGLU of gpt-oss.
 //!
-//! Source of the clamped SwiGLU: the function `swiglu` in `gpt_oss/torch/model.py` of openai/gpt-oss.
-//! The clamped SwiGLU limits gate values to at most `limit`, and up values to the range from -`limit` to `limit`.
-//! It then adds 1 to the up values.
+//! The clamped SwiGLU first limits gate values to at most `limit`, and up values to the range from -`limit` to `limit`.
+//! Its result is gate · sigmoid([`ALPHA`] · gate) · (up + 1).
+//! The source is the function `swiglu` in `gpt_oss/torch/model.py` of openai/gpt-oss.
 
 use candle_core::{D, DType, Device, Result, Tensor, bail};
 

@@ -123,7 +123,7 @@ impl Matrix {
         }
     }
 
-    /// Returns x · Wᵀ as f32 `[parts, tokens, rows]`, whose sum over the parts is the product.
+    /// Returns x · Wᵀ as f32 `[parts, tokens, rows]`. The product is the sum over the parts.
     pub fn matmul_parts(&self, x: &Tensor, sum_order: SumOrder) -> Result<Tensor> {
         match self {
             Self::Dense(weight) if weight.elem_count() > 0 => matmul_parts(x, weight, sum_order),

@@ -8,11 +8,11 @@
 //! The operations of `decode`, `exchange` and `step_inputs` run only on a GPU.
 //! The operations of `sampling` also run only on a GPU, except those of `row_edits` and `token_mask`.
 //! In `moe`, `expert_mlp`, `expert_few_pairs`, `mxfp4_tiles`, `route` and `sort_by_expert` also run only on a GPU.
-//! Tests compare these kernels with other implementations of the same operations.
+//! Tests compare the operations that run only on a GPU with other implementations of the same operations.
 //!
 //! `launch` launches kernels, and `scratch` allocates their outputs. `upload` copies weights to a device.
 //! `exchange` combines tensors of several GPUs. `sampling` has the kernels that choose tokens.
-//! `bandwidth` measures GPU memory bandwidth. `selftest` compares kernels with their references on the current GPU.
+//! `bandwidth` measures GPU memory bandwidth. `selftest` compares operations on a device with their CPU references.
 
 pub mod activation;
 pub mod attention;

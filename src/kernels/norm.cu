@@ -78,7 +78,7 @@ __device__ void add_norm(const float* x, const float* y, const float* y_bias, co
     pdl_wait();
 #pragma unroll
     for (int h = 0; h < HELD; ++h) {
-        // Past the last element, a thread loads the last one again. A branch would wait for the loads before it.
+        // Past the last element, a thread loads the last one again, because a branch would wait for earlier loads.
         const int i = min(threadIdx.x + h * THREADS, count - 1);
         held[h] = load<WIDTH>(x + i * WIDTH);
         if (y) other[h] = load_y(i);

@@ -1,10 +1,10 @@
 //! Compares tensor operations on a device with their CPU references, using small, irregular shapes.
 //!
-//! The self-test shows whether the GPU, the driver and this build compute correct results.
+//! The self-test checks that the GPU, the driver and this build compute correct results.
 //! The tests in `tests/it/kernels` cover the kernels in more depth.
-//! The self-test does not cover `matmul::dense_few_tokens`, `matmul::dense_wgmma` with several parts, `moe::route`,
-//! or the kernels of `decode`, `exchange`, `sampling` and `step_inputs`.
-//! Tests in `tests/it` cover them, for example `runner/decode_graph.rs` and `kernels/sampling.rs`.
+//! The self-test leaves out some kernels, such as `matmul::dense_few_tokens`, `matmul::dense_wgmma` with several parts,
+//! `moe::route`, and the kernels of `decode`, `exchange`, `sampling` and `step_inputs`.
+//! Tests in `tests/it` cover these kernels, for example `runner/decode_graph.rs` and `kernels/sampling.rs`.
 
 use std::time::Instant;
 

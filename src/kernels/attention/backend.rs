@@ -10,7 +10,7 @@ pub enum AttentionBackend {
     /// Selects the first backend below that supports the device, the dtype, the head size and the soft cap.
     #[default]
     Auto,
-    /// inferno's tensor-core kernels in `flash_attention.cu`, for bf16 and f16.
+    /// inferno's tensor-core kernels in `flash_attention.cu`, for bf16 and f16 and the head sizes [`FLASH_HEAD_DIMS`].
     Own,
     /// The tensor-core kernels of the `candle-flash-attn` crate, in builds with the feature `flash-attn`.
     CandleFlashAttn,

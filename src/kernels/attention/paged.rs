@@ -29,8 +29,8 @@ pub struct QuerySpan {
 }
 
 impl QuerySpan {
-    /// Returns whether the 16-row kernels should compute this span: it has at most two tiles of 16 rows per KV head.
-    /// A token has `group` rows per KV head.
+    /// Returns whether the span has at most two tiles of 16 rows per KV head, so that the 16-row kernels suit the span.
+    /// `group` is the number of query heads per KV head. Each query head of a token is one row.
     #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
     pub(super) fn is_few(&self, group: usize) -> bool {
         self.tokens * group <= 2 * FLASH_FEW_ROWS
@@ -149,7 +149,7 @@ impl Queries {
         Ok(tiles)
     }
 
-    /// Returns at least `count` u32 counters, all zero. A kernel that changes a counter must reset it before it ends.
+    /// Returns at least `count` u32 counters, all zero. A kernel that changes a counter must reset the counter to zero.
     #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
     pub(super) fn counters(&self, count: usize) -> Result<Tensor> {
         let mut counters = self.counters.borrow_mut();

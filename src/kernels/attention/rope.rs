@@ -1,6 +1,6 @@
 //! Splits the output of the fused QKV projection into queries, keys and values, and applies RoPE.
 //!
-//! Before the rotation, adds the bias and applies the QK norms, if the model has them.
+//! Before the rotation, [`split_qkv`] adds the bias and applies the QK norms, if the model has them.
 //! RoPE (RoFormer, arXiv 2104.09864) uses the split-half layout of Hugging Face checkpoints.
 //!
 //! The cosine and sine tables and all arithmetic are f32, because bf16 is too imprecise for large positions.
@@ -51,7 +51,7 @@ pub struct QkNorm<'t> {
 /// The number of rotated elements is twice the number of columns in `cos`.
 ///
 /// - qkv: f32 `[parts, tokens, (heads + 2 * kv_heads) * head_dim]`, at most `MAX_PRODUCT_PARTS` parts.
-///   The sum over the parts is the output.
+///   The output of the projection is the sum over the parts.
 /// - bias: f32 `[(heads + 2 * kv_heads) * head_dim]`
 /// - slots: u32 `[tokens]`, the row of the cache for each token. The caller guarantees that the cache has these rows.
 ///
@@ -245,7 +245,7 @@ mod on_gpu {
         for tensor in [Some(qkv), bias, Some(cos), Some(sin)].into_iter().flatten() {
             is_wide &= address(tensor)?.is_multiple_of(16);
         }
-        // `split_qkv` does not add up parts. Only products of few tokens have several parts.
+        // The kernel `split_qkv` does not add up parts. Only products of few tokens have several parts.
         let has_few_tokens = tokens <= ROPE_FEW_TOKENS || parts > 1;
         let (name, heads_per_warp) = match is_wide {
             true if parts > 1 => ("split_qkv_wide_parts", ROPE_WIDE_HEADS * 256 / head_dim),

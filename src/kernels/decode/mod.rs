@@ -1,9 +1,9 @@
 //! The fused CUDA kernels of the decode graph. A step computes one token of one sequence in static buffers.
 //!
 //! Each `add_*` function checks shapes and dtypes, and adds one or more launches to a `LaunchList`.
-//! The `LaunchList` is captured as a CUDA graph, which replays each launch with the same arguments.
+//! Launch lists are captured as a CUDA graph, which replays each launch with the same arguments.
 //! The position, the token and the router logits change in every step, so kernels read them from device memory.
-//! A step uses each weight at most once, so memory bandwidth limits the speed of these kernels.
+//! A step multiplies each weight by at most one vector, so memory bandwidth limits the speed of these kernels.
 //!
 //! On Hopper and later GPUs, launches overlap (programmatic dependent launch).
 //! Most kernels with weights load their first weights while the previous kernel is still running, and then wait for

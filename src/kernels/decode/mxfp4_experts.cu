@@ -21,7 +21,7 @@ struct Mxfp4Tiles {
 };
 
 // Multiplies 16 rows × 32 columns of weights by x. Each unpacked weight is its E2M1 value times 2^-126 (e2m1.cuh).
-// Even columns of B hold the upper part of x, and odd columns hold the lower part (see split_x).
+// In the MMA operand B, even columns hold the upper part of x, and odd columns hold the lower part (see split_x).
 // The results for row g are c[0] (upper) and c[1] (lower); for row g + 8, they are c[2] and c[3].
 // An MMA always computes eight columns, so computing each part of x four times costs nothing extra.
 __device__ __forceinline__ void block_product(uint32_t low, uint32_t high, uint4 x, float (&c)[4]) {

@@ -40,7 +40,7 @@ pub struct QkNormBuffers<'t> {
     pub scratch: &'t Tensor,
 }
 
-/// Adds a launch that computes a layer's norm, QKV projection, bias and RoPE.
+/// Adds a launch that applies a layer's norm, QKV projection, bias and RoPE to `x`.
 /// With QK norms, adds a second launch, which applies the QK norms and then RoPE.
 ///
 /// The launches write q to `projection.q`, and k and v to the KV cache.

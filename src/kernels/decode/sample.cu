@@ -27,7 +27,7 @@
 //   scratch: zeros before and after each launch, except for block_masses
 //   grid: ceil(vocab / 1024), but at most one block per multiprocessor; block: 1024
 //   bytes moved: 4 · vocab, or 8 · vocab with penalties
-// A launch has 2 grid-wide barriers, and 4 more each with top-k and with top-p.
+// A launch has 2 grid-wide barriers. Top-k and top-p each add 4 barriers.
 #include "sampling/sampling.cuh"
 #include "headers/pdl.cuh"
 
