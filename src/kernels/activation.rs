@@ -152,7 +152,7 @@ fn half_width(op: &str, x: &Tensor) -> Result<Vec<usize>> {
     Ok(shape)
 }
 
-/// Computes the clamped SwiGLU of x on the CPU.
+/// Computes [`clamped_swiglu`] in plain Rust.
 pub fn reference(x: &[f32], limit: f32) -> Vec<f32> {
     x.chunks_exact(2)
         .map(|pair| {

@@ -129,7 +129,7 @@ pub const F32_FEW_ROWS_WARPS: usize = 16;
 /// The maximum number of tokens for the dense_few_tokens kernel.
 /// With more tokens, the dense_wgmma kernels or cuBLASLt compute the product (`matmul/mod.rs`).
 pub const DENSE_FEW_TOKENS_MAX: usize = 8;
-/// Weight rows per unit of the dense_few_tokens kernel.
+/// Weight rows per unit of work in the dense_few_tokens kernel.
 /// One or more warps multiply a unit, and divide its columns among themselves.
 pub const DENSE_FEW_TOKENS_ROWS: usize = 16;
 /// Columns per weight tile of the dense_few_tokens kernel: 128 bytes of each row.

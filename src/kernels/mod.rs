@@ -7,7 +7,7 @@
 //!
 //! The operations of `decode`, `exchange` and `step_inputs` run only on a GPU.
 //! The operations of `sampling` also run only on a GPU, except those of `row_edits` and `token_mask`.
-//! In `moe`, `expert_mlp`, `expert_few_pairs`, `mxfp4_tiles`, `route` and `sort_by_expert` also run only on a GPU.
+//! In `moe`, the operations of `expert_mlp`, `mxfp4_tiles` and `route` also run only on a GPU.
 //! Tests compare the operations that run only on a GPU with other implementations of the same operations.
 //!
 //! `launch` launches kernels, and `scratch` allocates their outputs. `upload` copies weights to a device.

@@ -1,6 +1,6 @@
 //! Memory for the intermediate results of a forward pass.
 //!
-//! Operations allocate the outputs of their kernels with [`empty`], which usually takes memory from candle's pool.
+//! Operations allocate the outputs of their kernels with [`empty`], which usually allocates from candle's memory pool.
 //! While a CUDA graph is captured, each allocation from candle's pool becomes a graph node.
 //! An allocation node between two kernels prevents these kernels from overlapping.
 //! The capture therefore runs with an [`Arena`]: memory that was allocated before the capture.

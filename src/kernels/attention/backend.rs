@@ -13,6 +13,7 @@ pub enum AttentionBackend {
     /// inferno's tensor-core kernels in `flash_attention.cu`, for bf16 and f16 and the head sizes [`FLASH_HEAD_DIMS`].
     Own,
     /// The tensor-core kernels of the `candle-flash-attn` crate, in builds with the feature `flash-attn`.
+    /// Supports bf16 and f16 and head sizes that are multiples of 8, but no soft cap.
     CandleFlashAttn,
     /// The kernels in `eager_attention.cu`, or plain Rust on a CPU.
     /// Eager attention is slow, but supports every compute dtype and head sizes up to 256.

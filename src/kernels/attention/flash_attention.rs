@@ -34,7 +34,7 @@ pub struct FlashAttention {
     tile_name: &'static str,
     kernel: String,
     launch_shape: LaunchShape,
-    /// The minimum number of key tiles per split.
+    /// The minimum number of key tiles per split. The last split of a row tile can have fewer.
     min_tiles: usize,
     shape: AttentionShape,
     dtype: DType,
@@ -411,7 +411,7 @@ impl TileKernel {
         ]
     }
 
-    /// Returns the minimum number of keys per split.
+    /// Returns the minimum number of keys per split, except the last split of a row tile.
     /// With fewer keys, combining the results of the splits takes longer than the splits save.
     fn min_split_keys(&self) -> usize {
         match self.kind {

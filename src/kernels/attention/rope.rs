@@ -164,7 +164,7 @@ fn scatter_rows(to: &Tensor, from: &Tensor, slots: &[u32]) -> Result<()> {
 /// Returns x with the heads of q and k normalized and rotated. The heads of v are unchanged.
 ///
 /// - x: `[tokens, (heads + 2 * kv_heads) * head_dim]`
-/// - norms: the weights of the q norm and the k norm, and eps
+/// - norms: the weights of the q norm and the k norm, each `[head_dim]`, and eps
 /// - cos, sin: `[positions, rotated / 2]`
 pub fn reference(
     x: &[f32],

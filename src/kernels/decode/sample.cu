@@ -75,8 +75,8 @@ __device__ void grid_barrier(Scratch* scratch, uint32_t& expected) {
 
 // Returns the largest sort key k (see sort_key) for which all tokens with keys >= k together reach the target.
 // Ignores tokens with keys below `floor`.
-// If BY_MASS is true, the target is a probability mass: `share` times the total mass. `target` is then ignored.
-// If BY_MASS is false, the target is a number of tokens, `target`. `share` is then ignored.
+// With BY_MASS, the target is a probability mass, `share` times the total mass, and the argument `target` is ignored.
+// Without BY_MASS, the target is a number of tokens, the argument `target`, and `share` is ignored.
 // Each of the four rounds determines eight bits of the sort key, from the highest bits to the lowest.
 template <bool BY_MASS>
 __device__ uint32_t threshold(const uint32_t (&keys)[SAMPLE_IDS_PER_THREAD],

@@ -104,7 +104,8 @@ impl Arguments {
         self
     }
 
-    /// Adds a C struct by value. Keeps `tensors` alive, the tensors whose addresses the struct contains.
+    /// Adds a C struct by value. `tensors` are the tensors whose addresses the struct contains.
+    /// The arguments keep these tensors alive.
     pub fn value<'t, T>(mut self, value: T, tensors: impl IntoIterator<Item = &'t Tensor>) -> Self
     where
         T: DeviceRepr + Send + Sync + 'static,
