@@ -342,8 +342,8 @@ pub const MAILBOX_NO_TOKEN: u32 = 0xffffffff;
 pub const MAX_LOGPROBS: usize = 20;
 /// The number of u32 words that describe a row of logits to `send_logprobs`.
 pub const LOGPROBS_ROW_WORDS: usize = 3;
-/// The number of mailbox slots of a row:
-/// the chosen token's log probability, then the id and the log probability of each most likely token.
+/// The number of mailbox slots of a row.
+/// They hold the chosen token's log probability, then the id and the log probability of each most likely token.
 pub const LOGPROBS_SLOTS: usize = 1 + 2 * MAX_LOGPROBS;
 
 // Sampling on the GPU (`decode/sample.rs`, `decode/sample.cu`, `sampling`).

@@ -103,7 +103,7 @@ __device__ void add_norm(const float* x, const float* y, const float* y_bias, co
     }
     for (int i = threadIdx.x + HELD * THREADS; i < count; i += THREADS) {
         Elements<WIDTH> e = load<WIDTH>(x + i * WIDTH);
-        // If y_bias is null, `add_y` ignores its third argument, so any valid address will do.
+        // If y_bias is null, `add_y` ignores its third argument, so any valid address is allowed.
         if (y) add_y(e, load_y(i), load<WIDTH>((y_bias ? y_bias : weight) + i * WIDTH), i);
         accumulate(e);
     }

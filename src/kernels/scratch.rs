@@ -6,8 +6,7 @@
 //! The capture therefore runs with an [`Arena`]: memory that was allocated before the capture.
 //!
 //! An arena has two halves, and consecutive layers use different halves. A layer's memory is reused two layers later.
-//! At that point, nothing needs the layer's results, because a layer reads only its own results
-//! and the results of the previous layer.
+//! At that point, nothing needs the layer's results: a layer reads only its own and the previous layer's results.
 
 use std::cell::{Cell, RefCell};
 

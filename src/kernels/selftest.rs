@@ -34,8 +34,7 @@ pub struct Check {
     /// `Err` if the operation fails on the device or on the CPU.
     pub error: std::result::Result<f32, String>,
     pub tolerance: f32,
-    /// The time in seconds for creating the inputs, copying them to the device, running the operation,
-    /// and copying the result back.
+    /// The time in seconds to create the inputs, copy them to the device, run the operation, and copy the result back.
     pub seconds: f64,
 }
 
@@ -225,7 +224,7 @@ fn distance(got: &[f32], want: &[f32]) -> f32 {
 /// Returns the tolerated relative error. For f16 and bf16, the tolerance is about the machine epsilon.
 fn rounding(dtype: DType) -> f32 {
     match dtype {
-        // The reference is also f32. Only the order of sums and the last bits of functions such as exp differ.
+        // The reference is also f32, so the results differ only by rounding, for example in another order of sums.
         DType::F32 => 1e-5,
         DType::F16 => 1e-3,
         _ => 8e-3,

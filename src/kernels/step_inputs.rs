@@ -39,7 +39,7 @@ impl StepInputs {
     }
 
     /// Queues a kernel that writes the inputs to `inputs`, a contiguous u32 vector.
-    /// `tokens`, u32, holds the tokens that the previous step chose.
+    /// `tokens` are the tokens that the previous step chose: a u32 vector.
     ///
     /// If the description fits in `range` of `host`, the kernel reads it there, and the host waits for no earlier step.
     /// The caller must then leave the range unchanged until the kernel has ended.

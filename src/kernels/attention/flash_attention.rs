@@ -421,7 +421,8 @@ impl TileKernel {
         }
     }
 
-    /// Returns the number of thread blocks that fit on a multiprocessor, on which a block can use `max_shared_bytes`.
+    /// Returns the number of thread blocks whose shared memory fits on a multiprocessor.
+    /// `max_shared_bytes` is the maximum for one thread block.
     fn blocks_per_multiprocessor(&self, max_shared_bytes: usize) -> usize {
         // Each block needs RESERVED more bytes, and the maximum per block is RESERVED less than a multiprocessor has.
         // All callers pass 16-row kernels. The static shared memory of these kernels takes at most STATIC bytes.

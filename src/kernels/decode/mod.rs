@@ -6,8 +6,7 @@
 //! A step multiplies each weight by at most one vector, so memory bandwidth limits the speed of these kernels.
 //!
 //! On Hopper and later GPUs, launches overlap (programmatic dependent launch).
-//! Most kernels with weights load their first weights while the previous kernel is still running, and then wait for
-//! their input.
+//! Most kernels with weights load their first weights while the previous kernel runs, and then wait for their input.
 //! The gate and up projections of routed experts wait before they load weights, because the router chooses the experts.
 //!
 //! Two buffers of [`StepBuffers`] carry data from one step to the next:

@@ -33,8 +33,8 @@ pub fn runs_hopper_code(device: &CudaDevice) -> Result<bool> {
 }
 
 /// Returns whether the device runs the kernels that use wgmma instructions.
-/// In a build, only machine code for compute capability 9.0 contains wgmma instructions, and only GPUs of this compute
-/// capability run this code.
+/// In a build, only the machine code for compute capability 9.0 contains wgmma instructions.
+/// Only GPUs of this compute capability run this code.
 pub fn runs_wgmma(device: &CudaDevice) -> bool {
     matches!(device.cuda_stream().context().compute_capability(), Ok((9, 0))) && has_machine_code((9, 0))
 }
