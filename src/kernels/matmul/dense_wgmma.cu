@@ -1,6 +1,6 @@
 // The matrix product x·wᵀ for up to DENSE_WGMMA_MAX_TOKENS tokens, for GPUs that run sm_90a code.
-// Reading w takes most of the time. If w has few rows, several blocks divide its columns, so that all multiprocessors
-// read. Their sums are separate parts of the result. The next kernel adds up the parts as it reads them.
+// Reading w takes most of the time. If w has few rows, several blocks divide its columns, so that more multiprocessors
+// read w. The sums of these blocks are separate parts of the result. The next kernel reads the parts and adds them up.
 //   w: T [rows, columns]; a box of the tensor map has DENSE_WGMMA_ROWS rows and DENSE_WGMMA_COLUMNS columns
 //   x: T [tokens, columns]; a box has TOKENS rows and DENSE_WGMMA_COLUMNS columns
 //   y: f32 [parts, tokens, rows]; the product is the sum over the parts
@@ -54,7 +54,7 @@ __device__ void dense_wgmma(const TensorMap& w, const TensorMap& x, float* y, in
             barrier_init(shared_address(&full[stage]), 1);
             barrier_init(shared_address(&empty[stage]), MULTIPLYING_WARPS);
         }
-        // Bulk copies access the barriers through the async proxy.
+        // The fence makes the barriers visible to bulk copies, which access them through the async proxy.
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         for (int step = 0; step < early_steps; ++step) copy_w(step, step);
     }
@@ -74,8 +74,8 @@ __device__ void dense_wgmma(const TensorMap& w, const TensorMap& x, float* y, in
         return;
     }
 
-    // 2. Multiply. While one product runs, the next one is queued.
-    // If this loop were unrolled, the compiler would wait for each product.
+    // 2. Multiply. While the products of one step run, the products of the next step are queued.
+    // If this loop were unrolled, the compiler would insert a wait after each product.
     float sums[TOKENS / 2] = {};
     int stage = 0, parity = 0, previous = -1;
 #pragma unroll 1
