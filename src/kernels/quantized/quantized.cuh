@@ -63,7 +63,7 @@ constexpr uint32_t LOW_BIT = 0x01010101u, LOW_2_BITS = 0x03030303u, LOW_4_BITS =
 // The largest integer of a quantized input: high byte 127 (the largest signed byte), low byte 0.
 constexpr float MAX_QUANTIZED_INPUT = 127 * 256;
 
-// The smallest normal f32 value. quantization_scale never returns a smaller scale: dividing by it could overflow.
+// The smallest normal f32 value. quantization_scale returns at least this value: dividing by less could overflow.
 constexpr float F32_MIN_NORMAL = 1.17549435e-38f;
 
 // One quantized group in registers.

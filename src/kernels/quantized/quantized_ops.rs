@@ -1,6 +1,6 @@
 //! Operations on quantized matrices on a GPU: matrix products, dequantization and embedding lookup.
 //!
-//! A matrix product usually uses the first of these methods that supports it:
+//! With [`SumOrder::Fastest`], a matrix product usually uses the first of these methods that supports the product:
 //! - with cuBLASLt in int8, for 2 or more tokens, if weights and activations are both int8
 //! - with cuBLASLt in FP8, for more than 32 tokens, if weights and activations are both FP8
 //! - with `quantized_few_tokens`, for 2 to 128 tokens in f16 or bf16: converts each weight once per tile of tokens
@@ -63,7 +63,7 @@ pub fn dequantize(device: &CudaDevice, matrix: &QuantizedMatrix, dtype: DType) -
 pub fn embed(device: &CudaDevice, matrix: &QuantizedMatrix, ids: &Tensor, scale: f32) -> Result<Tensor> {
     let (tokens, (_, columns)) = (ids.dims1()?, matrix.dims());
     if ids.dtype() != DType::U32 {
-        bail!("embed: ids are {:?}, expected U32", ids.dtype());
+        bail!("cannot look up embeddings: ids are {:?}, expected U32", ids.dtype());
     }
     // SAFETY: the kernel writes every element of `out`.
     let out = unsafe { scratch::empty((tokens, columns), DType::F32, matrix.device())? };
