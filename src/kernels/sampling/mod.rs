@@ -2,7 +2,7 @@
 //!
 //! - `sample_rows`: samples a token from each row
 //! - `logits`: edits and masks logits, and computes log probabilities
-//! - `row_edits`: edits the logits of queued steps: adds values, then applies penalties
+//! - `row_edits`: adds values to the logits of queued steps, then applies penalties
 //! - `token_mask`: a set of allowed tokens
 //!
 //! The decode graph has its own sampling kernel (`decode/sample.cu`), which takes the same parameters.

@@ -131,7 +131,11 @@ pub fn edit_rows(
         row.row < count && row.in_flight.is_none_or(|source| (source as usize) < available) && edited.insert(row.row)
     };
     if !rows.iter().all(is_valid) || (logits.dtype(), tokens.dtype()) != (DType::F32, DType::U32) {
-        bail!("edit_rows: invalid rows or dtypes for logits {:?} and tokens {:?}", logits.shape(), tokens.shape());
+        bail!(
+            "cannot edit logits: invalid rows or dtypes for logits {:?} and tokens {:?}",
+            logits.shape(),
+            tokens.shape()
+        );
     }
     if rows.is_empty() {
         return Ok(());

@@ -42,7 +42,8 @@ struct Row {
     // Divides the logits of tokens with mass into SAMPLE_THREADS bins of equal width. `bottom` is the smallest logit
     // above -infinity.
     __device__ __forceinline__ void set_bins(float bottom) {
-        constexpr float RANGE = 27.8f;  // tokens with a probability below e^-27.8 of the largest have no mass
+        // Tokens have no mass if their probability is below e^-27.8 times the largest probability.
+        constexpr float RANGE = 27.8f;
         bin_scale = SAMPLE_THREADS / fminf(best - bottom, RANGE / inverse_temperature);
     }
     // Returns the bin of a token with mass. Bin 0 has the largest logits. A larger key is never in a higher bin.
@@ -149,7 +150,7 @@ struct CutoffMemory {
 template <bool BY_MASS>
 __device__ uint32_t cutoff(const Row& row, uint32_t floor, float share, unsigned long long target, CutoffMemory& memory,
                            unsigned long long* warps) {
-    __syncthreads();  // after an earlier cutoff
+    __syncthreads();  // slower warps may still read `memory` for an earlier cutoff
     memory.bins[threadIdx.x] = 0;
     if (threadIdx.x == 0) memory.count = 0, memory.bin = 0, memory.rest = 0;
     __syncthreads();
@@ -279,7 +280,7 @@ extern "C" __global__ void __launch_bounds__(SAMPLE_THREADS, 1)
         const unsigned long long masses[4] = {kept_mass(keys.x), kept_mass(keys.y), kept_mass(keys.z),
                                               kept_mass(keys.w)};
         const unsigned long long own = masses[0] + masses[1] + masses[2] + masses[3];
-        unsigned long long sum = own;  // of the masses of this lane and of all lanes before it
+        unsigned long long sum = own;  // the masses of this lane and of all lanes before it
         for (int offset = 1; offset < 32; offset *= 2) {
             const unsigned long long other = __shfl_up_sync(ALL_LANES, sum, offset);
             if (lane >= offset) sum += other;
