@@ -231,7 +231,8 @@ fn check_shapes(x: &Tensor, routed: &RoutedPairs, gate_up: ExpertLinear, down: E
     let are_whole_blocks = columns.is_multiple_of(MXFP4_BLOCK) && intermediate.is_multiple_of(MXFP4_BLOCK);
     if experts > MAX_EXPERTS || !are_whole_blocks {
         bail!(
-            "cannot run {experts} experts with hidden size {columns} and intermediate size {intermediate}: unsupported sizes"
+            "cannot run experts: unsupported sizes: {experts} experts, hidden size {columns}, \
+             intermediate size {intermediate}"
         );
     }
     Ok(())

@@ -115,8 +115,8 @@ pub fn expert_matmul(
     if ids.dtype() != DType::U32 || experts > MAX_EXPERTS || tokens * chosen > MAX_PAIRS {
         let dtype = ids.dtype();
         bail!(
-            "cannot multiply expert weights: ids are {dtype:?} [{tokens}, {chosen}] for {experts} experts, expected U32 \
-             with at most {MAX_PAIRS} ids and {MAX_EXPERTS} experts"
+            "cannot multiply expert weights: ids are {dtype:?} [{tokens}, {chosen}] for {experts} experts, expected \
+             U32 with at most {MAX_PAIRS} ids and {MAX_EXPERTS} experts"
         );
     }
     if let Some(bias) = bias
