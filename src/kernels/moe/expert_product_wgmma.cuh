@@ -138,7 +138,8 @@ __device__ __forceinline__ void consume(StageCursor<S>& cursor, const MappedWeig
             wgmma<T>(sum, to, b + 2 * k);
             wgmma_commit();
             wgmma_wait<1>();
-            // Only the product above is unfinished. If step and k are 0, the products of the previous stage have finished.
+            // Only the product above is unfinished.
+            // If step and k are 0, the products of the previous stage have finished.
             if (k == 0 && step == 0 && previous && lane == 0) barrier_arrive(previous + Stage<S>::EMPTY);
         }
     };
