@@ -140,7 +140,7 @@ impl GpuExchange {
         let out = unsafe { scratch::empty((rows, columns), DType::F32, x.device())? };
         for range in ranges {
             let own = self.own_rows(&range);
-            // The kernel concatenates columns. Here, it receives the range as a single row.
+            // The kernel concatenates columns. This launch passes the range as a single row.
             // The columns of each rank in this row are the values of the rank's rows.
             let largest = share(range.len(), 1, 0, self.mailboxes.len()).len() * columns;
             let arguments = match own.len() {

@@ -9,7 +9,7 @@
 //   bytes moved: rows · columns · sizeof(T) + parts · tokens · rows · 4; most reads of x hit L2
 //
 // The last warp copies w and x to a ring buffer. Each of the two warpgroups multiplies 64 rows of w by all tokens.
-// Boxes are zero outside of w and x, so incomplete tiles need no special case until the sums are stored.
+// Elements of a box outside w or x are zero, so incomplete tiles need no special case until the sums are stored.
 #include "constants.cuh"
 #include "headers/barrier.cuh"
 #include "headers/bulk_copy.cuh"
@@ -31,7 +31,7 @@ __device__ void dense_wgmma(const TensorMap& w, const TensorMap& x, float* y, in
     constexpr int STAGES = DENSE_WGMMA_RING_BYTES / STAGE_BYTES;
     extern __shared__ uint8_t shared[];
     __shared__ uint64_t full[STAGES], empty[STAGES];                      // the barriers of each stage
-    const uint32_t ring = (shared_address(shared) + 1023) / 1024 * 1024;  // a swizzled box is aligned to 1024 bytes
+    const uint32_t ring = (shared_address(shared) + 1023) / 1024 * 1024;  // swizzled boxes need this alignment
     // The shuffle tells the compiler that all lanes have the same value.
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
     const int part = blockIdx.x, parts = gridDim.x, first_row = blockIdx.y * ROWS;

@@ -6,10 +6,10 @@
 //   tokens: u32 [rows], the chosen tokens, or NO_TOKEN if every logit of the row is NaN or -inf
 //   mailbox: null, or u32 [rows] in host memory: the chosen tokens + 1, or MAILBOX_NO_TOKEN
 //   grid: rows; block: SAMPLE_THREADS
-//   bytes moved: 4 · vocab per read of a row; later reads of a small batch hit L2
+//   bytes moved: 4 · vocab per read of a row; with few rows, later reads hit L2
 //     With temperature 0, a row is read once. Otherwise, it is read twice, and a 32nd of it once more.
-//     Top-k and top-p each add 2 reads, or 6 if more than MAX_KEYS_IN_BIN logits are close to the cutoff.
-//     Top-k adds only 1 read if fewer than top-k tokens have mass.
+//     Top-k and top-p each add 2 reads, or 6 if more than MAX_KEYS_IN_BIN logits are in the bin of the cutoff.
+//     Top-k adds only 1 read if fewer than top_k tokens have probability mass.
 #include "sampling/sampling.cuh"
 
 // The number of keys near the cutoff of top-k or top-p that fit in shared memory.
