@@ -91,7 +91,7 @@ impl ProductTypes {
     }
 }
 
-/// The sizes of a product out = x·wᵀ, and the distance of consecutive rows of `out` in elements.
+/// The sizes of a product out = x·wᵀ, and the distance between consecutive rows of `out` in elements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct ProductSizes {
     tokens: usize,
@@ -317,7 +317,7 @@ impl Descriptors {
             x: layout(types.input, columns, tokens, columns)?,
             out: layout(types.output, rows, tokens, stride)?,
         };
-        // The numeric value of CUBLAS_OP_T, which transposes the first matrix, the wᵀ that cuBLAS reads.
+        // The numeric value of CUBLAS_OP_T. It transposes the first matrix, which cuBLAS reads as wᵀ.
         let transposed = 1i32;
         // SAFETY: the descriptor is valid, and the attribute is an i32.
         checked(unsafe {

@@ -9,7 +9,7 @@
 //! - `cublas_lt`: f16 and bf16 in all other cases
 //!
 //! candle computes the other f32 products, and all products on a CPU.
-//! The modules `quantized` and `moe` compute the products of quantized matrices and of experts.
+//! The module `quantized` computes products of quantized matrices, and `moe` computes products of experts.
 
 #[cfg(feature = "cuda")]
 pub mod cublas_lt;

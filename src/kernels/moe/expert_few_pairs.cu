@@ -16,7 +16,7 @@
 // The share of a warp can start or end inside a row pair.
 // The warp that starts a row pair adds the partial sums of the warps that continue this row pair.
 // The shares of the warps depend on the routing of all tokens, and the order of the additions depends on the shares.
-// The results of a token can therefore differ in the last bits if the batch contains other tokens.
+// The last bits of a token's results can therefore depend on the other tokens in the batch.
 #include "headers/async_copy.cuh"
 #include "headers/pdl.cuh"
 #include "moe/mxfp4_tiles.cuh"

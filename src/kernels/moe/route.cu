@@ -13,7 +13,7 @@
 //
 // A cluster routes as many tokens as it has blocks. Its warps divide the columns, and compute the partial logits of all
 // tokens of the cluster. Each block then adds up the partial logits of one token, and chooses experts for this token.
-// Of all blocks in the grid, the one that finishes its choice last sorts all pairs.
+// The last block of the grid to choose experts sorts all pairs.
 // The partial logits of a token are always added in the same order, so its logits do not depend on other tokens.
 #include "constants.cuh"
 #include "headers/arrive.cuh"
