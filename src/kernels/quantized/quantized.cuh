@@ -106,7 +106,7 @@ template <int F> __device__ __forceinline__ void load_group(RawGroup& raw, const
     load_scales<F>(raw, m, group);
 }
 
-// Returns the quantized integers of quad j (columns 4j to 4j + 3), one byte each. Byte c belongs to column 4j + c.
+// Returns the quantized values q of quad j (columns 4j to 4j + 3), one byte each. Byte c belongs to column 4j + c.
 // A word of the low plane holds the bits of consecutive quads. The first quad is in the low bits of each byte.
 // The high plane has the same order, in a single word (1 bit per value) or in two words (2 bits per value).
 // `bits` is the number of bits that the low plane holds per value.
