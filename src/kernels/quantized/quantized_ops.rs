@@ -1,11 +1,11 @@
 //! Operations on quantized matrices on a GPU: matrix products, dequantization and embedding lookup.
 //!
 //! With [`SumOrder::Fastest`], a matrix product usually uses the first of these methods that supports the product:
-//! - with cuBLASLt in int8, for 2 or more tokens, if weights and activations are both int8
-//! - with cuBLASLt in FP8, for more than 32 tokens, if weights and activations are both FP8
-//! - with `quantized_few_tokens`, for 2 to 128 tokens in f16 or bf16: converts each weight once per tile of tokens
-//! - with `quantized_matvec`, for up to 8 tokens: reads the quantized weights once per token
-//! - with cuBLASLt and dequantized weights, in all other cases
+//! - cuBLASLt in int8, for 2 or more tokens, if weights and activations are both int8
+//! - cuBLASLt in FP8, for more than 32 tokens, if weights and activations are both FP8
+//! - `quantized_few_tokens`, for 2 to 128 tokens in f16 or bf16; it converts each weight once per tile of tokens
+//! - `quantized_matvec`, for up to 8 tokens; it reads the quantized weights once per token
+//! - cuBLASLt with dequantized weights, in all other cases
 
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
 use candle_core::{DType, Result, Tensor, bail};
@@ -77,7 +77,7 @@ pub fn embed(device: &CudaDevice, matrix: &QuantizedMatrix, ids: &Tensor, scale:
 
 /// Returns `x · Wᵀ` as f32 `[tokens, rows]`, where `W` is the vertical stack of all `parts`.
 ///
-/// `x` is `[tokens, columns]` in any float dtype.
+/// `x` is `[tokens, columns]` in any float dtype. First quantizes `x` as the `input_quantization` of each part specifies.
 pub fn matmul(device: &CudaDevice, parts: &[QuantizedMatrix], x: &Tensor, sum_order: SumOrder) -> Result<Tensor> {
     let ((tokens, columns), x) = (x.dims2()?, x.contiguous()?);
     if let Some(part) = parts.iter().find(|part| part.dims().1 != columns) {
