@@ -77,7 +77,8 @@ pub fn embed(device: &CudaDevice, matrix: &QuantizedMatrix, ids: &Tensor, scale:
 
 /// Returns `x · Wᵀ` as f32 `[tokens, rows]`, where `W` is the vertical stack of all `parts`.
 ///
-/// `x` is `[tokens, columns]` in any float dtype. First quantizes `x` as the `input_quantization` of each part specifies.
+/// `x` is `[tokens, columns]` in any float dtype.
+/// For each part, first quantizes `x` as the `input_quantization` of the part specifies.
 pub fn matmul(device: &CudaDevice, parts: &[QuantizedMatrix], x: &Tensor, sum_order: SumOrder) -> Result<Tensor> {
     let ((tokens, columns), x) = (x.dims2()?, x.contiguous()?);
     if let Some(part) = parts.iter().find(|part| part.dims().1 != columns) {

@@ -120,7 +120,7 @@ pub struct LogprobsRow {
 
 /// Queues the computation of the log probabilities that [`top_logprobs`] returns. Does not wait for them.
 ///
-/// `logits` is f32 `[*, vocab]`. `tokens`, u32, holds the chosen tokens.
+/// `logits` is f32 and has one column per token of the vocabulary. `tokens`, u32, holds the chosen tokens.
 /// Entry i of `rows` uses `LOGPROBS_SLOTS` slots of the mailbox from `first_slot + i · LOGPROBS_SLOTS` on.
 /// [`take_logprobs`] reads these slots.
 ///

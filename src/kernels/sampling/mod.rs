@@ -103,7 +103,7 @@ impl SamplingKernelParams {
 #[derive(Clone, Debug, PartialEq)]
 pub struct DeviceSampling {
     pub params: SamplingKernelParams,
-    /// (token, 1 + count) pairs, one for each token that has appeared.
+    /// (token, 1 + count) pairs, one for each token that has appeared in the prompt or the completion.
     /// The count is the number of times that the token was generated.
     /// Empty if no penalty is set.
     pub seen: Vec<(u32, u32)>,
