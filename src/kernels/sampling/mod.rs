@@ -103,8 +103,8 @@ impl SamplingKernelParams {
 #[derive(Clone, Debug, PartialEq)]
 pub struct DeviceSampling {
     pub params: SamplingKernelParams,
-    /// (token, 1 + count) pairs, one for each token that has appeared in the prompt or the completion.
-    /// The count is the number of times that the token was generated.
+    /// (token, 1 + count) pairs, one for each token whose logit the penalties change.
+    /// The count is the number of times that the token was generated, or 0 if only the prompt contains the token.
     /// Empty if no penalty is set.
     pub seen: Vec<(u32, u32)>,
 }
