@@ -62,7 +62,7 @@ __device__ void exchange_add_norm(const float* x, const Y* y, const float* bias,
     Waiting waiting(m);
     // A row has up to HELD parts of 8 · EXCHANGE_ROW_THREADS columns. The last part may be shorter.
     // A thread handles 8 columns of each part, but none past the end of the row.
-    // `use(h, i)` receives the index h of a part, and the index i of this thread's first word of the part in the row.
+    // Calls `use(h, i)` for each part h. In the row, i is the index of this thread's first word of the part.
     // A word is two elements.
     constexpr int HELD = EXCHANGE_ROW_COLUMNS / (8 * EXCHANGE_ROW_THREADS);
     const auto each_part = [&](auto use) {

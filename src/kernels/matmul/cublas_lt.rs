@@ -197,7 +197,7 @@ pub unsafe fn gemm(
 /// out `[tokens, rows]`.
 ///
 /// # Safety
-/// The matrices must be in the memory of the device, and must have the sizes and elements that the arguments say.
+/// The matrices must be in the memory of the device, and must have the sizes and element types that the arguments give.
 unsafe fn multiply(
     device: &CudaDevice,
     elements: Elements,

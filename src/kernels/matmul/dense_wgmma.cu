@@ -23,7 +23,7 @@ constexpr int WARPGROUP_ROWS = 64, ROW_BYTES = 128, MULTIPLYING_WARPS = ROWS / W
 static_assert(COLUMNS * 2 == ROW_BYTES && THREADS == 32 * (MULTIPLYING_WARPS + 1),
               "the code below assumes these sizes");
 
-// TOKENS is the number of columns of a wgmma product, at least the number of tokens.
+// TOKENS is the N of the wgmma instructions (see wgmma.cuh), at least the number of tokens.
 template <typename T, int TOKENS>
 __device__ void dense_wgmma(const TensorMap& w, const TensorMap& x, float* y, int rows, int columns, int tokens) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL

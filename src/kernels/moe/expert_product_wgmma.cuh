@@ -202,7 +202,7 @@ template <typename S> __device__ __forceinline__ void init_ring(uint32_t ring) {
 // Returns when the stage after the last tile is empty.
 //
 // elect_lane waits for all lanes, so every lane has seen that the stage is empty before one lane arrives at FULL.
-// Otherwise, the stage could become full and empty again before a slow lane looks.
+// Otherwise, the stage could become full and empty again before a slow lane checks EMPTY.
 // The slow lane would then miss a phase of EMPTY, and would wait forever.
 template <typename S, bool GATE_UP, typename Copy>
 __device__ __forceinline__ void fill_stages(StageCursor<S>& cursor, const MappedWeights& w, const uint32_t* offsets,

@@ -200,7 +200,7 @@ template <int WORDS, typename T> __device__ __forceinline__ void store_words(T* 
 }
 
 // Adds the biases to the sums of 8 pairs × TILES weight tiles, and stores the results.
-// `token` is the index in the token tile of the first of the 8 pairs.
+// `token` is the index of the first of the 8 pairs in the token tile.
 // For gate_up, applies the clamped SwiGLU before storing.
 // TILES is 1 or 2. If TILES is 2, `row_tile` is even.
 // For each weight tile, lane 4g + t passes four sums: row g for pairs 2t and 2t + 1, then row g + 8 for the same pairs.

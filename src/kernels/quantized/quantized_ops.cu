@@ -1,7 +1,7 @@
 // Operations on quantized matrices:
 // - matrix-vector products, for few tokens
 // - dequantization of weights, for many tokens
-// - 8-bit quantization of activations, and the scales after an 8-bit matrix product
+// - 8-bit quantization of activations, and multiplication by the scales after an 8-bit matrix product
 // - embedding lookup
 // More kernels for quantized matrices are in quantized_few_tokens.cu and kernels/decode.
 #include "quantized/quantized.cuh"
