@@ -1,6 +1,6 @@
 // The matrix product x·wᵀ for up to DENSE_WGMMA_MAX_TOKENS tokens, for GPUs that run sm_90a code.
-// Reading w takes most of the time. If w has few rows, several blocks divide its columns, so that all multiprocessors
-// read. Their sums are separate parts of the result. The next kernel adds up the parts as it reads them.
+// Reading w takes most of the time. If w has few rows, several blocks divide its columns, so that more multiprocessors
+// read w. The sums of these blocks are separate parts of the result. The next kernel reads the parts and adds them up.
 //   w: T [rows, columns]; a box of the tensor map has DENSE_WGMMA_ROWS rows and DENSE_WGMMA_COLUMNS columns
 //   x: T [tokens, columns]; a box has TOKENS rows and DENSE_WGMMA_COLUMNS columns
 //   y: f32 [parts, tokens, rows]; the product is the sum over the parts
@@ -9,7 +9,7 @@
 //   bytes moved: rows · columns · sizeof(T) + parts · tokens · rows · 4; most reads of x hit L2
 //
 // The last warp copies w and x to a ring buffer. Each of the two warpgroups multiplies 64 rows of w by all tokens.
-// Boxes are zero outside of w and x, so incomplete tiles need no special case until the sums are stored.
+// Elements of a box outside w or x are zero, so incomplete tiles need no special case until the sums are stored.
 #include "constants.cuh"
 #include "headers/barrier.cuh"
 #include "headers/bulk_copy.cuh"
@@ -23,7 +23,7 @@ constexpr int WARPGROUP_ROWS = 64, ROW_BYTES = 128, MULTIPLYING_WARPS = ROWS / W
 static_assert(COLUMNS * 2 == ROW_BYTES && THREADS == 32 * (MULTIPLYING_WARPS + 1),
               "the code below assumes these sizes");
 
-// TOKENS is the number of columns of a wgmma product, at least the number of tokens.
+// TOKENS is the N of the wgmma instructions (see wgmma.cuh), at least the number of tokens.
 template <typename T, int TOKENS>
 __device__ void dense_wgmma(const TensorMap& w, const TensorMap& x, float* y, int rows, int columns, int tokens) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -31,7 +31,7 @@ __device__ void dense_wgmma(const TensorMap& w, const TensorMap& x, float* y, in
     constexpr int STAGES = DENSE_WGMMA_RING_BYTES / STAGE_BYTES;
     extern __shared__ uint8_t shared[];
     __shared__ uint64_t full[STAGES], empty[STAGES];                      // the barriers of each stage
-    const uint32_t ring = (shared_address(shared) + 1023) / 1024 * 1024;  // a swizzled box is aligned to 1024 bytes
+    const uint32_t ring = (shared_address(shared) + 1023) / 1024 * 1024;  // swizzled boxes need this alignment
     // The shuffle tells the compiler that all lanes have the same value.
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
     const int part = blockIdx.x, parts = gridDim.x, first_row = blockIdx.y * ROWS;
@@ -54,7 +54,7 @@ __device__ void dense_wgmma(const TensorMap& w, const TensorMap& x, float* y, in
             barrier_init(shared_address(&full[stage]), 1);
             barrier_init(shared_address(&empty[stage]), MULTIPLYING_WARPS);
         }
-        // Bulk copies access the barriers through the async proxy.
+        // The fence makes the barriers visible to bulk copies, which access them through the async proxy.
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         for (int step = 0; step < early_steps; ++step) copy_w(step, step);
     }
@@ -74,8 +74,8 @@ __device__ void dense_wgmma(const TensorMap& w, const TensorMap& x, float* y, in
         return;
     }
 
-    // 2. Multiply. While one product runs, the next one is queued.
-    // If this loop were unrolled, the compiler would wait for each product.
+    // 2. Multiply. While the products of one step run, the products of the next step are queued.
+    // If this loop were unrolled, the compiler would insert a wait after each product.
     float sums[TOKENS / 2] = {};
     int stage = 0, parity = 0, previous = -1;
 #pragma unroll 1

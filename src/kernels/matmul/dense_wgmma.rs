@@ -21,45 +21,55 @@ pub fn is_supported(device: &CudaDevice, x: &Tensor, w: &Tensor) -> Result<bool>
         && matches!(w.dtype(), DType::F16 | DType::BF16)
         && rows > 0
         && columns > 0
-        // Tensor maps need rows and addresses that are multiples of 16 bytes.
+        // A tensor map needs a row size and an address that are multiples of 16 bytes.
         && columns.is_multiple_of(8)
         && address(x)?.is_multiple_of(16)
         && address(w)?.is_multiple_of(16))
 }
 
-/// Returns the number of parts of a product with a matrix of `rows` rows and `columns` columns.
-/// Each multiprocessor has at most one thread block, unless the matrix has too many rows.
+/// Returns the number of parts of a product with a matrix of `rows` rows and `columns` columns, at least 1.
+/// Several parts are used only if the GPU then has at most one thread block per multiprocessor.
 pub fn part_count(device: &CudaDevice, rows: usize, columns: usize) -> Result<usize> {
     let blocks = multiprocessors(device)? / rows.div_ceil(DENSE_WGMMA_ROWS).max(1);
     Ok(blocks.min(MAX_PRODUCT_PARTS).min(columns / DENSE_WGMMA_COLUMNS).max(1))
 }
 
 /// Computes x·wᵀ as f32 `[parts, tokens, rows]`. The product is the sum over the [`part_count`] parts.
-/// Writes the parts to `out` if it is given, a tensor of this shape.
+/// If `out` is given, an f32 tensor of this shape, writes the parts to `out` and returns `out`.
 ///
 /// x `[tokens, columns]` and w `[rows, columns]` have the same dtype. Fails unless [`is_supported`] returns true.
 pub fn matmul_parts(device: &CudaDevice, x: &Tensor, w: &Tensor, out: Option<&Tensor>) -> Result<Tensor> {
     let ((tokens, columns), (rows, w_columns)) = (x.dims2()?, w.dims2()?);
     if columns != w_columns || x.dtype() != w.dtype() || !is_supported(device, x, w)? {
-        bail!("dense_wgmma: unsupported inputs: x {:?} {:?}, w {:?} {:?}", x.dtype(), x.dims(), w.dtype(), w.dims());
+        bail!(
+            "cannot multiply with wgmma: unsupported inputs: x {:?} {:?}, w {:?} {:?}",
+            x.dtype(),
+            x.dims(),
+            w.dtype(),
+            w.dims()
+        );
     }
     let parts = part_count(device, rows, columns)?;
     let y = match out {
         Some(out) if out.dims() == [parts, tokens, rows] && out.dtype() == DType::F32 => out.clone(),
         Some(out) => {
-            bail!("dense_wgmma: the output is {:?} {:?}, not {parts} x {tokens} x {rows}", out.dtype(), out.dims())
+            bail!(
+                "cannot multiply with wgmma: out is {:?} {:?}, expected F32 [{parts}, {tokens}, {rows}]",
+                out.dtype(),
+                out.dims()
+            )
         }
         // SAFETY: the kernel writes every element.
         None => unsafe { scratch::empty((parts, tokens, rows), DType::F32, x.device())? },
     };
-    // There are kernels for 16 and for 32 tokens.
+    // There are kernels for up to 16 and for up to 32 tokens.
     let box_tokens = tokens.next_power_of_two().max(16);
     let row_bytes = columns * x.dtype().size_in_bytes();
     let box_bytes = DENSE_WGMMA_COLUMNS * x.dtype().size_in_bytes();
     let w_map = TensorMap::new(w, [1, rows, row_bytes], [DENSE_WGMMA_ROWS, box_bytes], BoxOrder::Swizzled)?;
     let x_map = TensorMap::new(x, [1, tokens, row_bytes], [box_tokens, box_bytes], BoxOrder::Swizzled)?;
     let arguments = Arguments::new().value(w_map, [w]).value(x_map, [x]).tensor(&y)?.int(rows).int(columns).int(tokens);
-    // The ring buffer is aligned to 1024 bytes.
+    // The kernel aligns the start of the ring buffer to 1024 bytes.
     let shape = LaunchShape::new((parts, rows.div_ceil(DENSE_WGMMA_ROWS), 1), DENSE_WGMMA_THREADS)
         .with_shared_bytes(DENSE_WGMMA_RING_BYTES + 1024);
     let kernel = format!("dense_wgmma_{}_{box_tokens}", dtype_suffix(x.dtype())?);

@@ -24,7 +24,7 @@ __device__ __forceinline__ float e8m0(uint8_t scale) {
     return scale == 0 ? __int_as_float(0x00400000) : scale == 255 ? NAN : __int_as_float((int)scale << 23);
 }
 
-// Returns an E2M1 value: 0, 0.5, 1, 1.5, 2, 3, 4 or 6, or the negative of one of these.
+// Returns the E2M1 value with the bits `nibble`: 0, 0.5, 1, 1.5, 2, 3, 4 or 6, or the negative of one of these.
 __device__ __forceinline__ float e2m1(uint32_t nibble) {
     const uint32_t magnitude = nibble & 7;
     const float value = magnitude < 5 ? 0.5f * magnitude : magnitude == 5 ? 3.0f : magnitude == 6 ? 4.0f : 6.0f;

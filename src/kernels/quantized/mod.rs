@@ -1,9 +1,9 @@
 //! Matrices that stay quantized in memory. The operations are matrix products, embedding lookup and dequantization.
 //!
-//! All formats share one memory layout. A *group* is 32 columns of a row.
+//! All formats share one memory layout. A *group* is 32 consecutive columns of a row.
 //! In matrix products, a lane of a warp reads a group at a time.
 //! The bits of each quantized value `q` are split across *planes*.
-//! In each plane, the number of bytes per group is a power of two, so loads are aligned.
+//! In the planes `low`, `high` and `scales`, the number of bytes per group is a power of two, so loads are aligned.
 //! The `supers` plane has 4 bytes per superblock of 256 columns.
 //!
 //! | plane  | contents for each group of 32 columns |

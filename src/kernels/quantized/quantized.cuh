@@ -63,7 +63,7 @@ constexpr uint32_t LOW_BIT = 0x01010101u, LOW_2_BITS = 0x03030303u, LOW_4_BITS =
 // The largest integer of a quantized input: high byte 127 (the largest signed byte), low byte 0.
 constexpr float MAX_QUANTIZED_INPUT = 127 * 256;
 
-// The smallest normal f32 value. quantization_scale never returns a smaller scale: dividing by it could overflow.
+// The smallest normal f32 value. quantization_scale returns at least this value: dividing by less could overflow.
 constexpr float F32_MIN_NORMAL = 1.17549435e-38f;
 
 // One quantized group in registers.
@@ -106,7 +106,7 @@ template <int F> __device__ __forceinline__ void load_group(RawGroup& raw, const
     load_scales<F>(raw, m, group);
 }
 
-// Returns the quantized integers of quad j (columns 4j to 4j + 3), one byte each. Byte c belongs to column 4j + c.
+// Returns the quantized values q of quad j (columns 4j to 4j + 3), one byte each. Byte c belongs to column 4j + c.
 // A word of the low plane holds the bits of consecutive quads. The first quad is in the low bits of each byte.
 // The high plane has the same order, in a single word (1 bit per value) or in two words (2 bits per value).
 // `bits` is the number of bits that the low plane holds per value.
