@@ -17,8 +17,9 @@ pub enum Fault {
     Device,
     /// The engine thread panics.
     Panic,
-    /// A rank fails at or after a planned step: the first rank in its next pass or use of the decode graph,
-    /// and any other rank after the commands that it has already received.
+    /// A rank fails. The rank receives the fault before the planned step, or at once if that step has already begun.
+    /// The first rank then fails in its next pass or use of the decode graph.
+    /// Any other rank fails after the commands that it has already received.
     Rank(PlannedFault),
 }
 
@@ -42,6 +43,7 @@ pub enum FaultTime {
 
 impl PlannedFault {
     /// Returns the fault in the environment variable `INFERNO_FAULT`, in the form `RANK:FAULT:TIME`.
+    /// FAULT is `error`, `panic` or `hang`. TIME is `load` or the number of a step.
     /// Examples are `1:hang:20` (before step 20) and `0:panic:load`.
     /// Returns `None` if the variable is not set or is invalid.
     pub fn from_env() -> Option<Self> {
@@ -83,7 +85,8 @@ impl FaultPlan {
         plan
     }
 
-    /// Plans `fault` in place of any earlier fault. Injects the fault of a rank at once if its step has already begun.
+    /// Plans `fault` in place of any earlier fault.
+    /// If the fault is planned for a rank and for a step that has already begun, injects it at once.
     pub fn set(&mut self, fault: Fault, runner: &Runner) {
         self.fault = Some(fault);
         self.inject_into_rank(runner);

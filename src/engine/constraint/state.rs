@@ -176,7 +176,8 @@ fn read_mask(matcher: &mut Matcher, tokens: &[u32]) -> Result<Option<llguidance:
     }
 }
 
-/// Returns the part that comes after free text, if `token` ends the text.
+/// Returns the part that comes after free text, or `None` if `token` does not end the text.
+/// Fails if `token` ends a tag and contains more text.
 fn leave_free(free: &Free, tail: &mut Vec<u8>, token: u32, plan: &Plan) -> Result<Option<PartId>> {
     if let Some((_, part)) = free.exits.iter().find(|(exit, _)| *exit == token) {
         return Ok(Some(*part));

@@ -308,8 +308,8 @@ impl EngineHandle {
         self.failure().is_some() || self.shared.counters.heartbeat.has_stopped()
     }
 
-    /// Returns the error of a failed device if several devices run the model. The engine stops after such a failure.
-    /// With a single device, always returns `None`.
+    /// Returns the error of the failed device, or `None` if no device has failed. With a single device, always `None`.
+    /// The engine stops after such a failure.
     pub fn failure(&self) -> Option<Error> {
         self.shared.failure.error()
     }

@@ -25,7 +25,8 @@ pub struct Divergence {
 }
 
 impl EngineHandle {
-    /// Recomputes `answer`, the answer at `index` among the answers to `request`, up to the end of its record.
+    /// Recomputes the answer at `index` among the answers to `request`. Generates at most as many tokens as `answer`,
+    /// the record of this answer, has.
     /// Returns the first token whose id differs, if any. Does not compare log probabilities.
     ///
     /// Fails like [`submit`](Self::submit), and if the generation fails.

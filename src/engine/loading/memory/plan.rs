@@ -1,4 +1,4 @@
-//! The properties of a model, of its device and of the user's request that determine how much memory is needed.
+//! The properties of a model and its device, and the user's options, that determine how much memory is needed.
 
 use std::sync::Arc;
 
