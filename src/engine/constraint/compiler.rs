@@ -58,7 +58,7 @@ pub struct CompiledGrammar {
 impl GrammarCompiler {
     /// Builds the token tables for a vocabulary, which is slow for large vocabularies.
     ///
-    /// `vocab_size` is the number of logits.
+    /// `vocab_size` is the number of logits per token.
     /// Fails if the model has no stop token, or if its tokens have more than `MAX_TRIE_BYTES` bytes in total.
     pub fn new(table: &TokenTable, vocab_size: usize, stop_ids: &[u32]) -> Result<Self> {
         let is_usable = |id: &u32| (*id as usize) < vocab_size && !table.bytes(*id).is_empty();
@@ -87,7 +87,7 @@ impl GrammarCompiler {
         Ok(Self { factory, cache: GrammarCache::default(), vocab_size, end })
     }
 
-    /// Returns the number of logits.
+    /// Returns the number of logits per token, which is also the number of tokens in a token mask.
     pub fn vocab_size(&self) -> usize {
         self.vocab_size
     }

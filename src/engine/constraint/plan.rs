@@ -27,7 +27,7 @@ pub struct Plan {
     pub masks: MaskBudget,
 }
 
-/// One part of an answer.
+/// One part of an answer, and the tokens that are allowed in it.
 pub enum AnswerPart {
     /// The end of the answer, where only stop tokens are allowed.
     End,

@@ -303,7 +303,7 @@ impl EngineHandle {
         self.failure().is_none() && self.shared.counters.heartbeat.is_regular(limit)
     }
 
-    /// Returns whether the engine can answer no more requests, because its thread has ended or a device has failed.
+    /// Returns whether the engine can no longer answer requests, because its thread has ended or a device has failed.
     pub fn has_stopped(&self) -> bool {
         self.failure().is_some() || self.shared.counters.heartbeat.has_stopped()
     }

@@ -21,6 +21,7 @@ impl EngineHandle {
     /// [`load_prefix`](Self::load_prefix) reads the file.
     /// Ignores prefixes that were cached by requests with a cache salt, or by deterministic requests if the engine is
     /// not deterministic. If no other prefix is cached, writes no file and returns 0.
+    /// Fails if the file cannot be written.
     pub fn save_prefix(&self, ids: &[u32], path: &Path) -> Result<usize> {
         let ids = ids.to_vec();
         let path = path.to_path_buf();

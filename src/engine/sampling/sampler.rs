@@ -54,7 +54,7 @@ impl Sampler {
         }
     }
 
-    /// Sets the logit rules.
+    /// Sets how the request changes logits, and which log probabilities it asks for.
     pub fn with_rules(self, rules: LogitRules) -> Self {
         Self { rules, ..self }
     }

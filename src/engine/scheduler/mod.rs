@@ -33,8 +33,7 @@ use order::Seniority;
 pub use ledger::TenantId;
 pub use order::SequenceId;
 
-/// A sequence's demand for blocks includes this many tokens that the sequence does not have yet: see
-/// `Scheduler::demand`.
+/// The number of tokens by which `Scheduler::demand` expects a sequence to grow.
 /// A sequence starts only if the free blocks cover its demand and the demands of all running sequences.
 /// Decode steps also try to allocate blocks for this many more tokens.
 /// A larger value avoids more preemptions, but sequences then start later.
