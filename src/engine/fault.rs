@@ -62,7 +62,7 @@ impl PlannedFault {
         Some(Self { rank: rank.parse().ok()?, fault, time })
     }
 
-    /// Strikes if the fault is planned for this rank and for [`FaultTime::Load`].
+    /// If the fault is planned for rank `rank` and for [`FaultTime::Load`], makes the calling rank fail.
     pub fn inject_while_loading(self, rank: usize) -> Result<()> {
         if (self.rank, self.time) == (rank, FaultTime::Load) { self.fault.inject() } else { Ok(()) }
     }
@@ -94,7 +94,8 @@ impl FaultPlan {
 
     /// Counts the step that is about to run, and injects the fault if it is due.
     ///
-    /// Fails or panics like a step with this fault. Sets `is_device_broken` if no later step can run.
+    /// Returns an error for a fault of the step or of the device. Panics for a fault of the engine thread.
+    /// Sets `is_device_broken` if no later step can run.
     pub fn before_step(&mut self, runner: &Runner, is_device_broken: &mut bool) -> Result<()> {
         self.steps += 1;
         self.inject_into_rank(runner);

@@ -183,7 +183,7 @@ impl<'o> EngineBuilder<'o> {
     }
 
     /// Sets the context length in tokens. The default is 32,768 or the model's default, whichever is less.
-    /// If the model does not fit in memory, the default is halved repeatedly, down to 2,048.
+    /// If the model does not fit in memory even with the smallest chunk, the default is halved, down to 2,048.
     pub fn context(mut self, context: usize) -> Self {
         self.options.context = Some(context);
         self
@@ -219,6 +219,7 @@ impl<'o> EngineBuilder<'o> {
     }
 
     /// Sets the format to which floating-point weight matrices are quantized during loading.
+    /// By default, these matrices are not quantized.
     pub fn quantize(mut self, quantize: QuantizationTarget) -> Self {
         self.options.quantize = Some(quantize);
         self
@@ -261,8 +262,9 @@ impl<'o> EngineBuilder<'o> {
         self
     }
 
-    /// Sets a progress callback. Its arguments are the size of all tensors of which the first device has loaded its
-    /// part, and the size of all tensors in the model's files, both in bytes.
+    /// Sets a progress callback. Its first argument is the size of the tensors that the first device has loaded so far.
+    /// Its second argument is the size of all tensors in the model's files. Both sizes are in bytes.
+    /// A tensor counts with its whole size, even if the device loads only a part of the tensor.
     pub fn progress(mut self, progress: &'o dyn Fn(u64, u64)) -> Self {
         self.options.progress = progress;
         self

@@ -54,8 +54,8 @@ impl PrefixBlocks {
     }
 }
 
-/// Saves the longest cached prefix of `ids`. Finds only blocks that were cached without a cache salt, and without
-/// prompt parts of a single request. Returns the number of saved tokens.
+/// Saves the longest cached prefix of `ids`. Returns the number of saved tokens.
+/// Finds only blocks that were cached without a cache salt, and without prompt parts of a single request.
 /// If no prefix is cached, returns 0 and writes no file.
 pub fn save(path: &Path, ids: &[u32], fingerprint: &str, runner: &Runner, blocks: &BlockManager) -> Result<usize> {
     // A cached prefix never includes the last token. Append a token, so that the search can find all blocks of `ids`.

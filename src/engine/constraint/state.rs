@@ -120,7 +120,7 @@ impl ConstraintState {
     }
 
     /// Records the next token. Returns `token`, or its replacement if `token` is premature (see `Free::premature`).
-    /// Fails if a premature token has no replacement, if no sequence of a choice continues with the token,
+    /// Fails if a premature token has no replacement, if no token sequence of a choice continues with `token`,
     /// or if text follows a tag in the same token.
     pub fn advance(&mut self, token: u32) -> Result<u32> {
         let plan = self.plan.clone();

@@ -36,7 +36,7 @@ pub struct LoadOptions<'o> {
     /// The dtype of activations and of the KV cache. `None` selects bf16 on a GPU and f32 on a CPU.
     pub dtype: Option<DType>,
     /// The context length in tokens. `None` selects 32,768 or the model's default, whichever is less.
-    /// If the model does not fit in memory, the default is halved repeatedly, down to 2,048.
+    /// If the model does not fit in memory even with the smallest chunk, the default is halved, down to 2,048.
     pub context: Option<usize>,
     /// The prefill chunk size in tokens. `None` selects the fastest size that fits in memory.
     pub chunk: Option<usize>,
@@ -64,8 +64,9 @@ pub struct LoadOptions<'o> {
     pub warm_up: bool,
     /// The attention kernel on a GPU. The decode graph ignores this option: it has a kernel of its own.
     pub attention: AttentionBackend,
-    /// A progress callback. Its arguments are the size of all tensors of which the first device has loaded its part,
-    /// and the size of all tensors in the model's files, both in bytes.
+    /// A progress callback. Its first argument is the size of the tensors that the first device has loaded so far.
+    /// Its second argument is the size of all tensors in the model's files. Both sizes are in bytes.
+    /// A tensor counts with its whole size, even if the device loads only a part of the tensor.
     pub progress: &'o dyn Fn(u64, u64),
     /// A callback that runs when all devices are open. Its argument is the device with the least free memory.
     pub on_device: &'o dyn Fn(&DeviceInfo),

@@ -18,8 +18,9 @@ pub struct FairQueue {
 }
 
 impl FairQueue {
-    /// Adds a waiting sequence. Raises the served tokens of its tenant in `ledger` to at least the fewest of any
-    /// waiting tenant. If no sequence was waiting, sets the served tokens of all tenants to 0 instead.
+    /// Adds a waiting sequence, and updates the counts of served tokens in `ledger`.
+    /// If other sequences wait, raises the tenant's count to at least the smallest count of a waiting tenant.
+    /// If no other sequence waits, sets the counts of all tenants to 0.
     pub fn insert(&mut self, tenant: TenantId, seniority: Seniority, ledger: &mut TenantLedger) {
         let served = self.served_if_waiting(tenant, ledger);
         if self.waiting.is_empty() {

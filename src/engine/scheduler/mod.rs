@@ -56,8 +56,8 @@ pub struct SchedulerConfig {
     pub max_sequences: usize,
     /// The maximum number of tokens in a sequence, prompt and answer together.
     pub context: usize,
-    /// If set, all prompts are divided into these parts. Every chunk ends where a part ends,
-    /// or before the last prompt token.
+    /// If set, all prompts are divided into these parts.
+    /// Every chunk ends where a part ends, or before the last prompt token.
     /// The last prompt token and all generated tokens are computed one by one.
     /// A step can then exceed its token budget by less than one part.
     pub prompt_parts: Option<PromptParts>,
@@ -131,8 +131,8 @@ pub struct Preview {
     pub needed_blocks: usize,
     /// The number of blocks that the sequence needs for its longest possible answer, in addition to its cached blocks.
     pub longest_blocks: usize,
-    /// The number of free blocks that are neither among the sequence's cached blocks nor in the demand of a running
-    /// sequence (see `Scheduler::demand`).
+    /// The number of free blocks outside the sequence's cached prefix, minus the demands of all running sequences.
+    /// 0 if these demands are larger. See `Scheduler::demand`.
     pub free_blocks: usize,
     pub total_blocks: usize,
 }

@@ -147,7 +147,7 @@ impl Scheduler {
         self.give_rest_of_budget(first_chunk, budget, plan);
     }
 
-    /// Returns the sequence with the first turn, which gets the next chunk.
+    /// Returns the candidate or waiting sequence with the first turn, which gets the next chunk.
     /// Returns `None` if no candidate is left and no waiting sequence can start.
     ///
     /// If the returned sequence was waiting, starts the sequence.

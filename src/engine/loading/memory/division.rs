@@ -12,7 +12,7 @@ use crate::nn::kv_cache::CacheLayout;
 use crate::weights::division::RankPart;
 use crate::weights::inventory::ModelBytes;
 
-/// The maximum default chunk size, in tokens, if the layers are divided among ranks.
+/// The maximum default chunk size, in tokens, if each rank holds whole layers.
 ///
 /// A rank waits until the other ranks have run their layers, and can give up after 5 s (`ANSWER_TIMEOUT`).
 /// A chunk of 2,048 tokens takes much less than 5 s: for example, 0.5 s in 100 GB of bf16 layers at 400 TFLOPS.
