@@ -120,7 +120,7 @@ impl ConstraintState {
     }
 
     /// Records the next token. Returns `token`, or its replacement if `token` is premature (see `Free::premature`).
-    /// Fails if a premature token has no replacement, if no sequence of a choice continues with the token,
+    /// Fails if a premature token has no replacement, if no token sequence of a choice continues with `token`,
     /// or if text follows a tag in the same token.
     pub fn advance(&mut self, token: u32) -> Result<u32> {
         let plan = self.plan.clone();
@@ -176,7 +176,8 @@ fn read_mask(matcher: &mut Matcher, tokens: &[u32]) -> Result<Option<llguidance:
     }
 }
 
-/// Returns the part that comes after free text, if `token` ends the text.
+/// Returns the part that comes after free text, or `None` if `token` does not end the text.
+/// Fails if `token` ends a tag and contains more text.
 fn leave_free(free: &Free, tail: &mut Vec<u8>, token: u32, plan: &Plan) -> Result<Option<PartId>> {
     if let Some((_, part)) = free.exits.iter().find(|(exit, _)| *exit == token) {
         return Ok(Some(*part));

@@ -112,7 +112,7 @@ fn first_part(prompt: &str) -> PartId {
     }
 }
 
-/// Returns a part that is one of `tokens`. Each token comes with the part that follows it.
+/// Returns a part that consists of exactly one of `tokens`. Each token comes with the part that follows it.
 fn choice(tokens: &[(u32, PartId)]) -> AnswerPart {
     AnswerPart::Choice(tokens.iter().map(|&(token, part)| (vec![token], part)).collect())
 }

@@ -9,7 +9,7 @@
 //!   If another step is queued, the loop sends the events while the device runs that step.
 //!
 //! On a GPU, the loop queues most steps of several sequences before it knows the tokens of the previous step.
-//! The section "Queued steps" of docs/architecture.md explains why this is safe.
+//! The section "Queued steps" of docs/architecture.md explains why steps can be queued safely.
 //!
 //! The files of this folder:
 //!

@@ -303,13 +303,13 @@ impl EngineHandle {
         self.failure().is_none() && self.shared.counters.heartbeat.is_regular(limit)
     }
 
-    /// Returns whether the engine can answer no more requests, because its thread has ended or a device has failed.
+    /// Returns whether the engine can no longer answer requests, because its thread has ended or a device has failed.
     pub fn has_stopped(&self) -> bool {
         self.failure().is_some() || self.shared.counters.heartbeat.has_stopped()
     }
 
-    /// Returns the error of a failed device if several devices run the model. The engine stops after such a failure.
-    /// With a single device, always returns `None`.
+    /// Returns the error of the failed device, or `None` if no device has failed. With a single device, always `None`.
+    /// The engine stops after such a failure.
     pub fn failure(&self) -> Option<Error> {
         self.shared.failure.error()
     }

@@ -1,4 +1,4 @@
-//! The properties of a model, of its device and of the user's request that determine how much memory is needed.
+//! The properties of a model and its device, and the user's options, that determine how much memory is needed.
 
 use std::sync::Arc;
 
@@ -51,10 +51,10 @@ pub struct MemoryPlan {
     pub(super) rank_parts: Arc<[Vec<RankPart>]>,
     /// The sizes of each layer, of the output head and of all other weights in the undivided model.
     pub(super) parts: ModelBytes,
-    /// Extra bytes needed while loading, to repack or stack the experts of one layer.
+    /// Extra bytes needed while loading onto a GPU, to repack or stack the experts of one layer. 0 on a CPU.
     /// The loader frees these bytes before it allocates the KV cache.
     pub(super) loading_bytes: u64,
-    /// Extra bytes needed in a forward pass, for the dequantized experts of one layer.
+    /// Extra bytes needed in a forward pass on a GPU, for the dequantized experts of one layer. 0 on a CPU.
     pub(super) unpacked_bytes: u64,
     /// An upper bound on the activation memory per token of a chunk, in bytes.
     pub(super) workspace_bytes_per_token: u64,
