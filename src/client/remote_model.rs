@@ -100,7 +100,7 @@ impl RemoteModel {
 }
 
 /// Converts the role and the text of a message to JSON.
-/// Omits the reasoning, because chat formats drop the reasoning of earlier turns.
+/// Omits the reasoning, because most chat formats drop the reasoning of earlier turns.
 fn wire_message(message: &Message) -> Value {
     json!({ "role": message.role.as_str(), "content": message.content })
 }

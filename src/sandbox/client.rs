@@ -22,7 +22,7 @@ use crate::tokenizer::{ControlTokens, Encode, TokenTable, Tokenizer};
 /// A handle to the sandbox process that runs the tokenizer and the chat template of one model.
 pub struct Sandbox {
     dir: PathBuf,
-    /// The sandbox process. `None` after a failure; the next request then starts a new process.
+    /// The sandbox process. `None` after a request has ended the process. The next request then starts a new one.
     process: Mutex<Option<Process>>,
 }
 

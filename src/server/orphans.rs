@@ -76,8 +76,8 @@ impl Orphans {
     }
 }
 
-/// A client that waits for an answer. If the waiter is dropped before the answer is complete,
-/// the answer becomes an orphan.
+/// A client that waits for a response. If the waiter is dropped before the response is ready,
+/// the answer becomes an orphan. The response of a stream is ready before the answer is complete.
 pub struct Waiter {
     orphans: Arc<Orphans>,
     key: RetryKey,

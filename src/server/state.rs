@@ -42,11 +42,11 @@ pub struct Server {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Phase {
     Serving,
-    /// Accepts requests, but reports itself as unhealthy, so that routers send no more.
+    /// The server accepts requests, but reports itself as unhealthy, so that routers send no more requests.
     Leaving,
-    /// Finishes the accepted requests and rejects new ones.
+    /// The server finishes the accepted requests and rejects new ones.
     Draining,
-    /// Ends the requests in progress.
+    /// The server ends the requests in progress.
     Ending,
 }
 

@@ -89,7 +89,7 @@ impl ApiError {
         Self { param: Some(param.into()), code, ..Self::not_found(message) }
     }
 
-    /// Creates a 400 error for a prompt that does not fit in the context.
+    /// Creates a 400 error for a prompt that is too long, for example because it does not fit in the context.
     pub fn too_long(param: &str, message: String) -> Self {
         Self { code: Some("context_length_exceeded"), param: Some(param.to_string()), ..Self::bad_request(message) }
     }

@@ -1,4 +1,4 @@
-//! The chat page at `/`, which also shows a live view of the server. Its files are embedded in the binary.
+//! The chat page at `/`, which also shows a live view of the server. The files of the page are embedded in the binary.
 
 use std::sync::LazyLock;
 

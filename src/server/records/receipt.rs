@@ -15,7 +15,7 @@ use serde::{Deserialize, Serialize};
 use super::receipt_key::{PublicKey, ReceiptKey};
 use crate::engine::{EngineRecord, GenerationRecord, RecordedAnswer, RecordedRequest, SamplingParams};
 
-/// The only accepted JWS header of a receipt. Receipts with any other algorithm are rejected.
+/// The JWS header of every receipt. A receipt with any other header, such as one with another algorithm, is rejected.
 const HEADER: &str = r#"{"alg":"EdDSA","typ":"inferno-receipt"}"#;
 
 /// The version of the receipt format.
@@ -35,6 +35,7 @@ pub struct Receipt {
     /// The model files are the weights, the tokenizer, the configuration and the chat template.
     pub files: BTreeMap<String, String>,
     /// The chat format: `harmony`, which is built in, or the name of the chat template's file.
+    /// `None` if the model has no chat format.
     pub chat_format: Option<String>,
     pub engine: EngineRecord,
     /// One receipt entry for each prompt.

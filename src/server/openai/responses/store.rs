@@ -39,7 +39,7 @@ struct Responses {
     ended: HashMap<String, EndedResponse>,
     /// For each item id, the id of the item's response and the item's index in [`StoredResponse::items`].
     items: HashMap<String, (String, usize)>,
-    /// The ids of the responses in `ended`, in the order of their last use.
+    /// The ids of the responses in `ended`, from the least to the most recently used.
     order: BTreeMap<u64, String>,
     next_use: u64,
     bytes: usize,
