@@ -22,7 +22,7 @@ use crate::text::escaped;
 pub struct RemoteModel {
     connection: Rc<Connection>,
     model: ServedModel,
-    /// Whether the server may support the route `/tokenize`. False after a response has shown that the server does not.
+    /// Whether to try the route `/tokenize`. False after a response has shown that the server does not support it.
     can_count: Cell<bool>,
     last: RefCell<Option<LastAnswer>>,
 }

@@ -99,7 +99,7 @@ pub struct HttpMetrics {
     pub refused_connections: IntCounter,
 }
 
-/// The durations of requests, and of the phases of requests.
+/// The durations of requests and of their phases, and the times between tokens.
 pub struct RequestDurations {
     pub first_token: Histogram,
     pub inter_token: Histogram,
@@ -315,7 +315,7 @@ impl PromptMetrics {
             cached: make.counter("prompt_tokens_cached_total", "Prompt tokens found in the KV cache.")?,
             by_source: make.counters(
                 "prompt_tokens_by_source_total",
-                "Prompt tokens that were computed or found in the KV cache.",
+                "Prompt tokens by source: computed, or found in the KV cache.",
                 "source",
                 &[COMPUTED, CACHED],
             )?,

@@ -21,7 +21,7 @@ pub type RetryKey = [u8; 32];
 #[derive(Default)]
 pub struct Orphans(Mutex<OrphanTable>);
 
-/// The orphaned answers, and the number of the next one.
+/// The orphaned answers, and the number that the next orphaned answer gets.
 #[derive(Default)]
 struct OrphanTable {
     waiting: HashMap<RetryKey, (u64, Orphan)>,

@@ -112,7 +112,7 @@ fn cors(origins: &[String]) -> CorsLayer {
     CorsLayer::new()
         .allow_origin(origin)
         .allow_methods([Method::GET, Method::POST, Method::DELETE])
-        // Allow the headers that the browser asks for by name: in the header `Access-Control-Allow-Headers`,
+        // Repeat the names of the requested headers, because in the header `Access-Control-Allow-Headers`,
         // the wildcard `*` does not include `Authorization`.
         .allow_headers(AllowHeaders::mirror_request())
         .expose_headers([REQUEST_ID, HeaderName::from_static("x-inferno-ignored")])

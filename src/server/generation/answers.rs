@@ -65,7 +65,7 @@ impl AnswerStream {
     }
 }
 
-/// The engine requests of one HTTP request, and how to interpret their answers.
+/// The engine requests of one HTTP request, and how to convert their answers to the response.
 pub struct Submission {
     /// One engine request per prompt.
     pub requests: Vec<Request>,
@@ -153,7 +153,8 @@ fn admit(server: &Server, log: &RequestLog, submission: &Submission) -> Result<P
     })
 }
 
-/// Submits requests to the engine, with `choices` answers to each prompt. The inner error is the engine's.
+/// Submits requests to the engine, with `choices` answers to each prompt.
+/// The inner error is an error of the engine. The outer error means that the submission panicked.
 async fn submit_to_engine(
     engine: EngineHandle,
     requests: Vec<Request>,

@@ -78,7 +78,7 @@ pub struct Choice {
     /// The generated tokens that are not part of a piece yet.
     pending: Vec<PendingToken>,
     calls: Vec<SentCall>,
-    /// The number of tool calls that were sent to the client.
+    /// The number of tool calls whose start was sent to the client.
     sent_calls: usize,
     reasoning_tokens: usize,
     is_complete: bool,

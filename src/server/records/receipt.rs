@@ -2,7 +2,8 @@
 //!
 //! A receipt is a JSON Web Signature (RFC 7515) in compact form, `HEADER.PAYLOAD.SIGNATURE`.
 //! The algorithm of the signature is Ed25519 (RFC 8037).
-//! A receipt contains only hashes of prompts and answers. Their token ids are in the record of the request.
+//! A receipt contains the token counts and the hashes of prompts and answers, but not their token ids.
+//! The record of the request contains the token ids.
 
 use std::collections::BTreeMap;
 
@@ -110,7 +111,8 @@ impl Receipt {
         Ok(text)
     }
 
-    /// Verifies a signed receipt. Returns its payload.
+    /// Verifies a signed receipt and returns its payload.
+    /// Fails if the receipt was changed, was signed with another key, or has another format.
     pub fn verify(signed: &str, key: &PublicKey) -> Result<Self> {
         let parts = || {
             let (message, signature) = signed.rsplit_once('.')?;

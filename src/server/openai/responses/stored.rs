@@ -31,7 +31,7 @@ pub async fn get(
     }
     let store = TenantStore::new(store, tenant);
     // For a short time, a response that has ended is both stored and listed as in progress.
-    // Return the stored response then, because the other one has lost its output.
+    // Return the stored response, because the response in progress has lost its output.
     if let Some(stored) = store.get(&id) {
         return json_response(&stored.object);
     }
