@@ -22,7 +22,8 @@ const MAX_STEP: Duration = Duration::from_secs(60);
 /// The interval at which the server checks whether the engine has failed.
 const ENGINE_POLL: Duration = Duration::from_millis(50);
 
-/// The state of a server: its options, engine, admission limit, metrics, records, orphans and lifecycle phase.
+/// The state of a server: its options, engine, admission limit, metrics and records, the answers that it keeps for
+/// retries, and its lifecycle phase.
 pub struct Server {
     pub options: ServerOptions,
     pub admission: Arc<Admission>,

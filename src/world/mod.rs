@@ -105,7 +105,7 @@ impl World {
         share(total, unit, self.rank, self.size())
     }
 
-    /// Returns the sum of x over all ranks. x has the same shape and dtype on all ranks.
+    /// Returns the sum of x over all ranks. x must have the same shape and dtype on all ranks.
     /// If no [`Exchange`] can queue the sum, waits until all ranks have called this function.
     /// If a rank makes no progress within the time limit, ends the world and fails.
     pub fn sum(&self, x: &Tensor) -> Result<Tensor> {
