@@ -136,7 +136,7 @@ impl Process {
     /// Kills the sandbox process and returns why the request failed. `is_late` is true if the deadline has passed.
     fn failure(&mut self, dir: &Path, request: &SandboxRequest, budget: Budget, is_late: bool) -> anyhow::Error {
         let is_ended = |child: &mut Child| matches!(child.try_wait(), Ok(Some(_)));
-        // When a process ends, its pipes close shortly before its exit status is available, so wait for the exit status.
+        // When a process ends, its pipes close shortly before its exit status is available, so wait for the status.
         let deadline = Instant::now() + Duration::from_secs(1);
         while !is_ended(&mut self.child) && Instant::now() < deadline {
             std::thread::sleep(Duration::from_millis(1));
