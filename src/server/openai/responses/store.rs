@@ -18,7 +18,8 @@ const MAX_BYTES: usize = 64 << 20;
 /// The maximum time that a stored response is kept after its last use.
 const MAX_AGE: Duration = Duration::from_secs(30 * 60);
 
-/// The stored responses and the responses in progress of all tenants. A tenant cannot refer to the responses of another tenant.
+/// The stored responses and the responses in progress of all tenants.
+/// A tenant cannot refer to the responses of another tenant.
 #[derive(Default)]
 pub struct Store(Mutex<HashMap<Tenant, Responses>>);
 
