@@ -49,7 +49,7 @@ pub struct Connection {
     agent: RefCell<Agent>,
 }
 
-/// Whether to read more events of a stream: the return value of `on_event`.
+/// The return value of the callback `on_event` of [`Connection::stream`]: whether to read more events.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Flow {
     Continue,

@@ -79,7 +79,7 @@ fn close_inherited_files() {
     let Ok(files) = std::fs::read_dir("/proc/self/fd") else { return };
     let numbers: Vec<i32> = files.flatten().filter_map(|file| file.file_name().to_str()?.parse().ok()).collect();
     for number in numbers.into_iter().filter(|&number| number > 2) {
-        // The list also contains the descriptor of /proc/self/fd itself, which is already closed.
+        // The list also contains the descriptor of /proc/self/fd itself, which is already closed. Ignore its error.
         let _ = nix::unistd::close(number);
     }
 }

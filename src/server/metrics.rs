@@ -99,7 +99,7 @@ pub struct HttpMetrics {
     pub refused_connections: IntCounter,
 }
 
-/// The durations of requests, and of the phases of requests.
+/// The durations of requests and of their phases, and the times between tokens.
 pub struct RequestDurations {
     pub first_token: Histogram,
     pub inter_token: Histogram,
@@ -189,7 +189,7 @@ impl Metrics {
         })
     }
 
-    /// Adds the tokens of a prompt to the metrics.
+    /// Adds the tokens of a prompt to the metrics. `cached` of these tokens were found in the KV cache.
     pub fn count_prompt(&self, tokens: usize, cached: usize) {
         let computed = tokens.saturating_sub(cached);
         self.prompts.tokens.inc_by(tokens as u64);
@@ -242,7 +242,7 @@ impl HttpMetrics {
 }
 
 impl RequestDurations {
-    /// Adds the times of an answer that has ended `total_s` after its request was submitted.
+    /// Adds the times of an answer that ended `total_s` seconds after its request was submitted.
     pub fn observe_answer(&self, summary: &Summary, total_s: f64) {
         self.queue.observe(summary.queue_s);
         self.prefill.observe((summary.ttft_s - summary.queue_s).max(0.0));
@@ -315,7 +315,7 @@ impl PromptMetrics {
             cached: make.counter("prompt_tokens_cached_total", "Prompt tokens found in the KV cache.")?,
             by_source: make.counters(
                 "prompt_tokens_by_source_total",
-                "Prompt tokens that were computed or found in the KV cache.",
+                "Prompt tokens by source: computed, or found in the KV cache.",
                 "source",
                 &[COMPUTED, CACHED],
             )?,
@@ -336,7 +336,7 @@ impl VllmMetrics {
             )?,
             lora_info: gauges(
                 "lora_requests_info",
-                "The current time. The labels name no adapters, because inferno does not support LoRA.",
+                "The current Unix time. The labels name no adapters, because inferno does not support LoRA.",
                 &["max_lora", "running_lora_adapters", "waiting_lora_adapters"],
             )?,
             sleep_state: gauges(
@@ -428,7 +428,7 @@ impl EngineMetrics {
         }
         engine.take_cancel_times().into_iter().for_each(|time_s| self.cancel_latency.observe(time_s));
         self.cache_usage.set(cache_usage(&stats));
-        // No sequence can use the scratch block.
+        // One of the blocks is the scratch block, which no sequence can use.
         let blocks = engine.info().cache_blocks.saturating_sub(1);
         self.cache_config.with_label_values(&[&BLOCK_TOKENS.to_string(), &blocks.to_string()]).set(1);
         for (counter, read) in &self.totals {

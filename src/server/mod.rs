@@ -12,7 +12,7 @@
 //! - `router`: maps paths to route handlers, and runs shared code before and after each handler
 //! - `retries`, `orphans`: let the retry of a request receive the answer to an earlier attempt
 //! - `page`: the chat page for browsers, with its files in `page/`
-//! - `state`, `options`, `metrics`: shared state; `tenant`, `ids`: the tenant of a request, and random ids
+//! - `state`, `options`, `metrics`: what all handlers share; `tenant`, `ids`: the tenant of a request, and random ids
 
 mod anthropic;
 mod connections;

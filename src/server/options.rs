@@ -13,7 +13,7 @@ pub struct ServerOptions {
     /// The name of the model in requests and responses.
     pub model: String,
     /// The valid API keys. Without keys, every client has access, except web pages of other sites
-    /// whose origins are not in `cors_origins`.
+    /// whose origins are neither local nor in `cors_origins`.
     pub api_keys: Vec<String>,
     /// The origins of web pages that may use the API. `*` allows every origin.
     pub cors_origins: Vec<String>,

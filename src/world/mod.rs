@@ -105,9 +105,9 @@ impl World {
         share(total, unit, self.rank, self.size())
     }
 
-    /// Returns the sum of x over all ranks. x has the same shape and dtype on all ranks.
+    /// Returns the sum of x over all ranks. x must have the same shape and dtype on all ranks.
     /// If no [`Exchange`] can queue the sum, waits until all ranks have called this function.
-    /// If a rank makes no progress within the time limit of this wait, the world ends.
+    /// If a rank makes no progress within the time limit, ends the world and fails.
     pub fn sum(&self, x: &Tensor) -> Result<Tensor> {
         match (&self.meeting, &self.exchange) {
             (None, _) => Ok(x.clone()),
@@ -269,7 +269,7 @@ impl World {
 
     /// Records that this rank makes progress.
     /// During long work, such as running many layers, a rank must call `tick` at least once per [`ANSWER_TIMEOUT`].
-    /// Otherwise, a rank that waits for this rank ends the world.
+    /// Otherwise, a rank that waits for this rank can end the world.
     pub fn tick(&self) {
         if let Some(meeting) = &self.meeting {
             meeting.progress[self.rank].fetch_add(1, Ordering::Relaxed);

@@ -39,7 +39,8 @@ const SPARE_HEADER_TIMEOUT: Duration = Duration::from_secs(1);
 /// The pause after a failure to accept a connection, for example because too many files are open.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 
-/// The maximum time for sending the last responses during shutdown.
+/// During shutdown, the time limit for ending requests after the drain timeout, and again for sending the last
+/// responses.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// The time limit that replaces the drain timeout and [`CLOSE_TIMEOUT`] after an engine failure.

@@ -65,7 +65,7 @@ impl AnswerStream {
     }
 }
 
-/// The engine requests of one HTTP request, and how to interpret their answers.
+/// The engine requests of one HTTP request, and how to convert their answers to the response.
 pub struct Submission {
     /// One engine request per prompt.
     pub requests: Vec<Request>,
@@ -153,7 +153,8 @@ fn admit(server: &Server, log: &RequestLog, submission: &Submission) -> Result<P
     })
 }
 
-/// Submits requests to the engine, with `choices` answers to each prompt. The inner error is the engine's.
+/// Submits requests to the engine, with `choices` answers to each prompt.
+/// The inner error is an error of the engine. The outer error means that the submission panicked.
 async fn submit_to_engine(
     engine: EngineHandle,
     requests: Vec<Request>,
@@ -201,7 +202,7 @@ impl Answers {
         self.submitted.elapsed()
     }
 
-    /// Returns the prompt of an answer and the log probabilities of its tokens, if the request asked for them.
+    /// Returns the prompt of an answer and the log probabilities of the prompt tokens, if the request asked for them.
     /// The log probabilities are complete once the first pieces of the answer have arrived.
     pub fn scored_prompt(&self, index: usize) -> Option<&ScoredPrompt> {
         self.answers.get(index)?.stream.scored_prompt()
@@ -374,7 +375,7 @@ impl Drop for Answers {
     }
 }
 
-/// Returns the finish reason of an answer for the log and the records.
+/// Returns how an answer ended, for the log and the records: its finish reason, `error` or `canceled`.
 /// `finish` is `None` if the answer failed, or was dropped before it ended.
 fn finish_name(finish: Option<Finish>, has_failed: bool, is_canceled: bool) -> &'static str {
     match finish {

@@ -188,7 +188,7 @@ pub struct StreamOptions {
 }
 
 impl StreamOptions {
-    /// Returns the field `usage` for every chunk except the last one.
+    /// Returns the value of the field `usage` for a chunk that is not the last one.
     /// Returns `None` if the chunk must not have the field, and `Some(None)` if the field must be null.
     pub fn chunk_usage(self, so_far: impl FnOnce() -> Usage) -> Option<Option<Usage>> {
         self.has_usage.then(|| self.has_continuous_usage.then(so_far))

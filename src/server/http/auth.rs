@@ -59,7 +59,7 @@ impl Access {
     }
 
     /// Rejects requests from web pages of other sites, unless their origin is local or allowed.
-    /// Otherwise, any web page that a user opens could send requests to a server without API keys.
+    /// Without this check, any web page that a user opens could send requests to a server without API keys.
     fn check_origin(&self, origin: Option<&HeaderValue>, target: Option<&HeaderValue>) -> Result<(), ApiError> {
         let Some(origin) = origin else { return Ok(()) };
         let origin = origin.to_str().unwrap_or_default();
@@ -74,7 +74,7 @@ impl Access {
         if is_allowed || is_local || is_own {
             Ok(())
         } else {
-            Err(ApiError::forbidden("web pages of this origin have no access: use --cors-origin to allow it"))
+            Err(ApiError::forbidden("web pages of this origin have no access: allow the origin with --cors-origin"))
         }
     }
 }

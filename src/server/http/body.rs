@@ -19,7 +19,7 @@ const MAX_DEPTH: usize = 64;
 
 /// The maximum number of JSON values in a body. A parsed JSON value takes much more memory than its text.
 const MAX_VALUES: usize = 500_000;
-/// The maximum number of notes about ignored fields. The notes become a response header.
+/// The maximum number of ignored request fields that the response header `x-inferno-ignored` lists.
 pub const MAX_IGNORED: usize = 32;
 
 /// Reads the JSON object in the body of a request.

@@ -10,7 +10,7 @@ use super::free_times::FreeTimes;
 /// The longest wait that the server suggests to a client before a retry.
 const MAX_RETRY: Duration = Duration::from_secs(60);
 
-/// The shortest wait that the server suggests. The header `retry-after-ms` is in whole milliseconds.
+/// The shortest wait that the server suggests, because the header `retry-after-ms` has whole milliseconds.
 const MIN_RETRY: Duration = Duration::from_millis(1);
 
 /// With several tenants, the maximum ratio of one tenant's sequences to the capacity that then remains free.
@@ -80,7 +80,8 @@ impl Admission {
         suggested_wait(&self.lock().ends, ahead + 1)
     }
 
-    /// Returns the expected time until the limit allows `count` more sequences, but at least until one has ended.
+    /// Returns the wait to suggest: the expected time until the limit allows `count` more sequences,
+    /// or until the next sequence ends, whichever is later.
     fn expected_wait(&self, state: &AdmissionState, count: usize) -> Duration {
         suggested_wait(&state.ends, (state.total() + count).saturating_sub(self.limit).max(1))
     }

@@ -58,7 +58,7 @@ impl FreeTimes {
     }
 
     /// Removes the older intervals if they are much longer than the recent ones.
-    /// Otherwise, a few long intervals would dominate [`expected_wait`](Self::expected_wait).
+    /// If they stayed, a few long intervals would dominate [`expected_wait`](Self::expected_wait).
     fn forget_earlier_load(&mut self) {
         let Some(older) = self.ends.len().checked_sub(RECENT).filter(|older| *older > 0) else { return };
         let sum_s =
@@ -76,7 +76,7 @@ impl FreeTimes {
     /// The expected time until the next end is the mean interval between ends minus the time since the last end.
     /// This mean includes only the intervals that are at least as long as the time since the last end.
     /// If all intervals are shorter, the expected time until the next end is the time since the last end.
-    /// Each sequence that does not end at the next end adds the mean time per ended sequence.
+    /// Each of the `count` sequences that ends later adds the mean time per ended sequence.
     pub fn expected_wait(&self, now: Instant, count: usize) -> Option<Duration> {
         let elapsed = self.elapsed(now);
         let rests = self.ends.iter().filter_map(|(interval, _)| interval.checked_sub(elapsed));

@@ -99,7 +99,7 @@ async fn generate_with(
 struct LineWriter {
     route: OllamaRoute,
     model: String,
-    /// The text that has not been sent yet. Tool calls are sent in full at the end of the answer.
+    /// The text and the tool calls that have not been sent yet. Tool calls are sent in full at the end of the answer.
     unsent: UnsentParts,
 }
 

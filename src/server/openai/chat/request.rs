@@ -20,7 +20,7 @@ pub struct ChatRequest {
     pub can_call_in_parallel: bool,
     /// Whether the client named the tool that the model must call.
     pub must_call_named: bool,
-    /// The request fields that have no effect.
+    /// The names of request fields that have no effect, and notes about such fields.
     pub ignored: Vec<String>,
 }
 

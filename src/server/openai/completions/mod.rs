@@ -75,7 +75,7 @@ fn check_prompt_logprobs(answers: &Answers) -> Result<(), ApiError> {
 
 /// Turns the pieces of answers into the entries of `choices`, for streamed and non-streamed responses.
 struct Texts {
-    /// For each choice, the prompt text that the response repeats before the answer.
+    /// For each choice, the prompt text that the response must still repeat before the answer, or `None`.
     echoes: Vec<Option<String>>,
     /// For each choice, the length of its text so far in characters.
     offsets: Vec<usize>,

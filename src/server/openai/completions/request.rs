@@ -24,7 +24,7 @@ pub struct CompletionRequest {
     pub echoes: Vec<Option<String>>,
     pub has_logprobs: bool,
     pub stream: StreamOptions,
-    /// The request fields that have no effect.
+    /// The names of request fields that have no effect, and notes about such fields.
     pub ignored: Vec<String>,
 }
 

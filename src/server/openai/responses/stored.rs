@@ -30,7 +30,8 @@ pub async fn get(
         return Err(ApiError::unsupported("stream", "inferno does not store the events of a response"));
     }
     let store = TenantStore::new(store, tenant);
-    // A response is stored shortly before the store stops listing it as in progress.
+    // For a short time, a response that has ended is both stored and listed as in progress.
+    // Return the stored response, because the response in progress has lost its output.
     if let Some(stored) = store.get(&id) {
         return json_response(&stored.object);
     }
