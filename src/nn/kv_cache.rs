@@ -7,7 +7,8 @@
 //!
 //! All blocks have room for the same number of layers, so any layer group can use any free block.
 //! Layer i of every layer group is stored in the same tensors, but in different blocks.
-//! If one window is more common than another, as in Gemma 3, the layers with that window form several layer groups.
+//! If one window is more common than another, as in Gemma 3, the layers with the more common window form several
+//! layer groups.
 //! vLLM's hybrid KV cache manager has the same design.
 
 use std::ops::Range;
@@ -29,7 +30,7 @@ pub struct LayerSpec {
     pub window: Option<usize>,
 }
 
-/// Returns the bytes of all keys and values that a token at position `depth` attends to, including its own.
+/// Returns the size in bytes of all keys and values that a token at position `depth` attends to, including its own.
 pub fn step_bytes(layers: &[LayerSpec], depth: usize, dtype: DType) -> u64 {
     let elements = |layer: &LayerSpec| {
         let positions = layer.window.map_or(depth + 1, |window| window.min(depth + 1));
@@ -151,7 +152,7 @@ impl BlockTables {
         Self { groups: vec![Vec::new(); groups] }
     }
 
-    /// Creates tables for a sequence of up to `context` positions that has the cache to itself.
+    /// Creates tables for a sequence of up to `context` positions that is the only sequence in the cache.
     /// Block 0 stays unused. In a cache that the engine manages, block 0 is the scratch block, which no sequence owns.
     ///
     /// Layer groups with a sliding window use their blocks as a ring buffer. A step may compute at most `chunk` tokens.
@@ -255,7 +256,7 @@ impl KvCache {
     }
 
     /// Returns the keys and values of all layers in this cache, both `[rows, kv_heads, head_dim]`, in layer order.
-    /// Each layer comes with its layer group, and its index among all layers of that group, also those on other ranks.
+    /// Each layer comes with its layer group, and with its index among the layers of that group on all ranks.
     pub fn own_layers(&self) -> impl Iterator<Item = (usize, usize, [&Tensor; 2])> {
         self.layout.places.iter().map(|&(group, index)| {
             let (k, v) = &self.layers[index];

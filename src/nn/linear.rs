@@ -77,13 +77,13 @@ impl Linear {
         Ok(Self { weight, bias: Some(weights.vector("bias", output, DType::F32)?) })
     }
 
-    /// Returns a layer that computes only `rows` outputs, starting at output `first`. It shares memory with this layer.
+    /// Returns a layer with only `rows` outputs, starting at output `first`. The layers share the memory of the weight.
     pub fn rows(&self, first: usize, rows: usize) -> Result<Self> {
         let bias = self.bias.as_ref().map(|bias| bias.narrow(0, first, rows)).transpose()?;
         Ok(Self { weight: self.weight.rows(first, rows)?, bias })
     }
 
-    /// Creates an output head from the weight of the embedding, `[vocab, hidden]`. It shares memory with the embedding.
+    /// Creates an output head that shares the weight of the embedding, `[vocab, hidden]`.
     pub fn tied(weight: Matrix) -> Self {
         Self { weight, bias: None }
     }
