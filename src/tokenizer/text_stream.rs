@@ -53,7 +53,7 @@ impl TextStream {
     }
 
     /// Returns how many of the last ids to hold back, because their bytes end with the beginning of a character.
-    /// The result is less than the number of waiting ids, so that the text always advances.
+    /// The result is less than the number of waiting ids, so that [`Self::push`] decodes at least one id.
     fn begun_ids(&self, tokenizer: &Tokenizer) -> usize {
         let waiting = &self.ids[self.emitted..];
         let ends_within = |count: &usize| {
@@ -70,6 +70,7 @@ impl TextStream {
     }
 
     /// Returns the text of the waiting ids, and makes these ids the left context.
+    /// Returns an empty string and keeps the ids waiting if `end` is `Hold` and the last character is incomplete.
     fn take(&mut self, tokenizer: &Tokenizer, end: IncompleteEnd) -> Result<String> {
         // Decode with left context. In SentencePiece vocabularies, the space before a word depends on this context.
         let emitted = tokenizer.decode(&self.ids[..self.emitted])?;
