@@ -241,7 +241,7 @@ fn controls(library: &tokenizers::Tokenizer) -> (Vec<ControlToken>, bool) {
     (controls, is_any_normalized)
 }
 
-/// The names of HTML tags in the vocabularies of Gemma. The tags `<b>` and `</b>` are ordinary text, not control tokens.
+/// The names of HTML tags in the vocabularies of Gemma. Tags such as `<b>` and `</b>` are text, not control tokens.
 ///
 /// Gemma also has `<s>` and `</s>`, but in other vocabularies `<s>` and `</s>` are control tokens.
 const HTML_TAGS: &[&str] = &[

@@ -81,8 +81,8 @@ impl<'c> WeightsBuilder<'c> {
 
     /// Returns the weights.
     ///
-    /// If a single rank loads safetensors files to a GPU without quantizing them,
-    /// background threads start reading the files immediately. Otherwise, no tensor is read before it is requested.
+    /// If a single rank loads safetensors files to a GPU without quantizing them, and the caller has set no reader,
+    /// background threads start reading the files immediately.
     /// Loading functions may return a tensor before its copy to the device is complete.
     /// Kernels on the device's stream wait for the copy to complete.
     pub fn build(mut self) -> Result<Weights<'c>> {

@@ -231,7 +231,7 @@ impl Inventory {
     }
 
     /// Returns an upper bound on the size of the loaded weights in memory, in bytes.
-    /// The bound also counts two kinds of weights that are not loaded: MTP layers (multi-token prediction),
+    /// The bound also counts tensors that are not loaded, such as MTP layers (multi-token prediction),
     /// and an output head if the embeddings are tied.
     pub fn loaded_bytes(&self, dtype: DType) -> u64 {
         sum(self.tensors.iter().map(|tensor| tensor.loaded_bytes(dtype)))
