@@ -41,7 +41,8 @@ pub struct ReadAheadOptions {
     /// The maximum number of bytes that a thread reads and copies at a time.
     pub piece_bytes: usize,
     /// The limit on the total size of temporary tensors that are in memory but not yet taken, in bytes.
-    /// Requested tensors may exceed it. A larger tensor is read ahead only if no other temporary tensor is in memory.
+    /// Requested tensors may exceed the limit.
+    /// A tensor larger than the limit is read ahead only if no other temporary tensor is in memory.
     pub ahead_bytes: usize,
 }
 
