@@ -122,7 +122,7 @@ impl<'c> ArchitectureKeys<'c> {
             Ok(Some(values.into_iter().map(widen).collect()))
         };
         let original = self.size("rope.scaling.original_context_length")?;
-        // For Llama 3.1, llama.cpp's converter stores one divisor per RoPE frequency. LongRoPE can express the divisors.
+        // For Llama 3.1, llama.cpp's converter stores one divisor per RoPE frequency, which LongRoPE can express.
         let [freqs, short, long] = ROPE_FACTOR_TENSORS;
         if let Some(factors) = factors(freqs)? {
             return Ok(Some(json!({
