@@ -161,7 +161,7 @@ fn open_cuda(_: usize) -> Result<Device> {
 /// Returns whether an operation failed because the GPU has too little free memory.
 ///
 /// Searches the error message for `OUT_OF_MEMORY`, as in the driver's `CUDA_ERROR_OUT_OF_MEMORY`.
-/// The function cannot downcast to the driver's error, because candle's error variants do not expose their source.
+/// Downcasting to the driver's error is impossible, because candle's error variants do not expose the error inside.
 pub fn is_out_of_memory(error: &anyhow::Error) -> bool {
     format!("{error:#}").contains("OUT_OF_MEMORY")
 }

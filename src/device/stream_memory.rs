@@ -139,7 +139,7 @@ unsafe extern "C" fn allocate_on_stream(address: *mut CUdeviceptr, bytes: usize,
         // SAFETY: the caller keeps the contract of `cuMemAllocAsync`.
         let allocate = || unsafe { (functions.allocate)(address, bytes, stream) };
         let result = allocate();
-        // The driver counts unused segments as memory in use. After their release, it may have enough memory.
+        // The driver counts unused segments as memory in use. Releasing these segments may free enough memory.
         let can_retry = result == CUresult::CUDA_ERROR_OUT_OF_MEMORY && !is_capturing(stream);
         return if can_retry && release(stream).is_ok() { allocate() } else { result };
     };

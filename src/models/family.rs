@@ -20,7 +20,7 @@ pub struct Family {
     pub read: fn(Value) -> Result<Box<dyn Architecture>>,
 }
 
-/// The validated config of one model. It builds the model's decoder.
+/// The validated config of one model. [`Self::build`] loads the model's decoder.
 pub trait Architecture: Send + Sync {
     /// Returns the number of rows in the embedding, which can exceed the number of tokens in the tokenizer.
     fn vocab_size(&self) -> usize;

@@ -79,7 +79,7 @@ impl CacheLayout {
             let members: Vec<usize> = (0..layers.len()).filter(|&layer| layers[layer].window == window).collect();
             let (first, groups) = (windows.len(), members.len().div_ceil(layers_per_group));
             // Put neighboring layers into different groups, so that any range of layers is spread evenly over groups.
-            // A block of a layout from `of_layers` then needs room for as few layers as possible.
+            // The blocks of a layout from `of_layers` then need room for as few layers as possible.
             for (index, layer) in members.into_iter().enumerate() {
                 places[layer] = (first + index % groups, index / groups);
             }
@@ -211,7 +211,8 @@ pub struct KvCache {
 }
 
 impl KvCache {
-    /// Allocates a cache of `blocks` blocks, filled with zeros. Fails if layers differ in KV heads or head size.
+    /// Allocates a cache of `blocks` blocks, filled with zeros.
+    /// Fails if the layers differ in KV heads or head size, or if there are no layers.
     pub fn new(layout: CacheLayout, blocks: usize, dtype: DType, device: &Device) -> Result<Self> {
         let Some((kv_heads, head_dim)) = layout.heads else {
             bail!("cannot allocate a KV cache: the layers differ in their number of KV heads or in their head size");

@@ -109,7 +109,7 @@ impl Linear {
         Ok(PartialOutput { rows, bias: self.bias.as_ref() })
     }
 
-    /// Runs the product with zeros for each size class of up to `tokens` tokens, so that its kernels are loaded.
+    /// Loads the kernels of the product: runs the product on zeros for each size class of up to `tokens` tokens.
     /// Dense weights have inputs of their own dtype, and quantized weights have inputs of dtype `dtype`.
     /// `form` returns the form of the product for a number of tokens.
     #[cfg(feature = "cuda")]

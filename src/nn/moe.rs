@@ -143,7 +143,7 @@ impl GatedMoe {
         in_launches(x, self.config.experts_per_token, |x| self.forward_launch(x, sum_order))
     }
 
-    /// Runs the layer for at most as many tokens as one launch of the expert kernels can process.
+    /// Runs the layer. x must not have more tokens than one launch of the expert kernels can process.
     fn forward_launch(&self, x: &Tensor, sum_order: SumOrder) -> Result<Tensor> {
         // 1. route: ids [tokens, chosen], f32 weights [tokens, chosen]
         let (ids, weights) =
@@ -263,7 +263,8 @@ impl ClampedMoe {
         Ok(PartialRows::Summed(rows))
     }
 
-    /// Runs the layer without `expert_mlp`, for at most as many tokens as one launch of the expert kernels can process.
+    /// Runs the layer without `expert_mlp`.
+    /// x must not have more tokens than one launch of the expert kernels can process.
     fn forward_launch(&self, x: &Tensor, sum_order: SumOrder) -> Result<Tensor> {
         let chosen = self.config.experts_per_token;
         // 1. route: ids [tokens, chosen], f32 weights [tokens, chosen]

@@ -61,7 +61,7 @@ impl TokenTable {
     /// Creates a table with copies of a tokenizer's tokens and decoder.
     pub fn new(library: &tokenizers::Tokenizer) -> Result<Self> {
         let (controls, is_any_normalized) = controls(library);
-        // A control token may be in the vocabulary of the BPE model and not only among the added tokens.
+        // A control token may be in the vocabulary of the tokenizer's model and not only among the added tokens.
         // Normalized text can then become this token.
         let is_any_in_model = || controls.iter().any(|c| library.get_model().token_to_id(&c.content).is_some());
         let normalizes_controls = library.get_normalizer().is_some() && (is_any_normalized || is_any_in_model());

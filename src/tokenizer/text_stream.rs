@@ -43,7 +43,7 @@ impl TextStream {
     pub fn push(&mut self, tokenizer: &Tokenizer, id: u32) -> Result<String> {
         self.ids.push(id);
         let is_full = self.ids.len() - self.emitted >= MAX_HELD_IDS;
-        // Invalid bytes are returned as U+FFFD, but the ids after them may begin a valid character, so hold these back.
+        // Invalid bytes are returned as U+FFFD. Hold back the ids after them that may begin a valid character.
         let begun = if is_full { self.begun_ids(tokenizer) } else { 0 };
         let held = self.ids.split_off(self.ids.len() - begun);
         let end = if is_full { IncompleteEnd::Replace } else { IncompleteEnd::Hold };

@@ -87,7 +87,7 @@ impl<'c> WeightsBuilder<'c> {
     /// Kernels on the device's stream wait for the copy to complete.
     pub fn build(mut self) -> Result<Weights<'c>> {
         let threads = match self.threads.take() {
-            // A quantized tensor is read when it is requested, so nothing may be read ahead.
+            // A matrix to quantize is read from its file when it is requested, so reading it ahead would be in vain.
             Some(ReaderThreads::Ahead(_)) if self.quantize.is_some() => ReaderThreads::Caller,
             Some(threads) => threads,
             None => self.default_threads()?,
