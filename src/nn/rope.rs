@@ -125,7 +125,7 @@ impl RopeConfig {
         let original = self.original_length().unwrap_or(lengths.max_position_embeddings);
         check_size("original_max_position_embeddings", original)?;
         parameters.check()?;
-        let factor = || parameters.factor.context("RoPE scaling needs a factor, but config.json has none");
+        let factor = || parameters.factor.context("RoPE scaling needs a factor, but the model's config has none");
         let rope_type = parameters.rope_type.as_deref().or(parameters.old_type.as_deref());
         let frequencies = match rope_type.unwrap_or("default") {
             "default" | "mrope" => RopeFrequencies { inv_freq: plain, attention_factor: 1.0 },
@@ -143,7 +143,7 @@ impl RopeConfig {
         };
         let is_positive = |value: &f32| value.is_finite() && *value > 0.0;
         if !frequencies.inv_freq.iter().all(is_positive) || !is_positive(&frequencies.attention_factor) {
-            bail!("the RoPE scaling in config.json results in a frequency or factor that is not a positive number");
+            bail!("the model's RoPE scaling results in a frequency or factor that is not a positive number");
         }
         Ok(frequencies)
     }

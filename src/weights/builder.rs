@@ -33,7 +33,7 @@ pub struct WeightsBuilder<'c> {
 }
 
 impl<'c> WeightsBuilder<'c> {
-    /// Returns a builder of weights that are loaded to `device`. Float tensors are converted to `dtype`.
+    /// Returns a builder of weights that are loaded to `device`. `dtype` is the compute dtype.
     pub fn new(checkpoint: &'c Checkpoint, device: &Device, dtype: DType, progress: &'c LoadProgress<'c>) -> Self {
         Self {
             checkpoint,

@@ -39,7 +39,7 @@ impl Weights<'_> {
         let is_unused = |name: &str| !self.progress.has_loaded(name) && !is_never_loaded(name) && !is_unloaded(name);
         let mut of_layers = self.layer_tensors().filter(|(_, layer)| own.contains(layer));
         if let Some((name, _)) = of_layers.find(|(name, _)| is_unused(name)) {
-            bail!("the checkpoint has tensor {}, which a model with this config.json does not use", excerpt(name));
+            bail!("the checkpoint has tensor {}, which a model with this config does not use", excerpt(name));
         }
         let of_layers: HashSet<&str> =
             self.layer_tensors().filter(|&(_, layer)| layer < layers).map(|(name, _)| name).collect();

@@ -200,7 +200,7 @@ impl<T: UploadTarget> ReadAheadState<T> {
     /// Runs one reading thread until the reader is stopped or a thread fails. Only the first failure is recorded.
     fn run(&self) {
         let outcome = catch_unwind(AssertUnwindSafe(|| self.read_pieces()));
-        if let Err(error) = outcome.unwrap_or_else(|_| Err(anyhow!("a weight-reading thread panicked"))) {
+        if let Err(error) = outcome.unwrap_or_else(|_| Err(anyhow!("a thread that reads weights panicked"))) {
             self.lock().failure.get_or_insert(format!("{error:#}"));
             self.changed.notify_all();
         }
