@@ -1,6 +1,6 @@
 //! Parses the user's choice of devices, and opens CPUs and GPUs.
 //!
-//! inferno targets NVIDIA GPUs. If there is no GPU, [`open`] returns an error that names the next command to run.
+//! inferno targets NVIDIA GPUs. If the chosen GPU is missing, [`open`] fails and names the next command to run.
 //! There is no silent fallback: the CPU is an explicit choice for development, tests and the demo model.
 
 #[cfg(feature = "cuda")]

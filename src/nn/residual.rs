@@ -52,10 +52,10 @@ impl PartialRows {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum PartialForm {
     F32,
-    /// The product may have several parts, because the kernel that adds it to the residual stream adds up the parts.
+    /// The product may be split into several parts, which the kernel that updates the residual stream adds up.
     ProductParts,
-    /// The part may be in the compute dtype, because the ranks round large parts anyway when they add them.
-    /// A rounded part takes less time to write and read.
+    /// This rank's part may be in the compute dtype, because the ranks round large partial results when they add them.
+    /// Writing and reading a rounded part takes less time.
     Rounded,
 }
 

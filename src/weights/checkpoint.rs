@@ -36,7 +36,7 @@ impl Checkpoint {
     }
 
     /// Returns the open GGUF file, or `None` for safetensors files.
-    /// A GGUF file also contains the config, the vocabulary, the chat template and the sampling defaults.
+    /// A GGUF file can also contain the config, the vocabulary, the chat template and the sampling defaults.
     pub fn gguf(&self) -> Option<&GgufCheckpoint> {
         match self {
             Self::Safetensors(_) => None,
