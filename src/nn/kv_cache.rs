@@ -9,7 +9,7 @@
 //! Layer i of every layer group is stored in the same tensors, but in different blocks.
 //! If one window is more common than another, as in Gemma 3, the layers with the more common window form several
 //! layer groups.
-//! vLLM's hybrid KV cache manager has the same design.
+//! vLLM's hybrid KV cache manager also forms layer groups in this way.
 
 use std::ops::Range;
 
