@@ -1,6 +1,6 @@
-//! Chooses and opens the device that a model runs on.
+//! Parses the user's choice of devices, and opens CPUs and GPUs.
 //!
-//! inferno targets NVIDIA GPUs. If there is none, [`open`] returns an error that names the next command to run.
+//! inferno targets NVIDIA GPUs. If the chosen GPU is missing, [`open`] fails and names the next command to run.
 //! There is no silent fallback: the CPU is an explicit choice for development, tests and the demo model.
 
 #[cfg(feature = "cuda")]
@@ -161,7 +161,7 @@ fn open_cuda(_: usize) -> Result<Device> {
 /// Returns whether an operation failed because the GPU has too little free memory.
 ///
 /// Searches the error message for `OUT_OF_MEMORY`, as in the driver's `CUDA_ERROR_OUT_OF_MEMORY`.
-/// The chain of sources does not contain the driver's error: candle wraps it in variants that do not expose it.
+/// Downcasting to the driver's error is impossible, because candle's error variants do not expose the error inside.
 pub fn is_out_of_memory(error: &anyhow::Error) -> bool {
     format!("{error:#}").contains("OUT_OF_MEMORY")
 }

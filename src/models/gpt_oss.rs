@@ -33,7 +33,7 @@ pub const FAMILY: Family = Family {
     read,
 };
 
-/// The sinks, the router and the experts. The experts are packed as MXFP4, or floats that are stored transposed.
+/// The sinks, the router and the experts. The experts are either MXFP4 or transposed float matrices.
 const TENSORS: &[TensorRow] = &[
     tensor("self_attn.sinks", Group::Attention, F32, Rows(Heads)),
     tensor("mlp.router", Group::Mlp, F32, Whole),

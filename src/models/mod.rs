@@ -108,7 +108,8 @@ pub fn parse_config(json: Value) -> Result<ModelConfig> {
     Ok(ModelConfig { family, architecture, quantization })
 }
 
-/// Returns the `model_type` in config.json, or else the first entry of `architectures`, even if it is not supported.
+/// Returns the `model_type` in config.json, or else the first entry of `architectures`.
+/// The returned name may be that of an unsupported architecture.
 /// Returns `None` if config.json cannot be read or has neither field.
 pub fn declared_model_type(dir: &Path) -> Option<String> {
     let json: Value = files::read_json(&dir.join("config.json"), files::MAX_CONFIG_BYTES).ok()?;

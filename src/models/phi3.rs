@@ -60,7 +60,7 @@ fn read(mut json: Value) -> Result<Box<dyn Architecture>> {
 
 /// Renames the RoPE types `su` and `yarn` to `longrope`. Older Phi files use these names for LongRoPE.
 /// In other model families, `yarn` is a different RoPE scaling method.
-/// Fails for RoPE types other than these three and `default`.
+/// Fails for RoPE types other than `su`, `yarn`, `longrope` and `default`.
 fn rename_longrope(scaling: &mut Value) -> Result<()> {
     let Some(fields) = scaling.as_object_mut() else { return Ok(()) };
     for key in ["type", "rope_type"] {

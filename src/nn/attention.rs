@@ -79,7 +79,8 @@ pub enum Sinks {
     Without,
 }
 
-/// Causal self-attention with grouped queries. Optionally has biases, norms of q and k, sinks and a sliding window.
+/// Causal self-attention with grouped queries.
+/// Biases, norms of q and k, sinks, a soft cap and a sliding window are optional.
 pub struct Attention {
     /// The q_proj, k_proj and v_proj weights, stacked in this order.
     pub(crate) qkv_proj: Linear,

@@ -253,7 +253,7 @@ impl Decoder {
     /// Runs `qkv_proj`, `o_proj`, the matrix products of dense MLPs, and the output head on zeros.
     /// Covers steps with up to `tokens` tokens and `rows` rows of logits. Does nothing on a CPU.
     ///
-    /// cuBLASLt loads a kernel when a product first needs it, after the GPU has finished all queued work.
+    /// cuBLASLt loads a kernel when a product first needs it, and waits until the GPU has finished all queued work.
     /// After this call, these products do not wait for cuBLASLt to load a kernel in steps with [`SumOrder::Fastest`].
     #[cfg_attr(not(feature = "cuda"), expect(unused_variables))]
     pub fn load_product_kernels(&self, tokens: usize, rows: usize) -> Result<()> {

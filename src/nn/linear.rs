@@ -77,13 +77,13 @@ impl Linear {
         Ok(Self { weight, bias: Some(weights.vector("bias", output, DType::F32)?) })
     }
 
-    /// Returns a layer that computes only `rows` outputs, starting at output `first`. It shares memory with this layer.
+    /// Returns a layer with only `rows` outputs, starting at output `first`. The layers share the memory of the weight.
     pub fn rows(&self, first: usize, rows: usize) -> Result<Self> {
         let bias = self.bias.as_ref().map(|bias| bias.narrow(0, first, rows)).transpose()?;
         Ok(Self { weight: self.weight.rows(first, rows)?, bias })
     }
 
-    /// Creates an output head from the weight of the embedding, `[vocab, hidden]`. It shares memory with the embedding.
+    /// Creates an output head that shares the weight of the embedding, `[vocab, hidden]`.
     pub fn tied(weight: Matrix) -> Self {
         Self { weight, bias: None }
     }
@@ -109,7 +109,7 @@ impl Linear {
         Ok(PartialOutput { rows, bias: self.bias.as_ref() })
     }
 
-    /// Runs the product with zeros for each size class of up to `tokens` tokens, so that its kernels are loaded.
+    /// Loads the kernels of the product: runs the product on zeros for each size class of up to `tokens` tokens.
     /// Dense weights have inputs of their own dtype, and quantized weights have inputs of dtype `dtype`.
     /// `form` returns the form of the product for a number of tokens.
     #[cfg(feature = "cuda")]

@@ -230,9 +230,10 @@ impl Inventory {
         self.parameters() - in_experts + u64::try_from(active).unwrap_or(in_experts).min(in_experts)
     }
 
-    /// Returns an upper bound on the size of the loaded weights in memory, in bytes.
-    /// The bound also counts two kinds of weights that are not loaded: MTP layers (multi-token prediction),
+    /// Returns an estimate of the size of the loaded weights in memory, in bytes.
+    /// The estimate also counts tensors that are not loaded, such as MTP layers (multi-token prediction),
     /// and an output head if the embeddings are tied.
+    /// From headers alone, the estimate of compressed-tensors weights can be too low: it omits padding and row scales.
     pub fn loaded_bytes(&self, dtype: DType) -> u64 {
         sum(self.tensors.iter().map(|tensor| tensor.loaded_bytes(dtype)))
     }

@@ -1,4 +1,4 @@
-//! Loads tensors by name, and converts float tensors to the compute dtype.
+//! Loads tensors by name, and converts float tensors to the requested dtype, by default the compute dtype.
 
 use std::ops::Range;
 
@@ -134,7 +134,7 @@ impl<'c> Weights<'c> {
         &self.device
     }
 
-    /// Returns the compute dtype, to which float tensors are converted.
+    /// Returns the compute dtype, to which [`float`](Self::float) converts tensors.
     pub fn dtype(&self) -> DType {
         self.dtype
     }

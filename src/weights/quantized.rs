@@ -131,7 +131,8 @@ enum RowWriter<'c> {
     Together { reads: SharedReads, name: String, columns: usize, kept: Range<usize>, write: WriteRow<'c> },
 }
 
-/// A function that writes the row with the given index to its four planes: low, high, scales and supers.
+/// A function that writes the row with the given index to the four planes of `kernels::quantized`:
+/// low, high, scales and supers.
 /// The function may use the thread's `RowBuffer` to read the row.
 pub type WriteRow<'c> = Box<dyn Fn(usize, &mut RowBuffer, [&mut [u8]; 4]) -> Result<()> + Sync + 'c>;
 

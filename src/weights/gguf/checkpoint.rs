@@ -103,8 +103,8 @@ impl GgufCheckpoint {
         Ok(blocks as usize)
     }
 
-    /// Returns the number of query heads and the number of key/value heads.
-    /// The number of key/value heads defaults to the number of query heads. Fails if one of the numbers is 0.
+    /// Returns the number of query heads and the number of KV heads.
+    /// The number of KV heads defaults to the number of query heads. Fails if one of the numbers is 0.
     pub fn head_counts(&self) -> Result<(usize, usize)> {
         let (architecture, metadata) = (self.architecture()?, self.metadata());
         let heads = metadata.required(&format!("{architecture}.attention.head_count"), GgufValue::u32)?;

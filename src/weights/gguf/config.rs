@@ -3,7 +3,7 @@
 //!
 //! Keys that all architectures share have the same defaults as in llama.cpp
 //! (ggml-org/llama.cpp, `src/llama-model.cpp`):
-//! - one key/value head per query head
+//! - one KV head per query head
 //! - a head size equal to the hidden size divided by the number of heads
 //! - a rope_theta of 10,000 and no RoPE scaling
 //!
