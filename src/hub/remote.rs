@@ -42,7 +42,7 @@ pub(super) struct Remote<'a> {
     config: &'a HubConfig,
     repo: &'a str,
     revision: &'a str,
-    /// The progress display that receives an event before each retry.
+    /// Receives an event before each retry.
     progress: &'a dyn Progress,
 }
 
@@ -70,7 +70,7 @@ pub(super) fn agent(limits: &Limits) -> Agent {
         .accept_encoding("identity")
         // Return unsuccessful responses as `Ok`, because callers read their headers and bodies.
         .http_status_as_error(false)
-        // Disable redirects in ureq. `follow` handles redirects and never sends the token to other hosts.
+        // Disable redirects in ureq. `follow` and `head` handle redirects, and never send the token to other hosts.
         .max_redirects(0)
         .max_redirects_will_error(false)
         .max_idle_connections_per_host(limits.connections)

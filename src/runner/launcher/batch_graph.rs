@@ -244,7 +244,7 @@ impl BatchGraph {
         let size = self.ids.dims1()?;
         let factor = size.next_power_of_two().div_ceil(size);
         self.arena = match shared {
-            // The arena of a smaller batch can fit a larger batch, because products of many tokens need no partial sums.
+            // The arena of a smaller batch can fit a larger batch, because large products need no partial sums.
             Some(arena) if arena.fits(&sizes) => Some(arena.clone()),
             _ if sizes.arena_bytes(factor) <= MAX_ARENA_BYTES => {
                 let arena = Arena::new(&sizes, factor, cache.device())?;

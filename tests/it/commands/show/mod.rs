@@ -280,7 +280,11 @@ fn broken_headers_are_rejected() {
     // The size in the hub's listing is larger than the size of the stored file.
     let fake = FakeHub::start(&[("config.json", CONFIG.as_bytes()), ("model.safetensors", &whole[..30])]);
     fake.change(|world| world.claimed_bytes = Some(whole.len() as u64));
-    assert_fails(&remote(&fake, &[]), 1, &["'model.safetensors' is not a complete safetensors file", "30 bytes"]);
+    assert_fails(
+        &remote(&fake, &[]),
+        1,
+        &["cannot read 'model.safetensors': the safetensors file is incomplete", "30 bytes"],
+    );
 }
 
 #[test]
