@@ -225,7 +225,7 @@ fn load(args: &mut Args, snapshot: &Snapshot, server: &Server) -> Result<Engine>
     let hashes = args.receipt_key.as_ref().map(|_| std::thread::spawn(move || hub::file_hashes(&path)));
     let engine = args.load.load(snapshot)?;
     if let Some(hashes) = hashes {
-        let hashes = hashes.join().map_err(|_| anyhow!("the thread that hashes the model's files failed"))?;
+        let hashes = hashes.join().map_err(|_| anyhow!("cannot hash the files of the model: a thread panicked"))?;
         server.set_model_files(hashes?);
     }
     server.set_engine(engine.handle());

@@ -19,7 +19,7 @@ use crate::sandbox;
 use crate::terminal;
 use crate::text;
 
-/// Finds or downloads the model named on the command line.
+/// Finds or downloads the model that `args` names.
 ///
 /// If no model is named, fails for a one-shot answer, and otherwise asks the user to choose a model.
 /// Returns `None` if the user quits.
