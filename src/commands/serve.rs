@@ -204,7 +204,7 @@ fn options(args: &Args, snapshot: &Snapshot) -> Result<ServerOptions> {
 }
 
 /// Returns the API keys from --api-key, or else from INFERNO_API_KEY or the configuration file.
-/// Fails if there are keys in spite of --no-auth.
+/// Fails if there are keys and --no-auth is set.
 fn read_api_keys(args: &Args) -> Result<Vec<String>> {
     let keys = api_keys::read(&args.api_key)?;
     if args.no_auth && !keys.is_empty() {

@@ -189,7 +189,7 @@ fn gguf_models(files: &[RemoteFile]) -> Vec<&RemoteFile> {
 /// Returns the parts of the GGUF model that `tag` selects, or of the only GGUF model if there is no tag.
 /// Returns `None` if there is no tag and the repository has no GGUF model.
 ///
-/// Fails if no model matches the tag, or if several models match.
+/// Fails if no model matches the tag, if several models match, or if the listing lacks a part of the model.
 pub(super) fn choose_gguf(repo: &str, files: &FileList, tag: Option<&str>) -> Result<Option<Vec<RemoteFile>>> {
     let models = gguf_models(files);
     let selected: Vec<&&RemoteFile> =

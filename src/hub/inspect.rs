@@ -28,7 +28,7 @@ use crate::snapshot::gguf;
 use crate::snapshot::safetensors::{INDEX, SINGLE_FILE, ShardIndex};
 use crate::text::quote;
 
-/// A description of a model on the hub: its files, its configuration and the headers of its weights.
+/// A description of a model on the hub: its list of files, its text files and the headers of its safetensors files.
 #[derive(Debug)]
 pub struct HubModel {
     /// The model name: `org/name`, or `org/name:Q4_K_M`.

@@ -20,7 +20,7 @@ pub struct RunnerLimits {
 /// How a runner runs its steps.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct RunnerOptions {
-    /// Whether all steps run one operation at a time instead of as CUDA graphs.
+    /// Whether to run all steps one operation at a time, without CUDA graphs.
     pub eager: bool,
     /// If set, the results of a sequence are deterministic: they do not depend on other sequences. See [`PromptParts`].
     pub prompt_parts: Option<PromptParts>,
