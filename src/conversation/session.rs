@@ -185,7 +185,7 @@ impl Session {
     /// Sends `text` and the attached files to the model. Passes each piece of the answer to `on_delta` as it arrives.
     ///
     /// On failure, keeps the messages and the attached files.
-    /// If the turn is interrupted, keeps the part of the answer that was generated. If there is none, discards the turn.
+    /// If the turn is interrupted, keeps the generated part of the answer. If there is none, discards the turn.
     pub fn answer(&mut self, text: &str, on_delta: &mut OnDelta) -> Result<Turn> {
         let text = with_attachments(&self.attached, text);
         let turn = self.run_turn(self.messages.clone(), &text, on_delta)?;
