@@ -250,8 +250,8 @@ fn no_weights(repo: &str, files: &[RemoteFile]) -> String {
     let has = |suffix: &str| files.iter().any(|file| file.name.ends_with(suffix));
     if let Some(other) = files.iter().find(|file| file.name.ends_with(".safetensors")) {
         return format!(
-            "'{repo}' has neither {SINGLE_FILE} nor {INDEX}, only other safetensors files such as {}\n  \
-             to download them anyway: --include GLOB",
+            "cannot download '{repo}': it has neither {SINGLE_FILE} nor {INDEX}, only other safetensors files \
+             such as {}\n  to download them anyway: --include GLOB",
             quote(&other.name)
         );
     }
@@ -259,7 +259,7 @@ fn no_weights(repo: &str, files: &[RemoteFile]) -> String {
         [".bin", ".pth", ".pt", ".onnx", ".msgpack", ".h5"].into_iter().filter(|suffix| has(suffix)).collect();
     let formats = if formats.is_empty() { "no weights at all".to_string() } else { formats.join(", ") };
     format!(
-        "inferno needs safetensors or GGUF weights, but '{repo}' has {formats}\n  \
+        "cannot download '{repo}': inferno needs safetensors or GGUF weights, but the repository has {formats}\n  \
          look for a safetensors version of the model: a converted copy, or the original repository"
     )
 }
