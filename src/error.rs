@@ -124,8 +124,7 @@ pub enum Error {
     #[error("cannot constrain the answer: {name}: {reason}")]
     InvalidConstraint { name: String, reason: String },
 
-    /// The request asks for a deterministic answer, but the engine does not support deterministic single requests
-    /// with its chunk size or its attention kernel.
+    /// The request asks for a deterministic answer, but the engine's chunk size or attention kernel does not allow one.
     #[error(
         "cannot answer deterministically: {reason}\n  load the model with --chunk 64 or more, and without --attention flash"
     )]

@@ -6,7 +6,7 @@
 //! This code intentionally differs in one way: it drops all reasoning up to the last final answer.
 //! `docs/format.md` and the model's chat_template.jinja drop the same reasoning.
 //! openai/harmony drops reasoning only up to the first final answer.
-//! It drops no reasoning if the last assistant message is not a final answer.
+//! openai/harmony drops no reasoning if the last assistant message is not a final answer.
 //!
 //! This code does not use gpt-oss's chat_template.jinja, because that template differs from openai/harmony:
 //!

@@ -1,7 +1,8 @@
 //! The Jinja chat template of a model.
 //!
 //! The template environment matches transformers 5 (`utils/chat_template_utils.py`).
-//! It enables `trim_blocks` and `lstrip_blocks`, and defines `tojson`, `raise_exception` and `strftime_now`.
+//! The environment enables `trim_blocks` and `lstrip_blocks`.
+//! The environment defines `tojson`, `raise_exception` and `strftime_now`.
 //! The environment supports `{% generation %}` and provides the tokenizer's special tokens by name.
 //!
 //! Chat templates are untrusted code.

@@ -204,7 +204,7 @@ fn options(args: &Args, snapshot: &Snapshot) -> Result<ServerOptions> {
 }
 
 /// Returns the API keys from --api-key, or else from INFERNO_API_KEY or the configuration file.
-/// Fails if there are keys in spite of --no-auth.
+/// Fails if there are keys and --no-auth is set.
 fn read_api_keys(args: &Args) -> Result<Vec<String>> {
     let keys = api_keys::read(&args.api_key)?;
     if args.no_auth && !keys.is_empty() {
@@ -225,7 +225,7 @@ fn load(args: &mut Args, snapshot: &Snapshot, server: &Server) -> Result<Engine>
     let hashes = args.receipt_key.as_ref().map(|_| std::thread::spawn(move || hub::file_hashes(&path)));
     let engine = args.load.load(snapshot)?;
     if let Some(hashes) = hashes {
-        let hashes = hashes.join().map_err(|_| anyhow!("the thread that hashes the model's files failed"))?;
+        let hashes = hashes.join().map_err(|_| anyhow!("cannot hash the files of the model: a thread panicked"))?;
         server.set_model_files(hashes?);
     }
     server.set_engine(engine.handle());

@@ -6,7 +6,7 @@
 //! - `journal`, `state_folder`: conversations on disk
 //!
 //! This module does not use the terminal.
-//! Interactive chat and one-shot mode both run a [`Session`], which passes each piece of text to them as it arrives.
+//! Interactive chat and one-shot mode both run a [`Session`], and receive each piece of text as it arrives.
 
 mod attachment;
 mod backend;

@@ -91,7 +91,7 @@ impl Session {
         Self { requested, ..self }
     }
 
-    /// Records the conversation from its first answer on, which creates a journal.
+    /// Starts recording with the first answer of the conversation, which creates a journal.
     pub fn record_from_first_answer(&mut self) {
         self.recording = Recording::FromFirstAnswer;
     }
@@ -110,7 +110,7 @@ impl Session {
         &self.models
     }
 
-    /// Returns the flag that stops the current turn. Another thread sets it, for example on Ctrl-C.
+    /// Returns the flag that stops the current turn. Another thread sets the flag, for example on Ctrl-C.
     pub fn cancel_flag(&self) -> Arc<AtomicBool> {
         self.cancel.clone()
     }
@@ -185,7 +185,7 @@ impl Session {
     /// Sends `text` and the attached files to the model. Passes each piece of the answer to `on_delta` as it arrives.
     ///
     /// On failure, keeps the messages and the attached files.
-    /// If the answer is interrupted, keeps the text that was generated before the interruption.
+    /// If the turn is interrupted, keeps the generated part of the answer. If there is none, discards the turn.
     pub fn answer(&mut self, text: &str, on_delta: &mut OnDelta) -> Result<Turn> {
         let text = with_attachments(&self.attached, text);
         let turn = self.run_turn(self.messages.clone(), &text, on_delta)?;
@@ -420,8 +420,8 @@ impl Session {
         }
         match &mut self.recording {
             Recording::Journal(journal) => journal.rename(name),
-            Recording::FromFirstAnswer => bail!("nothing to save yet"),
-            Recording::Off => bail!("this conversation is not saved (INFERNO_NOHISTORY or --raw)"),
+            Recording::FromFirstAnswer => bail!("cannot save this conversation: it has no answer yet"),
+            Recording::Off => bail!("cannot save this conversation: INFERNO_NOHISTORY or --raw disables saving"),
         }
     }
 

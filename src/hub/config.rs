@@ -28,7 +28,7 @@ pub struct HubConfig {
     pub endpoint: String,
     /// The access token. inferno sends the token only over https or to this machine.
     pub token: Option<String>,
-    /// Whether network access is disabled.
+    /// Whether HF_HUB_OFFLINE forbids requests to the hub.
     pub offline: bool,
     pub limits: Limits,
 }
@@ -160,7 +160,8 @@ fn endpoint(vars: &Variables) -> Result<String> {
 }
 
 /// Reads the token from HF_TOKEN, or from the file in which `hf auth login` stores it.
-/// Returns `None` if HF_HUB_DISABLE_IMPLICIT_TOKEN is on. Fails if the token is not printable ASCII without spaces.
+/// Returns `None` if there is no token, or if HF_HUB_DISABLE_IMPLICIT_TOKEN is on.
+/// Fails if the token is not printable ASCII without spaces.
 fn token(vars: &Variables, hf_home: &Path) -> Result<Option<String>> {
     if vars.is_on("HF_HUB_DISABLE_IMPLICIT_TOKEN") {
         return Ok(None);

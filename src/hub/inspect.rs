@@ -28,7 +28,7 @@ use crate::snapshot::gguf;
 use crate::snapshot::safetensors::{INDEX, SINGLE_FILE, ShardIndex};
 use crate::text::quote;
 
-/// A description of a model on the hub: its files, its configuration and the headers of its weights.
+/// A description of a model on the hub: its list of files, its text files and the headers of its safetensors files.
 #[derive(Debug)]
 pub struct HubModel {
     /// The model name: `org/name`, or `org/name:Q4_K_M`.
@@ -178,11 +178,11 @@ impl Inspection<'_> {
         let index = ShardIndex::parse(&self.beginning(INDEX, files::MAX_SHARD_INDEX_BYTES)?)?;
         let shards = index.shards();
         if shards.len() > MAX_SHARDS {
-            bail!("{INDEX} lists {} shards, but the limit is {MAX_SHARDS}", shards.len());
+            bail!("cannot read {INDEX}: it lists {} shards, but the limit is {MAX_SHARDS}", shards.len());
         }
         let shard = |name: &str| match self.listing.file(name) {
             Some(file) => Ok(file),
-            None => bail!("the repository lacks {}, which {INDEX} lists", quote(name)),
+            None => bail!("cannot describe the model: the repository lacks {}, which {INDEX} lists", quote(name)),
         };
         shards.into_iter().map(shard).collect()
     }
@@ -200,7 +200,9 @@ impl Inspection<'_> {
         let shown = quote(name);
         let (mut body, is_partial) = request(remote, &self.listing.commit, name, 0..FIRST_REQUEST_BYTES)?;
         let truncated = |bytes| {
-            format!("{shown} is not a complete safetensors file: it ends inside its header, after {bytes} bytes")
+            format!(
+                "cannot read {shown}: the safetensors file is incomplete and ends in its header, after {bytes} bytes"
+            )
         };
         let start = remote.read_body(&mut body, 8)?;
         let Ok(length) = <[u8; 8]>::try_from(start.as_slice()) else { bail!("{}", truncated(start.len())) };
@@ -214,7 +216,7 @@ impl Inspection<'_> {
         let data_bytes = match file.bytes.map(|bytes| bytes.checked_sub(8 + length)) {
             Some(None) => {
                 bail!(
-                    "{shown} claims a header of {length} bytes, but the file has only {} bytes",
+                    "cannot read {shown}: it claims a header of {length} bytes, but the file has only {} bytes",
                     file.bytes.unwrap_or(0)
                 )
             }

@@ -98,7 +98,7 @@ pub(super) fn is_etag(etag: &str) -> bool {
 
 /// The characters to percent-encode in one segment of a URL path.
 const SEGMENT: &AsciiSet = &NON_ALPHANUMERIC.remove(b'-').remove(b'.').remove(b'_').remove(b'~');
-/// The characters to percent-encode in a URL path: those of [`SEGMENT`] except the slash.
+/// The characters to percent-encode in a URL path: the characters in [`SEGMENT`], except the slash.
 const PATH: &AsciiSet = &SEGMENT.remove(b'/');
 
 /// Percent-encodes a file name for a URL, except its slashes.

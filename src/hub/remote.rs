@@ -42,7 +42,7 @@ pub(super) struct Remote<'a> {
     config: &'a HubConfig,
     repo: &'a str,
     revision: &'a str,
-    /// The progress display that receives an event before each retry.
+    /// Receives an event before each retry.
     progress: &'a dyn Progress,
 }
 
@@ -58,7 +58,7 @@ enum Purpose {
 /// The response to a GET request.
 pub(super) struct HubResponse {
     pub response: Response<Body>,
-    /// Whether any redirect led to a host other than the endpoint.
+    /// Whether a redirect led to a URL with a scheme, host or port other than the endpoint's.
     pub is_from_other_host: bool,
 }
 
@@ -70,7 +70,7 @@ pub(super) fn agent(limits: &Limits) -> Agent {
         .accept_encoding("identity")
         // Return unsuccessful responses as `Ok`, because callers read their headers and bodies.
         .http_status_as_error(false)
-        // Disable redirects in ureq. `follow` handles redirects and never sends the token to other hosts.
+        // Disable redirects in ureq. `follow` and `head` handle redirects, and never send the token to other hosts.
         .max_redirects(0)
         .max_redirects_will_error(false)
         .max_idle_connections_per_host(limits.connections)
@@ -260,7 +260,8 @@ impl<'a> Remote<'a> {
 
     /// Sends a GET request and follows redirects.
     ///
-    /// Sends the token only to URLs with the endpoint's scheme, host and port, and never after a redirect elsewhere.
+    /// Sends the token only to URLs with the endpoint's scheme, host and port.
+    /// After a redirect to any other URL, sends no token, even if the other host redirects back to the endpoint.
     /// [`HubConfig::sent_token`] decides whether the endpoint may receive the token.
     fn follow(&self, url: &str, range: Option<&str>, purpose: Purpose) -> Result<HubResponse> {
         let mut url = url.to_string();

@@ -2,7 +2,7 @@
 //!
 //! - `editor`, `keys`, `multiline`, `type_ahead`: what the user types, also while an answer streams
 //! - `commands`: commands such as `/set`
-//! - `display`: shows an answer and its summary
+//! - `display`: shows an answer and its statistics
 
 mod commands;
 mod display;

@@ -345,7 +345,7 @@ impl Bench {
         let mut gaps: Vec<Vec<Duration>> = Vec::new();
         let seconds = self.repeat(|engine, index| {
             let prompt = engine.random_tokens(SEED, depth.max(1));
-            // Generate two more tokens than are timed, because two times would not be typical of decoding:
+            // Do not time the first and the last token, because their times are not typical of decoding:
             // the prefill produces the first token, and no later step is queued behind the step of the last token.
             let stream = engine.complete_ids(&prompt, chat_options(tokens + 2, SEED + 1 + index))?;
             let mut events = stream.into_iter();

@@ -133,7 +133,7 @@ pub fn measure(engine: &EngineHandle, load: &Workload) -> Result<Serving> {
         let next = jobs.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).next();
         let Some(((prompt, (_, output)), arrival)) = next else { return Ok(None) };
         thread::sleep(arrival.saturating_sub(started.elapsed()));
-        // With an arrival rate, measure time to first token from the arrival, to include the wait for a free client.
+        // With an arrival rate, measure time to first token from the arrival, to include the wait for a free thread.
         let submitted = if load.rate.is_some() { started + arrival } else { Instant::now() };
         let options = GenerateOptions {
             max_tokens: Some(output),

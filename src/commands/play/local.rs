@@ -19,7 +19,7 @@ use crate::sandbox;
 use crate::terminal;
 use crate::text;
 
-/// Finds or downloads the model named on the command line.
+/// Finds or downloads the model that `args` names.
 ///
 /// If no model is named, fails for a one-shot answer, and otherwise asks the user to choose a model.
 /// Returns `None` if the user quits.
@@ -52,7 +52,7 @@ struct HubModels {
 
 impl HubModels {
     /// Finds a model by its name or by a unique part of its name.
-    /// For a model of the hub whose name has no `@revision`, uses the revision in the configuration file, if any.
+    /// For a model in a cache whose name has no `@revision`, uses the revision in the configuration file, if any.
     fn find_snapshot(&self, name: &str) -> Result<Snapshot> {
         let snapshot = self.hub.find(name, None)?;
         // Parse the new model's settings now, to report invalid settings while the old model is still loaded.

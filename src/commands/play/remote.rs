@@ -16,9 +16,10 @@ use crate::text::printable;
 
 /// Finds the requested model on the server at `url`.
 ///
-/// If no model was requested, or if the server does not have the requested model and --resume is given, uses the only
-/// model of the server. If the server has several models, fails for a one-shot answer, and otherwise asks the user to
-/// choose a model. Returns `None` if the user quits.
+/// If no model was requested, or if the server does not have the model of the resumed conversation, uses the only model
+/// of the server. If the server has several models, fails for a one-shot answer, and otherwise asks the user to choose
+/// a model. Returns `None` if the user quits.
+/// Fails if the server does not have a model that the user named on the command line.
 pub fn select(url: &str, args: &Args, is_one_shot: bool) -> Result<Option<Selected>> {
     let url = ServerUrl::parse(url).map_err(Error::usage)?;
     let key = api_keys::read(args.api_key.as_slice())?.into_iter().next();

@@ -44,7 +44,7 @@ fn answer(session: &mut Session, prompt: &str, on_delta: &mut OnDelta) -> Result
     })
 }
 
-/// Returns a warning that the context is full, or, in a conversation that can continue, at least 80% full.
+/// Returns a warning if the context is full or, in a saved conversation, if at least 80% of the context is used.
 fn context_warning(session: &Session, turn: &Turn) -> Option<String> {
     let hint = match (session.saved_name(), session.settings.overflow) {
         (Some(_), Overflow::DropOldest) => "the oldest messages will be dropped",

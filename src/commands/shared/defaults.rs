@@ -71,7 +71,7 @@ const NOT_IN_ENVIRONMENT: [&str; 1] = ["port"];
 /// They are also settings of `serve`, so that `health` checks the address at which `serve` listens.
 const HEALTH_FLAGS: [&str; 3] = ["host", "port", "tls-cert"];
 
-/// The flags of `bench`, `perplexity` and `replay` that this module also reads from other sources.
+/// The flags of `bench`, `perplexity` and `replay` that are also read from sources other than the command line.
 const DEVICE_FLAGS: [&str; 2] = ["device", "split"];
 
 /// The parsed command line, with values from the environment, the resumed conversation and the configuration file.

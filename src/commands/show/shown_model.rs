@@ -97,7 +97,7 @@ impl ShownModel {
     /// Reads the metadata of a model on this machine. Never fails: errors in the model's files go into the metadata.
     pub fn local(snapshot: &Snapshot) -> Self {
         let gguf = gguf_files::find(&snapshot.path).ok().flatten();
-        // A GGUF file contains a complete model. Other files in its directory matter only for the license.
+        // A GGUF model needs no other files. The other files in its directory matter only for the license.
         let dir = match &gguf {
             Some(file) => file.parent().unwrap_or(&snapshot.path),
             None => &snapshot.path,
@@ -182,7 +182,8 @@ impl ShownModel {
     }
 }
 
-/// Returns the tensor table of the family in a config.json. If the file is an error, its architecture is unsupported.
+/// Returns the tensor table of the model family in `config`.
+/// If `config` is an error, returns the table for unsupported architectures.
 fn tensor_table(config: &Result<Value>) -> TensorTable {
     models::tensor_table(config.as_ref().unwrap_or(&Value::Null))
 }

@@ -100,8 +100,8 @@ const COMMANDS: &[SlashCommand] = &[
         name: "model",
         arguments: "[NAME]",
         summary: "switch to another model, or list all",
-        details: "The conversation and the settings that you chose stay. If the new model cannot be loaded, the old \
-                  one is loaded again.",
+        details: "Keeps the conversation and the settings that you chose. If the new model cannot be loaded, the old \
+                  model is loaded again.",
     },
 ];
 

@@ -16,10 +16,10 @@ use crate::runner::sampling::{
 use crate::runner::step::{RunnerFacts, StepFacts, StepKind, StepSequence, TokensToScore, route, samplers};
 
 /// The maximum number of prompt tokens whose logits are in memory at the same time.
-/// With several sequences, the memory plan has room for the logits of more tokens: at least `MAX_SEQUENCES`.
+/// The memory plan for several sequences has room for the logits of more tokens: at least `MAX_SEQUENCES`.
 const SCORED_ROWS: usize = 64;
 
-/// The kind of pass that computes a sequence. The passes of a step run in the order of the variants.
+/// The kind of pass that runs the tokens of a sequence. The passes of a step run in the order of the variants.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum PassKind {
     /// One pass for all sequences whose results may depend on other sequences.
@@ -94,7 +94,7 @@ impl Runner {
         Ok(chosen)
     }
 
-    /// Runs one pass, as a CUDA graph if the route of the pass has one.
+    /// Runs one pass, as a CUDA graph if [`route`] selects one.
     /// Otherwise, runs the pass operation by operation, with additions in `sum_order`.
     fn run_pass(
         &mut self,

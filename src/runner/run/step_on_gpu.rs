@@ -57,7 +57,7 @@ impl Runner {
             bail!("internal error: the decode graph cannot run this step");
         };
         self.solo.cached.clear();
-        // The input is a generated token or a prompt with a single token. The graph processes both in the same way.
+        // The input is a generated token or a prompt chunk of one token. The graph processes both in the same way.
         if !graph.continues(sequence.id, sequence.position) {
             let (sampling, tables) = (sampler.on_device(), sequence.tables.clone());
             let (sequence, position) = (sequence.id, sequence.position);

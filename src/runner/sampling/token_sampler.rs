@@ -4,7 +4,8 @@ use anyhow::Result;
 
 use crate::kernels::sampling::{DeviceSampling, RowEdits, TokenMask};
 
-/// The error for a sequence if all of its logits in a step are NaN or -inf. It ends only this sequence.
+/// The error for a sequence if all of its logits in a step are NaN or -inf.
+/// The error ends only this sequence.
 #[derive(Debug, thiserror::Error)]
 #[error(
     "cannot choose a token: every logit is NaN or -inf; the weights are corrupt, or values overflow in this --dtype"

@@ -206,7 +206,7 @@ mod tests {
         }
     }
 
-    /// Every combination of facts about a runner and a step.
+    /// Every combination of the booleans of a runner and a step, each with several numbers of sequences.
     fn all_facts() -> impl Iterator<Item = (RunnerFacts, StepFacts)> {
         const COUNTS: [usize; 4] = [1, 2, MAX_SEQUENCES, MAX_SEQUENCES + 1];
         (0..1 << 11).flat_map(|bits: u32| {

@@ -132,7 +132,7 @@ fn slow_answers_are_given_up() {
     fake.change(|state| state.listing_pace = Some((5_000, Duration::from_millis(20))));
     let machine = Machine::new(fake.endpoint());
     let (message, _) = message_and_code(slow(&machine).download(REPO, None, &include_only("*.onnx"), &()));
-    assert!(message.contains("nothing in 'org/tiny-model' matches"), "{message}");
+    assert!(message.contains("'org/tiny-model': no file matches --include"), "{message}");
 }
 
 #[test]
