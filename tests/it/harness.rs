@@ -132,7 +132,7 @@ pub fn fail_without_cuda() {
     panic!("this build does not include CUDA; run: {}", Need::Gpu.command());
 }
 
-/// Returns stand-ins for the tests in the modules that only builds with CUDA compile.
+/// Returns stand-ins for the tests in modules that are not compiled without CUDA.
 /// Each stand-in is reported as ignored, or fails if it runs.
 #[cfg(not(feature = "cuda"))]
 fn tests_of_cuda_builds() -> Vec<Test> {

@@ -177,7 +177,7 @@ pub fn pattern(length: usize, seed: usize) -> Vec<u8> {
     (0..length).map(|i| ((i * 31 + seed * 7 + i / 251) % 256) as u8).collect()
 }
 
-/// Returns the etag that the hub reports for a file: SHA-256 for large files, git's blob hash for small ones.
+/// Returns the etag of a file on huggingface.co: SHA-256 for large files, git's blob hash for small files.
 pub fn etag(name: &str, bytes: &[u8]) -> String {
     let hash = if is_large(name) {
         digest(&SHA256, bytes)

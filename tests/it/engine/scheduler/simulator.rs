@@ -62,7 +62,8 @@ pub struct Simulator<'a> {
     displaced: BTreeSet<SequenceId>,
     /// Submitted forks that are waiting for the prompt of another sequence.
     pending: BTreeSet<SequenceId>,
-    /// The deadlines of sequences that have not started, except pending forks.
+    /// The deadlines of sequences that have not started. Pending forks, and forks whose prompt another sequence has
+    /// started to compute, have no deadline.
     deadlines: BTreeSet<(Duration, SequenceId)>,
     /// The last digest written to each position of each block. `Simulator::digest` computes the digests.
     contents: Vec<u64>,
@@ -633,7 +634,8 @@ fn token_after(last: u64) -> u32 {
     (last >> 20) as u32 % 1000
 }
 
-/// Returns whether a cancellation at `time` happens while a step is running: if the number of microseconds is even.
+/// Returns whether a cancellation at `time`, while a step is running, takes effect during this step: if the number of
+/// microseconds is even. Otherwise, it takes effect before the next step.
 fn is_during_step(time: Duration) -> bool {
     (time.as_nanos() / 1000).is_multiple_of(2)
 }
