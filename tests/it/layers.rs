@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use proc_macro2::{Delimiter, TokenStream, TokenTree};
 
-/// The modules of the crate, lowest layer first.
+/// The top-level modules of the crate, lowest layer first.
 const LAYERS: &[&[&str]] = &[
     &["text"],
     &["error", "files"],

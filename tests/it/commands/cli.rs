@@ -347,10 +347,10 @@ fn broken_tokenizer_error_names_the_file() {
         fs::write(path.join("tokenizer.json"), broken).unwrap();
         assert_fails(&ask(&path, &[]), 1, &["tokenizer.json"]);
     }
-    // A tokenizer.json that makes the `tokenizers` crate panic (huggingface/tokenizers #2094).
+    // This tokenizer.json makes the `tokenizers` crate panic (huggingface/tokenizers #2094).
     // inferno hides the panic message.
     let merge = r#"{"version":"1.0","model":{"type":"BPE","vocab":{"a":0,"b":1},"merges":[["a","b"]]}}"#;
-    // A tokenizer.json that makes the `tokenizers` crate panic on a rayon thread.
+    // This tokenizer.json makes the `tokenizers` crate panic on a rayon thread.
     let charsmap = r#"{"version":"1.0","normalizer":{"type":"Precompiled","precompiled_charsmap":"%"},"model":{}}"#;
     for panics in [merge, charsmap] {
         let (_folder, path) = copy_of_demo();

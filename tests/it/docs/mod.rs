@@ -1,5 +1,5 @@
 //! Checks the documentation:
-//! - `names`: tests, files, members of types, modules and link targets that pages and comments name exist.
+//! - `names`: pages and comments name only tests, files, members of types, modules and link targets that exist.
 //!   `members` finds the members.
 //! - `reference`: `docs/` lists all flags, environment variables, exit codes and configuration keys.
 //! - `server_pages`: flags and metrics on the pages about the server exist.

@@ -1,4 +1,4 @@
-//! Tests that the files, members of types, modules, tests and link targets that pages and comments name exist.
+//! Tests that pages and comments name only files, members of types, modules, tests and link targets that exist.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -135,7 +135,7 @@ fn members_that_pages_and_comments_name_exist() {
     assert!(count > 150, "found only {count} names of members");
 }
 
-/// A list in the module comment of a folder lists modules if it names at least one module of the folder.
+/// A list in the module comment of a folder counts as a list of modules if it names at least one module of the folder.
 #[test]
 fn modules_that_module_comments_list_exist() {
     let mut files = Vec::new();

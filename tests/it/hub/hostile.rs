@@ -62,7 +62,8 @@ fn truncated_body_is_resumed() {
         survives(in_one, &[Fault::Cut(cut)]);
         survives(in_parts, &[Fault::Cut(cut % 10_000), Fault::None, Fault::Cut(1), Fault::Cut(cut % 7_000)]);
     }
-    // The count of failures restarts after every 4 KiB of progress, so a download survives many broken connections.
+    // In a file of 50,000 bytes, the count of failures restarts after every 4 KiB of progress.
+    // A download therefore survives many broken connections.
     survives(in_one, &[Fault::Cut(2_000); 20]);
     let (message, code) = fails(in_one, Fault::Cut(0));
     assert_eq!(code, 5, "{message}");

@@ -301,7 +301,7 @@ fn read_only_cache_is_usable() {
     }
     let output = command(&home, &fake, &["verify"]).output().unwrap();
     assert!(output.status.success(), "{}", text(&output.stdout));
-    // For a model in the shared cache, `download` writes nothing to inferno's own cache.
+    // For a model in the shared Hugging Face cache, `download` writes nothing to inferno's own cache.
     let own = home.path().join("own");
     fs::create_dir(&own).unwrap();
     let mut inferno = command(&home, &fake, &["download", REPO]);

@@ -272,7 +272,7 @@ fn attention_with_tiles_that_fill_the_gpu_matches_its_reference() {
     let gpu = gpu();
     let Device::Cuda(cuda) = &gpu else { panic!("not a GPU") };
     let heads = multiprocessors(cuda).unwrap();
-    // The choice of the kernel depends on the shared memory of the GPU. The expected names are those of an H100.
+    // The choice of the kernel depends on the shared memory of the GPU. The expected names are for an H100.
     let is_like_h100 = max_shared_bytes(cuda).unwrap() >= 232_448;
     // With 130 rows per KV head, there are two tiles of 128 rows per multiprocessor.
     let many = Case { spans: &[(130, 3)], heads, kv_heads: heads, head_dim: 128, window: Some(90), has_sinks: true };

@@ -61,7 +61,7 @@ fn products_of_several_tokens_match_their_reference() {
             for tokens in [1, 2, 8, 9, 15, 16, 17, 31, 32, 33] {
                 let (x, want) = (x.narrow(0, 0, tokens).unwrap(), want.narrow(0, 0, tokens).unwrap());
                 let what = format!("{rows}x{columns}, {dtype:?}, {tokens} tokens");
-                // Only Hopper GPUs have the kernels.
+                // Only Hopper GPUs can run these kernels.
                 let is_hopper = cuda.cuda_stream().context().compute_capability().unwrap() == (9, 0);
                 let supported = is_supported(cuda, &x, &weight).unwrap();
                 assert_eq!(supported, is_hopper && tokens < 33 && columns != 100, "{what}");

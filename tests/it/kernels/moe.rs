@@ -65,9 +65,10 @@ fn expert_mlp_matches_separate_products() {
         Case { tokens: 33, experts: 130, chosen: 4, hidden: 576, intermediate: 384 },
         Case { tokens: 50, experts: 10, chosen: 4, hidden: 192, intermediate: 384 },
         Case { tokens: 160, experts: 40, chosen: 4, hidden: 384, intermediate: 192 },
-        // Stages of three column tiles, and a last stage with fewer: 4 and 5 column tiles.
+        // On Hopper GPUs, for at most 24 pairs per expert on average, a pipeline stage holds three column tiles.
+        // Here the matrices have 4 and 5 column tiles, so the last stage holds fewer.
         Case { tokens: 50, experts: 10, chosen: 4, hidden: 256, intermediate: 320 },
-        // Between 24 and 80 pairs per expert.
+        // For 25 to 80 pairs per expert on average, Hopper GPUs use tiles of another size. This case has 50.
         Case { tokens: 100, experts: 8, chosen: 4, hidden: 160, intermediate: 288 },
     ];
     for (device, dtype) in gpu_with_dtypes().into_iter().filter(|(_, dtype)| *dtype != DType::F32) {

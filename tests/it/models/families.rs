@@ -59,7 +59,7 @@ fn sliding_windows_follow_the_config() {
     let full: Vec<usize> = (0..12).filter(|&layer| windows(&six)[layer].is_none()).collect();
     assert_eq!(full, [5, 11]);
     assert_eq!(windows(&config("phi3")), [Some(13); 3]);
-    // In Gemma 3, sliding-window layers have their own RoPE frequencies.
+    // In Gemma 3, sliding-window layers have their own RoPE frequencies, and the decoder selects these by the window.
     // A layer therefore keeps its window even if the window is longer than the context.
     let wide = config_with("gemma3", json!({"sliding_window": 4096}));
     assert_eq!(windows(&wide), [Some(4096), Some(4096), None, Some(4096)]);
@@ -366,7 +366,7 @@ fn gemma3_loads_from_multimodal_checkpoints_and_with_rope_parameters() {
     assert_same_model("gemma3", &new, |tensors| tensors);
 }
 
-/// The rows of tensor tables that match no tensor of a test checkpoint, because inferno loads none of these tensors.
+/// Rows of tensor tables for tensors that inferno does not load. No golden checkpoint contains such a tensor.
 /// `attention_masks_and_vision_modules_are_not_loaded` adds such tensors to test checkpoints.
 const UNTESTED: [&str; 5] = ["attn.bias", "attn.masked_bias", "rotary_emb", "vision_tower", "multi_modal_projector"];
 
@@ -382,7 +382,7 @@ fn tensor_tables_describe_the_test_checkpoints() {
         for (name, _) in checkpoint.tensors() {
             let row = config.family.tensors.row(name);
             let row = row.unwrap_or_else(|| panic!("{}: no row matches tensor {name}", path.display()));
-            assert!(matches!(row, TensorRow::Tensor(_, role) if role.form != Form::Unloaded), "{name} is loaded");
+            assert!(matches!(row, TensorRow::Tensor(_, role) if role.form != Form::Unloaded), "{name} is not loaded");
             used.push(row);
         }
     }

@@ -34,7 +34,8 @@ use crate::support::gguf::models::{quantized_llama, saved};
 use crate::support::program::{run, text};
 use crate::support::{GoldenKind, demo_dir, golden, golden_models, logits_of, relative_error, values};
 
-/// World sizes that divide heads, blocks and vocabularies evenly, unevenly, or so that some ranks hold nothing.
+/// World sizes that divide heads, quantization blocks and vocabularies evenly or unevenly, or so that some ranks hold
+/// nothing.
 const SIZES: [usize; 5] = [1, 2, 3, 4, 8];
 
 /// The context length for safetensors models, as in `golden.rs`. LongRoPE chooses its factors by the context length.

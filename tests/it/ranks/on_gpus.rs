@@ -1,6 +1,7 @@
 //! Tests of several ranks that run one model together on GPUs. With fewer GPUs than ranks, several ranks share a GPU.
 //!
-//! While one GPU waits for another GPU, no test may load kernels or allocate memory. These tests therefore run alone.
+//! While one GPU waits for another GPU, no test may load kernels or allocate memory: both can wait for running kernels.
+//! These tests therefore run alone.
 
 use std::path::Path;
 use std::time::Duration;
@@ -288,7 +289,7 @@ fn gpus_exchange_every_kind_of_number() {
     });
     let sums = on_gpus(2, ExchangePath::Direct, |world, device, exchange| {
         let x = Tensor::new(&values, device).unwrap();
-        // Rounding to bf16 must not produce the bit pattern of an empty word.
+        // Rounding to bf16 must not produce the bit pattern of a word that has not arrived.
         let many = Tensor::new(&values, device).unwrap().repeat(1 << 15).unwrap();
         let rounded = on_host(&exchange.sum_rounded(&many).unwrap());
         for sum in rounded.chunks(8) {
@@ -452,7 +453,7 @@ fn ranks_on_gpus_agree_with_transformers_on_gguf_files((family, dtype): (&'stati
 #[test(each_alone = splits)]
 fn engines_of_several_gpus_answer_many_requests(split: Split) {
     // In f32, one rank and two ranks compute logits that differ by about 1e-4 of the largest logit, or less
-    // (see `logits_tolerance`). This error can change the order only of logits with a smaller gap than this tolerance.
+    // (see `logits_tolerance`). This error can change the order only of logits whose gap is smaller than `TOLERANCE`.
     const TOLERANCE: f32 = 1e-3;
     let engine =
         |devices: Devices, split| queued_steps::demo().devices(devices).split(split).dtype(DType::F32).load().unwrap();

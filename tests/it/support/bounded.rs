@@ -56,13 +56,13 @@ pub fn bounded(command: Command) -> Bounded {
 
 /// Runs a command with `input` on its standard input. Makes the same assertions as [`bounded`].
 #[track_caller]
-#[expect(clippy::zombie_processes, reason = "`wait` calls wait4, which also returns the CPU time")]
+#[expect(clippy::zombie_processes, reason = "`wait` reaps the child with wait4")]
 pub fn bounded_with_input(mut command: Command, input: &[u8]) -> Bounded {
     let name = format!("{command:?}");
     command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
     // Disable backtraces, so that the shortened output still contains the panic message.
     command.env("RUST_BACKTRACE", "0");
-    // SAFETY: setrlimit is async-signal-safe, and the closure does not allocate.
+    // SAFETY: setrlimit is a plain system call, and the closure does not allocate.
     unsafe {
         command.pre_exec(|| {
             for (resource, limit) in [(libc::RLIMIT_DATA, MAX_DATA), (libc::RLIMIT_CORE, 0)] {
@@ -122,7 +122,8 @@ fn read(stream: &mut impl Read) -> String {
     String::from_utf8_lossy(&bytes).into_owned()
 }
 
-/// Returns the exit status and the CPU time if the process has ended, and reaps the process. Otherwise, returns `None`.
+/// Returns the exit status and the CPU time in seconds if the process has ended, and reaps the process.
+/// Otherwise, returns `None`.
 fn wait(pid: libc::pid_t) -> Option<(ExitStatus, f64)> {
     let mut status = 0;
     // SAFETY: an all-zero rusage is valid.

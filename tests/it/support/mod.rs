@@ -50,7 +50,7 @@ pub struct GoldenModel {
     /// Rounding can change the choice in a near tie.
     pub has_router: bool,
     /// Whether the decode graph may choose other experts than the eager decoder in a near tie,
-    /// because both round the router's input differently.
+    /// because the graph and the eager decoder round the router's input differently.
     #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "only `decode_graph.rs` reads it"))]
     pub can_graph_choose_other_experts: bool,
 }
@@ -156,7 +156,8 @@ pub fn gpu_with_dtypes() -> Vec<(Device, DType)> {
     [DType::F32, DType::BF16, DType::F16].map(|dtype| (gpu.clone(), dtype)).into()
 }
 
-/// Returns the relative error that logits may have against transformers on a GPU, or on a CPU in f32.
+/// Returns the maximum error of logits compared with transformers, relative to the largest |logit|.
+/// Holds for GPUs in `dtype`, and for CPUs in f32.
 pub fn logits_tolerance(dtype: DType) -> f32 {
     match dtype {
         DType::F32 => 1e-4,
@@ -180,7 +181,8 @@ impl TestDevice {
         Self { is_gpu: true, dtype: DType::F16 },
     ];
 
-    /// Opens the device. Call this only in a test, because tests on a GPU are listed even if the machine has no GPU.
+    /// Opens the device, and returns it with its dtype.
+    /// Call this only in the body of a test: a list of cases contains cases for GPUs even if the machine has no GPU.
     pub fn open(self) -> (Device, DType) {
         (if self.is_gpu { gpu() } else { Device::Cpu }, self.dtype)
     }

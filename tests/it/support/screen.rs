@@ -31,7 +31,7 @@ pub struct Screen {
     terminal: vt100::Parser,
     /// All output that was read from the pseudo terminal.
     pub written: Vec<u8>,
-    /// The index in `written` at which the next `wait` starts to search.
+    /// The index in `written` at which the next call of `wait` starts to search.
     seen: usize,
 }
 
@@ -91,7 +91,7 @@ impl Screen {
         true
     }
 
-    /// Waits until `text` appears in the output. Returns the output before it.
+    /// Waits until `text` appears in the output that no earlier `wait` has returned. Returns this output up to `text`.
     pub fn wait(&mut self, text: &str) -> String {
         let start = Instant::now();
         loop {

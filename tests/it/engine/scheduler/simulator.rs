@@ -39,14 +39,14 @@ pub struct Tracked {
 }
 
 /// The sort key of a waiting sequence. The sequence with the smallest key starts first.
-/// The parts of the key: whether the sequence was preempted fewer than twice, its arrival plus 2 s per priority level
-/// in nanoseconds, its arrival, and its id.
+/// The parts of the key: whether the sequence was preempted fewer than twice; its arrival plus 2 s per priority level,
+/// in nanoseconds; its arrival; its id.
 type SortKey = (bool, i128, Duration, SequenceId);
 
 pub struct Simulator<'a> {
     scenario: &'a Scenario,
     scheduler: Scheduler,
-    /// The queued step. Its tokens are not known yet.
+    /// The step whose sampled tokens are not known yet, if steps are planned ahead.
     queued: Option<StepPlan>,
     now: Duration,
     pub tracked: Vec<Tracked>,
@@ -57,11 +57,13 @@ pub struct Simulator<'a> {
     /// The sequences that the current plan preempted, if the plan also started forks.
     /// Forks start without a reserve of free blocks.
     /// A plan that has admitted a new sequence can therefore still preempt a running sequence for a fork.
-    /// The preempted sequence then waits, and may rank above the admitted one. The check of the start order ignores it.
+    /// The preempted sequence then waits, and may rank above the admitted sequence.
+    /// The check of the start order ignores the preempted sequence.
     displaced: BTreeSet<SequenceId>,
     /// Submitted forks that are waiting for the prompt of another sequence.
     pending: BTreeSet<SequenceId>,
-    /// The deadlines of sequences that have not started, except pending forks.
+    /// The deadlines of sequences that have not started. Pending forks, and forks whose prompt another sequence has
+    /// started to compute, have no deadline.
     deadlines: BTreeSet<(Duration, SequenceId)>,
     /// The last digest written to each position of each block. `Simulator::digest` computes the digests.
     contents: Vec<u64>,
@@ -183,7 +185,8 @@ impl<'a> Simulator<'a> {
             self.scheduler.submit(NewSequence { arrival, ..new });
         }
         let rank = self.rank(id);
-        // While a sequence is waiting, every step computes at least one token of an earlier or more senior sequence.
+        // While a sequence is waiting, every step computes at least one token of another sequence that was submitted
+        // earlier or ranks higher.
         // A sequence is preempted at most twice, so each token is computed at most three times.
         let steps = |id: SequenceId| {
             let Request { prompt, answer, .. } = &self.scenario.requests[id as usize];
@@ -631,7 +634,8 @@ fn token_after(last: u64) -> u32 {
     (last >> 20) as u32 % 1000
 }
 
-/// Returns whether a cancellation at `time` happens while a step is running. This is so for about half of all times.
+/// Returns whether a cancellation at `time`, while a step is running, takes effect during this step: if the number of
+/// microseconds is even. Otherwise, it takes effect before the next step.
 fn is_during_step(time: Duration) -> bool {
     (time.as_nanos() / 1000).is_multiple_of(2)
 }

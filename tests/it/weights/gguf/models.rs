@@ -51,7 +51,7 @@ fn logits_agree_with_transformers() {
     }
 }
 
-/// llama.cpp ignores the factor if the scaling type is `none`.
+/// llama.cpp ignores the factor of RoPE scaling if the scaling type is `none`.
 #[test]
 fn rope_scaling_of_type_none_has_no_effect() {
     let unscaled = convert(&golden("llama2"));

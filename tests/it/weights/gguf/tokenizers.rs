@@ -113,7 +113,7 @@ fn sentencepiece_reference(model: &Converted, scores: &[f32], text: &str) -> Vec
     ids
 }
 
-/// Compares ids with [`sentencepiece_reference`].
+/// Compares the tokenizer's ids with the ids that [`sentencepiece_reference`] computes.
 /// Runs of spaces test ties, because in Llama 2, all pieces of spaces have the same score.
 #[test(fixtures)]
 fn merges_agree_with_sentencepiece() {
