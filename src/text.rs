@@ -46,7 +46,7 @@ pub fn printable(text: &str) -> String {
 /// Quotes an untrusted string, such as one from a file or a hub, for use in a message.
 ///
 /// The result is a single line, with at most 80 characters of the string.
-/// Quotes, backslashes, control characters and invisible characters are escaped.
+/// Single quotes, backslashes, control characters and invisible characters are escaped.
 pub fn quote(untrusted: &str) -> String {
     format!("'{}'", excerpt(untrusted).replace('\'', "\\'"))
 }
