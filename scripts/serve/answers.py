@@ -13,7 +13,8 @@ PATH = "/v1/completions"
 # A group fits in the KV cache, so its prompts are still cached when the group is sent again.
 AT_ONCE = 64
 
-# In deterministic mode, a prompt reuses only whole chunks from the KV cache. Each prompt has one whole chunk.
+# In deterministic mode, a prompt reuses only whole parts of `--chunk` tokens from the KV cache (of 512 tokens if
+# `--chunk` is larger). Each prompt has one whole part.
 CHUNK = 64
 PROMPT_TOKENS = (66, 96)
 MAX_TOKENS = 8

@@ -27,7 +27,10 @@ async def first_token_times(port, prompts, seconds):
 
 
 async def drip(port, lifetimes):
-    """Sends one byte of a header per second until the server closes the connection. Appends the time to `lifetimes`."""
+    """Sends one byte of a header per second until the server closes the connection.
+
+    Appends the time for which the connection was open to `lifetimes`, in seconds.
+    """
     reader, writer = await connect(port)
     started = time.perf_counter()
     writer.write(b"GET /v1/models HTTP/1.1\r\nX-Slow: ")
