@@ -27,7 +27,10 @@ async def first_token_times(port, prompts, seconds):
 
 
 async def drip(port, lifetimes):
-    """Sends one byte of a header per second until the server closes the connection."""
+    """Sends one byte of a header per second until the server closes the connection.
+
+    Appends the time for which the connection was open to `lifetimes`, in seconds.
+    """
     reader, writer = await connect(port)
     started = time.perf_counter()
     writer.write(b"GET /v1/models HTTP/1.1\r\nX-Slow: ")
@@ -197,7 +200,7 @@ def slow_readers(options, report):
 
 
 async def header_time(port):
-    """Returns the time until the server closes a connection whose headers stay incomplete."""
+    """Returns the time in seconds until the server closes a connection whose headers stay incomplete."""
     reader, writer = await connect(port)
     started = time.perf_counter()
     writer.write(b"GET /live HTTP/1.1\r\nHost: x\r\n")
@@ -207,7 +210,7 @@ async def header_time(port):
 
 
 async def keep_alive_time(port):
-    """Returns the time until the server closes a connection that is idle after a response."""
+    """Returns the time in seconds until the server closes a connection that is idle after a response."""
     reader, writer = await connect(port)
     writer.write(request("GET", "/live"))
     _, headers = await read_head(reader)
@@ -220,7 +223,7 @@ async def keep_alive_time(port):
 
 
 async def body_time(port):
-    """Returns the time until the server returns status 408 for an incomplete body."""
+    """Returns the time in seconds until the server returns status 408 for an incomplete body."""
     reader, writer = await connect(port)
     started = time.perf_counter()
     writer.write(request("POST", "/v1/completions", b" " * 100)[:-50])
@@ -231,7 +234,7 @@ async def body_time(port):
 
 
 async def queue_time(port, prompts, limit_s, context):
-    """Returns the time until the server answers a request that cannot start, normally with status 429."""
+    """Returns the time in seconds until the server answers a request that cannot start, normally with status 429."""
     # With a priority of -100,000, the blocking requests start before all other requests.
     blockers = [prompts.completion(8, context - 16, priority=-100_000) for _ in range(32)]
     blockers = [asyncio.ensure_future(ask(port, "/v1/completions", body)) for body in blockers]
