@@ -102,7 +102,7 @@ impl Runner {
         meanwhile: &mut dyn FnMut(),
         sum_order: SumOrder,
     ) -> Result<Vec<Chosen>> {
-        // This pass runs now, even if a step of only these sequences could be queued.
+        // The pass is not queued. If the pass is only a part of a step, `facts` says whether the whole step can be queued.
         let facts = RunnerFacts { can_queue: false, ..self.facts() };
         let executor = route(facts, StepFacts::of(sequences)).executor;
         if let Some(chosen) = self.run_graph(executor, sequences, meanwhile)? {
