@@ -88,8 +88,8 @@ impl Args {
 const FIRST_PROMPT: usize = 512;
 /// The context positions for the first and last token of a chat test. The test generates these tokens untimed.
 const EXTRA_POSITIONS: usize = 2;
-/// The seed of the random tokens that fill the KV cache before a test.
-/// For other random tokens and for sampling, each repetition of a test uses its own seed above `SEED`.
+/// The seed of random tokens and of sampling. A repetition of a test adds 1 and its index to this seed,
+/// except for the random tokens that fill the KV cache before the test.
 const SEED: u64 = 1;
 
 pub fn run(mut args: Args) -> Result<ExitCode> {
