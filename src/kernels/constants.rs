@@ -46,7 +46,7 @@ pub const EXCHANGE_MAX_RANKS: usize = 8;
 pub const EXCHANGE_SLOTS: usize = 4;
 /// The maximum number of thread blocks of an exchange operation on one GPU, over all ranks on this GPU.
 /// In tests, several ranks can share a GPU.
-/// These ranks divide `EXCHANGE_BLOCKS` among themselves, so that the blocks of all ranks can run at the same time.
+/// All ranks then divide `EXCHANGE_BLOCKS` among themselves, so that the blocks of all ranks can run at the same time.
 /// A block waits only for the blocks with the same index on other ranks.
 /// If each rank has its own GPU, the blocks of a rank therefore need not all run at the same time.
 pub const EXCHANGE_BLOCKS: usize = 128;
@@ -144,7 +144,7 @@ pub const DENSE_FEW_TOKENS_INPUT_TILES: usize = 16;
 // Products of dense matrices and several tokens on Hopper (`matmul/dense_wgmma.rs`, `matmul/dense_wgmma.cu`).
 
 /// The maximum number of parts of a product. Each part is the sum over some of the columns.
-/// The kernel that adds up the parts has the loads of all parts in flight at once (`headers/sum_parts.cuh`).
+/// Kernels that add up the parts have the loads of all parts in flight at once (`headers/sum_parts.cuh`).
 pub const MAX_PRODUCT_PARTS: usize = 8;
 /// The maximum number of tokens for the dense_wgmma kernels.
 pub const DENSE_WGMMA_MAX_TOKENS: usize = 32;
@@ -343,7 +343,7 @@ pub const MAX_LOGPROBS: usize = 20;
 /// The number of u32 words that describe a row of logits to `send_logprobs`.
 pub const LOGPROBS_ROW_WORDS: usize = 3;
 /// The number of mailbox slots of a row.
-/// They hold the chosen token's log probability, then the id and the log probability of each most likely token.
+/// The slots hold the chosen token's log probability, then the id and the log probability of each most likely token.
 pub const LOGPROBS_SLOTS: usize = 1 + 2 * MAX_LOGPROBS;
 
 // Sampling on the GPU (`decode/sample.rs`, `decode/sample.cu`, `sampling`).

@@ -73,6 +73,7 @@ impl Matrix {
     }
 
     /// Returns a matrix of the `rows` rows from row `first` on. The new matrix shares memory with this matrix.
+    /// Fails if `rows` is 0, or if the rows exceed the matrix.
     pub fn rows(&self, first: usize, rows: usize) -> Result<Self> {
         let (all, _) = self.dims();
         if rows == 0 || first + rows > all {

@@ -159,7 +159,7 @@ impl Arena {
         Ok(Self { halves: sizes.0.iter().map(halves).collect::<Result<_>>()? })
     }
 
-    /// Returns whether the arena has room for the intermediate results of the measured pass.
+    /// Returns whether the arena has room for the intermediate results of the pass that `sizes` was measured on.
     pub fn fits(&self, sizes: &LayerSizes) -> bool {
         let room = |dtype: DType| self.halves.iter().find(|(known, _)| *known == dtype).map(|(_, [half, _])| half);
         sizes.0.iter().all(|&(dtype, elements)| room(dtype).is_some_and(|half| half.elem_count() >= elements))

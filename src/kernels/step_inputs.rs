@@ -60,7 +60,7 @@ impl StepInputs {
             && self.changes.iter().all(|&(index, _)| (index as usize) < total - rows - others);
         if !is_valid || inputs.dtype() != DType::U32 || tokens.dtype() != DType::U32 {
             bail!(
-                "set_step_inputs: invalid inputs: {rows} ids, {others} words, {changes} changes, buffer shape {:?}",
+                "cannot write step inputs: {rows} ids, {others} words or {changes} changes do not fit buffer {:?}",
                 inputs.shape()
             );
         }

@@ -60,7 +60,7 @@ pub struct FlashTensors<'t> {
     pub q: &'t Tensor,
     /// The keys and values in the dtype of `q`.
     pub layer: CachedLayer<'t>,
-    /// The attention sinks, one logit per head: f32 `[heads]`.
+    /// The attention sinks, one logit per head: f32 `[heads]`. `None` for attention without sinks.
     pub sinks: Option<&'t Tensor>,
     /// The position of each query: u32 `[tokens]`. The positions of a sequence are consecutive.
     pub positions: &'t Tensor,
@@ -106,7 +106,10 @@ impl FlashAttention {
         let shape = AttentionShape::of_tensors(q, layer, None)?;
         let (group, sequences) = (shape.heads / shape.kv_heads, shape.tokens / tokens.max(1));
         if tokens == 0 || sequences * tokens != shape.tokens {
-            bail!("flash_attention: cannot divide {} tokens into sequences of {tokens} tokens", shape.tokens);
+            bail!(
+                "cannot compute attention: {} tokens are not a multiple of {tokens} tokens per sequence",
+                shape.tokens
+            );
         }
         let rows = tokens * group;
         let few_tiles = sequences * rows.div_ceil(FLASH_FEW_ROWS);
@@ -119,6 +122,7 @@ impl FlashAttention {
     ///
     /// If the sequences have different numbers of tokens, there are up to two launches.
     /// One launch computes sequences with few tokens, as in decoding. The other computes sequences with many tokens.
+    /// With [`SumOrder::Fixed`], there is one launch. Fails in this case unless each sequence has exactly one token.
     pub fn for_pass(
         device: &CudaDevice,
         q: &Tensor,
@@ -149,8 +153,8 @@ impl FlashAttention {
         Ok(launches)
     }
 
-    /// Chooses the kernel for sequences of one token each.
-    /// The result for a sequence does not depend on the number of sequences.
+    /// Chooses the kernel for sequences of one token each. Fails if a sequence has more tokens.
+    /// The attention output of a sequence does not depend on the number of sequences.
     fn with_fixed_order(
         device: &CudaDevice,
         q: &Tensor,
@@ -160,7 +164,7 @@ impl FlashAttention {
     ) -> Result<Self> {
         let shape = AttentionShape::of_tensors(q, layer, None)?;
         if queries.uniform_tokens() != Some(1) {
-            bail!("flash_attention: a fixed summation order requires one token per sequence");
+            bail!("cannot compute attention: a fixed summation order requires one token per sequence");
         }
         let tile = TileKernel::few(device, q)?;
         let row_tiles = shape.tokens * (shape.heads / shape.kv_heads).div_ceil(tile.rows);
@@ -180,7 +184,7 @@ impl FlashAttention {
         // If there are too few row tiles to fill the GPU, split the keys of each row tile across thread blocks.
         // `TileKernel::choose` selects 128-row tiles only if they fill the GPU.
         // In a large batch, sequences can have very different numbers of keys.
-        // To balance the work, there are up to twice as many thread blocks as fit on the GPU at the same time.
+        // To balance the work, splits create up to twice as many thread blocks as fit on the GPU at the same time.
         let blocks_per_multiprocessor = match tile.kind {
             TileKind::Few => 1,
             TileKind::Batch => 2 * tile.blocks_per_multiprocessor(max_shared_bytes(device)?),
@@ -268,7 +272,7 @@ impl FlashAttention {
         if shape != self.shape || out.dims() != q.dims() || !has_dtype {
             let (q_dtype, out_dtype, out) = (q.dtype(), out.dtype(), out.dims());
             bail!(
-                "flash_attention: expected {:?}, got {shape:?} with q {q_dtype:?} and out {out:?} {out_dtype:?}",
+                "cannot compute attention: expected {:?}, got {shape:?} with q {q_dtype:?} and out {out:?} {out_dtype:?}",
                 self.shape
             );
         }
@@ -279,11 +283,13 @@ impl FlashAttention {
         };
         if !is_u32 || positions.elem_count() < shape.tokens || tables.dims2()?.0 < sequences {
             let (positions, tables) = (positions.shape(), tables.shape());
-            bail!("flash_attention: positions {positions:?} and tables {tables:?} must be U32 and match {shape:?}");
+            bail!(
+                "cannot compute attention: positions {positions:?} and tables {tables:?} must be U32 and match {shape:?}"
+            );
         }
         let is_scratch = |tensor: &Tensor, dtype, count| tensor.dtype() == dtype && tensor.elem_count() >= count;
         if !is_scratch(partials, DType::F32, self.partials) || !is_scratch(arrivals, DType::U32, self.arrivals) {
-            bail!("flash_attention: `partials` or `arrivals` is too small or has the wrong dtype");
+            bail!("cannot compute attention: `partials` or `arrivals` is too small or has the wrong dtype");
         }
         Ok(())
     }

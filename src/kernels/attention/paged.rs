@@ -12,7 +12,7 @@ pub use crate::kernels::constants::BLOCK_TOKENS;
 /// The cached keys and values of one layer, for all sequences.
 #[derive(Clone, Copy)]
 pub struct CachedLayer<'t> {
-    /// The keys: `[rows, kv_heads, head_dim]`. Block b is the `BLOCK_TOKENS` rows that start at row `b * BLOCK_TOKENS`.
+    /// The keys: `[rows, kv_heads, head_dim]`. Block b starts at row `b * BLOCK_TOKENS`.
     pub k: &'t Tensor,
     /// The values: `[rows, kv_heads, head_dim]`, in the same order as the keys.
     pub v: &'t Tensor,
@@ -123,7 +123,7 @@ impl Queries {
     ///
     /// The result is u32 `[tiles, 4]`, with four values for each tile:
     /// - the index of the sequence, and the index of the tile in the sequence
-    /// - the index in q of the sequence's first token, and the number of the sequence's tokens
+    /// - the index in q of the sequence's first new token, and the number of the sequence's new tokens
     ///
     /// A tile has up to `rows_per_tile` rows. A row is one query head of one token.
     /// `group` is the number of query heads per KV head.
@@ -171,7 +171,10 @@ impl Queries {
             || blocks.slots.dims() != [self.tokens()]
         {
             let (tables, slots) = (blocks.tables.dims(), blocks.slots.dims());
-            bail!("attention: block tables {tables:?} and slots {slots:?} must be U32 and match {:?}", self.spans);
+            bail!(
+                "cannot compute attention: block tables {tables:?} and slots {slots:?} must be U32 and match {:?}",
+                self.spans
+            );
         }
         Ok(())
     }
@@ -187,14 +190,14 @@ impl PassBlocks {
         let used: Vec<usize> = ends.map(|end| end.div_ceil(BLOCK_TOKENS)).collect();
         let are_long_enough = tables.len() == used.len() && tables.iter().zip(&used).all(|(t, &used)| t.len() >= used);
         if !are_long_enough {
-            bail!("attention: the block tables do not cover the sequences {:?}", queries.spans);
+            bail!("cannot compute attention: the block tables do not cover the sequences {:?}", queries.spans);
         }
         let columns = used.iter().copied().max().unwrap_or(0).max(1);
         let mut rows = Vec::with_capacity(columns * tables.len());
         let mut slots = Vec::with_capacity(queries.tokens());
         for ((table, &used), span) in tables.iter().zip(&used).zip(&queries.spans) {
             if let Some(block) = table[..used].iter().find(|&&block| block as usize >= blocks) {
-                bail!("attention: block {block} is not one of the {blocks} blocks of the KV cache");
+                bail!("cannot compute attention: block {block} is not one of the {blocks} blocks of the KV cache");
             }
             rows.extend_from_slice(&table[..used]);
             rows.resize(rows.len() + columns - used, 0);

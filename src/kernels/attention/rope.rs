@@ -122,11 +122,14 @@ fn check_inputs(
         || bias.is_some_and(|bias| bias.dims() != [width])
     {
         let bias = bias.map(Tensor::dims);
-        bail!("split_qkv: shapes do not match: qkv {:?}, bias {bias:?}, {sizes:?}", qkv.dims());
+        bail!("cannot compute split_qkv: shapes do not match: qkv {:?}, bias {bias:?}, {sizes:?}", qkv.dims());
     }
     if cos.dims() != sin.dims() || 2 * half > head_dim || positions.dims() != [tokens] {
         let (cos, sin, positions) = (cos.dims(), sin.dims(), positions.dims());
-        bail!("split_qkv: shapes do not match: cos {cos:?}, sin {sin:?}, positions {positions:?}, head_dim {head_dim}");
+        bail!(
+            "cannot compute split_qkv: shapes do not match: cos {cos:?}, sin {sin:?}, positions {positions:?}, \
+             head_dim {head_dim}"
+        );
     }
     let CachedLayer { k: k_rows, v: v_rows } = layer;
     let (rows, dtype) = (k_rows.dim(0)?, k_rows.dtype());
@@ -134,17 +137,18 @@ fn check_inputs(
     if !has_rows || v_rows.dtype() != dtype || slots.dims() != [tokens] || slots.dtype() != DType::U32 {
         let (k, v, slots) = (k_rows.dims(), v_rows.dims(), slots.dims());
         bail!(
-            "split_qkv: k {k:?}, v {v:?} or slots {slots:?} has the wrong shape or dtype for {sizes:?}, {tokens} tokens"
+            "cannot compute split_qkv: k {k:?}, v {v:?} or slots {slots:?} has the wrong shape or dtype for {sizes:?}, \
+             {tokens} tokens"
         );
     }
     let (q_norm, k_norm) = (norms.map(|norms| norms.q), norms.map(|norms| norms.k));
     if let Some(norm) = [q_norm, k_norm].into_iter().flatten().find(|norm| norm.dims() != [head_dim]) {
-        bail!("split_qkv: a QK norm weight has shape {:?}, expected [{head_dim}]", norm.dims());
+        bail!("cannot compute split_qkv: a QK norm weight has shape {:?}, expected [{head_dim}]", norm.dims());
     }
     let tensors = [Some(qkv), bias, q_norm, k_norm, Some(cos), Some(sin)];
     let all_f32 = tensors.into_iter().flatten().all(|tensor| tensor.dtype() == DType::F32);
     if !all_f32 || positions.dtype() != DType::U32 {
-        bail!("split_qkv: positions must be U32; qkv, bias, norms, cos and sin must be F32");
+        bail!("cannot compute split_qkv: positions must be U32; qkv, bias, norms, cos and sin must be F32");
     }
     Ok(())
 }

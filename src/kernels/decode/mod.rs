@@ -2,7 +2,7 @@
 //!
 //! Each `add_*` function checks shapes and dtypes, and adds one or more launches to a `LaunchList`.
 //! Launch lists are captured as a CUDA graph, which replays each launch with the same arguments.
-//! Kernels therefore read the position, the token and the router logits from device memory, not from arguments.
+//! Values that change from step to step, such as the position and the token, are therefore in device memory.
 //! A step multiplies each weight by at most one vector, so memory bandwidth limits the speed of these kernels.
 //!
 //! On Hopper and later GPUs, launches overlap (programmatic dependent launch).

@@ -29,7 +29,7 @@ const LOAD_TIMEOUT: Duration = Duration::from_secs(60);
 /// Any other nonzero value of the control word is 1 + the rank that did not answer.
 const ENDED: u32 = u32::MAX;
 /// The number of times that a waiting thread checks the other ranks before it starts to yield its core.
-/// Spinning notices the other ranks sooner, and yielding lets other threads run.
+/// A thread that spins notices the other ranks sooner. A thread that yields lets other threads run.
 const SPINNING_TURNS: usize = 10_000;
 const NOT_CAPTURING: sys::CUstreamCaptureStatus = sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
 

@@ -56,6 +56,6 @@ pub fn dtype_suffix(dtype: DType) -> Result<&'static str> {
         DType::F32 => Ok("f32"),
         DType::F16 => Ok("f16"),
         DType::BF16 => Ok("bf16"),
-        other => bail!("no kernel supports the dtype {other:?}"),
+        other => bail!("cannot choose a kernel: no kernel supports the dtype {other:?}"),
     }
 }

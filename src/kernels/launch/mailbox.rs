@@ -48,7 +48,7 @@ impl HostMailbox {
             // Check rarely, because each check is slow.
             if polls.is_multiple_of(1 << 20) && is_idle(&self.device)? {
                 return match self.take(slot) {
-                    0 => bail!("the GPU finished its work without sending a result to the host"),
+                    0 => bail!("cannot receive a result: the GPU finished all queued work without sending one"),
                     word => Ok(word),
                 };
             }

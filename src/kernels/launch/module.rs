@@ -55,8 +55,8 @@ impl Module {
         match device.cuda_stream().context().load_module(binary) {
             Ok(module) => Ok(module),
             Err(error) => bail!(
-                "cannot load the CUDA kernels built for compute capability {}: {error}; rebuild with \
-                 CUDA_COMPUTE_CAP set to this GPU's compute capability",
+                "cannot load the CUDA kernels built for compute capability {}: {error}; if this GPU has \
+                 another compute capability, rebuild with CUDA_COMPUTE_CAP set to it",
                 env!("INFERNO_COMPUTE_CAP")
             ),
         }

@@ -35,7 +35,7 @@ pub fn part_count(device: &CudaDevice, rows: usize, columns: usize) -> Result<us
 }
 
 /// Computes x·wᵀ as f32 `[parts, tokens, rows]`. The product is the sum over the [`part_count`] parts.
-/// If `out` is given, an f32 tensor of this shape, writes the parts to `out` and returns `out`.
+/// If `out` is given, writes the parts to `out` and returns `out`, which must be f32 and have this shape.
 ///
 /// x `[tokens, columns]` and w `[rows, columns]` have the same dtype. Fails unless [`is_supported`] returns true.
 pub fn matmul_parts(device: &CudaDevice, x: &Tensor, w: &Tensor, out: Option<&Tensor>) -> Result<Tensor> {

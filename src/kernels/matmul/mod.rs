@@ -6,7 +6,8 @@
 //!   several parts (see [`matmul_parts`])
 //! - `dense_few_tokens`: f16 and bf16, for 2 to 8 tokens, if `dense_wgmma` does not compute the product
 //! - `f32_few_rows`: f32, for matrices with few weight rows, such as routers, and any number of tokens
-//! - `cublas_lt`: f16 and bf16 in all other cases
+//! - `cublas_lt`: f16 and bf16 in all other cases. In [`matmul_rounded`], it also replaces `dense_wgmma` unless
+//!   `dense_few_tokens` supports the product.
 //!
 //! candle computes the other f32 products, and all products on a CPU.
 //! The module `quantized` computes products of quantized matrices, and `moe` computes products of experts.

@@ -145,7 +145,7 @@ pub fn expert_matmul(
     }
 }
 
-/// The GPU implementation of [`expert_matmul`]. [`expert_matmul`] checks the shapes and dtypes first.
+/// The GPU implementation of [`expert_matmul`], which checks the shapes and dtypes before it calls this module.
 #[cfg(feature = "cuda")]
 mod cuda {
     use candle_core::cuda_backend::CudaDevice;

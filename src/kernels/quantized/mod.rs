@@ -20,7 +20,8 @@
 //! - In Q3_K and Q6_K, a superblock has only one super-scale. Two unused bytes follow it.
 //!
 //! A group consists of eight *quads*, numbered 0 to 7. A quad is four consecutive columns.
-//! In each plane, the bits of column `i` (0 to 3) in quad `j` have these positions within the bytes of the group:
+//! In each plane, the bits of column `i` (0 to 3) in quad `j` have these positions within the bytes of the group
+//! (divisions round down):
 //! - 4 low bits: byte `4 · (j / 2) + i`, in the low nibble if `j` is even, in the high nibble if `j` is odd
 //! - 2 low bits or 2 high bits: byte `4 · (j / 4) + i`, starting at bit `2 · (j mod 4)`
 //! - 1 high bit: bit `j` of byte `i`

@@ -180,6 +180,6 @@ fn check(logits: &Tensor) -> Result<(&CudaDevice, usize, usize)> {
     match logits.device() {
         Device::Cuda(device) if logits.dtype() == DType::F32 => Ok((device, rows, vocab)),
         Device::Cuda(_) => bail!("cannot process logits: they have dtype {:?}, expected F32", logits.dtype()),
-        _ => crate::kernels::unsupported("logits", logits),
+        _ => crate::kernels::unsupported("the logits kernels", logits),
     }
 }

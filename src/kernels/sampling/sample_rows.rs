@@ -86,7 +86,8 @@ pub fn queue_rows(
 }
 
 /// Returns the device of `logits` and its shape, `(rows, vocab)`.
-/// Fails unless `logits` is f32 `[rows, vocab]` on a GPU, and aligned to 16 bytes if vocab is a multiple of 4.
+/// Fails unless `logits` is f32 `[rows, vocab]` on a GPU and has at least one row.
+/// If vocab is a multiple of 4, `logits` must also be aligned to 16 bytes.
 fn check(logits: &Tensor, rows: usize) -> Result<(&CudaDevice, usize, usize)> {
     let (count, vocab) = logits.dims2()?;
     match logits.device() {
