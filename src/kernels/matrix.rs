@@ -149,7 +149,7 @@ impl Matrix {
         match self {
             Self::Dense(table) => crate::kernels::rows::embed(table, ids, scale),
             Self::Quantized(parts) if parts.len() == 1 => parts[0].embed(ids, scale),
-            _ => bail!("cannot use a matrix with several parts as an embedding"),
+            _ => bail!("cannot look up embeddings: the matrix has several parts"),
         }
     }
 }

@@ -15,7 +15,7 @@ pub struct StepInputs {
     /// For each id, the source of its replacement: an index into the tokens that the previous step chose.
     /// `None` keeps the id.
     pub sources: Vec<Option<u32>>,
-    /// The words after the ids, which are all written in every step: the positions and cache rows of a batch graph.
+    /// The words after the ids: the positions and cache rows of a batch graph. Every step writes all of these words.
     pub words: Vec<u32>,
     /// The index and the new value of each changed word. Index 0 is the first word after `words`.
     /// No index occurs twice in `changes`.
@@ -60,7 +60,8 @@ impl StepInputs {
             && self.changes.iter().all(|&(index, _)| (index as usize) < total - rows - others);
         if !is_valid || inputs.dtype() != DType::U32 || tokens.dtype() != DType::U32 {
             bail!(
-                "cannot write step inputs: {rows} ids, {others} words or {changes} changes do not fit buffer {:?}",
+                "cannot write step inputs: wrong size, index or dtype: {rows} ids, {others} words, {changes} changes, \
+                 buffer {:?}",
                 inputs.shape()
             );
         }

@@ -12,7 +12,7 @@ use crate::kernels::matrix::Matrix;
 pub struct QkvProjection<'t> {
     /// The fused weight: `[(heads + 2 * kv_heads) * head_dim, hidden]`.
     pub weight: &'t Matrix,
-    /// The fused bias: f32 `[(heads + 2 * kv_heads) * head_dim]`.
+    /// The fused bias: f32 `[(heads + 2 * kv_heads) * head_dim]`. `None` if the projections have no bias.
     pub bias: Option<&'t Tensor>,
     /// The cosine table: f32 `[positions, rotated / 2]`. RoPE rotates the first `rotated` elements of each head.
     pub cos: &'t Tensor,

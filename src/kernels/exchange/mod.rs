@@ -33,7 +33,7 @@ use crate::world::World;
 /// Connects the GPUs of all ranks, and returns the world of this rank.
 /// On a CPU or with a single rank, returns `world` unchanged.
 ///
-/// Uses the first of `paths` that works. If no path works, returns `world` unchanged, and the host copies all data.
+/// Uses the first of `paths` that works. If no path works, returns `world` unchanged: the host then copies the data.
 /// Fails if the world has ended.
 ///
 /// All ranks must call `connect` with the same paths, each rank on its own thread.

@@ -9,7 +9,7 @@ use candle_core::{Result, bail};
 use super::device::is_idle;
 use super::host_words::HostWords;
 
-/// u32 slots in host memory; zero means empty. Kernels write nonzero words, and the host reads and clears them.
+/// u32 slots in host memory; zero means empty. Kernels write nonzero words. The host reads a word, then writes zero.
 pub struct HostMailbox {
     slots: Arc<HostWords>,
     device: CudaDevice,

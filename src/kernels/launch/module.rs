@@ -1,4 +1,4 @@
-//! Compiled CUDA modules, embedded in the binary. Each module is loaded once per candle device.
+//! Compiled CUDA modules, embedded in the binary. Each module is loaded at its first use on a candle device.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, OnceLock};

@@ -58,7 +58,7 @@ impl ProductTypes {
                 DType::F16 => sys::cudaDataType_t::CUDA_R_16F,
                 DType::BF16 => sys::cudaDataType_t::CUDA_R_16BF,
                 DType::F32 => sys::cudaDataType_t::CUDA_R_32F,
-                other => bail!("cannot multiply matrices of dtype {other:?}"),
+                other => bail!("cannot multiply matrices of dtype {other:?}: expected F16, BF16 or F32"),
             })
         };
         let with_f32_sums = |input, output| Self {

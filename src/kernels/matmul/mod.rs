@@ -6,9 +6,9 @@
 //!   several parts (see [`matmul_parts`])
 //! - `dense_few_tokens`: f16 and bf16, for 2 to 8 tokens, if `dense_wgmma` does not compute the product
 //! - `f32_few_rows`: f32, for matrices with few weight rows, such as routers, and any number of tokens
-//! - `cublas_lt`: f16 and bf16 in all other cases. In [`matmul_rounded`], it also replaces `dense_wgmma` unless
-//!   `dense_few_tokens` supports the product.
+//! - `cublas_lt`: f16 and bf16 in all other cases
 //!
+//! If `dense_few_tokens` does not support a product, [`matmul_rounded`] uses `cublas_lt` and never `dense_wgmma`.
 //! candle computes the other f32 products, and all products on a CPU.
 //! The module `quantized` computes products of quantized matrices, and `moe` computes products of experts.
 
@@ -56,7 +56,7 @@ pub fn matmul_parts(x: &Tensor, w: &Tensor, sum_order: SumOrder) -> Result<Tenso
     matmul_f32(x, w, sum_order)?.unsqueeze(0)
 }
 
-/// Computes [`matmul_f32`]. If `out` is given, f32 `[tokens, rows]`, may write the product to `out` and return `out`.
+/// Computes [`matmul_f32`]. May write the product to `out`, f32 `[tokens, rows]`, and return `out`.
 /// Only `dense_wgmma` and cuBLASLt with [`SumOrder::Fastest`] write to `out`. Otherwise, returns a new tensor.
 pub fn matmul_f32_into(x: &Tensor, w: &Tensor, sum_order: SumOrder, out: Option<&Tensor>) -> Result<Tensor> {
     let ((_, columns), (_, w_columns)) = (x.dims2()?, w.dims2()?);

@@ -19,7 +19,7 @@ use crate::kernels::launch::{Arguments, Launch, LaunchShape, module, multiproces
 /// and about equally fast with 6.
 /// On an H100, whose memory is slower, `expert_mlp.cu` was faster from 4 pairs on (`docs/benchmark-history.md`).
 /// Both measurements were made before `expert_mlp.cu` used tensor maps.
-/// With tensor maps, the kernels of `expert_mlp.cu` for few pairs take 2% to 12% less time on an H200.
+/// With tensor maps and longer stages, the kernels of `expert_mlp.cu` for few pairs take 2% to 12% less time (H200).
 const FEW_PAIRS_PER_EXPERT: usize = 5;
 
 /// A kernel for the matrix products of all experts with MXFP4 tiles. A thread block can process several output tiles.

@@ -73,7 +73,9 @@ impl RoutedPairs {
             );
         }
         if chosen == 0 || chosen > experts || chosen > MAX_CHOSEN_EXPERTS || experts > MAX_EXPERTS {
-            bail!("cannot choose {chosen} of {experts} experts: the limits are {MAX_CHOSEN_EXPERTS} of {MAX_EXPERTS}");
+            bail!(
+                "cannot choose {chosen} of {experts} experts: at most {MAX_CHOSEN_EXPERTS} of {MAX_EXPERTS} supported"
+            );
         }
         let Device::Cuda(device) = x.device() else { return unsupported("RoutedPairs::route", x) };
         let is_supported = experts <= ROUTE_EXPERTS && columns > 0 && columns.is_multiple_of(4);

@@ -49,7 +49,7 @@ pub fn is_supported(parts: &[QuantizedMatrix], columns: usize, dtype: DType) -> 
 
 /// Returns `x · Wᵀ` as f32 `[tokens, rows]`, where `W` is the vertical stack of all `parts`.
 ///
-/// `x` is contiguous, `[tokens, columns]`, in f16 or bf16. [`is_supported`] must be true.
+/// `x` is contiguous, `[tokens, columns]`, in f16 or bf16. [`is_supported`] must return true for the parts.
 /// Values quantized to 8 bits (inputs, and weights with one scale per row) are exact in the dtype of `x`.
 /// Weights in other formats are rounded to the dtype of `x`.
 pub fn matmul_few_tokens(
