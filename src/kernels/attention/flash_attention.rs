@@ -272,7 +272,8 @@ impl FlashAttention {
         if shape != self.shape || out.dims() != q.dims() || !has_dtype {
             let (q_dtype, out_dtype, out) = (q.dtype(), out.dtype(), out.dims());
             bail!(
-                "cannot compute attention: expected {:?}, got {shape:?} with q {q_dtype:?} and out {out:?} {out_dtype:?}",
+                "cannot compute attention: expected {:?}, got {shape:?} with q {q_dtype:?} \
+                 and out {out:?} {out_dtype:?}",
                 self.shape
             );
         }
@@ -284,7 +285,8 @@ impl FlashAttention {
         if !is_u32 || positions.elem_count() < shape.tokens || tables.dims2()?.0 < sequences {
             let (positions, tables) = (positions.shape(), tables.shape());
             bail!(
-                "cannot compute attention: positions {positions:?} and tables {tables:?} must be U32 and match {shape:?}"
+                "cannot compute attention: positions {positions:?} and tables {tables:?} must be U32 \
+                 and match {shape:?}"
             );
         }
         let is_scratch = |tensor: &Tensor, dtype, count| tensor.dtype() == dtype && tensor.elem_count() >= count;

@@ -10,7 +10,7 @@
 //! The gate and up projections of routed experts wait before they load weights, because the router chooses the experts.
 //!
 //! Two buffers of [`StepBuffers`] carry data from one step to the next:
-//! - `x`: the residual stream, f32 `[hidden]`
+//! - `x`: the residual stream, f32 `[hidden]`; between steps, the embedding of the next input token
 //! - `state`: u32 `[4]`, the current position, the current token, the number of finished steps and an unused word
 //!
 //! In the CUDA files, `T` is bf16 or f16: the dtype of q, k, v, h and dense projection weights.
