@@ -150,7 +150,8 @@ pub fn matmul_8bit(device: &CudaDevice, kind: EightBitType, w: &Tensor, x: &Tens
             w.dims()
         );
     }
-    // SAFETY: the product below writes every element of `out`. Because beta is 0, it reads no element of `out`.
+    // SAFETY: the product below writes every element of `out`.
+    // It reads no element of `out`, because the factor of the old output is 0.
     let out = unsafe { scratch::empty((tokens, rows), DType::F32, x.device())? };
     let sizes = ProductSizes { tokens, rows, columns, stride: rows };
     // SAFETY: the tensors have these sizes. `address` checks that they are contiguous and on a GPU.

@@ -145,7 +145,7 @@ fn cublas_lt_f32(device: &CudaDevice, x: &Tensor, w: &Tensor, out: Option<&Tenso
         Some(out) => {
             bail!("cannot write a product: out is {:?} {:?}, expected F32 [{tokens}, {rows}]", out.dtype(), out.dims())
         }
-        // SAFETY: the product below writes every element of `out`, because beta is 0.
+        // SAFETY: the product below writes every element of `out`, and reads none of them.
         None => unsafe { crate::kernels::scratch::empty((tokens, rows), DType::F32, x.device())? },
     };
     // SAFETY: `out` holds tokens · rows floats.
