@@ -74,7 +74,7 @@ impl RoutedPairs {
         }
         if chosen == 0 || chosen > experts || chosen > MAX_CHOSEN_EXPERTS || experts > MAX_EXPERTS {
             bail!(
-                "cannot choose {chosen} of {experts} experts: at most {MAX_CHOSEN_EXPERTS} of {MAX_EXPERTS} supported"
+                "cannot choose {chosen} of {experts} experts: the limits are 1 to {MAX_CHOSEN_EXPERTS} of {MAX_EXPERTS}"
             );
         }
         let Device::Cuda(device) = x.device() else { return unsupported("RoutedPairs::route", x) };
