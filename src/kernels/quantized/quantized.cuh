@@ -2,7 +2,8 @@
 //
 // A *group* is 32 consecutive columns of a row. A lane reads one group at a time.
 // The input vector is quantized to 16-bit integers with one scale per group.
-// The largest input value of a group keeps 15 significant bits. In bf16, a value keeps only 8.
+// Values that are already quantized to 8-bit integers are stored exactly, with a scale of 1.
+// Otherwise, the largest input value of a group keeps 15 significant bits. In bf16, a value keeps only 8.
 // dp4a multiplies bytes, so the high and low bytes of the integers are stored separately. All dp4a results are exact.
 // Except with FP8 weights, the products use floating point only to apply scales and mins.
 // With FP8 weights, the input vector is stored as floats, and all arithmetic is in floating point.

@@ -98,8 +98,8 @@ fn is_queued(runner: RunnerFacts, step: StepFacts) -> bool {
     // Deterministic prompts run in one pass per prompt part. Deterministic requests also decode in passes of their own,
     // unless the whole runner is deterministic. These passes leave no tokens on the device.
     let needs_own_passes = if runner.is_deterministic { !step.is_decode } else { step.has_deterministic_sequence };
-    // The decode graph queues its own steps. It starts from the logits of the prompt's last chunk, so no chunk of this
-    // sequence is queued either.
+    // The decode graph queues its own steps. It starts from the logits of the prompt's last chunk.
+    // A step with a chunk of only one sequence is therefore not queued either.
     let is_graph = runner.has_decode_graph && step.sequences == 1 && !step.needs_logits;
     can_choose && !step.has_scores && !needs_own_passes && !is_graph && step.sequences <= MAX_SEQUENCES
 }
