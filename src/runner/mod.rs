@@ -3,7 +3,8 @@
 //! The decode graph has fused kernels for a single sequence.
 //!
 //! A [`Runner`] handles token ids, positions and block tables.
-//! Its callers handle requests and text, and pass a sampler ([`TokenSampler`]) for each sequence. The modules are:
+//! Its callers handle requests and text, and pass a sampler ([`TokenSampler`]) for each sequence that needs a token.
+//! The modules are:
 //!
 //! - `run/`: the methods `step`, `queue` and `take` of `Runner`, for steps of one or more sequences
 //! - `solo/`: runs one sequence that has the KV cache to itself; `solo_sequence`: the state of this sequence
@@ -50,7 +51,8 @@ pub use step::{ExecutionMode, KernelTime, LaunchCounts, StepBytes, StepSequence,
 
 /// A model on its device, with the KV cache of all sequences.
 pub struct Runner {
-    /// Launches batch graphs and queued steps. `None` on a CPU, with `--eager`, or if the ranks cannot run graphs.
+    /// Launches batch graphs and queued steps.
+    /// `None` on a CPU, with `--eager`, or if the host copies data between ranks.
     /// Declared first, because batch graphs must be dropped before the decoder and the cache, whose memory they use.
     launcher: Option<StepLauncher>,
     /// All ranks, which run every pass together. The fields `decoder` and `cache` belong to the first rank.

@@ -290,7 +290,8 @@ __device__ __forceinline__ void mask_scores(Scores<C>& scores, const RowInts<C>&
     }
 }
 
-// Raises the running maxima to the maxima of this key tile, and rescales the totals and weighted sums to match.
+// Raises each running maximum to the maximum of this key tile, if that is larger.
+// Rescales the totals and weighted sums to the new maxima.
 // Does nothing if no maximum of the warp grows by more than SLACK.
 // The maxima are base-2 exponents, and `factor` converts scores to base-2 exponents.
 template <typename C>

@@ -14,7 +14,8 @@
 //   blocks: [experts][rows / 16][columns / 64][lane][16 bytes]
 //   scales: [experts][rows / 16][columns / 64][g][4 bytes]
 // The 16 bytes of a lane are its fragments of A for four mma.m16n8k16 instructions.
-// With g = lane / 4, the fragments hold 16 of the tile's 64 columns (two MXFP4 blocks) in each of rows g and g + 8.
+// With g = lane / 4, the fragments hold 16 of the tile's 64 columns in each of rows g and g + 8.
+// The 64 columns of a row are two MXFP4 blocks.
 struct Mxfp4Tiles {
     const uint8_t *blocks, *scales;
     int groups;  // the number of 64-column groups in a row

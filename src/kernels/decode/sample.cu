@@ -142,7 +142,8 @@ __device__ __forceinline__ uint32_t grid_max(uint32_t top, Scratch* scratch, uin
     return __ldcg(&scratch->top);
 }
 
-// Computes the probability masses of this thread's tokens. The mass is 0 if top-k, top-p or min-p excludes the token.
+// Computes the probability masses of this thread's tokens.
+// The mass is 0 if top-k, top-p or min-p excludes the token, or if sampling is greedy and another logit is larger.
 // Returns the sum of this thread's masses.
 __device__ __forceinline__ unsigned long long probability_masses(const float (&values)[SAMPLE_IDS_PER_THREAD],
                                                                  uint32_t (&keys)[SAMPLE_IDS_PER_THREAD],

@@ -189,7 +189,8 @@ struct Batch {
     }
 };
 
-// Divides the positions `first`, `first` + `step` and so on into batches. Calls `use(batch)` for each batch.
+// Divides the positions `first`, `first` + `step` and so on, all before `end`, into batches.
+// Calls `use(batch)` for each batch.
 template <typename Use> __device__ __forceinline__ void each_batch(int first, int step, int end, Use use) {
     for (int start = first; start < end; start += BATCH * step) use(Batch{start, step, end});
 }

@@ -8,11 +8,11 @@
 // With few pairs per expert, reading and unpacking the weights takes longer than the MMAs.
 // Each warp therefore reads its share of the weights directly into registers.
 // A warp unpacks each weight only once for all pairs of a tile.
-// With few pairs, mma.sync needs fewer cycles per weight than wgmma, so the kernel uses only mma.sync.
+// With few pairs, mma.sync needs fewer cycles per weight than wgmma, so both kernels use only mma.sync.
 //
 // A row pair is two row tiles (32 weight rows).
 // Each tile of (token, expert) pairs needs all row pairs of its expert. The thread blocks divide this work evenly.
-// For each tile, a block divides its row pairs evenly among its warps.
+// For each tile, a block divides its part of the tile's row pairs evenly among its warps.
 // The share of a warp can start or end inside a row pair.
 // The warp that starts a row pair adds the partial sums of the warps that continue this row pair.
 // The shares of the warps depend on the routing of all tokens, and the order of the additions depends on the shares.

@@ -7,6 +7,7 @@
 //   ids: u32 [pairs], the expert of each pair (expert_gemv only)
 //   sorted, offsets: the pairs sorted by expert, see sort_by_expert.cu (expert_gemm only)
 //   out: T [pairs, rows]
+// The decode graph uses other kernels. Outside the decode graph, these rules apply:
 // `expert_gemv` computes products with fewer than 64 (token, expert) pairs, f32 products, products with
 // `SumOrder::Fixed`, and products with float weights if the number of columns is not a multiple of 8.
 // It reads an expert's weights once per pair.

@@ -67,8 +67,8 @@ __device__ __forceinline__ uint4 fragment_segment(const float2* row, int index, 
 
 // ---- unpacking ----
 
-// Converts the scale bytes of two blocks to factors for unpacked values.
-// A word of `factors` holds the factors of one block: row g in the low half, row g + 8 in the high half.
+// Converts four scale bytes, of two blocks in each of rows g and g + 8, to factors for unpacked values.
+// Word i of `factors` holds the factors of block i: row g in the low half, row g + 8 in the high half.
 // A multiplication of two values can use either half of the word for both values, so one word is enough for both rows.
 // `Mxfp4Tiles::repack` rejects scale bytes above 128.
 template <typename T> __device__ __forceinline__ void scale_factors(uint32_t scales, uint32_t (&factors)[2]);
@@ -174,7 +174,8 @@ template <typename T> struct Output {
 };
 
 // Returns the biases of the rows at positions g and g + 8 of a weight tile, where g = lane / 4.
-// In gate_up, whose tiles are paired, these are rows 2g and 2g + 1. Returns zeros if there is no bias or no such tile.
+// The tiles of gate_up are paired, so there the two rows are 2g and 2g + 1 of the tile.
+// Returns zeros if there is no bias or no such tile.
 template <typename T, bool GATE_UP>
 __device__ __forceinline__ float2 row_bias(const Output<T>& o, int rows, int expert, int row_tile) {
     const int g = threadIdx.x % 32 / 4;

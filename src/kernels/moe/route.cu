@@ -4,7 +4,7 @@
 //   weight: f32 [experts, columns]
 //   bias: f32 [experts] or null
 //   ids: u32 [tokens, chosen], scratch memory for the chosen experts
-//   routing_weights: f32 [tokens, chosen], the routing weights
+//   routing_weights: f32 [tokens, chosen], a softmax over the logits of the chosen experts
 //   sorted, offsets, rows: see sort_by_expert
 //   usage: u32 [2] or null; each launch adds 1 to usage[0], and the number of experts that have pairs to usage[1]
 //   columns is a multiple of 4; experts <= ROUTE_EXPERTS; tokens <= ROUTE_TOKENS

@@ -1,7 +1,7 @@
 //! The decode step as a CUDA graph.
 //!
 //! [`DecodeGraph::plan`] turns the decoder's layers into a fixed list of fused kernel launches on static buffers.
-//! The list is captured as a graph.
+//! This list, followed by the launches that choose the token, is captured as a graph.
 //!
 //! Each token costs the host one graph launch. The token stays on the device as the input of the next step.
 //! Meanwhile, the host reads the token from a mailbox.
@@ -320,7 +320,7 @@ impl DecodeGraph {
         Ok(())
     }
 
-    /// Waits for the next token. Fails if every logit of its step is NaN or -inf.
+    /// Waits for the next token. Fails with [`NoToken`] if every logit of the token's step is NaN or -inf.
     fn take_token(&mut self) -> Result<u32> {
         match self.wait()? {
             decode::MAILBOX_NO_TOKEN => Err(NoToken.into()),
@@ -364,7 +364,8 @@ impl DecodeGraph {
         Ok(self.tail().graph.nodes()?)
     }
 
-    /// Runs one step as individual launches. Returns the number, the time and the bytes of the calls of each kernel.
+    /// Runs one step as individual launches.
+    /// Returns the number of launches of each kernel, and the sums of their times and bytes.
     pub fn kernel_times(&mut self) -> Result<Vec<KernelTime>> {
         self.count_step()?;
         let mut times: Vec<KernelTime> = Vec::new();

@@ -98,7 +98,10 @@ impl BatchGraphs {
             Err(error) if decoder.world().size() > 1 => Err(error),
             Err(error) => {
                 // The failed step may have written keys and values to the cache. The eager step overwrites them.
-                tracing::warn!(%error, "cannot run batches as CUDA graphs");
+                tracing::warn!(
+                    %error,
+                    "cannot run batches as CUDA graphs; batches now run operation by operation, which is slower"
+                );
                 self.has_failed = true;
                 self.graphs.clear();
                 self.logits = None;
@@ -227,8 +230,8 @@ impl BatchGraph {
     }
 
     /// Runs the first step of this batch size and captures the step as a graph.
-    /// `shared` is the arena of new graphs. Replaces a missing or too small arena, unless the new arena would exceed
-    /// `MAX_ARENA_BYTES`.
+    /// `shared` is the arena of new graphs. If `shared` is `None` or too small, replaces it with a large enough arena,
+    /// unless this arena would exceed `MAX_ARENA_BYTES`.
     fn capture_first_step(
         &mut self,
         device: &CudaDevice,

@@ -126,6 +126,7 @@ impl QueuedStepBuffers {
     }
 
     /// Waits for the tokens of step `index`, and for their log probabilities.
+    /// `expected` has an entry for each sequence, and is `None` for sequences that need no token.
     /// Calls `record` with the index and the token of each sequence whose token the step chose.
     pub fn wait(
         &self,

@@ -66,7 +66,7 @@ impl Runner {
         } else if graph.needs_tables(sequence.tables) {
             self.ranks.run_graph(graph, GraphCommand::SetTables(sequence.tables.clone()), None)?;
         }
-        // At this point, the GPU is already running queued steps, unless the graph was just started.
+        // At this point, the GPU usually runs queued steps already, but not if the graph was just started.
         meanwhile();
         Ok(take_token(graph, &self.ranks, sequence.limit, sampler))
     }

@@ -72,6 +72,7 @@ pub trait TokenSampler {
     }
 
     /// Returns the next token for `logits`, f32 `[vocab]`, to which [`queued_edits`](Self::queued_edits) were applied.
+    /// `in_flight` has the same meaning as for `queued_edits`.
     /// Does not record the token. As for [`choose`](Self::choose), at least one logit is greater than -inf.
     fn choose_queued(&self, logits: &[f32], in_flight: u32) -> u32;
 
