@@ -6,11 +6,12 @@
 //! The modules, roughly in the order in which a request passes through them:
 //!
 //! - `loading/`: loads a model and plans its memory; runs once, before the engine thread starts
-//! - `handle/`: the client's side of the engine: submits and replays requests, predicts starts, and scores text
+//! - `handle/`: the client's side of the engine: submits and replays requests, predicts their starts, scores text,
+//!   and saves and loads cached prefixes
 //! - `requests/`: the request, its sequences on the engine thread, and the events and text of its answers
 //! - `engine_loop/`: the engine thread: plans and runs steps, delivers their tokens, and updates counters
 //! - `scheduler/`: decides which tokens of which sequences each step computes
-//! - `blocks/`: assigns blocks of the KV cache to sequences, and reuses and saves cached prefixes
+//! - `blocks/`: assigns blocks of the KV cache to sequences, finds cached prefixes, and reads and writes their files
 //! - `sampling/`: chooses the next token; `constraint/`: restricts the choice to a grammar
 //! - `rank_failure`: tells clients that one of several devices has failed; `fault`: failures that tests inject
 //! - `scripted`: an engine without a model, for tests
@@ -249,7 +250,8 @@ impl<'o> EngineBuilder<'o> {
 
     /// Sets whether to load the kernels of dense matrix products before the first request. The default is `false`.
     ///
-    /// Loading the model then takes longer (by 0.3 s for gpt-oss-20b on an H200: see docs/benchmark-history.md).
+    /// With this option, loading the model takes longer.
+    /// For gpt-oss-20b on an H200, it takes 0.3 s longer (see docs/benchmark-history.md).
     /// Without this option, the first steps with a new number of tokens wait until cuBLASLt has loaded a kernel.
     pub fn warm_up(mut self, warm_up: bool) -> Self {
         self.options.warm_up = warm_up;

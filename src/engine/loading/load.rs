@@ -234,10 +234,14 @@ fn fingerprint(
 /// Fails if the chunk size or the attention kernel does not support deterministic answers.
 fn deterministic_parts(chunk: usize, attention: AttentionBackend) -> Result<PromptParts> {
     if attention == AttentionBackend::CandleFlashAttn {
-        bail!(Error::Usage("--deterministic does not support --attention flash".into()));
+        bail!(Error::Usage(
+            "cannot use --deterministic with the attention kernel 'flash': use --attention eager".into()
+        ));
     }
     PromptParts::new(chunk).with_context(|| {
-        Error::Usage(format!("--deterministic needs chunks of at least {BLOCK_TOKENS} tokens, not {chunk}"))
+        Error::Usage(format!(
+            "cannot use --deterministic with a chunk size of {chunk}: raise --chunk and --context to {BLOCK_TOKENS} or more"
+        ))
     })
 }
 
@@ -320,7 +324,7 @@ struct LoadTarget<'t> {
 }
 
 /// Builds the decoder and the KV cache of each rank, and a runner for them.
-/// Returns the runner, and the attention kernel that all ranks use.
+/// Returns the runner, and the attention kernel of the first rank's last layer.
 fn allocate(
     config: &ModelConfig,
     checkpoint: &Checkpoint,

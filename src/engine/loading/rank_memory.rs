@@ -40,8 +40,10 @@ impl RankMemory {
             let mut usable = device.free_bytes;
             if let Some(limit) = limit {
                 if device.total_bytes == 0 {
-                    let message =
-                        format!("cannot use --gpu-memory: the size of the memory of {} is unknown", device.name);
+                    let message = format!(
+                        "cannot use --gpu-memory: the memory size of {} is unknown; omit --gpu-memory",
+                        device.name
+                    );
                     return Err(Error::Usage(message).into());
                 }
                 // The limit can exceed the free memory, because other processes use memory too.

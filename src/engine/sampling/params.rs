@@ -1,6 +1,7 @@
 //! The sampling parameters, defined in one table.
 //!
-//! Each row defines the names, the neutral value, the range and the help text of one parameter. The names are:
+//! Each row defines one parameter: its names, type, neutral value, range and help text, and when the model's
+//! generation_config.json sets it. The names are:
 //!
 //! - the flag of `inferno play`, which is also the name for `/set`, in `config.toml` and in saved conversations
 //! - the field of a JSON request, of generation_config.json and of [`SamplingParams`]
@@ -91,7 +92,7 @@ sampling_table! {
     help: "Seed of the random numbers for sampling [default: random]";
 }
 
-/// One row of the sampling table: a parameter with its names and its valid range.
+/// One row of the sampling table: a parameter with its names, help text and valid range.
 pub struct SamplingField {
     /// The name of the field in [`SamplingParams`], such as `top_p`.
     /// JSON requests and generation_config.json use this name too.

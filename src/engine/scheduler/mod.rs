@@ -344,7 +344,7 @@ impl Scheduler {
         &self.sequences[&id].tokens
     }
 
-    /// Returns how the prompt of a sequence is divided, if its results must not depend on other sequences.
+    /// Returns how the prompt of a sequence is divided into parts, or `None` if the prompt is not divided.
     pub fn prompt_parts(&self, id: SequenceId) -> Option<PromptParts> {
         self.sequences[&id].prompt_parts
     }

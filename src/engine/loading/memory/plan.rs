@@ -80,7 +80,7 @@ pub struct MemoryPlan {
 pub struct Capacity {
     /// The context length in tokens.
     pub context: usize,
-    /// The maximum number of tokens in one step, over all sequences of the step.
+    /// The maximum number of tokens in one forward pass, over all sequences.
     pub chunk: usize,
 }
 
