@@ -184,7 +184,8 @@ impl<'o> EngineBuilder<'o> {
     }
 
     /// Sets the context length in tokens. The default is 32,768 or the model's default, whichever is less.
-    /// If the model does not fit in memory even with the smallest chunk, the default is halved, down to 2,048.
+    /// If the model does not fit in memory even with the smallest chunk, the default is halved until the model fits,
+    /// but not below 2,048.
     pub fn context(mut self, context: usize) -> Self {
         self.options.context = Some(context);
         self
@@ -192,7 +193,8 @@ impl<'o> EngineBuilder<'o> {
 
     /// Sets the minimum number of full-context sequences that the KV cache can hold. The default is 1.
     ///
-    /// More requests can run at once if they need fewer blocks. A request waits while too few blocks are free.
+    /// More sequences can run at once if they are shorter than the context.
+    /// A sequence waits to start while too few blocks are free.
     pub fn sequences(mut self, sequences: usize) -> Self {
         self.options.sequences = sequences;
         self
@@ -207,7 +209,7 @@ impl<'o> EngineBuilder<'o> {
 
     /// Sets the memory to use on each device. The KV cache gets what remains after weights and workspace.
     ///
-    /// By default, the cache is only as large as [`sequences`](Self::sequences) requires.
+    /// By default, the KV cache is only as large as [`sequences`](Self::sequences) requires.
     pub fn memory(mut self, limit: MemoryLimit) -> Self {
         self.options.memory = Some(limit);
         self
@@ -258,7 +260,8 @@ impl<'o> EngineBuilder<'o> {
         self
     }
 
-    /// Sets the attention kernel on a GPU. The decode graph ignores this option: it has a kernel of its own.
+    /// Sets the attention kernel. Loading fails if the device or the model does not support the kernel.
+    /// The decode graph ignores this option: it has a kernel of its own.
     pub fn attention(mut self, attention: AttentionBackend) -> Self {
         self.options.attention = attention;
         self

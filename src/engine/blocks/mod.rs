@@ -377,7 +377,7 @@ impl BlockManager {
     }
 
     /// Records that the keys and values of all `tokens` are in the blocks of the sequence.
-    /// Makes full blocks reusable, at most `sequence.reusable` per table.
+    /// Makes the full blocks among the first `sequence.reusable` blocks of each table reusable.
     /// Releases the blocks that no later token attends to.
     pub fn commit(&mut self, sequence: &mut SequenceBlocks, tokens: &[u32]) {
         let (first, full) = (sequence.computed / BLOCK_TOKENS, tokens.len() / BLOCK_TOKENS);

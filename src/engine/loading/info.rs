@@ -43,7 +43,7 @@ pub struct ModelInfo {
     pub device: DeviceInfo,
     /// The number of ranks that run the model together.
     pub ranks: usize,
-    /// The size of the weights on the rank with the largest part, in bytes.
+    /// The estimated size of the weights on the rank with the largest part, in bytes.
     pub weight_bytes: u64,
     /// The size of the largest KV cache of any rank, in bytes.
     pub cache_bytes: u64,

@@ -100,7 +100,7 @@ impl RankMemory {
         self.ranks.iter().map(|(plan, _)| plan.block_bytes(blocks)).max().unwrap_or(0)
     }
 
-    /// Returns the size of the weights on the rank with the most weights, in bytes.
+    /// Returns the estimated size of the weights on the rank with the most weights, in bytes.
     pub fn weight_bytes(&self) -> u64 {
         self.ranks.iter().map(|(plan, _)| plan.weight_bytes()).max().unwrap_or(0)
     }

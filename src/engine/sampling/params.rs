@@ -4,7 +4,8 @@
 //! generation_config.json sets it. The names are:
 //!
 //! - the flag of `inferno play`, which is also the name for `/set`, in `config.toml` and in saved conversations
-//! - the field of a JSON request, of generation_config.json and of [`SamplingParams`]
+//! - the field of a JSON request, of generation_config.json and of [`SamplingParams`].
+//!   Ollama's API has its own name for the repetition penalty: `repeat_penalty`.
 //!
 //! On a CPU, [`Sampler`](super::Sampler) applies the parameters. On a GPU, kernels apply them.
 //! docs/contributing.md lists the code to change for a new parameter.
@@ -95,7 +96,7 @@ sampling_table! {
 /// One row of the sampling table: a parameter with its names, help text and valid range.
 pub struct SamplingField {
     /// The name of the field in [`SamplingParams`], such as `top_p`.
-    /// JSON requests and generation_config.json use this name too.
+    /// generation_config.json uses this name too, and so do JSON requests, except for `repeat_penalty` in Ollama's API.
     pub name: &'static str,
     /// The name of the flag, such as `top-p`. `/set`, `config.toml` and saved conversations use this name too.
     pub flag: &'static str,

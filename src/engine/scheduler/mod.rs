@@ -339,7 +339,7 @@ impl Scheduler {
         }
     }
 
-    /// Returns the prompt of a sequence and all tokens generated so far.
+    /// Returns the prompt of a sequence and all tokens generated so far. The last token can be a placeholder.
     pub fn tokens(&self, id: SequenceId) -> &[u32] {
         &self.sequences[&id].tokens
     }
