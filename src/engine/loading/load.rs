@@ -238,7 +238,8 @@ fn fingerprint(
 fn deterministic_parts(chunk: usize, attention: AttentionBackend) -> Result<PromptParts> {
     if attention == AttentionBackend::CandleFlashAttn {
         bail!(Error::Usage(
-            "cannot use --deterministic with the attention kernel 'flash': use --attention eager".into()
+            "cannot use --deterministic: the attention kernel 'flash' does not support it; use --attention eager"
+                .into()
         ));
     }
     PromptParts::new(chunk).with_context(|| {
