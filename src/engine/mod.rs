@@ -6,11 +6,12 @@
 //! The modules, roughly in the order in which a request passes through them:
 //!
 //! - `loading/`: loads a model and plans its memory; runs once, before the engine thread starts
-//! - `handle/`: the client's side of the engine: submits and replays requests, predicts starts, and scores text
+//! - `handle/`: the client's side of the engine: submits and replays requests, predicts their starts, scores text,
+//!   and saves and loads cached prefixes
 //! - `requests/`: the request, its sequences on the engine thread, and the events and text of its answers
 //! - `engine_loop/`: the engine thread: plans and runs steps, delivers their tokens, and updates counters
 //! - `scheduler/`: decides which tokens of which sequences each step computes
-//! - `blocks/`: assigns blocks of the KV cache to sequences, and reuses and saves cached prefixes
+//! - `blocks/`: assigns blocks of the KV cache to sequences, finds cached prefixes, and reads and writes their files
 //! - `sampling/`: chooses the next token; `constraint/`: restricts the choice to a grammar
 //! - `rank_failure`: tells clients that one of several devices has failed; `fault`: failures that tests inject
 //! - `scripted`: an engine without a model, for tests
@@ -183,7 +184,8 @@ impl<'o> EngineBuilder<'o> {
     }
 
     /// Sets the context length in tokens. The default is 32,768 or the model's default, whichever is less.
-    /// If the model does not fit in memory even with the smallest chunk, the default is halved, down to 2,048.
+    /// If the model does not fit in memory even with the smallest chunk, the default is halved until the model fits,
+    /// but not below 2,048.
     pub fn context(mut self, context: usize) -> Self {
         self.options.context = Some(context);
         self
@@ -191,7 +193,8 @@ impl<'o> EngineBuilder<'o> {
 
     /// Sets the minimum number of full-context sequences that the KV cache can hold. The default is 1.
     ///
-    /// More requests can run at once if they need fewer blocks. A request waits while too few blocks are free.
+    /// More sequences can run at once if they are shorter than the context.
+    /// A sequence waits to start while too few blocks are free.
     pub fn sequences(mut self, sequences: usize) -> Self {
         self.options.sequences = sequences;
         self
@@ -206,7 +209,7 @@ impl<'o> EngineBuilder<'o> {
 
     /// Sets the memory to use on each device. The KV cache gets what remains after weights and workspace.
     ///
-    /// By default, the cache is only as large as [`sequences`](Self::sequences) requires.
+    /// By default, the KV cache is only as large as [`sequences`](Self::sequences) requires.
     pub fn memory(mut self, limit: MemoryLimit) -> Self {
         self.options.memory = Some(limit);
         self
@@ -249,14 +252,16 @@ impl<'o> EngineBuilder<'o> {
 
     /// Sets whether to load the kernels of dense matrix products before the first request. The default is `false`.
     ///
-    /// Loading the model then takes longer (by 0.3 s for gpt-oss-20b on an H200: see docs/benchmark-history.md).
+    /// With this option, loading the model takes longer.
+    /// For gpt-oss-20b on an H200, it takes 0.3 s longer (see docs/benchmark-history.md).
     /// Without this option, the first steps with a new number of tokens wait until cuBLASLt has loaded a kernel.
     pub fn warm_up(mut self, warm_up: bool) -> Self {
         self.options.warm_up = warm_up;
         self
     }
 
-    /// Sets the attention kernel on a GPU. The decode graph ignores this option: it has a kernel of its own.
+    /// Sets the attention kernel. Loading fails if the device or the model does not support the kernel.
+    /// The decode graph ignores this option: it has a kernel of its own.
     pub fn attention(mut self, attention: AttentionBackend) -> Self {
         self.options.attention = attention;
         self

@@ -28,7 +28,7 @@ pub struct Sandbox {
 
 impl Sandbox {
     /// Starts a sandbox process for the model at `dir`.
-    /// The returned [`Language`] encodes and renders text in the sandbox process.
+    /// The returned [`Language`] encodes text and renders conversations in the sandbox process.
     pub fn load(dir: &Path) -> Result<Language> {
         let dir = std::path::absolute(dir)?;
         let (process, Loaded { table, chat, generation_config, stop_ids }, tokens) = Process::start(&dir)?;

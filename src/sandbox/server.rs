@@ -55,7 +55,7 @@ fn answer(
         };
         return Ok((SandboxResponse::Loaded(Box::new(response)), tokens));
     }
-    let language = language.as_ref().context("no model is loaded")?;
+    let language = language.as_ref().context("internal error: the sandbox process has not loaded a model")?;
     match request {
         SandboxRequest::Load => bail!("internal error: unhandled load request"),
         SandboxRequest::Encode(controls) => {

@@ -106,8 +106,9 @@ impl World {
     }
 
     /// Returns the sum of x over all ranks. x must have the same shape and dtype on all ranks.
-    /// If no [`Exchange`] can queue the sum, waits until all ranks have called this function.
-    /// If a rank makes no progress within the time limit, ends the world and fails.
+    /// Waits until all ranks have called this function, except during the capture of a CUDA graph.
+    /// If an [`Exchange`] queues the sum and a rank does not answer in time, the sum is wrong, and
+    /// [`check`](Self::check) reports the rank. If no exchange can queue the sum, ends the world and fails instead.
     pub fn sum(&self, x: &Tensor) -> Result<Tensor> {
         match (&self.meeting, &self.exchange) {
             (None, _) => Ok(x.clone()),
@@ -159,7 +160,7 @@ impl World {
     }
 
     /// Returns the columns of all ranks side by side, in rank order. x holds this rank's [`share`] of `columns`.
-    /// If no [`Exchange`] can queue the operation, waits until all ranks have called this function.
+    /// Waits for the other ranks, and handles a rank that does not answer, like [`sum`](Self::sum).
     pub fn concat_columns(&self, x: &Tensor, columns: usize) -> Result<Tensor> {
         self.concat_columns_into(x, columns, None)
     }
@@ -197,6 +198,7 @@ impl World {
     }
 
     /// Returns the values of all ranks, in rank order. Waits until all ranks have called this function.
+    /// If a rank makes no progress for 60 s, ends the world and fails.
     pub fn all_gather<T: Any + Send + Sync>(&self, value: T) -> Result<Vec<Arc<T>>> {
         match &self.meeting {
             None => Ok(vec![Arc::new(value)]),

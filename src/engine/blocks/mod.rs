@@ -5,9 +5,9 @@
 //! Sliding-window groups release the blocks that no later token attends to.
 //! All layer groups share one pool, as in vLLM's hybrid KV cache manager.
 //!
-//! A full block is identified by a hash of all tokens up to the end of the block.
+//! A full block is identified by its layer group and a hash of all tokens up to the end of the block.
 //! A prompt that starts with the same tokens can reuse the block, whether or not another sequence still uses it.
-//! The hash includes a salt, so that only prompts with the same salt reuse the block.
+//! The hash includes the cache salt and the prompt parts, so only prompts with the same salt and parts share blocks.
 
 mod pool;
 pub(super) mod prefix_file;
@@ -26,7 +26,7 @@ const RETAINED_PREFIX_TOKENS: usize = 1024;
 
 /// The hashes of the full blocks of a sequence.
 ///
-/// A block's hash covers the salt and all tokens up to the end of the block.
+/// A block's hash covers `salt` and all tokens up to the end of the block.
 /// The default value has neither a salt nor prompt parts.
 #[derive(Clone, Debug, Default)]
 pub struct BlockHashes {
@@ -74,7 +74,7 @@ impl SequenceBlocks {
 }
 
 /// The longest cached prefix of a prompt, found without starting a sequence.
-/// No sequence holds the blocks of the prefix, so the prefix is valid only until the block manager changes.
+/// The prefix holds no references to its blocks, so it is valid only until the block manager changes.
 pub struct CachedPrefix(SequenceBlocks);
 
 impl CachedPrefix {
@@ -377,7 +377,7 @@ impl BlockManager {
     }
 
     /// Records that the keys and values of all `tokens` are in the blocks of the sequence.
-    /// Makes full blocks reusable, at most `sequence.reusable` per table.
+    /// Makes the full blocks among the first `sequence.reusable` blocks of each table reusable.
     /// Releases the blocks that no later token attends to.
     pub fn commit(&mut self, sequence: &mut SequenceBlocks, tokens: &[u32]) {
         let (first, full) = (sequence.computed / BLOCK_TOKENS, tokens.len() / BLOCK_TOKENS);
@@ -406,7 +406,8 @@ impl BlockManager {
     /// Returns how soon to evict a block that left the window of a sequence.
     ///
     /// A prompt can reuse a prefix only if all blocks in the window at the end of the prefix are cached.
-    /// Blocks in the window at the end of a prompt or at a multiple of [`RETAINED_PREFIX_TOKENS`] are evicted last.
+    /// Blocks in the window at the end of the prompt are therefore evicted last.
+    /// So are blocks in the window at the end of a prefix whose length is a multiple of [`RETAINED_PREFIX_TOKENS`].
     fn retention_behind_window(&self, group: usize, index: usize, prompt_tokens: usize) -> Retention {
         let prefix_end = (index * BLOCK_TOKENS / RETAINED_PREFIX_TOKENS + 1) * RETAINED_PREFIX_TOKENS;
         let is_visible_from = |position| index >= self.first_visible_block(group, position);
@@ -480,8 +481,8 @@ impl BlockManager {
         sequence.hashes
     }
 
-    /// Undoes [`start`](Self::start) for a sequence that has not run. Returns the block hashes.
-    /// Also subtracts the tokens that `start` added to the cache counters.
+    /// Undoes [`start`](Self::start) or [`start_uncached`](Self::start_uncached) for a sequence that has not run.
+    /// Also subtracts the tokens that `start` added to the cache counters. Returns the block hashes.
     pub fn abandon(&mut self, sequence: SequenceBlocks) -> BlockHashes {
         self.queried_tokens -= sequence.queried_tokens as u64;
         self.hit_tokens -= sequence.computed as u64;

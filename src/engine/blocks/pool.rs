@@ -38,7 +38,8 @@ pub enum Retention {
 
 /// Reference counts and contents of all blocks.
 ///
-/// Blocks without references form a list in eviction order: first the blocks that were released without content,
+/// Blocks without references form a list in eviction order: first the blocks that were never used, or were released
+/// without content,
 /// then the [`Retention::EvictFirst`] blocks, then the [`Retention::Keep`] blocks.
 /// A block with content stays reusable in this list until it is evicted.
 pub struct BlockPool {

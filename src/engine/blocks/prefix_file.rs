@@ -55,8 +55,8 @@ impl PrefixBlocks {
 }
 
 /// Saves the longest cached prefix of `ids`. Returns the number of saved tokens.
-/// Finds only blocks that were cached without a cache salt, and without prompt parts of a single request.
-/// If no prefix is cached, returns 0 and writes no file.
+/// Finds only blocks that were cached by requests with neither a cache salt nor prompt parts of their own.
+/// If no such prefix is cached, returns 0 and writes no file. Fails if the file cannot be written.
 pub fn save(path: &Path, ids: &[u32], fingerprint: &str, runner: &Runner, blocks: &BlockManager) -> Result<usize> {
     // A cached prefix never includes the last token. Append a token, so that the search can find all blocks of `ids`.
     let tokens = [ids, &[0]].concat();
@@ -94,7 +94,7 @@ pub fn load(
     runner: &Runner,
     blocks: &mut BlockManager,
 ) -> Result<usize> {
-    let damaged = || format!("{} is damaged", path.display());
+    let damaged = || format!("cannot load the prefix: {} is damaged", path.display());
     let (_, metadata) = SafeTensors::read_metadata(&bytes).with_context(damaged)?;
     if metadata.metadata().as_ref().and_then(|metadata| metadata.get(FINGERPRINT)).is_none_or(|f| f != fingerprint) {
         return Ok(0);

@@ -23,7 +23,7 @@ const MAX_TRIE_BYTES: usize = 4_000_000;
 
 /// The maximum number of optional properties if only one object of a schema has optional properties.
 /// With several such objects, the limit is lower. See [`optional_pairs`].
-/// The compile time grows quadratically with the number of optional properties, which llguidance does not limit.
+/// The compile time grows with the square of the number of optional properties. llguidance does not limit this number.
 /// The time limits in `prepare.rs` only end the wait: they do not stop the compiling thread.
 const MAX_OPTIONAL: usize = 1000;
 

@@ -3,7 +3,7 @@
 //! - [`GrammarCompiler`] compiles grammars for a vocabulary, with llguidance.
 //!   Each engine has one compiler, built on first use.
 //! - [`plan::Plan`] describes the whole answer: messages, reasoning, tool calls, and where a grammar applies.
-//!   `harmony` and `tagged` create the plan for a chat format.
+//!   `prepare` creates the plan. `harmony` and `tagged` create its parts for a chat format.
 //! - [`ConstraintState`] is the position of one sequence in its plan, and computes the tokens that may come next.
 //!
 //! No grammar applies to reasoning. Reasoning ends with a control token or with the text `</think>`.

@@ -78,7 +78,7 @@ fn run_limited<T: Send + 'static>(
             Err(RecvTimeoutError::Disconnected) => {
                 return Err(invalid(
                     name,
-                    "the grammar compiler crashed, which is a bug in inferno: simplify the grammar",
+                    "the grammar compiler crashed, which is a bug in inferno; simplify the grammar",
                 ));
             }
             Err(RecvTimeoutError::Timeout) => {}

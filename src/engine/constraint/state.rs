@@ -136,7 +136,7 @@ impl ConstraintState {
             (PartProgress::Free { tail }, AnswerPart::Free(free)) => {
                 if free.premature.contains(&token) {
                     let Some(replacement) = free.replacement else {
-                        bail!("the model ended its answer or called a tool before the constrained part");
+                        bail!("cannot match the constraint: the model ended its answer or called a tool too early");
                     };
                     token = replacement;
                 }
@@ -195,7 +195,7 @@ fn leave_free(free: &Free, tail: &mut Vec<u8>, token: u32, plan: &Plan) -> Resul
     };
     // The grammar applies from the next token on, so it cannot check text that follows the tag in this token.
     if !tail[at + tag.len()..].iter().all(u8::is_ascii_whitespace) {
-        bail!("the model generated text after {tag} in the same token");
+        bail!("cannot match the constraint: the model generated text after {tag} in the same token");
     }
     Ok(Some(part))
 }

@@ -46,7 +46,7 @@ const RANK_PING: Duration = Duration::from_secs(1);
 
 /// A message from a client to the engine thread.
 pub enum EngineCommand {
-    /// Generate answers to one prompt, one per sequence.
+    /// Generate answers to one prompt: one answer per sequence.
     Submit(Vec<Sequence>),
     /// Call a function with the runner once all requests submitted earlier have ended.
     Run(RunnerCall),

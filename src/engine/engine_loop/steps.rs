@@ -124,7 +124,7 @@ impl EngineLoop {
         self.counters.cached_tokens.store(0, Ordering::Relaxed);
         // After some errors, such as an illegal memory access, every call of the CUDA driver fails.
         if let Err(error) = self.runner.device().synchronize() {
-            tracing::error!(%error, "the device no longer works");
+            tracing::error!(%error, "the device no longer works: the engine stops");
             self.is_device_broken = true;
         }
     }

@@ -36,7 +36,8 @@ pub struct LoadOptions<'o> {
     /// The dtype of activations and of the KV cache. `None` selects bf16 on a GPU and f32 on a CPU.
     pub dtype: Option<DType>,
     /// The context length in tokens. `None` selects 32,768 or the model's default, whichever is less.
-    /// If the model does not fit in memory even with the smallest chunk, the default is halved, down to 2,048.
+    /// If the model does not fit in memory even with the smallest chunk, the default is halved until the model fits,
+    /// but not below 2,048.
     pub context: Option<usize>,
     /// The prefill chunk size in tokens. `None` selects the fastest size that fits in memory.
     pub chunk: Option<usize>,
@@ -49,6 +50,7 @@ pub struct LoadOptions<'o> {
     /// With `None`, the KV cache is only as large as `sequences` requires.
     pub memory: Option<MemoryLimit>,
     /// The format to which floating-point weight matrices are quantized during loading.
+    /// With `None`, these matrices are not quantized.
     pub quantize: Option<QuantizationTarget>,
     /// Whether to run all steps one operation at a time, even if a CUDA graph could run them.
     pub eager: bool,
@@ -56,13 +58,14 @@ pub struct LoadOptions<'o> {
     /// If true, steps are slower, and prompts reuse fewer cached tokens.
     pub deterministic: bool,
     /// Whether steps can be queued before the tokens of the previous step are known.
-    /// `None` means `true` on a GPU and `false` on a CPU.
+    /// `None` means `true` on a GPU and `false` on a CPU. With `eager`, a GPU never queues steps.
     /// See [`EngineBuilder::queue_steps`](crate::engine::EngineBuilder::queue_steps).
     pub queue_steps: Option<bool>,
     /// Whether to load the kernels of dense matrix products before the first request.
     /// If false, loading takes less time, but the first steps with a new number of tokens take longer.
     pub warm_up: bool,
-    /// The attention kernel on a GPU. The decode graph ignores this option: it has a kernel of its own.
+    /// The attention kernel. Loading fails if the device or the model does not support the kernel.
+    /// The decode graph ignores this option: it has a kernel of its own.
     pub attention: AttentionBackend,
     /// A progress callback. Its first argument is the size of the tensors that the first device has loaded so far.
     /// Its second argument is the size of all tensors in the model's files. Both sizes are in bytes.
@@ -234,10 +237,15 @@ fn fingerprint(
 /// Fails if the chunk size or the attention kernel does not support deterministic answers.
 fn deterministic_parts(chunk: usize, attention: AttentionBackend) -> Result<PromptParts> {
     if attention == AttentionBackend::CandleFlashAttn {
-        bail!(Error::Usage("--deterministic does not support --attention flash".into()));
+        bail!(Error::Usage(
+            "cannot use --deterministic: the attention kernel 'flash' does not support it; use --attention eager"
+                .into()
+        ));
     }
     PromptParts::new(chunk).with_context(|| {
-        Error::Usage(format!("--deterministic needs chunks of at least {BLOCK_TOKENS} tokens, not {chunk}"))
+        Error::Usage(format!(
+            "cannot use --deterministic with a chunk size of {chunk}: raise --chunk and --context to {BLOCK_TOKENS} or more"
+        ))
     })
 }
 
@@ -320,7 +328,7 @@ struct LoadTarget<'t> {
 }
 
 /// Builds the decoder and the KV cache of each rank, and a runner for them.
-/// Returns the runner, and the attention kernel that all ranks use.
+/// Returns the runner, and the attention kernel of the first rank's last layer.
 fn allocate(
     config: &ModelConfig,
     checkpoint: &Checkpoint,

@@ -37,7 +37,7 @@ pub(super) struct RankLoader<'l> {
     pub min_rounded: Option<usize>,
     /// The layers of each rank. `None` if every rank holds a part of each layer.
     pub stages: Option<&'l [Range<usize>]>,
-    /// The size of the largest step, in tokens.
+    /// The maximum number of tokens in one forward pass.
     pub chunk: usize,
     /// Whether to load the kernels of dense matrix products before the first request.
     /// See [`LoadOptions::warm_up`](super::load::LoadOptions).
@@ -117,7 +117,7 @@ impl RankLoader<'_> {
         let weights = WeightsBuilder::new(checkpoint, device, dtype, progress);
         let weights = weights.world(world.clone()).quantize(quantize).build()?;
         let mut decoder = config.build(&weights, context)?;
-        let unsupported = |reason| Error::Usage(format!("--attention {attention}: {reason}"));
+        let unsupported = |reason| Error::Usage(format!("cannot use --attention {attention}: {reason}"));
         let attention = decoder.set_attention_backend(attention).map_err(unsupported)?;
         drop(weights);
         device.synchronize()?;

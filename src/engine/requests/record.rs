@@ -109,7 +109,7 @@ impl GenerationRecord {
     pub fn check_version(&self) -> Result<()> {
         match self.version {
             VERSION => Ok(()),
-            other => bail!("the record has version {other}, but this build reads version {VERSION}"),
+            other => bail!("cannot read the record: it has version {other}, but this build reads version {VERSION}"),
         }
     }
 }

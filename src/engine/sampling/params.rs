@@ -1,9 +1,11 @@
 //! The sampling parameters, defined in one table.
 //!
-//! Each row defines the names, the neutral value, the range and the help text of one parameter. The names are:
+//! Each row defines one parameter: its names, type, neutral value, range and help text, and when the model's
+//! generation_config.json sets it. The names are:
 //!
 //! - the flag of `inferno play`, which is also the name for `/set`, in `config.toml` and in saved conversations
-//! - the field of a JSON request, of generation_config.json and of [`SamplingParams`]
+//! - the field of a JSON request, of generation_config.json and of [`SamplingParams`].
+//!   Ollama's API has its own name for the repetition penalty: `repeat_penalty`.
 //!
 //! On a CPU, [`Sampler`](super::Sampler) applies the parameters. On a GPU, kernels apply them.
 //! docs/contributing.md lists the code to change for a new parameter.
@@ -91,10 +93,10 @@ sampling_table! {
     help: "Seed of the random numbers for sampling [default: random]";
 }
 
-/// One row of the sampling table: a parameter with its names and its valid range.
+/// One row of the sampling table: a parameter with its names, help text and valid range.
 pub struct SamplingField {
     /// The name of the field in [`SamplingParams`], such as `top_p`.
-    /// JSON requests and generation_config.json use this name too.
+    /// generation_config.json uses this name too, and so do JSON requests, except for `repeat_penalty` in Ollama's API.
     pub name: &'static str,
     /// The name of the flag, such as `top-p`. `/set`, `config.toml` and saved conversations use this name too.
     pub flag: &'static str,

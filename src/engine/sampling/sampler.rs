@@ -15,7 +15,7 @@ use crate::engine::constraint::ConstraintState;
 use crate::kernels::sampling::{DeviceSampling, Penalties, RowEdits, SamplingKernelParams, TokenMask};
 use crate::runner::TokenSampler;
 
-/// The state for choosing the tokens of one answer: parameters, token counts and constraint.
+/// The state for choosing the tokens of one answer: parameters, token counts, logit rules and constraint.
 pub struct Sampler {
     params: SamplingParams,
     seen: TokenCounts,

@@ -339,12 +339,12 @@ impl Scheduler {
         }
     }
 
-    /// Returns the prompt of a sequence and all tokens generated so far.
+    /// Returns the prompt of a sequence and all tokens generated so far. The last token can be a placeholder.
     pub fn tokens(&self, id: SequenceId) -> &[u32] {
         &self.sequences[&id].tokens
     }
 
-    /// Returns how the prompt of a sequence is divided, if its results must not depend on other sequences.
+    /// Returns how the prompt of a sequence is divided into parts, or `None` if the prompt is not divided.
     pub fn prompt_parts(&self, id: SequenceId) -> Option<PromptParts> {
         self.sequences[&id].prompt_parts
     }

@@ -80,7 +80,7 @@ pub struct MemoryPlan {
 pub struct Capacity {
     /// The context length in tokens.
     pub context: usize,
-    /// The maximum number of tokens in one step, over all sequences of the step.
+    /// The maximum number of tokens in one forward pass, over all sequences.
     pub chunk: usize,
 }
 
@@ -163,12 +163,12 @@ impl MemoryPlan {
         &self.layers
     }
 
-    /// Returns the size of the rank's weights on the device, in bytes.
+    /// Returns the estimated size of the rank's weights on the device, in bytes.
     pub fn weight_bytes(&self) -> u64 {
         self.weight_bytes
     }
 
-    /// Returns the extra bytes needed while loading, which are freed before the KV cache is allocated.
+    /// Returns the extra bytes needed while loading onto a GPU. The loader frees them before it allocates the KV cache.
     pub fn loading_bytes(&self) -> u64 {
         self.loading_bytes
     }
