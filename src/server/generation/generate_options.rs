@@ -1,4 +1,4 @@
-//! Reads the fields that all routes for generating text share: sampling, limits and stop conditions.
+//! Reads the request fields that all routes for generating text share, such as sampling parameters and stop strings.
 
 use std::collections::BTreeMap;
 
