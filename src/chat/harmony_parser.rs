@@ -50,7 +50,7 @@ enum Ending {
     Marked,
     /// The next message started, but the end token of this message is missing.
     Missing,
-    /// The generation ended in the middle of the message.
+    /// The generation ended, and the parser received no end token for the message.
     Generation,
 }
 

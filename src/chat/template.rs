@@ -183,7 +183,9 @@ impl JinjaTemplate {
         let template = environment.get_template(NAME)?;
         if let Err(error) = template.render_captured_to(context, &mut out) {
             return Err(match template_functions::raised(&error) {
-                Some(message) => anyhow!("the chat template ({}) rejects this conversation: {message}", self.file),
+                Some(message) => {
+                    anyhow!("cannot render the conversation: the chat template ({}) rejects it: {message}", self.file)
+                }
                 None if error.kind() == ErrorKind::OutOfFuel => {
                     anyhow!("{} (stopped after {FUEL} steps)", explain(&self.file, &error))
                 }
@@ -216,7 +218,7 @@ fn environment(source: &str) -> std::result::Result<Environment<'static>, Error>
 /// Returns a template error as a message with the file name, the line (if known) and all causes.
 fn explain(file: &str, error: &Error) -> String {
     let line = error.line().map(|line| format!(", line {line}")).unwrap_or_default();
-    let mut text = format!("the chat template ({file}{line}) failed: {}", error.kind());
+    let mut text = format!("cannot render the conversation: the chat template ({file}{line}) failed: {}", error.kind());
     if let Some(detail) = error.detail() {
         text.push_str(&format!(": {detail}"));
     }
@@ -257,6 +259,7 @@ fn read_json(path: &Path) -> Result<Json> {
 }
 
 /// Returns the default template in `value`, and the separate template for conversations with tools, if any.
+/// Returns `None` if the default template is missing or empty.
 ///
 /// `value` is a string, or a list of `{name, template}` objects.
 /// From a list, the default is the template named `default`, or else the first template.

@@ -37,7 +37,8 @@ fn read(model: &Value) -> Option<ServedModel> {
     })
 }
 
-/// Finds a model by its name or by a part of its name. Fails if no model or several models match.
+/// Finds the model with the name `name`, or else the only model whose name contains `name`.
+/// Fails if no model matches, or if several names contain `name` and none equals it.
 pub fn find<'m>(models: &'m [ServedModel], name: &str, connection: &Connection) -> Result<&'m ServedModel> {
     if let Some(model) = models.iter().find(|model| model.name == name) {
         return Ok(model);

@@ -4,9 +4,9 @@
 //! Its modules are:
 //!
 //! - `openai/`, `anthropic/`, `ollama/`: the routes of these APIs; `dialect`: the error format of each API
-//! - `routes/`: health, metrics, records, receipts, tokenization and the admission preview
+//! - `routes/`: health, load, metrics, records, receipts, tokenization and the admission preview
 //! - `generation/`: runs requests and turns their events into responses
-//! - `http/`: request bodies, errors, access and logging; `connections/`: the listener, TLS and slow clients
+//! - `http/`: request bodies, errors, access and logging; `connections/`: accepts, encrypts and closes connections
 //! - `limits/`: limits the number of sequences, and estimates when the client should retry a rejected request
 //! - `records/`: keeps records of requests, and signs receipts
 //! - `router`: maps paths to route handlers, and runs shared code before and after each handler

@@ -45,8 +45,7 @@ async fn reject(State(server): State<Arc<Server>>, request: Request, next: Next)
     let mut response = if SPARE_PATHS.contains(&request.uri().path()) {
         next.run(request).await
     } else {
-        let message =
-            format!("the server allows {} open connections, and all are in use", server.options.max_connections);
+        let message = format!("all connections that the server allows ({}) are in use", server.options.max_connections);
         ApiError::unavailable(message, RETRY_SOON).into_response()
     };
     response.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));

@@ -100,7 +100,7 @@ impl Server {
     }
 
     /// Returns the engine if it is loaded and the server is not shutting down.
-    /// Otherwise, returns the error to send to the router.
+    /// Otherwise, returns the error to send to the client.
     pub fn healthy_engine(&self) -> Result<&EngineHandle, ApiError> {
         self.engine_before(Phase::Leaving)
     }

@@ -61,7 +61,7 @@ pub async fn bind(host: &str, port: u16) -> Result<TcpListener> {
     socket.listen(BACKLOG).with_context(what)
 }
 
-/// Serves connections until `shutdown` resolves and all requests have ended. Fails if the engine stops.
+/// Serves connections until `shutdown` resolves and all requests have ended. Fails if the engine stops or a GPU fails.
 ///
 /// After `shutdown`, the server reports itself as unhealthy, but accepts requests during the drain delay.
 /// Then, the server rejects new requests. Requests in progress continue until the drain timeout.

@@ -81,8 +81,8 @@ pub struct Submission {
     pub prompt_field: &'static str,
 }
 
-/// Submits the requests to the engine. Fails with status 429 if the queue has no room for all answers now,
-/// and with status 400 if there are more answers than the queue can ever hold.
+/// Submits the requests to the engine. Fails with status 429 if the server cannot admit all answers now,
+/// and with status 400 if there are more answers than the server can ever admit at once.
 pub async fn submit(server: &Arc<Server>, log: Arc<RequestLog>, submission: Submission) -> Result<Answers, ApiError> {
     let engine = server.open_engine()?.clone();
     let submitted = Instant::now();
@@ -139,7 +139,7 @@ pub async fn submit(server: &Arc<Server>, log: Arc<RequestLog>, submission: Subm
     })
 }
 
-/// Reserves room in the queue for all answers of an HTTP request.
+/// Admits the answers to an HTTP request, either all of them or none. Each answer is one sequence.
 fn admit(server: &Server, log: &RequestLog, submission: &Submission) -> Result<Permit, ApiError> {
     let count = submission.requests.len() * submission.choices;
     let limit = server.admission.limit();

@@ -159,8 +159,8 @@ impl Choice {
 
     /// Adds a token to the pending tokens.
     ///
-    /// `is_boundary` is true for a control token without text. In Harmony, such a token starts or ends a message or its
-    /// header. In other formats, such a token is a tag, or a token that the parser drops.
+    /// `is_boundary` is true for a control token without text. In harmony, such a token belongs to a header or ends a
+    /// message. In other formats, such a token is a tag, or a token that the parser drops.
     fn add_token(&mut self, token: PendingToken, is_boundary: bool) {
         if is_boundary && !self.keeps_all_tokens {
             // Drop the pending tokens, which belong to a header or a tag and not to the text of the answer.
@@ -395,7 +395,7 @@ mod tests {
         let mut sent = |event, calls: &[ToolCall]| text(&choice.push(event, calls, &tokenizer).pieces);
         assert_eq!(sent(token(), &[call("f", "")]), "0=f ");
         assert_eq!(sent(token(), &[call("f", "{\"a")]), "0+{\"a ");
-        // In chat formats other than Harmony, the function name is known only at the end of a call.
+        // In chat formats other than harmony, the function name is known only at the end of a call.
         assert_eq!(sent(token(), &[call("f", "{\"a\":1}"), call("", "{\"name")]), "0+\":1} ");
         assert_eq!(sent(token(), &[call("f", "{\"a\":1}"), call("g", "")]), "1=g ");
         let pieces = choice.push(end(FinishReason::ToolCalls), &[call("f", "{\"a\":1}"), call("g", "")], &tokenizer);

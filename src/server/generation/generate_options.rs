@@ -1,4 +1,4 @@
-//! Reads the fields that all routes for generating text share: sampling, limits and stop conditions.
+//! Reads the request fields that all routes for generating text share, such as sampling parameters and stop strings.
 
 use std::collections::BTreeMap;
 
@@ -195,7 +195,7 @@ impl StreamOptions {
     }
 }
 
-/// Reads `n`, the number of answers. Also accepts `best_of` if it equals `n`.
+/// Reads `n`, the number of answers to each prompt. Also accepts `best_of` if it equals `n`.
 pub fn read_choices(fields: &mut Fields) -> Result<usize, ApiError> {
     let n = fields.take_integer("n", 1..=MAX_CHOICES)?.unwrap_or(1);
     fields.refuse("best_of", &[json!(n)], "use 'n'")?;

@@ -27,7 +27,7 @@ pub struct Access {
 
 impl Access {
     /// Creates the access rules. Without API keys, all clients have access, except web pages of other sites
-    /// whose origin is not allowed.
+    /// whose origin is neither local nor allowed.
     pub fn new(options: &ServerOptions) -> Self {
         let keys = options.api_keys.iter().map(|key| digest(&SHA256, key.as_bytes())).collect();
         Self { keys, origins: options.cors_origins.clone(), allows_any_host: options.no_auth }
@@ -48,7 +48,7 @@ impl Access {
             }
             (None, Some(header)) => header.to_str().ok(),
             (None, None) => {
-                return Err(ApiError::unauthorized("no API key: send it in the header 'Authorization: Bearer KEY'"));
+                return Err(ApiError::unauthorized("no API key: send one in the header 'Authorization: Bearer KEY'"));
             }
         };
         let hash = digest(&SHA256, key.unwrap_or_default().as_bytes());

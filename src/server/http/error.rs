@@ -19,7 +19,7 @@ pub const RETRY_LATER: Duration = Duration::from_secs(5);
 /// The maximum length of an error message in characters. Error messages can quote parts of the request.
 const MAX_MESSAGE_CHARS: usize = 1000;
 
-/// An error response. Its body is `{"error": {"message", "type", "param", "code"}}`.
+/// An error response. Its body is `{"error": {"message", "type", "param", "code"}}`, unless `dialect` converts it.
 #[derive(Clone, Debug)]
 pub struct ApiError {
     pub status: StatusCode,

@@ -76,7 +76,7 @@ impl FreeTimes {
     /// The expected time until the next end is the mean interval between ends minus the time since the last end.
     /// This mean includes only the intervals that are at least as long as the time since the last end.
     /// If all intervals are shorter, the expected time until the next end is the time since the last end.
-    /// Each of the `count` sequences that ends later adds the mean time per ended sequence.
+    /// Each of the `count` sequences that ends after the next end adds the mean time per ended sequence.
     pub fn expected_wait(&self, now: Instant, count: usize) -> Option<Duration> {
         let elapsed = self.elapsed(now);
         let rests = self.ends.iter().filter_map(|(interval, _)| interval.checked_sub(elapsed));

@@ -1,4 +1,4 @@
-//! The routes of ollama's API: `/api/chat`, `/api/generate` and the routes about models.
+//! The routes of ollama's API: `/api/chat`, `/api/generate`, and the routes about the model and the version.
 //!
 //! A request is converted to a conversation for the engine, as for a chat completion.
 //! The pieces of the answer are converted to a JSON object, or to a stream of JSON objects, one per line.

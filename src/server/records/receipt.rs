@@ -43,8 +43,8 @@ pub struct Receipt {
     pub requests: Vec<RequestReceipt>,
     /// The reason why the answers failed, or `None` if they did not fail.
     pub error: Option<String>,
-    /// The hash of the request's record, which `GET /v1/records/{id}` returns and `--record` writes.
-    /// The record contains the options that affect the tokens of the answers.
+    /// The hash of the JSON of the record that `GET /v1/records/{id}` returns and `--record` writes.
+    /// The record contains the options that affect the choice of tokens, but not `max_tokens` and the stop strings.
     pub record_sha256: String,
 }
 

@@ -29,7 +29,7 @@ pub fn find(server: &Server, tenant: Tenant, id: &str) -> Result<Arc<GenerationR
         // Each client could then read the prompts of all other clients.
         return Err(ApiError::forbidden(
             "cannot return records or receipts: the server was started with --no-auth; \
-             start it without --no-auth, or let it write records to files with --record FOLDER",
+             start it without --no-auth, or, for records only, let it write them to files with --record FOLDER",
         ));
     }
     let record = server.recorder.get(tenant, id);

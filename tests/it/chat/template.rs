@@ -197,10 +197,13 @@ fn tool_call_ids_have_the_length_that_the_template_requires() {
 #[test]
 fn errors_name_the_file_the_line_and_the_cause() {
     let error_text = error("\n\n{{ raise_exception('Only users may speak!') }}");
-    assert_eq!(error_text, "the chat template (chat_template.jinja) rejects this conversation: Only users may speak!");
+    assert_eq!(
+        error_text,
+        "cannot render the conversation: the chat template (chat_template.jinja) rejects it: Only users may speak!"
+    );
     assert_eq!(
         error("{% macro m() %}{{ raise_exception('No.') }}{% endmacro %}{{ m() }}"),
-        "the chat template (chat_template.jinja) rejects this conversation: No."
+        "cannot render the conversation: the chat template (chat_template.jinja) rejects it: No."
     );
     let error_text = error("\n\n{{ messages[0].nothing.more }}");
     assert!(error_text.contains("chat_template.jinja, line 3"), "{error_text}");

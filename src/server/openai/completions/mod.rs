@@ -26,7 +26,7 @@ use response::{Completion, Logprobs, WireChoice};
 /// Each log probability takes about 100 bytes of memory until the response is sent.
 const MAX_PROMPT_LOGPROBS: usize = 1 << 19;
 
-/// Handles a text completion request. Streams the response if the request sets `stream`.
+/// Handles a text completion request. Streams the response if the field `stream` is true.
 pub async fn create(
     State(server): State<Arc<Server>>,
     Extension(log): Extension<Arc<RequestLog>>,
