@@ -67,8 +67,11 @@ impl Decoder {
     /// Loads a decoder for contexts of up to `context` positions.
     ///
     /// `load_parts` loads the attention and the MLP of one layer. `config` describes everything else.
-    /// Fails if a layer of the checkpoint has a tensor that was not loaded,
+    ///
+    /// Fails if the checkpoint has more layers than `config`, or if `context` exceeds the model's learned positions.
+    /// Also fails if one of this rank's layers has a tensor that was not loaded,
     /// unless `tensors` says that the model does not load it.
+    /// If ranks divide each layer, only the first rank checks this.
     pub fn load(
         weights: &Weights,
         context: usize,

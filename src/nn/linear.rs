@@ -77,7 +77,7 @@ impl Linear {
         Ok(Self { weight, bias: Some(weights.vector("bias", output, DType::F32)?) })
     }
 
-    /// Returns a layer with only `rows` outputs, starting at output `first`. The layers share the memory of the weight.
+    /// Returns a layer with only `rows` outputs, starting at output `first`. Both layers share memory.
     pub fn rows(&self, first: usize, rows: usize) -> Result<Self> {
         let bias = self.bias.as_ref().map(|bias| bias.narrow(0, first, rows)).transpose()?;
         Ok(Self { weight: self.weight.rows(first, rows)?, bias })

@@ -137,7 +137,7 @@ impl Checkpoint {
     }
 
     /// Returns the tensors for a background reader to read ahead. `dtype` is the compute dtype of the model.
-    /// The list is empty for a GGUF file, because its tensors are transformed on the host.
+    /// The list is empty for a GGUF file, because most of its tensors are converted on the host.
     pub fn read_requests(&self, dtype: DType) -> Vec<ReadRequest> {
         match self {
             Self::Safetensors(checkpoint) => checkpoint.read_requests(dtype),
