@@ -202,7 +202,7 @@ impl Attention {
     /// Computes attention for the tokens of all sequences, and writes the new keys and values to the cache.
     ///
     /// x is `[tokens, hidden]`. Returns this rank's part of the output, `[rows, hidden]`.
-    /// The output has the rows that `rows` selects.
+    /// The output has the rows that `rows` selects, in the form `form`.
     pub(super) fn forward(
         &self,
         x: &Tensor,

@@ -30,7 +30,8 @@ use crate::world::World;
 
 /// A callback that receives the index of each layer and the residual stream after the layer, f32 `[tokens, hidden]`.
 /// After the last layer, the residual stream has only the rows that `PassBatch::rows` selects.
-/// If several ranks divide each layer, all ranks must pass a callback: they sum their partial results before each call.
+/// If several ranks divide each layer, all ranks must pass a callback, because all ranks together compute the sum
+/// of their partial results before each call.
 pub type Tap<'t> = &'t mut dyn FnMut(usize, &Tensor) -> Result<()>;
 
 /// A whole model, or a rank's part of it: embedding, layers, final norm and output head.

@@ -93,7 +93,8 @@ impl Linear {
         self.weight.bytes() + self.bias.as_ref().map_or(0, kernels::bytes)
     }
 
-    /// Maps x `[tokens, in]` to this rank's part of x·Wᵀ, `[tokens, out]`. x and W have only the columns of this rank.
+    /// Maps x `[tokens, in]` to this rank's part of x·Wᵀ, `[tokens, out]`, in the form `form`.
+    /// x and W have only the columns of this rank.
     /// The result includes the bias as a separate vector, which is not yet added.
     pub(super) fn forward_partial(
         &self,

@@ -110,7 +110,7 @@ impl WeightsSummary {
             header_bytes += json.len() as u64;
             ensure!(
                 header_bytes <= MAX_HEADER_BYTES,
-                "the headers of all shards have more than {MAX_HEADER_BYTES} bytes in total"
+                "cannot read the model: the headers of its shards have more than {MAX_HEADER_BYTES} bytes in total"
             );
             header::read(&file.display().to_string(), &json, Some(data_bytes), |tensor| {
                 let count = parameter_count(&tensor.name, tensor.dtype == "U8", tensor.elements);
