@@ -57,7 +57,8 @@ impl FromStr for DeviceChoice {
 /// How several devices divide a model. The value of `--split`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Split {
-    /// Every device holds a part of each large matrix. This is the faster split if the devices have a fast connection.
+    /// Every device holds a part of each layer and of the output head.
+    /// This is the faster split if the devices have a fast connection.
     #[default]
     Tensor,
     /// Every device holds whole layers. The devices run one after another, so a step is not faster than on one device.
@@ -136,8 +137,9 @@ impl FromStr for Devices {
 /// The maximum number of devices that can run one model together.
 pub const MAX_RANKS: usize = 8;
 
-/// Opens a device. On a GPU, turns off cudarc's event tracking, because candle uses only one stream.
+/// Opens a device. Fails if the GPU does not exist or cannot be used, or if this build has no GPU support.
 ///
+/// On a GPU, turns off cudarc's event tracking, because candle uses only one stream.
 /// `kernels::upload` copies on a second stream and records its own events to order the copies.
 pub fn open(choice: DeviceChoice) -> Result<Device> {
     match choice {

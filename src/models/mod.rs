@@ -53,7 +53,8 @@ const MAX_NAME_BYTES: usize = 100;
 pub struct ModelConfig {
     pub family: &'static Family,
     pub architecture: Box<dyn Architecture>,
-    /// The quantization method, such as `mxfp4`, or `None` for float weights.
+    /// The quantization, such as `mxfp4` or `w8a8 int8`. `None` for safetensors files with float weights.
+    /// For a GGUF file, the name of the file type, such as `Q4_K_M` or `F16`.
     pub quantization: Option<String>,
 }
 

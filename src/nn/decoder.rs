@@ -30,7 +30,8 @@ use crate::world::World;
 
 /// A callback that receives the index of each layer and the residual stream after the layer, f32 `[tokens, hidden]`.
 /// After the last layer, the residual stream has only the rows that `PassBatch::rows` selects.
-/// If several ranks divide each layer, all ranks must pass a callback: they sum their partial results before each call.
+/// If several ranks divide each layer, all ranks must pass a callback, because all ranks together compute the sum
+/// of their partial results before each call.
 pub type Tap<'t> = &'t mut dyn FnMut(usize, &Tensor) -> Result<()>;
 
 /// A whole model, or a rank's part of it: embedding, layers, final norm and output head.
@@ -67,8 +68,11 @@ impl Decoder {
     /// Loads a decoder for contexts of up to `context` positions.
     ///
     /// `load_parts` loads the attention and the MLP of one layer. `config` describes everything else.
-    /// Fails if a layer of the checkpoint has a tensor that was not loaded,
+    ///
+    /// Fails if the checkpoint has more layers than `config`, or if `context` exceeds the model's learned positions.
+    /// Also fails if one of this rank's layers has a tensor that was not loaded,
     /// unless `tensors` says that the model does not load it.
+    /// If ranks divide each layer, only the first rank checks this.
     pub fn load(
         weights: &Weights,
         context: usize,

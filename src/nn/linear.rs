@@ -77,7 +77,7 @@ impl Linear {
         Ok(Self { weight, bias: Some(weights.vector("bias", output, DType::F32)?) })
     }
 
-    /// Returns a layer with only `rows` outputs, starting at output `first`. The layers share the memory of the weight.
+    /// Returns a layer with only `rows` outputs, starting at output `first`. Both layers share memory.
     pub fn rows(&self, first: usize, rows: usize) -> Result<Self> {
         let bias = self.bias.as_ref().map(|bias| bias.narrow(0, first, rows)).transpose()?;
         Ok(Self { weight: self.weight.rows(first, rows)?, bias })
@@ -93,7 +93,8 @@ impl Linear {
         self.weight.bytes() + self.bias.as_ref().map_or(0, kernels::bytes)
     }
 
-    /// Maps x `[tokens, in]` to this rank's part of x·Wᵀ, `[tokens, out]`. x and W have only the columns of this rank.
+    /// Maps x `[tokens, in]` to this rank's part of x·Wᵀ, `[tokens, out]`, in the form `form`.
+    /// x and W have only the columns of this rank.
     /// The result includes the bias as a separate vector, which is not yet added.
     pub(super) fn forward_partial(
         &self,

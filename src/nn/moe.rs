@@ -169,7 +169,7 @@ fn split_experts(matrix: Matrix, shape: [usize; 3]) -> Result<ExpertWeights> {
     match matrix {
         Matrix::Dense(weights) => Ok(ExpertWeights::Dense(weights.reshape(&shape)?)),
         Matrix::Quantized(mut parts) if parts.len() == 1 => Ok(ExpertWeights::Quantized(parts.remove(0), shape[0])),
-        _ => bail!("the experts are quantized in different formats"),
+        _ => bail!("cannot load the MoE layer: its experts are quantized in different formats"),
     }
 }
 
@@ -194,7 +194,7 @@ pub struct ClampedMoe {
     pub(crate) gate_up_bias: Tensor,
     /// The down_proj weights of all experts, `[experts, hidden, intermediate]`.
     pub(crate) down_proj: ExpertWeights,
-    /// The biases of `down_proj`, `[experts, hidden]`.
+    /// The biases of `down_proj`, `[experts, hidden]`. Zeros on all ranks except the first.
     pub(crate) down_bias: Tensor,
     pub(crate) config: ClampedMoeConfig,
     /// Counts the distinct experts of small batches (see [`ExpertUsage`]).

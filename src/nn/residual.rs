@@ -92,10 +92,10 @@ enum Pending<'l> {
     Whole(Tensor),
 }
 
-/// The residual stream: the sum of the embedding and the outputs of all earlier layers.
+/// The residual stream: the sum of the embedding and of the outputs of all earlier attentions and MLPs.
 ///
 /// The residual stream is f32 in every compute dtype, because rounding errors in a narrower dtype would accumulate.
-/// The last output stays apart from x until the next norm, because one kernel adds it to x and normalizes the sum.
+/// The last output stays in `pending` until the next norm, because one kernel adds it to `x` and normalizes the sum.
 pub(super) struct Residual<'l> {
     /// The ranks that divide each layer.
     world: &'l World,

@@ -137,7 +137,7 @@ impl RopeConfig {
             "yarn" => yarn(plain, parameters, factor()?, theta as f32 as f64, original as f64),
             "longrope" | "su" => longrope(plain, parameters, original, lengths)?,
             other => {
-                let supported = "default, linear, llama3, yarn, longrope";
+                let supported = "default, mrope, linear, llama3, yarn, longrope, su";
                 bail!("RoPE scaling {} is not supported; supported: {supported}", quote(other))
             }
         };

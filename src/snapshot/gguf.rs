@@ -211,7 +211,7 @@ pub fn choose(name: &str, dir: &Path, tag: Option<&str>) -> Result<Option<PathBu
         ([(_, model)], _) => Ok(Some(model.path.clone())),
         ([], None) => Ok(None),
         ([], Some(tag)) if safetensors::is_present(dir) => {
-            Err(not_found(tag, format!("{name} has safetensors weights, so it has no tags")).into())
+            Err(not_found(tag, format!("{name} has safetensors weights, so it has no tags; leave out the tag")).into())
         }
         ([], Some(tag)) if models.is_empty() => Err(not_found(tag, format!("{name} has no complete GGUF file")).into()),
         ([], Some(tag)) => Err(not_found(tag, format!("{name} has these GGUF models:\n{}", list())).into()),
@@ -248,7 +248,10 @@ mod tests {
         assert_eq!(choose("a/b", dir.path(), None).unwrap(), None);
         let error = choose("a/b", dir.path(), Some("Q8_0")).unwrap_err();
         let Some(Error::ModelNotFound { model, hint }) = error.downcast_ref() else { panic!("{error:?}") };
-        assert_eq!((model.as_str(), hint.as_str()), ("a/b:Q8_0", "a/b has safetensors weights, so it has no tags"));
+        assert_eq!(
+            (model.as_str(), hint.as_str()),
+            ("a/b:Q8_0", "a/b has safetensors weights, so it has no tags; leave out the tag")
+        );
     }
 
     #[test]

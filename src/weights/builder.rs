@@ -1,4 +1,4 @@
-//! Chooses how the weights of a model are loaded: on which rank, quantized or not, and by which threads.
+//! Configures how the weights of a model are loaded: for which rank, quantized or not, and by which threads.
 
 use std::sync::Arc;
 

@@ -123,7 +123,7 @@ impl Checkpoint {
 
     /// Returns the rows and columns of a matrix `[out, in]` that can be quantized during loading.
     /// Stacked matrices count as one matrix with their rows combined.
-    /// Returns `None` if the matrix is stored transposed.
+    /// Returns `None` if the tensor is not a matrix, or if the matrix is stored transposed.
     pub(super) fn matrix_shape(&self, name: &str, is_transposed: bool) -> Option<(usize, usize)> {
         match self {
             Self::Gguf(model) => model.matrix_shape(name).ok()?,
@@ -137,7 +137,7 @@ impl Checkpoint {
     }
 
     /// Returns the tensors for a background reader to read ahead. `dtype` is the compute dtype of the model.
-    /// The list is empty for a GGUF file, because its tensors are transformed on the host.
+    /// The list is empty for a GGUF file, because most of its tensors are converted on the host.
     pub fn read_requests(&self, dtype: DType) -> Vec<ReadRequest> {
         match self {
             Self::Safetensors(checkpoint) => checkpoint.read_requests(dtype),

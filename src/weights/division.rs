@@ -130,7 +130,7 @@ impl Inventory {
                         let compute = || share_of_layer(&layers[layer], dimension, rank, ranks);
                         Some(*shares.entry((layer, dimension)).or_insert_with(compute))
                     }
-                    // Every rank holds a full copy of the tensor, even if its layer is beyond the model's last layer.
+                    // Count the whole tensor if ranks do not divide it, or if its layer is beyond the last layer.
                     _ => None,
                 };
                 weight_bytes = weight_bytes.saturating_add(match share_of {

@@ -31,7 +31,7 @@ pub struct Weights<'c> {
     /// The quantization of float matrices during loading, if any.
     pub(super) quantize: Option<QuantizationTarget>,
     pub(super) progress: &'c LoadProgress<'c>,
-    /// The rank whose part of each layer is loaded. [`World::alone`] for layers that every rank loads whole.
+    /// The rank whose part of each layer is loaded. [`World::alone`] after [`undivided`](Self::undivided).
     pub(super) world: World,
     /// The part of each tensor that is loaded. `None` if whole tensors are loaded.
     pub(super) part: Option<TensorPart>,

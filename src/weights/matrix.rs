@@ -233,7 +233,7 @@ impl<'c> Weights<'c> {
     fn scales(&self, checkpoint: &SafetensorsCheckpoint, name: &str, count: usize) -> Result<Vec<f32>> {
         let view = checkpoint.view(name)?;
         if !view.info.is_float() || view.info.elements() != count {
-            bail!("tensor {name}: expected {count} float scales, found {}", self.checkpoint.describe(name));
+            bail!("tensor {name}: expected float scales (count: {count}), found {}", self.checkpoint.describe(name));
         }
         self.progress.add_name(name);
         let mut scales = vec![0.0; count];

@@ -94,7 +94,7 @@ impl fmt::Display for QuantizationTarget {
     }
 }
 
-/// Returns the memory format of a ggml type, or `None` for a type that is loaded as floats.
+/// Returns the memory format of a quantized ggml type. Returns `None` for float types and for MXFP4.
 pub fn format(ggml_type: GgmlType) -> Option<WeightFormat> {
     Some(match ggml_type {
         GgmlType::Q4_0 => WeightFormat::Q4_0,
@@ -146,7 +146,7 @@ impl<'c> MatrixRows<'c> {
         Self { format, rows, columns, rounding, writer: RowWriter::Alone(write) }
     }
 
-    /// Creates rows from blocks of a ggml type. Returns `None` for a type that is loaded as floats.
+    /// Creates rows from blocks of a ggml type. Returns `None` for float types and for MXFP4.
     pub fn from_blocks(ggml_type: GgmlType, rows: usize, columns: usize, source: impl RowSource + 'c) -> Option<Self> {
         let format = format(ggml_type)?;
         let write = move |row: usize, buffer: &mut RowBuffer, planes: [&mut [u8]; 4]| {

@@ -55,11 +55,15 @@ pub fn open_parts(path: &Path, opener: &dyn PartOpener) -> Result<Vec<GgufPart>>
         check_part(&part, &SplitInfo { number: number - 1, ..split })?;
         head_bytes += part.head.len() as u64;
         if head_bytes > MAX_SPLIT_HEADER_BYTES {
-            bail!("the headers of all parts of {} exceed {} in total", name.prefix, size(MAX_SPLIT_HEADER_BYTES));
+            bail!(
+                "cannot open {}: the headers of its parts exceed {} in total",
+                name.prefix,
+                size(MAX_SPLIT_HEADER_BYTES)
+            );
         }
         found += part.header.tensors.len();
         if found > MAX_SPLIT_TENSORS {
-            bail!("all parts of {} together hold more than {MAX_SPLIT_TENSORS} tensors", name.prefix);
+            bail!("cannot open {}: its parts together hold more than {MAX_SPLIT_TENSORS} tensors", name.prefix);
         }
         parts.push(part);
     }
