@@ -276,7 +276,7 @@ fn attention_with_tiles_that_fill_the_gpu_matches_its_reference() {
     let is_like_h100 = max_shared_bytes(cuda).unwrap() >= 232_448;
     // With 130 rows per KV head, there are two tiles of 128 rows per multiprocessor.
     let many = Case { spans: &[(130, 3)], heads, kv_heads: heads, head_dim: 128, window: Some(90), has_sinks: true };
-    // Sequences with few new tokens have more than one tile of 16 rows per multiprocessor.
+    // Three sequences with one new token each have three tiles of 16 rows per multiprocessor.
     let few = Case {
         spans: &[(1, 250), (1, 0), (1, 999)],
         heads,

@@ -138,7 +138,7 @@ impl Server {
         }
     }
 
-    /// Stops the server and returns its log.
+    /// Stops the server with SIGTERM, asserts that its exit code is 0, and returns its log.
     pub fn log(mut self) -> String {
         self.signal(Signal::SIGTERM);
         assert_eq!(self.exit_code(), Some(0));

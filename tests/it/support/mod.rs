@@ -60,7 +60,7 @@ pub struct GoldenModel {
 pub enum GoldenKind {
     /// A model that resembles a published model of its family.
     Family,
-    /// A model with a config from transformers 5, if the name ends in `_new`.
+    /// A model with a config.json in the format of transformers 5, if the name ends in `_new`.
     /// A model with sizes that the decode graph supports, if the name ends in `_graph`.
     Variant,
     /// A model with 8-bit weights in the compressed-tensors format.

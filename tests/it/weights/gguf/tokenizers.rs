@@ -249,7 +249,8 @@ fn sentencepiece_model_agrees_with_tokenizer_json() {
     assert_eq!(ids.iter().map(|id| ours.token(*id).unwrap()).collect::<Vec<_>>(), ["▁x", "</s>", "▁y"]);
 }
 
-/// All control tokens of Phi-3 except three absorb the whitespace that follows. GGUF has no key for this property.
+/// All added tokens of Phi-3 except three absorb the whitespace that follows. GGUF has no key for this property,
+/// so inferno applies it to GGUF files with the architecture `phi3`.
 #[test(fixtures)]
 fn control_tokens_of_phi_3_absorb_whitespace() {
     let folder = fixtures().join("phi-3-mini");
