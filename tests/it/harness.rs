@@ -68,7 +68,8 @@ impl Test {
     }
 }
 
-/// A requirement of a test. If the machine or the build does not meet it, the test is reported as ignored.
+/// A requirement of a test. If the machine or the build does not meet it, the test is reported as ignored,
+/// unless `--ignored` or `--include-ignored` is given.
 #[derive(Clone, Copy, PartialEq)]
 pub enum Need {
     Gpu,

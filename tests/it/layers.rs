@@ -232,7 +232,7 @@ impl Sources {
                 _ => "mod".to_string(),
             };
             let (from, target) = (node(&from), node(&to));
-            // A path to a folder that contains the file is not a dependency. A path to an item in that folder is one.
+            // A path to a folder that contains the file is not a dependency, but a path to an item in that folder is.
             if shared > 0 && from != target && to.len() > shared {
                 let place = format!("  {from} -> {target}: {}:{line} {}\n", file.display(), to.join("::"));
                 folders.entry(to[..shared].to_vec()).or_default().entry((from, target)).or_insert(place);

@@ -82,7 +82,7 @@ fn is_ident(token: &TokenTree, word: &str) -> bool {
     matches!(token, TokenTree::Ident(ident) if ident == word)
 }
 
-/// Returns the first name that starts with an upper-case letter.
+/// Returns the first identifier that starts with an upper-case letter, if there is one.
 fn first_type(tokens: &[TokenTree]) -> Option<String> {
     tokens.iter().find_map(|token| match token {
         TokenTree::Ident(ident) => Some(ident.to_string()).filter(|name| name.starts_with(char::is_uppercase)),

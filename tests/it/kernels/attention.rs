@@ -86,7 +86,8 @@ const SUPPORTED_HEAD_SIZES: [(usize, bool, bool); 9] = [
     (256, true, true),
 ];
 
-/// Returns whether a backend must support a head size on a GPU. `Eager` supports every head size of the table.
+/// Returns whether a backend must support a head size on a GPU.
+/// `Auto` and `Eager` support every head size of the table.
 fn is_supported(backend: AttentionBackend, dtype: DType, head_dim: usize, softcap: Option<f32>) -> bool {
     let row = SUPPORTED_HEAD_SIZES.iter().find(|(size, ..)| *size == head_dim);
     let &(_, own, flash) = row.unwrap_or_else(|| panic!("add head size {head_dim} to SUPPORTED_HEAD_SIZES"));
@@ -115,7 +116,7 @@ fn attention_backends_support_the_head_sizes_in_the_table() {
     }
 }
 
-/// The sizes of one attention pass.
+/// The sizes and options of one attention pass.
 #[derive(Clone, Copy)]
 struct AttentionCase {
     /// The number of new tokens and the position of the first one, for each sequence.

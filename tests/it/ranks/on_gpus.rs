@@ -64,7 +64,7 @@ fn sizes_and_paths() -> Vec<TestCase<(usize, ExchangePath)>> {
     direct.into_iter().chain(host_memory).map(case).collect()
 }
 
-/// A golden model that two ranks run in a dtype.
+/// A golden model that two ranks run with a split and in a dtype.
 struct DividedModel {
     name: &'static str,
     split: Split,

@@ -126,7 +126,7 @@ impl Server {
         kill(Pid::from_raw(self.child.id() as i32), signal).unwrap();
     }
 
-    /// Waits until the process has ended. Returns its exit code.
+    /// Waits until the process has ended. Returns its exit code, or `None` if a signal ended the process.
     pub fn exit_code(&mut self) -> Option<i32> {
         let started = Instant::now();
         loop {

@@ -322,7 +322,7 @@ impl<'a> Simulator<'a> {
         }
     }
 
-    /// Checks that sequences expire only after their deadline, and only if they have not started.
+    /// Checks that no sequence expires before its deadline or after its start.
     fn check_expired(&mut self, plan: &StepPlan) {
         for &id in &plan.expired {
             let deadline = self.scenario.requests[id as usize].deadline;
@@ -431,7 +431,7 @@ impl<'a> Simulator<'a> {
                 "{} tokens of the budget are unused, although prompts are unfinished",
                 token_budget - tokens
             );
-            // Until forks have copied their shared block, the scheduler counts one block too many for them.
+            // Until forks have copied the block that they share, the scheduler counts one block too many.
             let is_full = self.tracked_running().len() == max_sequences || has_forked;
             assert!(is_full || self.waiting.is_empty(), "a waiting sequence could have started");
         }

@@ -232,10 +232,11 @@ fn sentencepiece_model_agrees_with_tokenizer_json() {
     let readme = fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/README.md")).unwrap();
     for text in TEXTS.iter().copied().chain([readme.as_str(), "<s>", "[INST] a", "x</s>y"]) {
         for controls in [ControlTokens::Text, ControlTokens::Default] {
-            // llama.cpp adds a space after a control token, but Mistral's tokenizer.json adds none.
+            // Like llama.cpp, inferno adds a space after a control token, but Mistral's tokenizer.json adds none.
             let has_controls =
                 controls == ControlTokens::Default && ["<s>", "</s>", "[INST]"].iter().any(|mark| text.contains(mark));
-            // SentencePiece adds a space before text that starts with a space, but Mistral's tokenizer.json adds none.
+            // Like SentencePiece, inferno adds a space before text that starts with a space,
+            // but Mistral's tokenizer.json adds none.
             if has_controls || text.starts_with(' ') {
                 continue;
             }
