@@ -6,7 +6,8 @@
 //!
 //! `#[test(each = LIST)]` marks a function that tests one case of many. `LIST` is a function that returns the cases,
 //! as a `Vec<TestCase<T>>`, and the marked function takes a `T`. Each case is a test of its own,
-//! with its own [`Need`], and is named after the function and the case: `golden::FUNCTION::qwen3_moe::cuda_bf16`.
+//! with its own [`Need`], and is named after the function and the case, for example
+//! `models::golden::FUNCTION::qwen3_moe::cuda_bf16`.
 //! With `#[test(each_alone = LIST)]`, each case runs while no other test runs.
 //!
 //! The usual options of libtest work, for example `cargo test NAME`, `-- --exact`, `-- --list` and `-- --nocapture`.
@@ -67,7 +68,8 @@ impl Test {
     }
 }
 
-/// A requirement of a test. If the machine or the build does not meet it, the test is reported as ignored.
+/// A requirement of a test. If the machine or the build does not meet it, the test is reported as ignored,
+/// unless `--ignored` or `--include-ignored` is given.
 #[derive(Clone, Copy, PartialEq)]
 pub enum Need {
     Gpu,

@@ -1,6 +1,6 @@
 //! All integration tests, in one binary that can be copied to a machine with a GPU.
 //!
-//! - `kernels`, `quantized`, `models`, `weights`: forward passes, and the files that they read
+//! - `kernels`, `quantized`, `models`, `weights`: kernels, forward passes and model files
 //! - `runner`, `ranks`, `engine`: steps, several devices, requests
 //! - `tokenizer`, `chat`: tokens and chat formats
 //! - `hub`, `commands`: downloads and commands

@@ -7,8 +7,8 @@ use inferno::nn::kv_cache::BLOCK_TOKENS;
 
 use crate::support::Random;
 
-/// Stands for the keys and values at one position: the index of the layer group, and a digest of the tokens up to and
-/// including this position.
+/// A stand-in for the keys and values at one position: the index of the layer group, and a digest of the tokens up to
+/// and including this position.
 type Entry = (usize, u64);
 
 /// A block manager, and the expected state of the KV cache that it manages.

@@ -37,7 +37,7 @@ fn assert_close(engine: &EngineHandle, prompt: &[u32], got: &[TokenLogprobs], to
         let want = logprob(prompt[index + 1] as usize);
         assert!(
             is_close(got.chosen, want),
-            "log probability of token {} of {}: got {}, expected {want}",
+            "log probability of the token at index {} in a prompt of {} tokens: got {}, expected {want}",
             index + 1,
             prompt.len(),
             got.chosen

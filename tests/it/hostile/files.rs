@@ -292,7 +292,7 @@ fn small_files_cannot_take_much_memory() {
     model.list();
 }
 
-/// Entries of `ignore` in a quantization config cost time and memory.
+/// Entries of `ignore` in a quantization config cost time and memory, so inferno limits their number.
 /// inferno compares linear layers with every entry, and compiles entries that start with `re:` as regular expressions.
 #[test]
 fn quantization_configs_are_limited() {

@@ -188,6 +188,7 @@ fn leftovers_are_pruned() {
 }
 
 /// A user may move a folder of the cache to another disk and leave a link in its place.
+/// `prune` must then fail without deleting anything.
 #[cfg(unix)]
 #[test]
 fn folders_behind_links_are_not_pruned() {

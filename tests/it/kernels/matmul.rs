@@ -82,7 +82,8 @@ fn products_with_few_rows_match_their_reference() {
     use crate::support::gpu;
     use inferno::kernels::matmul::matmul_f32;
     let device = gpu();
-    // Routers of gpt-oss-20b, gpt-oss-120b and Qwen3-30B-A3B, and sizes that fill only part of a tile.
+    // The cases are the routers of gpt-oss-20b, gpt-oss-120b and Qwen3-30B-A3B,
+    // and sizes that fill only part of a tile.
     // The last case has too many rows for the kernel `f32_few_rows`.
     for (rows, columns) in [(32, 2880), (128, 2880), (128, 2048), (1, 16), (33, 144), (257, 64)] {
         let mut noise = Random((rows + columns) as u64);
@@ -107,7 +108,7 @@ fn products_of_any_number_of_tokens_match_their_reference() {
     use crate::support::gpu;
     use inferno::kernels::matmul::{matmul_f32, matmul_rounded};
     let device = gpu();
-    // Matrix sizes of gpt-oss-20b and Llama-3.1-8B, one GPU's half of a matrix, and unusual sizes.
+    // The cases are matrix sizes of gpt-oss-20b and Llama-3.1-8B, one GPU's half of a matrix, and unusual sizes.
     for (rows, columns) in [(5120, 2880), (2880, 4096), (4096, 14_336), (2880, 2048), (33, 72), (257, 100)] {
         for dtype in [DType::BF16, DType::F16] {
             let mut noise = Random((rows * 3 + columns) as u64);
@@ -136,7 +137,7 @@ fn products_in_fixed_order_do_not_depend_on_other_tokens() {
     use crate::support::gpu;
     use inferno::kernels::matmul::matmul_f32;
     let device = gpu();
-    // Matrix sizes of gpt-oss-20b and Llama-3.1-8B, and two unusual sizes.
+    // The cases are matrix sizes of gpt-oss-20b and Llama-3.1-8B, and two unusual sizes.
     for (rows, columns) in
         [(5120, 2880), (2880, 4096), (201_088, 2880), (28_672, 4096), (4096, 14_336), (33, 72), (33, 80)]
     {

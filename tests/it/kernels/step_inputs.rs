@@ -1,7 +1,7 @@
 //! Tests of the kernel that writes the inputs of a step.
 
-/// The kernel takes each id from the host or from the tokens of the previous step. It writes all of `words`.
-/// Of the words after `words`, it writes only the changed ones. In place of `NO_TOKEN`, it writes token 0.
+/// The kernel takes each token id from the host or from the tokens of the previous step, with 0 in place of `NO_TOKEN`.
+/// The kernel then writes all of `words`. Of the words after `words`, the kernel writes only those in `changes`.
 #[test(cuda)]
 fn step_inputs_match_a_computation_on_the_host() {
     use candle_core::{DType, Device, Tensor};

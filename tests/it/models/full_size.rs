@@ -71,7 +71,7 @@ fn full_size_logits_agree_with_transformers() {
     compare_with_reference(&format!("inferno bf16, decode steps ({})", engine.execution_mode()), steps);
 }
 
-/// Returns the resident memory of this process in bytes.
+/// Returns the resident memory of this process in bytes, or 0 if it is unknown.
 fn host_bytes() -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"));

@@ -204,7 +204,7 @@ fn metrics_have_the_format_of_prometheus() {
     let text = response.text();
     let types: Vec<&str> = text.lines().filter(|line| line.starts_with("# TYPE")).collect();
     let distinct: BTreeSet<&str> = types.iter().copied().collect();
-    assert_eq!(types.len(), distinct.len(), "a metric has several TYPE lines");
+    assert_eq!(types.len(), distinct.len(), "a TYPE line occurs twice");
     server.send("POST", "/metrics", &[JSON], b"{}").error(405);
 }
 

@@ -43,7 +43,7 @@ pub struct HubState {
     /// If true, a listing with sizes also contains the SHA-256 of each large file,
     /// and file responses have an `x-linked-etag` header.
     pub lists_hashes: bool,
-    /// If set, the `etag` header of every file. Otherwise, each file's hash is its etag.
+    /// If set, the value of the `etag` header of every file. Otherwise, each file's hash is its etag.
     pub etag_header: Option<&'static str>,
     /// If set, the listing claims that model.safetensors has this size.
     pub claimed_bytes: Option<u64>,
@@ -191,7 +191,8 @@ fn is_large(name: &str) -> bool {
     name.ends_with(".safetensors") || name.ends_with(".gguf")
 }
 
-/// Reads one request and answers it. Only a `CONNECT` request may be followed by another request.
+/// Reads one request and answers it. Only a `CONNECT` request may be followed by another request on
+/// the same connection.
 fn answer(mut stream: TcpStream, shared: &Mutex<HubState>, requests: &Mutex<Vec<String>>) -> std::io::Result<()> {
     let mut head = String::new();
     let mut reader = BufReader::new(stream.try_clone()?);

@@ -60,7 +60,7 @@ pub struct GoldenModel {
 pub enum GoldenKind {
     /// A model that resembles a published model of its family.
     Family,
-    /// A model with a config from transformers 5, if the name ends in `_new`.
+    /// A model with a config.json in the format of transformers 5, if the name ends in `_new`.
     /// A model with sizes that the decode graph supports, if the name ends in `_graph`.
     Variant,
     /// A model with 8-bit weights in the compressed-tensors format.
@@ -150,7 +150,7 @@ pub fn gpu_if_expected() -> Option<Device> {
     is_gpu_expected().then(gpu)
 }
 
-/// Returns the first GPU paired with f32, bf16 and f16, for tests marked `#[test(gpu)]`.
+/// Returns the first GPU three times, with f32, bf16 and f16, for tests marked `#[test(gpu)]`.
 pub fn gpu_with_dtypes() -> Vec<(Device, DType)> {
     let gpu = gpu();
     [DType::F32, DType::BF16, DType::F16].map(|dtype| (gpu.clone(), dtype)).into()
@@ -267,7 +267,8 @@ impl Random {
         (self.next() >> 7) as f32 / (1u64 << 24) as f32
     }
 
-    /// Returns an approximately normally distributed number. One number in fifty, on average, is multiplied by 40.
+    /// Returns an approximately normally distributed number. On average, one number in fifty is an outlier, which is
+    /// multiplied by 40.
     pub fn normal(&mut self) -> f32 {
         let sum: f32 = (0..4).map(|_| self.next() as f32 / (1u64 << 31) as f32 - 0.5).sum();
         if self.next().is_multiple_of(50) { sum * 40.0 } else { sum }

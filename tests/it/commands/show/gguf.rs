@@ -122,6 +122,7 @@ fn header_is_read_until_it_is_complete() {
 }
 
 /// In GGUF, Llama 3's RoPE factors are a small tensor that may be anywhere in the tensor data.
+/// `show --remote` must fetch the bytes of this tensor, but no other tensor data.
 #[test]
 fn rope_factors_are_fetched_from_the_tensor_data() {
     let head = 20_000;

@@ -243,7 +243,8 @@ impl<'a> Simulator<'a> {
         }
     }
 
-    /// Returns whether the prefill of a fork's prompt has started, in the fork, its parent or another fork.
+    /// Returns whether the prefill of a fork's prompt has started, in the fork, its parent or another fork of
+    /// that parent.
     /// Once the prefill has started, the fork has no deadline.
     fn has_family_started(&self, id: SequenceId, plan: &StepPlan) -> bool {
         let requests = &self.scenario.requests;
@@ -321,11 +322,14 @@ impl<'a> Simulator<'a> {
         }
     }
 
-    /// Checks that sequences expire only after their deadline, and only if they have not started.
+    /// Checks that no sequence expires before its deadline or after its start.
     fn check_expired(&mut self, plan: &StepPlan) {
         for &id in &plan.expired {
             let deadline = self.scenario.requests[id as usize].deadline;
-            assert!(deadline.is_some_and(|deadline| deadline <= self.now), "sequence {id} expired before its deadline");
+            assert!(
+                deadline.is_some_and(|deadline| deadline <= self.now),
+                "sequence {id} expired, but has no deadline that has passed"
+            );
             assert!(self.tracked[id as usize].started.is_none(), "sequence {id} expired after its start");
             self.end(id, Outcome::Expired);
         }
@@ -369,7 +373,10 @@ impl<'a> Simulator<'a> {
         let stats = self.scheduler.stats();
         assert_eq!((stats.running, stats.waiting), (running, self.unfinished.len() - running));
         assert_eq!(stats.preemptions as usize, self.summary.preemptions);
-        assert!(self.deadlines.first().is_none_or(|&(deadline, _)| deadline > self.now), "a sequence is overdue");
+        assert!(
+            self.deadlines.first().is_none_or(|&(deadline, _)| deadline > self.now),
+            "a sequence past its deadline has neither started nor expired"
+        );
     }
 
     /// Returns the running sequences whose prompts the plan leaves unfinished.
@@ -387,7 +394,7 @@ impl<'a> Simulator<'a> {
             is_complete || decoding.contains(id) || plan.work.iter().any(|work| work.id == *id && work.range.end == end)
         };
         // With several tenants, a plan may leave out a running sequence that finds no free blocks.
-        // The plan does not preempt a newly started sequence of another tenant for such a sequence.
+        // To free blocks, the plan does not preempt a newly started sequence of another tenant.
         let has_work = |id: &SequenceId| !self.has_tenants || plan.work.iter().any(|work| work.id == *id);
         self.tracked_running().into_iter().filter(|id| has_work(id) && !is_done(id)).collect()
     }
@@ -400,7 +407,10 @@ impl<'a> Simulator<'a> {
         let longest = self.scenario.config.token_budget.div_ceil(2).max(part.unwrap_or(1)) + part.unwrap_or(0);
         for SequenceWork { id, .. } in plan.work.iter().filter(|work| work.range.len() > longest) {
             self.summary.long_chunks += 1;
-            assert!(unfinished.iter().all(|other| other == id), "sequence {id} used the budget of other sequences");
+            assert!(
+                unfinished.iter().all(|other| other == id),
+                "sequence {id} has too long a chunk, because other prompts are unfinished"
+            );
         }
     }
 
@@ -415,8 +425,13 @@ impl<'a> Simulator<'a> {
             "{tokens} tokens exceed a budget of {token_budget}"
         );
         if self.has_ample_blocks && tokens < token_budget {
-            assert_eq!(unfinished.len(), 0, "{} tokens of the budget are unused", token_budget - tokens);
-            // Until forks have copied their shared block, the scheduler counts one block too many for them.
+            assert_eq!(
+                unfinished.len(),
+                0,
+                "{} tokens of the budget are unused, although prompts are unfinished",
+                token_budget - tokens
+            );
+            // Until forks have copied the block that they share, the scheduler counts one block too many.
             let is_full = self.tracked_running().len() == max_sequences || has_forked;
             assert!(is_full || self.waiting.is_empty(), "a waiting sequence could have started");
         }
@@ -504,13 +519,14 @@ impl<'a> Simulator<'a> {
                 assert_ne!(block, SCRATCH_BLOCK, "sequence {id} has no block {index} in layer group {group}");
                 if index >= range.start / BLOCK_TOKENS {
                     let last = std::mem::replace(&mut self.written[block as usize], self.steps);
-                    assert_ne!(last, self.steps, "two sequences write block {block}");
+                    assert_ne!(last, self.steps, "block {block} is written twice in one step");
                 }
             }
         }
     }
 
-    /// Writes digests at the positions where a step would write keys and values.
+    /// Copies the blocks that the plan copies.
+    /// Then writes digests at the positions where a step would write keys and values.
     fn write(&mut self, plan: &StepPlan) {
         for copy in &plan.copies {
             let from = copy.from as usize * BLOCK_TOKENS;
@@ -634,8 +650,8 @@ fn token_after(last: u64) -> u32 {
     (last >> 20) as u32 % 1000
 }
 
-/// Returns whether a cancellation at `time`, while a step is running, takes effect during this step: if the number of
-/// microseconds is even. Otherwise, it takes effect before the next step.
+/// Returns whether a cancellation at `time` takes effect during the step that runs at `time`: true if `time` is an even
+/// number of microseconds. Otherwise, the cancellation takes effect before the next step.
 fn is_during_step(time: Duration) -> bool {
     (time.as_nanos() / 1000).is_multiple_of(2)
 }

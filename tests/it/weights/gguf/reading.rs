@@ -1,4 +1,5 @@
-//! Tests of the GGUF reader. Python's gguf package wrote `tiny.gguf`, and read its contents for `tiny.json`.
+//! Tests of the GGUF reader. Python's gguf package wrote `tiny.gguf`.
+//! `tiny.json` holds the contents of `tiny.gguf` as the package reads them.
 
 use inferno::weights::Residency;
 use inferno::weights::gguf::{GgufCheckpoint, GgufValue, Value, ValueType};
