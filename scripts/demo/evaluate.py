@@ -183,7 +183,7 @@ def judge(answers_file):
         values = values | {"date": answer.get("date", values["date"])}
         answered[question] = (intent_id, question, values, answer["text"])
     if missing := wanted.keys() - answered.keys():
-        print(f"{len(missing)} held-out questions were not answered")
+        print(f"held-out questions without an answer: {len(missing)}")
     report("held-out phrasings", intents, list(answered.values()), show_failures=True)
 
 
