@@ -176,9 +176,9 @@ def judge(answers_file):
         answer = json.loads(line)
         question = answer["question"]
         if question not in wanted:
-            sys.exit(f"cannot check {answers_file}: {question!r} is not a held-out question")
+            sys.exit(f"cannot check {answers_file}: {question!r} is not in the output of --dump-questions")
         if question in answered:
-            sys.exit(f"cannot check {answers_file}: {question!r} is answered twice")
+            sys.exit(f"cannot check {answers_file}: {question!r} is answered twice; keep one answer")
         intent_id, values = wanted[question]
         values = values | {"date": answer.get("date", values["date"])}
         answered[question] = (intent_id, question, values, answer["text"])
