@@ -19,7 +19,7 @@ fail() {
 
 [ $# = 1 ] || [ $# = 2 ] || fail "usage: scripts/cuda-toolkit.sh DIR [13|12]"
 version=${2:-13}
-[[ $version =~ ^1[23]$ ]] || fail "cannot install CUDA $version: this script supports 13 and 12"
+[[ $version =~ ^1[23]$ ]] || fail "cannot install CUDA $version; choose 13 or 12"
 [ "$(uname -sm)" = "Linux x86_64" ] || fail "cannot install on $(uname -sm): the packages are for Linux on x86-64; install NVIDIA's CUDA toolkit instead"
 for tool in python3 gcc g++; do # nvcc needs g++; the driver stub needs gcc
   command -v $tool > /dev/null || fail "cannot find $tool; install it (on Debian: apt-get install python3-venv g++)"
