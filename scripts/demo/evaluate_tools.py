@@ -82,7 +82,10 @@ def contains(text, value):
 
 
 def schema_answers(model, writer, cases, max_tokens, batch):
-    """Lets the model write only the values of JSON answers, as if a schema forced the rest. Returns the values."""
+    """Lets the model write only the values of JSON answers, as if a schema forced the rest.
+
+    Returns the values of each answer, with None for an invalid value.
+    """
     answers, prompts = [[] for _ in cases], []
     for conversation, facts in cases:
         think = writer.message("assistant", conversation.turns[0].think, "analysis")[len(writer.assistant) :]

@@ -188,11 +188,11 @@ def slow_readers(options, report):
         idle = server.wait_until_idle()
         faults = server.faults()
     is_exact = len(stuck) == count and all(abs(time_s - timeout_s) <= 0.5 for time_s in stuck)
-    times = f"{min(stuck, default=0):.2f} to {max(stuck, default=0):.2f} s" if stuck else "never"
+    times = f"after {min(stuck, default=0):.2f} to {max(stuck, default=0):.2f} s" if stuck else "no times"
     report.add(
         f"{count} clients that do not read",
         f"all disconnected and canceled {timeout_s:g} s ± 0.5 s after the last accepted byte",
-        f"{len(stuck)} disconnected after {times}",
+        f"{len(stuck)} disconnected, {times}",
         is_exact and idle is not None and not faults,
         peak_bytes_per_client=(peak - before) // count,
         faults=faults,
