@@ -56,7 +56,8 @@ pub enum Error {
     )]
     DiskFull { path: PathBuf, needed_bytes: u64, free_bytes: u64 },
 
-    /// Verification failed: a file hash, a commit hash or a receipt is wrong, or a file keeps changing on the server.
+    /// Verification failed: a file hash, a commit hash or a receipt is wrong, a file is missing,
+    /// or a file keeps changing on the server.
     #[error("{what}\n  {hint}")]
     Verification { what: String, hint: String },
 

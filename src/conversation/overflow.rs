@@ -13,7 +13,7 @@ pub enum Overflow {
     /// Report that the context is full and let the user decide.
     #[default]
     Stop,
-    /// Send only the system prompt and the latest messages to the model.
+    /// If the conversation does not fit, send only the system prompt and the latest messages to the model.
     DropOldest,
 }
 

@@ -350,7 +350,10 @@ impl Session {
             Ok(loaded) => loaded,
             Err(error) => {
                 let reloaded = models.load(&self.model).with_context(|| {
-                    format!("{error:#}; cannot load {} again either; continue with --resume", self.model.name())
+                    format!(
+                        "{error:#}; cannot load {} again either; to continue a saved conversation, use --resume",
+                        self.model.name()
+                    )
                 });
                 self.backend = Some(reloaded.map_err(|error| error.context(NoModelLoaded))?.backend);
                 return Err(error);
@@ -421,7 +424,10 @@ impl Session {
         match &mut self.recording {
             Recording::Journal(journal) => journal.rename(name),
             Recording::FromFirstAnswer => bail!("cannot save this conversation: it has no answer yet"),
-            Recording::Off => bail!("cannot save this conversation: INFERNO_NOHISTORY or --raw disables saving"),
+            Recording::Off => bail!(
+                "cannot save this conversation: INFERNO_NOHISTORY or --raw disables saving, \
+                 or no home directory was found"
+            ),
         }
     }
 

@@ -64,7 +64,7 @@ impl Hub {
             [] => Err(not_found(self.download_hint(name, tag, revision, required))),
             several => {
                 let names: Vec<&str> = several.iter().map(|snapshot| snapshot.name.as_str()).collect();
-                Err(not_found(format!("several models match: {}", names.join(", "))))
+                Err(not_found(format!("several models match; type one of these names: {}", names.join(", "))))
             }
         }
     }
@@ -178,7 +178,10 @@ impl Hub {
         let hint = match names.len() {
             1 => return Ok(()),
             0 => "list the models on this machine: inferno list".to_string(),
-            _ => format!("several models match: {}", Vec::from_iter(names.into_iter().map(String::as_str)).join(", ")),
+            _ => format!(
+                "several models match; type one of these names: {}",
+                Vec::from_iter(names.into_iter().map(String::as_str)).join(", ")
+            ),
         };
         Err(Error::ModelNotFound { model: model.to_string(), hint }.into())
     }

@@ -30,7 +30,8 @@ pub(super) fn split_revision<'a>(model: &'a str, revision: Option<&'a str>) -> R
         && inline != revision
     {
         let problem = format!(
-            "two different revisions: '{inline}' in {model:?} and '{revision}' in --revision\n  use only one of them"
+            "cannot choose a revision: {model:?} contains '{inline}', but --revision is '{revision}'\n  \
+             use only one of them"
         );
         return Err(Error::usage(problem));
     }

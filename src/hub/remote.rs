@@ -149,7 +149,10 @@ impl<'a> Remote<'a> {
                 match text("location").and_then(|to| self.resolve(&url, to)).filter(|to| self.is_endpoint(to)) {
                     Some(next) => url = next,
                     None => {
-                        bail!("the hub redirects {} to another host without sending the file's hash", quote(name))
+                        bail!(
+                            "cannot get the hash of {}: the hub redirects to another host without sending the hash",
+                            quote(name)
+                        )
                     }
                 }
                 continue;

@@ -99,12 +99,13 @@ impl Hub {
         let [_, (shared, _)] = self.caches();
         let shared_names = shared.names().into_iter().collect();
         match names::matching(model, &shared_names)[..] {
-            [] if Path::new(model).exists() => {
-                Err(Error::usage(format!("{model} is not in inferno's cache\n  delete it like any other file")))
-            }
+            [] if Path::new(model).exists() => Err(Error::usage(format!(
+                "cannot remove {model}: it is not in inferno's cache\n  delete it like any other file"
+            ))),
             [] => Ok(()),
             [name, ..] => Err(Error::NotInOwnCache(format!(
-                "'{name}' is in the shared Hugging Face cache, which inferno does not change\n  to delete it: hf cache rm model/{name}"
+                "cannot remove '{name}': it is in the shared Hugging Face cache, which inferno does not change\n  \
+                 to delete it: hf cache rm model/{name}"
             ))
             .into()),
         }

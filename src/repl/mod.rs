@@ -104,7 +104,7 @@ fn turn_error(error: &anyhow::Error, session: &Session, question: &str) -> Strin
     }
 }
 
-/// Returns a message that explains why a message does not fit in the context, and what to do about it.
+/// Returns a text that explains why `message` does not fit in the context, and what to do about it.
 fn context_full(session: &Session, message: &str) -> String {
     let context = session.backend().context().unwrap_or_default();
     if session.fits_alone(message) {
@@ -114,7 +114,8 @@ fn context_full(session: &Session, message: &str) -> String {
         )
     } else if session.attached().is_empty() {
         format!(
-            "this message alone exceeds the context of {context} tokens: shorten it, or start with a larger --context"
+            "this message alone exceeds the context of {context} tokens: shorten it, or start with a larger --context, \
+             if the model allows one"
         )
     } else {
         format!("this message with its files exceeds the context of {context} tokens: /file none detaches them")

@@ -65,7 +65,8 @@ pub struct Serving {
     pub preemptions: u64,
     /// The mean durations of the engine's steps, by kind of step.
     pub steps: Vec<StepTime>,
-    /// The mean number of distinct experts per layer that a decode step used. `None` if the experts were not counted.
+    /// The mean number of distinct experts per layer that a decode step used. 0 for a model without experts.
+    /// `None` if `concurrency` is above 1 and the experts were not counted.
     pub experts_per_step: Option<f64>,
     /// The bytes that the first GPU, or the CPU, reads in a decode step of `concurrency` half-generated answers.
     /// `None` with `--rate` or with varying lengths.

@@ -76,7 +76,8 @@ pub struct Args {
     /// Keep generating after the model's end-of-text token
     #[arg(long)]
     pub ignore_eos: bool,
-    /// Print one JSON object: text, reasoning, tokens, finish_reason, usage, stats, model, revision, seed
+    /// Print one JSON object: text, reasoning, tokens, finish_reason, usage, stats, model, revision, seed, and
+    /// tool_calls if the model called a tool
     #[arg(long)]
     pub json: bool,
     /// Print one JSON object per line as the answer streams: start, reasoning, answer, tool_call, end or error

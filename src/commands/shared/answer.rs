@@ -14,7 +14,7 @@ use crate::terminal::interrupt::cancel_on_ctrl_c;
 use crate::terminal::{self, Color, TurnView, WindowSize, dim, stderr_color, stdout_color};
 use crate::text::{printable, without_controls};
 
-/// Prints the answer to `prompt`. Renders Markdown if stdout is a terminal with colors, unless `plain` or `raw` is set.
+/// Prints the answer to `prompt`. Renders Markdown if stdout is a terminal with colors, unless --plain or --raw is set.
 ///
 /// If stderr is a terminal, also shows the statistics, the notes of the turn and, unless hidden, the reasoning.
 /// The reasoning goes to stdout if Markdown is rendered, otherwise to stderr.
@@ -81,7 +81,8 @@ fn draw(session: &mut Session, prompt: &str, shows_reasoning: bool) -> Result<Tu
     turn
 }
 
-/// Writes the answer to stdout without rendering its Markdown, and the reasoning to stderr.
+/// Writes the answer to stdout without rendering its Markdown.
+/// Writes the reasoning to stderr if `shows_reasoning` is true.
 fn write(session: &mut Session, prompt: &str, shows_reasoning: bool) -> Result<Turn> {
     let (mut out, mut err) = (std::io::stdout().lock(), std::io::stderr().lock());
     let (is_terminal, color) = (std::io::stdout().is_terminal(), stderr_color());

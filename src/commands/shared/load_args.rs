@@ -16,7 +16,6 @@ use crate::terminal;
 use crate::weights::quantized::QuantizationTarget;
 
 /// On a CPU, the minimum number of full-context sequences that the KV cache of a server can hold.
-/// A larger number would take more memory.
 const CPU_SEQUENCES: usize = 4;
 
 /// The flags for loading a model, shared by `play`, `serve`, `bench`, `perplexity` and `replay`.
@@ -117,7 +116,8 @@ impl LoadArgs {
     pub fn require_context(&mut self, tokens: usize) -> Result<()> {
         match self.context {
             Some(context) if context < tokens => {
-                let message = format!("--context {context} is too small for this benchmark: use --context {tokens}");
+                let message =
+                    format!("cannot run the benchmark with --context {context}: use --context {tokens} or more");
                 Err(Error::Usage(message).into())
             }
             context => {

@@ -21,7 +21,8 @@ pub fn table(report: &ShowReport) -> String {
     match &report.needs {
         Some(needs) => memory(&mut out, needs, &report.gpu),
         None if report.weights_problem.is_none() => {
-            let text = "memory needs unknown: cannot determine the size of the KV cache from config.json";
+            let text =
+                "memory needs unknown: the model's config does not determine the KV cache size and the context length";
             out += &format!("\n{text}\n");
         }
         None => {}
@@ -210,13 +211,13 @@ fn memory(out: &mut String, needs: &MemoryNeeds, gpu: &Gpu) {
         (Some(true), Some(largest)) => {
             let sequences = grouped(needs.largest_sequences.unwrap_or(1).max(1) as u64);
             format!(
-                ": it fits; the largest context that fits is {} tokens; with --gpu-memory, up to {sequences} sequences \
-                 of {context} tokens fit at once",
+                ": it fits; the largest context that fits is {} tokens; with --gpu-memory, the KV cache \
+                 can hold up to {sequences} × {context} tokens",
                 grouped(largest as u64)
             )
         }
         (Some(false), Some(largest)) => {
-            format!(": the model does not fit; it fits with a shorter context: --context {}", largest)
+            format!(": the model does not fit with this context; a shorter context fits: --context {}", largest)
         }
         (Some(_), None) => ": the model does not fit with any context".to_string(),
         (None, _) => String::new(),
