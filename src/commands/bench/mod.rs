@@ -55,7 +55,7 @@ pub struct Args {
     #[arg(long, default_value_t = 128, value_parser = value_parser!(u32).range(1..), value_name = "TOKENS")]
     #[arg(requires = "concurrency")]
     output: u32,
-    /// Requests per value of --concurrency [default: the number of requests that run at once]
+    /// Requests to measure for each value of --concurrency [default: as many as the value]
     #[arg(long, value_parser = value_parser!(u32).range(1..=1_000_000), value_name = "COUNT", requires = "concurrency")]
     requests: Option<u32>,
     /// Mean arrival rate in requests per second [default: submit each request as soon as another one ends]

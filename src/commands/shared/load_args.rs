@@ -40,7 +40,7 @@ pub struct LoadArgs {
     /// Context length in tokens, for prompt and answers together [default: as much as fits, up to 32768]
     #[arg(long, value_name = "TOKENS")]
     context: Option<usize>,
-    /// Memory to use on the GPU, such as 20GB or 90%. The KV cache uses what remains after weights and workspace
+    /// Memory to use on each GPU, such as 20GB or 90%. The KV cache uses what remains after weights and workspace
     /// [default: as much as the context needs; 90% for serve]
     #[arg(long, value_name = "SIZE")]
     gpu_memory: Option<MemoryLimit>,
@@ -151,7 +151,7 @@ impl LoadArgs {
 
     /// Sets the maximum number of sequences that run at once, and plans a KV cache for many sequences.
     ///
-    /// On a GPU, uses 90% of the memory unless --gpu-memory is set.
+    /// On GPUs, uses 90% of the memory of each GPU unless --gpu-memory is set.
     /// On a CPU, plans for `CPU_SEQUENCES` full-context sequences.
     pub fn plan_for_many(&mut self, max_sequences: Option<usize>) {
         self.max_sequences = max_sequences;
