@@ -87,9 +87,9 @@ pub enum Error {
         free_bytes: u64,
         /// The limit that `--gpu-memory` sets, in bytes, if it is less than both `needed_bytes` and `free_bytes`.
         limit_bytes: Option<u64>,
-        /// The length, in tokens, of a shorter context that would fit.
+        /// The length, in tokens, of a shorter context that would fit. `None` if no shorter context fits.
         fitting_context: Option<usize>,
-        /// The smallest number of equal GPUs (2, 4 or 8) that can hold the model and its context.
+        /// The smallest number of equal GPUs (2, 4 or 8) that can hold the model and its context, if any.
         fitting_gpus: Option<usize>,
     },
 

@@ -236,6 +236,7 @@ fn find_gguf(model: &str) -> Result<Option<PathBuf>> {
 
 /// Returns the GGUF model that `tag` selects in a snapshot. Without a tag, returns the only complete GGUF model,
 /// or the whole snapshot if it has safetensors weights or no complete GGUF model.
+/// Fails if `tag` selects no model, or if several models match.
 fn choose_model(snapshot: Snapshot, tag: Option<&str>) -> Result<Snapshot> {
     let Some(path) = gguf::choose(&snapshot.name, &snapshot.path, tag)? else { return Ok(snapshot) };
     let name = tag.map_or(snapshot.name.clone(), |tag| format!("{}:{tag}", snapshot.name));

@@ -123,6 +123,7 @@ fn context_full(session: &Session, message: &str) -> String {
 }
 
 /// If at least 80% of the context is used, returns a warning that says what the user can do, or what will happen.
+/// Otherwise returns `None`.
 fn context_warning(summary: &TurnSummary, overflow: Overflow) -> Option<String> {
     let hint = match overflow {
         Overflow::Stop => "/clear starts over; /set overflow drop-oldest continues without the oldest messages",

@@ -72,9 +72,10 @@ pub struct Serving {
     /// `None` with `--rate` or with varying lengths.
     /// Also `None` if `concurrency` is above 1 and the model has experts that were not counted.
     pub step_bytes: Option<StepBytes>,
-    /// `step_bytes` divided by the time of a decode step.
+    /// `step_bytes` divided by the time of a decode step. `None` if `step_bytes` or `decode_tok_per_s` is `None`.
     pub read_bytes_per_s: Option<f64>,
-    /// `read_bytes_per_s` divided by the measured read bandwidth of the memory.
+    /// `read_bytes_per_s` divided by the measured read bandwidth of the GPU memory.
+    /// `None` if either of them is unknown.
     pub bandwidth_share: Option<f64>,
 }
 

@@ -45,6 +45,7 @@ fn answer(session: &mut Session, prompt: &str, on_delta: &mut OnDelta) -> Result
 }
 
 /// Returns a warning if the context is full or, in a saved conversation, if at least 80% of the context is used.
+/// Otherwise returns `None`.
 fn context_warning(session: &Session, turn: &Turn) -> Option<String> {
     let hint = match (session.saved_name(), session.settings.overflow) {
         (Some(_), Overflow::DropOldest) => "the oldest messages will be dropped",
@@ -56,7 +57,8 @@ fn context_warning(session: &Session, turn: &Turn) -> Option<String> {
     Some(format!("{}: {hint}", turn.summary.context_warning()?))
 }
 
-/// Returns a warning if the reasoning of a turn used up all tokens, so that there is no answer. Otherwise `None`.
+/// Returns a warning if the reasoning of a turn used up all tokens, so that there is no answer.
+/// Otherwise returns `None`.
 fn missing_answer(turn: &Turn) -> Option<String> {
     let summary = &turn.summary;
     if !turn.text.is_empty() || turn.reasoning.is_empty() || summary.finish_reason != FinishReason::Length {

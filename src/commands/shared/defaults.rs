@@ -83,7 +83,7 @@ pub struct ParsedCommandLine {
     pub requested: SettingValues,
     /// Values of flags from the configuration file.
     pub configured: SettingValues,
-    /// The resumed conversation.
+    /// The resumed conversation. `None` without `--resume`.
     pub saved: Option<SavedConversation>,
     /// Messages about invalid settings in the resumed conversation.
     pub rejected: Vec<String>,
@@ -173,7 +173,8 @@ fn start_logging(matches: &ArgMatches) {
     logging::start(matches.get_count("verbose"), format);
 }
 
-/// Returns the conversation that `--resume` names. Reads its file, unless `known` contains the conversation.
+/// Returns the conversation that `--resume` names, or `None` without `--resume`.
+/// Reads the conversation's file, unless `known` contains the conversation.
 fn saved_conversation(arguments: &ArgMatches, known: Option<&KnownModel>) -> Result<Option<SavedConversation>> {
     if let Some(known) = known {
         // Do not read the conversation again, because its file may have been renamed since the first parse.
@@ -390,6 +391,7 @@ fn is_name_of(section: &str, model: &str) -> bool {
 }
 
 /// Returns `$INFERNO_CONFIG`, or `inferno/config.toml` in the XDG configuration directory.
+/// Returns `None` if INFERNO_CONFIG is not set and the XDG configuration directory is unknown.
 fn configuration_path() -> Option<PathBuf> {
     if let Some(path) = std::env::var_os("INFERNO_CONFIG").filter(|path| !path.is_empty()) {
         return Some(PathBuf::from(path));

@@ -67,7 +67,7 @@ fn parameter_counts(all: u64, active: Option<u64>) -> String {
     }
 }
 
-/// Returns the size and the quantization of the weights, or why they are unknown.
+/// Returns the size and the quantization of the weights, or why the size is unknown.
 fn weights(report: &ShowReport) -> Option<String> {
     let Some(bytes) = report.weight_bytes else { return report.weights_problem.clone() };
     Some(format!("{}, {}", text::size(bytes), report.quantization.as_deref().map_or("?".into(), excerpt)))

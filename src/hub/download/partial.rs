@@ -30,7 +30,7 @@ pub(in crate::hub) const BAD: &str = ".bad";
 /// A partially downloaded file, and the byte ranges that are on disk.
 pub(in crate::hub) struct Partial {
     path: PathBuf,
-    /// The size of the complete file.
+    /// The size of the complete file, in bytes.
     bytes: u64,
     record: PartsRecord,
     /// Whether file data was discarded or could not be flushed.
