@@ -89,7 +89,8 @@ pub enum Error {
         limit_bytes: Option<u64>,
         /// The length, in tokens, of a shorter context that would fit. `None` if no shorter context fits.
         fitting_context: Option<usize>,
-        /// The smallest number of equal GPUs (2, 4 or 8) that can hold the model and its context, if any.
+        /// The smallest number of equal GPUs (2, 4 or 8) that can hold the model and its context.
+        /// `None` on a CPU, on several GPUs, or if no such number is enough.
         fitting_gpus: Option<usize>,
     },
 

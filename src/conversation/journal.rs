@@ -254,6 +254,7 @@ fn journal_path(folder: &Path, name: &str) -> PathBuf {
 }
 
 /// Returns the name and path of a conversation. Without a name, finds the most recent resumable conversation.
+/// Fails if there is no such conversation.
 fn find(name: Option<&str>) -> Result<(String, PathBuf)> {
     let folder =
         folder().ok_or_else(|| Error::usage("cannot find conversations: no home directory found; set HOME"))?;
@@ -333,6 +334,7 @@ fn lock(file: File, _: &Path) -> Result<LockedFile> {
 }
 
 /// Reads a journal up to its first incomplete or damaged line. Also returns the number of bytes before that line.
+/// Fails if that line is the first one, or if a newer version of inferno wrote the journal.
 fn read(path: &Path) -> Result<(SavedConversation, u64)> {
     let bytes = files::read(path, files::MAX_JOURNAL_BYTES)?;
     let mut saved = SavedConversation::default();

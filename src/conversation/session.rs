@@ -434,6 +434,7 @@ impl Session {
 
     /// Saves the full blocks of the conversation's KV cache next to its journal.
     /// The saved tokens need no prefill when the conversation is resumed. Returns the number of saved tokens.
+    /// Fails if the conversation has no journal, or if the model runs on a server.
     pub fn save_prefix(&mut self) -> Result<usize> {
         let engine = require_engine(self.backend(), "save the KV cache")?;
         let Recording::Journal(journal) = &self.recording else {

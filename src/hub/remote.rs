@@ -95,6 +95,7 @@ impl<'a> Remote<'a> {
     }
 
     /// Fetches the commit of the revision and the list of its files.
+    /// Fails if the response is invalid, or if the hub sends a commit other than the requested one.
     pub fn listing(&self) -> Result<Listing> {
         let revision = names::encode_segment(self.revision);
         let url = format!("{}/api/models/{}/revision/{revision}?blobs=true", self.config.endpoint, self.repo);
@@ -134,6 +135,7 @@ impl<'a> Remote<'a> {
     }
 
     /// Fetches the size and the etag of one file. Used if the listing lacks the size or the etag.
+    /// Fails if the hub does not send both.
     pub fn head(&self, commit: &str, name: &str) -> Result<RemoteFile> {
         let mut url = self.file_url(commit, name);
         for _ in 0..=MAX_REDIRECTS {
@@ -266,6 +268,7 @@ impl<'a> Remote<'a> {
     /// Sends the token only to URLs with the endpoint's scheme, host and port.
     /// After a redirect to any other URL, sends no token, even if the other host redirects back to the endpoint.
     /// [`HubConfig::sent_token`] decides whether the endpoint may receive the token.
+    /// Fails after [`MAX_REDIRECTS`] redirects, or if [`resolve`](Self::resolve) rejects a redirect.
     fn follow(&self, url: &str, range: Option<&str>, purpose: Purpose) -> Result<HubResponse> {
         let mut url = url.to_string();
         let mut is_from_other_host = false;

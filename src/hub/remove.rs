@@ -56,6 +56,7 @@ impl Hub {
     /// With a tag such as `:Q4_K_M`, removes only the GGUF models that match the tag.
     ///
     /// Keeps files that other snapshots use. Waits while another process changes the repository.
+    /// Fails if no model or several models in inferno's own cache match.
     pub fn remove(&self, model: &str, revision: Option<&str>, progress: &dyn Progress) -> Result<RemovedModel> {
         let (name, revision) = names::split_revision(model, revision)?;
         if demo::is_demo(name, revision)? {

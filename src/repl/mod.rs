@@ -26,7 +26,7 @@ use display::TurnDisplay;
 use editor::{Input, LineEditor};
 use type_ahead::TypeAhead;
 
-/// Runs the chat until the user leaves.
+/// Runs the chat until the user leaves. Fails if the terminal cannot be used, or if no model is loaded any more.
 pub fn run(mut session: Session) -> Result<ExitCode> {
     let cancel = session.cancel_flag();
     terminal::interrupt::cancel_on_ctrl_c(cancel.clone())?;

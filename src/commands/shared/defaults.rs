@@ -342,7 +342,7 @@ fn id(flag: &str) -> String {
 }
 
 /// Reads the configuration file. Returns its settings for all models and for `model`, and the path of the file.
-/// Returns no settings if the file does not exist.
+/// Returns no settings if the file does not exist. Fails if the file is invalid.
 fn read_configuration(model: Option<&str>, arguments: &ArgMatches) -> Result<(SettingValues, String)> {
     let Some(path) = configuration_path() else { return Ok((SettingValues::new(), String::new())) };
     let shown_path = path.display().to_string();

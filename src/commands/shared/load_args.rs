@@ -232,7 +232,7 @@ fn parse_gpus(text: &str) -> Result<Devices, String> {
     parse_gpu_count(text).map(Devices::gpus)
 }
 
-/// Parses a number of GPUs, from 1 to [`MAX_RANKS`].
+/// Parses a number of GPUs. Fails if the number is not from 1 to [`MAX_RANKS`].
 pub fn parse_gpu_count(text: &str) -> Result<usize, String> {
     let count = text.parse().map_err(|_| format!("'{text}' is not a number of GPUs"))?;
     if (1..=MAX_RANKS).contains(&count) { Ok(count) } else { Err(format!("choose 1 to {MAX_RANKS}")) }

@@ -11,6 +11,7 @@ use crate::error::Error;
 const MAX_BYTES: u64 = 64 << 20;
 
 /// Returns the prompt for one-shot mode, or `None` for an interactive chat.
+/// Fails if the prompt is empty, or if `json` is true and there is no prompt.
 ///
 /// Without `--prompt`, standard input is the prompt, unless it is a terminal.
 /// With `--prompt` and `--stdin`, standard input is appended to the prompt.

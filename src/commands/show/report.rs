@@ -189,6 +189,7 @@ impl ShowReport {
 /// Plans the memory use on this machine's GPU. Without a GPU, or if the model does not fit, uses the smallest chunk.
 ///
 /// Returns `None` if the size of the KV cache is unknown, or if an unsupported model does not state its context length.
+/// Fails if the model does not support the requested context or number of GPUs.
 fn needs(
     inventory: &Inventory,
     model: Option<&ModelConfig>,

@@ -192,6 +192,7 @@ impl Hub {
     /// Returns the contents of the shard index. Downloads the index if it is in no cache.
     ///
     /// Returns `None` if the repository has no shard index, or if `filter` does not need the index.
+    /// Fails if the index is larger than [`files::MAX_SHARD_INDEX_BYTES`].
     fn fetch_index(
         &self,
         remote: &Remote,

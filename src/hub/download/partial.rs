@@ -113,6 +113,7 @@ impl Partial {
     }
 
     /// Opens or creates the partial file for writing. Each transfer uses its own file handle.
+    /// Fails if something other than a regular file is at this path.
     pub fn open(&self) -> Result<File> {
         let mut options = File::options();
         options.write(true).create(true).truncate(false);
