@@ -119,7 +119,7 @@ pub enum Error {
     Draining,
 
     /// The request did not start within its [`max_wait`](crate::GenerateOptions::max_wait).
-    #[error("the request waited longer than its limit")]
+    #[error("cannot answer: the request waited longer than its limit")]
     WaitedTooLong,
 
     /// The output constraint of a request is invalid or not supported. `name` is the part of the request at fault.
@@ -143,7 +143,7 @@ pub enum Error {
     )]
     PromptTooLong { prompt_bytes: usize, context_tokens: usize },
 
-    /// The request to the server at the URL of `play --url` failed, or the response is not JSON.
+    /// A request of `play --url` or `replay` to a server failed, or the response is not JSON.
     #[error("cannot reach a server at {url}: {cause}\n  check the URL, and check that the server is running")]
     ServerUnreachable { url: String, cause: String },
 

@@ -146,7 +146,9 @@ impl Variables<'_> {
         match self.text(name).map(|text| text.parse::<f64>()) {
             None => Ok(default),
             Some(Ok(seconds)) if (0.001..=1e6).contains(&seconds) => Ok(Duration::from_secs_f64(seconds)),
-            Some(_) => Err(Error::usage(format!("{name} must be a number of seconds from 0.001 to 1000000"))),
+            Some(_) => {
+                Err(Error::usage(format!("cannot use {name}: it must be a number of seconds from 0.001 to 1000000")))
+            }
         }
     }
 }
@@ -155,7 +157,9 @@ fn endpoint(vars: &Variables) -> Result<String> {
     let endpoint = vars.text("HF_ENDPOINT").unwrap_or_else(|| "https://huggingface.co".to_string());
     let endpoint = endpoint.trim_end_matches('/').to_string();
     if !endpoint.starts_with("https://") && !endpoint.starts_with("http://") {
-        return Err(Error::usage(format!("HF_ENDPOINT is {endpoint:?}; it must start with https:// or http://")));
+        return Err(Error::usage(format!(
+            "cannot use HF_ENDPOINT {endpoint:?}: it must start with https:// or http://"
+        )));
     }
     Ok(endpoint)
 }

@@ -367,7 +367,7 @@ impl<'a> Remote<'a> {
         if let Purpose::Metadata = purpose {
             let timeout = self.limits().response_timeout;
             // `read_body` checks the time only when bytes of the body arrive.
-            // A server can keep a connection active without sending any, so `total` limits the time for each body.
+            // A server can keep a connection active without sending the body, so `total` limits the time for each body.
             let total = timeout.saturating_mul(5);
             request = request.config().timeout_per_read(Some(timeout)).timeout_recv_body(Some(total)).build();
         }

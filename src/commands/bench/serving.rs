@@ -51,7 +51,7 @@ pub struct Serving {
     /// Generated tokens of all requests, divided by `seconds`.
     pub output_tok_per_s: f64,
     /// Generated tokens per second while all requests are decoding.
-    /// Measured from the moment when every request has its first token until any request ends.
+    /// Measured from the moment when every request has its first token until the first request ends.
     /// `None` if a request ended before every request had its first token.
     pub decode_tok_per_s: Option<f64>,
     pub ttft_ms: Percentiles,

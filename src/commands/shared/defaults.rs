@@ -201,7 +201,7 @@ fn configured_values(
 }
 
 /// Reads the values of `flags` from environment variables such as `INFERNO_TOP_P`.
-/// Skips empty variables, and flags that the command line sets.
+/// Skips empty variables, the flags in [`NOT_IN_ENVIRONMENT`], and flags that the command line sets.
 fn environment_values(flags: &[&str], parser: &Parser, is_overridden: &dyn Fn(&str) -> bool) -> Result<SettingValues> {
     let mut settings = SettingValues::new();
     for flag in flags.iter().filter(|flag| !is_overridden(flag) && !NOT_IN_ENVIRONMENT.contains(flag)) {

@@ -29,7 +29,7 @@ pub struct ShowReport {
     pub reason: Option<String>,
     pub license: Option<String>,
     pub quantization: Option<String>,
-    /// `harmony`, or the name of the file or GGUF key that holds the chat template. `None` for a base model.
+    /// `harmony`, or the name of the file or GGUF key that holds the chat template. `None` if there is none.
     pub chat: Option<&'static str>,
     #[serde(flatten)]
     pub sizes: ConfigSizes,

@@ -10,7 +10,7 @@ use crate::text::{self, excerpt, home_relative, parameter_count};
 const COLUMNS: usize = 120;
 /// The column where values start.
 const INDENT: usize = 13;
-/// The maximum number of rows in the file list.
+/// The maximum number of rows in the file list. If there are more, one more row shows the number of omitted rows.
 const MAX_FILES: usize = 24;
 
 pub fn table(report: &ShowReport) -> String {
@@ -43,7 +43,7 @@ fn facts(out: &mut String, report: &ShowReport) {
     fact("family", Some(if report.supported { family } else { format!("{family}, not supported") }));
     fact("why not", report.reason.clone());
     fact("license", Some(report.license.clone().unwrap_or("not stated in the files".into())));
-    fact("chat", Some(report.chat.unwrap_or("none: a base model; use inferno play --raw").to_string()));
+    fact("chat", Some(report.chat.unwrap_or("none; use inferno play --raw").to_string()));
     fact("parameters", report.parameters.map(|all| parameter_counts(all, report.active_parameters)));
     fact("weights", weights(report));
     let sizes = &report.sizes;
