@@ -225,6 +225,7 @@ fn invalid_name_hint(model: &str, required: Required) -> String {
 
 /// Returns the GGUF file that `model` names, or `None` if `model` does not name a GGUF file.
 /// `model` is a file, a directory with one GGUF model, or `directory:Q4_K_M`.
+/// Fails if several GGUF models in the directory match.
 fn find_gguf(model: &str) -> Result<Option<PathBuf>> {
     let path = Path::new(model);
     if path.is_file() {

@@ -37,7 +37,7 @@ pub struct Args {
     /// Number of tokens to decode; 0 for none
     #[arg(short = 'n', long = "decode", default_value_t = 128, value_name = "TOKENS")]
     decode: u32,
-    /// Numbers of tokens in the KV cache before the tests, for example 0,4096; each test runs once per number
+    /// Numbers of tokens in the KV cache before the tests, for example 0,4096; all tests run for each number
     #[arg(short, long, value_delimiter = ',', default_value = "0", value_name = "TOKENS")]
     depth: Vec<u32>,
     /// Measured runs of each test, after one warm-up run

@@ -75,7 +75,7 @@ pub struct Serving {
     /// `step_bytes` divided by the time of a decode step. `None` if `step_bytes` or `decode_tok_per_s` is `None`.
     pub read_bytes_per_s: Option<f64>,
     /// `read_bytes_per_s` divided by the measured read bandwidth of the GPU memory.
-    /// `None` if either of them is unknown.
+    /// `None` if either of these two bandwidths is unknown.
     pub bandwidth_share: Option<f64>,
 }
 
