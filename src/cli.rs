@@ -78,7 +78,7 @@ pub fn main() -> ExitCode {
 
 /// Returns whether writing to stdout failed because the disk is full.
 fn is_stdout_full(error: &anyhow::Error) -> bool {
-    // Only failed writes to stdout return an `io::Error` without context.
+    // A disk-full error that arrives here without context is from stdout: writes to files add a context.
     let outermost = error.chain().next().and_then(|cause| cause.downcast_ref());
     outermost.is_some_and(is_disk_full)
 }

@@ -9,7 +9,7 @@ use anyhow::Result;
 
 use crate::error::Error;
 
-/// Creates a directory and its parents. Unless the disk is full, the error message suggests another cache directory.
+/// Creates a directory and its parents. The error message suggests another cache directory.
 pub(super) fn create_dir(dir: &Path) -> Result<()> {
     fs::create_dir_all(dir).map_err(|error| match error.kind() {
         ErrorKind::StorageFull | ErrorKind::QuotaExceeded => write_error(error, dir, 0),

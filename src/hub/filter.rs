@@ -134,6 +134,7 @@ fn included_files(repo: &str, files: &FileList, patterns: &GlobSet) -> Result<Ve
 }
 
 /// Returns the small files and the default weights: the safetensors files, or else the only GGUF model.
+/// Fails if a required file is missing, or if there are neither safetensors files nor exactly one GGUF model.
 fn model_files(repo: &str, files: &FileList, index: Option<&[u8]>) -> Result<Vec<RemoteFile>> {
     let mut chosen = small_files(files);
     if index.is_none() && files.get(SINGLE_FILE).is_none() {

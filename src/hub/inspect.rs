@@ -103,6 +103,7 @@ impl Hub {
     }
 
     /// Reads a byte range of a file of `model`. Returns fewer bytes if the file ends within the range.
+    /// Fails if the server ignores the range and the range starts after the first `MAX_SKIPPED_BYTES` bytes.
     pub fn read_range(&self, model: &HubModel, file: &str, range: Range<u64>) -> Result<Vec<u8>> {
         let (name, _) = gguf::split_tag(&model.name);
         let remote = Remote::new(&self.config, name, &model.commit, &());
@@ -157,6 +158,7 @@ impl Inspection<'_> {
     }
 
     /// Reads the files in [`TEXTS`]. For a GGUF model, reads only README.md, because the GGUF file has the config.
+    /// Fails if config.json or tokenizer_config.json is as large as its limit.
     fn texts(&self, is_gguf: bool) -> Result<BTreeMap<String, Vec<u8>>> {
         let is_wanted = |name: &str| self.listing.file(name).is_some() && (!is_gguf || name == "README.md");
         let mut texts = BTreeMap::new();
@@ -171,6 +173,7 @@ impl Inspection<'_> {
     }
 
     /// Returns the safetensors files that inferno would load.
+    /// Fails if the shard index lists more than [`MAX_SHARDS`] shards, or a shard that the repository lacks.
     fn shards(&self) -> Result<Vec<&RemoteFile>> {
         if self.listing.file(INDEX).is_none() {
             return Ok(self.listing.file(SINGLE_FILE).into_iter().collect());

@@ -30,7 +30,8 @@ pub(super) fn split_revision<'a>(model: &'a str, revision: Option<&'a str>) -> R
         && inline != revision
     {
         let problem = format!(
-            "two different revisions: '{inline}' in {model:?} and '{revision}' in --revision\n  use only one of them"
+            "cannot choose a revision: {model:?} contains '{inline}', but --revision is '{revision}'\n  \
+             use only one of them"
         );
         return Err(Error::usage(problem));
     }
@@ -131,7 +132,7 @@ pub(super) fn is_same_name(name: &str, model: &str) -> bool {
     name.eq_ignore_ascii_case(model) || last.eq_ignore_ascii_case(model)
 }
 
-/// Returns the name that is most similar to `model`, if `model` may be a misspelling of that name.
+/// Returns the name that is most similar to `model`, or `None` if no name is similar enough to be what the user meant.
 /// At most a quarter of the letters may be wrong, or two letters in short names.
 pub(super) fn nearest<'a>(model: &str, names: &'a [String]) -> Option<&'a String> {
     let model = model.to_lowercase();

@@ -95,6 +95,7 @@ impl<'a> Remote<'a> {
     }
 
     /// Fetches the commit of the revision and the list of its files.
+    /// Fails if the response is invalid, or if the hub sends a commit other than the requested one.
     pub fn listing(&self) -> Result<Listing> {
         let revision = names::encode_segment(self.revision);
         let url = format!("{}/api/models/{}/revision/{revision}?blobs=true", self.config.endpoint, self.repo);
@@ -134,6 +135,7 @@ impl<'a> Remote<'a> {
     }
 
     /// Fetches the size and the etag of one file. Used if the listing lacks the size or the etag.
+    /// Fails if the hub does not send both.
     pub fn head(&self, commit: &str, name: &str) -> Result<RemoteFile> {
         let mut url = self.file_url(commit, name);
         for _ in 0..=MAX_REDIRECTS {
@@ -149,7 +151,10 @@ impl<'a> Remote<'a> {
                 match text("location").and_then(|to| self.resolve(&url, to)).filter(|to| self.is_endpoint(to)) {
                     Some(next) => url = next,
                     None => {
-                        bail!("the hub redirects {} to another host without sending the file's hash", quote(name))
+                        bail!(
+                            "cannot get the hash of {}: the hub redirects to another host without sending the hash",
+                            quote(name)
+                        )
                     }
                 }
                 continue;
@@ -263,6 +268,7 @@ impl<'a> Remote<'a> {
     /// Sends the token only to URLs with the endpoint's scheme, host and port.
     /// After a redirect to any other URL, sends no token, even if the other host redirects back to the endpoint.
     /// [`HubConfig::sent_token`] decides whether the endpoint may receive the token.
+    /// Fails after [`MAX_REDIRECTS`] redirects, or if [`resolve`](Self::resolve) rejects a redirect.
     fn follow(&self, url: &str, range: Option<&str>, purpose: Purpose) -> Result<HubResponse> {
         let mut url = url.to_string();
         let mut is_from_other_host = false;
@@ -361,7 +367,7 @@ impl<'a> Remote<'a> {
         if let Purpose::Metadata = purpose {
             let timeout = self.limits().response_timeout;
             // `read_body` checks the time only when bytes of the body arrive.
-            // A server can keep a connection active without sending any, so `total` limits the time for each body.
+            // A server can keep a connection active without sending the body, so `total` limits the time for each body.
             let total = timeout.saturating_mul(5);
             request = request.config().timeout_per_read(Some(timeout)).timeout_recv_body(Some(total)).build();
         }

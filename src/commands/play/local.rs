@@ -99,6 +99,7 @@ fn revision_in(model: &str) -> Option<&str> {
 }
 
 /// Finds a model. On a terminal, offers to download a missing model.
+/// Fails if the model is missing and is not downloaded.
 fn find_or_download(hub: &Hub, model: &str, revision: Option<&str>) -> Result<Snapshot> {
     let missing = match hub.find(model, revision) {
         Err(error) if matches!(error.downcast_ref(), Some(Error::ModelNotFound { .. })) => error,
@@ -128,6 +129,7 @@ fn find_or_download(hub: &Hub, model: &str, revision: Option<&str>) -> Result<Sn
 }
 
 /// Lists the models on this machine and asks the user to choose one. Returns `None` if the user quits.
+/// Fails if no model is on this machine.
 fn choose_snapshot(hub: &Hub) -> Result<Option<Snapshot>> {
     let snapshots = playable(hub)?;
     anyhow::ensure!(

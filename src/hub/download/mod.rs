@@ -155,6 +155,7 @@ impl Hub {
     }
 
     /// Returns the snapshot of the listed commit from the first cache that has all selected files.
+    /// Returns `None` if no cache has all of them.
     fn find_present(&self, name: &str, listing: &Listing, filter: &CompiledFilter) -> Result<Option<Snapshot>> {
         let index = match listing.file(INDEX) {
             Some(file) if filter.needs_index() => match self.read_present(name, &listing.commit, file)? {
@@ -191,6 +192,7 @@ impl Hub {
     /// Returns the contents of the shard index. Downloads the index if it is in no cache.
     ///
     /// Returns `None` if the repository has no shard index, or if `filter` does not need the index.
+    /// Fails if the index is larger than [`files::MAX_SHARD_INDEX_BYTES`].
     fn fetch_index(
         &self,
         remote: &Remote,

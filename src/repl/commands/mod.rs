@@ -86,8 +86,8 @@ const COMMANDS: &[SlashCommand] = &[
         name: "export",
         arguments: "md|json [PATH]",
         summary: "write the conversation to a new file",
-        details: "Markdown contains the text of the messages. JSON contains the model, the settings, and the \
-                  messages in OpenAI's format, with reasoning and tool calls. Existing files are not replaced.",
+        details: "Markdown contains the text of the messages. JSON contains the model, the revision, the settings, \
+                  and the messages in OpenAI's format, with reasoning and tool calls. Existing files are not replaced.",
     },
     SlashCommand { name: "stats", arguments: "", summary: "describe the model and the conversation", details: "" },
     SlashCommand {
