@@ -38,7 +38,7 @@ pub enum Error {
     )]
     Gated { repo: String, endpoint: String },
 
-    #[error("offline: {what}\n  unset HF_HUB_OFFLINE to allow network access")]
+    #[error("{what}\n  unset HF_HUB_OFFLINE to allow network access")]
     Offline { what: String },
 
     #[error("cannot fetch from {endpoint}: {cause}\n  check the network, or set HF_ENDPOINT to a mirror")]

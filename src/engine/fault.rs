@@ -42,7 +42,7 @@ pub enum FaultTime {
 }
 
 impl PlannedFault {
-    /// Returns the fault in the environment variable `INFERNO_FAULT`, in the form `RANK:FAULT:TIME`.
+    /// Returns the fault that the environment variable `INFERNO_FAULT` describes as `RANK:FAULT:TIME`.
     /// FAULT is `error`, `panic` or `hang`. TIME is `load` or the number of a step.
     /// Examples are `1:hang:20` (before step 20) and `0:panic:load`.
     /// Returns `None` if the variable is not set or is invalid.

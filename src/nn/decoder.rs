@@ -290,7 +290,7 @@ impl Decoder {
         Ok(())
     }
 
-    /// Returns the dtype of activations and of the KV cache.
+    /// Returns the compute dtype, which is also the dtype of the KV cache.
     pub fn dtype(&self) -> DType {
         self.dtype
     }

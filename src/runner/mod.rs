@@ -188,7 +188,7 @@ impl Runner {
         self.decoder.vocab_size()
     }
 
-    /// Returns the dtype of activations and of the KV cache.
+    /// Returns the compute dtype, which is also the dtype of the KV cache.
     pub fn dtype(&self) -> DType {
         self.decoder.dtype()
     }

@@ -34,7 +34,7 @@ pub const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 /// Opening a GPU and loading kernels from a disk can take seconds.
 const HOST_ANSWER_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// One rank of a model and its connection to the other ranks. A model that is not divided is a world of one rank.
+/// One of the ranks that run a model, and its connection to the other ranks. A model that is not divided has one rank.
 #[derive(Clone, Debug, Default)]
 pub struct World {
     rank: usize,

@@ -253,8 +253,8 @@ impl Scheduler {
     /// Returns false if the sequence `id` itself is preempted.
     /// Also returns false if the sequence with the last turn is protected, or if this plan has admitted it.
     ///
-    /// A protected sequence always gets its blocks, because it can preempt all unprotected sequences.
-    /// [`try_admit`](Self::try_admit) starts a sequence only if there are enough blocks for all protected sequences.
+    /// A protected sequence always gets its blocks. It can preempt all unprotected sequences,
+    /// and [`try_admit`](Self::try_admit) ensures that the blocks suffice for all protected sequences.
     fn give_blocks(&mut self, id: SequenceId, end: usize, plan: &mut StepPlan) -> bool {
         while !self.try_give_blocks(id, end, plan) {
             let victim = self.last_in_turn().filter(|victim| !victim.is_protected());

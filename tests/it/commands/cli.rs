@@ -235,7 +235,7 @@ fn missing_model_error_names_the_download_command() {
     assert_fails(&output, 3, &["openai/gpt-oss-20b", "inferno download openai/gpt-oss-20b"]);
     let home = TempDir::new().unwrap();
     let output = inferno(&home).args(["download", "org/model"]).env("HF_HUB_OFFLINE", "1").output().unwrap();
-    assert_fails(&output, 5, &["offline", "HF_HUB_OFFLINE"]);
+    assert_fails(&output, 5, &["cannot download 'org/model'", "HF_HUB_OFFLINE"]);
     let output = run(&["download", "not a name"]);
     assert_fails(&output, 2, &["org/name"]);
 }

@@ -211,7 +211,7 @@ fn offline_uses_the_cache_and_sends_no_request() {
     let machine = Machine::new(fake.endpoint());
     let (message, code) = message_and_code(machine.offline().download(REPO, None, &FileFilter::default(), &()));
     assert_eq!(code, 5);
-    assert!(message.contains("offline") && message.contains(REPO), "{message}");
+    assert!(message.contains("HF_HUB_OFFLINE") && message.contains(REPO), "{message}");
     let snapshot = machine.hub().download(REPO, None, &FileFilter::default(), &()).unwrap();
     fake.lines();
     let events = Recorder::default();

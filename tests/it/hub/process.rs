@@ -366,7 +366,7 @@ fn output_without_a_terminal_has_no_progress_bar() {
     let output = command(&home, &fake, &["download", REPO]).env("HF_HUB_DISABLE_PROGRESS_BARS", "1").output().unwrap();
     assert!(!text(&output.stderr).contains("files"), "{}", text(&output.stderr));
     let output = command(&home, &fake, &["download", "org/other"]).env("HF_HUB_OFFLINE", "1").output().unwrap();
-    assert_fails(&output, 5, &["offline"]);
+    assert_fails(&output, 5, &["HF_HUB_OFFLINE"]);
     assert_fails(&command(&home, &fake, &["download", REPO, "--exclude", "a{"]).output().unwrap(), 2, &["a{"]);
 }
 

@@ -304,13 +304,13 @@ fn logits(dir: &Path, ids: &[u32]) -> Vec<f32> {
     values(&logits_of(&decoder, ids, DType::F32, &Device::Cpu).unwrap())
 }
 
-/// Asserts that a golden checkpoint with this config and renamed tensors still produces the golden logits,
+/// Asserts that a golden checkpoint with this config and the tensors from `change` still produces the golden logits,
 /// and that the tensor table of its family gives the size of the loaded tensors.
-fn assert_same_model(case: &str, config: &Value, rename: impl Fn(HashMap<String, Tensor>) -> HashMap<String, Tensor>) {
+fn assert_same_model(case: &str, config: &Value, change: impl Fn(HashMap<String, Tensor>) -> HashMap<String, Tensor>) {
     let dir = tempfile::tempdir().unwrap();
     std::fs::write(dir.path().join("config.json"), config.to_string()).unwrap();
     let tensors = safetensors::load(golden(case).join("model.safetensors"), &Device::Cpu).unwrap();
-    safetensors::save(&rename(tensors), dir.path().join("model.safetensors")).unwrap();
+    safetensors::save(&change(tensors), dir.path().join("model.safetensors")).unwrap();
     let golden = safetensors::load(golden(case).join("golden.safetensors"), &Device::Cpu).unwrap();
     let ids: Vec<u32> = golden["ids"].to_vec1::<i64>().unwrap().into_iter().map(|id| id as u32).collect();
     let error = relative_error(&logits(dir.path(), &ids), &values(&golden["logits"]));

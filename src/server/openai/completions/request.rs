@@ -87,7 +87,7 @@ fn read_prompts(fields: &mut Fields) -> Result<Vec<Prompt>, ApiError> {
     Ok(prompts)
 }
 
-/// Returns the text of a prompt. Decodes prompts that are token ids.
+/// Returns the text of a prompt. Decodes token ids. Returns an empty text for a chat, which a completion cannot have.
 fn text_of(prompt: &Prompt, engine: &EngineHandle) -> anyhow::Result<String> {
     match prompt {
         Prompt::Text(text) => Ok(text.clone()),
