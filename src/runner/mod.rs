@@ -152,8 +152,8 @@ impl Runner {
 
     /// Restarts the timeouts of [`ping_ranks`](Self::ping_ranks). The engine calls this function when it begins to wait
     /// for requests.
-    pub fn restart_answer_times(&self) {
-        self.ranks.restart_answer_times();
+    pub fn restart_ping_timeouts(&self) {
+        self.ranks.restart_ping_timeouts();
     }
 
     /// Checks that all ranks still answer.

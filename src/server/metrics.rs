@@ -160,7 +160,7 @@ impl Metrics {
         let labels: HashMap<String, String> =
             HashMap::from([("model_name".to_string(), model.to_string()), ("engine".into(), "0".into())]);
         let registry = Registry::new();
-        let make = Maker { registry: &registry, prefix: PREFIX, labels };
+        let make = MetricFactory { registry: &registry, prefix: PREFIX, labels };
         Ok(Self {
             has_vllm_names,
             requests: make.counters("request_success_total", "Finished answers.", "finished_reason", FINISH_REASONS)?,
@@ -229,7 +229,7 @@ impl Metrics {
 }
 
 impl HttpMetrics {
-    fn new(make: &Maker) -> Result<Self> {
+    fn new(make: &MetricFactory) -> Result<Self> {
         Ok(Self {
             responses: make.counters("http_responses_total", "HTTP responses.", "code", STATUS_CODES)?,
             connections: make.gauge("open_connections", "Open connections.")?,
@@ -253,7 +253,7 @@ impl RequestDurations {
         }
     }
 
-    fn new(make: &Maker) -> Result<Self> {
+    fn new(make: &MetricFactory) -> Result<Self> {
         Ok(Self {
             first_token: make.histogram("time_to_first_token_seconds", "Time to first token.", FIRST_TOKEN_SECONDS)?,
             inter_token: make.histogram("inter_token_latency_seconds", "Time between tokens.", TOKEN_SECONDS)?,
@@ -284,7 +284,7 @@ impl RequestDurations {
 }
 
 impl RequestSizes {
-    fn new(make: &Maker) -> Result<Self> {
+    fn new(make: &MetricFactory) -> Result<Self> {
         Ok(Self {
             prompt_tokens: make.histogram("request_prompt_tokens", "Tokens of a prompt.", TOKENS)?,
             computed_tokens: make.histogram(
@@ -309,7 +309,7 @@ impl RequestSizes {
 }
 
 impl PromptMetrics {
-    fn new(make: &Maker) -> Result<Self> {
+    fn new(make: &MetricFactory) -> Result<Self> {
         Ok(Self {
             tokens: make.counter("prompt_tokens_total", "Prompt tokens, including cached ones.")?,
             cached: make.counter("prompt_tokens_cached_total", "Prompt tokens found in the KV cache.")?,
@@ -324,8 +324,8 @@ impl PromptMetrics {
 }
 
 impl VllmMetrics {
-    fn new(make: &Maker) -> Result<Self> {
-        let make = Maker { registry: make.registry, prefix: VLLM_PREFIX, labels: make.labels.clone() };
+    fn new(make: &MetricFactory) -> Result<Self> {
+        let make = MetricFactory { registry: make.registry, prefix: VLLM_PREFIX, labels: make.labels.clone() };
         let gauges =
             |name: &str, help: &str, labels: &[&str]| make.register(IntGaugeVec::new(make.opts(name, help), labels)?);
         Ok(Self {
@@ -362,7 +362,7 @@ impl VllmMetrics {
 }
 
 impl EngineMetrics {
-    fn new(make: &Maker, has_vllm_names: bool) -> Result<Self> {
+    fn new(make: &MetricFactory, has_vllm_names: bool) -> Result<Self> {
         Ok(Self {
             vllm: if has_vllm_names { Some(VllmMetrics::new(make)?) } else { None },
             running: make.gauge("num_requests_running", "Running sequences.")?,
@@ -388,7 +388,7 @@ impl EngineMetrics {
     }
 
     /// Creates a copy of each engine counter, together with the function that reads the engine's value.
-    fn totals(make: &Maker) -> Result<Vec<(IntCounter, ReadTotal)>> {
+    fn totals(make: &MetricFactory) -> Result<Vec<(IntCounter, ReadTotal)>> {
         let total = |name, help, read: ReadTotal| Ok((make.counter(name, help)?, read));
         [
             total("generation_tokens_total", "Generated tokens.", |stats| stats.generated_tokens),
@@ -485,7 +485,7 @@ pub fn cache_usage(stats: &EngineStats) -> f64 {
 }
 
 /// Registers metrics that have the same prefix and the same labels.
-struct Maker<'r> {
+struct MetricFactory<'r> {
     registry: &'r Registry,
     /// The prefix of every metric name.
     prefix: &'static str,
@@ -493,7 +493,7 @@ struct Maker<'r> {
     labels: HashMap<String, String>,
 }
 
-impl Maker<'_> {
+impl MetricFactory<'_> {
     fn opts(&self, name: &str, help: &str) -> Opts {
         Opts::new(format!("{}{name}", self.prefix), help).const_labels(self.labels.clone())
     }

@@ -35,7 +35,8 @@ impl<'c> Weights<'c> {
         // Combine adjacent parts if a single kernel can process them together.
         let is_compatible = |a: &Option<MatrixRows>, b: &Option<MatrixRows>| match (a, b) {
             (Some(a), Some(b)) => {
-                a.rounding == b.rounding && (a.format == WeightFormat::Fp8) == (b.format == WeightFormat::Fp8)
+                a.input_quantization == b.input_quantization
+                    && (a.format == WeightFormat::Fp8) == (b.format == WeightFormat::Fp8)
             }
             (None, None) => true,
             _ => false,

@@ -415,7 +415,7 @@ mod tests {
     }
 
     #[test]
-    fn the_failure_of_a_world_is_reported_once_and_its_end_is_none() {
+    fn failures_are_reported_once_and_closing_is_not_a_failure() {
         let failures = |act: &dyn Fn(&[World])| {
             let (sender, receiver) = std::sync::mpsc::channel();
             let worlds = World::threads(2);

@@ -215,7 +215,7 @@ impl EngineLoop {
         if !self.runner.has_several_ranks() {
             return self.commands.recv().map_err(|_| TryRecvError::Disconnected);
         }
-        self.runner.restart_answer_times();
+        self.runner.restart_ping_timeouts();
         self.runner.ping_ranks();
         loop {
             match self.commands.recv_timeout(RANK_PING) {

@@ -32,7 +32,9 @@ pub use buffers::{RmsNormParams, StepBuffers};
 pub use gate_up::{Projection, add_gate_up};
 pub use head::{Embedding, add_greedy_sampling, add_head};
 pub use matvec::has_decode_kernel;
-pub use mxfp4_experts::{ExpertBuffers, MAX_CHOSEN_MXFP4, MAX_EXPERT_COLUMNS, add_mxfp4_down, add_mxfp4_gate_up};
+pub use mxfp4_experts::{
+    ExpertBuffers, MAX_CHOSEN_MXFP4, MAX_MXFP4_INTERMEDIATE_SIZE, add_mxfp4_down, add_mxfp4_gate_up,
+};
 pub use qkv::{QkNormBuffers, QkvProjection, add_qkv};
 pub use residual::{PostNorm, add_residual};
 pub use routed_experts::{add_routed_down, add_routed_gate_up};

@@ -15,7 +15,7 @@ pub use crate::kernels::constants::DECODE_DOWN_MAX_CHOSEN as MAX_CHOSEN_MXFP4;
 /// The maximum intermediate size that the decode kernels for MXFP4 weights support.
 ///
 /// With this size, the inputs of [`MAX_CHOSEN_MXFP4`] down projections take 192 KiB of shared memory.
-pub const MAX_EXPERT_COLUMNS: usize = 12 << 10;
+pub const MAX_MXFP4_INTERMEDIATE_SIZE: usize = 12 << 10;
 
 /// The buffers for intermediate results of a layer with MXFP4 experts.
 pub struct ExpertBuffers {

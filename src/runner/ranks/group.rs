@@ -106,7 +106,7 @@ impl RankGroup {
 
     /// Restarts the timeouts of [`ping`](Self::ping).
     /// Call this function before the first ping of each wait for requests.
-    pub fn restart_answer_times(&self) {
+    pub fn restart_ping_timeouts(&self) {
         self.answers.borrow_mut().clear();
     }
 

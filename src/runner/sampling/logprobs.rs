@@ -37,7 +37,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn logprobs_are_those_of_the_softmax() {
+    fn logprobs_match_the_softmax() {
         let logits = [1.0f32, 3.0, f32::NAN, 3.0, f32::NEG_INFINITY];
         let got = TokenLogprobs::from_logits(&logits, 0, 3);
         let sum = 1f64.exp() + 2.0 * 3f64.exp();

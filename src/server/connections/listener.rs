@@ -17,7 +17,7 @@ use tokio::net::{TcpListener, TcpSocket, TcpStream, lookup_host};
 use tokio_rustls::TlsAcceptor;
 
 use super::limit::OpenConnection;
-use super::parse_error::ParseErrorBody;
+use super::parse_error::ParseErrorStream;
 use super::write_limit::WriteLimit;
 use crate::error::Error;
 use crate::server::router::{router, spare_router};
@@ -152,7 +152,7 @@ async fn serve_requests<S>(stream: S, router: Router, server: &Server, header_ti
 where
     S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
 {
-    let stream = TokioIo::new(ParseErrorBody::new(stream, server.metrics.clone()));
+    let stream = TokioIo::new(ParseErrorStream::new(stream, server.metrics.clone()));
     let connection = http1::Builder::new()
         .timer(TokioTimer::new())
         .header_read_timeout(header_time)

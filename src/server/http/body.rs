@@ -230,7 +230,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn depth_is_that_of_brackets_outside_strings() {
+    fn depth_counts_brackets_outside_strings() {
         assert_eq!(depth(br#"{"a": ["[[[\"[[", {"b": []}]}"#), 4);
         assert_eq!(depth(b"]]]][["), 2);
         assert!(parse("[".repeat(1_000_000).as_bytes()).is_err());

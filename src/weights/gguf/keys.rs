@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 
 use super::checkpoint::GgufCheckpoint;
 use super::limits::MAX_HEAD_DIM;
-use super::metadata::{GgufValue, Value as MetadataValue};
+use super::metadata::{GgufMetadata, Value as MetadataValue};
 use super::tensor_names::ROPE_FACTOR_TENSORS;
 use crate::text::quote;
 
@@ -28,7 +28,7 @@ impl<'c> ArchitectureKeys<'c> {
     }
 
     pub fn required_size(&self, name: &str) -> Result<u64> {
-        Ok(self.file.metadata().required(&self.key(name), GgufValue::u32)?.into())
+        Ok(self.file.metadata().required(&self.key(name), GgufMetadata::u32)?.into())
     }
 
     /// Returns an f32 value as the f64 with the same decimal text: 1e-5, not 0.000009999999747378752.

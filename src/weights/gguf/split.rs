@@ -8,7 +8,7 @@ use std::path::Path;
 use anyhow::{Context, Result, bail};
 
 use super::limits::{MAX_SPLIT_HEADER_BYTES, MAX_SPLIT_TENSORS};
-use super::metadata::GgufValue;
+use super::metadata::GgufMetadata;
 use super::part::{GgufPart, PartOpener};
 use crate::snapshot::gguf::{MAX_PARTS, PartName};
 use crate::text::size;
@@ -88,12 +88,12 @@ struct SplitInfo {
 
 impl SplitInfo {
     fn read(part: &GgufPart) -> Result<Self> {
-        let read = |metadata: GgufValue| {
+        let read = |metadata: GgufMetadata| {
             let count = metadata.u32("split.count")?.unwrap_or(1).max(1);
             if count > MAX_PARTS {
                 bail!("metadata key split.count: {count} parts exceed the limit of {MAX_PARTS}");
             }
-            let number = if count == 1 { 0 } else { metadata.required("split.no", GgufValue::u32)? };
+            let number = if count == 1 { 0 } else { metadata.required("split.no", GgufMetadata::u32)? };
             if number >= count {
                 bail!("metadata key split.no: {number} is not less than split.count {count}");
             }

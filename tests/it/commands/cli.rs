@@ -109,7 +109,7 @@ fn list_shows_the_demo() {
 
 /// `list` must report the same parameter counts as `Checkpoint`.
 #[test]
-fn listed_numbers_equal_those_of_the_checkpoint() {
+fn listed_parameter_counts_equal_those_of_the_checkpoint() {
     let home = TempDir::new().unwrap();
     let commit = "0123456789abcdef0123456789abcdef01234567";
     let models = ["llama3", "gpt_oss", "mixtral", "compressed/int8", "compressed/fp8", "compressed/int8_packed"];

@@ -197,7 +197,7 @@ fn metrics_have_the_names_and_labels_that_dashboards_read() {
 }
 
 #[test]
-fn metrics_have_the_format_of_prometheus() {
+fn metrics_have_no_duplicate_type_lines() {
     let server = Server::start(&["--metrics-compat", "vllm"]);
     let response = server.get("/metrics");
     assert_eq!(response.header("content-type"), Some("text/plain; version=0.0.4; charset=utf-8"));

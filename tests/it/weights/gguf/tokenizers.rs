@@ -253,7 +253,7 @@ fn sentencepiece_model_agrees_with_tokenizer_json() {
 /// All added tokens of Phi-3 except three absorb the whitespace that follows. GGUF has no key for this property,
 /// so inferno applies it to GGUF files with the architecture `phi3`.
 #[test(fixtures)]
-fn control_tokens_of_phi_3_absorb_whitespace() {
+fn added_tokens_of_phi_3_absorb_whitespace() {
     let folder = fixtures().join("phi-3-mini");
     let model = converted(&folder);
     let phi = model.sentencepiece(&llama2_scores(&model)).string("general.architecture", "phi3");
