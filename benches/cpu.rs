@@ -156,7 +156,7 @@ fn terminal(criterion: &mut Criterion) -> Result<()> {
     let mut group = criterion.benchmark_group("terminal");
     group.sample_size(10).warm_up_time(Duration::from_millis(20)).measurement_time(Duration::from_secs(5));
     for (name, text) in texts {
-        // Pieces of four characters, the typical length of a token.
+        // Split the text into pieces of four characters, the typical length of a token.
         let characters: Vec<char> = text.chars().collect();
         let pieces: Vec<String> = characters.chunks(4).map(|piece| piece.iter().collect()).collect();
         let pieces: Vec<Delta> = pieces.into_iter().map(|text| Delta { channel: Channel::Answer, text }).collect();

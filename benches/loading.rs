@@ -17,8 +17,10 @@ use inferno::nn::rope::{RopeFrequencies, RotaryEmbedding};
 use inferno::weights::{Checkpoint, ReadAheadOptions, ReadAheadReader};
 
 fn main() -> Result<()> {
-    let model =
-        PathBuf::from(std::env::var_os("INFERNO_FULL_SIZE").context("set INFERNO_FULL_SIZE to a model directory")?);
+    let model = PathBuf::from(
+        std::env::var_os("INFERNO_FULL_SIZE")
+            .context("cannot find the model: INFERNO_FULL_SIZE is not set; set it to a model directory")?,
+    );
     let mut last = Instant::now();
     let mut lap = |what: &str| {
         println!("{what}: {:.3} s", last.elapsed().as_secs_f64());

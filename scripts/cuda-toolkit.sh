@@ -19,8 +19,8 @@ fail() {
 
 [ $# = 1 ] || [ $# = 2 ] || fail "usage: scripts/cuda-toolkit.sh DIR [13|12]"
 version=${2:-13}
-[[ $version =~ ^1[23]$ ]] || fail "cannot install CUDA $version: this script supports 13 and 12"
-[ "$(uname -sm)" = "Linux x86_64" ] || fail "cannot install on $(uname -sm): the packages are for Linux on x86-64"
+[[ $version =~ ^1[23]$ ]] || fail "cannot install CUDA $version; choose 13 or 12"
+[ "$(uname -sm)" = "Linux x86_64" ] || fail "cannot install on $(uname -sm): the packages are for Linux on x86-64; install NVIDIA's CUDA toolkit instead"
 for tool in python3 gcc g++; do # nvcc needs g++; the driver stub needs gcc
   command -v $tool > /dev/null || fail "cannot find $tool; install it (on Debian: apt-get install python3-venv g++)"
 done
@@ -45,11 +45,11 @@ wheels() {
 debian_packages() {
   local folder=$1 release=$2 component=$3 mirror keys=/usr/share/keyrings/debian-archive-keyring.gpg
   shift 3
-  command -v apt-get > /dev/null && [ -f $keys ] || fail "cannot find apt-get with Debian's keyring: CUDA 12 installs on Debian only"
+  command -v apt-get > /dev/null && [ -f $keys ] || fail "cannot install CUDA 12: this machine has no apt-get with Debian's keyring; use Debian, or install CUDA 13"
   # shellcheck disable=SC2016 # apt replaces these variables
   mirror=$(apt-get indextargets --format '$(REPO_URI) $(RELEASE)' 'Created-By: Packages' 'Origin: Debian' |
     awk '$2 !~ /-/ { print $1; exit }')
-  [ -n "$mirror" ] || fail "cannot find Debian's mirror in the list of packages; run: apt-get update"
+  [ -n "$mirror" ] || fail "cannot find Debian's mirror in apt's package lists; on Debian, run: apt-get update"
   rm -rf "$folder"
   mkdir -p "$folder/lists/partial" "$folder/cache/archives/partial"
   echo "deb [signed-by=$keys] $mirror $release $component" > "$folder/sources.list"

@@ -9,7 +9,7 @@
 #   routing   runs the routing tests with more load
 #
 # Without PART, runs all parts. `image` and `routing` need the program that `cpu` builds.
-# CARGO_TARGET_DIR, CUDA_COMPUTE_CAP and the variables of scripts/release.sh apply.
+# Reads CARGO_TARGET_DIR, CUDA_COMPUTE_CAP and the other environment variables of scripts/release.sh.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

@@ -121,7 +121,7 @@ if has_part aarch64; then
   echo "== aarch64"
   triple=aarch64-unknown-linux-gnu
   if ! rustup target add $triple > /dev/null 2>&1 && [ ! -d "$(rustc --print sysroot)/lib/rustlib/$triple" ]; then
-    echo "skipped: aarch64: no standard library for $triple; install rustup (or libstd-rust-dev:arm64, for Debian's rustc)"
+    echo "skipped: aarch64: no standard library for $triple; run: rustup target add $triple (Debian's rustc: install libstd-rust-dev:arm64)"
   elif ! command -v aarch64-linux-gnu-gcc > /dev/null || ! command -v aarch64-linux-gnu-g++ > /dev/null; then
     echo "skipped: aarch64: no cross compiler; on Debian: apt-get install g++-aarch64-linux-gnu qemu-user"
   else

@@ -31,7 +31,7 @@ const VERSION: &str = concat!(env!("CARGO_PKG_VERSION"), " (", env!("INFERNO_COM
 #[command(name = "inferno", version = VERSION, after_help = AFTER_HELP)]
 struct Cli {
     /// Log to stderr; -vv logs more
-    // Sorts this flag after the subcommand's own flags in `--help`.
+    // `display_order` puts this flag after the subcommand's own flags in `--help`.
     #[arg(long, short, global = true, action = ArgAction::Count, display_order = 900)]
     // Unused here: `defaults::parse` reads this flag from clap's matches.
     #[allow(dead_code)]
@@ -78,7 +78,7 @@ pub fn main() -> ExitCode {
 
 /// Returns whether writing to stdout failed because the disk is full.
 fn is_stdout_full(error: &anyhow::Error) -> bool {
-    // An outermost `io::Error` comes from writing to stdout. All other errors have context.
+    // A disk-full error that arrives here without context is from stdout: writes to files add a context.
     let outermost = error.chain().next().and_then(|cause| cause.downcast_ref());
     outermost.is_some_and(is_disk_full)
 }

@@ -38,7 +38,7 @@ pub enum Error {
     )]
     Gated { repo: String, endpoint: String },
 
-    #[error("offline: {what}\n  unset HF_HUB_OFFLINE to allow network access")]
+    #[error("{what}\n  unset HF_HUB_OFFLINE to allow network access")]
     Offline { what: String },
 
     #[error("cannot fetch from {endpoint}: {cause}\n  check the network, or set HF_ENDPOINT to a mirror")]
@@ -56,7 +56,8 @@ pub enum Error {
     )]
     DiskFull { path: PathBuf, needed_bytes: u64, free_bytes: u64 },
 
-    /// Verification failed: a file hash, a commit hash or a receipt is wrong, or a file keeps changing on the server.
+    /// Verification failed: a file hash, a commit hash or a receipt is wrong, a file is missing,
+    /// or a file keeps changing on the server.
     #[error("{what}\n  {hint}")]
     Verification { what: String, hint: String },
 
@@ -86,9 +87,10 @@ pub enum Error {
         free_bytes: u64,
         /// The limit that `--gpu-memory` sets, in bytes, if it is less than both `needed_bytes` and `free_bytes`.
         limit_bytes: Option<u64>,
-        /// The length, in tokens, of a shorter context that would fit.
+        /// The length, in tokens, of a shorter context that would fit. `None` if no shorter context fits.
         fitting_context: Option<usize>,
         /// The smallest number of equal GPUs (2, 4 or 8) that can hold the model and its context.
+        /// `None` on a CPU, on several GPUs, or if no such number is enough.
         fitting_gpus: Option<usize>,
     },
 
@@ -117,15 +119,14 @@ pub enum Error {
     Draining,
 
     /// The request did not start within its [`max_wait`](crate::GenerateOptions::max_wait).
-    #[error("the request waited longer than its limit")]
+    #[error("cannot answer: the request waited longer than its limit")]
     WaitedTooLong,
 
     /// The output constraint of a request is invalid or not supported. `name` is the part of the request at fault.
     #[error("cannot constrain the answer: {name}: {reason}")]
     InvalidConstraint { name: String, reason: String },
 
-    /// The request asks for a deterministic answer, but the engine does not support deterministic single requests
-    /// with its chunk size or its attention kernel.
+    /// The request asks for a deterministic answer, but the engine's chunk size or attention kernel does not allow one.
     #[error(
         "cannot answer deterministically: {reason}\n  load the model with --chunk 64 or more, and without --attention flash"
     )]
@@ -142,7 +143,7 @@ pub enum Error {
     )]
     PromptTooLong { prompt_bytes: usize, context_tokens: usize },
 
-    /// The request to the server at the URL of `play --url` failed, or the response is not JSON.
+    /// A request of `play --url` or `replay` to a server failed, or the response is not JSON.
     #[error("cannot reach a server at {url}: {cause}\n  check the URL, and check that the server is running")]
     ServerUnreachable { url: String, cause: String },
 

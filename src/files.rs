@@ -39,9 +39,9 @@ pub const MAX_JOURNAL_BYTES: u64 = 128 * MB;
 /// The maximum size of a conversation for `tokenize --chat`, in bytes.
 /// English text of 16 MB has about 4 million tokens.
 pub const MAX_CONVERSATION_BYTES: u64 = 16 * MB;
-/// The maximum size of a text for `tokenize` or `perplexity`, or from an editor, in bytes.
+/// The maximum size, in bytes, of a text that `tokenize` or `perplexity` reads, or that the user saves in an editor.
 pub const MAX_TEXT_BYTES: u64 = 256 * MB;
-/// The maximum size of inferno's configuration file, in bytes.
+/// The maximum size of the file with inferno's own settings, in bytes.
 pub const MAX_CONFIGURATION_BYTES: u64 = MB;
 /// The maximum size of the record of a partial download, in bytes.
 pub const MAX_DOWNLOAD_RECORD_BYTES: u64 = 16 * MB;

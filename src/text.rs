@@ -11,7 +11,7 @@ const QUOTED_CHARACTERS: usize = 80;
 /// The maximum number of characters of a library's message that [`library_error`] shows.
 const LIBRARY_CHARACTERS: usize = 300;
 
-/// The maximum length of an error message, in characters.
+/// The maximum number of characters of an error message that [`error_message`] shows.
 /// Only messages that list many models or contain long untrusted strings would be longer.
 const MESSAGE_CHARACTERS: usize = 4000;
 
@@ -46,7 +46,7 @@ pub fn printable(text: &str) -> String {
 /// Quotes an untrusted string, such as one from a file or a hub, for use in a message.
 ///
 /// The result is a single line, with at most 80 characters of the string.
-/// Quotes, backslashes, control characters and invisible characters are escaped.
+/// Single quotes, backslashes, control characters and invisible characters are escaped.
 pub fn quote(untrusted: &str) -> String {
     format!("'{}'", excerpt(untrusted).replace('\'', "\\'"))
 }

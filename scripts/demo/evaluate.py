@@ -176,14 +176,14 @@ def judge(answers_file):
         answer = json.loads(line)
         question = answer["question"]
         if question not in wanted:
-            sys.exit(f"cannot check {answers_file}: {question!r} is not a held-out question")
+            sys.exit(f"cannot check {answers_file}: {question!r} is not in the output of --dump-questions")
         if question in answered:
-            sys.exit(f"cannot check {answers_file}: {question!r} is answered twice")
+            sys.exit(f"cannot check {answers_file}: {question!r} is answered twice; keep one answer")
         intent_id, values = wanted[question]
         values = values | {"date": answer.get("date", values["date"])}
         answered[question] = (intent_id, question, values, answer["text"])
     if missing := wanted.keys() - answered.keys():
-        print(f"{len(missing)} held-out questions were not answered")
+        print(f"held-out questions without an answer: {len(missing)}")
     report("held-out phrasings", intents, list(answered.values()), show_failures=True)
 
 

@@ -1,7 +1,7 @@
 """Measures how often the demo model calls tools, answers from tool results and writes JSON correctly.
 
-The words and names in the values are not in the training data.
-Neither are the tools, except in the tests of known tools.
+The words and names in the test cases are not in the training data.
+The tools are not in the training data either, except in the tests of known tools.
 
     python evaluate_tools.py SNAPSHOT
     python evaluate_tools.py --dump-prompts ../../tests/golden/demo_prompts.json
@@ -49,7 +49,7 @@ def without_calls(conversation):
 
 
 def canonical(text):
-    """Returns the same text for equal JSON values, such as `1` and `1.0`. Python's `==` also equates 1 and true."""
+    """Returns the same text for equal JSON values, such as `1` and `1.0`. `==` would also treat 1 and true as equal."""
     return json.dumps(json.loads(text, parse_int=float), sort_keys=True)
 
 
@@ -61,7 +61,7 @@ def is_same_call(call, expected):
 
 
 def values(result):
-    """Returns all values in a tool result, each as `spoken` writes it. Returns at least one value."""
+    """Returns all values in a tool result, each as `spoken` in tools.py writes it. Returns at least one value."""
     try:
         return leaves(json.loads(result, parse_float=Decimal))
     except ValueError:
@@ -82,7 +82,10 @@ def contains(text, value):
 
 
 def schema_answers(model, writer, cases, max_tokens, batch):
-    """Lets the model write only the values of JSON answers, as if a schema forced the rest. Returns the values."""
+    """Lets the model write only the values of JSON answers, as if a schema forced the rest.
+
+    Returns the values of each answer, with None for an invalid value.
+    """
     answers, prompts = [[] for _ in cases], []
     for conversation, facts in cases:
         think = writer.message("assistant", conversation.turns[0].think, "analysis")[len(writer.assistant) :]

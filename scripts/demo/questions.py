@@ -89,7 +89,7 @@ def load_intents() -> dict[str, Intent]:
             intent.weight = intent.weight or min(max(len(intent.ask) / 10, 0.7), 2.5)
             intents[intent.id] = intent
     trained = {normal(ask) for intent in intents.values() for ask in intent.ask}
-    assert not patterns | held_out, f"phrasings without an intent: {list(patterns | held_out)}"
+    assert not patterns | held_out, f"phrasings for unknown intents: {list(patterns | held_out)}"
     for intent in intents.values():
         assert intent.keys, f"{intent.id}: `keys` is empty, so every answer would be correct"
         assert all(key in intent.answer for key in intent.keys), f"{intent.id}: the answer lacks one of `keys`"

@@ -1,4 +1,4 @@
-"""The copy of a model in a home folder, and a random command that reads this model."""
+"""Copies a model to a home folder, and chooses a random command that reads the copy."""
 
 import hashlib
 import shutil

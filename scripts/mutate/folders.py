@@ -21,7 +21,7 @@ def mutate(rng, folder):
     files = files_of(folder)
     if not files:
         write_new(folder / "config.json", b"{}")
-        return "add an empty config.json"
+        return "add a config.json with an empty object"
     path = rng.choices(files, [WEIGHTS.get(path.name, 2) for path in files])[0]
     if rng.randrange(8) == 0 or not is_plain(folder, path):
         return mutate_file_system(rng, folder, path)

@@ -53,7 +53,7 @@ def parse(text):
 
 
 def encoded(node):
-    """Returns a value as JSON. The JSON is invalid if the value contains invalid `Raw` text or an infinite number."""
+    """Returns a value as JSON. The JSON is invalid if the value contains invalid `Raw` text, an infinite number or NaN."""
     if isinstance(node, Raw):
         return str(node)
     if isinstance(node, dict):

@@ -98,7 +98,7 @@ def check_models(program, models, scratch):
         for arguments in [play, ["show", str(models / name)]]:
             result = execute(program, arguments, folder, folder)
             if result.code != 0 or complaints(result, arguments):
-                sys.exit(f"cannot start: {arguments[0]} fails for the unchanged model {name}: {result.stderr}")
+                sys.exit(f"cannot test mutations: {arguments[0]} fails for the unchanged model {name}: {result.stderr}")
         shutil.rmtree(folder)
 
 

@@ -13,7 +13,8 @@ PATH = "/v1/completions"
 # A group fits in the KV cache, so its prompts are still cached when the group is sent again.
 AT_ONCE = 64
 
-# In deterministic mode, a prompt reuses only whole chunks from the KV cache. Each prompt has one whole chunk.
+# In deterministic mode, a prompt reuses only whole parts of `--chunk` tokens from the KV cache (of 512 tokens if
+# `--chunk` is larger). Each prompt has one whole part.
 CHUNK = 64
 PROMPT_TOKENS = (66, 96)
 MAX_TOKENS = 8
@@ -39,7 +40,8 @@ async def answer(port, body):
 async def compare(port, group, first):
     """Sends a group of requests in four ways. Returns the answers of each way.
 
-    In the first way, each request has its own `cache_salt`, so the later ways cannot reuse its cached prompts.
+    In the first way, each request has its own `cache_salt`, so the later ways cannot reuse prompts that the first way
+    caches.
     """
 
     async def alone(requests):
@@ -71,7 +73,7 @@ def answers(options, report):
                 reused[name] = reused.get(name, 0) + sum(cached > 0 for _, cached in found)
         faults = server.faults()
     figure = ", ".join(f"{name}: {differs}" for name, differs in list(differences.items())[1:])
-    name = f"{count} prompts: answers that differ from those to single requests without cached tokens "
+    name = f"{count} prompts: answers that differ from the answers to single requests without cached tokens "
     name += "(text or log probabilities)"
     report.add(name, "0", figure, not any(differences.values()) and not faults, faults=faults)
     cold = sum(reused[name] for name in reused if name.endswith("cold"))

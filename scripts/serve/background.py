@@ -77,7 +77,7 @@ class Background:
 
 
 class Session:
-    """The connection to the measuring process. It is the first argument of the function in the other process."""
+    """The connection to the measuring process: the first argument of the function in the other process."""
 
     def __init__(self, pipe):
         self.pipe = pipe

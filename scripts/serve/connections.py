@@ -27,7 +27,10 @@ async def first_token_times(port, prompts, seconds):
 
 
 async def drip(port, lifetimes):
-    """Sends one byte of a header per second until the server closes the connection."""
+    """Sends one byte of a header per second until the server closes the connection.
+
+    Appends the time for which the connection was open to `lifetimes`, in seconds.
+    """
     reader, writer = await connect(port)
     started = time.perf_counter()
     writer.write(b"GET /v1/models HTTP/1.1\r\nX-Slow: ")
@@ -185,11 +188,11 @@ def slow_readers(options, report):
         idle = server.wait_until_idle()
         faults = server.faults()
     is_exact = len(stuck) == count and all(abs(time_s - timeout_s) <= 0.5 for time_s in stuck)
-    times = f"{min(stuck, default=0):.2f} to {max(stuck, default=0):.2f} s" if stuck else "never"
+    times = f"after {min(stuck, default=0):.2f} to {max(stuck, default=0):.2f} s" if stuck else "no times"
     report.add(
         f"{count} clients that do not read",
         f"all disconnected and canceled {timeout_s:g} s ± 0.5 s after the last accepted byte",
-        f"{len(stuck)} disconnected after {times}",
+        f"{len(stuck)} disconnected, {times}",
         is_exact and idle is not None and not faults,
         peak_bytes_per_client=(peak - before) // count,
         faults=faults,
@@ -197,7 +200,7 @@ def slow_readers(options, report):
 
 
 async def header_time(port):
-    """Returns the time until the server closes a connection whose headers stay incomplete."""
+    """Returns the time in seconds until the server closes a connection whose headers stay incomplete."""
     reader, writer = await connect(port)
     started = time.perf_counter()
     writer.write(b"GET /live HTTP/1.1\r\nHost: x\r\n")
@@ -207,7 +210,7 @@ async def header_time(port):
 
 
 async def keep_alive_time(port):
-    """Returns the time until the server closes a connection that is idle after a response."""
+    """Returns the time in seconds until the server closes a connection that is idle after a response."""
     reader, writer = await connect(port)
     writer.write(request("GET", "/live"))
     _, headers = await read_head(reader)
@@ -220,7 +223,7 @@ async def keep_alive_time(port):
 
 
 async def body_time(port):
-    """Returns the time until the server returns status 408 for an incomplete body."""
+    """Returns the time in seconds until the server returns status 408 for an incomplete body."""
     reader, writer = await connect(port)
     started = time.perf_counter()
     writer.write(request("POST", "/v1/completions", b" " * 100)[:-50])
@@ -231,7 +234,7 @@ async def body_time(port):
 
 
 async def queue_time(port, prompts, limit_s, context):
-    """Returns the time until the server answers a request that cannot start, normally with status 429."""
+    """Returns the time in seconds until the server answers a request that cannot start, normally with status 429."""
     # With a priority of -100,000, the blocking requests start before all other requests.
     blockers = [prompts.completion(8, context - 16, priority=-100_000) for _ in range(32)]
     blockers = [asyncio.ensure_future(ask(port, "/v1/completions", body)) for body in blockers]

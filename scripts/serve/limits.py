@@ -1,4 +1,4 @@
-"""Tests bursts, greedy clients, hostile grammars, and how constrained streams slow down other streams."""
+"""Tests bursts, an API key with far more requests than others, hostile grammars, and constrained streams."""
 
 import asyncio
 import contextlib

@@ -1,6 +1,6 @@
 //! Recognizes bare calls: answers that consist only of tool calls, without a control token before the calls.
 //!
-//! Small Llama 3 models often omit `<|python_tag|>`. Such an answer consists of one or more JSON objects such as
+//! Small Llama 3 models often omit `<|python_tag|>`. Their answer then consists of one or more JSON objects such as
 //! `{"name": "get_weather", "parameters": {"city": "Paris"}}`, separated by semicolons or newlines.
 
 use super::message::ToolCall;

@@ -1,12 +1,12 @@
 //! Renders conversations in harmony, the chat format of gpt-oss.
 //!
-//! The output matches openai/harmony v0.0.8 (`src/encoding.rs`, `docs/format.md`) token for token.
+//! Except for one difference, the output matches openai/harmony v0.0.8 (`src/encoding.rs`) token for token.
 //! Like openai/harmony, this code encodes each message text and each part of a message header separately.
 //!
-//! This code intentionally differs in one way: it drops all reasoning up to the last final answer.
-//! `docs/format.md` and the model's chat_template.jinja drop the same reasoning.
+//! The difference is intentional: this code drops all reasoning up to the last final answer.
+//! The documentation of openai/harmony (`docs/format.md`) requires this, and gpt-oss's chat_template.jinja does it.
 //! openai/harmony drops reasoning only up to the first final answer.
-//! It drops no reasoning if the last assistant message is not a final answer.
+//! openai/harmony drops no reasoning if the last assistant message is not a final answer.
 //!
 //! This code does not use gpt-oss's chat_template.jinja, because that template differs from openai/harmony:
 //!
@@ -140,7 +140,8 @@ fn author(role: &str, message: &Message) -> String {
     }
 }
 
-/// Returns the full name of a function in harmony. Built-in tools, such as `browser.search`, have their own namespace.
+/// Returns the full name of a function in harmony, such as `functions.f`.
+/// A name with a dot, such as that of the built-in tool `browser.search`, already has a namespace and stays unchanged.
 pub fn address(name: &str) -> String {
     if name.contains('.') { name.to_string() } else { format!("functions.{name}") }
 }

@@ -40,7 +40,7 @@ pub struct ParsedHeader {
     pub rest: String,
     /// Whether later tokens may show that `rest` is part of the header.
     pub is_undecided: bool,
-    /// All words of the header, including those of `rest`.
+    /// All words of the header, including the words of `rest`.
     /// If no message follows the header and the model generates no other text, these words become the answer.
     pub words: String,
 }

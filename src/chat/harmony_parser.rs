@@ -50,7 +50,7 @@ enum Ending {
     Marked,
     /// The next message started, but the end token of this message is missing.
     Missing,
-    /// The generation ended in the middle of the message.
+    /// The generation ended, and the parser received no end token for the message.
     Generation,
 }
 
@@ -191,7 +191,8 @@ impl HarmonyParser {
                 current.channel = Some(Vec::new());
                 return Ok(());
             }
-            // After a second `<|channel|>`, or one after `<|constrain|>`, the new channel counts. A recipient is kept.
+            // After a second `<|channel|>`, or a `<|channel|>` after `<|constrain|>`, the last channel name counts.
+            // An earlier recipient stays.
             HarmonyState::Header(current) => {
                 self.violations.add(FormatViolation::UnexpectedToken);
                 header.recipient = current.parse(tokenizer)?.recipient;

@@ -1,9 +1,9 @@
 //! Prevents text from users and tools from becoming control tokens in a rendered template.
 //!
-//! A template joins its own control tokens and the messages into one string.
+//! A template joins its own control tokens and its input (messages, tools and variables) into one string.
 //! In that string, an `<|im_end|>` from a message looks like an `<|im_end|>` from the template.
-//! Before rendering, this module inserts a mark into control tokens in messages.
-//! The mark is a Unicode character that no message contains.
+//! Before rendering, this module inserts a mark into the control tokens in the input.
+//! The mark is a Unicode character that the input does not contain.
 //! After rendering, text between two control tokens of the template is encoded as ordinary text if it contains a mark.
 //! The marks are removed before encoding.
 //!
@@ -18,7 +18,7 @@ use crate::tokenizer::{ControlTokens, Tokenizer};
 /// The Unicode characters that can serve as the mark: noncharacters, which are reserved for internal use.
 const MARKS: std::ops::RangeInclusive<char> = '\u{FDD0}'..='\u{FDEF}';
 
-/// Marks control tokens in messages before rendering, and encodes the rendered text.
+/// Marks control tokens in the input of a template, and encodes the rendered text.
 pub struct Marker<'t> {
     tokenizer: &'t Tokenizer,
     mark: char,
@@ -31,7 +31,7 @@ impl<'t> Marker<'t> {
     pub fn new<'s>(tokenizer: &'t Tokenizer, texts: impl Iterator<Item = &'s str> + Clone) -> Result<Self> {
         let unused = |mark: &char| !texts.clone().any(|text| text.contains(*mark));
         let Some(mark) = MARKS.into_iter().find(unused) else {
-            bail!("cannot render the messages: they contain every Unicode noncharacter from U+FDD0 to U+FDEF");
+            bail!("cannot render the conversation: its text has every Unicode noncharacter from U+FDD0 to U+FDEF");
         };
         let mut first_bytes = [false; 256];
         for byte in tokenizer.controls().filter_map(|(control, _)| control.bytes().next()) {
@@ -88,7 +88,7 @@ impl<'t> Marker<'t> {
         }))
     }
 
-    /// Returns the longest control token that starts at byte `at` of `text`.
+    /// Returns the longest control token that starts at byte `at` of `text`, or `None` if none starts there.
     fn control_at(&self, text: &str, at: usize) -> Option<&str> {
         self.control_and_id_at(text, at).map(|(control, _)| control)
     }
@@ -110,7 +110,7 @@ impl<'t> Marker<'t> {
         // `begin` is the start of the text that is not encoded yet. `control_end` is the end of the last control token.
         let (mut begin, mut control_end, mut at) = (0, 0, 0);
         while at < rendered.len() {
-            // A one-character control token with a mark after it comes from a message, so it is ordinary text.
+            // A one-character control token with a mark after it comes from the input, so it is ordinary text.
             let control = self.control_at(&rendered, at);
             let Some(control) = control.filter(|control| !rendered[at + control.len()..].starts_with(self.mark)) else {
                 at += rendered[at..].chars().next().map_or(1, char::len_utf8);

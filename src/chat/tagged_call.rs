@@ -71,7 +71,7 @@ enum Separator {
     SemicolonOrWhitespace,
 }
 
-/// Parses one or more JSON objects.
+/// Parses one or more tool calls, each a JSON object. Returns `None` if the text has any other form.
 fn read_objects(text: &str, separator: Separator) -> Option<Vec<Call>> {
     let (mut calls, mut rest) = (Vec::new(), text);
     loop {

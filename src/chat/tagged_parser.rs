@@ -168,7 +168,7 @@ impl TaggedParser {
         self.emit(&certain, out);
     }
 
-    /// Returns whether the held text is the whole answer, apart from whitespace.
+    /// Returns whether the held text is the whole answer so far, apart from whitespace.
     fn has_only_held(&self) -> bool {
         self.channel == Channel::Answer && !self.answered && self.tool_calls.is_empty()
     }

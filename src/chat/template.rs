@@ -1,7 +1,8 @@
 //! The Jinja chat template of a model.
 //!
 //! The template environment matches transformers 5 (`utils/chat_template_utils.py`).
-//! It enables `trim_blocks` and `lstrip_blocks`, and defines `tojson`, `raise_exception` and `strftime_now`.
+//! The environment enables `trim_blocks` and `lstrip_blocks`.
+//! The environment defines `tojson`, `raise_exception` and `strftime_now`.
 //! The environment supports `{% generation %}` and provides the tokenizer's special tokens by name.
 //!
 //! Chat templates are untrusted code.
@@ -182,7 +183,9 @@ impl JinjaTemplate {
         let template = environment.get_template(NAME)?;
         if let Err(error) = template.render_captured_to(context, &mut out) {
             return Err(match template_functions::raised(&error) {
-                Some(message) => anyhow!("the chat template ({}) rejects this conversation: {message}", self.file),
+                Some(message) => {
+                    anyhow!("cannot render the conversation: the chat template ({}) rejects it: {message}", self.file)
+                }
                 None if error.kind() == ErrorKind::OutOfFuel => {
                     anyhow!("{} (stopped after {FUEL} steps)", explain(&self.file, &error))
                 }
@@ -215,7 +218,7 @@ fn environment(source: &str) -> std::result::Result<Environment<'static>, Error>
 /// Returns a template error as a message with the file name, the line (if known) and all causes.
 fn explain(file: &str, error: &Error) -> String {
     let line = error.line().map(|line| format!(", line {line}")).unwrap_or_default();
-    let mut text = format!("the chat template ({file}{line}) failed: {}", error.kind());
+    let mut text = format!("cannot render the conversation: the chat template ({file}{line}) failed: {}", error.kind());
     if let Some(detail) = error.detail() {
         text.push_str(&format!(": {detail}"));
     }
@@ -256,6 +259,7 @@ fn read_json(path: &Path) -> Result<Json> {
 }
 
 /// Returns the default template in `value`, and the separate template for conversations with tools, if any.
+/// Returns `None` if the default template is missing or empty.
 ///
 /// `value` is a string, or a list of `{name, template}` objects.
 /// From a list, the default is the template named `default`, or else the first template.

@@ -1,4 +1,4 @@
-//! The features in which chat templates differ, and the messages in the form that a template expects.
+//! Detects the features in which chat templates differ, and converts messages to the form that a template expects.
 
 use std::borrow::Cow;
 

@@ -10,6 +10,7 @@ use serde_json::Value;
 /// Returns the `# Tools` section of harmony's developer message.
 ///
 /// Each tool is `{"type": "function", "function": {"name", "description", "parameters"}}`, or only the inner object.
+/// Fails if a tool has no name.
 pub fn tools_section(tools: &[Value]) -> Result<String> {
     let mut out = String::from("# Tools\n\n## functions\n\nnamespace functions {\n");
     for tool in tools {

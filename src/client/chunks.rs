@@ -38,6 +38,7 @@ impl Chunks {
     /// Reads the data of an event. Returns the new text, and [`Flow::Stop`] if this event ends the stream.
     ///
     /// The event data is a chunk of a stream, or a complete answer from a server that does not stream.
+    /// Fails if the data is not JSON, or if it reports an error.
     pub fn push(&mut self, data: &str) -> Result<(Vec<Delta>, Flow)> {
         if data.trim() == "[DONE]" {
             return Ok((Vec::new(), Flow::Stop));

@@ -49,7 +49,7 @@ pub struct Connection {
     agent: RefCell<Agent>,
 }
 
-/// Whether to read more events of a stream: the return value of `on_event`.
+/// The return value of the callback `on_event` of [`Connection::stream`]: whether to read more events.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Flow {
     Continue,
@@ -234,14 +234,19 @@ impl Connection {
         match status {
             StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN => Error::ServerAccess { url, message }.into(),
             StatusCode::NOT_FOUND => Error::ServerRoute { url, message }.into(),
-            StatusCode::TOO_MANY_REQUESTS => anyhow!("the server at {url} is busy: {message}\n  {wait}"),
-            StatusCode::SERVICE_UNAVAILABLE => anyhow!("the server at {url} is not ready: {message}\n  {wait}"),
+            StatusCode::TOO_MANY_REQUESTS => anyhow!("cannot use the server at {url}: it is busy: {message}\n  {wait}"),
+            StatusCode::SERVICE_UNAVAILABLE => {
+                anyhow!("cannot use the server at {url}: it is not ready: {message}\n  {wait}")
+            }
             _ if status.is_redirection() => {
                 let target = refusal.header(header::LOCATION).unwrap_or_default();
-                anyhow!("the server at {url} redirects to {}\n  use that URL", crate::text::quote(target))
+                anyhow!(
+                    "cannot use the server at {url}: it redirects to {}\n  use the URL of that server",
+                    crate::text::quote(target)
+                )
             }
             _ if refusal.code() == Some("context_length_exceeded") => Error::ServerContextFull { message }.into(),
-            _ => anyhow!("the server at {url} responded with status {}: {message}", status.as_u16()),
+            _ => anyhow!("cannot use the server at {url}: it responded with status {}: {message}", status.as_u16()),
         }
     }
 }

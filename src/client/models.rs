@@ -26,8 +26,8 @@ pub fn list(connection: &Connection) -> Result<Vec<ServedModel>> {
 }
 
 fn read(model: &Value) -> Option<ServedModel> {
-    // The field name for the context length depends on the server.
-    // From left to right, the names are from vLLM and inferno, OpenRouter, LM Studio, and llama-server.
+    // The field name for the context length depends on the server. From left to right, the servers are:
+    // vLLM and inferno; OpenRouter; LM Studio; llama-server.
     let fields =
         [&model["max_model_len"], &model["context_length"], &model["max_context_length"], &model["meta"]["n_ctx"]];
     Some(ServedModel {
@@ -37,7 +37,8 @@ fn read(model: &Value) -> Option<ServedModel> {
     })
 }
 
-/// Finds a model by its name or by a part of its name. Fails if no model or several models match.
+/// Finds the model with the name `name`, or else the only model whose name contains `name`.
+/// Fails if no model matches, or if several names contain `name` and none equals it.
 pub fn find<'m>(models: &'m [ServedModel], name: &str, connection: &Connection) -> Result<&'m ServedModel> {
     if let Some(model) = models.iter().find(|model| model.name == name) {
         return Ok(model);

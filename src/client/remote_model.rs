@@ -22,7 +22,7 @@ use crate::text::escaped;
 pub struct RemoteModel {
     connection: Rc<Connection>,
     model: ServedModel,
-    /// Whether the server may support the route `/tokenize`. False after a response has shown that the server does not.
+    /// Whether to try the route `/tokenize`. False after a response has shown that the server does not support it.
     can_count: Cell<bool>,
     last: RefCell<Option<LastAnswer>>,
 }
@@ -100,7 +100,7 @@ impl RemoteModel {
 }
 
 /// Converts the role and the text of a message to JSON.
-/// Omits the reasoning, because chat formats drop the reasoning of earlier turns.
+/// Omits the reasoning, because most chat formats drop the reasoning of earlier turns.
 fn wire_message(message: &Message) -> Value {
     json!({ "role": message.role.as_str(), "content": message.content })
 }

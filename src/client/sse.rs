@@ -29,7 +29,7 @@ pub fn read_event(stream: &mut impl BufRead) -> io::Result<Option<String>> {
             match data.take() {
                 Some(data) => return Ok(Some(data)),
                 None if is_end => return Ok(None),
-                // The event that ends here has no data, like a comment, so skip it.
+                // A blank line ends an event. This event has no data, for example only a comment, so skip it.
                 None => bytes_left = MAX_EVENT_BYTES,
             }
             continue;

@@ -14,7 +14,7 @@ use crate::text::printable;
 /// Fetch a model from the Hugging Face hub; run the same command again to resume an interrupted download
 #[derive(clap::Args)]
 pub struct Args {
-    /// Repository, such as openai/gpt-oss-20b, or a GGUF model in it, such as org/name:Q4_K_M
+    /// Repository, such as openai/gpt-oss-20b, or one GGUF model of a repository, such as org/name:Q4_K_M
     repo: String,
     /// Branch, tag or commit
     #[arg(long, value_name = "REV")]
@@ -38,7 +38,9 @@ pub fn run(args: Args) -> Result<ExitCode> {
     let progress = ProgressView::new(ProgressStyle::new(args.quiet), Operation::Download);
     let DownloadName { repo, revision, tag } = DownloadName::parse(&args.repo, args.revision.as_deref())?;
     if tag.is_some() && !args.include.is_empty() {
-        return Err(Error::usage("cannot combine --include with a tag: the tag selects the weights".to_string()));
+        return Err(Error::usage(
+            "cannot combine --include with a tag: the tag selects the weights; omit one of them".to_string(),
+        ));
     }
     let filter = FileFilter { include: args.include, exclude: args.exclude, tag };
     let result = hub.download(&repo, revision.as_deref(), &filter, &progress);
@@ -51,7 +53,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
     writeln!(err, "{} is in {}", snapshot.name, snapshot.path.display())?;
     // Skip models that are incomplete because --include or --exclude left out some of their files.
     for model in snapshot.models().iter().filter(|model| hub.find(&model.name, None).is_ok()) {
-        writeln!(err, "to chat with it: inferno play {}", printable(&shell_word(&model.name)))?;
+        writeln!(err, "to run it: inferno play {}", printable(&shell_word(&model.name)))?;
     }
     Ok(ExitCode::SUCCESS)
 }

@@ -70,7 +70,8 @@ pub struct ListedModel {
     pub quantization: Option<String>,
     pub parameters: Option<u64>,
     pub size_bytes: u64,
-    /// The time when inferno last used the model. inferno does not record uses by other programs.
+    /// The time when inferno last used the model. `None` if there is no record.
+    /// inferno does not record uses by other programs.
     #[serde(serialize_with = "serialize_time")]
     pub last_used: Option<Timestamp>,
     pub path: String,

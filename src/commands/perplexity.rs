@@ -111,7 +111,9 @@ fn unquantized(load: &LoadArgs, snapshot: &Snapshot, text: &str) -> Result<(Tens
     let ids = engine.tokenizer().encode(text, ControlTokens::Default)?;
     let tokens = KL_TOKENS.min(engine.context()).min(ids.len());
     if tokens == 0 {
-        return Err(Error::Usage("--kl needs a text of at least one token".into()).into());
+        return Err(
+            Error::Usage("cannot measure the KL divergence: the text has no tokens; use a longer text".into()).into()
+        );
     }
     Ok((logits_on_cpu(&engine, &ids[..tokens])?, engine.info().weight_bytes))
 }
@@ -138,7 +140,8 @@ fn check_losses(nll: &[f32]) -> Result<()> {
     match nll.iter().position(|loss| !loss.is_finite()) {
         // `nll[0]` is the loss of the second token. The error message counts tokens from 1.
         Some(index) => bail!(
-            "cannot compute the perplexity: the loss of token {} is {}; the model's weights or config are broken",
+            "cannot compute the perplexity: the loss of token {} is {}; \
+             check the model's files, or use another --dtype",
             index + 2,
             nll[index]
         ),

@@ -12,7 +12,7 @@ use crate::server::{PublicKey, Receipt};
 use crate::text::quote;
 
 /// The maximum size of a receipt in bytes.
-/// Receipts are far smaller: they have a name and a hash per model file, and hashes of the prompts and answers.
+/// Receipts are far smaller: they consist mainly of one hash for each model file, prompt and answer.
 const MAX_RECEIPT: u64 = 4 << 20;
 
 /// The maximum size of a record in bytes. The limit keeps a mistyped path from loading a huge file into memory.
@@ -38,7 +38,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
     let path = args.receipt.display();
     let receipt = Receipt::verify(signed.trim_end(), &key).map_err(|error| Error::Verification {
         what: format!("the receipt in {path} is not valid: {error:#}"),
-        hint: "get the key from the server that you trust: GET /v1/receipts/key".to_string(),
+        hint: "check that the key is from the server that signed the receipt: GET /v1/receipts/key".to_string(),
     })?;
     if let Some(record) = &args.record
         && !receipt.matches_record(&files::read_input(record, MAX_RECORD)?)

@@ -49,7 +49,10 @@ pub fn run(args: Args) -> Result<ExitCode> {
 /// Fails without a terminal: a script must pass the full name, because `part` could match a different model later.
 fn is_confirmed(part: &str, name: &str) -> Result<bool> {
     if !stdin().is_terminal() || !stderr().is_terminal() {
-        let message = format!("'{part}' is only part of a name; to delete the model: inferno remove {name}");
+        let message = format!(
+            "cannot ask for confirmation without a terminal: '{part}' is only part of a name; \
+             type the full name: inferno remove {name}"
+        );
         return Err(Error::Usage(message).into());
     }
     terminal::write_stderr(&format!("remove {name}? [y/N] "));

@@ -115,7 +115,7 @@ fn replay(record: &GenerationRecord, engine: &EngineHandle) -> Result<bool> {
             let end = printable(&answer.finish);
             match found {
                 None if tokens == 0 => writeln!(out, "answer {number}: the record has no tokens (finish: {end})")?,
-                None => writeln!(out, "answer {number}: all {tokens} tokens are equal (finish: {end})")?,
+                None => writeln!(out, "answer {number}: {tokens} of {tokens} tokens are equal (finish: {end})")?,
                 Some(Divergence { index, expected, got }) => {
                     is_equal = false;
                     let got = got.map_or_else(|| "the end".to_string(), |got| shown(got, engine));

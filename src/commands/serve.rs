@@ -32,7 +32,7 @@ const _: () = assert!(MAX_SEQUENCES == 256, "the help of --max-sequences and doc
 #[cfg(unix)]
 const OTHER_FILES: usize = 256;
 
-/// When the program exits, the time limit for the threads of the Tokio runtime to finish.
+/// The time limit for the threads of the Tokio runtime to finish when the program exits.
 const END_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Serve a model over HTTP with OpenAI's and Anthropic's APIs and parts of ollama's
@@ -123,7 +123,7 @@ struct LimitArgs {
     /// Seconds that a request may wait before it starts
     #[arg(long, default_value_t = 60.0, value_name = "SECONDS", hide_short_help = true, value_parser = seconds)]
     queue_timeout: f64,
-    /// Seconds within which a client must read at least 4 KiB of a pending response
+    /// Seconds within which a client must read the next 4 KiB, or the rest, of a pending response
     #[arg(long, default_value_t = 30.0, value_name = "SECONDS", hide_short_help = true, value_parser = seconds)]
     write_timeout: f64,
     /// Seconds between keep-alive comments while a stream has no events
@@ -190,7 +190,11 @@ fn options(args: &Args, snapshot: &Snapshot) -> Result<ServerOptions> {
         tls: match (&args.tls_cert, &args.tls_key) {
             (Some(certificate), Some(key)) => Some(server::read_tls(certificate, key)?),
             (None, None) => None,
-            _ => return Err(Error::usage("TLS needs both --tls-cert and --tls-key")),
+            _ => {
+                return Err(Error::usage(
+                    "cannot use TLS: --tls-cert and --tls-key must both be set; set the missing one",
+                ));
+            }
         },
         record: RecordOptions {
             memory_bytes: args.record_memory.saturating_mul(1 << 20),
@@ -204,13 +208,13 @@ fn options(args: &Args, snapshot: &Snapshot) -> Result<ServerOptions> {
 }
 
 /// Returns the API keys from --api-key, or else from INFERNO_API_KEY or the configuration file.
-/// Fails if there are keys in spite of --no-auth.
+/// Fails if there are keys and --no-auth is set.
 fn read_api_keys(args: &Args) -> Result<Vec<String>> {
     let keys = api_keys::read(&args.api_key)?;
     if args.no_auth && !keys.is_empty() {
         return Err(Error::usage(
-            "cannot use --no-auth together with an API key: omit --no-auth, or remove the key from INFERNO_API_KEY and \
-             from the configuration file",
+            "cannot use --no-auth together with an API key: omit one of them; the environment (INFERNO_NO_AUTH, \
+             INFERNO_API_KEY) and the configuration file can also set them",
         ));
     }
     Ok(keys)
@@ -225,7 +229,7 @@ fn load(args: &mut Args, snapshot: &Snapshot, server: &Server) -> Result<Engine>
     let hashes = args.receipt_key.as_ref().map(|_| std::thread::spawn(move || hub::file_hashes(&path)));
     let engine = args.load.load(snapshot)?;
     if let Some(hashes) = hashes {
-        let hashes = hashes.join().map_err(|_| anyhow!("the thread that hashes the model's files failed"))?;
+        let hashes = hashes.join().map_err(|_| anyhow!("cannot hash the files of the model: a thread panicked"))?;
         server.set_model_files(hashes?);
     }
     server.set_engine(engine.handle());
@@ -303,7 +307,9 @@ fn allow_connections(wanted: usize) -> usize {
         let files = if setrlimit(Resource::RLIMIT_NOFILE, hard, hard).is_ok() { hard } else { soft };
         let room = usize::try_from(files).unwrap_or(usize::MAX).saturating_sub(OTHER_FILES).max(1);
         if room < wanted {
-            tracing::warn!("the server accepts only {room} connections: the open file limit is {files} (ulimit -n)");
+            tracing::warn!(
+                "--max-connections is lowered to {room}, because at most {files} files can be open (ulimit -n)"
+            );
         }
         room.min(wanted)
     }

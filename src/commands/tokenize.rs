@@ -17,7 +17,7 @@ use crate::tokenizer::ControlTokens;
 /// Show the tokens of a text or a conversation
 #[derive(clap::Args)]
 pub struct Args {
-    /// Name, directory or GGUF file of a model; only its tokenizer is needed
+    /// Name, directory or GGUF file of a model; its safetensors weights are not needed
     model: String,
     /// Text to tokenize [default: standard input]
     text: Option<String>,

@@ -254,6 +254,7 @@ fn journal_path(folder: &Path, name: &str) -> PathBuf {
 }
 
 /// Returns the name and path of a conversation. Without a name, finds the most recent resumable conversation.
+/// Fails if there is no such conversation.
 fn find(name: Option<&str>) -> Result<(String, PathBuf)> {
     let folder =
         folder().ok_or_else(|| Error::usage("cannot find conversations: no home directory found; set HOME"))?;
@@ -309,6 +310,7 @@ fn copy_damaged(path: &Path) -> io::Result<PathBuf> {
 }
 
 /// Returns whether the journal is locked because an inferno process has the conversation open.
+/// Always returns false outside Unix, where journals are not locked.
 fn is_open(path: &Path) -> bool {
     files::open(path).is_ok_and(|file| lock(file, path).is_err())
 }
@@ -332,6 +334,7 @@ fn lock(file: File, _: &Path) -> Result<LockedFile> {
 }
 
 /// Reads a journal up to its first incomplete or damaged line. Also returns the number of bytes before that line.
+/// Fails if that line is the first one, or if a newer version of inferno wrote the journal.
 fn read(path: &Path) -> Result<(SavedConversation, u64)> {
     let bytes = files::read(path, files::MAX_JOURNAL_BYTES)?;
     let mut saved = SavedConversation::default();

@@ -1,12 +1,12 @@
 //! Conversations, independent of how they are displayed: messages, settings, turns and a journal on disk.
 //!
-//! - `session`: the messages and settings of a conversation, and `turn`: the result of one turn
+//! - `session`, `turn`: a conversation with its messages and settings, and the result of one turn
 //! - `backend`, `local_model`, `model_source`: the model that answers
 //! - `overflow`, `attachment`, `settings`: a full context, attached files, and what `/set` changes
 //! - `journal`, `state_folder`: conversations on disk
 //!
 //! This module does not use the terminal.
-//! Interactive chat and one-shot mode both run a [`Session`], which passes each piece of text to them as it arrives.
+//! Interactive chat and one-shot mode both run a [`Session`], and receive each piece of text as it arrives.
 
 mod attachment;
 mod backend;

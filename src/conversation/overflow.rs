@@ -13,7 +13,7 @@ pub enum Overflow {
     /// Report that the context is full and let the user decide.
     #[default]
     Stop,
-    /// Send only the system prompt and the latest messages to the model.
+    /// If the conversation does not fit, send only the system prompt and the latest messages to the model.
     DropOldest,
 }
 
@@ -87,7 +87,8 @@ fn split_instructions(messages: &[Message]) -> (&[Message], &[Message]) {
     messages.split_at(messages.iter().take_while(|message| message.role != Role::User).count())
 }
 
-/// Returns the index of the first question after `index`. The dialog sent to the model must start with a question.
+/// Returns the index of the first question after `index`, or `None` if no question follows.
+/// The dialog that is sent to the model must start with a question.
 fn next_question(dialog: &[Message], index: usize) -> Option<usize> {
     (index + 1..dialog.len()).find(|&later| dialog[later].role == Role::User)
 }

@@ -91,7 +91,7 @@ impl Session {
         Self { requested, ..self }
     }
 
-    /// Records the conversation from its first answer on, which creates a journal.
+    /// Starts recording with the first answer of the conversation, which creates a journal.
     pub fn record_from_first_answer(&mut self) {
         self.recording = Recording::FromFirstAnswer;
     }
@@ -110,7 +110,7 @@ impl Session {
         &self.models
     }
 
-    /// Returns the flag that stops the current turn. Another thread sets it, for example on Ctrl-C.
+    /// Returns the flag that stops the current turn. Another thread sets the flag, for example on Ctrl-C.
     pub fn cancel_flag(&self) -> Arc<AtomicBool> {
         self.cancel.clone()
     }
@@ -185,7 +185,7 @@ impl Session {
     /// Sends `text` and the attached files to the model. Passes each piece of the answer to `on_delta` as it arrives.
     ///
     /// On failure, keeps the messages and the attached files.
-    /// If the answer is interrupted, keeps the text that was generated before the interruption.
+    /// If the turn is interrupted, keeps the generated part of the answer. If there is none, discards the turn.
     pub fn answer(&mut self, text: &str, on_delta: &mut OnDelta) -> Result<Turn> {
         let text = with_attachments(&self.attached, text);
         let turn = self.run_turn(self.messages.clone(), &text, on_delta)?;
@@ -283,7 +283,7 @@ impl Session {
         self.raw || self.count_tokens(&messages).is_ok_and(|tokens| tokens.is_none_or(|tokens| tokens < context))
     }
 
-    /// Returns the last question of the conversation.
+    /// Returns the last question of the conversation, or `None` if there is no question.
     pub fn question(&self) -> Option<&str> {
         self.last_question().map(|index| self.messages[index].content.as_str())
     }
@@ -300,7 +300,8 @@ impl Session {
         Ok(Some(text))
     }
 
-    /// Starts a new conversation with the same system prompt. Returns the old conversation's name if it was saved.
+    /// Starts a new conversation with the same system prompt.
+    /// Returns the old conversation's name, or `None` if it was not saved.
     pub fn clear(&mut self) -> Result<Option<String>> {
         self.attached.clear();
         let instructions = self.messages.iter().filter(|message| message.role == Role::System).cloned().collect();
@@ -308,7 +309,7 @@ impl Session {
     }
 
     /// Starts a new conversation with `text` as its system prompt, or without a system prompt if `text` is empty.
-    /// Returns the old conversation's name if it was saved.
+    /// Returns the old conversation's name, or `None` if it was not saved.
     pub fn clear_with_system(&mut self, text: &str) -> Result<Option<String>> {
         self.start_over(if text.is_empty() { Vec::new() } else { vec![Message::system(text)] })
     }
@@ -350,7 +351,10 @@ impl Session {
             Ok(loaded) => loaded,
             Err(error) => {
                 let reloaded = models.load(&self.model).with_context(|| {
-                    format!("{error:#}; cannot load {} again either; continue with --resume", self.model.name())
+                    format!(
+                        "{error:#}; cannot load {} again either; to continue a saved conversation, use --resume",
+                        self.model.name()
+                    )
                 });
                 self.backend = Some(reloaded.map_err(|error| error.context(NoModelLoaded))?.backend);
                 return Err(error);
@@ -420,13 +424,17 @@ impl Session {
         }
         match &mut self.recording {
             Recording::Journal(journal) => journal.rename(name),
-            Recording::FromFirstAnswer => bail!("nothing to save yet"),
-            Recording::Off => bail!("this conversation is not saved (INFERNO_NOHISTORY or --raw)"),
+            Recording::FromFirstAnswer => bail!("cannot save this conversation: it has no answer yet"),
+            Recording::Off => bail!(
+                "cannot save this conversation: INFERNO_NOHISTORY or --raw disables saving, \
+                 or no home directory was found"
+            ),
         }
     }
 
     /// Saves the full blocks of the conversation's KV cache next to its journal.
     /// The saved tokens need no prefill when the conversation is resumed. Returns the number of saved tokens.
+    /// Fails if the conversation has no journal, or if the model runs on a server.
     pub fn save_prefix(&mut self) -> Result<usize> {
         let engine = require_engine(self.backend(), "save the KV cache")?;
         let Recording::Journal(journal) = &self.recording else {
@@ -444,7 +452,8 @@ impl Session {
         engine.save_prefix(&ids, &journal.prefix_path())
     }
 
-    /// Continues a saved conversation with the current settings. Returns a warning if its journal is damaged.
+    /// Continues a saved conversation with the current settings.
+    /// Returns a warning if its journal is damaged, otherwise `None`.
     ///
     /// Changes nothing if the conversation cannot be opened.
     pub fn resume(&mut self, name: &str) -> Result<Option<String>> {
@@ -452,7 +461,7 @@ impl Session {
         self.continue_with(recording, saved)
     }
 
-    /// Continues a saved conversation with its own settings. Returns warnings for the user.
+    /// Continues a saved conversation with its own settings. Returns warnings for the user, or `None` without warnings.
     pub fn resume_with_saved_settings(&mut self, name: &str) -> Result<Option<String>> {
         let (recording, saved) = open_saved(name)?;
         self.requested.retain(|name, _| !settings::is_setting(name));

@@ -87,12 +87,12 @@ impl ChatSettings {
                 return Ok(());
             }
             (_, [value]) => value.as_str(),
-            _ => return Err(format!("{name} takes one value, not {}", values.len())),
+            _ => return Err(format!("cannot set {name}: it takes one value, not {}", values.len())),
         };
         match name {
             "max-tokens" if value == "none" => self.max_tokens = None,
             "max-tokens" => match parse(name, value, "a positive integer or none")? {
-                0 => return Err("max-tokens must be 1 or more, or none".to_string()),
+                0 => return Err("cannot set max-tokens to '0': expected a positive integer or none".to_string()),
                 limit => self.max_tokens = Some(limit),
             },
             "stop" => self.stop.clear(),

@@ -25,7 +25,7 @@ pub struct TurnSummary {
     pub ttft_s: f64,
     /// Decode speed in tokens per second, or 0 if it is unknown.
     pub tok_per_s: f64,
-    /// The context length in tokens.
+    /// The context length in tokens. `None` if a server does not report it.
     pub context: Option<usize>,
     /// How decode steps run, or `None` for a server.
     pub execution_mode: Option<ExecutionMode>,
@@ -51,12 +51,12 @@ impl From<Summary> for TurnSummary {
 }
 
 impl TurnSummary {
-    /// Returns the number of tokens in the prompt and the answer together, if it is known.
+    /// Returns the number of tokens in the prompt and the answer together, or `None` if it is unknown.
     pub fn context_used(&self) -> Option<usize> {
         Some(self.prompt_tokens? + self.completion_tokens?)
     }
 
-    /// Returns the number of context tokens in use and the context length, if both are known.
+    /// Returns the number of context tokens in use and the context length, or `None` if either is unknown.
     pub fn context_use(&self) -> Option<(usize, usize)> {
         Some((self.context_used()?, self.context?))
     }
@@ -67,7 +67,8 @@ impl TurnSummary {
         is_full && self.finish_reason == FinishReason::Length
     }
 
-    /// Returns a warning if at least 80% of the context is used. The caller adds what the user can do about it.
+    /// Returns a warning if at least 80% of the context is used, otherwise `None`.
+    /// The caller adds what the user can do about it.
     pub fn context_warning(&self) -> Option<String> {
         let (used, context) = self.context_use()?;
         if self.is_context_full() {

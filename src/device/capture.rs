@@ -1,11 +1,11 @@
-//! Keeps other threads from ending the capture of a CUDA graph.
+//! Prevents other threads from invalidating the capture of a CUDA graph.
 //!
-//! A wait for all work of a GPU ends every capture on this GPU with `CUDA_ERROR_STREAM_CAPTURE_INVALIDATED`,
-//! even if the waiting thread does not use the captured stream.
-//! candle and cudarc wait in this way when they open or drop a device: `cublasCreate_v2` and `cublasDestroy_v2` wait,
-//! and cudarc calls `cuCtxSynchronize` before it creates the first stream of a context.
-//! [`libraries`](super::libraries) therefore redirects these three calls to this file, where they wait for
-//! [`capture_lock`].
+//! A function that waits for all work of a GPU makes every capture on this GPU fail with
+//! `CUDA_ERROR_STREAM_CAPTURE_INVALIDATED`, even if another thread calls the function.
+//! candle and cudarc call such functions when they open or drop a device: `cublasCreate_v2`, `cublasDestroy_v2`, and,
+//! before cudarc creates the first stream of a context, `cuCtxSynchronize`.
+//! [`libraries`](super::libraries) therefore replaces these three functions with the functions in this file,
+//! which acquire [`capture_lock`] before they call the original functions.
 
 use std::ffi::c_void;
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
@@ -13,8 +13,9 @@ use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use candle_core::cuda_backend::cudarc::cublas::sys::{cublasHandle_t, cublasStatus_t};
 use candle_core::cuda_backend::cudarc::driver::sys::CUresult;
 
-/// Acquires the lock for a graph capture. While it is held, `cublasCreate_v2`, `cublasDestroy_v2` and
-/// `cuCtxSynchronize` wait. The thread that holds it must not open or drop a device, because it would wait for itself.
+/// Acquires the lock for a graph capture.
+/// While a thread holds the lock, `cublasCreate_v2`, `cublasDestroy_v2` and `cuCtxSynchronize` wait for it.
+/// A thread that holds the lock must not open or drop a device, because the thread would wait for itself.
 pub fn capture_lock() -> MutexGuard<'static, ()> {
     static LOCK: Mutex<()> = Mutex::new(());
     LOCK.lock().unwrap_or_else(PoisonError::into_inner)
@@ -24,7 +25,7 @@ type CreateHandle = unsafe extern "C" fn(*mut cublasHandle_t) -> cublasStatus_t;
 type DestroyHandle = unsafe extern "C" fn(cublasHandle_t) -> cublasStatus_t;
 type Synchronize = unsafe extern "C" fn() -> CUresult;
 
-/// The functions of cuBLAS and of the driver that wait for all work of a GPU.
+/// The original functions of cuBLAS and of the driver, which wait for all work of a GPU.
 #[derive(Clone, Copy)]
 struct WaitingFunctions {
     create_handle: CreateHandle,
@@ -41,7 +42,7 @@ pub struct Replacements {
     pub synchronize: *mut c_void,
 }
 
-/// Takes the addresses of the waiting functions, and returns the functions that replace the waiting functions.
+/// Stores the addresses of the original functions and returns their replacements.
 ///
 /// # Safety
 /// The addresses must be those of `cublasCreate_v2`, `cublasDestroy_v2` and `cuCtxSynchronize`.

@@ -12,7 +12,8 @@ use super::{libraries, stream_memory};
 use crate::error::Error;
 use crate::text::plain_cuda_errors;
 
-/// Opens GPU `ordinal`. Fails with [`Error::NoGpu`] if one of NVIDIA's libraries, the driver or the GPU is missing.
+/// Opens GPU `ordinal`. Fails with [`Error::NoGpu`] if NVIDIA's libraries or driver cannot be loaded or initialized,
+/// or if the GPU does not exist.
 pub fn open(ordinal: usize) -> Result<Device> {
     libraries::load().map_err(|error| Error::no_gpu(&error.reason, error.hint))?;
     let driver_error = |error: DriverError| {
@@ -43,7 +44,7 @@ pub fn gpu_count() -> usize {
     count.map_or(0, |count| count as usize)
 }
 
-/// Configures the stream-ordered allocator to keep freed memory.
+/// Configures the driver's stream-ordered allocator to keep freed memory in its default pool.
 ///
 /// By default, the allocator returns freed memory to the operating system at every synchronization.
 /// Allocations after a synchronization are then slower.

@@ -48,7 +48,8 @@ impl GpuFacts {
 }
 
 impl GpuState {
-    /// Parses a line of nvidia-smi output with the fields that [`GpuFacts::state`] requests. `[N/A]` means unknown.
+    /// Parses a line of nvidia-smi output with the fields that [`GpuFacts::state`] requests.
+    /// A field that is not a number, such as `[N/A]`, becomes `None`.
     fn parse(line: &str) -> Option<Self> {
         let fields: Vec<&str> = line.trim().split(',').map(str::trim).collect();
         let [driver, numbers @ ..] = fields.as_slice() else { return None };

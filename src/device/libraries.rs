@@ -1,6 +1,6 @@
 //! Loads NVIDIA's libraries on the first use of a GPU. docs/nvidia-libraries.md explains why and lists alternatives.
 //!
-//! candle links against these libraries, so the dynamic loader would load the libraries before `main`.
+//! candle links against these libraries. Without this file, the dynamic loader would load them before `main`.
 //! Every command, even `inferno --help`, would then start more slowly, mostly because of cuBLAS.
 //! On a machine without the driver library, the program would not start, so it could not report the missing library.
 //!
@@ -25,7 +25,7 @@ use libloading::Library;
 
 use super::{capture, stream_memory};
 
-/// The address of a library function. Before [`load`] has set it, the address of [`called_before_load`].
+/// The address of a library function, or the address of [`called_before_load`] until [`load`] has found the function.
 type Address = AtomicPtr<c_void>;
 
 /// The file name of a library, with the names and addresses of its functions.
@@ -52,7 +52,7 @@ pub fn load() -> Result<(), &'static LoadError> {
     LOADED.get_or_init(load_all).as_ref().copied()
 }
 
-/// Replaces the driver's allocator and `cuStreamDestroy_v2` with functions of [`stream_memory`],
+/// Replaces `cuMemAllocAsync`, `cuMemFreeAsync` and `cuStreamDestroy_v2` with functions of [`stream_memory`],
 /// and the functions that wait for all work of a GPU with functions of [`capture`].
 fn replace_functions() {
     use addresses::{cuCtxSynchronize, cuMemAllocAsync, cuMemFreeAsync, cuStreamDestroy_v2};
@@ -101,7 +101,7 @@ fn load_library((file, functions): &LibraryTable) -> Result<(), LoadError> {
             }
         }
     }
-    // The library stays loaded until the process ends.
+    // Never unload the library, because the stored addresses point into it.
     std::mem::forget(library);
     Ok(())
 }

@@ -1,6 +1,6 @@
-//! Chooses and opens the device that a model runs on.
+//! Parses the user's choice of devices, and opens CPUs and GPUs.
 //!
-//! inferno targets NVIDIA GPUs. If there is none, [`open`] returns an error that names the next command to run.
+//! inferno targets NVIDIA GPUs. If the chosen GPU is missing, [`open`] fails and names the next command to run.
 //! There is no silent fallback: the CPU is an explicit choice for development, tests and the demo model.
 
 #[cfg(feature = "cuda")]
@@ -57,7 +57,8 @@ impl FromStr for DeviceChoice {
 /// How several devices divide a model. The value of `--split`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Split {
-    /// Every device holds a part of each large matrix. This is the faster split if the devices have a fast connection.
+    /// Every device holds a part of each layer and of the output head.
+    /// This is the faster split if the devices have a fast connection.
     #[default]
     Tensor,
     /// Every device holds whole layers. The devices run one after another, so a step is not faster than on one device.
@@ -136,8 +137,9 @@ impl FromStr for Devices {
 /// The maximum number of devices that can run one model together.
 pub const MAX_RANKS: usize = 8;
 
-/// Opens a device. On a GPU, turns off cudarc's event tracking, because candle uses only one stream.
+/// Opens a device. Fails if the GPU does not exist or cannot be used, or if this build has no GPU support.
 ///
+/// On a GPU, turns off cudarc's event tracking, because candle uses only one stream.
 /// `kernels::upload` copies on a second stream and records its own events to order the copies.
 pub fn open(choice: DeviceChoice) -> Result<Device> {
     match choice {
@@ -161,7 +163,7 @@ fn open_cuda(_: usize) -> Result<Device> {
 /// Returns whether an operation failed because the GPU has too little free memory.
 ///
 /// Searches the error message for `OUT_OF_MEMORY`, as in the driver's `CUDA_ERROR_OUT_OF_MEMORY`.
-/// The chain of sources does not contain the driver's error: candle wraps it in variants that do not expose it.
+/// Downcasting to the driver's error is impossible, because candle's error variants do not expose the error inside.
 pub fn is_out_of_memory(error: &anyhow::Error) -> bool {
     format!("{error:#}").contains("OUT_OF_MEMORY")
 }

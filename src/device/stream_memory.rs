@@ -50,7 +50,7 @@ pub struct Replacements {
     pub destroy_stream: *mut c_void,
 }
 
-/// Takes the addresses of the driver's functions, and returns the functions that replace the driver's functions.
+/// Stores the addresses of the driver's functions and returns their replacements.
 ///
 /// # Safety
 /// The addresses must be those of `cuMemAllocAsync`, `cuMemFreeAsync` and `cuStreamDestroy_v2`.
@@ -78,7 +78,7 @@ pub fn reuse(stream: CUstream) {
     streams.entry(stream as usize).or_default();
 }
 
-/// Returns all unused memory of a stream to the driver. The context of the stream must be bound to this thread.
+/// Returns the unused segments of a stream to the driver. The context of the stream must be bound to this thread.
 pub fn release(stream: CUstream) -> Result<(), CUresult> {
     match (DRIVER.get(), memory_of(stream)) {
         (Some(&functions), Some(memory)) => lock(&memory).release(0, &mut OnStream { functions, stream }),
@@ -122,7 +122,7 @@ fn memory_of(stream: CUstream) -> Option<Arc<Mutex<ReusedMemory>>> {
     streams.get(&(stream as usize)).cloned()
 }
 
-/// Returns whether a CUDA graph is being captured on the stream. Also returns true if the driver cannot tell.
+/// Returns whether a CUDA graph is being captured on the stream. Also returns true if the driver reports an error.
 /// During a capture, the driver must allocate the memory, because the memory belongs to the graph.
 fn is_capturing(stream: CUstream) -> bool {
     let mut status = sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
@@ -139,7 +139,7 @@ unsafe extern "C" fn allocate_on_stream(address: *mut CUdeviceptr, bytes: usize,
         // SAFETY: the caller keeps the contract of `cuMemAllocAsync`.
         let allocate = || unsafe { (functions.allocate)(address, bytes, stream) };
         let result = allocate();
-        // The driver counts unused segments as memory in use. After their release, it may have enough memory.
+        // The driver counts unused segments as memory in use. Releasing these segments may free enough memory.
         let can_retry = result == CUresult::CUDA_ERROR_OUT_OF_MEMORY && !is_capturing(stream);
         return if can_retry && release(stream).is_ok() { allocate() } else { result };
     };
@@ -174,7 +174,7 @@ unsafe extern "C" fn free_on_stream(address: CUdeviceptr, stream: CUstream) -> C
 /// Releases the unused memory of a stream and destroys the stream. Replaces `cuStreamDestroy_v2`.
 unsafe extern "C" fn release_and_destroy(stream: CUstream) -> CUresult {
     let Some(functions) = DRIVER.get() else { return CUresult::CUDA_ERROR_NOT_INITIALIZED };
-    // Destroy the stream even if its memory cannot be released, for example after an error of the GPU.
+    // Destroy the stream even if its memory cannot be released, for example after a GPU error.
     let _ = release(stream);
     STREAMS.write().unwrap_or_else(PoisonError::into_inner).remove(&(stream as usize));
     // SAFETY: the caller keeps the contract of `cuStreamDestroy_v2`.

@@ -17,8 +17,9 @@ pub enum Fault {
     Device,
     /// The engine thread panics.
     Panic,
-    /// A rank fails at or after a planned step: the first rank in its next pass or use of the decode graph,
-    /// and any other rank after the commands that it has already received.
+    /// A rank fails. The rank receives the fault before the planned step, or at once if that step has already begun.
+    /// The first rank then fails in its next pass or use of the decode graph.
+    /// Any other rank fails after the commands that it has already received.
     Rank(PlannedFault),
 }
 
@@ -41,7 +42,8 @@ pub enum FaultTime {
 }
 
 impl PlannedFault {
-    /// Returns the fault in the environment variable `INFERNO_FAULT`, in the form `RANK:FAULT:TIME`.
+    /// Returns the fault that the environment variable `INFERNO_FAULT` describes as `RANK:FAULT:TIME`.
+    /// FAULT is `error`, `panic` or `hang`. TIME is `load` or the number of a step.
     /// Examples are `1:hang:20` (before step 20) and `0:panic:load`.
     /// Returns `None` if the variable is not set or is invalid.
     pub fn from_env() -> Option<Self> {
@@ -60,7 +62,7 @@ impl PlannedFault {
         Some(Self { rank: rank.parse().ok()?, fault, time })
     }
 
-    /// Strikes if the fault is planned for this rank and for [`FaultTime::Load`].
+    /// If the fault is planned for rank `rank` and for [`FaultTime::Load`], makes the calling rank fail.
     pub fn inject_while_loading(self, rank: usize) -> Result<()> {
         if (self.rank, self.time) == (rank, FaultTime::Load) { self.fault.inject() } else { Ok(()) }
     }
@@ -83,7 +85,8 @@ impl FaultPlan {
         plan
     }
 
-    /// Plans `fault` in place of any earlier fault. Injects the fault of a rank at once if its step has already begun.
+    /// Plans `fault` in place of any earlier fault.
+    /// If the fault is planned for a rank and for a step that has already begun, injects it at once.
     pub fn set(&mut self, fault: Fault, runner: &Runner) {
         self.fault = Some(fault);
         self.inject_into_rank(runner);
@@ -91,7 +94,8 @@ impl FaultPlan {
 
     /// Counts the step that is about to run, and injects the fault if it is due.
     ///
-    /// Fails or panics like a step with this fault. Sets `is_device_broken` if no later step can run.
+    /// Returns an error for a fault of the step or of the device. Panics for a fault of the engine thread.
+    /// Sets `is_device_broken` if no later step can run.
     pub fn before_step(&mut self, runner: &Runner, is_device_broken: &mut bool) -> Result<()> {
         self.steps += 1;
         self.inject_into_rank(runner);

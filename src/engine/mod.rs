@@ -2,15 +2,16 @@
 //!
 //! [`Engine`] loads a model and owns the engine thread. Clients submit a [`Request`] through an [`EngineHandle`].
 //! They receive the answer as events from a [`RequestStream`].
-//! The engine thread handles only token ids. The client's thread encodes and decodes text.
+//! The engine thread receives and sends token ids. The client's thread encodes and decodes text.
 //! The modules, roughly in the order in which a request passes through them:
 //!
 //! - `loading/`: loads a model and plans its memory; runs once, before the engine thread starts
-//! - `handle/`: the client's side of the engine: submits, predicts, scores and replays requests
+//! - `handle/`: the client's side of the engine: submits and replays requests, predicts their starts, scores text,
+//!   and saves and loads cached prefixes
 //! - `requests/`: the request, its sequences on the engine thread, and the events and text of its answers
-//! - `engine_loop/`: the engine thread: plans, runs and delivers steps, and updates counters
-//! - `scheduler/`: chooses the tokens of each step
-//! - `blocks/`: assigns blocks of the KV cache to sequences, and reuses and saves cached prefixes
+//! - `engine_loop/`: the engine thread: plans and runs steps, delivers their tokens, and updates counters
+//! - `scheduler/`: decides which tokens of which sequences each step computes
+//! - `blocks/`: assigns blocks of the KV cache to sequences, finds cached prefixes, and reads and writes their files
 //! - `sampling/`: chooses the next token; `constraint/`: restricts the choice to a grammar
 //! - `rank_failure`: tells clients that one of several devices has failed; `fault`: failures that tests inject
 //! - `scripted`: an engine without a model, for tests
@@ -60,7 +61,7 @@ pub use requests::{
 };
 pub use sampling::SamplingParams;
 
-/// How long dropping an engine waits for the engine thread after a device has failed.
+/// How long dropping an engine waits for the engine thread after one of several devices has failed.
 /// After such a failure, the engine thread waits up to 1 s for the threads of the other ranks before it ends.
 const END_TIMEOUT: Duration = Duration::from_secs(2);
 
@@ -86,14 +87,14 @@ pub struct Engine {
 }
 
 impl Engine {
-    /// Returns a builder that loads the snapshot in `dir`, or the GGUF file at this path.
+    /// Returns a builder that loads the model at the path `dir`: a snapshot directory or a GGUF file.
     pub fn builder<'o>(dir: impl AsRef<Path>) -> EngineBuilder<'o> {
         EngineBuilder { dir: dir.as_ref().to_path_buf(), options: LoadOptions::default() }
     }
 
-    /// Loads the snapshot in `dir`, or the GGUF file at this path, and starts the engine thread.
+    /// Loads the model at the path `dir`, a snapshot directory or a GGUF file, and starts the engine thread.
     ///
-    /// If the model is not supported or does not fit, fails before it allocates memory for the model.
+    /// If the model is not supported or does not fit in memory, fails before any memory is allocated for the model.
     pub fn load(dir: &Path, options: &LoadOptions) -> Result<Self> {
         let model = loading::load(dir, options)?;
         let (commands, receiver) = mpsc::channel();
@@ -183,7 +184,8 @@ impl<'o> EngineBuilder<'o> {
     }
 
     /// Sets the context length in tokens. The default is 32,768 or the model's default, whichever is less.
-    /// If the model does not fit in memory, the default is halved repeatedly, down to 2,048.
+    /// If the model does not fit in memory even with the smallest chunk, the default is halved until the model fits,
+    /// but not below 2,048.
     pub fn context(mut self, context: usize) -> Self {
         self.options.context = Some(context);
         self
@@ -191,7 +193,8 @@ impl<'o> EngineBuilder<'o> {
 
     /// Sets the minimum number of full-context sequences that the KV cache can hold. The default is 1.
     ///
-    /// More requests can run at once if they need fewer blocks. A request waits while too few blocks are free.
+    /// More sequences can run at once if they are shorter than the context.
+    /// A sequence waits to start while too few blocks are free.
     pub fn sequences(mut self, sequences: usize) -> Self {
         self.options.sequences = sequences;
         self
@@ -206,7 +209,7 @@ impl<'o> EngineBuilder<'o> {
 
     /// Sets the memory to use on each device. The KV cache gets what remains after weights and workspace.
     ///
-    /// By default, the cache is only as large as [`sequences`](Self::sequences) requires.
+    /// By default, the KV cache is only as large as [`sequences`](Self::sequences) requires.
     pub fn memory(mut self, limit: MemoryLimit) -> Self {
         self.options.memory = Some(limit);
         self
@@ -219,6 +222,7 @@ impl<'o> EngineBuilder<'o> {
     }
 
     /// Sets the format to which floating-point weight matrices are quantized during loading.
+    /// By default, these matrices are not quantized.
     pub fn quantize(mut self, quantize: QuantizationTarget) -> Self {
         self.options.quantize = Some(quantize);
         self
@@ -237,31 +241,35 @@ impl<'o> EngineBuilder<'o> {
         self
     }
 
-    /// Sets whether steps are queued before the tokens of the previous step are known.
+    /// Sets whether steps can be queued before the tokens of the previous step are known.
     ///
-    /// By default, steps are queued on GPUs only. Other values are useful only in tests:
+    /// The default is `true` on a GPU and `false` on a CPU. Change the default only in tests:
     /// a CPU runs a step as soon as it is queued, and a GPU without queued steps waits for the host.
     pub fn queue_steps(mut self, queue_steps: bool) -> Self {
         self.options.queue_steps = Some(queue_steps);
         self
     }
 
-    /// Sets whether to load the kernels of all dense matrix products before the first request.
+    /// Sets whether to load the kernels of dense matrix products before the first request. The default is `false`.
     ///
-    /// Loading then takes longer (by 0.3 s for gpt-oss-20b on an H200: see docs/benchmark-history.md),
-    /// and no step waits for cuBLASLt to load a kernel. The default is `false`.
+    /// With this option, loading the model takes longer.
+    /// For gpt-oss-20b on an H200, it takes 0.3 s longer (see docs/benchmark-history.md).
+    /// Without this option, the first steps with a new number of tokens wait until cuBLASLt has loaded a kernel.
     pub fn warm_up(mut self, warm_up: bool) -> Self {
         self.options.warm_up = warm_up;
         self
     }
 
-    /// Sets the attention kernel on a GPU. The decode graph ignores this option: it has a kernel of its own.
+    /// Sets the attention kernel. Loading fails if the device or the model does not support the kernel.
+    /// The decode graph ignores this option: it has a kernel of its own.
     pub fn attention(mut self, attention: AttentionBackend) -> Self {
         self.options.attention = attention;
         self
     }
 
-    /// Sets a progress callback. Its arguments are the bytes of weights loaded so far and in total.
+    /// Sets a progress callback. Its first argument is the size of the tensors that the first device has loaded so far.
+    /// Its second argument is the size of all tensors in the model's files. Both sizes are in bytes.
+    /// A tensor counts with its whole size, even if the device loads only a part of the tensor.
     pub fn progress(mut self, progress: &'o dyn Fn(u64, u64)) -> Self {
         self.options.progress = progress;
         self
@@ -273,7 +281,8 @@ impl<'o> EngineBuilder<'o> {
         self
     }
 
-    /// Sets a function that checks the tokenizer and chat format while the weights load. If it fails, loading fails.
+    /// Sets a function that checks the tokenizer and chat format while the weights load.
+    /// If the function fails, loading fails.
     pub fn check_language(mut self, check: &'o (dyn Fn(&Language) -> Result<()> + Sync)) -> Self {
         self.options.check_language = check;
         self

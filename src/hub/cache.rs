@@ -149,7 +149,8 @@ impl RepoDir {
         let pointer = self.snapshot(commit).join(name);
         create_dir(pointer.parent().unwrap_or(&pointer))?;
         let blob = self.blob(etag);
-        // The directory `snapshots/<commit>` is two levels below the repository. Each `/` in `name` adds a level.
+        // The directory `snapshots/<commit>` is two levels below the repository's directory.
+        // Each `/` in `name` adds a level.
         let target = PathBuf::from("../".repeat(2 + name.matches('/').count())).join("blobs").join(etag);
         if fs::read_link(&pointer).is_ok_and(|present| present == target) {
             return Ok(());

@@ -77,7 +77,7 @@ impl Hub {
             return Ok(());
         }
         Err(Error::usage(format!(
-            "{} is the shared Hugging Face cache, which inferno does not change\n  set INFERNO_CACHE to another directory",
+            "cannot change {}: it is the shared Hugging Face cache\n  set INFERNO_CACHE to another directory",
             cache.display()
         )))
     }

@@ -26,9 +26,9 @@ pub struct HubConfig {
     pub shared_cache: PathBuf,
     /// The URL of the hub, without a trailing slash: `https://huggingface.co` or a mirror.
     pub endpoint: String,
-    /// The access token. inferno sends the token only over https or to this machine.
+    /// The access token. `None` if no token is set. inferno sends the token only over https or to this machine.
     pub token: Option<String>,
-    /// Whether network access is disabled.
+    /// Whether HF_HUB_OFFLINE forbids requests to the hub.
     pub offline: bool,
     pub limits: Limits,
 }
@@ -75,7 +75,7 @@ impl HubConfig {
         self.token.as_deref().filter(|_| is_safe)
     }
 
-    /// Returns a warning if a token is set but not sent to the endpoint.
+    /// Returns a warning if a token is set but not sent to the endpoint, otherwise `None`.
     pub fn token_warning(&self) -> Option<String> {
         (self.token.is_some() && self.sent_token().is_none()).then(|| {
             format!(
@@ -123,6 +123,7 @@ impl Variables<'_> {
     }
 
     /// Reads a path from an environment variable, and expands `~` at the start of the path.
+    /// Returns `None` if the variable is not set.
     /// Shells do not expand `~` inside quotes, and systemd does not expand `~` in the variables of a service.
     fn path(&self, name: &str) -> Option<PathBuf> {
         let path = PathBuf::from((self.var)(name)?);
@@ -145,7 +146,9 @@ impl Variables<'_> {
         match self.text(name).map(|text| text.parse::<f64>()) {
             None => Ok(default),
             Some(Ok(seconds)) if (0.001..=1e6).contains(&seconds) => Ok(Duration::from_secs_f64(seconds)),
-            Some(_) => Err(Error::usage(format!("{name} must be a number of seconds from 0.001 to 1000000"))),
+            Some(_) => {
+                Err(Error::usage(format!("cannot use {name}: it must be a number of seconds from 0.001 to 1000000")))
+            }
         }
     }
 }
@@ -154,13 +157,16 @@ fn endpoint(vars: &Variables) -> Result<String> {
     let endpoint = vars.text("HF_ENDPOINT").unwrap_or_else(|| "https://huggingface.co".to_string());
     let endpoint = endpoint.trim_end_matches('/').to_string();
     if !endpoint.starts_with("https://") && !endpoint.starts_with("http://") {
-        return Err(Error::usage(format!("HF_ENDPOINT is {endpoint:?}; it must start with https:// or http://")));
+        return Err(Error::usage(format!(
+            "cannot use HF_ENDPOINT {endpoint:?}: it must start with https:// or http://"
+        )));
     }
     Ok(endpoint)
 }
 
 /// Reads the token from HF_TOKEN, or from the file in which `hf auth login` stores it.
-/// Returns `None` if HF_HUB_DISABLE_IMPLICIT_TOKEN is on. Fails if the token is not printable ASCII without spaces.
+/// Returns `None` if there is no token, or if HF_HUB_DISABLE_IMPLICIT_TOKEN is on.
+/// Fails if the token is not printable ASCII without spaces.
 fn token(vars: &Variables, hf_home: &Path) -> Result<Option<String>> {
     if vars.is_on("HF_HUB_DISABLE_IMPLICIT_TOKEN") {
         return Ok(None);

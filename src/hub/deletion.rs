@@ -13,8 +13,7 @@ use super::lock::Lock;
 
 impl Hub {
     /// Fails if the filesystem does not support file locking, because another process may be using the files.
-    ///
-    /// With `--force`, a missing lock is not an error.
+    /// Does not fail with `--force`.
     pub(super) fn check_lock(&self, lock: &Lock, dir: &Path) -> Result<()> {
         if !lock.is_effective() && !self.force {
             bail!(

@@ -73,7 +73,8 @@ impl CompiledFilter {
     }
 
     /// Returns the files to download, small files first. Fails if no file is selected.
-    /// `index` is the contents of [`INDEX`], if the repository has this file and [`needs_index`](Self::needs_index).
+    /// `index` is the contents of [`INDEX`]. `None` if the repository does not have this file, or if
+    /// [`needs_index`](Self::needs_index) returns false.
     pub fn choose(&self, repo: &str, files: &FileList, index: Option<&[u8]>) -> Result<Vec<RemoteFile>> {
         let mut chosen = match (&self.tag, &self.include) {
             (Some(tag), _) => {
@@ -119,7 +120,7 @@ fn small_files(files: &FileList) -> Vec<RemoteFile> {
 /// Returns the small files, the shard index and the files that match `patterns`. Fails if no file matches.
 fn included_files(repo: &str, files: &FileList, patterns: &GlobSet) -> Result<Vec<RemoteFile>> {
     if !files.iter().any(|file| patterns.is_match(&file.name)) {
-        bail!("nothing in '{repo}' matches --include; the repository has {}", some_names(files));
+        bail!("cannot download '{repo}': no file matches --include; the repository has {}", some_names(files));
     }
     let mut chosen = small_files(files);
     // Without the index, the shards that `--include '*.safetensors'` selects could not be loaded.
@@ -133,6 +134,7 @@ fn included_files(repo: &str, files: &FileList, patterns: &GlobSet) -> Result<Ve
 }
 
 /// Returns the small files and the default weights: the safetensors files, or else the only GGUF model.
+/// Fails if a required file is missing, or if there are neither safetensors files nor exactly one GGUF model.
 fn model_files(repo: &str, files: &FileList, index: Option<&[u8]>) -> Result<Vec<RemoteFile>> {
     let mut chosen = small_files(files);
     if index.is_none() && files.get(SINGLE_FILE).is_none() {
@@ -142,7 +144,10 @@ fn model_files(repo: &str, files: &FileList, index: Option<&[u8]>) -> Result<Vec
     // Check before the download, because safetensors weights cannot be loaded without these two files.
     for required in ["config.json", "tokenizer.json"] {
         if files.get(required).is_none() {
-            bail!("inferno needs {required}, but '{repo}' has only {}", some_names(files));
+            bail!(
+                "cannot download '{repo}': inferno needs {required}, but the repository has only {}",
+                some_names(files)
+            );
         }
     }
     let Some(index) = index else {
@@ -151,7 +156,7 @@ fn model_files(repo: &str, files: &FileList, index: Option<&[u8]>) -> Result<Vec
     };
     chosen.extend(files.get(INDEX).cloned());
     for name in ShardIndex::parse(index)?.shards() {
-        let lacks = || format!("'{repo}' lacks {}, which {INDEX} lists", quote(name));
+        let lacks = || format!("cannot download '{repo}': it lacks {}, which {INDEX} lists", quote(name));
         let shard = files.get(name).with_context(lacks)?;
         chosen.push(shard.clone());
     }
@@ -165,7 +170,9 @@ fn gguf_parts(repo: &str, files: &FileList, first: &RemoteFile) -> Result<Vec<Re
     let part = |name: String| {
         let path = path(name);
         let part = files.get(&path).cloned();
-        part.with_context(|| format!("'{repo}' lacks {}, a part of {}", quote(&path), quote(&first.name)))
+        part.with_context(|| {
+            format!("cannot use '{repo}': it lacks {}, a part of {}", quote(&path), quote(&first.name))
+        })
     };
     gguf::part_names(name).into_iter().map(part).collect()
 }
@@ -183,7 +190,7 @@ fn gguf_models(files: &[RemoteFile]) -> Vec<&RemoteFile> {
 /// Returns the parts of the GGUF model that `tag` selects, or of the only GGUF model if there is no tag.
 /// Returns `None` if there is no tag and the repository has no GGUF model.
 ///
-/// Fails if no model matches the tag, or if several models match.
+/// Fails if no model matches the tag, if several models match, or if the listing lacks a part of the model.
 pub(super) fn choose_gguf(repo: &str, files: &FileList, tag: Option<&str>) -> Result<Option<Vec<RemoteFile>>> {
     let models = gguf_models(files);
     let selected: Vec<&&RemoteFile> =
@@ -244,8 +251,8 @@ fn no_weights(repo: &str, files: &[RemoteFile]) -> String {
     let has = |suffix: &str| files.iter().any(|file| file.name.ends_with(suffix));
     if let Some(other) = files.iter().find(|file| file.name.ends_with(".safetensors")) {
         return format!(
-            "'{repo}' has neither {SINGLE_FILE} nor {INDEX}, only other safetensors files such as {}\n  \
-             to download them anyway: --include GLOB",
+            "cannot download '{repo}': it has neither {SINGLE_FILE} nor {INDEX}, only other safetensors files \
+             such as {}\n  to download them anyway: --include GLOB",
             quote(&other.name)
         );
     }
@@ -253,7 +260,7 @@ fn no_weights(repo: &str, files: &[RemoteFile]) -> String {
         [".bin", ".pth", ".pt", ".onnx", ".msgpack", ".h5"].into_iter().filter(|suffix| has(suffix)).collect();
     let formats = if formats.is_empty() { "no weights at all".to_string() } else { formats.join(", ") };
     format!(
-        "inferno needs safetensors or GGUF weights, but '{repo}' has {formats}\n  \
+        "cannot download '{repo}': inferno needs safetensors or GGUF weights, but the repository has {formats}\n  \
          look for a safetensors version of the model: a converted copy, or the original repository"
     )
 }
@@ -304,7 +311,7 @@ mod tests {
         let included = choose(&names, &["original/*", "*.bin"], None).unwrap();
         let originals = ["original/model.safetensors", "metal/model.bin", "original/config.json"];
         assert_eq!(included, [&["config.json", "tokenizer.json", "pytorch_model.bin"][..], &originals].concat());
-        assert!(choose(&names, &["*.gguf"], None).unwrap_err().to_string().contains("nothing in 'a/b' matches"));
+        assert!(choose(&names, &["*.gguf"], None).unwrap_err().to_string().contains("no file matches --include"));
         let without = choose(&names, &["original/*", "!*.json"], None).unwrap();
         assert_eq!(without, ["original/model.safetensors"]);
         assert_eq!(choose(&names, &["!*.safetensors"], None).unwrap(), ["config.json", "tokenizer.json"]);

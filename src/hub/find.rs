@@ -64,7 +64,7 @@ impl Hub {
             [] => Err(not_found(self.download_hint(name, tag, revision, required))),
             several => {
                 let names: Vec<&str> = several.iter().map(|snapshot| snapshot.name.as_str()).collect();
-                Err(not_found(format!("several models match: {}", names.join(", "))))
+                Err(not_found(format!("several models match; type one of these names: {}", names.join(", "))))
             }
         }
     }
@@ -178,7 +178,10 @@ impl Hub {
         let hint = match names.len() {
             1 => return Ok(()),
             0 => "list the models on this machine: inferno list".to_string(),
-            _ => format!("several models match: {}", Vec::from_iter(names.into_iter().map(String::as_str)).join(", ")),
+            _ => format!(
+                "several models match; type one of these names: {}",
+                Vec::from_iter(names.into_iter().map(String::as_str)).join(", ")
+            ),
         };
         Err(Error::ModelNotFound { model: model.to_string(), hint }.into())
     }
@@ -222,6 +225,7 @@ fn invalid_name_hint(model: &str, required: Required) -> String {
 
 /// Returns the GGUF file that `model` names, or `None` if `model` does not name a GGUF file.
 /// `model` is a file, a directory with one GGUF model, or `directory:Q4_K_M`.
+/// Fails if several GGUF models in the directory match.
 fn find_gguf(model: &str) -> Result<Option<PathBuf>> {
     let path = Path::new(model);
     if path.is_file() {
@@ -233,6 +237,7 @@ fn find_gguf(model: &str) -> Result<Option<PathBuf>> {
 
 /// Returns the GGUF model that `tag` selects in a snapshot. Without a tag, returns the only complete GGUF model,
 /// or the whole snapshot if it has safetensors weights or no complete GGUF model.
+/// Fails if `tag` selects no model, or if several models match.
 fn choose_model(snapshot: Snapshot, tag: Option<&str>) -> Result<Snapshot> {
     let Some(path) = gguf::choose(&snapshot.name, &snapshot.path, tag)? else { return Ok(snapshot) };
     let name = tag.map_or(snapshot.name.clone(), |tag| format!("{}:{tag}", snapshot.name));

@@ -28,7 +28,7 @@ use crate::snapshot::gguf;
 use crate::snapshot::safetensors::{INDEX, SINGLE_FILE, ShardIndex};
 use crate::text::quote;
 
-/// A description of a model on the hub: its files, its configuration and the headers of its weights.
+/// A description of a model on the hub: its list of files, its text files and the headers of its safetensors files.
 #[derive(Debug)]
 pub struct HubModel {
     /// The model name: `org/name`, or `org/name:Q4_K_M`.
@@ -103,6 +103,7 @@ impl Hub {
     }
 
     /// Reads a byte range of a file of `model`. Returns fewer bytes if the file ends within the range.
+    /// Fails if the server ignores the range and the range starts after the first `MAX_SKIPPED_BYTES` bytes.
     pub fn read_range(&self, model: &HubModel, file: &str, range: Range<u64>) -> Result<Vec<u8>> {
         let (name, _) = gguf::split_tag(&model.name);
         let remote = Remote::new(&self.config, name, &model.commit, &());
@@ -157,6 +158,7 @@ impl Inspection<'_> {
     }
 
     /// Reads the files in [`TEXTS`]. For a GGUF model, reads only README.md, because the GGUF file has the config.
+    /// Fails if config.json or tokenizer_config.json is as large as its limit.
     fn texts(&self, is_gguf: bool) -> Result<BTreeMap<String, Vec<u8>>> {
         let is_wanted = |name: &str| self.listing.file(name).is_some() && (!is_gguf || name == "README.md");
         let mut texts = BTreeMap::new();
@@ -171,6 +173,7 @@ impl Inspection<'_> {
     }
 
     /// Returns the safetensors files that inferno would load.
+    /// Fails if the shard index lists more than [`MAX_SHARDS`] shards, or a shard that the repository lacks.
     fn shards(&self) -> Result<Vec<&RemoteFile>> {
         if self.listing.file(INDEX).is_none() {
             return Ok(self.listing.file(SINGLE_FILE).into_iter().collect());
@@ -178,11 +181,11 @@ impl Inspection<'_> {
         let index = ShardIndex::parse(&self.beginning(INDEX, files::MAX_SHARD_INDEX_BYTES)?)?;
         let shards = index.shards();
         if shards.len() > MAX_SHARDS {
-            bail!("{INDEX} lists {} shards, but the limit is {MAX_SHARDS}", shards.len());
+            bail!("cannot read {INDEX}: it lists {} shards, but the limit is {MAX_SHARDS}", shards.len());
         }
         let shard = |name: &str| match self.listing.file(name) {
             Some(file) => Ok(file),
-            None => bail!("the repository lacks {}, which {INDEX} lists", quote(name)),
+            None => bail!("cannot describe the model: the repository lacks {}, which {INDEX} lists", quote(name)),
         };
         shards.into_iter().map(shard).collect()
     }
@@ -200,7 +203,9 @@ impl Inspection<'_> {
         let shown = quote(name);
         let (mut body, is_partial) = request(remote, &self.listing.commit, name, 0..FIRST_REQUEST_BYTES)?;
         let truncated = |bytes| {
-            format!("{shown} is not a complete safetensors file: it ends inside its header, after {bytes} bytes")
+            format!(
+                "cannot read {shown}: the safetensors file is incomplete and ends in its header, after {bytes} bytes"
+            )
         };
         let start = remote.read_body(&mut body, 8)?;
         let Ok(length) = <[u8; 8]>::try_from(start.as_slice()) else { bail!("{}", truncated(start.len())) };
@@ -214,7 +219,7 @@ impl Inspection<'_> {
         let data_bytes = match file.bytes.map(|bytes| bytes.checked_sub(8 + length)) {
             Some(None) => {
                 bail!(
-                    "{shown} claims a header of {length} bytes, but the file has only {} bytes",
+                    "cannot read {shown}: it claims a header of {length} bytes, but the file has only {} bytes",
                     file.bytes.unwrap_or(0)
                 )
             }

@@ -18,11 +18,12 @@ pub struct Limits {
     /// The maximum wait before the first retry. The maximum doubles with each consecutive failure,
     /// up to `MAX_BACKOFF` (`retry.rs`).
     /// The actual wait before a retry is a random time between half of the maximum and the maximum.
+    /// If the server asks for a longer wait with Retry-After, this wait applies instead.
     pub first_wait: Duration,
     /// The maximum wait that a server may ask for with Retry-After. If a server asks for more, the request fails.
     pub max_wait: Duration,
     /// The maximum number of consecutive retries for a part of a file.
-    /// The count starts again whenever `min_progress` more bytes of the file have arrived.
+    /// The count starts again whenever `min_progress` more bytes of the part have arrived.
     pub max_failures: u32,
     /// The maximum number of retries of a metadata request, such as a request for the list of files.
     pub max_metadata_failures: u32,

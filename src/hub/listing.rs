@@ -11,7 +11,8 @@ use serde::{Deserialize, Deserializer};
 use super::names;
 use crate::text::quote;
 
-/// The maximum size of a file, and of all files of a repository together: 1 PiB. No real repository is larger.
+/// The maximum size of a file, and of all files of a repository together, in bytes: 1 PiB.
+/// No real repository is larger.
 pub(super) const MAX_FILE_BYTES: u64 = 1 << 50;
 
 /// The maximum number of files in a repository. Limits the memory that a hub's response can take.
@@ -32,7 +33,7 @@ impl Listing {
         serde_json::from_slice::<ModelListing>(json)?.check(repo)
     }
 
-    /// Looks up a file by its path in the repository.
+    /// Returns the file with this path in the repository, or `None` if the hub does not list such a file.
     pub(super) fn file(&self, name: &str) -> Option<&RemoteFile> {
         self.files.get(name)
     }
@@ -70,7 +71,7 @@ impl FileList {
         Self { files, by_name }
     }
 
-    /// Looks up a file by its path in the repository.
+    /// Returns the file with this path in the repository, or `None` if the hub does not list such a file.
     pub(super) fn get(&self, name: &str) -> Option<&RemoteFile> {
         let found = self.by_name.binary_search_by(|&index| path_order(&self.files[index as usize].name, name));
         Some(&self.files[self.by_name[found.ok()?] as usize])

@@ -30,7 +30,8 @@ pub(super) fn split_revision<'a>(model: &'a str, revision: Option<&'a str>) -> R
         && inline != revision
     {
         let problem = format!(
-            "two different revisions: '{inline}' in {model:?} and '{revision}' in --revision\n  use only one of them"
+            "cannot choose a revision: {model:?} contains '{inline}', but --revision is '{revision}'\n  \
+             use only one of them"
         );
         return Err(Error::usage(problem));
     }
@@ -98,7 +99,7 @@ pub(super) fn is_etag(etag: &str) -> bool {
 
 /// The characters to percent-encode in one segment of a URL path.
 const SEGMENT: &AsciiSet = &NON_ALPHANUMERIC.remove(b'-').remove(b'.').remove(b'_').remove(b'~');
-/// The characters to percent-encode in a URL path: those of [`SEGMENT`] except the slash.
+/// The characters to percent-encode in a URL path: the characters in [`SEGMENT`], except the slash.
 const PATH: &AsciiSet = &SEGMENT.remove(b'/');
 
 /// Percent-encodes a file name for a URL, except its slashes.
@@ -131,7 +132,7 @@ pub(super) fn is_same_name(name: &str, model: &str) -> bool {
     name.eq_ignore_ascii_case(model) || last.eq_ignore_ascii_case(model)
 }
 
-/// Returns the name that is most similar to `model`, if `model` may be a misspelling of that name.
+/// Returns the name that is most similar to `model`, or `None` if no name is similar enough to be what the user meant.
 /// At most a quarter of the letters may be wrong, or two letters in short names.
 pub(super) fn nearest<'a>(model: &str, names: &'a [String]) -> Option<&'a String> {
     let model = model.to_lowercase();

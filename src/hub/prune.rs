@@ -77,7 +77,7 @@ impl Hub {
 /// Deletes the leftovers and unused blobs in a repository, or the whole repository if it has no snapshot files.
 /// Returns the size of each deleted leftover or blob, in bytes.
 fn prune_repo(repo: &RepoDir) -> Result<Vec<u64>> {
-    // Read all snapshots before the first deletion. If a snapshot cannot be read, its blobs would seem unused.
+    // Read all snapshots first, and delete nothing if a snapshot cannot be read: its blobs would seem unused.
     let snapshot_files: Vec<PathBuf> =
         walk(&repo.path.join("snapshots"))?.into_iter().filter(|path| !is_leftover(path)).collect();
     let linked = linked_blobs(&snapshot_files)?;

@@ -42,7 +42,7 @@ pub(super) struct Remote<'a> {
     config: &'a HubConfig,
     repo: &'a str,
     revision: &'a str,
-    /// The progress display that receives an event before each retry.
+    /// Receives an event before each retry.
     progress: &'a dyn Progress,
 }
 
@@ -58,7 +58,7 @@ enum Purpose {
 /// The response to a GET request.
 pub(super) struct HubResponse {
     pub response: Response<Body>,
-    /// Whether any redirect led to a host other than the endpoint.
+    /// Whether a redirect led to a URL with a scheme, host or port other than the endpoint's.
     pub is_from_other_host: bool,
 }
 
@@ -70,7 +70,7 @@ pub(super) fn agent(limits: &Limits) -> Agent {
         .accept_encoding("identity")
         // Return unsuccessful responses as `Ok`, because callers read their headers and bodies.
         .http_status_as_error(false)
-        // Disable redirects in ureq. `follow` handles redirects and never sends the token to other hosts.
+        // Disable redirects in ureq. `follow` and `head` handle redirects, and never send the token to other hosts.
         .max_redirects(0)
         .max_redirects_will_error(false)
         .max_idle_connections_per_host(limits.connections)
@@ -95,6 +95,7 @@ impl<'a> Remote<'a> {
     }
 
     /// Fetches the commit of the revision and the list of its files.
+    /// Fails if the response is invalid, or if the hub sends a commit other than the requested one.
     pub fn listing(&self) -> Result<Listing> {
         let revision = names::encode_segment(self.revision);
         let url = format!("{}/api/models/{}/revision/{revision}?blobs=true", self.config.endpoint, self.repo);
@@ -134,6 +135,7 @@ impl<'a> Remote<'a> {
     }
 
     /// Fetches the size and the etag of one file. Used if the listing lacks the size or the etag.
+    /// Fails if the hub does not send both.
     pub fn head(&self, commit: &str, name: &str) -> Result<RemoteFile> {
         let mut url = self.file_url(commit, name);
         for _ in 0..=MAX_REDIRECTS {
@@ -149,7 +151,10 @@ impl<'a> Remote<'a> {
                 match text("location").and_then(|to| self.resolve(&url, to)).filter(|to| self.is_endpoint(to)) {
                     Some(next) => url = next,
                     None => {
-                        bail!("the hub redirects {} to another host without sending the file's hash", quote(name))
+                        bail!(
+                            "cannot get the hash of {}: the hub redirects to another host without sending the hash",
+                            quote(name)
+                        )
                     }
                 }
                 continue;
@@ -260,8 +265,10 @@ impl<'a> Remote<'a> {
 
     /// Sends a GET request and follows redirects.
     ///
-    /// Sends the token only to URLs with the endpoint's scheme, host and port, and never after a redirect elsewhere.
+    /// Sends the token only to URLs with the endpoint's scheme, host and port.
+    /// After a redirect to any other URL, sends no token, even if the other host redirects back to the endpoint.
     /// [`HubConfig::sent_token`] decides whether the endpoint may receive the token.
+    /// Fails after [`MAX_REDIRECTS`] redirects, or if [`resolve`](Self::resolve) rejects a redirect.
     fn follow(&self, url: &str, range: Option<&str>, purpose: Purpose) -> Result<HubResponse> {
         let mut url = url.to_string();
         let mut is_from_other_host = false;
@@ -360,7 +367,7 @@ impl<'a> Remote<'a> {
         if let Purpose::Metadata = purpose {
             let timeout = self.limits().response_timeout;
             // `read_body` checks the time only when bytes of the body arrive.
-            // A server can keep a connection active without sending any, so `total` limits the time for each body.
+            // A server can keep a connection active without sending the body, so `total` limits the time for each body.
             let total = timeout.saturating_mul(5);
             request = request.config().timeout_per_read(Some(timeout)).timeout_recv_body(Some(total)).build();
         }

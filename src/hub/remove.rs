@@ -56,6 +56,7 @@ impl Hub {
     /// With a tag such as `:Q4_K_M`, removes only the GGUF models that match the tag.
     ///
     /// Keeps files that other snapshots use. Waits while another process changes the repository.
+    /// Fails if no model or several models in inferno's own cache match.
     pub fn remove(&self, model: &str, revision: Option<&str>, progress: &dyn Progress) -> Result<RemovedModel> {
         let (name, revision) = names::split_revision(model, revision)?;
         if demo::is_demo(name, revision)? {
@@ -99,12 +100,13 @@ impl Hub {
         let [_, (shared, _)] = self.caches();
         let shared_names = shared.names().into_iter().collect();
         match names::matching(model, &shared_names)[..] {
-            [] if Path::new(model).exists() => {
-                Err(Error::usage(format!("{model} is not in inferno's cache\n  delete it like any other file")))
-            }
+            [] if Path::new(model).exists() => Err(Error::usage(format!(
+                "cannot remove {model}: it is not in inferno's cache\n  delete it like any other file"
+            ))),
             [] => Ok(()),
             [name, ..] => Err(Error::NotInOwnCache(format!(
-                "'{name}' is in the shared Hugging Face cache, which inferno does not change\n  to delete it: hf cache rm model/{name}"
+                "cannot remove '{name}': it is in the shared Hugging Face cache, which inferno does not change\n  \
+                 to delete it: hf cache rm model/{name}"
             ))
             .into()),
         }

@@ -120,7 +120,7 @@ impl Hub {
     }
 
     /// Downloads the damaged files that [`verify`](Self::verify) found, or writes them again if the model is the demo.
-    /// Fails if a snapshot in the shared cache has damaged files.
+    /// Fails if the snapshot is damaged and in the shared cache.
     pub fn repair(&self, verified: &VerifiedSnapshot, progress: &dyn Progress) -> Result<()> {
         let damaged: BTreeSet<&str> = verified.damaged_files().map(|(file, _)| file.as_str()).collect();
         if damaged.is_empty() {
@@ -131,7 +131,9 @@ impl Hub {
             SnapshotSource::Inferno => self.check_own_cache()?,
             SnapshotSource::BuiltIn => return demo::repair(&self.config.cache),
             SnapshotSource::HuggingFace | SnapshotSource::Directory => {
-                let what = format!("'{name}' is in the shared Hugging Face cache, which inferno does not change");
+                let what = format!(
+                    "cannot repair '{name}': it is in the shared Hugging Face cache, which inferno does not change"
+                );
                 let hint = format!("hf download {name} --revision {revision} --force-download");
                 return Err(Error::Verification { what, hint }.into());
             }

@@ -4,8 +4,8 @@
 #include "headers/common.cuh"
 #include "headers/pdl.cuh"
 
-// The clamped SwiGLU of gpt-oss: out[i] = g · sigmoid(alpha · g) · (u + 1),
-// where g = min(x[2i], limit), and u = x[2i + 1] clamped to [-limit, limit].
+// Computes the clamped SwiGLU of gpt-oss: out[i] = g · sigmoid(alpha · g) · (u + 1).
+// g is x[2i], limited to at most `limit`. u is x[2i + 1], clamped to [-limit, limit].
 //   x: T [tokens, 2 · columns]
 //   out: T [tokens, columns]
 //   bytes moved: 3 · n · sizeof(T)

@@ -1,8 +1,8 @@
 //! Gated activations: SwiGLU and GeGLU (arXiv 2002.05202), and the clamped SwiGLU of gpt-oss.
 //!
-//! Source of the clamped SwiGLU: the function `swiglu` in `gpt_oss/torch/model.py` of openai/gpt-oss.
-//! The clamped SwiGLU limits gate values to at most `limit`, and up values to the range from -`limit` to `limit`.
-//! It then adds 1 to the up values.
+//! The clamped SwiGLU first limits gate values to at most `limit`, and up values to the range from -`limit` to `limit`.
+//! Its result is gate · sigmoid([`ALPHA`] · gate) · (up + 1).
+//! The source is the function `swiglu` in `gpt_oss/torch/model.py` of openai/gpt-oss.
 
 use candle_core::{D, DType, Device, Result, Tensor, bail};
 
@@ -10,7 +10,7 @@ use crate::kernels::{elements, to_f32};
 
 pub use crate::kernels::constants::SWIGLU_ALPHA as ALPHA;
 
-/// Returns the clamped SwiGLU of x: `[.., intermediate]`, in the dtype of x.
+/// Returns the clamped SwiGLU of x. The result is `[.., intermediate]` in the dtype of x.
 ///
 /// x is `[.., 2 * intermediate]`. In each row, gate values are at even indices, and up values are at odd indices.
 pub fn clamped_swiglu(x: &Tensor, limit: f32) -> Result<Tensor> {
@@ -75,7 +75,9 @@ pub fn gated(gate: &Tensor, up: Option<&Tensor>, activation: Activation, dtype: 
     let up_fits = up.is_none_or(|up| up.dims() == gate.dims() && up.dtype() == DType::F32);
     if gate.dtype() != DType::F32 || !up_fits {
         let (dtype, gate, up) = (gate.dtype(), gate.dims(), up.map(Tensor::dims));
-        bail!("gated: the inputs must be F32 and have the same shape: gate {dtype:?} {gate:?}, up {up:?}");
+        bail!(
+            "cannot compute gated: the inputs must be F32 and have the same shape: gate {dtype:?} {gate:?}, up {up:?}"
+        );
     }
     match gate.device() {
         Device::Cpu => {
@@ -129,7 +131,7 @@ pub fn gated_halves(x: &Tensor, activation: Activation, dtype: DType) -> Result<
             let input = match x.dtype() {
                 same if same == dtype => "",
                 DType::F32 => "of_f32_",
-                other => bail!("gated_halves: x is {other:?}, expected F32 or {dtype:?}"),
+                other => bail!("cannot compute gated_halves: x is {other:?}, expected F32 or {dtype:?}"),
             };
             let kernel = format!("gated_halves_{input}{}", dtype_suffix(dtype)?);
             let launch = Launch::new(module!("activation"), kernel, LaunchShape::one_thread_each(count), arguments)
@@ -147,12 +149,12 @@ fn half_width(op: &str, x: &Tensor) -> Result<Vec<usize>> {
     let mut shape = x.dims().to_vec();
     match shape.last_mut() {
         Some(width) if width.is_multiple_of(2) => *width /= 2,
-        _ => bail!("{op}: the last dimension of {:?} must be even", x.dims()),
+        _ => bail!("cannot compute {op}: the last dimension of {:?} must be even", x.dims()),
     }
     Ok(shape)
 }
 
-/// Computes the clamped SwiGLU of x on the CPU.
+/// Computes [`clamped_swiglu`] in plain Rust.
 pub fn reference(x: &[f32], limit: f32) -> Vec<f32> {
     x.chunks_exact(2)
         .map(|pair| {

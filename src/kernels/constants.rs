@@ -15,15 +15,15 @@
 
 /// The `alpha` of gpt-oss's clamped SwiGLU: `gate · sigmoid(alpha · gate) · (up + 1)`.
 pub const SWIGLU_ALPHA: f32 = 1.702;
-/// Selects the SiLU activation in a kernel.
+/// The value of a kernel's `activation` parameter for SiLU.
 pub const ACTIVATION_SILU: usize = 0;
-/// Selects the GELU activation with the tanh approximation in a kernel.
+/// The value of a kernel's `activation` parameter for GELU with the tanh approximation.
 pub const ACTIVATION_GELU_TANH: usize = 1;
 
 // Tensor maps (`launch/tensor_map.rs`, `headers/bulk_copy.cuh`).
 
-/// Bytes per element of a tensor map.
-/// A box has at most 256 elements per dimension, so large elements allow large boxes.
+/// Bytes per element in a tensor map. The dtype of the tensor can have another size.
+/// The driver allows at most 256 elements per dimension of a box, so large elements allow large boxes.
 pub const TENSOR_MAP_ELEMENT_BYTES: usize = 8;
 
 // Rotary embedding (`attention/rope.rs`, `attention/rope.cu`).
@@ -31,10 +31,11 @@ pub const TENSOR_MAP_ELEMENT_BYTES: usize = 8;
 /// Heads per warp in the RoPE kernel `split_qkv`.
 /// A warp with several heads has more loads in flight, and reads cosines and sines once for all its heads.
 pub const ROPE_HEADS_PER_WARP: usize = 4;
-/// Heads per lane in the RoPE kernel `split_qkv_wide`, which loads four adjacent elements at once.
+/// Heads per lane in the RoPE kernels `split_qkv_wide` and `split_qkv_wide_parts`.
+/// In these kernels, a lane loads four adjacent elements at once.
 pub const ROPE_WIDE_HEADS: usize = 2;
-/// The maximum number of tokens for which the RoPE kernels have small thread blocks.
-/// With so few tokens, large thread blocks would leave most of the GPU idle.
+/// The RoPE kernels have small thread blocks for up to this number of tokens, or if the QKV output has several parts.
+/// With few tokens, large thread blocks would leave most of the GPU idle.
 pub const ROPE_FEW_TOKENS: usize = 64;
 
 // Exchange between ranks (`exchange/*.rs`, `exchange/*.cu`).
@@ -43,9 +44,9 @@ pub const ROPE_FEW_TOKENS: usize = 64;
 pub const EXCHANGE_MAX_RANKS: usize = 8;
 /// Slots per mailbox. Exchange operation k uses slot k mod `EXCHANGE_SLOTS`.
 pub const EXCHANGE_SLOTS: usize = 4;
-/// The maximum number of thread blocks on one GPU for an exchange operation.
+/// The maximum number of thread blocks of an exchange operation on one GPU, over all ranks on this GPU.
 /// In tests, several ranks can share a GPU.
-/// These ranks divide `EXCHANGE_BLOCKS` among themselves, so that the blocks of all ranks can run at the same time.
+/// All ranks then divide `EXCHANGE_BLOCKS` among themselves, so that the blocks of all ranks can run at the same time.
 /// A block waits only for the blocks with the same index on other ranks.
 /// If each rank has its own GPU, the blocks of a rank therefore need not all run at the same time.
 pub const EXCHANGE_BLOCKS: usize = 128;
@@ -53,7 +54,7 @@ pub const EXCHANGE_BLOCKS: usize = 128;
 /// The threads of a block divide the columns of a row.
 pub const EXCHANGE_ROW_THREADS: usize = 512;
 /// The maximum number of columns per row in the `exchange_add_norm` kernels.
-/// A thread holds up to 32 columns: 8 of each 8 · `EXCHANGE_ROW_THREADS` columns.
+/// A row has up to four parts of 8 · `EXCHANGE_ROW_THREADS` columns. A thread holds 8 columns of each part.
 pub const EXCHANGE_ROW_COLUMNS: usize = 16384;
 
 // Paged KV cache (`attention/paged.rs`, `attention/paged.cuh`).
@@ -68,7 +69,7 @@ pub const EAGER_MAX_HEAD_DIM: usize = 256;
 
 // Attention on tensor cores (`attention/flash_attention.rs`, `attention/flash_attention.cu`).
 //
-// For each head size, four flash attention kernels have 16 query rows per tile, one has 64, and one has 128.
+// For each head size and dtype, four flash attention kernels have 16 query rows per tile, one has 64, and one has 128.
 // Arrays have one value per head size, in the order of `FLASH_HEAD_DIMS`.
 // The tile sizes and warp counts of flash attention were tuned on an H200.
 
@@ -80,7 +81,7 @@ pub const FLASH_FEW_ROWS: usize = 16;
 pub const FLASH_MEDIUM_ROWS: usize = 64;
 /// Query rows per tile in the flash attention kernel for large prefills.
 pub const FLASH_MANY_ROWS: usize = 128;
-/// Keys per tile in the flash attention kernels with 16 query rows, except `batch_half`, by head size.
+/// Keys per tile in the flash attention kernels with 16 query rows, except `16_rows_batch_half`, by head size.
 pub const FLASH_FEW_KEYS: [usize; 6] = [32, 32, 16, 16, 16, 16];
 /// Keys per tile in the flash attention kernel with 64 query rows, by head size.
 pub const FLASH_MEDIUM_KEYS: [usize; 6] = [64, 64, 64, 64, 64, 16];
@@ -89,29 +90,29 @@ pub const FLASH_MANY_KEYS: [usize; 6] = [64, 48, 48, 48, 48, 32];
 /// Warps per block in the 16-row flash attention kernel for small batches, by head size.
 /// Each warp is a team of its own: it computes all 16 query rows for its own key tiles.
 pub const FLASH_FEW_TEAMS: [usize; 6] = [8, 8, 8, 8, 8, 4];
-// Three 16-row kernels are for large batches: `batch`, `batch_half` and `batch_quarter`.
-// `batch_half` and `batch_quarter` have about a half and about a quarter of the shared memory of `batch`.
-// A batch is large if the number of row tiles times KV heads exceeds the number of multiprocessors of the GPU.
-/// Warps per block in the 16-row flash attention kernel `batch`. `batch_quarter` has one warp.
+// Three kernels are for large batches: `16_rows_batch`, `16_rows_batch_half` and `16_rows_batch_quarter`.
+// The last two use about a half and about a quarter of the shared memory of `16_rows_batch`.
+// A batch is large if its 16-row tiles, times the number of KV heads, outnumber the multiprocessors of the GPU.
+/// Warps per block in the flash attention kernel `16_rows_batch`. The kernel `16_rows_batch_quarter` has one warp.
 pub const FLASH_BATCH_TEAMS: usize = 4;
-/// Warps per block in the 16-row flash attention kernel `batch_half`, by head size.
+/// Warps per block in the flash attention kernel `16_rows_batch_half`, by head size.
 pub const FLASH_BATCH_HALF_TEAMS: [usize; 6] = [4, 4, 2, 2, 2, 2];
-/// Keys per tile in the 16-row flash attention kernel `batch_half`.
+/// Keys per tile in the flash attention kernel `16_rows_batch_half`.
 pub const FLASH_BATCH_HALF_KEYS: usize = 16;
 /// Warps per block in the 64-row flash attention kernel.
 pub const FLASH_MEDIUM_WARPS: usize = 4;
 /// Warps per block in the 128-row flash attention kernel, by head size.
 pub const FLASH_MANY_WARPS: [usize; 6] = [4, 4, 4, 4, 4, 8];
-/// Pipeline stages per team in flash attention, except for large batches.
+/// Pipeline stages per team in the flash attention kernels, except the 16-row kernels for large batches.
 /// Each stage has buffers for one key tile and one value tile.
 pub const FLASH_STAGES: usize = 2;
 /// Pipeline stages per team in the 16-row flash attention kernels for large batches.
 pub const FLASH_BATCH_STAGES: usize = 3;
-/// Padding elements per key or value row in the shared memory of flash attention.
+/// Padding elements per query, key or value row in the shared memory of flash attention.
 /// With the padding, a row has an odd number of 16-byte segments, which avoids bank conflicts in `ldmatrix`.
 pub const FLASH_ROW_PADDING: usize = 8;
-/// A flash attention warp has 16·M query rows.
-/// The queries are in registers if M times the head size is at most this value, otherwise in shared memory.
+/// The largest product of M and the head size for which a flash attention warp keeps its queries in registers.
+/// The warp has 16 · M query rows. Above this limit, the queries are in shared memory.
 pub const FLASH_REGISTER_ELEMENTS: usize = 160;
 
 // Products of f32 matrices with few weight rows (`matmul/f32_few_rows.rs`, `matmul/f32_few_rows.cu`).
@@ -125,9 +126,10 @@ pub const F32_FEW_ROWS_WARPS: usize = 16;
 
 // Products of dense matrices with few tokens (`matmul/dense_few_tokens.rs`, `matmul/dense_few_tokens.cu`).
 
-/// The maximum number of tokens for the dense_few_tokens kernel. With more tokens, cuBLASLt computes the product.
+/// The maximum number of tokens for the dense_few_tokens kernel.
+/// With more tokens, the dense_wgmma kernels or cuBLASLt compute the product (`matmul/mod.rs`).
 pub const DENSE_FEW_TOKENS_MAX: usize = 8;
-/// Weight rows per unit of the dense_few_tokens kernel.
+/// Weight rows per unit of work in the dense_few_tokens kernel.
 /// One or more warps multiply a unit, and divide its columns among themselves.
 pub const DENSE_FEW_TOKENS_ROWS: usize = 16;
 /// Columns per weight tile of the dense_few_tokens kernel: 128 bytes of each row.
@@ -136,12 +138,13 @@ pub const DENSE_FEW_TOKENS_COLUMNS: usize = 64;
 pub const DENSE_FEW_TOKENS_WARPS: usize = 16;
 /// Pipeline stages of the dense_few_tokens kernel: the weight tiles that each warp has in shared memory at once.
 pub const DENSE_FEW_TOKENS_STAGES: usize = 4;
-/// Input tiles in each of the two shared-memory input buffers of the dense_few_tokens kernel.
+/// Input tiles per buffer of the dense_few_tokens kernel, which has two buffers for inputs in shared memory.
 pub const DENSE_FEW_TOKENS_INPUT_TILES: usize = 16;
 
 // Products of dense matrices and several tokens on Hopper (`matmul/dense_wgmma.rs`, `matmul/dense_wgmma.cu`).
 
-/// The maximum number of parts of a product. The kernel that adds up the parts reads all of them at once.
+/// The maximum number of parts of a product. Each part is the sum over some of the columns.
+/// Kernels that add up the parts have the loads of all parts in flight at once (`headers/sum_parts.cuh`).
 pub const MAX_PRODUCT_PARTS: usize = 8;
 /// The maximum number of tokens for the dense_wgmma kernels.
 pub const DENSE_WGMMA_MAX_TOKENS: usize = 128;
@@ -168,19 +171,19 @@ pub const MAX_CHOSEN_EXPERTS: usize = 32;
 /// A block computes one row.
 pub const EXPERT_NORM_THREADS: usize = 384;
 /// The maximum number of columns per row in `expert_add_norm`.
-/// A thread holds up to 16 columns: 8 of each 8 · `EXPERT_NORM_THREADS` columns.
+/// A row has up to two parts of 8 · `EXPERT_NORM_THREADS` columns. A thread holds 8 columns of each part.
 pub const EXPERT_NORM_COLUMNS: usize = 2 * 8 * EXPERT_NORM_THREADS;
 
 // Residual addition and norm (`norm.rs`, `norm.cu`).
 
-/// Threads per block in the add_norm kernel. A block normalizes one row.
+/// Threads per block in the add_norm kernels. A block adds and normalizes one row.
 pub const ADD_NORM_THREADS: usize = 512;
 
 // Routing with few tokens (`moe/route.rs`, `moe/route.cu`).
 
 /// The maximum number of tokens in one launch of the route kernel.
 pub const ROUTE_TOKENS: usize = 256;
-/// The maximum number of experts in the route kernel. A block keeps the logits of all experts in shared memory.
+/// The maximum number of experts in the route kernel. A block keeps partial logits of all experts in shared memory.
 pub const ROUTE_EXPERTS: usize = 256;
 /// Thread blocks per cluster in the route kernel. A cluster routes as many tokens as it has blocks.
 pub const ROUTE_CLUSTER: usize = 8;
@@ -218,7 +221,8 @@ pub const GROUPED_GEMM_THREADS: usize = 256;
 
 // Matrix products of routed experts with MXFP4 tiles (`moe/product_kernel.rs`, `moe/expert_mlp.cu`).
 // The product kernels use either mma.sync (`moe/expert_product_mma.cuh`) or wgmma (`moe/expert_product_wgmma.cuh`).
-// The wgmma kernels have wide, narrow or slim token tiles, depending on the average number of pairs per expert.
+// There are wgmma kernels for wide, narrow and slim tiles of (token, expert) pairs.
+// The average number of pairs per expert determines which of them runs (`moe/product_kernel.rs`).
 
 /// The number of 16-row weight tiles per thread block in `moe/expert_product_mma.cuh`.
 pub const EXPERT_MMA_ROW_TILES: usize = 16;
@@ -301,7 +305,7 @@ pub const QUANTIZATION_INT8_STATIC: usize = 4;
 
 // Kernels of a decode step (`decode/`).
 
-/// The maximum number of warps per block in decode kernels that multiply by float weights.
+/// The maximum number of warps per block in decode kernels that multiply by bf16 or f16 weights.
 /// Every block reads the whole input vector. Few large blocks therefore read less in total than many small blocks.
 pub const DECODE_MAX_WARPS: usize = 24;
 /// Tiles of gate and up rows per block in `decode_gate_up_mxfp4`.
@@ -338,8 +342,8 @@ pub const MAILBOX_NO_TOKEN: u32 = 0xffffffff;
 pub const MAX_LOGPROBS: usize = 20;
 /// The number of u32 words that describe a row of logits to `send_logprobs`.
 pub const LOGPROBS_ROW_WORDS: usize = 3;
-/// The number of mailbox slots of a row:
-/// the chosen token's log probability, then the id and the log probability of each most likely token.
+/// The number of mailbox slots of a row.
+/// The slots hold the chosen token's log probability, then the id and the log probability of each most likely token.
 pub const LOGPROBS_SLOTS: usize = 1 + 2 * MAX_LOGPROBS;
 
 // Sampling on the GPU (`decode/sample.rs`, `decode/sample.cu`, `sampling`).

@@ -74,6 +74,7 @@ impl Matrix {
     }
 
     /// Returns a matrix of the `rows` rows from row `first` on. The new matrix shares memory with this matrix.
+    /// Fails if `rows` is 0, or if the rows exceed the matrix.
     pub fn rows(&self, first: usize, rows: usize) -> Result<Self> {
         let (all, _) = self.dims();
         if rows == 0 || first + rows > all {
@@ -124,7 +125,7 @@ impl Matrix {
         }
     }
 
-    /// Returns x · Wᵀ as f32 `[parts, tokens, rows]`, whose sum over the parts is the product.
+    /// Returns x · Wᵀ as f32 `[parts, tokens, rows]`. The product is the sum over the parts.
     pub fn matmul_parts(&self, x: &Tensor, sum_order: SumOrder) -> Result<Tensor> {
         match self {
             Self::Dense(weight) if weight.elem_count() > 0 => matmul_parts(x, weight, sum_order),
@@ -166,7 +167,7 @@ impl Matrix {
         match self {
             Self::Dense(table) => crate::kernels::rows::embed(table, ids, scale),
             Self::Quantized(parts) if parts.len() == 1 => parts[0].embed(ids, scale),
-            _ => bail!("cannot use a matrix with several parts as an embedding"),
+            _ => bail!("cannot look up embeddings: the matrix has several parts"),
         }
     }
 }

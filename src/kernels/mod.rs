@@ -6,13 +6,13 @@
 //! - `x.cu` contains the CUDA kernel.
 //!
 //! The operations of `decode`, `exchange` and `step_inputs` run only on a GPU.
-//! The operations of `sampling` also run only on a GPU, except those of `row_edits` and `token_mask`.
-//! In `moe`, `expert_mlp`, `expert_few_pairs`, `mxfp4_tiles`, `route` and `sort_by_expert` also run only on a GPU.
-//! Tests compare these kernels with other implementations of the same operations.
+//! The kernels of `sampling` also run only on a GPU. On a CPU, `RowEdits` and `TokenMask` edit and mask logits.
+//! Of the public operations of `moe`, those of `expert_mlp`, `mxfp4_tiles` and `route` also run only on a GPU.
+//! Tests compare the operations that run only on a GPU with other implementations of the same operations.
 //!
 //! `launch` launches kernels, and `scratch` allocates their outputs. `upload` copies weights to a device.
 //! `exchange` combines tensors of several GPUs. `sampling` has the kernels that choose tokens.
-//! `bandwidth` measures GPU memory bandwidth. `selftest` compares kernels with their references on the current GPU.
+//! `bandwidth` measures GPU memory bandwidth. `selftest` compares operations on a device with their CPU references.
 
 pub mod activation;
 pub mod attention;
@@ -61,12 +61,12 @@ pub(crate) fn bytes(tensor: &Tensor) -> u64 {
 pub(crate) fn elements<'s, T: WithDType>(storage: &'s Storage, layout: &Layout) -> Result<&'s [T]> {
     match (storage, layout.contiguous_offsets()) {
         (Storage::Cpu(storage), Some((start, end))) => Ok(&storage.as_slice::<T>()?[start..end]),
-        _ => bail!("expected a contiguous tensor on the CPU"),
+        _ => bail!("cannot read a tensor: it must be contiguous and on the CPU"),
     }
 }
 
 /// Always returns an error: the operation `op` does not support the device of `tensor`.
 #[cfg_attr(feature = "cuda", allow(dead_code))]
 pub(crate) fn unsupported<T>(op: &str, tensor: &Tensor) -> Result<T> {
-    bail!("{op} has no implementation for {:?}", tensor.device().location())
+    bail!("cannot run {op}: not implemented for {:?}", tensor.device().location())
 }

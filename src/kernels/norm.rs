@@ -39,8 +39,8 @@ pub fn add_norm(
         let (x, y, weight) = (x.dims(), y.map(Tensor::dims), weight.dims());
         let (bias, y_bias) = (bias.map(Tensor::dims), y_bias.map(Tensor::dims));
         bail!(
-            "add_norm: the inputs must be F32 and have matching shapes: x {x:?}, y {y:?}, y_bias {y_bias:?}, \
-             weight {weight:?}, bias {bias:?}"
+            "cannot compute add_norm: the inputs must be F32 and have matching shapes: x {x:?}, y {y:?}, \
+             y_bias {y_bias:?}, weight {weight:?}, bias {bias:?}"
         );
     }
     match x.device() {

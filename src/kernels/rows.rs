@@ -22,7 +22,7 @@ pub fn embed(table: &Tensor, ids: &Tensor, scale: f32) -> Result<Tensor> {
         Device::Cuda(device) => {
             use crate::kernels::launch::{Arguments, Launch, LaunchShape, dtype_suffix, module};
             if ids.dtype() != DType::U32 {
-                bail!("embed: ids are {:?}, expected U32", ids.dtype());
+                bail!("cannot look up embeddings: ids are {:?}, expected U32", ids.dtype());
             }
             let ((_, columns), tokens) = (table.dims2()?, ids.dims1()?);
             // SAFETY: the kernel writes every element of `out`.
@@ -44,7 +44,7 @@ pub fn add_bias(y: &Tensor, bias: &Tensor) -> Result<Tensor> {
     if bias.dims() != [columns] || y.dtype() != DType::F32 || bias.dtype() != DType::F32 {
         let (bias_dtype, y_dtype) = (bias.dtype(), y.dtype());
         let (bias, y) = (bias.dims(), y.dims());
-        bail!("add_bias: the inputs must be F32 and must match: y {y_dtype:?} {y:?}, bias {bias_dtype:?} {bias:?}");
+        bail!("cannot add a bias: inputs must be F32 and match: y {y_dtype:?} {y:?}, bias {bias_dtype:?} {bias:?}");
     }
     match y.device() {
         Device::Cpu => y.broadcast_add(bias),
@@ -67,7 +67,7 @@ pub fn add_bias(y: &Tensor, bias: &Tensor) -> Result<Tensor> {
 /// Returns cap · tanh(x / cap) for each element x of an f32 tensor.
 pub fn soft_cap(x: &Tensor, cap: f32) -> Result<Tensor> {
     if x.dtype() != DType::F32 {
-        bail!("soft_cap: x is {:?}, expected F32", x.dtype());
+        bail!("cannot apply a soft cap: x is {:?}, expected F32", x.dtype());
     }
     match x.device() {
         Device::Cpu => (x / f64::from(cap))?.tanh()? * f64::from(cap),
@@ -95,7 +95,7 @@ pub fn copy_rows(to: &Tensor, from: &Tensor, row: usize) -> Result<()> {
     if !rows_match || row + from.dims()[0] > to.dims()[0] {
         let (from_dtype, to_dtype) = (from.dtype(), to.dtype());
         let (from, to) = (from.dims(), to.dims());
-        bail!("copy_rows: cannot copy {from_dtype:?} {from:?} to row {row} of {to_dtype:?} {to:?}");
+        bail!("cannot copy rows: {from_dtype:?} {from:?} does not fit at row {row} of {to_dtype:?} {to:?}");
     }
     match to.device() {
         #[cfg(feature = "cuda")]

@@ -1,13 +1,13 @@
 //! Memory for the intermediate results of a forward pass.
 //!
-//! Operations allocate the outputs of their kernels with [`empty`], which usually takes memory from candle's pool.
+//! Operations allocate the outputs of their kernels with [`empty`], which usually allocates from candle's memory pool.
 //! While a CUDA graph is captured, each allocation from candle's pool becomes a graph node.
 //! An allocation node between two kernels prevents these kernels from overlapping.
-//! The capture therefore runs with an [`Arena`]: memory that was allocated before the capture.
+//! The capture therefore runs with an [`Arena`], memory that was allocated before the capture,
+//! unless the arena would exceed [`MAX_ARENA_BYTES`].
 //!
 //! An arena has two halves, and consecutive layers use different halves. A layer's memory is reused two layers later.
-//! At that point, nothing needs the layer's results, because a layer reads only its own results
-//! and the results of the previous layer.
+//! At that point, nothing needs the layer's results: a layer reads only its own and the previous layer's results.
 
 use std::cell::{Cell, RefCell};
 
@@ -166,7 +166,7 @@ impl Arena {
         tensors.map(|half| half.elem_count() * half.dtype().size_in_bytes()).sum()
     }
 
-    /// Returns whether the arena has room for the intermediate results of the measured pass.
+    /// Returns whether the arena has room for the intermediate results of the pass that `sizes` was measured on.
     pub fn fits(&self, sizes: &LayerSizes) -> bool {
         let room = |dtype: DType| self.halves.iter().find(|(known, _)| *known == dtype).map(|(_, [half, _])| half);
         sizes.0.iter().all(|&(dtype, elements)| room(dtype).is_some_and(|half| half.elem_count() >= elements))

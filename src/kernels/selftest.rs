@@ -1,10 +1,10 @@
 //! Compares tensor operations on a device with their CPU references, using small, irregular shapes.
 //!
-//! The self-test shows whether the GPU, the driver and this build compute correct results.
+//! The self-test checks that the GPU, the driver and this build compute correct results.
 //! The tests in `tests/it/kernels` cover the kernels in more depth.
-//! The self-test does not cover `matmul::dense_few_tokens`, `matmul::dense_wgmma` with several parts, `moe::route`,
-//! or the kernels of `decode`, `exchange`, `sampling` and `step_inputs`.
-//! Tests in `tests/it` cover them, for example `runner/decode_graph.rs` and `kernels/sampling.rs`.
+//! The self-test leaves out some kernels, such as `matmul::dense_few_tokens`, `matmul::dense_wgmma` with several parts,
+//! `moe::route`, and the kernels of `decode`, `exchange`, `sampling` and `step_inputs`.
+//! Tests in `tests/it` cover these kernels, for example `runner/decode_graph.rs` and `kernels/sampling.rs`.
 
 use std::time::Instant;
 
@@ -34,8 +34,7 @@ pub struct Check {
     /// `Err` if the operation fails on the device or on the CPU.
     pub error: std::result::Result<f32, String>,
     pub tolerance: f32,
-    /// The time in seconds for creating the inputs, copying them to the device, running the operation,
-    /// and copying the result back.
+    /// The time in seconds to create the inputs, copy them to the device, run the operation, and copy the result back.
     pub seconds: f64,
 }
 
@@ -225,7 +224,7 @@ fn distance(got: &[f32], want: &[f32]) -> f32 {
 /// Returns the tolerated relative error. For f16 and bf16, the tolerance is about the machine epsilon.
 fn rounding(dtype: DType) -> f32 {
     match dtype {
-        // The reference is also f32. Only the order of sums and the last bits of functions such as exp differ.
+        // The reference is also f32, so the results differ only by rounding, for example in another order of sums.
         DType::F32 => 1e-5,
         DType::F16 => 1e-3,
         _ => 8e-3,
@@ -325,7 +324,7 @@ fn attend(target: CheckTarget, case: AttentionCase, backend: AttentionBackend) -
     let AttentionCase { tokens, position, head_dim, softcap } = case;
     let (heads, kv_heads, blocks) = (6, 2, (position + tokens).div_ceil(BLOCK_TOKENS));
     let rows = blocks * BLOCK_TOKENS;
-    // Values rounded to bf16 are also exact in f16 and f32, so every target gets the same values.
+    // Once rounded to bf16, these values are also exact in f16 and f32, so every target gets the same values.
     let tensor = |seed, rows, heads| target.put(&noise(seed, &[rows, heads, head_dim], DType::BF16)?);
     let (q, k, v) = (tensor(19, tokens, heads)?, tensor(20, rows, kv_heads)?, tensor(21, rows, kv_heads)?);
     let sinks = target.f32(&noise(22, &[heads], DType::F32)?)?;

@@ -15,7 +15,7 @@ pub struct StepInputs {
     /// For each id, the source of its replacement: an index into the tokens that the previous step chose.
     /// `None` keeps the id.
     pub sources: Vec<Option<u32>>,
-    /// The words after the ids, which are all written in every step: the positions and cache rows of a batch graph.
+    /// The words after the ids: the positions and cache rows of a batch graph. Every step writes all of these words.
     pub words: Vec<u32>,
     /// The index and the new value of each changed word. Index 0 is the first word after `words`.
     /// No index occurs twice in `changes`.
@@ -39,7 +39,7 @@ impl StepInputs {
     }
 
     /// Queues a kernel that writes the inputs to `inputs`, a contiguous u32 vector.
-    /// `tokens`, u32, holds the tokens that the previous step chose.
+    /// `tokens` are the tokens that the previous step chose: a u32 vector.
     ///
     /// If the description fits in `range` of `host`, the kernel reads it there, and the host waits for no earlier step.
     /// The caller must then leave the range unchanged until the kernel has ended.
@@ -60,7 +60,8 @@ impl StepInputs {
             && self.changes.iter().all(|&(index, _)| (index as usize) < total - rows - others);
         if !is_valid || inputs.dtype() != DType::U32 || tokens.dtype() != DType::U32 {
             bail!(
-                "set_step_inputs: invalid inputs: {rows} ids, {others} words, {changes} changes, buffer shape {:?}",
+                "cannot write step inputs: wrong size, index or dtype: {rows} ids, {others} words, {changes} changes, \
+                 buffer {:?}",
                 inputs.shape()
             );
         }

@@ -172,7 +172,7 @@ mod with_cuda {
         fn tensor(&self, memory: DeviceMemory, dtype: DType, shape: &[usize]) -> Result<Tensor> {
             let elements: usize = shape.iter().product();
             let DeviceMemory { bytes, arrived: Some(arrived) } = memory else {
-                bail!("cannot make a tensor from an incomplete upload")
+                bail!("cannot make a tensor: the upload is not complete")
             };
             if elements * dtype.size_in_bytes() != bytes.len() {
                 bail!("cannot make a {dtype:?} tensor of shape {shape:?} from {} bytes", bytes.len());

@@ -11,7 +11,7 @@ use crate::tokenizer::Tokenizer;
 use crate::tokenizer::gguf::Vocabulary;
 use crate::weights::gguf::GgufCheckpoint;
 
-/// The result of [`read`].
+/// The tokenizer, chat format, stop tokens and sampling defaults that [`read`] returns.
 pub struct GgufLanguage {
     pub tokenizer: Tokenizer,
     pub chat: Option<ChatFormat>,

@@ -33,7 +33,8 @@ pub struct Language {
 impl Language {
     /// Loads the tokenizer, chat format, stop tokens and sampling defaults of a snapshot.
     ///
-    /// Loading a hostile model can take unbounded time and memory. On Linux, `sandbox::load_language` limits both.
+    /// Loading a hostile model can take unbounded time and memory.
+    /// On Linux, `sandbox::load_language` limits both if the program has called `sandbox::init`.
     pub fn load(dir: &Path) -> Result<Self> {
         match snapshot::gguf::find(dir)? {
             Some(file) => Self::from_gguf(&GgufCheckpoint::open(&file)?),

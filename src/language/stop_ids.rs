@@ -22,7 +22,7 @@ pub fn read_json(dir: &Path, name: &str) -> Result<Value> {
 }
 
 /// Returns the sorted ids of the stop tokens in config.json, tokenizer_config.json, `generation` and the chat format.
-/// `generation` is the JSON in generation_config.json. In some models, none of these files names all stop tokens.
+/// `generation` is the JSON in generation_config.json. In some models, no single source names all stop tokens.
 pub fn collect(dir: &Path, generation: &Value, tokenizer: &Tokenizer, chat: Option<&ChatFormat>) -> Result<Vec<u32>> {
     let mut ids = BTreeSet::new();
     for json in [&read_json(dir, "config.json")?, generation] {

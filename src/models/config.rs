@@ -162,7 +162,7 @@ impl CommonConfig {
         if rotary_dim > self.head_dim() {
             bail!("partial_rotary_factor rotates {rotary_dim} dimensions, but head_dim is {}", self.head_dim());
         }
-        // LongRoPE has separate factors for short and long contexts. Check the factors for both context lengths.
+        // LongRoPE has separate factors for short and long contexts. A context of 1 checks the short factors.
         self.frequencies(1)?;
         self.frequencies(self.max_position_embeddings)?;
         Ok(())

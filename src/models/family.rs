@@ -13,13 +13,14 @@ pub struct Family {
     pub model_type: &'static str,
     /// The name in `architectures` of config.json, which identifies the family if config.json has no `model_type`.
     pub architecture: &'static str,
-    /// What a model does with each tensor of its checkpoint. It must agree with what [`Architecture::build`] loads.
+    /// What a model does with each tensor of its checkpoint.
+    /// The table must agree with the tensors that [`Architecture::build`] loads.
     pub tensors: TensorTable,
     /// Parses and validates config.json.
     pub read: fn(Value) -> Result<Box<dyn Architecture>>,
 }
 
-/// The validated config of one model. It builds the model's decoder.
+/// The validated config of one model. [`Self::build`] loads the model's decoder.
 pub trait Architecture: Send + Sync {
     /// Returns the number of rows in the embedding, which can exceed the number of tokens in the tokenizer.
     fn vocab_size(&self) -> usize;

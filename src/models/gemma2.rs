@@ -1,6 +1,6 @@
 //! Gemma 2 (arXiv 2408.00118; transformers `modeling_gemma2.py`).
 //!
-//! Differences from Llama:
+//! Main differences from Llama:
 //! - norms before and after both attention and the MLP
 //! - GeGLU and scaled embeddings
 //! - soft caps on attention scores and logits

@@ -2,7 +2,7 @@
 //!
 //! Supports the text model, alone or from a multimodal checkpoint, but not images.
 //!
-//! Differences from Gemma 2:
+//! Main differences from Gemma 2:
 //! - q/k norms instead of the soft cap on attention scores
 //! - five sliding-window layers per full-attention layer
 //! - separate RoPE frequencies for sliding-window layers

@@ -33,7 +33,7 @@ pub const FAMILY: Family = Family {
     read,
 };
 
-/// The sinks, the router and the experts. The experts are packed as MXFP4, or floats that are stored transposed.
+/// The sinks, the router and the experts. The experts are either MXFP4 or transposed float matrices.
 const TENSORS: &[TensorRow] = &[
     tensor("self_attn.sinks", Group::Attention, F32, Rows(Heads)),
     tensor("mlp.router", Group::Mlp, F32, Whole),
@@ -123,7 +123,7 @@ impl Config {
         self.rope.frequencies(self.head_dim, lengths, 150_000.0)
     }
 
-    /// Returns the type of a layer. Without `layer_types`, even-numbered layers have a sliding window.
+    /// Returns the type of a layer. Without `layer_types`, layers with an even index have a sliding window.
     fn layer_type(&self, layer: usize) -> LayerType {
         let default = if layer.is_multiple_of(2) { LayerType::SlidingAttention } else { LayerType::FullAttention };
         self.layer_types.as_ref().map_or(default, |types| types[layer])

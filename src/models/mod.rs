@@ -53,7 +53,8 @@ const MAX_NAME_BYTES: usize = 100;
 pub struct ModelConfig {
     pub family: &'static Family,
     pub architecture: Box<dyn Architecture>,
-    /// The quantization method, such as `mxfp4`, or `None` for float weights.
+    /// The quantization, such as `mxfp4` or `w8a8 int8`. `None` for safetensors files with float weights.
+    /// For a GGUF file, the name of the file type, such as `Q4_K_M` or `F16`.
     pub quantization: Option<String>,
 }
 
@@ -108,7 +109,8 @@ pub fn parse_config(json: Value) -> Result<ModelConfig> {
     Ok(ModelConfig { family, architecture, quantization })
 }
 
-/// Returns the `model_type` in config.json, or else the first entry of `architectures`, even if it is not supported.
+/// Returns the `model_type` in config.json, or else the first entry of `architectures`.
+/// The returned name may be that of an unsupported architecture.
 /// Returns `None` if config.json cannot be read or has neither field.
 pub fn declared_model_type(dir: &Path) -> Option<String> {
     let json: Value = files::read_json(&dir.join("config.json"), files::MAX_CONFIG_BYTES).ok()?;

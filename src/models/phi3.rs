@@ -1,4 +1,6 @@
-//! Phi-3, Phi-3.5 and Phi-4, but not their vision and MoE variants (arXiv 2404.14219; transformers `modeling_phi3.py`).
+//! Phi-3, Phi-3.5, Phi-4, and other `Phi3ForCausalLM` models (arXiv 2404.14219; transformers `modeling_phi3.py`).
+//!
+//! Phi-3-small and the vision and MoE variants are other architectures, which inferno does not support.
 //!
 //! Differences from Llama: fused projections, a sliding window in some models, and LongRoPE in long-context models.
 //! In Phi-4-mini, RoPE rotates only part of each head.
@@ -60,7 +62,7 @@ fn read(mut json: Value) -> Result<Box<dyn Architecture>> {
 
 /// Renames the RoPE types `su` and `yarn` to `longrope`. Older Phi files use these names for LongRoPE.
 /// In other model families, `yarn` is a different RoPE scaling method.
-/// Fails for RoPE types other than these three and `default`.
+/// Fails for RoPE types other than `su`, `yarn`, `longrope` and `default`.
 fn rename_longrope(scaling: &mut Value) -> Result<()> {
     let Some(fields) = scaling.as_object_mut() else { return Ok(()) };
     for key in ["type", "rope_type"] {

@@ -17,7 +17,7 @@ use crate::weights::tensor_table::{
 };
 use crate::weights::{TensorTable, Weights};
 
-/// The tensors of the standard decoder without attention and the MLPs.
+/// The tensors of the standard decoder outside attention and the MLPs.
 pub(super) const DECODER: &[TensorRow] = &[
     tensor("embed_tokens", Group::Embedding, Matrix, Whole),
     tensor("input_layernorm", Group::Norms, F32, Whole),
@@ -44,7 +44,7 @@ pub(super) const MLP: &[TensorRow] = &[
     tensor("mlp.down_proj", Group::Mlp, Matrix, Columns(Intermediate)),
 ];
 
-/// Experts as transformers 5 stores them.
+/// The experts as transformers 5 stores them: the matrices of all experts of a layer stacked in two tensors.
 pub(super) const STACKED_EXPERTS: &[TensorRow] = &[
     tensor("experts.gate_up_proj", Group::Experts, Matrix, Rows(Intermediate)),
     tensor("experts.down_proj", Group::Experts, Matrix, Columns(Intermediate)),

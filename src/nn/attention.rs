@@ -79,7 +79,8 @@ pub enum Sinks {
     Without,
 }
 
-/// Causal self-attention with grouped queries. Optionally has biases, norms of q and k, sinks and a sliding window.
+/// Causal self-attention with grouped queries.
+/// Biases, norms of q and k, sinks, a soft cap and a sliding window are optional.
 pub struct Attention {
     /// The q_proj, k_proj and v_proj weights, stacked in this order.
     pub(crate) qkv_proj: Linear,
@@ -108,11 +109,13 @@ enum Projections {
 
 impl Attention {
     /// Loads this rank's heads of `q_proj`, `k_proj`, `v_proj` and `o_proj`.
+    /// Also loads the sinks and the q/k norms, if `config` has them.
     pub fn load(weights: &Weights, config: AttentionConfig, rotary: Arc<RotaryEmbedding>) -> Result<Self> {
         Self::load_heads(weights, config, Projections::Separate, rotary)
     }
 
-    /// Loads this rank's heads of `qkv_proj` and `o_proj`. `qkv_proj` contains the rows of q, k and v, in this order.
+    /// Like [`load`](Self::load), but the checkpoint has one matrix `qkv_proj` in place of q_proj, k_proj and v_proj.
+    /// `qkv_proj` contains the rows of q, k and v, in this order.
     pub fn load_fused(weights: &Weights, config: AttentionConfig, rotary: Arc<RotaryEmbedding>) -> Result<Self> {
         Self::load_heads(weights, config, Projections::Fused, rotary)
     }
@@ -199,7 +202,7 @@ impl Attention {
     /// Computes attention for the tokens of all sequences, and writes the new keys and values to the cache.
     ///
     /// x is `[tokens, hidden]`. Returns this rank's part of the output, `[rows, hidden]`.
-    /// The output has the rows that `rows` selects.
+    /// The output has the rows that `rows` selects, in the form `form`.
     pub(super) fn forward(
         &self,
         x: &Tensor,

@@ -1,4 +1,4 @@
-//! Range checks for numbers from config.json. The file is untrusted, so a number may have any value.
+//! Range checks for numbers from config.json or GGUF metadata. Both are untrusted, so a number may have any value.
 
 use std::fmt::Debug;
 use std::ops::RangeInclusive;

@@ -30,7 +30,8 @@ use crate::world::World;
 
 /// A callback that receives the index of each layer and the residual stream after the layer, f32 `[tokens, hidden]`.
 /// After the last layer, the residual stream has only the rows that `PassBatch::rows` selects.
-/// If several ranks divide each layer, all ranks must pass a callback: they sum their partial results before each call.
+/// If several ranks divide each layer, all ranks must pass a callback, because all ranks together compute the sum
+/// of their partial results before each call.
 pub type Tap<'t> = &'t mut dyn FnMut(usize, &Tensor) -> Result<()>;
 
 /// A whole model, or a rank's part of it: embedding, layers, final norm and output head.
@@ -67,8 +68,11 @@ impl Decoder {
     /// Loads a decoder for contexts of up to `context` positions.
     ///
     /// `load_parts` loads the attention and the MLP of one layer. `config` describes everything else.
-    /// Fails if a layer of the checkpoint has a tensor that was not loaded,
+    ///
+    /// Fails if the checkpoint has more layers than `config`, or if `context` exceeds the model's learned positions.
+    /// Also fails if one of this rank's layers has a tensor that was not loaded,
     /// unless `tensors` says that the model does not load it.
+    /// If ranks divide each layer, only the first rank checks this.
     pub fn load(
         weights: &Weights,
         context: usize,
@@ -253,7 +257,7 @@ impl Decoder {
     /// Runs `qkv_proj`, `o_proj`, the matrix products of dense MLPs, and the output head on zeros.
     /// Covers steps with up to `tokens` tokens and `rows` rows of logits. Does nothing on a CPU.
     ///
-    /// cuBLASLt loads a kernel when a product first needs it, after the GPU has finished all queued work.
+    /// cuBLASLt loads a kernel when a product first needs it, and waits until the GPU has finished all queued work.
     /// After this call, these products do not wait for cuBLASLt to load a kernel in steps with [`SumOrder::Fastest`].
     #[cfg_attr(not(feature = "cuda"), expect(unused_variables))]
     pub fn load_product_kernels(&self, tokens: usize, rows: usize) -> Result<()> {
@@ -292,7 +296,7 @@ impl Decoder {
         Ok(())
     }
 
-    /// Returns the dtype of activations and of the KV cache.
+    /// Returns the compute dtype, which is also the dtype of the KV cache.
     pub fn dtype(&self) -> DType {
         self.dtype
     }

@@ -7,8 +7,9 @@
 //!
 //! All blocks have room for the same number of layers, so any layer group can use any free block.
 //! Layer i of every layer group is stored in the same tensors, but in different blocks.
-//! If one window is more common than another, as in Gemma 3, the layers with that window form several layer groups.
-//! vLLM's hybrid KV cache manager has the same design.
+//! If one window is more common than another, as in Gemma 3, the layers with the more common window form several
+//! layer groups.
+//! vLLM's hybrid KV cache manager also forms layer groups in this way.
 
 use std::ops::Range;
 
@@ -29,7 +30,7 @@ pub struct LayerSpec {
     pub window: Option<usize>,
 }
 
-/// Returns the bytes of all keys and values that a token at position `depth` attends to, including its own.
+/// Returns the size in bytes of all keys and values that a token at position `depth` attends to, including its own.
 pub fn step_bytes(layers: &[LayerSpec], depth: usize, dtype: DType) -> u64 {
     let elements = |layer: &LayerSpec| {
         let positions = layer.window.map_or(depth + 1, |window| window.min(depth + 1));
@@ -78,7 +79,7 @@ impl CacheLayout {
             let members: Vec<usize> = (0..layers.len()).filter(|&layer| layers[layer].window == window).collect();
             let (first, groups) = (windows.len(), members.len().div_ceil(layers_per_group));
             // Put neighboring layers into different groups, so that any range of layers is spread evenly over groups.
-            // A block of a layout from `of_layers` then needs room for as few layers as possible.
+            // The blocks of a layout from `of_layers` then need room for as few layers as possible.
             for (index, layer) in members.into_iter().enumerate() {
                 places[layer] = (first + index % groups, index / groups);
             }
@@ -151,7 +152,7 @@ impl BlockTables {
         Self { groups: vec![Vec::new(); groups] }
     }
 
-    /// Creates tables for a sequence of up to `context` positions that has the cache to itself.
+    /// Creates tables for a sequence of up to `context` positions that is the only sequence in the cache.
     /// Block 0 stays unused. In a cache that the engine manages, block 0 is the scratch block, which no sequence owns.
     ///
     /// Layer groups with a sliding window use their blocks as a ring buffer. A step may compute at most `chunk` tokens.
@@ -210,7 +211,8 @@ pub struct KvCache {
 }
 
 impl KvCache {
-    /// Allocates a cache of `blocks` blocks, filled with zeros. Fails if layers differ in KV heads or head size.
+    /// Allocates a cache of `blocks` blocks, filled with zeros.
+    /// Fails if the layers differ in KV heads or head size, or if there are no layers.
     pub fn new(layout: CacheLayout, blocks: usize, dtype: DType, device: &Device) -> Result<Self> {
         let Some((kv_heads, head_dim)) = layout.heads else {
             bail!("cannot allocate a KV cache: the layers differ in their number of KV heads or in their head size");
@@ -255,7 +257,7 @@ impl KvCache {
     }
 
     /// Returns the keys and values of all layers in this cache, both `[rows, kv_heads, head_dim]`, in layer order.
-    /// Each layer comes with its layer group, and its index among all layers of that group, also those on other ranks.
+    /// Each layer comes with its layer group, and with its index among the layers of that group on all ranks.
     pub fn own_layers(&self) -> impl Iterator<Item = (usize, usize, [&Tensor; 2])> {
         self.layout.places.iter().map(|&(group, index)| {
             let (k, v) = &self.layers[index];

@@ -78,13 +78,13 @@ impl Linear {
         Ok(Self { weight, bias: Some(weights.vector("bias", output, DType::F32)?) })
     }
 
-    /// Returns a layer that computes only `rows` outputs, starting at output `first`. It shares memory with this layer.
+    /// Returns a layer with only `rows` outputs, starting at output `first`. Both layers share memory.
     pub fn rows(&self, first: usize, rows: usize) -> Result<Self> {
         let bias = self.bias.as_ref().map(|bias| bias.narrow(0, first, rows)).transpose()?;
         Ok(Self { weight: self.weight.rows(first, rows)?, bias })
     }
 
-    /// Creates an output head from the weight of the embedding, `[vocab, hidden]`. It shares memory with the embedding.
+    /// Creates an output head that shares the weight of the embedding, `[vocab, hidden]`.
     pub fn tied(weight: Matrix) -> Self {
         Self { weight, bias: None }
     }
@@ -94,7 +94,8 @@ impl Linear {
         self.weight.bytes() + self.bias.as_ref().map_or(0, kernels::bytes)
     }
 
-    /// Maps x `[tokens, in]` to this rank's part of x·Wᵀ, `[tokens, out]`. x and W have only the columns of this rank.
+    /// Maps x `[tokens, in]` to this rank's part of x·Wᵀ, `[tokens, out]`, in the form `form`.
+    /// x and W have only the columns of this rank.
     /// The result includes the bias as a separate vector, which is not yet added.
     pub(super) fn forward_partial(
         &self,

@@ -4,7 +4,7 @@
 //! - `layer`: a decoder layer: attention, then an MLP
 //! - `attention`, `rope`, `mlp`, `moe`, `linear`, `norm`: the parts of a layer
 //! - `kv_cache`: the paged KV cache; `pass`: the tokens and tables of one forward pass; `residual`: the residual stream
-//! - `checks`: range checks for numbers from config.json
+//! - `checks`: range checks for numbers from config.json or GGUF metadata
 
 pub mod attention;
 pub mod checks;

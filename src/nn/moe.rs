@@ -87,7 +87,7 @@ impl GatedMoe {
         Ok(Self { router, gate_up_proj, down_proj, dtype: weights.dtype(), config })
     }
 
-    /// Loads this rank's share of the stacked matrices of all experts: gate_up_proj and down_proj.
+    /// Loads this rank's share of the stacked matrices of all experts. Returns gate_up_proj and down_proj.
     fn load_stacked_experts(all: &Weights, config: GatedMoeConfig) -> Result<(ExpertWeights, ExpertWeights)> {
         let GatedMoeConfig { hidden_size, intermediate_size, experts, .. } = config;
         let unit = all.column_unit("down_proj", intermediate_size)?;
@@ -100,7 +100,7 @@ impl GatedMoe {
         Ok((split_experts(gate_up, gate_up_shape)?, split_experts(down, down_shape)?))
     }
 
-    /// Loads this rank's share of the separate matrices of each expert, and stacks them: gate_up_proj and down_proj.
+    /// Loads this rank's share of each expert's matrices and stacks the matrices. Returns gate_up_proj and down_proj.
     fn load_separate_experts(
         all: &Weights,
         config: GatedMoeConfig,
@@ -143,7 +143,7 @@ impl GatedMoe {
         in_launches(x, self.config.experts_per_token, |x| self.forward_launch(x, sum_order))
     }
 
-    /// Runs the layer for as many tokens as one launch of the expert kernels covers.
+    /// Runs the layer. x must not have more tokens than one launch of the expert kernels can process.
     fn forward_launch(&self, x: &Tensor, sum_order: SumOrder) -> Result<Tensor> {
         // 1. route: ids [tokens, chosen], f32 weights [tokens, chosen]
         let (ids, weights) =
@@ -169,7 +169,7 @@ fn split_experts(matrix: Matrix, shape: [usize; 3]) -> Result<ExpertWeights> {
     match matrix {
         Matrix::Dense(weights) => Ok(ExpertWeights::Dense(weights.reshape(&shape)?)),
         Matrix::Quantized(mut parts) if parts.len() == 1 => Ok(ExpertWeights::Quantized(parts.remove(0), shape[0])),
-        _ => bail!("the experts are quantized in different formats"),
+        _ => bail!("cannot load the MoE layer: its experts are quantized in different formats"),
     }
 }
 
@@ -194,7 +194,7 @@ pub struct ClampedMoe {
     pub(crate) gate_up_bias: Tensor,
     /// The down_proj weights of all experts, `[experts, hidden, intermediate]`.
     pub(crate) down_proj: ExpertWeights,
-    /// The biases of `down_proj`, `[experts, hidden]`.
+    /// The biases of `down_proj`, `[experts, hidden]`. Zeros on all ranks except the first.
     pub(crate) down_bias: Tensor,
     pub(crate) config: ClampedMoeConfig,
     /// Counts the distinct experts of small batches (see [`ExpertUsage`]).
@@ -263,7 +263,8 @@ impl ClampedMoe {
         Ok(PartialRows::Summed(rows))
     }
 
-    /// Runs the layer without `expert_mlp`, for as many tokens as one launch of the expert kernels covers.
+    /// Runs the layer without `expert_mlp`.
+    /// x must not have more tokens than one launch of the expert kernels can process.
     fn forward_launch(&self, x: &Tensor, sum_order: SumOrder) -> Result<Tensor> {
         let chosen = self.config.experts_per_token;
         // 1. route: ids [tokens, chosen], f32 weights [tokens, chosen]
@@ -279,7 +280,8 @@ impl ClampedMoe {
 }
 
 /// Returns the results of `forward` for all rows of x, `[tokens, hidden]`. Every token has `chosen` experts.
-/// One launch of the expert kernels covers at most [`MAX_PAIRS`] (token, expert) pairs, so larger batches are divided.
+/// One launch of the expert kernels can process at most [`MAX_PAIRS`] (token, expert) pairs.
+/// Larger batches are therefore divided.
 fn in_launches(x: &Tensor, chosen: usize, forward: impl Fn(&Tensor) -> Result<Tensor>) -> Result<Tensor> {
     let (tokens, limit) = (x.dim(0)?, MAX_PAIRS / chosen);
     if tokens <= limit {

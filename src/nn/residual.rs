@@ -52,15 +52,16 @@ impl PartialRows {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum PartialForm {
     F32,
-    /// The product may have several parts, because the kernel that adds it to the residual stream adds up the parts.
+    /// The product may be split into several parts, which the kernel that updates the residual stream adds up.
     ProductParts,
-    /// The part may be in the compute dtype, because the ranks round large parts anyway when they add them.
-    /// A rounded part takes less time to write and read.
+    /// This rank's part may be in the compute dtype, because the ranks round large partial results when they add them.
+    /// Writing and reading a rounded part takes less time.
     Rounded,
 }
 
 impl PartialForm {
-    /// Returns the form for a rank's part of an output with `elements` elements, to which `post_norm` will be applied.
+    /// Returns the form for a rank's part of an output with `elements` elements.
+    /// `post_norm` is the norm that will be applied to the output, if any.
     pub fn choose(world: &World, elements: usize, post_norm: Option<&Norm>) -> Self {
         match post_norm {
             _ if world.can_round(elements) => Self::Rounded,
@@ -71,7 +72,8 @@ impl PartialForm {
 }
 
 /// Returns the sum of the parts of a product, f32 `[tokens, hidden]`.
-/// A CUDA graph can capture this function. Candle's `sum` would copy the shape of its input from the host.
+/// A CUDA graph can capture this function. A graph cannot capture candle's `sum`, which copies the shape of its input
+/// from the host to the GPU.
 fn sum_parts(parts: &Tensor) -> Result<Tensor> {
     let first = parts.get(0)?;
     (1..parts.dim(0)?).try_fold(first, |sum, part| Ok((sum + parts.get(part)?)?))
@@ -90,10 +92,10 @@ enum Pending<'l> {
     Whole(Tensor),
 }
 
-/// The residual stream: the sum of the embedding and the outputs of all earlier layers.
+/// The residual stream: the sum of the embedding and of the outputs of all earlier attentions and MLPs.
 ///
 /// The residual stream is f32 in every compute dtype, because rounding errors in a narrower dtype would accumulate.
-/// The last output stays apart from x until the next norm, because one kernel adds it to x and normalizes the sum.
+/// The last output stays in `pending` until the next norm, because one kernel adds it to `x` and normalizes the sum.
 pub(super) struct Residual<'l> {
     /// The ranks that divide each layer.
     world: &'l World,
@@ -111,7 +113,8 @@ impl<'l> Residual<'l> {
         Self { world, x, is_divided: false, pending: second.map(Pending::Whole) }
     }
 
-    /// Returns the form for this rank's part of an output with `rows` rows, to which `post_norm` will be applied.
+    /// Returns the form for this rank's part of an output with `rows` rows.
+    /// `post_norm` is the norm that will be applied to the output, if any.
     pub fn partial_form(&self, rows: usize, post_norm: Option<&Norm>) -> Result<PartialForm> {
         Ok(PartialForm::choose(self.world, rows * self.x.dim(1)?, post_norm))
     }

@@ -4,8 +4,8 @@
 //! The fields of config.json can have the names of transformers 4 or of transformers 5.
 //!
 //! The rotation kernel is in `kernels::attention::rope`.
-//! Unlike `candle_nn::rotary_emb`, it takes one position per token, can rotate only part of a head, adds the bias,
-//! applies the q/k norm, and casts the result.
+//! Unlike `candle_nn::rotary_emb`, the kernel takes one position per token, can rotate only part of a head,
+//! adds the biases of q, k and v, applies the q/k norm, and casts the result.
 
 use std::f32::consts::PI;
 
@@ -119,13 +119,13 @@ impl RopeConfig {
         let theta = parameters.rope_theta.or(self.rope_theta).unwrap_or(default_theta);
         check_range("rope_theta", theta, MIN_THETA..=MAX_THETA)?;
         if dim == 0 || !dim.is_multiple_of(2) {
-            bail!("RoPE cannot rotate {dim} dims of each head; the number must be even and positive");
+            bail!("RoPE cannot rotate {dim} elements of each head; the number must be even and positive");
         }
         let plain: Vec<f32> = (0..dim / 2).map(|i| 1.0 / (theta as f32).powf((2 * i) as f32 / dim as f32)).collect();
         let original = self.original_length().unwrap_or(lengths.max_position_embeddings);
         check_size("original_max_position_embeddings", original)?;
         parameters.check()?;
-        let factor = || parameters.factor.context("RoPE scaling needs a factor, but config.json has none");
+        let factor = || parameters.factor.context("RoPE scaling needs a factor, but the model's config has none");
         let rope_type = parameters.rope_type.as_deref().or(parameters.old_type.as_deref());
         let frequencies = match rope_type.unwrap_or("default") {
             "default" | "mrope" => RopeFrequencies { inv_freq: plain, attention_factor: 1.0 },
@@ -137,13 +137,13 @@ impl RopeConfig {
             "yarn" => yarn(plain, parameters, factor()?, theta as f32 as f64, original as f64),
             "longrope" | "su" => longrope(plain, parameters, original, lengths)?,
             other => {
-                let supported = "default, linear, llama3, yarn, longrope";
+                let supported = "default, mrope, linear, llama3, yarn, longrope, su";
                 bail!("RoPE scaling {} is not supported; supported: {supported}", quote(other))
             }
         };
         let is_positive = |value: &f32| value.is_finite() && *value > 0.0;
         if !frequencies.inv_freq.iter().all(is_positive) || !is_positive(&frequencies.attention_factor) {
-            bail!("the RoPE scaling in config.json results in a frequency or factor that is not a positive number");
+            bail!("the model's RoPE scaling results in a frequency or factor that is not a positive number");
         }
         Ok(frequencies)
     }

@@ -2,7 +2,7 @@
 //!
 //! - `editor`, `keys`, `multiline`, `type_ahead`: what the user types, also while an answer streams
 //! - `commands`: commands such as `/set`
-//! - `display`: shows an answer and its summary
+//! - `display`: shows an answer and its statistics
 
 mod commands;
 mod display;
@@ -26,7 +26,7 @@ use display::TurnDisplay;
 use editor::{Input, LineEditor};
 use type_ahead::TypeAhead;
 
-/// Runs the chat until the user leaves.
+/// Runs the chat until the user leaves. Fails if the terminal cannot be used, or if no model is loaded any more.
 pub fn run(mut session: Session) -> Result<ExitCode> {
     let cancel = session.cancel_flag();
     terminal::interrupt::cancel_on_ctrl_c(cancel.clone())?;
@@ -104,7 +104,7 @@ fn turn_error(error: &anyhow::Error, session: &Session, question: &str) -> Strin
     }
 }
 
-/// Returns a message that explains why a message does not fit in the context, and what to do about it.
+/// Returns a text that explains why `message` does not fit in the context, and what to do about it.
 fn context_full(session: &Session, message: &str) -> String {
     let context = session.backend().context().unwrap_or_default();
     if session.fits_alone(message) {
@@ -114,7 +114,8 @@ fn context_full(session: &Session, message: &str) -> String {
         )
     } else if session.attached().is_empty() {
         format!(
-            "this message alone exceeds the context of {context} tokens: shorten it, or start with a larger --context"
+            "this message alone exceeds the context of {context} tokens: shorten it, or start with a larger --context, \
+             if the model allows one"
         )
     } else {
         format!("this message with its files exceeds the context of {context} tokens: /file none detaches them")
@@ -122,6 +123,7 @@ fn context_full(session: &Session, message: &str) -> String {
 }
 
 /// If at least 80% of the context is used, returns a warning that says what the user can do, or what will happen.
+/// Otherwise returns `None`.
 fn context_warning(summary: &TurnSummary, overflow: Overflow) -> Option<String> {
     let hint = match overflow {
         Overflow::Stop => "/clear starts over; /set overflow drop-oldest continues without the oldest messages",

@@ -161,7 +161,7 @@ impl TypeAhead {
         self.partial.clear();
     }
 
-    /// Removes and returns the oldest queued message.
+    /// Removes and returns the oldest queued message. Returns `None` if no message is queued.
     pub fn next_message(&mut self) -> Option<String> {
         self.messages.pop_front()
     }

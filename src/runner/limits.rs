@@ -20,12 +20,12 @@ pub struct RunnerLimits {
 /// How a runner runs its steps.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct RunnerOptions {
-    /// Whether all steps run one operation at a time instead of as CUDA graphs.
+    /// Whether to run all steps one operation at a time, without CUDA graphs.
     pub eager: bool,
     /// If set, the results of a sequence are deterministic: they do not depend on other sequences. See [`PromptParts`].
     pub prompt_parts: Option<PromptParts>,
     /// Whether to queue steps where the runner can. `None` queues steps on GPUs only.
-    /// A CPU runs queued steps immediately, so queueing saves no time there, but tests can check the order of events.
+    /// A CPU runs queued steps immediately. There, queueing only lets tests check the order of events without a GPU.
     pub queue_steps: Option<bool>,
 }
 
@@ -38,7 +38,7 @@ impl RunnerOptions {
 
 /// How prompts are divided so that results do not depend on other sequences, on the prefix cache or on preemption.
 ///
-/// The values that determine a token are always added in the same order:
+/// The sums that determine a token are always computed in the same order:
 /// - The prompt without its last token is divided at multiples of [`tokens`](Self::tokens).
 ///   Each part runs in its own forward pass, so the same part always has the same matrix sizes.
 /// - The last token of the prompt and every generated token are rows of decode steps.
@@ -53,7 +53,8 @@ impl PromptParts {
     /// However, prompts reuse only whole parts from the prefix cache.
     const MAX_TOKENS: usize = 512;
 
-    /// Creates prompt parts for passes of at most `chunk` tokens. Returns `None` if `chunk` is less than a block.
+    /// Creates prompt parts for passes of at most `chunk` tokens.
+    /// Returns `None` if `chunk` is less than [`BLOCK_TOKENS`].
     pub fn new(chunk: usize) -> Option<Self> {
         let tokens = chunk.min(Self::MAX_TOKENS) / BLOCK_TOKENS * BLOCK_TOKENS;
         (tokens > 0).then_some(Self { tokens })

@@ -3,16 +3,17 @@
 //! The decode graph has fused kernels for a single sequence.
 //!
 //! A [`Runner`] handles token ids, positions and block tables.
-//! Its callers handle requests and text, and pass a sampler ([`TokenSampler`]) for each sequence. The modules are:
+//! Its callers handle requests and text, and pass a sampler ([`TokenSampler`]) for each sequence that needs a token.
+//! The modules are:
 //!
-//! - `run/`: `Runner::step`, `Runner::queue` and `Runner::take`, which run the steps of many sequences
+//! - `run/`: the methods `step`, `queue` and `take` of `Runner`, for steps of one or more sequences
 //! - `solo/`: runs one sequence that has the KV cache to itself; `solo_sequence`: the state of this sequence
 //! - `step/`: the input of a step, what runs the step, and its cost and duration
 //! - `sampling/`: the interface of samplers, and choosing tokens on the host or on a GPU
 //! - `launcher/`: launches steps on the GPU of one rank: batch graphs and queued steps
 //! - `queued_steps/`: the steps that are queued, and their buffers on a GPU
 //! - `decode_graph/`: the decode graph, its plan, and why a runner has no decode graph
-//! - `ranks/`: the other ranks of a model that several devices run together, and their commands
+//! - `ranks/`: the ranks that run a model together, and the commands of the first rank to the others
 //! - `limits`: the limits and options of a runner, and how prompts are divided for deterministic answers
 
 pub mod decode_graph;
@@ -50,7 +51,8 @@ pub use step::{ExecutionMode, KernelTime, LaunchCounts, StepBytes, StepSequence,
 
 /// A model on its device, with the KV cache of all sequences.
 pub struct Runner {
-    /// Launches batch graphs and queued steps. `None` on a CPU, with `--eager`, or if the ranks cannot run graphs.
+    /// Launches batch graphs and queued steps.
+    /// `None` on a CPU, with `--eager`, or if the host copies data between ranks.
     /// Declared first, because batch graphs must be dropped before the decoder and the cache, whose memory they use.
     launcher: Option<StepLauncher>,
     /// All ranks, which run every pass together. The fields `decoder` and `cache` belong to the first rank.
@@ -122,7 +124,8 @@ impl Runner {
         self.limits
     }
 
-    /// Returns how prompts are divided into parts, or `None` if results are not deterministic.
+    /// Returns how all prompts are divided into parts, or `None` without `--deterministic`.
+    /// Without `--deterministic`, single requests can still be deterministic.
     pub fn prompt_parts(&self) -> Option<PromptParts> {
         self.options.prompt_parts
     }
@@ -147,9 +150,10 @@ impl Runner {
         !self.ranks.is_single()
     }
 
-    /// Starts the answer times of [`ping_ranks`](Self::ping_ranks) anew, because a wait for requests begins.
-    pub fn restart_answer_times(&self) {
-        self.ranks.restart_answer_times();
+    /// Restarts the timeouts of [`ping_ranks`](Self::ping_ranks). The engine calls this function when it begins to wait
+    /// for requests.
+    pub fn restart_ping_timeouts(&self) {
+        self.ranks.restart_ping_timeouts();
     }
 
     /// Checks that all ranks still answer.
@@ -184,12 +188,12 @@ impl Runner {
         self.decoder.vocab_size()
     }
 
-    /// Returns the dtype of activations and of the KV cache.
+    /// Returns the compute dtype, which is also the dtype of the KV cache.
     pub fn dtype(&self) -> DType {
         self.decoder.dtype()
     }
 
-    /// Returns the device of the weights and the KV cache.
+    /// Returns the first rank's device, which holds this rank's weights and KV cache.
     pub fn device(&self) -> &Device {
         &self.device
     }

@@ -22,13 +22,13 @@ use crate::tokenizer::{ControlTokens, Encode, TokenTable, Tokenizer};
 /// A handle to the sandbox process that runs the tokenizer and the chat template of one model.
 pub struct Sandbox {
     dir: PathBuf,
-    /// The sandbox process. `None` after a failure; the next request then starts a new process.
+    /// The sandbox process. `None` after a request has ended the process. The next request then starts a new one.
     process: Mutex<Option<Process>>,
 }
 
 impl Sandbox {
     /// Starts a sandbox process for the model at `dir`.
-    /// The returned [`Language`] encodes and renders text in the sandbox process.
+    /// The returned [`Language`] encodes text and renders conversations in the sandbox process.
     pub fn load(dir: &Path) -> Result<Language> {
         let dir = std::path::absolute(dir)?;
         let (process, Loaded { table, chat, generation_config, stop_ids }, tokens) = Process::start(&dir)?;
@@ -136,7 +136,7 @@ impl Process {
     /// Kills the sandbox process and returns why the request failed. `is_late` is true if the deadline has passed.
     fn failure(&mut self, dir: &Path, request: &SandboxRequest, budget: Budget, is_late: bool) -> anyhow::Error {
         let is_ended = |child: &mut Child| matches!(child.try_wait(), Ok(Some(_)));
-        // A dying sandbox process closes its pipe shortly before it ends, so wait for the exit status.
+        // When a process ends, its pipes close shortly before its exit status is available, so wait for the status.
         let deadline = Instant::now() + Duration::from_secs(1);
         while !is_ended(&mut self.child) && Instant::now() < deadline {
             std::thread::sleep(Duration::from_millis(1));

@@ -63,7 +63,7 @@ fn set_soft_limit(resource: Resource, limit: u64) -> Result<()> {
     setrlimit(resource, limit.min(hard), hard).with_context(|| format!("cannot limit {resource:?}"))
 }
 
-/// Turns off core dumps for this process.
+/// Turns off core dumps for this process. The signals that end the process at a limit would otherwise dump core.
 pub fn disable_core_dumps() -> Result<()> {
     set_soft_limit(Resource::RLIMIT_CORE, 0)
 }

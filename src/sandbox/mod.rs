@@ -3,7 +3,7 @@
 //! Tokenizers and chat templates of downloaded models are untrusted.
 //! A template is a program, and a hostile tokenizer can take unbounded time and memory.
 //! The operating system limits memory and CPU time per process, so inferno uses a sandbox process.
-//! It runs the same executable with an internal command-line argument, until the model is dropped.
+//! The sandbox process runs the same executable with an internal command-line argument, until the model is dropped.
 //! [`init`] looks for this argument, so `main` must call [`init`] first.
 //! If a request exceeds a limit, the request fails, the sandbox process ends, and the next request starts a new one.
 //!
@@ -58,7 +58,8 @@ pub fn load_language_of(dir: &Path, checkpoint: &Checkpoint) -> Result<Language>
     }
 }
 
-/// Starts a sandbox process that loads the model at `dir`. Returns `None` if the program cannot start any.
+/// Starts a sandbox process that loads the tokenizer and the chat format of the model at `dir`.
+/// Returns `None` if the program cannot start sandbox processes.
 #[cfg_attr(not(target_os = "linux"), expect(unused_variables))]
 fn start(dir: &Path) -> Option<Result<Language>> {
     #[cfg(target_os = "linux")]

@@ -55,7 +55,7 @@ fn answer(
         };
         return Ok((SandboxResponse::Loaded(Box::new(response)), tokens));
     }
-    let language = language.as_ref().context("no model is loaded")?;
+    let language = language.as_ref().context("internal error: the sandbox process has not loaded a model")?;
     match request {
         SandboxRequest::Load => bail!("internal error: unhandled load request"),
         SandboxRequest::Encode(controls) => {
@@ -79,7 +79,7 @@ fn close_inherited_files() {
     let Ok(files) = std::fs::read_dir("/proc/self/fd") else { return };
     let numbers: Vec<i32> = files.flatten().filter_map(|file| file.file_name().to_str()?.parse().ok()).collect();
     for number in numbers.into_iter().filter(|&number| number > 2) {
-        // The list also contains the descriptor of /proc/self/fd itself, which is already closed.
+        // The list also contains the descriptor of /proc/self/fd itself, which is already closed. Ignore its error.
         let _ = nix::unistd::close(number);
     }
 }

@@ -99,7 +99,7 @@ pub struct HttpMetrics {
     pub refused_connections: IntCounter,
 }
 
-/// The durations of requests, and of the phases of requests.
+/// The durations of requests and of their phases, and the times between tokens.
 pub struct RequestDurations {
     pub first_token: Histogram,
     pub inter_token: Histogram,
@@ -160,7 +160,7 @@ impl Metrics {
         let labels: HashMap<String, String> =
             HashMap::from([("model_name".to_string(), model.to_string()), ("engine".into(), "0".into())]);
         let registry = Registry::new();
-        let make = Maker { registry: &registry, prefix: PREFIX, labels };
+        let make = MetricFactory { registry: &registry, prefix: PREFIX, labels };
         Ok(Self {
             has_vllm_names,
             requests: make.counters("request_success_total", "Finished answers.", "finished_reason", FINISH_REASONS)?,
@@ -189,7 +189,7 @@ impl Metrics {
         })
     }
 
-    /// Adds the tokens of a prompt to the metrics.
+    /// Adds the tokens of a prompt to the metrics. `cached` of these tokens were found in the KV cache.
     pub fn count_prompt(&self, tokens: usize, cached: usize) {
         let computed = tokens.saturating_sub(cached);
         self.prompts.tokens.inc_by(tokens as u64);
@@ -229,7 +229,7 @@ impl Metrics {
 }
 
 impl HttpMetrics {
-    fn new(make: &Maker) -> Result<Self> {
+    fn new(make: &MetricFactory) -> Result<Self> {
         Ok(Self {
             responses: make.counters("http_responses_total", "HTTP responses.", "code", STATUS_CODES)?,
             connections: make.gauge("open_connections", "Open connections.")?,
@@ -242,7 +242,7 @@ impl HttpMetrics {
 }
 
 impl RequestDurations {
-    /// Adds the times of an answer that has ended `total_s` after its request was submitted.
+    /// Adds the times of an answer that ended `total_s` seconds after its request was submitted.
     pub fn observe_answer(&self, summary: &Summary, total_s: f64) {
         self.queue.observe(summary.queue_s);
         self.prefill.observe((summary.ttft_s - summary.queue_s).max(0.0));
@@ -253,7 +253,7 @@ impl RequestDurations {
         }
     }
 
-    fn new(make: &Maker) -> Result<Self> {
+    fn new(make: &MetricFactory) -> Result<Self> {
         Ok(Self {
             first_token: make.histogram("time_to_first_token_seconds", "Time to first token.", FIRST_TOKEN_SECONDS)?,
             inter_token: make.histogram("inter_token_latency_seconds", "Time between tokens.", TOKEN_SECONDS)?,
@@ -284,7 +284,7 @@ impl RequestDurations {
 }
 
 impl RequestSizes {
-    fn new(make: &Maker) -> Result<Self> {
+    fn new(make: &MetricFactory) -> Result<Self> {
         Ok(Self {
             prompt_tokens: make.histogram("request_prompt_tokens", "Tokens of a prompt.", TOKENS)?,
             computed_tokens: make.histogram(
@@ -309,13 +309,13 @@ impl RequestSizes {
 }
 
 impl PromptMetrics {
-    fn new(make: &Maker) -> Result<Self> {
+    fn new(make: &MetricFactory) -> Result<Self> {
         Ok(Self {
             tokens: make.counter("prompt_tokens_total", "Prompt tokens, including cached ones.")?,
             cached: make.counter("prompt_tokens_cached_total", "Prompt tokens found in the KV cache.")?,
             by_source: make.counters(
                 "prompt_tokens_by_source_total",
-                "Prompt tokens that were computed or found in the KV cache.",
+                "Prompt tokens by source: computed, or found in the KV cache.",
                 "source",
                 &[COMPUTED, CACHED],
             )?,
@@ -324,8 +324,8 @@ impl PromptMetrics {
 }
 
 impl VllmMetrics {
-    fn new(make: &Maker) -> Result<Self> {
-        let make = Maker { registry: make.registry, prefix: VLLM_PREFIX, labels: make.labels.clone() };
+    fn new(make: &MetricFactory) -> Result<Self> {
+        let make = MetricFactory { registry: make.registry, prefix: VLLM_PREFIX, labels: make.labels.clone() };
         let gauges =
             |name: &str, help: &str, labels: &[&str]| make.register(IntGaugeVec::new(make.opts(name, help), labels)?);
         Ok(Self {
@@ -336,7 +336,7 @@ impl VllmMetrics {
             )?,
             lora_info: gauges(
                 "lora_requests_info",
-                "The current time. The labels name no adapters, because inferno does not support LoRA.",
+                "The current Unix time. The labels name no adapters, because inferno does not support LoRA.",
                 &["max_lora", "running_lora_adapters", "waiting_lora_adapters"],
             )?,
             sleep_state: gauges(
@@ -362,7 +362,7 @@ impl VllmMetrics {
 }
 
 impl EngineMetrics {
-    fn new(make: &Maker, has_vllm_names: bool) -> Result<Self> {
+    fn new(make: &MetricFactory, has_vllm_names: bool) -> Result<Self> {
         Ok(Self {
             vllm: if has_vllm_names { Some(VllmMetrics::new(make)?) } else { None },
             running: make.gauge("num_requests_running", "Running sequences.")?,
@@ -388,7 +388,7 @@ impl EngineMetrics {
     }
 
     /// Creates a copy of each engine counter, together with the function that reads the engine's value.
-    fn totals(make: &Maker) -> Result<Vec<(IntCounter, ReadTotal)>> {
+    fn totals(make: &MetricFactory) -> Result<Vec<(IntCounter, ReadTotal)>> {
         let total = |name, help, read: ReadTotal| Ok((make.counter(name, help)?, read));
         [
             total("generation_tokens_total", "Generated tokens.", |stats| stats.generated_tokens),
@@ -428,7 +428,7 @@ impl EngineMetrics {
         }
         engine.take_cancel_times().into_iter().for_each(|time_s| self.cancel_latency.observe(time_s));
         self.cache_usage.set(cache_usage(&stats));
-        // No sequence can use the scratch block.
+        // One of the blocks is the scratch block, which no sequence can use.
         let blocks = engine.info().cache_blocks.saturating_sub(1);
         self.cache_config.with_label_values(&[&BLOCK_TOKENS.to_string(), &blocks.to_string()]).set(1);
         for (counter, read) in &self.totals {
@@ -485,7 +485,7 @@ pub fn cache_usage(stats: &EngineStats) -> f64 {
 }
 
 /// Registers metrics that have the same prefix and the same labels.
-struct Maker<'r> {
+struct MetricFactory<'r> {
     registry: &'r Registry,
     /// The prefix of every metric name.
     prefix: &'static str,
@@ -493,7 +493,7 @@ struct Maker<'r> {
     labels: HashMap<String, String>,
 }
 
-impl Maker<'_> {
+impl MetricFactory<'_> {
     fn opts(&self, name: &str, help: &str) -> Opts {
         Opts::new(format!("{}{name}", self.prefix), help).const_labels(self.labels.clone())
     }

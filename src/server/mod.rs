@@ -4,15 +4,15 @@
 //! Its modules are:
 //!
 //! - `openai/`, `anthropic/`, `ollama/`: the routes of these APIs; `dialect`: the error format of each API
-//! - `routes/`: health, metrics, records, receipts, tokenization and the admission preview
+//! - `routes/`: health, load, metrics, records, receipts, tokenization and the admission preview
 //! - `generation/`: runs requests and turns their events into responses
-//! - `http/`: request bodies, errors, access and logging; `connections/`: the listener, TLS and slow clients
+//! - `http/`: request bodies, errors, access and logging; `connections/`: accepts, encrypts and closes connections
 //! - `limits/`: limits the number of sequences, and estimates when the client should retry a rejected request
 //! - `records/`: keeps records of requests, and signs receipts
 //! - `router`: maps paths to route handlers, and runs shared code before and after each handler
 //! - `retries`, `orphans`: let the retry of a request receive the answer to an earlier attempt
 //! - `page`: the chat page for browsers, with its files in `page/`
-//! - `state`, `options`, `metrics`: shared state; `tenant`, `ids`: the tenant of a request, and random ids
+//! - `state`, `options`, `metrics`: what all handlers share; `tenant`, `ids`: the tenant of a request, and random ids
 
 mod anthropic;
 mod connections;

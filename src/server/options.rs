@@ -13,13 +13,14 @@ pub struct ServerOptions {
     /// The name of the model in requests and responses.
     pub model: String,
     /// The valid API keys. Without keys, every client has access, except web pages of other sites
-    /// whose origins are not in `cors_origins`.
+    /// whose origins are neither local nor in `cors_origins`.
     pub api_keys: Vec<String>,
     /// The origins of web pages that may use the API. `*` allows every origin.
     pub cors_origins: Vec<String>,
     /// Whether everyone may use the server (`--no-auth`).
-    /// The chat page of such a server may use the API under any host name. With DNS rebinding, any web page can pass
-    /// as this chat page, so other servers without API keys accept it only under `localhost`, `127.0.0.1` or `[::1]`.
+    /// The chat page of such a server may use the API under any host name. With DNS rebinding, any web page can pass as
+    /// this chat page. Other servers without API keys therefore accept their chat page only under `localhost`,
+    /// `127.0.0.1` or `[::1]`.
     pub no_auth: bool,
     /// The maximum number of sequences that run at once.
     pub max_sequences: usize,
@@ -53,7 +54,7 @@ pub struct Timeouts {
     /// The drain delay: how long after the shutdown signal the server still accepts requests.
     /// During this delay, the server reports itself as unhealthy, so that routers stop sending requests.
     pub drain_delay: Duration,
-    /// The drain timeout: the time limit for running requests once the server rejects new requests.
+    /// The drain timeout: the time limit for the accepted requests once the server rejects new requests.
     pub drain: Duration,
 }
 

@@ -21,7 +21,7 @@ pub type RetryKey = [u8; 32];
 #[derive(Default)]
 pub struct Orphans(Mutex<OrphanTable>);
 
-/// The orphaned answers, and the number of the next one.
+/// The orphaned answers, and the number that the next orphaned answer gets.
 #[derive(Default)]
 struct OrphanTable {
     waiting: HashMap<RetryKey, (u64, Orphan)>,
@@ -76,8 +76,8 @@ impl Orphans {
     }
 }
 
-/// A client that waits for an answer. If the waiter is dropped before the answer is complete,
-/// the answer becomes an orphan.
+/// A client that waits for a response. If the waiter is dropped before the response is ready,
+/// the answer becomes an orphan. The response of a stream is ready before the answer is complete.
 pub struct Waiter {
     orphans: Arc<Orphans>,
     key: RetryKey,

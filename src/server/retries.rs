@@ -5,7 +5,8 @@
 //! A retry with the same path, body, API key, idempotency key and `x-inferno-*` headers receives this answer.
 //! The server keeps the answer only if the request has an idempotency key, or a retry count that is not 0.
 //! OpenAI's clients send this count in the header `x-stainless-retry-count`.
-//! For all other requests, a broken connection cancels the answer, because most clients do not retry such requests.
+//! For all other requests, a broken connection cancels the answer, because the server cannot know whether the client
+//! will retry.
 //! Once the stream of an answer has begun, a broken connection cancels the answer,
 //! because clients do not retry such a stream.
 

@@ -45,8 +45,7 @@ async fn reject(State(server): State<Arc<Server>>, request: Request, next: Next)
     let mut response = if SPARE_PATHS.contains(&request.uri().path()) {
         next.run(request).await
     } else {
-        let message =
-            format!("the server allows {} open connections, and all are in use", server.options.max_connections);
+        let message = format!("all connections that the server allows ({}) are in use", server.options.max_connections);
         ApiError::unavailable(message, RETRY_SOON).into_response()
     };
     response.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
@@ -112,7 +111,8 @@ fn cors(origins: &[String]) -> CorsLayer {
     CorsLayer::new()
         .allow_origin(origin)
         .allow_methods([Method::GET, Method::POST, Method::DELETE])
-        // In the header `Access-Control-Allow-Headers`, the wildcard `*` does not include `Authorization`.
+        // Repeat the names of the requested headers, because in the header `Access-Control-Allow-Headers`,
+        // the wildcard `*` does not include `Authorization`.
         .allow_headers(AllowHeaders::mirror_request())
         .expose_headers([REQUEST_ID, HeaderName::from_static("x-inferno-ignored")])
 }
@@ -130,7 +130,7 @@ async fn check_access(State(access): State<Arc<Access>>, mut request: Request, n
     }
 }
 
-/// Gives each request an id and a log entry.
+/// Gives each request an id and a log entry. Converts error responses to the format of the route's API.
 async fn log_request(State(server): State<Arc<Server>>, mut request: Request, next: Next) -> Response {
     let id = request_id(request.headers());
     let traceparent = request.headers().get("traceparent").and_then(|value| value.to_str().ok()).map(str::to_string);

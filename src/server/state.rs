@@ -22,7 +22,8 @@ const MAX_STEP: Duration = Duration::from_secs(60);
 /// The interval at which the server checks whether the engine has failed.
 const ENGINE_POLL: Duration = Duration::from_millis(50);
 
-/// The state of a server: its options, engine, admission limit, metrics, records, kept answers and lifecycle phase.
+/// The state of a server: its options, engine, admission limit, metrics and records, the answers that it keeps for
+/// retries, and its lifecycle phase.
 pub struct Server {
     pub options: ServerOptions,
     pub admission: Arc<Admission>,
@@ -42,11 +43,11 @@ pub struct Server {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Phase {
     Serving,
-    /// Accepts requests, but reports itself as unhealthy, so that routers send no more.
+    /// The server accepts requests, but reports itself as unhealthy, so that routers send no more requests.
     Leaving,
-    /// Finishes the accepted requests and rejects new ones.
+    /// The server finishes the accepted requests and rejects new ones.
     Draining,
-    /// Ends the requests in progress.
+    /// The server ends the requests in progress.
     Ending,
 }
 
@@ -99,7 +100,7 @@ impl Server {
     }
 
     /// Returns the engine if it is loaded and the server is not shutting down.
-    /// Otherwise, returns the error to send to the router.
+    /// Otherwise, returns the error to send to the client.
     pub fn healthy_engine(&self) -> Result<&EngineHandle, ApiError> {
         self.engine_before(Phase::Leaving)
     }

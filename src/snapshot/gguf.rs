@@ -65,7 +65,7 @@ impl<'n> PartName<'n> {
 }
 
 /// Returns the file names of all parts of a model. `first` is the first part or the single file.
-/// Returns only `first` if the file name claims more than `MAX_PARTS` parts.
+/// Returns only `first` if the file name claims 0 parts or more than `MAX_PARTS` parts.
 pub fn part_names(first: &str) -> Vec<String> {
     match PartName::parse(first) {
         Some(part) if (1..=MAX_PARTS).contains(&part.count) => {
@@ -145,8 +145,8 @@ fn stem(path: &str) -> &str {
     PartName::parse(file).map_or(file.strip_suffix(".gguf").unwrap_or(file), |part| part.prefix)
 }
 
-/// Returns whether `tag` is the path, the end of the path after a `/`, or the last words of the file name.
-/// The words, separated by `-` or `.`, do not include `.gguf` and the part number. Ignores case.
+/// Returns whether `tag` is the whole path, the last components of the path, or the last words of the file name
+/// without `.gguf` and the part number. Words are separated by `-` or `.`. Ignores case.
 pub fn matches_tag(path: &str, tag: &str) -> bool {
     let (path, stem, tag) = (path.to_lowercase(), stem(path).to_lowercase(), tag.to_lowercase());
     let is_suffix = stem.strip_suffix(&tag).is_some_and(|rest| rest.is_empty() || rest.ends_with(['-', '.']));
@@ -197,7 +197,7 @@ pub fn named_models(name: &str, dir: &Path) -> Vec<(String, GgufFile)> {
 /// Returns the GGUF model that `tag` selects in a directory. Without a tag, returns the only model.
 ///
 /// Returns `None` if there is no tag and the directory has safetensors weights or no complete GGUF model.
-/// Fails if `tag` selects no model, or if there are several models to choose from.
+/// Fails if `tag` selects no model, or if several models match.
 pub fn choose(name: &str, dir: &Path, tag: Option<&str>) -> Result<Option<PathBuf>> {
     let models = named_models(name, dir);
     let is_selected =
@@ -211,7 +211,7 @@ pub fn choose(name: &str, dir: &Path, tag: Option<&str>) -> Result<Option<PathBu
         ([(_, model)], _) => Ok(Some(model.path.clone())),
         ([], None) => Ok(None),
         ([], Some(tag)) if safetensors::is_present(dir) => {
-            Err(not_found(tag, format!("{name} has safetensors weights, so it has no tags")).into())
+            Err(not_found(tag, format!("{name} has safetensors weights, so it has no tags; leave out the tag")).into())
         }
         ([], Some(tag)) if models.is_empty() => Err(not_found(tag, format!("{name} has no complete GGUF file")).into()),
         ([], Some(tag)) => Err(not_found(tag, format!("{name} has these GGUF models:\n{}", list())).into()),
@@ -248,7 +248,10 @@ mod tests {
         assert_eq!(choose("a/b", dir.path(), None).unwrap(), None);
         let error = choose("a/b", dir.path(), Some("Q8_0")).unwrap_err();
         let Some(Error::ModelNotFound { model, hint }) = error.downcast_ref() else { panic!("{error:?}") };
-        assert_eq!((model.as_str(), hint.as_str()), ("a/b:Q8_0", "a/b has safetensors weights, so it has no tags"));
+        assert_eq!(
+            (model.as_str(), hint.as_str()),
+            ("a/b:Q8_0", "a/b has safetensors weights, so it has no tags; leave out the tag")
+        );
     }
 
     #[test]

@@ -23,7 +23,7 @@ use safetensors::{INDEX, SINGLE_FILE, ShardIndex};
 pub enum Required {
     /// Requires config.json and tokenizer.json, which are enough to tokenize text.
     Tokenizer,
-    /// Requires the tokenizer files and the weights: either the single weights file or every shard in the index.
+    /// Requires config.json, tokenizer.json and the weights: the single weights file or every shard in the index.
     Weights,
 }
 

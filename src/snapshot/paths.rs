@@ -3,7 +3,7 @@
 use std::path::{Component, Path};
 
 /// Returns whether `name`, joined to a directory, stays inside the directory.
-/// Returns false for names with control characters, backslashes or more than 512 bytes.
+/// Also returns false for names with empty parts, `.` parts, control characters, backslashes or more than 512 bytes.
 ///
 /// Callers must check every name from a hub or a shard index before they use it as a path.
 pub fn is_safe_path(name: &str) -> bool {

@@ -64,7 +64,9 @@ pub fn files(dir: &Path, index: Option<&ShardIndex>) -> Result<Vec<PathBuf>> {
         Some(shard) if index.is_some() => {
             bail!("cannot load the model: shard {shard} is missing from {}\n  download the model again", dir.display())
         }
-        Some(_) => bail!("no weights in {}: found no {SINGLE_FILE}, {INDEX} or .gguf file", dir.display()),
+        Some(_) => {
+            bail!("cannot load the model: {} has no weights (no {SINGLE_FILE}, {INDEX} or .gguf file)", dir.display())
+        }
     }
 }
 

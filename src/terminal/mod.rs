@@ -24,7 +24,7 @@ pub use style::{Color, dim, stderr_color, stdout_color, stdout_columns};
 pub use view::TurnView;
 
 /// Saves the terminal modes, and restores them when the program exits, crashes or is ended by a catchable signal.
-/// Does nothing on Windows, or if stdin is not a terminal.
+/// Does nothing outside Unix, or if stdin is not a terminal.
 pub fn guard() {
     #[cfg(unix)]
     if modes::save() {

@@ -29,12 +29,12 @@ fn color(is_terminal: bool) -> Color {
     if is_terminal && !is_refused && !is_dumb { Color::On } else { Color::Off }
 }
 
-/// Returns the width of the terminal on stdout, if it is known.
+/// Returns the width of the terminal on stdout in columns, or `None` if it is unknown.
 pub fn stdout_columns() -> Option<usize> {
     columns(&Term::stdout())
 }
 
-/// Returns the width of the terminal on stderr, if it is known.
+/// Returns the width of the terminal on stderr in columns, or `None` if it is unknown.
 pub fn stderr_columns() -> Option<usize> {
     columns(&Term::stderr())
 }

@@ -14,6 +14,7 @@ pub struct TextStyle {
     pub underline: bool,
     pub strike: bool,
     /// An ANSI color from 0 to 7: black, red, green, yellow, blue, magenta, cyan, white.
+    /// `None` is the default color of the terminal.
     pub color: Option<u8>,
 }
 

@@ -28,7 +28,7 @@ pub struct TurnView {
     /// Finished lines that are not drawn yet.
     finished: Vec<StyledLine>,
     has_content: bool,
-    /// The earliest time of the next frame.
+    /// The earliest time of the next frame. `None` before the first frame.
     next_frame: Option<Instant>,
 }
 

@@ -1,7 +1,7 @@
 //! Parses tokenizer.json files that contain a BPE model, faster than the `tokenizers` library.
 //!
-//! To detect the model type, the `tokenizers` library parses the vocabulary and the merges several times.
-//! Repeated parsing is slow for large files, such as the 28 MB tokenizer.json of gpt-oss.
+//! To detect the model type, the `tokenizers` library converts the vocabulary and the merges several times.
+//! This is slow for large files, such as the 28 MB tokenizer.json of gpt-oss.
 
 use std::fmt;
 

@@ -39,7 +39,7 @@ impl Tokenizer {
     pub fn from_dir(dir: &Path) -> Result<Self> {
         let path = dir.join("tokenizer.json");
         let bytes = files::read(&path, files::MAX_TOKENIZER_BYTES)?;
-        Self::from_bytes(&bytes).with_context(|| format!("broken tokenizer {}", path.display()))
+        Self::from_bytes(&bytes).with_context(|| format!("cannot use {}", path.display()))
     }
 
     /// Parses the contents of a tokenizer.json.

@@ -61,7 +61,8 @@ impl TokenTable {
     /// Creates a table with copies of a tokenizer's tokens and decoder.
     pub fn new(library: &tokenizers::Tokenizer) -> Result<Self> {
         let (controls, is_any_normalized) = controls(library);
-        // If a control token is also in the model's own vocabulary, normalized text can become this token.
+        // A control token may be in the vocabulary of the tokenizer's model and not only among the added tokens.
+        // Normalized text can then become this token.
         let is_any_in_model = || controls.iter().any(|c| library.get_model().token_to_id(&c.content).is_some());
         let normalizes_controls = library.get_normalizer().is_some() && (is_any_normalized || is_any_in_model());
         let mut table = Self::empty(TokenTableHeader {
@@ -240,7 +241,7 @@ fn controls(library: &tokenizers::Tokenizer) -> (Vec<ControlToken>, bool) {
     (controls, is_any_normalized)
 }
 
-/// HTML tags in the vocabularies of Gemma. They encode ordinary text. Each tag also occurs with a slash: `</b>`.
+/// The names of HTML tags in the vocabularies of Gemma. Tags such as `<b>` and `</b>` are text, not control tokens.
 ///
 /// Gemma also has `<s>` and `</s>`, but in other vocabularies `<s>` and `</s>` are control tokens.
 const HTML_TAGS: &[&str] = &[

@@ -43,7 +43,7 @@ impl TextStream {
     pub fn push(&mut self, tokenizer: &Tokenizer, id: u32) -> Result<String> {
         self.ids.push(id);
         let is_full = self.ids.len() - self.emitted >= MAX_HELD_IDS;
-        // Invalid bytes are returned as U+FFFD, but the ids after them may begin a valid character, so hold these back.
+        // Invalid bytes are returned as U+FFFD. Hold back the ids after them that may begin a valid character.
         let begun = if is_full { self.begun_ids(tokenizer) } else { 0 };
         let held = self.ids.split_off(self.ids.len() - begun);
         let end = if is_full { IncompleteEnd::Replace } else { IncompleteEnd::Hold };
@@ -53,7 +53,7 @@ impl TextStream {
     }
 
     /// Returns how many of the last ids to hold back, because their bytes end with the beginning of a character.
-    /// The result is less than the number of waiting ids, so that the text always advances.
+    /// The result is less than the number of waiting ids, so that [`Self::push`] decodes at least one id.
     fn begun_ids(&self, tokenizer: &Tokenizer) -> usize {
         let waiting = &self.ids[self.emitted..];
         let ends_within = |count: &usize| {
@@ -70,6 +70,7 @@ impl TextStream {
     }
 
     /// Returns the text of the waiting ids, and makes these ids the left context.
+    /// Returns an empty string and keeps the ids waiting if `end` is `Hold` and the last character is incomplete.
     fn take(&mut self, tokenizer: &Tokenizer, end: IncompleteEnd) -> Result<String> {
         // Decode with left context. In SentencePiece vocabularies, the space before a word depends on this context.
         let emitted = tokenizer.decode(&self.ids[..self.emitted])?;

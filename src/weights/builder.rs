@@ -1,4 +1,4 @@
-//! Chooses how the weights of a model are loaded: on which rank, quantized or not, and by which threads.
+//! Configures how the weights of a model are loaded: for which rank, quantized or not, and by which threads.
 
 use std::sync::Arc;
 
@@ -33,7 +33,7 @@ pub struct WeightsBuilder<'c> {
 }
 
 impl<'c> WeightsBuilder<'c> {
-    /// Returns a builder of weights that are loaded to `device`. Float tensors are converted to `dtype`.
+    /// Returns a builder of weights that are loaded to `device`. `dtype` is the compute dtype.
     pub fn new(checkpoint: &'c Checkpoint, device: &Device, dtype: DType, progress: &'c LoadProgress<'c>) -> Self {
         Self {
             checkpoint,
@@ -81,13 +81,13 @@ impl<'c> WeightsBuilder<'c> {
 
     /// Returns the weights.
     ///
-    /// If a single rank loads safetensors files to a GPU without quantizing them,
-    /// background threads start reading the files immediately. Otherwise, no tensor is read before it is requested.
+    /// If a single rank loads safetensors files to a GPU without quantizing them, and the caller has set no reader,
+    /// background threads start reading the files immediately.
     /// Loading functions may return a tensor before its copy to the device is complete.
     /// Kernels on the device's stream wait for the copy to complete.
     pub fn build(mut self) -> Result<Weights<'c>> {
         let threads = match self.threads.take() {
-            // A quantized tensor is read when it is requested, so nothing may be read ahead.
+            // A matrix to quantize is read from its file when it is requested, so reading it ahead would be in vain.
             Some(ReaderThreads::Ahead(_)) if self.quantize.is_some() => ReaderThreads::Caller,
             Some(threads) => threads,
             None => self.default_threads()?,

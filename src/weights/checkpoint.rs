@@ -36,7 +36,7 @@ impl Checkpoint {
     }
 
     /// Returns the open GGUF file, or `None` for safetensors files.
-    /// A GGUF file also contains the config, the vocabulary, the chat template and the sampling defaults.
+    /// A GGUF file can also contain the config, the vocabulary, the chat template and the sampling defaults.
     pub fn gguf(&self) -> Option<&GgufCheckpoint> {
         match self {
             Self::Safetensors(_) => None,
@@ -123,11 +123,11 @@ impl Checkpoint {
 
     /// Returns the rows and columns of a matrix `[out, in]` that can be quantized during loading.
     /// Stacked matrices count as one matrix with their rows combined.
-    /// Returns `None` if the matrix is stored transposed.
+    /// Returns `None` if the tensor is not a matrix, or if the matrix is stored transposed.
     pub(super) fn matrix_shape(&self, name: &str, is_transposed: bool) -> Option<(usize, usize)> {
         match self {
             Self::Gguf(model) => model.matrix_shape(name).ok()?,
-            // Only safetensors files store such a matrix as `[in, out]`.
+            // Only safetensors files store transposed matrices. GGUF files store all matrices as `[out, in]`.
             Self::Safetensors(_) if is_transposed => None,
             Self::Safetensors(checkpoint) => match checkpoint.info(name)?.shape.as_slice() {
                 [rows @ .., columns] if !rows.is_empty() => Some((rows.iter().product(), *columns)),
@@ -136,8 +136,8 @@ impl Checkpoint {
         }
     }
 
-    /// Returns the requests that read tensors before they are loaded. `dtype` is the compute dtype of the model.
-    /// The list is empty for a GGUF file, because its tensors are transformed on the host.
+    /// Returns the tensors for a background reader to read ahead. `dtype` is the compute dtype of the model.
+    /// The list is empty for a GGUF file, because most of its tensors are converted on the host.
     pub fn read_requests(&self, dtype: DType) -> Vec<ReadRequest> {
         match self {
             Self::Safetensors(checkpoint) => checkpoint.read_requests(dtype),

@@ -223,7 +223,7 @@ impl CompressedConfig {
     }
 
     /// Returns the bit widths of weights and activations and the type of the codes, such as `w8a8 int8`.
-    /// If layers have different schemes, describes the first scheme.
+    /// If layers have different schemes, describes the first scheme. Returns `unquantized` if there is no scheme.
     pub fn name(&self) -> String {
         let Some(scheme) = self.rules.iter().find_map(|(_, scheme)| *scheme) else { return "unquantized".into() };
         let activations = if scheme.activations == Activations::Unquantized { 16 } else { 8 };

@@ -88,8 +88,8 @@ impl InventoryTensor {
     pub(super) fn column_count(&self, shape: &[usize]) -> Option<usize> {
         let is_packed = self.name.ends_with("_blocks") || self.name.ends_with("_scales");
         match shape {
-            // Each MXFP4 group holds 32 columns.
-            [_, _, groups, ..] if is_packed => Some(groups * SHARE_COLUMNS),
+            // An MXFP4 block has 32 columns, and one scale.
+            [_, _, blocks, ..] if is_packed => Some(blocks * SHARE_COLUMNS),
             [.., columns, _] if self.role.form == Form::Transposed => Some(*columns),
             [_, .., columns] => Some(*columns),
             _ => None,
@@ -130,7 +130,7 @@ impl Inventory {
                         let compute = || share_of_layer(&layers[layer], dimension, rank, ranks);
                         Some(*shares.entry((layer, dimension)).or_insert_with(compute))
                     }
-                    // Every rank holds a full copy of the tensor, even if its layer is beyond the model's last layer.
+                    // Count the whole tensor if ranks do not divide it, or if its layer is beyond the last layer.
                     _ => None,
                 };
                 weight_bytes = weight_bytes.saturating_add(match share_of {

@@ -49,7 +49,8 @@ pub(super) struct ColumnUnits {
 enum MemoryFormat {
     /// Floats in the compute dtype.
     ComputeDtype,
-    /// F32, regardless of the compute dtype: vectors (such as norms, biases and sinks), routers and weight scales.
+    /// F32, regardless of the compute dtype: vectors (such as norms, sinks, and biases outside the experts),
+    /// routers and weight scales.
     F32,
     /// A packed or quantized format. Holds the size in bytes, which is 0 for tensors that are never loaded.
     /// The size is also 0 for the weight scales of an open checkpoint, because the size of their matrix includes them.
@@ -109,7 +110,7 @@ impl WeightsSummary {
             header_bytes += json.len() as u64;
             ensure!(
                 header_bytes <= MAX_HEADER_BYTES,
-                "the headers of all shards have more than {MAX_HEADER_BYTES} bytes in total"
+                "cannot read the model: the headers of its shards have more than {MAX_HEADER_BYTES} bytes in total"
             );
             header::read(&file.display().to_string(), &json, Some(data_bytes), |tensor| {
                 let count = parameter_count(&tensor.name, tensor.dtype == "U8", tensor.elements);
@@ -230,9 +231,11 @@ impl Inventory {
         self.parameters() - in_experts + u64::try_from(active).unwrap_or(in_experts).min(in_experts)
     }
 
-    /// Returns an upper bound on the size of the loaded weights in memory, in bytes.
-    /// The bound also counts two kinds of weights that are not loaded: MTP layers (multi-token prediction),
+    /// Returns an estimate of the size of the loaded weights in memory, in bytes.
+    /// The estimate also counts tensors that are not loaded, such as MTP layers (multi-token prediction),
     /// and an output head if the embeddings are tied.
+    /// From headers alone, the estimate of compressed-tensors weights can be too low:
+    /// it omits padding, and the row scales that loading creates from a single scale per matrix.
     pub fn loaded_bytes(&self, dtype: DType) -> u64 {
         sum(self.tensors.iter().map(|tensor| tensor.loaded_bytes(dtype)))
     }

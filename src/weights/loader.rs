@@ -1,4 +1,4 @@
-//! Loads tensors by name, and converts float tensors to the compute dtype.
+//! Loads tensors by name, and converts float tensors to the requested dtype, by default the compute dtype.
 
 use std::ops::Range;
 
@@ -31,7 +31,7 @@ pub struct Weights<'c> {
     /// The quantization of float matrices during loading, if any.
     pub(super) quantize: Option<QuantizationTarget>,
     pub(super) progress: &'c LoadProgress<'c>,
-    /// The rank whose part of each layer is loaded. [`World::alone`] for layers that every rank loads whole.
+    /// The rank whose part of each layer is loaded. [`World::alone`] after [`undivided`](Self::undivided).
     pub(super) world: World,
     /// The part of each tensor that is loaded. `None` if whole tensors are loaded.
     pub(super) part: Option<TensorPart>,
@@ -134,7 +134,7 @@ impl<'c> Weights<'c> {
         &self.device
     }
 
-    /// Returns the compute dtype, to which float tensors are converted.
+    /// Returns the compute dtype, to which [`float`](Self::float) converts tensors.
     pub fn dtype(&self) -> DType {
         self.dtype
     }

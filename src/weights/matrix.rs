@@ -35,7 +35,8 @@ impl<'c> Weights<'c> {
         // Combine adjacent parts if a single kernel can process them together.
         let is_compatible = |a: &Option<MatrixRows>, b: &Option<MatrixRows>| match (a, b) {
             (Some(a), Some(b)) => {
-                a.rounding == b.rounding && (a.format == WeightFormat::Fp8) == (b.format == WeightFormat::Fp8)
+                a.input_quantization == b.input_quantization
+                    && (a.format == WeightFormat::Fp8) == (b.format == WeightFormat::Fp8)
             }
             (None, None) => true,
             _ => false,
@@ -233,7 +234,7 @@ impl<'c> Weights<'c> {
     fn scales(&self, checkpoint: &SafetensorsCheckpoint, name: &str, count: usize) -> Result<Vec<f32>> {
         let view = checkpoint.view(name)?;
         if !view.info.is_float() || view.info.elements() != count {
-            bail!("tensor {name}: expected {count} float scales, found {}", self.checkpoint.describe(name));
+            bail!("tensor {name}: expected float scales (count: {count}), found {}", self.checkpoint.describe(name));
         }
         self.progress.add_name(name);
         let mut scales = vec![0.0; count];

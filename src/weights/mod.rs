@@ -6,7 +6,7 @@
 //! - `inventory`, `tensor_info`: the tensors of a checkpoint and their sizes in the files and in memory
 //! - `division`: how ranks divide the tensors, computed from the headers
 //! - `tensor_table`: what a model does with each tensor, as its family declares
-//! - `builder`: chooses how the weights are loaded
+//! - `builder`: configures how the weights are loaded
 //! - `loader`, `matrix`, `mxfp4`: load tensors, matrices and experts for the layers in `nn`
 //! - `reading/`: reads the bytes of files, ahead of requests, in parts, or together with other ranks
 //! - `ggml/`, `compressed`: the quantized formats of GGUF and of compressed-tensors

@@ -11,7 +11,7 @@ use crate::kernels;
 pub struct LoadProgress<'p> {
     read_bytes: Cell<u64>,
     resident_bytes: Cell<u64>,
-    /// The names of the loaded tensors. Tensors of the checkpoint that are missing here are unused.
+    /// The names of the loaded tensors. `unused` compares them with the names in the checkpoint.
     names: RefCell<HashSet<String>>,
     report: &'p dyn Fn(u64),
 }

@@ -94,7 +94,7 @@ impl fmt::Display for QuantizationTarget {
     }
 }
 
-/// Returns the memory format of a ggml type, or `None` for a type that is loaded as floats.
+/// Returns the memory format of a quantized ggml type. Returns `None` for float types and for MXFP4.
 pub fn format(ggml_type: GgmlType) -> Option<WeightFormat> {
     Some(match ggml_type {
         GgmlType::Q4_0 => WeightFormat::Q4_0,
@@ -119,7 +119,7 @@ pub struct MatrixRows<'c> {
     pub format: WeightFormat,
     pub rows: usize,
     pub columns: usize,
-    pub rounding: InputQuantization,
+    pub input_quantization: InputQuantization,
     writer: RowWriter<'c>,
 }
 
@@ -131,7 +131,8 @@ enum RowWriter<'c> {
     Together { reads: SharedReads, name: String, columns: usize, kept: Range<usize>, write: WriteRow<'c> },
 }
 
-/// A function that writes the row with the given index to its four planes: low, high, scales and supers.
+/// A function that writes the row with the given index to the four planes of `kernels::quantized`:
+/// low, high, scales and supers.
 /// The function may use the thread's `RowBuffer` to read the row.
 pub type WriteRow<'c> = Box<dyn Fn(usize, &mut RowBuffer, [&mut [u8]; 4]) -> Result<()> + Sync + 'c>;
 
@@ -139,13 +140,13 @@ impl<'c> MatrixRows<'c> {
     pub fn new(
         format: WeightFormat,
         [rows, columns]: [usize; 2],
-        rounding: InputQuantization,
+        input_quantization: InputQuantization,
         write: WriteRow<'c>,
     ) -> Self {
-        Self { format, rows, columns, rounding, writer: RowWriter::Alone(write) }
+        Self { format, rows, columns, input_quantization, writer: RowWriter::Alone(write) }
     }
 
-    /// Creates rows from blocks of a ggml type. Returns `None` for a type that is loaded as floats.
+    /// Creates rows from blocks of a ggml type. Returns `None` for float types and for MXFP4.
     pub fn from_blocks(ggml_type: GgmlType, rows: usize, columns: usize, source: impl RowSource + 'c) -> Option<Self> {
         let format = format(ggml_type)?;
         let write = move |row: usize, buffer: &mut RowBuffer, planes: [&mut [u8]; 4]| {
@@ -187,12 +188,12 @@ impl<'c> MatrixRows<'c> {
 
     /// Keeps only the rows with the given indices. This rank converts these rows without the other ranks.
     pub fn rows(self, indices: Vec<usize>) -> Self {
-        let Self { format, columns, rounding, writer, .. } = self;
+        let Self { format, columns, input_quantization, writer, .. } = self;
         let (RowWriter::Alone(write) | RowWriter::Together { write, .. }) = writer;
         let rows = indices.len();
         let write =
             move |row: usize, buffer: &mut RowBuffer, planes: [&mut [u8]; 4]| write(indices[row], buffer, planes);
-        Self::new(format, [rows, columns], rounding, Box::new(write))
+        Self::new(format, [rows, columns], input_quantization, Box::new(write))
     }
 
     /// Keeps only a range of the columns.
@@ -200,7 +201,7 @@ impl<'c> MatrixRows<'c> {
     ///
     /// If `shared` is given, all ranks convert the whole rows together. The string in `shared` is the matrix name.
     pub(super) fn columns(self, range: Range<usize>, shared: Option<(&SharedReads, String)>) -> Result<Self> {
-        let Self { format, rows, columns, rounding, writer } = self;
+        let Self { format, rows, columns, input_quantization, writer } = self;
         let (RowWriter::Alone(write) | RowWriter::Together { write, .. }) = writer;
         let unit = format.column_unit();
         let is_border = |column: usize| column.is_multiple_of(unit) || column == columns;
@@ -217,7 +218,7 @@ impl<'c> MatrixRows<'c> {
                 Ok(())
             })),
         };
-        Ok(Self { format, rows, columns: kept_columns, rounding, writer })
+        Ok(Self { format, rows, columns: kept_columns, input_quantization, writer })
     }
 
     /// Converts this rank's share of the rows that all ranks convert together.
@@ -276,7 +277,7 @@ impl<'c> MatrixRows<'c> {
             part.write_to(split_planes(&mut rest, row_bytes.map(|bytes| part.rows * bytes)))?;
         }
         let matrix = QuantizedMatrix::new(format, columns, planes, device)?;
-        Ok(matrix.with_input_quantization(first.rounding))
+        Ok(matrix.with_input_quantization(first.input_quantization))
     }
 }
 

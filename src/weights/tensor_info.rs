@@ -13,7 +13,7 @@ pub struct TensorInfo {
 }
 
 impl TensorInfo {
-    /// `bytes` is the size of the tensor in the file.
+    /// Describes a tensor that takes `bytes` bytes in the file.
     pub(super) fn new(dtype: Dtype, shape: Vec<usize>, bytes: usize) -> Self {
         Self { dtype, shape, bytes }
     }

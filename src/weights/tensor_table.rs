@@ -1,7 +1,7 @@
 //! What a model does with each tensor of its checkpoint. Each model family in `models` declares a table of its tensors.
 //!
 //! From the table, `inventory` computes the memory of a model, and `division` computes the memory of each rank,
-//! before a tensor is loaded. The `load` functions of the layers in `nn` must load the tensors as the table says.
+//! before any tensor is loaded. The `load` functions of the layers in `nn` must load the tensors as the table says.
 
 /// The tensors of a model family, in several lists, because families share lists.
 #[derive(Clone, Copy, Debug, Default)]
@@ -10,7 +10,7 @@ pub struct TensorTable(pub &'static [&'static [TensorRow]]);
 /// A row of a [`TensorTable`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TensorRow {
-    /// A tensor or a module, such as a linear layer with its weight, bias and scales, and its role.
+    /// The name and the role of a tensor, or of a module such as a linear layer with its weight, bias and scales.
     /// The name consists of the last parts of the full name of the tensor or module, such as `self_attn.q_proj`,
     /// and has no layer index. The part `*` matches any number, such as the index of an expert.
     Tensor(&'static str, TensorRole),
@@ -42,8 +42,8 @@ pub enum Group {
 /// How a checkpoint stores a tensor, and how inferno keeps it in memory. Vectors are kept as F32 in every form.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Form {
-    /// A matrix `[out, in]`, or stacked matrices. It keeps the quantization of the file, or loading can quantize it.
-    /// Loading quantizes an embedding only if it is also the output head.
+    /// A matrix `[out, in]`, or stacked matrices. A quantized matrix keeps the quantization of the file.
+    /// Loading can quantize a float matrix, but quantizes an embedding only if it is also the output head.
     Matrix,
     /// Like `Matrix`, but safetensors files store it as `[in, out]`. Loading can quantize it only from a GGUF file.
     Transposed,

@@ -33,13 +33,13 @@ impl Weights<'_> {
     /// `self` must have the prefix of the layers, such as `model.layers`.
     pub fn check_all_loaded(&self, own: Range<usize>, layers: usize, tensors: TensorTable) -> Result<()> {
         // The warning also counts tensors that `tensors` lists but that are not part of the decoder,
-        // such as the modules for images: the user learns that the model ignores them.
+        // such as the modules for images. The warning tells the user that the model ignores them.
         let decoder = self.prefix.rfind('.').map_or("", |dot| &self.prefix[..=dot]);
         let is_unloaded = |name: &str| name.starts_with(decoder) && tensors.role(name).form == Form::Unloaded;
         let is_unused = |name: &str| !self.progress.has_loaded(name) && !is_never_loaded(name) && !is_unloaded(name);
         let mut of_layers = self.layer_tensors().filter(|(_, layer)| own.contains(layer));
         if let Some((name, _)) = of_layers.find(|(name, _)| is_unused(name)) {
-            bail!("the checkpoint has tensor {}, which a model with this config.json does not use", excerpt(name));
+            bail!("the checkpoint has tensor {}, which a model with this config does not use", excerpt(name));
         }
         let of_layers: HashSet<&str> =
             self.layer_tensors().filter(|&(_, layer)| layer < layers).map(|(name, _)| name).collect();

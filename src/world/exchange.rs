@@ -24,9 +24,8 @@ pub trait Exchange: Any + fmt::Debug + Send + Sync {
     /// Waits until every rank is ready to launch, calls `launch`, and waits until every rank has launched.
     /// Outside a CUDA graph, operations such as [`sum`](Self::sum) wait for the other ranks in the same way.
     ///
-    /// While one GPU waits for another GPU, the ranks of these GPUs must not make a driver call that waits for a GPU.
-    /// For example, loading a kernel or allocating memory can wait for a GPU.
-    /// A waiting driver call would hold a lock that the other rank needs to launch its operation.
+    /// Without these waits, a rank could load a kernel or allocate memory while its GPU waits for another rank.
+    /// Such a driver call can wait for the GPU, and meanwhile holds a lock that the other rank needs for its launch.
     fn launch_together(&self, launch: &mut dyn FnMut() -> Result<()>) -> Result<()>;
 
     /// Returns the sum of x over all ranks, for [`World::sum`](super::World::sum).
@@ -40,7 +39,7 @@ pub trait Exchange: Any + fmt::Debug + Send + Sync {
     /// If `rounds` is true, rounds y to bf16, and may round the normalized x' to bf16.
     fn add_partials(&self, update: &ResidualUpdate, rounds: bool) -> Result<Option<UpdatedResidual>>;
 
-    /// Returns the rows of all ranks, for [`World::gather_rows`](super::World::gather_rows).
+    /// Returns x with the rows of all ranks, for [`World::gather_rows`](super::World::gather_rows).
     fn gather_rows(&self, x: &Tensor) -> Result<Tensor>;
 
     /// Returns the columns of all ranks side by side, for [`World::concat_columns`](super::World::concat_columns).

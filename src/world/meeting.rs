@@ -57,7 +57,8 @@ impl Meeting {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Ends the world, unless it has already ended.
+    /// Ends the world because of `reason`, and calls the function of [`World::on_failure`](super::World::on_failure).
+    /// If the world has already ended, keeps the first reason.
     pub(super) fn end(&self, state: &mut MeetingState, reason: &str) {
         if state.end_reason.is_none() {
             state.end_reason = Some(reason.to_string());
@@ -69,7 +70,8 @@ impl Meeting {
     }
 
     /// Waits until every rank has contributed a value. Returns the values of all ranks.
-    /// Ends the world if a rank contributes nothing and makes no progress within `limit`.
+    /// Ends the world and fails if a rank contributes nothing and makes no progress within `limit`.
+    /// Also fails if the world ends during the wait.
     pub(super) fn exchange<T: Any + Send + Sync>(
         &self,
         rank: usize,
@@ -95,7 +97,7 @@ impl Meeting {
         }
         let before = state.exchanges;
         let progress = |rank: usize| self.progress[rank].load(Ordering::Relaxed);
-        // The progress of each rank that this rank has seen last, and the time when this rank first saw that progress.
+        // For each rank, the progress that this rank saw last, and the time when this rank first saw this value.
         let mut seen: Vec<_> = (0..self.size).map(|rank| (progress(rank), Instant::now())).collect();
         while state.exchanges == before && state.end_reason.is_none() {
             state = self.changed.wait_timeout(state, PROGRESS_POLL).unwrap_or_else(PoisonError::into_inner).0;

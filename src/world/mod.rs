@@ -34,7 +34,7 @@ pub const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 /// Opening a GPU and loading kernels from a disk can take seconds.
 const HOST_ANSWER_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// One rank of a model and its connection to the other ranks. A model that is not divided is a world of one rank.
+/// One of the ranks that run a model, and its connection to the other ranks. A model that is not divided has one rank.
 #[derive(Clone, Debug, Default)]
 pub struct World {
     rank: usize,
@@ -105,9 +105,10 @@ impl World {
         share(total, unit, self.rank, self.size())
     }
 
-    /// Returns the sum of x over all ranks. x has the same shape and dtype on all ranks.
-    /// If no [`Exchange`] can queue the sum, waits until all ranks have called this function.
-    /// If a rank makes no progress within the time limit of this wait, the world ends.
+    /// Returns the sum of x over all ranks. x must have the same shape and dtype on all ranks.
+    /// Waits until all ranks have called this function, except during the capture of a CUDA graph.
+    /// If an [`Exchange`] queues the sum and a rank does not answer in time, the sum is wrong, and
+    /// [`check`](Self::check) reports the rank. If no exchange can queue the sum, ends the world and fails instead.
     pub fn sum(&self, x: &Tensor) -> Result<Tensor> {
         match (&self.meeting, &self.exchange) {
             (None, _) => Ok(x.clone()),
@@ -159,7 +160,7 @@ impl World {
     }
 
     /// Returns the columns of all ranks side by side, in rank order. x holds this rank's [`share`] of `columns`.
-    /// If no [`Exchange`] can queue the operation, waits until all ranks have called this function.
+    /// Waits for the other ranks, and handles a rank that does not answer, like [`sum`](Self::sum).
     pub fn concat_columns(&self, x: &Tensor, columns: usize) -> Result<Tensor> {
         self.concat_columns_into(x, columns, None)
     }
@@ -197,6 +198,7 @@ impl World {
     }
 
     /// Returns the values of all ranks, in rank order. Waits until all ranks have called this function.
+    /// If a rank makes no progress for 60 s, ends the world and fails.
     pub fn all_gather<T: Any + Send + Sync>(&self, value: T) -> Result<Vec<Arc<T>>> {
         match &self.meeting {
             None => Ok(vec![Arc::new(value)]),
@@ -269,7 +271,7 @@ impl World {
 
     /// Records that this rank makes progress.
     /// During long work, such as running many layers, a rank must call `tick` at least once per [`ANSWER_TIMEOUT`].
-    /// Otherwise, a rank that waits for this rank ends the world.
+    /// Otherwise, a rank that waits for this rank can end the world.
     pub fn tick(&self) {
         if let Some(meeting) = &self.meeting {
             meeting.progress[self.rank].fetch_add(1, Ordering::Relaxed);
@@ -413,7 +415,7 @@ mod tests {
     }
 
     #[test]
-    fn the_failure_of_a_world_is_reported_once_and_its_end_is_none() {
+    fn failures_are_reported_once_and_closing_is_not_a_failure() {
         let failures = |act: &dyn Fn(&[World])| {
             let (sender, receiver) = std::sync::mpsc::channel();
             let worlds = World::threads(2);

@@ -6,7 +6,8 @@
 //!
 //! `#[test(each = LIST)]` marks a function that tests one case of many. `LIST` is a function that returns the cases,
 //! as a `Vec<TestCase<T>>`, and the marked function takes a `T`. Each case is a test of its own,
-//! with its own [`Need`], and is named after the function and the case: `golden::FUNCTION::qwen3_moe::cuda_bf16`.
+//! with its own [`Need`], and is named after the function and the case, for example
+//! `models::golden::FUNCTION::qwen3_moe::cuda_bf16`.
 //! With `#[test(each_alone = LIST)]`, each case runs while no other test runs.
 //!
 //! The usual options of libtest work, for example `cargo test NAME`, `-- --exact`, `-- --list` and `-- --nocapture`.
@@ -24,8 +25,8 @@ use libtest_mimic::{Arguments, Completion, Failed, Trial};
 
 use crate::support::program::{can_mount, libraries_are_loaded_on_demand};
 
-/// What this project's own attribute `#[test]` (`tests/macros`) registers for a marked function:
-/// another function, which returns one test, or one test for each case.
+/// A function that returns the tests of one marked function: one test, or one test for each case.
+/// This project's own attribute `#[test]` (`tests/macros`) registers it.
 pub struct Registration(pub fn() -> Vec<Test>);
 
 inventory::collect!(Registration);
@@ -67,7 +68,8 @@ impl Test {
     }
 }
 
-/// A requirement of a test. If the machine or the build does not meet it, the test is reported as ignored.
+/// A requirement of a test. If the machine or the build does not meet it, the test is reported as ignored,
+/// unless `--ignored` or `--include-ignored` is given.
 #[derive(Clone, Copy, PartialEq)]
 pub enum Need {
     Gpu,
@@ -132,7 +134,7 @@ pub fn fail_without_cuda() {
     panic!("this build does not include CUDA; run: {}", Need::Gpu.command());
 }
 
-/// Returns stand-ins for the tests in the modules that only builds with CUDA compile.
+/// Returns stand-ins for the tests in modules that are not compiled without CUDA.
 /// Each stand-in is reported as ignored, or fails if it runs.
 #[cfg(not(feature = "cuda"))]
 fn tests_of_cuda_builds() -> Vec<Test> {
@@ -168,7 +170,8 @@ fn tests_of_cuda_builds() -> Vec<Test> {
     Vec::new()
 }
 
-/// While one GPU waits for another GPU, no test may load kernels or allocate memory.
+/// While one GPU waits for another GPU, no test may load kernels or allocate memory: both can wait for running kernels.
+/// A kernel that waits for another GPU may then wait forever.
 #[cfg(feature = "cuda")]
 #[test]
 fn tests_of_several_gpus_run_alone() {

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use proc_macro2::{Delimiter, TokenStream, TokenTree};
 
-/// The modules of the crate, lowest layer first.
+/// The top-level modules of the crate, lowest layer first.
 const LAYERS: &[&[&str]] = &[
     &["text"],
     &["error", "files"],
@@ -23,7 +23,7 @@ const LAYERS: &[&[&str]] = &[
     &["cli"],
 ];
 
-/// A module imports only from lower layers, not from its own layer.
+/// A top-level module may import other top-level modules only from lower layers, not from its own layer.
 #[test]
 fn no_module_imports_from_its_layer_or_above() {
     for reference in Sources::read().references() {
@@ -38,7 +38,8 @@ fn no_module_imports_from_its_layer_or_above() {
     }
 }
 
-/// The table in docs/architecture.md lists the layers from the highest to the lowest. Folders end in a slash.
+/// The table in docs/architecture.md must list the layers in [`LAYERS`], from the highest to the lowest.
+/// In the table, the names of folders end in a slash.
 #[test]
 fn architecture_page_lists_the_layers() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
@@ -69,7 +70,7 @@ fn layer(module: &str) -> usize {
     })
 }
 
-/// Files in one folder do not import each other in a cycle. The rules:
+/// Files in one folder must not import each other in a cycle. The rules:
 ///
 /// - A folder consists of its `.rs` files and subfolders. `x.rs` and everything in the folder `x/` count as one file.
 /// - The file that declares the modules of a folder counts as a file named `mod`.
@@ -191,7 +192,8 @@ impl Sources {
         references
     }
 
-    /// Follows imports and re-exports from `path` to a definition. Returns the path of that definition.
+    /// Follows imports and re-exports from `path` to a definition. Returns the path of the definition, or the last path
+    /// that was reached if there is no definition.
     fn definition(&self, path: &[String]) -> ModulePath {
         let mut path = path.to_vec();
         // Stop after 20 steps, because imports can form a cycle.
@@ -230,7 +232,7 @@ impl Sources {
                 _ => "mod".to_string(),
             };
             let (from, target) = (node(&from), node(&to));
-            // A path to a folder that contains the file is not a dependency. A path to an item in that folder is one.
+            // A path to a folder that contains the file is not a dependency, but a path to an item in that folder is.
             if shared > 0 && from != target && to.len() > shared {
                 let place = format!("  {from} -> {target}: {}:{line} {}\n", file.display(), to.join("::"));
                 folders.entry(to[..shared].to_vec()).or_default().entry((from, target)).or_insert(place);

@@ -1,9 +1,11 @@
 //! All integration tests, in one binary that can be copied to a machine with a GPU.
 //!
-//! - `kernels`, `quantized`, `models`, `weights`: forward passes, and the files that they read
+//! - `kernels`, `quantized`, `models`, `weights`: kernels, forward passes and model files
 //! - `runner`, `ranks`, `engine`: steps, several devices, requests
 //! - `tokenizer`, `chat`: tokens and chat formats
-//! - `hub`, `commands`, `conversation`, `terminal`, `render`, `serve`: what people and programs use
+//! - `hub`, `commands`: downloads and commands
+//! - `conversation`, `terminal`, `render`: conversations in a terminal
+//! - `serve`: the HTTP server
 //! - `hostile`: untrusted files
 //! - `docs`, `layers`, `examples`: the repository itself
 //! - `harness`, `support`: helpers

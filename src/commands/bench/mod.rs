@@ -37,7 +37,7 @@ pub struct Args {
     /// Number of tokens to decode; 0 for none
     #[arg(short = 'n', long = "decode", default_value_t = 128, value_name = "TOKENS")]
     decode: u32,
-    /// Number of tokens in the KV cache before each test
+    /// Numbers of tokens in the KV cache before the tests, for example 0,4096; all tests run for each number
     #[arg(short, long, value_delimiter = ',', default_value = "0", value_name = "TOKENS")]
     depth: Vec<u32>,
     /// Measured runs of each test, after one warm-up run
@@ -55,7 +55,7 @@ pub struct Args {
     #[arg(long, default_value_t = 128, value_parser = value_parser!(u32).range(1..), value_name = "TOKENS")]
     #[arg(requires = "concurrency")]
     output: u32,
-    /// Requests per value of --concurrency [default: the number of requests that run at once]
+    /// Requests to measure for each value of --concurrency [default: as many as the value]
     #[arg(long, value_parser = value_parser!(u32).range(1..=1_000_000), value_name = "COUNT", requires = "concurrency")]
     requests: Option<u32>,
     /// Mean arrival rate in requests per second [default: submit each request as soon as another one ends]
@@ -84,12 +84,13 @@ impl Args {
     }
 }
 
-/// The prompt length of the first request, in tokens. Later requests are also measured with this length.
+/// The prompt length of the first request after loading, in tokens.
+/// The time to first token of later requests is also measured with this length.
 const FIRST_PROMPT: usize = 512;
 /// The context positions for the first and last token of a chat test. The test generates these tokens untimed.
 const EXTRA_POSITIONS: usize = 2;
-/// The seed of the random tokens that fill the KV cache before a test, and the lowest seed of all other random tokens
-/// and of sampling. Each repetition uses a higher seed.
+/// The seed of random tokens and of sampling. A repetition of a test adds 1 and its index to this seed,
+/// except for the random tokens that fill the KV cache before the test.
 const SEED: u64 = 1;
 
 pub fn run(mut args: Args) -> Result<ExitCode> {
@@ -115,7 +116,9 @@ fn prepare(args: &mut Args) -> Result<()> {
     let max = |lengths: &[u32]| lengths.iter().copied().max().unwrap_or(0) as usize;
     let longest = max(&args.prompt).max(args.decode as usize);
     if longest == 0 {
-        return Err(Error::Usage("nothing to measure: -p and -n are both 0".into()).into());
+        return Err(
+            Error::Usage("cannot run the benchmark: nothing to measure, because -p and -n are both 0".into()).into()
+        );
     }
     let positions = if args.is_serving() {
         args.load.warm_up();
@@ -260,7 +263,7 @@ impl Bench {
 
     /// Fills the KV cache with `depth` random tokens.
     fn fill_cache(&self, depth: usize) -> Result<()> {
-        note(&format!("filling the cache with {depth} tokens"));
+        note(&format!("cached tokens before each test: {depth}"));
         let tokens = self.engine.random_tokens(SEED, depth);
         self.engine.with_runner(move |runner| {
             runner.reset();
@@ -303,7 +306,7 @@ impl Bench {
     /// Measures the requests of `args`, with up to `concurrency` of them running at once.
     /// First runs `concurrency` other requests as a warm-up.
     fn measure_serving(&self, args: &Args, concurrency: usize) -> Result<Serving> {
-        note(&format!("measuring {concurrency} requests at once"));
+        note(&format!("measuring with --concurrency {concurrency}"));
         let load = Workload {
             concurrency,
             requests: args.requests.map_or(concurrency, |requests| requests as usize),
@@ -345,7 +348,7 @@ impl Bench {
         let mut gaps: Vec<Vec<Duration>> = Vec::new();
         let seconds = self.repeat(|engine, index| {
             let prompt = engine.random_tokens(SEED, depth.max(1));
-            // Generate two more tokens than are timed, because two times would not be typical of decoding:
+            // Do not time the first and the last token, because their times are not typical of decoding:
             // the prefill produces the first token, and no later step is queued behind the step of the last token.
             let stream = engine.complete_ids(&prompt, chat_options(tokens + 2, SEED + 1 + index))?;
             let mut events = stream.into_iter();

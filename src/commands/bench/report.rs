@@ -271,7 +271,8 @@ impl BenchReport {
         parts.join("\n")
     }
 
-    /// Returns the lines above the tables: the model, the device, the build, loading, memory and launches.
+    /// Returns the lines above the tables: the model, the device, the build, the sizes of weights and cache,
+    /// the load times, the GPU memory in use, the memory bandwidth, and the launches per token.
     fn header(&self) -> String {
         let ModelFacts { name, family, quantization, parameters, dtype, context, weight_bytes, cache_bytes, .. } =
             &self.model;

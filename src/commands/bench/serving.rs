@@ -51,7 +51,7 @@ pub struct Serving {
     /// Generated tokens of all requests, divided by `seconds`.
     pub output_tok_per_s: f64,
     /// Generated tokens per second while all requests are decoding.
-    /// Measured from the moment when every request has its first token until any request ends.
+    /// Measured from the moment when every request has its first token until the first request ends.
     /// `None` if a request ended before every request had its first token.
     pub decode_tok_per_s: Option<f64>,
     pub ttft_ms: Percentiles,
@@ -65,15 +65,17 @@ pub struct Serving {
     pub preemptions: u64,
     /// The mean durations of the engine's steps, by kind of step.
     pub steps: Vec<StepTime>,
-    /// The mean number of distinct experts per layer that a decode step used. `None` if the experts were not counted.
+    /// The mean number of distinct experts per layer that a decode step used. 0 for a model without experts.
+    /// `None` if `concurrency` is above 1 and the experts were not counted.
     pub experts_per_step: Option<f64>,
     /// The bytes that the first GPU, or the CPU, reads in a decode step of `concurrency` half-generated answers.
     /// `None` with `--rate` or with varying lengths.
     /// Also `None` if `concurrency` is above 1 and the model has experts that were not counted.
     pub step_bytes: Option<StepBytes>,
-    /// `step_bytes` divided by the time of a decode step.
+    /// `step_bytes` divided by the time of a decode step. `None` if `step_bytes` or `decode_tok_per_s` is `None`.
     pub read_bytes_per_s: Option<f64>,
-    /// `read_bytes_per_s` divided by the measured read bandwidth of the memory.
+    /// `read_bytes_per_s` divided by the measured read bandwidth of the GPU memory.
+    /// `None` if either of these two bandwidths is unknown.
     pub bandwidth_share: Option<f64>,
 }
 
@@ -133,7 +135,7 @@ pub fn measure(engine: &EngineHandle, load: &Workload) -> Result<Serving> {
         let next = jobs.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).next();
         let Some(((prompt, (_, output)), arrival)) = next else { return Ok(None) };
         thread::sleep(arrival.saturating_sub(started.elapsed()));
-        // With an arrival rate, measure time to first token from the arrival, to include the wait for a free client.
+        // With an arrival rate, measure time to first token from the arrival, to include the wait for a free thread.
         let submitted = if load.rate.is_some() { started + arrival } else { Instant::now() };
         let options = GenerateOptions {
             max_tokens: Some(output),

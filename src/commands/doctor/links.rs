@@ -23,6 +23,7 @@ pub fn check() -> Option<Finding> {
 }
 
 /// The measured times of a data exchange. The inner error says why the GPUs cannot exchange data on the path.
+/// The outer error is any other failure, such as a lost GPU.
 type Measured = Result<Result<ExchangeTimes, String>>;
 
 /// Measures the exchange between the first `count` GPUs on `path`.

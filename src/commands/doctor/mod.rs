@@ -19,7 +19,7 @@ use crate::text::{one_line, printable};
 use finding::{Finding, FindingStatus};
 use gpu::SelfTest;
 
-/// Check this machine: build, GPU, kernels, disk, hub and models
+/// Check that inferno works on this machine, and suggest fixes
 #[derive(clap::Args)]
 pub struct Args {
     /// Print JSON

@@ -76,7 +76,8 @@ pub struct Args {
     /// Keep generating after the model's end-of-text token
     #[arg(long)]
     pub ignore_eos: bool,
-    /// Print one JSON object: text, reasoning, tokens, finish_reason, usage, stats, model, revision, seed
+    /// Print one JSON object: text, reasoning, tokens, finish_reason, usage, stats, model, revision, seed, and
+    /// tool_calls if the model called a tool
     #[arg(long)]
     pub json: bool,
     /// Print one JSON object per line as the answer streams: start, reasoning, answer, tool_call, end or error
@@ -108,7 +109,7 @@ pub struct ValueOrigin {
     pub configured: SettingValues,
     /// Messages about invalid settings in a resumed conversation.
     pub rejected: Vec<String>,
-    /// Parses the command line again, once the model is known.
+    /// Parses the command line again, once the model is known. `None` in the arguments that this function returns.
     pub reparse: Option<Box<Reparse>>,
 }
 
@@ -125,7 +126,7 @@ impl ValueOrigin {
 /// The model that the user selected for a conversation.
 pub struct Selected {
     pub model: ModelId,
-    /// The revision, if the user typed it as part of the name.
+    /// The revision, if the user typed it as part of the name. Otherwise `None`.
     pub typed_revision: Option<String>,
     /// Creates the source that loads the model.
     pub source: Box<dyn FnOnce(Box<Reparse>) -> Rc<dyn ModelSource>>,

@@ -19,7 +19,7 @@ use crate::sandbox;
 use crate::terminal;
 use crate::text;
 
-/// Finds or downloads the model named on the command line.
+/// Finds or downloads the model that `args` names.
 ///
 /// If no model is named, fails for a one-shot answer, and otherwise asks the user to choose a model.
 /// Returns `None` if the user quits.
@@ -52,7 +52,7 @@ struct HubModels {
 
 impl HubModels {
     /// Finds a model by its name or by a unique part of its name.
-    /// For a model of the hub whose name has no `@revision`, uses the revision in the configuration file, if any.
+    /// For a model in a cache whose name has no `@revision`, uses the revision in the configuration file, if any.
     fn find_snapshot(&self, name: &str) -> Result<Snapshot> {
         let snapshot = self.hub.find(name, None)?;
         // Parse the new model's settings now, to report invalid settings while the old model is still loaded.
@@ -99,6 +99,7 @@ fn revision_in(model: &str) -> Option<&str> {
 }
 
 /// Finds a model. On a terminal, offers to download a missing model.
+/// Fails if the model is missing and is not downloaded.
 fn find_or_download(hub: &Hub, model: &str, revision: Option<&str>) -> Result<Snapshot> {
     let missing = match hub.find(model, revision) {
         Err(error) if matches!(error.downcast_ref(), Some(Error::ModelNotFound { .. })) => error,
@@ -128,6 +129,7 @@ fn find_or_download(hub: &Hub, model: &str, revision: Option<&str>) -> Result<Sn
 }
 
 /// Lists the models on this machine and asks the user to choose one. Returns `None` if the user quits.
+/// Fails if no model is on this machine.
 fn choose_snapshot(hub: &Hub) -> Result<Option<Snapshot>> {
     let snapshots = playable(hub)?;
     anyhow::ensure!(

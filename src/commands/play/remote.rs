@@ -16,9 +16,10 @@ use crate::text::printable;
 
 /// Finds the requested model on the server at `url`.
 ///
-/// If no model was requested, or if the server does not have the requested model and --resume is given, uses the only
-/// model of the server. If the server has several models, fails for a one-shot answer, and otherwise asks the user to
-/// choose a model. Returns `None` if the user quits.
+/// If no model was requested, or if the server does not have the model of the resumed conversation, uses the only model
+/// of the server. If the server has several models, fails for a one-shot answer, and otherwise asks the user to choose
+/// a model. Returns `None` if the user quits.
+/// Fails if the server does not have a model that the user named on the command line.
 pub fn select(url: &str, args: &Args, is_one_shot: bool) -> Result<Option<Selected>> {
     let url = ServerUrl::parse(url).map_err(Error::usage)?;
     let key = api_keys::read(args.api_key.as_slice())?.into_iter().next();
@@ -41,6 +42,7 @@ pub fn select(url: &str, args: &Args, is_one_shot: bool) -> Result<Option<Select
 
 /// Returns the only model of a server. If there are several, fails for a one-shot answer,
 /// and otherwise asks the user to choose a model. Returns `None` if the user quits.
+/// Fails if the server lists no models.
 fn default_model<'m>(
     models: &'m [ServedModel],
     connection: &Connection,
@@ -50,9 +52,10 @@ fn default_model<'m>(
     match names.len() {
         0 => Err(anyhow::anyhow!("cannot chat: the server at {} lists no models", connection.url)),
         1 => Ok(models.first()),
-        _ if is_one_shot => {
-            Err(Error::usage(format!("no model given: the server serves {}", printable(&names.join(", ")))))
-        }
+        _ if is_one_shot => Err(Error::usage(format!(
+            "no model given: name one of the models on the server: {}",
+            printable(&names.join(", "))
+        ))),
         _ => {
             for (index, name) in names.iter().enumerate() {
                 terminal::write_stderr(&format!("{:3}  {}\n", index + 1, printable(name)));

@@ -14,7 +14,7 @@ use crate::terminal::interrupt::cancel_on_ctrl_c;
 use crate::terminal::{self, Color, TurnView, WindowSize, dim, stderr_color, stdout_color};
 use crate::text::{printable, without_controls};
 
-/// Prints the answer to `prompt`. Renders Markdown if stdout is a terminal with colors, unless `plain` or `raw` is set.
+/// Prints the answer to `prompt`. Renders Markdown if stdout is a terminal with colors, unless --plain or --raw is set.
 ///
 /// If stderr is a terminal, also shows the statistics, the notes of the turn and, unless hidden, the reasoning.
 /// The reasoning goes to stdout if Markdown is rendered, otherwise to stderr.
@@ -44,7 +44,8 @@ fn answer(session: &mut Session, prompt: &str, on_delta: &mut OnDelta) -> Result
     })
 }
 
-/// Returns a warning that the context is full, or, in a conversation that can continue, at least 80% full.
+/// Returns a warning if the context is full or, in a saved conversation, if at least 80% of the context is used.
+/// Otherwise returns `None`.
 fn context_warning(session: &Session, turn: &Turn) -> Option<String> {
     let hint = match (session.saved_name(), session.settings.overflow) {
         (Some(_), Overflow::DropOldest) => "the oldest messages will be dropped",
@@ -56,7 +57,8 @@ fn context_warning(session: &Session, turn: &Turn) -> Option<String> {
     Some(format!("{}: {hint}", turn.summary.context_warning()?))
 }
 
-/// Returns a warning if the reasoning of a turn used up all tokens, so that there is no answer. Otherwise `None`.
+/// Returns a warning if the reasoning of a turn used up all tokens, so that there is no answer.
+/// Otherwise returns `None`.
 fn missing_answer(turn: &Turn) -> Option<String> {
     let summary = &turn.summary;
     if !turn.text.is_empty() || turn.reasoning.is_empty() || summary.finish_reason != FinishReason::Length {
@@ -81,7 +83,8 @@ fn draw(session: &mut Session, prompt: &str, shows_reasoning: bool) -> Result<Tu
     turn
 }
 
-/// Writes the answer to stdout without rendering its Markdown, and the reasoning to stderr.
+/// Writes the answer to stdout without rendering its Markdown.
+/// Writes the reasoning to stderr if `shows_reasoning` is true.
 fn write(session: &mut Session, prompt: &str, shows_reasoning: bool) -> Result<Turn> {
     let (mut out, mut err) = (std::io::stdout().lock(), std::io::stderr().lock());
     let (is_terminal, color) = (std::io::stdout().is_terminal(), stderr_color());

@@ -71,7 +71,7 @@ const NOT_IN_ENVIRONMENT: [&str; 1] = ["port"];
 /// They are also settings of `serve`, so that `health` checks the address at which `serve` listens.
 const HEALTH_FLAGS: [&str; 3] = ["host", "port", "tls-cert"];
 
-/// The flags of `bench`, `perplexity` and `replay` that this module also reads from other sources.
+/// The flags of `bench`, `perplexity` and `replay` that are also read from sources other than the command line.
 const DEVICE_FLAGS: [&str; 2] = ["device", "split"];
 
 /// The parsed command line, with values from the environment, the resumed conversation and the configuration file.
@@ -83,7 +83,7 @@ pub struct ParsedCommandLine {
     pub requested: SettingValues,
     /// Values of flags from the configuration file.
     pub configured: SettingValues,
-    /// The resumed conversation.
+    /// The resumed conversation. `None` without `--resume`.
     pub saved: Option<SavedConversation>,
     /// Messages about invalid settings in the resumed conversation.
     pub rejected: Vec<String>,
@@ -173,7 +173,8 @@ fn start_logging(matches: &ArgMatches) {
     logging::start(matches.get_count("verbose"), format);
 }
 
-/// Returns the conversation that `--resume` names. Reads its file, unless `known` contains the conversation.
+/// Returns the conversation that `--resume` names, or `None` without `--resume`.
+/// Reads the conversation's file, unless `known` contains the conversation.
 fn saved_conversation(arguments: &ArgMatches, known: Option<&KnownModel>) -> Result<Option<SavedConversation>> {
     if let Some(known) = known {
         // Do not read the conversation again, because its file may have been renamed since the first parse.
@@ -200,7 +201,7 @@ fn configured_values(
 }
 
 /// Reads the values of `flags` from environment variables such as `INFERNO_TOP_P`.
-/// Skips empty variables, and flags that the command line sets.
+/// Skips empty variables, the flags in [`NOT_IN_ENVIRONMENT`], and flags that the command line sets.
 fn environment_values(flags: &[&str], parser: &Parser, is_overridden: &dyn Fn(&str) -> bool) -> Result<SettingValues> {
     let mut settings = SettingValues::new();
     for flag in flags.iter().filter(|flag| !is_overridden(flag) && !NOT_IN_ENVIRONMENT.contains(flag)) {
@@ -341,7 +342,7 @@ fn id(flag: &str) -> String {
 }
 
 /// Reads the configuration file. Returns its settings for all models and for `model`, and the path of the file.
-/// Returns no settings if the file does not exist.
+/// Returns no settings if the file does not exist. Fails if the file is invalid.
 fn read_configuration(model: Option<&str>, arguments: &ArgMatches) -> Result<(SettingValues, String)> {
     let Some(path) = configuration_path() else { return Ok((SettingValues::new(), String::new())) };
     let shown_path = path.display().to_string();
@@ -390,6 +391,7 @@ fn is_name_of(section: &str, model: &str) -> bool {
 }
 
 /// Returns `$INFERNO_CONFIG`, or `inferno/config.toml` in the XDG configuration directory.
+/// Returns `None` if INFERNO_CONFIG is not set and the XDG configuration directory is unknown.
 fn configuration_path() -> Option<PathBuf> {
     if let Some(path) = std::env::var_os("INFERNO_CONFIG").filter(|path| !path.is_empty()) {
         return Some(PathBuf::from(path));

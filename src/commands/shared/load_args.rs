@@ -16,7 +16,6 @@ use crate::terminal;
 use crate::weights::quantized::QuantizationTarget;
 
 /// On a CPU, the minimum number of full-context sequences that the KV cache of a server can hold.
-/// A larger number would take more memory.
 const CPU_SEQUENCES: usize = 4;
 
 /// The flags for loading a model, shared by `play`, `serve`, `bench`, `perplexity` and `replay`.
@@ -41,7 +40,7 @@ pub struct LoadArgs {
     /// Context length in tokens, for prompt and answers together [default: as much as fits, up to 32768]
     #[arg(long, value_name = "TOKENS")]
     context: Option<usize>,
-    /// Memory to use on the GPU, such as 20GB or 90%. The KV cache uses what remains after weights and workspace
+    /// Memory to use on each GPU, such as 20GB or 90%. The KV cache uses what remains after weights and workspace
     /// [default: as much as the context needs; 90% for serve]
     #[arg(long, value_name = "SIZE")]
     gpu_memory: Option<MemoryLimit>,
@@ -117,7 +116,8 @@ impl LoadArgs {
     pub fn require_context(&mut self, tokens: usize) -> Result<()> {
         match self.context {
             Some(context) if context < tokens => {
-                let message = format!("--context {context} is too small for this benchmark: use --context {tokens}");
+                let message =
+                    format!("cannot run the benchmark with --context {context}: use --context {tokens} or more");
                 Err(Error::Usage(message).into())
             }
             context => {
@@ -151,7 +151,7 @@ impl LoadArgs {
 
     /// Sets the maximum number of sequences that run at once, and plans a KV cache for many sequences.
     ///
-    /// On a GPU, uses 90% of the memory unless --gpu-memory is set.
+    /// On GPUs, uses 90% of the memory of each GPU unless --gpu-memory is set.
     /// On a CPU, plans for `CPU_SEQUENCES` full-context sequences.
     pub fn plan_for_many(&mut self, max_sequences: Option<usize>) {
         self.max_sequences = max_sequences;
@@ -232,7 +232,7 @@ fn parse_gpus(text: &str) -> Result<Devices, String> {
     parse_gpu_count(text).map(Devices::gpus)
 }
 
-/// Parses a number of GPUs, from 1 to [`MAX_RANKS`].
+/// Parses a number of GPUs. Fails if the number is not from 1 to [`MAX_RANKS`].
 pub fn parse_gpu_count(text: &str) -> Result<usize, String> {
     let count = text.parse().map_err(|_| format!("'{text}' is not a number of GPUs"))?;
     if (1..=MAX_RANKS).contains(&count) { Ok(count) } else { Err(format!("choose 1 to {MAX_RANKS}")) }

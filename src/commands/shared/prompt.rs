@@ -11,10 +11,11 @@ use crate::error::Error;
 const MAX_BYTES: u64 = 64 << 20;
 
 /// Returns the prompt for one-shot mode, or `None` for an interactive chat.
+/// Fails if the prompt is empty, or if `json` is true and there is no prompt.
 ///
 /// Without `--prompt`, standard input is the prompt, unless it is a terminal.
 /// With `--prompt` and `--stdin`, standard input is appended to the prompt.
-/// With `--prompt` alone, standard input is appended only if it is a regular file at offset 0.
+/// With `--prompt` alone, standard input is appended only on Unix, and only if it is a regular file at offset 0.
 /// Otherwise, standard input is not read, for two reasons:
 /// - A pipe may never end, because a script or a service may keep it open.
 /// - A partly read file is probably the input of a shell loop, as in `while read ..; do inferno ..; done < list`.

@@ -22,22 +22,22 @@ pub struct ShowReport {
     pub path: Option<String>,
     #[serde(skip)]
     pub location: &'static str,
-    /// The model family. For an unsupported model, the model type or architecture that its config names.
+    /// The model family. For an unsupported model, the model type or architecture that its config names, if any.
     pub family: Option<String>,
     pub supported: bool,
-    /// Why the model is not supported.
+    /// Why the model is not supported. `None` if it is supported.
     pub reason: Option<String>,
     pub license: Option<String>,
     pub quantization: Option<String>,
-    /// `harmony`, or the name of the file or GGUF key that holds the chat template. `None` for a base model.
+    /// `harmony`, or the name of the file or GGUF key that holds the chat template. `None` if there is none.
     pub chat: Option<&'static str>,
     #[serde(flatten)]
     pub sizes: ConfigSizes,
     pub parameters: Option<u64>,
     pub active_parameters: Option<u64>,
-    /// The stored size of all tensors, in bytes.
+    /// The stored size of all tensors, in bytes. `None` if the list of tensors could not be read.
     pub weight_bytes: Option<u64>,
-    /// Why the list of tensors could not be read.
+    /// Why the list of tensors could not be read. `None` if it was read.
     pub weights_problem: Option<String>,
     pub tensors: Vec<TensorGroup>,
     pub files: Vec<ModelFile>,
@@ -49,7 +49,7 @@ pub struct ShowReport {
 /// The flags of `inferno show` that determine the memory plan.
 #[derive(Clone, Copy)]
 pub struct Requested {
-    /// The context length in tokens.
+    /// The context length in tokens. `None` chooses the context that `inferno play` would choose.
     pub context: Option<usize>,
     /// The number of GPUs that run the model together.
     pub gpus: usize,
@@ -99,7 +99,7 @@ pub struct MemoryNeeds {
 pub struct Gpu {
     #[serde(serialize_with = "serialize_gpu")]
     pub gpu: Option<DeviceInfo>,
-    /// Why no GPU can be used.
+    /// Why no GPU can be used. `None` if a GPU can be used.
     pub no_gpu: Option<String>,
 }
 
@@ -189,6 +189,7 @@ impl ShowReport {
 /// Plans the memory use on this machine's GPU. Without a GPU, or if the model does not fit, uses the smallest chunk.
 ///
 /// Returns `None` if the size of the KV cache is unknown, or if an unsupported model does not state its context length.
+/// Fails if the model does not support the requested context or number of GPUs.
 fn needs(
     inventory: &Inventory,
     model: Option<&ModelConfig>,

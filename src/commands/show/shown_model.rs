@@ -97,7 +97,7 @@ impl ShownModel {
     /// Reads the metadata of a model on this machine. Never fails: errors in the model's files go into the metadata.
     pub fn local(snapshot: &Snapshot) -> Self {
         let gguf = gguf_files::find(&snapshot.path).ok().flatten();
-        // A GGUF file contains a complete model. Other files in its directory matter only for the license.
+        // A GGUF model needs no other files. The other files in its directory matter only for the license.
         let dir = match &gguf {
             Some(file) => file.parent().unwrap_or(&snapshot.path),
             None => &snapshot.path,
@@ -182,7 +182,8 @@ impl ShownModel {
     }
 }
 
-/// Returns the tensor table of the family in a config.json. If the file is an error, its architecture is unsupported.
+/// Returns the tensor table of the model family in `config`.
+/// If `config` is an error, returns the table for unsupported architectures.
 fn tensor_table(config: &Result<Value>) -> TensorTable {
     models::tensor_table(config.as_ref().unwrap_or(&Value::Null))
 }
@@ -220,7 +221,7 @@ fn files(dir: &Path) -> Vec<(String, Option<u64>)> {
     files
 }
 
-/// Reads the first [`HEAD_BYTES`] of a file.
+/// Reads the first [`HEAD_BYTES`] of a file. Returns `None` if the file cannot be read.
 fn head(path: &Path) -> Option<String> {
     Some(String::from_utf8_lossy(&files::read_head(path, HEAD_BYTES).ok()?).into_owned())
 }
@@ -231,6 +232,7 @@ fn license_file(files: &[(String, Option<u64>)]) -> Option<&str> {
 }
 
 /// Returns the title of a license and the name of its file. The title is the first nonblank line, up to 60 characters.
+/// Returns `None` if all lines are blank.
 fn license_title(text: &str, file: &str) -> Option<String> {
     let title = text
         .lines()
@@ -239,7 +241,7 @@ fn license_title(text: &str, file: &str) -> Option<String> {
     Some(format!("{} ({file})", title.chars().take(60).collect::<String>()))
 }
 
-/// Returns the license in the front matter of a README.
+/// Returns the license in the front matter of a README, or `None` if the front matter states no license.
 /// If `license` is missing or `other`, prefers `license_name`.
 fn front_matter_license(readme: &str) -> Option<String> {
     let mut lines = readme.trim_start_matches('\u{feff}').lines();

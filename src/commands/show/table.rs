@@ -10,7 +10,7 @@ use crate::text::{self, excerpt, home_relative, parameter_count};
 const COLUMNS: usize = 120;
 /// The column where values start.
 const INDENT: usize = 13;
-/// The maximum number of rows in the file list.
+/// The maximum number of rows in the file list. If there are more, one more row shows the number of omitted rows.
 const MAX_FILES: usize = 24;
 
 pub fn table(report: &ShowReport) -> String {
@@ -21,7 +21,8 @@ pub fn table(report: &ShowReport) -> String {
     match &report.needs {
         Some(needs) => memory(&mut out, needs, &report.gpu),
         None if report.weights_problem.is_none() => {
-            let text = "memory needs unknown: cannot determine the size of the KV cache from config.json";
+            let text =
+                "memory needs unknown: the model's config does not determine the KV cache size and the context length";
             out += &format!("\n{text}\n");
         }
         None => {}
@@ -42,7 +43,7 @@ fn facts(out: &mut String, report: &ShowReport) {
     fact("family", Some(if report.supported { family } else { format!("{family}, not supported") }));
     fact("why not", report.reason.clone());
     fact("license", Some(report.license.clone().unwrap_or("not stated in the files".into())));
-    fact("chat", Some(report.chat.unwrap_or("none: a base model; use inferno play --raw").to_string()));
+    fact("chat", Some(report.chat.unwrap_or("none; use inferno play --raw").to_string()));
     fact("parameters", report.parameters.map(|all| parameter_counts(all, report.active_parameters)));
     fact("weights", weights(report));
     let sizes = &report.sizes;
@@ -66,7 +67,7 @@ fn parameter_counts(all: u64, active: Option<u64>) -> String {
     }
 }
 
-/// Returns the size and the quantization of the weights, or why they are unknown.
+/// Returns the size and the quantization of the weights, or why the size is unknown.
 fn weights(report: &ShowReport) -> Option<String> {
     let Some(bytes) = report.weight_bytes else { return report.weights_problem.clone() };
     Some(format!("{}, {}", text::size(bytes), report.quantization.as_deref().map_or("?".into(), excerpt)))
@@ -210,13 +211,13 @@ fn memory(out: &mut String, needs: &MemoryNeeds, gpu: &Gpu) {
         (Some(true), Some(largest)) => {
             let sequences = grouped(needs.largest_sequences.unwrap_or(1).max(1) as u64);
             format!(
-                ": it fits; the largest context that fits is {} tokens; with --gpu-memory, up to {sequences} sequences \
-                 of {context} tokens fit at once",
+                ": it fits; the largest context that fits is {} tokens; with --gpu-memory, the KV cache \
+                 can hold up to {sequences} × {context} tokens",
                 grouped(largest as u64)
             )
         }
         (Some(false), Some(largest)) => {
-            format!(": the model does not fit; it fits with a shorter context: --context {}", largest)
+            format!(": the model does not fit with this context; a shorter context fits: --context {}", largest)
         }
         (Some(_), None) => ": the model does not fit with any context".to_string(),
         (None, _) => String::new(),

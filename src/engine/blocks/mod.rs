@@ -5,9 +5,9 @@
 //! Sliding-window groups release the blocks that no later token attends to.
 //! All layer groups share one pool, as in vLLM's hybrid KV cache manager.
 //!
-//! A full block is identified by a hash of all tokens up to the end of the block.
+//! A full block is identified by its layer group and a hash of all tokens up to the end of the block.
 //! A prompt that starts with the same tokens can reuse the block, whether or not another sequence still uses it.
-//! The hash includes a salt, so that only prompts with the same salt reuse the block.
+//! The hash includes the cache salt and the prompt parts, so only prompts with the same salt and parts share blocks.
 
 mod pool;
 pub(super) mod prefix_file;
@@ -20,14 +20,14 @@ use crate::runner::PromptParts;
 
 pub use pool::{BlockContent, BlockId, BlockKey, BlockPool, Retention, SCRATCH_BLOCK};
 
-/// With sliding-window attention, prefixes whose length is a multiple of this number of tokens stay reusable longest:
-/// of the blocks that have left the window of a sequence, those in the window at the end of such a prefix
-/// are evicted last.
+/// With sliding-window attention, a prefix is reusable only while the blocks in the window at its end are cached.
+/// For every prefix whose length is a multiple of this number of tokens, these blocks get [`Retention::Keep`].
 const RETAINED_PREFIX_TOKENS: usize = 1024;
 
 /// The hashes of the full blocks of a sequence.
 ///
-/// A block's hash covers the salt and all tokens up to the end of the block. The default value has no salt.
+/// A block's hash covers `salt` and all tokens up to the end of the block.
+/// The default value has neither a salt nor prompt parts.
 #[derive(Clone, Debug, Default)]
 pub struct BlockHashes {
     /// The hash of the cache salt and the prompt parts, or 0 if the sequence has neither.
@@ -39,7 +39,7 @@ pub struct BlockHashes {
 }
 
 impl BlockHashes {
-    /// Returns the hash of everything before the block at `index`.
+    /// Returns the hash of the salt and of all tokens before the block at `index`.
     fn before(&self, index: usize) -> u128 {
         index.checked_sub(1).map_or(self.salt, |before| self.blocks[before])
     }
@@ -74,7 +74,7 @@ impl SequenceBlocks {
 }
 
 /// The longest cached prefix of a prompt, found without starting a sequence.
-/// No sequence holds the blocks of the prefix, so the prefix is valid only until the block manager changes.
+/// The prefix holds no references to its blocks, so it is valid only until the block manager changes.
 pub struct CachedPrefix(SequenceBlocks);
 
 impl CachedPrefix {
@@ -133,7 +133,7 @@ impl BlockManager {
         Self { windows, prompt_parts: None, pool: BlockPool::new(blocks), hashers, queried_tokens: 0, hit_tokens: 0 }
     }
 
-    /// Limits reuse to whole parts of a prompt, as [`PromptParts`] divides the prompt.
+    /// If `prompt_parts` is set, limits reuse to whole parts of a prompt.
     /// Each part runs in its own forward pass, so the part's keys and values do not depend on other sequences.
     pub fn with_prompt_parts(self, prompt_parts: Option<PromptParts>) -> Self {
         Self { prompt_parts, ..self }
@@ -176,7 +176,7 @@ impl BlockManager {
     ///
     /// The first `prompt_tokens` tokens are the prompt. All later tokens were generated before a preemption.
     /// For a new sequence, `hashes` comes from [`hashes`](Self::hashes).
-    /// For a preempted sequence, `hashes` comes from [`release`](Self::release).
+    /// For a later start, `hashes` comes from [`release`](Self::release) or [`abandon`](Self::abandon).
     pub fn start(&mut self, tokens: &[u32], prompt_tokens: usize, hashes: BlockHashes) -> SequenceBlocks {
         let mut sequence = self.start_with(tokens, prompt_tokens, hashes, usize::MAX);
         sequence.queried_tokens = tokens.len();
@@ -238,6 +238,7 @@ impl BlockManager {
     }
 
     /// Returns the length in blocks of the longest prefix that is cached in every layer group, at most `limit`.
+    /// If the prompt is divided into parts, the prefix consists of whole parts.
     fn longest_hit(&self, tokens: &[u32], hashes: &BlockHashes, limit: usize) -> usize {
         let groups = 0..self.windows.len();
         let has = |group, index| self.find(group, tokens, hashes, index).is_some();
@@ -246,8 +247,8 @@ impl BlockManager {
             hit = (0..hit).take_while(|&index| has(group, index)).count();
         }
         // A sliding-window group needs only the blocks that the token after the prefix attends to.
-        // If block i of these blocks is missing, shorten the prefix to i blocks.
-        // Every prefix of i + 1 to `hit` blocks would also need block i.
+        // If one of these blocks is missing and has index i, shorten the prefix to i blocks:
+        // every prefix of i + 1 to `hit` blocks needs block i too.
         let last_missing = |hit: usize| {
             groups.clone().filter(|&group| self.windows[group].is_some()).find_map(|group| {
                 (self.first_visible_block(group, hit * BLOCK_TOKENS)..hit).rev().find(|&index| !has(group, index))
@@ -299,7 +300,7 @@ impl BlockManager {
         BlockHashes { salt: key.unwrap_or(0), prompt_parts, blocks: Vec::new() }
     }
 
-    /// Returns a 128-bit hash. `finish` writes the data to a hasher and is called once for each half of the hash.
+    /// Returns a 128-bit hash. `finish` writes the data to a hasher and returns one half of the hash.
     fn hash(&self, finish: impl Fn(DefaultHasher) -> u64) -> u128 {
         let half = |state: &RandomState| u128::from(finish(state.build_hasher()));
         half(&self.hashers[0]) << 64 | half(&self.hashers[1])
@@ -315,7 +316,7 @@ impl BlockManager {
         self.blocks_to_copy(group, sequence, end).count() + added
     }
 
-    /// Returns the number of free blocks that the sequence needs to grow to `tokens` in steps of up to `chunk` tokens.
+    /// Returns how many free blocks the sequence needs to grow to `tokens` tokens in steps of up to `chunk` tokens.
     /// A block that leaves the window as the sequence grows counts only once, because the sequence can use it again.
     pub fn demand(&self, sequence: &SequenceBlocks, tokens: usize, chunk: usize) -> usize {
         self.demand_of(sequence, tokens, chunk, 1)
@@ -326,7 +327,8 @@ impl BlockManager {
         self.demand_of(&prefix.0, tokens, chunk, 0)
     }
 
-    /// Returns the [`demand`](Self::demand) of a sequence that holds `own` references to each of its blocks.
+    /// Returns the [`demand`](Self::demand) of a sequence that holds `own` references to each of its blocks:
+    /// 1 if the sequence has started, and 0 for the blocks of a [`CachedPrefix`].
     fn demand_of(&self, sequence: &SequenceBlocks, tokens: usize, chunk: usize, own: u32) -> usize {
         let demand = |group: usize| {
             let missing = self.missing_in_group(group, sequence, tokens);
@@ -375,7 +377,7 @@ impl BlockManager {
     }
 
     /// Records that the keys and values of all `tokens` are in the blocks of the sequence.
-    /// Makes full blocks reusable, at most `sequence.reusable` per table.
+    /// Makes the full blocks among the first `sequence.reusable` blocks of each table reusable.
     /// Releases the blocks that no later token attends to.
     pub fn commit(&mut self, sequence: &mut SequenceBlocks, tokens: &[u32]) {
         let (first, full) = (sequence.computed / BLOCK_TOKENS, tokens.len() / BLOCK_TOKENS);
@@ -404,7 +406,8 @@ impl BlockManager {
     /// Returns how soon to evict a block that left the window of a sequence.
     ///
     /// A prompt can reuse a prefix only if all blocks in the window at the end of the prefix are cached.
-    /// Blocks in the window at the end of a prompt or at a multiple of [`RETAINED_PREFIX_TOKENS`] are evicted last.
+    /// Blocks in the window at the end of the prompt are therefore evicted last.
+    /// So are blocks in the window at the end of a prefix whose length is a multiple of [`RETAINED_PREFIX_TOKENS`].
     fn retention_behind_window(&self, group: usize, index: usize, prompt_tokens: usize) -> Retention {
         let prefix_end = (index * BLOCK_TOKENS / RETAINED_PREFIX_TOKENS + 1) * RETAINED_PREFIX_TOKENS;
         let is_visible_from = |position| index >= self.first_visible_block(group, position);
@@ -463,7 +466,7 @@ impl BlockManager {
     }
 
     /// Releases all blocks of a sequence. Reusable blocks stay cached and are evicted from last to first.
-    /// Returns the hashes for [`start`](Self::start), if the sequence continues later.
+    /// Returns the block hashes, which [`start`](Self::start) needs if the sequence continues later.
     pub fn release(&mut self, sequence: SequenceBlocks) -> BlockHashes {
         let groups = 0..self.windows.len();
         let longest = groups.clone().map(|group| sequence.tables.len(group)).max().unwrap_or(0);
@@ -478,8 +481,8 @@ impl BlockManager {
         sequence.hashes
     }
 
-    /// Undoes [`start`](Self::start) for a sequence that has not run. Returns the hashes.
-    /// Also subtracts the tokens that `start` added to the cache counters.
+    /// Undoes [`start`](Self::start) or [`start_uncached`](Self::start_uncached) for a sequence that has not run.
+    /// Also subtracts the tokens that `start` added to the cache counters. Returns the block hashes.
     pub fn abandon(&mut self, sequence: SequenceBlocks) -> BlockHashes {
         self.queried_tokens -= sequence.queried_tokens as u64;
         self.hit_tokens -= sequence.computed as u64;

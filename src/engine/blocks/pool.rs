@@ -38,7 +38,8 @@ pub enum Retention {
 
 /// Reference counts and contents of all blocks.
 ///
-/// Blocks without references form a list in eviction order: first the blocks without content,
+/// Blocks without references form a list in eviction order: first the blocks that were never used, or were released
+/// without content,
 /// then the [`Retention::EvictFirst`] blocks, then the [`Retention::Keep`] blocks.
 /// A block with content stays reusable in this list until it is evicted.
 pub struct BlockPool {
@@ -54,7 +55,7 @@ pub struct BlockPool {
 ///
 /// `previous` and `next` link the blocks without references in a ring, in eviction order.
 /// The ring starts and ends at the scratch block.
-/// The scratch block's `next` is evicted first, and its `previous` last.
+/// Eviction starts at the scratch block's `next` and ends at its `previous`.
 /// The marker is the last entry of [`BlockPool::blocks`], and not a block of the KV cache.
 /// In the ring, the marker separates `EvictFirst` blocks from `Keep` blocks. It is never evicted.
 #[derive(Clone, Debug, Default)]
@@ -140,7 +141,7 @@ impl BlockPool {
         (content.parent == parent && content.tokens == *tokens).then_some(id)
     }
 
-    /// Adds a reference to a block, and removes the block from the free blocks. Ignores the scratch block.
+    /// Adds a reference to a block, so that the block is not free. Ignores the scratch block.
     pub fn retain(&mut self, id: BlockId) {
         if id == SCRATCH_BLOCK {
             return;

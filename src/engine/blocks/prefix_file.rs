@@ -7,7 +7,7 @@
 //!   L is the index of the layer within its layer group, across all ranks.
 //!   The rows come from all blocks of the layer group that the token after the prefix attends to.
 //!
-//! The file holds all layers and all KV heads of the model, although each rank holds only some of them.
+//! The file holds all layers and all KV heads of the model, even if each rank holds only some of them.
 //! An engine with another number of ranks can therefore load the file, unless one of the engines is deterministic:
 //! the fingerprint of a deterministic engine includes the number of ranks.
 //!
@@ -55,7 +55,8 @@ impl PrefixBlocks {
 }
 
 /// Saves the longest cached prefix of `ids`. Returns the number of saved tokens.
-/// If nothing is cached, returns 0 and writes no file.
+/// Finds only blocks that were cached by requests with neither a cache salt nor prompt parts of their own.
+/// If no such prefix is cached, returns 0 and writes no file. Fails if the file cannot be written.
 pub fn save(path: &Path, ids: &[u32], fingerprint: &str, runner: &Runner, blocks: &BlockManager) -> Result<usize> {
     // A cached prefix never includes the last token. Append a token, so that the search can find all blocks of `ids`.
     let tokens = [ids, &[0]].concat();
@@ -93,7 +94,7 @@ pub fn load(
     runner: &Runner,
     blocks: &mut BlockManager,
 ) -> Result<usize> {
-    let damaged = || format!("{} is damaged", path.display());
+    let damaged = || format!("cannot load the prefix: {} is damaged", path.display());
     let (_, metadata) = SafeTensors::read_metadata(&bytes).with_context(damaged)?;
     if metadata.metadata().as_ref().and_then(|metadata| metadata.get(FINGERPRINT)).is_none_or(|f| f != fingerprint) {
         return Ok(0);
@@ -118,7 +119,7 @@ fn add(bytes: Arc<[u8]>, runner: &Runner, blocks: &mut BlockManager) -> Result<u
     written.map(|()| tokens.len())
 }
 
-/// Reads the visible blocks from the cache of one rank, which has only the layers and KV heads of this rank.
+/// Reads the visible blocks from the KV cache of one rank. This cache has only the layers and KV heads of the rank.
 /// Returns one tensor for the keys and one for the values of each layer, with their names in the file.
 fn read_blocks(prefix: &PrefixBlocks, cache: &KvCache) -> Result<Vec<(String, Tensor)>> {
     let mut tensors = Vec::new();

@@ -23,7 +23,7 @@ const MAX_TRIE_BYTES: usize = 4_000_000;
 
 /// The maximum number of optional properties if only one object of a schema has optional properties.
 /// With several such objects, the limit is lower. See [`optional_pairs`].
-/// The compile time grows quadratically with the number of optional properties, and llguidance does not limit it.
+/// The compile time grows with the square of the number of optional properties. llguidance does not limit this number.
 /// The time limits in `prepare.rs` only end the wait: they do not stop the compiling thread.
 const MAX_OPTIONAL: usize = 1000;
 
@@ -58,7 +58,7 @@ pub struct CompiledGrammar {
 impl GrammarCompiler {
     /// Builds the token tables for a vocabulary, which is slow for large vocabularies.
     ///
-    /// `vocab_size` is the number of logits.
+    /// `vocab_size` is the number of logits per token.
     /// Fails if the model has no stop token, or if its tokens have more than `MAX_TRIE_BYTES` bytes in total.
     pub fn new(table: &TokenTable, vocab_size: usize, stop_ids: &[u32]) -> Result<Self> {
         let is_usable = |id: &u32| (*id as usize) < vocab_size && !table.bytes(*id).is_empty();
@@ -87,7 +87,7 @@ impl GrammarCompiler {
         Ok(Self { factory, cache: GrammarCache::default(), vocab_size, end })
     }
 
-    /// Returns the number of logits.
+    /// Returns the number of logits per token, which is also the number of tokens in a token mask.
     pub fn vocab_size(&self) -> usize {
         self.vocab_size
     }
@@ -150,7 +150,7 @@ pub fn lark_string(text: &str) -> String {
     json!(text).to_string().replace('\u{7f}', "\\u007f")
 }
 
-/// Returns a schema in the form that llguidance expects, with inferno's options.
+/// Returns a schema in the form that llguidance expects, with [`JSON_WHITESPACE`] as the allowed whitespace.
 ///
 /// Replaces llguidance's options in the schema, because some of them make llguidance ignore keywords that it cannot
 /// enforce.
@@ -233,7 +233,7 @@ mod tests {
             let mask = matcher.compute_mask().unwrap();
             for allowed in (0..compiler.vocab_size() as u32).filter(|&id| mask.is_allowed(id)) {
                 let bytes = tokenizer.table().bytes(allowed);
-                assert!(allowed != STOP && rest.starts_with(&bytes), "{text:?}: {bytes:?} before {rest:?}");
+                assert!(allowed != STOP && rest.starts_with(&bytes), "{text:?}: allows {bytes:?} before {rest:?}");
             }
             matcher.consume_token(id).unwrap_or_else(|error| panic!("{text:?}: {error}"));
             rest = &rest[tokenizer.table().bytes(id).len()..];

@@ -1,4 +1,4 @@
-//! A constrained request: the constraint, the compiler of its grammars, the chat format and the stop tokens.
+//! A constrained request, with everything that is needed to compile its constraint.
 
 use std::sync::Arc;
 

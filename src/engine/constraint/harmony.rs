@@ -2,8 +2,8 @@
 //!
 //! Headers are constrained, so that every message has a known channel, and every tool call names a declared tool.
 //! Reasoning is not constrained.
-//! Each header is allowed only as the token sequence that the model was trained on, although other token sequences
-//! have the same text.
+//! Each header is allowed only as one token sequence, which is the one that the model was trained on.
+//! Other token sequences with the same text are not allowed.
 //! Headers for tool calls have the same variants as in vLLM's `vllm/parser/harmony.py`.
 
 use anyhow::Result;

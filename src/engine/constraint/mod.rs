@@ -1,12 +1,13 @@
 //! Constrains answers to a grammar: a JSON schema, any JSON object, a regular expression, fixed texts or Lark.
 //!
-//! - [`GrammarCompiler`] compiles grammars for a vocabulary, with llguidance. Each engine has one, built on first use.
+//! - [`GrammarCompiler`] compiles grammars for a vocabulary, with llguidance.
+//!   Each engine has one compiler, built on first use.
 //! - [`plan::Plan`] describes the whole answer: messages, reasoning, tool calls, and where a grammar applies.
-//!   `harmony` and `tagged` create the plan for a chat format.
+//!   `prepare` creates the plan. `harmony` and `tagged` create its parts for a chat format.
 //! - [`ConstraintState`] is the position of one sequence in its plan, and computes the tokens that may come next.
 //!
-//! Reasoning is never constrained. A plan finds the end of reasoning by a control token or by the text `</think>`.
-//! A grammar is never dropped during an answer: if its masks take too much CPU time, the request fails.
+//! No grammar applies to reasoning. Reasoning ends with a control token or with the text `</think>`.
+//! A grammar is never dropped during an answer: if its token masks take too much CPU time, the request fails.
 
 mod cache;
 mod compiler;
@@ -37,7 +38,7 @@ pub struct Constraint {
     /// Whether the answer must call a tool.
     pub requires_tool: bool,
     /// Whether the answer may call several tools, in chat formats that support it.
-    /// Some plans allow a second call even if this is false. The server then ends the answer before that call.
+    /// Some plans allow a second call even if this field is false. The server then ends the answer before that call.
     pub can_call_in_parallel: bool,
 }
 

@@ -27,7 +27,7 @@ pub struct Plan {
     pub masks: MaskBudget,
 }
 
-/// One part of an answer.
+/// One part of an answer, and the tokens that are allowed in it.
 pub enum AnswerPart {
     /// The end of the answer, where only stop tokens are allowed.
     End,
@@ -51,7 +51,8 @@ pub enum AnswerPart {
 pub struct Free {
     /// The tokens that end the text, each with the part that follows.
     pub exits: Vec<(u32, PartId)>,
-    /// A tag that ends the text if ordinary tokens spell it. A control token for the tag belongs in `exits`.
+    /// A tag that ends the text if ordinary tokens spell it, and the part that follows.
+    /// A control token for the tag belongs in `exits`.
     pub tag: Option<(&'static str, PartId)>,
     /// Tokens that are not allowed in the text: they would end the answer, or start a message or tool call, too early.
     pub premature: Vec<u32>,

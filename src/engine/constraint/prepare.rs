@@ -32,9 +32,9 @@ const COMPILE_STACK: usize = 32 << 20;
 /// The limits on the time to compile the grammars of a request.
 #[derive(Clone, Copy)]
 struct CompileLimits {
-    /// The CPU time of the compiling thread.
+    /// The maximum CPU time of the compiling thread.
     cpu: Duration,
-    /// The time to wait for the compiling thread.
+    /// The maximum time to wait for the compiling thread.
     wait: Duration,
 }
 
@@ -78,7 +78,7 @@ fn run_limited<T: Send + 'static>(
             Err(RecvTimeoutError::Disconnected) => {
                 return Err(invalid(
                     name,
-                    "the grammar compiler crashed, which is a bug in inferno: simplify the grammar",
+                    "the grammar compiler crashed, which is a bug in inferno; simplify the grammar",
                 ));
             }
             Err(RecvTimeoutError::Timeout) => {}

@@ -120,7 +120,7 @@ impl ConstraintState {
     }
 
     /// Records the next token. Returns `token`, or its replacement if `token` is premature (see `Free::premature`).
-    /// Fails if a premature token has no replacement, if no sequence of a choice continues with the token,
+    /// Fails if a premature token has no replacement, if no token sequence of a choice continues with `token`,
     /// or if text follows a tag in the same token.
     pub fn advance(&mut self, token: u32) -> Result<u32> {
         let plan = self.plan.clone();
@@ -136,7 +136,7 @@ impl ConstraintState {
             (PartProgress::Free { tail }, AnswerPart::Free(free)) => {
                 if free.premature.contains(&token) {
                     let Some(replacement) = free.replacement else {
-                        bail!("the model ended its answer or called a tool before the constrained part");
+                        bail!("cannot match the constraint: the model ended its answer or called a tool too early");
                     };
                     token = replacement;
                 }
@@ -176,7 +176,8 @@ fn read_mask(matcher: &mut Matcher, tokens: &[u32]) -> Result<Option<llguidance:
     }
 }
 
-/// Returns the part that comes after free text, if `token` ends the text.
+/// Returns the part that comes after free text, or `None` if `token` does not end the text.
+/// Fails if `token` ends a tag and contains more text.
 fn leave_free(free: &Free, tail: &mut Vec<u8>, token: u32, plan: &Plan) -> Result<Option<PartId>> {
     if let Some((_, part)) = free.exits.iter().find(|(exit, _)| *exit == token) {
         return Ok(Some(*part));
@@ -194,7 +195,7 @@ fn leave_free(free: &Free, tail: &mut Vec<u8>, token: u32, plan: &Plan) -> Resul
     };
     // The grammar applies from the next token on, so it cannot check text that follows the tag in this token.
     if !tail[at + tag.len()..].iter().all(u8::is_ascii_whitespace) {
-        bail!("the model generated text after {tag} in the same token");
+        bail!("cannot match the constraint: the model generated text after {tag} in the same token");
     }
     Ok(Some(part))
 }

@@ -79,7 +79,8 @@ fn control_token(request: &ConstrainedRequest, text: &str) -> Option<u32> {
 }
 
 /// Returns the tags around tool calls, or `None` if the request has no tools or the tokenizer has no such tags.
-/// Fails if the constraint needs these tags and the tokenizer has none.
+/// Without such tags, fails if the constraint requires a tool call, or if a tool is strict and the tokenizer has a
+/// control token that starts tool calls of another format.
 fn tool_tags(request: &ConstrainedRequest) -> Result<Option<ToolTags>> {
     let constraint = &request.constraint;
     let control = |text: &str| control_token(request, text);
@@ -112,7 +113,7 @@ fn first_part(prompt: &str) -> PartId {
     }
 }
 
-/// Returns a part that is one of `tokens`. Each token comes with the part that follows it.
+/// Returns a part that consists of exactly one of `tokens`. Each token comes with the part that follows it.
 fn choice(tokens: &[(u32, PartId)]) -> AnswerPart {
     AnswerPart::Choice(tokens.iter().map(|&(token, part)| (vec![token], part)).collect())
 }

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 /// Counts values in ranges between bounds. One thread adds values without a lock, and any thread can read the counts.
 pub struct Histogram {
     bounds: &'static [u64],
-    /// Entry i is the number of values v with `bounds[i - 1] < v <= bounds[i]`.
+    /// Entry i is the number of values v with `bounds[i - 1] < v <= bounds[i]`. Entry 0 has no lower bound.
     /// The last entry is the number of values above all bounds.
     counts: Vec<AtomicU64>,
     sum: AtomicU64,
@@ -36,7 +36,8 @@ impl Histogram {
         self.sum.fetch_add(value, Ordering::Relaxed);
     }
 
-    /// Returns the current values. A value added during the call may be included only in `count` or only in `sum`.
+    /// Returns the current counts and sum. A value that is added during the call can be
+    /// missing from the counts or from the sum.
     pub fn stats(&self) -> HistogramStats {
         let mut count = 0;
         let mut cumulative: Vec<u64> = Vec::with_capacity(self.counts.len());

@@ -9,7 +9,7 @@
 //!   If another step is queued, the loop sends the events while the device runs that step.
 //!
 //! On a GPU, the loop queues most steps of several sequences before it knows the tokens of the previous step.
-//! The section "Queued steps" of docs/architecture.md explains why this is safe.
+//! The section "Queued steps" of docs/architecture.md explains why steps can be queued safely.
 //!
 //! The files of this folder:
 //!
@@ -46,7 +46,7 @@ const RANK_PING: Duration = Duration::from_secs(1);
 
 /// A message from a client to the engine thread.
 pub enum EngineCommand {
-    /// Generate answers to one prompt, one per sequence.
+    /// Generate answers to one prompt: one answer per sequence.
     Submit(Vec<Sequence>),
     /// Call a function with the runner once all requests submitted earlier have ended.
     Run(RunnerCall),
@@ -215,7 +215,7 @@ impl EngineLoop {
         if !self.runner.has_several_ranks() {
             return self.commands.recv().map_err(|_| TryRecvError::Disconnected);
         }
-        self.runner.restart_answer_times();
+        self.runner.restart_ping_timeouts();
         self.runner.ping_ranks();
         loop {
             match self.commands.recv_timeout(RANK_PING) {

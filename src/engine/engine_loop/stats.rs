@@ -31,10 +31,10 @@ pub struct EngineStats {
     /// Ended requests that failed.
     pub failed: u64,
     /// Tokens that were computed for a request after its client had canceled it or had the complete answer.
-    /// Only tokens of steps that began after the cancellation count. A value other than 0 shows a bug in the engine.
+    /// Includes only tokens of steps that began after the cancellation. A value other than 0 shows a bug in the engine.
     pub tokens_after_cancel: u64,
     /// Tokens computed by prefill, including tokens recomputed after a preemption.
-    /// Excludes tokens reused from the prefix cache.
+    /// Excludes tokens reused from the prefix cache, and generated tokens that are recomputed one at a time.
     pub prompt_tokens: u64,
     pub generated_tokens: u64,
     /// Tokens in the KV cache that belong to the last sequence of the latest step. 0 after a failed step.

@@ -12,7 +12,7 @@ use crate::engine::requests::{FinishReason, PromptScores, Sequence};
 use crate::engine::scheduler::{Scheduler, SequenceId, SequenceWork, StepPlan};
 use crate::runner::{Chosen, QueuedStep, StepSequence, TokenSampler};
 
-/// How a step ran. The mode decides which function records the step's positions as computed in the scheduler.
+/// Whether a step was queued. Decides which function records the step's positions as computed in the scheduler.
 #[derive(Clone, Copy)]
 enum StepMode {
     /// The loop waited for the step. [`EngineLoop::deliver`] records its positions.
@@ -100,13 +100,13 @@ impl EngineLoop {
         Ok(())
     }
 
-    /// Queues a prepared step. Returns `None` if the runner cannot queue the step.
+    /// Queues a step after [`prepare`](Self::prepare). Returns `None` if the runner cannot queue the step.
     fn queue(&mut self, plan: &StepPlan) -> Result<Option<QueuedStep>> {
         let Self { runner, scheduler, sequences, .. } = self;
         runner.queue(&mut inputs(plan, scheduler, sequences)?)
     }
 
-    /// Runs a prepared step. Returns one [`Chosen`] for each sequence in the plan.
+    /// Runs a step after [`prepare`](Self::prepare). Returns one [`Chosen`] for each sequence in the plan.
     fn step(&mut self, plan: &StepPlan) -> Result<Vec<Chosen>> {
         let Self { runner, scheduler, sequences, outbox, .. } = self;
         runner.step(inputs(plan, scheduler, sequences)?, &mut || outbox.flush())
@@ -124,7 +124,7 @@ impl EngineLoop {
         self.counters.cached_tokens.store(0, Ordering::Relaxed);
         // After some errors, such as an illegal memory access, every call of the CUDA driver fails.
         if let Err(error) = self.runner.device().synchronize() {
-            tracing::error!(%error, "the device no longer works");
+            tracing::error!(%error, "the device no longer works: the engine stops");
             self.is_device_broken = true;
         }
     }

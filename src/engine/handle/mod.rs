@@ -76,9 +76,10 @@ impl EngineHandle {
     ///
     /// Fails if
     /// - the prompt is empty, or a token id or an option is out of range
-    /// - the chat format cannot render the conversation
+    /// - the prompt is a conversation, and the model has no chat format or cannot render the conversation
     /// - the prompt leaves no room for an answer ([`Error::ContextFull`] or [`Error::PromptTooLong`])
-    /// - the constraint cannot be compiled ([`Error::InvalidConstraint`] or [`Error::CompilerBusy`])
+    /// - the constraint is invalid, not supported or too expensive ([`Error::InvalidConstraint`])
+    /// - the machine is too busy to compile the constraint in time ([`Error::CompilerBusy`])
     /// - [`GenerateOptions::deterministic`] is set, but the engine cannot answer a single request deterministically
     ///   ([`Error::NotDeterministic`])
     /// - the engine has stopped or is draining
@@ -297,19 +298,19 @@ impl EngineHandle {
         self.shared.counters.take_cancel_times()
     }
 
-    /// Returns whether no device has failed and the engine thread makes progress.
+    /// Returns true if no device has failed and the engine thread makes progress.
     /// The thread makes progress if it is idle, or if its current step has taken at most `limit`.
     pub fn is_responsive(&self, limit: Duration) -> bool {
         self.failure().is_none() && self.shared.counters.heartbeat.is_regular(limit)
     }
 
-    /// Returns whether the engine can answer no more requests, because its thread has ended or a device has failed.
+    /// Returns whether the engine can no longer answer requests, because its thread has ended or a device has failed.
     pub fn has_stopped(&self) -> bool {
         self.failure().is_some() || self.shared.counters.heartbeat.has_stopped()
     }
 
-    /// Returns the error of a failed device if several devices run the model. The engine stops after such a failure.
-    /// With a single device, always returns `None`.
+    /// Returns the error of the failed device, or `None` if no device has failed. With a single device, always `None`.
+    /// The engine stops after such a failure.
     pub fn failure(&self) -> Option<Error> {
         self.shared.failure.error()
     }
@@ -336,7 +337,7 @@ impl EngineHandle {
                 Ok(value) => return Ok(value),
                 Err(RecvTimeoutError::Timeout) if self.failure().is_none() => {}
                 Err(_) => {
-                    let stopped = || anyhow!("the engine stopped before the call returned");
+                    let stopped = || anyhow!("cannot finish the call: the engine stopped");
                     return Err(self.failure().map_or_else(stopped, anyhow::Error::from));
                 }
             }
@@ -364,7 +365,10 @@ impl EngineHandle {
     }
 
     pub(super) fn send(&self, command: EngineCommand) -> Result<()> {
-        let stopped = |_| self.failure().map_or_else(|| anyhow!("the engine has stopped"), anyhow::Error::from);
+        let stopped = |_| {
+            self.failure()
+                .map_or_else(|| anyhow!("cannot reach the engine: the engine has stopped"), anyhow::Error::from)
+        };
         self.commands.send(command).map_err(stopped)
     }
 }

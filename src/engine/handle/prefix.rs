@@ -19,7 +19,10 @@ impl EngineHandle {
     /// Saves the keys and values of the longest cached prefix of `ids` to a file. Returns the number of saved tokens.
     ///
     /// [`load_prefix`](Self::load_prefix) reads the file.
-    /// If nothing is cached, writes no file and returns 0.
+    /// Ignores prefixes that were cached by requests with a cache salt.
+    /// In an engine that is not deterministic, also ignores prefixes that were cached by deterministic requests.
+    /// If no other prefix is cached, writes no file and returns 0.
+    /// Fails if the file cannot be written.
     pub fn save_prefix(&self, ids: &[u32], path: &Path) -> Result<usize> {
         let ids = ids.to_vec();
         let path = path.to_path_buf();

@@ -25,7 +25,8 @@ pub struct Divergence {
 }
 
 impl EngineHandle {
-    /// Recomputes `answer`, the answer at `index` among the answers to `request`, up to the end of its record.
+    /// Recomputes the answer at `index` among the answers to `request`.
+    /// Compares the tokens with `answer`, the record of this answer. Generates no more tokens than the record has.
     /// Returns the first token whose id differs, if any. Does not compare log probabilities.
     ///
     /// Fails like [`submit`](Self::submit), and if the generation fails.

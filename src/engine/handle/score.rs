@@ -35,10 +35,10 @@ impl EngineHandle {
             bail!("cannot score token id {id}: the vocabulary has {vocab_size} tokens");
         }
         if ids.len() < 2 {
-            bail!("cannot score a text of {} tokens: at least 2 are needed", ids.len());
+            bail!("cannot score the text: it has fewer than 2 tokens");
         }
         if self.context() < 2 {
-            bail!("cannot score with a context of {} tokens: at least 2 are needed", self.context());
+            bail!("cannot score the text: the context holds fewer than 2 tokens; use --context 2 or more");
         }
         let ids = ids.to_vec();
         self.with_runner(move |runner| windows_nll(runner, &ids))?

@@ -22,11 +22,12 @@ pub struct ModelInfo {
     pub max_context: usize,
     /// The context length for which the KV cache is allocated, in tokens.
     pub context: usize,
-    /// The maximum number of tokens in one step.
+    /// The maximum number of tokens in one forward pass, over all sequences.
     pub chunk: usize,
     /// The dtype of activations and of the KV cache.
     pub dtype: DType,
-    /// The attention kernel of all steps outside the decode graph. The decode graph has its own attention kernel.
+    /// The attention kernel outside the decode graph, which has its own attention kernel.
+    /// If layers use different kernels, the kernel of the first rank's last layer.
     pub attention: AttentionBackend,
     /// How decode steps run while only one request is active: as a CUDA graph, or one operation at a time.
     pub execution_mode: ExecutionMode,
@@ -42,7 +43,7 @@ pub struct ModelInfo {
     pub device: DeviceInfo,
     /// The number of ranks that run the model together.
     pub ranks: usize,
-    /// The size of the weights on the rank with the largest part, in bytes.
+    /// The estimated size of the weights on the rank with the largest part, in bytes.
     pub weight_bytes: u64,
     /// The size of the largest KV cache of any rank, in bytes.
     pub cache_bytes: u64,

@@ -36,7 +36,8 @@ pub struct LoadOptions<'o> {
     /// The dtype of activations and of the KV cache. `None` selects bf16 on a GPU and f32 on a CPU.
     pub dtype: Option<DType>,
     /// The context length in tokens. `None` selects 32,768 or the model's default, whichever is less.
-    /// If the model does not fit in memory, the default is halved repeatedly, down to 2,048.
+    /// If the model does not fit in memory even with the smallest chunk, the default is halved until the model fits,
+    /// but not below 2,048.
     pub context: Option<usize>,
     /// The prefill chunk size in tokens. `None` selects the fastest size that fits in memory.
     pub chunk: Option<usize>,
@@ -49,25 +50,31 @@ pub struct LoadOptions<'o> {
     /// With `None`, the KV cache is only as large as `sequences` requires.
     pub memory: Option<MemoryLimit>,
     /// The format to which floating-point weight matrices are quantized during loading.
+    /// With `None`, these matrices are not quantized.
     pub quantize: Option<QuantizationTarget>,
     /// Whether to run all steps one operation at a time, even if a CUDA graph could run them.
     pub eager: bool,
     /// Whether the tokens and logits of answers must not depend on other requests, prefix caching or preemption.
     /// If true, steps are slower, and prompts reuse fewer cached tokens.
     pub deterministic: bool,
-    /// Whether to queue a step before the tokens of the previous step are known. `None` queues steps on GPUs only.
+    /// Whether steps can be queued before the tokens of the previous step are known.
+    /// `None` means `true` on a GPU and `false` on a CPU. With `eager`, a GPU never queues steps.
     /// See [`EngineBuilder::queue_steps`](crate::engine::EngineBuilder::queue_steps).
     pub queue_steps: Option<bool>,
-    /// Whether to load the kernels of all dense matrix products before the first request.
-    /// Without a warm-up, the first steps with a new number of tokens take longer, and loading takes less time.
+    /// Whether to load the kernels of dense matrix products before the first request.
+    /// If false, loading takes less time, but the first steps with a new number of tokens take longer.
     pub warm_up: bool,
-    /// The attention kernel on a GPU. The decode graph ignores this option: it has a kernel of its own.
+    /// The attention kernel. Loading fails if the device or the model does not support the kernel.
+    /// The decode graph ignores this option: it has a kernel of its own.
     pub attention: AttentionBackend,
-    /// A progress callback. Its arguments are the bytes of weights loaded so far and in total.
+    /// A progress callback. Its first argument is the size of the tensors that the first device has loaded so far.
+    /// Its second argument is the size of all tensors in the model's files. Both sizes are in bytes.
+    /// A tensor counts with its whole size, even if the device loads only a part of the tensor.
     pub progress: &'o dyn Fn(u64, u64),
     /// A callback that runs when all devices are open. Its argument is the device with the least free memory.
     pub on_device: &'o dyn Fn(&DeviceInfo),
-    /// A function that checks the tokenizer and chat format while the weights load. If it fails, loading fails.
+    /// A function that checks the tokenizer and chat format while the weights load.
+    /// If the function fails, loading fails.
     pub check_language: &'o (dyn Fn(&Language) -> Result<()> + Sync),
 }
 
@@ -106,9 +113,9 @@ pub struct EngineParts {
     pub fingerprint: String,
 }
 
-/// Loads the snapshot in `dir`, or the GGUF file at this path.
+/// Loads the model at the path `dir`: a snapshot directory or a GGUF file.
 ///
-/// If the model is not supported or does not fit, fails before it allocates memory for the model.
+/// If the model is not supported or does not fit in memory, fails before any memory is allocated for the model.
 pub fn load(dir: &Path, options: &LoadOptions) -> Result<EngineParts> {
     let started = Instant::now();
     let (config, checkpoint) = models::open(dir)?;
@@ -130,7 +137,7 @@ pub fn load(dir: &Path, options: &LoadOptions) -> Result<EngineParts> {
     Ok(EngineParts { language, runner, defaults, info, fingerprint })
 }
 
-/// Loads the tokenizer and the chat format on another thread, and meanwhile the weights on this thread.
+/// Loads the tokenizer and the chat format on another thread, and at the same time the model on this thread.
 fn load_language_and_model(
     dir: &Path,
     config: &ModelConfig,
@@ -230,10 +237,15 @@ fn fingerprint(
 /// Fails if the chunk size or the attention kernel does not support deterministic answers.
 fn deterministic_parts(chunk: usize, attention: AttentionBackend) -> Result<PromptParts> {
     if attention == AttentionBackend::CandleFlashAttn {
-        bail!(Error::Usage("--deterministic does not support --attention flash".into()));
+        bail!(Error::Usage(
+            "cannot use --deterministic: the attention kernel 'flash' does not support it; use --attention eager"
+                .into()
+        ));
     }
     PromptParts::new(chunk).with_context(|| {
-        Error::Usage(format!("--deterministic needs chunks of at least {BLOCK_TOKENS} tokens, not {chunk}"))
+        Error::Usage(format!(
+            "cannot use --deterministic with a chunk size of {chunk}: raise --chunk and --context to {BLOCK_TOKENS} or more"
+        ))
     })
 }
 
@@ -262,7 +274,7 @@ struct OnDevice {
     cache_sequences: usize,
 }
 
-/// Plans the memory of a model and creates its runner.
+/// Plans the memory of a model, loads the weights and creates the runner.
 /// Fails before it plans the memory if `is_refused` is set: the tokenizer or the chat format has failed to load,
 /// or `check_language` has rejected them.
 fn load_onto_device(
@@ -316,7 +328,7 @@ struct LoadTarget<'t> {
 }
 
 /// Builds the decoder and the KV cache of each rank, and a runner for them.
-/// Returns the runner, and the attention kernel that all ranks use.
+/// Returns the runner, and the attention kernel of the first rank's last layer.
 fn allocate(
     config: &ModelConfig,
     checkpoint: &Checkpoint,

@@ -37,7 +37,7 @@ pub(super) struct RankLoader<'l> {
     pub min_rounded: Option<usize>,
     /// The layers of each rank. `None` if every rank holds a part of each layer.
     pub stages: Option<&'l [Range<usize>]>,
-    /// The size of the largest step, in tokens.
+    /// The maximum number of tokens in one forward pass.
     pub chunk: usize,
     /// Whether to load the kernels of dense matrix products before the first request.
     /// See [`LoadOptions::warm_up`](super::load::LoadOptions).
@@ -46,7 +46,7 @@ pub(super) struct RankLoader<'l> {
     pub exchange_paths: &'l [ExchangePath],
 }
 
-/// The loaded parts of all ranks.
+/// The worlds, decoders and KV caches of all ranks, after loading.
 pub(super) struct LoadedRanks {
     /// The world of the first rank.
     pub world: World,
@@ -102,7 +102,7 @@ impl RankLoader<'_> {
         self.load_rank(self.connect(world, &device)?, &device, &LoadProgress::silent())
     }
 
-    /// Connects a rank with all other ranks.
+    /// Connects the devices of this rank and of all other ranks, so that the ranks can exchange tensors.
     fn connect(&self, world: World, device: &Device) -> Result<World> {
         Ok(exchange::connect(world, device, self.exchange_paths)?)
     }
@@ -117,7 +117,7 @@ impl RankLoader<'_> {
         let weights = WeightsBuilder::new(checkpoint, device, dtype, progress);
         let weights = weights.world(world.clone()).quantize(quantize).build()?;
         let mut decoder = config.build(&weights, context)?;
-        let unsupported = |reason| Error::Usage(format!("--attention {attention}: {reason}"));
+        let unsupported = |reason| Error::Usage(format!("cannot use --attention {attention}: {reason}"));
         let attention = decoder.set_attention_backend(attention).map_err(unsupported)?;
         drop(weights);
         device.synchronize()?;
@@ -134,7 +134,7 @@ impl RankLoader<'_> {
 
 /// Calls `load_first` on the calling thread, and `load_other` for each item of `others` on a new thread.
 ///
-/// If a rank fails or panics, ends the world, so that no other rank waits for it.
+/// If a rank fails or panics, ends the [`World`], so that no other rank waits for the failed rank.
 /// Returns the error of the rank that failed first.
 fn load_all<O: Send, F, T: Send>(
     first: World,
@@ -163,7 +163,7 @@ fn load_all<O: Send, F, T: Send>(
 
 /// Calls `load` for the rank of `world`. Returns `None` if `load` fails or panics.
 ///
-/// If `load` fails or panics, ends the world, and stores the error in `first_failed` if the rank is the first to fail.
+/// If `load` fails or panics, ends the world. If no other rank has failed before, stores the error in `first_failed`.
 /// In a world with a single rank, resumes the panic instead.
 fn guarded<T>(
     world: &World,

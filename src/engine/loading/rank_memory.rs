@@ -40,8 +40,10 @@ impl RankMemory {
             let mut usable = device.free_bytes;
             if let Some(limit) = limit {
                 if device.total_bytes == 0 {
-                    let message =
-                        format!("cannot use --gpu-memory: the size of the memory of {} is unknown", device.name);
+                    let message = format!(
+                        "cannot use --gpu-memory: the memory size of {} is unknown; omit --gpu-memory",
+                        device.name
+                    );
                     return Err(Error::Usage(message).into());
                 }
                 // The limit can exceed the free memory, because other processes use memory too.
@@ -98,7 +100,7 @@ impl RankMemory {
         self.ranks.iter().map(|(plan, _)| plan.block_bytes(blocks)).max().unwrap_or(0)
     }
 
-    /// Returns the size of the weights on the rank with the most weights, in bytes.
+    /// Returns the estimated size of the weights on the rank with the most weights, in bytes.
     pub fn weight_bytes(&self) -> u64 {
         self.ranks.iter().map(|(plan, _)| plan.weight_bytes()).max().unwrap_or(0)
     }

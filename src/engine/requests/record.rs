@@ -29,7 +29,7 @@ pub struct GenerationRecord {
     #[serde(default)]
     pub created: String,
     pub model: String,
-    /// The commit of the model, or a hash of the files of the demo. `None` if the model was loaded from a path.
+    /// The commit of the model, or a hash of the demo model's files. `None` if the model was loaded from a path.
     pub revision: Option<String>,
     pub engine: EngineRecord,
     /// The prompts of the client request, each with its answers.
@@ -84,7 +84,7 @@ pub struct RecordedAnswer {
     /// How the answer ended, such as `stop`, `canceled` or `error`.
     pub finish: String,
     pub cached_tokens: usize,
-    /// Seconds from submission to the first token. 0 if there was none.
+    /// Seconds from submission to the first token. 0 if no token was generated.
     pub ttft_s: f64,
 }
 
@@ -109,7 +109,7 @@ impl GenerationRecord {
     pub fn check_version(&self) -> Result<()> {
         match self.version {
             VERSION => Ok(()),
-            other => bail!("the record has version {other}, but this build reads version {VERSION}"),
+            other => bail!("cannot read the record: it has version {other}, but this build reads version {VERSION}"),
         }
     }
 }

@@ -70,7 +70,7 @@ impl Request {
     }
 }
 
-/// Options that control how an answer is sampled and when it ends.
+/// The options of a request: how its answers are sampled, when they end, and how the request is scheduled.
 ///
 /// [`EngineHandle::defaults`](crate::engine::EngineHandle::defaults) returns the model's sampling defaults.
 #[derive(Clone, Debug)]
@@ -127,7 +127,7 @@ pub struct GenerateOptions {
 }
 
 impl GenerateOptions {
-    /// Creates options with the sampling parameters `sampling`. All other options are off.
+    /// Creates options with the sampling parameters `sampling`. All other options are 0, `false`, `None` or empty.
     pub fn new(sampling: SamplingParams) -> Self {
         Self {
             sampling,

@@ -28,7 +28,7 @@ pub struct Sequence {
     max_tokens: Option<usize>,
     /// The stop tokens of the request. Includes the model's stop tokens, unless the request ignores them.
     stop_ids: Vec<u32>,
-    /// See [`GenerateOptions::cache_salt`]. `None` once the scheduler has taken the salt.
+    /// See [`GenerateOptions::cache_salt`]. `None` once the engine loop has passed the salt to the scheduler.
     pub cache_salt: Option<String>,
     /// How the prompt is divided into parts. Set if the request must be deterministic, but the engine is not.
     pub prompt_parts: Option<PromptParts>,

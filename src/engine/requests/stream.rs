@@ -337,7 +337,7 @@ impl RequestStream {
                 self.output.push(id).map(|deltas| Event::Token { id, deltas, logprobs })
             }
             Some(SequenceEvent::Failed(error)) => Err(error),
-            None => Err(anyhow!("the engine stopped before the answer was complete")),
+            None => Err(anyhow!("cannot complete the answer: the engine stopped")),
         };
         if self.output.is_stopped() {
             self.complete();

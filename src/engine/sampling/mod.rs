@@ -1,6 +1,6 @@
 //! Sampling: chooses the next token of a sequence from logits.
 //!
-//! - `params`: the sampling parameters, and the table of their flags, bounds and fields
+//! - `params`: the sampling parameters, and the table of their names, ranges and help texts
 //! - `sampler`: samples the tokens of one sequence on a CPU, or prepares the input of the sampling kernel on a GPU
 //! - `token_counts`: counts the generated tokens of a sequence, for the penalties
 

@@ -1,9 +1,11 @@
 //! The sampling parameters, defined in one table.
 //!
-//! Each row defines the names, the neutral value, the range and the help text of one parameter. The names are:
+//! Each row defines one parameter: its names, type, neutral value, range and help text, and when the model's
+//! generation_config.json sets it. The names are:
 //!
-//! - the flag of `inferno play`, which is also the name for `/set` and the key in `config.toml` and in journals
-//! - the JSON field
+//! - the flag of `inferno play`, which is also the name for `/set`, in `config.toml` and in saved conversations
+//! - the field of a JSON request, of generation_config.json and of [`SamplingParams`].
+//!   Ollama's API has its own name for the repetition penalty: `repeat_penalty`.
 //!
 //! On a CPU, [`Sampler`](super::Sampler) applies the parameters. On a GPU, kernels apply them.
 //! docs/contributing.md lists the code to change for a new parameter.
@@ -65,9 +67,9 @@ sampling_table! {
     top_k: usize, "top-k" "K", neutral: 0, range: 0..=usize::MAX, generation_config: WhenSampling,
     help: "Sample only from the K most likely tokens; 0 for all";
 
-    /// The smallest set of most likely tokens with at least this total probability is kept. 1 keeps all tokens.
+    /// Keeps the smallest set of most likely tokens with at least this total probability. 1 keeps all tokens.
     top_p: f32, "top-p" "P", neutral: 1.0, range: 0.0..=1.0, generation_config: WhenSampling,
-    help: "Sample only from the fewest top tokens with a total probability of at least P; 1 for all";
+    help: "Sample only from the most likely tokens with a total probability of at least P; 1 for all";
 
     /// The minimum probability of a token, as a fraction of the most likely token's probability. 0 keeps all tokens.
     min_p: f32, "min-p" "P", neutral: 0.0, range: 0.0..=1.0, generation_config: WhenSampling,
@@ -91,11 +93,12 @@ sampling_table! {
     help: "Seed of the random numbers for sampling [default: random]";
 }
 
-/// One row of the sampling table: a parameter with its names and its valid range.
+/// One row of the sampling table: a parameter with its names, help text and valid range.
 pub struct SamplingField {
-    /// The name of the field in [`SamplingParams`], such as `top_p`. JSON and generation_config.json use this name too.
+    /// The name of the field in [`SamplingParams`], such as `top_p`.
+    /// generation_config.json uses this name too, and so do JSON requests, except for `repeat_penalty` in Ollama's API.
     pub name: &'static str,
-    /// The name of the flag, such as `top-p`. `/set`, `config.toml` and journals use this name too.
+    /// The name of the flag, such as `top-p`. `/set`, `config.toml` and saved conversations use this name too.
     pub flag: &'static str,
     /// The placeholder for the value in `--help`, such as `P` in `--top-p <P>`.
     pub value_name: &'static str,
@@ -120,7 +123,7 @@ pub enum GenerationConfigUse {
 }
 
 impl SamplingField {
-    /// Returns the row for a flag without its dashes, such as `top-p`.
+    /// Returns the row whose flag is `flag`, or `None` if there is none. `flag` has no dashes before it: `top-p`.
     pub fn find(flag: &str) -> Option<&'static SamplingField> {
         SAMPLING_FIELDS.iter().find(|field| field.flag == flag)
     }

@@ -15,7 +15,7 @@ use crate::engine::constraint::ConstraintState;
 use crate::kernels::sampling::{DeviceSampling, Penalties, RowEdits, SamplingKernelParams, TokenMask};
 use crate::runner::TokenSampler;
 
-/// The state for choosing the tokens of one answer: parameters, token counts and constraint.
+/// The state for choosing the tokens of one answer: parameters, token counts, logit rules and constraint.
 pub struct Sampler {
     params: SamplingParams,
     seen: TokenCounts,
@@ -54,7 +54,7 @@ impl Sampler {
         }
     }
 
-    /// Sets the logit rules.
+    /// Sets how the request changes logits, and which log probabilities it asks for.
     pub fn with_rules(self, rules: LogitRules) -> Self {
         Self { rules, ..self }
     }
@@ -122,7 +122,7 @@ impl Sampler {
         edits.into_iter().collect()
     }
 
-    /// Draws a token with the random number at index `draw` of the seed's sequence.
+    /// Draws a token with random number `draw` of the seed. See [`uniform`].
     fn draw(&self, logits: &[f32], draw: u64) -> u32 {
         let mut candidates = candidates(logits, &self.params);
         // Sort by id, because the order decides which token a random number selects.
@@ -304,7 +304,7 @@ pub fn argmax(logits: &[f32]) -> u32 {
     best as u32
 }
 
-/// Returns random number `counter` of the sequence that `seed` determines, in [0, 1).
+/// Returns the random number with index `counter` among the random numbers of `seed`, in [0, 1).
 ///
 /// Source: SplitMix64 (Steele et al., OOPSLA 2014).
 pub fn uniform(seed: u64, counter: u64) -> f64 {
@@ -314,7 +314,7 @@ pub fn uniform(seed: u64, counter: u64) -> f64 {
         z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
         z ^ (z >> 31)
     };
-    // Mix the seed first. Otherwise, seeds that differ by `GOLDEN` would give the same sequence, shifted by one.
+    // Mix the seed first. Otherwise, seeds that differ by `GOLDEN` would give the same numbers, shifted by one.
     let start = mix(seed.wrapping_add(GOLDEN));
     let bits = mix(start.wrapping_add(counter.wrapping_add(1).wrapping_mul(GOLDEN)));
     (bits >> 11) as f64 / (1u64 << 53) as f64

@@ -18,8 +18,9 @@ pub struct FairQueue {
 }
 
 impl FairQueue {
-    /// Adds a waiting sequence. Raises the served tokens of its tenant in `ledger` to at least the fewest of any
-    /// waiting tenant. If no sequence was waiting, sets the served tokens of all tenants to 0 instead.
+    /// Adds a waiting sequence, and updates the counts of served tokens in `ledger`.
+    /// If other sequences wait, raises the tenant's count to at least the smallest count of a waiting tenant.
+    /// If no other sequence waits, sets the counts of all tenants to 0.
     pub fn insert(&mut self, tenant: TenantId, seniority: Seniority, ledger: &mut TenantLedger) {
         let served = self.served_if_waiting(tenant, ledger);
         if self.waiting.is_empty() {
@@ -28,7 +29,7 @@ impl FairQueue {
         ledger.set_served(tenant, served);
         self.waiting.entry(tenant).or_default().insert(seniority);
         // The ledger can forget a tenant without sequences if no waiting tenant was served fewer tokens.
-        // A new sequence of the forgotten tenant would raise its count to `fewest` anyway.
+        // If that tenant submitted a new sequence, `insert` would raise the tenant's count to `fewest` anyway.
         if let Some(fewest) = self.fewest_served(ledger) {
             ledger.forget(fewest);
         }
@@ -43,7 +44,7 @@ impl FairQueue {
         }
     }
 
-    /// Returns the waiting sequence with the first turn, and its tenant.
+    /// Returns the waiting sequence with the first turn, and its tenant, or `None` if no sequence is waiting.
     pub fn first(&self, ledger: &TenantLedger) -> Option<(TenantId, Seniority)> {
         let firsts = self.waiting.iter().filter_map(|(&id, waiting)| Some((id, *waiting.first()?)));
         firsts.min_by_key(|&(id, seniority)| ledger.turn(id, seniority))
@@ -64,7 +65,7 @@ impl FairQueue {
         own + others.map(of_other).sum::<usize>()
     }
 
-    /// Returns the served tokens of a tenant to which a waiting sequence is added.
+    /// Returns how many served tokens a tenant has after [`insert`](Self::insert) adds a sequence of this tenant.
     ///
     /// If the tenant had no waiting sequence, returns at least the fewest served tokens of a waiting tenant.
     /// The tenant therefore gets no credit for the time in which it did not wait.
@@ -132,7 +133,7 @@ mod tests {
         assert_eq!(order, [0, 3, 4, 1, 2]);
         queue.insert(1, sequence(5).protected(), &mut ledger);
         queue.insert(0, sequence(6), &mut ledger);
-        assert_eq!(first(&queue, &ledger), Some(5), "a protected sequence must always be next");
+        assert_eq!(first(&queue, &ledger), Some(5), "the protected sequence must be next");
     }
 
     #[test]

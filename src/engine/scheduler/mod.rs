@@ -1,10 +1,10 @@
 //! Decides which tokens of which sequences each step computes.
 //!
-//! The scheduler handles token ids and blocks. It uses neither a device nor a clock: the caller passes the time.
+//! The scheduler handles token ids and blocks. It uses no device, and reads no clock: the caller passes the time.
 //! A simulator can therefore test the scheduler with millions of requests.
 //!
-//! Prefill and decode share steps. A step contains one token of every decoding sequence,
-//! and chunks of prompts up to its token budget.
+//! Prefill and decode share steps. A step computes one token of every sequence that decodes.
+//! Chunks of prompts fill the rest of the step's token budget.
 //!
 //! Sequences belong to tenants. Waiting tenants get equal numbers of tokens: see `fair_queue.rs`.
 //! The sequences of one tenant are ordered by seniority, which depends on priority and arrival.
@@ -33,8 +33,8 @@ use order::Seniority;
 pub use ledger::TenantId;
 pub use order::SequenceId;
 
-/// A sequence starts only if the free blocks suffice for the current tokens, and this many more tokens,
-/// of that sequence and of each running sequence.
+/// The number of tokens by which `Scheduler::demand` expects a sequence to grow.
+/// A sequence starts only if the free blocks cover its demand and the demands of all running sequences.
 /// Decode steps also try to allocate blocks for this many more tokens.
 /// A larger value avoids more preemptions, but sequences then start later.
 const GROWTH_STEPS: usize = 8;
@@ -56,8 +56,8 @@ pub struct SchedulerConfig {
     pub max_sequences: usize,
     /// The maximum number of tokens in a sequence, prompt and answer together.
     pub context: usize,
-    /// If set, all prompts are divided into these parts. Every chunk ends where a part ends,
-    /// or before the last prompt token.
+    /// If set, all prompts are divided into these parts.
+    /// Every chunk ends where a part ends, or before the last prompt token.
     /// The last prompt token and all generated tokens are computed one by one.
     /// A step can then exceed its token budget by less than one part.
     pub prompt_parts: Option<PromptParts>,
@@ -106,7 +106,7 @@ pub struct SequenceWork {
     pub id: SequenceId,
     /// The positions whose keys and values the step computes.
     pub range: Range<usize>,
-    /// Whether `range` ends with the sequence's last token, so that the step samples the next token.
+    /// Whether `range` ends with the sequence's last token, so that the step can sample the next token.
     pub is_last: bool,
 }
 
@@ -131,7 +131,8 @@ pub struct Preview {
     pub needed_blocks: usize,
     /// The number of blocks that the sequence needs for its longest possible answer, in addition to its cached blocks.
     pub longest_blocks: usize,
-    /// The number of free blocks, minus the demands of the running sequences (see `Scheduler::demand`).
+    /// The number of free blocks outside the sequence's cached prefix, minus the demands of all running sequences.
+    /// 0 if these demands are larger. See `Scheduler::demand`.
     pub free_blocks: usize,
     pub total_blocks: usize,
 }
@@ -147,8 +148,8 @@ pub struct Scheduler {
     waiting: FairQueue,
     /// The sequences with blocks, the most senior first.
     running: BTreeSet<Seniority>,
-    /// The waiting sequences that the current plan has started. The plan does not preempt these sequences,
-    /// even if their turns become the last because tokens are counted for their tenants.
+    /// The sequences that the current plan has taken from the queue and started. The plan does not preempt them,
+    /// even if their turns become the last when the plan counts tokens for their tenants.
     admitted: Vec<SequenceId>,
     preemptions: u64,
 }
@@ -174,7 +175,7 @@ struct ScheduledSequence {
     /// The blocks of the sequence while it runs. `None` while it waits.
     blocks: Option<SequenceBlocks>,
     /// The block hashes of a waiting sequence. The scheduler does not recompute them when it starts the sequence.
-    /// Empty while the sequence runs: its block hashes are then in `blocks`.
+    /// Not used while the sequence runs: its block hashes are then in `blocks`.
     hashes: BlockHashes,
     preemptions: u32,
     /// The sequences that will fork from this sequence when it has computed all prompt tokens but the last.
@@ -214,7 +215,7 @@ impl ScheduledSequence {
     /// Returns the end of a chunk that starts at `start` and has at most `tokens` tokens.
     /// A chunk never ends after [`next_end`](Self::next_end).
     ///
-    /// If the prompt is divided into parts, the chunk ends where a part ends.
+    /// If the prompt is divided into parts, the chunk ends where a part ends, or at `next_end`.
     /// Such a chunk has at least one part, even if the part has more than `tokens` tokens.
     fn chunk_end(&self, start: usize, tokens: usize) -> usize {
         let end = start.saturating_add(tokens);
@@ -269,7 +270,7 @@ impl Scheduler {
         }
     }
 
-    /// Adds a sequence to the queue, with its forks.
+    /// Adds a sequence to the queue. Also adds its forks, which are not in the queue until they fork.
     ///
     /// Panics if an id is already in use, or if the prompt is empty or longer than the context.
     /// Also panics if a prompt part is larger than the token budget.
@@ -338,12 +339,12 @@ impl Scheduler {
         }
     }
 
-    /// Returns the prompt of a sequence and all tokens generated so far.
+    /// Returns the prompt of a sequence and all tokens generated so far. The last token can be a placeholder.
     pub fn tokens(&self, id: SequenceId) -> &[u32] {
         &self.sequences[&id].tokens
     }
 
-    /// Returns how the prompt of a sequence is divided, if its results must not depend on other sequences.
+    /// Returns how the prompt of a sequence is divided into parts, or `None` if the prompt is not divided.
     pub fn prompt_parts(&self, id: SequenceId) -> Option<PromptParts> {
         self.sequences[&id].prompt_parts
     }

@@ -9,7 +9,7 @@ pub type SequenceId = u64;
 /// The weight of one level of priority: a priority value higher by 1 has the same effect as an arrival 2 s later.
 const AGING: Duration = Duration::from_secs(2);
 
-/// The order of the sequences of one tenant. The sequence with the smallest value is the most senior.
+/// Orders the sequences of one tenant. The sequence with the smallest value is the most senior.
 /// The most senior sequence gets tokens and blocks first.
 ///
 /// The value does not depend on the current time, because all sequences age equally.
@@ -45,7 +45,7 @@ impl Seniority {
     }
 }
 
-/// The order of the sequences of all tenants. The sequence with the smallest turn gets tokens and blocks first.
+/// Orders the sequences of all tenants. The sequence with the smallest turn gets tokens and blocks first.
 ///
 /// The comparison uses the fields in their order, so protected sequences come first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]

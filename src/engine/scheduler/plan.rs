@@ -1,4 +1,4 @@
-//! Plans steps: which waiting sequences start, which tokens the step computes, and which sequences are preempted.
+//! Plans a step: which waiting sequences start, which tokens the step computes, and which sequences are preempted.
 
 use std::collections::BTreeSet;
 use std::mem;
@@ -147,7 +147,7 @@ impl Scheduler {
         self.give_rest_of_budget(first_chunk, budget, plan);
     }
 
-    /// Returns the sequence with the first turn, which gets the next chunk.
+    /// Returns the candidate or waiting sequence with the first turn, which gets the next chunk.
     /// Returns `None` if no candidate is left and no waiting sequence can start.
     ///
     /// If the returned sequence was waiting, starts the sequence.
@@ -172,7 +172,8 @@ impl Scheduler {
         Some(next.id())
     }
 
-    /// Plans a chunk of a sequence, unless the sequence was preempted after it became a candidate or gets no blocks.
+    /// Plans a chunk of a sequence.
+    /// Does nothing if the sequence was preempted after it became a candidate, or if it cannot get the blocks.
     fn plan_chunk(&mut self, id: SequenceId, budget: &mut usize, plan: &mut StepPlan) {
         let sequence = &self.sequences[&id];
         if !sequence.is_running() {
@@ -236,7 +237,7 @@ impl Scheduler {
         false
     }
 
-    /// Returns how many more blocks a sequence needs for its current tokens and its next [`GROWTH_STEPS`] tokens.
+    /// Returns how many more blocks a running sequence needs for its tokens and the next [`GROWTH_STEPS`] tokens.
     /// A protected sequence needs the blocks for its longest possible answer.
     pub(super) fn demand(&self, seniority: &Seniority) -> usize {
         let sequence = &self.sequences[&seniority.id()];
@@ -252,8 +253,8 @@ impl Scheduler {
     /// Returns false if the sequence `id` itself is preempted.
     /// Also returns false if the sequence with the last turn is protected, or if this plan has admitted it.
     ///
-    /// A protected sequence always gets its blocks, because it can preempt all unprotected sequences.
-    /// [`try_admit`](Self::try_admit) starts a sequence only if there are enough blocks for all protected sequences.
+    /// A protected sequence always gets its blocks. It can preempt all unprotected sequences,
+    /// and [`try_admit`](Self::try_admit) ensures that the blocks suffice for all protected sequences.
     fn give_blocks(&mut self, id: SequenceId, end: usize, plan: &mut StepPlan) -> bool {
         while !self.try_give_blocks(id, end, plan) {
             let victim = self.last_in_turn().filter(|victim| !victim.is_protected());

@@ -29,7 +29,7 @@ use crate::text::quote;
 /// Fetches files as blobs of `repo`, and links them into the snapshot of `commit`.
 ///
 /// Links the weights last, so that an incomplete snapshot does not count as a model.
-/// Retries temporary failures. Stops all files as soon as one fails permanently or its retries run out.
+/// Retries temporary failures. Stops the whole download as soon as one file fails permanently or its retries run out.
 /// The fetched bytes stay on disk for a later attempt.
 pub(in crate::hub) fn fetch(
     remote: &Remote,

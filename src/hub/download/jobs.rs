@@ -27,10 +27,11 @@ pub(in crate::hub) struct WantedFile {
 
 impl WantedFile {
     /// Converts a file from the listing. Asks the hub for the size and the etag if the listing does not have both.
+    /// Fails if the hub does not send both.
     pub fn new(remote: &Remote, commit: &str, file: RemoteFile) -> Result<Self> {
         let complete = if file.has_size_and_etag() { file } else { remote.head(commit, &file.name)? };
         let (Some(bytes), Some(etag)) = (complete.bytes, complete.etag) else {
-            bail!("cannot download {}: the hub does not send both its size and its etag", quote(&complete.name));
+            bail!("cannot get the size and the etag of {}: the hub does not send both", quote(&complete.name));
         };
         // An etag that is not a hash may belong to several files, or to several versions of one file.
         let etag = if hash::is_hash(&etag) {

@@ -28,7 +28,7 @@ use crate::text::size;
 use fetch::fetch;
 use jobs::WantedFile;
 
-/// The minimum number of requests for sizes and etags that the user is told about.
+/// If a download needs at least this number of requests for sizes and etags, a message tells the user.
 /// Fewer requests finish too soon for a message.
 const MANY_REQUESTS: usize = 100;
 
@@ -87,7 +87,8 @@ impl Hub {
         let lock = disk::check_space(&self.config.cache, 0).and_then(|()| repo.lock(|| progress.waiting(name)));
         // Check the caches again: another process may have downloaded the model while this process waited for the lock.
         if let Some(snapshot) = self.find_present(name, &listing, filter)? {
-            // Write the ref even for a snapshot in the shared cache, so that both caches resolve the ref to `commit`.
+            // Write the ref to inferno's own cache even if the snapshot is in the shared cache.
+            // A lookup tries the ref in inferno's own cache first, and then finds `commit` in either cache.
             // If writing the ref fails, only log a warning, because the model is complete without the ref.
             let written = lock.and_then(|_lock| repo.write_ref(revision, commit));
             if let Err(error) = written {
@@ -154,6 +155,7 @@ impl Hub {
     }
 
     /// Returns the snapshot of the listed commit from the first cache that has all selected files.
+    /// Returns `None` if no cache has all of them.
     fn find_present(&self, name: &str, listing: &Listing, filter: &CompiledFilter) -> Result<Option<Snapshot>> {
         let index = match listing.file(INDEX) {
             Some(file) if filter.needs_index() => match self.read_present(name, &listing.commit, file)? {
@@ -190,6 +192,7 @@ impl Hub {
     /// Returns the contents of the shard index. Downloads the index if it is in no cache.
     ///
     /// Returns `None` if the repository has no shard index, or if `filter` does not need the index.
+    /// Fails if the index is larger than [`files::MAX_SHARD_INDEX_BYTES`].
     fn fetch_index(
         &self,
         remote: &Remote,

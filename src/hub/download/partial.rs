@@ -30,7 +30,7 @@ pub(in crate::hub) const BAD: &str = ".bad";
 /// A partially downloaded file, and the byte ranges that are on disk.
 pub(in crate::hub) struct Partial {
     path: PathBuf,
-    /// The size of the complete file.
+    /// The size of the complete file, in bytes.
     bytes: u64,
     record: PartsRecord,
     /// Whether file data was discarded or could not be flushed.
@@ -113,6 +113,7 @@ impl Partial {
     }
 
     /// Opens or creates the partial file for writing. Each transfer uses its own file handle.
+    /// Fails if something other than a regular file is at this path.
     pub fn open(&self) -> Result<File> {
         let mut options = File::options();
         options.write(true).create(true).truncate(false);

@@ -1,6 +1,7 @@
 //! [`Transfer`]: requests one part of a file, checks the response, and writes its body to disk.
 //!
-//! A transfer rejects a response with the wrong range or file size, and never writes outside the requested part.
+//! A transfer rejects a response with the wrong range or file size, and never writes outside its part.
+//! If the server ignores ranges, the part becomes the whole file.
 
 use std::io::{ErrorKind, Read, Seek, SeekFrom, Write};
 use std::mem;

@@ -10,9 +10,10 @@ pub enum AttentionBackend {
     /// Selects the first backend below that supports the device, the dtype, the head size and the soft cap.
     #[default]
     Auto,
-    /// inferno's tensor-core kernels in `flash_attention.cu`, for bf16 and f16.
+    /// inferno's tensor-core kernels in `flash_attention.cu`, for bf16 and f16 and the head sizes [`FLASH_HEAD_DIMS`].
     Own,
     /// The tensor-core kernels of the `candle-flash-attn` crate, in builds with the feature `flash-attn`.
+    /// Supports bf16 and f16 and head sizes up to 256 that are multiples of 8, but no soft cap.
     CandleFlashAttn,
     /// The kernels in `eager_attention.cu`, or plain Rust on a CPU.
     /// Eager attention is slow, but supports every compute dtype and head sizes up to 256.
@@ -37,12 +38,15 @@ impl AttentionBackend {
             Self::Auto | Self::Eager => Ok(Self::Eager),
             Self::Own if has_own => Ok(Self::Own),
             Self::CandleFlashAttn if has_candle => Ok(Self::CandleFlashAttn),
-            _ if !is_on_gpu => Err("this kernel needs a GPU".into()),
+            _ if !is_on_gpu => Err("this kernel needs a GPU; use auto".into()),
             Self::CandleFlashAttn if !cfg!(feature = "flash-attn") => {
-                Err("this build does not include the kernel; build inferno with --features flash-attn".into())
+                Err("this build does not include the kernel; use auto, or build inferno with --features flash-attn"
+                    .into())
             }
-            Self::CandleFlashAttn if softcap.is_some() => Err("this kernel does not support a soft cap".into()),
-            _ => Err(format!("this kernel does not support head size {head_dim} in {dtype:?}")),
+            Self::CandleFlashAttn if softcap.is_some() => {
+                Err("this kernel does not support a soft cap; use auto".into())
+            }
+            _ => Err(format!("this kernel does not support head size {head_dim} in {dtype:?}; use auto")),
         }
     }
 }

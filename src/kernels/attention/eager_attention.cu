@@ -1,7 +1,7 @@
 // Causal attention over a KV cache, computed without tensor cores.
 // Supports grouped-query attention, and optionally a sliding window, sinks and a soft cap.
-// This kernel is the default for f32. For bf16 and f16, it is the default if no tensor-core kernel in the build
-// supports the head size and the soft cap.
+// The kernel `attention` is the default for f32. For bf16 and f16, this kernel is the default if no tensor-core kernel
+// in the build supports the head size and the soft cap.
 //   q, out: T [tokens, heads, head_dim]; head_dim <= EAGER_MAX_HEAD_DIM
 //   k, v: the KV cache; see attention/paged.cuh
 //   positions: u32 [tokens], the position of each query
@@ -15,7 +15,7 @@
 //     eager_attention.rs chooses the number of warps.
 //   shared memory: warps · (head_dim + 2) floats
 //   bytes moved: about 2 · head_dim · sizeof(T) for each token, query head and visible key, mostly from L2
-//     Query heads that share a KV head each read the keys and values of this KV head.
+//     Each query head reads the keys and values of its KV head, even if other query heads share this KV head.
 #include "attention/paged.cuh"
 #include "constants.cuh"
 #include "headers/common.cuh"

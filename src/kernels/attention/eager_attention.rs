@@ -79,7 +79,7 @@ pub struct ReferenceInputs<'t> {
     pub k: &'t [f32],
     /// The values in the cache: `[rows, kv_heads, head_dim]`.
     pub v: &'t [f32],
-    /// The attention sinks, one logit per head: `[heads]`.
+    /// The attention sinks, one logit per head: `[heads]`. `None` for attention without sinks.
     pub sinks: Option<&'t [f32]>,
     /// The new tokens of each sequence.
     pub spans: &'t [QuerySpan],
@@ -87,7 +87,7 @@ pub struct ReferenceInputs<'t> {
     pub tables: &'t [Vec<u32>],
 }
 
-/// Computes attention in plain Rust, on a CPU. Tests compare the GPU kernels with this function.
+/// Computes attention in plain Rust, for tensors on a CPU. Tests also compare the GPU kernels with this function.
 ///
 /// Returns `[tokens, heads, head_dim]`.
 pub fn reference(inputs: ReferenceInputs, shape: AttentionShape, mask: AttentionMask) -> Vec<f32> {

@@ -18,7 +18,7 @@
 // A thread block loads each of its keys and values once for all rows of its row tile.
 //
 // The keys of a row tile are divided among one or more splits. Each split is one thread block.
-// Each split except the last has at least min_tiles key tiles, so sequences with few keys have fewer splits, or none.
+// Each split except the last has at least min_tiles key tiles, so sequences with few keys have fewer splits.
 // If there are several splits, the last split to finish combines the f32 partial results of all splits:
 //   partials: f32 [row tiles, kv_heads, splits, ROWS · (head_dim + 2)]
 //     A partial result holds the weighted sums of values [ROWS, head_dim], then (maximum, total weight) per row.
@@ -75,7 +75,7 @@ template <int HEAD_DIM, int TILE_ROWS, Batch BATCH = Batch::Small> struct TileSh
     static constexpr int PIPELINE_BYTES = TEAMS * STAGES * 2 * KEY_ELEMENTS * 2;
     static constexpr int MERGE_STRIDE = D + 8;  // puts the float2 values of four rows into different banks
     static constexpr int MERGE_BYTES = TEAMS > 1 ? TEAMS * ROWS * (MERGE_STRIDE + 2) * 4 : 0;
-    static_assert(MERGE_BYTES <= PIPELINE_BYTES, "the merge buffers do not fit into the shared memory of the pipeline");
+    static_assert(MERGE_BYTES <= PIPELINE_BYTES, "the merge buffers do not fit in the shared memory of the pipeline");
     static_assert(WARPS == 1 || TEAMS == 1, "if there are several teams, each must have only one warp");
     static_assert(ROWS <= THREADS && STAGES >= 2);
 };
@@ -290,7 +290,8 @@ __device__ __forceinline__ void mask_scores(Scores<C>& scores, const RowInts<C>&
     }
 }
 
-// Raises the running maxima to the maxima of this key tile, and rescales the totals and weighted sums to match.
+// Raises each running maximum to the maximum of this key tile, if that is larger.
+// Rescales the totals and weighted sums to the new maxima.
 // Does nothing if no maximum of the warp grows by more than SLACK.
 // The maxima are base-2 exponents, and `factor` converts scores to base-2 exponents.
 template <typename C>
@@ -544,9 +545,8 @@ __device__ __forceinline__ void attention(const T* q, const T* k, const T* v, co
     pdl_wait();
     pdl_launch_dependents();
     if constexpr (!C::QUERIES_IN_REGISTERS) load_queries_to_shared<T, C>(q, query_tile, rows);
-    // With two stages, the first wait of the main loop waits for all copies, and so also for the queries.
-    // With more stages, it does not. Teams do not synchronize in the main loop.
-    // In both of these cases, wait for the queries here.
+    // With several teams or more than two stages, wait for the queries here.
+    // With one team and two stages, the first wait of the main loop waits for all copies, including the queries.
     if constexpr (!C::QUERIES_IN_REGISTERS && (C::TEAMS > 1 || C::STAGES > 2)) {
         wait_for_copies<0>();
         __syncthreads();

@@ -34,7 +34,7 @@ pub struct FlashAttention {
     tile_name: &'static str,
     kernel: String,
     launch_shape: LaunchShape,
-    /// The minimum number of key tiles per split.
+    /// The minimum number of key tiles per split. The last split of a row tile can have fewer.
     min_tiles: usize,
     shape: AttentionShape,
     dtype: DType,
@@ -60,7 +60,7 @@ pub struct FlashTensors<'t> {
     pub q: &'t Tensor,
     /// The keys and values in the dtype of `q`.
     pub layer: CachedLayer<'t>,
-    /// The attention sinks, one logit per head: f32 `[heads]`.
+    /// The attention sinks, one logit per head: f32 `[heads]`. `None` for attention without sinks.
     pub sinks: Option<&'t Tensor>,
     /// The position of each query: u32 `[tokens]`. The positions of a sequence are consecutive.
     pub positions: &'t Tensor,
@@ -106,7 +106,10 @@ impl FlashAttention {
         let shape = AttentionShape::of_tensors(q, layer, None)?;
         let (group, sequences) = (shape.heads / shape.kv_heads, shape.tokens / tokens.max(1));
         if tokens == 0 || sequences * tokens != shape.tokens {
-            bail!("flash_attention: cannot divide {} tokens into sequences of {tokens} tokens", shape.tokens);
+            bail!(
+                "cannot compute attention: {} tokens are not a multiple of {tokens} tokens per sequence",
+                shape.tokens
+            );
         }
         let rows = tokens * group;
         let few_tiles = sequences * rows.div_ceil(FLASH_FEW_ROWS);
@@ -119,6 +122,7 @@ impl FlashAttention {
     ///
     /// If the sequences have different numbers of tokens, there are up to two launches.
     /// One launch computes sequences with few tokens, as in decoding. The other computes sequences with many tokens.
+    /// With [`SumOrder::Fixed`], there is one launch. Fails in this case unless each sequence has exactly one token.
     pub fn for_pass(
         device: &CudaDevice,
         q: &Tensor,
@@ -149,8 +153,8 @@ impl FlashAttention {
         Ok(launches)
     }
 
-    /// Chooses the kernel for sequences of one token each.
-    /// The result for a sequence does not depend on the number of sequences.
+    /// Chooses the kernel for sequences of one token each. Fails if a sequence has more tokens.
+    /// The attention output of a sequence does not depend on the number of sequences.
     fn with_fixed_order(
         device: &CudaDevice,
         q: &Tensor,
@@ -160,7 +164,7 @@ impl FlashAttention {
     ) -> Result<Self> {
         let shape = AttentionShape::of_tensors(q, layer, None)?;
         if queries.uniform_tokens() != Some(1) {
-            bail!("flash_attention: a fixed summation order requires one token per sequence");
+            bail!("cannot compute attention: a fixed summation order requires one token per sequence");
         }
         let tile = TileKernel::few(device, q)?;
         let row_tiles = shape.tokens * (shape.heads / shape.kv_heads).div_ceil(tile.rows);
@@ -179,8 +183,8 @@ impl FlashAttention {
     ) -> Result<Self> {
         // If there are too few row tiles to fill the GPU, split the keys of each row tile across thread blocks.
         // `TileKernel::choose` selects 128-row tiles only if they fill the GPU.
-        // In a large batch, sequences can have very different numbers of keys. Splits balance them,
-        // so there are up to twice as many thread blocks as fit on the GPU at the same time.
+        // In a large batch, sequences can have very different numbers of keys.
+        // To balance the work, splits create up to twice as many thread blocks as fit on the GPU at the same time.
         let blocks_per_multiprocessor = match tile.kind {
             TileKind::Few => 1,
             TileKind::Batch => 2 * tile.blocks_per_multiprocessor(max_shared_bytes(device)?),
@@ -228,9 +232,8 @@ impl FlashAttention {
     /// The caller guarantees that the block tables cover all positions and contain only blocks of the cache.
     ///
     /// An [`overlapping`](Launch::overlapping) launch starts to read while the previous kernel is still running.
-    /// During this overlap, the launch reads the sinks, the positions, the tables, the list of row tiles, and the keys
-    /// and values of earlier steps.
-    /// The caller guarantees that all data read early was written before the previous kernel started.
+    /// It then reads the sinks, positions, tables, list of row tiles, and earlier steps' keys and values.
+    /// The caller guarantees that all of this data was written before the previous kernel started.
     pub fn launch(&self, tensors: &FlashTensors) -> Result<Launch> {
         self.check(tensors)?;
         let AttentionShape { heads, kv_heads, .. } = self.shape;
@@ -269,7 +272,8 @@ impl FlashAttention {
         if shape != self.shape || out.dims() != q.dims() || !has_dtype {
             let (q_dtype, out_dtype, out) = (q.dtype(), out.dtype(), out.dims());
             bail!(
-                "flash_attention: expected {:?}, got {shape:?} with q {q_dtype:?} and out {out:?} {out_dtype:?}",
+                "cannot compute attention: expected {:?}, got {shape:?} with q {q_dtype:?} \
+                 and out {out:?} {out_dtype:?}",
                 self.shape
             );
         }
@@ -280,11 +284,14 @@ impl FlashAttention {
         };
         if !is_u32 || positions.elem_count() < shape.tokens || tables.dims2()?.0 < sequences {
             let (positions, tables) = (positions.shape(), tables.shape());
-            bail!("flash_attention: positions {positions:?} and tables {tables:?} must be U32 and match {shape:?}");
+            bail!(
+                "cannot compute attention: positions {positions:?} and tables {tables:?} must be U32 \
+                 and match {shape:?}"
+            );
         }
         let is_scratch = |tensor: &Tensor, dtype, count| tensor.dtype() == dtype && tensor.elem_count() >= count;
         if !is_scratch(partials, DType::F32, self.partials) || !is_scratch(arrivals, DType::U32, self.arrivals) {
-            bail!("flash_attention: `partials` or `arrivals` is too small or has the wrong dtype");
+            bail!("cannot compute attention: `partials` or `arrivals` is too small or has the wrong dtype");
         }
         Ok(())
     }
@@ -295,12 +302,12 @@ fn has_small_window(mask: AttentionMask) -> bool {
     mask.window.is_some_and(|window| window <= MAX_UNSPLIT_WINDOW)
 }
 
-/// Returns 1 if the sliding window is small, otherwise `wanted`, but at least 1 and at most [`MAX_SPLITS`].
+/// Returns 1 if the sliding window is small, otherwise `wanted`, limited to the range from 1 to [`MAX_SPLITS`].
 fn splits(mask: AttentionMask, wanted: usize) -> usize {
     if has_small_window(mask) { 1 } else { wanted.clamp(1, MAX_SPLITS) }
 }
 
-/// The row tile that one thread block computes. Must match `TileShape` in `flash_attention.cu`.
+/// A kernel, and the row tile that each of its thread blocks computes. Must match `TileShape` in `flash_attention.cu`.
 struct TileKernel {
     kind: TileKind,
     /// The part of the kernel's name that identifies the tile.
@@ -312,7 +319,7 @@ struct TileKernel {
     shared_bytes: usize,
 }
 
-/// What a [`TileKernel`] is for.
+/// The queries for which a [`TileKernel`] is meant.
 #[derive(Clone, Copy, PartialEq)]
 enum TileKind {
     /// Few rows per sequence, in a small batch.
@@ -355,7 +362,7 @@ impl TileKernel {
             let fitting = |tile: &Self| tile.blocks_per_multiprocessor(max_shared_bytes) * multiprocessors;
             let batch: Vec<Self> = tiles.filter(|tile| tile.kind == TileKind::Batch).collect();
             let chosen = if has_small_window(mask) {
-                // With few keys, starting takes much of the time, so all thread blocks should start together.
+                // With few keys, a thread block takes much of its time to start, so all blocks should start together.
                 batch.iter().position(|tile| few_blocks <= fitting(tile)).unwrap_or(batch.len().saturating_sub(1))
             } else {
                 // Thread blocks with many teams finish sequences with many keys sooner.
@@ -372,18 +379,19 @@ impl TileKernel {
         };
         match tile {
             Some(tile) => Ok(tile),
-            None => bail!("flash_attention: head size {head_dim} needs more shared memory than the GPU has"),
+            None => bail!("cannot compute attention: this GPU has too little shared memory for head size {head_dim}"),
         }
     }
 
     /// Returns a 16-row tile for a fixed summation order. The choice depends only on the GPU and the head size.
-    /// If the tile for small batches does not fit, it is the first tile for large batches that fits.
+    /// If the GPU has enough shared memory, the tile is the one for small batches.
+    /// Otherwise, the tile is the first one for large batches that fits.
     fn few(device: &CudaDevice, q: &Tensor) -> Result<Self> {
         let (_, _, head_dim) = q.dims3()?;
         let max_shared_bytes = max_shared_bytes(device)?;
         match Self::for_head_dim(head_dim).into_iter().find(|tile| tile.shared_bytes <= max_shared_bytes) {
             Some(tile) if tile.rows == FLASH_FEW_ROWS => Ok(Self { kind: TileKind::Few, ..tile }),
-            _ => bail!("flash_attention: head size {head_dim} needs more shared memory than the GPU has"),
+            _ => bail!("cannot compute attention: this GPU has too little shared memory for head size {head_dim}"),
         }
     }
 
@@ -411,7 +419,7 @@ impl TileKernel {
         ]
     }
 
-    /// Returns the minimum number of keys per split.
+    /// Returns the minimum number of keys per split, except the last split of a row tile.
     /// With fewer keys, combining the results of the splits takes longer than the splits save.
     fn min_split_keys(&self) -> usize {
         match self.kind {
@@ -421,10 +429,11 @@ impl TileKernel {
         }
     }
 
-    /// Returns the number of thread blocks that fit on a multiprocessor, on which a block can use `max_shared_bytes`.
+    /// Returns the number of thread blocks whose shared memory fits on a multiprocessor.
+    /// `max_shared_bytes` is the maximum for one thread block.
     fn blocks_per_multiprocessor(&self, max_shared_bytes: usize) -> usize {
         // Each block needs RESERVED more bytes, and the maximum per block is RESERVED less than a multiprocessor has.
-        // STATIC is the size of the variables in shared memory.
+        // All callers pass 16-row kernels. The static shared memory of these kernels takes at most STATIC bytes.
         const RESERVED: usize = 1024;
         const STATIC: usize = 128;
         (max_shared_bytes + RESERVED) / (self.shared_bytes + STATIC + RESERVED)

@@ -16,7 +16,7 @@ pub struct AttentionInputs<'t> {
     pub queries: &'t Queries,
     /// The block tables of the sequences in `queries`, and the slots of their new tokens.
     pub blocks: &'t PassBlocks,
-    /// The attention sinks, one logit per head: f32 `[heads]`.
+    /// The attention sinks, one logit per head: f32 `[heads]`. `None` for attention without sinks.
     pub sinks: Option<&'t Tensor>,
     pub mask: AttentionMask,
     pub sum_order: SumOrder,

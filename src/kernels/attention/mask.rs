@@ -8,7 +8,7 @@ pub struct AttentionMask {
     pub window: Option<usize>,
     /// The factor applied to q·k, usually 1/sqrt(head_dim).
     pub scale: f32,
-    /// The soft cap: a score s becomes cap · tanh(s / cap) before the softmax (Gemma 2).
+    /// The soft cap: a score s becomes cap · tanh(s / cap) before the softmax (Gemma 2). `None` means no soft cap.
     pub softcap: Option<f32>,
 }
 

@@ -1,4 +1,4 @@
-//! Causal grouped-query attention over a KV cache. The sliding window, the sinks and the soft cap are optional.
+//! Causal grouped-query attention over a KV cache. A sliding window, sinks and a soft cap are optional.
 //!
 //! A sink is a learned logit per head that takes part in the softmax but has no value vector.
 //! The reference for sinks is `sdpa` in `gpt_oss/torch/model.py` of openai/gpt-oss.
@@ -32,7 +32,8 @@ pub use shape::AttentionShape;
 
 /// Computes attention over the cached keys and values. Returns the output in the shape and dtype of q.
 ///
-/// Fails if `backend` does not support the inputs. On a CPU, `Auto` and `Eager` run [`reference()`].
+/// Fails if the inputs do not match each other, or if `backend` does not support them.
+/// On a CPU, `Auto` and `Eager` run [`reference()`].
 pub fn attention(inputs: AttentionInputs, backend: AttentionBackend) -> Result<Tensor> {
     let AttentionInputs { q, layer, queries, blocks, sinks, mask, .. } = inputs;
     let shape = AttentionShape::of_inputs(inputs)?;

@@ -12,7 +12,7 @@ pub use crate::kernels::constants::BLOCK_TOKENS;
 /// The cached keys and values of one layer, for all sequences.
 #[derive(Clone, Copy)]
 pub struct CachedLayer<'t> {
-    /// The keys: `[rows, kv_heads, head_dim]`. Block b is the `BLOCK_TOKENS` rows that start at row `b * BLOCK_TOKENS`.
+    /// The keys: `[rows, kv_heads, head_dim]`. Block b starts at row `b * BLOCK_TOKENS`.
     pub k: &'t Tensor,
     /// The values: `[rows, kv_heads, head_dim]`, in the same order as the keys.
     pub v: &'t Tensor,
@@ -29,8 +29,8 @@ pub struct QuerySpan {
 }
 
 impl QuerySpan {
-    /// Returns whether the 16-row kernels should compute this span: it has at most two tiles of 16 rows per KV head.
-    /// A token has `group` rows per KV head.
+    /// Returns whether the span has at most two tiles of 16 rows per KV head, so that the 16-row kernels suit the span.
+    /// `group` is the number of query heads per KV head. Each query head of a token is one row.
     #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
     pub(super) fn is_few(&self, group: usize) -> bool {
         self.tokens * group <= 2 * FLASH_FEW_ROWS
@@ -123,7 +123,7 @@ impl Queries {
     ///
     /// The result is u32 `[tiles, 4]`, with four values for each tile:
     /// - the index of the sequence, and the index of the tile in the sequence
-    /// - the index in q of the sequence's first token, and the number of the sequence's tokens
+    /// - the index in q of the sequence's first new token, and the number of the sequence's new tokens
     ///
     /// A tile has up to `rows_per_tile` rows. A row is one query head of one token.
     /// `group` is the number of query heads per KV head.
@@ -149,7 +149,7 @@ impl Queries {
         Ok(tiles)
     }
 
-    /// Returns at least `count` u32 counters, all zero. A kernel that changes a counter must reset it before it ends.
+    /// Returns at least `count` u32 counters, all zero. A kernel that changes a counter must reset the counter to zero.
     #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
     pub(super) fn counters(&self, count: usize) -> Result<Tensor> {
         let mut counters = self.counters.borrow_mut();
@@ -171,7 +171,10 @@ impl Queries {
             || blocks.slots.dims() != [self.tokens()]
         {
             let (tables, slots) = (blocks.tables.dims(), blocks.slots.dims());
-            bail!("attention: block tables {tables:?} and slots {slots:?} must be U32 and match {:?}", self.spans);
+            bail!(
+                "cannot compute attention: block tables {tables:?} and slots {slots:?} must be U32 and match {:?}",
+                self.spans
+            );
         }
         Ok(())
     }
@@ -187,14 +190,14 @@ impl PassBlocks {
         let used: Vec<usize> = ends.map(|end| end.div_ceil(BLOCK_TOKENS)).collect();
         let are_long_enough = tables.len() == used.len() && tables.iter().zip(&used).all(|(t, &used)| t.len() >= used);
         if !are_long_enough {
-            bail!("attention: the block tables do not cover the sequences {:?}", queries.spans);
+            bail!("cannot compute attention: the block tables do not cover the sequences {:?}", queries.spans);
         }
         let columns = used.iter().copied().max().unwrap_or(0).max(1);
         let mut rows = Vec::with_capacity(columns * tables.len());
         let mut slots = Vec::with_capacity(queries.tokens());
         for ((table, &used), span) in tables.iter().zip(&used).zip(&queries.spans) {
             if let Some(block) = table[..used].iter().find(|&&block| block as usize >= blocks) {
-                bail!("attention: block {block} is not one of the {blocks} blocks of the KV cache");
+                bail!("cannot compute attention: block {block} is not one of the {blocks} blocks of the KV cache");
             }
             rows.extend_from_slice(&table[..used]);
             rows.resize(rows.len() + columns - used, 0);

@@ -22,7 +22,7 @@
 #include "headers/sum_parts.cuh"
 #include "headers/tensor_core.cuh"
 
-// Rotates the pair (a, b). All kernels of this file round in the same way, so they return the same bits.
+// Rotates the pair (a, b). All kernels of this file round in the same way, so the same inputs give the same bits.
 __device__ __forceinline__ float2 rotate(float a, float b, float cos, float sin) {
     return make_float2(fmaf(a, cos, -__fmul_rn(b, sin)), fmaf(b, cos, __fmul_rn(a, sin)));
 }

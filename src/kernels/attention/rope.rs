@@ -1,6 +1,6 @@
 //! Splits the output of the fused QKV projection into queries, keys and values, and applies RoPE.
 //!
-//! Before the rotation, adds the bias and applies the QK norms, if the model has them.
+//! Before the rotation, [`split_qkv`] adds the bias and applies the QK norms, if the model has them.
 //! RoPE (RoFormer, arXiv 2104.09864) uses the split-half layout of Hugging Face checkpoints.
 //!
 //! The cosine and sine tables and all arithmetic are f32, because bf16 is too imprecise for large positions.
@@ -51,7 +51,7 @@ pub struct QkNorm<'t> {
 /// The number of rotated elements is twice the number of columns in `cos`.
 ///
 /// - qkv: f32 `[parts, tokens, (heads + 2 * kv_heads) * head_dim]`, at most `MAX_PRODUCT_PARTS` parts.
-///   The sum over the parts is the output.
+///   The output of the projection is the sum over the parts.
 /// - bias: f32 `[(heads + 2 * kv_heads) * head_dim]`
 /// - slots: u32 `[tokens]`, the row of the cache for each token. The caller guarantees that the cache has these rows.
 ///
@@ -122,11 +122,14 @@ fn check_inputs(
         || bias.is_some_and(|bias| bias.dims() != [width])
     {
         let bias = bias.map(Tensor::dims);
-        bail!("split_qkv: shapes do not match: qkv {:?}, bias {bias:?}, {sizes:?}", qkv.dims());
+        bail!("cannot compute split_qkv: shapes do not match: qkv {:?}, bias {bias:?}, {sizes:?}", qkv.dims());
     }
     if cos.dims() != sin.dims() || 2 * half > head_dim || positions.dims() != [tokens] {
         let (cos, sin, positions) = (cos.dims(), sin.dims(), positions.dims());
-        bail!("split_qkv: shapes do not match: cos {cos:?}, sin {sin:?}, positions {positions:?}, head_dim {head_dim}");
+        bail!(
+            "cannot compute split_qkv: shapes do not match: cos {cos:?}, sin {sin:?}, positions {positions:?}, \
+             head_dim {head_dim}"
+        );
     }
     let CachedLayer { k: k_rows, v: v_rows } = layer;
     let (rows, dtype) = (k_rows.dim(0)?, k_rows.dtype());
@@ -134,17 +137,18 @@ fn check_inputs(
     if !has_rows || v_rows.dtype() != dtype || slots.dims() != [tokens] || slots.dtype() != DType::U32 {
         let (k, v, slots) = (k_rows.dims(), v_rows.dims(), slots.dims());
         bail!(
-            "split_qkv: k {k:?}, v {v:?} or slots {slots:?} has the wrong shape or dtype for {sizes:?}, {tokens} tokens"
+            "cannot compute split_qkv: k {k:?}, v {v:?} or slots {slots:?} has the wrong shape or dtype for {sizes:?}, \
+             {tokens} tokens"
         );
     }
     let (q_norm, k_norm) = (norms.map(|norms| norms.q), norms.map(|norms| norms.k));
     if let Some(norm) = [q_norm, k_norm].into_iter().flatten().find(|norm| norm.dims() != [head_dim]) {
-        bail!("split_qkv: a QK norm weight has shape {:?}, expected [{head_dim}]", norm.dims());
+        bail!("cannot compute split_qkv: a QK norm weight has shape {:?}, expected [{head_dim}]", norm.dims());
     }
     let tensors = [Some(qkv), bias, q_norm, k_norm, Some(cos), Some(sin)];
     let all_f32 = tensors.into_iter().flatten().all(|tensor| tensor.dtype() == DType::F32);
     if !all_f32 || positions.dtype() != DType::U32 {
-        bail!("split_qkv: positions must be U32; qkv, bias, norms, cos and sin must be F32");
+        bail!("cannot compute split_qkv: positions must be U32; qkv, bias, norms, cos and sin must be F32");
     }
     Ok(())
 }
@@ -164,7 +168,7 @@ fn scatter_rows(to: &Tensor, from: &Tensor, slots: &[u32]) -> Result<()> {
 /// Returns x with the heads of q and k normalized and rotated. The heads of v are unchanged.
 ///
 /// - x: `[tokens, (heads + 2 * kv_heads) * head_dim]`
-/// - norms: the weights of the q norm and the k norm, and eps
+/// - norms: the weights of the q norm and the k norm, each `[head_dim]`, and eps
 /// - cos, sin: `[positions, rotated / 2]`
 pub fn reference(
     x: &[f32],
@@ -245,7 +249,7 @@ mod on_gpu {
         for tensor in [Some(qkv), bias, Some(cos), Some(sin)].into_iter().flatten() {
             is_wide &= address(tensor)?.is_multiple_of(16);
         }
-        // `split_qkv` does not add up parts. Only products of few tokens have several parts.
+        // The kernel `split_qkv` does not add up parts. Only products of few tokens have several parts.
         let has_few_tokens = tokens <= ROPE_FEW_TOKENS || parts > 1;
         let (name, heads_per_warp) = match is_wide {
             true if parts > 1 => ("split_qkv_wide_parts", ROPE_WIDE_HEADS * 256 / head_dim),

@@ -21,7 +21,11 @@ impl AttentionShape {
         let AttentionInputs { q, layer, queries, blocks, sinks, .. } = inputs;
         let shape = Self::of_tensors(q, layer, sinks)?;
         if queries.tokens() != shape.tokens {
-            bail!("attention: q has {} tokens, but the queries of the pass have {}", shape.tokens, queries.tokens());
+            bail!(
+                "cannot compute attention: q has {} tokens, but the queries of the pass have {}",
+                shape.tokens,
+                queries.tokens()
+            );
         }
         queries.check(blocks)?;
         Ok(shape)
@@ -43,20 +47,22 @@ impl AttentionShape {
             || head_dim > EAGER_MAX_HEAD_DIM
         {
             bail!(
-                "attention: unsupported shapes: q {:?}, k {:?}, v {:?} (the maximum head_dim is {EAGER_MAX_HEAD_DIM}, \
-                 and a block has {BLOCK_TOKENS} rows)",
+                "cannot compute attention: unsupported shapes: q {:?}, k {:?}, v {:?} \
+                 (the maximum head_dim is {EAGER_MAX_HEAD_DIM}, and a block has {BLOCK_TOKENS} rows)",
                 q.dims(),
                 k.dims(),
                 v.dims()
             );
         }
         if k.dtype() != q.dtype() || v.dtype() != q.dtype() {
-            bail!("attention: dtypes do not match: q {:?}, k {:?}, v {:?}", q.dtype(), k.dtype(), v.dtype());
+            let (q, k, v) = (q.dtype(), k.dtype(), v.dtype());
+            bail!("cannot compute attention: dtypes do not match: q {q:?}, k {k:?}, v {v:?}");
         }
         if let Some(sinks) = sinks
             && (sinks.dims() != [heads] || sinks.dtype() != DType::F32)
         {
-            bail!("attention: sinks are {:?} {:?}, expected F32 [{heads}]", sinks.dtype(), sinks.dims());
+            let (dtype, dims) = (sinks.dtype(), sinks.dims());
+            bail!("cannot compute attention: sinks are {dtype:?} {dims:?}, expected F32 [{heads}]");
         }
         Ok(Self { tokens, heads, kv_heads, head_dim })
     }

@@ -35,7 +35,7 @@ template <typename T> __device__ __forceinline__ float dot8(uint4 w, float4 a, f
 struct DenseInput {
     float4* planes;
     int segments;
-    // Returns the elements 4 * index to 4 * index + 3.
+    // Returns the elements 4 · index to 4 · index + 3 of the input vector.
     __device__ __forceinline__ float4& quad(int index) const { return planes[(index & 1) * segments + (index >> 1)]; }
 };
 

@@ -13,7 +13,7 @@ use crate::kernels::matrix::Matrix;
 pub struct Projection<'t> {
     /// The weight matrix: `[intermediate, hidden]`.
     pub weight: &'t Matrix,
-    /// The bias: f32 `[intermediate]`.
+    /// The bias: f32 `[intermediate]`. `None` if the projection has no bias.
     pub bias: Option<&'t Tensor>,
 }
 

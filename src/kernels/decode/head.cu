@@ -1,5 +1,6 @@
 // The end of a decode step: computes the logits, chooses the most likely token and loads its embedding.
-// sample.cu replaces decode_greedy if the next token is sampled, and in models on several GPUs.
+// sample.cu replaces decode_greedy if the next token is sampled, in models on several GPUs, and for the first token
+// after the graph has started from the logits of a prefill.
 #include "decode/dense_matvec.cuh"
 #include "decode/quantized_matvec.cuh"
 #include "headers/pdl.cuh"

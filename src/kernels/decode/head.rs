@@ -66,7 +66,7 @@ pub fn add_head(
     }
 }
 
-/// Returns the launch shape of the head kernel. Each unit is two rows of the weight.
+/// Returns the launch shape of the head kernel, for which a unit of work is two rows of the weight.
 fn head_shape(buffers: &StepBuffers, weight: &Matrix) -> LaunchShape {
     matvec_shape(buffers, weight.dims().0.div_ceil(2), weight)
 }

@@ -16,7 +16,7 @@ use crate::kernels::quantized::{GROUP_COLUMNS, quantized_ops};
 /// The number of columns must be a multiple of 8, and all input vectors must fit in shared memory.
 /// The weight must not be [`Matrix::Concatenated`]. Dtypes are not checked here.
 pub fn has_decode_kernel(device: &CudaDevice, weight: &Matrix, inputs: usize) -> Result<bool> {
-    // 1 KiB is reserved for static shared memory, which is enough for every decode kernel.
+    // 1 KiB is reserved for static shared memory, which is enough for every decode kernel that multiplies a `Matrix`.
     let fits = weight.dims().1.is_multiple_of(8) && input_bytes(weight, inputs) + 1024 <= max_shared_bytes(device)?;
     Ok(fits && !matches!(weight, Matrix::Concatenated(_)))
 }

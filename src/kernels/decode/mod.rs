@@ -1,17 +1,16 @@
 //! The fused CUDA kernels of the decode graph. A step computes one token of one sequence in static buffers.
 //!
 //! Each `add_*` function checks shapes and dtypes, and adds one or more launches to a `LaunchList`.
-//! The `LaunchList` is captured as a CUDA graph, which replays each launch with the same arguments.
-//! The position, the token and the router logits change in every step, so kernels read them from device memory.
-//! A step uses each weight at most once, so memory bandwidth limits the speed of these kernels.
+//! Launch lists are captured as a CUDA graph, which replays each launch with the same arguments.
+//! Values that change from step to step, such as the position and the token, are therefore in device memory.
+//! A step multiplies each weight by at most one vector, so memory bandwidth limits the speed of these kernels.
 //!
 //! On Hopper and later GPUs, launches overlap (programmatic dependent launch).
-//! Most kernels with weights load their first weights while the previous kernel is still running, and then wait for
-//! their input.
+//! Most kernels with weights load their first weights while the previous kernel runs, and then wait for their input.
 //! The gate and up projections of routed experts wait before they load weights, because the router chooses the experts.
 //!
 //! Two buffers of [`StepBuffers`] carry data from one step to the next:
-//! - `x`: the residual stream, f32 `[hidden]`
+//! - `x`: the residual stream, f32 `[hidden]`; between steps, the embedding of the next input token
 //! - `state`: u32 `[4]`, the current position, the current token, the number of finished steps and an unused word
 //!
 //! In the CUDA files, `T` is bf16 or f16: the dtype of q, k, v, h and dense projection weights.
@@ -33,7 +32,9 @@ pub use buffers::{RmsNormParams, StepBuffers};
 pub use gate_up::{Projection, add_gate_up};
 pub use head::{Embedding, add_greedy_sampling, add_head};
 pub use matvec::has_decode_kernel;
-pub use mxfp4_experts::{ExpertBuffers, MAX_CHOSEN_MXFP4, MAX_EXPERT_COLUMNS, add_mxfp4_down, add_mxfp4_gate_up};
+pub use mxfp4_experts::{
+    ExpertBuffers, MAX_CHOSEN_MXFP4, MAX_MXFP4_INTERMEDIATE_SIZE, add_mxfp4_down, add_mxfp4_gate_up,
+};
 pub use qkv::{QkNormBuffers, QkvProjection, add_qkv};
 pub use residual::{PostNorm, add_residual};
 pub use routed_experts::{add_routed_down, add_routed_gate_up};

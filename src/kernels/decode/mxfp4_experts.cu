@@ -14,14 +14,15 @@
 //   blocks: [experts][rows / 16][columns / 64][lane][16 bytes]
 //   scales: [experts][rows / 16][columns / 64][g][4 bytes]
 // The 16 bytes of a lane are its fragments of A for four mma.m16n8k16 instructions.
-// With g = lane / 4, the fragments hold 16 of the tile's 64 columns (two MXFP4 blocks) in each of rows g and g + 8.
+// With g = lane / 4, the fragments hold 16 of the tile's 64 columns in each of rows g and g + 8.
+// The 64 columns of a row are two MXFP4 blocks.
 struct Mxfp4Tiles {
     const uint8_t *blocks, *scales;
     int groups;  // the number of 64-column groups in a row
 };
 
 // Multiplies 16 rows × 32 columns of weights by x. Each unpacked weight is its E2M1 value times 2^-126 (e2m1.cuh).
-// Even columns of B hold the upper part of x, and odd columns hold the lower part (see split_x).
+// In the MMA operand B, even columns hold the upper part of x, and odd columns hold the lower part (see split_x).
 // The results for row g are c[0] (upper) and c[1] (lower); for row g + 8, they are c[2] and c[3].
 // An MMA always computes eight columns, so computing each part of x four times costs nothing extra.
 __device__ __forceinline__ void block_product(uint32_t low, uint32_t high, uint4 x, float (&c)[4]) {

@@ -15,7 +15,7 @@ pub use crate::kernels::constants::DECODE_DOWN_MAX_CHOSEN as MAX_CHOSEN_MXFP4;
 /// The maximum intermediate size that the decode kernels for MXFP4 weights support.
 ///
 /// With this size, the inputs of [`MAX_CHOSEN_MXFP4`] down projections take 192 KiB of shared memory.
-pub const MAX_EXPERT_COLUMNS: usize = 12 << 10;
+pub const MAX_MXFP4_INTERMEDIATE_SIZE: usize = 12 << 10;
 
 /// The buffers for intermediate results of a layer with MXFP4 experts.
 pub struct ExpertBuffers {
@@ -79,7 +79,7 @@ pub fn add_mxfp4_gate_up(
 }
 
 /// Adds a launch that computes `partial += Σ routing weight · (down(h) + bias)` over the chosen experts.
-/// With several ranks, adds a second launch, which writes the sum over all ranks to `x`.
+/// If several ranks run the layer together, adds a second launch, which writes the sum over these ranks to `x`.
 ///
 /// `weights` are `[experts, hidden, intermediate]` in plain tiles. `bias` is f32 `[experts, hidden]`.
 pub fn add_mxfp4_down(

@@ -10,7 +10,7 @@
 //   k, v: the KV cache; see attention/paged.cuh
 //   table: u32 [blocks], the block table of the sequence
 //   raw: f32 [heads + kv_heads, head_dim] or null
-//     If the model has QK norms, `raw` receives the queries and keys before RoPE, as the input of decode_qk_norm.
+//     If the model has QK norms, `raw` receives the queries and keys before these norms and RoPE, for decode_qk_norm.
 //   grid: at most one block per multiprocessor
 //   block: at most 24 warps, or 16 with quantized weights
 //   bytes moved: the weight

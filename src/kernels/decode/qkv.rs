@@ -12,7 +12,7 @@ use crate::kernels::matrix::Matrix;
 pub struct QkvProjection<'t> {
     /// The fused weight: `[(heads + 2 * kv_heads) * head_dim, hidden]`.
     pub weight: &'t Matrix,
-    /// The fused bias: f32 `[(heads + 2 * kv_heads) * head_dim]`.
+    /// The fused bias: f32 `[(heads + 2 * kv_heads) * head_dim]`. `None` if the projections have no bias.
     pub bias: Option<&'t Tensor>,
     /// The cosine table: f32 `[positions, rotated / 2]`. RoPE rotates the first `rotated` elements of each head.
     pub cos: &'t Tensor,
@@ -40,8 +40,8 @@ pub struct QkNormBuffers<'t> {
     pub scratch: &'t Tensor,
 }
 
-/// Adds a launch that computes a layer's norm, QKV projection, bias and RoPE.
-/// With QK norms, adds a second launch, which applies the QK norms and then RoPE.
+/// Adds a launch that applies a layer's norm, the QKV projection and its bias to `x`, and then RoPE to q and k.
+/// With QK norms, the first launch does not apply RoPE. A second launch applies the QK norms and then RoPE.
 ///
 /// The launches write q to `projection.q`, and k and v to the KV cache.
 /// `cos`, `sin` and `table` must cover every position at which the launches run.

@@ -17,9 +17,9 @@ pub struct PostNorm<'t> {
 }
 
 /// Adds a launch that computes `partial += W·y + bias`.
-/// With several ranks, adds a second launch, which writes the sum over all ranks to `x`.
-/// With a `post_norm`, the launches compute `x += norm(s)` instead, where `s` is the sum of `W·y` over all ranks,
-/// plus the bias.
+/// If several ranks run the layer together, adds a second launch, which writes the sum over these ranks to `x`.
+/// With a `post_norm`, the launches compute `x += norm(s)` instead.
+/// `s` is the sum of `W·y` over the ranks that run the layer, plus the bias.
 ///
 /// `weight` is `[hidden, columns]`, `y` is bf16 or f16 `[columns]`, and `bias` is f32 `[hidden]`.
 pub fn add_residual(
@@ -32,7 +32,7 @@ pub fn add_residual(
 ) -> Result<()> {
     let (rows, columns) = (buffers.x.dims1()?, y.elem_count());
     check_weight(weight, rows, columns, y.dtype())?;
-    // The sum over all ranks must contain the bias only once.
+    // The sum over the ranks must contain the bias only once.
     let bias = bias.filter(|_| buffers.layer_world.is_first());
     if let Some(bias) = bias {
         check_f32("the bias", bias, rows)?;

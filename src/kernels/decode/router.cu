@@ -1,5 +1,5 @@
 // Computes the router logits of one token from norm(x), the RMSNorm of x with the weight `norm`.
-// For MXFP4 experts, also writes norm(x) in f16, the input of the experts.
+// For MXFP4 experts, also writes norm(x), scaled to fit in f16, as the input of the experts.
 //
 //   x, norm: f32 [columns]
 //   weight: f32 [experts, columns]

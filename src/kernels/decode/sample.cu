@@ -27,7 +27,7 @@
 //   scratch: zeros before and after each launch, except for block_masses
 //   grid: ceil(vocab / 1024), but at most one block per multiprocessor; block: 1024
 //   bytes moved: 4 · vocab, or 8 · vocab with penalties
-// A launch has 2 grid-wide barriers, and 4 more each with top-k and with top-p.
+// A launch has 2 grid-wide barriers. Top-k and top-p each add 4 barriers.
 #include "sampling/sampling.cuh"
 #include "headers/pdl.cuh"
 
@@ -75,8 +75,8 @@ __device__ void grid_barrier(Scratch* scratch, uint32_t& expected) {
 
 // Returns the largest sort key k (see sort_key) for which all tokens with keys >= k together reach the target.
 // Ignores tokens with keys below `floor`.
-// If BY_MASS is true, the target is a probability mass: `share` times the total mass. `target` is then ignored.
-// If BY_MASS is false, the target is a number of tokens, `target`. `share` is then ignored.
+// With BY_MASS, the target is a probability mass, `share` times the total mass, and the argument `target` is ignored.
+// Without BY_MASS, the target is a number of tokens, the argument `target`, and `share` is ignored.
 // Each of the four rounds determines eight bits of the sort key, from the highest bits to the lowest.
 template <bool BY_MASS>
 __device__ uint32_t threshold(const uint32_t (&keys)[SAMPLE_IDS_PER_THREAD],
@@ -142,7 +142,8 @@ __device__ __forceinline__ uint32_t grid_max(uint32_t top, Scratch* scratch, uin
     return __ldcg(&scratch->top);
 }
 
-// Computes the probability masses of this thread's tokens. The mass is 0 if top-k, top-p or min-p excludes the token.
+// Computes the probability masses of this thread's tokens.
+// The mass is 0 if top-k, top-p or min-p excludes the token, or if sampling is greedy and another logit is larger.
 // Returns the sum of this thread's masses.
 __device__ __forceinline__ unsigned long long probability_masses(const float (&values)[SAMPLE_IDS_PER_THREAD],
                                                                  uint32_t (&keys)[SAMPLE_IDS_PER_THREAD],

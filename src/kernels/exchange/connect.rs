@@ -13,6 +13,7 @@ use super::sizes::{ExchangeTimes, LARGE_ELEMENTS, SMALL_ELEMENTS};
 use crate::world::{Exchange, World};
 
 /// Returns `world` with an exchange on the first of `paths` that works. If no path works, returns `world` unchanged.
+/// Fails if the world has ended.
 pub fn connect(world: World, device: &CudaDevice, paths: &[ExchangePath]) -> CandleResult<World> {
     for &path in paths {
         match connected(&world, device, path)? {

@@ -4,15 +4,15 @@
 // A mailbox has EXCHANGE_SLOTS slots, and each slot has one region per sending rank.
 // A rank writes its values to its region in the mailbox of every other rank.
 // The rank then waits until the values of all other ranks have arrived in its own mailbox.
-// The exchange needs no flags, as in the Lamport kernels of TensorRT-LLM:
-// a word that has not yet arrived is EMPTY, the bits of a NaN. Before sending, a rank replaces EMPTY with another NaN.
+// The exchange needs no flags, as in the Lamport kernels of TensorRT-LLM.
+// A word that has not yet arrived is EMPTY, the bits of a NaN. Before sending, a rank replaces EMPTY with another NaN.
 //
 // Operation k uses slot k mod EXCHANGE_SLOTS.
 // During operation k, a rank also empties the slot of operation k - 1 in its own mailbox.
 // Another rank writes to the emptied slot only after it has received this rank's values of operation k + 1.
 // This rank sends its values of operation k + 1 only after operation k has ended, when the slot is already empty.
-// In exchange_add_norm and exchange_sum_shares_bf16, two ranks without a share send nothing to each other.
-// Each of them still waits for the other, because both wait for a rank with a share, which waits for all ranks.
+// In exchange_add_norm and exchange_sum_shares_bf16, two ranks with empty shares send nothing to each other.
+// Both still wait for a rank with a share, which waits for all ranks. So each of the two also waits for the other.
 // In exchange_columns, no rank waits for a rank without columns.
 // Callers must therefore not run two exchange_columns operations in a row in which the same rank has no columns.
 #pragma once
@@ -189,7 +189,8 @@ struct Batch {
     }
 };
 
-// Divides the positions `first`, `first` + `step` and so on into batches. Calls `use(batch)` for each batch.
+// Divides the positions `first`, `first` + `step` and so on, all before `end`, into batches.
+// Calls `use(batch)` for each batch.
 template <typename Use> __device__ __forceinline__ void each_batch(int first, int step, int end, Use use) {
     for (int start = first; start < end; start += BATCH * step) use(Batch{start, step, end});
 }
@@ -240,7 +241,7 @@ struct Operation {
         for (int i = 4 * thread; i < previous; i += 4 * threads)
             for (int rank = 0; rank < m.ranks; ++rank)
                 if (rank != m.rank) Quad::store(own + (size_t)rank * m.region + i, Quad::empty());
-        // The stores of two GPUs reach host memory over different PCIe paths, so their order needs a fence.
+        // The stores of two GPUs reach host memory over different PCIe paths, so only a fence ensures their order.
         // The slot must be empty before this rank sends the values of the next operation.
         // Those values allow the other ranks to use the slot again.
         if (m.in_host_memory) __threadfence_system();
@@ -266,14 +267,15 @@ __device__ __forceinline__ void begin(const Mailboxes& m) {
 // Performs one exchange operation. Sends `words` words to each other rank.
 // Then calls `take(slot, waiting, first, step)`, which receives the words of the other ranks from `slot`.
 // `own_words(i)` returns the words to send from word i on: one word or four words, none of them EMPTY.
-// A thread sends and receives the words that start at `first`, `first` + `step`, and so on.
+// A thread sends and receives the word or the four words at `first`, at `first` + `step`, and so on.
 // `largest` is the largest number of words that this operation uses in a region.
 template <typename V, typename Own, typename Take>
 __device__ void exchange(Own own_words, const Mailboxes& m, int words, int largest, Take take) {
     begin(m);
     const int thread = blockIdx.x * blockDim.x + threadIdx.x, threads = gridDim.x * blockDim.x;
     const int first = thread * V::SIZE, step = threads * V::SIZE;
-    // Load latency dominates small operations, so the first words and the state are loaded at the same time.
+    // Small operations spend most of their time on load latency, so the first words and this rank's state are loaded at
+    // the same time.
     typename V::Word v[BATCH];
     const auto load = [&](const Batch& batch) { batch.each([&](int j, int i) { v[j] = own_words(i); }); };
     load({first, step, words});

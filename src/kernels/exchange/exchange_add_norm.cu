@@ -29,12 +29,12 @@ __device__ __forceinline__ void store_bf16(float* out, uint4 words) {
 // For the same number of elements, a rank sends as many bytes as in exchange_sum_shares_bf16.
 //
 // A block handles row i of each rank's share, for i = blockIdx.x, blockIdx.x + gridDim.x and so on, in three steps:
-//   1. It sends y of row i of each other rank's share to that rank.
-//   2. It receives y of row i of its own rank's share from the other ranks, computes `sum` and `normed` for this row,
+//   1. It sends row i of each other rank's share of y to that rank.
+//   2. It receives row i of its own rank's share of y from the other ranks, computes `sum` and `normed` for this row,
 //      and sends `normed` to the other ranks.
 //   3. It receives the rows of `normed` that the other ranks computed.
 // The block starts step 1 of a row before step 2 of its previous row, and before step 3 of the row before that one.
-// The values are then under way while the block works on other rows.
+// The values are then in transit while the block works on other rows.
 //
 //   x, sum: f32 [rows, columns], accessed only in the rows of this rank
 //   y: Y [rows, columns]
@@ -55,14 +55,14 @@ __device__ void exchange_add_norm(const float* x, const Y* y, const float* bias,
     // Returns the position at which a row of a rank's share starts in x, y, sum and normed, in pairs of elements.
     const auto start_of = [&](int rank, int row) { return (size_t)(m.first_item[rank] + row) * row_words; };
     // `share` (world/mod.rs) gives rank 0 the largest share.
-    // In each region, the first `addend_words` words are for the addends. The norms follow.
+    // In each region, the first `addend_words` words are for the addends. The normalized rows follow.
     const int addend_words = rows_of(0) * row_words;
     const Operation operation(m);
     const uint32_t* slot = operation.own_slot();
     Waiting waiting(m);
     // A row has up to HELD parts of 8 · EXCHANGE_ROW_THREADS columns. The last part may be shorter.
     // A thread handles 8 columns of each part, but none past the end of the row.
-    // `use(h, i)` receives the index h of a part, and the index i of this thread's first word of the part in the row.
+    // Calls `use(h, i)` for each part h. In the row, i is the index of this thread's first word of the part.
     // A word is two elements.
     constexpr int HELD = EXCHANGE_ROW_COLUMNS / (8 * EXCHANGE_ROW_THREADS);
     const auto each_part = [&](auto use) {
@@ -160,7 +160,7 @@ DEFINE_ADD_NORM(__nv_bfloat16, bf16, float, f32)
 DEFINE_ADD_NORM(__nv_bfloat16, bf16, __nv_bfloat16, bf16)
 
 // Like exchange_add_norm, but every rank computes all rows.
-// The ranks send y but no norms, which takes less time for few rows.
+// The ranks send y but no normalized rows, which takes less time for few rows.
 // The kernel rounds y to bf16 if ROUNDED is true, and `normed` only if T is bf16.
 //
 // A block handles the rows blockIdx.x, blockIdx.x + gridDim.x and so on. It sends y of a row to all other ranks before

@@ -1,9 +1,10 @@
 //! Updates of the residual stream (`exchange_add_norm.cu`).
 //!
-//! - In `exchange_add_norm_all`, each rank computes all rows, so each rank needs all rows of x.
-//!   This kernel runs if the partial results are not rounded to bf16, or with two ranks and few rows.
+//! - In `exchange_add_norm_all`, each rank computes all rows, so x must be valid in all rows.
+//!   This kernel runs if partial results are not rounded to bf16, or if there are two ranks and few rows.
 //! - In `exchange_add_norm`, each rank computes its own rows and sends the normalized rows to the other ranks.
-//!   This kernel runs in all other cases in which the partial results are rounded to bf16.
+//!   This kernel runs in all other cases in which partial results are rounded. It also accepts an x that is valid only
+//!   in the rank's own rows.
 
 use std::ops::Range;
 
@@ -15,16 +16,16 @@ use crate::kernels::launch::{Arguments, Launch, LaunchShape, address, dtype_suff
 use crate::kernels::scratch;
 use crate::world::{ResidualUpdate, UpdatedResidual, share};
 
-/// With two ranks and at most this many rows, each rank computes all rows, if partial results are rounded.
-/// With few rows, computing the other rank's rows takes less time than waiting until it has sent their norms.
+/// With two ranks and at most this many rows, each rank computes all rows, even if partial results are rounded.
+/// With few rows, computing the other rank's rows takes less time than waiting for that rank's normalized rows.
 const REPLICATED_ROWS: usize = 256;
 
 impl GpuExchange {
     /// Divides the rows into ranges, one range per launch. The ranks divide the rows of each range among themselves.
     /// Returns `None` if a region has no room for a row of `columns` columns.
     fn row_ranges(&self, rows: usize, columns: usize) -> Option<impl Iterator<Item = Range<usize>> + use<>> {
-        // For `exchange_add_norm`, a region holds a rank's share twice: as bf16 partial results, and as bf16 norms.
-        // For `exchange_columns`, a region holds a rank's share once, as f32 values. Both take one word per element.
+        // In a region, an element of a rank's share takes one word: two bf16 values in `exchange_add_norm` (the partial
+        // result and the normalized value), or one f32 value in `exchange_columns`.
         let max_rows = self.region() / columns * self.mailboxes.len();
         (max_rows > 0).then(|| (0..rows).step_by(max_rows).map(move |start| start..rows.min(start + max_rows)))
     }
@@ -35,7 +36,7 @@ impl GpuExchange {
         range.start + own.start..range.start + own.end
     }
 
-    /// Computes a [`ResidualUpdate`]. If `rounds` is true, rounds y to bf16, and may round the norm.
+    /// Computes a [`ResidualUpdate`]. If `rounds` is true, rounds y to bf16, and may round the normalized rows.
     /// Returns `None` if no kernel supports the sizes, dtypes or alignment, or if x is divided and `rounds` is false.
     pub(super) fn update_residual(&self, update: &ResidualUpdate, rounds: bool) -> Result<Option<UpdatedResidual>> {
         let ResidualUpdate { x, is_divided, y, bias, weight, eps: _, dtype } = *update;
@@ -43,7 +44,9 @@ impl GpuExchange {
         let shapes_match = y.dims() == x.dims() && weight.dims() == [columns];
         if !shapes_match || bias.is_some_and(|bias| bias.dims() != [columns]) {
             let (x, y, weight, bias) = (x.dims(), y.dims(), weight.dims(), bias.map(Tensor::dims));
-            bail!("exchange_add_norm: x {x:?}, y {y:?}, weight {weight:?} and bias {bias:?} do not match");
+            bail!(
+                "cannot update the residual stream: x {x:?}, y {y:?}, weight {weight:?} and bias {bias:?} do not match"
+            );
         }
         let y = if rounds { y.clone() } else { y.to_dtype(DType::F32)? };
         let mut is_supported = columns.is_multiple_of(8) && columns <= EXCHANGE_ROW_COLUMNS;
@@ -93,7 +96,8 @@ impl GpuExchange {
         Ok(UpdatedResidual { x: sum, is_divided: false, normed })
     }
 
-    /// Computes a supported [`ResidualUpdate`]. Every rank computes its own rows, and rounds y and the norm to bf16.
+    /// Computes a supported [`ResidualUpdate`]. Every rank computes its own rows.
+    /// Rounds y and the normalized rows to bf16.
     /// Returns `None` if a region has no room for a row.
     fn update_own_rows(&self, update: &ResidualUpdate) -> Result<Option<UpdatedResidual>> {
         let ResidualUpdate { x, y, bias, weight, eps, dtype, .. } = *update;
@@ -130,13 +134,13 @@ impl GpuExchange {
     pub(super) fn gather_own_rows(&self, x: &Tensor) -> Result<Tensor> {
         let (rows, columns) = x.dims2()?;
         let Some(ranges) = self.row_ranges(rows, columns) else {
-            bail!("exchange_columns: rows of {columns} columns do not fit in a mailbox region");
+            bail!("cannot gather the rows of all ranks: a row of {columns} columns does not fit in a mailbox region");
         };
         // SAFETY: the kernel writes every element of `out`.
         let out = unsafe { scratch::empty((rows, columns), DType::F32, x.device())? };
         for range in ranges {
             let own = self.own_rows(&range);
-            // The kernel concatenates columns. Here, it receives the range as a single row.
+            // The kernel concatenates columns. This launch passes the range as a single row.
             // The columns of each rank in this row are the values of the rank's rows.
             let largest = share(range.len(), 1, 0, self.mailboxes.len()).len() * columns;
             let arguments = match own.len() {

@@ -16,7 +16,8 @@ __device__ void exchange_columns(const uint32_t* x, uint32_t* out, const Mailbox
         const int columns = columns_of(rank);
         V::store(out + (size_t)(i / columns) * m.first_item[m.ranks] + m.first_item[rank] + i % columns, word);
     };
-    // Load latency dominates small operations, so the first words and the state are loaded at the same time.
+    // Small operations spend most of their time on load latency, so the first words and this rank's state are loaded at
+    // the same time.
     load_own(first);
     const Operation operation(m);
     Waiting waiting(m);
@@ -40,7 +41,7 @@ __device__ void exchange_columns(const uint32_t* x, uint32_t* out, const Mailbox
     };
 
     // A thread sends its next batch before it waits for the previous batch of the other ranks.
-    // The values of a batch are under way while the thread receives and stores other values.
+    // The values of a batch are in transit while the thread receives and stores other values.
     send(first);
     operation.prepare_next(thread, threads, largest);
     for (int previous = first; previous < largest; previous += BATCH * step) {

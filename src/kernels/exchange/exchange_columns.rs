@@ -24,14 +24,18 @@ impl GpuExchange {
         let out = match out {
             Some(out) if out.dims() == [rows, columns] && out.dtype() == DType::F32 => out.clone(),
             Some(out) => {
-                bail!("exchange_columns: out is {:?} {:?}, expected F32 [{rows}, {columns}]", out.dtype(), out.dims())
+                bail!(
+                    "cannot concatenate columns: out is {:?} {:?}, expected F32 [{rows}, {columns}]",
+                    out.dtype(),
+                    out.dims()
+                )
             }
             // SAFETY: the kernels write every element of `out`.
             None => unsafe { scratch::empty((rows, columns), DType::F32, x.device())? },
         };
         let max_rows = self.region() / share(columns, 1, 0, self.mailboxes.len()).len().max(1);
         if max_rows == 0 {
-            bail!("exchange_columns: rows of {columns} columns do not fit in a mailbox region");
+            bail!("cannot concatenate columns: a row of {columns} columns does not fit in a mailbox region");
         }
         for start in (0..rows).step_by(max_rows) {
             let part = |tensor: &Tensor| tensor.narrow(0, start, max_rows.min(rows - start));
@@ -52,7 +56,7 @@ impl GpuExchange {
         let is_valid = x.dims() == [rows, own] && x.dtype() == DType::F32 && out.dtype() == DType::F32;
         if !is_valid || largest > self.region() {
             bail!(
-                "exchange_columns: cannot write x {:?} {:?} to columns of out {:?}: unsupported dtype or size",
+                "cannot write x {:?} {:?} to columns of out {:?}: unsupported dtype or size",
                 x.dtype(),
                 x.dims(),
                 out.dims()

@@ -64,10 +64,10 @@ extern "C" __global__ void __launch_bounds__(512)
 }
 
 // Computes out = bf16(Σ bf16(x)) over all ranks, in two steps.
-// In step 1, each rank adds up its share of the elements, in f32 and in the order of the ranks.
+// In step 1, each rank adds up the values of all ranks for its share of the elements, in f32 and in rank order.
 // In step 2, each rank sends the sums of its share to the other ranks.
 // With R ranks, a rank sends about 8 · (R - 1) / R · words bytes.
-// In exchange_sum_bf16, it sends 4 · (R - 1) · words bytes.
+// In exchange_sum_bf16, a rank sends 4 · (R - 1) · words bytes.
 //   x, out: f32 [2 · words]; out may be x
 //   words: a multiple of 4; a region must have room for twice the words of the largest share
 //   m.first_item: the first group of 4 words of each rank's share, then the number of groups

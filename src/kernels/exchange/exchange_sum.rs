@@ -44,7 +44,7 @@ impl GpuExchange {
         let words = x.elem_count();
         if x.dtype() != DType::F32 || out.dtype() != DType::F32 || out.elem_count() != words || words > self.region() {
             bail!(
-                "exchange_sum: cannot write the sum of x {:?} {:?} to out {:?}: \
+                "cannot write the sum of x {:?} {:?} to out {:?}: \
                  both must be f32 and have the same size, at most the size of a mailbox region",
                 x.dtype(),
                 x.dims(),
@@ -86,7 +86,7 @@ impl GpuExchange {
         let is_f32 = x.dtype() == DType::F32 && out.dtype() == DType::F32;
         if !is_aligned || !is_f32 || out.elem_count() != elements || elements > self.rounded_elements() {
             bail!(
-                "exchange_sum: cannot write the rounded sum of x {:?} {:?} to out {:?}: \
+                "cannot write the rounded sum of x {:?} {:?} to out {:?}: \
                  unsupported dtype, size or alignment",
                 x.dtype(),
                 x.dims(),

@@ -1,4 +1,4 @@
-//! The exchange of data between the GPUs of all ranks, as one rank uses it.
+//! One rank's part of the exchange of data between the GPUs of all ranks.
 //! The files `exchange_*.rs` launch the kernels.
 
 use std::any::Any;
@@ -20,16 +20,16 @@ use crate::world::{ANSWER_TIMEOUT, Exchange, ResidualUpdate, UpdatedResidual, Wo
 
 /// The maximum time, in seconds, that a GPU waits for the data of another rank.
 const TIMEOUT_SECONDS: i32 = ANSWER_TIMEOUT.as_secs() as i32;
-/// The time limit for waiting for the hosts of other ranks when those hosts may be loading kernels.
+/// The time limit for waiting for the host threads of other ranks when those threads may be loading kernels.
 /// Reading the kernels of cuBLAS from a disk can take seconds.
-/// No GPU waits during this time, because no host launches an operation before all hosts are ready.
-/// If a rank launches two graphs in a row, no host loads kernels between them, and [`ANSWER_TIMEOUT`] applies instead.
+/// No GPU waits during this time, because no rank launches an operation before all ranks are ready.
+/// If the ranks launch two graphs in a row, no rank loads kernels between them, and [`ANSWER_TIMEOUT`] applies instead.
 const LOAD_TIMEOUT: Duration = Duration::from_secs(60);
-/// The value of the control word after the host has ended the exchange.
+/// The value of the control word after [`Exchange::end`] has ended the exchange.
 /// Any other nonzero value of the control word is 1 + the rank that did not answer.
 const ENDED: u32 = u32::MAX;
 /// The number of times that a waiting thread checks the other ranks before it starts to yield its core.
-/// Spinning notices the other ranks sooner, and yielding lets other threads run.
+/// A thread that spins notices the other ranks sooner. A thread that yields lets other threads run.
 const SPINNING_TURNS: usize = 10_000;
 const NOT_CAPTURING: sys::CUstreamCaptureStatus = sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
 
@@ -68,7 +68,7 @@ pub(super) struct GpuExchange {
     /// True if any two ranks use the same GPU.
     shares_gpu: bool,
     /// True until this rank launches its first graph, and again after it launches or captures a single operation.
-    /// While this value is true, the hosts of the other ranks may be loading kernels.
+    /// While this value is true, the host threads of the other ranks may be loading kernels.
     may_load: AtomicBool,
 }
 
@@ -151,14 +151,14 @@ impl GpuExchange {
         &self.mailboxes[0].control
     }
 
-    /// Returns the number of words in a region, a multiple of 4.
+    /// Returns the size of a region in 32-bit words, a multiple of 4.
+    /// A region is the part of a mailbox slot that one sending rank uses.
     pub(super) fn region(&self) -> usize {
         MAILBOX_BYTES / (EXCHANGE_SLOTS * self.mailboxes.len() * 16) * 4
     }
 
-    /// Returns the `Mailboxes` argument of the kernels.
-    /// The ranks divide `items` items (see [`share`]). `first_item` holds the position of each rank's first item.
-    /// An item takes `unit` positions.
+    /// Returns the `Mailboxes` argument of the kernels. The ranks divide `items` items (see [`share`]).
+    /// `first_item` holds the index of each rank's first item and the number of items, all multiplied by `unit`.
     pub(super) fn raw(&self, items: usize, unit: usize) -> RawMailboxes {
         let ranks = self.mailboxes.len();
         let mut raw = RawMailboxes {
@@ -186,7 +186,7 @@ impl GpuExchange {
         if self.shares_gpu { EXCHANGE_BLOCKS / self.mailboxes.len() } else { EXCHANGE_BLOCKS }
     }
 
-    /// Returns the launch shape for `items` items. A thread may handle several items.
+    /// Returns the launch shape of a kernel for `items` words or groups of 4 words. A thread may process several items.
     pub(super) fn shape(&self, items: usize) -> LaunchShape {
         // For few items, blocks are small, so that the items are spread over more multiprocessors.
         let blocks = self.max_blocks();

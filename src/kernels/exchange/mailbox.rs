@@ -62,7 +62,7 @@ impl RankMailbox {
         Ok(mailbox)
     }
 
-    /// Gives the GPU of this mailbox access to the mailbox of `peer`.
+    /// Gives the GPU of this mailbox access to the mailbox of `peer`. Fails if the GPUs do not support peer access.
     pub fn enable_access_to(&self, peer: &RankMailbox) -> Result<()> {
         if self.path == ExchangePath::HostMemory || self.context.cu_device() == peer.context.cu_device() {
             return Ok(());

@@ -33,7 +33,8 @@ use crate::world::World;
 /// Connects the GPUs of all ranks, and returns the world of this rank.
 /// On a CPU or with a single rank, returns `world` unchanged.
 ///
-/// Uses the first of `paths` that works. If no path works, returns `world` unchanged, and the host copies all data.
+/// Uses the first of `paths` that works. If no path works, returns `world` unchanged: the host then copies the data.
+/// Fails if the world has ended.
 ///
 /// All ranks must call `connect` with the same paths, each rank on its own thread.
 pub fn connect(world: World, device: &Device, paths: &[ExchangePath]) -> Result<World> {
@@ -41,7 +42,7 @@ pub fn connect(world: World, device: &Device, paths: &[ExchangePath]) -> Result<
         #[cfg(feature = "cuda")]
         Device::Cuda(device) if world.size() > 1 => connect::connect(world, device, paths),
         _ => {
-            // Only builds with CUDA use the paths.
+            // A build without CUDA does not use the paths.
             let _ = paths;
             Ok(world)
         }

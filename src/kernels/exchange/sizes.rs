@@ -1,8 +1,8 @@
-//! Sizes for the exchange between GPUs, and the tensor sizes and results of the exchange benchmark.
+//! Constants of the exchange between GPUs, and the results of its benchmark.
 
 /// The size of each rank's mailbox in bytes.
 /// In one operation, each sending rank can use only its region of the mailbox (`exchange.cuh`).
-/// A tensor larger than a region, such as the partial results of a long chunk, needs several operations.
+/// If a tensor does not fit in a region, as with the partial results of a long chunk, it needs several operations.
 pub const MAILBOX_BYTES: usize = 128 << 20;
 
 /// In bf16 models, ranks may round a partial result to bf16 if the result has at least this number of elements.

@@ -2,7 +2,7 @@
 #pragma once
 #include "constants.cuh"
 
-// Limits a gate and its up value, as in the clamped SwiGLU of gpt-oss.
+// Clamps the gate to at most `limit`, and the up value to -limit..limit, as in the clamped SwiGLU of gpt-oss.
 // Comparisons keep NaN, as torch.clamp does. fminf and fmaxf would turn NaN into the limit.
 __device__ __forceinline__ void clamp_gate_up(float& gate, float& up, float limit) {
     gate = gate > limit ? limit : gate;

@@ -1,10 +1,12 @@
-// Barriers in shared memory that count threads and asynchronous copies (mbarrier, compute capability 8.0 and later).
+// Barriers in shared memory (mbarrier, compute capability 8.0 and later).
+// A barrier counts arrivals of threads and, since compute capability 9.0, the bytes of bulk copies.
 // A barrier alternates between phases of parity 0 and parity 1. The first phase has parity 0.
 #pragma once
 
 #include <stdint.h>
 
-// Initializes a barrier. A phase ends after `count` arrivals and all bytes that barrier_expect announced in the phase.
+// Initializes a barrier.
+// A phase ends after `count` arrivals, when all bytes that barrier_expect announced in the phase have been copied.
 __device__ __forceinline__ void barrier_init(uint32_t barrier, int count) {
     asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }
@@ -14,7 +16,7 @@ __device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
     asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// Arrives at the barrier when all earlier copy_async copies of this thread have completed.
+// Arrives at the barrier when all earlier copies of this thread with the functions of async_copy.cuh have completed.
 __device__ __forceinline__ void barrier_arrive_after_copies(uint32_t barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
 }

@@ -1,4 +1,5 @@
-// Bulk copies from device memory to shared memory, whose bytes a barrier counts (compute capability 9.0 and later).
+// Bulk copies from device memory to shared memory (compute capability 9.0 and later).
+// A barrier (barrier.cuh) counts the bytes of a bulk copy.
 #pragma once
 
 #include <stdint.h>
@@ -14,14 +15,14 @@ __device__ __forceinline__ void copy_bulk(uint32_t to, const void* from, int byt
 }
 
 // A tensor map describes a tensor in device memory for copy_tensor. It has the layout of CUtensorMap in cuda.h, and
-// tensor_map.rs creates it. The alignment in cuda.h is 64 bytes in CUDA 12 and 128 bytes in CUDA 13.
+// launch/tensor_map.rs creates it. The alignment in cuda.h is 64 bytes in CUDA 12 and 128 bytes in CUDA 13.
 // A kernel takes a tensor map as a parameter of type `const __grid_constant__ TensorMap`.
 struct TensorMap {
     alignas(64) uint64_t words[16];
 };
 
-// Starts copying the box of a three-dimensional tensor that begins at (x, y, z) to shared memory.
-// x is in bytes, a multiple of TENSOR_MAP_ELEMENT_BYTES.
+// Starts copying a box of a three-dimensional tensor to shared memory. The box begins at (x, y, z).
+// x is in bytes, a multiple of TENSOR_MAP_ELEMENT_BYTES. y and z are indices.
 // The tensor map determines the size of the box. `to` must be a multiple of 128.
 // Elements of the box outside the tensor become zeros. The barrier counts their bytes, too.
 __device__ __forceinline__ void copy_tensor(uint32_t to, const TensorMap& map, int x, int y, int z, uint32_t barrier) {
@@ -43,8 +44,8 @@ __device__ __forceinline__ void copy_tensor(uint32_t to, const TensorMap& map, i
 }
 
 // Returns true in one lane of the warp. All lanes must call elect_lane.
-// With elect_lane instead of `lane == 0`, the compiler knows that a single lane runs the branch.
-// It then needs no loop over lanes to move the operands of bulk copies to uniform registers.
+// In a branch on elect_lane() instead of `lane == 0`, the compiler knows that a single lane runs.
+// The compiler then needs no loop over lanes to move the operands of bulk copies to uniform registers.
 __device__ __forceinline__ bool elect_lane() {
     uint32_t elected;
     asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}" : "=r"(elected));

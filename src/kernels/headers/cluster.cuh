@@ -5,7 +5,7 @@
 
 #if __CUDA_ARCH__ >= 900
 // Stores a float in the shared memory of block `rank` of the cluster.
-// The float gets the same position there as `to` has in the shared memory of the calling block.
+// `to` is an address in the calling block's shared memory. The float is stored at the same offset in block `rank`.
 __device__ __forceinline__ void store_in_cluster(float* to, int rank, float value) {
     const uint32_t own = static_cast<uint32_t>(__cvta_generic_to_shared(to));
     uint32_t address;
@@ -20,7 +20,7 @@ template <typename V> __device__ __forceinline__ const V* in_block_of_cluster(co
     return address;
 }
 
-// Waits until all threads of the cluster have called this function. Their earlier stores are then visible.
+// Waits until all threads of the cluster have called this function. All their earlier stores are then visible.
 __device__ __forceinline__ void cluster_sync() {
     asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
     asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");

@@ -23,9 +23,10 @@ __device__ __forceinline__ Tf32Pair split_tf32(float value) {
 // `sums` has the layout of d in multiply_add_tf32.
 __device__ __forceinline__ void multiply_add_pairs(float (&sums)[4], const Tf32Pair (&a)[2][4],
                                                    const Tf32Pair (&b)[4]) {
-    // Tensor cores round sums toward zero. To keep errors small, they add up only the products of this call.
+    // Tensor cores round sums toward zero. To keep errors small, tensor cores add up only the products of one call.
+    // Ordinary additions, which round to nearest, then add these sums to `sums`.
     float d[4] = {};
-    // An MMA has 8 columns of a, of which a lane holds two per row.
+    // One MMA multiplies 8 columns of a. A lane holds two of these columns for each of its rows.
 #pragma unroll
     for (int i = 0; i < 4; i += 2) {
         const uint32_t high[4] = {a[0][i].high, a[1][i].high, a[0][i + 1].high, a[1][i + 1].high};

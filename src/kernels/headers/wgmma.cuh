@@ -58,7 +58,7 @@ DEFINE_WGMMA(128, "%64, %65, %66, %67", "%68")
 DEFINE_WGMMA(144, "%72, %73, %74, %75", "%76")
 DEFINE_WGMMA(160, "%80, %81, %82, %83", "%84")
 
-// The same product with both matrices in shared memory. Both parameters are wgmma_descriptors.
+// The same product with both matrices in shared memory, for N = 16 and N = 32. Both parameters are wgmma_descriptors.
 // A row of a is swizzled like a column of b.
 // clang-format off
 #define WGMMA_SHARED(N, TYPE, A, B)                                                                                    \
@@ -80,9 +80,9 @@ DEFINE_WGMMA_SHARED(64, "%32", "%33")
 DEFINE_WGMMA_SHARED(96, "%48", "%49")
 DEFINE_WGMMA_SHARED(128, "%64", "%65")
 
-// Returns the wgmma descriptor of b at a shared memory address.
-// A swizzled row of 128 bytes contains 64 values of one column. One wgmma multiplies 16 of them.
-// Eight of these rows form a group. Groups are 1024 bytes apart.
+// Returns the wgmma descriptor of a or b at a shared memory address.
+// A swizzled row of 128 bytes contains 64 values of one row of a or one column of b. One wgmma multiplies 16 of them.
+// Eight swizzled rows form a group. Groups are 1024 bytes apart.
 // Addresses and distances in a wgmma descriptor are in units of 16 bytes.
 __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t address) {
     constexpr uint64_t SWIZZLE_128_BYTES = (uint64_t)1 << 62;

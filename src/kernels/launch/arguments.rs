@@ -15,10 +15,13 @@ use super::mailbox::HostMailbox;
 /// Fails if the tensor is not contiguous, not on a GPU, or has a dtype that no kernel supports.
 pub fn address(tensor: &Tensor) -> Result<CUdeviceptr> {
     if !tensor.is_contiguous() {
-        bail!("a kernel needs a contiguous tensor, got {:?} with strides {:?}", tensor.shape(), tensor.stride());
+        let (shape, strides) = (tensor.shape(), tensor.stride());
+        bail!("cannot pass a tensor to a kernel: shape {shape:?} with strides {strides:?} is not contiguous");
     }
     let (storage, layout) = tensor.storage_and_layout();
-    let Storage::Cuda(storage) = &*storage else { bail!("a kernel needs a CUDA tensor, got {:?}", tensor.device()) };
+    let Storage::Cuda(storage) = &*storage else {
+        bail!("cannot pass a tensor to a kernel: the tensor is on {:?}, not on a GPU", tensor.device())
+    };
     let stream = storage.device.cuda_stream();
     let base = match &storage.slice {
         CudaStorageSlice::U8(slice) => slice.device_ptr(&stream).0,
@@ -26,7 +29,7 @@ pub fn address(tensor: &Tensor) -> Result<CUdeviceptr> {
         CudaStorageSlice::F32(slice) => slice.device_ptr(&stream).0,
         CudaStorageSlice::BF16(slice) => slice.device_ptr(&stream).0,
         CudaStorageSlice::F16(slice) => slice.device_ptr(&stream).0,
-        _ => bail!("no kernel supports tensors of dtype {:?}", tensor.dtype()),
+        _ => bail!("cannot pass a tensor to a kernel: no kernel supports the dtype {:?}", tensor.dtype()),
     };
     Ok(base + (layout.start_offset() * tensor.dtype().size_in_bytes()) as CUdeviceptr)
 }
@@ -104,7 +107,8 @@ impl Arguments {
         self
     }
 
-    /// Adds a C struct by value. Keeps `tensors` alive, the tensors whose addresses the struct contains.
+    /// Adds a C struct by value. `tensors` are the tensors whose addresses the struct contains.
+    /// The arguments keep these tensors alive.
     pub fn value<'t, T>(mut self, value: T, tensors: impl IntoIterator<Item = &'t Tensor>) -> Self
     where
         T: DeviceRepr + Send + Sync + 'static,

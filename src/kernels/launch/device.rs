@@ -32,8 +32,9 @@ pub fn runs_hopper_code(device: &CudaDevice) -> Result<bool> {
     Ok(major >= 9 && (is_target_new || has_machine_code((major as u32, minor as u32))))
 }
 
-/// Returns whether the device runs wgmma instructions.
-/// Only the machine code for compute capability 9.0 contains them, and other GPUs cannot run it.
+/// Returns whether the device runs the kernels that use wgmma instructions.
+/// In a build, only the machine code for compute capability 9.0 contains wgmma instructions.
+/// Only GPUs of this compute capability run this code.
 pub fn runs_wgmma(device: &CudaDevice) -> bool {
     matches!(device.cuda_stream().context().compute_capability(), Ok((9, 0))) && has_machine_code((9, 0))
 }
@@ -55,6 +56,6 @@ pub fn dtype_suffix(dtype: DType) -> Result<&'static str> {
         DType::F32 => Ok("f32"),
         DType::F16 => Ok("f16"),
         DType::BF16 => Ok("bf16"),
-        other => bail!("no kernel supports the dtype {other:?}"),
+        other => bail!("cannot choose a kernel: no kernel supports the dtype {other:?}"),
     }
 }

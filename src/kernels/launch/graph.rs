@@ -11,7 +11,8 @@ use crate::device::capture_lock;
 /// A CUDA graph of captured launches.
 pub struct LaunchGraph {
     graph: CudaGraph,
-    /// The memory that the captured launch lists use, kept alive as long as the graph.
+    /// The memory of the launch lists that [`capture`](Self::capture) captured, kept alive as long as the graph.
+    /// Empty after [`capture_with`](Self::capture_with).
     _memory: Vec<ArgumentMemory>,
 }
 

@@ -86,7 +86,7 @@ impl Launch {
         Self { module, kernel: kernel.into(), shape, arguments, bytes_moved: 0, overlap: Overlap::No }
     }
 
-    /// Sets the number of bytes that the kernel reads and writes in device memory, for bandwidth reports.
+    /// Sets the approximate number of bytes that the kernel reads and writes in device memory, for bandwidth reports.
     pub fn with_bytes_moved(self, bytes_moved: u64) -> Self {
         Self { bytes_moved, ..self }
     }

@@ -21,7 +21,8 @@ pub struct LaunchList {
 pub struct TimedLaunch {
     pub name: String,
     pub seconds: f64,
-    /// The bytes that the kernel reads and writes in device memory.
+    /// The approximate number of bytes that the kernel reads and writes in device memory.
+    /// 0 if the launch does not state the number (see [`Launch::with_bytes_moved`]).
     pub bytes: u64,
 }
 

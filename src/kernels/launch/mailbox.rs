@@ -9,7 +9,7 @@ use candle_core::{Result, bail};
 use super::device::is_idle;
 use super::host_words::HostWords;
 
-/// u32 slots in host memory; zero means empty. Kernels write nonzero words, and the host reads and clears them.
+/// u32 slots in host memory; zero means empty. Kernels write nonzero words. The host reads a word, then writes zero.
 pub struct HostMailbox {
     slots: Arc<HostWords>,
     device: CudaDevice,
@@ -48,7 +48,7 @@ impl HostMailbox {
             // Check rarely, because each check is slow.
             if polls.is_multiple_of(1 << 20) && is_idle(&self.device)? {
                 return match self.take(slot) {
-                    0 => bail!("the GPU finished its work without sending a result to the host"),
+                    0 => bail!("cannot receive a result: the GPU finished all queued work without sending one"),
                     word => Ok(word),
                 };
             }

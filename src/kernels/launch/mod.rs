@@ -1,7 +1,7 @@
 //! Launches CUDA kernels.
 //!
 //! A [`Launch`] specifies a kernel, the sizes of its grid, blocks and shared memory, and its arguments.
-//! [`Launch::enqueue`] queues a launch at once. A [`LaunchList`] records launches, and can queue them many times.
+//! [`Launch::enqueue`] queues a launch immediately. A [`LaunchList`] records launches, and can queue them many times.
 //! A [`LaunchGraph`] contains launches that were captured as a CUDA graph.
 //!
 //! Every launch goes to the candle device's stream, and candle frees memory in stream order.

@@ -1,4 +1,4 @@
-//! Compiled CUDA modules, embedded in the binary. Each module is loaded once per candle device.
+//! Compiled CUDA modules, embedded in the binary. Each module is loaded at its first use on a candle device.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, OnceLock};
@@ -55,8 +55,8 @@ impl Module {
         match device.cuda_stream().context().load_module(binary) {
             Ok(module) => Ok(module),
             Err(error) => bail!(
-                "cannot load the CUDA kernels built for compute capability {}: {error}; rebuild with \
-                 CUDA_COMPUTE_CAP set to this GPU's compute capability",
+                "cannot load the CUDA kernels built for compute capability {}: {error}; if this GPU has \
+                 another compute capability, rebuild with CUDA_COMPUTE_CAP set to it",
                 env!("INFERNO_COMPUTE_CAP")
             ),
         }

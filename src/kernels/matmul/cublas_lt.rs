@@ -58,7 +58,7 @@ impl ProductTypes {
                 DType::F16 => sys::cudaDataType_t::CUDA_R_16F,
                 DType::BF16 => sys::cudaDataType_t::CUDA_R_16BF,
                 DType::F32 => sys::cudaDataType_t::CUDA_R_32F,
-                other => bail!("cannot multiply matrices of dtype {other:?}"),
+                other => bail!("cannot multiply matrices of dtype {other:?}: expected F16, BF16 or F32"),
             })
         };
         let with_f32_sums = |input, output| Self {
@@ -91,7 +91,7 @@ impl ProductTypes {
     }
 }
 
-/// The sizes of a product out = x·wᵀ, and the distance of consecutive rows of `out` in elements.
+/// The sizes of a product out = x·wᵀ, and the distance between consecutive rows of `out` in elements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct ProductSizes {
     tokens: usize,
@@ -142,9 +142,16 @@ pub fn matmul_8bit(device: &CudaDevice, kind: EightBitType, w: &Tensor, x: &Tens
         || w.dtype() != DType::U8
         || x.dtype() != DType::U8
     {
-        bail!("matmul_8bit: unsupported inputs: x {:?} {:?}, w {:?} {:?}", x.dtype(), x.dims(), w.dtype(), w.dims());
+        bail!(
+            "cannot multiply 8-bit matrices: unsupported inputs: x {:?} {:?}, w {:?} {:?}",
+            x.dtype(),
+            x.dims(),
+            w.dtype(),
+            w.dims()
+        );
     }
-    // SAFETY: the product below writes every element of `out`. Because beta is 0, it reads no element of `out`.
+    // SAFETY: the product below writes every element of `out`.
+    // It reads no element of `out`, because the factor of the old output is 0.
     let out = unsafe { scratch::empty((tokens, rows), DType::F32, x.device())? };
     let sizes = ProductSizes { tokens, rows, columns, stride: rows };
     // SAFETY: the tensors have these sizes. `address` checks that they are contiguous and on a GPU.
@@ -171,7 +178,7 @@ pub unsafe fn gemm(
     let ((tokens, columns), (rows, w_columns)) = (x.dims2()?, w.dims2()?);
     if columns != w_columns || x.dtype() != w.dtype() || rows > stride {
         bail!(
-            "gemm: x {:?} {:?}, w {:?} {:?} and output stride {stride} do not match",
+            "cannot multiply: x {:?} {:?}, w {:?} {:?} and output stride {stride} do not match",
             x.dtype(),
             x.dims(),
             w.dtype(),
@@ -179,7 +186,7 @@ pub unsafe fn gemm(
         );
     }
     if out_dtype != DType::F32 && out_dtype != x.dtype() {
-        bail!("gemm: the product of {:?} matrices cannot be {out_dtype:?}", x.dtype());
+        bail!("cannot multiply {:?} matrices into an output of dtype {out_dtype:?}", x.dtype());
     }
     let elements = Elements::Float { input: x.dtype(), output: out_dtype };
     // SAFETY: x and w have these sizes. `address` checks that they are contiguous and on a GPU.
@@ -191,7 +198,7 @@ pub unsafe fn gemm(
 /// out `[tokens, rows]`.
 ///
 /// # Safety
-/// The matrices must be in the memory of the device, and must have the sizes and elements that the arguments say.
+/// The matrices must be in the memory of the device, and must have the sizes and element types that the arguments give.
 unsafe fn multiply(
     device: &CudaDevice,
     elements: Elements,
@@ -311,7 +318,7 @@ impl Descriptors {
             x: layout(types.input, columns, tokens, columns)?,
             out: layout(types.output, rows, tokens, stride)?,
         };
-        // The numeric value of CUBLAS_OP_T, which transposes w.
+        // The numeric value of CUBLAS_OP_T. It transposes the first matrix, which cuBLAS reads as wᵀ.
         let transposed = 1i32;
         // SAFETY: the descriptor is valid, and the attribute is an i32.
         checked(unsafe {

@@ -6,7 +6,7 @@
 //   block_units: the number of units per thread block; a unit is DENSE_FEW_TOKENS_ROWS rows of W
 //   parts: the number of warps that share the columns of a unit
 //   grid: ceil(rows / DENSE_FEW_TOKENS_ROWS / block_units); block: 32 · parts · block_units
-//   bytes moved: rows · columns · sizeof(T)
+//   bytes moved: rows · columns · sizeof(T); every block also reads all of x, mostly from L2
 //
 // Each warp multiplies every `parts`-th column tile of one unit by x.
 // A column tile has DENSE_FEW_TOKENS_COLUMNS columns. A piece is 16 bytes of a row: eight adjacent columns.
@@ -33,7 +33,7 @@ __device__ void dense_few_tokens(const T* w, const T* x, float* y, int rows, int
                                  int parts) {
     // The 16-byte pieces of eight consecutive lanes fill an aligned 128-byte line.
     extern __shared__ __align__(128) uint4 shared[];
-    __shared__ uint64_t barriers[2];  // for each input buffer, counts the threads whose copies have completed
+    __shared__ uint64_t barriers[2];  // each counts the threads whose copies to one input buffer have completed
 
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, quad = lane / 4;
     uint4* const inputs = shared;
@@ -69,7 +69,7 @@ __device__ void dense_few_tokens(const T* w, const T* x, float* y, int rows, int
     pdl_wait();
     pdl_launch_dependents();
 
-    // 2. Multiply one set of input tiles while the next set is being copied.
+    // 2. Multiply the input tiles in one buffer while the next input tiles are copied to the other buffer.
     const auto copy_inputs = [&](int first, int buffer) {
         for (int i = threadIdx.x; i < INPUT_PIECES; i += blockDim.x) {
             const int token = i % 32 / 4, column = first * COLUMNS + (i / 32 * 4 + i % 4) * PIECE_COLUMNS;

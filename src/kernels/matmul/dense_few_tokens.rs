@@ -60,7 +60,7 @@ pub fn matmul_few_tokens(device: &CudaDevice, x: &Tensor, w: &Tensor) -> Result<
     let division = WorkDivision::new(device, rows, w.dtype().size_in_bytes())?.filter(|_| columns == w_columns);
     let (Some(division), true) = (division, is_supported(device, x, w)? && x.dtype() == w.dtype()) else {
         bail!(
-            "matmul_few_tokens: unsupported inputs: x {:?} {:?}, w {:?} {:?}",
+            "cannot multiply in the kernel for few tokens: unsupported inputs: x {:?} {:?}, w {:?} {:?}",
             x.dtype(),
             x.dims(),
             w.dtype(),

@@ -1,6 +1,6 @@
 // The matrix product x·wᵀ for up to DENSE_WGMMA_MAX_TOKENS tokens, for GPUs that run sm_90a code.
-// Reading w takes most of the time. If w has few rows, several blocks divide its columns, so that all multiprocessors
-// read. Their sums are separate parts of the result. The next kernel adds up the parts as it reads them.
+// Reading w takes most of the time. If w has few rows, several blocks divide its columns, so that more multiprocessors
+// read w. The sums of these blocks are separate parts of the result. The next kernel reads the parts and adds them up.
 //   w: T [rows, columns]; a box of the tensor map has the rows of a tile and DENSE_WGMMA_COLUMNS columns
 //     In gated kernels, w consists of the gate rows and then the up rows, and `rows` is the number of gate rows.
 //   x: T [tokens, columns]; a box has TOKENS rows and DENSE_WGMMA_COLUMNS columns
@@ -16,8 +16,8 @@
 // already copies the next tile.
 //
 // The last warp copies w and x to the ring buffer. Each of the two warpgroups multiplies half of ROWS rows by all
-// tokens. If a tile has fewer rows, the other sums are meaningless, and are not stored. Boxes are zero outside of w and
-// x, so incomplete tiles need no special case until the sums are stored.
+// tokens. If a tile has fewer rows, the other sums are meaningless, and are not stored. Elements of
+// a box outside w or x are zero, so incomplete tiles need no special case until the sums are stored.
 #include "constants.cuh"
 #include "headers/activation.cuh"
 #include "headers/barrier.cuh"
@@ -41,7 +41,7 @@ struct Position {
     }
 };
 
-// TOKENS is the number of columns of a wgmma product, at least the number of tokens.
+// TOKENS is the N of the wgmma instructions (see wgmma.cuh), at least the number of tokens.
 template <typename T, int TOKENS, bool GATED, typename Y>
 __device__ void dense_wgmma(const TensorMap& w, const TensorMap& x, Y* y, int rows, int columns, int tokens,
                             int tile_rows, int activation) {
@@ -50,7 +50,7 @@ __device__ void dense_wgmma(const TensorMap& w, const TensorMap& x, Y* y, int ro
     constexpr int STAGES = DENSE_WGMMA_RING_BYTES / STAGE_BYTES;
     extern __shared__ uint8_t shared[];
     __shared__ uint64_t full[STAGES], empty[STAGES];                      // the barriers of each stage
-    const uint32_t ring = (shared_address(shared) + 1023) / 1024 * 1024;  // a swizzled box is aligned to 1024 bytes
+    const uint32_t ring = (shared_address(shared) + 1023) / 1024 * 1024;  // swizzled boxes need this alignment
     // The shuffle tells the compiler that all lanes have the same value.
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
     const int part = blockIdx.x, parts = gridDim.x;
@@ -81,7 +81,7 @@ __device__ void dense_wgmma(const TensorMap& w, const TensorMap& x, Y* y, int ro
             barrier_init(shared_address(&full[stage]), 1);
             barrier_init(shared_address(&empty[stage]), MULTIPLYING_WARPS);
         }
-        // Bulk copies access the barriers through the async proxy.
+        // The fence makes the barriers visible to bulk copies, which access them through the async proxy.
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         for (int i = 0; i < early_copies; ++i, next_w.next()) copy_w(next_w, i);
     }
@@ -103,8 +103,8 @@ __device__ void dense_wgmma(const TensorMap& w, const TensorMap& x, Y* y, int ro
 
     if constexpr (!GATED) y += (size_t)part * tokens * rows;
     for (int tile = 0, stage = 0, parity = 0; tile < tiles; ++tile) {
-        // 2. Multiply. While one step's products run, those of the next step are queued.
-        // If this loop were unrolled, the compiler would wait for each product.
+        // 2. Multiply. While the products of one step run, the products of the next step are queued.
+        // If this loop were unrolled, the compiler would insert a wait after each product.
         float sums[TOKENS / 2] = {};
         int previous = -1;
 #pragma unroll 1

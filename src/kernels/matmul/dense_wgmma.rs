@@ -60,19 +60,19 @@ pub fn is_supported(device: &CudaDevice, x: &Tensor, w: &Tensor) -> Result<bool>
         && matches!(w.dtype(), DType::F16 | DType::BF16)
         && rows > 0
         && columns > 0
-        // Tensor maps need rows and addresses that are multiples of 16 bytes.
+        // A tensor map needs a row size and an address that are multiples of 16 bytes.
         && columns.is_multiple_of(8)
         && address(x)?.is_multiple_of(16)
         && address(w)?.is_multiple_of(16))
 }
 
-/// Returns the number of parts of a product with a matrix of `rows` rows and `columns` columns.
+/// Returns the number of parts of a product with a matrix of `rows` rows and `columns` columns, at least 1.
 pub fn part_count(device: &CudaDevice, rows: usize, columns: usize) -> Result<usize> {
     Ok(Division::of_matrix(multiprocessors(device)?, (rows, columns), MAX_PRODUCT_PARTS).parts)
 }
 
 /// Computes x·wᵀ as f32 `[parts, tokens, rows]`. The product is the sum over the [`part_count`] parts.
-/// Writes the parts to `out` if it is given, a tensor of this shape.
+/// If `out` is given, writes the parts to `out` and returns `out`, which must be f32 and have this shape.
 ///
 /// x `[tokens, columns]` and w `[rows, columns]` have the same dtype. Fails unless [`is_supported`] returns true.
 pub fn matmul_parts(device: &CudaDevice, x: &Tensor, w: &Tensor, out: Option<&Tensor>) -> Result<Tensor> {
@@ -81,7 +81,11 @@ pub fn matmul_parts(device: &CudaDevice, x: &Tensor, w: &Tensor, out: Option<&Te
     let y = match out {
         Some(out) if out.dims() == [parts, tokens, rows] && out.dtype() == DType::F32 => out.clone(),
         Some(out) => {
-            bail!("dense_wgmma: the output is {:?} {:?}, not {parts} x {tokens} x {rows}", out.dtype(), out.dims())
+            bail!(
+                "cannot multiply with wgmma: out is {:?} {:?}, expected F32 [{parts}, {tokens}, {rows}]",
+                out.dtype(),
+                out.dims()
+            )
         }
         // SAFETY: the kernel writes every element.
         None => unsafe { scratch::empty((parts, tokens, rows), DType::F32, x.device())? },
@@ -114,7 +118,12 @@ fn enqueue(device: &CudaDevice, x: &Tensor, w: &Tensor, y: &Tensor, activation: 
         None => is_supported(device, x, w)?,
     };
     if columns != w_columns || x.dtype() != w.dtype() || !is_supported {
-        bail!("dense_wgmma: unsupported inputs: x {:?} {:?}, w {:?} {:?}", x.dtype(), x.dims(), w.dtype(), w.dims());
+        let (x_type, w_type) = (x.dtype(), w.dtype());
+        bail!(
+            "cannot multiply with wgmma: unsupported inputs: x {x_type:?} {:?}, w {w_type:?} {:?}",
+            x.dims(),
+            w.dims()
+        );
     }
     // There are kernels for 16, 32, 64, 96 and 128 tokens.
     let box_tokens = if tokens <= 16 { 16 } else { tokens.next_multiple_of(32) };
@@ -134,7 +143,7 @@ fn enqueue(device: &CudaDevice, x: &Tensor, w: &Tensor, y: &Tensor, activation: 
         None => arguments,
     };
     let blocks = rows.div_ceil(tile_rows).min(multiprocessors(device)?);
-    // The ring buffer is aligned to 1024 bytes.
+    // The kernel aligns the start of the ring buffer to 1024 bytes.
     let shape =
         LaunchShape::new((parts, blocks, 1), DENSE_WGMMA_THREADS).with_shared_bytes(DENSE_WGMMA_RING_BYTES + 1024);
     let gated = if activation.is_some() { "gated_" } else { "" };

@@ -34,7 +34,7 @@ pub fn matmul_few_rows(device: &CudaDevice, x: &Tensor, w: &Tensor) -> Result<Te
     let ((tokens, columns), (rows, w_columns)) = (x.dims2()?, w.dims2()?);
     if columns != w_columns || !is_supported(x, w)? {
         bail!(
-            "matmul_few_rows: unsupported inputs: x {:?} {:?}, w {:?} {:?}",
+            "cannot multiply in the kernel for few weight rows: unsupported inputs: x {:?} {:?}, w {:?} {:?}",
             x.dtype(),
             x.dims(),
             w.dtype(),

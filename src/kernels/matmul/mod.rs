@@ -1,14 +1,16 @@
 //! Matrix products y = x·Wᵀ. Results are f32, except for some results of [`matmul_rounded`].
 //! Callers add biases in f32, and round only inputs of later operations to the compute dtype. Logits stay f32.
 //!
-//! These modules compute products on a GPU:
-//! - `dense_wgmma`: f16 and bf16 on Hopper, for 2 to 32 tokens if the product has one part or the caller takes several
-//!   (see [`matmul_parts`]), for up to 128 tokens if the matrix has very many rows, and for [`matmul_gated`]
-//! - `dense_few_tokens`: f16 and bf16, for up to 8 tokens
+//! These modules compute products on a GPU, the first two only with [`SumOrder::Fastest`]:
+//! - `dense_wgmma`: f16 and bf16 on Hopper, for 2 to 32 tokens, if the product has one part or the caller accepts
+//!   several parts (see [`matmul_parts`]), and for up to 128 tokens, if the matrix has very many rows
+//! - `dense_few_tokens`: f16 and bf16, for 2 to 8 tokens, if `dense_wgmma` does not compute the product
 //! - `f32_few_rows`: f32, for matrices with few weight rows, such as routers, and any number of tokens
 //! - `cublas_lt`: f16 and bf16 in all other cases
 //!
-//! candle computes the other f32 products. Quantized matrices are in `quantized`, and experts in `moe`.
+//! If `dense_few_tokens` does not support a product, [`matmul_rounded`] uses `cublas_lt` and never `dense_wgmma`.
+//! candle computes the other f32 products, and all products on a CPU.
+//! The module `quantized` computes products of quantized matrices, and `moe` computes products of experts.
 
 #[cfg(feature = "cuda")]
 pub mod cublas_lt;
@@ -71,13 +73,12 @@ pub fn matmul_gated(x: &Tensor, w: &Tensor, activation: Activation, sum_order: S
     gated_halves(&matmul_f32(x, w, sum_order)?, activation, x.dtype())
 }
 
-/// Computes [`matmul_f32`]. `out` is f32 `[tokens, rows]`.
-/// If `dense_wgmma` or cuBLASLt computes the product with [`SumOrder::Fastest`], writes it to `out` and returns `out`.
-/// In all other cases, returns a new tensor.
+/// Computes [`matmul_f32`]. May write the product to `out`, f32 `[tokens, rows]`, and return `out`.
+/// Only `dense_wgmma` and cuBLASLt with [`SumOrder::Fastest`] write to `out`. Otherwise, returns a new tensor.
 pub fn matmul_f32_into(x: &Tensor, w: &Tensor, sum_order: SumOrder, out: Option<&Tensor>) -> Result<Tensor> {
     let ((_, columns), (_, w_columns)) = (x.dims2()?, w.dims2()?);
     if columns != w_columns || x.dtype() != w.dtype() {
-        bail!("matmul_f32: x and w do not match: x {:?} {:?}, w {:?} {:?}", x.dtype(), x.dims(), w.dtype(), w.dims());
+        bail!("cannot multiply: x {:?} {:?} and w {:?} {:?} do not match", x.dtype(), x.dims(), w.dtype(), w.dims());
     }
     match (x.device(), sum_order) {
         (Device::Cpu, SumOrder::Fixed) => each_row(x, |row| product(row, w, None)),
@@ -86,7 +87,8 @@ pub fn matmul_f32_into(x: &Tensor, w: &Tensor, sum_order: SumOrder, out: Option<
         (Device::Cuda(device), _) if f32_few_rows::is_supported(x, w)? => f32_few_rows::matmul_few_rows(device, x, w),
         #[cfg(feature = "cuda")]
         (Device::Cuda(_), SumOrder::Fixed) => product_of_fixed_tokens(x, w),
-        // cuBLASLt computes products with a single token. They are rare, because the decode graph has its own kernels.
+        // cuBLASLt computes products with a single token. Such products are rare, because the decode graph uses its own
+        // kernels.
         #[cfg(feature = "cuda")]
         (Device::Cuda(device), SumOrder::Fastest)
             if x.dim(0)? > 1
@@ -159,9 +161,9 @@ fn cublas_lt_f32(device: &CudaDevice, x: &Tensor, w: &Tensor, out: Option<&Tenso
     let out = match out {
         Some(out) if out.dims() == [tokens, rows] && out.dtype() == DType::F32 => out.clone(),
         Some(out) => {
-            bail!("matmul_f32: cannot write {tokens} x {rows} f32 values to {:?} {:?}", out.dtype(), out.dims())
+            bail!("cannot write a product: out is {:?} {:?}, expected F32 [{tokens}, {rows}]", out.dtype(), out.dims())
         }
-        // SAFETY: the product below writes every element of `out`, because beta is 0.
+        // SAFETY: the product below writes every element of `out`, and reads none of them.
         None => unsafe { crate::kernels::scratch::empty((tokens, rows), DType::F32, x.device())? },
     };
     // SAFETY: `out` holds tokens · rows floats.

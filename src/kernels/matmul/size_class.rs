@@ -1,9 +1,10 @@
 //! Size classes: ranges of token counts whose matrix products share a cuBLASLt algorithm.
 
-/// Rounds a number of tokens up to a size class. All products with one matrix and size class use the same algorithm.
+/// Rounds a number of tokens up to a size class.
+/// All products of one matrix with inputs of one size class and alignment use the same cuBLASLt algorithm.
 ///
-/// Up to 8 tokens, each number is a class. Up to 64, the classes are multiples of 8.
-/// Above 64, there are four classes from one power of two to the next, so the rounded number is at most 25% larger.
+/// Up to 8 tokens, each number is a class. From 9 to 64 tokens, the classes are multiples of 8.
+/// Above 64 tokens, there are four classes per doubling, so the rounded number is less than 25% larger.
 pub fn size_class(tokens: usize) -> usize {
     match tokens {
         0..=8 => tokens,

@@ -15,7 +15,9 @@ pub fn combine(y: &Tensor, routing_weights: &Tensor) -> Result<Tensor> {
     let (tokens, chosen, columns) = y.dims3()?;
     if routing_weights.dims() != [tokens, chosen] || routing_weights.dtype() != DType::F32 {
         let (dtype, dims) = (routing_weights.dtype(), routing_weights.dims());
-        bail!("combine: routing weights are {dtype:?} {dims:?}, expected F32 [{tokens}, {chosen}]");
+        bail!(
+            "cannot combine expert outputs: routing weights are {dtype:?} {dims:?}, expected F32 [{tokens}, {chosen}]"
+        );
     }
     match y.device() {
         Device::Cpu => y.to_dtype(DType::F32)?.broadcast_mul(&routing_weights.unsqueeze(2)?)?.sum(1),

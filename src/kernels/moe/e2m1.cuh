@@ -21,7 +21,8 @@
 
 constexpr uint32_t E2M1_BITS = 0x81C081C0u, E2M1_FREE_LOW = 0x06030603u;
 
-// Returns the number of bits by which the word of item `p` is rotated. `row` is 0 for row g, and 1 for row g + 8.
+// Returns the number of bits by which the word of item `p` is rotated to the left.
+// `row` is 0 for row g, and 1 for row g + 8.
 __host__ __device__ constexpr int e2m1_rotation(int row, int p) {
     return row == 0 ? (p == 0 ? 0 : p == 1 ? 4 : p == 2 ? 10 : 8) : (p == 0 ? 2 : p == 1 ? 6 : p == 2 ? 12 : 14);
 }

@@ -8,15 +8,15 @@
 // With few pairs per expert, reading and unpacking the weights takes longer than the MMAs.
 // Each warp therefore reads its share of the weights directly into registers.
 // A warp unpacks each weight only once for all pairs of a tile.
-// With few pairs, mma.sync needs fewer cycles per weight than wgmma, so the kernel uses only mma.sync.
+// With few pairs, mma.sync needs fewer cycles per weight than wgmma, so both kernels use only mma.sync.
 //
 // A row pair is two row tiles (32 weight rows).
 // Each tile of (token, expert) pairs needs all row pairs of its expert. The thread blocks divide this work evenly.
-// For each tile, a block divides its row pairs evenly among its warps.
+// For each tile, a block divides its part of the tile's row pairs evenly among its warps.
 // The share of a warp can start or end inside a row pair.
 // The warp that starts a row pair adds the partial sums of the warps that continue this row pair.
 // The shares of the warps depend on the routing of all tokens, and the order of the additions depends on the shares.
-// The results of a token can therefore differ in the last bits if the batch contains other tokens.
+// The last bits of a token's results can therefore depend on the other tokens in the batch.
 #include "headers/async_copy.cuh"
 #include "headers/pdl.cuh"
 #include "moe/mxfp4_tiles.cuh"
@@ -238,7 +238,8 @@ __device__ __forceinline__ void load_x(const T* h, const Output<T>& o, const Out
 //   grid: one block per multiprocessor; block: EXPERT_FEW_PAIRS_THREADS
 //   shared memory: x [steps][max_pairs][128 bytes], then the partial sums f32 [WARPS][32][max_pairs]
 //   max_pairs: 8, 16 or 24; an expert with more pairs has several tiles
-//   bytes moved: an expert's weights once per tile of pairs; x and the output once per tile of pairs, mostly in L2
+//   bytes moved: an expert's weights once per tile of pairs; the output once; a tile's x once per block that has row
+//     pairs of the tile, mostly from L2
 template <typename T, bool GATE_UP, typename X>
 __device__ void multiply_experts(const Weights& w, const Output<T>& o, const X* x, const uint32_t* offsets, int experts,
                                  int chosen, int max_pairs) {

@@ -16,7 +16,7 @@ use crate::kernels::scratch;
 use crate::kernels::unsupported;
 
 /// [`spread_tokens`] copies each row of x with several warps if x has at most this many rows.
-/// With one warp per row, so few rows would not fill an H100, which runs up to 132 · 64 = 8448 warps at once.
+/// With one warp per row, so few rows would not keep an H100 busy, which runs up to 132 · 64 = 8448 warps at once.
 const COPY_FEW_ROWS: usize = 4096;
 
 /// The weights and biases of one linear layer, for all experts.
@@ -42,6 +42,7 @@ pub struct ExpertOutputs {
 /// - routed: the (token, expert) pairs of the tokens in x
 /// - gate_up: `[experts, 2 * intermediate, hidden]` in paired tiles
 /// - down: `[experts, hidden, intermediate]` in plain tiles
+/// - limit: the limit of the clamped SwiGLU
 pub fn expert_mlp(
     x: &Tensor,
     routed: &RoutedPairs,
@@ -116,7 +117,7 @@ impl ExpertOutputs {
         let kernel = match dtype {
             DType::F32 => format!("expert_combine_{suffix}"),
             dtype if dtype == self.y.dtype() => format!("expert_combine_rounded_{suffix}"),
-            other => bail!("expert_combine: the sum of {:?} outputs cannot be {other:?}", self.y.dtype()),
+            other => bail!("cannot return the sum of {:?} expert outputs as {other:?}", self.y.dtype()),
         };
         // SAFETY: the kernel writes every element of `out`.
         let out = unsafe { scratch::empty((tokens, columns), dtype, self.y.device())? };
@@ -141,7 +142,7 @@ impl ExpertOutputs {
         let are_f32 = x.dtype() == DType::F32 && weight.dtype() == DType::F32;
         if x.dims() != [tokens, columns] || weight.dims() != [columns] || !are_f32 {
             bail!(
-                "expert_add_norm: x {:?}, y {:?} and weight {:?} do not match",
+                "cannot add expert outputs: x {:?}, y {:?} and weight {:?} must match, and x and weight must be F32",
                 x.dims(),
                 self.y.dims(),
                 weight.dims()
@@ -154,7 +155,7 @@ impl ExpertOutputs {
         let kernel = match dtype {
             DType::F32 => format!("expert_add_norm_{suffix}"),
             dtype if dtype == self.y.dtype() => format!("expert_add_norm_rounded_{suffix}"),
-            other => bail!("expert_add_norm: the norm of {:?} outputs cannot be {other:?}", self.y.dtype()),
+            other => bail!("cannot return the norm of {:?} expert outputs as {other:?}", self.y.dtype()),
         };
         // SAFETY: the kernel writes every element of `sum` and `normed`.
         let empty = |dtype| unsafe { scratch::empty((tokens, columns), dtype, x.device()) };
@@ -210,7 +211,7 @@ fn check_shapes(x: &Tensor, routed: &RoutedPairs, gate_up: ExpertLinear, down: E
     let biases_fit = gate_up.bias.dims() == [experts, up_rows] && down.bias.dims() == [experts, columns];
     if !tiles_fit || !biases_fit || down.bias.dtype() != dtype || !matches!(dtype, DType::BF16 | DType::F16) {
         let (gate_up, down) = (gate_up.tiles.dims(), down.tiles.dims());
-        bail!("expert_mlp: x {:?}, gate_up {gate_up:?}, down {down:?} or the biases do not match", x.dims());
+        bail!("cannot run experts: x {:?}, gate_up {gate_up:?}, down {down:?} or the biases do not match", x.dims());
     }
     let RoutedPairs { sorted, offsets, weights, rows } = routed;
     let chosen = sorted.elem_count() / tokens.max(1);
@@ -223,14 +224,15 @@ fn check_shapes(x: &Tensor, routed: &RoutedPairs, gate_up: ExpertLinear, down: E
     {
         let (x, weights, sorted, offsets) = (x.dims(), weights.dims(), sorted.dims(), offsets.dims());
         bail!(
-            "expert_mlp: x {x:?}, routing weights {weights:?}, pairs {sorted:?} and expert offsets {offsets:?} of \
-             dtypes {dtypes:?}, or the rows of the pairs, do not match"
+            "cannot run experts: x {x:?}, routing weights {weights:?}, pairs {sorted:?} and expert offsets {offsets:?} \
+             of dtypes {dtypes:?}, or the rows of the pairs, do not match"
         );
     }
     let are_whole_blocks = columns.is_multiple_of(MXFP4_BLOCK) && intermediate.is_multiple_of(MXFP4_BLOCK);
     if experts > MAX_EXPERTS || !are_whole_blocks {
         bail!(
-            "expert_mlp: unsupported sizes: {experts} experts, hidden size {columns}, intermediate size {intermediate}"
+            "cannot run experts: unsupported sizes: {experts} experts, hidden size {columns}, \
+             intermediate size {intermediate}"
         );
     }
     Ok(())

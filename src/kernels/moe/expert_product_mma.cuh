@@ -1,4 +1,4 @@
-// The products of experts with the inputs of their pairs, with mma.sync. For GPUs without wgmma.
+// The products of experts with the inputs of their pairs, with mma.sync. For GPUs that do not run sm_90a code.
 // See expert_mlp.cu for the products, and mxfp4_tiles.cuh for the layouts.
 #pragma once
 #include "headers/async_copy.cuh"
@@ -123,7 +123,7 @@ __device__ __forceinline__ void store_tile(float (&sum)[S::ROW_TILES][S::COLUMNS
     }
 }
 
-// Computes the product of each expert with the inputs of its pairs, with mma.sync. Runs on GPUs without wgmma.
+// Computes the product of each expert with the inputs of its pairs, with mma.sync.
 //   grid: any number of blocks; block b processes the tiles b, b + gridDim.x, b + 2 · gridDim.x, ...
 //   block: EXPERT_MMA_THREADS
 //   shared memory: STAGES · (X_BYTES + W_BYTES)

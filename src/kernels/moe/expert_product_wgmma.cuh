@@ -39,10 +39,10 @@ template <int PAIRS_, int UNROLL_PAIRS_, int STAGES_, int STEPS_, int BLOCKS_> s
 };
 // The shape for many pairs per expert. With wide tiles, each weight is read fewer times.
 using Wide = TileShape<EXPERT_WIDE_PAIRS, 0, EXPERT_WIDE_STAGES, EXPERT_WIDE_STEPS, 1>;
-// The shape for few pairs per expert. Narrow tiles leave room for more steps in the ring buffer.
-// Their loop is unrolled.
+// The shape for a medium number of pairs per expert. Narrow tiles leave room for more steps in the ring buffer, and the
+// loop over the steps of a stage is unrolled.
 using Narrow = TileShape<EXPERT_NARROW_PAIRS, EXPERT_NARROW_PAIRS, EXPERT_NARROW_STAGES, EXPERT_NARROW_STEPS, 1>;
-// The shape for very few pairs per expert.
+// The shape for few pairs per expert.
 // With two thread blocks per multiprocessor, more warps unpack weights at the same time.
 using Slim = TileShape<EXPERT_SLIM_PAIRS, EXPERT_SLIM_PAIRS, EXPERT_SLIM_STAGES, EXPERT_SLIM_STEPS, 2>;
 
@@ -63,9 +63,9 @@ template <typename S> struct Stage {
 static_assert(sizeof(OutputTile) == EXPERT_WGMMA_TILE_BYTES);
 
 constexpr int ROW_TILES = EXPERT_WGMMA_ROW_TILES;
-// The threads of the multiplying warpgroups. The threads of the copying warpgroup follow them.
+// The number of threads in the multiplying warpgroups. The threads of the copying warpgroup follow them.
 constexpr int MULTIPLYING = EXPERT_WGMMA_THREADS / 4 * 3;
-// The warps of the copying warpgroup that copy data.
+// The number of warps in the copying warpgroup that copy data.
 constexpr int COPYING_WARPS = 2;
 
 __device__ __forceinline__ void store_tile_of_stage(uint32_t to, const OutputTile& tile) {
@@ -92,7 +92,7 @@ public:
 
     __device__ __forceinline__ explicit StageCursor(uint32_t ring) {
         // Each shuffle returns a value that every lane already has.
-        // The shuffles tell the compiler that all lanes have equal values, so that it uses uniform registers.
+        // The shuffles tell the compiler that all lanes have equal values, so that the compiler uses uniform registers.
         const auto uniform = [](uint32_t value) { return __shfl_sync(0xffffffffu, value, 0); };
         const uint64_t descriptor = wgmma_descriptor(ring);
         stage = first = uniform(ring);
@@ -138,7 +138,8 @@ __device__ __forceinline__ void consume(StageCursor<S>& cursor, const MappedWeig
             wgmma<T>(sum, to, b + 2 * k);
             wgmma_commit();
             wgmma_wait<1>();
-            // Here, all products of the previous stage have finished.
+            // Only the product above is unfinished.
+            // If step and k are 0, the products of the previous stage have finished.
             if (k == 0 && step == 0 && previous && lane == 0) barrier_arrive(previous + Stage<S>::EMPTY);
         }
     };
@@ -198,7 +199,7 @@ template <typename S> __device__ __forceinline__ void init_ring(uint32_t ring) {
 // Returns when the stage after the last tile is empty.
 //
 // elect_lane waits for all lanes, so every lane has seen that the stage is empty before one lane arrives at FULL.
-// Otherwise, the stage could become full and empty again before a slow lane looks.
+// Otherwise, the stage could become full and empty again before a slow lane checks EMPTY.
 // The slow lane would then miss a phase of EMPTY, and would wait forever.
 template <typename S, bool GATE_UP, typename Copy>
 __device__ __forceinline__ void fill_stages(StageCursor<S>& cursor, const MappedWeights& w, const uint32_t* offsets,

@@ -1,4 +1,4 @@
-//! Counts batches, and the distinct experts that each batch uses.
+//! Counts small batches, and the distinct experts that each of these batches uses (see [`ExpertUsage`]).
 
 use candle_core::{DType, Device, Result, Tensor};
 

@@ -7,6 +7,7 @@
 //   ids: u32 [pairs], the expert of each pair (expert_gemv only)
 //   sorted, offsets: the pairs sorted by expert, see sort_by_expert.cu (expert_gemm only)
 //   out: T [pairs, rows]
+// The decode graph uses other kernels. Outside the decode graph, these rules apply:
 // `expert_gemv` computes products with fewer than 64 (token, expert) pairs, f32 products, products with
 // `SumOrder::Fixed`, and products with float weights if the number of columns is not a multiple of 8.
 // It reads an expert's weights once per pair.
@@ -24,7 +25,7 @@ __device__ __forceinline__ float e8m0(uint8_t scale) {
     return scale == 0 ? __int_as_float(0x00400000) : scale == 255 ? NAN : __int_as_float((int)scale << 23);
 }
 
-// Returns an E2M1 value: 0, 0.5, 1, 1.5, 2, 3, 4 or 6, or the negative of one of these.
+// Returns the E2M1 value with the bits `nibble`: 0, 0.5, 1, 1.5, 2, 3, 4 or 6, or the negative of one of these.
 __device__ __forceinline__ float e2m1(uint32_t nibble) {
     const uint32_t magnitude = nibble & 7;
     const float value = magnitude < 5 ? 0.5f * magnitude : magnitude == 5 ? 3.0f : magnitude == 6 ? 4.0f : 6.0f;

@@ -106,25 +106,29 @@ pub fn expert_matmul(
     } else if x.dims() == [tokens, chosen, columns] {
         1
     } else {
-        bail!("expert_matmul: x {:?} does not match ids {:?} and weights of {columns} columns", x.dims(), ids.dims())
+        bail!(
+            "cannot multiply expert weights: x {:?} does not match ids {:?} and weights of {columns} columns",
+            x.dims(),
+            ids.dims()
+        )
     };
     if ids.dtype() != DType::U32 || experts > MAX_EXPERTS || tokens * chosen > MAX_PAIRS {
         let dtype = ids.dtype();
         bail!(
-            "expert_matmul: ids are {dtype:?} [{tokens}, {chosen}] for {experts} experts, expected U32 with at most \
-             {MAX_PAIRS} ids and {MAX_EXPERTS} experts"
+            "cannot multiply expert weights: ids are {dtype:?} [{tokens}, {chosen}] for {experts} experts, expected \
+             U32 with at most {MAX_PAIRS} ids and {MAX_EXPERTS} experts"
         );
     }
     if let Some(bias) = bias
         && (bias.dims() != [experts, rows] || bias.dtype() != x.dtype())
     {
         let (dtype, dims, expected) = (bias.dtype(), bias.dims(), x.dtype());
-        bail!("expert_matmul: bias is {dtype:?} {dims:?}, expected {expected:?} [{experts}, {rows}]");
+        bail!("cannot multiply expert weights: bias is {dtype:?} {dims:?}, expected {expected:?} [{experts}, {rows}]");
     }
     if let ExpertWeights::Dense(dense) = weights
         && dense.dtype() != x.dtype()
     {
-        bail!("expert_matmul: weights have dtype {:?}, but x has dtype {:?}", dense.dtype(), x.dtype());
+        bail!("cannot multiply expert weights of dtype {:?}: x has dtype {:?}", dense.dtype(), x.dtype());
     }
     match x.device() {
         Device::Cpu => {
@@ -141,7 +145,7 @@ pub fn expert_matmul(
     }
 }
 
-/// The GPU implementation of [`expert_matmul`]. [`expert_matmul`] checks the shapes and dtypes first.
+/// The GPU implementation of [`expert_matmul`], which checks the shapes and dtypes before it calls this module.
 #[cfg(feature = "cuda")]
 mod cuda {
     use candle_core::cuda_backend::CudaDevice;
@@ -161,7 +165,7 @@ mod cuda {
         let needs_gemv = tokens * chosen < GEMM_FROM_PAIRS || x.dtype() == DType::F32 || sum_order == SumOrder::Fixed;
         if let ExpertWeights::Quantized(matrix, experts) = weights {
             if bias.is_some() {
-                bail!("expert_matmul: ExpertWeights::Quantized does not support a bias on a GPU");
+                bail!("cannot multiply expert weights: quantized weights do not support a bias on a GPU");
             }
             return quantized_expert_matmul(device, x, matrix, *experts, (ids, pairs_per_x), needs_gemv);
         }
@@ -183,7 +187,9 @@ mod cuda {
                 // SAFETY: `super::expert_matmul` checked shapes and dtypes; its caller guarantees valid ids.
                 unsafe { grouped_gemm(device, x, dense, bias, ids, pairs_per_x, &out)? };
             }
-            ExpertWeights::Mxfp4Tiles(_) => bail!("expert_matmul: MXFP4 tiles are not supported, use expert_mlp"),
+            ExpertWeights::Mxfp4Tiles(_) => {
+                bail!("cannot multiply expert weights: only expert_mlp supports MXFP4 tiles")
+            }
             ExpertWeights::Quantized(..) => unreachable!("quantized experts return above"),
         }
         Ok(out)
@@ -323,7 +329,7 @@ pub fn reference(
             }
         }
         #[cfg(feature = "cuda")]
-        ExpertWeights::Mxfp4Tiles(_) => bail!("expert_matmul: MXFP4 tiles are not supported on a CPU"),
+        ExpertWeights::Mxfp4Tiles(_) => bail!("cannot multiply expert weights: MXFP4 tiles are not supported on a CPU"),
     }
     Ok(out)
 }

@@ -24,7 +24,7 @@
 //! - `expert_few_pairs` also requires hidden and intermediate sizes that are multiples of 192.
 //!   If only tiles of 8 pairs fit in shared memory, `expert_few_pairs` is used for at most 4 pairs per expert.
 //! - `expert_mlp` uses wgmma on GPUs of compute capability 9.0, if the build has machine code for them.
-//!   Otherwise, `expert_mlp` uses mma.sync. In both cases, there are token tiles of three widths.
+//!   Otherwise, `expert_mlp` uses mma.sync. In both cases, there are kernels for three tile widths (pairs per tile).
 //!   `product_kernel` chooses the width by the number of pairs per expert.
 //!
 //! On a CPU, `experts::reference` computes the matrix products of the experts.

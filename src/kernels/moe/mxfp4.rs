@@ -29,7 +29,11 @@ pub(super) fn mxfp4_dims(blocks: &Tensor, scales: &Tensor) -> Result<(usize, usi
     let (experts, rows, groups, bytes) = blocks.dims4()?;
     let are_bytes = blocks.dtype() == DType::U8 && scales.dtype() == DType::U8;
     if !are_bytes || bytes != MXFP4_BLOCK / 2 || scales.dims() != [experts, rows, groups] {
-        bail!("MXFP4 blocks {:?} and scales {:?} must be U8 and have matching shapes", blocks.dims(), scales.dims());
+        bail!(
+            "cannot use MXFP4 weights: blocks {:?} and scales {:?} must be U8 and have matching shapes",
+            blocks.dims(),
+            scales.dims()
+        );
     }
     Ok((experts, rows, groups * MXFP4_BLOCK))
 }

@@ -6,8 +6,8 @@
 //     (row g, block 2j), (row g + 8, block 2j), (row g, block 2j + 1), (row g + 8, block 2j + 1)
 //     A lane's word of a block holds the values 8t .. 8t + 5 of that block.
 //     The words of rows g and g + 8 together hold the values 8t + 6 and 8t + 7 of both rows (see e2m1.cuh).
-//     Row g is row g of the tile. In the *paired* tiles of gate_up, the rows g and g + 8 of a tile are the rows
-//     2g and 2g + 1 of the matrix: a gate row and its up row.
+//     Row g means position g in the tile. In the *paired* tiles of gate_up, positions g and g + 8 hold rows 2g and
+//     2g + 1 of the tile's 16 matrix rows: a gate row and its up row.
 //   scales: [experts][ceil(rows / 16)][ceil(columns / 64)][g][4 bytes]
 //     The four bytes are the scales of the four blocks listed above.
 // A lane's 16 bytes unpack to its A fragments for four MMAs with K = 16, so weights never move between lanes.
@@ -67,9 +67,9 @@ __device__ __forceinline__ uint4 fragment_segment(const float2* row, int index, 
 
 // ---- unpacking ----
 
-// Converts the scale bytes of two blocks to factors for unpacked values.
-// A word of `factors` holds the factors of one block: row g in the low half, row g + 8 in the high half.
-// A multiplication can read either half twice, so one word is enough for both rows.
+// Converts four scale bytes, of two blocks in each of rows g and g + 8, to factors for unpacked values.
+// Word i of `factors` holds the factors of block i: row g in the low half, row g + 8 in the high half.
+// A multiplication of two values can use either half of the word for both values, so one word is enough for both rows.
 // `Mxfp4Tiles::repack` rejects scale bytes above 128.
 template <typename T> __device__ __forceinline__ void scale_factors(uint32_t scales, uint32_t (&factors)[2]);
 // bf16: unpacked values are E2M1 · 2^-126, so the factor for a scale of 2^(s - 127) is 2^(s - 1), exact even for s = 0.
@@ -174,7 +174,8 @@ template <typename T> struct Output {
 };
 
 // Returns the biases of the rows at positions g and g + 8 of a weight tile, where g = lane / 4.
-// In gate_up, whose tiles are paired, these are rows 2g and 2g + 1. Returns zeros if there is no bias or no such tile.
+// The tiles of gate_up are paired, so there the two rows are 2g and 2g + 1 of the tile.
+// Returns zeros if there is no bias or no such tile.
 template <typename T, bool GATE_UP>
 __device__ __forceinline__ float2 row_bias(const Output<T>& o, int rows, int expert, int row_tile) {
     const int g = threadIdx.x % 32 / 4;
@@ -200,7 +201,7 @@ template <int WORDS, typename T> __device__ __forceinline__ void store_words(T* 
 }
 
 // Adds the biases to the sums of 8 pairs × TILES weight tiles, and stores the results.
-// `token` is the index in the token tile of the first of the 8 pairs.
+// `token` is the index of the first of the 8 pairs in the token tile.
 // For gate_up, applies the clamped SwiGLU before storing.
 // TILES is 1 or 2. If TILES is 2, `row_tile` is even.
 // For each weight tile, lane 4g + t passes four sums: row g for pairs 2t and 2t + 1, then row g + 8 for the same pairs.

@@ -18,8 +18,8 @@ use crate::kernels::launch::{Arguments, Launch, LaunchShape, module, multiproces
 /// The value suits an H200: there, `expert_few_pairs.cu` was faster up to 5 pairs per expert,
 /// and about equally fast with 6.
 /// On an H100, whose memory is slower, `expert_mlp.cu` was faster from 4 pairs on (`docs/benchmark-history.md`).
-/// Both measurements are older than the tensor maps of `expert_mlp.cu`.
-/// Since the tensor maps, its kernels for few pairs take 2% to 12% less time on an H200.
+/// Both measurements were made before `expert_mlp.cu` used tensor maps.
+/// With tensor maps and longer stages, the kernels of `expert_mlp.cu` for few pairs take 2% to 12% less time (H200).
 const FEW_PAIRS_PER_EXPERT: usize = 5;
 
 /// A kernel for the matrix products of all experts with MXFP4 tiles. A thread block can process several output tiles.
@@ -81,7 +81,7 @@ impl ProductKernel {
     /// Returns the first two arguments of the kernel: the blocks and the scales of the weights.
     pub fn weight_arguments(self, tiles: &Mxfp4Tiles) -> Result<Arguments> {
         match self {
-            // A box of a tensor map is what the kernel copies for one stage of its ring buffer.
+            // A box of a tensor map contains the tiles that the kernel copies for one stage of its ring buffer.
             Self::ManyPairs { stage_steps: Some(steps), .. } => {
                 let [blocks, scales] = tiles.tensor_maps(EXPERT_WGMMA_ROW_TILES, steps)?;
                 Ok(Arguments::new().value(blocks, [tiles.blocks()]).value(scales, [tiles.scales()]))

@@ -4,7 +4,7 @@
 //   weight: f32 [experts, columns]
 //   bias: f32 [experts] or null
 //   ids: u32 [tokens, chosen], scratch memory for the chosen experts
-//   routing_weights: f32 [tokens, chosen], the routing weights
+//   routing_weights: f32 [tokens, chosen], a softmax over the logits of the chosen experts
 //   sorted, offsets, rows: see sort_by_expert
 //   usage: u32 [2] or null; each launch adds 1 to usage[0], and the number of experts that have pairs to usage[1]
 //   columns is a multiple of 4; experts <= ROUTE_EXPERTS; tokens <= ROUTE_TOKENS
@@ -12,8 +12,8 @@
 //   bytes moved: 4 · (tokens + experts) · columns; with several clusters, most later reads of `weight` hit L2
 //
 // A cluster routes as many tokens as it has blocks. Its warps divide the columns, and compute the partial logits of all
-// tokens of the cluster. Each block then adds up the partial logits of one token, and chooses its experts.
-// Of all blocks in the grid, the one that finishes its choice last sorts all pairs.
+// tokens of the cluster. Each block then adds up the partial logits of one token, and chooses experts for this token.
+// The last block of the grid to choose experts sorts all pairs.
 // The partial logits of a token are always added in the same order, so its logits do not depend on other tokens.
 #include "constants.cuh"
 #include "headers/arrive.cuh"
@@ -121,7 +121,7 @@ __device__ __forceinline__ void multiply_columns(float (&sums)[2][4], const floa
     }
 }
 
-// Older GPUs have no clusters. They route in separate launches.
+// Older GPUs have no clusters. There, `RoutedPairs::route` (route.rs) launches several other kernels instead.
 #if __CUDA_ARCH__ >= 900
 extern "C" __global__ void __launch_bounds__(THREADS) __cluster_dims__(BLOCKS, 1, 1)
     route_f32(const float* x, const float* weight, const float* bias, uint32_t* ids, float* routing_weights,

@@ -16,7 +16,7 @@ use crate::kernels::unsupported;
 
 /// The (token, expert) pairs of a batch, sorted by expert, and their routing weights.
 pub struct RoutedPairs {
-    /// u32 `[pairs]`: pair t · chosen + n is token t with its n-th chosen expert.
+    /// u32 `[pairs]`: the pairs, sorted by expert. Pair t · chosen + n is token t with its chosen expert n.
     pub sorted: Tensor,
     /// u32 `[experts + 1]`: `sorted[offsets[e] .. offsets[e + 1]]` are the pairs of expert e.
     /// If [`route`](Self::route) sorted the pairs in one launch, each expert's pairs are in ascending order.
@@ -38,7 +38,7 @@ impl RoutedPairs {
             let (ids_dtype, weights_dtype) = (ids.dtype(), weights.dtype());
             let (ids, weights) = (ids.dims(), weights.dims());
             bail!(
-                "RoutedPairs: invalid inputs: ids {ids_dtype:?} {ids:?}, routing weights {weights_dtype:?} {weights:?}"
+                "cannot sort pairs: invalid ids {ids_dtype:?} {ids:?} or routing weights {weights_dtype:?} {weights:?}"
             );
         }
         let SortedPairs { sorted, offsets, rows } = sort_by_expert(device, ids, experts)?;
@@ -68,10 +68,14 @@ impl RoutedPairs {
         let all_f32 = [Some(x), Some(weight), bias].into_iter().flatten().all(|tensor| tensor.dtype() == DType::F32);
         if !all_f32 || columns != weight_columns || bias.is_some_and(|bias| bias.dims() != [experts]) {
             let (x, weight, bias) = (x.dims(), weight.dims(), bias.map(Tensor::dims));
-            bail!("route: the inputs must be F32 and have matching shapes: x {x:?}, weight {weight:?}, bias {bias:?}");
+            bail!(
+                "cannot route tokens: x {x:?}, weight {weight:?} and bias {bias:?} must be F32 and have matching shapes"
+            );
         }
         if chosen == 0 || chosen > experts || chosen > MAX_CHOSEN_EXPERTS || experts > MAX_EXPERTS {
-            bail!("route: cannot choose {chosen} of {experts} experts (at most {MAX_CHOSEN_EXPERTS} of {MAX_EXPERTS})");
+            bail!(
+                "cannot choose {chosen} of {experts} experts: the limits are 1 to {MAX_CHOSEN_EXPERTS} of {MAX_EXPERTS}"
+            );
         }
         let Device::Cuda(device) = x.device() else { return unsupported("RoutedPairs::route", x) };
         let is_supported = experts <= ROUTE_EXPERTS && columns > 0 && columns.is_multiple_of(4);

@@ -22,7 +22,7 @@ pub(super) struct SortedPairs {
 /// The caller guarantees that every id is less than `experts`.
 pub(super) fn sort_by_expert(device: &CudaDevice, ids: &Tensor, experts: usize) -> Result<SortedPairs> {
     if experts > MAX_EXPERTS {
-        bail!("sort_by_expert: {experts} experts exceed the limit of {MAX_EXPERTS}");
+        bail!("cannot sort pairs: {experts} experts exceed the limit of {MAX_EXPERTS}");
     }
     let pairs = ids.elem_count();
     // SAFETY: the kernel writes all pairs, all offsets and all rows.

@@ -23,9 +23,7 @@ pub enum Softmax {
 pub fn topk_softmax(logits: &Tensor, chosen: usize, softmax: Softmax) -> Result<(Tensor, Tensor)> {
     let (tokens, experts) = logits.dims2()?;
     if chosen == 0 || chosen > experts || chosen > MAX_CHOSEN_EXPERTS || experts > MAX_EXPERTS {
-        bail!(
-            "topk_softmax: cannot choose {chosen} of {experts} experts (at most {MAX_CHOSEN_EXPERTS} of {MAX_EXPERTS})"
-        );
+        bail!("cannot choose {chosen} of {experts} experts: the limits are 1 to {MAX_CHOSEN_EXPERTS} of {MAX_EXPERTS}");
     }
     match logits.device() {
         Device::Cpu => {

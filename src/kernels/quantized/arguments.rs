@@ -33,11 +33,11 @@ unsafe impl DeviceRepr for RawStack {}
 impl RawStack {
     fn new(matrices: &[QuantizedMatrix]) -> Result<Self> {
         if matrices.is_empty() || matrices.len() > MAX_STACKED_MATRICES {
-            bail!("a kernel accepts 1 to {MAX_STACKED_MATRICES} quantized matrices, got {}", matrices.len());
+            bail!("cannot stack {} quantized matrices: a kernel accepts 1 to {MAX_STACKED_MATRICES}", matrices.len());
         }
         let columns = matrices[0].dims().1;
         if matrices.iter().any(|matrix| matrix.dims().1 != columns) {
-            bail!("the quantized matrices of a stack must have the same number of columns");
+            bail!("cannot stack quantized matrices: they have different numbers of columns");
         }
         let mut raw = Self::default();
         let mut row_end = 0;

@@ -1,9 +1,9 @@
 //! Matrices that stay quantized in memory. The operations are matrix products, embedding lookup and dequantization.
 //!
-//! All formats share one memory layout. A *group* is 32 columns of a row.
+//! All formats share one memory layout. A *group* is 32 consecutive columns of a row.
 //! In matrix products, a lane of a warp reads a group at a time.
 //! The bits of each quantized value `q` are split across *planes*.
-//! In each plane, the number of bytes per group is a power of two, so loads are aligned.
+//! In the planes `low`, `high` and `scales`, the number of bytes per group is a power of two, so loads are aligned.
 //! The `supers` plane has 4 bytes per superblock of 256 columns.
 //!
 //! | plane  | contents for each group of 32 columns |
@@ -20,7 +20,8 @@
 //! - In Q3_K and Q6_K, a superblock has only one super-scale. Two unused bytes follow it.
 //!
 //! A group consists of eight *quads*, numbered 0 to 7. A quad is four consecutive columns.
-//! In each plane, the bits of column `i` (0 to 3) in quad `j` have these positions within the bytes of the group:
+//! In each plane, the bits of column `i` (0 to 3) in quad `j` have these positions within the bytes of the group
+//! (divisions round down):
 //! - 4 low bits: byte `4 · (j / 2) + i`, in the low nibble if `j` is even, in the high nibble if `j` is odd
 //! - 2 low bits or 2 high bits: byte `4 · (j / 4) + i`, starting at bit `2 · (j mod 4)`
 //! - 1 high bit: bit `j` of byte `i`

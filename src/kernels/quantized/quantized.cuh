@@ -2,7 +2,8 @@
 //
 // A *group* is 32 consecutive columns of a row. A lane reads one group at a time.
 // The input vector is quantized to 16-bit integers with one scale per group.
-// The largest input value of a group keeps 15 significant bits. In bf16, a value keeps only 8.
+// Values that are already quantized to 8-bit integers are stored exactly, with a scale of 1.
+// Otherwise, the largest input value of a group keeps 15 significant bits. In bf16, a value keeps only 8.
 // dp4a multiplies bytes, so the high and low bytes of the integers are stored separately. All dp4a results are exact.
 // Except with FP8 weights, the products use floating point only to apply scales and mins.
 // With FP8 weights, the input vector is stored as floats, and all arithmetic is in floating point.
@@ -46,6 +47,7 @@ struct QuantizedStack {
 //   scales: bytes for scales and mins, or 0 if each row has a single f32 scale
 //   zero: the zero point, which is subtracted from q
 //   has_half_scales: whether each half of a group has its own scale
+//   has_supers: whether scales and mins are integers that are multiplied by f16 factors, one pair for each 8 groups
 template <int F> struct FormatLayout {
     static constexpr bool has_row_scale = F == INT8 || F == FP8, has_supers = F >= Q2_K && F <= Q6_K;
     static constexpr int low = F == Q2_K || F == Q3_K ? 8 : F == Q8_0 || has_row_scale ? 32 : 16;
@@ -63,7 +65,7 @@ constexpr uint32_t LOW_BIT = 0x01010101u, LOW_2_BITS = 0x03030303u, LOW_4_BITS =
 // The largest integer of a quantized input: high byte 127 (the largest signed byte), low byte 0.
 constexpr float MAX_QUANTIZED_INPUT = 127 * 256;
 
-// The smallest normal f32 value. quantization_scale never returns a smaller scale: dividing by it could overflow.
+// The smallest normal f32 value. quantization_scale returns no smaller scale, because dividing by it could overflow.
 constexpr float F32_MIN_NORMAL = 1.17549435e-38f;
 
 // One quantized group in registers.
@@ -106,7 +108,7 @@ template <int F> __device__ __forceinline__ void load_group(RawGroup& raw, const
     load_scales<F>(raw, m, group);
 }
 
-// Returns the quantized integers of quad j (columns 4j to 4j + 3), one byte each. Byte c belongs to column 4j + c.
+// Returns the quantized values q of quad j (columns 4j to 4j + 3), one byte each. Byte c belongs to column 4j + c.
 // A word of the low plane holds the bits of consecutive quads. The first quad is in the low bits of each byte.
 // The high plane has the same order, in a single word (1 bit per value) or in two words (2 bits per value).
 // `bits` is the number of bits that the low plane holds per value.

@@ -119,7 +119,7 @@ struct Range {
     int matrix, first_tile, first_row, begin, end;
 };
 
-// The part of a matrix product that one thread block computes. A tile has N tokens.
+// The part of a matrix product that one thread block computes, for one tile of N tokens.
 template <typename T, int N> struct Block {
     static constexpr int TOKEN_TILES = N / 8, STAGE_BYTES = N * STEP_COLUMNS * 2;
     const QuantizedStack& weights;
@@ -294,7 +294,8 @@ template <typename T, int N> struct Block {
 //   partials: f32 [ceil(tokens / N), grid.x, 2, ROWS, N], scratch memory
 //   grid: (at most the number of steps, ceil(tokens / N)); block: QUANTIZED_FEW_TOKENS_THREADS
 //   shared memory: T [STAGES, N, STEP_COLUMNS]
-//   bytes moved: the size of W (once if the L2 cache serves all tiles of tokens), x once per tile of rows, and y
+//   bytes moved: the size of W, if the L2 cache serves all tiles of tokens but the first; x once per tile of rows;
+//     y once
 template <typename T, int N>
 __device__ void multiply_few(const T* x, const float* x_scales, const QuantizedStack& weights, float* y,
                              float* partials, int count, int tokens, int columns, int stride) {

@@ -13,7 +13,7 @@ use crate::kernels::constants::{
 use crate::kernels::launch::{Arguments, Launch, LaunchShape, dtype_suffix, module, multiprocessors};
 use crate::kernels::scratch;
 
-/// The maximum number of tokens for which `quantized_few_tokens` is the default.
+/// The maximum number of tokens for which [`is_fastest`] returns true.
 /// For more tokens, it is faster to dequantize the weights and multiply with cuBLASLt.
 const MAX_TOKENS: usize = 128;
 /// The number of weight rows in a tile.
@@ -38,7 +38,8 @@ pub fn is_fastest(tokens: usize) -> bool {
     (2..=MAX_TOKENS).contains(&tokens)
 }
 
-/// Returns whether `quantized_few_tokens` supports these matrices and this input dtype, for any number of tokens.
+/// Returns whether `quantized_few_tokens` supports these matrices and this input dtype. Does not check the number of
+/// tokens.
 pub fn is_supported(parts: &[QuantizedMatrix], columns: usize, dtype: DType) -> bool {
     matches!(dtype, DType::F16 | DType::BF16)
         // Copies to shared memory must be aligned to 16 bytes, that is, to 8 columns.
@@ -48,7 +49,7 @@ pub fn is_supported(parts: &[QuantizedMatrix], columns: usize, dtype: DType) -> 
 
 /// Returns `x · Wᵀ` as f32 `[tokens, rows]`, where `W` is the vertical stack of all `parts`.
 ///
-/// `x` is contiguous, `[tokens, columns]`, in f16 or bf16. [`is_supported`] must be true.
+/// `x` is contiguous, `[tokens, columns]`, in f16 or bf16. [`is_supported`] must return true for the parts.
 /// Values quantized to 8 bits (inputs, and weights with one scale per row) are exact in the dtype of `x`.
 /// Weights in other formats are rounded to the dtype of `x`.
 pub fn matmul_few_tokens(
@@ -75,7 +76,7 @@ pub fn matmul_few_tokens(
     let token_tiles = tokens.div_ceil(tile_tokens);
     if blocks * token_tiles > QUANTIZED_FEW_TOKENS_COUNTERS {
         let limit = QUANTIZED_FEW_TOKENS_COUNTERS;
-        bail!("matmul_few_tokens: {blocks} × {token_tiles} thread blocks exceed the limit of {limit}");
+        bail!("cannot multiply {tokens} tokens: {blocks} × {token_tiles} thread blocks exceed the limit of {limit}");
     }
     let stride = parts.iter().map(|part| part.dims().0).sum();
     // SAFETY: the kernel writes every row and column of `y`.

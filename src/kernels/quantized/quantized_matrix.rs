@@ -49,7 +49,7 @@ impl QuantizedMatrix {
         let fits = planes.iter().zip(row_bytes).all(|(plane, bytes)| plane.len() == rows * bytes);
         if !fits || rows == 0 || !columns.is_multiple_of(column_multiple) {
             let sizes = planes.each_ref().map(Vec::len);
-            bail!("planes of {sizes:?} bytes do not form a {format:?} matrix with {columns} columns");
+            bail!("cannot create a {format:?} matrix with {columns} columns from planes of {sizes:?} bytes");
         }
         let mut tensors = [const { None }; 4];
         for ((tensor, plane), bytes) in tensors.iter_mut().zip(planes).zip(row_bytes) {

@@ -1,7 +1,7 @@
 // Operations on quantized matrices:
 // - matrix-vector products, for few tokens
 // - dequantization of weights, for many tokens
-// - 8-bit quantization of activations, and the scales after an 8-bit matrix product
+// - 8-bit quantization of activations, and multiplication by the scales after an 8-bit matrix product
 // - embedding lookup
 // More kernels for quantized matrices are in quantized_few_tokens.cu and kernels/decode.
 #include "quantized/quantized.cuh"
@@ -12,7 +12,7 @@
 //   ids: u32 [tokens] or null; with ids, t counts (token, expert) pairs, and W is the `rows` rows of expert ids[t]
 //   grid: (at most one block per multiprocessor, tokens); block: 32 · QUANTIZED_WARPS
 //   shared memory: see `input_bytes` in quantized_ops.rs
-//   bytes moved: the size of W, for each token
+//   bytes moved: the size of W once per token
 // Each warp multiplies two rows of W at a time. Two rows are one unit of the `QuantizedStream`.
 template <typename T, typename S>
 __device__ void matvec(const T* x, const QuantizedStack& weights, const uint32_t* ids, S* y, int rows, int columns,

@@ -1,11 +1,11 @@
 //! Operations on quantized matrices on a GPU: matrix products, dequantization and embedding lookup.
 //!
-//! A matrix product usually uses the first of these methods that supports it:
-//! - with cuBLASLt in int8, for 2 or more tokens, if weights and activations are both int8
-//! - with cuBLASLt in FP8, for more than 32 tokens, if weights and activations are both FP8
-//! - with `quantized_few_tokens`, for 2 to 128 tokens in f16 or bf16: converts each weight once per tile of tokens
-//! - with `quantized_matvec`, for up to 8 tokens: reads the quantized weights once per token
-//! - with cuBLASLt and dequantized weights, in all other cases
+//! With [`SumOrder::Fastest`], a matrix product usually uses the first of these methods that supports the product:
+//! - cuBLASLt in int8, for 2 or more tokens, if weights and activations are both int8
+//! - cuBLASLt in FP8, for more than 32 tokens, if weights and activations are both FP8
+//! - `quantized_few_tokens`, for 2 to 128 tokens in f16 or bf16; it converts each weight once per tile of tokens
+//! - `quantized_matvec`, for up to 8 tokens; it reads the quantized weights once per token
+//! - cuBLASLt with dequantized weights, in all other cases
 
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
 use candle_core::{DType, Result, Tensor, bail};
@@ -63,7 +63,7 @@ pub fn dequantize(device: &CudaDevice, matrix: &QuantizedMatrix, dtype: DType) -
 pub fn embed(device: &CudaDevice, matrix: &QuantizedMatrix, ids: &Tensor, scale: f32) -> Result<Tensor> {
     let (tokens, (_, columns)) = (ids.dims1()?, matrix.dims());
     if ids.dtype() != DType::U32 {
-        bail!("embed: ids are {:?}, expected U32", ids.dtype());
+        bail!("cannot look up embeddings: ids are {:?}, expected U32", ids.dtype());
     }
     // SAFETY: the kernel writes every element of `out`.
     let out = unsafe { scratch::empty((tokens, columns), DType::F32, matrix.device())? };
@@ -78,6 +78,7 @@ pub fn embed(device: &CudaDevice, matrix: &QuantizedMatrix, ids: &Tensor, scale:
 /// Returns `x · Wᵀ` as f32 `[tokens, rows]`, where `W` is the vertical stack of all `parts`.
 ///
 /// `x` is `[tokens, columns]` in any float dtype.
+/// For each part, first quantizes `x` as the `input_quantization` of the part specifies.
 pub fn matmul(device: &CudaDevice, parts: &[QuantizedMatrix], x: &Tensor, sum_order: SumOrder) -> Result<Tensor> {
     let ((tokens, columns), x) = (x.dims2()?, x.contiguous()?);
     if let Some(part) = parts.iter().find(|part| part.dims().1 != columns) {

@@ -63,7 +63,7 @@ impl HostPlanes<'_> {
     }
 }
 
-/// Unpacks the 32 quantized integers of a group from the bytes of its planes.
+/// Unpacks the 32 quantized values of a group from the bytes of its planes.
 fn unpack(low: &[u8; 32], low_bytes: usize, high: &[u8; 32], high_bytes: usize) -> [u8; 32] {
     let two = |plane: &[u8; 32], j: usize, i: usize| plane[4 * (j / 4) + i] >> (2 * (j % 4)) & 3;
     std::array::from_fn(|column| {
@@ -81,7 +81,7 @@ fn unpack(low: &[u8; 32], low_bytes: usize, high: &[u8; 32], high_bytes: usize) 
     })
 }
 
-/// Packs the 32 quantized integers of a group into the bytes of the low and high planes.
+/// Packs the 32 quantized values of a group into the bytes of the low and high planes.
 ///
 /// The lengths of `low` and `high` must be those that [`WeightFormat::plane_bytes`] returns for the format.
 pub fn pack(q: &[u8; 32], low: &mut [u8], high: &mut [u8]) {

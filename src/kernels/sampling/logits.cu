@@ -84,7 +84,7 @@ __device__ void row_logprobs(const float* logits, int vocab, uint32_t chosen, in
             }
         }
         if (threadIdx.x == 0 && rank < count) set_top(rank, token, logit - largest - log_sum);
-        // The token belongs to one thread. The warp of this thread finds the thread's next largest key.
+        // `token` belongs to one thread. The warp of this thread finds the thread's next largest key.
         const int owner = token % SAMPLE_THREADS;
         if (warp == owner / 32) {
             unsigned long long next = 0;
@@ -115,11 +115,12 @@ extern "C" __global__ void __launch_bounds__(SAMPLE_THREADS, 1)
 }
 
 // Computes the same log probabilities as top_logprobs, for the tokens of a queued step, and sends them to the host.
-//   logits: f32 [*, vocab]
-//   rows: u32 [grid, LOGPROBS_ROW_WORDS] in host memory:
+//   logits: f32, any number of rows of vocab logits
+//   rows: u32 [gridDim.x, LOGPROBS_ROW_WORDS] in host memory:
 //     the row of logits, the index of the chosen token in `tokens`, and the number of most likely tokens
 //   tokens: u32, the chosen tokens, or NO_TOKEN
-//   mailbox: u32 [grid, LOGPROBS_SLOTS] in host memory; a log probability arrives as its inverted bits, an id as id + 1
+//   mailbox: u32 [gridDim.x, LOGPROBS_SLOTS] in host memory
+//     A log probability arrives as its inverted bits, and a token id as id + 1.
 //   grid: the number of rows; block: SAMPLE_THREADS
 //   bytes moved: 8 · vocab for each row; the second read hits L2
 extern "C" __global__ void __launch_bounds__(SAMPLE_THREADS, 1)

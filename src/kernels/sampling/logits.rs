@@ -23,7 +23,7 @@ pub struct LogitEdit {
 pub fn edit_logits(logits: &Tensor, edits: &[LogitEdit]) -> Result<()> {
     let (device, rows, vocab) = check(logits)?;
     if let Some(edit) = edits.iter().find(|edit| edit.row as usize >= rows) {
-        bail!("edit_logits: row {} is out of range for {rows} rows", edit.row);
+        bail!("cannot edit logits: row {} is out of range for {rows} rows", edit.row);
     }
     let words: Vec<u32> = edits
         .iter()
@@ -49,7 +49,10 @@ pub fn mask_logits(logits: &Tensor, masks: &[(u32, TokenMask)]) -> Result<()> {
     let (device, rows, vocab) = check(logits)?;
     let words = vocab.div_ceil(32);
     if let Some((row, mask)) = masks.iter().find(|(row, mask)| *row as usize >= rows || mask.words().len() != words) {
-        bail!("mask_logits: row {row} is not in 0..{rows}, or its mask has {} words, not {words}", mask.words().len());
+        bail!(
+            "cannot mask logits: row {row} is not in 0..{rows}, or its mask has {} words, not {words}",
+            mask.words().len()
+        );
     }
     if masks.is_empty() || vocab == 0 {
         return Ok(());
@@ -84,7 +87,7 @@ pub fn top_logprobs(logits: &Tensor, chosen: &[u32], count: usize) -> Result<Vec
     let (device, rows, vocab) = check(logits)?;
     let count = count.min(vocab);
     if chosen.len() != rows || chosen.iter().any(|&id| id as usize >= vocab) || rows == 0 || vocab == 0 {
-        bail!("top_logprobs: chosen tokens {chosen:?} do not match logits {:?}", logits.shape());
+        bail!("cannot compute log probabilities: chosen tokens {chosen:?} do not match logits {:?}", logits.shape());
     }
     let chosen = Tensor::new(chosen, logits.device())?;
     let (ids, logprobs) = (
@@ -117,7 +120,7 @@ pub struct LogprobsRow {
 
 /// Queues the computation of the log probabilities that [`top_logprobs`] returns. Does not wait for them.
 ///
-/// `logits` is f32 `[*, vocab]`. `tokens`, u32, holds the chosen tokens.
+/// `logits` is f32 and has one column per token of the vocabulary. `tokens`, u32, holds the chosen tokens.
 /// Entry i of `rows` uses `LOGPROBS_SLOTS` slots of the mailbox from `first_slot + i · LOGPROBS_SLOTS` on.
 /// [`take_logprobs`] reads these slots.
 ///
@@ -139,7 +142,10 @@ pub fn send_logprobs(
     let words: Vec<u32> = rows.iter().flat_map(description).collect();
     let fits = mailbox.slots() >= first_slot + rows.len() * LOGPROBS_SLOTS && host.len() >= first_word + words.len();
     if !rows.iter().all(is_valid) || !fits || tokens.dtype() != DType::U32 || vocab == 0 {
-        bail!("send_logprobs: {rows:?} do not match logits {:?}, or do not fit in the buffers", logits.shape());
+        bail!(
+            "cannot compute log probabilities: {rows:?} do not match logits {:?} or do not fit in the buffers",
+            logits.shape()
+        );
     }
     if rows.is_empty() {
         return Ok(());
@@ -173,7 +179,7 @@ fn check(logits: &Tensor) -> Result<(&CudaDevice, usize, usize)> {
     let (rows, vocab) = logits.dims2()?;
     match logits.device() {
         Device::Cuda(device) if logits.dtype() == DType::F32 => Ok((device, rows, vocab)),
-        Device::Cuda(_) => bail!("logits have dtype {:?}, expected F32", logits.dtype()),
-        _ => crate::kernels::unsupported("logits", logits),
+        Device::Cuda(_) => bail!("cannot process logits: they have dtype {:?}, expected F32", logits.dtype()),
+        _ => crate::kernels::unsupported("the logits kernels", logits),
     }
 }

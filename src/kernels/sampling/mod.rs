@@ -2,7 +2,7 @@
 //!
 //! - `sample_rows`: samples a token from each row
 //! - `logits`: edits and masks logits, and computes log probabilities
-//! - `row_edits`: edits the logits of queued steps: adds values, then applies penalties
+//! - `row_edits`: adds values to the logits of queued steps, then applies penalties
 //! - `token_mask`: a set of allowed tokens
 //!
 //! The decode graph has its own sampling kernel (`decode/sample.cu`), which takes the same parameters.
@@ -103,8 +103,8 @@ impl SamplingKernelParams {
 #[derive(Clone, Debug, PartialEq)]
 pub struct DeviceSampling {
     pub params: SamplingKernelParams,
-    /// (token, 1 + count) pairs, one for each token that has appeared.
-    /// The count is the number of times that the token was generated.
+    /// (token, 1 + count) pairs, one for each token whose logit the penalties change.
+    /// The count is the number of times that the token was generated, or 0 if only the prompt contains the token.
     /// Empty if no penalty is set.
     pub seen: Vec<(u32, u32)>,
 }

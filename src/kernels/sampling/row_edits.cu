@@ -6,14 +6,14 @@
 // In this case, the counts in `description` leave out the last token, and the kernel counts it.
 //   tokens: u32, the tokens that the previous step chose, or NO_TOKEN
 //   description: u32, in host memory or on the device:
-//     rows [grid, ROW_EDITS_WORDS]:
+//     rows [gridDim.x, ROW_EDITS_WORDS]:
 //       word 0: the row of logits; each row occurs at most once
 //       word 1: 1 + the index of the row's last token in `tokens`, or 0 if the counts already include it
-//       words 2 to 4: where in `description` the row's values start, its counts start, and its counts end
+//       words 2 to 4: the indices in `description` where the row's values start, its counts start, and its counts end
 //       words 5 to 7: the bits of the repetition, frequency and presence penalties
 //     values [values, 2]: a token and the bits of an f32 value; each token at most once per row
 //     counts [counts, 2]: a token that gets penalties, and how often it was generated; each token at most once per row
-//   grid: edited rows; block: ROW_EDITS_THREADS
+//   grid: the number of edited rows; block: ROW_EDITS_THREADS
 //   bytes moved: 32 · rows + 16 · values + 16 · counts
 extern "C" __global__ void __launch_bounds__(ROW_EDITS_THREADS)
     edit_rows(float* logits, const uint32_t* tokens, const volatile uint32_t* description, int vocab) {

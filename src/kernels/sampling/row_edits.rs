@@ -18,7 +18,7 @@ use crate::kernels::constants::{ROW_EDITS_THREADS, ROW_EDITS_WORDS};
 #[cfg(feature = "cuda")]
 use crate::kernels::launch::{Arguments, HostWords, Launch, LaunchShape, module};
 
-/// The penalties on the logits of tokens that have appeared.
+/// The penalties on the logits of tokens that have appeared in the prompt or the completion.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Penalties {
     /// Divides positive logits and multiplies all other logits. Also applies to tokens that occur only in the prompt.
@@ -107,7 +107,8 @@ pub struct EditedRow<'e> {
     pub in_flight: Option<u32>,
 }
 
-/// Queues a kernel that edits `rows` of `logits`, f32 `[*, vocab]`, in place. Fails if `rows` contains a row twice.
+/// Queues a kernel that edits `rows` of `logits` in place. Fails if `rows` contains a row twice.
+/// `logits` is f32 and has one column per token of the vocabulary.
 ///
 /// `tokens`, u32, holds the tokens of the previous step.
 /// A row whose token is [`NO_TOKEN`](crate::kernels::constants::NO_TOKEN) has no token in flight.
@@ -115,7 +116,7 @@ pub struct EditedRow<'e> {
 /// If the description of the edits fits in `range` of `host`, the kernel reads it there.
 /// In this case, the call does not wait for earlier steps.
 /// The caller must leave the range unchanged until the kernel has ended.
-/// If the description does not fit, the call copies it to the device.
+/// If the description does not fit, the call copies it to the device, and may wait for earlier steps.
 #[cfg(feature = "cuda")]
 pub fn edit_rows(
     logits: &Tensor,
@@ -131,7 +132,11 @@ pub fn edit_rows(
         row.row < count && row.in_flight.is_none_or(|source| (source as usize) < available) && edited.insert(row.row)
     };
     if !rows.iter().all(is_valid) || (logits.dtype(), tokens.dtype()) != (DType::F32, DType::U32) {
-        bail!("edit_rows: invalid rows or dtypes for logits {:?} and tokens {:?}", logits.shape(), tokens.shape());
+        bail!(
+            "cannot edit logits: invalid rows or dtypes for logits {:?} and tokens {:?}",
+            logits.shape(),
+            tokens.shape()
+        );
     }
     if rows.is_empty() {
         return Ok(());

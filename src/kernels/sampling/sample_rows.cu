@@ -6,10 +6,10 @@
 //   tokens: u32 [rows], the chosen tokens, or NO_TOKEN if every logit of the row is NaN or -inf
 //   mailbox: null, or u32 [rows] in host memory: the chosen tokens + 1, or MAILBOX_NO_TOKEN
 //   grid: BLOCKS · rows, in clusters of BLOCKS; block: SAMPLE_THREADS
-//   bytes moved: 4 · vocab per read of a row; later reads of a small batch hit L2
+//   bytes moved: 4 · vocab per read of a row; with few rows, later reads hit L2
 //     With temperature 0, a row is read once. Otherwise, it is read twice, and a 32nd of it once more.
-//     Top-k and top-p each add 2 reads, or 6 if more than MAX_KEYS_IN_BIN logits are close to the cutoff.
-//     Top-k adds only 1 read if fewer than top-k tokens have mass.
+//     Top-k and top-p each add 2 reads, or 6 if more than MAX_KEYS_IN_BIN logits are in the bin of the cutoff.
+//     Top-k adds only 1 read if fewer than top_k tokens have probability mass.
 //
 // The blocks of a cluster divide the token ids of a row, so that a few rows occupy most multiprocessors. The blocks add
 // up their counts and masses, which are integers. The chosen token therefore does not depend on BLOCKS. GPUs without
@@ -49,7 +49,8 @@ struct Row {
     // Divides the logits of tokens with mass into SAMPLE_THREADS bins of equal width. `bottom` is the smallest logit
     // above -infinity.
     __device__ __forceinline__ void set_bins(float bottom) {
-        constexpr float RANGE = 27.8f;  // tokens with a probability below e^-27.8 of the largest have no mass
+        // Tokens have no mass if their probability is below e^-27.8 times the largest probability.
+        constexpr float RANGE = 27.8f;
         bin_scale = SAMPLE_THREADS / fminf(best - bottom, RANGE / inverse_temperature);
     }
     // Returns the bin of a token with mass. Bin 0 has the largest logits. A larger key is never in a higher bin.
@@ -208,7 +209,7 @@ struct CutoffMemory {
 template <int BLOCKS, bool BY_MASS>
 __device__ uint32_t cutoff(const Row& row, uint32_t floor, float share, unsigned long long target, CutoffMemory& memory,
                            unsigned long long* warps) {
-    sync_row<BLOCKS>();  // after an earlier cutoff
+    sync_row<BLOCKS>();  // slower warps may still read `memory` for an earlier cutoff
     memory.bins[threadIdx.x] = 0;
     if (threadIdx.x == 0) memory.count = 0, memory.bin = 0, memory.rest = 0;
     __syncthreads();

@@ -68,7 +68,10 @@ pub fn queue_rows(
     let words: Vec<u32> = rows.iter().flat_map(SamplingKernelParams::words).collect();
     let is_too_small = tokens.dims1()? < count || mailbox.slots() < first_slot + count;
     if is_too_small || tokens.dtype() != DType::U32 || host.len() < first_word + words.len() {
-        bail!("queue_rows: expected U32 tokens and buffers for {count} rows, got tokens of shape {:?}", tokens.shape());
+        bail!(
+            "cannot sample: expected U32 tokens and buffers for {count} rows, got tokens of shape {:?}",
+            tokens.shape()
+        );
     }
     host.write(first_word, &words);
     let arguments = Arguments::new()
@@ -107,18 +110,19 @@ fn blocks_per_row(device: &CudaDevice, rows: usize) -> Result<usize> {
 }
 
 /// Returns the device of `logits` and its shape, `(rows, vocab)`.
-/// Fails unless `logits` is f32 `[rows, vocab]` on a GPU, and aligned to 16 bytes if vocab is a multiple of 4.
+/// Fails unless `logits` is f32 `[rows, vocab]` on a GPU and has at least one row.
+/// If vocab is a multiple of 4, `logits` must also be aligned to 16 bytes.
 fn check(logits: &Tensor, rows: usize) -> Result<(&CudaDevice, usize, usize)> {
     let (count, vocab) = logits.dims2()?;
     match logits.device() {
         Device::Cuda(device) if logits.dtype() == DType::F32 && rows == count && count > 0 => {
             // The kernel loads four logits at once.
             if vocab.is_multiple_of(4) && !address(logits)?.is_multiple_of(16) {
-                bail!("sample_rows: the logits are not aligned to 16 bytes");
+                bail!("cannot sample: the logits are not aligned to 16 bytes");
             }
             Ok((device, count, vocab))
         }
-        Device::Cuda(_) => bail!("sample_rows: expected F32 logits with {rows} rows, got shape {:?}", logits.shape()),
+        Device::Cuda(_) => bail!("cannot sample: expected F32 logits with {rows} rows, got shape {:?}", logits.shape()),
         _ => crate::kernels::unsupported("sample_rows", logits),
     }
 }

@@ -11,7 +11,8 @@ constexpr float UNIT = 1099511627776.0f;  // 2^40
 
 struct SamplingKernelParams {
     float temperature, top_p, min_p, repetition_penalty, frequency_penalty, presence_penalty;
-    // `sampled_before` is the number of earlier draws. decode/sample.cu adds the steps that have run since then.
+    // `sampled_before` is the number of earlier draws of the sequence.
+    // decode/sample.cu adds the number of steps that the decode graph has run since the host wrote the parameters.
     uint32_t top_k, sampled_before;
     uint32_t seed[2];
 };

@@ -52,7 +52,9 @@ fn read(path: &str, context: usize) -> Result<String, String> {
     file.take(limit + 1).read_to_end(&mut bytes).map_err(|error| error.to_string())?;
     if bytes.len() as u64 > limit {
         let size = metadata.len().max(bytes.len() as u64);
-        return Err(format!("{size} bytes do not fit in a context of {context} tokens; start with a larger --context"));
+        return Err(format!(
+            "{size} bytes do not fit in a context of {context} tokens; attach a smaller file, or raise --context"
+        ));
     }
     String::from_utf8(bytes).map_err(|_| "not UTF-8 text".to_string())
 }

@@ -86,8 +86,8 @@ const COMMANDS: &[SlashCommand] = &[
         name: "export",
         arguments: "md|json [PATH]",
         summary: "write the conversation to a new file",
-        details: "Markdown contains the text of the messages. JSON contains the model, the settings, and the \
-                  messages in OpenAI's format, with reasoning and tool calls. Existing files are not replaced.",
+        details: "Markdown contains the text of the messages. JSON contains the model, the revision, the settings, \
+                  and the messages in OpenAI's format, with reasoning and tool calls. Existing files are not replaced.",
     },
     SlashCommand { name: "stats", arguments: "", summary: "describe the model and the conversation", details: "" },
     SlashCommand {
@@ -100,8 +100,8 @@ const COMMANDS: &[SlashCommand] = &[
         name: "model",
         arguments: "[NAME]",
         summary: "switch to another model, or list all",
-        details: "The conversation and the settings that you chose stay. If the new model cannot be loaded, the old \
-                  one is loaded again.",
+        details: "Keeps the conversation and the settings that you chose. If the new model cannot be loaded, the old \
+                  model is loaded again.",
     },
 ];
 

@@ -1,7 +1,7 @@
 //! The decode step as a CUDA graph.
 //!
 //! [`DecodeGraph::plan`] turns the decoder's layers into a fixed list of fused kernel launches on static buffers.
-//! The list is captured as a graph.
+//! This list, followed by the launches that choose the token, is captured as a graph.
 //!
 //! Each token costs the host one graph launch. The token stays on the device as the input of the next step.
 //! Meanwhile, the host reads the token from a mailbox.
@@ -211,7 +211,10 @@ impl DecodeGraph {
             let used = table.len().min(device.dim(1)?);
             if used != *blocks {
                 if let Some(block) = table[..used].iter().find(|&&block| block as usize >= self.cache_blocks) {
-                    bail!("block {block} is not one of the {} blocks of the KV cache", self.cache_blocks);
+                    bail!(
+                        "cannot set block tables: block {block} is not one of the {} blocks of the KV cache",
+                        self.cache_blocks
+                    );
                 }
                 let values = Tensor::new(&table[..used], device.device())?;
                 copy_rows(&device.flatten_all()?, &values, 0)?;
@@ -281,7 +284,7 @@ impl DecodeGraph {
         }
     }
 
-    /// Waits for the next token. First queues its step and up to `AHEAD` later steps.
+    /// Waits for the next token. First queues the token's step, if it is not queued yet, and up to `AHEAD` later steps.
     ///
     /// `limit` is the maximum number of tokens still to generate, including the next token.
     /// Never queues steps after the last of these tokens, or at positions beyond the context or the block tables.
@@ -317,7 +320,7 @@ impl DecodeGraph {
         Ok(())
     }
 
-    /// Waits for the next token. Fails if every logit of its step is NaN or -inf.
+    /// Waits for the next token. Fails with [`NoToken`] if every logit of the token's step is NaN or -inf.
     fn take_token(&mut self) -> Result<u32> {
         match self.wait()? {
             decode::MAILBOX_NO_TOKEN => Err(NoToken.into()),
@@ -351,7 +354,7 @@ impl DecodeGraph {
         &self.buffers.logits
     }
 
-    /// Returns the number of launches in a step.
+    /// Returns the number of kernel launches in a step.
     pub fn launches(&self) -> usize {
         self.layers.len() + self.tail().launches.len()
     }
@@ -361,7 +364,8 @@ impl DecodeGraph {
         Ok(self.tail().graph.nodes()?)
     }
 
-    /// Runs one step as individual launches. Returns for each kernel the number of its calls, and their time and bytes.
+    /// Runs one step as individual launches.
+    /// Returns the number of launches of each kernel, and the sums of their times and bytes.
     pub fn kernel_times(&mut self) -> Result<Vec<KernelTime>> {
         self.count_step()?;
         let mut times: Vec<KernelTime> = Vec::new();
@@ -381,7 +385,7 @@ impl DecodeGraph {
         Ok(times)
     }
 
-    /// Runs one step as individual kernel launches, to compare it with the graph. Returns the step's token.
+    /// Runs one step as individual kernel launches, for comparison with the graph. Returns the step's token.
     pub fn next_ungraphed(&mut self) -> Result<u32> {
         self.count_step()?;
         self.layers.enqueue()?;

@@ -80,7 +80,8 @@ fn projection(linear: &Linear) -> Projection<'_> {
 
 /// Adds the launches for a layer's attention, from the norm before the QKV projection to the residual connection.
 ///
-/// `table`, u32 `[1, blocks]`, is the block table of the sequence. It must cover the position of every step that runs.
+/// `table`, u32 `[1, blocks]`, is the block table of the sequence.
+/// The table must cover the position of every step that runs.
 pub(super) fn add_attention(
     launches: &mut LaunchList,
     buffers: &StepBuffers,

@@ -16,7 +16,7 @@ pub enum NoDecodeGraph {
     NotOnGpu,
     /// Several ranks run the model together, and the host copies data between their devices.
     HostCopies,
-    /// The rank holds no part of the output head, or no part of the attention or of the MLP of a layer that it runs.
+    /// This rank holds no part of the output head, or no part of the attention or of the MLP of a layer that it runs.
     EmptyPart,
     /// Another rank has no decode graph. That rank knows the reason.
     OtherRank,
@@ -28,7 +28,7 @@ pub enum NoDecodeGraph {
     Layer(&'static str),
     /// `gate_proj` and `up_proj` have different formats, or they quantize their inputs differently.
     MixedGateUp,
-    /// No single kernel computes `q_proj`, `k_proj` and `v_proj`.
+    /// No single kernel computes the products with `q_proj`, `k_proj` and `v_proj`.
     /// Only some of these matrices are quantized, only some are FP8, or they quantize their inputs differently.
     /// A mix of GGUF types is supported.
     IncompatibleQkv,

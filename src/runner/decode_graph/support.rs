@@ -109,7 +109,7 @@ fn unsupported_mlp(mlp: &Mlp) -> Result<Option<NoDecodeGraph>> {
                 Some(NoDecodeGraph::ExpertFormat)
             } else if chosen > decode::MAX_CHOSEN_MXFP4 || experts > moe::MAX_EXPERTS {
                 Some(NoDecodeGraph::ExpertCount { chosen, experts })
-            } else if columns % 8 != 0 || columns > decode::MAX_EXPERT_COLUMNS {
+            } else if columns % 8 != 0 || columns > decode::MAX_MXFP4_INTERMEDIATE_SIZE {
                 Some(NoDecodeGraph::RowLength(columns))
             } else {
                 None

@@ -98,7 +98,10 @@ impl BatchGraphs {
             Err(error) if decoder.world().size() > 1 => Err(error),
             Err(error) => {
                 // The failed step may have written keys and values to the cache. The eager step overwrites them.
-                tracing::warn!(%error, "cannot run batches as CUDA graphs");
+                tracing::warn!(
+                    %error,
+                    "cannot run batches as CUDA graphs; batches now run operation by operation, which is slower"
+                );
                 self.has_failed = true;
                 self.graphs.clear();
                 self.logits = None;
@@ -190,7 +193,10 @@ impl BatchGraph {
         let rows = || sequences.iter().chain(std::iter::repeat_n(last, size - sequences.len()));
         let ids: Vec<u32> = rows().map(|sequence| sequence.ids[0]).collect();
         if let Some(id) = ids.iter().find(|&&id| id as usize >= decoder.vocab_size()) {
-            bail!("token id {id} is outside the model's vocabulary of {} tokens", decoder.vocab_size());
+            bail!(
+                "cannot run a batch: token id {id} is outside the model's vocabulary of {} tokens",
+                decoder.vocab_size()
+            );
         }
         let sources = rows().map(|sequence| buffers.source(sequence)).collect::<Result<_>>()?;
         let mut words: Vec<u32> = rows().map(|sequence| sequence.position as u32).collect();
@@ -210,7 +216,10 @@ impl BatchGraph {
                         continue;
                     }
                     if block as usize >= cache.blocks() {
-                        bail!("block {block} is not one of the {} blocks of the KV cache", cache.blocks());
+                        bail!(
+                            "cannot run a batch: block {block} is not one of the {} blocks of the KV cache",
+                            cache.blocks()
+                        );
                     }
                     *known = block;
                     changes.push(((first + index) as u32, block));
@@ -221,7 +230,8 @@ impl BatchGraph {
     }
 
     /// Runs the first step of this batch size and captures the step as a graph.
-    /// Replaces `shared` if it is too small, unless the new arena would exceed `MAX_ARENA_BYTES`.
+    /// `shared` is the arena of new graphs. If `shared` is `None` or too small, replaces it with a large enough arena,
+    /// unless this arena would exceed `MAX_ARENA_BYTES`.
     fn capture_first_step(
         &mut self,
         device: &CudaDevice,
@@ -240,14 +250,14 @@ impl BatchGraph {
         let doubling = least.div_ceil(sizes.arena_bytes(1).max(1));
         let factor = size.next_power_of_two().div_ceil(size).max(doubling);
         self.arena = match shared {
-            // A larger batch can need less memory, because its products have no parts.
+            // The arena of a smaller batch can fit a larger batch, because large products need no partial sums.
             Some(arena) if arena.fits(&sizes) => Some(arena.clone()),
             _ if sizes.arena_bytes(factor) <= MAX_ARENA_BYTES => {
                 let arena = Arena::new(&sizes, factor, cache.device())?;
                 *shared = Some(arena.clone());
                 Some(arena)
             }
-            // The graph allocates its memory itself. Smaller batches keep the present arena.
+            // The graph allocates its memory itself. `shared` stays, because smaller batches can still use it.
             _ => None,
         };
         let forward = || match &self.arena {

@@ -85,7 +85,7 @@ impl StepLauncher {
         self.buffers.choose(samplings, &logits)
     }
 
-    /// Queues the forward pass of all sequences, operation by operation.
+    /// Queues the forward pass of all sequences, operation by operation. Returns the logits, f32 `[sequences, vocab]`.
     fn queue_operations(&mut self, decoder: &Decoder, cache: &KvCache, sequences: &[StepSequence]) -> Result<Tensor> {
         let ids: Vec<u32> = sequences.iter().flat_map(|sequence| sequence.ids).copied().collect();
         let mut sources = Vec::with_capacity(ids.len());

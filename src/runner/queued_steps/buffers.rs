@@ -80,7 +80,7 @@ impl QueuedStepBuffers {
         self.token_index(sequence.id, sequence.awaits_input)
     }
 
-    /// Returns the index in `tokens` of the token of sequence `id`, or `None` if the sequence does not await its input.
+    /// Returns the index in `tokens` of the token of sequence `id`, or `None` if `awaits_input` is false.
     fn token_index(&self, id: u64, awaits_input: bool) -> Result<Option<u32>> {
         match self.rows.get(&id) {
             _ if !awaits_input => Ok(None),
@@ -126,6 +126,7 @@ impl QueuedStepBuffers {
     }
 
     /// Waits for the tokens of step `index`, and for their log probabilities.
+    /// `expected` has an entry for each sequence, and is `None` for sequences that need no token.
     /// Calls `record` with the index and the token of each sequence whose token the step chose.
     pub fn wait(
         &self,

@@ -42,7 +42,7 @@ const CACHE_CALL_TIMEOUT: Duration = Duration::from_secs(60);
 /// How often to check whether a rank has failed or its thread has ended.
 const POLL: Duration = Duration::from_millis(20);
 
-/// The ranks that run a model. On a single device, the runner itself is the only rank.
+/// The ranks that run a model. If the runner is the only rank, there are no follower threads.
 pub struct RankGroup {
     /// The world of the first rank.
     world: World,
@@ -104,8 +104,9 @@ impl RankGroup {
         }
     }
 
-    /// Starts the answer times of [`ping`](Self::ping) anew. Call this function before the first ping of each wait.
-    pub fn restart_answer_times(&self) {
+    /// Restarts the timeouts of [`ping`](Self::ping).
+    /// Call this function before the first ping of each wait for requests.
+    pub fn restart_ping_timeouts(&self) {
         self.answers.borrow_mut().clear();
     }
 

@@ -1,4 +1,4 @@
-//! The ranks of a model that one or more devices run together.
+//! The ranks that run a model together.
 //!
 //! - `group`: the first rank, which sends commands to the followers and reports their failures
 //! - `follower`: the thread of a follower, which is a rank other than the first

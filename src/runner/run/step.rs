@@ -16,10 +16,10 @@ use crate::runner::sampling::{
 use crate::runner::step::{RunnerFacts, StepFacts, StepKind, StepSequence, TokensToScore, route, samplers};
 
 /// The maximum number of prompt tokens whose logits are in memory at the same time.
-/// With several sequences, the memory plan has room for the logits of more tokens: at least `MAX_SEQUENCES`.
+/// If the engine runs several sequences, its memory plan has room for the logits of at least `MAX_SEQUENCES` tokens.
 const SCORED_ROWS: usize = 64;
 
-/// The kind of pass that computes a sequence. The passes of a step run in the order of the variants.
+/// The kind of pass that runs the tokens of a sequence. The passes of a step run in the order of the variants.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum PassKind {
     /// One pass for all sequences whose results may depend on other sequences.
@@ -94,7 +94,7 @@ impl Runner {
         Ok(chosen)
     }
 
-    /// Runs one pass, as a CUDA graph if the route of the pass has one.
+    /// Runs one pass, as a CUDA graph if [`route`] selects one.
     /// Otherwise, runs the pass operation by operation, with additions in `sum_order`.
     fn run_pass(
         &mut self,
@@ -102,7 +102,7 @@ impl Runner {
         meanwhile: &mut dyn FnMut(),
         sum_order: SumOrder,
     ) -> Result<Vec<Chosen>> {
-        // This pass runs now, even if a step of only these sequences could be queued.
+        // The pass runs now, so select an executor as for a step that cannot be queued.
         let facts = RunnerFacts { can_queue: false, ..self.facts() };
         let executor = route(facts, StepFacts::of(sequences)).executor;
         if let Some(chosen) = self.run_graph(executor, sequences, meanwhile)? {
@@ -123,7 +123,7 @@ impl Runner {
     }
 
     /// Runs a chunk of a prompt, with one pass for each prompt part in the chunk.
-    /// A part with a single token uses the fixed order of additions, as decode steps do.
+    /// A part with a single token uses the fixed order of additions, like the sequence's decode steps.
     fn run_prompt_parts(&mut self, sequence: &mut StepSequence) -> Result<Chosen> {
         let StepSequence { ids, position, prompt_parts, .. } = *sequence;
         let parts = prompt_parts.or(self.options.prompt_parts);
@@ -147,7 +147,7 @@ impl Runner {
         }
     }
 
-    /// Runs the decoder one operation at a time, and computes the log probabilities of prompt tokens.
+    /// Runs the decoder one operation at a time. Also computes the log probabilities of the prompt tokens in `scores`.
     /// Returns the logits of each sequence's last token, f32 `[sequences, vocab]`.
     fn forward(&mut self, sequences: &mut [StepSequence], sum_order: SumOrder) -> Result<Tensor> {
         let ids: Vec<u32> = sequences.iter().flat_map(|sequence| sequence.ids).copied().collect();
@@ -219,7 +219,8 @@ fn has_scores(sequences: &[StepSequence]) -> bool {
     sequences.iter().any(|sequence| sequence.scores.is_some())
 }
 
-/// Computes the log probabilities of the tokens `scores.tokens[range]` from their logits, f32 `[tokens, vocab]`.
+/// Computes the log probabilities of the tokens `scores.tokens[range]`, and appends them to `scores.logprobs`.
+/// Row i of `logits`, f32 `[tokens, vocab]`, belongs to token i of the range, and comes from the token before it.
 fn score(logits: &Tensor, range: Range<usize>, scores: &mut TokensToScore) -> Result<()> {
     let tokens = &scores.tokens[range];
     if logits.device().is_cuda() {

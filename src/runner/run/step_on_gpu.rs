@@ -57,7 +57,7 @@ impl Runner {
             bail!("internal error: the decode graph cannot run this step");
         };
         self.solo.cached.clear();
-        // The input is a generated token or a prompt with a single token. The graph processes both in the same way.
+        // The input is a generated token or a prompt chunk of one token. The graph processes both in the same way.
         if !graph.continues(sequence.id, sequence.position) {
             let (sampling, tables) = (sampler.on_device(), sequence.tables.clone());
             let (sequence, position) = (sequence.id, sequence.position);
@@ -66,7 +66,7 @@ impl Runner {
         } else if graph.needs_tables(sequence.tables) {
             self.ranks.run_graph(graph, GraphCommand::SetTables(sequence.tables.clone()), None)?;
         }
-        // At this point, the GPU is already running queued steps, unless the graph was just started.
+        // At this point, the GPU usually runs queued steps already, but not if the graph was just started.
         meanwhile();
         Ok(take_token(graph, &self.ranks, sequence.limit, sampler))
     }

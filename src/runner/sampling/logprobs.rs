@@ -2,10 +2,10 @@
 
 use std::cmp::Ordering;
 
-/// The log probabilities of a chosen token and of the most likely tokens.
+/// The log probabilities of a chosen token, or of a scored prompt token, and of the most likely tokens in its place.
 #[derive(Clone, Debug, PartialEq)]
 pub struct TokenLogprobs {
-    /// The log probability of the chosen token, in nats.
+    /// The log probability of the chosen or scored token, in nats.
     pub chosen: f32,
     /// The most likely tokens with their log probabilities, in descending order of probability.
     pub top: Vec<(u32, f32)>,
@@ -37,7 +37,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn logprobs_are_those_of_the_softmax() {
+    fn logprobs_match_the_softmax() {
         let logits = [1.0f32, 3.0, f32::NAN, 3.0, f32::NEG_INFINITY];
         let got = TokenLogprobs::from_logits(&logits, 0, 3);
         let sum = 1f64.exp() + 2.0 * 3f64.exp();

@@ -105,7 +105,8 @@ fn sampled_rows(samplers: &[Option<&mut dyn TokenSampler>], logits: &Tensor) -> 
     })
 }
 
-/// Returns a mask for each row whose sampler allows only some tokens. Row i belongs to the i-th sampler.
+/// Returns a mask for each row whose sampler allows only some tokens. Row i belongs to the i-th sampler that is not
+/// `None`.
 /// If the mask of a row cannot be computed, returns an error in place of this mask.
 fn allowed_tokens(samplers: &mut [Option<&mut dyn TokenSampler>]) -> (Vec<(u32, TokenMask)>, HashMap<u32, Error>) {
     let (mut masks, mut problems) = (Vec::new(), HashMap::new());

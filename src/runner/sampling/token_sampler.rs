@@ -4,7 +4,8 @@ use anyhow::Result;
 
 use crate::kernels::sampling::{DeviceSampling, RowEdits, TokenMask};
 
-/// The error for a sequence if all of its logits in a step are NaN or -inf. It ends only this sequence.
+/// The error for a sequence if all of its logits in a step are NaN or -inf.
+/// The error ends only this sequence.
 #[derive(Debug, thiserror::Error)]
 #[error(
     "cannot choose a token: every logit is NaN or -inf; the weights are corrupt, or values overflow in this --dtype"
@@ -71,6 +72,7 @@ pub trait TokenSampler {
     }
 
     /// Returns the next token for `logits`, f32 `[vocab]`, to which [`queued_edits`](Self::queued_edits) were applied.
+    /// `in_flight` has the same meaning as for `queued_edits`.
     /// Does not record the token. As for [`choose`](Self::choose), at least one logit is greater than -inf.
     fn choose_queued(&self, logits: &[f32], in_flight: u32) -> u32;
 

@@ -1,6 +1,6 @@
 //! Runs one sequence that has the KV cache to itself, for `bench`, `perplexity` and `EngineHandle::logits`.
 //!
-//! `bench` has prefill, decode steps and measurements of this sequence, for `bench` and tests.
+//! The module `bench` contains prefill, decode steps and measurements, for the command `bench` and for tests.
 
 mod bench;
 

@@ -1,4 +1,4 @@
-//! A step of many sequences: its input, how it runs, and its cost. `run/` runs the steps.
+//! A step of one or more sequences: its input, how it runs, and its cost. `run/` runs the steps.
 //!
 //! - `sequence`: the input of one sequence in a step
 //! - `route`: decides what runs a step, and whether the step is queued

@@ -98,7 +98,8 @@ fn is_queued(runner: RunnerFacts, step: StepFacts) -> bool {
     // Deterministic prompts run in one pass per prompt part. Deterministic requests also decode in passes of their own,
     // unless the whole runner is deterministic. These passes leave no tokens on the device.
     let needs_own_passes = if runner.is_deterministic { !step.is_decode } else { step.has_deterministic_sequence };
-    // The decode graph queues its own steps, and starts from the logits of the last chunk of the prompt.
+    // The decode graph queues its own steps. It starts from the logits of the prompt's last chunk.
+    // A step with a chunk of only one sequence is therefore not queued either.
     let is_graph = runner.has_decode_graph && step.sequences == 1 && !step.needs_logits;
     can_choose && !step.has_scores && !needs_own_passes && !is_graph && step.sequences <= MAX_SEQUENCES
 }
@@ -123,7 +124,7 @@ fn unqueued_executor(runner: RunnerFacts, step: StepFacts) -> StepExecutor {
     batch_executor(runner, step)
 }
 
-/// Returns the batch graph if it can run the step, and otherwise the decoder.
+/// Returns `BatchGraph` if a batch graph can run the step, and otherwise `Eager`.
 fn batch_executor(runner: RunnerFacts, step: StepFacts) -> StepExecutor {
     let can_run = runner.has_batch_graphs && step.is_decode && step.sequences <= MAX_SEQUENCES;
     if can_run { StepExecutor::BatchGraph } else { StepExecutor::Eager }
@@ -206,7 +207,7 @@ mod tests {
         }
     }
 
-    /// Every combination of facts about a runner and a step.
+    /// Every combination of the booleans of a runner and a step, each with several numbers of sequences.
     fn all_facts() -> impl Iterator<Item = (RunnerFacts, StepFacts)> {
         const COUNTS: [usize; 4] = [1, 2, MAX_SEQUENCES, MAX_SEQUENCES + 1];
         (0..1 << 11).flat_map(|bits: u32| {

@@ -49,7 +49,8 @@ impl<'s> StepSequence<'s> {
         }
     }
 
-    /// Returns this sequence with other input tokens, which the host knows, and without the sampler and the scores.
+    /// Returns this sequence with the input tokens `ids`, of which the first is at `position`.
+    /// The host knows these tokens. The result has no sampler and no scores.
     pub(in crate::runner) fn with_input<'i>(&self, ids: &'i [u32], position: usize) -> StepSequence<'i>
     where
         's: 'i,

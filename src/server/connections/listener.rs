@@ -17,7 +17,7 @@ use tokio::net::{TcpListener, TcpSocket, TcpStream, lookup_host};
 use tokio_rustls::TlsAcceptor;
 
 use super::limit::OpenConnection;
-use super::parse_error::ParseErrorBody;
+use super::parse_error::ParseErrorStream;
 use super::write_limit::WriteLimit;
 use crate::error::Error;
 use crate::server::router::{router, spare_router};
@@ -39,7 +39,8 @@ const SPARE_HEADER_TIMEOUT: Duration = Duration::from_secs(1);
 /// The pause after a failure to accept a connection, for example because too many files are open.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 
-/// The maximum time for sending the last responses during shutdown.
+/// During shutdown, the time limit for ending requests after the drain timeout, and again for sending the last
+/// responses.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// The time limit that replaces the drain timeout and [`CLOSE_TIMEOUT`] after an engine failure.
@@ -60,7 +61,7 @@ pub async fn bind(host: &str, port: u16) -> Result<TcpListener> {
     socket.listen(BACKLOG).with_context(what)
 }
 
-/// Serves connections until `shutdown` resolves and all requests have ended. Fails if the engine stops.
+/// Serves connections until `shutdown` resolves and all requests have ended. Fails if the engine stops or a GPU fails.
 ///
 /// After `shutdown`, the server reports itself as unhealthy, but accepts requests during the drain delay.
 /// Then, the server rejects new requests. Requests in progress continue until the drain timeout.
@@ -151,7 +152,7 @@ async fn serve_requests<S>(stream: S, router: Router, server: &Server, header_ti
 where
     S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
 {
-    let stream = TokioIo::new(ParseErrorBody::new(stream, server.metrics.clone()));
+    let stream = TokioIo::new(ParseErrorStream::new(stream, server.metrics.clone()));
     let connection = http1::Builder::new()
         .timer(TokioTimer::new())
         .header_read_timeout(header_time)

@@ -37,14 +37,14 @@ const HEADS: [(&[u8], StatusCode, &str); 3] = [
 ];
 
 /// A connection that replaces hyper's error responses to invalid HTTP requests.
-pub struct ParseErrorBody<S> {
+pub struct ParseErrorStream<S> {
     stream: S,
     metrics: Arc<Metrics>,
     /// The bytes of the replacement response that have not been written yet.
     rest: Vec<u8>,
 }
 
-impl<S> ParseErrorBody<S> {
+impl<S> ParseErrorStream<S> {
     pub fn new(stream: S, metrics: Arc<Metrics>) -> Self {
         Self { stream, metrics, rest: Vec::new() }
     }
@@ -66,7 +66,7 @@ impl<S> ParseErrorBody<S> {
     }
 }
 
-impl<S: AsyncWrite + Unpin> ParseErrorBody<S> {
+impl<S: AsyncWrite + Unpin> ParseErrorStream<S> {
     /// Writes the unwritten bytes of the replacement response. Then returns `accepted`, the length of hyper's response.
     /// hyper then considers its own response written.
     fn write_rest(&mut self, context: &mut Context<'_>, accepted: usize) -> Poll<io::Result<usize>> {
@@ -81,7 +81,7 @@ impl<S: AsyncWrite + Unpin> ParseErrorBody<S> {
     }
 }
 
-impl<S: AsyncWrite + Unpin> AsyncWrite for ParseErrorBody<S> {
+impl<S: AsyncWrite + Unpin> AsyncWrite for ParseErrorStream<S> {
     fn poll_write(mut self: Pin<&mut Self>, context: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
         if self.replaces(bytes) {
             return self.write_rest(context, bytes.len());
@@ -113,7 +113,7 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for ParseErrorBody<S> {
     }
 }
 
-impl<S: AsyncRead + Unpin> AsyncRead for ParseErrorBody<S> {
+impl<S: AsyncRead + Unpin> AsyncRead for ParseErrorStream<S> {
     fn poll_read(
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,

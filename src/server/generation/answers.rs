@@ -65,7 +65,7 @@ impl AnswerStream {
     }
 }
 
-/// The engine requests of one HTTP request, and how to interpret their answers.
+/// The engine requests of one HTTP request, and how to convert their answers to the response.
 pub struct Submission {
     /// One engine request per prompt.
     pub requests: Vec<Request>,
@@ -81,8 +81,8 @@ pub struct Submission {
     pub prompt_field: &'static str,
 }
 
-/// Submits the requests to the engine. Fails with status 429 if the queue has no room for all answers now,
-/// and with status 400 if there are more answers than the queue can ever hold.
+/// Submits the requests to the engine. Fails with status 429 if the server cannot admit all answers now,
+/// and with status 400 if there are more answers than the server can ever admit at once.
 pub async fn submit(server: &Arc<Server>, log: Arc<RequestLog>, submission: Submission) -> Result<Answers, ApiError> {
     let engine = server.open_engine()?.clone();
     let submitted = Instant::now();
@@ -139,7 +139,7 @@ pub async fn submit(server: &Arc<Server>, log: Arc<RequestLog>, submission: Subm
     })
 }
 
-/// Reserves room in the queue for all answers of an HTTP request.
+/// Admits the answers to an HTTP request, either all of them or none. Each answer is one sequence.
 fn admit(server: &Server, log: &RequestLog, submission: &Submission) -> Result<Permit, ApiError> {
     let count = submission.requests.len() * submission.choices;
     let limit = server.admission.limit();
@@ -153,7 +153,8 @@ fn admit(server: &Server, log: &RequestLog, submission: &Submission) -> Result<P
     })
 }
 
-/// Submits requests to the engine, with `choices` answers to each prompt. The inner error is the engine's.
+/// Submits requests to the engine, with `choices` answers to each prompt.
+/// The inner error is an error of the engine. The outer error means that the submission panicked.
 async fn submit_to_engine(
     engine: EngineHandle,
     requests: Vec<Request>,
@@ -201,7 +202,7 @@ impl Answers {
         self.submitted.elapsed()
     }
 
-    /// Returns the prompt of an answer and the log probabilities of its tokens, if the request asked for them.
+    /// Returns the prompt of an answer and the log probabilities of the prompt tokens, if the request asked for them.
     /// The log probabilities are complete once the first pieces of the answer have arrived.
     pub fn scored_prompt(&self, index: usize) -> Option<&ScoredPrompt> {
         self.answers.get(index)?.stream.scored_prompt()
@@ -374,7 +375,7 @@ impl Drop for Answers {
     }
 }
 
-/// Returns the finish reason of an answer for the log and the records.
+/// Returns how an answer ended, for the log and the records: its finish reason, `error` or `canceled`.
 /// `finish` is `None` if the answer failed, or was dropped before it ended.
 fn finish_name(finish: Option<Finish>, has_failed: bool, is_canceled: bool) -> &'static str {
     match finish {

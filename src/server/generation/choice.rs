@@ -34,7 +34,7 @@ pub struct ScoredToken {
     pub logprobs: TokenLogprobs,
 }
 
-/// Returns the log probability, or -9999 if it is lower, as in OpenAI's API.
+/// Returns the log probability, but at least -9999, as in OpenAI's API.
 /// JSON cannot represent -inf, the value for impossible tokens.
 pub fn finite_logprob(logprob: f32) -> f32 {
     logprob.max(-9999.0)
@@ -78,7 +78,7 @@ pub struct Choice {
     /// The generated tokens that are not part of a piece yet.
     pending: Vec<PendingToken>,
     calls: Vec<SentCall>,
-    /// The number of tool calls that were sent to the client.
+    /// The number of tool calls whose start was sent to the client.
     sent_calls: usize,
     reasoning_tokens: usize,
     is_complete: bool,
@@ -113,7 +113,7 @@ impl Choice {
         }
     }
 
-    /// Sets whether the answer may have several tool calls. If not, it ends when the model starts a second call.
+    /// Sets whether the answer may have several tool calls. If not, the answer ends at the start of a second call.
     pub fn with_parallel_calls(self, can_call_in_parallel: bool) -> Self {
         Self { can_call_in_parallel, ..self }
     }
@@ -159,11 +159,11 @@ impl Choice {
 
     /// Adds a token to the pending tokens.
     ///
-    /// `is_boundary` is true for a control token without text. In Harmony, it is a boundary of a message or of its
-    /// header. In other formats, it is a tag, or a token that the parser drops.
+    /// `is_boundary` is true for a control token without text. In harmony, such a token belongs to a header or ends a
+    /// message. In other formats, such a token is a tag, or a token that the parser drops.
     fn add_token(&mut self, token: PendingToken, is_boundary: bool) {
         if is_boundary && !self.keeps_all_tokens {
-            // The header or tag is not part of the answer's text.
+            // Drop the pending tokens, which belong to a header or a tag and not to the text of the answer.
             self.pending.clear();
         } else {
             self.pending.push(token);
@@ -250,7 +250,7 @@ impl Choice {
         }
     }
 
-    /// Returns the finish reason in the response for the finish reason of the engine.
+    /// Converts the engine's finish reason to the finish reason of the response.
     fn finish_reason(&self, reason: FinishReason) -> Finish {
         match reason {
             FinishReason::Length if !self.is_complete => Finish::Length,
@@ -395,7 +395,7 @@ mod tests {
         let mut sent = |event, calls: &[ToolCall]| text(&choice.push(event, calls, &tokenizer).pieces);
         assert_eq!(sent(token(), &[call("f", "")]), "0=f ");
         assert_eq!(sent(token(), &[call("f", "{\"a")]), "0+{\"a ");
-        // In chat formats other than Harmony, the function name is known only at the end of a call.
+        // In chat formats other than harmony, the function name is known only at the end of a call.
         assert_eq!(sent(token(), &[call("f", "{\"a\":1}"), call("", "{\"name")]), "0+\":1} ");
         assert_eq!(sent(token(), &[call("f", "{\"a\":1}"), call("g", "")]), "1=g ");
         let pieces = choice.push(end(FinishReason::ToolCalls), &[call("f", "{\"a\":1}"), call("g", "")], &tokenizer);

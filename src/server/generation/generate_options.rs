@@ -1,4 +1,4 @@
-//! Reads the fields that all routes for generating text share: sampling, limits and stop conditions.
+//! Reads the request fields that all routes for generating text share, such as sampling parameters and stop strings.
 
 use std::collections::BTreeMap;
 
@@ -188,14 +188,14 @@ pub struct StreamOptions {
 }
 
 impl StreamOptions {
-    /// Returns the field `usage` for every chunk except the last one.
+    /// Returns the value of the field `usage` for a chunk that is not the last one.
     /// Returns `None` if the chunk must not have the field, and `Some(None)` if the field must be null.
     pub fn chunk_usage(self, so_far: impl FnOnce() -> Usage) -> Option<Option<Usage>> {
         self.has_usage.then(|| self.has_continuous_usage.then(so_far))
     }
 }
 
-/// Reads `n`, the number of answers. Also accepts `best_of` if it equals `n`.
+/// Reads `n`, the number of answers to each prompt. Also accepts `best_of` if it equals `n`.
 pub fn read_choices(fields: &mut Fields) -> Result<usize, ApiError> {
     let n = fields.take_integer("n", 1..=MAX_CHOICES)?.unwrap_or(1);
     fields.refuse("best_of", &[json!(n)], "use 'n'")?;

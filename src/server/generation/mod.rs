@@ -1,6 +1,6 @@
 //! Runs requests and turns their events into the parts of responses. The modules are:
 //!
-//! - `generate_options`, `constraint`: read the request fields that all generating routes share
+//! - `generate_options`, `constraint`: read the generation options and the format of the answer from requests
 //! - `answers`: submits requests to the engine and merges the events of their answers
 //! - `choice`: turns the events of one answer into pieces of reasoning, content and tool calls
 //! - `event_stream`: sends the pieces of an answer as they arrive

@@ -1,4 +1,4 @@
-//! The headers and fields of responses that several generating routes share.
+//! The response fields, and the headers of requests and responses, that several generating routes share.
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -29,7 +29,7 @@ const FINGERPRINT: &str = concat!("inferno-", env!("CARGO_PKG_VERSION"), "-", en
 const DETERMINISTIC_FINGERPRINT: &str =
     concat!("inferno-", env!("CARGO_PKG_VERSION"), "-", env!("INFERNO_COMMIT"), "-deterministic");
 
-/// The leading fields of a non-streamed response, and of every event of a stream.
+/// The leading fields of a chat completion or text completion, and of each of its chunks if it is streamed.
 #[derive(Serialize)]
 pub struct ReplyHeader {
     id: String,

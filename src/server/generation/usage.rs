@@ -1,4 +1,4 @@
-//! The field `usage` of chat completions and completions in OpenAI's API.
+//! The field `usage` of chat completions and text completions in OpenAI's API.
 
 use serde::Serialize;
 

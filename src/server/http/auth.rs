@@ -27,7 +27,7 @@ pub struct Access {
 
 impl Access {
     /// Creates the access rules. Without API keys, all clients have access, except web pages of other sites
-    /// whose origin is not allowed.
+    /// whose origin is neither local nor allowed.
     pub fn new(options: &ServerOptions) -> Self {
         let keys = options.api_keys.iter().map(|key| digest(&SHA256, key.as_bytes())).collect();
         Self { keys, origins: options.cors_origins.clone(), allows_any_host: options.no_auth }
@@ -48,7 +48,7 @@ impl Access {
             }
             (None, Some(header)) => header.to_str().ok(),
             (None, None) => {
-                return Err(ApiError::unauthorized("no API key: send it in the header 'Authorization: Bearer KEY'"));
+                return Err(ApiError::unauthorized("no API key: send one in the header 'Authorization: Bearer KEY'"));
             }
         };
         let hash = digest(&SHA256, key.unwrap_or_default().as_bytes());
@@ -59,7 +59,7 @@ impl Access {
     }
 
     /// Rejects requests from web pages of other sites, unless their origin is local or allowed.
-    /// Otherwise, any web page that a user opens could send requests to a server without API keys.
+    /// Without this check, any web page that a user opens could send requests to a server without API keys.
     fn check_origin(&self, origin: Option<&HeaderValue>, target: Option<&HeaderValue>) -> Result<(), ApiError> {
         let Some(origin) = origin else { return Ok(()) };
         let origin = origin.to_str().unwrap_or_default();
@@ -74,7 +74,7 @@ impl Access {
         if is_allowed || is_local || is_own {
             Ok(())
         } else {
-            Err(ApiError::forbidden("web pages of this origin have no access: use --cors-origin to allow it"))
+            Err(ApiError::forbidden("web pages of this origin have no access: allow the origin with --cors-origin"))
         }
     }
 }

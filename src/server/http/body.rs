@@ -19,7 +19,7 @@ const MAX_DEPTH: usize = 64;
 
 /// The maximum number of JSON values in a body. A parsed JSON value takes much more memory than its text.
 const MAX_VALUES: usize = 500_000;
-/// The maximum number of notes about ignored fields. The notes become a response header.
+/// The maximum number of ignored request fields that the response header `x-inferno-ignored` lists.
 pub const MAX_IGNORED: usize = 32;
 
 /// Reads the JSON object in the body of a request.
@@ -230,7 +230,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn depth_is_that_of_brackets_outside_strings() {
+    fn depth_counts_brackets_outside_strings() {
         assert_eq!(depth(br#"{"a": ["[[[\"[[", {"b": []}]}"#), 4);
         assert_eq!(depth(b"]]]][["), 2);
         assert!(parse("[".repeat(1_000_000).as_bytes()).is_err());

@@ -11,15 +11,15 @@ use serde::Serialize;
 use crate::error::Error;
 use crate::text::error_message;
 
-/// The retry time for states that usually last for seconds, such as loading a model.
+/// The wait to suggest before a retry, for states that usually last for seconds, such as loading a model.
 pub const RETRY_SOON: Duration = Duration::from_secs(1);
-/// The retry time for states that may require a new server, such as shutting down.
+/// The wait to suggest before a retry, for states that may require a new server, such as shutting down.
 pub const RETRY_LATER: Duration = Duration::from_secs(5);
 
 /// The maximum length of an error message in characters. Error messages can quote parts of the request.
 const MAX_MESSAGE_CHARS: usize = 1000;
 
-/// An error response. Its body is `{"error": {"message", "type", "param", "code"}}`.
+/// An error response. Its body is `{"error": {"message", "type", "param", "code"}}`, unless `dialect` converts it.
 #[derive(Clone, Debug)]
 pub struct ApiError {
     pub status: StatusCode,
@@ -89,7 +89,7 @@ impl ApiError {
         Self { param: Some(param.into()), code, ..Self::not_found(message) }
     }
 
-    /// Creates a 400 error for a prompt that does not fit in the context.
+    /// Creates a 400 error for a prompt that is too long, for example because it does not fit in the context.
     pub fn too_long(param: &str, message: String) -> Self {
         Self { code: Some("context_length_exceeded"), param: Some(param.to_string()), ..Self::bad_request(message) }
     }
@@ -183,7 +183,7 @@ impl ApiError {
     }
 }
 
-/// Converts a retry time to whole seconds, rounded up. Returns at least 1.
+/// Converts a wait to whole seconds, rounded up. Returns at least 1.
 fn whole_seconds(time: Duration) -> u64 {
     time.as_secs_f64().ceil().max(1.0) as u64
 }

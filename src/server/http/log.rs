@@ -83,7 +83,7 @@ impl RequestLog {
     }
 
     /// Returns whether the request only checks the state of the server.
-    /// Such health checks can be frequent, so they are logged only at the debug level.
+    /// Such requests can be frequent, so they are logged only at the debug level.
     fn is_check(&self) -> bool {
         matches!(self.path.as_str(), "/health" | "/live" | "/metrics" | "/v1/loads")
     }

@@ -5,12 +5,12 @@ use std::time::{Duration, Instant};
 
 use tokio::sync::Notify;
 
-use super::free_times::FreeTimes;
+use super::end_times::EndTimes;
 
 /// The longest wait that the server suggests to a client before a retry.
 const MAX_RETRY: Duration = Duration::from_secs(60);
 
-/// The shortest wait that the server suggests. The header `retry-after-ms` is in whole milliseconds.
+/// The shortest wait that the server suggests, because the header `retry-after-ms` has whole milliseconds.
 const MIN_RETRY: Duration = Duration::from_millis(1);
 
 /// With several tenants, the maximum ratio of one tenant's sequences to the capacity that then remains free.
@@ -30,7 +30,7 @@ pub struct Admission {
 struct AdmissionState {
     /// For each tenant, the number of its sequences that are waiting or running.
     admitted: Vec<usize>,
-    ends: FreeTimes,
+    ends: EndTimes,
 }
 
 impl AdmissionState {
@@ -43,7 +43,7 @@ impl Admission {
     /// Creates an [`Admission`] for `tenants` tenants, which admits at most `limit` sequences at once.
     pub fn new(limit: usize, tenants: usize) -> Self {
         let admitted = vec![0; tenants.max(1)];
-        let state = Mutex::new(AdmissionState { admitted, ends: FreeTimes::new(Instant::now()) });
+        let state = Mutex::new(AdmissionState { admitted, ends: EndTimes::new(Instant::now()) });
         Self { limit, state, idle: Notify::new() }
     }
 
@@ -80,7 +80,8 @@ impl Admission {
         suggested_wait(&self.lock().ends, ahead + 1)
     }
 
-    /// Returns the expected time until the limit allows `count` more sequences, but at least until one has ended.
+    /// Returns the wait to suggest: the expected time until the limit allows `count` more sequences,
+    /// or until the next sequence ends, whichever is later.
     fn expected_wait(&self, state: &AdmissionState, count: usize) -> Duration {
         suggested_wait(&state.ends, (state.total() + count).saturating_sub(self.limit).max(1))
     }
@@ -129,7 +130,7 @@ impl Admission {
 }
 
 /// Returns the expected time until `count` sequences have ended, clamped to the waits that the server may suggest.
-fn suggested_wait(ends: &FreeTimes, count: usize) -> Duration {
+fn suggested_wait(ends: &EndTimes, count: usize) -> Duration {
     let now = Instant::now();
     // If no sequence has ended yet, assume that the first sequence is half done: suggest the time since its admission.
     let wait = ends.expected_wait(now, count).unwrap_or_else(|| ends.elapsed(now));

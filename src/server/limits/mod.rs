@@ -1,9 +1,9 @@
 //! Limits the number of sequences that wait or run at once. The modules are:
 //!
 //! - `admission`: admits sequences up to a limit, and usually leaves some capacity to other tenants
-//! - `free_times`: estimates how long it takes until running sequences have ended
+//! - `end_times`: estimates how long it takes until running sequences have ended
 
 mod admission;
-mod free_times;
+mod end_times;
 
 pub use admission::{Admission, Permit};

@@ -45,7 +45,7 @@ fn renamed((index, mut item): (usize, Value)) -> Result<Value, ApiError> {
 /// Adds missing ids to tool calls and tool results.
 /// A result without an id belongs to the first unanswered call with the function name in the result.
 /// If no unanswered call has this name, the result belongs to the first unanswered call.
-/// Only the calls of the latest assistant message count.
+/// Only the calls of the last assistant message before the result count.
 fn link_results(messages: &mut [Message]) {
     // The function name and the id of each unanswered call.
     let mut open: VecDeque<(String, String)> = VecDeque::new();

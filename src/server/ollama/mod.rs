@@ -1,4 +1,4 @@
-//! The routes of ollama's API: `/api/chat`, `/api/generate` and the routes about models.
+//! The routes of ollama's API: `/api/chat`, `/api/generate`, and the routes about the model and the version.
 //!
 //! A request is converted to a conversation for the engine, as for a chat completion.
 //! The pieces of the answer are converted to a JSON object, or to a stream of JSON objects, one per line.
@@ -99,7 +99,7 @@ async fn generate_with(
 struct LineWriter {
     route: OllamaRoute,
     model: String,
-    /// The text that has not been sent yet. Tool calls are sent in full at the end of the answer.
+    /// The text and the tool calls that have not been sent yet. Tool calls are sent in full at the end of the answer.
     unsent: UnsentParts,
 }
 

@@ -120,7 +120,7 @@ impl SharedFields {
         if self.format.is_some() && structured.is_some() {
             return Err(fields.invalid("options.structured_outputs", "cannot be combined with 'format'"));
         }
-        // Ollama's API cannot forbid parallel tool calls.
+        // A request to ollama's API cannot forbid parallel tool calls.
         let can_call_in_parallel = true;
         self.options.constraint = tools.constraint(self.format.or(structured), can_call_in_parallel);
         let has_logprobs = self.options.logprobs.is_some();

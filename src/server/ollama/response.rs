@@ -104,7 +104,7 @@ pub struct UnsentParts {
     calls: Vec<UnsentCall>,
 }
 
-/// A tool call, whose arguments may still grow.
+/// A tool call whose arguments may still grow.
 struct UnsentCall {
     name: String,
     arguments: String,
@@ -175,7 +175,7 @@ pub fn part<'a>(
     OllamaResponse { model, created_at: now(), content, logprobs, done: ended.is_some(), end: ended.map(end) }
 }
 
-/// Creates the response to a request without a prompt, with which clients of ollama load a model.
+/// Creates the response to a request without a prompt. Clients of ollama send such a request to load a model.
 pub fn load_response(route: OllamaRoute, model: &str) -> OllamaResponse<'_> {
     let end = End { done_reason: "load", figures: None };
     OllamaResponse { done: true, end: Some(end), ..part(route, model, UnsentParts::default(), None) }

@@ -1,4 +1,4 @@
-//! The chat page at `/`, which also shows a live view of the server. Its files are embedded in the binary.
+//! The chat page at `/`, which also shows a live view of the server. The files of the page are embedded in the binary.
 
 use std::sync::LazyLock;
 
@@ -71,7 +71,8 @@ pub fn routes<S: Clone + Send + Sync + 'static>() -> Router<S> {
     FILES.into_iter().fold(Router::new(), route)
 }
 
-/// Returns whether a path is a file of the chat page. These files need no API key, because they contain no user data.
+/// Returns whether a path is the path of a file of the chat page.
+/// The files of the chat page need no API key, because they contain no user data.
 pub fn is_page(request_path: &str) -> bool {
     FILES.iter().any(|(name, _)| path(name) == request_path)
 }

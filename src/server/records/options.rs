@@ -12,7 +12,8 @@ pub struct RecordOptions {
     pub memory_bytes: usize,
     /// The folder to which records are written. `None` if no records are written.
     pub folder: Option<PathBuf>,
-    /// The commit of the model, or a hash of the demo model's files. Each record contains this revision.
+    /// The commit of the model, or a hash of the demo model's files. `None` if the model was loaded from a path.
+    /// Each record contains this revision.
     pub revision: Option<String>,
     /// The key that signs receipts. `None` if the server does not sign receipts.
     pub receipt_key: Option<Arc<ReceiptKey>>,

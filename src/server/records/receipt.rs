@@ -2,7 +2,8 @@
 //!
 //! A receipt is a JSON Web Signature (RFC 7515) in compact form, `HEADER.PAYLOAD.SIGNATURE`.
 //! The algorithm of the signature is Ed25519 (RFC 8037).
-//! A receipt contains only hashes of prompts and answers. Their token ids are in the record of the request.
+//! A receipt contains the token counts and the hashes of prompts and answers, but not their token ids.
+//! The record of the request contains the token ids.
 
 use std::collections::BTreeMap;
 
@@ -15,7 +16,7 @@ use serde::{Deserialize, Serialize};
 use super::receipt_key::{PublicKey, ReceiptKey};
 use crate::engine::{EngineRecord, GenerationRecord, RecordedAnswer, RecordedRequest, SamplingParams};
 
-/// The only accepted JWS header of a receipt. Receipts with any other algorithm are rejected.
+/// The JWS header of every receipt. A receipt with any other header, such as one with another algorithm, is rejected.
 const HEADER: &str = r#"{"alg":"EdDSA","typ":"inferno-receipt"}"#;
 
 /// The version of the receipt format.
@@ -35,14 +36,15 @@ pub struct Receipt {
     /// The model files are the weights, the tokenizer, the configuration and the chat template.
     pub files: BTreeMap<String, String>,
     /// The chat format: `harmony`, which is built in, or the name of the chat template's file.
+    /// `None` if the model has no chat format.
     pub chat_format: Option<String>,
     pub engine: EngineRecord,
     /// One receipt entry for each prompt.
     pub requests: Vec<RequestReceipt>,
     /// The reason why the answers failed, or `None` if they did not fail.
     pub error: Option<String>,
-    /// The hash of the request's record, which `GET /v1/records/{id}` returns and `--record` writes.
-    /// The record contains the options that affect the tokens of the answers.
+    /// The hash of the JSON of the record that `GET /v1/records/{id}` returns and `--record` writes.
+    /// The record contains the options that affect the choice of tokens, but not `max_tokens` and the stop strings.
     pub record_sha256: String,
 }
 
@@ -109,7 +111,8 @@ impl Receipt {
         Ok(text)
     }
 
-    /// Verifies a signed receipt. Returns its payload.
+    /// Verifies a signed receipt and returns its payload.
+    /// Fails if the receipt was changed, was signed with another key, or has another format.
     pub fn verify(signed: &str, key: &PublicKey) -> Result<Self> {
         let parts = || {
             let (message, signature) = signed.rsplit_once('.')?;

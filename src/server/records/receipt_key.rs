@@ -99,7 +99,7 @@ impl PublicKey {
         Ok(key)
     }
 
-    /// Returns whether this key created the signature of a message.
+    /// Returns whether the private key that belongs to this public key created the signature of a message.
     pub(super) fn verifies(&self, message: &[u8], signature: &[u8]) -> bool {
         let Some(key) = self.bytes() else { return false };
         UnparsedPublicKey::new(&ED25519, key).verify(message, signature).is_ok()

@@ -34,7 +34,8 @@ struct AdmissionPreview {
     kv_cache: KvCacheSpace,
 }
 
-/// The size and the free space of the KV cache, and the space that the request needs, in blocks of `block_tokens`.
+/// The size and the free space of the KV cache, and the space that the request needs, in blocks.
+/// A block holds `block_tokens` tokens.
 #[derive(Serialize)]
 struct KvCacheSpace {
     block_tokens: usize,

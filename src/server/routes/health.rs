@@ -57,7 +57,7 @@ struct Loads {
 
 /// The load of the engine, in the fields that routers such as SMG read.
 ///
-/// The field `gen_throughput` is absent. SMG would treat this current throughput as the speed of the replica,
+/// The field `gen_throughput` is absent. SMG would treat the current throughput as the speed of the replica,
 /// and send all requests to the replica that already generates the most tokens.
 #[derive(Serialize)]
 struct EngineLoad {

@@ -27,7 +27,10 @@ pub fn find(server: &Server, tenant: Tenant, id: &str) -> Result<Arc<GenerationR
     if server.options.no_auth {
         // Without authentication, the server cannot tell clients apart.
         // Each client could then read the prompts of all other clients.
-        return Err(ApiError::forbidden("a server with --no-auth returns no records: use --record FOLDER"));
+        return Err(ApiError::forbidden(
+            "cannot return records or receipts: the server was started with --no-auth; \
+             start it without --no-auth, or, for records only, let it write them to files with --record FOLDER",
+        ));
     }
     let record = server.recorder.get(tenant, id);
     record.ok_or_else(|| ApiError::not_found(format!("the server has no record of the request '{id}'")))

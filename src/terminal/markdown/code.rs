@@ -6,7 +6,7 @@ use syntect::parsing::{ParseState, Scope, ScopeStack, SyntaxSet};
 
 use super::super::styled_text::{Span, StyledLine, TextStyle};
 
-/// The grammars of all supported languages. Unpacking them takes milliseconds, so it happens on first use.
+/// The grammars of all supported languages. Unpacking takes milliseconds, so the grammars are unpacked on first use.
 static SYNTAXES: LazyLock<SyntaxSet> = LazyLock::new(SyntaxSet::load_defaults_newlines);
 
 /// The styles of scopes and their subscopes. If several entries match a scope, the first one applies.

@@ -118,7 +118,7 @@ impl<'a> Layout<'a> {
         lines
     }
 
-    /// Consumes events up to and including the end event of the current block.
+    /// Consumes events up to and including the end event of the current block, list item, table cell or inline tag.
     fn skip_to_end(&mut self) {
         let mut depth = 0;
         for event in self.events.by_ref() {
@@ -278,7 +278,8 @@ fn is_line_break(tag: &str) -> bool {
     tag.eq_ignore_ascii_case("br")
 }
 
-/// Returns the line above or below a code block: three backticks and the language.
+/// Returns the line above a code block: three backticks and the language.
+/// For the line below the block, `language` is empty.
 pub fn fence(language: &str) -> StyledLine {
     vec![Span::new(&format!("```{}", language.replace('\n', " ")), TextStyle::DIM)]
 }

@@ -78,7 +78,7 @@ const SPECS: &[PreTokenizerSpec] = &[
     PreTokenizerSpec { names: &["qwen2"], patterns: &[QWEN2], nfc: true, ..PLAIN },
     PreTokenizerSpec { names: &["deepseek-r1-qwen", "stablelm2", "megrez", "hunyuan"], patterns: &[QWEN2], ..PLAIN },
     PreTokenizerSpec { names: &["qwen35"], patterns: &[QWEN35], nfc: true, ..PLAIN },
-    // Like tiktoken, the tokenizer.json of gpt-oss looks up whole words before it applies merges.
+    // As in tiktoken and in the tokenizer.json of gpt-oss, whole words are looked up before merges are applied.
     PreTokenizerSpec { names: &["gpt-4o", "llama4"], patterns: &[GPT4O], ignore_merges: true, ..PLAIN },
     PreTokenizerSpec { names: &["tekken"], patterns: &[TEKKEN], ignore_merges: true, add_bos: true, ..PLAIN },
     PreTokenizerSpec {
@@ -94,7 +94,7 @@ const SPECS: &[PreTokenizerSpec] = &[
     PreTokenizerSpec { names: &["falcon"], patterns: &[r"[\p{P}\$\+<=>\^~\|`]+", GPT2, r"[0-9][0-9][0-9]"], ..PLAIN },
 ];
 
-/// Returns the pre-tokenizer with this value of `tokenizer.ggml.pre`, or `None` if it is not supported.
+/// Returns the pre-tokenizer for a value of `tokenizer.ggml.pre`, or `None` if the value is not supported.
 pub fn find(name: &str) -> Option<&'static PreTokenizerSpec> {
     SPECS.iter().find(|spec| spec.names.contains(&name))
 }

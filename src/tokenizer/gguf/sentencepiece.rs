@@ -18,7 +18,7 @@ use super::vocabulary::{MAX_MERGES, TokenType, Vocabulary};
 /// For Llama 2, the sum is about 2 million.
 const MAX_WORK: usize = 1 << 29;
 
-/// Returns the BPE merges that tokenize as the SentencePiece scores do, the highest score first.
+/// Returns the BPE merges that are equivalent to the SentencePiece scores, in order of decreasing score.
 pub fn merges(vocabulary: &Vocabulary, ids: &HashMap<&str, u32>) -> Result<Merges> {
     let scores = vocabulary.scores.as_ref().context("metadata key tokenizer.ggml.scores is missing")?;
     let normal = |token: &str| ids.get(token).is_some_and(|id| is_normal(vocabulary, *id as usize));
@@ -46,7 +46,7 @@ pub fn merges(vocabulary: &Vocabulary, ids: &HashMap<&str, u32>) -> Result<Merge
     Ok(found.into_iter().map(|(_, left, right)| (left.to_string(), right.to_string())).collect())
 }
 
-/// Returns whether a token has the type `Normal`. Only such a token may be a part or the result of a merge.
+/// Returns whether a token has the type `Normal`. Both parts and the result of a merge must have this type.
 fn is_normal(vocabulary: &Vocabulary, id: usize) -> bool {
     vocabulary.token_type(id) == TokenType::Normal
 }

@@ -90,7 +90,8 @@ const KEEP_WHITESPACE: [&str; 3] = ["<unk>", "<s>", "<|endoftext|>"];
 impl Vocabulary<'_> {
     /// Returns whether an added token absorbs the whitespace after it in the text.
     ///
-    /// GGUF has no key for this property. As in llama.cpp, all added tokens of Phi-3 have it, except `KEEP_WHITESPACE`.
+    /// GGUF has no key for this property. As in llama.cpp, all added tokens of Phi-3 except `KEEP_WHITESPACE` absorb
+    /// whitespace.
     pub(super) fn absorbs_whitespace(&self, token: &str) -> bool {
         self.architecture == Some("phi3") && self.model == "llama" && !KEEP_WHITESPACE.contains(&token)
     }

@@ -99,9 +99,9 @@ impl TwoLevels {
 /// Fits `code * scale - minimum` to the values `x` with weighted least squares.
 /// Returns a non-negative scale and a non-negative minimum.
 ///
-/// First tries the scale `(max - min) / max_code`, where `min` is the smallest value of `x`, or 0 if it is positive.
-/// Then tries the initial scales `(max - min) / (max_code + first + 0.1 * step)`, for `step` from 0 to `steps`,
-/// where `min` is the best minimum so far.
+/// First tries the scale `(max - min) / max_code`, where `min` is the smallest value of `x`, or 0 if all are positive.
+/// Then, for each `step` from 0 to `steps`, quantizes with the scale `(max - min) / (max_code + first + 0.1 * step)`,
+/// where `min` is the best minimum so far, and computes the scale and the minimum that fit these codes best.
 fn fit_affine(
     x: &[f32],
     weight: impl Fn(f32) -> f32,

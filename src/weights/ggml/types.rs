@@ -140,7 +140,7 @@ impl GgmlType {
     }
 }
 
-/// The properties of a type, each of which [`GgmlType`] returns with a method of its own.
+/// The properties of a type. [`GgmlType`] has one method for each property.
 struct Properties {
     id: u32,
     name: &'static str,

@@ -7,7 +7,7 @@ use anyhow::{Context, Result, bail};
 
 use super::header::GgufTensorInfo;
 use super::limits::MAX_BLOCKS;
-use super::metadata::GgufValue;
+use super::metadata::GgufMetadata;
 use super::part::{GgufPart, LocalParts};
 use super::remote::{ReadRange, RemoteParts};
 use super::split;
@@ -84,30 +84,30 @@ impl GgufCheckpoint {
     }
 
     /// Returns the metadata of the first part, which applies to the whole model.
-    pub fn metadata(&self) -> GgufValue<'_> {
+    pub fn metadata(&self) -> GgufMetadata<'_> {
         self.parts[0].metadata()
     }
 
     /// Returns the architecture of the model, such as `llama`. Keys such as `llama.block_count` start with this name.
     pub fn architecture(&self) -> Result<&str> {
-        self.metadata().required("general.architecture", GgufValue::string)
+        self.metadata().required("general.architecture", GgufMetadata::string)
     }
 
     /// Returns the number of layers. Fails if the number is missing or exceeds [`MAX_BLOCKS`].
     pub fn block_count(&self) -> Result<usize> {
         let key = format!("{}.block_count", self.architecture()?);
-        let blocks = self.metadata().required(&key, GgufValue::u32)?;
+        let blocks = self.metadata().required(&key, GgufMetadata::u32)?;
         if blocks > MAX_BLOCKS {
             bail!("metadata key {}: {blocks} layers exceed the limit of {MAX_BLOCKS}", excerpt(&key));
         }
         Ok(blocks as usize)
     }
 
-    /// Returns the number of query heads and the number of key/value heads.
-    /// The number of key/value heads defaults to the number of query heads. Fails if one of the numbers is 0.
+    /// Returns the number of query heads and the number of KV heads.
+    /// The number of KV heads defaults to the number of query heads. Fails if one of the numbers is 0.
     pub fn head_counts(&self) -> Result<(usize, usize)> {
         let (architecture, metadata) = (self.architecture()?, self.metadata());
-        let heads = metadata.required(&format!("{architecture}.attention.head_count"), GgufValue::u32)?;
+        let heads = metadata.required(&format!("{architecture}.attention.head_count"), GgufMetadata::u32)?;
         let kv_heads = metadata.u32(&format!("{architecture}.attention.head_count_kv"))?.unwrap_or(heads);
         if heads == 0 || kv_heads == 0 {
             let key = format!("{}.attention.head_count", excerpt(architecture));

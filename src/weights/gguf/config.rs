@@ -3,7 +3,7 @@
 //!
 //! Keys that all architectures share have the same defaults as in llama.cpp
 //! (ggml-org/llama.cpp, `src/llama-model.cpp`):
-//! - one key/value head per query head
+//! - one KV head per query head
 //! - a head size equal to the hidden size divided by the number of heads
 //! - a rope_theta of 10,000 and no RoPE scaling
 //!
@@ -15,7 +15,7 @@ use serde_json::{Map, Value, json};
 use super::architectures;
 use super::checkpoint::GgufCheckpoint;
 use super::keys::{ArchitectureKeys, widen};
-use super::metadata::{GgufValue, Value as MetadataValue};
+use super::metadata::{GgufMetadata, Value as MetadataValue};
 
 impl GgufCheckpoint {
     /// Converts the GGUF metadata to the contents of a config.json.
@@ -67,7 +67,7 @@ fn config(file: &GgufCheckpoint) -> Result<Value> {
     Ok(Value::Object(fields))
 }
 
-fn generation_config(metadata: &GgufValue) -> Result<Value> {
+fn generation_config(metadata: &GgufMetadata) -> Result<Value> {
     let float = |name: &str| Ok::<_, anyhow::Error>(metadata.f32(&format!("general.sampling.{name}"))?.map(widen));
     let top_k = match metadata.get("general.sampling.top_k")? {
         Some(MetadataValue::Array(ks)) => ks.values().next().transpose()?.and_then(MetadataValue::u32),

@@ -124,7 +124,7 @@ pub fn gpt_oss(keys: &ArchitectureKeys, fields: &mut Map<String, Value>) -> Resu
     fields.insert("sliding_window".into(), keys.required_size("attention.sliding_window")?.into());
     fields.insert("layer_types".into(), keys.layer_types(2)?);
     fields.insert("intermediate_size".into(), keys.required_size("expert_feed_forward_length")?.into());
-    // The published gpt-oss models do not round the bounds of the YaRN ramp to whole dims.
+    // The published gpt-oss models do not round the bounds of the YaRN ramp to integers.
     // GGUF has no metadata key for the rounding of the YaRN ramp.
     if let Some(Value::Object(scaling)) = fields.get_mut("rope_scaling") {
         scaling.insert("truncate".into(), false.into());

@@ -53,11 +53,7 @@ impl<'b> Cursor<'b> {
     #[cold]
     fn too_short(&self, bytes: u64) -> anyhow::Error {
         if bytes > self.remaining() {
-            return anyhow!(
-                "expected {bytes} bytes at offset {}, but only {} are left",
-                self.position,
-                self.remaining()
-            );
+            return anyhow!("expected {bytes} bytes at offset {}, found {}", self.position, self.remaining());
         }
         // The sum cannot overflow: `bytes` is at most `remaining()`, so the sum is at most the file size.
         NeedsMoreBytes(self.position as u64 + bytes).into()

@@ -9,7 +9,7 @@ use anyhow::{Context, Result, bail};
 
 use super::cursor::{Cursor, NeedsMoreBytes};
 use super::limits::{MAX_DIMENSIONS, MAX_KEY_BYTES, MAX_KEYS, MAX_NAME_BYTES, MAX_TENSORS};
-use super::metadata::{GgufValue, Value, ValueLocation};
+use super::metadata::{GgufMetadata, Value, ValueLocation};
 use crate::text::excerpt;
 use crate::weights::ggml::GgmlType;
 
@@ -72,14 +72,14 @@ impl GgufHeader {
         let tensors = count(&mut cursor, "tensors", MAX_TENSORS)?;
         let keys = count(&mut cursor, "metadata keys", MAX_KEYS)?;
         let values = read_metadata(&mut cursor, keys)?;
-        let alignment = alignment(&GgufValue::new(bytes, &values))?;
+        let alignment = alignment(&GgufMetadata::new(bytes, &values))?;
         let tensors = read_tensors(&mut cursor, tensors, alignment, file_bytes)?;
         Ok(Self { version, values, tensors })
     }
 
     /// Returns the metadata in the header. `bytes` must be the beginning of the file and contain the whole header.
-    pub fn metadata<'c>(&'c self, bytes: &'c [u8]) -> GgufValue<'c> {
-        GgufValue::new(bytes, &self.values)
+    pub fn metadata<'c>(&'c self, bytes: &'c [u8]) -> GgufMetadata<'c> {
+        GgufMetadata::new(bytes, &self.values)
     }
 }
 
@@ -113,7 +113,7 @@ fn read_metadata(cursor: &mut Cursor, count: u64) -> Result<BTreeMap<String, Val
     Ok(values)
 }
 
-fn alignment(metadata: &GgufValue) -> Result<u64> {
+fn alignment(metadata: &GgufMetadata) -> Result<u64> {
     let alignment = match metadata.get("general.alignment")? {
         None => DEFAULT_ALIGNMENT,
         Some(Value::U32(alignment)) => alignment,

@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 
 use super::checkpoint::GgufCheckpoint;
 use super::limits::MAX_HEAD_DIM;
-use super::metadata::{GgufValue, Value as MetadataValue};
+use super::metadata::{GgufMetadata, Value as MetadataValue};
 use super::tensor_names::ROPE_FACTOR_TENSORS;
 use crate::text::quote;
 
@@ -28,7 +28,7 @@ impl<'c> ArchitectureKeys<'c> {
     }
 
     pub fn required_size(&self, name: &str) -> Result<u64> {
-        Ok(self.file.metadata().required(&self.key(name), GgufValue::u32)?.into())
+        Ok(self.file.metadata().required(&self.key(name), GgufMetadata::u32)?.into())
     }
 
     /// Returns an f32 value as the f64 with the same decimal text: 1e-5, not 0.000009999999747378752.
@@ -63,7 +63,7 @@ impl<'c> ArchitectureKeys<'c> {
         }
     }
 
-    /// Returns the vocabulary size, or `None` if the file has no source for it.
+    /// Returns the vocabulary size, or `None` if the file does not specify it.
     /// The sources, in order of precedence, are the key `vocab_size`, the tokens, and the rows of the embedding.
     pub fn vocab_size(&self) -> Result<Option<u64>> {
         let rows = self.file.info("token_embd.weight").and_then(|info| info.shape.first()).map(|rows| *rows as u64);
@@ -109,7 +109,7 @@ impl<'c> ArchitectureKeys<'c> {
             // Check the length of the RoPE factors before reading them, because the tensor may have any size.
             if info.elements() as u64 != rotated / 2 || rotated > MAX_HEAD_DIM {
                 bail!(
-                    "tensor {name}: expected {} factors, one per pair of dims, found {}",
+                    "tensor {name}: expected {} factors, one per pair of elements, found {}",
                     rotated / 2,
                     info.elements()
                 );
@@ -122,7 +122,7 @@ impl<'c> ArchitectureKeys<'c> {
             Ok(Some(values.into_iter().map(widen).collect()))
         };
         let original = self.size("rope.scaling.original_context_length")?;
-        // For Llama 3.1, llama.cpp's converter stores one divisor per RoPE frequency, as longrope does.
+        // For Llama 3.1, llama.cpp's converter stores one divisor per RoPE frequency, which LongRoPE can express.
         let [freqs, short, long] = ROPE_FACTOR_TENSORS;
         if let Some(factors) = factors(freqs)? {
             return Ok(Some(json!({
@@ -140,7 +140,7 @@ impl<'c> ArchitectureKeys<'c> {
         Ok(match self.string("rope.scaling.type")? {
             // The key `rope.scale_linear` in files from 2023 is ignored, because some converters inverted its value.
             None => factor.map(|factor| json!({"rope_type": "linear", "factor": factor})),
-            // As in llama.cpp, a factor without effect may accompany this type.
+            // As in llama.cpp, the type `none` has precedence over a scaling factor.
             Some("none") => None,
             Some("linear") => Some(json!({"rope_type": "linear", "factor": factor.unwrap_or(1.0)})),
             Some("yarn") => Some(json!({

@@ -17,7 +17,7 @@ pub struct ArchitectureLayout {
     pub name: &'static str,
     /// The value of `model_type` in config.json.
     pub model_type: &'static str,
-    /// Whether the GGUF file permutes the rows of q_proj and k_proj within each head.
+    /// Whether the rows of q_proj and k_proj are permuted within each head in the GGUF file.
     /// The permutation makes the two rows of each RoPE pair adjacent.
     /// In the Hugging Face checkpoint, the two rows of a RoPE pair are half a head apart.
     pub is_permuted: bool,

@@ -20,8 +20,8 @@ pub const MAX_HEADER_BYTES: u64 = 64 << 20;
 /// The maximum total size of the headers of a split model, in bytes.
 /// llama.cpp's `gguf-split` writes the vocabulary only to the first part, so the other headers are short.
 pub const MAX_SPLIT_HEADER_BYTES: u64 = 256 << 20;
-/// The maximum number of rotated dims per head for which RoPE factors are read.
-/// For comparison: attention supports up to 256 dims per head.
+/// The maximum number of rotated elements per head for which RoPE factors are read.
+/// For comparison: attention supports head sizes up to 256.
 pub const MAX_HEAD_DIM: u64 = 1024;
 /// The maximum number of layers. For comparison: Llama 3.1 405B has 126 layers.
 pub const MAX_BLOCKS: u32 = 1024;

@@ -45,7 +45,7 @@ impl ValueType {
     }
 }
 
-/// A metadata value. Strings are unchecked bytes: [`GgufValue::string`] and [`GgufValue::strings`] require UTF-8.
+/// A metadata value. Strings are unchecked bytes: [`GgufMetadata::string`] and [`GgufMetadata::strings`] require UTF-8.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Value<'c> {
     U8(u8),
@@ -214,12 +214,12 @@ impl ValueLocation {
 
 /// The metadata of a file. Getters return `None` for a missing key. Typed getters fail for a value of another type.
 #[derive(Clone, Copy)]
-pub struct GgufValue<'c> {
+pub struct GgufMetadata<'c> {
     bytes: &'c [u8],
     locations: &'c BTreeMap<String, ValueLocation>,
 }
 
-impl<'c> GgufValue<'c> {
+impl<'c> GgufMetadata<'c> {
     pub(super) fn new(bytes: &'c [u8], locations: &'c BTreeMap<String, ValueLocation>) -> Self {
         Self { bytes, locations }
     }
@@ -235,7 +235,7 @@ impl<'c> GgufValue<'c> {
     }
 
     /// Returns the value that `get` finds, or an error if the key is missing.
-    /// Example: `metadata.required(key, GgufValue::string)`.
+    /// Example: `metadata.required(key, GgufMetadata::string)`.
     pub fn required<T>(&self, key: &str, get: impl Fn(&Self, &str) -> Result<Option<T>>) -> Result<T> {
         get(self, key)?.with_context(|| format!("metadata key {} is missing", excerpt(key)))
     }

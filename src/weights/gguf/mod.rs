@@ -29,7 +29,7 @@ mod vocabulary;
 
 pub use checkpoint::{GgufCheckpoint, GgufTensorView};
 pub use header::{GgufHeader, GgufTensorInfo};
-pub use metadata::{Array, GgufValue, Value, ValueType};
+pub use metadata::{Array, GgufMetadata, Value, ValueType};
 pub use model::GgufModel;
 pub use remote::ReadRange;
 pub use vocabulary::{chat_template, vocabulary};

@@ -147,7 +147,7 @@ impl GgufModel {
         self.shared_float(name, dtype, None)
     }
 
-    /// Like [`float`](Self::float). If `shared` is given, the ranks read and dequantize the tensor together.
+    /// Like [`float`](Self::float). If `shared` is given, the ranks read and convert the tensor together.
     pub(in crate::weights) fn shared_float(
         &self,
         name: &str,

@@ -10,7 +10,7 @@ use anyhow::{Context, Result, bail};
 use super::cursor::NeedsMoreBytes;
 use super::header::{GgufHeader, GgufTensorInfo};
 use super::limits::MAX_HEADER_BYTES;
-use super::metadata::GgufValue;
+use super::metadata::GgufMetadata;
 use crate::weights::reading::{ByteRange, StoredBytes, WeightsFile};
 
 /// The numbers of bytes that [`read_header`] reads from the start of a file, smallest first.
@@ -46,7 +46,7 @@ impl GgufPart {
         Ok(Self { path, header, head, data: TensorData::Local(Arc::new(source)) })
     }
 
-    pub fn metadata(&self) -> GgufValue<'_> {
+    pub fn metadata(&self) -> GgufMetadata<'_> {
         self.header.metadata(&self.head)
     }
 

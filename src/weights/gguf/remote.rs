@@ -9,7 +9,7 @@ use anyhow::{Context, Result, bail};
 use super::part::{GgufPart, PartOpener, TensorData, read_header};
 use super::tensor_names::ROPE_FACTOR_TENSORS;
 
-/// The maximum size of a RoPE factor tensor to fetch, in bytes. The tensor has one factor per pair of head dims.
+/// The maximum size of a RoPE factor tensor to fetch, in bytes. The tensor has one factor per pair of rotated elements.
 const MAX_TENSOR_BYTES: usize = 64 << 10;
 
 /// A function that fetches a byte range of the named file. If the file ends early, the result is shorter.

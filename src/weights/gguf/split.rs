@@ -8,7 +8,7 @@ use std::path::Path;
 use anyhow::{Context, Result, bail};
 
 use super::limits::{MAX_SPLIT_HEADER_BYTES, MAX_SPLIT_TENSORS};
-use super::metadata::GgufValue;
+use super::metadata::GgufMetadata;
 use super::part::{GgufPart, PartOpener};
 use crate::snapshot::gguf::{MAX_PARTS, PartName};
 use crate::text::size;
@@ -55,11 +55,15 @@ pub fn open_parts(path: &Path, opener: &dyn PartOpener) -> Result<Vec<GgufPart>>
         check_part(&part, &SplitInfo { number: number - 1, ..split })?;
         head_bytes += part.head.len() as u64;
         if head_bytes > MAX_SPLIT_HEADER_BYTES {
-            bail!("the headers of all parts of {} exceed {} in total", name.prefix, size(MAX_SPLIT_HEADER_BYTES));
+            bail!(
+                "cannot open {}: the headers of its parts exceed {} in total",
+                name.prefix,
+                size(MAX_SPLIT_HEADER_BYTES)
+            );
         }
         found += part.header.tensors.len();
         if found > MAX_SPLIT_TENSORS {
-            bail!("all parts of {} together hold more than {MAX_SPLIT_TENSORS} tensors", name.prefix);
+            bail!("cannot open {}: its parts together hold more than {MAX_SPLIT_TENSORS} tensors", name.prefix);
         }
         parts.push(part);
     }
@@ -84,12 +88,12 @@ struct SplitInfo {
 
 impl SplitInfo {
     fn read(part: &GgufPart) -> Result<Self> {
-        let read = |metadata: GgufValue| {
+        let read = |metadata: GgufMetadata| {
             let count = metadata.u32("split.count")?.unwrap_or(1).max(1);
             if count > MAX_PARTS {
                 bail!("metadata key split.count: {count} parts exceed the limit of {MAX_PARTS}");
             }
-            let number = if count == 1 { 0 } else { metadata.required("split.no", GgufValue::u32)? };
+            let number = if count == 1 { 0 } else { metadata.required("split.no", GgufMetadata::u32)? };
             if number >= count {
                 bail!("metadata key split.no: {number} is not less than split.count {count}");
             }

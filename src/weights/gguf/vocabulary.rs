@@ -3,7 +3,7 @@
 use anyhow::{Result, bail};
 
 use super::checkpoint::GgufCheckpoint;
-use super::metadata::GgufValue;
+use super::metadata::GgufMetadata;
 use crate::files::MAX_CHAT_TEMPLATE_BYTES;
 use crate::text::{excerpt, size};
 use crate::tokenizer::gguf::Vocabulary;
@@ -26,14 +26,14 @@ impl GgufCheckpoint {
 }
 
 /// Returns the vocabulary in the metadata without validating it. `Tokenizer::from_gguf` validates the vocabulary.
-pub fn vocabulary<'c>(metadata: &GgufValue<'c>) -> Result<Vocabulary<'c>> {
+pub fn vocabulary<'c>(metadata: &GgufMetadata<'c>) -> Result<Vocabulary<'c>> {
     let key = |name: &str| format!("tokenizer.ggml.{name}");
     let id = |name: &str| metadata.u32(&key(name));
     Ok(Vocabulary {
         architecture: metadata.string("general.architecture")?,
-        model: metadata.required(&key("model"), GgufValue::string)?,
+        model: metadata.required(&key("model"), GgufMetadata::string)?,
         pre: metadata.string(&key("pre"))?,
-        tokens: metadata.required(&key("tokens"), GgufValue::strings)?,
+        tokens: metadata.required(&key("tokens"), GgufMetadata::strings)?,
         scores: metadata.f32s(&key("scores"))?,
         types: metadata.i32s(&key("token_type"))?,
         merges: metadata.strings(&key("merges"))?,
@@ -50,7 +50,7 @@ pub fn vocabulary<'c>(metadata: &GgufValue<'c>) -> Result<Vocabulary<'c>> {
 }
 
 /// Returns the Jinja chat template with this name, such as `tool_use`, or the default template if `name` is `None`.
-pub fn chat_template<'c>(metadata: &GgufValue<'c>, name: Option<&str>) -> Result<Option<&'c str>> {
+pub fn chat_template<'c>(metadata: &GgufMetadata<'c>, name: Option<&str>) -> Result<Option<&'c str>> {
     let key = match name {
         None => "tokenizer.chat_template".to_string(),
         Some(name) => format!("tokenizer.chat_template.{name}"),

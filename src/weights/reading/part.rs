@@ -131,7 +131,8 @@ impl Slice {
     }
 }
 
-/// The approximate minimum number of bytes to read with one system call. For most shorter runs, the row is read whole.
+/// The approximate minimum number of bytes to read with one system call.
+/// Instead of a shorter run of bytes, most reads fetch the whole row that contains the run.
 pub(super) const MIN_RUN_BYTES: usize = 64 << 10;
 
 impl StoredBytes<'_> {

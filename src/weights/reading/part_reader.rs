@@ -161,7 +161,8 @@ impl PartRuns {
     }
 
     fn has_long_runs(&self) -> bool {
-        // Accept runs of half the limit, because `Slice::has_short_runs` compares only the average run with the limit.
+        // Accept runs of half the limit, because `Slice::has_short_runs` compares only the average with the limit:
+        // the mean number of bytes of a row that a rank needs.
         self.rows == 1 || self.runs.iter().all(|run| run.len() >= MIN_RUN_BYTES / 2)
     }
 

@@ -41,7 +41,8 @@ pub struct ReadAheadOptions {
     /// The maximum number of bytes that a thread reads and copies at a time.
     pub piece_bytes: usize,
     /// The limit on the total size of temporary tensors that are in memory but not yet taken, in bytes.
-    /// Requested tensors may exceed it. A larger tensor is read ahead only if no other temporary tensor is in memory.
+    /// Requested tensors may exceed the limit.
+    /// A tensor larger than the limit is read ahead only if no other temporary tensor is in memory.
     pub ahead_bytes: usize,
 }
 
@@ -199,7 +200,7 @@ impl<T: UploadTarget> ReadAheadState<T> {
     /// Runs one reading thread until the reader is stopped or a thread fails. Only the first failure is recorded.
     fn run(&self) {
         let outcome = catch_unwind(AssertUnwindSafe(|| self.read_pieces()));
-        if let Err(error) = outcome.unwrap_or_else(|_| Err(anyhow!("a weight-reading thread panicked"))) {
+        if let Err(error) = outcome.unwrap_or_else(|_| Err(anyhow!("a thread that reads weights panicked"))) {
             self.lock().failure.get_or_insert(format!("{error:#}"));
             self.changed.notify_all();
         }

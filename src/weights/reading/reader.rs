@@ -29,7 +29,7 @@ pub enum ReaderThreads {
     /// Background threads, which read tensors before they are requested.
     /// They stop when the last clone of the weights is dropped.
     Ahead(Arc<dyn TensorReader>),
-    /// Several threads, which together read each large tensor or part of a tensor. The caller reads the small ones.
+    /// Several threads, which together read each large tensor or part of a tensor. The caller reads small tensors.
     Parts(Arc<dyn PartSource>),
 }
 

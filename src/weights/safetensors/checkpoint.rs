@@ -151,7 +151,7 @@ impl SafetensorsCheckpoint {
             header_bytes += data as u64;
             ensure!(
                 header_bytes <= MAX_HEADER_BYTES,
-                "the headers of all shards have more than {MAX_HEADER_BYTES} bytes in total"
+                "cannot open the model: the headers of its shards have more than {MAX_HEADER_BYTES} bytes in total"
             );
             for (name, info) in metadata.tensors() {
                 let (start, end) = (data + info.data_offsets.0, data + info.data_offsets.1);

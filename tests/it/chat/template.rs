@@ -25,7 +25,7 @@ fn render(source: &str, messages: Value, options: &RenderOptions) -> anyhow::Res
     format(source).render(&tokenizer(), &serde_json::from_value::<Vec<Message>>(messages).unwrap(), options)
 }
 
-/// Renders a template with one user message.
+/// Renders a template with the user message `Hi`. Returns the rendered text.
 fn text(source: &str) -> String {
     render(source, json!([{"role": "user", "content": "Hi"}]), &options()).unwrap().text
 }
@@ -168,7 +168,7 @@ fn tool_call_arguments_are_objects_or_strings() {
 }
 
 /// Mistral's templates accept only tool call ids of nine characters.
-/// Clients send back the longer ids that the server generated.
+/// Clients send back the longer ids that the server generated, so inferno replaces them with ids of nine characters.
 #[test]
 fn tool_call_ids_have_the_length_that_the_template_requires() {
     let source = "{% for m in messages %}{% for c in m.tool_calls or [] %}{% if c.id|length != 9 %}\
@@ -197,10 +197,13 @@ fn tool_call_ids_have_the_length_that_the_template_requires() {
 #[test]
 fn errors_name_the_file_the_line_and_the_cause() {
     let error_text = error("\n\n{{ raise_exception('Only users may speak!') }}");
-    assert_eq!(error_text, "the chat template (chat_template.jinja) rejects this conversation: Only users may speak!");
+    assert_eq!(
+        error_text,
+        "cannot render the conversation: the chat template (chat_template.jinja) rejects it: Only users may speak!"
+    );
     assert_eq!(
         error("{% macro m() %}{{ raise_exception('No.') }}{% endmacro %}{{ m() }}"),
-        "the chat template (chat_template.jinja) rejects this conversation: No."
+        "cannot render the conversation: the chat template (chat_template.jinja) rejects it: No."
     );
     let error_text = error("\n\n{{ messages[0].nothing.more }}");
     assert!(error_text.contains("chat_template.jinja, line 3"), "{error_text}");

@@ -176,7 +176,7 @@ fn build(case: &str) -> Decoder {
     models::read_config(&dir).unwrap().build(&weights, 64).unwrap()
 }
 
-/// The sizes come from tests/golden/*/config.json. bf16 weights have 2 bytes per value.
+/// The sizes in the test come from tests/golden/*/config.json. bf16 weights have 2 bytes per value.
 /// Norms, attention biases, sinks and the router are f32, with 4 bytes per value.
 #[test]
 fn step_bytes_match_a_count_by_hand() {

@@ -109,7 +109,7 @@ fn list_shows_the_demo() {
 
 /// `list` must report the same parameter counts as `Checkpoint`.
 #[test]
-fn listed_numbers_equal_those_of_the_checkpoint() {
+fn listed_parameter_counts_equal_those_of_the_checkpoint() {
     let home = TempDir::new().unwrap();
     let commit = "0123456789abcdef0123456789abcdef01234567";
     let models = ["llama3", "gpt_oss", "mixtral", "compressed/int8", "compressed/fp8", "compressed/int8_packed"];
@@ -235,7 +235,7 @@ fn missing_model_error_names_the_download_command() {
     assert_fails(&output, 3, &["openai/gpt-oss-20b", "inferno download openai/gpt-oss-20b"]);
     let home = TempDir::new().unwrap();
     let output = inferno(&home).args(["download", "org/model"]).env("HF_HUB_OFFLINE", "1").output().unwrap();
-    assert_fails(&output, 5, &["offline", "HF_HUB_OFFLINE"]);
+    assert_fails(&output, 5, &["cannot download 'org/model'", "HF_HUB_OFFLINE"]);
     let output = run(&["download", "not a name"]);
     assert_fails(&output, 2, &["org/name"]);
 }
@@ -347,16 +347,16 @@ fn broken_tokenizer_error_names_the_file() {
         fs::write(path.join("tokenizer.json"), broken).unwrap();
         assert_fails(&ask(&path, &[]), 1, &["tokenizer.json"]);
     }
-    // A tokenizer.json that makes the `tokenizers` crate panic (huggingface/tokenizers #2094).
+    // This tokenizer.json makes the `tokenizers` crate panic (huggingface/tokenizers #2094).
     // inferno hides the panic message.
     let merge = r#"{"version":"1.0","model":{"type":"BPE","vocab":{"a":0,"b":1},"merges":[["a","b"]]}}"#;
-    // A tokenizer.json that makes the `tokenizers` crate panic on a rayon thread.
+    // This tokenizer.json makes the `tokenizers` crate panic on a rayon thread.
     let charsmap = r#"{"version":"1.0","normalizer":{"type":"Precompiled","precompiled_charsmap":"%"},"model":{}}"#;
     for panics in [merge, charsmap] {
         let (_folder, path) = copy_of_demo();
         fs::write(path.join("tokenizer.json"), panics).unwrap();
         let output = ask(&path, &[]);
-        assert_fails(&output, 1, &["broken tokenizer", "tokenizer.json"]);
+        assert_fails(&output, 1, &["cannot use", "tokenizer.json"]);
         assert!(!text(&output.stderr).contains("panicked at"), "{}", text(&output.stderr));
     }
     let (_folder, path) = copy_of_demo();

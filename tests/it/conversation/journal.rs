@@ -349,7 +349,7 @@ fn a_damaged_history_is_moved_aside() {
 fn a_conversation_saved_with_its_cache_needs_no_prefill() {
     let home = TempDir::new().unwrap();
     let mut chat = Screen::chat(&home, &[]);
-    assert!(chat.say("/save ada --cache").contains("nothing to save yet"));
+    assert!(chat.say("/save ada --cache").contains("cannot save this conversation: it has no answer yet"));
     chat.say("My name is Ada");
     let saved = chat.say("/save ada --cache");
     assert!(saved.contains("tokens of its KV cache") && saved.contains("--resume ada"), "{saved}");

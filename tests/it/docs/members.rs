@@ -52,7 +52,7 @@ impl Members {
         self.members.entry(name).or_default().extend(names);
     }
 
-    /// Returns the type of an implementation, and records the trait that the type implements.
+    /// Returns the type of an implementation, or `None` if there is no type name. Records the trait, if there is one.
     fn implementing_type(&mut self, head: &[TokenTree]) -> Option<String> {
         let head = &head[generics(head)..];
         let Some(at) = head.iter().position(|token| is_ident(token, "for")) else { return first_type(head) };
@@ -82,7 +82,7 @@ fn is_ident(token: &TokenTree, word: &str) -> bool {
     matches!(token, TokenTree::Ident(ident) if ident == word)
 }
 
-/// Returns the first name that starts with an upper-case letter.
+/// Returns the first identifier that starts with an upper-case letter, if there is one.
 fn first_type(tokens: &[TokenTree]) -> Option<String> {
     tokens.iter().find_map(|token| match token {
         TokenTree::Ident(ident) => Some(ident.to_string()).filter(|name| name.starts_with(char::is_uppercase)),
@@ -104,7 +104,7 @@ fn generics(head: &[TokenTree]) -> usize {
     0
 }
 
-/// Returns the names before a colon. The colons of paths (`::`) do not count.
+/// Returns the names of a struct's fields: the names before a colon. The colons of paths (`::`) do not count.
 fn fields(body: &[TokenTree]) -> BTreeSet<String> {
     let name = |index: usize| match (&body[index], body.get(index + 1), body.get(index + 2)) {
         (TokenTree::Ident(name), Some(colon), Some(next)) if is_punct(colon, ':') && !is_punct(next, ':') => {
@@ -125,7 +125,7 @@ fn variants(body: &[TokenTree]) -> BTreeSet<String> {
         .collect()
 }
 
-/// Returns the names of functions, constants and types.
+/// Returns the names of the functions, constants and types in a trait or an implementation.
 fn associated_items(body: &[TokenTree]) -> BTreeSet<String> {
     let is_keyword = |token: &TokenTree| ["fn", "const", "type"].iter().any(|word| is_ident(token, word));
     let pairs = body.windows(2).filter(|pair| is_keyword(&pair[0]));

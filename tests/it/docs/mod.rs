@@ -1,11 +1,11 @@
 //! Checks the documentation:
-//! - `names`: tests, files, members of types, modules and link targets that pages and comments name exist.
+//! - `names`: pages and comments name only tests, files, members of types, modules and link targets that exist.
 //!   `members` finds the members.
 //! - `reference`: `docs/` lists all flags, environment variables, exit codes and configuration keys.
 //! - `server_pages`: flags and metrics on the pages about the server exist.
 //!   Defaults in docs/tuning.md agree with `inferno serve --help`.
-//! - `benchmarks`: speeds and memory sizes in the tables agree with benches/results,
-//!   and figures in docs/tuning.md with other pages.
+//! - `benchmarks`: the main speeds and memory sizes agree with benches/results,
+//!   and figures in docs/tuning.md agree with other pages.
 //! - `unsafe_code`: docs/unsafe.md lists all unsafe code.
 
 mod benchmarks;
@@ -35,7 +35,7 @@ fn help(args: &[&str]) -> String {
     text(&output.stdout).lines().map(str::trim_end).collect::<Vec<_>>().join("\n")
 }
 
-/// Adds the files of a folder that have one of `extensions`.
+/// Adds the files with one of `extensions` in a folder and its subfolders to `files`.
 fn collect(folder: &Path, extensions: &[&str], files: &mut Vec<PathBuf>) {
     for entry in fs::read_dir(folder).unwrap() {
         let path = entry.unwrap().path();

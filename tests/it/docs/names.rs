@@ -1,4 +1,4 @@
-//! Tests that the files, members of types, modules, tests and link targets that pages and comments name exist.
+//! Tests that pages and comments name only files, members of types, modules, tests and link targets that exist.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -23,7 +23,7 @@ fn named_source_files(text: &str) -> impl Iterator<Item = &str> {
     })
 }
 
-/// A path such as `engine/handle/mod.rs` may leave out the first folders.
+/// Pages and comments may leave out the first folders of a path, as in `engine/handle/mod.rs`.
 #[test]
 fn source_files_that_the_pages_and_comments_name_exist() {
     let mut files = vec![repository().join("build.rs")];
@@ -64,7 +64,7 @@ fn source_files_that_the_pages_and_comments_name_exist() {
     );
 }
 
-/// Paths in the comments of scripts, fuzz targets and deployment files may have no backticks.
+/// In the comments of scripts, fuzz targets and deployment files, the test also checks paths without backticks.
 #[test]
 fn source_files_that_comments_of_scripts_name_exist() {
     let extensions = [&SOURCE[..], &["py", "sh"]].concat();
@@ -98,7 +98,7 @@ fn source_files_that_comments_of_scripts_name_exist() {
     assert!(count > 50, "found only {count} source files in scripts");
 }
 
-/// In pages and comments, `Type::name` names a method, a constant, a field or a variant of the type,
+/// In pages and comments, `Type::name` must name a method, a constant, a field or a variant of the type,
 /// or of a trait that the type implements.
 #[test]
 fn members_that_pages_and_comments_name_exist() {
@@ -135,7 +135,7 @@ fn members_that_pages_and_comments_name_exist() {
     assert!(count > 150, "found only {count} names of members");
 }
 
-/// A list in the module comment of a folder lists modules if it names at least one module of the folder.
+/// A list in the module comment of a folder counts as a list of modules if it names at least one module of the folder.
 #[test]
 fn modules_that_module_comments_list_exist() {
     let mut files = Vec::new();
@@ -203,7 +203,8 @@ fn links_between_pages_have_targets() {
     assert!(count > 50, "the pages have only {count} links");
 }
 
-/// In the docs, a name in backticks with at least three underscores is the name of a test, another function or a field.
+/// In the docs, a name in backticks with at least three underscores must be the name of a function, such as a test,
+/// or of a field.
 #[test]
 fn tests_that_the_docs_name_exist() {
     let mut files = Vec::new();

@@ -54,6 +54,7 @@ fn metrics_on_the_pages_about_the_server_exist() {
 }
 
 /// In docs/tuning.md, the second column of a row with flags contains their defaults.
+/// Defaults that contain a digit must equal the defaults in `inferno serve --help`.
 #[test]
 fn defaults_on_the_tuning_page_are_those_of_the_program() {
     let help = help(&["serve"]);
@@ -72,7 +73,8 @@ fn defaults_on_the_tuning_page_are_those_of_the_program() {
                 continue;
             }
             let wanted = documented.replace(',', "").trim_end_matches(" s").to_string();
-            let default = default_of(flag).unwrap_or_else(|| panic!("{flag} has no default")).replace(',', "");
+            let default =
+                default_of(flag).unwrap_or_else(|| panic!("--help shows no default of {flag}")).replace(',', "");
             let is_same = default == wanted || default.ends_with(&format!("; {wanted} for serve"));
             assert!(is_same, "docs/tuning.md says that the default of {flag} is {documented}; it is {default}");
             count += 1;

@@ -5,7 +5,7 @@ use std::fs;
 
 use super::{collect, page, repository};
 
-/// Returns the name of the function that a line of code defines.
+/// Returns the name of the function that a line of code defines, if it defines one.
 fn defined_function(line: &str) -> Option<&str> {
     let (before, rest) = line.split_once("fn ")?;
     let name = rest.split(|c: char| !(c.is_alphanumeric() || c == '_' || c == '$')).next()?;

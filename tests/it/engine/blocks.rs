@@ -7,8 +7,8 @@ use inferno::nn::kv_cache::BLOCK_TOKENS;
 
 use crate::support::Random;
 
-/// Stands for the keys and values at one position: the index of the layer group, and a digest of the tokens up to and
-/// including this position.
+/// A stand-in for the keys and values at one position: the index of the layer group, and a digest of the tokens up to
+/// and including this position.
 type Entry = (usize, u64);
 
 /// A block manager, and the expected state of the KV cache that it manages.
@@ -33,7 +33,7 @@ struct Model {
 struct Seen {
     hits: usize,
     copies: usize,
-    /// Copies that were made only to keep a cached block unchanged. No other sequence used such a block.
+    /// Copies of blocks that no other sequence used. They were made only to keep a cached block unchanged.
     copies_of_cached: usize,
     refused: usize,
     evicted: u64,
@@ -486,7 +486,7 @@ fn windows_at_the_ends_of_retained_prefixes_and_prompts_survive_longer() {
             assert_eq!(hit(&mut manager, &text[..len]), want, "wrong hit: prompt of {len} tokens, window {window}");
         }
         // The windows that end at positions 3,968 and 4,000 may start in the same block.
-        // In that case, the blocks kept for the window at position 4,000 also allow a hit of 3,968 tokens.
+        // In that case, the blocks kept for the window that ends at position 4,000 also allow a hit of 3,968 tokens.
         let want = if first(3968) == first(4000) { 3968 } else { 3072 };
         let longer: Vec<_> = text.iter().copied().chain([7]).collect();
         assert_eq!(hit(&mut manager, &longer), want, "window {window}");

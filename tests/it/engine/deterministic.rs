@@ -147,7 +147,9 @@ fn single_requests_can_be_deterministic() {
 fn deterministic_engine_refuses_chunks_of_less_than_64_tokens() {
     for chunk in [1, 16, 63] {
         let error = demo().chunk(chunk).load().map(|_| ()).unwrap_err();
-        let message = format!("--deterministic needs chunks of at least 64 tokens, not {chunk}");
+        let message = format!(
+            "cannot use --deterministic with a chunk size of {chunk}: raise --chunk and --context to 64 or more"
+        );
         assert_eq!(error.to_string(), message);
     }
 }
@@ -157,7 +159,10 @@ fn deterministic_engine_refuses_candle_flash_attention() {
     let model = GraphModel::new("llama_graph");
     let builder = model.builder().dtype(DType::BF16).attention(AttentionBackend::CandleFlashAttn);
     let error = builder.deterministic(true).load().map(|_| ()).unwrap_err();
-    assert_eq!(error.to_string(), "--deterministic does not support --attention flash");
+    assert_eq!(
+        error.to_string(),
+        "cannot use --deterministic: the attention kernel 'flash' does not support it; use --attention eager"
+    );
 }
 
 #[test(gpu)]

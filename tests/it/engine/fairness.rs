@@ -35,7 +35,8 @@ struct Simulator {
     sequences: BTreeMap<SequenceId, (Load, usize)>,
     next: SequenceId,
     now: Duration,
-    /// The tokens served to each tenant. A prompt token counts once, and a generated token counts twice.
+    /// The tokens served to each tenant since the last call of `take_served`.
+    /// A prompt token counts once, and a generated token counts twice.
     served: BTreeMap<u64, usize>,
 }
 
@@ -135,7 +136,8 @@ fn a_tenant_with_a_hundred_times_its_share_leaves_others_theirs() {
                 "{blocks} blocks, {prompt} prompt tokens, {answer} answer tokens: tokens served to each tenant: \
                  {fair:?} if the first tenant has 2 clients, {unfair:?} if it has 200"
             );
-            // With two clients, the first tenant may use less than its share. Other tenants then get the unused part.
+            // With two clients, the first tenant may use less than its share. Other tenants then get the unused part,
+            // so `before` may be more than a share.
             let share = unfair.values().sum::<usize>() / 8;
             for tenant in 1..8 {
                 let (before, after) = (fair[&tenant], unfair[&tenant]);

@@ -141,7 +141,7 @@ fn quantized_models() -> Vec<TestCase<&'static str>> {
 }
 
 /// A quantization block in these files has 32 values, so it covers more than one attention head (8 to 16 values).
-/// Ranks can therefore not divide the columns of the output projection at every head.
+/// Ranks therefore cannot divide the columns of the output projection at every head.
 #[test(each = quantized_models)]
 fn estimates_of_quantized_gguf_files_equal_the_loaded_bytes(model: &'static str) {
     let path = golden("gguf_quantized").join(format!("{model}.gguf"));

@@ -131,6 +131,7 @@ fn options_that_use_logits_work_on_a_gpu() {
 }
 
 /// Requests with and without log probabilities share the steps of a batch.
+/// Each request must get exactly the log probabilities that it asks for.
 #[test(gpu)]
 fn logprobs_of_a_batch_belong_to_their_requests() {
     let model = GraphModel::new("llama_graph");

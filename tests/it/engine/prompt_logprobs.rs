@@ -37,7 +37,7 @@ fn assert_close(engine: &EngineHandle, prompt: &[u32], got: &[TokenLogprobs], to
         let want = logprob(prompt[index + 1] as usize);
         assert!(
             is_close(got.chosen, want),
-            "log probability of token {} of {}: got {}, expected {want}",
+            "log probability of the token at index {} in a prompt of {} tokens: got {}, expected {want}",
             index + 1,
             prompt.len(),
             got.chosen
@@ -65,7 +65,7 @@ fn check(engine: &EngineHandle, lengths: &[usize], tolerance: f64) {
             let events = engine.complete_ids(&prompt, options).unwrap().into_iter();
             events.filter_map(|event| event.unwrap().token()).collect()
         };
-        // From here on, the full blocks of the prompt are in the prefix cache.
+        // This request leaves the full blocks of the prompt in the prefix cache.
         let want = generated(plain(4));
         for (answers, count) in [(1, 0), (3, 4)] {
             let request = Request::ids(prompt.clone()).options(options(count));

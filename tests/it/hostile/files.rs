@@ -200,7 +200,7 @@ fn show_remote(writer: &Writer) -> Bounded {
 fn gguf_rope_factors_are_checked_before_they_are_read() {
     let factors = 1_650_000;
     let writer = llama().tensor("rope_freqs.weight", &[factors], 0, &1f32.to_le_bytes().repeat(factors as usize));
-    let words = ["expected 4 factors, one per pair of dims, found 1650000"];
+    let words = ["expected 4 factors, one per pair of elements, found 1650000"];
     let model = Model::gguf(&writer);
     let show = model.show();
     assert!(show.stdout.contains("found 1650000"), "{}", show.stdout);
@@ -292,7 +292,7 @@ fn small_files_cannot_take_much_memory() {
     model.list();
 }
 
-/// Entries of `ignore` in a quantization config cost time and memory.
+/// Entries of `ignore` in a quantization config cost time and memory, so inferno limits their number.
 /// inferno compares linear layers with every entry, and compiles entries that start with `re:` as regular expressions.
 #[test]
 fn quantization_configs_are_limited() {

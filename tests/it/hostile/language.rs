@@ -258,7 +258,8 @@ fn long_prompt_is_refused_before_it_is_tokenized() {
     bounded_with_input(command, &b"hello world ".repeat(5_000_000)).assert_fails(10, &["60.0 MB", "shorten"]);
 }
 
-/// Each normalizer converts at least one other spelling to the control token `<|end|>`.
+/// Each normalizer in this test converts at least one other spelling to the control token `<|end|>`.
+/// Text in messages must not become this control token.
 #[test]
 fn text_never_becomes_a_control_token_through_a_normalizer() {
     let normalizers = [
@@ -301,7 +302,8 @@ fn text_never_becomes_a_control_token_through_a_normalizer() {
         }
     }
     // The spelling `<|end|>` itself adds at most 12 to `converted`: 6 normalizers, with `special` true and false.
-    // All other control tokens come from spellings that the normalizers convert. Without them, the test proves nothing.
+    // All other control tokens come from spellings that the normalizers convert.
+    // Without these conversions, the test would prove nothing.
     assert!(converted > 20, "{converted}");
 }
 

@@ -72,7 +72,7 @@ fn many_names_of_one_file_are_downloaded() {
 
 #[test]
 fn long_lists_are_searched_and_shown_quickly() {
-    // The index lists 60,000 shards, but the hub has no file for the last shard.
+    // The index names 60,000 shards, but the hub lists only the first 59,999.
     let shard = |number: usize| format!("model-{number:05}-of-60000.safetensors");
     let map: Vec<String> = (0..60_000).map(|number| format!(r#""{number}":"{}""#, shard(number))).collect();
     let index = format!(r#"{{"weight_map":{{{}}}}}"#, map.join(","));
@@ -132,7 +132,7 @@ fn slow_answers_are_given_up() {
     fake.change(|state| state.listing_pace = Some((5_000, Duration::from_millis(20))));
     let machine = Machine::new(fake.endpoint());
     let (message, _) = message_and_code(slow(&machine).download(REPO, None, &include_only("*.onnx"), &()));
-    assert!(message.contains("nothing in 'org/tiny-model' matches"), "{message}");
+    assert!(message.contains("'org/tiny-model': no file matches --include"), "{message}");
 }
 
 #[test]

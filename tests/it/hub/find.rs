@@ -1,4 +1,4 @@
-//! Tests that find a model by its name, tag or directory, in both caches.
+//! Tests of finding a model by its name, tag or directory, in both caches.
 
 use std::fs;
 

@@ -62,7 +62,8 @@ fn truncated_body_is_resumed() {
         survives(in_one, &[Fault::Cut(cut)]);
         survives(in_parts, &[Fault::Cut(cut % 10_000), Fault::None, Fault::Cut(1), Fault::Cut(cut % 7_000)]);
     }
-    // The count of failures restarts after every 4 KiB of progress, so a download survives many broken connections.
+    // In a file of 50,000 bytes, the count of failures restarts after every 4 KiB of progress.
+    // A download therefore survives many broken connections.
     survives(in_one, &[Fault::Cut(2_000); 20]);
     let (message, code) = fails(in_one, Fault::Cut(0));
     assert_eq!(code, 5, "{message}");
@@ -101,7 +102,7 @@ fn stalled_transfer_is_retried_after_the_timeout() {
     assert!(events.iter().any(|line| line.contains("timeout")), "{events:?}");
     survives(with(limits(3, 10_000)), &[Fault::Stall(5_000), Fault::None, Fault::Stall(0)]);
     // Without the stall timeout of the client, a stall would last until the fake hub hangs up after 20 s.
-    assert!(start.elapsed() < Duration::from_secs(15), "no timeout within {:?}", start.elapsed());
+    assert!(start.elapsed() < Duration::from_secs(15), "the downloads took {:?}", start.elapsed());
 }
 
 #[test]

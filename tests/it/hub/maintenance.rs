@@ -81,7 +81,7 @@ fn error_says_why_a_file_cannot_be_repaired() {
     assert!(machine.hub().repair(&checked[0], &()).unwrap_err().to_string().contains("instead of commit"));
 
     // The name of a blob is its hash. Files that are not links to blobs therefore cannot be verified.
-    // inferno does not repair the shared cache.
+    // inferno does not repair the shared Hugging Face cache.
     machine.write_snapshot("shared", "org/other", COMMIT, &COMPLETE);
     let checked = machine.hub().verify(Some("org/other"), None, &()).unwrap();
     assert_eq!((checked[0].source, checked[0].files.len()), (SnapshotSource::HuggingFace, 3));
@@ -188,6 +188,7 @@ fn leftovers_are_pruned() {
 }
 
 /// A user may move a folder of the cache to another disk and leave a link in its place.
+/// `prune` must then fail without deleting anything.
 #[cfg(unix)]
 #[test]
 fn folders_behind_links_are_not_pruned() {

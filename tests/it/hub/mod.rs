@@ -33,7 +33,7 @@ fn include_only(pattern: &str) -> FileFilter {
     FileFilter { include: vec![pattern.to_string()], ..FileFilter::default() }
 }
 
-/// A simulated machine with two empty caches: inferno's own cache and the shared cache.
+/// A simulated machine with two empty caches: inferno's own cache and the shared Hugging Face cache.
 struct Machine {
     dir: TempDir,
     endpoint: String,

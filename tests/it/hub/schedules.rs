@@ -113,7 +113,7 @@ impl Schedule {
     }
 
     /// Attempts the download four times, as a user would. The last attempt has no faults.
-    /// Between attempts, the hub may get a new commit.
+    /// After the first and the second attempt, the hub may get a new commit.
     /// Returns how many attempts succeeded and how many failed.
     fn run(mut self) -> (usize, usize) {
         let hub = Hub::new(HubConfig { limits: self.limits.clone(), ..self.machine.config() });

@@ -86,7 +86,8 @@ const SUPPORTED_HEAD_SIZES: [(usize, bool, bool); 9] = [
     (256, true, true),
 ];
 
-/// Returns whether a backend must support a head size on a GPU. `Eager` supports every head size of the table.
+/// Returns whether a backend must support a head size on a GPU.
+/// `Auto` and `Eager` support every head size of the table.
 fn is_supported(backend: AttentionBackend, dtype: DType, head_dim: usize, softcap: Option<f32>) -> bool {
     let row = SUPPORTED_HEAD_SIZES.iter().find(|(size, ..)| *size == head_dim);
     let &(_, own, flash) = row.unwrap_or_else(|| panic!("add head size {head_dim} to SUPPORTED_HEAD_SIZES"));
@@ -115,7 +116,7 @@ fn attention_backends_support_the_head_sizes_in_the_table() {
     }
 }
 
-/// The sizes of one attention pass.
+/// The sizes and options of one attention pass.
 #[derive(Clone, Copy)]
 struct AttentionCase {
     /// The number of new tokens and the position of the first one, for each sequence.
@@ -272,11 +273,11 @@ fn attention_with_tiles_that_fill_the_gpu_matches_its_reference() {
     let gpu = gpu();
     let Device::Cuda(cuda) = &gpu else { panic!("not a GPU") };
     let heads = multiprocessors(cuda).unwrap();
-    // The choice of the kernel depends on the shared memory of the GPU. The expected names are those of an H100.
+    // The choice of the kernel depends on the shared memory of the GPU. The expected names are for an H100.
     let is_like_h100 = max_shared_bytes(cuda).unwrap() >= 232_448;
     // With 130 rows per KV head, there are two tiles of 128 rows per multiprocessor.
     let many = Case { spans: &[(130, 3)], heads, kv_heads: heads, head_dim: 128, window: Some(90), has_sinks: true };
-    // Sequences with few new tokens have more than one tile of 16 rows per multiprocessor.
+    // Three sequences with one new token each have three tiles of 16 rows per multiprocessor.
     let few = Case {
         spans: &[(1, 250), (1, 0), (1, 999)],
         heads,

@@ -79,7 +79,7 @@ fn products_of_several_tokens_match_their_reference() {
             for tokens in [1, 2, 8, 9, 15, 16, 17, 31, 32, 33, 64, 65, 96, 97, 128, 129] {
                 let (x, want) = (x.narrow(0, 0, tokens).unwrap(), want.narrow(0, 0, tokens).unwrap());
                 let what = format!("{rows}x{columns}, {dtype:?}, {tokens} tokens");
-                // Only Hopper GPUs have the kernels.
+                // Only Hopper GPUs can run these kernels.
                 let is_hopper = cuda.cuda_stream().context().compute_capability().unwrap() == (9, 0);
                 let supported = is_supported(cuda, &x, &weight).unwrap();
                 let most_tokens = if rows == most_rows { 128 } else { 32 };
@@ -113,7 +113,8 @@ fn products_with_few_rows_match_their_reference() {
     use crate::support::gpu;
     use inferno::kernels::matmul::matmul_f32;
     let device = gpu();
-    // Routers of gpt-oss-20b, gpt-oss-120b and Qwen3-30B-A3B, and sizes that fill only part of a tile.
+    // The cases are the routers of gpt-oss-20b, gpt-oss-120b and Qwen3-30B-A3B,
+    // and sizes that fill only part of a tile.
     // The last case has too many rows for the kernel `f32_few_rows`.
     for (rows, columns) in [(32, 2880), (128, 2880), (128, 2048), (1, 16), (33, 144), (257, 64)] {
         let mut noise = Random((rows + columns) as u64);
@@ -138,7 +139,7 @@ fn products_of_any_number_of_tokens_match_their_reference() {
     use crate::support::gpu;
     use inferno::kernels::matmul::{matmul_f32, matmul_rounded};
     let device = gpu();
-    // Matrix sizes of gpt-oss-20b and Llama-3.1-8B, one GPU's half of a matrix, and unusual sizes.
+    // The cases are matrix sizes of gpt-oss-20b and Llama-3.1-8B, one GPU's half of a matrix, and unusual sizes.
     for (rows, columns) in [(5120, 2880), (2880, 4096), (4096, 14_336), (2880, 2048), (33, 72), (257, 100)] {
         for dtype in [DType::BF16, DType::F16] {
             let mut noise = Random((rows * 3 + columns) as u64);
@@ -167,7 +168,7 @@ fn products_in_fixed_order_do_not_depend_on_other_tokens() {
     use crate::support::gpu;
     use inferno::kernels::matmul::matmul_f32;
     let device = gpu();
-    // Matrix sizes of gpt-oss-20b and Llama-3.1-8B, and two unusual sizes.
+    // The cases are matrix sizes of gpt-oss-20b and Llama-3.1-8B, and two unusual sizes.
     for (rows, columns) in
         [(5120, 2880), (2880, 4096), (201_088, 2880), (28_672, 4096), (4096, 14_336), (33, 72), (33, 80)]
     {

@@ -65,9 +65,10 @@ fn expert_mlp_matches_separate_products() {
         Case { tokens: 33, experts: 130, chosen: 4, hidden: 576, intermediate: 384 },
         Case { tokens: 50, experts: 10, chosen: 4, hidden: 192, intermediate: 384 },
         Case { tokens: 160, experts: 40, chosen: 4, hidden: 384, intermediate: 192 },
-        // Stages of three column tiles, and a last stage with fewer: 4 and 5 column tiles.
+        // On Hopper GPUs, for at most 24 pairs per expert on average, a pipeline stage holds three column tiles.
+        // Here the matrices have 4 and 5 column tiles, so the last stage holds fewer.
         Case { tokens: 50, experts: 10, chosen: 4, hidden: 256, intermediate: 320 },
-        // Between 24 and 80 pairs per expert.
+        // For 25 to 80 pairs per expert on average, Hopper GPUs use tiles of another size. This case has 50.
         Case { tokens: 100, experts: 8, chosen: 4, hidden: 160, intermediate: 288 },
     ];
     for (device, dtype) in gpu_with_dtypes().into_iter().filter(|(_, dtype)| *dtype != DType::F32) {
@@ -141,9 +142,9 @@ fn experts_in_fixed_order_do_not_depend_on_other_tokens() {
     use inferno::kernels::moe::expert_mlp::{ExpertLinear, expert_mlp};
     use inferno::kernels::moe::mxfp4_tiles::{Mxfp4Tiles, RowOrder};
     use inferno::kernels::moe::route::RoutedPairs;
-    // In the second case, as when two GPUs divide gpt-oss, the padding of gate_up's output needs a row block without
-    // weights. The boxes of this row block are outside the tensor maps. If a barrier did not count their bytes, gate_up
-    // would hang.
+    // In the second case, the padding of gate_up's output needs a row block without weights. Such a row block also
+    // occurs if two GPUs divide gpt-oss. The TMA boxes of this row block are outside the tensor maps. If a barrier did
+    // not count the bytes of these boxes, gate_up would hang.
     for (experts, chosen, intermediate) in [(32, 4, 2880), (128, 15, 480)] {
         let (tokens, columns) = (200, 2880);
         for (device, dtype) in gpu_with_dtypes().into_iter().filter(|(_, dtype)| *dtype != DType::F32) {

@@ -152,7 +152,8 @@ fn edited_rows_match_the_reference() {
             let in_flight = in_flight.map(|source| tokens[source as usize]).filter(|&token| token != NO_TOKEN);
             edits.apply(&mut want[*row], in_flight);
         }
-        // The description of the edits does not fit in the empty range of host memory, so it is copied to the device.
+        // With the empty range of host memory, the description of the edits is copied to the device, because it does
+        // not fit in the range.
         for range in [3..WORDS, 0..0] {
             let edited = logits.to_device(&device).unwrap();
             for rows in rows.chunks(2) {

@@ -1,7 +1,7 @@
 //! Tests of the kernel that writes the inputs of a step.
 
-/// The kernel takes each id from the host or from the tokens of the previous step. It writes all of `words`.
-/// Of the words after `words`, it writes only the changed ones. In place of `NO_TOKEN`, it writes token 0.
+/// The kernel takes each token id from the host or from the tokens of the previous step, with 0 in place of `NO_TOKEN`.
+/// The kernel then writes all of `words`. Of the words after `words`, the kernel writes only those in `changes`.
 #[test(cuda)]
 fn step_inputs_match_a_computation_on_the_host() {
     use candle_core::{DType, Device, Tensor};
@@ -19,7 +19,7 @@ fn step_inputs_match_a_computation_on_the_host() {
     let mut tokens: Vec<u32> = (0..9).map(|_| random.next() as u32).collect();
     tokens[4] = NO_TOKEN;
     let tokens_on_device = Tensor::new(&tokens[..], &device).unwrap();
-    // Each case has a number of ids, of words that every step sets, and of words that only changes set.
+    // Each case has three counts: ids, words that every step sets, and words that only changes set.
     // A thread block processes 256 words, so the last two cases need several blocks.
     for (rows, others, rest) in [(1, 0, 0), (2, 3, 5), (7, 14, 40), (256, 256, 300), (300, 601, 1000)] {
         let mut want: Vec<u32> = (0..rows + others + rest).map(|_| random.next() as u32).collect();
@@ -39,7 +39,8 @@ fn step_inputs_match_a_computation_on_the_host() {
                 .map(|index| (index, random.next() as u32))
                 .collect(),
         };
-        // Only the second step's inputs fit in their range of host memory. The others are copied to the device.
+        // Only the second step's inputs fit in their range of host memory.
+        // The inputs of the other steps are copied to the device.
         for spare in [-1, 0, -(WORDS as isize)] {
             let inputs = step();
             for (row, (&id, source)) in inputs.ids.iter().zip(&inputs.sources).enumerate() {

@@ -59,7 +59,7 @@ fn sliding_windows_follow_the_config() {
     let full: Vec<usize> = (0..12).filter(|&layer| windows(&six)[layer].is_none()).collect();
     assert_eq!(full, [5, 11]);
     assert_eq!(windows(&config("phi3")), [Some(13); 3]);
-    // In Gemma 3, sliding-window layers have their own RoPE frequencies.
+    // In Gemma 3, sliding-window layers have their own RoPE frequencies, and the decoder selects these by the window.
     // A layer therefore keeps its window even if the window is longer than the context.
     let wide = config_with("gemma3", json!({"sliding_window": 4096}));
     assert_eq!(windows(&wide), [Some(4096), Some(4096), None, Some(4096)]);
@@ -291,7 +291,8 @@ fn longrope_models_default_to_their_original_length() {
     );
 }
 
-/// Returns the logits that the checkpoint in `dir` computes for all `ids`.
+/// Returns the logits of all `ids`, computed with the checkpoint in `dir`.
+/// Asserts that the tensor table of the model's family gives the size of the loaded tensors.
 fn logits(dir: &Path, ids: &[u32]) -> Vec<f32> {
     let checkpoint = Checkpoint::open(dir).unwrap();
     let progress = LoadProgress::silent();
@@ -303,13 +304,13 @@ fn logits(dir: &Path, ids: &[u32]) -> Vec<f32> {
     values(&logits_of(&decoder, ids, DType::F32, &Device::Cpu).unwrap())
 }
 
-/// Asserts that a golden checkpoint with this config and renamed tensors still produces the golden logits,
+/// Asserts that a golden checkpoint with this config and the tensors from `change` still produces the golden logits,
 /// and that the tensor table of its family gives the size of the loaded tensors.
-fn assert_same_model(case: &str, config: &Value, rename: impl Fn(HashMap<String, Tensor>) -> HashMap<String, Tensor>) {
+fn assert_same_model(case: &str, config: &Value, change: impl Fn(HashMap<String, Tensor>) -> HashMap<String, Tensor>) {
     let dir = tempfile::tempdir().unwrap();
     std::fs::write(dir.path().join("config.json"), config.to_string()).unwrap();
     let tensors = safetensors::load(golden(case).join("model.safetensors"), &Device::Cpu).unwrap();
-    safetensors::save(&rename(tensors), dir.path().join("model.safetensors")).unwrap();
+    safetensors::save(&change(tensors), dir.path().join("model.safetensors")).unwrap();
     let golden = safetensors::load(golden(case).join("golden.safetensors"), &Device::Cpu).unwrap();
     let ids: Vec<u32> = golden["ids"].to_vec1::<i64>().unwrap().into_iter().map(|id| id as u32).collect();
     let error = relative_error(&logits(dir.path(), &ids), &values(&golden["logits"]));
@@ -366,12 +367,12 @@ fn gemma3_loads_from_multimodal_checkpoints_and_with_rope_parameters() {
     assert_same_model("gemma3", &new, |tensors| tensors);
 }
 
-/// The rows of tensor tables that match no tensor of a test checkpoint, because inferno loads none of these tensors.
+/// Rows of tensor tables for tensors that inferno does not load. No golden checkpoint contains such a tensor.
 /// `attention_masks_and_vision_modules_are_not_loaded` adds such tensors to test checkpoints.
 const UNTESTED: [&str; 5] = ["attn.bias", "attn.masked_bias", "rotary_emb", "vision_tower", "multi_modal_projector"];
 
 /// Each tensor of a test checkpoint matches a row of its family's table, which says that the tensor is loaded.
-/// Each row of a family's table matches a tensor of a test checkpoint of some family.
+/// Each row of a family's table, except the rows in [`UNTESTED`], matches a tensor of a test checkpoint of some family.
 #[test]
 fn tensor_tables_describe_the_test_checkpoints() {
     let names = golden_models(|_| true).into_iter().chain(["trained"]).map(golden);
@@ -382,7 +383,7 @@ fn tensor_tables_describe_the_test_checkpoints() {
         for (name, _) in checkpoint.tensors() {
             let row = config.family.tensors.row(name);
             let row = row.unwrap_or_else(|| panic!("{}: no row matches tensor {name}", path.display()));
-            assert!(matches!(row, TensorRow::Tensor(_, role) if role.form != Form::Unloaded), "{name} is loaded");
+            assert!(matches!(row, TensorRow::Tensor(_, role) if role.form != Form::Unloaded), "{name} is not loaded");
             used.push(row);
         }
     }
@@ -395,6 +396,7 @@ fn tensor_tables_describe_the_test_checkpoints() {
 }
 
 /// transformers 5 stacks the experts of a layer into two tensors. Most checkpoints have one tensor per expert matrix.
+/// Both forms must produce the golden logits.
 #[test]
 fn stacked_experts_load_as_separate_ones_do() {
     let stack = |mut tensors: HashMap<String, Tensor>, block: &str, [gate, up, down]: [&str; 3]| {

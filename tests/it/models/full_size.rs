@@ -71,7 +71,7 @@ fn full_size_logits_agree_with_transformers() {
     compare_with_reference(&format!("inferno bf16, decode steps ({})", engine.execution_mode()), steps);
 }
 
-/// Returns the resident memory of this process in bytes.
+/// Returns the resident memory of this process in bytes, or 0 if it is unknown.
 fn host_bytes() -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"));
@@ -316,10 +316,11 @@ fn full_size_answers_at_once_are_as_exact_as_answers_alone() {
     let [at_once, alone] = divergences;
     println!("answers against a prefill: mean KL {at_once:.3e} if generated at once, {alone:.3e} if one at a time");
     println!(
-        "{} of 64 answers differ; indices of the first different tokens: {first_differences:?}",
+        "{} of 64 answers differ from the answer to the same prompt alone; indices of the first different tokens: \
+         {first_differences:?}",
         first_differences.len()
     );
-    // A prompt that runs alone uses the same kernels as the reference prefill, so both round in the same way.
+    // If a request runs alone, the same kernels compute its prompt as in the reference prefill, with the same rounding.
     // Concurrent prompts share steps and round differently, so the error of their answers may be twice as large.
     assert!(
         at_once <= 2.0 * alone,

@@ -156,7 +156,8 @@ fn uncompressed() -> Vec<TestCase<ModelOnDevice>> {
 }
 
 /// Like [`uncompressed`], but includes compressed-tensors models.
-/// Use it only for tests that sum in the same order as transformers (see [`GoldenKind::Compressed`]).
+/// Use it only for tests that run the same passes as transformers.
+/// Other passes sum in another order, which can change quantized activations (see [`GoldenKind::Compressed`]).
 fn all() -> Vec<TestCase<ModelOnDevice>> {
     models_on_devices(|_| true)
 }

@@ -280,7 +280,7 @@ fn expert_products_use_the_chosen_experts() {
     }
 }
 
-/// Returns the kinds of input rounding that matrix products with weights in `format` support.
+/// Returns the kinds of input quantization that matrix products with weights in `format` support.
 fn roundings(format: WeightFormat) -> Vec<InputQuantization> {
     match format {
         WeightFormat::Int8 => {
@@ -430,7 +430,7 @@ fn gpu_kernels_agree_with_the_cpu() {
 }
 
 /// Multiplies a stack of three matrices with different formats and row counts.
-/// Up to 128 tokens, one launch multiplies the whole stack.
+/// With up to 128 tokens, one launch multiplies the whole stack.
 #[test(gpu)]
 fn stacked_formats_match_the_cpu() {
     let (gpu, columns) = (gpu(), 768);

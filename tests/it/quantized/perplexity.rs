@@ -103,7 +103,7 @@ fn quantized_demo_model_stays_close_to_the_original() {
     }
 }
 
-/// Compares the quantized weights of a trained model with ggml (int8 and fp8: torch).
+/// Compares the quantized weights of a trained model with weights that ggml quantized (for int8 and fp8, torch).
 /// Also compares the model's losses and KL divergences with transformers.
 /// The weight rows have 256 values, so K-quants can be used. `tests/golden/make_trained.py` writes the model.
 #[test]

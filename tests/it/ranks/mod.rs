@@ -34,7 +34,8 @@ use crate::support::gguf::models::{quantized_llama, saved};
 use crate::support::program::{run, text};
 use crate::support::{GoldenKind, demo_dir, golden, golden_models, logits_of, relative_error, values};
 
-/// World sizes that divide heads, blocks and vocabularies evenly, unevenly, or so that some ranks hold nothing.
+/// The world sizes of the tests. Depending on the model, the heads, quantization blocks and vocabulary divide evenly or
+/// unevenly among the ranks, or some ranks hold nothing.
 const SIZES: [usize; 5] = [1, 2, 3, 4, 8];
 
 /// The context length for safetensors models, as in `golden.rs`. LongRoPE chooses its factors by the context length.
@@ -158,7 +159,7 @@ fn ranks_with_whole_layers_have_exactly_the_logits_of_one_rank() {
     }
 }
 
-/// With dynamic scales, the logits of several ranks differ from those of transformers by about 2% (int8) and 4% (fp8):
+/// With dynamic scales, the logits of several ranks differ from transformers by about 2% (int8) and 4% (fp8):
 /// as in vLLM, each rank scales the inputs of o_proj and down_proj by the largest value in its own columns.
 /// With scales from the file (fp8_static), every rank uses the same scales as a single rank,
 /// so dividing the model does not change how equal inputs are rounded.
@@ -181,6 +182,7 @@ fn logits_of_8_bit_models_agree_with_transformers() {
 }
 
 /// A quantization block in these files has 32 columns, so a block is wider than an attention head (8 to 16 columns).
+/// Ranks therefore cannot divide the columns of the output projection at every head.
 #[test]
 fn logits_of_quantized_gguf_files_agree_with_transformers() {
     let folder = golden("gguf_quantized");
@@ -300,7 +302,8 @@ fn engines_of_several_ranks_answer_like_one_rank() {
     }
 }
 
-/// With `Split::Layers`, every rank needs a layer. With `Split::Tensor`, a rank may hold no part of a matrix.
+/// With `Split::Layers`, every rank needs a layer, so loading fails with more ranks than layers.
+/// With `Split::Tensor`, a rank may hold no part of a matrix.
 #[test]
 fn layers_are_divided_among_no_more_ranks_than_there_are_layers() {
     let layers = models::read_config(&demo_dir()).unwrap().architecture.cache_layers().len();
@@ -331,7 +334,7 @@ fn several_answers_on_two_ranks_share_their_prompt_and_equal_those_of_one() {
         answers.into_iter().map(|answer| answer.tokens).collect::<Vec<_>>()
     };
     let one = answers(queued_steps::demo());
-    assert!(one[0] != one[1] && one[0] != one[2], "the answers are equal, so they need no blocks of their own");
+    assert!(one[0] != one[1] && one[0] != one[2], "the first answer equals another answer, so the test proves nothing");
     for split in [Split::Tensor, Split::Layers] {
         assert_eq!(answers(queued_steps::demo().devices(cpus(2)).split(split)), one, "{split:?}");
     }
@@ -369,6 +372,7 @@ fn several_ranks_score_prompts_like_one_rank() {
 }
 
 /// The cache of the second rank has too few blocks, so the first pass fails on that rank.
+/// All later passes must fail with the same error.
 #[test]
 fn if_a_rank_fails_all_passes_fail_with_its_error() {
     let dir = golden("llama_new");

@@ -1,6 +1,7 @@
 //! Tests of several ranks that run one model together on GPUs. With fewer GPUs than ranks, several ranks share a GPU.
 //!
-//! While one GPU waits for another GPU, no test may load kernels or allocate memory. These tests therefore run alone.
+//! While one GPU waits for another GPU, no test may load kernels or allocate memory: both can wait for running kernels.
+//! These tests therefore run alone.
 
 use std::path::Path;
 use std::time::Duration;
@@ -54,7 +55,7 @@ fn splits() -> Vec<TestCase<Split>> {
     SPLITS.map(|split| gpu_case(split_name(split).to_string(), split)).into()
 }
 
-/// Returns numbers of ranks, each with the path on which the ranks exchange data.
+/// Returns a case for each tested pair of a number of ranks and an exchange path.
 fn sizes_and_paths() -> Vec<TestCase<(usize, ExchangePath)>> {
     let direct = [2, 3, 4].map(|size| (size, ExchangePath::Direct));
     let host_memory = [2, 3].map(|size| (size, ExchangePath::HostMemory));
@@ -63,14 +64,14 @@ fn sizes_and_paths() -> Vec<TestCase<(usize, ExchangePath)>> {
     direct.into_iter().chain(host_memory).map(case).collect()
 }
 
-/// A golden model that two ranks run in a dtype.
+/// A golden model that two ranks run with a split and in a dtype.
 struct DividedModel {
     name: &'static str,
     split: Split,
     dtype: DType,
 }
 
-/// Returns the golden models, except the 8-bit models, with both splits and with each of `dtypes`.
+/// Returns a case for each golden model, except the 8-bit models, with both splits and with each of `dtypes`.
 fn divided_models(dtypes: &[DType]) -> Vec<TestCase<DividedModel>> {
     let mut cases = Vec::new();
     for name in golden_models(|model| model.kind != GoldenKind::Compressed) {
@@ -92,7 +93,7 @@ fn divided_models_in_all_dtypes() -> Vec<TestCase<DividedModel>> {
     divided_models(&DTYPES)
 }
 
-/// Returns every name with each of [`DTYPES`].
+/// Returns a case for each name with each of [`DTYPES`].
 fn in_all_dtypes(names: &[&'static str]) -> Vec<TestCase<(&'static str, DType)>> {
     let case = |name: &'static str, dtype: DType| gpu_case(format!("{name}::{}", dtype.as_str()), (name, dtype));
     names.iter().flat_map(|&name| DTYPES.map(|dtype| case(name, dtype))).collect()
@@ -268,7 +269,7 @@ fn many_sums_in_a_row_are_exact(path: ExchangePath) {
         }
         let error = on_host(&error).into_iter().fold(0.0, f32::max);
         world.check().unwrap();
-        assert_eq!(error, 0.0, "{sums} sums of {size} ranks are not exact");
+        assert_eq!(error, 0.0, "not all {sums} sums of {size} ranks are exact");
     });
     println!("{sums} sums of {size} ranks are exact: {path:?}");
 }
@@ -288,7 +289,7 @@ fn gpus_exchange_every_kind_of_number() {
     });
     let sums = on_gpus(2, ExchangePath::Direct, |world, device, exchange| {
         let x = Tensor::new(&values, device).unwrap();
-        // Rounding to bf16 must not produce the bit pattern of an empty word.
+        // Rounding to bf16 must not produce the bit pattern of a word that has not arrived.
         let many = Tensor::new(&values, device).unwrap().repeat(1 << 15).unwrap();
         let rounded = on_host(&exchange.sum_rounded(&many).unwrap());
         for sum in rounded.chunks(8) {
@@ -310,7 +311,8 @@ fn gpus_exchange_every_kind_of_number() {
     }
 }
 
-/// If two ranks share one GPU, the times do not measure an exchange between GPUs.
+/// Checks that the measured times of small and large exchanges are plausible.
+/// If the two ranks share one GPU, the times do not measure an exchange between GPUs.
 #[test(gpu_alone)]
 fn the_exchange_of_gpus_can_be_measured() {
     let times = on_ranks(2, |world| {
@@ -414,7 +416,8 @@ fn graph_logits(
     Some(ids.iter().enumerate().flat_map(step).collect())
 }
 
-/// Runs two ranks on two GPUs, or on the same GPU if there is only one.
+/// Compares the logits of two ranks with transformers.
+/// The ranks run on two GPUs, or on the same GPU if there is only one.
 #[test(each_alone = divided_models_in_all_dtypes)]
 fn ranks_on_gpus_agree_with_transformers(DividedModel { name, split, dtype }: DividedModel) {
     let dir = golden(name);
@@ -427,7 +430,8 @@ fn models_of_eight_ranks() -> Vec<TestCase<(&'static str, DType)>> {
     in_all_dtypes(&["llama_new", "gpt_oss_new", "qwen3_moe", "gpt2"])
 }
 
-/// Runs eight ranks on one GPU. With more ranks than KV heads, some ranks hold no heads.
+/// Compares the logits of eight ranks on one GPU with transformers.
+/// With more ranks than KV heads, some ranks hold no heads.
 #[test(each_alone = models_of_eight_ranks)]
 fn eight_ranks_on_one_gpu_agree_with_transformers((name, dtype): (&'static str, DType)) {
     let (devices, dir) = (["cuda:0"; 8].join(",").parse().unwrap(), golden(name));
@@ -452,7 +456,7 @@ fn ranks_on_gpus_agree_with_transformers_on_gguf_files((family, dtype): (&'stati
 #[test(each_alone = splits)]
 fn engines_of_several_gpus_answer_many_requests(split: Split) {
     // In f32, one rank and two ranks compute logits that differ by about 1e-4 of the largest logit, or less
-    // (see `logits_tolerance`). This error can change the order only of logits with a smaller gap than this tolerance.
+    // (see `logits_tolerance`). This error can change the order only of logits whose gap is smaller than `TOLERANCE`.
     const TOLERANCE: f32 = 1e-3;
     let engine =
         |devices: Devices, split| queued_steps::demo().devices(devices).split(split).dtype(DType::F32).load().unwrap();

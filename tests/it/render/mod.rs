@@ -34,7 +34,7 @@ fn pieces(text: &str, length: usize) -> Vec<String> {
     chars.chunks(length).map(|piece| piece.iter().collect()).collect()
 }
 
-/// Returns the output for an answer that is streamed in pieces of `length` characters.
+/// Returns the terminal output for an answer that is streamed in pieces of `length` characters.
 fn written(text: &str, length: usize, size: WindowSize) -> Vec<u8> {
     let mut view = TurnView::new(size);
     let mut out = Vec::new();

@@ -448,7 +448,7 @@ fn special_logits_of_greedy_steps_follow_the_host() {
     }
 }
 
-/// Without `capture_lock`, most of these captures fail with `CUDA_ERROR_STREAM_CAPTURE_INVALIDATED`.
+/// Without `capture_lock`, most of these captures would fail with `CUDA_ERROR_STREAM_CAPTURE_INVALIDATED`.
 #[test(gpu_alone)]
 fn graphs_are_captured_while_another_thread_opens_and_drops_devices() {
     let device = gpu();

@@ -78,7 +78,8 @@ fn edit_logits(index: usize, options: &mut GenerateOptions) {
         0 => {}
         1 => sampling.repetition_penalty = 1.3,
         2 => {
-            // The answer alternates between four biased tokens: each penalty makes another token the most likely.
+            // The answer alternates between four biased tokens, because the penalties of the last token make another
+            // token the most likely.
             options.logit_bias = [101, 203, 305, 407].map(|id| (id, 60.0)).into();
             (sampling.frequency_penalty, sampling.presence_penalty) = (1.7, 0.4);
         }

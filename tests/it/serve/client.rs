@@ -126,7 +126,7 @@ impl Server {
         kill(Pid::from_raw(self.child.id() as i32), signal).unwrap();
     }
 
-    /// Waits until the process has ended. Returns its exit code.
+    /// Waits until the process has ended. Returns its exit code, or `None` if a signal ended the process.
     pub fn exit_code(&mut self) -> Option<i32> {
         let started = Instant::now();
         loop {
@@ -138,7 +138,7 @@ impl Server {
         }
     }
 
-    /// Stops the server and returns its log.
+    /// Stops the server with SIGTERM, asserts that its exit code is 0, and returns its log.
     pub fn log(mut self) -> String {
         self.signal(Signal::SIGTERM);
         assert_eq!(self.exit_code(), Some(0));

@@ -209,7 +209,8 @@ fn a_server_without_usage_and_token_counts_is_enough() {
         "stream": true, "stream_options": { "include_usage": true },
         "top_k": 3, "reasoning_effort": "high", "stop": ["x"],
     });
-    // The request to the server contains only the settings that the user chose.
+    // Apart from the model, the messages and the fields for streaming, the request contains only the settings that the
+    // user chose.
     assert_eq!(mock.bodies.lock().unwrap()[0], expected);
     assert_fails(&ask(&mock.url, &[]), 2, &["org/a, org/b"]);
     let hint = ["must count tokens", "\n  keep all messages: --overflow stop"];

@@ -197,14 +197,14 @@ fn metrics_have_the_names_and_labels_that_dashboards_read() {
 }
 
 #[test]
-fn metrics_have_the_format_of_prometheus() {
+fn metrics_have_no_duplicate_type_lines() {
     let server = Server::start(&["--metrics-compat", "vllm"]);
     let response = server.get("/metrics");
     assert_eq!(response.header("content-type"), Some("text/plain; version=0.0.4; charset=utf-8"));
     let text = response.text();
     let types: Vec<&str> = text.lines().filter(|line| line.starts_with("# TYPE")).collect();
     let distinct: BTreeSet<&str> = types.iter().copied().collect();
-    assert_eq!(types.len(), distinct.len(), "a metric has several TYPE lines");
+    assert_eq!(types.len(), distinct.len(), "a TYPE line occurs twice");
     server.send("POST", "/metrics", &[JSON], b"{}").error(405);
 }
 

@@ -16,7 +16,7 @@ const HANG: Duration = Duration::from_secs(60);
 const MAX_BYTES: u64 = 1_000_000_000;
 /// The value of RLIMIT_DATA in bytes. This limit also counts memory that the program allocates but never touches.
 const MAX_DATA: libc::rlim_t = 1_500_000_000;
-/// The maximum length of what a failed program writes to stderr, in bytes.
+/// The maximum length of the stderr output of a failed program, in bytes.
 const MAX_MESSAGE: usize = 2000;
 
 /// The result of a program that stayed within the limits.
@@ -56,13 +56,13 @@ pub fn bounded(command: Command) -> Bounded {
 
 /// Runs a command with `input` on its standard input. Makes the same assertions as [`bounded`].
 #[track_caller]
-#[expect(clippy::zombie_processes, reason = "`wait` calls wait4, which also returns the CPU time")]
+#[expect(clippy::zombie_processes, reason = "`wait` reaps the child with wait4")]
 pub fn bounded_with_input(mut command: Command, input: &[u8]) -> Bounded {
     let name = format!("{command:?}");
     command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
     // Disable backtraces, so that the shortened output still contains the panic message.
     command.env("RUST_BACKTRACE", "0");
-    // SAFETY: setrlimit is async-signal-safe, and the closure does not allocate.
+    // SAFETY: setrlimit is a plain system call, and the closure does not allocate.
     unsafe {
         command.pre_exec(|| {
             for (resource, limit) in [(libc::RLIMIT_DATA, MAX_DATA), (libc::RLIMIT_CORE, 0)] {
@@ -104,7 +104,10 @@ pub fn bounded_with_input(mut command: Command, input: &[u8]) -> Bounded {
     assert_eq!(status.signal(), None, "a signal ended {name}\n{shown}");
     assert_ne!(status.code(), Some(101), "{name} panicked\n{shown}");
     assert!(!stderr.contains("panicked at"), "{name} panicked\n{shown}");
-    assert!(seconds <= MAX_SECONDS || cpu_seconds <= MAX_SECONDS, "{name} took {cpu_seconds:.1} s of CPU\n{shown}");
+    assert!(
+        seconds <= MAX_SECONDS || cpu_seconds <= MAX_SECONDS,
+        "{name} took {cpu_seconds:.1} s of CPU time\n{shown}"
+    );
     assert!(peak_bytes <= MAX_BYTES, "{name} used {peak_bytes} bytes of memory\n{shown}");
     let has_controls = stderr.chars().any(|c| c != '\n' && c.is_control());
     assert!(!has_controls, "{name} wrote control characters to stderr\n{shown:?}");
@@ -122,7 +125,8 @@ fn read(stream: &mut impl Read) -> String {
     String::from_utf8_lossy(&bytes).into_owned()
 }
 
-/// Returns the exit status and the CPU time if the process has ended, and reaps the process. Otherwise, returns `None`.
+/// Returns the exit status and the CPU time in seconds if the process has ended, and reaps the process.
+/// Otherwise, returns `None`.
 fn wait(pid: libc::pid_t) -> Option<(ExitStatus, f64)> {
     let mut status = 0;
     // SAFETY: an all-zero rusage is valid.

@@ -18,7 +18,8 @@ pub const SHARDS: [&str; 2] = ["model-00001-of-00002.safetensors", "model-00002-
 pub struct HubState {
     pub commit: String,
     pub files: BTreeMap<String, Vec<u8>>,
-    /// If true, the listing contains the size and the blob id of each file (`?blobs=true`). Mirrors may omit both.
+    /// If true, the listing contains the size and the blob id of each file, as requested with `?blobs=true`.
+    /// Mirrors of huggingface.co may omit sizes and blob ids.
     pub lists_sizes: bool,
     pub supports_ranges: bool,
     /// The status, `x-error-code` header and body to send instead of the listing.
@@ -42,7 +43,7 @@ pub struct HubState {
     /// If true, a listing with sizes also contains the SHA-256 of each large file,
     /// and file responses have an `x-linked-etag` header.
     pub lists_hashes: bool,
-    /// If set, the `etag` header of every file. Otherwise, each file's hash is its etag.
+    /// If set, the value of the `etag` header of every file. Otherwise, each file's hash is its etag.
     pub etag_header: Option<&'static str>,
     /// If set, the listing claims that model.safetensors has this size.
     pub claimed_bytes: Option<u64>,
@@ -50,7 +51,7 @@ pub struct HubState {
     pub claimed_etag: Option<&'static str>,
     /// The name of a file that the hub lists but cannot send.
     pub lost: Option<&'static str>,
-    /// The number of bytes of file contents that the hub has sent since it started.
+    /// The number of bytes of file contents that the hub has sent since it started, except with [`Fault::NoLength`].
     pub sent_bytes: usize,
 }
 
@@ -63,7 +64,7 @@ pub enum Fault {
     Cut(usize),
     /// The server stops sending after this many bytes of the response body, but keeps the connection open.
     Stall(usize),
-    /// One bit is flipped in the byte at this index of the response body.
+    /// One bit is flipped in the byte at this index of the response body, modulo the length of the body.
     Flip(usize),
     /// The server sends this status line, which may include headers, and an empty response body.
     Status(&'static str),
@@ -176,7 +177,7 @@ pub fn pattern(length: usize, seed: usize) -> Vec<u8> {
     (0..length).map(|i| ((i * 31 + seed * 7 + i / 251) % 256) as u8).collect()
 }
 
-/// Returns the etag that the hub reports for a file: SHA-256 for large files, git's blob hash for small ones.
+/// Returns the etag of a file on huggingface.co: SHA-256 for large files, git's blob hash for small files.
 pub fn etag(name: &str, bytes: &[u8]) -> String {
     let hash = if is_large(name) {
         digest(&SHA256, bytes)
@@ -190,7 +191,8 @@ fn is_large(name: &str) -> bool {
     name.ends_with(".safetensors") || name.ends_with(".gguf")
 }
 
-/// Reads one request and answers it. Only a `CONNECT` request may be followed by another request.
+/// Reads one request and answers it. Only a `CONNECT` request may be followed by another request on
+/// the same connection.
 fn answer(mut stream: TcpStream, shared: &Mutex<HubState>, requests: &Mutex<Vec<String>>) -> std::io::Result<()> {
     let mut head = String::new();
     let mut reader = BufReader::new(stream.try_clone()?);

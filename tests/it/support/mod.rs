@@ -50,7 +50,7 @@ pub struct GoldenModel {
     /// Rounding can change the choice in a near tie.
     pub has_router: bool,
     /// Whether the decode graph may choose other experts than the eager decoder in a near tie,
-    /// because both round the router's input differently.
+    /// because the graph and the eager decoder round the router's input differently.
     #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "only `decode_graph.rs` reads it"))]
     pub can_graph_choose_other_experts: bool,
 }
@@ -60,7 +60,7 @@ pub struct GoldenModel {
 pub enum GoldenKind {
     /// A model that resembles a published model of its family.
     Family,
-    /// A model with a config from transformers 5, if the name ends in `_new`.
+    /// A model with a config.json in the format of transformers 5, if the name ends in `_new`.
     /// A model with sizes that the decode graph supports, if the name ends in `_graph`.
     Variant,
     /// A model with 8-bit weights in the compressed-tensors format.
@@ -150,13 +150,14 @@ pub fn gpu_if_expected() -> Option<Device> {
     is_gpu_expected().then(gpu)
 }
 
-/// Returns the first GPU paired with f32, bf16 and f16, for tests marked `#[test(gpu)]`.
+/// Returns the first GPU three times, with f32, bf16 and f16, for tests marked `#[test(gpu)]`.
 pub fn gpu_with_dtypes() -> Vec<(Device, DType)> {
     let gpu = gpu();
     [DType::F32, DType::BF16, DType::F16].map(|dtype| (gpu.clone(), dtype)).into()
 }
 
-/// Returns the relative error that logits may have against transformers on a GPU, or on a CPU in f32.
+/// Returns the maximum error of logits compared with transformers, relative to the largest |logit|.
+/// Holds for GPUs in `dtype`, and for CPUs in f32.
 pub fn logits_tolerance(dtype: DType) -> f32 {
     match dtype {
         DType::F32 => 1e-4,
@@ -180,7 +181,8 @@ impl TestDevice {
         Self { is_gpu: true, dtype: DType::F16 },
     ];
 
-    /// Opens the device. Call this only in a test, because tests on a GPU are listed even if the machine has no GPU.
+    /// Opens the device, and returns it with its dtype.
+    /// Call this only in the body of a test: a list of cases contains cases for GPUs even if the machine has no GPU.
     pub fn open(self) -> (Device, DType) {
         (if self.is_gpu { gpu() } else { Device::Cpu }, self.dtype)
     }
@@ -265,7 +267,8 @@ impl Random {
         (self.next() >> 7) as f32 / (1u64 << 24) as f32
     }
 
-    /// Returns an approximately normally distributed number. One number in fifty, on average, is multiplied by 40.
+    /// Returns an approximately normally distributed number. On average, one number in fifty is an outlier, which is
+    /// multiplied by 40.
     pub fn normal(&mut self) -> f32 {
         let sum: f32 = (0..4).map(|_| self.next() as f32 / (1u64 << 31) as f32 - 0.5).sum();
         if self.next().is_multiple_of(50) { sum * 40.0 } else { sum }

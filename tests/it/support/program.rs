@@ -69,7 +69,7 @@ pub fn libraries_are_loaded_on_demand() -> bool {
 /// A shell that can mount filesystems in its own mount namespace.
 pub const MOUNTING: [&str; 3] = ["unshare", "-Urm", "sh"];
 
-/// Returns whether the current user can mount filesystems.
+/// Returns whether the current user can mount filesystems in a new mount namespace.
 pub fn can_mount() -> bool {
     let output = Command::new(MOUNTING[0]).args(&MOUNTING[1..]).args(["-c", "mount -t tmpfs tmpfs /mnt"]).output();
     output.is_ok_and(|output| output.status.success())

@@ -31,7 +31,7 @@ pub struct Screen {
     terminal: vt100::Parser,
     /// All output that was read from the pseudo terminal.
     pub written: Vec<u8>,
-    /// The index in `written` at which the next `wait` starts to search.
+    /// The index in `written` at which the next call of `wait` starts to search.
     seen: usize,
 }
 
@@ -91,7 +91,8 @@ impl Screen {
         true
     }
 
-    /// Waits until `text` appears in the output. Returns the output before it.
+    /// Waits until `text` appears in the output that no earlier `wait` has returned. Returns this output up to `text`.
+    /// Panics if the program exits first, or after [`TIMEOUT`].
     pub fn wait(&mut self, text: &str) -> String {
         let start = Instant::now();
         loop {
@@ -171,8 +172,8 @@ impl Screen {
 
     /// Resizes the window, as a user would with the mouse. Returns all rows as they were before.
     ///
-    /// The size of the terminal device changes before the size of the emulated screen. The program is stopped meanwhile.
-    /// Otherwise, on a busy machine, many updates for the old size could be shown at the new size.
+    /// The size of the terminal device changes before the size of the emulated screen. The program is stopped
+    /// meanwhile. Otherwise, on a busy machine, many updates for the old size could be shown at the new size.
     pub fn resize(&mut self, rows: u16, columns: u16) -> Vec<String> {
         kill(self.pid, Signal::SIGSTOP).unwrap();
         while self.pump(50) {}

@@ -76,10 +76,10 @@ fn ctrl_c_stops_the_answer_and_a_second_one_leaves() {
 fn play_without_a_model_asks_for_one() {
     let home = TempDir::new().unwrap();
     let mut chat = play(&home, &[]);
-    let table = expect(&mut chat, "which model? [1-1] ");
+    let table = expect(&mut chat, "which model? [1] ");
     assert!(table.contains("demo"), "{table}");
     chat.send_line("7").unwrap();
-    expect(&mut chat, "a number from 1 to 1");
+    expect(&mut chat, "type 1, a name, or q to quit");
     expect(&mut chat, "which model?");
     chat.send_line("1").unwrap();
     expect(&mut chat, ">>> ");

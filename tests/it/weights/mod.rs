@@ -519,7 +519,7 @@ fn take_some<T: UploadTarget>(target: T, checkpoint: &Checkpoint, names: &[Strin
     }
 }
 
-/// Loads a tensor of 1 TiB. The file is sparse, so it takes almost no disk space.
+/// Loads a tensor of 1 TiB, which must be an error. The file is sparse, so it takes almost no disk space.
 #[test(gpu)]
 fn tensor_larger_than_gpu_memory_is_an_error() {
     let gpu = gpu();

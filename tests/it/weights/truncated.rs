@@ -72,6 +72,7 @@ fn truncation_between_header_and_tensors_is_an_error(device: TestDevice) {
 }
 
 /// Starts `inferno play` processes. Truncates the weights file at a random time after each process opens it.
+/// Asserts that each process succeeds, or fails with an error that names the weights file.
 fn disturb_loads(model: &Path, weights_file: &Path) {
     let (home, original) = (TempDir::new().unwrap(), fs::read(weights_file).unwrap());
     let mut random = Random(original.len() as u64);

@@ -39,7 +39,9 @@ impl MemoryPlan {
             Some(0) => "cannot load a model with --context 0: use --context 1 or more".into(),
             Some(context) if context > self.max_context => {
                 let limit = self.max_context;
-                format!("cannot load the model with --context {context}: it supports at most {limit} tokens")
+                format!(
+                    "cannot load the model with --context {context}: the model supports at most {limit} tokens; lower --context"
+                )
             }
             _ => return Ok(requested),
         };

@@ -12,7 +12,7 @@ use crate::nn::kv_cache::CacheLayout;
 use crate::weights::division::RankPart;
 use crate::weights::inventory::ModelBytes;
 
-/// The maximum default chunk size, in tokens, if the layers are divided among ranks.
+/// The maximum default chunk size, in tokens, if each rank holds whole layers.
 ///
 /// A rank waits until the other ranks have run their layers, and can give up after 5 s (`ANSWER_TIMEOUT`).
 /// A chunk of 2,048 tokens takes much less than 5 s: for example, 0.5 s in 100 GB of bf16 layers at 400 TFLOPS.
@@ -21,8 +21,8 @@ const MAX_STAGE_CHUNK: usize = 2048;
 impl MemoryPlan {
     /// Divides the layers among ranks. Returns the layers of each rank.
     ///
-    /// `free_bytes` is the free memory of each rank. Each rank gets layers in proportion to its room.
-    /// The room of a rank is its free memory minus `WORKSPACE_BYTES` and its weights outside of layers.
+    /// `free_bytes` is the free memory that each rank may use. Each rank gets layers in proportion to its room:
+    /// this memory minus `WORKSPACE_BYTES`, and minus the rank's weights that belong to no layer.
     /// Every rank gets at least one layer. Fails if there are more ranks than layers.
     pub fn stages(&self, free_bytes: &[u64]) -> Result<Vec<Range<usize>>> {
         let (ranks, layers) = (free_bytes.len(), self.parts.layers.len());

@@ -6,7 +6,8 @@ use crate::error::Error;
 
 impl MemoryPlan {
     /// Returns the error for a context that does not fit.
-    /// The error suggests the longest context that fits, if there is one.
+    /// The error suggests the longest context that fits. If `context` itself fits according to the plan,
+    /// the error suggests half of `context`.
     /// On one GPU, the error also suggests 2, 4 or 8 such GPUs if `context` fits on that many.
     pub fn out_of_memory(&self, context: usize, device: &DeviceInfo) -> Error {
         let what = format!("this model with a context of {context} tokens");

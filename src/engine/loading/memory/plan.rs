@@ -1,4 +1,4 @@
-//! The properties of a model, of its device and of the user's request that determine how much memory is needed.
+//! The properties of a model and its device, and the user's options, that determine how much memory is needed.
 
 use std::sync::Arc;
 
@@ -51,10 +51,10 @@ pub struct MemoryPlan {
     pub(super) rank_parts: Arc<[Vec<RankPart>]>,
     /// The sizes of each layer, of the output head and of all other weights in the undivided model.
     pub(super) parts: ModelBytes,
-    /// Extra bytes needed while loading, to repack or stack the experts of one layer.
+    /// Extra bytes needed while loading onto a GPU, to repack or stack the experts of one layer. 0 on a CPU.
     /// The loader frees these bytes before it allocates the KV cache.
     pub(super) loading_bytes: u64,
-    /// Extra bytes needed in a forward pass, for the dequantized experts of one layer.
+    /// Extra bytes needed in a forward pass on a GPU, for the dequantized experts of one layer. 0 on a CPU.
     pub(super) unpacked_bytes: u64,
     /// An upper bound on the activation memory per token of a chunk, in bytes.
     pub(super) workspace_bytes_per_token: u64,
@@ -80,7 +80,7 @@ pub struct MemoryPlan {
 pub struct Capacity {
     /// The context length in tokens.
     pub context: usize,
-    /// The maximum number of tokens in one step, over all sequences of the step.
+    /// The maximum number of tokens in one forward pass, over all sequences.
     pub chunk: usize,
 }
 
@@ -163,12 +163,12 @@ impl MemoryPlan {
         &self.layers
     }
 
-    /// Returns the size of the rank's weights on the device, in bytes.
+    /// Returns the estimated size of the rank's weights on the device, in bytes.
     pub fn weight_bytes(&self) -> u64 {
         self.weight_bytes
     }
 
-    /// Returns the extra bytes needed while loading, which are freed before the KV cache is allocated.
+    /// Returns the extra bytes needed while loading onto a GPU. The loader frees them before it allocates the KV cache.
     pub fn loading_bytes(&self) -> u64 {
         self.loading_bytes
     }

@@ -10,9 +10,9 @@ use crate::runner::MAX_SEQUENCES;
 /// An upper bound on the memory for library buffers, decode buffers, the decode graph and the logits of one token,
 /// in bytes. The workspace of cuBLASLt takes up to 32 MiB of this memory.
 pub(super) const WORKSPACE_BYTES: u64 = 192 << 20;
-/// The maximum total size of all arenas of batch graphs, in bytes, if no batch needs more than [`MAX_ARENA_BYTES`].
-/// Each new arena is at least twice as large as the previous arena, which existing graphs still use.
-/// All arenas together are therefore less than twice as large as the largest arena.
+/// The memory that is planned for all arenas of batch graphs together, in bytes.
+/// The largest arena has at most [`MAX_ARENA_BYTES`]. A new arena usually has at least twice the size of the previous
+/// arena, which existing graphs still use. All arenas together then have less than twice the size of the largest arena.
 pub(super) const ARENA_BYTES: u64 = 2 * MAX_ARENA_BYTES as u64;
 
 /// How the size of the keys and values of one sequence depends on its context.

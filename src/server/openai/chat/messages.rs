@@ -81,7 +81,7 @@ pub fn read_content(fields: &mut Fields, name: &str) -> Result<Option<String>, A
         };
         let text = part.take_string(field)?;
         content.push_str(&text.ok_or_else(|| part.invalid(field, "expected a string"))?);
-        // Clients send back messages of earlier responses, so do not report these fields of responses as ignored.
+        // Clients send back parts of earlier responses that have these fields, so do not report the fields as ignored.
         drop((part.take("annotations"), part.take("logprobs")));
         part.ignored().into_iter().for_each(|name| fields.ignore(name));
     }

@@ -27,7 +27,7 @@ pub use request::{ChatRequest, read_reasoning, read_template_variables};
 pub use response::{TokenLogprob, scored_tokens};
 pub use tools::{MAX_TOOLS, ToolChoice, Tools, check_function, read as read_tools};
 
-/// Handles a chat completion request. Streams the response if the request sets `stream`.
+/// Handles a chat completion request. Streams the response if the field `stream` is true.
 pub async fn create(
     State(server): State<Arc<Server>>,
     Extension(log): Extension<Arc<RequestLog>>,

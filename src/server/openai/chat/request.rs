@@ -20,7 +20,7 @@ pub struct ChatRequest {
     pub can_call_in_parallel: bool,
     /// Whether the client named the tool that the model must call.
     pub must_call_named: bool,
-    /// The request fields that have no effect.
+    /// The names of request fields that have no effect, and notes about such fields.
     pub ignored: Vec<String>,
 }
 
@@ -70,7 +70,7 @@ impl ChatRequest {
 
 /// Reads `chat_template_kwargs`: additional variables for the chat template, such as `enable_thinking`.
 ///
-/// Harmony has no template variables. With Harmony, only `reasoning_effort` has an effect.
+/// Harmony has no template variables. With harmony, only the entry `reasoning_effort` has an effect.
 pub fn read_template_variables(fields: &mut Fields, engine: &EngineHandle) -> Result<Map<String, Value>, ApiError> {
     const FIELD: &str = "chat_template_kwargs";
     let mut variables = match fields.take(FIELD) {

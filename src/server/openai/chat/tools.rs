@@ -46,7 +46,7 @@ impl Tools {
     ) -> Result<Self, ApiError> {
         match &choice {
             ToolChoice::Required if functions.is_empty() => {
-                return Err(fields.invalid("tool_choice", "expected at least one tool"));
+                return Err(fields.invalid("tool_choice", "a tool call is required, but there is no tool to call"));
             }
             ToolChoice::Named(name) if !functions.iter().any(|tool| tool["function"]["name"] == **name) => {
                 return Err(fields.invalid("tool_choice", format!("no tool is named '{name}'")));

@@ -26,7 +26,7 @@ use response::{Completion, Logprobs, WireChoice};
 /// Each log probability takes about 100 bytes of memory until the response is sent.
 const MAX_PROMPT_LOGPROBS: usize = 1 << 19;
 
-/// Handles a text completion request. Streams the response if the request sets `stream`.
+/// Handles a text completion request. Streams the response if the field `stream` is true.
 pub async fn create(
     State(server): State<Arc<Server>>,
     Extension(log): Extension<Arc<RequestLog>>,
@@ -75,7 +75,7 @@ fn check_prompt_logprobs(answers: &Answers) -> Result<(), ApiError> {
 
 /// Turns the pieces of answers into the entries of `choices`, for streamed and non-streamed responses.
 struct Texts {
-    /// For each choice, the prompt text that the response repeats before the answer.
+    /// For each choice, the prompt text that the response must still repeat before the answer, or `None`.
     echoes: Vec<Option<String>>,
     /// For each choice, the length of its text so far in characters.
     offsets: Vec<usize>,

@@ -24,7 +24,7 @@ pub struct CompletionRequest {
     pub echoes: Vec<Option<String>>,
     pub has_logprobs: bool,
     pub stream: StreamOptions,
-    /// The request fields that have no effect.
+    /// The names of request fields that have no effect, and notes about such fields.
     pub ignored: Vec<String>,
 }
 
@@ -87,7 +87,7 @@ fn read_prompts(fields: &mut Fields) -> Result<Vec<Prompt>, ApiError> {
     Ok(prompts)
 }
 
-/// Returns the text of a prompt. Decodes prompts that are token ids.
+/// Returns the text of a prompt. Decodes token ids. Returns an empty text for a chat, which a completion cannot have.
 fn text_of(prompt: &Prompt, engine: &EngineHandle) -> anyhow::Result<String> {
     match prompt {
         Prompt::Text(text) => Ok(text.clone()),

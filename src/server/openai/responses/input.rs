@@ -67,7 +67,10 @@ fn unknown_response(id: &str, missing: &str) -> ApiError {
 /// Without this budget, a small request with references to stored items could build a huge conversation.
 fn spend(budget: &mut usize, item: &Item, param: &str) -> Result<(), ApiError> {
     *budget = budget.checked_sub(item.bytes()).ok_or_else(|| {
-        let message = format!("the stored items of the conversation exceed {} MiB", MAX_BODY_BYTES >> 20);
+        let message = format!(
+            "the stored items of the conversation exceed {} MiB: send a shorter conversation as 'input'",
+            MAX_BODY_BYTES >> 20
+        );
         ApiError::too_long(param, message)
     })?;
     Ok(())

@@ -160,7 +160,8 @@ impl Serialize for Item {
     }
 }
 
-/// Returns the value of `encrypted_content`. There is no need to encrypt it: the response also contains the plain text.
+/// Returns the value of `encrypted_content` for a reasoning text, which is encoded in hexadecimal.
+/// Encryption is not needed, because the response also contains the plain text.
 fn encode_reasoning(text: &str) -> String {
     format!("{REASONING_PREFIX}{}", ids::hex(text.as_bytes()))
 }

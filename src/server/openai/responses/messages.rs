@@ -42,7 +42,8 @@ pub fn messages<'a>(instructions: Option<&str>, items: impl Iterator<Item = &'a 
     messages
 }
 
-/// Returns the last message if `is_open` is true. Otherwise, adds an empty assistant message and sets `is_open`.
+/// Returns the last message if `is_open` is true.
+/// Otherwise, adds an empty assistant message, sets `is_open`, and returns the new message.
 fn assistant<'m>(messages: &'m mut Vec<Message>, is_open: &mut bool) -> &'m mut Message {
     if !std::mem::replace(is_open, true) || messages.is_empty() {
         messages.push(Message::assistant(""));

@@ -102,7 +102,7 @@ struct ResponseUsage {
 #[derive(Clone, Copy, Serialize)]
 struct InputDetails {
     cached_tokens: usize,
-    /// The number of tokens written to the cache. Always 0, because inferno does not report them.
+    /// The number of tokens written to the cache. Always 0, because inferno does not count these tokens.
     cache_write_tokens: usize,
 }
 

@@ -82,7 +82,7 @@ impl Output {
         }
     }
 
-    /// Returns the content of the item in progress.
+    /// Returns the content of the item in progress, or `None` if no item is in progress.
     fn open(&self) -> Option<&ItemContent> {
         self.items.last().filter(|item| item.status == ItemStatus::InProgress).map(|item| &item.content)
     }

@@ -18,11 +18,12 @@ const MAX_BYTES: usize = 64 << 20;
 /// The maximum time that a stored response is kept after its last use.
 const MAX_AGE: Duration = Duration::from_secs(30 * 60);
 
-/// The stored responses of all tenants. A tenant cannot refer to the responses of another tenant.
+/// The stored responses and the responses in progress of all tenants.
+/// A tenant cannot refer to the responses of another tenant.
 #[derive(Default)]
 pub struct Store(Mutex<HashMap<Tenant, Responses>>);
 
-/// The stored responses of one tenant.
+/// Gives access to the responses of one tenant: stored responses and responses in progress.
 pub struct TenantStore {
     store: Arc<Store>,
     tenant: Tenant,
@@ -39,7 +40,7 @@ struct Responses {
     ended: HashMap<String, EndedResponse>,
     /// For each item id, the id of the item's response and the item's index in [`StoredResponse::items`].
     items: HashMap<String, (String, usize)>,
-    /// The ids of the responses in `ended`, in the order of their last use.
+    /// The ids of the responses in `ended`, from the least to the most recently used.
     order: BTreeMap<u64, String>,
     next_use: u64,
     bytes: usize,

@@ -30,7 +30,8 @@ pub async fn get(
         return Err(ApiError::unsupported("stream", "inferno does not store the events of a response"));
     }
     let store = TenantStore::new(store, tenant);
-    // A response is stored shortly before the store stops listing it as in progress.
+    // For a short time, a response that has ended is both stored and listed as in progress.
+    // Return the stored response, because the response in progress has lost its output.
     if let Some(stored) = store.get(&id) {
         return json_response(&stored.object);
     }
@@ -58,7 +59,7 @@ pub async fn delete(
     }
 }
 
-/// Cancels a response in progress and returns it. If the response has already ended, returns it unchanged.
+/// Cancels a response in progress and returns it. If the response has ended and is stored, returns it unchanged.
 pub async fn cancel(
     Extension(tenant): Extension<Tenant>,
     Extension(store): Extension<Arc<Store>>,
@@ -80,7 +81,7 @@ struct ItemList<'a> {
     has_more: bool,
 }
 
-/// Lists the input items of a response. The newest item comes first, unless the query sets `order` to `asc`.
+/// Lists the input items of a stored response. The newest item comes first, unless the query sets `order` to `asc`.
 pub async fn input_items(
     Extension(tenant): Extension<Tenant>,
     Extension(store): Extension<Arc<Store>>,
@@ -124,7 +125,7 @@ fn find(store: &TenantStore, id: &str) -> Result<Arc<StoredResponse>, ApiError> 
 
 fn unknown(id: &str) -> ApiError {
     ApiError::not_found(format!(
-        "the response '{id}' is not stored: it does not exist, has expired, or its request had 'store': false"
+        "the response '{id}' is not stored: it is unknown, in progress or expired, or its request had 'store': false"
     ))
 }
 

@@ -74,7 +74,7 @@ fn pick(item: &Value, keys: &[&str]) -> Value {
 /// Reads a `tool_choice` field that is not `auto`, `none` or `required`. Fails unless it is a supported object.
 ///
 /// Returns the names of the functions that the model may call, or `None` for all functions.
-/// Also returns whether the model may call them, must call at least one, or must call a named one.
+/// Also returns whether the model may call functions, must call at least one, or must call a specific function.
 fn read_choice<'c>(fields: &Fields, choice: &'c Value) -> Result<(Option<HashSet<&'c str>>, ToolChoice), ApiError> {
     let kind = match choice["mode"].as_str() {
         None | Some("auto") => Some(ToolChoice::Auto),

@@ -91,7 +91,7 @@ fn remote_file_gives_the_same_report_as_a_local_one() {
 #[test]
 fn header_is_read_until_it_is_complete() {
     let small = llama().bytes().len();
-    // Each case is (bytes added to the header, expected byte ranges, bytes of tensor data).
+    // Each case is (bytes added to the header, expected byte ranges, bytes added to the tensor data).
     let cases = [
         (0, vec![format!("0-{}", small - 1)], 0),
         (3 * MB / 2, vec![format!("0-{}", MB - 1), format!("{MB}-{}", 4 * MB - 1)], 8 * MB),
@@ -121,7 +121,8 @@ fn header_is_read_until_it_is_complete() {
     }
 }
 
-/// In GGUF, Llama 3's RoPE factors are a small tensor that may be anywhere in the file.
+/// In GGUF, Llama 3's RoPE factors are a small tensor that may be anywhere in the tensor data.
+/// `show --remote` must fetch the bytes of this tensor, but no other tensor data.
 #[test]
 fn rope_factors_are_fetched_from_the_tensor_data() {
     let head = 20_000;

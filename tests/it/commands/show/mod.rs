@@ -254,7 +254,7 @@ fn broken_headers_are_rejected() {
     let whole = file(&[("model.norm.weight", "F32", &[8], 32)]);
     let with_length = |length: u64| [&length.to_le_bytes(), &whole[8..]].concat();
     let cases = [
-        (whole[..5].to_vec(), "not a complete safetensors file"),
+        (whole[..5].to_vec(), "the safetensors file is incomplete"),
         (whole[..whole.len() - 50].to_vec(), "model.safetensors"),
         (whole[..whole.len() - 1].to_vec(), "32 bytes of tensors"),
         (with_length(u64::MAX), "claims a header"),
@@ -280,7 +280,11 @@ fn broken_headers_are_rejected() {
     // The size in the hub's listing is larger than the size of the stored file.
     let fake = FakeHub::start(&[("config.json", CONFIG.as_bytes()), ("model.safetensors", &whole[..30])]);
     fake.change(|world| world.claimed_bytes = Some(whole.len() as u64));
-    assert_fails(&remote(&fake, &[]), 1, &["'model.safetensors' is not a complete safetensors file", "30 bytes"]);
+    assert_fails(
+        &remote(&fake, &[]),
+        1,
+        &["cannot read 'model.safetensors': the safetensors file is incomplete", "30 bytes"],
+    );
 }
 
 #[test]

@@ -169,7 +169,8 @@ fn abusive_grammars_are_refused_or_stay_within_limits() {
     assert_eq!(engine.stats().used_blocks, 0);
 }
 
-/// Compile time grows with the square of the number of optional properties. Required properties compile quickly.
+/// Compile time grows with the square of the number of optional properties, so inferno limits this number.
+/// Required properties compile quickly.
 #[test]
 fn objects_with_many_optional_properties_are_refused() {
     let engine = demo(256);

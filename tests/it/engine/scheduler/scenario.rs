@@ -20,7 +20,7 @@ pub struct Request {
     pub priority: i32,
     pub arrival: Duration,
     pub deadline: Option<Duration>,
-    /// The time at which the client cancels the request.
+    /// The time at which the client cancels the request, or `None` if it does not cancel.
     pub cancel: Option<Duration>,
     /// The number of forks of this request. The forks of a request come right after it in the list of requests.
     pub forks: usize,

@@ -39,14 +39,14 @@ pub struct Tracked {
 }
 
 /// The sort key of a waiting sequence. The sequence with the smallest key starts first.
-/// The parts of the key: whether the sequence was preempted fewer than twice, its arrival plus 2 s per priority level
-/// in nanoseconds, its arrival, and its id.
+/// The parts of the key: whether the sequence was preempted fewer than twice; its arrival plus 2 s per priority level,
+/// in nanoseconds; its arrival; its id.
 type SortKey = (bool, i128, Duration, SequenceId);
 
 pub struct Simulator<'a> {
     scenario: &'a Scenario,
     scheduler: Scheduler,
-    /// The queued step. Its tokens are not known yet.
+    /// The step whose sampled tokens are not known yet, if steps are planned ahead.
     queued: Option<StepPlan>,
     now: Duration,
     pub tracked: Vec<Tracked>,
@@ -57,11 +57,13 @@ pub struct Simulator<'a> {
     /// The sequences that the current plan preempted, if the plan also started forks.
     /// Forks start without a reserve of free blocks.
     /// A plan that has admitted a new sequence can therefore still preempt a running sequence for a fork.
-    /// The preempted sequence then waits, and may rank above the admitted one. The check of the start order ignores it.
+    /// The preempted sequence then waits, and may rank above the admitted sequence.
+    /// The check of the start order ignores the preempted sequence.
     displaced: BTreeSet<SequenceId>,
     /// Submitted forks that are waiting for the prompt of another sequence.
     pending: BTreeSet<SequenceId>,
-    /// The deadlines of sequences that have not started, except pending forks.
+    /// The deadlines of sequences that have not started. Pending forks, and forks whose prompt another sequence has
+    /// started to compute, have no deadline.
     deadlines: BTreeSet<(Duration, SequenceId)>,
     /// The last digest written to each position of each block. `Simulator::digest` computes the digests.
     contents: Vec<u64>,
@@ -183,7 +185,8 @@ impl<'a> Simulator<'a> {
             self.scheduler.submit(NewSequence { arrival, ..new });
         }
         let rank = self.rank(id);
-        // While a sequence is waiting, every step computes at least one token of an earlier or more senior sequence.
+        // While a sequence is waiting, every step computes at least one token of another sequence that was submitted
+        // earlier or ranks higher.
         // A sequence is preempted at most twice, so each token is computed at most three times.
         let steps = |id: SequenceId| {
             let Request { prompt, answer, .. } = &self.scenario.requests[id as usize];
@@ -240,7 +243,8 @@ impl<'a> Simulator<'a> {
         }
     }
 
-    /// Returns whether the prefill of a fork's prompt has started, in the fork, its parent or another fork.
+    /// Returns whether the prefill of a fork's prompt has started, in the fork, its parent or another fork of
+    /// that parent.
     /// Once the prefill has started, the fork has no deadline.
     fn has_family_started(&self, id: SequenceId, plan: &StepPlan) -> bool {
         let requests = &self.scenario.requests;
@@ -318,11 +322,14 @@ impl<'a> Simulator<'a> {
         }
     }
 
-    /// Checks that sequences expire only after their deadline, and only if they have not started.
+    /// Checks that no sequence expires before its deadline or after its start.
     fn check_expired(&mut self, plan: &StepPlan) {
         for &id in &plan.expired {
             let deadline = self.scenario.requests[id as usize].deadline;
-            assert!(deadline.is_some_and(|deadline| deadline <= self.now), "sequence {id} expired before its deadline");
+            assert!(
+                deadline.is_some_and(|deadline| deadline <= self.now),
+                "sequence {id} expired, but has no deadline that has passed"
+            );
             assert!(self.tracked[id as usize].started.is_none(), "sequence {id} expired after its start");
             self.end(id, Outcome::Expired);
         }
@@ -366,7 +373,10 @@ impl<'a> Simulator<'a> {
         let stats = self.scheduler.stats();
         assert_eq!((stats.running, stats.waiting), (running, self.unfinished.len() - running));
         assert_eq!(stats.preemptions as usize, self.summary.preemptions);
-        assert!(self.deadlines.first().is_none_or(|&(deadline, _)| deadline > self.now), "a sequence is overdue");
+        assert!(
+            self.deadlines.first().is_none_or(|&(deadline, _)| deadline > self.now),
+            "a sequence past its deadline has neither started nor expired"
+        );
     }
 
     /// Returns the running sequences whose prompts the plan leaves unfinished.
@@ -384,7 +394,7 @@ impl<'a> Simulator<'a> {
             is_complete || decoding.contains(id) || plan.work.iter().any(|work| work.id == *id && work.range.end == end)
         };
         // With several tenants, a plan may leave out a running sequence that finds no free blocks.
-        // The plan does not preempt a newly started sequence of another tenant for such a sequence.
+        // To free blocks, the plan does not preempt a newly started sequence of another tenant.
         let has_work = |id: &SequenceId| !self.has_tenants || plan.work.iter().any(|work| work.id == *id);
         self.tracked_running().into_iter().filter(|id| has_work(id) && !is_done(id)).collect()
     }
@@ -397,7 +407,10 @@ impl<'a> Simulator<'a> {
         let longest = self.scenario.config.token_budget.div_ceil(2).max(part.unwrap_or(1)) + part.unwrap_or(0);
         for SequenceWork { id, .. } in plan.work.iter().filter(|work| work.range.len() > longest) {
             self.summary.long_chunks += 1;
-            assert!(unfinished.iter().all(|other| other == id), "sequence {id} used the budget of other sequences");
+            assert!(
+                unfinished.iter().all(|other| other == id),
+                "sequence {id} has too long a chunk, because other prompts are unfinished"
+            );
         }
     }
 
@@ -412,8 +425,13 @@ impl<'a> Simulator<'a> {
             "{tokens} tokens exceed a budget of {token_budget}"
         );
         if self.has_ample_blocks && tokens < token_budget {
-            assert_eq!(unfinished.len(), 0, "{} tokens of the budget are unused", token_budget - tokens);
-            // Until forks have copied their shared block, the scheduler counts one block too many for them.
+            assert_eq!(
+                unfinished.len(),
+                0,
+                "{} tokens of the budget are unused, although prompts are unfinished",
+                token_budget - tokens
+            );
+            // Until forks have copied the block that they share, the scheduler counts one block too many.
             let is_full = self.tracked_running().len() == max_sequences || has_forked;
             assert!(is_full || self.waiting.is_empty(), "a waiting sequence could have started");
         }
@@ -501,13 +519,14 @@ impl<'a> Simulator<'a> {
                 assert_ne!(block, SCRATCH_BLOCK, "sequence {id} has no block {index} in layer group {group}");
                 if index >= range.start / BLOCK_TOKENS {
                     let last = std::mem::replace(&mut self.written[block as usize], self.steps);
-                    assert_ne!(last, self.steps, "two sequences write block {block}");
+                    assert_ne!(last, self.steps, "block {block} is written twice in one step");
                 }
             }
         }
     }
 
-    /// Writes digests at the positions where a step would write keys and values.
+    /// Copies the blocks that the plan copies.
+    /// Then writes digests at the positions where a step would write keys and values.
     fn write(&mut self, plan: &StepPlan) {
         for copy in &plan.copies {
             let from = copy.from as usize * BLOCK_TOKENS;
@@ -631,7 +650,8 @@ fn token_after(last: u64) -> u32 {
     (last >> 20) as u32 % 1000
 }
 
-/// Returns whether a cancellation at `time` happens while a step is running. This is so for about half of all times.
+/// Returns whether a cancellation at `time` takes effect during the step that runs at `time`: true if `time` is an even
+/// number of microseconds. Otherwise, the cancellation takes effect before the next step.
 fn is_during_step(time: Duration) -> bool {
     (time.as_nanos() / 1000).is_multiple_of(2)
 }

@@ -8,7 +8,7 @@ use serde_json::Value;
 
 use super::writer::Writer;
 
-/// The token types of GGUF, as in llama.cpp.
+// The token types of GGUF, as in llama.cpp.
 pub const NORMAL: i32 = 1;
 pub const UNKNOWN: i32 = 2;
 pub const CONTROL: i32 = 3;

@@ -1,6 +1,6 @@
 //! Writes valid and invalid GGUF files for tests.
 
-/// The ids of the GGUF metadata value types that the tests use.
+// The ids of the GGUF metadata value types that the tests use.
 pub const U32: u32 = 4;
 pub const I32: u32 = 5;
 pub const F32: u32 = 6;

@@ -11,7 +11,7 @@ use inferno::weights::gguf::{GgufCheckpoint, GgufHeader, GgufModel};
 use crate::support::gguf::writer::{ARRAY, BOOL, STRING, U32, Writer, string};
 use crate::support::golden;
 
-/// Returns the error from parsing a header, or `no error`.
+/// Returns the error from parsing a header, or `no error`. Panics if parsing takes 10 s or longer.
 fn error(bytes: &[u8]) -> String {
     let begin = Instant::now();
     let error = GgufHeader::parse(bytes).err().map_or("no error".into(), |error| format!("{error:#}"));

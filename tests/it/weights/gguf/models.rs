@@ -33,6 +33,7 @@ fn error(writer: &Writer) -> String {
     format!("{:#}", logits(&path, &[1, 2, 3]).expect_err("an error"))
 }
 
+/// Converts golden models to GGUF and compares their logits with transformers.
 /// If `INFERNO_GGUF_OUT` names a folder, copies the GGUF files there for `tests/golden/check_gguf.py`.
 #[test]
 fn logits_agree_with_transformers() {
@@ -51,7 +52,7 @@ fn logits_agree_with_transformers() {
     }
 }
 
-/// llama.cpp ignores the factor if the scaling type is `none`.
+/// llama.cpp ignores the factor of RoPE scaling if the scaling type is `none`, so inferno must ignore it too.
 #[test]
 fn rope_scaling_of_type_none_has_no_effect() {
     let unscaled = convert(&golden("llama2"));
@@ -67,7 +68,7 @@ fn rope_scaling_of_type_none_has_no_effect() {
     assert_ne!(scaled("linear"), logits(&unscaled), "the factor should have an effect with linear scaling");
 }
 
-/// Mixtral GGUF files from before spring 2024 have one tensor per expert matrix.
+/// Mixtral GGUF files from before spring 2024 have one tensor per expert matrix. They must still load.
 #[test]
 fn experts_in_separate_tensors_load() {
     let dir = golden("mixtral");

@@ -1,7 +1,8 @@
-//! Tests of the GGUF reader. Python's gguf package wrote `tiny.gguf`, and read its contents for `tiny.json`.
+//! Tests of the GGUF reader. Python's gguf package wrote `tiny.gguf`.
+//! `tiny.json` holds the contents of `tiny.gguf` as the package reads them.
 
 use inferno::weights::Residency;
-use inferno::weights::gguf::{GgufCheckpoint, GgufValue, Value, ValueType};
+use inferno::weights::gguf::{GgufCheckpoint, GgufMetadata, Value, ValueType};
 use serde_json::{Value as Json, json};
 
 use crate::support::gguf::writer::Writer;
@@ -126,7 +127,7 @@ fn getters_name_the_wrong_key() {
             metadata.u32("array.u8").map(drop),
             "metadata key array.u8: expected an integer from 0 to 2^32 - 1, found an array",
         ),
-        (metadata.required("all.absent", GgufValue::u32).map(drop), "metadata key all.absent is missing"),
+        (metadata.required("all.absent", GgufMetadata::u32).map(drop), "metadata key all.absent is missing"),
     ];
     for (result, want) in errors {
         let error = format!("{:#}", result.unwrap_err());

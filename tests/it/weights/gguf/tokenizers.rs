@@ -113,7 +113,7 @@ fn sentencepiece_reference(model: &Converted, scores: &[f32], text: &str) -> Vec
     ids
 }
 
-/// Compares ids with [`sentencepiece_reference`].
+/// Compares the tokenizer's ids with the ids that [`sentencepiece_reference`] computes.
 /// Runs of spaces test ties, because in Llama 2, all pieces of spaces have the same score.
 #[test(fixtures)]
 fn merges_agree_with_sentencepiece() {
@@ -232,10 +232,11 @@ fn sentencepiece_model_agrees_with_tokenizer_json() {
     let readme = fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/README.md")).unwrap();
     for text in TEXTS.iter().copied().chain([readme.as_str(), "<s>", "[INST] a", "x</s>y"]) {
         for controls in [ControlTokens::Text, ControlTokens::Default] {
-            // llama.cpp adds a space after a control token, but Mistral's tokenizer.json adds none.
+            // Like llama.cpp, inferno adds a space after a control token, but Mistral's tokenizer.json adds none.
             let has_controls =
                 controls == ControlTokens::Default && ["<s>", "</s>", "[INST]"].iter().any(|mark| text.contains(mark));
-            // SentencePiece adds a space before text that starts with a space, but Mistral's tokenizer.json adds none.
+            // Like SentencePiece, inferno adds a space before text that starts with a space,
+            // but Mistral's tokenizer.json adds none.
             if has_controls || text.starts_with(' ') {
                 continue;
             }
@@ -249,9 +250,10 @@ fn sentencepiece_model_agrees_with_tokenizer_json() {
     assert_eq!(ids.iter().map(|id| ours.token(*id).unwrap()).collect::<Vec<_>>(), ["▁x", "</s>", "▁y"]);
 }
 
-/// All control tokens of Phi-3 except three absorb the whitespace that follows. GGUF has no key for this property.
+/// All added tokens of Phi-3 except three absorb the whitespace that follows. GGUF has no key for this property,
+/// so inferno applies it to GGUF files with the architecture `phi3`.
 #[test(fixtures)]
-fn control_tokens_of_phi_3_absorb_whitespace() {
+fn added_tokens_of_phi_3_absorb_whitespace() {
     let folder = fixtures().join("phi-3-mini");
     let model = converted(&folder);
     let phi = model.sentencepiece(&llama2_scores(&model)).string("general.architecture", "phi3");

@@ -20,13 +20,13 @@ const MAX_RATIO: f64 = 4.0;
 const SAME_STEP: Duration = Duration::from_millis(1);
 
 /// The most recent times at which sequences ended.
-pub struct FreeTimes {
+pub struct EndTimes {
     last: Instant,
     /// For each end, the time since the previous end or restart, and the number of sequences that ended.
     ends: VecDeque<(Duration, usize)>,
 }
 
-impl FreeTimes {
+impl EndTimes {
     pub fn new(now: Instant) -> Self {
         Self { last: now, ends: VecDeque::new() }
     }
@@ -58,7 +58,7 @@ impl FreeTimes {
     }
 
     /// Removes the older intervals if they are much longer than the recent ones.
-    /// Otherwise, a few long intervals would dominate [`expected_wait`](Self::expected_wait).
+    /// If they stayed, a few long intervals would dominate [`expected_wait`](Self::expected_wait).
     fn forget_earlier_load(&mut self) {
         let Some(older) = self.ends.len().checked_sub(RECENT).filter(|older| *older > 0) else { return };
         let sum_s =
@@ -76,7 +76,7 @@ impl FreeTimes {
     /// The expected time until the next end is the mean interval between ends minus the time since the last end.
     /// This mean includes only the intervals that are at least as long as the time since the last end.
     /// If all intervals are shorter, the expected time until the next end is the time since the last end.
-    /// Each sequence that does not end at the next end adds the mean time per ended sequence.
+    /// Each of the `count` sequences that ends after the next end adds the mean time per ended sequence.
     pub fn expected_wait(&self, now: Instant, count: usize) -> Option<Duration> {
         let elapsed = self.elapsed(now);
         let rests = self.ends.iter().filter_map(|(interval, _)| interval.checked_sub(elapsed));
@@ -115,7 +115,7 @@ mod tests {
             ends.push(ends[ends.len() - 1] + interval_s(&mut random));
         }
         let at = |seconds: f64| start + Duration::from_secs_f64(seconds);
-        let (mut times, mut known, mut suggested, mut real) = (FreeTimes::new(start), 0, 0.0, 0.0);
+        let (mut times, mut known, mut suggested, mut real) = (EndTimes::new(start), 0, 0.0, 0.0);
         let samples = 5000;
         for sample in 0..samples {
             // Leave out the first 100 and the last 100 simulated ends.
@@ -159,7 +159,7 @@ mod tests {
     fn long_intervals_of_an_earlier_load_do_not_count() {
         let (start, mut random) = (Instant::now(), Uniform(1));
         for scale_s in [0.03, 0.3, 3.0] {
-            let mut times = FreeTimes::new(start);
+            let mut times = EndTimes::new(start);
             let mut now_s = 0.0;
             let at = |seconds: f64| start + Duration::from_secs_f64(seconds);
             for _ in 0..3 {
@@ -189,7 +189,7 @@ mod tests {
     #[test]
     fn a_wait_longer_than_all_others_is_expected_to_double() {
         let start = Instant::now();
-        let mut times = FreeTimes::new(start);
+        let mut times = EndTimes::new(start);
         let at = |milliseconds| start + Duration::from_millis(milliseconds);
         assert_eq!(times.expected_wait(at(70), 1), None);
         times.restart(at(100));
