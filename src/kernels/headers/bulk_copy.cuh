@@ -33,7 +33,7 @@ __device__ __forceinline__ void copy_tensor(uint32_t to, const TensorMap& map, i
         : "memory");
 }
 
-// The same for a tensor of four dimensions and the box that begins at (x, y, z, u).
+// Like the function above, for a tensor of four dimensions and the box that begins at (x, y, z, u).
 __device__ __forceinline__ void copy_tensor(uint32_t to, const TensorMap& map, int x, int y, int z, int u,
                                             uint32_t barrier) {
     asm volatile(

@@ -58,8 +58,8 @@ DEFINE_WGMMA(128, "%64, %65, %66, %67", "%68")
 DEFINE_WGMMA(144, "%72, %73, %74, %75", "%76")
 DEFINE_WGMMA(160, "%80, %81, %82, %83", "%84")
 
-// The same product with both matrices in shared memory, for N = 16 and N = 32. Both parameters are wgmma_descriptors.
-// A row of a is swizzled like a column of b.
+// The same product with both matrices in shared memory, for N = 16, 32, 64, 96 and 128.
+// Both parameters are wgmma_descriptors. A row of a is swizzled like a column of b.
 // clang-format off
 #define WGMMA_SHARED(N, TYPE, A, B)                                                                                    \
     asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" NAMES##N "}, " A ", " B ", "     \

@@ -15,9 +15,9 @@
 // them. If there are more tiles than blocks, a block multiplies several tiles. While it stores the sums of a tile, it
 // already copies the next tile.
 //
-// The last warp copies w and x to the ring buffer. Each of the two warpgroups multiplies half of ROWS rows by all
-// tokens. If a tile has fewer rows, the other sums are meaningless, and are not stored. Elements of
-// a box outside w or x are zero, so incomplete tiles need no special case until the sums are stored.
+// The last warp copies w and x to a ring buffer. Each of the two warpgroups multiplies 64 rows of a tile by all tokens.
+// If a tile has fewer rows, the other sums are meaningless, and are not stored.
+// Elements of a box outside w or x are zero, so incomplete tiles need no special case until the sums are stored.
 #include "constants.cuh"
 #include "headers/activation.cuh"
 #include "headers/barrier.cuh"

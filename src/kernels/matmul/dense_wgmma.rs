@@ -25,9 +25,8 @@ struct Division {
 }
 
 impl Division {
-    /// Chooses a division into at most `max_parts` parts. Each multiprocessor runs one block.
-    /// The block with the most work has as little work as possible, because a multiprocessor that is alone does not
-    /// read faster than with the others.
+    /// Chooses a division into at most `max_parts` parts. Each multiprocessor runs at most one block.
+    /// Of all divisions, chooses one in which the block with the most weights to read has the fewest.
     fn of_matrix(multiprocessors: usize, (rows, columns): (usize, usize), max_parts: usize) -> Self {
         // Swizzled rows come in groups of 8, and a gated tile has as many gate rows as up rows.
         let unit = if max_parts == 1 { 16 } else { 8 };
