@@ -107,7 +107,10 @@ def schema_answers(model, writer, cases, max_tokens, batch):
 
 
 def scores(model, writer, limit=None, max_tokens=160, batch=192, show_failures=True):
-    """Prints and returns the share of correct completions per kind of test, over up to `limit` cases."""
+    """Prints and returns the share of correct completions for each kind of test.
+
+    Each kind has `limit` cases, but at most `CASES`.
+    """
     count, shares = CASES if limit is None else min(limit, CASES), {}
 
     def report(kind, rows, fails_shown=8):

@@ -52,7 +52,7 @@ def main():
     parser.add_argument("--model", default="demo", help="the model to serve")
     parser.add_argument("--device", default="cpu", help="the device; empty for the default")
     parser.add_argument("--flags", default="", help="further flags for `inferno serve`, separated by spaces")
-    parser.add_argument("--short", action="store_true", help="fewer clients and shorter time limits")
+    parser.add_argument("--short", action="store_true", help="run smaller and shorter tests; ignores --minutes and --burst")
     parser.add_argument(
         "--only", default="", metavar="WORDS", help=f"the tests to run, separated by spaces: {', '.join(TESTS)}"
     )

@@ -79,6 +79,9 @@ pub fn gated(gate: &Tensor, up: Option<&Tensor>, activation: Activation, dtype: 
             "cannot compute gated: the inputs must be F32 and have the same shape: gate {dtype:?} {gate:?}, up {up:?}"
         );
     }
+    if gate.elem_count() == 0 {
+        return Tensor::zeros(gate.dims(), dtype, gate.device());
+    }
     match gate.device() {
         Device::Cpu => {
             let values = to_f32(gate)?;
@@ -116,6 +119,9 @@ pub fn gated(gate: &Tensor, up: Option<&Tensor>, activation: Activation, dtype: 
 pub fn gated_halves(x: &Tensor, activation: Activation, dtype: DType) -> Result<Tensor> {
     let out_shape = half_width("gated_halves", x)?;
     let columns = out_shape[out_shape.len() - 1];
+    if x.elem_count() == 0 {
+        return Tensor::zeros(out_shape, dtype, x.device());
+    }
     match x.device() {
         Device::Cpu => {
             let half = |first| x.narrow(D::Minus1, first, columns)?.to_dtype(DType::F32)?.contiguous();

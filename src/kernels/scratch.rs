@@ -17,6 +17,9 @@ use candle_core::{DType, Device, Result, Shape, Tensor};
 /// A batch that needs a larger arena runs without one: its kernels take longer, so overlapping them saves less.
 pub const MAX_ARENA_BYTES: usize = 128 << 20;
 
+/// The maximum size of all arenas of a device together, in bytes.
+pub const MAX_ARENAS_BYTES: usize = 2 * MAX_ARENA_BYTES;
+
 /// Tensors in an arena start at multiples of this many elements, so that vector loads are aligned.
 const ALIGNMENT: usize = 256;
 
@@ -160,12 +163,6 @@ impl Arena {
         Ok(Self { halves: sizes.0.iter().map(halves).collect::<Result<_>>()? })
     }
 
-    /// Returns the size of the arena in bytes.
-    pub fn bytes(&self) -> usize {
-        let tensors = self.halves.iter().flat_map(|(_, halves)| halves);
-        tensors.map(|half| half.elem_count() * half.dtype().size_in_bytes()).sum()
-    }
-
     /// Returns whether the arena has room for the intermediate results of the pass that `sizes` was measured on.
     pub fn fits(&self, sizes: &LayerSizes) -> bool {
         let room = |dtype: DType| self.halves.iter().find(|(known, _)| *known == dtype).map(|(_, [half, _])| half);
@@ -208,7 +205,6 @@ mod tests {
         // In the largest layer, 600 and 7 f32 values take 768 and 256 elements, and 6 u32 values take 256.
         assert_eq!(sizes.arena_bytes(1), 2 * 4 * (768 + 256 + 256));
         let arena = Arena::new(&sizes, 2, &Device::Cpu).unwrap();
-        assert_eq!(arena.bytes(), sizes.arena_bytes(2));
         assert!(arena.fits(&sizes) && !arena.fits(&LayerSizes::measure(|| pass(8)).1));
         let first = [false, false, true];
         assert_eq!(arena.use_for(|| pass(2)), first.repeat(3));

@@ -146,11 +146,10 @@ impl Linear {
         dtype: DType,
         sum_order: SumOrder,
     ) -> Result<Tensor> {
-        if self.bias.is_none() && self.weight.dims().0 > 0 {
-            return Ok(self.weight.matmul_gated(x, activation, dtype, sum_order)?);
-        }
-        let gate_up = self.forward(x, sum_order)?;
-        Ok(if gate_up.elem_count() == 0 { gate_up } else { gated_halves(&gate_up, activation, dtype)? })
+        Ok(match self.bias {
+            None => self.weight.matmul_gated(x, activation, dtype, sum_order)?,
+            Some(_) => gated_halves(&self.forward(x, sum_order)?, activation, dtype)?,
+        })
     }
 
     /// Maps x `[tokens, in]` to x·Wᵀ + b, f32 `[tokens, out]`.

@@ -210,8 +210,7 @@ impl PlainMlp {
 
     /// Returns activation(fc(x)).
     fn activated(&self, x: &Tensor, sum_order: SumOrder) -> Result<Tensor> {
-        let x = self.fc.forward(x, sum_order)?;
-        Ok(if x.elem_count() == 0 { x } else { gated(&x, None, self.activation, self.dtype)? })
+        Ok(gated(&self.fc.forward(x, sum_order)?, None, self.activation, self.dtype)?)
     }
 
     fn forward(&self, x: &Tensor, sum_order: SumOrder, form: PartialForm) -> Result<PartialOutput<'_>> {

@@ -76,7 +76,8 @@ pub struct EngineHistograms {
     pub preemptions: HistogramStats,
 }
 
-/// The atomic counters behind [`EngineStats`].
+/// The state of the engine that any thread can read: the counters and histograms of [`EngineStats`],
+/// the times of cancellations, the heartbeat, and whether the engine is draining.
 #[derive(Default)]
 pub struct Counters {
     pub waiting: AtomicU64,

@@ -163,8 +163,8 @@ DEFINE_ADD_NORM(__nv_bfloat16, bf16, __nv_bfloat16, bf16)
 // The ranks send y but no normalized rows, which takes less time for few rows.
 // The kernel rounds y to bf16 if ROUNDED is true, and `normed` only if T is bf16.
 //
-// A block handles the rows blockIdx.x, blockIdx.x + gridDim.x and so on. It sends y of a row to all other ranks before
-// it computes its previous row.
+// A block handles the rows blockIdx.x, blockIdx.x + gridDim.x and so on. Before it computes `sum` and `normed` of a
+// row, it sends y of its next row to all other ranks. The values are then under way while the block computes.
 //
 //   x, sum: f32 [rows, columns]
 //   y: Y [rows, columns]; f32 if ROUNDED is false

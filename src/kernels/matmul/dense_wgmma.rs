@@ -16,6 +16,14 @@ use crate::kernels::scratch;
 /// With up to this number of tokens, a matrix may have any number of rows.
 const FEW_TOKENS: usize = 32;
 
+/// What a kernel computes.
+#[derive(Clone, Copy)]
+enum ProductKind {
+    Plain,
+    /// The activation after the product of gate and up.
+    Gated,
+}
+
 /// How thread blocks divide a matrix.
 struct Division {
     /// The number of parts into which the columns are divided. Each part of a tile has its own block.
@@ -25,11 +33,14 @@ struct Division {
 }
 
 impl Division {
-    /// Chooses a division into at most `max_parts` parts. Each multiprocessor runs at most one block.
+    /// Chooses a division. Each multiprocessor runs at most one block.
     /// Of all divisions, chooses one in which the block with the most weights to read has the fewest.
-    fn of_matrix(multiprocessors: usize, (rows, columns): (usize, usize), max_parts: usize) -> Self {
+    fn of_matrix(multiprocessors: usize, (rows, columns): (usize, usize), kind: ProductKind) -> Self {
         // Swizzled rows come in groups of 8, and a gated tile has as many gate rows as up rows.
-        let unit = if max_parts == 1 { 16 } else { 8 };
+        let (unit, max_parts) = match kind {
+            ProductKind::Plain => (8, MAX_PRODUCT_PARTS),
+            ProductKind::Gated => (16, 1),
+        };
         let (tiles, steps) = (rows.div_ceil(DENSE_WGMMA_ROWS), columns.div_ceil(DENSE_WGMMA_COLUMNS));
         let divide = |parts: usize| {
             let blocks = multiprocessors / parts;
@@ -40,9 +51,8 @@ impl Division {
         // With several parts, each block has only one tile.
         let max_parts = max_parts.min(multiprocessors / tiles.max(1)).min(columns / DENSE_WGMMA_COLUMNS).max(1);
         // If several divisions are equal, the one with the most parts has the largest tiles, so x is read least often.
-        let divisions = (1..=max_parts).rev().map(divide);
-        let best = divisions.min_by_key(|(work, _)| *work);
-        best.map_or(Self { parts: 1, tile_rows: DENSE_WGMMA_ROWS }, |(_, division)| division)
+        let better = |best: (usize, Self), next: (usize, Self)| if next.0 <= best.0 { next } else { best };
+        (2..=max_parts).map(divide).fold(divide(1), better).1
     }
 }
 
@@ -67,7 +77,7 @@ pub fn is_supported(device: &CudaDevice, x: &Tensor, w: &Tensor) -> Result<bool>
 
 /// Returns the number of parts of a product with a matrix of `rows` rows and `columns` columns, at least 1.
 pub fn part_count(device: &CudaDevice, rows: usize, columns: usize) -> Result<usize> {
-    Ok(Division::of_matrix(multiprocessors(device)?, (rows, columns), MAX_PRODUCT_PARTS).parts)
+    Ok(Division::of_matrix(multiprocessors(device)?, (rows, columns), ProductKind::Plain).parts)
 }
 
 /// Computes x·wᵀ as f32 `[parts, tokens, rows]`. The product is the sum over the [`part_count`] parts.
@@ -126,8 +136,11 @@ fn enqueue(device: &CudaDevice, x: &Tensor, w: &Tensor, y: &Tensor, activation: 
     }
     // There are kernels for 16, 32, 64, 96 and 128 tokens.
     let box_tokens = if tokens <= 16 { 16 } else { tokens.next_multiple_of(32) };
-    let (max_parts, y_rows) = if activation.is_some() { (1, rows / 2) } else { (MAX_PRODUCT_PARTS, rows) };
-    let Division { parts, tile_rows } = Division::of_matrix(multiprocessors(device)?, (rows, columns), max_parts);
+    let (kind, y_rows) = match activation {
+        Some(_) => (ProductKind::Gated, rows / 2),
+        None => (ProductKind::Plain, rows),
+    };
+    let Division { parts, tile_rows } = Division::of_matrix(multiprocessors(device)?, (rows, columns), kind);
     let (row_bytes, box_bytes) = (columns * 2, DENSE_WGMMA_COLUMNS * 2);
     let x_map = TensorMap::new(x, [1, tokens, row_bytes], [box_tokens, box_bytes], BoxOrder::Swizzled)?;
     let w_map = match activation {
@@ -159,23 +172,23 @@ mod tests {
     #[test]
     fn divisions_cover_the_matrix_and_balance_the_work() {
         for (rows, columns) in [(28_672, 4096), (6144, 4096), (2880, 4096), (5120, 2880), (201_088, 2880), (1, 8)] {
-            for max_parts in [1, MAX_PRODUCT_PARTS] {
-                let Division { parts, tile_rows } = Division::of_matrix(132, (rows, columns), max_parts);
+            for (kind, max_parts) in [(ProductKind::Gated, 1), (ProductKind::Plain, MAX_PRODUCT_PARTS)] {
+                let Division { parts, tile_rows } = Division::of_matrix(132, (rows, columns), kind);
                 let tiles = rows.div_ceil(tile_rows);
                 assert!(parts <= max_parts && tile_rows.is_multiple_of(8), "{rows} x {columns}: {parts} parts");
                 assert!(tile_rows <= DENSE_WGMMA_ROWS, "{rows} x {columns}: {tile_rows} rows");
                 assert!(parts == 1 || parts * tiles <= 132, "{rows} x {columns}: {parts} x {tiles} blocks");
             }
         }
-        let division = |matrix, max_parts| {
-            let Division { parts, tile_rows } = Division::of_matrix(132, matrix, max_parts);
+        let division = |matrix, kind| {
+            let Division { parts, tile_rows } = Division::of_matrix(132, matrix, kind);
             (parts, tile_rows)
         };
         // Llama-3.1-8B: q, k and v; o; gate and up. gpt-oss-20b: q, k and v; o.
-        assert_eq!(division((6144, 4096), MAX_PRODUCT_PARTS), (2, 96));
-        assert_eq!(division((4096, 4096), MAX_PRODUCT_PARTS), (4, 128));
-        assert_eq!(division((28_672, 4096), 1), (1, 112));
-        assert_eq!(division((5120, 2880), MAX_PRODUCT_PARTS), (3, 120));
-        assert_eq!(division((2880, 4096), MAX_PRODUCT_PARTS), (4, 88));
+        assert_eq!(division((6144, 4096), ProductKind::Plain), (2, 96));
+        assert_eq!(division((4096, 4096), ProductKind::Plain), (4, 128));
+        assert_eq!(division((28_672, 4096), ProductKind::Gated), (1, 112));
+        assert_eq!(division((5120, 2880), ProductKind::Plain), (3, 120));
+        assert_eq!(division((2880, 4096), ProductKind::Plain), (4, 88));
     }
 }

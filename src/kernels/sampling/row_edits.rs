@@ -133,8 +133,10 @@ pub fn edit_rows(
     };
     if !rows.iter().all(is_valid) || (logits.dtype(), tokens.dtype()) != (DType::F32, DType::U32) {
         bail!(
-            "cannot edit logits: invalid rows or dtypes for logits {:?} and tokens {:?}",
+            "cannot edit logits {:?} {:?} with tokens {:?} {:?}: wrong dtypes, or invalid or repeated rows",
+            logits.dtype(),
             logits.shape(),
+            tokens.dtype(),
             tokens.shape()
         );
     }

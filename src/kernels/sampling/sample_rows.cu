@@ -7,13 +7,13 @@
 //   mailbox: null, or u32 [rows] in host memory: the chosen tokens + 1, or MAILBOX_NO_TOKEN
 //   grid: BLOCKS · rows, in clusters of BLOCKS; block: SAMPLE_THREADS
 //   bytes moved: 4 · vocab per read of a row; with few rows, later reads hit L2
-//     With temperature 0, a row is read once. Otherwise, it is read twice, and a 32nd of it once more.
-//     Top-k and top-p each add 2 reads, or 6 if more than MAX_KEYS_IN_BIN logits are in the bin of the cutoff.
-//     Top-k adds only 1 read if fewer than top_k tokens have probability mass.
+//     With temperature 0, a row is read once. Otherwise, it is read twice, and 1 / (32 · BLOCKS) of it once more.
+//     Top-k and top-p each add 2 reads, or 6 of the part of a block if more than MAX_KEYS_IN_BIN of its logits are in
+//     the bin of the cutoff. Top-k adds only 1 read if fewer than top_k tokens have probability mass.
 //
-// The blocks of a cluster divide the token ids of a row, so that a few rows occupy most multiprocessors. The blocks add
-// up their counts and masses, which are integers. The chosen token therefore does not depend on BLOCKS. GPUs without
-// clusters (before Hopper) use one block per row.
+// The BLOCKS blocks of a cluster divide the token ids of a row, so that a few rows occupy most multiprocessors.
+// They add up their counts and masses, which are integers, so the chosen token does not depend on BLOCKS.
+// GPUs without clusters (before Hopper) use one block per row.
 #include "headers/cluster.cuh"
 #include "sampling/sampling.cuh"
 

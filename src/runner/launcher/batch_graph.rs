@@ -12,13 +12,13 @@ use std::collections::BTreeMap;
 
 use anyhow::{Result, bail};
 use candle_core::cuda_backend::CudaDevice;
-use candle_core::{DType, Tensor};
+use candle_core::{DType, Device, Tensor};
 
 use crate::kernels::SumOrder;
 use crate::kernels::attention::{PassBlocks, Queries, slot};
 use crate::kernels::launch::LaunchGraph;
 use crate::kernels::rows::copy_rows;
-use crate::kernels::scratch::{Arena, LayerSizes, MAX_ARENA_BYTES};
+use crate::kernels::scratch::{Arena, LayerSizes, MAX_ARENA_BYTES, MAX_ARENAS_BYTES};
 use crate::kernels::step_inputs::StepInputs;
 use crate::nn::decoder::Decoder;
 use crate::nn::kv_cache::{BLOCK_TOKENS, KvCache};
@@ -36,11 +36,38 @@ pub struct BatchGraphs {
     graphs: BTreeMap<usize, BatchGraph>,
     /// The logits of a step, f32 `[MAX_SEQUENCES, vocab]`. All graphs share this buffer. Allocated for the first batch.
     logits: Option<Tensor>,
-    /// The arena of new graphs. If a graph needs a larger arena, earlier graphs keep theirs.
-    /// `None` before the first graph, or if every arena so far would have exceeded `MAX_ARENA_BYTES`.
-    arena: Option<Arena>,
+    arenas: Arenas,
     /// Whether a batch graph has failed. If so, [`can_run_model`](Self::can_run_model) returns false.
     has_failed: bool,
+}
+
+/// The arenas of the graphs.
+#[derive(Default)]
+struct Arenas {
+    /// The arena of new graphs. If a graph needs a larger arena, earlier graphs keep theirs.
+    /// `None` before the first graph, or if every arena so far would have exceeded `MAX_ARENA_BYTES`.
+    newest: Option<Arena>,
+    /// The size of all arenas together, in bytes.
+    bytes: usize,
+}
+
+impl Arenas {
+    /// Returns the newest arena if it has room for a pass with these sizes.
+    /// Otherwise, creates an arena for `factor` times as many tokens.
+    /// Returns `None` if this arena would exceed `MAX_ARENA_BYTES`, or all arenas together `MAX_ARENAS_BYTES`.
+    fn for_pass(&mut self, sizes: &LayerSizes, factor: usize, device: &Device) -> Result<Option<Arena>> {
+        if let Some(arena) = self.newest.as_ref().filter(|arena| arena.fits(sizes)) {
+            return Ok(Some(arena.clone()));
+        }
+        let bytes = sizes.arena_bytes(factor);
+        if bytes > MAX_ARENA_BYTES || self.bytes + bytes > MAX_ARENAS_BYTES {
+            return Ok(None);
+        }
+        let arena = Arena::new(sizes, factor, device)?;
+        self.newest = Some(arena.clone());
+        self.bytes += bytes;
+        Ok(Some(arena))
+    }
 }
 
 /// The graph of one padded batch size, and its buffers.
@@ -70,7 +97,7 @@ impl BatchGraphs {
             sum_order,
             graphs: BTreeMap::new(),
             logits: None,
-            arena: None,
+            arenas: Arenas::default(),
             has_failed: false,
         }
     }
@@ -105,7 +132,7 @@ impl BatchGraphs {
                 self.has_failed = true;
                 self.graphs.clear();
                 self.logits = None;
-                self.arena = None;
+                self.arenas = Arenas::default();
                 Ok(None)
             }
         }
@@ -138,7 +165,7 @@ impl BatchGraphs {
         buffers.write_inputs(&inputs, &batch.inputs)?;
         match &batch.graph {
             Some(graph) => decoder.world().launch_together(|| graph.enqueue())?,
-            None => batch.capture_first_step(&self.device, decoder, cache, &mut self.arena)?,
+            None => batch.capture_first_step(&self.device, decoder, cache, &mut self.arenas)?,
         }
         Ok(logits.narrow(0, 0, sequences.len())?)
     }
@@ -230,14 +257,12 @@ impl BatchGraph {
     }
 
     /// Runs the first step of this batch size and captures the step as a graph.
-    /// `shared` is the arena of new graphs. If `shared` is `None` or too small, replaces it with a large enough arena,
-    /// unless this arena would exceed `MAX_ARENA_BYTES`.
     fn capture_first_step(
         &mut self,
         device: &CudaDevice,
         decoder: &Decoder,
         cache: &KvCache,
-        shared: &mut Option<Arena>,
+        arenas: &mut Arenas,
     ) -> Result<()> {
         // First run the step without a graph. This run loads all kernels and allocates the counters of finished
         // attention splits.
@@ -245,21 +270,9 @@ impl BatchGraph {
         let (result, sizes) = LayerSizes::measure(|| self.forward(decoder, cache));
         result?;
         let size = self.ids.dims1()?;
-        // Graphs keep earlier arenas. Each new arena is at least twice as large, which limits the sum of all arenas.
-        let least = shared.as_ref().map_or(0, |arena| 2 * arena.bytes());
-        let doubling = least.div_ceil(sizes.arena_bytes(1).max(1));
-        let factor = size.next_power_of_two().div_ceil(size).max(doubling);
-        self.arena = match shared {
-            // The arena of a smaller batch can fit a larger batch, because large products need no partial sums.
-            Some(arena) if arena.fits(&sizes) => Some(arena.clone()),
-            _ if sizes.arena_bytes(factor) <= MAX_ARENA_BYTES => {
-                let arena = Arena::new(&sizes, factor, cache.device())?;
-                *shared = Some(arena.clone());
-                Some(arena)
-            }
-            // The graph allocates its memory itself. `shared` stays, because smaller batches can still use it.
-            _ => None,
-        };
+        // The arena is large enough for the next power of two, which usually spares the next batch sizes a new arena.
+        // Without an arena, the graph allocates its memory itself.
+        self.arena = arenas.for_pass(&sizes, size.next_power_of_two().div_ceil(size), cache.device())?;
         let forward = || match &self.arena {
             Some(arena) => arena.use_for(|| self.forward(decoder, cache)),
             None => self.forward(decoder, cache),

@@ -82,7 +82,7 @@ fn sample(logits: &Tensor, rows: &[Option<DeviceSampling>]) -> Vec<Option<u32>> 
 }
 
 /// The cutoffs of top-k and top-p are among 20,000 logits that differ by at most 0.02, far below the largest logit.
-/// If one thread block samples a row, there are more logits near the cutoff than fit in shared memory.
+/// If one, two or four thread blocks sample a row, a block has more logits near the cutoff than fit in shared memory.
 /// The differences to the largest logit are exact in f32, so the host sampler also sees different logits.
 #[cfg(feature = "cuda")]
 fn check_cutoffs_among_similar_logits(device: &Device) {

@@ -3,7 +3,7 @@
 use super::plan::{Capacity, MemoryPlan};
 use crate::device::DeviceInfo;
 use crate::kernels::exchange::MAILBOX_BYTES;
-use crate::kernels::scratch::MAX_ARENA_BYTES;
+use crate::kernels::scratch::MAX_ARENAS_BYTES;
 use crate::nn::kv_cache::{BLOCK_TOKENS, LayerSpec, peak_blocks};
 use crate::runner::MAX_SEQUENCES;
 
@@ -11,9 +11,7 @@ use crate::runner::MAX_SEQUENCES;
 /// in bytes. The workspace of cuBLASLt takes up to 32 MiB of this memory.
 pub(super) const WORKSPACE_BYTES: u64 = 192 << 20;
 /// The memory that is planned for all arenas of batch graphs together, in bytes.
-/// The largest arena has at most [`MAX_ARENA_BYTES`]. A new arena usually has at least twice the size of the previous
-/// arena, which existing graphs still use. All arenas together then have less than twice the size of the largest arena.
-pub(super) const ARENA_BYTES: u64 = 2 * MAX_ARENA_BYTES as u64;
+pub(super) const ARENA_BYTES: u64 = MAX_ARENAS_BYTES as u64;
 
 /// How the size of the keys and values of one sequence depends on its context.
 pub struct CacheGrowth {
