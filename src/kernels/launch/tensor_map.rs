@@ -62,6 +62,7 @@ impl TensorMap {
     /// 8 gate rows and so on.
     ///
     /// The dimensions are the bytes of a row, the row among 8 adjacent rows, gate or up, and the group of 8 rows.
+    /// The strides therefore do not increase from each dimension to the next, which the driver accepts.
     /// The number of gate rows and `box_rows / 2` must be multiples of 8. `width` and `box_width` are as in [`Self::new`].
     pub fn of_gate_up(
         tensor: &Tensor,
