@@ -126,9 +126,9 @@ export class Chat extends EventTarget {
     try {
       node.model = this.#settings.model || (await this.#api.models())[0].id; // the setting is empty before the page has a list of models
       const request = this.#request(node.model, requestMessages(conversation, user.id, this.#settings.system));
-      const timer = new Timer(node);
+      const builder = new AnswerBuilder(node);
       for await (const chunk of this.#api.chat(request, abort.signal)) {
-        timer.take(chunk);
+        builder.add(chunk);
         this.#emit("progress");
         if (Date.now() - lastSave > SAVE_INTERVAL) {
           lastSave = Date.now();
@@ -170,7 +170,7 @@ export class Chat extends EventTarget {
 }
 
 /** Adds the chunks of a stream to the node of an answer, and measures when they arrive. */
-class Timer {
+class AnswerBuilder {
   #node;
   #start = performance.now();
 
@@ -178,7 +178,7 @@ class Timer {
     this.#node = node;
   }
 
-  take(chunk) {
+  add(chunk) {
     const node = this.#node;
     const delta = chunk.choices?.[0]?.delta;
     const seconds = (performance.now() - this.#start) / 1000;
