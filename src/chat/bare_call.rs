@@ -35,7 +35,7 @@ enum BareCallState {
     BeforeColon,
     BeforeValue,
     /// In the value of `name` or `type`.
-    Name,
+    NameOrType,
     /// In the value of `parameters` or `arguments`.
     Arguments,
     AfterValue,
@@ -86,14 +86,14 @@ impl BareCalls {
 
     fn next(&mut self, byte: u8) -> BareCallState {
         match (self.state, byte) {
-            (BareCallState::Key | BareCallState::Name, _) => self.next_in_word(byte),
+            (BareCallState::Key | BareCallState::NameOrType, _) => self.next_in_word(byte),
             (BareCallState::Arguments, _) => self.next_in_arguments(byte),
             (BareCallState::AfterCall, b'\n') => BareCallState::AfterLine,
             (state, b' ' | b'\t' | b'\n' | b'\r') => state,
             (BareCallState::BeforeCall | BareCallState::AfterLine, b'{') => BareCallState::BeforeKey,
             (BareCallState::BeforeKey, b'"') => BareCallState::Key,
             (BareCallState::BeforeColon, b':') => BareCallState::BeforeValue,
-            (BareCallState::BeforeValue, b'"') if matches!(self.key, "name" | "type") => BareCallState::Name,
+            (BareCallState::BeforeValue, b'"') if matches!(self.key, "name" | "type") => BareCallState::NameOrType,
             (BareCallState::BeforeValue, b'{') if matches!(self.key, "parameters" | "arguments") => {
                 self.depth = 1;
                 BareCallState::Arguments
