@@ -212,7 +212,7 @@ fn marker_file(required: Required) -> &'static str {
 
 /// Returns the hint for a name that is neither the path of a model nor a repository name.
 fn invalid_name_hint(model: &str, required: Required) -> String {
-    let is_path = model.starts_with(['/', '.', '~']) || model.ends_with(".gguf");
+    let is_path = model.starts_with(['/', '.', '~']) || gguf::is_gguf(Path::new(model));
     match (Path::new(model).is_dir(), is_path) {
         (true, _) => format!("the directory {model} has no {}", marker_file(required)),
         (false, true) if Path::new(model).exists() => "the path is neither a directory nor a regular .gguf file".into(),

@@ -44,23 +44,26 @@ pub struct PartName<'n> {
     /// The number of the part, counted from 1.
     pub number: u32,
     pub count: u32,
+    /// `gguf`, in the case of the file name.
+    extension: &'n str,
 }
 
 impl<'n> PartName<'n> {
     /// Parses the file name of a part. Returns `None` for all other file names.
     pub fn parse(file_name: &'n str) -> Option<Self> {
-        let (rest, count) = file_name.strip_suffix(".gguf")?.rsplit_once("-of-")?;
+        let (stem, extension) = split_extension(file_name)?;
+        let (rest, count) = stem.rsplit_once("-of-")?;
         let (prefix, number) = rest.rsplit_once('-')?;
         let five_digits = |digits: &str| digits.len() == 5 && digits.bytes().all(|digit| digit.is_ascii_digit());
         if !five_digits(number) || !five_digits(count) {
             return None;
         }
-        Some(Self { prefix, number: number.parse().ok()?, count: count.parse().ok()? })
+        Some(Self { prefix, number: number.parse().ok()?, count: count.parse().ok()?, extension })
     }
 
     /// Returns the file name of the part with this number, counted from 1.
     pub fn with_number(&self, number: u32) -> String {
-        format!("{}-{number:05}-of-{:05}.gguf", self.prefix, self.count)
+        format!("{}-{number:05}-of-{:05}.{}", self.prefix, self.count, self.extension)
     }
 }
 
@@ -118,8 +121,15 @@ pub fn total_bytes(first: &Path) -> u64 {
     GgufFile::from_first_part(first.to_path_buf()).bytes
 }
 
-fn is_gguf(path: &Path) -> bool {
+/// Returns whether a path has the extension `.gguf`. Ignores case.
+pub fn is_gguf(path: &Path) -> bool {
     path.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("gguf"))
+}
+
+/// Splits a file name into its stem and the extension `gguf`. Ignores the case of the extension.
+/// Returns `None` for other extensions.
+fn split_extension(file: &str) -> Option<(&str, &str)> {
+    file.rsplit_once('.').filter(|(_, extension)| extension.eq_ignore_ascii_case("gguf"))
 }
 
 /// Returns whether `path` names a single-file GGUF model or the first part of a split model.
@@ -142,7 +152,10 @@ pub fn tag(path: &str) -> &str {
 /// Returns the file name without its extension and part number.
 fn stem(path: &str) -> &str {
     let file = path.rsplit('/').next().unwrap_or(path);
-    PartName::parse(file).map_or(file.strip_suffix(".gguf").unwrap_or(file), |part| part.prefix)
+    match PartName::parse(file) {
+        Some(part) => part.prefix,
+        None => split_extension(file).map_or(file, |(stem, _)| stem),
+    }
 }
 
 /// Returns whether `tag` is the whole path, the last components of the path, or the last words of the file name
@@ -239,6 +252,8 @@ mod tests {
         assert!(matches_tag("big-Q8_0-00001-of-00003.gguf", "Q8_0"));
         assert!(!matches_tag("Llama-3.2-1B-IQ4_K_M.gguf", "Q4_K_M"));
         assert!(!matches_tag("Llama-3.2-1B-Q4_K_M.gguf", "K_M"));
+        assert_eq!(tag("Llama-3.2-1B-Q4_K_M.GGUF"), "Q4_K_M");
+        assert!(matches_tag("big-Q8_0-00001-of-00003.GGUF", "q8_0"));
     }
 
     #[test]
@@ -261,12 +276,14 @@ mod tests {
         assert!(!is_model_name("b.bin"));
         assert_eq!(part_names("b-00001-of-00002.gguf"), ["b-00001-of-00002.gguf", "b-00002-of-00002.gguf"]);
         assert_eq!(part_names("b.gguf"), ["b.gguf"]);
+        assert_eq!(part_names("b-00001-of-00002.GGUF"), ["b-00001-of-00002.GGUF", "b-00002-of-00002.GGUF"]);
+        assert!(!is_model_name("b-00002-of-00002.GGUF"));
         assert_eq!(part_names("b-00001-of-09999.gguf"), ["b-00001-of-09999.gguf"], "9999 parts exceed MAX_PARTS");
     }
 
     #[test]
     fn part_names_have_two_numbers_of_five_digits() {
-        let part = PartName { prefix: "a-Q8", number: 2, count: 3 };
+        let part = PartName { prefix: "a-Q8", number: 2, count: 3, extension: "gguf" };
         assert_eq!(PartName::parse("a-Q8-00002-of-00003.gguf"), Some(part));
         assert_eq!(part.with_number(3), "a-Q8-00003-of-00003.gguf");
         for other in ["a.gguf", "a-2-of-3.gguf", "a-00002-of-00003.bin", "a-+0002-of-00003.gguf"] {

@@ -40,6 +40,13 @@ fn any_part_opens_the_whole_model() {
 }
 
 #[test]
+fn part_names_may_have_capitals() {
+    let names = PARTS.map(|part| part.replace(".gguf", ".GGUF"));
+    let folder = copied(&[(PARTS[0], &names[0]), (PARTS[1], &names[1]), (PARTS[2], &names[2])]);
+    assert_eq!(GgufCheckpoint::open(&folder.path().join(&names[1])).unwrap().files().count(), 3);
+}
+
+#[test]
 fn missing_and_mixed_parts_are_errors() {
     let all = PARTS.map(|part| (part, part));
     let folder = copied(&[all[0], all[2]]);
