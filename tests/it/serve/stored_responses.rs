@@ -82,7 +82,9 @@ fn responses_are_read_listed_and_deleted() {
     let deleted = server.send("DELETE", &path, &[], b"").ok();
     assert_eq!(deleted, json!({ "id": response["id"], "object": "response", "deleted": true }));
     for unknown in [path.as_str(), "/v1/responses/resp_none"] {
-        server.get(unknown).error(404);
+        let message = server.get(unknown).error(404)["message"].as_str().unwrap().to_string();
+        // A response in progress can be read, so the message must not say that the response may be in progress.
+        assert!(message.contains("unknown or expired") && !message.contains("in progress"), "{message}");
         server.send("DELETE", unknown, &[], b"").error(404);
         server.post(&format!("{unknown}/cancel"), &json!({})).error(404);
         server.get(&format!("{unknown}/input_items")).error(404);
@@ -215,6 +217,10 @@ fn a_running_response_can_be_canceled() {
     assert_eq!(response(&streams[1].2)["output"], json!([]));
     for (index, (mut stream, mut text, id)) in streams.into_iter().enumerate().rev() {
         assert_eq!(response(&id)["status"], "in_progress");
+        let path = format!("/v1/responses/{id}");
+        for error in [server.send("DELETE", &path, &[], b""), server.get(&format!("{path}/input_items"))] {
+            assert!(error.error(404)["message"].as_str().unwrap().contains("in progress"));
+        }
         let canceled = server.post(&format!("/v1/responses/{id}/cancel"), &json!({})).ok();
         assert_eq!((&canceled["id"], &canceled["status"]), (&json!(id), &json!("cancelled")));
         while let Some(chunk) = read_chunk(&mut stream) {

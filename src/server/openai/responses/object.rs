@@ -23,7 +23,7 @@ pub struct ResponseObject {
     object: &'static str,
     created_at: u64,
     completed_at: Option<u64>,
-    status: ResponseStatus,
+    pub status: ResponseStatus,
     error: Option<ResponseError>,
     incomplete_details: Option<IncompleteDetails>,
     #[serde(serialize_with = "serialize_items")]

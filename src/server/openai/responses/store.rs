@@ -109,14 +109,26 @@ impl TenantStore {
         (RunningGuard { store, id: object.id.clone() }, receiver)
     }
 
-    /// Returns a response in progress with its output so far, or `None` if no response with this id is in progress.
-    pub fn running(&self, id: &str) -> Option<ResponseObject> {
-        self.with(|responses| responses.running.get(id).map(Running::snapshot))
+    /// Returns a stored response, or a response in progress that will be stored, with its output so far.
+    ///
+    /// One lock covers both lookups, because a response can end between them.
+    pub fn object(&self, id: &str) -> Option<ResponseObject> {
+        self.with(|responses| {
+            // For a short time, a response that has ended is both stored and listed as in progress.
+            // Return the stored response, because the response in progress has lost its output.
+            if let Some(ended) = responses.get(id, Instant::now()) {
+                return Some(ended.object.clone());
+            }
+            responses.running.get(id).map(Running::snapshot).filter(|object| object.settings.store)
+        })
     }
 
-    /// Cancels a response in progress and returns it. Returns `None` if no response with this id is in progress.
+    /// Cancels a response in progress and returns it. If the response has ended and is stored, returns it unchanged.
     pub fn cancel(&self, id: &str) -> Option<ResponseObject> {
         self.with(|responses| {
+            if let Some(ended) = responses.get(id, Instant::now()) {
+                return Some(ended.object.clone());
+            }
             let running = responses.running.get_mut(id)?;
             if let Some(cancel) = running.cancel.take() {
                 // Sending fails only if the response has just ended. In that case, there is nothing to cancel.
@@ -248,6 +260,7 @@ impl Responses {
 mod tests {
     use super::super::item::{ItemContent, ItemStatus};
     use super::super::object::Settings;
+    use super::super::output::ResponseParts;
     use super::*;
     use crate::chat::Role;
 
@@ -268,6 +281,36 @@ mod tests {
 
     fn is_empty(responses: &Responses) -> bool {
         responses.ended.is_empty() && responses.items.is_empty() && responses.order.is_empty() && responses.bytes == 0
+    }
+
+    #[test]
+    fn a_response_is_found_at_every_moment_of_its_end() {
+        let store = TenantStore::new(Arc::default(), Tenant::default());
+        let mut object = ResponseObject::new(Settings::example());
+        let output = Arc::new(Mutex::new(Output::new(ResponseParts::default())));
+        let status = |found: Option<ResponseObject>| found.map(|object| object.status);
+        let (guard, mut canceled) = store.start(&object, &output);
+        assert_eq!(status(store.object(&object.id)), Some(ResponseStatus::InProgress));
+        object.set_status(ResponseStatus::Completed);
+        store.insert(StoredResponse { object: object.clone(), input: Vec::new() });
+        let mut check_ended = || {
+            assert_eq!(status(store.object(&object.id)), Some(ResponseStatus::Completed));
+            assert_eq!(status(store.cancel(&object.id)), Some(ResponseStatus::Completed));
+            assert!(canceled.try_recv().is_err(), "a response that has ended was canceled");
+        };
+        check_ended();
+        drop(guard);
+        check_ended();
+    }
+
+    #[test]
+    fn a_running_response_that_will_not_be_stored_can_only_be_canceled() {
+        let store = TenantStore::new(Arc::default(), Tenant::default());
+        let object = ResponseObject::new(Settings { store: false, ..Settings::example() });
+        let output = Arc::new(Mutex::new(Output::new(ResponseParts::default())));
+        let (_guard, mut canceled) = store.start(&object, &output);
+        assert!(store.object(&object.id).is_none());
+        assert!(store.cancel(&object.id).is_some() && canceled.try_recv().is_ok());
     }
 
     #[test]

@@ -9,7 +9,7 @@ use axum::response::Response;
 use serde::Serialize;
 
 use super::item::Item;
-use super::store::{Store, StoredResponse, TenantStore};
+use super::store::{Store, TenantStore};
 use crate::server::http::body::json_response;
 use crate::server::http::error::ApiError;
 use crate::server::tenant::Tenant;
@@ -29,14 +29,7 @@ pub async fn get(
     if Query(&uri).get("stream").is_some_and(|value| value != "false") {
         return Err(ApiError::unsupported("stream", "inferno does not store the events of a response"));
     }
-    let store = TenantStore::new(store, tenant);
-    // For a short time, a response that has ended is both stored and listed as in progress.
-    // Return the stored response, because the response in progress has lost its output.
-    if let Some(stored) = store.get(&id) {
-        return json_response(&stored.object);
-    }
-    let running = store.running(&id).filter(|object| object.settings.store);
-    json_response(&running.ok_or_else(|| unknown(&id))?)
+    json_response(&TenantStore::new(store, tenant).object(&id).ok_or_else(|| unknown(&id))?)
 }
 
 #[derive(Serialize)]
@@ -55,7 +48,7 @@ pub async fn delete(
     if TenantStore::new(store, tenant).remove(&id) {
         json_response(&Deleted { id: &id, object: "response", deleted: true })
     } else {
-        Err(unknown(&id))
+        Err(not_stored(&id))
     }
 }
 
@@ -65,11 +58,7 @@ pub async fn cancel(
     Extension(store): Extension<Arc<Store>>,
     Path(id): Path<String>,
 ) -> Result<Response, ApiError> {
-    let store = TenantStore::new(store, tenant);
-    match store.get(&id) {
-        Some(stored) => json_response(&stored.object),
-        None => json_response(&store.cancel(&id).ok_or_else(|| unknown(&id))?),
-    }
+    json_response(&TenantStore::new(store, tenant).cancel(&id).ok_or_else(|| unknown(&id))?)
 }
 
 #[derive(Serialize)]
@@ -89,7 +78,7 @@ pub async fn input_items(
     uri: Uri,
 ) -> Result<Response, ApiError> {
     let query = Query(&uri);
-    let stored = find(&TenantStore::new(store, tenant), &id)?;
+    let stored = TenantStore::new(store, tenant).get(&id).ok_or_else(|| not_stored(&id))?;
     let limit = match query.get("limit").map(str::parse) {
         None => DEFAULT_LIMIT,
         Some(Ok(limit)) if (1..=MAX_LIMIT).contains(&limit) => limit,
@@ -119,11 +108,15 @@ pub async fn input_items(
     })
 }
 
-fn find(store: &TenantStore, id: &str) -> Result<Arc<StoredResponse>, ApiError> {
-    store.get(id).ok_or_else(|| unknown(id))
+/// Returns the error for a response that is neither stored nor in progress.
+fn unknown(id: &str) -> ApiError {
+    ApiError::not_found(format!(
+        "cannot find the response '{id}': it is unknown or expired, or its request had 'store': false"
+    ))
 }
 
-fn unknown(id: &str) -> ApiError {
+/// Returns the error for a response that is not stored, but may be in progress.
+fn not_stored(id: &str) -> ApiError {
     ApiError::not_found(format!(
         "the response '{id}' is not stored: it is unknown, in progress or expired, or its request had 'store': false"
     ))
