@@ -142,7 +142,8 @@ impl ResponseBuilder {
             Some(Finish::Stop | Finish::ToolCalls) => (ResponseStatus::Completed, "response.completed"),
             None => (ResponseStatus::Failed, "response.failed"),
         };
-        let items = self.lock_output().take().into_iter().map(Arc::new).collect();
+        // Copy the items. Until the response is stored, the store still shows them as the output so far.
+        let items = self.lock_output().items();
         self.object.end(status, items, answers.usage());
         event
     }

@@ -2,6 +2,8 @@
 //!
 //! This module builds the items of streamed and of non-streamed responses, so both contain the same items.
 
+use std::sync::Arc;
+
 use super::events::{Event, EventPosition, ResponseEventSink};
 use super::item::{Item, ItemContent, ItemStatus};
 use crate::chat::Role;
@@ -30,14 +32,9 @@ impl Output {
         Self { parts, items: Vec::new(), calls: Vec::new() }
     }
 
-    /// Returns the output items so far.
-    pub fn items(&self) -> &[Item] {
-        &self.items
-    }
-
-    /// Takes the output items. The last item is complete only after [`finish`](Self::finish).
-    pub fn take(&mut self) -> Vec<Item> {
-        std::mem::take(&mut self.items)
+    /// Returns a copy of the output items so far. The last item is complete only after [`finish`](Self::finish).
+    pub fn items(&self) -> Vec<Arc<Item>> {
+        self.items.iter().cloned().map(Arc::new).collect()
     }
 
     pub fn push(&mut self, piece: AnswerPiece, tokenizer: &Tokenizer, events: &mut impl ResponseEventSink) {
@@ -186,7 +183,7 @@ mod tests {
         let (mut output, mut events) = (Output::new(parts), ResponseEvents::default());
         pieces.into_iter().for_each(|piece| output.push(piece, &tokenizer, &mut events));
         output.finish(status, &mut events);
-        (output.take().iter().map(|item| serde_json::to_value(item).unwrap()).collect(), events)
+        (output.items.iter().map(|item| serde_json::to_value(item).unwrap()).collect(), events)
     }
 
     fn reasoning(text: &str) -> AnswerPiece {

@@ -115,7 +115,6 @@ impl TenantStore {
     pub fn object(&self, id: &str) -> Option<ResponseObject> {
         self.with(|responses| {
             // For a short time, a response that has ended is both stored and listed as in progress.
-            // Return the stored response, because the response in progress has lost its output.
             if let Some(ended) = responses.get(id, Instant::now()) {
                 return Some(ended.object.clone());
             }
@@ -144,8 +143,7 @@ impl Running {
     /// Returns the response with its output so far.
     fn snapshot(&self) -> ResponseObject {
         let mut object = self.object.clone();
-        let output = self.output.lock().unwrap_or_else(PoisonError::into_inner);
-        object.output = output.items().iter().cloned().map(Arc::new).collect();
+        object.output = self.output.lock().unwrap_or_else(PoisonError::into_inner).items();
         object
     }
 }
@@ -263,6 +261,7 @@ mod tests {
     use super::super::output::ResponseParts;
     use super::*;
     use crate::chat::Role;
+    use crate::server::generation::event_stream::NoEvents;
 
     fn item(id: &str, bytes: usize) -> Arc<Item> {
         let content = ItemContent::Message { role: Role::User, text: "x".repeat(bytes), logprobs: Vec::new() };
@@ -291,6 +290,10 @@ mod tests {
         let status = |found: Option<ResponseObject>| found.map(|object| object.status);
         let (guard, mut canceled) = store.start(&object, &output);
         assert_eq!(status(store.object(&object.id)), Some(ResponseStatus::InProgress));
+        // The response ends with one output item, which the store shows even before the response is stored.
+        output.lock().unwrap().finish(ItemStatus::Completed, &mut NoEvents);
+        object.output = output.lock().unwrap().items();
+        assert_eq!(store.object(&object.id).map(|object| object.output.len()), Some(1));
         object.set_status(ResponseStatus::Completed);
         store.insert(StoredResponse { object: object.clone(), input: Vec::new() });
         let mut check_ended = || {
