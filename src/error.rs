@@ -143,9 +143,16 @@ pub enum Error {
     )]
     PromptTooLong { prompt_bytes: usize, context_tokens: usize },
 
-    /// A request of `play --url` or `replay` to a server failed, or the response is not JSON.
+    /// A request of `play --url` or `replay` to a server failed.
     #[error("cannot reach a server at {url}: {cause}\n  check the URL, and check that the server is running")]
     ServerUnreachable { url: String, cause: String },
+
+    /// The server responded to `play --url` or `replay` with something other than JSON.
+    #[error(
+        "cannot use the server at {url}: it responded with {} instead of JSON\n  check the URL; the API of most servers ends in /v1",
+        if body.trim().is_empty() { "an empty body".to_string() } else { quote(body.trim()) }
+    )]
+    ServerNotJson { url: String, body: String },
 
     #[error("cannot use the server at {url}: {message}\n  set INFERNO_API_KEY or --api-key to a valid API key")]
     ServerAccess { url: String, message: String },
@@ -182,7 +189,8 @@ impl Error {
             Error::NotInOwnCache(_) | Error::NoRevisions { .. } => 3,
             Error::ServerRoute { .. } | Error::ModelNotServed { .. } => 3,
             Error::Gated { .. } | Error::ServerAccess { .. } => 4,
-            Error::Offline { .. } | Error::Network { .. } | Error::ServerUnreachable { .. } => 5,
+            Error::Offline { .. } | Error::Network { .. } => 5,
+            Error::ServerUnreachable { .. } | Error::ServerNotJson { .. } => 5,
             Error::Verification { .. } => 6,
             Error::NoGpu { .. } | Error::GpuFailed(_) => 7,
             Error::OutOfMemory { .. } => 8,

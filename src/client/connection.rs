@@ -1,7 +1,7 @@
 //! Sends requests to a server, and converts error responses to Rust errors.
 
 use std::cell::RefCell;
-use std::io::{BufReader, Read};
+use std::io::{BufRead, BufReader, Read};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, RecvTimeoutError, SyncSender};
@@ -18,7 +18,7 @@ use super::address::ServerUrl;
 use super::sse::read_event;
 use crate::error::Error;
 use crate::files;
-use crate::text::library_error;
+use crate::text::{library_error, quote};
 
 /// The time limit for connecting to a server.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
@@ -72,6 +72,8 @@ enum StreamMessage {
     Event(String),
     /// The server responded with an error status.
     Refused(RefusedResponse),
+    /// The server responded with neither JSON nor events. Contains the start of the body.
+    NotJson(Vec<u8>),
     Failed(ureq::Error),
 }
 
@@ -192,6 +194,7 @@ impl Connection {
                     }
                 }
                 StreamMessage::Refused(refusal) => return Err(self.refusal(&refusal)),
+                StreamMessage::NotJson(body) => return Err(self.not_json(&body)),
                 StreamMessage::Failed(error) => return Err(self.failure(&error)),
             }
         }
@@ -205,10 +208,8 @@ impl Connection {
     }
 
     fn read_json(&self, response: Result<Response<Body>, ureq::Error>) -> Result<Value> {
-        serde_json::from_slice(&self.read_body(response)?).map_err(|error| {
-            let cause = format!("the response is not JSON: {}", library_error(&error));
-            Error::ServerUnreachable { url: self.url.to_string(), cause }.into()
-        })
+        let body = self.read_body(response)?;
+        serde_json::from_slice(&body).map_err(|_| self.not_json(&body))
     }
 
     /// Returns the body of a successful response. Fails if the request failed, or if the response has an error status.
@@ -225,6 +226,12 @@ impl Connection {
         Error::ServerUnreachable { url: self.url.to_string(), cause: library_error(error) }.into()
     }
 
+    /// Returns the error for a successful response whose body is not JSON.
+    fn not_json(&self, body: &[u8]) -> anyhow::Error {
+        let body = String::from_utf8_lossy(body).into_owned();
+        Error::ServerNotJson { url: self.url.to_string(), body }.into()
+    }
+
     fn refusal(&self, refusal: &RefusedResponse) -> anyhow::Error {
         let (url, status, message) = (self.url.to_string(), refusal.status, refusal.message());
         let wait = match refusal.retry_after() {
@@ -238,13 +245,16 @@ impl Connection {
             StatusCode::SERVICE_UNAVAILABLE => {
                 anyhow!("cannot use the server at {url}: it is not ready: {message}\n  {wait}")
             }
-            _ if status.is_redirection() => {
-                let target = refusal.header(header::LOCATION).unwrap_or_default();
-                anyhow!(
+            _ if status.is_redirection() => match refusal.header(header::LOCATION) {
+                Some(target) => anyhow!(
                     "cannot use the server at {url}: it redirects to {}\n  use the URL of that server",
-                    crate::text::quote(target)
-                )
-            }
+                    quote(target)
+                ),
+                None => anyhow!(
+                    "cannot use the server at {url}: it responded with status {status}, without a valid header \
+                     'Location'\n  check the URL; the API of most servers ends in /v1"
+                ),
+            },
             _ if refusal.code() == Some("context_length_exceeded") => Error::ServerContextFull { message }.into(),
             _ => anyhow!("cannot use the server at {url}: it responded with status {}: {message}", status.as_u16()),
         }
@@ -283,13 +293,23 @@ fn read_stream(response: Result<Response<Body>, ureq::Error>, events: &SyncSende
         let body = response.body_mut().with_config().limit(MAX_BODY_BYTES).read_to_string();
         return drop(events.send(body.map_or_else(StreamMessage::Failed, StreamMessage::Event)));
     }
+    // Some servers send events with another content type.
+    let mut is_event_stream = content_type.is_some_and(|kind| kind.starts_with("text/event-stream"));
     let mut stream = BufReader::new(response.body_mut().as_reader());
+    let start = match stream.fill_buf() {
+        Ok(start) => start.to_vec(),
+        Err(error) => return drop(events.send(StreamMessage::Failed(error.into()))),
+    };
     let mut is_awaited = true;
     loop {
         match read_event(&mut stream) {
             // Read to the end, even if `stream` has returned, so that the connection can be reused.
-            Ok(Some(data)) if is_awaited => is_awaited = events.send(StreamMessage::Event(data)).is_ok(),
+            Ok(Some(data)) if is_awaited => {
+                is_event_stream = true;
+                is_awaited = events.send(StreamMessage::Event(data)).is_ok();
+            }
             Ok(Some(_)) => {}
+            Ok(None) if !is_event_stream => return drop(events.send(StreamMessage::NotJson(start))),
             Ok(None) => return,
             Err(error) => return drop(events.send(StreamMessage::Failed(error.into()))),
         }

@@ -144,6 +144,8 @@ struct Mock {
 
 const MODELS: &str = r#"{"object":"list","data":[{"id":"org/a"},{"id":"org/b","max_model_len":100}]}"#;
 
+const HTML: &str = "<!doctype html>\n<title>It works</title>\n";
+
 impl Mock {
     /// Starts a server that sends `answer`, a complete HTTP response, to each completion request.
     fn start(answer: &str) -> Self {
@@ -182,6 +184,10 @@ fn reply(mut stream: TcpStream, answer: &str, bodies: &Mutex<Vec<Value>>) {
     };
     let response = if head.starts_with("get /v1/models") {
         whole("200 OK", MODELS)
+    } else if head.starts_with("get /html/models") {
+        whole("200 OK", HTML)
+    } else if head.starts_with("get /empty/models") {
+        whole("200 OK", "")
     } else if head.starts_with("post /v1/chat/completions") {
         bodies.lock().unwrap().push(serde_json::from_slice(&body).unwrap());
         answer.to_string()
@@ -269,11 +275,21 @@ fn failures_of_a_server_are_explained() {
     assert_fails(&ask(&loading.url, &["org/a"]), 1, &["not ready: Loading model"]);
     let redirect = refusal("307 Temporary Redirect", "Location: http://127.0.0.1:1/v1\r\n", "");
     assert_fails(&ask(&redirect.url, &["org/a"]), 1, &["redirects to 'http://127.0.0.1:1/v1'"]);
+    let nowhere = refusal("307 Temporary Redirect", "", "");
+    let words = ["status 307 Temporary Redirect, without a valid header 'Location'", "\n  check the URL"];
+    assert_fails(&ask(&nowhere.url, &["org/a"]), 1, &words);
     let long = r#"{"object":"error","message":"This model's maximum context length is 100 tokens."}"#;
     let long = refusal("400 Bad Request", "", long);
     assert_fails(&ask(&long.url, &["org/b"]), 10, &["maximum context length is 100", "shorten the prompt"]);
     let unknown = refusal("404 Not Found", "", r#"{"detail":"no such route"}"#);
     assert_fails(&ask(&unknown.url, &["org/b"]), 3, &["no such route"]);
+
+    let html = refusal("200 OK", "Content-Type: text/html\r\n", HTML);
+    let words = ["it responded with '<!doctype html>\\n<title>It works</title>' instead of JSON", "\n  check the URL"];
+    assert_fails(&ask(&html.url, &["org/a"]), 5, &words);
+    assert_fails(&ask(&format!("{}/html", html.url), &["org/a"]), 5, &words);
+    let words = ["it responded with an empty body instead of JSON", "\n  check the URL"];
+    assert_fails(&ask(&format!("{}/empty", html.url), &["org/a"]), 5, &words);
 
     assert_fails(&ask("http://127.0.0.1:1", &[]), 5, &["cannot reach a server at http://127.0.0.1:1/v1"]);
     assert_fails(&ask("127.0.0.1:1", &[]), 2, &["http://"]);
