@@ -24,7 +24,7 @@ pub fn read(fields: &mut Fields) -> Result<Vec<Message>, ApiError> {
             }
             _ => return Err(message.invalid("role", "expected user, assistant or system")),
         }
-        message.ignored().into_iter().for_each(|name| fields.ignore(name));
+        message.ignored().into_iter().for_each(|field| fields.ignore(field));
     }
     match messages.last().map(|message| message.role) {
         Some(Role::Assistant) => {
@@ -69,7 +69,7 @@ fn read_user(message: &mut Fields, messages: &mut Vec<Message>) -> Result<(), Ap
             }
             _ => return Err(unsupported(&block, &kind)),
         }
-        block.ignored().into_iter().for_each(|name| message.ignore(name));
+        block.ignored().into_iter().for_each(|field| message.ignore(field));
     }
     messages.extend(content.map(Message::user));
     Ok(())
@@ -102,7 +102,7 @@ fn read_assistant(message: &mut Fields) -> Result<Message, ApiError> {
             // Drop redacted thinking: only the service that encrypted it can read it.
             "redacted_thinking" => {
                 block.take("data");
-                message.ignore("messages[].content[] (redacted_thinking)".to_string());
+                message.ignore_with_note("messages[].content[]", "redacted_thinking");
             }
             "tool_use" => {
                 let (id, name) = (text(&mut block, "id")?, text(&mut block, "name")?);
@@ -116,7 +116,7 @@ fn read_assistant(message: &mut Fields) -> Result<Message, ApiError> {
             }
             _ => return Err(unsupported(&block, &kind)),
         }
-        block.ignored().into_iter().for_each(|name| message.ignore(name));
+        block.ignored().into_iter().for_each(|field| message.ignore(field));
     }
     Ok(answer)
 }

@@ -7,7 +7,7 @@ use crate::chat::{Message, ReasoningEffort, RenderOptions, today};
 use crate::engine::{EngineHandle, GenerateOptions, Grammar};
 use crate::server::generation::constraint::read_output_format;
 use crate::server::generation::generate_options::{self, MAX_STOP_BYTES, MAX_STOPS};
-use crate::server::http::body::Fields;
+use crate::server::http::body::{Fields, IgnoredField};
 use crate::server::http::error::ApiError;
 use crate::server::openai::chat::{MAX_TOOLS, ToolChoice, Tools, check_function};
 use crate::server::state::Server;
@@ -42,8 +42,8 @@ pub struct MessagesRequest {
     pub shows_thinking: bool,
     pub can_call_in_parallel: bool,
     pub is_stream: bool,
-    /// The names of request fields that have no effect, and notes about such fields.
-    pub ignored: Vec<String>,
+    /// The request fields that have no effect, or not their full effect.
+    pub ignored: Vec<IgnoredField>,
 }
 
 /// Reads the field `max_tokens`, which Anthropic's API requires.
@@ -98,13 +98,13 @@ fn read_tools(fields: &mut Fields, engine: &EngineHandle) -> Result<(Tools, bool
     for (index, item) in items.into_iter().enumerate() {
         let mut tool = Fields::nested(&format!("tools[{index}]"), item.clone())?;
         if let Some(kind) = tool.take_string("type")?.filter(|kind| kind != "custom") {
-            fields.ignore(format!("tools[] ({kind})"));
+            fields.ignore_with_note("tools[]", kind);
             continue;
         }
         let schema = tool.take("input_schema").filter(Value::is_object);
         let schema = schema.ok_or_else(|| tool.invalid("input_schema", "expected a JSON schema"))?;
         check_function(&mut tool)?;
-        tool.ignored().into_iter().for_each(|name| fields.ignore(name));
+        tool.ignored().into_iter().for_each(|field| fields.ignore(field));
         let mut function = json!({ "name": item["name"] });
         for key in ["description", "strict"] {
             if !item[key].is_null() {
@@ -124,7 +124,7 @@ fn read_tools(fields: &mut Fields, engine: &EngineHandle) -> Result<(Tools, bool
             (Some("tool"), Some(name)) => ToolChoice::Named(name),
             _ => return Err(nested.invalid("type", "expected auto, any, none, or tool with a name")),
         };
-        nested.ignored().into_iter().for_each(|name| fields.ignore(name));
+        nested.ignored().into_iter().for_each(|field| fields.ignore(field));
     }
     Ok((Tools::new(fields, engine, functions, choice)?, can_call_in_parallel))
 }
@@ -141,7 +141,7 @@ fn read_thinking(fields: &mut Fields) -> Result<(Option<ReasoningEffort>, bool),
         Some("omitted") => false,
         Some(_) => return Err(thinking.invalid("display", "expected summarized or omitted")),
     };
-    thinking.ignored().into_iter().for_each(|name| fields.ignore(name));
+    thinking.ignored().into_iter().for_each(|field| fields.ignore(field));
     let effort = budget.map(|budget| {
         if budget <= LOW_BUDGET {
             ReasoningEffort::Low
@@ -153,7 +153,7 @@ fn read_thinking(fields: &mut Fields) -> Result<(Option<ReasoningEffort>, bool),
     });
     match (kind.as_deref(), budget, effort) {
         (Some("enabled"), Some(budget), Some(effort)) => {
-            fields.ignore(format!("thinking.budget_tokens ({budget} is treated as {effort} effort)"));
+            fields.ignore_with_note("thinking.budget_tokens", format!("{budget} is treated as {effort} effort"));
             Ok((Some(effort), shows_thinking))
         }
         (Some("enabled"), ..) => Err(fields.invalid("thinking.budget_tokens", "expected a number of tokens")),
@@ -161,7 +161,7 @@ fn read_thinking(fields: &mut Fields) -> Result<(Option<ReasoningEffort>, bool),
         // The model still reasons, with low effort unless the request sets `output_config.effort`,
         // but the response does not contain the reasoning.
         (Some("disabled"), ..) => {
-            fields.ignore("thinking (disabled hides the reasoning; the model still reasons)".to_string());
+            fields.ignore_with_note("thinking", "disabled hides the reasoning; the model still reasons");
             Ok((Some(ReasoningEffort::Low), false))
         }
         _ => Err(fields.invalid("thinking.type", "expected enabled, adaptive or disabled")),
@@ -177,13 +177,13 @@ fn read_output_config(fields: &mut Fields) -> Result<(Option<ReasoningEffort>, O
         Some("medium") => Some(ReasoningEffort::Medium),
         Some("high") => Some(ReasoningEffort::High),
         Some(effort @ ("xhigh" | "max")) => {
-            fields.ignore(format!("output_config.effort ({effort} is treated as high)"));
+            fields.ignore_with_note("output_config.effort", format!("{effort} is treated as high"));
             Some(ReasoningEffort::High)
         }
         Some(_) => return Err(config.invalid("effort", "expected low, medium, high, xhigh or max")),
     };
     let format = read_output_format(&mut config)?;
-    config.ignored().into_iter().for_each(|name| fields.ignore(name));
+    config.ignored().into_iter().for_each(|field| fields.ignore(field));
     Ok((effort, format))
 }
 

@@ -19,12 +19,12 @@ pub fn read_response_format(fields: &mut Fields) -> Result<Option<Grammar>, ApiE
             let nested = format.take_object("json_schema")?;
             let mut nested = nested.ok_or_else(|| format.invalid("json_schema", "expected an object"))?;
             let grammar = read_schema(&mut nested)?;
-            nested.ignored().into_iter().for_each(|name| fields.ignore(name));
+            nested.ignored().into_iter().for_each(|field| fields.ignore(field));
             Some(grammar)
         }
         _ => return Err(format.invalid("type", "expected text, json_object or json_schema")),
     };
-    format.ignored().into_iter().for_each(|name| fields.ignore(name));
+    format.ignored().into_iter().for_each(|field| fields.ignore(field));
     Ok(grammar)
 }
 
@@ -37,7 +37,7 @@ pub fn read_text_format(text: &mut Fields, format: Value) -> Result<Option<Gramm
         Some("json_schema") => Some(read_schema(&mut format)?),
         _ => return Err(format.invalid("type", "expected text, json_object or json_schema")),
     };
-    format.ignored().into_iter().for_each(|name| text.ignore(name));
+    format.ignored().into_iter().for_each(|field| text.ignore(field));
     Ok(grammar)
 }
 
@@ -48,7 +48,7 @@ pub fn read_output_format(config: &mut Fields) -> Result<Option<Grammar>, ApiErr
         return Err(format.invalid("type", "expected json_schema"));
     }
     let grammar = read_schema(&mut format)?;
-    format.ignored().into_iter().for_each(|name| config.ignore(name));
+    format.ignored().into_iter().for_each(|field| config.ignore(field));
     Ok(Some(grammar))
 }
 
@@ -91,8 +91,8 @@ pub fn read_structured_outputs(fields: &mut Fields) -> Result<Option<Grammar>, A
         let texts = texts.ok_or_else(expected)?;
         grammars.push(named(&nested.path("choice"), GrammarKind::Choice(texts)));
     }
-    if let Some(name) = nested.ignored().first() {
-        return Err(ApiError::unsupported(name.as_str(), "use json, json_object, regex, grammar or choice"));
+    if let Some(field) = nested.ignored().into_iter().next() {
+        return Err(ApiError::unsupported(field.name, "use json, json_object, regex, grammar or choice"));
     }
     match grammars.len() {
         0 | 1 => Ok(grammars.pop()),

@@ -173,7 +173,7 @@ pub fn read_stream(fields: &mut Fields) -> Result<StreamOptions, ApiError> {
     }
     let has_usage = nested.take_bool("include_usage")?.unwrap_or(false);
     let has_continuous_usage = nested.take_bool("continuous_usage_stats")?.unwrap_or(false);
-    nested.ignored().into_iter().for_each(|name| fields.ignore(name));
+    nested.ignored().into_iter().for_each(|field| fields.ignore(field));
     Ok(StreamOptions { is_stream, has_usage, has_continuous_usage: has_usage && has_continuous_usage })
 }
 

@@ -8,7 +8,7 @@ use axum::response::Response;
 use serde::Serialize;
 
 use super::answers::Answers;
-use crate::server::http::body::MAX_IGNORED;
+use crate::server::http::body::{IgnoredField, MAX_IGNORED};
 use crate::server::http::error::ApiError;
 use crate::server::ids;
 use crate::server::state::Server;
@@ -52,14 +52,19 @@ impl ReplyHeader {
     }
 }
 
-/// Fails if the client asked for strict handling of fields and some request fields have no effect.
-pub fn check_strict(headers: &HeaderMap, ignored: &[String]) -> Result<(), ApiError> {
+/// Fails if the client asked for strict handling of fields, and some request fields have no effect or not their full
+/// effect.
+pub fn check_strict(headers: &HeaderMap, ignored: &[IgnoredField]) -> Result<(), ApiError> {
     let is_strict = headers.get(STRICT).is_some_and(|value| value == "1");
-    match ignored.first() {
-        Some(first) if is_strict => {
-            Err(ApiError::unsupported(first, "without the header x-inferno-strict, the server ignores the field"))
+    match ignored.first().filter(|_| is_strict) {
+        None => Ok(()),
+        Some(IgnoredField { name, note: None }) => {
+            Err(ApiError::unsupported(name, "without the header x-inferno-strict, the server ignores the field"))
         }
-        _ => Ok(()),
+        Some(IgnoredField { name, note: Some(note) }) => {
+            let hint = "without the header x-inferno-strict, the server accepts the request";
+            Err(ApiError::partly_supported(name, note, hint))
+        }
     }
 }
 
@@ -68,14 +73,14 @@ pub fn is_deterministic(headers: &HeaderMap) -> bool {
     headers.get(DETERMINISTIC).is_some_and(|value| value == "1")
 }
 
-/// Lists up to [`MAX_IGNORED`] ignored fields in a header of the response.
-pub fn with_ignored(mut response: Response, ignored: &[String]) -> Response {
+/// Lists up to [`MAX_IGNORED`] ignored fields, with their notes, in a header of the response.
+pub fn with_ignored(mut response: Response, ignored: &[IgnoredField]) -> Response {
     // Field names come from the client. Replace characters that a header must not contain, and the separator `,`.
     let is_safe = |c: char| c.is_ascii_graphic() && c != ',' || c == ' ';
-    let name = |name: &String| name.chars().take(64).map(|c| if is_safe(c) { c } else { '?' }).collect::<String>();
-    let names: Vec<String> = ignored.iter().take(MAX_IGNORED).map(name).collect();
-    if let Ok(value) = HeaderValue::from_str(&names.join(", "))
-        && !names.is_empty()
+    let safe = |text: String| text.chars().take(64).map(|c| if is_safe(c) { c } else { '?' }).collect::<String>();
+    let entries: Vec<String> = ignored.iter().take(MAX_IGNORED).map(|field| safe(field.to_string())).collect();
+    if let Ok(value) = HeaderValue::from_str(&entries.join(", "))
+        && !entries.is_empty()
     {
         response.headers_mut().insert(IGNORED, value);
     }

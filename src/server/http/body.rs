@@ -1,5 +1,7 @@
 //! Reads request bodies, limits their size, and takes typed fields from their JSON.
 
+use std::fmt;
+
 use axum::body::{Body, Bytes};
 use axum::extract::Request;
 use axum::http::header::{CONTENT_ENCODING, CONTENT_LENGTH, CONTENT_TYPE};
@@ -101,13 +103,36 @@ fn depth(json: &[u8]) -> usize {
     deepest
 }
 
+/// A request field that has no effect on the response, or not its full effect.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct IgnoredField {
+    /// The path of the field, without array indexes.
+    pub name: String,
+    /// Which part of the field has no effect, or what the server does instead.
+    pub note: Option<String>,
+}
+
+impl From<String> for IgnoredField {
+    fn from(name: String) -> Self {
+        Self { name, note: None }
+    }
+}
+
+impl fmt::Display for IgnoredField {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.note {
+            Some(note) => write!(f, "{} ({note})", self.name),
+            None => f.write_str(&self.name),
+        }
+    }
+}
+
 /// The fields of a JSON object that have not been read yet. Null fields count as absent.
 pub struct Fields {
     map: Map<String, Value>,
     /// The path of the object, such as `messages[0].`, or an empty string for the body.
     path: String,
-    /// The names of fields that have no effect on the response, and notes about such fields.
-    ignored: Vec<String>,
+    ignored: Vec<IgnoredField>,
 }
 
 impl Fields {
@@ -194,21 +219,27 @@ impl Fields {
         }
     }
 
-    /// Records the name of a field that has no effect on the response, or a note about such a field.
-    /// Keeps at most [`MAX_IGNORED`] notes, because a body can have up to `MAX_VALUES` unknown fields.
-    pub fn ignore(&mut self, note: String) {
-        if self.ignored.len() < MAX_IGNORED && !self.ignored.contains(&note) {
-            self.ignored.push(note);
+    /// Records a field that has no effect on the response.
+    /// Keeps at most [`MAX_IGNORED`] fields, because a body can have up to `MAX_VALUES` unknown fields.
+    pub fn ignore(&mut self, field: impl Into<IgnoredField>) {
+        let field = field.into();
+        if self.ignored.len() < MAX_IGNORED && !self.ignored.contains(&field) {
+            self.ignored.push(field);
         }
     }
 
-    /// Returns the recorded notes and the names of at most [`MAX_IGNORED`] unread fields.
+    /// Records a field that does not have its full effect, with a note about the difference.
+    pub fn ignore_with_note(&mut self, name: &str, note: impl Into<String>) {
+        self.ignore(IgnoredField { name: name.to_string(), note: Some(note.into()) });
+    }
+
+    /// Returns the recorded fields and at most [`MAX_IGNORED`] unread fields.
     /// Omits array indexes, as in `messages[].x`.
-    pub fn ignored(self) -> Vec<String> {
+    pub fn ignored(self) -> Vec<IgnoredField> {
         let Self { map, path, mut ignored } = self;
         let path = path.replace(|c: char| c.is_ascii_digit(), "");
         let left = map.into_iter().filter(|(_, value)| !value.is_null()).map(|(name, _)| format!("{path}{name}"));
-        ignored.extend(left.take(MAX_IGNORED));
+        ignored.extend(left.take(MAX_IGNORED).map(IgnoredField::from));
         ignored
     }
 }
@@ -245,13 +276,15 @@ mod tests {
         assert!(fields.take_integer("f", 1..=8).is_err());
         assert!(fields.take_string("s").unwrap_err().body().contains("expected a string"));
         assert_eq!(fields.take_bool("absent").unwrap(), None);
-        fields.ignore("note".to_string());
-        assert_eq!(fields.ignored(), ["note", "user"]);
+        let names = |fields: Fields| fields.ignored().iter().map(IgnoredField::to_string).collect::<Vec<_>>();
+        fields.ignore("field".to_string());
+        fields.ignore_with_note("effort", "max is treated as high");
+        assert_eq!(names(fields), ["field", "effort (max is treated as high)", "user"]);
         let nested = Fields::nested("messages[12]", json!({ "a": 1 })).unwrap();
-        assert_eq!(nested.ignored(), ["messages[].a"]);
+        assert_eq!(names(nested), ["messages[].a"]);
         let many: Map<String, Value> = (0..1000).map(|number| (format!("f{number}"), json!(1))).collect();
         let mut fields = Fields::new(many);
-        (0..1000).for_each(|number| fields.ignore(format!("note {number}")));
+        (0..1000).for_each(|number| fields.ignore(format!("field {number}")));
         assert_eq!(fields.ignored().len(), 2 * MAX_IGNORED);
     }
 }

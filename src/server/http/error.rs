@@ -68,6 +68,13 @@ impl ApiError {
         Self { message, param: Some(param), code: Some("unsupported_parameter"), ..Self::bad_request("") }
     }
 
+    /// Creates a 400 error about a field whose value does not have its full effect. `note` describes the difference.
+    pub fn partly_supported(param: impl Into<String>, note: &str, hint: &str) -> Self {
+        let param = param.into();
+        let message = format!("the value of '{param}' is not fully supported ({note}): {hint}");
+        Self { message, param: Some(param), code: Some("unsupported_parameter"), ..Self::bad_request("") }
+    }
+
     /// Creates a 401 error for a missing or wrong API key.
     pub fn unauthorized(message: &str) -> Self {
         let code = Some("invalid_api_key");

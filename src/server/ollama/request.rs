@@ -7,7 +7,7 @@ use crate::chat::{Message, ReasoningEffort, RenderOptions, today};
 use crate::engine::{EngineHandle, GenerateOptions, Grammar, GrammarKind, Request};
 use crate::server::generation::constraint::named;
 use crate::server::generation::generate_options;
-use crate::server::http::body::Fields;
+use crate::server::http::body::{Fields, IgnoredField};
 use crate::server::http::error::ApiError;
 use crate::server::openai::chat::{Tools, read_tools};
 use crate::server::state::Server;
@@ -23,8 +23,8 @@ pub struct OllamaRequest {
     pub has_logprobs: bool,
     pub shows_thinking: bool,
     pub is_stream: bool,
-    /// The names of request fields that have no effect, and notes about such fields.
-    pub ignored: Vec<String>,
+    /// The request fields that have no effect, or not their full effect.
+    pub ignored: Vec<IgnoredField>,
 }
 
 /// Fails unless the field `model`, or else `name`, names the served model.
@@ -108,7 +108,7 @@ impl SharedFields {
         }
         let mut options = generate_options::read(&mut nested, server, engine)?;
         options.max_tokens = limit.and_then(|limit| usize::try_from(limit).ok()).filter(|&limit| limit > 0);
-        nested.ignored().into_iter().for_each(|name| fields.ignore(name));
+        nested.ignored().into_iter().for_each(|field| fields.ignore(field));
         let has_logprobs = fields.take_bool("logprobs")?.unwrap_or(false);
         let top_logprobs = fields.take_integer("top_logprobs", 0..=20)?.unwrap_or(0) as usize;
         options.logprobs = (has_logprobs || top_logprobs > 0).then_some(top_logprobs);
@@ -156,11 +156,11 @@ fn read_think(fields: &mut Fields) -> Result<(ReasoningEffort, bool), ApiError> 
         None | Some((Some(true), _)) => Ok((effort, true)),
         // With `think` off, most models still reason, but the response does not contain the reasoning.
         Some((Some(false), _)) => {
-            fields.ignore("think (false hides the reasoning; most models still reason)".to_string());
+            fields.ignore_with_note("think", "false hides the reasoning; most models still reason");
             Ok((ReasoningEffort::Low, false))
         }
         Some((_, Some("max"))) => {
-            fields.ignore("think (max is treated as high)".to_string());
+            fields.ignore_with_note("think", "max is treated as high");
             Ok((ReasoningEffort::High, true))
         }
         Some((_, text)) => match text.unwrap_or_default().parse() {

@@ -252,6 +252,11 @@ fn fields_without_effect_are_named_and_can_be_refused() {
     let send = |body: Value| server.send("POST", "/v1/chat/completions", &headers, body.to_string().as_bytes());
     assert_eq!(send(chat(json!({ "user": "ada" }))).error(400)["param"], "user");
     send(chat(json!({ "max_tokens": 5 }))).ok();
+    // The error names the field without the note.
+    let error = send(chat(json!({ "reasoning_effort": "minimal" }))).error(400);
+    assert_eq!(error["param"], "reasoning_effort");
+    let message = error["message"].as_str().unwrap();
+    assert!(message.contains("'reasoning_effort' is not fully supported (minimal is treated as low)"), "{message}");
     // In the header, line breaks and commas in field names become question marks.
     let response = server.chat(json!({ "a\r\nb: c, d": 1, "max_tokens": 5 }));
     assert_eq!(response.header("x-inferno-ignored"), Some("a??b: c? d"));

@@ -121,5 +121,6 @@ fn tools_that_cannot_be_served_are_skipped_and_named() {
     assert_eq!(json["usage"]["input_tokens"], all);
     let headers = [JSON, ("x-inferno-strict", "1")];
     let body = body(json!({ "tools": [{ "type": "web_search" }] })).to_string();
-    server.send("POST", "/v1/responses", &headers, body.as_bytes()).error(400);
+    let error = server.send("POST", "/v1/responses", &headers, body.as_bytes()).error(400);
+    assert_eq!(error["param"], "tools[]", "{error}");
 }

@@ -17,7 +17,7 @@ pub fn read(fields: &mut Fields) -> Result<Vec<Message>, ApiError> {
     for (index, item) in items.into_iter().enumerate() {
         let mut message = Fields::nested(&format!("messages[{index}]"), item)?;
         messages.push(read_message(&mut message)?);
-        message.ignored().into_iter().for_each(|name| fields.ignore(name));
+        message.ignored().into_iter().for_each(|field| fields.ignore(field));
     }
     Ok(messages)
 }
@@ -83,7 +83,7 @@ pub fn read_content(fields: &mut Fields, name: &str) -> Result<Option<String>, A
         content.push_str(&text.ok_or_else(|| part.invalid(field, "expected a string"))?);
         // Clients send back parts of earlier responses that have these fields, so do not report the fields as ignored.
         drop((part.take("annotations"), part.take("logprobs")));
-        part.ignored().into_iter().for_each(|name| fields.ignore(name));
+        part.ignored().into_iter().for_each(|field| fields.ignore(field));
     }
     Ok(Some(content))
 }

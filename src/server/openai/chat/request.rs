@@ -7,7 +7,7 @@ use crate::chat::{ChatFormat, RESERVED_VARIABLES, ReasoningEffort, RenderOptions
 use crate::engine::{EngineHandle, MAX_LOGPROBS, Request};
 use crate::server::generation::constraint;
 use crate::server::generation::generate_options::{self, StreamOptions};
-use crate::server::http::body::Fields;
+use crate::server::http::body::{Fields, IgnoredField};
 use crate::server::http::error::ApiError;
 use crate::server::state::Server;
 
@@ -20,8 +20,8 @@ pub struct ChatRequest {
     pub can_call_in_parallel: bool,
     /// Whether the client named the tool that the model must call.
     pub must_call_named: bool,
-    /// The names of request fields that have no effect, and notes about such fields.
-    pub ignored: Vec<String>,
+    /// The request fields that have no effect, or not their full effect.
+    pub ignored: Vec<IgnoredField>,
 }
 
 impl ChatRequest {
@@ -110,7 +110,7 @@ pub fn read_reasoning(fields: &mut Fields) -> Result<(ReasoningEffort, bool), Ap
         let nested_effort = nested.take_string("effort")?;
         effort = nested_effort.map(|effort| ("reasoning.effort".to_string(), effort)).or(effort);
         shows_reasoning &= !nested.take_bool("exclude")?.unwrap_or(false);
-        nested.ignored().into_iter().for_each(|name| fields.ignore(name));
+        nested.ignored().into_iter().for_each(|field| fields.ignore(field));
     }
     let Some((field, effort)) = effort else { return Ok((ReasoningEffort::default(), shows_reasoning)) };
     let served = match effort.as_str() {
@@ -121,7 +121,7 @@ pub fn read_reasoning(fields: &mut Fields) -> Result<(ReasoningEffort, bool), Ap
         _ => return Err(ApiError::invalid(field, "expected minimal, low, medium, high, xhigh or max")),
     };
     if served.to_string() != effort {
-        fields.ignore(format!("{field} ({effort} is treated as {served})"));
+        fields.ignore_with_note(&field, format!("{effort} is treated as {served}"));
     }
     Ok((served, shows_reasoning))
 }

@@ -4,7 +4,7 @@ use serde_json::{Value, json};
 
 use crate::engine::{EngineHandle, MAX_LOGPROBS, Prompt, Request};
 use crate::server::generation::generate_options::{self, StreamOptions, token_ids};
-use crate::server::http::body::Fields;
+use crate::server::http::body::{Fields, IgnoredField};
 use crate::server::http::error::ApiError;
 use crate::server::state::Server;
 
@@ -24,8 +24,8 @@ pub struct CompletionRequest {
     pub echoes: Vec<Option<String>>,
     pub has_logprobs: bool,
     pub stream: StreamOptions,
-    /// The names of request fields that have no effect, and notes about such fields.
-    pub ignored: Vec<String>,
+    /// The request fields that have no effect, or not their full effect.
+    pub ignored: Vec<IgnoredField>,
 }
 
 impl CompletionRequest {

@@ -129,7 +129,7 @@ fn read_item(
         return Ok(found);
     }
     let content = read_item_content(&mut item, &kind)?;
-    item.ignored().into_iter().for_each(|name| fields.ignore(name));
+    item.ignored().into_iter().for_each(|field| fields.ignore(field));
     Ok(Arc::new(Item { id: id.unwrap_or_else(|| content.new_id()), status: ItemStatus::Completed, content }))
 }
 
@@ -151,7 +151,7 @@ fn read_item_content(item: &mut Fields, kind: &str) -> Result<ItemContent, ApiEr
             let encoded = item.take_string("encrypted_content")?;
             let decoded = encoded.as_deref().and_then(decode_reasoning);
             if text.is_none() && decoded.is_none() && encoded.is_some() {
-                item.ignore("input[].encrypted_content (of another service)".to_string());
+                item.ignore_with_note("input[].encrypted_content", "of another service");
             }
             // The summary of a reasoning item has no effect, because it is not the reasoning itself.
             if item.take_array("summary")?.is_some_and(|summary| !summary.is_empty()) {

@@ -15,7 +15,7 @@ use crate::chat::{Message, RenderOptions, today};
 use crate::engine::{EngineHandle, GenerateOptions, Grammar, MAX_LOGPROBS};
 use crate::server::generation::constraint::read_text_format;
 use crate::server::generation::generate_options;
-use crate::server::http::body::Fields;
+use crate::server::http::body::{Fields, IgnoredField};
 use crate::server::http::error::ApiError;
 use crate::server::openai::chat::read_reasoning;
 use crate::server::state::Server;
@@ -49,8 +49,8 @@ pub struct ResponseRequest {
     pub input: Vec<Arc<Item>>,
     pub parts: ResponseParts,
     pub is_stream: bool,
-    /// The names of request fields that have no effect, and notes about such fields.
-    pub ignored: Vec<String>,
+    /// The request fields that have no effect, or not their full effect.
+    pub ignored: Vec<IgnoredField>,
 }
 
 impl ResponseRequest {
@@ -138,7 +138,7 @@ fn read_text(fields: &mut Fields) -> Result<(Value, Option<Grammar>), ApiError> 
     let Some(mut text) = fields.take_object("text")? else { return Ok((json!({ "format": plain }), None)) };
     let format = text.take("format").unwrap_or(plain);
     let grammar = read_text_format(&mut text, format.clone())?;
-    text.ignored().into_iter().for_each(|name| fields.ignore(name));
+    text.ignored().into_iter().for_each(|field| fields.ignore(field));
     Ok((json!({ "format": format }), grammar))
 }
 
@@ -150,7 +150,7 @@ fn read_include(fields: &mut Fields) -> Result<ResponseParts, ApiError> {
             Some("message.output_text.logprobs") => parts.has_logprobs = true,
             Some("reasoning.encrypted_content") => parts.has_encoded_reasoning = true,
             // All other `include` values are unknown, or belong to features that inferno does not support.
-            Some(other) => fields.ignore(format!("include ({other})")),
+            Some(other) => fields.ignore_with_note("include", other),
             None => return Err(fields.invalid("include", "expected an array of strings")),
         }
     }

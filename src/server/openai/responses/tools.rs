@@ -37,11 +37,11 @@ pub fn read(fields: &mut Fields, engine: &EngineHandle) -> Result<Tools, ApiErro
         let kind =
             tool.take_string("type")?.ok_or_else(|| tool.invalid("type", "expected a type such as 'function'"))?;
         if kind != "function" {
-            fields.ignore(format!("tools[] ({kind})"));
+            fields.ignore_with_note("tools[]", kind);
             continue;
         }
         check_function(&mut tool)?;
-        tool.ignored().into_iter().for_each(|name| fields.ignore(name));
+        tool.ignored().into_iter().for_each(|field| fields.ignore(field));
         functions.push(json!({ "type": "function", "function": pick(&item, &FUNCTION_KEYS) }));
         let mut echo = json!({ "type": kind });
         for key in FUNCTION_KEYS {
