@@ -28,7 +28,7 @@ pub fn read(fields: &mut Fields) -> Result<Vec<Message>, ApiError> {
     }
     match messages.last().map(|message| message.role) {
         Some(Role::Assistant) => {
-            Err(ApiError::unsupported("messages", "inferno cannot continue an answer; end with a user message"))
+            Err(fields.invalid("messages", "inferno cannot continue an answer; end with a user message"))
         }
         _ => Ok(messages),
     }

@@ -276,7 +276,10 @@ fn fields_are_honored_refused_or_named() {
         (json!({ "messages": [] }), "messages"),
         (json!({ "messages": [{ "role": "tool", "content": "x" }] }), "messages[0].role"),
         (json!({ "messages": [{ "role": "user" }] }), "messages[0].content"),
-        (json!({ "messages": [{ "role": "assistant", "content": "The answer is" }] }), "cannot continue an answer"),
+        (
+            json!({ "messages": [{ "role": "assistant", "content": "The answer is" }] }),
+            "invalid 'messages': inferno cannot continue an answer",
+        ),
         (user(json!([image])), "messages[0].content[0].type"),
         (user(json!([{ "type": "tool_use", "id": "a", "name": "f", "input": {} }])), "messages[0].content[0].type"),
         (user(json!([{ "type": "tool_result", "content": "x" }])), "tool_use_id"),
