@@ -58,6 +58,10 @@ pub fn check(engine: Engine, reference: Engine, change: impl Fn(usize, &mut Gene
             options.sampling
         );
         assert_eq!(answer.summary.finish_reason, alone.summary.finish_reason);
+        // Tokens that are recomputed after a preemption do not count.
+        let usage = |answer: &Answer| (answer.summary.prompt_tokens, answer.summary.completion_tokens);
+        assert_eq!(usage(&answer), usage(&alone));
+        assert!(answer.summary.cached_tokens < prompt.len(), "{:?}", answer.summary);
     }
     engine.with_runner(|_| ()).unwrap();
     let stats = engine.stats();
