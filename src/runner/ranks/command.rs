@@ -35,7 +35,7 @@ pub enum RankCommand {
     /// Copies a block of the KV cache.
     CopyBlock { from: u32, to: u32 },
     /// Calls a function with the follower's KV cache.
-    Cache(CacheCall),
+    Cache(RankCacheCall),
     /// Does nothing. The first rank sends pings to learn whether the follower still answers.
     Ping,
     /// Makes the rank fail, for tests.
@@ -49,7 +49,7 @@ pub struct RankCache<'c> {
 }
 
 /// A function to call with the KV cache of a rank.
-pub type CacheCall = Arc<dyn Fn(RankCache) + Send + Sync>;
+pub type RankCacheCall = Arc<dyn Fn(RankCache) + Send + Sync>;
 
 /// A command for the decode graphs of all ranks.
 #[derive(Clone)]
