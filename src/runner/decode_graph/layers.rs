@@ -22,7 +22,7 @@ use crate::nn::norm::Norm;
 
 /// What a scratch buffer holds.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
-enum Slot {
+enum Contents {
     /// The rotated queries.
     Queries,
     /// The output of attention.
@@ -46,14 +46,14 @@ enum Slot {
 /// The buffers between the kernels of all layers. Layers with the same shapes share buffers.
 #[derive(Default)]
 pub(super) struct Scratch {
-    tensors: HashMap<(Slot, Vec<usize>, DType), Tensor>,
+    tensors: HashMap<(Contents, Vec<usize>, DType), Tensor>,
     experts: Option<ExpertBuffers>,
 }
 
 impl Scratch {
-    /// Returns the buffer for a slot, shape and dtype. Allocates the buffer on first use.
-    fn tensor(&mut self, slot: Slot, shape: &[usize], dtype: DType, device: &Device) -> Result<Tensor> {
-        Ok(match self.tensors.entry((slot, shape.to_vec(), dtype)) {
+    /// Returns the buffer for the given contents, shape and dtype. Allocates the buffer on first use.
+    fn tensor(&mut self, contents: Contents, shape: &[usize], dtype: DType, device: &Device) -> Result<Tensor> {
+        Ok(match self.tensors.entry((contents, shape.to_vec(), dtype)) {
             Entry::Occupied(entry) => entry.get().clone(),
             Entry::Vacant(entry) => entry.insert(Tensor::zeros(shape, dtype, device)?).clone(),
         })
@@ -61,7 +61,7 @@ impl Scratch {
 
     /// Returns a buffer of zeros with the shape and dtype of `x`.
     pub fn zeros(&mut self, x: &Tensor) -> Result<Tensor> {
-        self.tensor(Slot::Zeros, x.dims(), x.dtype(), x.device())
+        self.tensor(Contents::Zeros, x.dims(), x.dtype(), x.device())
     }
 }
 
@@ -93,9 +93,9 @@ pub(super) fn add_attention(
     let Attention { qkv_proj, o_proj, sinks, qk_norm, rotary, config, .. } = &layer.self_attn;
     let (device, dtype) = (buffers.x.device(), layer.self_attn.dtype());
     let (heads, head_dim) = (config.heads, config.spec.head_dim);
-    let q = scratch.tensor(Slot::Queries, &[heads, head_dim], dtype, device)?;
-    let attended = scratch.tensor(Slot::Attended, &[heads, head_dim], dtype, device)?;
-    let raw = scratch.tensor(Slot::UnnormalizedQk, &[heads + config.spec.kv_heads, head_dim], DType::F32, device)?;
+    let q = scratch.tensor(Contents::Queries, &[heads, head_dim], dtype, device)?;
+    let attended = scratch.tensor(Contents::Attended, &[heads, head_dim], dtype, device)?;
+    let raw = scratch.tensor(Contents::UnnormalizedQk, &[heads + config.spec.kv_heads, head_dim], DType::F32, device)?;
     let qk_norm =
         qk_norm.as_ref().map(|(q, k)| QkNormBuffers { q: &q.weight, k: &k.weight, eps: q.eps, scratch: &raw });
     let qkv = QkvProjection {
@@ -122,8 +122,8 @@ pub(super) fn add_attention(
         positions: &buffers.state.narrow(0, 0, 1)?,
         tables: table,
         out: &attended.unsqueeze(0)?,
-        partials: &scratch.tensor(Slot::Partials, &[flash.partials.max(1)], DType::F32, device)?,
-        arrivals: &scratch.tensor(Slot::Arrivals, &[flash.arrivals.max(1)], DType::U32, device)?,
+        partials: &scratch.tensor(Contents::Partials, &[flash.partials.max(1)], DType::F32, device)?,
+        arrivals: &scratch.tensor(Contents::Arrivals, &[flash.arrivals.max(1)], DType::U32, device)?,
     };
     // The attention kernel may start while the QKV projection is still running.
     // Before the projection ends, the kernel reads only data that the projection does not write:
@@ -134,7 +134,7 @@ pub(super) fn add_attention(
     // `set_tables` rejects blocks that the cache does not have.
     unsafe { launches.add(launch)? };
 
-    let raw = scratch.tensor(Slot::UnnormalizedOutput, buffers.x.dims(), DType::F32, device)?;
+    let raw = scratch.tensor(Contents::UnnormalizedOutput, buffers.x.dims(), DType::F32, device)?;
     let post_norm = post_norm(&layer.attention_post_norm, &raw);
     Ok(decode::add_residual(
         launches,
@@ -157,8 +157,8 @@ pub(super) fn add_gated_mlp(
     let GatedMlp { down_proj, activation, .. } = mlp;
     let [gate_proj, up_proj] = mlp.gate_and_up()?;
     let (intermediate, _) = gate_proj.weight.dims();
-    let h = scratch.tensor(Slot::Intermediate, &[intermediate], mlp.dtype(), buffers.x.device())?;
-    let raw = scratch.tensor(Slot::UnnormalizedOutput, buffers.x.dims(), DType::F32, buffers.x.device())?;
+    let h = scratch.tensor(Contents::Intermediate, &[intermediate], mlp.dtype(), buffers.x.device())?;
+    let raw = scratch.tensor(Contents::UnnormalizedOutput, buffers.x.dims(), DType::F32, buffers.x.device())?;
     let (gate, up) = (projection(&gate_proj), projection(&up_proj));
     decode::add_gate_up(launches, buffers, rms_norm(&layer.mlp_norm), gate, up, *activation, &h)?;
     let post_norm = post_norm(&layer.mlp_post_norm, &raw);
@@ -180,10 +180,10 @@ pub(super) fn add_gated_moe(
         bail!("the decode graph has no kernel for a router or experts in this format");
     };
     let device = buffers.x.device();
-    let logits = scratch.tensor(Slot::RouterLogits, &[config.experts], DType::F32, device)?;
+    let logits = scratch.tensor(Contents::RouterLogits, &[config.experts], DType::F32, device)?;
     // With several ranks, this rank may hold only some of the columns of `down`.
     let (_, columns) = down.dims();
-    let h = scratch.tensor(Slot::Intermediate, &[config.experts_per_token, columns], *dtype, device)?;
+    let h = scratch.tensor(Contents::Intermediate, &[config.experts_per_token, columns], *dtype, device)?;
     let norm = rms_norm(&layer.mlp_norm);
     decode::add_router(launches, buffers, norm, router, None, &logits, None)?;
     decode::add_routed_gate_up(launches, buffers, norm, &gate_up, &logits, &h)?;

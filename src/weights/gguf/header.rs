@@ -2,7 +2,6 @@
 //! Every count, length and offset is checked against a limit or the file size before it is used.
 
 use std::collections::BTreeMap;
-use std::collections::btree_map::Entry as Slot;
 use std::ops::Range;
 
 use anyhow::{Context, Result, bail};
@@ -142,9 +141,8 @@ fn read_tensors(
     for number in 1..=count {
         let name = name(cursor, MAX_NAME_BYTES).with_context(|| format!("tensor {number} of {count}"))?;
         let row = read_row(cursor).with_context(|| format!("tensor {}", excerpt(name)))?;
-        match rows.entry(name.to_string()) {
-            Slot::Vacant(slot) => drop(slot.insert(row)),
-            Slot::Occupied(_) => bail!("tensor {} occurs twice", excerpt(name)),
+        if rows.insert(name.to_string(), row).is_some() {
+            bail!("tensor {} occurs twice", excerpt(name));
         }
     }
     let data = (cursor.position() as u64).next_multiple_of(alignment);
