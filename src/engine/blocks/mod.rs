@@ -26,22 +26,22 @@ const RETAINED_PREFIX_TOKENS: usize = 1024;
 
 /// The hashes of the full blocks of a sequence.
 ///
-/// A block's hash covers `salt` and all tokens up to the end of the block.
+/// A block's hash covers the cache salt, the prompt parts and all tokens up to the end of the block.
 /// The default value has neither a salt nor prompt parts.
 #[derive(Clone, Debug, Default)]
 pub struct BlockHashes {
     /// The hash of the cache salt and the prompt parts, or 0 if the sequence has neither.
     /// Every block hash includes this hash, so sequences share cached blocks only if their salts and parts are equal.
-    salt: u128,
+    root: u128,
     /// If set, the sequence reuses a cached prefix only in whole prompt parts.
     prompt_parts: Option<PromptParts>,
     blocks: Vec<u128>,
 }
 
 impl BlockHashes {
-    /// Returns the hash of the salt and of all tokens before the block at `index`.
+    /// Returns the hash of the cache salt, the prompt parts and all tokens before the block at `index`.
     fn before(&self, index: usize) -> u128 {
-        index.checked_sub(1).map_or(self.salt, |before| self.blocks[before])
+        index.checked_sub(1).map_or(self.root, |before| self.blocks[before])
     }
 }
 
@@ -291,13 +291,13 @@ impl BlockManager {
     /// If the sequence reused half a part, a smaller pass would compute the other half.
     /// The smaller pass could change the last bits of keys and values.
     pub fn hashes(&self, salt: Option<&str>, prompt_parts: Option<PromptParts>) -> BlockHashes {
-        let key = (salt.is_some() || prompt_parts.is_some()).then(|| {
+        let root = (salt.is_some() || prompt_parts.is_some()).then(|| {
             self.hash(|mut hasher| {
                 (salt, prompt_parts.map(PromptParts::tokens)).hash(&mut hasher);
                 hasher.finish()
             })
         });
-        BlockHashes { salt: key.unwrap_or(0), prompt_parts, blocks: Vec::new() }
+        BlockHashes { root: root.unwrap_or(0), prompt_parts, blocks: Vec::new() }
     }
 
     /// Returns a 128-bit hash. `finish` writes the data to a hasher and returns one half of the hash.

@@ -15,15 +15,17 @@ pub const SCRATCH_BLOCK: BlockId = 0;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BlockContent {
     pub key: BlockKey,
-    /// The hash of the salt and of all tokens before the block.
+    /// The hash of the cache salt, the prompt parts and all tokens before the block.
     pub parent: u128,
     pub tokens: [u32; BLOCK_TOKENS],
 }
 
-/// The key of a cached block: its layer group, and the hash of the salt and all tokens up to the end of the block.
+/// The key of a cached block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct BlockKey {
+    /// The layer group.
     pub group: usize,
+    /// The hash of the cache salt, the prompt parts and all tokens up to the end of the block.
     pub hash: u128,
 }
 

@@ -166,7 +166,7 @@ impl FlashAttention {
         if queries.uniform_tokens() != Some(1) {
             bail!("cannot compute attention: a fixed summation order requires one token per sequence");
         }
-        let tile = TileKernel::few(device, q)?;
+        let tile = TileKernel::for_fixed_order(device, q)?;
         let row_tiles = shape.tokens * (shape.heads / shape.kv_heads).div_ceil(tile.rows);
         let rows = LaunchRows::Uniform { tokens: 1 };
         Self::with_splits(shape, q.dtype(), mask, tile, rows, (row_tiles, splits(mask, FIXED_SPLITS)))
@@ -386,7 +386,7 @@ impl TileKernel {
     /// Returns a 16-row tile for a fixed summation order. The choice depends only on the GPU and the head size.
     /// If the GPU has enough shared memory, the tile is the one for small batches.
     /// Otherwise, the tile is the first one for large batches that fits.
-    fn few(device: &CudaDevice, q: &Tensor) -> Result<Self> {
+    fn for_fixed_order(device: &CudaDevice, q: &Tensor) -> Result<Self> {
         let (_, _, head_dim) = q.dims3()?;
         let max_shared_bytes = max_shared_bytes(device)?;
         match Self::for_head_dim(head_dim).into_iter().find(|tile| tile.shared_bytes <= max_shared_bytes) {
@@ -395,8 +395,9 @@ impl TileKernel {
         }
     }
 
-    /// Returns the tiles for a head size. [`choose`](Self::choose) and [`few`](Self::few) take the first suitable tile,
-    /// so the order matters. The list is empty if no kernel supports the head size.
+    /// Returns the tiles for a head size. The list is empty if no kernel supports the head size.
+    /// The order matters: [`choose`](Self::choose) and [`for_fixed_order`](Self::for_fixed_order) take the first
+    /// suitable tile.
     fn for_head_dim(head_dim: usize) -> Vec<Self> {
         let Some(index) = FLASH_HEAD_DIMS.iter().position(|&dim| dim == head_dim) else { return Vec::new() };
         let tile = |kind, name, rows: usize, warps: usize, (teams, stages): (usize, usize), keys: usize| {
