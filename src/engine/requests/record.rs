@@ -46,6 +46,7 @@ pub struct EngineRecord {
     pub dtype: String,
     pub quantization: Option<String>,
     pub attention: String,
+    /// The [`ExecutionMode`](crate::runner::ExecutionMode): `graph` or `eager`.
     pub executor: String,
     pub context: usize,
     pub chunk: usize,

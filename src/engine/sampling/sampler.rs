@@ -207,7 +207,7 @@ impl TokenSampler for Sampler {
             seed,
             sampled_before: self.draws as u32,
         };
-        let seen = self.seen.with_penalties(self.penalties()).map(|(id, generated)| (id, 1 + generated)).collect();
+        let seen = self.seen.with_penalties(self.penalties()).collect();
         Some(DeviceSampling { params, seen })
     }
 }

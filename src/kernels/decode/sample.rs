@@ -41,9 +41,9 @@ impl SamplingBuffers {
         copy_rows(&self.params, &Tensor::new(&sampling.params.words(), self.params.device())?, 0)?;
         if sampling.params.has_penalties() {
             let mut seen = vec![0u32; self.seen.dims1()?];
-            for (token, times) in sampling.seen {
+            for (token, generated) in sampling.seen {
                 if let Some(seen) = seen.get_mut(token as usize) {
-                    *seen = times;
+                    *seen = 1 + generated;
                 }
             }
             copy_rows(&self.seen, &Tensor::new(seen, self.seen.device())?, 0)?;

@@ -103,7 +103,7 @@ impl SamplingKernelParams {
 #[derive(Clone, Debug, PartialEq)]
 pub struct DeviceSampling {
     pub params: SamplingKernelParams,
-    /// (token, 1 + count) pairs, one for each token whose logit the penalties change.
+    /// (token, count) pairs, at most one per token, for the tokens that get penalties.
     /// The count is the number of times that the token was generated, or 0 if only the prompt contains the token.
     /// Empty if no penalty is set.
     pub seen: Vec<(u32, u32)>,

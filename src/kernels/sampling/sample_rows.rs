@@ -23,10 +23,10 @@ pub fn sample_rows(logits: &Tensor, rows: &[Option<DeviceSampling>]) -> Result<V
     for (row, sampling) in rows.iter().enumerate() {
         let params = sampling.as_ref().map_or_else(SamplingKernelParams::greedy, |sampling| sampling.params);
         words.extend(params.words());
-        for &(token, times) in
+        for &(token, generated) in
             sampling.iter().flat_map(|sampling| &sampling.seen).filter(|seen| (seen.0 as usize) < vocab)
         {
-            seen.extend([row as u32, token, times]);
+            seen.extend([row as u32, token, generated]);
         }
     }
     let params = Tensor::from_vec(words, (count, SAMPLE_PARAM_WORDS), logits.device())?;
