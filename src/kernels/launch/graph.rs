@@ -21,9 +21,16 @@ unsafe impl Send for LaunchGraph {}
 
 impl LaunchGraph {
     /// Captures the launches of `first`, followed by the launches of `second`, on the stream of their device.
-    pub fn capture(first: &LaunchList, second: &LaunchList) -> anyhow::Result<Self> {
+    ///
+    /// The graph keeps the memory alive that the lists keep alive.
+    ///
+    /// # Safety
+    /// All other memory that the launches use, such as the mailboxes of a world, must live as long as the graph.
+    /// No other thread may use the stream during the capture.
+    pub unsafe fn capture(first: &LaunchList, second: &LaunchList) -> anyhow::Result<Self> {
         let enqueue = || Ok(first.enqueue().and_then(|()| second.enqueue())?);
-        // SAFETY: launch lists allocate nothing when they are queued, and the graph keeps their memory alive.
+        // SAFETY: `LaunchList::enqueue` only launches kernels, so it allocates nothing.
+        // `_memory` keeps the memory of the lists alive. The caller guarantees the rest.
         let graph = unsafe { Self::capture_with(first.device(), enqueue)? };
         Ok(Self { _memory: first.memory().chain(second.memory()).cloned().collect(), ..graph })
     }

@@ -125,7 +125,9 @@ impl DecodeGraph {
         let step_tail = |add: &dyn Fn(&mut LaunchList) -> candle_core::Result<()>| -> Result<StepTail> {
             let mut tail = LaunchList::new(device)?;
             add(&mut tail)?;
-            let graph = LaunchGraph::capture(&launches, &tail).context("cannot capture the decode step")?;
+            // SAFETY: `buffers`, which the `DecodeGraph` owns, keeps the world and its mailboxes alive.
+            // After loading, only the thread of this rank uses the stream.
+            let graph = unsafe { LaunchGraph::capture(&launches, &tail) }.context("cannot capture the decode step")?;
             Ok(StepTail { launches: tail, graph })
         };
         let greedy = match decoder.world().size() {

@@ -95,7 +95,8 @@ pub(super) fn add_attention(
     let (heads, head_dim) = (config.heads, config.spec.head_dim);
     let q = scratch.tensor(Contents::Queries, &[heads, head_dim], dtype, device)?;
     let attended = scratch.tensor(Contents::Attended, &[heads, head_dim], dtype, device)?;
-    let raw = scratch.tensor(Contents::UnnormalizedQk, &[heads + config.spec.kv_heads, head_dim], DType::F32, device)?;
+    let raw =
+        scratch.tensor(Contents::UnnormalizedQk, &[heads + config.spec.kv_heads, head_dim], DType::F32, device)?;
     let qk_norm =
         qk_norm.as_ref().map(|(q, k)| QkNormBuffers { q: &q.weight, k: &k.weight, eps: q.eps, scratch: &raw });
     let qkv = QkvProjection {
