@@ -109,7 +109,8 @@ fn tool_calls_of_mistral_and_llama_are_parsed() {
     }
 }
 
-/// Returns a tokenizer with control tokens of Llama 3. Llama 3.2 has `<|python_tag|>`, but writes calls without it.
+/// Returns a tokenizer with control tokens of Llama 3 and with a token for each `<think>` tag.
+/// Llama 3.2 has `<|python_tag|>`, but writes tool calls without it.
 fn llama_tokenizer() -> Tokenizer {
     byte_tokenizer(&["<|python_tag|>", "<|eot_id|>", "<think>", "</think>"], &[])
 }

@@ -9,7 +9,7 @@ use tempfile::TempDir;
 use crate::support::program::{assert_fails, inferno, text};
 use crate::support::screen::{DEMO, Screen};
 
-/// Runs a shell script in which `$@` expands to inferno and `args`.
+/// Runs a shell script in which `"$@"` is the inferno program with the arguments `args`.
 fn in_shell(home: &TempDir, script: &str, args: &[&str]) -> Output {
     let program = inferno(home);
     let mut shell = Command::new("sh");

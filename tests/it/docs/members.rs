@@ -15,7 +15,7 @@ pub struct Members {
 }
 
 impl Members {
-    /// Adds the types in the tokens of a file.
+    /// Adds the members of the types and traits that a file defines or implements.
     pub fn scan(&mut self, tokens: TokenStream) {
         let tokens: Vec<TokenTree> = tokens.into_iter().collect();
         for (index, token) in tokens.iter().enumerate() {
@@ -35,7 +35,8 @@ impl Members {
         }
     }
 
-    /// Adds an item if `keyword` defines a type, a trait or an implementation.
+    /// Adds the members of an item, if `keyword` starts a type, a trait or an implementation.
+    /// `head` holds the tokens between the keyword and the body.
     fn add(&mut self, keyword: &str, head: &[TokenTree], body: Vec<TokenTree>) {
         let names = match keyword {
             "struct" | "union" => fields(&body),
@@ -52,7 +53,8 @@ impl Members {
         self.members.entry(name).or_default().extend(names);
     }
 
-    /// Returns the type of an implementation, or `None` if there is no type name. Records the trait, if there is one.
+    /// Returns the name of the type to which an implementation belongs, or `None` if it is not a named type.
+    /// If the implementation is of a trait, records that the type implements the trait.
     fn implementing_type(&mut self, head: &[TokenTree]) -> Option<String> {
         let head = &head[generics(head)..];
         let Some(at) = head.iter().position(|token| is_ident(token, "for")) else { return first_type(head) };
@@ -90,7 +92,7 @@ fn first_type(tokens: &[TokenTree]) -> Option<String> {
     })
 }
 
-/// Returns the length of the generic parameters at the start of an implementation.
+/// Returns the number of tokens in the generic parameters at the start of `head`, or 0 if there are none.
 fn generics(head: &[TokenTree]) -> usize {
     let mut depth = 0;
     for (index, token) in head.iter().enumerate() {

@@ -14,7 +14,8 @@ const SERVER_PAGES: [&str; 6] = [
     "docs/deploy.md",
 ];
 
-/// Returns all words of a text that start with a prefix and contain only lower-case letters, digits and `others`.
+/// Returns the words of a text that start with `prefix` and are longer than it.
+/// A word consists of lower-case letters, digits and the characters in `others`.
 fn words<'t>(text: &'t str, prefix: &str, others: &[char]) -> BTreeSet<&'t str> {
     let is_part = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || others.contains(&c);
     let words = text.split(|c: char| !is_part(c)).map(|word| word.trim_end_matches(others));

@@ -97,7 +97,7 @@ impl Model {
         length.clamp(2, MAX_TOKENS + 1) - 1
     }
 
-    /// Extends the tokens of a sequence to length `len`. Sometimes switches to another text.
+    /// Extends `tokens` to length `len` with the tokens of text number `text`. Sometimes switches to another text.
     fn extend(&mut self, tokens: &mut Vec<u32>, text: &mut usize, len: usize) {
         while tokens.len() < len {
             if self.random.below(300) == 0 {
@@ -160,7 +160,8 @@ impl Model {
         (0..=(tokens.len() - 1) / BLOCK_TOKENS).rev().find(is_hit).unwrap_or(0) * BLOCK_TOKENS
     }
 
-    /// Allocates the blocks for the next step of a random sequence. Checks that `missing` predicts their number.
+    /// Allocates the blocks for the next step of a random sequence.
+    /// Checks that [`BlockManager::missing`] predicts the number of these blocks.
     fn grow(&mut self) {
         let Some(index) = self.pick() else { return };
         let computed = self.sequences[index].blocks.computed();
@@ -206,7 +207,7 @@ impl Model {
         assert_eq!(self.manager.missing(&self.sequences[index].blocks, end), 0);
     }
 
-    /// Writes and commits the next positions of a random sequence, at most as many as it may write.
+    /// Writes and commits some of the positions for which a random sequence has blocks.
     fn commit(&mut self) {
         let Some(index) = self.pick() else { return };
         let computed = self.sequences[index].blocks.computed();

@@ -27,6 +27,7 @@ fn options(index: usize, count: usize) -> GenerateOptions {
 }
 
 /// Asserts that batched answers, with and without cached prefixes, equal the answers of single, uncached requests.
+/// Sends `count` different prompts of fewer than `longest` tokens, for answers of fewer than `longest / 4` tokens.
 fn check(engine: &EngineHandle, count: usize, longest: usize) {
     assert!(engine.info().is_deterministic);
     let shared = engine.random_tokens(1, longest);

@@ -20,7 +20,8 @@ use crate::support::{demo_dir, golden, golden_models};
 /// Formats with blocks of 32 values (q8_0), with blocks of 256 values (q4_k, q3_k), and without blocks (int8).
 const QUANTIZED: [&str; 4] = ["q8_0", "q4_k", "q3_k", "int8"];
 
-/// Checks that the estimated size of the weights equals the number of bytes after loading, in f32 and bf16.
+/// Checks the estimated size of the weights against their size after loading, in f32 and bf16.
+/// For unquantized dense models, also checks the number of bytes that a decode step reads.
 fn check(name: &str, path: &Path, quantize: Option<QuantizationTarget>) {
     let checkpoint = Checkpoint::open(path).unwrap();
     let config = models::read_config(path).unwrap();
@@ -101,7 +102,7 @@ fn each_quantization(name: &str, path: &Path) {
     }
 }
 
-/// Returns a case for each value, named after the value.
+/// Returns a test case for each value, named after the value.
 fn cases<T: ToString>(values: impl IntoIterator<Item = T>) -> Vec<TestCase<T>> {
     values.into_iter().map(|value| TestCase { name: value.to_string(), need: None, value }).collect()
 }

@@ -18,7 +18,8 @@ fn answer(engine: &EngineHandle, prompt: &[u32]) -> Answer {
     Answer::read(engine.complete_ids(prompt, options).unwrap())
 }
 
-/// Saves the prefix of a prompt in one engine, and continues the prompt in another engine.
+/// Checks that an engine that loads a prefix saved by another engine reuses the prefix and gives the same answer.
+/// `length` is the number of prompt tokens.
 fn check_round_trip(load: &dyn Fn() -> Engine, folder: &Path, length: usize) {
     let path = folder.join(format!("{length}.kv"));
     let first = load();

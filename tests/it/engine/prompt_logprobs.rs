@@ -26,7 +26,7 @@ pub fn read(mut stream: RequestStream) -> (Vec<TokenLogprobs>, Vec<u32>) {
     (prompt, tokens)
 }
 
-/// Checks log probabilities against the logits of a forward pass over the whole prompt.
+/// Checks the log probabilities of a prompt's tokens against the logits of a forward pass over the whole prompt.
 fn assert_close(engine: &EngineHandle, prompt: &[u32], got: &[TokenLogprobs], tolerance: f64) {
     assert_eq!(got.len(), prompt.len() - 1);
     let rows = engine.logits(prompt).unwrap().to_vec2::<f32>().unwrap();
@@ -56,7 +56,7 @@ fn assert_close(engine: &EngineHandle, prompt: &[u32], got: &[TokenLogprobs], to
     }
 }
 
-/// Checks prompts of several lengths, with one answer and with several answers, and with cached prefixes.
+/// Checks the log probabilities of prompts with the given lengths, for one answer and for three, with cached prefixes.
 fn check(engine: &EngineHandle, lengths: &[usize], tolerance: f64) {
     for &length in lengths {
         let prompt = engine.random_tokens(length as u64, length);

@@ -124,7 +124,7 @@ impl Model {
         self.run("show", &[])
     }
 
-    /// Moves the model into inferno's cache and runs `inferno list`.
+    /// Moves the model into inferno's cache, and runs `inferno list`, which must succeed.
     fn list(self) -> Bounded {
         let commit = "0123456789012345678901234567890123456789";
         let repo = self.home.path().join("models/models--stranger--model");

@@ -307,7 +307,7 @@ fn text_never_becomes_a_control_token_through_a_normalizer() {
     assert!(converted > 20, "{converted}");
 }
 
-/// Asserts that a conversation of `texts` has `expected` control tokens.
+/// Asserts that user messages with these texts add no control tokens to the rendered conversation.
 /// `expected` is the number of control tokens that the template itself adds.
 #[track_caller]
 fn assert_controls(model: &Model, texts: &[&str], expected: usize) {

@@ -39,8 +39,8 @@ fn survives(hub: impl Fn(&Machine) -> Hub, faults: &[Fault]) -> Vec<String> {
     events.all()
 }
 
-/// Checks that a download fails and leaves no model behind if every request for the weights gets `fault`.
-/// Returns the error message and the exit code.
+/// Checks that a download fails if every request for the weights gets `fault`, that it leaves no model behind,
+/// and that a later download succeeds. Returns the error message and the exit code of the first download.
 fn fails(hub: impl Fn(&Machine) -> Hub, fault: Fault) -> (String, u8) {
     let fake = FakeHub::single();
     let machine = Machine::new(fake.endpoint());

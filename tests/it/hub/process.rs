@@ -150,7 +150,8 @@ fn repeatedly_killed_download_stays_consistent() {
     });
 }
 
-/// Checks that all bytes recorded as fetched are correct. Returns their number. A complete file counts in full.
+/// Returns how many bytes of the weights are recorded as fetched. Asserts that these bytes are correct.
+/// If the download is complete, all bytes count.
 fn check_recorded(home: &TempDir, weights: &[u8]) -> usize {
     let blob = repo(home).join("blobs").join(etag(WEIGHTS, weights));
     if let Ok(bytes) = fs::read(&blob) {

@@ -86,8 +86,7 @@ const SUPPORTED_HEAD_SIZES: [(usize, bool, bool); 9] = [
     (256, true, true),
 ];
 
-/// Returns whether a backend must support a head size on a GPU.
-/// `Auto` and `Eager` support every head size of the table.
+/// Returns whether a backend must support a head size of [`SUPPORTED_HEAD_SIZES`] on a GPU.
 fn is_supported(backend: AttentionBackend, dtype: DType, head_dim: usize, softcap: Option<f32>) -> bool {
     let row = SUPPORTED_HEAD_SIZES.iter().find(|(size, ..)| *size == head_dim);
     let &(_, own, flash) = row.unwrap_or_else(|| panic!("add head size {head_dim} to SUPPORTED_HEAD_SIZES"));

@@ -81,7 +81,8 @@ fn sample(logits: &Tensor, rows: &[Option<DeviceSampling>]) -> Vec<Option<u32>> 
     tokens
 }
 
-/// The cutoffs of top-k and top-p are among 20,000 logits that differ by at most 0.02, far below the largest logit.
+/// Compares the kernel with the host sampler where the cutoffs of top-k and top-p are among 20,000 similar logits.
+/// These logits differ by at most 0.02, and are far below the largest logit.
 /// If one, two or four thread blocks sample a row, a block has more logits near the cutoff than fit in shared memory.
 /// The differences to the largest logit are exact in f32, so the host sampler also sees different logits.
 #[cfg(feature = "cuda")]

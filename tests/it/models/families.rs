@@ -304,8 +304,8 @@ fn logits(dir: &Path, ids: &[u32]) -> Vec<f32> {
     values(&logits_of(&decoder, ids, DType::F32, &Device::Cpu).unwrap())
 }
 
-/// Asserts that a golden checkpoint with this config and the tensors from `change` still produces the golden logits,
-/// and that the tensor table of its family gives the size of the loaded tensors.
+/// Asserts that the golden model `case` still produces the golden logits with the config `config`, and with the tensors
+/// that `change` returns. Like [`logits`], also checks the tensor table of the model's family.
 fn assert_same_model(case: &str, config: &Value, change: impl Fn(HashMap<String, Tensor>) -> HashMap<String, Tensor>) {
     let dir = tempfile::tempdir().unwrap();
     std::fs::write(dir.path().join("config.json"), config.to_string()).unwrap();

@@ -82,7 +82,7 @@ fn from_blocks(ggml_type: GgmlType, rows: usize, columns: usize, device: &Device
     (matrix, values)
 }
 
-/// Quantizes rows of floats. Returns the quantized matrix.
+/// Quantizes `values` to a matrix with `columns` columns.
 fn quantized_floats(quantize: QuantizationTarget, values: &[f32], columns: usize, device: &Device) -> QuantizedMatrix {
     let row = |row: usize, _: &mut RowBuffer, to: &mut [f32]| {
         to.copy_from_slice(&values[row * columns..][..columns]);

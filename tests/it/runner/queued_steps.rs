@@ -37,6 +37,7 @@ fn request(engine: &Engine, index: usize) -> (Vec<u32>, GenerateOptions) {
 }
 
 /// Checks that `engine` returns the same answers as `reference`, even after preemptions and prefix hits.
+/// `change(index, options)` changes the options of request number `index`.
 pub fn check(engine: Engine, reference: Engine, change: impl Fn(usize, &mut GenerateOptions)) {
     let requests = (0..15).map(|index| {
         let (prompt, mut options) = request(&engine, index);

@@ -16,7 +16,7 @@ fn keep_alive(server: &Server, path: &str) -> (TcpStream, Response) {
     (stream, response)
 }
 
-/// Opens a connection that stays open.
+/// Opens a connection that the server keeps open after the first response.
 fn open(server: &Server) -> TcpStream {
     let (stream, response) = keep_alive(server, "/live");
     assert_eq!((response.status, response.header("connection")), (200, None));

@@ -26,7 +26,8 @@ fn refused_requests() -> Vec<TestCase<Refused>> {
     chats.chain(completions).collect()
 }
 
-/// Returns the name of each case, the fields of the request, and the field that the error must name.
+/// Returns chat requests that the server must refuse.
+/// Each has the name of the case, the fields of the request, and the field that the error must name.
 fn refused_chats() -> Vec<(&'static str, Value, &'static str)> {
     let message = |message: Value| json!({ "messages": [message] });
     let tool = |function: Value| json!({ "tools": [{ "type": "function", "function": function }] });
@@ -112,7 +113,7 @@ fn refused_chats() -> Vec<(&'static str, Value, &'static str)> {
     ]
 }
 
-/// Like [`refused_chats`].
+/// Returns completion requests that the server must refuse, in the form of [`refused_chats`].
 fn refused_completions() -> Vec<(&'static str, Value, &'static str)> {
     vec![
         ("no_prompt", json!({}), "prompt"),

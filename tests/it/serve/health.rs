@@ -12,7 +12,7 @@ use tempfile::TempDir;
 use super::client::{Server, endless};
 use crate::support::program::{assert_fails, inferno, run, text};
 
-/// Runs `inferno health` with environment variables.
+/// Runs `inferno health` with arguments and environment variables.
 fn run_with(args: &[&str], variables: &[(&str, &str)]) -> Output {
     let home = TempDir::new().unwrap();
     inferno(&home).arg("health").args(args).envs(variables.iter().copied()).output().unwrap()

@@ -63,7 +63,7 @@ fn ask(server: &Server, choice: Option<(Value, Value)>) -> Vec<(&'static str, Re
     bodies.into_iter().map(send).collect()
 }
 
-/// Returns tool choices that require a tool call: any tool, then a named tool.
+/// Returns tool choices that require a tool call, each in both formats of [`ask`]: any tool, then a named tool.
 fn demands() -> [(Value, Value); 2] {
     let named = json!({ "type": "function", "function": { "name": "get_weather" } });
     [(json!("required"), json!({ "type": "any" })), (named, json!({ "type": "tool", "name": "get_weather" }))]

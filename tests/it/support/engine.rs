@@ -25,7 +25,6 @@ pub fn sampling(change: impl FnOnce(&mut SamplingParams)) -> SamplingParams {
     params
 }
 
-/// Returns options for greedy sampling.
 pub fn greedy() -> GenerateOptions {
     GenerateOptions::new(SamplingParams::greedy())
 }

@@ -156,7 +156,7 @@ pub fn gpu_with_dtypes() -> Vec<(Device, DType)> {
     [DType::F32, DType::BF16, DType::F16].map(|dtype| (gpu.clone(), dtype)).into()
 }
 
-/// Returns the maximum error of logits compared with transformers, relative to the largest |logit|.
+/// Returns the largest allowed error of logits compared with transformers, relative to the largest |logit|.
 /// Holds for GPUs in `dtype`, and for CPUs in f32.
 pub fn logits_tolerance(dtype: DType) -> f32 {
     match dtype {

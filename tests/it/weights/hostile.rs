@@ -8,7 +8,8 @@ use candle_core::{DType, Device};
 use inferno::weights::{Checkpoint, LoadProgress, WeightsBuilder, mxfp4};
 use tempfile::TempDir;
 
-/// Returns the bytes of a safetensors file. `length` overrides the header length that the file claims.
+/// Returns the bytes of a safetensors file with `header`, followed by `data` zeros.
+/// `length` overrides the header length that the file claims.
 fn file(length: Option<u64>, header: &str, data: usize) -> Vec<u8> {
     let length = length.unwrap_or(header.len() as u64);
     [&length.to_le_bytes()[..], header.as_bytes(), &vec![0; data]].concat()

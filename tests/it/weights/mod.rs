@@ -119,7 +119,7 @@ fn random(elements: usize, dtype: DType) -> Tensor {
     (values.abs().unwrap() * 50.0).unwrap().to_dtype(dtype).unwrap()
 }
 
-/// Writes tensors of four dtypes, with sizes below, around and above the default piece size.
+/// Writes a checkpoint with tensors of four dtypes, with sizes below, around and above the default piece size.
 fn mixed() -> TempDir {
     let sizes = [1, 2, 3, 4, 5, 100, 4096, (4 << 20) - 1, 4 << 20, (4 << 20) + 1, 11 << 20];
     let dtypes = [DType::F32, DType::F16, DType::BF16, DType::U8];
@@ -136,7 +136,7 @@ fn bits(tensor: &Tensor) -> Vec<u32> {
     values.to_vec1::<f32>().unwrap().into_iter().map(f32::to_bits).collect()
 }
 
-/// Loads tensors in the given order and compares them with the same tensors loaded without read-ahead.
+/// Takes the tensors `names` from `weights` in this order, and compares them with tensors loaded without read-ahead.
 fn compare(checkpoint: &Checkpoint, weights: &Weights, names: &[String], dtype: DType) {
     let progress = LoadProgress::silent();
     let plain = WeightsBuilder::new(checkpoint, &Device::Cpu, dtype, &progress).build().unwrap();

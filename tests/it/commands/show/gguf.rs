@@ -13,7 +13,7 @@ use crate::support::program::{assert_fails, text};
 
 const MB: usize = 1 << 20;
 
-/// Returns a model with Llama 3's RoPE factors, a license and a chat template.
+/// Returns a GGUF file of a model with Llama 3's RoPE factors, a license and a chat template.
 fn llama() -> Writer {
     let llama = convert(&golden("llama3")).string("general.license", "llama3.2");
     llama.string("tokenizer.chat_template", "{{ messages }}")

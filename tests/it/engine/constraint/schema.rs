@@ -2,7 +2,7 @@
 
 use serde_json::Value;
 
-/// Returns the reason why `value` does not match `schema`, or `None` if it matches. `$ref` refers to `root`.
+/// Returns the reason why `value` does not match `schema`, or `None` if it matches. `$ref`s point into `root`.
 pub fn problem(value: &Value, schema: &Value, root: &Value) -> Option<String> {
     let known = [
         "$defs",

@@ -16,13 +16,13 @@ use super::{complete_json, question, sampled, with_schema};
 use crate::support::engine::Answer;
 use crate::support::program::copy_of_demo;
 
-/// Loads the demo model with a chat template that ends with `start`.
-/// If `has_tools` is true, renames two control tokens to `<tool_call>` and `</tool_call>`.
+/// Loads a copy of the demo model with the tags `<think>` and `</think>` and a chat template that ends with `start`.
+/// If `has_tools` is true, the copy also has the tags `<tool_call>` and `</tool_call>`.
 fn tagged_demo(start: &str, has_tools: bool) -> (TempDir, Engine) {
     demo_with(start, if has_tools { &["<tool_call>", "</tool_call>"] } else { &[] })
 }
 
-/// Like [`tagged_demo`], but renames up to two control tokens to `tool_tokens`, for any tool call format.
+/// Like [`tagged_demo`], but with the control tokens `tool_tokens`, at most two, for any tool call format.
 fn demo_with(start: &str, tool_tokens: &[&str]) -> (TempDir, Engine) {
     let (folder, path) = copy_of_demo();
     let file = path.join("tokenizer.json");

@@ -293,8 +293,8 @@ fn requested_count() -> Option<usize> {
     Some(text.parse().expect("INFERNO_TEST_REQUESTS must be a number"))
 }
 
-/// Asserts that many requests leave all blocks free.
-/// With `INFERNO_TEST_REQUESTS`, also asserts that memory in use, `used_bytes`, grows by less than 8 MiB.
+/// Runs many requests, and asserts that they leave no block of the KV cache in use.
+/// With `INFERNO_TEST_REQUESTS`, also asserts that `used_bytes`, the memory in use, grows by less than 8 MiB.
 pub fn assert_memory_stays_flat(engine: &EngineHandle, prompts: Vec<Vec<u32>>, used_bytes: impl Fn() -> u64) {
     let (warm_up, requested) = (48, requested_count());
     let count = requested.unwrap_or(48);

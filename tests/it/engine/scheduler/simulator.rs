@@ -243,8 +243,7 @@ impl<'a> Simulator<'a> {
         }
     }
 
-    /// Returns whether the prefill of a fork's prompt has started, in the fork, its parent or another fork of
-    /// that parent.
+    /// Returns whether the prefill of a fork's prompt has started, in the fork, its parent or a sibling.
     /// Once the prefill has started, the fork has no deadline.
     fn has_family_started(&self, id: SequenceId, plan: &StepPlan) -> bool {
         let requests = &self.scenario.requests;
