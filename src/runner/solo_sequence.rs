@@ -8,7 +8,7 @@ pub(super) struct SoloSequence {
     /// The tokens whose keys and values are in the cache.
     pub cached: Vec<u32>,
     pub tables: BlockTables,
-    /// The largest position written since the last reset, plus one.
+    /// The largest position written since the last call to [`clear`](Self::clear), plus one.
     /// `Runner::rewind` uses `written` to decide whether blocks of a sliding window may have been overwritten.
     pub written: usize,
 }
@@ -17,5 +17,11 @@ impl SoloSequence {
     pub fn new(layout: &CacheLayout, limits: RunnerLimits) -> Self {
         let tables = BlockTables::for_one_sequence(layout, limits.context, limits.chunk);
         Self { cached: Vec::new(), tables, written: 0 }
+    }
+
+    /// Forgets the cached tokens.
+    pub fn clear(&mut self) {
+        self.cached.clear();
+        self.written = 0;
     }
 }

@@ -15,7 +15,7 @@ impl Runner {
         executor: StepExecutor,
         sequences: &mut [StepSequence],
     ) -> Result<QueuedStep> {
-        self.forget_solo_sequence();
+        self.reset();
         let Some(launcher) = &mut self.launcher else { bail!("internal error: the runner has no step launcher") };
         let (kind, queued_at) = (StepKind::of(sequences), Instant::now());
         let samplings = RowSampling::of_sequences(sequences, self.decoder.vocab_size());

@@ -152,7 +152,7 @@ impl Runner {
     fn forward(&mut self, sequences: &mut [StepSequence], sum_order: SumOrder) -> Result<Tensor> {
         let ids: Vec<u32> = sequences.iter().flat_map(|sequence| sequence.ids).copied().collect();
         let spans: Vec<SequenceSpan> = sequences.iter().map(StepSequence::span).collect();
-        self.forget_solo_sequence();
+        self.reset();
         let batch = PassBatch { ids: &ids, sequences: &spans, rows: RowSelection::Last, sum_order };
         if !has_scores(sequences) {
             return self.ranks.forward(&self.decoder, &batch, &self.cache);
@@ -178,12 +178,6 @@ impl Runner {
             sequences[*index].scores.as_mut().map_or(Ok(()), |scores| score(logits, tokens.clone(), scores))
         };
         self.ranks.forward_scored(&self.decoder, &batch, &self.cache, &parts, on_logits)
-    }
-
-    /// Stops the decode graph and clears the solo sequence, because the next pass may overwrite their blocks.
-    pub(super) fn forget_solo_sequence(&mut self) {
-        self.stop_graph();
-        self.solo.cached.clear();
     }
 
     /// Stops the decode graph, because another pass may overwrite the blocks of its sequence.

@@ -36,7 +36,7 @@ impl Runner {
         sequences: &mut [StepSequence],
         meanwhile: &mut dyn FnMut(),
     ) -> Result<Option<Vec<Chosen>>> {
-        self.forget_solo_sequence();
+        self.reset();
         let Some(launcher) = &mut self.launcher else { return Ok(None) };
         let logits = if self.ranks.is_single() {
             launcher.try_run(&self.decoder, &self.cache, sequences)?
@@ -56,7 +56,7 @@ impl Runner {
         else {
             bail!("internal error: the decode graph cannot run this step");
         };
-        self.solo.cached.clear();
+        self.solo.clear();
         // The input is a generated token or a prompt chunk of one token. The graph processes both in the same way.
         if !graph.continues(sequence.id, sequence.position) {
             let (sampling, tables) = (sampler.on_device(), sequence.tables.clone());

@@ -20,11 +20,11 @@ impl Runner {
         self.solo.cached.len()
     }
 
-    /// Forgets the cached tokens, so that the next token is at position 0.
+    /// Stops the decode graph, and forgets the cached tokens, so that the next token is at position 0.
+    /// Steps of other sequences call this function first, because they may overwrite the blocks.
     pub fn reset(&mut self) {
         self.stop_graph();
-        self.solo.cached.clear();
-        self.solo.written = 0;
+        self.solo.clear();
     }
 
     /// Runs `ids`, at most `limits.chunk` tokens, after the cached tokens.
