@@ -150,10 +150,10 @@ impl Hub {
         }
         let repo = self.own_cache().repo(name);
         disk::check_space(&self.config.cache, 0)?;
-        let _lock = repo.lock(|| progress.waiting(name))?;
+        let lock = repo.lock(|| progress.waiting(name))?;
         let mut set_aside = Vec::new();
         let fetched = set_bad_blobs_aside(&repo, revision, &damaged, &mut set_aside)
-            .and_then(|()| self.fetch_files(&remote, revision, &repo, files, progress));
+            .and_then(|()| self.fetch_files(&remote, revision, &repo, &lock, files, progress));
         for SetAside { blob, bad } in set_aside {
             // If the download has not replaced the bad blob, restore the bad blob, because the snapshot links to it.
             // Ignore errors here, because `fetched` already tells the caller whether the repair succeeded.

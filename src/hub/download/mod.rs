@@ -17,6 +17,7 @@ use crate::hub::client::Hub;
 use crate::hub::filter::{CompiledFilter, FileFilter};
 use crate::hub::limits::MAX_CONNECTIONS;
 use crate::hub::listing::{Listing, RemoteFile};
+use crate::hub::lock::Lock;
 use crate::hub::names::{self, MAIN};
 use crate::hub::parallel::try_map;
 use crate::hub::progress::Progress;
@@ -97,11 +98,11 @@ impl Hub {
             progress.already_present(&snapshot);
             return Ok(snapshot);
         }
-        let _lock = lock?;
+        let lock = lock?;
 
-        let index = self.fetch_index(&remote, &listing, filter, &repo)?;
+        let index = self.fetch_index(&remote, &listing, filter, &repo, &lock)?;
         let files = filter.choose(name, &listing.files, index.as_deref())?;
-        self.fetch_files(&remote, commit, &repo, files, progress)?;
+        self.fetch_files(&remote, commit, &repo, &lock, files, progress)?;
         repo.write_ref(revision, commit)?;
         let path = repo.snapshot(commit);
         Ok(Snapshot { name: name.to_string(), revision: Some(commit.clone()), path, source: SnapshotSource::Inferno })
@@ -128,12 +129,13 @@ impl Hub {
     }
 
     /// Adds `files` to the snapshot of `commit`. Fetches only the bytes that are missing.
-    /// The caller must hold the repository's lock.
+    /// `_lock` is the lock of `repo`.
     pub(in crate::hub) fn fetch_files(
         &self,
         remote: &Remote,
         commit: &str,
         repo: &RepoDir,
+        _lock: &Lock,
         files: Vec<RemoteFile>,
         progress: &dyn Progress,
     ) -> Result<()> {
@@ -199,6 +201,7 @@ impl Hub {
         listing: &Listing,
         filter: &CompiledFilter,
         repo: &RepoDir,
+        lock: &Lock,
     ) -> Result<Option<Vec<u8>>> {
         let commit = &listing.commit;
         let Some(file) = listing.file(INDEX).filter(|_| filter.needs_index()) else { return Ok(None) };
@@ -209,7 +212,7 @@ impl Hub {
         if let Some(bytes) = file.bytes.filter(|bytes| *bytes > files::MAX_SHARD_INDEX_BYTES) {
             bail!("cannot download '{}': {INDEX} is too large ({})", remote.repo(), size(bytes));
         }
-        self.fetch_files(remote, commit, repo, vec![file], &())?;
+        self.fetch_files(remote, commit, repo, lock, vec![file], &())?;
         files::read(&repo.snapshot(commit).join(INDEX), files::MAX_SHARD_INDEX_BYTES).map(Some)
     }
 }
