@@ -24,6 +24,7 @@ impl FairQueue {
     pub fn insert(&mut self, tenant: TenantId, seniority: Seniority, ledger: &mut TenantLedger) {
         let served = self.served_if_waiting(tenant, ledger);
         if self.waiting.is_empty() {
+            // No tenant waits, so no tenant has to catch up with another.
             ledger.reset();
         }
         ledger.set_served(tenant, served);
@@ -67,10 +68,10 @@ impl FairQueue {
 
     /// Returns how many served tokens a tenant has after [`insert`](Self::insert) adds a sequence of this tenant.
     ///
-    /// If the tenant had no waiting sequence, returns at least the fewest served tokens of a waiting tenant.
+    /// If no sequence is waiting, returns 0, because `insert` then sets all counts to 0.
+    /// If only other tenants have waiting sequences, returns at least the fewest served tokens of these tenants.
     /// The tenant therefore gets no credit for the time in which it did not wait.
     fn served_if_waiting(&self, tenant: TenantId, ledger: &TenantLedger) -> u64 {
-        // If no sequence is waiting, no tenant waits for another. `insert` therefore resets all counts to 0.
         let Some(fewest) = self.fewest_served(ledger) else { return 0 };
         let served = ledger.served(tenant);
         if self.waiting.contains_key(&tenant) { served } else { served.max(fewest) }

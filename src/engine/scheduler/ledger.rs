@@ -20,7 +20,7 @@ pub struct TenantLedger {
 #[derive(Default)]
 struct Account {
     /// The weighted number of served tokens.
-    /// `FairQueue` raises or resets this number when a sequence starts to wait.
+    /// `FairQueue::insert` raises or resets this number when a sequence starts to wait.
     /// A tenant therefore gets no credit for time without waiting sequences.
     served: u64,
     /// The number of sequences that have not ended, waiting or not.
@@ -33,7 +33,7 @@ impl TenantLedger {
         self.accounts.entry(tenant).or_default().sequences += sequences;
     }
 
-    /// Counts a sequence of a tenant as ended. The caller removes the sequence from the `FairQueue` first.
+    /// Counts a sequence of a tenant as ended.
     pub fn leave(&mut self, tenant: TenantId) {
         if let Some(account) = self.accounts.get_mut(&tenant) {
             account.sequences -= 1;

@@ -388,7 +388,7 @@ impl Scheduler {
         &self.blocks
     }
 
-    /// Returns the block manager, to save or add cached prefixes. The caller must not change the blocks of a sequence.
+    /// Returns the block manager, to save or add cached prefixes.
     pub fn blocks_mut(&mut self) -> &mut BlockManager {
         &mut self.blocks
     }
@@ -408,9 +408,10 @@ impl Scheduler {
     }
 
     /// Appends a placeholder for the token that a queued step chooses, so that the next step can be planned.
-    /// The caller may plan only one step before it replaces the placeholder with [`push`](Self::push).
+    /// [`push`](Self::push) must replace the placeholder before the next one is appended.
     pub fn push_pending(&mut self, id: SequenceId) {
         if let Some(sequence) = self.sequences.get_mut(&id) {
+            debug_assert!(!sequence.is_last_pending, "the last token of sequence {id} is already a placeholder");
             sequence.tokens.push(PENDING_TOKEN);
             sequence.is_last_pending = true;
         }
