@@ -150,7 +150,8 @@ impl Decoder {
     /// With one token per sequence, this function copies nothing between host and GPU, so a CUDA graph can capture it
     /// unless the host copies data between ranks (see [`Exchange::can_queue`](crate::world::Exchange::can_queue)).
     /// A CUDA graph cannot capture the attention backend `CandleFlashAttn`, which reads block tables on the host.
-    /// The caller guarantees that ids and positions are valid, and that the blocks belong to the cache.
+    /// The ids must be tokens of the vocabulary, and the positions and blocks of the pass must be valid for the cache.
+    /// [`prepare`](Self::prepare) checks this for a batch, and `BatchGraph::inputs` for a batch graph.
     pub fn hidden_states(&self, ids: &Tensor, pass: &Pass, cache: &KvCache, mut tap: Option<Tap>) -> Result<Tensor> {
         scratch::begin_layer();
         let x = self.embed_tokens.embed(ids, self.embed_scale)?;

@@ -76,7 +76,7 @@ unsafe extern "C" {
 /// Computes attention for all sequences into `out`, with one call of the crate's C function per sequence.
 ///
 /// q and out are bf16 or f16 `[tokens, heads, head_dim]`, and `head_dim` is a multiple of 8.
-/// The caller must have checked all shapes and dtypes.
+/// [`attention`](super::attention) checks the inputs.
 pub(super) fn attention(device: &CudaDevice, inputs: AttentionInputs, out: &Tensor) -> Result<()> {
     let AttentionInputs { q, layer, queries, blocks, sinks, mask, .. } = inputs;
     let tables: Vec<Vec<u32>> = blocks.tables.to_vec2()?;

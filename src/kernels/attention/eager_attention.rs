@@ -22,7 +22,7 @@ mod with_cuda {
     use crate::kernels::attention::AttentionInputs;
     use crate::kernels::launch::{Arguments, Launch, LaunchShape, dtype_suffix, module};
 
-    /// Computes attention for all queries into `out`. The caller has checked all shapes and dtypes.
+    /// Computes attention for all queries into `out`. [`attention`](super::super::attention) checks the inputs.
     pub fn launch(device: &CudaDevice, inputs: AttentionInputs, out: &Tensor) -> Result<()> {
         let AttentionInputs { q, layer, queries, blocks, sinks, mask, sum_order } = inputs;
         let ((tokens, heads, head_dim), (_, kv_heads, _)) = (q.dims3()?, layer.k.dims3()?);
@@ -49,7 +49,7 @@ mod with_cuda {
         let shared_bytes = warps * (head_dim + 2) * size_of::<f32>();
         let kernel = format!("attention_{}", dtype_suffix(q.dtype())?);
         let shape = LaunchShape::new((tokens, heads, 1), 32 * warps).with_shared_bytes(shared_bytes);
-        // SAFETY: the caller has checked shapes and dtypes.
+        // SAFETY: `AttentionShape::of_inputs`, which `attention` calls, has checked shapes and dtypes.
         // `PassBlocks::new` or the batch graph has checked that the tables map all positions to blocks of the cache.
         unsafe { Launch::new(module!("eager_attention"), kernel, shape, arguments).enqueue(device) }
     }

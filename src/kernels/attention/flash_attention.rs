@@ -75,7 +75,7 @@ pub struct FlashTensors<'t> {
     pub arrivals: &'t Tensor,
 }
 
-/// Computes attention for all queries of a pass into `out`. The caller has checked all shapes and dtypes.
+/// Computes attention for all queries of a pass into `out`. [`attention`](super::attention) checks the inputs.
 pub(super) fn attention(device: &CudaDevice, inputs: AttentionInputs, out: &Tensor) -> Result<()> {
     let AttentionInputs { q, layer, queries, blocks, sinks, mask, sum_order } = inputs;
     for flash in FlashAttention::for_pass(device, q, layer, queries, mask, sum_order)? {

@@ -46,7 +46,8 @@ pub struct Queries {
     sequences: Tensor,
     /// Cached results of `row_tiles`, by (`group`, `rows_per_tile`, `few`). Layers with equal shapes share a result.
     tiles: RefCell<HashMap<(usize, usize, bool), Tensor>>,
-    /// Counters of finished splits, u32, shared by all layers. The kernels reset them, so each layer starts with zeros.
+    /// Counters of finished splits, u32, shared by all layers. All are zero between launches,
+    /// because the last split of a row tile resets its counter (`flash_attention.cu`).
     counters: RefCell<Option<Tensor>>,
 }
 

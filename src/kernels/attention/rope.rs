@@ -211,7 +211,7 @@ mod on_gpu {
     use crate::kernels::launch::{Arguments, Launch, LaunchShape, address, dtype_suffix, module};
     use crate::kernels::scratch;
 
-    /// Computes `split_qkv` on a GPU. The caller has checked the shapes and dtypes of all arguments.
+    /// Computes [`split_qkv`](super::split_qkv), which has checked the shapes and dtypes of all arguments, on a GPU.
     #[allow(clippy::too_many_arguments)]
     pub fn split_qkv(
         device: &CudaDevice,
@@ -262,9 +262,9 @@ mod on_gpu {
         let shape = LaunchShape::linear(warps.div_ceil(block / 32), block);
         let kernel = format!("{name}_{}", dtype_suffix(dtype)?);
         let launch = Launch::new(module!("rope"), kernel, shape, arguments).overlapping();
-        // SAFETY: the caller has checked shapes and dtypes.
-        // The caller of `super::split_qkv` guarantees that `cos` and `sin` cover all positions,
-        // and that the cache has all slots.
+        // SAFETY: `super::split_qkv` has checked shapes and dtypes.
+        // `Decoder::validate` accepts only positions that `cos` and `sin` cover, and `PassBlocks::new` only blocks of
+        // the cache. `BatchGraph::inputs` checks the positions and blocks of batch graphs.
         unsafe { launch.enqueue(device)? };
         Ok(q)
     }

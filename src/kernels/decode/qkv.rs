@@ -94,7 +94,7 @@ pub fn add_qkv(
     let kernel = matvec_kernel(weight, &format!("qkv_{}", dtype_suffix(dtype)?));
     let launch = Launch::new(module!("qkv"), kernel, matvec_shape(buffers, rows / 2, weight), arguments);
     // SAFETY: the shapes and dtypes of all tensors are checked above. `StepBuffers::new` created `x` and `state`.
-    // The caller guarantees that the RoPE tables and the block table cover every position.
+    // `DecodeGraph` runs a step only if the RoPE tables and the block table cover its position.
     unsafe { launches.add(launch.with_bytes_moved(weight.bytes()))? };
     let Some(norms) = qk_norm else { return Ok(()) };
     let arguments = Arguments::new()
@@ -115,6 +115,6 @@ pub fn add_qkv(
     let shape = LaunchShape::one_warp_each(heads + kv_heads);
     let kernel = format!("decode_qk_norm_{}", dtype_suffix(dtype)?);
     // SAFETY: all shapes and dtypes are checked above, including the scratch buffer and the QK norm weights.
-    // The caller guarantees that the RoPE tables and the block table cover every position.
+    // `DecodeGraph` runs a step only if the RoPE tables and the block table cover its position.
     unsafe { launches.add(Launch::new(module!("qkv"), kernel, shape, arguments)) }
 }

@@ -10,6 +10,9 @@ use super::device::is_idle;
 use super::host_words::HostWords;
 
 /// u32 slots in host memory; zero means empty. Kernels write nonzero words. The host reads a word, then writes zero.
+///
+/// A kernel that writes to a slot may be queued only after the host has emptied the slot.
+/// `DecodeGraph` and `QueuedStepBuffers` have slots for all words that can be sent before the host takes the first one.
 pub struct HostMailbox {
     slots: Arc<HostWords>,
     device: CudaDevice,
@@ -25,8 +28,7 @@ impl HostMailbox {
     pub fn take(&self, slot: usize) -> u32 {
         let slot = &self.slots.words()[slot];
         let word = slot.load(Ordering::Acquire);
-        // The caller queues the next write to a slot only after it has emptied the slot.
-        // This store can therefore not overwrite a new word.
+        // No other write to this slot is queued yet, so this store cannot overwrite a new word.
         if word != 0 {
             slot.store(0, Ordering::Release);
         }

@@ -21,7 +21,7 @@ use crate::runner::sampling::{Chosen, ChosenToken, NoToken, TokenLogprobs};
 use crate::runner::step::StepSequence;
 
 /// The maximum number of queued steps whose tokens the host has not taken: one that runs and one that waits.
-/// The caller of `Runner::queue` must keep this limit.
+/// The engine loop keeps this limit: it delivers the tokens of a queued step before it queues the step after the next.
 const DEPTH: usize = 2;
 
 /// The number of steps that have their own words in host memory. A step reads its words until the step ends.
@@ -89,7 +89,8 @@ impl QueuedStepBuffers {
         }
     }
 
-    /// Copies the inputs of the next step to `target`, u32. The caller must queue this step before any other.
+    /// Copies inputs to `target`, u32, for the step that the next call of [`choose`](Self::choose) or
+    /// [`skip`](Self::skip) counts.
     pub fn write_inputs(&mut self, inputs: &StepInputs, target: &Tensor) -> Result<()> {
         let start = self.steps % SLOTS * SLOT_WORDS;
         Ok(inputs.write(target, &self.tokens, &self.host, start..start + INPUT_WORDS)?)

@@ -119,7 +119,7 @@ impl Follower {
             }
             RankCommand::CopyBlock { from, to } => self.cache.copy_block(*from, *to)?,
             RankCommand::Cache(call) => call(RankCache { rank: self.world.rank(), cache: &self.cache }),
-            // A ping needs no action. The caller records progress after every command.
+            // `follow` calls `World::tick` after every command, which answers the ping.
             RankCommand::Ping => {}
             RankCommand::Fail(fault) => fault.inject()?,
         }

@@ -125,7 +125,7 @@ impl RankGroup {
             } else if since.elapsed() > ANSWER_TIMEOUT {
                 self.world.end_without_answer(index + 1);
             }
-            // The send fails only if the follower has ended. An ended follower has already ended the world.
+            // The send fails only if the thread of the follower has ended. `follow` ends the world before it returns.
             let _ = sender.send(RankCommand::Ping);
         }
     }
@@ -331,7 +331,7 @@ impl Drop for RankGroup {
             }
             // Do not join a thread that hangs after a failure. Such a thread ends with the process.
             if !has_failed || thread.is_finished() {
-                // The thread has already reported its error, if any, to the first rank.
+                // `follow` catches panics and passes errors to `World::end`, so the result holds no error.
                 let _ = thread.join();
             }
         }

@@ -20,9 +20,9 @@ pub const NO_ALLOWED_TOKEN: &str =
 pub trait TokenSampler {
     /// Returns the next token for `logits`, f32 `[vocab]`, and records the token. May modify the logits in place.
     ///
-    /// The caller has added [`logit_edits`](Self::logit_edits) to the logits.
-    /// All tokens outside [`allowed_tokens`](Self::allowed_tokens) have a logit of -inf.
-    /// At least one logit is greater than -inf.
+    /// `choose_on_host` has added [`logit_edits`](Self::logit_edits) to the logits,
+    /// has set the logits of all tokens outside [`allowed_tokens`](Self::allowed_tokens) to -inf,
+    /// and has checked that at least one logit is greater than -inf.
     /// `choose` never returns a token whose logit is NaN or -inf.
     fn choose(&mut self, logits: &mut [f32]) -> u32;
 
