@@ -25,20 +25,30 @@ impl Results {
         let speed = |run: &Value| run["tests"].as_array().unwrap().iter().find(is_wanted).unwrap()["tok_per_s"].clone();
         let mean = self.mean(|run| speed(run)["mean"].as_f64().unwrap());
         let rounded = if mean < 2000.0 { mean.round() } else { (mean / 100.0).round() * 100.0 } as u64;
-        if rounded < 1000 { rounded.to_string() } else { format!("{},{:03}", rounded / 1000, rounded % 1000) }
+        grouped(rounded)
     }
 
-    /// Returns the generated tokens per second with `requests` concurrent requests, formatted as in the docs: "1,353".
+    /// Returns the generated tokens per second with `requests` concurrent requests, formatted as in the docs: "751" or "1,353".
     fn speed_at_once(&self, requests: u64) -> String {
         let is_wanted = |load: &&Value| load["concurrency"] == requests;
         let load = |run: &Value| run["serving"].as_array().unwrap().iter().find(is_wanted).unwrap().clone();
         let speed = self.mean(|run| load(run)["output_tok_per_s"].as_f64().unwrap()).round() as u64;
-        format!("{},{:03}", speed / 1000, speed % 1000)
+        grouped(speed)
     }
 
     fn gigabytes(&self, when: &str) -> String {
         format!("{:.1}", self.mean(|run| run["memory"][when].as_f64().unwrap()) / 1e9)
     }
+}
+
+/// Formats a number below a million with a thousands separator, as in the docs: "751" or "1,353".
+fn grouped(number: u64) -> String {
+    if number < 1000 { number.to_string() } else { format!("{},{:03}", number / 1000, number % 1000) }
+}
+
+#[test]
+fn only_numbers_from_1000_have_a_thousands_separator() {
+    assert_eq!([7, 999, 1000, 40_100].map(grouped).join(" "), "7 999 1,000 40,100");
 }
 
 /// The serving results of gpt-oss-20b on an H200: two runs of the same commit.
