@@ -26,7 +26,7 @@ async def first_token_times(port, prompts, seconds):
     return times
 
 
-async def drip(port, lifetimes):
+async def send_header_slowly(port, lifetimes):
     """Sends one byte of a header per second until the server closes the connection.
 
     Appends the time for which the connection was open to `lifetimes`, in seconds.
@@ -42,10 +42,10 @@ async def drip(port, lifetimes):
     writer.close()
 
 
-async def drip_many(session, port, count):
+async def send_headers_slowly(session, port, count):
     """Opens slow connections. Returns how long the server kept each connection open, in seconds."""
     lifetimes = []
-    clients = [asyncio.ensure_future(drip(port, lifetimes)) for _ in range(count)]
+    clients = [asyncio.ensure_future(send_header_slowly(port, lifetimes)) for _ in range(count)]
     await asyncio.sleep(0.5)
     session.ready()
     await session.stopped()
@@ -60,23 +60,23 @@ def slow_loris(options, report):
         asyncio.run(first_token_times(server.port, prompts, 1))
         seconds = timeout_s - 1
         # Measure without slow connections both before and after the test, because the speed of the machine can drift.
-        alone = asyncio.run(first_token_times(server.port, prompts, seconds / 2))
-        with Background(drip_many, server.port, count) as slow:
-            during = asyncio.run(first_token_times(server.port, prompts, seconds))
-        alone += asyncio.run(first_token_times(server.port, prompts, seconds / 2))
+        without_slow = asyncio.run(first_token_times(server.port, prompts, seconds / 2))
+        with Background(send_headers_slowly, server.port, count) as slow:
+            with_slow = asyncio.run(first_token_times(server.port, prompts, seconds))
+        without_slow += asyncio.run(first_token_times(server.port, prompts, seconds / 2))
         lifetimes = slow.result
         faults = server.faults()
-    late = max(abs(lifetime - timeout_s) for lifetime in lifetimes)
+    deviation = max(abs(lifetime - timeout_s) for lifetime in lifetimes)
     target = f"all closed after {timeout_s:g} s ± 0.5 s"
     figure = f"{len(lifetimes)} closed after {min(lifetimes):.2f} to {max(lifetimes):.2f} s"
-    report.add(f"{count} slow-loris sockets: closed", target, figure, late <= 0.5 and not faults, faults=faults)
-    p50, p99 = (percentile(during, share) / percentile(alone, share) - 1 for share in (0.5, 0.99))
-    times = [percentile(run, 0.99) * 1e3 for run in (alone, during)]
-    figure = f"p99 {p99:+.1%} ({times[0]:.1f} → {times[1]:.1f} ms), p50 {p50:+.1%}"
+    report.add(f"{count} slow-loris sockets: closed", target, figure, deviation <= 0.5 and not faults, faults=faults)
+    p50, p99 = (percentile(with_slow, share) / percentile(without_slow, share) - 1 for share in (0.5, 0.99))
+    p99_ms = [percentile(times, 0.99) * 1e3 for times in (without_slow, with_slow)]
+    figure = f"p99 {p99:+.1%} ({p99_ms[0]:.1f} → {p99_ms[1]:.1f} ms), p50 {p50:+.1%}"
     report.add("time to first token of other requests", "p99 ≤ +5%", figure, p99 <= 0.05, is_speed=True, p50=p50)
 
 
-async def hold(session, port, count):
+async def hold_connections(session, port, count):
     """Opens connections, sends one request on each, and keeps them open. Returns how many the server closed."""
     connections = []
     for _ in range(count):
@@ -94,7 +94,7 @@ async def hold(session, port, count):
     return closed
 
 
-async def streams(port, prompts, count, max_tokens):
+async def run_streams(port, prompts, count, max_tokens):
     """Runs `count` streams at once. Returns their answers."""
     bodies = [prompts.completion(32, max_tokens, stream=True) for _ in range(count)]
     return await asyncio.gather(*(ask(port, "/v1/completions", body) for body in bodies))
@@ -103,32 +103,32 @@ async def streams(port, prompts, count, max_tokens):
 def idle_connections(options, report):
     count, stream_count = (1000, 32) if options.short else (10_000, 256)
     name = f"{count} idle connections and {stream_count} streams"
-    room = raise_file_limit() - stream_count - OTHER_FILES
-    if room < count:
-        report.skip(name, "0 errors", f"the limit on open files allows {room} connections")
-        count = room
+    max_count = raise_file_limit() - stream_count - OTHER_FILES
+    if max_count < count:
+        report.skip(name, "0 errors", f"the limit on open files allows {max_count} connections")
+        count = max_count
     # Alternate runs with and without idle connections, because the speed of the machine can drift.
     # Repeat the runs, because the p99 of one run varies by more than the target allows.
-    alone, during, errors = [], [], 0
+    without_idle, with_idle, errors = [], [], 0
     with Server(options, "--header-timeout", "3600") as server:
         prompts = Prompts(server.port)
-        asyncio.run(streams(server.port, prompts, stream_count, 16))
+        asyncio.run(run_streams(server.port, prompts, stream_count, 16))
         before = server.rss()
         for turn in range(IDLE_TURNS):
             # Start the background process in both cases, so that the cases differ only in the number of connections.
-            with Background(hold, server.port, 0):
-                alone.append(asyncio.run(streams(server.port, prompts, stream_count, 64)))
-            with Background(hold, server.port, count) as idle:
+            with Background(hold_connections, server.port, 0):
+                without_idle.append(asyncio.run(run_streams(server.port, prompts, stream_count, 64)))
+            with Background(hold_connections, server.port, count) as idle:
                 kilobytes = (server.rss() - before) / count / 1000 if turn == 0 else kilobytes
-                during.append(asyncio.run(streams(server.port, prompts, stream_count, 64)))
+                with_idle.append(asyncio.run(run_streams(server.port, prompts, stream_count, 64)))
             errors += idle.result
         faults = server.faults()
-    errors += sum(answer.status != 200 or not answer.is_complete for run in during for answer in run)
+    errors += sum(answer.status != 200 or not answer.is_complete for answers in with_idle for answer in answers)
     report.add(name, "0 errors", f"{errors} errors", errors == 0 and not faults, faults=faults)
     report.add(f"memory of {count} idle connections", "≤ 30 kB each", f"{kilobytes:.1f} kB each", kilobytes <= 30)
-    slow, fast = ([p99_gap(run) for run in runs] for runs in (during, alone))
-    ratio = statistics.median(slow) / statistics.median(fast)
-    ms = [[round(1e3 * time_s, 1) for time_s in times] for times in (fast, slow)]
+    gaps_without, gaps_with = ([p99_gap(answers) for answers in runs] for runs in (without_idle, with_idle))
+    ratio = statistics.median(gaps_with) / statistics.median(gaps_without)
+    ms = [[round(1e3 * gap, 1) for gap in gaps] for gaps in (gaps_without, gaps_with)]
     figure = f"{ratio:.2f}× (medians of {ms[0]} → {ms[1]} ms)"
     target = "≤ 1.1× the p99 without idle connections"
     report.add("streams' p99 between tokens", target, figure, ratio <= 1.1, is_speed=True)
@@ -155,26 +155,27 @@ async def watch_slow_readers(server, count, body):
     """Starts streams and reads nothing. Returns a list of times in seconds and the server's peak memory in bytes.
 
     Each time is from the last change of a connection's send queue until the server closed the connection.
+    The list has no time for a connection that the server did not close.
     """
     clients = [await connect(server.port, receive_bytes=4096) for _ in range(count)]
     for _, writer in clients:
         writer.transport.pause_reading()
         writer.write(request("POST", "/v1/chat/completions", body))
     ports = [writer.get_extra_info("sockname")[1] for _, writer in clients]
-    last, changed, stuck, peak = unsent_bytes(server.port, ports), {}, {}, 0
+    last_unsent, changed_at, closed_after, peak = unsent_bytes(server.port, ports), {}, {}, 0
     end = time.perf_counter() + 300
-    while len(stuck) < count and time.perf_counter() < end:
+    while len(closed_after) < count and time.perf_counter() < end:
         await asyncio.sleep(0.02)
         now, unsent, peak = time.perf_counter(), unsent_bytes(server.port, ports), max(peak, server.rss())
         for port in ports:
-            if unsent[port] is None and port in changed:
-                stuck.setdefault(port, now - changed[port])
-            elif unsent[port] != last[port]:
-                changed[port] = now
-        last = unsent
+            if unsent[port] is None and port in changed_at:
+                closed_after.setdefault(port, now - changed_at[port])
+            elif unsent[port] != last_unsent[port]:
+                changed_at[port] = now
+        last_unsent = unsent
     for _, writer in clients:
         abort(writer)
-    return list(stuck.values()), peak
+    return list(closed_after.values()), peak
 
 
 def slow_readers(options, report):
@@ -184,22 +185,22 @@ def slow_readers(options, report):
         # Large events fill the buffers of the connection quickly.
         body = json.dumps(fields | {"logprobs": True, "top_logprobs": 20, "n": 4}).encode()
         before = server.rss()
-        stuck, peak = asyncio.run(watch_slow_readers(server, count, body))
-        idle = server.wait_until_idle()
+        times, peak = asyncio.run(watch_slow_readers(server, count, body))
+        is_idle = server.wait_until_idle() is not None
         faults = server.faults()
-    is_exact = len(stuck) == count and all(abs(time_s - timeout_s) <= 0.5 for time_s in stuck)
-    times = f"after {min(stuck, default=0):.2f} to {max(stuck, default=0):.2f} s" if stuck else "no times"
+    is_exact = len(times) == count and all(abs(time_s - timeout_s) <= 0.5 for time_s in times)
+    range_s = f"after {min(times):.2f} to {max(times):.2f} s" if times else "no times"
     report.add(
         f"{count} clients that do not read",
         f"all disconnected and canceled {timeout_s:g} s ± 0.5 s after the last accepted byte",
-        f"{len(stuck)} disconnected, {times}",
-        is_exact and idle is not None and not faults,
+        f"{len(times)} disconnected, {range_s}",
+        is_exact and is_idle and not faults,
         peak_bytes_per_client=(peak - before) // count,
         faults=faults,
     )
 
 
-async def header_time(port):
+async def measure_header_timeout(port):
     """Returns the time in seconds until the server closes a connection whose headers stay incomplete."""
     reader, writer = await connect(port)
     started = time.perf_counter()
@@ -209,7 +210,7 @@ async def header_time(port):
     return time.perf_counter() - started
 
 
-async def keep_alive_time(port):
+async def measure_keep_alive_timeout(port):
     """Returns the time in seconds until the server closes a connection that is idle after a response."""
     reader, writer = await connect(port)
     writer.write(request("GET", "/live"))
@@ -222,7 +223,7 @@ async def keep_alive_time(port):
     return time.perf_counter() - started
 
 
-async def body_time(port):
+async def measure_body_timeout(port):
     """Returns the time in seconds until the server returns status 408 for an incomplete body."""
     reader, writer = await connect(port)
     started = time.perf_counter()
@@ -233,7 +234,7 @@ async def body_time(port):
     return time.perf_counter() - started
 
 
-async def queue_time(port, prompts, limit_s, context):
+async def measure_queue_timeout(port, prompts, limit_s, context):
     """Returns the time in seconds until the server answers a request that cannot start, normally with status 429."""
     # With a priority of -100,000, the blocking requests start before all other requests.
     blockers = [prompts.completion(8, context - 16, priority=-100_000) for _ in range(32)]
@@ -255,14 +256,20 @@ def timeouts(options, report):
     with Server(options, "--max-sequences", "1", *flags) as server:
         prompts = Prompts(server.port)
 
-        async def all_times():
-            waits = [header_time(server.port), keep_alive_time(server.port), body_time(server.port)]
-            return await asyncio.gather(*waits, queue_time(server.port, prompts, limits["queue"], server.context()))
+        async def measure_all():
+            return await asyncio.gather(
+                measure_header_timeout(server.port),
+                measure_keep_alive_timeout(server.port),
+                measure_body_timeout(server.port),
+                measure_queue_timeout(server.port, prompts, limits["queue"], server.context()),
+            )
 
-        names = ["header", "header", "body", "queue"]
-        found = asyncio.run(all_times())
+        times = asyncio.run(measure_all())
         faults = server.faults()
-    for what, name, time_s in zip(["headers", "idle after a response", "body (408)", "queue (429)"], names, found):
-        is_exact = abs(time_s - limits[name]) <= 0.5
-        target, passed = f"{limits[name]:g} s ± 0.5 s", is_exact and not faults
-        report.add(f"timeout: {what}", target, f"{time_s:.2f} s", passed, faults=faults)
+    # The flag --header-timeout also limits how long a connection may be idle after a response.
+    names = ["headers", "idle after a response", "body (408)", "queue (429)"]
+    flags = ["header", "header", "body", "queue"]
+    for name, flag, time_s in zip(names, flags, times):
+        is_exact = abs(time_s - limits[flag]) <= 0.5
+        target, passed = f"{limits[flag]:g} s ± 0.5 s", is_exact and not faults
+        report.add(f"timeout: {name}", target, f"{time_s:.2f} s", passed, faults=faults)

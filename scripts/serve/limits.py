@@ -9,7 +9,7 @@ import time
 
 from background import Background
 from client import Prompts, ask, connect, percentile, read_body, read_head, request
-from connections import streams
+from connections import run_streams
 from process import Server
 
 PATH = "/v1/completions"
@@ -236,7 +236,7 @@ def grammars(options, report):
         def gaps():
             end, found = time.perf_counter() + seconds, []
             while time.perf_counter() < end:
-                answers = asyncio.run(streams(server.port, prompts, 8, 100))
+                answers = asyncio.run(run_streams(server.port, prompts, 8, 100))
                 found += [gap for answer in answers for gap in answer.gaps]
             return found
 
@@ -279,7 +279,7 @@ def constrained(options, report):
             """Returns the median time between tokens of streams that run beside other streams with `fields`."""
             others = [prompts.completion(32, 120, stream=True, **fields) for _ in range(count)]
             other_streams = asyncio.gather(*(ask(server.port, "/v1/completions", body) for body in others))
-            answers = await streams(server.port, prompts, count, 100)
+            answers = await run_streams(server.port, prompts, count, 100)
             assert all(answer.status == 200 and answer.is_complete for answer in await other_streams)
             return percentile([gap for answer in answers for gap in answer.gaps], 0.5)
 
