@@ -21,11 +21,15 @@ use gpu::SelfTest;
 
 /// Check that inferno works on this machine, and suggest fixes
 #[derive(clap::Args)]
+#[command(after_help = CHECKS)]
 pub struct Args {
     /// Print JSON
     #[arg(long)]
     json: bool,
 }
+
+/// The names of all findings, as `--help` lists them.
+const CHECKS: &str = "Checks: build, driver, GPUs, kernels, links between GPUs, settings, cache, disk, hub, models";
 
 #[derive(Serialize)]
 struct DoctorReport {

@@ -52,6 +52,12 @@ fn machine_without_a_gpu_fails_with_the_next_command() {
     let (reason, next) =
         if cfg!(feature = "cuda") { ("libcuda.so.1", "nvidia-smi") } else { ("no GPU support", "--features cuda") };
     expect(find("GPU"), "FAIL", &[reason, "inferno play demo --device cpu", next]);
+    let help = text(&inferno(&home).args(["doctor", "--help"]).output().unwrap().stdout);
+    let (_, checks) = help.split_once("Checks: ").unwrap();
+    for finding in report["findings"].as_array().unwrap() {
+        let name = finding["name"].as_str().unwrap();
+        assert!(checks.contains(name), "the help does not list the check {name}: {checks}");
+    }
     let output = inferno(&home).arg("doctor").output().unwrap();
     let lines = text(&output.stdout);
     assert!(lines.starts_with("PASS  build "), "{lines}");
