@@ -1,5 +1,7 @@
 //! The paths on which GPUs can exchange data.
 
+use crate::text::quote;
+
 /// The path on which GPU kernels exchange data with other GPUs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ExchangePath {
@@ -12,13 +14,17 @@ pub enum ExchangePath {
 impl ExchangePath {
     /// Returns the paths to try, in order. The environment variable `INFERNO_EXCHANGE` can restrict them:
     /// `host` allows only host memory, and `copy` allows no path, so that the host copies the data.
-    /// An empty value counts as unset. Fails if the variable has any other value.
+    /// An empty value counts as unset. Fails if the variable has any other value, even one that is not valid Unicode.
     pub fn from_environment() -> Result<&'static [Self], String> {
-        match std::env::var("INFERNO_EXCHANGE").as_deref() {
-            Err(_) | Ok("") => Ok(&[Self::Direct, Self::HostMemory]),
-            Ok("host") => Ok(&[Self::HostMemory]),
-            Ok("copy") => Ok(&[]),
-            Ok(other) => Err(format!("INFERNO_EXCHANGE is '{other}'; use host or copy")),
+        let value = std::env::var_os("INFERNO_EXCHANGE").unwrap_or_default();
+        match &*value.to_string_lossy() {
+            "" => Ok(&[Self::Direct, Self::HostMemory]),
+            "host" => Ok(&[Self::HostMemory]),
+            "copy" => Ok(&[]),
+            other => Err(format!(
+                "cannot exchange data between GPUs: INFERNO_EXCHANGE is {}; use host or copy",
+                quote(other)
+            )),
         }
     }
 }

@@ -1,6 +1,7 @@
 //! Runs the program as a user or a script would. Checks its output, exit codes and error messages.
 
 use std::env;
+use std::ffi::OsStr;
 use std::fs;
 use std::io::{Read, Write};
 use std::path::Path;
@@ -213,12 +214,18 @@ fn missing_gpu_is_an_error_that_names_the_next_command() {
 #[test]
 fn an_unknown_exchange_path_is_a_usage_error() {
     let home = TempDir::new().unwrap();
-    let run = |path: &str| {
+    let run = |path: &OsStr| {
         let arguments = ["play", "demo", "--device", "cpu,cpu", "--prompt", "hello", "--max-tokens", "2"];
         inferno(&home).args(arguments).env("INFERNO_EXCHANGE", path).output().unwrap()
     };
-    assert_fails(&run("direct"), 2, &["INFERNO_EXCHANGE is 'direct'", "host or copy"]);
-    assert!(["host", "copy", ""].iter().all(|path| run(path).status.success()));
+    assert_fails(&run("direct".as_ref()), 2, &["INFERNO_EXCHANGE is 'direct'", "host or copy"]);
+    #[cfg(unix)]
+    assert_fails(
+        &run(std::os::unix::ffi::OsStrExt::from_bytes(b"host\xff")),
+        2,
+        &["INFERNO_EXCHANGE is 'host\u{fffd}'"],
+    );
+    assert!(["host", "copy", ""].iter().all(|path| run(path.as_ref()).status.success()));
 }
 
 /// The dynamic loader must not load NVIDIA libraries at startup, because many commands need no GPU.
