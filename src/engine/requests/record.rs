@@ -148,7 +148,7 @@ impl EngineRecord {
         texts.into_iter().flatten().map(|text| ALLOCATION_BYTES + text.capacity()).sum()
     }
 
-    /// Describes each recorded setting that differs from `now`. Does not compare the context length.
+    /// Describes each recorded setting that differs from `now`.
     pub fn differences(&self, now: &Self) -> Vec<String> {
         let none = || "none".to_string();
         let settings = [
@@ -162,6 +162,7 @@ impl EngineRecord {
             ),
             ("attention", self.attention.clone(), now.attention.clone()),
             ("executor", self.executor.clone(), now.executor.clone()),
+            ("context", self.context.to_string(), now.context.to_string()),
             ("chunk", self.chunk.to_string(), now.chunk.to_string()),
             ("deterministic", self.deterministic.to_string(), now.deterministic.to_string()),
         ];
@@ -202,6 +203,30 @@ impl RequestRecord {
 mod tests {
     use super::*;
 
+    fn engine() -> EngineRecord {
+        EngineRecord {
+            build: BUILD.into(),
+            device: "d".repeat(100),
+            dtype: String::new(),
+            quantization: None,
+            attention: String::new(),
+            executor: String::new(),
+            context: 1000,
+            chunk: 64,
+            deterministic: false,
+        }
+    }
+
+    #[test]
+    fn settings_that_differ_are_described() {
+        assert!(engine().differences(&engine()).is_empty());
+        let now = EngineRecord { context: 2000, ..engine() };
+        assert_eq!(engine().differences(&now), ["context: 1000 in the record, 2000 now"]);
+        let now = EngineRecord { quantization: Some("q8_0".into()), deterministic: true, ..engine() };
+        let expected = ["quantization: none in the record, q8_0 now", "deterministic: false in the record, true now"];
+        assert_eq!(engine().differences(&now), expected);
+    }
+
     /// The memory estimate must also hold for short requests, whose tokens are only a small part of the record.
     #[test]
     fn the_size_of_a_record_includes_all_its_parts() {
@@ -213,17 +238,7 @@ mod tests {
             created: String::new(),
             model: "m".repeat(100),
             revision: None,
-            engine: EngineRecord {
-                build: BUILD.into(),
-                device: "d".repeat(100),
-                dtype: String::new(),
-                quantization: None,
-                attention: String::new(),
-                executor: String::new(),
-                context: 0,
-                chunk: 0,
-                deterministic: false,
-            },
+            engine: engine(),
             requests: vec![RecordedRequest { request: request.clone(), answers }],
             error: None,
         };
