@@ -268,8 +268,8 @@ impl<'o> EngineBuilder<'o> {
     }
 
     /// Sets a progress callback. Its first argument is the size of the tensors that the first device has loaded so far.
-    /// Its second argument is the size of all tensors in the model's files. Both sizes are in bytes.
-    /// A tensor counts with its whole size, even if the device loads only a part of the tensor.
+    /// Its second argument is the size of all tensors that the first device loads. Both sizes are in bytes.
+    /// A tensor counts with its whole size in the model's files, even if the device loads only a part of the tensor.
     pub fn progress(mut self, progress: &'o dyn Fn(u64, u64)) -> Self {
         self.options.progress = progress;
         self

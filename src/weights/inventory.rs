@@ -2,6 +2,7 @@
 //! inferno computes the size of a model from the headers before downloading the model.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
 use std::path::Path;
 
 use anyhow::{Result, ensure};
@@ -217,6 +218,13 @@ impl Inventory {
     /// Returns the total size of all tensors in the files, in bytes.
     pub fn bytes(&self) -> u64 {
         sum(self.tensors.iter().map(|tensor| tensor.bytes))
+    }
+
+    /// Returns the size in the files of the tensors that a rank with the whole layers in `layers` loads, in bytes.
+    /// Such a rank also loads the tensors that belong to no layer.
+    pub fn stage_bytes(&self, layers: &Range<usize>) -> u64 {
+        let is_loaded = |tensor: &&InventoryTensor| tensor.layer().is_none_or(|layer| layers.contains(&layer));
+        sum(self.tensors.iter().filter(is_loaded).map(|tensor| tensor.bytes))
     }
 
     /// Returns the number of parameters. A byte of packed MXFP4 blocks counts as two, and MXFP4 scales do not count.

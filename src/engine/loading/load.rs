@@ -68,8 +68,8 @@ pub struct LoadOptions<'o> {
     /// The decode graph ignores this option: it has a kernel of its own.
     pub attention: AttentionBackend,
     /// A progress callback. Its first argument is the size of the tensors that the first device has loaded so far.
-    /// Its second argument is the size of all tensors in the model's files. Both sizes are in bytes.
-    /// A tensor counts with its whole size, even if the device loads only a part of the tensor.
+    /// Its second argument is the size of all tensors that the first device loads. Both sizes are in bytes.
+    /// A tensor counts with its whole size in the model's files, even if the device loads only a part of the tensor.
     pub progress: &'o dyn Fn(u64, u64),
     /// A callback that runs when all devices are open. Its argument is the device with the least free memory.
     pub on_device: &'o dyn Fn(&DeviceInfo),
@@ -303,7 +303,11 @@ fn load_onto_device(
     let memory = RankMemory::new(&plan, &options.devices, &device_infos, options.split, options.memory)?;
     let capacity = memory.choose(options.context)?;
 
-    let target = LoadTarget { device: &device, dtype, memory: &memory, capacity };
+    let file_bytes = match &memory.stages {
+        Some(stages) => inventory.stage_bytes(&stages[0]),
+        None => inventory.bytes(),
+    };
+    let target = LoadTarget { device: &device, dtype, memory: &memory, capacity, file_bytes };
     let allocated = allocate(config, checkpoint, options, &target, times);
     let (runner, attention) = allocated.map_err(|error| {
         if !device::is_out_of_memory(&error) {
@@ -325,6 +329,8 @@ struct LoadTarget<'t> {
     dtype: DType,
     memory: &'t RankMemory,
     capacity: Capacity,
+    /// The size in the files of the tensors that the first device loads, in bytes.
+    file_bytes: u64,
 }
 
 /// Builds the decoder and the KV cache of each rank, and a runner for them.
@@ -336,10 +342,9 @@ fn allocate(
     target: &LoadTarget,
     times: &mut LoadTimes,
 ) -> Result<(Runner, AttentionBackend)> {
-    let &LoadTarget { device, dtype, memory, capacity } = target;
+    let &LoadTarget { device, dtype, memory, capacity, file_bytes } = target;
     let Capacity { context, chunk } = capacity;
-    let total = checkpoint.bytes();
-    let report = |bytes| (options.progress)(bytes, total);
+    let report = |bytes| (options.progress)(bytes, file_bytes);
     let started = Instant::now();
     let progress = LoadProgress::new(&report);
     let loader = RankLoader {

@@ -9,6 +9,7 @@ mod mistakes;
 #[cfg(feature = "cuda")]
 mod on_gpus;
 
+use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::path::Path;
@@ -312,6 +313,26 @@ fn layers_are_divided_among_no_more_ranks_than_there_are_layers() {
     let error = load(Split::Layers, layers + 1).err().unwrap();
     let message = format!("cannot divide {layers} layers among {} devices", layers + 1);
     assert!(error.to_string().contains(&message), "{error:#}");
+}
+
+/// With `Split::Layers`, the first rank loads only its own layers and the tensors that belong to no layer.
+#[test]
+fn load_progress_ends_at_its_total() {
+    let last_progress = |split, ranks| {
+        let last = Cell::new((0, 0));
+        queued_steps::demo()
+            .devices(cpus(ranks))
+            .split(split)
+            .progress(&|bytes, total| last.set((bytes, total)))
+            .load()
+            .unwrap();
+        last.get()
+    };
+    let whole = Checkpoint::open(&demo_dir()).unwrap().bytes();
+    assert_eq!(last_progress(Split::Tensor, 1), (whole, whole));
+    assert_eq!(last_progress(Split::Tensor, 2), (whole, whole));
+    let (bytes, total) = last_progress(Split::Layers, 2);
+    assert!(bytes == total && total < whole, "{bytes} of {total} bytes, {whole} in all layers");
 }
 
 /// The answers share the blocks of their prompt. Before an answer writes to the last block, which the prompt fills
