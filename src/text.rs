@@ -1,5 +1,6 @@
 //! Formats text for display: sizes, counts, paths and error messages.
 
+use std::fmt::Display;
 use std::sync::LazyLock;
 
 use regex::{Captures, Regex};
@@ -78,7 +79,7 @@ pub fn escaped(name: &str) -> String {
 /// Returns the message of a library's error as a single line. Shows at most 300 characters of the message.
 ///
 /// The limit is needed because some libraries quote whole strings from a file in their messages.
-pub fn library_error(error: &impl std::fmt::Display) -> String {
+pub fn library_error(error: &impl Display) -> String {
     let message = error.to_string();
     let mut out = String::new();
     for c in message.chars().take(LIBRARY_CHARACTERS) {
@@ -146,6 +147,12 @@ pub fn size(bytes: u64) -> String {
         1_000_000..1_000_000_000 => format!("{:.1} MB", scaled(1e6)),
         _ => format!("{:.1} GB", scaled(1e9)),
     }
+}
+
+/// Formats a count and the noun that it counts, such as `1 file` or `3 files`. `noun` is the singular.
+pub fn counted<N: Display + PartialEq + From<u8>>(count: N, noun: &str) -> String {
+    let ending = if count == N::from(1) { "" } else { "s" };
+    format!("{count} {noun}{ending}")
 }
 
 /// Replaces the home directory at the start of a path with `~`, as in `~/models`.
@@ -260,6 +267,15 @@ mod tests {
         assert_eq!(wrapped("木星の 衛星", Some(7)), "木星の\n衛星");
         assert_eq!(wrapped("a-b-c d", Some(4)), "a-b-c\nd");
         assert_eq!(wrapped("", Some(7)), "");
+    }
+
+    #[test]
+    fn only_a_count_of_one_has_a_singular_noun() {
+        assert_eq!(
+            [0, 1, 2, 11].map(|count: usize| counted(count, "file")).join(" "),
+            "0 files 1 file 2 files 11 files"
+        );
+        assert_eq!(counted(1u64, "KV head"), "1 KV head");
     }
 
     #[test]

@@ -16,7 +16,7 @@ use crate::conversation::{Backend, BackendAnswer, OnDelta, TurnPrompt, TurnReque
 use crate::engine::sampling::SAMPLING_FIELDS;
 use crate::engine::{Engine, FinishReason, SamplingParams};
 use crate::error::Error;
-use crate::text::escaped;
+use crate::text::{counted, escaped};
 
 /// A model on a server. Implements [`Backend`] by sending chat completion requests.
 pub struct RemoteModel {
@@ -162,7 +162,7 @@ impl Backend for RemoteModel {
     fn stats(&self) -> Vec<(&'static str, String)> {
         let mut rows = vec![("server", self.connection.url.to_string())];
         rows.extend(self.model.owner.as_ref().map(|owner| ("owned by", escaped(owner))));
-        let context = self.model.context.map_or_else(|| "unknown".to_string(), |context| format!("{context} tokens"));
+        let context = self.model.context.map_or_else(|| "unknown".to_string(), |context| counted(context, "token"));
         rows.push(("context", context));
         let last = self.last.borrow();
         let Some(last) = last.as_ref() else { return rows };
@@ -171,8 +171,8 @@ impl Backend for RemoteModel {
                 |count: Option<usize>, name| count.map_or_else(String::new, |count| format!(" ({count} {name})"));
             let cached = part(usage.cached_tokens, "cached");
             let reasoning = part(usage.reasoning_tokens, "reasoning");
-            rows.push(("last prompt", format!("{} tokens{cached}", usage.prompt_tokens)));
-            rows.push(("last answer", format!("{} tokens{reasoning}", usage.completion_tokens)));
+            rows.push(("last prompt", counted(usage.prompt_tokens, "token") + &cached));
+            rows.push(("last answer", counted(usage.completion_tokens, "token") + &reasoning));
         }
         rows.push(("first token", format!("after {:.2} s", last.ttft_s)));
         if last.tok_per_s > 0.0 {
@@ -183,7 +183,10 @@ impl Backend for RemoteModel {
 
     fn context_stats(&self) -> Vec<(&'static str, String)> {
         let cached = self.last.borrow().as_ref().and_then(|last| last.usage?.cached_tokens);
-        cached.map(|tokens| ("cached", format!("{tokens} tokens of the last prompt"))).into_iter().collect()
+        cached
+            .map(|tokens| ("cached", format!("{} of the last prompt", counted(tokens, "token"))))
+            .into_iter()
+            .collect()
     }
 
     fn last_context_used(&self) -> Option<usize> {

@@ -14,7 +14,7 @@ use crate::engine::EngineHandle;
 use crate::error::Error;
 use crate::files;
 use crate::hub::{Hub, Snapshot};
-use crate::text::size;
+use crate::text::{counted, size};
 use crate::tokenizer::ControlTokens;
 
 /// The maximum number of tokens for which `--kl` compares the logits of both models.
@@ -86,12 +86,18 @@ pub fn run(args: Args) -> Result<ExitCode> {
         }
         writeln!(out, "{}", result)?;
     } else {
-        writeln!(out, "perplexity {} (mean NLL {mean_nll:.4} over {} tokens)", perplexity(mean_nll), nll.len())?;
+        writeln!(
+            out,
+            "perplexity {} (mean NLL {mean_nll:.4} over {})",
+            perplexity(mean_nll),
+            counted(nll.len(), "token")
+        )?;
         if let Some(QuantizationEffect { kl, tokens, bytes }) = change {
             writeln!(
                 out,
-                "KL divergence {kl:.5} from the unquantized model (mean over {tokens} tokens); \
+                "KL divergence {kl:.5} from the unquantized model (mean over {}); \
                  weights take {} instead of {}",
+                counted(tokens, "token"),
                 size(weight_bytes),
                 size(bytes)
             )?;

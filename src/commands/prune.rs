@@ -6,7 +6,7 @@ use std::process::ExitCode;
 use anyhow::Result;
 
 use crate::hub::Hub;
-use crate::text::size;
+use crate::text::{counted, size};
 
 /// Delete partial downloads and unused files from inferno's cache
 #[derive(clap::Args)]
@@ -24,8 +24,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
             writeln!(out, "{}: skipped because another inferno process is using it", pruned.name)?;
             continue;
         }
-        let files = if pruned.files == 1 { "1 file".to_string() } else { format!("{} files", pruned.files) };
-        writeln!(out, "{}: {files}, {}", pruned.name, size(pruned.freed_bytes))?;
+        writeln!(out, "{}: {}, {}", pruned.name, counted(pruned.files, "file"), size(pruned.freed_bytes))?;
         freed_bytes += pruned.freed_bytes;
     }
     writeln!(out, "{} freed", size(freed_bytes))?;

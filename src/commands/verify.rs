@@ -10,7 +10,7 @@ use super::shared::progress::{Operation, ProgressStyle, ProgressView};
 use super::shared::warn_about_token;
 use crate::error::Error;
 use crate::hub::{FileState, Hub, SnapshotSource, VerifiedSnapshot};
-use crate::text::{printable, short_commit};
+use crate::text::{counted, printable, short_commit};
 
 /// Check the files of downloaded models against their hashes
 #[derive(clap::Args)]
@@ -101,8 +101,4 @@ fn bad_files(checked: &VerifiedSnapshot) -> String {
         Some(format!("  {state}  {name}\n"))
     };
     checked.files.iter().filter_map(line).collect()
-}
-
-fn counted(number: usize, noun: &str) -> String {
-    if number == 1 { format!("1 {noun}") } else { format!("{number} {noun}s") }
 }

@@ -62,7 +62,7 @@ impl Backend for LocalModel {
             ("device", info.device.name.clone()),
             ("dtype", format!("{:?}", info.dtype).to_lowercase()),
             ("weights", text::size(info.weight_bytes)),
-            ("cache", format!("{} for {} tokens", text::size(info.cache_bytes), engine.context())),
+            ("cache", format!("{} for {}", text::size(info.cache_bytes), text::counted(engine.context(), "token"))),
             ("context used", engine.cached_tokens().to_string()),
             ("chat format", chat_format.to_string()),
             ("loaded in", format!("{:.2} s", info.load.total_s)),
@@ -71,7 +71,7 @@ impl Backend for LocalModel {
 
     fn context_stats(&self) -> Vec<(&'static str, String)> {
         vec![
-            ("cached", format!("{} tokens, which need no prefill", self.0.cached_tokens())),
+            ("cached", format!("{} without another prefill", text::counted(self.0.cached_tokens(), "token"))),
             ("model allows", self.0.info().max_context.to_string()),
         ]
     }

@@ -17,6 +17,7 @@ use super::state_folder;
 use super::turn::Turn;
 use crate::chat::{Channel, Delta, Message, RenderOptions, Role};
 use crate::engine::{FinishReason, GenerateOptions, SamplingParams};
+use crate::text::counted;
 
 /// Whether and where a conversation is recorded.
 pub enum Recording {
@@ -266,7 +267,8 @@ impl Session {
         let (visible, dropped) = overflow::drop_oldest(messages, self.dropped, context, max_tokens, &count_tokens)?;
         if dropped > self.dropped {
             notes.push(format!(
-                "the model no longer sees the oldest {dropped} messages: they do not fit in the context"
+                "the conversation does not fit in the context: the model no longer sees the oldest {}",
+                counted(dropped, "message")
             ));
         }
         self.dropped = dropped;

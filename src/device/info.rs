@@ -2,6 +2,8 @@
 
 use std::fmt;
 
+use crate::text::counted;
+
 /// The properties of a device that [`info`](super::info()) reads.
 #[derive(Clone, Debug, PartialEq)]
 pub struct DeviceInfo {
@@ -23,7 +25,7 @@ impl DeviceInfo {
         };
         let threads = std::thread::available_parallelism().map_or(1, usize::from);
         Self {
-            name: format!("CPU ({threads} threads)"),
+            name: format!("CPU ({})", counted(threads, "thread")),
             compute_capability: None,
             free_bytes: bytes("MemAvailable:"),
             total_bytes: bytes("MemTotal:"),

@@ -26,7 +26,7 @@ use crate::error::Error;
 use crate::files;
 use crate::snapshot::gguf;
 use crate::snapshot::safetensors::{INDEX, SINGLE_FILE, ShardIndex};
-use crate::text::quote;
+use crate::text::{counted, quote};
 
 /// A description of a model on the hub: its list of files, its text files and the headers of its safetensors files.
 #[derive(Debug)]
@@ -202,9 +202,10 @@ impl Inspection<'_> {
         let (remote, name) = (self.remote, &file.name);
         let shown = quote(name);
         let (mut body, is_partial) = request(remote, &self.listing.commit, name, 0..FIRST_REQUEST_BYTES)?;
-        let truncated = |bytes| {
+        let truncated = |bytes: usize| {
             format!(
-                "cannot read {shown}: the safetensors file is incomplete and ends in its header, after {bytes} bytes"
+                "cannot read {shown}: the safetensors file is incomplete and ends in its header, after {}",
+                counted(bytes, "byte")
             )
         };
         let start = remote.read_body(&mut body, 8)?;
@@ -219,8 +220,8 @@ impl Inspection<'_> {
         let data_bytes = match file.bytes.map(|bytes| bytes.checked_sub(8 + length)) {
             Some(None) => {
                 bail!(
-                    "cannot read {shown}: it claims a header of {length} bytes, but the file has only {} bytes",
-                    file.bytes.unwrap_or(0)
+                    "cannot read {shown}: it claims a header of {length} bytes, but the file has only {}",
+                    counted(file.bytes.unwrap_or(0), "byte")
                 )
             }
             data_bytes => data_bytes.flatten(),

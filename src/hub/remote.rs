@@ -21,7 +21,7 @@ use super::progress::Progress;
 use super::retry::{Retry, is_temporary, retry_after};
 use super::{hash, names};
 use crate::error::Error;
-use crate::text::{library_error, quote};
+use crate::text::{counted, library_error, quote};
 
 /// The maximum size of a file listing, in bytes. Listings with tens of thousands of files are smaller.
 const MAX_LISTING_BYTES: u64 = 64 << 20;
@@ -251,7 +251,9 @@ impl<'a> Remote<'a> {
             let (elapsed, bytes) = (start.elapsed(), u32::try_from(copied).unwrap_or(u32::MAX));
             if elapsed > self.limits().response_timeout.saturating_add(TIME_PER_BYTE.saturating_mul(bytes)) {
                 let seconds = elapsed.as_secs_f32();
-                return Err(self.permanent_error(format!("the hub sent only {copied} bytes in {seconds:.1} s")));
+                return Err(
+                    self.permanent_error(format!("the hub sent only {} in {seconds:.1} s", counted(copied, "byte")))
+                );
             }
         }
         Ok(())

@@ -14,7 +14,7 @@ use crate::nn::linear::Bias;
 use crate::nn::mlp::GatedMlp;
 use crate::nn::norm::NormConfig;
 use crate::nn::rope::{RopeConfig, RopeFrequencies, RopeLengths};
-use crate::text::{excerpt, library_error, quote};
+use crate::text::{counted, excerpt, library_error, quote};
 use crate::weights::Weights;
 
 /// [`from_json`] searches for the invalid field only in configs with at most this many fields.
@@ -120,7 +120,9 @@ pub(super) fn check_eps(key: &str, eps: f64) -> Result<()> {
 /// Fails if `layer_types` is present but does not have exactly one entry per layer.
 pub(super) fn check_layer_types(layer_types: Option<&Vec<LayerType>>, layers: usize) -> Result<()> {
     match layer_types.filter(|types| types.len() != layers) {
-        Some(types) => bail!("layer_types has {} entries, but the model has {layers} layers", types.len()),
+        Some(types) => {
+            bail!("the length of layer_types is {}, but the model has {}", types.len(), counted(layers, "layer"))
+        }
         None => Ok(()),
     }
 }

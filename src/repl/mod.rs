@@ -20,7 +20,7 @@ use anyhow::Result;
 use crate::conversation::{CannotDropOldest, NoModelLoaded, Overflow, Session, TurnSummary};
 use crate::error::Error;
 use crate::terminal;
-use crate::text::without_controls;
+use crate::text::{counted, without_controls};
 use commands::CommandOutcome;
 use display::TurnDisplay;
 use editor::{Input, LineEditor};
@@ -106,19 +106,19 @@ fn turn_error(error: &anyhow::Error, session: &Session, question: &str) -> Strin
 
 /// Returns a text that explains why `message` does not fit in the context, and what to do about it.
 fn context_full(session: &Session, message: &str) -> String {
-    let context = session.backend().context().unwrap_or_default();
+    let context = counted(session.backend().context().unwrap_or_default(), "token");
     if session.fits_alone(message) {
         format!(
-            "this message would exceed the context of {context} tokens: /clear starts over; /set overflow drop-oldest \
+            "this message would exceed the context of {context}: /clear starts over; /set overflow drop-oldest \
              continues without the oldest messages"
         )
     } else if session.attached().is_empty() {
         format!(
-            "this message alone exceeds the context of {context} tokens: shorten it, or start with a larger --context, \
+            "this message alone exceeds the context of {context}: shorten it, or start with a larger --context, \
              if the model allows one"
         )
     } else {
-        format!("this message with its files exceeds the context of {context} tokens: /file none detaches them")
+        format!("this message with its files exceeds the context of {context}: /file none detaches them")
     }
 }
 

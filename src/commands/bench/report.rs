@@ -283,8 +283,7 @@ impl BenchReport {
         // With `--concurrency`, each measurement runs only once.
         let repetitions = match (&self.first_token, self.repetitions) {
             (None, _) => String::new(),
-            (_, 1) => ", 1 repetition".into(),
-            (_, count) => format!(", {count} repetitions"),
+            (_, count) => format!(", {}", text::counted(count, "repetition")),
         };
         let mut lines = vec![
             format!(
@@ -310,7 +309,8 @@ impl BenchReport {
             None => "memory bandwidth: not measured".into(),
         });
         if let Some(LaunchCounts { kernels, graph_nodes, copies }) = self.launches_per_token {
-            lines.push(format!("per token: {kernels} launches, {graph_nodes} graph nodes, {copies} copies"));
+            let copies = if copies == 1 { "1 copy".to_string() } else { format!("{copies} copies") };
+            lines.push(format!("per token: {kernels} launches, {graph_nodes} graph nodes, {copies}"));
         }
         lines.join("\n") + "\n"
     }
@@ -342,10 +342,10 @@ impl BenchReport {
     fn latency(&self, first_token: &FirstToken) -> String {
         let mut rows = vec![["time to first token", "ms", ""].map(String::from)];
         let Cold { prompt_tokens, ms } = first_token.cold;
-        rows.push([format!("{prompt_tokens} tokens, cold"), format!("{ms:.1}"), String::new()]);
+        rows.push([format!("{}, cold", text::counted(prompt_tokens, "token")), format!("{ms:.1}"), String::new()]);
         for Warm { prompt_tokens, ms } in &first_token.warm {
-            let tokens = if *prompt_tokens == 1 { "token" } else { "tokens" };
-            rows.push([format!("{prompt_tokens} {tokens}"), format!("{:.1}", ms.mean), format!("± {:.1}", ms.sd)]);
+            let tokens = text::counted(*prompt_tokens, "token");
+            rows.push([tokens, format!("{:.1}", ms.mean), format!("± {:.1}", ms.sd)]);
         }
         let mut text = aligned(&rows);
         let mut rows = vec![["between tokens, ms", "p50", "p99", "max"].map(String::from)];

@@ -12,7 +12,7 @@ use crate::conversation::{LoadedModel, ModelId, ModelSource};
 use crate::engine::SamplingParams;
 use crate::error::Error;
 use crate::terminal;
-use crate::text::printable;
+use crate::text::{counted, printable};
 
 /// Finds the requested model on the server at `url`.
 ///
@@ -97,6 +97,6 @@ impl ModelSource for ServerModels {
 
 /// Prints a summary of the model to stderr, if stderr is a terminal.
 fn introduce(model: &ServedModel, connection: &Connection) {
-    let context = model.context.map_or_else(String::new, |tokens| format!(" · context {tokens} tokens"));
+    let context = model.context.map_or_else(String::new, |tokens| format!(" · context {}", counted(tokens, "token")));
     note(&printable(&format!("{} at {}{context}", model.name, connection.url)));
 }

@@ -10,7 +10,7 @@ use indicatif::{MultiProgress, ProgressBar, ProgressDrawTarget};
 
 use super::progress_style;
 use crate::hub::{Progress, Snapshot};
-use crate::text::{printable, size};
+use crate::text::{counted, printable, size};
 
 /// The minimum time between two progress lines.
 const LINE_INTERVAL: Duration = Duration::from_secs(5);
@@ -178,7 +178,7 @@ impl Progress for ProgressView {
     }
 
     fn asking_for_sizes(&self, files: usize) {
-        self.message(&format!("asking the hub for the sizes of {files} files"));
+        self.message(&format!("asking the hub for the sizes of {}", counted(files, "file")));
     }
 
     fn start(&self, files: &[(String, u64)]) {
@@ -198,7 +198,7 @@ impl Progress for ProgressView {
                 self.bars.add(self.total.clone());
             }
             _ if files.is_empty() => {}
-            _ => self.message(&format!("{} files, {}", files.len(), size(total_bytes))),
+            _ => self.message(&format!("{}, {}", counted(files.len(), "file"), size(total_bytes))),
         }
     }
 

@@ -5,7 +5,7 @@ use std::fmt::Write;
 
 use super::report::{Gpu, MemoryNeeds, ModelFile, ShowReport};
 use super::sizes::{ConfigSizes, Rope};
-use crate::text::{self, excerpt, home_relative, parameter_count};
+use crate::text::{self, counted, excerpt, home_relative, parameter_count};
 
 const COLUMNS: usize = 120;
 /// The column where values start.
@@ -89,8 +89,8 @@ fn intermediate(size: Option<u64>) -> String {
 }
 
 fn heads(sizes: &ConfigSizes) -> Option<String> {
-    let keys = sizes.kv_heads.map(|heads| format!(", {heads} KV heads")).unwrap_or_default();
-    let each = sizes.head_dim.map(|dim| format!(", {dim} dims each")).unwrap_or_default();
+    let keys = sizes.kv_heads.map(|heads| format!(", {}", counted(heads, "KV head"))).unwrap_or_default();
+    let each = sizes.head_dim.map(|dim| format!(", {} each", counted(dim, "dim"))).unwrap_or_default();
     Some(format!("{}{keys}{each}", sizes.heads?))
 }
 

@@ -24,7 +24,7 @@ use crate::hub::progress::Progress;
 use crate::hub::remote::Remote;
 use crate::hub::retry::Retry;
 use crate::snapshot::is_weights_file;
-use crate::text::quote;
+use crate::text::{counted, quote};
 
 /// Fetches files as blobs of `repo`, and links them into the snapshot of `commit`.
 ///
@@ -136,10 +136,10 @@ impl Download<'_> {
         let wait =
             retry_after.map(|wait| format!(", and the server asks to wait {} s", wait.as_secs())).unwrap_or_default();
         self.remote.temporary_error(format!(
-            "{} stopped at {} of {} bytes: {cause}{wait} (downloaded bytes are kept; run the same command to resume)",
+            "{} stopped at {} of {}: {cause}{wait} (downloaded bytes are kept; run the same command to resume)",
             quote(job.names[0]),
             job.partial.done_bytes(),
-            job.bytes
+            counted(job.bytes, "byte")
         ))
     }
 

@@ -5,6 +5,7 @@ use std::io::Read;
 use super::paths;
 use crate::conversation::{Attachment, Session};
 use crate::files;
+use crate::text::counted;
 
 /// The maximum file size in bytes per token of context. Most texts have fewer than five bytes per token, so hardly any
 /// larger file would fit in the context.
@@ -31,7 +32,7 @@ pub fn run(path: &str, session: &mut Session) -> Result<String, String> {
     let context = session.backend().context().unwrap_or(UNKNOWN_CONTEXT);
     let text = read(&path, context).map_err(|reason| format!("cannot attach {path}: {reason}"))?;
     let tokens = session.backend().count_text(&text);
-    let size = tokens.map_or_else(|| format!("{} bytes", text.len()), |tokens| format!("{tokens} tokens"));
+    let size = tokens.map_or_else(|| counted(text.len(), "byte"), |tokens| counted(tokens, "token"));
     session.attach(Attachment { path: path.clone(), text });
     Ok(format!("attached to the next message: {path} ({size})"))
 }
@@ -53,7 +54,8 @@ fn read(path: &str, context: usize) -> Result<String, String> {
     if bytes.len() as u64 > limit {
         let size = metadata.len().max(bytes.len() as u64);
         return Err(format!(
-            "{size} bytes do not fit in a context of {context} tokens; attach a smaller file, or raise --context"
+            "{size} bytes do not fit in a context of {}; attach a smaller file, or raise --context",
+            counted(context, "token")
         ));
     }
     String::from_utf8(bytes).map_err(|_| "not UTF-8 text".to_string())

@@ -3,6 +3,7 @@
 use anyhow::Result;
 
 use crate::conversation::{Overflow, Recording, Session};
+use crate::text::counted;
 
 /// Returns the text of `/stats`, which describes the model and the conversation.
 pub fn stats(session: &Session) -> String {
@@ -30,17 +31,19 @@ pub fn context(session: &Session) -> Result<String> {
     };
     let mut rows = match (used, backend.context()) {
         (Some(used), Some(context)) => vec![
-            ("used", format!("{used} of {context} tokens ({}%)", used * 100 / context.max(1))),
+            ("used", format!("{used} of {} ({}%)", counted(context, "token"), used * 100 / context.max(1))),
             ("free", context.saturating_sub(used).to_string()),
         ],
-        (Some(used), None) => vec![("used", format!("{used} tokens; the server does not report the limit"))],
-        (None, Some(context)) => vec![("used", format!("unknown; the limit is {context} tokens"))],
+        (Some(used), None) => {
+            vec![("used", format!("{}; the server does not report the limit", counted(used, "token")))]
+        }
+        (None, Some(context)) => vec![("used", format!("unknown; the limit is {}", counted(context, "token")))],
         (None, None) => vec![("used", "unknown: the server does not count tokens".to_string())],
     };
     rows.extend(backend.context_stats());
     rows.push(("messages", session.messages().len().to_string()));
     if session.dropped() > 0 {
-        rows.push(("not seen", format!("the oldest {} messages", session.dropped())));
+        rows.push(("not seen", format!("the oldest {}", counted(session.dropped(), "message"))));
     }
     rows.push((
         "when full",

@@ -7,6 +7,7 @@ mod paths;
 
 use crate::chat::Role;
 use crate::conversation::{self, Session, journal};
+use crate::text::counted;
 
 /// A slash command and its help.
 struct SlashCommand {
@@ -247,7 +248,7 @@ fn save(arguments: &str, session: &mut Session) -> Result<String, String> {
     };
     session.rename(&name).map_err(message)?;
     let cached = if with_cache {
-        format!(" with {} tokens of its KV cache", session.save_prefix().map_err(message)?)
+        format!(" with {} of its KV cache", counted(session.save_prefix().map_err(message)?, "token"))
     } else {
         String::new()
     };

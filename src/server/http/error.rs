@@ -9,7 +9,7 @@ use axum::response::{IntoResponse, Response};
 use serde::Serialize;
 
 use crate::error::Error;
-use crate::text::error_message;
+use crate::text::{counted, error_message};
 
 /// The wait to suggest before a retry, for states that usually last for seconds, such as loading a model.
 pub const RETRY_SOON: Duration = Duration::from_secs(1);
@@ -156,13 +156,15 @@ impl ApiError {
         let too_long = |message| Self::too_long(param, message);
         match error.downcast_ref()? {
             Error::ContextFull { prompt_tokens, context_tokens, .. } => Some(too_long(format!(
-                "the prompt has {prompt_tokens} tokens, but the maximum context length is {context_tokens} tokens: \
-                 shorten the prompt to at most {} tokens",
-                context_tokens - 1
+                "the prompt has {}, but the maximum context length is {}: shorten the prompt to at most {}",
+                counted(*prompt_tokens, "token"),
+                counted(*context_tokens, "token"),
+                counted(context_tokens - 1, "token")
             ))),
             Error::PromptTooLong { prompt_bytes, context_tokens } => Some(too_long(format!(
-                "the prompt has {prompt_bytes} bytes of text, but the maximum context length is {context_tokens} \
-                 tokens: shorten the prompt"
+                "the prompt has {prompt_bytes} bytes of text, but the maximum context length is {}: \
+                 shorten the prompt",
+                counted(*context_tokens, "token")
             ))),
             Error::InvalidConstraint { name, reason } => Some(Self::invalid(name, reason)),
             Error::NotDeterministic { reason } => Some(Self::invalid("deterministic", reason)),

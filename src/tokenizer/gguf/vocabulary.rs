@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use anyhow::{Result, bail};
 
 use super::pre;
-use crate::text::quote;
+use crate::text::{counted, quote};
 
 /// The maximum number of tokens in a vocabulary. The vocabulary of Gemma 3, one of the largest, has about 262,000.
 pub const MAX_TOKENS: usize = 1 << 21;
@@ -118,7 +118,8 @@ impl Vocabulary<'_> {
             if let Some(length) = length
                 && length != tokens
             {
-                bail!("metadata key tokenizer.ggml.{key}: {length} entries for {tokens} tokens");
+                let tokens = counted(tokens, "token");
+                bail!("metadata key tokenizer.ggml.{key}: its length is {length}, but the vocabulary has {tokens}");
             }
         }
         let merges = self.merges.as_ref().map_or(0, Vec::len);
@@ -145,8 +146,8 @@ impl Vocabulary<'_> {
         let named = |key: &str, id: Option<u32>| match id {
             Some(id) if id as usize >= self.tokens.len() => {
                 bail!(
-                    "metadata key tokenizer.ggml.{key}: {id} is not a token id: the vocabulary has {} tokens",
-                    self.tokens.len()
+                    "metadata key tokenizer.ggml.{key}: {id} is not a token id: the vocabulary has {}",
+                    counted(self.tokens.len(), "token")
                 )
             }
             id => Ok(id),

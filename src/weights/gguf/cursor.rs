@@ -2,6 +2,8 @@
 
 use anyhow::{Result, anyhow};
 
+use crate::text::counted;
+
 /// A read position in the bytes of a file.
 #[derive(Clone, Copy)]
 pub struct Cursor<'b> {
@@ -53,7 +55,12 @@ impl<'b> Cursor<'b> {
     #[cold]
     fn too_short(&self, bytes: u64) -> anyhow::Error {
         if bytes > self.remaining() {
-            return anyhow!("expected {bytes} bytes at offset {}, found {}", self.position, self.remaining());
+            return anyhow!(
+                "expected {} at offset {}, found {}",
+                counted(bytes, "byte"),
+                self.position,
+                self.remaining()
+            );
         }
         // The sum cannot overflow: `bytes` is at most `remaining()`, so the sum is at most the file size.
         NeedsMoreBytes(self.position as u64 + bytes).into()

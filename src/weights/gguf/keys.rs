@@ -9,7 +9,7 @@ use super::checkpoint::GgufCheckpoint;
 use super::limits::MAX_HEAD_DIM;
 use super::metadata::{GgufMetadata, Value as MetadataValue};
 use super::tensor_names::ROPE_FACTOR_TENSORS;
-use crate::text::quote;
+use crate::text::{counted, quote};
 
 /// Access to the metadata keys that start with the name of the architecture, such as `llama.block_count`.
 pub struct ArchitectureKeys<'c> {
@@ -87,7 +87,7 @@ impl<'c> ArchitectureKeys<'c> {
         let layers = self.file.block_count()? as u64;
         let slides: Vec<bool> = match metadata.get(&key)? {
             Some(MetadataValue::Array(array)) if array.len as u64 != layers => {
-                bail!("metadata key {key}: {} entries for {layers} layers", array.len)
+                bail!("metadata key {key}: its length is {}, but the model has {}", array.len, counted(layers, "layer"))
             }
             Some(MetadataValue::Array(_)) => match metadata.bools(&key) {
                 Ok(Some(slides)) => slides,

@@ -10,7 +10,7 @@ use super::experts::Experts;
 use super::layout::{ArchitectureLayout, TensorKind};
 use super::model_tensor::{ModelTensor, RowMapping, Transform, default_dtype};
 use super::tensor_names::LayerTensorName;
-use crate::text::excerpt;
+use crate::text::{counted, excerpt};
 use crate::weights::tensor_info::TensorInfo;
 
 /// Returns the tensors of the model, keyed by Hugging Face name.
@@ -65,7 +65,9 @@ fn single(file: &GgufCheckpoint, layout: &ArchitectureLayout, name: &str) -> Res
         let length = shape.first().copied().unwrap_or(0);
         if heads == 0 || length == 0 || !length.is_multiple_of(2 * heads) {
             bail!(
-                "cannot split {length} rows into {heads} heads of even size (attention.head_count, attention.head_count_kv)"
+                "cannot split {} into {} of even size (attention.head_count, attention.head_count_kv)",
+                counted(length, "row"),
+                counted(heads, "head")
             );
         }
         rows = RowMapping::InterleavedHalves(length / heads);

@@ -6,7 +6,7 @@ use anyhow::{Context, Result, anyhow, bail};
 
 use super::cursor::Cursor;
 use super::limits::MAX_ARRAY_VALUES;
-use crate::text::excerpt;
+use crate::text::{counted, excerpt};
 
 /// The type of a metadata value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -157,7 +157,9 @@ impl<'c> Value<'c> {
         match self {
             Self::String(bytes) if std::str::from_utf8(bytes).is_err() => "a string that is not UTF-8".into(),
             Self::String(_) => "a string".into(),
-            Self::Array(array) => format!("an array of {} {:?} values", array.len, array.element),
+            Self::Array(array) => {
+                format!("an array of {}", counted(array.len, &format!("{:?} value", array.element)))
+            }
             number => format!("{number:?}"),
         }
     }
@@ -172,7 +174,11 @@ impl<'c> Array<'c> {
         let len = cursor.u64()?;
         let min_bytes = len.checked_mul(element.min_bytes());
         if min_bytes.is_none_or(|bytes| bytes > cursor.remaining()) {
-            bail!("an array of {len} {element:?} values does not fit in the remaining {} bytes", cursor.remaining());
+            bail!(
+                "an array of {} does not fit in the remaining {}",
+                counted(len, &format!("{element:?} value")),
+                counted(cursor.remaining(), "byte")
+            );
         }
         if len > MAX_ARRAY_VALUES {
             bail!("an array of {len} {element:?} values exceeds the limit of {MAX_ARRAY_VALUES}");

@@ -8,6 +8,7 @@ use anyhow::{Context, Result, bail};
 
 use super::part::{GgufPart, PartOpener, TensorData, read_header};
 use super::tensor_names::ROPE_FACTOR_TENSORS;
+use crate::text::counted;
 
 /// The maximum size of a RoPE factor tensor to fetch, in bytes. The tensor has one factor per pair of rotated elements.
 const MAX_TENSOR_BYTES: usize = 64 << 10;
@@ -30,7 +31,8 @@ impl RemoteParts<'_> {
     fn read(&self, name: &str, range: Range<u64>) -> Result<Vec<u8>> {
         let bytes = (self.read)(name, range.clone())?;
         if bytes.len() as u64 != range.end - range.start {
-            bail!("{name} ends early: received {} bytes for the range {}..{}", bytes.len(), range.start, range.end);
+            let received = counted(bytes.len(), "byte");
+            bail!("{name} ends early: received {received} for the range {}..{}", range.start, range.end);
         }
         Ok(bytes)
     }

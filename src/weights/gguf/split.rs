@@ -11,7 +11,7 @@ use super::limits::{MAX_SPLIT_HEADER_BYTES, MAX_SPLIT_TENSORS};
 use super::metadata::GgufMetadata;
 use super::part::{GgufPart, PartOpener};
 use crate::snapshot::gguf::{MAX_PARTS, PartName};
-use crate::text::size;
+use crate::text::{counted, size};
 
 /// Opens all parts of a split model, given the path of any part. Returns the parts in order.
 /// A model that is not split has a single part.
@@ -69,9 +69,9 @@ pub fn open_parts(path: &Path, opener: &dyn PartOpener) -> Result<Vec<GgufPart>>
     }
     if let Some(expected) = split.tensors.filter(|expected| *expected as usize != found) {
         bail!(
-            "the parts of {} hold {found} tensors, but their metadata says {expected}; \
-             are they parts of the same model?",
-            name.prefix
+            "the parts of {} hold {}, but their metadata says {expected}; are they parts of the same model?",
+            name.prefix,
+            counted(found, "tensor")
         );
     }
     Ok(parts)

@@ -16,7 +16,7 @@ use safetensors::tensor::Metadata;
 use super::header::{MAX_HEADER_BYTES, MAX_HEADER_VALUES};
 use crate::files;
 use crate::snapshot::{self, safetensors::ShardIndex};
-use crate::text::excerpt;
+use crate::text::{counted, excerpt};
 use crate::weights::compressed::{CompressedConfig, Scheme};
 use crate::weights::reading::{ByteRange, ReadRequest, Residency, StoredBytes, WeightsFile};
 use crate::weights::tensor_info::TensorInfo;
@@ -226,7 +226,7 @@ impl SafetensorsCheckpoint {
 
 /// Reads and validates the header of a file. Returns the offset of the data section, in bytes, and the header.
 fn read_header(source: &WeightsFile) -> Result<(usize, Metadata)> {
-    ensure!(source.bytes() >= 8, "the file has only {} bytes", source.bytes());
+    ensure!(source.bytes() >= 8, "the file has only {}", counted(source.bytes(), "byte"));
     let mut length = [0; 8];
     source.read(&mut length, 0)?;
     let length = u64::from_le_bytes(length);
@@ -241,7 +241,9 @@ fn read_header(source: &WeightsFile) -> Result<(usize, Metadata)> {
     let tensor_bytes = metadata.data_len() as u64;
     ensure!(
         tensor_bytes == data_bytes,
-        "the tensors have {tensor_bytes} bytes, but {data_bytes} bytes follow the header"
+        "the tensors have {}, but the file has {} of data",
+        counted(tensor_bytes, "byte"),
+        counted(data_bytes, "byte")
     );
     Ok((8 + length as usize, metadata))
 }

@@ -11,7 +11,7 @@ use serde::de::{DeserializeSeed, IgnoredAny, MapAccess, Visitor};
 use serde::{Deserialize, Deserializer};
 
 use crate::files;
-use crate::text::{excerpt, library_error};
+use crate::text::{counted, excerpt, library_error};
 
 /// One tensor in a safetensors header.
 pub struct HeaderTensor<'h> {
@@ -59,7 +59,11 @@ pub fn read<'h>(
         };
         if bits(&dtype).is_some_and(|bits| elements.checked_mul(bits) != bytes.checked_mul(8)) {
             let name = excerpt(&name);
-            invalid = Some(format!("tensor {name}: {bytes} bytes do not match {elements} elements of {dtype}"));
+            invalid = Some(format!(
+                "tensor {name}: a size of {} does not match {} of {dtype}",
+                counted(bytes, "byte"),
+                counted(elements, "element")
+            ));
             return;
         }
         end = end.max(last);
@@ -82,9 +86,14 @@ pub fn read<'h>(
         bail!("the header of {file} is invalid: {invalid}");
     }
     // Without gaps or overlaps, the last tensor ends at the total size of all tensors.
-    ensure!(total == end, "the header of {file} is invalid: the tensors have {total} bytes but end at byte {end}");
+    ensure!(
+        total == end,
+        "the header of {file} is invalid: the tensors have {} but end at byte {end}",
+        counted(total, "byte")
+    );
     if let Some(data_bytes) = data_bytes.filter(|bytes| *bytes != end) {
-        bail!("the header of {file} lists {end} bytes of tensors, but the file has {data_bytes} bytes of data");
+        let (listed, found) = (counted(end, "byte"), counted(data_bytes, "byte"));
+        bail!("the header of {file} lists {listed} of tensors, but the file has {found} of data");
     }
     Ok(())
 }

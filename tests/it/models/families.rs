@@ -177,7 +177,11 @@ fn unsupported_options_are_errors_that_name_the_field() {
         ("mistral", json!({"sliding_window": 0}), "sliding_window is 0"),
         ("mistral", json!({"partial_rotary_factor": 0.5}), "partial_rotary_factor"),
         ("qwen2", json!({"use_mrope": true}), "use_mrope"),
-        ("qwen2", json!({"layer_types": ["full_attention"]}), "layer_types has 1 entries, but the model has 4 layers"),
+        (
+            "qwen2",
+            json!({"layer_types": ["full_attention"]}),
+            "the length of layer_types is 1, but the model has 4 layers",
+        ),
         ("qwen2", json!({"layer_types": ["chunked_attention", "", "", ""]}), "chunked_attention"),
         ("qwen3_moe", json!({"num_experts_per_tok": 8}), "cannot route each token to 8 of 7 experts"),
         ("mixtral", json!({"num_local_experts": 2000}), "of 2000 experts"),

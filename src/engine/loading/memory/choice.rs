@@ -5,6 +5,7 @@ use anyhow::Result;
 use super::plan::{Capacity, MemoryPlan};
 use crate::device::DeviceInfo;
 use crate::error::Error;
+use crate::text::counted;
 
 /// The upper limit on the default context length, in tokens.
 const DEFAULT_CONTEXT: usize = 32_768;
@@ -38,9 +39,9 @@ impl MemoryPlan {
         let error = match requested {
             Some(0) => "cannot load a model with --context 0: use --context 1 or more".into(),
             Some(context) if context > self.max_context => {
-                let limit = self.max_context;
+                let limit = counted(self.max_context, "token");
                 format!(
-                    "cannot load the model with --context {context}: the model supports at most {limit} tokens; lower --context"
+                    "cannot load the model with --context {context}: the model supports at most {limit}; lower --context"
                 )
             }
             _ => return Ok(requested),

@@ -9,6 +9,7 @@ use super::sizes::WORKSPACE_BYTES;
 use crate::device::Split;
 use crate::error::Error;
 use crate::nn::kv_cache::CacheLayout;
+use crate::text::counted;
 use crate::weights::division::RankPart;
 use crate::weights::inventory::ModelBytes;
 
@@ -27,7 +28,11 @@ impl MemoryPlan {
     pub fn stages(&self, free_bytes: &[u64]) -> Result<Vec<Range<usize>>> {
         let (ranks, layers) = (free_bytes.len(), self.parts.layers.len());
         if ranks > layers {
-            let message = format!("cannot divide {layers} layers among {ranks} devices: use at most {layers} devices");
+            let message = format!(
+                "cannot divide {} among {ranks} devices: use at most {}",
+                counted(layers, "layer"),
+                counted(layers, "device")
+            );
             return Err(Error::Usage(message).into());
         }
         let fixed_bytes = WORKSPACE_BYTES + self.parts.other + self.parts.head / ranks as u64;

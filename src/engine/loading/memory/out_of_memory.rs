@@ -3,6 +3,7 @@
 use super::plan::MemoryPlan;
 use crate::device::DeviceInfo;
 use crate::error::Error;
+use crate::text::counted;
 
 impl MemoryPlan {
     /// Returns the error for a context that does not fit.
@@ -10,7 +11,7 @@ impl MemoryPlan {
     /// the error suggests half of `context`.
     /// On one GPU, the error also suggests 2, 4 or 8 such GPUs if `context` fits on that many.
     pub fn out_of_memory(&self, context: usize, device: &DeviceInfo) -> Error {
-        let what = format!("this model with a context of {context} tokens");
+        let what = format!("this model with a context of {}", counted(context, "token"));
         let (needed_bytes, free_bytes) = (self.bytes(self.smallest(context)), device.free_bytes);
         // The device can run out of memory although the plan fits. Then suggest half of the context.
         let shorter = |largest: usize| if largest < context { largest } else { context / 2 };

@@ -96,6 +96,13 @@ fn demo_report_has_all_sizes_and_needs() {
 }
 
 #[test]
+fn table_counts_one_kv_head_in_the_singular() {
+    let (_folder, path) = demo_with_config(|config| config["num_key_value_heads"] = 1.into());
+    let table = text(&run(&["show", path.to_str().unwrap()]).stdout);
+    assert!(table.contains(", 1 KV head, 40 dims each"), "{table}");
+}
+
+#[test]
 fn table_fits_120_columns() {
     let output = run(&["show", "demo"]);
     let table = text(&output.stdout);

@@ -84,7 +84,7 @@ fn inconsistent_split_metadata_is_an_error() {
         (
             one(part(0, 2, 2)),
             part(1, 2, 2),
-            "hold 1 tensors, but their metadata says 2; are they parts of the same model?",
+            "hold 1 tensor, but their metadata says 2; are they parts of the same model?",
         ),
         (one(part(0, 2, 1)), part(1, 2, 9), "it is part 2 of 2 (tensors: 9), expected part 2 of 2 (tensors: 1)"),
         (one(part(2, 2, 1)), part(1, 2, 1), "metadata key split.no: 2 is not less than split.count 2"),

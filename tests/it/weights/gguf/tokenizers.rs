@@ -463,8 +463,14 @@ fn invalid_vocabularies_are_errors() {
         (plain().byte_level("gpt-7"), "tokenizer.ggml.pre: 'gpt-7' is not supported; supported: default, gpt-2"),
         (plain().written("gpt2").string(&key("pre"), "gpt-2"), "metadata key tokenizer.ggml.merges is missing"),
         (plain().written("llama"), "metadata key tokenizer.ggml.scores is missing"),
-        (plain().sentencepiece(&[0.0; 255]), "tokenizer.ggml.scores: 255 entries for 256 tokens"),
-        (bare(&["a", "b"]).i32s(&key("token_type"), &[1; 3]), "tokenizer.ggml.token_type: 3 entries for 2 tokens"),
+        (
+            plain().sentencepiece(&[0.0; 255]),
+            "tokenizer.ggml.scores: its length is 255, but the vocabulary has 256 tokens",
+        ),
+        (
+            bare(&["a", "b"]).i32s(&key("token_type"), &[1; 3]),
+            "tokenizer.ggml.token_type: its length is 3, but the vocabulary has 2 tokens",
+        ),
         (bare(&[]), "tokenizer.ggml.tokens: 0 tokens; 1 to 2097152 are allowed"),
         (bare(&["a", "b", "a"]), "tokenizer.ggml.tokens: 'a' has two ids: 0 and 2"),
         (bare(&["a"]).strings(&key("scores"), &["1"]), "metadata key tokenizer.ggml.scores[0]: expected floats"),
