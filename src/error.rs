@@ -5,7 +5,7 @@
 use std::io::{self, ErrorKind};
 use std::path::PathBuf;
 
-use crate::text::{escaped, quote};
+use crate::text::{counted, escaped, quote};
 
 /// An error that the user can act on. Callers extract it from an `anyhow::Error` with `downcast_ref`.
 #[derive(Debug, thiserror::Error)]
@@ -17,7 +17,7 @@ pub enum Error {
     #[error("{0}")]
     GpuFailed(String),
 
-    #[error("model '{}' is not on this machine\n  {hint}", escaped(model))]
+    #[error("cannot find model '{}': it is not on this machine\n  {hint}", escaped(model))]
     ModelNotFound { model: String, hint: String },
 
     #[error(
@@ -26,7 +26,11 @@ pub enum Error {
     )]
     RepositoryNotFound { repo: String, endpoint: String },
 
-    #[error("repository '{}' has no revision '{}'", escaped(repo), escaped(revision))]
+    #[error(
+        "cannot find revision '{}': repository '{}' has no such branch, tag or commit\n  check the name of the revision",
+        escaped(revision),
+        escaped(repo)
+    )]
     RevisionNotFound { repo: String, revision: String },
 
     /// The user named a revision of the demo or of local files, which have no revisions.
@@ -34,7 +38,7 @@ pub enum Error {
     NoRevisions { model: String, revision: String, why: &'static str },
 
     #[error(
-        "access to '{repo}' is restricted\n  accept its license at {endpoint}/{repo}, then set HF_TOKEN to a token that has access"
+        "cannot fetch '{repo}': access is restricted\n  accept its license at {endpoint}/{repo}, then set HF_TOKEN to a token that has access"
     )]
     Gated { repo: String, endpoint: String },
 
@@ -49,26 +53,24 @@ pub enum Error {
         is_temporary: bool,
     },
 
-    #[error(
-        "not enough disk space at {path}: {:.1} MB needed, {:.1} MB free\n  free some space, or set INFERNO_CACHE to a directory on another disk",
-        *needed_bytes as f64 / 1e6,
-        *free_bytes as f64 / 1e6
-    )]
-    DiskFull { path: PathBuf, needed_bytes: u64, free_bytes: u64 },
+    #[error("cannot write to {path}: {reason}\n  free some space, or set INFERNO_CACHE to a directory on another disk")]
+    DiskFull { path: PathBuf, reason: String },
 
     /// Verification failed: a file hash, a commit hash or a receipt is wrong, a file is missing,
     /// or a file keeps changing on the server.
     #[error("{what}\n  {hint}")]
     Verification { what: String, hint: String },
 
-    #[error("architecture {} is not supported\n  supported: {supported}", quote(found))]
+    #[error("cannot load the model: architecture {} is not supported\n  supported: {supported}", quote(found))]
     UnsupportedArchitecture { found: String, supported: String },
 
-    #[error("{what} is not supported\n  use unquantized weights, a GGUF file, or 8-bit compressed-tensors weights")]
+    #[error(
+        "cannot load the model: {what} is not supported\n  use unquantized weights, a GGUF file, or 8-bit compressed-tensors weights"
+    )]
     UnsupportedQuantization { what: String },
 
     #[error(
-        "{what} needs {:.1} GB of memory on {device}, but {}\n  {}",
+        "cannot load {what}: it needs {:.1} GB of memory on {device}, but {}\n  {}",
         *needed_bytes as f64 / 1e9,
         match limit_bytes {
             Some(limit) => format!(
@@ -105,7 +107,8 @@ pub enum Error {
 
     /// The prompt leaves no room for an answer: it has at least as many tokens as the context holds.
     #[error(
-        "the prompt has {prompt_tokens} tokens, but the context holds only {context_tokens} for the prompt and the answer\n  {}",
+        "cannot use the prompt: it has {}, but the context holds only {context_tokens} for the prompt and the answer\n  {}",
+        counted(*prompt_tokens, "token"),
         if context_tokens < limit_tokens {
             format!("shorten the prompt, or raise --context (this model allows up to {limit_tokens})")
         } else {
@@ -115,11 +118,11 @@ pub enum Error {
     ContextFull { prompt_tokens: usize, context_tokens: usize, limit_tokens: usize },
 
     /// The engine rejects new requests while it finishes the requests that it has accepted.
-    #[error("cannot accept a request: the engine is draining")]
+    #[error("cannot accept a request: the engine is draining\n  load the model again")]
     Draining,
 
     /// The request did not start within its [`max_wait`](crate::GenerateOptions::max_wait).
-    #[error("cannot answer: the request waited longer than its limit")]
+    #[error("cannot answer: the request waited longer than its limit\n  try again later, or raise the limit")]
     WaitedTooLong,
 
     /// The output constraint of a request is invalid or not supported. `name` is the part of the request at fault.
@@ -138,8 +141,9 @@ pub enum Error {
 
     /// The text of the prompt is far too long for the context. The engine did not tokenize the text.
     #[error(
-        "the prompt has {:.1} MB of text, but the context holds only {context_tokens} tokens\n  shorten the prompt",
-        *prompt_bytes as f64 / 1e6
+        "cannot use the prompt: it has {:.1} MB of text, but the context holds only {}\n  shorten the prompt",
+        *prompt_bytes as f64 / 1e6,
+        counted(*context_tokens, "token")
     )]
     PromptTooLong { prompt_bytes: usize, context_tokens: usize },
 

@@ -172,7 +172,7 @@ impl RepoDir {
         let renamed = created.and_then(|()| fs::rename(&temporary, &pointer));
         // The temporary file still exists if `rename` failed, or if source and target are hard links to one file.
         let _ = fs::remove_file(&temporary);
-        renamed.map_err(|error| write_error(error, &pointer, 0))
+        renamed.map_err(|error| write_error(error, &pointer))
     }
 
     /// Returns whether `revision` is `commit` itself, or a ref in this cache that points to `commit`.
@@ -195,7 +195,7 @@ impl RepoDir {
         let (blobs, snapshots) = (self.path.join("blobs"), self.path.join("snapshots"));
         dirs.extend([&*blobs, &*snapshots, &*self.path]);
         dirs.into_iter().for_each(sync_dir);
-        disk::replace(&path, commit.as_bytes()).map_err(|error| write_error(error, &path, 0))?;
+        disk::replace(&path, commit.as_bytes()).map_err(|error| write_error(error, &path))?;
         sync_dir(path.parent().unwrap_or(&path));
         Ok(())
     }

@@ -7,12 +7,13 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use anyhow::Result;
 
-use crate::error::Error;
+use crate::error::{Error, is_disk_full};
+use crate::text::size;
 
 /// Creates a directory and its parents. The error message suggests another cache directory.
 pub(super) fn create_dir(dir: &Path) -> Result<()> {
     fs::create_dir_all(dir).map_err(|error| match error.kind() {
-        ErrorKind::StorageFull | ErrorKind::QuotaExceeded => write_error(error, dir, 0),
+        ErrorKind::StorageFull | ErrorKind::QuotaExceeded => write_error(error, dir),
         _ => anyhow::Error::new(error)
             .context(format!("cannot create {}\n  set INFERNO_CACHE to another directory", dir.display())),
     })
@@ -24,7 +25,8 @@ pub(super) fn check_space(dir: &Path, needed_bytes: u64) -> Result<()> {
     create_dir(dir)?;
     match free_bytes(dir) {
         Some(free_bytes) if free_bytes < needed_bytes => {
-            Err(Error::DiskFull { path: dir.to_path_buf(), needed_bytes, free_bytes }.into())
+            let reason = format!("the download needs {}, but only {} is free", size(needed_bytes), size(free_bytes));
+            Err(Error::DiskFull { path: dir.to_path_buf(), reason }.into())
         }
         _ => Ok(()),
     }
@@ -48,14 +50,10 @@ pub(super) fn free_bytes(_dir: &Path) -> Option<u64> {
 
 /// Returns the error for a failed write: [`Error::DiskFull`] if the disk or a quota is full or the file is too large,
 /// otherwise an error that names the path.
-/// `needed_bytes` is the number of bytes left to write, or 0 if unknown.
-pub(super) fn write_error(error: io::Error, path: &Path, needed_bytes: u64) -> anyhow::Error {
-    // `FileTooLarge` means that `ulimit -f` or the filesystem limits the size of files.
-    if matches!(error.kind(), ErrorKind::StorageFull | ErrorKind::QuotaExceeded | ErrorKind::FileTooLarge) {
-        let free_bytes = free_bytes(path).unwrap_or(0);
-        let full = Error::DiskFull { path: path.to_path_buf(), needed_bytes, free_bytes };
-        return anyhow::Error::from(full)
-            .context(format!("{error} (downloaded bytes are kept; run the same command to resume)"));
+pub(super) fn write_error(error: io::Error, path: &Path) -> anyhow::Error {
+    if is_disk_full(&error) {
+        let reason = format!("{error} (downloaded bytes are kept; run the same command to resume)");
+        return Error::DiskFull { path: path.to_path_buf(), reason }.into();
     }
     anyhow::Error::new(error).context(format!("cannot write {}", path.display()))
 }
@@ -141,6 +139,20 @@ pub(super) fn resolve(path: &Path) -> PathBuf {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn full_disk_is_an_error_that_states_the_reason_once() {
+        let dir = tempfile::tempdir().unwrap();
+        let error = check_space(dir.path(), u64::MAX).unwrap_err().to_string();
+        assert!(
+            error.starts_with(&format!("cannot write to {}: the download needs ", dir.path().display())),
+            "{error}"
+        );
+        let error = format!("{:#}", write_error(ErrorKind::StorageFull.into(), Path::new("/x")));
+        let expected =
+            "cannot write to /x: no storage space (downloaded bytes are kept; run the same command to resume)";
+        assert_eq!(error.lines().next(), Some(expected));
+    }
 
     #[test]
     fn a_failed_replacement_leaves_no_temporary_file() {

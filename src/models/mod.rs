@@ -18,7 +18,7 @@ mod standard;
 
 use std::path::Path;
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 use serde_json::Value;
 
 pub use family::{Architecture, Family};
@@ -73,10 +73,13 @@ pub fn read_config(dir: &Path) -> Result<ModelConfig> {
         return gguf_config(&GgufCheckpoint::open(&path)?);
     }
     let path = dir.join("config.json");
-    parse_config(files::read_json(&path, files::MAX_CONFIG_BYTES)?).map_err(|error| {
-        // An inferno `Error` is already a complete message for the user, so add no context.
-        if error.is::<Error>() { error } else { error.context(format!("cannot use {}", path.display())) }
-    })
+    parse_config(files::read_json(&path, files::MAX_CONFIG_BYTES)?).map_err(|error| cannot_use(&path, error))
+}
+
+/// Adds the path of a file to an error about its contents.
+fn cannot_use(path: &Path, error: anyhow::Error) -> anyhow::Error {
+    // An inferno `Error` is already a complete message for the user, so add no context.
+    if error.is::<Error>() { error } else { error.context(format!("cannot use {}", path.display())) }
 }
 
 /// Reads the config of the snapshot in `dir` and opens its checkpoint. Parses the header of a GGUF file only once.
@@ -91,10 +94,10 @@ pub fn open(dir: &Path) -> Result<(ModelConfig, Checkpoint)> {
 
 /// Reads the config from an open GGUF file.
 pub fn gguf_config(file: &GgufCheckpoint) -> Result<ModelConfig> {
-    let cannot = || format!("cannot use {}", file.path().display());
-    let json = file.config().with_context(cannot)?;
+    let cannot_use = |error| cannot_use(file.path(), error);
+    let json = file.config().map_err(cannot_use)?;
     let family = find_family(&json)?;
-    let architecture = (family.read)(json).with_context(cannot)?;
+    let architecture = (family.read)(json).map_err(cannot_use)?;
     Ok(ModelConfig { family, architecture, quantization: file.quantization() })
 }
 

@@ -96,9 +96,9 @@ impl Partial {
                 files::open(&incomplete)
                     .map_err(io::Error::other)
                     .and_then(|data| data.sync_data())
-                    .map_err(|error| write_error(error, &incomplete, 0))?;
+                    .map_err(|error| write_error(error, &incomplete))?;
                 self.pending_record().write_record()?;
-                fs::rename(&incomplete, &self.path).map_err(|error| write_error(error, &self.path, 0))?;
+                fs::rename(&incomplete, &self.path).map_err(|error| write_error(error, &self.path))?;
             } else {
                 // Delete a record whose partial file is gone, because the record does not describe the new file.
                 delete(&record_path(&self.path))?;
@@ -107,7 +107,7 @@ impl Partial {
         let file = self.open()?;
         // Truncate a file that is too long. It comes from another download with the same blob name.
         if file.metadata().is_ok_and(|data| data.len() > self.bytes) {
-            file.set_len(self.bytes).map_err(|error| write_error(error, &self.path, 0))?;
+            file.set_len(self.bytes).map_err(|error| write_error(error, &self.path))?;
         }
         Ok(())
     }
@@ -124,7 +124,7 @@ impl Partial {
             // Accept only regular files: a symlink could point to any file, and opening a pipe would block.
             options.custom_flags((OFlag::O_NOFOLLOW | OFlag::O_NONBLOCK).bits());
         }
-        let file = options.open(&self.path).map_err(|error| write_error(error, &self.path, 0))?;
+        let file = options.open(&self.path).map_err(|error| write_error(error, &self.path))?;
         if !file.metadata().is_ok_and(|data| data.is_file()) {
             bail!(
                 "cannot write {}: not a regular file\n  delete it and run the same command again",
@@ -233,14 +233,14 @@ impl PendingRecord {
             Err(error) if error.kind() == ErrorKind::NotFound => Ok(false),
             Err(error) => {
                 self.is_lost.store(true, Ordering::Release);
-                Err(write_error(error, &self.path, 0))
+                Err(write_error(error, &self.path))
             }
         }
     }
 
     fn write_record(&self) -> Result<()> {
         let path = record_path(&self.path);
-        disk::replace(&path, &serde_json::to_vec(&self.record)?).map_err(|error| write_error(error, &path, 0))
+        disk::replace(&path, &serde_json::to_vec(&self.record)?).map_err(|error| write_error(error, &path))
     }
 }
 

@@ -16,7 +16,7 @@ use crate::error::Error;
 use crate::hub::disk::write_error;
 use crate::hub::hash;
 use crate::hub::retry::{is_temporary, retry_after};
-use crate::text::{library_error, quote};
+use crate::text::{counted, library_error, quote};
 
 /// The maximum number of retries after a whole-file response to a range request.
 /// After the next such response, the bytes on disk are discarded.
@@ -159,8 +159,8 @@ impl Transfer<'_, '_> {
             let partial = &state.jobs[self.job].partial;
             (partial.open().map_err(Stop::Permanent)?, partial.path().to_path_buf())
         };
-        let cannot_write = |error, left| Stop::Permanent(write_error(error, &path, left));
-        output.seek(SeekFrom::Start(self.position)).map_err(|error| cannot_write(error, 0))?;
+        let cannot_write = |error| Stop::Permanent(write_error(error, &path));
+        output.seek(SeekFrom::Start(self.position)).map_err(cannot_write)?;
         let mut buffer = vec![0; 256 << 10];
         let window = self.download.remote.limits().stall_timeout.saturating_mul(2);
         let (mut window_start, mut start_position) = (Instant::now(), self.position);
@@ -168,7 +168,11 @@ impl Transfer<'_, '_> {
             if window_start.elapsed() >= window {
                 let gained = self.position - start_position;
                 if gained < MIN_PROGRESS_BYTES {
-                    return Err(temporary(format!("only {gained} bytes arrived in {} s", window.as_secs_f32())));
+                    return Err(temporary(format!(
+                        "only {} arrived in {} s",
+                        counted(gained, "byte"),
+                        window.as_secs_f32()
+                    )));
                 }
                 (window_start, start_position) = (Instant::now(), self.position);
             }
@@ -182,7 +186,7 @@ impl Transfer<'_, '_> {
             if count as u64 > left {
                 return Err(temporary(format!("the server sent more of {} than was requested", quote(name))));
             }
-            output.write_all(&buffer[..count]).map_err(|error| cannot_write(error, left))?;
+            output.write_all(&buffer[..count]).map_err(cannot_write)?;
             self.record_written(count as u64)?;
         }
         // Read to the end of the body, so that the connection can be reused.
@@ -232,7 +236,9 @@ fn wrong_file(response: &Response<Body>, name: &str, bytes: u64) -> Option<Strin
         _ if is_page && !name.ends_with(".html") => {
             Some("the server sent a web page instead of the file (a network login page?)".into())
         }
-        Some(length) if length != bytes => Some(format!("the server sent {length} bytes, but the file has {bytes}")),
+        Some(length) if length != bytes => {
+            Some(format!("the server sent {}, but the file has {bytes}", counted(length, "byte")))
+        }
         _ => None,
     }
 }

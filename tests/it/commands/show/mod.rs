@@ -303,7 +303,7 @@ fn remote_errors_are_those_of_a_download() {
         world.files_refused = None;
         world.listing_refused = Some((404, "RevisionNotFound", ""));
     });
-    assert_fails(&remote(&fake, &["--revision", "v9"]), 3, &["no revision 'v9'"]);
+    assert_fails(&remote(&fake, &["--revision", "v9"]), 3, &["cannot find revision 'v9'"]);
     fake.change(|world| {
         world.listing_refused = None;
         let index = json!({"weight_map": {"a": "../../x.safetensors"}}).to_string();
