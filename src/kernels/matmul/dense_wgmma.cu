@@ -173,6 +173,9 @@ __device__ void dense_wgmma(const TensorMap& w, const TensorMap& x, Y* y, int ro
     DEFINE(T, SUFFIX, 96)                                                                                              \
     DEFINE(T, SUFFIX, 128)                                                                                             \
     DEFINE_GATED(T, SUFFIX, 16)                                                                                        \
-    DEFINE_GATED(T, SUFFIX, 32)
+    DEFINE_GATED(T, SUFFIX, 32)                                                                                        \
+    DEFINE_GATED(T, SUFFIX, 64)                                                                                        \
+    DEFINE_GATED(T, SUFFIX, 96)                                                                                        \
+    DEFINE_GATED(T, SUFFIX, 128)
 DEFINE_SIZES(__half, f16)
 DEFINE_SIZES(__nv_bfloat16, bf16)

@@ -13,9 +13,6 @@ use crate::kernels::launch::{
 };
 use crate::kernels::scratch;
 
-/// With up to this number of tokens, a matrix may have any number of rows.
-const FEW_TOKENS: usize = 32;
-
 /// What a kernel computes.
 #[derive(Clone, Copy)]
 enum ProductKind {
@@ -56,16 +53,14 @@ impl Division {
     }
 }
 
-/// Returns whether the dense_wgmma kernels support x·wᵀ on this GPU, and are faster than cuBLASLt.
+/// Returns whether the dense_wgmma kernels support x·wᵀ on this GPU.
 /// x must have the same dtype and the same number of columns as w.
 ///
-/// With more than [`FEW_TOKENS`] tokens, cuBLASLt is faster unless each multiprocessor multiplies many tiles,
-/// as for the logits of most models.
+/// With more than `DENSE_WGMMA_MAX_TOKENS` tokens, cuBLASLt is as fast.
 pub fn is_supported(device: &CudaDevice, x: &Tensor, w: &Tensor) -> Result<bool> {
     let ((tokens, _), (rows, columns)) = (x.dims2()?, w.dims2()?);
     Ok(runs_wgmma(device)
         && (1..=DENSE_WGMMA_MAX_TOKENS).contains(&tokens)
-        && (tokens <= FEW_TOKENS || rows.div_ceil(DENSE_WGMMA_ROWS) > 4 * multiprocessors(device)?)
         && matches!(w.dtype(), DType::F16 | DType::BF16)
         && rows > 0
         && columns > 0
@@ -105,7 +100,7 @@ pub fn matmul_parts(device: &CudaDevice, x: &Tensor, w: &Tensor, out: Option<&Te
 
 /// Returns whether [`matmul_gated`] supports these inputs.
 pub fn is_gated_supported(device: &CudaDevice, x: &Tensor, w: &Tensor) -> Result<bool> {
-    Ok(is_supported(device, x, w)? && x.dim(0)? <= FEW_TOKENS && w.dim(0)?.is_multiple_of(16))
+    Ok(is_supported(device, x, w)? && w.dim(0)?.is_multiple_of(16))
 }
 
 /// Computes activation(gate) · up: `[tokens, rows / 2]` in the dtype of x.

@@ -53,7 +53,6 @@ fn products_of_several_tokens_match_their_reference() {
     let Device::Cuda(cuda) = &device else { panic!("{device:?} is not a GPU") };
     // The cases cover matrices of gpt-oss-20b and Llama-3.1-8B, one or more parts, parts of unequal size,
     // fewer columns than a stage holds, and rows and columns that fill only part of a tile.
-    // Only the case with the most rows supports more than 32 tokens.
     // The last case is unsupported: a row of 100 columns is not a multiple of 16 bytes.
     let most_rows = 600 * multiprocessors(cuda).unwrap() + 16;
     let cases = [
@@ -82,8 +81,7 @@ fn products_of_several_tokens_match_their_reference() {
                 // Only Hopper GPUs can run these kernels.
                 let is_hopper = cuda.cuda_stream().context().compute_capability().unwrap() == (9, 0);
                 let supported = is_supported(cuda, &x, &weight).unwrap();
-                let most_tokens = if rows == most_rows { 128 } else { 32 };
-                assert_eq!(supported, is_hopper && tokens <= most_tokens && columns != 100, "{what}");
+                assert_eq!(supported, is_hopper && tokens <= 128 && columns != 100, "{what}");
                 match matmul_parts(cuda, &x, &weight, None) {
                     Ok(parts) => {
                         assert_eq!(parts.dim(0).unwrap(), part_count(cuda, rows, columns).unwrap(), "{what}");
@@ -92,8 +90,8 @@ fn products_of_several_tokens_match_their_reference() {
                     Err(error) => assert!(!supported, "{what}: {error}"),
                 }
                 let supported = is_gated_supported(cuda, &x, &weight).unwrap();
-                assert_eq!(supported, is_hopper && tokens <= 32 && columns != 100 && rows % 16 == 0, "{what}");
-                for activation in [Activation::Silu, Activation::GeluTanh].into_iter().filter(|_| tokens <= 33) {
+                assert_eq!(supported, is_hopper && tokens <= 128 && columns != 100 && rows % 16 == 0, "{what}");
+                for activation in [Activation::Silu, Activation::GeluTanh] {
                     match matmul_gated(cuda, &x, &weight, activation) {
                         Ok(got) => {
                             let want = gated_halves(&want, activation, dtype).unwrap().to_dtype(DType::F32).unwrap();

@@ -15,7 +15,7 @@ pub(super) const MIN_WORKSPACE_BYTES_PER_TOKEN: u64 = 448 << 10;
 /// - the two normed inputs in `dtype`: 2b · hidden
 /// - a reserve for 8-bit matrix products, which need accumulators and a quantized input: 8 · hidden
 ///
-/// With up to 32 tokens, the result of a matrix product can be several f32 tensors, whose sum is the product
+/// With up to 128 tokens, the result of a matrix product can be several f32 tensors, whose sum is the product
 /// (`kernels/matmul/dense_wgmma.rs`). On an H200, these tensors take up to 66 KiB per token, which the bound covers.
 ///
 /// The up projection needs less: its temporaries, such as 8-bit accumulators, take at most 2b · intermediate.
