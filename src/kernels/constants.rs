@@ -348,6 +348,10 @@ pub const LOGPROBS_SLOTS: usize = 1 + 2 * MAX_LOGPROBS;
 
 // Sampling on the GPU (`decode/sample.rs`, `decode/sample.cu`, `sampling`).
 
+/// The number of parts of a row whose largest logits `best_logits` finds.
+pub const BEST_LOGITS_PARTS: usize = 8;
+/// Threads per block in `best_logits`.
+pub const BEST_LOGITS_THREADS: usize = 256;
 /// Threads per block in the sampling kernels: the most that a GPU supports.
 pub const SAMPLE_THREADS: usize = 1024;
 /// The maximum number of logits per thread in `decode/sample.cu`.

@@ -134,7 +134,7 @@ impl Decoder {
         let pass = self.prepare(batch, cache)?;
         let ids = Tensor::new(batch.ids, self.embed_tokens.device())?;
         let hidden = self.hidden_states(&ids, &pass, cache, tap)?;
-        self.logits(&hidden, batch.sum_order, None)
+        self.logits(&hidden, batch.sum_order)
     }
 
     /// Checks a batch, and copies its positions and block tables to the device.
@@ -188,16 +188,31 @@ impl Decoder {
     }
 
     /// Returns the logits of hidden states, f32 `[rows, vocab]`.
+    pub fn logits(&self, hidden: &Tensor, sum_order: SumOrder) -> Result<Tensor> {
+        self.logits_of_ranks(&self.own_logits(hidden, sum_order, None)?)
+    }
+
+    /// Returns this rank's part of the logits of hidden states, f32 `[rows, tokens]`.
+    /// The part has the logits of the tokens in [`own_tokens`](Self::own_tokens).
     /// May write the logits to `out`, which must have this dtype and shape, and return `out`.
-    pub fn logits(&self, hidden: &Tensor, sum_order: SumOrder, out: Option<&Tensor>) -> Result<Tensor> {
+    pub fn own_logits(&self, hidden: &Tensor, sum_order: SumOrder, out: Option<&Tensor>) -> Result<Tensor> {
         let out = out.filter(|_| self.final_softcap.is_none());
-        let own_out = out.filter(|_| self.world.size() == 1);
-        let own = self.lm_head.forward_into(hidden, sum_order, own_out)?;
-        let logits = self.world.concat_columns_into(&own, self.vocab_size(), out)?;
+        let own = self.lm_head.forward_into(hidden, sum_order, out)?;
         Ok(match self.final_softcap {
-            Some(cap) => soft_cap(&logits, cap)?,
-            None => logits,
+            Some(cap) => soft_cap(&own, cap)?,
+            None => own,
         })
+    }
+
+    /// Returns the logits of all tokens, f32 `[rows, vocab]`. `own` is this rank's part of the logits.
+    /// All ranks must call this function.
+    pub fn logits_of_ranks(&self, own: &Tensor) -> Result<Tensor> {
+        Ok(self.world.concat_columns(own, self.vocab_size())?)
+    }
+
+    /// Returns the token ids whose logits this rank computes.
+    pub fn own_tokens(&self) -> Range<usize> {
+        self.world.share(self.vocab_size(), 1)
     }
 
     /// Returns the residual stream after a stage, f32 `[rows, hidden]`, on all ranks.

@@ -1,6 +1,7 @@
 //! Kernels that edit rows of logits, choose tokens and compute log probabilities, and the sampling parameters.
 //!
 //! - `sample_rows`: samples a token from each row
+//! - `best_logits`: chooses the token with the largest logit, on one or several GPUs
 //! - `logits`: edits and masks logits, and computes log probabilities
 //! - `row_edits`: adds values to the logits of queued steps, then applies penalties
 //! - `token_mask`: a set of allowed tokens
@@ -8,12 +9,16 @@
 //! The decode graph has its own sampling kernel (`decode/sample.cu`), which takes the same parameters.
 
 #[cfg(feature = "cuda")]
+mod best_logits;
+#[cfg(feature = "cuda")]
 mod logits;
 mod row_edits;
 #[cfg(feature = "cuda")]
 mod sample_rows;
 mod token_mask;
 
+#[cfg(feature = "cuda")]
+pub use best_logits::{BEST_LOGITS_COLUMNS, best_logits, queue_best};
 #[cfg(feature = "cuda")]
 pub use logits::{
     LogitEdit, LogprobsRow, RowLogprobs, edit_logits, mask_logits, send_logprobs, take_logprobs, top_logprobs,
@@ -107,4 +112,11 @@ pub struct DeviceSampling {
     /// The count is the number of times that the token was generated, or 0 if only the prompt contains the token.
     /// Empty if no penalty is set.
     pub seen: Vec<(u32, u32)>,
+}
+
+impl DeviceSampling {
+    /// Returns the parameters of greedy sampling without penalties.
+    pub fn greedy() -> Self {
+        Self { params: SamplingKernelParams::greedy(), seen: Vec::new() }
+    }
 }

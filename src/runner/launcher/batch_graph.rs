@@ -1,6 +1,6 @@
 //! Batched decode steps as CUDA graphs, with one graph per padded batch size.
 //!
-//! A batch graph replays the operations of [`Decoder::hidden_states`] and [`Decoder::logits`].
+//! A batch graph replays the operations of [`Decoder::hidden_states`] and [`Decoder::own_logits`].
 //! Except for rounding, its logits equal the logits of a step without a graph.
 //! The host launches one graph instead of hundreds of kernels.
 //!
@@ -18,6 +18,7 @@ use crate::kernels::SumOrder;
 use crate::kernels::attention::{PassBlocks, Queries, slot};
 use crate::kernels::launch::LaunchGraph;
 use crate::kernels::rows::copy_rows;
+use crate::kernels::sampling::{BEST_LOGITS_COLUMNS, best_logits};
 use crate::kernels::scratch::{Arena, LayerSizes, MAX_ARENA_BYTES, MAX_ARENAS_BYTES};
 use crate::kernels::step_inputs::StepInputs;
 use crate::nn::decoder::Decoder;
@@ -34,7 +35,8 @@ pub struct BatchGraphs {
     table_blocks: usize,
     sum_order: SumOrder,
     graphs: BTreeMap<usize, BatchGraph>,
-    /// The logits of a step, f32 `[MAX_SEQUENCES, vocab]`. All graphs share this buffer. Allocated for the first batch.
+    /// This rank's logits of a step, f32 `[MAX_SEQUENCES, tokens of this rank]`. All graphs share this buffer.
+    /// Allocated for the first batch.
     logits: Option<Tensor>,
     arenas: Arenas,
     /// Whether a batch graph has failed. If so, [`can_run_model`](Self::can_run_model) returns false.
@@ -79,8 +81,10 @@ struct BatchGraph {
     tables: Vec<u32>,
     ids: Tensor,
     pass: Pass,
-    /// The logits of the padded batch, f32 `[rows, vocab]`.
+    /// This rank's logits of the padded batch, f32 `[rows, tokens of this rank]`.
     logits: Tensor,
+    /// If there are several ranks, the largest logits of all ranks and their token ids (see [`StepLogits::best`]).
+    best: Option<Tensor>,
     /// The memory for the graph's intermediate results. `None` if the graph itself allocates this memory.
     arena: Option<Arena>,
     /// The captured graph. `None` until the first step of this size has run.
@@ -118,7 +122,7 @@ impl BatchGraphs {
         cache: &KvCache,
         sequences: &[StepSequence],
         buffers: &mut QueuedStepBuffers,
-    ) -> Result<Option<Tensor>> {
+    ) -> Result<Option<StepLogits>> {
         match self.run(decoder, cache, sequences, buffers) {
             Ok(logits) => Ok(Some(logits)),
             // Do not repeat the step eagerly: the other ranks do not know about the failure, and would not repeat it.
@@ -140,18 +144,18 @@ impl BatchGraphs {
 
     /// Queues a decode step of at most `MAX_SEQUENCES` sequences. `buffers` copies the inputs to the device.
     /// [`can_run_model`](Self::can_run_model) must be true.
-    /// Returns the logits, f32 `[sequences, vocab]`, which the next step overwrites.
+    /// The next step overwrites the logits.
     pub fn run(
         &mut self,
         decoder: &Decoder,
         cache: &KvCache,
         sequences: &[StepSequence],
         buffers: &mut QueuedStepBuffers,
-    ) -> Result<Tensor> {
+    ) -> Result<StepLogits> {
         let size = padded(sequences.len());
         let logits = match &self.logits {
             Some(logits) => logits.clone(),
-            None => Tensor::zeros((MAX_SEQUENCES, decoder.vocab_size()), DType::F32, cache.device())?,
+            None => Tensor::zeros((MAX_SEQUENCES, decoder.own_tokens().len()), DType::F32, cache.device())?,
         };
         let logits = self.logits.insert(logits).narrow(0, 0, size)?;
         if !self.graphs.contains_key(&size) {
@@ -167,8 +171,18 @@ impl BatchGraphs {
             Some(graph) => decoder.world().launch_together(|| graph.enqueue())?,
             None => batch.capture_first_step(&self.device, decoder, cache, &mut self.arenas)?,
         }
-        Ok(logits.narrow(0, 0, sequences.len())?)
+        let of_sequences = |rows: &Tensor| rows.narrow(0, 0, sequences.len());
+        Ok(StepLogits { own: of_sequences(&logits)?, best: batch.best.as_ref().map(of_sequences).transpose()? })
     }
+}
+
+/// The logits of a step.
+pub struct StepLogits {
+    /// This rank's part of the logits: f32 `[sequences, tokens of this rank]` (see [`Decoder::own_logits`]).
+    pub own: Tensor,
+    /// If there are several ranks and the step ran as a batch graph, the largest logits of all ranks:
+    /// f32 `[sequences, ranks · BEST_LOGITS_COLUMNS]` (see [`best_logits`]).
+    pub best: Option<Tensor>,
 }
 
 /// Returns the padded batch size for a number of sequences.
@@ -182,7 +196,8 @@ fn padded(sequences: usize) -> usize {
 }
 
 impl BatchGraph {
-    /// Creates the buffers of a batch of `size` rows. The graph will write its output to `logits`, f32 `[size, vocab]`.
+    /// Creates the buffers of a batch of `size` rows.
+    /// The graph will write this rank's logits to `logits`, f32 `[size, tokens of this rank]`.
     fn new(
         size: usize,
         table_blocks: usize,
@@ -203,7 +218,9 @@ impl BatchGraph {
         let pass =
             Pass::from_parts(Queries::one_token_each(part(1, 1)?)?, blocks, decoder.attention_backend(), sum_order);
         let tables = vec![0; groups * size * table_blocks];
-        Ok(Self { ids: part(0, 1)?, pass, logits, tables, arena: None, graph: None, inputs })
+        let ranks = decoder.world().size();
+        let best = (ranks > 1).then(|| Tensor::zeros((size, ranks * BEST_LOGITS_COLUMNS), DType::F32, device));
+        Ok(Self { ids: part(0, 1)?, pass, logits, best: best.transpose()?, tables, arena: None, graph: None, inputs })
     }
 
     /// Returns the token ids, positions and slots of the padded batch, and the changes to its block tables.
@@ -288,12 +305,19 @@ impl BatchGraph {
         Ok(())
     }
 
-    /// Computes the logits of the current inputs and writes them to `self.logits`.
+    /// Computes the logits of the current inputs and writes them to `self.logits`, and the largest to `self.best`.
     fn forward(&self, decoder: &Decoder, cache: &KvCache) -> Result<()> {
         let hidden = decoder.hidden_states(&self.ids, &self.pass, cache, None)?;
-        let logits = decoder.logits(&hidden, self.pass.sum_order(), Some(&self.logits))?;
+        let logits = decoder.own_logits(&hidden, self.pass.sum_order(), Some(&self.logits))?;
         if logits.id() != self.logits.id() {
             copy_rows(&self.logits, &logits, 0)?;
+        }
+        if let Some(best) = &self.best {
+            let own = best_logits(&self.logits, decoder.own_tokens().start)?;
+            let of_ranks = decoder.world().concat_columns_into(&own, best.dim(1)?, Some(best))?;
+            if of_ranks.id() != best.id() {
+                copy_rows(best, &of_ranks, 0)?;
+            }
         }
         Ok(())
     }

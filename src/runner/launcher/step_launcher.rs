@@ -3,8 +3,9 @@
 use anyhow::Result;
 use candle_core::{DType, Device, Tensor};
 
-use super::batch_graph::BatchGraphs;
+use super::batch_graph::{BatchGraphs, StepLogits};
 use crate::kernels::SumOrder;
+use crate::kernels::sampling::best_logits;
 use crate::kernels::step_inputs::StepInputs;
 use crate::nn::decoder::Decoder;
 use crate::nn::kv_cache::KvCache;
@@ -41,7 +42,7 @@ impl StepLauncher {
     pub fn run(&mut self, decoder: &Decoder, cache: &KvCache, sequences: &[StepSequence]) -> Result<Tensor> {
         let logits = self.batches.run(decoder, cache, sequences, &mut self.buffers)?;
         self.buffers.skip();
-        Ok(logits)
+        decoder.logits_of_ranks(&logits.own)
     }
 
     /// Launches a decode step like [`run`](Self::run). Returns `None` if the graph fails on a single GPU.
@@ -54,12 +55,13 @@ impl StepLauncher {
     ) -> Result<Option<Tensor>> {
         let logits = self.batches.try_run(decoder, cache, sequences, &mut self.buffers)?;
         self.buffers.skip();
-        Ok(logits)
+        logits.map(|logits| decoder.logits_of_ranks(&logits.own)).transpose()
     }
 
     /// Queues the forward pass of all sequences, and the sampling of a token for each entry of `samplings`.
     /// Returns the index of the step, which [`wait`](Self::wait) takes.
-    /// All ranks have the same logits and sampling parameters, so their GPUs choose the same tokens.
+    /// All ranks have the same sampling parameters, and choose from the logits of all ranks, so their GPUs choose the
+    /// same tokens. If all sequences use greedy sampling, the ranks exchange only their largest logits.
     pub fn queue(
         &mut self,
         decoder: &Decoder,
@@ -74,18 +76,26 @@ impl StepLauncher {
         };
         let logits = match on_graph {
             Some(logits) => logits,
-            None => self.queue_operations(decoder, cache, sequences)?,
+            None => StepLogits { own: self.queue_operations(decoder, cache, sequences)?, best: None },
         };
-        let logits = if samplings.len() == sequences.len() {
-            logits
-        } else {
-            let rows: Vec<u32> = samplings.iter().map(|sampling| sampling.index as u32).collect();
-            logits.index_select(&Tensor::new(rows, logits.device())?, 0)?
+        let rows: Vec<u32> = samplings.iter().map(|sampling| sampling.index as u32).collect();
+        let sampled = |logits: Tensor| match rows.len() == sequences.len() {
+            true => Ok(logits),
+            false => logits.index_select(&Tensor::new(rows.as_slice(), logits.device())?, 0),
         };
-        self.buffers.choose(samplings, &logits)
+        let needs_only_best = samplings.iter().all(RowSampling::needs_only_best);
+        let best = match logits.best {
+            None if needs_only_best && decoder.world().size() == 1 => Some(best_logits(&logits.own, 0)?),
+            best => best,
+        };
+        match best {
+            Some(best) if needs_only_best => self.buffers.choose_best(samplings, &sampled(best)?),
+            _ => self.buffers.choose(samplings, &decoder.logits_of_ranks(&sampled(logits.own)?)?),
+        }
     }
 
-    /// Queues the forward pass of all sequences, operation by operation. Returns the logits, f32 `[sequences, vocab]`.
+    /// Queues the forward pass of all sequences, operation by operation.
+    /// Returns this rank's part of the logits (see [`Decoder::own_logits`]).
     fn queue_operations(&mut self, decoder: &Decoder, cache: &KvCache, sequences: &[StepSequence]) -> Result<Tensor> {
         let ids: Vec<u32> = sequences.iter().flat_map(|sequence| sequence.ids).copied().collect();
         let mut sources = Vec::with_capacity(ids.len());
@@ -100,7 +110,7 @@ impl StepLauncher {
         let batch = PassBatch { ids: &ids, sequences: &spans, rows: RowSelection::Last, sum_order: self.sum_order };
         let pass = decoder.prepare(&batch, cache)?;
         let hidden = decoder.hidden_states(&on_device, &pass, cache, None)?;
-        decoder.logits(&hidden, self.sum_order, None)
+        decoder.own_logits(&hidden, self.sum_order, None)
     }
 
     /// Waits for the tokens of a queued step. See [`QueuedStepBuffers::wait`].

@@ -13,7 +13,7 @@ use super::row_sampling::RowSampling;
 use crate::kernels::launch::{HostMailbox, HostWords};
 use crate::kernels::sampling::{
     EditedRow, LOGPROBS_ROW_WORDS, LOGPROBS_SLOTS, LogprobsRow, MAILBOX_NO_TOKEN, RowLogprobs, SAMPLE_PARAM_WORDS,
-    edit_rows, queue_rows, send_logprobs, take_logprobs,
+    edit_rows, queue_best, queue_rows, send_logprobs, take_logprobs,
 };
 use crate::kernels::step_inputs::StepInputs;
 use crate::runner::limits::MAX_SEQUENCES;
@@ -107,9 +107,7 @@ impl QueuedStepBuffers {
     /// Row i belongs to entry i of `samplings`. Returns the index of the step.
     pub fn choose(&mut self, samplings: &[RowSampling], logits: &Tensor) -> Result<usize> {
         let params: Vec<_> = samplings.iter().map(|row| row.params).collect();
-        let rows = (0..).zip(samplings).map(|(row, sampling)| (sampling.id, row)).collect();
-        let index = self.steps;
-        let (slot, word) = (index % DEPTH * MAX_SEQUENCES, index % SLOTS * SLOT_WORDS + INPUT_WORDS);
+        let (slot, word) = (self.steps % DEPTH * MAX_SEQUENCES, self.steps % SLOTS * SLOT_WORDS + INPUT_WORDS);
         let mut edited = Vec::new();
         for (row, sampling) in samplings.iter().enumerate().filter(|(_, sampling)| !sampling.edits.is_empty()) {
             let in_flight = self.token_index(sampling.id, sampling.awaits_input)?;
@@ -121,9 +119,21 @@ impl QueuedStepBuffers {
         queue_rows(logits, &params, &self.tokens, (&self.mailbox, slot), (&self.host, word))?;
         let logprobs_mailbox = (&self.logprobs, slot * LOGPROBS_SLOTS);
         send_logprobs(&unedited, &logprobs, &self.tokens, logprobs_mailbox, (&self.host, logprobs_word))?;
-        self.rows = rows;
+        Ok(self.count(samplings))
+    }
+
+    /// Queues the choice of the token with the largest logit in each row of `best` (see [`queue_best`]).
+    /// Row i belongs to entry i of `samplings`. Returns the index of the step.
+    pub fn choose_best(&mut self, samplings: &[RowSampling], best: &Tensor) -> Result<usize> {
+        queue_best(best, &self.tokens, (&self.mailbox, self.steps % DEPTH * MAX_SEQUENCES))?;
+        Ok(self.count(samplings))
+    }
+
+    /// Counts a step whose token i belongs to entry i of `samplings`. Returns the index of the step.
+    fn count(&mut self, samplings: &[RowSampling]) -> usize {
+        self.rows = (0..).zip(samplings).map(|(row, sampling)| (sampling.id, row)).collect();
         self.steps += 1;
-        Ok(index)
+        self.steps - 1
     }
 
     /// Waits for the tokens of step `index`, and for their log probabilities.

@@ -32,4 +32,9 @@ impl RowSampling {
         };
         sequences.iter().enumerate().filter_map(sampling).collect()
     }
+
+    /// Returns whether the step chooses the token with the largest unedited logit, and needs no other logits.
+    pub fn needs_only_best(&self) -> bool {
+        self.params.temperature == 0.0 && self.edits.is_empty() && self.logprobs.is_none()
+    }
 }

@@ -26,7 +26,7 @@ pub fn forward_scored(
     let pass = decoder.prepare(batch, cache)?;
     let hidden = decoder.hidden_states(&Tensor::new(batch.ids, cache.device())?, &pass, cache, None)?;
     for (index, part) in parts.iter().enumerate() {
-        let logits = decoder.logits(&hidden.narrow(0, part.start, part.len())?, batch.sum_order, None)?;
+        let logits = decoder.logits(&hidden.narrow(0, part.start, part.len())?, batch.sum_order)?;
         on_logits(index, &logits)?;
     }
     let ends = batch.sequences.iter().scan(0, |end, span| {
@@ -34,5 +34,5 @@ pub fn forward_scored(
         Some(*end - 1)
     });
     let last_rows = Tensor::new(ends.collect::<Vec<_>>(), hidden.device())?;
-    decoder.logits(&hidden.index_select(&last_rows, 0)?, batch.sum_order, None)
+    decoder.logits(&hidden.index_select(&last_rows, 0)?, batch.sum_order)
 }

@@ -6,11 +6,13 @@ use {
     candle_core::{DType, Device, Tensor},
     inferno::SamplingParams,
     inferno::engine::sampling::Sampler,
-    inferno::kernels::launch::HostWords,
+    inferno::kernels::launch::{HostMailbox, HostWords},
     inferno::kernels::sampling::{
-        DeviceSampling, EditedRow, Penalties, RowEdits, TokenMask, edit_rows, mask_logits, sample_rows,
+        DeviceSampling, EditedRow, MAILBOX_NO_TOKEN, Penalties, RowEdits, TokenMask, best_logits, edit_rows,
+        mask_logits, queue_best, sample_rows,
     },
     inferno::runner::TokenSampler,
+    inferno::world::share,
     std::collections::BTreeSet,
 };
 
@@ -63,6 +65,49 @@ fn sampled_rows_match_host_sampling() {
     for host in [Sampler::new(params[0].clone(), &[]), Sampler::new(params[1].clone(), &[])] {
         let tokens = sample(&special, &[host.on_device(), host.on_device()]);
         assert!(matches!(tokens[..], [Some(2 | 3), None]), "{tokens:?}");
+    }
+}
+
+/// Each of several GPUs finds the largest of its own logits. Their largest logits determine the token of each row.
+#[test(cuda)]
+fn the_largest_logits_of_several_gpus_determine_the_greedy_token() {
+    let device = gpu();
+    let Device::Cuda(cuda) = &device else { panic!("{device:?} is not a GPU") };
+    let mut random = Random(3);
+    for (rows, vocab, gpus) in [(1, 1, 1), (3, 7, 2), (5, 301, 3), (2, 40_000, 8), (128, 9001, 2)] {
+        // Logits that are multiples of 1/4 have ties. The lowest of several ids with the largest logit is chosen.
+        let noise = random.tensor(&[rows, vocab], DType::F32);
+        let mut logits: Vec<Vec<f32>> = ((noise * 16.0).unwrap().round().unwrap() / 4.0).unwrap().to_vec2().unwrap();
+        logits[0][vocab / 2] = f32::NAN;
+        if rows > 1 {
+            logits[1].fill(-INF);
+        }
+        if rows > 2 {
+            logits[2].fill(-1.0);
+            (logits[2][vocab / 3], logits[2][vocab - 1]) = (-0.0, 0.0);
+        }
+        let all = Tensor::new(logits.clone(), &device).unwrap();
+        let best: Vec<Tensor> = (0..gpus)
+            .map(|gpu| share(vocab, 1, gpu, gpus))
+            .map(|own| best_logits(&all.narrow(1, own.start, own.len()).unwrap().contiguous().unwrap(), own.start))
+            .collect::<Result<_, _>>()
+            .unwrap();
+        let tokens = Tensor::zeros(rows, DType::U32, &device).unwrap();
+        let mailbox = HostMailbox::new(cuda, rows + 1).unwrap();
+        queue_best(&Tensor::cat(&best, 1).unwrap(), &tokens, (&mailbox, 1)).unwrap();
+        let want: Vec<Option<u32>> = logits
+            .iter()
+            .map(|row| {
+                let largest = row.iter().copied().fold(-INF, f32::max);
+                let is_largest = |logit: &f32| *logit == largest && largest > -INF;
+                row.iter().position(is_largest).map(|id| id as u32)
+            })
+            .collect();
+        let sent: Vec<u32> = (1..=rows).map(|slot| mailbox.wait(slot).unwrap()).collect();
+        let what = format!("{rows} rows, {vocab} tokens, {gpus} GPUs");
+        assert_eq!(sent, want.iter().map(|id| id.map_or(MAILBOX_NO_TOKEN, |id| id + 1)).collect::<Vec<_>>(), "{what}");
+        let on_device: Vec<u32> = tokens.to_vec1().unwrap();
+        assert_eq!(on_device, want.iter().map(|id| id.unwrap_or(u32::MAX)).collect::<Vec<_>>(), "{what}");
     }
 }
 

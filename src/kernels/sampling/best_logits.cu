@@ -1,0 +1,69 @@
+// Greedy sampling of several sequences. If several GPUs divide the vocabulary, each GPU finds the largest of its own
+// logits, and the GPUs exchange only these.
+#include "constants.cuh"
+#include "headers/common.cuh"
+#include "headers/sort_key.cuh"
+
+// A logit and its token id, which is exact in f32, because it is below 2^24. The logit is -inf if there is no token.
+struct Candidate {
+    float logit, token;
+};
+
+// Returns a key that orders tokens by logit. Among equal logits, the lower token id has the larger key.
+__device__ __forceinline__ unsigned long long candidate_key(float logit, uint32_t token) {
+    return (unsigned long long)sort_key(logit + 0.0f) << 32 | ~token;  // -0 becomes +0, so both zeros are equal
+}
+
+// Returns the largest key of the warp. All lanes get the result.
+__device__ __forceinline__ unsigned long long warp_largest(unsigned long long key) {
+    for (int offset = 16; offset > 0; offset /= 2) key = max(key, __shfl_xor_sync(0xffffffffu, key, offset));
+    return key;
+}
+
+// Divides each row of logits into BEST_LOGITS_PARTS parts, and finds the largest logit of each part. Ignores NaN.
+//   logits: f32 [rows, columns], the logits of the tokens from `first_token` on
+//   best: Candidate [rows, BEST_LOGITS_PARTS]
+//   grid: (rows, BEST_LOGITS_PARTS); block: BEST_LOGITS_THREADS
+//   bytes moved: 4 · rows · columns
+extern "C" __global__ void __launch_bounds__(BEST_LOGITS_THREADS)
+    best_logits(const float* logits, Candidate* best, int columns, int first_token) {
+    __shared__ unsigned long long warps[BEST_LOGITS_THREADS / 32];
+    const float* row = logits + (size_t)blockIdx.x * columns;
+    const int ids = (columns + BEST_LOGITS_PARTS - 1) / BEST_LOGITS_PARTS;
+    // The head has computed the logits of the last part last, so many of them are still in L2.
+    const int part = BEST_LOGITS_PARTS - 1 - blockIdx.y, start = part * ids, end = min(start + ids, columns);
+    float top = -INFINITY;
+    int id = 0;
+#pragma unroll 8  // so that several loads are in flight
+    for (int i = start + (int)threadIdx.x; i < end; i += BEST_LOGITS_THREADS) {
+        const float logit = row[i];
+        if (logit > top) top = logit, id = i;
+    }
+    const unsigned long long largest = warp_largest(candidate_key(top, first_token + id));
+    if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = largest;
+    __syncthreads();
+    if (threadIdx.x > 0) return;
+    unsigned long long key = 0;
+    for (const unsigned long long of_warp : warps) key = max(key, of_warp);
+    best[(size_t)blockIdx.x * BEST_LOGITS_PARTS + part] = {from_sort_key((uint32_t)(key >> 32)), (float)~(uint32_t)key};
+}
+
+// Chooses the token with the largest logit in each row of candidates. Chooses no token if all logits are -inf.
+//   best: Candidate [rows, count]
+//   tokens: u32 [rows], the chosen tokens, or NO_TOKEN
+//   mailbox: u32 [rows] in host memory: the token + 1, or MAILBOX_NO_TOKEN
+//   grid: rows; block: 32
+//   bytes moved: 8 · rows · count
+extern "C" __global__ void __launch_bounds__(32)
+    choose_best(const Candidate* best, uint32_t* tokens, volatile uint32_t* mailbox, int count) {
+    unsigned long long key = 0;
+    for (int i = threadIdx.x; i < count; i += 32) {
+        const Candidate candidate = best[(size_t)blockIdx.x * count + i];
+        if (candidate.logit > -INFINITY) key = max(key, candidate_key(candidate.logit, (uint32_t)candidate.token));
+    }
+    key = warp_largest(key);
+    if (threadIdx.x > 0) return;
+    const uint32_t token = key == 0 ? NO_TOKEN : ~(uint32_t)key;
+    tokens[blockIdx.x] = token;
+    mailbox[blockIdx.x] = token == NO_TOKEN ? MAILBOX_NO_TOKEN : token + 1;
+}
