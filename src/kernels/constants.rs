@@ -308,6 +308,9 @@ pub const QUANTIZATION_INT8_STATIC: usize = 4;
 /// The maximum number of warps per block in decode kernels that multiply by bf16 or f16 weights.
 /// Every block reads the whole input vector. Few large blocks therefore read less in total than many small blocks.
 pub const DECODE_MAX_WARPS: usize = 24;
+/// The maximum number of blocks of decode kernels that have at most one block per multiprocessor.
+/// Known GPUs have fewer multiprocessors.
+pub const DECODE_MAX_BLOCKS: usize = 256;
 /// Tiles of gate and up rows per block in `decode_gate_up_mxfp4`.
 pub const DECODE_UP_TILES: usize = 3;
 /// Warps that share the columns of one tile in `decode_gate_up_mxfp4`.

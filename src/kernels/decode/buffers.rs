@@ -3,6 +3,7 @@
 use candle_core::cuda_backend::CudaDevice;
 use candle_core::{DType, Device, Result, Tensor, bail};
 
+use crate::kernels::constants::{DECODE_MAX_BLOCKS, NO_TOKEN};
 use crate::kernels::launch::multiprocessors;
 use crate::world::World;
 
@@ -22,28 +23,39 @@ pub struct StepBuffers {
     pub layer_world: World,
     /// u32 `[4]`: the current position, the current token, the number of finished steps, and an unused word.
     pub state: Tensor,
-    /// The logits: f32 `[vocab]`.
+    /// The logits: f32 `[vocab]`. If there are several ranks, only steps that sample write all logits.
     pub logits: Tensor,
-    /// The results of the head kernel's thread blocks, u32 `[2 * multiprocessors]`.
+    /// The logits of this rank's part of the vocabulary, f32. The same tensor as `logits` if there is only one rank.
+    pub(super) own_logits: Tensor,
+    /// The results of the head kernel's thread blocks, u32 `[2 * DECODE_MAX_BLOCKS]`.
     /// Each result consists of two words: the block's largest logit (f32 bits) and the token with this logit.
+    /// In unused results, the logit is -inf.
     pub(super) best: Tensor,
+    /// The number of multiprocessors, at most `DECODE_MAX_BLOCKS`.
     pub(super) multiprocessors: usize,
 }
 
 impl StepBuffers {
     pub fn new(device: &CudaDevice, hidden_size: usize, vocab_size: usize, world: &World) -> Result<Self> {
-        let multiprocessors = multiprocessors(device)?;
+        let multiprocessors = multiprocessors(device)?.min(DECODE_MAX_BLOCKS);
         let device = &Device::Cuda(device.clone());
         let x = Tensor::zeros(hidden_size, DType::F32, device)?;
         let layer_world = if world.stages().is_some() { World::alone() } else { world.clone() };
+        let logits = Tensor::zeros(vocab_size, DType::F32, device)?;
+        let own_logits = match world.size() {
+            1 => logits.clone(),
+            _ => Tensor::zeros(world.share(vocab_size, 1).len(), DType::F32, device)?,
+        };
+        let no_token = [f32::NEG_INFINITY.to_bits(), NO_TOKEN].repeat(DECODE_MAX_BLOCKS);
         Ok(Self {
             partial: if layer_world.is_first() { x.clone() } else { x.zeros_like()? },
             x,
             world: world.clone(),
             layer_world,
             state: Tensor::zeros(4, DType::U32, device)?,
-            logits: Tensor::zeros(vocab_size, DType::F32, device)?,
-            best: Tensor::zeros(2 * multiprocessors, DType::U32, device)?,
+            logits,
+            own_logits,
+            best: Tensor::new(no_token, device)?,
             multiprocessors,
         })
     }

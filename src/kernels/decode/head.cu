@@ -1,6 +1,7 @@
 // The end of a decode step: computes the logits, chooses the most likely token and loads its embedding.
-// sample.cu replaces decode_greedy if the next token is sampled, in models on several GPUs, and for the first token
-// after the graph has started from the logits of a prefill.
+// sample.cu replaces decode_greedy if the next token is sampled, and for the first token after the graph has started
+// from the logits of a prefill.
+// If several ranks divide the vocabulary, decode_greedy chooses from the largest logits of all ranks.
 #include "decode/dense_matvec.cuh"
 #include "decode/quantized_matvec.cuh"
 #include "headers/pdl.cuh"
@@ -32,9 +33,10 @@ __device__ __forceinline__ void block_argmax(Argmax own, Argmax* warps, Argmax* 
 
 // Computes the logits of this warp's units. Returns the argmax of these logits in lane 0.
 // Each unit is two rows of the weight. A logit is a dot product times `scale`, limited by the soft cap.
+// The first logit is the logit of `first_token`.
 template <typename Stream, typename Input>
 __device__ __forceinline__ Argmax warp_logits(Stream& stream, const Input& input, float scale, float softcap,
-                                              float* logits, int vocab) {
+                                              float* logits, int vocab, int first_token) {
     Argmax own{-INFINITY, NO_TOKEN};
     while (stream.has_unit()) {
         const int unit = stream.unit;
@@ -46,7 +48,7 @@ __device__ __forceinline__ Argmax warp_logits(Stream& stream, const Input& input
             if (2 * unit + r >= vocab) break;
             const float logit = soft_capped(sum[r] * scale, softcap);
             logits[2 * unit + r] = logit;
-            own.offer(logit, 2 * unit + r);
+            own.offer(logit, first_token + 2 * unit + r);
         }
     }
     return own;
@@ -55,15 +57,16 @@ __device__ __forceinline__ Argmax warp_logits(Stream& stream, const Input& input
 // Computes logits = head(norm(x)), and the argmax of each block's logits.
 // If softcap > 0, each logit l becomes softcap · tanh(l / softcap).
 //   x, norm: f32 [columns]
-//   weight: T [vocab, columns], or one quantized matrix
+//   weight: T [vocab, columns], or one quantized matrix; `vocab` is the number of tokens of this rank
 //   logits: f32 [vocab]
 //   best: receives one Argmax per block
+//   first_token: the id of this rank's first token
 //   grid: at most one block per multiprocessor
 //   block: at most 24 warps, or 16 with quantized weights
 //   bytes moved: the weight
 template <typename T>
 __device__ void decode_head(const float* x, const float* norm, const T* weight, float* logits, Argmax* best, int vocab,
-                            int columns, float eps, float softcap) {
+                            int first_token, int columns, float eps, float softcap) {
     extern __shared__ float4 shared[];
     __shared__ float scratch[DECODE_MAX_WARPS];
     __shared__ Argmax warps[DECODE_MAX_WARPS];
@@ -75,11 +78,11 @@ __device__ void decode_head(const float* x, const float* norm, const T* weight, 
     pdl_wait();
     pdl_launch_dependents();
     const float scale = load_normed(input, x, norm, columns, eps, scratch);
-    block_argmax(warp_logits(stream, input, scale, softcap, logits, vocab), warps, best);
+    block_argmax(warp_logits(stream, input, scale, softcap, logits, vocab, first_token), warps, best);
 }
 
 __device__ void quantized_head(const float* x, const float* norm, const QuantizedStack& weight, float* logits,
-                               Argmax* best, int vocab, int columns, float eps, float softcap,
+                               Argmax* best, int vocab, int first_token, int columns, float eps, float softcap,
                                QuantizationArgs quantization) {
     extern __shared__ float4 vector[];
     __shared__ float scratch[QUANTIZED_WARPS];
@@ -91,13 +94,13 @@ __device__ void quantized_head(const float* x, const float* norm, const Quantize
     pdl_wait();
     pdl_launch_dependents();
     const float scale = load_normed(input, x, norm, columns, eps, quantization, scratch);
-    block_argmax(warp_logits(stream, input, scale, softcap, logits, vocab), warps, best);
+    block_argmax(warp_logits(stream, input, scale, softcap, logits, vocab, first_token), warps, best);
 }
 
 // Chooses the token with the largest logit and writes its embedding to x, the input of the next step.
 // Sends the token to the mailbox, and updates `state`.
 // Never chooses a token whose logit is NaN or -inf. If every logit is NaN or -inf, the step fails.
-//   best: the argmax of each block of the head kernel
+//   best: Argmax [blocks], of the blocks of the head kernel on all ranks; unused entries have a logit of -inf
 //   embedding: T [vocab, columns], or null if quantized_next writes x
 //   embedding_scale: the factor by which the embedding is multiplied
 //   x: f32 [columns]
@@ -139,8 +142,8 @@ __device__ void decode_greedy(const Argmax* best, int blocks, const T* embedding
 #define DEFINE(T, SUFFIX)                                                                                              \
     extern "C" __global__ void __launch_bounds__(32 * DECODE_MAX_WARPS, 1)                                             \
         decode_head_##SUFFIX(const float* x, const float* norm, const T* weight, float* logits, Argmax* best,          \
-                             int vocab, int columns, float eps, float softcap) {                                       \
-        decode_head<T>(x, norm, weight, logits, best, vocab, columns, eps, softcap);                                   \
+                             int vocab, int first_token, int columns, float eps, float softcap) {                      \
+        decode_head<T>(x, norm, weight, logits, best, vocab, first_token, columns, eps, softcap);                      \
     }                                                                                                                  \
     extern "C" __global__ void __launch_bounds__(1024)                                                                 \
         decode_greedy_##SUFFIX(const Argmax* best, int blocks, const T* embedding, float* x, uint32_t* state,          \
@@ -152,9 +155,10 @@ DEFINE(__half, f16)
 
 extern "C" __global__ void __launch_bounds__(32 * QUANTIZED_WARPS, 1)
     quantized_head(const float* x, const float* norm, const __grid_constant__ QuantizedStack weight, float* logits,
-                   Argmax* best, int vocab, int columns, float eps, float softcap, int quantization,
+                   Argmax* best, int vocab, int first_token, int columns, float eps, float softcap, int quantization,
                    float static_scale) {
-    quantized_head(x, norm, weight, logits, best, vocab, columns, eps, softcap, {quantization, static_scale});
+    quantized_head(x, norm, weight, logits, best, vocab, first_token, columns, eps, softcap,
+                   {quantization, static_scale});
 }
 
 // Looks up the embedding of the token in `state` and writes embedding · embedding_scale to x.

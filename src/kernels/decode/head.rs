@@ -22,7 +22,6 @@ pub struct Embedding {
 /// Adds a launch that computes the logits of `norm(x)` and the largest logit of each thread block.
 ///
 /// `weight` is `[vocab, hidden]`, or this rank's share of the rows. A dense weight has the dtype `dtype`.
-/// With several ranks, adds another launch that concatenates the logits of all ranks.
 /// With a `softcap`, each logit `l` becomes `softcap · tanh(l / softcap)`.
 pub fn add_head(
     launches: &mut LaunchList,
@@ -32,22 +31,19 @@ pub fn add_head(
     dtype: DType,
     softcap: Option<f32>,
 ) -> Result<()> {
-    let (vocab, columns) = (buffers.logits.dims1()?, buffers.x.dims1()?);
+    let columns = buffers.x.dims1()?;
     // A rank computes the logits of its own part of the vocabulary.
-    let own = buffers.world.share(vocab, 1).len();
-    let logits = match buffers.world.size() {
-        1 => buffers.logits.clone(),
-        _ => Tensor::zeros(own, DType::F32, buffers.logits.device())?,
-    };
-    check_weight(weight, own, columns, dtype)?;
+    let own = buffers.world.share(buffers.logits.dims1()?, 1);
+    check_weight(weight, own.len(), columns, dtype)?;
     check_f32("the norm weight", norm.weight, columns)?;
     let arguments = Arguments::new()
         .tensor(&buffers.x)?
         .tensor(norm.weight)?
         .weight(weight)?
-        .tensor(&logits)?
+        .tensor(&buffers.own_logits)?
         .tensor(&buffers.best)?
-        .int(own)
+        .int(own.len())
+        .int(own.start)
         .int(columns)
         .float(norm.eps)
         .float(softcap.unwrap_or(0.0))
@@ -59,10 +55,14 @@ pub fn add_head(
     let launch = Launch::new(module!("head"), kernel, head_shape(buffers, weight), arguments);
     // SAFETY: shapes and dtypes are checked above.
     // The grid has at most one block per multiprocessor, and `best` has room for one result per multiprocessor.
-    unsafe { launches.add(launch.with_bytes_moved(weight.bytes()))? };
+    unsafe { launches.add(launch.with_bytes_moved(weight.bytes())) }
+}
+
+/// Adds a launch that concatenates the logits of all ranks in `buffers.logits`. Adds nothing if there is only one rank.
+pub fn add_logits_of_ranks(launches: &mut LaunchList, buffers: &StepBuffers) -> Result<()> {
     match buffers.world.size() {
         1 => Ok(()),
-        _ => add_columns(launches, &buffers.world, &logits.unsqueeze(0)?, &buffers.logits.unsqueeze(0)?),
+        _ => add_columns(launches, &buffers.world, &buffers.own_logits.unsqueeze(0)?, &buffers.logits.unsqueeze(0)?),
     }
 }
 
@@ -72,23 +72,30 @@ fn head_shape(buffers: &StepBuffers, weight: &Matrix) -> LaunchShape {
 }
 
 /// Adds a launch for greedy sampling, which sends the token with the largest logit to the mailbox.
-/// The token's embedding becomes the input of the next step. If the embedding is quantized, adds a second launch.
+/// The token's embedding becomes the input of the next step.
+/// If there are several ranks, first adds a launch that exchanges their largest logits.
+/// If the embedding is quantized, adds a launch that looks up the embedding.
 ///
-/// `head` is the weight that was passed to [`add_head`]: `[vocab, hidden]`.
-/// A model on several GPUs must use [`add_sample`](super::sample::add_sample) instead,
-/// because each rank knows only the largest logit of its own part of the vocabulary.
+/// [`add_head`] must have added the launch that finds the largest logits.
 pub fn add_greedy_sampling(
     launches: &mut LaunchList,
     buffers: &StepBuffers,
     embedding: &Embedding,
-    head: &Matrix,
     mailbox: &Arc<HostMailbox>,
 ) -> Result<()> {
     let (_, columns) = check_embedding(buffers, &embedding.table)?;
     let (table, suffix) = dense_table(&embedding.table)?;
+    let (ranks, own) = (buffers.world.size(), &buffers.best);
+    let best = match ranks {
+        1 => own.clone(),
+        _ => Tensor::zeros(ranks * own.dims1()?, own.dtype(), own.device())?,
+    };
+    if ranks > 1 {
+        add_columns(launches, &buffers.world, &own.unsqueeze(0)?, &best.unsqueeze(0)?)?;
+    }
     let arguments = Arguments::new()
-        .tensor(&buffers.best)?
-        .int(head_shape(buffers, head).grid.0)
+        .tensor(&best)?
+        .int(best.dims1()? / 2)
         .optional(table)?
         .tensor(&buffers.x)?
         .tensor(&buffers.state)?

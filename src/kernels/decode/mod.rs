@@ -30,7 +30,7 @@ pub mod sample;
 pub use crate::kernels::constants::MAILBOX_NO_TOKEN;
 pub use buffers::{RmsNormParams, StepBuffers};
 pub use gate_up::{Projection, add_gate_up};
-pub use head::{Embedding, add_greedy_sampling, add_head};
+pub use head::{Embedding, add_greedy_sampling, add_head, add_logits_of_ranks};
 pub use matvec::has_decode_kernel;
 pub use mxfp4_experts::{
     ExpertBuffers, MAX_CHOSEN_MXFP4, MAX_MXFP4_INTERMEDIATE_SIZE, add_mxfp4_down, add_mxfp4_gate_up,

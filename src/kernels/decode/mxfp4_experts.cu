@@ -2,6 +2,7 @@
 // Each expert is an MLP with clamped SwiGLU and biases, as in gpt-oss.
 // Each thread block finds the chosen experts itself, from the router logits.
 #include "constants.cuh"
+#include "exchange/exchange.cuh"
 #include "headers/activation.cuh"
 #include "headers/common.cuh"
 #include "headers/pdl.cuh"
@@ -170,6 +171,7 @@ __device__ void decode_gate_up_experts(const __half* normed, const float* normed
 
 // Computes x += Σ routing weight · (down(h) + bias) over the chosen experts.
 //   x: f32 [rows]
+//   m: if several ranks run the layer together, the sums are sent to all ranks instead (see Sender in exchange.cuh)
 //   h: f16 [chosen, columns]
 //   logits: f32 [experts]
 //   weights: [experts, rows, columns] in plain tiles
@@ -179,7 +181,8 @@ __device__ void decode_gate_up_experts(const __half* normed, const float* normed
 //   shared memory: bf16 [chosen, columns rounded up to a multiple of 64, 2], then 16 floats per warp
 //   bytes moved: 17/32 · rows · columns per chosen expert; an MXFP4 block of 32 values has 17 bytes
 __device__ void decode_down_experts(float* x, const __half* h, const float* logits, Mxfp4Tiles weights,
-                                    const float* bias, int experts, int chosen, int rows, int columns) {
+                                    const float* bias, int experts, int chosen, int rows, int columns,
+                                    const Mailboxes& m) {
     extern __shared__ uint4 inputs[];
     __shared__ Routing routing;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, tile = blockIdx.x, tiles = gridDim.x;
@@ -188,6 +191,7 @@ __device__ void decode_down_experts(float* x, const __half* h, const float* logi
     // Reading the router logits before pdl_wait() is safe, because the router kernel has ended.
     // Only the previous kernel, which computes h, can still be running (see headers/pdl.cuh).
     if (warp == 0) routing.choose(logits, experts, chosen, chosen, lane);
+    const Sender sender(m);
     __syncthreads();
     TileStream<DECODE_DOWN_SPLITS, DOWN_DEPTH> stream(weights, (size_t)routing.expert[n] * tiles + tile, split, lane);
     const int row = tile * 16 + threadIdx.x;
@@ -217,7 +221,7 @@ __device__ void decode_down_experts(float* x, const __half* h, const float* logi
             for (int split = 0; split < DECODE_DOWN_SPLITS; ++split) y += sums[(split * chosen + i) * 16 + threadIdx.x];
             sum += routing.weight[i] * E2M1_UNIT * y;
         }
-        x[row] = sum;
+        sender.store(x, row, sum);
     }
 }
 
@@ -231,6 +235,7 @@ extern "C" __global__ void __launch_bounds__(DECODE_UP_THREADS, 2)
 
 extern "C" __global__ void __launch_bounds__(32 * DECODE_DOWN_SPLITS * DECODE_DOWN_MAX_CHOSEN, 2)
     decode_down_mxfp4(float* x, const __half* h, const float* logits, const uint8_t* blocks, const uint8_t* scales,
-                      const float* bias, int experts, int chosen, int rows, int columns) {
-    decode_down_experts(x, h, logits, {blocks, scales, (columns + 63) / 64}, bias, experts, chosen, rows, columns);
+                      const float* bias, int experts, int chosen, int rows, int columns,
+                      const __grid_constant__ Mailboxes m) {
+    decode_down_experts(x, h, logits, {blocks, scales, (columns + 63) / 64}, bias, experts, chosen, rows, columns, m);
 }

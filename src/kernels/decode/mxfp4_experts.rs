@@ -5,7 +5,7 @@ use candle_core::{DType, Result, Tensor};
 use super::buffers::{StepBuffers, check, check_f32};
 use crate::kernels::activation::ALPHA;
 use crate::kernels::constants::{DECODE_DOWN_SPLITS, DECODE_UP_THREADS, DECODE_UP_TILES, MXFP4_TILE_ROWS};
-use crate::kernels::exchange::add_sum;
+use crate::kernels::exchange::{add_sum_of_sent, sender};
 use crate::kernels::launch::{Arguments, Launch, LaunchList, LaunchShape, module};
 use crate::kernels::moe::mxfp4_tiles::Mxfp4Tiles;
 
@@ -104,7 +104,8 @@ pub fn add_mxfp4_down(
         .int(experts)
         .int(chosen)
         .int(rows)
-        .int(intermediate);
+        .int(intermediate)
+        .value(sender(&buffers.layer_world)?, []);
     let warps = chosen * DECODE_DOWN_SPLITS;
     let (input_bytes, sum_bytes) = (chosen * intermediate.next_multiple_of(64) * 4, warps * 16 * size_of::<f32>());
     let shape =
@@ -113,5 +114,5 @@ pub fn add_mxfp4_down(
     let bytes = weights.bytes() / experts as u64 * chosen as u64;
     // SAFETY: shapes and dtypes are checked above. The kernel chooses only valid expert ids.
     unsafe { launches.add(launch.with_bytes_moved(bytes))? };
-    add_sum(launches, &buffers.layer_world, &buffers.partial, &buffers.x)
+    add_sum_of_sent(launches, &buffers.layer_world, &buffers.partial, &buffers.x)
 }

@@ -6,21 +6,25 @@
 //   bias: f32 [rows] or null
 //   x: f32 [rows], or null if the model has a post-norm; decode_add_normed then adds norm(out) to the residual stream
 //   out: f32 [rows]; may be the same buffer as x
+//   m: if several ranks run the layer together, the results are sent to all ranks (see Sender in exchange.cuh)
 //   grid: at most one block per multiprocessor
 //   block: at most 24 warps, or 16 with quantized weights
 //   bytes moved: the weight
 // Each warp multiplies one row of the weight at a time. One row is one unit of a DenseStream or QuantizedStream.
 #include "decode/dense_matvec.cuh"
 #include "decode/quantized_matvec.cuh"
+#include "exchange/exchange.cuh"
 #include "headers/pdl.cuh"
 
 template <typename T>
 __device__ void decode_residual(const float* x, float* out, const T* y, const T* weight, const float* bias, int rows,
-                                int columns) {
+                                int columns, const Mailboxes& m) {
     extern __shared__ float4 shared[];
     const DenseInput input{shared, columns / 8};
     const auto row = [=](int unit, int) { return as_segments(weight + (size_t)unit * columns); };
     DenseStream<T, 1, DENSE_DEPTH_1, decltype(row)> stream(input.segments, rows, row);
+    const Sender sender(m);
+    __syncthreads();
     pdl_wait();
     pdl_launch_dependents();
     load_vector(input, y, [](int) { return 1.0f; });
@@ -29,19 +33,22 @@ __device__ void decode_residual(const float* x, float* out, const T* y, const T*
         const float rest = (x ? __ldcg(x + unit) : 0.0f) + (bias ? __ldg(bias + unit) : 0.0f);
         float sum[1];
         stream.multiply(input, sum);
-        if (stream.lane == 0) out[unit] = sum[0] + rest;
+        if (stream.lane == 0) sender.store(out, unit, sum[0] + rest);
     }
 }
 
 template <typename T>
 __device__ void quantized_residual(const float* x, float* out, const T* y, const QuantizedStack& weight,
-                                   const float* bias, int rows, int columns, QuantizationArgs quantization) {
+                                   const float* bias, int rows, int columns, QuantizationArgs quantization,
+                                   const Mailboxes& m) {
     extern __shared__ float4 vector[];
     __shared__ float scratch[QUANTIZED_WARPS];
     const int groups = (columns + 31) / 32;
     const QuantizedInput input(vector, weight, groups);
     const auto row = [](int unit, int, int& matrix) { return matrix = 0, unit; };
     QuantizedStream<1, QUANTIZED_DEPTH_1, decltype(row)> stream(weight, groups, rows, row);
+    const Sender sender(m);
+    __syncthreads();
     pdl_wait();
     pdl_launch_dependents();
     const float scale = load_vector(input, y, columns, quantization, scratch);
@@ -50,7 +57,7 @@ __device__ void quantized_residual(const float* x, float* out, const T* y, const
         const float rest = (x ? __ldcg(x + unit) : 0.0f) + (bias ? __ldg(bias + unit) : 0.0f);
         float sum[1];
         stream.multiply(input, sum);
-        if (stream.lane == 0) out[unit] = sum[0] * scale + rest;
+        if (stream.lane == 0) sender.store(out, unit, sum[0] * scale + rest);
     }
 }
 
@@ -79,14 +86,15 @@ __device__ void decode_add_normed(float* x, const float* y, const float* norm, i
 #define DEFINE(T, SUFFIX)                                                                                              \
     extern "C" __global__ void __launch_bounds__(32 * DECODE_MAX_WARPS, 1)                                             \
         decode_residual_##SUFFIX(const float* x, float* out, const T* y, const T* weight, const float* bias, int rows, \
-                                 int columns) {                                                                        \
-        decode_residual<T>(x, out, y, weight, bias, rows, columns);                                                    \
+                                 int columns, const __grid_constant__ Mailboxes m) {                                   \
+        decode_residual<T>(x, out, y, weight, bias, rows, columns, m);                                                 \
     }                                                                                                                  \
     extern "C" __global__ void __launch_bounds__(32 * QUANTIZED_WARPS, 1)                                              \
         quantized_residual_##SUFFIX(const float* x, float* out, const T* y,                                            \
                                     const __grid_constant__ QuantizedStack weight, const float* bias, int rows,        \
-                                    int columns, int quantization, float static_scale) {                               \
-        quantized_residual<T>(x, out, y, weight, bias, rows, columns, {quantization, static_scale});                   \
+                                    int columns, int quantization, float static_scale,                                 \
+                                    const __grid_constant__ Mailboxes m) {                                             \
+        quantized_residual<T>(x, out, y, weight, bias, rows, columns, {quantization, static_scale}, m);                \
     }
 DEFINE(__nv_bfloat16, bf16)
 DEFINE(__half, f16)

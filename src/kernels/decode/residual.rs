@@ -4,7 +4,7 @@ use candle_core::{Result, Tensor};
 
 use super::buffers::{RmsNormParams, StepBuffers, check_f32};
 use super::matvec::{check_weight, matvec_kernel, matvec_shape};
-use crate::kernels::exchange::add_sum;
+use crate::kernels::exchange::{add_sum_of_sent, sender};
 use crate::kernels::launch::{Arguments, Launch, LaunchList, LaunchShape, dtype_suffix, module};
 use crate::kernels::matrix::Matrix;
 
@@ -47,15 +47,16 @@ pub fn add_residual(
         .optional(bias)?
         .int(rows)
         .int(columns)
-        .quantization_of(weight)?;
+        .quantization_of(weight)?
+        .value(sender(&buffers.layer_world)?, []);
     let kernel = matvec_kernel(weight, &format!("residual_{}", dtype_suffix(y.dtype())?));
     let launch = Launch::new(module!("residual"), kernel, matvec_shape(buffers, rows, weight), arguments);
     // SAFETY: shapes and dtypes are checked above.
     unsafe { launches.add(launch.with_bytes_moved(weight.bytes()))? };
     let Some(PostNorm { norm, scratch }) = post_norm else {
-        return add_sum(launches, &buffers.layer_world, &buffers.partial, &buffers.x);
+        return add_sum_of_sent(launches, &buffers.layer_world, &buffers.partial, &buffers.x);
     };
-    add_sum(launches, &buffers.layer_world, scratch, scratch)?;
+    add_sum_of_sent(launches, &buffers.layer_world, scratch, scratch)?;
     check_f32("the norm weight", norm.weight, rows)?;
     let arguments =
         Arguments::new().tensor(&buffers.x)?.tensor(scratch)?.tensor(norm.weight)?.int(rows).float(norm.eps);

@@ -2,6 +2,7 @@
 // Each thread block finds the chosen experts itself, from the router logits.
 #include "decode/dense_matvec.cuh"
 #include "decode/quantized_matvec.cuh"
+#include "exchange/exchange.cuh"
 #include "headers/activation.cuh"
 #include "headers/pdl.cuh"
 #include "moe/routing.cuh"
@@ -117,13 +118,14 @@ struct ChosenGroups {
 //   logits: f32 [experts]
 //   weight: T [experts, rows, columns], or one quantized matrix
 //   over_all: 1 if the routing softmax covers all experts, 0 if it covers only the chosen experts
+//   m: if several ranks run the layer together, the sums are sent to all ranks instead (see Sender in exchange.cuh)
 //   grid: at most one block per multiprocessor
 //   block: at most 24 warps, or 16 with quantized weights
 //   bytes moved: the weights of the chosen experts
 // Each unit is one long row, and updates one element of x.
 template <typename T>
 __device__ void decode_routed_down(float* x, const T* h, const float* logits, const T* weight, int experts, int chosen,
-                                   int rows, int columns, int over_all) {
+                                   int rows, int columns, int over_all, const Mailboxes& m) {
     extern __shared__ float4 shared[];
     __shared__ Routing routing;
     const int segments = columns / 8;
@@ -131,6 +133,7 @@ __device__ void decode_routed_down(float* x, const T* h, const float* logits, co
     // Reading the router logits before pdl_wait() is safe, because the router kernel has ended.
     // Only the previous kernel, which computes h, can still be running (see headers/pdl.cuh).
     if (threadIdx.x < 32) routing.choose(logits, experts, chosen, chosen, threadIdx.x, over_all);
+    const Sender sender(m);
     __syncthreads();
     const ChosenRows chosen_rows(routing.expert, segments, (size_t)rows * segments);
     const auto row = [=](int unit, int) {
@@ -145,7 +148,7 @@ __device__ void decode_routed_down(float* x, const T* h, const float* logits, co
         const float rest = __ldcg(x + unit);
         float sum[1];
         stream.multiply(input, sum);
-        if (stream.lane == 0) x[unit] = sum[0] + rest;
+        if (stream.lane == 0) sender.store(x, unit, sum[0] + rest);
     }
 }
 
@@ -201,7 +204,7 @@ __device__ __forceinline__ void load_chosen(const QuantizedInput& input, const T
 template <typename T>
 __device__ void quantized_routed_down(float* x, const T* h, const float* logits, const QuantizedStack& weight,
                                       int experts, int chosen, int rows, int columns, int over_all,
-                                      QuantizationArgs quantization) {
+                                      QuantizationArgs quantization, const Mailboxes& m) {
     extern __shared__ float4 vector[];
     __shared__ float factors[MAX_CHOSEN_EXPERTS];
     __shared__ Routing routing;
@@ -210,6 +213,7 @@ __device__ void quantized_routed_down(float* x, const T* h, const float* logits,
     // Reading the router logits before pdl_wait() is safe, because the router kernel has ended.
     // Only the previous kernel, which computes h, can still be running (see headers/pdl.cuh).
     if (threadIdx.x < 32) routing.choose(logits, experts, chosen, chosen, threadIdx.x, over_all);
+    const Sender sender(m);
     __syncthreads();
     const ChosenRows chosen_rows(routing.expert, expert_groups, (size_t)rows * expert_groups);
     const auto row = [](int unit, int, int& matrix) { return matrix = 0, unit; };
@@ -223,7 +227,7 @@ __device__ void quantized_routed_down(float* x, const T* h, const float* logits,
         const float rest = __ldcg(x + unit);
         float sum[1];
         stream.multiply(input, sum);
-        if (stream.lane == 0) x[unit] = sum[0] + rest;
+        if (stream.lane == 0) sender.store(x, unit, sum[0] + rest);
     }
 }
 
@@ -235,8 +239,9 @@ __device__ void quantized_routed_down(float* x, const T* h, const float* logits,
     }                                                                                                                  \
     extern "C" __global__ void __launch_bounds__(32 * DECODE_MAX_WARPS, 1)                                             \
         decode_routed_down_##SUFFIX(float* x, const T* h, const float* logits, const T* weight, int experts,           \
-                                    int chosen, int rows, int columns, int over_all) {                                 \
-        decode_routed_down<T>(x, h, logits, weight, experts, chosen, rows, columns, over_all);                         \
+                                    int chosen, int rows, int columns, int over_all,                                   \
+                                    const __grid_constant__ Mailboxes m) {                                             \
+        decode_routed_down<T>(x, h, logits, weight, experts, chosen, rows, columns, over_all, m);                      \
     }                                                                                                                  \
     extern "C" __global__ void __launch_bounds__(32 * QUANTIZED_WARPS, 1)                                              \
         quantized_routed_gate_up_##SUFFIX(const float* x, const float* norm,                                           \
@@ -249,9 +254,10 @@ __device__ void quantized_routed_down(float* x, const T* h, const float* logits,
     extern "C" __global__ void __launch_bounds__(32 * QUANTIZED_WARPS, 1)                                              \
         quantized_routed_down_##SUFFIX(float* x, const T* h, const float* logits,                                      \
                                        const __grid_constant__ QuantizedStack weight, int experts, int chosen,         \
-                                       int rows, int columns, int over_all, int quantization, float static_scale) {    \
+                                       int rows, int columns, int over_all, int quantization, float static_scale,      \
+                                       const __grid_constant__ Mailboxes m) {                                          \
         quantized_routed_down<T>(x, h, logits, weight, experts, chosen, rows, columns, over_all,                       \
-                                 {quantization, static_scale});                                                        \
+                                 {quantization, static_scale}, m);                                                     \
     }
 DEFINE(__nv_bfloat16, bf16)
 DEFINE(__half, f16)

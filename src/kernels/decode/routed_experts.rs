@@ -5,7 +5,7 @@ use candle_core::{DType, Result, Tensor};
 use super::buffers::{RmsNormParams, StepBuffers, check, check_f32};
 use super::matvec::{check_weight, matvec_kernel, matvec_shape, matvec_shape_for};
 use crate::kernels::constants::{MAX_CHOSEN_EXPERTS, MAX_EXPERTS};
-use crate::kernels::exchange::add_sum;
+use crate::kernels::exchange::{add_sum_of_sent, sender};
 use crate::kernels::launch::{Arguments, Launch, LaunchList, dtype_suffix, module};
 use crate::kernels::matrix::Matrix;
 use crate::kernels::moe::topk::Softmax;
@@ -72,14 +72,15 @@ pub fn add_routed_down(
         .int(rows)
         .int(columns)
         .flag(softmax == Softmax::OverAll)
-        .quantization_of(weight)?;
+        .quantization_of(weight)?
+        .value(sender(&buffers.layer_world)?, []);
     let kernel = matvec_kernel(weight, &format!("routed_down_{}", dtype_suffix(h.dtype())?));
     let shape = matvec_shape_for(buffers, rows, weight, chosen);
     let launch = Launch::new(module!("routed_experts"), kernel, shape, arguments);
     let bytes = weight.bytes() / experts as u64 * chosen as u64;
     // SAFETY: shapes and dtypes are checked above. The kernel chooses only valid expert ids.
     unsafe { launches.add(launch.with_bytes_moved(bytes))? };
-    add_sum(launches, &buffers.layer_world, &buffers.partial, &buffers.x)
+    add_sum_of_sent(launches, &buffers.layer_world, &buffers.partial, &buffers.x)
 }
 
 fn check_routing(logits: &Tensor, chosen: usize) -> Result<()> {

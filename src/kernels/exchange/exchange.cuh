@@ -67,6 +67,7 @@ struct Scalar {
     static __device__ bool has_arrived(uint32_t v) { return v != EMPTY; }
     static __device__ uint32_t sendable(uint32_t v) { return v == EMPTY ? OTHER_NAN : v; }
     static __device__ uint32_t zero() { return 0; }
+    static __device__ uint32_t empty() { return EMPTY; }
 };
 
 struct Quad {
@@ -223,8 +224,11 @@ struct Operation {
 
     __device__ explicit Operation(const Mailboxes& m) : m(m) {
         number = Scalar::load(m.state), previous = Scalar::load(m.state + 1);
-        slot = (size_t)(number % EXCHANGE_SLOTS) * m.ranks * m.region;
-        last_slot = (size_t)((number + EXCHANGE_SLOTS - 1) % EXCHANGE_SLOTS) * m.ranks * m.region;
+        slot = slot_of(m, number), last_slot = slot_of(m, number + EXCHANGE_SLOTS - 1);
+    }
+    // Returns the word offset in a mailbox at which the slot of operation `number` starts.
+    static __device__ __forceinline__ size_t slot_of(const Mailboxes& m, uint32_t number) {
+        return (size_t)(number % EXCHANGE_SLOTS) * m.ranks * m.region;
     }
     // Returns the current slot of this rank's mailbox, which starts with the region of rank 0.
     __device__ const uint32_t* own_slot() const { return m.of[m.rank] + slot; }
@@ -253,6 +257,36 @@ struct Operation {
             Scalar::store(m.state + 1, largest);
             Scalar::store(m.state + 2, 0);
         }
+    }
+};
+
+// Sends the results of a kernel to all ranks, as soon as each value is known. The next kernel must receive them with
+// exchange_sent_4 or exchange_sent_1 (exchange_sum.cu). That kernel does not wait until this kernel has ended.
+// A rank also sends to its own mailbox, so that its values arrive like the values of the other ranks.
+// If there is only one rank, the results are stored instead.
+class Sender {
+    const Mailboxes& m;
+    size_t offset = 0;  // the word offset of this rank's region in a mailbox
+
+public:
+    // All threads must call this function. A __syncthreads() must follow before the block calls
+    // pdl_launch_dependents(), because the next kernel, which then starts, updates the state. One thread that calls it
+    // is enough for a block. At least one kernel must come between the previous operation and this kernel. The previous
+    // operation has then ended, even before pdl_wait() (see headers/pdl.cuh).
+    __device__ __forceinline__ explicit Sender(const Mailboxes& m) : m(m) {
+        if (m.ranks == 1) return;
+        // The shuffle needs the number, so the load has ended before the thread reaches the __syncthreads().
+        const uint32_t number = __shfl_sync(0xffffffffu, Scalar::load(m.state), 0);
+        offset = Operation::slot_of(m, number) + (size_t)m.rank * m.region;
+    }
+    // Sends element i to all ranks. Stores it in `out` if there is only one rank.
+    __device__ __forceinline__ void store(float* out, int i, float value) const {
+        if (m.ranks == 1) {
+            out[i] = value;
+            return;
+        }
+        for (int rank = 0; rank < m.ranks; ++rank)
+            Scalar::store(m.of[rank] + offset + i, Scalar::sendable(__float_as_uint(value)));
     }
 };
 

@@ -7,8 +7,8 @@ use crate::kernels::launch::{Arguments, Launch, LaunchList, address, module};
 use crate::kernels::scratch;
 use crate::world::{World, share};
 
-/// Adds a launch that concatenates the columns of all ranks in `out`, f32 `[rows, columns]`.
-/// `x` is f32 `[rows, columns of this rank]`.
+/// Adds a launch that concatenates the columns of all ranks in `out`, f32 or u32 `[rows, columns]`.
+/// `x` is `[rows, columns of this rank]`, in the dtype of `out`.
 pub fn add_columns(launches: &mut LaunchList, world: &World, x: &Tensor, out: &Tensor) -> Result<()> {
     let launch = of_world(world)?.columns_launch(x, out)?;
     // SAFETY: `columns_launch` checks the tensors. The caller keeps `world` alive, which keeps the mailboxes alive.
@@ -46,14 +46,16 @@ impl GpuExchange {
         Ok(out)
     }
 
-    /// Returns a launch that concatenates the columns of all ranks in `out`, f32 `[rows, columns]`.
+    /// Returns a launch that concatenates the columns of all ranks in `out`, f32 or u32 `[rows, columns]`.
     ///
-    /// `x` is f32 `[rows, columns of this rank]`. Every rank's `x` must fit in a region.
+    /// `x` is `[rows, columns of this rank]`, in the dtype of `out`. Every rank's `x` must fit in a region.
+    /// The word `0xffffffff`, which marks an empty place of a mailbox, arrives as `0x7fffffff`.
     fn columns_launch(&self, x: &Tensor, out: &Tensor) -> Result<Launch> {
         let (rows, columns) = out.dims2()?;
         let ranks = self.mailboxes.len();
         let (own, largest) = (share(columns, 1, self.rank, ranks).len(), rows * share(columns, 1, 0, ranks).len());
-        let is_valid = x.dims() == [rows, own] && x.dtype() == DType::F32 && out.dtype() == DType::F32;
+        let is_valid =
+            x.dims() == [rows, own] && x.dtype() == out.dtype() && matches!(x.dtype(), DType::F32 | DType::U32);
         if !is_valid || largest > self.region() {
             bail!(
                 "cannot write x {:?} {:?} to columns of out {:?}: unsupported dtype or size",

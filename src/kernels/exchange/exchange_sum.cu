@@ -40,6 +40,53 @@ extern "C" __global__ void __launch_bounds__(512)
     exchange_sum<Scalar>(x, out, m, words, clears_x);
 }
 
+// Computes the same sums as exchange_sum, of values that the previous kernel sends with a Sender.
+// Does not wait until the previous kernel has ended, because its end includes the time to send the values.
+// The next kernel may start to load weights while both kernels run.
+template <typename V> __device__ void exchange_sent(uint32_t* out, const Mailboxes& m, int words) {
+    // On a shared GPU, this kernel must not wait for values in place of the kernels that send them.
+    if (m.shares_gpu)
+        pdl_wait();
+    else
+        pdl_launch_dependents();
+    const int thread = blockIdx.x * blockDim.x + threadIdx.x, threads = gridDim.x * blockDim.x;
+    const Operation operation(m);
+    operation.prepare_next(thread, threads, words);
+    Waiting waiting(m);
+    uint32_t* slot = m.of[m.rank] + operation.slot;
+    each_batch(thread * V::SIZE, threads * V::SIZE, words, [&](const Batch& batch) {
+        typename V::Word sum[BATCH], part[BATCH];
+        for (int rank = 0; rank < m.ranks; ++rank) {
+            const uint32_t* region = slot + (size_t)rank * m.region;
+            batch.each([&](int j, int i) { part[j] = V::load(region + i); });
+            batch.each([&](int j, int i) { waiting.complete<V>(part[j], region + i, rank); });
+            batch.each([&](int j, int) {
+                if (rank == 0)
+                    sum[j] = part[j];
+                else
+                    add_to(sum[j], part[j]);
+            });
+        }
+        batch.each([&](int j, int i) {
+            // prepare_next empties only the regions of the other ranks.
+            V::store(slot + (size_t)m.rank * m.region + i, V::empty());
+            V::store(out + i, sum[j]);
+        });
+    });
+}
+
+//   out: f32 [words]
+//   words, grid, block: as for exchange_sum_4
+//   bytes moved: 4 · words · (ranks + 2)
+extern "C" __global__ void __launch_bounds__(512)
+    exchange_sent_4(uint32_t* out, const __grid_constant__ Mailboxes m, int words) {
+    exchange_sent<Quad>(out, m, words);
+}
+extern "C" __global__ void __launch_bounds__(512)
+    exchange_sent_1(uint32_t* out, const __grid_constant__ Mailboxes m, int words) {
+    exchange_sent<Scalar>(out, m, words);
+}
+
 // Computes out = Σ bf16(x) over all ranks. The sums are f32, and the values are added in the order of the ranks.
 // For the same number of elements, a rank sends half as many bytes as in exchange_sum_4.
 //   x, out: f32 [2 · words]; out may be x

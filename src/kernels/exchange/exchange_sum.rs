@@ -2,7 +2,8 @@
 
 use candle_core::{DType, Result, Tensor, bail};
 
-use super::gpu_exchange::{GpuExchange, of_world};
+use super::gpu_exchange::{GpuExchange, RawMailboxes, of_world};
+use super::path::ExchangePath;
 use crate::kernels::launch::{Arguments, Launch, LaunchList, address, module};
 use crate::kernels::scratch;
 use crate::world::World;
@@ -20,7 +21,41 @@ pub fn add_sum(launches: &mut LaunchList, world: &World, x: &Tensor, out: &Tenso
     unsafe { launches.add(launch) }
 }
 
+/// Adds a launch that computes the same sum as [`add_sum`], of the results of the last kernel in `launches`.
+///
+/// This kernel must have a [`sender`] as its argument. It then sends its results, or writes them to `x`.
+/// At least one kernel must come between this kernel and the previous exchange.
+pub fn add_sum_of_sent(launches: &mut LaunchList, world: &World, x: &Tensor, out: &Tensor) -> Result<()> {
+    if world.size() == 1 {
+        return Ok(());
+    }
+    let exchange = of_world(world)?;
+    if !exchange.has_senders() {
+        return add_sum(launches, world, x, out);
+    }
+    let launch = exchange.sent_sum_launch(out)?;
+    // SAFETY: as in `add_sum`. The kernel overwrites an element of `out` only after the last kernel has sent this element,
+    // and has therefore read it.
+    unsafe { launches.add(launch) }
+}
+
+/// Returns the argument with which a kernel sends its results to all ranks of `world` (`Sender` in `exchange.cuh`).
+/// If there is only one rank, or if the ranks do not use senders, the kernel stores its results instead.
+pub fn sender(world: &World) -> Result<RawMailboxes> {
+    if world.size() == 1 {
+        return Ok(RawMailboxes::alone());
+    }
+    let exchange = of_world(world)?;
+    Ok(if exchange.has_senders() { exchange.raw(0, 1) } else { RawMailboxes::alone() })
+}
+
 impl GpuExchange {
+    /// Returns whether kernels send their results with a [`sender`]. A sender stores one value at a time.
+    /// Such small stores would be slow over PCIe to mailboxes in host memory.
+    fn has_senders(&self) -> bool {
+        self.own().path != ExchangePath::HostMemory
+    }
+
     /// Returns the sum of `x` over all ranks, in the dtype of `x`.
     pub(super) fn sum_of_ranks(&self, x: &Tensor) -> Result<Tensor> {
         self.sum_parts(x, self.region(), |x, out| self.sum_launch(x, out, false))
@@ -58,6 +93,24 @@ impl GpuExchange {
         Ok(Launch::new(module!("exchange_sum"), kernel, self.shape(items), arguments)
             .with_bytes_moved(8 * words as u64)
             .overlapping())
+    }
+
+    /// Returns a launch that writes the sum of the values that all ranks have sent to `out`, f32.
+    fn sent_sum_launch(&self, out: &Tensor) -> Result<Launch> {
+        let words = out.elem_count();
+        if out.dtype() != DType::F32 || words > self.region() {
+            bail!(
+                "cannot receive a sum in out {:?} {:?}: expected F32 with at most {} elements",
+                out.dtype(),
+                out.dims(),
+                self.region()
+            );
+        }
+        let is_aligned = words.is_multiple_of(4) && address(out)?.is_multiple_of(16);
+        let (kernel, items) = if is_aligned { ("exchange_sent_4", words / 4) } else { ("exchange_sent_1", words) };
+        let arguments = Arguments::new().tensor(out)?.value(self.raw(0, 1), []).int(words);
+        let bytes = 4 * words * (self.mailboxes.len() + 2);
+        Ok(Launch::new(module!("exchange_sum"), kernel, self.shape(items), arguments).with_bytes_moved(bytes as u64))
     }
 
     /// Returns the maximum number of elements for [`rounded_sum_launch`](Self::rounded_sum_launch), a multiple of 8.
@@ -124,10 +177,13 @@ impl GpuExchange {
 
     /// Loads the sum kernels by launching each one for 0 words. Such a launch does not wait for other ranks.
     pub(super) fn load_sum_kernels(&self) -> Result<()> {
+        let received = || Arguments::new().address(0).value(self.raw(0, 1), []).int(0);
         let arguments = || Arguments::new().address(0).address(0).value(self.raw(0, 1), []).int(0);
         for (kernel, arguments) in [
             ("exchange_sum_4", arguments().flag(false)),
             ("exchange_sum_1", arguments().flag(false)),
+            ("exchange_sent_4", received()),
+            ("exchange_sent_1", received()),
             ("exchange_sum_bf16", arguments()),
             ("exchange_sum_shares_bf16", arguments()),
         ] {

@@ -44,7 +44,7 @@ pub(super) fn of_world(world: &World) -> Result<&GpuExchange> {
 /// The Rust counterpart of the struct `Mailboxes` in `exchange.cuh`.
 #[repr(C)]
 #[derive(Clone, Copy)]
-pub(super) struct RawMailboxes {
+pub struct RawMailboxes {
     of: [u64; EXCHANGE_MAX_RANKS],
     state: u64,
     control: u64,
@@ -59,6 +59,24 @@ pub(super) struct RawMailboxes {
 
 // SAFETY: the struct has C's layout and contains only numbers.
 unsafe impl DeviceRepr for RawMailboxes {}
+
+impl RawMailboxes {
+    /// Returns the mailboxes of a world with one rank, which exchanges nothing.
+    pub(super) fn alone() -> Self {
+        Self {
+            of: [0; EXCHANGE_MAX_RANKS],
+            state: 0,
+            control: 0,
+            first_item: [0; EXCHANGE_MAX_RANKS + 1],
+            rank: 0,
+            ranks: 1,
+            region: 0,
+            timeout_seconds: TIMEOUT_SECONDS,
+            shares_gpu: 0,
+            in_host_memory: 0,
+        }
+    }
+}
 
 /// The exchange of data between this rank and all other ranks, through mailboxes.
 pub(super) struct GpuExchange {

@@ -22,7 +22,9 @@ pub use connect::measure;
 #[cfg(feature = "cuda")]
 pub use exchange_columns::add_columns;
 #[cfg(feature = "cuda")]
-pub use exchange_sum::add_sum;
+pub use exchange_sum::{add_sum, add_sum_of_sent, sender};
+#[cfg(feature = "cuda")]
+pub use gpu_exchange::RawMailboxes;
 pub use path::ExchangePath;
 pub use sizes::{ExchangeTimes, LARGE_ELEMENTS, MAILBOX_BYTES, MIN_ROUNDED_ELEMENTS, SMALL_ELEMENTS};
 

@@ -20,7 +20,7 @@ use crate::kernels::decode::{self, Embedding, StepBuffers};
 use crate::kernels::exchange::add_sum;
 use crate::kernels::launch::{HostMailbox, LaunchGraph, LaunchList};
 use crate::kernels::rows::copy_rows;
-use crate::kernels::sampling::{DeviceSampling, SamplingKernelParams};
+use crate::kernels::sampling::DeviceSampling;
 use crate::nn::decoder::Decoder;
 use crate::nn::kv_cache::{BLOCK_TOKENS, BlockTables, KvCache};
 use crate::nn::mlp::Mlp;
@@ -54,9 +54,11 @@ pub struct DecodeGraph {
     sampling_buffers: SamplingBuffers,
     /// The kernel launches of a step, up to its logits.
     layers: LaunchList,
-    /// Chooses the most likely token. `None` with several ranks, where `sampled` also makes greedy choices.
-    greedy: Option<StepTail>,
+    /// Chooses the most likely token.
+    greedy: StepTail,
     sampled: StepTail,
+    /// Chooses the first token of a sequence from `buffers.logits`, which hold the logits of a prefill.
+    first_choice: LaunchList,
     sampling: Sampling,
     /// The number of steps queued for the current sequence. Step s writes its token to slot s mod `mailbox.slots()`.
     queued: usize,
@@ -130,11 +132,15 @@ impl DecodeGraph {
             let graph = unsafe { LaunchGraph::capture(&launches, &tail) }.context("cannot capture the decode step")?;
             Ok(StepTail { launches: tail, graph })
         };
-        let greedy = match decoder.world().size() {
-            1 => Some(step_tail(&|tail| decode::add_greedy_sampling(tail, &buffers, &embedding, head, &mailbox))?),
-            _ => None,
-        };
-        let sampled = step_tail(&|tail| sample::add_sample(tail, &buffers, &sampling_buffers, &embedding, &mailbox))?;
+        let greedy = step_tail(&|tail| decode::add_greedy_sampling(tail, &buffers, &embedding, &mailbox))?;
+        let add_sample =
+            |tail: &mut LaunchList| sample::add_sample(tail, &buffers, &sampling_buffers, &embedding, &mailbox);
+        let sampled = step_tail(&|tail| {
+            decode::add_logits_of_ranks(tail, &buffers)?;
+            add_sample(tail)
+        })?;
+        let mut first_choice = LaunchList::new(device)?;
+        add_sample(&mut first_choice)?;
         Ok(Ok(Box::new(Self {
             device: device.clone(),
             buffers,
@@ -145,6 +151,7 @@ impl DecodeGraph {
             layers: launches,
             greedy,
             sampled,
+            first_choice,
             sampling: Sampling::Greedy,
             queued: 0,
             taken: 0,
@@ -254,9 +261,9 @@ impl DecodeGraph {
         // The argmax kernel needs maxima from the head kernel, which has not run for these logits.
         // The sampling kernel needs only the logits, so it makes the first choice even if sampling is greedy.
         if self.sampling == Sampling::Greedy {
-            self.sampling_buffers.set(DeviceSampling { params: SamplingKernelParams::greedy(), seen: Vec::new() })?;
+            self.sampling_buffers.set(DeviceSampling::greedy())?;
         }
-        self.sampled.launches.enqueue()?;
+        self.first_choice.enqueue()?;
         self.begin(sequence, tokens - 1, 1, tables)
     }
 
@@ -264,11 +271,6 @@ impl DecodeGraph {
     fn set_sampling(&mut self, sampling: Option<DeviceSampling>) -> Result<()> {
         self.drain()?;
         self.sampling = match sampling {
-            None if self.greedy.is_none() => {
-                self.sampling_buffers
-                    .set(DeviceSampling { params: SamplingKernelParams::greedy(), seen: Vec::new() })?;
-                Sampling::Sampled
-            }
             None => Sampling::Greedy,
             Some(sampling) => {
                 self.sampling_buffers.set(sampling)?;
@@ -280,9 +282,9 @@ impl DecodeGraph {
 
     /// Returns the launches and the graph for the current kind of sampling.
     fn tail(&self) -> &StepTail {
-        match (self.sampling, &self.greedy) {
-            (Sampling::Greedy, Some(greedy)) => greedy,
-            _ => &self.sampled,
+        match self.sampling {
+            Sampling::Greedy => &self.greedy,
+            Sampling::Sampled => &self.sampled,
         }
     }
 
@@ -352,6 +354,7 @@ impl DecodeGraph {
     }
 
     /// Returns the buffer for the logits of a step, f32 `[vocab]`. Each step overwrites the buffer.
+    /// If there are several ranks, greedy steps leave the buffer unchanged. A step with `sampling` has all logits.
     pub fn logits(&self) -> &Tensor {
         &self.buffers.logits
     }

@@ -3,6 +3,7 @@
 use anyhow::{Context, Result, bail};
 use candle_core::{D, Tensor};
 
+use crate::kernels::sampling::DeviceSampling;
 use crate::nn::kv_cache::{self, BLOCK_TOKENS, peak_blocks};
 use crate::nn::mlp::ExpertCost;
 use crate::nn::pass::RowSelection;
@@ -27,7 +28,7 @@ impl Runner {
     pub fn decode_steps(&mut self, first: u32, count: usize) -> Result<Vec<u32>> {
         let mut chosen = Vec::with_capacity(count);
         let mut token = first;
-        if self.start_graph(first)? {
+        if self.start_graph(first, None)? {
             for left in (1..=count).rev() {
                 token = self.solo_graph_step(token, left)?;
                 chosen.push(token);
@@ -53,7 +54,7 @@ impl Runner {
         if !self.ranks.is_single() {
             bail!("cannot run decode steps as individual launches: several GPUs run the model");
         }
-        if count > self.limits.context - self.solo.cached.len() || !self.start_graph(first)? {
+        if count > self.limits.context - self.solo.cached.len() || !self.start_graph(first, None)? {
             bail!("cannot run {count} decode steps: the context is too short, or there is no decode graph");
         }
         let Ok(graph) = &mut self.decode_graph else { bail!("internal error: the runner has no decode graph") };
@@ -76,7 +77,8 @@ impl Runner {
     }
 
     fn one_step_logits(&mut self, id: u32) -> Result<Tensor> {
-        if !self.start_graph(id)? {
+        // Only steps with sampling parameters have the logits of all ranks.
+        if !self.start_graph(id, Some(DeviceSampling::greedy()))? {
             return self.forward_solo(&[id], RowSelection::Last);
         }
         self.solo_graph_step(id, 1)?;
@@ -86,10 +88,10 @@ impl Runner {
     }
 
     /// Starts the decode graph after the cached tokens, with `token` as its first input. Returns false without a graph.
-    fn start_graph(&mut self, token: u32) -> Result<bool> {
+    fn start_graph(&mut self, token: u32, sampling: Option<DeviceSampling>) -> Result<bool> {
         let Ok(graph) = &mut self.decode_graph else { return Ok(false) };
         let (position, tables) = (self.solo.cached.len(), self.solo.tables.clone());
-        let start = GraphCommand::Start { sequence: SOLO, position, token, sampling: None, tables };
+        let start = GraphCommand::Start { sequence: SOLO, position, token, sampling, tables };
         self.ranks.run_graph(graph, start, None)?;
         Ok(true)
     }
@@ -163,7 +165,7 @@ impl Runner {
     /// Times each kernel of a decode step after the cached tokens.
     /// Returns `None` without a decode graph, with several ranks, or if the context is full.
     pub fn kernel_times(&mut self) -> Result<Option<Vec<KernelTime>>> {
-        if !self.ranks.is_single() || self.solo.cached.len() >= self.limits.context || !self.start_graph(0)? {
+        if !self.ranks.is_single() || self.solo.cached.len() >= self.limits.context || !self.start_graph(0, None)? {
             return Ok(None);
         }
         let dtype = self.dtype();
