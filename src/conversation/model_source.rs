@@ -61,7 +61,7 @@ pub struct LoadedModel {
 
 /// The error that ends a chat because neither the requested model nor the previous model could be loaded.
 #[derive(Debug, thiserror::Error)]
-#[error("no model is loaded")]
+#[error("cannot continue the chat without a model")]
 pub struct NoModelLoaded;
 
 /// Fails if the model has no chat format.

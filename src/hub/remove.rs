@@ -14,6 +14,11 @@ use crate::error::Error;
 use crate::files;
 use crate::snapshot::{gguf, is_weights_file};
 
+/// The hint of an error about a model that is not on this machine.
+fn list_hint() -> String {
+    "list the models on this machine: inferno list".to_string()
+}
+
 /// The result of removing a model.
 #[derive(Debug, PartialEq, Eq)]
 pub struct RemovedModel {
@@ -82,13 +87,14 @@ impl Hub {
             Some(revision) => repo.commit(revision).into_iter().collect(),
         };
         if let (Some(revision), true) = (revision, commits.is_empty()) {
-            return Err(Error::RevisionNotFound { repo: name.clone(), revision: revision.to_string() }.into());
+            return Err(
+                Error::ModelNotFound { model: format!("{name} at revision {revision}"), hint: list_hint() }.into()
+            );
         }
         let full_name = tag.map_or(name.clone(), |tag| format!("{name}:{tag}"));
         let selection = select(&repo, commits, tag)?;
         if tag.is_some() && selection.changed_commits.is_empty() {
-            let hint = "list the models on this machine: inferno list".to_string();
-            return Err(Error::ModelNotFound { model: full_name, hint }.into());
+            return Err(Error::ModelNotFound { model: full_name, hint: list_hint() }.into());
         }
         let removed = delete_selection(&repo, full_name, selection)?;
         self.forget_use(&removed.name);

@@ -38,7 +38,7 @@ const TENSORS: &[TensorRow] = &[
     tensor("mlp.c_proj", Group::Mlp, Transposed, Columns(Intermediate)),
     tensor("ln_f", Group::Norms, F32, Whole),
     tensor("lm_head", Group::Head, Matrix, Rows(Vocabulary)),
-    // The attention masks of a layer, which some checkpoints contain.
+    // Some checkpoints contain the causal mask of each layer, and the score of masked positions. inferno needs neither.
     tensor("attn.bias", Group::Attention, Unloaded, Whole),
     tensor("attn.masked_bias", Group::Attention, Unloaded, Whole),
 ];

@@ -123,7 +123,8 @@ impl Checkpoint {
 
     /// Returns the rows and columns of a matrix `[out, in]` that can be quantized during loading.
     /// Stacked matrices count as one matrix with their rows combined.
-    /// Returns `None` if the tensor is not a matrix, or if the matrix is stored transposed.
+    /// Returns `None` if there is no such tensor, if it is not a matrix, or if a safetensors file stores it transposed.
+    /// For GGUF files, `GgufModel::matrix_shape` lists more cases.
     pub(super) fn matrix_shape(&self, name: &str, is_transposed: bool) -> Option<(usize, usize)> {
         match self {
             Self::Gguf(model) => model.matrix_shape(name).ok()?,

@@ -107,8 +107,9 @@ impl World {
 
     /// Returns the sum of x over all ranks. x must have the same shape and dtype on all ranks.
     /// Waits until all ranks have called this function, except during the capture of a CUDA graph.
-    /// If an [`Exchange`] queues the sum and a rank does not answer in time, the sum is wrong, and
-    /// [`check`](Self::check) reports the rank. If no exchange can queue the sum, ends the world and fails instead.
+    ///
+    /// If a rank does not answer in time, the result depends on whether an [`Exchange`] queued the sum.
+    /// If so, the sum is wrong, and [`check`](Self::check) reports the rank. Otherwise, ends the world and fails.
     pub fn sum(&self, x: &Tensor) -> Result<Tensor> {
         match (&self.meeting, &self.exchange) {
             (None, _) => Ok(x.clone()),

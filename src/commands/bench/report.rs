@@ -157,7 +157,9 @@ struct Warm {
 }
 
 impl FirstToken {
-    /// Creates the result. The tuple is the prompt length and the time in milliseconds of the first request.
+    /// Creates the result from the times to first token.
+    /// The tuple has the prompt length of the first request and its time in milliseconds.
+    /// `warm` has the prompt lengths of later requests, each with its times in milliseconds.
     pub fn new((prompt_tokens, ms): (usize, f64), warm: Vec<(usize, Stats)>) -> Self {
         let warm = warm.into_iter().map(|(prompt_tokens, ms)| Warm { prompt_tokens, ms }).collect();
         Self { cold: Cold { prompt_tokens, ms }, warm }

@@ -5,7 +5,7 @@
 //! - `tokens`: u32 `[n]`
 //! - `group.G.layer.L.k` and `group.G.layer.L.v`: `[rows, kv_heads, head_dim]` for layer L of layer group G.
 //!   L is the index of the layer within its layer group, across all ranks.
-//!   The rows come from all blocks of the layer group that the token after the prefix attends to.
+//!   The rows are those of the blocks that the token after the prefix attends to in layer group G, in order.
 //!
 //! The file holds all layers and all KV heads of the model, even if each rank holds only some of them.
 //! An engine with another number of ranks can therefore load the file, unless one of the engines is deterministic:

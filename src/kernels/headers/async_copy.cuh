@@ -19,7 +19,7 @@ __device__ __forceinline__ void copy_async_or_zero(uint32_t to, const void* from
 // Commits all uncommitted copies of this thread as one group.
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;"); }
 
-// Waits until at most PENDING of this thread's copy groups are unfinished.
+// Waits until all copy groups of this thread have finished, except for the latest PENDING groups.
 template <int PENDING> __device__ __forceinline__ void wait_for_copies() {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }

@@ -209,7 +209,11 @@ unsafe fn multiply(
 ) -> Result<()> {
     // If a size overflowed i32, some algorithms would read or write out of bounds.
     if [sizes.tokens, sizes.columns, sizes.stride].into_iter().any(|size| i32::try_from(size).is_err()) {
-        bail!("cannot multiply matrices: a size exceeds 2^31 - 1: {sizes:?}");
+        let ProductSizes { tokens, columns, stride, .. } = sizes;
+        bail!(
+            "cannot multiply matrices: {tokens} tokens, {columns} columns or an output stride of {stride} \
+             exceeds 2^31 - 1"
+        );
     }
     let stream = device.cuda_stream();
     stream.context().bind_to_thread().w()?;

@@ -54,8 +54,9 @@ impl RoutedPairs {
     /// - bias: f32 `[experts]`
     /// - usage: counters of batches and experts; not changed if routing takes several launches
     ///
-    /// Routing takes several launches with more than `ROUTE_TOKENS` tokens, with more than `ROUTE_EXPERTS` experts,
-    /// if the hidden size is not a multiple of 4, or if the GPU or the build lacks clusters (`runs_hopper_code`).
+    /// Routing takes one launch if there are at most `ROUTE_TOKENS` tokens and `ROUTE_EXPERTS` experts, if the hidden
+    /// size is a multiple of 4, and if the GPU can run kernels with clusters (`runs_hopper_code`).
+    /// Otherwise, it takes several launches.
     pub fn route(
         x: &Tensor,
         weight: &Tensor,

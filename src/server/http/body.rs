@@ -130,28 +130,28 @@ impl fmt::Display for IgnoredField {
 /// The fields of a JSON object that have not been read yet. Null fields count as absent.
 pub struct Fields {
     map: Map<String, Value>,
-    /// The path of the object, such as `messages[0].`, or an empty string for the body.
-    path: String,
+    /// The path of the object and a dot, such as `messages[0].`, or an empty string for the body.
+    prefix: String,
     ignored: Vec<IgnoredField>,
 }
 
 impl Fields {
     fn new(map: Map<String, Value>) -> Self {
-        Self { map, path: String::new(), ignored: Vec::new() }
+        Self { map, prefix: String::new(), ignored: Vec::new() }
     }
 
     /// Creates the fields of a nested object. Fails if `value` is not an object.
     /// `path` is the path of the object, such as `messages[0]`.
     pub fn nested(path: &str, value: Value) -> Result<Self, ApiError> {
         match value {
-            Value::Object(map) => Ok(Self { map, path: format!("{path}."), ignored: Vec::new() }),
+            Value::Object(map) => Ok(Self { map, prefix: format!("{path}."), ignored: Vec::new() }),
             _ => Err(ApiError::invalid(path, "expected an object")),
         }
     }
 
     /// Returns the full path of a field, for error messages.
     pub fn path(&self, name: &str) -> String {
-        format!("{}{name}", self.path)
+        format!("{}{name}", self.prefix)
     }
 
     /// Returns the error for a field with an invalid value.
@@ -236,9 +236,9 @@ impl Fields {
     /// Returns the recorded fields and at most [`MAX_IGNORED`] unread fields.
     /// Omits array indexes, as in `messages[].x`.
     pub fn ignored(self) -> Vec<IgnoredField> {
-        let Self { map, path, mut ignored } = self;
-        let path = path.replace(|c: char| c.is_ascii_digit(), "");
-        let left = map.into_iter().filter(|(_, value)| !value.is_null()).map(|(name, _)| format!("{path}{name}"));
+        let Self { map, prefix, mut ignored } = self;
+        let prefix = prefix.replace(|c: char| c.is_ascii_digit(), "");
+        let left = map.into_iter().filter(|(_, value)| !value.is_null()).map(|(name, _)| format!("{prefix}{name}"));
         ignored.extend(left.take(MAX_IGNORED).map(IgnoredField::from));
         ignored
     }

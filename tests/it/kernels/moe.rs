@@ -142,9 +142,10 @@ fn experts_in_fixed_order_do_not_depend_on_other_tokens() {
     use inferno::kernels::moe::expert_mlp::{ExpertLinear, expert_mlp};
     use inferno::kernels::moe::mxfp4_tiles::{Mxfp4Tiles, RowOrder};
     use inferno::kernels::moe::route::RoutedPairs;
-    // In the second case, the padding of gate_up's output needs a row block without weights. Such a row block also
-    // occurs if two GPUs divide gpt-oss. The TMA boxes of this row block are outside the tensor maps. If a barrier did
-    // not count the bytes of these boxes, gate_up would hang.
+    // In the second case, the 960 rows of gate_up fill five row blocks, which produce 480 columns of output. The output
+    // is padded to 512 columns, so there is a sixth row block, which has no weights. Two GPUs that divide gpt-oss also
+    // have such a row block. Its TMA boxes are outside the tensor maps. TMA must still report their bytes to the barrier,
+    // because gate_up would otherwise hang.
     for (experts, chosen, intermediate) in [(32, 4, 2880), (128, 15, 480)] {
         let (tokens, columns) = (200, 2880);
         for (device, dtype) in gpu_with_dtypes().into_iter().filter(|(_, dtype)| *dtype != DType::F32) {
