@@ -1,5 +1,5 @@
-// Greedy sampling of several sequences. If several GPUs divide the vocabulary, each GPU finds the largest of its own
-// logits, and the GPUs exchange only these.
+// Greedy sampling of several sequences on several GPUs. Each GPU finds the largest of its own logits, and the GPUs
+// exchange only these.
 #include "constants.cuh"
 #include "headers/common.cuh"
 #include "headers/sort_key.cuh"

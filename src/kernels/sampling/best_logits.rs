@@ -1,4 +1,4 @@
-//! Greedy sampling of several sequences, on one or several GPUs (`best_logits.cu`).
+//! Greedy sampling of several sequences on several GPUs (`best_logits.cu`).
 
 use std::sync::Arc;
 

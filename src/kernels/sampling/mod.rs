@@ -1,7 +1,7 @@
 //! Kernels that edit rows of logits, choose tokens and compute log probabilities, and the sampling parameters.
 //!
 //! - `sample_rows`: samples a token from each row
-//! - `best_logits`: chooses the token with the largest logit, on one or several GPUs
+//! - `best_logits`: chooses the token with the largest logit on several GPUs, which exchange only a few logits
 //! - `logits`: edits and masks logits, and computes log probabilities
 //! - `row_edits`: adds values to the logits of queued steps, then applies penalties
 //! - `token_mask`: a set of allowed tokens

@@ -5,7 +5,6 @@ use candle_core::{DType, Device, Tensor};
 
 use super::batch_graph::{BatchGraphs, StepLogits};
 use crate::kernels::SumOrder;
-use crate::kernels::sampling::best_logits;
 use crate::kernels::step_inputs::StepInputs;
 use crate::nn::decoder::Decoder;
 use crate::nn::kv_cache::KvCache;
@@ -83,13 +82,10 @@ impl StepLauncher {
             true => Ok(logits),
             false => logits.index_select(&Tensor::new(rows.as_slice(), logits.device())?, 0),
         };
-        let needs_only_best = samplings.iter().all(RowSampling::needs_only_best);
-        let best = match logits.best {
-            None if needs_only_best && decoder.world().size() == 1 => Some(best_logits(&logits.own, 0)?),
-            best => best,
-        };
-        match best {
-            Some(best) if needs_only_best => self.buffers.choose_best(samplings, &sampled(best)?),
+        match logits.best {
+            Some(best) if samplings.iter().all(RowSampling::needs_only_best) => {
+                self.buffers.choose_best(samplings, &sampled(best)?)
+            }
             _ => self.buffers.choose(samplings, &decoder.logits_of_ranks(&sampled(logits.own)?)?),
         }
     }
