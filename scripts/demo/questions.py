@@ -379,7 +379,7 @@ class Sampler:
         return re.sub(r"\{(\w+)\}", choose, text)
 
     def wording(self, intent: Intent) -> str:
-        """Returns a phrasing of an intent: handwritten, from a pattern, or a frame such as `Explain {}` filled in."""
+        """Returns a phrasing of an intent: a handwritten one, one from a pattern, or a filled-in frame such as `Explain {}`."""
         if intent.terms and self.chance(0.25):
             return self.random.choice(TERM_FRAMES).format(self.random.choice(intent.terms))
         if intent.flags and self.chance(0.2):

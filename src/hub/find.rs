@@ -223,9 +223,9 @@ fn invalid_name_hint(model: &str, required: Required) -> String {
     }
 }
 
-/// Returns the GGUF file that `model` names, or `None` if `model` does not name a GGUF file.
+/// Returns the GGUF file that `model` names, or `None` if `model` is not the path of a GGUF model.
 /// `model` is a file, a directory with one GGUF model, or `directory:Q4_K_M`.
-/// Fails if several GGUF models in the directory match.
+/// Fails if no model in the directory has the tag, or if several GGUF models match.
 fn find_gguf(model: &str) -> Result<Option<PathBuf>> {
     let path = Path::new(model);
     if path.is_file() {

@@ -62,7 +62,8 @@ impl Pass {
         if tokens != ids.len() || sequences.iter().any(|span| span.tokens == 0) {
             let lengths: Vec<usize> = sequences.iter().map(|span| span.tokens).collect();
             bail!(
-                "the batch has {} token ids for sequences of {lengths:?} tokens; every length must be at least 1",
+                "the batch has {} token ids for sequences of {lengths:?} tokens; \
+                 the lengths must be at least 1 and add up to the number of ids",
                 ids.len()
             );
         }

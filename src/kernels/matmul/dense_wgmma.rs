@@ -17,7 +17,7 @@ use crate::kernels::scratch;
 #[derive(Clone, Copy)]
 enum ProductKind {
     Plain,
-    /// The activation after the product of gate and up.
+    /// activation(gate) · up, from one matrix with the gate rows and the up rows.
     Gated,
 }
 

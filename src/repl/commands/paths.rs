@@ -2,15 +2,21 @@
 
 use std::path::PathBuf;
 
-/// Removes the quotes around a path, or the backslashes that Tab completion puts before spaces.
+use rustyline::completion::unescape;
+
+/// Removes the quotes around a path, and the backslashes that Tab completion puts before special characters.
+/// Between single quotes, a backslash is an ordinary character.
 pub fn unquote(path: &str) -> String {
-    let path = path.trim();
-    for quote in ['"', '\''] {
-        if let Some(inner) = path.strip_prefix(quote).and_then(|path| path.strip_suffix(quote)) {
-            return inner.to_string();
-        }
+    // A trailing space can be part of the name, after a backslash.
+    let path = path.trim_start();
+    let trimmed = path.trim_end();
+    let path = if trimmed.ends_with('\\') { &path[..path.len().min(trimmed.len() + 1)] } else { trimmed };
+    let quoted = |quote: char| path.strip_prefix(quote)?.strip_suffix(quote);
+    match (quoted('\''), quoted('"')) {
+        (Some(inner), _) => inner.to_string(),
+        (None, Some(inner)) => unescape(inner, Some('\\')).into_owned(),
+        (None, None) => unescape(path, Some('\\')).into_owned(),
     }
-    path.replace("\\ ", " ")
 }
 
 /// Replaces `~/` at the start of a path with the home directory.
@@ -30,6 +36,11 @@ mod tests {
         for (typed, path) in [
             ("a.txt", "a.txt"),
             ("a\\ b.txt ", "a b.txt"),
+            ("report\\ \\(1).txt", "report (1).txt"),
+            ("a\\\\b", "a\\b"),
+            ("\"a\\$b.txt\"", "a$b.txt"),
+            ("'a\\b'", "a\\b"),
+            ("ends\\  ", "ends "),
             ("\"a b.txt\"", "a b.txt"),
             ("'a b.txt'", "a b.txt"),
             ("\"", "\""),

@@ -96,7 +96,7 @@ pub struct NoEvents;
 /// Returns an event as JSON. If the serialization fails, logs the error and returns `None`.
 fn to_json(event: &impl Serialize) -> Option<String> {
     serde_json::to_string(event)
-        .inspect_err(|error| tracing::error!("internal error: cannot write an event of a stream: {error}"))
+        .inspect_err(|error| tracing::error!("internal error: cannot convert a stream event to JSON: {error}"))
         .ok()
 }
 

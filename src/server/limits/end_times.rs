@@ -105,8 +105,8 @@ mod tests {
         }
     }
 
-    /// Simulates a server where `per_end` sequences end after each interval.
-    /// Samples the wait until `count` sequences have ended, at evenly spaced times.
+    /// Simulates a server where `per_end` sequences end after each interval, which `interval_s` draws.
+    /// At evenly spaced times, samples the wait until `count` more sequences have ended.
     /// Returns the mean suggested wait and the mean true wait.
     fn waits(per_end: usize, count: usize, mut interval_s: impl FnMut(&mut Uniform) -> f64) -> (f64, f64) {
         let (start, mut random) = (Instant::now(), Uniform(1));

@@ -59,7 +59,7 @@ impl GgufHeader {
         let magic =
             cursor.array().or_else(|error| if error.is::<NeedsMoreBytes>() { Err(error) } else { Ok([0; 4]) })?;
         if magic != MAGIC {
-            bail!("not a GGUF file: it does not begin with the letters GGUF");
+            bail!("the file does not begin with the letters GGUF, so it is not a GGUF file");
         }
         let version = cursor.u32().context("the version is missing")?;
         match version {

@@ -84,7 +84,7 @@ pub fn read_header(
             Ok(header) => return Ok((header, head)),
             Err(error) => match error.downcast_ref() {
                 Some(NeedsMoreBytes(bytes)) => needed = *bytes,
-                None => return Err(error).with_context(|| format!("invalid GGUF file {name}")),
+                None => return Err(error).with_context(|| format!("cannot read the GGUF header of {name}")),
             },
         }
     }

@@ -99,7 +99,7 @@ impl SplitInfo {
             }
             Ok(Self { number, count, tensors: metadata.u32("split.tensors.count")? })
         };
-        read(part.metadata()).with_context(|| format!("invalid GGUF file {}", part.path.display()))
+        read(part.metadata()).with_context(|| format!("cannot read the split metadata of {}", part.path.display()))
     }
 }
 

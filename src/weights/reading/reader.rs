@@ -29,7 +29,8 @@ pub enum ReaderThreads {
     /// Background threads, which read tensors before they are requested.
     /// They stop when the last clone of the weights is dropped.
     Ahead(Arc<dyn TensorReader>),
-    /// Several threads, which together read each large tensor or part of a tensor. The caller reads small tensors.
+    /// Several threads, which together read each tensor, or the part of it that this rank needs, if that is large.
+    /// The caller reads everything else.
     Parts(Arc<dyn PartSource>),
 }
 

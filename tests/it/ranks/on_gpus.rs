@@ -457,8 +457,9 @@ fn ranks_on_gpus_agree_with_transformers_on_gguf_files((family, dtype): (&'stati
 /// Runs requests on two ranks that choose the most likely tokens, and compares these with the logits of one GPU.
 #[test(each_alone = splits)]
 fn engines_of_several_gpus_answer_many_requests(split: Split) {
-    // In f32, one rank and two ranks compute logits that differ by about 1e-4 of the largest logit, or less
-    // (see `logits_tolerance`). This error can change the order only of logits whose gap is smaller than `TOLERANCE`.
+    // In f32, the logits of one rank and of two ranks each differ from the reference by at most 1e-4 of the largest
+    // |logit| (`logits_tolerance`). This error can change the order only of logits whose gap is smaller than `TOLERANCE`
+    // times the largest |logit|.
     const TOLERANCE: f32 = 1e-3;
     let engine =
         |devices: Devices, split| queued_steps::demo().devices(devices).split(split).dtype(DType::F32).load().unwrap();

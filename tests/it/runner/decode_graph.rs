@@ -96,7 +96,8 @@ impl Model {
         self.forward(prompt, 0, &self.cache);
     }
 
-    /// Computes `ids`, starting at `position`, with the eager decoder. Returns the logits of the last token.
+    /// Runs the eager decoder on the tokens `ids`, the first of which is at `position`.
+    /// Returns the logits of the last token.
     fn forward(&self, ids: &[u32], position: usize, cache: &KvCache) -> Tensor {
         let mut logits = None;
         for (index, chunk) in ids.chunks(CHUNK).enumerate() {

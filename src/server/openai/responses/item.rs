@@ -160,7 +160,7 @@ impl Serialize for Item {
     }
 }
 
-/// Returns the value of `encrypted_content` for a reasoning text, which is encoded in hexadecimal.
+/// Returns the value of `encrypted_content` for a reasoning text: `REASONING_PREFIX`, then the text in hexadecimal.
 /// Encryption is not needed, because the response also contains the plain text.
 fn encode_reasoning(text: &str) -> String {
     format!("{REASONING_PREFIX}{}", ids::hex(text.as_bytes()))

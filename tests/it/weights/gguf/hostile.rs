@@ -31,7 +31,10 @@ fn invalid_headers_are_errors() {
     let writer = || Writer::new().string("general.architecture", "llama");
     assert_eq!(error(&writer().bytes()), "no error");
     check(vec![
-        (Writer { magic: *b"GGML", ..writer() }, "not a GGUF file: it does not begin with the letters GGUF"),
+        (
+            Writer { magic: *b"GGML", ..writer() },
+            "the file does not begin with the letters GGUF, so it is not a GGUF file",
+        ),
         (Writer { version: 0, ..writer() }, "GGUF version 0 is not supported; supported: 2 and 3"),
         (Writer { version: 1, ..writer() }, "GGUF version 1 is not supported"),
         (Writer { version: 4, ..writer() }, "GGUF version 4 is not supported"),
@@ -215,7 +218,7 @@ fn missing_and_empty_files_are_errors() {
     let empty = folder.path().join("empty.gguf");
     std::fs::write(&empty, "").unwrap();
     let error = format!("{:#}", GgufCheckpoint::open(&empty).err().unwrap());
-    assert!(error.starts_with("invalid GGUF file ") && error.contains("not a GGUF file"), "{error}");
+    assert!(error.starts_with("cannot read the GGUF header of ") && error.contains("not a GGUF file"), "{error}");
     let error = format!("{:#}", GgufCheckpoint::open(&folder.path().join("absent.gguf")).err().unwrap());
     assert!(error.starts_with("cannot read ") && error.contains("absent.gguf"), "{error}");
 }
