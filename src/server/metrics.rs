@@ -348,8 +348,8 @@ impl VllmMetrics {
     }
 
     fn update(&self, stats: &EngineStats) {
-        // A sequence waits for free KV cache blocks, for a place among the `--max-sequences` running sequences, or for its
-        // turn in the token budget of a step. The label `capacity` counts all these sequences.
+        // A sequence waits for free KV cache blocks, for a place among the `--max-sequences` running sequences, or for
+        // its turn in the token budget of a step. The label `capacity` counts all these sequences.
         self.waiting_by_reason.with_label_values(&["capacity"]).set(stats.waiting as i64);
         self.waiting_by_reason.with_label_values(&["deferred"]).set(0);
         for (state, value) in [("awake", 1), ("weights_offloaded", 0), ("discard_all", 0)] {

@@ -14,7 +14,9 @@ pub struct StepBuffers {
     /// The buffer to which kernels add the outputs of attention and of the MLP: f32 `[hidden]`.
     /// Outputs with a post-norm are added to `x` instead.
     /// `partial` is `x` on the first rank, and on every rank that runs whole layers.
-    /// On the other ranks, `partial` is a separate buffer, which `exchange::add_sum` fills with zeros after each sum.
+    /// On the other ranks, `partial` is a separate buffer, which holds zeros between the layers.
+    /// Either the kernels send their results and leave `partial` unchanged,
+    /// or `exchange::add_sum` fills it with zeros after each sum.
     /// The sum over all ranks therefore contains `x` once.
     pub partial: Tensor,
     /// The ranks that run the step together.

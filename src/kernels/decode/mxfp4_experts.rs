@@ -79,7 +79,8 @@ pub fn add_mxfp4_gate_up(
 }
 
 /// Adds a launch that computes `partial += Σ routing weight · (down(h) + bias)` over the chosen experts.
-/// If several ranks run the layer together, adds a second launch, which writes the sum over these ranks to `x`.
+/// If several ranks run the layer together, the kernel may send the result instead (see [`sender`]).
+/// A second launch then writes the sum over these ranks to `x`.
 ///
 /// `weights` are `[experts, hidden, intermediate]` in plain tiles. `bias` is f32 `[experts, hidden]`.
 pub fn add_mxfp4_down(

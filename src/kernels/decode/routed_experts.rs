@@ -47,7 +47,8 @@ pub fn add_routed_gate_up(
 }
 
 /// Adds a launch that computes `partial += Σ routing weight · down(h)` over the chosen experts.
-/// If several ranks run the layer together, adds a second launch, which writes the sum over these ranks to `x`.
+/// If several ranks run the layer together, the kernel may send the result instead (see [`sender`]).
+/// A second launch then writes the sum over these ranks to `x`.
 ///
 /// `weight` is `[experts * hidden, intermediate]`.
 /// The router `logits` are f32 `[experts]`, and `h` is bf16 or f16 `[chosen, intermediate]`.

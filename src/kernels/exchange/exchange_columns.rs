@@ -40,8 +40,9 @@ impl GpuExchange {
         for start in (0..rows).step_by(max_rows) {
             let part = |tensor: &Tensor| tensor.narrow(0, start, max_rows.min(rows - start));
             let launch = self.columns_launch(&part(&from)?, &part(&out)?)?;
+            // The logits of a step are exchanged after its graph, unless all requests are greedy.
             // SAFETY: `columns_launch` checks the tensors. The mailboxes live as long as `self`.
-            unsafe { self.enqueue(launch)? };
+            unsafe { self.enqueue_after_graph(launch)? };
         }
         Ok(out)
     }

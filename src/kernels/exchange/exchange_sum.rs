@@ -34,8 +34,9 @@ pub fn add_sum_of_sent(launches: &mut LaunchList, world: &World, x: &Tensor, out
         return add_sum(launches, world, x, out);
     }
     let launch = exchange.sent_sum_launch(out)?;
-    // SAFETY: as in `add_sum`. The kernel overwrites an element of `out` only after the last kernel has sent this element,
-    // and has therefore read it.
+    // SAFETY: as in `add_sum`. The kernel does not wait for the last kernel to end. It starts when all blocks of the
+    // last kernel have waited for earlier kernels and read the state. It overwrites an element of `out` only after the
+    // last kernel has sent this element, and has therefore read it.
     unsafe { launches.add(launch) }
 }
 

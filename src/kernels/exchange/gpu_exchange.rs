@@ -85,7 +85,7 @@ pub(super) struct GpuExchange {
     pub mailboxes: Vec<Arc<RankMailbox>>,
     /// True if any two ranks use the same GPU.
     shares_gpu: bool,
-    /// True until this rank launches its first graph, and again after it launches or captures a single operation.
+    /// True until this rank launches its first graph, and again after [`enqueue`](Self::enqueue).
     /// While this value is true, the host threads of the other ranks may be loading kernels.
     may_load: AtomicBool,
 }
@@ -118,14 +118,34 @@ impl GpuExchange {
     /// # Safety
     /// The same as for [`Launch::enqueue`]. All mailboxes live as long as `self`, and `drop` waits for the last launch.
     pub(super) unsafe fn enqueue(&self, launch: Launch) -> Result<()> {
+        self.may_load.store(true, Ordering::Relaxed);
+        // SAFETY: the caller guarantees valid arguments.
+        unsafe { self.enqueue_within(LOAD_TIMEOUT, launch) }
+    }
+
+    /// Like [`enqueue`](Self::enqueue), for an operation after a graph. No rank loads kernels between the two.
+    ///
+    /// # Safety
+    /// The same as for [`enqueue`](Self::enqueue).
+    pub(super) unsafe fn enqueue_after_graph(&self, launch: Launch) -> Result<()> {
+        // The operation can also follow other operations, as in a step without a graph.
+        let limit = if self.may_load.load(Ordering::Relaxed) { LOAD_TIMEOUT } else { ANSWER_TIMEOUT };
+        // SAFETY: the caller guarantees valid arguments.
+        unsafe { self.enqueue_within(limit, launch) }
+    }
+
+    /// Launches an operation like [`enqueue`](Self::enqueue), with this time limit for the other ranks.
+    ///
+    /// # Safety
+    /// The same as for [`enqueue`](Self::enqueue).
+    unsafe fn enqueue_within(&self, limit: Duration, launch: Launch) -> Result<()> {
         let mut launch = Some(launch);
         let mut enqueue = || match launch.take() {
             // SAFETY: the caller guarantees valid arguments.
             Some(launch) => unsafe { launch.enqueue(&self.device) },
             None => Ok(()),
         };
-        self.may_load.store(true, Ordering::Relaxed);
-        if self.is_capturing() { enqueue() } else { self.launch_within(LOAD_TIMEOUT, &mut enqueue) }
+        if self.is_capturing() { enqueue() } else { self.launch_within(limit, &mut enqueue) }
     }
 
     /// Waits until every rank is ready, calls `launch`, and waits until every rank has launched.

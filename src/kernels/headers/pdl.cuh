@@ -10,10 +10,12 @@
 // If a kernel does not call pdl_launch_dependents(), the next kernel starts only after this kernel has ended.
 // Therefore, when a kernel starts, all kernels before the previous kernel have ended.
 //
-// exchange_sent (exchange/exchange_sum.cu) does not call pdl_wait(), unless ranks share a GPU.
-// It receives the results of the previous kernel from a mailbox.
-// When exchange_sent ends, the previous kernel has read all its inputs and sent all its results.
-// Later kernels can therefore treat the previous kernel as ended.
+// exchange_sent (exchange/exchange_sum.cu) is an exception: unless ranks share a GPU, it calls pdl_launch_dependents()
+// without pdl_wait(), and receives the results of the previous kernel from a mailbox.
+// The kernel after exchange_sent can therefore start while the kernel before exchange_sent is still running.
+// Before pdl_wait(), it must load only data that no kernel of the step writes.
+// When exchange_sent ends, the kernel before it has read all its inputs and sent all its results, so later kernels can
+// treat it as ended.
 //
 // decode_greedy and decode_sample never call pdl_launch_dependents(), because they end a step.
 // Only quantized_next can follow in the same step, and quantized_next loads nothing before pdl_wait().

@@ -1,5 +1,5 @@
-//! Matrix products y = x·Wᵀ. Results are f32, except those of [`matmul_gated`] and some of [`matmul_rounded`], which have
-//! the dtype of x.
+//! Matrix products y = x·Wᵀ. Results are f32, except those of [`matmul_gated`] and some of [`matmul_rounded`],
+//! which have the dtype of x.
 //! Callers add biases in f32, and round only inputs of later operations to the compute dtype. Logits stay f32.
 //!
 //! These modules compute products on a GPU, the first two only with [`SumOrder::Fastest`]:

@@ -37,7 +37,7 @@ impl StepLauncher {
     }
 
     /// Launches a decode step as a batch graph, and does not wait for its result.
-    /// Returns the logits, f32 `[sequences, vocab]`. The next step overwrites the logits.
+    /// Returns the logits, f32 `[sequences, vocab]`. The next step can overwrite the logits.
     pub fn run(&mut self, decoder: &Decoder, cache: &KvCache, sequences: &[StepSequence]) -> Result<Tensor> {
         let logits = self.batches.run(decoder, cache, sequences, &mut self.buffers)?;
         self.buffers.skip();
@@ -60,7 +60,8 @@ impl StepLauncher {
     /// Queues the forward pass of all sequences, and the sampling of a token for each entry of `samplings`.
     /// Returns the index of the step, which [`wait`](Self::wait) takes.
     /// All ranks have the same sampling parameters, and choose from the logits of all ranks, so their GPUs choose the
-    /// same tokens. If all sequences use greedy sampling, the ranks exchange only their largest logits.
+    /// same tokens. If all sequences use greedy sampling and the step runs as a batch graph, the ranks exchange only
+    /// their largest logits.
     pub fn queue(
         &mut self,
         decoder: &Decoder,

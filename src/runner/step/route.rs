@@ -17,7 +17,7 @@ pub struct StepRoute {
 /// What runs a step: a CUDA graph or the decoder.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StepExecutor {
-    /// The decode graph, for a single sequence. The graph also chooses the token. `DecodeGraph` queues steps ahead itself.
+    /// The decode graph, for a single sequence. The graph also chooses the token, and `DecodeGraph` queues steps ahead.
     DecodeGraph,
     /// A batch graph: the CUDA graph of one padded batch size.
     BatchGraph,
