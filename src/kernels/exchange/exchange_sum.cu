@@ -1,6 +1,18 @@
 // Sums over all ranks (see exchange/exchange.cuh).
 #include "exchange/exchange.cuh"
 
+// Adds the values of `rank` to the sums of a batch. The values of rank 0 must come first.
+template <typename V>
+__device__ __forceinline__ void add_part(const Batch& batch, int rank, const typename V::Word (&part)[BATCH],
+                                         typename V::Word (&sum)[BATCH]) {
+    batch.each([&](int j, int) {
+        if (rank == 0)
+            sum[j] = part[j];
+        else
+            add_to(sum[j], part[j]);
+    });
+}
+
 template <typename V>
 __device__ void exchange_sum(uint32_t* x, uint32_t* out, const Mailboxes& m, int words, int clears_x) {
     const auto own_words = [&](int i) { return V::sendable(V::load(x + i)); };
@@ -10,12 +22,7 @@ __device__ void exchange_sum(uint32_t* x, uint32_t* out, const Mailboxes& m, int
             batch.each([&](int j, int i) { own[j] = own_words(i); });
             for (int rank = 0; rank < m.ranks; ++rank) {
                 receive<V>(batch, m, slot, rank, waiting, [&](int j, int) { return own[j]; }, part);
-                batch.each([&](int j, int) {
-                    if (rank == 0)
-                        sum[j] = part[j];
-                    else
-                        add_to(sum[j], part[j]);
-                });
+                add_part<V>(batch, rank, part, sum);
             }
             batch.each([&](int j, int i) {
                 if (clears_x) V::store(x + i, V::zero());
@@ -60,12 +67,7 @@ template <typename V> __device__ void exchange_sent(uint32_t* out, const Mailbox
             const uint32_t* region = slot + (size_t)rank * m.region;
             batch.each([&](int j, int i) { part[j] = V::load(region + i); });
             batch.each([&](int j, int i) { waiting.complete<V>(part[j], region + i, rank); });
-            batch.each([&](int j, int) {
-                if (rank == 0)
-                    sum[j] = part[j];
-                else
-                    add_to(sum[j], part[j]);
-            });
+            add_part<V>(batch, rank, part, sum);
         }
         batch.each([&](int j, int i) {
             // prepare_next empties only the regions of the other ranks.

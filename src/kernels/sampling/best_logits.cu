@@ -1,8 +1,6 @@
 // Greedy sampling of several sequences on several GPUs. Each GPU finds the largest of its own logits, and the GPUs
 // exchange only these.
-#include "constants.cuh"
-#include "headers/common.cuh"
-#include "headers/sort_key.cuh"
+#include "sampling/sampling.cuh"
 
 // A logit and its token id, which is exact in f32, because it is below 2^24. The logit is -inf if there is no token.
 struct Candidate {
@@ -12,12 +10,6 @@ struct Candidate {
 // Returns a key that orders tokens by logit. Among equal logits, the lower token id has the larger key.
 __device__ __forceinline__ unsigned long long candidate_key(float logit, uint32_t token) {
     return (unsigned long long)sort_key(logit + 0.0f) << 32 | ~token;  // -0 becomes +0, so both zeros are equal
-}
-
-// Returns the largest key of the warp. All lanes get the result.
-__device__ __forceinline__ unsigned long long warp_largest(unsigned long long key) {
-    for (int offset = 16; offset > 0; offset /= 2) key = max(key, __shfl_xor_sync(0xffffffffu, key, offset));
-    return key;
 }
 
 // Divides each row of logits into BEST_LOGITS_PARTS parts, and finds the largest logit of each part. Ignores NaN.

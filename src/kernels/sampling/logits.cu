@@ -36,12 +36,6 @@ __device__ __forceinline__ unsigned long long token_key(const float* logits, int
     return (unsigned long long)logit_key(logits[id]) << 32 | ~(uint32_t)id;
 }
 
-// Returns the largest `value` of the warp. All lanes get the result.
-__device__ __forceinline__ unsigned long long warp_largest(unsigned long long value) {
-    for (int offset = 16; offset > 0; offset /= 2) value = max(value, __shfl_xor_sync(0xffffffffu, value, offset));
-    return value;
-}
-
 // Computes the log probabilities of a row's chosen token and of the row's `count` most likely tokens.
 // `logits` is f32 [vocab]. If no token was chosen, `chosen` is NO_TOKEN, and its log probability is -inf or NaN.
 // Thread 0 calls set_chosen(logprob) once, and set_top(rank, id, logprob) for each of the most likely tokens.

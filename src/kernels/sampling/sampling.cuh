@@ -1,4 +1,5 @@
-// Code that the sampling kernels share: parameters, penalties, random numbers, and a round of the threshold search.
+// Code that the sampling kernels share: parameters, penalties, random numbers, reductions, and a round of the threshold
+// search.
 #pragma once
 #include "constants.cuh"
 #include "headers/common.cuh"
@@ -40,6 +41,12 @@ __device__ __forceinline__ double uniform(unsigned long long seed, unsigned long
     const unsigned long long golden = 0x9E3779B97F4A7C15ull;  // 2^64 divided by the golden ratio
     // A double has 53 bits of precision, so only the highest 53 of the 64 random bits are used.
     return (double)(mix(mix(seed + golden) + (counter + 1) * golden) >> 11) / 9007199254740992.0;  // 2^53
+}
+
+// Returns the largest key of the warp. All lanes get the result.
+__device__ __forceinline__ unsigned long long warp_largest(unsigned long long key) {
+    for (int offset = 16; offset > 0; offset /= 2) key = max(key, __shfl_xor_sync(0xffffffffu, key, offset));
+    return key;
 }
 
 // Returns the inclusive prefix sum of `value` over the threads of the block.

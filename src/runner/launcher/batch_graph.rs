@@ -2,6 +2,7 @@
 //!
 //! A batch graph replays the operations of [`Decoder::hidden_states`] and [`Decoder::own_logits`].
 //! Except for rounding, its logits equal the logits of a step without a graph.
+//! If there are several ranks, it also exchanges their largest logits.
 //! The host launches one graph instead of hundreds of kernels.
 //!
 //! Batches of more than 8 rows are padded to multiples of 8 or, above 64 rows, of 16, so that fewer graphs are needed.
