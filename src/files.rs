@@ -75,12 +75,12 @@ pub fn read_if_present(path: &Path, limit: u64) -> Result<Option<Vec<u8>>> {
 
 /// Reads a text file like [`read`]. Fails if the text is not UTF-8.
 pub fn read_text(path: &Path, limit: u64) -> Result<String> {
-    to_text(path, read(path, limit)?)
+    to_text(&cannot_read(path), read(path, limit)?)
 }
 
 /// Like [`read_text`], but returns `None` if the file does not exist.
 pub fn read_text_if_present(path: &Path, limit: u64) -> Result<Option<String>> {
-    read_if_present(path, limit)?.map(|bytes| to_text(path, bytes)).transpose()
+    read_if_present(path, limit)?.map(|bytes| to_text(&cannot_read(path), bytes)).transpose()
 }
 
 /// Reads a JSON file like [`read`], and parses its contents like [`parse_json`].
@@ -145,17 +145,18 @@ pub fn read_input(path: &Path, limit: u64) -> Result<Vec<u8>> {
 
 /// Reads standard input to its end. Fails if the input has more than `limit` bytes or is not UTF-8.
 pub fn read_stdin(limit: u64) -> Result<String> {
-    let mut text = String::new();
-    io::stdin().take(limit + 1).read_to_string(&mut text).context("cannot read standard input as UTF-8 text")?;
-    if text.len() as u64 > limit {
-        bail!("cannot read standard input: it is larger than {}", size(limit).replace(".0 ", " "));
+    let failed = "cannot read standard input";
+    let mut bytes = Vec::new();
+    io::stdin().take(limit + 1).read_to_end(&mut bytes).context(failed)?;
+    if bytes.len() as u64 > limit {
+        bail!("{failed}: it is larger than {}", size(limit).replace(".0 ", " "));
     }
-    Ok(text)
+    to_text(failed, bytes)
 }
 
 /// Reads a file like [`read_input`]. Fails if the file is not UTF-8.
 pub fn read_input_text(path: &Path, limit: u64) -> Result<String> {
-    to_text(path, read_input(path, limit)?)
+    to_text(&cannot_read(path), read_input(path, limit)?)
 }
 
 fn open_regular(path: &Path) -> io::Result<File> {
@@ -189,12 +190,11 @@ fn read_to_limit(file: &File, limit: u64) -> Result<Vec<u8>> {
     Ok(bytes)
 }
 
-fn to_text(path: &Path, bytes: Vec<u8>) -> Result<String> {
+/// Returns UTF-8 bytes as text. The error is `failed`, followed by the offset of the first invalid byte.
+pub fn to_text(failed: &str, bytes: Vec<u8>) -> Result<String> {
     match String::from_utf8(bytes) {
         Ok(text) => Ok(text),
-        Err(error) => {
-            bail!("{}: not valid UTF-8 at offset {}", cannot_read(path), error.utf8_error().valid_up_to())
-        }
+        Err(error) => bail!("{failed}: not valid UTF-8 at offset {}", error.utf8_error().valid_up_to()),
     }
 }
 

@@ -1,4 +1,4 @@
-"""JSON with hostile values: a parser and a writer that keep duplicate keys and invalid text."""
+"""Hostile JSON values, a parser that keeps duplicate keys, and a writer that can also write invalid JSON."""
 
 import json
 

@@ -26,7 +26,8 @@ pub struct PartialHeader {
     pub channel: Option<Vec<u32>>,
     /// The ids after `<|constrain|>`: the content type.
     pub constrain: Option<Vec<u32>>,
-    /// The recipient that came before an unexpected `<|channel|>`, such as a second one.
+    /// The recipient from before a repeated `<|channel|>`, or from before a `<|channel|>` after `<|constrain|>`.
+    /// It applies unless the new channel names another recipient.
     pub recipient: Option<String>,
 }
 

@@ -1,5 +1,6 @@
 //! Lists the tensors of a checkpoint from the headers of its files.
-//! inferno computes the size of a model from the headers before downloading the model.
+//! The headers are enough to plan the memory of a model before loading, and to describe a model on the hub without
+//! downloading its weights (`inferno show --remote`).
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;

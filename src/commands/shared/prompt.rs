@@ -6,6 +6,7 @@ use std::io::{IsTerminal, Read, Seek, stdin};
 use anyhow::{Context, Result};
 
 use crate::error::Error;
+use crate::files;
 
 /// The maximum size of standard input, in bytes. The limit keeps an endless pipe from filling the memory.
 const MAX_BYTES: u64 = 64 << 20;
@@ -43,11 +44,13 @@ fn join(prompt: &str, text: &str, raw: bool) -> String {
 }
 
 fn read_stdin(raw: bool) -> Result<String> {
-    let mut text = String::new();
-    stdin().take(MAX_BYTES + 1).read_to_string(&mut text).context("cannot read standard input as UTF-8 text")?;
-    if text.len() as u64 > MAX_BYTES {
-        return Err(Error::usage(format!("cannot use standard input: it is larger than {} MiB", MAX_BYTES >> 20)));
+    let failed = "cannot read standard input";
+    let mut bytes = Vec::new();
+    stdin().take(MAX_BYTES + 1).read_to_end(&mut bytes).context(failed)?;
+    if bytes.len() as u64 > MAX_BYTES {
+        return Err(Error::usage(format!("{failed}: it is larger than {} MiB", MAX_BYTES >> 20)));
     }
+    let text = files::to_text(failed, bytes)?;
     // With --raw, keep the text unchanged. Otherwise, drop trailing line breaks, such as the one from `echo`.
     Ok(if raw { text } else { text.trim_end_matches(['\n', '\r']).to_string() })
 }

@@ -153,7 +153,9 @@ pub fn edit_rows(
     };
     let shape = LaunchShape::linear(rows.len(), ROW_EDITS_THREADS);
     let launch = Launch::new(module!("row_edits"), "edit_rows", shape, arguments.int(vocab));
-    // SAFETY: `is_valid` has checked every row. `description` contains only tokens of the vocabulary.
+    // SAFETY: the dtypes and shapes are checked above, and `is_valid` has checked every row and its index into `tokens`.
+    // `description` contains only tokens of the vocabulary. The kernel ignores a last token outside the vocabulary.
+    // The caller does not change the range of `host` until the kernel has ended.
     unsafe { launch.enqueue(device) }
 }
 

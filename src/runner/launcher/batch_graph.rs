@@ -179,7 +179,7 @@ impl BatchGraphs {
 
 /// The logits of a step.
 pub struct StepLogits {
-    /// This rank's part of the logits: f32 `[sequences, tokens of this rank]` (see [`Decoder::own_logits`]).
+    /// This rank's columns of the logits, one for each token in [`Decoder::own_tokens`]: f32 `[sequences, columns]`.
     pub own: Tensor,
     /// If there are several ranks and the step ran as a batch graph, the largest logits of all ranks:
     /// f32 `[sequences, ranks · BEST_LOGITS_COLUMNS]` (see [`best_logits`]).

@@ -47,6 +47,22 @@ fn standard_input_is_the_prompt() {
     assert!(text(&output.stdout).contains("inferno list"), "{}", text(&output.stdout));
 }
 
+/// If standard input is not UTF-8, the error gives the offset of the first invalid byte.
+#[test]
+fn standard_input_must_be_utf8() {
+    let home = TempDir::new().unwrap();
+    for arguments in [&["play", "demo", "--device", "cpu"][..], &["tokenize", "demo"]] {
+        let mut command = inferno(&home);
+        let streams = command.args(arguments).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        let mut child = streams.spawn().unwrap();
+        child.stdin.take().unwrap().write_all(b"caf\xe9").unwrap();
+        let output = child.wait_with_output().unwrap();
+        let message = text(&output.stderr);
+        assert!(!output.status.success());
+        assert!(message.contains("cannot read standard input: not valid UTF-8 at offset 3"), "{message}");
+    }
+}
+
 #[test]
 fn play_json_has_text_tokens_usage_and_stats() {
     let output = ask(&demo_dir(), &["--json", "--seed", "7", "--temperature", "0"]);

@@ -100,7 +100,7 @@ pub fn bounded_with_input(mut command: Command, input: &[u8]) -> Bounded {
     let (stdout, stderr) = (stdout.join().unwrap(), stderr.join().unwrap());
 
     let shown: String = stderr.chars().take(4000).collect();
-    assert!(!is_killed, "{name} exceeded a limit after {seconds:.1} s and {cpu_seconds:.1} s of CPU time\n{shown}");
+    assert!(!is_killed, "{name} was killed after {seconds:.1} s and {cpu_seconds:.1} s of CPU time\n{shown}");
     assert_eq!(status.signal(), None, "a signal ended {name}\n{shown}");
     assert_ne!(status.code(), Some(101), "{name} panicked\n{shown}");
     assert!(!stderr.contains("panicked at"), "{name} panicked\n{shown}");
