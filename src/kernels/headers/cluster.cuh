@@ -4,13 +4,21 @@
 #include <stdint.h>
 
 #if __CUDA_ARCH__ >= 900
-// Stores a float in the shared memory of block `rank` of the cluster.
-// `to` is an address in the calling block's shared memory. The float is stored at the same offset in block `rank`.
-__device__ __forceinline__ void store_in_cluster(float* to, int rank, float value) {
-    const uint32_t own = static_cast<uint32_t>(__cvta_generic_to_shared(to));
+// Returns the address that `own`, an address in shared memory of the calling block, has in block `rank` of the cluster.
+__device__ __forceinline__ uint32_t address_in_cluster(uint32_t own, int rank) {
     uint32_t address;
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(own), "r"(rank));
-    asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
+    return address;
+}
+
+// Starts to store a float in the shared memory of block `rank` of the cluster.
+// `to` and `barrier` (barrier.cuh) are addresses in the calling block's shared memory. The float is stored at the same
+// offset in block `rank`, and the barrier at the same offset in block `rank` counts the four bytes when they arrive.
+__device__ __forceinline__ void store_in_cluster(uint32_t to, int rank, float value, uint32_t barrier) {
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(
+                     address_in_cluster(to, rank)),
+                 "f"(value), "r"(address_in_cluster(barrier, rank))
+                 : "memory");
 }
 
 // Returns the address that `own`, which is in shared memory of the calling block, has in block `rank` of the cluster.
@@ -18,6 +26,18 @@ template <typename V> __device__ __forceinline__ const V* in_block_of_cluster(co
     const V* address;
     asm("mapa.u64 %0, %1, %2;" : "=l"(address) : "l"(own), "r"(rank));
     return address;
+}
+
+// Tells the other blocks of the cluster that this thread has initialized its barriers (barrier.cuh).
+// All threads must call this function, and later wait_for_barriers_of_cluster.
+__device__ __forceinline__ void announce_barriers_to_cluster() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+
+// Waits until all threads of the cluster have called announce_barriers_to_cluster.
+__device__ __forceinline__ void wait_for_barriers_of_cluster() {
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
 // Waits until all threads of the cluster have called this function. All their earlier stores are then visible.

@@ -3,7 +3,6 @@
 //   x: f32 [tokens, columns]
 //   weight: f32 [experts, columns]
 //   bias: f32 [experts] or null
-//   ids: u32 [tokens, chosen], scratch memory for the chosen experts
 //   routing_weights: f32 [tokens, chosen], a softmax over the logits of the chosen experts
 //   sorted, offsets, rows: see sort_by_expert
 //   usage: u32 [2] or null; each launch adds 1 to usage[0], and the number of experts that have pairs to usage[1]
@@ -13,13 +12,18 @@
 //
 // A cluster routes as many tokens as it has blocks. Its warps divide the columns, and compute the partial logits of all
 // tokens of the cluster. Each block then adds up the partial logits of one token, and chooses experts for this token.
-// The last block of the grid to choose experts sorts all pairs.
+// The last block of the grid sorts all pairs.
+//
+// The blocks exchange data without memory fences, because a fence waits for all earlier accesses to memory.
+// The partial logits of other blocks arrive with st.async, which a barrier counts.
+// The sorting block polls the chosen experts of other blocks.
 // The partial logits of a token are always added in the same order, so its logits do not depend on other tokens.
 #include "constants.cuh"
-#include "headers/arrive.cuh"
+#include "headers/barrier.cuh"
 #include "headers/cluster.cuh"
 #include "headers/common.cuh"
 #include "headers/pdl.cuh"
+#include "headers/shared_memory.cuh"
 #include "headers/tensor_core.cuh"
 #include "headers/tf32.cuh"
 #include "moe/routing.cuh"
@@ -32,18 +36,29 @@ constexpr int HELD = 3;
 static_assert(BLOCKS == 8, "BLOCKS must be 8, because an MMA multiplies 8 tokens");
 static_assert(BLOCKS * EXPERTS == THREADS, "each thread adds up the partial logits of one token and one expert");
 
-// The number of blocks that have chosen experts. The counter is zero between launches.
-// Two launches never use the counter at the same time:
-// each device has its own counter, and a device runs the launches of this kernel one by one.
-__device__ uint32_t finished;
+// The chosen expert of each pair, plus 1. All zeros between launches. Zero means that the expert is not chosen yet.
+// Two launches never use this array at the same time:
+// each device has its own array, and a device runs the launches of this kernel one by one.
+__device__ uint32_t chosen_experts[ROUTE_TOKENS * MAX_CHOSEN_EXPERTS];
 
-// Sorts all pairs by expert. Unlike sort_by_expert, keeps the pairs of each expert in ascending order.
+__device__ __forceinline__ void publish_expert(int pair, uint32_t expert) {
+    asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(chosen_experts + pair), "r"(expert + 1) : "memory");
+}
+// Returns the chosen expert of a pair, plus 1, or 0.
+__device__ __forceinline__ uint32_t load_expert(int pair) {
+    uint32_t word;
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(word) : "l"(chosen_experts + pair) : "memory");
+    return word;
+}
+
+// Waits for the chosen experts, and sorts all pairs by expert.
+// Unlike sort_by_expert, keeps the pairs of each expert in ascending order.
 // The order determines which pairs share a tile in later kernels, so a fixed order makes results reproducible.
 // Adds 1 to usage[0], and the number of experts that have pairs to usage[1].
 //   next, padding, experts_of: scratch space in shared memory
-__device__ __forceinline__ void sort_pairs(const uint32_t* ids, uint32_t* sorted, uint32_t* offsets, uint32_t* rows,
-                                           uint32_t* usage, uint32_t (*next)[ROUTE_EXPERTS], uint32_t* padding,
-                                           uint16_t* experts_of, int pairs, int experts) {
+__device__ __forceinline__ void sort_pairs(uint32_t* sorted, uint32_t* offsets, uint32_t* rows, uint32_t* usage,
+                                           uint32_t (*next)[ROUTE_EXPERTS], uint32_t* padding, uint16_t* experts_of,
+                                           int pairs, int experts) {
     // Each warp sorts up to `share` consecutive pairs. experts_of[p] is the expert of pair p.
     // At first, next[w][e] is the number of pairs of expert e in the share of warp w.
     // Later, next[w][e] is the position in `sorted` of the next pair of expert e from this share.
@@ -52,43 +67,55 @@ __device__ __forceinline__ void sort_pairs(const uint32_t* ids, uint32_t* sorted
     const int share = (pairs + THREADS - 1) / THREADS * 32, first = warp * share, end = min(first + share, pairs);
     for (int e = lane; e < experts; e += 32) next[warp][e] = 0;
     __syncwarp();
-    for (int p = first + lane; p < end; p += 32) {
-        const uint32_t expert = __ldcg(ids + p);
-        experts_of[p] = expert;
-        atomicAdd(&next[warp][expert], 1u);
+    constexpr int BATCH = 4;  // loads per lane that are in flight at the same time
+    for (int base = first + lane; base - lane < end; base += 32 * BATCH) {
+        uint32_t words[BATCH];
+#pragma unroll
+        for (int i = 0; i < BATCH; ++i)
+            if (base + 32 * i < end) words[i] = load_expert(base + 32 * i);
+#pragma unroll
+        for (int i = 0; i < BATCH; ++i) {
+            const int p = base + 32 * i;
+            if (p >= end) continue;
+            while (words[i] == 0) words[i] = load_expert(p);
+            chosen_experts[p] = 0;
+            experts_of[p] = words[i] - 1;
+            atomicAdd(&next[warp][words[i] - 1], 1u);
+        }
     }
     __syncthreads();
     if (warp == 0) {
-        uint32_t before = 0, unused = 0, used = 0;
+        // The low half of a word counts pairs, and the high half counts unused rows. Both are less than 2^16.
+        uint32_t before = 0, used = 0;
         for (int base = 0; base < experts; base += 32) {
             const int e = min(base + lane, experts - 1);
             uint32_t counts[WARPS], count = 0;
 #pragma unroll
             for (int w = 0; w < WARPS; ++w) counts[w] = next[w][e], count += counts[w];
             if (base + lane >= experts) count = 0;
-            const uint32_t gap = (8 - count % 8) % 8;
-            uint32_t last = count, last_gap = gap;
+            const uint32_t both = (8 - count % 8) % 8 << 16 | count;
+            uint32_t sum = both;
             used += __popc(__ballot_sync(0xffffffffu, count > 0));
 #pragma unroll
             for (int offset = 1; offset < 32; offset *= 2) {
-                const uint32_t other = __shfl_up_sync(0xffffffffu, last, offset);
-                const uint32_t other_gap = __shfl_up_sync(0xffffffffu, last_gap, offset);
-                if (lane >= offset) last += other, last_gap += other_gap;
+                const uint32_t other = __shfl_up_sync(0xffffffffu, sum, offset);
+                if (lane >= offset) sum += other;
             }
             if (base + lane < experts) {
-                uint32_t position = before + last - count;
+                const uint32_t earlier = before + sum - both;
+                uint32_t position = earlier & 0xffff;
                 offsets[e] = position;
-                padding[e] = unused + last_gap - gap;
+                padding[e] = earlier >> 16;
 #pragma unroll
                 for (int w = 0; w < WARPS; ++w) {
                     next[w][e] = position;
                     position += counts[w];
                 }
             }
-            before += __shfl_sync(0xffffffffu, last, 31), unused += __shfl_sync(0xffffffffu, last_gap, 31);
+            before += __shfl_sync(0xffffffffu, sum, 31);
         }
         if (lane == 0) {
-            offsets[experts] = before;
+            offsets[experts] = before & 0xffff;
             if (usage) atomicAdd(usage, 1u), atomicAdd(usage + 1, used);
         }
     }
@@ -124,9 +151,8 @@ __device__ __forceinline__ void multiply_columns(float (&sums)[2][4], const floa
 // Older GPUs have no clusters. There, `RoutedPairs::route` (route.rs) launches several other kernels instead.
 #if __CUDA_ARCH__ >= 900
 extern "C" __global__ void __launch_bounds__(THREADS) __cluster_dims__(BLOCKS, 1, 1)
-    route_f32(const float* x, const float* weight, const float* bias, uint32_t* ids, float* routing_weights,
-              uint32_t* sorted, uint32_t* offsets, uint32_t* rows, uint32_t* usage, int tokens, int columns,
-              int experts, int chosen) {
+    route_f32(const float* x, const float* weight, const float* bias, float* routing_weights, uint32_t* sorted,
+              uint32_t* offsets, uint32_t* rows, uint32_t* usage, int tokens, int columns, int experts, int chosen) {
     // The sort reuses the memory of the partial logits.
     // If this block used more shared memory, it could delay the next kernel's blocks on the same multiprocessor.
     __shared__ union {
@@ -139,8 +165,15 @@ extern "C" __global__ void __launch_bounds__(THREADS) __cluster_dims__(BLOCKS, 1
     } token_partials;
     __shared__ uint32_t padding[ROUTE_EXPERTS];
     __shared__ Routing routing;
+    __shared__ uint64_t barrier;  // counts the bytes of token_partials.of_blocks
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int rank = blockIdx.x, first_token = blockIdx.y * BLOCKS, token = first_token + rank;
+    const uint32_t arrived = shared_address(&barrier);
+    if (threadIdx.x == 0) {
+        barrier_init(arrived, 1);
+        barrier_expect(arrived, BLOCKS * ((experts + EXPERTS - 1) / EXPERTS * EXPERTS) * sizeof(float));
+    }
+    announce_barriers_to_cluster();
 
     // 1. Each warp multiplies every (BLOCKS · WARPS)-th group of 16 columns.
     // Past the last column, a lane loads zeros. Past the last expert or token, it loads the last one again.
@@ -160,6 +193,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) __cluster_dims__(BLOCKS, 1
     for (int h = 0; h < HELD; ++h) load_weights(held_weights[h], 0, first_group + h * BLOCKS * WARPS);
     const auto load_bias = [&](int expert) { return bias && rank == 0 && expert < experts ? bias[expert] : 0.0f; };
     float added = load_bias(lane);
+    wait_for_barriers_of_cluster();
     pdl_wait();
     pdl_launch_dependents();
 #pragma unroll
@@ -188,12 +222,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) __cluster_dims__(BLOCKS, 1
         float sum = added;
 #pragma unroll
         for (int w = 0; w < WARPS; ++w) sum += partials.of_warps[w][warp][lane];
-        store_in_cluster(&token_partials.of_blocks[rank][base + lane], warp, sum);
+        store_in_cluster(shared_address(&token_partials.of_blocks[rank][base + lane]), warp, sum, arrived);
         if (base + EXPERTS < experts) __syncthreads();
     }
-    cluster_sync();
 
-    // 2. Choose the experts of this block's token.
+    // 2. Choose the experts of this block's token. A block must not end before all stores to its memory have arrived.
+    if (warp == 0) barrier_wait(arrived, 0);
     if (warp == 0 && token < tokens) {
         const auto logit_of = [&](int expert) {
             float logit = 0.0f;
@@ -204,14 +238,16 @@ extern "C" __global__ void __launch_bounds__(THREADS) __cluster_dims__(BLOCKS, 1
         routing.choose_by(logit_of, experts, chosen, chosen, lane);
         __syncwarp();
         if (lane < chosen) {
-            ids[(size_t)token * chosen + lane] = routing.expert[lane];
+            publish_expert(token * chosen + lane, routing.expert[lane]);
             routing_weights[(size_t)token * chosen + lane] = routing.weight[lane];
         }
     }
 
     // 3. Sort the pairs of all tokens.
-    if (is_last_block(&finished, gridDim.x * gridDim.y))
-        sort_pairs(ids, sorted, offsets, rows, usage, partials.next, padding, token_partials.experts_of,
-                   tokens * chosen, experts);
+    if (blockIdx.x + 1 == gridDim.x && blockIdx.y + 1 == gridDim.y) {
+        __syncthreads();  // other warps may still use the memory that sort_pairs reuses
+        sort_pairs(sorted, offsets, rows, usage, partials.next, padding, token_partials.experts_of, tokens * chosen,
+                   experts);
+    }
 }
 #endif

@@ -104,7 +104,6 @@ impl RoutedPairs {
         let ((tokens, columns), (experts, _)) = (x.dims2()?, weight.dims2()?);
         // SAFETY: the kernel writes every element before this or a later kernel reads it.
         let empty = |shape: &[usize], dtype| unsafe { scratch::empty(shape, dtype, x.device()) };
-        let ids = empty(&[tokens, chosen], DType::U32)?;
         let routed = Self {
             sorted: empty(&[tokens * chosen], DType::U32)?,
             offsets: empty(&[experts + 1], DType::U32)?,
@@ -115,7 +114,6 @@ impl RoutedPairs {
             .tensor(x)?
             .tensor(weight)?
             .optional(bias)?
-            .tensor(&ids)?
             .tensor(&routed.weights)?
             .tensor(&routed.sorted)?
             .tensor(&routed.offsets)?
