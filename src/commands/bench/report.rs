@@ -378,7 +378,7 @@ impl BenchReport {
         ];
         let mut rows = vec![header.map(String::from)];
         for serving in &self.serving {
-            let rate = serving.rate.map_or(String::new(), |rate| format!(", {rate} per s"));
+            let rate = serving.rate.map_or(String::new(), |rate| format!(", {rate} arrive per s"));
             rows.push([
                 format!("{}{rate}", serving.concurrency),
                 format!("{:.0}", serving.output_tok_per_s),

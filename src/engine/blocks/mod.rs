@@ -133,7 +133,8 @@ impl BlockManager {
         Self { windows, prompt_parts: None, pool: BlockPool::new(blocks), hashers, queried_tokens: 0, hit_tokens: 0 }
     }
 
-    /// If `prompt_parts` is set, limits reuse to whole parts of a prompt.
+    /// Sets the prompt parts of sequences that have none of their own.
+    /// A sequence with prompt parts reuses a cached prefix only in whole parts.
     /// Each part runs in its own forward pass, so the part's keys and values do not depend on other sequences.
     pub fn with_prompt_parts(self, prompt_parts: Option<PromptParts>) -> Self {
         Self { prompt_parts, ..self }

@@ -8,7 +8,8 @@
 //! - `deliver`: the loop adds the events of the chosen tokens to the outbox, and removes sequences that have ended.
 //!   If another step is queued, the loop sends the events while the device runs that step.
 //!
-//! On a GPU, the loop queues most steps of several sequences before it knows the tokens of the previous step.
+//! On a GPU, the loop queues most steps with two or more sequences before it knows the tokens of the previous step.
+//! Most steps of a single sequence run as the decode graph, which queues its own steps.
 //! The section "Queued steps" of docs/architecture.md explains why steps can be queued safely.
 //!
 //! The files of this folder:
