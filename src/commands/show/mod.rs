@@ -55,7 +55,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
     if args.json {
         writeln!(out, "{}", serde_json::to_string_pretty(&report)?)?;
     } else {
-        // Names come from untrusted files and may contain control characters.
+        // The license, the dtypes and the file names come from untrusted models. They may contain control characters.
         write!(out, "{}", printable(&table::table(&report)))?;
     }
     out.flush()?;

@@ -128,8 +128,9 @@ fn sample(logits: &Tensor, rows: &[Option<DeviceSampling>]) -> Vec<Option<u32>> 
 
 /// Compares the kernel with the host sampler where the cutoffs of top-k and top-p are among 20,000 similar logits.
 /// These logits differ by at most 0.02, and are far below the largest logit.
-/// If one, two or four thread blocks sample a row, a block has more logits near the cutoff than fit in shared memory.
-/// The differences to the largest logit are exact in f32, so the host sampler also sees different logits.
+/// If one or two thread blocks sample a row, a block has more logits in the cutoff's bin than fit in shared memory.
+/// With four or eight blocks, they fit.
+/// The difference between each logit and the largest one is exact in f32, so different logits have different weights.
 #[cfg(feature = "cuda")]
 fn check_cutoffs_among_similar_logits(device: &Device) {
     let count = 20_000;
