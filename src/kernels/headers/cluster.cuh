@@ -4,7 +4,8 @@
 #include <stdint.h>
 
 #if __CUDA_ARCH__ >= 900
-// Returns the address that `own`, an address in shared memory of the calling block, has in block `rank` of the cluster.
+// Returns the 32-bit address in block `rank` of the cluster that matches `own`, a 32-bit address (shared_memory.cuh) in
+// shared memory of the calling block.
 __device__ __forceinline__ uint32_t address_in_cluster(uint32_t own, int rank) {
     uint32_t address;
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(own), "r"(rank));

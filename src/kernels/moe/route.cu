@@ -7,6 +7,7 @@
 //   sorted, offsets, rows: see sort_by_expert
 //   usage: u32 [2] or null; each launch adds 1 to usage[0], and the number of experts that have pairs to usage[1]
 //   columns is a multiple of 4; experts <= ROUTE_EXPERTS; tokens <= ROUTE_TOKENS
+//   chosen <= experts and chosen <= MAX_CHOSEN_EXPERTS
 //   grid: (ROUTE_CLUSTER, ceil(tokens / ROUTE_CLUSTER)); cluster: (ROUTE_CLUSTER, 1); block: 256
 //   bytes moved: 4 · (tokens + experts) · columns; with several clusters, most later reads of `weight` hit L2
 //
@@ -37,15 +38,14 @@ static_assert(BLOCKS == 8, "BLOCKS must be 8, because an MMA multiplies 8 tokens
 static_assert(BLOCKS * EXPERTS == THREADS, "each thread adds up the partial logits of one token and one expert");
 
 // The chosen expert of each pair, plus 1. All zeros between launches. Zero means that the expert is not chosen yet.
-// Two launches never use this array at the same time:
-// each device has its own array, and a device runs the launches of this kernel one by one.
+// Two launches never use this array at the same time: every rank has its own array, because each of its devices loads
+// the module itself, and a launch uses the array only after pdl_wait(), when the rank's earlier launches have ended.
 __device__ uint32_t chosen_experts[ROUTE_TOKENS * MAX_CHOSEN_EXPERTS];
 
-__device__ __forceinline__ void publish_expert(int pair, uint32_t expert) {
-    asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(chosen_experts + pair), "r"(expert + 1) : "memory");
+__device__ __forceinline__ void store_chosen(int pair, uint32_t word) {
+    asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(chosen_experts + pair), "r"(word) : "memory");
 }
-// Returns the chosen expert of a pair, plus 1, or 0.
-__device__ __forceinline__ uint32_t load_expert(int pair) {
+__device__ __forceinline__ uint32_t load_chosen(int pair) {
     uint32_t word;
     asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(word) : "l"(chosen_experts + pair) : "memory");
     return word;
@@ -72,20 +72,21 @@ __device__ __forceinline__ void sort_pairs(uint32_t* sorted, uint32_t* offsets, 
         uint32_t words[BATCH];
 #pragma unroll
         for (int i = 0; i < BATCH; ++i)
-            if (base + 32 * i < end) words[i] = load_expert(base + 32 * i);
+            if (base + 32 * i < end) words[i] = load_chosen(base + 32 * i);
 #pragma unroll
         for (int i = 0; i < BATCH; ++i) {
             const int p = base + 32 * i;
             if (p >= end) continue;
-            while (words[i] == 0) words[i] = load_expert(p);
-            chosen_experts[p] = 0;
+            while (words[i] == 0) words[i] = load_chosen(p);
+            store_chosen(p, 0);
             experts_of[p] = words[i] - 1;
             atomicAdd(&next[warp][words[i] - 1], 1u);
         }
     }
     __syncthreads();
     if (warp == 0) {
-        // The low half of a word counts pairs, and the high half counts unused rows. Both are less than 2^16.
+        // The low half of a word counts pairs, and the high half counts unused rows.
+        static_assert(ROUTE_TOKENS * MAX_CHOSEN_EXPERTS < 1 << 16 && 7 * ROUTE_EXPERTS < 1 << 16);
         uint32_t before = 0, used = 0;
         for (int base = 0; base < experts; base += 32) {
             const int e = min(base + lane, experts - 1);
@@ -227,6 +228,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) __cluster_dims__(BLOCKS, 1
     }
 
     // 2. Choose the experts of this block's token. A block must not end before all stores to its memory have arrived.
+    // barrier_wait does not order accesses to memory of other blocks, but the data is in this block's own memory.
     if (warp == 0) barrier_wait(arrived, 0);
     if (warp == 0 && token < tokens) {
         const auto logit_of = [&](int expert) {
@@ -238,12 +240,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) __cluster_dims__(BLOCKS, 1
         routing.choose_by(logit_of, experts, chosen, chosen, lane);
         __syncwarp();
         if (lane < chosen) {
-            publish_expert(token * chosen + lane, routing.expert[lane]);
+            store_chosen(token * chosen + lane, routing.expert[lane] + 1);
             routing_weights[(size_t)token * chosen + lane] = routing.weight[lane];
         }
     }
 
-    // 3. Sort the pairs of all tokens.
+    // 3. Sort the pairs of all tokens. Only this block waits for other clusters, and GPUs start its cluster last.
+    // Even if its cluster started first, the other clusters could run on the other multiprocessors.
     if (blockIdx.x + 1 == gridDim.x && blockIdx.y + 1 == gridDim.y) {
         __syncthreads();  // other warps may still use the memory that sort_pairs reuses
         sort_pairs(sorted, offsets, rows, usage, partials.next, padding, token_partials.experts_of, tokens * chosen,

@@ -102,7 +102,7 @@ impl RoutedPairs {
         usage: Option<&ExpertUsage>,
     ) -> Result<Self> {
         let ((tokens, columns), (experts, _)) = (x.dims2()?, weight.dims2()?);
-        // SAFETY: the kernel writes every element before this or a later kernel reads it.
+        // SAFETY: the kernel writes every element before a later kernel reads it.
         let empty = |shape: &[usize], dtype| unsafe { scratch::empty(shape, dtype, x.device()) };
         let routed = Self {
             sorted: empty(&[tokens * chosen], DType::U32)?,
