@@ -171,7 +171,8 @@ impl<'o> EngineBuilder<'o> {
         self
     }
 
-    /// Sets how several devices divide the model. By default, each device holds a part of every large matrix.
+    /// Sets how several devices divide the model.
+    /// By default, each device holds a part of every large matrix except the embeddings, which it holds whole.
     pub fn split(mut self, split: Split) -> Self {
         self.options.split = split;
         self

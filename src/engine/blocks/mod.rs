@@ -30,7 +30,8 @@ const RETAINED_PREFIX_TOKENS: usize = 1024;
 /// The default value has neither a salt nor prompt parts.
 #[derive(Clone, Debug, Default)]
 pub struct BlockHashes {
-    /// The hash of the cache salt and the prompt parts, or 0 if the sequence has neither.
+    /// The hash of the sequence's own cache salt and prompt parts, or 0 if it has neither.
+    /// The default prompt parts of the [`BlockManager`] are not included.
     /// Every block hash includes this hash, so sequences share cached blocks only if their salts and parts are equal.
     root: u128,
     /// If set, the sequence reuses a cached prefix only in whole prompt parts.
@@ -53,7 +54,8 @@ pub struct SequenceBlocks {
     hashes: BlockHashes,
     /// For each table, the index of the first entry that is not the scratch block.
     first_held: Vec<usize>,
-    /// The number of tokens whose keys and values are in the blocks.
+    /// The number of tokens whose keys and values are computed, including the tokens of a queued step.
+    /// Sliding-window groups keep only the keys and values that later tokens attend to.
     computed: usize,
     prompt_tokens: usize,
     /// Other sequences may reuse only the first `reusable` blocks of each table. `usize::MAX` allows all full blocks.
@@ -67,7 +69,7 @@ impl SequenceBlocks {
         &self.tables
     }
 
-    /// Returns the number of tokens whose keys and values are in the blocks.
+    /// Returns the number of tokens whose keys and values are computed, including the tokens of a queued step.
     pub fn computed(&self) -> usize {
         self.computed
     }
@@ -346,8 +348,8 @@ impl BlockManager {
     /// Returns `None` and changes nothing if too few blocks are free.
     ///
     /// If a step would write to a shared or cached block, the sequence gets a copy of the block.
-    /// Before the next step, the caller must make all copies in the order of the `grow` calls.
-    /// The order matters because a later call may reuse the source block of a copy.
+    /// Before the next step, the caller must make all copies in the order in which `grow` returns them.
+    /// The order matters because a later copy, even of the same call, may write to the source block of an earlier copy.
     pub fn grow(&mut self, sequence: &mut SequenceBlocks, end: usize) -> Option<Vec<BlockCopy>> {
         if self.missing(sequence, end) > self.pool.free() {
             return None;

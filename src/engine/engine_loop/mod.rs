@@ -9,7 +9,8 @@
 //!   If another step is queued, the loop sends the events while the device runs that step.
 //!
 //! On a GPU, the loop queues most steps with two or more sequences before it knows the tokens of the previous step.
-//! Most steps of a single sequence run as the decode graph, which queues its own steps.
+//! If there is a decode graph, most steps of a single sequence run as this graph, which queues its own steps.
+//! Otherwise, the loop queues most of these steps too.
 //! The section "Queued steps" of docs/architecture.md explains why steps can be queued safely.
 //!
 //! The files of this folder:

@@ -46,7 +46,7 @@ pub struct EngineStats {
     pub steps_queued_ahead: u64,
     /// How often a running request gave up its blocks because the KV cache was full.
     pub preemptions: u64,
-    /// Blocks of the KV cache that requests can use.
+    /// Blocks of the KV cache that requests can use. 0 until the first step or the first request has ended.
     pub blocks: u64,
     /// Blocks that running requests use.
     pub used_blocks: u64,
@@ -76,7 +76,7 @@ pub struct EngineHistograms {
     pub preemptions: HistogramStats,
 }
 
-/// The state of the engine that any thread can read: the counters and histograms of [`EngineStats`],
+/// The state of the engine that any thread can read: the counters of [`EngineStats`], the histograms,
 /// the times of cancellations, the heartbeat, and whether the engine is draining.
 #[derive(Default)]
 pub struct Counters {

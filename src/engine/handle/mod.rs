@@ -309,7 +309,7 @@ impl EngineHandle {
         self.failure().is_some() || self.shared.counters.heartbeat.has_stopped()
     }
 
-    /// Returns the error of the failed device, or `None` if no device has failed. With a single device, always `None`.
+    /// Returns the error of the failed device, or `None` if no device has failed. With a single rank, always `None`.
     /// The engine stops after such a failure.
     pub fn failure(&self) -> Option<Error> {
         self.shared.failure.error()

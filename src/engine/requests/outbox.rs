@@ -8,7 +8,8 @@ use tokio::sync::mpsc::UnboundedSender;
 use super::request::FinishReason;
 use crate::runner::{ChosenToken, TokenLogprobs};
 
-/// A message from the engine thread to the client of a sequence.
+/// A message to the client of a sequence. The engine thread sends all messages, with one exception:
+/// after a device has failed, the thread that notices the failure sends `Failed` (see `rank_failure.rs`).
 #[derive(Debug)]
 pub enum SequenceEvent {
     /// The prefill starts after the first `cached_tokens` tokens, which are in the KV cache.

@@ -48,7 +48,8 @@ impl Output {
         Self { language, reader, stop, tokens: 0, min_tokens: *min_tokens, stop_token_ids, ignore_eos: *ignore_eos }
     }
 
-    /// Adds a token. Returns the text that is no longer held back. A token that ends the answer adds no text.
+    /// Adds a token. Returns the text that is no longer held back.
+    /// A stop token adds no text of its own, unless the request ignores it.
     pub fn push(&mut self, token: u32) -> Result<Vec<Delta>> {
         self.tokens += 1;
         if self.stop_token_ids.contains(&token) {

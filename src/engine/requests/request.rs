@@ -79,7 +79,8 @@ pub struct GenerateOptions {
     /// The maximum number of tokens to generate. `None` allows as many as fit in the context.
     /// With 0, the request only computes its prompt.
     pub max_tokens: Option<usize>,
-    /// Strings that end the answer. The answer does not include them.
+    /// Strings that end the answer. The answer does not include them. Only the answer channel is searched for them,
+    /// not the reasoning or the tool calls.
     pub stop: Vec<String>,
     /// Tokens that end the answer, in addition to the model's stop tokens. Their text is not part of the answer.
     pub stop_token_ids: Vec<u32>,

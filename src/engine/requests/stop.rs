@@ -29,7 +29,8 @@ impl StopStrings {
 
     /// Adds a piece of text. Returns the text, held back or new, that cannot be part of a stop string.
     ///
-    /// Never returns a stop string or the text after it. If several stop strings match, the earliest match counts.
+    /// Never returns the text from the first stop string on. If several stop strings match, the earliest match counts.
+    /// Stop strings that end in unsearched text do not count. See [`push_unsearched`](Self::push_unsearched).
     pub fn push(&mut self, text: &str) -> String {
         if self.found.is_some() {
             return String::new();
@@ -73,7 +74,8 @@ impl StopStrings {
         released
     }
 
-    /// Ends the stream. Returns the text that is still held back.
+    /// Returns the text that is still held back. No later text can complete a stop string that begins in this text.
+    /// More text can follow, for example after a message on another channel.
     pub fn finish(&mut self) -> String {
         self.unsearched = 0;
         std::mem::take(&mut self.held)

@@ -268,7 +268,7 @@ impl RequestStream {
     }
 
     /// Returns the summary so far, which is final once the stream has ended.
-    /// Before the end, its finish reason is [`FinishReason::Canceled`].
+    /// While more tokens can follow, and after an error, its finish reason is [`FinishReason::Canceled`].
     pub fn summary(&self) -> Summary {
         let tool_calls = self.output.tool_calls().to_vec();
         let finish_reason = match self.finish.unwrap_or(FinishReason::Canceled) {
@@ -312,7 +312,7 @@ impl RequestStream {
         self.events.close();
     }
 
-    /// Handles a message from the engine thread, or the end of the channel (`None`).
+    /// Handles a message from the engine, or the end of the channel (`None`).
     /// Returns `None` if the caller gets no event for the message.
     fn receive(&mut self, event: Option<SequenceEvent>) -> Option<Result<Event>> {
         let result = match event {

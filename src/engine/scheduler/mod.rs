@@ -35,6 +35,7 @@ pub use order::SequenceId;
 
 /// The number of tokens by which `Scheduler::demand` expects a sequence to grow.
 /// A sequence starts only if the free blocks cover its demand and the demands of all running sequences.
+/// Forks that start when their parent has computed the prompt are an exception: they only need a free slot.
 /// Decode steps also try to allocate blocks for this many more tokens.
 /// A larger value avoids more preemptions, but sequences then start later.
 const GROWTH_STEPS: usize = 8;
@@ -121,7 +122,8 @@ pub struct SchedulerStats {
 /// The predicted start of a sequence that is submitted now.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Preview {
-    /// Whether the next step would start the sequence.
+    /// Whether the next step would start the sequence. False if there are too few slots for the sequence and its forks.
+    /// Does not consider the blocks of the forks, nor whether the step has tokens left in its budget.
     pub starts_now: bool,
     /// The estimated number of waiting sequences that start before the previewed sequence.
     pub ahead: usize,
@@ -399,6 +401,7 @@ impl Scheduler {
     }
 
     /// Records that the keys and values of all positions before `end` are in the sequence's blocks.
+    /// The step that writes them may still be queued, because the device runs later steps after this step.
     pub fn advance(&mut self, id: SequenceId, end: usize) {
         let Some(sequence) = self.sequences.get_mut(&id) else { return };
         sequence.computes_whole_prompt &= end + 1 < sequence.prompt_tokens;
@@ -449,7 +452,8 @@ impl Scheduler {
         if let Some(parent) = sequence.parent.and_then(|parent| self.sequences.get_mut(&parent)) {
             parent.forks.retain(|&fork| fork != id);
         }
-        // The first fork becomes the parent of the other forks, and finds the computed blocks in the prefix cache.
+        // The first fork becomes the parent of the other forks.
+        // It finds the computed blocks in the prefix cache, unless it computes the whole prompt.
         if has_started {
             self.clear_deadlines(&sequence.forks);
         }
