@@ -33,7 +33,7 @@ type LibraryTable = (&'static str, &'static [(&'static str, &'static Address)]);
 
 /// The reason why a library cannot be used.
 pub struct LoadError {
-    /// One line that starts with the library's name.
+    /// One line, which usually starts with the name or the path of the library.
     pub reason: String,
     /// The user's next step, such as a command to run.
     pub hint: &'static str,

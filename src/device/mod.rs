@@ -163,7 +163,8 @@ fn open_cuda(_: usize) -> Result<Device> {
 /// Returns whether an operation failed because the GPU has too little free memory.
 ///
 /// Searches the error message for `OUT_OF_MEMORY`, as in the driver's `CUDA_ERROR_OUT_OF_MEMORY`.
-/// Downcasting to the driver's error is impossible, because candle's error variants do not expose the error inside.
+/// anyhow cannot downcast a candle error to the driver's error: candle puts the driver's error in a box,
+/// and `source` skips the box.
 pub fn is_out_of_memory(error: &anyhow::Error) -> bool {
     format!("{error:#}").contains("OUT_OF_MEMORY")
 }

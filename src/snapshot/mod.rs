@@ -5,7 +5,7 @@
 //! - the shards that `model.safetensors.index.json` lists
 //! - a GGUF file, which may be split into parts
 //!
-//! `hub` uses this module to select and check downloads, and `weights` uses it to open models.
+//! `hub` uses this module to select and check downloads. `weights`, `models` and `language` use it to open models.
 
 pub mod gguf;
 mod paths;

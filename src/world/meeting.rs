@@ -71,7 +71,7 @@ impl Meeting {
 
     /// Waits until every rank has contributed a value. Returns the values of all ranks.
     /// Ends the world and fails if a rank contributes nothing and makes no progress within `limit`.
-    /// Also fails if the world ends during the wait.
+    /// Also fails if the world has already ended or ends during the wait.
     pub(super) fn exchange<T: Any + Send + Sync>(
         &self,
         rank: usize,

@@ -1,7 +1,8 @@
 //! The ranks that run one model together, and the operations that exchange data between the ranks.
 //!
 //! By default, inferno uses tensor parallelism, as in [Megatron-LM](https://arxiv.org/abs/1909.08053).
-//! Every rank holds a part of each large matrix, and all ranks run the same forward passes.
+//! Every rank holds a part of each large matrix of the layers and of the output head, but the whole embedding.
+//! All ranks run the same forward passes.
 //! The ranks sum their partial results after attention and after the MLP.
 //! Partial results are added in rank order, so all ranks compute bit-identical sums and choose the same tokens.
 //!

@@ -59,7 +59,8 @@ impl GrammarCompiler {
     /// Builds the token tables for a vocabulary, which is slow for large vocabularies.
     ///
     /// `vocab_size` is the number of logits per token.
-    /// Fails if the model has no stop token, or if its tokens have more than `MAX_TRIE_BYTES` bytes in total.
+    /// Fails if no stop token has text and an id below `vocab_size`.
+    /// Also fails if the tokens have more than `MAX_TRIE_BYTES` bytes in total.
     pub fn new(table: &TokenTable, vocab_size: usize, stop_ids: &[u32]) -> Result<Self> {
         let is_usable = |id: &u32| (*id as usize) < vocab_size && !table.bytes(*id).is_empty();
         let Some(end) = stop_ids.iter().copied().find(is_usable) else {

@@ -4,7 +4,8 @@
 //! Reasoning is not constrained.
 //! Each header is allowed only as one token sequence, which is the one that the model was trained on.
 //! Other token sequences with the same text are not allowed.
-//! Headers for tool calls have the same variants as in vLLM's `vllm/parser/harmony.py`.
+//! The variants of headers for tool calls resemble those in vLLM's `vllm/parser/harmony.py` (commit 053e68e).
+//! Unlike there, a header may omit the content type, and no tool call may be in the channel `final`.
 
 use anyhow::Result;
 

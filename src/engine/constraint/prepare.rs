@@ -42,6 +42,7 @@ struct CompileLimits {
 ///
 /// Fails with [`Error::InvalidConstraint`] if a grammar is invalid, not supported or too expensive.
 /// Fails with [`Error::CompilerBusy`] if the machine is too busy to compile the grammars in time.
+/// On systems other than Linux, an expensive grammar can also cause this error.
 pub fn prepare(request: ConstrainedRequest) -> Result<ConstraintState> {
     let name = request.constraint.answer.as_ref().map_or("tools", |answer| &answer.name).to_string();
     let limits = CompileLimits { cpu: MAX_COMPILE_CPU, wait: MAX_COMPILE_WAIT };
@@ -88,7 +89,7 @@ fn run_limited<T: Send + 'static>(
             return Err(too_slow());
         }
     }
-    // The cause is a busy machine and not the constraint, so the error is not `InvalidConstraint`.
+    // On Linux, the cause is a busy machine and not the constraint, so the error is not `InvalidConstraint`.
     Err(Error::CompilerBusy { wait_s: limits.wait.as_secs_f64() }.into())
 }
 

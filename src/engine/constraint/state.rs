@@ -77,7 +77,8 @@ impl ConstraintState {
     }
 
     /// Returns the tokens that may come next, or `None` for all tokens.
-    /// Fails if the grammar allows no token, or if the masks of the request take too much CPU time.
+    /// Fails if the grammar allows no token, if computing the mask exceeds a limit of `GrammarCompiler`,
+    /// or if the masks of the request take too much CPU time.
     pub fn allowed_tokens(&mut self) -> Result<Option<TokenMask>> {
         let plan = self.plan.clone();
         let mut mask = TokenMask::none(plan.vocab_size);
@@ -121,7 +122,7 @@ impl ConstraintState {
 
     /// Records the next token. Returns `token`, or its replacement if `token` is premature (see `Free::premature`).
     /// Fails if a premature token has no replacement, if no token sequence of a choice continues with `token`,
-    /// or if text follows a tag in the same token.
+    /// or if text other than whitespace follows a tag in the same token.
     pub fn advance(&mut self, token: u32) -> Result<u32> {
         let plan = self.plan.clone();
         let mut token = token;
@@ -177,7 +178,7 @@ fn read_mask(matcher: &mut Matcher, tokens: &[u32]) -> Result<Option<llguidance:
 }
 
 /// Returns the part that comes after free text, or `None` if `token` does not end the text.
-/// Fails if `token` ends a tag and contains more text.
+/// Fails if `token` ends a tag, and text other than whitespace follows the tag in the token.
 fn leave_free(free: &Free, tail: &mut Vec<u8>, token: u32, plan: &Plan) -> Result<Option<PartId>> {
     if let Some((_, part)) = free.exits.iter().find(|(exit, _)| *exit == token) {
         return Ok(Some(*part));

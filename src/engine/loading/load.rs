@@ -58,7 +58,8 @@ pub struct LoadOptions<'o> {
     /// If true, steps are slower, and prompts reuse fewer cached tokens.
     pub deterministic: bool,
     /// Whether steps can be queued before the tokens of the previous step are known.
-    /// `None` means `true` on a GPU and `false` on a CPU. With `eager`, a GPU never queues steps.
+    /// `None` means `true` on a GPU and `false` on a CPU.
+    /// A GPU never queues steps with `eager`, if ranks share the GPU, or if the host copies data between ranks.
     /// See [`EngineBuilder::queue_steps`](crate::engine::EngineBuilder::queue_steps).
     pub queue_steps: Option<bool>,
     /// Whether to load the kernels of dense matrix products before the first request.
@@ -68,8 +69,9 @@ pub struct LoadOptions<'o> {
     /// The decode graph ignores this option: it has a kernel of its own.
     pub attention: AttentionBackend,
     /// A progress callback. Its first argument is the size of the tensors that the first device has loaded so far.
-    /// Its second argument is the size of all tensors that the first device loads. Both sizes are in bytes.
+    /// Its second argument is the size of all tensors for the first device. Both sizes are in bytes.
     /// A tensor counts with its whole size in the model's files, even if the device loads only a part of the tensor.
+    /// The second argument also counts tensors that are never loaded, such as a vision tower.
     pub progress: &'o dyn Fn(u64, u64),
     /// A callback that runs when all devices are open. Its argument is the device with the least free memory.
     pub on_device: &'o dyn Fn(&DeviceInfo),
@@ -208,7 +210,8 @@ fn model_info(
 
 /// Returns a string that identifies the model files, the build and the settings that determine keys and values.
 ///
-/// Files are identified by path, size and modification time.
+/// The weights files are identified by path, size and modification time, and config.json by size and modification time.
+/// Other files, such as tokenizer.json, do not affect the string.
 /// If the engine is deterministic, the string includes the number of ranks and the split.
 fn fingerprint(
     dir: &Path,
@@ -329,7 +332,7 @@ struct LoadTarget<'t> {
     dtype: DType,
     memory: &'t RankMemory,
     capacity: Capacity,
-    /// The size in the files of the tensors that the first device loads, in bytes.
+    /// The size in the files of the tensors for the first device, in bytes. Also counts tensors that are never loaded.
     file_bytes: u64,
 }
 

@@ -32,8 +32,8 @@ impl RankMemory {
         let mut infos = infos.to_vec();
         // Several ranks can run on one device and share its memory.
         let ranks = devices.max_ranks_per_device() as u64;
-        // The memory that each rank may use. `free_bytes` remains the rank's share of the free memory,
-        // without the limit, for error messages.
+        // The memory that each rank may use. `free_bytes` becomes the rank's share of the free memory,
+        // without the limit. `MemoryPlan::choose` checks it too, and error messages name it.
         let mut usable_bytes = Vec::with_capacity(infos.len());
         for device in &mut infos {
             device.free_bytes /= ranks;

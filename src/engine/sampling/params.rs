@@ -233,8 +233,8 @@ fn expected<T: FieldType>(range: &RangeInclusive<T>) -> String {
     }
 }
 
-/// Sets `field` to `parsed`, which is `None` if the text or the JSON value is not a number.
-/// Fails if there is no number, or if the number is out of range or NaN.
+/// Sets `field` to `parsed`, which is `None` if the text or the JSON value is not a number of this type.
+/// Fails if `parsed` is `None`, or if the number is out of range or NaN.
 fn set<T: FieldType>(field: &mut T, parsed: Option<T>, range: &RangeInclusive<T>) -> Result<(), String> {
     let value = parsed.filter(|value| range.contains(value)).ok_or_else(|| expected(range))?;
     *field = value;
