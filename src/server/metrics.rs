@@ -235,7 +235,7 @@ impl HttpMetrics {
             connections: make.gauge("open_connections", "Open connections.")?,
             refused_connections: make.counter(
                 "refused_connections_total",
-                "Connections above the connection limit. The server refuses most requests on them.",
+                "Connections above the connection limit. The server refuses most requests on them, or closes them.",
             )?,
         })
     }

@@ -20,7 +20,7 @@ pub struct ServerOptions {
     /// Whether everyone may use the server (`--no-auth`).
     /// The chat page of such a server may use the API under any host name. With DNS rebinding, any web page can pass as
     /// this chat page. Other servers without API keys therefore accept their chat page only under `localhost`,
-    /// `127.0.0.1` or `[::1]`.
+    /// `127.0.0.1`, `[::1]` or an origin in `cors_origins`.
     pub no_auth: bool,
     /// The maximum number of sequences that run at once.
     pub max_sequences: usize,

@@ -45,7 +45,7 @@ enum Phase {
     Serving,
     /// The server accepts requests, but reports itself as unhealthy, so that routers send no more requests.
     Leaving,
-    /// The server finishes the accepted requests and rejects new ones.
+    /// The server finishes the accepted requests and rejects new requests for answers.
     Draining,
     /// The server ends the requests in progress.
     Ending,
@@ -144,7 +144,7 @@ impl Server {
         self.recorder.finish();
     }
 
-    /// Makes the server reject new requests.
+    /// Makes the server reject new requests for answers. Other routes, such as `/v1/models`, still work.
     pub fn drain(&self) {
         self.enter(Phase::Draining);
     }

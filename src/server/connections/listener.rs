@@ -64,7 +64,7 @@ pub async fn bind(host: &str, port: u16) -> Result<TcpListener> {
 /// Serves connections until `shutdown` resolves and all requests have ended. Fails if the engine stops or a GPU fails.
 ///
 /// After `shutdown`, the server reports itself as unhealthy, but accepts requests during the drain delay.
-/// Then, the server rejects new requests. Requests in progress continue until the drain timeout.
+/// Then, the server rejects new requests for answers. Requests in progress continue until the drain timeout.
 pub async fn serve(server: Arc<Server>, listener: TcpListener, shutdown: impl Future<Output = ()>) -> Result<()> {
     let connections = Arc::new(GracefulShutdown::new());
     let accepting = tokio::spawn(accept(server.clone(), listener, connections.clone()));

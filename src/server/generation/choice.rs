@@ -93,7 +93,8 @@ struct PendingToken {
 /// The part of a tool call that was already sent to the client.
 #[derive(Clone, Copy, Default)]
 struct SentCall {
-    /// The index of the tool call in the response. `None` until the function name is known.
+    /// The index of the tool call in the response. `None` until the function name is known,
+    /// and always `None` for a call that is not sent because only one call is allowed.
     index: Option<usize>,
     argument_bytes: usize,
 }
@@ -113,7 +114,8 @@ impl Choice {
         }
     }
 
-    /// Sets whether the answer may have several tool calls. If not, the answer ends at the start of a second call.
+    /// Sets whether the answer may have several tool calls. If not, the answer ends when the function name
+    /// of a second call is known.
     pub fn with_parallel_calls(self, can_call_in_parallel: bool) -> Self {
         Self { can_call_in_parallel, ..self }
     }

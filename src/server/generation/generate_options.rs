@@ -25,6 +25,7 @@ pub const MAX_STOP_BYTES: usize = 1024;
 const MAX_SALT_BYTES: usize = 1024;
 
 /// Unsupported fields that would change the output. Each entry lists the values that have no effect and are accepted.
+/// Chat completions support `chat_template_kwargs`: they take this field before [`read`] checks the list.
 const REFUSED: &[(&str, &[&str])] = &[
     ("allowed_token_ids", &["[]"]),
     ("bad_words", &["[]"]),

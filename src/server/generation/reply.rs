@@ -13,10 +13,11 @@ use crate::server::http::error::ApiError;
 use crate::server::ids;
 use crate::server::state::Server;
 
-/// The response header that lists the request fields that have no effect.
+/// The response header that lists the request fields that have no effect, or not their full effect.
 const IGNORED: HeaderName = HeaderName::from_static("x-inferno-ignored");
 
-/// If this request header is `1`, the server rejects a request with fields that have no effect.
+/// If this request header is `1`, the server rejects a request with fields that have no effect, or not their
+/// full effect.
 const STRICT: &str = "x-inferno-strict";
 
 /// If this request header is `1`, the answer is deterministic, as with the request field `deterministic`.
@@ -74,6 +75,7 @@ pub fn is_deterministic(headers: &HeaderMap) -> bool {
 }
 
 /// Lists up to [`MAX_IGNORED`] ignored fields, with their notes, in a header of the response.
+/// Cuts off each entry after 64 characters.
 pub fn with_ignored(mut response: Response, ignored: &[IgnoredField]) -> Response {
     // Field names come from the client. Replace characters that a header must not contain, and the separator `,`.
     let is_safe = |c: char| c.is_ascii_graphic() && c != ',' || c == ' ';

@@ -26,8 +26,8 @@ pub struct Access {
 }
 
 impl Access {
-    /// Creates the access rules. Without API keys, all clients have access, except web pages of other sites
-    /// whose origin is neither local nor allowed.
+    /// Creates the access rules. Without API keys, all clients have access, except web pages
+    /// whose origin is neither local nor allowed. With `--no-auth`, the server's own chat page always has access.
     pub fn new(options: &ServerOptions) -> Self {
         let keys = options.api_keys.iter().map(|key| digest(&SHA256, key.as_bytes())).collect();
         Self { keys, origins: options.cors_origins.clone(), allows_any_host: options.no_auth }
@@ -58,7 +58,8 @@ impl Access {
         }
     }
 
-    /// Rejects requests from web pages of other sites, unless their origin is local or allowed.
+    /// Rejects requests with the header `Origin`, which web pages send, unless the origin is local or allowed.
+    /// With `allows_any_host`, also accepts the origin of the server's own chat page.
     /// Without this check, any web page that a user opens could send requests to a server without API keys.
     fn check_origin(&self, origin: Option<&HeaderValue>, target: Option<&HeaderValue>) -> Result<(), ApiError> {
         let Some(origin) = origin else { return Ok(()) };

@@ -44,7 +44,7 @@ pub struct AnswerLog {
     pub completion_tokens: usize,
     pub ttft_s: f64,
     pub is_stream: bool,
-    /// How the first answer ended: a finish reason, `canceled` or `error`.
+    /// The finish reason of the first answer, or `canceled` or `error` if not all answers were completed.
     pub finish: &'static str,
 }
 

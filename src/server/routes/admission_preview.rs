@@ -35,7 +35,7 @@ struct AdmissionPreview {
 }
 
 /// The size and the free space of the KV cache, and the space that the request needs, in blocks.
-/// A block holds `block_tokens` tokens.
+/// A block holds the keys and values of `block_tokens` tokens in one layer group.
 #[derive(Serialize)]
 struct KvCacheSpace {
     block_tokens: usize,
