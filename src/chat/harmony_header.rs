@@ -42,7 +42,7 @@ pub struct ParsedHeader {
     /// Whether later tokens may show that `rest` is part of the header.
     pub is_undecided: bool,
     /// All words of the header, including the words of `rest`.
-    /// If no message follows the header and the model generates no other text, these words become the answer.
+    /// If no message follows the header and the model generates nothing else, these words can become the answer.
     pub words: String,
 }
 

@@ -3,7 +3,8 @@
 //! Models sometimes violate the format (openai/harmony #33 #80 #82).
 //! At temperature 1, gpt-oss-20b did so in about 4% of turns (llama.cpp #27720).
 //! The parser therefore never rejects output, and keeps all text outside headers.
-//! The text of a header without a message becomes the answer, but only if the model generates no other text.
+//! The text of a header without a message becomes the answer, but only if the model generates no other text and no
+//! tool call. If the end of the generation cuts off a valid header, the text of this header is dropped.
 //! The parser recognizes control tokens by id, recovers at the next valid token, and counts violations.
 //! The parser returns text as soon as the text can no longer be part of a header.
 

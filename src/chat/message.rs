@@ -22,7 +22,7 @@ pub enum Role {
 }
 
 impl Role {
-    /// Returns the name of the role in JSON, in templates and in harmony.
+    /// Returns the name of the role in JSON and in templates.
     pub fn as_str(self) -> &'static str {
         match self {
             Role::System => "system",

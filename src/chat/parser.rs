@@ -61,6 +61,9 @@ impl Parser {
     }
 
     /// Returns the tool calls of the answer so far. The arguments of the last call may still grow.
+    ///
+    /// In output with tags, a call that has not ended has no name, and its arguments are its text so far.
+    /// The same holds for a call that cannot be parsed.
     pub fn tool_calls(&self) -> &[ToolCall] {
         match &self.0 {
             ParserKind::Harmony(parser) => parser.tool_calls(),

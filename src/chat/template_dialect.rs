@@ -11,7 +11,7 @@ use super::message::{Message, Role, ToolCall};
 /// The length of tool call ids that Mistral's templates accept.
 const SHORT_CALL_ID: usize = 9;
 
-/// The tags around reasoning. [`Marker`] inserts no marks into these tags in assistant messages,
+/// The tags around reasoning. [`Marker`] inserts no marks into these tags in the text and reasoning of the assistant,
 /// because a template that removes earlier reasoning would not find a marked tag.
 const ASSISTANT_TAGS: [&str; 2] = ["<think>", "</think>"];
 

@@ -3,13 +3,14 @@
 /// A way in which a model violates its chat format.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FormatViolation {
-    /// A control token or a tag in a place where the format does not allow it.
+    /// A control token in a place where harmony does not allow it. Not counted in output with tags.
     UnexpectedToken,
     /// A control token or a tag is missing.
     MissingToken,
     /// The header of a message has no channel, an unknown channel, or a role that the format does not allow there.
     InvalidHeader,
     /// The parser cannot read a tool call, for example because its JSON is invalid or it has no name.
+    /// Not counted in harmony, whose parser does not check the arguments.
     InvalidToolCall,
 }
 

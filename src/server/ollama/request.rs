@@ -97,7 +97,7 @@ impl SharedFields {
             let neutral: Vec<Value> = neutral.iter().filter_map(|text| serde_json::from_str(text).ok()).collect();
             nested.refuse(name, &neutral, "")?;
         }
-        // For `num_predict`, zero or a negative number means no limit.
+        // For `num_predict`, the values 0, -1 and -2 mean no limit.
         let limit = nested.take_integer("num_predict", -2..=i64::from(u32::MAX))?;
         if let Some(penalty) = nested.take("repeat_penalty") {
             nested.put("repetition_penalty", penalty);

@@ -58,7 +58,7 @@ export class Chat extends EventTarget {
     return this.#answer(user);
   }
 
-  /** Asks for another answer to the same message. Removes the old answer if it is empty because of an error. */
+  /** Asks for another answer to the same message. Removes the old one if it is last and empty because of an error. */
   regenerate(node) {
     const { conversation } = this;
     const isEmpty = node.error && !node.text && !node.reasoning;

@@ -1,4 +1,4 @@
-// The search with Ctrl+K: finds conversations and commands by a part of their text.
+// The search with Ctrl+K: finds commands by name, and conversations by title or by a message of the shown branch.
 
 import { pathTo } from "./conversation.js";
 import { byId, el, icon } from "./dom.js";

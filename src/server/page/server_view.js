@@ -51,7 +51,7 @@ export class ServerView {
       this.#card("Requests", "running", "running", ["Waiting", "Finished in total"]),
       this.#card("KV cache", "kv", "used", ["Size", "Prefix hits"]),
       this.#table("Latency", ["Time to first token", "Between tokens"]),
-      el("p", { class: "note" }, "Rates and latencies cover the last minute."),
+      el("p", { class: "note" }, "Rates cover the last second. Charts and latencies cover the last minute."),
     );
   }
 

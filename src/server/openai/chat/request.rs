@@ -70,7 +70,8 @@ impl ChatRequest {
 
 /// Reads `chat_template_kwargs`: additional variables for the chat template, such as `enable_thinking`.
 ///
-/// Harmony has no template variables. With harmony, only the entry `reasoning_effort` has an effect.
+/// Harmony has no template variables. With harmony, only the entry `reasoning_effort` has an effect,
+/// and only if no other request field sets the reasoning effort.
 pub fn read_template_variables(fields: &mut Fields, engine: &EngineHandle) -> Result<Map<String, Value>, ApiError> {
     const FIELD: &str = "chat_template_kwargs";
     let mut variables = match fields.take(FIELD) {

@@ -24,7 +24,8 @@ pub struct WholeChoice {
     pub finish_reason: Option<Finish>,
 }
 
-/// The message of a response that is not streamed. The deltas of a stream add up to the same message.
+/// The message of a response that is not streamed.
+/// The deltas of a stream add up to the same text, reasoning and tool calls, but their content is never null.
 #[derive(Serialize)]
 pub struct WholeMessage {
     role: &'static str,

@@ -48,7 +48,7 @@ pub struct Logprobs {
     /// The log probability of each token. `None` for the first token of a prompt, because no token precedes it.
     token_logprobs: Vec<Option<f32>>,
     top_logprobs: Vec<Option<Alternatives>>,
-    /// The offset of each token in the text, in characters.
+    /// The offset of each token in the text, in characters. Approximate if several tokens form one character.
     text_offset: Vec<usize>,
 }
 

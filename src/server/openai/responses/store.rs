@@ -18,12 +18,12 @@ const MAX_BYTES: usize = 64 << 20;
 /// The maximum time that a stored response is kept after its last use.
 const MAX_AGE: Duration = Duration::from_secs(30 * 60);
 
-/// The stored responses and the responses in progress of all tenants.
+/// The stored responses and the streamed responses in progress of all tenants.
 /// A tenant cannot refer to the responses of another tenant.
 #[derive(Default)]
 pub struct Store(Mutex<HashMap<Tenant, Responses>>);
 
-/// Gives access to the responses of one tenant: stored responses and responses in progress.
+/// Gives access to the responses of one tenant: stored responses and streamed responses in progress.
 pub struct TenantStore {
     store: Arc<Store>,
     tenant: Tenant,
@@ -55,7 +55,7 @@ struct EndedResponse {
     used_at: Instant,
 }
 
-/// A response in progress.
+/// A streamed response in progress. A response that is not streamed is not listed, because no client knows its id yet.
 struct Running {
     object: ResponseObject,
     output: Arc<Mutex<Output>>,
@@ -83,7 +83,8 @@ impl TenantStore {
         self.with(|responses| responses.get(id, Instant::now()))
     }
 
-    /// Returns an item of a stored response, or `None` if no stored response has the item.
+    /// Returns an item of a stored response, or `None` if the item is not stored.
+    /// If several responses have the item, it stays stored only as long as the last of these responses.
     pub fn item(&self, id: &str) -> Option<Arc<Item>> {
         self.with(|responses| responses.item(id, Instant::now()))
     }

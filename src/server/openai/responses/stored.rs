@@ -108,7 +108,8 @@ pub async fn input_items(
     })
 }
 
-/// Returns the error for a response that is neither stored nor in progress.
+/// Returns the error for a response that is not found: it is neither stored nor in progress, or the client asked
+/// for the output so far of a response that will not be stored.
 fn unknown(id: &str) -> ApiError {
     ApiError::not_found(format!(
         "cannot find the response '{id}': it is unknown or expired, or its request had 'store': false"
@@ -126,7 +127,8 @@ fn not_stored(id: &str) -> ApiError {
 struct Query<'a>(&'a Uri);
 
 impl<'a> Query<'a> {
-    /// Returns the value of a query parameter. The value is not decoded, because no parameter needs encoded characters.
+    /// Returns the value of a query parameter, without decoding it.
+    /// Only an item id that the client chose can need encoded characters. In `after`, such an id is not found.
     fn get(&self, name: &str) -> Option<&'a str> {
         let mut pairs = self.0.query().unwrap_or_default().split('&').filter_map(|pair| pair.split_once('='));
         pairs.find(|(key, _)| *key == name).map(|(_, value)| value)
