@@ -58,6 +58,7 @@ pub enum Error {
 
     /// Verification failed: a file hash, a commit hash or a receipt is wrong, a file is missing,
     /// or a file keeps changing on the server.
+    /// Also the error for a damaged model in the shared Hugging Face cache, which inferno does not repair.
     #[error("{what}\n  {hint}")]
     Verification { what: String, hint: String },
 
@@ -90,6 +91,7 @@ pub enum Error {
         /// The limit that `--gpu-memory` sets, in bytes, if it is less than both `needed_bytes` and `free_bytes`.
         limit_bytes: Option<u64>,
         /// The length, in tokens, of a shorter context that would fit. `None` if no shorter context fits.
+        /// If the requested context fits according to the memory plan, half of that context, which may not fit.
         fitting_context: Option<usize>,
         /// The smallest number of equal GPUs (2, 4 or 8) that can hold the model and its context.
         /// `None` on a CPU, on several GPUs, or if no such number is enough.
@@ -125,13 +127,14 @@ pub enum Error {
     #[error("cannot answer: the request waited longer than its limit\n  try again later, or raise the limit")]
     WaitedTooLong,
 
-    /// The output constraint of a request is invalid or not supported. `name` is the part of the request at fault.
+    /// The output constraint of a request is invalid, not supported or too expensive.
+    /// `name` is the part of the request at fault.
     #[error("cannot constrain the answer: {name}: {reason}")]
     InvalidConstraint { name: String, reason: String },
 
     /// The request asks for a deterministic answer, but the engine's chunk size or attention kernel does not allow one.
     #[error(
-        "cannot answer deterministically: {reason}\n  load the model with --chunk 64 or more, and without --attention flash"
+        "cannot answer deterministically: {reason}\n  load the model with --chunk and --context of 64 or more, and without --attention flash"
     )]
     NotDeterministic { reason: String },
 
@@ -233,7 +236,8 @@ fn out_of_memory_hint(
     }
 }
 
-/// The exit code after a write that failed because of a full disk, a quota or a file size limit.
+/// The exit code after a write that failed because of a full disk, a quota or a file size limit,
+/// and for a download that needs more space than is free.
 const DISK_FULL: u8 = 11;
 
 /// Returns the exit code of a process that ends with `error`: the code of an [`Error`], `DISK_FULL`, or else 1.

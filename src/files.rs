@@ -26,7 +26,8 @@ const MB: u64 = 1000 * KB;
 pub const MAX_CONFIG_BYTES: u64 = MB;
 /// The maximum size of generation_config.json, in bytes.
 pub const MAX_GENERATION_CONFIG_BYTES: u64 = MB;
-/// The maximum size of a chat template, in bytes.
+/// The maximum size of chat_template.jinja, or of a chat template in a GGUF file, in bytes.
+/// For a chat template in tokenizer_config.json, only [`MAX_TOKENIZER_CONFIG_BYTES`] applies.
 pub const MAX_CHAT_TEMPLATE_BYTES: u64 = MB;
 /// The maximum size of tokenizer_config.json or special_tokens_map.json, in bytes.
 pub const MAX_TOKENIZER_CONFIG_BYTES: u64 = 16 * MB;

@@ -192,6 +192,7 @@ pub fn one_line(error: &anyhow::Error) -> String {
 ///
 /// `DriverError(CUDA_ERROR_NO_DEVICE, "no CUDA-capable device is detected")` becomes
 /// `no CUDA-capable device is detected (CUDA_ERROR_NO_DEVICE)`.
+/// For an error without a description, names the library instead: `cuBLAS failed (CUBLAS_STATUS_ALLOC_FAILED)`.
 pub fn plain_cuda_errors(text: &str) -> String {
     static ERROR: LazyLock<Regex> = LazyLock::new(|| {
         let pattern = r#"(Driver|Runtime|Cublas|Curand|Nccl|Nvrtc)Error\((\w+)(?:, "([^"]*)")?\)"#;

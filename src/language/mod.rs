@@ -22,7 +22,8 @@ pub struct Language {
     pub tokenizer: Tokenizer,
     /// The chat format. `None` for a base model, which only continues text.
     pub chat: Option<ChatFormat>,
-    /// The JSON in generation_config.json, or the equivalent GGUF metadata. Null if absent.
+    /// The JSON in generation_config.json, or null if this file is absent. For a GGUF file, the equivalent metadata,
+    /// which is never null, although its fields can be.
     pub generation_config: Value,
     /// The ids of tokens that end a generation, sorted.
     stop_ids: Vec<u32>,
@@ -31,7 +32,7 @@ pub struct Language {
 }
 
 impl Language {
-    /// Loads the tokenizer, chat format, stop tokens and sampling defaults of a snapshot.
+    /// Loads the tokenizer, chat format, stop tokens and sampling defaults of the snapshot or GGUF file at `dir`.
     ///
     /// Loading a hostile model can take unbounded time and memory.
     /// On Linux, `sandbox::load_language` limits both if the program has called `sandbox::init`.

@@ -19,7 +19,8 @@ const MAX_DECODER_STEPS: usize = 32;
 /// The `Replace` step of SentencePiece decoders shortens text: it replaces `▁` with a space.
 const MAX_DECODER_GROWTH: usize = 2;
 
-/// A control token: an added token that is marked special, or has the form `<...>` or `[...]` and is not an HTML tag.
+/// A control token: an added token that is marked special, or that has the form `<...>` or `[...]`, contains no
+/// whitespace and is not an HTML tag.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct ControlToken {
     pub content: String,
@@ -39,7 +40,7 @@ pub struct TokenTable {
     ids: Vec<u32>,
     /// The byte offset in `text` at which each token ends.
     ends: Vec<u32>,
-    /// Control tokens, longest first: special tokens, and added tokens of the form `<...>` or `[...]` except HTML tags.
+    /// The control tokens, longest first.
     controls: Vec<ControlToken>,
     /// The ids of the control tokens, sorted.
     control_ids: Vec<u32>,

@@ -63,7 +63,8 @@ impl<'c> WeightsBuilder<'c> {
     /// Bytes that several ranks need are read only once if the ranks share reads.
     ///
     /// Some reads are not shared: rows and long runs of bytes that no other rank needs,
-    /// the scales of 8-bit weights, and E4M3 tensors without scales.
+    /// quantized matrices that each rank needs whole, such as embeddings, the scales of 8-bit weights,
+    /// and E4M3 tensors without scales. Ranks that hold whole layers do not share the reads of their layers.
     pub fn share_reads(self, shares_reads: bool) -> Self {
         Self { shares_reads, ..self }
     }

@@ -72,6 +72,7 @@ impl Checkpoint {
     }
 
     /// Returns the element type of a tensor in its file, in lower case, such as `bf16` or `q4_k`.
+    /// The MXFP4 experts of gpt-oss are `u8` in every file format, and packed int8 weights are `i8`.
     pub fn stored_as(&self, name: &str, info: &TensorInfo) -> String {
         let stored = match self {
             Self::Gguf(model) if !info.is_packed() => model.stored_type(name).map(|stored| stored.name().to_string()),
@@ -81,6 +82,7 @@ impl Checkpoint {
     }
 
     /// Returns the size in memory of a tensor that stays packed or quantized when it is loaded, in bytes.
+    /// The size of a compressed-tensors matrix includes its weight scales, so their own size is 0.
     /// Returns `None` for a tensor that is loaded as floats.
     pub(super) fn packed_bytes(&self, name: &str, info: &TensorInfo) -> Option<u64> {
         match self {
@@ -91,7 +93,9 @@ impl Checkpoint {
     }
 
     /// Returns the column unit of a matrix: ranks divide the columns only at multiples of this number.
-    /// The unit is 1 if the matrix is loaded as floats.
+    /// The unit depends on the quantized format in the file, or else on the format of `target`.
+    /// Without either, it is 1. It can exceed 1 for a matrix that is loaded as floats in spite of its format or of
+    /// `target`, such as a transposed matrix of a safetensors file.
     /// `columns` is the number of columns of the undivided matrix. Loading quantizes floats to `target`, if given.
     pub(super) fn column_unit(&self, name: &str, columns: usize, target: Option<QuantizationTarget>) -> usize {
         let stored = match self {

@@ -162,7 +162,8 @@ fn eight() -> Value {
 impl CompressedConfig {
     /// Reads `quantization_config` from config.json.
     /// Returns `None` for a model that is unquantized or uses MXFP4.
-    /// Fails with [`Error::UnsupportedQuantization`] if the quantization is not supported.
+    /// Fails with [`Error::UnsupportedQuantization`] if the quantization is not supported,
+    /// and with another error if the section has an invalid structure.
     pub fn read(config: &Value) -> Result<Option<Self>> {
         // Older files name the section `compression_config`.
         // In some files, the section contains another `quantization_config`.

@@ -25,6 +25,7 @@ pub(super) struct InventoryTensor {
     pub name: String,
     pub role: TensorRole,
     /// The dtype in the file, in lower case, such as `bf16`, `f8_e4m3` or `q4_k`.
+    /// The MXFP4 experts of gpt-oss are `u8` in every file format, and packed int8 weights are `i8`.
     dtype: String,
     elements: u64,
     /// The size of the tensor in the file, in bytes.
@@ -265,6 +266,7 @@ impl Inventory {
 
     /// Returns the size in memory of all experts of a layer, in bytes. If layers differ, returns the largest size.
     /// Loading repacks or stacks the experts of one layer at a time, which temporarily needs extra memory of this size.
+    /// A U8 tensor outside the experts counts as a layer of its own.
     pub fn largest_expert_layer(&self, dtype: DType) -> u64 {
         let mut layers: BTreeMap<(Option<usize>, &str), u64> = BTreeMap::new();
         for tensor in &self.tensors {

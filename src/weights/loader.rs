@@ -155,7 +155,7 @@ impl<'c> Weights<'c> {
     }
 
     /// Loads a whole float tensor of exactly the given shape in the compute dtype.
-    /// The file may store the tensor as F32, F16, BF16, F8_E4M3, or any supported GGUF type.
+    /// The file may store the tensor as F32, F16, BF16, F8_E4M3 without scales, or any supported GGUF type.
     pub fn float(&self, name: &str, shape: &[usize]) -> Result<Tensor> {
         self.float_as(name, shape, self.dtype)
     }
@@ -327,7 +327,7 @@ enum ReadPlan<'r> {
     Ahead(&'r dyn TensorReader),
     /// Several threads read the tensor to the device of the weights.
     Threads { reader: &'r dyn PartSource, file: &'r ByteRange, shared: Option<&'r SharedReads> },
-    /// This thread reads the tensor to host memory.
+    /// This thread reads the tensor to host memory. With `shared`, several threads of each rank may read it.
     Host { shared: Option<&'r SharedReads> },
 }
 

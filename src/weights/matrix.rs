@@ -98,7 +98,7 @@ impl<'c> Weights<'c> {
     }
 
     /// Returns the column unit of a matrix: ranks may divide the columns only at multiples of this number.
-    /// The unit is 1 if the matrix is loaded as floats.
+    /// The unit is 1 if the matrix is not quantized in the file and there is no quantization target.
     /// `columns` is the number of columns of the whole matrix.
     pub fn column_unit(&self, name: &str, columns: usize) -> Result<usize> {
         Ok(self.checkpoint.column_unit(&self.full_name(name), columns, self.quantize))

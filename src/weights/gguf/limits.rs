@@ -19,6 +19,7 @@ pub const MAX_DIMENSIONS: u32 = 4;
 pub const MAX_HEADER_BYTES: u64 = 64 << 20;
 /// The maximum total size of the headers of a split model, in bytes.
 /// llama.cpp's `gguf-split` writes the vocabulary only to the first part, so the other headers are short.
+/// For parts on a hub, all bytes that were fetched to parse the headers count: at least 1 MiB of each larger file.
 pub const MAX_SPLIT_HEADER_BYTES: u64 = 256 << 20;
 /// The maximum number of rotated elements per head for which RoPE factors are read.
 /// For comparison: attention supports head sizes up to 256.

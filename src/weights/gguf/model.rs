@@ -1,6 +1,7 @@
 //! Presents a GGUF file as a checkpoint whose tensors have their Hugging Face names.
 //!
-//! Quantized matrices stay quantized ([`GgufModel::quantized`]).
+//! Quantized matrices stay quantized ([`GgufModel::quantized`]), except MXFP4 matrices and the matrices that
+//! [`GgufModel::matrix_shape`] excludes.
 //! MXFP4 experts of gpt-oss stay packed ([`GgufModel::packed`]).
 //! All other tensors are loaded as floats ([`GgufModel::float`]),
 //! or quantized during loading ([`GgufModel::rows_to_quantize`]).

@@ -25,10 +25,11 @@ pub struct ReadRequest {
     pub residency: Residency,
 }
 
-/// Whether the memory that a tensor was read to is kept after loading.
+/// Whether a tensor that was read takes about the same memory after loading.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Residency {
-    /// The model keeps the tensor unchanged, so reading the tensor early takes no extra memory.
+    /// The model keeps the tensor unchanged, or repacks it to about the same size (MXFP4 experts).
+    /// Small tensors, such as norms and biases, may be converted. Reading early takes little or no extra memory.
     Permanent,
     /// The tensor is converted and then freed. The total size of temporary tensors that are read ahead is limited.
     Temporary,

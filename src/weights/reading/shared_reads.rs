@@ -11,6 +11,7 @@
 //!
 //! Rows of GGUF files and of quantized matrices are converted on the host, so each rank reads and converts some rows.
 //! All ranks copy the columns that they need from the converted rows.
+//! Quantized matrices are an exception unless they are divided by columns: each rank then converts its rows alone.
 
 use std::ops::Range;
 use std::panic::resume_unwind;
