@@ -1,4 +1,5 @@
-//! A client for servers with OpenAI's API, used as the backend of a conversation.
+//! A client for servers with OpenAI's API. `play --url` uses it as the backend of a conversation.
+//! `replay` uses it to fetch a record.
 //!
 //! - `address`, `connection`, `sse`: URLs, requests, and streams of server-sent events
 //! - `chunks`: parses the chunks of a streamed answer

@@ -31,6 +31,7 @@ impl Hub {
 
     /// Sets whether [`remove`](Self::remove) and [`prune`](Self::prune) may delete files without file locking.
     /// Without `force`, removing and pruning fail on a filesystem that does not support file locking.
+    /// Removing the demo does not require file locking.
     pub fn with_force(self, force: bool) -> Self {
         Self { force, ..self }
     }

@@ -202,7 +202,7 @@ fn find_path(model: &str, revision: Option<&str>, required: Required) -> Result<
     Ok(Some(Snapshot { name: model.to_string(), revision: None, path, source: SnapshotSource::Directory }))
 }
 
-/// Returns the name of the file that a directory must contain to count as a model.
+/// Returns the name of the file that a directory without GGUF models must contain to count as a model.
 fn marker_file(required: Required) -> &'static str {
     match required {
         Required::Tokenizer => "tokenizer.json",

@@ -10,10 +10,12 @@ pub(super) const MAX_CONNECTIONS: usize = 64;
 pub struct Limits {
     /// The maximum time to open a connection to a hub.
     pub connect_timeout: Duration,
-    /// The maximum wait for the headers of a response. HF_HUB_ETAG_TIMEOUT sets this value.
-    /// The body of a metadata response may take another `response_timeout`, plus some time for each byte.
+    /// The maximum time to receive the headers of a response. HF_HUB_ETAG_TIMEOUT sets this value.
+    /// The body of a metadata response may take another `response_timeout`, plus some time for each byte,
+    /// but at most five times `response_timeout`.
     pub response_timeout: Duration,
-    /// The maximum wait for more bytes of a file. HF_HUB_DOWNLOAD_TIMEOUT sets this value.
+    /// The maximum wait for more bytes while a file is downloaded, including the headers of the response.
+    /// HF_HUB_DOWNLOAD_TIMEOUT sets this value.
     pub stall_timeout: Duration,
     /// The maximum wait before the first retry. The maximum doubles with each consecutive failure,
     /// up to `MAX_BACKOFF` (`retry.rs`).
@@ -27,9 +29,11 @@ pub struct Limits {
     pub max_failures: u32,
     /// The maximum number of retries of a metadata request, such as a request for the list of files.
     pub max_metadata_failures: u32,
-    /// The maximum number of parallel requests for files. Values above `MAX_CONNECTIONS` count as `MAX_CONNECTIONS`.
+    /// The maximum number of parallel requests of a download.
+    /// Values above `MAX_CONNECTIONS` count as `MAX_CONNECTIONS`.
     pub connections: usize,
     /// The maximum size of a part of a file, in bytes. Each part has its own request.
+    /// If a server ignores ranges, the whole file is one part of any size.
     pub part_bytes: u64,
     /// The minimum time between two saves of the record of a partially downloaded file.
     /// If the process is killed, the bytes that arrived after the last save must be fetched again.

@@ -9,6 +9,7 @@ pub trait Progress: Sync {
     /// The snapshot is complete, so nothing is fetched.
     fn already_present(&self, _snapshot: &Snapshot) {}
     /// The hub's listing lacks the size or the etag of `files` files, so inferno sends one request for each of them.
+    /// Not called for fewer than `MANY_REQUESTS` files (`download/mod.rs`).
     fn asking_for_sizes(&self, _files: usize) {}
     /// The download or verification starts.
     /// `files` has the name and the size in bytes of every selected file, including files that are already on disk.

@@ -270,7 +270,7 @@ impl<'a> Remote<'a> {
     /// Sends the token only to URLs with the endpoint's scheme, host and port.
     /// After a redirect to any other URL, sends no token, even if the other host redirects back to the endpoint.
     /// [`HubConfig::sent_token`] decides whether the endpoint may receive the token.
-    /// Fails after [`MAX_REDIRECTS`] redirects, or if [`resolve`](Self::resolve) rejects a redirect.
+    /// Fails after more than [`MAX_REDIRECTS`] redirects, or if [`resolve`](Self::resolve) rejects a redirect.
     fn follow(&self, url: &str, range: Option<&str>, purpose: Purpose) -> Result<HubResponse> {
         let mut url = url.to_string();
         let mut is_from_other_host = false;

@@ -174,7 +174,7 @@ impl Drop for Process {
     }
 }
 
-/// A pipe whose reads fail after a deadline.
+/// A pipe whose reads wait for data at most until a deadline, and then fail.
 struct WithDeadline<'p> {
     stdout: &'p mut ChildStdout,
     deadline: Instant,

@@ -1,7 +1,8 @@
 //! `inferno bench`: measures how fast a model runs.
 //!
 //! Without `--concurrency`, the prompt and decode tests are as in llama-bench: random token ids, batch size 1,
-//! one warm-up run per test.
+//! one warm-up run per test. But in a decode test, only the first token is random. Each later step continues with the
+//! most likely token of the step before.
 
 mod report;
 mod serving;

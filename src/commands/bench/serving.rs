@@ -65,8 +65,9 @@ pub struct Serving {
     pub preemptions: u64,
     /// The mean durations of the engine's steps, by kind of step.
     pub steps: Vec<StepTime>,
-    /// The mean number of distinct experts per layer that a decode step used. 0 for a model without experts.
-    /// `None` if `concurrency` is above 1 and the experts were not counted.
+    /// The mean number of distinct experts per layer in the counted batches, usually those of decode steps.
+    /// `None` if no batch was counted, as on a CPU or for a model without experts.
+    /// `Runner::take_used_experts` (`runner/solo/bench.rs`) defines which batches are counted.
     pub experts_per_step: Option<f64>,
     /// The bytes that the first GPU, or the CPU, reads in a decode step of `concurrency` half-generated answers.
     /// `None` with `--rate` or with varying lengths.

@@ -12,7 +12,8 @@ const MAX_KEY_FILE: u64 = 1 << 20;
 
 /// Returns the API keys. An argument `@FILE` stands for a file with one key per line.
 ///
-/// Fails if a key is empty or contains anything but printable ASCII characters, or if there are arguments but no keys.
+/// Fails if a key is empty or contains a space or anything but printable ASCII characters,
+/// or if there are arguments but no keys.
 pub fn read(arguments: &[String]) -> Result<Vec<String>> {
     let mut keys = Vec::new();
     for argument in arguments {

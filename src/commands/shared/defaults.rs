@@ -71,7 +71,8 @@ const NOT_IN_ENVIRONMENT: [&str; 1] = ["port"];
 /// They are also settings of `serve`, so that `health` checks the address at which `serve` listens.
 const HEALTH_FLAGS: [&str; 3] = ["host", "port", "tls-cert"];
 
-/// The flags of `bench`, `perplexity` and `replay` that are also read from sources other than the command line.
+/// The flags of `bench`, `perplexity` and `replay` that this module also reads from sources other than the command
+/// line.
 const DEVICE_FLAGS: [&str; 2] = ["device", "split"];
 
 /// The parsed command line, with values from the environment, the resumed conversation and the configuration file.
@@ -164,7 +165,7 @@ pub fn parse(command: Command, known: Option<&KnownModel>) -> Result<ParsedComma
     Ok(ParsedCommandLine { matches, is_model_typed, requested, configured, saved, rejected })
 }
 
-/// Starts logging with the level and the format that the command line sets.
+/// Starts logging with the level from the command line. For `serve`, the format can also come from INFERNO_LOG_FORMAT.
 fn start_logging(matches: &ArgMatches) {
     let format = match matches.subcommand() {
         Some(("serve", arguments)) => arguments.get_one::<LogFormat>("log_format").copied(),

@@ -108,8 +108,10 @@ impl Hub {
         Ok(Snapshot { name: name.to_string(), revision: Some(commit.clone()), path, source: SnapshotSource::Inferno })
     }
 
-    /// Returns the number of bytes that a download would fetch.
-    /// Files in inferno's own cache do not count, and neither do files whose size the hub does not list.
+    /// Returns the number of bytes that a download would fetch, or more.
+    /// Files of this commit in inferno's own cache do not count, and neither do files whose size the hub does not list.
+    /// The bytes of unfinished files count, and so do blobs to which only other snapshots link, although a download
+    /// reuses both.
     ///
     /// For sharded weights, estimates the number by the size of the missing safetensors files in the root directory.
     pub fn download_bytes(&self, repo: &str, revision: Option<&str>, filter: &FileFilter) -> Result<u64> {

@@ -20,8 +20,10 @@ use crate::hub::disk::{self, create_dir, with_suffix, write_error};
 
 /// The suffixes of unfinished blobs, of their records, and of corrupt blobs.
 ///
-/// Hugging Face's Python tools leave `.incomplete` files. These tools write files from start to end.
-/// The length of an `.incomplete` file therefore shows which bytes are present.
+/// Hugging Face's Python tools leave `.incomplete` files. Over plain HTTP, these tools write files from start to end.
+/// inferno therefore assumes that an `.incomplete` file has all bytes up to its length.
+/// If a tool wrote the file in another order, as `hf_transfer` does, verification finds the wrong contents,
+/// and the file is fetched again.
 pub(in crate::hub) const SUFFIXES: [&str; 4] = [".parts", ".parts.json", ".incomplete", BAD];
 
 /// The suffix of a blob with wrong contents, which is kept until its replacement arrives.
