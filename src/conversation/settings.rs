@@ -40,7 +40,8 @@ pub enum ReasoningVisibility {
 #[derive(Clone, Debug)]
 pub struct ChatSettings {
     pub sampling: SamplingParams,
-    /// The maximum number of tokens in one answer. `None` lets the answer fill the context.
+    /// The maximum number of tokens in one answer. `None` lets the answer fill the context of a model in this process.
+    /// A server then applies its own limit.
     pub max_tokens: Option<usize>,
     /// Strings that end an answer.
     pub stop: Vec<String>,

@@ -29,7 +29,7 @@ pub trait Architecture: Send + Sync {
     fn max_position_embeddings(&self) -> usize;
 
     /// Returns the longest context that may be the default. Longer contexts are opt-in.
-    /// With LongRoPE, this is the longest context that uses the short factors.
+    /// In Phi-3 models with LongRoPE, this is the longest context that uses the short factors.
     /// Otherwise, this is `max_position_embeddings`. The engine may choose a shorter default.
     fn default_context(&self) -> usize {
         self.max_position_embeddings()
@@ -38,7 +38,8 @@ pub trait Architecture: Send + Sync {
     /// Returns the size of the residual stream.
     fn hidden_size(&self) -> usize;
 
-    /// Returns the intermediate size of an MLP: `intermediate_size` in config.json, or `n_inner` in GPT-2.
+    /// Returns the intermediate size of an MLP: `intermediate_size` in config.json.
+    /// In GPT-2, returns `n_inner`, or 4 · `n_embd` if config.json has no `n_inner`.
     /// In Mixtral and gpt-oss, returns the intermediate size of one expert.
     fn intermediate_size(&self) -> usize;
 

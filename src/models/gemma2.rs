@@ -71,7 +71,7 @@ fn read(mut json: Value) -> Result<Box<dyn Architecture>> {
 
 /// Returns the parts of the decoder config that Gemma 2 and Gemma 3 share.
 ///
-/// Gemma checkpoints store each norm weight minus 1. Gemma multiplies embeddings by sqrt(hidden_size).
+/// The norms are [`NormKind::RmsOffByOne`]. Gemma multiplies embeddings by sqrt(hidden_size).
 pub(super) fn decoder_config(
     common: &CommonConfig,
     weights: &Weights,

@@ -121,7 +121,7 @@ pub fn declared_model_type(dir: &Path) -> Option<String> {
 }
 
 /// Returns the tensor table of the family that config.json names.
-/// Returns the table of the usual names if inferno does not support the architecture.
+/// Returns the table of the usual names if inferno does not support the architecture, or if `json` names none.
 pub fn tensor_table(json: &Value) -> TensorTable {
     find_family(json).map_or(general::TENSORS, |family| family.tensors)
 }

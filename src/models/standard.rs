@@ -24,7 +24,7 @@ pub(super) const DECODER: &[TensorRow] = &[
     tensor("post_attention_layernorm", Group::Norms, F32, Whole),
     tensor("norm", Group::Norms, F32, Whole),
     tensor("lm_head", Group::Head, Matrix, Rows(Vocabulary)),
-    // RoPE tables, which some checkpoints contain. inferno computes RoPE from config.json.
+    // The RoPE frequencies (`inv_freq`), which some checkpoints contain. inferno computes them from config.json.
     TensorRow::UnloadedModule("rotary_emb"),
 ];
 

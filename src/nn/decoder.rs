@@ -148,7 +148,7 @@ impl Decoder {
     /// [`logits`](Self::logits) turns rows of hidden states into logits, which take far more memory.
     ///
     /// With one token per sequence, this function copies nothing between host and GPU, so a CUDA graph can capture it
-    /// unless the host copies data between ranks (see [`Exchange::can_queue`](crate::world::Exchange::can_queue)).
+    /// unless the host copies data between ranks (see [`World::exchange`]).
     /// A CUDA graph cannot capture the attention backend `CandleFlashAttn`, which reads block tables on the host.
     /// The ids must be tokens of the vocabulary, and the positions and blocks of the pass must be valid for the cache.
     /// [`prepare`](Self::prepare) checks this for a batch, and `BatchGraph::inputs` for a batch graph.

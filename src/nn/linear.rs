@@ -21,6 +21,8 @@ pub(super) fn gate_up_rows(share: &Range<usize>, intermediate_size: usize) -> [R
 }
 
 /// Whether a projection has a bias. The model family or config.json decides, not the tensors in the checkpoint.
+/// GGUF metadata does not say which projections have a bias.
+/// If the models of a family differ, the tensors of the first layer in the GGUF file decide.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Bias {
     With,
@@ -153,7 +155,7 @@ impl Linear {
     }
 
     /// Maps x `[tokens, in]` to x·Wᵀ + b, f32 `[tokens, out]`.
-    /// x must have the weight's dtype. If the weight is quantized, x may have any float dtype.
+    /// x must have the dtype of the weight's dense parts. If all parts are quantized, x may have any float dtype.
     pub fn forward(&self, x: &Tensor, sum_order: SumOrder) -> Result<Tensor> {
         self.forward_into(x, sum_order, None)
     }

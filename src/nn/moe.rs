@@ -194,7 +194,7 @@ pub struct ClampedMoe {
     pub(crate) gate_up_bias: Tensor,
     /// The down_proj weights of all experts, `[experts, hidden, intermediate]`.
     pub(crate) down_proj: ExpertWeights,
-    /// The biases of `down_proj`, `[experts, hidden]`. Zeros on all ranks except the first.
+    /// The biases of `down_proj`, `[experts, hidden]`. If ranks divide each layer, zeros on all ranks except the first.
     pub(crate) down_bias: Tensor,
     pub(crate) config: ClampedMoeConfig,
     /// Counts the distinct experts of small batches (see [`ExpertUsage`]).

@@ -24,7 +24,7 @@ pub struct NormConfig {
 pub enum NormKind {
     /// RMSNorm: x / sqrt(mean(x²) + eps) · w.
     Rms,
-    /// RMSNorm. The checkpoint stores each weight w as w - 1 (Gemma).
+    /// RMSNorm. Safetensors files store each weight w as w - 1 (Gemma). GGUF files store w, and loading subtracts 1.
     RmsOffByOne,
     /// LayerNorm with a bias.
     Layer,

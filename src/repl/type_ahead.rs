@@ -48,7 +48,8 @@ enum EscapeState {
 const MAX_SEQUENCE_BYTES: usize = 32;
 
 impl TypeAhead {
-    /// Adds a byte of input. Returns a [`Key`] if the byte is Ctrl-O or Ctrl-Z outside a paste.
+    /// Adds a byte of input.
+    /// Returns a [`Key`] if the byte is Ctrl-O or Ctrl-Z, outside a paste and outside an escape sequence.
     pub fn push_byte(&mut self, byte: u8) -> Option<Key> {
         match std::mem::take(&mut self.escape) {
             EscapeState::None => return self.push_text_byte(byte),

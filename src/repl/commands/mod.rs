@@ -198,7 +198,7 @@ fn help(name: &str) -> Result<String, String> {
     let mut lines: Vec<String> =
         COMMANDS.iter().map(|command| format!("{:23} {}", usage(command), command.summary)).collect();
     for (keys, effect) in [
-        ("\"\"\"", "surround a multi-line message, or end each line with \\"),
+        ("\"\"\"", "surround several lines, or end all but the last with \\"),
         ("Tab, Ctrl-R, Ctrl-G", "complete, search the history, open $EDITOR"),
         ("Ctrl-C, Ctrl-O", "while an answer streams: stop it, fold the reasoning"),
     ] {

@@ -40,6 +40,7 @@ const _: () = assert!(MAILBOX_SLOTS > 1 + AHEAD);
 struct CurrentSequence {
     id: u64,
     /// The position of the input of the first step after the graph was started for this sequence.
+    /// After `start_from`, the choice of the first token counts as this step, and its input is the last cached token.
     start: usize,
 }
 

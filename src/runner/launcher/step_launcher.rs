@@ -60,8 +60,8 @@ impl StepLauncher {
     /// Queues the forward pass of all sequences, and the sampling of a token for each entry of `samplings`.
     /// Returns the index of the step, which [`wait`](Self::wait) takes.
     /// All ranks have the same sampling parameters, and choose from the logits of all ranks, so their GPUs choose the
-    /// same tokens. If all sequences use greedy sampling and the step runs as a batch graph, the ranks exchange only
-    /// their largest logits.
+    /// same tokens. If the step runs as a batch graph and [`RowSampling::needs_only_best`] is true for all entries,
+    /// the ranks exchange only their largest logits.
     pub fn queue(
         &mut self,
         decoder: &Decoder,

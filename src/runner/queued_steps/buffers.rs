@@ -89,8 +89,8 @@ impl QueuedStepBuffers {
         }
     }
 
-    /// Copies inputs to `target`, u32, for the step that the next call of [`choose`](Self::choose) or
-    /// [`skip`](Self::skip) counts.
+    /// Copies inputs to `target`, u32, for the step that the next call of [`choose`](Self::choose),
+    /// [`choose_best`](Self::choose_best) or [`skip`](Self::skip) counts.
     pub fn write_inputs(&mut self, inputs: &StepInputs, target: &Tensor) -> Result<()> {
         let start = self.steps % SLOTS * SLOT_WORDS;
         Ok(inputs.write(target, &self.tokens, &self.host, start..start + INPUT_WORDS)?)

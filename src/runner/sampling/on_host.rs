@@ -7,6 +7,7 @@ use super::logprobs::TokenLogprobs;
 use super::token_sampler::{NO_ALLOWED_TOKEN, NoToken, TokenSampler};
 
 /// Chooses a token on the host. Fails if every logit, or every allowed token's logit, is NaN or -inf.
+/// Also fails if [`TokenSampler::allowed_tokens`] fails.
 pub fn choose_on_host(logits: &mut [f32], sampler: &mut dyn TokenSampler) -> Result<ChosenToken> {
     let allowed = sampler.allowed_tokens()?;
     let unedited = sampler.top_logprobs().map(|count| (logits.to_vec(), count));
