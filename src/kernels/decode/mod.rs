@@ -1,6 +1,6 @@
 //! The fused CUDA kernels of the decode graph. A step computes one token of one sequence in static buffers.
 //!
-//! Each `add_*` function checks shapes and dtypes, and adds one or more launches to a `LaunchList`.
+//! Each `add_*` function checks shapes and dtypes, and adds its launches to a `LaunchList`.
 //! Launch lists are captured as a CUDA graph, which replays each launch with the same arguments.
 //! Values that change from step to step, such as the position and the token, are therefore in device memory.
 //! A step multiplies each weight by at most one vector, so memory bandwidth limits the speed of these kernels.

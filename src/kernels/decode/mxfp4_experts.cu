@@ -171,7 +171,7 @@ __device__ void decode_gate_up_experts(const __half* normed, const float* normed
 
 // Computes x += Σ routing weight · (down(h) + bias) over the chosen experts.
 //   x: f32 [rows]
-//   m: if several ranks run the layer together, the sums are sent to all ranks instead (see Sender in exchange.cuh)
+//   m: if m.ranks > 1, the sums are sent to all ranks instead (see Sender in exchange.cuh)
 //   h: f16 [chosen, columns]
 //   logits: f32 [experts]
 //   weights: [experts, rows, columns] in plain tiles

@@ -6,7 +6,7 @@
 //   bias: f32 [rows] or null
 //   x: f32 [rows], or null if the model has a post-norm; decode_add_normed then adds norm(out) to the residual stream
 //   out: f32 [rows]; may be the same buffer as x
-//   m: if several ranks run the layer together, the results are sent to all ranks (see Sender in exchange.cuh)
+//   m: if m.ranks > 1, the results are sent to all ranks instead (see Sender in exchange.cuh)
 //   grid: at most one block per multiprocessor
 //   block: at most 24 warps, or 16 with quantized weights
 //   bytes moved: the weight

@@ -118,7 +118,7 @@ struct ChosenGroups {
 //   logits: f32 [experts]
 //   weight: T [experts, rows, columns], or one quantized matrix
 //   over_all: 1 if the routing softmax covers all experts, 0 if it covers only the chosen experts
-//   m: if several ranks run the layer together, the sums are sent to all ranks instead (see Sender in exchange.cuh)
+//   m: if m.ranks > 1, the sums are sent to all ranks instead (see Sender in exchange.cuh)
 //   grid: at most one block per multiprocessor
 //   block: at most 24 warps, or 16 with quantized weights
 //   bytes moved: the weights of the chosen experts

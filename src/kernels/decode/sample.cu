@@ -74,7 +74,8 @@ __device__ void grid_barrier(Scratch* scratch, uint32_t& expected) {
 }
 
 // Returns the largest sort key k (see sort_key) for which all tokens with keys >= k together reach the target.
-// Ignores tokens with keys below `floor`.
+// Ignores tokens with keys below `floor` and tokens without probability mass.
+// If all other tokens together do not reach the target, returns 0, which excludes no token.
 // With BY_MASS, the target is a probability mass, `share` times the total mass, and the argument `target` is ignored.
 // Without BY_MASS, the target is a number of tokens, the argument `target`, and `share` is ignored.
 // Each of the four rounds determines eight bits of the sort key, from the highest bits to the lowest.

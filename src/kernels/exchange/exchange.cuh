@@ -261,9 +261,11 @@ struct Operation {
 };
 
 // Sends the results of a kernel to all ranks, as soon as each value is known. The next kernel must receive them with
-// exchange_sent_4 or exchange_sent_1 (exchange_sum.cu). That kernel does not wait until this kernel has ended.
+// exchange_sent_4 or exchange_sent_1 (exchange_sum.cu). Unless ranks share a GPU, that kernel does not wait until this
+// kernel has ended.
 // A rank also sends to its own mailbox, so that its values arrive like the values of the other ranks.
-// If there is only one rank, the results are stored instead.
+// If m.ranks is 1, the results are stored instead. This is the case if there is only one rank, or if the mailboxes are
+// in host memory (see `sender` in exchange_sum.rs).
 class Sender {
     const Mailboxes& m;
     size_t offset = 0;  // the word offset of this rank's region in a mailbox
@@ -279,7 +281,7 @@ public:
         const uint32_t number = __shfl_sync(0xffffffffu, Scalar::load(m.state), 0);
         offset = Operation::slot_of(m, number) + (size_t)m.rank * m.region;
     }
-    // Sends element i to all ranks. Stores it in `out` if there is only one rank.
+    // Sends element i to all ranks. Stores it in `out` instead if m.ranks is 1.
     __device__ __forceinline__ void store(float* out, int i, float value) const {
         if (m.ranks == 1) {
             out[i] = value;

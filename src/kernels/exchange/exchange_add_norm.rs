@@ -1,7 +1,8 @@
 //! Updates of the residual stream (`exchange_add_norm.cu`).
 //!
 //! - In `exchange_add_norm_all`, each rank computes all rows, so x must be valid in all rows.
-//!   This kernel runs if partial results are not rounded to bf16, or if there are two ranks and few rows.
+//!   This kernel runs if x is valid in all rows, and if partial results are not rounded to bf16 or there are two ranks
+//!   and few rows.
 //! - In `exchange_add_norm`, each rank computes its own rows and sends the normalized rows to the other ranks.
 //!   This kernel runs in all other cases in which partial results are rounded. It also accepts an x that is valid only
 //!   in the rank's own rows.

@@ -1,7 +1,8 @@
 //! Size classes: ranges of token counts whose matrix products share a cuBLASLt algorithm.
 
 /// Rounds a number of tokens up to a size class.
-/// All products of one matrix with inputs of one size class and alignment use the same cuBLASLt algorithm.
+/// All products of one matrix in one size class use the same cuBLASLt algorithm, if they also have the same alignment,
+/// output dtype and output stride.
 ///
 /// Up to 8 tokens, each number is a class. From 9 to 64 tokens, the classes are multiples of 8.
 /// Above 64 tokens, there are four classes per doubling, so the rounded number is less than 25% larger.

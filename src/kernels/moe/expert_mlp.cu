@@ -1,4 +1,5 @@
-// The MLP of routed experts with MXFP4 weights, for many tokens.
+// The MLP of routed experts with MXFP4 weights.
+// With few pairs per expert, expert_few_pairs.cu usually computes the products instead (see moe/mod.rs).
 // The matrix products run on tensor cores. Weights are packed in shared memory and unpacked in registers.
 //
 //   x [tokens, hidden] -> spread_tokens -> expert_gate_up -> h [pairs, intermediate]

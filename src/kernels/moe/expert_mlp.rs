@@ -191,7 +191,7 @@ fn spread_tokens(
     dtype: DType,
 ) -> Result<Tensor> {
     let ((tokens, columns), chosen) = (x.dims2()?, routed.weights.dim(1)?);
-    // SAFETY: the kernel writes every element that the products read.
+    // SAFETY: the kernel writes the rows of all pairs. The products may read other rows, but discard their results.
     let tiled = unsafe { scratch::empty(columns.div_ceil(64) * tiled_rows * 64, dtype, x.device())? };
     let arguments = Arguments::new().tensor(x)?.tensor(&routed.rows)?.tensor(&tiled)?.int(tokens);
     let arguments = arguments.int(columns).int(tiled_rows).int(chosen);

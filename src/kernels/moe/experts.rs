@@ -188,7 +188,7 @@ mod cuda {
                 unsafe { grouped_gemm(device, x, dense, bias, ids, pairs_per_x, &out)? };
             }
             ExpertWeights::Mxfp4Tiles(_) => {
-                bail!("cannot multiply expert weights: only expert_mlp supports MXFP4 tiles")
+                bail!("cannot multiply expert weights: expert_matmul does not support MXFP4 tiles")
             }
             ExpertWeights::Quantized(..) => unreachable!("quantized experts return above"),
         }

@@ -33,7 +33,8 @@ pub(super) enum ProductKernel {
 }
 
 impl ProductKernel {
-    /// Chooses the kernel based on the average number of pairs per expert, the GPU and the order of additions.
+    /// Chooses the kernel based on the average number of pairs per expert, the sizes of the experts, the GPU and the
+    /// order of additions.
     /// `gate_up` is `(experts, rows, columns)`, the dimensions of the fused gate and up weights.
     pub fn choose(
         device: &CudaDevice,

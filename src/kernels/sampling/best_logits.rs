@@ -14,8 +14,10 @@ pub const BEST_LOGITS_COLUMNS: usize = 2 * BEST_LOGITS_PARTS;
 /// Token ids below this limit are exact in f32.
 const TOKEN_LIMIT: usize = 1 << 24;
 
-/// Returns the largest logits of each row and their token ids: f32 `[rows, BEST_LOGITS_COLUMNS]`.
-/// Each even column has a logit, and the next column has its token id. The logit is -inf if there is no such token.
+/// Divides each row into `BEST_LOGITS_PARTS` parts, and returns the largest logit of each part and its token id:
+/// f32 `[rows, BEST_LOGITS_COLUMNS]`.
+/// Each even column has a logit, and the next column has its token id.
+/// The logit is -inf if a part has no logit above -inf. Its token id is then meaningless.
 ///
 /// `logits` is f32 `[rows, columns]`, the logits of the tokens from `first_token` on. There may be no columns.
 pub fn best_logits(logits: &Tensor, first_token: usize) -> Result<Tensor> {

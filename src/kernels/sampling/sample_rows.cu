@@ -157,8 +157,8 @@ __device__ __forceinline__ unsigned long long sum_of_warps(unsigned long long ow
 // Returns the largest sort key k (see sort_key) for which the tokens with keys >= k together reach the target.
 // Ignores tokens with keys below `floor` and tokens without probability mass.
 // If BY_MASS is true, the target is a probability mass, otherwise a number of tokens.
-// `each_key(use)` calls `use(key)` for this block's keys to search. The target counts only the keys of the row's
-// blocks. All lanes of a warp call `use` together.
+// `each_key(use)` calls `use(key)` for this block's keys to search. The target counts only the keys that the row's
+// blocks search. All lanes of a warp call `use` together.
 template <int BLOCKS, bool BY_MASS, typename EachKey>
 __device__ uint32_t threshold(const Row& row, EachKey each_key, uint32_t floor, unsigned long long target,
                               unsigned long long* warps) {
