@@ -53,7 +53,9 @@ pub fn run(args: Args) -> Result<ExitCode> {
     writeln!(err, "{} is in {}", snapshot.name, snapshot.path.display())?;
     // Skip models that are incomplete because --include or --exclude left out some of their files.
     for model in snapshot.models().iter().filter(|model| hub.find(&model.name, None).is_ok()) {
-        writeln!(err, "to run it: inferno play {}", printable(&shell_word(&model.name)))?;
+        let at =
+            revision.as_deref().map_or_else(String::new, |revision| format!(" --revision {}", shell_word(revision)));
+        writeln!(err, "to run it: inferno play {}{}", printable(&shell_word(&model.name)), printable(&at))?;
     }
     Ok(ExitCode::SUCCESS)
 }

@@ -44,11 +44,15 @@ struct Selection {
 
 impl Hub {
     /// Completes a partial name of a model in inferno's own cache.
-    /// Returns `None` for a full name, with or without its organization, or if no model or several models match.
+    /// Returns `None` for the demo model, for a full name, with or without its organization, or if no model or several
+    /// models match.
     ///
     /// `inferno remove` asks the user to confirm the model, because a partial name may match a model by accident.
     pub fn resolve_partial_name(&self, model: &str) -> Option<String> {
-        let (name, _) = names::split_revision(model, None).ok()?;
+        let (name, revision) = names::split_revision(model, None).ok()?;
+        if demo::is_demo(name, revision).ok()? {
+            return None;
+        }
         let (part, _) = gguf::split_tag(name);
         let own_names = self.own_cache().names().into_iter().collect();
         match names::matching(part, &own_names)[..] {

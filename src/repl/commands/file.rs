@@ -11,8 +11,8 @@ use crate::text::counted;
 /// larger file would fit in the context.
 const MAX_BYTES_PER_TOKEN: u64 = 16;
 
-/// The context length, in tokens, that limits the file size if a server does not report its context length.
-const UNKNOWN_CONTEXT: usize = 1 << 20;
+/// The maximum file size in bytes if a server does not report its context length.
+const MAX_BYTES: u64 = 16 << 20;
 
 /// Attaches a file, lists the attached files, or detaches all of them. Returns a message for the user.
 pub fn run(path: &str, session: &mut Session) -> Result<String, String> {
@@ -29,34 +29,37 @@ pub fn run(path: &str, session: &mut Session) -> Result<String, String> {
         _ => {}
     }
     let path = paths::unquote(path);
-    let context = session.backend().context().unwrap_or(UNKNOWN_CONTEXT);
-    let text = read(&path, context).map_err(|reason| format!("cannot attach {path}: {reason}"))?;
+    let text = read(&path, session.backend().context()).map_err(|reason| format!("cannot attach {path}: {reason}"))?;
     let tokens = session.backend().count_text(&text);
     let size = tokens.map_or_else(|| counted(text.len(), "byte"), |tokens| counted(tokens, "token"));
     session.attach(Attachment { path: path.clone(), text });
     Ok(format!("attached to the next message: {path} ({size})"))
 }
 
-/// Reads a text file. Fails if the file has more than [`MAX_BYTES_PER_TOKEN`] bytes per token of the context.
+/// Reads a text file. Fails if the file has more than [`MAX_BYTES_PER_TOKEN`] bytes per token of the context,
+/// or more than [`MAX_BYTES`] bytes if the length of the context is unknown.
 ///
-/// The limit is in bytes, because counting tokens would require tokenizing the file, which is slow for a huge file.
-fn read(path: &str, context: usize) -> Result<String, String> {
+/// The limits are in bytes, because counting tokens would require tokenizing the file, which is slow for a huge file.
+fn read(path: &str, context: Option<usize>) -> Result<String, String> {
     let path = paths::expand_home(path);
     let metadata = std::fs::metadata(&path).map_err(|error| error.to_string())?;
     // Reject a pipe or a device, which may never end. `files::open` checks again, in case the file was replaced.
     if !metadata.is_file() {
         return Err("not a regular file".to_string());
     }
-    let limit = context as u64 * MAX_BYTES_PER_TOKEN;
+    let limit = context.map_or(MAX_BYTES, |context| context as u64 * MAX_BYTES_PER_TOKEN);
     let mut bytes = Vec::new();
     let file = files::open(&path).map_err(|error| error.root_cause().to_string())?;
     file.take(limit + 1).read_to_end(&mut bytes).map_err(|error| error.to_string())?;
     if bytes.len() as u64 > limit {
         let size = metadata.len().max(bytes.len() as u64);
-        return Err(format!(
-            "{size} bytes do not fit in a context of {}; attach a smaller file, or raise --context",
-            counted(context, "token")
-        ));
+        return Err(match context {
+            Some(context) => format!(
+                "{size} bytes do not fit in a context of {}; attach a smaller file, or raise --context",
+                counted(context, "token")
+            ),
+            None => format!("{size} bytes exceed the limit of {} MiB; attach a smaller file", MAX_BYTES >> 20),
+        });
     }
     String::from_utf8(bytes).map_err(|_| "not UTF-8 text".to_string())
 }

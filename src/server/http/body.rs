@@ -36,7 +36,7 @@ pub async fn collect(headers: &HeaderMap, body: Body, timeouts: &Timeouts) -> Re
     check_headers(headers)?;
     match tokio::time::timeout(timeouts.body, Limited::new(body, MAX_BODY_BYTES).collect()).await {
         Err(_) => {
-            let message = format!("the body did not arrive within {} s", timeouts.body.as_secs());
+            let message = format!("the body did not arrive within {} s", timeouts.body.as_secs_f64());
             Err(ApiError::client(StatusCode::REQUEST_TIMEOUT, message))
         }
         Ok(Err(error)) if error.is::<LengthLimitError>() => Err(too_large()),

@@ -36,7 +36,7 @@ pub async fn tokenize(State(server): State<Arc<Server>>, request: Request) -> Re
     let mut fields = read_json(request, &server.options.timeouts).await?;
     check_model(&mut fields, &server)?;
     let wants_strings = fields.take_bool("return_token_strs")?.unwrap_or(false);
-    let encode = read_input(&mut fields, &engine)?;
+    let (field, encode) = read_input(&mut fields, &engine)?;
     let ignored = fields.ignored();
     reply::check_strict(&headers, &ignored)?;
     let max_model_len = engine.context();
@@ -47,25 +47,26 @@ pub async fn tokenize(State(server): State<Arc<Server>>, request: Request) -> Re
         Ok(Tokens { count: tokens.len(), max_model_len, tokens, token_strs })
     });
     let tokens = worker.await.map_err(|panic| ApiError::internal(format!("cannot tokenize: {panic}")))?;
-    let tokens = tokens.map_err(|error| ApiError::from_submit(&error, "prompt"))?;
+    let tokens = tokens.map_err(|error| ApiError::from_submit(&error, field))?;
     Ok(reply::with_ignored(json_response(&tokens)?, &ignored))
 }
 
 type EncodeInput = Box<dyn FnOnce(&EngineHandle) -> anyhow::Result<Vec<u32>> + Send>;
 
 /// Reads the input of `/tokenize`, which is either `prompt`, or `messages` with `tools` and template options.
-/// Returns a function that encodes the input.
-fn read_input(fields: &mut Fields, engine: &EngineHandle) -> Result<EncodeInput, ApiError> {
+/// Returns the field and a function that encodes the input.
+fn read_input(fields: &mut Fields, engine: &EngineHandle) -> Result<(&'static str, EncodeInput), ApiError> {
     if let Some(prompt) = fields.take_string("prompt")? {
         let controls = if fields.take_bool("add_special_tokens")?.unwrap_or(true) {
             ControlTokens::Default
         } else {
             ControlTokens::Parse
         };
-        return Ok(Box::new(move |engine| {
+        let encode: EncodeInput = Box::new(move |engine| {
             engine.check_text(prompt.len())?;
             engine.tokenizer().encode(&prompt, controls)
-        }));
+        });
+        return Ok(("prompt", encode));
     }
     let messages = chat::read_messages(fields)?;
     let options = RenderOptions {
@@ -75,7 +76,7 @@ fn read_input(fields: &mut Fields, engine: &EngineHandle) -> Result<EncodeInput,
         add_generation_prompt: fields.take_bool("add_generation_prompt")?.unwrap_or(true),
         template_variables: chat::read_template_variables(fields, engine)?,
     };
-    Ok(Box::new(move |engine| Ok(engine.render(&messages, &options)?.ids)))
+    Ok(("messages", Box::new(move |engine| Ok(engine.render(&messages, &options)?.ids))))
 }
 
 /// Handles `POST /detokenize`: converts token ids to text.

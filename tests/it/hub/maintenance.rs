@@ -212,6 +212,10 @@ fn partial_name_is_completed() {
     for whole in [REPO, "tiny-model", "ORG/Tiny-Model", "other", "demo"] {
         assert_eq!(machine.hub().resolve_partial_name(whole), None, "{whole}");
     }
+    // `demo` is the name of the demo model, and not a part of the name of another model.
+    machine.write_snapshot("own", "org/some-demo", COMMIT, &[("config.json", b"{}")]);
+    assert_eq!(machine.hub().resolve_partial_name("some").as_deref(), Some("org/some-demo"));
+    assert_eq!(machine.hub().resolve_partial_name("demo"), None);
 }
 
 #[test]

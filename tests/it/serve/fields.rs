@@ -308,3 +308,15 @@ fn prompts_that_can_never_fit_are_refused_with_what_fits() {
     let json = server.chat(json!({ "max_tokens": 32000, "ignore_eos": true })).ok();
     assert_eq!((&json["choices"][0]["finish_reason"], &json["usage"]["total_tokens"]), (&json!("length"), &json!(256)));
 }
+
+/// The error of `/tokenize` for a text that is too long names the field that contains the text.
+#[test]
+fn errors_of_tokenize_name_the_field_of_the_input() {
+    let server = shared_server();
+    let text = "x ".repeat(1 << 20);
+    let messages = json!([{ "role": "user", "content": text }]);
+    for (field, value) in [("prompt", json!(text)), ("messages", messages)] {
+        let error = server.post("/tokenize", &json!({ field: value })).error(400);
+        assert_eq!(error["param"], field, "{error}");
+    }
+}
