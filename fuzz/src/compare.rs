@@ -99,7 +99,7 @@ fn streamed_completion(whole: &Value, events: &[Value]) -> Value {
     choices
 }
 
-/// Returns the items of a response without their ids, its status and its usage.
+/// Returns the items of a response (without their ids), its status, the reason why it is incomplete, and its usage.
 fn whole_response(response: &Value) -> Value {
     let mut items = response["output"].clone();
     for item in items.as_array_mut().unwrap() {
@@ -174,7 +174,8 @@ fn streamed_message(events: &[Value]) -> Value {
             "content_block_stop" => {
                 let block = blocks.last_mut().unwrap();
                 if block["type"] == "tool_use" {
-                    // As in a whole answer, text that is not a JSON object becomes the field `arguments` of the input.
+                    // As in a whole answer, blank text becomes an empty input.
+                    // Other text that is not a JSON object becomes the field `arguments` of the input.
                     let text = std::mem::take(&mut input);
                     block["input"] = match serde_json::from_str(&text) {
                         Ok(Value::Object(map)) => Value::Object(map),

@@ -14,7 +14,8 @@ use tokio::runtime::{Builder, Runtime};
 
 use super::MAX_BYTES;
 
-/// The routes that read a body.
+/// The routes from which the target selects.
+/// `/v1/admission`, `/api/show` and `/api/pull` also read a body, but the target does not select them.
 const ROUTES: [&str; 10] = [
     "/v1/chat/completions",
     "/v1/completions",

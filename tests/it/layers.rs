@@ -70,7 +70,7 @@ fn layer(module: &str) -> usize {
     })
 }
 
-/// Files in one folder must not import each other in a cycle. The rules:
+/// Files in one folder must not import each other in a cycle. In `src` itself, [`LAYERS`] rules out cycles. The rules:
 ///
 /// - A folder consists of its `.rs` files and subfolders. `x.rs` and everything in the folder `x/` count as one file.
 /// - The file that declares the modules of a folder counts as a file named `mod`.
@@ -135,7 +135,7 @@ struct Source {
     file: PathBuf,
     /// The names of the items that the file defines.
     items: BTreeSet<String>,
-    /// Imported and re-exported names with their full paths.
+    /// Imported and re-exported names, and declared modules, with their full paths.
     imports: HashMap<String, ModulePath>,
     /// Modules that are imported with a glob (`use x::*`).
     globs: Vec<ModulePath>,

@@ -1,4 +1,4 @@
-//! Runs the fuzz targets on their corpora and on seeded mutations of the corpus files.
+//! Runs six of the fuzz targets on their corpora and on seeded mutations of the corpus files.
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant};

@@ -116,7 +116,7 @@ fn hostile_templates_are_refused() {
         let model = Model::with_template(&template);
         let answer = model.play(&["hello"]);
         println!(
-            "{name}: {:.1} s, peak memory {} MB, stderr: {}",
+            "{name}: {:.1} s, peak memory {} MiB, stderr: {}",
             answer.seconds,
             answer.peak_bytes >> 20,
             answer.stderr.trim()

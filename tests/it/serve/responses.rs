@@ -6,7 +6,8 @@ use serde_json::{Value, json};
 
 use super::client::{Response, Server, read_chunk};
 
-/// The keys that OpenAI's schema requires in a response.
+/// The keys of a response. OpenAI's schema has all of them except `store`, `presence_penalty` and `frequency_penalty`,
+/// which the compliance suite of Open Responses requires.
 const REQUIRED: [&str; 32] = [
     "id",
     "object",

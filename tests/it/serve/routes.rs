@@ -187,7 +187,8 @@ fn metrics_have_the_names_and_labels_that_dashboards_read() {
     ] {
         assert!(text.contains(part), "{part}: {text}");
     }
-    // These metrics are constant in inferno, so only `--metrics-compat vllm` publishes them, under vLLM's names.
+    // These metrics are constant, the current time, or equal to `num_requests_waiting`.
+    // Only `--metrics-compat vllm` publishes them, under vLLM's names.
     let plain = Server::start(&[]).get("/metrics").text();
     for name in ["waiting_by_reason", "engine_sleep_state", "lora_requests_info"] {
         assert!(text.contains(name) && !plain.contains(name), "{name}: {plain}");

@@ -46,9 +46,10 @@ impl Bounded {
 
 /// Runs a command without input.
 ///
-/// Asserts that no signal or panic ends the command.
-/// A failure must be reported as one error of at most 2000 bytes, without control characters.
-/// Also asserts that the command uses at most 10 s of CPU time, 60 s of wall-clock time and 1 GB of memory.
+/// Asserts that no signal or panic ends the command, and that stderr has no control characters except line breaks.
+/// If the command fails, its stderr must have exactly one error and at most 2000 bytes.
+/// Also asserts that the command uses at most 10 s of CPU time, 60 s of wall-clock time and 1 GB of resident memory.
+/// The memory of its child processes, such as the sandbox process, does not count toward the 1 GB.
 #[track_caller]
 pub fn bounded(command: Command) -> Bounded {
     bounded_with_input(command, b"")

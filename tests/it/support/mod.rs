@@ -82,7 +82,7 @@ const FAMILY: GoldenModel = GoldenModel {
 const VARIANT: GoldenModel = GoldenModel { kind: GoldenKind::Variant, has_gguf: false, ..FAMILY };
 const COMPRESSED: GoldenModel = GoldenModel { kind: GoldenKind::Compressed, ..VARIANT };
 
-/// All golden models. Most tests select some of them with [`golden_models`].
+/// All golden models except `trained`. Most tests select some of them with [`golden_models`].
 pub const GOLDEN_MODELS: &[GoldenModel] = &[
     GoldenModel { name: "gpt_oss", has_router: true, ..FAMILY },
     GoldenModel { name: "gpt_oss_new", has_router: true, ..VARIANT },

@@ -27,7 +27,7 @@ pub fn play_with(home: &TempDir, args: &[&str], environment: &[(&str, &str)]) ->
 }
 
 /// Waits until `text` appears in the output that no earlier call has returned. Returns this output up to `text`.
-/// Panics if `text` does not appear within 120 s.
+/// Panics if the program exits first, or after 120 s.
 pub fn expect(session: &mut PtySession, text: &str) -> String {
     session.exp_string(text).unwrap_or_else(|error| panic!("the output does not contain {text:?}: {error}"))
 }

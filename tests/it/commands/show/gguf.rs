@@ -1,4 +1,5 @@
-//! Tests of `inferno show` for GGUF models on the hub. The command reads only headers and RoPE factors of GGUF files.
+//! Tests of `inferno show` for GGUF models on the hub.
+//! The command fetches only the start of each GGUF file, which contains the header, and RoPE factors.
 
 use inferno::weights::ggml::GgmlType;
 use serde_json::{Value, json};
@@ -122,7 +123,7 @@ fn header_is_read_until_it_is_complete() {
 }
 
 /// In GGUF, Llama 3's RoPE factors are a small tensor that may be anywhere in the tensor data.
-/// `show --remote` must fetch the bytes of this tensor, but no other tensor data.
+/// `show --remote` must fetch the bytes of this tensor, but no other tensor data beyond the first MiB of the file.
 #[test]
 fn rope_factors_are_fetched_from_the_tensor_data() {
     let head = 20_000;

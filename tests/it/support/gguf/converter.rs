@@ -1,7 +1,7 @@
 //! Converts golden checkpoints to GGUF files, as llama.cpp's `convert_hf_to_gguf.py` does.
 //!
 //! The converter shares no code with the GGUF reader, so the same bug is unlikely in both.
-//! `tests/golden/check_gguf.py` loads the converted files with transformers and compares the logits.
+//! `tests/golden/check_gguf.py` loads the converted files that transformers can read, and compares the logits.
 
 use std::path::Path;
 
@@ -87,7 +87,7 @@ fn metadata(config: &Value) -> Writer {
         ("block_count", first(&["num_hidden_layers", "n_layer"])),
         ("feed_forward_length", first(&["intermediate_size", "n_inner"])),
         ("attention.head_count", Some(heads)),
-        // Llama files always have this key. Without it, transformers does not restore the row order of q and k.
+        // Llama files always get this key. Without it, transformers does not restore the row order of q and k.
         ("attention.head_count_kv", size(config, "num_key_value_heads").or(Some(heads).filter(|_| name == "llama"))),
         ("attention.key_length", size(config, "head_dim")),
         ("attention.value_length", size(config, "head_dim")),
