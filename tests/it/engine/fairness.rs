@@ -36,7 +36,8 @@ struct Simulator {
     next: SequenceId,
     now: Duration,
     /// The tokens served to each tenant since the last call of `take_served`.
-    /// A prompt token counts once, and a generated token counts twice.
+    /// The tokens of a range that starts in the prompt count once, and all other tokens count twice.
+    /// Tokens that are recomputed after a preemption count again.
     served: BTreeMap<u64, usize>,
 }
 

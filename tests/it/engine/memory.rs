@@ -21,7 +21,8 @@ use crate::support::{demo_dir, golden, golden_models};
 const QUANTIZED: [&str; 4] = ["q8_0", "q4_k", "q3_k", "int8"];
 
 /// Checks the estimated size of the weights against their size after loading, in f32 and bf16.
-/// For unquantized dense models, also checks the number of bytes that a decode step reads.
+/// For unquantized dense models whose `model.embed_tokens.weight` is stored in 16 bits,
+/// also checks the number of bytes that a decode step reads.
 fn check(name: &str, path: &Path, quantize: Option<QuantizationTarget>) {
     let checkpoint = Checkpoint::open(path).unwrap();
     let config = models::read_config(path).unwrap();
@@ -79,7 +80,7 @@ fn check_ranks(name: &str, path: &Path, quantize: Option<QuantizationTarget>) {
             let cache_bytes: usize = tensors.map(|tensor| tensor.elem_count() * tensor.dtype().size_in_bytes()).sum();
             let cache_bytes = cache_bytes as u64;
             assert_eq!(plan.cache_bytes(capacity), cache_bytes, "{what}");
-            // `show` prints the plan of the first rank, because no other rank needs more memory.
+            // With `Split::Tensor`, `show` prints the plan of the first rank, because no other rank needs more memory.
             if world.is_first() {
                 let largest = (plan.weight_bytes(), plan.cache_bytes(capacity));
                 let others = (0..ranks).map(|rank| {

@@ -1,6 +1,6 @@
 //! Tests of the sampler on the host, and of the search for stop strings.
 //!
-//! `kernels/sampling.rs` tests sampling on a GPU, and `decode_graph.rs` tests sampling in the decode graph.
+//! `kernels/sampling.rs` tests sampling on a GPU, and `runner/decode_graph.rs` tests sampling in the decode graph.
 
 use std::collections::HashMap;
 

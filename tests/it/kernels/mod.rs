@@ -3,7 +3,7 @@
 //! Some tests check the references against independently computed values.
 //!
 //! `quantized/mod.rs` tests the kernels of quantized matrices.
-//! `decode_graph.rs` tests the fused kernels of the decode graph, which include sampling.
+//! `runner/decode_graph.rs` tests the fused kernels of the decode graph, which include sampling.
 
 mod attention;
 mod matmul;

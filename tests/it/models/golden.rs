@@ -394,7 +394,7 @@ fn forked_sequences_equal_separate_ones(model: ModelOnDevice) {
     }
 }
 
-/// A preempted sequence gives up its blocks. Later, it recomputes the tokens whose blocks are no longer cached.
+/// A preempted sequence gives up its blocks. Later, it recomputes the tokens that are not in a cached block.
 #[test(each = uncompressed)]
 fn preempted_sequence_continues_as_before(model: ModelOnDevice) {
     let case = load(model);

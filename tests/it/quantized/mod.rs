@@ -390,7 +390,9 @@ fn gpu_kernels_agree_with_the_cpu() {
                         // and for 2 to 8 tokens unless `matmul_few_tokens` or an 8-bit product is used.
                         // 8-bit products use 8-bit weights as they are. Tensor cores accumulate int8 products exactly,
                         // but FP8 products only to about 13 bits.
-                        // All other kernels round the weights to the dtype of the input.
+                        // All other kernels round the weights to the dtype of the input. The exception is
+                        // `matmul_few_tokens` with Int8 and Fp8 weights: it multiplies the 8-bit values, which are
+                        // exact, and then applies the scale of the row.
                         let uses_matmul_few_tokens = match rounding {
                             InputQuantization::Int8PerToken | InputQuantization::Int8Static(_) if rows % 16 == 0 => {
                                 false

@@ -105,7 +105,7 @@ fn check(rank: usize, fault: RankFault, work: Work, split: Split) {
     assert!(dropped.elapsed() < LONG, "{name}: {:?}", dropped.elapsed());
 }
 
-/// Runs several test cases at the same time, because most cases only wait.
+/// Runs several test cases at the same time, because a case in which a rank hangs mostly waits.
 ///
 /// Each engine has three threads. With too many engines, a rank could wait for a core for longer than `ANSWER_TIMEOUT`.
 #[test]

@@ -39,7 +39,8 @@ use crate::support::{GoldenKind, demo_dir, golden, golden_models, logits_of, rel
 /// unevenly among the ranks, or some ranks hold nothing.
 const SIZES: [usize; 5] = [1, 2, 3, 4, 8];
 
-/// The context length for safetensors models, as in `golden.rs`. LongRoPE chooses its factors by the context length.
+/// The context length for safetensors models, as in `models/golden.rs`.
+/// LongRoPE chooses its factors by the context length.
 pub const CONTEXT: usize = 160;
 
 /// Runs `work` on one thread per rank. Returns the results in the order of the ranks.

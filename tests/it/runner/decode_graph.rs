@@ -340,7 +340,7 @@ fn logits_with(special: &[(usize, f32)]) -> Vec<f32> {
 }
 
 /// The sampling kernel treats NaN, infinite and equal logits as the sampler on the host does.
-/// The cases include greedy decoding, because the sampling kernel chooses the first token after every prompt.
+/// The cases include greedy decoding, because the sampling kernel chooses the first token after an eager prefill.
 #[test(gpu)]
 fn special_logits_are_sampled_as_on_the_host() {
     let (device, dir) = (gpu(), tempfile::tempdir().unwrap());

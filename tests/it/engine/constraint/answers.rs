@@ -63,7 +63,7 @@ fn answers_match_their_schemas() {
     assert_eq!(engine.stats().used_blocks, 0);
 }
 
-/// On a GPU, reasoning steps run on the decode graph, but constrained steps do not.
+/// On a GPU, a kernel masks the logits of constrained steps.
 /// The test also runs requests with and without a constraint in one batch.
 #[test(gpu)]
 fn answers_match_their_schemas_on_a_gpu() {

@@ -109,7 +109,7 @@ fn required_tools_need_a_format_with_tags() {
 }
 
 /// Strict tools are refused if the vocabulary has tool call tokens that inferno cannot constrain,
-/// and allowed if it has no tool call tokens. Tools that are not strict are always allowed.
+/// and allowed if it has no tool call tokens. Tools that are neither strict nor required are always allowed.
 #[test]
 fn strict_tools_are_refused_with_unsupported_tool_tokens() {
     let schema = || Grammar { name: "schema".to_string(), kind: GrammarKind::JsonSchema(schema()) };

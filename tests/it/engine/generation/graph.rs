@@ -122,7 +122,8 @@ fn graph_step_without_a_token_fails_and_leaves_the_engine_usable() {
     // A request that ends before the broken step must succeed, with greedy decoding and with sampling.
     assert_eq!(generate(&engine, prompt, SamplingParams::greedy(), last + 1).tokens, tokens[..=last]);
     assert_eq!(generate(&engine, prompt, sampling(|p| p.top_k = 1), last + 1).tokens, tokens[..=last]);
-    // A separate kernel chooses the first token after a prompt. With this kernel, NaN logits must also be an error.
+    // The sampling kernel chooses the first token after an eager prefill, even with greedy decoding.
+    // NaN logits must also be an error for this first token.
     for sampling in [SamplingParams::greedy(), sampling(|p| p.seed = 1)] {
         let options = GenerateOptions { sampling, ..options() };
         let (seen, error) = read(&[&prompt[..], &tokens[last..=last]].concat(), options);

@@ -49,7 +49,8 @@ fn stats_when_idle(engine: &EngineHandle) -> EngineStats {
     engine.stats()
 }
 
-/// Replaces a token's embedding with NaN. From that token on, all logits of a sequence are NaN.
+/// Replaces a token's embedding with NaN. The logits of that token, and of later tokens whose attention reaches it, are
+/// then NaN.
 fn break_embedding(dir: &Path, token: u32) {
     let file = dir.join("model.safetensors");
     let mut tensors = safetensors::load(&file, &Device::Cpu).unwrap();

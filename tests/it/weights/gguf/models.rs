@@ -23,7 +23,7 @@ fn logits(path: &Path, ids: &[u32]) -> anyhow::Result<Vec<f32>> {
     let checkpoint = Checkpoint::open(path)?;
     let progress = LoadProgress::silent();
     let weights = WeightsBuilder::new(&checkpoint, &Device::Cpu, DType::F32, &progress).build()?;
-    // The context length is 160, as in golden.rs, because LongRoPE chooses its factors by the context length.
+    // The context length is 160, as in `models/golden.rs`, because LongRoPE chooses its factors by the context length.
     let decoder = config.build(&weights, 160)?;
     Ok(values(&logits_of(&decoder, ids, DType::F32, &Device::Cpu)?))
 }
