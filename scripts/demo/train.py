@@ -289,7 +289,7 @@ def main():
     parser.add_argument("--steps", type=int, help="stop after this many steps in total")
     parser.add_argument("--checkpoint", type=Path, help="file for the training state, saved each minute and at the end")
     parser.add_argument("--resume", type=Path, help="continue training from this file, up to --minutes in total")
-    parser.add_argument("--pause-after", type=float, help="stop after this many minutes; needs --checkpoint")
+    parser.add_argument("--pause-after", type=float, help="stop after this many minutes; needs --checkpoint or --resume")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--lr", type=float, default=2e-3)

@@ -32,7 +32,7 @@ pub struct Args {
     /// Port on which `inferno serve` listens
     #[arg(long, default_value_t = 8000, value_name = "PORT")]
     port: u16,
-    /// Certificate file that `inferno serve` uses; with this flag, the check uses HTTPS
+    /// Certificate file that `inferno serve` uses; with this flag, the check uses HTTPS, but does not read the file
     #[arg(long, value_name = "FILE")]
     tls_cert: Option<PathBuf>,
     /// Check only that the process works; succeeds even while the server is loading the model or shutting down

@@ -33,7 +33,8 @@ pub struct Args {
     /// Print JSON with the negative log-likelihood of every token except the first
     #[arg(long)]
     json: bool,
-    /// With --quantize: also measure the KL divergence from the unquantized model, which is loaded first
+    /// With --quantize: also measure the KL divergence from the unquantized model, which is loaded first, over at most
+    /// 512 tokens
     #[arg(long, requires = "quantize")]
     kl: bool,
     #[command(flatten)]

@@ -40,7 +40,7 @@ const END_TIMEOUT: Duration = Duration::from_secs(1);
 pub struct Args {
     /// Name, directory or GGUF file of a model; `demo` is built in
     model: String,
-    /// Address to listen on; without --no-auth, any address other than localhost requires an API key
+    /// Address to listen on; without --no-auth, clients need an API key on any address other than localhost
     #[arg(long, default_value = "127.0.0.1", value_name = "ADDRESS")]
     host: String,
     /// Port to listen on; 0 selects a free port
@@ -72,13 +72,14 @@ pub struct Args {
     /// Maximum number of answers that may wait to start; further requests are rejected with status 429
     #[arg(long, default_value_t = 512, value_name = "N")]
     queue: usize,
-    /// Maximum number of open connections; requests on further connections are rejected with status 503
+    /// Maximum number of open connections; requests on further connections are rejected with status 503, except health
+    /// checks and /metrics
     #[arg(long, default_value_t = 16384, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     max_connections: u32,
     /// Seconds after SIGTERM or Ctrl-C during which the server still accepts requests, while /health answers 503
     #[arg(long, default_value_t = 0, value_name = "SECONDS")]
     drain_delay: u64,
-    /// Seconds that running requests may take to finish after --drain-delay
+    /// Seconds that running and waiting requests may take to finish after --drain-delay
     #[arg(long, default_value_t = 150, value_name = "SECONDS")]
     drain_timeout: u64,
     /// Format of the log on stderr, which has one line per request
@@ -126,7 +127,7 @@ struct LimitArgs {
     /// Seconds within which a client must read the next 4 KiB, or the rest, of a pending response
     #[arg(long, default_value_t = 30.0, value_name = "SECONDS", hide_short_help = true, value_parser = seconds)]
     write_timeout: f64,
-    /// Seconds between keep-alive comments while a stream has no events
+    /// Seconds between keep-alive messages while a stream has no events
     #[arg(long, default_value_t = 15.0, value_name = "SECONDS", hide_short_help = true, value_parser = seconds)]
     ping_interval: f64,
 }

@@ -20,7 +20,7 @@ pub struct Args {
     /// Branch, tag or commit [default: all downloaded revisions]
     #[arg(long, value_name = "REV")]
     revision: Option<String>,
-    /// Fetch the files that are bad or missing
+    /// Fetch the files that are bad or missing, but only in inferno's own cache
     #[arg(long)]
     repair: bool,
     /// Print only the models with bad, missing or unverifiable files

@@ -164,8 +164,9 @@ def random_mxfp4(w, name, shape, scales, g):
     w[name + "_scales"] = torch.randint(*scales, (E, o, i // 32), generator=g, dtype=torch.uint8)
 
 def mxfp4_edges(w, experts, s):
-    """Sets extreme scale bytes in experts 1 and 4 without overflow: up rows that reach the swiglu limit at every token (their only
-    nonzero weight reads the channel LOUD, which is always positive), rows near zero, and zeros of both signs with the largest scale."""
+    """Sets extreme scale bytes in experts 1 and 4 without overflow: up rows that reach the swiglu limit at every token
+    (their weight for the channel LOUD, which is always positive, outweighs all others), rows near zero, and zeros of
+    both signs with the largest finite scale."""
     zeros = torch.arange(16, dtype=torch.uint8).remainder(2) * 0x88  # +0 +0 -0 -0 ..
     block, byte, high = LOUD // 32, LOUD % 32 // 2, LOUD % 2
     for e in (1, 4):

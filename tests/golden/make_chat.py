@@ -124,7 +124,7 @@ CONVERSATIONS = {
     "bad-order": ([ASK, MORE], None),
 }
 
-# The BOS and EOS tokens by template name. Qwen has no BOS token.
+# The BOS and EOS tokens by the start of the template name. Qwen and SmolLM3 have no BOS token.
 TOKENS = {
     "google": ("<bos>", "<eos>"),
     "meta": ("<|begin_of_text|>", "<|eot_id|>"),

@@ -4,11 +4,12 @@
     python tests/golden/make_gguf.py tests/golden/gguf fuzz/corpus     # requires gguf, numpy, safetensors
 
 blocks.safetensors  for each type T: `T.blocks` u8 [blocks, bytes], and `T.values` f32 [blocks, elements] from
-                    gguf.quants.dequantize. Half of the blocks have typical scales. The others have random scales,
-                    including infinity and NaN. In one block, all bits are 0; in another, all bits are 1.
-                    The MXFP4 blocks cover all values of the scale byte.
-tiny.gguf           every type of metadata value and array, and a tensor of each type
-tiny-0000N-of-…     the same in three parts
+                    gguf.quants.dequantize. If T has f16 scales, half of the blocks have typical scales. The others
+                    have random scales, some of them NaN; in K types, three of them have extreme finite scales.
+                    In one block, all bits are 0; in another, all bits are 1.
+                    The MXFP4 blocks are random, except that they cover all values of the scale byte.
+tiny.gguf           every type of metadata value and array, and a tensor of each type T
+tiny-0000N-of-…     the same in three parts, with the default alignment
 big-endian.gguf     a file that inferno must refuse
 tiny.json           the contents of tiny.gguf as gguf.GGUFReader reads them
 provenance.json     versions, seed, checksums

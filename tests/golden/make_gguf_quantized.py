@@ -7,16 +7,19 @@ Requires torch, transformers, accelerate, safetensors, numpy and gguf; provenanc
 
     FAMILY.gguf          a model with random weights. The gguf package quantizes its matrices to Q8_0, Q4_0, Q4_1, Q5_0
                          and Q5_1 in turn, so matrices that inferno stacks (q, k and v; gate and up) differ in type.
-                         gpt-oss's experts are MXFP4. Routers, norms and biases are F32, as in llama.cpp's files.
+                         In the first layer, the gate and up matrices of experts have the same type.
+                         gpt-oss's experts are MXFP4. Routers, norms, biases, sinks and position embeddings are F32, as
+                         in llama.cpp's files.
     FAMILY.safetensors   `ids` I64 [T] and `logits` F32 [T, V]. transformers computes the logits from the dequantized
                          blocks (gguf.quants.dequantize), in float32, with eager attention and without a KV cache.
 
 Tensors are converted as in llama.cpp's convert_hf_to_gguf.py: the rows of Llama's q and k are reordered for rotated pairs,
-1 is added to Gemma's norms, GPT-2's matrices are transposed, and experts are stacked. Names come from gguf.TensorNameMap.
+1 is added to Gemma's norms, GPT-2's matrices are transposed, and experts are stacked. Names come from
+gguf.TensorNameMap, except those of experts and sinks.
 If transformers can read GGUF files of this architecture, the logits that it computes from the file must agree.
 
 Mistral has no file of its own, because its files are Llama files. Except in gpt-oss, RoPE is not scaled and sliding windows
-cover the whole context. tests/it/support/gguf writes files with other settings.
+cover all T tokens. tests/it/support/gguf writes files with other settings.
 """
 
 import argparse
@@ -43,7 +46,7 @@ import make  # noqa: E402
 
 SEED = 20261123
 TYPES = [T.Q8_0, T.Q4_0, T.Q4_1, T.Q5_0, T.Q5_1]
-# Rows have C, F or H·D elements, which are multiples of 32. All sizes except L and K differ.
+# Rows have C, F, M or H·D elements, which are multiples of 32. All sizes except L and K differ.
 SIZES = {"C": 32, "F": 64, "L": 2, "H": 8, "K": 2, "D": 12, "V": 57, "T": 31}
 # GPT-2 derives its head size from C.
 GPT2 = {"C": 96, "F": 64, "L": 2, "H": 6, "K": 6, "D": 16, "V": 57, "T": 31, "P": 41}
