@@ -120,6 +120,7 @@ pub enum Error {
     ContextFull { prompt_tokens: usize, context_tokens: usize, limit_tokens: usize },
 
     /// The engine rejects new requests while it finishes the requests that it has accepted.
+    /// Also the error of answers that are unfinished when a server that is shutting down stops waiting for them.
     #[error("cannot accept a request: the engine is draining\n  load the model again")]
     Draining,
 

@@ -38,7 +38,7 @@ pub fn clamped_swiglu(x: &Tensor, limit: f32) -> Result<Tensor> {
     }
 }
 
-/// The activation function of a gated MLP.
+/// The activation function of an MLP. In a gated MLP, it applies to the gate.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Activation {
     /// SiLU: x · sigmoid(x).
@@ -48,7 +48,7 @@ pub enum Activation {
 }
 
 impl Activation {
-    /// Applies the activation function to one gate value, on the CPU.
+    /// Applies the activation function to one value, on the CPU.
     pub fn apply(self, x: f32) -> f32 {
         const SQRT_2_OVER_PI: f32 = 0.797_884_6;
         match self {

@@ -47,7 +47,8 @@ pub const EXCHANGE_SLOTS: usize = 4;
 /// The maximum number of thread blocks of an exchange operation on one GPU, over all ranks on this GPU.
 /// In tests, several ranks can share a GPU.
 /// All ranks then divide `EXCHANGE_BLOCKS` among themselves, so that the blocks of all ranks can run at the same time.
-/// A block waits only for the blocks with the same index on other ranks.
+/// A block waits only for the blocks with the same index on other ranks, or, in the `exchange_sent` kernels, for the
+/// kernels that send the values.
 /// If each rank has its own GPU, the blocks of a rank therefore need not all run at the same time.
 pub const EXCHANGE_BLOCKS: usize = 128;
 /// Threads per block in the `exchange_add_norm` kernels, which add partial results to the residual stream.

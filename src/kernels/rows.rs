@@ -6,7 +6,8 @@
 //!
 //! On a GPU, most forward passes run no candle kernel. The main exceptions are:
 //! - candle casts the input of the experts in Mixtral and Qwen3-MoE, and in gpt-oss unless the weights are MXFP4 tiles.
-//! - candle concatenates the outputs of q_proj, k_proj and v_proj if their weights require different kernels.
+//! - candle concatenates the outputs of q_proj, k_proj and v_proj, or of gate_proj and up_proj, if their weights
+//!   require different kernels.
 //! - candle selects the last token of each sequence in a batch of several sequences that contains prompts.
 
 use candle_core::{DType, Device, Result, Tensor, bail};

@@ -4,7 +4,7 @@
 //! While a CUDA graph is captured, each allocation from candle's pool becomes a graph node.
 //! An allocation node between two kernels prevents these kernels from overlapping.
 //! The capture therefore runs with an [`Arena`], memory that was allocated before the capture,
-//! unless the arena would exceed [`MAX_ARENA_BYTES`].
+//! unless the arena would exceed [`MAX_ARENA_BYTES`], or all arenas together [`MAX_ARENAS_BYTES`].
 //!
 //! An arena has two halves, and consecutive layers use different halves. A layer's memory is reused two layers later.
 //! At that point, nothing needs the layer's results: a layer reads only its own and the previous layer's results.

@@ -94,7 +94,7 @@ pub(super) fn attention(device: &CudaDevice, inputs: AttentionInputs, out: &Tens
 impl FlashAttention {
     /// Chooses the kernel for sequences that have `tokens` tokens each.
     ///
-    /// Fails if q is not bf16 or f16, if its head size is not in [`FLASH_HEAD_DIMS`],
+    /// Fails if q and `layer` do not match, if q is not bf16 or f16, if its head size is not in [`FLASH_HEAD_DIMS`],
     /// or if its number of tokens is not a multiple of `tokens`.
     pub fn new(
         device: &CudaDevice,

@@ -7,6 +7,8 @@
 // In these cases, pdl_wait() and pdl_launch_dependents() have no effect.
 //
 // A kernel must call pdl_launch_dependents() only after pdl_wait().
+// At least one block of a kernel with the PDL attribute must call pdl_wait(), so that the kernel does not end before
+// the previous kernel.
 // If a kernel does not call pdl_launch_dependents(), the next kernel starts only after this kernel has ended.
 // Therefore, when a kernel starts, all kernels before the previous kernel have ended.
 //

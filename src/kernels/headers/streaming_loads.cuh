@@ -1,4 +1,4 @@
-// Loads of weights that do not allocate cache lines in L1, because each weight is read only once.
+// Loads of weights that do not allocate cache lines in L1, because a thread block reads each weight only once.
 #pragma once
 #include "headers/common.cuh"
 

@@ -95,6 +95,7 @@ impl Launch {
     ///
     /// Every block must call `pdl_wait` before it reads data that the previous kernel writes.
     /// Every block must also call `pdl_wait` before it writes data that an earlier kernel uses.
+    /// The kernel must also follow the rules in `headers/pdl.cuh`.
     pub fn overlapping(self) -> Self {
         Self { overlap: Overlap::Yes, ..self }
     }

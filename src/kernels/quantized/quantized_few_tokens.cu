@@ -23,7 +23,8 @@ constexpr int ROW_PAIRS = QUANTIZED_FEW_TOKENS_THREADS / 32, ROWS = 32 * ROW_PAI
 
 // Counters of finished blocks. For each tile of tokens, each tile of rows that several blocks share has a counter.
 // The counters are zero between launches.
-// Each device has its own counters and runs these kernels in order, so two launches never use a counter at once.
+// Two launches never use a counter at the same time: every rank has its own counters, because each of its devices
+// loads the module itself, and the kernels of a rank run in order.
 __device__ uint32_t finished[QUANTIZED_FEW_TOKENS_COUNTERS];
 
 // One lane's part of the sums of a row pair for N tokens: the mma.sync results of both row tiles.

@@ -1,4 +1,4 @@
-//! CPU operations on quantized matrices. They are the reference for the CUDA kernels.
+//! CPU operations on quantized matrices. All except [`pack`] are the reference for the CUDA kernels.
 
 use candle_core::{Result, Tensor};
 use float8::F8E4M3;
