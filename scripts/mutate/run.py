@@ -139,7 +139,7 @@ def main():
             keep.rmdir()
     histogram = ", ".join(f"{code}: {count}" for code, count in sorted(codes.items()))
     print(f"{len(jobs)} runs in {time.monotonic() - start:.0f} s, seed {options.seed}; exit codes {histogram}; "
-          f"slowest {slowest[0]:.1f} s (run {slowest[1]}); findings: {len(failed)}")
+          f"slowest {slowest[0]:.1f} s (run {slowest[1]}); failed runs: {len(failed)}")
     sys.exit(1 if failed else 0)
 
 

@@ -61,7 +61,7 @@ def killed_clients(options, report):
     passed = idle_s is not None and late == 0 and usage == 0 and ended.status == 200 and not faults
     report.add(
         f"{count} clients killed at random phases",
-        "0 tokens after the next step; unchanged KV cache usage; no running or queued requests",
+        "0 tokens from steps that began after the cancellation; unchanged KV cache usage; no running or queued requests",
         f"{late:.0f} tokens; {usage:+.6f} of the KV cache; idle after {(idle_s or 0) * 1e3:.0f} ms",
         passed,
         phases=counts,

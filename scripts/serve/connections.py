@@ -105,7 +105,7 @@ def idle_connections(options, report):
     name = f"{count} idle connections and {stream_count} streams"
     max_count = raise_file_limit() - stream_count - OTHER_FILES
     if max_count < count:
-        report.skip(name, "0 errors", f"the limit on open files allows {max_count} connections")
+        report.skip(name, "0 errors", f"the limit on open files allows only {max_count} connections, so the test continues with these")
         count = max_count
     # Alternate runs with and without idle connections, because the speed of the machine can drift.
     # Repeat the runs, because the p99 of one run varies by more than the target allows.

@@ -56,7 +56,7 @@ pub struct CompiledGrammar {
 }
 
 impl GrammarCompiler {
-    /// Builds the token tables for a vocabulary, which is slow for large vocabularies.
+    /// Creates a compiler for a vocabulary. Builds llguidance's token trie, which is slow for large vocabularies.
     ///
     /// `vocab_size` is the number of logits per token.
     /// Fails if no stop token has text and an id below `vocab_size`.

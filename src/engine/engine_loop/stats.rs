@@ -77,7 +77,7 @@ pub struct EngineHistograms {
 }
 
 /// The state of the engine that any thread can read: the counters of [`EngineStats`], the histograms,
-/// the times of cancellations, the heartbeat, and whether the engine is draining.
+/// how long canceled requests took to end, the heartbeat, and whether the engine is draining.
 #[derive(Default)]
 pub struct Counters {
     pub waiting: AtomicU64,

@@ -11,7 +11,8 @@
 //!
 //! Rows of GGUF files and of quantized matrices are converted on the host, so each rank reads and converts some rows.
 //! All ranks copy the columns that they need from the converted rows.
-//! Quantized matrices are an exception unless they are divided by columns: each rank then converts its rows alone.
+//! There are two exceptions, in which each rank converts its own rows alone: quantized matrices that are not divided by
+//! columns, and float tensors of GGUF files that are divided along their first dimension and are not transposed.
 
 use std::ops::Range;
 use std::panic::resume_unwind;

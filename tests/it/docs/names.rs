@@ -13,7 +13,7 @@ use super::{collect, page, repository};
 const SOURCE: [&str; 3] = ["rs", "cu", "cuh"];
 
 /// Returns the source files that a text names in backticks.
-/// Leaves out patterns, and files that recipes create: `x.rs` and `NAME.rs`.
+/// Leaves out patterns such as `*.rs`, extensions such as `.rs`, and placeholders such as `x.rs` and `NAME.rs`.
 fn named_source_files(text: &str) -> impl Iterator<Item = &str> {
     text.split('`').skip(1).step_by(2).filter(|path| {
         let is_pattern = path.contains([' ', '*', '<', '…', '$', '"']) || path.contains("NAME");

@@ -75,7 +75,8 @@ fn the_largest_logits_of_several_gpus_determine_the_greedy_token() {
     let Device::Cuda(cuda) = &device else { panic!("{device:?} is not a GPU") };
     let mut random = Random(3);
     for (rows, vocab, gpus) in [(1, 1, 1), (3, 7, 2), (5, 301, 3), (2, 40_000, 8), (128, 9001, 2)] {
-        // Logits that are multiples of 1/4 have ties. The lowest of several ids with the largest logit is chosen.
+        // Round the logits to multiples of 1/4, so that several ids often have the largest logit.
+        // The lowest of these ids must be chosen.
         let noise = random.tensor(&[rows, vocab], DType::F32);
         let mut logits: Vec<Vec<f32>> = ((noise * 16.0).unwrap().round().unwrap() / 4.0).unwrap().to_vec2().unwrap();
         logits[0][vocab / 2] = f32::NAN;

@@ -40,7 +40,8 @@ fn words_without_disturbance(home: &TempDir) -> Vec<String> {
 
 #[test]
 fn folding_and_unfolding_reasoning_changes_no_words() {
-    // With --ignore-eos, the demo may reason again after its answer. `bright_rows` leaves out the dim reasoning.
+    // With --ignore-eos, the demo may reason again after its answer, so reasoning and answers can alternate.
+    // `bright_rows` leaves out the dim reasoning, so that the test compares only the answers.
     let home = TempDir::new().unwrap();
     let mut chat = Screen::chat(&home, &LONG);
     ask(&mut chat);
