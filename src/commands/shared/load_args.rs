@@ -37,16 +37,14 @@ pub struct LoadArgs {
     /// Compute dtype [default: bf16 on a GPU, f32 on a CPU]
     #[arg(long, value_name = "DTYPE")]
     dtype: Option<Dtype>,
-    /// Context length in tokens, for prompt and answers together [default: as much as fits, up to 32768; what the tests
-    /// need for bench; as recorded for replay]
+    /// Context length in tokens, for prompt and answers together [default: as much as fits, up to 32768]
     #[arg(long, value_name = "TOKENS")]
     context: Option<usize>,
     /// Memory to use on each GPU, such as 20GB or 90%. The KV cache uses what remains after weights and workspace
     /// [default: as much as the context needs; 90% for serve]
     #[arg(long, value_name = "SIZE")]
     gpu_memory: Option<MemoryLimit>,
-    /// Largest prompt chunk in one forward pass, in tokens [default: up to 8192, as memory allows; as recorded for
-    /// replay]
+    /// Largest prompt chunk in one forward pass, in tokens [default: up to 8192, as memory allows]
     #[arg(long, value_name = "TOKENS", hide_short_help = true)]
     chunk: Option<usize>,
     /// Quantize float weights while loading: fp8, int8, or a GGUF type such as q8_0, q6_k, q5_k or q4_k
