@@ -15,7 +15,7 @@
 // tokens of the cluster. Each block then adds up the partial logits of one token, and chooses experts for this token.
 // The last block of the grid sorts all pairs.
 //
-// The blocks exchange data without memory fences, because a fence waits for all earlier accesses to memory.
+// The blocks exchange data without memory fences, because a fence waits for all earlier memory accesses of its thread.
 // The partial logits of other blocks arrive with st.async, which a barrier counts.
 // The sorting block polls the chosen experts of other blocks.
 // The partial logits of a token are always added in the same order, so its logits do not depend on other tokens.

@@ -31,7 +31,7 @@ function codePoint(code) {
 /** Returns `text` on one line with at most `limit` characters. */
 export function shorten(text, limit) {
   const line = text.replace(/\s+/g, " ").trim();
-  // A character has at most two UTF-16 code units, so this many units contain a character after the limit, if there is one.
+  // A character has at most two UTF-16 code units, so these units contain the character after the limit, if it exists.
   const characters = [...line.slice(0, 2 * (limit + 1))];
   return characters.length > limit ? characters.slice(0, limit - 1).join("").trimEnd() + "…" : line;
 }
