@@ -19,6 +19,8 @@ use super::residual::PartialForm;
 use super::residual::Residual;
 use super::rope::RotaryEmbedding;
 use crate::kernels::SumOrder;
+#[cfg(feature = "cuda")]
+use crate::kernels::matmul::{dense_wgmma::LogitsOutput, matmul_best};
 use crate::kernels::scratch;
 use crate::kernels::{
     attention::AttentionBackend,
@@ -202,6 +204,24 @@ impl Decoder {
             Some(cap) => soft_cap(&own, cap)?,
             None => own,
         })
+    }
+
+    /// Like [`own_logits`](Self::own_logits), but also returns candidates for the largest of this rank's logits.
+    /// Computes nothing and returns `None` if the kernel for the logits does not find them
+    /// (see [`matmul_best`](crate::kernels::matmul::matmul_best)).
+    #[cfg(feature = "cuda")]
+    pub fn own_best_logits(
+        &self,
+        hidden: &Tensor,
+        sum_order: SumOrder,
+        output: &LogitsOutput,
+    ) -> Result<Option<Tensor>> {
+        match &self.lm_head {
+            Linear { weight: Matrix::Dense(weight), bias: None } if self.final_softcap.is_none() => {
+                Ok(matmul_best(hidden, weight, sum_order, output)?)
+            }
+            _ => Ok(None),
+        }
     }
 
     /// Returns the logits of all tokens, f32 `[rows, vocab]`. `own` is this rank's part of the logits.

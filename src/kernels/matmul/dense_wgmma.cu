@@ -6,10 +6,14 @@
 //   x: T [tokens, columns]; a box has TOKENS rows and DENSE_WGMMA_COLUMNS columns
 //   y: f32 [parts, tokens, rows]; the product is the sum over the parts
 //     In gated kernels, y is T [tokens, rows], activation(gate) · up.
+//     In kernels for logits, there is one part, and the kernel leaves y unchanged if *skips_logits is not 0.
+//   best: Candidate [tokens, BEST_LOGITS_PARTS], the largest logits of each token (only in kernels for logits)
+//   first_token: the token id of the first row of w (only in kernels for logits)
 //   columns: the number of columns; at least DENSE_WGMMA_COLUMNS · parts if there are several parts
 //   tile_rows: the number of rows of y that a tile computes, a multiple of 8; see below
-//   grid: (parts, blocks), with at most one block per tile of w; block: DENSE_WGMMA_THREADS
-//   bytes moved: the bytes of w and y; most reads of x hit L2
+//   grid: (parts, blocks), with at most one block per tile of w, and in kernels for logits, at most BEST_LOGITS_PARTS
+//     blocks; block: DENSE_WGMMA_THREADS
+//   bytes moved: the bytes of w, and of y unless y stays unchanged; most reads of x hit L2
 //
 // A tile is `tile_rows` rows of w. In gated kernels, a tile is `tile_rows` gate rows and the up rows that belong to
 // them. If there are more tiles than blocks, a block multiplies several tiles. While it stores the sums of a tile, it
@@ -26,6 +30,7 @@
 #include "headers/pdl.cuh"
 #include "headers/shared_memory.cuh"
 #include "headers/wgmma.cuh"
+#include "sampling/candidate.cuh"
 
 constexpr int ROWS = DENSE_WGMMA_ROWS, COLUMNS = DENSE_WGMMA_COLUMNS, THREADS = DENSE_WGMMA_THREADS;
 constexpr int WARPGROUP_ROWS = 64, ROW_BYTES = 128, MULTIPLYING_WARPS = ROWS / WARPGROUP_ROWS * 4;
@@ -41,11 +46,22 @@ struct Position {
     }
 };
 
+enum class Kind { PLAIN, GATED, LOGITS };
+
+// The arguments that only some kinds of kernels have.
+struct KindArguments {
+    int activation;
+    Candidate* best;
+    const uint32_t* skips_logits;
+    int first_token;
+};
+
 // TOKENS is the N of the wgmma instructions (see wgmma.cuh), at least the number of tokens.
-template <typename T, int TOKENS, bool GATED, typename Y>
+template <typename T, int TOKENS, Kind KIND, typename Y>
 __device__ void dense_wgmma(const TensorMap& w, const TensorMap& x, Y* y, int rows, int columns, int tokens,
-                            int tile_rows, int activation) {
+                            int tile_rows, const KindArguments& arguments) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    constexpr bool GATED = KIND == Kind::GATED;
     constexpr int W_BYTES = ROWS * ROW_BYTES, STAGE_BYTES = W_BYTES + TOKENS * ROW_BYTES;
     constexpr int STAGES = DENSE_WGMMA_RING_BYTES / STAGE_BYTES;
     extern __shared__ uint8_t shared[];
@@ -98,10 +114,16 @@ __device__ void dense_wgmma(const TensorMap& w, const TensorMap& x, Y* y, int ro
                 if (++stage == STAGES) stage = 0, parity ^= 1;
             }
         }
+        if constexpr (KIND == Kind::LOGITS) __syncthreads();  // as in step 4
         return;
     }
 
-    if constexpr (!GATED) y += (size_t)part * tokens * rows;
+    if constexpr (KIND == Kind::PLAIN) y += (size_t)part * tokens * rows;
+    // Of the rows that this lane has multiplied so far, the row with the largest logit of each token, and this logit.
+    float largest[TOKENS / 4];
+    int largest_row[TOKENS / 4];
+#pragma unroll
+    for (int t = 0; t < TOKENS / 4; ++t) largest[t] = -INFINITY, largest_row[t] = 0;
     for (int tile = 0, stage = 0, parity = 0; tile < tiles; ++tile) {
         // 2. Multiply. While the products of one step run, the products of the next step are queued.
         // If this loop were unrolled, the compiler would insert a wait after each product.
@@ -133,6 +155,18 @@ __device__ void dense_wgmma(const TensorMap& w, const TensorMap& x, Y* y, int ro
         const int first_row = first_row_of(tile), row = warp * (GATED ? 8 : 16) + lane / 4, first_token = lane % 4 * 2;
         const auto is_stored = [&](int row) { return row < tile_rows && first_row + row < rows; };
         const bool stores_row = is_stored(row), stores_below = !GATED && is_stored(row + 8);
+        if constexpr (KIND == Kind::LOGITS) {
+            const auto compare = [&](int t, float logit, int row) {
+                if (logit > largest[t]) largest[t] = logit, largest_row[t] = first_row + row;
+            };
+#pragma unroll
+            for (int t = 0; t < TOKENS / 4; ++t) {
+                const int i = t / 2 * 4 + t % 2;
+                if (stores_row) compare(t, sums[i], row);
+                if (stores_below) compare(t, sums[i + 2], row + 8);
+            }
+            if (*arguments.skips_logits != 0) continue;
+        }
         Y* to = y + (size_t)first_token * rows + first_row + row;
 #pragma unroll
         for (int i = 0; i < TOKENS / 2; i += 4) {
@@ -141,13 +175,31 @@ __device__ void dense_wgmma(const TensorMap& w, const TensorMap& x, Y* y, int ro
                 if (first_token + 2 * i + j >= tokens) continue;
                 Y* const of_token = to + (size_t)j * rows;
                 if constexpr (GATED) {
-                    if (stores_row) *of_token = from_float<Y>(activate(sums[i + j], activation) * sums[i + j + 2]);
+                    if (stores_row) *of_token = from_float<Y>(activate(sums[i + j], arguments.activation) * sums[i + j + 2]);
                 } else {
                     if (stores_row) of_token[0] = sums[i + j];
                     if (stores_below) of_token[8] = sums[i + j + 2];
                 }
             }
             to += (size_t)8 * rows;
+        }
+    }
+
+    // 4. Find the largest logit of each token in all rows of this block.
+    if constexpr (KIND == Kind::LOGITS) {
+        __shared__ unsigned long long of_warps[MULTIPLYING_WARPS][TOKENS];
+#pragma unroll
+        for (int t = 0; t < TOKENS / 4; ++t) {
+            // Eight lanes have rows of the same tokens.
+            unsigned long long key = candidate_key(largest[t], arguments.first_token + largest_row[t]);
+            for (int offset = 16; offset >= 4; offset /= 2) key = max(key, __shfl_xor_sync(0xffffffffu, key, offset));
+            if (lane < 4) of_warps[warp][t / 2 * 8 + lane * 2 + t % 2] = key;
+        }
+        __syncthreads();
+        for (int token = threadIdx.x; token < tokens; token += 32 * MULTIPLYING_WARPS) {
+            unsigned long long key = 0;
+            for (int other = 0; other < MULTIPLYING_WARPS; ++other) key = max(key, of_warps[other][token]);
+            store_candidate(arguments.best + (size_t)token * BEST_LOGITS_PARTS, key, blockIdx.y, gridDim.y);
         }
     }
 #endif
@@ -157,14 +209,23 @@ __device__ void dense_wgmma(const TensorMap& w, const TensorMap& x, Y* y, int ro
     extern "C" __global__ void __launch_bounds__(THREADS)                                                              \
         dense_wgmma_##SUFFIX##_##TOKENS(const __grid_constant__ TensorMap w, const __grid_constant__ TensorMap x,      \
                                         float* y, int rows, int columns, int tokens, int tile_rows) {                  \
-        dense_wgmma<T, TOKENS, false>(w, x, y, rows, columns, tokens, tile_rows, 0);                                   \
+        dense_wgmma<T, TOKENS, Kind::PLAIN>(w, x, y, rows, columns, tokens, tile_rows, {});                            \
     }
 #define DEFINE_GATED(T, SUFFIX, TOKENS)                                                                                \
     extern "C" __global__ void __launch_bounds__(THREADS)                                                              \
         dense_wgmma_gated_##SUFFIX##_##TOKENS(const __grid_constant__ TensorMap w,                                     \
                                               const __grid_constant__ TensorMap x, T* y, int rows, int columns,        \
                                               int tokens, int tile_rows, int activation) {                             \
-        dense_wgmma<T, TOKENS, true>(w, x, y, rows, columns, tokens, tile_rows, activation);                           \
+        dense_wgmma<T, TOKENS, Kind::GATED>(w, x, y, rows, columns, tokens, tile_rows, {activation});                  \
+    }
+#define DEFINE_LOGITS(T, SUFFIX, TOKENS)                                                                               \
+    extern "C" __global__ void __launch_bounds__(THREADS)                                                              \
+        dense_wgmma_logits_##SUFFIX##_##TOKENS(const __grid_constant__ TensorMap w,                                    \
+                                               const __grid_constant__ TensorMap x, float* y, int rows, int columns,   \
+                                               int tokens, int tile_rows, Candidate* best,                             \
+                                               const uint32_t* skips_logits, int first_token) {                        \
+        dense_wgmma<T, TOKENS, Kind::LOGITS>(w, x, y, rows, columns, tokens, tile_rows,                                \
+                                             {0, best, skips_logits, first_token});                                    \
     }
 #define DEFINE_SIZES(T, SUFFIX)                                                                                        \
     DEFINE(T, SUFFIX, 16)                                                                                              \
@@ -176,6 +237,11 @@ __device__ void dense_wgmma(const TensorMap& w, const TensorMap& x, Y* y, int ro
     DEFINE_GATED(T, SUFFIX, 32)                                                                                        \
     DEFINE_GATED(T, SUFFIX, 64)                                                                                        \
     DEFINE_GATED(T, SUFFIX, 96)                                                                                        \
-    DEFINE_GATED(T, SUFFIX, 128)
+    DEFINE_GATED(T, SUFFIX, 128)                                                                                       \
+    DEFINE_LOGITS(T, SUFFIX, 16)                                                                                       \
+    DEFINE_LOGITS(T, SUFFIX, 32)                                                                                       \
+    DEFINE_LOGITS(T, SUFFIX, 64)                                                                                       \
+    DEFINE_LOGITS(T, SUFFIX, 96)                                                                                       \
+    DEFINE_LOGITS(T, SUFFIX, 128)
 DEFINE_SIZES(__half, f16)
 DEFINE_SIZES(__nv_bfloat16, bf16)

@@ -5,20 +5,40 @@ use candle_core::{DType, Result, Tensor, bail};
 
 use crate::kernels::activation::Activation;
 use crate::kernels::constants::{
-    DENSE_WGMMA_COLUMNS, DENSE_WGMMA_MAX_TOKENS, DENSE_WGMMA_RING_BYTES, DENSE_WGMMA_ROWS, DENSE_WGMMA_THREADS,
-    MAX_PRODUCT_PARTS,
+    BEST_LOGITS_PARTS, DENSE_WGMMA_COLUMNS, DENSE_WGMMA_MAX_TOKENS, DENSE_WGMMA_RING_BYTES, DENSE_WGMMA_ROWS,
+    DENSE_WGMMA_THREADS, MAX_PRODUCT_PARTS,
 };
 use crate::kernels::launch::{
     Arguments, BoxOrder, Launch, LaunchShape, TensorMap, address, dtype_suffix, module, multiprocessors, runs_wgmma,
 };
+use crate::kernels::sampling::{BEST_LOGITS_COLUMNS, TOKEN_LIMIT};
 use crate::kernels::scratch;
 
 /// What a kernel computes.
 #[derive(Clone, Copy)]
-enum ProductKind {
+enum ProductKind<'t> {
     Plain,
     /// activation(gate) · up, from one matrix with the gate rows and the up rows.
-    Gated,
+    Gated(Activation),
+    /// Logits, and candidates for the largest logit of each token, which are written to `best`.
+    Logits {
+        best: &'t Tensor,
+        skips_logits: &'t Tensor,
+        first_token: usize,
+    },
+}
+
+/// The results of [`matmul_best`], and what they depend on besides the matrices.
+#[derive(Clone, Copy)]
+pub struct LogitsOutput<'t> {
+    /// The product, f32 `[tokens, rows]`.
+    pub logits: &'t Tensor,
+    /// Where to write the candidates, f32 `[tokens, BEST_LOGITS_COLUMNS]`. `None` allocates a new tensor.
+    pub best: Option<&'t Tensor>,
+    /// u32 `[1]`. If the word is not 0 when the kernel runs, the kernel leaves `logits` unchanged.
+    pub skips_logits: &'t Tensor,
+    /// The token id of the first row of w.
+    pub first_token: usize,
 }
 
 /// How thread blocks divide a matrix.
@@ -36,7 +56,8 @@ impl Division {
         // Swizzled rows come in groups of 8, and a gated tile has as many gate rows as up rows.
         let (unit, max_parts) = match kind {
             ProductKind::Plain => (8, MAX_PRODUCT_PARTS),
-            ProductKind::Gated => (16, 1),
+            ProductKind::Gated(_) => (16, 1),
+            ProductKind::Logits { .. } => (8, 1),
         };
         let (tiles, steps) = (rows.div_ceil(DENSE_WGMMA_ROWS), columns.div_ceil(DENSE_WGMMA_COLUMNS));
         let divide = |parts: usize| {
@@ -94,8 +115,43 @@ pub fn matmul_parts(device: &CudaDevice, x: &Tensor, w: &Tensor, out: Option<&Te
         // SAFETY: the kernel writes every element.
         None => unsafe { scratch::empty((parts, tokens, rows), DType::F32, x.device())? },
     };
-    enqueue(device, x, w, &y, None)?;
+    enqueue(device, x, w, &y, ProductKind::Plain)?;
     Ok(y)
+}
+
+/// Returns whether [`matmul_best`] supports these inputs. `first_token` is the token id of the first row of w.
+pub fn is_best_supported(device: &CudaDevice, x: &Tensor, w: &Tensor, first_token: usize) -> Result<bool> {
+    Ok(is_supported(device, x, w)? && first_token + w.dim(0)? <= TOKEN_LIMIT)
+}
+
+/// Computes the logits x·wᵀ and returns candidates for the largest logit of each token: f32
+/// `[tokens, BEST_LOGITS_COLUMNS]`, as [`best_logits`](crate::kernels::sampling::best_logits) does.
+///
+/// x `[tokens, columns]` and w `[rows, columns]` have the same dtype. Fails unless [`is_best_supported`] returns true.
+pub fn matmul_best(device: &CudaDevice, x: &Tensor, w: &Tensor, output: &LogitsOutput) -> Result<Tensor> {
+    let LogitsOutput { logits, best, skips_logits, first_token } = *output;
+    let (tokens, rows) = (x.dim(0)?, w.dim(0)?);
+    let best = match best {
+        Some(best) => best.clone(),
+        // SAFETY: the kernel writes every element.
+        None => unsafe { scratch::empty((tokens, BEST_LOGITS_COLUMNS), DType::F32, x.device())? },
+    };
+    let are_f32 = logits.dtype() == DType::F32 && best.dtype() == DType::F32;
+    let are_results = logits.dims() == [tokens, rows] && best.dims() == [tokens, BEST_LOGITS_COLUMNS];
+    let is_flag = skips_logits.dtype() == DType::U32 && skips_logits.elem_count() == 1;
+    if !are_f32 || !are_results || !is_flag || !is_best_supported(device, x, w, first_token)? {
+        bail!(
+            "cannot compute logits with wgmma: unsupported buffers: logits {:?} {:?}, best {:?} {:?}, flag {:?} {:?}",
+            logits.dtype(),
+            logits.dims(),
+            best.dtype(),
+            best.dims(),
+            skips_logits.dtype(),
+            skips_logits.dims()
+        );
+    }
+    enqueue(device, x, w, logits, ProductKind::Logits { best: &best, skips_logits, first_token })?;
+    Ok(best)
 }
 
 /// Returns whether [`matmul_gated`] supports these inputs.
@@ -110,17 +166,15 @@ pub fn is_gated_supported(device: &CudaDevice, x: &Tensor, w: &Tensor) -> Result
 pub fn matmul_gated(device: &CudaDevice, x: &Tensor, w: &Tensor, activation: Activation) -> Result<Tensor> {
     // SAFETY: the kernel writes every element.
     let y = unsafe { scratch::empty((x.dim(0)?, w.dim(0)? / 2), x.dtype(), x.device())? };
-    enqueue(device, x, w, &y, Some(activation))?;
+    enqueue(device, x, w, &y, ProductKind::Gated(activation))?;
     Ok(y)
 }
 
-/// Queues the kernel that writes y: `[parts, tokens, rows]`, or `[tokens, rows / 2]` if there is an activation.
-fn enqueue(device: &CudaDevice, x: &Tensor, w: &Tensor, y: &Tensor, activation: Option<Activation>) -> Result<()> {
+/// Queues the kernel that writes y: `[tokens, rows / 2]` if `kind` is gated, and otherwise `[parts, tokens, rows]`.
+fn enqueue(device: &CudaDevice, x: &Tensor, w: &Tensor, y: &Tensor, kind: ProductKind) -> Result<()> {
     let ((tokens, columns), (rows, w_columns)) = (x.dims2()?, w.dims2()?);
-    let is_supported = match activation {
-        Some(_) => is_gated_supported(device, x, w)?,
-        None => is_supported(device, x, w)?,
-    };
+    let is_gated = matches!(kind, ProductKind::Gated(_));
+    let is_supported = if is_gated { is_gated_supported(device, x, w)? } else { is_supported(device, x, w)? };
     if columns != w_columns || x.dtype() != w.dtype() || !is_supported {
         let (x_type, w_type) = (x.dtype(), w.dtype());
         bail!(
@@ -131,30 +185,29 @@ fn enqueue(device: &CudaDevice, x: &Tensor, w: &Tensor, y: &Tensor, activation: 
     }
     // There are kernels for 16, 32, 64, 96 and 128 tokens.
     let box_tokens = if tokens <= 16 { 16 } else { tokens.next_multiple_of(32) };
-    let (kind, y_rows) = match activation {
-        Some(_) => (ProductKind::Gated, rows / 2),
-        None => (ProductKind::Plain, rows),
-    };
     let Division { parts, tile_rows } = Division::of_matrix(multiprocessors(device)?, (rows, columns), kind);
     let (row_bytes, box_bytes) = (columns * 2, DENSE_WGMMA_COLUMNS * 2);
     let x_map = TensorMap::new(x, [1, tokens, row_bytes], [box_tokens, box_bytes], BoxOrder::Swizzled)?;
-    let w_map = match activation {
-        Some(_) => TensorMap::of_gate_up(w, [rows, row_bytes], [tile_rows, box_bytes], BoxOrder::Swizzled)?,
-        None => TensorMap::new(w, [1, rows, row_bytes], [tile_rows, box_bytes], BoxOrder::Swizzled)?,
+    let w_map = match is_gated {
+        true => TensorMap::of_gate_up(w, [rows, row_bytes], [tile_rows, box_bytes], BoxOrder::Swizzled)?,
+        false => TensorMap::new(w, [1, rows, row_bytes], [tile_rows, box_bytes], BoxOrder::Swizzled)?,
     };
-    let y_tile_rows = if activation.is_some() { tile_rows / 2 } else { tile_rows };
+    let (y_rows, y_tile_rows) = if is_gated { (rows / 2, tile_rows / 2) } else { (rows, tile_rows) };
+    let blocks = rows.div_ceil(tile_rows).min(multiprocessors(device)?);
     let arguments = Arguments::new().value(w_map, [w]).value(x_map, [x]).tensor(y)?;
     let arguments = arguments.int(y_rows).int(columns).int(tokens).int(y_tile_rows);
-    let arguments = match activation {
-        Some(activation) => arguments.int(activation.code()),
-        None => arguments,
+    let (name, blocks, arguments) = match kind {
+        ProductKind::Plain => ("", blocks, arguments),
+        ProductKind::Gated(activation) => ("gated_", blocks, arguments.int(activation.code())),
+        ProductKind::Logits { best, skips_logits, first_token } => {
+            let arguments = arguments.tensor(best)?.tensor(skips_logits)?.int(first_token);
+            ("logits_", blocks.min(BEST_LOGITS_PARTS), arguments)
+        }
     };
-    let blocks = rows.div_ceil(tile_rows).min(multiprocessors(device)?);
     // The kernel aligns the start of the ring buffer to 1024 bytes.
     let shape =
         LaunchShape::new((parts, blocks, 1), DENSE_WGMMA_THREADS).with_shared_bytes(DENSE_WGMMA_RING_BYTES + 1024);
-    let gated = if activation.is_some() { "gated_" } else { "" };
-    let kernel = format!("dense_wgmma_{gated}{}_{box_tokens}", dtype_suffix(x.dtype())?);
+    let kernel = format!("dense_wgmma_{name}{}_{box_tokens}", dtype_suffix(x.dtype())?);
     let launch = Launch::new(module!("dense_wgmma"), kernel, shape, arguments).overlapping();
     // SAFETY: the shapes are checked above and by the callers. The tensor maps limit all reads to w and x.
     unsafe { launch.enqueue(device) }
@@ -164,10 +217,12 @@ fn enqueue(device: &CudaDevice, x: &Tensor, w: &Tensor, y: &Tensor, activation: 
 mod tests {
     use super::*;
 
+    const GATED: ProductKind = ProductKind::Gated(Activation::Silu);
+
     #[test]
     fn divisions_cover_the_matrix_and_balance_the_work() {
         for (rows, columns) in [(28_672, 4096), (6144, 4096), (2880, 4096), (5120, 2880), (201_088, 2880), (1, 8)] {
-            for (kind, max_parts) in [(ProductKind::Gated, 1), (ProductKind::Plain, MAX_PRODUCT_PARTS)] {
+            for (kind, max_parts) in [(GATED, 1), (ProductKind::Plain, MAX_PRODUCT_PARTS)] {
                 let Division { parts, tile_rows } = Division::of_matrix(132, (rows, columns), kind);
                 let tiles = rows.div_ceil(tile_rows);
                 assert!(parts <= max_parts && tile_rows.is_multiple_of(8), "{rows} x {columns}: {parts} parts");
@@ -182,7 +237,7 @@ mod tests {
         // Llama-3.1-8B: q, k and v; o; gate and up. gpt-oss-20b: q, k and v; o.
         assert_eq!(division((6144, 4096), ProductKind::Plain), (2, 96));
         assert_eq!(division((4096, 4096), ProductKind::Plain), (4, 128));
-        assert_eq!(division((28_672, 4096), ProductKind::Gated), (1, 112));
+        assert_eq!(division((28_672, 4096), GATED), (1, 112));
         assert_eq!(division((5120, 2880), ProductKind::Plain), (3, 120));
         assert_eq!(division((2880, 4096), ProductKind::Plain), (4, 88));
     }

@@ -74,6 +74,29 @@ pub fn matmul_gated(x: &Tensor, w: &Tensor, activation: Activation, sum_order: S
     gated_halves(&matmul_f32(x, w, sum_order)?, activation, x.dtype())
 }
 
+/// Computes the logits x·wᵀ, and returns candidates for the largest logit of each token
+/// (see [`dense_wgmma::matmul_best`]).
+/// Computes nothing and returns `None` unless `dense_wgmma` supports the product and `sum_order` is
+/// [`SumOrder::Fastest`].
+#[cfg(feature = "cuda")]
+pub fn matmul_best(
+    x: &Tensor,
+    w: &Tensor,
+    sum_order: SumOrder,
+    output: &dense_wgmma::LogitsOutput,
+) -> Result<Option<Tensor>> {
+    match x.device() {
+        Device::Cuda(device)
+            if sum_order == SumOrder::Fastest
+                && x.dim(0)? > 1
+                && dense_wgmma::is_best_supported(device, x, w, output.first_token)? =>
+        {
+            dense_wgmma::matmul_best(device, x, w, output).map(Some)
+        }
+        _ => Ok(None),
+    }
+}
+
 /// Computes [`matmul_f32`]. May write the product to `out`, f32 `[tokens, rows]`, and return `out`.
 /// Only `dense_wgmma` and cuBLASLt with [`SumOrder::Fastest`] write to `out`. Otherwise, returns a new tensor.
 pub fn matmul_f32_into(x: &Tensor, w: &Tensor, sum_order: SumOrder, out: Option<&Tensor>) -> Result<Tensor> {

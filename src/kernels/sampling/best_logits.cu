@@ -1,29 +1,20 @@
-// Greedy sampling of several sequences on several GPUs. Each GPU finds the largest of its own logits, and the GPUs
-// exchange only these.
+// Greedy sampling of several sequences. If there are several GPUs, each GPU finds the largest of its own logits, and the
+// GPUs exchange only these. The kernels for logits in matmul/dense_wgmma.cu find the largest logits themselves.
+#include "sampling/candidate.cuh"
 #include "sampling/sampling.cuh"
 
-// A logit and its token id, which is exact in f32, because it is below 2^24. The logit is -inf if there is no token.
-struct Candidate {
-    float logit, token;
-};
-
-// Returns a key that orders tokens by logit. Among equal logits, the lower token id has the larger key.
-__device__ __forceinline__ unsigned long long candidate_key(float logit, uint32_t token) {
-    return (unsigned long long)sort_key(logit + 0.0f) << 32 | ~token;  // -0 becomes +0, so both zeros are equal
-}
-
-// Divides each row of logits into BEST_LOGITS_PARTS parts, and finds the largest logit of each part. Ignores NaN.
+// Divides each row of logits among BEST_LOGITS_BLOCKS blocks, which find the largest logit of each part. Ignores NaN.
 //   logits: f32 [rows, columns], the logits of the tokens from `first_token` on
 //   best: Candidate [rows, BEST_LOGITS_PARTS]
-//   grid: (rows, BEST_LOGITS_PARTS); block: BEST_LOGITS_THREADS
+//   grid: (rows, BEST_LOGITS_BLOCKS); block: BEST_LOGITS_THREADS
 //   bytes moved: 4 · rows · columns
 extern "C" __global__ void __launch_bounds__(BEST_LOGITS_THREADS)
     best_logits(const float* logits, Candidate* best, int columns, int first_token) {
     __shared__ unsigned long long warps[BEST_LOGITS_THREADS / 32];
     const float* row = logits + (size_t)blockIdx.x * columns;
-    const int ids = (columns + BEST_LOGITS_PARTS - 1) / BEST_LOGITS_PARTS;
+    const int ids = (columns + BEST_LOGITS_BLOCKS - 1) / BEST_LOGITS_BLOCKS;
     // The head has computed the logits of the last part last, so many of them are still in L2.
-    const int part = BEST_LOGITS_PARTS - 1 - blockIdx.y, start = part * ids, end = min(start + ids, columns);
+    const int part = BEST_LOGITS_BLOCKS - 1 - blockIdx.y, start = part * ids, end = min(start + ids, columns);
     float top = -INFINITY;
     int id = 0;
 #pragma unroll 8  // so that several loads are in flight
@@ -37,7 +28,7 @@ extern "C" __global__ void __launch_bounds__(BEST_LOGITS_THREADS)
     if (threadIdx.x > 0) return;
     unsigned long long key = 0;
     for (const unsigned long long of_warp : warps) key = max(key, of_warp);
-    best[(size_t)blockIdx.x * BEST_LOGITS_PARTS + part] = {from_sort_key((uint32_t)(key >> 32)), (float)~(uint32_t)key};
+    store_candidate(best + (size_t)blockIdx.x * BEST_LOGITS_PARTS, key, part, BEST_LOGITS_BLOCKS);
 }
 
 // Chooses the token with the largest logit in each row of candidates. Chooses no token if all logits are -inf.
@@ -49,6 +40,7 @@ extern "C" __global__ void __launch_bounds__(BEST_LOGITS_THREADS)
 extern "C" __global__ void __launch_bounds__(32)
     choose_best(const Candidate* best, uint32_t* tokens, volatile uint32_t* mailbox, int count) {
     unsigned long long key = 0;
+#pragma unroll 4  // so that several loads are in flight
     for (int i = threadIdx.x; i < count; i += 32) {
         const Candidate candidate = best[(size_t)blockIdx.x * count + i];
         if (candidate.logit > -INFINITY) key = max(key, candidate_key(candidate.logit, (uint32_t)candidate.token));

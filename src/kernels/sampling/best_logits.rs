@@ -1,23 +1,23 @@
-//! Greedy sampling of several sequences on several GPUs (`best_logits.cu`).
+//! Greedy sampling of several sequences from candidates for the largest logit (`best_logits.cu`).
 
 use std::sync::Arc;
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 
-use crate::kernels::constants::{BEST_LOGITS_PARTS, BEST_LOGITS_THREADS};
+use crate::kernels::constants::{BEST_LOGITS_BLOCKS, BEST_LOGITS_PARTS, BEST_LOGITS_THREADS};
 use crate::kernels::launch::{Arguments, HostMailbox, Launch, LaunchShape, module};
 use crate::kernels::scratch;
 
-/// The number of columns that [`best_logits`] returns.
+/// The number of columns that [`best_logits`] returns: a logit and a token id for each candidate.
 pub const BEST_LOGITS_COLUMNS: usize = 2 * BEST_LOGITS_PARTS;
 
 /// Token ids below this limit are exact in f32.
-const TOKEN_LIMIT: usize = 1 << 24;
+pub const TOKEN_LIMIT: usize = 1 << 24;
 
-/// Divides each row into `BEST_LOGITS_PARTS` parts, and returns the largest logit of each part and its token id:
-/// f32 `[rows, BEST_LOGITS_COLUMNS]`.
+/// Returns candidates for the largest logit of each row, f32 `[rows, BEST_LOGITS_COLUMNS]`.
 /// Each even column has a logit, and the next column has its token id.
-/// The logit is -inf if a part has no logit above -inf. Its token id is then meaningless.
+/// Candidates are the largest logits of parts of the row, so the largest logit of the row is among them.
+/// The logit is -inf if a part has no logit above -inf, or if there are fewer parts. Its token id is then meaningless.
 ///
 /// `logits` is f32 `[rows, columns]`, the logits of the tokens from `first_token` on. There may be no columns.
 pub fn best_logits(logits: &Tensor, first_token: usize) -> Result<Tensor> {
@@ -37,7 +37,7 @@ pub fn best_logits(logits: &Tensor, first_token: usize) -> Result<Tensor> {
     // A tensor without elements has no address.
     let arguments = if columns > 0 { Arguments::new().tensor(logits)? } else { Arguments::new().address(0) };
     let arguments = arguments.tensor(&best)?.int(columns).int(first_token);
-    let shape = LaunchShape::new((rows, BEST_LOGITS_PARTS, 1), BEST_LOGITS_THREADS);
+    let shape = LaunchShape::new((rows, BEST_LOGITS_BLOCKS, 1), BEST_LOGITS_THREADS);
     // SAFETY: the dtypes and shapes are checked above, and the kernel reads only the `rows · columns` logits.
     unsafe { Launch::new(module!("best_logits"), "best_logits", shape, arguments).enqueue(device)? };
     Ok(best)
@@ -46,7 +46,8 @@ pub fn best_logits(logits: &Tensor, first_token: usize) -> Result<Tensor> {
 /// Queues the choice of the token with the largest logit in each row. Does not wait for the tokens.
 /// If several tokens have the largest logit, chooses the lowest token id.
 ///
-/// `best` has the columns of one or more [`best_logits`] results side by side.
+/// `best` has the columns of one or more results of [`best_logits`] or
+/// [`matmul_best`](crate::kernels::matmul::matmul_best) side by side.
 /// The kernel writes the tokens to `tokens` and `mailbox`, like [`queue_rows`](super::queue_rows).
 pub fn queue_best(best: &Tensor, tokens: &Tensor, (mailbox, first_slot): (&Arc<HostMailbox>, usize)) -> Result<()> {
     let (rows, columns) = best.dims2()?;

@@ -1,7 +1,7 @@
 //! Kernels that edit rows of logits, choose tokens and compute log probabilities, and the sampling parameters.
 //!
 //! - `sample_rows`: samples a token from each row
-//! - `best_logits`: chooses the token with the largest logit on several GPUs, which exchange only a few logits
+//! - `best_logits`: chooses tokens greedily from a few candidates per row, which several GPUs exchange instead of logits
 //! - `logits`: edits and masks logits, and computes log probabilities
 //! - `row_edits`: adds values to the logits of queued steps, then applies penalties
 //! - `token_mask`: a set of allowed tokens
@@ -18,7 +18,7 @@ mod sample_rows;
 mod token_mask;
 
 #[cfg(feature = "cuda")]
-pub use best_logits::{BEST_LOGITS_COLUMNS, best_logits, queue_best};
+pub use best_logits::{BEST_LOGITS_COLUMNS, TOKEN_LIMIT, best_logits, queue_best};
 #[cfg(feature = "cuda")]
 pub use logits::{
     LogitEdit, LogprobsRow, RowLogprobs, edit_logits, mask_logits, send_logprobs, take_logprobs, top_logprobs,

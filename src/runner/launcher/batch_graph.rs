@@ -2,7 +2,8 @@
 //!
 //! A batch graph replays the operations of [`Decoder::hidden_states`] and [`Decoder::own_logits`].
 //! Except for rounding, its logits equal the logits of a step without a graph.
-//! If there are several ranks, it also exchanges their largest logits.
+//! If the kernel for the logits also finds the largest logits, a graph stores all logits only in steps that need them.
+//! If there are several ranks, a graph also exchanges their largest logits.
 //! The host launches one graph instead of hundreds of kernels.
 //!
 //! Batches of more than 8 rows are padded to multiples of 8 or, above 64 rows, of 16, so that fewer graphs are needed.
@@ -18,6 +19,7 @@ use candle_core::{DType, Device, Tensor};
 use crate::kernels::SumOrder;
 use crate::kernels::attention::{PassBlocks, Queries, slot};
 use crate::kernels::launch::LaunchGraph;
+use crate::kernels::matmul::dense_wgmma::LogitsOutput;
 use crate::kernels::rows::copy_rows;
 use crate::kernels::sampling::{BEST_LOGITS_COLUMNS, best_logits};
 use crate::kernels::scratch::{Arena, LayerSizes, MAX_ARENA_BYTES, MAX_ARENAS_BYTES};
@@ -36,9 +38,8 @@ pub struct BatchGraphs {
     table_blocks: usize,
     sum_order: SumOrder,
     graphs: BTreeMap<usize, BatchGraph>,
-    /// This rank's logits of a step, f32 `[MAX_SEQUENCES, tokens of this rank]`. All graphs share this buffer.
-    /// Allocated for the first batch.
-    logits: Option<Tensor>,
+    /// The logits of a step of `MAX_SEQUENCES` rows. All graphs share these buffers. Allocated for the first batch.
+    logits: Option<LogitsBuffers>,
     arenas: Arenas,
     /// Whether a batch graph has failed. If so, [`can_run_model`](Self::can_run_model) returns false.
     has_failed: bool,
@@ -73,19 +74,44 @@ impl Arenas {
     }
 }
 
+/// The buffers for the logits of a step. Each graph writes as many rows as its padded batch has.
+#[derive(Clone)]
+struct LogitsBuffers {
+    /// This rank's logits, f32 `[rows, tokens of this rank]`.
+    own: Tensor,
+    /// Candidates for the largest logits of all ranks, f32 `[rows, ranks · BEST_LOGITS_COLUMNS]`.
+    best: Tensor,
+}
+
+impl LogitsBuffers {
+    fn new(decoder: &Decoder, device: &Device) -> Result<Self> {
+        let zeros = |columns| Tensor::zeros((MAX_SEQUENCES, columns), DType::F32, device);
+        let best = zeros(decoder.world().size() * BEST_LOGITS_COLUMNS)?;
+        Ok(Self { own: zeros(decoder.own_tokens().len())?, best })
+    }
+
+    /// Returns the first `count` rows. They share memory with these buffers.
+    fn first_rows(&self, count: usize) -> Result<Self> {
+        Ok(Self { own: self.own.narrow(0, 0, count)?, best: self.best.narrow(0, 0, count)? })
+    }
+}
+
 /// The graph of one padded batch size, and its buffers.
 struct BatchGraph {
     /// The inputs, u32: token ids, positions, the slots to write in each layer group,
-    /// and the block tables of each layer group.
+    /// the block tables of each layer group, and `skips_logits`.
     inputs: Tensor,
-    /// The host's copy of the block tables in `inputs`. Only entries that have changed are sent to the device.
-    tables: Vec<u32>,
+    /// The host's copy of the block tables and `skips_logits` in `inputs`.
+    /// Only words that have changed are sent to the device.
+    known: Vec<u32>,
     ids: Tensor,
     pass: Pass,
-    /// This rank's logits of the padded batch, f32 `[rows, tokens of this rank]`.
-    logits: Tensor,
-    /// If there are several ranks, the largest logits of all ranks and their token ids (see [`StepLogits::best`]).
-    best: Option<Tensor>,
+    /// u32 `[1]`: 1 if the step needs only the largest logits, otherwise 0.
+    skips_logits: Tensor,
+    /// The logits of the padded batch.
+    logits: LogitsBuffers,
+    /// Whether the graph finds the largest logits and writes them to `logits.best`. False until the first step has run.
+    finds_best: bool,
     /// The memory for the graph's intermediate results. `None` if the graph itself allocates this memory.
     arena: Option<Arena>,
     /// The captured graph. `None` until the first step of this size has run.
@@ -122,9 +148,10 @@ impl BatchGraphs {
         decoder: &Decoder,
         cache: &KvCache,
         sequences: &[StepSequence],
+        needs: NeededLogits,
         buffers: &mut QueuedStepBuffers,
     ) -> Result<Option<StepLogits>> {
-        match self.run(decoder, cache, sequences, buffers) {
+        match self.run(decoder, cache, sequences, needs, buffers) {
             Ok(logits) => Ok(Some(logits)),
             // Do not repeat the step eagerly: the other ranks do not know about the failure, and would not repeat it.
             Err(error) if decoder.world().size() > 1 => Err(error),
@@ -145,20 +172,22 @@ impl BatchGraphs {
 
     /// Queues a decode step of at most `MAX_SEQUENCES` sequences. `buffers` copies the inputs to the device.
     /// [`can_run_model`](Self::can_run_model) must be true.
+    /// Returns only the largest logits if `needs` allows it and the graph finds them.
     /// The next step overwrites the logits.
     pub fn run(
         &mut self,
         decoder: &Decoder,
         cache: &KvCache,
         sequences: &[StepSequence],
+        needs: NeededLogits,
         buffers: &mut QueuedStepBuffers,
     ) -> Result<StepLogits> {
         let size = padded(sequences.len());
         let logits = match &self.logits {
             Some(logits) => logits.clone(),
-            None => Tensor::zeros((MAX_SEQUENCES, decoder.own_tokens().len()), DType::F32, cache.device())?,
+            None => LogitsBuffers::new(decoder, cache.device())?,
         };
-        let logits = self.logits.insert(logits).narrow(0, 0, size)?;
+        let logits = self.logits.insert(logits).first_rows(size)?;
         if !self.graphs.contains_key(&size) {
             self.graphs.insert(
                 size,
@@ -166,24 +195,35 @@ impl BatchGraphs {
             );
         }
         let Some(batch) = self.graphs.get_mut(&size) else { bail!("internal error: no graph for {size} sequences") };
-        let inputs = batch.inputs(decoder, cache, sequences, buffers, self.table_blocks)?;
+        let inputs = batch.inputs(decoder, cache, sequences, needs, buffers, self.table_blocks)?;
         buffers.write_inputs(&inputs, &batch.inputs)?;
         match &batch.graph {
             Some(graph) => decoder.world().launch_together(|| graph.enqueue())?,
             None => batch.capture_first_step(&self.device, decoder, cache, &mut self.arenas)?,
         }
-        let of_sequences = |rows: &Tensor| rows.narrow(0, 0, sequences.len());
-        Ok(StepLogits { own: of_sequences(&logits)?, best: batch.best.as_ref().map(of_sequences).transpose()? })
+        let LogitsBuffers { own, best } = logits.first_rows(sequences.len())?;
+        Ok(match needs {
+            NeededLogits::Largest if batch.finds_best => StepLogits::Largest(best),
+            _ => StepLogits::Own(own),
+        })
     }
 }
 
+/// The logits that a step needs to choose its tokens.
+#[derive(Clone, Copy, PartialEq)]
+pub enum NeededLogits {
+    All,
+    /// Only the largest logit of each row.
+    Largest,
+}
+
 /// The logits of a step.
-pub struct StepLogits {
+pub enum StepLogits {
     /// This rank's columns of the logits, one for each token in [`Decoder::own_tokens`]: f32 `[sequences, columns]`.
-    pub own: Tensor,
-    /// If there are several ranks and the step ran as a batch graph, the largest logits of all ranks:
-    /// f32 `[sequences, ranks · BEST_LOGITS_COLUMNS]` (see [`best_logits`]).
-    pub best: Option<Tensor>,
+    Own(Tensor),
+    /// Candidates for the largest logit of each row, from all ranks: f32 `[sequences, ranks · BEST_LOGITS_COLUMNS]`
+    /// (see [`best_logits`]).
+    Largest(Tensor),
 }
 
 /// Returns the padded batch size for a number of sequences.
@@ -197,19 +237,18 @@ fn padded(sequences: usize) -> usize {
 }
 
 impl BatchGraph {
-    /// Creates the buffers of a batch of `size` rows.
-    /// The graph will write this rank's logits to `logits`, f32 `[size, tokens of this rank]`.
+    /// Creates the buffers of a batch of `size` rows. The graph will write its logits to `logits`, which has `size` rows.
     fn new(
         size: usize,
         table_blocks: usize,
         sum_order: SumOrder,
         decoder: &Decoder,
         cache: &KvCache,
-        logits: Tensor,
+        logits: LogitsBuffers,
     ) -> Result<Self> {
-        let (groups, device) = (cache.layout().groups(), cache.device());
-        let total = size * (2 + groups + groups * table_blocks);
-        let inputs = Tensor::zeros(total, DType::U32, device)?;
+        let groups = cache.layout().groups();
+        let (words, tables) = (size * (2 + groups), groups * size * table_blocks);
+        let inputs = Tensor::zeros(words + tables + 1, DType::U32, cache.device())?;
         let part = |first: usize, count: usize| inputs.narrow(0, first * size, count * size);
         let blocks = |group: usize| {
             let tables = part(2 + groups + group * table_blocks, table_blocks)?.reshape((size, table_blocks))?;
@@ -218,18 +257,26 @@ impl BatchGraph {
         let blocks = (0..groups).map(blocks).collect::<candle_core::Result<Vec<_>>>()?;
         let pass =
             Pass::from_parts(Queries::one_token_each(part(1, 1)?)?, blocks, decoder.attention_backend(), sum_order);
-        let tables = vec![0; groups * size * table_blocks];
-        let ranks = decoder.world().size();
-        let best = (ranks > 1).then(|| Tensor::zeros((size, ranks * BEST_LOGITS_COLUMNS), DType::F32, device));
-        Ok(Self { ids: part(0, 1)?, pass, logits, best: best.transpose()?, tables, arena: None, graph: None, inputs })
+        Ok(Self {
+            ids: part(0, 1)?,
+            pass,
+            skips_logits: inputs.narrow(0, words + tables, 1)?,
+            logits,
+            finds_best: false,
+            known: vec![0; tables + 1],
+            arena: None,
+            graph: None,
+            inputs,
+        })
     }
 
-    /// Returns the token ids, positions and slots of the padded batch, and the changes to its block tables.
+    /// Returns the token ids, positions and slots of the padded batch, and the changes to its other inputs.
     fn inputs(
         &mut self,
         decoder: &Decoder,
         cache: &KvCache,
         sequences: &[StepSequence],
+        needs: NeededLogits,
         buffers: &QueuedStepBuffers,
         table_blocks: usize,
     ) -> Result<StepInputs> {
@@ -255,7 +302,7 @@ impl BatchGraph {
                 }
                 words.push(slot(table, position));
                 let first = (group * size + row) * table_blocks;
-                let known = &mut self.tables[first..first + used];
+                let known = &mut self.known[first..first + used];
                 for (index, (known, &block)) in known.iter_mut().zip(table).enumerate() {
                     if *known == block {
                         continue;
@@ -270,6 +317,12 @@ impl BatchGraph {
                     changes.push(((first + index) as u32, block));
                 }
             }
+        }
+        let flag = self.known.len() - 1;
+        let skips_logits = u32::from(needs == NeededLogits::Largest);
+        if self.known[flag] != skips_logits {
+            self.known[flag] = skips_logits;
+            changes.push((flag as u32, skips_logits));
         }
         Ok(StepInputs { ids, sources, words, changes })
     }
@@ -286,14 +339,14 @@ impl BatchGraph {
         // attention splits.
         // A capture cannot load kernels, and memory that is allocated during a capture belongs to the graph.
         let (result, sizes) = LayerSizes::measure(|| self.forward(decoder, cache));
-        result?;
+        self.finds_best = result?;
         let size = self.ids.dims1()?;
         // The arena is large enough for the next power of two, which usually spares the next batch sizes a new arena.
         // Without an arena, the graph allocates its memory itself.
         self.arena = arenas.for_pass(&sizes, size.next_power_of_two().div_ceil(size), cache.device())?;
         let forward = || match &self.arena {
-            Some(arena) => arena.use_for(|| self.forward(decoder, cache)),
-            None => self.forward(decoder, cache),
+            Some(arena) => arena.use_for(|| self.forward(decoder, cache)).map(drop),
+            None => self.forward(decoder, cache).map(drop),
         };
         // SAFETY: `forward` frees all memory that it allocates.
         // `Runner` and `Follower` drop the graphs before the decoder and the cache.
@@ -306,21 +359,38 @@ impl BatchGraph {
         Ok(())
     }
 
-    /// Computes the logits of the current inputs and writes them to `self.logits`, and the largest to `self.best`.
-    fn forward(&self, decoder: &Decoder, cache: &KvCache) -> Result<()> {
+    /// Computes the logits of the current inputs and writes them to `self.logits.own`.
+    /// Returns whether it also finds the largest logits and writes them to `self.logits.best`.
+    /// Then it may leave `self.logits.own` unchanged if `self.skips_logits` is 1.
+    fn forward(&self, decoder: &Decoder, cache: &KvCache) -> Result<bool> {
+        let (LogitsBuffers { own, best }, sum_order) = (&self.logits, self.pass.sum_order());
+        let (ranks, first_token) = (decoder.world().size(), decoder.own_tokens().start);
         let hidden = decoder.hidden_states(&self.ids, &self.pass, cache, None)?;
-        let logits = decoder.own_logits(&hidden, self.pass.sum_order(), Some(&self.logits))?;
-        if logits.id() != self.logits.id() {
-            copy_rows(&self.logits, &logits, 0)?;
-        }
-        if let Some(best) = &self.best {
-            let own = best_logits(&self.logits, decoder.own_tokens().start)?;
-            let of_ranks = decoder.world().concat_columns_into(&own, best.dim(1)?, Some(best))?;
-            if of_ranks.id() != best.id() {
-                copy_rows(best, &of_ranks, 0)?;
+        let output = LogitsOutput {
+            logits: own,
+            best: (ranks == 1).then_some(best),
+            skips_logits: &self.skips_logits,
+            first_token,
+        };
+        let own_best = match decoder.own_best_logits(&hidden, sum_order, &output)? {
+            Some(own_best) => own_best,
+            None => {
+                let logits = decoder.own_logits(&hidden, sum_order, Some(own))?;
+                if logits.id() != own.id() {
+                    copy_rows(own, &logits, 0)?;
+                }
+                // A single GPU samples from all logits, which is as fast.
+                if ranks == 1 {
+                    return Ok(false);
+                }
+                best_logits(own, first_token)?
             }
+        };
+        let of_ranks = decoder.world().concat_columns_into(&own_best, best.dim(1)?, Some(best))?;
+        if of_ranks.id() != best.id() {
+            copy_rows(best, &of_ranks, 0)?;
         }
-        Ok(())
+        Ok(true)
     }
 }
 

@@ -1,9 +1,9 @@
 //! Launches batch graphs and queued steps on the GPU of one rank.
 
-use anyhow::Result;
+use anyhow::{Result, bail};
 use candle_core::{DType, Device, Tensor};
 
-use super::batch_graph::{BatchGraphs, StepLogits};
+use super::batch_graph::{BatchGraphs, NeededLogits, StepLogits};
 use crate::kernels::SumOrder;
 use crate::kernels::step_inputs::StepInputs;
 use crate::nn::decoder::Decoder;
@@ -39,9 +39,9 @@ impl StepLauncher {
     /// Launches a decode step as a batch graph, and does not wait for its result.
     /// Returns the logits, f32 `[sequences, vocab]`. The next step can overwrite the logits.
     pub fn run(&mut self, decoder: &Decoder, cache: &KvCache, sequences: &[StepSequence]) -> Result<Tensor> {
-        let logits = self.batches.run(decoder, cache, sequences, &mut self.buffers)?;
+        let logits = self.batches.run(decoder, cache, sequences, NeededLogits::All, &mut self.buffers)?;
         self.buffers.skip();
-        decoder.logits_of_ranks(&logits.own)
+        all_logits(decoder, &logits)
     }
 
     /// Launches a decode step like [`run`](Self::run). Returns `None` if the graph fails on a single GPU.
@@ -52,16 +52,16 @@ impl StepLauncher {
         cache: &KvCache,
         sequences: &[StepSequence],
     ) -> Result<Option<Tensor>> {
-        let logits = self.batches.try_run(decoder, cache, sequences, &mut self.buffers)?;
+        let logits = self.batches.try_run(decoder, cache, sequences, NeededLogits::All, &mut self.buffers)?;
         self.buffers.skip();
-        logits.map(|logits| decoder.logits_of_ranks(&logits.own)).transpose()
+        logits.map(|logits| all_logits(decoder, &logits)).transpose()
     }
 
     /// Queues the forward pass of all sequences, and the sampling of a token for each entry of `samplings`.
     /// Returns the index of the step, which [`wait`](Self::wait) takes.
     /// All ranks have the same sampling parameters, and choose from the logits of all ranks, so their GPUs choose the
     /// same tokens. If the step runs as a batch graph and [`RowSampling::needs_only_best`] is true for all entries,
-    /// the ranks exchange only their largest logits.
+    /// the step may compute and exchange only the largest logits.
     pub fn queue(
         &mut self,
         decoder: &Decoder,
@@ -70,24 +70,26 @@ impl StepLauncher {
         sequences: &[StepSequence],
         samplings: &[RowSampling],
     ) -> Result<usize> {
+        let needs = match !samplings.is_empty() && samplings.iter().all(RowSampling::needs_only_best) {
+            true => NeededLogits::Largest,
+            false => NeededLogits::All,
+        };
         let on_graph = match executor {
-            StepExecutor::BatchGraph => self.batches.try_run(decoder, cache, sequences, &mut self.buffers)?,
+            StepExecutor::BatchGraph => self.batches.try_run(decoder, cache, sequences, needs, &mut self.buffers)?,
             StepExecutor::DecodeGraph | StepExecutor::Eager => None,
         };
         let logits = match on_graph {
             Some(logits) => logits,
-            None => StepLogits { own: self.queue_operations(decoder, cache, sequences)?, best: None },
+            None => StepLogits::Own(self.queue_operations(decoder, cache, sequences)?),
         };
         let rows: Vec<u32> = samplings.iter().map(|sampling| sampling.index as u32).collect();
         let sampled = |logits: Tensor| match rows.len() == sequences.len() {
             true => Ok(logits),
             false => logits.index_select(&Tensor::new(rows.as_slice(), logits.device())?, 0),
         };
-        match logits.best {
-            Some(best) if samplings.iter().all(RowSampling::needs_only_best) => {
-                self.buffers.choose_best(samplings, &sampled(best)?)
-            }
-            _ => self.buffers.choose(samplings, &decoder.logits_of_ranks(&sampled(logits.own)?)?),
+        match logits {
+            StepLogits::Largest(best) => self.buffers.choose_best(samplings, &sampled(best)?),
+            StepLogits::Own(own) => self.buffers.choose(samplings, &decoder.logits_of_ranks(&sampled(own)?)?),
         }
     }
 
@@ -118,5 +120,13 @@ impl StepLauncher {
         record: &mut dyn FnMut(usize, u32),
     ) -> Result<Vec<Chosen>> {
         self.buffers.wait(index, expected, record)
+    }
+}
+
+/// Returns the logits of all ranks, f32 `[sequences, vocab]`. Fails if the step has found only the largest logits.
+fn all_logits(decoder: &Decoder, logits: &StepLogits) -> Result<Tensor> {
+    match logits {
+        StepLogits::Own(own) => decoder.logits_of_ranks(own),
+        StepLogits::Largest(_) => bail!("internal error: the step has found only the largest logits"),
     }
 }

@@ -106,6 +106,56 @@ fn products_of_several_tokens_match_their_reference() {
     }
 }
 
+/// The inputs are small integers, so the products are exact and many logits of a token are equal.
+/// Of the tokens with the largest logit, the one with the lowest id must be chosen.
+#[test(cuda)]
+fn kernels_for_logits_also_find_the_largest_logits() {
+    use crate::support::gpu;
+    use candle_core::Device;
+    use inferno::kernels::launch::{HostMailbox, multiprocessors};
+    use inferno::kernels::matmul::{dense_wgmma::LogitsOutput, matmul_best, matmul_f32};
+    use inferno::kernels::sampling::queue_best;
+    let device = gpu();
+    let Device::Cuda(cuda) = &device else { panic!("{device:?} is not a GPU") };
+    if cuda.cuda_stream().context().compute_capability().unwrap() != (9, 0) {
+        return; // only Hopper GPUs can run these kernels
+    }
+    // The cases cover several tiles per block, fewer blocks than candidates, and incomplete tiles.
+    let most_rows = 600 * multiprocessors(cuda).unwrap() + 16;
+    for (rows, columns, first_token) in [(1, 64, 0), (130, 2888, 7), (304, 8, 100_000), (most_rows, 136, 0)] {
+        for dtype in [DType::BF16, DType::F16] {
+            let mut noise = Random((rows * 7 + columns) as u64);
+            let mut integers = |rows| noise.tensor(&[rows, columns], DType::F32).round().unwrap();
+            let (weight, x) = (integers(rows), integers(128));
+            let want = matmul_f32(&x, &weight, SumOrder::Fastest).unwrap();
+            let (x, weight) = (to_device(&x, &device, dtype), to_device(&weight, &device, dtype));
+            for tokens in [2, 8, 16, 17, 32, 50, 64, 65, 96, 100, 128] {
+                let what = format!("{rows}x{columns}, {dtype:?}, {tokens} tokens");
+                let (x, want) = (x.narrow(0, 0, tokens).unwrap(), want.narrow(0, 0, tokens).unwrap());
+                for skips in [0u32, 1] {
+                    let logits = Tensor::full(-7.5f32, (tokens, rows), &device).unwrap();
+                    let skips_logits = &Tensor::new(&[skips], &device).unwrap();
+                    let output = LogitsOutput { logits: &logits, best: None, skips_logits, first_token };
+                    assert!(matmul_best(&x, &weight, SumOrder::Fixed, &output).unwrap().is_none(), "{what}");
+                    let best = matmul_best(&x, &weight, SumOrder::Fastest, &output).unwrap().unwrap();
+                    let unchanged = vec![-7.5; tokens * rows];
+                    let expected = if skips == 0 { values(&want) } else { unchanged };
+                    assert_eq!(values(&logits), expected, "{what}, skips_logits = {skips}");
+                    let chosen = Tensor::zeros(tokens, DType::U32, &device).unwrap();
+                    let mailbox = HostMailbox::new(cuda, tokens).unwrap();
+                    queue_best(&best, &chosen, (&mailbox, 0)).unwrap();
+                    let lowest_id_of_largest = |row: Vec<f32>| {
+                        let largest = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+                        (first_token + row.iter().position(|&logit| logit == largest).unwrap()) as u32
+                    };
+                    let expected: Vec<u32> = want.to_vec2().unwrap().into_iter().map(lowest_id_of_largest).collect();
+                    assert_eq!(chosen.to_vec1::<u32>().unwrap(), expected, "{what}, skips_logits = {skips}");
+                }
+            }
+        }
+    }
+}
+
 #[test(gpu)]
 fn products_with_few_rows_match_their_reference() {
     use crate::support::gpu;

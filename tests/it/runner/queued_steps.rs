@@ -12,7 +12,7 @@ use inferno::engine::{Constraint, Engine, EngineBuilder, GenerateOptions, Gramma
 use inferno::runner::{TokenLogprobs, TokenSampler};
 use inferno::{Event, RequestStream, SamplingParams};
 
-use crate::support::engine::{Answer, GraphModel, greedy};
+use crate::support::engine::{Answer, GraphModel, assert_greedy, greedy};
 use crate::support::{Random, demo_dir};
 
 pub fn demo() -> EngineBuilder<'static> {
@@ -292,6 +292,42 @@ fn steps_of_one_request_that_edits_or_reports_logits_are_queued_on_a_gpu() {
     let ((want, waiting), (got, queued)) = (answers(false), answers(true));
     assert_eq!(got, want);
     assert!(waiting == 0 && queued >= 3 * 29, "{queued} of 90 steps were queued ahead, {waiting} without queueing");
+}
+
+/// Steps of one batch size alternate between steps that need only the largest logits and steps that need all logits.
+/// The tokens and log probabilities must match a prefill of the answer.
+#[test(gpu)]
+fn steps_with_and_without_log_probabilities_alternate_on_a_gpu() {
+    const LANES: usize = 3;
+    for name in ["mistral", "gpt_oss_graph"] {
+        let model = GraphModel::new(name);
+        let engine = model.builder().dtype(DType::F16).context(110).chunk(16).sequences(LANES).load().unwrap();
+        // Each lane sends requests one after another, so that most steps have one sequence of each lane.
+        let answers_of_lane = |lane: usize| {
+            let answer = |round: usize| {
+                let logprobs = (lane == 0 && round % 2 == 1).then_some(2);
+                let prompt = model.prompt[lane..].to_vec();
+                let max_tokens = Some([7, 31, 40][lane]);
+                let options = GenerateOptions { ignore_eos: true, max_tokens, logprobs, ..greedy() };
+                let answer = tokens_and_logprobs(engine.complete_ids(&prompt, options).unwrap());
+                (prompt, answer, logprobs.is_some())
+            };
+            (0..[12, 3, 2][lane]).map(answer).collect::<Vec<_>>()
+        };
+        let answers: Vec<_> = std::thread::scope(|scope| {
+            let lanes: Vec<_> = (0..LANES).map(|lane| scope.spawn(move || answers_of_lane(lane))).collect();
+            lanes.into_iter().flat_map(|lane| lane.join().unwrap()).collect()
+        });
+        for (prompt, answer, has_logprobs) in answers {
+            let tokens: Vec<u32> = answer.iter().map(|&(token, _)| token).collect();
+            assert_greedy(&engine, &prompt, &tokens);
+            assert!(answer.iter().all(|(_, logprobs)| logprobs.is_some() == has_logprobs), "{name}");
+            for (token, logprobs) in answer {
+                let Some(TokenLogprobs { chosen, top }) = logprobs else { continue };
+                assert_eq!((token, chosen), top[0], "{name}: the token is not the most likely one");
+            }
+        }
+    }
 }
 
 #[test]

@@ -1,0 +1,21 @@
+// Candidates for the largest logit of a row, from which greedy sampling chooses a token.
+#pragma once
+#include "constants.cuh"
+#include "headers/sort_key.cuh"
+
+// A logit and its token id, which is exact in f32, because it is below 2^24. The logit is -inf if there is no token.
+struct Candidate {
+    float logit, token;
+};
+
+// Returns a key that orders tokens by logit. Among equal logits, the lower token id has the larger key.
+__device__ __forceinline__ unsigned long long candidate_key(float logit, uint32_t token) {
+    return (unsigned long long)sort_key(logit + 0.0f) << 32 | ~token;  // -0 becomes +0, so both zeros are equal
+}
+
+// Stores the candidate with the given key as candidate `block` of a row. `blocks` blocks share the row, at most
+// BEST_LOGITS_PARTS. Together, they store BEST_LOGITS_PARTS candidates. The candidates that no block has found are -inf.
+__device__ __forceinline__ void store_candidate(Candidate* row, unsigned long long key, int block, int blocks) {
+    row[block] = {from_sort_key((uint32_t)(key >> 32)), (float)~(uint32_t)key};
+    for (int part = block + blocks; part < BEST_LOGITS_PARTS; part += blocks) row[part] = {-INFINITY, 0.0f};
+}
