@@ -352,9 +352,9 @@ pub const LOGPROBS_SLOTS: usize = 1 + 2 * MAX_LOGPROBS;
 
 // Sampling on the GPU (`decode/sample.rs`, `decode/sample.cu`, `sampling`).
 
-/// The number of candidates for the largest logit of a row, at most one for each block of a kernel that finds them.
+/// The number of candidates for the largest logit of a row. A thread block of a kernel finds at most one of them.
 /// Hopper GPUs have up to 132 multiprocessors, and each runs one block of `matmul/dense_wgmma.cu`.
-pub const BEST_LOGITS_PARTS: usize = 132;
+pub const BEST_LOGITS_CANDIDATES: usize = 132;
 /// Blocks per row in `best_logits`.
 pub const BEST_LOGITS_BLOCKS: usize = 8;
 /// Threads per block in `best_logits`.

@@ -206,21 +206,17 @@ impl Decoder {
         })
     }
 
-    /// Like [`own_logits`](Self::own_logits), but also returns candidates for the largest of this rank's logits.
-    /// Computes nothing and returns `None` if the kernel for the logits does not find them
+    /// Like [`own_logits`](Self::own_logits), but also finds candidates for the largest of this rank's logits,
+    /// and leaves the logits unwritten if `output.skips_logits` says so.
+    /// Computes nothing and returns false if the kernel for the logits does not find candidates
     /// (see [`matmul_best`](crate::kernels::matmul::matmul_best)).
     #[cfg(feature = "cuda")]
-    pub fn own_best_logits(
-        &self,
-        hidden: &Tensor,
-        sum_order: SumOrder,
-        output: &LogitsOutput,
-    ) -> Result<Option<Tensor>> {
+    pub fn own_best_logits(&self, hidden: &Tensor, sum_order: SumOrder, output: &LogitsOutput) -> Result<bool> {
         match &self.lm_head {
             Linear { weight: Matrix::Dense(weight), bias: None } if self.final_softcap.is_none() => {
                 Ok(matmul_best(hidden, weight, sum_order, output)?)
             }
-            _ => Ok(None),
+            _ => Ok(false),
         }
     }
 
@@ -314,7 +310,8 @@ impl Decoder {
             };
             let part = |linear: &Linear, post_norm: &Option<Norm>, tokens: usize| {
                 let (out, _) = linear.weight.dims();
-                PartialForm::choose(&self.layer_world, tokens * out, post_norm.as_ref())
+                let device = self.embed_tokens.device();
+                PartialForm::choose(&self.layer_world, device, (tokens, out), post_norm.as_ref())
             };
             for layer in &self.layers {
                 let (qkv_proj, o_proj) = (&layer.self_attn.qkv_proj, &layer.self_attn.o_proj);

@@ -1,15 +1,16 @@
 //! The residual stream of a forward pass.
 
 use anyhow::Result;
-use candle_core::{DType, Tensor};
+use candle_core::{DType, Device, Tensor};
 
 use super::norm::Norm;
 use super::pass::{Pass, RowSelection};
+use crate::kernels::matmul::has_parts;
 #[cfg(feature = "cuda")]
 use crate::kernels::moe::expert_mlp::ExpertOutputs;
 use crate::kernels::norm::Addend;
 use crate::kernels::rows::add_bias;
-use crate::world::{ResidualUpdate, World};
+use crate::world::{PartialResult, ResidualUpdate, World};
 
 /// This rank's part of the output of attention or of an MLP.
 pub(crate) struct PartialOutput<'l> {
@@ -48,6 +49,11 @@ impl PartialRows {
     }
 }
 
+/// The maximum number of rows whose expert outputs the exchange of several ranks adds up.
+/// With more rows, a kernel of its own adds them up faster, because it keeps more loads in flight.
+#[cfg(feature = "cuda")]
+const MAX_EXCHANGED_EXPERT_ROWS: usize = 256;
+
 /// The form in which a linear layer returns a [`PartialOutput`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum PartialForm {
@@ -60,12 +66,14 @@ pub(crate) enum PartialForm {
 }
 
 impl PartialForm {
-    /// Returns the form for a rank's part of an output with `elements` elements.
+    /// Returns the form for a rank's part of an output, `[rows, hidden]`.
     /// `post_norm` is the norm that will be applied to the output, if any.
-    pub fn choose(world: &World, elements: usize, post_norm: Option<&Norm>) -> Self {
+    pub fn choose(world: &World, device: &Device, (rows, hidden): (usize, usize), post_norm: Option<&Norm>) -> Self {
         match post_norm {
-            _ if world.can_round(elements) => Self::Rounded,
             None if world.size() == 1 => Self::ProductParts,
+            // Without several parts, a product takes less time in the compute dtype.
+            None if world.adds_up_partials() && has_parts(device, rows) => Self::ProductParts,
+            _ if world.can_round(rows * hidden) => Self::Rounded,
             _ => Self::F32,
         }
     }
@@ -83,9 +91,9 @@ fn sum_parts(parts: &Tensor) -> Result<Tensor> {
 enum Pending<'l> {
     /// This rank's part, `[tokens, hidden]`, and a bias to add to every row of the sum of all ranks' parts.
     RankPart(Tensor, Option<&'l Tensor>),
-    /// The product of a layer that is not divided among ranks, f32 `[parts, tokens, hidden]`, and the layer's bias.
+    /// This rank's part, as the parts of a product, f32 `[parts, tokens, hidden]`, and the layer's bias.
     ProductParts(Tensor, Option<&'l Tensor>),
-    /// The expert outputs of a layer that is not divided among ranks.
+    /// This rank's part, as the outputs of each token's experts.
     #[cfg(feature = "cuda")]
     PerExpert(ExpertOutputs),
     /// The complete output, f32 `[tokens, hidden]`, which is the same on all ranks.
@@ -116,7 +124,7 @@ impl<'l> Residual<'l> {
     /// Returns the form for this rank's part of an output with `rows` rows.
     /// `post_norm` is the norm that will be applied to the output, if any.
     pub fn partial_form(&self, rows: usize, post_norm: Option<&Norm>) -> Result<PartialForm> {
-        Ok(PartialForm::choose(self.world, rows * self.x.dim(1)?, post_norm))
+        Ok(PartialForm::choose(self.world, self.x.device(), (rows, self.x.dim(1)?), post_norm))
     }
 
     /// Adds the pending output to x. Returns the normalized residual stream, in `dtype`.
@@ -124,9 +132,16 @@ impl<'l> Residual<'l> {
         let (parts, bias) = match self.pending.take() {
             None => (None, None),
             Some(Pending::Whole(rows)) => (Some(rows.unsqueeze(0)?), None),
-            Some(Pending::ProductParts(parts, bias)) => (Some(parts), bias),
+            Some(Pending::ProductParts(parts, bias)) if self.world.size() == 1 => (Some(parts), bias),
+            Some(Pending::ProductParts(parts, bias)) => {
+                if let Some(normed) = self.add_partials(PartialResult::ProductParts(&parts), bias, norm, dtype)? {
+                    return Ok(normed);
+                }
+                self.pending = Some(Pending::RankPart(sum_parts(&parts)?, bias));
+                return self.norm(norm, dtype);
+            }
             #[cfg(feature = "cuda")]
-            Some(Pending::PerExpert(outputs)) => {
+            Some(Pending::PerExpert(outputs)) if self.world.size() == 1 => {
                 if norm.bias.is_none()
                     && let Some((x, normed)) = outputs.add_norm(self.whole()?, &norm.weight, norm.eps, dtype)?
                 {
@@ -135,20 +150,20 @@ impl<'l> Residual<'l> {
                 }
                 (Some(outputs.sum(DType::F32)?.unsqueeze(0)?), None)
             }
+            #[cfg(feature = "cuda")]
+            Some(Pending::PerExpert(outputs)) => {
+                let (outputs_of_pairs, weights) = outputs.outputs_and_weights();
+                let y = PartialResult::Experts { outputs: outputs_of_pairs, weights };
+                if let Some(normed) = self.add_partials(y, None, norm, dtype)? {
+                    return Ok(normed);
+                }
+                let rows = PartialRows::PerExpert(outputs).summed(self.partial_form(self.x.dim(0)?, None)?)?;
+                self.pending = Some(Pending::RankPart(rows, None));
+                return self.norm(norm, dtype);
+            }
             Some(Pending::RankPart(rows, bias)) => {
-                if norm.bias.is_none()
-                    && let Some(updated) = self.world.add_partials(&ResidualUpdate {
-                        x: &self.x,
-                        is_divided: self.is_divided,
-                        y: &rows,
-                        bias,
-                        weight: &norm.weight,
-                        eps: norm.eps,
-                        dtype,
-                    })?
-                {
-                    (self.x, self.is_divided) = (updated.x, updated.is_divided);
-                    return Ok(updated.normed);
+                if let Some(normed) = self.add_partials(PartialResult::Rows(&rows), bias, norm, dtype)? {
+                    return Ok(normed);
                 }
                 (Some(self.sum_rows(&rows)?.unsqueeze(0)?), bias)
             }
@@ -159,15 +174,37 @@ impl<'l> Residual<'l> {
         Ok(normed)
     }
 
+    /// Adds the partial results of all ranks and the bias to x, and returns the normalized sum.
+    /// Returns `None` if no exchange supports this (see [`World::add_partials`]).
+    fn add_partials(
+        &mut self,
+        y: PartialResult,
+        bias: Option<&Tensor>,
+        norm: &Norm,
+        dtype: DType,
+    ) -> Result<Option<Tensor>> {
+        if norm.bias.is_some() {
+            return Ok(None);
+        }
+        let (is_divided, weight, eps) = (self.is_divided, &norm.weight, norm.eps);
+        let update = ResidualUpdate { x: &self.x, is_divided, y, bias, weight, eps, dtype };
+        Ok(self.world.add_partials(&update)?.map(|updated| {
+            (self.x, self.is_divided) = (updated.x, updated.is_divided);
+            updated.normed
+        }))
+    }
+
     /// Adds the output of attention or of an MLP. If there is a `post_norm`, normalizes the output first (Gemma).
     pub fn add(&mut self, output: PartialOutput<'l>, post_norm: Option<&Norm>) -> Result<()> {
         debug_assert!(self.pending.is_none(), "the previous output is not yet added to the residual stream");
         self.pending = Some(match (output.rows, post_norm) {
             #[cfg(feature = "cuda")]
-            (PartialRows::PerExpert(outputs), None) if self.world.size() == 1 => Pending::PerExpert(outputs),
-            (PartialRows::ProductParts(parts), None) if self.world.size() == 1 => {
-                Pending::ProductParts(parts, output.bias)
+            (PartialRows::PerExpert(outputs), None)
+                if self.world.size() == 1 || self.x.dim(0)? <= MAX_EXCHANGED_EXPERT_ROWS =>
+            {
+                Pending::PerExpert(outputs)
             }
+            (PartialRows::ProductParts(parts), None) => Pending::ProductParts(parts, output.bias),
             (rows, post_norm) => {
                 let rows = rows.summed(self.partial_form(self.x.dim(0)?, post_norm)?)?;
                 match post_norm {
@@ -185,7 +222,7 @@ impl<'l> Residual<'l> {
             None => return self.whole(),
             Some(Pending::Whole(rows)) => rows,
             #[cfg(feature = "cuda")]
-            Some(Pending::PerExpert(outputs)) => outputs.sum(DType::F32)?,
+            Some(Pending::PerExpert(outputs)) => self.sum(&outputs.sum(DType::F32)?, None)?,
             Some(Pending::RankPart(rows, bias)) => self.sum(&rows, bias)?,
             Some(Pending::ProductParts(parts, bias)) => self.sum(&sum_parts(&parts)?, bias)?,
         };

@@ -55,6 +55,23 @@ pub trait Exchange: Any + fmt::Debug + Send + Sync {
     fn end(&self);
 }
 
+/// A rank's partial result y of an output, `[rows, hidden]`.
+#[derive(Clone, Copy, Debug)]
+pub enum PartialResult<'t> {
+    /// y itself, f32 or bf16.
+    Rows(&'t Tensor),
+    /// y is the sum of these parts of a matrix product, f32 `[parts, rows, hidden]`.
+    ProductParts(&'t Tensor),
+    /// y is the sum of each row's expert outputs, weighted with `weights`.
+    Experts {
+        /// The outputs, `[rows, chosen, hidden]`, with the columns in the order of the expert kernels
+        /// (`kernels/moe/mxfp4_tiles.cuh`).
+        outputs: &'t Tensor,
+        /// The routing weights, f32 `[rows, chosen]`.
+        weights: &'t Tensor,
+    },
+}
+
 /// An update of the residual stream, x' = x + bias + Σ y over all ranks, followed by the RMSNorm of x'.
 /// All tensors except y and the normalized x' are f32.
 #[derive(Clone, Copy, Debug)]
@@ -63,8 +80,8 @@ pub struct ResidualUpdate<'t> {
     pub x: &'t Tensor,
     /// Whether x is valid only in the rows that this rank computed (see [`UpdatedResidual`]).
     pub is_divided: bool,
-    /// This rank's partial result, f32 or bf16 `[rows, hidden]`. The dtype may differ between ranks.
-    pub y: &'t Tensor,
+    /// This rank's partial result. Its form and its dtype may differ between ranks.
+    pub y: PartialResult<'t>,
     /// A bias to add to every row: `[hidden]`.
     pub bias: Option<&'t Tensor>,
     /// The weight of the RMSNorm, `[hidden]`.

@@ -22,7 +22,7 @@ use candle_core::{Result, Tensor, bail};
 
 use meeting::{FailureCall, Meeting, no_answer};
 
-pub use exchange::{Exchange, ResidualUpdate, UpdatedResidual};
+pub use exchange::{Exchange, PartialResult, ResidualUpdate, UpdatedResidual};
 
 /// How long a rank waits for another rank that makes no progress.
 /// This limit applies if the ranks are on CPUs or exchange data with kernels, except while a rank may load kernels.
@@ -138,16 +138,21 @@ impl World {
         can_queue && self.min_rounded.is_some_and(|min_rounded| elements >= min_rounded)
     }
 
+    /// Returns whether an exchange can add up partial results that are not [`PartialResult::Rows`], in bf16 models.
+    pub fn adds_up_partials(&self) -> bool {
+        self.can_round(usize::MAX)
+    }
+
     /// Computes a [`ResidualUpdate`]. With [`with_rounded_partials`](Self::with_rounded_partials), may round a large y
     /// and the normalized x' to bf16.
     ///
-    /// Returns `None` on all ranks if no [`Exchange`] supports the update.
-    /// Each rank's y must be f32 or bf16.
-    /// With another dtype, some ranks could return `None` while other ranks wait for them.
+    /// Returns `None` if no [`Exchange`] supports the update. With [`PartialResult::Rows`] in f32 or bf16, all ranks then
+    /// get `None`. With rows of another dtype, some ranks could get `None` while other ranks wait for them.
+    /// If a rank with another [`PartialResult`] gets `None`, it must add up y and call again with the rows.
     pub fn add_partials(&self, update: &ResidualUpdate) -> Result<Option<UpdatedResidual>> {
         match &self.exchange {
             Some(exchange) if exchange.can_queue() => {
-                exchange.add_partials(update, self.can_round(update.y.elem_count()))
+                exchange.add_partials(update, self.can_round(update.x.elem_count()))
             }
             _ => Ok(None),
         }

@@ -1,20 +1,13 @@
 // Sums over all ranks, addition to the residual stream, and RMSNorm, in one kernel (see exchange/exchange.cuh).
 #include "exchange/exchange.cuh"
 #include "headers/block_sum.cuh"
+#include "headers/sum_parts.cuh"
+#include "moe/expert_outputs.cuh"
 
 __device__ __forceinline__ void load_8(const float* from, float (&v)[8]) {
     const float4 low = reinterpret_cast<const float4*>(from)[0], high = reinterpret_cast<const float4*>(from)[1];
     v[0] = low.x, v[1] = low.y, v[2] = low.z, v[3] = low.w;
     v[4] = high.x, v[5] = high.y, v[6] = high.z, v[7] = high.w;
-}
-// Loads 8 values of y, from value 2 · i on, as four words with two bf16 values each. f32 values are rounded.
-// Returns no EMPTY word.
-__device__ __forceinline__ uint4 load_pairs(const float* y, size_t i) {
-    return load_as_bf16(reinterpret_cast<const uint32_t*>(y) + 2 * i);
-}
-__device__ __forceinline__ uint4 load_pairs(const __nv_bfloat16* y, size_t i) {
-    const uint4 v = *reinterpret_cast<const uint4*>(reinterpret_cast<const uint32_t*>(y) + i);
-    return make_uint4(sendable_pair(v.x), sendable_pair(v.y), sendable_pair(v.z), sendable_pair(v.w));
 }
 // Stores the 8 bf16 values that `words` contains, two per word. Converts them to f32 if `out` is f32.
 __device__ __forceinline__ void store_bf16(__nv_bfloat16* out, uint4 words) { *reinterpret_cast<uint4*>(out) = words; }
@@ -23,6 +16,108 @@ __device__ __forceinline__ void store_bf16(float* out, uint4 words) {
     add_bf16(values, words);
     store_8(reinterpret_cast<uint32_t*>(out), values);
 }
+
+// ---- partial results ----
+
+// `rounded` and `exact` return 8 columns of a row, from column i on. No returned word is EMPTY.
+// `rounded` returns four words with two bf16 values each. `exact` returns f32 values.
+// IS_SUM says that a column is the sum of several values, which takes more instructions and registers.
+
+// Partial results: Y [rows, columns]. `exact` requires f32.
+template <typename Y> struct PartialRows {
+    static constexpr bool IS_SUM = false;
+    const Y* y;
+    int columns;
+
+    __device__ __forceinline__ uint4 rounded(int row, int i) const {
+        const uint32_t* from = reinterpret_cast<const uint32_t*>(y + (size_t)row * columns + i);
+        if constexpr (sizeof(Y) == 4) return load_as_bf16(from);
+        const uint4 v = *reinterpret_cast<const uint4*>(from);
+        return make_uint4(sendable_pair(v.x), sendable_pair(v.y), sendable_pair(v.z), sendable_pair(v.w));
+    }
+    __device__ __forceinline__ void exact(int row, int i, uint4 (&words)[2]) const {
+        const uint32_t* from = reinterpret_cast<const uint32_t*>(y + (size_t)row * columns + i);
+#pragma unroll
+        for (int q = 0; q < 2; ++q) words[q] = Quad::sendable(Quad::load(from + 4 * q));
+    }
+};
+
+// Partial results that are the sums of the parts of a product (dense_wgmma.cu).
+//   y: f32 [parts, part_size / columns, columns]
+struct ProductParts {
+    static constexpr bool IS_SUM = true;
+    const float* y;
+    int columns, parts, part_size;
+
+    __device__ __forceinline__ float4 sum(int row, int i) const {
+        const float* from = y + (size_t)row * columns + i;
+        return sum_parts<true>(parts, [&](int part) {
+            return *reinterpret_cast<const float4*>(from + (size_t)part * part_size);
+        });
+    }
+    __device__ __forceinline__ uint4 rounded(int row, int i) const {
+        const float4 a = sum(row, i), b = sum(row, i + 4);
+        const float v[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+        return round_to_bf16(v);
+    }
+    __device__ __forceinline__ void exact(int row, int i, uint4 (&words)[2]) const {
+#pragma unroll
+        for (int q = 0; q < 2; ++q) {
+            const float4 v = sum(row, i + 4 * q);
+            words[q] = Quad::sendable(make_uint4(__float_as_uint(v.x), __float_as_uint(v.y), __float_as_uint(v.z),
+                                                 __float_as_uint(v.w)));
+        }
+    }
+};
+
+// Partial results that are the weighted sums of each token's expert outputs.
+//   y: bf16 [rows, chosen, columns] in fragment order (mxfp4_tiles.cuh); `columns` is a multiple of 32
+//   weights: f32 [rows, chosen]
+// Of 32 adjacent columns, each of four adjacent lanes must request 8.
+struct ExpertRows {
+    static constexpr bool IS_SUM = true;
+    const __nv_bfloat16* y;
+    const float* weights;
+    int columns, chosen;
+
+    // Returns the sums of four pairs of adjacent columns, from column i on.
+    __device__ __forceinline__ void sum(int row, int i, float2 (&pairs)[4]) const {
+        float2 sums[4] = {};
+        add_outputs(sums, y, weights, row, i / 8, columns / 8, chosen);
+        // In fragment order, lane `index` of the four lanes has the pairs index, 4 + index, 8 + index and 12 + index of
+        // the 32 columns. It needs the pairs 4 · index to 4 · index + 3, so the lanes transpose the pairs.
+        const int index = threadIdx.x % 4;
+        const uint32_t four_lanes = 0xfu << (threadIdx.x % 32 / 4 * 4);
+#pragma unroll
+        for (int distance = 0; distance < 4; ++distance) {
+            const int other = index ^ distance;
+            const float2 sent = other < 2 ? (other == 0 ? sums[0] : sums[1]) : (other == 2 ? sums[2] : sums[3]);
+            const float2 received = make_float2(__shfl_xor_sync(four_lanes, sent.x, distance),
+                                                __shfl_xor_sync(four_lanes, sent.y, distance));
+#pragma unroll
+            for (int k = 0; k < 4; ++k)
+                if (k == other) pairs[k] = received;
+        }
+    }
+    __device__ __forceinline__ uint4 rounded(int row, int i) const {
+        float2 pairs[4];
+        sum(row, i, pairs);
+        const auto word = [](float2 pair) { return to_bf16_pair(__float_as_uint(pair.x), __float_as_uint(pair.y)); };
+        return make_uint4(word(pairs[0]), word(pairs[1]), word(pairs[2]), word(pairs[3]));
+    }
+    __device__ __forceinline__ void exact(int row, int i, uint4 (&words)[2]) const {
+        float2 pairs[4];
+        sum(row, i, pairs);
+#pragma unroll
+        for (int q = 0; q < 2; ++q) {
+            const float2 low = pairs[2 * q], high = pairs[2 * q + 1];
+            words[q] = Quad::sendable(make_uint4(__float_as_uint(low.x), __float_as_uint(low.y),
+                                                 __float_as_uint(high.x), __float_as_uint(high.y)));
+        }
+    }
+};
+
+// ---- kernels ----
 
 // Adds partial results to the residual stream, and normalizes it: sum = x + bias + Σ bf16(y) over all ranks, and
 // normed = bf16(sum / sqrt(mean(sum²) + eps) · weight). A rank computes these values only for its share of the rows.
@@ -37,22 +132,22 @@ __device__ __forceinline__ void store_bf16(float* out, uint4 words) {
 // The values are then in transit while the block works on other rows.
 //
 //   x, sum: f32 [rows, columns], accessed only in the rows of this rank
-//   y: Y [rows, columns]
+//   y: the partial results, [rows, columns]
 //   bias, weight: f32 [columns]; bias may be null
 //   normed: T [rows, columns], the rows of all ranks
 //   columns: a multiple of 8, at most EXCHANGE_ROW_COLUMNS
 //   m.first_item: the first row of each rank's share, then the number of rows
 //   grid: at most EXCHANGE_BLOCKS, divided by the number of ranks if ranks share a GPU; the same on all ranks
 //   block: EXCHANGE_ROW_THREADS
-//   bytes moved: columns · (sizeof(Y) + sizeof(T)) per row, and columns · 8 per row of this rank
-template <typename Y, typename T>
-__device__ void exchange_add_norm(const float* x, const Y* y, const float* bias, const float* weight, float* sum,
-                                  T* normed, const Mailboxes& m, int columns, float eps) {
+//   bytes moved: the bytes of y, columns · sizeof(T) per row, and columns · 8 per row of this rank
+template <typename Partial, typename T>
+__device__ void exchange_add_norm(const float* x, const Partial& y, const float* bias, const float* weight, float* sum,
+                                  T* normed, const Mailboxes& m, float eps) {
     __shared__ float scratch[2][EXCHANGE_ROW_THREADS / 32];
     begin(m);
-    const int row_words = columns / 2;
+    const int columns = y.columns, row_words = columns / 2;
     const auto rows_of = [&](int rank) { return m.first_item[rank + 1] - m.first_item[rank]; };
-    // Returns the position at which a row of a rank's share starts in x, y, sum and normed, in pairs of elements.
+    // Returns the position at which a row of a rank's share starts in x, sum and normed, in pairs of elements.
     const auto start_of = [&](int rank, int row) { return (size_t)(m.first_item[rank] + row) * row_words; };
     // `share` (world/mod.rs) gives rank 0 the largest share.
     // In each region, the first `addend_words` words are for the addends. The normalized rows follow.
@@ -74,16 +169,26 @@ __device__ void exchange_add_norm(const float* x, const Y* y, const float* bias,
     };
 
     const auto send_addends = [&](int row) {
+        const auto sends = [&](int rank) { return rank < m.ranks && rank != m.rank && row < rows_of(rank); };
+        const auto load = [&](int rank, int i) { return y.rounded(m.first_item[rank] + row, 2 * i); };
+        const auto send = [&](int rank, int i, uint4 v) {
+            Quad::store(operation.region_at(rank) + row * row_words + i, v);
+        };
         each_part([&](int, int i) {
-            uint4 v[EXCHANGE_MAX_RANKS];
+            if constexpr (Partial::IS_SUM) {
+#pragma unroll 1
+                for (int rank = 0; rank < m.ranks; ++rank)
+                    if (sends(rank)) send(rank, i, load(rank, i));
+            } else {
+                // The loads for all ranks are in flight at the same time.
+                uint4 v[EXCHANGE_MAX_RANKS];
 #pragma unroll
-            for (int rank = 0; rank < EXCHANGE_MAX_RANKS; ++rank)
-                if (rank < m.ranks && rank != m.rank && row < rows_of(rank))
-                    v[rank] = load_pairs(y, start_of(rank, row) + i);
+                for (int rank = 0; rank < EXCHANGE_MAX_RANKS; ++rank)
+                    if (sends(rank)) v[rank] = load(rank, i);
 #pragma unroll
-            for (int rank = 0; rank < EXCHANGE_MAX_RANKS; ++rank)
-                if (rank < m.ranks && rank != m.rank && row < rows_of(rank))
-                    Quad::store(operation.region_at(rank) + row * row_words + i, v[rank]);
+                for (int rank = 0; rank < EXCHANGE_MAX_RANKS; ++rank)
+                    if (sends(rank)) send(rank, i, v[rank]);
+            }
         });
     };
     const auto compute = [&](int row, int parity) {
@@ -91,7 +196,7 @@ __device__ void exchange_add_norm(const float* x, const Y* y, const float* bias,
         float v[HELD][8], squares = 0.0f;
         each_part([&](int h, int i) {
             load_8(x + 2 * (start + i), v[h]);
-            const uint4 own = load_pairs(y, start + i);
+            const uint4 own = y.rounded(m.first_item[m.rank] + row, 2 * i);
             float biases[8] = {}, added[8] = {};
             if (bias) load_8(bias + 2 * i, biases);
             for (int rank = 0; rank < m.ranks; ++rank) {
@@ -152,12 +257,30 @@ __device__ void exchange_add_norm(const float* x, const Y* y, const float* bias,
         exchange_add_norm_##Y_SUFFIX##_##SUFFIX(const float* x, const Y* y, const float* bias, const float* weight,    \
                                                 float* sum, T* normed, const __grid_constant__ Mailboxes m,            \
                                                 int columns, float eps) {                                              \
-        exchange_add_norm(x, y, bias, weight, sum, normed, m, columns, eps);                                           \
+        exchange_add_norm(x, PartialRows<Y>{y, columns}, bias, weight, sum, normed, m, eps);                           \
     }
 DEFINE_ADD_NORM(float, f32, float, f32)
 DEFINE_ADD_NORM(float, f32, __nv_bfloat16, bf16)
 DEFINE_ADD_NORM(__nv_bfloat16, bf16, float, f32)
 DEFINE_ADD_NORM(__nv_bfloat16, bf16, __nv_bfloat16, bf16)
+#define DEFINE_ADD_NORM_PARTS(T, SUFFIX)                                                                               \
+    extern "C" __global__ void __launch_bounds__(EXCHANGE_ROW_THREADS)                                                 \
+        exchange_add_norm_parts_##SUFFIX(const float* x, const float* y, const float* bias, const float* weight,       \
+                                         float* sum, T* normed, const __grid_constant__ Mailboxes m, int columns,      \
+                                         int parts, int part_size, float eps) {                                        \
+        exchange_add_norm(x, ProductParts{y, columns, parts, part_size}, bias, weight, sum, normed, m, eps);           \
+    }
+DEFINE_ADD_NORM_PARTS(float, f32)
+DEFINE_ADD_NORM_PARTS(__nv_bfloat16, bf16)
+#define DEFINE_ADD_NORM_EXPERTS(T, SUFFIX)                                                                             \
+    extern "C" __global__ void __launch_bounds__(EXCHANGE_ROW_THREADS)                                                 \
+        exchange_add_norm_experts_##SUFFIX(const float* x, const __nv_bfloat16* y, const float* expert_weights,        \
+                                           const float* bias, const float* weight, float* sum, T* normed,              \
+                                           const __grid_constant__ Mailboxes m, int columns, int chosen, float eps) {  \
+        exchange_add_norm(x, ExpertRows{y, expert_weights, columns, chosen}, bias, weight, sum, normed, m, eps);       \
+    }
+DEFINE_ADD_NORM_EXPERTS(float, f32)
+DEFINE_ADD_NORM_EXPERTS(__nv_bfloat16, bf16)
 
 // Like exchange_add_norm, but every rank computes all rows.
 // The ranks send y but no normalized rows, which takes less time for few rows.
@@ -167,22 +290,22 @@ DEFINE_ADD_NORM(__nv_bfloat16, bf16, __nv_bfloat16, bf16)
 // row, it sends y of its next row to all other ranks. The values are then under way while the block computes.
 //
 //   x, sum: f32 [rows, columns]
-//   y: Y [rows, columns]; f32 if ROUNDED is false
+//   y: the partial results, [rows, columns]
 //   bias, weight: f32 [columns]; bias may be null
 //   normed: T [rows, columns]
 //   columns: a multiple of 8, at most EXCHANGE_ROW_COLUMNS
 //   A region must have room for 4 bytes per element of y, or 2 bytes if ROUNDED is true.
 //   grid: at most EXCHANGE_BLOCKS, divided by the number of ranks if ranks share a GPU; the same on all ranks
 //   block: EXCHANGE_ROW_THREADS
-//   bytes moved: columns · (8 + sizeof(Y) + sizeof(T)) per row
-template <bool ROUNDED, typename Y, typename T>
-__device__ void exchange_add_norm_all(const float* x, const Y* y, const float* bias, const float* weight, float* sum,
-                                      T* normed, const Mailboxes& m, int rows, int columns, float eps) {
+//   bytes moved: the bytes of y, and columns · (8 + sizeof(T)) per row
+template <bool ROUNDED, typename Partial, typename T>
+__device__ void exchange_add_norm_all(const float* x, const Partial& y, const float* bias, const float* weight,
+                                      float* sum, T* normed, const Mailboxes& m, int rows, float eps) {
     __shared__ float scratch[2][EXCHANGE_ROW_THREADS / 32];
     // As in exchange_add_norm, a row has up to HELD parts, and a thread handles 8 columns of each part.
     // In a region, these 8 columns take QUADS groups of 4 words.
     constexpr int HELD = EXCHANGE_ROW_COLUMNS / (8 * EXCHANGE_ROW_THREADS), QUADS = ROUNDED ? 1 : 2;
-    const int row_words = ROUNDED ? columns / 2 : columns;
+    const int columns = y.columns, row_words = ROUNDED ? columns / 2 : columns;
     begin(m);
     const Operation operation(m);
     const uint32_t* slot = operation.own_slot();
@@ -194,14 +317,11 @@ __device__ void exchange_add_norm_all(const float* x, const Y* y, const float* b
             if (i < columns) use(h, i);
         }
     };
-    const auto load_own = [&](uint4(&own)[QUADS], size_t i) {
-        if constexpr (ROUNDED) {
-            own[0] = load_pairs(y, i / 2);
-        } else {
-#pragma unroll
-            for (int q = 0; q < QUADS; ++q)
-                own[q] = Quad::sendable(Quad::load(reinterpret_cast<const uint32_t*>(y) + i + 4 * q));
-        }
+    const auto load_own = [&](uint4(&own)[QUADS], int row, int i) {
+        if constexpr (ROUNDED)
+            own[0] = y.rounded(row, i);
+        else
+            y.exact(row, i, own);
     };
     const auto add_words = [&](float (&added)[8], const uint4(&words)[QUADS]) {
         if constexpr (ROUNDED) {
@@ -221,7 +341,7 @@ __device__ void exchange_add_norm_all(const float* x, const Y* y, const float* b
     const auto send = [&](int row) {
         each_part([&](int, int i) {
             uint4 own[QUADS];
-            load_own(own, (size_t)row * columns + i);
+            load_own(own, row, i);
             for (int rank = 0; rank < m.ranks; ++rank) {
                 if (rank == m.rank) continue;
 #pragma unroll
@@ -236,7 +356,7 @@ __device__ void exchange_add_norm_all(const float* x, const Y* y, const float* b
             const size_t at = (size_t)row * columns + i;
             load_8(x + at, v[h]);
             uint4 own[QUADS], part[QUADS];
-            load_own(own, at);
+            load_own(own, row, i);
             float biases[8] = {}, added[8] = {};
             if (bias) load_8(bias + i, biases);
             for (int rank = 0; rank < m.ranks; ++rank) {
@@ -288,7 +408,7 @@ __device__ void exchange_add_norm_all(const float* x, const Y* y, const float* b
         exchange_add_norm_all_##SUFFIX(const float* x, const Y* y, const float* bias, const float* weight, float* sum, \
                                        T* normed, const __grid_constant__ Mailboxes m, int rows, int columns,          \
                                        float eps) {                                                                    \
-        exchange_add_norm_all<ROUNDED>(x, y, bias, weight, sum, normed, m, rows, columns, eps);                        \
+        exchange_add_norm_all<ROUNDED>(x, PartialRows<Y>{y, columns}, bias, weight, sum, normed, m, rows, eps);        \
     }
 DEFINE_ADD_NORM_ALL(false, float, float, exact_f32_f32)
 DEFINE_ADD_NORM_ALL(false, float, __nv_bfloat16, exact_f32_bf16)
@@ -296,3 +416,28 @@ DEFINE_ADD_NORM_ALL(true, float, float, rounded_f32_f32)
 DEFINE_ADD_NORM_ALL(true, float, __nv_bfloat16, rounded_f32_bf16)
 DEFINE_ADD_NORM_ALL(true, __nv_bfloat16, float, rounded_bf16_f32)
 DEFINE_ADD_NORM_ALL(true, __nv_bfloat16, __nv_bfloat16, rounded_bf16_bf16)
+#define DEFINE_ADD_NORM_ALL_PARTS(ROUNDED, T, SUFFIX)                                                                  \
+    extern "C" __global__ void __launch_bounds__(EXCHANGE_ROW_THREADS)                                                 \
+        exchange_add_norm_all_##SUFFIX(const float* x, const float* y, const float* bias, const float* weight,         \
+                                       float* sum, T* normed, const __grid_constant__ Mailboxes m, int rows,           \
+                                       int columns, int parts, int part_size, float eps) {                             \
+        exchange_add_norm_all<ROUNDED>(x, ProductParts{y, columns, parts, part_size}, bias, weight, sum, normed, m,    \
+                                       rows, eps);                                                                     \
+    }
+DEFINE_ADD_NORM_ALL_PARTS(false, float, exact_parts_f32)
+DEFINE_ADD_NORM_ALL_PARTS(false, __nv_bfloat16, exact_parts_bf16)
+DEFINE_ADD_NORM_ALL_PARTS(true, float, rounded_parts_f32)
+DEFINE_ADD_NORM_ALL_PARTS(true, __nv_bfloat16, rounded_parts_bf16)
+#define DEFINE_ADD_NORM_ALL_EXPERTS(ROUNDED, T, SUFFIX)                                                                \
+    extern "C" __global__ void __launch_bounds__(EXCHANGE_ROW_THREADS)                                                 \
+        exchange_add_norm_all_##SUFFIX(const float* x, const __nv_bfloat16* y, const float* expert_weights,            \
+                                       const float* bias, const float* weight, float* sum, T* normed,                  \
+                                       const __grid_constant__ Mailboxes m, int rows, int columns, int chosen,         \
+                                       float eps) {                                                                    \
+        exchange_add_norm_all<ROUNDED>(x, ExpertRows{y, expert_weights, columns, chosen}, bias, weight, sum, normed,   \
+                                       m, rows, eps);                                                                  \
+    }
+DEFINE_ADD_NORM_ALL_EXPERTS(false, float, exact_experts_f32)
+DEFINE_ADD_NORM_ALL_EXPERTS(false, __nv_bfloat16, exact_experts_bf16)
+DEFINE_ADD_NORM_ALL_EXPERTS(true, float, rounded_experts_f32)
+DEFINE_ADD_NORM_ALL_EXPERTS(true, __nv_bfloat16, rounded_experts_bf16)

@@ -11,15 +11,24 @@ use std::ops::Range;
 
 use candle_core::{DType, Result, Tensor, bail};
 
-use super::gpu_exchange::GpuExchange;
-use crate::kernels::constants::{EXCHANGE_ROW_COLUMNS, EXCHANGE_ROW_THREADS};
+use super::gpu_exchange::{GpuExchange, RawMailboxes};
+use crate::kernels::constants::{EXCHANGE_ROW_COLUMNS, EXCHANGE_ROW_THREADS, MAX_PRODUCT_PARTS};
 use crate::kernels::launch::{Arguments, Launch, LaunchShape, address, dtype_suffix, module};
 use crate::kernels::scratch;
-use crate::world::{ResidualUpdate, UpdatedResidual, share};
+use crate::world::{PartialResult, ResidualUpdate, UpdatedResidual, share};
 
 /// With two ranks and at most this many rows, each rank computes all rows, even if partial results are rounded.
 /// With few rows, computing the other rank's rows takes less time than waiting for that rank's normalized rows.
 const REPLICATED_ROWS: usize = 256;
+
+/// Returns the part of a kernel's name that stands for the form of y.
+fn y_suffix(y: PartialResult) -> Result<&'static str> {
+    match y {
+        PartialResult::Rows(y) => dtype_suffix(y.dtype()),
+        PartialResult::ProductParts(_) => Ok("parts"),
+        PartialResult::Experts { .. } => Ok("experts"),
+    }
+}
 
 impl GpuExchange {
     /// Divides the rows into ranges, one range per launch. The ranks divide the rows of each range among themselves.
@@ -42,17 +51,40 @@ impl GpuExchange {
     pub(super) fn update_residual(&self, update: &ResidualUpdate, rounds: bool) -> Result<Option<UpdatedResidual>> {
         let ResidualUpdate { x, is_divided, y, bias, weight, eps: _, dtype } = *update;
         let (rows, columns) = x.dims2()?;
-        let shapes_match = y.dims() == x.dims() && weight.dims() == [columns];
-        if !shapes_match || bias.is_some_and(|bias| bias.dims() != [columns]) {
-            let (x, y, weight, bias) = (x.dims(), y.dims(), weight.dims(), bias.map(Tensor::dims));
+        let y_fits = match y {
+            PartialResult::Rows(y) => y.dims() == x.dims(),
+            PartialResult::ProductParts(parts) => parts.dims() == [parts.dim(0)?, rows, columns],
+            PartialResult::Experts { outputs, weights } => {
+                outputs.dims() == [rows, weights.dim(1)?, columns] && weights.dim(0)? == rows
+            }
+        };
+        if !y_fits || weight.dims() != [columns] || bias.is_some_and(|bias| bias.dims() != [columns]) {
+            let (x, weight, bias) = (x.dims(), weight.dims(), bias.map(Tensor::dims));
             bail!(
                 "cannot update the residual stream: x {x:?}, y {y:?}, weight {weight:?} and bias {bias:?} do not match"
             );
         }
-        let y = if rounds { y.clone() } else { y.to_dtype(DType::F32)? };
+        let in_f32;
+        let y = match y {
+            PartialResult::Rows(y) if !rounds => {
+                in_f32 = y.to_dtype(DType::F32)?;
+                PartialResult::Rows(&in_f32)
+            }
+            y => y,
+        };
         let mut is_supported = columns.is_multiple_of(8) && columns <= EXCHANGE_ROW_COLUMNS;
         is_supported &= matches!(dtype, DType::BF16 | DType::F32);
-        is_supported &= address(&y)?.is_multiple_of(16) && matches!(y.dtype(), DType::F32 | DType::BF16);
+        is_supported &= match y {
+            PartialResult::Rows(y) => address(y)?.is_multiple_of(16) && matches!(y.dtype(), DType::F32 | DType::BF16),
+            PartialResult::ProductParts(parts) => {
+                let are_valid = parts.dtype() == DType::F32 && (1..=MAX_PRODUCT_PARTS).contains(&parts.dim(0)?);
+                are_valid && address(parts)?.is_multiple_of(16)
+            }
+            PartialResult::Experts { outputs, weights } => {
+                let are_valid = outputs.dtype() == DType::BF16 && weights.dtype() == DType::F32;
+                are_valid && columns.is_multiple_of(32) && address(outputs)?.is_multiple_of(16)
+            }
+        };
         for tensor in [Some(x), bias, Some(weight)].into_iter().flatten() {
             is_supported &= tensor.dtype() == DType::F32 && address(tensor)?.is_multiple_of(16);
         }
@@ -62,7 +94,7 @@ impl GpuExchange {
         Ok(if !is_supported {
             None
         } else if computes_all && !is_divided && words <= self.region() {
-            Some(self.update_all_rows(update, &y, rounds)?)
+            Some(self.update_all_rows(&ResidualUpdate { y, ..*update }, rounds)?)
         } else if rounds {
             self.update_own_rows(update)?
         } else {
@@ -71,25 +103,15 @@ impl GpuExchange {
     }
 
     /// Computes a supported [`ResidualUpdate`] whose x is valid in all rows. Every rank computes all rows.
-    fn update_all_rows(&self, update: &ResidualUpdate, y: &Tensor, rounds: bool) -> Result<UpdatedResidual> {
-        let ResidualUpdate { x, bias, weight, eps, dtype, .. } = *update;
+    fn update_all_rows(&self, update: &ResidualUpdate, rounds: bool) -> Result<UpdatedResidual> {
+        let ResidualUpdate { x, y, dtype, .. } = *update;
         let (rows, columns) = x.dims2()?;
         // SAFETY: the kernel writes every element of `sum` and `normed`.
         let empty = |dtype| unsafe { scratch::empty((rows, columns), dtype, x.device()) };
         let (sum, normed) = (empty(DType::F32)?, empty(dtype)?);
-        let (kind, y_suffix) = (if rounds { "rounded" } else { "exact" }, dtype_suffix(y.dtype())?);
-        let kernel = format!("exchange_add_norm_all_{kind}_{y_suffix}_{}", dtype_suffix(dtype)?);
-        let arguments = Arguments::new()
-            .tensor(x)?
-            .tensor(y)?
-            .optional(bias)?
-            .tensor(weight)?
-            .tensor(&sum)?
-            .tensor(&normed)?
-            .value(self.raw(0, 1), [])
-            .int(rows)
-            .int(columns)
-            .float(eps);
+        let kind = if rounds { "rounded" } else { "exact" };
+        let kernel = format!("exchange_add_norm_all_{kind}_{}_{}", y_suffix(y)?, dtype_suffix(dtype)?);
+        let arguments = self.update_arguments(update, &sum, &normed, 0..rows, self.raw(0, 1), Some(rows))?;
         let shape = LaunchShape::linear(rows.clamp(1, self.max_blocks()), EXCHANGE_ROW_THREADS);
         let launch = Launch::new(module!("exchange_add_norm"), kernel, shape, arguments).overlapping();
         // SAFETY: `update_residual` has checked all shapes and dtypes. The mailboxes live as long as `self`.
@@ -101,26 +123,17 @@ impl GpuExchange {
     /// Rounds y and the normalized rows to bf16.
     /// Returns `None` if a region has no room for a row.
     fn update_own_rows(&self, update: &ResidualUpdate) -> Result<Option<UpdatedResidual>> {
-        let ResidualUpdate { x, y, bias, weight, eps, dtype, .. } = *update;
+        let ResidualUpdate { x, y, dtype, .. } = *update;
         let (rows, columns) = x.dims2()?;
         let Some(ranges) = self.row_ranges(rows, columns) else { return Ok(None) };
         // SAFETY: the kernel writes every element of `normed`, and this rank's rows of `sum`.
         // The result is marked as divided, so callers read only these rows of `sum`.
         let empty = |dtype| unsafe { scratch::empty((rows, columns), dtype, x.device()) };
         let (sum, normed) = (empty(DType::F32)?, empty(dtype)?);
-        let kernel = format!("exchange_add_norm_{}_{}", dtype_suffix(y.dtype())?, dtype_suffix(dtype)?);
+        let kernel = format!("exchange_add_norm_{}_{}", y_suffix(y)?, dtype_suffix(dtype)?);
         for range in ranges {
-            let part = |tensor: &Tensor| tensor.narrow(0, range.start, range.len());
-            let arguments = Arguments::new()
-                .tensor(&part(x)?)?
-                .tensor(&part(y)?)?
-                .optional(bias)?
-                .tensor(weight)?
-                .tensor(&part(&sum)?)?
-                .tensor(&part(&normed)?)?
-                .value(self.raw(range.len(), 1), [])
-                .int(columns)
-                .float(eps);
+            let raw = self.raw(range.len(), 1);
+            let arguments = self.update_arguments(update, &sum, &normed, range.clone(), raw, None)?;
             let blocks = share(range.len(), 1, 0, self.mailboxes.len()).len().clamp(1, self.max_blocks());
             let shape = LaunchShape::linear(blocks, EXCHANGE_ROW_THREADS);
             let launch = Launch::new(module!("exchange_add_norm"), kernel.as_str(), shape, arguments).overlapping();
@@ -128,6 +141,39 @@ impl GpuExchange {
             unsafe { self.enqueue(launch)? };
         }
         Ok(Some(UpdatedResidual { x: sum, is_divided: true, normed }))
+    }
+
+    /// Returns the arguments of a kernel for the rows in `range`.
+    /// `rows` is `None` for `exchange_add_norm`, which takes no number of rows.
+    fn update_arguments(
+        &self,
+        update: &ResidualUpdate,
+        sum: &Tensor,
+        normed: &Tensor,
+        range: Range<usize>,
+        raw: RawMailboxes,
+        rows: Option<usize>,
+    ) -> Result<Arguments> {
+        let ResidualUpdate { x, y, bias, weight, eps, .. } = *update;
+        let part = |tensor: &Tensor| tensor.narrow(0, range.start, range.len());
+        let arguments = Arguments::new().tensor(&part(x)?)?;
+        let arguments = match y {
+            PartialResult::Rows(y) => arguments.tensor(&part(y)?)?,
+            // The kernel finds the rows of the other parts at multiples of the size of a part.
+            PartialResult::ProductParts(parts) => arguments.tensor(&part(&parts.get(0)?)?)?,
+            PartialResult::Experts { outputs, weights } => {
+                arguments.tensor(&part(outputs)?)?.tensor(&part(weights)?)?
+            }
+        };
+        let arguments = arguments.optional(bias)?.tensor(weight)?.tensor(&part(sum)?)?.tensor(&part(normed)?)?;
+        let arguments = arguments.value(raw, []);
+        let arguments = rows.into_iter().fold(arguments, Arguments::int).int(x.dim(1)?);
+        let arguments = match y {
+            PartialResult::Rows(_) => arguments,
+            PartialResult::ProductParts(parts) => arguments.int(parts.dim(0)?).int(x.elem_count()),
+            PartialResult::Experts { weights, .. } => arguments.int(weights.dim(1)?),
+        };
+        Ok(arguments.float(eps))
     }
 
     /// Collects the rows of all ranks in a new tensor, f32 `[rows, columns]`. `x` is a divided result of
@@ -163,16 +209,22 @@ impl GpuExchange {
 
     /// Loads the `exchange_add_norm` and `exchange_add_norm_all` kernels by launching each one for 0 rows.
     pub(super) fn load_add_norm_kernels(&self) -> Result<()> {
-        let six_addresses = || (0..6).fold(Arguments::new(), |arguments, _| arguments.address(0));
         let shape = LaunchShape::linear(1, EXCHANGE_ROW_THREADS);
-        for y_dtype in ["f32", "bf16"] {
+        // The form of y, and the numbers of addresses and integers that `exchange_add_norm` takes.
+        for (y, addresses, ints) in [("f32", 6, 1), ("bf16", 6, 1), ("parts", 6, 3), ("experts", 7, 2)] {
             for dtype in ["f32", "bf16"] {
-                let arguments = six_addresses().value(self.raw(0, 1), []).int(0).float(0.0);
-                let own = (format!("exchange_add_norm_{y_dtype}_{dtype}"), arguments);
-                let arguments = || six_addresses().value(self.raw(0, 1), []).int(0).int(0).float(0.0);
-                let rounded = (format!("exchange_add_norm_all_rounded_{y_dtype}_{dtype}"), arguments());
-                let exact = (format!("exchange_add_norm_all_exact_f32_{dtype}"), arguments());
+                let arguments = |ints| {
+                    let addresses = (0..addresses).fold(Arguments::new(), |arguments, _| arguments.address(0));
+                    let arguments = addresses.value(self.raw(0, 1), []);
+                    (0..ints).fold(arguments, |arguments, _| arguments.int(0)).float(0.0)
+                };
+                let own = (format!("exchange_add_norm_{y}_{dtype}"), arguments(ints));
+                let rounded = (format!("exchange_add_norm_all_rounded_{y}_{dtype}"), arguments(ints + 1));
+                let exact = (format!("exchange_add_norm_all_exact_{y}_{dtype}"), arguments(ints + 1));
                 for (kernel, arguments) in [own, rounded, exact] {
+                    if kernel.contains("exact_bf16") {
+                        continue; // there is no such kernel
+                    }
                     // SAFETY: without rows, the kernel accesses only the state of this rank's mailbox.
                     unsafe {
                         Launch::new(module!("exchange_add_norm"), kernel, shape, arguments).enqueue(&self.device)?

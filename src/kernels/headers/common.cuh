@@ -20,6 +20,12 @@ template <> __device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(f
     return __float2bfloat16_rn(x);
 }
 
+// Returns the two values of type T that `word` contains.
+template <typename T> __device__ __forceinline__ float2 unpack(uint32_t word) {
+    const T* halves = reinterpret_cast<const T*>(&word);
+    return make_float2(to_float(halves[0]), to_float(halves[1]));
+}
+
 __device__ __forceinline__ float warp_sum(float x) {
 #pragma unroll
     for (int offset = 16; offset > 0; offset /= 2) x += __shfl_xor_sync(0xffffffffu, x, offset);

@@ -7,11 +7,12 @@
 //   y: f32 [parts, tokens, rows]; the product is the sum over the parts
 //     In gated kernels, y is T [tokens, rows], activation(gate) · up.
 //     In kernels for logits, there is one part, and the kernel leaves y unchanged if *skips_logits is not 0.
-//   best: Candidate [tokens, BEST_LOGITS_PARTS], the largest logits of each token (only in kernels for logits)
-//   first_token: the token id of the first row of w (only in kernels for logits)
+//   best: Candidate [tokens, BEST_LOGITS_CANDIDATES], the largest logits of each token (only in kernels for logits)
+//   first_id: the token id of the first row of w (only in kernels for logits)
 //   columns: the number of columns; at least DENSE_WGMMA_COLUMNS · parts if there are several parts
 //   tile_rows: the number of rows of y that a tile computes, a multiple of 8; see below
-//   grid: (parts, blocks), with at most one block per tile of w, and in kernels for logits, at most BEST_LOGITS_PARTS
+//   grid: (parts, blocks), with at most one block per tile of w, and in kernels for logits, at most
+//   BEST_LOGITS_CANDIDATES
 //     blocks; block: DENSE_WGMMA_THREADS
 //   bytes moved: the bytes of w, and of y unless y stays unchanged; most reads of x hit L2
 //
@@ -53,7 +54,7 @@ struct KindArguments {
     int activation;
     Candidate* best;
     const uint32_t* skips_logits;
-    int first_token;
+    int first_id;
 };
 
 // TOKENS is the N of the wgmma instructions (see wgmma.cuh), at least the number of tokens.
@@ -114,7 +115,7 @@ __device__ void dense_wgmma(const TensorMap& w, const TensorMap& x, Y* y, int ro
                 if (++stage == STAGES) stage = 0, parity ^= 1;
             }
         }
-        if constexpr (KIND == Kind::LOGITS) __syncthreads();  // as in step 4
+        if constexpr (KIND == Kind::LOGITS) __syncthreads();  // the barrier of step 4
         return;
     }
 
@@ -175,7 +176,8 @@ __device__ void dense_wgmma(const TensorMap& w, const TensorMap& x, Y* y, int ro
                 if (first_token + 2 * i + j >= tokens) continue;
                 Y* const of_token = to + (size_t)j * rows;
                 if constexpr (GATED) {
-                    if (stores_row) *of_token = from_float<Y>(activate(sums[i + j], arguments.activation) * sums[i + j + 2]);
+                    if (stores_row)
+                        *of_token = from_float<Y>(activate(sums[i + j], arguments.activation) * sums[i + j + 2]);
                 } else {
                     if (stores_row) of_token[0] = sums[i + j];
                     if (stores_below) of_token[8] = sums[i + j + 2];
@@ -191,7 +193,7 @@ __device__ void dense_wgmma(const TensorMap& w, const TensorMap& x, Y* y, int ro
 #pragma unroll
         for (int t = 0; t < TOKENS / 4; ++t) {
             // Eight lanes have rows of the same tokens.
-            unsigned long long key = candidate_key(largest[t], arguments.first_token + largest_row[t]);
+            unsigned long long key = candidate_key(largest[t], arguments.first_id + largest_row[t]);
             for (int offset = 16; offset >= 4; offset /= 2) key = max(key, __shfl_xor_sync(0xffffffffu, key, offset));
             if (lane < 4) of_warps[warp][t / 2 * 8 + lane * 2 + t % 2] = key;
         }
@@ -199,7 +201,7 @@ __device__ void dense_wgmma(const TensorMap& w, const TensorMap& x, Y* y, int ro
         for (int token = threadIdx.x; token < tokens; token += 32 * MULTIPLYING_WARPS) {
             unsigned long long key = 0;
             for (int other = 0; other < MULTIPLYING_WARPS; ++other) key = max(key, of_warps[other][token]);
-            store_candidate(arguments.best + (size_t)token * BEST_LOGITS_PARTS, key, blockIdx.y, gridDim.y);
+            store_candidate(arguments.best + (size_t)token * BEST_LOGITS_CANDIDATES, key, blockIdx.y, gridDim.y);
         }
     }
 #endif
@@ -223,9 +225,9 @@ __device__ void dense_wgmma(const TensorMap& w, const TensorMap& x, Y* y, int ro
         dense_wgmma_logits_##SUFFIX##_##TOKENS(const __grid_constant__ TensorMap w,                                    \
                                                const __grid_constant__ TensorMap x, float* y, int rows, int columns,   \
                                                int tokens, int tile_rows, Candidate* best,                             \
-                                               const uint32_t* skips_logits, int first_token) {                        \
+                                               const uint32_t* skips_logits, int first_id) {                           \
         dense_wgmma<T, TOKENS, Kind::LOGITS>(w, x, y, rows, columns, tokens, tile_rows,                                \
-                                             {0, best, skips_logits, first_token});                                    \
+                                             {0, best, skips_logits, first_id});                                       \
     }
 #define DEFINE_SIZES(T, SUFFIX)                                                                                        \
     DEFINE(T, SUFFIX, 16)                                                                                              \

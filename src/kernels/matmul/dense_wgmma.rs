@@ -5,7 +5,7 @@ use candle_core::{DType, Result, Tensor, bail};
 
 use crate::kernels::activation::Activation;
 use crate::kernels::constants::{
-    BEST_LOGITS_PARTS, DENSE_WGMMA_COLUMNS, DENSE_WGMMA_MAX_TOKENS, DENSE_WGMMA_RING_BYTES, DENSE_WGMMA_ROWS,
+    BEST_LOGITS_CANDIDATES, DENSE_WGMMA_COLUMNS, DENSE_WGMMA_MAX_TOKENS, DENSE_WGMMA_RING_BYTES, DENSE_WGMMA_ROWS,
     DENSE_WGMMA_THREADS, MAX_PRODUCT_PARTS,
 };
 use crate::kernels::launch::{
@@ -28,13 +28,14 @@ enum ProductKind<'t> {
     },
 }
 
-/// The results of [`matmul_best`], and what they depend on besides the matrices.
+/// Where [`matmul_best`] writes its results, and its inputs besides the matrices.
 #[derive(Clone, Copy)]
 pub struct LogitsOutput<'t> {
     /// The product, f32 `[tokens, rows]`.
     pub logits: &'t Tensor,
-    /// Where to write the candidates, f32 `[tokens, BEST_LOGITS_COLUMNS]`. `None` allocates a new tensor.
-    pub best: Option<&'t Tensor>,
+    /// Candidates for the largest logit of each token, f32 `[tokens, BEST_LOGITS_COLUMNS]`,
+    /// like the result of [`best_logits`](crate::kernels::sampling::best_logits).
+    pub best: &'t Tensor,
     /// u32 `[1]`. If the word is not 0 when the kernel runs, the kernel leaves `logits` unchanged.
     pub skips_logits: &'t Tensor,
     /// The token id of the first row of w.
@@ -124,18 +125,12 @@ pub fn is_best_supported(device: &CudaDevice, x: &Tensor, w: &Tensor, first_toke
     Ok(is_supported(device, x, w)? && first_token + w.dim(0)? <= TOKEN_LIMIT)
 }
 
-/// Computes the logits x·wᵀ and returns candidates for the largest logit of each token: f32
-/// `[tokens, BEST_LOGITS_COLUMNS]`, as [`best_logits`](crate::kernels::sampling::best_logits) does.
+/// Computes the logits x·wᵀ, and candidates for the largest logit of each token.
 ///
 /// x `[tokens, columns]` and w `[rows, columns]` have the same dtype. Fails unless [`is_best_supported`] returns true.
-pub fn matmul_best(device: &CudaDevice, x: &Tensor, w: &Tensor, output: &LogitsOutput) -> Result<Tensor> {
+pub fn matmul_best(device: &CudaDevice, x: &Tensor, w: &Tensor, output: &LogitsOutput) -> Result<()> {
     let LogitsOutput { logits, best, skips_logits, first_token } = *output;
     let (tokens, rows) = (x.dim(0)?, w.dim(0)?);
-    let best = match best {
-        Some(best) => best.clone(),
-        // SAFETY: the kernel writes every element.
-        None => unsafe { scratch::empty((tokens, BEST_LOGITS_COLUMNS), DType::F32, x.device())? },
-    };
     let are_f32 = logits.dtype() == DType::F32 && best.dtype() == DType::F32;
     let are_results = logits.dims() == [tokens, rows] && best.dims() == [tokens, BEST_LOGITS_COLUMNS];
     let is_flag = skips_logits.dtype() == DType::U32 && skips_logits.elem_count() == 1;
@@ -150,8 +145,7 @@ pub fn matmul_best(device: &CudaDevice, x: &Tensor, w: &Tensor, output: &LogitsO
             skips_logits.dims()
         );
     }
-    enqueue(device, x, w, logits, ProductKind::Logits { best: &best, skips_logits, first_token })?;
-    Ok(best)
+    enqueue(device, x, w, logits, ProductKind::Logits { best, skips_logits, first_token })
 }
 
 /// Returns whether [`matmul_gated`] supports these inputs.
@@ -201,7 +195,7 @@ fn enqueue(device: &CudaDevice, x: &Tensor, w: &Tensor, y: &Tensor, kind: Produc
         ProductKind::Gated(activation) => ("gated_", blocks, arguments.int(activation.code())),
         ProductKind::Logits { best, skips_logits, first_token } => {
             let arguments = arguments.tensor(best)?.tensor(skips_logits)?.int(first_token);
-            ("logits_", blocks.min(BEST_LOGITS_PARTS), arguments)
+            ("logits_", blocks.min(BEST_LOGITS_CANDIDATES), arguments)
         }
     };
     // The kernel aligns the start of the ring buffer to 1024 bytes.

@@ -3,8 +3,8 @@
 //! Callers add biases in f32, and round only inputs of later operations to the compute dtype. Logits stay f32.
 //!
 //! These modules compute products on a GPU, the first two only with [`SumOrder::Fastest`]:
-//! - `dense_wgmma`: f16 and bf16 on Hopper, for 2 to 128 tokens, if the product has one part or the caller accepts
-//!   several parts (see [`matmul_parts`])
+//! - `dense_wgmma`: f16 and bf16 on Hopper, for 2 to 128 tokens, if the product has one part, if the caller accepts
+//!   several parts (see [`matmul_parts`]), or for logits (see [`matmul_best`])
 //! - `dense_few_tokens`: f16 and bf16, for 2 to 8 tokens, if `dense_wgmma` does not compute the product
 //! - `f32_few_rows`: f32, for matrices with few weight rows, such as routers, and any number of tokens
 //! - `cublas_lt`: f16 and bf16 in all other cases
@@ -28,6 +28,10 @@ use candle_core::cuda_backend::CudaDevice;
 use candle_core::{DType, Device, Result, Tensor, bail};
 
 use super::activation::{Activation, gated_halves};
+#[cfg(feature = "cuda")]
+use super::constants::DENSE_WGMMA_MAX_TOKENS;
+#[cfg(feature = "cuda")]
+use super::launch::runs_wgmma;
 use super::sum_order::{SumOrder, each_row};
 
 /// The number of tokens in every product of [`product_of_fixed_tokens`].
@@ -58,6 +62,18 @@ pub fn matmul_parts(x: &Tensor, w: &Tensor, sum_order: SumOrder) -> Result<Tenso
     matmul_f32(x, w, sum_order)?.unsqueeze(0)
 }
 
+/// Returns whether [`matmul_parts`] may return several parts for products of `tokens` tokens on a device.
+pub fn has_parts(device: &Device, tokens: usize) -> bool {
+    match device {
+        #[cfg(feature = "cuda")]
+        Device::Cuda(device) => tokens <= DENSE_WGMMA_MAX_TOKENS && runs_wgmma(device),
+        _ => {
+            let _ = tokens; // unused in builds without CUDA
+            false
+        }
+    }
+}
+
 /// Returns activation(gate) · up: `[tokens, rows / 2]` in the dtype of x.
 /// The first half of the rows of w computes gate, and the second half computes up.
 ///
@@ -74,26 +90,21 @@ pub fn matmul_gated(x: &Tensor, w: &Tensor, activation: Activation, sum_order: S
     gated_halves(&matmul_f32(x, w, sum_order)?, activation, x.dtype())
 }
 
-/// Computes the logits x·wᵀ, and returns candidates for the largest logit of each token
-/// (see [`dense_wgmma::matmul_best`]).
-/// Computes nothing and returns `None` unless `dense_wgmma` supports the product and `sum_order` is
+/// Computes the logits x·wᵀ, and candidates for the largest logit of each token (see [`dense_wgmma::matmul_best`]).
+/// Computes nothing and returns false unless `dense_wgmma` supports the product and `sum_order` is
 /// [`SumOrder::Fastest`].
 #[cfg(feature = "cuda")]
-pub fn matmul_best(
-    x: &Tensor,
-    w: &Tensor,
-    sum_order: SumOrder,
-    output: &dense_wgmma::LogitsOutput,
-) -> Result<Option<Tensor>> {
+pub fn matmul_best(x: &Tensor, w: &Tensor, sum_order: SumOrder, output: &dense_wgmma::LogitsOutput) -> Result<bool> {
     match x.device() {
         Device::Cuda(device)
             if sum_order == SumOrder::Fastest
                 && x.dim(0)? > 1
                 && dense_wgmma::is_best_supported(device, x, w, output.first_token)? =>
         {
-            dense_wgmma::matmul_best(device, x, w, output).map(Some)
+            dense_wgmma::matmul_best(device, x, w, output)?;
+            Ok(true)
         }
-        _ => Ok(None),
+        _ => Ok(false),
     }
 }
 

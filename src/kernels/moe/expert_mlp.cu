@@ -4,13 +4,14 @@
 //
 //   x [tokens, hidden] -> spread_tokens -> expert_gate_up -> h [pairs, intermediate]
 //   h -> expert_down -> y [pairs, hidden]
-//   y -> expert_combine or expert_add_norm, which compute Σ weights[t, c] · y[t, c] over c
+//   y -> expert_combine, expert_add_norm or exchange_add_norm, which compute Σ weights[t, c] · y[t, c] over c
 //
 // A pair is a token and one of its `chosen` experts.
 // mxfp4_tiles.cuh describes the layout of weights, x and h.
 // The rows of y are in the original order of the pairs, not in the order of `sorted`.
 #include "headers/block_sum.cuh"
 #include "headers/pdl.cuh"
+#include "moe/expert_outputs.cuh"
 #include "moe/expert_product_mma.cuh"
 #include "moe/expert_product_wgmma.cuh"
 #include "moe/mxfp4_tiles.cuh"
@@ -52,25 +53,6 @@ __device__ void spread_tokens(const float* x, const uint32_t* rows, T* out, int 
 #pragma unroll 3
     for (int base = first + HELD * step; base < segments; base += step)
         store(base + lane, fragment_segment<T>(from, base + lane, columns));
-}
-
-// Computes sum += Σ weights[token, c] · y[token, c] over c, for the four column pairs of a segment.
-//   y: T [tokens, chosen, segments], 8 columns per segment, in fragment order
-template <typename T>
-__device__ __forceinline__ void add_outputs(float2 (&sum)[4], const T* y, const float* weights, int token, int segment,
-                                            int segments, int chosen) {
-#pragma unroll 4
-    for (int c = 0; c < chosen; ++c) {
-        const size_t pair = (size_t)token * chosen + c;
-        const float weight = weights[pair];
-        const uint4 packed = reinterpret_cast<const uint4*>(y)[pair * segments + segment];
-        const uint32_t words[4] = {packed.x, packed.y, packed.z, packed.w};
-#pragma unroll
-        for (int k = 0; k < 4; ++k) {
-            const float2 value = unpack<T>(words[k]);
-            sum[k].x += weight * value.x, sum[k].y += weight * value.y;
-        }
-    }
 }
 
 // Computes x[t] = Σ weights[t, c] · y[t, c] over c.

@@ -28,7 +28,7 @@ pub struct ExpertLinear<'t> {
 }
 
 /// The output down(clamped_swiglu(gate_up(x))) of each (token, expert) pair.
-/// [`sum`](Self::sum) and [`add_norm`](Self::add_norm) add up the outputs of each token.
+/// [`sum`](Self::sum), [`add_norm`](Self::add_norm) or the exchange between GPUs adds up the outputs of each token.
 pub struct ExpertOutputs {
     /// bf16 or f16 `[tokens, chosen, hidden]` in fragment order (`mxfp4_tiles.cuh`).
     y: Tensor,
@@ -106,6 +106,12 @@ impl ExpertOutputs {
     /// Returns the dtype of the outputs.
     pub fn dtype(&self) -> DType {
         self.y.dtype()
+    }
+
+    /// Returns the outputs `[tokens, chosen, hidden]` in fragment order, and the routing weights,
+    /// f32 `[tokens, chosen]`.
+    pub fn outputs_and_weights(&self) -> (&Tensor, &Tensor) {
+        (&self.y, &self.weights)
     }
 
     /// Returns the sum of each token's outputs, weighted with the routing weights, `[tokens, hidden]`.

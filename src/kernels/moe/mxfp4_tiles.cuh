@@ -46,11 +46,6 @@ template <> struct Pair<__half> {
 template <> struct Pair<__nv_bfloat16> {
     using type = __nv_bfloat162;
 };
-template <typename T> __device__ __forceinline__ float2 unpack(uint32_t word) {
-    const T* halves = reinterpret_cast<const T*>(&word);
-    return make_float2(to_float(halves[0]), to_float(halves[1]));
-}
-
 // ---- fragment order ----
 
 // Returns segment `index` of a row: 8 columns in fragment order, multiplied by `factor` and rounded to T.

@@ -1,11 +1,11 @@
-// Greedy sampling of several sequences. If there are several GPUs, each GPU finds the largest of its own logits, and the
-// GPUs exchange only these. The kernels for logits in matmul/dense_wgmma.cu find the largest logits themselves.
+// Greedy sampling of several sequences. If there are several GPUs, each GPU finds the largest of its own logits, and
+// the GPUs exchange only these. The kernels for logits in matmul/dense_wgmma.cu find the largest logits themselves.
 #include "sampling/candidate.cuh"
 #include "sampling/sampling.cuh"
 
 // Divides each row of logits among BEST_LOGITS_BLOCKS blocks, which find the largest logit of each part. Ignores NaN.
 //   logits: f32 [rows, columns], the logits of the tokens from `first_token` on
-//   best: Candidate [rows, BEST_LOGITS_PARTS]
+//   best: Candidate [rows, BEST_LOGITS_CANDIDATES]
 //   grid: (rows, BEST_LOGITS_BLOCKS); block: BEST_LOGITS_THREADS
 //   bytes moved: 4 · rows · columns
 extern "C" __global__ void __launch_bounds__(BEST_LOGITS_THREADS)
@@ -28,7 +28,7 @@ extern "C" __global__ void __launch_bounds__(BEST_LOGITS_THREADS)
     if (threadIdx.x > 0) return;
     unsigned long long key = 0;
     for (const unsigned long long of_warp : warps) key = max(key, of_warp);
-    store_candidate(best + (size_t)blockIdx.x * BEST_LOGITS_PARTS, key, part, BEST_LOGITS_BLOCKS);
+    store_candidate(best + (size_t)blockIdx.x * BEST_LOGITS_CANDIDATES, key, part, BEST_LOGITS_BLOCKS);
 }
 
 // Chooses the token with the largest logit in each row of candidates. Chooses no token if all logits are -inf.

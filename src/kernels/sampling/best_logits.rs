@@ -4,12 +4,12 @@ use std::sync::Arc;
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 
-use crate::kernels::constants::{BEST_LOGITS_BLOCKS, BEST_LOGITS_PARTS, BEST_LOGITS_THREADS};
+use crate::kernels::constants::{BEST_LOGITS_BLOCKS, BEST_LOGITS_CANDIDATES, BEST_LOGITS_THREADS};
 use crate::kernels::launch::{Arguments, HostMailbox, Launch, LaunchShape, module};
 use crate::kernels::scratch;
 
 /// The number of columns that [`best_logits`] returns: a logit and a token id for each candidate.
-pub const BEST_LOGITS_COLUMNS: usize = 2 * BEST_LOGITS_PARTS;
+pub const BEST_LOGITS_COLUMNS: usize = 2 * BEST_LOGITS_CANDIDATES;
 
 /// Token ids below this limit are exact in f32.
 pub const TOKEN_LIMIT: usize = 1 << 24;

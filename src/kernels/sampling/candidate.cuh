@@ -13,9 +13,9 @@ __device__ __forceinline__ unsigned long long candidate_key(float logit, uint32_
     return (unsigned long long)sort_key(logit + 0.0f) << 32 | ~token;  // -0 becomes +0, so both zeros are equal
 }
 
-// Stores the candidate with the given key as candidate `block` of a row. `blocks` blocks share the row, at most
-// BEST_LOGITS_PARTS. Together, they store BEST_LOGITS_PARTS candidates. The candidates that no block has found are -inf.
+// Stores the candidate with the given key as candidate `block` of a row. `blocks` blocks find candidates of the row, at
+// most BEST_LOGITS_CANDIDATES. Each block also stores -inf for some of the candidates that no block finds.
 __device__ __forceinline__ void store_candidate(Candidate* row, unsigned long long key, int block, int blocks) {
     row[block] = {from_sort_key((uint32_t)(key >> 32)), (float)~(uint32_t)key};
-    for (int part = block + blocks; part < BEST_LOGITS_PARTS; part += blocks) row[part] = {-INFINITY, 0.0f};
+    for (int i = block + blocks; i < BEST_LOGITS_CANDIDATES; i += blocks) row[i] = {-INFINITY, 0.0f};
 }

@@ -1,7 +1,7 @@
 //! Kernels that edit rows of logits, choose tokens and compute log probabilities, and the sampling parameters.
 //!
 //! - `sample_rows`: samples a token from each row
-//! - `best_logits`: chooses tokens greedily from a few candidates per row, which several GPUs exchange instead of logits
+//! - `best_logits`: chooses tokens greedily, from a few candidates per row
 //! - `logits`: edits and masks logits, and computes log probabilities
 //! - `row_edits`: adds values to the logits of queued steps, then applies penalties
 //! - `token_mask`: a set of allowed tokens

@@ -1,6 +1,7 @@
 //! Batched decode steps as CUDA graphs, with one graph per padded batch size.
 //!
-//! A batch graph replays the operations of [`Decoder::hidden_states`] and [`Decoder::own_logits`].
+//! A batch graph replays the operations of [`Decoder::hidden_states`], and of [`Decoder::own_best_logits`] or
+//! [`Decoder::own_logits`].
 //! Except for rounding, its logits equal the logits of a step without a graph.
 //! If the kernel for the logits also finds the largest logits, a graph stores all logits only in steps that need them.
 //! If there are several ranks, a graph also exchanges their largest logits.
@@ -79,20 +80,27 @@ impl Arenas {
 struct LogitsBuffers {
     /// This rank's logits, f32 `[rows, tokens of this rank]`.
     own: Tensor,
-    /// Candidates for the largest logits of all ranks, f32 `[rows, ranks · BEST_LOGITS_COLUMNS]`.
+    /// Candidates for the largest of this rank's logits, f32 `[rows, BEST_LOGITS_COLUMNS]`.
+    own_best: Tensor,
+    /// The candidates of all ranks, f32 `[rows, ranks · BEST_LOGITS_COLUMNS]`. With one rank, the same as `own_best`.
     best: Tensor,
 }
 
 impl LogitsBuffers {
     fn new(decoder: &Decoder, device: &Device) -> Result<Self> {
         let zeros = |columns| Tensor::zeros((MAX_SEQUENCES, columns), DType::F32, device);
-        let best = zeros(decoder.world().size() * BEST_LOGITS_COLUMNS)?;
-        Ok(Self { own: zeros(decoder.own_tokens().len())?, best })
+        let own_best = zeros(BEST_LOGITS_COLUMNS)?;
+        let best = match decoder.world().size() {
+            1 => own_best.clone(),
+            ranks => zeros(ranks * BEST_LOGITS_COLUMNS)?,
+        };
+        Ok(Self { own: zeros(decoder.own_tokens().len())?, own_best, best })
     }
 
     /// Returns the first `count` rows. They share memory with these buffers.
     fn first_rows(&self, count: usize) -> Result<Self> {
-        Ok(Self { own: self.own.narrow(0, 0, count)?, best: self.best.narrow(0, 0, count)? })
+        let first_rows = |tensor: &Tensor| tensor.narrow(0, 0, count);
+        Ok(Self { own: first_rows(&self.own)?, own_best: first_rows(&self.own_best)?, best: first_rows(&self.best)? })
     }
 }
 
@@ -201,7 +209,7 @@ impl BatchGraphs {
             Some(graph) => decoder.world().launch_together(|| graph.enqueue())?,
             None => batch.capture_first_step(&self.device, decoder, cache, &mut self.arenas)?,
         }
-        let LogitsBuffers { own, best } = logits.first_rows(sequences.len())?;
+        let LogitsBuffers { own, best, .. } = logits.first_rows(sequences.len())?;
         Ok(match needs {
             NeededLogits::Largest if batch.finds_best => StepLogits::Largest(best),
             _ => StepLogits::Own(own),
@@ -237,7 +245,7 @@ fn padded(sequences: usize) -> usize {
 }
 
 impl BatchGraph {
-    /// Creates the buffers of a batch of `size` rows. The graph will write its logits to `logits`, which has `size` rows.
+    /// Creates the buffers of a batch of `size` rows. The graph will write to `logits`, which has `size` rows.
     fn new(
         size: usize,
         table_blocks: usize,
@@ -363,18 +371,13 @@ impl BatchGraph {
     /// Returns whether it also finds the largest logits and writes them to `self.logits.best`.
     /// Then it may leave `self.logits.own` unchanged if `self.skips_logits` is 1.
     fn forward(&self, decoder: &Decoder, cache: &KvCache) -> Result<bool> {
-        let (LogitsBuffers { own, best }, sum_order) = (&self.logits, self.pass.sum_order());
+        let (LogitsBuffers { own, own_best, best }, sum_order) = (&self.logits, self.pass.sum_order());
         let (ranks, first_token) = (decoder.world().size(), decoder.own_tokens().start);
         let hidden = decoder.hidden_states(&self.ids, &self.pass, cache, None)?;
-        let output = LogitsOutput {
-            logits: own,
-            best: (ranks == 1).then_some(best),
-            skips_logits: &self.skips_logits,
-            first_token,
-        };
-        let own_best = match decoder.own_best_logits(&hidden, sum_order, &output)? {
-            Some(own_best) => own_best,
-            None => {
+        let output = LogitsOutput { logits: own, best: own_best, skips_logits: &self.skips_logits, first_token };
+        let found = match decoder.own_best_logits(&hidden, sum_order, &output)? {
+            true => own_best.clone(),
+            false => {
                 let logits = decoder.own_logits(&hidden, sum_order, Some(own))?;
                 if logits.id() != own.id() {
                     copy_rows(own, &logits, 0)?;
@@ -386,7 +389,10 @@ impl BatchGraph {
                 best_logits(own, first_token)?
             }
         };
-        let of_ranks = decoder.world().concat_columns_into(&own_best, best.dim(1)?, Some(best))?;
+        if ranks == 1 {
+            return Ok(true);
+        }
+        let of_ranks = decoder.world().concat_columns_into(&found, best.dim(1)?, Some(best))?;
         if of_ranks.id() != best.id() {
             copy_rows(best, &of_ranks, 0)?;
         }

@@ -114,7 +114,7 @@ fn kernels_for_logits_also_find_the_largest_logits() {
     use candle_core::Device;
     use inferno::kernels::launch::{HostMailbox, multiprocessors};
     use inferno::kernels::matmul::{dense_wgmma::LogitsOutput, matmul_best, matmul_f32};
-    use inferno::kernels::sampling::queue_best;
+    use inferno::kernels::sampling::{BEST_LOGITS_COLUMNS, queue_best};
     let device = gpu();
     let Device::Cuda(cuda) = &device else { panic!("{device:?} is not a GPU") };
     if cuda.cuda_stream().context().compute_capability().unwrap() != (9, 0) {
@@ -125,8 +125,13 @@ fn kernels_for_logits_also_find_the_largest_logits() {
     for (rows, columns, first_token) in [(1, 64, 0), (130, 2888, 7), (304, 8, 100_000), (most_rows, 136, 0)] {
         for dtype in [DType::BF16, DType::F16] {
             let mut noise = Random((rows * 7 + columns) as u64);
-            let mut integers = |rows| noise.tensor(&[rows, columns], DType::F32).round().unwrap();
-            let (weight, x) = (integers(rows), integers(128));
+            // All logits of token id `rows / 2` and of the second token are NaN. NaN must be ignored.
+            let mut integers = |rows, nan_row| {
+                let mut numbers = values(&noise.tensor(&[rows, columns], DType::F32).round().unwrap());
+                numbers[nan_row * columns] = f32::NAN;
+                Tensor::from_vec(numbers, (rows, columns), &Device::Cpu).unwrap()
+            };
+            let (weight, x) = (integers(rows, rows / 2), integers(128, 1));
             let want = matmul_f32(&x, &weight, SumOrder::Fastest).unwrap();
             let (x, weight) = (to_device(&x, &device, dtype), to_device(&weight, &device, dtype));
             for tokens in [2, 8, 16, 17, 32, 50, 64, 65, 96, 100, 128] {
@@ -135,18 +140,20 @@ fn kernels_for_logits_also_find_the_largest_logits() {
                 for skips in [0u32, 1] {
                     let logits = Tensor::full(-7.5f32, (tokens, rows), &device).unwrap();
                     let skips_logits = &Tensor::new(&[skips], &device).unwrap();
-                    let output = LogitsOutput { logits: &logits, best: None, skips_logits, first_token };
-                    assert!(matmul_best(&x, &weight, SumOrder::Fixed, &output).unwrap().is_none(), "{what}");
-                    let best = matmul_best(&x, &weight, SumOrder::Fastest, &output).unwrap().unwrap();
-                    let unchanged = vec![-7.5; tokens * rows];
-                    let expected = if skips == 0 { values(&want) } else { unchanged };
-                    assert_eq!(values(&logits), expected, "{what}, skips_logits = {skips}");
+                    let best = &Tensor::zeros((tokens, BEST_LOGITS_COLUMNS), DType::F32, &device).unwrap();
+                    let output = LogitsOutput { logits: &logits, best, skips_logits, first_token };
+                    assert!(!matmul_best(&x, &weight, SumOrder::Fixed, &output).unwrap(), "{what}");
+                    assert!(matmul_best(&x, &weight, SumOrder::Fastest, &output).unwrap(), "{what}");
+                    let expected = if skips == 0 { values(&want) } else { vec![-7.5; tokens * rows] };
+                    let is_same = |(got, want): (f32, f32)| got == want || got.is_nan() && want.is_nan();
+                    assert!(values(&logits).into_iter().zip(expected).all(is_same), "{what}, skips_logits = {skips}");
                     let chosen = Tensor::zeros(tokens, DType::U32, &device).unwrap();
                     let mailbox = HostMailbox::new(cuda, tokens).unwrap();
-                    queue_best(&best, &chosen, (&mailbox, 0)).unwrap();
+                    queue_best(best, &chosen, (&mailbox, 0)).unwrap();
                     let lowest_id_of_largest = |row: Vec<f32>| {
                         let largest = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-                        (first_token + row.iter().position(|&logit| logit == largest).unwrap()) as u32
+                        let id = row.iter().position(|&logit| logit == largest);
+                        id.map_or(u32::MAX, |id| (first_token + id) as u32)
                     };
                     let expected: Vec<u32> = want.to_vec2().unwrap().into_iter().map(lowest_id_of_largest).collect();
                     assert_eq!(chosen.to_vec1::<u32>().unwrap(), expected, "{what}, skips_logits = {skips}");

@@ -17,7 +17,7 @@ use inferno::nn::kv_cache::KvCache;
 use inferno::runner::ExecutionMode;
 use inferno::runner::decode_graph::DecodeGraph;
 use inferno::weights::{Checkpoint, LoadProgress, WeightsBuilder};
-use inferno::world::{ANSWER_TIMEOUT, Exchange, ResidualUpdate, World};
+use inferno::world::{ANSWER_TIMEOUT, Exchange, PartialResult, ResidualUpdate, World};
 
 use crate::harness::{Need, TestCase};
 use crate::ranks::{CONTEXT, assert_ranks_agree, expected, logits_on, on_ranks, split_world};
@@ -167,6 +167,36 @@ fn gpus_exchange_tensors_of_all_sizes((size, path): (usize, ExchangePath)) {
     });
 }
 
+/// Returns parts whose sum is `y`, f32 `[8, rows, columns]`. A product has at most 8 parts.
+fn product_parts(y: &Tensor) -> Tensor {
+    let y = y.to_dtype(DType::F32).unwrap();
+    let parts: Vec<Tensor> = [3.0, -4.0, 2.0, 1.0, -5.0, 0.0, 6.0, -2.0].map(|factor| (&y * factor).unwrap()).into();
+    Tensor::stack(&parts, 0).unwrap()
+}
+
+/// Returns outputs of five experts per row, bf16 `[rows, 5, columns]` in fragment order, and their routing weights.
+/// The weighted sums equal `y`, which contains whole numbers. If the number of columns is not a multiple of 32,
+/// there is no fragment order, and the outputs are meaningless.
+fn expert_outputs(y: &Tensor) -> (Tensor, Tensor) {
+    const WEIGHTS: [f32; 5] = [2.0, 1.0, 0.5, 0.25, 4.0];
+    let (rows, columns) = y.dims2().unwrap();
+    // y = 2 · half + rest. The other three terms add up to 0, and all outputs are exact in bf16.
+    let outputs_for = |y: f32| {
+        let half = (y / 2.0).floor();
+        [half, y - 2.0 * half, 8.0, 16.0, -2.0]
+    };
+    let y = y.to_dtype(DType::F32).unwrap().to_vec2::<f32>().unwrap();
+    // In each group of 32 columns, pair 4t + p is stored at position 4p + t.
+    let source = |i: usize| i / 32 * 32 + (i % 32 / 2 % 4 * 4 + i % 32 / 8) * 2 + i % 2;
+    let of_expert = |row: &[f32], expert: usize| -> Vec<f32> {
+        (0..columns).map(|i| row.get(source(i)).map_or(0.0, |&y| outputs_for(y)[expert])).collect()
+    };
+    let outputs = y.iter().flat_map(|row| (0..WEIGHTS.len()).map(|expert| of_expert(row, expert))).flatten();
+    let outputs = Tensor::from_vec(outputs.collect::<Vec<_>>(), (rows, WEIGHTS.len(), columns), &Device::Cpu).unwrap();
+    let weights = Tensor::from_vec(WEIGHTS.repeat(rows), (rows, WEIGHTS.len()), &Device::Cpu).unwrap();
+    (outputs.to_dtype(DType::BF16).unwrap(), weights)
+}
+
 /// Adds partial results to a residual stream, and compares the result and its norm with values computed on the host.
 #[test(each_alone = sizes_and_paths)]
 fn gpus_add_partial_results_to_the_residual_stream((size, path): (usize, ExchangePath)) {
@@ -177,22 +207,36 @@ fn gpus_add_partial_results_to_the_residual_stream((size, path): (usize, Exchang
         // With 3000 rows, a rounded update needs two launches, and an exact update is not supported.
         // For a row of 16,384 columns, a thread holds 32 columns, which is the maximum.
         for (rows, columns) in [(1, 8), (2, 64), (7, 2880), (130, 4096), (3000, 2880), (5, 16_384)] {
-            for ((dtype, has_bias), rounds) in
-                [(DType::BF16, true), (DType::F32, false)].into_iter().flat_map(|case| [(case, true), (case, false)])
-            {
-                let case = format!("{rows} x {columns}, {dtype:?}, rounds: {rounds}");
+            let cases = [(DType::BF16, true), (DType::F32, false)];
+            let cases = cases.into_iter().flat_map(|case| [(case, true), (case, false)]);
+            let forms = ["rows", "parts", "experts"];
+            for (((dtype, has_bias), rounds), form) in cases.flat_map(|case| forms.map(|form| (case, form))) {
+                // The partial results of some ranks, or of all, are in a form that is not yet added up.
+                let is_added_up = |rank: usize| form == "rows" || rank == 0 && !has_bias;
+                if form == "experts" && columns % 32 != 0 {
+                    continue;
+                }
+                let case = format!("{rows} x {columns}, {dtype:?}, rounds: {rounds}, {form}");
                 let tensor = |seed: usize, count: usize| {
                     let values: Vec<f32> = (0..count).map(|i| value(seed, i)).collect();
                     Tensor::from_vec(values, (count / columns, columns), device).unwrap()
                 };
                 let (x, y) = (tensor(90, rows * columns), tensor(world.rank(), rows * columns));
                 // Some ranks may already have rounded their partial result.
-                let is_rounded = |rank: usize| has_bias && rank > 0;
+                let is_rounded = |rank: usize| has_bias && rank > 0 && is_added_up(rank);
                 let y = if is_rounded(world.rank()) { y.to_dtype(DType::BF16).unwrap() } else { y };
+                let (outputs, weights) = expert_outputs(&y);
+                let (outputs, weights) = (outputs.to_device(device).unwrap(), weights.to_device(device).unwrap());
+                let parts = product_parts(&y);
+                let y = match form {
+                    _ if is_added_up(world.rank()) => PartialResult::Rows(&y),
+                    "parts" => PartialResult::ProductParts(&parts),
+                    _ => PartialResult::Experts { outputs: &outputs, weights: &weights },
+                };
                 let (bias, weight) =
                     (tensor(91, columns).flatten_all().unwrap(), tensor(92, columns).flatten_all().unwrap());
                 let bias = has_bias.then_some(&bias);
-                let update = ResidualUpdate { x: &x, is_divided: false, y: &y, bias, weight: &weight, eps: EPS, dtype };
+                let update = ResidualUpdate { x: &x, is_divided: false, y, bias, weight: &weight, eps: EPS, dtype };
                 let Some(updated) = exchange.add_partials(&update, rounds).unwrap() else {
                     assert!(!rounds && rows == 3000, "{case}: the update is not supported");
                     continue;
