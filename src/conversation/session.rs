@@ -14,7 +14,7 @@ use super::model_source::{LoadedModel, ModelId, ModelSource, NoModelLoaded};
 use super::overflow::{self, CannotDropOldest, Overflow, visible_messages};
 use super::settings::{self, ChatSettings, SettingValues};
 use super::state_folder;
-use super::turn::Turn;
+use super::turn::{Turn, TurnSummary};
 use crate::chat::{Channel, Delta, Message, RenderOptions, Role};
 use crate::engine::{FinishReason, GenerateOptions, SamplingParams};
 use crate::text::counted;
@@ -186,11 +186,14 @@ impl Session {
     /// Sends `text` and the attached files to the model. Passes each piece of the answer to `on_delta` as it arrives.
     ///
     /// On failure, keeps the messages and the attached files.
-    /// If the turn is interrupted, keeps the generated part of the answer. If there is none, discards the turn.
+    /// If the turn is interrupted, keeps the generated part of the answer.
+    /// If there is none, discards the turn and keeps the attached files.
     pub fn answer(&mut self, text: &str, on_delta: &mut OnDelta) -> Result<Turn> {
         let text = with_attachments(&self.attached, text);
         let turn = self.run_turn(self.messages.clone(), &text, on_delta)?;
-        self.attached.clear();
+        if has_answer(&turn.summary, &turn.text) {
+            self.attached.clear();
+        }
         Ok(turn)
     }
 
@@ -227,8 +230,7 @@ impl Session {
         let BackendAnswer { tokens, summary } = self.backend().answer(request, &mut collect)?;
 
         // Discard a turn that was interrupted before its answer started.
-        let has_answer = summary.finish_reason != FinishReason::Canceled || !answer.is_empty();
-        if !self.raw && has_answer {
+        if !self.raw && has_answer(&summary, &answer) {
             let mut message = Message::assistant(&answer);
             message.reasoning = (!reasoning.is_empty()).then(|| reasoning.clone());
             message.tool_calls = summary.tool_calls.clone();
@@ -377,7 +379,7 @@ impl Session {
     pub fn change_setting(&mut self, name: &str, value: &str) -> Result<String, String> {
         let (name, value) = settings::normalize(name, value)?;
         self.settings.set(name, std::slice::from_ref(&value))?;
-        // Store the value `none` too, because it overrides a limit from the configuration file.
+        // Also store `none`, a value of `max-tokens` and `stop`: it overrides a value from the configuration file.
         self.requested.insert(name.to_string(), vec![value.clone()]);
         self.record(ConversationChange::Settings)
             .map_err(|error| format!("the setting is not saved for --resume: {error:#}"))?;
@@ -522,4 +524,107 @@ fn open_saved(name: &str) -> Result<(Recording, SavedConversation)> {
     }
     let (journal, saved) = Journal::open(Some(name))?;
     Ok((Recording::Journal(journal), saved))
+}
+
+/// Returns whether a turn has an answer to keep: whether it was not interrupted before its answer started.
+fn has_answer(summary: &TurnSummary, answer: &str) -> bool {
+    summary.finish_reason != FinishReason::Canceled || !answer.is_empty()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::Ordering;
+
+    use super::*;
+    use crate::engine::Engine;
+
+    /// A model that echoes the prompt, or ends without an answer if the turn is interrupted.
+    struct Echo;
+
+    impl Backend for Echo {
+        fn answer(&self, request: TurnRequest<'_>, on_delta: &mut OnDelta) -> Result<BackendAnswer> {
+            let TurnPrompt::Chat(messages) = request.prompt else { bail!("the test sends messages") };
+            let is_canceled = request.options.cancel.is_some_and(|flag| flag.load(Ordering::Relaxed));
+            if !is_canceled {
+                let text = messages.last().map(|message| message.content.clone()).unwrap_or_default();
+                on_delta(&Delta { channel: Channel::Answer, text })?;
+            }
+            let summary = TurnSummary {
+                finish_reason: if is_canceled { FinishReason::Canceled } else { FinishReason::Stop },
+                prompt_tokens: None,
+                completion_tokens: None,
+                ttft_s: 0.0,
+                tok_per_s: 0.0,
+                context: None,
+                execution_mode: None,
+                tool_calls: Vec::new(),
+                format_violations: 0,
+            };
+            Ok(BackendAnswer { tokens: None, summary })
+        }
+
+        fn count_tokens(&self, _: &[Message], _: &RenderOptions) -> Result<Option<usize>> {
+            Ok(Some(0))
+        }
+
+        fn count_text(&self, _: &str) -> Option<usize> {
+            None
+        }
+
+        fn context(&self) -> Option<usize> {
+            Some(100)
+        }
+
+        fn defaults(&self) -> Option<SamplingParams> {
+            None
+        }
+
+        fn stats(&self) -> Vec<(&'static str, String)> {
+            Vec::new()
+        }
+
+        fn context_stats(&self) -> Vec<(&'static str, String)> {
+            Vec::new()
+        }
+
+        fn last_context_used(&self) -> Option<usize> {
+            None
+        }
+
+        fn engine(&self) -> Option<&Engine> {
+            None
+        }
+    }
+
+    struct NoModels;
+
+    impl ModelSource for NoModels {
+        fn find(&self, _: &str) -> Result<ModelId> {
+            bail!("there are no models")
+        }
+
+        fn load(&self, _: &ModelId) -> Result<LoadedModel> {
+            bail!("there are no models")
+        }
+
+        fn names(&self) -> Vec<String> {
+            Vec::new()
+        }
+    }
+
+    #[test]
+    fn a_turn_that_is_interrupted_before_its_answer_keeps_the_attached_files() {
+        let (sampling, configured) = (SamplingParams::greedy(), SettingValues::new());
+        let loaded = LoadedModel { backend: Box::new(Echo), sampling, configured };
+        let model = ModelId::Remote("echo".to_owned());
+        let mut session = Session::new(model, loaded, Rc::new(NoModels), "2026-11-30".to_owned());
+        session.attach(Attachment { path: "notes.txt".to_owned(), text: "My name is Ada".to_owned() });
+        session.cancel_flag().store(true, Ordering::Relaxed);
+        assert_eq!(session.answer("What is in it?", &mut |_| Ok(())).unwrap().text, "");
+        assert!(session.messages().is_empty() && session.attached().len() == 1);
+        session.cancel_flag().store(false, Ordering::Relaxed);
+        let answer = session.answer("What is in it?", &mut |_| Ok(())).unwrap().text;
+        assert!(answer.contains("My name is Ada") && answer.contains("What is in it?"), "{answer}");
+        assert!(session.messages().len() == 2 && session.attached().is_empty());
+    }
 }
