@@ -116,6 +116,7 @@ impl EngineLoop {
     /// Forgets all cached prefixes, because the step may have written only some of its keys and values.
     fn fail(&mut self, work: &[SequenceWork], error: anyhow::Error) {
         let message = format!("{error:#}");
+        tracing::error!(error = %message, sequences = work.len(), "a step failed: its requests end with this error");
         let mut first = Some(error);
         for id in work.iter().map(|work| work.id) {
             self.end(id, Err(first.take().unwrap_or_else(|| anyhow!("{message}"))));
