@@ -163,9 +163,9 @@ impl ResponseObject {
     pub fn bytes(&self) -> usize {
         let settings = &self.settings;
         let texts = [&settings.instructions, &settings.user, &settings.safety_identifier, &settings.prompt_cache_key];
-        let texts: usize = texts.into_iter().flatten().map(String::len).sum();
-        let values = settings.tools.iter().chain([&settings.tool_choice]).chain(settings.metadata.values());
-        OBJECT_BYTES + texts + values.map(value_bytes).sum::<usize>()
+        let texts: usize = texts.into_iter().flatten().chain(settings.metadata.keys()).map(String::len).sum();
+        let values = settings.tools.iter().chain([&settings.tool_choice, &settings.text]);
+        OBJECT_BYTES + texts + values.chain(settings.metadata.values()).map(value_bytes).sum::<usize>()
     }
 }
 

@@ -257,6 +257,8 @@ impl Responses {
 
 #[cfg(test)]
 mod tests {
+    use serde_json::json;
+
     use super::super::item::{ItemContent, ItemStatus};
     use super::super::object::Settings;
     use super::super::output::ResponseParts;
@@ -356,6 +358,26 @@ mod tests {
         // A response that is larger than the limit evicts all other responses and then itself.
         insert(&mut responses, None, item("e", MAX_BYTES), now);
         assert!(is_empty(&responses));
+    }
+
+    #[test]
+    fn the_limit_counts_the_settings_that_a_response_repeats() {
+        let text = || "x".repeat(1000);
+        let changes: [fn(&mut Settings, String); 6] = [
+            |settings, text| settings.instructions = Some(text),
+            |settings, text| settings.tools = vec![json!({"name": text})],
+            |settings, text| settings.tool_choice = json!({"name": text}),
+            |settings, text| settings.text = json!({"format": {"schema": {text: 1}}}),
+            |settings, text| drop(settings.metadata.insert(text, json!(1))),
+            |settings, text| drop(settings.metadata.insert("key".to_string(), json!(text))),
+        ];
+        let bytes = |settings| StoredResponse { object: ResponseObject::new(settings), input: Vec::new() }.bytes();
+        let plain = bytes(Settings::example());
+        for (index, change) in changes.iter().enumerate() {
+            let mut settings = Settings::example();
+            change(&mut settings, text());
+            assert!(bytes(settings) >= plain + 1000, "change {index} is not counted");
+        }
     }
 
     #[test]
