@@ -106,9 +106,11 @@ impl SplitInfo {
 fn check_part(part: &GgufPart, expected: &SplitInfo) -> Result<()> {
     let found = SplitInfo::read(part)?;
     if found != *expected {
+        let is_same_model = (found.count, found.tensors) == (expected.count, expected.tensors);
+        let cause = if is_same_model { "has the wrong name" } else { "belongs to another model" };
         let tensors = |split: &SplitInfo| split.tensors.map_or("unknown".into(), |tensors| tensors.to_string());
         bail!(
-            "{} belongs to another model: it is part {} of {} (tensors: {}), expected part {} of {} (tensors: {})",
+            "{} {cause}: it is part {} of {} (tensors: {}), expected part {} of {} (tensors: {})",
             part.path.display(),
             found.number + 1,
             found.count,

@@ -66,11 +66,16 @@ fn missing_and_mixed_parts_are_errors() {
 
     let folder = copied(&[all[0], (PARTS[0], PARTS[1]), all[2]]);
     let message = error(&folder.path().join(PARTS[0]));
-    assert!(message.contains("belongs to another model: it is part 1 of 3"), "{message}");
+    assert!(message.contains("has the wrong name: it is part 1 of 3"), "{message}");
 
     let folder = copied(&[all[0], ("tiny.gguf", PARTS[1]), all[2]]);
     let message = error(&folder.path().join(PARTS[0]));
-    assert!(message.contains("it is part 1 of 1 (tensors: unknown), expected part 2 of 3 (tensors: 15)"), "{message}");
+    assert!(
+        message.contains(
+            "belongs to another model: it is part 1 of 1 (tensors: unknown), expected part 2 of 3 (tensors: 15)"
+        ),
+        "{message}"
+    );
 }
 
 #[test]
