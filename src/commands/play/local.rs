@@ -3,7 +3,7 @@
 use std::io::IsTerminal;
 use std::rc::Rc;
 
-use anyhow::{Result, bail};
+use anyhow::{Context, Result, bail};
 
 use super::args::{Args, Reparse, Selected};
 use super::choice::choose;
@@ -13,7 +13,7 @@ use crate::commands::shared::{note, playable, warn_about_token};
 use crate::conversation::{LoadedModel, LocalModel, ModelId, ModelSource, require_chat_format};
 use crate::engine::Engine;
 use crate::error::Error;
-use crate::hub::{DownloadName, FileFilter, Hub, Snapshot, SnapshotSource, is_repo_name};
+use crate::hub::{DownloadName, FileFilter, Hub, Snapshot, SnapshotSource, demo, is_repo_name};
 use crate::language::Language;
 use crate::sandbox;
 use crate::terminal;
@@ -129,13 +129,12 @@ fn find_or_download(hub: &Hub, model: &str, revision: Option<&str>) -> Result<Sn
 }
 
 /// Lists the models on this machine and asks the user to choose one. Returns `None` if the user quits.
-/// Fails if no model is on this machine.
+/// Fails if no model is on this machine and the demo cannot be written to the cache.
 fn choose_snapshot(hub: &Hub) -> Result<Option<Snapshot>> {
-    let snapshots = playable(hub)?;
-    anyhow::ensure!(
-        !snapshots.is_empty(),
-        "no model is on this machine; to download one: inferno download openai/gpt-oss-20b"
-    );
+    let mut snapshots = playable(hub)?;
+    if snapshots.is_empty() {
+        snapshots.push(hub.find(demo::NAME, None).context("no model is on this machine")?);
+    }
     terminal::write_stderr(&list::table(&ListedModel::read_all(hub, &snapshots)));
     let names: Vec<&str> = snapshots.iter().map(|snapshot| snapshot.name.as_str()).collect();
     Ok(choose(&names)?.map(|index| snapshots[index].clone()))
