@@ -1,4 +1,4 @@
-"""Tests that answers do not depend on other requests or on the KV cache in deterministic mode."""
+"""Tests that in deterministic mode, answers depend neither on other requests nor on cached prefixes."""
 
 import asyncio
 import json
@@ -21,7 +21,7 @@ MAX_TOKENS = 8
 
 
 def bodies(prompts, count):
-    """Returns requests for log probabilities. The prompts are random. The temperatures alternate between 0 and 1."""
+    """Returns completion requests with log probabilities. The prompts are random. The temperatures alternate between 0 and 1."""
     chooser, found = random.Random(7), []
     for index in range(count):
         fields = prompts.completion(chooser.randint(*PROMPT_TOKENS), MAX_TOKENS, logprobs=1, seed=index)

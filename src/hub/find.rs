@@ -118,7 +118,8 @@ impl Hub {
 
     /// Returns the incomplete models in both caches.
     ///
-    /// Skips repositories in the shared cache that lack config.json or tokenizer.json: they may not be models.
+    /// Of the shared cache, returns only safetensors models that have config.json and tokenizer.json.
+    /// Other repositories there may not be models.
     pub fn incomplete(&self) -> Vec<IncompleteModel> {
         let missing = |name: &String| {
             if self.look_up(name, None, Required::Weights).is_some() {

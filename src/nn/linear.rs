@@ -96,8 +96,8 @@ impl Linear {
         self.weight.bytes() + self.bias.as_ref().map_or(0, kernels::bytes)
     }
 
-    /// Maps x `[tokens, in]` to this rank's part of x·Wᵀ, `[tokens, out]`, in the form `form`.
-    /// x and W have only the columns of this rank.
+    /// Maps x `[tokens, in]` to this rank's summand of the output: x·Wᵀ, where x and W have only this rank's columns.
+    /// `form` determines the dtype, and whether the product may consist of several parts.
     /// The result includes the bias as a separate vector, which is not yet added.
     pub(super) fn forward_partial(
         &self,

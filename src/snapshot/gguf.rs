@@ -176,7 +176,7 @@ pub fn split_tag(model: &str) -> (&str, Option<&str>) {
 
 /// Returns the name of each model in a repository: `name` for a single model, or `name:TAG` for each of several models.
 ///
-/// If several files have the same tag, their names contain the file name instead of the tag.
+/// If several files of a repository have the same tag, the models are named `name:FILE` instead, after their files.
 pub fn model_names(name: &str, files: &[impl AsRef<str>]) -> Vec<String> {
     let mut counts = HashMap::new();
     for file in files {

@@ -52,7 +52,7 @@ pub fn model_files(path: &Path) -> Result<Vec<PathBuf>> {
 
 /// Returns the names of the files that are missing from a model's directory.
 ///
-/// The list is empty if the model is complete. A GGUF model needs only its GGUF files.
+/// The list is empty if `dir` has all files that `required` names. A GGUF model always needs exactly its GGUF files.
 /// If all GGUF models in `dir` are incomplete, lists the first missing part of each of them.
 /// The names are relative to `dir` and use `/` as the separator, as on a hub.
 pub fn missing_files(dir: &Path, required: Required) -> Vec<String> {
@@ -74,7 +74,7 @@ pub fn missing_files(dir: &Path, required: Required) -> Vec<String> {
     missing
 }
 
-/// Returns the first file in [`missing_files`], or `None` if the model is complete.
+/// Returns the first file in [`missing_files`], or `None` if there is none.
 pub fn first_missing_file(dir: &Path, required: Required) -> Option<String> {
     missing_files(dir, required).into_iter().next()
 }

@@ -86,7 +86,8 @@ pub fn save(path: &Path, ids: &[u32], fingerprint: &str, runner: &Runner, blocks
 /// Returns the number of tokens in the prefix.
 ///
 /// Returns 0 if the file has another fingerprint, or if the cache has too few free blocks.
-/// Fails if the content is damaged.
+/// Fails if a tensor is missing or has the wrong shape or dtype, or if a rank cannot write to its cache.
+/// Does not detect changed keys and values.
 pub fn load(
     path: &Path,
     bytes: Vec<u8>,

@@ -80,7 +80,7 @@ enum Job {
     Call(RunnerCall),
 }
 
-/// A queued step and the sequences in it. The host does not know the step's tokens yet.
+/// A queued step and the sequences in it. The loop has not taken the step's tokens yet.
 struct QueuedWork {
     step: QueuedStep,
     work: Vec<SequenceWork>,

@@ -36,7 +36,8 @@ impl EngineHandle {
     /// Also returns 0 if the prefix was saved with other model files, with another build of inferno, or with other
     /// settings that change keys and values, such as the dtype, the quantization or the attention kernel.
     /// For deterministic engines, the number of devices and the split must be equal too.
-    /// Fails if the file cannot be read, is damaged, or is far larger than the KV caches of all ranks together.
+    /// Fails if the file cannot be read, is not a complete prefix file, or is far larger than the KV caches of all ranks
+    /// together.
     pub fn load_prefix(&self, path: &Path) -> Result<usize> {
         // Read the file on the client's thread, so that the engine thread does not wait for the file.
         let largest = self.info().cache_bytes.saturating_mul(self.info().ranks as u64);

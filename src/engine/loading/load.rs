@@ -104,7 +104,7 @@ impl Default for LoadOptions<'_> {
     }
 }
 
-/// Everything that an engine needs before its thread starts.
+/// A loaded model: the parts from which `Engine::load` builds an engine.
 pub struct EngineParts {
     pub language: Language,
     pub runner: Runner,

@@ -129,7 +129,7 @@ impl Download<'_> {
         result
     }
 
-    /// Returns the error for a file that will not be retried again.
+    /// Returns the error for a file that is given up: its retries have run out, or the server asks for a long wait.
     fn gave_up(&self, job: usize, cause: &str, retry_after: Option<Duration>) -> anyhow::Error {
         let state = self.state();
         let job = &state.jobs[job];

@@ -4,7 +4,7 @@
 //!
 //! These modules compute products on a GPU, the first two only with [`SumOrder::Fastest`]:
 //! - `dense_wgmma`: f16 and bf16 on Hopper, for 2 to 128 tokens, if the product has one part, if the caller accepts
-//!   several parts (see [`matmul_parts`]), or for logits (see [`matmul_best`])
+//!   several parts (see [`matmul_parts`]), or for logits (see `matmul_best`)
 //! - `dense_few_tokens`: f16 and bf16, for 2 to 8 tokens, if `dense_wgmma` does not compute the product
 //! - `f32_few_rows`: f32, for matrices with few weight rows, such as routers, and any number of tokens
 //! - `cublas_lt`: f16 and bf16 in all other cases

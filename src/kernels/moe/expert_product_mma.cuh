@@ -1,5 +1,5 @@
 // The products of experts with the inputs of their pairs, with mma.sync. For GPUs that do not run sm_90a code.
-// See expert_mlp.cu for the products, and mxfp4_tiles.cuh for the layouts.
+// expert_mlp.cu has the kernels that compute gate_up and down with this code. mxfp4_tiles.cuh describes the layouts.
 #pragma once
 #include "headers/async_copy.cuh"
 #include "headers/pdl.cuh"

@@ -1,5 +1,5 @@
 // The products of experts with the inputs of their pairs, with wgmma. For GPUs that run sm_90a code.
-// See expert_mlp.cu for the products, and mxfp4_tiles.cuh for the layouts.
+// expert_mlp.cu has the kernels that compute gate_up and down with this code. mxfp4_tiles.cuh describes the layouts.
 //
 // A thread block has four warpgroups. Three multiply. The fourth copies the data of the next steps to a ring buffer.
 #pragma once

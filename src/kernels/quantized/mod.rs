@@ -11,7 +11,7 @@
 //! | low    | the low 2, 4 or 8 bits of each `q` |
 //! | high   | the next 1 or 2 bits of each `q`, in some formats |
 //! | scales | the scales of the group, and its mins in some formats; `Int8` and `Fp8` have one f32 per row instead |
-//! | supers | in the K formats, two f16 super-scales for each 256 columns: one for scales, one for mins |
+//! | supers | in the K formats, for each 256 columns: an f16 super-scale for the scales, then one for the mins |
 //!
 //! The value of an element is `scale · (q - zero) - min`, where `zero` is the zero point of the format.
 //! In `Fp8`, `q` is an E4M3 value. In all other formats, `q` is an integer.

@@ -543,7 +543,8 @@ __device__ __forceinline__ float block_max_magnitude(float value, float* scratch
 
 // Quantizes factor · quad(i) to 8 bits for every quad i, stores the results in `input`, and returns the scale.
 // The caller multiplies the dot products by the scale.
-// `largest` is the largest magnitude that this thread has read, before the multiplication by `factor`.
+// `largest` is the largest magnitude in this thread's share of the quads, without `factor`.
+// Together, the shares of the block's threads must cover all quads.
 template <class Quad>
 __device__ __forceinline__ float fill_quantized(const QuantizedInput& input, Quad quad, float largest, float factor,
                                                 QuantizationArgs quantization, float* scratch) {

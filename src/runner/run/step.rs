@@ -16,7 +16,8 @@ use crate::runner::sampling::{
 use crate::runner::step::{RunnerFacts, StepFacts, StepKind, StepSequence, TokensToScore, route, samplers};
 
 /// The maximum number of prompt tokens whose logits are in memory at the same time.
-/// If the engine runs several sequences, its memory plan has room for the logits of at least `MAX_SEQUENCES` tokens.
+/// If the engine runs several sequences, these logits fit in its memory plan, which has room for at least
+/// `MAX_SEQUENCES` rows of logits.
 const SCORED_ROWS: usize = 64;
 
 /// The kind of pass that runs the tokens of a sequence. The passes of a step run in the order of the variants.

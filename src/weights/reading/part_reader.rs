@@ -161,8 +161,8 @@ impl PartRuns {
     }
 
     fn has_long_runs(&self) -> bool {
-        // Accept runs of half the limit, because `Slice::has_short_runs` compares only the average with the limit:
-        // the mean number of bytes of a row that a rank needs.
+        // Accept runs of half the limit: `Slice::has_short_runs` compares the limit only with the average number of bytes
+        // of a row that a rank needs, so single runs can be shorter.
         self.rows == 1 || self.runs.iter().all(|run| run.len() >= MIN_RUN_BYTES / 2)
     }
 

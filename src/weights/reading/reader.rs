@@ -1,4 +1,4 @@
-//! Defines which threads of a rank read the tensors of safetensors files.
+//! The threads of a rank that can read the tensors of safetensors files. `WeightsBuilder` chooses among them.
 
 use std::sync::Arc;
 

@@ -39,8 +39,9 @@ fn unsafe_items(code: &str) -> BTreeSet<String> {
             lines[index + 1..].iter().find_map(|line| defined_function(line))
         } else {
             // Search backward for the line that defines the enclosing function.
-            // In formatted code, that line is indented less than every line between it and the unsafe code.
+            // Each enclosing line is indented less than the lines between it and the unsafe code.
             // Skip lines that start with `)`, because such lines may end a list of parameters.
+            // Functions with a `where` clause are not supported.
             let mut least = indent(line);
             let outer = lines[..index].iter().rev().filter(|line| !line.trim_start().starts_with(')'));
             let mut outer = outer.filter(|line| {

@@ -237,7 +237,9 @@ fn full_size_two_gpus_agree_with_one() {
     let same = tokens_of_two.iter().zip(&tokens).filter(|(two, one)| two == one).count();
     println!("answers against a prefill on one GPU: mean KL {kl_of_two:.3e} on two GPUs, {kl:.3e} on one GPU");
     println!("{same} of {} greedy answers are the same on one GPU and on two GPUs", tokens.len());
-    println!("log probabilities of prompts: mean difference {prompts_of_two:.2e} on two GPUs, {prompts:.2e} on one");
+    println!(
+        "log probabilities of prompts against a prefill on one GPU: mean difference {prompts_of_two:.2e} on two GPUs, {prompts:.2e} on one"
+    );
     // Below 1e-4, the mean KL can change by a factor of two if cuBLASLt chooses other algorithms.
     assert!(kl_of_two <= 1.5 * kl.max(1e-4), "mean KL is {kl_of_two:e} on two GPUs, but {kl:e} on one GPU");
     assert!(

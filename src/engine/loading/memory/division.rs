@@ -70,7 +70,8 @@ impl MemoryPlan {
         self.stages(&vec![0; ranks])
     }
 
-    /// Plans the memory of one of `ranks` ranks, which holds the layers in `layers` undivided.
+    /// Plans the memory of a rank that holds the whole layers in `layers` and its share of the output head.
+    /// `ranks` is the number of ranks.
     pub fn with_stage(mut self, layers: Range<usize>, ranks: usize) -> Self {
         self.ranks = ranks;
         let ModelBytes { layers: layer_bytes, head, other } = &self.parts;
