@@ -66,7 +66,7 @@ pub struct RopeLengths {
     /// `max_position_embeddings` in config.json.
     /// Also the original context length, if config.json has no `original_max_position_embeddings`.
     pub max_position_embeddings: usize,
-    /// The number of positions that the model is loaded for.
+    /// The number of positions that the model is loaded for. Only LongRoPE depends on this number.
     pub context: usize,
 }
 

@@ -52,7 +52,7 @@ struct HubModels {
 
 impl HubModels {
     /// Finds a model by its name or by a unique part of its name.
-    /// For a model in a cache whose name has no `@revision`, uses the revision in the configuration file, if any.
+    /// If the name has no `@revision` and the model is in a cache, uses the revision in the configuration file, if any.
     fn find_snapshot(&self, name: &str) -> Result<Snapshot> {
         let snapshot = self.hub.find(name, None)?;
         // Parse the new model's settings now, to report invalid settings while the old model is still loaded.

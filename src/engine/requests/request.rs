@@ -115,7 +115,8 @@ pub struct GenerateOptions {
     /// A value lower by 1 has the same effect as an arrival 2 seconds earlier.
     pub priority: i32,
     /// If set, the prompt reuses only prefixes that were cached by requests with the same salt.
-    /// The time to the first token then does not reveal which prompts clients without this salt have sent.
+    /// The time to the first token then reveals nothing about the prompts of clients that do not know this salt,
+    /// and theirs reveals nothing about this prompt.
     pub cache_salt: Option<String>,
     /// Whether the answer must not depend on other requests, even if the engine is not
     /// [`deterministic`](crate::engine::EngineBuilder::deterministic).

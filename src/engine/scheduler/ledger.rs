@@ -11,7 +11,7 @@ pub type TenantId = u64;
 /// The weight of a generated token. A prompt token has weight 1. Source: the paper that `fair_queue.rs` cites.
 const GENERATED_WEIGHT: u64 = 2;
 
-/// The number of sequences of each tenant, and the number of tokens served to the tenant.
+/// For each tenant, the number of its sequences, and the weighted number of tokens served to it.
 #[derive(Default)]
 pub struct TenantLedger {
     accounts: BTreeMap<TenantId, Account>,

@@ -27,7 +27,9 @@ pub fn merges(vocabulary: &Vocabulary, ids: &HashMap<&str, u32>) -> Result<Merge
     for (id, token) in vocabulary.tokens.iter().enumerate().filter(|(id, _)| is_normal(vocabulary, *id)) {
         work = work.saturating_add(token.len().saturating_mul(token.len()));
         if work > MAX_WORK {
-            bail!("metadata key tokenizer.ggml.tokens: the tokens up to id {id} are too long in total");
+            bail!(
+                "metadata key tokenizer.ggml.tokens: the sum of the squared lengths of the tokens up to id {id} is too large"
+            );
         }
         for (cut, _) in token.char_indices().skip(1) {
             let (left, right) = token.split_at(cut);

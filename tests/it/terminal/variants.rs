@@ -41,7 +41,7 @@ fn words_without_disturbance(home: &TempDir) -> Vec<String> {
 #[test]
 fn folding_and_unfolding_reasoning_changes_no_words() {
     // With --ignore-eos, the demo may reason again after its answer, so reasoning and answers can alternate.
-    // `bright_rows` leaves out the dim reasoning, so that the test compares only the answers.
+    // `bright_rows` leaves out the dim reasoning. The answers must be the same, folded or not.
     let home = TempDir::new().unwrap();
     let mut chat = Screen::chat(&home, &LONG);
     ask(&mut chat);
