@@ -53,7 +53,7 @@ fn only_numbers_from_1000_have_a_thousands_separator() {
 
 /// The serving results of gpt-oss-20b on an H200: two runs of the same commit.
 const H200_SERVING: [&str; 2] =
-    ["2026-11-30-nvidia-h200-gpt-oss-20b-serving-3", "2026-11-30-nvidia-h200-gpt-oss-20b-serving-4"];
+    ["2026-11-30-nvidia-h200-gpt-oss-20b-serving-11", "2026-11-30-nvidia-h200-gpt-oss-20b-serving-12"];
 
 #[test]
 fn speeds_and_memory_agree_with_the_stored_results() {
@@ -64,7 +64,7 @@ fn speeds_and_memory_agree_with_the_stored_results() {
     let qwen_q8 = read("2026-11-22-nvidia-h200-qwen3-30b-a3b-q8_0");
     // The benchmark results of single sequences and of concurrent requests, for one H200, one H100, two and four H100s.
     let newest = [
-        (&["2026-11-30-nvidia-h200-gpt-oss-20b", "2026-11-30-nvidia-h200-gpt-oss-20b-2"][..], &H200_SERVING[..]),
+        (&["2026-11-30-nvidia-h200-gpt-oss-20b-5", "2026-11-30-nvidia-h200-gpt-oss-20b-6"][..], &H200_SERVING[..]),
         (
             &["2026-11-28-nvidia-h100-gpt-oss-20b", "2026-11-28-nvidia-h100-gpt-oss-20b-2"],
             &["2026-11-28-nvidia-h100-gpt-oss-20b-serving", "2026-11-28-nvidia-h100-gpt-oss-20b-serving-2"],
