@@ -11,9 +11,8 @@
 //   first_id: the token id of the first row of w (only in kernels for logits)
 //   columns: the number of columns; at least DENSE_WGMMA_COLUMNS · parts if there are several parts
 //   tile_rows: the number of rows of y that a tile computes, a multiple of 8; see below
-//   grid: (parts, blocks), with at most one block per tile of w, and in kernels for logits, at most
-//   BEST_LOGITS_CANDIDATES
-//     blocks; block: DENSE_WGMMA_THREADS
+//   grid: (parts, blocks); block: DENSE_WGMMA_THREADS
+//     There is at most one block per tile of w. Kernels for logits have at most BEST_LOGITS_CANDIDATES blocks.
 //   bytes moved: the bytes of w, and of y unless y stays unchanged; most reads of x hit L2
 //
 // A tile is `tile_rows` rows of w. In gated kernels, a tile is `tile_rows` gate rows and the up rows that belong to
@@ -120,7 +119,8 @@ __device__ void dense_wgmma(const TensorMap& w, const TensorMap& x, Y* y, int ro
     }
 
     if constexpr (KIND == Kind::PLAIN) y += (size_t)part * tokens * rows;
-    // Of the rows that this lane has multiplied so far, the row with the largest logit of each token, and this logit.
+    // In kernels for logits: of the rows that this lane has multiplied so far, the row with the largest logit of each
+    // token, and this logit.
     float largest[TOKENS / 4];
     int largest_row[TOKENS / 4];
 #pragma unroll

@@ -46,6 +46,7 @@ template <> struct Pair<__half> {
 template <> struct Pair<__nv_bfloat16> {
     using type = __nv_bfloat162;
 };
+
 // ---- fragment order ----
 
 // Returns segment `index` of a row: 8 columns in fragment order, multiplied by `factor` and rounded to T.
