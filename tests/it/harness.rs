@@ -13,7 +13,7 @@
 //! The usual options of libtest work, for example `cargo test NAME`, `-- --exact`, `-- --list` and `-- --nocapture`.
 
 use std::backtrace::{Backtrace, BacktraceStatus};
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::fmt::Write;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::process::ExitCode;
@@ -223,6 +223,7 @@ pub fn main() -> ExitCode {
                     true => (None, Some(RUNNING.write())),
                     false => (Some(RUNNING.read()), None),
                 };
+                IS_ALONE.set(test.is_alone);
                 run_captured(test.run, is_captured).map(|()| Completion::Completed)
             }
         });
@@ -248,6 +249,13 @@ static RUNNING: RwLock<()> = RwLock::new(());
 thread_local! {
     /// The output of the test on this thread, or `None` if output is not captured.
     static CAPTURED: RefCell<Option<String>> = const { RefCell::new(None) };
+    /// Whether the test on this thread runs alone.
+    static IS_ALONE: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Returns whether the test on this thread runs alone.
+pub fn is_alone() -> bool {
+    IS_ALONE.get()
 }
 
 /// Runs one test. If `is_captured`, its output is shown only if the test fails.

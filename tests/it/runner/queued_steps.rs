@@ -296,7 +296,7 @@ fn steps_of_one_request_that_edits_or_reports_logits_are_queued_on_a_gpu() {
 
 /// Steps of one batch size alternate between steps that need only the largest logits and steps that need all logits.
 /// The tokens and log probabilities must match a prefill of the answer.
-#[test(gpu)]
+#[test(gpu_alone)]
 fn steps_with_and_without_log_probabilities_alternate_on_a_gpu() {
     const LANES: usize = 3;
     let one = || DeviceChoice::FirstCuda.into();

@@ -132,6 +132,8 @@ pub fn generate_at_once(
 }
 
 /// Returns the devices of two ranks: two GPUs, or the same GPU twice if there is only one.
+/// The test must run alone (see `tests_of_several_gpus_run_alone` in harness.rs).
 pub fn two_gpus() -> Devices {
+    assert!(crate::harness::is_alone(), "a test of several GPUs must run alone, but this one does not");
     if device::gpu_count() > 1 { "cuda:0,1" } else { "cuda:0,0" }.parse().unwrap()
 }
