@@ -116,14 +116,17 @@ pub const FLASH_ROW_PADDING: usize = 8;
 /// The warp has 16 · M query rows. Above this limit, the queries are in shared memory.
 pub const FLASH_REGISTER_ELEMENTS: usize = 160;
 
-// Products of f32 matrices with few weight rows (`matmul/f32_few_rows.rs`, `matmul/f32_few_rows.cu`).
+// Products of f32 matrices with few weight rows (`matmul/f32_few_rows.rs`, `matmul/f32_few_rows.cuh`).
 
-/// Tokens per block of the f32_few_rows kernel.
+/// Tokens per tile of a product.
 pub const F32_FEW_ROWS_TOKENS: usize = 16;
-/// Weight rows per block of the f32_few_rows kernel.
+/// Weight rows per tile of a product.
 pub const F32_FEW_ROWS_TILE: usize = 32;
-/// Warps per block of the f32_few_rows kernel. The warps divide the columns.
+/// Warps per block. The warps divide the columns.
 pub const F32_FEW_ROWS_WARPS: usize = 16;
+/// The distance between the partial sums of two tokens in shared memory. With 4 more floats than needed, the stores of a
+/// warp use all banks.
+pub const F32_FEW_ROWS_STRIDE: usize = F32_FEW_ROWS_TILE + 4;
 
 // Products of dense matrices with few tokens (`matmul/dense_few_tokens.rs`, `matmul/dense_few_tokens.cu`).
 

@@ -18,23 +18,44 @@ __device__ __forceinline__ Tf32Pair split_tf32(float value) {
     return {high, __float_as_uint(value - __uint_as_float(high))};
 }
 
-// Computes sums += a·b with a [16, 16] and b [16, 8] of f32 values, and sums [16, 8] f32.
-// In lane 4g + t, a[h] has columns 4t to 4t + 3 of row 8h + g, and b has rows 4t to 4t + 3 of column g.
-// `sums` has the layout of d in multiply_add_tf32.
-__device__ __forceinline__ void multiply_add_pairs(float (&sums)[4], const Tf32Pair (&a)[2][4],
-                                                   const Tf32Pair (&b)[4]) {
+__device__ __forceinline__ void split_tf32(Tf32Pair (&to)[4], const float4& from) {
+    to[0] = split_tf32(from.x), to[1] = split_tf32(from.y), to[2] = split_tf32(from.z), to[3] = split_tf32(from.w);
+}
+
+// Computes sums[m][n] += a[m]·b[n] with a[m] [16, 16] and b[n] [16, 8] of f32 values, and sums[m][n] [16, 8] f32.
+// In lane 4g + t, a[m][h] has columns 4t to 4t + 3 of row 8h + g, and b[n] has rows 4t to 4t + 3 of column g.
+// sums[m][n] has the layout of d in multiply_add_tf32.
+template <int M, int N>
+__device__ __forceinline__ void multiply_add_pairs(float (&sums)[M][N][4], const Tf32Pair (&a)[M][2][4],
+                                                   const Tf32Pair (&b)[N][4]) {
     // Tensor cores round sums toward zero. To keep errors small, tensor cores add up only the products of one call.
     // Ordinary additions, which round to nearest, then add these sums to `sums`.
-    float d[4] = {};
+    float d[M][N][4] = {};
+    // Each MMA adds to the result of the previous MMA of the same tile of d. The tiles alternate, so that an MMA need
+    // not wait for the one before it.
+    const auto multiply = [&](auto a_words, auto b_word, int i) {
+#pragma unroll
+        for (int m = 0; m < M; ++m) {
+            const Tf32Pair* low = a[m][0] + i;
+            const Tf32Pair* high = a[m][1] + i;
+            const uint32_t words[4] = {a_words(low[0]), a_words(high[0]), a_words(low[1]), a_words(high[1])};
+#pragma unroll
+            for (int n = 0; n < N; ++n) multiply_add_tf32(d[m][n], words, b_word(b[n][i]), b_word(b[n][i + 1]));
+        }
+    };
+    const auto high = [](const Tf32Pair& pair) { return pair.high; };
+    const auto low = [](const Tf32Pair& pair) { return pair.low; };
     // One MMA multiplies 8 columns of a. A lane holds two of these columns for each of its rows.
 #pragma unroll
     for (int i = 0; i < 4; i += 2) {
-        const uint32_t high[4] = {a[0][i].high, a[1][i].high, a[0][i + 1].high, a[1][i + 1].high};
-        const uint32_t low[4] = {a[0][i].low, a[1][i].low, a[0][i + 1].low, a[1][i + 1].low};
-        multiply_add_tf32(d, low, b[i].high, b[i + 1].high);
-        multiply_add_tf32(d, high, b[i].low, b[i + 1].low);
-        multiply_add_tf32(d, high, b[i].high, b[i + 1].high);
+        multiply(low, high, i);
+        multiply(high, low, i);
+        multiply(high, high, i);
     }
 #pragma unroll
-    for (int i = 0; i < 4; ++i) sums[i] += d[i];
+    for (int m = 0; m < M; ++m)
+#pragma unroll
+        for (int n = 0; n < N; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) sums[m][n][i] += d[m][n][i];
 }

@@ -29,6 +29,8 @@
 //!
 //! On a CPU, `experts::reference` computes the matrix products of the experts.
 
+#[cfg(feature = "cuda")]
+mod choose_experts;
 pub mod combine;
 #[cfg(feature = "cuda")]
 mod expert_few_pairs;

@@ -137,16 +137,13 @@ __device__ __forceinline__ void sort_pairs(uint32_t* sorted, uint32_t* offsets, 
 
 // Multiplies 16 columns of the weights of 32 experts by the same columns of 8 tokens. In lane 4g + t:
 //   weights[i] are columns 4t to 4t + 3 of expert 8i + g, and x are the same columns of token g
-//   sums[m] is part of the tile of experts 16m to 16m + 15, in the layout of multiply_add_tf32
-__device__ __forceinline__ void multiply_columns(float (&sums)[2][4], const float4 (&weights)[4], const float4& x) {
-    const Tf32Pair b[4] = {split_tf32(x.x), split_tf32(x.y), split_tf32(x.z), split_tf32(x.w)};
+//   sums[m][0] is part of the tile of experts 16m to 16m + 15, in the layout of multiply_add_tf32
+__device__ __forceinline__ void multiply_columns(float (&sums)[2][1][4], const float4 (&weights)[4], const float4& x) {
+    Tf32Pair a[2][2][4], b[1][4];
 #pragma unroll
-    for (int m = 0; m < 2; ++m) {
-        const float4 low = weights[2 * m], high = weights[2 * m + 1];
-        const Tf32Pair a[2][4] = {{split_tf32(low.x), split_tf32(low.y), split_tf32(low.z), split_tf32(low.w)},
-                                  {split_tf32(high.x), split_tf32(high.y), split_tf32(high.z), split_tf32(high.w)}};
-        multiply_add_pairs(sums[m], a, b);
-    }
+    for (int i = 0; i < 4; ++i) split_tf32(a[i / 2][i % 2], weights[i]);
+    split_tf32(b[0], x);
+    multiply_add_pairs(sums, a, b);
 }
 
 // Older GPUs have no clusters. There, `RoutedPairs::route` (route.rs) launches several other kernels instead.
@@ -201,7 +198,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) __cluster_dims__(BLOCKS, 1
     for (int h = 0; h < HELD; ++h) held_x[h] = load_x(first_group + h * BLOCKS * WARPS);
 
     for (int base = 0; base < experts; base += EXPERTS) {
-        float sums[2][4] = {};
+        float sums[2][1][4] = {};
 #pragma unroll
         for (int h = 0; h < HELD; ++h) {
             if (base > 0) load_weights(held_weights[h], base, first_group + h * BLOCKS * WARPS);
@@ -216,7 +213,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) __cluster_dims__(BLOCKS, 1
 #pragma unroll
         for (int m = 0; m < 2; ++m)
 #pragma unroll
-            for (int i = 0; i < 4; ++i) partials.of_warps[warp][2 * t + i % 2][16 * m + 8 * (i / 2) + g] = sums[m][i];
+            for (int i = 0; i < 4; ++i)
+                partials.of_warps[warp][2 * t + i % 2][16 * m + 8 * (i / 2) + g] = sums[m][0][i];
         __syncthreads();
         // Each thread adds up the sums of all warps for one token and one expert.
         // The first block of the cluster also adds the bias.

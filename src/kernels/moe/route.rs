@@ -3,6 +3,7 @@
 use candle_core::cuda_backend::CudaDevice;
 use candle_core::{DType, Device, Result, Tensor, bail};
 
+use super::choose_experts::{self, choose_experts};
 use super::expert_usage::ExpertUsage;
 use super::sort_by_expert::{SortedPairs, sort_by_expert};
 use super::topk::{Softmax, topk_softmax};
@@ -56,7 +57,8 @@ impl RoutedPairs {
     ///
     /// Routing takes one launch if there are at most `ROUTE_TOKENS` tokens and `ROUTE_EXPERTS` experts, if the hidden
     /// size is a multiple of 4, and if the GPU can run kernels with clusters (`runs_hopper_code`).
-    /// Otherwise, it takes several launches.
+    /// Otherwise, it takes two launches (`choose_experts.cu`, `sort_by_expert.cu`), or more if `choose_experts` does not
+    /// support the sizes.
     pub fn route(
         x: &Tensor,
         weight: &Tensor,
@@ -82,6 +84,10 @@ impl RoutedPairs {
         let is_supported = experts <= ROUTE_EXPERTS && columns > 0 && columns.is_multiple_of(4);
         if (1..=ROUTE_TOKENS).contains(&tokens) && is_supported && runs_hopper_code(device)? {
             return Self::route_few_tokens(device, x, weight, bias, chosen, usage);
+        }
+        if choose_experts::is_supported(x, weight)? {
+            let (ids, weights) = choose_experts(device, x, weight, bias, chosen)?;
+            return Self::new(&ids, weights, experts);
         }
         let logits = matmul_f32(x, weight, sum_order)?;
         let logits = match bias {

@@ -7,6 +7,12 @@ use crate::kernels::constants::MAX_EXPERTS;
 use crate::kernels::launch::{Arguments, Launch, LaunchShape, module};
 use crate::kernels::scratch;
 
+/// The minimum number of pairs that a thread block sorts, if there are several blocks.
+/// Every block counts all pairs, so with more blocks, counting takes a larger part of the time.
+const PAIRS_PER_BLOCK: usize = 2048;
+/// The maximum number of thread blocks.
+const MAX_BLOCKS: usize = 32;
+
 /// The indices of (token, expert) pairs, sorted by expert.
 /// `sorted[offsets[e] .. offsets[e + 1]]` are the pairs of expert e, in any order.
 pub(super) struct SortedPairs {
@@ -30,8 +36,9 @@ pub(super) fn sort_by_expert(device: &CudaDevice, ids: &Tensor, experts: usize) 
     let (sorted, offsets, rows) = (empty(pairs)?, empty(experts + 1)?, empty(pairs)?);
     let arguments =
         Arguments::new().tensor(ids)?.tensor(&sorted)?.tensor(&offsets)?.tensor(&rows)?.int(pairs).int(experts);
-    let shape = LaunchShape::linear(1, 1024);
+    let shape = LaunchShape::linear(pairs.div_ceil(PAIRS_PER_BLOCK).clamp(1, MAX_BLOCKS), 1024);
+    let launch = Launch::new(module!("sort_by_expert"), "sort_by_expert", shape, arguments).overlapping();
     // SAFETY: the tensors have the sizes that the kernel expects; the caller guarantees valid ids.
-    unsafe { Launch::new(module!("sort_by_expert"), "sort_by_expert", shape, arguments).enqueue(device)? };
+    unsafe { launch.enqueue(device)? };
     Ok(SortedPairs { sorted, offsets, rows })
 }

@@ -205,7 +205,8 @@ fn routed_pairs_match_separate_operations() {
     }
     // All cases use the same device, because route.cu keeps data from launch to launch, which must not affect the next case.
     let device = gpu();
-    // Only GPUs that run Hopper code route up to 256 tokens in one launch. All other cases take several launches.
+    // Only GPUs that run Hopper code route up to 256 tokens in one launch. `choose_experts` routes the tokens of all other
+    // cases whose hidden size is a multiple of 16. With more tokens than 16 per multiprocessor, a block routes two tiles.
     for Case { tokens, experts, chosen, hidden: columns } in [
         Case { tokens: 1, experts: 3, chosen: 1, hidden: 4 },
         Case { tokens: 7, experts: 32, chosen: 4, hidden: 132 },
@@ -214,14 +215,23 @@ fn routed_pairs_match_separate_operations() {
         Case { tokens: 256, experts: 33, chosen: 2, hidden: 64 },
         Case { tokens: 9, experts: 40, chosen: 4, hidden: 3204 },
         Case { tokens: 257, experts: 32, chosen: 4, hidden: 64 },
+        Case { tokens: 300, experts: 3, chosen: 1, hidden: 4 },
+        Case { tokens: 1000, experts: 33, chosen: 4, hidden: 3204 },
+        Case { tokens: 1999, experts: 128, chosen: 8, hidden: 132 },
+        Case { tokens: 2048, experts: 32, chosen: 4, hidden: 2880 },
+        Case { tokens: 5001, experts: 32, chosen: 4, hidden: 160 },
+        Case { tokens: 3333, experts: 100, chosen: 3, hidden: 48 },
+        Case { tokens: 3000, experts: 200, chosen: 3, hidden: 48 },
+        Case { tokens: 520, experts: 256, chosen: 32, hidden: 64 },
         Case { tokens: 256, experts: 256, chosen: 32, hidden: 64 },
         Case { tokens: 8, experts: 256, chosen: 32, hidden: 64 },
         Case { tokens: 1, experts: 1, chosen: 1, hidden: 4 },
     ] {
         let mut noise = Random(11);
-        // With many chosen experts, rounding could change their order. Multiples of 1/16 make the logits exact.
+        // With many tokens or many chosen experts, some logits are so close that rounding could change their order.
+        // Multiples of 1/16 make the logits exact.
         let mut tensor = |dims: &[usize]| match noise.tensor(dims, DType::F32) {
-            tensor if chosen > 8 => ((tensor * 16.0).unwrap().round().unwrap() / 16.0).unwrap(),
+            tensor if tokens > 500 || chosen > 8 => ((tensor * 16.0).unwrap().round().unwrap() / 16.0).unwrap(),
             tensor => tensor,
         };
         let (x, weight, bias) = (tensor(&[tokens, columns]), tensor(&[experts, columns]), tensor(&[experts]));
