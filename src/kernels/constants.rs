@@ -51,12 +51,14 @@ pub const EXCHANGE_SLOTS: usize = 4;
 /// kernels that send the values.
 /// If each rank has its own GPU, the blocks of a rank therefore need not all run at the same time.
 pub const EXCHANGE_BLOCKS: usize = 128;
-/// Threads per block in the `exchange_add_norm` kernels, which add partial results to the residual stream.
-/// The threads of a block divide the columns of a row.
+/// The maximum number of threads per block in the `exchange_add_norm` kernels, which add partial results to the residual
+/// stream. The threads of a block divide the columns of a row.
 pub const EXCHANGE_ROW_THREADS: usize = 512;
-/// The maximum number of columns per row in the `exchange_add_norm` kernels.
-/// A row has up to four parts of 8 · `EXCHANGE_ROW_THREADS` columns. A thread holds 8 columns of each part.
-pub const EXCHANGE_ROW_COLUMNS: usize = 16384;
+/// The maximum number of parts of a row in the `exchange_add_norm` kernels for wide rows. The kernels for other rows hold
+/// a row in one part. A thread has 8 columns of each part.
+pub const EXCHANGE_ROW_PARTS: usize = 4;
+/// Blocks per multiprocessor of the `exchange_add_norm` kernels for rows of one part.
+pub const EXCHANGE_ROW_BLOCKS: usize = 2;
 
 // Paged KV cache (`attention/paged.rs`, `attention/paged.cuh`).
 

@@ -9,6 +9,8 @@ __device__ __forceinline__ void load_8(const float* from, float (&v)[8]) {
     v[0] = low.x, v[1] = low.y, v[2] = low.z, v[3] = low.w;
     v[4] = high.x, v[5] = high.y, v[6] = high.z, v[7] = high.w;
 }
+// Starts to load 8 values to the L1 cache.
+__device__ __forceinline__ void prefetch_8(const float* from) { asm volatile("prefetch.global.L1 [%0];" ::"l"(from)); }
 // Stores the 8 bf16 values that `words` contains, two per word. Converts them to f32 if `out` is f32.
 __device__ __forceinline__ void store_bf16(__nv_bfloat16* out, uint4 words) { *reinterpret_cast<uint4*>(out) = words; }
 __device__ __forceinline__ void store_bf16(float* out, uint4 words) {
@@ -135,12 +137,13 @@ struct ExpertRows {
 //   y: the partial results, [rows, columns]
 //   bias, weight: f32 [columns]; bias may be null
 //   normed: T [rows, columns], the rows of all ranks
-//   columns: a multiple of 8, at most EXCHANGE_ROW_COLUMNS
+//   columns: a multiple of 8, at most 8 · PARTS · EXCHANGE_ROW_THREADS
 //   m.first_item: the first row of each rank's share, then the number of rows
-//   grid: at most EXCHANGE_BLOCKS, divided by the number of ranks if ranks share a GPU; the same on all ranks
-//   block: EXCHANGE_ROW_THREADS
-//   bytes moved: the bytes of y, columns · sizeof(T) per row, and columns · 8 per row of this rank
-template <typename Partial, typename T>
+//   PARTS: 1 or EXCHANGE_ROW_PARTS
+//   grid: at most EXCHANGE_BLOCKS, or EXCHANGE_BLOCKS · EXCHANGE_ROW_BLOCKS if PARTS is 1, divided by the number of
+//   ranks if ranks share a GPU; the same on all ranks block: at most EXCHANGE_ROW_THREADS, and at least columns / (8 ·
+//   PARTS) bytes moved: the bytes of y, columns · sizeof(T) per row, and columns · 8 per row of this rank
+template <int PARTS, typename Partial, typename T>
 __device__ void exchange_add_norm(const float* x, const Partial& y, const float* bias, const float* weight, float* sum,
                                   T* normed, const Mailboxes& m, float eps) {
     __shared__ float scratch[2][EXCHANGE_ROW_THREADS / 32];
@@ -155,55 +158,49 @@ __device__ void exchange_add_norm(const float* x, const Partial& y, const float*
     const Operation operation(m);
     const uint32_t* slot = operation.own_slot();
     Waiting waiting(m);
-    // A row has up to HELD parts of 8 · EXCHANGE_ROW_THREADS columns. The last part may be shorter.
+    // A row has up to PARTS parts of 8 · blockDim.x columns. The last part may be shorter.
     // A thread handles 8 columns of each part, but none past the end of the row.
     // Calls `use(h, i)` for each part h. In the row, i is the index of this thread's first word of the part.
     // A word is two elements.
-    constexpr int HELD = EXCHANGE_ROW_COLUMNS / (8 * EXCHANGE_ROW_THREADS);
+    // Each loop below loads all parts before it uses the first one, so that the loads are in flight at the same time.
     const auto each_part = [&](auto use) {
 #pragma unroll
-        for (int h = 0; h < HELD; ++h) {
-            const int i = 4 * (threadIdx.x + h * EXCHANGE_ROW_THREADS);
+        for (int h = 0; h < PARTS; ++h) {
+            const int i = 4 * (threadIdx.x + h * blockDim.x);
             if (i < row_words) use(h, i);
         }
     };
 
     const auto send_addends = [&](int row) {
-        const auto sends = [&](int rank) { return rank < m.ranks && rank != m.rank && row < rows_of(rank); };
-        const auto load = [&](int rank, int i) { return y.rounded(m.first_item[rank] + row, 2 * i); };
-        const auto send = [&](int rank, int i, uint4 v) {
-            Quad::store(operation.region_at(rank) + row * row_words + i, v);
-        };
-        each_part([&](int, int i) {
-            if constexpr (Partial::IS_SUM) {
 #pragma unroll 1
-                for (int rank = 0; rank < m.ranks; ++rank)
-                    if (sends(rank)) send(rank, i, load(rank, i));
-            } else {
-                // The loads for all ranks are in flight at the same time.
-                uint4 v[EXCHANGE_MAX_RANKS];
-#pragma unroll
-                for (int rank = 0; rank < EXCHANGE_MAX_RANKS; ++rank)
-                    if (sends(rank)) v[rank] = load(rank, i);
-#pragma unroll
-                for (int rank = 0; rank < EXCHANGE_MAX_RANKS; ++rank)
-                    if (sends(rank)) send(rank, i, v[rank]);
-            }
-        });
+        for (int rank = 0; rank < m.ranks; ++rank) {
+            if (rank == m.rank || row >= rows_of(rank)) continue;
+            uint4 v[PARTS];
+            each_part([&](int h, int i) { v[h] = y.rounded(m.first_item[rank] + row, 2 * i); });
+            uint32_t* to = operation.region_at(rank) + row * row_words;
+            each_part([&](int h, int i) { Quad::store(to + i, v[h]); });
+        }
     };
+    const int first_other = m.rank == 0 ? 1 : 0;
     const auto compute = [&](int row, int parity) {
         const size_t start = start_of(m.rank, row);
-        float v[HELD][8], squares = 0.0f;
+        const auto addends_of = [&](int rank) { return slot + (size_t)rank * m.region + row * row_words; };
+        float v[PARTS][8], squares = 0.0f;
+        uint4 own[PARTS], other[PARTS];  // `other` has the addends of rank `first_other`
         each_part([&](int h, int i) {
+            other[h] = Quad::load(addends_of(first_other) + i);
+            own[h] = y.rounded(m.first_item[m.rank] + row, 2 * i);
             load_8(x + 2 * (start + i), v[h]);
-            const uint4 own = y.rounded(m.first_item[m.rank] + row, 2 * i);
+            prefetch_8(weight + 2 * i);
+        });
+        each_part([&](int h, int i) {
             float biases[8] = {}, added[8] = {};
             if (bias) load_8(bias + 2 * i, biases);
             for (int rank = 0; rank < m.ranks; ++rank) {
-                uint4 part = own;
+                uint4 part = own[h];
                 if (rank != m.rank) {
-                    const uint32_t* from = slot + (size_t)rank * m.region + row * row_words + i;
-                    part = Quad::load(from);
+                    const uint32_t* from = addends_of(rank) + i;
+                    part = rank == first_other ? other[h] : Quad::load(from);
                     waiting.complete<Quad>(part, from, rank);
                 }
                 add_bf16(added, part);
@@ -228,13 +225,15 @@ __device__ void exchange_add_norm(const float* x, const Partial& y, const float*
         });
     };
     const auto receive_norms = [&](int row) {
+#pragma unroll 1
         for (int rank = 0; rank < m.ranks; ++rank) {
             if (rank == m.rank || row >= rows_of(rank)) continue;
-            each_part([&](int, int i) {
-                const uint32_t* from = slot + (size_t)rank * m.region + addend_words + row * row_words + i;
-                uint4 words = Quad::load(from);
-                waiting.complete<Quad>(words, from, rank);
-                store_bf16(normed + 2 * (start_of(rank, row) + i), words);
+            const uint32_t* from = slot + (size_t)rank * m.region + addend_words + row * row_words;
+            uint4 words[PARTS];
+            each_part([&](int h, int i) { words[h] = Quad::load(from + i); });
+            each_part([&](int h, int i) {
+                waiting.complete<Quad>(words[h], from + i, rank);
+                store_bf16(normed + 2 * (start_of(rank, row) + i), words[h]);
             });
         }
     };
@@ -252,35 +251,47 @@ __device__ void exchange_add_norm(const float* x, const Partial& y, const float*
     }
 }
 
-#define DEFINE_ADD_NORM(Y, Y_SUFFIX, T, SUFFIX)                                                                        \
-    extern "C" __global__ void __launch_bounds__(EXCHANGE_ROW_THREADS)                                                 \
-        exchange_add_norm_##Y_SUFFIX##_##SUFFIX(const float* x, const Y* y, const float* bias, const float* weight,    \
-                                                float* sum, T* normed, const __grid_constant__ Mailboxes m,            \
-                                                int columns, float eps) {                                              \
-        exchange_add_norm(x, PartialRows<Y>{y, columns}, bias, weight, sum, normed, m, eps);                           \
+// Defines kernels for rows of one part and for wider rows. The name of a kernel ends with PARTS.
+#define FOR_EACH_PARTS(DEFINE, ...) DEFINE(1, __VA_ARGS__) DEFINE(4, __VA_ARGS__)
+static_assert(EXCHANGE_ROW_PARTS == 4, "FOR_EACH_PARTS must define kernels for EXCHANGE_ROW_PARTS parts");
+// Blocks per multiprocessor. Several small blocks have more rows in flight.
+// In kernels that also add up values, a block of the maximum size needs all registers.
+#define ROW_BLOCKS(PARTS) (PARTS == 1 ? EXCHANGE_ROW_BLOCKS : 1)
+
+#define DEFINE_ADD_NORM(PARTS, Y, Y_SUFFIX, T, SUFFIX)                                                                 \
+    extern "C" __global__ void __launch_bounds__(EXCHANGE_ROW_THREADS, ROW_BLOCKS(PARTS))                              \
+        exchange_add_norm_##Y_SUFFIX##_##SUFFIX##_##PARTS(const float* x, const Y* y, const float* bias,               \
+                                                          const float* weight, float* sum, T* normed,                  \
+                                                          const __grid_constant__ Mailboxes m, int columns,            \
+                                                          float eps) {                                                 \
+        exchange_add_norm<PARTS>(x, PartialRows<Y>{y, columns}, bias, weight, sum, normed, m, eps);                    \
     }
-DEFINE_ADD_NORM(float, f32, float, f32)
-DEFINE_ADD_NORM(float, f32, __nv_bfloat16, bf16)
-DEFINE_ADD_NORM(__nv_bfloat16, bf16, float, f32)
-DEFINE_ADD_NORM(__nv_bfloat16, bf16, __nv_bfloat16, bf16)
-#define DEFINE_ADD_NORM_PARTS(T, SUFFIX)                                                                               \
+FOR_EACH_PARTS(DEFINE_ADD_NORM, float, f32, float, f32)
+FOR_EACH_PARTS(DEFINE_ADD_NORM, float, f32, __nv_bfloat16, bf16)
+FOR_EACH_PARTS(DEFINE_ADD_NORM, __nv_bfloat16, bf16, float, f32)
+FOR_EACH_PARTS(DEFINE_ADD_NORM, __nv_bfloat16, bf16, __nv_bfloat16, bf16)
+#define DEFINE_ADD_NORM_PARTS(PARTS, T, SUFFIX)                                                                        \
     extern "C" __global__ void __launch_bounds__(EXCHANGE_ROW_THREADS)                                                 \
-        exchange_add_norm_parts_##SUFFIX(const float* x, const float* y, const float* bias, const float* weight,       \
-                                         float* sum, T* normed, const __grid_constant__ Mailboxes m, int columns,      \
-                                         int parts, int part_size, float eps) {                                        \
-        exchange_add_norm(x, ProductParts{y, columns, parts, part_size}, bias, weight, sum, normed, m, eps);           \
+        exchange_add_norm_parts_##SUFFIX##_##PARTS(const float* x, const float* y, const float* bias,                  \
+                                                   const float* weight, float* sum, T* normed,                         \
+                                                   const __grid_constant__ Mailboxes m, int columns, int parts,        \
+                                                   int part_size, float eps) {                                         \
+        exchange_add_norm<PARTS>(x, ProductParts{y, columns, parts, part_size}, bias, weight, sum, normed, m, eps);    \
     }
-DEFINE_ADD_NORM_PARTS(float, f32)
-DEFINE_ADD_NORM_PARTS(__nv_bfloat16, bf16)
-#define DEFINE_ADD_NORM_EXPERTS(T, SUFFIX)                                                                             \
+FOR_EACH_PARTS(DEFINE_ADD_NORM_PARTS, float, f32)
+FOR_EACH_PARTS(DEFINE_ADD_NORM_PARTS, __nv_bfloat16, bf16)
+#define DEFINE_ADD_NORM_EXPERTS(PARTS, T, SUFFIX)                                                                      \
     extern "C" __global__ void __launch_bounds__(EXCHANGE_ROW_THREADS)                                                 \
-        exchange_add_norm_experts_##SUFFIX(const float* x, const __nv_bfloat16* y, const float* expert_weights,        \
-                                           const float* bias, const float* weight, float* sum, T* normed,              \
-                                           const __grid_constant__ Mailboxes m, int columns, int chosen, float eps) {  \
-        exchange_add_norm(x, ExpertRows{y, expert_weights, columns, chosen}, bias, weight, sum, normed, m, eps);       \
+        exchange_add_norm_experts_##SUFFIX##_##PARTS(const float* x, const __nv_bfloat16* y,                           \
+                                                     const float* expert_weights, const float* bias,                   \
+                                                     const float* weight, float* sum, T* normed,                       \
+                                                     const __grid_constant__ Mailboxes m, int columns, int chosen,     \
+                                                     float eps) {                                                      \
+        exchange_add_norm<PARTS>(x, ExpertRows{y, expert_weights, columns, chosen}, bias, weight, sum, normed, m,      \
+                                 eps);                                                                                 \
     }
-DEFINE_ADD_NORM_EXPERTS(float, f32)
-DEFINE_ADD_NORM_EXPERTS(__nv_bfloat16, bf16)
+FOR_EACH_PARTS(DEFINE_ADD_NORM_EXPERTS, float, f32)
+FOR_EACH_PARTS(DEFINE_ADD_NORM_EXPERTS, __nv_bfloat16, bf16)
 
 // Like exchange_add_norm, but every rank computes all rows.
 // The ranks send y but no normalized rows, which takes less time for few rows.
@@ -293,18 +304,17 @@ DEFINE_ADD_NORM_EXPERTS(__nv_bfloat16, bf16)
 //   y: the partial results, [rows, columns]
 //   bias, weight: f32 [columns]; bias may be null
 //   normed: T [rows, columns]
-//   columns: a multiple of 8, at most EXCHANGE_ROW_COLUMNS
+//   columns: a multiple of 8, at most 8 · PARTS · EXCHANGE_ROW_THREADS
 //   A region must have room for 4 bytes per element of y, or 2 bytes if ROUNDED is true.
-//   grid: at most EXCHANGE_BLOCKS, divided by the number of ranks if ranks share a GPU; the same on all ranks
-//   block: EXCHANGE_ROW_THREADS
+//   PARTS, grid, block: as for exchange_add_norm
 //   bytes moved: the bytes of y, and columns · (8 + sizeof(T)) per row
-template <bool ROUNDED, typename Partial, typename T>
+template <int PARTS, bool ROUNDED, typename Partial, typename T>
 __device__ void exchange_add_norm_all(const float* x, const Partial& y, const float* bias, const float* weight,
                                       float* sum, T* normed, const Mailboxes& m, int rows, float eps) {
     __shared__ float scratch[2][EXCHANGE_ROW_THREADS / 32];
-    // As in exchange_add_norm, a row has up to HELD parts, and a thread handles 8 columns of each part.
+    // As in exchange_add_norm, a row has up to PARTS parts, and a thread handles 8 columns of each part.
     // In a region, these 8 columns take QUADS groups of 4 words.
-    constexpr int HELD = EXCHANGE_ROW_COLUMNS / (8 * EXCHANGE_ROW_THREADS), QUADS = ROUNDED ? 1 : 2;
+    constexpr int QUADS = ROUNDED ? 1 : 2;
     const int columns = y.columns, row_words = ROUNDED ? columns / 2 : columns;
     begin(m);
     const Operation operation(m);
@@ -312,8 +322,8 @@ __device__ void exchange_add_norm_all(const float* x, const Partial& y, const fl
     Waiting waiting(m);
     const auto each_part = [&](auto use) {
 #pragma unroll
-        for (int h = 0; h < HELD; ++h) {
-            const int i = 8 * (threadIdx.x + h * EXCHANGE_ROW_THREADS);
+        for (int h = 0; h < PARTS; ++h) {
+            const int i = 8 * (threadIdx.x + h * blockDim.x);
             if (i < columns) use(h, i);
         }
     };
@@ -351,10 +361,11 @@ __device__ void exchange_add_norm_all(const float* x, const Partial& y, const fl
         });
     };
     const auto compute = [&](int row, int parity) {
-        float v[HELD][8], squares = 0.0f;
+        float v[PARTS][8], squares = 0.0f;
         each_part([&](int h, int i) {
             const size_t at = (size_t)row * columns + i;
             load_8(x + at, v[h]);
+            prefetch_8(weight + i);
             uint4 own[QUADS], part[QUADS];
             load_own(own, row, i);
             float biases[8] = {}, added[8] = {};
@@ -403,41 +414,42 @@ __device__ void exchange_add_norm_all(const float* x, const Partial& y, const fl
     }
 }
 
-#define DEFINE_ADD_NORM_ALL(ROUNDED, Y, T, SUFFIX)                                                                     \
-    extern "C" __global__ void __launch_bounds__(EXCHANGE_ROW_THREADS)                                                 \
-        exchange_add_norm_all_##SUFFIX(const float* x, const Y* y, const float* bias, const float* weight, float* sum, \
-                                       T* normed, const __grid_constant__ Mailboxes m, int rows, int columns,          \
-                                       float eps) {                                                                    \
-        exchange_add_norm_all<ROUNDED>(x, PartialRows<Y>{y, columns}, bias, weight, sum, normed, m, rows, eps);        \
+#define DEFINE_ADD_NORM_ALL(PARTS, ROUNDED, Y, T, SUFFIX)                                                              \
+    extern "C" __global__ void __launch_bounds__(EXCHANGE_ROW_THREADS, ROW_BLOCKS(PARTS))                              \
+        exchange_add_norm_all_##SUFFIX##_##PARTS(const float* x, const Y* y, const float* bias, const float* weight,   \
+                                                 float* sum, T* normed, const __grid_constant__ Mailboxes m, int rows, \
+                                                 int columns, float eps) {                                             \
+        exchange_add_norm_all<PARTS, ROUNDED>(x, PartialRows<Y>{y, columns}, bias, weight, sum, normed, m, rows, eps); \
     }
-DEFINE_ADD_NORM_ALL(false, float, float, exact_f32_f32)
-DEFINE_ADD_NORM_ALL(false, float, __nv_bfloat16, exact_f32_bf16)
-DEFINE_ADD_NORM_ALL(true, float, float, rounded_f32_f32)
-DEFINE_ADD_NORM_ALL(true, float, __nv_bfloat16, rounded_f32_bf16)
-DEFINE_ADD_NORM_ALL(true, __nv_bfloat16, float, rounded_bf16_f32)
-DEFINE_ADD_NORM_ALL(true, __nv_bfloat16, __nv_bfloat16, rounded_bf16_bf16)
-#define DEFINE_ADD_NORM_ALL_PARTS(ROUNDED, T, SUFFIX)                                                                  \
+FOR_EACH_PARTS(DEFINE_ADD_NORM_ALL, false, float, float, exact_f32_f32)
+FOR_EACH_PARTS(DEFINE_ADD_NORM_ALL, false, float, __nv_bfloat16, exact_f32_bf16)
+FOR_EACH_PARTS(DEFINE_ADD_NORM_ALL, true, float, float, rounded_f32_f32)
+FOR_EACH_PARTS(DEFINE_ADD_NORM_ALL, true, float, __nv_bfloat16, rounded_f32_bf16)
+FOR_EACH_PARTS(DEFINE_ADD_NORM_ALL, true, __nv_bfloat16, float, rounded_bf16_f32)
+FOR_EACH_PARTS(DEFINE_ADD_NORM_ALL, true, __nv_bfloat16, __nv_bfloat16, rounded_bf16_bf16)
+#define DEFINE_ADD_NORM_ALL_PARTS(PARTS, ROUNDED, T, SUFFIX)                                                           \
     extern "C" __global__ void __launch_bounds__(EXCHANGE_ROW_THREADS)                                                 \
-        exchange_add_norm_all_##SUFFIX(const float* x, const float* y, const float* bias, const float* weight,         \
-                                       float* sum, T* normed, const __grid_constant__ Mailboxes m, int rows,           \
-                                       int columns, int parts, int part_size, float eps) {                             \
-        exchange_add_norm_all<ROUNDED>(x, ProductParts{y, columns, parts, part_size}, bias, weight, sum, normed, m,    \
-                                       rows, eps);                                                                     \
+        exchange_add_norm_all_##SUFFIX##_##PARTS(const float* x, const float* y, const float* bias,                    \
+                                                 const float* weight, float* sum, T* normed,                           \
+                                                 const __grid_constant__ Mailboxes m, int rows, int columns,           \
+                                                 int parts, int part_size, float eps) {                                \
+        exchange_add_norm_all<PARTS, ROUNDED>(x, ProductParts{y, columns, parts, part_size}, bias, weight, sum,        \
+                                              normed, m, rows, eps);                                                   \
     }
-DEFINE_ADD_NORM_ALL_PARTS(false, float, exact_parts_f32)
-DEFINE_ADD_NORM_ALL_PARTS(false, __nv_bfloat16, exact_parts_bf16)
-DEFINE_ADD_NORM_ALL_PARTS(true, float, rounded_parts_f32)
-DEFINE_ADD_NORM_ALL_PARTS(true, __nv_bfloat16, rounded_parts_bf16)
-#define DEFINE_ADD_NORM_ALL_EXPERTS(ROUNDED, T, SUFFIX)                                                                \
+FOR_EACH_PARTS(DEFINE_ADD_NORM_ALL_PARTS, false, float, exact_parts_f32)
+FOR_EACH_PARTS(DEFINE_ADD_NORM_ALL_PARTS, false, __nv_bfloat16, exact_parts_bf16)
+FOR_EACH_PARTS(DEFINE_ADD_NORM_ALL_PARTS, true, float, rounded_parts_f32)
+FOR_EACH_PARTS(DEFINE_ADD_NORM_ALL_PARTS, true, __nv_bfloat16, rounded_parts_bf16)
+#define DEFINE_ADD_NORM_ALL_EXPERTS(PARTS, ROUNDED, T, SUFFIX)                                                         \
     extern "C" __global__ void __launch_bounds__(EXCHANGE_ROW_THREADS)                                                 \
-        exchange_add_norm_all_##SUFFIX(const float* x, const __nv_bfloat16* y, const float* expert_weights,            \
-                                       const float* bias, const float* weight, float* sum, T* normed,                  \
-                                       const __grid_constant__ Mailboxes m, int rows, int columns, int chosen,         \
-                                       float eps) {                                                                    \
-        exchange_add_norm_all<ROUNDED>(x, ExpertRows{y, expert_weights, columns, chosen}, bias, weight, sum, normed,   \
-                                       m, rows, eps);                                                                  \
+        exchange_add_norm_all_##SUFFIX##_##PARTS(const float* x, const __nv_bfloat16* y, const float* expert_weights,  \
+                                                 const float* bias, const float* weight, float* sum, T* normed,        \
+                                                 const __grid_constant__ Mailboxes m, int rows, int columns,           \
+                                                 int chosen, float eps) {                                              \
+        exchange_add_norm_all<PARTS, ROUNDED>(x, ExpertRows{y, expert_weights, columns, chosen}, bias, weight, sum,    \
+                                              normed, m, rows, eps);                                                   \
     }
-DEFINE_ADD_NORM_ALL_EXPERTS(false, float, exact_experts_f32)
-DEFINE_ADD_NORM_ALL_EXPERTS(false, __nv_bfloat16, exact_experts_bf16)
-DEFINE_ADD_NORM_ALL_EXPERTS(true, float, rounded_experts_f32)
-DEFINE_ADD_NORM_ALL_EXPERTS(true, __nv_bfloat16, rounded_experts_bf16)
+FOR_EACH_PARTS(DEFINE_ADD_NORM_ALL_EXPERTS, false, float, exact_experts_f32)
+FOR_EACH_PARTS(DEFINE_ADD_NORM_ALL_EXPERTS, false, __nv_bfloat16, exact_experts_bf16)
+FOR_EACH_PARTS(DEFINE_ADD_NORM_ALL_EXPERTS, true, float, rounded_experts_f32)
+FOR_EACH_PARTS(DEFINE_ADD_NORM_ALL_EXPERTS, true, __nv_bfloat16, rounded_experts_bf16)

@@ -12,7 +12,7 @@ use std::ops::Range;
 use candle_core::{DType, Result, Tensor, bail};
 
 use super::gpu_exchange::{GpuExchange, RawMailboxes};
-use crate::kernels::constants::{EXCHANGE_ROW_COLUMNS, EXCHANGE_ROW_THREADS, MAX_PRODUCT_PARTS};
+use crate::kernels::constants::{EXCHANGE_ROW_BLOCKS, EXCHANGE_ROW_PARTS, EXCHANGE_ROW_THREADS, MAX_PRODUCT_PARTS};
 use crate::kernels::launch::{Arguments, Launch, LaunchShape, address, dtype_suffix, module};
 use crate::kernels::scratch;
 use crate::world::{PartialResult, ResidualUpdate, UpdatedResidual, share};
@@ -20,6 +20,9 @@ use crate::world::{PartialResult, ResidualUpdate, UpdatedResidual, share};
 /// With two ranks and at most this many rows, each rank computes all rows, even if partial results are rounded.
 /// With few rows, computing the other rank's rows takes less time than waiting for that rank's normalized rows.
 const REPLICATED_ROWS: usize = 256;
+
+/// The maximum number of columns of a row. A thread has 8 columns of each part of a row.
+const MAX_COLUMNS: usize = 8 * EXCHANGE_ROW_PARTS * EXCHANGE_ROW_THREADS;
 
 /// Returns the part of a kernel's name that stands for the form of y.
 fn y_suffix(y: PartialResult) -> Result<&'static str> {
@@ -72,7 +75,7 @@ impl GpuExchange {
             }
             y => y,
         };
-        let mut is_supported = columns.is_multiple_of(8) && columns <= EXCHANGE_ROW_COLUMNS;
+        let mut is_supported = columns.is_multiple_of(8) && columns <= MAX_COLUMNS;
         is_supported &= matches!(dtype, DType::BF16 | DType::F32);
         is_supported &= match y {
             PartialResult::Rows(y) => address(y)?.is_multiple_of(16) && matches!(y.dtype(), DType::F32 | DType::BF16),
@@ -110,9 +113,9 @@ impl GpuExchange {
         let empty = |dtype| unsafe { scratch::empty((rows, columns), dtype, x.device()) };
         let (sum, normed) = (empty(DType::F32)?, empty(dtype)?);
         let kind = if rounds { "rounded" } else { "exact" };
-        let kernel = format!("exchange_add_norm_all_{kind}_{}_{}", y_suffix(y)?, dtype_suffix(dtype)?);
+        let (parts, shape) = self.row_shape(y, rows, columns);
+        let kernel = format!("exchange_add_norm_all_{kind}_{}_{}_{parts}", y_suffix(y)?, dtype_suffix(dtype)?);
         let arguments = self.update_arguments(update, &sum, &normed, 0..rows, self.raw(0, 1), Some(rows))?;
-        let shape = LaunchShape::linear(rows.clamp(1, self.max_blocks()), EXCHANGE_ROW_THREADS);
         let launch = Launch::new(module!("exchange_add_norm"), kernel, shape, arguments).overlapping();
         // SAFETY: `update_residual` has checked all shapes and dtypes. The mailboxes live as long as `self`.
         unsafe { self.enqueue(launch)? };
@@ -130,17 +133,31 @@ impl GpuExchange {
         // The result is marked as divided, so callers read only these rows of `sum`.
         let empty = |dtype| unsafe { scratch::empty((rows, columns), dtype, x.device()) };
         let (sum, normed) = (empty(DType::F32)?, empty(dtype)?);
-        let kernel = format!("exchange_add_norm_{}_{}", y_suffix(y)?, dtype_suffix(dtype)?);
         for range in ranges {
+            let (parts, shape) = self.row_shape(y, share(range.len(), 1, 0, self.mailboxes.len()).len(), columns);
+            let kernel = format!("exchange_add_norm_{}_{}_{parts}", y_suffix(y)?, dtype_suffix(dtype)?);
             let raw = self.raw(range.len(), 1);
             let arguments = self.update_arguments(update, &sum, &normed, range.clone(), raw, None)?;
-            let blocks = share(range.len(), 1, 0, self.mailboxes.len()).len().clamp(1, self.max_blocks());
-            let shape = LaunchShape::linear(blocks, EXCHANGE_ROW_THREADS);
-            let launch = Launch::new(module!("exchange_add_norm"), kernel.as_str(), shape, arguments).overlapping();
+            let launch = Launch::new(module!("exchange_add_norm"), kernel, shape, arguments).overlapping();
             // SAFETY: `update_residual` has checked all shapes and dtypes. The mailboxes live as long as `self`.
             unsafe { self.enqueue(launch)? };
         }
         Ok(Some(UpdatedResidual { x: sum, is_divided: true, normed }))
+    }
+
+    /// Returns the number of parts of a row, which ends the kernel's name, and the launch shape of a kernel.
+    /// A rank handles `rows` rows of `y`.
+    fn row_shape(&self, y: PartialResult, rows: usize, columns: usize) -> (usize, LaunchShape) {
+        let threads = columns.div_ceil(8).next_multiple_of(32);
+        let (parts, threads) = match threads {
+            ..=EXCHANGE_ROW_THREADS => (1, threads),
+            _ => (EXCHANGE_ROW_PARTS, EXCHANGE_ROW_THREADS),
+        };
+        let blocks = match y {
+            PartialResult::Rows(_) if parts == 1 => self.max_blocks() * EXCHANGE_ROW_BLOCKS,
+            _ => self.max_blocks(),
+        };
+        (parts, LaunchShape::linear(rows.clamp(1, blocks), threads))
     }
 
     /// Returns the arguments of a kernel for the rows in `range`.
@@ -218,17 +235,19 @@ impl GpuExchange {
                     let arguments = addresses.value(self.raw(0, 1), []);
                     (0..ints).fold(arguments, |arguments, _| arguments.int(0)).float(0.0)
                 };
-                let own = (format!("exchange_add_norm_{y}_{dtype}"), arguments(ints));
-                let rounded = (format!("exchange_add_norm_all_rounded_{y}_{dtype}"), arguments(ints + 1));
-                let exact = (format!("exchange_add_norm_all_exact_{y}_{dtype}"), arguments(ints + 1));
-                for (kernel, arguments) in [own, rounded, exact] {
-                    if kernel.contains("exact_bf16") {
-                        continue; // there is no such kernel
+                for parts in [1, EXCHANGE_ROW_PARTS] {
+                    let own = (format!("exchange_add_norm_{y}_{dtype}_{parts}"), arguments(ints));
+                    let rounded = (format!("exchange_add_norm_all_rounded_{y}_{dtype}_{parts}"), arguments(ints + 1));
+                    let exact = (format!("exchange_add_norm_all_exact_{y}_{dtype}_{parts}"), arguments(ints + 1));
+                    for (kernel, arguments) in [own, rounded, exact] {
+                        if kernel.contains("exact_bf16") {
+                            continue; // there is no such kernel
+                        }
+                        // SAFETY: without rows, the kernel accesses only the state of this rank's mailbox.
+                        unsafe {
+                            Launch::new(module!("exchange_add_norm"), kernel, shape, arguments).enqueue(&self.device)?
+                        };
                     }
-                    // SAFETY: without rows, the kernel accesses only the state of this rank's mailbox.
-                    unsafe {
-                        Launch::new(module!("exchange_add_norm"), kernel, shape, arguments).enqueue(&self.device)?
-                    };
                 }
             }
         }
