@@ -10,7 +10,8 @@
 #
 #   cpu, cuda12, cuda13   an archive with the program for Linux on x86-64
 #   aarch64               an archive with the CPU program for Linux on ARM64, cross-compiled, and started in qemu-user
-#                         if possible. Without rustup, Debian's rustc can compile it, with libstd-rust-dev:arm64
+#                         if possible. Requires a cross compiler and Rust's standard library for ARM64, from rustup or
+#                         from Debian's libstd-rust-dev:arm64; skipped if one is missing
 #   image                 the image from scripts/image.sh, with the cuda13 program if it exists, else with the cpu program
 #   sbom                  the crates of the CUDA build for x86-64, in CycloneDX format, listed by cargo-cyclonedx
 #   notes                 the release notes: the section of CHANGELOG.md for this version
@@ -19,7 +20,8 @@
 # The programs need at least the glibc version of the build machine, so build on the oldest system that you support.
 #
 # INFERNO_CUDA_12, INFERNO_CUDA_13   folders with CUDA toolkits [cuda12, cuda13 in the target folder; installed if missing]
-# CUDA_COMPUTE_CAP [80], INFERNO_EXTRA_COMPUTE_CAPS [86,89,90]   the compute capabilities that the CUDA programs support
+# CUDA_COMPUTE_CAP [80], INFERNO_EXTRA_COMPUTE_CAPS [86,89,90]   the lowest compute capability of the CUDA programs, and
+#   the higher ones for which they contain machine code too (see build.rs)
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -77,13 +79,13 @@ check_links() {
   ! grep -E 'NEEDED.*lib(cu|nv)' "$scratch/needed" || fail "$1 is linked against NVIDIA's libraries"
 }
 
-# check_start COMMAND...: fails unless the program works without a GPU.
+# check_start COMMAND...: fails unless the program can print its version, run the demo on the CPU and run doctor.
 # LD_LIBRARY_PATH must not contain the CUDA toolkit, so that the program finds no NVIDIA library.
 check_start() {
   "$@" --version
   "$@" play demo --device cpu --prompt "What is a token?" > "$scratch/answer"
   [ -s "$scratch/answer" ] || fail "the demo gave no answer"
-  # `inferno doctor` exits with 1 if there is no driver or no GPU.
+  # Ignore the exit code: `inferno doctor` exits with 1 if there is no driver or no GPU.
   "$@" doctor > "$scratch/doctor" 2>&1 || true
   grep -q "^PASS  build" "$scratch/doctor" || fail "doctor does not report the build: $(cat "$scratch/doctor")"
 }

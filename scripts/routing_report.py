@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Runs the routing tests of tests/deploy/ with more load, and writes the results to a report.
+"""Runs the routing tests of tests/deploy/ with more load, and the slow one that the gate omits. Writes a report.
 
     scripts/routing_report.py --program target/release/inferno --report benches/results/DATE-cpu-smg.json
 
@@ -40,7 +40,7 @@ def test_names(only):
 
 
 def run_tests(program, smg, folder, only):
-    """Runs the tests and prints their results. Returns the results by name. A test that did not run has a failure."""
+    """Runs the tests and prints the results. Returns the results by name. A test that did not run counts as failed."""
     results, reason = {}, "did not run because an earlier test failed"
     try:
         for name, outcome, seconds in routing.run(program, smg, folder, SIZE, only):

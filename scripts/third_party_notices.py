@@ -98,7 +98,7 @@ def group_crates(packages):
         for license in chosen_licenses(package):
             text = license_text(package, license)
             if text is None and license in ("MIT", "Apache-2.0"):
-                # The crate contains no license text. Write a copyright line, and use another crate's license text.
+                # The crate contains no license text. Use another crate's text, and for MIT write a copyright line.
                 text = f"Copyright (c) {', '.join(package['authors']) or 'the authors of ' + package['name']}\n"
             elif text is None:
                 sys.exit(f"cannot find the text of license {license} in {crate}")

@@ -139,7 +139,7 @@ pub enum Error {
     )]
     NotDeterministic { reason: String },
 
-    /// The grammars of a request were not compiled in time, because the machine is busy with other work.
+    /// The grammars of a request were not compiled in time, usually because the machine is busy with other work.
     #[error("cannot compile the grammars of the request within {wait_s} s: the machine is busy\n  try again")]
     CompilerBusy { wait_s: f64 },
 

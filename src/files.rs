@@ -42,7 +42,7 @@ pub const MAX_JOURNAL_BYTES: u64 = 128 * MB;
 pub const MAX_CONVERSATION_BYTES: u64 = 16 * MB;
 /// The maximum size, in bytes, of a text that `tokenize` or `perplexity` reads, or that the user saves in an editor.
 pub const MAX_TEXT_BYTES: u64 = 256 * MB;
-/// The maximum size of the file with inferno's own settings, in bytes.
+/// The maximum size of inferno's own config.toml, in bytes.
 pub const MAX_CONFIGURATION_BYTES: u64 = MB;
 /// The maximum size of the record of a partial download, in bytes.
 pub const MAX_DOWNLOAD_RECORD_BYTES: u64 = 16 * MB;

@@ -1,4 +1,4 @@
-//! Formats text for display: sizes, counts, paths and error messages.
+//! Formats text for display: sizes, counts, paths, error messages and untrusted strings.
 
 use std::fmt::Display;
 use std::sync::LazyLock;

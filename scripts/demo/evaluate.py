@@ -1,6 +1,6 @@
 """Measures how often the demo model answers correctly, mainly on phrasings that are not in the training data.
 
-    python evaluate.py SNAPSHOT                         run the snapshot in PyTorch and check its answers
+    python evaluate.py SNAPSHOT                         run the snapshot in PyTorch; check answers, tool calls and JSON
     python evaluate.py --dump-questions questions.jsonl write the held-out questions: {"intent", "question"}
     python evaluate.py --answers answers.jsonl          check answers from another program: {"question", "text"}
 
@@ -192,7 +192,7 @@ def main():
     parser.add_argument("snapshot", nargs="?", help="folder with config.json, model.safetensors and tokenizer.json")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--limit", type=int, help="the maximum number of questions of each kind")
-    parser.add_argument("--answers", metavar="FILE", help="check answers in FILE; a line may set the prompt's `date`")
+    parser.add_argument("--answers", metavar="FILE", help="check answers in FILE; a line may give its prompt's `date`")
     parser.add_argument("--dump-questions", metavar="FILE", help="write the held-out questions and exit")
     args = parser.parse_args()
     if args.limit is not None and args.limit < 1:

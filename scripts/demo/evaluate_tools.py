@@ -1,6 +1,6 @@
 """Measures how often the demo model calls tools, answers from tool results and writes JSON correctly.
 
-The words and names in the test cases are not in the training data.
+The words and names that fill the test cases are not in the training data.
 The tools are not in the training data either, except in the tests of known tools.
 
     python evaluate_tools.py SNAPSHOT

@@ -149,7 +149,7 @@ class Writer:
             is_past = i < len(conversation.turns) - 1
             add(self.message("user", turn.user))
             for call in turn.calls:
-                keeps_think = bool(call.think) and not is_past  # harmony drops reasoning before a final answer
+                keeps_think = bool(call.think) and not is_past  # harmony drops the reasoning of earlier turns
                 if keeps_think:
                     add(self.message("assistant", thought(call.think, conversation.effort), "analysis"), 1.0, start)
                 role = f"assistant to=functions.{call.name}"

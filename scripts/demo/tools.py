@@ -302,7 +302,9 @@ class ToolSampler:
                 talk.append(self.turn(r.choice(offered)))
             elif kind == "plain":
                 talk += sampler.other_turns(1, date=date)
-            else:  # a refused question for a tool that is not offered, or a call if the tools' names share a word
+            else:
+                # Refuse a question for a tool that is not offered. But if the names of this tool and of an offered tool
+                # share a word, a refusal could be wrong, so call an offered tool instead.
                 other = self.tool()
                 is_offered = any(set(words(other.name).split()) & set(words(tool.name).split()) for tool in offered)
                 refusal = Turn(self.question(other)[0], refused.think, refused.answer)

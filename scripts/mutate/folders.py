@@ -1,4 +1,4 @@
-"""Mutations of a folder with a model: of one of its files, of the file system, and of a cache."""
+"""Mutations of a model's folder: of the contents of a file, of the files themselves, and of the cache around it."""
 
 import os
 import shutil
@@ -147,9 +147,9 @@ def remove(path):
 
 
 def write_new(path, data):
-    """Replaces a file.
+    """Creates or replaces a file.
 
-    Removes the old file first. Otherwise, writing would follow a link, and would wait for the reader of a pipe.
+    Removes an old file first. Otherwise, writing would follow a link, and would wait for the reader of a pipe.
     """
     remove(path)
     path.write_bytes(data)

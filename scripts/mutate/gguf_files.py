@@ -70,7 +70,7 @@ class Gguf:
         return struct.pack("<Q", len(text)) + text
 
     def packed(self, kind, value):
-        """Returns a value as GGUF bytes, even if it does not match the type `kind`."""
+        """Returns a value as GGUF bytes, even if the value does not match the type `kind`."""
         if kind == 9 and isinstance(value, list):
             inner, items, extra = value
             head = struct.pack("<IQ", inner & 0xFFFFFFFF, (len(items) + extra) % 2**64)

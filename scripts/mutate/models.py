@@ -1,4 +1,4 @@
-"""The small models that the script mutates."""
+"""The small models that run.py mutates."""
 
 import json
 import shutil

@@ -16,7 +16,7 @@ A run fails if the program
 - writes more than one line that starts with `error:`, or fails without such a line
 - writes more than 5000 bytes to stderr
 - writes control characters other than newlines, or invisible characters, to stderr
-- writes such characters to stdout in a table (show, list, verify, tokenize), where tabs are allowed
+- writes such characters other than tabs to stdout in a table (show, list, verify or tokenize without --json)
 - reports a perplexity that is NaN
 
 The script keeps the folder of a failed run. `reproduce.sh` in this folder repeats the command.
@@ -124,7 +124,7 @@ def main():
         numbers = range(options.runs) if options.only is None else [options.only]
         jobs = [(program, options.seed, number, models, scratch, keep, options.only is not None) for number in numbers]
         codes, failed, slowest = collections.Counter(), [], (0.0, 0)
-        # Use a process pool, because `preexec_fn` is not safe in a process with threads.
+        # Use processes instead of threads, because `preexec_fn` is not safe in a process with threads.
         with multiprocessing.Pool(options.jobs) as pool:
             for number, code, is_failed, seconds, text in pool.imap_unordered(run, jobs):
                 codes[code] += 1

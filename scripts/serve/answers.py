@@ -13,15 +13,15 @@ PATH = "/v1/completions"
 # A group fits in the KV cache, so its prompts are still cached when the group is sent again.
 AT_ONCE = 64
 
-# In deterministic mode, a prompt reuses only whole parts of `--chunk` tokens from the KV cache (of 512 tokens if
-# `--chunk` is larger). Each prompt has one whole part.
+# In deterministic mode, a prompt reuses only whole parts from the KV cache. A part has `--chunk` tokens, at most 512.
+# Each prompt of this test has one whole part.
 CHUNK = 64
 PROMPT_TOKENS = (66, 96)
 MAX_TOKENS = 8
 
 
 def bodies(prompts, count):
-    """Returns completion requests with log probabilities. The prompts are random. The temperatures alternate between 0 and 1."""
+    """Returns completion requests with random prompts, log probabilities, and the temperatures 0 and 1 in turn."""
     chooser, found = random.Random(7), []
     for index in range(count):
         fields = prompts.completion(chooser.randint(*PROMPT_TOKENS), MAX_TOKENS, logprobs=1, seed=index)

@@ -12,9 +12,10 @@ class Background:
     """Runs `function(session, *arguments)` in another process. Use it in a `with` statement.
 
     The body of the `with` statement starts when the function calls `session.ready()`.
-    At the end of the body, `session.stopped()` returns in the other process.
-    The attribute `result` is then the return value of the function.
-    Raises ChildProcessError if the function fails. If the body fails, ends the other process without a result.
+    At the end of the body, `session.stopped()` returns in the other process, and the function should return too.
+    After the `with` statement, the attribute `result` has the return value of the function.
+    Raises ChildProcessError if the function fails, and TimeoutError if it takes longer than LIMIT_SECONDS to get ready
+    or to return. If the body fails, ends the other process without a result.
     """
 
     def __init__(self, function, *arguments):

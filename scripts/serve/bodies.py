@@ -8,10 +8,10 @@ import time
 from client import ask, connect, read_body, read_head, request
 from process import Server
 
-# The context length of the server that gets malformed bodies.
-# A mutation can remove `max_tokens` from a body. The short context then ends the answer.
+# The context length of the server that gets malformed bodies. It is short, because a mutation can destroy the field
+# `max_tokens`, and then only the context length limits the answer.
 SHORT_CONTEXT = 512
-# The number of malformed bodies to send at once.
+# The number of malformed or mutated bodies to send at once.
 AT_ONCE = 64
 
 ROUTES = ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/api/chat", "/api/generate"]
@@ -64,7 +64,7 @@ async def compressed(port, encoding):
 
 
 async def hold_bodies(server, count):
-    """Sends bodies without their last byte. Returns how much the server's memory grows per body, in bytes."""
+    """Sends bodies without their last byte. Returns the peak growth of the server's memory per body, in bytes."""
     before = server.rss()
     body = b'{"messages": "' + b"x" * (MAX_BODY - 20)
     clients = [await connect(server.port) for _ in range(count)]

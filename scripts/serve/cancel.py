@@ -13,7 +13,7 @@ PATH = "/v1/completions"
 
 
 async def kill(port, prompts, chooser, longest, counts):
-    """Opens a connection and closes it in a random phase, from before the request is sent until the answer streams."""
+    """Opens a connection and closes it in a random phase: before or during the request, or while the server answers."""
     phase = chooser.choice(["connect", "body", "queue", "prefill", "decode", "whole"])
     counts[phase] = counts.get(phase, 0) + 1
     close = abort if chooser.random() < 0.5 else lambda writer: writer.close()
@@ -71,7 +71,7 @@ def killed_clients(options, report):
 
 
 async def cancel_time(port, fields, events):
-    """Starts a stream and closes it. Returns the time from closing to an idle server, and the gaps between events.
+    """Starts a stream and closes it. Returns the seconds until the server is idle, and the seconds between events.
 
     Closes the stream after `events` events, or during the prefill if `events` is 0.
     """
@@ -106,8 +106,8 @@ def cancel_latency(options, report):
     with Server(options) as server:
         prompts = Prompts(server.port)
         longest = min(4000, server.context() - 100)
-        # Measure a prefill without cancellation. A canceled prefill must end earlier: after the current step, which
-        # computes at most one chunk of the prompt.
+        # Measure a prefill without cancellation. A canceled prefill must be shorter, because it ends after the current
+        # step, which computes at most one chunk of the prompt.
         prefill = asyncio.run(ask(server.port, PATH, prompts.completion(longest, 1, stream=True))).first
         decode, gaps, early = [], [], []
         for _ in range(count):
@@ -120,16 +120,16 @@ def cancel_latency(options, report):
     passed = late == 0 and not faults and max(decode) <= 2 * step + 0.01
     report.add(
         f"{count} streams canceled while they decode",
-        "no tokens after the next step; the server is idle within 2 steps + 10 ms",
+        "0 tokens from steps that began after the cancellation; the server is idle within 2 steps + 10 ms",
         f"p50 {percentile(decode, 0.5) * 1e3:.1f} ms, longest {max(decode) * 1e3:.1f} ms; step p99 {step * 1e3:.1f} ms",
         passed,
         is_speed=late == 0 and not faults,
     )
     report.add(
-        f"{count} prompts of {longest} tokens canceled while they are computed",
+        f"{count} prompts of {longest} tokens canceled during prefill",
         "ended in less time than the whole prefill takes",
         f"p50 {percentile(early, 0.5) * 1e3:.1f} ms, longest {max(early) * 1e3:.1f} ms; "
-        f"whole prompt {prefill * 1e3:.1f} ms",
+        f"whole prefill {prefill * 1e3:.1f} ms",
         max(early) < prefill,
         is_speed=True,
     )

@@ -85,8 +85,7 @@ async def read_body(reader, headers):
 async def ask(port, path, fields, key=None, cancel=None, raw=None):
     """Sends a request and reads its response.
 
-    After each part of a stream, the client calls `cancel` with the answer so far. If `cancel` returns True, the client
-    closes the connection.
+    Calls `cancel` with the answer so far after each part of a stream, and closes the connection if it returns True.
     `raw` is the body to send instead of `fields`.
     """
     body = json.dumps(fields).encode() if raw is None else raw

@@ -12,7 +12,7 @@ from process import Server
 # The number of file descriptors to keep free for files other than the test connections.
 OTHER_FILES = 200
 
-# The number of measurements with idle connections, and the number of measurements without.
+# How often to measure with idle connections, and how often to measure without them.
 IDLE_TURNS = 3
 
 
@@ -105,7 +105,7 @@ def idle_connections(options, report):
     name = f"{count} idle connections and {stream_count} streams"
     max_count = raise_file_limit() - stream_count - OTHER_FILES
     if max_count < count:
-        report.skip(name, "0 errors", f"the limit on open files allows only {max_count} connections, so the test continues with these")
+        report.skip(name, "0 errors", f"the limit on open files allows {max_count} connections; the test uses all")
         count = max_count
     # Alternate runs with and without idle connections, because the speed of the machine can drift.
     # Repeat the runs, because the p99 of one run varies by more than the target allows.
@@ -235,8 +235,8 @@ async def measure_body_timeout(port):
 
 
 async def measure_queue_timeout(port, prompts, limit_s, context):
-    """Returns the time in seconds until the server answers a request that cannot start, normally with status 429."""
-    # With a priority of -100,000, the blocking requests start before all other requests.
+    """Returns the time in seconds until the server rejects a request with status 429 because others keep it waiting."""
+    # With a priority of -100,000, the blocking requests start before the request that is measured.
     blockers = [prompts.completion(8, context - 16, priority=-100_000) for _ in range(32)]
     blockers = [asyncio.ensure_future(ask(port, "/v1/completions", body)) for body in blockers]
     await asyncio.sleep(0.5)

@@ -44,7 +44,7 @@ async def suggested_waits(port, prompts, clients, lengths, seconds):
     """Measures suggested and actual waits while other clients keep the server full.
 
     Returns the times to status 429, and pairs of suggested and actual wait, all in seconds.
-    The actual wait ends when the next answer ends.
+    The actual wait is the time from a status 429 to the end of the next answer.
     """
     chooser, ends, end = random.Random(4), [], time.perf_counter() + seconds
 
@@ -76,7 +76,7 @@ def burst(options, report):
     total = 2 * (running + queue)
     with Server(options, "--max-sequences", str(running), "--queue", str(queue), "--queue-timeout", "600") as server:
         prompts, lengths = Prompts(server.port), (20, 120)
-        # The answers are so long that none ends before the last request of the burst arrives.
+        # The answers are long, so that none ends before the last request of the burst arrives.
         bodies = [prompts.completion(16, 200) for _ in range(total)]
         counts = asyncio.run(burst_statuses(server.port, bodies))
         seconds = 6 if options.short else 30
@@ -195,8 +195,8 @@ def hostile_grammars():
 async def send_grammars(session, port, at_once):
     """Sends hostile grammars until the measurement ends.
 
-    Returns the number of responses per status, the times to a rejection in seconds, and the time and text of the
-    slowest grammar.
+    Returns the number of responses per status, the times to a rejection in seconds, and the time and the first
+    characters of the slowest grammar.
     """
     fields, free = hostile_grammars(), asyncio.Semaphore(at_once)
     statuses, slowest, times = {}, [0.0, ""], []
@@ -225,7 +225,7 @@ def grammars(options, report):
     seconds, turns = (5, 1) if options.short else (8, 5)
     with Server(options) as server:
         prompts = Prompts(server.port)
-        # Send a harmless grammar first, because the first grammar builds a table for the vocabulary.
+        # Send a harmless grammar first, because the server builds a table of the vocabulary for the first grammar.
         body = {
             "messages": [{"role": "user", "content": "Hello"}],
             "max_tokens": 4,

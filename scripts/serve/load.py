@@ -3,9 +3,9 @@
 
     scripts/serve/load.py --program target/release/inferno --model MODEL [--device cpu] [--out FILE]
 
-Starts the server. For each number of clients, all clients send a random prompt at the same time.
-Each client sends three prompts: a warm-up, a measured stream, and a measured answer without streaming.
-Requires only Python 3.11 or later.
+Starts the server. For each number of clients, all clients send random prompts at the same time in three rounds:
+a warm-up, measured streams, and measured answers without streaming. At the end, a single client measures the time
+to the first token. Requires only Python 3.11 or later.
 """
 
 import argparse

@@ -5,8 +5,8 @@
 
 Requires only Python 3.11 or later.
 --short takes about two minutes. Without --short, the run takes about ten minutes plus --minutes.
-Exits with code 1 if a row fails. Times are meaningful only on an otherwise idle machine.
-With --any-speed, rows that measure a speed cannot make the script fail.
+Prints one row for each figure, and exits with code 1 if a figure misses its target or a test breaks off.
+Speeds are meaningful only on an otherwise idle machine. With --any-speed, they cannot make the script fail.
 """
 
 import argparse
@@ -50,7 +50,7 @@ def main():
     parser = argparse.ArgumentParser(description="Tests the reliability of `inferno serve`.")
     parser.add_argument("--program", default="target/release/inferno", help="the program to test")
     parser.add_argument("--model", default="demo", help="the model to serve")
-    parser.add_argument("--device", default="cpu", help="the device; empty for the default")
+    parser.add_argument("--device", default="cpu", help="the device; empty for the first GPU")
     parser.add_argument("--flags", default="", help="further flags for `inferno serve`, separated by spaces")
     parser.add_argument("--short", action="store_true", help="run smaller and shorter tests; ignores --minutes and --burst")
     parser.add_argument(

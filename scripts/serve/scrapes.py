@@ -47,6 +47,6 @@ def scrapes(options, report):
     figure = f"p50 {p50 * 1e3:.2f} ms, p99 {p99 * 1e3:.2f} ms, {size / 1000:.0f} kB"
     report.add("time to read /metrics", "p50 ≤ 2 ms", figure, p50 <= 0.002 and not faults, is_speed=True, faults=faults)
     share = (paced_s - idle_s) / seconds
-    figure = f"{share:.2%} of one core ({busy_s / count * 1e6:.0f} µs of CPU time per request, sent one after another)"
+    figure = f"{share:.2%} of one core ({busy_s / count * 1e6:.0f} µs of CPU time per read without pauses)"
     name = f"CPU time of {RATE} reads of /metrics per second"
     report.add(name, "≤ 1% of one core", figure, share <= 0.01, is_speed=True)

@@ -34,7 +34,7 @@ def outcome(answer):
 
 
 class Load:
-    """Sends requests at a given rate, some of them faulty, and counts the results."""
+    """Sends requests, some of them faulty, and counts their outcomes."""
 
     def __init__(self, port, prompts, sizes, seed):
         self.port, self.prompts, self.sizes = port, prompts, sizes
@@ -124,7 +124,10 @@ class Load:
             self.count(f"failed: {type(error).__name__}: {str(error)[:100]}")
 
     async def run(self, rate, seconds):
-        """Sends `rate` requests per second for `seconds`, at random times. Returns `self.tokens` after `seconds`."""
+        """Sends `rate` requests per second for `seconds`, at random times, and waits until all have ended.
+
+        Returns the value that `self.tokens` has after `seconds`.
+        """
         tasks, end = set(), time.perf_counter() + seconds
         while time.perf_counter() < end:
             task = asyncio.ensure_future(self.one())
@@ -156,7 +159,7 @@ async def saturate(load, clients, seconds):
 
 
 async def send(session, port, sizes, seed, clients, peak_s, seconds):
-    """Measures the server's capacity, then sends 1.5 times as many requests per second.
+    """Measures how many requests per second the server can answer, then sends 1.5 times as many.
 
     If several processes overload a server at the same time, each process measures its share of the capacity.
     """

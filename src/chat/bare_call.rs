@@ -40,7 +40,7 @@ enum BareCallState {
     Arguments,
     AfterValue,
     AfterCall,
-    /// After a call and a newline. The newline may separate this call from the next one.
+    /// After a call and a newline, which may separate this call from the next one.
     AfterLine,
     /// The answer is ordinary text, not tool calls.
     Text,
@@ -67,7 +67,7 @@ impl BareCalls {
         *self = Self::new(std::mem::take(&mut self.names));
     }
 
-    /// Returns whether `answer` can still become tool calls. `answer` must extend the text of the previous invocation.
+    /// Returns whether `answer` can still become tool calls. `answer` must extend the text of the previous call.
     pub fn is_possible(&mut self, answer: &str) -> bool {
         for &byte in &answer.as_bytes()[self.read..] {
             self.state = self.next(byte);

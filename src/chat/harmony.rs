@@ -5,8 +5,8 @@
 //!
 //! The difference is intentional: this code drops all reasoning up to the last final answer.
 //! The documentation of openai/harmony (`docs/format.md`) requires this, and gpt-oss's chat_template.jinja does it.
-//! openai/harmony drops reasoning only up to the first final answer.
-//! openai/harmony drops no reasoning if the last assistant message is not a final answer.
+//! The code of openai/harmony drops reasoning only up to the first final answer, and only if the last assistant message
+//! is a final answer.
 //!
 //! This code does not use gpt-oss's chat_template.jinja, because that template differs from openai/harmony:
 //!
@@ -34,7 +34,8 @@ pub struct Harmony {
 }
 
 impl Harmony {
-    /// Looks up the control tokens. Returns `None` if a token other than `<|call|>` and `<|constrain|>` is missing.
+    /// Looks up the control tokens. Returns `None` if one is missing, except `<|call|>` and `<|constrain|>`, which only
+    /// tool calls need.
     pub fn find(tokenizer: &Tokenizer) -> Option<Self> {
         Some(Self {
             start: tokenizer.token_id("<|start|>")?,
@@ -52,7 +53,7 @@ impl Harmony {
         [Some(self.end_of_turn), self.call].into_iter().flatten().collect()
     }
 
-    /// Renders a conversation to token ids.
+    /// Renders a conversation to token ids. Fails if a tool, a tool call or a tool result cannot be rendered.
     pub fn render(&self, tokenizer: &Tokenizer, messages: &[Message], options: &RenderOptions) -> Result<Rendered> {
         let mut out = HarmonyWriter { harmony: self, tokenizer, ids: Vec::new(), text: String::new() };
         out.message(MessageHeader::from_author("system"), &system_text(options), self.end)?;

@@ -26,8 +26,8 @@ pub struct PartialHeader {
     pub channel: Option<Vec<u32>>,
     /// The ids after `<|constrain|>`: the content type.
     pub constrain: Option<Vec<u32>>,
-    /// The recipient from before a repeated `<|channel|>`, or from before a `<|channel|>` after `<|constrain|>`.
-    /// It applies unless the new channel names another recipient.
+    /// The recipient that the header named before a second `<|channel|>`, or before a `<|channel|>` that follows
+    /// `<|constrain|>`. This recipient applies unless the new channel names another one.
     pub recipient: Option<String>,
 }
 
@@ -35,7 +35,7 @@ pub struct PartialHeader {
 pub struct ParsedHeader {
     pub channel: Channel,
     pub recipient: Option<String>,
-    /// Whether the channel is one that harmony defines, and the role is allowed in this header.
+    /// Whether `<|channel|>` and a channel that harmony defines are present, and the role is allowed in this header.
     pub is_well_formed: bool,
     /// The text at the end of the header that belongs, or may belong, to the content instead.
     pub rest: String,

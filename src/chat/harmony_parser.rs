@@ -5,8 +5,8 @@
 //! The parser therefore never rejects output, and keeps all text outside headers.
 //! The text of a header without a message becomes the answer, but only if the model generates no other text and no
 //! tool call. If the end of the generation cuts off a valid header, the text of this header is dropped.
-//! The parser recognizes control tokens by id, recovers at the next valid token, and counts violations.
-//! The parser returns text as soon as the text can no longer be part of a header.
+//! The parser recognizes control tokens by id, counts violations, and continues after them.
+//! It returns text as soon as the text can no longer be part of a header.
 
 use anyhow::Result;
 
@@ -116,7 +116,7 @@ impl HarmonyParser {
         Ok(out)
     }
 
-    /// Handles a token that is not a control token.
+    /// Adds a token of ordinary text to the content or to the header, or starts a header without `<|start|>`.
     fn text(&mut self, tokenizer: &Tokenizer, id: u32, out: &mut Vec<Delta>) -> Result<()> {
         match &mut self.state {
             HarmonyState::Content { channel, stream } => {
@@ -193,7 +193,7 @@ impl HarmonyParser {
                 return Ok(());
             }
             // After a second `<|channel|>`, or a `<|channel|>` after `<|constrain|>`, the last channel name counts.
-            // An earlier recipient stays.
+            // An earlier recipient stays, unless a new one follows.
             HarmonyState::Header(current) => {
                 self.violations.add(FormatViolation::UnexpectedToken);
                 header.recipient = current.parse(tokenizer)?.recipient;
@@ -276,7 +276,7 @@ impl Unfinished {
         } else if (is_cut_off && parsed.is_undecided) || (parsed.rest.is_empty() && parsed.recipient.is_none()) {
             Self::Words
         } else {
-            // The message has ended, so words that could be header or content count as content.
+            // No `<|message|>` can follow, so words that could be header or content count as content.
             Self::Content
         }
     }

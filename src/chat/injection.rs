@@ -77,7 +77,7 @@ impl<'t> Marker<'t> {
                 *spelled.entry(id).or_default() += 1;
             }
         }
-        // Count each control token separately: one that normalization removes must not hide one that it creates.
+        // Count each control token separately, because normalization may remove one control token and create another.
         let mut found = found.into_iter().filter(|id| self.tokenizer.is_control(*id) && !unknown.contains(id));
         Ok(found.any(|id| match spelled.get_mut(&id) {
             Some(count) if *count > 0 => {

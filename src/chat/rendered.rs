@@ -14,12 +14,12 @@ pub struct RenderOptions {
     pub reasoning_effort: ReasoningEffort,
     /// The current date as `YYYY-MM-DD`.
     ///
-    /// `inferno play` uses one date for a whole session.
-    /// A new date at midnight would change the start of the prompt, so the cached prefix would no longer match.
+    /// `inferno play` uses one date for a whole session, because a new date at midnight would change the start of the
+    /// prompt, so that the cached prefix would no longer match.
     pub date: String,
     /// Whether the prompt ends with the start of an assistant message.
     pub add_generation_prompt: bool,
-    /// Additional variables for the Jinja template, such as `enable_thinking` for Qwen3. Harmony has no variables.
+    /// Additional variables for the Jinja template, such as `enable_thinking` for Qwen3. Harmony ignores them.
     pub template_variables: Map<String, Value>,
 }
 

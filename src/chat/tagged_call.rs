@@ -57,7 +57,7 @@ pub fn read_calls(text: &str) -> Option<Vec<ToolCall>> {
     Some(read_objects(text, Separator::Semicolon)?.into_iter().map(ToolCall::from).collect())
 }
 
-/// Parses an answer that consists of Llama 3 tool calls, separated by semicolons or whitespace.
+/// Parses an answer that consists of Llama 3 tool calls. The semicolons between the calls are optional.
 /// Returns `None` if the answer contains anything else, or if a tool call has no arguments.
 pub fn read_bare_calls(text: &str) -> Option<Vec<ToolCall>> {
     let calls = read_objects(text.trim(), Separator::SemicolonOrWhitespace)?;

@@ -4,9 +4,9 @@
 //! These tags are single tokens in some vocabularies and several tokens in others.
 //! The parser therefore recognizes a tag in both forms: as a token and as text.
 //!
-//! Tool calls come after the reasoning, between `<tool_call>` and `</tool_call>`.
-//! A tool call begins with `[TOOL_CALLS]` in Mistral's format, and with `<|python_tag|>` in Llama 3's format.
-//! Such a tool call ends at the end of the answer, or where the next call begins.
+//! Tool calls come after the reasoning. Hermes and Qwen models write them between `<tool_call>` and `</tool_call>`.
+//! A call of a Mistral model begins with `[TOOL_CALLS]`, and a call of a Llama 3 model with `<|python_tag|>`.
+//! Such a call ends where the next call begins, or at the end of the answer.
 //! The parser recognizes tool call tags only as tokens, because an answer may quote the tags as text.
 //! Llama 3 may omit the token if the whole answer consists of calls of tools in the request (see `bare_call`).
 //!
@@ -49,7 +49,8 @@ pub struct TaggedParser {
 }
 
 impl TaggedParser {
-    /// Creates a parser for the answer to `prompt`. For reasoning models, the prompt often ends with `<think>`.
+    /// Creates a parser for the output after `prompt`. If the prompt ends with `<think>`, the output begins in the
+    /// reasoning channel.
     pub fn new(prompt: &str) -> Self {
         let prompt = prompt.trim_end();
         let thinking = prompt.ends_with(THINK);

@@ -1,13 +1,11 @@
 //! The Jinja chat template of a model.
 //!
-//! The template environment matches transformers 5 (`utils/chat_template_utils.py`).
-//! The environment enables `trim_blocks` and `lstrip_blocks`.
-//! The environment defines `tojson`, `raise_exception` and `strftime_now`.
-//! The environment supports `{% generation %}` and provides the tokenizer's special tokens by name.
+//! The template environment matches transformers 5 (`utils/chat_template_utils.py`): it enables `trim_blocks` and
+//! `lstrip_blocks`, defines `tojson`, `raise_exception` and `strftime_now`, supports `{% generation %}`, and provides
+//! the tokenizer's special tokens by name.
 //!
-//! Chat templates are untrusted code.
-//! Templates cannot read files. The steps, recursion depth and output size of templates are limited.
-//! minijinja does not limit memory, the time of a single step, or all recursion during compilation.
+//! Chat templates are untrusted code. They cannot read files. Their steps, recursion depth and output size are limited.
+//! But minijinja limits neither memory, nor the time of a single step, nor all recursion during compilation.
 //! On Linux, programs that call `inferno::init` therefore run templates in a sandbox process (see `sandbox`).
 
 use std::io;
@@ -101,7 +99,8 @@ impl Template {
         self.tool_use.as_ref().filter(|_| !options.tools.is_empty()).unwrap_or(&self.default)
     }
 
-    /// Renders a conversation to token ids.
+    /// Renders a conversation to token ids. Fails if the template does not compile, fails, or rejects
+    /// the conversation.
     pub fn render(&self, tokenizer: &Tokenizer, messages: &[Message], options: &RenderOptions) -> Result<Rendered> {
         let tools = Json::Array(options.tools.clone());
         // JSON arguments can contain escapes such as \ufdd0. The mark must also differ from the escaped characters.
@@ -118,7 +117,7 @@ impl Template {
 
         // In OpenAI's format, the arguments of a tool call are a string that contains JSON.
         // Nearly every template expects an object instead, so try objects first.
-        // The few templates that expect a string fail on an object.
+        // The few templates that expect a string fail on an object, and get the string in a second attempt.
         let objects = self.run(&inputs, &marker, ArgumentForm::Objects);
         let has_calls = messages.iter().any(|message| !message.tool_calls.is_empty());
         let text = match objects {

@@ -107,8 +107,8 @@ impl TemplateDialect {
         if !self.has_short_call_ids || is_short {
             return id.into();
         }
+        // Use a hash, because removing the invalid characters would make `call_1_11` and `call_11_1` equal.
         // Use FNV-1a, because the values of Rust's default hasher may change between Rust versions.
-        // Removing the invalid characters instead would make `call_1_11` and `call_11_1` equal.
         let hash = id
             .bytes()
             .fold(0xcbf2_9ce4_8422_2325, |hash: u64, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3));

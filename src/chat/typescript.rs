@@ -1,8 +1,8 @@
 //! Describes function tools for harmony, as TypeScript types in a `functions` namespace.
 //!
 //! The output matches openai/harmony v0.0.8 byte for byte, because the models were trained on exactly this text.
-//! The code follows `template_tools_section` and `json_schema_to_typescript` in that library's `src/encoding.rs`.
-//! The code also has the library's bugs. For example, only the first line of a property description starts with `//`.
+//! The code follows `template_tools_section` and `json_schema_to_typescript` in that library's `src/encoding.rs`, and
+//! repeats the library's bugs. For example, only the first line of a property description starts with `//`.
 
 use anyhow::{Result, anyhow};
 use serde_json::Value;
@@ -93,8 +93,8 @@ fn one_of(variants: &[Value], indent: &str) -> String {
         out.push_str(&format!("\n{indent} | {}", nullable_type_of(variant, &format!("{indent}   "))));
         let mut comments: Vec<String> = text(variant, "description").map(str::to_string).into_iter().collect();
         if let Some(default) = variant.get("default") {
-            // As in openai/harmony, an enum's default is JSON here, and thus quoted. `default_text` does not quote it.
-            // The default of any other string is quoted without escapes.
+            // As in openai/harmony, the default of an enum is written as JSON, and that of any other string in quotes
+            // without escapes. `default_text` differs: it writes the default of an enum without quotes.
             let default = default.as_str().filter(|_| !is_enum(variant)).map(|text| format!("\"{text}\""));
             comments.push(format!("default: {}", default.unwrap_or_else(|| variant["default"].to_string())));
         }

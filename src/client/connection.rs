@@ -293,7 +293,7 @@ fn read_stream(response: Result<Response<Body>, ureq::Error>, events: &SyncSende
         let body = response.body_mut().with_config().limit(MAX_BODY_BYTES).read_to_string();
         return drop(events.send(body.map_or_else(StreamMessage::Failed, StreamMessage::Event)));
     }
-    // Some servers send events with another content type.
+    // Some servers send events with another content type. Their first event shows that the response is a stream.
     let mut is_event_stream = content_type.is_some_and(|kind| kind.starts_with("text/event-stream"));
     let mut stream = BufReader::new(response.body_mut().as_reader());
     let start = match stream.fill_buf() {

@@ -26,8 +26,8 @@ pub fn list(connection: &Connection) -> Result<Vec<ServedModel>> {
 }
 
 fn read(model: &Value) -> Option<ServedModel> {
-    // The field name for the context length depends on the server. From left to right, the servers are:
-    // vLLM and inferno; OpenRouter; LM Studio; llama-server.
+    // Servers use different fields for the context length. From left to right: vLLM and inferno; OpenRouter; LM Studio;
+    // llama-server.
     let fields =
         [&model["max_model_len"], &model["context_length"], &model["max_context_length"], &model["meta"]["n_ctx"]];
     Some(ServedModel {

@@ -39,8 +39,8 @@ impl RemoteModel {
         Self { connection, model, can_count: Cell::new(true), last: RefCell::new(None) }
     }
 
-    /// Returns the JSON body of a request. The body contains no settings except those that the user chose.
-    /// For all other settings, the server uses its defaults.
+    /// Returns the JSON body of a request. The body contains only the settings that the user chose, so that the server
+    /// uses its own defaults for all others.
     fn body(&self, request: &TurnRequest<'_>, messages: &[Message]) -> Value {
         let options = &request.options;
         let mut body = Map::new();
@@ -122,7 +122,7 @@ impl Backend for RemoteModel {
             (StreamEnd::Canceled, _) => FinishReason::Canceled,
             (_, Some(reason)) => reason,
             (_, None) => {
-                bail!("cannot complete the answer: the server at {} closed the connection", self.connection.url)
+                bail!("cannot complete the answer: the server at {} ended the response too early", self.connection.url)
             }
         };
         let ttft_s = chunks.first_text.map_or(0.0, |first| (first - started).as_secs_f64());

@@ -17,7 +17,8 @@ use crate::error::Error;
 use crate::hub::is_loopback;
 use crate::text::{excerpt, library_error};
 
-/// The maximum number of bytes to read from a response. inferno's own health responses are much shorter.
+/// The maximum size of an error response in bytes. The message of a larger response is not shown.
+/// inferno's own error responses are much smaller.
 const MAX_BODY_BYTES: u64 = 4 << 10;
 
 /// Check whether a server is ready: exit code 0 if it is, 1 if it is not

@@ -20,7 +20,7 @@ use crate::server::{self, ReceiptKey, RecordOptions, Server, ServerOptions, Time
 use crate::terminal;
 use crate::text::printable;
 
-/// The maximum number of threads that serve connections. The engine has its own thread.
+/// The maximum number of threads that serve connections. The engine does not run on these threads.
 const MAX_THREADS: usize = 4;
 
 /// The largest value of `--max-sequences`, and its default.
@@ -169,7 +169,8 @@ pub fn run(mut args: Args) -> Result<ExitCode> {
     served.map(|()| ExitCode::SUCCESS)
 }
 
-/// Returns the options of the server. Reads the files that `args` names, and creates the receipt key if it is missing.
+/// Returns the options of the server. Reads the files with API keys, the TLS files and the receipt key.
+/// Creates the receipt key if it is missing, and raises the limit on open files.
 fn options(args: &Args, snapshot: &Snapshot) -> Result<ServerOptions> {
     let limits = &args.limits;
     Ok(ServerOptions {
@@ -209,7 +210,7 @@ fn options(args: &Args, snapshot: &Snapshot) -> Result<ServerOptions> {
 }
 
 /// Returns the API keys from --api-key, or else from INFERNO_API_KEY or the configuration file.
-/// Fails if there are keys and --no-auth is set.
+/// Fails if a key is invalid, or if there are keys and --no-auth is set.
 fn read_api_keys(args: &Args) -> Result<Vec<String>> {
     let keys = api_keys::read(&args.api_key)?;
     if args.no_auth && !keys.is_empty() {
@@ -238,7 +239,7 @@ fn load(args: &mut Args, snapshot: &Snapshot, server: &Server) -> Result<Engine>
 }
 
 /// Serves connections in the background until a signal arrives and the running requests have ended or been canceled,
-/// or until the engine fails.
+/// or until the engine fails. If the signal arrives while the model is loading, exits the process.
 fn start(runtime: &Runtime, server: &Arc<Server>, listener: TcpListener) -> tokio::task::JoinHandle<Result<()>> {
     let server = server.clone();
     runtime.spawn(async move {

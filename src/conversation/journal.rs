@@ -333,8 +333,8 @@ fn lock(file: File, _: &Path) -> Result<LockedFile> {
     Ok(file)
 }
 
-/// Reads a journal up to its first incomplete or damaged line. Also returns the number of bytes before that line.
-/// Fails if that line is the first one, or if a newer version of inferno wrote the journal.
+/// Reads a journal up to its first incomplete or damaged line. Also returns the length in bytes of the lines it read.
+/// Fails if the first line is incomplete or damaged, or if a newer version of inferno wrote the journal.
 fn read(path: &Path) -> Result<(SavedConversation, u64)> {
     let bytes = files::read(path, files::MAX_JOURNAL_BYTES)?;
     let mut saved = SavedConversation::default();

@@ -10,7 +10,7 @@ use crate::runner::ExecutionMode;
 use crate::text;
 use crate::tokenizer::ControlTokens;
 
-/// The [`Backend`] that runs the model in this process, without a server.
+/// Answers the turns of a conversation with an engine in this process.
 pub struct LocalModel(pub Engine);
 
 impl Backend for LocalModel {
@@ -71,7 +71,7 @@ impl Backend for LocalModel {
 
     fn context_stats(&self) -> Vec<(&'static str, String)> {
         vec![
-            ("cached", format!("{} without another prefill", text::counted(self.0.cached_tokens(), "token"))),
+            ("cached", format!("{} of the last prompt and answer", text::counted(self.0.cached_tokens(), "token"))),
             ("model allows", self.0.info().max_context.to_string()),
         ]
     }

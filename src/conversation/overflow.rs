@@ -1,4 +1,4 @@
-//! Handles conversations that outgrow the context.
+//! Drops the oldest messages of conversations that no longer fit in the context.
 
 use std::fmt;
 use std::str::FromStr;

@@ -92,7 +92,7 @@ impl Session {
         Self { requested, ..self }
     }
 
-    /// Starts recording with the first answer of the conversation, which creates a journal.
+    /// Records the conversation in a journal, which is created after the first answer.
     pub fn record_from_first_answer(&mut self) {
         self.recording = Recording::FromFirstAnswer;
     }
@@ -185,9 +185,9 @@ impl Session {
 
     /// Sends `text` and the attached files to the model. Passes each piece of the answer to `on_delta` as it arrives.
     ///
-    /// On failure, keeps the messages and the attached files.
-    /// If the turn is interrupted, keeps the generated part of the answer.
-    /// If there is none, discards the turn and keeps the attached files.
+    /// On failure, does not change the messages and the attached files.
+    /// If the turn is interrupted, keeps the generated part of the answer as the answer.
+    /// If the turn is interrupted before its answer starts, discards the turn and keeps the attached files.
     pub fn answer(&mut self, text: &str, on_delta: &mut OnDelta) -> Result<Turn> {
         let text = with_attachments(&self.attached, text);
         let turn = self.run_turn(self.messages.clone(), &text, on_delta)?;
@@ -304,7 +304,7 @@ impl Session {
         Ok(Some(text))
     }
 
-    /// Starts a new conversation with the same system prompt.
+    /// Starts a new conversation with the same system prompt and without attached files.
     /// Returns the old conversation's name, or `None` if it was not saved.
     pub fn clear(&mut self) -> Result<Option<String>> {
         self.attached.clear();
@@ -379,7 +379,8 @@ impl Session {
     pub fn change_setting(&mut self, name: &str, value: &str) -> Result<String, String> {
         let (name, value) = settings::normalize(name, value)?;
         self.settings.set(name, std::slice::from_ref(&value))?;
-        // Also store `none`, a value of `max-tokens` and `stop`: it overrides a value from the configuration file.
+        // Store the value even if it is `none`, which `max-tokens` and `stop` accept, because `none` must override a
+        // value from the configuration file.
         self.requested.insert(name.to_string(), vec![value.clone()]);
         self.record(ConversationChange::Settings)
             .map_err(|error| format!("the setting is not saved for --resume: {error:#}"))?;
@@ -420,7 +421,7 @@ impl Session {
         self.configured.clone().into_iter().chain(self.requested.clone()).collect()
     }
 
-    /// Gives the conversation's journal another name. Fails if the conversation has no journal.
+    /// Gives the conversation's journal another name. Fails if the conversation has no answer yet or is not saved.
     pub fn rename(&mut self, name: &str) -> Result<()> {
         if matches!(self.recording, Recording::FromFirstAnswer) {
             // An earlier attempt to create the journal may have failed. Try again, or report the error.
@@ -526,7 +527,7 @@ fn open_saved(name: &str) -> Result<(Recording, SavedConversation)> {
     Ok((Recording::Journal(journal), saved))
 }
 
-/// Returns whether a turn has an answer to keep: whether it was not interrupted before its answer started.
+/// Returns whether a turn has an answer to keep. Returns false if the turn was interrupted before its answer started.
 fn has_answer(summary: &TurnSummary, answer: &str) -> bool {
     summary.finish_reason != FinishReason::Canceled || !answer.is_empty()
 }
@@ -538,7 +539,7 @@ mod tests {
     use super::*;
     use crate::engine::Engine;
 
-    /// A model that echoes the prompt, or ends without an answer if the turn is interrupted.
+    /// A model that echoes the last message, or ends without an answer if the turn is interrupted.
     struct Echo;
 
     impl Backend for Echo {

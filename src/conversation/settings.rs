@@ -24,7 +24,7 @@ pub fn is_setting(name: &str) -> bool {
     names().any(|known| known == name)
 }
 
-/// Returns whether a server has its own default for a setting.
+/// Returns whether the server chooses the value of a setting that the user does not set.
 pub fn has_server_default(name: &str) -> bool {
     name == "reasoning" || SamplingField::find(name).is_some()
 }
@@ -40,8 +40,8 @@ pub enum ReasoningVisibility {
 #[derive(Clone, Debug)]
 pub struct ChatSettings {
     pub sampling: SamplingParams,
-    /// The maximum number of tokens in one answer. `None` lets the answer fill the context of a model in this process.
-    /// A server then applies its own limit.
+    /// The maximum number of tokens in one answer.
+    /// With `None`, a model in this process can fill the context, and a server applies its own limit.
     pub max_tokens: Option<usize>,
     /// Strings that end an answer.
     pub stop: Vec<String>,

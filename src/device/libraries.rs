@@ -4,7 +4,7 @@
 //! Every command, even `inferno --help`, would then start more slowly, mostly because of cuBLAS.
 //! On a machine without the driver library, the program would not start, so it could not report the missing library.
 //!
-//! This file therefore defines every function of these libraries that candle and inferno call.
+//! This file therefore defines every function of these libraries that candle, cudarc and inferno call.
 //! Each definition jumps to an address that [`load`] looks up.
 //!
 //! The linker prefers the definitions in this file over those in the libraries.

@@ -66,7 +66,7 @@ pub enum Split {
     Layers,
 }
 
-/// The devices that run one model together, one per rank. The value of `--device`.
+/// The devices that run one model together, one per rank. The value of `--device` or `--gpus`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Devices(Vec<DeviceChoice>);
 

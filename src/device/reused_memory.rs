@@ -253,7 +253,7 @@ mod tests {
         let (mut memory, mut driver) = (ReusedMemory::default(), MockDriver::new(usize::MAX));
         [2048, 7].into_iter().for_each(|tokens| pass(&mut memory, &mut driver, tokens));
         let (calls, used) = (driver.calls, driver.used());
-        // Smaller passes fit into the memory of the largest pass.
+        // The first two passes have allocated enough memory for all later passes.
         for tokens in [2048, 1500, 7, 2048, 333] {
             pass(&mut memory, &mut driver, tokens);
         }

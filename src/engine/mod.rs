@@ -94,7 +94,8 @@ impl Engine {
 
     /// Loads the model at the path `dir`, a snapshot directory or a GGUF file, and starts the engine thread.
     ///
-    /// If the model is not supported or does not fit in memory, fails before any memory is allocated for the model.
+    /// If the architecture is not supported, or if the memory plan exceeds the free memory, fails before any memory is
+    /// allocated for the model.
     pub fn load(dir: &Path, options: &LoadOptions) -> Result<Self> {
         let model = loading::load(dir, options)?;
         let (commands, receiver) = mpsc::channel();
@@ -269,8 +270,9 @@ impl<'o> EngineBuilder<'o> {
     }
 
     /// Sets a progress callback. Its first argument is the size of the tensors that the first device has loaded so far.
-    /// Its second argument is the size of all tensors that the first device loads. Both sizes are in bytes.
+    /// Its second argument is the size of all tensors for the first device. Both sizes are in bytes.
     /// A tensor counts with its whole size in the model's files, even if the device loads only a part of the tensor.
+    /// The second argument also counts tensors that are never loaded, such as a vision tower.
     pub fn progress(mut self, progress: &'o dyn Fn(u64, u64)) -> Self {
         self.options.progress = progress;
         self

@@ -1,7 +1,7 @@
 //! Reports the failure of one of several devices to the clients of an engine.
 //!
 //! The thread that notices the failure sends the error to all clients itself.
-//! The engine thread cannot send the error, because it may be the thread that hangs.
+//! It does not leave this to the engine thread, which may be the thread that hangs.
 
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 

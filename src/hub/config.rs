@@ -122,9 +122,10 @@ impl Variables<'_> {
         (self.var)("HOME").map(PathBuf::from)
     }
 
-    /// Reads a path from an environment variable, and expands `~` at the start of the path.
-    /// Returns `None` if the variable is not set.
-    /// Shells do not expand `~` inside quotes, and systemd does not expand `~` in the variables of a service.
+    /// Reads a path from an environment variable. Returns `None` if the variable is not set.
+    ///
+    /// Expands `~` at the start of the path, because shells do not expand `~` inside quotes,
+    /// and systemd does not expand `~` in the variables of a service.
     fn path(&self, name: &str) -> Option<PathBuf> {
         let path = PathBuf::from((self.var)(name)?);
         match (path.strip_prefix("~"), self.home()) {

@@ -170,7 +170,8 @@ pub(super) fn remove(cache: &Path) -> Result<u64> {
     }
 }
 
-/// Returns the sorted paths of temporary files and directories that killed processes left behind.
+/// Returns the sorted paths of the demo's temporary files and directories. Killed processes leave them behind,
+/// but a process that is writing the demo may still use some of them.
 ///
 /// The directories come from old versions of inferno, which wrote the whole demo to a temporary directory.
 pub(super) fn leftovers(cache: &Path) -> Vec<PathBuf> {

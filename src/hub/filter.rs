@@ -72,7 +72,8 @@ impl CompiledFilter {
         self.include.is_none() && self.tag.is_none()
     }
 
-    /// Returns the files to download, small files first. Fails if no file is selected.
+    /// Returns the files to download, small files first.
+    /// Fails if no file is selected, if a required file is missing, or if several GGUF models match.
     /// `index` is the contents of [`INDEX`]. `None` if the repository does not have this file, or if
     /// [`needs_index`](Self::needs_index) returns false.
     pub fn choose(&self, repo: &str, files: &FileList, index: Option<&[u8]>) -> Result<Vec<RemoteFile>> {

@@ -9,7 +9,7 @@ use super::{hash, parallel};
 use crate::snapshot;
 
 /// The maximum number of files to hash in parallel.
-/// More threads would slow down the loading of the model, which `inferno serve` does at the same time.
+/// More threads would slow down the loading of the model: `inferno serve --receipt-key` does both at the same time.
 const MAX_THREADS: usize = 4;
 
 /// Returns the hexadecimal SHA-256 of each file of the model at `path`, by file name.

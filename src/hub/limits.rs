@@ -11,10 +11,10 @@ pub struct Limits {
     /// The maximum time to open a connection to a hub.
     pub connect_timeout: Duration,
     /// The maximum time to receive the headers of a response. HF_HUB_ETAG_TIMEOUT sets this value.
-    /// The body of a metadata response may take another `response_timeout`, plus some time for each byte,
-    /// but at most five times `response_timeout`.
+    /// The body of a metadata response may take another `response_timeout` plus `TIME_PER_BYTE` (`remote.rs`)
+    /// for each byte, but at most five times `response_timeout`.
     pub response_timeout: Duration,
-    /// The maximum wait for more bytes while a file is downloaded, including the headers of the response.
+    /// The maximum wait for the next bytes of a response, headers included, while a file is downloaded.
     /// HF_HUB_DOWNLOAD_TIMEOUT sets this value.
     pub stall_timeout: Duration,
     /// The maximum wait before the first retry. The maximum doubles with each consecutive failure,

@@ -15,7 +15,7 @@ use super::download::partial::SUFFIXES;
 #[derive(Debug, PartialEq, Eq)]
 pub struct PrunedRepo {
     pub name: String,
-    /// The number of deleted files: unused blobs, and files that interrupted processes left behind.
+    /// The number of deleted files: unused blobs, and files that unfinished downloads or killed processes left behind.
     pub files: usize,
     pub freed_bytes: u64,
     /// Whether pruning was skipped because another process holds the lock.
@@ -23,7 +23,7 @@ pub struct PrunedRepo {
 }
 
 impl Hub {
-    /// Deletes the leftovers of interrupted processes, the blobs to which no snapshot links,
+    /// Deletes the leftovers of unfinished downloads and killed processes, the blobs to which no snapshot links,
     /// and repositories without snapshot files.
     ///
     /// Skips repositories that another process is changing at the moment.
@@ -97,7 +97,7 @@ fn prune_repo(repo: &RepoDir) -> Result<Vec<u64>> {
 }
 
 /// Returns whether a file is an unfinished blob or its record, a bad blob, or a temporary file.
-/// Only interrupted processes leave such files behind.
+/// Unfinished downloads and killed processes leave such files behind.
 fn is_leftover(path: &Path) -> bool {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     let is_in_blobs = path.parent().is_some_and(|dir| dir.ends_with("blobs"));

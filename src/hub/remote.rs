@@ -139,7 +139,6 @@ impl<'a> Remote<'a> {
     pub fn head(&self, commit: &str, name: &str) -> Result<RemoteFile> {
         let mut url = self.file_url(commit, name);
         for _ in 0..=MAX_REDIRECTS {
-            // Do not follow a redirect that has the file's hash, because the storage host may not send the hash.
             let request = || {
                 let request = self.prepare(self.agent.head(&url), &url, Purpose::Metadata);
                 self.call(self.add_token(request, &url))
@@ -147,6 +146,7 @@ impl<'a> Remote<'a> {
             let response = self.with_retries(name, request)?;
             let text = |name: &str| response.headers().get(name).and_then(|value| value.to_str().ok());
             let linked_etag = text("x-linked-etag");
+            // Do not follow a redirect that has the file's hash, because the storage host may not send the hash.
             if response.status().is_redirection() && linked_etag.is_none() {
                 match text("location").and_then(|to| self.resolve(&url, to)).filter(|to| self.is_endpoint(to)) {
                     Some(next) => url = next,
@@ -326,7 +326,7 @@ impl<'a> Remote<'a> {
             (StatusCode::FORBIDDEN, _) => gated.into(),
             (StatusCode::NOT_FOUND, _) => match file {
                 Some(file) => anyhow::anyhow!("the hub lists {} in '{repo}' but does not have it", quote(file)),
-                // Mirrors that send no `x-error-code` state the cause in the body.
+                // Some mirrors send no `x-error-code`, and state the cause in the body.
                 None => match self.read_body(&mut response.body_mut().as_reader(), MAX_ERROR_BYTES) {
                     Ok(body) if String::from_utf8_lossy(&body).to_lowercase().contains("invalid rev") => {
                         no_revision.into()

@@ -14,7 +14,7 @@ use crate::error::Error;
 use crate::files;
 use crate::snapshot::{gguf, is_weights_file};
 
-/// The hint of an error about a model that is not on this machine.
+/// Returns the hint of the error for a revision or a tag that inferno's own cache does not have.
 fn list_hint() -> String {
     "list the models on this machine: inferno list".to_string()
 }
@@ -27,7 +27,7 @@ pub struct RemovedModel {
     /// The commits whose snapshots lost files. Empty for the demo.
     pub changed_commits: Vec<String>,
     pub freed_bytes: u64,
-    /// The size in bytes of the files that were kept because other snapshots use them.
+    /// The size in bytes of the blobs that were kept because remaining files link to them.
     pub shared_bytes: u64,
 }
 
@@ -44,8 +44,9 @@ struct Selection {
 
 impl Hub {
     /// Completes a partial name of a model in inferno's own cache.
-    /// Returns `None` for the demo model, for a full name, with or without its organization, or if no model or several
-    /// models match.
+    ///
+    /// Returns `None` for the demo model and for a full name, with or without its organization.
+    /// Also returns `None` if no model or several models match, or if the revision is invalid.
     ///
     /// `inferno remove` asks the user to confirm the model, because a partial name may match a model by accident.
     pub fn resolve_partial_name(&self, model: &str) -> Option<String> {
@@ -65,7 +66,9 @@ impl Hub {
     /// With a tag such as `:Q4_K_M`, removes only the GGUF models that match the tag.
     ///
     /// Keeps files that other snapshots use. Waits while another process changes the repository.
-    /// Fails if no model or several models in inferno's own cache match.
+    ///
+    /// Fails if no model or several models in inferno's own cache match, or if the model lacks the revision or the tag.
+    /// Without `--force`, also fails if the filesystem does not support file locking.
     pub fn remove(&self, model: &str, revision: Option<&str>, progress: &dyn Progress) -> Result<RemovedModel> {
         let (name, revision) = names::split_revision(model, revision)?;
         if demo::is_demo(name, revision)? {
@@ -77,7 +80,7 @@ impl Hub {
         let (part, tag) = gguf::split_tag(name);
         let own_names = self.own_cache().names().into_iter().collect();
         let matching = names::matching(part, &own_names);
-        // For a model in the shared cache, inferno's own cache can have a ref but no snapshot.
+        // If the model is in the shared cache, inferno's own cache can have a ref for it, but no snapshot to remove.
         if matching.iter().all(|name| self.own_cache().repo(name).commits().is_empty()) {
             self.check_is_not_elsewhere(part)?;
         }
@@ -155,7 +158,8 @@ fn select(repo: &RepoDir, commits: Vec<String>, tag: Option<&str>) -> Result<Sel
     Ok(selection)
 }
 
-/// Deletes the selected files, and the blobs to which no other file links.
+/// Deletes the selected snapshots and files, the refs to these snapshots, and the blobs to which no remaining file
+/// links. If no file remains, deletes the directory of the repository.
 ///
 /// If a directory cannot be read, deletes nothing, because files in that directory may link to the blobs.
 fn delete_selection(repo: &RepoDir, name: String, selection: Selection) -> Result<RemovedModel> {

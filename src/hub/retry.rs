@@ -35,7 +35,8 @@ impl<'a> Retry<'a> {
 
     /// Counts a failure. Returns how long to wait before the next attempt, or `None` if the caller must give up.
     ///
-    /// `retry_after` is the wait that the server asked for. Returns `None` if this wait exceeds [`Limits::max_wait`].
+    /// `retry_after` is the wait that the server asked for. If the next wait would exceed [`Limits::max_wait`], the
+    /// caller must give up.
     pub fn wait_after_failure(&mut self, retry_after: Option<Duration>) -> Option<Duration> {
         self.failures += 1;
         self.total_failures += 1;

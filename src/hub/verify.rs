@@ -1,8 +1,7 @@
 //! Verifies and repairs model files on disk.
 //!
-//! Verification needs no network: a file in a snapshot is a symlink to a blob.
-//! The name of most blobs is the hash of their contents.
-//! The files of the demo are compared with the files in the binary.
+//! Verification needs no network: a file in a snapshot is a symlink to a blob, and most blobs are named after the hash
+//! of their contents. The files of the demo are compared with the files in the binary.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -34,7 +33,7 @@ impl Hub {
     ///
     /// Without `model`, verifies all models in both caches, except snapshots in the shared cache that have neither
     /// a complete GGUF model nor both config.json and tokenizer.json.
-    /// Fails if no model or several models match `model`.
+    /// Fails if no model or several models match `model` and `revision`.
     pub fn verify(
         &self,
         model: Option<&str>,
@@ -102,7 +101,8 @@ impl Hub {
                     None => repo.commits(),
                 };
                 for commit in commits {
-                    // A snapshot in the shared cache may have only a few files, or may not be a language model.
+                    // Other tools may have downloaded only a few files of a model to the shared cache, or something
+                    // other than a language model.
                     let is_model = source == SnapshotSource::Inferno
                         || first_missing_file(&repo.snapshot(&commit), Required::Tokenizer).is_none();
                     if is_model || model.is_some() {
@@ -120,7 +120,7 @@ impl Hub {
     }
 
     /// Downloads the damaged files that [`verify`](Self::verify) found, or writes them again if the model is the demo.
-    /// Fails if the snapshot is damaged and in the shared cache.
+    /// Fails if a damaged snapshot is in the shared cache, or if the hub does not have all damaged files.
     pub fn repair(&self, verified: &VerifiedSnapshot, progress: &dyn Progress) -> Result<()> {
         let damaged: BTreeSet<&str> = verified.damaged_files().map(|(file, _)| file.as_str()).collect();
         if damaged.is_empty() {

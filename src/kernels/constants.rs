@@ -47,9 +47,8 @@ pub const EXCHANGE_SLOTS: usize = 4;
 /// The maximum number of thread blocks of an exchange operation on one GPU, over all ranks on this GPU.
 /// In tests, several ranks can share a GPU.
 /// All ranks then divide `EXCHANGE_BLOCKS` among themselves, so that the blocks of all ranks can run at the same time.
-/// A block waits only for the blocks with the same index on other ranks, or, in the `exchange_sent` kernels, for the
-/// kernels that send the values.
-/// If each rank has its own GPU, the blocks of a rank therefore need not all run at the same time.
+/// If each rank has its own GPU, its blocks need not all run at the same time, because a block waits only for the
+/// blocks with the same index on other ranks, or, in the `exchange_sent` kernels, for the kernels that send the values.
 pub const EXCHANGE_BLOCKS: usize = 128;
 /// The maximum number of threads per block in the `exchange_add_norm` kernels, which add partial results to the residual
 /// stream. The threads of a block divide the columns of a row.
@@ -93,7 +92,7 @@ pub const FLASH_MANY_KEYS: [usize; 6] = [64, 48, 48, 48, 48, 32];
 /// Warps per block in the 16-row flash attention kernel for small batches, by head size.
 /// Each warp is a team of its own: it computes all 16 query rows for its own key tiles.
 pub const FLASH_FEW_TEAMS: [usize; 6] = [8, 8, 8, 8, 8, 4];
-// Three kernels are for large batches: `16_rows_batch`, `16_rows_batch_half` and `16_rows_batch_quarter`.
+// Three 16-row kernels are for large batches: `16_rows_batch`, `16_rows_batch_half` and `16_rows_batch_quarter`.
 // The last two use about a half and about a quarter of the shared memory of `16_rows_batch`.
 // A batch is large if its 16-row tiles, times the number of KV heads, outnumber the multiprocessors of the GPU.
 /// Warps per block in the flash attention kernel `16_rows_batch`. The kernel `16_rows_batch_quarter` has one warp.
@@ -114,8 +113,8 @@ pub const FLASH_BATCH_STAGES: usize = 3;
 /// Padding elements per query, key or value row in the shared memory of flash attention.
 /// With the padding, a row has an odd number of 16-byte segments, which avoids bank conflicts in `ldmatrix`.
 pub const FLASH_ROW_PADDING: usize = 8;
-/// The largest product of M and the head size for which a flash attention warp keeps its queries in registers.
-/// The warp has 16 · M query rows. Above this limit, the queries are in shared memory.
+/// A flash attention warp has 16 · M query rows. If M times the head size is at most this value, the warp keeps its
+/// queries in registers. Otherwise, the queries are in shared memory.
 pub const FLASH_REGISTER_ELEMENTS: usize = 160;
 
 // Products of f32 matrices with few weight rows (`matmul/f32_few_rows.rs`, `matmul/f32_few_rows.cuh`).
@@ -161,7 +160,7 @@ pub const DENSE_WGMMA_COLUMNS: usize = 64;
 /// Threads per block of a dense_wgmma kernel: two warpgroups that multiply, and a warp that copies.
 pub const DENSE_WGMMA_THREADS: usize = 2 * 128 + 32;
 /// The maximum size of the ring buffer of a dense_wgmma kernel in bytes.
-/// A multiprocessor has shared memory for only one block. Two blocks with half of this size were slower.
+/// With this size, only one block fits on a multiprocessor. Two blocks with ring buffers of half the size were slower.
 pub const DENSE_WGMMA_RING_BYTES: usize = 216 << 10;
 
 // Mixture of experts (`moe/`).
@@ -357,7 +356,7 @@ pub const LOGPROBS_SLOTS: usize = 1 + 2 * MAX_LOGPROBS;
 
 // Sampling on the GPU (`decode/sample.rs`, `decode/sample.cu`, `sampling`).
 
-/// The number of candidates for the largest logit of a row. A thread block of a kernel finds at most one of them.
+/// The maximum number of candidates for the largest logit of a row: one for each thread block that searches the row.
 /// Hopper GPUs have up to 132 multiprocessors, and each runs one block of `matmul/dense_wgmma.cu`.
 pub const BEST_LOGITS_CANDIDATES: usize = 132;
 /// Blocks per row in `best_logits`.

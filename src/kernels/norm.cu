@@ -59,7 +59,7 @@ __device__ void add_norm(const float* x, const float* y, const float* y_bias, co
     x += row, y += y ? row : 0, sum += y ? row : 0, normed += row;
     const float* const added = y ? sum : x;  // each thread rereads only its own elements of this array
 
-    // Returns the sum of all parts of y.
+    // Returns elements WIDTH · i to WIDTH · i + WIDTH - 1 of this row of y: the sum of the parts.
     const auto load_y = [&](int i) {
         return sum_parts<PARTS>(parts, [&](int part) {
             return load<WIDTH>(y + (size_t)part * gridDim.x * columns + i * WIDTH);

@@ -1,8 +1,7 @@
 //! Small operations on the rows of a matrix: embedding lookup, bias, soft cap, copy.
 //!
-//! candle also has these operations, but the driver compiles candle's kernels on first use.
-//! Compiling kernels would delay the first answer on a new machine.
-//! The kernels of `rows.cu` are compiled at build time.
+//! candle also has these operations, but the driver compiles candle's kernels on first use, which would delay the first
+//! answer on a new machine. The kernels of `rows.cu` are compiled at build time.
 //!
 //! On a GPU, most forward passes run no candle kernel. The main exceptions are:
 //! - candle casts the input of the experts in Mixtral and Qwen3-MoE, and in gpt-oss unless the weights are MXFP4 tiles.

@@ -170,7 +170,7 @@ impl Arena {
     }
 
     /// Runs a forward pass that allocates its intermediate results in the arena.
-    /// Results that do not fit in the arena are allocated outside it.
+    /// Results that do not fit in their layer's half of the arena are allocated outside it.
     pub fn use_for<R>(&self, pass: impl FnOnce() -> R) -> R {
         run(Mode::Take { arena: self.clone(), half: 0, used: Counts::new() }, pass).0
     }
@@ -208,8 +208,8 @@ mod tests {
         assert!(arena.fits(&sizes) && !arena.fits(&LayerSizes::measure(|| pass(8)).1));
         let first = [false, false, true];
         assert_eq!(arena.use_for(|| pass(2)), first.repeat(3));
-        // 2,400 f32 values do not fit in the arena.
-        // The other tensors of each layer then start at the beginning of a half.
+        // 2,400 f32 values do not fit in a half of the arena.
+        // The other tensors of each layer therefore start at the beginning of a half.
         assert_eq!(arena.use_for(|| pass(8)), [false; 9]);
         assert_eq!(pass(2), [false; 9]);
     }

@@ -1,10 +1,9 @@
 //! Compares tensor operations on a device with their CPU references, using small, irregular shapes.
 //!
 //! The self-test checks that the GPU, the driver and this build compute correct results.
-//! The tests in `tests/it/kernels` cover the kernels in more depth.
-//! The self-test leaves out some kernels, such as `matmul::dense_few_tokens`, `matmul::dense_wgmma` with several parts,
-//! `moe::route`, and the kernels of `decode`, `exchange`, `sampling` and `step_inputs`.
-//! Tests in `tests/it` cover these kernels, for example `runner/decode_graph.rs` and `kernels/sampling.rs`.
+//! The tests in `tests/it` cover the kernels in more depth, and also cover kernels that the self-test leaves out,
+//! such as `matmul::dense_few_tokens`, `matmul::dense_wgmma` with several parts, the kernel in `route.cu`,
+//! and the kernels of `decode`, `exchange`, `sampling` and `step_inputs`.
 
 use std::time::Instant;
 
@@ -199,8 +198,8 @@ fn to_cpu(tensor: &Tensor) -> Result<Tensor> {
 
 /// Runs an operation on the target and on the CPU, and compares the results.
 ///
-/// The CPU computes the reference in f32. Except for the products in `quantized_checks`, the inputs have the same
-/// values on both devices, because inputs in the dtype of the target are already rounded to that dtype.
+/// The CPU computes the reference in f32, from the same input values as the target: inputs in the dtype of the target
+/// are rounded to this dtype for both. Only the products in `quantized_checks` round the inputs for the target alone.
 fn check(name: &str, target: CheckTarget, tolerance: f32, op: &dyn Fn(CheckTarget) -> Result<Tensor>) -> Check {
     let values = |tensor: Tensor| to_cpu(&tensor)?.flatten_all()?.to_vec1::<f32>();
     let started = Instant::now();
@@ -224,7 +223,7 @@ fn distance(got: &[f32], want: &[f32]) -> f32 {
 /// Returns the tolerated relative error. For f16 and bf16, the tolerance is about the machine epsilon.
 fn rounding(dtype: DType) -> f32 {
     match dtype {
-        // The reference is also f32, so the results differ only by rounding, for example in another order of sums.
+        // The reference is also f32. The results differ only by rounding, for example because sums have another order.
         DType::F32 => 1e-5,
         DType::F16 => 1e-3,
         _ => 8e-3,

@@ -10,12 +10,12 @@ use super::launch::{Arguments, HostWords, Launch, LaunchShape, module};
 /// The words that only `changes` sets keep their values from step to step.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct StepInputs {
-    /// The token ids. The id at an index whose source is not `None` is ignored.
+    /// The token ids. An id that has a source in `sources` is ignored.
     pub ids: Vec<u32>,
     /// For each id, the source of its replacement: an index into the tokens that the previous step chose.
     /// `None` keeps the id.
     pub sources: Vec<Option<u32>>,
-    /// The words after the ids: the positions and cache rows of a batch graph. Every step writes all of these words.
+    /// The words after the ids: the positions and slots of a batch graph. Every step writes all of these words.
     pub words: Vec<u32>,
     /// The index and the new value of each changed word. Index 0 is the first word after `words`.
     /// No index occurs twice in `changes`.

@@ -9,7 +9,7 @@ use candle_core::{Result, Tensor};
 /// With `Fastest`, the other tokens in the pass can change the last bits of a token's result.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum SumOrder {
-    /// The fastest order for the number of tokens in the pass.
+    /// The order that is fastest for the pass.
     #[default]
     Fastest,
     /// The same order for any number of tokens. This order can be slower than `Fastest`.

@@ -22,8 +22,8 @@ pub struct Language {
     pub tokenizer: Tokenizer,
     /// The chat format. `None` for a base model, which only continues text.
     pub chat: Option<ChatFormat>,
-    /// The JSON in generation_config.json, or null if this file is absent. For a GGUF file, the equivalent metadata,
-    /// which is never null, although its fields can be.
+    /// The JSON in generation_config.json, or null if this file is absent.
+    /// For a GGUF file, an object with the equivalent metadata, in which absent fields are null.
     pub generation_config: Value,
     /// The ids of tokens that end a generation, sorted.
     stop_ids: Vec<u32>,

@@ -51,8 +51,9 @@ pub(super) enum LayerType {
     FullAttention,
 }
 
-/// Parses a family's config.json. `defaults` are the values that transformers uses for absent fields.
-/// A field that is `null` does not get its default. Fails if the weights are MXFP4, which only gpt-oss supports.
+/// Parses a family's config.json. An absent field gets its value from `defaults`, the family's defaults as in
+/// transformers, or else from `fallback`. A field that is `null` does not get a default.
+/// Fails if the weights are MXFP4, which only gpt-oss supports.
 pub(super) fn parse<T: DeserializeOwned>(family: &str, mut json: Value, defaults: Value) -> Result<T> {
     if json["quantization_config"]["quant_method"] == "mxfp4" {
         bail!("quantization 'mxfp4' is not supported for {family}");

@@ -30,7 +30,7 @@ pub const FAMILY: Family = Family {
     read,
 };
 
-/// The norms that only Gemma has.
+/// The norms that Gemma has in addition to the norms of the standard decoder.
 pub(super) const NORMS: &[TensorRow] = &[
     tensor("pre_feedforward_layernorm", Group::Norms, F32, Whole),
     tensor("post_feedforward_layernorm", Group::Norms, F32, Whole),

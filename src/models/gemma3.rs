@@ -89,6 +89,7 @@ fn read_multimodal(mut json: Value) -> Result<Box<dyn Architecture>> {
 ///
 /// Newer files have a `rope_parameters` object with one entry per layer type.
 /// Older files have the fields `rope_theta`, `rope_scaling` and `rope_local_base_freq`.
+/// Fails if `rope_parameters` has no entry for full-attention layers.
 fn split_rope(json: &mut Value) -> Result<()> {
     let local = json["rope_local_base_freq"].as_f64().unwrap_or(10_000.0);
     let by_type = json["rope_parameters"].take();

@@ -54,7 +54,7 @@ pub struct ModelConfig {
     pub family: &'static Family,
     pub architecture: Box<dyn Architecture>,
     /// The quantization, such as `mxfp4` or `w8a8 int8`. `None` for safetensors files with float weights.
-    /// For a GGUF file, the name of the file type, such as `Q4_K_M` or `F16`.
+    /// For a GGUF file, the file type, such as `Q4_K_M` or `F16` (see [`GgufCheckpoint::quantization`]).
     pub quantization: Option<String>,
 }
 
@@ -65,8 +65,8 @@ impl ModelConfig {
     }
 }
 
-/// Reads the config of the snapshot in `dir`, or of the GGUF file at this path.
-/// If the snapshot has safetensors weights or no GGUF file, reads config.json, and otherwise the GGUF file.
+/// Reads the config of the snapshot or GGUF file at `dir`.
+/// In a snapshot with a GGUF file and no safetensors weights, the GGUF file has the config, otherwise config.json.
 /// Fails with [`Error::UnsupportedArchitecture`] if no family supports the model.
 pub fn read_config(dir: &Path) -> Result<ModelConfig> {
     if let Some(path) = snapshot::gguf::find(dir)? {
@@ -120,8 +120,8 @@ pub fn declared_model_type(dir: &Path) -> Option<String> {
     json["model_type"].as_str().or(json["architectures"][0].as_str()).map(str::to_string)
 }
 
-/// Returns the tensor table of the family that config.json names.
-/// Returns the table of the usual names if inferno does not support the architecture, or if `json` names none.
+/// Returns the tensor table of the family that `json`, the contents of config.json, names.
+/// If `json` names no supported family, returns the table of the usual tensor names.
 pub fn tensor_table(json: &Value) -> TensorTable {
     find_family(json).map_or(general::TENSORS, |family| family.tensors)
 }

@@ -61,7 +61,7 @@ pub(super) trait StandardDecoder: Send + Sync {
     /// Loads the attention and the MLP of one layer.
     fn load_parts(&self, weights: &Weights, layer: LayerInfo) -> Result<(Attention, Mlp)>;
 
-    /// Returns the config of everything in the decoder except attention and the MLPs.
+    /// Returns the config of the decoder, except the configs of its attention and MLPs.
     fn decoder_config(&self, _: &Weights, context: usize) -> Result<DecoderConfig> {
         self.common().decoder_config(self.layers(), context)
     }

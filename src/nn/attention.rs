@@ -59,7 +59,7 @@ impl AttentionConfig {
         }
     }
 
-    /// Returns the output size of q_proj, and the output size of k_proj and v_proj.
+    /// Returns the output size of q_proj, and the common output size of k_proj and v_proj.
     fn projection_sizes(&self) -> (usize, usize) {
         (self.heads * self.spec.head_dim, self.spec.kv_heads * self.spec.head_dim)
     }

@@ -71,7 +71,8 @@ impl Decoder {
     ///
     /// `load_parts` loads the attention and the MLP of one layer. `config` describes everything else.
     ///
-    /// Fails if the checkpoint has more layers than `config`, or if `context` exceeds the model's learned positions.
+    /// Fails if the checkpoint has more layers than `config`, except layers for multi-token prediction,
+    /// or if `context` exceeds the model's learned positions.
     /// Also fails if one of this rank's layers has a tensor that was not loaded,
     /// unless `tensors` says that the model does not load it.
     /// If ranks divide each layer, only the first rank checks this.
@@ -194,8 +195,8 @@ impl Decoder {
         self.logits_of_ranks(&self.own_logits(hidden, sum_order, None)?)
     }
 
-    /// Returns this rank's part of the logits of hidden states, f32 `[rows, tokens]`.
-    /// The part has the logits of the tokens in [`own_tokens`](Self::own_tokens).
+    /// Returns this rank's part of the logits of hidden states, f32 `[rows, columns]`.
+    /// There is one column for each token id in [`own_tokens`](Self::own_tokens).
     /// May write the logits to `out`, which must have this dtype and shape, and return `out`.
     pub fn own_logits(&self, hidden: &Tensor, sum_order: SumOrder, out: Option<&Tensor>) -> Result<Tensor> {
         let out = out.filter(|_| self.final_softcap.is_none());
@@ -207,9 +208,9 @@ impl Decoder {
     }
 
     /// Like [`own_logits`](Self::own_logits), but also finds candidates for the largest of this rank's logits,
-    /// and leaves the logits unwritten if `output.skips_logits` says so.
-    /// Computes nothing and returns false if the kernel for the logits does not find candidates
-    /// (see [`matmul_best`](crate::kernels::matmul::matmul_best)).
+    /// and does not write the logits if `output.skips_logits` is not 0.
+    /// Computes nothing and returns false if the output head is quantized, if the logits have a soft cap,
+    /// or if the kernel does not support the product (see [`matmul_best`](crate::kernels::matmul::matmul_best)).
     #[cfg(feature = "cuda")]
     pub fn own_best_logits(&self, hidden: &Tensor, sum_order: SumOrder, output: &LogitsOutput) -> Result<bool> {
         match &self.lm_head {
@@ -295,7 +296,8 @@ impl Decoder {
     pub fn load_product_kernels(&self, tokens: usize, rows: usize) -> Result<()> {
         #[cfg(feature = "cuda")]
         if self.is_on_gpu() {
-            // Layers with equal matrices share their kernels. The form is `None` for the first product of an MLP.
+            // Matrices with the same dimensions, format and form need the same kernels, so only the first of them runs.
+            // The form is `None` for the first product of an MLP.
             let mut known = Vec::new();
             let mut load = |linear: &Linear, form: Option<PartialForm>, run: &dyn Fn(&Tensor) -> Result<()>| {
                 let kind = (linear.weight.dims(), linear.weight.format(), form);
@@ -361,7 +363,7 @@ impl Decoder {
     }
 
     /// Returns how many bytes of this rank's weights a decode step reads for one token.
-    /// The count includes all dense weights, the chosen experts, and one row of the embedding.
+    /// Counts one row of the embedding, the chosen experts, and all other weights of the layers, norms and output head.
     pub fn step_bytes(&self) -> u64 {
         let row = self.embed_tokens.bytes() / self.vocab_size() as u64;
         row + self.layers.iter().map(DecoderLayer::step_bytes).sum::<u64>() + self.norm.bytes() + self.lm_head.bytes()

@@ -6,7 +6,7 @@ use super::kv_cache::LayerSpec;
 use super::norm::NormConfig;
 use super::rope::{RopeFrequencies, RotaryEmbedding};
 
-/// The config of a decoder, without the parts that only its attention and MLPs need.
+/// The config of a decoder, except the configs of its attention and MLPs.
 pub struct DecoderConfig {
     pub vocab_size: usize,
     pub hidden_size: usize,

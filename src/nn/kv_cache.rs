@@ -125,7 +125,7 @@ impl CacheLayout {
         row.saturating_mul((self.layers_per_group * BLOCK_TOKENS) as u64)
     }
 
-    /// Returns the maximum number of blocks that a sequence of `tokens` tokens uses at once, over all layer groups.
+    /// Returns the maximum number of blocks that a sequence of `tokens` tokens uses at once in all layer groups.
     /// `chunk` is the maximum number of tokens of the sequence that one step computes.
     pub fn peak_blocks(&self, tokens: usize, chunk: usize) -> usize {
         self.windows.iter().map(|&window| peak_blocks(window, tokens, chunk)).sum()

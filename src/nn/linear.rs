@@ -20,9 +20,9 @@ pub(super) fn gate_up_rows(share: &Range<usize>, intermediate_size: usize) -> [R
     [share.clone(), intermediate_size + share.start..intermediate_size + share.end]
 }
 
-/// Whether a projection has a bias. The model family or config.json decides, not the tensors in the checkpoint.
-/// GGUF metadata does not say which projections have a bias.
-/// If the models of a family differ, the tensors of the first layer in the GGUF file decide.
+/// Whether a projection has a bias. The model family or config.json decides, even if a safetensors file has a bias.
+/// GGUF metadata does not say which projections have a bias. Therefore, if the models of a family differ,
+/// the tensors of the first layer in the GGUF file decide.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Bias {
     With,
@@ -49,7 +49,7 @@ impl Linear {
         Self::load_stacked(&[(weights.clone(), output)], input, bias)
     }
 
-    /// Loads an unquantized layer with its weight in the float type `dtype`. Inputs must have this dtype.
+    /// Loads a layer whose weight is converted to the float type `dtype`, never quantized. Inputs must have this dtype.
     pub fn load_with_dtype(weights: &Weights, input: usize, output: usize, bias: Bias, dtype: DType) -> Result<Self> {
         let weight = Matrix::Dense(weights.float_as("weight", &[output, input], dtype)?);
         let bias = (bias == Bias::With).then(|| weights.float_as("bias", &[output], DType::F32)).transpose()?;
@@ -96,7 +96,7 @@ impl Linear {
         self.weight.bytes() + self.bias.as_ref().map_or(0, kernels::bytes)
     }
 
-    /// Maps x `[tokens, in]` to this rank's summand of the output: x·Wᵀ, where x and W have only this rank's columns.
+    /// Maps x `[tokens, in]` to this rank's part of the output: x·Wᵀ, where x and W have only this rank's columns.
     /// `form` determines the dtype, and whether the product may consist of several parts.
     /// The result includes the bias as a separate vector, which is not yet added.
     pub(super) fn forward_partial(

@@ -164,12 +164,12 @@ impl GatedMoe {
 }
 
 /// Reshapes a matrix of stacked experts from `[experts * rows, columns]` to `[experts, rows, columns]`.
-/// Fails if the parts of the matrix are quantized in different formats.
+/// Fails if its experts are not all quantized in the same way.
 fn split_experts(matrix: Matrix, shape: [usize; 3]) -> Result<ExpertWeights> {
     match matrix {
         Matrix::Dense(weights) => Ok(ExpertWeights::Dense(weights.reshape(&shape)?)),
         Matrix::Quantized(mut parts) if parts.len() == 1 => Ok(ExpertWeights::Quantized(parts.remove(0), shape[0])),
-        _ => bail!("cannot load the MoE layer: its experts are quantized in different formats"),
+        _ => bail!("cannot load the MoE layer: its experts are not all quantized in the same way"),
     }
 }
 

@@ -24,7 +24,8 @@ pub struct NormConfig {
 pub enum NormKind {
     /// RMSNorm: x / sqrt(mean(x²) + eps) · w.
     Rms,
-    /// RMSNorm. Safetensors files store each weight w as w - 1 (Gemma). GGUF files store w, and loading subtracts 1.
+    /// RMSNorm. Safetensors files store each weight w as w - 1 (Gemma), and [`Norm::load`] adds 1.
+    /// GGUF files store w. Reading these files subtracts 1, so that `Norm::load` can always add 1.
     RmsOffByOne,
     /// LayerNorm with a bias.
     Layer,

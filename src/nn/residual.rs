@@ -24,7 +24,7 @@ pub(crate) struct PartialOutput<'l> {
 pub(crate) enum PartialRows {
     /// The rows in one tensor, in f32 or in the compute dtype (see [`PartialForm`]).
     Summed(Tensor),
-    /// A product whose parts are not yet added up: f32 `[parts, tokens, hidden]` (see `matmul_parts` in `kernels`).
+    /// A product whose parts are not yet added up: f32 `[parts, tokens, hidden]` (see `kernels::matmul::matmul_parts`).
     /// One kernel can add the parts to the residual stream and normalize the sum.
     ProductParts(Tensor),
     /// The outputs of each token's experts, not yet added up.
@@ -34,7 +34,8 @@ pub(crate) enum PartialRows {
 }
 
 impl PartialRows {
-    /// Returns the rows as one tensor. Sums expert outputs to their own dtype if `form` is `Rounded`, otherwise to f32.
+    /// Returns the rows as one tensor. The sum of expert outputs has the dtype of the outputs if `form` is `Rounded`,
+    /// otherwise f32.
     fn summed(self, form: PartialForm) -> Result<Tensor> {
         let _ = form; // unused in a build without the feature `cuda`
         match self {
@@ -50,7 +51,7 @@ impl PartialRows {
 }
 
 /// The maximum number of rows whose expert outputs the exchange of several ranks adds up.
-/// With more rows, a kernel of its own adds them up faster, because it keeps more loads in flight.
+/// With more rows, a separate kernel adds up the expert outputs faster, because it keeps more loads in flight.
 #[cfg(feature = "cuda")]
 const MAX_EXCHANGED_EXPERT_ROWS: usize = 256;
 
@@ -71,7 +72,7 @@ impl PartialForm {
     pub fn choose(world: &World, device: &Device, (rows, hidden): (usize, usize), post_norm: Option<&Norm>) -> Self {
         match post_norm {
             None if world.size() == 1 => Self::ProductParts,
-            // Without several parts, a product takes less time in the compute dtype.
+            // A product that cannot have several parts takes less time in the compute dtype (`Rounded`).
             None if world.adds_up_partials() && has_parts(device, rows) => Self::ProductParts,
             _ if world.can_round(rows * hidden) => Self::Rounded,
             _ => Self::F32,
@@ -175,7 +176,7 @@ impl<'l> Residual<'l> {
     }
 
     /// Adds the partial results of all ranks and the bias to x, and returns the normalized sum.
-    /// Returns `None` if no exchange supports this (see [`World::add_partials`]).
+    /// Returns `None` for a LayerNorm, or if no exchange supports the update (see [`World::add_partials`]).
     fn add_partials(
         &mut self,
         y: PartialResult,

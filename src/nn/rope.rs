@@ -4,7 +4,7 @@
 //! The fields of config.json can have the names of transformers 4 or of transformers 5.
 //!
 //! The rotation kernel is in `kernels::attention::rope`.
-//! Unlike `candle_nn::rotary_emb`, the kernel takes one position per token, can rotate only part of a head,
+//! Unlike `candle_nn::rotary_emb`, the kernel takes one position per token, can leave a part of each head unrotated,
 //! adds the biases of q, k and v, applies the q/k norm, and casts the result.
 
 use std::f32::consts::PI;
@@ -24,7 +24,7 @@ const MIN_THETA: f64 = 2.0;
 const MAX_THETA: f64 = 1e15;
 
 /// The range of RoPE scaling parameters. `factor` must also be at least 1.
-/// The range is far wider than the values of published models, to exclude only broken files.
+/// The range is far wider than the values of published models, so it excludes only broken files.
 const MIN_FACTOR: f64 = 1e-3;
 const MAX_FACTOR: f64 = 1e6;
 

@@ -13,7 +13,7 @@ use crate::conversation::{ReasoningVisibility, Session, Turn};
 use crate::terminal::{Color, TurnView, WindowSize, dim, stdout_color, stdout_columns};
 use crate::text::{printable, without_controls, wrapped};
 
-/// Displays one chat turn. A key listener, if any, handles keys while the answer streams.
+/// Displays one chat turn. A key listener, if any, reads keys while the answer streams.
 pub struct TurnDisplay {
     output: TurnOutput,
     /// The visibility of reasoning when the turn started.

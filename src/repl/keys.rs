@@ -1,4 +1,4 @@
-//! Handles keys while an answer streams.
+//! Reads keys while an answer streams: Ctrl-O, Ctrl-Z and the text of the next messages.
 //!
 //! While the listener runs, the terminal sends each key immediately and does not echo it. Ctrl-C still raises a signal.
 //! When the key listener ends, it restores the terminal modes.

@@ -143,7 +143,7 @@ impl TypeAhead {
         }
     }
 
-    /// Handles a pause in the input. An escape byte before a pause is the Esc key, not the start of a sequence.
+    /// Records a pause in the input. An escape byte before a pause is the Esc key, not the start of a sequence.
     pub fn pause(&mut self) {
         if self.escape == EscapeState::Escape {
             self.escape = EscapeState::None;

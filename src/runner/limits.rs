@@ -17,7 +17,7 @@ pub struct RunnerLimits {
     pub chunk: usize,
 }
 
-/// How a runner runs its steps.
+/// Options for how a runner runs its steps.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct RunnerOptions {
     /// Whether to run all steps one operation at a time, without CUDA graphs.
@@ -25,12 +25,12 @@ pub struct RunnerOptions {
     /// If set, the results of a sequence are deterministic: they do not depend on other sequences. See [`PromptParts`].
     pub prompt_parts: Option<PromptParts>,
     /// Whether to queue steps where the runner can. `None` queues steps on GPUs only.
-    /// A CPU runs queued steps immediately. There, queueing only lets tests check the order of events without a GPU.
+    /// A CPU runs queued steps immediately. Tests use such steps to check the order of events without a GPU.
     pub queue_steps: Option<bool>,
 }
 
 impl RunnerOptions {
-    /// Returns the order of additions in decode steps, which is fixed if results are deterministic.
+    /// Returns the order of additions in batch graphs and queued steps, which is fixed if `prompt_parts` is set.
     pub fn sum_order(self) -> SumOrder {
         if self.prompt_parts.is_some() { SumOrder::Fixed } else { SumOrder::Fastest }
     }
@@ -49,8 +49,8 @@ pub struct PromptParts {
 }
 
 impl PromptParts {
-    /// The maximum number of tokens in a part. Larger parts would be faster to compute.
-    /// However, prompts reuse only whole parts from the prefix cache.
+    /// The maximum number of tokens in a part.
+    /// Larger parts would be faster to compute, but prompts reuse only whole parts from the prefix cache.
     const MAX_TOKENS: usize = 512;
 
     /// Creates prompt parts for passes of at most `chunk` tokens.

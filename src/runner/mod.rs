@@ -1,15 +1,16 @@
-//! Runs the steps of a model on its device. On a GPU, decode steps usually run as CUDA graphs.
-//! There are batch graphs, one for each padded batch size, and the decode graph.
-//! The decode graph has fused kernels for a single sequence.
+//! Runs the steps of a model on its device.
 //!
-//! A [`Runner`] handles token ids, positions and block tables.
-//! Its callers handle requests and text, and pass a sampler ([`TokenSampler`]) for each sequence that needs a token.
+//! On a GPU, decode steps usually run as CUDA graphs: the decode graph, which has fused kernels for a single sequence,
+//! or batch graphs, one for each padded batch size.
+//!
+//! A [`Runner`] works on token ids, positions and block tables, and knows no requests or text.
+//! Its callers pass a sampler ([`TokenSampler`]) for each sequence that needs a token.
 //! The modules are:
 //!
 //! - `run/`: the methods `step`, `queue` and `take` of `Runner`, for steps of one or more sequences
 //! - `solo/`: runs one sequence that has the KV cache to itself; `solo_sequence`: the state of this sequence
 //! - `step/`: the input of a step, what runs the step, and its cost and duration
-//! - `sampling/`: the interface of samplers, and choosing tokens on the host or on a GPU
+//! - `sampling/`: the interface of samplers, and functions that choose tokens on the host or on a GPU
 //! - `launcher/`: launches steps on the GPU of one rank: batch graphs and queued steps
 //! - `queued_steps/`: the steps that are queued, and their buffers on a GPU
 //! - `decode_graph/`: the decode graph, its plan, and why a runner has no decode graph
@@ -125,7 +126,7 @@ impl Runner {
     }
 
     /// Returns how all prompts are divided into parts, or `None` without `--deterministic`.
-    /// Without `--deterministic`, single requests can still be deterministic.
+    /// Without `--deterministic`, individual requests can still be deterministic ([`StepSequence::prompt_parts`]).
     pub fn prompt_parts(&self) -> Option<PromptParts> {
         self.options.prompt_parts
     }
@@ -135,7 +136,7 @@ impl Runner {
         &self.cache
     }
 
-    /// Returns whether a rank has failed. After such a failure, every later step fails.
+    /// Returns whether one of several ranks has failed. After such a failure, every later step fails.
     pub fn has_failed_rank(&self) -> bool {
         self.ranks.has_failed_rank()
     }
@@ -150,8 +151,8 @@ impl Runner {
         !self.ranks.is_single()
     }
 
-    /// Restarts the timeouts of [`ping_ranks`](Self::ping_ranks). The engine calls this function when it begins to wait
-    /// for requests.
+    /// Restarts the timeouts of [`ping_ranks`](Self::ping_ranks).
+    /// The engine calls this function when it begins to wait for requests.
     pub fn restart_ping_timeouts(&self) {
         self.ranks.restart_ping_timeouts();
     }

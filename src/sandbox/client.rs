@@ -115,8 +115,8 @@ impl Process {
     /// Sends a request and waits for the response. Fails if the sandbox process ends or takes too long.
     fn call(&mut self, dir: &Path, request: &SandboxRequest, body: &[u8]) -> Result<(SandboxResponse, Vec<u8>)> {
         let budget = Budget::of(request, body);
-        // If the sandbox process has ended, this write fails with a broken pipe. Ignore the error.
-        // The read below also fails, and `failure` then reports why the process ended.
+        // If the sandbox process has ended, this write fails with a broken pipe. Do not return this error here:
+        // the read below also fails, and `failure` then reports why the process ended.
         let written = protocol::write(&mut self.stdin, request, body);
         if let Err(error) = &written
             && error.downcast_ref().is_none_or(|error: &io::Error| error.kind() != io::ErrorKind::BrokenPipe)

@@ -1,4 +1,4 @@
-//! The memory and CPU limits of a request. The sandbox process limits itself before it processes untrusted data.
+//! The memory and CPU limits of a request. The sandbox process sets them for itself before it answers the request.
 
 use std::fs;
 use std::time::Duration;

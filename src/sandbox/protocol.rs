@@ -13,7 +13,7 @@ use serde_json::Value;
 use crate::chat::{Message, RenderOptions};
 use crate::tokenizer::ControlTokens;
 
-/// The command-line argument that starts this program as a sandbox process. Lists of processes show this argument.
+/// The command-line argument that starts this program as a sandbox process. `ps` shows it.
 pub const ARGUMENT: &str = "language-sandbox";
 
 /// The maximum size of the header or the body of a frame, in bytes.

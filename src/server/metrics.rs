@@ -1,4 +1,4 @@
-//! The Prometheus metrics of a server, in the text format 0.0.4.
+//! The metrics of a server, in version 0.0.4 of Prometheus's text format.
 
 use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};
@@ -166,7 +166,7 @@ impl Metrics {
             requests: make.counters("request_success_total", "Finished answers.", "finished_reason", FINISH_REASONS)?,
             admission_rejections: make.counters(
                 "admission_rejections_total",
-                "Rejected requests.",
+                "Requests rejected because the queue had no room for their answers.",
                 "reason",
                 REJECTION_REASONS,
             )?,
@@ -235,7 +235,7 @@ impl HttpMetrics {
             connections: make.gauge("open_connections", "Open connections.")?,
             refused_connections: make.counter(
                 "refused_connections_total",
-                "Connections above the connection limit. The server refuses most requests on them, or closes them.",
+                "Connections above the limit. They serve only health checks and metrics, or are closed at once.",
             )?,
         })
     }

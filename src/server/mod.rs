@@ -5,7 +5,7 @@
 //!
 //! - `openai/`, `anthropic/`, `ollama/`: the routes of these APIs; `dialect`: the error format of each API
 //! - `routes/`: health, load, metrics, records, receipts, tokenization and the admission preview
-//! - `generation/`: runs requests and turns their events into responses
+//! - `generation/`: runs requests and turns their events into the parts of responses
 //! - `http/`: request bodies, errors, access and logging; `connections/`: accepts, encrypts and closes connections
 //! - `limits/`: limits the number of sequences, and estimates when the client should retry a rejected request
 //! - `records/`: keeps records of requests, and signs receipts

@@ -7,13 +7,13 @@ use tokio_rustls::rustls::ServerConfig;
 
 use super::records::RecordOptions;
 
-/// The options of a server, set by the flags of `inferno serve`.
+/// The options of a server, from the command line of `inferno serve`.
 #[derive(Clone, Debug)]
 pub struct ServerOptions {
     /// The name of the model in requests and responses.
     pub model: String,
-    /// The valid API keys. Without keys, every client has access, except web pages of other sites
-    /// whose origins are neither local nor in `cors_origins`.
+    /// The valid API keys. Without keys, every client has access, except web pages whose origin is neither local
+    /// nor in `cors_origins`. `no_auth` also allows the chat page of this server.
     pub api_keys: Vec<String>,
     /// The origins of web pages that may use the API. `*` allows every origin.
     pub cors_origins: Vec<String>,
@@ -46,8 +46,7 @@ pub struct Timeouts {
     pub body: Duration,
     /// The maximum time that a request waits before its prefill starts.
     pub queue: Duration,
-    /// The time limit for a client to accept the next `MIN_BYTES` (`connections/write_limit.rs`) of a response,
-    /// or all waiting bytes if there are fewer.
+    /// The time limit for a client to accept the next 4 KiB of a response, or all waiting bytes if there are fewer.
     pub write: Duration,
     /// The time between keep-alive messages while a stream has no events.
     pub ping: Duration,

@@ -1,12 +1,11 @@
 //! Lets the retry of a request receive the answer to an earlier attempt.
 //!
 //! Clients such as OpenAI's retry a request if the connection breaks.
-//! For some requests, the server therefore continues to generate the answer for a short time after such a break.
+//! If the request has an idempotency key, or a retry count other than 0, the server therefore continues to generate
+//! the answer for a short time after such a break.
+//! OpenAI's clients send the retry count in the header `x-stainless-retry-count`.
 //! A retry with the same path, body, API key, idempotency key and `x-inferno-*` headers receives this answer.
-//! The server keeps the answer only if the request has an idempotency key, or a retry count that is not 0.
-//! OpenAI's clients send this count in the header `x-stainless-retry-count`.
-//! For all other requests, a broken connection cancels the answer, because the server cannot know whether the client
-//! will retry.
+//! For all other requests, a broken connection cancels the answer, because nothing shows that the client will retry.
 //! Once the stream of an answer has begun, a broken connection cancels the answer,
 //! because clients do not retry such a stream.
 

@@ -116,13 +116,13 @@ impl Server {
         self.engine().is_none_or(|engine| engine.is_responsive(MAX_STEP))
     }
 
-    /// Returns whether the engine can no longer answer requests, because its thread has ended or a GPU has failed.
+    /// Returns whether the engine can no longer answer requests, because its thread has ended or a device has failed.
     pub fn has_failed(&self) -> bool {
         self.engine().is_some_and(EngineHandle::has_stopped)
     }
 
-    /// Returns the error of the failed GPU, or `None` if no GPU has failed.
-    /// Always returns `None` if a single device runs the model.
+    /// Returns the error of the failed device, or `None` if no device has failed.
+    /// Always returns `None` if a single rank runs the model.
     pub fn failure(&self) -> Option<Error> {
         self.engine().and_then(EngineHandle::failure)
     }
@@ -144,7 +144,7 @@ impl Server {
         self.recorder.finish();
     }
 
-    /// Makes the server reject new requests for answers. Other routes, such as `/v1/models`, still work.
+    /// Makes the server reject new requests for answers. Routes such as `/v1/models` still work.
     pub fn drain(&self) {
         self.enter(Phase::Draining);
     }

@@ -78,7 +78,7 @@ pub fn part_names(first: &str) -> Vec<String> {
     }
 }
 
-/// Returns `path` if it is a GGUF file, or the only GGUF model in the directory `path`.
+/// Returns `path` if it names a GGUF file, or the only GGUF model in the directory `path`.
 ///
 /// Returns `None` if the directory has safetensors weights or no GGUF model.
 /// Fails if the directory has several GGUF models. The error lists the models.
@@ -176,7 +176,7 @@ pub fn split_tag(model: &str) -> (&str, Option<&str>) {
 
 /// Returns the name of each model in a repository: `name` for a single model, or `name:TAG` for each of several models.
 ///
-/// If several files of a repository have the same tag, the models are named `name:FILE` instead, after their files.
+/// Models that share a tag with another model of the repository are named `name:FILE` instead, after their files.
 pub fn model_names(name: &str, files: &[impl AsRef<str>]) -> Vec<String> {
     let mut counts = HashMap::new();
     for file in files {

@@ -40,6 +40,8 @@ const CONFIG_FILES: [&str; 6] = [
 /// Returns the paths of all files that a model is loaded from: its weights, its tokenizer and its configuration.
 ///
 /// `path` is a GGUF file, or a directory that contains safetensors files or one GGUF model.
+/// Fails if the directory has several GGUF models, an invalid shard index, or no complete safetensors weights.
+/// Does not check whether the parts of a GGUF model exist.
 pub fn model_files(path: &Path) -> Result<Vec<PathBuf>> {
     if let Some(first) = gguf::find(path)? {
         let name = first.file_name().unwrap_or_default().to_string_lossy();
@@ -52,7 +54,8 @@ pub fn model_files(path: &Path) -> Result<Vec<PathBuf>> {
 
 /// Returns the names of the files that are missing from a model's directory.
 ///
-/// The list is empty if `dir` has all files that `required` names. A GGUF model always needs exactly its GGUF files.
+/// The list is empty if `dir` has all files that `required` names.
+/// Without safetensors weights, a complete GGUF model is enough.
 /// If all GGUF models in `dir` are incomplete, lists the first missing part of each of them.
 /// The names are relative to `dir` and use `/` as the separator, as on a hub.
 pub fn missing_files(dir: &Path, required: Required) -> Vec<String> {

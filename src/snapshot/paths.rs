@@ -1,4 +1,4 @@
-//! Validation of file names from hubs, shard indexes and directories.
+//! Validates file names from hubs, shard indexes and directories.
 
 use std::path::{Component, Path};
 

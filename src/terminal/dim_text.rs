@@ -8,7 +8,7 @@ pub struct DimText {
     rows: Vec<StyledLine>,
     /// The number of `rows` that have already been printed.
     printed: usize,
-    /// The text after the last finished row, which is not wrapped yet.
+    /// The unwrapped text after the last finished row.
     rest: String,
     words: usize,
     is_in_word: bool,
@@ -69,7 +69,7 @@ impl DimText {
         &self.rows[..self.printed]
     }
 
-    /// Marks the last `rows` printed rows as not printed, because they were removed from the screen.
+    /// Marks the last `rows` printed rows as not printed, because they have moved back into the live region.
     pub fn unprint(&mut self, rows: usize) {
         self.printed -= rows;
     }

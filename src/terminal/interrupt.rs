@@ -1,4 +1,4 @@
-//! Makes Ctrl-C stop the current answer instead of ending the program.
+//! Makes Ctrl-C stop the current answer. Until the answer has stopped, a second Ctrl-C ends the program.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};

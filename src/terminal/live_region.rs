@@ -131,7 +131,6 @@ struct ScreenChange<'r> {
 
 impl<'r> ScreenChange<'r> {
     fn new(shown: &'r [Row], next: &'r [&'r Row], is_resized: bool) -> Self {
-        // Skip leading rows that are already on the screen.
         let mut same = shown.iter().zip(next).take_while(|(a, b)| a == *b).count();
         if is_resized {
             same = 0;

@@ -3,7 +3,7 @@
 //! - `view`: shows an answer while it streams, with `markdown`, `styled_text` and `dim_text`
 //! - `live_region`: redraws the last lines in place
 //! - `notice`, `style`: single messages, and colors
-//! - `interrupt`, `signals`, `modes`: Ctrl-C, and the state of the terminal
+//! - `interrupt`, `signals`: Ctrl-C and other signals; `modes`: saves and restores the terminal modes
 
 mod dim_text;
 pub mod interrupt;

@@ -13,8 +13,8 @@ static PREVIOUS: OnceLock<[Option<libc::sigaction>; 64]> = OnceLock::new();
 
 /// Makes a write beyond the file size limit (`ulimit -f`) fail. By default, SIGXFSZ would end the program.
 ///
-/// The signal handler does nothing.
-/// The handler is used instead of `SIG_IGN`, which programs that inferno starts, such as $EDITOR, would inherit.
+/// Installs a handler that does nothing instead of `SIG_IGN`, because programs that inferno starts, such as $EDITOR,
+/// would inherit `SIG_IGN`.
 pub(super) fn survive_file_size_limit() {
     extern "C" fn do_nothing(_: libc::c_int) {}
     let action = SigAction::new(SigHandler::Handler(do_nothing), SaFlags::SA_RESTART, SigSet::empty());

@@ -83,7 +83,7 @@ impl<'de> Visitor<'de> for MergeVisitor {
 }
 
 /// Parses a tokenizer.json. Returns `None` if the model is not BPE or the file is not in the expected format.
-/// After `None`, the caller must let the library parse the file.
+/// After `None`, the caller must let the library parse the file. Fails if the library cannot build the tokenizer.
 pub fn parse(bytes: &[u8]) -> Result<Option<Tokenizer>> {
     fn read<'b, T: Deserialize<'b>>(bytes: &'b [u8]) -> Option<T> {
         // `read` may run on a rayon thread, where the caller's guard has no effect. Rayon passes panics to the caller.

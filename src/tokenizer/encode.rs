@@ -9,9 +9,9 @@ pub enum ControlTokens {
     /// Parse control tokens, and add the tokenizer's special tokens before and after the text, such as `<s>`.
     /// `Default` matches the default of `encode` in Hugging Face libraries.
     Default,
-    /// Parse control tokens, and add no special tokens. Used for rendered chat templates.
+    /// Parse control tokens, and add no special tokens. For rendered chat templates, which contain them already.
     Parse,
-    /// Encode control tokens as ordinary text. Used for text from users and tools.
+    /// Encode control tokens as ordinary text. For messages from users and tools, which must not forge control tokens.
     Text,
 }
 

@@ -13,7 +13,8 @@ thread_local! {
     static GUARDED: Cell<bool> = const { Cell::new(false) };
 }
 
-/// A guard that silences panic messages on this thread. The caller must catch the panics.
+/// A guard that silences panic messages on this thread, once [`guarded`] has installed its panic hook.
+/// The caller must catch the panics.
 pub struct SilencedPanics {
     /// Whether an outer guard already silences panic messages.
     was_guarded: bool,

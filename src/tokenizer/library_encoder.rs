@@ -38,8 +38,8 @@ impl LibraryEncoder {
         Ok(Self { tokenizer: Mutex::new(library), control_ids, unmarked })
     }
 
-    /// Calls the library. With [`ControlTokens::Text`], the result can still contain control tokens that are not marked
-    /// special.
+    /// Encodes text with one call of the library.
+    /// With [`ControlTokens::Text`], the result can still contain control tokens that are not marked special.
     fn call_library(&self, text: &str, controls: ControlTokens) -> Result<Vec<u32>> {
         let mut tokenizer = self.tokenizer.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
         tokenizer.set_encode_special_tokens(controls == ControlTokens::Text);

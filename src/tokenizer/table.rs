@@ -20,7 +20,7 @@ const MAX_DECODER_STEPS: usize = 32;
 const MAX_DECODER_GROWTH: usize = 2;
 
 /// A control token: an added token that is marked special, or that has the form `<...>` or `[...]`, contains no
-/// whitespace and is not an HTML tag.
+/// whitespace and is not one of the `HTML_TAGS`.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct ControlToken {
     pub content: String,
@@ -156,7 +156,8 @@ impl TokenTable {
         Ok(table)
     }
 
-    /// Returns the bytes of a token, which may end inside a character. Returns no bytes for an id that has no token.
+    /// Returns the bytes of a token, which may begin or end inside a character.
+    /// Returns no bytes for an id that has no token.
     pub fn bytes(&self, id: u32) -> Vec<u8> {
         let Some(token) = self.token(id) else { return Vec::new() };
         if self.is_control(id) {
@@ -165,7 +166,7 @@ impl TokenTable {
         if self.is_byte_level {
             return token.chars().flat_map(bytes_of_char).collect();
         }
-        // SentencePiece spells a byte as `<0xE2>` and a space as `▁`.
+        // SentencePiece spells a byte such as 0xE2 as `<0xE2>`, and a space as `▁`.
         let byte = token.strip_prefix("<0x").and_then(|rest| u8::from_str_radix(rest.strip_suffix('>')?, 16).ok());
         byte.map_or_else(|| token.replace('▁', " ").into_bytes(), |byte| vec![byte])
     }
@@ -219,7 +220,8 @@ impl TokenTable {
 
 /// Returns the byte that a character of a byte-level vocabulary stands for, or the UTF-8 bytes of any other character.
 ///
-/// GPT-2 spells printable bytes as themselves. It spells all other bytes, in order, as the characters from U+0100.
+/// GPT-2 spells a printable byte as the character with the same code. It spells all other bytes, in order, as the
+/// characters from U+0100.
 fn bytes_of_char(character: char) -> Vec<u8> {
     let is_printable = |byte: &u8| matches!(byte, 33..=126 | 161..=172 | 174..=255);
     let code = character as usize;
@@ -244,7 +246,7 @@ fn controls(library: &tokenizers::Tokenizer) -> (Vec<ControlToken>, bool) {
 
 /// The names of HTML tags in the vocabularies of Gemma. Tags such as `<b>` and `</b>` are text, not control tokens.
 ///
-/// Gemma also has `<s>` and `</s>`, but in other vocabularies `<s>` and `</s>` are control tokens.
+/// The tag `s` of Gemma is not listed, because `<s>` and `</s>` are control tokens in other vocabularies.
 const HTML_TAGS: &[&str] = &[
     "table",
     "caption",

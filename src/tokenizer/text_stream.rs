@@ -33,7 +33,8 @@ impl TextStream {
 
     /// Creates a decoder that continues a text after `ids`.
     ///
-    /// The last four `ids` become the left context, because SentencePiece drops the space before a text's first word.
+    /// The last four `ids` become the left context.
+    /// Without left context, SentencePiece would drop the space before the next word.
     pub fn continuing(ids: &[u32]) -> Self {
         let context = &ids[ids.len().saturating_sub(4)..];
         Self { ids: context.to_vec(), emitted: context.len() }
@@ -43,7 +44,8 @@ impl TextStream {
     pub fn push(&mut self, tokenizer: &Tokenizer, id: u32) -> Result<String> {
         self.ids.push(id);
         let is_full = self.ids.len() - self.emitted >= MAX_HELD_IDS;
-        // Invalid bytes are returned as U+FFFD. Hold back the ids after them that may begin a valid character.
+        // Once the stream is full, `take` returns invalid bytes as U+FFFD.
+        // Hold back the last ids if they may begin a valid character.
         let begun = if is_full { self.begun_ids(tokenizer) } else { 0 };
         let held = self.ids.split_off(self.ids.len() - begun);
         let end = if is_full { IncompleteEnd::Replace } else { IncompleteEnd::Hold };

@@ -60,11 +60,12 @@ impl<'c> WeightsBuilder<'c> {
     }
 
     /// Sets whether this rank shares reads with the other ranks. By default, it does.
-    /// Bytes that several ranks need are read only once if the ranks share reads.
-    ///
-    /// Some reads are not shared: rows and long runs of bytes that no other rank needs,
-    /// quantized matrices that each rank needs whole, such as embeddings, the scales of 8-bit weights,
-    /// and E4M3 tensors without scales. Ranks that hold whole layers do not share the reads of their layers.
+    /// If the ranks share reads, bytes that several ranks need are read only once. Each rank still reads alone:
+    /// - rows and long runs of bytes that no other rank needs
+    /// - the layers of a rank that holds whole layers
+    /// - quantized matrices that each rank needs whole, such as embeddings
+    /// - the scales of 8-bit weights
+    /// - E4M3 tensors without scales
     pub fn share_reads(self, shares_reads: bool) -> Self {
         Self { shares_reads, ..self }
     }
@@ -84,11 +85,12 @@ impl<'c> WeightsBuilder<'c> {
     ///
     /// If a single rank loads safetensors files to a GPU without quantizing them, and the caller has set no reader,
     /// background threads start reading the files immediately.
-    /// Loading functions may return a tensor before its copy to the device is complete.
+    ///
+    /// On a GPU, the loading methods may return a tensor before its copy to the device is complete.
     /// Kernels on the device's stream wait for the copy to complete.
     pub fn build(mut self) -> Result<Weights<'c>> {
         let threads = match self.threads.take() {
-            // A matrix to quantize is read from its file when it is requested, so reading it ahead would be in vain.
+            // Quantizing reads each matrix when it is requested, so a background reader would read the matrix again.
             Some(ReaderThreads::Ahead(_)) if self.quantize.is_some() => ReaderThreads::Caller,
             Some(threads) => threads,
             None => self.default_threads()?,
@@ -117,7 +119,7 @@ impl<'c> WeightsBuilder<'c> {
         if let (Device::Cuda(cuda), Checkpoint::Safetensors(_)) = (&self.device, self.checkpoint) {
             let (target, options) = (CopyStream::new(cuda)?, ReadAheadOptions::default());
             // Do not read ahead for one of several ranks, which does not need all bytes,
-            // or for quantizing, which takes longer than reading.
+            // or for quantizing, which reads each matrix when it is requested.
             if self.world.size() > 1 || self.quantize.is_some() {
                 return Ok(ReaderThreads::Parts(Arc::new(PartReader::new(target, options))));
             }

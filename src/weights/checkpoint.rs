@@ -93,10 +93,10 @@ impl Checkpoint {
     }
 
     /// Returns the column unit of a matrix: ranks divide the columns only at multiples of this number.
-    /// The unit depends on the quantized format in the file, or else on the format of `target`.
-    /// Without either, it is 1. It can exceed 1 for a matrix that is loaded as floats in spite of its format or of
-    /// `target`, such as a transposed matrix of a safetensors file.
-    /// `columns` is the number of columns of the undivided matrix. Loading quantizes floats to `target`, if given.
+    /// It is the unit of the quantized format in the file, or else of the format to which loading quantizes floats
+    /// (`target`), or else 1. Matrices that loading never quantizes, such as transposed matrices of safetensors files,
+    /// also get the unit of `target`, which is larger than necessary.
+    /// `columns` is the number of columns of the undivided matrix.
     pub(super) fn column_unit(&self, name: &str, columns: usize, target: Option<QuantizationTarget>) -> usize {
         let stored = match self {
             Self::Gguf(model) => model.stored_type(name).and_then(quantized::format),
@@ -108,7 +108,7 @@ impl Checkpoint {
         unit_of(stored.or_else(|| target?.format(columns)))
     }
 
-    /// Returns the shape of a matrix that is quantized in the file, or `None` for other tensors.
+    /// Returns the memory format and the shape of a matrix that is quantized in the file, or `None` for other tensors.
     pub(super) fn quantized_shape(&self, name: &str, info: &TensorInfo) -> Option<QuantizedShape> {
         match (self, info.shape.as_slice()) {
             (Self::Gguf(model), _) => {

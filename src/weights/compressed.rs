@@ -31,7 +31,8 @@ use crate::text::{excerpt, library_error, quote};
 /// The prefix of a layer selector (target) that is a regular expression.
 const PATTERN: &str = "re:";
 
-/// The maximum number of targets in a `quantization_config`. Limits the time to look up the scheme of a layer.
+/// The maximum number of targets in a `quantization_config`, including the targets in `ignore`.
+/// Limits the time to look up the scheme of a layer.
 const MAX_TARGETS: usize = 10_000;
 /// The maximum number of regular expressions among the targets. Limits the memory of the compiled expressions.
 const MAX_PATTERNS: usize = 100;

@@ -63,7 +63,7 @@ impl InventoryTensor {
         }
     }
 
-    /// Returns the index of the tensor's layer: the first number in its name. `None` for tensors outside of layers.
+    /// Returns the index of the tensor's layer: the first number in its name. `None` if its name has no number.
     pub(super) fn layer(&self) -> Option<usize> {
         self.name.split('.').find_map(|part| part.parse().ok())
     }
@@ -130,7 +130,7 @@ impl Inventory {
                         let compute = || share_of_layer(&layers[layer], dimension, rank, ranks);
                         Some(*shares.entry((layer, dimension)).or_insert_with(compute))
                     }
-                    // Count the whole tensor if ranks do not divide it, or if its layer is beyond the last layer.
+                    // Count the whole tensor if ranks do not divide it, or if it belongs to no decoder layer.
                     _ => None,
                 };
                 weight_bytes = weight_bytes.saturating_add(match share_of {

@@ -222,14 +222,15 @@ impl Inventory {
         sum(self.tensors.iter().map(|tensor| tensor.bytes))
     }
 
-    /// Returns the size in the files of the tensors that a rank with the whole layers in `layers` loads, in bytes.
+    /// Returns the size in the files of the tensors that a rank loads if it holds the layers `layers` whole, in bytes.
     /// Such a rank also loads the tensors that belong to no layer.
     pub fn stage_bytes(&self, layers: &Range<usize>) -> u64 {
         let is_loaded = |tensor: &&InventoryTensor| tensor.layer().is_none_or(|layer| layers.contains(&layer));
         sum(self.tensors.iter().filter(is_loaded).map(|tensor| tensor.bytes))
     }
 
-    /// Returns the number of parameters. A byte of packed MXFP4 blocks counts as two, and MXFP4 scales do not count.
+    /// Returns the number of parameters. A byte of packed MXFP4 blocks counts as two.
+    /// MXFP4 scales and the `weight_shape` tensors of compressed-tensors do not count.
     pub fn parameters(&self) -> u64 {
         sum(self.tensors.iter().map(InventoryTensor::parameters))
     }
@@ -242,8 +243,8 @@ impl Inventory {
     }
 
     /// Returns an estimate of the size of the loaded weights in memory, in bytes.
-    /// The estimate also counts tensors that are not loaded, such as MTP layers (multi-token prediction),
-    /// and an output head if the embeddings are tied.
+    /// The estimate also counts some tensors that are not loaded, such as MTP layers (multi-token prediction),
+    /// or an output head in the files of a model with tied embeddings.
     /// From headers alone, the estimate of compressed-tensors weights can be too low:
     /// it omits padding, and the row scales that loading creates from a single scale per matrix.
     pub fn loaded_bytes(&self, dtype: DType) -> u64 {
@@ -279,10 +280,9 @@ impl Inventory {
         layers.into_values().max().unwrap_or(0)
     }
 
-    /// Returns the dequantized size of all quantized experts of a layer, in bytes.
+    /// Returns the dequantized size of all quantized experts of a layer, in bytes. Packed MXFP4 experts do not count.
     /// If layers differ, returns the largest size.
     /// In a forward pass over many tokens, a GPU dequantizes the experts of one layer at a time.
-    /// Packed MXFP4 experts are not counted in the dequantized size.
     pub fn unpacked_expert_layer(&self, dtype: DType) -> u64 {
         let mut layers: BTreeMap<Option<usize>, u64> = BTreeMap::new();
         for tensor in self.tensors.iter().filter(|tensor| tensor.is_expert() && tensor.dtype != "u8") {
@@ -321,7 +321,8 @@ impl Inventory {
 }
 
 impl MemoryFormat {
-    /// Returns the format of an unquantized float tensor. `dims` is the number of dimensions of the tensor.
+    /// Returns the format of a tensor that is loaded as floats, or of a tensor that is never loaded (0 bytes).
+    /// `dims` is the number of dimensions of the tensor.
     fn for_floats(name: &str, role: TensorRole, dims: usize) -> Self {
         if role.form == Form::Unloaded || is_never_loaded(name) {
             Self::Bytes(0)

@@ -40,8 +40,8 @@ pub struct Weights<'c> {
     pub(super) shared_reads: Option<SharedReads>,
 }
 
-/// The maximum size, in bytes, of an F32, F16 or BF16 tensor that is converted on the host.
-/// Larger tensors of safetensors files are converted on the device.
+/// The maximum size, in bytes, of an F32, F16 or BF16 tensor of a safetensors file that is converted on the host.
+/// Larger tensors are converted on the device. Tensors of GGUF files are always converted on the host.
 pub(super) const MAX_HOST_CONVERSION_BYTES: usize = 1 << 20;
 
 impl<'c> Weights<'c> {
@@ -206,7 +206,8 @@ impl<'c> Weights<'c> {
         Ok(self.progress.add_tensor(converted))
     }
 
-    /// Loads an E4M3 tensor that has no scales. Converts it on the host, because GPUs before Ada do not support E4M3.
+    /// Loads an E4M3 tensor that has no scales, or the part of it that `slice` selects.
+    /// `shape` is the shape in the file. Converts on the host, because GPUs before Ada do not support E4M3.
     fn float_from_e4m3(&self, name: &str, shape: &[usize], dtype: DType, slice: Option<Slice>) -> Result<Tensor> {
         let view = self.checkpoint.view(name)?;
         self.check_unscaled(name)?;
@@ -231,7 +232,7 @@ impl<'c> Weights<'c> {
         }
     }
 
-    /// Always returns [`Error::UnsupportedQuantization`], for a tensor that `quantization_config` does not describe.
+    /// Returns [`Error::UnsupportedQuantization`] for a tensor that `quantization_config` does not describe.
     fn refuse_quantized<T>(&self, name: &str, how: &str) -> Result<T> {
         let dtype = self.checkpoint.required(name)?.dtype;
         let what = format!("tensor {name} in {dtype} ({how}, but quantization_config does not describe the tensor)");

@@ -17,7 +17,7 @@ impl<'c> Weights<'c> {
     /// Loads the matrix `name` of each module in `parts` and concatenates the rows of these matrices.
     /// Each element of `parts` is a module and the number of rows of its matrix.
     ///
-    /// A matrix that is quantized in the file stays quantized.
+    /// A matrix that is quantized in the file stays quantized. MXFP4 matrices of GGUF files count as float matrices.
     /// If there is a quantization target, a float matrix is quantized if the target supports its row length.
     /// All other matrices are loaded as floats in the compute dtype.
     pub fn matrix(parts: &[(Self, usize)], name: &str, columns: usize) -> Result<Matrix> {

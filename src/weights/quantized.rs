@@ -281,7 +281,7 @@ impl<'c> MatrixRows<'c> {
     }
 }
 
-/// Quantizes a row to blocks of a ggml type. ggml's quantizers produce bit-identical blocks.
+/// Quantizes a row to blocks of a ggml type. The blocks dequantize to the same values as those of ggml's quantizers.
 fn quantize_row(ggml_type: GgmlType, values: Vec<f32>) -> Result<Vec<u8>> {
     let mut bytes = vec![0; values.len() / ggml_type.block_length() * ggml_type.block_bytes()];
     let mut blocks = bytes.chunks_exact_mut(ggml_type.block_bytes()).zip(values.chunks_exact(ggml_type.block_length()));

@@ -6,7 +6,8 @@ use safetensors::tensor::Dtype;
 /// The dtype, shape and size of one tensor, from a file header.
 #[derive(Clone, Debug)]
 pub struct TensorInfo {
-    /// The dtype in the file. Quantized GGUF tensors count as F32, packed MXFP4 experts as U8, and packed int8 as I8.
+    /// The dtype in the file, except that packed int8 weights count as I8. In GGUF files, MXFP4 experts count as U8,
+    /// and other quantized tensors as F32.
     pub dtype: Dtype,
     pub shape: Vec<usize>,
     bytes: usize,
@@ -37,7 +38,8 @@ impl TensorInfo {
         self.dtype == Dtype::U8
     }
 
-    /// Returns the candle dtype, or `None` for dtypes that cannot be loaded without conversion.
+    /// Returns the candle dtype of a tensor that can be loaded in its stored dtype: F32, F16, BF16 or U8.
+    /// Returns `None` for all other dtypes.
     pub fn candle_dtype(&self) -> Option<DType> {
         match self.dtype {
             Dtype::F32 => Some(DType::F32),

@@ -172,8 +172,8 @@ impl Group {
         }
     }
 
-    /// Guesses the group of a tensor that no table contains, such as a tensor of an unsupported architecture,
-    /// from words that are common in tensor names.
+    /// Guesses the group of a tensor from words that are common in tensor names. Used for tensors without a group in
+    /// the table, such as those of an unsupported architecture or of a [`TensorRow::UnloadedModule`].
     fn guess(name: &str) -> Self {
         let parts: Vec<&str> = name.split('.').collect();
         let any = |is: &dyn Fn(&str) -> bool| parts.iter().any(|part| is(part));

@@ -10,9 +10,8 @@ use super::loader::Weights;
 use super::tensor_table::{Form, TensorTable, is_never_loaded};
 use crate::text::excerpt;
 
-/// The name of a matrix that occurs only in layers for multi-token prediction (MTP).
-/// MTP layers follow the decoder layers.
-/// inferno skips MTP layers, because they only draft tokens for speculative decoding.
+/// The name of a matrix that occurs only in layers for multi-token prediction (MTP), which follow the decoder layers.
+/// inferno skips MTP layers, because they serve only to draft tokens for speculative decoding.
 const MTP_MATRIX: &str = "eh_proj.weight";
 
 impl Weights<'_> {
@@ -28,12 +27,12 @@ impl Weights<'_> {
         }
     }
 
-    /// Fails if a tensor of the layers in `own` was not loaded, unless `tensors` says that the model does not load it.
-    /// Logs a warning if tensors outside the model's `layers` layers were not loaded.
+    /// Fails if a tensor of this rank's layers, `own`, was not loaded. Tensors that no family loads, or that `tensors`
+    /// lists as unloaded, are exempt. Logs a warning if tensors outside the model's `layers` layers were not loaded.
     /// `self` must have the prefix of the layers, such as `model.layers`.
     pub fn check_all_loaded(&self, own: Range<usize>, layers: usize, tensors: TensorTable) -> Result<()> {
-        // The warning also counts tensors that `tensors` lists but that are not part of the decoder,
-        // such as the modules for images. The warning tells the user that the model ignores them.
+        // Outside the decoder, count even tensors that `tensors` lists as unloaded, such as the modules for images.
+        // The warning then tells the user that the model ignores them.
         let decoder = self.prefix.rfind('.').map_or("", |dot| &self.prefix[..=dot]);
         let is_unloaded = |name: &str| name.starts_with(decoder) && tensors.role(name).form == Form::Unloaded;
         let is_unused = |name: &str| !self.progress.has_loaded(name) && !is_never_loaded(name) && !is_unloaded(name);

@@ -51,11 +51,11 @@ pub trait Exchange: Any + fmt::Debug + Send + Sync {
     /// After a rank has failed to answer, operations stop waiting for other ranks, and their results are wrong.
     fn missing_rank(&self) -> Option<usize>;
 
-    /// Ends all current and future operations that wait for another rank. The results of these operations are wrong.
+    /// Makes all current and future operations stop waiting for other ranks. Their results are then wrong.
     fn end(&self);
 }
 
-/// A rank's partial result y of an output, `[rows, hidden]`.
+/// One rank's partial result y, `[rows, hidden]`. The sum of y over all ranks is the output of attention or of an MLP.
 #[derive(Clone, Copy, Debug)]
 pub enum PartialResult<'t> {
     /// y itself, f32 or bf16.

@@ -71,7 +71,7 @@ impl Meeting {
 
     /// Waits until every rank has contributed a value. Returns the values of all ranks.
     /// Ends the world and fails if a rank contributes nothing and makes no progress within `limit`.
-    /// Also fails if the world has already ended or ends during the wait.
+    /// Also fails if the world has already ended or ends during the wait, or if the types of the values differ.
     pub(super) fn exchange<T: Any + Send + Sync>(
         &self,
         rank: usize,
@@ -97,7 +97,7 @@ impl Meeting {
         }
         let before = state.exchanges;
         let progress = |rank: usize| self.progress[rank].load(Ordering::Relaxed);
-        // For each rank, the progress that this rank saw last, and the time when this rank first saw this value.
+        // For each rank, its progress at the last check, and the time of the first check that saw this progress.
         let mut seen: Vec<_> = (0..self.size).map(|rank| (progress(rank), Instant::now())).collect();
         while state.exchanges == before && state.end_reason.is_none() {
             state = self.changed.wait_timeout(state, PROGRESS_POLL).unwrap_or_else(PoisonError::into_inner).0;

@@ -24,10 +24,11 @@ use meeting::{FailureCall, Meeting, no_answer};
 
 pub use exchange::{Exchange, PartialResult, ResidualUpdate, UpdatedResidual};
 
-/// How long a rank waits for another rank that makes no progress.
-/// This limit applies if the ranks are on CPUs or exchange data with kernels, except while a rank may load kernels.
-/// The limit always applies to the pings with which an idle engine checks the ranks.
-/// A shorter limit could end the world during slow work between two calls of [`World::tick`].
+/// How long a rank waits for another rank that does not answer.
+/// This limit applies to exchanges of tensors between CPUs, to exchanges with kernels between GPUs (except while a rank
+/// may load kernels), and to the pings with which an idle engine checks the ranks.
+/// Between CPUs and for pings, the time starts again whenever the other rank makes progress, so a shorter limit could
+/// end the world during slow work between two calls of [`World::tick`].
 pub const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The time limit that replaces [`ANSWER_TIMEOUT`] if GPUs exchange tensors by memory copies instead of kernels.
@@ -72,7 +73,7 @@ impl World {
         Self { stages: Some(stages.into()), ..self }
     }
 
-    /// Allows rounding to bf16 in sums of partial results with at least `min_elements` elements.
+    /// Allows the ranks to round partial results of at least `min_elements` elements, and their sums, to bf16.
     pub fn with_rounded_partials(self, min_elements: usize) -> Self {
         Self { min_rounded: Some(min_elements), ..self }
     }
@@ -138,7 +139,8 @@ impl World {
         can_queue && self.min_rounded.is_some_and(|min_rounded| elements >= min_rounded)
     }
 
-    /// Returns whether an exchange can add up partial results that are not [`PartialResult::Rows`], in bf16 models.
+    /// Returns whether layers should pass other forms of partial results than [`PartialResult::Rows`] to
+    /// [`add_partials`](Self::add_partials): if an [`Exchange`] can queue operations and may round partial results.
     pub fn adds_up_partials(&self) -> bool {
         self.can_round(usize::MAX)
     }
@@ -146,8 +148,8 @@ impl World {
     /// Computes a [`ResidualUpdate`]. With [`with_rounded_partials`](Self::with_rounded_partials), may round a large y
     /// and the normalized x' to bf16.
     ///
-    /// Returns `None` if no [`Exchange`] supports the update. With [`PartialResult::Rows`] in f32 or bf16, all ranks then
-    /// get `None`. With rows of another dtype, some ranks could get `None` while other ranks wait for them.
+    /// Returns `None` if no [`Exchange`] supports the update. With [`PartialResult::Rows`] in f32 or bf16, all ranks
+    /// then get `None`. With rows of another dtype, some ranks could get `None` while other ranks wait for them.
     /// If a rank with another [`PartialResult`] gets `None`, it must add up y and call again with the rows.
     pub fn add_partials(&self, update: &ResidualUpdate) -> Result<Option<UpdatedResidual>> {
         match &self.exchange {
@@ -167,7 +169,7 @@ impl World {
     }
 
     /// Returns the columns of all ranks side by side, in rank order. x holds this rank's [`share`] of `columns`.
-    /// Waits for the other ranks, and handles a rank that does not answer, like [`sum`](Self::sum).
+    /// Waits for the other ranks like [`sum`](Self::sum), with the same consequences if a rank does not answer.
     pub fn concat_columns(&self, x: &Tensor, columns: usize) -> Result<Tensor> {
         self.concat_columns_into(x, columns, None)
     }

@@ -24,7 +24,7 @@ fn readme_shows_code_of_the_example() {
     let readme = std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/README.md")).unwrap();
     let blocks: Vec<&str> = readme.split("```rust\n").skip(1).filter_map(|rest| rest.split("```").next()).collect();
     assert_eq!(blocks.len(), 1);
-    // Skip imports, because a README block may show fewer imports than the full example.
+    // Skip imports, because an import in README.md may list fewer names than the same import in the example.
     for line in blocks[0].lines().filter(|line| !line.starts_with("use ")) {
         assert!(example.lines().any(|other| other == line), "this README line is not in the example: {line}");
     }

@@ -134,7 +134,7 @@ pub fn fail_without_cuda() {
     panic!("this build does not include CUDA; run: {}", Need::Gpu.command());
 }
 
-/// Returns stand-ins for the tests in modules that are not compiled without CUDA.
+/// Returns stand-ins for the tests in modules that are compiled only with CUDA.
 /// Each stand-in is reported as ignored, or fails if it runs.
 #[cfg(not(feature = "cuda"))]
 fn tests_of_cuda_builds() -> Vec<Test> {
@@ -170,8 +170,9 @@ fn tests_of_cuda_builds() -> Vec<Test> {
     Vec::new()
 }
 
-/// While one GPU waits for another GPU, no test may load kernels or allocate memory: both can wait for running kernels.
-/// A kernel that waits for another GPU may then wait forever.
+/// A test of several GPUs runs alone, because its kernels wait for kernels on other GPUs.
+/// If another test loaded kernels or allocated GPU memory meanwhile, the driver could wait for the running kernels,
+/// and delay the launch for which they wait. Both would then wait forever.
 #[cfg(feature = "cuda")]
 #[test]
 fn tests_of_several_gpus_run_alone() {

@@ -6,7 +6,7 @@
 //! - `hub`, `commands`: downloads and commands
 //! - `conversation`, `terminal`, `render`: conversations in a terminal
 //! - `serve`: the HTTP server
-//! - `hostile`: untrusted files
+//! - `hostile`: untrusted files and prompts
 //! - `docs`, `layers`, `examples`: the repository itself
 //! - `harness`, `support`: helpers
 

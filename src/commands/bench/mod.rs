@@ -1,8 +1,8 @@
 //! `inferno bench`: measures how fast a model runs.
 //!
-//! Without `--concurrency`, the prompt and decode tests are as in llama-bench: random token ids, batch size 1,
-//! one warm-up run per test. But in a decode test, only the first token is random. Each later step continues with the
-//! most likely token of the step before.
+//! Without `--concurrency`, the prompt and decode tests are as in llama-bench: random token ids, one sequence, one
+//! warm-up run per test. But in a decode test, only the first token is random: each later step continues with the most
+//! likely token of the step before.
 
 mod report;
 mod serving;
@@ -88,9 +88,9 @@ impl Args {
 /// The prompt length of the first request after loading, in tokens.
 /// The time to first token of later requests is also measured with this length.
 const FIRST_PROMPT: usize = 512;
-/// The context positions for the first and last token of a chat test. The test generates these tokens untimed.
+/// The context positions for the first and last token of a chat test, which the test generates but does not time.
 const EXTRA_POSITIONS: usize = 2;
-/// The seed of random tokens and of sampling. A repetition of a test adds 1 and its index to this seed,
+/// The seed of random tokens and of sampling. Run `i` of a test (0 for the warm-up) uses the seed `SEED + 1 + i`,
 /// except for the random tokens that fill the KV cache before the test.
 const SEED: u64 = 1;
 

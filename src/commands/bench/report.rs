@@ -105,7 +105,7 @@ impl DeviceFacts {
     }
 }
 
-/// The decrease of free GPU memory since before loading, in bytes: after loading, and at the end of the benchmark.
+/// How much less GPU memory is free than before loading, in bytes: after loading, and at the end of the benchmark.
 #[derive(Serialize)]
 pub struct MemoryUsage {
     after_load_bytes: u64,

@@ -121,7 +121,8 @@ struct RequestTimes {
     cached_tokens: usize,
 }
 
-/// Runs the requests of `load`. The caller must set the values that only the engine knows, such as `preemptions`.
+/// Runs the requests of `load`. The caller must set the fields of the result from `preemptions` on, because they come
+/// from the engine and the runner.
 pub fn measure(engine: &EngineHandle, load: &Workload) -> Result<Serving> {
     let lengths: Vec<(usize, usize)> = (0..load.requests as u64).map(|index| load.request_lengths(index)).collect();
     let prompts: Vec<Vec<u32>> = lengths

@@ -22,8 +22,8 @@ pub fn check() -> Option<Finding> {
     })
 }
 
-/// The measured times of a data exchange. The inner error says why the GPUs cannot exchange data on the path.
-/// The outer error is any other failure, such as a lost GPU.
+/// The measured times of a data exchange. The inner error says why the GPUs cannot exchange data on the path, or that a
+/// GPU stopped answering. The outer error is any other failure, such as a GPU that cannot be opened.
 type Measured = Result<Result<ExchangeTimes, String>>;
 
 /// Measures the exchange between the first `count` GPUs on `path`.

@@ -28,7 +28,7 @@ pub struct Args {
     json: bool,
 }
 
-/// The names of all findings, as `--help` lists them.
+/// The last line of `--help`: what the command checks.
 const CHECKS: &str = "Checks: build, driver, GPUs, kernels, links between GPUs, settings, cache, disk, hub, models";
 
 #[derive(Serialize)]

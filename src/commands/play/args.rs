@@ -12,7 +12,7 @@ use crate::commands::shared::defaults::ParsedCommandLine;
 use crate::commands::shared::sampling::SamplingArgs;
 use crate::conversation::{ModelId, ModelSource, Overflow, SettingValues};
 
-/// The flags that cannot be combined with `--url`, because they have no meaning for a model on a server.
+/// The flags that cannot be combined with `--url`, because they apply only to a model in this process.
 const LOCAL_FLAGS: [&str; 13] = [
     "attention",
     "chunk",
@@ -93,7 +93,7 @@ pub struct Args {
     pub sampling: SamplingArgs,
     #[command(flatten)]
     pub load: LoadArgs,
-    /// The flag values by source. Set after parsing.
+    /// Where the flag values came from. Set after parsing.
     #[arg(skip)]
     pub origin: ValueOrigin,
 }
@@ -109,11 +109,11 @@ pub struct ValueOrigin {
     pub configured: SettingValues,
     /// Messages about invalid settings in a resumed conversation.
     pub rejected: Vec<String>,
-    /// Parses the command line again, once the model is known. `None` in the arguments that this function returns.
+    /// Parses the command line again, once the model is known. `None` in arguments that come from such a second parse.
     pub reparse: Option<Box<Reparse>>,
 }
 
-/// A function that parses the command line again, with the configuration for the named model.
+/// A function that parses the command line again, with the configuration for the model whose name it gets.
 pub type Reparse = dyn Fn(&str) -> Result<Args>;
 
 impl ValueOrigin {
@@ -128,6 +128,6 @@ pub struct Selected {
     pub model: ModelId,
     /// The revision, if the user typed it as part of the name. Otherwise `None`.
     pub typed_revision: Option<String>,
-    /// Creates the source that loads the model.
+    /// Creates the source that loads this model, and any other model to which the user switches later.
     pub source: Box<dyn FnOnce(Box<Reparse>) -> Rc<dyn ModelSource>>,
 }

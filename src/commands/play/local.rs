@@ -98,14 +98,14 @@ fn revision_in(model: &str) -> Option<&str> {
     Some(model.split_once('@')?.1)
 }
 
-/// Finds a model. On a terminal, offers to download a missing model.
-/// Fails if the model is missing and is not downloaded.
+/// Finds a model. If the model is missing and `model` is a full `org/name`, offers to download it, but only on a
+/// terminal and not in offline mode. Fails if the model is missing and is not downloaded.
 fn find_or_download(hub: &Hub, model: &str, revision: Option<&str>) -> Result<Snapshot> {
     let missing = match hub.find(model, revision) {
         Err(error) if matches!(error.downcast_ref(), Some(Error::ModelNotFound { .. })) => error,
         found => return found,
     };
-    // Only a full `org/name` identifies a repository to download.
+    // Offer no download for a name without an organization, because it may be only a part of a name.
     let can_download = model.contains('/') && is_repo_name(model) && !hub.config().offline;
     let is_interactive = std::io::stdin().is_terminal() && std::io::stderr().is_terminal();
     if !can_download || !is_interactive {

@@ -19,7 +19,7 @@ use crate::text::{counted, printable};
 /// If no model was requested, or if the server does not have the model of the resumed conversation, uses the only model
 /// of the server. If the server has several models, fails for a one-shot answer, and otherwise asks the user to choose
 /// a model. Returns `None` if the user quits.
-/// Fails if the server does not have a model that the user named on the command line.
+/// Fails if the user named a model on the command line that the server does not have, or if the server has no models.
 pub fn select(url: &str, args: &Args, is_one_shot: bool) -> Result<Option<Selected>> {
     let url = ServerUrl::parse(url).map_err(Error::usage)?;
     let key = api_keys::read(args.api_key.as_slice())?.into_iter().next();

@@ -57,7 +57,7 @@ fn context_warning(session: &Session, turn: &Turn) -> Option<String> {
     Some(format!("{}: {hint}", turn.summary.context_warning()?))
 }
 
-/// Returns a warning if the reasoning of a turn used up all tokens, so that there is no answer.
+/// Returns a warning if a turn reached a token limit during its reasoning, so that there is no answer.
 /// Otherwise returns `None`.
 fn missing_answer(turn: &Turn) -> Option<String> {
     let summary = &turn.summary;

@@ -68,7 +68,7 @@ static CONFIGURATION_KEYS: LazyLock<Vec<&str>> = LazyLock::new(|| sorted(&[&PLAY
 const NOT_IN_ENVIRONMENT: [&str; 1] = ["port"];
 
 /// The flags of `health` that can be set outside the command line.
-/// They are also settings of `serve`, so that `health` checks the address at which `serve` listens.
+/// `serve` reads the same settings, so `health` checks the address at which `serve` listens.
 const HEALTH_FLAGS: [&str; 3] = ["host", "port", "tls-cert"];
 
 /// The flags of `bench`, `perplexity` and `replay` that this module also reads from sources other than the command
@@ -175,7 +175,7 @@ fn start_logging(matches: &ArgMatches) {
 }
 
 /// Returns the conversation that `--resume` names, or `None` without `--resume`.
-/// Reads the conversation's file, unless `known` contains the conversation.
+/// Takes the conversation from `known` if it is set, and otherwise reads the conversation's file.
 fn saved_conversation(arguments: &ArgMatches, known: Option<&KnownModel>) -> Result<Option<SavedConversation>> {
     if let Some(known) = known {
         // Do not read the conversation again, because its file may have been renamed since the first parse.
@@ -185,7 +185,8 @@ fn saved_conversation(arguments: &ArgMatches, known: Option<&KnownModel>) -> Res
     name.map(|name| journal::read_saved(Some(name))).transpose()
 }
 
-/// Reads the values of `flags` from the configuration file, for all models and for `model`. Fails if one is invalid.
+/// Reads the values of `flags` from the configuration file. The section for `model` overrides the settings for all
+/// models. Fails if a value is invalid.
 fn configured_values(
     model: Option<&str>,
     arguments: &ArgMatches,
@@ -342,7 +343,7 @@ fn id(flag: &str) -> String {
     flag.replace('-', "_")
 }
 
-/// Reads the configuration file. Returns its settings for all models and for `model`, and the path of the file.
+/// Reads the configuration file. Returns its settings for all models, overridden by those for `model`, and its path.
 /// Returns no settings if the file does not exist. Fails if the file is invalid.
 fn read_configuration(model: Option<&str>, arguments: &ArgMatches) -> Result<(SettingValues, String)> {
     let Some(path) = configuration_path() else { return Ok((SettingValues::new(), String::new())) };

@@ -66,7 +66,7 @@ pub struct LoadArgs {
     /// The maximum number of sequences that run at once. `None` selects the limit of the engine.
     #[arg(skip)]
     max_sequences: Option<usize>,
-    /// Whether to load the kernels of all dense matrix products before the first request.
+    /// Whether to load the kernels of dense matrix products before the first request.
     #[arg(skip)]
     warm_up: bool,
 }
@@ -132,7 +132,7 @@ impl LoadArgs {
         self.sequences = sequences;
     }
 
-    /// Sets the values of --context and --chunk, in tokens, for a command line without these flags.
+    /// Sets the values of --context and --chunk, in tokens, unless these flags were given.
     pub fn set_default_sizes(&mut self, context: usize, chunk: usize) {
         self.context.get_or_insert(context);
         self.chunk.get_or_insert(chunk);
@@ -143,8 +143,8 @@ impl LoadArgs {
         self.deterministic = deterministic;
     }
 
-    /// Makes [`load`](Self::load) also load the kernels of all dense matrix products.
-    /// The first requests to a server then do not wait for these kernels.
+    /// Makes [`load`](Self::load) also load the kernels of dense matrix products.
+    /// The first requests then do not wait for these kernels.
     pub fn warm_up(&mut self) {
         self.warm_up = true;
     }

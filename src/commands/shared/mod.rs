@@ -25,13 +25,13 @@ pub fn playable(hub: &Hub) -> Result<Vec<Snapshot>> {
     Ok(snapshots)
 }
 
-/// Parses a time limit in seconds, from 0.001 to 1,000,000.
+/// Parses a number of seconds from 0.001 to 1,000,000.
 pub fn seconds(text: &str) -> Result<f64, String> {
     let seconds = text.parse::<f64>().ok().filter(|seconds| (0.001..=1e6).contains(seconds));
     seconds.ok_or_else(|| "expected a number of seconds from 0.001 to 1000000".to_string())
 }
 
-/// Prints a warning to stderr if an access token is set but not sent to the hub.
+/// Prints a warning to stderr if an access token is set, but is not sent because the hub's URL is not encrypted.
 pub fn warn_about_token(hub: &Hub) {
     if let Some(warning) = hub.token_warning() {
         crate::terminal::print(&format!("warning: {warning}"));

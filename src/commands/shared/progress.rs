@@ -15,7 +15,7 @@ use crate::text::{counted, printable, size};
 /// The minimum time between two progress lines.
 const LINE_INTERVAL: Duration = Duration::from_secs(5);
 
-/// The minimum size, in bytes, of a downloaded file whose verification is announced by a line of its own.
+/// With [`ProgressStyle::Lines`], a line announces the verification of a downloaded file of at least this many bytes.
 const LARGE_BYTES: u64 = 1_000_000_000;
 
 /// How progress is shown.
@@ -227,7 +227,7 @@ impl Progress for ProgressView {
         let file_bytes = file.done;
         self.total.set_position(state.done_bytes);
         // In a download, the first report of a file includes the bytes from an earlier run, which do not count
-        // toward the rate. A verification reads every byte in this run, so all of its bytes count.
+        // toward the rate. A verification never continues an earlier run, so all of its bytes count.
         if is_first && self.operation == Operation::Download {
             self.total.reset_eta();
             state.lines.initial_bytes = state.lines.initial_bytes.saturating_add(file_bytes);

@@ -74,7 +74,7 @@ fn peek(hub: &Hub, args: &Args) -> Result<hub::HubModel> {
     hub.inspect(&args.model, args.revision.as_deref())
 }
 
-/// Adds a hint about `--remote` to the error for a missing model, if its name can be a repository on the hub.
+/// Adds a hint about `--remote` to the error for a missing model, if its name has the form `org/name`.
 fn suggest_remote(error: anyhow::Error) -> anyhow::Error {
     match error.downcast_ref::<Error>() {
         Some(Error::ModelNotFound { model, hint }) if hub::is_repo_name(model) && model.contains('/') => {

@@ -29,7 +29,7 @@ pub struct ShowReport {
     pub reason: Option<String>,
     pub license: Option<String>,
     pub quantization: Option<String>,
-    /// `harmony`, or the name of the file or GGUF key that holds the chat template. `None` if there is none.
+    /// `harmony`, or the name of the file or GGUF key that holds the chat template. `None` without a chat format.
     pub chat: Option<&'static str>,
     #[serde(flatten)]
     pub sizes: ConfigSizes,
@@ -87,14 +87,14 @@ pub struct MemoryNeeds {
     pub fits: Option<bool>,
     /// The longest context that fits. `None` without a GPU, or if no context fits.
     pub largest_context: Option<usize>,
-    /// The number of sequences of `context` tokens that fit at once if the KV cache gets all remaining free memory,
-    /// as `--gpu-memory` can allow. `None` without a GPU.
+    /// The number of sequences of `context` tokens that the KV cache can hold if `--gpu-memory` gives the cache all
+    /// free memory that remains after weights and workspace. `None` without a GPU.
     pub largest_sequences: Option<usize>,
     /// Whether the cache size is only an estimate from config.json, because the model is not supported.
     pub estimated: bool,
 }
 
-/// This machine's first GPU, on which the model would run.
+/// This machine's first GPU, for which the memory plan is made, or the reason why no GPU can be used.
 #[derive(Serialize)]
 pub struct Gpu {
     #[serde(serialize_with = "serialize_gpu")]
@@ -146,7 +146,8 @@ impl ShowReport {
             Err(error) => (None, Some(one_line(&error))),
         };
         let tensors = inventory.as_ref().map(Inventory::groups).unwrap_or_default();
-        // Many config files omit `tie_word_embeddings`. The embeddings are tied if the checkpoint has no output head.
+        // Many config files omit `tie_word_embeddings`. Unless a config sets it to true, the list of tensors decides:
+        // without an output head, the embeddings are tied.
         if !tensors.is_empty() && sizes.tied_embeddings != Some(true) {
             sizes.tied_embeddings = Some(!tensors.iter().any(|group| group.name == "head"));
         }

@@ -94,7 +94,8 @@ fn remote_gguf(hub: &Hub, model: &HubModel) -> Result<Result<GgufCheckpoint>> {
 }
 
 impl ShownModel {
-    /// Reads the metadata of a model on this machine. Never fails: errors in the model's files go into the metadata.
+    /// Reads the metadata of a model on this machine.
+    /// Never fails: an error in the config or the weights becomes part of the metadata.
     pub fn local(snapshot: &Snapshot) -> Self {
         let gguf = gguf_files::find(&snapshot.path).ok().flatten();
         // A GGUF model needs no other files. The other files in its directory matter only for the license.
@@ -143,7 +144,7 @@ impl ShownModel {
     }
 
     /// Reads the metadata of a model on the hub. Fails if a request fails.
-    /// Errors in the model's files become part of the metadata.
+    /// An error in the config or the weights becomes part of the metadata.
     pub fn remote(hub: &Hub, model: HubModel) -> Result<Self> {
         let text = |name: &str| model.texts.get(name).map(|bytes| String::from_utf8_lossy(bytes));
         let readme = text("README.md").and_then(|readme| front_matter_license(&readme));

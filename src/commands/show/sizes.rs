@@ -91,8 +91,9 @@ impl ConfigSizes {
     /// Estimates the KV cache shape of each layer from config.json, for an unsupported family.
     ///
     /// Assumes that each layer caches one key and one value per position and KV head.
-    /// Puts the sliding-window layers first, because only their number matters for the total size of the cache.
-    /// Returns `None` for models with another kind of cache, and for missing or implausible dimensions.
+    /// Puts the sliding-window layers first, because the total size of the cache does not depend on their positions.
+    /// Returns `None` for models with another kind of cache, and if the number of layers, the number of KV heads or
+    /// the head size is missing or implausible.
     pub fn cache_layers(&self, config: &Value) -> Option<Vec<LayerSpec>> {
         // Models with MLA, state-space or linear-attention layers cache other data than keys and values per KV head.
         let config = if config["text_config"].is_object() { &config["text_config"] } else { config };
@@ -100,7 +101,7 @@ impl ConfigSizes {
         if other_caches.iter().any(|name| !config[*name].is_null()) {
             return None;
         }
-        // No known model exceeds these limits. The limits keep a bogus size from causing a huge allocation.
+        // No known model exceeds these limits. They keep a bogus size from causing a huge allocation or an overflow.
         let within = |size: Option<u64>, limit: usize| {
             size.and_then(|size| usize::try_from(size).ok()).filter(|size| (1..=limit).contains(size))
         };

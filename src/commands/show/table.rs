@@ -30,7 +30,7 @@ pub fn table(report: &ShowReport) -> String {
     out
 }
 
-/// Writes the facts about the model that the report contains, one per line.
+/// Writes the facts about the model, each on a new line.
 fn facts(out: &mut String, report: &ShowReport) {
     let mut fact = |name: &str, value: Option<String>| {
         if let Some(value) = value {
@@ -83,7 +83,7 @@ fn layers(sizes: &ConfigSizes) -> Option<String> {
     })
 }
 
-/// Returns an intermediate size as text to append to another size. Starts with a comma if the size is known.
+/// Returns text to append to another size, such as `, intermediate 14,336`. Empty if the size is unknown.
 fn intermediate(size: Option<u64>) -> String {
     size.map(|size| format!(", intermediate {}", grouped(size))).unwrap_or_default()
 }
@@ -113,7 +113,8 @@ fn context(sizes: &ConfigSizes) -> Option<String> {
     Some(format!("{} tokens{rope}", grouped(sizes.context?)))
 }
 
-/// Returns the RoPE base and the RoPE scaling, as text to append to the context length. Each fact starts with a comma.
+/// Returns the RoPE base and the RoPE scaling as text to append to the context length.
+/// Example: `, rope theta 150000, scaled yarn by 32 from 4,096`.
 fn rope_facts(rope: &Rope) -> String {
     let theta = rope.theta.map(|theta| format!(", rope theta {theta}")).unwrap_or_default();
     if rope.scaling == "default" {

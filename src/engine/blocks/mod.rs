@@ -7,7 +7,7 @@
 //!
 //! A full block is identified by its layer group and a hash of all tokens up to the end of the block.
 //! A prompt that starts with the same tokens can reuse the block, whether or not another sequence still uses it.
-//! The hash includes the cache salt and the prompt parts, so only prompts with the same salt and parts share blocks.
+//! The hash includes the cache salt and the [`PromptParts`], so only prompts with the same salt and parts share blocks.
 
 mod pool;
 pub(super) mod prefix_file;
@@ -291,8 +291,8 @@ impl BlockManager {
     /// Returns the hashes of a new sequence. The sequence reuses only blocks of sequences with the same salt and parts.
     ///
     /// If the prompt is divided into parts, the sequence reuses only whole parts.
-    /// If the sequence reused half a part, a smaller pass would compute the other half.
-    /// The smaller pass could change the last bits of keys and values.
+    /// If the sequence reused half a part, a smaller pass would compute the other half, and the keys and values of
+    /// that half could differ in their last bits.
     pub fn hashes(&self, salt: Option<&str>, prompt_parts: Option<PromptParts>) -> BlockHashes {
         let root = (salt.is_some() || prompt_parts.is_some()).then(|| {
             self.hash(|mut hasher| {

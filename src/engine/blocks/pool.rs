@@ -11,7 +11,7 @@ pub type BlockId = u32;
 /// A block that no sequence owns. Unused block table entries refer to it, and no result depends on its contents.
 pub const SCRATCH_BLOCK: BlockId = 0;
 
-/// The key, the parent hash and the tokens of a full block. They identify the keys and values in the block.
+/// Identifies the keys and values in a full block by the block's [`BlockKey`], parent hash and tokens.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BlockContent {
     pub key: BlockKey,
@@ -20,10 +20,10 @@ pub struct BlockContent {
     pub tokens: [u32; BLOCK_TOKENS],
 }
 
-/// The key of a cached block.
+/// The key under which the pool finds a block with cached content.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct BlockKey {
-    /// The layer group.
+    /// The index of the layer group.
     pub group: usize,
     /// The hash of the cache salt, the prompt parts and all tokens up to the end of the block.
     pub hash: u128,
@@ -40,9 +40,8 @@ pub enum Retention {
 
 /// Reference counts and contents of all blocks.
 ///
-/// Blocks without references form a list in eviction order: first the blocks that were never used, or were released
-/// without content,
-/// then the [`Retention::EvictFirst`] blocks, then the [`Retention::Keep`] blocks.
+/// Blocks without references form a list in eviction order: first the blocks that were never used or were released
+/// without content, then the [`Retention::EvictFirst`] blocks, then the [`Retention::Keep`] blocks.
 /// A block with content stays reusable in this list until it is evicted.
 pub struct BlockPool {
     /// The scratch block, then the blocks for sequences, then the marker. See [`BlockState`].

@@ -5,7 +5,8 @@
 //! - `tokens`: u32 `[n]`
 //! - `group.G.layer.L.k` and `group.G.layer.L.v`: `[rows, kv_heads, head_dim]` for layer L of layer group G.
 //!   L is the index of the layer within its layer group, across all ranks.
-//!   The rows are those of the blocks that the token after the prefix attends to in layer group G, in order.
+//!   The rows are those of the blocks that the token after the prefix attends to in layer group G,
+//!   in order of position.
 //!
 //! The file holds all layers and all KV heads of the model, even if each rank holds only some of them.
 //! An engine with another number of ranks can therefore load the file, unless one of the engines is deterministic:
@@ -38,7 +39,7 @@ const FINGERPRINT: &str = "fingerprint";
 /// The blocks of the KV cache that hold a prefix.
 struct PrefixBlocks {
     tables: BlockTables,
-    /// For each layer group, the range of its block table that the token after the prefix attends to.
+    /// For each layer group, the entries of its block table whose blocks the token after the prefix attends to.
     visible: Vec<Range<usize>>,
 }
 
@@ -56,9 +57,10 @@ impl PrefixBlocks {
 
 /// Saves the longest cached prefix of `ids`. Returns the number of saved tokens.
 /// Finds only blocks that were cached by requests with neither a cache salt nor prompt parts of their own.
-/// If no such prefix is cached, returns 0 and writes no file. Fails if the file cannot be written.
+/// If no such prefix is cached, returns 0 and writes no file.
+/// Fails if a rank cannot read its cache, or if the file cannot be written.
 pub fn save(path: &Path, ids: &[u32], fingerprint: &str, runner: &Runner, blocks: &BlockManager) -> Result<usize> {
-    // A cached prefix never includes the last token. Append a token, so that the search can find all blocks of `ids`.
+    // `find_prefix` never includes the last token. Append a token, so that the search can find all blocks of `ids`.
     let tokens = [ids, &[0]].concat();
     let prefix = blocks.find_prefix(&tokens, tokens.len(), Default::default(), usize::MAX);
     let computed = prefix.tokens();
@@ -86,8 +88,8 @@ pub fn save(path: &Path, ids: &[u32], fingerprint: &str, runner: &Runner, blocks
 /// Returns the number of tokens in the prefix.
 ///
 /// Returns 0 if the file has another fingerprint, or if the cache has too few free blocks.
-/// Fails if a tensor is missing or has the wrong shape or dtype, or if a rank cannot write to its cache.
-/// Does not detect changed keys and values.
+/// Fails if `bytes` is not a safetensors file, if a tensor is missing or has the wrong shape or dtype,
+/// or if a rank cannot write to its cache. Does not detect changed keys and values.
 pub fn load(
     path: &Path,
     bytes: Vec<u8>,

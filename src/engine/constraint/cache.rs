@@ -15,7 +15,7 @@ const MAX_GRAMMARS: usize = 32;
 /// The limit bounds the memory of the cache, because longer grammars compile to larger matchers.
 const MAX_TEXT: usize = 64 << 10;
 
-/// The SHA-256 hash of a [`GrammarKind`], written as JSON.
+/// The SHA-256 hash of the JSON text of a [`GrammarKind`].
 pub type GrammarKey = [u8; 32];
 
 /// The most recently used compiled grammars.

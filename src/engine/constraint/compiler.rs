@@ -22,9 +22,9 @@ const MAX_TOKEN_BYTES: usize = 1000;
 const MAX_TRIE_BYTES: usize = 4_000_000;
 
 /// The maximum number of optional properties if only one object of a schema has optional properties.
-/// With several such objects, the limit is lower. See [`optional_pairs`].
-/// The compile time grows with the square of the number of optional properties. llguidance does not limit this number.
-/// The time limits in `prepare.rs` only end the wait: they do not stop the compiling thread.
+/// With several such objects, the limit for each of them is lower. See [`optional_pairs`].
+/// The compile time grows with the square of the number of optional properties, which llguidance does not limit.
+/// The time limits in `prepare.rs` only end the wait. Without this limit, the thread could compile for a long time.
 const MAX_OPTIONAL: usize = 1000;
 
 /// The maximum length of the reason in an [`Error::InvalidConstraint`], in characters.
@@ -59,8 +59,8 @@ impl GrammarCompiler {
     /// Creates a compiler for a vocabulary. Builds llguidance's token trie, which is slow for large vocabularies.
     ///
     /// `vocab_size` is the number of logits per token.
-    /// Fails if no stop token has text and an id below `vocab_size`.
-    /// Also fails if the tokens have more than `MAX_TRIE_BYTES` bytes in total.
+    /// Fails if no stop token has text and an id below `vocab_size`, if all tokens together have more than
+    /// `MAX_TRIE_BYTES` bytes, or if llguidance rejects the vocabulary.
     pub fn new(table: &TokenTable, vocab_size: usize, stop_ids: &[u32]) -> Result<Self> {
         let is_usable = |id: &u32| (*id as usize) < vocab_size && !table.bytes(*id).is_empty();
         let Some(end) = stop_ids.iter().copied().find(is_usable) else {
@@ -100,7 +100,7 @@ impl GrammarCompiler {
 
     /// Compiles a grammar, or returns the cached result of an earlier compilation.
     ///
-    /// Fails with [`Error::InvalidConstraint`] if the grammar is invalid, not supported or too large.
+    /// Fails with [`Error::InvalidConstraint`] if the grammar is invalid, not supported or too expensive.
     pub fn compile(&self, grammar: &Grammar) -> Result<CompiledGrammar> {
         let (key, name) = (GrammarCache::key(&grammar.kind), grammar.name.as_str().into());
         if let Some(matcher) = key.and_then(|key| self.cache.get(&key)) {
@@ -119,7 +119,7 @@ impl GrammarCompiler {
         {
             return Err(invalid(
                 &grammar.name,
-                &format!("too many optional properties: at most {MAX_OPTIONAL} in one object, or fewer in several"),
+                &format!("too many optional properties: up to {MAX_OPTIONAL} in one object, fewer in each of several"),
             ));
         }
         let top_level = match &grammar.kind {
@@ -223,8 +223,8 @@ mod tests {
 
     const STOP: u32 = 1993;
 
-    /// Checks that a grammar matches `text` and no other text: before each token of `text`, it allows only tokens that
-    /// continue `text`, and after the last token, only the stop token.
+    /// Checks that a grammar matches `text` and no other text: before each token of `text`, the grammar allows only
+    /// tokens that continue `text`, and after the last token, only the stop token.
     fn assert_matches_only(compiler: &GrammarCompiler, tokenizer: &Tokenizer, kind: GrammarKind, text: &str) {
         let grammar = Grammar { name: "choice".to_string(), kind };
         let mut matcher = compiler.compile(&grammar).unwrap_or_else(|error| panic!("{text:?}: {error}")).matcher;

@@ -2,8 +2,8 @@
 //!
 //! Headers are constrained, so that every message has a known channel, and every tool call names a declared tool.
 //! Reasoning is not constrained.
-//! Each header is allowed only as one token sequence, which is the one that the model was trained on.
-//! Other token sequences with the same text are not allowed.
+//! Each header is allowed only as the token sequence that the model was trained on,
+//! not as other tokens with the same text.
 //! The variants of headers for tool calls resemble those in vLLM's `vllm/parser/harmony.py` (commit 053e68e).
 //! Unlike there, a header may omit the content type, and no tool call may be in the channel `final`.
 
@@ -22,7 +22,7 @@ const ANALYSIS: PartId = 3;
 const FINAL: PartId = 4;
 /// A commentary message that is not a tool call, such as text before a tool call.
 const PREAMBLE: PartId = 5;
-/// The arguments of the first tool. The parts of all other tools follow.
+/// The arguments of a call of the first tool. The parts for the other tools follow, in order.
 const TOOLS: PartId = 6;
 
 /// Returns the parts of an answer, and the id of the first part.

@@ -35,7 +35,7 @@ pub struct Constraint {
     /// The tools that may be called. In formats other than harmony, calls of these tools are constrained only if
     /// `<tool_call>` and `</tool_call>` are control tokens.
     pub tools: Vec<ToolGrammar>,
-    /// Whether the answer must call a tool.
+    /// Whether the answer must call a tool. It then consists of reasoning and tool calls only, and `answer` is ignored.
     pub requires_tool: bool,
     /// Whether the answer may call several tools, in chat formats that support it.
     /// Some plans allow a second call even if this field is false. The server then ends the answer before that call.

@@ -34,7 +34,8 @@ enum PartProgress {
         tail: Vec<u8>,
     },
     /// The position in a grammar, and whether the text has begun.
-    /// [`ConstraintState::allowed_tokens`] lets the matcher consume the `unread` tokens, often while the GPU works.
+    /// The matcher consumes the `unread` tokens only in [`ConstraintState::allowed_tokens`],
+    /// which often runs while the GPU works.
     Grammar {
         matcher: Box<Matcher>,
         unread: Vec<u32>,

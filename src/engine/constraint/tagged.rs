@@ -79,8 +79,9 @@ fn control_token(request: &ConstrainedRequest, text: &str) -> Option<u32> {
 }
 
 /// Returns the tags around tool calls, or `None` if the request has no tools or the tokenizer has no such tags.
-/// Without such tags, fails if the constraint requires a tool call, or if a tool is strict and the tokenizer has a
-/// control token that starts tool calls of another format.
+/// Without such tags, fails if the constraint requires a tool call.
+/// Also fails if a tool has a grammar for its arguments, but the tokenizer has a control token that starts tool calls
+/// of another format.
 fn tool_tags(request: &ConstrainedRequest) -> Result<Option<ToolTags>> {
     let constraint = &request.constraint;
     let control = |text: &str| control_token(request, text);

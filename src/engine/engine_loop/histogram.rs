@@ -36,8 +36,8 @@ impl Histogram {
         self.sum.fetch_add(value, Ordering::Relaxed);
     }
 
-    /// Returns the current counts and sum. A value that is added during the call can be
-    /// missing from the counts or from the sum.
+    /// Returns the current counts and sum.
+    /// A value that is added during the call can be missing from the counts or from the sum.
     pub fn stats(&self) -> HistogramStats {
         let mut count = 0;
         let mut cumulative: Vec<u64> = Vec::with_capacity(self.counts.len());

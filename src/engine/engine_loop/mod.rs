@@ -6,11 +6,11 @@
 //! - `step`: the [`Runner`] runs the model on the planned tokens.
 //!   The runner also chooses the next token of each sequence whose last token is in the step.
 //! - `deliver`: the loop adds the events of the chosen tokens to the outbox, and removes sequences that have ended.
-//!   If another step is queued, the loop sends the events while the device runs that step.
+//!   On a GPU, the loop usually sends these events while the GPU runs the next step.
 //!
 //! On a GPU, the loop queues most steps with two or more sequences before it knows the tokens of the previous step.
 //! If there is a decode graph, most steps of a single sequence run as this graph, which queues its own steps.
-//! Otherwise, the loop queues most of these steps too.
+//! Without a decode graph, the loop queues most steps of a single sequence too.
 //! The section "Queued steps" of docs/architecture.md explains why steps can be queued safely.
 //!
 //! The files of this folder:
@@ -162,7 +162,7 @@ impl EngineLoop {
                 self.end(id, Err(Error::WaitedTooLong.into()));
             }
             if plan.work.is_empty() {
-                // No work can run before the tokens of the queued step, if there is one, are known.
+                // If a step is queued, no other work can run before its tokens are known.
                 self.outbox.flush();
                 self.deliver_queued();
                 continue;

@@ -46,7 +46,7 @@ pub struct EngineStats {
     pub steps_queued_ahead: u64,
     /// How often a running request gave up its blocks because the KV cache was full.
     pub preemptions: u64,
-    /// Blocks of the KV cache that requests can use. 0 until the first step or the first request has ended.
+    /// Blocks of the KV cache that requests can use. 0 until a step or a request has ended.
     pub blocks: u64,
     /// Blocks that running requests use.
     pub used_blocks: u64,

@@ -152,7 +152,7 @@ impl EngineLoop {
         }
     }
 
-    /// Adds to the outbox the log probabilities of the prompt tokens that a step scored.
+    /// Takes the log probabilities of the prompt tokens that a step scored, and adds them to the outbox.
     /// The waiting forks of the sequence receive these log probabilities too, because they share its prefill.
     fn deliver_prompt_logprobs(&mut self, id: SequenceId) {
         let Some(sequence) = self.sequences.get_mut(&id) else { return };

@@ -298,8 +298,8 @@ impl EngineHandle {
         self.shared.counters.take_cancel_times()
     }
 
-    /// Returns true if no device has failed and the engine thread makes progress.
-    /// The thread makes progress if it is idle, or if its current step has taken at most `limit`.
+    /// Returns false if a device has failed, if the engine thread has ended, or if its current step has taken longer
+    /// than `limit`. Otherwise, returns true.
     pub fn is_responsive(&self, limit: Duration) -> bool {
         self.failure().is_none() && self.shared.counters.heartbeat.is_regular(limit)
     }
@@ -347,7 +347,7 @@ impl EngineHandle {
     /// Calls a function on the engine thread with the runner and waits for the result.
     ///
     /// The call runs when all earlier requests have ended, and delays later requests.
-    /// The function may overwrite the KV cache.
+    /// The function may overwrite the KV cache, so the engine first forgets all cached prefixes.
     /// Fails if the engine stops, for example because the function panics, or if a device fails.
     pub fn with_runner<T: Send + 'static>(&self, call: impl FnOnce(&mut Runner) -> T + Send + 'static) -> Result<T> {
         let (sender, result) = mpsc::sync_channel(1);

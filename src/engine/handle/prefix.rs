@@ -22,7 +22,7 @@ impl EngineHandle {
     /// Ignores prefixes that were cached by requests with a cache salt.
     /// In an engine that is not deterministic, also ignores prefixes that were cached by deterministic requests.
     /// If no other prefix is cached, writes no file and returns 0.
-    /// Fails if the file cannot be written.
+    /// Fails if the keys and values cannot be read, or if the file cannot be written.
     pub fn save_prefix(&self, ids: &[u32], path: &Path) -> Result<usize> {
         let ids = ids.to_vec();
         let path = path.to_path_buf();

@@ -12,7 +12,7 @@ const LOGITS_ROWS: usize = 256;
 impl EngineHandle {
     /// Returns the logits of every token in `ids`, f32 `[tokens, vocab]`, on the CPU.
     ///
-    /// Fails if `ids` do not fit in the context. Waits until all earlier requests have ended.
+    /// Fails if `ids` are empty or do not fit in the context. Waits until all earlier requests have ended.
     /// Needs up to 2 × tokens × vocab × 4 bytes on the device, because the logits of several chunks are copied
     /// into one tensor.
     pub fn logits(&self, ids: &[u32]) -> Result<Tensor> {

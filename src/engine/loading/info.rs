@@ -12,7 +12,9 @@ use crate::runner::{ExecutionMode, NoDecodeGraph, PromptParts};
 pub struct ModelInfo {
     /// The model family: a value of `model_type` in config.json.
     pub family: &'static str,
-    /// The quantization format, such as `mxfp4` or `Q4_K_M`. `None` for unquantized weights.
+    /// The quantization in the model's files, such as `mxfp4`, or the type of a GGUF file, such as `Q4_K_M` or `F16`.
+    /// Includes the format to which the weights were quantized during loading, if any.
+    /// `None` for float weights in safetensors files that were not quantized during loading.
     pub quantization: Option<String>,
     /// The number of parameters, counted after unpacking quantized weights.
     pub parameters: u64,
@@ -47,8 +49,8 @@ pub struct ModelInfo {
     pub weight_bytes: u64,
     /// The size of the largest KV cache of any rank, in bytes.
     pub cache_bytes: u64,
-    /// The number of blocks in the KV cache of each rank. A block holds the keys and values of 64 tokens in
-    /// one layer group.
+    /// The number of blocks in the KV cache of each rank.
+    /// A block holds the keys and values of 64 tokens in one layer group.
     pub cache_blocks: usize,
     /// The number of sequences of `context` tokens that fit in the KV cache at once.
     pub cache_sequences: usize,

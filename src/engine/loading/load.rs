@@ -44,7 +44,7 @@ pub struct LoadOptions<'o> {
     /// The minimum number of full-context sequences that the KV cache can hold. More sequences fit if they are shorter.
     pub sequences: usize,
     /// The maximum number of sequences that run at once. `None` selects 256, which is also the upper limit.
-    /// The chunk size is another upper limit, because each running sequence may need a token of every step.
+    /// The chunk size is another upper limit, because a step must have room for one token of every running sequence.
     pub max_sequences: Option<usize>,
     /// The memory to use on each device. The KV cache gets what remains after weights and workspace.
     /// With `None`, the KV cache is only as large as `sequences` requires.
@@ -117,7 +117,8 @@ pub struct EngineParts {
 
 /// Loads the model at the path `dir`: a snapshot directory or a GGUF file.
 ///
-/// If the model is not supported or does not fit in memory, fails before any memory is allocated for the model.
+/// If the architecture is not supported, or if the memory plan exceeds the free memory, fails before any memory is
+/// allocated for the model.
 pub fn load(dir: &Path, options: &LoadOptions) -> Result<EngineParts> {
     let started = Instant::now();
     let (config, checkpoint) = models::open(dir)?;
@@ -210,7 +211,7 @@ fn model_info(
 
 /// Returns a string that identifies the model files, the build and the settings that determine keys and values.
 ///
-/// The weights files are identified by path, size and modification time, and config.json by size and modification time.
+/// The weight files are identified by path, size and modification time, and config.json by size and modification time.
 /// Other files, such as tokenizer.json, do not affect the string.
 /// If the engine is deterministic, the string includes the number of ranks and the split.
 fn fingerprint(
@@ -278,8 +279,8 @@ struct OnDevice {
 }
 
 /// Plans the memory of a model, loads the weights and creates the runner.
-/// Fails before it plans the memory if `is_refused` is set: the tokenizer or the chat format has failed to load,
-/// or `check_language` has rejected them.
+/// Fails before it plans the memory if `is_refused` is set, which means that the tokenizer or the chat format failed to
+/// load, or that `check_language` rejected them.
 fn load_onto_device(
     config: &ModelConfig,
     checkpoint: &Checkpoint,
@@ -332,7 +333,7 @@ struct LoadTarget<'t> {
     dtype: DType,
     memory: &'t RankMemory,
     capacity: Capacity,
-    /// The size in the files of the tensors for the first device, in bytes. Also counts tensors that are never loaded.
+    /// The size of the first device's tensors in the files, in bytes. Also counts tensors that are never loaded.
     file_bytes: u64,
 }
 

@@ -102,7 +102,8 @@ impl RankLoader<'_> {
         self.load_rank(self.connect(world, &device)?, &device, &LoadProgress::silent())
     }
 
-    /// Connects the devices of this rank and of all other ranks, so that the ranks can exchange tensors.
+    /// Connects the GPU of this rank to the GPUs of all other ranks, so that they exchange tensors without the host.
+    /// Returns `world` unchanged on a CPU, with a single rank, or if no exchange path works.
     fn connect(&self, world: World, device: &Device) -> Result<World> {
         Ok(exchange::connect(world, device, self.exchange_paths)?)
     }
@@ -186,7 +187,7 @@ fn guarded<T>(
 
 /// Adds the number of the GPU to an error, unless the error is an [`Error`] or there is only one rank.
 ///
-/// Replaces a CUDA error with [`Error::GpuFailed`], unless the GPU has too little memory.
+/// Replaces a CUDA error with [`Error::GpuFailed`], unless the error is a lack of memory.
 fn named(world: &World, error: anyhow::Error) -> anyhow::Error {
     if world.size() == 1 || error.is::<Error>() {
         return error;

@@ -32,8 +32,9 @@ impl RankMemory {
         let mut infos = infos.to_vec();
         // Several ranks can run on one device and share its memory.
         let ranks = devices.max_ranks_per_device() as u64;
-        // The memory that each rank may use. `free_bytes` becomes the rank's share of the free memory,
-        // without the limit. `MemoryPlan::choose` checks it too, and error messages name it.
+        // `usable_bytes` is the memory that each rank may use, at most the limit.
+        // `free_bytes` becomes the rank's share of the free memory, regardless of the limit:
+        // `MemoryPlan::choose` compares the plan with both values, and error messages name the free memory.
         let mut usable_bytes = Vec::with_capacity(infos.len());
         for device in &mut infos {
             device.free_bytes /= ranks;
@@ -68,7 +69,8 @@ impl RankMemory {
     }
 
     /// Returns the smallest context and the smallest chunk size that any rank's plan chooses.
-    /// See [`MemoryPlan::choose`]. The context that an out-of-memory error suggests fits on all ranks.
+    /// See [`MemoryPlan::choose`].
+    /// If memory is short, the error suggests a context that fits on all ranks, unless there is none.
     pub fn choose(&self, context: Option<usize>) -> Result<Capacity> {
         let capacities = self.ranks.iter().map(|(plan, device)| plan.choose(context, device));
         let capacities = capacities.collect::<Result<Vec<_>>>().map_err(|mut error| {

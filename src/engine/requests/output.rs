@@ -49,7 +49,8 @@ impl Output {
     }
 
     /// Adds a token. Returns the text that is no longer held back.
-    /// A stop token adds no text of its own, unless the request ignores it.
+    /// The stop tokens of the request add no text of their own.
+    /// Without a chat format, the model's stop tokens add none either, unless the request ignores them.
     pub fn push(&mut self, token: u32) -> Result<Vec<Delta>> {
         self.tokens += 1;
         if self.stop_token_ids.contains(&token) {

@@ -38,8 +38,8 @@ pub struct GenerationRecord {
     pub error: Option<String>,
 }
 
-/// The build, the device and the engine settings that can affect the tokens of an answer.
-/// Does not contain the number of ranks and how they divide the model, although these can affect the tokens too.
+/// The build, the device and engine settings that can affect the tokens of an answer.
+/// Lacks the number of ranks and how they divide the model, which can affect the tokens too.
 /// With several devices, `device` is the one that had the least free memory.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct EngineRecord {

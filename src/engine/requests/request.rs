@@ -79,8 +79,8 @@ pub struct GenerateOptions {
     /// The maximum number of tokens to generate. `None` allows as many as fit in the context.
     /// With 0, the request only computes its prompt.
     pub max_tokens: Option<usize>,
-    /// Strings that end the answer. The answer does not include them. Only the answer channel is searched for them,
-    /// not the reasoning or the tool calls.
+    /// Strings that end the answer. The answer does not include them.
+    /// Only the answer channel is searched for them, not the reasoning or the tool calls.
     pub stop: Vec<String>,
     /// Tokens that end the answer, in addition to the model's stop tokens. Their text is not part of the answer.
     pub stop_token_ids: Vec<u32>,
@@ -115,8 +115,8 @@ pub struct GenerateOptions {
     /// A value lower by 1 has the same effect as an arrival 2 seconds earlier.
     pub priority: i32,
     /// If set, the prompt reuses only prefixes that were cached by requests with the same salt.
-    /// The time to the first token then reveals nothing about the prompts of clients that do not know this salt,
-    /// and theirs reveals nothing about this prompt.
+    /// The time to the first token then reveals nothing about the prompts of clients that do not know this salt.
+    /// Nor do the times that these clients measure reveal anything about this prompt.
     pub cache_salt: Option<String>,
     /// Whether the answer must not depend on other requests, even if the engine is not
     /// [`deterministic`](crate::engine::EngineBuilder::deterministic).

@@ -26,7 +26,7 @@ pub struct Sequence {
     /// The progress of scoring the prompt, if the request asked for prompt log probabilities.
     pub prompt_scores: Option<PromptScores>,
     max_tokens: Option<usize>,
-    /// The stop tokens of the request. Includes the model's stop tokens, unless the request ignores them.
+    /// The tokens that end the sequence: those in `stop_token_ids` and, without `ignore_eos`, the model's stop tokens.
     stop_ids: Vec<u32>,
     /// See [`GenerateOptions::cache_salt`]. `None` once the engine loop has passed the salt to the scheduler.
     pub cache_salt: Option<String>,

@@ -2,7 +2,7 @@
 //!
 //! - `params`: the sampling parameters, and the table of their names, ranges and help texts
 //! - `sampler`: samples the tokens of one sequence on a CPU, or prepares the input of the sampling kernel on a GPU
-//! - `token_counts`: counts the generated tokens of a sequence, for the penalties
+//! - `token_counts`: the tokens of a sequence, and how often each was generated, for the penalties
 
 mod params;
 mod sampler;

@@ -151,7 +151,7 @@ impl SamplingParams {
     /// Reads a model's sampling defaults from generation_config.json. Returns greedy sampling for JSON null.
     ///
     /// Without `"do_sample": true`, reads only the repetition penalty. The other parameters are those of
-    /// greedy sampling, as in transformers.
+    /// greedy sampling, as in transformers. With `"do_sample": true`, the default temperature is 1.
     ///
     /// Ignores values that are invalid or out of range, and returns a message about each of them,
     /// such as `top_p is 1.5: expected a number from 0 to 1; the default is 1`.

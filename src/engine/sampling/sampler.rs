@@ -2,7 +2,7 @@
 //!
 //! The order is the same as in transformers.
 //! Each random number depends only on the seed and the number of earlier draws,
-//! so equal seeds and logits give equal tokens.
+//! so the same seed, parameters and logits give the same tokens.
 //! On a GPU, the sampling kernels apply the same rules. `kernels/decode/sample.cu` lists the rare differences.
 
 use std::collections::BTreeMap;
@@ -34,6 +34,7 @@ pub struct LogitRules {
     /// The biases of the request, by token id.
     pub bias: BTreeMap<u32, f32>,
     /// The tokens that are banned until `min_tokens` tokens have been chosen.
+    /// The ban ends earlier if the constraint requires the answer to end.
     pub stop_tokens: Vec<u32>,
     pub min_tokens: usize,
     /// The number of most likely tokens to report with log probabilities, besides the chosen token.
@@ -89,7 +90,7 @@ impl Sampler {
         }
     }
 
-    /// Counts a chosen token, for the penalties and the random numbers of later choices.
+    /// Counts a chosen token, for the penalties, the random numbers and the minimum length in later choices.
     fn count(&mut self, token: u32) {
         self.seen.add_generated(token);
         self.draws += u64::from(self.params.temperature != 0.0);
@@ -122,11 +123,11 @@ impl Sampler {
         edits.into_iter().collect()
     }
 
-    /// Draws a token with random number `draw` of the seed. See [`uniform`].
+    /// Draws a token with the random number at index `draw`. See [`uniform`].
     fn draw(&self, logits: &[f32], draw: u64) -> u32 {
         let mut candidates = candidates(logits, &self.params);
         // Sort by id, because the order decides which token a random number selects.
-        // The sampling kernel also goes through the tokens in order of their ids.
+        // The sampling kernels also go through the tokens in order of their ids.
         if !candidates.is_sorted_by_key(|candidate| candidate.id) {
             candidates.sort_unstable_by_key(|candidate| candidate.id);
         }
@@ -255,7 +256,8 @@ pub fn candidates(logits: &[f32], params: &SamplingParams) -> Vec<TokenCandidate
     all
 }
 
-/// Orders candidates by descending weight. Orders equal weights by id, so that unstable sorts are deterministic.
+/// Orders candidates by descending weight, and equal weights by id.
+/// If candidates at a cutoff have equal weights, those with the lowest ids are therefore kept.
 fn by_weight(a: &TokenCandidate, b: &TokenCandidate) -> std::cmp::Ordering {
     b.weight.total_cmp(&a.weight).then(a.id.cmp(&b.id))
 }
@@ -271,7 +273,8 @@ fn keep_top_k(candidates: &mut Vec<TokenCandidate>, count: usize) {
 /// Keeps the smallest set of most likely tokens whose probabilities sum to at least `p`. Keeps at least one token.
 ///
 /// A vocabulary can have 200,000 tokens, and sorting them all would be slow. Usually, far fewer tokens are kept.
-/// The function therefore sorts only the top 64 tokens at first, and then 8 times as many, until the sum reaches `p`.
+/// The function therefore sorts only the top 64 tokens at first, and then 8 times as many in each further attempt,
+/// until their probabilities sum to at least `p`.
 fn keep_top_p(candidates: &mut Vec<TokenCandidate>, p: f64) {
     let target = p * candidates.iter().map(|c| c.weight).sum::<f64>();
     let mut head = 64.min(candidates.len());
@@ -304,7 +307,7 @@ pub fn argmax(logits: &[f32]) -> u32 {
     best as u32
 }
 
-/// Returns the random number with index `counter` among the random numbers of `seed`, in [0, 1).
+/// Returns the random number at index `counter` of the random sequence for `seed`, in [0, 1).
 ///
 /// Source: SplitMix64 (Steele et al., OOPSLA 2014).
 pub fn uniform(seed: u64, counter: u64) -> f64 {

@@ -1,4 +1,5 @@
-//! Orders the waiting sequences so that all waiting tenants are served equal numbers of tokens.
+//! Orders the waiting sequences so that all waiting tenants are served about equal numbers of tokens.
+//! A generated token counts more than a prompt token: see `ledger.rs`.
 //!
 //! The order follows the Virtual Token Counter (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024).
 //! Protected sequences start first. After them, the tenant with the fewest served tokens is next.
@@ -29,7 +30,7 @@ impl FairQueue {
         }
         ledger.set_served(tenant, served);
         self.waiting.entry(tenant).or_default().insert(seniority);
-        // The ledger can forget a tenant without sequences if no waiting tenant was served fewer tokens.
+        // The ledger can forget a tenant without sequences that was served at most `fewest` tokens.
         // If that tenant submitted a new sequence, `insert` would raise the tenant's count to `fewest` anyway.
         if let Some(fewest) = self.fewest_served(ledger) {
             ledger.forget(fewest);
@@ -150,7 +151,7 @@ mod tests {
         );
         ledger.serve(0, 0..1, 1);
         assert_eq!(first(&queue, &ledger), Some(3));
-        // A tenant without sequences is not forgotten if it was served more tokens than a tenant that waits.
+        // A tenant keeps its count of served tokens when its sequences end and another tenant still waits.
         ledger.serve(1, 0..500, 500);
         queue.remove(1, &sequence(3));
         queue.remove(1, &sequence(4));

@@ -40,7 +40,7 @@ impl TenantLedger {
         }
     }
 
-    /// Counts the tokens at the positions in `range` as served. The prompt has the first `prompt` positions.
+    /// Counts the tokens at the positions in `range` as served. `prompt` is the number of prompt tokens.
     pub fn serve(&mut self, tenant: TenantId, range: Range<usize>, prompt: usize) {
         let generated = range.end.saturating_sub(range.start.max(prompt)) as u64;
         let tokens = range.len() as u64 + (GENERATED_WEIGHT - 1) * generated;

@@ -6,8 +6,8 @@
 //! Prefill and decode share steps. A step computes one token of every sequence that decodes.
 //! Chunks of prompts fill the rest of the step's token budget.
 //!
-//! Sequences belong to tenants. Waiting tenants get equal numbers of tokens: see `fair_queue.rs`.
-//! The sequences of one tenant are ordered by seniority, which depends on priority and arrival.
+//! Sequences belong to tenants. Waiting tenants get about equal numbers of tokens: see `fair_queue.rs`.
+//! The sequences of one tenant are ordered by seniority, which depends on preemptions, priority and arrival.
 //!
 //! If the KV cache runs out of blocks, the scheduler preempts the running sequence whose turn comes last.
 //! A preempted sequence gives up its blocks and waits.
@@ -51,16 +51,16 @@ const MAX_PREEMPTIONS: u32 = 2;
 /// The limits of a scheduler.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SchedulerConfig {
-    /// The maximum number of tokens in one step.
+    /// The maximum number of tokens in one step. See `prompt_parts` for an exception.
     pub token_budget: usize,
     /// The maximum number of sequences that run at once. Must not exceed `token_budget`.
     pub max_sequences: usize,
     /// The maximum number of tokens in a sequence, prompt and answer together.
     pub context: usize,
-    /// If set, all prompts are divided into these parts.
-    /// Every chunk ends where a part ends, or before the last prompt token.
+    /// If set, all prompts without [`NewSequence::prompt_parts`] are divided into these parts.
+    /// Every chunk of a divided prompt ends where a part ends, or before the last prompt token.
     /// The last prompt token and all generated tokens are computed one by one.
-    /// A step can then exceed its token budget by less than one part.
+    /// Otherwise, a part is never split, so a step can exceed the token budget by less than one part.
     pub prompt_parts: Option<PromptParts>,
 }
 
@@ -71,7 +71,7 @@ pub struct NewSequence {
     pub prompt: Vec<u32>,
     /// If set, the sequence reuses only the blocks of sequences with the same salt.
     pub cache_salt: Option<String>,
-    /// If set, the prompt is divided into these parts. See [`SchedulerConfig::prompt_parts`].
+    /// If set, the prompt is divided into these parts instead of those in [`SchedulerConfig::prompt_parts`].
     pub prompt_parts: Option<PromptParts>,
     /// Whether to compute all prompt tokens, even those in the prefix cache.
     pub computes_whole_prompt: bool,
@@ -170,13 +170,13 @@ struct ScheduledSequence {
     computes_whole_prompt: bool,
     max_tokens: usize,
     tenant: TenantId,
-    /// The number of tokens that the ledger has counted. Recomputed tokens are not counted again.
+    /// The position up to which the ledger has counted tokens. Recomputed tokens are not counted again.
     served: usize,
     seniority: Seniority,
     deadline: Option<Duration>,
     /// The blocks of the sequence while it runs. `None` while it waits.
     blocks: Option<SequenceBlocks>,
-    /// The block hashes of a waiting sequence. The scheduler does not recompute them when it starts the sequence.
+    /// The block hashes of a waiting sequence, kept so that attempts to start the sequence do not recompute them.
     /// Not used while the sequence runs: its block hashes are then in `blocks`.
     hashes: BlockHashes,
     preemptions: u32,
@@ -187,7 +187,8 @@ struct ScheduledSequence {
 }
 
 impl ScheduledSequence {
-    /// Returns the number of tokens whose keys and values are in the sequence's blocks. 0 while the sequence waits.
+    /// Returns the number of tokens whose keys and values are computed, including the tokens of a queued step.
+    /// 0 while the sequence waits.
     fn computed(&self) -> usize {
         self.blocks.as_ref().map_or(0, SequenceBlocks::computed)
     }
@@ -218,7 +219,7 @@ impl ScheduledSequence {
     /// A chunk never ends after [`next_end`](Self::next_end).
     ///
     /// If the prompt is divided into parts, the chunk ends where a part ends, or at `next_end`.
-    /// Such a chunk has at least one part, even if the part has more than `tokens` tokens.
+    /// Such a chunk includes the first part even if this part has more than `tokens` tokens.
     fn chunk_end(&self, start: usize, tokens: usize) -> usize {
         let end = start.saturating_add(tokens);
         let end = self.prompt_parts.map_or(end, |parts| parts.floor(end).max(parts.next(start)));
@@ -272,7 +273,7 @@ impl Scheduler {
         }
     }
 
-    /// Adds a sequence to the queue. Also adds its forks, which are not in the queue until they fork.
+    /// Adds a sequence to the queue. Also registers its forks, which do not wait in the queue before they fork.
     ///
     /// Panics if an id is already in use, or if the prompt is empty or longer than the context.
     /// Also panics if a prompt part is larger than the token budget.
@@ -351,12 +352,12 @@ impl Scheduler {
         self.sequences[&id].prompt_parts
     }
 
-    /// Returns the number of tokens whose keys and values are in the sequence's blocks.
+    /// Returns the number of tokens whose keys and values are computed, including the tokens of a queued step.
     pub fn computed(&self, id: SequenceId) -> usize {
         self.sequences[&id].computed()
     }
 
-    /// Returns the sequence that computes the prompt of a fork, or `None` after the fork and for other sequences.
+    /// Returns the sequence from which a sequence will fork, or `None` if it has forked already or is not a fork.
     pub fn parent(&self, id: SequenceId) -> Option<SequenceId> {
         self.sequences[&id].parent
     }
@@ -400,7 +401,7 @@ impl Scheduler {
         self.blocks.forget_prefixes();
     }
 
-    /// Records that the keys and values of all positions before `end` are in the sequence's blocks.
+    /// Records that the keys and values of all positions before `end` are computed.
     /// The step that writes them may still be queued, because the device runs later steps after this step.
     pub fn advance(&mut self, id: SequenceId, end: usize) {
         let Some(sequence) = self.sequences.get_mut(&id) else { return };
@@ -439,7 +440,7 @@ impl Scheduler {
         self.sequences.get(&id).is_some_and(ScheduledSequence::is_running)
     }
 
-    /// Removes a sequence that has ended or was canceled. Its cached blocks stay reusable until they are evicted.
+    /// Removes a sequence that has ended, for any reason. Its cached blocks stay reusable until they are evicted.
     pub fn finish(&mut self, id: SequenceId) {
         let Some(sequence) = self.sequences.remove(&id) else { return };
         let has_started = sequence.has_started();

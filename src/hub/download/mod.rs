@@ -30,7 +30,7 @@ use fetch::fetch;
 use jobs::WantedFile;
 
 /// If a download needs at least this number of requests for sizes and etags, a message tells the user.
-/// Fewer requests finish too soon for a message.
+/// Fewer requests finish so quickly that no message is needed.
 const MANY_REQUESTS: usize = 100;
 
 impl Hub {
@@ -39,6 +39,7 @@ impl Hub {
     /// `revision` is a branch, tag or commit. The default is `main`.
     /// Fetches no files if inferno's own cache or the shared cache has all selected files.
     /// Waits while another process changes the same repository in the cache.
+    /// If HF_HUB_OFFLINE is set, fails unless `filter` selects the default weights and a cache has a complete snapshot.
     pub fn download(
         &self,
         repo: &str,
@@ -108,12 +109,12 @@ impl Hub {
         Ok(Snapshot { name: name.to_string(), revision: Some(commit.clone()), path, source: SnapshotSource::Inferno })
     }
 
-    /// Returns the number of bytes that a download would fetch, or more.
+    /// Estimates the number of bytes that a download would fetch.
+    ///
     /// Files of this commit in inferno's own cache do not count, and neither do files whose size the hub does not list.
     /// The bytes of unfinished files count, and so do blobs to which only other snapshots link, although a download
     /// reuses both.
-    ///
-    /// For sharded weights, estimates the number by the size of the missing safetensors files in the root directory.
+    /// For sharded weights, only the missing safetensors files in the root directory count.
     pub fn download_bytes(&self, repo: &str, revision: Option<&str>, filter: &FileFilter) -> Result<u64> {
         let (name, revision) = names::split_revision(repo, revision)?;
         names::check_repo(name)?;
@@ -131,7 +132,7 @@ impl Hub {
     }
 
     /// Adds `files` to the snapshot of `commit`. Fetches only the bytes that are missing.
-    /// `_lock` is the lock of `repo`.
+    /// The caller must hold the lock of `repo`, and passes it as `_lock`.
     pub(in crate::hub) fn fetch_files(
         &self,
         remote: &Remote,

@@ -26,7 +26,7 @@ use crate::hub::disk::{self, create_dir, with_suffix, write_error};
 /// and the file is fetched again.
 pub(in crate::hub) const SUFFIXES: [&str; 4] = [".parts", ".parts.json", ".incomplete", BAD];
 
-/// The suffix of a blob with wrong contents, which is kept until its replacement arrives.
+/// The suffix of a blob with wrong contents, which a repair keeps until the replacement has arrived.
 pub(in crate::hub) const BAD: &str = ".bad";
 
 /// A partially downloaded file, and the byte ranges that are on disk.
@@ -38,7 +38,7 @@ pub(in crate::hub) struct Partial {
     /// Whether file data was discarded or could not be flushed.
     /// If true, pending records that share this flag are not saved.
     ///
-    /// The flag is never reset to false, because the operating system reports a failed flush only once.
+    /// After a failed flush, the flag stays true, because the operating system reports a failed flush only once.
     is_lost: Arc<AtomicBool>,
 }
 

@@ -92,7 +92,7 @@ pub(super) fn attention(device: &CudaDevice, inputs: AttentionInputs, out: &Tens
 }
 
 /// Computes attention for one sequence into `out`.
-/// k and v hold the keys and values that any query of the sequence can see, in order of position.
+/// k and v hold the keys and values that at least one query of the sequence can see, in order of position.
 fn attend(
     device: &CudaDevice,
     (q, k, v): (&Tensor, &Tensor, &Tensor),
@@ -110,7 +110,7 @@ fn attend(
     let (q_row, kv_row) = ((heads * head_dim) as u32, (kv_heads * head_dim) as u32);
     let pointer = |tensor: &Tensor| address(tensor).map(|address| address as *const c_void);
     // SAFETY: `address` checks that the tensors are contiguous. The sizes and strides match the tensors.
-    // The tensors' memory is allocated and freed in stream order.
+    // The tensors' memory is freed in stream order, so it stays valid until the kernel has ended.
     unsafe {
         run_mha(
             pointer(q)?,

@@ -65,7 +65,7 @@ mod with_cuda {
         let arguments = Arguments::new().tensor(out)?.tensor(lse)?.tensor(sinks)?.int(tokens).int(heads).int(head_dim);
         let kernel = format!("scale_by_sinks_{}", dtype_suffix(out.dtype())?);
         let shape = LaunchShape::new((tokens, heads, 1), 32);
-        // SAFETY: the caller guarantees the shapes and dtypes of out, lse and sinks.
+        // SAFETY: `candle_flash_attn::attend`, the only caller, passes tensors with the shapes and dtypes listed above.
         unsafe { Launch::new(module!("eager_attention"), kernel, shape, arguments).enqueue(device) }
     }
 }

@@ -13,6 +13,7 @@
 //   bytes moved: 2 · head_dim · sizeof(T) for each visible key, KV head and row tile
 //     The row tiles of a sequence read mostly the same keys and values, so repeated reads mostly hit the L2 cache.
 //
+// The tokens of a sequence are its tokens in q: the new tokens, without the cached ones.
 // A row is one query head of one token. Each KV head serves group = heads / kv_heads query heads.
 // Row r of KV head k belongs to token r / group of the sequence. Its query head is k · group + r % group.
 // A thread block loads each of its keys and values once for all rows of its row tile.
@@ -44,7 +45,8 @@ constexpr int head_dim_index(int head_dim) {
     return index;
 }
 
-// The size of the batch for which a 16-row kernel is compiled. The kernels for large batches differ in shared memory.
+// The size of the batches that a 16-row kernel is for. Large, LargeHalf and LargeQuarter are for large batches.
+// LargeHalf and LargeQuarter use about a half and about a quarter of the shared memory of Large.
 enum class Batch { Small, Large, LargeHalf, LargeQuarter };
 
 // How the warps of a thread block divide the rows and the keys of a row tile.
@@ -66,7 +68,7 @@ template <int HEAD_DIM, int TILE_ROWS, Batch BATCH = Batch::Small> struct TileSh
     static constexpr int STAGES = LARGE ? FLASH_BATCH_STAGES : FLASH_STAGES;
     static constexpr int M = ROWS / 16 / WARPS;
     // The minimum number of resident thread blocks per multiprocessor, which limits the registers per thread.
-    // With head_dim = 256, the weighted sums of 16 rows occupy 128 registers per thread.
+    // Large heads need more registers: with head_dim = 256, the weighted sums of 16 rows take 128 registers per thread.
     static constexpr int MIN_BLOCKS = FEW ? 1 : MANY ? (D <= 128 ? 2 : 1) : D <= 64 ? 3 : 2;
     static constexpr int TEAM_THREADS = 32 * WARPS, THREADS = TEAM_THREADS * TEAMS;
     static constexpr int STRIDE = D + FLASH_ROW_PADDING, KEY_ELEMENTS = KEYS * STRIDE;
@@ -118,7 +120,8 @@ template <typename C> struct BlockRows {
         const int r = first + row;
         return ((size_t)(first_token + r / group) * heads + kv_head * group + r % group) * C::D;
     }
-    // Returns the index of a row's token in the sequence. Rows past the end of the tile get the last row's token.
+    // Returns the index of a row's token among the tokens of the sequence. Rows past the end of the tile get the token
+    // of the last row.
     __device__ __forceinline__ int token(int row) const { return (first + min(row, count - 1)) / group; }
 };
 
@@ -522,7 +525,7 @@ __device__ __forceinline__ void attention(const T* q, const T* k, const T* v, co
     // written before the previous kernel started (see `launch` in flash_attention.rs).
     // Only loads of this step's queries, keys and values must wait until the previous kernel has ended.
 
-    // 1. Find the keys that any row of the row tile can see, and select the key tiles of this split and team.
+    // 1. Find the keys that at least one row of the row tile can see, and select the key tiles of this split and team.
     const int position = (int)__ldcg(positions + row_tile.first_token), newest = position + last_token;
     const int oldest = window > 0 ? max(0, position + first_token - window + 1) : 0;
     const int tiles = (newest - oldest) / C::KEYS + 1;

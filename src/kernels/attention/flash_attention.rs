@@ -20,8 +20,8 @@ use crate::kernels::scratch;
 /// With more splits, the last thread block to finish would have to combine more partial results.
 const MAX_SPLITS: usize = 64;
 
-/// The number of splits with [`SumOrder::Fixed`].
-/// The number is constant, because it determines the summation order.
+/// The maximum number of splits per row tile with [`SumOrder::Fixed`].
+/// The maximum is constant, so that the number of sequences does not change the summation order of a row.
 /// Layers with a small sliding window have one split: see [`MAX_UNSPLIT_WINDOW`].
 const FIXED_SPLITS: usize = 4;
 
@@ -95,7 +95,7 @@ impl FlashAttention {
     /// Chooses the kernel for sequences that have `tokens` tokens each.
     ///
     /// Fails if q and `layer` do not match, if q is not bf16 or f16, if its head size is not in [`FLASH_HEAD_DIMS`],
-    /// or if its number of tokens is not a multiple of `tokens`.
+    /// if its number of tokens is not a multiple of `tokens`, or if the GPU has too little shared memory.
     pub fn new(
         device: &CudaDevice,
         q: &Tensor,
@@ -182,9 +182,9 @@ impl FlashAttention {
         row_tiles: usize,
     ) -> Result<Self> {
         // If there are too few row tiles to fill the GPU, split the keys of each row tile across thread blocks.
-        // `TileKernel::choose` selects 128-row tiles only if they fill the GPU.
-        // In a large batch, sequences can have very different numbers of keys.
-        // To balance the work, splits create up to twice as many thread blocks as fit on the GPU at the same time.
+        // `TileKernel::choose` selects 128-row tiles only if they fill the GPU, so their keys are not split.
+        // In a large batch, sequences can have very different numbers of keys. To balance the work, the splits then
+        // create up to twice as many thread blocks as fit on the GPU at the same time.
         let blocks_per_multiprocessor = match tile.kind {
             TileKind::Few => 1,
             TileKind::Batch => 2 * tile.blocks_per_multiprocessor(max_shared_bytes(device)?),
@@ -362,7 +362,7 @@ impl TileKernel {
             let fitting = |tile: &Self| tile.blocks_per_multiprocessor(max_shared_bytes) * multiprocessors;
             let batch: Vec<Self> = tiles.filter(|tile| tile.kind == TileKind::Batch).collect();
             let chosen = if has_small_window(mask) {
-                // With few keys, a thread block takes much of its time to start, so all blocks should start together.
+                // With few keys, a thread block spends much of its time on starting, so all should start together.
                 batch.iter().position(|tile| few_blocks <= fitting(tile)).unwrap_or(batch.len().saturating_sub(1))
             } else {
                 // Thread blocks with many teams finish sequences with many keys sooner.
@@ -370,7 +370,7 @@ impl TileKernel {
                 let used = |tile: &Self| tile.shared_bytes * tile.blocks_per_multiprocessor(max_shared_bytes);
                 let most = batch.iter().map(used).max().unwrap_or(0);
                 let first = batch.iter().position(|tile| 4 * used(tile) >= 3 * most).unwrap_or(0);
-                // If the next tile has as many teams and nearly fills the GPU, its smaller key tiles are faster.
+                // If the next tile has as many teams and its blocks nearly fill the GPU, smaller key tiles are faster.
                 let is_faster =
                     |tile: &Self| tile.threads == batch[first].threads && 10 * few_blocks >= 9 * fitting(tile);
                 first + batch.get(first + 1).map_or(0, |next| usize::from(is_faster(next)))
@@ -433,7 +433,7 @@ impl TileKernel {
     /// Returns the number of thread blocks whose shared memory fits on a multiprocessor.
     /// `max_shared_bytes` is the maximum for one thread block.
     fn blocks_per_multiprocessor(&self, max_shared_bytes: usize) -> usize {
-        // Each block needs RESERVED more bytes, and the maximum per block is RESERVED less than a multiprocessor has.
+        // CUDA reserves RESERVED bytes for each block. A multiprocessor has RESERVED bytes more than one block may use.
         // All callers pass 16-row kernels. The static shared memory of these kernels takes at most STATIC bytes.
         const RESERVED: usize = 1024;
         const STATIC: usize = 128;

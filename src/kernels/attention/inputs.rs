@@ -11,7 +11,8 @@ use crate::kernels::SumOrder;
 pub struct AttentionInputs<'t> {
     /// The query vectors, `[tokens, heads, head_dim]`, in the token order of `queries`.
     pub q: &'t Tensor,
-    /// The keys and values, in the dtype of `q`. All positions that the queries attend to must have been written.
+    /// The cached keys and values, in the dtype of `q`.
+    /// The keys and values of all positions that the queries attend to must already be in the cache.
     pub layer: CachedLayer<'t>,
     pub queries: &'t Queries,
     /// The block tables of the sequences in `queries`, and the slots of their new tokens.

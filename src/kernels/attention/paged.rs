@@ -56,7 +56,7 @@ pub struct Queries {
 pub struct PassBlocks {
     /// The block tables: u32 `[sequences, blocks]`. Shorter tables are padded with zeros.
     pub tables: Tensor,
-    /// u32 `[tokens]`: the row of k and v to which each new token is written.
+    /// u32 `[tokens]`: the row of k and v for the key and the value of each new token.
     pub slots: Tensor,
 }
 

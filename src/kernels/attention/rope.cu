@@ -11,9 +11,9 @@
 //   k, v: the KV cache, T [rows, kv_heads, head_dim]
 //   slots: u32 [tokens], the row of k and v for each token
 //   grid: one warp per HEADS heads of a token: ceil(tokens · ceil((heads + 2 · kv_heads) / HEADS) / warps per block)
-//     split_qkv: HEADS = ROPE_HEADS_PER_WARP
+//     split_qkv, for one part: HEADS = ROPE_HEADS_PER_WARP
 //     split_qkv_few_tokens, for up to ROPE_FEW_TOKENS tokens or several parts: HEADS = 1
-//     split_qkv_wide and split_qkv_wide_parts, without norms: see the template below
+//     split_qkv_wide, for one part, and split_qkv_wide_parts, both without norms: see the template below
 //   block: a multiple of 32
 //   bytes moved: tokens · (heads + 2 · kv_heads) · head_dim · (4 · parts + sizeof(T))
 #include "constants.cuh"

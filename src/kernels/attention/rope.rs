@@ -199,7 +199,7 @@ pub fn reference(
     out
 }
 
-/// The launch of the kernels in `rope.cu`.
+/// Chooses and launches a kernel of `rope.cu`.
 #[cfg(feature = "cuda")]
 mod on_gpu {
     use candle_core::cuda_backend::CudaDevice;
@@ -249,7 +249,8 @@ mod on_gpu {
         for tensor in [Some(qkv), bias, Some(cos), Some(sin)].into_iter().flatten() {
             is_wide &= address(tensor)?.is_multiple_of(16);
         }
-        // The kernel `split_qkv` does not add up parts. Only products of few tokens have several parts.
+        // Only products of few tokens have several parts, so several parts count as few tokens.
+        // The kernel `split_qkv` must not run with several parts, because it does not add them up.
         let has_few_tokens = tokens <= ROPE_FEW_TOKENS || parts > 1;
         let (name, heads_per_warp) = match is_wide {
             true if parts > 1 => ("split_qkv_wide_parts", ROPE_WIDE_HEADS * 256 / head_dim),

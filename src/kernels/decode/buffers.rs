@@ -13,11 +13,11 @@ pub struct StepBuffers {
     pub x: Tensor,
     /// The buffer to which kernels add the outputs of attention and of the MLP: f32 `[hidden]`.
     /// Outputs with a post-norm are added to `x` instead.
+    ///
     /// `partial` is `x` on the first rank, and on every rank that runs whole layers.
-    /// On the other ranks, `partial` is a separate buffer, which holds zeros between the layers.
-    /// Either the kernels send their results and leave `partial` unchanged,
-    /// or `exchange::add_sum` fills it with zeros after each sum.
-    /// The sum over all ranks therefore contains `x` once.
+    /// On the other ranks, `partial` is a separate buffer of zeros, so that the sum over all ranks contains `x` once.
+    /// It is zero again after each sum: either the kernels send their results and leave `partial` unchanged,
+    /// or `exchange::add_sum` fills `partial` with zeros.
     pub partial: Tensor,
     /// The ranks that run the step together.
     pub world: World,
@@ -25,7 +25,7 @@ pub struct StepBuffers {
     pub layer_world: World,
     /// u32 `[4]`: the current position, the current token, the number of finished steps, and an unused word.
     pub state: Tensor,
-    /// The logits: f32 `[vocab]`. If there are several ranks, only steps that sample write all logits.
+    /// The logits: f32 `[vocab]`. If there are several ranks, greedy steps write only `own_logits`.
     pub logits: Tensor,
     /// The logits of this rank's part of the vocabulary, f32. The same tensor as `logits` if there is only one rank.
     pub(super) own_logits: Tensor,

@@ -1,11 +1,11 @@
 // The first half of a gated MLP. Computes h = activation(gate(norm(x))) · up(norm(x)).
 //
-//   x, norm: f32 [columns]
+//   x, norm: f32 [columns]; norm(x) is the RMSNorm of x with the weight `norm`
 //   gate, up: T [rows, columns], or two quantized matrices
 //   gate_bias, up_bias: f32 [rows] or null
 //   h: T [rows]
 //   grid: at most one block per multiprocessor
-//   block: at most 24 warps, or 16 with quantized weights
+//   block: at most DECODE_MAX_WARPS warps, or QUANTIZED_WARPS with quantized weights
 //   bytes moved: the gate and up weights
 // A unit is one row of gate and the same row of up. Each unit produces one element of h.
 #include "decode/dense_matvec.cuh"

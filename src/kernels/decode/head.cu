@@ -33,7 +33,7 @@ __device__ __forceinline__ void block_argmax(Argmax own, Argmax* warps, Argmax* 
 
 // Computes the logits of this warp's units. Returns the argmax of these logits in lane 0.
 // Each unit is two rows of the weight. A logit is a dot product times `scale`, limited by the soft cap.
-// The first logit is the logit of `first_token`.
+// logits[0] is the logit of the token `first_token`.
 template <typename Stream, typename Input>
 __device__ __forceinline__ Argmax warp_logits(Stream& stream, const Input& input, float scale, float softcap,
                                               float* logits, int vocab, int first_token) {
@@ -56,13 +56,13 @@ __device__ __forceinline__ Argmax warp_logits(Stream& stream, const Input& input
 
 // Computes logits = head(norm(x)), and the argmax of each block's logits.
 // If softcap > 0, each logit l becomes softcap · tanh(l / softcap).
-//   x, norm: f32 [columns]
+//   x, norm: f32 [columns]; norm(x) is the RMSNorm of x with the weight `norm`
 //   weight: T [vocab, columns], or one quantized matrix; `vocab` is the number of tokens of this rank
 //   logits: f32 [vocab]
 //   best: receives one Argmax per block
 //   first_token: the id of this rank's first token
 //   grid: at most one block per multiprocessor
-//   block: at most 24 warps, or 16 with quantized weights
+//   block: at most DECODE_MAX_WARPS warps, or QUANTIZED_WARPS with quantized weights
 //   bytes moved: the weight
 template <typename T>
 __device__ void decode_head(const float* x, const float* norm, const T* weight, float* logits, Argmax* best, int vocab,

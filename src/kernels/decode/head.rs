@@ -74,7 +74,7 @@ fn head_shape(buffers: &StepBuffers, weight: &Matrix) -> LaunchShape {
 /// Adds a launch for greedy sampling, which sends the token with the largest logit to the mailbox.
 /// The token's embedding becomes the input of the next step.
 /// If there are several ranks, first adds a launch that exchanges their largest logits.
-/// If the embedding is quantized, adds a launch that looks up the embedding.
+/// If the embedding is quantized, finally adds a launch that looks up the embedding.
 ///
 /// [`add_head`] must have added the launch that finds the largest logits.
 pub fn add_greedy_sampling(

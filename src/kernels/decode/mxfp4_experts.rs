@@ -43,7 +43,7 @@ impl ExpertBuffers {
 
 /// Adds a launch that computes the gate and up projections and the clamped SwiGLU of each chosen expert.
 ///
-/// `weights` are `[experts, 2 * intermediate, hidden]` in paired tiles.
+/// `weights` are `[experts, 2 * intermediate, hidden]` in paired tiles (`RowOrder::Paired`).
 /// `bias` is f32 `[experts, 2 * intermediate]`, with gate and up interleaved.
 pub fn add_mxfp4_gate_up(
     launches: &mut LaunchList,
@@ -79,10 +79,11 @@ pub fn add_mxfp4_gate_up(
 }
 
 /// Adds a launch that computes `partial += Σ routing weight · (down(h) + bias)` over the chosen experts.
-/// If several ranks run the layer together, the kernel may send the result instead (see [`sender`]).
-/// A second launch then writes the sum over these ranks to `x`.
+/// If several ranks run the layer together, a second launch writes the sum over these ranks to `x`.
+/// The first launch may then send its result instead of adding it to `partial` (see [`sender`]).
 ///
-/// `weights` are `[experts, hidden, intermediate]` in plain tiles. `bias` is f32 `[experts, hidden]`.
+/// `weights` are `[experts, hidden, intermediate]` in plain tiles (`RowOrder::Plain`).
+/// `bias` is f32 `[experts, hidden]`.
 pub fn add_mxfp4_down(
     launches: &mut LaunchList,
     buffers: &StepBuffers,

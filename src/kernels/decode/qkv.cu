@@ -12,7 +12,7 @@
 //   raw: f32 [heads + kv_heads, head_dim] or null
 //     If the model has QK norms, `raw` receives the queries and keys before these norms and RoPE, for decode_qk_norm.
 //   grid: at most one block per multiprocessor
-//   block: at most 24 warps, or 16 with quantized weights
+//   block: at most DECODE_MAX_WARPS warps, or QUANTIZED_WARPS with quantized weights
 //   bytes moved: the weight
 // Each unit is two rows of the weight. RoPE rotates the two outputs of a unit as a pair, or not at all.
 #include "attention/paged.cuh"

@@ -8,7 +8,7 @@
 //   out: f32 [rows]; may be the same buffer as x
 //   m: if m.ranks > 1, the results are sent to all ranks instead (see Sender in exchange.cuh)
 //   grid: at most one block per multiprocessor
-//   block: at most 24 warps, or 16 with quantized weights
+//   block: at most DECODE_MAX_WARPS warps, or QUANTIZED_WARPS with quantized weights
 //   bytes moved: the weight
 // Each warp multiplies one row of the weight at a time. One row is one unit of a DenseStream or QuantizedStream.
 #include "decode/dense_matvec.cuh"

@@ -17,8 +17,8 @@ pub struct PostNorm<'t> {
 }
 
 /// Adds a launch that computes `partial += W·y + bias`.
-/// If several ranks run the layer together, the kernel may send the result instead (see [`sender`]).
-/// A second launch then writes the sum over these ranks to `x`.
+/// If several ranks run the layer together, a second launch writes the sum over these ranks to `x`.
+/// The first launch may then send its result instead of adding it to `partial` (see [`sender`]).
 /// With a `post_norm`, the launches compute `x += norm(s)` instead.
 /// `s` is the sum of `W·y` over the ranks that run the layer, plus the bias.
 ///

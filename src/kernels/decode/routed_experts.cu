@@ -8,13 +8,13 @@
 #include "moe/routing.cuh"
 
 // Computes h[n] = silu(gate(norm(x))) · up(norm(x)) for the n-th chosen expert.
-//   x, norm: f32 [columns]
+//   x, norm: f32 [columns]; norm(x) is the RMSNorm of x with the weight `norm`
 //   weight: T [experts, 2 · rows, columns], or one quantized matrix
 //     For each expert, the gate rows come before the up rows.
 //   logits: f32 [experts]
 //   h: T [chosen, rows]
 //   grid: at most one block per multiprocessor
-//   block: at most 24 warps, or 16 with quantized weights
+//   block: at most DECODE_MAX_WARPS warps, or QUANTIZED_WARPS with quantized weights
 //   bytes moved: the weights of the chosen experts
 // A unit is one row of gate and the same row of up, of one chosen expert. Each unit produces one element of h.
 template <typename T>
@@ -120,7 +120,7 @@ struct ChosenGroups {
 //   over_all: 1 if the routing softmax covers all experts, 0 if it covers only the chosen experts
 //   m: if m.ranks > 1, the sums are sent to all ranks instead (see Sender in exchange.cuh)
 //   grid: at most one block per multiprocessor
-//   block: at most 24 warps, or 16 with quantized weights
+//   block: at most DECODE_MAX_WARPS warps, or QUANTIZED_WARPS with quantized weights
 //   bytes moved: the weights of the chosen experts
 // Each unit is one long row, and updates one element of x.
 template <typename T>

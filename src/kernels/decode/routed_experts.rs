@@ -47,8 +47,8 @@ pub fn add_routed_gate_up(
 }
 
 /// Adds a launch that computes `partial += Σ routing weight · down(h)` over the chosen experts.
-/// If several ranks run the layer together, the kernel may send the result instead (see [`sender`]).
-/// A second launch then writes the sum over these ranks to `x`.
+/// If several ranks run the layer together, a second launch writes the sum over these ranks to `x`.
+/// The first launch may then send its result instead of adding it to `partial` (see [`sender`]).
 ///
 /// `weight` is `[experts * hidden, intermediate]`.
 /// The router `logits` are f32 `[experts]`, and `h` is bf16 or f16 `[chosen, intermediate]`.

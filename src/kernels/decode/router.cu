@@ -37,7 +37,7 @@ __device__ void decode_router(const float* x, const float* norm, const float* we
         const int quad = threadIdx.x + i * blockDim.x;
         if (quad < quads) w[i] = load_early(row + quad), n[i] = load_early(norms + quad);
     }
-    // This block writes up to `slice` elements of norm(x), starting at element `first`.
+    // If `normed` is not null, this block writes up to `slice` of its elements, starting at element `first`.
     // This thread starts at element `own`.
     const int slice = (columns + experts - 1) / experts, first = expert * slice, own = first + threadIdx.x;
     const bool writes_normed = normed && threadIdx.x < slice && own < columns;

@@ -25,7 +25,7 @@
 //   state: see decode/mod.rs
 //   mailbox: see decode_greedy in head.cu
 //   scratch: zeros before and after each launch, except for block_masses
-//   grid: ceil(vocab / 1024), but at most one block per multiprocessor; block: 1024
+//   grid: ceil(vocab / SAMPLE_THREADS), but at most one block per multiprocessor; block: SAMPLE_THREADS
 //   bytes moved: 4 · vocab, or 8 · vocab with penalties
 // A launch has 2 grid-wide barriers. Top-k and top-p each add 4 barriers.
 #include "sampling/sampling.cuh"
@@ -75,7 +75,7 @@ __device__ void grid_barrier(Scratch* scratch, uint32_t& expected) {
 
 // Returns the largest sort key k (see sort_key) for which all tokens with keys >= k together reach the target.
 // Ignores tokens with keys below `floor` and tokens without probability mass.
-// If all other tokens together do not reach the target, returns 0, which excludes no token.
+// If the remaining tokens together do not reach the target, returns 0, which excludes no token.
 // With BY_MASS, the target is a probability mass, `share` times the total mass, and the argument `target` is ignored.
 // Without BY_MASS, the target is a number of tokens, the argument `target`, and `share` is ignored.
 // Each of the four rounds determines eight bits of the sort key, from the highest bits to the lowest.
@@ -144,7 +144,8 @@ __device__ __forceinline__ uint32_t grid_max(uint32_t top, Scratch* scratch, uin
 }
 
 // Computes the probability masses of this thread's tokens.
-// The mass is 0 if top-k, top-p or min-p excludes the token, or if sampling is greedy and another logit is larger.
+// The mass is 0 if the logit is NaN, if the relative probability is below 2^-40, if top-k, top-p or min-p excludes the
+// token, or if sampling is greedy and another logit is larger.
 // Returns the sum of this thread's masses.
 __device__ __forceinline__ unsigned long long probability_masses(const float (&values)[SAMPLE_IDS_PER_THREAD],
                                                                  uint32_t (&keys)[SAMPLE_IDS_PER_THREAD],

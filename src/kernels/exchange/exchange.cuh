@@ -4,15 +4,17 @@
 // A mailbox has EXCHANGE_SLOTS slots, and each slot has one region per sending rank.
 // A rank writes its values to its region in the mailbox of every other rank.
 // The rank then waits until the values of all other ranks have arrived in its own mailbox.
-// The exchange needs no flags, as in the Lamport kernels of TensorRT-LLM.
+// Like the Lamport kernels of TensorRT-LLM, the exchange needs no flags.
 // A word that has not yet arrived is EMPTY, the bits of a NaN. Before sending, a rank replaces EMPTY with another NaN.
 //
 // Operation k uses slot k mod EXCHANGE_SLOTS.
 // During operation k, a rank also empties the slot of operation k - 1 in its own mailbox.
-// Another rank writes to the emptied slot only after it has received this rank's values of operation k + 1.
-// This rank sends its values of operation k + 1 only after operation k has ended, when the slot is already empty.
+// Operation k - 1 + EXCHANGE_SLOTS is the next to use the emptied slot.
+// Before another rank starts this operation, the other rank has received this rank's values of operation k + 1.
+// This rank sends those values only after its operation k has ended, when the slot is already empty.
+//
 // In exchange_add_norm and exchange_sum_shares_bf16, two ranks with empty shares send nothing to each other.
-// Both still wait for a rank with a share, which waits for all ranks. So each of the two also waits for the other.
+// Both still wait for a rank with a share, which waits for all ranks, so each indirectly waits for the other.
 // In exchange_columns, no rank waits for a rank without columns.
 // Callers must therefore not run two exchange_columns operations in a row in which the same rank has no columns.
 #pragma once
@@ -180,7 +182,7 @@ public:
 // At most BATCH positions in a region: `start`, `start` + `step`, `start` + 2 · `step` and so on, all before `end`.
 struct Batch {
     int start, step, end;
-    // Calls `use(j, i)` for the j-th position i of the batch.
+    // Calls `use(j, i)` for each position i of the batch. j is the index of the position in the batch.
     template <typename Use> __device__ __forceinline__ void each(Use use) const {
 #pragma unroll
         for (int j = 0; j < BATCH; ++j) {
@@ -236,7 +238,8 @@ struct Operation {
     __device__ uint32_t* region_at(int rank) const { return m.of[rank] + slot + (size_t)m.rank * m.region; }
 
     // Empties the slot of the previous operation, and updates the state for the next operation.
-    // All threads call prepare_next after they have sent their first words, and before they wait for other ranks.
+    // All threads call prepare_next before they wait for other ranks.
+    // Threads that send words send the first ones before this call.
     // `thread` is the index of the calling thread in the grid, and `threads` is the number of threads in the grid.
     // `largest` is the largest number of words that this operation uses in a region.
     __device__ void prepare_next(int thread, int threads, int largest) const {
@@ -260,9 +263,9 @@ struct Operation {
     }
 };
 
-// Sends the results of a kernel to all ranks, as soon as each value is known. The next kernel must receive them with
-// exchange_sent_4 or exchange_sent_1 (exchange_sum.cu). Unless ranks share a GPU, that kernel does not wait until this
-// kernel has ended.
+// Sends the results of a kernel to all ranks, each value as soon as it is computed. The next kernel must be
+// exchange_sent_4 or exchange_sent_1 (exchange_sum.cu), which receives the values. Unless ranks share a GPU, the next
+// kernel does not wait until this kernel has ended.
 // A rank also sends to its own mailbox, so that its values arrive like the values of the other ranks.
 // If m.ranks is 1, the results are stored instead. This is the case if there is only one rank, or if the mailboxes are
 // in host memory (see `sender` in exchange_sum.rs).
@@ -271,10 +274,11 @@ class Sender {
     size_t offset = 0;  // the word offset of this rank's region in a mailbox
 
 public:
-    // All threads must call this function. A __syncthreads() must follow before the block calls
-    // pdl_launch_dependents(), because the next kernel, which then starts, updates the state. One thread that calls it
-    // is enough for a block. At least one kernel must come between the previous operation and this kernel. The previous
-    // operation has then ended, even before pdl_wait() (see headers/pdl.cuh).
+    // All threads must call this constructor, which reads the state. The block must then pass a __syncthreads() before
+    // any of its threads calls pdl_launch_dependents(): one call per block lets the next kernel start, and that kernel
+    // updates the state.
+    // At least one kernel must come between the previous operation and this kernel. The previous operation has then
+    // already ended when this kernel starts (see headers/pdl.cuh).
     __device__ __forceinline__ explicit Sender(const Mailboxes& m) : m(m) {
         if (m.ranks == 1) return;
         // The shuffle needs the number, so the load has ended before the thread reaches the __syncthreads().
@@ -302,8 +306,8 @@ __device__ __forceinline__ void begin(const Mailboxes& m) {
 
 // Performs one exchange operation. Sends `words` words to each other rank.
 // Then calls `take(slot, waiting, first, step)`, which receives the words of the other ranks from `slot`.
-// `own_words(i)` returns the words to send from word i on: one word or four words, none of them EMPTY.
-// A thread sends and receives the word or the four words at `first`, at `first` + `step`, and so on.
+// `own_words(i)` returns the V::SIZE words to send from word i on, none of them EMPTY.
+// A thread sends and receives V::SIZE words at `first`, V::SIZE words at `first` + `step`, and so on.
 // `largest` is the largest number of words that this operation uses in a region.
 template <typename V, typename Own, typename Take>
 __device__ void exchange(Own own_words, const Mailboxes& m, int words, int largest, Take take) {

@@ -7,7 +7,7 @@ use crate::kernels::launch::{Arguments, Launch, LaunchList, address, module};
 use crate::kernels::scratch;
 use crate::world::{World, share};
 
-/// Adds a launch that concatenates the columns of all ranks in `out`, f32 or u32 `[rows, columns]`.
+/// Adds a launch that writes the columns of all ranks, in rank order, to `out`, f32 or u32 `[rows, columns]`.
 /// `x` is `[rows, columns of this rank]`, in the dtype of `out`.
 pub fn add_columns(launches: &mut LaunchList, world: &World, x: &Tensor, out: &Tensor) -> Result<()> {
     let launch = of_world(world)?.columns_launch(x, out)?;
@@ -40,17 +40,18 @@ impl GpuExchange {
         for start in (0..rows).step_by(max_rows) {
             let part = |tensor: &Tensor| tensor.narrow(0, start, max_rows.min(rows - start));
             let launch = self.columns_launch(&part(&from)?, &part(&out)?)?;
-            // The logits of a step are exchanged after its graph, unless all requests are greedy.
+            // This operation usually follows a graph: the ranks exchange the logits of a step after its graph.
+            // If the step needs only the largest logits, the graph itself exchanges them.
             // SAFETY: `columns_launch` checks the tensors. The mailboxes live as long as `self`.
             unsafe { self.enqueue_after_graph(launch)? };
         }
         Ok(out)
     }
 
-    /// Returns a launch that concatenates the columns of all ranks in `out`, f32 or u32 `[rows, columns]`.
+    /// Returns a launch that writes the columns of all ranks, in rank order, to `out`, f32 or u32 `[rows, columns]`.
     ///
     /// `x` is `[rows, columns of this rank]`, in the dtype of `out`. Every rank's `x` must fit in a region.
-    /// The word `0xffffffff`, which marks an empty place of a mailbox, arrives as `0x7fffffff`.
+    /// The word `0xffffffff`, which marks an empty word of a mailbox, arrives as `0x7fffffff`.
     fn columns_launch(&self, x: &Tensor, out: &Tensor) -> Result<Launch> {
         let (rows, columns) = out.dims2()?;
         let ranks = self.mailboxes.len();

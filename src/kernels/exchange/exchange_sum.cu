@@ -48,10 +48,10 @@ extern "C" __global__ void __launch_bounds__(512)
 }
 
 // Computes the same sums as exchange_sum, of values that the previous kernel sends with a Sender.
-// Unless ranks share a GPU, does not wait until the previous kernel has ended, because its end includes the time to
-// send the values. The next kernel may then start to load weights while both kernels run.
+// Unless ranks share a GPU, this kernel does not wait for the previous kernel to end, because that kernel ends only
+// when all its values have been sent. The next kernel may then start to load weights while both kernels run.
 template <typename V> __device__ void exchange_sent(uint32_t* out, const Mailboxes& m, int words) {
-    // On a shared GPU, this kernel must not wait for values in place of the kernels that send them.
+    // On a shared GPU, blocks that wait for values could leave no room for the kernels that send these values.
     if (m.shares_gpu)
         pdl_wait();
     else

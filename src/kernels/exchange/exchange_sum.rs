@@ -21,10 +21,12 @@ pub fn add_sum(launches: &mut LaunchList, world: &World, x: &Tensor, out: &Tenso
     unsafe { launches.add(launch) }
 }
 
-/// Adds a launch that computes the same sum as [`add_sum`], of the results of the last kernel in `launches`.
+/// Adds a launch that sums the results of the last kernel in `launches` over all ranks, and writes the sum to `out`.
+/// Adds nothing if there is only one rank.
 ///
-/// This kernel must have a [`sender`] as its argument. It then sends its results, or writes them to `x`.
-/// At least one kernel must come between this kernel and the previous exchange.
+/// The last kernel must take a [`sender`] as an argument. It either sends its results or writes them to `x`.
+/// If it writes them to `x`, and `x` and `out` are different tensors, the added launch also fills `x` with zeros.
+/// At least one kernel must come between the previous exchange and the last kernel.
 pub fn add_sum_of_sent(launches: &mut LaunchList, world: &World, x: &Tensor, out: &Tensor) -> Result<()> {
     if world.size() == 1 {
         return Ok(());
@@ -34,9 +36,9 @@ pub fn add_sum_of_sent(launches: &mut LaunchList, world: &World, x: &Tensor, out
         return add_sum(launches, world, x, out);
     }
     let launch = exchange.sent_sum_launch(out)?;
-    // SAFETY: as in `add_sum`. The kernel does not wait for the last kernel to end. It starts when all blocks of the
-    // last kernel have waited for earlier kernels and read the state. It overwrites an element of `out` only after the
-    // last kernel has sent this element, and has therefore read it.
+    // SAFETY: as in `add_sum`. The added kernel does not wait for the last kernel to end. It starts when all blocks of
+    // the last kernel have waited for earlier kernels and read the state. It overwrites an element of `out` only after
+    // the last kernel has sent its result for this element. The last kernel does not read the element after that.
     unsafe { launches.add(launch) }
 }
 
@@ -96,7 +98,8 @@ impl GpuExchange {
             .overlapping())
     }
 
-    /// Returns a launch that writes the sum of the values that all ranks have sent to `out`, f32.
+    /// Returns a launch that receives the values that all ranks send with a [`sender`].
+    /// It writes the sum of the values to `out`, f32.
     fn sent_sum_launch(&self, out: &Tensor) -> Result<Launch> {
         let words = out.elem_count();
         if out.dtype() != DType::F32 || words > self.region() {

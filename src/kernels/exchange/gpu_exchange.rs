@@ -22,7 +22,7 @@ use crate::world::{ANSWER_TIMEOUT, Exchange, ResidualUpdate, UpdatedResidual, Wo
 const TIMEOUT_SECONDS: i32 = ANSWER_TIMEOUT.as_secs() as i32;
 /// The time limit for waiting for the host threads of other ranks when those threads may be loading kernels.
 /// Reading the kernels of cuBLAS from a disk can take seconds.
-/// No GPU waits during this time, because no rank launches an operation before all ranks are ready.
+/// While a rank loads kernels, no GPU waits for it, because no rank launches an operation before all ranks are ready.
 /// If the ranks launch two graphs in a row, no rank loads kernels between them, and [`ANSWER_TIMEOUT`] applies instead.
 const LOAD_TIMEOUT: Duration = Duration::from_secs(60);
 /// The value of the control word after [`Exchange::end`] has ended the exchange.
@@ -61,7 +61,7 @@ pub struct RawMailboxes {
 unsafe impl DeviceRepr for RawMailboxes {}
 
 impl RawMailboxes {
-    /// Returns the mailboxes of a world with one rank, which exchanges nothing.
+    /// Returns the argument for kernels that exchange nothing: the mailboxes of a world with one rank.
     pub(super) fn alone() -> Self {
         Self {
             of: [0; EXCHANGE_MAX_RANKS],
@@ -85,7 +85,7 @@ pub(super) struct GpuExchange {
     pub mailboxes: Vec<Arc<RankMailbox>>,
     /// True if any two ranks use the same GPU.
     shares_gpu: bool,
-    /// True until this rank launches its first graph, and again after [`enqueue`](Self::enqueue).
+    /// True until this rank launches its first graph, and from each [`enqueue`](Self::enqueue) to the next graph.
     /// While this value is true, the host threads of the other ranks may be loading kernels.
     may_load: AtomicBool,
 }
@@ -116,14 +116,16 @@ impl GpuExchange {
     /// During the capture of a graph, this function only captures the operation, and does not wait for the other ranks.
     ///
     /// # Safety
-    /// The same as for [`Launch::enqueue`]. All mailboxes live as long as `self`, and `drop` waits for the last launch.
+    /// The same as for [`Launch::enqueue`], except that the caller need not keep the mailboxes alive.
+    /// They live as long as `self`, and `drop` waits for the last launch.
     pub(super) unsafe fn enqueue(&self, launch: Launch) -> Result<()> {
         self.may_load.store(true, Ordering::Relaxed);
         // SAFETY: the caller guarantees valid arguments.
         unsafe { self.enqueue_within(LOAD_TIMEOUT, launch) }
     }
 
-    /// Like [`enqueue`](Self::enqueue), for an operation after a graph. No rank loads kernels between the two.
+    /// Like [`enqueue`](Self::enqueue), for an operation after a graph. No rank loads kernels between the graph and
+    /// the operation.
     ///
     /// # Safety
     /// The same as for [`enqueue`](Self::enqueue).
@@ -134,7 +136,7 @@ impl GpuExchange {
         unsafe { self.enqueue_within(limit, launch) }
     }
 
-    /// Launches an operation like [`enqueue`](Self::enqueue), with this time limit for the other ranks.
+    /// Like [`enqueue`](Self::enqueue), with `limit` as the time limit for waiting for the other ranks.
     ///
     /// # Safety
     /// The same as for [`enqueue`](Self::enqueue).

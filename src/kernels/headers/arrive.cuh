@@ -2,7 +2,7 @@
 #pragma once
 #include <stdint.h>
 
-// Increments the counter and returns its previous value. If the previous value is `last`, sets the counter to 0.
+// Increments the counter, or sets it to 0 if its value is `last`. Returns the previous value.
 // Earlier writes of this thread are visible to threads that increment the counter later.
 __device__ __forceinline__ uint32_t arrive(uint32_t* counter, uint32_t last) {
     uint32_t before;

@@ -1,13 +1,13 @@
 // Barriers in shared memory (mbarrier, compute capability 8.0 and later).
-// A barrier counts arrivals of threads and, since compute capability 9.0, the bytes of bulk copies (bulk_copy.cuh) and
-// of stores from other blocks of a cluster (cluster.cuh). A barrier alternates between phases of parity 0 and parity 1.
-// The first phase has parity 0.
+// A barrier counts arrivals of threads. With compute capability 9.0 or later, it also counts the bytes of bulk copies
+// (bulk_copy.cuh) and of stores from blocks of the same cluster (cluster.cuh).
+// A barrier alternates between phases of parity 0 and parity 1. The first phase has parity 0.
 #pragma once
 
 #include <stdint.h>
 
-// Initializes a barrier.
-// A phase ends after `count` arrivals, when all bytes that barrier_expect announced in the phase have arrived.
+// Initializes a barrier. A phase ends when there have been `count` arrivals and all bytes that barrier_expect announced
+// in the phase have arrived.
 __device__ __forceinline__ void barrier_init(uint32_t barrier, int count) {
     asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }

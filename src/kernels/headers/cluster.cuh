@@ -4,8 +4,8 @@
 #include <stdint.h>
 
 #if __CUDA_ARCH__ >= 900
-// Returns the 32-bit address in block `rank` of the cluster that matches `own`, a 32-bit address (shared_memory.cuh) in
-// shared memory of the calling block.
+// `own` is a 32-bit address in shared memory of the calling block (shared_memory.cuh).
+// Returns the 32-bit address of the same offset in shared memory of block `rank` of the cluster.
 __device__ __forceinline__ uint32_t address_in_cluster(uint32_t own, int rank) {
     uint32_t address;
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(own), "r"(rank));
@@ -22,7 +22,7 @@ __device__ __forceinline__ void store_in_cluster(uint32_t to, int rank, float va
                  : "memory");
 }
 
-// Returns the address that `own`, which is in shared memory of the calling block, has in block `rank` of the cluster.
+// Like address_in_cluster, for a pointer to shared memory instead of a 32-bit address.
 template <typename V> __device__ __forceinline__ const V* in_block_of_cluster(const V* own, int rank) {
     const V* address;
     asm("mapa.u64 %0, %1, %2;" : "=l"(address) : "l"(own), "r"(rank));

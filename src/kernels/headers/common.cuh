@@ -20,7 +20,7 @@ template <> __device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(f
     return __float2bfloat16_rn(x);
 }
 
-// Returns the two values of type T that `word` contains.
+// Converts the two 16-bit values of type T in `word` to f32, the lower half first.
 template <typename T> __device__ __forceinline__ float2 unpack(uint32_t word) {
     const T* halves = reinterpret_cast<const T*>(&word);
     return make_float2(to_float(halves[0]), to_float(halves[1]));

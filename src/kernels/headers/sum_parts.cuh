@@ -10,7 +10,7 @@ __device__ __forceinline__ float add(float a, float b) { return a + b; }
 
 // Returns load(0) + load(1) + ... + load(parts - 1), added from left to right.
 // `parts` is at most MAX_PRODUCT_PARTS, or 1 if SEVERAL is false. If SEVERAL is true, a thread needs more registers.
-// All loads are in flight at the same time. A loop over `parts` would wait for each load before the next.
+// All loads are in flight at the same time. A loop of `parts` iterations would wait for each load before the next one.
 template <bool SEVERAL, typename Load> __device__ __forceinline__ auto sum_parts(int parts, Load&& load) {
     constexpr int MAX_PARTS = SEVERAL ? MAX_PRODUCT_PARTS : 1;
     decltype(load(0)) values[MAX_PARTS];

@@ -7,7 +7,7 @@
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-// wgmma<T>(sum, a, b) computes sum [64, N] += a [64, 16] · b [16, N], with a and b of type T (f16 or bf16).
+// wgmma<T>(sum, a, b) starts to compute sum [64, N] += a [64, 16] · b [16, N], with a and b of type T (f16 or bf16).
 // The matrix a is in registers. The matrix b is in shared memory, and the parameter b is its wgmma_descriptor.
 // N, the number of columns of b, is a multiple of 16 and at most 160.
 #define SUM4(i) "+f"(sum[i]), "+f"(sum[i + 1]), "+f"(sum[i + 2]), "+f"(sum[i + 3])

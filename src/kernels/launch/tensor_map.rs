@@ -19,8 +19,8 @@ pub enum BoxOrder {
     Swizzled,
 }
 
-/// Describes the bytes of a contiguous tensor in three or four dimensions, for GPUs of compute capability 9.0 and later.
-/// With a tensor map, a single instruction of a kernel copies a box of the tensor to shared memory.
+/// Describes the bytes of a contiguous tensor in three or four dimensions. With a tensor map, a single instruction of a
+/// kernel copies a box of the tensor to shared memory. This requires compute capability 9.0 or later.
 ///
 /// A kernel takes a tensor map as a parameter of type `const __grid_constant__ TensorMap`.
 #[derive(Clone, Copy)]
@@ -57,13 +57,14 @@ impl TensorMap {
         Self::of_rows(tensor, (width, box_width), &[rows, matrices].concat(), order)
     }
 
-    /// Describes a matrix whose first half of rows are gate rows, and whose second half are the up rows for them.
+    /// Describes a matrix `[rows, width]` that consists of gate rows, followed by one up row for each gate row.
     /// A box has `box_rows / 2` adjacent gate rows and the up rows for them: 8 gate rows, their 8 up rows, the next
     /// 8 gate rows and so on.
     ///
     /// The dimensions are the bytes of a row, the row among 8 adjacent rows, gate or up, and the group of 8 rows.
-    /// The strides therefore do not increase from each dimension to the next, which the driver accepts.
-    /// The number of gate rows and `box_rows / 2` must be multiples of 8. `width` and `box_width` are as in [`Self::new`].
+    /// In this order, a later dimension can have a smaller stride than an earlier one, which the driver accepts.
+    /// The number of gate rows and `box_rows / 2` must be multiples of 8.
+    /// `width` and `box_width` are as in [`new`](Self::new).
     pub fn of_gate_up(
         tensor: &Tensor,
         [rows, width]: [usize; 2],
@@ -71,7 +72,7 @@ impl TensorMap {
         order: BoxOrder,
     ) -> Result<Self> {
         if !rows.is_multiple_of(16) || !box_rows.is_multiple_of(16) {
-            bail!("cannot create a tensor map: the numbers of rows {rows} and {box_rows} are not multiples of 16");
+            bail!("cannot create a tensor map: the numbers of rows {rows} and {box_rows} must be multiples of 16");
         }
         let row = Dimension { size: 8, stride: width, in_box: 8 };
         let gate_or_up = Dimension { size: 2, stride: rows / 2 * width, in_box: 2 };
@@ -92,7 +93,7 @@ impl TensorMap {
             bail!("cannot create a tensor map: {sizes:?} rows of {width} bytes do not match {:?}", tensor.shape());
         }
         if !width.is_multiple_of(16) || !box_width.is_multiple_of(16) {
-            bail!("cannot create a tensor map: the widths {width} and {box_width} are not multiples of 16 bytes");
+            bail!("cannot create a tensor map: the widths {width} and {box_width} must be multiples of 16 bytes");
         }
         let Device::Cuda(device) = tensor.device() else {
             bail!("cannot create a tensor map: the tensor is not on a GPU")

@@ -1,6 +1,6 @@
 //! Matrix products computed with cuBLASLt.
 //!
-//! For each product, cuBLASLt proposes an algorithm that suits the sizes, and loads the algorithm at its first use.
+//! cuBLASLt proposes an algorithm for the sizes of a product, and loads the algorithm at its first use.
 //! Before loading, cuBLASLt waits until the GPU has finished all queued work, such as a step of many requests.
 //! Products with similar numbers of tokens therefore share an algorithm (see [`size_class`]).
 //! With few algorithms, all of them can be loaded before the first request.
@@ -43,9 +43,9 @@ struct ProductTypes {
     input: sys::cudaDataType_t,
     output: sys::cudaDataType_t,
     compute: sys::cublasComputeType_t,
-    /// The type of the factors 1 and 0, with which cuBLASLt multiplies the product and the old output.
+    /// The type of alpha and beta, the factors of the product and of the old output. alpha is 1, and beta is 0.
     scale: sys::cudaDataType_t,
-    /// The bits of the factor 1, an i32 or an f32. The factor 0 has only zero bits in both types.
+    /// The bits of alpha, an i32 or an f32. beta has only zero bits in both types.
     one: u32,
     /// A bit mask of the reduction schemes that split-K algorithms may use, or `None` for all schemes.
     reductions: Option<u32>,
@@ -151,7 +151,7 @@ pub fn matmul_8bit(device: &CudaDevice, kind: EightBitType, w: &Tensor, x: &Tens
         );
     }
     // SAFETY: the product below writes every element of `out`.
-    // It reads no element of `out`, because the factor of the old output is 0.
+    // It reads no element of `out`, because beta, the factor of the old output, is 0.
     let out = unsafe { scratch::empty((tokens, rows), DType::F32, x.device())? };
     let sizes = ProductSizes { tokens, rows, columns, stride: rows };
     // SAFETY: the tensors have these sizes. `address` checks that they are contiguous and on a GPU.
@@ -222,7 +222,7 @@ unsafe fn multiply(
     let class = ProductSizes { tokens: size_class(sizes.tokens), ..sizes };
     let key = AlgorithmKey { gpu: stream.context().ordinal(), elements, sizes: class, alignment };
     let Algorithm { algorithm, workspace_bytes } = algorithm(handle, &types, key)?;
-    // Most algorithms need no workspace. Even an empty allocation would call the driver.
+    // Many algorithms need no workspace. Even an empty allocation would call the driver.
     let workspace = match workspace_bytes {
         0 => None,
         // SAFETY: only cuBLASLt accesses the workspace. candle frees it in stream order.

@@ -7,12 +7,13 @@
 //   y: f32 [parts, tokens, rows]; the product is the sum over the parts
 //     In gated kernels, y is T [tokens, rows], activation(gate) · up.
 //     In kernels for logits, there is one part, and the kernel leaves y unchanged if *skips_logits is not 0.
-//   best: Candidate [tokens, BEST_LOGITS_CANDIDATES], the largest logits of each token (only in kernels for logits)
+//   best: Candidate [tokens, BEST_LOGITS_CANDIDATES], the largest logit of each token in each block (only in kernels
+//     for logits)
 //   first_id: the token id of the first row of w (only in kernels for logits)
 //   columns: the number of columns; at least DENSE_WGMMA_COLUMNS · parts if there are several parts
-//   tile_rows: the number of rows of y that a tile computes, a multiple of 8; see below
+//   tile_rows: the number of rows of w in a tile, or of gate rows in gated kernels, a multiple of 8; see below
 //   grid: (parts, blocks); block: DENSE_WGMMA_THREADS
-//     There is at most one block per tile of w. Kernels for logits have at most BEST_LOGITS_CANDIDATES blocks.
+//     Each part has at most one block per tile of w. Kernels for logits have at most BEST_LOGITS_CANDIDATES blocks.
 //   bytes moved: the bytes of w, and of y unless y stays unchanged; most reads of x hit L2
 //
 // A tile is `tile_rows` rows of w. In gated kernels, a tile is `tile_rows` gate rows and the up rows that belong to
@@ -20,7 +21,7 @@
 // already copies the next tile.
 //
 // The last warp copies w and x to a ring buffer. Each of the two warpgroups multiplies 64 rows of a tile by all tokens.
-// If a tile has fewer rows, the other sums are meaningless, and are not stored.
+// If a tile has fewer than 128 rows, the other sums are meaningless, and are not stored.
 // Elements of a box outside w or x are zero, so incomplete tiles need no special case until the sums are stored.
 #include "constants.cuh"
 #include "headers/activation.cuh"
@@ -119,8 +120,8 @@ __device__ void dense_wgmma(const TensorMap& w, const TensorMap& x, Y* y, int ro
     }
 
     if constexpr (KIND == Kind::PLAIN) y += (size_t)part * tokens * rows;
-    // In kernels for logits: of the rows that this lane has multiplied so far, the row with the largest logit of each
-    // token, and this logit.
+    // In kernels for logits: for each of this lane's tokens, the largest logit so far in the rows of this lane, and the
+    // row of this logit.
     float largest[TOKENS / 4];
     int largest_row[TOKENS / 4];
 #pragma unroll

@@ -28,7 +28,7 @@ enum ProductKind<'t> {
     },
 }
 
-/// Where [`matmul_best`] writes its results, and its inputs besides the matrices.
+/// The outputs of [`matmul_best`], and its inputs besides x and w.
 #[derive(Clone, Copy)]
 pub struct LogitsOutput<'t> {
     /// The product, f32 `[tokens, rows]`.
@@ -46,13 +46,13 @@ pub struct LogitsOutput<'t> {
 struct Division {
     /// The number of parts into which the columns are divided. Each part of a tile has its own block.
     parts: usize,
-    /// The rows of a tile, a multiple of 8.
+    /// The rows of w per tile, a multiple of 8. In a gated product, half of them are gate rows, and half are up rows.
     tile_rows: usize,
 }
 
 impl Division {
-    /// Chooses a division. Each multiprocessor runs at most one block.
-    /// Of all divisions, chooses one in which the block with the most weights to read has the fewest.
+    /// Chooses a division in which the block that reads the most weights reads as few as possible.
+    /// Each multiprocessor runs at most one block.
     fn of_matrix(multiprocessors: usize, (rows, columns): (usize, usize), kind: ProductKind) -> Self {
         // Swizzled rows come in groups of 8, and a gated tile has as many gate rows as up rows.
         let (unit, max_parts) = match kind {
@@ -69,7 +69,7 @@ impl Division {
         };
         // With several parts, each block has only one tile.
         let max_parts = max_parts.min(multiprocessors / tiles.max(1)).min(columns / DENSE_WGMMA_COLUMNS).max(1);
-        // If several divisions are equal, the one with the most parts has the largest tiles, so x is read least often.
+        // Of equally good divisions, the one with the most parts has the largest tiles, so x is read least often.
         let better = |best: (usize, Self), next: (usize, Self)| if next.0 <= best.0 { next } else { best };
         (2..=max_parts).map(divide).fold(divide(1), better).1
     }
@@ -136,7 +136,8 @@ pub fn matmul_best(device: &CudaDevice, x: &Tensor, w: &Tensor, output: &LogitsO
     let is_flag = skips_logits.dtype() == DType::U32 && skips_logits.elem_count() == 1;
     if !are_f32 || !are_results || !is_flag || !is_best_supported(device, x, w, first_token)? {
         bail!(
-            "cannot compute logits with wgmma: unsupported buffers: logits {:?} {:?}, best {:?} {:?}, flag {:?} {:?}",
+            "cannot compute logits with wgmma: unsupported inputs or buffers: \
+             logits {:?} {:?}, best {:?} {:?}, flag {:?} {:?}",
             logits.dtype(),
             logits.dims(),
             best.dtype(),

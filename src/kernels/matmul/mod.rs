@@ -9,7 +9,8 @@
 //! - `f32_few_rows`: f32, for matrices with few weight rows, such as routers, and any number of tokens
 //! - `cublas_lt`: f16 and bf16 in all other cases
 //!
-//! If `dense_few_tokens` does not support a product, [`matmul_rounded`] uses `cublas_lt` and never `dense_wgmma`.
+//! [`matmul_rounded`] never uses `dense_wgmma` for a product that `dense_few_tokens` does not support.
+//! `cublas_lt` computes such products in f16 and bf16.
 //! candle computes the other f32 products, and all products on a CPU.
 //! The module `quantized` computes products of quantized matrices, and `moe` computes products of experts.
 
@@ -131,7 +132,7 @@ pub fn matmul_f32_into(x: &Tensor, w: &Tensor, sum_order: SumOrder, out: Option<
                 && dense_wgmma::part_count(device, w.dim(0)?, columns)? == 1 =>
         {
             let parts = dense_wgmma::matmul_parts(device, x, w, out.map(|out| out.unsqueeze(0)).transpose()?.as_ref())?;
-            // `squeeze` would return another tensor than `out`, which the caller would copy to `out`.
+            // `squeeze` would return a tensor with another id, so the caller would copy the result to `out`.
             out.map_or_else(|| parts.squeeze(0), |out| Ok(out.clone()))
         }
         #[cfg(feature = "cuda")]

@@ -2,10 +2,10 @@
 //
 // With g = lane / 4 and t = lane % 4, a lane of an MMA with 16 rows holds values of rows g and g + 8.
 // Together, the words `low` and `high` hold the values 8t .. 8t + 7 of one block of each row.
-// An *item* is a word with two neighboring values of a row.
-// The low half of an item is the value of the even column, and the high half is the value of the odd column.
-// In each half of an unpacked item, bit 15 is the sign, and bits 8..6 are the magnitude. E2M1_BITS selects these bits.
-// Read as a bf16 value, each half of an unpacked item is the E2M1 value times 2^-126.
+// An *item* is two neighboring values of a row. An unpacked item is a word.
+// Its low half is the value of the even column, and its high half is the value of the odd column.
+// In each half, bit 15 is the sign, and bits 8..6 are the magnitude. E2M1_BITS selects these bits.
+// Read as a bf16 value, each half is the E2M1 value times 2^-126.
 //
 // To unpack item p of a row (values 8t + 2p and 8t + 2p + 1), rotate a word to the left and mask it with E2M1_BITS.
 // This table lists the word and the rotation:

@@ -294,7 +294,7 @@ __device__ void multiply_experts(const Weights& w, const Output<T>& o, const X* 
         else
             multiply_row_pairs<T, GATE_UP, 3>(matrix, o, w.rows, tile, first, last, xs, partials, load);
     }
-    pdl_wait();  // a block without work must not end before the previous kernel
+    pdl_wait();  // without this wait, a down kernel without work could end before the previous kernel
 }
 
 // The inputs and the output of each product:

@@ -16,7 +16,7 @@ pub(super) struct FewPairsKernel {
 
 impl FewPairsKernel {
     /// Chooses the largest tile that fits in the shared memory of the GPU.
-    /// Returns `None` if the kernels do not support the GPU or the sizes of the experts.
+    /// Returns `None` if no tile fits, or if the kernels do not support the sizes of the experts.
     pub fn choose(device: &CudaDevice, hidden: usize, intermediate: usize) -> Result<Option<Self>> {
         let group = MXFP4_TILE_COLUMNS * EXPERT_FEW_PAIRS_STEPS;
         let is_supported = |columns: usize| columns > 0 && columns.is_multiple_of(group);

@@ -16,7 +16,7 @@ use crate::kernels::scratch;
 use crate::kernels::unsupported;
 
 /// [`spread_tokens`] copies each row of x with several warps if x has at most this many rows.
-/// With one warp per row, so few rows would not keep an H100 busy, which runs up to 132 · 64 = 8448 warps at once.
+/// An H100 runs up to 132 · 64 = 8448 warps at once, so one warp per row would not keep it busy with so few rows.
 const COPY_FEW_ROWS: usize = 4096;
 
 /// The weights and biases of one linear layer, for all experts.

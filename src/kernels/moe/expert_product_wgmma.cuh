@@ -1,7 +1,8 @@
-// The products of experts with the inputs of their pairs, with wgmma. For GPUs that run sm_90a code.
+// Matrix products of routed experts with wgmma, for GPUs that run sm_90a code.
+// A pair is a token and one of its chosen experts.
 // expert_mlp.cu has the kernels that compute gate_up and down with this code. mxfp4_tiles.cuh describes the layouts.
 //
-// A thread block has four warpgroups. Three multiply. The fourth copies the data of the next steps to a ring buffer.
+// Three of a block's four warpgroups multiply. The fourth copies the data of the next steps to a ring buffer.
 #pragma once
 #include "headers/barrier.cuh"
 #include "headers/bulk_copy.cuh"
@@ -11,19 +12,19 @@
 #include "moe/mxfp4_tiles.cuh"
 
 // The expert matrices of a layer: tensor maps of the blocks and scales, and the size of each expert's matrix.
-// The members refer to kernel parameters, because copy_tensor needs the address of the parameter itself.
+// `blocks` and `scales` are references to kernel parameters, because copy_tensor needs the address of the parameter.
 struct MappedWeights {
     const TensorMap &blocks, &scales;
     int rows, columns;
 };
 
-// The output tile of a thread block in the wgmma kernels: at most PAIRS pairs × 192 weight rows.
+// The output tiles and the ring buffer of a wgmma kernel. An output tile has at most PAIRS pairs × 192 weight rows.
 // Three warpgroups compute 64 weight rows each, and a fourth warpgroup copies data.
 // The expert matrices of gpt-oss have 2880 or 5760 rows. Both numbers are multiples of 192.
 // While one warpgroup waits for its products, another warpgroup can unpack weights.
-// A fourth computing warpgroup would need more registers than a multiprocessor has.
-// If a tile has at most UNROLL_PAIRS pairs, the loop over the steps of a stage is unrolled.
-// A stage of the ring buffer holds STEPS steps. For each row tile, the weight tiles of the steps are adjacent.
+// A fourth multiplying warpgroup would need more registers than a multiprocessor has.
+// A stage of the ring buffer holds STEPS steps. In a stage, the weight tiles of the same rows are adjacent.
+// If a tile has at most UNROLL_PAIRS pairs, the loop over the steps of a full stage is unrolled.
 // BLOCKS is the number of thread blocks that fit on a multiprocessor.
 template <int PAIRS_, int UNROLL_PAIRS_, int STAGES_, int STEPS_, int BLOCKS_> struct TileShape {
     static constexpr int PAIRS = PAIRS_, UNROLL_PAIRS = UNROLL_PAIRS_;
@@ -50,9 +51,10 @@ using Slim = TileShape<EXPERT_SLIM_PAIRS, EXPERT_SLIM_PAIRS, EXPERT_SLIM_STAGES,
 // product_kernel.rs launches the wgmma kernels only if the GPU runs sm_90a code.
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-// The parts of a ring buffer stage, in bytes from its start. x is first, because wgmma requires an aligned address.
+// The parts of a ring buffer stage, in bytes from its start. x is first, because it needs the largest alignment.
 // The barrier FULL counts copying warps and copied bytes. The barrier EMPTY counts warps that have finished reading.
-// TILE is the output tile to which the stage belongs. TILE is valid only in the first stage of each output tile.
+// TILE is the output tile to which the stage belongs. TILE is valid only in the first stage of each output tile, and in
+// the stage after the last output tile, where it has no pairs.
 template <typename S> struct Stage {
     static constexpr int WEIGHTS = S::X_BYTES, SCALES = WEIGHTS + S::WEIGHT_BYTES, FULL = SCALES + S::SCALE_BYTES;
     static constexpr int EMPTY = FULL + 8, TILE = EMPTY + 8;
@@ -77,7 +79,7 @@ __device__ __forceinline__ OutputTile load_tile_of_stage(uint32_t from) {
     return {(int)words.x, (int)words.y, (int)words.z, (int)words.w, (int)load_shared_4(from + 16)};
 }
 
-// The stage that a warp copies or multiplies next: the address of the stage and the wgmma descriptor of its x.
+// The stage that a warp fills or reads next: the address of the stage and the wgmma descriptor of its x.
 // A warp that reads the stage waits at FULL for the phase `parity`.
 // A warp that fills the stage waits at EMPTY for the phase `parity` ^ 1.
 template <typename S> class StageCursor {
@@ -138,8 +140,8 @@ __device__ __forceinline__ void consume(StageCursor<S>& cursor, const MappedWeig
             wgmma<T>(sum, to, b + 2 * k);
             wgmma_commit();
             wgmma_wait<1>();
-            // Only the product above is unfinished.
-            // If step and k are 0, the products of the previous stage have finished.
+            // All products before the one above have finished.
+            // After the first product of a stage, the previous stage can therefore be filled again.
             if (k == 0 && step == 0 && previous && lane == 0) barrier_arrive(previous + Stage<S>::EMPTY);
         }
     };
@@ -194,8 +196,8 @@ template <typename S> __device__ __forceinline__ void init_ring(uint32_t ring) {
     __syncthreads();
 }
 
-// Finds the output tiles of this thread block, waits for an empty stage for every STEPS steps of a tile, and calls
-// `copy(tile, step)` in one lane, where `step` is the first of these steps. `copy` must arrive at FULL.
+// For every STEPS steps of each output tile of this thread block, waits for an empty stage, and then calls
+// `copy(tile, step)` in one lane, where `step` is the first of these steps. `copy` must arrive at FULL of the stage.
 // Returns when the stage after the last tile is empty.
 //
 // elect_lane waits for all lanes, so every lane has seen that the stage is empty before one lane arrives at FULL.
@@ -219,16 +221,17 @@ __device__ __forceinline__ void fill_stages(StageCursor<S>& cursor, const Mapped
 }
 
 // The copying warpgroup: copies x, weights and scales to the ring buffer, several stages ahead of their use.
-// Bulk copies and wgmma both access shared memory through the async proxy.
-// With cp.async instead of bulk copies, each stage would need a proxy fence after all its copies.
+// Bulk copies write x, and wgmma reads x, through the async proxy.
+// If cp.async copied x, each stage would need a proxy fence between the copies and wgmma.
 //
-// Warp 0 copies x after the previous kernel has ended. Warp 1 copies weights without waiting for the previous kernel.
+// Warp 0 copies x after the previous kernel has ended.
+// Warp 1 copies weights and scales without waiting for the previous kernel.
 // Both warps may read `offsets` without waiting: the previous kernel is spread_tokens or gate_up, and each of these
 // kernels lets this kernel start only after the kernels that write `offsets` have ended.
 //
 // Warps 2 and 3 have nothing to do. They exist because setmaxnreg changes the registers of a whole warpgroup.
 //
-// Every instruction of a copying warp delays the multiplying warps, so a stage should take few copies.
+// Every instruction of a copying warp delays the multiplying warps, so a stage is filled with few copies.
 // One copy_tensor copies the weights of all row tiles, and another one copies their scales.
 template <typename S, typename T, bool GATE_UP>
 __device__ __forceinline__ void copy_tiles(StageCursor<S>& cursor, const MappedWeights& w, const Output<T>& o,

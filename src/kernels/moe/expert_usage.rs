@@ -2,7 +2,8 @@
 
 use candle_core::{DType, Device, Result, Tensor};
 
-/// The device counters of one MoE layer: the number of batches, and the sum of their numbers of distinct experts.
+/// Two counters of one MoE layer, on the device: the number of batches, and the number of distinct experts per batch,
+/// summed over the batches.
 ///
 /// Only `RoutedPairs::route` increments the counters, and only if it routes the batch in one launch.
 #[derive(Debug)]
@@ -14,7 +15,7 @@ impl ExpertUsage {
         Ok(Self(Tensor::zeros(2, DType::U32, device)?))
     }
 
-    /// Returns the counters, u32 `[2]`: the number of batches, and the sum of their numbers of distinct experts.
+    /// Returns the two counters, u32 `[2]`.
     #[cfg(feature = "cuda")]
     pub(super) fn counters(&self) -> &Tensor {
         &self.0

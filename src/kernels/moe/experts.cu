@@ -7,15 +7,9 @@
 //   ids: u32 [pairs], the expert of each pair (expert_gemv only)
 //   sorted, offsets: the pairs sorted by expert, see sort_by_expert.cu (expert_gemm only)
 //   out: T [pairs, rows]
-// The decode graph uses other kernels. Outside the decode graph, these rules apply:
-// `expert_gemv` computes products with fewer than 64 (token, expert) pairs, f32 products, products with
-// `SumOrder::Fixed`, and products with float weights if the number of columns is not a multiple of 8.
-// It reads an expert's weights once per pair.
-// `expert_gemm` computes all other products with MXFP4 weights. It reads an expert's weights once per tile of up to 64
-// pairs.
-// If T is bf16 or f16, `weights::mxfp4` repacks MXFP4 weights into tiles for other kernels when it loads them, unless a
-// scale is NaN or exceeds 2.
-// grouped_gemm.cu computes all other products with float weights. moe/mod.rs lists all kernels.
+//
+// expert_gemv reads an expert's weights once per pair. expert_gemm reads them once per tile of up to 64 pairs, but
+// supports only MXFP4 weights. moe/mod.rs has the conditions under which each kernel is used.
 #include "constants.cuh"
 #include "headers/common.cuh"
 #include <mma.h>
@@ -131,7 +125,7 @@ __device__ void expert_gemm(const Mxfp4& w, const T* bias, const T* x, const uin
     const size_t weight_row = (size_t)expert * rows + first_row;
 
     using namespace nvcuda;
-    // During the loop, the buffer holds the inputs of one step. After the loop, it holds the results.
+    // During the loop, the buffer holds the weights and the inputs of one step. After the loop, it holds the results.
     __shared__ __align__(32) unsigned char buffer[EXPERT_GEMM_PAIRS * OUT_STRIDE * sizeof(float)];
     static_assert(sizeof(buffer) >= (EXPERT_GEMM_ROWS + EXPERT_GEMM_PAIRS) * STRIDE * sizeof(T));
     T *tile_w = reinterpret_cast<T*>(buffer), *tile_x = tile_w + EXPERT_GEMM_ROWS * STRIDE;

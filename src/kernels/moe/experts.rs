@@ -145,7 +145,7 @@ pub fn expert_matmul(
     }
 }
 
-/// The GPU implementation of [`expert_matmul`], which checks the shapes and dtypes before it calls this module.
+/// The GPU implementation of [`expert_matmul`]. Shapes and dtypes are checked before this module is called.
 #[cfg(feature = "cuda")]
 mod cuda {
     use candle_core::cuda_backend::CudaDevice;
@@ -161,7 +161,8 @@ mod cuda {
         sum_order: SumOrder,
     ) -> Result<Tensor> {
         let ((tokens, chosen), (_, rows, columns)) = (ids.dims2()?, weights.dims()?);
-        // The GEMV kernel computes each pair separately, so a token's results do not depend on other tokens.
+        // The GEMM kernels do not support f32. With `SumOrder::Fixed`, a token's results must not depend on the other
+        // tokens, and the GEMV kernel computes each pair separately.
         let needs_gemv = tokens * chosen < GEMM_FROM_PAIRS || x.dtype() == DType::F32 || sum_order == SumOrder::Fixed;
         if let ExpertWeights::Quantized(matrix, experts) = weights {
             if bias.is_some() {
@@ -272,7 +273,7 @@ mod cuda {
     }
 }
 
-/// Computes [`expert_matmul`] in plain Rust. `pairs_per_x` consecutive ids share one row of x.
+/// Computes [`expert_matmul`] in f32 on the CPU. `pairs_per_x` consecutive ids share one row of x.
 pub fn reference(
     x: &[f32],
     weights: &ExpertWeights,

@@ -1,4 +1,4 @@
-// Matrix products of routed experts with bf16 or f16 weights on tensor cores, for many tokens.
+// Matrix products of routed experts with bf16 or f16 weights on tensor cores, for at least 64 (token, expert) pairs.
 // The kernel in `combine.cu` computes the weighted sum of the experts' outputs.
 //   weights: T [experts, rows, columns]; columns is a multiple of 8
 //   bias: T [experts, rows] or null

@@ -1,4 +1,5 @@
-//! Matrix products of routed experts with float weights, for many tokens, on a GPU (`grouped_gemm.cu`).
+//! Matrix products of routed experts with bf16 or f16 weights on a GPU, for at least 64 (token, expert) pairs
+//! (`grouped_gemm.cu`).
 
 use candle_core::cuda_backend::CudaDevice;
 use candle_core::{Result, Tensor};

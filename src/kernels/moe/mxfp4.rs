@@ -22,9 +22,10 @@ pub fn e8m0_to_f32(byte: u8) -> f32 {
     }
 }
 
-/// Returns `(experts, rows, columns)` of MXFP4 weights. Fails if the blocks and the scales do not match.
+/// Returns `(experts, rows, columns)` of MXFP4 weights.
 ///
-/// The blocks are u8 `[experts, rows, columns / 32, 16]`, and the scales are u8 `[experts, rows, columns / 32]`.
+/// Fails unless the blocks are u8 `[experts, rows, columns / 32, 16]` and the scales are u8
+/// `[experts, rows, columns / 32]`.
 pub(super) fn mxfp4_dims(blocks: &Tensor, scales: &Tensor) -> Result<(usize, usize, usize)> {
     let (experts, rows, groups, bytes) = blocks.dims4()?;
     let are_bytes = blocks.dtype() == DType::U8 && scales.dtype() == DType::U8;

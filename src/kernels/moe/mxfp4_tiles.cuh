@@ -2,7 +2,7 @@
 //
 // At load time, `repack_mxfp4` repacks the weights [experts, rows, columns] into tiles of 16 rows × 64 columns:
 //   blocks: [experts][ceil(rows / 16)][ceil(columns / 64)][lane][16 bytes]
-//     In column tile j, lane 4g + t holds one 32-bit word of each of four blocks:
+//     In column tile j, the 16 bytes of lane 4g + t are one 32-bit word of each of four blocks:
 //     (row g, block 2j), (row g + 8, block 2j), (row g, block 2j + 1), (row g + 8, block 2j + 1)
 //     A lane's word of a block holds the values 8t .. 8t + 5 of that block.
 //     The words of rows g and g + 8 together hold the values 8t + 6 and 8t + 7 of both rows (see e2m1.cuh).
@@ -18,14 +18,14 @@
 // expert_few_pairs.cu stores x in fragment order in shared memory.
 // In each group of 32 columns, column pair i is columns 2i and 2i + 1.
 // Column pair 4t + p is stored at position 4p + t, where t and p are 0 to 3.
-// Because of the fragment order, the columns of x that a lane reads match the columns of the lane's weights.
-// The fragment order permutation is its own inverse.
+// The lanes' A fragments hold the columns of a block in fragment order, so each MMA multiplies a weight by the value of
+// x or h in the same column. The permutation of the fragment order is its own inverse.
 //
 // x (in expert_mlp.cu) and h are *tiled*: they have the shape [ceil(columns / 64)][tiled_rows][128 bytes].
 // The rows of x and h are in the order of `sorted` (see sort_by_expert).
 // Each expert's rows of x and h start at a multiple of 8, so pairs + 8 · experts rows are always enough.
 // Segment s (16 bytes) of the 128 bytes of row r is stored at position s ^ (r % 8). Padding columns are zeros.
-// In this layout, the 64 columns of consecutive rows are contiguous.
+// In this layout, the 64 columns of a step are contiguous for consecutive rows, so one bulk copy can load them.
 // ldmatrix and wgmma read the tiled rows without bank conflicts.
 #pragma once
 #include "constants.cuh"
@@ -65,8 +65,8 @@ __device__ __forceinline__ uint4 fragment_segment(const float2* row, int index, 
 
 // Converts four scale bytes, of two blocks in each of rows g and g + 8, to factors for unpacked values.
 // Word i of `factors` holds the factors of block i: row g in the low half, row g + 8 in the high half.
-// A multiplication of two values can use either half of the word for both values, so one word is enough for both rows.
-// `Mxfp4Tiles::repack` rejects scale bytes above 128.
+// __hmul2 can multiply both values of an item by the same half of the word, so one word is enough for both rows.
+// The factors of scale bytes above 128 would overflow. `Mxfp4Tiles::repack` rejects such scales.
 template <typename T> __device__ __forceinline__ void scale_factors(uint32_t scales, uint32_t (&factors)[2]);
 // bf16: unpacked values are E2M1 · 2^-126, so the factor for a scale of 2^(s - 127) is 2^(s - 1), exact even for s = 0.
 // The exponent field of bf16 starts at bit 7 and has a bias of 127, so the factor has the bits (s + 126) << 7.

@@ -15,9 +15,9 @@ use crate::kernels::constants::{
 use crate::kernels::launch::{Arguments, Launch, LaunchShape, module, multiprocessors, runs_wgmma};
 
 /// The largest average number of pairs per expert at which `expert_few_pairs.cu` is used instead of `expert_mlp.cu`.
-/// The value suits an H200: there, `expert_few_pairs.cu` was faster up to 5 pairs per expert,
-/// and about equally fast with 6.
-/// On an H100, whose memory is slower, `expert_mlp.cu` was faster from 4 pairs on (`docs/benchmark-history.md`).
+/// The value suits an H200: there, `expert_few_pairs.cu` was faster up to 5 pairs per expert, and about equally fast
+/// with 6. On an H100, whose memory is slower, `expert_mlp.cu` was faster from 4 pairs on
+/// (`docs/benchmark-history.md`).
 /// Both measurements were made before `expert_mlp.cu` used tensor maps.
 /// With tensor maps and longer stages, the kernels of `expert_mlp.cu` for few pairs take 2% to 12% less time (H200).
 const FEW_PAIRS_PER_EXPERT: usize = 5;
@@ -45,8 +45,7 @@ impl ProductKernel {
         let (experts, rows, columns) = gate_up;
         let multiprocessors = multiprocessors(device)?;
         // The kernels in `expert_mlp.cu` always add the products of a row from the first column to the last.
-        // The kernels in `expert_few_pairs.cu` split the sums of some rows among warps.
-        // The split depends on the routing.
+        // The kernels in `expert_few_pairs.cu` divide the sums of some rows among warps, depending on the routing.
         if sum_order == SumOrder::Fastest
             && let Some(kernel) = FewPairsKernel::choose(device, columns, rows / 2)?
         {
@@ -105,8 +104,8 @@ impl ProductKernel {
 
 /// Returns the size in bytes of the shared memory that an mma.sync kernel needs.
 ///
-/// A pipeline stage holds 64 columns of `pairs` rows of x or h,
-/// and `EXPERT_MMA_ROW_TILES` weight tiles with their scales.
+/// A pipeline stage holds 64 columns of `pairs` rows of x or h, and `EXPERT_MMA_ROW_TILES` weight tiles with their
+/// scales.
 const fn mma_shared_bytes(pairs: usize) -> usize {
     let weight_bytes = EXPERT_MMA_ROW_TILES * (MXFP4_TILE_BYTES + MXFP4_TILE_SCALE_BYTES);
     EXPERT_MMA_STAGES * (pairs * 128 + weight_bytes)

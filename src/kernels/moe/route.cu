@@ -16,7 +16,7 @@
 // The last block of the grid sorts all pairs.
 //
 // The blocks exchange data without memory fences, because a fence waits for all earlier memory accesses of its thread.
-// The partial logits of other blocks arrive with st.async, which a barrier counts.
+// The blocks send their partial logits with st.async, and a barrier counts the bytes that have arrived.
 // The sorting block polls the chosen experts of other blocks.
 // The partial logits of a token are always added in the same order, so its logits do not depend on other tokens.
 #include "constants.cuh"
@@ -35,11 +35,13 @@ constexpr int EXPERTS = 32;
 // The number of groups of 16 columns whose weights a warp loads before it waits for the previous kernel.
 constexpr int HELD = 3;
 static_assert(BLOCKS == 8, "BLOCKS must be 8, because an MMA multiplies 8 tokens");
-static_assert(BLOCKS * EXPERTS == THREADS, "each thread adds up the partial logits of one token and one expert");
+static_assert(BLOCKS * EXPERTS == THREADS,
+              "BLOCKS * EXPERTS must be THREADS: each thread adds up the partial logits of one token and one expert");
 
-// The chosen expert of each pair, plus 1. All zeros between launches. Zero means that the expert is not chosen yet.
-// Two launches never use this array at the same time: every rank has its own array, because each of its devices loads
-// the module itself, and a launch uses the array only after pdl_wait(), when the rank's earlier launches have ended.
+// The chosen expert of each pair plus 1, or 0 if the expert is not chosen yet. All zeros between launches.
+// Two launches never use the array at the same time: each rank opens its own candle device, and each device loads this
+// module with its own array (launch/module.rs). A launch uses the array only after pdl_wait(), when all earlier
+// launches on its device have ended.
 __device__ uint32_t chosen_experts[ROUTE_TOKENS * MAX_CHOSEN_EXPERTS];
 
 __device__ __forceinline__ void store_chosen(int pair, uint32_t word) {
@@ -244,7 +246,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) __cluster_dims__(BLOCKS, 1
     }
 
     // 3. Sort the pairs of all tokens. Only this block waits for other clusters, and GPUs start its cluster last.
-    // Even if its cluster started first, the other clusters could run on the other multiprocessors.
+    // Even if its cluster started first, the wait would end: the other clusters could run on the other multiprocessors.
     if (blockIdx.x + 1 == gridDim.x && blockIdx.y + 1 == gridDim.y) {
         __syncthreads();  // other warps may still use the memory that sort_pairs reuses
         sort_pairs(sorted, offsets, rows, usage, partials.next, padding, token_partials.experts_of, tokens * chosen,

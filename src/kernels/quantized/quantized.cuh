@@ -1,12 +1,12 @@
 // Quantized matrices in the layout of `quantized/mod.rs`, and products of their rows with one input vector.
 //
 // A *group* is 32 consecutive columns of a row. A lane reads one group at a time.
-// The input vector is quantized to 16-bit integers with one scale per group.
-// Values that are already quantized to 8-bit integers are stored exactly, with a scale of 1.
-// Otherwise, the largest input value of a group keeps 15 significant bits. In bf16, a value keeps only 8.
-// dp4a multiplies bytes, so the high and low bytes of the integers are stored separately. All dp4a results are exact.
-// Except with FP8 weights, the products use floating point only to apply scales and mins.
 // With FP8 weights, the input vector is stored as floats, and all arithmetic is in floating point.
+// With all other weights, the input vector is quantized to 16-bit integers with one scale per group.
+// Values that are already quantized to 8-bit integers are stored exactly, with a scale of 1.
+// Otherwise, the largest input value of a group keeps 15 significant bits, compared to 8 in bf16.
+// dp4a multiplies bytes, so the high and low bytes of the integers are stored separately. All dp4a results are exact.
+// Except with FP8 weights, floating point is used only to apply scales and mins, and to add up the groups.
 #pragma once
 #include <cuda_fp8.h>
 
@@ -65,7 +65,7 @@ constexpr uint32_t LOW_BIT = 0x01010101u, LOW_2_BITS = 0x03030303u, LOW_4_BITS =
 // The largest integer of a quantized input: high byte 127 (the largest signed byte), low byte 0.
 constexpr float MAX_QUANTIZED_INPUT = 127 * 256;
 
-// The smallest normal f32 value. quantization_scale returns no smaller scale, because dividing by it could overflow.
+// The smallest normal f32 value, and the smallest result of quantization_scale: dividing by less could overflow.
 constexpr float F32_MIN_NORMAL = 1.17549435e-38f;
 
 // One quantized group in registers.

@@ -23,8 +23,8 @@ constexpr int ROW_PAIRS = QUANTIZED_FEW_TOKENS_THREADS / 32, ROWS = 32 * ROW_PAI
 
 // Counters of finished blocks. For each tile of tokens, each tile of rows that several blocks share has a counter.
 // The counters are zero between launches.
-// Two launches never use a counter at the same time: every rank has its own counters, because each of its devices
-// loads the module itself, and the kernels of a rank run in order.
+// Two launches never use a counter at the same time: each rank opens its own candle device, each device loads this
+// module with its own counters (launch/module.rs), and the kernels of a device run in order.
 __device__ uint32_t finished[QUANTIZED_FEW_TOKENS_COUNTERS];
 
 // One lane's part of the sums of a row pair for N tokens: the mma.sync results of both row tiles.
@@ -192,8 +192,7 @@ template <typename T, int N> struct Block {
         for (int stage = 0; stage < STAGES - 1; ++stage) copy_next(stage);
 
         // 2. Load the weights of the first step.
-        // A lane loads one group of 32 columns from each of four rows of the row pair: lane / 4 + 8r, with r from 0
-        // to 3.
+        // A lane loads one group of 32 columns from each of four rows of the row pair: lane / 4 + 8r, for r = 0 to 3.
         int load_step = range.begin % steps, row = (range.begin / steps - range.first_tile) * ROWS;
         uint32_t first_group[4];
         const auto start_tile = [&] {

@@ -19,7 +19,7 @@ const MAX_TOKENS: usize = 128;
 /// The number of weight rows in a tile.
 const ROWS: usize = QUANTIZED_FEW_TOKENS_THREADS;
 /// The maximum number of thread blocks per tile of rows, on average over all tiles.
-/// More blocks keep more multiprocessors busy, but the last block of a tile must add the sums of all its blocks.
+/// More blocks keep more multiprocessors busy, but the last block of a tile must add the sums of all the tile's blocks.
 const MAX_SHARES: usize = 8;
 
 /// Returns the number of tokens per tile, and the number of thread blocks that a multiprocessor can run at once.

@@ -35,7 +35,7 @@ pub struct QuantizedMatrix {
 impl QuantizedMatrix {
     /// Creates a matrix and copies its planes to `device`. Each plane holds its rows one after another.
     ///
-    /// Returns an error if the sizes of the planes or the number of columns do not match the format.
+    /// Fails if the planes are empty, or if their sizes or the number of columns do not match the format.
     pub fn new(format: WeightFormat, columns: usize, planes: [Vec<u8>; 4], device: &Device) -> Result<Self> {
         let row_bytes = format.row_bytes(columns);
         let rows = planes[0].len() / row_bytes[0].max(1);

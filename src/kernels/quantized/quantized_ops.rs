@@ -107,7 +107,8 @@ pub fn matmul(device: &CudaDevice, parts: &[QuantizedMatrix], x: &Tensor, sum_or
     let stride = parts.iter().map(|part| part.dims().0).sum();
     // SAFETY: the products below write every column of every row of `out`.
     let out = unsafe { scratch::empty((tokens, stride), DType::F32, x.device())? };
-    // The parts of a stack usually have the same input quantization, so the input is quantized only once.
+    // The quantized input of the previous part. The parts of a stack usually have the same input quantization, and can
+    // then share the quantized input.
     let mut quantized: Option<(InputQuantization, QuantizedRows)> = None;
     let mut first = 0;
     for (part, eight_bit_type) in parts.iter().zip(eight_bit_types) {
@@ -219,7 +220,8 @@ fn matmul_dequantized(device: &CudaDevice, part: &QuantizedMatrix, x: &Tensor, o
     Ok(())
 }
 
-/// Returns the element type of an 8-bit product, or `None` if the matrix or the GPU does not support 8-bit products.
+/// Returns the element type of an 8-bit product. Returns `None` if products with the matrix do not quantize their
+/// input, or if the matrix or the GPU does not support 8-bit products.
 fn eight_bit_type(device: &CudaDevice, part: &QuantizedMatrix) -> Result<Option<EightBitType>> {
     let capability = device.cuda_stream().context().compute_capability().w()?;
     // cuBLASLt requires the rows of the result to be aligned to 16 bytes. A row length divisible by 16 guarantees this.

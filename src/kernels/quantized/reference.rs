@@ -124,7 +124,7 @@ pub fn pack(q: &[u8; 32], low: &mut [u8], high: &mut [u8]) {
 }
 
 /// The scale and min of each half of a group, and the zero point. A half has 16 columns.
-/// If a format has one scale per row, both halves have this scale.
+/// If a format has one scale per group or per row, both halves have this scale.
 struct Scaling {
     scales: [f32; 2],
     mins: [f32; 2],

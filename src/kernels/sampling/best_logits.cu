@@ -1,5 +1,6 @@
-// Greedy sampling of several sequences. If there are several GPUs, each GPU finds the largest of its own logits, and
-// the GPUs exchange only these. The kernels for logits in matmul/dense_wgmma.cu find the largest logits themselves.
+// Greedy sampling of several sequences. If there are several GPUs, each GPU finds candidates for the largest logit
+// among its own logits, and the GPUs exchange only the candidates. If a kernel of matmul/dense_wgmma.cu computes the
+// logits, it also finds the candidates, and best_logits is not launched.
 #include "sampling/candidate.cuh"
 #include "sampling/sampling.cuh"
 
@@ -13,7 +14,7 @@ extern "C" __global__ void __launch_bounds__(BEST_LOGITS_THREADS)
     __shared__ unsigned long long warps[BEST_LOGITS_THREADS / 32];
     const float* row = logits + (size_t)blockIdx.x * columns;
     const int ids = (columns + BEST_LOGITS_BLOCKS - 1) / BEST_LOGITS_BLOCKS;
-    // The head has computed the logits of the last part last, so many of them are still in L2.
+    // The first blocks read the last part: its logits were computed last, so many of them are still in L2.
     const int part = BEST_LOGITS_BLOCKS - 1 - blockIdx.y, start = part * ids, end = min(start + ids, columns);
     float top = -INFINITY;
     int id = 0;

@@ -17,7 +17,8 @@ pub const TOKEN_LIMIT: usize = 1 << 24;
 /// Returns candidates for the largest logit of each row, f32 `[rows, BEST_LOGITS_COLUMNS]`.
 /// Each even column has a logit, and the next column has its token id.
 /// Candidates are the largest logits of parts of the row, so the largest logit of the row is among them.
-/// The logit is -inf if a part has no logit above -inf, or if there are fewer parts. Its token id is then meaningless.
+/// A candidate's logit is -inf if its part has no logit above -inf, or if the row has fewer parts than candidates.
+/// The candidate's token id is then meaningless.
 ///
 /// `logits` is f32 `[rows, columns]`, the logits of the tokens from `first_token` on. There may be no columns.
 pub fn best_logits(logits: &Tensor, first_token: usize) -> Result<Tensor> {

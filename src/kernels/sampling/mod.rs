@@ -77,7 +77,7 @@ impl SamplingKernelParams {
     /// Returns the parameters as u32 words, in the order of `SamplingKernelParams` in `sampling.cuh`.
     #[cfg(feature = "cuda")]
     pub(in crate::kernels) fn words(&self) -> [u32; SAMPLE_PARAM_WORDS] {
-        // Without `..`, a new parameter that is not passed to the kernel causes a compile error.
+        // The pattern has no `..`, so that a new parameter causes a compile error until it is added here.
         let &Self {
             temperature,
             top_k,

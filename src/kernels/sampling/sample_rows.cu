@@ -8,8 +8,8 @@
 //   grid: BLOCKS · rows, in clusters of BLOCKS; block: SAMPLE_THREADS
 //   bytes moved: 4 · vocab per read of a row; with few rows, later reads hit L2
 //     With temperature 0, a row is read once. Otherwise, it is read twice, and 1 / (32 · BLOCKS) of it once more.
-//     Top-k and top-p each add 2 reads, or 6 of the part of a block if more than MAX_KEYS_IN_BIN of its logits are in
-//     the bin of the cutoff. Top-k adds only 1 read if fewer than top_k tokens have probability mass.
+//     Top-k and top-p each add 2 reads. A block with more than MAX_KEYS_IN_BIN logits in the bin of the cutoff reads
+//     its part of the row 6 times instead. Top-k adds only 1 read if fewer than top_k tokens have probability mass.
 //
 // The BLOCKS blocks of a cluster divide the token ids of a row, so that a few rows occupy most multiprocessors.
 // They add up their counts and masses, which are integers, so the chosen token does not depend on BLOCKS.
@@ -62,7 +62,7 @@ struct Row {
 // Returns the sort key of a logit, or 0 if the logit is NaN. -0 becomes +0, so that both zeros have the same key.
 __device__ __forceinline__ uint32_t key_of(float logit) { return isnan(logit) ? 0 : sort_key(logit + 0.0f); }
 
-// Waits for all threads of the row's blocks. Their earlier stores to shared memory are then visible to each other.
+// Waits for all threads of the row's blocks. Their earlier stores to shared memory are then visible to all of them.
 template <int BLOCKS> __device__ __forceinline__ void sync_row() {
 #if __CUDA_ARCH__ >= 900
     if constexpr (BLOCKS > 1) return cluster_sync();
@@ -103,7 +103,7 @@ enum class Order { Forward, Backward };
 
 // Calls `use(id, logits)` with the logits of tokens id to id + 3, where id is start + offset, then start + step +
 // offset, and so on. Tokens that are not below `end` have logit NaN. Threads with equal `start`, `end` and `step` make
-// the same number of calls, together.
+// the same number of calls, so the lanes of a warp can exchange values in `use`.
 //   ORDER: with Order::Backward, the last tokens come first. They are still in L2 if the last pass over the row, or the
 //     kernel that wrote the row, ended with them.
 //   UNROLL: the number of loads that a thread issues before it uses the first result
@@ -157,8 +157,8 @@ __device__ __forceinline__ unsigned long long sum_of_warps(unsigned long long ow
 // Returns the largest sort key k (see sort_key) for which the tokens with keys >= k together reach the target.
 // Ignores tokens with keys below `floor` and tokens without probability mass.
 // If BY_MASS is true, the target is a probability mass, otherwise a number of tokens.
-// `each_key(use)` calls `use(key)` for this block's keys to search. The target counts only the keys that the row's
-// blocks search. All lanes of a warp call `use` together.
+// `each_key(use)` calls `use(key)` for the keys that this block searches. Only keys that a block of the row searches
+// count toward the target. All lanes of a warp call `use` together.
 template <int BLOCKS, bool BY_MASS, typename EachKey>
 __device__ uint32_t threshold(const Row& row, EachKey each_key, uint32_t floor, unsigned long long target,
                               unsigned long long* warps) {
@@ -328,8 +328,8 @@ __device__ void sample_row(const float* logits, const uint32_t* param_words, uin
 
     // 3. Draw a random point below the total mass. The first token whose cumulative mass exceeds the point is chosen.
     // Each block handles a contiguous range of ids, and so does each of its warps, so that the cumulative mass follows
-    // the order of the ids. The block whose range contains the point divides the range of one warp in the same way.
-    // Then one warp searches a small range.
+    // the order of the ids. In the block whose range contains the point, the warps divide the warp range that contains
+    // the point into small ranges. One warp then searches the small range that contains the point.
     constexpr int WARPS = SAMPLE_THREADS / 32;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int small = (block_ids + 4 * WARPS * WARPS - 1) / (4 * WARPS * WARPS) * 4;  // the ids in a small range

@@ -94,8 +94,9 @@ fn enqueue_sampling(device: &CudaDevice, rows: usize, arguments: Arguments) -> R
 /// Returns the number of thread blocks that sample a row: 1, 2, 4 or 8.
 ///
 /// The kernel is fastest with as many blocks as can run at the same time.
-/// The blocks of a row form a cluster, and the multiprocessors of a group cannot always hold a whole number of clusters.
-/// With clusters of 4 or 8 blocks, only about three quarters of the multiprocessors are therefore sure to have a block.
+/// The blocks of a row form a cluster, which runs within one group of multiprocessors (GPC).
+/// Some groups do not hold a whole number of clusters of 4 or 8 blocks, so such clusters can leave about a quarter of
+/// the multiprocessors without a block.
 fn blocks_per_row(device: &CudaDevice, rows: usize) -> Result<usize> {
     if !runs_hopper_code(device)? {
         return Ok(1);

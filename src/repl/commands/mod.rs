@@ -124,7 +124,7 @@ pub fn names() -> Vec<String> {
     COMMANDS.iter().map(|command| format!("/{}", command.name)).collect()
 }
 
-/// Returns the fixed words that Tab completes after `command`. Empty if the command takes no fixed words.
+/// Returns the fixed words that Tab completes after `command`, if any.
 pub fn arguments(command: &str) -> Vec<String> {
     let words: Vec<&str> = match command {
         "/set" => conversation::setting_names().collect(),

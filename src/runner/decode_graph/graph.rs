@@ -1,7 +1,8 @@
 //! The decode step as a CUDA graph.
 //!
 //! [`DecodeGraph::plan`] turns the decoder's layers into a fixed list of fused kernel launches on static buffers.
-//! This list, followed by the launches that choose the token, is captured as a graph.
+//! This list, followed by the launches that choose the token, is captured as a graph: once with launches that choose
+//! the most likely token, and once with launches that sample.
 //!
 //! Each token costs the host one graph launch. The token stays on the device as the input of the next step.
 //! Meanwhile, the host reads the token from a mailbox.
@@ -40,7 +41,7 @@ const _: () = assert!(MAILBOX_SLOTS > 1 + AHEAD);
 struct CurrentSequence {
     id: u64,
     /// The position of the input of the first step after the graph was started for this sequence.
-    /// After `start_from`, the choice of the first token counts as this step, and its input is the last cached token.
+    /// After `start_from`, the first step is the choice of the first token, and its input is the last cached token.
     start: usize,
 }
 
@@ -202,7 +203,7 @@ impl DecodeGraph {
         self.set_tables(tables)
     }
 
-    /// Returns whether `sequence` is the current sequence, and the input of its next step is at `position`.
+    /// Returns whether `sequence` is the current sequence and the input of its next step is at `position`.
     pub fn continues(&self, sequence: u64, position: usize) -> bool {
         self.sequence.is_some_and(|current| current.id == sequence && current.start + self.taken == position)
     }
@@ -316,7 +317,7 @@ impl DecodeGraph {
         !used.eq(self.blocks.iter().copied())
     }
 
-    /// Counts one more queued step. Fails if the context or the sequence's last block is full.
+    /// Counts one more queued step. Fails if the context or the block tables have no room for the step.
     fn count_step(&mut self) -> Result<()> {
         if self.queued == self.possible {
             bail!("cannot decode a token: the context or block table is full");
@@ -354,8 +355,8 @@ impl DecodeGraph {
         Ok(word)
     }
 
-    /// Returns the buffer for the logits of a step, f32 `[vocab]`. Each step overwrites the buffer.
-    /// If there are several ranks, greedy steps leave the buffer unchanged. A step with `sampling` has all logits.
+    /// Returns the buffer for the logits, f32 `[vocab]`. Each step overwrites the buffer with its logits,
+    /// except greedy steps of several ranks.
     pub fn logits(&self) -> &Tensor {
         &self.buffers.logits
     }

@@ -33,7 +33,7 @@ enum Contents {
     Arrivals,
     /// The input of the MLP's down projection.
     Intermediate,
-    /// The queries and keys before QK norm.
+    /// The queries and keys before the q/k norms.
     UnnormalizedQk,
     /// The output of attention or of the MLP before a post-norm.
     UnnormalizedOutput,

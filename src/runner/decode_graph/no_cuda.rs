@@ -1,4 +1,4 @@
-//! Replaces `graph` in builds without CUDA. A [`DecodeGraph`] cannot be created there, so its methods never run.
+//! Replaces `graph` in builds without CUDA, where `plan` never creates a [`DecodeGraph`], so its methods never run.
 
 use std::convert::Infallible;
 

@@ -64,7 +64,7 @@ impl fmt::Display for NoDecodeGraph {
             NoDecodeGraph::NotOnGpu => f.write_str("the model is not on a GPU"),
             NoDecodeGraph::HostCopies => f.write_str("the host copies data between the GPUs"),
             NoDecodeGraph::EmptyPart => f.write_str("a GPU's part of a layer or of the output head is empty"),
-            NoDecodeGraph::OtherRank => f.write_str("the graph does not support the part of the model on another GPU"),
+            NoDecodeGraph::OtherRank => f.write_str("another GPU has no decode graph"),
             NoDecodeGraph::Dtype(dtype) => write!(f, "the graph supports bf16 and f16, not {dtype:?}"),
             NoDecodeGraph::HeadDim(size) => write!(f, "the graph has no attention kernel for head size {size}"),
             NoDecodeGraph::Layer(what) => write!(f, "the graph has no kernel for {what}"),
@@ -73,7 +73,7 @@ impl fmt::Display for NoDecodeGraph {
                 f.write_str("the graph has no kernel for this combination of q_proj, k_proj and v_proj formats")
             }
             NoDecodeGraph::ExpertFormat => {
-                f.write_str("the graph does not support MXFP4 scales above 2, or experts that are not in MXFP4")
+                f.write_str("the graph does not support MXFP4 scales above 2 or NaN, or experts that are not in MXFP4")
             }
             NoDecodeGraph::ExpertCount { chosen, experts } => {
                 write!(f, "the graph does not support choosing {chosen} of {experts} experts")

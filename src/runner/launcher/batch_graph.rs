@@ -1,11 +1,11 @@
 //! Batched decode steps as CUDA graphs, with one graph per padded batch size.
+//! For each step, the host launches one graph instead of hundreds of kernels.
 //!
 //! A batch graph replays the operations of [`Decoder::hidden_states`], and of [`Decoder::own_best_logits`] or
 //! [`Decoder::own_logits`].
-//! Except for rounding, its logits equal the logits of a step without a graph.
+//! Except for rounding, the logits of the graph equal the logits of a step without a graph.
 //! If the kernel for the logits also finds the largest logits, a graph stores all logits only in steps that need them.
-//! If there are several ranks, a graph also exchanges their largest logits.
-//! The host launches one graph instead of hundreds of kernels.
+//! If there are several ranks, a graph also exchanges the largest logits of the ranks.
 //!
 //! Batches of more than 8 rows are padded to multiples of 8 or, above 64 rows, of 16, so that fewer graphs are needed.
 //! A padding row repeats the last sequence, so it uses no additional experts, and rewrites the same keys and values
@@ -78,7 +78,7 @@ impl Arenas {
 /// The buffers for the logits of a step. Each graph writes as many rows as its padded batch has.
 #[derive(Clone)]
 struct LogitsBuffers {
-    /// This rank's logits, f32 `[rows, tokens of this rank]`.
+    /// This rank's logits, f32 `[rows, columns]`, with one column for each token in [`Decoder::own_tokens`].
     own: Tensor,
     /// Candidates for the largest of this rank's logits, f32 `[rows, BEST_LOGITS_COLUMNS]`.
     own_best: Tensor,
@@ -349,7 +349,7 @@ impl BatchGraph {
         let (result, sizes) = LayerSizes::measure(|| self.forward(decoder, cache));
         self.finds_best = result?;
         let size = self.ids.dims1()?;
-        // The arena is large enough for the next power of two, which usually spares the next batch sizes a new arena.
+        // The arena has room for the next power of two of rows, so the next larger batch sizes usually fit in it.
         // Without an arena, the graph allocates its memory itself.
         self.arena = arenas.for_pass(&sizes, size.next_power_of_two().div_ceil(size), cache.device())?;
         let forward = || match &self.arena {
@@ -368,8 +368,8 @@ impl BatchGraph {
     }
 
     /// Computes the logits of the current inputs and writes them to `self.logits.own`.
-    /// Returns whether it also finds the largest logits and writes them to `self.logits.best`.
-    /// Then it may leave `self.logits.own` unchanged if `self.skips_logits` is 1.
+    /// Returns true if this function also finds the largest logits and writes them to `self.logits.best`.
+    /// In that case, `self.logits.own` may stay unchanged if `self.skips_logits` is 1.
     fn forward(&self, decoder: &Decoder, cache: &KvCache) -> Result<bool> {
         let (LogitsBuffers { own, own_best, best }, sum_order) = (&self.logits, self.pass.sum_order());
         let (ranks, first_token) = (decoder.world().size(), decoder.own_tokens().start);
@@ -382,7 +382,7 @@ impl BatchGraph {
                 if logits.id() != own.id() {
                     copy_rows(own, &logits, 0)?;
                 }
-                // A single GPU samples from all logits, which is as fast.
+                // A single GPU chooses tokens from all logits. Finding the largest logits first would not be faster.
                 if ranks == 1 {
                     return Ok(false);
                 }

@@ -1,5 +1,5 @@
 //! Replaces `step_launcher` in builds without CUDA.
-//! A [`StepLauncher`] cannot be created there, so its methods never run.
+//! In these builds, a [`StepLauncher`] cannot be created: `new` returns `None`, and the other methods never run.
 
 use std::convert::Infallible;
 
@@ -13,7 +13,7 @@ use crate::runner::queued_steps::{ExpectedToken, RowSampling};
 use crate::runner::sampling::Chosen;
 use crate::runner::step::{StepExecutor, StepSequence};
 
-/// Launches batch graphs and queued steps. A launcher cannot be created without CUDA.
+/// Stands for the launcher of batch graphs and queued steps, which exists only in builds with CUDA.
 pub struct StepLauncher {
     never: Infallible,
 }

@@ -44,8 +44,8 @@ impl StepLauncher {
         all_logits(decoder, &logits)
     }
 
-    /// Launches a decode step like [`run`](Self::run). Returns `None` if the graph fails on a single GPU.
-    /// If the result is `None`, the caller must run the step operation by operation.
+    /// Launches a decode step like [`run`](Self::run). If the graph fails and there is only one rank, returns `None`.
+    /// The caller must then run the step operation by operation. With several ranks, a failure is an error.
     pub fn try_run(
         &mut self,
         decoder: &Decoder,
@@ -61,7 +61,7 @@ impl StepLauncher {
     /// Returns the index of the step, which [`wait`](Self::wait) takes.
     /// All ranks have the same sampling parameters, and choose from the logits of all ranks, so their GPUs choose the
     /// same tokens. If the step runs as a batch graph and [`RowSampling::needs_only_best`] is true for all entries,
-    /// the step may compute and exchange only the largest logits.
+    /// the ranks may store and exchange only the largest logits.
     pub fn queue(
         &mut self,
         decoder: &Decoder,
@@ -94,7 +94,7 @@ impl StepLauncher {
     }
 
     /// Queues the forward pass of all sequences, operation by operation.
-    /// Returns this rank's part of the logits (see [`Decoder::own_logits`]).
+    /// Returns this rank's part of the logits of each sequence's last token (see [`Decoder::own_logits`]).
     fn queue_operations(&mut self, decoder: &Decoder, cache: &KvCache, sequences: &[StepSequence]) -> Result<Tensor> {
         let ids: Vec<u32> = sequences.iter().flat_map(|sequence| sequence.ids).copied().collect();
         let mut sources = Vec::with_capacity(ids.len());

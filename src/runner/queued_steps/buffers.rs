@@ -21,7 +21,7 @@ use crate::runner::sampling::{Chosen, ChosenToken, NoToken, TokenLogprobs};
 use crate::runner::step::StepSequence;
 
 /// The maximum number of queued steps whose tokens the host has not taken: one that runs and one that waits.
-/// The engine loop keeps this limit: it delivers the tokens of a queued step before it queues the step after the next.
+/// The engine loop keeps this limit: it takes the tokens of step n before it queues step n + 2.
 const DEPTH: usize = 2;
 
 /// The number of steps that have their own words in host memory. A step reads its words until the step ends.
@@ -57,7 +57,7 @@ pub struct QueuedStepBuffers {
     logprobs: Arc<HostMailbox>,
     /// `SLOT_WORDS` words in host memory for each of `SLOTS` steps.
     host: Arc<HostWords>,
-    /// The number of steps queued so far, which is the index of the next step.
+    /// The number of steps counted so far, which is the index of the next step.
     steps: usize,
     /// The index in `tokens` of each sequence's token, by sequence id.
     rows: HashMap<u64, u32>,
@@ -81,6 +81,7 @@ impl QueuedStepBuffers {
     }
 
     /// Returns the index in `tokens` of the token of sequence `id`, or `None` if `awaits_input` is false.
+    /// Fails if `awaits_input` is true, but the last step chooses no token for the sequence.
     fn token_index(&self, id: u64, awaits_input: bool) -> Result<Option<u32>> {
         match self.rows.get(&id) {
             _ if !awaits_input => Ok(None),
@@ -103,7 +104,7 @@ impl QueuedStepBuffers {
     }
 
     /// Queues in-place edits of `logits`, f32 `[rows, vocab]`, and then the sampling of a token from each row.
-    /// Also queues the log probabilities of rows that report any.
+    /// Also queues the computation of the log probabilities that `samplings` ask for.
     /// Row i belongs to entry i of `samplings`. Returns the index of the step.
     pub fn choose(&mut self, samplings: &[RowSampling], logits: &Tensor) -> Result<usize> {
         let params: Vec<_> = samplings.iter().map(|row| row.params).collect();
@@ -137,7 +138,7 @@ impl QueuedStepBuffers {
     }
 
     /// Waits for the tokens of step `index`, and for their log probabilities.
-    /// `expected` has an entry for each sequence, and is `None` for sequences that need no token.
+    /// `expected` has an entry for each sequence, which is `None` if the sequence needs no token.
     /// Calls `record` with the index and the token of each sequence whose token the step chose.
     pub fn wait(
         &self,
@@ -170,13 +171,13 @@ impl QueuedStepBuffers {
     }
 }
 
-/// Returns the rows that report log probabilities, and the unedited logits that contain these rows.
+/// Returns unedited logits, and which of their rows report log probabilities.
 /// Row i of `logits`, f32 `[rows, vocab]`, belongs to entry i of `samplings`.
 fn rows_with_logprobs(samplings: &[RowSampling], logits: &Tensor) -> Result<(Tensor, Vec<LogprobsRow>)> {
     let rows = samplings.iter().enumerate();
     let mut rows: Vec<LogprobsRow> =
         rows.filter_map(|(row, sampling)| Some(LogprobsRow { row, token: row, count: sampling.logprobs? })).collect();
-    // Edits change the logits in place. If any of the rows has edits, copy the rows first.
+    // Edits change the logits in place. If any of these rows has edits, copy these rows first.
     if rows.iter().all(|row| samplings[row.row].edits.is_empty()) {
         return Ok((logits.clone(), rows));
     }

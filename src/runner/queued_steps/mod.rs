@@ -2,14 +2,14 @@
 //!
 //! - `queued_step`: the host's state of a queued step
 //! - `buffers`: the inputs and outputs of queued steps on a GPU
-//! - `row_sampling`: how a GPU chooses the token of a sequence
+//! - `row_sampling`: how a queued step on a GPU chooses the token of a sequence
 //!
 //! The code that queues the steps is in `src/runner/run/`.
 
 #[cfg(feature = "cuda")]
 mod buffers;
 mod queued_step;
-#[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "only GPUs choose tokens of queued steps"))]
+#[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "only the code for GPUs uses it"))]
 mod row_sampling;
 
 #[cfg(feature = "cuda")]

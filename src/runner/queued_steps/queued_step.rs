@@ -12,7 +12,7 @@ pub struct QueuedStep {
     pub(in crate::runner) tokens: QueuedTokens,
 }
 
-/// Where the host gets the tokens of a queued step.
+/// The tokens of a queued step, or where the host receives them.
 pub(in crate::runner) enum QueuedTokens {
     /// The tokens of a step that has already run on a CPU.
     Known(Vec<Chosen>),
@@ -26,6 +26,6 @@ pub(in crate::runner) enum QueuedTokens {
 pub struct ExpectedToken {
     /// How many of the most likely tokens the device will send with log probabilities.
     /// `None` if the device sends no log probabilities.
-    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "only GPUs send tokens"))]
+    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "only the code for GPUs uses it"))]
     pub logprobs: Option<usize>,
 }

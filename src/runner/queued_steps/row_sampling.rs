@@ -1,9 +1,9 @@
-//! [`RowSampling`]: how a queued step chooses the token of a sequence.
+//! [`RowSampling`]: how a queued step on a GPU chooses the token of a sequence.
 
 use crate::kernels::sampling::{RowEdits, SamplingKernelParams};
 use crate::runner::step::StepSequence;
 
-/// How the device chooses the next token of a sequence in a queued step.
+/// How the GPU chooses the next token of a sequence in a queued step.
 #[derive(Clone)]
 pub struct RowSampling {
     pub id: u64,

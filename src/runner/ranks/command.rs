@@ -28,7 +28,7 @@ pub enum RankCommand {
     Score(Arc<OwnedBatch>, Arc<[Range<usize>]>),
     /// Runs a decode step as a batch graph.
     Batch(Arc<OwnedStep>),
-    /// Queues a step that chooses its tokens on the GPU. The executor runs the step.
+    /// Queues a step that chooses its tokens on the GPU.
     Queue(StepExecutor, Arc<OwnedStep>, Arc<[RowSampling]>),
     /// Runs a command on the decode graph.
     Graph(GraphCommand),
@@ -116,7 +116,8 @@ impl OwnedBatch {
         self.borrowed(|batch| decoder.forward(batch, cache))
     }
 
-    /// Runs the batch on one rank like [`forward_scored`]. Returns only the logits of each sequence's last token.
+    /// Runs the batch on one rank with [`forward_scored`], and discards the logits of the parts.
+    /// Returns the logits of each sequence's last token.
     pub fn forward_scored(&self, decoder: &Decoder, cache: &KvCache, parts: &[Range<usize>]) -> Result<Tensor> {
         self.borrowed(|batch| forward_scored(decoder, batch, cache, parts, |_, _| Ok(())))
     }

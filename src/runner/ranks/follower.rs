@@ -70,7 +70,7 @@ struct Follower {
     cache: KvCache,
     world: World,
     /// The logits of the last `Forward` or `Score` command, f32 `[1, vocab]`.
-    /// `None` before the first such command, or if the last one returned several rows.
+    /// `None` before the first of these commands, or if the last of them returned several rows.
     logits: Option<Tensor>,
 }
 

@@ -88,13 +88,13 @@ impl RankGroup {
     }
 
     /// Returns whether the exchange of data between ranks can be part of a CUDA graph.
-    /// Copies by the host cannot be part of a CUDA graph.
+    /// It cannot if the host copies the data.
     pub fn supports_graphs(&self) -> bool {
         self.is_single() || self.world.exchange().is_some()
     }
 
-    /// Returns an error if a rank has failed. Call this function after the host has received the results of a step.
-    /// The results are wrong if a rank has failed during the step.
+    /// Returns an error if a rank has failed.
+    /// Call this function after the host has received the results of a step: if a rank has failed, they are wrong.
     pub fn check(&self) -> Result<()> {
         let checked = self.world.check();
         // Return only the reason: if RUST_BACKTRACE is set, the error of `World::check` also contains a backtrace.
@@ -125,7 +125,7 @@ impl RankGroup {
             } else if since.elapsed() > ANSWER_TIMEOUT {
                 self.world.end_without_answer(index + 1);
             }
-            // The send fails only if the thread of the follower has ended. `follow` ends the world before it returns.
+            // The send fails only if the follower's thread has ended. `follow` has then already ended the world.
             let _ = sender.send(RankCommand::Ping);
         }
     }
@@ -179,7 +179,7 @@ impl RankGroup {
         if self.is_single() {
             return decoder.forward(batch, cache);
         }
-        // Reject an invalid batch before the ranks start. If a pass fails on the ranks, all later passes fail.
+        // Reject an invalid batch before the ranks start: after a pass has failed on a rank, all later passes fail.
         decoder.validate(batch)?;
         let logits = self.together(RankCommand::Forward(Arc::new(batch.into())), || decoder.forward(batch, cache))?;
         logits.device().synchronize()?;
@@ -254,7 +254,7 @@ impl RankGroup {
         if self.is_single() {
             return command.run(graph, logits);
         }
-        // Fail here if no step is left. A failure on the followers would end the world.
+        // Fail here if no step is left, because a failure on the followers would end the world.
         if let GraphCommand::Next { limit } = command {
             graph.steps_left(limit)?;
         }

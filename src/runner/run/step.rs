@@ -1,4 +1,4 @@
-//! `Runner::step`, which runs chunks of prompts and decode tokens together.
+//! `Runner::step`, which runs one step: chunks of prompts, tokens to decode, or both.
 
 use std::ops::Range;
 use std::time::Instant;
@@ -16,8 +16,8 @@ use crate::runner::sampling::{
 use crate::runner::step::{RunnerFacts, StepFacts, StepKind, StepSequence, TokensToScore, route, samplers};
 
 /// The maximum number of prompt tokens whose logits are in memory at the same time.
-/// If the engine runs several sequences, these logits fit in its memory plan, which has room for at least
-/// `MAX_SEQUENCES` rows of logits.
+/// If the engine can run several sequences at once, its memory plan has room for at least `MAX_SEQUENCES` rows of
+/// logits, so these logits fit in the plan.
 const SCORED_ROWS: usize = 64;
 
 /// The kind of pass that runs the tokens of a sequence. The passes of a step run in the order of the variants.
@@ -95,8 +95,8 @@ impl Runner {
         Ok(chosen)
     }
 
-    /// Runs one pass, as a CUDA graph if [`route`] selects one.
-    /// Otherwise, runs the pass operation by operation, with additions in `sum_order`.
+    /// Runs one pass, as a CUDA graph if [`route`] selects one. If it selects none, or if the graph fails on a single
+    /// GPU, runs the pass operation by operation, with additions in `sum_order`.
     fn run_pass(
         &mut self,
         sequences: &mut [StepSequence],
@@ -114,7 +114,7 @@ impl Runner {
         self.choose_tokens(sequences, &logits)
     }
 
-    /// Fails if the sequences have more input tokens in total than one step can process.
+    /// Fails if the sequences have more than `limits.chunk` input tokens in total.
     pub(super) fn check_tokens(&self, sequences: &[StepSequence]) -> Result<()> {
         let tokens: usize = sequences.iter().map(|sequence| sequence.ids.len()).sum();
         if tokens > self.limits.chunk {
@@ -181,7 +181,8 @@ impl Runner {
         self.ranks.forward_scored(&self.decoder, &batch, &self.cache, &parts, on_logits)
     }
 
-    /// Stops the decode graph, because another pass may overwrite the blocks of its sequence.
+    /// Stops the decode graph. Call this function before another pass, which may overwrite the blocks of the graph's
+    /// sequence.
     pub(in crate::runner) fn stop_graph(&mut self) {
         if let Ok(graph) = &mut self.decode_graph {
             graph.stop();
@@ -215,7 +216,7 @@ fn has_scores(sequences: &[StepSequence]) -> bool {
 }
 
 /// Computes the log probabilities of the tokens `scores.tokens[range]`, and appends them to `scores.logprobs`.
-/// Row i of `logits`, f32 `[tokens, vocab]`, belongs to token i of the range, and comes from the token before it.
+/// Row i of `logits`, f32 `[tokens, vocab]`, is the prediction of token i of the range from the tokens before it.
 fn score(logits: &Tensor, range: Range<usize>, scores: &mut TokensToScore) -> Result<()> {
     let tokens = &scores.tokens[range];
     if logits.device().is_cuda() {

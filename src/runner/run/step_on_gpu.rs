@@ -29,8 +29,8 @@ impl Runner {
         }
     }
 
-    /// Runs a decode step on the graph of its batch size.
-    /// Returns `None` if the graph failed and the step must run operation by operation.
+    /// Runs a decode step on the graph of its padded batch size.
+    /// Returns `None` if there is no launcher or the graph failed. The step must then run operation by operation.
     fn run_batch_graph(
         &mut self,
         sequences: &mut [StepSequence],
@@ -66,12 +66,14 @@ impl Runner {
         } else if graph.needs_tables(sequence.tables) {
             self.ranks.run_graph(graph, GraphCommand::SetTables(sequence.tables.clone()), None)?;
         }
-        // At this point, the GPU usually runs queued steps already, but not if the graph was just started.
+        // Unless the graph was just started, the GPU usually runs queued steps meanwhile.
         meanwhile();
         Ok(take_token(graph, &self.ranks, sequence.limit, sampler))
     }
 
     /// Chooses the next token of one sequence from the logits of an eager step, such as the last prefill step.
+    /// Returns `None` if the sequence has no sampler.
+    ///
     /// If there is a decode graph and the sampler does not need the whole row of logits, starts the graph.
     /// The graph then chooses the token, and keeps it on the device as the input of the next step.
     pub(super) fn choose_and_start_graph(&mut self, sequence: &mut StepSequence, logits: &Tensor) -> Result<Chosen> {

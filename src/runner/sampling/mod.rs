@@ -6,7 +6,7 @@
 //! - `logprobs`: the log probabilities of a token
 //! - `no_cuda`: replaces `on_device` in builds without CUDA
 //!
-//! `queued_steps/` chooses the tokens of queued steps, and `decode_graph/` the tokens of the decode graph.
+//! On a GPU, `queued_steps/` chooses the tokens of queued steps, and `decode_graph/` the tokens of the decode graph.
 
 mod chosen_token;
 mod logprobs;

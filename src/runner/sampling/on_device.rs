@@ -13,7 +13,7 @@ use crate::kernels::sampling::{
 };
 
 /// Chooses a token on the GPU with each sampler. Row i of `logits`, f32 `[sequences, vocab]`, belongs to entry i of
-/// `samplers`, which is `None` if the sequence needs no token.
+/// `samplers`, which is `None` if the sequence needs no token. May change `logits` in place.
 ///
 /// Waits for the tokens, if any. Only tokens and log probabilities are copied to the host.
 pub fn choose_on_device(samplers: &mut [Option<&mut dyn TokenSampler>], logits: &Tensor) -> Result<Vec<Chosen>> {
@@ -105,9 +105,8 @@ fn sampled_rows(samplers: &[Option<&mut dyn TokenSampler>], logits: &Tensor) -> 
     })
 }
 
-/// Returns a mask for each row whose sampler allows only some tokens. Row i belongs to the i-th sampler that is not
-/// `None`.
-/// If the mask of a row cannot be computed, returns an error in place of this mask.
+/// Returns a mask for each row whose sampler allows only some tokens, and an error for each row whose mask cannot be
+/// computed. Row i belongs to the i-th sampler that is not `None`.
 fn allowed_tokens(samplers: &mut [Option<&mut dyn TokenSampler>]) -> (Vec<(u32, TokenMask)>, HashMap<u32, Error>) {
     let (mut masks, mut problems) = (Vec::new(), HashMap::new());
     for (row, sampler) in (0..).zip(samplers.iter_mut().flatten()) {

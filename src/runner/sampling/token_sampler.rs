@@ -12,7 +12,7 @@ use crate::kernels::sampling::{DeviceSampling, RowEdits, TokenMask};
 )]
 pub struct NoToken;
 
-/// The error message if no allowed token of a sequence has a logit other than NaN or -inf.
+/// The error message if the logits of all tokens that a constraint allows are NaN or -inf.
 pub const NO_ALLOWED_TOKEN: &str =
     "cannot choose a token: the request's constraint and its other options together rule out every token";
 
@@ -20,9 +20,9 @@ pub const NO_ALLOWED_TOKEN: &str =
 pub trait TokenSampler {
     /// Returns the next token for `logits`, f32 `[vocab]`, and records the token. May modify the logits in place.
     ///
-    /// `choose_on_host` has added [`logit_edits`](Self::logit_edits) to the logits,
-    /// has set the logits of all tokens outside [`allowed_tokens`](Self::allowed_tokens) to -inf,
-    /// and has checked that at least one logit is greater than -inf.
+    /// Before this call, `choose_on_host` adds [`logit_edits`](Self::logit_edits) to the logits,
+    /// sets the logits of all tokens outside [`allowed_tokens`](Self::allowed_tokens) to -inf,
+    /// and checks that at least one logit is greater than -inf.
     /// `choose` never returns a token whose logit is NaN or -inf.
     fn choose(&mut self, logits: &mut [f32]) -> u32;
 
@@ -57,7 +57,7 @@ pub trait TokenSampler {
     }
 
     /// Returns whether a queued step can choose the next token before the host has received the previous token.
-    /// False if a constraint can limit the tokens.
+    /// Returns false if a constraint can limit the tokens.
     fn can_queue(&self) -> bool {
         false
     }

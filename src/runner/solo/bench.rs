@@ -48,7 +48,7 @@ impl Runner {
 
     /// Runs `count` greedy steps of the decode graph as individual kernel launches, for comparison with the graph.
     ///
-    /// Empties the cache after the last step.
+    /// Forgets the cached tokens after the last step.
     /// Fails without a decode graph, with several ranks, or if the steps exceed the context.
     pub fn decode_steps_ungraphed(&mut self, first: u32, count: usize) -> Result<Vec<u32>> {
         if !self.ranks.is_single() {
@@ -63,7 +63,7 @@ impl Runner {
         chosen
     }
 
-    /// Empties the cache, then runs `ids`, one decode step per token.
+    /// Forgets the cached tokens, then runs `ids`, one decode step per token.
     /// Returns the logits of every token, f32 `[tokens, vocab]`.
     ///
     /// In contrast, [`logits`](Self::logits) computes the logits by prefill.
@@ -77,7 +77,7 @@ impl Runner {
     }
 
     fn one_step_logits(&mut self, id: u32) -> Result<Tensor> {
-        // Only steps with sampling parameters have the logits of all ranks.
+        // With several ranks, only steps with sampling parameters gather the logits of all ranks.
         if !self.start_graph(id, Some(DeviceSampling::greedy()))? {
             return self.forward_solo(&[id], RowSelection::Last);
         }
@@ -172,8 +172,8 @@ impl Runner {
         let Ok(graph) = &mut self.decode_graph else { return Ok(None) };
         let mut times = graph.kernel_times()?;
         let cache = kv_cache::step_bytes(self.decoder.cache_layers(), self.solo.cached.len(), dtype);
-        // The number of bytes that attention reads depends on the number of cached tokens.
-        // Report these bytes only if all layers use the same attention kernel.
+        // The number of bytes that attention reads depends on the number of cached tokens, and is known only for all
+        // layers together. Report it only if all layers use the same attention kernel.
         let mut attention = times.iter_mut().filter(|time| time.name.starts_with("flash_attention"));
         if let (Some(time), None) = (attention.next(), attention.next()) {
             time.bytes = cache;

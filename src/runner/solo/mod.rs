@@ -21,7 +21,8 @@ impl Runner {
     }
 
     /// Stops the decode graph, and forgets the cached tokens, so that the next token is at position 0.
-    /// Steps of other sequences call this function first, because they may overwrite the blocks.
+    /// Steps of other sequences, except steps of the decode graph, call this function first, because they may overwrite
+    /// the blocks of the solo sequence and of the decode graph's sequence.
     pub fn reset(&mut self) {
         self.stop_graph();
         self.solo.clear();
@@ -53,7 +54,7 @@ impl Runner {
         self.forward_solo(chunk, RowSelection::All)
     }
 
-    /// Empties the cache, then runs `ids`. Returns the logits of every token, f32 `[tokens, vocab]`.
+    /// Forgets the cached tokens, then runs `ids`. Returns the logits of every token, f32 `[tokens, vocab]`.
     ///
     /// Fails if `ids` do not fit in the context. Needs device memory for up to two copies of the logits.
     pub fn logits(&mut self, ids: &[u32]) -> Result<Tensor> {

@@ -153,7 +153,7 @@ mod tests {
     const MANY_CONSTRAINED: StepFacts = StepFacts { samplers_can_queue: false, ..MANY };
     const CHUNKS: StepFacts = StepFacts { is_decode: false, ..MANY };
 
-    /// The rows of the table in docs/architecture.md, each with the runners and steps that the row describes.
+    /// The rows of the table in docs/architecture.md, each with examples of its runners and steps.
     #[rustfmt::skip]
     const ROWS: &[(&str, &[RunnerFacts], &[StepFacts])] = &[
         ("decode step of one sequence", &[GPU, RunnerFacts { has_several_ranks: true, ..GPU }], &[ONE]),
@@ -208,6 +208,7 @@ mod tests {
     }
 
     /// Every combination of the booleans of a runner and a step, each with several numbers of sequences.
+    /// Steps of several sequences never have `needs_logits`.
     fn all_facts() -> impl Iterator<Item = (RunnerFacts, StepFacts)> {
         const COUNTS: [usize; 4] = [1, 2, MAX_SEQUENCES, MAX_SEQUENCES + 1];
         (0..1 << 11).flat_map(|bits: u32| {
@@ -252,7 +253,7 @@ mod tests {
             let is_separate = step.has_deterministic_sequence && !runner.is_deterministic;
             let is_eager = executor == StepExecutor::Eager;
             assert!(can_run, "{executor:?} cannot run {step:?} of {runner:?}");
-            assert!(!is_queued || can_queue && !step.has_scores, "{step:?} of {runner:?} cannot be queued");
+            assert!(!is_queued || can_queue && !step.has_scores, "{step:?} of {runner:?} is queued, but must not be");
             assert!(!is_separate || is_eager && !is_queued, "{step:?} of {runner:?} does not run in passes of its own");
             assert!(!step.has_scores || is_eager, "only the decoder computes the scores of {step:?}");
             let unqueued = route(RunnerFacts { can_queue: false, ..runner }, step);

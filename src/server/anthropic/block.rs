@@ -4,7 +4,7 @@ use serde::Serialize;
 use serde_json::Value;
 
 /// The signature of every thinking block that inferno sends.
-/// Clients send thinking blocks back only if the blocks have a signature.
+/// Clients send back only thinking blocks that have a signature.
 /// inferno does not check the signatures that it receives.
 pub const SIGNATURE: &str = "inferno";
 

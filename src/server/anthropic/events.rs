@@ -22,7 +22,7 @@ impl MessageEventSink for EventBuffer {
     }
 }
 
-/// An event of a streamed message, as Anthropic's API defines it.
+/// An event of a streamed message in Anthropic's API, except `error`.
 #[derive(Serialize)]
 #[serde(tag = "type", rename_all = "snake_case")]
 pub enum Event<'a> {

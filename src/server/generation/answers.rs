@@ -377,7 +377,7 @@ impl Drop for Answers {
 
 /// Returns how an answer ended, for the log and the records: its finish reason, `error` or `canceled`.
 /// `finish` is `None` if the answer failed, or was dropped before it ended.
-/// For the log, which has one line for all answers, `finish` is also `None` if this applies to any other answer.
+/// The log has one line for all answers, so there, `finish` is `None` if any answer failed or was dropped.
 fn finish_name(finish: Option<Finish>, has_failed: bool, is_canceled: bool) -> &'static str {
     match finish {
         None if has_failed => "error",

@@ -126,7 +126,8 @@ impl Choice {
         Self { must_call_named, ..self }
     }
 
-    /// Sets whether the content includes tokens without text. Allowed only for an answer without a chat format.
+    /// Sets whether the content includes tokens without text. Allowed only for an answer without a chat format,
+    /// because it would also include the tokens of the format's headers and tags.
     pub fn with_all_tokens(self, keeps_all_tokens: bool) -> Self {
         Self { keeps_all_tokens, ..self }
     }

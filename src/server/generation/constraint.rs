@@ -103,7 +103,7 @@ pub fn read_structured_outputs(fields: &mut Fields) -> Result<Option<Grammar>, A
     }
 }
 
-/// Creates a grammar. Error messages about the grammar name the request field `field`.
+/// Creates a grammar. `field` is the name of the request field that contains the grammar, for error messages.
 pub fn named(field: &str, kind: GrammarKind) -> Grammar {
     Grammar { name: field.to_string(), kind }
 }

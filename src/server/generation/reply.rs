@@ -1,4 +1,4 @@
-//! The response fields, and the headers of requests and responses, that several generating routes share.
+//! The response fields and the request and response headers that several routes share.
 
 use std::time::{SystemTime, UNIX_EPOCH};
 

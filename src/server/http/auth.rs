@@ -19,7 +19,8 @@ const API_KEY: &str = "x-api-key";
 pub struct Access {
     /// The SHA-256 hashes of the API keys. Unlike the time to compare keys, the time to compare hashes reveals no key.
     keys: Vec<Digest>,
-    /// The origins of web pages that may send requests to a server without API keys. `*` allows every origin.
+    /// The origins, in addition to local ones, whose web pages may send requests to a server without API keys.
+    /// `*` allows every origin.
     origins: Vec<String>,
     /// Whether the server's own chat page has access under any host name.
     allows_any_host: bool,

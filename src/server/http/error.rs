@@ -106,7 +106,7 @@ impl ApiError {
         Self { param: Some("model".to_string()), code: Some("model_not_found"), ..Self::not_found(message) }
     }
 
-    /// Creates an error with a 4xx status that has no constructor of its own, such as 405 or 413.
+    /// Creates an error with a 4xx status for which there is no other constructor, such as 405 or 413.
     pub fn client(status: StatusCode, message: impl Into<String>) -> Self {
         Self::new(status, "invalid_request_error", message)
     }

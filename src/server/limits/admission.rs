@@ -13,12 +13,12 @@ const MAX_RETRY: Duration = Duration::from_secs(60);
 /// The shortest wait that the server suggests, because the header `retry-after-ms` has whole milliseconds.
 const MIN_RETRY: Duration = Duration::from_millis(1);
 
-/// With several tenants, the maximum ratio of one tenant's sequences to the capacity that then remains free.
-/// A request of a tenant without waiting or running sequences may exceed this ratio.
-/// With one answer per request, a single tenant therefore leaves a fifth of the capacity to the others.
+/// With several tenants, the maximum ratio of one tenant's sequences to the capacity that remains free.
+/// If the tenant has no waiting or running sequences, its next request may exceed this ratio.
+/// A single tenant whose requests ask for one answer each therefore leaves about a fifth of the capacity to the others.
 const MAX_SHARE_OF_ROOM: usize = 4;
 
-/// Counts the sequences that are waiting or running, and rejects sequences above the limit.
+/// Counts the sequences that are waiting or running, and rejects sequences above the limit or a tenant's share.
 pub struct Admission {
     limit: usize,
     state: Mutex<AdmissionState>,
@@ -40,7 +40,7 @@ impl AdmissionState {
 }
 
 impl Admission {
-    /// Creates an [`Admission`] for `tenants` tenants, which admits at most `limit` sequences at once.
+    /// Creates an [`Admission`] that admits at most `limit` sequences at once, in total for `tenants` tenants.
     pub fn new(limit: usize, tenants: usize) -> Self {
         let admitted = vec![0; tenants.max(1)];
         let state = Mutex::new(AdmissionState { admitted, ends: EndTimes::new(Instant::now()) });
@@ -69,7 +69,8 @@ impl Admission {
     }
 
     /// Returns the expected time until a waiting sequence can start if `ahead` sequences wait before it.
-    /// The sequence can start once `ahead + 1` sequences have ended. Returns `None` if no sequence has ended yet.
+    /// Assumes that the sequence can start once `ahead + 1` sequences have ended.
+    /// Returns `None` without an estimate, for example if no sequence has ended yet.
     pub fn expected_start(&self, ahead: usize) -> Option<Duration> {
         self.lock().ends.expected_wait(Instant::now(), ahead + 1)
     }

@@ -105,7 +105,7 @@ mod tests {
         }
     }
 
-    /// Simulates a server where `per_end` sequences end after each interval, which `interval_s` draws.
+    /// Simulates a server on which `per_end` sequences end at once. `interval_s` draws the time between two such ends.
     /// At evenly spaced times, samples the wait until `count` more sequences have ended.
     /// Returns the mean suggested wait and the mean true wait.
     fn waits(per_end: usize, count: usize, mut interval_s: impl FnMut(&mut Uniform) -> f64) -> (f64, f64) {
@@ -118,11 +118,11 @@ mod tests {
         let (mut times, mut known, mut suggested, mut real) = (EndTimes::new(start), 0, 0.0, 0.0);
         let samples = 5000;
         for sample in 0..samples {
-            // Leave out the first 100 and the last 100 simulated ends.
+            // Sample after end 100, so that `times` has a full history, and up to end 1900, so that ends follow.
             let now = ends[100] + (ends[1900] - ends[100]) * f64::from(sample) / f64::from(samples);
             while ends[known + 1] <= now {
                 known += 1;
-                // The simulated sequences of a step end one after the other.
+                // The simulated sequences of a step end 1 µs apart, which is less than `SAME_STEP`.
                 (0..per_end).for_each(|index| times.add(at(ends[known] + index as f64 * 1e-6), 1));
             }
             suggested += times.expected_wait(at(now), count).unwrap().as_secs_f64();

@@ -22,7 +22,8 @@ pub fn read(fields: &mut Fields) -> Result<Option<Vec<Message>>, ApiError> {
     Ok(Some(messages))
 }
 
-/// Renames the fields of an ollama message to the names in chat completions. Fails if the message has images.
+/// Renames the fields of an ollama message to the names in chat completions. Adds empty content if there is none.
+/// Fails if the message has images.
 fn renamed((index, mut item): (usize, Value)) -> Result<Value, ApiError> {
     let Some(message) = item.as_object_mut() else { return Ok(item) };
     let has_images = |images: Value| !images.is_null() && images != json!([]);
@@ -42,9 +43,9 @@ fn renamed((index, mut item): (usize, Value)) -> Result<Value, ApiError> {
     Ok(item)
 }
 
-/// Adds missing ids to tool calls and tool results.
-/// A result without an id belongs to the first unanswered call with the function name in the result.
-/// If no unanswered call has this name, the result belongs to the first unanswered call.
+/// Adds missing ids to tool calls, and to the tool results that belong to a call.
+/// A result without an id belongs to the first unanswered call of the function that the result names.
+/// If there is no such call, the result belongs to the first unanswered call of any function.
 /// Only the calls of the last assistant message before the result count.
 fn link_results(messages: &mut [Message]) {
     // The function name and the id of each unanswered call.

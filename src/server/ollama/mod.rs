@@ -1,7 +1,7 @@
 //! The routes of ollama's API: `/api/chat`, `/api/generate`, and the routes about the model and the version.
 //!
-//! A request is converted to a conversation for the engine, as for a chat completion.
-//! A request to `/api/generate` with the field `raw` is not: its prompt is plain text.
+//! A request is converted to a conversation for the engine, as for a chat completion, unless it is a request to
+//! `/api/generate` with `"raw": true`, whose prompt goes to the engine as plain text.
 //! The pieces of the answer are converted to a JSON object, or to a stream of JSON objects, one per line.
 //!
 //! Source: ollama's `docs/api.md`, and the types of the package `ollama` 0.6.3 (PyPI).

@@ -165,7 +165,7 @@ fn capabilities(engine: &EngineHandle) -> Vec<&'static str> {
     capabilities
 }
 
-/// Handles `/api/pull`: succeeds if the request names the served model, because nothing has to be downloaded.
+/// Handles `/api/pull`: reports success without a download. Fails unless the request names the served model.
 pub async fn pull(State(server): State<Arc<Server>>, request: Request) -> Result<Response, ApiError> {
     let headers = request.headers().clone();
     let mut fields = read_json(request, &server.options.timeouts).await?;

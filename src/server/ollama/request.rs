@@ -12,7 +12,7 @@ use crate::server::http::error::ApiError;
 use crate::server::openai::chat::{Tools, read_tools};
 use crate::server::state::Server;
 
-/// Unsupported options that would change the output. Each entry lists the accepted values of the option.
+/// Unsupported options that would change the output. Each entry lists the values without an effect, which are accepted.
 const REFUSED_OPTIONS: &[(&str, &[&str])] =
     &[("mirostat", &["0"]), ("typical_p", &["1", "1.0"]), ("tfs_z", &["1", "1.0"])];
 
@@ -124,7 +124,7 @@ impl SharedFields {
         let can_call_in_parallel = true;
         self.options.constraint = tools.constraint(self.format.or(structured), can_call_in_parallel);
         let has_logprobs = self.options.logprobs.is_some();
-        // Some chat templates, such as Qwen3's, can turn thinking off.
+        // In some chat templates, such as Qwen3's, this variable turns thinking off.
         let without_thinking = (!self.shows_thinking).then(|| ("enable_thinking".to_string(), json!(false)));
         let template_variables = without_thinking.into_iter().collect();
         let render = RenderOptions {

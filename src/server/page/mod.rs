@@ -12,7 +12,7 @@ use axum::routing::get;
 use ring::digest::{SHA256, digest};
 
 /// The content security policy of the chat page. Allows only requests to this server, and images in `data:` URLs.
-/// Forbids inline scripts, and scripts that turn text into HTML (Trusted Types).
+/// Forbids inline scripts, and keeps scripts from turning text into HTML (Trusted Types).
 const POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; \
                       base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; \
                       trusted-types 'none'";

@@ -2,8 +2,8 @@
 //!
 //! A receipt is a JSON Web Signature (RFC 7515) in compact form, `HEADER.PAYLOAD.SIGNATURE`.
 //! The algorithm of the signature is Ed25519 (RFC 8037).
-//! A receipt contains the token counts and the hashes of prompts and answers, but not their token ids.
-//! The record of the request contains the token ids.
+//! A receipt contains the token counts and the hashes of prompts and answers.
+//! The token ids are only in the record of the request.
 
 use std::collections::BTreeMap;
 
@@ -32,7 +32,7 @@ pub struct Receipt {
     pub created: String,
     pub model: String,
     pub revision: Option<String>,
-    /// The hash of each model file, computed when the server started.
+    /// The hash of each model file, computed while the server loaded the model.
     /// The model files are the weights, the tokenizer, the configuration and the chat template.
     pub files: BTreeMap<String, String>,
     /// The chat format: `harmony`, which is built in, or the name of the chat template's file.
@@ -112,7 +112,7 @@ impl Receipt {
     }
 
     /// Verifies a signed receipt and returns its payload.
-    /// Fails if the receipt was changed, was signed with another key, or has another format.
+    /// Fails if the receipt was changed, was signed with another key, or has another format or version.
     pub fn verify(signed: &str, key: &PublicKey) -> Result<Self> {
         let parts = || {
             let (message, signature) = signed.rsplit_once('.')?;

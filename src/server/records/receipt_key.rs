@@ -50,7 +50,7 @@ impl ReceiptKey {
         // The error message must not quote the key file, because the file contains a secret.
         let der = PrivatePkcs8KeyDer::from_pem_slice(&text);
         let der = der.map_err(|_| anyhow!("the file has no valid 'BEGIN PRIVATE KEY'; encrypted keys are rejected"))?;
-        // OpenSSL writes private keys without the public key, which `from_pkcs8` requires.
+        // `from_pkcs8` would require the public key in the file, which OpenSSL omits.
         let pair = Ed25519KeyPair::from_pkcs8_maybe_unchecked(der.secret_pkcs8_der());
         Ok(Self(pair.map_err(|_| anyhow!("the key is not an Ed25519 key"))?))
     }

@@ -1,4 +1,4 @@
-//! Routes that do not generate text. The modules of this folder are:
+//! Routes that belong to none of the APIs of OpenAI, Anthropic and ollama. The modules of this folder are:
 //!
 //! - `admission_preview`: reports whether and when a request would start
 //! - `health`: reports the health, the load and the metrics of the server

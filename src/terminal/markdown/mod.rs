@@ -1,6 +1,6 @@
 //! Formats Markdown while it streams. Finished lines never change. The last block is open: it may still change.
 //!
-//! The result does not depend on how the streamed text is split into pieces.
+//! The finished lines do not depend on how the streamed text is split into pieces.
 
 mod code;
 mod layout;

@@ -1,9 +1,10 @@
 //! Builds tokenizers from the vocabularies of GGUF files.
 //!
 //! Source: llama.cpp's handling of the `tokenizer.ggml.*` keys (ggml-org/llama.cpp, `src/llama-vocab.cpp`).
-//! The tests use llama.cpp's test vectors.
+//! The tests compare token ids with llama.cpp's test vectors and with tokenizer.json.
 //! Where llama.cpp is known to differ from a model's tokenizer.json, this code follows tokenizer.json.
-//! GGUF files are untrusted. Values that can make the `tokenizers` library panic are rejected first.
+//! GGUF files are untrusted, and some values make the `tokenizers` library panic. This code rejects the known values,
+//! and `guarded` converts any other panic to an error.
 
 mod pre;
 mod sentencepiece;
@@ -87,7 +88,8 @@ fn byte_level(vocabulary: &Vocabulary, ids: &HashMap<&str, u32>) -> Result<Parts
     })
 }
 
-/// Returns the merges, except those that produce control tokens. Fails if a merge needs a token outside the vocabulary.
+/// Returns the merges, except those that produce control tokens.
+/// Fails if the file has no merges, or if a merge is malformed or needs a token outside the vocabulary.
 fn merges(vocabulary: &Vocabulary, ids: &HashMap<&str, u32>) -> Result<Merges> {
     let lines = vocabulary.merges.as_ref().context("metadata key tokenizer.ggml.merges is missing")?;
     let mut merges = Merges::with_capacity(lines.len());

@@ -4,14 +4,15 @@
 //! Each pattern splits the pieces from the previous pattern. Text between matches also becomes a piece.
 //!
 //! The names come from ggml-org/llama.cpp, `src/llama-vocab.cpp`.
-//! Where possible, the patterns come from each model's tokenizer.json.
-//! llama.cpp rewrites the patterns for its own regex engine.
+//! Where possible, the patterns come from each model's tokenizer.json, because llama.cpp rewrites them for its own
+//! regex engine.
 
 /// The split patterns of a byte-level BPE tokenizer, and other settings that depend on the name of the pre-tokenizer.
 pub struct PreTokenizerSpec {
     names: &'static [&'static str],
     pub patterns: &'static [&'static str],
     /// Whether a word that is in the vocabulary becomes a single token, without applying merges.
+    /// Has no effect for a vocabulary in which such a word could be a control token.
     pub ignore_merges: bool,
     /// Whether encoding adds BOS before the text by default. The GGUF file can override the default.
     pub add_bos: bool,

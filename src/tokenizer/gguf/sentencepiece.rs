@@ -19,6 +19,7 @@ use super::vocabulary::{MAX_MERGES, TokenType, Vocabulary};
 const MAX_WORK: usize = 1 << 29;
 
 /// Returns the BPE merges that are equivalent to the SentencePiece scores, in order of decreasing score.
+/// Fails if the vocabulary has no scores, or if the conversion would exceed `MAX_WORK` or `MAX_MERGES`.
 pub fn merges(vocabulary: &Vocabulary, ids: &HashMap<&str, u32>) -> Result<Merges> {
     let scores = vocabulary.scores.as_ref().context("metadata key tokenizer.ggml.scores is missing")?;
     let normal = |token: &str| ids.get(token).is_some_and(|id| is_normal(vocabulary, *id as usize));

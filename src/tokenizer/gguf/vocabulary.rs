@@ -57,7 +57,7 @@ pub struct SpecialIds {
     pub add_eos: bool,
 }
 
-/// The type of a token, from `tokenizer.ggml.token_type`. It determines which text can become the token.
+/// The type of a token, from `tokenizer.ggml.token_type`. Tokens without a type or with an unknown type are `Normal`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TokenType {
     Normal,
@@ -69,7 +69,7 @@ pub enum TokenType {
     Byte,
 }
 
-/// Known stop tokens. Most files name only one stop token in their metadata.
+/// Known stop tokens, which are found by their text, because most files name only one stop token in their metadata.
 const STOPS: &[&str] = &[
     "<|eot_id|>",
     "<|eom_id|>",

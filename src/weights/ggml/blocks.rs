@@ -1,4 +1,4 @@
-//! Dequantizes one block of each supported ggml type.
+//! Dequantizes the blocks of each supported ggml type.
 //! The function named after a type dequantizes one block, `bytes`, to `values`.
 //!
 //! In the layouts, `d` is the f16 scale of a block, and `m` is its f16 minimum. A quantized integer is named `q`.

@@ -1,7 +1,8 @@
 //! Quantizes floats to K-quant blocks (Q2_K to Q6_K) without an importance matrix.
 //!
 //! Source: the `quantize_row_*_ref` functions in `ggml/src/ggml-quants.c` of ggml-org/llama.cpp.
-//! The order of operations is the same as in ggml, so the quantized blocks are bit-identical to ggml's.
+//! The order of operations is the same as in ggml, so the blocks dequantize to the same values as ggml's.
+//! Only codes without an effect can differ: those of a group whose quantized scale is 0.
 //! candle's ports of these functions are not used, because they follow an older version of ggml.
 
 use half::f16;
@@ -102,6 +103,7 @@ impl TwoLevels {
 /// First tries the scale `(max - min) / max_code`, where `min` is the smallest value of `x`, or 0 if all are positive.
 /// Then, for each `step` from 0 to `steps`, quantizes with the scale `(max - min) / (max_code + first + 0.1 * step)`,
 /// where `min` is the best minimum so far, and computes the scale and the minimum that fit these codes best.
+/// Keeps the fit for which the sum of `weight(value) * cost(error)` over the values is smallest.
 fn fit_affine(
     x: &[f32],
     weight: impl Fn(f32) -> f32,

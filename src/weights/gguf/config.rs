@@ -62,7 +62,7 @@ fn config(file: &GgufCheckpoint) -> Result<Value> {
         put("partial_rotary_factor", fraction(rotated, head_dim).into());
     }
     (layout.add_fields)(&keys, &mut fields)?;
-    // Missing fields must stay absent, because a model family sets no default for a field that is `null`.
+    // Remove fields that are `null`, because model families use their defaults only for absent fields.
     fields.retain(|_, value| !value.is_null());
     Ok(Value::Object(fields))
 }

@@ -7,7 +7,7 @@ use super::keys::ArchitectureKeys;
 use super::tensor_names::LayerTensorName;
 use crate::weights::ggml::GgmlType;
 
-/// Adds no fields. Used for architectures that need only the common fields of config.json.
+/// Adds no fields. A placeholder in the layout `PLAIN`: every layout that is based on it sets its own function.
 pub fn none(_: &ArchitectureKeys, _: &mut Map<String, Value>) -> Result<()> {
     Ok(())
 }
@@ -125,7 +125,7 @@ pub fn gpt_oss(keys: &ArchitectureKeys, fields: &mut Map<String, Value>) -> Resu
     fields.insert("layer_types".into(), keys.layer_types(2)?);
     fields.insert("intermediate_size".into(), keys.required_size("expert_feed_forward_length")?.into());
     // The published gpt-oss models do not round the bounds of the YaRN ramp to integers.
-    // GGUF has no metadata key for the rounding of the YaRN ramp.
+    // GGUF has no metadata key for this, so set it for every file.
     if let Some(Value::Object(scaling)) = fields.get_mut("rope_scaling") {
         scaling.insert("truncate".into(), false.into());
     }

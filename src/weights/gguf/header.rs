@@ -173,7 +173,8 @@ fn read_row(cursor: &mut Cursor) -> Result<UncheckedTensor> {
     if elements.is_none_or(|elements| elements > i64::MAX as u64) {
         bail!("shape {shape:?} has too many elements");
     }
-    // Check the size in bytes for overflow. Here, too, count a dimension of 0 as 1, so that it hides no overflow.
+    // Check the size in bytes for overflow. Here, too, count a dimension of 0 after the first as 1, so that it hides no
+    // overflow.
     let bytes = |rows| ggml_type.bytes(columns, rows).and_then(|bytes| usize::try_from(bytes).ok());
     let all_rows = bytes(shape.iter().skip(1).map(|&length| length.max(1)).product());
     let (Some(_), Some(bytes)) = (all_rows, bytes(shape.iter().skip(1).product())) else {

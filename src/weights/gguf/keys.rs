@@ -109,7 +109,8 @@ impl<'c> ArchitectureKeys<'c> {
             // Check the length of the RoPE factors before reading them, because the tensor may have any size.
             if info.elements() as u64 != rotated / 2 || rotated > MAX_HEAD_DIM {
                 bail!(
-                    "tensor {name}: expected {} factors, one per pair of elements, found {}",
+                    "tensor {name}: expected {} factors, one per pair of elements, found {} \
+                     (limit: {MAX_HEAD_DIM} elements)",
                     rotated / 2,
                     info.elements()
                 );

@@ -64,7 +64,7 @@ impl GgufModel {
     }
 
     /// Returns the GGUF tensor that stores the model tensor `name` unchanged.
-    /// Returns `None` if loading must reorder or transform the rows of the GGUF tensor.
+    /// Returns `None` if loading must combine several GGUF tensors, or reorder or transform rows.
     fn stored(&self, name: &str) -> Result<Option<GgufTensorView<'_>>> {
         let tensor = self.required(name)?;
         let is_unchanged = tensor.rows == RowMapping::Identity && tensor.transform == Transform::None;

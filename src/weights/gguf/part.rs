@@ -39,7 +39,7 @@ impl GgufPart {
         let source = WeightsFile::open(&path)?;
         let read = |range: Range<u64>| source.read_to_vec(range.start, (range.end - range.start) as usize);
         let (header, mut head) = read_header(&path.display().to_string(), source.bytes(), &read)?;
-        // Discard the bytes after the header. The header ends before the first tensor.
+        // Discard the bytes from the first tensor on, which follow the header.
         let data = header.tensors.values().map(|info| info.range().start).min();
         head.truncate(data.unwrap_or(head.len()));
         head.shrink_to_fit();

@@ -14,7 +14,7 @@ use crate::snapshot::gguf::{MAX_PARTS, PartName};
 use crate::text::{counted, size};
 
 /// Opens all parts of a split model, given the path of any part. Returns the parts in order.
-/// A model that is not split has a single part.
+/// A model that is not split has a single part. Fails if a part is missing or does not belong to the model.
 pub fn open_parts(path: &Path, opener: &dyn PartOpener) -> Result<Vec<GgufPart>> {
     let first = opener.open(path)?;
     let split = SplitInfo::read(&first)?;

@@ -50,6 +50,7 @@ pub fn vocabulary<'c>(metadata: &GgufMetadata<'c>) -> Result<Vocabulary<'c>> {
 }
 
 /// Returns the Jinja chat template with this name, such as `tool_use`, or the default template if `name` is `None`.
+/// Fails if the template is larger than `MAX_CHAT_TEMPLATE_BYTES`.
 pub fn chat_template<'c>(metadata: &GgufMetadata<'c>, name: Option<&str>) -> Result<Option<&'c str>> {
     let key = match name {
         None => "tokenizer.chat_template".to_string(),

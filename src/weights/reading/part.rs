@@ -108,7 +108,7 @@ impl Slice {
                     Ok(())
                 })?;
             }
-            // Read a short row whole, which is faster than one read for each run of selected bytes.
+            // Read a short row with one system call instead of one for each run of selected bytes.
             _ if row_bytes < MIN_RUN_BYTES && outer > 1 => {
                 for index in 0..outer {
                     add_row(&bytes.read_range(index * row_bytes, row_bytes)?);

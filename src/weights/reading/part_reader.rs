@@ -23,7 +23,7 @@ pub struct PartReader<T: UploadTarget> {
     target: T,
     options: ReadAheadOptions,
     /// The staging buffers that no thread is using.
-    /// Staging buffers are reused, because allocating page-locked memory takes milliseconds.
+    /// They are kept for reuse, because allocating page-locked memory takes milliseconds.
     staging: Mutex<Vec<T::Staging>>,
 }
 

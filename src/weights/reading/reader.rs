@@ -29,7 +29,7 @@ pub enum ReaderThreads {
     /// Background threads, which read tensors before they are requested.
     /// They stop when the last clone of the weights is dropped.
     Ahead(Arc<dyn TensorReader>),
-    /// Several threads, which together read each tensor, or the part of it that this rank needs, if that is large.
+    /// Several threads, which together read each large tensor, or each large part of a tensor that this rank needs.
     /// The caller reads everything else.
     Parts(Arc<dyn PartSource>),
 }

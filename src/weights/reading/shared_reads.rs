@@ -1,16 +1,16 @@
 //! Divides the reads of a tensor among the ranks that need it, instead of reading the same bytes once per rank.
 //!
 //! All ranks need some tensors whole, such as embeddings and norms.
-//! If a matrix is divided by columns, each rank may need only a short run of bytes in each row.
-//! Reading only these runs from the file would cost one system call per row.
-//! Each rank then reads some of the rows to host memory instead, and all ranks copy their columns from host memory.
+//! If a matrix is divided by columns, each rank may need only a short run of bytes in each row, and reading only these
+//! runs from the file would cost one system call per row.
+//! In both cases, each rank reads a part of the tensor to host memory, and all ranks copy what they need from there.
 //!
-//! With N ranks, each rank then copies 2/N of the bytes of the matrix:
+//! If N ranks share the reads of a matrix, and each needs 1/N of its columns, each rank copies 2/N of its bytes:
 //! 1/N from the page cache to host memory, and 1/N from host memory to a staging buffer.
 //! If each rank read the whole matrix instead, each rank would copy 1 + 1/N of the bytes.
 //!
-//! Rows of GGUF files and of quantized matrices are converted on the host, so each rank reads and converts some rows.
-//! All ranks copy the columns that they need from the converted rows.
+//! The rows of quantized matrices and of tensors in GGUF files are converted on the host. Each rank reads and converts
+//! some of the rows, and all ranks copy what they need from the converted rows.
 //! There are two exceptions, in which each rank converts its own rows alone: quantized matrices that are not divided by
 //! columns, and float tensors of GGUF files that are divided along their first dimension and are not transposed.
 
@@ -26,10 +26,11 @@ use super::source::{ByteRange, RowBuffer};
 use crate::world::{World, share};
 
 /// The maximum number of bytes that all ranks together read, or produce by conversion, at a time.
-/// A single row may be longer. All ranks together keep about twice this number of bytes in buffers for reads.
+/// A single row may be longer. For reads, all ranks together keep about twice this number of bytes in buffers, because
+/// a buffer stays in use until the ranks exchange the next segment.
 const SEGMENT_BYTES: usize = 64 << 20;
 
-/// The minimum number of bytes per reading thread. Smaller reads use fewer threads.
+/// The minimum number of bytes per reading thread (the last thread may read fewer). Short reads use fewer threads.
 const MIN_THREAD_BYTES: usize = 1 << 20;
 
 /// The unit, in bytes, in which ranks divide the reads of a tensor that all ranks need whole.
@@ -39,9 +40,9 @@ pub(super) const PAGE_BYTES: usize = 4096;
 #[derive(Clone)]
 pub struct SharedReads {
     pub world: World,
-    /// The number of threads with which this rank reads.
+    /// The maximum number of threads with which this rank reads bytes. Conversions use all cores instead.
     pub threads: usize,
-    /// The buffers that this rank has used.
+    /// The buffers of this rank's earlier reads.
     /// Buffers are reused, because the page faults of newly allocated memory take longer than the read itself.
     pub buffers: Arc<Mutex<Vec<Arc<Vec<u8>>>>>,
 }
@@ -67,7 +68,7 @@ struct RankRows<T> {
 }
 
 impl SharedReads {
-    /// Converts rows of a tensor together with the other ranks, each rank on all cores.
+    /// Converts all rows of a tensor together with the other ranks, each rank on all cores.
     ///
     /// A converted row has `row_length` values. `convert` takes the index of a row and fills a slice with its values.
     /// Passes all rows to `each` in order. Each call gets a range of row indices and the values of these rows.
@@ -162,7 +163,7 @@ impl SharedReads {
         Ok(buffer)
     }
 
-    /// Reads the bytes of a tensor in `range` with several threads. Returns a buffer that begins with these bytes.
+    /// Reads the bytes of a tensor in `range`. Returns a buffer that begins with these bytes.
     fn read_own(&self, tensor: &ByteRange, range: Range<usize>) -> Result<Arc<Vec<u8>>> {
         let mut buffer = self.take_buffer(range.len())?;
         self.fill(tensor, range.clone(), &mut buffer[..range.len()])?;
@@ -172,7 +173,7 @@ impl SharedReads {
         Ok(buffer)
     }
 
-    /// Reads the bytes of a tensor in `range` to the buffer `bytes`.
+    /// Reads the bytes of a tensor in `range` to the buffer `bytes`, with several threads if the range is long.
     fn fill(&self, tensor: &ByteRange, range: Range<usize>, bytes: &mut [u8]) -> Result<()> {
         let piece = range.len().div_ceil(self.threads.max(1)).max(MIN_THREAD_BYTES);
         let read = |(index, piece_bytes): (usize, &mut [u8])| -> Result<()> {

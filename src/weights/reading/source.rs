@@ -97,7 +97,7 @@ impl WeightsFile {
 }
 
 /// Creates an empty vector of the given capacity. Fails, rather than aborts, if there is not enough memory.
-/// `capacity` may be huge, because a hostile file may declare any size.
+/// `capacity` may be huge, because a hostile sparse file can contain tensors of any size.
 fn with_capacity<T>(capacity: usize) -> Result<Vec<T>> {
     let mut vec = Vec::new();
     let reserved = vec.try_reserve_exact(capacity);
@@ -109,7 +109,7 @@ fn with_capacity<T>(capacity: usize) -> Result<Vec<T>> {
 #[derive(Clone)]
 pub struct ByteRange {
     pub source: Arc<WeightsFile>,
-    /// The offset in the file.
+    /// The offset of the first byte in the file.
     pub start: u64,
     /// The length in bytes.
     pub bytes: usize,
@@ -142,7 +142,7 @@ impl<'c> StoredBytes<'c> {
         })
     }
 
-    /// Converts the bytes of the tensor to elements. Each element takes `N` bytes in the file.
+    /// Converts the bytes of the tensor to elements of `N` bytes each.
     /// Reads a file piece by piece to avoid a second copy in memory.
     fn elements<T: WithDType, const N: usize>(&self, convert: fn([u8; N]) -> T) -> Result<Vec<T>> {
         let mut window = RowBuffer::default();
@@ -194,7 +194,7 @@ pub struct RowBuffer {
 struct Window {
     /// The file that the bytes come from. `None` if the window is empty.
     source: Option<Arc<WeightsFile>>,
-    /// The offset in the file.
+    /// The offset of the first byte in the file.
     start: u64,
     bytes: Vec<u8>,
 }

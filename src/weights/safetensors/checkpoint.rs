@@ -46,7 +46,8 @@ pub struct TensorView<'c> {
 }
 
 impl SafetensorsCheckpoint {
-    /// Opens the safetensors files of a directory and reads their headers, but not the tensor data.
+    /// Opens the safetensors files of a directory and reads their headers.
+    /// Of the tensor data, reads only the shapes of packed weights.
     pub fn open(dir: &Path) -> Result<Self> {
         let index = ShardIndex::read(dir)?;
         let checkpoint = Self::from_files(snapshot::safetensors::files(dir, index.as_ref())?)?;
@@ -81,7 +82,8 @@ impl SafetensorsCheckpoint {
         Ok(self)
     }
 
-    /// Renames each `weight_packed` to `weight` and changes its dtype from I32 to I8. Each I32 holds four 8-bit codes.
+    /// Lists the `weight_packed` of each packed layer as `weight`, with the dtype I8 instead of I32.
+    /// Each I32 holds four 8-bit codes. Fails if `weight_shape` is not the shape of the unpacked matrix.
     fn list_packed_as_weights(&mut self) -> Result<()> {
         let packed = |name: &String| {
             let module = name.strip_suffix(".weight_packed")?.to_string();

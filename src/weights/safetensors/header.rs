@@ -31,10 +31,11 @@ pub struct HeaderTensor<'h> {
 /// The `safetensors` crate has the same limit for the header of one file.
 pub const MAX_HEADER_BYTES: u64 = 100_000_000;
 
-/// The maximum number of JSON values in a header. Allows about 350,000 tensors with 12 JSON values each.
+/// The maximum number of JSON values in a header. Allows about 350,000 matrices, with 12 values each (keys included).
 pub(super) const MAX_HEADER_VALUES: usize = 1 << 22;
 
 /// Calls `each` for every tensor in a header, in the order of the JSON.
+/// Fails if the header is invalid, in which case `each` may already have been called for some tensors.
 ///
 /// `header` is the JSON text without the length prefix.
 /// `data_bytes` is the size of the data after the header, if known.

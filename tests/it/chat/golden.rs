@@ -65,7 +65,7 @@ fn templates_agree_with_transformers() {
         let source = std::fs::read_to_string(folder.join(format!("{name}.jinja"))).unwrap();
         wrong.extend(differences(&golden, name, &source, template));
     }
-    // Each line of this file has another chat template, such as the template of Llama 2, Qwen 2, Phi-3 or TinyLlama.
+    // Each line of this file has a different chat template, such as that of Llama 2, Qwen 2, Phi-3 or TinyLlama.
     let lines = std::fs::read_to_string(folder.join("ollama-templates.jsonl")).unwrap();
     for (number, template) in golden["lines"].as_object().unwrap() {
         let line: Value = serde_json::from_str(lines.lines().nth(number.parse().unwrap()).unwrap()).unwrap();

@@ -165,7 +165,7 @@ fn unknown_channels_are_answers_and_foreign_roles_are_reasoning() {
 
 #[test]
 fn unfinished_headers_are_answers_only_as_a_last_resort() {
-    // A generation that ends inside a valid header, for example at a token limit, has no answer.
+    // A generation that ends inside a header that is valid so far, for example at a token limit, has no answer.
     check("<|channel|>ana", &[]);
     check("<|channel|>analysis", &[]);
     check("<|channel|>commentary to", &[]);

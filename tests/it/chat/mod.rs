@@ -1,7 +1,7 @@
 //! Tests of chat formats: rendering conversations to ids, and parsing generated ids into channels.
 //!
 //! Most chat tests use a tiny tokenizer that this module builds.
-//! Tests with real tokenizers and templates need `INFERNO_FIXTURES`.
+//! Tests with the tokenizers and templates of published models need `INFERNO_FIXTURES`.
 //! `tests/golden/make_chat.py` renders conversations with transformers and openai-harmony,
 //! and writes the expected results to `tests/golden/chat.json`.
 

@@ -50,8 +50,7 @@ fn prompt_may_end_with_the_reasoning_tag() {
 
 #[test]
 fn tags_in_an_answer_are_text() {
-    // Use a tokenizer without tag tokens.
-    // A tag token would count as a tag even in the middle of an answer.
+    // Use a tokenizer without tag tokens, because a tag token is never text, even in the middle of an answer.
     let tokenizer = byte_tokenizer(&[], &[]);
     let text = "<think>Hm.</think>Write <think> first, </think> last, then <tool_call>.";
     let parsed = parse(&format(&tokenizer), &tokenizer, "", text);
@@ -109,13 +108,13 @@ fn tool_calls_of_mistral_and_llama_are_parsed() {
     }
 }
 
-/// Returns a tokenizer with control tokens of Llama 3 and with a token for each `<think>` tag.
+/// Returns a tokenizer with control tokens of Llama 3 and with the tokens `<think>` and `</think>`.
 /// Llama 3.2 has `<|python_tag|>`, but writes tool calls without it.
 fn llama_tokenizer() -> Tokenizer {
     byte_tokenizer(&["<|python_tag|>", "<|eot_id|>", "<think>", "</think>"], &[])
 }
 
-/// Returns a parser of an answer to a request with the tools `f` and `get_weather`.
+/// Returns a parser for the answer to a request with the tools `f` and `get_weather`.
 fn with_tools(tokenizer: &Tokenizer) -> Parser {
     let tools = ["f", "get_weather"].map(|name| json!({ "type": "function", "function": { "name": name } }));
     let prompt = Rendered { ids: Vec::new(), text: String::new() };

@@ -420,8 +420,7 @@ fn closed_stdout_is_not_a_failure() {
 #[test]
 fn base_model_is_rejected_before_its_weights_are_read() {
     let (_folder, model) = copy_of_demo();
-    // Rename one harmony token. inferno treats a model with all harmony tokens except `<|call|>` and `<|constrain|>`,
-    // which are optional, as a chat model.
+    // Rename a harmony token that a chat model must have. Only `<|call|>` and `<|constrain|>` are optional.
     let tokenizer = fs::read_to_string(model.join("tokenizer.json")).unwrap();
     fs::write(model.join("tokenizer.json"), tokenizer.replace("<|channel|>", "<|canal|>")).unwrap();
     let name = model.to_str().unwrap();

@@ -1,4 +1,5 @@
-//! Tests of failing writes: full disks, file size limits, and output streams that are closed or cannot be written.
+//! Tests of failing writes: full disks, file size limits and closed output streams.
+//! Also tests which signals the editor inherits.
 
 use std::fs;
 use std::process::{Command, Output};

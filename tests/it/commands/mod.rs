@@ -1,4 +1,4 @@
-//! Tests of the command line. The tests of `download`, `verify` and other commands of the hub are in `hub`.
+//! Tests of the command line. `tests/it/hub` has the tests of `download`, `verify` and other commands for the cache.
 
 mod bench;
 mod cli;

@@ -143,7 +143,7 @@ fn damaged_journals_load_up_to_the_damage_and_are_copied() {
     leave(chat);
 
     // If a journal is damaged again, the new copy does not replace the first copy.
-    // The only conversation can still be resumed, although it now has no questions.
+    // `--resume` opens a damaged conversation even if no question is left in it.
     let first_line = fs::read_to_string(&path).unwrap().lines().next().unwrap().to_string();
     fs::write(&path, format!("{first_line}\nnonsense\n")).unwrap();
     let (chat, banner) = resume(&home, &[]);

@@ -192,7 +192,7 @@ fn a_killed_conversation_is_resumed_with_every_finished_turn() {
     say(&mut chat, "My name is Ada");
     say(&mut chat, "/set top-p 0.5");
     say(&mut chat, "How do I list my models?");
-    // Kill the program in the middle of a long answer.
+    // Resume the conversation, and kill the program in the middle of a long answer.
     let mut killed = {
         leave(chat);
         play(&home, &["--resume", "--ignore-eos"])

@@ -28,7 +28,8 @@ impl Results {
         grouped(rounded)
     }
 
-    /// Returns the generated tokens per second with `requests` concurrent requests, formatted as in the docs: "751" or "1,353".
+    /// Returns the generated tokens per second with `requests` concurrent requests.
+    /// Formats the number as in the docs: "751" or "1,353".
     fn speed_at_once(&self, requests: u64) -> String {
         let is_wanted = |load: &&Value| load["concurrency"] == requests;
         let load = |run: &Value| run["serving"].as_array().unwrap().iter().find(is_wanted).unwrap().clone();
@@ -62,7 +63,8 @@ fn speeds_and_memory_agree_with_the_stored_results() {
     let (llama, small) = (read("2026-11-22-nvidia-h200-llama-3.1-8b"), read("2026-11-22-nvidia-h200-llama-3.2-1b"));
     let qwen = read("2026-11-22-nvidia-h200-qwen3-30b-a3b");
     let qwen_q8 = read("2026-11-22-nvidia-h200-qwen3-30b-a3b-q8_0");
-    // The benchmark results of single sequences and of concurrent requests, for one H200, one H100, two and four H100s.
+    // The results of gpt-oss-20b on one H200, and on one, two and four H100s.
+    // Each pair has the results with single sequences and those with concurrent requests.
     let newest = [
         (&["2026-11-30-nvidia-h200-gpt-oss-20b-5", "2026-11-30-nvidia-h200-gpt-oss-20b-6"][..], &H200_SERVING[..]),
         (
@@ -107,8 +109,8 @@ fn speeds_and_memory_agree_with_the_stored_results() {
         ("docs/benchmark-history.md", format!("prefill, 2,048 tokens | {}", oss.speed("pp", 2048, 0))),
         ("docs/benchmark-history.md", format!("prefill, 8,192 tokens | {}", oss.speed("pp", 8192, 0))),
     ];
-    // docs/benchmarks.md has a section for each GPU setup.
-    // Two sections may have the same row, so check each section alone.
+    // docs/benchmarks.md has a section for each GPU setup. Search each row only in its own section, because another
+    // section may have the same row.
     let benchmarks = page("docs/benchmarks.md");
     let sections = ["## One H200", "## One H100", "### Two H100s", "### Four H100s"];
     for (heading, (single, serving)) in sections.into_iter().zip(&newest) {

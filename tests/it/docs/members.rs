@@ -53,8 +53,8 @@ impl Members {
         self.members.entry(name).or_default().extend(names);
     }
 
-    /// Returns the name of the type to which an implementation belongs, or `None` if it is not a named type.
-    /// If the implementation is of a trait, records that the type implements the trait.
+    /// Returns the name of the type to which an implementation belongs, or `None` if the type has no name, as in
+    /// `impl Trait for [u8]`. If the implementation is of a trait, records that the type implements the trait.
     fn implementing_type(&mut self, head: &[TokenTree]) -> Option<String> {
         let head = &head[generics(head)..];
         let Some(at) = head.iter().position(|token| is_ident(token, "for")) else { return first_type(head) };

@@ -99,7 +99,7 @@ fn source_files_that_comments_of_scripts_name_exist() {
 }
 
 /// In pages and comments, `Type::name` must name a method, a constant, a field or a variant of the type,
-/// or of a trait that the type implements.
+/// or of a trait that the type implements. Types that other crates define are not checked.
 #[test]
 fn members_that_pages_and_comments_name_exist() {
     let mut files = Vec::new();

@@ -12,7 +12,8 @@ fn defined_function(line: &str) -> Option<&str> {
     (before.is_empty() || before.ends_with([' ', '('])).then_some(name).filter(|name| !name.is_empty())
 }
 
-/// Returns the functions and the implementations (such as `Send for Pinned`) that contain `unsafe` code in a file.
+/// Returns the functions of a file that are unsafe or contain unsafe code.
+/// Also returns the unsafe implementations, such as `Send for Pinned`.
 fn unsafe_items(code: &str) -> BTreeSet<String> {
     // Remove lines that are comments, and the contents of strings within a line.
     let line = |line: &str| {

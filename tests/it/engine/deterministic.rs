@@ -60,7 +60,7 @@ fn check(engine: &EngineHandle, count: usize, longest: usize) {
             );
         }
     }
-    // The prompt of the next turn starts with the prompt and the answer of the previous turn.
+    // The prompt of the next turn consists of the prompt and the answer of the previous turn.
     let turn: Vec<u32> = prompts[1].iter().copied().chain(alone[1].iter().map(|&(token, _)| token)).collect();
     let ask = || read(engine.complete_ids(&turn, options(1, longest / 4)).unwrap());
     let warm = ask();

@@ -7,7 +7,7 @@ use inferno::engine::blocks::BlockManager;
 use inferno::engine::scheduler::{NewSequence, Scheduler, SchedulerConfig, SequenceId, SequenceWork};
 use inferno::nn::kv_cache::BLOCK_TOKENS;
 
-/// The load of a tenant: `clients` clients, each of which sends a new request when its previous request ends.
+/// The load that a tenant adds: `clients` clients, each of which sends a new request when its previous request ends.
 #[derive(Clone, Copy)]
 struct Load {
     tenant: u64,
@@ -23,7 +23,7 @@ impl Load {
     }
 }
 
-/// The limits of the simulated scheduler: 512 tokens per step, and 16 sequences of up to 2,048 tokens.
+/// The limits of the scheduler in the simulation: 512 tokens per step, and 16 sequences of up to 2,048 tokens.
 const CONFIG: SchedulerConfig =
     SchedulerConfig { token_budget: 512, max_sequences: 16, context: 2048, prompt_parts: None };
 
@@ -55,7 +55,7 @@ impl Simulator {
         simulator
     }
 
-    /// Adds a tenant. Each of its clients submits its first request.
+    /// Adds the clients of a load. Each client submits its first request.
     fn add(&mut self, load: Load) {
         self.loads.push(load);
         (0..load.clients).for_each(|_| self.submit(load));

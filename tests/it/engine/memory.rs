@@ -21,7 +21,7 @@ use crate::support::{demo_dir, golden, golden_models};
 const QUANTIZED: [&str; 4] = ["q8_0", "q4_k", "q3_k", "int8"];
 
 /// Checks the estimated size of the weights against their size after loading, in f32 and bf16.
-/// For unquantized dense models whose `model.embed_tokens.weight` is stored in 16 bits,
+/// If `quantize` is `None`, and the model has no experts and stores `model.embed_tokens.weight` in 16 bits,
 /// also checks the number of bytes that a decode step reads.
 fn check(name: &str, path: &Path, quantize: Option<QuantizationTarget>) {
     let checkpoint = Checkpoint::open(path).unwrap();

@@ -1,4 +1,4 @@
-//! Tests of generation options that change or report logits, and of several answers to one request.
+//! Tests of logit biases, log probabilities, `min_tokens` and stop tokens, and of several answers to one request.
 
 use std::collections::BTreeMap;
 
@@ -27,7 +27,7 @@ fn logprobs(engine: &EngineHandle, ids: &[u32]) -> Vec<Vec<f64>> {
     rows.into_iter().map(log_softmax).collect()
 }
 
-/// Checks the reported log probabilities against a prefill, with and without logit biases and a penalty.
+/// Checks the reported log probabilities against a prefill. Logit biases and a penalty must not change them.
 fn check_logprobs(engine: &EngineHandle, prompt: &[u32], tolerance: f64) {
     for (bias, penalty) in [(0.0, 0.0), (2.0, 1.0)] {
         let options = GenerateOptions {
@@ -83,7 +83,7 @@ fn check_rules(engine: &EngineHandle, prompt: &[u32]) {
     assert_eq!(longer.tokens[..last], plain[..last]);
 }
 
-/// Checks that several answers to one request equal the answers to separate requests.
+/// Checks that several answers to one request equal the answers to separate requests with consecutive seeds.
 fn check_forks(engine: &EngineHandle, prompt: &[u32]) {
     // The high temperature makes it very likely that different seeds produce different tokens.
     let options = |seed| GenerateOptions {
@@ -125,7 +125,8 @@ fn options_that_use_logits_work_on_a_gpu() {
     for name in ["llama_graph", "gpt_oss_graph"] {
         let model = GraphModel::new(name);
         check_logprobs(&model.graph(), &model.prompt, 0.1);
-        // Run all steps eagerly. With a graph, biases and `min_tokens` would select kernels that round differently.
+        // Run all steps eagerly. With CUDA graphs, steps with a bias or an unreached `min_tokens` would run on other
+        // kernels than plain steps, and these kernels round differently.
         check_rules(&model.load(110, ExecutionMode::Eager), &model.prompt);
     }
 }
@@ -169,7 +170,7 @@ fn a_stop_token_id_ends_the_answer() {
     let end = whole.tokens.iter().position(|token| *token == whole.tokens[last]).unwrap();
     assert_eq!(stopped.tokens, whole.tokens[..=end]);
     assert_eq!(stopped.text, texts[..end].concat());
-    assert!(!texts[end].is_empty(), "the stop token has no text, so this test proves nothing");
+    assert!(!texts[end].is_empty(), "the stop token has no text, so the test does not show that its text is left out");
     assert_eq!(stopped.summary.finish_reason, FinishReason::Stop);
 }
 

@@ -18,8 +18,8 @@ fn answer(engine: &EngineHandle, prompt: &[u32]) -> Answer {
     Answer::read(engine.complete_ids(prompt, options).unwrap())
 }
 
-/// Checks that an engine that loads a prefix saved by another engine reuses the prefix and gives the same answer.
-/// `length` is the number of prompt tokens.
+/// Saves a prefix with one engine, and loads it into a second engine.
+/// Checks that the second engine reuses the prefix and gives the same answer. `length` is the number of prompt tokens.
 fn check_round_trip(load: &dyn Fn() -> Engine, folder: &Path, length: usize) {
     let path = folder.join(format!("{length}.kv"));
     let first = load();
@@ -100,8 +100,8 @@ fn a_named_pipe_is_no_saved_prefix() {
     assert_eq!(answer(&engine, &[1, 2, 3]).tokens.len(), 8, "the engine must still answer");
 }
 
-/// Loads the demo model, which has 6 layers and 2 KV heads, onto several ranks.
-/// With tensor parallelism on four ranks, the third and fourth ranks hold no heads.
+/// Loads the demo model, which has 6 layers and 2 KV heads, on `ranks` ranks.
+/// With tensor parallelism on four ranks, the third and fourth ranks hold no KV heads.
 fn demo_on(ranks: usize, split: Split, context: usize) -> Engine {
     let devices = vec!["cpu"; ranks].join(",").parse().unwrap();
     Engine::builder(demo_dir()).devices(devices).split(split).context(context).load().unwrap()
@@ -123,7 +123,7 @@ fn a_prefix_saved_by_any_number_of_ranks_continues_on_any_other_number() {
         let engine = demo_on(ranks, split, 512);
         answer(&engine, &prompt);
         assert_eq!(engine.save_prefix(&prompt, &path(ranks, split)).unwrap(), 256);
-        // Every saved prefix has all heads and layers, in the same order for any number of ranks.
+        // Every saved prefix has all layers and KV heads, in the same order for any number of ranks.
         let (saved, one) = (read(ranks, split), read(1, Split::Tensor));
         assert_eq!(saved.len(), one.len());
         for (name, tensor) in &saved {

@@ -56,7 +56,8 @@ fn assert_close(engine: &EngineHandle, prompt: &[u32], got: &[TokenLogprobs], to
     }
 }
 
-/// Checks the log probabilities of prompts with the given lengths, for one answer and for three, with cached prefixes.
+/// Checks the log probabilities of prompts with the given lengths, in a request for one answer and in one for three.
+/// The prefix cache can already have blocks of these prompts, but the requests must not reuse them.
 fn check(engine: &EngineHandle, lengths: &[usize], tolerance: f64) {
     for &length in lengths {
         let prompt = engine.random_tokens(length as u64, length);

@@ -78,7 +78,7 @@ fn draws_follow_the_distribution_and_the_seed() {
         *counts.entry(token).or_default() += 1;
     }
     for (token, p) in [0.1, 0.2, 0.3, 0.4].into_iter().enumerate() {
-        // A count may differ from its expected value by less than four standard deviations.
+        // Each count must be within four standard deviations of its expected value.
         let (got, want) = (counts[&(token as u32)] as f64, 20_000.0 * p);
         assert!((got - want).abs() < 4.0 * (want * (1.0 - p)).sqrt(), "token {token}: {got} draws, expected {want}");
     }

@@ -1,5 +1,5 @@
 //! Tests of untrusted model folders and GGUF files.
-//! inferno must answer correctly or report one error, within limits on time and memory.
+//! Each command must succeed or report one error, within limits on time and memory.
 
 use std::borrow::Cow;
 use std::fs::{self, File};

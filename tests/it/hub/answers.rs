@@ -1,6 +1,7 @@
 //! Tests of hub responses that are long, slow, deceptive or malformed.
 //!
 //! Each response must lead to the right result or to one error, within limits on time and memory.
+//! Other tests check that suggested commands are quoted, and that the access token is not sent over http.
 
 use std::fs;
 use std::io::{BufRead, BufReader};

@@ -1,4 +1,4 @@
-//! Tests of the demo model: concurrent repair, leftover files, and errors for `--revision`.
+//! Tests of the demo model: repair by one or several processes, leftover files, the lock, and errors for `--revision`.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -11,7 +11,7 @@ use super::Machine;
 use crate::support::demo_dir;
 use crate::support::program::{assert_fails, inferno, text};
 
-/// Writes the demo model to inferno's cache and returns its directory.
+/// Writes the demo model to inferno's cache. Returns the directory of the model.
 fn demo_path(home: &TempDir) -> PathBuf {
     let hub = Hub::new(HubConfig { cache: home.path().join("models"), ..Machine::new(String::new()).config() });
     hub.find("demo", None).unwrap().path

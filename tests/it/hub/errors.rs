@@ -1,4 +1,4 @@
-//! Tests of downloads that inferno refuses, or that the hub refuses.
+//! Tests of downloads that the hub or inferno refuses, and of a hub that does not answer.
 
 use std::net::TcpListener;
 use std::path::Path;

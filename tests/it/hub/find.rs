@@ -1,4 +1,4 @@
-//! Tests of finding a model by its name, tag or directory, in both caches.
+//! Tests of finding a model: by its name or tag in both caches, or as a directory.
 
 use std::fs;
 

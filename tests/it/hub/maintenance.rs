@@ -80,7 +80,7 @@ fn error_says_why_a_file_cannot_be_repaired() {
     fake.change(|state| state.commit = "e".repeat(40));
     assert!(machine.hub().repair(&checked[0], &()).unwrap_err().to_string().contains("instead of commit"));
 
-    // The name of a blob is its hash. Files that are not links to blobs therefore cannot be verified.
+    // The name of a blob is the hash of its contents. Files that are not links to blobs therefore cannot be verified.
     // inferno does not repair the shared Hugging Face cache.
     machine.write_snapshot("shared", "org/other", COMMIT, &COMPLETE);
     let checked = machine.hub().verify(Some("org/other"), None, &()).unwrap();
@@ -212,7 +212,7 @@ fn partial_name_is_completed() {
     for whole in [REPO, "tiny-model", "ORG/Tiny-Model", "other", "demo"] {
         assert_eq!(machine.hub().resolve_partial_name(whole), None, "{whole}");
     }
-    // `demo` is the name of the demo model, and not a part of the name of another model.
+    // `demo` always means the demo model, even if it is also a part of another model's name.
     machine.write_snapshot("own", "org/some-demo", COMMIT, &[("config.json", b"{}")]);
     assert_eq!(machine.hub().resolve_partial_name("some").as_deref(), Some("org/some-demo"));
     assert_eq!(machine.hub().resolve_partial_name("demo"), None);

@@ -133,7 +133,7 @@ impl Schedule {
                     failed += 1;
                     let (message, code) = message_and_code(Err(error));
                     assert!([1, 4, 5, 6].contains(&code) && message.len() > 20, "{code}: {message}");
-                    // In these schedules, exit code 1 has only one cause: the hub does not have a file that it lists.
+                    // In these schedules, exit code 1 has only one cause: status 404 for a file that the hub lists.
                     assert!(code != 1 || message.contains("does not have it"), "{message}");
                     self.check_cache(&hub);
                 }
@@ -195,7 +195,7 @@ fn fault(random: &mut Random) -> Fault {
         0..=6 => Fault::Cut(random.below(120_000) >> random.below(12)),
         7 => Fault::Stall(random.below(60_000)),
         8 => Fault::Flip(random.below(200_000)),
-        // The statuses 403 and 404 end the download, so the schedules use these statuses less often.
+        // If the hub itself sends status 403 or 404, the download ends, so the schedules use them less often.
         9..=12 => Fault::Status(STATUSES[random.below(8)]),
         13 => Fault::Status(STATUSES[random.below(10)]),
         14 => Fault::Portal,

@@ -48,7 +48,7 @@ fn split_qkv_matches_its_reference() {
             let norms = [noise.tensor(&[head_dim], DType::F32), noise.tensor(&[head_dim], DType::F32)];
             let positions: Vec<u32> = (0..tokens).map(|_| (noise.next() % 400) as u32).collect();
             let positions = Tensor::new(positions, &Device::Cpu).unwrap();
-            // Consecutive tokens have slots in different blocks. From five tokens on, the slots are not in order.
+            // Consecutive tokens have slots in different blocks. With five or more tokens, the slots are not ascending.
             let slots: Vec<u32> = (0..tokens).map(|token| (token * 77 % (4 * BLOCK_TOKENS)) as u32).collect();
             let slots = Tensor::new(slots, &Device::Cpu).unwrap();
             let run = |device: &Device, dtype| {
@@ -127,7 +127,7 @@ struct AttentionCase {
     has_sinks: bool,
 }
 
-/// Compares the output of every backend that supports a case with the reference.
+/// Runs a case with every backend that supports it, and compares the outputs with the reference on the CPU.
 fn check_attention(case: &AttentionCase, device: &Device, dtype: DType, softcap: Option<f32>) {
     let &AttentionCase { spans, heads, kv_heads, head_dim, window, has_sinks } = case;
     let mut noise = Random(4);
@@ -261,8 +261,8 @@ fn attention_matches_its_reference() {
     }
 }
 
-/// Every case has at least one KV head per multiprocessor, so that its row tiles fill the GPU.
-/// Except for the prompt of 40 tokens in the last case, the kernels then use other tiles than for a few heads.
+/// Every case has one KV head per multiprocessor, so that its row tiles fill the GPU.
+/// Other tiles are then chosen than for a few heads, except for the prompt of 40 tokens in the last case.
 #[test(cuda)]
 fn attention_with_tiles_that_fill_the_gpu_matches_its_reference() {
     use AttentionCase as Case;

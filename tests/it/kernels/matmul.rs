@@ -14,8 +14,8 @@ fn products_of_few_tokens_match_their_reference() {
     use inferno::kernels::matmul::matmul_f32;
     let device = gpu();
     let Device::Cuda(cuda) = &device else { panic!("{device:?} is not a GPU") };
-    // Each case is (rows, columns). The cases cover several warps or one warp per 16 rows, an uneven last block,
-    // fewer groups of 64 columns than warps that share them, and more columns than the two input buffers hold.
+    // Each case is (rows, columns). The cases cover several warps or one warp per 16 rows, a last thread block with
+    // fewer rows, fewer tiles of 64 columns than warps that share them, and more columns than the input buffers hold.
     // The last two cases are unsupported: 40 rows are not a multiple of 16, and 65,536 rows are too many.
     let cases =
         [(16, 64), (5120, 2880), (2880, 4096), (4112, 64), (28_672, 192), (4096, 14_336), (40, 64), (65_536, 64)];
@@ -106,8 +106,8 @@ fn products_of_several_tokens_match_their_reference() {
     }
 }
 
-/// The inputs are small integers, so the products are exact and many logits of a token are equal.
-/// Of the tokens with the largest logit, the one with the lowest id must be chosen.
+/// The inputs are small integers, so the products are exact and many logits in a row are equal.
+/// If several ids have the largest logit, the lowest id must be chosen.
 #[test(cuda)]
 fn kernels_for_logits_also_find_the_largest_logits() {
     use crate::support::gpu;
@@ -125,7 +125,7 @@ fn kernels_for_logits_also_find_the_largest_logits() {
     for (rows, columns, first_token) in [(1, 64, 0), (130, 2888, 7), (304, 8, 100_000), (most_rows, 136, 0)] {
         for dtype in [DType::BF16, DType::F16] {
             let mut noise = Random((rows * 7 + columns) as u64);
-            // All logits of token id `rows / 2` and of the second token are NaN. NaN must be ignored.
+            // All logits of weight row `rows / 2` and of the second input token are NaN. NaN must be ignored.
             let mut integers = |rows, nan_row| {
                 let mut numbers = values(&noise.tensor(&[rows, columns], DType::F32).round().unwrap());
                 numbers[nan_row * columns] = f32::NAN;
@@ -188,7 +188,8 @@ fn products_with_few_rows_match_their_reference() {
     }
 }
 
-/// All numbers of tokens in a size class share one cuBLASLt algorithm (see `size_class`), so many numbers are tested.
+/// All numbers of tokens in a size class share one cuBLASLt algorithm (see `size_class`).
+/// The test therefore covers many numbers of tokens.
 #[test(gpu)]
 fn products_of_any_number_of_tokens_match_their_reference() {
     use crate::support::gpu;

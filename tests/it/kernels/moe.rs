@@ -68,7 +68,7 @@ fn expert_mlp_matches_separate_products() {
         // On Hopper GPUs, for at most 24 pairs per expert on average, a pipeline stage holds three column tiles.
         // Here the matrices have 4 and 5 column tiles, so the last stage holds fewer.
         Case { tokens: 50, experts: 10, chosen: 4, hidden: 256, intermediate: 320 },
-        // For 25 to 80 pairs per expert on average, Hopper GPUs use tiles of another size. This case has 50.
+        // For more than 24 and up to 80 pairs per expert, Hopper GPUs use tiles of another size. This case has 50.
         Case { tokens: 100, experts: 8, chosen: 4, hidden: 160, intermediate: 288 },
     ];
     for (device, dtype) in gpu_with_dtypes().into_iter().filter(|(_, dtype)| *dtype != DType::F32) {
@@ -143,9 +143,9 @@ fn experts_in_fixed_order_do_not_depend_on_other_tokens() {
     use inferno::kernels::moe::mxfp4_tiles::{Mxfp4Tiles, RowOrder};
     use inferno::kernels::moe::route::RoutedPairs;
     // In the second case, the 960 rows of gate_up fill five row blocks, which produce 480 columns of output. The output
-    // is padded to 512 columns, so there is a sixth row block, which has no weights. Two GPUs that divide gpt-oss also
-    // have such a row block. Its TMA boxes are outside the tensor maps. TMA must still report their bytes to the barrier,
-    // because gate_up would otherwise hang.
+    // is padded to 512 columns, so there is a sixth row block, which has no weights. gpt-oss on two GPUs also has such
+    // a row block. The TMA boxes of this row block are outside the tensor maps. TMA must still report their bytes to
+    // the barrier, because gate_up would otherwise hang.
     for (experts, chosen, intermediate) in [(32, 4, 2880), (128, 15, 480)] {
         let (tokens, columns) = (200, 2880);
         for (device, dtype) in gpu_with_dtypes().into_iter().filter(|(_, dtype)| *dtype != DType::F32) {
@@ -203,10 +203,12 @@ fn routed_pairs_match_separate_operations() {
         chosen: usize,
         hidden: usize,
     }
-    // All cases use the same device, because route.cu keeps data from launch to launch, which must not affect the next case.
+    // All cases use the same device, because an array in route.cu keeps its contents from launch to launch.
+    // A case must leave nothing in the array that affects the next case.
     let device = gpu();
-    // Only GPUs that run Hopper code route up to 256 tokens in one launch. `choose_experts` routes the tokens of all other
-    // cases whose hidden size is a multiple of 16. With more tokens than 16 per multiprocessor, a block routes two tiles.
+    // GPUs that run Hopper code route up to 256 tokens in one launch. `choose_experts` routes the tokens of all other cases
+    // whose hidden size is a multiple of 16. If there are more than 16 tokens per multiprocessor, and at most 128 experts,
+    // a block of it routes two tiles of tokens.
     for Case { tokens, experts, chosen, hidden: columns } in [
         Case { tokens: 1, experts: 3, chosen: 1, hidden: 4 },
         Case { tokens: 7, experts: 32, chosen: 4, hidden: 132 },

@@ -32,7 +32,7 @@ fn sampled_rows_match_host_sampling() {
         SamplingParams { top_p: 0.7, ..base.clone() },
         SamplingParams { top_p: 0.0, ..base.clone() },
         SamplingParams { min_p: 0.3, ..base.clone() },
-        // With a temperature of 0.01, fewer than 50 tokens have probability mass in the kernel.
+        // At temperature 0.01, the kernel rounds most probabilities to 0, so fewer than 50 tokens remain.
         SamplingParams { top_k: 50, temperature: 0.01, ..base.clone() },
         SamplingParams { top_k: 50, top_p: 0.9, temperature: 1e-7, ..base.clone() },
         SamplingParams { top_k: 50, top_p: 0.9, min_p: 0.02, temperature: 1.3, ..base.clone() },
@@ -68,7 +68,8 @@ fn sampled_rows_match_host_sampling() {
     }
 }
 
-/// Each of several GPUs finds the largest of its own logits. Their largest logits determine the token of each row.
+/// Each of several GPUs finds the largest of its own logits. Together, these determine the token of each row.
+/// The test computes the results of all GPUs on one GPU.
 #[test(cuda)]
 fn the_largest_logits_of_several_gpus_determine_the_greedy_token() {
     let device = gpu();
@@ -113,7 +114,7 @@ fn the_largest_logits_of_several_gpus_determine_the_greedy_token() {
 }
 
 /// Samples a token from each row of `logits`, and from each row of several copies of `logits`.
-/// All copies must have the same tokens. The kernel uses fewer thread blocks per row if there are more rows.
+/// All copies must have the same tokens, although the kernel uses fewer thread blocks per row if there are more rows.
 #[cfg(feature = "cuda")]
 fn sample(logits: &Tensor, rows: &[Option<DeviceSampling>]) -> Vec<Option<u32>> {
     let copies = [24, 60, 200].map(|total| total / rows.len());
@@ -172,7 +173,7 @@ fn edited_rows_match_the_reference() {
             .into_iter()
             .enumerate()
             .map(|(row, [values, mut seen])| {
-                // In even rows, the token in flight is among the tokens that the edits already count.
+                // In even rows, the edits already count the token in flight, if there is one.
                 seen.retain(|&token| token != tokens[row]);
                 if row.is_multiple_of(2) && tokens[row] != NO_TOKEN {
                     seen.push(tokens[row]);

@@ -1,7 +1,7 @@
 //! Tests of the kernel that writes the inputs of a step.
 
 /// The kernel takes each token id from the host or from the tokens of the previous step, with 0 in place of `NO_TOKEN`.
-/// The kernel then writes all of `words`. Of the words after `words`, the kernel writes only those in `changes`.
+/// The kernel also writes all of `words`. Of the words after `words`, the kernel writes only those in `changes`.
 #[test(cuda)]
 fn step_inputs_match_a_computation_on_the_host() {
     use candle_core::{DType, Device, Tensor};

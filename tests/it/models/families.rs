@@ -399,8 +399,8 @@ fn tensor_tables_describe_the_test_checkpoints() {
     }
 }
 
-/// transformers 5 stacks the experts of a layer into two tensors. Most checkpoints have one tensor per expert matrix.
-/// Both forms must produce the golden logits.
+/// transformers 5 stacks the experts of a layer into two tensors. Most checkpoints have one tensor per expert matrix,
+/// like the golden checkpoints. The stacked form must produce the golden logits too.
 #[test]
 fn stacked_experts_load_as_separate_ones_do() {
     let stack = |mut tensors: HashMap<String, Tensor>, block: &str, [gate, up, down]: [&str; 3]| {

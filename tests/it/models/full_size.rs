@@ -103,7 +103,7 @@ fn full_size_thousand_generations_leak_nothing() {
     }
     let lost = after_warm_up.saturating_sub(free());
     let host_lost = host_bytes().saturating_sub(host_after_warm_up);
-    println!("growth of memory after 991 generations: {lost} bytes on the GPU, {host_lost} bytes on the host");
+    println!("growth of memory over 991 generations: {lost} bytes on the GPU, {host_lost} bytes on the host");
     assert!(host_lost < 32 << 20, "host memory grew by {host_lost} bytes");
     assert!(lost < 64 << 20, "GPU memory grew by {lost} bytes");
 }
@@ -201,7 +201,7 @@ fn prompt_difference(engine: &Engine, answer: &ScoredAnswer) -> f64 {
 
 /// The results of two GPUs may differ from the results of one GPU only by rounding errors.
 /// On one GPU, two computations of the same values also differ, for example decode steps and a prefill.
-/// The error limits are 1.5 to 2.5 times the difference on one GPU.
+/// The limits are 1.5 or 2.5 times the difference on one GPU.
 #[test(full_size)]
 fn full_size_two_gpus_agree_with_one() {
     let builder = || Engine::builder(model()).context(1024).sequences(16);
@@ -322,7 +322,7 @@ fn full_size_answers_at_once_are_as_exact_as_answers_alone() {
          {first_differences:?}",
         first_differences.len()
     );
-    // If a request runs alone, the same kernels compute its prompt as in the reference prefill, with the same rounding.
+    // If a request runs alone, the kernels of the reference prefill compute its prompt, with the same rounding.
     // Concurrent prompts share steps and round differently, so the error of their answers may be twice as large.
     assert!(
         at_once <= 2.0 * alone,

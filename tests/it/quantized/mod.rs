@@ -2,7 +2,7 @@
 //!
 //! - Dequantized values equal the values of the original blocks.
 //! - Matrix products equal the products with the dequantized matrix, up to rounding.
-//! - Every GPU kernel produces the same results as the CPU, up to rounding.
+//! - The GPU kernels produce the same results as the CPU, up to rounding.
 
 use candle_core::{DType, Device, Tensor};
 use float8::F8E4M3;
@@ -299,7 +299,7 @@ fn roundings(format: WeightFormat) -> Vec<InputQuantization> {
 fn gpu_kernels_agree_with_the_cpu_at_the_edges() {
     let gpu = gpu();
     // With 40 and 104 columns, the rows of x are aligned to 16 bytes.
-    // `matmul_few_tokens` then multiplies 3 and 40 tokens, except in 8-bit products.
+    // `matmul_few_tokens` then computes products with 3 and with 40 tokens, unless they are 8-bit products.
     for columns in [36, 40, 100, 104] {
         for quantize in [QuantizationTarget::Int8, QuantizationTarget::Fp8] {
             let values_of = floats(48 * columns, 7);
@@ -385,14 +385,14 @@ fn gpu_kernels_agree_with_the_cpu() {
                             .matmul(&x.to_device(&gpu).unwrap())
                             .unwrap();
                         let error = relative_error(&values(&got), &values(&want));
-                        // `quantized_matvec` multiplies exact weights by inputs that it quantizes to 16 bits,
-                        // or by exact inputs if the weights are FP8. It is used for one token,
-                        // and for 2 to 8 tokens unless `matmul_few_tokens` or an 8-bit product is used.
-                        // 8-bit products use 8-bit weights as they are. Tensor cores accumulate int8 products exactly,
-                        // but FP8 products only to about 13 bits.
-                        // All other kernels round the weights to the dtype of the input. The exception is
-                        // `matmul_few_tokens` with Int8 and Fp8 weights: it multiplies the 8-bit values, which are
-                        // exact, and then applies the scale of the row.
+                        // - `quantized_matvec` is used for one token, and for 2 to 8 tokens unless
+                        //   `matmul_few_tokens` or an 8-bit product is used. It multiplies exact weights by inputs that
+                        //   it quantizes to 16 bits, or by exact inputs if the weights are FP8.
+                        // - 8-bit products use 8-bit weights as they are. Tensor cores accumulate int8 products
+                        //   exactly, but FP8 products only to about 13 bits.
+                        // - `matmul_few_tokens` multiplies the 8-bit values of Int8 and Fp8 weights, which are exact,
+                        //   and then applies the scale of the row.
+                        // - In all other cases, the weights are rounded to the dtype of the input.
                         let uses_matmul_few_tokens = match rounding {
                             InputQuantization::Int8PerToken | InputQuantization::Int8Static(_) if rows % 16 == 0 => {
                                 false

@@ -1,4 +1,4 @@
-//! Tests of several ranks that run one model together, as threads on the CPU.
+//! Tests of several ranks that run one model together, as threads on the CPU. `on_gpus` has the tests on GPUs.
 //!
 //! The ranks hold different parts of the model. Two checks apply to their logits:
 //! - The logits agree with transformers, or with the logits of one rank.
@@ -316,6 +316,7 @@ fn layers_are_divided_among_no_more_ranks_than_there_are_layers() {
     assert!(error.to_string().contains(&message), "{error:#}");
 }
 
+/// The progress counts the tensors that the first rank loads, each with its whole size.
 /// With `Split::Layers`, the first rank loads only its own layers and the tensors that belong to no layer.
 #[test]
 fn load_progress_ends_at_its_total() {

@@ -1,7 +1,7 @@
 //! Tests of several ranks that run one model together on GPUs. With fewer GPUs than ranks, several ranks share a GPU.
 //!
-//! While one GPU waits for another GPU, no test may load kernels or allocate memory: both can wait for running kernels.
-//! These tests therefore run alone.
+//! Each test runs alone, because another test could load kernels or allocate memory on the same GPUs.
+//! Both can wait for running kernels, and a kernel that waits for another GPU might then wait forever.
 
 use std::path::Path;
 use std::time::Duration;
@@ -56,7 +56,7 @@ fn splits() -> Vec<TestCase<Split>> {
     SPLITS.map(|split| gpu_case(split_name(split).to_string(), split)).into()
 }
 
-/// Returns a case for each tested pair of a number of ranks and an exchange path.
+/// Returns a case for each tested combination of world size and exchange path.
 fn sizes_and_paths() -> Vec<TestCase<(usize, ExchangePath)>> {
     let direct = [2, 3, 4].map(|size| (size, ExchangePath::Direct));
     let host_memory = [2, 3].map(|size| (size, ExchangePath::HostMemory));
@@ -65,14 +65,14 @@ fn sizes_and_paths() -> Vec<TestCase<(usize, ExchangePath)>> {
     direct.into_iter().chain(host_memory).map(case).collect()
 }
 
-/// A golden model that two ranks run with a split and in a dtype.
+/// A golden model, and the split and the dtype with which two ranks run it.
 struct DividedModel {
     name: &'static str,
     split: Split,
     dtype: DType,
 }
 
-/// Returns a case for each golden model, except the 8-bit models, with both splits and with each of `dtypes`.
+/// Returns a case for each combination of a golden model, a split and one of `dtypes`. Omits the 8-bit models.
 fn divided_models(dtypes: &[DType]) -> Vec<TestCase<DividedModel>> {
     let mut cases = Vec::new();
     for name in golden_models(|model| model.kind != GoldenKind::Compressed) {
@@ -167,7 +167,7 @@ fn gpus_exchange_tensors_of_all_sizes((size, path): (usize, ExchangePath)) {
     });
 }
 
-/// Returns parts whose sum is `y`, f32 `[8, rows, columns]`. A product has at most 8 parts.
+/// Returns 8 parts whose sum is `y`: f32 `[8, rows, columns]`. A product has at most 8 parts.
 fn product_parts(y: &Tensor) -> Tensor {
     let y = y.to_dtype(DType::F32).unwrap();
     let parts: Vec<Tensor> = [3.0, -4.0, 2.0, 1.0, -5.0, 0.0, 6.0, -2.0].map(|factor| (&y * factor).unwrap()).into();
@@ -186,7 +186,7 @@ fn expert_outputs(y: &Tensor) -> (Tensor, Tensor) {
         [half, y - 2.0 * half, 8.0, 16.0, -2.0]
     };
     let y = y.to_dtype(DType::F32).unwrap().to_vec2::<f32>().unwrap();
-    // In each group of 32 columns, pair 4t + p is stored at position 4p + t.
+    // In each group of 32 columns, the pair of adjacent columns 4t + p is stored as pair 4p + t.
     let source = |i: usize| i / 32 * 32 + (i % 32 / 2 % 4 * 4 + i % 32 / 8) * 2 + i % 2;
     let of_expert = |row: &[f32], expert: usize| -> Vec<f32> {
         (0..columns).map(|i| row.get(source(i)).map_or(0.0, |&y| outputs_for(y)[expert])).collect()
@@ -197,7 +197,7 @@ fn expert_outputs(y: &Tensor) -> (Tensor, Tensor) {
     (outputs.to_dtype(DType::BF16).unwrap(), weights)
 }
 
-/// Adds partial results to a residual stream, and compares the result and its norm with values computed on the host.
+/// Adds partial results to a residual stream. Compares the sum and its RMSNorm with values computed on the host.
 #[test(each_alone = sizes_and_paths)]
 fn gpus_add_partial_results_to_the_residual_stream((size, path): (usize, ExchangePath)) {
     const EPS: f32 = 1e-3;
@@ -211,7 +211,8 @@ fn gpus_add_partial_results_to_the_residual_stream((size, path): (usize, Exchang
             let cases = cases.into_iter().flat_map(|case| [(case, true), (case, false)]);
             let forms = ["rows", "parts", "experts"];
             for (((dtype, has_bias), rounds), form) in cases.flat_map(|case| forms.map(|form| (case, form))) {
-                // The partial results of some ranks, or of all, are in a form that is not yet added up.
+                // With the forms "parts" and "experts", partial results are not yet added up.
+                // Without a bias, the first rank still has rows, so the forms differ between the ranks.
                 let is_added_up = |rank: usize| form == "rows" || rank == 0 && !has_bias;
                 if form == "experts" && columns % 32 != 0 {
                     continue;
@@ -222,7 +223,7 @@ fn gpus_add_partial_results_to_the_residual_stream((size, path): (usize, Exchang
                     Tensor::from_vec(values, (count / columns, columns), device).unwrap()
                 };
                 let (x, y) = (tensor(90, rows * columns), tensor(world.rank(), rows * columns));
-                // Some ranks may already have rounded their partial result.
+                // With a bias and the form "rows", all ranks except the first have already rounded their rows to bf16.
                 let is_rounded = |rank: usize| has_bias && rank > 0 && is_added_up(rank);
                 let y = if is_rounded(world.rank()) { y.to_dtype(DType::BF16).unwrap() } else { y };
                 let (outputs, weights) = expert_outputs(&y);
@@ -319,7 +320,7 @@ fn many_sums_in_a_row_are_exact(path: ExchangePath) {
     println!("{sums} sums of {size} ranks are exact: {path:?}");
 }
 
-/// In an exchange, each data word is its own arrival flag. No value may look like a word that has not arrived.
+/// In an exchange, each data word is its own arrival flag, so no sent word may equal the mark of an empty word.
 #[test(gpu_alone)]
 fn gpus_exchange_every_kind_of_number() {
     let values = [f32::from_bits(u32::MAX), f32::NAN, f32::INFINITY, -0.0, f32::MIN_POSITIVE / 2.0, 1.0, 2.0, 3.0];
@@ -334,7 +335,7 @@ fn gpus_exchange_every_kind_of_number() {
     });
     let sums = on_gpus(2, ExchangePath::Direct, |world, device, exchange| {
         let x = Tensor::new(&values, device).unwrap();
-        // Rounding to bf16 must not produce the bit pattern of a word that has not arrived.
+        // Two values that are rounded to bf16 share a word, which must not equal the mark of an empty word, either.
         let many = Tensor::new(&values, device).unwrap().repeat(1 << 15).unwrap();
         let rounded = on_host(&exchange.sum_rounded(&many).unwrap());
         for sum in rounded.chunks(8) {
@@ -387,9 +388,9 @@ fn a_gpu_that_does_not_answer_ends_the_world() {
     assert!(errors.iter().all(|error| error.contains("GPU 2 of 2 does not answer")), "{errors:?}");
 }
 
-/// The first launch of a graph may take long, because the hosts load kernels before it.
-/// Between two graph launches, the hosts load no kernels.
-/// A host that hangs between two graph launches is therefore noticed within the same 5 s as a GPU that hangs.
+/// Before the first launch of a graph, a rank waits up to 60 s for the other ranks, which may be loading kernels.
+/// Between two graph launches, no rank loads kernels.
+/// A host that hangs there is therefore noticed after 5 s, as a GPU that hangs is.
 #[test(gpu_alone)]
 fn a_host_that_does_not_launch_its_graph_ends_the_world() {
     let errors = on_gpus(2, ExchangePath::Direct, |world, device, exchange| {
@@ -407,13 +408,13 @@ fn a_host_that_does_not_launch_its_graph_ends_the_world() {
 }
 
 /// Runs a golden model token by token on the decode graphs of two ranks.
-/// For some models, a rank has no decode graph. The models that must have one are in `WITH_GRAPHS`.
+/// The decode graph does not support all models, so a rank may have none, except for the models in `WITH_GRAPHS`.
 #[test(each_alone = divided_models_in_16_bits)]
 fn decode_graphs_of_ranks_agree_with_transformers(DividedModel { name, split, dtype }: DividedModel) {
     const WITH_GRAPHS: [&str; 5] = ["gpt_oss_graph", "llama_graph", "mixtral_graph", "qwen3_moe_graph", "gemma2_graph"];
     let dir = golden(name);
     let (ids, expected) = expected(&dir.join("golden.safetensors"));
-    // Each dtype uses another exchange path, so that the cases cover both paths.
+    // The two dtypes use different exchange paths, so that the cases cover both paths.
     let path = if dtype == DType::F16 { ExchangePath::HostMemory } else { ExchangePath::Direct };
     let ranks = on_gpus(2, path, |world, device, _| graph_logits(world, split, device, dtype, &dir, &ids));
     match ranks.into_iter().collect::<Option<Vec<_>>>() {
@@ -422,7 +423,7 @@ fn decode_graphs_of_ranks_agree_with_transformers(DividedModel { name, split, dt
     }
 }
 
-/// Returns the logits of all `ids` on the decode graph of a rank, or `None` if any rank has no graph.
+/// Returns the logits of all `ids`, computed by the decode graph of a rank, or `None` if any rank has no graph.
 fn graph_logits(
     world: &World,
     split: Split,
@@ -447,13 +448,13 @@ fn graph_logits(
         return None;
     }
     let Ok(mut graph) = plan else { return None };
-    // Run an eager pass to load the kernels. On a shared GPU, no rank can load kernels while a rank waits for another.
+    // Run an eager pass to load the kernels. On a shared GPU, no kernels can be loaded while a rank waits for another.
     logits_of(&decoder, &ids[..1], dtype, device).unwrap();
     device.synchronize().unwrap();
     world.check().unwrap();
     let step = |(position, &id): (usize, &u32)| {
         world.all_gather(()).unwrap();
-        // Only steps with sampling parameters have the logits of all ranks.
+        // Greedy steps do not collect the logits of all ranks. Steps with sampling parameters do.
         graph.start(0, position, id, Some(DeviceSampling::greedy()), &tables).unwrap();
         graph.next(1).unwrap();
         world.check().unwrap();
@@ -477,7 +478,7 @@ fn models_of_eight_ranks() -> Vec<TestCase<(&'static str, DType)>> {
 }
 
 /// Compares the logits of eight ranks on one GPU with transformers.
-/// With more ranks than KV heads, some ranks hold no heads.
+/// There are more ranks than KV heads, so some ranks hold no heads.
 #[test(each_alone = models_of_eight_ranks)]
 fn eight_ranks_on_one_gpu_agree_with_transformers((name, dtype): (&'static str, DType)) {
     let (devices, dir) = (["cuda:0"; 8].join(",").parse().unwrap(), golden(name));
@@ -498,18 +499,18 @@ fn ranks_on_gpus_agree_with_transformers_on_gguf_files((family, dtype): (&'stati
     assert_ranks_agree(family, &ranks, &expected, logits_tolerance(dtype));
 }
 
-/// Runs requests on two ranks that choose the most likely tokens, and compares these with the logits of one GPU.
+/// Two ranks choose the most likely tokens for many requests. Checks these tokens against the logits of one rank.
 #[test(each_alone = splits)]
 fn engines_of_several_gpus_answer_many_requests(split: Split) {
-    // In f32, the logits of one rank and of two ranks each differ from the reference by at most 1e-4 of the largest
-    // |logit| (`logits_tolerance`). This error can change the order only of logits whose gap is smaller than `TOLERANCE`
-    // times the largest |logit|.
+    // In f32, the logits of golden models differ from transformers by less than 1e-4 (`logits_tolerance`), both on one
+    // rank and on two. If two ranks choose another token than one rank, its logit is thus less than 4e-4 too small.
+    // These errors are relative to the largest |logit|.
     const TOLERANCE: f32 = 1e-3;
     let engine =
         |devices: Devices, split| queued_steps::demo().devices(devices).split(split).dtype(DType::F32).load().unwrap();
     let (one, two) = (engine("cuda".parse().unwrap(), Split::Tensor), engine(two_gpus(), split));
     let prompts: Vec<_> = (0..12).map(|index| one.random_tokens(index, 20 + 10 * index as usize)).collect();
-    // Greedy sampling needs only the largest logits of each rank. Sampling from the most likely token needs all logits.
+    // Greedy steps need only the largest logits of each rank. Steps that sample, even with top_k 1, need all logits.
     let most_likely = SamplingParams { temperature: 1.0, top_k: 1, ..SamplingParams::greedy() };
     for sampling in [SamplingParams::greedy(), most_likely] {
         let answers = generate_at_once(&two, &prompts, &sampling, 40);

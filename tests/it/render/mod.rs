@@ -45,7 +45,7 @@ fn written(text: &str, length: usize, size: WindowSize) -> Vec<u8> {
     out
 }
 
-/// Returns all rows that a terminal has after `out`, including rows that scrolled off the screen.
+/// Returns all rows of a terminal that has received `out`, including rows that scrolled off the screen.
 /// Each row consists of its text and the same text with its styles as escape sequences.
 fn screen(out: &[u8], size: WindowSize) -> Vec<String> {
     let mut terminal = terminal(size);

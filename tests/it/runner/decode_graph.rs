@@ -340,7 +340,7 @@ fn logits_with(special: &[(usize, f32)]) -> Vec<f32> {
 }
 
 /// The sampling kernel treats NaN, infinite and equal logits as the sampler on the host does.
-/// The cases include greedy decoding, because the sampling kernel chooses the first token after an eager prefill.
+/// The cases include greedy sampling, because after an eager prefill, this kernel chooses even the first greedy token.
 #[test(gpu)]
 fn special_logits_are_sampled_as_on_the_host() {
     let (device, dir) = (gpu(), tempfile::tempdir().unwrap());
@@ -400,7 +400,8 @@ fn special_logits_of_greedy_steps_follow_the_host() {
     let device = gpu();
     let (name, llama) = &LLAMAS[0];
     assert!(!llama.tied);
-    // Replaces each row of the output head with row number `row_of(row)`, or with NaN if `row_of` returns `None`.
+    // Returns a model whose output head has row `row_of(row)` of the original head in place of each row.
+    // If `row_of` returns `None`, the new row is NaN.
     let graph_with_head = |row_of: &dyn Fn(usize) -> Option<usize>| {
         let dir = tempfile::tempdir().unwrap();
         llama.write(dir.path());

@@ -59,7 +59,7 @@ pub fn check(engine: Engine, reference: Engine, change: impl Fn(usize, &mut Gene
             options.sampling
         );
         assert_eq!(answer.summary.finish_reason, alone.summary.finish_reason);
-        // Tokens that are recomputed after a preemption do not count.
+        // Tokens that are recomputed after a preemption must not count again.
         let usage = |answer: &Answer| (answer.summary.prompt_tokens, answer.summary.completion_tokens);
         assert_eq!(usage(&answer), usage(&alone));
         assert!(answer.summary.cached_tokens < prompt.len(), "{:?}", answer.summary);
@@ -83,8 +83,7 @@ fn edit_logits(index: usize, options: &mut GenerateOptions) {
         0 => {}
         1 => sampling.repetition_penalty = 1.3,
         2 => {
-            // The answer alternates between four biased tokens, because the penalties of the last token make another
-            // token the most likely.
+            // The biases leave four likely tokens. Penalties change which of them is the most likely.
             options.logit_bias = [101, 203, 305, 407].map(|id| (id, 60.0)).into();
             (sampling.frequency_penalty, sampling.presence_penalty) = (1.7, 0.4);
         }
@@ -104,7 +103,7 @@ fn answers_with_edited_logits_are_the_same_as_without_queued_steps() {
 /// Constrains the answer to any text of at least 400 characters.
 fn constrain(options: &mut GenerateOptions) {
     options.constraint = Some(Constraint::new(GrammarKind::Regex("(?s:.){400,}".to_owned())));
-    // A constrained answer must be able to end.
+    // A request with a constraint must not set `ignore_eos`, because a constrained answer must be able to end.
     (options.ignore_eos, options.min_tokens) = (false, 0);
 }
 
@@ -263,7 +262,8 @@ fn answers_with_edited_logits_are_the_same_on_a_gpu() {
                 let longest = got.iter().map(Vec::len).max().unwrap();
                 assert!(
                     waiting == 0 && 2 * queued + 4 > longest as u64,
-                    "{name}, {count} requests: {queued} of {longest} steps were queued, {waiting} without queueing"
+                    "{name}, {count} requests with up to {longest} tokens: \
+                     {queued} steps were queued ahead with queueing, {waiting} without"
                 );
             }
         }
@@ -291,11 +291,11 @@ fn steps_of_one_request_that_edits_or_reports_logits_are_queued_on_a_gpu() {
     };
     let ((want, waiting), (got, queued)) = (answers(false), answers(true));
     assert_eq!(got, want);
-    assert!(waiting == 0 && queued >= 3 * 29, "{queued} of 90 steps were queued ahead, {waiting} without queueing");
+    assert!(waiting == 0 && queued >= 3 * 29, "{queued} steps were queued ahead with queueing, {waiting} without");
 }
 
 /// Steps of one batch size alternate between steps that need only the largest logits and steps that need all logits.
-/// The tokens and log probabilities must match a prefill of the answer.
+/// The tokens must match a prefill of the answer. The chosen token must also have the largest log probability.
 #[test(gpu_alone)]
 fn steps_with_and_without_log_probabilities_alternate_on_a_gpu() {
     const LANES: usize = 3;

@@ -139,7 +139,7 @@ fn cors_is_off_by_default() {
         [origin, ("Access-Control-Request-Method", "POST"), ("Access-Control-Request-Headers", "authorization")];
     let server = Server::start(&[]);
     assert_eq!(server.send("OPTIONS", "/v1/models", &preflight, b"").header("access-control-allow-origin"), None);
-    // A server without a key refuses requests from web pages, unless their origin is local, such as localhost.
+    // Without keys and `--cors-origin`, a server refuses requests from web pages, except from local ones.
     let response = server.send("GET", "/v1/models", &[origin], b"");
     response.error(403);
     assert_eq!(response.header("access-control-allow-origin"), None);

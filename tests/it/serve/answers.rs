@@ -194,7 +194,7 @@ fn completions_continue_texts_and_token_ids() {
     assert_eq!(echo["choices"][0]["text"], "Only this");
 }
 
-/// Sends the requests with which lm-evaluation-harness scores continuations. Checks the fields that the harness reads.
+/// The first request for log probabilities has the form with which lm-evaluation-harness scores continuations.
 #[test]
 fn echoed_prompts_have_log_probabilities() {
     let server = Server::start(&["--chunk", "16", "--max-sequences", "4"]);

@@ -4,7 +4,8 @@ use serde_json::{Value, json};
 
 use super::client::{JSON, Response, Server};
 
-/// Returns the body of a request at temperature 0. `fields` adds fields and replaces these defaults.
+/// Returns the body of a request: the demo model, 300 tokens, a question and temperature 0.
+/// `fields` adds fields and replaces these defaults.
 fn body(fields: Value) -> Value {
     let mut body = json!({
         "model": "demo",

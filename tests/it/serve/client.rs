@@ -13,7 +13,7 @@ use tempfile::TempDir;
 
 use crate::support::program::inferno;
 
-/// The time limit of each wait for a running server. It is long, because its only purpose is to detect hangs.
+/// The time limit for a server to respond, to meet a condition or to exit. It is long, because it only detects hangs.
 pub const HANG: Duration = Duration::from_secs(60);
 
 /// A running `inferno serve` process. Dropping it kills the process.

@@ -1,4 +1,5 @@
-//! Tests of faults in the engine while a server answers requests. A [`Local`] server runs in the test process.
+//! Tests of faults in the engine while a server answers requests. Two tests run their servers in the test process
+//! ([`Local`]). The third test starts a server process, because this fault must end the process.
 
 use std::io::{BufReader, Write};
 use std::net::{SocketAddr, TcpStream};

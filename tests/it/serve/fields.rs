@@ -253,7 +253,7 @@ fn fields_without_effect_are_named_and_can_be_refused() {
     let send = |body: Value| server.send("POST", "/v1/chat/completions", &headers, body.to_string().as_bytes());
     assert_eq!(send(chat(json!({ "user": "ada" }))).error(400)["param"], "user");
     send(chat(json!({ "max_tokens": 5 }))).ok();
-    // `param` is only the name of the field. The note is in the message.
+    // `param` is only the name of the field. The note in parentheses is in the message.
     let error = send(chat(json!({ "reasoning_effort": "minimal" }))).error(400);
     assert_eq!(error["param"], "reasoning_effort");
     let message = error["message"].as_str().unwrap();
@@ -263,7 +263,8 @@ fn fields_without_effect_are_named_and_can_be_refused() {
     assert_eq!(response.header("x-inferno-ignored"), Some("a??b: c? d"));
 }
 
-/// With harmony, only `reasoning_effort` in `chat_template_kwargs` has an effect. Other variables are reported as ignored.
+/// With harmony, only `reasoning_effort` in `chat_template_kwargs` has an effect.
+/// Other variables are reported as ignored.
 #[test]
 fn harmony_uses_only_the_effort_of_the_template_variables() {
     let server = Server::start(&[]);

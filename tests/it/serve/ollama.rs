@@ -4,7 +4,8 @@ use serde_json::{Value, json};
 
 use super::client::{Response, Server};
 
-/// Returns the body of a request to `/api/chat` at temperature 0. `fields` adds fields and replaces these defaults.
+/// Returns the body of a request to `/api/chat`: the demo model, a question and temperature 0, without streaming.
+/// `fields` adds fields and replaces these defaults.
 fn chat(fields: Value) -> Value {
     let mut body = json!({
         "model": "demo",

@@ -13,7 +13,7 @@ use crate::support::program::{assert_fails, inferno, text};
 use crate::support::session::{expect, play_url};
 
 /// Runs `inferno play --url` for one answer.
-/// Sets an unreachable proxy, because inferno must not use a proxy for local servers.
+/// Sets an unreachable proxy, so that the request fails if inferno uses a proxy for a local server.
 fn ask(url: &str, args: &[&str]) -> Output {
     let home = TempDir::new().unwrap();
     let mut command = inferno(&home);
@@ -259,7 +259,7 @@ fn failures_of_a_server_are_explained() {
         &["cannot complete the answer: the server reported an error: CUDA is out of memory"],
     );
     let mock = Mock::streaming(&[start]);
-    assert_fails(&ask(&mock.url, &["org/a"]), 1, &["cannot complete the answer", "closed the connection"]);
+    assert_fails(&ask(&mock.url, &["org/a"]), 1, &["cannot complete the answer", "ended the response too early"]);
     let mock = Mock::streaming(&[start, "<html>"]);
     assert_fails(&ask(&mock.url, &["org/a"]), 1, &["invalid JSON"]);
     // The response body is shorter than its `Content-Length`.

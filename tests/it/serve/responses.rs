@@ -43,7 +43,8 @@ const REQUIRED: [&str; 32] = [
     "prompt_cache_key",
 ];
 
-/// Returns the body of a request at temperature 0. `fields` adds fields and replaces these defaults.
+/// Returns the body of a request: the demo model, a question and temperature 0.
+/// `fields` adds fields and replaces these defaults.
 pub fn body(fields: Value) -> Value {
     let mut body = json!({ "model": "demo", "input": "What is the KV cache?", "temperature": 0 });
     for (name, value) in fields.as_object().unwrap() {

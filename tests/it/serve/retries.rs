@@ -57,8 +57,8 @@ fn a_retry_gets_the_answer_to_the_lost_request() {
         let response = send(&server, &[one, retry], &long());
         assert_eq!(response.ok()["usage"]["completion_tokens"], TOKENS);
         assert_eq!(response.header("x-inferno-joined"), Some("first"));
-        // Another retry generates a new answer, because the first answer was delivered.
         assert_eq!(metric("inferno_generation_tokens_total") - before, f64::from(TOKENS));
+        // Another retry generates a new answer, because the first answer was delivered.
         assert_eq!(send(&server, &[one, retry], &long()).header("x-inferno-joined"), None);
     }
     assert_eq!(metric("inferno_joined_retries_total"), 2.0);

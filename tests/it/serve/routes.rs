@@ -109,7 +109,7 @@ fn loads_have_the_fields_that_routers_read() {
     // With this field, SMG would send all requests to the replica with the highest throughput.
     assert!(load.get("gen_throughput").is_none());
 
-    // /v1/loads and /metrics report the same load.
+    // While a request is running, /v1/loads and /metrics both report its load.
     let stream = server.begin("/v1/chat/completions", &endless(true));
     let busy = |server: &Server| {
         let load = server.get("/v1/loads").ok()["loads"][0].clone();

@@ -154,7 +154,7 @@ fn tool_calls_and_their_outputs_reach_the_model() {
     let text = &json["output"].as_array().unwrap().iter().find(|item| item["type"] == "message").unwrap()["content"][0]
         ["text"];
     assert_eq!(*text, chat["choices"][0]["message"]["content"]);
-    // A function output may follow a call in a stored response.
+    // A function output may refer to a call in an earlier, stored response.
     let fields = json!({ "input": input.as_array().unwrap()[..4], "tools": [tool], "max_output_tokens": 5 });
     let first = respond(&server, fields).ok();
     let output = json!([{ "type": "function_call_output", "call_id": "call_1", "output": "demo" }]);

@@ -61,7 +61,7 @@ pub fn bounded(command: Command) -> Bounded {
 pub fn bounded_with_input(mut command: Command, input: &[u8]) -> Bounded {
     let name = format!("{command:?}");
     command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
-    // Disable backtraces, so that the shortened output still contains the panic message.
+    // Disable backtraces, because an error with a backtrace can be longer than `MAX_MESSAGE`.
     command.env("RUST_BACKTRACE", "0");
     // SAFETY: setrlimit is a plain system call, and the closure does not allocate.
     unsafe {

@@ -121,7 +121,7 @@ impl FakeHub {
         std::thread::spawn(move || {
             for stream in listener.incoming() {
                 let (state, requests) = (state.clone(), requests.clone());
-                // Ignore errors, because some tests close the connection early.
+                // Ignore errors, because clients may close the connection early.
                 std::thread::spawn(move || answer(stream.unwrap(), &state, &requests));
             }
         });

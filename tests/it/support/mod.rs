@@ -60,8 +60,8 @@ pub struct GoldenModel {
 pub enum GoldenKind {
     /// A model that resembles a published model of its family.
     Family,
-    /// A model with a config.json in the format of transformers 5, if the name ends in `_new`.
-    /// A model with sizes that the decode graph supports, if the name ends in `_graph`.
+    /// A further model of a family. If its name ends in `_new`, config.json has the format of transformers 5.
+    /// If its name ends in `_graph`, the decode graph supports its sizes.
     Variant,
     /// A model with 8-bit weights in the compressed-tensors format.
     ///
@@ -82,7 +82,7 @@ const FAMILY: GoldenModel = GoldenModel {
 const VARIANT: GoldenModel = GoldenModel { kind: GoldenKind::Variant, has_gguf: false, ..FAMILY };
 const COMPRESSED: GoldenModel = GoldenModel { kind: GoldenKind::Compressed, ..VARIANT };
 
-/// All golden models except `trained`. Most tests select some of them with [`golden_models`].
+/// All golden safetensors models except `trained`. Most tests select some of them with [`golden_models`].
 pub const GOLDEN_MODELS: &[GoldenModel] = &[
     GoldenModel { name: "gpt_oss", has_router: true, ..FAMILY },
     GoldenModel { name: "gpt_oss_new", has_router: true, ..VARIANT },
@@ -296,7 +296,7 @@ pub fn at_home(mut command: Command, home: &TempDir) -> Command {
     let prefixes = ["HF_", "INFERNO_", "XDG_", "NO_COLOR", "RUST_LOG"];
     for (variable, _) in std::env::vars_os() {
         let name = variable.to_string_lossy();
-        // INFERNO_REQUIRE_GPU changes only the tests, so keep it.
+        // The program does not read INFERNO_REQUIRE_GPU, so this variable may stay.
         if prefixes.iter().any(|prefix| name.starts_with(prefix)) && name != "INFERNO_REQUIRE_GPU" {
             command.env_remove(&variable);
         }

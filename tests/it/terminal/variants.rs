@@ -67,7 +67,7 @@ fn folding_and_unfolding_reasoning_changes_no_words() {
     chat.send(b"\x0f");
     let folded = wait_for_end(&mut chat);
     assert_eq!(words(&chat.bright_rows()), answers);
-    // Do not count the 4 words of a summary such as `▸ thought: 3 words`. The folded reasoning may have fewer words.
+    // Do not count the 4 words of a summary such as `▸ thought: 3 words`. The reasoning it replaces may be shorter.
     let summaries = folded.iter().filter(|word| *word == "thought:").count();
     assert!(summaries > 0 && folded.len() - 4 * summaries < plain.len(), "{folded:?}\n{plain:?}");
 }

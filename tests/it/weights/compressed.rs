@@ -33,7 +33,8 @@ fn read(config: &Value) -> CompressedConfig {
     CompressedConfig::read(config).unwrap().expect("quantized")
 }
 
-/// Asserts that the config is rejected with exit code 9. Returns the reason: the first line of the error after the colon.
+/// Asserts that the config is rejected with exit code 9.
+/// Returns the first line of the error, without the prefix `cannot load the model: `.
 fn unsupported(config: &Value) -> String {
     let error = CompressedConfig::read(config).expect_err("an error");
     let error = error.downcast_ref::<Error>().unwrap_or_else(|| panic!("{error:#}"));

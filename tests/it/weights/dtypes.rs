@@ -1,4 +1,5 @@
-//! Tests of 8-bit tensors without a quantization_config. Plain E4M3 tensors load. Dtypes that need scales are refused.
+//! Tests of 8-bit tensors without a quantization_config. E4M3 tensors load if the file has no scales for them.
+//! Dtypes that need scales are refused.
 
 use std::path::Path;
 

@@ -91,7 +91,7 @@ mod tests {
         let sequences = plan.cache_blocks(capacity) / plan.sequence_blocks(DEFAULT_CONTEXT);
         assert_eq!(plan.sequences_that_fit(capacity, &device(limit)), sequences);
         // If one sequence of the default context does not fit in the limit, the default context shrinks.
-        // If the user requests this context, `choose` fails.
+        // If the user requests a context of the default length, `choose` fails instead.
         let smallest = Capacity { context: SMALLEST_CONTEXT, chunk: 512 };
         let plan = self::plan().with_limit(self::plan().bytes(smallest) + ARENA_BYTES + (10 << 20));
         assert!(plan.choose(None, &device(80 << 30)).unwrap().context < DEFAULT_CONTEXT);

@@ -4,7 +4,7 @@ use super::plan::{Capacity, MemoryPlan};
 use crate::device::DeviceInfo;
 
 impl MemoryPlan {
-    /// Limits a chunk size to the maximum number of tokens in all sequences of the KV cache together.
+    /// Limits a chunk size to the number of tokens in `sequences` full contexts, for which the KV cache is sized.
     /// With a memory limit, returns `chunk`, because the KV cache may hold more than `sequences` sequences.
     fn useful_chunk(&self, chunk: usize, context: usize) -> usize {
         match self.limit_bytes {

@@ -9,7 +9,7 @@ impl MemoryPlan {
     /// Returns the error for a context that does not fit.
     /// The error suggests the longest context that fits. If `context` itself fits according to the plan,
     /// the error suggests half of `context`.
-    /// On one GPU, the error also suggests 2, 4 or 8 such GPUs if `context` fits on that many.
+    /// On one GPU, the error also suggests the smallest number of such GPUs (2, 4 or 8) on which `context` fits.
     pub fn out_of_memory(&self, context: usize, device: &DeviceInfo) -> Error {
         let what = format!("this model with a context of {}", counted(context, "token"));
         let (needed_bytes, free_bytes) = (self.bytes(self.smallest(context)), device.free_bytes);
@@ -43,7 +43,7 @@ mod tests {
         let fits = plan.bytes(Capacity { context: 4096, chunk: 512 });
         let error = plan.choose(Some(16_384), &device(fits)).unwrap_err();
         assert!(error.to_string().contains("--context 4096"), "{error}");
-        // The context can be shorter than the shortest default context.
+        // The suggested context can be shorter than the shortest default context.
         let fits = plan.bytes(plan.smallest(300));
         for requested in [Some(1000), Some(16_384), None] {
             let error = plan.choose(requested, &device(fits)).unwrap_err();

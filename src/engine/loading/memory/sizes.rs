@@ -41,7 +41,7 @@ impl MemoryPlan {
     }
 
     /// Returns the number of full-context sequences that fit if the KV cache gets all free memory of the device
-    /// that remains after weights and workspace.
+    /// that remains after weights, workspace and the logits of several sequences.
     pub fn sequences_that_fit(&self, capacity: Capacity, device: &DeviceInfo) -> usize {
         let logit_bytes = self.logit_bytes(capacity.chunk);
         let other_bytes = self.weight_bytes + self.workspace_bytes(capacity) + logit_bytes;

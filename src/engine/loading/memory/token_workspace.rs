@@ -18,9 +18,9 @@ pub(super) const MIN_WORKSPACE_BYTES_PER_TOKEN: u64 = 448 << 10;
 /// With up to 128 tokens, the result of a matrix product can be several f32 tensors, whose sum is the product
 /// (`kernels/matmul/dense_wgmma.rs`). On an H200, these tensors take up to 66 KiB per token, which the bound covers.
 ///
-/// The up projection needs less: its temporaries, such as 8-bit accumulators, take at most 2b · intermediate.
+/// The up projection needs less: temporaries such as accumulators of 8-bit products take at most 2b · intermediate.
 /// Attention and the experts of all supported families need less memory per token than this bound.
-/// Example: for a token of Llama 3 70B in bf16, which needs 504 KiB, the bound is 624 KiB.
+/// Example: a token of Llama 3 70B in bf16 needs 504 KiB, and the bound is 624 KiB.
 pub(super) fn workspace_bytes_per_token(hidden_size: usize, intermediate_size: usize, dtype: DType) -> u64 {
     let bytes = dtype.size_in_bytes() as u64;
     let intermediate = (intermediate_size as u64).saturating_mul(8 + 2 * bytes);

@@ -69,6 +69,7 @@ impl ChatRequest {
 }
 
 /// Reads `chat_template_kwargs`: additional variables for the chat template, such as `enable_thinking`.
+/// Fails if the field contains one of the `RESERVED_VARIABLES`.
 ///
 /// Harmony has no template variables. With harmony, only the entry `reasoning_effort` has an effect,
 /// and only if no other request field sets the reasoning effort.

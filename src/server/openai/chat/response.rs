@@ -25,7 +25,7 @@ pub struct WholeChoice {
 }
 
 /// The message of a response that is not streamed.
-/// The deltas of a stream add up to the same text, reasoning and tool calls, but their content is never null.
+/// The deltas of a stream add up to the same text, reasoning and tool calls, but the content of a delta is never null.
 #[derive(Serialize)]
 pub struct WholeMessage {
     role: &'static str,

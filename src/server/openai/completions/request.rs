@@ -87,7 +87,8 @@ fn read_prompts(fields: &mut Fields) -> Result<Vec<Prompt>, ApiError> {
     Ok(prompts)
 }
 
-/// Returns the text of a prompt. Decodes token ids. Returns an empty text for a chat, which a completion cannot have.
+/// Returns the text of a prompt, decoded if the prompt consists of token ids.
+/// Returns an empty text for a chat, which cannot be the prompt of a text completion.
 fn text_of(prompt: &Prompt, engine: &EngineHandle) -> anyhow::Result<String> {
     match prompt {
         Prompt::Text(text) => Ok(text.clone()),

@@ -131,7 +131,7 @@ impl Serialize for Item {
         )?;
         map.serialize_entry("status", &self.status)?;
         let has_ended = self.status != ItemStatus::InProgress;
-        // The event that adds an item has no content part, because another event adds the part.
+        // An item that has just started is shown without its content part, because a separate event adds the part.
         let has_part = has_ended || !self.content.is_empty();
         let parts = || self.content.part().into_iter().filter(|_| has_part).collect::<Vec<ContentPart>>();
         match &self.content {
@@ -166,7 +166,8 @@ fn encode_reasoning(text: &str) -> String {
     format!("{REASONING_PREFIX}{}", ids::hex(text.as_bytes()))
 }
 
-/// Extracts the reasoning from a value of `encrypted_content`. Returns `None` if the value is not from inferno.
+/// Extracts the reasoning from a value of `encrypted_content`.
+/// Returns `None` if the value lacks `REASONING_PREFIX` or is damaged.
 pub fn decode_reasoning(encoded: &str) -> Option<String> {
     let digits = encoded.strip_prefix(REASONING_PREFIX)?.as_bytes();
     let digit = |byte: u8| char::from(byte).to_digit(16).map(|digit| digit as u8);

@@ -142,7 +142,7 @@ impl ResponseBuilder {
             Some(Finish::Stop | Finish::ToolCalls) => (ResponseStatus::Completed, "response.completed"),
             None => (ResponseStatus::Failed, "response.failed"),
         };
-        // Copy the items. Until the response is stored, the store still shows them as the output so far.
+        // Copy the items instead of moving them: until the response is stored, the store reads the output so far.
         let items = self.lock_output().items();
         self.object.end(status, items, answers.usage());
         event

@@ -238,7 +238,7 @@ mod tests {
         let expected = text("reasoning", 2).chain(text("message", 1)).chain(call(2)).chain(call(1)).chain(call(1));
         assert_eq!(names, expected.collect::<Vec<_>>());
 
-        // The deltas of an item add up to the complete item, and the item id never changes.
+        // The deltas of an item add up to its complete text or arguments, and the item id never changes.
         for (index, item) in items.iter().enumerate() {
             let of_item: Vec<&(&str, Value)> =
                 events.iter().filter(|(_, event)| event["output_index"] == index).collect();

@@ -142,7 +142,7 @@ fn read_text(fields: &mut Fields) -> Result<(Value, Option<Grammar>), ApiError> 
     Ok((json!({ "format": format }), grammar))
 }
 
-/// Reads the field `include`, the list of optional parts in the response.
+/// Reads the field `include`, which lists the optional parts that the response must contain.
 fn read_include(fields: &mut Fields) -> Result<ResponseParts, ApiError> {
     let mut parts = ResponseParts::default();
     for value in fields.take_array("include")?.unwrap_or_default() {

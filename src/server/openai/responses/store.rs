@@ -84,7 +84,7 @@ impl TenantStore {
     }
 
     /// Returns an item of a stored response, or `None` if the item is not stored.
-    /// If several responses have the item, it stays stored only as long as the last of these responses.
+    /// If several responses have the item, it is found only while the latest of these responses is stored.
     pub fn item(&self, id: &str) -> Option<Arc<Item>> {
         self.with(|responses| responses.item(id, Instant::now()))
     }

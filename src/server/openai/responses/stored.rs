@@ -127,8 +127,8 @@ fn not_stored(id: &str) -> ApiError {
 struct Query<'a>(&'a Uri);
 
 impl<'a> Query<'a> {
-    /// Returns the value of a query parameter, without decoding it.
-    /// Only an item id that the client chose can need encoded characters. In `after`, such an id is not found.
+    /// Returns the value of a query parameter, without percent-decoding it.
+    /// Only `after` can need decoding, if the client chose the item id. An encoded id is then not found.
     fn get(&self, name: &str) -> Option<&'a str> {
         let mut pairs = self.0.query().unwrap_or_default().split('&').filter_map(|pair| pair.split_once('='));
         pairs.find(|(key, _)| *key == name).map(|(_, value)| value)

@@ -1,5 +1,5 @@
 //! Tests of `inferno show` for GGUF models on the hub.
-//! The command fetches only the start of each GGUF file, which contains the header, and RoPE factors.
+//! The command fetches only the RoPE factors and the start of each GGUF file, which contains the header.
 
 use inferno::weights::ggml::GgmlType;
 use serde_json::{Value, json};

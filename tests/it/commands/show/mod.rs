@@ -207,7 +207,7 @@ fn remote_model_is_read_from_its_headers() {
     assert_eq!(model["chat"], "tokenizer_config.json");
     assert_eq!((&model["parameters"], &model["weight_bytes"]), (&json!(88), &json!(192)));
     assert_eq!(model["tied_embeddings"], true);
-    // Weights are loaded in bf16, except the norm of 8 elements, which stays in f32.
+    // `needs` counts weights in bf16, except the norm of 8 elements, which is kept in f32.
     assert_eq!(model["needs"]["weight_bytes"], 192);
     assert_eq!(model["files"].as_array().unwrap().len(), 7);
 
@@ -270,7 +270,7 @@ fn broken_headers_are_rejected() {
         (with_length(20), "model.safetensors"),
     ];
     for (weights, message) in cases {
-        // A mirror may omit file sizes. inferno then takes the end of the response as the end of the file.
+        // A mirror may omit file sizes. inferno then cannot check whether the file contains all tensor data.
         for lists_sizes in [true, false] {
             let fake = FakeHub::start(&[("config.json", CONFIG.as_bytes()), ("model.safetensors", &weights)]);
             fake.change(|world| world.lists_sizes = lists_sizes);

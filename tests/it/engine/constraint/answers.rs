@@ -125,7 +125,8 @@ fn regular_expressions_choices_and_grammars_constrain_answers() {
         assert!(expected.is_match(&text), "{text}");
         let text = ask(GrammarKind::Choice(texts.map(str::to_string).to_vec()), seed);
         assert!(texts.contains(&text.as_str()), "{text}");
-        // The grammar allows any nesting depth, so `max_tokens` may cut off the text. A bias for `x` ends the nesting.
+        // The grammar allows any nesting depth, so the end of the context may cut off the text.
+        // A bias for `x` ends the nesting.
         let biased = GenerateOptions { logit_bias: BTreeMap::from([(x, 100.0)]), ..options(lark(), seed) };
         let ended = Answer::read(engine.complete("The answer is ", biased).unwrap());
         assert_eq!(ended.summary.finish_reason, FinishReason::Stop, "{}", ended.text);

@@ -1,4 +1,4 @@
-//! Tests of answers of the demo model that are constrained by a grammar.
+//! Tests of grammars that constrain the answers of the demo model.
 
 mod answers;
 mod hostile;

@@ -87,8 +87,7 @@ fn a_tool_call_ends_an_answer_with_a_grammar() {
     assert_eq!(answer.summary.finish_reason, FinishReason::ToolCalls);
 }
 
-/// With an optional tool, the model may call the tool or write an answer.
-/// The answer must match its grammar.
+/// With an optional tool, the model may call the tool or write an answer. The answer must match its grammar.
 #[test]
 fn an_optional_tool_does_not_loosen_the_answer() {
     let engine = demo(2048);
@@ -105,7 +104,7 @@ fn an_optional_tool_does_not_loosen_the_answer() {
                 assert_eq!(answer.text, "");
             }
         }
-        // Without a grammar for the answer, only the tool's arguments are constrained.
+        // Without a grammar for the answer, only the name and the arguments of a tool call are constrained.
         let constraint = Constraint { tools: vec![tool("list_models")], ..Constraint::default() };
         let answer = ask(&engine, seed, constraint);
         for call in &answer.summary.tool_calls {

@@ -1,7 +1,7 @@
-//! Runs the scheduler with random requests and a virtual clock, and checks every plan.
-//! Other tests submit a few requests, and check single plans.
+//! Runs the scheduler on simulated requests with a virtual clock, and checks every plan.
+//! Other tests submit a few sequences, and check their plans.
 //!
-//! - `scenario`: random schedulers and requests
+//! - `scenario`: random scheduler configurations and requests
 //! - `simulator`: runs a scenario and checks every plan
 //!
 //! To simulate a million requests:
@@ -20,13 +20,13 @@ use inferno::nn::kv_cache::{BLOCK_TOKENS, peak_blocks};
 use self::scenario::{Request, Scenario, assign_prompt_parts, assign_tenants, random_scenario};
 use self::simulator::{Simulator, Summary, Tracked};
 
-/// Returns the maximum number of blocks that a sequence of `tokens` tokens uses at any time, over all layer groups.
+/// Returns the maximum number of blocks that a sequence of `tokens` tokens uses, in all layer groups together.
 /// Each chunk of the sequence has at most `chunk` tokens.
 fn sequence_peak_blocks(windows: &[Option<usize>], tokens: usize, chunk: usize) -> usize {
     windows.iter().map(|&window| peak_blocks(window, tokens, chunk)).sum()
 }
 
-/// Returns the digest of a sequence after one more token.
+/// Adds a value to a digest, such as the next token to the digest of a sequence.
 fn digest(before: u64, token: u64) -> u64 {
     (before ^ token).wrapping_mul(0x9E37_79B9_7F4A_7C15).rotate_left(29)
 }
@@ -121,7 +121,7 @@ fn low_priority_finishes_while_high_priority_requests_arrive() {
     let earlier = simulator.tracked.iter().filter(|tracked| started(tracked) < start).count();
     assert!(
         (before - 5..before + 5).contains(&earlier),
-        "{earlier} requests started before request {low}, expected about {before}"
+        "{earlier} requests started before the low-priority request, expected about {before}"
     );
 }
 
@@ -254,7 +254,7 @@ fn a_sequence_that_is_preempted_twice_runs_to_its_end() {
 fn a_long_prompt_preempts_a_junior_sequence_only_for_its_own_half_of_the_budget() {
     let mut reached = BTreeSet::new();
     for head_start in 1..4 {
-        // The prompt of sequence 0 needs 10 of 11 blocks. Meanwhile, sequence 1 grows to three blocks.
+        // The prompt of sequence 0 needs 10 of the 11 blocks. Meanwhile, sequence 1 grows to three, so blocks run out.
         let config = SchedulerConfig { token_budget: 4, max_sequences: 2, context: 640, prompt_parts: None };
         let mut scheduler = Scheduler::new(config, BlockManager::new(vec![None], 12));
         submit(&mut scheduler, 0, 600, 10);
@@ -296,8 +296,8 @@ fn forks_share_the_prompt_and_compute_only_its_last_token() {
     for mut scheduler in schedulers(config, 40) {
         submit_with_forks(&mut scheduler, None);
         assert_eq!(step(&mut scheduler), [(0, 128)]);
-        assert_eq!(step(&mut scheduler), [(0, 71)], "the last prompt token must be left for the forks");
-        // Only three sequences may run. The last fork waits, and finds three full blocks in the prefix cache.
+        assert_eq!(step(&mut scheduler), [(0, 71)], "the last prompt token must be left for the next step");
+        // Only three sequences may run, so fork 3 waits. When it starts, it finds three full blocks in the cache.
         assert_eq!(step(&mut scheduler), [(0, 1), (1, 1), (2, 1)]);
         assert_eq!(scheduler.stats().waiting, 1);
         scheduler.finish(0);
@@ -329,7 +329,7 @@ fn forks_of_a_started_prompt_do_not_expire() {
         submit_with_forks(&mut scheduler, Some(Duration::from_millis(10)));
         let plan = scheduler.plan(Duration::ZERO);
         scheduler.advance(0, plan.work[0].range.end);
-        // The client drops the first answer. The forks wait again, but the prefill started before the deadline.
+        // The client drops the first answer. The prefill started before the deadline, so the forks do not expire.
         scheduler.finish(0);
         let plan = scheduler.plan(Duration::from_secs(1));
         assert_eq!((plan.expired, plan.work[0].id), (Vec::new(), 1));
@@ -347,7 +347,7 @@ fn prompts_share_blocks_only_with_the_same_salt() {
             scheduler.submit(new);
             let plan = scheduler.plan(Duration::ZERO);
             let cached = plan.work.iter().find(|work| work.id == id).unwrap().range.start;
-            // Generate enough tokens to fill at least one block of the answer.
+            // Fill at least one block with tokens of the answer, so that such a block is cached too.
             for _ in 0..2 * BLOCK_TOKENS {
                 step(&mut scheduler);
             }

@@ -1,4 +1,4 @@
-//! Random schedulers and requests for the simulator.
+//! Random scheduler configurations and requests for the simulator.
 
 use std::time::Duration;
 
@@ -48,7 +48,7 @@ fn skewed(random: &mut Random, limit: usize) -> usize {
     (1 + random.below(2 << bits)).min(limit)
 }
 
-/// Returns a random scheduler and `count` random requests.
+/// Returns a random scheduler configuration, and `count` random requests with their forks.
 pub fn random_scenario(seed: u64, count: usize) -> Scenario {
     // Similar seeds would produce similar first random numbers, so hash the seed.
     let mut random = Random(digest(seed, 1));
@@ -156,7 +156,7 @@ pub fn assign_tenants(scenario: &mut Scenario, seed: u64) {
     let mut tenant = 0;
     for request in &mut scenario.requests {
         if !request.is_fork {
-            // The first tenant has the most requests.
+            // On average, the first tenant has more than half of the requests.
             tenant = random.below(tenants) as u64 * random.below(2) as u64;
         }
         request.tenant = tenant;

@@ -55,12 +55,11 @@ pub struct Simulator<'a> {
     /// The submitted sequences that are waiting to run, except pending forks, sorted by [`SortKey`].
     waiting: BTreeSet<SortKey>,
     /// The sequences that the current plan preempted, if the plan also started forks.
-    /// Forks start without a reserve of free blocks.
-    /// A plan that has admitted a new sequence can therefore still preempt a running sequence for a fork.
-    /// The preempted sequence then waits, and may rank above the admitted sequence.
-    /// The check of the start order ignores the preempted sequence.
+    /// The check of the start order ignores these sequences.
+    /// Forks start without a reserve of free blocks, so a plan can admit a new sequence and then preempt a running
+    /// sequence for a fork. The preempted sequence may rank above the admitted sequence.
     displaced: BTreeSet<SequenceId>,
-    /// Submitted forks that are waiting for the prompt of another sequence.
+    /// Submitted forks that are waiting for another sequence to compute their prompt.
     pending: BTreeSet<SequenceId>,
     /// The deadlines of sequences that have not started. Pending forks, and forks whose prompt another sequence has
     /// started to compute, have no deadline.
@@ -93,7 +92,7 @@ pub struct Summary {
     pub forked: usize,
     pub hit_tokens: u64,
     /// The number of chunks that exceed the limit in `Simulator::check_chunks`.
-    /// The limit is about half of the token budget.
+    /// Without prompt parts, the limit is half of the token budget, rounded up.
     pub long_chunks: usize,
     pub steps: usize,
     pub duration: Duration,
@@ -334,7 +333,7 @@ impl<'a> Simulator<'a> {
         }
     }
 
-    /// Checks that running sequences are preempted only if blocks can run out, and each sequence at most twice.
+    /// Checks that only running sequences are preempted, only if blocks can run out, and each sequence at most twice.
     fn check_preempted(&mut self, plan: &StepPlan) {
         for &id in &plan.preempted {
             assert!(!self.has_ample_blocks, "sequence {id} was preempted although there are blocks for all sequences");
@@ -365,7 +364,7 @@ impl<'a> Simulator<'a> {
     }
 
     /// Checks that the statistics of the scheduler agree with the simulator.
-    /// Also checks that every sequence past its deadline has started or expired, except pending forks.
+    /// Also checks that no deadline in `deadlines` has passed: these sequences have neither started nor expired.
     fn check_stats(&self) {
         let running = self.tracked_running().len();
         assert!(running <= self.scenario.config.max_sequences);
@@ -379,6 +378,7 @@ impl<'a> Simulator<'a> {
     }
 
     /// Returns the running sequences whose prompts the plan leaves unfinished.
+    /// After a preemption, the generated tokens to recompute count as part of the prompt.
     fn with_unfinished_prompt(&self, plan: &StepPlan, decoding: &BTreeSet<SequenceId>) -> BTreeSet<SequenceId> {
         // A sequence with pending forks leaves its last prompt token to the next step.
         // A sequence with prompt parts also leaves its last prompt token, and then computes one token per step.
@@ -392,16 +392,16 @@ impl<'a> Simulator<'a> {
             let is_complete = self.awaits_last_token(*id);
             is_complete || decoding.contains(id) || plan.work.iter().any(|work| work.id == *id && work.range.end == end)
         };
-        // With several tenants, a plan may leave out a running sequence that finds no free blocks.
-        // To free blocks, the plan does not preempt a newly started sequence of another tenant.
+        // With several tenants, a plan may leave out a running sequence that finds no free blocks,
+        // because the plan does not preempt a sequence of another tenant that it has just started.
         let has_work = |id: &SequenceId| !self.has_tenants || plan.work.iter().any(|work| work.id == *id);
         self.tracked_running().into_iter().filter(|id| has_work(id) && !is_done(id)).collect()
     }
 
     /// Checks that a chunk exceeds half of the token budget only if the step completes all other running prompts.
     fn check_chunks(&mut self, plan: &StepPlan, unfinished: &BTreeSet<SequenceId>) {
-        // With prompt parts, a step rounds its remaining budget up to whole parts.
-        // A chunk can therefore be longer by almost one part.
+        // A chunk with prompt parts contains at least one whole part, even if less of the budget is left.
+        // It can therefore exceed half of the budget by up to one part.
         let part = self.part_tokens();
         let longest = self.scenario.config.token_budget.div_ceil(2).max(part.unwrap_or(1)) + part.unwrap_or(0);
         for SequenceWork { id, .. } in plan.work.iter().filter(|work| work.range.len() > longest) {
@@ -444,6 +444,7 @@ impl<'a> Simulator<'a> {
     }
 
     /// Returns the decoding sequences: running sequences that only have to compute their last sampled token.
+    /// Leaves out sequences that need no more steps (see `awaits_last_token`).
     fn decoding(&self) -> BTreeSet<SequenceId> {
         let is_decoding = |id: &SequenceId| {
             let tracked = &self.tracked[*id as usize];

@@ -1,4 +1,4 @@
-//! Compares dequantized blocks with Python's gguf package.
+//! Tests of ggml types. Compares dequantized blocks with the results of Python's gguf package.
 
 use inferno::weights::ggml::GgmlType;
 use safetensors::SafeTensors;
