@@ -135,6 +135,8 @@ mod tests {
         assert_eq!(order, [0, 3, 4, 1, 2]);
         queue.insert(1, sequence(5).protected(), &mut ledger);
         queue.insert(0, sequence(6), &mut ledger);
+        // Without protection, sequence 6 would be next, because its tenant has fewer tokens.
+        ledger.serve(1, 0..1, 1);
         assert_eq!(first(&queue, &ledger), Some(5), "the protected sequence must be next");
     }
 
