@@ -379,6 +379,10 @@ impl Session {
     pub fn change_setting(&mut self, name: &str, value: &str) -> Result<String, String> {
         let (name, value) = settings::normalize(name, value)?;
         self.settings.set(name, std::slice::from_ref(&value))?;
+        if self.settings.overflow == Overflow::Stop {
+            // The next turn sends all messages.
+            self.dropped = 0;
+        }
         // Store the value even if it is `none`, which `max-tokens` and `stop` accept, because `none` must override a
         // value from the configuration file.
         self.requested.insert(name.to_string(), vec![value.clone()]);
@@ -540,6 +544,7 @@ mod tests {
     use crate::engine::Engine;
 
     /// A model that echoes the last message, or ends without an answer if the turn is interrupted.
+    /// Every message has 20 tokens.
     struct Echo;
 
     impl Backend for Echo {
@@ -564,8 +569,8 @@ mod tests {
             Ok(BackendAnswer { tokens: None, summary })
         }
 
-        fn count_tokens(&self, _: &[Message], _: &RenderOptions) -> Result<Option<usize>> {
-            Ok(Some(0))
+        fn count_tokens(&self, messages: &[Message], _: &RenderOptions) -> Result<Option<usize>> {
+            Ok(Some(20 * messages.len()))
         }
 
         fn count_text(&self, _: &str) -> Option<usize> {
@@ -613,12 +618,29 @@ mod tests {
         }
     }
 
-    #[test]
-    fn a_turn_that_is_interrupted_before_its_answer_keeps_the_attached_files() {
+    fn session() -> Session {
         let (sampling, configured) = (SamplingParams::greedy(), SettingValues::new());
         let loaded = LoadedModel { backend: Box::new(Echo), sampling, configured };
-        let model = ModelId::Remote("echo".to_owned());
-        let mut session = Session::new(model, loaded, Rc::new(NoModels), "2026-11-30".to_owned());
+        Session::new(ModelId::Remote("echo".to_owned()), loaded, Rc::new(NoModels), "2026-11-30".to_owned())
+    }
+
+    #[test]
+    fn with_overflow_stop_no_message_is_dropped() {
+        let mut session = session();
+        session.change_setting("overflow", "drop-oldest").unwrap();
+        for question in ["One?", "Two?", "Three?"] {
+            session.answer(question, &mut |_| Ok(())).unwrap();
+        }
+        assert_eq!((session.dropped(), session.visible_messages().len()), (4, 2));
+        session.change_setting("temperature", "0.5").unwrap();
+        assert_eq!(session.dropped(), 4);
+        session.change_setting("overflow", "stop").unwrap();
+        assert_eq!((session.dropped(), session.visible_messages().len()), (0, 6));
+    }
+
+    #[test]
+    fn a_turn_that_is_interrupted_before_its_answer_keeps_the_attached_files() {
+        let mut session = session();
         session.attach(Attachment { path: "notes.txt".to_owned(), text: "My name is Ada".to_owned() });
         session.cancel_flag().store(true, Ordering::Relaxed);
         assert_eq!(session.answer("What is in it?", &mut |_| Ok(())).unwrap().text, "");
