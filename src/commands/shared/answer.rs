@@ -27,7 +27,7 @@ pub fn text(mut session: Session, prompt: &str) -> Result<ExitCode> {
     } else {
         write(&mut session, prompt, shows_reasoning)?
     };
-    if let Some(warning) = missing_answer(&turn) {
+    if let Some(warning) = missing_answer(&session, &turn) {
         terminal::write_stderr(&format!("warning: {warning}\n"));
     }
     note(&turn.statistics());
@@ -59,14 +59,18 @@ fn context_warning(session: &Session, turn: &Turn) -> Option<String> {
 
 /// Returns a warning if a turn reached a token limit during its reasoning, so that there is no answer.
 /// Otherwise returns `None`.
-fn missing_answer(turn: &Turn) -> Option<String> {
+fn missing_answer(session: &Session, turn: &Turn) -> Option<String> {
     let summary = &turn.summary;
     if !turn.text.is_empty() || turn.reasoning.is_empty() || summary.finish_reason != FinishReason::Length {
         return None;
     }
-    let flag = if summary.is_context_full() { "--context" } else { "--max-tokens" };
+    let hint = match (summary.is_context_full(), session.backend().engine()) {
+        (false, _) => "raise --max-tokens",
+        (true, Some(_)) => "raise --context",
+        (true, None) => "shorten the prompt",
+    };
     let tokens = summary.completion_tokens.map_or_else(String::new, |count| format!("{count} "));
-    Some(format!("the model used all {tokens}tokens for reasoning; raise {flag}"))
+    Some(format!("the model used all {tokens}tokens for reasoning; {hint}"))
 }
 
 /// Renders the answer's Markdown on a terminal, as in an interactive chat.

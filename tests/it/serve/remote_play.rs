@@ -250,6 +250,20 @@ fn a_server_without_usage_and_token_counts_is_enough() {
 }
 
 #[test]
+fn reasoning_that_fills_the_context_of_a_server_is_explained() {
+    let mock = Mock::streaming(&[
+        r#"{"choices":[{"index":0,"delta":{"reasoning":"Hmm. "}}]}"#,
+        r#"{"choices":[{"index":0,"delta":{},"finish_reason":"length"}]}"#,
+        r#"{"choices":[],"usage":{"prompt_tokens":90,"completion_tokens":10}}"#,
+        "[DONE]",
+    ]);
+    let warning = |model: &str| text(&ask(&mock.url, &[model]).stderr);
+    // The server reports the context length of org/b only. The flag --context cannot be combined with --url.
+    assert!(warning("org/b").contains("used all 10 tokens for reasoning; shorten the prompt"), "{}", warning("org/b"));
+    assert!(warning("org/a").contains("used all 10 tokens for reasoning; raise --max-tokens"), "{}", warning("org/a"));
+}
+
+#[test]
 fn failures_of_a_server_are_explained() {
     let start = r#"{"choices":[{"index":0,"delta":{"content":"Forty"}}]}"#;
     let mock = Mock::streaming(&[start, r#"{"error":{"message":"CUDA is out of memory","code":500}}"#]);
