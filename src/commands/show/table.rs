@@ -21,9 +21,8 @@ pub fn table(report: &ShowReport) -> String {
     match &report.needs {
         Some(needs) => memory(&mut out, needs, &report.gpu),
         None if report.weights_problem.is_none() => {
-            let text =
-                "memory needs unknown: the model's config does not determine the KV cache size and the context length";
-            out += &format!("\n{text}\n");
+            out += "\nmemory needs unknown: the model's config does not determine the KV cache size, \
+                    the context length, or both\n";
         }
         None => {}
     }
