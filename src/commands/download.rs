@@ -52,7 +52,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
     let mut err = std::io::stderr();
     writeln!(err, "{} is in {}", snapshot.name, snapshot.path.display())?;
     // Skip models that are incomplete because --include or --exclude left out some of their files.
-    for model in snapshot.models().iter().filter(|model| hub.find(&model.name, None).is_ok()) {
+    for model in snapshot.models().iter().filter(|model| hub.find(&model.name, revision.as_deref()).is_ok()) {
         let at =
             revision.as_deref().map_or_else(String::new, |revision| format!(" --revision {}", shell_word(revision)));
         writeln!(err, "to run it: inferno play {}{}", printable(&shell_word(&model.name)), printable(&at))?;

@@ -349,6 +349,24 @@ fn proxy_is_used() {
 }
 
 #[test]
+fn only_a_complete_revision_gets_a_command_to_run_it() {
+    let fake = FakeHub::single();
+    let home = TempDir::new().unwrap();
+    assert!(download(&home, &fake).status.success());
+    fake.change(|state| state.commit = "f".repeat(40));
+    let lines = |args: &[&str]| {
+        let args = [&["download", REPO, "--revision", "v2"], args].concat();
+        let output = command(&home, &fake, &args).output().unwrap();
+        assert!(output.status.success(), "{}", text(&output.stderr));
+        text(&output.stderr)
+    };
+    let incomplete = lines(&["--exclude", "tokenizer.json"]);
+    assert!(!incomplete.contains("to run it"), "{incomplete}");
+    let complete = lines(&[]);
+    assert!(complete.contains("to run it: inferno play org/tiny-model --revision v2"), "{complete}");
+}
+
+#[test]
 fn output_without_a_terminal_has_no_progress_bar() {
     let fake = FakeHub::single();
     let home = TempDir::new().unwrap();
