@@ -102,11 +102,12 @@ async def run_streams(port, prompts, count, max_tokens):
 
 def idle_connections(options, report):
     count, stream_count = (1000, 32) if options.short else (10_000, 256)
-    name = f"{count} idle connections and {stream_count} streams"
     max_count = raise_file_limit() - stream_count - OTHER_FILES
     if max_count < count:
-        report.skip(name, "0 errors", f"the limit on open files allows {max_count} connections; the test uses all")
+        reason = f"the limit on open files allows {max_count} connections; the test uses all"
+        report.skip(f"{count} idle connections", "0 errors", reason)
         count = max_count
+    name = f"{count} idle connections and {stream_count} streams"
     # Alternate runs with and without idle connections, because the speed of the machine can drift.
     # Repeat the runs, because the p99 of one run varies by more than the target allows.
     without_idle, with_idle, errors = [], [], 0
