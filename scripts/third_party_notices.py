@@ -110,7 +110,8 @@ def group_crates(packages):
             group = groups.setdefault(key, {"license": license, "body": "", "crates": []})
             # Use the shortest complete text, because longer texts contain additions by individual crates.
             # A complete MIT text has more than 900 characters, even without its copyright lines.
-            if len(body) > 900 and (not group["body"] or len(body) < len(group["body"])):
+            # Until there is one, the body is empty or a copyright line of a crate without a license text.
+            if len(body) > 900 and (len(group["body"]) <= 900 or len(body) < len(group["body"])):
                 group["body"] = body
             group["body"] = group["body"] or body
             group["crates"].append((crate, copyrights))
