@@ -55,6 +55,13 @@ fn refused_chats() -> Vec<(&'static str, Value, &'static str)> {
             "messages[0].tool_calls[0].function",
         ),
         (
+            "arguments_are_a_number",
+            message(json!({
+                "role": "assistant", "tool_calls": [{ "function": { "name": "f", "arguments": 5 } }]
+            })),
+            "messages[0].tool_calls[0].function.arguments",
+        ),
+        (
             "function_call",
             message(json!({ "role": "assistant", "content": "a", "function_call": {} })),
             "messages[0].function_call",
@@ -211,7 +218,8 @@ fn all_roles_and_forms_of_content_are_accepted() {
         { "role": "developer", "content": [{ "type": "text", "text": "Be " }, { "type": "text", "text": "kind." }] },
         { "role": "user", "content": "Which models are there?", "name": "ada" },
         { "role": "assistant", "content": null, "reasoning": "I must call a tool.", "tool_calls": [
-            { "id": "call_1", "type": "function", "function": { "name": "list", "arguments": "{}" } }] },
+            { "id": "call_1", "type": "function", "function": { "name": "list", "arguments": "{}" } },
+            { "id": "call_2", "type": "function", "function": { "name": "list", "arguments": {} } }] },
         { "role": "tool", "tool_call_id": "call_1", "content": "demo" },
         { "role": "assistant", "content": "One: demo.", "reasoning_content": "The tool told me." },
         { "role": "assistant", "content": null, "reasoning_content": "I was cut off." },

@@ -104,7 +104,7 @@ fn read_tool_calls(fields: &mut Fields) -> Result<Vec<ToolCall>, ApiError> {
             None => String::new(),
             Some(Value::String(text)) => text,
             Some(value @ Value::Object(_)) => value.to_string(),
-            Some(_) => return Err(function.invalid("arguments", "expected a string")),
+            Some(_) => return Err(function.invalid("arguments", "expected a string or an object")),
         };
         Ok(ToolCall { id, name, arguments })
     };
