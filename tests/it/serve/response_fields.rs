@@ -52,6 +52,10 @@ fn invalid_fields_are_errors_that_name_the_field() {
         let error = respond(&server, input(json!({ "role": "user", "content": [{ "type": kind }] }))).error(400);
         assert_eq!(error["code"], "unsupported_parameter", "{error}");
     }
+    let error = respond(&server, input(json!({ "type": "web_search_call" }))).error(400);
+    let message = error["message"].as_str().unwrap();
+    assert!(message.ends_with("accepted, not items of type 'web_search_call'"), "{message}");
+    assert_eq!(message.matches("supported").count(), 1, "{message}");
     let error = respond(&server, json!({ "input": "model ".repeat(300), "stream": true })).error(400);
     assert_eq!((&error["code"], &error["param"]), (&json!("context_length_exceeded"), &json!("input")));
     assert_eq!(respond(&server, json!({ "model": "gpt-4" })).error(404)["code"], "model_not_found");

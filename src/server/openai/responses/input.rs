@@ -178,6 +178,12 @@ fn read_item_content(item: &mut Fields, kind: &str) -> Result<ItemContent, ApiEr
                 output: output.ok_or_else(|| item.invalid("output", "expected text"))?,
             })
         }
-        _ => Err(ApiError::unsupported(item.path("type"), &format!("items of type '{kind}' are not supported"))),
+        _ => Err(ApiError::unsupported(
+            item.path("type"),
+            &format!(
+                "only messages, reasoning, function calls, their outputs and item references are accepted, \
+                 not items of type '{kind}'"
+            ),
+        )),
     }
 }
