@@ -75,7 +75,11 @@ pub(super) fn from_json<T: DeserializeOwned>(json: Value) -> Result<T> {
         Ok(config) => return Ok(config),
         Err(error) => error,
     };
-    // serde does not name the invalid field. Find the first field whose removal changes the error.
+    if error.starts_with("missing field") {
+        // The error names the field.
+        bail!("{error}");
+    }
+    // serde does not name an invalid field. Find the first field whose removal changes the error.
     let is_cause = |key: &&String| {
         let mut others = json.clone();
         others.as_object_mut().and_then(|fields| fields.shift_remove(*key));

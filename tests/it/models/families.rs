@@ -205,6 +205,16 @@ fn unsupported_options_are_errors_that_name_the_field() {
     }
 }
 
+#[test]
+fn errors_about_missing_fields_name_no_other_field() {
+    for field in ["vocab_size", "hidden_size", "num_hidden_layers"] {
+        let mut config = config("llama3");
+        config.as_object_mut().unwrap().remove(field);
+        let error = format!("{:#}", read(&config).err().unwrap());
+        assert!(error.ends_with(&format!("config.json: missing field `{field}`")), "{error}");
+    }
+}
+
 /// Replaces each number in a config.json with absurd values, one at a time.
 /// inferno must load or reject each config within ten seconds, and must reject impossible sizes.
 #[test]
