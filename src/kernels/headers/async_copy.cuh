@@ -13,11 +13,12 @@ __device__ __forceinline__ void copy_async(uint32_t to, const void* from) {
 // Starts copying 16 bytes if `is_valid` is true. Otherwise, starts writing 16 zero bytes, and reads nothing.
 // copy_async_or_zero also asks the GPU to prefetch into L2 the aligned 128 bytes that contain `from`.
 __device__ __forceinline__ void copy_async_or_zero(uint32_t to, const void* from, bool is_valid) {
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(is_valid ? 16 : 0));
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(is_valid ? 16 : 0)
+                 : "memory");
 }
 
 // Commits all uncommitted copies of this thread as one group.
-__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;"); }
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 // Waits until all copy groups of this thread have finished, except for the latest PENDING groups.
 template <int PENDING> __device__ __forceinline__ void wait_for_copies() {
