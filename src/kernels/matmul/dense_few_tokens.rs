@@ -7,7 +7,9 @@ use crate::kernels::constants::{
     DENSE_FEW_TOKENS_COLUMNS, DENSE_FEW_TOKENS_INPUT_TILES, DENSE_FEW_TOKENS_MAX, DENSE_FEW_TOKENS_ROWS,
     DENSE_FEW_TOKENS_STAGES, DENSE_FEW_TOKENS_WARPS,
 };
-use crate::kernels::launch::{Arguments, Launch, LaunchShape, dtype_suffix, max_shared_bytes, module, multiprocessors};
+use crate::kernels::launch::{
+    Arguments, Launch, LaunchShape, address, dtype_suffix, max_shared_bytes, module, multiprocessors,
+};
 use crate::kernels::scratch;
 
 /// How the dense_few_tokens kernel divides a matrix among thread blocks and warps.
@@ -49,7 +51,10 @@ pub fn is_supported(device: &CudaDevice, x: &Tensor, w: &Tensor) -> Result<bool>
         && matches!(w.dtype(), DType::F16 | DType::BF16)
         && rows.is_multiple_of(DENSE_FEW_TOKENS_ROWS)
         && columns > 0
-        && columns.is_multiple_of(DENSE_FEW_TOKENS_COLUMNS))
+        && columns.is_multiple_of(DENSE_FEW_TOKENS_COLUMNS)
+        // The kernel copies 16 bytes at a time, from addresses that must be multiples of 16 bytes.
+        && address(x)?.is_multiple_of(16)
+        && address(w)?.is_multiple_of(16))
 }
 
 /// Computes x·wᵀ with the dense_few_tokens kernel. Returns f32 `[tokens, rows]`.
