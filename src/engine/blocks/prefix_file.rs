@@ -24,7 +24,7 @@ use std::sync::Arc;
 
 use anyhow::{Context, Result, bail, ensure};
 use candle_core::safetensors::Load;
-use candle_core::{Device, Tensor};
+use candle_core::{DType, Device, Tensor};
 use safetensors::SafeTensors;
 
 use super::BlockManager;
@@ -90,6 +90,7 @@ pub fn save(path: &Path, ids: &[u32], fingerprint: &str, runner: &Runner, blocks
 /// Returns 0 if the file has another fingerprint, or if the cache has too few free blocks.
 /// Fails if `bytes` is not a safetensors file, if a tensor is missing or has the wrong shape or dtype,
 /// or if a rank cannot write to its cache. Does not detect changed keys and values.
+/// Only an error about the content of the file says that the file is damaged.
 pub fn load(
     path: &Path,
     bytes: Vec<u8>,
@@ -97,29 +98,39 @@ pub fn load(
     runner: &Runner,
     blocks: &mut BlockManager,
 ) -> Result<usize> {
-    let damaged = || format!("cannot load the prefix: {} is damaged", path.display());
-    let (_, metadata) = SafeTensors::read_metadata(&bytes).with_context(damaged)?;
+    let (_, metadata) = SafeTensors::read_metadata(&bytes).with_context(|| damaged(path))?;
     if metadata.metadata().as_ref().and_then(|metadata| metadata.get(FINGERPRINT)).is_none_or(|f| f != fingerprint) {
         return Ok(0);
     }
-    add(bytes.into(), runner, blocks).with_context(damaged)
+    add(path, bytes.into(), runner, blocks)
 }
 
-fn add(bytes: Arc<[u8]>, runner: &Runner, blocks: &mut BlockManager) -> Result<usize> {
-    let tokens: Vec<u32> = SafeTensors::deserialize(&bytes)?.tensor("tokens")?.load(&Device::Cpu)?.to_vec1()?;
-    ensure!(
-        !tokens.is_empty() && tokens.len().is_multiple_of(BLOCK_TOKENS),
-        "expected a positive multiple of {BLOCK_TOKENS} tokens, found {}",
-        tokens.len()
-    );
+/// Returns the error message for a file with invalid content.
+fn damaged(path: &Path) -> String {
+    format!("cannot load the prefix: {} is damaged", path.display())
+}
+
+fn add(path: &Path, bytes: Arc<[u8]>, runner: &Runner, blocks: &mut BlockManager) -> Result<usize> {
+    let tokens = read_tokens(&bytes).with_context(|| damaged(path))?;
     let Some(mut sequence) = blocks.adopt(&tokens) else { return Ok(0) };
     let prefix = PrefixBlocks::new(tokens.len(), sequence.tables(), blocks, runner.cache().layout().groups());
-    let written = write_all_ranks(bytes, prefix, runner);
+    let written = write_all_ranks(path, bytes, prefix, runner);
     if written.is_ok() {
         blocks.commit(&mut sequence, &tokens);
     }
     blocks.release(sequence);
     written.map(|()| tokens.len())
+}
+
+/// Returns the tokens of the prefix in a file. Fails if the file is incomplete, or if the tokens do not fill blocks.
+fn read_tokens(bytes: &[u8]) -> Result<Vec<u32>> {
+    let tokens: Vec<u32> = SafeTensors::deserialize(bytes)?.tensor("tokens")?.load(&Device::Cpu)?.to_vec1()?;
+    ensure!(
+        !tokens.is_empty() && tokens.len().is_multiple_of(BLOCK_TOKENS),
+        "expected a positive multiple of {BLOCK_TOKENS} tokens, found {}",
+        tokens.len()
+    );
+    Ok(tokens)
 }
 
 /// Reads the visible blocks from the KV cache of one rank. This cache has only the layers and KV heads of the rank.
@@ -153,13 +164,15 @@ fn all_heads(parts: Vec<Vec<(String, Tensor)>>) -> Result<Vec<(String, Tensor)>>
 }
 
 /// Writes the tensors of a file to the blocks of `prefix`, on every rank.
-fn write_all_ranks(bytes: Arc<[u8]>, prefix: PrefixBlocks, runner: &Runner) -> Result<()> {
+fn write_all_ranks(path: &Path, bytes: Arc<[u8]>, prefix: PrefixBlocks, runner: &Runner) -> Result<()> {
+    let path = path.to_path_buf();
     let heads = runner.with_caches(|rank| Ok(rank.cache.kv_heads()))?;
     let shares_heads = runner.world().stages().is_none();
     runner.with_caches(move |rank| {
         let (first, total) =
             if shares_heads { (heads[..rank.rank].iter().sum(), heads.iter().sum()) } else { (0, heads[rank.rank]) };
-        write_blocks(&SafeTensors::deserialize(&bytes)?, &prefix, rank.cache, first, total)
+        let file = SafeTensors::deserialize(&bytes).with_context(|| damaged(&path))?;
+        write_blocks(&path, &file, &prefix, rank.cache, first, total)
     })?;
     Ok(())
 }
@@ -168,6 +181,7 @@ fn write_all_ranks(bytes: Arc<[u8]>, prefix: PrefixBlocks, runner: &Runner) -> R
 ///
 /// The rank's KV heads start at head `first_head` of the `all_heads` heads in the file.
 fn write_blocks(
+    path: &Path,
     file: &SafeTensors,
     prefix: &PrefixBlocks,
     cache: &KvCache,
@@ -181,16 +195,8 @@ fn write_blocks(
             if blocks == 0 || own_heads == 0 {
                 continue;
             }
-            let rows: Tensor = file.tensor(&name)?.load(&Device::Cpu)?;
             let shape = [blocks * BLOCK_TOKENS, all_heads, head_dim];
-            if rows.dims() != shape || rows.dtype() != to.dtype() {
-                bail!(
-                    "{name} has dtype {:?} and shape {:?}, expected {:?} and {shape:?}",
-                    rows.dtype(),
-                    rows.dims(),
-                    to.dtype()
-                );
-            }
+            let rows = read_rows(file, &name, to.dtype(), shape).with_context(|| damaged(path))?;
             let own = rows.narrow(1, first_head, own_heads)?;
             for (part, first_row) in prefix.rows(group).enumerate() {
                 let block = own.narrow(0, part * BLOCK_TOKENS, BLOCK_TOKENS)?.force_contiguous()?;
@@ -199,6 +205,15 @@ fn write_blocks(
         }
     }
     Ok(())
+}
+
+/// Reads a tensor from a file. Fails if the tensor is missing or has another dtype or shape.
+fn read_rows(file: &SafeTensors, name: &str, dtype: DType, shape: [usize; 3]) -> Result<Tensor> {
+    let rows: Tensor = file.tensor(name)?.load(&Device::Cpu)?;
+    if rows.dims() != shape || rows.dtype() != dtype {
+        bail!("{name} has dtype {:?} and shape {:?}, expected {dtype:?} and {shape:?}", rows.dtype(), rows.dims());
+    }
+    Ok(rows)
 }
 
 fn tensor_name(group: usize, layer: usize, kind: &str) -> String {

@@ -6,8 +6,9 @@ use std::path::Path;
 use candle_core::Device;
 use inferno::Engine;
 use inferno::device::{DeviceChoice, Split};
+use inferno::engine::{Fault, FaultTime, PlannedFault, RankFault};
 use inferno::nn::kv_cache::BLOCK_TOKENS;
-use inferno::{EngineHandle, GenerateOptions};
+use inferno::{EngineHandle, Error, GenerateOptions};
 use tempfile::tempdir;
 
 use crate::support::engine::{Answer, demo, greedy};
@@ -193,4 +194,19 @@ fn several_ranks_ignore_unusable_prefixes_and_reject_damaged_ones() {
         assert_eq!((got.tokens, got.summary.cached_tokens), (expected, 0));
         fs::remove_file(&path).unwrap();
     }
+}
+
+#[test]
+fn a_prefix_that_a_failed_rank_cannot_load_is_not_damaged() {
+    let folder = tempdir().unwrap();
+    let path = folder.path().join("a.kv");
+    let engine = demo_on(2, Split::Tensor, 512);
+    let prompt = engine.random_tokens(1, 200);
+    answer(&engine, &prompt);
+    assert_eq!(engine.save_prefix(&prompt, &path).unwrap(), 192);
+    let fault = PlannedFault { rank: 1, fault: RankFault::Error, time: FaultTime::Step(0) };
+    engine.inject_fault(Fault::Rank(fault)).unwrap();
+    let error = engine.load_prefix(&path).unwrap_err();
+    assert!(matches!(error.downcast_ref(), Some(Error::GpuFailed(_))), "{error:?}");
+    assert!(!error.to_string().contains("damaged"), "{error}");
 }
