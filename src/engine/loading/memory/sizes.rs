@@ -41,10 +41,10 @@ impl MemoryPlan {
     }
 
     /// Returns the number of full-context sequences that fit if the KV cache gets all free memory of the device
-    /// that remains after weights, workspace and the logits of several sequences.
+    /// that remains after the weights and the workspace for several sequences.
     pub fn sequences_that_fit(&self, capacity: Capacity, device: &DeviceInfo) -> usize {
-        let logit_bytes = self.logit_bytes(capacity.chunk);
-        let other_bytes = self.weight_bytes + self.workspace_bytes(capacity) + logit_bytes;
+        let workspace_bytes = self.clone().with_limit(device.free_bytes).workspace_bytes(capacity);
+        let other_bytes = self.weight_bytes.saturating_add(workspace_bytes);
         let blocks = device.free_bytes.saturating_sub(other_bytes) / self.layout.block_bytes(self.dtype).max(1);
         (blocks as usize).min(self.max_blocks()) / self.sequence_blocks(capacity.context).max(1)
     }
@@ -109,7 +109,7 @@ impl MemoryPlan {
 
 #[cfg(test)]
 mod tests {
-    use super::super::test_plan::plan;
+    use super::super::test_plan::{device, plan};
     use super::*;
 
     #[test]
@@ -119,6 +119,18 @@ mod tests {
         let plan = MemoryPlan { loading_bytes: 5 << 30, ..plan() };
         assert_eq!(plan.bytes(capacity), (10 << 30) + WORKSPACE_BYTES + (5 << 30));
         assert!(running < plan.bytes(capacity));
+    }
+
+    #[test]
+    fn the_workspace_for_several_sequences_counts_once() {
+        let capacity = Capacity { context: 6400, chunk: 512 };
+        let free_bytes = 14 << 30;
+        let plan = MemoryPlan { logits_row_bytes: 4 << 17, ..plan() };
+        let limited = plan.clone().with_limit(free_bytes);
+        let sequences = limited.cache_blocks(capacity) / limited.sequence_blocks(capacity.context);
+        for plan in [plan.clone(), plan.with_sequences(3).unwrap(), limited] {
+            assert_eq!(plan.sequences_that_fit(capacity, &device(free_bytes)), sequences);
+        }
     }
 
     #[test]
