@@ -436,11 +436,10 @@ impl<'a> Simulator<'a> {
         }
     }
 
-    /// Returns the number of tokens in a prompt part, or `None` if no prompt is divided into parts.
-    /// If some requests have prompt parts of their own, returns the size of these parts, not of the scheduler's parts.
+    /// Returns the number of tokens in the largest prompt part, or `None` if no prompt is divided into parts.
     fn part_tokens(&self) -> Option<usize> {
-        let own = self.scenario.requests.iter().find_map(|request| request.prompt_parts);
-        own.or(self.scenario.config.prompt_parts).map(PromptParts::tokens)
+        let own = self.scenario.requests.iter().filter_map(|request| request.prompt_parts);
+        own.chain(self.scenario.config.prompt_parts).map(PromptParts::tokens).max()
     }
 
     /// Returns the decoding sequences: running sequences that only have to compute their last sampled token.
