@@ -80,7 +80,8 @@ check_links() {
 }
 
 # check_start COMMAND...: fails unless the program can print its version, run the demo on the CPU and run doctor.
-# LD_LIBRARY_PATH must not contain the CUDA toolkit, so that the program finds no NVIDIA library.
+# The program must also start on machines without CUDA, so call this function without the CUDA toolkit in
+# LD_LIBRARY_PATH. The program still finds a driver, or a toolkit in /usr/local/cuda, if this machine has them.
 check_start() {
   "$@" --version
   "$@" play demo --device cpu --prompt "What is a token?" > "$scratch/answer"

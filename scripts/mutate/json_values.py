@@ -34,7 +34,7 @@ def scalar(rng):
 
 
 def hostile(rng):
-    """Returns a JSON value that a careless parser may mishandle."""
+    """Returns a hostile value: one of any type, an extreme number or text, deep nesting, or text that is not JSON."""
     kind = rng.randrange(12)
     if kind < 8:
         return scalar(rng)

@@ -44,11 +44,12 @@ pub const ROPE_FEW_TOKENS: usize = 64;
 pub const EXCHANGE_MAX_RANKS: usize = 8;
 /// Slots per mailbox. Exchange operation k uses slot k mod `EXCHANGE_SLOTS`.
 pub const EXCHANGE_SLOTS: usize = 4;
-/// The maximum number of thread blocks of an exchange operation on one GPU, over all ranks on this GPU.
+/// The maximum number of thread blocks of an exchange operation on one GPU, over all ranks on this GPU. With one rank per
+/// GPU, some kernels have `EXCHANGE_ROW_BLOCKS` times as many.
 /// In tests, several ranks can share a GPU.
 /// All ranks then divide `EXCHANGE_BLOCKS` among themselves, so that the blocks of all ranks can run at the same time.
 /// If each rank has its own GPU, its blocks need not all run at the same time, because a block waits only for the
-/// blocks with the same index on other ranks, or, in the `exchange_sent` kernels, for the kernels that send the values.
+/// blocks of other ranks that handle the same data, or, in the `exchange_sent` kernels, for the kernels that send values.
 pub const EXCHANGE_BLOCKS: usize = 128;
 /// The maximum number of threads per block in the `exchange_add_norm` kernels, which add partial results to the residual
 /// stream. The threads of a block divide the columns of a row.
@@ -56,7 +57,7 @@ pub const EXCHANGE_ROW_THREADS: usize = 512;
 /// The maximum number of parts of a row in the `exchange_add_norm` kernels for wide rows. The kernels for other rows hold
 /// a row in one part. A thread has 8 columns of each part.
 pub const EXCHANGE_ROW_PARTS: usize = 4;
-/// Blocks per multiprocessor of the `exchange_add_norm` kernels for rows of one part.
+/// Blocks per multiprocessor of the `exchange_add_norm` kernels for rows of one part that are not sums of several values.
 pub const EXCHANGE_ROW_BLOCKS: usize = 2;
 
 // Paged KV cache (`attention/paged.rs`, `attention/paged.cuh`).
@@ -126,7 +127,7 @@ pub const F32_FEW_ROWS_TILE: usize = 32;
 /// Warps per block. The warps divide the columns.
 pub const F32_FEW_ROWS_WARPS: usize = 16;
 /// The distance between the partial sums of two tokens in shared memory. With 4 more floats than needed, the stores of a
-/// warp use all banks.
+/// warp to the same bank are fewer.
 pub const F32_FEW_ROWS_STRIDE: usize = F32_FEW_ROWS_TILE + 4;
 
 // Products of dense matrices with few tokens (`matmul/dense_few_tokens.rs`, `matmul/dense_few_tokens.cu`).

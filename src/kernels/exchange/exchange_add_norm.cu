@@ -23,11 +23,9 @@ __device__ __forceinline__ void store_bf16(float* out, uint4 words) {
 
 // `rounded` and `exact` return 8 columns of a row, from column i on. No returned word is EMPTY.
 // `rounded` returns four words with two bf16 values each. `exact` returns f32 values.
-// IS_SUM says that a column is the sum of several values, which takes more instructions and registers.
 
 // Partial results: Y [rows, columns]. `exact` requires f32.
 template <typename Y> struct PartialRows {
-    static constexpr bool IS_SUM = false;
     const Y* y;
     int columns;
 
@@ -47,7 +45,6 @@ template <typename Y> struct PartialRows {
 // Partial results that are the sums of the parts of a product (dense_wgmma.cu).
 //   y: f32 [parts, part_size / columns, columns]
 struct ProductParts {
-    static constexpr bool IS_SUM = true;
     const float* y;
     int columns, parts, part_size;
 
@@ -77,7 +74,6 @@ struct ProductParts {
 //   weights: f32 [rows, chosen]
 // Of 32 adjacent columns, each of four adjacent lanes must request 8.
 struct ExpertRows {
-    static constexpr bool IS_SUM = true;
     const __nv_bfloat16* y;
     const float* weights;
     int columns, chosen;
@@ -140,9 +136,9 @@ struct ExpertRows {
 //   columns: a multiple of 8, at most 8 · PARTS · EXCHANGE_ROW_THREADS
 //   m.first_item: the first row of each rank's share, then the number of rows
 //   PARTS: 1 or EXCHANGE_ROW_PARTS
-//   grid: at most EXCHANGE_BLOCKS, or EXCHANGE_BLOCKS · EXCHANGE_ROW_BLOCKS if PARTS is 1, divided by the number of
-//   ranks if ranks share a GPU; the same on all ranks block: at most EXCHANGE_ROW_THREADS, and at least columns / (8 ·
-//   PARTS) bytes moved: the bytes of y, columns · sizeof(T) per row, and columns · 8 per row of this rank
+//   grid: see `row_shape` in exchange_add_norm.rs; ranks may have different numbers of blocks
+//   block: at most EXCHANGE_ROW_THREADS, and at least columns / (8 · PARTS)
+//   bytes moved: the bytes of y, columns · sizeof(T) per row, and columns · 8 per row of this rank
 template <int PARTS, typename Partial, typename T>
 __device__ void exchange_add_norm(const float* x, const Partial& y, const float* bias, const float* weight, float* sum,
                                   T* normed, const Mailboxes& m, float eps) {
@@ -162,7 +158,8 @@ __device__ void exchange_add_norm(const float* x, const Partial& y, const float*
     // A thread handles 8 columns of each part, but none past the end of the row.
     // Calls `use(h, i)` for each part h. In the row, i is the index of this thread's first word of the part.
     // A word is two elements.
-    // Each loop below loads all parts before it uses the first one, so that the loads are in flight at the same time.
+    // The loops below load all parts of x, y and of the first other rank's values before they use the first part, so
+    // that these loads are in flight at the same time.
     const auto each_part = [&](auto use) {
 #pragma unroll
         for (int h = 0; h < PARTS; ++h) {
@@ -239,7 +236,8 @@ __device__ void exchange_add_norm(const float* x, const Partial& y, const float*
     };
 
     // A block sends its addends for a row before it waits for the other ranks' addends for the same row.
-    // Otherwise, all ranks could wait for each other forever.
+    // Otherwise, all ranks could wait for each other forever. For a row, a block waits only for blocks that handle the
+    // same row, and these send their addends for it before they wait for any later row.
     for (int round = 0;; ++round) {
         const int row = blockIdx.x + round * gridDim.x, previous = row - gridDim.x, last = previous - gridDim.x;
         if (last >= rows_of(0)) break;

@@ -153,8 +153,9 @@ impl GpuExchange {
             ..=EXCHANGE_ROW_THREADS => (1, threads),
             _ => (EXCHANGE_ROW_PARTS, EXCHANGE_ROW_THREADS),
         };
+        // The ranks' forms of y can differ. Ranks that share a GPU must all launch kernels of which every block fits.
         let blocks = match y {
-            PartialResult::Rows(_) if parts == 1 => self.max_blocks() * EXCHANGE_ROW_BLOCKS,
+            PartialResult::Rows(_) if parts == 1 && !self.shares_gpu => self.max_blocks() * EXCHANGE_ROW_BLOCKS,
             _ => self.max_blocks(),
         };
         (parts, LaunchShape::linear(rows.clamp(1, blocks), threads))

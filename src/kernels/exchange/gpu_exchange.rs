@@ -84,7 +84,7 @@ pub(super) struct GpuExchange {
     pub(super) device: CudaDevice,
     pub mailboxes: Vec<Arc<RankMailbox>>,
     /// True if any two ranks use the same GPU.
-    shares_gpu: bool,
+    pub(super) shares_gpu: bool,
     /// True until this rank launches its first graph, and from each [`enqueue`](Self::enqueue) to the next graph.
     /// While this value is true, the host threads of the other ranks may be loading kernels.
     may_load: AtomicBool,
@@ -220,7 +220,8 @@ impl GpuExchange {
         raw
     }
 
-    /// Returns the maximum number of thread blocks of an exchange kernel.
+    /// Returns the maximum number of thread blocks of an exchange kernel, except for kernels with small blocks
+    /// (`row_shape`).
     /// If ranks share a GPU, the ranks divide [`EXCHANGE_BLOCKS`], so that the blocks of all ranks can run together.
     pub(super) fn max_blocks(&self) -> usize {
         if self.shares_gpu { EXCHANGE_BLOCKS / self.mailboxes.len() } else { EXCHANGE_BLOCKS }

@@ -33,12 +33,12 @@ __device__ __forceinline__ void multiply_add_pairs(float (&sums)[M][N][4], const
     float d[M][N][4] = {};
     // Each MMA adds to the result of the previous MMA of the same tile of d. The tiles alternate, so that an MMA need
     // not wait for the one before it.
-    const auto multiply = [&](auto a_words, auto b_word, int i) {
+    const auto multiply = [&](auto a_word, auto b_word, int i) {
 #pragma unroll
         for (int m = 0; m < M; ++m) {
-            const Tf32Pair* low = a[m][0] + i;
-            const Tf32Pair* high = a[m][1] + i;
-            const uint32_t words[4] = {a_words(low[0]), a_words(high[0]), a_words(low[1]), a_words(high[1])};
+            const Tf32Pair* upper = a[m][0] + i;  // rows g
+            const Tf32Pair* lower = a[m][1] + i;  // rows 8 + g
+            const uint32_t words[4] = {a_word(upper[0]), a_word(lower[0]), a_word(upper[1]), a_word(lower[1])};
 #pragma unroll
             for (int n = 0; n < N; ++n) multiply_add_tf32(d[m][n], words, b_word(b[n][i]), b_word(b[n][i + 1]));
         }

@@ -8,7 +8,7 @@
 //   bytes moved: x once per F32_FEW_ROWS_TILE rows and w once per F32_FEW_ROWS_TOKENS tokens, mostly from L2; y once
 extern "C" __global__ void __launch_bounds__(32 * F32_FEW_ROWS_WARPS)
     f32_few_rows(const float* x, const float* w, float* y, int tokens, int rows, int columns) {
-    __shared__ PartialSums<1> partial[F32_FEW_ROWS_WARPS];
+    __shared__ __align__(16) PartialSums<1> partial[F32_FEW_ROWS_WARPS];
     const int first_token = blockIdx.x * F32_FEW_ROWS_TOKENS, first_row = blockIdx.y * F32_FEW_ROWS_TILE;
     pdl_wait();
     pdl_launch_dependents();

@@ -1,8 +1,8 @@
 //! Products of f32 matrices with few weight rows, such as routers, on tensor cores (`f32_few_rows.cu`).
 //!
 //! cuBLAS could compute these products, but loading its f32 kernels would delay the first prompt by about 0.1 s.
-//! On an H200, `f32_few_rows` is also faster: a router of gpt-oss-20b takes 13 µs instead of 17 µs with 512 tokens,
-//! and 56 µs instead of 62 µs with 8,192 tokens (2026-11-28, `docs/benchmark-history.md`).
+//! On an H200, `f32_few_rows` was also faster when both were compared (2026-11-28, `docs/benchmark-history.md`).
+//! Since then, `f32_few_rows` has become faster.
 
 use candle_core::cuda_backend::CudaDevice;
 use candle_core::{DType, Result, Tensor, bail};

@@ -7,7 +7,7 @@
 //   x: f32 [tokens, columns]; weight: f32 [experts, columns]; bias: f32 [experts] or null
 //   ids: u32 [tokens, chosen], the chosen experts in descending order of their logits (see Routing::choose_by)
 //   routing_weights: f32 [tokens, chosen], a softmax over the logits of the chosen experts
-//   columns is a multiple of 16; chosen <= experts and chosen <= MAX_CHOSEN_EXPERTS; experts <= 1024
+//   columns is a multiple of 16; chosen <= experts and chosen <= MAX_CHOSEN_EXPERTS
 //   grid: ceil(tokens / (F32_FEW_ROWS_TOKENS · TILES)); block: 32 · F32_FEW_ROWS_WARPS
 //   dynamic shared memory: F32_FEW_ROWS_TOKENS · TILES · 4 bytes for each of F32_FEW_ROWS_WARPS · F32_FEW_ROWS_STRIDE
 //   partial sums, and for each expert, with the number of experts rounded up to a multiple of F32_FEW_ROWS_TILE

@@ -3,25 +3,32 @@
 use candle_core::cuda_backend::CudaDevice;
 use candle_core::{DType, Result, Tensor};
 
-use crate::kernels::constants::{
-    F32_FEW_ROWS_STRIDE, F32_FEW_ROWS_TILE, F32_FEW_ROWS_TOKENS, F32_FEW_ROWS_WARPS, ROUTE_EXPERTS,
-};
+use crate::kernels::constants::{F32_FEW_ROWS_STRIDE, F32_FEW_ROWS_TILE, F32_FEW_ROWS_TOKENS, F32_FEW_ROWS_WARPS};
 use crate::kernels::launch::{Arguments, Launch, LaunchShape, module, multiprocessors};
 use crate::kernels::matmul::f32_few_rows;
 use crate::kernels::scratch;
 
 /// The maximum number of experts for which a block routes two tiles of tokens.
-/// With more experts, the logits of two tiles would not fit in the shared memory of all GPUs.
+/// The logits of two tiles must fit in the shared memory of every GPU, which is 99 KB on some GPUs.
 const MAX_EXPERTS_OF_TWO_TILES: usize = 128;
 
-/// Returns whether [`choose_experts`] supports a router with the weights `weight` and the inputs `x`.
-pub(super) fn is_supported(x: &Tensor, weight: &Tensor) -> Result<bool> {
-    Ok(x.dim(0)? > 0 && weight.dim(0)? <= ROUTE_EXPERTS && f32_few_rows::is_supported(x, weight)?)
+/// Returns whether [`choose_experts`] supports a router with the weights `weight` and the inputs `x`, and is the fastest
+/// way to choose experts.
+///
+/// A block computes the logits of a tile of tokens for all experts, one tile of experts after another.
+/// If the multiprocessors then have fewer tiles to compute at the same time, separate kernels are faster.
+pub(super) fn is_fastest(device: &CudaDevice, x: &Tensor, weight: &Tensor) -> Result<bool> {
+    let multiprocessors = multiprocessors(device)?;
+    let token_tiles = x.dim(0)?.div_ceil(F32_FEW_ROWS_TOKENS);
+    let expert_tiles = weight.dim(0)?.div_ceil(F32_FEW_ROWS_TILE);
+    let keeps_all_busy =
+        expert_tiles * token_tiles.div_ceil(multiprocessors) <= (expert_tiles * token_tiles).div_ceil(multiprocessors);
+    Ok(keeps_all_busy && f32_few_rows::is_supported(x, weight)?)
 }
 
 /// Returns the chosen experts of each token, u32 `[tokens, chosen]`, and their routing weights, f32 `[tokens, chosen]`.
 /// The results for a token do not depend on the other tokens.
-/// The caller has checked all shapes and dtypes, and that [`is_supported`] returns true.
+/// The caller has checked all shapes and dtypes, and that [`is_fastest`] returns true.
 pub(super) fn choose_experts(
     device: &CudaDevice,
     x: &Tensor,

@@ -131,7 +131,8 @@ __device__ __forceinline__ void store_row_pair(const Output<T>& o, int rows, con
                             row_bias<T, GATE_UP>(o, rows, tile.expert, 2 * row_pair + 1)};
 #pragma unroll
     for (int n = 0; n < N; ++n)
-        store<T, GATE_UP, 2>(o, rows, tile, 2 * row_pair, n * 8, {sums[0][n], sums[1][n]}, bias);
+        store<T, GATE_UP, 2>(o, rows, tile, 2 * row_pair, n * 8, pair_of_lane<GATE_UP>(o, tile, n * 8),
+                             {sums[0][n], sums[1][n]}, bias);
 }
 
 // Multiplies row pairs `first` to `last` - 1 of one expert by the tile's rows of x.

@@ -116,9 +116,10 @@ __device__ __forceinline__ void store_tile(float (&sum)[S::ROW_TILES][S::COLUMNS
                                 row_bias<T, GATE_UP>(o, w.rows, tile.expert, row_tile + 1)};
 #pragma unroll
         for (int n = 0; n < S::COLUMNS; ++n) {
-            const int pair = (n * S::COLUMN_WARPS + warp % S::COLUMN_WARPS) * 8;
-            if (pair < tile.pairs)
-                store<T, GATE_UP, 2>(o, w.rows, tile, row_tile, pair, {sum[m][n], sum[m + 1][n]}, bias);
+            const int token = (n * S::COLUMN_WARPS + warp % S::COLUMN_WARPS) * 8;
+            if (token < tile.pairs)
+                store<T, GATE_UP, 2>(o, w.rows, tile, row_tile, token, pair_of_lane<GATE_UP>(o, tile, token),
+                                     {sum[m][n], sum[m + 1][n]}, bias);
         }
     }
 }

@@ -120,6 +120,15 @@ __device__ __forceinline__ void consume(StageCursor<S>& cursor, const MappedWeig
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4;  // each warp has one weight tile
     const uint32_t words_at = in_register(Stage<S>::WEIGHTS + warp * S::TILE_BYTES + lane * 16);
     const uint32_t scales_at = in_register(Stage<S>::SCALES + warp * S::TILE_SCALE_BYTES + g * 4);
+    // Load what store() needs now, because the loads would delay the stores. Lane i of held[j] has pair 32 · j + i.
+    const int row_tile = tile.row_tile + warp;
+    const float2 bias[1] = {row_bias<T, GATE_UP>(o, w.rows, tile.expert, row_tile)};
+    uint32_t held[(N + 31) / 32];
+    if constexpr (!GATE_UP) {
+#pragma unroll
+        for (int j = 0; j < (N + 31) / 32; ++j)
+            held[j] = o.sorted[tile.first_pair + min(32 * j + lane, tile.pairs - 1)];
+    }
     float sum[N / 2];
 #pragma unroll
     for (int i = 0; i < N / 2; ++i) sum[i] = 0.0f;
@@ -168,10 +177,11 @@ __device__ __forceinline__ void consume(StageCursor<S>& cursor, const MappedWeig
     read_after_wgmma(sum);
     if (lane == 0) barrier_arrive(previous + Stage<S>::EMPTY);
 
-    const int row_tile = tile.row_tile + warp;
-    const float2 bias[1] = {row_bias<T, GATE_UP>(o, w.rows, tile.expert, row_tile)};
 #pragma unroll
-    for (int n = 0; n < N / 8; ++n) store<T, GATE_UP, 1>(o, w.rows, tile, row_tile, n * 8, {sum + n * 4}, bias);
+    for (int n = 0; n < N / 8; ++n) {
+        const uint32_t pair = GATE_UP ? 0 : __shfl_sync(0xffffffffu, held[n / 4], n % 4 * 8 + g);
+        store<T, GATE_UP, 1>(o, w.rows, tile, row_tile, n * 8, pair, {sum + n * 4}, bias);
+    }
 }
 
 // Calls `consume` with N set to the smallest multiple of 16 that is at least the tile's number of pairs.

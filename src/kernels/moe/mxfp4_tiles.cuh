@@ -196,14 +196,20 @@ template <int WORDS, typename T> __device__ __forceinline__ void store_words(T* 
     *reinterpret_cast<V*>(to) = *reinterpret_cast<const V*>(words);
 }
 
+// Returns the index of the pair whose results store() stores in this lane. Only down needs it, to find the row of y.
+template <bool GATE_UP, typename T>
+__device__ __forceinline__ uint32_t pair_of_lane(const Output<T>& o, const OutputTile& tile, int token) {
+    return GATE_UP ? 0 : o.sorted[tile.first_pair + min(token + (int)threadIdx.x % 32 / 4, tile.pairs - 1)];
+}
+
 // Adds the biases to the sums of 8 pairs × TILES weight tiles, and stores the results.
-// `token` is the index of the first of the 8 pairs in the token tile.
+// `token` is the index of the first of the 8 pairs in the token tile. `pair` is the result of pair_of_lane.
 // For gate_up, applies the clamped SwiGLU before storing.
 // TILES is 1 or 2. If TILES is 2, `row_tile` is even.
 // For each weight tile, lane 4g + t passes four sums: row g for pairs 2t and 2t + 1, then row g + 8 for the same pairs.
 template <typename T, bool GATE_UP, int TILES>
 __device__ __forceinline__ void store(const Output<T>& o, int rows, const OutputTile& tile, int row_tile, int token,
-                                      const float* const (&sums)[TILES], const float2 (&bias)[TILES]) {
+                                      uint32_t pair, const float* const (&sums)[TILES], const float2 (&bias)[TILES]) {
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     if constexpr (GATE_UP) {
         alignas(16) uint32_t words[TILES];
@@ -226,9 +232,7 @@ __device__ __forceinline__ void store(const Output<T>& o, int rows, const Output
             words[2 * i] = transposed<T>(sums[i][0] + bias[i].x, sums[i][1] + bias[i].x);
             words[2 * i + 1] = transposed<T>(sums[i][2] + bias[i].y, sums[i][3] + bias[i].y);
         }
-        if (token + g < tile.pairs && row_tile * 16 < rows) {
-            const size_t pair = o.sorted[tile.first_pair + token + g];
-            store_words(o.out + pair * rows + row_tile / 2 * 32 + t * 8 + row_tile % 2 * 4, words);
-        }
+        if (token + g < tile.pairs && row_tile * 16 < rows)
+            store_words(o.out + (size_t)pair * rows + row_tile / 2 * 32 + t * 8 + row_tile % 2 * 4, words);
     }
 }

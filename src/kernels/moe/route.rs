@@ -57,8 +57,8 @@ impl RoutedPairs {
     ///
     /// Routing takes one launch if there are at most `ROUTE_TOKENS` tokens and `ROUTE_EXPERTS` experts, if the hidden
     /// size is a multiple of 4, and if the GPU can run kernels with clusters (`runs_hopper_code`).
-    /// Otherwise, it takes two launches (`choose_experts.cu`, `sort_by_expert.cu`), or more if `choose_experts` does not
-    /// support the sizes.
+    /// Otherwise, it takes two launches (`choose_experts.cu`, `sort_by_expert.cu`), or more if `choose_experts` is not the
+    /// fastest way.
     pub fn route(
         x: &Tensor,
         weight: &Tensor,
@@ -85,7 +85,7 @@ impl RoutedPairs {
         if (1..=ROUTE_TOKENS).contains(&tokens) && is_supported && runs_hopper_code(device)? {
             return Self::route_few_tokens(device, x, weight, bias, chosen, usage);
         }
-        if choose_experts::is_supported(x, weight)? {
+        if choose_experts::is_fastest(device, x, weight)? {
             let (ids, weights) = choose_experts(device, x, weight, bias, chosen)?;
             return Self::new(&ids, weights, experts);
         }

@@ -27,25 +27,26 @@ template <typename Use> __device__ __forceinline__ void each_pair(const uint32_t
 
 extern "C" __global__ void __launch_bounds__(1024)
     sort_by_expert(const uint32_t* ids, uint32_t* sorted, uint32_t* offsets, uint32_t* rows, int pairs, int experts) {
-    // At first, next[e] is the number of pairs of expert e in the shares of earlier blocks, and later[e] is their
-    // number in the other shares. Later, next[e] is the position in `sorted` of the next pair of expert e from this
-    // share. padding[e] is the number of unused rows before the first row of expert e.
-    __shared__ uint32_t next[MAX_EXPERTS], later[MAX_EXPERTS], padding[MAX_EXPERTS];
+    // At first, next[e] is the number of pairs of expert e in the shares of earlier blocks, and rest[e] is their number
+    // in this block's share and in the shares of later blocks. Later, next[e] is the position in `sorted` of the next
+    // pair of expert e from this block's share. padding[e] is the number of unused rows before the first row of expert
+    // e.
+    __shared__ uint32_t next[MAX_EXPERTS], rest[MAX_EXPERTS], padding[MAX_EXPERTS];
     const int share = (pairs + gridDim.x - 1) / gridDim.x, first = min((int)blockIdx.x * share, pairs);
-    for (int e = threadIdx.x; e < experts; e += blockDim.x) next[e] = later[e] = 0;
+    for (int e = threadIdx.x; e < experts; e += blockDim.x) next[e] = rest[e] = 0;
     __syncthreads();
     pdl_wait();
     pdl_launch_dependents();
     // Every block counts all pairs itself, because a sum over blocks would need another launch.
     each_pair(ids, 0, first, [&](int, uint32_t expert) { atomicAdd(&next[expert], 1u); });
-    each_pair(ids, first, pairs, [&](int, uint32_t expert) { atomicAdd(&later[expert], 1u); });
+    each_pair(ids, first, pairs, [&](int, uint32_t expert) { atomicAdd(&rest[expert], 1u); });
     __syncthreads();
     if (threadIdx.x < 32) {
         const int lane = threadIdx.x;
         uint32_t start = 0, unused = 0;  // pairs and unused rows of the experts before `base`
         for (int base = 0; base < experts; base += 32) {
             const int e = base + lane;
-            const uint32_t earlier = e < experts ? next[e] : 0, count = e < experts ? earlier + later[e] : 0;
+            const uint32_t earlier = e < experts ? next[e] : 0, count = e < experts ? earlier + rest[e] : 0;
             const uint32_t own_unused = (8 - count % 8) % 8;
             uint32_t pairs_up_to = count, unused_up_to = own_unused;
 #pragma unroll

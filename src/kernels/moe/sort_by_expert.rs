@@ -7,7 +7,7 @@ use crate::kernels::constants::MAX_EXPERTS;
 use crate::kernels::launch::{Arguments, Launch, LaunchShape, module};
 use crate::kernels::scratch;
 
-/// The minimum number of pairs that a thread block sorts, if there are several blocks.
+/// The maximum number of pairs that a thread block sorts, unless there are already [`MAX_BLOCKS`] blocks.
 /// Every block counts all pairs, so with more blocks, counting takes a larger part of the time.
 const PAIRS_PER_BLOCK: usize = 2048;
 /// The maximum number of thread blocks.

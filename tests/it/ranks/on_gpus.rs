@@ -206,7 +206,8 @@ fn gpus_add_partial_results_to_the_residual_stream((size, path): (usize, Exchang
     on_gpus(size, path, |world, device, exchange| {
         // With 3000 rows, a rounded update needs two launches, and an exact update is not supported.
         // For a row of 16,384 columns, a thread holds 32 columns, which is the maximum.
-        for (rows, columns) in [(1, 8), (2, 64), (7, 2880), (130, 4096), (3000, 2880), (5, 16_384)] {
+        // Rows of more than 4,096 columns have several parts, of which the last one may not be full.
+        for (rows, columns) in [(1, 8), (2, 64), (7, 2880), (130, 4096), (3000, 2880), (9, 4104), (5, 16_384)] {
             let cases = [(DType::BF16, true), (DType::F32, false)];
             let cases = cases.into_iter().flat_map(|case| [(case, true), (case, false)]);
             let forms = ["rows", "parts", "experts"];
