@@ -107,7 +107,8 @@ pub struct EditedRow<'e> {
     pub in_flight: Option<u32>,
 }
 
-/// Queues a kernel that edits `rows` of `logits` in place. Fails if `rows` contains a row twice.
+/// Queues a kernel that edits `rows` of `logits` in place.
+/// Fails if a row occurs twice or is not in `logits`, or if an `in_flight` index is not in `tokens`.
 /// `logits` is f32 and has one column per token of the vocabulary.
 ///
 /// `tokens`, u32, holds the tokens of the previous step.

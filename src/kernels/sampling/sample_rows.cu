@@ -117,7 +117,7 @@ __device__ __forceinline__ void each_four(const Row& row, int start, int end, in
             use(id, load(id));
         }
     };
-    // A condition in the loop would keep the loads from being in flight at the same time.
+    // Test the alignment outside of the loop: a branch in the loop would keep its loads from being in flight together.
     if (row.vocab % 4 == 0)
         loop([&](int id) { return row.load<true>(id, end); });
     else

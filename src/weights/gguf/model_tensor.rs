@@ -29,7 +29,7 @@ pub enum RowMapping {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Transform {
     None,
-    /// Treats each element of a source vector as one row.
+    /// Treats each element of the source as one row. For biases, which can be a vector or stacked: `[experts, rows]`.
     Vector,
     /// Subtracts 1, because the file stores each norm weight as the Hugging Face value plus 1.
     MinusOne,

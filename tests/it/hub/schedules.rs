@@ -161,7 +161,8 @@ impl Schedule {
         self.check_cache(hub);
     }
 
-    /// Checks that every blob is complete. If the model can be found, also checks that it is complete.
+    /// Checks the contents of every blob, except of unfinished downloads.
+    /// If the model can be found, also checks that it has all files and that they are undamaged.
     fn check_cache(&self, hub: &Hub) {
         for entry in fs::read_dir(self.machine.repo().join("blobs")).into_iter().flatten() {
             let path = entry.unwrap().path();
