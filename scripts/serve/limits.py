@@ -260,7 +260,7 @@ def grammars(options, report):
     slow, fast = statistics.median(during), statistics.median(alone)
     ms = [[round(1e3 * time_s, 1) for time_s in times] for times in (alone, during)]
     figure = f"{slow / fast:.2f}× (medians of {ms[0]} → {ms[1]} ms)"
-    report.add(f"{name}: p99 between tokens of other requests", "≤ 1.2×", figure, slow <= 1.2 * fast, is_speed=True)
+    report.add(f"{name}: p99 time between tokens of other requests", "≤ 1.2×", figure, slow <= 1.2 * fast, is_speed=True)
 
 
 def constrained(options, report):

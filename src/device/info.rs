@@ -16,7 +16,7 @@ pub struct DeviceInfo {
 }
 
 impl DeviceInfo {
-    /// Describes the CPU: its number of threads, and the system memory if /proc/meminfo exists.
+    /// Describes the CPU: the number of threads that the process can use, and the system memory if /proc/meminfo exists.
     pub fn cpu() -> Self {
         let meminfo = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
         let bytes = |field: &str| {

@@ -157,7 +157,7 @@ impl Process {
         } else if last_words.contains("memory allocation of") || last_words.contains("out of memory") {
             format!("{what} needed more than {} MiB of memory", budget.memory_bytes >> 20)
         } else if last_words.contains("overflowed its stack") || signal == Some(Signal::SIGSEGV) {
-            format!("{what} is nested too deeply")
+            format!("{what} recursed too deeply")
         } else {
             let status = status.map_or_else(|e| e.to_string(), |s| s.to_string());
             format!("the process of the tokenizer and the chat template ended unexpectedly ({status})")

@@ -130,7 +130,7 @@ impl Inventory {
                         let compute = || share_of_layer(&layers[layer], dimension, rank, ranks);
                         Some(*shares.entry((layer, dimension)).or_insert_with(compute))
                     }
-                    // Count the whole tensor if ranks do not divide it, or if it belongs to no decoder layer.
+                    // Count the whole tensor if it is not split among the ranks, or if it belongs to no decoder layer.
                     _ => None,
                 };
                 weight_bytes = weight_bytes.saturating_add(match share_of {

@@ -1,6 +1,7 @@
 //! The decode step as a CUDA graph.
 //!
-//! [`DecodeGraph::plan`] turns the decoder's layers into a fixed list of fused kernel launches on static buffers.
+//! [`DecodeGraph::plan`] turns the decoder's layers and output head into a fixed list of launches of fused kernels.
+//! The kernels work on static buffers.
 //! This list, followed by the launches that choose the token, is captured as a graph: once with launches that choose
 //! the most likely token, and once with launches that sample.
 //!

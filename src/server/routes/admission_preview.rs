@@ -20,7 +20,8 @@ struct AdmissionPreview {
     object: &'static str,
     /// Whether the prompt is short enough to leave space in the context for an answer.
     fits: bool,
-    /// Whether the server would admit the request now. False if the queue has no room for the request's answers.
+    /// Whether the server would admit the request now. False if the queue has no room for the request's answers, or if
+    /// the tenant would exceed its share of the room.
     accepted: bool,
     starts_now: bool,
     /// If `accepted` is true, the expected seconds until the request would start.

@@ -18,7 +18,7 @@ pub type ReadRange<'r> = dyn Fn(&str, Range<u64>) -> Result<Vec<u8>> + 'r;
 
 /// The files of a model on a hub.
 pub struct RemoteParts<'r> {
-    /// The file names and their sizes in bytes.
+    /// The name of each file, and its size in bytes.
     pub files: &'r [(String, u64)],
     pub read: &'r ReadRange<'r>,
 }

@@ -91,7 +91,7 @@ fn hostile_templates_are_refused() {
         format!("{{% set ns = namespace(s='aaaa', l=[1, 2]) %}}{{% for i in range(60) %}}{body}{{% endfor %}}")
     };
     let templates = [
-        ("a cycle", "{% set ns = namespace() %}{% set ns.x = ns %}{{ ns }}".to_string(), "nested too deeply"),
+        ("a cycle", "{% set ns = namespace() %}{% set ns.x = ns %}{{ ns }}".to_string(), "recursed too deeply"),
         (
             "pprint of a cycle",
             "{% set ns = namespace() %}{% set ns.x = ns %}{{ ns | pprint }}".into(),
@@ -104,7 +104,7 @@ fn hostile_templates_are_refused() {
                 .into(),
             "",
         ),
-        ("a long chain of operators", format!("{{{{ 1{} }}}}", "+1".repeat(490_000)), "nested too deeply"),
+        ("a long chain of operators", format!("{{{{ 1{} }}}}", "+1".repeat(490_000)), "recursed too deeply"),
         ("parentheses", format!("{{{{ {}1{} }}}}", "(".repeat(400_000), ")".repeat(400_000)), "recursion"),
         ("doubling", loop_over("{% set ns.s = ns.s ~ ns.s %}"), "MiB of memory"),
         ("replace", loop_over("{% set ns.s = ns.s | replace('a', 'aa') %}"), "MiB of memory"),
@@ -143,7 +143,7 @@ fn next_request_works_after_a_template_exceeded_a_limit() {
     let expected = render("hello").unwrap();
     for _ in 0..2 {
         let error = render("boom").unwrap_err().to_string();
-        assert!(error.contains("nested too deeply"), "{error}");
+        assert!(error.contains("recursed too deeply"), "{error}");
         assert_eq!(render("hello").unwrap(), expected);
     }
 }

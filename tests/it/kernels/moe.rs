@@ -170,7 +170,7 @@ fn experts_in_fixed_order_do_not_depend_on_other_tokens() {
             };
             let (shares, all) = run(0, tokens);
             for _ in 0..20 {
-                assert!(run(0, tokens).1 == all, "{dtype:?}: two runs with all tokens differ");
+                assert!(run(0, tokens).1 == all, "{dtype:?}: two runs of the batch of {tokens} tokens differ");
             }
             for (first, count) in (0..64).map(|first| (first, 1)).chain([(0, 2), (5, 7), (20, 40), (3, 130)]) {
                 let (got_shares, got) = run(first, count);
