@@ -21,7 +21,7 @@
 #
 # INFERNO_CUDA_12, INFERNO_CUDA_13   folders with CUDA toolkits [cuda12, cuda13 in the target folder; installed if missing]
 # CUDA_COMPUTE_CAP [80], INFERNO_EXTRA_COMPUTE_CAPS [86,89,90]   the lowest compute capability of the CUDA programs, and
-#   the higher ones for which they contain machine code too (see build.rs)
+#   the higher ones for which they contain machine code too
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

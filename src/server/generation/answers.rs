@@ -11,8 +11,8 @@ use tokio::sync::oneshot;
 use super::choice::{Choice, Finish, Pieces, finite_logprob};
 use super::usage::Usage;
 use crate::engine::{
-    EngineHandle, Event, GenerationRecord, RecordedAnswer, RecordedRequest, Request, RequestStream, ScoredPrompt,
-    Summary,
+    EngineHandle, Event, FinishReason, GenerationRecord, RecordedAnswer, RecordedRequest, Request, RequestStream,
+    ScoredPrompt, Summary,
 };
 use crate::error::Error;
 use crate::server::http::error::ApiError;
@@ -139,14 +139,20 @@ pub async fn submit(server: &Arc<Server>, log: Arc<RequestLog>, submission: Subm
     })
 }
 
+/// Fails if a request has more answers than the server ever admits at once. `field` sets the number of answers.
+pub fn check_answer_count(server: &Server, count: usize, field: &str) -> Result<(), ApiError> {
+    let limit = server.admission.limit();
+    if count > limit {
+        return Err(ApiError::invalid(field, format!("cannot accept {count} answers at once: the limit is {limit}")));
+    }
+    Ok(())
+}
+
 /// Admits the answers to an HTTP request, either all of them or none. Each answer is one sequence.
 fn admit(server: &Server, log: &RequestLog, submission: &Submission) -> Result<Permit, ApiError> {
     let count = submission.requests.len() * submission.choices;
-    let limit = server.admission.limit();
-    if count > limit {
-        let field = if submission.choices > 1 { "n" } else { submission.prompt_field };
-        return Err(ApiError::invalid(field, format!("cannot accept {count} answers at once: the limit is {limit}")));
-    }
+    let field = if submission.choices > 1 { "n" } else { submission.prompt_field };
+    check_answer_count(server, count, field)?;
     server.admission.admit(log.tenant().index(), count).map_err(|wait| {
         server.metrics.admission_rejections.with_label_values(&["queue"]).inc();
         ApiError::overloaded("the queue has no room for the request", wait)
@@ -295,7 +301,10 @@ impl Answers {
             answer.stream.complete();
         }
         if let (Some(summary), Some(finish)) = (&summary, pieces.finish) {
-            metrics.requests.with_label_values(&[finish.as_str()]).inc();
+            // vLLM counts a canceled answer as "abort". The response says "stop", because OpenAI has no such value.
+            let is_canceled = summary.finish_reason == FinishReason::Canceled;
+            let reason = if is_canceled { "abort" } else { finish.as_str() };
+            metrics.requests.with_label_values(&[reason]).inc();
             metrics.times.observe_answer(summary, self.submitted.elapsed().as_secs_f64());
         }
         (answer.summary, answer.finish) = (summary, pieces.finish);

@@ -14,4 +14,4 @@ pub mod generate_options;
 pub mod reply;
 pub mod usage;
 
-pub use answers::{Answers, Submission, submit};
+pub use answers::{Answers, Submission, check_answer_count, submit};

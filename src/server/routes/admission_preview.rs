@@ -8,7 +8,7 @@ use axum::response::Response;
 use serde::Serialize;
 
 use crate::nn::kv_cache::BLOCK_TOKENS;
-use crate::server::generation::reply;
+use crate::server::generation::{check_answer_count, reply};
 use crate::server::http::body::{json_response, read_json};
 use crate::server::http::error::ApiError;
 use crate::server::openai::chat::ChatRequest;
@@ -69,6 +69,7 @@ pub async fn preview(
     let fields = read_json(request, &server.options.timeouts).await?;
     let ChatRequest { mut request, choices, ignored, .. } = ChatRequest::read(fields, &server, &engine)?;
     reply::check_strict(&headers, &ignored)?;
+    check_answer_count(&server, choices, "n")?;
     if let Some(options) = &mut request.options {
         options.tenant = tenant.index() as u64;
         options.deterministic |= reply::is_deterministic(&headers);

@@ -61,6 +61,9 @@ fn a_preview_equals_what_happens() {
     assert!(full["expected_wait_s"].as_f64().unwrap() > 0.0, "{full}");
     assert_eq!(preview(&server, json!({ "priority": -1000 }))["requests_ahead"], 0);
     server.chat(json!({})).error(429);
+    // Waiting never helps a request with more answers than the server ever admits at once.
+    assert_eq!(server.chat(json!({ "n": 6 })).error(400)["param"], "n");
+    assert_eq!(server.post("/v1/admission", &chat(json!({ "n": 6 }))).error(400)["param"], "n");
 }
 
 #[test]
