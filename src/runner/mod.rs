@@ -66,7 +66,7 @@ pub struct Runner {
     device: Device,
     /// The single sequence of `bench`, `perplexity` and `EngineHandle::logits`, which has the cache to itself.
     solo: SoloSequence,
-    /// The token of each sequence in the last step that was queued on a CPU, by sequence id.
+    /// The tokens that the last step queued on a CPU has chosen, by sequence id. They are inputs of the next queued step.
     queued_tokens: HashMap<u64, u32>,
     /// The time at which the tokens of a queued step were last taken.
     last_taken: Instant,

@@ -48,7 +48,7 @@ impl Output {
         Self { language, reader, stop, tokens: 0, min_tokens: *min_tokens, stop_token_ids, ignore_eos: *ignore_eos }
     }
 
-    /// Adds a token. Returns the text that is no longer held back.
+    /// Adds a token. Returns the new text, but holds back text that is incomplete or may become a stop string.
     /// The stop tokens of the request add no text of their own.
     /// Without a chat format, the model's stop tokens add none either, unless the request ignores them.
     pub fn push(&mut self, token: u32) -> Result<Vec<Delta>> {

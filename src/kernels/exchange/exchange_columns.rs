@@ -35,7 +35,7 @@ impl GpuExchange {
         };
         let max_rows = self.region() / share(columns, 1, 0, self.mailboxes.len()).len().max(1);
         if max_rows == 0 {
-            bail!("cannot concatenate columns: a row of {columns} columns does not fit in a mailbox region");
+            bail!("cannot concatenate columns: a rank's share of {columns} columns does not fit in a mailbox region");
         }
         for start in (0..rows).step_by(max_rows) {
             let part = |tensor: &Tensor| tensor.narrow(0, start, max_rows.min(rows - start));

@@ -124,13 +124,12 @@ impl GpuExchange {
         unsafe { self.enqueue_within(LOAD_TIMEOUT, launch) }
     }
 
-    /// Like [`enqueue`](Self::enqueue), for an operation after a graph. No rank loads kernels between the graph and
-    /// the operation.
+    /// Like [`enqueue`](Self::enqueue), but waits for the other ranks only for [`ANSWER_TIMEOUT`] if the operation follows
+    /// a graph. No rank loads kernels between a graph and such an operation.
     ///
     /// # Safety
     /// The same as for [`enqueue`](Self::enqueue).
     pub(super) unsafe fn enqueue_after_graph(&self, launch: Launch) -> Result<()> {
-        // The operation can also follow other operations, as in a step without a graph.
         let limit = if self.may_load.load(Ordering::Relaxed) { LOAD_TIMEOUT } else { ANSWER_TIMEOUT };
         // SAFETY: the caller guarantees valid arguments.
         unsafe { self.enqueue_within(limit, launch) }

@@ -128,7 +128,7 @@ pub(super) fn add_attention(
     };
     // The attention kernel may start while the QKV projection is still running.
     // Before the projection ends, the kernel reads only data that the projection does not write:
-    // the position, the block table, and the keys and values of earlier steps.
+    // the sinks, the position, the block table, and the keys and values of earlier steps.
     let launch = flash.launch(&tensors)?;
     // SAFETY: `FlashAttention::launch` checks the shapes and dtypes.
     // `DecodeGraph` runs a step only if the block table covers its position.

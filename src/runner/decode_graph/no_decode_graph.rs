@@ -9,7 +9,7 @@ use candle_core::DType;
 /// see `step/route.rs`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum NoDecodeGraph {
-    /// The user passed `--eager`.
+    /// [`RunnerOptions::eager`](crate::runner::RunnerOptions::eager) is true, for example because of `--eager`.
     Eager,
     /// The user passed `--deterministic`, but the decode graph does not add in the order `SumOrder::Fixed`.
     Deterministic,

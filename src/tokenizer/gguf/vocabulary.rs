@@ -57,7 +57,8 @@ pub struct SpecialIds {
     pub add_eos: bool,
 }
 
-/// The type of a token, from `tokenizer.ggml.token_type`. Tokens without a type or with an unknown type are `Normal`.
+/// The type of a token, from `tokenizer.ggml.token_type`.
+/// A token without a type, or with a number that stands for none of these types, is `Normal`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TokenType {
     Normal,

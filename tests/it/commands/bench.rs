@@ -114,7 +114,8 @@ fn bench_names_the_context_that_it_needs() {
     for wrong in [["-r", "0"], ["-p", "many"], ["-n", "-1"], ["-d", ""]] {
         assert_eq!(bench(&wrong).status.code(), Some(2), "{wrong:?}");
     }
-    // The longest test has 900 prompt tokens at depth 700, and `bench` adds two positions to every test.
+    // The longest test has 900 prompt tokens at depth 700. `bench` adds two positions, because a chat test has two more
+    // tokens than it measures.
     let too_small = bench(&["-p", "16,900", "-n", "8", "-d", "0,700", "--context", "1024"]);
     assert_fails(&too_small, 2, &["--context 1602", "1024"]);
     // A depth of 100,000 tokens exceeds the longest context of the demo model.

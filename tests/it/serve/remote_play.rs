@@ -258,7 +258,8 @@ fn reasoning_that_fills_the_context_of_a_server_is_explained() {
         "[DONE]",
     ]);
     let warning = |model: &str| text(&ask(&mock.url, &[model]).stderr);
-    // The server reports the context length of org/b only. The flag --context cannot be combined with --url.
+    // The server reports the context length of org/b only, so only there does the chat know that the context is full.
+    // It does not suggest --context, which cannot be combined with --url.
     assert!(warning("org/b").contains("used all 10 tokens for reasoning; shorten the prompt"), "{}", warning("org/b"));
     assert!(warning("org/a").contains("used all 10 tokens for reasoning; raise --max-tokens"), "{}", warning("org/a"));
 }

@@ -57,7 +57,7 @@ impl CompletionRequest {
     }
 }
 
-/// Reads the field `prompt`: a text, an array of token ids, or an array of several prompts.
+/// Reads the field `prompt`: one prompt (a text or an array of token ids), or an array of prompts.
 fn read_prompts(fields: &mut Fields) -> Result<Vec<Prompt>, ApiError> {
     let expected = "expected a string, token ids, or an array of strings or of arrays of token ids";
     let prompts = match fields.take("prompt") {
