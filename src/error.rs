@@ -151,9 +151,13 @@ pub enum Error {
     )]
     PromptTooLong { prompt_bytes: usize, context_tokens: usize },
 
-    /// A request of `play --url` or `replay` to a server failed.
+    /// A request of `play --url` or `replay` got no response from a server.
     #[error("cannot reach a server at {url}: {cause}\n  check the URL, and check that the server is running")]
     ServerUnreachable { url: String, cause: String },
+
+    /// The response to a request of `play --url` or `replay` broke off, or was too large.
+    #[error("cannot read the response of the server at {url}: {cause}")]
+    ResponseBroken { url: String, cause: String },
 
     /// The server responded to `play --url` or `replay` with something other than JSON.
     #[error(
@@ -198,7 +202,7 @@ impl Error {
             Error::ServerRoute { .. } | Error::ModelNotServed { .. } => 3,
             Error::Gated { .. } | Error::ServerAccess { .. } => 4,
             Error::Offline { .. } | Error::Network { .. } => 5,
-            Error::ServerUnreachable { .. } | Error::ServerNotJson { .. } => 5,
+            Error::ServerUnreachable { .. } | Error::ResponseBroken { .. } | Error::ServerNotJson { .. } => 5,
             Error::Verification { .. } => 6,
             Error::NoGpu { .. } | Error::GpuFailed(_) => 7,
             Error::OutOfMemory { .. } => 8,

@@ -106,10 +106,10 @@ def mutate_gguf(rng, data):
     size = rng.choice([0, 1, 2, 3, 5, 31, 33, 255, 2**16, 2**31, 2**32 - 1, 2**32, 2**40, 2**62, 2**63, 2**64 - 1])
     if kind == 0:
         file.count_change = rng.choice([-1, 1, 1000, 2**31, 2**63])
-        return file.bytes(), f"change the number of tensors by {file.count_change}"
+        return file.bytes(), f"change the tensor count in the header by {file.count_change}"
     if kind == 1:
         file.pair_count_change = rng.choice([-1, 1, 1000, 2**31, 2**63])
-        return file.bytes(), f"change the number of keys by {file.pair_count_change}"
+        return file.bytes(), f"change the key count in the header by {file.pair_count_change}"
     if kind == 2:
         file.version, file.magic = rng.choice([(0, b"GGUF"), (1, b"GGUF"), (2, b"GGUF"), (99, b"GGUF"),
                                                (3 << 24, b"GGUF"), (3, b"GGML")])

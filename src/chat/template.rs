@@ -33,7 +33,7 @@ const MAX_DEPTH: usize = 200;
 const MAX_OUTPUT_BYTES: usize = 64 << 20;
 const NAME: &str = "chat_template";
 
-/// The template variables that a request cannot set.
+/// The template variables that inferno sets itself. `chat_template_kwargs` cannot replace them.
 pub const RESERVED_VARIABLES: [&str; 5] = ["messages", "tools", "documents", "add_generation_prompt", "strftime_now"];
 
 /// The chat template of a model. Some models have a separate template for conversations with tools.

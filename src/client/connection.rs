@@ -74,7 +74,10 @@ enum StreamMessage {
     Refused(RefusedResponse),
     /// The server responded with neither JSON nor events. Contains the start of the body.
     NotJson(Vec<u8>),
+    /// There was no response.
     Failed(ureq::Error),
+    /// The body of the response could not be read.
+    Broken(ureq::Error),
 }
 
 /// A response with an error status.
@@ -196,6 +199,7 @@ impl Connection {
                 StreamMessage::Refused(refusal) => return Err(self.refusal(&refusal)),
                 StreamMessage::NotJson(body) => return Err(self.not_json(&body)),
                 StreamMessage::Failed(error) => return Err(self.failure(&error)),
+                StreamMessage::Broken(error) => return Err(self.broken_response(&error)),
             }
         }
     }
@@ -219,9 +223,15 @@ impl Connection {
             return Err(self.refusal(&RefusedResponse::read(response)));
         }
         let body = response.body_mut().with_config().limit(MAX_BODY_BYTES).read_to_vec();
-        body.map_err(|error| self.failure(&error))
+        body.map_err(|error| self.broken_response(&error))
     }
 
+    /// Returns the error for a response whose body could not be read.
+    fn broken_response(&self, error: &ureq::Error) -> anyhow::Error {
+        Error::ResponseBroken { url: self.url.to_string(), cause: library_error(error) }.into()
+    }
+
+    /// Returns the error for a request without a response.
     fn failure(&self, error: &ureq::Error) -> anyhow::Error {
         Error::ServerUnreachable { url: self.url.to_string(), cause: library_error(error) }.into()
     }
@@ -291,14 +301,14 @@ fn read_stream(response: Result<Response<Body>, ureq::Error>, events: &SyncSende
     let content_type = response.headers().get(header::CONTENT_TYPE).and_then(|value| value.to_str().ok());
     if content_type.is_some_and(|kind| kind.starts_with("application/json")) {
         let body = response.body_mut().with_config().limit(MAX_BODY_BYTES).read_to_string();
-        return drop(events.send(body.map_or_else(StreamMessage::Failed, StreamMessage::Event)));
+        return drop(events.send(body.map_or_else(StreamMessage::Broken, StreamMessage::Event)));
     }
     // Some servers send events with another content type. Their first event shows that the response is a stream.
     let mut is_event_stream = content_type.is_some_and(|kind| kind.starts_with("text/event-stream"));
     let mut stream = BufReader::new(response.body_mut().as_reader());
     let start = match stream.fill_buf() {
         Ok(start) => start.to_vec(),
-        Err(error) => return drop(events.send(StreamMessage::Failed(error.into()))),
+        Err(error) => return drop(events.send(StreamMessage::Broken(error.into()))),
     };
     let mut is_awaited = true;
     loop {
@@ -311,7 +321,7 @@ fn read_stream(response: Result<Response<Body>, ureq::Error>, events: &SyncSende
             Ok(Some(_)) => {}
             Ok(None) if !is_event_stream => return drop(events.send(StreamMessage::NotJson(start))),
             Ok(None) => return,
-            Err(error) => return drop(events.send(StreamMessage::Failed(error.into()))),
+            Err(error) => return drop(events.send(StreamMessage::Broken(error.into()))),
         }
     }
 }

@@ -25,7 +25,7 @@ type CreateHandle = unsafe extern "C" fn(*mut cublasHandle_t) -> cublasStatus_t;
 type DestroyHandle = unsafe extern "C" fn(cublasHandle_t) -> cublasStatus_t;
 type Synchronize = unsafe extern "C" fn() -> CUresult;
 
-/// The original functions of cuBLAS and of the driver, which wait for all work of a GPU.
+/// The original `cublasCreate_v2`, `cublasDestroy_v2` and `cuCtxSynchronize`. Each of them waits for all work of a GPU.
 #[derive(Clone, Copy)]
 struct WaitingFunctions {
     create_handle: CreateHandle,

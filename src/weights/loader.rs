@@ -328,7 +328,8 @@ enum ReadPlan<'r> {
     Ahead(&'r dyn TensorReader),
     /// Several threads read the tensor to the device of the weights.
     Threads { reader: &'r dyn PartSource, file: &'r ByteRange, shared: Option<&'r SharedReads> },
-    /// This thread reads the tensor to host memory. With `shared`, several threads of each rank may read it.
+    /// The tensor is read to host memory: on this thread, or, with `shared`, each rank reads a share of it, if necessary
+    /// with several threads.
     Host { shared: Option<&'r SharedReads> },
 }
 

@@ -42,7 +42,8 @@ pub enum Group {
 /// How a checkpoint stores a tensor, and how inferno keeps it in memory. Vectors are kept as F32 in every form.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Form {
-    /// A matrix `[out, in]`, or stacked matrices. A quantized matrix keeps the quantization of the file.
+    /// A matrix `[out, in]`, or stacked matrices. A quantized matrix keeps the quantization of the file, except that the
+    /// MXFP4 matrices of GGUF files count as float matrices.
     /// Loading can quantize a float matrix, but quantizes an embedding only if it is also the output head.
     Matrix,
     /// Like `Matrix`, but safetensors files store it as `[in, out]`. Loading can quantize it only from a GGUF file.

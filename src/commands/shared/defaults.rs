@@ -174,7 +174,7 @@ fn start_logging(matches: &ArgMatches) {
     logging::start(matches.get_count("verbose"), format);
 }
 
-/// Returns the conversation that `--resume` names, or `None` without `--resume`.
+/// Returns the conversation that `--resume` selects (without a name, the most recent one), or `None` without `--resume`.
 /// Takes the conversation from `known` if it is set, and otherwise reads the conversation's file.
 fn saved_conversation(arguments: &ArgMatches, known: Option<&KnownModel>) -> Result<Option<SavedConversation>> {
     if let Some(known) = known {

@@ -55,6 +55,7 @@ pub fn add_mxfp4_gate_up(
 ) -> Result<()> {
     let ((chosen, intermediate), columns) = (expert_buffers.h.dims2()?, buffers.x.dims1()?);
     let experts = expert_buffers.logits.dims1()?;
+    check("the number of chosen experts", chosen <= MAX_CHOSEN_MXFP4.min(experts), &expert_buffers.h)?;
     check("the expert tiles", weights.dims() == (experts, 2 * intermediate, columns), weights.blocks())?;
     check_f32("the expert bias", bias, experts * 2 * intermediate)?;
     let arguments = Arguments::new()
@@ -74,7 +75,8 @@ pub fn add_mxfp4_gate_up(
     let shape = LaunchShape::new(grid, DECODE_UP_THREADS).with_shared_bytes(columns.next_multiple_of(64) * 4);
     let launch = Launch::new(module!("mxfp4_experts"), "decode_gate_up_mxfp4", shape, arguments);
     let bytes = weights.bytes() / experts as u64 * chosen as u64;
-    // SAFETY: shapes and dtypes are checked above. The kernel chooses only valid expert ids.
+    // SAFETY: the tiles, the bias and the number of chosen experts are checked above, so the kernel chooses only valid
+    // expert ids. `ExpertBuffers::new` allocates the other buffers with the sizes of x and of the experts.
     unsafe { launches.add(launch.with_bytes_moved(bytes)) }
 }
 

@@ -198,6 +198,10 @@ impl GpuExchange {
     /// `update_residual`, which is valid only in this rank's rows.
     pub(super) fn gather_own_rows(&self, x: &Tensor) -> Result<Tensor> {
         let (rows, columns) = x.dims2()?;
+        if x.dtype() != DType::F32 || !columns.is_multiple_of(4) || !address(x)?.is_multiple_of(16) {
+            let dtype = x.dtype();
+            bail!("cannot gather the rows of all ranks: {dtype:?} rows of {columns} columns are not supported");
+        }
         let Some(ranges) = self.row_ranges(rows, columns) else {
             bail!("cannot gather the rows of all ranks: a row of {columns} columns does not fit in a mailbox region");
         };
@@ -219,7 +223,8 @@ impl GpuExchange {
                 .int(largest);
             let shape = self.shape(largest / 4);
             let launch = Launch::new(module!("exchange_columns"), "exchange_columns_4", shape, arguments).overlapping();
-            // SAFETY: `row_ranges` returns ranges that fit in a region. The mailboxes live as long as `self`.
+            // SAFETY: the dtype, the columns and the alignment are checked above, `out` has room for all rows, and the
+            // ranges of `row_ranges` fit in a region.
             unsafe { self.enqueue(launch)? };
         }
         Ok(out)

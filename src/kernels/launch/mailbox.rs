@@ -11,7 +11,8 @@ use super::host_words::HostWords;
 
 /// u32 slots in host memory; zero means empty. Kernels write nonzero words. The host reads a word, then writes zero.
 ///
-/// A kernel that writes to a slot may be queued only after the host has emptied the slot.
+/// If the host takes the words of a slot, a kernel that writes to the slot may be queued only after the host has emptied
+/// it. The host never takes the words of queued steps on other ranks than the first, so kernels overwrite them there.
 /// `DecodeGraph` and `QueuedStepBuffers` have slots for all words that can be sent before the host takes the first one.
 pub struct HostMailbox {
     slots: Arc<HostWords>,

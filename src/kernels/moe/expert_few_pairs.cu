@@ -135,8 +135,8 @@ __device__ __forceinline__ void store_row_pair(const Output<T>& o, int rows, con
                              {sums[0][n], sums[1][n]}, bias);
 }
 
-// Multiplies row pairs `first` to `last` - 1 of one expert by the tile's rows of x.
-// The rows of x are in shared memory at address `xs`: [steps][8 · N rows][128 bytes].
+// Multiplies row pairs `first` to `last` - 1 of one expert by the tile's rows of x (gate_up) or h (down).
+// Stores the results. The rows of x or h are in shared memory at address `xs`: [steps][8 · N rows][128 bytes].
 // For down, `load_x` waits for the previous kernel and starts copying the rows of h.
 // For gate_up, the rows of x are already in shared memory, and `load_x` does nothing.
 template <typename T, bool GATE_UP, int N, typename LoadX>

@@ -6,7 +6,7 @@
 //! In the planes `low`, `high` and `scales`, the number of bytes per group is a power of two, so loads are aligned.
 //! The `supers` plane has 4 bytes per superblock of 256 columns.
 //!
-//! | plane  | contents for each group of 32 columns |
+//! | plane  | contents for each group of 32 columns, unless the row of the table names another unit |
 //! | ------ | ------------------------------------- |
 //! | low    | the low 2, 4 or 8 bits of each `q` |
 //! | high   | the next 1 or 2 bits of each `q`, in some formats |

@@ -101,7 +101,7 @@ __device__ __forceinline__ uint2 convert_quad(const RawGroup& raw, const GroupSc
         };
         // Each hex digit of a __byte_perm selector chooses one result byte. The last digit chooses the lowest byte.
         // Digits 0 to 3 select the bytes of q, and digit 4 selects the high byte of BIAS.
-        // Each result holds two values BIAS + q.
+        // Each result holds two values: BIAS plus one byte of q each.
         return make_uint2(convert(0x4140), convert(0x4342));
     }
 }

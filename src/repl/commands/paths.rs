@@ -7,9 +7,9 @@ use rustyline::completion::unescape;
 /// Removes the quotes around a path, and the backslashes that Tab completion puts before special characters.
 /// Between single quotes, a backslash is an ordinary character.
 pub fn unquote(path: &str) -> String {
-    // A trailing space can be part of the name, after a backslash.
     let path = path.trim_start();
     let trimmed = path.trim_end();
+    // Keep a trailing space that follows a backslash, because it is part of the name.
     let path = if trimmed.ends_with('\\') { &path[..path.len().min(trimmed.len() + 1)] } else { trimmed };
     let quoted = |quote: char| path.strip_prefix(quote)?.strip_suffix(quote);
     match (quoted('\''), quoted('"')) {

@@ -336,7 +336,7 @@ fn batch_equals_each_sequence_alone(model: ModelOnDevice) {
             }
         }
         for (index, member) in members.iter().enumerate() {
-            shared.assert_like_alone(&format!("sequence {index} of {size}"), member);
+            shared.assert_like_alone(&format!("sequence {} of {size}", index + 1), member);
         }
     }
 }

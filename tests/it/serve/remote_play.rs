@@ -279,7 +279,7 @@ fn failures_of_a_server_are_explained() {
     assert_fails(&ask(&mock.url, &["org/a"]), 1, &["invalid JSON"]);
     // The response body is shorter than its `Content-Length`.
     let mock = Mock::start("HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nContent-Length: 999\r\n\r\ndata: ");
-    assert_fails(&ask(&mock.url, &["org/a"]), 5, &["cannot reach a server"]);
+    assert_fails(&ask(&mock.url, &["org/a"]), 5, &["cannot read the response of the server at"]);
 
     let refusal = |status: &str, headers: &str, body: &str| {
         Mock::start(&format!("HTTP/1.1 {status}\r\n{headers}Content-Length: {}\r\n\r\n{body}", body.len()))

@@ -400,8 +400,8 @@ impl<'a> Simulator<'a> {
 
     /// Checks that a chunk exceeds half of the token budget only if the step completes all other running prompts.
     fn check_chunks(&mut self, plan: &StepPlan, unfinished: &BTreeSet<SequenceId>) {
-        // A chunk with prompt parts contains at least one whole part, even if less of the budget is left.
-        // It can therefore exceed half of the budget by up to one part.
+        // A part is never split. The first chunk of a divided prompt can therefore be one part that is larger than half of
+        // the budget, and the rest of the budget can extend a chunk by one more part, even if less than a part is left.
         let part = self.part_tokens();
         let longest = self.scenario.config.token_budget.div_ceil(2).max(part.unwrap_or(1)) + part.unwrap_or(0);
         for SequenceWork { id, .. } in plan.work.iter().filter(|work| work.range.len() > longest) {
