@@ -71,7 +71,7 @@ const COMPUTED: &str = "local_compute";
 const CACHED: &str = "local_cache_hit";
 
 /// The label values whose counters start at 0 when the server starts, so that Prometheus sees their first increase.
-const FINISH_REASONS: &[&str] = &["stop", "length", "tool_calls", "abort"];
+const FINISH_REASONS: &[&str] = &["stop", "length", "tool_calls"];
 const REJECTION_REASONS: &[&str] = &["queue"];
 const STATUS_CODES: &[&str] =
     &["200", "304", "400", "401", "403", "404", "405", "408", "413", "415", "429", "499", "500", "503"];

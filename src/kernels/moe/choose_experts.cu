@@ -11,8 +11,7 @@
 //   grid: ceil(tokens / (F32_FEW_ROWS_TOKENS · TILES)); block: 32 · F32_FEW_ROWS_WARPS
 //   dynamic shared memory: F32_FEW_ROWS_TOKENS · TILES · 4 bytes for each of F32_FEW_ROWS_WARPS · F32_FEW_ROWS_STRIDE
 //   partial sums, and for each expert, with the number of experts rounded up to a multiple of F32_FEW_ROWS_TILE
-//   bytes moved: x once per F32_FEW_ROWS_TILE experts and weight once per block, mostly from L2; ids, routing_weights
-//   once
+//   bytes moved: x once per F32_FEW_ROWS_TILE experts and weight once per block, mostly from L2; the results once
 template <int TILES>
 __device__ void choose_experts(const float* x, const float* weight, const float* bias, uint32_t* ids,
                                float* routing_weights, int tokens, int columns, int experts, int chosen) {

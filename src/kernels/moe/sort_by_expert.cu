@@ -27,10 +27,9 @@ template <typename Use> __device__ __forceinline__ void each_pair(const uint32_t
 
 extern "C" __global__ void __launch_bounds__(1024)
     sort_by_expert(const uint32_t* ids, uint32_t* sorted, uint32_t* offsets, uint32_t* rows, int pairs, int experts) {
-    // At first, next[e] is the number of pairs of expert e in the shares of earlier blocks, and rest[e] is their number
-    // in this block's share and in the shares of later blocks. Later, next[e] is the position in `sorted` of the next
-    // pair of expert e from this block's share. padding[e] is the number of unused rows before the first row of expert
-    // e.
+    // At first, next[e] counts the pairs of expert e in the shares of earlier blocks. rest[e] counts all its other
+    // pairs. Later, next[e] is the position in `sorted` of the next pair of expert e from this block's share.
+    // padding[e] is the number of unused rows before the first row of expert e.
     __shared__ uint32_t next[MAX_EXPERTS], rest[MAX_EXPERTS], padding[MAX_EXPERTS];
     const int share = (pairs + gridDim.x - 1) / gridDim.x, first = min((int)blockIdx.x * share, pairs);
     for (int e = threadIdx.x; e < experts; e += blockDim.x) next[e] = rest[e] = 0;

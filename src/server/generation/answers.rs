@@ -11,8 +11,8 @@ use tokio::sync::oneshot;
 use super::choice::{Choice, Finish, Pieces, finite_logprob};
 use super::usage::Usage;
 use crate::engine::{
-    EngineHandle, Event, FinishReason, GenerationRecord, RecordedAnswer, RecordedRequest, Request, RequestStream,
-    ScoredPrompt, Summary,
+    EngineHandle, Event, GenerationRecord, RecordedAnswer, RecordedRequest, Request, RequestStream, ScoredPrompt,
+    Summary,
 };
 use crate::error::Error;
 use crate::server::http::error::ApiError;
@@ -301,10 +301,7 @@ impl Answers {
             answer.stream.complete();
         }
         if let (Some(summary), Some(finish)) = (&summary, pieces.finish) {
-            // vLLM counts a canceled answer as "abort". The response says "stop", because OpenAI has no such value.
-            let is_canceled = summary.finish_reason == FinishReason::Canceled;
-            let reason = if is_canceled { "abort" } else { finish.as_str() };
-            metrics.requests.with_label_values(&[reason]).inc();
+            metrics.requests.with_label_values(&[finish.as_str()]).inc();
             metrics.times.observe_answer(summary, self.submitted.elapsed().as_secs_f64());
         }
         (answer.summary, answer.finish) = (summary, pieces.finish);

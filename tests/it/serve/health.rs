@@ -106,7 +106,6 @@ fn counters_of_a_new_server_are_zero() {
         "inferno_request_success_total{finished_reason=\"stop\"",
         "inferno_request_success_total{finished_reason=\"length\"",
         "inferno_request_success_total{finished_reason=\"tool_calls\"",
-        "inferno_request_success_total{finished_reason=\"abort\"",
         "inferno_admission_rejections_total{reason=\"queue\"",
         "inferno_http_responses_total{code=\"429\"",
         "inferno_http_responses_total{code=\"500\"",
