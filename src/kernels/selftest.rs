@@ -409,7 +409,7 @@ mod fused {
                 Some(tiles) => Ok(tiles),
                 None => bail!("repack rejected the scales, although none exceeds 2"),
             };
-        let (up_tiles, down_tiles) = (tiles(&up, RowOrder::Paired)?, tiles(&down, RowOrder::Plain)?);
+        let (up_tiles, down_tiles) = (tiles(&up, RowOrder::Paired)?, tiles(&down, RowOrder::Grouped)?);
         let gate_up = ExpertLinear { tiles: &up_tiles, bias: &up.2 };
         let down = ExpertLinear { tiles: &down_tiles, bias: &down.2 };
         let routed = RoutedPairs::new(&ids, shares, experts)?;

@@ -56,7 +56,7 @@ pub fn for_tensor_cores(
         (&gate_up, &down)
         && has_tensor_cores
         && let Some(up) = Mxfp4Tiles::repack(up, up_scales, RowOrder::Paired)?
-        && let Some(down) = Mxfp4Tiles::repack(blocks, scales, RowOrder::Plain)?
+        && let Some(down) = Mxfp4Tiles::repack(blocks, scales, RowOrder::Grouped)?
     {
         return Ok((ExpertWeights::Mxfp4Tiles(up), ExpertWeights::Mxfp4Tiles(down)));
     }

@@ -88,7 +88,7 @@ template <int STEP, int DEPTH> struct TileStream {
         low += scale_of(s, 2) * (c[0] + c[1]), high += scale_of(s, 3) * (c[2] + c[3]);
     }
 
-    // Computes this warp's sums for rows g (`low`) and g + 8 (`high`), where g = lane / 4.
+    // Computes this warp's sums for the rows at positions g (`low`) and g + 8 (`high`), where g = lane / 4.
     // The caller multiplies the sums by E2M1_UNIT.
     //   x: from split_x, in shared memory, padded with zeros to a multiple of 64 columns
     __device__ __forceinline__ void multiply(const uint4* x, int lane, float& low, float& high) {
@@ -174,7 +174,7 @@ __device__ void decode_gate_up_experts(const __half* normed, const float* normed
 //   m: if m.ranks > 1, the sums are sent to all ranks instead (see Sender in exchange.cuh)
 //   h: f16 [chosen, columns]
 //   logits: f32 [experts]
-//   weights: [experts, rows, columns] in plain tiles
+//   weights: [experts, rows, columns] in grouped tiles
 //   bias: f32 [experts, rows]
 //   grid: ceil(rows / 16)
 //   block: 32 · chosen · DECODE_DOWN_SPLITS; DECODE_DOWN_SPLITS warps share the columns of an expert's tile
@@ -212,7 +212,11 @@ __device__ void decode_down_experts(float* x, const __half* h, const float* logi
     __syncthreads();
     float low, high;
     stream.multiply(inputs + n * 2 * segments, lane, low, high);
-    if (lane % 4 == 0) sums[warp * 16 + lane / 4] = low, sums[warp * 16 + lane / 4 + 8] = high;
+    if (lane % 4 == 0) {
+        const int row_of_tile =
+            lane / 8 * 4 + lane / 4 % 2;  // the row at position g; position g + 8 has the row 2 below
+        sums[warp * 16 + row_of_tile] = low, sums[warp * 16 + row_of_tile + 2] = high;
+    }
     __syncthreads();
     if (writes_x) {
         for (int i = 0; i < chosen; ++i) {

@@ -84,7 +84,7 @@ pub fn add_mxfp4_gate_up(
 /// If several ranks run the layer together, a second launch writes the sum over these ranks to `x`.
 /// The first launch may then send its result instead of adding it to `partial` (see [`sender`]).
 ///
-/// `weights` are `[experts, hidden, intermediate]` in plain tiles (`RowOrder::Plain`).
+/// `weights` are `[experts, hidden, intermediate]` in grouped tiles (`RowOrder::Grouped`).
 /// `bias` is f32 `[experts, hidden]`.
 pub fn add_mxfp4_down(
     launches: &mut LaunchList,

@@ -70,42 +70,22 @@ struct ProductParts {
 };
 
 // Partial results that are the weighted sums of each token's expert outputs.
-//   y: bf16 [rows, chosen, columns] in fragment order (mxfp4_tiles.cuh); `columns` is a multiple of 32
+//   y: bf16 [rows, chosen, columns]; `columns` is a multiple of 8
 //   weights: f32 [rows, chosen]
-// Of 32 adjacent columns, each of four adjacent lanes must request 8.
 struct ExpertRows {
     const __nv_bfloat16* y;
     const float* weights;
     int columns, chosen;
 
-    // Returns the sums of four pairs of adjacent columns, from column i on.
-    __device__ __forceinline__ void sum(int row, int i, float2 (&pairs)[4]) const {
-        float2 sums[4] = {};
-        add_outputs(sums, y, weights, row, i / 8, columns / 8, chosen);
-        // In fragment order, lane `index` of the four lanes has the pairs index, 4 + index, 8 + index and 12 + index of
-        // the 32 columns. It needs the pairs 4 · index to 4 · index + 3, so the lanes transpose the pairs.
-        const int index = threadIdx.x % 4;
-        const uint32_t four_lanes = 0xfu << (threadIdx.x % 32 / 4 * 4);
-#pragma unroll
-        for (int distance = 0; distance < 4; ++distance) {
-            const int other = index ^ distance;
-            const float2 sent = other < 2 ? (other == 0 ? sums[0] : sums[1]) : (other == 2 ? sums[2] : sums[3]);
-            const float2 received = make_float2(__shfl_xor_sync(four_lanes, sent.x, distance),
-                                                __shfl_xor_sync(four_lanes, sent.y, distance));
-#pragma unroll
-            for (int k = 0; k < 4; ++k)
-                if (k == other) pairs[k] = received;
-        }
-    }
     __device__ __forceinline__ uint4 rounded(int row, int i) const {
-        float2 pairs[4];
-        sum(row, i, pairs);
+        float2 pairs[4] = {};
+        add_outputs(pairs, y, weights, row, i / 8, columns / 8, chosen);
         const auto word = [](float2 pair) { return to_bf16_pair(__float_as_uint(pair.x), __float_as_uint(pair.y)); };
         return make_uint4(word(pairs[0]), word(pairs[1]), word(pairs[2]), word(pairs[3]));
     }
     __device__ __forceinline__ void exact(int row, int i, uint4 (&words)[2]) const {
-        float2 pairs[4];
-        sum(row, i, pairs);
+        float2 pairs[4] = {};
+        add_outputs(pairs, y, weights, row, i / 8, columns / 8, chosen);
 #pragma unroll
         for (int q = 0; q < 2; ++q) {
             const float2 low = pairs[2 * q], high = pairs[2 * q + 1];

@@ -2,11 +2,23 @@
 #pragma once
 #include "constants.cuh"
 
+// Return the smaller or larger of two values, or NaN if one of them is NaN. fminf and fmaxf would return the other one.
+__device__ __forceinline__ float min_or_nan(float a, float b) {
+    float result;
+    asm("min.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+    return result;
+}
+__device__ __forceinline__ float max_or_nan(float a, float b) {
+    float result;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+    return result;
+}
+
 // Clamps the gate to at most `limit`, and the up value to -limit..limit, as in the clamped SwiGLU of gpt-oss.
-// Comparisons keep NaN, as torch.clamp does. fminf and fmaxf would turn NaN into the limit.
+// NaN stays NaN, as in torch.clamp.
 __device__ __forceinline__ void clamp_gate_up(float& gate, float& up, float limit) {
-    gate = gate > limit ? limit : gate;
-    up = up > limit ? limit : up < -limit ? -limit : up;
+    gate = min_or_nan(gate, limit);
+    up = max_or_nan(min_or_nan(up, limit), -limit);
 }
 
 // Applies the activation function that `activation` selects: one of the ACTIVATION_ constants (see constants.rs).

@@ -129,10 +129,10 @@ __device__ __forceinline__ void store_row_pair(const Output<T>& o, int rows, con
     for (int i = 0; i < 2 * N * 4; ++i) sums[i / (4 * N)][i / 4 % N][i % 4] *= UNIT<T, N>;
     const float2 bias[2] = {row_bias<T, GATE_UP>(o, rows, tile.expert, 2 * row_pair),
                             row_bias<T, GATE_UP>(o, rows, tile.expert, 2 * row_pair + 1)};
+    const ResultStore<T, GATE_UP, 2> results(o, rows, tile, 2 * row_pair);
 #pragma unroll
     for (int n = 0; n < N; ++n)
-        store<T, GATE_UP, 2>(o, rows, tile, 2 * row_pair, n * 8, pair_of_lane<GATE_UP>(o, tile, n * 8),
-                             {sums[0][n], sums[1][n]}, bias);
+        results.store(n * 8, pair_of_lane<GATE_UP>(o, tile, n * 8), {sums[0][n], sums[1][n]}, bias);
 }
 
 // Multiplies row pairs `first` to `last` - 1 of one expert by the tile's rows of x (gate_up) or h (down).
@@ -301,7 +301,7 @@ __device__ void multiply_experts(const Weights& w, const Output<T>& o, const X* 
 // The inputs and the output of each product:
 //   gate_up: x f32 [tokens, hidden], paired weights, bias [experts, 2 · intermediate] -> tiled h [pairs, intermediate]
 //     rows = 2 · intermediate, columns = hidden
-//   down: tiled h, plain weights, bias [experts, hidden] -> y [pairs, hidden]
+//   down: tiled h, grouped weights, bias [experts, hidden] -> y [pairs, hidden]
 //     rows = hidden, columns = intermediate
 // `hidden` and `intermediate` are multiples of 64 · STEPS.
 #define DEFINE(T, SUFFIX)                                                                                              \

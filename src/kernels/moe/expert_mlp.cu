@@ -55,8 +55,24 @@ __device__ void spread_tokens(const float* x, const uint32_t* rows, T* out, int 
         store(base + lane, fragment_segment<T>(from, base + lane, columns));
 }
 
+// Loads or stores segment `index`: the columns 8 · index to 8 · index + 7. T is f16, bf16 or f32.
+__device__ __forceinline__ void load_segment(const float* from, size_t index, float2 (&v)[4]) {
+    const float4* quads = reinterpret_cast<const float4*>(from) + 2 * index;
+    const float4 low = quads[0], high = quads[1];
+    v[0] = {low.x, low.y}, v[1] = {low.z, low.w}, v[2] = {high.x, high.y}, v[3] = {high.z, high.w};
+}
+template <typename T> __device__ __forceinline__ void store_segment(T* to, size_t index, const float2 (&v)[4]) {
+    if constexpr (sizeof(T) == 4) {
+        float4* quads = reinterpret_cast<float4*>(to) + 2 * index;
+        quads[0] = {v[0].x, v[0].y, v[1].x, v[1].y}, quads[1] = {v[2].x, v[2].y, v[3].x, v[3].y};
+    } else {
+        const auto packed = [&](int k) { return pack<T>(v[k].x, v[k].y); };
+        reinterpret_cast<uint4*>(to)[index] = make_uint4(packed(0), packed(1), packed(2), packed(3));
+    }
+}
+
 // Computes x[t] = Σ weights[t, c] · y[t, c] over c.
-//   y: T [tokens, chosen, columns] in fragment order
+//   y: T [tokens, chosen, columns]
 //   weights: f32 [tokens, chosen]
 //   x: OUT [tokens, columns]; OUT is f32 or T; n = tokens · columns / 8
 //   grid: ceil(n / 256); block: 256
@@ -68,16 +84,9 @@ __device__ void expert_combine(const T* y, const float* weights, OUT* x, int n, 
     pdl_launch_dependents();
     if (i >= n) return;
     const int segments = columns / 8, token = i / segments, segment = i % segments;
-    const size_t first = (size_t)(i / 4) * 16 + i % 4;  // the first of this thread's four column pairs
     float2 sum[4] = {};
     add_outputs(sum, y, weights, token, segment, segments, chosen);
-#pragma unroll
-    for (int k = 0; k < 4; ++k) {
-        if constexpr (sizeof(OUT) == 4)
-            reinterpret_cast<float2*>(x)[first + 4 * k] = sum[k];
-        else
-            reinterpret_cast<uint32_t*>(x)[first + 4 * k] = pack<OUT>(sum[k].x, sum[k].y);
-    }
+    store_segment(x, i, sum);
 }
 
 // Adds the weighted expert outputs of each token to x, and normalizes the sum (RMSNorm):
@@ -94,49 +103,39 @@ __device__ void expert_combine(const T* y, const float* weights, OUT* x, int n, 
 template <typename T, typename OUT>
 __device__ void expert_add_norm(const float* x, const T* y, const float* weights, const float* norm_weight, float* sum,
                                 OUT* normed, int columns, int chosen, float eps) {
-    // A row has up to HELD parts. A thread holds one segment of each part: 8 columns, in four column pairs.
+    // A row has up to HELD parts. A thread holds one segment of each part: 8 columns.
     constexpr int HELD = EXPERT_NORM_COLUMNS / (8 * EXPERT_NORM_THREADS);
     __shared__ float scratch[32];
     const int segments = columns / 8, token = blockIdx.x;
-    const size_t row = (size_t)token * (columns / 2);  // in column pairs
+    const size_t row = (size_t)token * segments;  // in segments
     const auto each_segment = [&](auto use) {
 #pragma unroll
         for (int h = 0; h < HELD; ++h) {
             const int i = threadIdx.x + h * EXPERT_NORM_THREADS;
-            if (i < segments) use(h, i, i / 4 * 16 + i % 4);  // part, segment, and first column pair of the segment
+            if (i < segments) use(h, i);  // part and segment
         }
     };
     float2 v[HELD][4], factors[HELD][4];
-    each_segment([&](int h, int, int first) {
-#pragma unroll
-        for (int k = 0; k < 4; ++k) {
-            v[h][k] = reinterpret_cast<const float2*>(x)[row + first + 4 * k];
-            factors[h][k] = reinterpret_cast<const float2*>(norm_weight)[first + 4 * k];
-        }
-    });
+    each_segment([&](int h, int i) { load_segment(x, row + i, v[h]), load_segment(norm_weight, i, factors[h]); });
     pdl_wait();
     pdl_launch_dependents();
     float squares = 0.0f;
-    each_segment([&](int h, int i, int first) {
+    each_segment([&](int h, int i) {
         float2 added[4] = {};
         add_outputs(added, y, weights, token, i, segments, chosen);
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
             v[h][k].x += added[k].x, v[h][k].y += added[k].y;
             squares += v[h][k].x * v[h][k].x + v[h][k].y * v[h][k].y;
-            reinterpret_cast<float2*>(sum)[row + first + 4 * k] = v[h][k];
         }
+        store_segment(sum, row + i, v[h]);
     });
     const float scale = rsqrtf(block_sum(squares, scratch) / columns + eps);
-    each_segment([&](int h, int, int first) {
+    each_segment([&](int h, int i) {
 #pragma unroll
-        for (int k = 0; k < 4; ++k) {
-            const float2 out = make_float2(v[h][k].x * scale * factors[h][k].x, v[h][k].y * scale * factors[h][k].y);
-            if constexpr (sizeof(OUT) == 4)
-                reinterpret_cast<float2*>(normed)[row + first + 4 * k] = out;
-            else
-                reinterpret_cast<uint32_t*>(normed)[row + first + 4 * k] = pack<OUT>(out.x, out.y);
-        }
+        for (int k = 0; k < 4; ++k)
+            v[h][k] = make_float2(v[h][k].x * scale * factors[h][k].x, v[h][k].y * scale * factors[h][k].y);
+        store_segment(normed, row + i, v[h]);
     });
 }
 
@@ -145,7 +144,7 @@ __device__ void expert_add_norm(const float* x, const T* y, const float* weights
 // The inputs and the output of each product:
 //   gate_up: tiled x, paired weights, bias [experts, 2 · intermediate] -> tiled h [pairs, intermediate]
 //     rows = 2 · intermediate, columns = hidden
-//   down: tiled h, plain weights, bias [experts, hidden] -> y [pairs, hidden]
+//   down: tiled h, grouped weights, bias [experts, hidden] -> y [pairs, hidden]
 //     rows = hidden, columns = intermediate
 // `hidden` and `intermediate` are multiples of 32, the size of an MXFP4 block.
 #define DEFINE_MMA_PRODUCT(T, SUFFIX, SHAPE)                                                                           \

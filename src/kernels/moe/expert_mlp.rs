@@ -30,7 +30,7 @@ pub struct ExpertLinear<'t> {
 /// The output down(clamped_swiglu(gate_up(x))) of each (token, expert) pair.
 /// [`sum`](Self::sum), [`add_norm`](Self::add_norm) or the exchange between GPUs adds up the outputs of each token.
 pub struct ExpertOutputs {
-    /// bf16 or f16 `[tokens, chosen, hidden]` in fragment order (`mxfp4_tiles.cuh`).
+    /// bf16 or f16 `[tokens, chosen, hidden]`.
     y: Tensor,
     /// The routing weights, f32 `[tokens, chosen]`.
     weights: Tensor,
@@ -41,7 +41,7 @@ pub struct ExpertOutputs {
 /// - x: f32 `[tokens, hidden]`; the kernels round x to the dtype of the biases (bf16 or f16)
 /// - routed: the (token, expert) pairs of the tokens in x
 /// - gate_up: `[experts, 2 * intermediate, hidden]` in paired tiles
-/// - down: `[experts, hidden, intermediate]` in plain tiles
+/// - down: `[experts, hidden, intermediate]` in grouped tiles
 /// - limit: the limit of the clamped SwiGLU
 pub fn expert_mlp(
     x: &Tensor,
@@ -108,8 +108,7 @@ impl ExpertOutputs {
         self.y.dtype()
     }
 
-    /// Returns the outputs `[tokens, chosen, hidden]` in fragment order, and the routing weights,
-    /// f32 `[tokens, chosen]`.
+    /// Returns the outputs `[tokens, chosen, hidden]` and the routing weights, f32 `[tokens, chosen]`.
     pub fn outputs_and_weights(&self) -> (&Tensor, &Tensor) {
         (&self.y, &self.weights)
     }

@@ -2,8 +2,8 @@
 #pragma once
 #include "headers/common.cuh"
 
-// Computes sum += Σ weights[token, c] · y[token, c] over c, for the four column pairs of a segment.
-//   y: T [tokens, chosen, segments], 8 columns per segment, in fragment order
+// Computes sum += Σ weights[token, c] · y[token, c] over c, for the 8 columns of a segment.
+//   y: T [tokens, chosen, segments], 8 columns per segment
 template <typename T>
 __device__ __forceinline__ void add_outputs(float2 (&sum)[4], const T* y, const float* weights, int token, int segment,
                                             int segments, int chosen) {

@@ -114,12 +114,12 @@ __device__ __forceinline__ void store_tile(float (&sum)[S::ROW_TILES][S::COLUMNS
         const int row_tile = tile.row_tile + warp / S::COLUMN_WARPS * S::ROW_TILES + m;
         const float2 bias[2] = {row_bias<T, GATE_UP>(o, w.rows, tile.expert, row_tile),
                                 row_bias<T, GATE_UP>(o, w.rows, tile.expert, row_tile + 1)};
+        const ResultStore<T, GATE_UP, 2> results(o, w.rows, tile, row_tile);
 #pragma unroll
         for (int n = 0; n < S::COLUMNS; ++n) {
             const int token = (n * S::COLUMN_WARPS + warp % S::COLUMN_WARPS) * 8;
             if (token < tile.pairs)
-                store<T, GATE_UP, 2>(o, w.rows, tile, row_tile, token, pair_of_lane<GATE_UP>(o, tile, token),
-                                     {sum[m][n], sum[m + 1][n]}, bias);
+                results.store(token, pair_of_lane<GATE_UP>(o, tile, token), {sum[m][n], sum[m + 1][n]}, bias);
         }
     }
 }

@@ -26,9 +26,11 @@ struct MappedWeights {
 // A stage of the ring buffer holds STEPS steps. In a stage, the weight tiles of the same rows are adjacent.
 // If a tile has at most UNROLL_PAIRS pairs, the loop over the steps of a full stage is unrolled.
 // BLOCKS is the number of thread blocks that fit on a multiprocessor.
-template <int PAIRS_, int UNROLL_PAIRS_, int STAGES_, int STEPS_, int BLOCKS_> struct TileShape {
+// If TAKES_TURNS is true, the warpgroups store their results in turns (see Turns).
+template <int PAIRS_, int UNROLL_PAIRS_, int STAGES_, int STEPS_, int BLOCKS_, bool TAKES_TURNS_> struct TileShape {
     static constexpr int PAIRS = PAIRS_, UNROLL_PAIRS = UNROLL_PAIRS_;
     static constexpr int STAGES = STAGES_, STEPS = STEPS_, BLOCKS = BLOCKS_;
+    static constexpr bool TAKES_TURNS = TAKES_TURNS_;
     // Registers per thread in the copying warpgroup and in the multiplying warpgroups.
     static constexpr int COPY_REGISTERS = BLOCKS == 1 ? 32 : 24, REGISTERS = BLOCKS == 1 ? 160 : 72;
     // Bytes of x per step, and bytes of weights and scales per row tile and stage.
@@ -39,13 +41,13 @@ template <int PAIRS_, int UNROLL_PAIRS_, int STAGES_, int STEPS_, int BLOCKS_> s
     static constexpr int SCALE_BYTES = EXPERT_WGMMA_ROW_TILES * TILE_SCALE_BYTES;
 };
 // The shape for many pairs per expert. With wide tiles, each weight is read fewer times.
-using Wide = TileShape<EXPERT_WIDE_PAIRS, 0, EXPERT_WIDE_STAGES, EXPERT_WIDE_STEPS, 1>;
+using Wide = TileShape<EXPERT_WIDE_PAIRS, 0, EXPERT_WIDE_STAGES, EXPERT_WIDE_STEPS, 1, true>;
 // The shape for a medium number of pairs per expert. Narrow tiles leave room for more steps in the ring buffer, and the
 // loop over the steps of a stage is unrolled.
-using Narrow = TileShape<EXPERT_NARROW_PAIRS, EXPERT_NARROW_PAIRS, EXPERT_NARROW_STAGES, EXPERT_NARROW_STEPS, 1>;
+using Narrow = TileShape<EXPERT_NARROW_PAIRS, EXPERT_NARROW_PAIRS, EXPERT_NARROW_STAGES, EXPERT_NARROW_STEPS, 1, false>;
 // The shape for few pairs per expert.
 // With two thread blocks per multiprocessor, more warps unpack weights at the same time.
-using Slim = TileShape<EXPERT_SLIM_PAIRS, EXPERT_SLIM_PAIRS, EXPERT_SLIM_STAGES, EXPERT_SLIM_STEPS, 2>;
+using Slim = TileShape<EXPERT_SLIM_PAIRS, EXPERT_SLIM_PAIRS, EXPERT_SLIM_STAGES, EXPERT_SLIM_STEPS, 2, false>;
 
 // In code for targets other than sm_90a, the wgmma kernels (slim, narrow and wide) have empty bodies.
 // product_kernel.rs launches the wgmma kernels only if the GPU runs sm_90a code.
@@ -112,15 +114,41 @@ __device__ __forceinline__ uint32_t in_register(uint32_t value) {
     return value;
 }
 
+// With wide tiles, the multiplying warpgroups store their results in turns: for each tile, warpgroup 0, then 1, then 2.
+// Without turns, all warpgroups would store at the same time, and the tensor cores would be idle. With turns, the
+// warpgroups soon reach the ends of their tiles at different times, and two multiply while one stores.
+// Each warpgroup waits at its own barrier, where the warps of the previous warpgroup arrive after they have stored.
+class Turns {
+    static constexpr int WARPGROUPS = MULTIPLYING / 128;
+    uint32_t own, next;  // barriers
+    uint32_t parity;     // of the phase for which this warpgroup waits at `own` next
+
+public:
+    __device__ __forceinline__ explicit Turns(const uint64_t (&barriers)[WARPGROUPS]) {
+        const int warpgroup = threadIdx.x / 128;
+        own = shared_address(&barriers[warpgroup]), next = shared_address(&barriers[(warpgroup + 1) % WARPGROUPS]);
+        // Warpgroup 0 has the first turn. A wait for the phase before the first one ends at once.
+        parity = warpgroup == 0 ? 1 : 0;
+    }
+    static __device__ __forceinline__ void init(const uint64_t (&barriers)[WARPGROUPS]) {
+        for (const uint64_t& barrier : barriers) barrier_init(shared_address(&barrier), 4);
+    }
+    __device__ __forceinline__ void wait() { barrier_wait(own, parity), parity ^= 1; }
+    __device__ __forceinline__ void pass() {
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) barrier_arrive(next);
+    }
+};
+
 // Computes one warpgroup's part of an output tile: 64 weight rows × N pairs.
-// Unpacking the weights limits the speed, so every instruction in the loop over columns matters.
+// Unless a tile is wide, unpacking the weights limits the speed, so every instruction in the loop over columns matters.
 template <typename S, typename T, int N, bool GATE_UP>
-__device__ __forceinline__ void consume(StageCursor<S>& cursor, const MappedWeights& w, const Output<T>& o,
-                                        const OutputTile& tile) {
+__device__ __forceinline__ void consume(StageCursor<S>& cursor, Turns& turns, const MappedWeights& w,
+                                        const Output<T>& o, const OutputTile& tile) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4;  // each warp has one weight tile
     const uint32_t words_at = in_register(Stage<S>::WEIGHTS + warp * S::TILE_BYTES + lane * 16);
     const uint32_t scales_at = in_register(Stage<S>::SCALES + warp * S::TILE_SCALE_BYTES + g * 4);
-    // Load what store() needs now, because the loads would delay the stores. Lane i of held[j] has pair 32 · j + i.
+    // Load what ResultStore needs now, because the loads would delay the stores. Lane i of held[j] has pair 32 · j + i.
     const int row_tile = tile.row_tile + warp;
     const float2 bias[1] = {row_bias<T, GATE_UP>(o, w.rows, tile.expert, row_tile)};
     uint32_t held[(N + 31) / 32];
@@ -177,26 +205,31 @@ __device__ __forceinline__ void consume(StageCursor<S>& cursor, const MappedWeig
     read_after_wgmma(sum);
     if (lane == 0) barrier_arrive(previous + Stage<S>::EMPTY);
 
+    const ResultStore<T, GATE_UP, 1> results(o, w.rows, tile, row_tile);
+    if constexpr (S::TAKES_TURNS) turns.wait();
 #pragma unroll
     for (int n = 0; n < N / 8; ++n) {
         const uint32_t pair = GATE_UP ? 0 : __shfl_sync(0xffffffffu, held[n / 4], n % 4 * 8 + g);
-        store<T, GATE_UP, 1>(o, w.rows, tile, row_tile, n * 8, pair, {sum + n * 4}, bias);
+        results.store(n * 8, pair, {sum + n * 4}, bias);
     }
+    if constexpr (S::TAKES_TURNS) turns.pass();
 }
 
 // Calls `consume` with N set to the smallest multiple of 16 that is at least the tile's number of pairs.
 template <typename S, typename T, int N, bool GATE_UP>
-__device__ __forceinline__ void multiply_tile(StageCursor<S>& cursor, const MappedWeights& w, const Output<T>& o,
-                                              const OutputTile& tile) {
+__device__ __forceinline__ void multiply_tile(StageCursor<S>& cursor, Turns& turns, const MappedWeights& w,
+                                              const Output<T>& o, const OutputTile& tile) {
     if constexpr (N < S::PAIRS) {
-        if (tile.pairs > N) return multiply_tile<S, T, N + 16, GATE_UP>(cursor, w, o, tile);
+        if (tile.pairs > N) return multiply_tile<S, T, N + 16, GATE_UP>(cursor, turns, w, o, tile);
     }
-    consume<S, T, N, GATE_UP>(cursor, w, o, tile);
+    consume<S, T, N, GATE_UP>(cursor, turns, w, o, tile);
 }
 
-// Initializes the barriers of the ring buffer, and waits until all threads of the block see them.
-template <typename S> __device__ __forceinline__ void init_ring(uint32_t ring) {
+// Initializes all barriers, and waits until all threads of the block see them.
+template <typename S>
+__device__ __forceinline__ void init_barriers(uint32_t ring, const uint64_t (&turn_barriers)[MULTIPLYING / 128]) {
     if (threadIdx.x == 0) {
+        if constexpr (S::TAKES_TURNS) Turns::init(turn_barriers);
         for (int s = 0; s < S::STAGES; ++s) {
             barrier_init(ring + s * Stage<S>::BYTES + Stage<S>::FULL, COPYING_WARPS);
             barrier_init(ring + s * Stage<S>::BYTES + Stage<S>::EMPTY, MULTIPLYING / 32);
@@ -292,7 +325,8 @@ __device__ void expert_product_wgmma(const MappedWeights& w, const Output<T>& o,
                                      int experts) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const uint32_t ring = (shared_address(shared) + 1023) / 1024 * 1024;
-    init_ring<S>(ring);
+    __shared__ uint64_t turn_barriers[MULTIPLYING / 128];
+    init_barriers<S>(ring, turn_barriers);
     StageCursor<S> cursor(ring);
     // At the start, each thread has 128 / BLOCKS registers.
     // The copying warpgroup releases most of its registers, so that the multiplying warpgroups can have more.
@@ -301,11 +335,12 @@ __device__ void expert_product_wgmma(const MappedWeights& w, const Output<T>& o,
         copy_tiles<S, T, GATE_UP>(cursor, w, o, x, offsets, experts);
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(S::REGISTERS));
+        Turns turns(turn_barriers);
         while (true) {
             barrier_wait(cursor.stage + Stage<S>::FULL, cursor.parity);
             const OutputTile tile = load_tile_of_stage(cursor.stage + Stage<S>::TILE);
             if (tile.pairs == 0) return;
-            multiply_tile<S, T, 16, GATE_UP>(cursor, w, o, tile);
+            multiply_tile<S, T, 16, GATE_UP>(cursor, turns, w, o, tile);
         }
     }
 }

@@ -3,6 +3,7 @@
 // Repacks MXFP4 weights into tiles.
 // If `paired` is set, rows 2g and 2g + 1 of each tile (a gate row and its up row) are stored at positions g and g + 8.
 // After an MMA with a paired tile, the products of a gate row and of its up row are therefore in the same lane.
+// Otherwise, the tiles are grouped: rows 4t to 4t + 3 are stored at positions 2t, 2t + 1, 2t + 8 and 2t + 9.
 // Padding values are zero and have a scale of 1.
 // Sets `has_large_scale` to 1 if a scale exceeds 2 (byte 128) or is NaN (byte 255).
 // scale_factors would overflow for a scale above 2, so the caller must then use the kernels without tiles.
@@ -21,7 +22,8 @@ extern "C" __global__ void repack_mxfp4(const uint8_t* blocks, const uint8_t* sc
     const size_t expert = tile / column_tiles / row_tiles;
     uint32_t words[2][2] = {};  // for each of the two MXFP4 blocks, the words of rows g and g + 8
     for (int i = 0; i < 4; ++i) {
-        const int row = first_row + (paired ? 2 * g + i % 2 : g + 8 * (i % 2)), group = 2 * j + i / 2;
+        const int in_tile = paired ? 2 * g + i % 2 : g / 2 * 4 + g % 2 + 2 * (i % 2);
+        const int row = first_row + in_tile, group = 2 * j + i / 2;
         const bool valid = row < rows && group < groups;
         const size_t block = (expert * rows + row) * groups + group;
         const uint32_t nibbles = valid ? *reinterpret_cast<const uint32_t*>(blocks + block * 16 + t * 4) : 0;

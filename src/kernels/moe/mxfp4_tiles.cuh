@@ -6,14 +6,16 @@
 //     (row g, block 2j), (row g + 8, block 2j), (row g, block 2j + 1), (row g + 8, block 2j + 1)
 //     A lane's word of a block holds the values 8t .. 8t + 5 of that block.
 //     The words of rows g and g + 8 together hold the values 8t + 6 and 8t + 7 of both rows (see e2m1.cuh).
-//     Row g means position g in the tile. In the *paired* tiles of gate_up, positions g and g + 8 hold rows 2g and
-//     2g + 1 of the tile's 16 matrix rows: a gate row and its up row.
+//     Row g means position g in the tile. The order of a tile's 16 matrix rows depends on the product:
+//     In the *paired* tiles of gate_up, positions g and g + 8 hold rows 2g and 2g + 1, a gate row and its up row.
+//     In the *grouped* tiles of down, positions 2t, 2t + 1, 2t + 8 and 2t + 9 hold rows 4t to 4t + 3. After an MMA, a
+//     lane gets the results of these positions, which are then adjacent in y.
 //   scales: [experts][ceil(rows / 16)][ceil(columns / 64)][g][4 bytes]
 //     The four bytes are the scales of the four blocks listed above.
 // A lane's 16 bytes unpack to its A fragments for four MMAs with K = 16, so weights never move between lanes.
 //
 // x is the input of gate_up, h is the input of down (the result of the clamped SwiGLU), and y is the output of down.
-// The columns of x, h and y are in *fragment order*.
+// The columns of x and h are in *fragment order*.
 // expert_mlp.cu first writes a copy of x in fragment order to a buffer in device memory.
 // expert_few_pairs.cu stores x in fragment order in shared memory.
 // In each group of 32 columns, column pair i is columns 2i and 2i + 1.
@@ -155,9 +157,15 @@ template <typename T> __device__ __forceinline__ uint32_t transposed(float a, fl
     return word;
 }
 
+// Computes gate · sigmoid(alpha · gate) · (up + 1) after clamping, with an approximate exponential and reciprocal.
+// The relative error is far smaller than the rounding of the result to 16 bits.
 __device__ __forceinline__ float clamped_swiglu(float gate, float up, float limit) {
     clamp_gate_up(gate, up, limit);
-    return __fdividef(gate, 1.0f + __expf(-SWIGLU_ALPHA * gate)) * (up + 1.0f);
+    constexpr float LOG2_E = 1.44269504f;
+    float power, sigmoid;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(gate * (-SWIGLU_ALPHA * LOG2_E)));
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(sigmoid) : "f"(1.0f + power));
+    return gate * sigmoid * (up + 1.0f);
 }
 
 template <typename T> struct Output {
@@ -170,69 +178,84 @@ template <typename T> struct Output {
 };
 
 // Returns the biases of the rows at positions g and g + 8 of a weight tile, where g = lane / 4.
-// The tiles of gate_up are paired, so there the two rows are 2g and 2g + 1 of the tile.
+// In the tile, these are rows 2g and 2g + 1 for gate_up (paired tiles), and rows r and r + 2 for down (grouped tiles),
+// where r is 4 · (g / 2) + g % 2.
 // Returns zeros if there is no bias or no such tile.
 template <typename T, bool GATE_UP>
 __device__ __forceinline__ float2 row_bias(const Output<T>& o, int rows, int expert, int row_tile) {
     const int g = threadIdx.x % 32 / 4;
-    const int first = row_tile * 16 + (GATE_UP ? 2 * g : g), second = first + (GATE_UP ? 1 : 8);
+    const int first = row_tile * 16 + (GATE_UP ? 2 * g : g / 2 * 4 + g % 2), second = first + (GATE_UP ? 1 : 2);
     const T* bias = o.bias + (size_t)expert * rows;
     if (!o.bias || row_tile * 16 >= rows) return make_float2(0.0f, 0.0f);
     return make_float2(to_float(bias[first]), to_float(bias[second]));
 }
 
-template <int WORDS> struct Vector;
-template <> struct Vector<1> {
-    using type = uint32_t;
-};
-template <> struct Vector<2> {
-    using type = uint2;
-};
-template <> struct Vector<4> {
-    using type = uint4;
-};
-template <int WORDS, typename T> __device__ __forceinline__ void store_words(T* to, const uint32_t (&words)[WORDS]) {
-    using V = typename Vector<WORDS>::type;
-    *reinterpret_cast<V*>(to) = *reinterpret_cast<const V*>(words);
-}
-
-// Returns the index of the pair whose results store() stores in this lane. Only down needs it, to find the row of y.
+// Returns the index of the pair whose results ResultStore stores in this lane. Only down needs it, for the row of y.
 template <bool GATE_UP, typename T>
 __device__ __forceinline__ uint32_t pair_of_lane(const Output<T>& o, const OutputTile& tile, int token) {
     return GATE_UP ? 0 : o.sorted[tile.first_pair + min(token + (int)threadIdx.x % 32 / 4, tile.pairs - 1)];
 }
 
-// Adds the biases to the sums of 8 pairs × TILES weight tiles, and stores the results.
-// `token` is the index of the first of the 8 pairs in the token tile. `pair` is the result of pair_of_lane.
-// For gate_up, applies the clamped SwiGLU before storing.
+// Stores a warp's results for an output tile: the products of TILES weight tiles, from `row_tile` on, and all pairs.
 // TILES is 1 or 2. If TILES is 2, `row_tile` is even.
-// For each weight tile, lane 4g + t passes four sums: row g for pairs 2t and 2t + 1, then row g + 8 for the same pairs.
-template <typename T, bool GATE_UP, int TILES>
-__device__ __forceinline__ void store(const Output<T>& o, int rows, const OutputTile& tile, int row_tile, int token,
-                                      uint32_t pair, const float* const (&sums)[TILES], const float2 (&bias)[TILES]) {
-    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-    if constexpr (GATE_UP) {
-        alignas(16) uint32_t words[TILES];
-#pragma unroll
-        for (int i = 0; i < TILES; ++i) {
-            const float first = clamped_swiglu(sums[i][0] + bias[i].x, sums[i][2] + bias[i].y, o.limit);
-            const float second = clamped_swiglu(sums[i][1] + bias[i].x, sums[i][3] + bias[i].y, o.limit);
-            words[i] = transposed<T>(first * o.h_factor, second * o.h_factor);
-            if (row_tile * 16 >= rows) words[i] = 0;  // padding columns of h
+// The constructor computes what does not depend on the pair, so that `store` needs few instructions.
+template <typename T, bool GATE_UP, int TILES> class ResultStore {
+    const Output<T>& o;
+    T* to;            // gate_up: this lane's place for pair 0 of the token tile; down: its place in row 0 of y
+    int rows;         // the weight rows of an expert
+    int pairs;        // this lane stores results of pair token + g if `token` is less than `pairs`
+    bool is_padding;  // whether the weight tiles are past the last row
+
+public:
+    __device__ __forceinline__ ResultStore(const Output<T>& o, int rows, const OutputTile& tile, int row_tile)
+        : o(o), rows(rows), is_padding(row_tile * 16 >= rows) {
+        const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+        if constexpr (GATE_UP) {
+            // Word row_tile % 4 of a segment holds columns 8·row_tile + 2t and 8·row_tile + 2t + 1 of h.
+            const unsigned row = tile.row + g, segment = row_tile / 4 * 4 + t;
+            const size_t at = ((size_t)(segment / 8) * o.tiled_rows + row) * 8 + (segment ^ row) % 8;
+            to = o.out + at * 8 + row_tile % 4 * 2;
+            pairs = row_tile * 16 < (rows + 127) / 128 * 128 ? tile.pairs - g : 0;
+        } else {
+            to = o.out + row_tile * 16 + t * 4;
+            pairs = is_padding ? 0 : tile.pairs - g;
         }
-        // Word row_tile % 4 of a segment holds columns 8·row_tile + 2t and 8·row_tile + 2t + 1 of h.
-        const int row = tile.row + token + g, segment = row_tile / 4 * 4 + t;
-        const size_t at = ((size_t)(segment / 8) * o.tiled_rows + row) * 8 + (segment ^ row) % 8;
-        if (token + g < tile.pairs && row_tile * 16 < (rows + 127) / 128 * 128)
-            store_words(o.out + at * 8 + row_tile % 4 * 2, words);
-    } else {
-        alignas(16) uint32_t words[2 * TILES];
-#pragma unroll
-        for (int i = 0; i < TILES; ++i) {
-            words[2 * i] = transposed<T>(sums[i][0] + bias[i].x, sums[i][1] + bias[i].x);
-            words[2 * i + 1] = transposed<T>(sums[i][2] + bias[i].y, sums[i][3] + bias[i].y);
-        }
-        if (token + g < tile.pairs && row_tile * 16 < rows)
-            store_words(o.out + (size_t)pair * rows + row_tile / 2 * 32 + t * 8 + row_tile % 2 * 4, words);
     }
-}
+
+    // Adds the biases to the sums of 8 pairs × TILES weight tiles, and stores the results.
+    // For gate_up, applies the clamped SwiGLU before storing.
+    // `token` is the index of the first of the 8 pairs in the token tile. `pair` is the result of pair_of_lane.
+    // For each weight tile, lane 4g + t passes four sums: position g for pairs 2t and 2t + 1, then position g + 8 for
+    // the same pairs.
+    __device__ __forceinline__ void store(int token, uint32_t pair, const float* const (&sums)[TILES],
+                                          const float2 (&bias)[TILES]) const {
+        if constexpr (GATE_UP) {
+            uint32_t words[TILES];
+#pragma unroll
+            for (int i = 0; i < TILES; ++i) {
+                const float first = clamped_swiglu(sums[i][0] + bias[i].x, sums[i][2] + bias[i].y, o.limit);
+                const float second = clamped_swiglu(sums[i][1] + bias[i].x, sums[i][3] + bias[i].y, o.limit);
+                words[i] = transposed<T>(first * o.h_factor, second * o.h_factor);
+                if (is_padding) words[i] = 0;  // padding columns of h
+            }
+            // 8 pairs further, the place is 8 tiled rows of 64 columns further: the swizzle repeats every 8 rows.
+            T* place = to + token * 64;
+            if (token >= pairs) return;
+            if constexpr (TILES == 1)
+                *reinterpret_cast<uint32_t*>(place) = words[0];
+            else
+                *reinterpret_cast<uint2*>(place) = make_uint2(words[0], words[1]);
+        } else {
+            // One instruction. The compiler would otherwise add o.out last, with several instructions for each pair.
+            T* row;
+            asm("mad.wide.u32 %0, %1, %2, %3;" : "=l"(row) : "r"(pair), "r"(rows * (int)sizeof(T)), "l"(to));
+            __builtin_assume(__isGlobal(row));  // after asm, the compiler no longer knows that y is in global memory
+#pragma unroll
+            for (int i = 0; i < TILES; ++i) {
+                const uint2 words = make_uint2(transposed<T>(sums[i][0] + bias[i].x, sums[i][1] + bias[i].x),
+                                               transposed<T>(sums[i][2] + bias[i].y, sums[i][3] + bias[i].y));
+                if (token < pairs) *reinterpret_cast<uint2*>(row + i * 16) = words;
+            }
+        }
+    }
+};

@@ -21,9 +21,10 @@ pub struct Mxfp4Tiles {
 /// The order of the 16 rows in a tile.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RowOrder {
-    Plain,
-    /// Rows 2g and 2g + 1 of a tile, a gate row and its up row, are stored at positions g and g + 8.
+    /// For gate_up: rows 2g and 2g + 1 of a tile, a gate row and its up row, are stored at positions g and g + 8.
     Paired,
+    /// For down: rows 4t to 4t + 3 of a tile are stored at positions 2t, 2t + 1, 2t + 8 and 2t + 9.
+    Grouped,
 }
 
 impl Mxfp4Tiles {

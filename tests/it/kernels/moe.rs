@@ -111,7 +111,7 @@ fn expert_mlp_matches_separate_products() {
                     to_device(&part.2, &device, dtype),
                 )
             };
-            let (up, down) = (tiles(&up, RowOrder::Paired), tiles(&down, RowOrder::Plain));
+            let (up, down) = (tiles(&up, RowOrder::Paired), tiles(&down, RowOrder::Grouped));
             let stack = |part| {
                 let (tiles, bias): &(Mxfp4Tiles, Tensor) = part;
                 ExpertLinear { tiles, bias }
@@ -158,7 +158,7 @@ fn experts_in_fixed_order_do_not_depend_on_other_tokens() {
                 (Mxfp4Tiles::repack(&blocks, &scales, order).unwrap().unwrap(), bias)
             };
             let up = linear(2 * intermediate, columns, RowOrder::Paired);
-            let down = linear(columns, intermediate, RowOrder::Plain);
+            let down = linear(columns, intermediate, RowOrder::Grouped);
             let router = to_device(&noise.tensor(&[experts, columns], DType::F32), &device, DType::F32);
             let run = |first: usize, count: usize| {
                 let x = x.narrow(0, first, count).unwrap().force_contiguous().unwrap();

@@ -174,9 +174,8 @@ fn product_parts(y: &Tensor) -> Tensor {
     Tensor::stack(&parts, 0).unwrap()
 }
 
-/// Returns outputs of five experts per row, bf16 `[rows, 5, columns]` in fragment order, and their routing weights.
-/// The weighted sums equal `y`, which contains whole numbers. If the number of columns is not a multiple of 32,
-/// there is no fragment order, and the outputs are meaningless.
+/// Returns outputs of five experts per row, bf16 `[rows, 5, columns]`, and their routing weights.
+/// The weighted sums equal `y`, which contains whole numbers.
 fn expert_outputs(y: &Tensor) -> (Tensor, Tensor) {
     const WEIGHTS: [f32; 5] = [2.0, 1.0, 0.5, 0.25, 4.0];
     let (rows, columns) = y.dims2().unwrap();
@@ -186,11 +185,7 @@ fn expert_outputs(y: &Tensor) -> (Tensor, Tensor) {
         [half, y - 2.0 * half, 8.0, 16.0, -2.0]
     };
     let y = y.to_dtype(DType::F32).unwrap().to_vec2::<f32>().unwrap();
-    // In each group of 32 columns, the pair of adjacent columns 4t + p is stored as pair 4p + t.
-    let source = |i: usize| i / 32 * 32 + (i % 32 / 2 % 4 * 4 + i % 32 / 8) * 2 + i % 2;
-    let of_expert = |row: &[f32], expert: usize| -> Vec<f32> {
-        (0..columns).map(|i| row.get(source(i)).map_or(0.0, |&y| outputs_for(y)[expert])).collect()
-    };
+    let of_expert = |row: &[f32], expert: usize| row.iter().map(|&y| outputs_for(y)[expert]).collect::<Vec<f32>>();
     let outputs = y.iter().flat_map(|row| (0..WEIGHTS.len()).map(|expert| of_expert(row, expert))).flatten();
     let outputs = Tensor::from_vec(outputs.collect::<Vec<_>>(), (rows, WEIGHTS.len(), columns), &Device::Cpu).unwrap();
     let weights = Tensor::from_vec(WEIGHTS.repeat(rows), (rows, WEIGHTS.len()), &Device::Cpu).unwrap();
@@ -215,9 +210,6 @@ fn gpus_add_partial_results_to_the_residual_stream((size, path): (usize, Exchang
                 // With the forms "parts" and "experts", partial results are not yet added up.
                 // Without a bias, the first rank still has rows, so the forms differ between the ranks.
                 let is_added_up = |rank: usize| form == "rows" || rank == 0 && !has_bias;
-                if form == "experts" && columns % 32 != 0 {
-                    continue;
-                }
                 let case = format!("{rows} x {columns}, {dtype:?}, rounds: {rounds}, {form}");
                 let tensor = |seed: usize, count: usize| {
                     let values: Vec<f32> = (0..count).map(|i| value(seed, i)).collect();
