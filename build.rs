@@ -57,6 +57,7 @@ fn build_kernels() {
     let native = std::iter::once(capability.clone()).chain(extra_capabilities(&capability)).collect::<Vec<_>>();
     println!("cargo::rustc-env=INFERNO_NATIVE_CAPS={}", native.join(","));
     println!("cargo::rustc-env=INFERNO_CUDA_MAJOR={}", toolkit_major_version(&nvcc));
+    link_cuda_runtime_statically(&nvcc, &out);
 
     let sources = cuda_sources();
     let units: Vec<_> = sources.iter().filter(|path| path.extension().is_some_and(|ext| ext == "cu")).collect();
@@ -83,6 +84,30 @@ fn build_kernels() {
         }
     }
     std::fs::write(&stamp, inputs).expect("OUT_DIR should be writable");
+}
+
+/// Makes the linker use the toolkit's static CUDA runtime instead of `libcudart.so`, if the toolkit has it.
+///
+/// candle-kernels and candle-flash-attn ask for `-lcudart`, and a program with the shared library would not start
+/// on a machine that has only the driver. The linker takes the first `libcudart` in its search path, so this function
+/// puts the static library there under that name.
+fn link_cuda_runtime_statically(nvcc: &Path, out: &Path) {
+    let home = nvcc.canonicalize().ok().and_then(|nvcc| Some(nvcc.parent()?.parent()?.to_path_buf()));
+    let architecture = match std::env::var("CARGO_CFG_TARGET_ARCH").as_deref() {
+        Ok("aarch64") => "sbsa-linux",
+        _ => "x86_64-linux",
+    };
+    let folders = [format!("targets/{architecture}/lib"), "lib64".into(), "lib".into()];
+    let libraries = folders.iter().filter_map(|folder| Some(home.as_ref()?.join(folder).join("libcudart_static.a")));
+    let Some(library) = libraries.into_iter().find(|library| library.exists()) else {
+        println!("cargo::warning=no libcudart_static.a in the CUDA toolkit: the program will need libcudart.so to start");
+        return;
+    };
+    let folder = out.join("cudart");
+    std::fs::create_dir_all(&folder).expect("OUT_DIR should be writable");
+    std::fs::copy(&library, folder.join("libcudart.a")).expect("the CUDA toolkit should be readable");
+    println!("cargo::rerun-if-changed={}", library.display());
+    println!("cargo::rustc-link-search=native={}", folder.display());
 }
 
 /// Returns the `.cu` and `.cuh` files under `src/kernels`, sorted.
