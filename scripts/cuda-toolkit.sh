@@ -4,12 +4,12 @@
 #
 #   scripts/cuda-toolkit.sh DIR [13|12] && source DIR/env.sh
 #
-# CUDA 13 comes from NVIDIA's Python wheels. The wheels of CUDA 12 contain no nvcc.
-# For CUDA 12, nvcc comes from Debian's package of CUDA 12.4, which requires apt-get and Debian's keyring.
+# CUDA 13 comes from NVIDIA's Python wheels. The wheels of CUDA 12 contain no nvcc, so nvcc comes from Debian's package
+# of CUDA 12.4, which requires apt-get and Debian's keyring.
 #
 # Writes a standard toolkit tree (bin/nvcc, include, lib64, lib64/stubs/libcuda.so) to a subfolder of DIR.
 # Also writes DIR/env.sh, which sets the variables that cargo, the linker and CUDA programs need.
-# Does nothing if DIR already contains a complete installation of the same CUDA version by this version of the script.
+# Does nothing if this version of the script has already installed the same CUDA version in DIR.
 set -euo pipefail
 
 fail() {
@@ -40,7 +40,7 @@ wheels() {
   "$dir/venv/bin/pip" install -q --disable-pip-version-check "$@"
 }
 
-# debian_packages FOLDER RELEASE COMPONENT NAME...: unpacks packages of a Debian release into FOLDER/tree.
+# debian_packages FOLDER RELEASE COMPONENT NAME...: downloads Debian packages and unpacks them into FOLDER/tree.
 # Uses this machine's Debian mirror and a separate folder for apt's state, so the machine may run another Debian release.
 debian_packages() {
   local folder=$1 release=$2 component=$3 mirror keys=/usr/share/keyrings/debian-archive-keyring.gpg
@@ -76,7 +76,7 @@ else
   # nvidia-cuda-nvcc-cu12 contains libdevice and nvcc's headers. NVIDIA withdrew CCCL 12.4; CCCL 12.9 works with CUDA 12.4.
   wheels nvidia-cuda-nvcc-cu12==12.4.131 nvidia-cuda-cccl-cu12==12.9.27 nvidia-cuda-runtime-cu12==12.4.127 \
     nvidia-cuda-nvrtc-cu12==12.4.127 nvidia-cublas-cu12==12.4.5.8 nvidia-curand-cu12==10.3.5.147
-  # nvcc links the static CUDA runtime by default, but the wheel of CUDA 12.4 does not contain the static runtime.
+  # nvcc links the static CUDA runtime by default, but the runtime wheel of CUDA 12.4 does not contain it.
   # The static runtime of CUDA 12.9 works with the drivers of every CUDA 12 release.
   wheels --no-deps --target "$dir/static" nvidia-cuda-runtime-cu12==12.9.79
   debian_packages "$dir/debian" trixie non-free nvidia-cuda-toolkit=12.4.131*
@@ -94,7 +94,7 @@ else
   cp -l "$tree"/bin/{cudafe++,fatbinary,nvlink,ptxas,bin2c} "$tree/lib/nvidia-cuda-toolkit/bin/nvcc" "$home/bin/"
   cp -rl "$tree/lib/nvidia-cuda-toolkit/bin/crt" "$home/bin/"
   cp -l "$tree/lib/nvidia-cuda-toolkit/bin/cicc" "$home/nvvm/bin/"
-  # Replace Debian's nvcc.profile, which has other paths. nvcc itself expands $(…) and _HERE_.
+  # Debian's nvcc.profile has other paths, so write a new one. nvcc itself expands $(…) and _HERE_.
   cat > "$home/bin/nvcc.profile" << 'PROFILE'
 TOP = $(_HERE_)/..
 CICC_PATH = $(TOP)/nvvm/bin
@@ -110,7 +110,7 @@ PROFILE
 fi
 cd "$home"
 
-# The linker needs a folder lib64 and library names without a version. NVIDIA's wheels contain neither.
+# Builds look for libraries in a folder lib64, under names without a version. NVIDIA's wheels contain neither.
 [ -e lib64 ] || ln -s lib lib64
 for library in lib/*.so.*; do
   name=${library%%.so.*}.so
@@ -118,8 +118,7 @@ for library in lib/*.so.*; do
 done
 
 # Build a driver stub for the linker: an empty function for every name in cuda.h and cudaTypedefs.h that starts with
-# `cu` and a capital letter.
-# At run time, the real libcuda.so.1 is loaded.
+# `cu` and a capital letter. At run time, the real libcuda.so.1 is loaded.
 mkdir -p lib/stubs
 grep -ohE '\bcu[A-Z][A-Za-z0-9_]*' include/cuda.h include/cudaTypedefs.h | sort -u |
   awk '{ print "void " $1 "(void) {}" }' |

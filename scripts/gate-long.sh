@@ -3,10 +3,10 @@
 #
 #   scripts/gate-long.sh [PART…]
 #
-#   cuda12    builds the program with a CUDA 12 toolkit, and checks that it works without a GPU
-#   cpu       builds the CPU program, and checks that it works
-#   image     builds the image around the CPU program with buildah, and tests it (requires root, buildah and mmdebstrap)
-#   routing   runs the routing tests with more load
+#   cuda12    builds the program with a CUDA 12 toolkit, and runs the demo on the CPU
+#   cpu       builds the CPU program, and runs the demo
+#   image     builds a container image with the CPU program, and tests it (requires root, buildah and mmdebstrap)
+#   routing   runs the routing tests of tests/deploy/ with more load than .ci/run
 #
 # Without PART, runs all parts. `image` and `routing` need the program that `cpu` builds.
 # Reads CARGO_TARGET_DIR, CUDA_COMPUTE_CAP and the other environment variables of scripts/release.sh.
@@ -16,7 +16,7 @@ cd "$(dirname "$0")/.."
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 target=${CARGO_TARGET_DIR:-target}
-# The checks of this script need kernels for only one GPU generation.
+# By default, build kernels for only one compute capability. The checks need no others, and the build takes less time.
 export INFERNO_EXTRA_COMPUTE_CAPS=${INFERNO_EXTRA_COMPUTE_CAPS-}
 
 [ $# -gt 0 ] || set -- cuda12 cpu image routing

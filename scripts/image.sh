@@ -4,14 +4,16 @@
 #   scripts/image.sh --program target/release/inferno [--cuda DIR] [--base IMAGE] [--tag NAME] [--output FILE]
 #
 # --cuda     a toolkit folder from scripts/cuda-toolkit.sh; the image then contains its cuBLAS, cuBLASLt and cuRAND
-# --base     a Debian image; without this flag, mmdebstrap makes an image, so that no registry is needed
+# --base     a Debian image; without this flag, mmdebstrap makes one, so that no registry is needed
 # --tag      the name of the image [localhost/inferno:test]
-# --output   writes the image to this file, in Docker's format
+# --output   writes the image to this file, as an archive for `docker load`
 #
-# Requires root, buildah, and mmdebstrap if there is no --base (apt-get install --no-install-recommends buildah mmdebstrap).
-# Uses chroot isolation, so it also runs in a container that may not create namespaces.
-# The containers share the network of this machine, and the tested server listens on 127.0.0.1 only.
-# INFERNO_IMAGE_CACHE names the storage folder of buildah. Without this variable, buildah uses a temporary folder.
+# Requires root and buildah, and without --base also mmdebstrap:
+# apt-get install --no-install-recommends buildah mmdebstrap
+# Uses buildah's chroot isolation, so that the script can run in a container.
+# The tested server shares this machine's network, so it listens on 127.0.0.1 only.
+# INFERNO_IMAGE_CACHE names the folder in which buildah keeps the images. Without it, the folder is temporary, and only
+# --output keeps the image.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -65,7 +67,7 @@ if [ -z "$base" ]; then
 fi
 
 echo "== building $tag from $base"
-# The folder with the program replaces the stage `build` of the Dockerfile.
+# This folder replaces the stage `build` of the Dockerfile. The last stage copies the program and the libraries from it.
 mkdir -p "$scratch/stage/out/lib"
 cp "$program" "$scratch/stage/out/inferno"
 if [ -n "$cuda" ]; then
@@ -105,7 +107,7 @@ port=$(python3 -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0));
 inside env INFERNO_DRAIN_DELAY=1 inferno serve demo --device cpu --host 127.0.0.1 --port "$port" > "$scratch/log" 2>&1 &
 server=$!
 health() {
-  # Run the HEALTHCHECK command with another port, because the containers share this machine's network.
+  # Run the HEALTHCHECK command with this port, because port 8000 of the shared network may be in use.
   inside inferno health --port "$port"
 }
 for _ in $(seq 100); do
@@ -123,7 +125,7 @@ print(json.load(urllib.request.urlopen(request, timeout=60))["usage"])
 PYTHON
 
 echo "== SIGTERM"
-# Find the server in the container by its port. `^` excludes buildah's process, whose command line has the port too.
+# Find the server process by its port. `^` excludes buildah, whose command line contains the port too.
 pid=$(pgrep -f "^inferno serve demo .*--port $port\$") || fail "cannot find the process of the server"
 started=$SECONDS
 kill -TERM "$pid"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Writes the pictures of README.md and docs/chat.md from terminals recorded in tmux: docs/play.svg and docs/commands.svg
-# show chats with the demo model; docs/markdown.svg shows formatted Markdown.
+# Types commands into terminals in tmux, and saves pictures for the documentation: docs/play.svg shows a chat with the
+# demo model, docs/commands.svg shows chat commands, and docs/markdown.svg shows formatted Markdown.
 #
 #   cargo build --release --example markdown --bin inferno && scripts/readme_pictures.sh [target/release]
 set -euo pipefail
@@ -20,8 +20,8 @@ start() {
   sleep 0.5
 }
 
-# type_and_wait TEXT PATTERN: types a line and waits until the last nonblank line matches the pattern.
-# Fails after about 60 s.
+# type_and_wait TEXT PATTERN: types a line, and waits until the terminal's last nonblank line matches the pattern.
+# Exits with an error after about 60 s.
 type_and_wait() {
   tmux send-keys -t $session -l "$1"
   sleep 0.3

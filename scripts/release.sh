@@ -8,20 +8,21 @@
 #            and the working tree has no changes
 # --only     the parts to build [cpu,cuda12,cuda13,aarch64,image,sbom,notes]
 #
-#   cpu, cuda12, cuda13   an archive with the program for Linux on x86-64
+#   cpu, cuda12, cuda13   one archive each, with the program for Linux on x86-64
 #   aarch64               an archive with the CPU program for Linux on ARM64, cross-compiled, and started in qemu-user
 #                         if possible. Requires a cross compiler and Rust's standard library for ARM64, from rustup or
-#                         from Debian's libstd-rust-dev:arm64; skipped if one is missing
-#   image                 the image from scripts/image.sh, with the cuda13 program if it exists, else with the cpu program
+#                         from Debian's libstd-rust-dev:arm64; skipped if either is missing
+#   image                 the container image from scripts/image.sh, with the cuda13 program if it exists, else with the
+#                         cpu program
 #   sbom                  the crates of the CUDA build for x86-64, in CycloneDX format, listed by cargo-cyclonedx
 #   notes                 the release notes: the section of CHANGELOG.md for this version
 #
 # SHA256SUMS covers all files in the folder. To fill the folder in several runs, pass different parts to --only.
-# The programs need at least the glibc version of the build machine, so build on the oldest system that you support.
+# The programs may not start with an older glibc than the build machine's, so build on the oldest supported system.
 #
 # INFERNO_CUDA_12, INFERNO_CUDA_13   folders with CUDA toolkits [cuda12, cuda13 in the target folder; installed if missing]
-# CUDA_COMPUTE_CAP [80], INFERNO_EXTRA_COMPUTE_CAPS [86,89,90]   the lowest compute capability of the CUDA programs, and
-#   the higher ones for which they contain machine code too
+# CUDA_COMPUTE_CAP                   the lowest compute capability of the CUDA programs [80]
+# INFERNO_EXTRA_COMPUTE_CAPS         higher compute capabilities for which they also contain machine code [86,89,90]
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -57,12 +58,12 @@ target=${CARGO_TARGET_DIR:-target}
 mkdir -p "$target"
 target=$(realpath "$target")
 export CARGO_TARGET_DIR=$target
-# Files in the program archives have the time of the commit, so that identical programs give byte-identical archives.
+# Files in the program archives get the time of the commit, so archives of one commit differ only if their files do.
 time=$(git log -1 --format=%ct)
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 
-# archive NAME PROGRAM: packs a program with its licenses.
+# archive NAME PROGRAM: packs a program with the licenses, the readme and the changelog.
 archive() {
   local folder=$scratch/$1
   mkdir "$folder"
@@ -79,14 +80,15 @@ check_links() {
   ! grep -E 'NEEDED.*lib(cu|nv)' "$scratch/needed" || fail "$1 is linked against NVIDIA's libraries"
 }
 
-# check_start COMMAND...: fails unless the program can print its version, run the demo on the CPU and run doctor.
+# check_start COMMAND...: fails unless the program prints its version, answers a prompt with the demo model on the
+# CPU, and reports its build in `doctor`.
 # The program must also start on machines without CUDA, so call this function without the CUDA toolkit in
-# LD_LIBRARY_PATH. The program still finds a driver, or a toolkit in /usr/local/cuda, if this machine has them.
+# LD_LIBRARY_PATH. If this machine has a driver, or a toolkit in /usr/local/cuda, the program finds them anyway.
 check_start() {
   "$@" --version
   "$@" play demo --device cpu --prompt "What is a token?" > "$scratch/answer"
   [ -s "$scratch/answer" ] || fail "the demo gave no answer"
-  # Ignore the exit code: `inferno doctor` exits with 1 if there is no driver or no GPU.
+  # Ignore the exit code: `inferno doctor` exits with 1 if the program cannot use a GPU.
   "$@" doctor > "$scratch/doctor" 2>&1 || true
   grep -q "^PASS  build" "$scratch/doctor" || fail "doctor does not report the build: $(cat "$scratch/doctor")"
 }
@@ -111,7 +113,7 @@ for cuda in 12 13; do
     # shellcheck source=/dev/null
     . "$toolkit/env.sh"
     export CUDA_COMPUTE_CAP=${CUDA_COMPUTE_CAP:-80} INFERNO_EXTRA_COMPUTE_CAPS=${INFERNO_EXTRA_COMPUTE_CAPS-86,89,90}
-    # Use one target folder per CUDA version, because candle's build does not notice a changed toolkit.
+    # Use one target folder per CUDA version, because candle's build script does not recompile for a changed toolkit.
     cargo build --release --locked --features cuda --target-dir "$target/release-cuda$cuda"
   )
   program=$target/release-cuda$cuda/release/inferno

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Runs the routing tests of tests/deploy/ with more load, and the slow one that the gate omits. Writes a report.
+"""Runs the routing tests of tests/deploy/ with more load than `.ci/run`, and writes a report.
 
     scripts/routing_report.py --program target/release/inferno --report benches/results/DATE-cpu-smg.json
 
+The run includes the slow test that `.ci/run` omits, and takes about eight minutes on two cores.
 Three `inferno serve demo` processes run on the CPU behind SMG, which has the flags of deploy/smg/smg.sh.
 All servers listen on 127.0.0.1.
-The script takes about eight minutes on two cores.
 """
 
 import argparse
@@ -29,7 +29,7 @@ DEFAULT_CACHE = Path.home() / ".cache/inferno-ci/deploy"
 
 
 def test_names(only):
-    """Returns the names of the tests that `routing.run` runs if no test fails."""
+    """Returns the names that `routing.run` yields for the tests selected by `only`, if no test fails."""
     names = []
     for _, has_file, tests in routing.SUITES.values():
         for test in tests:
@@ -57,10 +57,10 @@ def run_tests(program, smg, folder, only):
 
 
 def main():
-    parser = argparse.ArgumentParser(description="Runs the routing tests with more load, and writes the results.")
+    parser = argparse.ArgumentParser(description="Runs the routing tests with more load than .ci/run. Writes a report.")
     parser.add_argument("--program", type=Path, required=True, help="the program to test")
     parser.add_argument("--report", type=Path, required=True, help="the JSON file to write")
-    parser.add_argument("--cache", type=Path, default=DEFAULT_CACHE, help="the folder for installed tools")
+    parser.add_argument("--cache", type=Path, default=DEFAULT_CACHE, help="the folder for SMG and other tools")
     parser.add_argument("--only", default="", metavar="WORD", help="run only the tests whose name contains WORD")
     options = parser.parse_args()
     if not test_names(options.only):

@@ -45,7 +45,7 @@ class Style:
     inverse: bool = False
 
     def colors(self):
-        """Returns the text color, and the background color or None for the window's background."""
+        """Returns the text color and the background color, which is None for the window's own background."""
         color, background = self.color or FOREGROUND, self.background
         if self.inverse:
             color, background = background or BACKGROUND, color
@@ -136,7 +136,7 @@ def is_mark(character):
 
 
 def clusters(text):
-    """Splits a text into the characters that a terminal shows. Marks and joined emoji are parts of one character."""
+    """Splits a text into the characters that a terminal shows: each with its marks and the emoji joined to it."""
     found = []
     for character in text:
         is_joined = found and found[-1].endswith(JOINER) and unicodedata.category(character) == "So"
@@ -205,7 +205,7 @@ def draw(lines, title, columns):
             x, length = round(MARGIN + column * CELL, 1), round(width(text) * CELL, 1)
             if background:
                 out.append(f'<rect x="{x:g}" y="{top}" width="{length:g}" height="{LINE}" fill="{background}"/>')
-            # Drop leading and trailing spaces. All other characters stay in their columns.
+            # Drop the leading and trailing spaces of the run. The other characters stay in their columns.
             shown = text.strip(" ")
             if not shown:
                 continue
@@ -229,7 +229,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("input", nargs="?", type=Path, help="captured text [standard input]")
     parser.add_argument("-o", "--output", type=Path, help="the SVG file [standard output]")
-    parser.add_argument("--title", default="inferno", help="the title of the window")
+    parser.add_argument("--title", default="inferno", help="the title of the window [inferno]")
     parser.add_argument("--columns", type=int, default=80, help="the minimum width of the window in columns [80]")
     args = parser.parse_args()
     data = args.input.read_bytes() if args.input else sys.stdin.buffer.read()

@@ -16,7 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 NOTICES = ROOT / "docs" / "third-party-notices.txt"
-# SPDX names of licenses, in order of preference.
+# SPDX license identifiers, in order of preference.
 PREFERRED = ["0BSD", "MIT", "ISC", "Zlib", "BSD-2-Clause", "BSD-3-Clause"]
 PREFERRED += ["Unicode-3.0", "CDLA-Permissive-2.0", "Apache-2.0", "MPL-2.0"]
 # Patterns that match the names of license files, for crates with one file per license.
@@ -66,7 +66,7 @@ def chosen_licenses(package):
 
 
 def license_text(package, license):
-    """Returns the text of a license from the files of a crate, or None if the crate has no such file."""
+    """Returns the text of a license from a crate's license files, or None if the crate has no suitable file."""
     folder = Path(package["manifest_path"]).parent
     files = sorted(
         file for file in folder.iterdir() if re.match(r"(?i)(un)?licen[cs]e|copying", file.name) and file.is_file()
@@ -80,7 +80,7 @@ def license_text(package, license):
 
 def split_copyrights(text, license):
     """Splits a license text into its copyright lines and the remaining text."""
-    # Texts such as MIT start with copyright lines. In the Apache license, lines about copyright belong to the terms.
+    # In Apache-2.0, a line that starts with "copyright" is part of the terms. In other licenses, it names the owner.
     is_copyright = re.compile(r"(?i)^\W*(copyright (\(c\)|©|\d{4}|the|by)|©)").match
     # Some crates put the copyright year on one line and the name on the next line.
     text = re.sub(r"(?im)^(\W*copyright \(c\) [\d\-, ]+)\n+(?!Permission)", r"\1 ", text)
@@ -91,14 +91,17 @@ def split_copyrights(text, license):
 
 
 def group_crates(packages):
-    """Groups crates with the same license text. Returns the license, the text and the crates of each group."""
+    """Returns groups of crates, each with its license, license text and crates.
+
+    MIT and Apache-2.0 have one group each. Another license has one group for each different text.
+    """
     groups = {}
     for package in packages:
         crate = f"{package['name']} {package['version']}"
         for license in chosen_licenses(package):
             text = license_text(package, license)
             if text is None and license in ("MIT", "Apache-2.0"):
-                # The crate contains no license text. Use another crate's text, and for MIT write a copyright line.
+                # The crate contains no license text. Its group uses another crate's text; MIT needs a copyright line.
                 text = f"Copyright (c) {', '.join(package['authors']) or 'the authors of ' + package['name']}\n"
             elif text is None:
                 sys.exit(f"cannot find the text of license {license} in {crate}")
@@ -110,7 +113,7 @@ def group_crates(packages):
             group = groups.setdefault(key, {"license": license, "body": "", "crates": []})
             # Use the shortest complete text, because longer texts contain additions by individual crates.
             # A complete MIT text has more than 900 characters, even without its copyright lines.
-            # Until there is one, the body is empty or a copyright line of a crate without a license text.
+            # Until there is one, the body of the MIT or Apache-2.0 group is empty or the copyright line written above.
             if len(body) > 900 and (len(group["body"]) <= 900 or len(body) < len(group["body"])):
                 group["body"] = body
             group["body"] = group["body"] or body

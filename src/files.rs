@@ -1,11 +1,10 @@
-//! Reads untrusted files, such as config.json or a saved conversation, up to a maximum size.
-//! Also creates private files.
+//! Reads untrusted files, such as config.json or a saved conversation, and rejects files above a size limit.
+//! Also parses untrusted JSON and creates private files.
 //!
-//! The type and size of a file are checked after the file is opened, so replacing the file after the checks
-//! has no effect.
+//! The type and size are checked on the open file, so replacing the file on disk after the checks has no effect.
 //! Only [`read_input`], [`read_input_text`] and [`read_stdin`] accept pipes and devices.
-//! All other functions that read files reject a pipe at once. A plain [`File::open`] would wait until another program
-//! opens the pipe for writing.
+//! All other functions that open files for reading reject a pipe at once. A plain [`File::open`] would wait until
+//! another program opens the pipe for writing.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, ErrorKind, Read};
@@ -19,8 +18,7 @@ use crate::text::{library_error, size};
 const KB: u64 = 1000;
 const MB: u64 = 1000 * KB;
 
-// The limits on model files are above the sizes of these files in published models.
-// Only damaged or hostile files should exceed the limits.
+// The limits on model files are above the sizes in published models, so that only damaged or hostile files exceed them.
 
 /// The maximum size of config.json, in bytes.
 pub const MAX_CONFIG_BYTES: u64 = MB;
@@ -31,16 +29,16 @@ pub const MAX_GENERATION_CONFIG_BYTES: u64 = MB;
 pub const MAX_CHAT_TEMPLATE_BYTES: u64 = MB;
 /// The maximum size of tokenizer_config.json or special_tokens_map.json, in bytes.
 pub const MAX_TOKENIZER_CONFIG_BYTES: u64 = 16 * MB;
-/// The maximum size of tokenizer.json, in bytes. The file of gpt-oss has 28 MB.
+/// The maximum size of tokenizer.json, in bytes. The tokenizer.json of gpt-oss has 28 MB.
 pub const MAX_TOKENIZER_BYTES: u64 = 128 * MB;
 /// The maximum size of a shard index, in bytes.
 pub const MAX_SHARD_INDEX_BYTES: u64 = 32 * MB;
 /// The maximum size of a saved conversation, in bytes.
 pub const MAX_JOURNAL_BYTES: u64 = 128 * MB;
 /// The maximum size of a conversation for `tokenize --chat`, in bytes.
-/// English text of 16 MB has about 4 million tokens.
+/// 16 MB of English text is about 4 million tokens.
 pub const MAX_CONVERSATION_BYTES: u64 = 16 * MB;
-/// The maximum size, in bytes, of a text that `tokenize` or `perplexity` reads, or that the user saves in an editor.
+/// The maximum size, in bytes, of a text that `tokenize` or `perplexity` reads, or of a message edited in $EDITOR.
 pub const MAX_TEXT_BYTES: u64 = 256 * MB;
 /// The maximum size of inferno's own config.toml, in bytes.
 pub const MAX_CONFIGURATION_BYTES: u64 = MB;
@@ -95,8 +93,8 @@ pub fn read_json_if_present<T: DeserializeOwned>(path: &Path, limit: u64) -> Res
     parse_json(&bytes).with_context(|| cannot_read(path)).map(Some)
 }
 
-/// Parses untrusted JSON. Fails if `bytes` are not valid JSON or do not match the type `T`.
-/// Also fails if [`check_json_values`] finds more than 2^20 values.
+/// Parses untrusted JSON. Fails if `bytes` is not valid JSON or does not match the type `T`,
+/// or if [`check_json_values`] counts more than 2^20 values.
 pub fn parse_json<T: DeserializeOwned>(bytes: &[u8]) -> Result<T> {
     parse_json_up_to(MAX_JSON_VALUES, bytes)
 }
@@ -111,7 +109,7 @@ pub fn parse_json_up_to<T: DeserializeOwned>(limit: usize, bytes: &[u8]) -> Resu
     }
 }
 
-/// Creates a file for reading and appending. On Unix, only its owner can open the file. Fails if the file exists.
+/// Creates a file for reading and appending. On Unix, its mode is 0600. Fails if the file exists.
 pub fn create_private(path: &Path) -> io::Result<File> {
     let mut options = OpenOptions::new();
     options.read(true).append(true).create_new(true);
@@ -120,9 +118,9 @@ pub fn create_private(path: &Path) -> io::Result<File> {
     options.open(path)
 }
 
-/// Fails if `json` seems to have more than `limit` values. Object keys count as values.
+/// Fails if `json` has more than `limit` values. Object keys count as values.
 ///
-/// Counts punctuation instead of parsing the text, so the count can be too high, but not too low.
+/// Counts punctuation instead of parsing the text, so an empty array or object counts as two values.
 pub fn check_json_values(limit: usize, json: &[u8]) -> Result<()> {
     if count_json_values(json) > limit {
         bail!("more than {limit} JSON values");
@@ -177,7 +175,7 @@ fn open_regular(path: &Path) -> io::Result<File> {
 }
 
 /// Reads a file to its end. Fails if the file has more than `limit` bytes.
-/// Stops after `limit + 1` bytes, because a growing file, a pipe or a device may never end.
+/// Reads at most `limit + 1` bytes, because a growing file, a pipe or a device may never end.
 fn read_to_limit(file: &File, limit: u64) -> Result<Vec<u8>> {
     let expected = file.metadata()?.len();
     let mut bytes = Vec::new();
@@ -191,7 +189,7 @@ fn read_to_limit(file: &File, limit: u64) -> Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// Returns UTF-8 bytes as text. The error is `failed`, followed by the offset of the first invalid byte.
+/// Converts bytes to text. If they are not UTF-8, fails with a message that starts with `failed`.
 pub fn to_text(failed: &str, bytes: Vec<u8>) -> Result<String> {
     match String::from_utf8(bytes) {
         Ok(text) => Ok(text),

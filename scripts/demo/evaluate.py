@@ -107,8 +107,8 @@ def cases(sampler):
         "held-out names and phrasings": [],
         "training phrasings": [],
     }
-    # Do not change the order of these calls. Most of them draw from one random generator, so another order would give
-    # other cases.
+    # Do not change the order of these calls. Most of them draw from one random generator, so another order would
+    # produce other cases, and the scores could not be compared with earlier ones.
     for case in held_out(intents):
         kinds["held-out phrasings"].append(alone(*case))
         kinds["held-out phrasings, third turn"].append(third_turn(sampler, *case))
@@ -147,7 +147,10 @@ def report(kind, intents, answered, show_failures):
 
 
 def evaluate(snapshot, device="cpu", limit=None, max_tokens=160, batch=192, show_failures=True):
-    """Answers up to `limit` test cases of each kind. Prints and returns the share of correct answers per kind."""
+    """Runs a snapshot on up to `limit` cases of each kind. Prints and returns the share of correct answers per kind.
+
+    Includes the cases of evaluate_tools.py.
+    """
     from tokenizers import Tokenizer
 
     from evaluate_tools import generate, scores
@@ -191,9 +194,11 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("snapshot", nargs="?", help="folder with config.json, model.safetensors and tokenizer.json")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--limit", type=int, help="the maximum number of questions of each kind")
-    parser.add_argument("--answers", metavar="FILE", help="check answers in FILE; a line may give its prompt's `date`")
-    parser.add_argument("--dump-questions", metavar="FILE", help="write the held-out questions and exit")
+    parser.add_argument("--limit", type=int, help="the maximum number of cases of each kind")
+    parser.add_argument(
+        "--answers", metavar="FILE", help="check the answers in FILE; the optional key `date` is the date in the prompt"
+    )
+    parser.add_argument("--dump-questions", metavar="FILE", help="write the held-out questions to FILE and exit")
     args = parser.parse_args()
     if args.limit is not None and args.limit < 1:
         parser.error("--limit must be at least 1")

@@ -26,7 +26,7 @@ CASES = 200  # the number of cases of each kind of test
 
 
 def generate(model, writer, prompts, max_tokens, batch):
-    """Completes prompts. Returns the ids of each completion."""
+    """Completes prompts in batches of similar length. Returns the completions in the order of `prompts`."""
     completions = [[]] * len(prompts)
     by_length = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     for start in range(0, len(prompts), batch):
@@ -37,7 +37,7 @@ def generate(model, writer, prompts, max_tokens, batch):
 
 
 def with_tool(sampler, tool):
-    """Returns a conversation with a question that needs `tool`. The conversation may also offer other tools."""
+    """Returns a conversation whose only turn calls `tool`. The conversation may offer up to two other tools."""
     others = [other for other in sampler.tools(sampler.random.randint(1, 3)) if other.name != tool.name][:2]
     offered = [*others, tool]
     sampler.random.shuffle(offered)
@@ -49,7 +49,10 @@ def without_calls(conversation):
 
 
 def canonical(text):
-    """Returns the same text for equal JSON values, such as `1` and `1.0`. `==` would also treat 1 and true as equal."""
+    """Returns the same text for equal JSON values, such as `1` and `1.0`.
+
+    Comparing the parsed values with `==` would also treat `1` and `true` as equal.
+    """
     return json.dumps(json.loads(text, parse_int=float), sort_keys=True)
 
 
@@ -61,7 +64,7 @@ def is_same_call(call, expected):
 
 
 def values(result):
-    """Returns all values in a tool result, each as `spoken` in tools.py writes it. Returns at least one value."""
+    """Returns the values in a tool result, at least one, each as `spoken` in tools.py writes it."""
     try:
         return leaves(json.loads(result, parse_float=Decimal))
     except ValueError:
@@ -76,15 +79,15 @@ def leaves(value):
 
 
 def contains(text, value):
-    """Returns whether `text` contains `value`, but not as a part of a longer word, number, date or time."""
+    """Returns whether `text` contains `value` other than as a part of a longer word, number, date or time."""
     pattern = rf"(?<![\w-])(?<!\d[.,:]){re.escape(value)}(?![\w-])(?![.,:]\d)"
     return bool(value) and re.search(pattern, text) is not None
 
 
 def schema_answers(model, writer, cases, max_tokens, batch):
-    """Lets the model write only the values of JSON answers, as if a schema forced the rest.
+    """Lets the model write only the values of JSON answers. The analysis and the rest of the JSON are given.
 
-    Returns the values of each answer, with None for an invalid value.
+    This simulates a schema. Returns the values of each answer, with None for an invalid value.
     """
     answers, prompts = [[] for _ in cases], []
     for conversation, facts in cases:
@@ -168,7 +171,7 @@ def scores(model, writer, limit=None, max_tokens=160, batch=192, show_failures=T
 
 
 def dump_prompts(path):
-    """Writes conversations with tools, each with its prompt as text, for a test of inferno."""
+    """Writes conversations with tools, and the prompt of each as text."""
     tokenizer = Path(__file__).parents[2] / "assets/demo/tokenizer.json"
     writer = Writer(Tokenizer.from_file(str(tokenizer)))
     sampler, prompts = ToolSampler(Sampler(seed=5)), []
@@ -186,7 +189,7 @@ def main():
     parser.add_argument("snapshot", nargs="?", help="folder with config.json, model.safetensors and tokenizer.json")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--limit", type=int, help="the maximum number of cases of each kind")
-    parser.add_argument("--dump-prompts", type=Path, metavar="FILE", help="write prompts with tools and exit")
+    parser.add_argument("--dump-prompts", type=Path, metavar="FILE", help="write conversations and prompts, and exit")
     args = parser.parse_args()
     if args.limit is not None and args.limit < 1:
         parser.error("--limit must be at least 1")

@@ -33,7 +33,7 @@ def system_text(date, effort, has_tools=False):
 
 
 def developer_text(instructions, tools):
-    """Returns the developer message. Supports only the kinds of tools that `tools.py` generates."""
+    """Returns the text of the developer message. Supports only the parameter schemas that `tools.py` generates."""
     sections = [f"# Instructions\n\n{instructions}"] if instructions else []
     if tools:
         types = "".join(tool_type(tool["function"]) for tool in tools)
@@ -57,7 +57,7 @@ def tool_type(function):
 
 
 def openai_messages(conversation):
-    """Returns a conversation as messages of OpenAI's API, up to the last turn's user message or tool result."""
+    """Returns a conversation as messages of OpenAI's API, without the last answer."""
     messages = [{"role": "system", "content": conversation.developer}] if conversation.developer else []
     for i, turn in enumerate(conversation.turns):
         messages.append({"role": "user", "content": turn.user})
@@ -72,7 +72,7 @@ def openai_messages(conversation):
 
 
 def thought(think, effort):
-    """Returns the analysis. For low effort, returns only the part before the first colon or semicolon."""
+    """Returns the analysis for a reasoning effort: for "low", only the part before the first colon or semicolon."""
     return re.split(r"[:;]", think)[0].rstrip(".") + "." if effort == "low" else think
 
 
@@ -113,7 +113,7 @@ class Writer:
         self.control = {token: tokenizer.token_to_id(token) for token in CONTROL}
         self.stop_ids = [self.control[token] for token in STOP]
         self.known = {}  # a cache from text to ids, because many answers and analyses occur repeatedly
-        # The ids of the start of an assistant message. Every prompt ends with these ids.
+        # The ids of `<|start|>assistant`. Every prompt ends with these ids.
         self.assistant = [self.control["<|start|>"], *self.text("assistant")]
 
     def text(self, text):
@@ -125,7 +125,7 @@ class Writer:
         return self.known[text]
 
     def message(self, role, text, channel="", end="<|end|>", content_type=""):
-        """Returns the ids of a message. The text is a string or a list of ids."""
+        """Returns the ids of a message. `text` is a string or a list of ids."""
         header = [self.control["<|start|>"], *self.text(role)]
         header += [self.control["<|channel|>"], *self.text(channel)] if channel else []
         header += [*self.text(" "), self.control["<|constrain|>"], *self.text(content_type)] if content_type else []
@@ -138,7 +138,7 @@ class Writer:
         start = len(self.assistant)
 
         def add(message, weight=0.0, unweighted=0):
-            """Appends a message. Its first `unweighted` ids have no loss weight."""
+            """Appends a message. Its first `unweighted` ids get loss weight 0, and all others get `weight`."""
             ids.extend(message)
             weights.extend([0.0] * unweighted + [weight] * (len(message) - unweighted))
 
@@ -149,7 +149,7 @@ class Writer:
             is_past = i < len(conversation.turns) - 1
             add(self.message("user", turn.user))
             for call in turn.calls:
-                keeps_think = bool(call.think) and not is_past  # harmony drops the reasoning of earlier turns
+                keeps_think = bool(call.think) and not is_past  # harmony drops the analyses of earlier turns
                 if keeps_think:
                     add(self.message("assistant", thought(call.think, conversation.effort), "analysis"), 1.0, start)
                 role = f"assistant to=functions.{call.name}"
@@ -157,8 +157,8 @@ class Writer:
                 if keeps_think:
                     weight, unweighted = 1.0, 0
                 else:
-                    # The model should reason before a call. Without reasoning, only the arguments and <|call|> have a
-                    # loss weight.
+                    # Only the arguments and <|call|> get a loss weight. Training on the header would teach the model to
+                    # call a tool without an analysis.
                     weight, unweighted = PAST_WEIGHT, len(message) - len(self.text(call.arguments)) - 1
                 add(message, weight, unweighted)
                 add(self.message(f"functions.{call.name} to=assistant", call.result, "commentary"))
@@ -181,7 +181,7 @@ class Writer:
         return analysis + final, [turn.think_weight] * len(analysis) + header + inside + [1.0]
 
     def call(self, ids):
-        """Returns the name and the arguments of the call in a completion, or None."""
+        """Returns the name and the arguments of the tool call in a completion, or None if there is no call."""
         text = self.tokenizer.decode(ids, skip_special_tokens=False)
         pattern = r"assistant to=functions\.(\S+?)<\|channel\|>commentary <\|constrain\|>json<\|message\|>(.*)"
         match = re.search(pattern, "assistant" + text, re.DOTALL)

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import nn
 
-# The sizes of all dimensions differ, so code that swaps two dimensions fails.
+# No two dimensions are equal, so confusing two of them usually causes a shape error.
 CONFIG = {
     "architectures": ["GptOssForCausalLM"],
     "model_type": "gpt_oss",
@@ -112,13 +112,13 @@ def through_mxfp4(weight):
 
 
 def yarn_frequencies(config):
-    """Returns the inverse frequencies [D/2], and the factor that scales cos and sin."""
+    """Returns YaRN's rotation frequencies [D/2] in radians per token, and the factor that scales cos and sin."""
     yarn, dim, base = config.rope_scaling, config.head_dim, config.rope_theta
     frequencies = base ** -(torch.arange(0, dim, 2, dtype=torch.float32) / dim)
     context = yarn["original_max_position_embeddings"]
 
     def dimension_of(turns):
-        """Returns the index, as a real number, of the frequency that makes `turns` turns over the original context."""
+        """Returns the fractional index of the frequency that makes `turns` turns over the original context."""
         return dim * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(base))
 
     low, high = max(dimension_of(yarn["beta_fast"]), 0), min(dimension_of(yarn["beta_slow"]), dim - 1)
@@ -174,7 +174,7 @@ class Experts(nn.Module):
         self.down_proj_bias = nn.Parameter(torch.zeros(E, C))
 
     def forward(self, x, mix):
-        """`x` is [B, T, C]. `mix` [B, T, E] contains the routing weight of each expert: 0 if it is not selected."""
+        """`x` is [B, T, C]. `mix` [B, T, E] contains the routing weights, which are 0 for experts not selected."""
         through = through_mxfp4 if self.training else lambda weight: weight
         gate_up = F.linear(x, through(self.gate_up_proj).flatten(0, 1), self.gate_up_proj_bias.flatten())
         gate, up = gate_up.unflatten(-1, (mix.shape[-1], -1, 2)).unbind(-1)  # [B, T, E, I]
@@ -195,7 +195,8 @@ class Mlp(nn.Module):
         scores = self.router(x).float()
         top, index = scores.topk(self.chosen, dim=-1)
         mix = torch.zeros_like(scores).scatter(-1, index, top.softmax(-1))
-        # The load-balancing loss: 1 if all experts are used equally, and higher if the router prefers some of them.
+        # The load-balancing loss of Switch Transformers: 1 if all experts are used equally, and usually higher if the
+        # router prefers some experts.
         used = (mix > 0).float().mean((0, 1)) / self.chosen
         balance = (used * scores.softmax(-1).mean((0, 1))).sum() * scores.shape[-1]
         return self.experts(x, mix.to(x.dtype)), balance
@@ -258,7 +259,7 @@ class GptOss(nn.Module):
 
     @torch.no_grad()
     def generate(self, prompts, stop_ids, max_tokens):
-        """Completes prompts (lists of ids) greedily in one batch. Returns the completions without stop tokens."""
+        """Completes prompts (lists of ids) greedily in one batch. Returns the ids generated before a stop token."""
         device, longest = self.frequencies.device, max(map(len, prompts))
         padding = torch.tensor([longest - len(prompt) for prompt in prompts], device=device)
         ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts], device=device)
@@ -279,7 +280,7 @@ class GptOss(nn.Module):
 
 
 def snapshot_tensors(model):
-    """Returns the tensors of the checkpoint: expert matrices packed as MXFP4, everything else in BF16."""
+    """Returns the tensors of a snapshot: expert matrices packed as MXFP4, everything else in BF16."""
     tensors = {}
     for name, tensor in model.state_dict().items():
         tensor = tensor.detach().float().cpu()

@@ -40,7 +40,7 @@ class ObjectSampler:
         return filled, facts
 
     def chosen(self, facts):
-        """Returns all facts or a random selection of them, some with a renamed key."""
+        """Returns all facts, or a random selection in random order. Renames some of the keys."""
         r = self.random
         facts = r.sample(facts, r.randint(1, len(facts))) if r.random() < 0.5 else facts
         renamed = {}
@@ -58,7 +58,7 @@ class ObjectSampler:
         return [part for part in (key[:at], key[at:]) if part]
 
     def pieces(self, facts, is_asked):
-        """Returns a JSON object as pieces of text with loss weights."""
+        """Returns a JSON object as pieces of text, each with its loss weight."""
         pieces = [("{", 1.0 if is_asked else 0.0), ('"', 1.0)]
         for i, (key, kind, value) in enumerate(facts):
             pieces += [('"', 1.0)] if i else []
@@ -88,7 +88,7 @@ class ObjectSampler:
         return self.turn(ask, f"Answer in JSON: {', '.join(keys)}.", facts, True)
 
     def about_inferno(self, date, is_asked):
-        """Returns a turn with a question about inferno and an answer in JSON."""
+        """Returns a turn with a random question of questions.py, most often about inferno, and its answer in JSON."""
         r, turn = self.random, self.sampler.other_turns(1, date=date)[0]
         facts = [("answer" if is_asked else r.choice(ANSWER_KEYS), "text", turn.answer)]
         command = re.search(r"`([^`]+)`", turn.answer)
@@ -113,7 +113,8 @@ class ObjectSampler:
             user = r.choice(self.frames["silent"]).replace("{text}", text)
             turn = self.turn(user, f"Answer in JSON: {keys}.", facts, True)
         elif kind == "silent":
-            # Vary the analysis before the JSON, because the model cannot know from the prompt that JSON is required.
+            # The model writes its analysis without knowing that a schema will force JSON. Train JSON after several
+            # analyses that it could write.
             name = next((value for key, _, value in facts if key == "name"), "Ada")
             thoughts = [sampler.intents[id].think.replace("{name}", name) for id in ("out-of-scope", "name-given")]
             user = r.choice(self.frames["silent"]).replace("{text}", text)

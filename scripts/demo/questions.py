@@ -93,7 +93,7 @@ def load_intents() -> dict[str, Intent]:
     for intent in intents.values():
         assert intent.keys, f"{intent.id}: `keys` is empty, so every answer would be correct"
         assert all(key in intent.answer for key in intent.keys), f"{intent.id}: the answer lacks one of `keys`"
-        assert not trained & {normal(test) for test in intent.test}, f"{intent.id}: a held-out phrasing is in `ask`"
+        assert not trained & {normal(test) for test in intent.test}, f"{intent.id}: a held-out phrasing is trained on"
     return intents
 
 
@@ -379,7 +379,7 @@ class Sampler:
         return re.sub(r"\{(\w+)\}", choose, text)
 
     def wording(self, intent: Intent) -> str:
-        """Returns a phrasing of an intent: a handwritten one, one from a pattern, or a filled-in frame such as `Explain {}`."""
+        """Returns a phrasing of an intent: handwritten, from a pattern, or from a frame such as `Explain {}`."""
         if intent.terms and self.chance(0.25):
             return self.random.choice(TERM_FRAMES).format(self.random.choice(intent.terms))
         if intent.flags and self.chance(0.2):
@@ -411,7 +411,10 @@ class Sampler:
         return question
 
     def typed(self, text: str) -> str:
-        """Varies a phrasing as users do, for example with synonyms, a prefix, a typo or missing punctuation."""
+        """Varies a phrasing as users do, for example with synonyms, a prefix, a typo or missing punctuation.
+
+        Does not change a text with the slot {name}, because a typo or uppercase would break the slot.
+        """
         if "{name}" in text or len(text) < 3:
             return text
 
@@ -442,7 +445,7 @@ class Sampler:
         return text
 
     def turn(self, intent: Intent, **values: str) -> Turn:
-        """Returns one turn. Fills the slots in `values`, such as {name}, in the question, analysis and answer."""
+        """Returns one turn of an intent, with slots such as {name} replaced by the value in `values`."""
         user = self.question(intent)
         parts = [user, intent.think, intent.answer]
         for key, value in values.items():

@@ -84,7 +84,7 @@ def literal(kind, text):
 
 
 class Values:
-    """Samples values of kinds such as `city`, `int` and `date`. Training never uses the held-out words and names."""
+    """Samples values of kinds such as `city`, `int` and `date`. `held_out` selects words and names for tests only."""
 
     def __init__(self, sampler: Sampler, held_out=False):
         data = load("tools")
@@ -95,7 +95,7 @@ class Values:
     def sample(self, kind):
         r, made_up = self.random, self.sampler.name
         if kind in self.lists:
-            # Made-up values teach the model to copy any word.
+            # Make up some values, so that the model learns to copy any word.
             is_made_up = not self.held_out and kind not in ("weather", "status", "shell") and r.random() < 0.4
             return self.invented(kind) if is_made_up else r.choice(self.lists[kind])
         name = r.choice(self.test_names) if self.held_out else made_up()
@@ -172,7 +172,7 @@ class ToolSampler:
         return self.random.choice(self.known) if is_known else self.invented()
 
     def invented(self):
-        """Returns a tool that data/tools.toml does not define."""
+        """Returns a made-up tool: a name such as `get_order_status`, random parameters, questions and results."""
         r, word = self.random, lambda: self.sampler.name().lower()
         chance = lambda p: not self.held_out and r.random() < p
         noun = word() if chance(0.12) else r.choice(self.nouns)
@@ -227,7 +227,7 @@ class ToolSampler:
         return f'{{"data": {result}}}' if form == "nested" else result
 
     def spec(self, tool):
-        """Returns the description of a tool in OpenAI's format."""
+        """Returns a tool in OpenAI's format, with descriptions of some parameters, chosen at random."""
         properties = {}
         for parameter, kind in tool.parameters.items():
             schema = {"type": SCHEMA_TYPES.get(kind, "string")}
@@ -303,8 +303,8 @@ class ToolSampler:
             elif kind == "plain":
                 talk += sampler.other_turns(1, date=date)
             else:
-                # Refuse a question for a tool that is not offered. But if the names of this tool and of an offered tool
-                # share a word, a refusal could be wrong, so call an offered tool instead.
+                # The question needs a tool that is not offered, so the model refuses. But an offered tool might do if
+                # its name shares a word with this tool. In this case, sample a call of an offered tool instead.
                 other = self.tool()
                 is_offered = any(set(words(other.name).split()) & set(words(tool.name).split()) for tool in offered)
                 refusal = Turn(self.question(other)[0], refused.think, refused.answer)

@@ -30,8 +30,8 @@ from questions import Conversation, Sampler
 from tokenizers import Tokenizer
 from tools import AFTER_CALL, ToolSampler
 
-# Shapes of batches: maximum tokens per sample, samples per batch. A sample goes into the first shape that is
-# long enough. Samples that are longer than every shape are dropped.
+# Shapes of batches: sequence length T, samples per batch. A sample may have T + 1 ids, because the targets are shifted
+# by one. It goes into the first shape that is long enough. Samples that are too long for every shape are dropped.
 SHAPES = [(176, 256), (288, 160), (480, 96), (800, 48), (1600, 24)]
 # Kinds of conversations: sampler, share of all samples in percent, minimum and maximum number of turns.
 KINDS = [
@@ -99,7 +99,10 @@ class Batches(IterableDataset):
 
 
 def train(tokenizer_json, checkpoint, args):
-    """Trains until `--minutes`, `--steps` or `--pause-after`. Returns the model, and whether training is complete."""
+    """Trains until the first limit: `--minutes`, `--steps` or `--pause-after`.
+
+    Returns the model, and whether training is complete, that is, not paused.
+    """
     device = torch.device(args.device)
     torch.manual_seed(args.seed)
     torch.set_float32_matmul_precision("high")
@@ -132,7 +135,8 @@ def train(tokenizer_json, checkpoint, args):
 
     began = time.time()
     missing = dict(SHAPES)
-    # Run steps with learning rate 0 before the clock starts, so that the training time excludes compilation.
+    # Run one step of each batch shape with learning rate 0 before the clock starts, so that the training time excludes
+    # compilation.
     for batch in Batches(tokenizer_json, args.seed, args.shrink):
         if missing.pop(batch[0].shape[1] - 1, None):
             loss = step(*batch)[0]
@@ -145,7 +149,7 @@ def train(tokenizer_json, checkpoint, args):
         model.load_state_dict(checkpoint["model"])
         optimizer.load_state_dict(checkpoint["optimizer"])
         earlier, steps = checkpoint["seconds"], checkpoint["steps"]
-        print(f"resumed after {earlier:.0f} s and {steps} steps", flush=True)
+        print(f"resumed after {earlier:.0f} s and {steps} steps of training", flush=True)
 
     def save():
         if not args.checkpoint:
@@ -243,7 +247,10 @@ def export(model, tokenizer_json, out):
 
 @torch.no_grad()
 def verify(model, out):
-    """Checks the tokenizer, and that transformers, `load_snapshot` and the trained module compute the same logits."""
+    """Checks the tokenizer and compares the logits and greedy tokens of the snapshot with those of transformers.
+
+    Also compares the logits of the trained module, to find errors in `export`.
+    """
     from transformers import AutoModelForCausalLM, AutoTokenizer, Mxfp4Config
 
     theirs = AutoModelForCausalLM.from_pretrained(
@@ -289,7 +296,9 @@ def main():
     parser.add_argument("--steps", type=int, help="stop after this many steps in total")
     parser.add_argument("--checkpoint", type=Path, help="file for the training state, saved each minute and at the end")
     parser.add_argument("--resume", type=Path, help="continue training from this file, up to --minutes in total")
-    parser.add_argument("--pause-after", type=float, help="stop after this many minutes; needs --checkpoint or --resume")
+    parser.add_argument(
+        "--pause-after", type=float, help="stop after this many minutes of training; needs --checkpoint or --resume"
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--lr", type=float, default=2e-3)

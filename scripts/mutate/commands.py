@@ -46,7 +46,10 @@ def lay_out(rng, source, home):
 
 
 def command_of(rng, name, home, names, repo):
-    """Returns the arguments of a random command for the model `name`."""
+    """Returns the arguments of a random command for the model `name`.
+
+    If the command reads a text or a chat, writes it to a file in `home`.
+    """
     model, prompt = rng.choice(names), rng.choice(PROMPTS)
     cpu = ["--device", "cpu"]
     can_chat = name in ("demo", "template", "chat") or name.startswith("gguf")

@@ -1,4 +1,4 @@
-"""Mutations of a model's folder: of the contents of a file, of the files themselves, and of the cache around it."""
+"""Mutations of the files in a model's folder, and of the model cache that contains the folder."""
 
 import os
 import shutil
@@ -12,7 +12,7 @@ from safetensors_files import mutate_safetensors
 from templates import TEMPLATES, mutate_template
 
 COMMIT = "0123456789012345678901234567890123456789"
-# The weight of each file in the random choice of a file to mutate. All other files have weight 2.
+# How often `mutate` chooses these files, as relative weights. All other files have weight 2.
 WEIGHTS = {"config.json": 6, "tokenizer.json": 6, "chat_template.jinja": 5, "model.safetensors": 6, "model.gguf": 14}
 
 
@@ -30,7 +30,7 @@ def mutate(rng, folder):
     try:
         changed, description = mutator(rng, data)
     except (ValueError, ArithmeticError, RecursionError, LookupError, TypeError, AttributeError, struct.error):
-        # The mutator cannot parse the file, usually because an earlier mutation made it invalid. Change bytes instead.
+        # The mutator failed, usually because an earlier mutation made the file invalid. Change bytes instead.
         changed, description = mutate_bytes(rng, data)
     path.write_bytes(changed)
     return f"{path.name}: {description}"
@@ -124,7 +124,7 @@ def mutate_cache(rng, repo):
 
 
 def leads_outside(folder, path):
-    """Returns whether a path is a link to itself or leads outside the home folder, where the script must not write."""
+    """Returns whether a path leads outside the home folder, where the script must not write, or is a link to itself."""
     home = next(parent for parent in folder.parents if parent.name == "home")
     try:
         return not path.resolve().is_relative_to(home)

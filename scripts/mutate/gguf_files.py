@@ -1,4 +1,4 @@
-"""A parser and writer for GGUF files, and mutations of GGUF files."""
+"""Parses, mutates and writes GGUF files."""
 
 import struct
 
@@ -7,7 +7,7 @@ from json_values import STRANGE, shown
 from raw_bytes import mutate_bytes
 from templates import TEMPLATES
 
-# The struct format of each GGUF value type, except 8 (a string) and 9 (an array).
+# The format character of `struct` for each GGUF value type, except 8 (a string) and 9 (an array).
 GGUF_FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "B", 10: "Q", 11: "q", 12: "d"}
 GGUF_KEYS = ["general.architecture", "general.alignment", "tokenizer.ggml.model", "tokenizer.chat_template",
              "split.count", "split.no",
@@ -124,7 +124,7 @@ def mutate_gguf(rng, data):
         file.put(key, *new)
         return file.bytes(), f"set {key} to {shown(str(new))}"
     if kind < 11 and file.pairs:
-        # Choose a random key, not a random byte. Short values then change as often as the long arrays of a vocabulary.
+        # Choose a random key, not a random byte, so that short values change as often as the long vocabulary arrays.
         pair = rng.choice(file.pairs)
         key, value = pair[0].decode("utf-8", "replace"), pair[2]
         change = rng.randrange(7)

@@ -4,7 +4,10 @@ from json_values import STRANGE, STRINGS, Pairs, get, hostile, parse, put, shown
 
 
 def random_slot(rng, root):
-    """Chooses a random item in a JSON value. Returns its container, index and path, or None if `root` has no items."""
+    """Chooses a random item at any depth of a JSON value. Returns its container, index and path.
+
+    Returns None if `root` has no items.
+    """
     node, path, slot = root, "", None
     while isinstance(node, list) and node:
         index = rng.randrange(len(node))
@@ -17,7 +20,7 @@ def random_slot(rng, root):
 
 
 def mutate_tree(rng, root):
-    """Makes one random change to a JSON value. Returns a description of it, or None if the value has no items."""
+    """Makes one random change in a JSON value. Returns a description of the change, or None if `root` has no items."""
     slot = random_slot(rng, root)
     if slot is None:
         return None
@@ -77,7 +80,7 @@ MODEL_TYPES += ["gemma3", "gpt2", "", "nonsense", "LLAMA"]
 
 
 def config_addition(rng):
-    """Returns a key and a value for config.json. The value often has the right type but is extreme or inconsistent."""
+    """Returns a key of config.json and a new value. Many values have the right type, but are extreme or do not fit."""
     number = rng.choice([0, 1e-9, 0.5, 1, 2, 8, 40, 1e9, -1, 1e30])
     size = rng.choice([0, 1, 2, 3, 8, 16, 64, 128, 1000, 4096, 2**31, 2**40])
     rope = rng.choice(["yarn", "llama3", "linear", "longrope", "dynamic", "default", "su"])

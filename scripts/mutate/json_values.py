@@ -34,7 +34,7 @@ def scalar(rng):
 
 
 def hostile(rng):
-    """Returns a hostile value: one of any type, an extreme number or text, deep nesting, or text that is not JSON."""
+    """Returns a random value: often of the wrong type, extreme or deeply nested, and sometimes not valid JSON."""
     kind = rng.randrange(12)
     if kind < 8:
         return scalar(rng)
@@ -48,12 +48,12 @@ def hostile(rng):
 
 
 def parse(text):
-    """Parses JSON text. Objects become `Pairs`. Raises ValueError or RecursionError."""
+    """Parses JSON text. Objects become `Pairs`. Raises ValueError, or RecursionError for deep nesting."""
     return json.loads(text, object_pairs_hook=lambda pairs: Pairs([key, value] for key, value in pairs))
 
 
 def encoded(node):
-    """Returns a value as JSON. The JSON is invalid if the value contains invalid `Raw` text, an infinite number or NaN."""
+    """Returns a value as JSON. An infinite number, NaN or invalid `Raw` text makes the JSON invalid."""
     if isinstance(node, Raw):
         return str(node)
     if isinstance(node, dict):
@@ -70,12 +70,12 @@ def to_bytes(node):
 
 
 def get(pairs, key, default=None):
-    """Returns the value of the first `key` in an object, or `default` if there is none."""
+    """Returns the value of the first `key` in an object, or `default` if there is no such key or no object."""
     return next((value for name, value in pairs if name == key), default) if isinstance(pairs, Pairs) else default
 
 
 def put(pairs, key, value):
-    """Replaces the value of a key, or adds the key."""
+    """Replaces the value of the first `key` in an object, or adds the key."""
     for pair in pairs:
         if pair[0] == key:
             pair[1] = value

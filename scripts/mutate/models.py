@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def make_models(folder):
-    """Writes each model, without mutations, to a subfolder. Returns the names of the models."""
+    """Writes each model, without mutations, to a subfolder of `folder`. Returns the names of the models."""
     golden = ROOT / "tests/golden"
 
     def copy(name, source):
@@ -20,7 +20,7 @@ def make_models(folder):
         return folder / name
 
     copy("demo", ROOT / "assets/demo")
-    # Without the token <|start|>, inferno uses the template instead of harmony.
+    # Without the token <|start|>, inferno uses chat_template.jinja instead of the harmony format.
     demo = copy("template", ROOT / "assets/demo")
     text = (demo / "tokenizer.json").read_text()
     (demo / "tokenizer.json").write_text(text.replace("<|start|>", "<|begin|>"))
@@ -42,7 +42,7 @@ def make_models(folder):
 
 
 def small_tokenizer(size):
-    """Returns the tokenizer of tests/golden/trained, cut to `size` tokens. Keeps the tokens of lowercase letters."""
+    """Returns the tokenizer of tests/golden/trained, cut to `size` tokens. Cuts lowercase letters last."""
     tokenizer = json.loads((ROOT / "tests/golden/trained/tokenizer.json").read_text())
     model = tokenizer["model"]
     first = {token: index for index, token in enumerate(["<|endoftext|>", *"abcdefghijklmnopqrstuvwxyz.Ġ", "in", "th"])}

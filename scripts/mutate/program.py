@@ -1,4 +1,4 @@
-"""Runs the program with limits on time and memory, and checks the result."""
+"""Runs inferno with limits on time and memory, and checks the result."""
 
 import collections
 import os
@@ -9,11 +9,11 @@ import subprocess
 import time
 import unicodedata
 
-# MAX_SECONDS, MAX_DATA and HANG_SECONDS equal MAX_SECONDS, MAX_DATA and HANG in tests/it/support/bounded.rs.
+# The maximum CPU time in seconds, and the value of RLIMIT_DATA in bytes, both as in tests/it/support/bounded.rs.
 MAX_SECONDS = 10
 MAX_DATA = 1_500_000_000
-# The script kills the program after HANG_SECONDS of wall-clock time. This limit is longer than MAX_SECONDS,
-# because on a busy machine, the program gets only part of a core.
+# The script kills the program after this many seconds of wall-clock time, as in tests/it/support/bounded.rs.
+# The limit is longer than MAX_SECONDS, because the program gets only part of a core on a busy machine.
 HANG_SECONDS = 60
 MAX_RESIDENT = 1_500_000_000
 MAX_MESSAGE = 5000
@@ -37,7 +37,7 @@ def environment(home):
 
 
 def execute(program, arguments, home, scratch):
-    """Runs the program with empty standard input. Returns a Result."""
+    """Runs the program in `home` without input, and kills it after HANG_SECONDS. Returns a Result."""
     with open(scratch / "stdout", "w+b") as stdout, open(scratch / "stderr", "w+b") as stderr:
         start = time.monotonic()
         child = subprocess.Popen([program, *arguments], stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr,
@@ -62,7 +62,7 @@ def execute(program, arguments, home, scratch):
 
 
 def unprintable(text, allowed):
-    """Returns the control characters and invisible characters in a text, except those in `allowed`."""
+    """Returns the control characters and invisible characters that occur in a text, except those in `allowed`."""
     kinds = {"Cc", "Cf", "Zl", "Zp"}
     found = {character for character in text if unicodedata.category(character) in kinds}
     return sorted(found - set(allowed))

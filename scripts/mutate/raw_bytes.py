@@ -4,7 +4,7 @@ from json_values import NUMBERS, shown
 
 
 def mutate_bytes(rng, data):
-    """Changes random bytes of a file in any format. Returns the new contents and a description."""
+    """Applies a random mutation that ignores the format of the file. Returns the new contents and a description."""
     kind = rng.randrange(7)
     if kind == 0 or not data:
         new = rng.choice([b"", b"\0", b"{", b"[]", b"null", b"\xef\xbb\xbf{}", b"\xff\xfe{\0}\0",

@@ -12,14 +12,16 @@ The seed and the number of a run determine its model, mutations and command.
 A run fails if the program
 
 - ends by a signal, panics, or exits with a code other than 0 to 11
-- takes more than 10 s of CPU time or 60 s in total, or uses more than 1.5 GB of resident memory
+- takes more than 10 s of CPU time or 60 s of wall-clock time, or uses more than 1.5 GB of resident memory
 - writes more than one line that starts with `error:`, or fails without such a line
 - writes more than 5000 bytes to stderr
 - writes control characters other than newlines, or invisible characters, to stderr
-- writes such characters other than tabs to stdout in a table (show, list, verify or tokenize without --json)
+- writes control characters other than newlines and tabs, or invisible characters, to stdout in a table
+  (show, list, verify or tokenize without --json)
 - reports a perplexity that is NaN
 
-The script keeps the folder of a failed run. `reproduce.sh` in this folder repeats the command.
+The script keeps the folder of a failed run, by default in /tmp/inferno-mutate. `reproduce.sh` in this folder repeats
+the command.
 At the end, the script exits with 1 if any run failed.
 """
 
@@ -54,7 +56,7 @@ def prepare(seed, number, models, folder):
 
 
 def run(job):
-    """Executes one run. Returns its number, exit code, whether it failed, time in seconds and description."""
+    """Executes one run. Returns its number, its exit code, whether it failed, its time in seconds, and its report."""
     program, seed, number, models, scratch, keep, is_verbose = job
     folder = scratch / str(number)
     name, mutations, arguments = prepare(seed, number, models, folder)
@@ -90,7 +92,7 @@ def write_script(folder, program, arguments):
 
 
 def check_models(program, models, scratch):
-    """Exits if the program fails on an unchanged model, because mutations of a broken model would test little."""
+    """Exits if `play` or `show` fails on an unchanged model, because its mutations would then test little."""
     for name in sorted(path.name for path in models.iterdir()):
         folder = scratch / "unchanged"
         folder.mkdir()

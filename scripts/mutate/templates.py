@@ -40,8 +40,8 @@ TEMPLATES = [
     "{% generation %}{% generation %}", "{{ [1, 2] | sort | batch(0) }}", "{{ range(0, 10, 0) }}",
     "{{ 'é' | slice(0) }}", "{{ 'a' | indent(10000000000) }}",
 ]
-# Chat templates that run until inferno's limit of about 3 s of CPU time (src/sandbox/limits.rs). The script therefore
-# chooses them rarely.
+# Chat templates that run until they reach inferno's CPU time limit of about 3 s (src/sandbox/limits.rs).
+# To save time, the script chooses them rarely.
 SLOW_TEMPLATES = ["{% set ns = namespace() %}{% set ns.x = ns %}{{ ns | pprint }}",
                   repeated("{% set ns.l = [ns.l, ns.l] %}{% set ns.x = [ns.x, ns.x] %}", 40) + "{{ ns.l == ns.x }}"]
 
@@ -64,4 +64,4 @@ def mutate_template(rng, data):
         return repeat.encode(), f"repeat characters {start}..{end} of the template"
     piece = rng.choice(["{{", "}}", "{%", "%}", "{#", "|", "(", ".x", "[0]", " in ", "{% endfor %}", "'", "\n", "\0",
                         "{{ ns }}"])
-    return (text[:start] + piece + text[start:]).encode(), f"insert {shown(piece)} at {start} in the template"
+    return (text[:start] + piece + text[start:]).encode(), f"insert {shown(piece)} at character {start} of the template"

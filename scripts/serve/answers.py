@@ -1,4 +1,4 @@
-"""Tests that in deterministic mode, answers depend neither on other requests nor on cached prefixes."""
+"""Tests that deterministic answers depend neither on other requests nor on cached prefixes."""
 
 import asyncio
 import json
@@ -9,19 +9,19 @@ from process import Server
 
 PATH = "/v1/completions"
 
-# The number of concurrent requests, and the number of prompts in a group.
+# The maximum number of prompts in a group. The test sends a group both one by one and all at once.
 # A group fits in the KV cache, so its prompts are still cached when the group is sent again.
 AT_ONCE = 64
 
-# In deterministic mode, a prompt reuses only whole parts from the KV cache. A part has `--chunk` tokens, at most 512.
-# Each prompt of this test has one whole part.
+# With --deterministic, a prompt reuses only whole parts of earlier prompts from the prefix cache.
+# With `--chunk 64`, a part has 64 tokens, so each prompt of this test has one whole part.
 CHUNK = 64
 PROMPT_TOKENS = (66, 96)
 MAX_TOKENS = 8
 
 
 def bodies(prompts, count):
-    """Returns completion requests with random prompts, log probabilities, and the temperatures 0 and 1 in turn."""
+    """Returns requests for completions with log probabilities. The temperature alternates between 0 and 1."""
     chooser, found = random.Random(7), []
     for index in range(count):
         fields = prompts.completion(chooser.randint(*PROMPT_TOKENS), MAX_TOKENS, logprobs=1, seed=index)
@@ -38,7 +38,7 @@ async def answer(port, body):
 
 
 async def compare(port, group, first):
-    """Sends a group of requests in four ways. Returns the answers of each way.
+    """Sends a group of requests in four ways. Returns the answers by way.
 
     In the first way, each request has its own `cache_salt`, so the later ways cannot reuse prompts that the first way
     caches.

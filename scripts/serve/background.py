@@ -1,21 +1,21 @@
-"""Runs clients in another process, so that they do not slow down the process that measures."""
+"""Runs clients in another process, so that they do not delay the process that measures."""
 
 import asyncio
 import multiprocessing
 import resource
 
-# The maximum time to wait for a message from the background process, in seconds.
+# The maximum time to wait for a message from the client process, in seconds.
 LIMIT_SECONDS = 300
 
 
 class Background:
-    """Runs `function(session, *arguments)` in another process. Use it in a `with` statement.
+    """Runs `function(session, *arguments)` in another process, the client process. Use it in a `with` statement.
 
     The body of the `with` statement starts when the function calls `session.ready()`.
-    At the end of the body, `session.stopped()` returns in the other process, and the function should return too.
+    At the end of the body, `session.stopped()` returns in the client process, and the function should return too.
     After the `with` statement, the attribute `result` has the return value of the function.
     Raises ChildProcessError if the function fails, and TimeoutError if it takes longer than LIMIT_SECONDS to get ready
-    or to return. If the body fails, ends the other process without a result.
+    or to return. If the body fails, kills the client process without waiting for a result.
     """
 
     def __init__(self, function, *arguments):
@@ -23,12 +23,12 @@ class Background:
         self.pipe = self.process = self.result = None
 
     def start(self):
-        """Starts the process before the `with` statement, so that several processes can get ready at the same time."""
+        """Starts the process. Call this before the `with` statement if several processes should get ready at once."""
         context = multiprocessing.get_context("fork")
         self.pipe, child = context.Pipe()
         self.process = context.Process(target=run, args=(child, self.function, self.arguments), daemon=True)
         self.process.start()
-        child.close()  # otherwise, `receive` would not notice that the other process has ended
+        child.close()  # otherwise, `receive` would not notice that the client process has ended
 
     def __enter__(self):
         if self.process is None:
@@ -48,7 +48,7 @@ class Background:
             self.end()
 
     def stop(self):
-        """Tells the function to stop. Returns its result."""
+        """Tells the function to stop, and waits for its result. Returns the result."""
         try:
             self.pipe.send(("stop", None))
         except BrokenPipeError:
@@ -58,7 +58,7 @@ class Background:
         return result
 
     def receive(self, expected):
-        """Waits for a message of the kind `expected`. Returns its value."""
+        """Waits for a message of the kind `expected`. Returns the value in the message."""
         if not self.pipe.poll(LIMIT_SECONDS):
             raise TimeoutError(f"the client process did not send {expected!r} within {LIMIT_SECONDS} s")
         try:
@@ -78,7 +78,7 @@ class Background:
 
 
 class Session:
-    """The connection to the measuring process: the first argument of the function in the other process."""
+    """The client process's connection to the measuring process. The function gets it as its first argument."""
 
     def __init__(self, pipe):
         self.pipe = pipe

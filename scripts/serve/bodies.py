@@ -9,9 +9,9 @@ from client import ask, connect, read_body, read_head, request
 from process import Server
 
 # The context length of the server that gets malformed bodies. It is short, because a mutation can destroy the field
-# `max_tokens`, and then only the context length limits the answer.
+# `max_tokens`, and then only the context length limits the answer on most routes.
 SHORT_CONTEXT = 512
-# The number of malformed or mutated bodies to send at once.
+# The maximum number of malformed or mutated bodies to send at once.
 AT_ONCE = 64
 
 ROUTES = ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/api/chat", "/api/generate"]
@@ -20,7 +20,7 @@ MAX_BODY = 8 << 20
 
 
 async def read_status(reader):
-    """Reads a response and returns its status. Fails unless the body is JSON."""
+    """Reads a response and returns its status. Raises ValueError if the body is not JSON."""
     status, headers = await read_head(reader)
     json.loads(b"".join([part async for part in read_body(reader, headers)]))
     return status
@@ -36,7 +36,7 @@ async def declared(port, size):
 
 
 async def endless(port):
-    """Sends chunks of a body that never ends, until the server responds. Returns the status."""
+    """Sends chunks of a body that never ends, until the server responds or stops reading. Returns the status."""
     reader, writer = await connect(port)
     head = f"POST {ROUTES[0]} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
     head += "Transfer-Encoding: chunked\r\n\r\n"
@@ -64,7 +64,7 @@ async def compressed(port, encoding):
 
 
 async def hold_bodies(server, count):
-    """Sends bodies without their last byte. Returns the peak growth of the server's memory per body, in bytes."""
+    """Sends 8 MiB bodies without their last byte. Returns the peak growth of the server's memory per body, in bytes."""
     before = server.rss()
     body = b'{"messages": "' + b"x" * (MAX_BODY - 20)
     clients = [await connect(server.port) for _ in range(count)]
@@ -101,7 +101,10 @@ def large_bodies(options, report):
 
 
 def malformed():
-    """Returns bodies that are not valid JSON objects, are nested too deeply, or contain too many values."""
+    """Returns bodies that the server must reject with status 400.
+
+    They are not valid JSON, are not objects, are nested too deeply, or contain invalid values or too many values.
+    """
     deep = [begin * 1_000_000 + end * 1_000_000 for begin, end in ((b"[", b"]"), (b'{"a":', b"}"))]
     return [
         b"", b"null", b"[]", b"1", b'"text"', b"{", b"{]", b"{} {}", b"\xef\xbb\xbf{}", b"\x00", b"\xff\xfe",
@@ -113,7 +116,7 @@ def malformed():
 
 
 def mutated(count, seed):
-    """Yields `count` pairs of a route and a body: a valid body with 1 to 4 random bytes added, replaced or removed."""
+    """Yields `count` pairs of a route and a JSON body in which 1 to 4 random bytes are added, replaced or removed."""
     chooser = random.Random(seed)
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
     chat = {"messages": [{"role": "user", "content": "Grüße"}], "max_tokens": 2, "tools": [tool], "n": 1, "stop": ["a"]}

@@ -13,7 +13,7 @@ PATH = "/v1/completions"
 
 
 async def kill(port, prompts, chooser, longest, counts):
-    """Opens a connection and closes it in a random phase: before or during the request, or while the server answers."""
+    """Opens a connection and closes it in a random phase of a request, from connecting to decoding."""
     phase = chooser.choice(["connect", "body", "queue", "prefill", "decode", "whole"])
     counts[phase] = counts.get(phase, 0) + 1
     close = abort if chooser.random() < 0.5 else lambda writer: writer.close()
@@ -106,8 +106,8 @@ def cancel_latency(options, report):
     with Server(options) as server:
         prompts = Prompts(server.port)
         longest = min(4000, server.context() - 100)
-        # Measure a prefill without cancellation. A canceled prefill must be shorter, because it ends after the current
-        # step, which computes at most one chunk of the prompt.
+        # For comparison, measure the time to the first token without cancellation. A canceled prefill ends after the
+        # current step, which computes at most one chunk of the prompt.
         prefill = asyncio.run(ask(server.port, PATH, prompts.completion(longest, 1, stream=True))).first
         decode, gaps, early = [], [], []
         for _ in range(count):
@@ -136,7 +136,7 @@ def cancel_latency(options, report):
 
 
 def is_answered(answer):
-    """Returns whether a request received a complete answer, an error event in its stream, or status 503."""
+    """Returns whether a request got status 503 or a complete response, which can be a stream with an error event."""
     if answer.status != 200:
         return answer.status == 503
     return answer.is_complete

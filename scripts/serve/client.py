@@ -1,4 +1,4 @@
-"""An HTTP client on asyncio that measures streams, and can misbehave on purpose."""
+"""An HTTP client on asyncio that measures streams, and that can reset connections or limit the receive buffer."""
 
 import asyncio
 import json
@@ -46,7 +46,7 @@ def key_header(key):
 
 
 async def connect(port, receive_bytes=None):
-    """Opens a connection. `receive_bytes` is the size of the system's receive buffer in bytes."""
+    """Opens a connection. `receive_bytes` limits the receive buffers of the socket (SO_RCVBUF) and of the reader."""
     if receive_bytes is None:
         return await asyncio.open_connection(HOST, port, limit=1 << 20)
     plain = socket.socket()
@@ -85,7 +85,7 @@ async def read_body(reader, headers):
 async def ask(port, path, fields, key=None, cancel=None, raw=None):
     """Sends a request and reads its response.
 
-    Calls `cancel` with the answer so far after each part of a stream, and closes the connection if it returns True.
+    After each part of a stream, calls `cancel` with the answer so far. If `cancel` returns True, resets the connection.
     `raw` is the body to send instead of `fields`.
     """
     body = json.dumps(fields).encode() if raw is None else raw
@@ -141,7 +141,7 @@ async def poll(condition, what, limit_s=30):
 
 
 class Prompts:
-    """Creates random prompts. The prompts have no long common prefix, so the prefix cache does not help."""
+    """Creates random prompts. They have no long common prefix, so no prompt reuses the cached prefix of another."""
 
     TEXT = "A server answers many clients at once. Each client waits for its first token and then reads a stream."
 

@@ -12,12 +12,12 @@ from process import Server
 # The number of file descriptors to keep free for files other than the test connections.
 OTHER_FILES = 200
 
-# How often to measure with idle connections, and how often to measure without them.
+# The number of runs with idle connections, and also the number of runs without them.
 IDLE_TURNS = 3
 
 
 async def first_token_times(port, prompts, seconds):
-    """Sends short requests one after the other. Returns their times to the first token in seconds."""
+    """Sends short requests one after another for `seconds`. Returns their times to the first token in seconds."""
     times, end = [], time.perf_counter() + seconds
     while time.perf_counter() < end:
         answer = await ask(port, "/v1/completions", prompts.completion(32, 2, stream=True))
@@ -43,7 +43,7 @@ async def send_header_slowly(port, lifetimes):
 
 
 async def send_headers_slowly(session, port, count):
-    """Opens slow connections. Returns how long the server kept each connection open, in seconds."""
+    """Runs `send_header_slowly` on `count` connections. Returns how long each connection was open, in seconds."""
     lifetimes = []
     clients = [asyncio.ensure_future(send_header_slowly(port, lifetimes)) for _ in range(count)]
     await asyncio.sleep(0.5)
@@ -59,7 +59,8 @@ def slow_loris(options, report):
         prompts = Prompts(server.port)
         asyncio.run(first_token_times(server.port, prompts, 1))
         seconds = timeout_s - 1
-        # Measure without slow connections both before and after the test, because the speed of the machine can drift.
+        # Measure without slow connections both before and after the measurement with them, because the speed of the
+        # machine can drift.
         without_slow = asyncio.run(first_token_times(server.port, prompts, seconds / 2))
         with Background(send_headers_slowly, server.port, count) as slow:
             with_slow = asyncio.run(first_token_times(server.port, prompts, seconds))
@@ -104,7 +105,7 @@ def idle_connections(options, report):
     count, stream_count = (1000, 32) if options.short else (10_000, 256)
     max_count = raise_file_limit() - stream_count - OTHER_FILES
     if max_count < count:
-        reason = f"the limit on open files allows {max_count} connections; the test uses all"
+        reason = f"the limit on open files allows only {max_count} connections, so the test uses {max_count}"
         report.skip(f"{count} idle connections", "0 errors", reason)
         count = max_count
     name = f"{count} idle connections and {stream_count} streams"
@@ -116,7 +117,7 @@ def idle_connections(options, report):
         asyncio.run(run_streams(server.port, prompts, stream_count, 16))
         before = server.rss()
         for turn in range(IDLE_TURNS):
-            # Start the background process in both cases, so that the cases differ only in the number of connections.
+            # Start a client process in both cases, so that the cases differ only in the number of connections.
             with Background(hold_connections, server.port, 0):
                 without_idle.append(asyncio.run(run_streams(server.port, prompts, stream_count, 64)))
             with Background(hold_connections, server.port, count) as idle:
@@ -136,12 +137,12 @@ def idle_connections(options, report):
 
 
 def p99_gap(answers):
-    """Returns the p99 of the times between tokens in seconds."""
+    """Returns the p99 of the times between tokens, in seconds."""
     return percentile([gap for answer in answers for gap in answer.gaps], 0.99)
 
 
 def unsent_bytes(port, client_ports):
-    """Maps each client's port to the bytes in the server's send queue, or to None without an established connection."""
+    """Maps client ports to the bytes in the server's send queue, or to None if the connection is not established."""
     unsent = dict.fromkeys(client_ports)
     with open("/proc/net/tcp") as file:
         for line in file.readlines()[1:]:
@@ -236,8 +237,8 @@ async def measure_body_timeout(port):
 
 
 async def measure_queue_timeout(port, prompts, limit_s, context):
-    """Returns the time in seconds until the server rejects a request with status 429 because others keep it waiting."""
-    # With a priority of -100,000, the blocking requests start before the request that is measured.
+    """Returns the time in seconds until the server rejects a request that waits too long behind others (status 429)."""
+    # With this priority, the blocking requests start before the measured request even if they arrive later.
     blockers = [prompts.completion(8, context - 16, priority=-100_000) for _ in range(32)]
     blockers = [asyncio.ensure_future(ask(port, "/v1/completions", body)) for body in blockers]
     await asyncio.sleep(0.5)

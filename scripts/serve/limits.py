@@ -91,7 +91,7 @@ def burst(options, report):
         faults=faults,
     )
     p99 = percentile(times, 0.99)
-    figure = f"p50 {percentile(times, 0.5) * 1e3:.2f} ms, p99 {p99 * 1e3:.2f} ms of {len(times)}"
+    figure = f"p50 {percentile(times, 0.5) * 1e3:.2f} ms, p99 {p99 * 1e3:.2f} ms of {len(times)} responses"
     report.add("time to status 429 while the server is full", "≤ 5 ms", figure, times and p99 <= 0.005, is_speed=True)
     suggested, real = (sum(pair[index] for pair in waits) / max(1, len(waits)) for index in (0, 1))
     ratio = suggested / real if real else 0.0
@@ -101,7 +101,7 @@ def burst(options, report):
 
 
 async def closed_loop(session, port, key, clients, seconds):
-    """Keeps `clients` requests in progress for `seconds`.
+    """Runs `clients` clients that send requests one after another for `seconds`. After status 429, a client waits.
 
     Returns the number of tokens in the answers that ended in this time, and the number of responses per status.
     """
@@ -221,11 +221,11 @@ async def send_grammars(session, port, at_once):
 
 def grammars(options, report):
     # Alternate runs with and without hostile grammars, because the speed of the machine can drift.
-    # Repeat the runs, because the p99 of one run varies by more than the target allows.
+    # Without --short, repeat the runs, because the p99 of one run varies by more than the target allows.
     seconds, turns = (5, 1) if options.short else (8, 5)
     with Server(options) as server:
         prompts = Prompts(server.port)
-        # Send a harmless grammar first, because the server builds a table of the vocabulary for the first grammar.
+        # Send a harmless grammar first, because the server builds its grammar compiler for the first constraint.
         body = {
             "messages": [{"role": "user", "content": "Hello"}],
             "max_tokens": 4,
@@ -276,7 +276,7 @@ def constrained(options, report):
         prompts = Prompts(server.port)
 
         async def gap(**fields):
-            """Returns the median time between tokens of streams that run beside other streams with `fields`."""
+            """Returns the median time between tokens of streams beside other streams with `fields`, in seconds."""
             others = [prompts.completion(32, 120, stream=True, **fields) for _ in range(count)]
             other_streams = asyncio.gather(*(ask(server.port, "/v1/completions", body) for body in others))
             answers = await run_streams(server.port, prompts, count, 100)

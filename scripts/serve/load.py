@@ -23,7 +23,7 @@ PATH = "/v1/completions"
 
 
 async def send_all(port, bodies):
-    """Sends all requests at once. Returns the answers and the time until the last answer ended."""
+    """Sends all requests at once. Returns the answers, and the seconds until the last answer ended."""
     started = time.perf_counter()
     answers = await asyncio.gather(*(ask(port, PATH, body) for body in bodies))
     seconds = time.perf_counter() - started
@@ -37,7 +37,7 @@ async def send_all(port, bodies):
 
 
 def measure(server, prompts, clients, prompt_tokens, max_tokens):
-    """Returns the speed, the times and the CPU use of the server with `clients` requests at once."""
+    """Returns the server's speeds, latencies and CPU time with `clients` requests at once, by name in the report."""
 
     def bodies(is_stream):
         return [prompts.completion(prompt_tokens, max_tokens, stream=is_stream) for _ in range(clients)]

@@ -1,4 +1,4 @@
-"""A running `inferno serve`: its port, its memory and its metrics."""
+"""Runs `inferno serve`, and reads its metrics, its log, its memory and its CPU time."""
 
 import http.client
 import json
@@ -22,7 +22,7 @@ class Server:
 
     def __init__(self, options, *flags, keys=()):
         self.keys = keys
-        # Do not delete the log file automatically, because a forked process would then delete it too.
+        # With delete=True, a client process that is forked from this one could delete the log of the running server.
         self.log = tempfile.NamedTemporaryFile(prefix="inferno-serve-", suffix=".log", delete=False)
         command = [options.program, "serve", options.model, "--port", "0", *options.flags, *flags]
         if options.device:
@@ -36,7 +36,7 @@ class Server:
         match = re.search(r"ready at http://[^ ]*:(\d+)/v1", line)
         if not match:
             self.process.kill()
-            raise SystemExit(f"the server did not start: {line!r}\n{self.read_log()[-2000:]}")
+            raise SystemExit(f"the server did not start; output: {line!r}; log:\n{self.read_log()[-2000:]}")
         self.port = int(match[1])
         self.start_s = time.monotonic() - started
 
@@ -70,11 +70,11 @@ class Server:
         return response.status, text
 
     def context(self):
-        """Returns the context length of the model in tokens."""
+        """Returns the server's context length in tokens."""
         return json.loads(self.get("/v1/models")[1])["data"][0]["max_model_len"]
 
     def metrics(self):
-        """Returns inferno's metrics by name, without the prefix `inferno_`. Adds up values with different labels."""
+        """Returns the metrics named `inferno_*` without this prefix. Adds up the values of a metric over its labels."""
         values = {}
         for line in self.get("/metrics")[1].splitlines():
             if line.startswith("inferno_"):
@@ -89,7 +89,7 @@ class Server:
         return int(count) + self.read_log().count("panicked at")
 
     def wait_until_idle(self, limit=60):
-        """Waits until no request is running or queued. Returns the time in seconds, or `None` after `limit` seconds."""
+        """Waits until no request is running or queued. Returns the seconds waited, or `None` after `limit` seconds."""
         started = time.monotonic()
         while time.monotonic() - started < limit:
             values = self.metrics()
@@ -104,7 +104,7 @@ class Server:
             return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmRSS"))
 
     def cpu_seconds(self):
-        """Returns the CPU time per thread name, in seconds. Adds up threads with the same name."""
+        """Returns the CPU seconds of the running threads by name. Adds up threads with the same name."""
         times = {}
         for thread in os.listdir(f"/proc/{self.process.pid}/task"):
             try:

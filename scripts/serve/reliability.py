@@ -62,8 +62,10 @@ def main():
         help="do not fail because of figures that depend on the speed of the machine",
     )
     parser.add_argument("--minutes", type=float, default=10, help="the length of the soak in minutes")
-    parser.add_argument("--soak-sequences", type=int, default=8, help="number of concurrent answers in the soak")
-    parser.add_argument("--burst", type=int, default=16, help="number of concurrent answers in the burst")
+    parser.add_argument("--soak-sequences", type=int, default=8, help="--max-sequences in the soak")
+    parser.add_argument(
+        "--burst", type=int, default=16, help="--max-sequences in the burst, which has six times as many requests"
+    )
     parser.add_argument("--out", help="the file for the report, in JSON")
     options = parser.parse_args()
     options.flags = options.flags.split()

@@ -10,7 +10,7 @@ import time
 
 
 class Report:
-    """The rows of a run: what was tested, the target, the figure, and whether the figure meets the target."""
+    """The rows of a report. Each row says what was tested, the target, the figure, and whether the test passed."""
 
     def __init__(self, options):
         self.options = options
@@ -30,7 +30,7 @@ class Report:
         print(f"{'pass' if passed else 'FAIL'}  {name}: {figure}  (target: {target})", flush=True)
 
     def skip(self, name, target, reason):
-        """Adds a row for a figure that this machine cannot measure."""
+        """Adds a row without a figure, for a test that cannot run on this machine."""
         row = {"name": name, "target": target, "figure": None, "passed": None, "is_speed": False}
         self.rows.append(row | {"details": {"reason": reason}})
         print(f"skip  {name}: {reason}", flush=True)
@@ -59,7 +59,7 @@ class Report:
 
 
 def command():
-    """Returns the command line of this script."""
+    """Returns the command line that started the script, with the script's path in the repository."""
     return " ".join(["scripts/serve/" + os.path.basename(sys.argv[0]), *sys.argv[1:]])
 
 
@@ -71,7 +71,7 @@ def describe(server):
 
 
 def machine():
-    """Returns the processor, the number of usable threads, the memory, the GPUs and the load average."""
+    """Returns the processor, the number of usable hardware threads, the memory, the GPUs and the load average."""
     cpu, memory = platform.processor(), 0
     with open("/proc/cpuinfo") as file:
         cpu = next((line.split(":", 1)[1].strip() for line in file if line.startswith("model name")), cpu)

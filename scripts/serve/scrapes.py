@@ -10,7 +10,10 @@ RATE = 20
 
 
 async def scrape_times(port, count, interval_s):
-    """Reads the metrics on one connection. Returns the times in seconds and the size of the last response in bytes."""
+    """Reads the metrics `count` times on one connection.
+
+    Returns the time of each read in seconds, and the size of the last response in bytes.
+    """
     times, size = [], 0
     reader, writer = await connect(port)
     due = time.perf_counter()

@@ -13,7 +13,7 @@ from process import Server
 
 PATH = "/v1/completions"
 
-# A request counts as hung if it takes longer than the server's queue timeout plus 100 s for the answer.
+# A request counts as hung after the server's queue timeout plus 100 s.
 QUEUE_SECONDS = 20
 HANG_SECONDS = QUEUE_SECONDS + 100
 
@@ -55,7 +55,7 @@ class Load:
         )
 
     async def good(self):
-        """Sends a request and waits for its answer. Returns the outcome."""
+        """Sends a request without a fault and waits for its answer. Returns the outcome."""
         is_stream = self.random.random() < 0.7
         fields = self.fields(stream=is_stream)
         answer = await ask(self.port, PATH, fields)
@@ -65,8 +65,8 @@ class Load:
             self.tokens += fields["max_tokens"]
         return result
 
-    # Each method from `killed` to `slow_reader` has the name of a fault, and sends a request with this fault.
-    # It returns the name of the fault, or the outcome of the request if the outcome is unexpected.
+    # Each method from `killed` to `slow_reader` sends a request with the fault that the method is named after.
+    # It returns the name of the fault if the request ends as intended, and otherwise the outcome of the request.
 
     async def killed(self):
         most, delay_s = self.random.randint(0, 20), self.random.random()
@@ -185,7 +185,7 @@ def added(results):
 
 
 def slope(samples):
-    """Returns the growth per second of (time, value) samples, by linear regression."""
+    """Returns the slope of the regression line through (time in seconds, value) samples."""
     count = len(samples)
     mean_x, mean_y = (sum(sample[index] for sample in samples) / count for index in (0, 1))
     square = sum((x - mean_x) ** 2 for x, _ in samples)

@@ -17,7 +17,7 @@ const MAX_CALLS: usize = 128;
 #[derive(Debug, Default)]
 pub struct Chunks {
     pub usage: Option<UsageReport>,
-    /// The decode speed that the server reports in `timings`, as llama-server does, in tokens per second.
+    /// The decode speed in tokens per second, if the server reports it in `timings`, as llama-server does.
     pub tok_per_s: Option<f64>,
     pub tool_calls: Vec<ToolCall>,
     pub finish: Option<FinishReason>,
@@ -37,8 +37,8 @@ pub struct UsageReport {
 impl Chunks {
     /// Reads the data of an event. Returns the new text, and [`Flow::Stop`] if this event ends the stream.
     ///
-    /// The event data is a chunk of a stream, or a complete answer from a server that does not stream.
-    /// Fails if the data is not JSON, or if it reports an error.
+    /// The data is `[DONE]` or JSON: a chunk of a stream, or a complete answer from a server that does not stream.
+    /// Fails if the JSON is invalid or reports an error.
     pub fn push(&mut self, data: &str) -> Result<(Vec<Delta>, Flow)> {
         if data.trim() == "[DONE]" {
             return Ok((Vec::new(), Flow::Stop));
@@ -54,7 +54,7 @@ impl Chunks {
         let mut deltas = Vec::new();
         for message in [&choice["delta"], &choice["message"]] {
             // vLLM and inferno send `reasoning`; llama-server and SGLang send `reasoning_content`.
-            // Some servers send both of these reasoning fields, with the same text.
+            // Some servers send both fields with the same text, so read only one of them.
             let reasoning = message["reasoning"].as_str().or(message["reasoning_content"].as_str());
             deltas.extend(reasoning.map(|text| delta(Channel::Reasoning, text)));
             deltas.extend(message["content"].as_str().map(|text| delta(Channel::Answer, text)));

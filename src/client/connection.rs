@@ -38,7 +38,7 @@ const MAX_ERROR_BYTES: u64 = 64 << 10;
 /// How often [`Connection::stream`] checks `cancel` while it waits for the next event.
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
-/// The maximum number of events that wait for `on_event`. At this number, the client stops reading from the server.
+/// The maximum number of events that wait for `on_event`. At this number, the client pauses reading from the server.
 const WAITING_EVENTS: usize = 256;
 
 /// A client for one server. The client keeps connections open between requests.
@@ -70,9 +70,9 @@ pub enum StreamEnd {
 /// A message to [`Connection::stream`] from the thread that reads the response.
 enum StreamMessage {
     Event(String),
-    /// The server responded with an error status.
+    /// The server responded with an error status or a redirect.
     Refused(RefusedResponse),
-    /// The server responded with neither JSON nor events. Contains the start of the body.
+    /// The content type is neither JSON nor an event stream, and the body has no event. Holds the start of the body.
     NotJson(Vec<u8>),
     /// There was no response.
     Failed(ureq::Error),
@@ -80,7 +80,7 @@ enum StreamMessage {
     Broken(ureq::Error),
 }
 
-/// A response with an error status.
+/// A response with an error status, or a redirect.
 struct RefusedResponse {
     status: StatusCode,
     headers: HeaderMap,
@@ -110,7 +110,7 @@ fn new_agent(url: &ServerUrl, tls: &TlsConfig) -> Agent {
         .user_agent(concat!("inferno/", env!("CARGO_PKG_VERSION")))
         .accept_encoding("identity")
         .http_status_as_error(false)
-        // Do not follow redirects, so that no other host receives the API key.
+        // Do not follow redirects, because ureq would drop the API key and could turn POST requests into GET requests.
         .max_redirects(0)
         .max_redirects_will_error(false)
         .timeout_connect(Some(CONNECT_TIMEOUT))
@@ -122,7 +122,7 @@ fn new_agent(url: &ServerUrl, tls: &TlsConfig) -> Agent {
 impl Connection {
     /// Creates a client without connecting to the server.
     ///
-    /// `ca_cert` is a PEM file with the certificate authorities to trust instead of the built-in ones.
+    /// `ca_cert` is a PEM file with the certificates to trust instead of the built-in certificate authorities.
     pub fn new(url: ServerUrl, key: Option<String>, ca_cert: Option<&Path>) -> Result<Self> {
         // Ignore `ca_cert` without TLS: it may come from `SSL_CERT_FILE`, which is often set for other programs.
         let tls = match ca_cert.filter(|_| url.is_encrypted()) {
@@ -142,7 +142,8 @@ impl Connection {
 
     /// Sends a JSON body to a URL that some servers do not support, and parses the JSON response.
     ///
-    /// Returns `None` if the server does not support the URL: the status is 404 or 405, or the response is not JSON.
+    /// Returns `None` if the status is 404 or 405, or if a successful response is not JSON:
+    /// in these cases, the server does not support the URL.
     pub fn post_if_supported(&self, url: &str, body: &Value) -> Result<Option<Value>> {
         let request = self.agent.borrow().post(url).content_type("application/json");
         let request = self.authorized(request).config().timeout_global(Some(SHORT_TIMEOUT)).build();
@@ -154,7 +155,7 @@ impl Connection {
         Ok(serde_json::from_slice(&self.read_body(response)?).ok())
     }
 
-    /// Sends a JSON body to a route of OpenAI's API and reads the events of the response.
+    /// Sends a JSON body to a route of OpenAI's API and passes the data of each event of the response to `on_event`.
     /// A JSON response that is not a stream counts as one event.
     ///
     /// If `cancel` is set or `on_event` fails, closes the connection, so that the server stops generating.
@@ -165,8 +166,8 @@ impl Connection {
         cancel: &AtomicBool,
         on_event: &mut dyn FnMut(&str) -> Result<Flow>,
     ) -> Result<StreamEnd> {
-        // Canceling shuts the HTTP agent down, so prepare a new agent for the next request.
-        // If this request completes, the old agent is put back.
+        // If this request does not complete, its HTTP agent is shut down, so prepare a new agent for the next request.
+        // If this request completes, its agent is put back.
         let agent = self.agent.replace(new_agent(&self.url, &self.tls));
         let mut open = CloseOnDrop(Some(agent.clone()));
         let request = self.authorized(agent.post(self.url.route(route)).content_type("application/json"));
@@ -216,7 +217,7 @@ impl Connection {
         serde_json::from_slice(&body).map_err(|_| self.not_json(&body))
     }
 
-    /// Returns the body of a successful response. Fails if the request failed, or if the response has an error status.
+    /// Returns the body of a response. Fails if the request failed, the status is not 2xx, or the body cannot be read.
     fn read_body(&self, response: Result<Response<Body>, ureq::Error>) -> Result<Vec<u8>> {
         let mut response = response.map_err(|error| self.failure(&error))?;
         if !response.status().is_success() {
@@ -251,7 +252,9 @@ impl Connection {
         match status {
             StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN => Error::ServerAccess { url, message }.into(),
             StatusCode::NOT_FOUND => Error::ServerRoute { url, message }.into(),
-            StatusCode::TOO_MANY_REQUESTS => anyhow!("cannot use the server at {url}: it is busy: {message}\n  {wait}"),
+            StatusCode::TOO_MANY_REQUESTS => {
+                anyhow!("cannot use the server at {url}: too many requests: {message}\n  {wait}")
+            }
             StatusCode::SERVICE_UNAVAILABLE => {
                 anyhow!("cannot use the server at {url}: it is not ready: {message}\n  {wait}")
             }

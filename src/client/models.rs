@@ -26,7 +26,7 @@ pub fn list(connection: &Connection) -> Result<Vec<ServedModel>> {
 }
 
 fn read(model: &Value) -> Option<ServedModel> {
-    // Servers use different fields for the context length. From left to right: vLLM and inferno; OpenRouter; LM Studio;
+    // Servers report the context length in different fields. In order: vLLM and inferno, OpenRouter, LM Studio,
     // llama-server.
     let fields =
         [&model["max_model_len"], &model["context_length"], &model["max_context_length"], &model["meta"]["n_ctx"]];

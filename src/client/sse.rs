@@ -4,12 +4,12 @@
 
 use std::io::{self, BufRead, Read};
 
-/// The maximum size of an event in bytes.
+/// An event must be smaller than this many bytes.
 const MAX_EVENT_BYTES: u64 = 8 << 20;
 
 /// Reads the next event. Returns the event data, or `None` at the end of the stream. Skips events without data.
 ///
-/// Unlike the standard, also returns an event that is cut off by the end of the stream before its final blank line,
+/// Unlike the standard, also returns the last event of a stream that ends without the event's final blank line,
 /// and does not accept a lone carriage return as the end of a line.
 pub fn read_event(stream: &mut impl BufRead) -> io::Result<Option<String>> {
     let mut data: Option<String> = None;

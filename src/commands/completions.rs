@@ -12,7 +12,7 @@ pub struct Args {
     shell: Shell,
 }
 
-/// Prints the completion script. `command` is clap's description of the whole command line.
+/// Prints the completion script. `command` is clap's definition of `inferno` with all its subcommands.
 pub fn run(args: Args, mut command: clap::Command) -> Result<ExitCode> {
     let mut script = Vec::new();
     clap_complete::generate(args.shell, &mut command, "inferno", &mut script);

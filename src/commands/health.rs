@@ -89,7 +89,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
     bail!("{server} is not {}: {reason} (status {})", if args.live { "alive" } else { "ready" }, status.as_u16())
 }
 
-/// Returns `url` without `/v1` at its end, because users may pass the base URL of an API client.
+/// Removes `/v1` and slashes from the end of `url`, because users may pass the base URL of an API client.
 /// Fails if the URL starts with neither `http://` nor `https://`.
 fn base_url(url: &str) -> Result<String> {
     let base = url.trim_end_matches('/');
@@ -103,11 +103,11 @@ fn base_url(url: &str) -> Result<String> {
     }
 }
 
-/// Returns the URL of a server that listens on an address of this machine.
+/// Returns the URL at which this machine can reach a server that listens on `host` and `port`.
 fn local_url(host: &str, port: u16, has_tls: bool) -> String {
     let scheme = if has_tls { "https" } else { "http" };
     match host.parse::<IpAddr>() {
-        // The server listens on all addresses of this machine, including the loopback address.
+        // An unspecified address, such as 0.0.0.0, makes the server listen on all addresses, including loopback.
         Ok(IpAddr::V4(address)) if address.is_unspecified() => format!("{scheme}://127.0.0.1:{port}"),
         Ok(IpAddr::V6(address)) if address.is_unspecified() => format!("{scheme}://[::1]:{port}"),
         Ok(IpAddr::V6(address)) => format!("{scheme}://[{address}]:{port}"),

@@ -58,20 +58,18 @@ pub fn run(args: Args) -> Result<ExitCode> {
 
 /// The information that `inferno list` shows about a model.
 ///
-/// An optional field is `None` if its value is missing or cannot be read.
-/// A broken model therefore does not hide the other models.
+/// An optional field is `None` if its value is unknown. A model with unreadable files is listed too.
 #[derive(Serialize)]
 pub struct ListedModel {
     pub name: String,
     pub revision: Option<String>,
-    /// The model family. For an unsupported model, the model type in config.json or the GGUF architecture.
+    /// The model family. For an unsupported model, the type or architecture that its config.json or GGUF file names.
     pub family: Option<String>,
     pub supported: bool,
     pub quantization: Option<String>,
     pub parameters: Option<u64>,
     pub size_bytes: u64,
-    /// The time when inferno last used the model. `None` if there is no record.
-    /// inferno does not record uses by other programs.
+    /// The time when inferno last used the model. `None` if it has no valid record of a use.
     #[serde(serialize_with = "serialize_time")]
     pub last_used: Option<Timestamp>,
     pub path: String,
@@ -130,8 +128,7 @@ fn folder_bytes(path: &Path) -> u64 {
         return gguf::total_bytes(path);
     }
     let entries = std::fs::read_dir(path).into_iter().flatten().flatten();
-    // The files of a cached model are symlinks to blobs.
-    // `fs::metadata` follows symlinks, but `DirEntry::metadata` does not.
+    // Use `fs::metadata`, because it follows symlinks: most files of a cached model are symlinks to blobs.
     entries.filter_map(|entry| std::fs::metadata(entry.path()).ok()).filter(|m| m.is_file()).map(|m| m.len()).sum()
 }
 

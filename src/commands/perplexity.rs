@@ -19,7 +19,7 @@ use crate::tokenizer::ControlTokens;
 
 /// The maximum number of tokens for which `--kl` compares the logits of both models.
 ///
-/// The logits of the unquantized model stay in memory: 0.8 MB per token for a vocabulary of 200,000 tokens.
+/// Limits the memory for logits. Each model's logits take 0.8 MB per token with a vocabulary of 200,000 tokens.
 const KL_TOKENS: usize = 512;
 
 /// Measure how well a model predicts a text
@@ -33,7 +33,7 @@ pub struct Args {
     /// Print JSON with the negative log-likelihood of every token except the first
     #[arg(long)]
     json: bool,
-    /// With --quantize: also measure the KL divergence from the unquantized model, which is loaded first, over at most
+    /// With --quantize: also load the unquantized model, and measure the KL divergence from it over at most the first
     /// 512 tokens
     #[arg(long, requires = "quantize")]
     kl: bool,
@@ -45,7 +45,7 @@ pub struct Args {
 struct QuantizationEffect {
     /// The mean KL divergence of the quantized model from the unquantized model, in nats per token.
     kl: f64,
-    /// The number of tokens in the mean.
+    /// The number of tokens over which `kl` is averaged.
     tokens: usize,
     /// The size of the unquantized weights, in bytes.
     bytes: u64,
@@ -111,8 +111,8 @@ pub fn run(args: Args) -> Result<ExitCode> {
 /// Loads the unquantized model.
 /// Returns its logits for the first tokens of `text`, and the size of its weights in bytes.
 ///
-/// The number of tokens is at most [`KL_TOKENS`] and at most the context length.
-/// The logits are f32 `[tokens, vocab]` on the CPU.
+/// The logits are f32 `[tokens, vocab]` on the CPU. `tokens` is at most [`KL_TOKENS`] and at most the context length.
+/// Fails if the text has no tokens.
 fn unquantized(load: &LoadArgs, snapshot: &Snapshot, text: &str) -> Result<(Tensor, u64)> {
     let engine = load.unquantized().load(snapshot)?;
     let ids = engine.tokenizer().encode(text, ControlTokens::Default)?;
@@ -129,7 +129,7 @@ fn logits_on_cpu(engine: &EngineHandle, ids: &[u32]) -> Result<Tensor> {
     engine.logits(ids)
 }
 
-/// Returns KL(p ‖ q) in nats, the mean over all tokens. Both logit tensors are f32 `[tokens, vocab]` on the CPU.
+/// Returns the mean of KL(p ‖ q) over all tokens, in nats. Both logit tensors are f32 `[tokens, vocab]` on the CPU.
 fn mean_kl(p_logits: &Tensor, q_logits: &Tensor) -> Result<f64> {
     let (tokens, _) = p_logits.dims2()?;
     // Convert each row to f64 separately, because f64 copies of all rows at once would take gigabytes.
@@ -156,7 +156,7 @@ fn check_losses(nll: &[f32]) -> Result<()> {
     }
 }
 
-/// Formats the perplexity for a mean negative log-likelihood. Large values use scientific notation.
+/// Formats the perplexity for a mean negative log-likelihood. Uses scientific notation for values of 1e6 or more.
 fn perplexity(mean_nll: f64) -> String {
     match mean_nll.exp() {
         perplexity if perplexity < 1e6 => format!("{perplexity:.4}"),

@@ -21,7 +21,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
     let mut freed_bytes = 0;
     for pruned in Hub::from_env()?.with_force(args.force).prune()? {
         if pruned.is_busy {
-            writeln!(out, "{}: skipped because another inferno process is using it", pruned.name)?;
+            writeln!(out, "{}: skipped because another inferno process is changing it", pruned.name)?;
             continue;
         }
         writeln!(out, "{}: {}, {}", pruned.name, counted(pruned.files, "file"), size(pruned.freed_bytes))?;

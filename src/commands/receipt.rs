@@ -24,7 +24,7 @@ pub struct Args {
     /// File with the response of `GET /v1/receipts/ID`
     #[arg(value_name = "FILE")]
     receipt: PathBuf,
-    /// Public key of the server: a file with the response of `GET /v1/receipts/key`, or its field `x`
+    /// Public key of the server: a file with the response of `GET /v1/receipts/key`, or the value of its field `x`
     #[arg(long, value_name = "FILE|KEY", allow_hyphen_values = true)]
     key: String,
     /// Also check that the receipt belongs to the record in this file (see `inferno replay`)

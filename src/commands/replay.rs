@@ -1,4 +1,4 @@
-//! `inferno replay`: recomputes the answers to a recorded request and compares their tokens.
+//! `inferno replay`: recomputes the answers to a recorded request and compares their tokens with the record.
 
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -68,7 +68,7 @@ pub fn run(mut args: Args) -> Result<ExitCode> {
     Ok(if is_equal { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
-/// Reads the record from a file. If there is no such file and the name does not end in `.json`, asks a server.
+/// Reads the record from a file, or else from the server. Fails without asking the server if a `.json` file is missing.
 fn read(args: &Args) -> Result<GenerationRecord> {
     let path = Path::new(&args.record);
     if path.is_file() {
@@ -84,7 +84,8 @@ fn read(args: &Args) -> Result<GenerationRecord> {
     serde_json::from_value(json).context("cannot read the record: the response is not a record of `inferno serve`")
 }
 
-/// Finds the model of a record. Prefers the recorded commit, except for the demo or if --model or --revision is given.
+/// Finds the model of a record, at the recorded commit if this commit is on this machine.
+/// Ignores the recorded commit for the demo, and if --model or --revision is given.
 fn find(hub: &Hub, args: &Args, record: &GenerationRecord) -> Result<Snapshot> {
     let (model, revision) = (args.model.as_deref().unwrap_or(&record.model), args.load.revision());
     let found = hub.find(model, revision)?;

@@ -27,8 +27,8 @@ const MAX_THREADS: usize = 4;
 const SEQUENCE_LIMIT: u16 = MAX_SEQUENCES as u16;
 const _: () = assert!(MAX_SEQUENCES == 256, "the help of --max-sequences and docs/tuning.md say 256");
 
-/// The number of file descriptors that `--max-connections` must leave free: an estimate for model files, records and
-/// health checks. The server answers health checks even on connections above the limit.
+/// The number of file descriptors that `--max-connections` must leave free: an estimate for model files, for records,
+/// and for connections above the limit, on which the server still answers health checks.
 #[cfg(unix)]
 const OTHER_FILES: usize = 256;
 
@@ -61,7 +61,7 @@ pub struct Args {
     /// Origin of web pages that may use the server, such as `https://app.example`, or `*`; can be repeated
     #[arg(long, value_name = "ORIGIN")]
     cors_origin: Vec<String>,
-    /// Maximum number of answers to generate at once, up to 256; all others wait
+    /// Maximum number of answers to generate at once, up to 256; up to --queue further answers wait
     #[arg(
         long,
         default_value_t = SEQUENCE_LIMIT,
@@ -72,8 +72,8 @@ pub struct Args {
     /// Maximum number of answers that may wait to start; further requests are rejected with status 429
     #[arg(long, default_value_t = 512, value_name = "N")]
     queue: usize,
-    /// Maximum number of open connections; requests on further connections are rejected with status 503, except health
-    /// checks and /metrics
+    /// Maximum number of open connections; 64 more serve only health checks and /metrics, and reject other requests
+    /// with status 503
     #[arg(long, default_value_t = 16384, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     max_connections: u32,
     /// Seconds after SIGTERM or Ctrl-C during which the server still accepts requests, while /health answers 503
@@ -112,7 +112,7 @@ enum MetricsCompat {
     Vllm,
 }
 
-/// The time limits of requests.
+/// The time limits of connections and requests, and the interval of keep-alive messages.
 #[derive(clap::Args)]
 struct LimitArgs {
     /// Maximum seconds for a TLS handshake, for the headers of a request, and for an idle connection
@@ -124,7 +124,7 @@ struct LimitArgs {
     /// Seconds that a request may wait before it starts
     #[arg(long, default_value_t = 60.0, value_name = "SECONDS", hide_short_help = true, value_parser = seconds)]
     queue_timeout: f64,
-    /// Seconds within which a client must read the next 4 KiB, or the rest, of a pending response
+    /// Seconds within which a client must read the next 4 KiB of a response, or the rest if it is shorter
     #[arg(long, default_value_t = 30.0, value_name = "SECONDS", hide_short_help = true, value_parser = seconds)]
     write_timeout: f64,
     /// Seconds between keep-alive messages while a stream has no events
@@ -210,7 +210,7 @@ fn options(args: &Args, snapshot: &Snapshot) -> Result<ServerOptions> {
 }
 
 /// Returns the API keys from --api-key, or else from INFERNO_API_KEY or the configuration file.
-/// Fails if a key is invalid, or if there are keys and --no-auth is set.
+/// Fails if a key is invalid or a file cannot be read, or if there are keys and --no-auth is set.
 fn read_api_keys(args: &Args) -> Result<Vec<String>> {
     let keys = api_keys::read(&args.api_key)?;
     if args.no_auth && !keys.is_empty() {
@@ -238,7 +238,7 @@ fn load(args: &mut Args, snapshot: &Snapshot, server: &Server) -> Result<Engine>
     Ok(engine)
 }
 
-/// Serves connections in the background until a signal arrives and the running requests have ended or been canceled,
+/// Serves connections in the background until a signal arrives and all requests have ended or been canceled,
 /// or until the engine fails. If the signal arrives while the model is loading, exits the process.
 fn start(runtime: &Runtime, server: &Arc<Server>, listener: TcpListener) -> tokio::task::JoinHandle<Result<()>> {
     let server = server.clone();

@@ -38,7 +38,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
     for checked in result? {
         let bad_files = bad_files(&checked);
         if !bad_files.is_empty() || !args.quiet {
-            // Ignore write errors, such as a closed stdout (`| head`) or a full disk.
+            // Ignore write errors, for example because stdout is closed (`| head`) or the disk is full.
             // The exit code still reports whether the files are valid.
             let _ = write!(
                 out,

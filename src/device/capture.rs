@@ -1,10 +1,9 @@
 //! Prevents other threads from invalidating the capture of a CUDA graph.
 //!
-//! A function that waits for all work of a GPU makes every capture on this GPU fail with
-//! `CUDA_ERROR_STREAM_CAPTURE_INVALIDATED`, even if another thread calls the function.
-//! candle and cudarc call such functions when they open or drop a device: `cublasCreate_v2`, `cublasDestroy_v2`, and,
-//! before cudarc creates the first stream of a context, `cuCtxSynchronize`.
-//! [`libraries`](super::libraries) therefore replaces these three functions with the functions in this file,
+//! If any thread calls a function that waits for all work of a GPU, every running capture on this GPU fails with
+//! `CUDA_ERROR_STREAM_CAPTURE_INVALIDATED`.
+//! candle and cudarc call three such functions when they open or drop a device: `cublasCreate_v2`, `cublasDestroy_v2`
+//! and `cuCtxSynchronize`. [`libraries`](super::libraries) therefore replaces them with the functions in this file,
 //! which acquire [`capture_lock`] before they call the original functions.
 
 use std::ffi::c_void;

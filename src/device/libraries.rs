@@ -2,7 +2,7 @@
 //!
 //! candle links against these libraries. Without this file, the dynamic loader would load them before `main`.
 //! Every command, even `inferno --help`, would then start more slowly, mostly because of cuBLAS.
-//! On a machine without the driver library, the program would not start, so it could not report the missing library.
+//! On a machine without the driver library, no command would start, not even those that need no GPU.
 //!
 //! This file therefore defines every function of these libraries that candle, cudarc and inferno call.
 //! Each definition jumps to an address that [`load`] looks up.
@@ -10,9 +10,9 @@
 //! The linker prefers the definitions in this file over those in the libraries.
 //! rustc passes `--as-needed`, so the linker drops a library if the program uses none of its functions.
 //!
-//! A call to a library function that is not defined here still works, but makes the linker keep that library.
-//! The test `startup_loads_no_nvidia_library` fails if the program loads such a library at startup.
-//! Debug builds with GNU ld always keep the libraries, because GNU ld also counts calls in unreachable code.
+//! A call to a function that is missing from this file still works, but makes the linker keep the function's library.
+//! The test `startup_loads_no_nvidia_library` then fails, except in debug builds linked with GNU ld.
+//! Those builds always keep the libraries, because GNU ld also counts calls in unreachable code.
 
 use std::arch::naked_asm;
 use std::error::Error;
@@ -25,24 +25,24 @@ use libloading::Library;
 
 use super::{capture, stream_memory};
 
-/// The address of a library function, or the address of [`called_before_load`] until [`load`] has found the function.
+/// The jump target of a library function: [`called_before_load`] until [`load`] stores the function or a replacement.
 type Address = AtomicPtr<c_void>;
 
 /// The file name of a library, with the names and addresses of its functions.
 type LibraryTable = (&'static str, &'static [(&'static str, &'static Address)]);
 
-/// The reason why a library cannot be used.
+/// The reason why a library cannot be used, and a hint for the user.
 pub struct LoadError {
-    /// One line, which usually starts with the name or the path of the library.
+    /// One line, such as `libcuda.so.1: cannot open shared object file: No such file or directory`.
     pub reason: String,
-    /// The user's next step, such as a command to run.
+    /// The user's next step, such as `update NVIDIA's driver`.
     pub hint: &'static str,
 }
 
 /// The file name of the driver library.
 const DRIVER: &str = "libcuda.so.1";
 
-/// A driver function introduced in CUDA 12.8. Builds with CUDA 12 do not call it, so an older driver may lack it.
+/// A driver function that CUDA 12.8 introduced. Builds with CUDA 12 do not call it, so they accept older drivers.
 const SINCE_CUDA_12_8: &str = "cuEventElapsedTime_v2";
 
 /// Loads the libraries on the first call. Later calls return the first call's result.
@@ -53,20 +53,20 @@ pub fn load() -> Result<(), &'static LoadError> {
 }
 
 /// Replaces `cuMemAllocAsync`, `cuMemFreeAsync` and `cuStreamDestroy_v2` with functions of [`stream_memory`],
-/// and the functions that wait for all work of a GPU with functions of [`capture`].
+/// and `cublasCreate_v2`, `cublasDestroy_v2` and `cuCtxSynchronize` with functions of [`capture`].
 fn replace_functions() {
     use addresses::{cuCtxSynchronize, cuMemAllocAsync, cuMemFreeAsync, cuStreamDestroy_v2};
     use addresses::{cublasCreate_v2, cublasDestroy_v2};
     let loaded = |function: &Address| function.load(Ordering::Acquire);
     let replace = |function: &Address, by| function.store(by, Ordering::Release);
-    // SAFETY: `load_library` has stored the addresses of the driver functions that `replace` takes.
+    // SAFETY: `load_library` has stored the driver's addresses of these three functions.
     let memory = unsafe {
         stream_memory::replace(loaded(&cuMemAllocAsync), loaded(&cuMemFreeAsync), loaded(&cuStreamDestroy_v2))
     };
     replace(&cuMemAllocAsync, memory.allocate);
     replace(&cuMemFreeAsync, memory.free);
     replace(&cuStreamDestroy_v2, memory.destroy_stream);
-    // SAFETY: `load_library` has stored the addresses of the functions that `replace` takes.
+    // SAFETY: `load_library` has stored NVIDIA's addresses of these three functions.
     let waits =
         unsafe { capture::replace(loaded(&cublasCreate_v2), loaded(&cublasDestroy_v2), loaded(&cuCtxSynchronize)) };
     replace(&cublasCreate_v2, waits.create_handle);
@@ -86,7 +86,7 @@ fn load_library((file, functions): &LibraryTable) -> Result<(), LoadError> {
         },
     })?;
     for (name, address) in *functions {
-        // SAFETY: the lookup only stores the address. Callers declare the function as NVIDIA's headers do.
+        // SAFETY: only the symbol's address is used here. Callers declare the function as NVIDIA's headers do.
         match unsafe { library.get::<*mut c_void>(name.as_bytes()) } {
             Ok(function) => address.store(*function, Ordering::Release),
             Err(_) if *name == SINCE_CUDA_12_8 && env!("INFERNO_CUDA_MAJOR") == "12" => {}
@@ -143,7 +143,7 @@ extern "C" fn called_before_load() -> ! {
 /// Defines the address, the jump and the `LIBRARIES` entry of each listed function.
 macro_rules! libraries {
     ($($file:expr => $($function:ident)+;)+) => {
-        /// The libraries in load order. cuBLAS depends on cuBLASLt.
+        /// The libraries in load order. cuBLASLt comes before cuBLAS, which depends on it.
         const LIBRARIES: &[LibraryTable] = &[
             $(($file, &[$((stringify!($function), &addresses::$function)),+])),+
         ];
@@ -178,7 +178,7 @@ macro_rules! libraries {
     };
 }
 
-// Functions that have different names in CUDA 12 and CUDA 13 are listed under both names.
+// Functions that cudarc calls by different names with CUDA 12 and CUDA 13 are listed under both names.
 libraries! {
     DRIVER =>
         cuCtxDestroy_v2 cuCtxEnablePeerAccess cuCtxGetCurrent cuCtxSetCurrent cuCtxSynchronize

@@ -1,7 +1,7 @@
 //! Parses the user's choice of devices, and opens CPUs and GPUs.
 //!
-//! inferno targets NVIDIA GPUs. If the chosen GPU is missing, [`open`] fails and names the next command to run.
-//! There is no silent fallback: the CPU is an explicit choice for development, tests and the demo model.
+//! inferno targets NVIDIA GPUs. If the chosen GPU is missing, [`open`] fails and suggests a next step.
+//! It never falls back to the CPU, which is an explicit choice for development, tests and the demo model.
 
 #[cfg(feature = "cuda")]
 mod capture;
@@ -28,7 +28,7 @@ pub use cuda::{gpu_count, info, info_after_trim};
 pub use facts::{GpuFacts, GpuState, nvidia_smi_gpus};
 pub use info::DeviceInfo;
 
-/// A CPU or GPU to open, such as one device of `--device`.
+/// The CPU or a GPU, for example as one entry of `--device`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum DeviceChoice {
     Cpu,
@@ -125,7 +125,7 @@ impl FromStr for Devices {
         if devices.len() > MAX_RANKS {
             return Err(format!("a model can use at most {MAX_RANKS} devices"));
         }
-        // `cuda` is the same GPU as `cuda:0`.
+        // Replace `cuda` with `cuda:0`, so that `max_ranks_per_device` counts both as one GPU.
         let named = |device| if device == DeviceChoice::FirstCuda { DeviceChoice::Cuda(0) } else { device };
         Ok(match devices.as_slice() {
             [device] => (*device).into(),
@@ -134,10 +134,11 @@ impl FromStr for Devices {
     }
 }
 
-/// The maximum number of devices that can run one model together.
+/// The maximum number of ranks that can run one model together.
 pub const MAX_RANKS: usize = 8;
 
-/// Opens a device. Fails if the GPU does not exist or cannot be used, or if this build has no GPU support.
+/// Opens a device. Fails for a GPU that does not exist or cannot be used.
+/// A build without GPU support opens only the CPU.
 ///
 /// On a GPU, turns off cudarc's event tracking, because candle uses only one stream.
 /// `kernels::upload` copies on a second stream and records its own events to order the copies.
@@ -163,8 +164,8 @@ fn open_cuda(_: usize) -> Result<Device> {
 /// Returns whether an operation failed because the GPU has too little free memory.
 ///
 /// Searches the error message for `OUT_OF_MEMORY`, as in the driver's `CUDA_ERROR_OUT_OF_MEMORY`.
-/// anyhow cannot downcast a candle error to the driver's error: candle puts the driver's error in a box,
-/// and `source` skips the box.
+/// anyhow cannot downcast to the driver's error, because candle wraps that error in transparent errors,
+/// whose `source` skips the wrapped error.
 pub fn is_out_of_memory(error: &anyhow::Error) -> bool {
     format!("{error:#}").contains("OUT_OF_MEMORY")
 }

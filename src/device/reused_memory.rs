@@ -1,14 +1,15 @@
 //! Divides GPU memory among allocations, and reuses freed memory without calling the driver.
 //!
 //! Like PyTorch's caching allocator, this allocator gets segments from the driver and splits segments into blocks.
-//! An allocation takes the smallest free block that is large enough. Neighboring free blocks are merged.
-//! Small allocations have segments of their own, so that a long-lived small block does not divide a large segment.
+//! An allocation takes the smallest free block that is large enough. Neighboring free blocks of a segment are merged.
+//! Small and large blocks are in separate segments, so that a long-lived small block does not divide a large segment.
 
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Blocks start at multiples of this many bytes. This constant and the next two have the values of PyTorch's allocator.
+/// Block sizes are multiples of this many bytes, so the blocks of a segment stay aligned.
+/// This constant and the next two have the values of PyTorch's allocator.
 const ALIGNMENT: usize = 512;
-/// The size in bytes of the largest allocation that gets a small block.
+/// Allocations of at most this many bytes get small blocks, and all others get large blocks.
 const MAX_SMALL_BYTES: usize = 1 << 20;
 /// The size in bytes of a segment for small blocks. A segment for large blocks is as large as its first block.
 const SMALL_SEGMENT_BYTES: usize = 2 << 20;
@@ -45,7 +46,8 @@ pub struct ReusedMemory {
 }
 
 impl ReusedMemory {
-    /// Allocates `bytes` bytes and returns their address. Calls the driver only if no free block is large enough.
+    /// Allocates `bytes` bytes and returns their address. Calls the driver only if no free block of the same kind,
+    /// small or large, is large enough.
     /// If the driver cannot allocate a segment, gives all unused segments back to the driver and tries once more.
     pub fn allocate<D: Driver>(&mut self, bytes: usize, driver: &mut D) -> Result<u64, D::Error> {
         let bytes = bytes.next_multiple_of(ALIGNMENT);
@@ -115,7 +117,7 @@ impl ReusedMemory {
         Ok(())
     }
 
-    /// Returns whether the segment of `bytes` bytes at `address` has no block in use.
+    /// Returns whether a segment of `bytes` bytes starts at `address` and has no block in use.
     fn is_unused(&self, address: u64, bytes: usize) -> bool {
         let is_free = self.blocks.get(&address).is_some_and(|block| block.is_free && block.bytes == bytes);
         is_free && self.segments.get(&address) == Some(&bytes)
@@ -152,7 +154,7 @@ impl ReusedMemory {
 mod tests {
     use super::*;
 
-    /// A mock driver with `limit` bytes of memory. Records the segments that it allocates.
+    /// A mock driver with `limit` bytes of memory. Records its segments and counts calls.
     struct MockDriver {
         limit: usize,
         segments: BTreeMap<u64, usize>,
@@ -180,7 +182,7 @@ mod tests {
             }
             let address = self.next;
             self.segments.insert(address, bytes);
-            // Each segment directly follows the previous one, so the test would notice a merge across segments.
+            // Leave no gap between segments, so that the tests notice blocks that were merged across segments.
             self.next += bytes as u64;
             Ok(address)
         }
@@ -236,7 +238,7 @@ mod tests {
         );
     }
 
-    /// Allocates and frees memory as two layers of a forward pass over `tokens` tokens do.
+    /// Allocates and frees memory like two layers of a forward pass over `tokens` tokens.
     fn pass(memory: &mut ReusedMemory, driver: &mut MockDriver, tokens: usize) {
         for _ in 0..2 {
             let sizes = [5_760, 11_520, 8, 10_240];
@@ -267,7 +269,7 @@ mod tests {
             assert!(memory.free(address));
         }
         memory.release(100 * MB, &mut driver).unwrap();
-        assert_eq!(driver.used(), 90 * MB, "exactly the largest segment must be returned");
+        assert_eq!(driver.used(), 90 * MB, "exactly 50 MB must be returned to the driver");
         let in_use = memory.allocate(25 * MB, &mut driver).unwrap();
         assert_eq!(memory.unused_bytes(), 60 * MB, "the smallest segment with enough room was not used");
         // The driver has room for 110 MB, and for 60 MB more after the two unused segments are returned.

@@ -1,4 +1,5 @@
-//! Replaces the driver's stream-ordered allocator with [`ReusedMemory`] for allocations of at most `MAX_BYTES`.
+//! Replaces the driver's stream-ordered allocator with [`ReusedMemory`] on candle's streams,
+//! for allocations of at most `MAX_BYTES` outside graph captures.
 //!
 //! A forward pass allocates and frees memory hundreds of times.
 //! Threads of one process wait for each other in the driver's allocator, even if each thread uses a different GPU.
@@ -36,7 +37,8 @@ static DRIVER: OnceLock<DriverFunctions> = OnceLock::new();
 /// Larger allocations are rare, and their segments would be hard to reuse.
 const MAX_BYTES: usize = 32 << 20;
 
-/// The maximum total size in bytes of the unused segments that a stream keeps after a free outside a graph capture.
+/// The maximum total size in bytes of a stream's unused segments. If a free exceeds this limit, the stream returns
+/// segments to the driver, unless a graph is being captured on the stream.
 /// A larger value would save calls to the driver, but leave less memory for other allocations.
 const MAX_UNUSED_BYTES: usize = 128 << 20;
 
@@ -72,7 +74,8 @@ pub unsafe fn replace(allocate: *mut c_void, free: *mut c_void, destroy_stream: 
 
 /// Makes allocations of at most `MAX_BYTES` on this stream reuse freed memory, until the stream is destroyed.
 ///
-/// Memory that was allocated on this stream must be freed on this stream.
+/// Memory that was allocated on this stream must be freed on this stream, because only this stream's `ReusedMemory`
+/// can free it.
 pub fn reuse(stream: CUstream) {
     let mut streams = STREAMS.write().unwrap_or_else(PoisonError::into_inner);
     streams.entry(stream as usize).or_default();

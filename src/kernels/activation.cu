@@ -5,9 +5,9 @@
 #include "headers/pdl.cuh"
 
 // Computes the clamped SwiGLU of gpt-oss: out[i] = g · sigmoid(alpha · g) · (u + 1).
-// g is x[2i], limited to at most `limit`. u is x[2i + 1], clamped to [-limit, limit].
-//   x: T [tokens, 2 · columns]
-//   out: T [tokens, columns]
+// g is min(x[2i], limit), and u is x[2i + 1] clamped to [-limit, limit].
+//   x: T [2 · n]
+//   out: T [n]
 //   bytes moved: 3 · n · sizeof(T)
 template <typename T> __device__ void clamped_swiglu(const T* x, T* out, int n, float alpha, float limit) {
     const int i = blockIdx.x * blockDim.x + threadIdx.x;

@@ -1,8 +1,8 @@
 //! Gated activations: SwiGLU and GeGLU (arXiv 2002.05202), and the clamped SwiGLU of gpt-oss.
 //!
-//! The clamped SwiGLU first limits gate values to at most `limit`, and up values to the range from -`limit` to `limit`.
-//! Its result is gate · sigmoid([`ALPHA`] · gate) · (up + 1).
-//! The source is the function `swiglu` in `gpt_oss/torch/model.py` of openai/gpt-oss.
+//! The clamped SwiGLU limits gate to at most `limit`, and up to the range from -`limit` to `limit`.
+//! It then computes gate · sigmoid([`ALPHA`] · gate) · (up + 1).
+//! Its reference is the function `swiglu` in `gpt_oss/torch/model.py` of openai/gpt-oss.
 
 use candle_core::{D, DType, Device, Result, Tensor, bail};
 
@@ -112,7 +112,7 @@ pub fn gated(gate: &Tensor, up: Option<&Tensor>, activation: Activation, dtype: 
     }
 }
 
-/// Returns activation(gate) · up: `[.., intermediate]` in `dtype`.
+/// Returns activation(gate) · up for the gate and up values in x. The result is `[.., intermediate]` in `dtype`.
 ///
 /// x is `[.., 2 * intermediate]`. Each row holds all gate values, then all up values.
 /// On a GPU, x must be f32 or have `dtype`.
@@ -164,7 +164,7 @@ fn half_width(op: &str, x: &Tensor) -> Result<Vec<usize>> {
 pub fn reference(x: &[f32], limit: f32) -> Vec<f32> {
     x.chunks_exact(2)
         .map(|pair| {
-            // Comparisons keep a NaN gate, as torch.clamp does. f32::min would turn a NaN gate into the limit.
+            // The comparison keeps a NaN gate, as torch.clamp does. f32::min would turn a NaN gate into the limit.
             let gate = if pair[0] > limit { limit } else { pair[0] };
             let up = pair[1].clamp(-limit, limit);
             gate / (1.0 + (-ALPHA * gate).exp()) * (up + 1.0)

@@ -34,8 +34,8 @@ pub const ROPE_HEADS_PER_WARP: usize = 4;
 /// Heads per lane in the RoPE kernels `split_qkv_wide` and `split_qkv_wide_parts`.
 /// In these kernels, a lane loads four adjacent elements at once.
 pub const ROPE_WIDE_HEADS: usize = 2;
-/// The RoPE kernels have small thread blocks for up to this number of tokens, or if the QKV output has several parts.
-/// With few tokens, large thread blocks would leave most of the GPU idle.
+/// Up to this number of tokens, the RoPE kernels run in small thread blocks, because large ones would leave
+/// multiprocessors idle. They also run in small thread blocks if the QKV output has several parts.
 pub const ROPE_FEW_TOKENS: usize = 64;
 
 // Exchange between ranks (`exchange/*.rs`, `exchange/*.cu`).
@@ -44,20 +44,21 @@ pub const ROPE_FEW_TOKENS: usize = 64;
 pub const EXCHANGE_MAX_RANKS: usize = 8;
 /// Slots per mailbox. Exchange operation k uses slot k mod `EXCHANGE_SLOTS`.
 pub const EXCHANGE_SLOTS: usize = 4;
-/// The maximum number of thread blocks of an exchange operation on one GPU, over all ranks on this GPU. With one rank per
-/// GPU, some kernels have `EXCHANGE_ROW_BLOCKS` times as many.
-/// In tests, several ranks can share a GPU.
-/// All ranks then divide `EXCHANGE_BLOCKS` among themselves, so that the blocks of all ranks can run at the same time.
-/// If each rank has its own GPU, its blocks need not all run at the same time, because a block waits only for the
-/// blocks of other ranks that handle the same data, or, in the `exchange_sent` kernels, for the kernels that send values.
+/// The maximum number of thread blocks of an exchange operation on one GPU. With one rank per GPU, the limit for some
+/// kernels is `EXCHANGE_ROW_BLOCKS` times as high.
+///
+/// In tests, several ranks can share a GPU. The ranks then divide `EXCHANGE_BLOCKS` among themselves, so that all their
+/// blocks can run at the same time. With one rank per GPU, this is not necessary: a block waits only for the blocks of
+/// other ranks that handle the same data, or, in the `exchange_sent` kernels, for the kernels that send the values.
 pub const EXCHANGE_BLOCKS: usize = 128;
 /// The maximum number of threads per block in the `exchange_add_norm` kernels, which add partial results to the residual
-/// stream. The threads of a block divide the columns of a row.
+/// stream and normalize it. The threads of a block divide the columns of a row.
 pub const EXCHANGE_ROW_THREADS: usize = 512;
-/// The maximum number of parts of a row in the `exchange_add_norm` kernels for wide rows. The kernels for other rows hold
-/// a row in one part. A thread has 8 columns of each part.
+/// The maximum number of parts of a row in the `exchange_add_norm` kernels for wide rows. In the kernels for narrower
+/// rows, a row is one part. A thread has 8 columns of each part.
 pub const EXCHANGE_ROW_PARTS: usize = 4;
-/// Blocks per multiprocessor of the `exchange_add_norm` kernels for rows of one part that are not sums of several values.
+/// Blocks per multiprocessor in the `exchange_add_norm` kernels for `PartialResult::Rows` with rows of one part.
+/// Two blocks have more rows in flight than one.
 pub const EXCHANGE_ROW_BLOCKS: usize = 2;
 
 // Paged KV cache (`attention/paged.rs`, `attention/paged.cuh`).
@@ -80,7 +81,7 @@ pub const EAGER_MAX_HEAD_DIM: usize = 256;
 pub const FLASH_HEAD_DIMS: [usize; 6] = [16, 64, 80, 96, 128, 256];
 /// Query rows per tile in the four flash attention kernels for few rows per sequence, as in decode steps.
 pub const FLASH_FEW_ROWS: usize = 16;
-/// Query rows per tile in the flash attention kernel for small prefills.
+/// Query rows per tile in the flash attention kernel for small prefills, and for GPUs with little shared memory.
 pub const FLASH_MEDIUM_ROWS: usize = 64;
 /// Query rows per tile in the flash attention kernel for large prefills.
 pub const FLASH_MANY_ROWS: usize = 128;
@@ -91,7 +92,8 @@ pub const FLASH_MEDIUM_KEYS: [usize; 6] = [64, 64, 64, 64, 64, 16];
 /// Keys per tile in the flash attention kernel with 128 query rows, by head size.
 pub const FLASH_MANY_KEYS: [usize; 6] = [64, 48, 48, 48, 48, 32];
 /// Warps per block in the 16-row flash attention kernel for small batches, by head size.
-/// Each warp is a team of its own: it computes all 16 query rows for its own key tiles.
+/// Each warp is a *team* of its own: it computes all 16 query rows for its own key tiles.
+/// In the 64-row and 128-row kernels, all warps of a block are one team.
 pub const FLASH_FEW_TEAMS: [usize; 6] = [8, 8, 8, 8, 8, 4];
 // Three 16-row kernels are for large batches: `16_rows_batch`, `16_rows_batch_half` and `16_rows_batch_quarter`.
 // The last two use about a half and about a quarter of the shared memory of `16_rows_batch`.
@@ -126,8 +128,8 @@ pub const F32_FEW_ROWS_TOKENS: usize = 16;
 pub const F32_FEW_ROWS_TILE: usize = 32;
 /// Warps per block. The warps divide the columns.
 pub const F32_FEW_ROWS_WARPS: usize = 16;
-/// The distance between the partial sums of two tokens in shared memory. With 4 more floats than needed, the stores of a
-/// warp to the same bank are fewer.
+/// Floats from one token's partial sums to the next token's in shared memory. Four of them are padding, which reduces
+/// bank conflicts.
 pub const F32_FEW_ROWS_STRIDE: usize = F32_FEW_ROWS_TILE + 4;
 
 // Products of dense matrices with few tokens (`matmul/dense_few_tokens.rs`, `matmul/dense_few_tokens.cu`).
@@ -144,13 +146,13 @@ pub const DENSE_FEW_TOKENS_COLUMNS: usize = 64;
 pub const DENSE_FEW_TOKENS_WARPS: usize = 16;
 /// Pipeline stages of the dense_few_tokens kernel: the weight tiles that each warp has in shared memory at once.
 pub const DENSE_FEW_TOKENS_STAGES: usize = 4;
-/// Input tiles per buffer of the dense_few_tokens kernel, which has two buffers for inputs in shared memory.
+/// Input tiles in each of the dense_few_tokens kernel's two input buffers in shared memory.
 pub const DENSE_FEW_TOKENS_INPUT_TILES: usize = 16;
 
 // Products of dense matrices and several tokens on Hopper (`matmul/dense_wgmma.rs`, `matmul/dense_wgmma.cu`).
 
 /// The maximum number of parts of a product. Each part is the sum over some of the columns.
-/// Kernels that add up the parts have the loads of all parts in flight at once (`headers/sum_parts.cuh`).
+/// Kernels that add up the parts load all parts at once, so each part takes registers (`headers/sum_parts.cuh`).
 pub const MAX_PRODUCT_PARTS: usize = 8;
 /// The maximum number of tokens for the dense_wgmma kernels.
 pub const DENSE_WGMMA_MAX_TOKENS: usize = 128;
@@ -160,13 +162,13 @@ pub const DENSE_WGMMA_ROWS: usize = 128;
 pub const DENSE_WGMMA_COLUMNS: usize = 64;
 /// Threads per block of a dense_wgmma kernel: two warpgroups that multiply, and a warp that copies.
 pub const DENSE_WGMMA_THREADS: usize = 2 * 128 + 32;
-/// The maximum size of the ring buffer of a dense_wgmma kernel in bytes.
+/// The maximum size, in bytes, of a dense_wgmma kernel's ring buffer.
 /// With this size, only one block fits on a multiprocessor. Two blocks with ring buffers of half the size were slower.
 pub const DENSE_WGMMA_RING_BYTES: usize = 216 << 10;
 
 // Mixture of experts (`moe/`).
 
-/// The maximum number of experts in a layer: 32 for each lane of a warp.
+/// The maximum number of experts in a layer: 32 for each lane of a warp, one per bit of a word (`moe/routing.cuh`).
 pub const MAX_EXPERTS: usize = 1024;
 /// The maximum number of experts per token: one per lane of a warp.
 pub const MAX_CHOSEN_EXPERTS: usize = 32;
@@ -207,18 +209,18 @@ pub const MXFP4_TILE_SCALE_BYTES: usize = 32;
 
 // Matrix products of routed experts with MXFP4 weights that are not in tiles (`moe/experts.rs`, `moe/experts.cu`).
 
-/// Weight rows in the output tile of a thread block of expert_gemm.
+/// Weight rows per output tile in expert_gemm. A thread block computes one output tile.
 pub const EXPERT_GEMM_ROWS: usize = 64;
-/// (token, expert) pairs in the output tile of a thread block of expert_gemm.
+/// The maximum number of (token, expert) pairs per output tile in expert_gemm.
 pub const EXPERT_GEMM_PAIRS: usize = 64;
 /// Threads per block in expert_gemm: four warps, each with a quarter of the output tile.
 pub const EXPERT_GEMM_THREADS: usize = 128;
 
-// Matrix products of routed experts with float weights (`moe/grouped_gemm.rs`, `moe/grouped_gemm.cu`).
+// Matrix products of routed experts with bf16 or f16 weights (`moe/grouped_gemm.rs`, `moe/grouped_gemm.cu`).
 
-/// Weight rows in the output tile of a thread block of grouped_gemm.
+/// Weight rows per output tile in grouped_gemm. A thread block computes one output tile.
 pub const GROUPED_GEMM_ROWS: usize = 128;
-/// Columns per step of grouped_gemm: 128 bytes of each row of 16-bit elements.
+/// Columns per step of grouped_gemm: 128 bytes of each row.
 pub const GROUPED_GEMM_COLUMNS: usize = 64;
 /// Pipeline stages of grouped_gemm: the number of steps whose tiles are in shared memory at once.
 pub const GROUPED_GEMM_STAGES: usize = 3;
@@ -228,22 +230,22 @@ pub const GROUPED_GEMM_THREADS: usize = 256;
 // Matrix products of routed experts with MXFP4 tiles (`moe/product_kernel.rs`, `moe/expert_mlp.cu`).
 // The product kernels use either mma.sync (`moe/expert_product_mma.cuh`) or wgmma (`moe/expert_product_wgmma.cuh`).
 // There are wgmma kernels for wide, narrow and slim tiles of (token, expert) pairs.
-// The average number of pairs per expert determines which of them runs (`moe/product_kernel.rs`).
+// The average number of pairs per expert determines which wgmma kernel runs.
 
-/// The number of 16-row weight tiles per thread block in `moe/expert_product_mma.cuh`.
+/// The number of 16-row weight tiles per output tile in `moe/expert_product_mma.cuh`.
 pub const EXPERT_MMA_ROW_TILES: usize = 16;
 /// Pipeline stages in `moe/expert_product_mma.cuh`.
 /// Shared memory holds the tiles of this number of steps at once.
 pub const EXPERT_MMA_STAGES: usize = 4;
 /// Threads per block in `moe/expert_product_mma.cuh`.
 pub const EXPERT_MMA_THREADS: usize = 256;
-/// The number of 16-row weight tiles per thread block in `moe/expert_product_wgmma.cuh`.
+/// The number of 16-row weight tiles per output tile in `moe/expert_product_wgmma.cuh`.
 /// The expert matrices of gpt-oss have 2880 or 5760 rows. Both numbers are multiples of 12 · 16 = 192.
 pub const EXPERT_WGMMA_ROW_TILES: usize = 12;
 /// Threads per block in `moe/expert_product_wgmma.cuh`.
 pub const EXPERT_WGMMA_THREADS: usize = 512;
 /// The size in bytes of an `OutputTile` (`moe/mxfp4_tiles.cuh`).
-/// Each stage of a wgmma kernel's ring buffer holds one `OutputTile`, besides weights and inputs.
+/// Each stage of a wgmma kernel's ring buffer has room for one `OutputTile`, besides weights and inputs.
 pub const EXPERT_WGMMA_TILE_BYTES: usize = 20;
 /// The maximum number of (token, expert) pairs in a wide tile.
 pub const EXPERT_WIDE_PAIRS: usize = 160;
@@ -268,15 +270,15 @@ pub const EXPERT_SLIM_STEPS: usize = 3;
 
 /// Threads per block in the expert_few_pairs kernels. Each multiprocessor runs one block.
 pub const EXPERT_FEW_PAIRS_THREADS: usize = 512;
-/// Column tiles that an expert_few_pairs kernel loads together.
-/// An expert matrix of gpt-oss has 2880 columns: 45 column tiles, a multiple of 3.
+/// Column tiles whose weights a warp of an expert_few_pairs kernel holds in registers at once.
+/// The number of column tiles of an expert matrix must be a multiple of this. gpt-oss has 45 (2880 columns).
 pub const EXPERT_FEW_PAIRS_STEPS: usize = 3;
 
 // Quantized matrices (`quantized/mod.rs`, `quantized/quantized.cuh`).
 
 /// The maximum number of stacked matrices that one kernel launch multiplies.
 pub const MAX_STACKED_MATRICES: usize = 3;
-/// The maximum number of warps per block in kernels that multiply a quantized matrix by one input vector.
+/// The maximum number of warps per block in matrix-vector kernels with quantized weights.
 pub const QUANTIZED_WARPS: usize = 16;
 /// Threads per block in products of quantized matrices with few tokens (`quantized/quantized_few_tokens.rs`).
 pub const QUANTIZED_FEW_TOKENS_THREADS: usize = 256;
@@ -285,7 +287,8 @@ pub const QUANTIZED_FEW_TOKENS_COLUMNS: usize = 128;
 /// Pipeline stages in products of quantized matrices with few tokens.
 /// Shared memory holds the inputs of this number of steps at once.
 pub const QUANTIZED_FEW_TOKENS_STAGES: usize = 4;
-/// The number of counters of finished thread blocks in products of quantized matrices with few tokens.
+/// Counters of finished thread blocks in products of quantized matrices with few tokens.
+/// A launch must not have more thread blocks than there are counters.
 pub const QUANTIZED_FEW_TOKENS_COUNTERS: usize = 8192;
 /// Codes of quantized formats, for the field `format` of `QuantizedMatrix` in `quantized/quantized.cuh`.
 pub const FORMAT_Q4_0: usize = 0;
@@ -314,8 +317,8 @@ pub const QUANTIZATION_INT8_STATIC: usize = 4;
 /// The maximum number of warps per block in decode kernels that multiply by bf16 or f16 weights.
 /// Every block reads the whole input vector. Few large blocks therefore read less in total than many small blocks.
 pub const DECODE_MAX_WARPS: usize = 24;
-/// The maximum number of blocks of decode kernels that have at most one block per multiprocessor.
-/// Known GPUs have fewer multiprocessors.
+/// The maximum number of blocks in decode kernels that have at most one block per multiprocessor.
+/// All current NVIDIA GPUs have fewer multiprocessors.
 pub const DECODE_MAX_BLOCKS: usize = 256;
 /// Tiles of gate and up rows per block in `decode_gate_up_mxfp4`.
 pub const DECODE_UP_TILES: usize = 3;
@@ -340,18 +343,19 @@ pub const ROW_EDITS_THREADS: usize = 256;
 /// The number of u32 words that describe the edits to one row of logits, without the lists of values and counts.
 pub const ROW_EDITS_WORDS: usize = 8;
 
-// The mailbox for sampled tokens (`decode/head.cu`, `decode/sample.cu`, `sampling/sample_rows.cu`, `runner`).
+// The mailbox for chosen tokens (`decode`, `sampling`, `runner`).
 
 /// The mailbox word for a row of logits that are all NaN or -inf. For other rows, the word is the token id + 1.
 pub const MAILBOX_NO_TOKEN: u32 = 0xffffffff;
 
 // Log probabilities of generated and prompt tokens (`sampling/logits.rs`, `sampling/logits.cu`).
 
-/// The maximum number of most likely tokens to report for each generated or prompt token, as in OpenAI's API.
+/// The maximum number of most likely tokens to report for each generated or prompt token.
+/// This is the maximum of `top_logprobs` in OpenAI's API.
 pub const MAX_LOGPROBS: usize = 20;
 /// The number of u32 words that describe a row of logits to `send_logprobs`.
 pub const LOGPROBS_ROW_WORDS: usize = 3;
-/// The number of mailbox slots of a row.
+/// The number of mailbox slots for the log probabilities of one row of logits.
 /// The slots hold the chosen token's log probability, then the id and the log probability of each most likely token.
 pub const LOGPROBS_SLOTS: usize = 1 + 2 * MAX_LOGPROBS;
 
@@ -364,7 +368,7 @@ pub const BEST_LOGITS_CANDIDATES: usize = 132;
 pub const BEST_LOGITS_BLOCKS: usize = 8;
 /// Threads per block in `best_logits`.
 pub const BEST_LOGITS_THREADS: usize = 256;
-/// Threads per block in the sampling kernels: the most that a GPU supports.
+/// Threads per block in the kernels that sample or compute log probabilities: the maximum in CUDA.
 pub const SAMPLE_THREADS: usize = 1024;
 /// The maximum number of logits per thread in `decode/sample.cu`.
 pub const SAMPLE_IDS_PER_THREAD: usize = 8;
@@ -372,7 +376,7 @@ pub const SAMPLE_IDS_PER_THREAD: usize = 8;
 pub const SAMPLE_ROUNDS: usize = 4;
 /// Histogram bins per round of the radix search. A round determines eight bits of the threshold.
 pub const SAMPLE_BINS: usize = 256;
-/// The maximum number of blocks per launch in `decode/sample.cu`.
+/// The number of thread blocks for which `Scratch` (`decode/sample.cu`) has room.
 pub const SAMPLE_MAX_BLOCKS: usize = 1024;
 /// The size of `SamplingKernelParams` (`sampling/sampling.cuh`) in 32-bit words.
 pub const SAMPLE_PARAM_WORDS: usize = 10;

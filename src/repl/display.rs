@@ -1,5 +1,5 @@
-//! Shows a turn on stdout. Formats Markdown if stdout is a color terminal and neither `plain` nor `--raw` is set.
-//! Otherwise, shows plain text.
+//! Shows a chat turn on stdout: as formatted Markdown on a color terminal, otherwise as plain text.
+//! With the setting `plain` or the flag `--raw`, always shows plain text.
 
 use std::io::Write;
 
@@ -20,7 +20,7 @@ pub struct TurnDisplay {
     reasoning: ReasoningVisibility,
     #[cfg(unix)]
     keys: Option<KeyListener>,
-    /// The number of suspensions (Ctrl-Z) that the display has handled.
+    /// The number of suspensions (Ctrl-Z) after which the view was restarted.
     #[cfg(unix)]
     suspensions: usize,
     /// The input typed before the turn. Empty while a key listener runs, because the listener owns that input.
@@ -147,7 +147,7 @@ impl PlainText {
                 if self.last == Some(Channel::Reasoning) {
                     write!(out, "\n\n{answer}")?;
                 }
-                // Skip line breaks at the start of the answer.
+                // Some models start an answer with line breaks. Skip those in its first piece.
                 let is_first = self.last != Some(Channel::Answer);
                 write!(out, "{}", if is_first { text.trim_start_matches('\n') } else { &text })?;
             }

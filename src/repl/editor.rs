@@ -23,7 +23,7 @@ use crate::files;
 use crate::terminal;
 use crate::text::printable;
 
-/// A function that returns the possible values of a command's argument.
+/// A function that returns the names of the models, which Tab completes after `/model`.
 pub type NameList = Box<dyn Fn() -> Vec<String>>;
 
 /// What the user did at the prompt.
@@ -52,11 +52,11 @@ pub struct LineEditor {
 /// Text that a key handler or the helper passes to the line editor.
 type SharedText = Arc<Mutex<Option<String>>>;
 
-/// The longest message to keep in the history, in bytes. Longer messages would slow down later starts.
+/// The maximum size of a message in the history, in bytes. Longer messages would slow down later starts.
 const MAX_HISTORY_BYTES: usize = 64 << 10;
 
 impl LineEditor {
-    /// Creates the editor, loads the history and binds the keys. `model_names` returns the arguments for `/model`.
+    /// Creates the editor, loads the history and binds Ctrl-G and, on Unix, Ctrl-Z.
     pub fn new(model_names: NameList) -> Result<Self> {
         let config = Config::builder()
             .auto_add_history(false)
@@ -83,7 +83,7 @@ impl LineEditor {
         Ok(Self { editor, history, sent_to_editor, suspended, draft })
     }
 
-    /// Reads one message. `initial` is the text on the line at the start.
+    /// Prompts for a message. `initial` is the text that is already on the line.
     pub fn read(&mut self, initial: &str) -> Result<Input> {
         let mut initial = initial.to_string();
         loop {
@@ -116,7 +116,7 @@ impl LineEditor {
         }
     }
 
-    /// Adds a message to the history, unless the message is blank or too long.
+    /// Adds a message to the history, unless the message is blank or longer than `MAX_HISTORY_BYTES`.
     /// Returns the message without the `"""` or the `\` at line ends that made it multi-line.
     pub fn accept(&mut self, line: &str) -> String {
         if !line.trim().is_empty() && line.len() <= MAX_HISTORY_BYTES {
@@ -147,7 +147,7 @@ fn history_path() -> Option<PathBuf> {
     Some(folder.join("history"))
 }
 
-/// Renames a damaged history file, because lines cannot be appended to it. Leaves a missing or unreadable file alone.
+/// Renames a damaged history file, because rustyline cannot append to it. Leaves a missing or unreadable file alone.
 fn move_damaged_history_aside(path: &Path, error: &ReadlineError) {
     if let ReadlineError::Io(error) = error
         && error.kind() != ErrorKind::InvalidData
@@ -163,7 +163,7 @@ fn move_damaged_history_aside(path: &Path, error: &ReadlineError) {
     }
 }
 
-/// Discards pending input after an invalid line. Otherwise, the rest of a paste would be read as new messages.
+/// Discards pending input after invalid UTF-8. Otherwise, the rest of a paste would be read as new messages.
 fn discard_input() {
     #[cfg(unix)]
     {
@@ -188,7 +188,8 @@ fn edit(text: &str) -> Result<String> {
 
 fn edit_file(editor: &str, path: &Path, text: &str) -> Result<String> {
     std::io::Write::write_all(&mut files::create_private(path)?, text.as_bytes())?;
-    // Like git, allow arguments in $EDITOR. The trap keeps the shell alive if the user presses Ctrl-C in the editor.
+    // Like git, allow arguments in $VISUAL and $EDITOR.
+    // The trap keeps the shell alive if the user presses Ctrl-C in the editor.
     let script = format!("trap : INT; {editor} \"$@\"");
     let mut shell = Command::new("sh");
     shell.arg("-c").arg(script).arg(editor).arg(path);
@@ -199,7 +200,8 @@ fn edit_file(editor: &str, path: &Path, text: &str) -> Result<String> {
     Ok(edited.trim_end().to_string())
 }
 
-/// The handler of Ctrl-G and Ctrl-Z: stores the text of the line and ends the input.
+/// The handler of Ctrl-G and Ctrl-Z: stores the text of the line, so that [`LineEditor::read`] can act on it.
+/// Interrupts the prompt as Ctrl-C does.
 struct EndLine(SharedText);
 
 impl ConditionalEventHandler for EndLine {

@@ -1,7 +1,7 @@
 //! Reads keys while an answer streams: Ctrl-O, Ctrl-Z and the text of the next messages.
 //!
 //! While the listener runs, the terminal sends each key immediately and does not echo it. Ctrl-C still raises a signal.
-//! When the key listener ends, it restores the terminal modes.
+//! When the listener stops, the terminal modes are restored.
 
 use std::fs::File;
 use std::io::{IsTerminal, Read, stdin};
@@ -18,8 +18,8 @@ use crate::terminal::modes;
 
 /// How long, in milliseconds, the listener waits for input before it checks again whether the answer has ended.
 const TICK_MS: u8 = 20;
-/// The number of ticks without input (half a second in total) after which the listener abandons an incomplete key or
-/// paste. The limit applies only after the answer has ended.
+/// The number of waits of [`TICK_MS`] without input, half a second in total, after which the listener abandons an
+/// incomplete key or paste. The limit applies only after the answer has ended.
 const MAX_QUIET_TICKS: usize = 25;
 
 /// A thread that listens for keys until it is stopped or dropped.
@@ -40,7 +40,7 @@ struct KeyListenerState {
 impl KeyListener {
     /// Starts listening. Appends the input to `type_ahead`.
     ///
-    /// Returns `type_ahead` unchanged as the error if stdin is not a terminal or its modes cannot be set.
+    /// Returns `type_ahead` unchanged as the error if stdin is not a terminal or its modes cannot be changed.
     pub fn start(type_ahead: TypeAhead) -> Result<KeyListener, TypeAhead> {
         let Some((input, original_modes)) = open_terminal() else { return Err(type_ahead) };
         let mut modes = original_modes.clone();
@@ -66,7 +66,7 @@ impl KeyListener {
     }
 
     /// Returns how many times the program has been suspended since the listener started.
-    /// During a suspension, other programs may write to the terminal.
+    /// Other programs may write to the terminal during a suspension. The display then restarts below their output.
     pub fn suspensions(&self) -> usize {
         self.shared.suspensions.load(Ordering::Relaxed)
     }
@@ -107,8 +107,8 @@ fn listen(
     modes: &Termios,
 ) -> TypeAhead {
     let mut quiet_ticks = 0;
-    // If the answer ends during a paste, read the paste to its end.
-    // Otherwise, the prompt would treat line breaks in the rest of the paste as Enter.
+    // If the answer ends during a key or a paste, read the rest of it.
+    // Otherwise, the prompt would read it as typed text, and treat line breaks in a paste as Enter.
     while !shared.should_end.load(Ordering::Relaxed) || (type_ahead.is_incomplete() && quiet_ticks < MAX_QUIET_TICKS) {
         let mut waiting = [PollFd::new(input.as_fd(), PollFlags::POLLIN)];
         match poll(&mut waiting, PollTimeout::from(TICK_MS)) {

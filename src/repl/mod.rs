@@ -1,8 +1,8 @@
 //! The interactive chat in the terminal.
 //!
-//! - `editor`, `keys`, `multiline`, `type_ahead`: what the user types, also while an answer streams
-//! - `commands`: commands such as `/set`
-//! - `display`: shows an answer and its statistics
+//! - `editor`, `keys`, `multiline`, `type_ahead`: the user's input, at the prompt and while an answer streams
+//! - `commands`: the slash commands, such as `/set`
+//! - `display`: the display of an answer and its statistics
 
 mod commands;
 mod display;
@@ -26,7 +26,7 @@ use display::TurnDisplay;
 use editor::{Input, LineEditor};
 use type_ahead::TypeAhead;
 
-/// Runs the chat until the user leaves. Fails if the terminal cannot be used, or if no model is loaded any more.
+/// Runs the chat until the user leaves. Fails if the terminal cannot be used, or if `/model` leaves no model loaded.
 pub fn run(mut session: Session) -> Result<ExitCode> {
     let cancel = session.cancel_flag();
     terminal::interrupt::cancel_on_ctrl_c(cancel.clone())?;
@@ -42,7 +42,7 @@ pub fn run(mut session: Session) -> Result<ExitCode> {
     let mut type_ahead = TypeAhead::default();
     loop {
         if cancel.swap(false, Ordering::Relaxed) {
-            // The user stopped the answer with Ctrl-C. Let the user review messages typed ahead before sending them.
+            // After Ctrl-C, let the user review the messages typed ahead before they are sent.
             type_ahead.hold();
         }
         let input = match next_input(&mut editor, &mut type_ahead)? {
@@ -59,7 +59,7 @@ pub fn run(mut session: Session) -> Result<ExitCode> {
             }
             Input::End => break,
         };
-        // Clear a Ctrl-C that arrived after the last answer. Otherwise, the next answer would stop at once.
+        // Clear a Ctrl-C that arrived since the check above. Otherwise, the next answer would stop at once.
         cancel.store(false, Ordering::Relaxed);
         was_interrupted = false;
         if input.trim().is_empty() {
@@ -77,7 +77,7 @@ pub fn run(mut session: Session) -> Result<ExitCode> {
             CommandOutcome::Regenerate => show_turn(&mut session, None, &mut type_ahead),
             CommandOutcome::NotACommand => show_turn(&mut session, Some(&input), &mut type_ahead),
         };
-        // If no model is loaded any more, the chat ends. Other errors, such as a lack of GPU memory, end only the turn.
+        // Without a loaded model, the chat ends. After other errors, such as a lack of GPU memory, it continues.
         if let Err(error) = result {
             if error.is::<NoModelLoaded>() {
                 return Err(error);
@@ -92,7 +92,8 @@ pub fn run(mut session: Session) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Returns a message about `error`, and what to do about it. `question` is the question that the turn did not answer.
+/// Returns a message about `error` and, for some errors, what to do about it.
+/// `question` is the question that was not answered, if the error occurred in a turn.
 fn turn_error(error: &anyhow::Error, session: &Session, question: &str) -> String {
     if error.is::<CannotDropOldest>() {
         return format!("error: {error}\n  keep all messages: /set overflow stop");

@@ -10,7 +10,7 @@ use unicode_segmentation::UnicodeSegmentation;
 
 use super::multiline;
 
-/// A key that takes effect immediately.
+/// A key that acts at once, instead of editing the draft.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Key {
     /// Ctrl-O shows or hides the reasoning.
@@ -32,7 +32,8 @@ pub struct TypeAhead {
     follows_return: bool,
 }
 
-/// How much of an escape sequence has arrived. Keys that type no character, such as arrow keys, send such sequences.
+/// How much of an escape sequence has arrived.
+/// Keys such as the arrow keys send escape sequences. Terminals also mark the start and the end of a paste with them.
 #[derive(Default, PartialEq)]
 enum EscapeState {
     #[default]
@@ -115,7 +116,7 @@ impl TypeAhead {
         None
     }
 
-    /// Adds a byte of a UTF-8 character. A complete character goes to the draft.
+    /// Adds a byte of a UTF-8 character. A complete character goes to the draft, an invalid one becomes U+FFFD.
     fn push_character_byte(&mut self, byte: u8) -> Option<Key> {
         self.partial.push(byte);
         match std::str::from_utf8(&self.partial) {

@@ -1,4 +1,4 @@
-//! Finds the GGUF models in a directory or repository. Determines their names, tags and parts.
+//! Finds the GGUF models in a directory, and determines the names, tags and parts of GGUF models.
 
 use std::collections::HashMap;
 use std::fs;
@@ -44,7 +44,7 @@ pub struct PartName<'n> {
     /// The number of the part, counted from 1.
     pub number: u32,
     pub count: u32,
-    /// `gguf`, in the case of the file name.
+    /// `gguf`, in upper or lower case as in the file name.
     extension: &'n str,
 }
 
@@ -194,7 +194,8 @@ pub fn model_names(name: &str, files: &[impl AsRef<str>]) -> Vec<String> {
     files.iter().map(|file| model_name(file.as_ref())).collect()
 }
 
-/// Returns the complete GGUF models in a directory with their names. `name` is the repository or path without a tag.
+/// Returns the complete GGUF models in a directory, each with its name.
+/// `name` is the repository or path without a tag.
 ///
 /// The list is empty if the directory has safetensors weights.
 pub fn named_models(name: &str, dir: &Path) -> Vec<(String, GgufFile)> {
@@ -208,9 +209,10 @@ pub fn named_models(name: &str, dir: &Path) -> Vec<(String, GgufFile)> {
 }
 
 /// Returns the GGUF model that `tag` selects in a directory. Without a tag, returns the only model.
+/// Ignores models with missing parts.
 ///
 /// Returns `None` if there is no tag and the directory has safetensors weights or no complete GGUF model.
-/// Fails if `tag` selects no model, or if several models match.
+/// Fails if `tag` selects no model, or if there are several models to choose from.
 pub fn choose(name: &str, dir: &Path, tag: Option<&str>) -> Result<Option<PathBuf>> {
     let models = named_models(name, dir);
     let is_selected =

@@ -1,11 +1,12 @@
 //! Determines which files in a directory make up a model.
 //!
-//! The weights of a model are in one of three places:
+//! A model's weights are one of the following:
 //! - a single `model.safetensors`
 //! - the shards that `model.safetensors.index.json` lists
 //! - a GGUF file, which may be split into parts
 //!
-//! `hub` uses this module to select and check downloads. `weights`, `models` and `language` use it to open models.
+//! `hub` follows these rules when it selects and checks downloads, and `weights`, `models` and `language` follow them
+//! when they open models.
 
 pub mod gguf;
 mod paths;
@@ -18,7 +19,7 @@ use gguf::GgufFile;
 pub use paths::is_safe_path;
 use safetensors::{INDEX, SINGLE_FILE, ShardIndex};
 
-/// Which files of a model must be present.
+/// Which files of a safetensors model must be present. A GGUF model must always be complete.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Required {
     /// Requires config.json and tokenizer.json, which are enough to tokenize text.
@@ -27,7 +28,8 @@ pub enum Required {
     Weights,
 }
 
-/// The files of a safetensors model, except the weights and the shard index. Some of these files are optional.
+/// The files of a safetensors model, except the weights and the shard index.
+/// All of them except config.json and tokenizer.json are optional.
 const CONFIG_FILES: [&str; 6] = [
     "config.json",
     "generation_config.json",
@@ -39,9 +41,10 @@ const CONFIG_FILES: [&str; 6] = [
 
 /// Returns the paths of all files that a model is loaded from: its weights, its tokenizer and its configuration.
 ///
-/// `path` is a GGUF file, or a directory that contains safetensors files or one GGUF model.
-/// Fails if the directory has several GGUF models, an invalid shard index, or no complete safetensors weights.
-/// Does not check whether the parts of a GGUF model exist.
+/// `path` is a GGUF file, or a directory that contains safetensors weights or one GGUF model.
+/// If a directory has safetensors weights, ignores its GGUF models.
+/// Fails if the safetensors weights are incomplete, if the shard index is invalid, or if a directory without
+/// safetensors weights does not have exactly one GGUF model. Does not check whether the parts of a GGUF model exist.
 pub fn model_files(path: &Path) -> Result<Vec<PathBuf>> {
     if let Some(first) = gguf::find(path)? {
         let name = first.file_name().unwrap_or_default().to_string_lossy();
@@ -54,9 +57,8 @@ pub fn model_files(path: &Path) -> Result<Vec<PathBuf>> {
 
 /// Returns the names of the files that are missing from a model's directory.
 ///
-/// The list is empty if `dir` has all files that `required` names.
-/// Without safetensors weights, a complete GGUF model is enough.
-/// If all GGUF models in `dir` are incomplete, lists the first missing part of each of them.
+/// Without safetensors weights, one complete GGUF model is enough, whatever `required` is.
+/// If all GGUF models in such a directory are incomplete, lists only the first missing part of each of them.
 /// The names are relative to `dir` and use `/` as the separator, as on a hub.
 pub fn missing_files(dir: &Path, required: Required) -> Vec<String> {
     if !safetensors::is_present(dir) {
@@ -77,7 +79,7 @@ pub fn missing_files(dir: &Path, required: Required) -> Vec<String> {
     missing
 }
 
-/// Returns the first file in [`missing_files`], or `None` if there is none.
+/// Returns the first file in [`missing_files`], or `None` if no file is missing.
 pub fn first_missing_file(dir: &Path, required: Required) -> Option<String> {
     missing_files(dir, required).into_iter().next()
 }
@@ -89,10 +91,10 @@ fn missing_part(dir: &Path, model: &GgufFile) -> Option<String> {
 }
 
 /// Returns the names of the safetensors files that are missing from a directory.
-/// Returns the name of the shard index if the index is unreadable or invalid.
+/// If the shard index is unreadable or invalid, returns only its name, because the shards are unknown.
 fn missing_weights(dir: &Path) -> Vec<String> {
     let is_missing = |name: &str| !dir.join(name).is_file();
-    // A dangling symlink to the index still means that the model is sharded.
+    // Do not use `exists`, which follows symlinks: if the index is a dangling symlink, the model is still sharded.
     if dir.join(INDEX).symlink_metadata().is_err() {
         return [SINGLE_FILE].into_iter().filter(|name| is_missing(name)).map(str::to_string).collect();
     }

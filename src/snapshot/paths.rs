@@ -1,9 +1,9 @@
-//! Validates file names from hubs, shard indexes and directories.
+//! Validates names that become part of a path, such as file names from hubs and shard indexes.
 
 use std::path::{Component, Path};
 
-/// Returns whether `name`, joined to a directory, stays inside the directory.
-/// Also returns false for names with empty parts, `.` parts, control characters, backslashes or more than 512 bytes.
+/// Returns whether `name` is safe to join to a directory: a relative path without empty, `.` or `..` parts.
+/// Also returns false for names with control characters, backslashes or more than 512 bytes.
 ///
 /// Callers must check every name from a hub or a shard index before they use it as a path.
 pub fn is_safe_path(name: &str) -> bool {

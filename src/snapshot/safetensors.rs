@@ -37,7 +37,7 @@ impl ShardIndex {
         Ok(index)
     }
 
-    /// Reads the shard index in a directory. Returns `None` if the directory has no shard index.
+    /// Reads and checks the shard index in a directory. Returns `None` if the directory has no shard index.
     pub fn read(dir: &Path) -> Result<Option<Self>> {
         let path = dir.join(INDEX);
         let Some(json) = files::read_if_present(&path, files::MAX_SHARD_INDEX_BYTES)? else { return Ok(None) };
@@ -50,7 +50,7 @@ impl ShardIndex {
     }
 }
 
-/// Returns whether a directory has safetensors weights, which take precedence over GGUF files.
+/// Returns whether a directory has `model.safetensors` or a shard index. If so, its GGUF files are ignored.
 pub fn is_present(dir: &Path) -> bool {
     [SINGLE_FILE, INDEX].iter().any(|name| dir.join(name).exists())
 }

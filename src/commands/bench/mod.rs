@@ -1,8 +1,8 @@
 //! `inferno bench`: measures how fast a model runs.
 //!
-//! Without `--concurrency`, the prompt and decode tests are as in llama-bench: random token ids, one sequence, one
-//! warm-up run per test. But in a decode test, only the first token is random: each later step continues with the most
-//! likely token of the step before.
+//! Without `--concurrency`, the prompt and decode tests follow llama-bench: one sequence of random token ids, and one
+//! warm-up run per test. Unlike in llama-bench, only the first input token of a decode test is random: each later step
+//! continues with the most likely token of the previous step.
 
 mod report;
 mod serving;
@@ -88,10 +88,10 @@ impl Args {
 /// The prompt length of the first request after loading, in tokens.
 /// The time to first token of later requests is also measured with this length.
 const FIRST_PROMPT: usize = 512;
-/// The context positions for the first and last token of a chat test, which the test generates but does not time.
+/// The context positions that a chat test needs for its first and last token, which it generates but does not time.
 const EXTRA_POSITIONS: usize = 2;
-/// The seed of random tokens and of sampling. Run `i` of a test (0 for the warm-up) uses the seed `SEED + 1 + i`,
-/// except for the random tokens that fill the KV cache before the test.
+/// The first seed for random tokens and for sampling. The runs of a test use consecutive seeds after it, but each run
+/// has the same random tokens in the KV cache before the test.
 const SEED: u64 = 1;
 
 pub fn run(mut args: Args) -> Result<ExitCode> {
@@ -133,8 +133,8 @@ fn prepare(args: &mut Args) -> Result<()> {
     Ok(())
 }
 
-/// Returns how much less memory is free on the GPU than before loading, in bytes.
-/// Returns `None` on a CPU, and with several GPUs, because [`ModelInfo`] has the free memory of only one of them.
+/// Returns how much less memory is free on the GPU than before loading, in bytes. Returns `None` on a CPU.
+/// Also returns `None` with several GPUs, because [`ModelInfo`] has the free memory of only one of them.
 ///
 /// [`ModelInfo`]: crate::engine::ModelInfo
 fn memory_in_use(engine: &Engine) -> Result<Option<u64>> {
@@ -171,7 +171,7 @@ impl Bench {
         (1..=self.repetitions as u64).map(|index| run(&self.engine, index)).collect()
     }
 
-    /// Measures the model, and describes the model, the device and the build.
+    /// Runs all measurements, and returns them together with facts about the model, the device and the build.
     fn report(&self, args: &Args, snapshot: &Snapshot) -> Result<BenchReport> {
         let engine = &self.engine;
         let gpu = GpuFacts::for_device(engine.device())?;
@@ -181,8 +181,8 @@ impl Bench {
         let after = gpu.as_ref().and_then(GpuFacts::state);
         let at_end_bytes = memory_in_use(engine)?;
         let kernels = if args.kernels { self.kernel_times(args.depth.last().copied().unwrap_or(0))? } else { None };
-        // Measure the bandwidth after reading `at_end_bytes`, because the allocator keeps the buffers of the
-        // measurement.
+        // Measure the bandwidth after reading `at_end_bytes`: the allocator keeps the buffers of this measurement, so
+        // they would count as memory in use.
         let bandwidth = bandwidth::measure(engine.device())?;
         tests.iter_mut().for_each(|result| result.set_bandwidth_share(bandwidth.as_ref()));
         serving.iter_mut().for_each(|result| result.set_bandwidth_share(bandwidth.as_ref()));
@@ -205,7 +205,7 @@ impl Bench {
         })
     }
 
-    /// Measures what `args` requests, except kernels.
+    /// Measures what `args` requests, except the times of kernels.
     fn measure(&self, args: &Args) -> Result<Results> {
         if args.is_serving() {
             let serving = args.concurrency.iter().map(|&concurrency| self.measure_serving(args, concurrency as usize));
@@ -231,7 +231,7 @@ impl Bench {
         })?
     }
 
-    /// Runs the prefill, decode and chat tests with `depth` tokens in the KV cache before each test.
+    /// Runs the prompt, decode and chat tests with `depth` tokens in the KV cache before each test.
     fn measure_tests(&self, prompts: &[usize], decode: usize, depth: usize) -> Result<Vec<TestResult>> {
         self.fill_cache(depth)?;
         let mut tests = prompts.iter().map(|&prompt| self.measure_prompt(prompt, depth)).collect::<Result<Vec<_>>>()?;
@@ -262,7 +262,7 @@ impl Bench {
         Ok(FirstToken::new((FIRST_PROMPT, cold_ms), warm.collect::<Result<_>>()?))
     }
 
-    /// Fills the KV cache with `depth` random tokens.
+    /// Replaces the contents of the KV cache with `depth` random tokens.
     fn fill_cache(&self, depth: usize) -> Result<()> {
         note(&format!("cached tokens before each test: {depth}"));
         let tokens = self.engine.random_tokens(SEED, depth);
@@ -318,7 +318,7 @@ impl Bench {
             seed: SEED + 1,
         };
         serving::measure(&self.engine, &Workload { requests: concurrency, rate: None, seed: SEED, ..load })?;
-        // Each call of `with_runner` empties the prefix cache, so no blocks of the warm-up are reused.
+        // Discard what the runner recorded during the warm-up. `with_runner` also empties the prefix cache.
         self.engine.with_runner(|runner| {
             runner.reset();
             runner.take_step_times();

@@ -1,4 +1,4 @@
-//! The report of `inferno bench`, as tables or as JSON. The JSON keys of times and speeds name the units.
+//! The report of `inferno bench`, as tables or as JSON. The JSON keys of measured times and speeds name the units.
 
 use std::fmt::Write;
 use std::time::Duration;
@@ -48,7 +48,7 @@ impl Build {
     pub fn new(engine: &EngineHandle) -> Self {
         let (version, commit) = (env!("CARGO_PKG_VERSION"), env!("INFERNO_COMMIT"));
         let attention = engine.info().attention.to_string();
-        // Decode tests call the runner directly. Without a decode graph, the runner then runs each step eagerly.
+        // Report the executor of decode tests. Without a decode graph, it is eager, even with batch graphs.
         let executor = if engine.no_decode_graph().is_none() { engine.execution_mode() } else { ExecutionMode::Eager };
         Self { version, commit, executor, attention }
     }
@@ -105,7 +105,7 @@ impl DeviceFacts {
     }
 }
 
-/// How much less GPU memory is free than before loading, in bytes: after loading, and at the end of the benchmark.
+/// The GPU memory in use after loading and after the tests, in bytes: how much less is free than before loading.
 #[derive(Serialize)]
 pub struct MemoryUsage {
     after_load_bytes: u64,
@@ -149,7 +149,7 @@ struct Cold {
     ms: f64,
 }
 
-/// The time to first token of later requests.
+/// The time to first token of later requests with one prompt length.
 #[derive(Serialize)]
 struct Warm {
     prompt_tokens: usize,
@@ -157,9 +157,8 @@ struct Warm {
 }
 
 impl FirstToken {
-    /// Creates the result from the times to first token.
-    /// The tuple has the prompt length of the first request and its time in milliseconds.
-    /// `warm` has the prompt lengths of later requests, each with its times in milliseconds.
+    /// Creates the result from the first request after loading and from later requests (`warm`).
+    /// Each tuple has a prompt length and the time or times to first token in milliseconds.
     pub fn new((prompt_tokens, ms): (usize, f64), warm: Vec<(usize, Stats)>) -> Self {
         let warm = warm.into_iter().map(|(prompt_tokens, ms)| Warm { prompt_tokens, ms }).collect();
         Self { cold: Cold { prompt_tokens, ms }, warm }
@@ -229,7 +228,7 @@ impl TestResult {
         Self { step_bytes: Some(step_bytes), bytes_per_s: Some(bytes_per_s), gaps, ..result }
     }
 
-    /// Sets the fraction of the measured read bandwidth that the test achieved.
+    /// Sets the share of the measured read bandwidth that the test achieved.
     pub fn set_bandwidth_share(&mut self, bandwidth: Option<&Bandwidth>) {
         self.share_of_read_bandwidth =
             self.bytes_per_s.zip(bandwidth).map(|(achieved, bandwidth)| achieved / bandwidth.read_bytes_per_s);
@@ -245,10 +244,9 @@ pub struct Gaps {
 }
 
 impl Gaps {
-    /// Computes the percentiles of `gaps`, which must not be empty.
+    /// Computes the nearest-rank percentiles of `gaps`, which must not be empty.
     pub fn new(mut gaps: Vec<Duration>) -> Self {
         gaps.sort();
-        // Use the nearest-rank percentile.
         let percentile = |share: f64| {
             let rank = (share * gaps.len() as f64).ceil() as usize;
             1e3 * gaps[rank.clamp(1, gaps.len()) - 1].as_secs_f64()

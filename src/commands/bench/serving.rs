@@ -38,7 +38,7 @@ pub struct Workload {
     pub seed: u64,
 }
 
-/// The results of a measurement with the requests of a [`Workload`].
+/// The results of running the requests of a [`Workload`].
 #[derive(Clone, Debug, Serialize)]
 pub struct Serving {
     pub concurrency: usize,
@@ -65,18 +65,18 @@ pub struct Serving {
     pub preemptions: u64,
     /// The mean durations of the engine's steps, by kind of step.
     pub steps: Vec<StepTime>,
-    /// The mean number of distinct experts per layer in the counted batches, usually those of decode steps.
-    /// `None` if no batch was counted, as on a CPU or for a model without experts.
-    /// `Runner::take_used_experts` (`runner/solo/bench.rs`) defines which batches are counted.
+    /// The mean number of distinct experts that a batch uses per layer.
+    /// Counted only for gpt-oss models, and only in batches that a GPU routes in one launch, usually decode steps.
+    /// `None` if no batch was counted.
     pub experts_per_step: Option<f64>,
-    /// The bytes that the first GPU, or the CPU, reads in a decode step of `concurrency` half-generated answers.
-    /// `None` with `--rate` or with varying lengths.
-    /// Also `None` if `concurrency` is above 1 and the model has experts that were not counted.
+    /// The bytes that the first GPU, or the CPU, reads in a decode step of `concurrency` requests that have each
+    /// generated half of their answer. `None` with `--rate` or with varying lengths.
+    /// Also `None` for a model with experts if `concurrency` is above 1 and `experts_per_step` is `None`.
     pub step_bytes: Option<StepBytes>,
     /// `step_bytes` divided by the time of a decode step. `None` if `step_bytes` or `decode_tok_per_s` is `None`.
     pub read_bytes_per_s: Option<f64>,
     /// `read_bytes_per_s` divided by the measured read bandwidth of the GPU memory.
-    /// `None` if either of these two bandwidths is unknown.
+    /// `None` if `read_bytes_per_s` is `None` or if the read bandwidth was not measured.
     pub bandwidth_share: Option<f64>,
 }
 
@@ -113,7 +113,7 @@ impl Percentiles {
     }
 }
 
-/// The times at which one request was submitted and received its tokens, and its token counts.
+/// When one request was submitted, when each of its generated tokens arrived, and the token counts of its prompt.
 struct RequestTimes {
     submitted: Instant,
     tokens: Vec<Instant>,
@@ -121,8 +121,8 @@ struct RequestTimes {
     cached_tokens: usize,
 }
 
-/// Runs the requests of `load`. The caller must set the fields of the result from `preemptions` on, because they come
-/// from the engine and the runner.
+/// Runs the requests of `load`. Leaves `preemptions` and all later fields of the result empty, because they come from
+/// other measurements.
 pub fn measure(engine: &EngineHandle, load: &Workload) -> Result<Serving> {
     let lengths: Vec<(usize, usize)> = (0..load.requests as u64).map(|index| load.request_lengths(index)).collect();
     let prompts: Vec<Vec<u32>> = lengths

@@ -18,7 +18,7 @@ use crate::weights::quantized::QuantizationTarget;
 use crate::weights::{Checkpoint, LoadProgress, WeightsBuilder};
 
 /// The number of decode steps per check, and the context length of the model.
-/// The steps use two blocks of the KV cache, because a block has 64 positions.
+/// A block of the KV cache has 64 positions, so the steps use two blocks.
 const STEPS: usize = 80;
 
 /// Checks decode steps in bf16 and f16, each with unquantized and with q8_0 weights.

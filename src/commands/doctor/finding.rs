@@ -1,4 +1,4 @@
-//! The findings of `inferno doctor`: the result of each check and the next command to run.
+//! The findings of `inferno doctor`: the results of its checks, and what to do next.
 
 use serde::Serialize;
 
@@ -8,11 +8,11 @@ pub enum FindingStatus {
     Pass,
     /// inferno works, but something is missing, unavailable or slower than it could be.
     Warn,
-    /// Something that inferno needs does not work, such as the GPU or the cache.
+    /// Something that inferno needs is missing or does not work, such as disk space or the GPU.
     Fail,
 }
 
-/// The result of one `inferno doctor` check.
+/// A result of an `inferno doctor` check. One check can have several results.
 #[derive(Clone, Debug, Serialize)]
 pub struct Finding {
     pub status: FindingStatus,

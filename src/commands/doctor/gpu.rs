@@ -1,4 +1,4 @@
-//! Checks the GPUs and the driver, and runs the kernel self-tests.
+//! Checks the GPUs and the driver, and runs the kernel self-test on each GPU.
 
 use candle_core::Device;
 use serde::Serialize;
@@ -19,8 +19,7 @@ pub struct SelfTest {
     name: String,
     dtype: &'static str,
     passed: bool,
-    /// The largest absolute error, divided by the largest absolute reference value.
-    /// `None` if the error is not finite or the checked operation failed.
+    /// The relative error (see [`Check::error`]). `None` if it is not finite or if the checked operation failed.
     error: Option<f32>,
     tolerance: f32,
     seconds: f64,
@@ -62,7 +61,7 @@ pub fn check(findings: &mut Vec<Finding>, self_test: &mut Vec<SelfTest>) {
         || Finding::warn("driver", "nvidia-smi is missing, fails or lists no GPU", "nvidia-smi"),
         |driver| Finding::pass("driver", driver),
     );
-    // Insert the finding about the driver after the build and before the GPUs.
+    // List the driver before the GPUs, although its CUDA version is known only once a GPU is open.
     findings.insert(1, driver);
 }
 
@@ -81,7 +80,7 @@ fn no_gpu(error: &anyhow::Error, seen: Option<String>) -> Finding {
 /// Checks that this build's kernels can run on the GPU at full speed, and that at least half of its memory is free.
 ///
 /// `built` is the lowest compute capability that the kernels run on. `None` in a build without GPU support.
-/// `is_native` is true if the build contains machine code for this GPU.
+/// `is_native` is true if the build contains machine code for exactly this GPU's compute capability.
 fn gpu(ordinal: usize, info: &DeviceInfo, built: Option<(u32, u32)>, is_native: bool) -> Finding {
     let what = format!("{ordinal}: {info}");
     let (Some(built), Some(found)) = (built, info.compute_capability) else { return Finding::pass("GPU", what) };
@@ -166,7 +165,7 @@ mod tests {
 
     #[test]
     fn gpu_is_checked_against_the_builds_compute_capability() {
-        // A release build has machine code for the compute capability `built` and for the later ones in `natives`.
+        // The build has machine code for the compute capability `built` and for the later ones in `natives`.
         let check_with = |found, built, natives: &[(u32, u32)], free_bytes| {
             let info = DeviceInfo { name: "X".into(), compute_capability: Some(found), free_bytes, total_bytes: 100 };
             let finding = gpu(0, &info, Some(built), found == built || natives.contains(&found));

@@ -12,7 +12,7 @@ use crate::kernels::exchange::{self, ExchangePath, ExchangeTimes, LARGE_ELEMENTS
 use crate::text::one_line;
 use crate::world::World;
 
-/// Checks the links between GPUs. Returns `None` if there are fewer than two GPUs.
+/// Checks the links between the first [`device::MAX_RANKS`] GPUs. Returns `None` if there are fewer than two GPUs.
 pub fn check() -> Option<Finding> {
     let count = device::gpu_count().min(device::MAX_RANKS);
     (count > 1).then(|| {
@@ -22,8 +22,8 @@ pub fn check() -> Option<Finding> {
     })
 }
 
-/// The measured times of a data exchange. The inner error says why the GPUs cannot exchange data on the path, or that a
-/// GPU stopped answering. The outer error is any other failure, such as a GPU that cannot be opened.
+/// The measured times of a data exchange on one path. The inner error says why the GPUs cannot exchange data on this
+/// path, or that a GPU does not answer. The outer error is any other failure, such as a GPU that cannot be opened.
 type Measured = Result<Result<ExchangeTimes, String>>;
 
 /// Measures the exchange between the first `count` GPUs on `path`.
@@ -54,7 +54,7 @@ fn measure_rank(world: &World, path: ExchangePath) -> Measured {
     }
 }
 
-/// Returns the finding about the links. `through_host` is set if a direct exchange between GPUs is not possible.
+/// Returns the finding about the links. `through_host` is `None` if this path was not measured.
 fn finding(count: usize, direct: Measured, through_host: Option<Measured>) -> Finding {
     const NEXT: &str = "nvidia-smi topo -p2p r";
     match (direct, through_host) {

@@ -68,7 +68,7 @@ fn reach(hub: &Hub) -> Finding {
         Err(error) => match error.downcast_ref::<Error>() {
             Some(Error::Offline { .. }) => Finding::pass("hub", "not contacted: HF_HUB_OFFLINE is set"),
             Some(Error::Network { cause, .. }) => {
-                Finding::warn("hub", format!("{endpoint} does not respond: {cause}"), format!("curl -I {endpoint}"))
+                Finding::warn("hub", format!("{endpoint} is unavailable: {cause}"), format!("curl -I {endpoint}"))
             }
             _ => Finding::warn("hub", one_line(&error), format!("curl -I {endpoint}")),
         },

@@ -98,7 +98,7 @@ pub struct Args {
     pub origin: ValueOrigin,
 }
 
-/// The values of the flags, grouped by source.
+/// Flag values, grouped by source.
 #[derive(Default)]
 pub struct ValueOrigin {
     /// Whether the user named the model on the command line.
@@ -109,11 +109,11 @@ pub struct ValueOrigin {
     pub configured: SettingValues,
     /// Messages about invalid settings in a resumed conversation.
     pub rejected: Vec<String>,
-    /// Parses the command line again, once the model is known. `None` in arguments that come from such a second parse.
+    /// Parses the command line again, once the model is known. `None` in the result of this second parse.
     pub reparse: Option<Box<Reparse>>,
 }
 
-/// A function that parses the command line again, with the configuration for the model whose name it gets.
+/// Parses the command line again, and applies the configuration file's settings for the model with the given name.
 pub type Reparse = dyn Fn(&str) -> Result<Args>;
 
 impl ValueOrigin {
@@ -123,10 +123,10 @@ impl ValueOrigin {
     }
 }
 
-/// The model that the user selected for a conversation.
+/// The model for a conversation or a one-shot answer, and its source.
 pub struct Selected {
     pub model: ModelId,
-    /// The revision, if the user typed it as part of the name. Otherwise `None`.
+    /// The revision, if the user typed `NAME@REVISION`. Always `None` for a path and for a model of a server.
     pub typed_revision: Option<String>,
     /// Creates the source that loads this model, and any other model to which the user switches later.
     pub source: Box<dyn FnOnce(Box<Reparse>) -> Rc<dyn ModelSource>>,

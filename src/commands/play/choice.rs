@@ -4,7 +4,7 @@ use anyhow::Result;
 
 use crate::terminal;
 
-/// Asks for the number or the name of a model until the input is valid. Returns its index, or `None` if the user quits.
+/// Asks for a model's number or name until the input is valid. Returns the model's index, or `None` if the user quits.
 pub fn choose(names: &[&str]) -> Result<Option<usize>> {
     loop {
         terminal::write_stderr(&format!("which model? [{}] ", numbers("-", names.len())));

@@ -1,4 +1,4 @@
-//! Finds, downloads and loads models on this machine for `inferno play`.
+//! Finds, downloads and loads models for `inferno play` without `--url`.
 
 use std::io::IsTerminal;
 use std::rc::Rc;
@@ -43,7 +43,7 @@ pub fn select(args: &Args, is_one_shot: bool) -> Result<Option<Selected>> {
     Ok(Some(Selected { model: ModelId::Local(snapshot), typed_revision, source }))
 }
 
-/// The models on this machine. Each model is loaded with its own section of the configuration file.
+/// The models on this machine. Loading a model applies the configuration file's settings for that model.
 struct HubModels {
     hub: Hub,
     raw: bool,
@@ -98,8 +98,8 @@ fn revision_in(model: &str) -> Option<&str> {
     Some(model.split_once('@')?.1)
 }
 
-/// Finds a model. If the model is missing and `model` is a full `org/name`, offers to download it, but only on a
-/// terminal and not in offline mode. Fails if the model is missing and is not downloaded.
+/// Finds a model, or offers to download it if `model` is a full `org/name`, the user is at a terminal and offline mode
+/// is off. Fails if the model is neither found nor downloaded.
 fn find_or_download(hub: &Hub, model: &str, revision: Option<&str>) -> Result<Snapshot> {
     let missing = match hub.find(model, revision) {
         Err(error) if matches!(error.downcast_ref(), Some(Error::ModelNotFound { .. })) => error,
@@ -143,7 +143,7 @@ fn choose_snapshot(hub: &Hub) -> Result<Option<Snapshot>> {
 /// Prints a summary of the loaded model to stderr, if stderr is a terminal.
 fn introduce(snapshot: &Snapshot, engine: &Engine) {
     let info = engine.info();
-    // On a CPU, do not show the executor and the attention kernel, because both are always `eager`.
+    // On a CPU, do not show the execution mode and the attention kernel, because both are always `eager`.
     let executor = match info.device.compute_capability {
         Some(_) => format!(" · {}, {} attention", engine.execution_mode(), info.attention),
         None => String::new(),

@@ -70,7 +70,7 @@ fn new_session(args: &Args, model: ModelId, loaded: LoadedModel, models: Rc<dyn 
     session
 }
 
-/// Resumes a saved conversation. If `system` is given, it replaces the system prompt of the conversation.
+/// Resumes a saved conversation. Prints a warning if it is damaged. If `system` is given, replaces its system prompt.
 fn resume(session: &mut Session, name: &str, system: Option<&str>) -> Result<()> {
     if let Some(damage) = session.resume(name)? {
         terminal::write_stderr(&format!("{}\n", text::printable(&damage)));

@@ -1,4 +1,4 @@
-//! Finds and loads the models of a server, for `inferno play --url`.
+//! Finds the models of a server, for `inferno play --url`.
 
 use std::rc::Rc;
 
@@ -16,10 +16,9 @@ use crate::text::{counted, printable};
 
 /// Finds the requested model on the server at `url`.
 ///
-/// If no model was requested, or if the server does not have the model of the resumed conversation, uses the only model
-/// of the server. If the server has several models, fails for a one-shot answer, and otherwise asks the user to choose
-/// a model. Returns `None` if the user quits.
-/// Fails if the user named a model on the command line that the server does not have, or if the server has no models.
+/// If no model was requested, or if the server does not have the model of the resumed conversation, selects a model
+/// with [`default_model`]. Returns `None` if the user quits.
+/// Fails if the server lists no models, or if it does not have the model that the user named on the command line.
 pub fn select(url: &str, args: &Args, is_one_shot: bool) -> Result<Option<Selected>> {
     let url = ServerUrl::parse(url).map_err(Error::usage)?;
     let key = api_keys::read(args.api_key.as_slice())?.into_iter().next();
@@ -28,8 +27,8 @@ pub fn select(url: &str, args: &Args, is_one_shot: bool) -> Result<Option<Select
     let found = args.model.as_deref().map(|name| client::find(&models, name, &connection));
     let model = match found {
         Some(Ok(model)) => model,
-        // A resumed conversation may name a model that this server does not have.
         Some(Err(error)) if args.origin.is_model_typed => return Err(error),
+        // With `Some(Err(_))`, the name is from a resumed conversation, and this server does not have the model.
         Some(Err(_)) | None => match default_model(&models, &connection, is_one_shot)? {
             Some(model) => model,
             None => return Ok(None),
@@ -65,7 +64,7 @@ fn default_model<'m>(
     }
 }
 
-/// The models of a server. Each model uses its own section of the configuration file.
+/// The models of a server. Loading a model applies the configuration file's settings for that model.
 struct ServerModels {
     connection: Rc<Connection>,
     reparse: Box<Reparse>,

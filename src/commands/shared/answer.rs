@@ -18,6 +18,7 @@ use crate::text::{printable, without_controls};
 ///
 /// If stderr is a terminal, also shows the statistics, the notes of the turn and, unless hidden, the reasoning.
 /// The reasoning goes to stdout if Markdown is rendered, otherwise to stderr.
+/// Prints a warning to stderr, even if stderr is not a terminal, if the reasoning left no tokens for the answer.
 pub fn text(mut session: Session, prompt: &str) -> Result<ExitCode> {
     cancel_on_ctrl_c(session.cancel_flag())?;
     let shows_reasoning = std::io::stderr().is_terminal() && session.settings.reasoning == ReasoningVisibility::Shown;
@@ -73,7 +74,8 @@ fn missing_answer(session: &Session, turn: &Turn) -> Option<String> {
     Some(format!("the model used all {tokens}tokens for reasoning; {hint}"))
 }
 
-/// Renders the answer's Markdown on a terminal, as in an interactive chat.
+/// Renders the answer's Markdown on stdout, as in an interactive chat.
+/// Also writes the reasoning to stdout if `shows_reasoning` is true.
 fn draw(session: &mut Session, prompt: &str, shows_reasoning: bool) -> Result<Turn> {
     let mut out = std::io::stdout().lock();
     let mut view = TurnView::new(WindowSize::now());
@@ -163,7 +165,7 @@ pub fn json_lines(mut session: Session, prompt: &str) -> Result<ExitCode> {
     Ok(exit_code(&turn))
 }
 
-/// Returns the seed of the next turn, or `None` if the server chooses it.
+/// Returns the seed of the first turn, or `None` if the server chooses the seed.
 fn seed(session: &Session) -> Option<u64> {
     let is_known = session.backend().defaults().is_some() || session.all_settings().contains_key("seed");
     is_known.then_some(session.settings.sampling.seed)

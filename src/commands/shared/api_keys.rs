@@ -12,7 +12,7 @@ const MAX_KEY_FILE: u64 = 1 << 20;
 
 /// Returns the API keys. An argument `@FILE` stands for a file with one key per line.
 ///
-/// Fails if a key is empty or contains a space or anything but printable ASCII characters,
+/// Fails if a file cannot be read, if a key is not one or more printable ASCII characters without spaces,
 /// or if there are arguments but no keys.
 pub fn read(arguments: &[String]) -> Result<Vec<String>> {
     let mut keys = Vec::new();

@@ -67,8 +67,8 @@ static CONFIGURATION_KEYS: LazyLock<Vec<&str>> = LazyLock::new(|| sorted(&[&PLAY
 /// if a service is named `inferno`.
 const NOT_IN_ENVIRONMENT: [&str; 1] = ["port"];
 
-/// The flags of `health` that can be set outside the command line.
-/// `serve` reads the same settings, so `health` checks the address at which `serve` listens.
+/// The flags of `health` that this module also reads from sources other than the command line.
+/// `serve` reads them from the same sources, so that `health` checks the address at which `serve` listens.
 const HEALTH_FLAGS: [&str; 3] = ["host", "port", "tls-cert"];
 
 /// The flags of `bench`, `perplexity` and `replay` that this module also reads from sources other than the command
@@ -91,7 +91,7 @@ pub struct ParsedCommandLine {
 }
 
 impl ParsedCommandLine {
-    /// Creates a command line that got no values from other sources.
+    /// Creates the result for a command line without values from other sources.
     fn new(matches: ArgMatches) -> Self {
         Self {
             matches,
@@ -111,9 +111,10 @@ pub struct KnownModel<'a> {
     pub saved: Option<&'a SavedConversation>,
 }
 
-/// Parses the command line, and fills in flags from the environment, the conversation and the configuration file.
+/// Parses the command line. Fills in flags from the environment, the resumed conversation and the configuration file.
 ///
 /// If the command line is invalid, prints an error and exits, as clap does.
+/// Fails if the environment or the configuration file is invalid, or if the conversation cannot be read.
 pub fn parse(command: Command, known: Option<&KnownModel>) -> Result<ParsedCommandLine> {
     let args: Vec<OsString> = std::env::args_os().collect();
     let matches = command.clone().try_get_matches_from(&args).unwrap_or_else(|error| error.exit());
@@ -140,10 +141,12 @@ pub fn parse(command: Command, known: Option<&KnownModel>) -> Result<ParsedComma
         (requested, rejected) = resumed_values(saved, flags, &parser);
         match typed_model {
             // If the user named a model, keep only the conversation's chat settings and device.
+            // The other settings, such as the revision, belong to the conversation's own model.
             Some(_) => requested.retain(|flag, _| flag == "device" || is_setting(flag)),
             None => drop(requested.insert("model".to_string(), vec![saved.model.clone()])),
         }
-        // A resumed conversation keeps its own system prompt. A limit that the user removed with `/set` stays removed.
+        // The configuration file does not replace the conversation's system prompt,
+        // and does not set limits or stop strings that the user removed with `/set`.
         configured.remove("system");
         configured.retain(|flag, _| !requested.get(flag).is_some_and(|values| is_removed_limit(flag, values)));
     }
@@ -165,7 +168,7 @@ pub fn parse(command: Command, known: Option<&KnownModel>) -> Result<ParsedComma
     Ok(ParsedCommandLine { matches, is_model_typed, requested, configured, saved, rejected })
 }
 
-/// Starts logging with the level from the command line. For `serve`, the format can also come from INFERNO_LOG_FORMAT.
+/// Starts logging with the number of `-v` flags and, for `serve`, the format from --log-format or INFERNO_LOG_FORMAT.
 fn start_logging(matches: &ArgMatches) {
     let format = match matches.subcommand() {
         Some(("serve", arguments)) => arguments.get_one::<LogFormat>("log_format").copied(),
@@ -174,7 +177,8 @@ fn start_logging(matches: &ArgMatches) {
     logging::start(matches.get_count("verbose"), format);
 }
 
-/// Returns the conversation that `--resume` selects (without a name, the most recent one), or `None` without `--resume`.
+/// Returns the conversation that `--resume` selects (without a name, the most recent one).
+/// Returns `None` without `--resume`.
 /// Takes the conversation from `known` if it is set, and otherwise reads the conversation's file.
 fn saved_conversation(arguments: &ArgMatches, known: Option<&KnownModel>) -> Result<Option<SavedConversation>> {
     if let Some(known) = known {
@@ -186,7 +190,7 @@ fn saved_conversation(arguments: &ArgMatches, known: Option<&KnownModel>) -> Res
 }
 
 /// Reads the values of `flags` from the configuration file. The section for `model` overrides the settings for all
-/// models. Fails if a value is invalid.
+/// models. Fails if the file or one of these values is invalid.
 fn configured_values(
     model: Option<&str>,
     arguments: &ArgMatches,
@@ -203,7 +207,8 @@ fn configured_values(
 }
 
 /// Reads the values of `flags` from environment variables such as `INFERNO_TOP_P`.
-/// Skips empty variables, the flags in [`NOT_IN_ENVIRONMENT`], and flags that the command line sets.
+/// Skips empty variables, the flags in [`NOT_IN_ENVIRONMENT`], and flags for which `is_overridden` returns true.
+/// Fails if a value is invalid.
 fn environment_values(flags: &[&str], parser: &Parser, is_overridden: &dyn Fn(&str) -> bool) -> Result<SettingValues> {
     let mut settings = SettingValues::new();
     for flag in flags.iter().filter(|flag| !is_overridden(flag) && !NOT_IN_ENVIRONMENT.contains(flag)) {
@@ -217,7 +222,7 @@ fn environment_values(flags: &[&str], parser: &Parser, is_overridden: &dyn Fn(&s
     Ok(settings)
 }
 
-/// Returns the flags that were typed on the command line, with their values.
+/// Returns the values of the `flags` that were typed on the command line.
 fn typed_values(matches: &ArgMatches, flags: &[&str]) -> SettingValues {
     let mut settings = SettingValues::new();
     let Some((_, arguments)) = matches.subcommand() else { return settings };
@@ -228,7 +233,7 @@ fn typed_values(matches: &ArgMatches, flags: &[&str]) -> SettingValues {
     settings
 }
 
-/// Returns whether the user removed the limit that this flag sets, as with `/set max-tokens none`.
+/// Returns whether `values` remove the limit or the stop strings that this flag sets, as in `/set max-tokens none`.
 fn is_removed_limit(flag: &str, values: &[String]) -> bool {
     matches!(flag, "max-tokens" | "stop") && values == ["none"]
 }
@@ -367,7 +372,7 @@ fn read_configuration(model: Option<&str>, arguments: &ArgMatches) -> Result<(Se
             let Value::Table(table) = table else {
                 return Err(invalid(format!("'{name}' in [models] must be a table")));
             };
-            // Read the sections for other models too, to report mistakes in them.
+            // Read the sections for other models too, to report unknown keys and values of the wrong type.
             let mut model_settings = SettingValues::new();
             read_table(table, &section, &mut model_settings).map_err(invalid)?;
             if model.as_ref().is_some_and(|model| is_name_of(name, model)) {
@@ -403,7 +408,8 @@ fn configuration_path() -> Option<PathBuf> {
     Some(folder.join("inferno/config.toml"))
 }
 
-/// Adds the values of a table to `settings`. `section` names the table in error messages.
+/// Adds the values of a table to `settings`. Fails if a key is unknown or a value has the wrong type.
+/// `section` names the table in error messages. It is empty for the settings for all models.
 fn read_table(table: &Table, section: &str, settings: &mut SettingValues) -> Result<(), String> {
     for (key, value) in table {
         if !CONFIGURATION_KEYS.contains(&key.as_str()) {

@@ -15,7 +15,7 @@ use crate::language::Language;
 use crate::terminal;
 use crate::weights::quantized::QuantizationTarget;
 
-/// On a CPU, the minimum number of full-context sequences that the KV cache of a server can hold.
+/// The minimum number of full-context sequences that a server's KV cache can hold on a CPU.
 const CPU_SEQUENCES: usize = 4;
 
 /// The flags for loading a model, shared by `play`, `serve`, `bench`, `perplexity` and `replay`.
@@ -63,7 +63,7 @@ pub struct LoadArgs {
     /// Whether answers must be independent of other requests.
     #[arg(skip)]
     deterministic: bool,
-    /// The maximum number of sequences that run at once. `None` selects the limit of the engine.
+    /// The maximum number of sequences that run at once. `None` selects the engine's limit.
     #[arg(skip)]
     max_sequences: Option<usize>,
     /// Whether to load the kernels of dense matrix products before the first request.
@@ -143,16 +143,16 @@ impl LoadArgs {
         self.deterministic = deterministic;
     }
 
-    /// Makes [`load`](Self::load) also load the kernels of dense matrix products.
-    /// The first requests then do not wait for these kernels.
+    /// Makes [`load`](Self::load) also load the kernels of dense matrix products, so that the first requests do not
+    /// wait for these kernels.
     pub fn warm_up(&mut self) {
         self.warm_up = true;
     }
 
-    /// Sets the maximum number of sequences that run at once, and plans a KV cache for many sequences.
+    /// Sets the maximum number of sequences that run at once, and requests a KV cache for many sequences.
     ///
-    /// On GPUs, uses 90% of the memory of each GPU unless --gpu-memory is set.
-    /// On a CPU, plans for `CPU_SEQUENCES` full-context sequences.
+    /// On GPUs, the engine may use 90% of the memory of each GPU, or the limit in --gpu-memory if it is set.
+    /// On a CPU, the KV cache can hold at least `CPU_SEQUENCES` full-context sequences.
     pub fn plan_for_many(&mut self, max_sequences: Option<usize>) {
         self.max_sequences = max_sequences;
         match self.devices().first() {
@@ -165,14 +165,14 @@ impl LoadArgs {
         self.gpus.as_ref().unwrap_or(&self.device)
     }
 
-    /// Loads a snapshot, and prints warnings about the loaded model.
+    /// Loads the model of a snapshot, and prints warnings about the loaded model.
     ///
     /// If stderr is a terminal, shows a progress bar and a line about the device with the least free memory.
     pub fn load(&self, snapshot: &Snapshot) -> Result<Engine> {
         self.load_with_language_check(snapshot, &|_| Ok(()))
     }
 
-    /// Loads a snapshot. `check_language` can reject the tokenizer or the chat format while the weights load.
+    /// Like [`load`](Self::load), but fails if `check_language` rejects the tokenizer or the chat format.
     pub fn load_with_language_check(
         &self,
         snapshot: &Snapshot,
@@ -232,7 +232,7 @@ fn parse_gpus(text: &str) -> Result<Devices, String> {
     parse_gpu_count(text).map(Devices::gpus)
 }
 
-/// Parses a number of GPUs. Fails if the number is not from 1 to [`MAX_RANKS`].
+/// Parses a number of GPUs from 1 to [`MAX_RANKS`].
 pub fn parse_gpu_count(text: &str) -> Result<usize, String> {
     let count = text.parse().map_err(|_| format!("'{text}' is not a number of GPUs"))?;
     if (1..=MAX_RANKS).contains(&count) { Ok(count) } else { Err(format!("choose 1 to {MAX_RANKS}")) }

@@ -32,7 +32,7 @@ enum WriterMessage {
 pub struct LogWriter;
 
 impl LogWriter {
-    /// Starts the thread that writes log lines to stderr.
+    /// Starts the thread that writes log lines to stderr, unless the thread is already running.
     pub fn start() -> Self {
         SENDER.get_or_init(|| {
             let (sender, receiver) = sync_channel(MAX_LINES);
@@ -44,7 +44,7 @@ impl LogWriter {
     }
 }
 
-/// Waits up to one second for all earlier log lines to be written. Does not wait if the queue is full.
+/// Waits up to `FLUSH_TIMEOUT` for all earlier log lines to be written. Does not wait if the queue is full.
 pub fn flush() {
     let (sender, receiver) = sync_channel(1);
     if SENDER.get().is_some_and(|lines| lines.try_send(WriterMessage::Flush(sender)).is_ok()) {
@@ -55,7 +55,7 @@ pub fn flush() {
 fn write_lines(receiver: &Receiver<WriterMessage>) {
     for message in receiver {
         match message {
-            // Errors are ignored, because a closed stderr must not end the server.
+            // Ignore write errors: the server must keep running even if stderr is closed.
             WriterMessage::Line(line) => drop(io::stderr().write_all(&line)),
             WriterMessage::Flush(done) => drop(done.try_send(())),
         }
@@ -74,7 +74,7 @@ impl<'w> MakeWriter<'w> for LogWriter {
     }
 }
 
-/// A log line. Dropping the line sends its text to the thread that writes to stderr.
+/// A log line. Its destructor sends the text to the thread that writes to stderr, or discards it if the queue is full.
 pub struct Line(Vec<u8>);
 
 impl Write for Line {

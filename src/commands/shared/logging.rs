@@ -22,7 +22,7 @@ pub enum LogFormat {
 ///
 /// Without `-v`, RUST_LOG sets the filter, as in `RUST_LOG=inferno::hub=debug`.
 /// Without either, a server logs its warnings and errors, and other commands log nothing.
-/// If `server` is set, also logs the server's requests, unless RUST_LOG sets a level for `LOG_TARGET`.
+/// If `server` is set, also logs the server's requests, unless the filter from RUST_LOG has a level for `LOG_TARGET`.
 pub fn start(verbose: u8, server: Option<LogFormat>) {
     let variable = std::env::var("RUST_LOG").ok().and_then(|value| value.parse::<Targets>().ok());
     let filter = match (verbose, variable) {

@@ -31,7 +31,7 @@ pub fn seconds(text: &str) -> Result<f64, String> {
     seconds.ok_or_else(|| "expected a number of seconds from 0.001 to 1000000".to_string())
 }
 
-/// Prints a warning to stderr if an access token is set, but is not sent because the hub's URL is not encrypted.
+/// Prints a warning to stderr if an access token is set but not sent, because the connection to the hub is unencrypted.
 pub fn warn_about_token(hub: &Hub) {
     if let Some(warning) = hub.token_warning() {
         crate::terminal::print(&format!("warning: {warning}"));

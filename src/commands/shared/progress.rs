@@ -23,7 +23,7 @@ const LARGE_BYTES: u64 = 1_000_000_000;
 pub enum ProgressStyle {
     /// Progress bars, for a terminal.
     Bars,
-    /// Progress lines at least `LINE_INTERVAL` apart, for a log or a pipe.
+    /// Progress lines at least `LINE_INTERVAL` apart, for a log, a pipe or a dumb terminal.
     Lines,
     Silent,
 }
@@ -34,7 +34,7 @@ impl ProgressStyle {
         if quiet { Self::Silent } else { Self::detect() }
     }
 
-    /// Chooses a style for stderr. HF_HUB_DISABLE_PROGRESS_BARS, if it is on, selects `Silent`.
+    /// Chooses a style for stderr: `Silent` if HF_HUB_DISABLE_PROGRESS_BARS is on, otherwise `Bars` or `Lines`.
     pub fn detect() -> Self {
         let disabled = std::env::var("HF_HUB_DISABLE_PROGRESS_BARS").unwrap_or_default().to_uppercase();
         if ["1", "ON", "YES", "TRUE"].contains(&disabled.as_str()) {
@@ -69,13 +69,13 @@ pub struct ProgressView {
     bars: MultiProgress,
     total: ProgressBar,
     state: Arc<Mutex<ProgressState>>,
-    /// Dropping this sender ends the thread that writes progress lines.
+    /// Dropping this sender ends the thread that calls [`ProgressState::tick`] every second.
     _ticker: Option<Sender<()>>,
 }
 
 struct ProgressState {
     files: HashMap<String, FileProgress>,
-    /// The sum of `done` over all files, kept up to date because summing over all files on each update is slow.
+    /// The sum of `done` over all files. Stored because recomputing the sum on each update is slow.
     done_bytes: u64,
     total_bytes: u64,
     lines: LineTimer,

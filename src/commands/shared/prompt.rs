@@ -12,7 +12,8 @@ use crate::files;
 const MAX_BYTES: u64 = 64 << 20;
 
 /// Returns the prompt for one-shot mode, or `None` for an interactive chat.
-/// Fails if the prompt is empty, or if `json` is true and there is no prompt.
+/// Fails if the prompt is empty, if `json` is true and there is no prompt, or if standard input is too large or not
+/// valid UTF-8.
 ///
 /// Without `--prompt`, standard input is the prompt, unless it is a terminal.
 /// With `--prompt` and `--stdin`, standard input is appended to the prompt.

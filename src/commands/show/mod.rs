@@ -55,7 +55,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
     if args.json {
         writeln!(out, "{}", serde_json::to_string_pretty(&report)?)?;
     } else {
-        // The license, the dtypes and the file names come from untrusted models. They may contain control characters.
+        // The license, the dtypes and the file names come from untrusted models and may contain control characters.
         write!(out, "{}", printable(&table::table(&report)))?;
     }
     out.flush()?;
@@ -74,7 +74,7 @@ fn peek(hub: &Hub, args: &Args) -> Result<hub::HubModel> {
     hub.inspect(&args.model, args.revision.as_deref())
 }
 
-/// Adds a hint about `--remote` to the error for a missing model, if its name has the form `org/name`.
+/// Adds a hint about `--remote` to the error for a missing model, if the model's name has the form `org/name`.
 fn suggest_remote(error: anyhow::Error) -> anyhow::Error {
     match error.downcast_ref::<Error>() {
         Some(Error::ModelNotFound { model, hint }) if hub::is_repo_name(model) && model.contains('/') => {

@@ -49,7 +49,7 @@ pub struct ShowReport {
 /// The flags of `inferno show` that determine the memory plan.
 #[derive(Clone, Copy)]
 pub struct Requested {
-    /// The context length in tokens. `None` chooses the context that `inferno play` would choose.
+    /// The context length in tokens. `None` means the context that `inferno play` would choose.
     pub context: Option<usize>,
     /// The number of GPUs that run the model together.
     pub gpus: usize,
@@ -77,7 +77,7 @@ pub struct MemoryNeeds {
     /// The prefill chunk size, in tokens, for which the cache and workspace sizes are computed.
     pub chunk: usize,
     pub cache_bytes: u64,
-    /// The number of 64-token blocks in `cache_bytes`.
+    /// The number of 64-token blocks in the KV cache.
     pub cache_blocks: usize,
     pub workspace_bytes: u64,
     /// Temporary memory for loading, in addition to the weights. Freed before the KV cache is allocated.
@@ -189,7 +189,7 @@ impl ShowReport {
 
 /// Plans the memory use on this machine's GPU. Without a GPU, or if the model does not fit, uses the smallest chunk.
 ///
-/// Returns `None` if the size of the KV cache is unknown, or if an unsupported model does not state its context length.
+/// Returns `None` for an unsupported model whose config leaves the KV cache size or the context length unknown.
 /// Fails if the model does not support the requested context or number of GPUs.
 fn needs(
     inventory: &Inventory,

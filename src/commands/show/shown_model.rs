@@ -13,7 +13,7 @@ use crate::snapshot::gguf as gguf_files;
 use crate::weights::gguf::GgufCheckpoint;
 use crate::weights::{Checkpoint, Inventory, TensorTable};
 
-/// The number of bytes to read from a README for its front matter, or from a license file for its title.
+/// The maximum number of bytes to read from a README for its front matter, or from a license file for its title.
 const HEAD_BYTES: u64 = 16 << 10;
 
 /// A model on this machine or on the hub, with the metadata that `inferno show` needs.
@@ -26,15 +26,15 @@ pub struct ShownModel {
     pub location: &'static str,
     pub metadata: ModelMetadata,
     /// The names of the model's files, and their sizes in bytes if known.
-    /// A local GGUF model has one entry, with the size of all its parts.
+    /// A local GGUF model has one entry, with the total size of its parts.
     pub files: Vec<(String, Option<u64>)>,
 }
 
 /// A model's config, chat template, license and tensor list.
 pub struct ModelMetadata {
     pub config: Result<Value>,
-    /// The content of tokenizer_config.json, or null if the file is missing or invalid.
-    /// For GGUF, a JSON object with the chat template.
+    /// The content of tokenizer_config.json or, for GGUF, a JSON object with the chat template.
+    /// Null if the file is missing or invalid.
     pub tokenizer_config: Value,
     /// The name of the file or GGUF key that `tokenizer_config` was read from.
     pub tokenizer_config_name: &'static str,
@@ -98,7 +98,7 @@ impl ShownModel {
     /// Never fails: an error in the config or the weights becomes part of the metadata.
     pub fn local(snapshot: &Snapshot) -> Self {
         let gguf = gguf_files::find(&snapshot.path).ok().flatten();
-        // A GGUF model needs no other files. The other files in its directory matter only for the license.
+        // A GGUF model needs no other files. Only README.md is also read from its directory, for the license.
         let dir = match &gguf {
             Some(file) => file.parent().unwrap_or(&snapshot.path),
             None => &snapshot.path,
@@ -184,7 +184,7 @@ impl ShownModel {
 }
 
 /// Returns the tensor table of the model family in `config`.
-/// If `config` is an error, returns the table for unsupported architectures.
+/// If `config` is an error or names no supported family, returns the table of the usual tensor names.
 fn tensor_table(config: &Result<Value>) -> TensorTable {
     models::tensor_table(config.as_ref().unwrap_or(&Value::Null))
 }
@@ -232,8 +232,8 @@ fn license_file(files: &[(String, Option<u64>)]) -> Option<&str> {
     files.iter().map(|(name, _)| name.as_str()).find(|name| is_license(name))
 }
 
-/// Returns the title of a license and the name of its file. The title is the first nonblank line, up to 60 characters.
-/// Returns `None` if all lines are blank.
+/// Returns the title of a license and the name of its file, as in `Apache License (LICENSE)`.
+/// The title is the first 60 characters of the first nonblank line. Returns `None` if all lines are blank.
 fn license_title(text: &str, file: &str) -> Option<String> {
     let title = text
         .lines()

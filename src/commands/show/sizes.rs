@@ -6,7 +6,7 @@ use serde_json::Value;
 use crate::models::Architecture;
 use crate::nn::kv_cache::LayerSpec;
 
-/// The dimensions of a model. A dimension is `None` if config.json neither states nor implies it.
+/// The dimensions of a model. A dimension is `None` if it is unknown or the model does not have it.
 #[derive(Debug, Default, Serialize)]
 pub struct ConfigSizes {
     pub layers: Option<u64>,
@@ -19,7 +19,7 @@ pub struct ConfigSizes {
     pub experts_chosen: Option<u64>,
     /// The intermediate size of an expert, if config.json states it in `moe_intermediate_size`.
     pub expert_intermediate_size: Option<u64>,
-    /// The maximum number of positions that a sliding-window layer attends to.
+    /// The maximum number of positions that a token attends to in a sliding-window layer.
     pub sliding_window: Option<u64>,
     /// The number of sliding-window layers.
     pub sliding_layers: Option<u64>,
@@ -91,11 +91,11 @@ impl ConfigSizes {
     /// Estimates the KV cache shape of each layer from config.json, for an unsupported family.
     ///
     /// Assumes that each layer caches one key and one value per position and KV head.
-    /// Puts the sliding-window layers first, because the total size of the cache does not depend on their positions.
+    /// Puts the sliding-window layers first: the order of the layers does not affect the total size of the cache.
     /// Returns `None` for models with another kind of cache, and if the number of layers, the number of KV heads or
     /// the head size is missing or implausible.
     pub fn cache_layers(&self, config: &Value) -> Option<Vec<LayerSpec>> {
-        // Models with MLA, state-space or linear-attention layers cache other data than keys and values per KV head.
+        // Layers with MLA, a state space or linear attention do not cache keys and values per KV head.
         let config = if config["text_config"].is_object() { &config["text_config"] } else { config };
         let other_caches = ["kv_lora_rank", "ssm_cfg", "state_size", "mamba_d_state", "linear_num_key_heads"];
         if other_caches.iter().any(|name| !config[*name].is_null()) {

@@ -10,7 +10,7 @@ use crate::text::{self, counted, excerpt, home_relative, parameter_count};
 const COLUMNS: usize = 120;
 /// The column where values start.
 const INDENT: usize = 13;
-/// The maximum number of rows in the file list. If there are more, one more row shows the number of omitted rows.
+/// The maximum number of rows for files. If rows are omitted, one more row shows how many.
 const MAX_FILES: usize = 24;
 
 pub fn table(report: &ShowReport) -> String {
@@ -82,7 +82,7 @@ fn layers(sizes: &ConfigSizes) -> Option<String> {
     })
 }
 
-/// Returns text to append to another size, such as `, intermediate 14,336`. Empty if the size is unknown.
+/// Returns text to append to another number, such as `, intermediate 14,336`. Empty if the size is unknown.
 fn intermediate(size: Option<u64>) -> String {
     size.map(|size| format!(", intermediate {}", grouped(size))).unwrap_or_default()
 }
@@ -137,7 +137,7 @@ fn tensors(out: &mut String, report: &ShowReport) {
     aligned(out, &rows, &[1, 2, 3]);
 }
 
-/// Lists the files. Four or more shards share one line.
+/// Lists the files. Four or more shards of a model share one row.
 fn files(out: &mut String, files: &[ModelFile]) {
     let mut patterns: BTreeMap<String, Vec<&ModelFile>> = BTreeMap::new();
     for file in files {
@@ -242,7 +242,7 @@ fn wrapped(out: &mut String, name: &str, value: &str) {
     let _ = writeln!(out, "{}", line.trim_end());
 }
 
-/// Writes rows as aligned columns. `right` lists the right-aligned columns.
+/// Writes an empty line, then the rows as aligned columns. `right` lists the right-aligned columns.
 fn aligned<const N: usize>(out: &mut String, rows: &[[String; N]], right: &[usize]) {
     out.push('\n');
     let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);

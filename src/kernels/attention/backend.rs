@@ -13,7 +13,7 @@ pub enum AttentionBackend {
     /// inferno's tensor-core kernels in `flash_attention.cu`, for bf16 and f16 and the head sizes [`FLASH_HEAD_DIMS`].
     Own,
     /// The tensor-core kernels of the `candle-flash-attn` crate, in builds with the feature `flash-attn`.
-    /// Supports bf16 and f16 and head sizes up to 256 that are multiples of 8, but no soft cap.
+    /// inferno uses them for bf16 and f16 and for head sizes up to 256 that are multiples of 8, without a soft cap.
     CandleFlashAttn,
     /// The kernels in `eager_attention.cu`, or plain Rust on a CPU.
     /// Eager attention is slow, but supports every compute dtype and head sizes up to 256.
@@ -24,8 +24,8 @@ impl AttentionBackend {
     /// Returns `self`, or the backend that `Auto` selects for this device, dtype, head size and soft cap.
     ///
     /// `Auto` and `Eager` always succeed, and `Auto` selects `Eager` on a CPU.
-    /// The other backends fail with a reason on a CPU, if this build does not include them,
-    /// or if they do not support the dtype, the head size or the soft cap.
+    /// `Own` and `CandleFlashAttn` fail on a CPU, in a build without them, and if they do not support the dtype, the
+    /// head size or the soft cap. The error is the reason.
     pub fn choose(self, is_on_gpu: bool, dtype: DType, head_dim: usize, softcap: Option<f32>) -> Result<Self, String> {
         let has_tensor_cores = is_on_gpu && matches!(dtype, DType::BF16 | DType::F16);
         let has_own = has_tensor_cores && FLASH_HEAD_DIMS.contains(&head_dim);

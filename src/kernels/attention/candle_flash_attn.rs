@@ -1,8 +1,8 @@
-//! Attention using the `candle-flash-attn` crate (FlashAttention 2).
+//! Attention with the `candle-flash-attn` crate (FlashAttention 2).
 //!
-//! The crate's kernels do not support sinks. A sink adds exp(sink) to the softmax denominator.
-//! This module therefore multiplies the crate's output by sigmoid(lse - sink).
-//! lse is the logarithm of the softmax denominator without the sink.
+//! A sink adds exp(sink) to the softmax denominator. The crate's kernels do not support sinks, so this module applies
+//! them afterwards: it multiplies the crate's output by sigmoid(lse - sink), where lse is the logarithm of the softmax
+//! denominator without the sink.
 //!
 //! The crate's Rust API does not return lse, so this module calls the crate's C function.
 //! The C function may change in any release, so the version of the crate is pinned.
@@ -104,7 +104,7 @@ fn attend(
     let length = k.dim(0)?;
     // SAFETY: the kernel writes every element of `lse`.
     let lse = unsafe { Tensor::empty((heads, tokens), DType::F32, q.device())? };
-    // Set `is_causal` only if there is no window, as the crate's Rust code does.
+    // As in the crate's Rust code, `is_causal` is 1 only without a window.
     // `left` is the maximum number of visible keys before a query's own key.
     let (is_causal, left) = mask.window.map_or((1, length), |window| (0, (window - 1).min(length)));
     let (q_row, kv_row) = ((heads * head_dim) as u32, (kv_heads * head_dim) as u32);

@@ -1,7 +1,7 @@
 // Causal attention over a KV cache, computed without tensor cores.
 // Supports grouped-query attention, and optionally a sliding window, sinks and a soft cap.
-// The kernel `attention` is the default for f32. For bf16 and f16, this kernel is the default if no tensor-core kernel
-// in the build supports the head size and the soft cap.
+// The kernel `attention` is the default for f32. For bf16 and f16, it is the default only if no tensor-core kernel of
+// the build supports both the head size and the soft cap.
 //   q, out: T [tokens, heads, head_dim]; head_dim <= EAGER_MAX_HEAD_DIM
 //   k, v: the KV cache; see attention/paged.cuh
 //   positions: u32 [tokens], the position of each query

@@ -87,7 +87,7 @@ pub struct ReferenceInputs<'t> {
     pub tables: &'t [Vec<u32>],
 }
 
-/// Computes attention in plain Rust, for tensors on a CPU. Tests also compare the GPU kernels with this function.
+/// Computes attention in plain Rust: the CPU implementation, and the reference in tests of the GPU kernels.
 ///
 /// Returns `[tokens, heads, head_dim]`.
 pub fn reference(inputs: ReferenceInputs, shape: AttentionShape, mask: AttentionMask) -> Vec<f32> {

@@ -7,13 +7,13 @@
 //     Positions are in device memory, so that a CUDA graph can be replayed at any position.
 //   tables: u32 [sequences, table_blocks], the block table of each sequence
 //   row_tiles: u32 [row tiles, 4] or null. The columns are the fields of RowTile below.
-//     If row_tiles is null, every sequence has the same number of tokens: the kernel argument `tokens`.
+//     If row_tiles is null, every sequence has the same number of tokens. The kernel argument `tokens` is this number.
 //   softcap > 0: a score s becomes softcap · tanh(s / softcap)
 //   grid: (kv_heads, row tiles, splits); block: 32 · WARPS · TEAMS
 //   bytes moved: 2 · head_dim · sizeof(T) for each visible key, KV head and row tile
 //     The row tiles of a sequence read mostly the same keys and values, so repeated reads mostly hit the L2 cache.
 //
-// The tokens of a sequence are its tokens in q: the new tokens, without the cached ones.
+// Below, the tokens of a sequence are only its new tokens, which are in q, and not its cached tokens.
 // A row is one query head of one token. Each KV head serves group = heads / kv_heads query heads.
 // Row r of KV head k belongs to token r / group of the sequence. Its query head is k · group + r % group.
 // A thread block loads each of its keys and values once for all rows of its row tile.
@@ -33,8 +33,8 @@
 #include "headers/tensor_core.cuh"
 
 constexpr float LOG2_E = 1.44269504f;
-// Softmax weights may grow to 2^8 before the sums are rescaled.
-// Rescaling is therefore rare. Weights up to 2^8 do not overflow f32 or f16.
+// Softmax weights may grow to 2^8 before the sums are rescaled, so rescaling is rare.
+// Such weights do not overflow f16 or bf16, and their sums do not overflow f32.
 constexpr float SLACK = 8.0f;
 // The number of partial results that a thread loads at the same time.
 constexpr int COMBINE_BATCH = 16;
@@ -45,15 +45,15 @@ constexpr int head_dim_index(int head_dim) {
     return index;
 }
 
-// The size of the batches that a 16-row kernel is for. Large, LargeHalf and LargeQuarter are for large batches.
-// LargeHalf and LargeQuarter use about a half and about a quarter of the shared memory of Large.
+// Whether a 16-row kernel is for small or for large batches. There are three kernels for large batches.
+// LargeHalf uses about half of the shared memory of Large, and LargeQuarter about a quarter.
 enum class Batch { Small, Large, LargeHalf, LargeQuarter };
 
 // How the warps of a thread block divide the rows and the keys of a row tile.
-//   TEAMS = 1 (prompts, and LargeQuarter): all warps process the same key tiles.
-//   Each warp computes its own ROWS / WARPS rows.
-//   TEAMS > 1 (decoding): a team is one warp. All teams compute the same 16 rows, each for its own key tiles.
-//   At the end, the block merges the weighted sums of all teams.
+//   TEAMS = 1 (64-row and 128-row kernels, and LargeQuarter): all warps process the same key tiles.
+//     Each warp computes its own ROWS / WARPS rows.
+//   TEAMS > 1 (the other 16-row kernels): a team is one warp. All teams compute the same 16 rows, each for its own key
+//     tiles. At the end, the block merges the weighted sums of all teams.
 template <int HEAD_DIM, int TILE_ROWS, Batch BATCH = Batch::Small> struct TileShape {
     static constexpr int D = HEAD_DIM, ROWS = TILE_ROWS, INDEX = head_dim_index(HEAD_DIM);
     static constexpr bool FEW = ROWS == FLASH_FEW_ROWS, MANY = ROWS == FLASH_MANY_ROWS, LARGE = BATCH != Batch::Small;
@@ -115,7 +115,7 @@ template <typename C> struct BlockRows {
     int first_token;            // the index in q of the sequence's first token
     int first, count;           // the index in the sequence of the tile's first row, and the number of rows in the tile
 
-    // Returns the offset of a row of this tile in `q`, which is also its offset in `out`.
+    // Returns the offset in `q` and `out` of the first element of a row.
     __device__ __forceinline__ size_t element(int row) const {
         const int r = first + row;
         return ((size_t)(first_token + r / group) * heads + kv_head * group + r % group) * C::D;
@@ -131,9 +131,9 @@ struct RowTile {
 };
 
 // Returns the row tile of this thread block. If `tiles` is null, all sequences have `tokens` tokens.
-// With a causal mask, the last row tiles of a sequence have the most keys, so they should start first.
+// Unless a sliding window limits the keys, the last row tiles of a sequence have the most, so they should start first.
 // If `tiles` is null, thread blocks therefore take the row tiles in reverse order.
-// In `tiles`, the row tiles with the most keys already come first.
+// `tiles` already begins with the row tiles that have the most keys.
 template <typename C> __device__ __forceinline__ RowTile find_row_tile(const uint4* tiles, int tokens, int group) {
     if (tiles) {
         const uint4 tile = __ldg(tiles + blockIdx.y);
@@ -155,8 +155,8 @@ struct Keys {
 // Starts copying a tile of keys and values to a pipeline stage, and commits the copies as one group.
 // If `tile` is past the last key tile of this team, commits an empty group of copies.
 //
-// Keys and values after position `newest` become zeros in shared memory.
-// The cache may hold NaN after `newest`, and zero times NaN is NaN.
+// Keys and values after position `newest` become zeros in shared memory, because the cache may hold NaN there, and even
+// a weight of zero times NaN is NaN.
 // A key tile has at most BLOCK_TOKENS keys, so it spans at most two blocks of the KV cache.
 template <typename T, typename C>
 __device__ __forceinline__ void load_keys_and_values(const T* k, const T* v, T* pipeline, const Keys& keys, int tile,
@@ -227,7 +227,8 @@ __device__ __forceinline__ void load_queries_to_registers(Queries<C>& queries, c
 // ---- one tile of keys ----
 
 // The scores of a warp's rows for one key tile, in the layout of mma.sync results.
-// A thread holds two adjacent columns of row lane/4 (elements 0, 1) and of row lane/4 + 8 (elements 2, 3).
+// In each tile of 16 rows and 8 columns, a thread holds two adjacent columns of row lane/4 (elements 0, 1) and of row
+// lane/4 + 8 (elements 2, 3).
 template <typename C> using Scores = float[C::M][C::KEYS / 8][4];
 // The weighted sums of the values, in the same layout as the scores.
 template <typename C> using Sums = float[C::M][C::D / 8][4];
@@ -295,7 +296,7 @@ __device__ __forceinline__ void mask_scores(Scores<C>& scores, const RowInts<C>&
 
 // Raises each running maximum to the maximum of this key tile, if that is larger.
 // Rescales the totals and weighted sums to the new maxima.
-// Does nothing if no maximum of the warp grows by more than SLACK.
+// Does nothing if no running maximum of the warp would grow by more than SLACK.
 // The maxima are base-2 exponents, and `factor` converts scores to base-2 exponents.
 template <typename C>
 __device__ __forceinline__ void update_maxima(const Scores<C>& scores, float factor, RowFloats<C>& maxima,
@@ -518,14 +519,15 @@ __device__ __forceinline__ void attention(const T* q, const T* k, const T* v, co
     const int warp_row = warp % C::WARPS * 16 * C::M;
     const int first_token = rows.token(0), last_token = rows.token(rows.count - 1);
     const int warp_first_token = rows.token(warp_row), warp_last_token = rows.token(warp_row + 16 * C::M - 1);
-    // Load the sinks early to hide the latency. The kernel needs the sinks only at the end.
+    // Load the sinks early to hide the latency, although the kernel needs them only at the end.
     float sink = -INFINITY;
     if (sinks && threadIdx.x < rows.count) sink = sinks[kv_head * group + (first_row + threadIdx.x) % group];
     // The caller guarantees that sinks, positions, tables, row_tiles, and the keys and values of earlier steps were
     // written before the previous kernel started (see `launch` in flash_attention.rs).
     // Only loads of this step's queries, keys and values must wait until the previous kernel has ended.
 
-    // 1. Find the keys that at least one row of the row tile can see, and select the key tiles of this split and team.
+    // 1. Find the keys that at least one row of the row tile can see. Select the key tiles of this split and team, and
+    // start to load them.
     const int position = (int)__ldcg(positions + row_tile.first_token), newest = position + last_token;
     const int oldest = window > 0 ? max(0, position + first_token - window + 1) : 0;
     const int tiles = (newest - oldest) / C::KEYS + 1;
@@ -548,14 +550,14 @@ __device__ __forceinline__ void attention(const T* q, const T* k, const T* v, co
     pdl_wait();
     pdl_launch_dependents();
     if constexpr (!C::QUERIES_IN_REGISTERS) load_queries_to_shared<T, C>(q, query_tile, rows);
-    // With several teams or more than two stages, wait for the queries here.
+    // With several teams or more than two stages, wait for the queries in shared memory here.
     // With one team and two stages, the first wait of the main loop waits for all copies, including the queries.
     if constexpr (!C::QUERIES_IN_REGISTERS && (C::TEAMS > 1 || C::STAGES > 2)) {
         wait_for_copies<0>();
         __syncthreads();
     }
 
-    // 2. Load the queries and the positions of their rows.
+    // 2. Load the queries to registers if they fit, and compute the position of each row.
     Queries<C> queries;
     if constexpr (C::QUERIES_IN_REGISTERS) load_queries_to_registers<T, C>(queries, q, rows, warp_row, lane);
     RowInts<C> row_position;
@@ -633,8 +635,8 @@ __device__ __forceinline__ void attention(const T* q, const T* k, const T* v, co
     }
 // `TileKernel` in flash_attention.rs selects the kernel.
 // The 16-row kernels are for sequences with few rows, as in decoding.
-// The 64-row kernels are for prompts with too few 128-row tiles to fill the GPU, and for GPUs with too little
-// shared memory for the other kernels.
+// The 64-row kernels are for prompts with too few 128-row tiles to fill the GPU. They also replace 128_rows and 16_rows
+// on GPUs with too little shared memory for these kernels.
 // Most kernels for large batches use less shared memory per thread block than 16_rows, so that more blocks fit on a
 // multiprocessor.
 #define DEFINE_DTYPE(D, T, SUFFIX)                                                                                     \

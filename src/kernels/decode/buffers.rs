@@ -11,13 +11,14 @@ use crate::world::World;
 pub struct StepBuffers {
     /// The residual stream: f32 `[hidden]`.
     pub x: Tensor,
-    /// The buffer to which kernels add the outputs of attention and of the MLP: f32 `[hidden]`.
+    /// The vector to which kernels add the outputs of attention and of the MLP: f32 `[hidden]`.
+    /// If several ranks run a layer together, the sum of their results then replaces `x`.
     /// Outputs with a post-norm are added to `x` instead.
     ///
-    /// `partial` is `x` on the first rank, and on every rank that runs whole layers.
-    /// On the other ranks, `partial` is a separate buffer of zeros, so that the sum over all ranks contains `x` once.
-    /// It is zero again after each sum: either the kernels send their results and leave `partial` unchanged,
-    /// or `exchange::add_sum` fills `partial` with zeros.
+    /// On the first rank, and on every rank that runs whole layers, `partial` is `x`.
+    /// On the other ranks, `partial` is a separate buffer of zeros, so that the sum over the ranks contains `x` once.
+    /// The separate buffer is zero again after each sum: either the kernels send their results and leave it unchanged,
+    /// or `exchange::add_sum` fills it with zeros.
     pub partial: Tensor,
     /// The ranks that run the step together.
     pub world: World,

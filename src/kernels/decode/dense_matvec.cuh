@@ -1,6 +1,6 @@
 // Matrix-vector products with bf16 or f16 weights, for the decode kernels.
 //
-// A *segment* is 8 consecutive elements (16 bytes) of a row. A lane loads one segment at a time.
+// A *segment* is 8 consecutive elements (16 bytes) of a row. A lane loads a segment with one instruction.
 // A *unit* is one or two rows that a warp multiplies at the same time.
 // Units are assigned to the warps of the grid in round-robin order.
 #pragma once

@@ -1,13 +1,13 @@
 // The first half of a gated MLP. Computes h = activation(gate(norm(x))) · up(norm(x)).
 //
 //   x, norm: f32 [columns]; norm(x) is the RMSNorm of x with the weight `norm`
-//   gate, up: T [rows, columns], or two quantized matrices
+//   gate, up: T [rows, columns]; with quantized weights, `weight` is a stack of the two matrices instead
 //   gate_bias, up_bias: f32 [rows] or null
 //   h: T [rows]
 //   grid: at most one block per multiprocessor
 //   block: at most DECODE_MAX_WARPS warps, or QUANTIZED_WARPS with quantized weights
 //   bytes moved: the gate and up weights
-// A unit is one row of gate and the same row of up. Each unit produces one element of h.
+// Unit u consists of row u of gate and row u of up, and produces element u of h.
 #include "decode/dense_matvec.cuh"
 #include "decode/quantized_matvec.cuh"
 #include "headers/activation.cuh"

@@ -1,4 +1,4 @@
-//! Launches the gate and up projections of a gated MLP and its activation (`gate_up.cu`).
+//! Launches the kernel for the gate and up projections and the activation of a gated MLP (`gate_up.cu`).
 
 use candle_core::{Result, Tensor};
 
@@ -20,6 +20,7 @@ pub struct Projection<'t> {
 /// Adds a launch that computes `h = activation(gate(norm(x))) · up(norm(x))`.
 ///
 /// `h` is bf16 or f16 `[intermediate]`. Dense weights have the dtype of `h`.
+/// The weights must both be dense, or both be quantized with the same input quantization.
 pub fn add_gate_up(
     launches: &mut LaunchList,
     buffers: &StepBuffers,

@@ -1,6 +1,6 @@
 // The end of a decode step: computes the logits, chooses the most likely token and loads its embedding.
-// sample.cu replaces decode_greedy if the next token is sampled, and for the first token after the graph has started
-// from the logits of a prefill.
+// If tokens are sampled, decode_sample (sample.cu) runs instead of decode_greedy.
+// decode_sample also chooses the first token after a prefill if the decode graph starts from the prefill's logits.
 // If several ranks divide the vocabulary, decode_greedy chooses from the largest logits of all ranks.
 #include "decode/dense_matvec.cuh"
 #include "decode/quantized_matvec.cuh"
@@ -10,7 +10,7 @@
 __device__ __forceinline__ float soft_capped(float x, float cap) { return cap > 0.0f ? cap * tanhf(x / cap) : x; }
 
 // The largest of the offered logits, and its token. If logits are equal, the lowest token id wins. NaN never wins.
-// The initial value is -inf with NO_TOKEN. NO_TOKEN is larger than every token id.
+// Callers initialize it with -inf and NO_TOKEN, which is larger than every token id.
 struct Argmax {
     float logit;
     uint32_t token;
@@ -126,7 +126,8 @@ __device__ void decode_greedy(const Argmax* best, int blocks, const T* embedding
     __syncthreads();
     own = warps[lane];
     reduce();
-    // If the step fails, token 0 is a placeholder. The host stops at MAILBOX_NO_TOKEN and ignores all later steps.
+    // After a failed step, token 0 is the input of the next step, because the lookup below needs a valid token.
+    // The host stops at MAILBOX_NO_TOKEN and ignores all later steps.
     const bool has_token = own.logit > -INFINITY;
     const uint32_t token = has_token ? own.token : 0;
     for (int i = threadIdx.x; embedding && i < columns; i += blockDim.x)

@@ -19,9 +19,10 @@ pub struct Embedding {
     pub scale: f32,
 }
 
-/// Adds a launch that computes the logits of `norm(x)` and the largest logit of each thread block.
+/// Adds a launch that computes the logits of `norm(x)`, and finds the largest among each thread block's logits.
 ///
-/// `weight` is `[vocab, hidden]`, or this rank's share of the rows. A dense weight has the dtype `dtype`.
+/// `weight` is `[vocab, hidden]`, or this rank's share of the rows.
+/// `dtype` is bf16 or f16, and a dense weight must have this dtype.
 /// With a `softcap`, each logit `l` becomes `softcap · tanh(l / softcap)`.
 pub fn add_head(
     launches: &mut LaunchList,
@@ -58,7 +59,7 @@ pub fn add_head(
     unsafe { launches.add(launch.with_bytes_moved(weight.bytes())) }
 }
 
-/// Adds a launch that concatenates the logits of all ranks in `buffers.logits`. Adds nothing if there is only one rank.
+/// Adds a launch that writes the logits of all ranks to `buffers.logits`. Adds nothing if there is only one rank.
 pub fn add_logits_of_ranks(launches: &mut LaunchList, buffers: &StepBuffers) -> Result<()> {
     match buffers.world.size() {
         1 => Ok(()),
@@ -74,7 +75,7 @@ fn head_shape(buffers: &StepBuffers, weight: &Matrix) -> LaunchShape {
 /// Adds a launch for greedy sampling, which sends the token with the largest logit to the mailbox.
 /// The token's embedding becomes the input of the next step.
 /// If there are several ranks, first adds a launch that exchanges their largest logits.
-/// If the embedding is quantized, finally adds a launch that looks up the embedding.
+/// If the embedding is quantized, then adds a launch that looks up the embedding.
 ///
 /// [`add_head`] must have added the launch that finds the largest logits.
 pub fn add_greedy_sampling(
@@ -104,7 +105,7 @@ pub fn add_greedy_sampling(
         .int(columns)
         .float(embedding.scale);
     let kernel = format!("decode_greedy_{suffix}");
-    // SAFETY: shapes are checked above. The head and the embedding have one row for each token of the vocabulary.
+    // SAFETY: shapes are checked above. The embedding has a row for each token that the head can choose.
     unsafe { launches.add(Launch::new(module!("head"), kernel, LaunchShape::linear(1, 1024), arguments))? };
     add_quantized_embedding(launches, buffers, embedding)
 }
@@ -130,7 +131,7 @@ pub(super) fn dense_table(embedding: &Matrix) -> Result<(Option<&Tensor>, &'stat
     }
 }
 
-/// Adds a launch that looks up the sampled token's embedding in a quantized table.
+/// Adds a launch that looks up the chosen token's embedding in a quantized table.
 /// Adds nothing for a dense table, because the sampling kernel itself looks up the embedding.
 pub(super) fn add_quantized_embedding(
     launches: &mut LaunchList,
@@ -142,6 +143,7 @@ pub(super) fn add_quantized_embedding(
     let arguments =
         Arguments::new().stack(parts)?.tensor(&buffers.state)?.tensor(&buffers.x)?.int(columns).float(embedding.scale);
     let shape = LaunchShape::one_thread_each(columns.div_ceil(8));
-    // SAFETY: the embedding has one row for each token of the vocabulary, and one column for each element of `x`.
+    // SAFETY: the callers have checked the shape of the embedding: one row per token of the vocabulary, and one column
+    // per element of `x`.
     unsafe { launches.add(Launch::new(module!("head"), "quantized_next", shape, arguments)) }
 }

@@ -27,7 +27,7 @@ pub fn run(arguments: &str, session: &Session) -> Result<String, String> {
     let cannot_write = |error| format!("cannot write {path}: {error}");
     let mut file = files::create_private(&target).map_err(cannot_write)?;
     file.write_all(document.as_bytes()).map_err(|error| {
-        // Remove the incomplete file. `/export` never replaces a file, so it could not write to this path again.
+        // Remove the incomplete file. `/export` never replaces a file, so a second attempt would fail.
         let _ = std::fs::remove_file(&target);
         cannot_write(error)
     })?;

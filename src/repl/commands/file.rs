@@ -7,11 +7,11 @@ use crate::conversation::{Attachment, Session};
 use crate::files;
 use crate::text::counted;
 
-/// The maximum file size in bytes per token of context. Most texts have fewer than five bytes per token, so hardly any
-/// larger file would fit in the context.
+/// The maximum file size, in bytes per token of the context length.
+/// Most texts have fewer than 5 bytes per token, so a file above the limit would rarely fit in the context.
 const MAX_BYTES_PER_TOKEN: u64 = 16;
 
-/// The maximum file size in bytes if a server does not report its context length.
+/// The maximum file size, in bytes, if the server does not report its context length.
 const MAX_BYTES: u64 = 16 << 20;
 
 /// Attaches a file, lists the attached files, or detaches all of them. Returns a message for the user.
@@ -36,14 +36,15 @@ pub fn run(path: &str, session: &mut Session) -> Result<String, String> {
     Ok(format!("attached to the next message: {path} ({size})"))
 }
 
-/// Reads a text file. Fails if the file has more than [`MAX_BYTES_PER_TOKEN`] bytes per token of the context,
-/// or more than [`MAX_BYTES`] bytes if the length of the context is unknown.
+/// Reads a regular UTF-8 file. Fails if the file has more than [`MAX_BYTES_PER_TOKEN`] bytes per token of the context,
+/// or more than [`MAX_BYTES`] bytes if the context length is unknown.
 ///
-/// The limits are in bytes, because counting tokens would require tokenizing the file, which is slow for a huge file.
+/// The limits are in bytes, so that a huge file is rejected without tokenizing it, which would be slow.
 fn read(path: &str, context: Option<usize>) -> Result<String, String> {
     let path = paths::expand_home(path);
     let metadata = std::fs::metadata(&path).map_err(|error| error.to_string())?;
-    // Reject a pipe or a device, which may never end. `files::open` checks again, in case the file was replaced.
+    // Reject a device before opening it, because opening some devices has side effects.
+    // `files::open` checks again, in case the file was replaced.
     if !metadata.is_file() {
         return Err("not a regular file".to_string());
     }
@@ -55,7 +56,8 @@ fn read(path: &str, context: Option<usize>) -> Result<String, String> {
         let size = metadata.len().max(bytes.len() as u64);
         return Err(match context {
             Some(context) => format!(
-                "{size} bytes do not fit in a context of {}; attach a smaller file, or raise --context",
+                "{size} bytes do not fit in a context of {}; attach a smaller file, \
+                 or start the model with a larger --context",
                 counted(context, "token")
             ),
             None => format!("{size} bytes exceed the limit of {} MiB; attach a smaller file", MAX_BYTES >> 20),

@@ -19,7 +19,7 @@ pub fn stats(session: &Session) -> String {
     table(&rows)
 }
 
-/// Returns the text of `/context`, which shows how full the context is.
+/// Returns the text of `/context`, which shows how full the context is. Fails if the messages cannot be rendered.
 pub fn context(session: &Session) -> Result<String> {
     let backend = session.backend();
     let visible = session.visible_messages();

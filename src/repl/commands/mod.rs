@@ -14,7 +14,7 @@ struct SlashCommand {
     name: &'static str,
     arguments: &'static str,
     summary: &'static str,
-    /// More text for `/help NAME`.
+    /// Text that only `/help NAME` shows, below the summary.
     details: &'static str,
 }
 
@@ -166,7 +166,8 @@ pub fn run(line: &str, session: &mut Session) -> CommandOutcome {
         "/context" => info::context(session).map_err(message),
         "/model" if arguments.is_empty() => Ok(models(session)),
         "/model" => return CommandOutcome::SwitchModel(arguments.to_string()),
-        // A message can start with a path, such as /etc/hosts. Only a slash and lowercase letters form a command.
+        // A message can start with a path, such as /etc/hosts.
+        // Only a word of lowercase letters after the slash counts as a mistyped command.
         _ if name.len() > 1 && name.starts_with('/') && name[1..].chars().all(|c| c.is_ascii_lowercase()) => {
             Err(unknown_command(&name[1..]))
         }
