@@ -30,6 +30,23 @@ pub fn without_controls(text: &str) -> String {
     text.chars().filter(is_harmless).collect()
 }
 
+/// Escapes the characters of a JSON text that [`without_controls`] would remove from the strings in it.
+/// The escaped JSON has the same value.
+///
+/// serde_json escapes only U+0000 to U+001F. Without this function, strings in JSON could control the terminal.
+pub fn escaped_json(json: &str) -> String {
+    let mut out = String::with_capacity(json.len());
+    for c in json.chars() {
+        match c {
+            '\u{7F}'..='\u{9F}' | '\u{202A}'..='\u{202E}' | '\u{2066}'..='\u{2069}' => {
+                out.push_str(&format!("\\u{:04x}", c as u32));
+            }
+            c => out.push(c),
+        }
+    }
+    out
+}
+
 /// Escapes control characters and invisible characters in a message. Keeps newlines and tabs.
 ///
 /// Use [`quote`] for each untrusted string in the message. Otherwise, a newline in the string could fake a new message.
@@ -247,6 +264,10 @@ mod tests {
         assert_eq!(printable(text), "a\tb\nc\\u{1b}[2J \\u{200d} \\u{202e} \\u{61c}");
         assert_eq!(without_controls(text), "a\tb\nc[2J \u{200d}  \u{61c}");
         assert_eq!(printable("❤\u{fe0f}"), "❤\u{fe0f}");
+        let json = serde_json::json!({ "text": "a\u{1b}\u{7f}\u{9b}2J \u{202e}é" });
+        let escaped = escaped_json(&json.to_string());
+        assert_eq!(escaped, r#"{"text":"a\u001b\u007f\u009b2J \u202eé"}"#);
+        assert_eq!(serde_json::from_str::<serde_json::Value>(&escaped).unwrap(), json);
     }
 
     #[test]

@@ -205,7 +205,7 @@ def train(tokenizer_json, checkpoint, args):
     print(f"{steps} steps, {samples} samples in {time.time() - began:.0f} s", flush=True)
     save()
     torch.set_float32_matmul_precision("highest")
-    return model.eval(), progress >= 1 or steps == args.steps
+    return model.eval(), progress >= 1 or (args.steps is not None and steps >= args.steps)
 
 
 # ---- the snapshot ----

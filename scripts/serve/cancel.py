@@ -58,11 +58,12 @@ def killed_clients(options, report):
         faults = server.faults()
         late = after["tokens_after_cancel_total"]
         ended = asyncio.run(ask(server.port, PATH, prompts.completion(32, 4)))
+    idle = "never idle" if idle_s is None else f"idle after {idle_s * 1e3:.0f} ms"
     passed = idle_s is not None and late == 0 and usage == 0 and ended.status == 200 and not faults
     report.add(
         f"{count} clients killed at random phases",
         "0 tokens from steps that began after the cancellation; unchanged KV cache usage; no running or queued requests",
-        f"{late:.0f} tokens; {usage:+.6f} of the KV cache; idle after {(idle_s or 0) * 1e3:.0f} ms",
+        f"{late:.0f} tokens; {usage:+.6f} of the KV cache; {idle}",
         passed,
         phases=counts,
         canceled_sequences=after["canceled_sequences_total"],

@@ -24,6 +24,10 @@ impl ServerUrl {
         if uri.query().is_some() {
             return problem("a URL must not contain a query");
         }
+        // `Uri` drops a fragment, so it would hide the route that is appended to the URL.
+        if text.contains('#') {
+            return problem("a URL must not contain a fragment");
+        }
         let path = if matches!(uri.path(), "" | "/") { "/v1" } else { "" };
         Ok(Self(format!("{text}{path}")))
     }
@@ -83,8 +87,17 @@ mod tests {
         ] {
             assert_eq!(ServerUrl::parse(url).unwrap().is_local(), is_local, "{url}");
         }
-        for wrong in ["", "host", "host:8000", "ftp://host", "http://", "http://a:b@host", "http://host/?key=1", "a b"]
-        {
+        for wrong in [
+            "",
+            "host",
+            "host:8000",
+            "ftp://host",
+            "http://",
+            "http://a:b@host",
+            "http://host/?key=1",
+            "http://host/#x",
+            "a b",
+        ] {
             assert!(ServerUrl::parse(wrong).is_err(), "{wrong}");
         }
     }

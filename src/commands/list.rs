@@ -13,7 +13,7 @@ use serde::Serialize;
 use crate::hub::{Hub, Snapshot};
 use crate::models;
 use crate::snapshot::gguf;
-use crate::text::{excerpt, home_relative, parameter_count, printable, short_commit, size};
+use crate::text::{escaped_json, excerpt, home_relative, parameter_count, printable, short_commit, size};
 use crate::weights::WeightsSummary;
 use crate::weights::gguf::GgufCheckpoint;
 
@@ -48,7 +48,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
     }
     let mut out = std::io::stdout().lock();
     if args.json {
-        writeln!(out, "{}", serde_json::to_string_pretty(&models)?)?;
+        writeln!(out, "{}", escaped_json(&serde_json::to_string_pretty(&models)?))?;
     } else {
         write!(out, "{}", table(&models))?;
     }

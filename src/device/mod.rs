@@ -61,7 +61,8 @@ pub enum Split {
     /// This is the faster split if the devices have a fast connection.
     #[default]
     Tensor,
-    /// Every device holds whole layers. The devices run one after another, so a step is not faster than on one device.
+    /// Every device holds whole layers and a part of the output head.
+    /// The devices run their layers one after another, so a step is hardly faster than on one device.
     /// This split suits devices with slow connections or with different amounts of memory.
     Layers,
 }

@@ -74,10 +74,9 @@ impl Activation {
 pub fn gated(gate: &Tensor, up: Option<&Tensor>, activation: Activation, dtype: DType) -> Result<Tensor> {
     let up_fits = up.is_none_or(|up| up.dims() == gate.dims() && up.dtype() == DType::F32);
     if gate.dtype() != DType::F32 || !up_fits {
-        let (dtype, gate, up) = (gate.dtype(), gate.dims(), up.map(Tensor::dims));
-        bail!(
-            "cannot compute gated: the inputs must be F32 and have the same shape: gate {dtype:?} {gate:?}, up {up:?}"
-        );
+        let shown = |tensor: &Tensor| format!("{:?} {:?}", tensor.dtype(), tensor.dims());
+        let (gate, up) = (shown(gate), up.map_or("none".into(), shown));
+        bail!("cannot compute gated: the inputs must be F32 and have the same shape: gate {gate}, up {up}");
     }
     if gate.elem_count() == 0 {
         return Tensor::zeros(gate.dims(), dtype, gate.device());

@@ -144,12 +144,16 @@ impl PlainText {
         match delta.channel {
             Channel::Reasoning if self.hides_reasoning => return Ok(()),
             Channel::Answer => {
+                // Some models start an answer with line breaks. Skip them.
+                let is_first = self.last != Some(Channel::Answer);
+                let text = if is_first { text.trim_start_matches('\n') } else { &text };
+                if text.is_empty() {
+                    return Ok(());
+                }
                 if self.last == Some(Channel::Reasoning) {
                     write!(out, "\n\n{answer}")?;
                 }
-                // Some models start an answer with line breaks. Skip those in its first piece.
-                let is_first = self.last != Some(Channel::Answer);
-                write!(out, "{}", if is_first { text.trim_start_matches('\n') } else { &text })?;
+                write!(out, "{text}")?;
             }
             Channel::Reasoning | Channel::ToolCall => {
                 if self.last.is_none() && delta.channel == Channel::Reasoning {

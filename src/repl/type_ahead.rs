@@ -82,7 +82,7 @@ impl TypeAhead {
 
     fn push_text_byte(&mut self, byte: u8) -> Option<Key> {
         let follows_return = std::mem::replace(&mut self.follows_return, byte == b'\r');
-        if byte < 0x20 && !self.partial.is_empty() {
+        if matches!(byte, 0..0x20 | 0x7f) && !self.partial.is_empty() {
             // A control character ends an incomplete UTF-8 character.
             self.partial.clear();
             self.draft.push(char::REPLACEMENT_CHARACTER);
@@ -234,6 +234,8 @@ mod tests {
     #[test]
     fn invalid_utf_8_becomes_a_replacement_character() {
         let mut type_ahead = TypeAhead::default();
+        push_all(&mut type_ahead, b"a\xc3\x7fx");
+        assert_eq!(type_ahead.take_draft(), "ax", "Backspace deletes the replacement character");
         type_ahead.push_byte(0xe9);
         assert!(type_ahead.is_incomplete());
         type_ahead.push_byte(b'x');

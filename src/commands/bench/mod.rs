@@ -21,7 +21,7 @@ use crate::error::Error;
 use crate::hub::{Hub, Snapshot};
 use crate::kernels::bandwidth;
 use crate::runner::{KernelTime, StepBytes};
-use crate::text::printable;
+use crate::text::{escaped_json, printable};
 use report::{
     BenchReport, Build, DeviceFacts, FirstToken, Gaps, MemoryUsage, ModelFacts, Stats, Test, TestKind, TestResult,
 };
@@ -103,7 +103,7 @@ pub fn run(mut args: Args) -> Result<ExitCode> {
     let report = bench.report(&args, &snapshot)?;
     let mut out = std::io::stdout().lock();
     if args.json {
-        writeln!(out, "{}", serde_json::to_string_pretty(&report)?)?;
+        writeln!(out, "{}", escaped_json(&serde_json::to_string_pretty(&report)?))?;
     } else {
         write!(out, "{}", printable(&report.table(args.kernels)))?;
     }

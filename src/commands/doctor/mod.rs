@@ -15,7 +15,7 @@ use anyhow::Result;
 use serde::Serialize;
 
 use crate::hub::Hub;
-use crate::text::{one_line, printable};
+use crate::text::{escaped_json, one_line, printable};
 use finding::{Finding, FindingStatus};
 use gpu::SelfTest;
 
@@ -53,7 +53,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
     let report = DoctorReport { status, findings, self_test };
     let mut out = std::io::stdout().lock();
     if args.json {
-        writeln!(out, "{}", serde_json::to_string_pretty(&report)?)?;
+        writeln!(out, "{}", escaped_json(&serde_json::to_string_pretty(&report)?))?;
     } else {
         // Model names come from untrusted directories and may contain control characters.
         write!(out, "{}", printable(&lines(&report)))?;

@@ -12,7 +12,7 @@ use crate::conversation::{CannotDropOldest, OnDelta, Overflow, ReasoningVisibili
 use crate::engine::FinishReason;
 use crate::terminal::interrupt::cancel_on_ctrl_c;
 use crate::terminal::{self, Color, TurnView, WindowSize, dim, stderr_color, stdout_color};
-use crate::text::{printable, without_controls};
+use crate::text::{escaped_json, printable, without_controls};
 
 /// Prints the answer to `prompt`. Renders Markdown if stdout is a terminal with colors, unless --plain or --raw is set.
 ///
@@ -195,7 +195,7 @@ fn extend(object: &mut Value, fields: Value) {
 
 fn print(object: &Value) -> Result<()> {
     let mut out = std::io::stdout().lock();
-    writeln!(out, "{object}")?;
+    writeln!(out, "{}", escaped_json(&object.to_string()))?;
     Ok(out.flush()?)
 }
 

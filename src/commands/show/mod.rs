@@ -13,7 +13,7 @@ use anyhow::Result;
 use super::shared::{SplitBy, parse_gpu_count};
 use crate::error::Error;
 use crate::hub::{self, Hub, demo};
-use crate::text::printable;
+use crate::text::{escaped_json, printable};
 use report::{Gpu, Requested, ShowReport};
 use shown_model::ShownModel;
 
@@ -47,13 +47,16 @@ pub fn run(args: Args) -> Result<ExitCode> {
     let shown = if args.remote {
         ShownModel::remote(&hub, peek(&hub, &args)?)?
     } else {
-        ShownModel::local(&hub.find(&args.model, args.revision.as_deref()).map_err(suggest_remote)?)
+        ShownModel::local(
+            &hub.find(&args.model, args.revision.as_deref())
+                .map_err(|error| suggest_remote(error, args.revision.as_deref()))?,
+        )
     };
     let plan = Requested { context: args.context, gpus: args.gpus, split: args.split.into() };
     let report = ShowReport::new(shown, plan, Gpu::first())?;
     let mut out = std::io::stdout().lock();
     if args.json {
-        writeln!(out, "{}", serde_json::to_string_pretty(&report)?)?;
+        writeln!(out, "{}", escaped_json(&serde_json::to_string_pretty(&report)?))?;
     } else {
         // The license, the dtypes and the file names come from untrusted models and may contain control characters.
         write!(out, "{}", printable(&table::table(&report)))?;
@@ -75,10 +78,12 @@ fn peek(hub: &Hub, args: &Args) -> Result<hub::HubModel> {
 }
 
 /// Adds a hint about `--remote` to the error for a missing model, if the model's name has the form `org/name`.
-fn suggest_remote(error: anyhow::Error) -> anyhow::Error {
+fn suggest_remote(error: anyhow::Error, revision: Option<&str>) -> anyhow::Error {
     match error.downcast_ref::<Error>() {
         Some(Error::ModelNotFound { model, hint }) if hub::is_repo_name(model) && model.contains('/') => {
-            let hint = format!("{hint}\n  to see the model's needs before a download: inferno show {model} --remote");
+            let revision = revision.map(|revision| format!(" --revision {revision}")).unwrap_or_default();
+            let command = format!("inferno show {model}{revision} --remote");
+            let hint = format!("{hint}\n  to see the model's needs before a download: {command}");
             Error::ModelNotFound { model: model.clone(), hint }.into()
         }
         _ => error,

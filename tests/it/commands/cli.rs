@@ -259,6 +259,8 @@ fn missing_model_error_names_the_download_command() {
     let home = TempDir::new().unwrap();
     let output = inferno(&home).args(["download", "org/model"]).env("HF_HUB_OFFLINE", "1").output().unwrap();
     assert_fails(&output, 5, &["cannot download 'org/model'", "HF_HUB_OFFLINE"]);
+    let output = inferno(&home).args(["show", "org/model", "--revision", "v1"]).output().unwrap();
+    assert_fails(&output, 3, &["inferno show org/model --revision v1 --remote"]);
     let output = run(&["download", "not a name"]);
     assert_fails(&output, 2, &["org/name"]);
 }
