@@ -56,9 +56,9 @@ pub enum Error {
     #[error("cannot write to {path}: {reason}\n  free some space, or set INFERNO_CACHE to a directory on another disk")]
     DiskFull { path: PathBuf, reason: String },
 
-    /// Verification failed: a file hash, a commit hash or a receipt is wrong, a file is missing,
-    /// or a file keeps changing on the server.
-    /// Also the error for a damaged model in the shared Hugging Face cache, which inferno does not repair.
+    /// Verification failed: a file or a commit has the wrong hash, a receipt is invalid or belongs to another record,
+    /// a file is missing, or a file keeps changing on the server.
+    /// Also the error if a model to repair is in the shared Hugging Face cache, which inferno does not change.
     #[error("{what}\n  {hint}")]
     Verification { what: String, hint: String },
 
@@ -90,10 +90,10 @@ pub enum Error {
         free_bytes: u64,
         /// The limit that `--gpu-memory` sets, in bytes, if it is less than both `needed_bytes` and `free_bytes`.
         limit_bytes: Option<u64>,
-        /// The length, in tokens, of a shorter context that would fit. `None` if no shorter context fits.
-        /// If the requested context fits according to the memory plan, half of that context, which may not fit.
+        /// A shorter context, in tokens, that fits according to the memory plan. `None` if there is none.
+        /// If the plan fits, but the device ran out of memory anyway, this is half of the planned context.
         fitting_context: Option<usize>,
-        /// The smallest number of equal GPUs (2, 4 or 8) that can hold the model and its context.
+        /// The smallest number of equal GPUs (2, 4 or 8) that together can hold the model and its context.
         /// `None` on a CPU, on several GPUs, or if no such number is enough.
         fitting_gpus: Option<usize>,
     },
@@ -119,8 +119,8 @@ pub enum Error {
     )]
     ContextFull { prompt_tokens: usize, context_tokens: usize, limit_tokens: usize },
 
-    /// The engine rejects new requests while it finishes the requests that it has accepted.
-    /// Also the error of answers that are unfinished when a server that is shutting down stops waiting for them.
+    /// The engine is draining: it finishes the requests that it has accepted, and rejects new ones.
+    /// Also the error of an answer that is unfinished when the drain timeout of a server ends.
     #[error("cannot accept a request: the engine is draining\n  load the model again")]
     Draining,
 
@@ -135,11 +135,12 @@ pub enum Error {
 
     /// The request asks for a deterministic answer, but the engine's chunk size or attention kernel does not allow one.
     #[error(
-        "cannot answer deterministically: {reason}\n  load the model with --chunk and --context of 64 or more, and without --attention flash"
+        "cannot answer deterministically: {reason}\n  load the model with --chunk and --context of 64 or more; if it uses the attention kernel 'flash', add --attention eager"
     )]
     NotDeterministic { reason: String },
 
-    /// The grammars of a request were not compiled in time, usually because the machine is busy with other work.
+    /// The grammars of a request were not compiled in time, because the machine is busy with other work.
+    /// On systems other than Linux, an expensive grammar can also be the cause.
     #[error("cannot compile the grammars of the request within {wait_s} s: the machine is busy\n  try again")]
     CompilerBusy { wait_s: f64 },
 
@@ -151,11 +152,11 @@ pub enum Error {
     )]
     PromptTooLong { prompt_bytes: usize, context_tokens: usize },
 
-    /// A request of `play --url` or `replay` got no response from a server.
+    /// A request of `play --url` or `replay` got no response from the server.
     #[error("cannot reach a server at {url}: {cause}\n  check the URL, and check that the server is running")]
     ServerUnreachable { url: String, cause: String },
 
-    /// The response to a request of `play --url` or `replay` broke off, or was too large.
+    /// The response to a request of `play --url` or `replay` broke off, took too long, or was too large.
     #[error("cannot read the response of the server at {url}: {cause}")]
     ResponseBroken { url: String, cause: String },
 
@@ -241,11 +242,12 @@ fn out_of_memory_hint(
     }
 }
 
-/// The exit code after a write that failed because of a full disk, a quota or a file size limit,
-/// and for a download that needs more space than is free.
+/// The exit code if a write failed because of a full disk, a quota or a file size limit,
+/// or if a download needs more space than is free.
 const DISK_FULL: u8 = 11;
 
-/// Returns the exit code of a process that ends with `error`: the code of an [`Error`], `DISK_FULL`, or else 1.
+/// Returns the exit code of a process that ends with `error`: the code of its [`Error`] if it contains one,
+/// `DISK_FULL` if one of its causes is a full disk (see [`is_disk_full`]), otherwise 1.
 ///
 /// Other exit codes are set elsewhere: for example, clap exits with 2 if it cannot parse the arguments,
 /// and an interrupted command exits with 130.

@@ -15,7 +15,7 @@ extern "C" __global__ void fill_random(uint4* x, int n) {
     }
 }
 
-// Reads all of x. Each thread issues eight independent 16-byte loads per iteration.
+// Reads all of x. Each thread has eight independent 16-byte loads in flight.
 //   x: 16-byte words [n]; n is a multiple of 8 · blockDim
 //   out: u32 [1]
 //   grid: any size; block: at most 512
@@ -23,7 +23,7 @@ extern "C" __global__ void fill_random(uint4* x, int n) {
 extern "C" __global__ void __launch_bounds__(512) read_all(const uint4* x, unsigned* out, int n) {
     constexpr int LOADS = 8;
     unsigned sum = 0;
-    // The loop index has 64 bits, because the last increment could overflow 32 bits.
+    // The loop index has 64 bits, because the last increment would overflow 32 bits if n is close to 2^31.
     for (long long tile = (long long)blockIdx.x * LOADS * blockDim.x; tile < n;
          tile += (long long)gridDim.x * LOADS * blockDim.x) {
         uint4 v[LOADS];

@@ -55,7 +55,7 @@ mod with_cuda {
         if bytes < GIB / 16 {
             return Ok(None);
         }
-        // Launch enough blocks to occupy all threads of every multiprocessor.
+        // Launch enough blocks to use all thread slots of every multiprocessor.
         use sys::CUdevice_attribute as Attribute;
         let multiprocessors = context.attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
         let threads = context.attribute(Attribute::CU_DEVICE_ATTRIBUTE_MAX_THREADS_PER_MULTIPROCESSOR)?;
@@ -63,7 +63,7 @@ mod with_cuda {
         let words = bytes / 16;
 
         let candle_device = Device::Cuda(device.clone());
-        // SAFETY: `fill_random` writes all of `from` before any kernel reads `from`. Nothing reads `to` or `sum`.
+        // SAFETY: `fill_random` writes all of `from` before anything reads `from`. Nothing reads `to` or `sum`.
         let (from, to, sum) = unsafe {
             (
                 Tensor::empty(bytes, DType::U8, &candle_device)?,

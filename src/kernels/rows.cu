@@ -1,8 +1,8 @@
-// Small operations on the rows of a matrix: embedding lookup, bias and soft cap.
+// Embedding lookup, bias and soft cap.
 #include "headers/common.cuh"
 
-// Looks up token embeddings. Computes out[t] = scale · table[ids[t]].
-//   table: T [vocab, columns]
+// Looks up rows of an embedding table: out[t] = scale · table[ids[t]].
+//   table: T [rows, columns]
 //   ids: u32 [tokens]
 //   out: f32 [tokens, columns]
 //   grid: tokens; block: 256
@@ -30,7 +30,7 @@ extern "C" __global__ void add_bias(const float* y, const float* bias, float* ou
     if (i < n) out[i] = y[i] + bias[i % columns];
 }
 
-// Computes the soft cap of every element: out = cap · tanh(x / cap).
+// Applies the soft cap to every element: out = cap · tanh(x / cap).
 //   x, out: f32 [n]
 //   grid: ceil(n / 256); block: 256
 //   bytes moved: 8 · n

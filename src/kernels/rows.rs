@@ -1,7 +1,7 @@
-//! Small operations on the rows of a matrix: embedding lookup, bias, soft cap, copy.
+//! Embedding lookup, bias, soft cap, and copying of rows.
 //!
-//! candle also has these operations, but the driver compiles candle's kernels on first use, which would delay the first
-//! answer on a new machine. The kernels of `rows.cu` are compiled at build time.
+//! candle also has these operations, but its kernels are PTX code. The driver compiles them on first use, which would
+//! delay the first answer on a new machine. The build compiles the kernels of `rows.cu` to machine code for its target.
 //!
 //! On a GPU, most forward passes run no candle kernel. The main exceptions are:
 //! - candle casts the input of the experts in Mixtral and Qwen3-MoE, and in gpt-oss unless the weights are MXFP4 tiles.
@@ -11,10 +11,10 @@
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 
-/// Returns the rows `ids` of an embedding table, multiplied by `scale`, as f32 `[tokens, hidden]`.
+/// Returns the rows `ids` of an embedding table, multiplied by `scale`, as f32 `[tokens, columns]`.
 ///
-/// - `table` is `[vocab, hidden]`.
-/// - `ids` are u32 `[tokens]`. On a GPU, the caller guarantees that each id is less than `vocab`.
+/// - `table` is `[rows, columns]`.
+/// - `ids` are u32 `[tokens]`. On a GPU, the caller guarantees that each id is less than `rows`.
 pub fn embed(table: &Tensor, ids: &Tensor, scale: f32) -> Result<Tensor> {
     match table.device() {
         Device::Cpu => table.index_select(ids, 0)?.to_dtype(DType::F32)? * f64::from(scale),
@@ -87,7 +87,7 @@ pub fn soft_cap(x: &Tensor, cap: f32) -> Result<Tensor> {
     }
 }
 
-/// Copies all rows of `from` into `to`, starting at row `row` of `to`.
+/// Copies all rows of `from` into `to`, starting at row `row` of `to`. Rows are indexed by the first dimension.
 ///
 /// Both tensors must be contiguous and have the same dtype and the same dimensions except the first.
 pub fn copy_rows(to: &Tensor, from: &Tensor, row: usize) -> Result<()> {

@@ -1,10 +1,10 @@
 //! Memory for the intermediate results of a forward pass.
 //!
-//! Operations allocate the outputs of their kernels with [`empty`], which usually allocates from candle's memory pool.
+//! CUDA operations allocate the outputs of their kernels with [`empty`], by default from candle's memory pool.
 //! While a CUDA graph is captured, each allocation from candle's pool becomes a graph node.
 //! An allocation node between two kernels prevents these kernels from overlapping.
-//! The capture therefore runs with an [`Arena`], memory that was allocated before the capture,
-//! unless the arena would exceed [`MAX_ARENA_BYTES`], or all arenas together [`MAX_ARENAS_BYTES`].
+//! Batch graphs are therefore captured with an [`Arena`], memory that was allocated before the capture,
+//! unless this arena would exceed [`MAX_ARENA_BYTES`], or all arenas together would exceed [`MAX_ARENAS_BYTES`].
 //!
 //! An arena has two halves, and consecutive layers use different halves. A layer's memory is reused two layers later.
 //! At that point, nothing needs the layer's results: a layer reads only its own and the previous layer's results.
@@ -14,10 +14,10 @@ use std::cell::{Cell, RefCell};
 use candle_core::{DType, Device, Result, Shape, Tensor};
 
 /// The maximum size of an arena in bytes.
-/// A batch that needs a larger arena runs without one: its kernels take longer, so overlapping them saves less.
+/// A batch that needs a larger arena runs without one: its kernels take so long that overlapping them saves little.
 pub const MAX_ARENA_BYTES: usize = 128 << 20;
 
-/// The maximum size of all arenas of a device together, in bytes.
+/// The maximum size of all arenas of a rank together, in bytes.
 pub const MAX_ARENAS_BYTES: usize = 2 * MAX_ARENA_BYTES;
 
 /// Tensors in an arena start at multiples of this many elements, so that vector loads are aligned.
@@ -35,8 +35,8 @@ pub struct Arena {
 
 /// How [`empty`] allocates on this thread. If no mode is set, [`empty`] allocates from candle's pool.
 enum Mode {
-    /// Allocates from candle's pool, and counts the elements of the current layer.
-    /// `largest` is the largest element count of any finished layer, per dtype.
+    /// Allocates from candle's pool, and counts the elements that an arena would need per dtype, including padding:
+    /// `layer` is the count of the current layer, and `largest` is the maximum over all finished layers.
     Measure { layer: Counts, largest: Counts },
     /// Takes memory from an arena. `used` counts the elements taken from the current half.
     Take { arena: Arena, half: usize, used: Counts },
@@ -44,11 +44,11 @@ enum Mode {
 
 thread_local! {
     static MODE: RefCell<Option<Mode>> = const { RefCell::new(None) };
-    /// Whether the last layer of the current forward pass has ended. [`empty`] then allocates from candle's pool.
+    /// Whether the last layer of the current forward pass has ended. If so, [`empty`] allocates from candle's pool.
     static HAS_ENDED: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Returns the element count of a dtype in `counts`. If `counts` does not have the dtype, adds it with count 0.
+/// Returns the count of a dtype in `counts`. If `counts` lacks the dtype, first adds the dtype with count 0.
 fn count(counts: &mut Counts, dtype: DType) -> &mut usize {
     let index = counts.iter().position(|(known, _)| *known == dtype).unwrap_or_else(|| {
         counts.push((dtype, 0));
@@ -61,7 +61,8 @@ fn count(counts: &mut Counts, dtype: DType) -> &mut usize {
 ///
 /// # Safety
 /// The caller must write every element before it is read.
-/// Within [`Arena::use_for`], the tensor must not be used after two more layers have begun.
+/// A tensor that is allocated within [`Arena::use_for`] must not be used after two more layers or another pass with the
+/// arena have begun.
 pub unsafe fn empty(shape: impl Into<Shape>, dtype: DType, device: &Device) -> Result<Tensor> {
     let shape = shape.into();
     let elements = shape.elem_count();
@@ -115,8 +116,7 @@ pub fn end_layers() {
     HAS_ENDED.set(MODE.with_borrow(Option::is_some));
 }
 
-/// Clears the mode of this thread when dropped, even if the forward pass panics.
-/// Without this guard, later forward passes would allocate from the arena of the pass that panicked.
+/// Resets `MODE` and `HAS_ENDED` when dropped, so that a forward pass does not affect later ones, even if it panics.
 struct ModeGuard;
 
 impl Drop for ModeGuard {
@@ -126,7 +126,7 @@ impl Drop for ModeGuard {
     }
 }
 
-/// Runs a forward pass in `mode`. Returns the result of the pass and the mode as it is at the end of the pass.
+/// Runs a forward pass in `mode`. Returns the result of the pass and the final state of the mode.
 fn run<R>(mode: Mode, pass: impl FnOnce() -> R) -> (R, Option<Mode>) {
     MODE.set(Some(mode));
     let _guard = ModeGuard;
@@ -135,7 +135,7 @@ fn run<R>(mode: Mode, pass: impl FnOnce() -> R) -> (R, Option<Mode>) {
     (result, MODE.take())
 }
 
-/// For each dtype, the largest number of elements that any layer of a forward pass allocates.
+/// For each dtype, the largest number of elements that any layer of a forward pass needs, including padding.
 pub struct LayerSizes(Counts);
 
 impl LayerSizes {
@@ -208,8 +208,8 @@ mod tests {
         assert!(arena.fits(&sizes) && !arena.fits(&LayerSizes::measure(|| pass(8)).1));
         let first = [false, false, true];
         assert_eq!(arena.use_for(|| pass(2)), first.repeat(3));
-        // 2,400 f32 values do not fit in a half of the arena.
-        // The other tensors of each layer therefore start at the beginning of a half.
+        // 2,400 f32 values do not fit in a half of the arena, so they are allocated outside it.
+        // The 7 f32 values of each layer therefore start at the beginning of a half.
         assert_eq!(arena.use_for(|| pass(8)), [false; 9]);
         assert_eq!(pass(2), [false; 9]);
     }

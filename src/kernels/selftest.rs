@@ -1,6 +1,6 @@
 //! Compares tensor operations on a device with their CPU references, using small, irregular shapes.
 //!
-//! The self-test checks that the GPU, the driver and this build compute correct results.
+//! `inferno doctor` runs this self-test to check that the GPU, the driver and this build compute correct results.
 //! The tests in `tests/it` cover the kernels in more depth, and also cover kernels that the self-test leaves out,
 //! such as `matmul::dense_few_tokens`, `matmul::dense_wgmma` with several parts, the kernel in `route.cu`,
 //! and the kernels of `decode`, `exchange`, `sampling` and `step_inputs`.
@@ -115,9 +115,9 @@ fn run_with_dtype(device: &Device, dtype: DType) -> Vec<Check> {
 fn attention_checks(target: CheckTarget, tolerance: f32) -> Vec<Check> {
     let mut checks = Vec::new();
     for backend in [AttentionBackend::Own, AttentionBackend::CandleFlashAttn, AttentionBackend::Eager] {
-        // The number of tokens determines which kernel a backend chooses and how the kernel divides its work.
+        // The number of tokens affects which kernel a backend chooses and how the kernel divides its work.
         for (what, tokens, position) in [("step", 1, 300), ("few", 7, 290), ("prompt", 130, 11)] {
-            // Skip backends that are not in this build, or that do not support the dtype, head size or soft cap.
+            // Skip backends that this build lacks, or that do not support the device, dtype, head size or soft cap.
             for (variant, head_dim, softcap) in [("", 64, None), (", head size 256, soft cap", 256, Some(5.0))] {
                 if backend.choose(target.device.is_cuda(), target.dtype, head_dim, softcap).is_ok() {
                     let name = format!("attention {backend}, {what}{variant}");
@@ -134,7 +134,7 @@ fn attention_checks(target: CheckTarget, tolerance: f32) -> Vec<Check> {
 fn quantized_checks(target: CheckTarget, tolerance: f32) -> Vec<Check> {
     let mut checks = Vec::new();
     for format in WeightFormat::ALL {
-        // Products with 3 and with 33 tokens use different kernels, or different tile sizes of one kernel.
+        // On a GPU, 3 and 33 tokens use different kernels, or different tile sizes of one kernel.
         for (what, tokens) in [("few tokens", 3), ("many tokens", 33)] {
             let name = format!("matmul {format:?}, {what}");
             checks.push(check(&name, target, tolerance, &|target| {
@@ -169,7 +169,8 @@ impl CheckTarget<'_> {
     }
 }
 
-/// Returns a 51×512 matrix of pseudo-random bits. All its floating-point scales have magnitudes between 2^-7 and 2^-5.
+/// Returns a 51×512 matrix of pseudo-random bits, with two restrictions:
+/// the floating-point scales have magnitudes between 2^-7 and 2^-5, and no FP8 value is NaN.
 fn quantized(target: CheckTarget, format: WeightFormat) -> Result<QuantizedMatrix> {
     let (rows, columns) = (51, 512);
     let mut planes = format.row_bytes(columns).map(|bytes| vec![0u8; rows * bytes]);
@@ -191,15 +192,15 @@ fn quantized(target: CheckTarget, format: WeightFormat) -> Result<QuantizedMatri
 
 /// Returns the tensor as f32 on the CPU.
 ///
-/// The conversion runs on the CPU. On a GPU, the driver would first have to compile candle's conversion kernel.
+/// Converts on the CPU, because on a GPU, the driver may first have to compile candle's conversion kernel.
 fn to_cpu(tensor: &Tensor) -> Result<Tensor> {
     tensor.to_device(&Device::Cpu)?.to_dtype(DType::F32)
 }
 
 /// Runs an operation on the target and on the CPU, and compares the results.
 ///
-/// The CPU computes the reference in f32, from the same input values as the target: inputs in the dtype of the target
-/// are rounded to this dtype for both. Only the products in `quantized_checks` round the inputs for the target alone.
+/// The CPU computes the reference in f32, from exactly the input values that the target gets.
+/// Exception: the inputs of the products in `quantized_checks` are rounded on the target only.
 fn check(name: &str, target: CheckTarget, tolerance: f32, op: &dyn Fn(CheckTarget) -> Result<Tensor>) -> Check {
     let values = |tensor: Tensor| to_cpu(&tensor)?.flatten_all()?.to_vec1::<f32>();
     let started = Instant::now();
@@ -240,7 +241,7 @@ fn numbers(seed: u64, count: usize, below: u64) -> impl Iterator<Item = u64> {
     .take(count)
 }
 
-/// Returns pseudo-random values around zero with some outliers, as f32 on the CPU.
+/// Returns pseudo-random values around zero, as f32 on the CPU. Every 53rd value is an outlier, 20 times as large.
 /// Each value is exactly representable in `dtype`.
 fn noise(seed: u64, shape: &[usize], dtype: DType) -> Result<Tensor> {
     let count: usize = shape.iter().product();
@@ -279,7 +280,8 @@ fn activation(target: CheckTarget, activation: Activation) -> Result<Tensor> {
 
 fn routing(target: CheckTarget, dtype: DType, softmax: Softmax) -> Result<Tensor> {
     let (ids, weights) = topk_softmax(&target.put(&noise(12, &[7, 33], dtype)?)?, 4, softmax)?;
-    // Compare ids and routing weights together. A wrong expert id differs by at least 1, far above the tolerance.
+    // Compare ids and routing weights together. All ids are below 33, so a wrong id causes a relative error of at least
+    // 1/32, far above the tolerance.
     Tensor::cat(&[to_cpu(&ids)?, to_cpu(&weights)?], 1)
 }
 
@@ -323,7 +325,7 @@ fn attend(target: CheckTarget, case: AttentionCase, backend: AttentionBackend) -
     let AttentionCase { tokens, position, head_dim, softcap } = case;
     let (heads, kv_heads, blocks) = (6, 2, (position + tokens).div_ceil(BLOCK_TOKENS));
     let rows = blocks * BLOCK_TOKENS;
-    // Once rounded to bf16, these values are also exact in f16 and f32, so every target gets the same values.
+    // After rounding to bf16, the noise is also exact in f16 and f32, so every target gets the same values.
     let tensor = |seed, rows, heads| target.put(&noise(seed, &[rows, heads, head_dim], DType::BF16)?);
     let (q, k, v) = (tensor(19, tokens, heads)?, tensor(20, rows, kv_heads)?, tensor(21, rows, kv_heads)?);
     let sinks = target.f32(&noise(22, &[heads], DType::F32)?)?;
@@ -381,7 +383,8 @@ mod fused {
     /// `sizes` are the hidden size and the intermediate size.
     pub fn expert_mlp(target: CheckTarget, tokens: usize, sizes: (usize, usize)) -> Result<Tensor> {
         let ((experts, chosen), (columns, intermediate)) = ((5, 3), sizes);
-        // Halving the inputs keeps most gate and up values within the clamp limit. Halving is exact.
+        // Halve the inputs, which is exact, so that fewer gate and up values exceed the clamp limit.
+        // Clamping would hide errors in these values.
         let x = (noise(29, &[tokens, columns], DType::BF16)? * 0.5)?;
         let ids: Vec<u32> = numbers(30, tokens, experts as u64)
             .flat_map(|first| (0..chosen as u64).map(move |next| ((first + next) % experts as u64) as u32))

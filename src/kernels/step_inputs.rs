@@ -1,4 +1,5 @@
-//! The inputs of a step. A kernel (`step_inputs.cu`) writes them, because the host may not know the input tokens yet.
+//! The inputs of a step. A kernel (`step_inputs.cu`) writes them, because the host may not know the input tokens yet:
+//! the previous step chooses them.
 
 use std::sync::Arc;
 
@@ -6,19 +7,18 @@ use candle_core::{DType, Device, Result, Tensor, bail};
 
 use super::launch::{Arguments, HostWords, Launch, LaunchShape, module};
 
-/// The contents of a step's input buffer: `ids`, then `words`, then words that only `changes` sets.
-/// The words that only `changes` sets keep their values from step to step.
+/// What to write to the input buffer of a step. The buffer holds `ids`, then `words`, then further words,
+/// which keep their values from step to step unless `changes` sets them.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct StepInputs {
-    /// The token ids. An id that has a source in `sources` is ignored.
+    /// The token ids. The ids of tokens that have a source in `sources` are ignored.
     pub ids: Vec<u32>,
-    /// For each id, the source of its replacement: an index into the tokens that the previous step chose.
-    /// `None` keeps the id.
+    /// For each token, its index in the tokens that the previous step chose. `None` if `ids` has the id.
     pub sources: Vec<Option<u32>>,
-    /// The words after the ids: the positions and slots of a batch graph. Every step writes all of these words.
+    /// The words after the ids: positions and slots in a step of a batch graph, otherwise none.
     pub words: Vec<u32>,
     /// The index and the new value of each changed word. Index 0 is the first word after `words`.
-    /// No index occurs twice in `changes`.
+    /// No index may occur twice, because different threads write the values.
     pub changes: Vec<(u32, u32)>,
 }
 
@@ -41,9 +41,9 @@ impl StepInputs {
     /// Queues a kernel that writes the inputs to `inputs`, a contiguous u32 vector.
     /// `tokens` are the tokens that the previous step chose: a u32 vector.
     ///
-    /// If the description fits in `range` of `host`, the kernel reads it there, and the host waits for no earlier step.
+    /// If the description fits in `range` of `host`, writes it there without waiting for earlier steps.
     /// The caller must then leave the range unchanged until the kernel has ended.
-    /// If the description does not fit, the host copies it to the device, and may wait for earlier steps.
+    /// If the description does not fit, copies it to the device, which may wait for earlier steps.
     pub fn write(
         &self,
         inputs: &Tensor,
@@ -75,7 +75,7 @@ impl StepInputs {
         let arguments = arguments.tensor(tokens)?.tensor(inputs)?.int(rows).int(others).int(changes);
         let shape = LaunchShape::one_thread_each(rows + others + changes);
         let launch = Launch::new(module!("step_inputs"), "set_step_inputs", shape, arguments);
-        // SAFETY: all indices are checked above, and the description has the length that the kernel reads.
+        // SAFETY: sources and indices are checked above, and the description has the length that the kernel reads.
         unsafe { launch.enqueue(device) }
     }
 }

@@ -2,9 +2,9 @@
 
 use candle_core::{Result, Tensor};
 
-/// The order in which kernels add the terms of long sums, such as the dot products of matrix products and attention.
+/// The order in which kernels add the terms of the sums in matrix products and attention.
 ///
-/// Because of rounding, a floating-point sum depends on the order of its terms.
+/// Because of rounding, a floating-point sum depends on the order of the additions.
 /// The fastest order depends on the number of tokens and, in MoE layers, on the experts that these tokens use.
 /// With `Fastest`, the other tokens in the pass can change the last bits of a token's result.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -12,11 +12,13 @@ pub enum SumOrder {
     /// The order that is fastest for the pass.
     #[default]
     Fastest,
-    /// The same order for any number of tokens. This order can be slower than `Fastest`.
+    /// The same order for any number of tokens. Can be slower than `Fastest`.
+    /// A forward pass with this order can have only one token per sequence.
     Fixed,
 }
 
-/// Calls `product` on each row of x separately, and stacks the results.
+/// Calls `product` on each row of x separately, so that no result depends on the number of rows.
+/// Concatenates the results.
 pub(crate) fn each_row(x: &Tensor, product: impl Fn(&Tensor) -> Result<Tensor>) -> Result<Tensor> {
     let tokens = x.dim(0)?;
     if tokens == 1 {

@@ -1,8 +1,8 @@
 //! Uploads weights to a device through staging buffers. The device copies one buffer while a thread fills the next.
 //!
-//! On CUDA, the staging buffers are pinned, and all copies run on one stream that is separate from candle's stream.
-//! The memory of the tensors comes from the pool that candle also uses, but is allocated on the copy stream.
-//! Copies therefore do not have to wait for computations on candle's stream.
+//! On CUDA, the staging buffers are pinned, and the copies run on a stream of their own, the copy stream.
+//! The tensors use the same memory pool as candle, but their memory is allocated on the copy stream,
+//! so that copies do not have to wait for computations on candle's stream.
 //! Before candle's stream uses a tensor, it waits for the copies to that tensor.
 
 use candle_core::{DType, Result, Tensor};
@@ -23,13 +23,14 @@ pub trait UploadTarget: Send + Sync + 'static {
     /// Waits until no copy reads from the next staging buffer, then returns the buffer for the caller to fill.
     fn buffer<'s>(&self, staging: &'s mut Self::Staging) -> Result<&'s mut [u8]>;
 
-    /// Queues a copy of the first `bytes` bytes of the next staging buffer to `offset` in `memory`.
+    /// Queues a copy of the first `bytes` bytes of the buffer that [`buffer`](Self::buffer) has just returned.
+    /// The destination starts at byte `offset` of `memory`.
     fn copy(&self, staging: &mut Self::Staging, bytes: usize, memory: &Self::Memory, offset: usize) -> Result<()>;
 
     /// Marks `memory` as complete. The caller must have queued copies to all of its bytes.
     fn complete(&self, memory: &mut Self::Memory) -> Result<()>;
 
-    /// Converts complete `memory` to a tensor. Later work on the device sees the uploaded bytes.
+    /// Converts complete `memory` to a tensor. Work that is queued on the device afterward sees the uploaded bytes.
     fn tensor(&self, memory: Self::Memory, dtype: DType, shape: &[usize]) -> Result<Tensor>;
 }
 
@@ -72,7 +73,8 @@ mod with_cuda {
         }
     }
 
-    /// Device memory allocated on the copy stream. Unless it becomes a tensor, it is freed after all queued copies.
+    /// Device memory allocated on the copy stream. If it is dropped before it becomes a tensor, it is freed after all
+    /// queued copies.
     pub struct DeviceMemory {
         bytes: CudaSlice<u8>,
         /// The event recorded after the last copy to this memory. `None` until `complete` is called.
@@ -85,7 +87,7 @@ mod with_cuda {
         next: usize,
     }
 
-    /// One staging buffer: page-locked, initialized host memory.
+    /// One staging buffer: pinned, initialized host memory.
     struct Pinned {
         start: NonNull<u8>,
         len: usize,
@@ -96,7 +98,7 @@ mod with_cuda {
 
     impl Pinned {
         fn new(len: usize, stream: &Arc<CudaStream>) -> Result<Self> {
-            // A thread that waits for the event `copied` sleeps. Spinning would take a core from the reader threads.
+            // With this flag, a thread that waits for `copied` sleeps. Spinning would take a core from other readers.
             let copied = stream.context().new_event(Some(CUevent_flags::CU_EVENT_BLOCKING_SYNC)).w()?;
             // Flags of 0 request ordinary cached memory instead of write-combined memory.
             // SAFETY: any length is allowed, and creating the event has bound the CUDA context to this thread.

@@ -28,7 +28,7 @@ pub struct WeightsBuilder<'c> {
     quantize: Option<QuantizationTarget>,
     world: World,
     shares_reads: bool,
-    /// `None`: [`build`](Self::build) chooses the threads.
+    /// The threads that read tensors. If `None`, [`build`](Self::build) chooses them.
     threads: Option<ReaderThreads>,
 }
 
@@ -52,17 +52,15 @@ impl<'c> WeightsBuilder<'c> {
         Self { quantize, ..self }
     }
 
-    /// Loads only the parts of the layers that the rank of `world` holds.
-    /// All ranks must load their parts at the same time, on different threads,
-    /// unless [`share_reads`](Self::share_reads) is false.
+    /// Loads only the parts of the model that the rank of `world` holds.
+    /// Ranks that [share reads](Self::share_reads) wait for each other, so all ranks must load at the same time,
+    /// on different threads.
     pub fn world(self, world: World) -> Self {
         Self { world, ..self }
     }
 
     /// Sets whether this rank shares reads with the other ranks. By default, it does.
-    /// If the ranks share reads, bytes that several ranks need are read only once. Each rank still reads alone:
-    /// - rows and long runs of bytes that no other rank needs
-    /// - the layers of a rank that holds whole layers
+    /// If the ranks share reads, bytes that several ranks need are read only once. These are the exceptions:
     /// - quantized matrices that each rank needs whole, such as embeddings
     /// - the scales of 8-bit weights
     /// - E4M3 tensors without scales
@@ -76,7 +74,7 @@ impl<'c> WeightsBuilder<'c> {
         Self { threads: Some(ReaderThreads::Ahead(Arc::new(reader))), ..self }
     }
 
-    /// Reads large tensors with `reader`, which must copy them to the device of the weights.
+    /// Reads large tensors of safetensors files with `reader`, which must copy them to the device of the weights.
     pub fn read_parts(self, reader: PartReader<impl UploadTarget>) -> Self {
         Self { threads: Some(ReaderThreads::Parts(Arc::new(reader))), ..self }
     }
@@ -90,7 +88,7 @@ impl<'c> WeightsBuilder<'c> {
     /// Kernels on the device's stream wait for the copy to complete.
     pub fn build(mut self) -> Result<Weights<'c>> {
         let threads = match self.threads.take() {
-            // Quantizing reads each matrix when it is requested, so a background reader would read the matrix again.
+            // Quantizing reads each matrix when it is requested, so reading ahead would read the matrix twice.
             Some(ReaderThreads::Ahead(_)) if self.quantize.is_some() => ReaderThreads::Caller,
             Some(threads) => threads,
             None => self.default_threads()?,

@@ -20,9 +20,10 @@ pub enum Checkpoint {
 }
 
 impl Checkpoint {
-    /// Opens the weights files of a model and reads their headers, but not the tensor data.
+    /// Opens the weights files of a model and reads their headers.
     ///
-    /// `path` is a GGUF file, or a directory that contains safetensors files or one GGUF model.
+    /// `path` is a GGUF file or a directory. The directory must contain safetensors files, which take precedence,
+    /// or exactly one GGUF model.
     pub fn open(path: &Path) -> Result<Self> {
         Ok(match snapshot::gguf::find(path)? {
             Some(file) => Self::from_gguf(GgufCheckpoint::open(&file)?)?,
@@ -59,12 +60,12 @@ impl Checkpoint {
         }
     }
 
-    /// Returns the total size of all tensors in the files, in bytes.
+    /// Returns the total size in the files of all [`tensors`](Self::tensors), in bytes.
     pub fn bytes(&self) -> u64 {
         self.tensors().map(|(_, info)| info.bytes() as u64).sum()
     }
 
-    /// Returns the number of parameters. A byte of packed MXFP4 blocks counts as two.
+    /// Returns the number of parameters. A byte of packed MXFP4 blocks counts as two parameters.
     /// MXFP4 scales and the `weight_shape` tensors of compressed-tensors do not count.
     pub fn parameters(&self) -> u64 {
         let count = |(name, info): (&str, &TensorInfo)| parameter_count(name, info.is_packed(), info.elements() as u64);
@@ -81,9 +82,9 @@ impl Checkpoint {
         stored.unwrap_or(info.dtype.to_string()).to_lowercase()
     }
 
-    /// Returns the size in memory of a tensor that stays packed or quantized when it is loaded, in bytes.
+    /// Returns the size in memory of a tensor that stays packed, quantized or integer when it is loaded, in bytes.
     /// The size of a compressed-tensors matrix includes its weight scales, so their own size is 0.
-    /// Returns `None` for a tensor that is loaded as floats.
+    /// Returns `None` for a tensor that is loaded as floats or quantized only during loading.
     pub(super) fn packed_bytes(&self, name: &str, info: &TensorInfo) -> Option<u64> {
         match self {
             Self::Gguf(model) if !info.is_packed() => model.packed_bytes(name),
@@ -93,10 +94,12 @@ impl Checkpoint {
     }
 
     /// Returns the column unit of a matrix: ranks divide the columns only at multiples of this number.
-    /// It is the unit of the quantized format in the file, or else of the format to which loading quantizes floats
-    /// (`target`), or else 1. Matrices that loading never quantizes, such as transposed matrices of safetensors files,
-    /// also get the unit of `target`, which is larger than necessary.
     /// `columns` is the number of columns of the undivided matrix.
+    ///
+    /// A matrix that is quantized in the file, other than as MXFP4, has the unit of its format.
+    /// All other matrices have the unit of the format to which `target` quantizes rows of `columns` values, or 1.
+    /// This includes matrices that loading never quantizes, such as the transposed matrices of safetensors files,
+    /// although 1 would suffice for them.
     pub(super) fn column_unit(&self, name: &str, columns: usize, target: Option<QuantizationTarget>) -> usize {
         let stored = match self {
             Self::Gguf(model) => model.stored_type(name).and_then(quantized::format),
@@ -108,7 +111,8 @@ impl Checkpoint {
         unit_of(stored.or_else(|| target?.format(columns)))
     }
 
-    /// Returns the memory format and the shape of a matrix that is quantized in the file, or `None` for other tensors.
+    /// Returns the memory format and the shape of a matrix that is quantized in the file and stays quantized in memory.
+    /// Returns `None` for other tensors.
     pub(super) fn quantized_shape(&self, name: &str, info: &TensorInfo) -> Option<QuantizedShape> {
         match (self, info.shape.as_slice()) {
             (Self::Gguf(model), _) => {
@@ -128,7 +132,7 @@ impl Checkpoint {
     /// Returns the rows and columns of a matrix `[out, in]` that can be quantized during loading.
     /// Stacked matrices count as one matrix with their rows combined.
     /// Returns `None` if there is no such tensor, if it is not a matrix, or if a safetensors file stores it transposed.
-    /// For GGUF files, `GgufModel::matrix_shape` lists more cases.
+    /// For GGUF files, `GgufModel::matrix_shape` lists more tensors for which the result is `None`.
     pub(super) fn matrix_shape(&self, name: &str, is_transposed: bool) -> Option<(usize, usize)> {
         match self {
             Self::Gguf(model) => model.matrix_shape(name).ok()?,
@@ -141,7 +145,7 @@ impl Checkpoint {
         }
     }
 
-    /// Returns the tensors for a background reader to read ahead. `dtype` is the compute dtype of the model.
+    /// Returns requests for the tensors that a background reader can read ahead. `dtype` is the compute dtype.
     /// The list is empty for a GGUF file, because most of its tensors are converted on the host.
     pub fn read_requests(&self, dtype: DType) -> Vec<ReadRequest> {
         match self {
@@ -151,7 +155,8 @@ impl Checkpoint {
     }
 
     /// Returns the metadata of a tensor and the location of its bytes.
-    /// Fails if the tensor is missing, and for GGUF files, whose tensors have another layout.
+    /// Fails if the tensor is missing. Always fails for a GGUF file, because a tensor of the model may be built from
+    /// several GGUF tensors, or from reordered rows.
     pub fn view(&self, name: &str) -> Result<TensorView<'_>> {
         match self {
             Self::Safetensors(checkpoint) => checkpoint.view(name),
@@ -167,7 +172,7 @@ impl Checkpoint {
         }
     }
 
-    /// Describes the dtype, shape and file of a tensor for an error message.
+    /// Describes a tensor for an error message: its dtype, shape and file, or the GGUF tensors that it is built from.
     pub(super) fn describe(&self, name: &str) -> String {
         match self {
             Self::Safetensors(checkpoint) => checkpoint.view(name).map_or_else(

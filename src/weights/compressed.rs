@@ -1,10 +1,9 @@
 //! Reads the quantization schemes of 8-bit checkpoints in the compressed-tensors format of llm-compressor and vLLM.
 //!
-//! `quantization_config` in config.json lists the quantized linear layers and their schemes.
+//! `quantization_config` in config.json assigns the schemes to linear layers by name, by pattern, or by class.
 //!
-//! A quantized layer has a `weight` of shape `[out, in]` in I8 or F8_E4M3.
-//! The `weight_scale` of the layer has shape `[out, 1]` or `[1]`.
-//! With static input quantization, the layer also has an `input_scale` of shape `[1]`.
+//! A quantized layer has a `weight` of shape `[out, in]` in I8 or F8_E4M3, and a `weight_scale` of shape `[out, 1]`
+//! or `[1]`. With static input quantization, the layer also has an `input_scale` of shape `[1]`.
 //! Older files may store scales as scalars instead of tensors of shape `[1]`.
 //!
 //! A packed layer has `weight_packed` and `weight_shape` in place of `weight`.
@@ -43,9 +42,8 @@ const MAX_PATTERN_BYTES: usize = 1 << 20;
 /// The `quantization_config` of a model, which assigns quantization schemes to linear layers.
 #[derive(Debug)]
 pub struct CompressedConfig {
-    /// Each layer that no target in `ignore` matches uses the first rule whose target matches its name,
-    /// or else the first rule for linear classes.
-    /// A rule without a scheme leaves its layers unquantized.
+    /// A layer uses the first rule whose target matches its name, or else the first rule for a linear class.
+    /// The layer is unquantized if a target in `ignore` matches it, if no rule matches, or if the rule has no scheme.
     rules: Vec<(LayerSelector, Option<Scheme>)>,
     ignore: Vec<LayerSelector>,
 }
@@ -64,10 +62,11 @@ pub struct Scheme {
 /// A code is the value divided by the scale, rounded half to even, and clamped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Format {
-    /// Codes from -128 to 127. A dynamic scale is the largest magnitude divided by 127.5, so the code -128 can occur.
+    /// Codes from -128 to 127. A per-token scale is the token's largest magnitude divided by 127.5, so -128 can occur.
     /// A value that is 127.5 times the scale rounds to 128 and is clamped to 127.
     Int8,
-    /// E4M3 codes with magnitudes up to 448 and no infinities. A dynamic scale is the largest magnitude divided by 448.
+    /// E4M3 codes with magnitudes up to 448 and no infinities.
+    /// A per-token scale is the token's largest magnitude divided by 448.
     Fp8,
 }
 
@@ -92,7 +91,7 @@ pub enum WeightScales {
 /// The quantization of a linear layer's input. Input codes have the same [`Format`] as weight codes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Activations {
-    /// The input is not quantized. Only the weights of the layer are quantized.
+    /// Only the weights of the layer are quantized.
     Unquantized,
     /// Each token has its own input scale, computed at run time and at least the smallest positive normal f32.
     PerToken,
@@ -145,7 +144,7 @@ struct QuantizationArgs {
     strategy: Option<String>,
     #[serde(default)]
     group_size: Option<i64>,
-    /// Whether scales are computed at run time: `true`, `false` or `"local"`.
+    /// Whether scales are computed at run time. `null` counts as false, and `"local"` is not supported.
     #[serde(default)]
     dynamic: Value,
     #[serde(default)]
@@ -194,8 +193,8 @@ impl CompressedConfig {
     fn from_section(section: &Value) -> Result<Self> {
         let broken = || "invalid quantization_config".to_string();
         let section: QuantizationConfig = from_json(section).with_context(broken)?;
-        // Targets without a regular expression come first. Within each kind, targets are in alphabetical order.
-        // If a target occurs twice, only the last occurrence has an effect.
+        // As in compressed-tensors, targets that are names come before regular expressions, and both are in
+        // alphabetical order. If a target occurs twice, only the last occurrence has an effect.
         let mut schemes: BTreeMap<(bool, String), Option<Scheme>> = BTreeMap::new();
         for (name, group) in section.config_groups {
             let path = format!("config_groups.{}", excerpt(&name));
@@ -225,7 +224,7 @@ impl CompressedConfig {
     }
 
     /// Returns the bit widths of weights and activations and the type of the codes, such as `w8a8 int8`.
-    /// If layers have different schemes, describes the first scheme. Returns `unquantized` if there is no scheme.
+    /// If layers have different schemes, describes only one of them. Returns `unquantized` if there is no scheme.
     pub fn name(&self) -> String {
         let Some(scheme) = self.rules.iter().find_map(|(_, scheme)| *scheme) else { return "unquantized".into() };
         let activations = if scheme.activations == Activations::Unquantized { 16 } else { 8 };
@@ -250,19 +249,19 @@ impl LayerSelector {
         let compile = |pattern| RegexBuilder::new(&format!("^(?:{pattern})")).size_limit(MAX_PATTERN_BYTES).build();
         let pattern = match text.strip_prefix(PATTERN).map(compile) {
             Some(Ok(pattern)) => Some(pattern),
-            // The regular expression is too large, or the regex crate rejects its syntax, such as lookaround.
+            // The expression is invalid, too large, or uses Python syntax that the regex crate lacks (lookaround).
             Some(Err(_)) => return unsupported(format!("pattern {} in quantization_config", quote(&text))),
             None => None,
         };
         Ok(Self { text, pattern })
     }
 
-    /// Returns true if the target is the module's name, or a regular expression that matches the module's name.
+    /// Returns true if the target is the module's name, or a regular expression that matches the start of the name.
     fn matches_name(&self, module: &str) -> bool {
         self.pattern.as_ref().map_or(self.text == module, |pattern| pattern.is_match(module))
     }
 
-    /// Returns true if the target names a PyTorch class that includes linear layers.
+    /// Returns true if the target is one of the PyTorch classes of which every linear layer is an instance.
     fn is_linear_class(&self) -> bool {
         self.text == "Linear" || self.text == "Module"
     }

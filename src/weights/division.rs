@@ -2,7 +2,7 @@
 //!
 //! The `load` functions of the layers in `nn` divide the tensors during loading.
 //! Before loading, this module computes the memory of each rank from the tensor table of the model's family.
-//! Tests compare this module with the `load` functions for all model families and formats.
+//! Tests compare the results with the sizes of the tensors that the `load` functions load.
 
 use std::collections::HashMap;
 
@@ -14,8 +14,7 @@ use super::tensor_table::{Dimension, Division, Form};
 use crate::world::share;
 
 /// Ranks divide an intermediate size at multiples of this number of columns, or of a larger column unit of `down_proj`.
-/// An MXFP4 block has 32 columns.
-/// Multiples of 32 columns also satisfy the alignment that the kernels for float matrices require.
+/// This is the length of an MXFP4 block, and satisfies the alignment required by the kernels for float matrices.
 pub const SHARE_COLUMNS: usize = 32;
 
 /// The part of a model that one rank holds if every layer is divided.
@@ -36,7 +35,7 @@ struct LayerUnits {
     down_proj: Option<ColumnUnits>,
 }
 
-/// Returns the smallest number of KV heads whose query heads fill a multiple of the column unit of `o_proj`.
+/// Returns the smallest number of KV heads whose query heads together fill whole column units of `o_proj`.
 /// The query heads of one KV head fill `columns` columns, and a unit has `column_unit` columns.
 pub fn kv_head_unit(columns: usize, column_unit: usize) -> usize {
     (1..=column_unit).find(|heads| (heads * columns).is_multiple_of(column_unit)).unwrap_or(1)
@@ -84,11 +83,11 @@ impl InventoryTensor {
         }
     }
 
-    /// Returns the number of columns of a matrix. Returns `None` for a vector. `shape` is the shape in the file.
+    /// Returns the number of columns of a matrix, or `None` for a vector or scalar. `shape` is the shape in the file.
     pub(super) fn column_count(&self, shape: &[usize]) -> Option<usize> {
         let is_packed = self.name.ends_with("_blocks") || self.name.ends_with("_scales");
         match shape {
-            // An MXFP4 block has 32 columns, and one scale.
+            // The third dimension counts MXFP4 blocks of 32 columns, each of which has one scale.
             [_, _, blocks, ..] if is_packed => Some(blocks * SHARE_COLUMNS),
             [.., columns, _] if self.role.form == Form::Transposed => Some(*columns),
             [_, .., columns] => Some(*columns),
@@ -130,7 +129,7 @@ impl Inventory {
                         let compute = || share_of_layer(&layers[layer], dimension, rank, ranks);
                         Some(*shares.entry((layer, dimension)).or_insert_with(compute))
                     }
-                    // Count the whole tensor if it is not split among the ranks, or if it belongs to no decoder layer.
+                    // Count the whole tensor if ranks do not divide it, or if it belongs to no decoder layer.
                     _ => None,
                 };
                 weight_bytes = weight_bytes.saturating_add(match share_of {
@@ -144,8 +143,8 @@ impl Inventory {
     }
 }
 
-/// Returns how many KV heads of a layer a rank holds, and how many the layer has.
-/// If `dimension` is not [`Dimension::Heads`], counts the columns of `down_proj` instead of KV heads.
+/// Returns the length of a rank's part of `dimension` in a layer, and the whole length of `dimension`.
+/// Counts KV heads for [`Dimension::Heads`], and columns of `down_proj` for [`Dimension::Intermediate`].
 fn share_of_layer(layer: &LayerUnits, dimension: Dimension, rank: usize, ranks: usize) -> (usize, usize) {
     match (dimension, layer.down_proj) {
         (Dimension::Heads, _) => (layer.kv_share(rank, ranks), layer.kv_heads),

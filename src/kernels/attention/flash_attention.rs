@@ -1,4 +1,7 @@
 //! Selects and launches the kernels for attention on tensor cores (`flash_attention.cu`).
+//!
+//! A row is one query head of one token. For each KV head, the rows of a sequence are divided into row tiles.
+//! Each row tile is computed by one thread block, or by several that divide its keys: the splits of the row tile.
 
 use candle_core::cuda_backend::CudaDevice;
 use candle_core::{DType, Result, Tensor, bail};
@@ -16,13 +19,13 @@ use crate::kernels::constants::{
 use crate::kernels::launch::{Arguments, Launch, LaunchShape, dtype_suffix, max_shared_bytes, module, multiprocessors};
 use crate::kernels::scratch;
 
-/// The maximum number of splits per row tile. Each split is a thread block that processes some of a row tile's keys.
-/// With more splits, the last thread block to finish would have to combine more partial results.
+/// The maximum number of splits per row tile.
+/// The last split to finish combines the partial results of all splits, which takes longer with more splits.
 const MAX_SPLITS: usize = 64;
 
-/// The maximum number of splits per row tile with [`SumOrder::Fixed`].
-/// The maximum is constant, so that the number of sequences does not change the summation order of a row.
-/// Layers with a small sliding window have one split: see [`MAX_UNSPLIT_WINDOW`].
+/// The maximum number of splits per row tile with [`SumOrder::Fixed`], unless the layer has a small sliding window
+/// (see [`MAX_UNSPLIT_WINDOW`]). With `Fastest`, the maximum depends on the number of row tiles, so other sequences in
+/// the pass can change the summation order of a row.
 const FIXED_SPLITS: usize = 4;
 
 /// The largest sliding window, in keys, for which the keys of a row tile are not split across thread blocks.
@@ -40,29 +43,29 @@ pub struct FlashAttention {
     dtype: DType,
     mask: AttentionMask,
     rows: LaunchRows,
-    /// The number of f32 scratch elements for the partial results of splits. 0 if there is one split.
+    /// The number of f32 scratch elements for the partial results of splits. 0 if the keys are not split.
     pub partials: usize,
-    /// The number of u32 counters of finished splits. 0 if there is one split.
+    /// The number of u32 counters of finished splits. 0 if the keys are not split.
     pub arrivals: usize,
 }
 
-/// The rows that a launch computes. A row is one query head of one token.
+/// The rows that a launch computes.
 enum LaunchRows {
-    /// All rows. Each sequence has `tokens` tokens.
+    /// All rows. Each sequence has `tokens` new tokens.
     Uniform { tokens: usize },
     /// The rows in a list of row tiles, u32 `[tiles, 4]` (see [`Queries::row_tiles`]).
     Listed(Tensor),
 }
 
-/// The tensors of one flash attention launch. All tensors are contiguous.
+/// The tensors of one flash attention launch. All tensors must be contiguous.
 pub struct FlashTensors<'t> {
     /// The queries: bf16 or f16 `[tokens, heads, head_dim]`.
     pub q: &'t Tensor,
-    /// The keys and values in the dtype of `q`.
+    /// The cached keys and values, in the dtype of `q`.
     pub layer: CachedLayer<'t>,
     /// The attention sinks, one logit per head: f32 `[heads]`. `None` for attention without sinks.
     pub sinks: Option<&'t Tensor>,
-    /// The position of each query: u32 `[tokens]`. The positions of a sequence are consecutive.
+    /// The position of each token: u32 `[tokens]`. The positions of a sequence are consecutive.
     pub positions: &'t Tensor,
     /// The block table of each sequence: u32 `[sequences, blocks]`.
     pub tables: &'t Tensor,
@@ -71,31 +74,34 @@ pub struct FlashTensors<'t> {
     /// Scratch memory for partial results: at least [`FlashAttention::partials`] elements, f32.
     pub partials: &'t Tensor,
     /// Counters of finished splits: at least [`FlashAttention::arrivals`] elements, u32.
-    /// All counters are zero before and after each launch.
+    /// All counters must be zero before the launch. The kernel resets them to zero.
     pub arrivals: &'t Tensor,
 }
 
-/// Computes attention for all queries of a pass into `out`. [`attention`](super::attention) checks the inputs.
+/// Computes attention for all queries of a pass into `out`. The caller, [`super::attention`], has checked the inputs.
 pub(super) fn attention(device: &CudaDevice, inputs: AttentionInputs, out: &Tensor) -> Result<()> {
     let AttentionInputs { q, layer, queries, blocks, sinks, mask, sum_order } = inputs;
     for flash in FlashAttention::for_pass(device, q, layer, queries, mask, sum_order)? {
-        // SAFETY: the kernel reads only partial results that it has written.
+        // SAFETY: the kernel reads only partial results that it has written itself.
         let partials = &unsafe { scratch::empty(flash.partials.max(1), DType::F32, q.device())? };
         let arrivals = &queries.counters(flash.arrivals.max(1))?;
         let (positions, tables) = (queries.positions(), &blocks.tables);
         let tensors = FlashTensors { q, layer, sinks, positions, tables, out, partials, arrivals };
-        // SAFETY: `launch` checks shapes and dtypes.
-        // `PassBlocks::new` or the batch graph has checked that the tables map all positions to blocks of the cache.
+        // SAFETY: `launch` and `AttentionShape::of_inputs` have checked shapes and dtypes.
+        // `PassBlocks::new` or `BatchGraph::inputs` has checked that the tables map positions to blocks of the cache.
+        // The previous kernel is `split_qkv` or the other attention launch. Neither writes data that an overlapping
+        // launch reads before `pdl_wait` (see `FlashAttention::launch`).
         unsafe { flash.launch(&tensors)?.overlapping().enqueue(device)? };
     }
     Ok(())
 }
 
 impl FlashAttention {
-    /// Chooses the kernel for sequences that have `tokens` tokens each.
+    /// Chooses the kernel for sequences that have `tokens` new tokens each.
     ///
-    /// Fails if q and `layer` do not match, if q is not bf16 or f16, if its head size is not in [`FLASH_HEAD_DIMS`],
-    /// if its number of tokens is not a multiple of `tokens`, or if the GPU has too little shared memory.
+    /// Fails if q and `layer` do not match, if no kernel supports their shapes and dtype, if the number of tokens in q
+    /// is not a multiple of `tokens`, or if the GPU has too little shared memory.
+    /// The kernels support bf16 and f16, and the head sizes in [`FLASH_HEAD_DIMS`].
     pub fn new(
         device: &CudaDevice,
         q: &Tensor,
@@ -120,9 +126,11 @@ impl FlashAttention {
 
     /// Chooses the kernels for all queries of a pass.
     ///
-    /// If the sequences have different numbers of tokens, there are up to two launches.
-    /// One launch computes sequences with few tokens, as in decoding. The other computes sequences with many tokens.
-    /// With [`SumOrder::Fixed`], there is one launch. Fails in this case unless each sequence has exactly one token.
+    /// Returns one kernel if all sequences have the same number of new tokens.
+    /// Otherwise, the sequences with few new tokens, as in decoding, get a kernel of their own.
+    ///
+    /// Fails if no kernel supports the tensors, as in [`new`](Self::new). With [`SumOrder::Fixed`], also fails unless
+    /// each sequence has exactly one new token.
     pub fn for_pass(
         device: &CudaDevice,
         q: &Tensor,
@@ -153,8 +161,8 @@ impl FlashAttention {
         Ok(launches)
     }
 
-    /// Chooses the kernel for sequences of one token each. Fails if a sequence has more tokens.
-    /// The attention output of a sequence does not depend on the number of sequences.
+    /// Chooses a kernel with which the output of a sequence does not depend on the other sequences in the pass.
+    /// Fails unless each sequence has exactly one new token.
     fn with_fixed_order(
         device: &CudaDevice,
         q: &Tensor,
@@ -183,8 +191,8 @@ impl FlashAttention {
     ) -> Result<Self> {
         // If there are too few row tiles to fill the GPU, split the keys of each row tile across thread blocks.
         // `TileKernel::choose` selects 128-row tiles only if they fill the GPU, so their keys are not split.
-        // In a large batch, sequences can have very different numbers of keys. To balance the work, the splits then
-        // create up to twice as many thread blocks as fit on the GPU at the same time.
+        // In a large batch, sequences can have very different numbers of keys. To balance the work, the splits create
+        // up to twice as many thread blocks as fit on the GPU at the same time.
         let blocks_per_multiprocessor = match tile.kind {
             TileKind::Few => 1,
             TileKind::Batch => 2 * tile.blocks_per_multiprocessor(max_shared_bytes(device)?),
@@ -195,8 +203,7 @@ impl FlashAttention {
         Self::with_splits(shape, dtype, mask, tile, rows, (row_tiles, splits(mask, wanted)))
     }
 
-    /// Creates the `FlashAttention` for `row_tiles` row tiles.
-    /// The keys of each row tile are divided into up to `splits` splits.
+    /// Creates a `FlashAttention` with `row_tiles` row tiles per KV head and up to `splits` splits per row tile.
     fn with_splits(
         shape: AttentionShape,
         dtype: DType,
@@ -222,17 +229,18 @@ impl FlashAttention {
         })
     }
 
-    /// Returns the part of the kernel's name that identifies its row tile, such as `64_rows`.
+    /// Returns the part of the kernel's name that identifies its `TileKernel`, such as `16_rows_batch`.
     pub fn tile_name(&self) -> &'static str {
         self.tile_name
     }
 
-    /// Returns a launch of the kernel on `tensors`. Fails if a tensor has another shape or dtype than expected.
+    /// Returns a launch of the kernel on `tensors`.
+    /// Fails if a tensor has the wrong shape or dtype, or is not contiguous.
     ///
     /// The caller guarantees that the block tables cover all positions and contain only blocks of the cache.
     ///
-    /// An [`overlapping`](Launch::overlapping) launch starts to read while the previous kernel is still running.
-    /// It then reads the sinks, positions, tables, list of row tiles, and earlier steps' keys and values.
+    /// While the previous kernel is still running, an [`overlapping`](Launch::overlapping) launch can read the sinks,
+    /// the positions, the tables, the list of row tiles, and the keys and values of earlier steps.
     /// The caller guarantees that all of this data was written before the previous kernel started.
     pub fn launch(&self, tensors: &FlashTensors) -> Result<Launch> {
         self.check(tensors)?;
@@ -264,7 +272,7 @@ impl FlashAttention {
     }
 
     /// Checks the shapes and dtypes of all tensors except the list of row tiles.
-    /// With a list of row tiles, does not check the number of block tables.
+    /// With such a list, the number of sequences is not known here, so the number of block tables is not checked.
     fn check(&self, tensors: &FlashTensors) -> Result<()> {
         let FlashTensors { q, layer, sinks, positions, tables, out, partials, arrivals } = *tensors;
         let shape = AttentionShape::of_tensors(q, layer, sinks)?;
@@ -302,12 +310,14 @@ fn has_small_window(mask: AttentionMask) -> bool {
     mask.window.is_some_and(|window| window <= MAX_UNSPLIT_WINDOW)
 }
 
-/// Returns 1 if the sliding window is small, otherwise `wanted`, limited to the range from 1 to [`MAX_SPLITS`].
+/// Returns the maximum number of splits per row tile: 1 if the layer has a small sliding window, otherwise `wanted`,
+/// limited to the range from 1 to [`MAX_SPLITS`].
 fn splits(mask: AttentionMask, wanted: usize) -> usize {
     if has_small_window(mask) { 1 } else { wanted.clamp(1, MAX_SPLITS) }
 }
 
-/// A kernel, and the row tile that each of its thread blocks computes. Must match `TileShape` in `flash_attention.cu`.
+/// A flash attention kernel, with the sizes of its tiles and thread blocks.
+/// The sizes must match `TileShape` in `flash_attention.cu`.
 struct TileKernel {
     kind: TileKind,
     /// The part of the kernel's name that identifies the tile.
@@ -322,19 +332,19 @@ struct TileKernel {
 /// The queries for which a [`TileKernel`] is meant.
 #[derive(Clone, Copy, PartialEq)]
 enum TileKind {
-    /// Few rows per sequence, in a small batch.
+    /// Few rows per sequence, as in decoding, in a small batch. Its 16-row tiles do not outnumber the multiprocessors.
     Few,
     /// Few rows per sequence, in a large batch.
     Batch,
-    /// Prompts that do not fill the GPU with 128-row tiles.
-    /// Also prompts and small batches for which the other kernels need too much shared memory.
+    /// Many rows per sequence, as in prompts, but not enough to fill the GPU with 128-row tiles.
+    /// Also replaces `Few` and `Many` if their kernels need more shared memory than the GPU has.
     Medium,
-    /// All other prompts.
+    /// Many rows per sequence, and enough to fill the GPU with 128-row tiles.
     Many,
 }
 
 impl TileKernel {
-    /// Chooses the tile for queries with `total` rows per KV head, and at most `longest` rows in one sequence.
+    /// Chooses the kernel for queries with `total` rows per KV head, and at most `longest` rows in one sequence.
     /// `few_tiles` is the number of row tiles per KV head if each tile has 16 rows.
     fn choose(
         device: &CudaDevice,
@@ -362,15 +372,17 @@ impl TileKernel {
             let fitting = |tile: &Self| tile.blocks_per_multiprocessor(max_shared_bytes) * multiprocessors;
             let batch: Vec<Self> = tiles.filter(|tile| tile.kind == TileKind::Batch).collect();
             let chosen = if has_small_window(mask) {
-                // With few keys, a thread block spends much of its time on starting, so all should start together.
+                // With few keys, starting takes up much of a thread block's time.
+                // Take the first tile with which all thread blocks run at the same time, otherwise the last tile.
                 batch.iter().position(|tile| few_blocks <= fitting(tile)).unwrap_or(batch.len().saturating_sub(1))
             } else {
-                // Thread blocks with many teams finish sequences with many keys sooner.
+                // Thread blocks with many teams finish sequences with many keys sooner. A team is one warp here.
                 // Take the tile with the most teams, unless it leaves much of the shared memory unused.
                 let used = |tile: &Self| tile.shared_bytes * tile.blocks_per_multiprocessor(max_shared_bytes);
                 let most = batch.iter().map(used).max().unwrap_or(0);
                 let first = batch.iter().position(|tile| 4 * used(tile) >= 3 * most).unwrap_or(0);
-                // If the next tile has as many teams and its blocks nearly fill the GPU, smaller key tiles are faster.
+                // If the next tile has as many teams, its key tiles are smaller.
+                // It is then faster if its thread blocks nearly fill the GPU.
                 let is_faster =
                     |tile: &Self| tile.threads == batch[first].threads && 10 * few_blocks >= 9 * fitting(tile);
                 first + batch.get(first + 1).map_or(0, |next| usize::from(is_faster(next)))
@@ -396,8 +408,7 @@ impl TileKernel {
     }
 
     /// Returns the tiles for a head size. The list is empty if no kernel supports the head size.
-    /// The order matters: [`choose`](Self::choose) and [`for_fixed_order`](Self::for_fixed_order) take the first
-    /// suitable tile.
+    /// [`choose`](Self::choose) and [`for_fixed_order`](Self::for_fixed_order) search the list in this order.
     fn for_head_dim(head_dim: usize) -> Vec<Self> {
         let Some(index) = FLASH_HEAD_DIMS.iter().position(|&dim| dim == head_dim) else { return Vec::new() };
         let tile = |kind, name, rows: usize, warps: usize, (teams, stages): (usize, usize), keys: usize| {
@@ -420,8 +431,8 @@ impl TileKernel {
         ]
     }
 
-    /// Returns the minimum number of keys per split, except the last split of a row tile.
-    /// With fewer keys, combining the results of the splits takes longer than the splits save.
+    /// Returns the minimum number of keys per split. The last split of a row tile can have fewer.
+    /// With fewer keys per split, combining the results of the splits takes longer than the splits save.
     fn min_split_keys(&self) -> usize {
         match self.kind {
             TileKind::Few => 128,
@@ -434,7 +445,7 @@ impl TileKernel {
     /// `max_shared_bytes` is the maximum for one thread block.
     fn blocks_per_multiprocessor(&self, max_shared_bytes: usize) -> usize {
         // CUDA reserves RESERVED bytes for each block. A multiprocessor has RESERVED bytes more than one block may use.
-        // All callers pass 16-row kernels. The static shared memory of these kernels takes at most STATIC bytes.
+        // All callers pass 16-row kernels, which have at most STATIC bytes of static shared memory.
         const RESERVED: usize = 1024;
         const STATIC: usize = 128;
         (max_shared_bytes + RESERVED) / (self.shared_bytes + STATIC + RESERVED)

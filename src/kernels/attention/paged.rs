@@ -21,16 +21,16 @@ pub struct CachedLayer<'t> {
 /// The new tokens of one sequence in a pass.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct QuerySpan {
-    /// The index of the first new token among the new tokens of all sequences in the pass.
+    /// The index of the sequence's first new token among the new tokens of all sequences in the pass.
     pub first: usize,
     pub tokens: usize,
-    /// The position of the first new token in its sequence.
+    /// The position of the first new token in the sequence.
     pub position: usize,
 }
 
 impl QuerySpan {
-    /// Returns whether the span has at most two tiles of 16 rows per KV head, so that the 16-row kernels suit the span.
-    /// `group` is the number of query heads per KV head. Each query head of a token is one row.
+    /// Returns whether the span has few rows: at most two 16-row tiles per KV head.
+    /// A row is one query head of one token. `group` is the number of query heads per KV head.
     #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
     pub(super) fn is_few(&self, group: usize) -> bool {
         self.tokens * group <= 2 * FLASH_FEW_ROWS
@@ -46,15 +46,15 @@ pub struct Queries {
     sequences: Tensor,
     /// Cached results of `row_tiles`, by (`group`, `rows_per_tile`, `few`). Layers with equal shapes share a result.
     tiles: RefCell<HashMap<(usize, usize, bool), Tensor>>,
-    /// Counters of finished splits, u32, shared by all layers. All are zero between launches,
-    /// because the last split of a row tile resets its counter (`flash_attention.cu`).
+    /// Counters of finished splits, u32, shared by all layers. All are zero between launches, because the last split of
+    /// a row tile to finish resets the counter of the row tile (`flash_attention.cu`).
     counters: RefCell<Option<Tensor>>,
 }
 
-/// The block tables of all sequences in a pass, and the slot of each new token.
-/// The layers of a layer group (`nn::kv_cache`) have the same block tables, so they share one `PassBlocks`.
+/// The block tables of all sequences in a pass, and the slot of each new token, for one layer group (`nn::kv_cache`).
+/// All layers of a layer group have the same block tables.
 pub struct PassBlocks {
-    /// The block tables: u32 `[sequences, blocks]`. Shorter tables are padded with zeros.
+    /// The block tables: u32 `[sequences, blocks]`. Entries after the block of a sequence's last new token are unused.
     pub tables: Tensor,
     /// u32 `[tokens]`: the row of k and v for the key and the value of each new token.
     pub slots: Tensor,
@@ -83,7 +83,7 @@ impl Queries {
 
     /// Creates the queries of sequences with one token each. `positions` is u32 `[sequences]`.
     ///
-    /// The host does not know the positions, so each position in `spans` is 0.
+    /// The host does not know the positions, so `position` is 0 in all spans.
     #[cfg(feature = "cuda")]
     pub fn one_token_each(positions: Tensor) -> Result<Self> {
         let count = positions.dims1()?;
@@ -92,7 +92,7 @@ impl Queries {
         Ok(Self { spans, positions, sequences, tiles: RefCell::default(), counters: RefCell::default() })
     }
 
-    /// Returns the new tokens of each sequence.
+    /// Returns the span of each sequence.
     pub fn spans(&self) -> &[QuerySpan] {
         &self.spans
     }
@@ -128,7 +128,7 @@ impl Queries {
     ///
     /// A tile has up to `rows_per_tile` rows. A row is one query head of one token.
     /// `group` is the number of query heads per KV head.
-    /// Tiles with the most keys come first. The order ignores the sliding window.
+    /// Tiles with the most keys come first, because they usually take longest. The order ignores the sliding window.
     #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
     pub(super) fn row_tiles(&self, group: usize, rows_per_tile: usize, few: bool) -> Result<Tensor> {
         if let Some(tiles) = self.tiles.borrow().get(&(group, rows_per_tile, few)) {
@@ -160,7 +160,7 @@ impl Queries {
         }
     }
 
-    /// Fails unless `blocks` has one slot per token, and one table per sequence that covers the sequence's span.
+    /// Fails unless `blocks` has one slot per token, one table per sequence, and enough columns for all spans.
     /// Tables and slots must be u32.
     pub(super) fn check(&self, blocks: &PassBlocks) -> Result<()> {
         let (sequences, columns) = blocks.tables.dims2()?;

@@ -10,7 +10,7 @@
 //   q: T [tokens, heads, head_dim]
 //   k, v: the KV cache, T [rows, kv_heads, head_dim]
 //   slots: u32 [tokens], the row of k and v for each token
-//   grid: one warp per HEADS heads of a token: ceil(tokens · ceil((heads + 2 · kv_heads) / HEADS) / warps per block)
+//   grid: ceil(tokens · ceil((heads + 2 · kv_heads) / HEADS) / warps per block); a warp has HEADS heads of a token
 //     split_qkv, for one part: HEADS = ROPE_HEADS_PER_WARP
 //     split_qkv_few_tokens, for up to ROPE_FEW_TOKENS tokens or several parts: HEADS = 1
 //     split_qkv_wide, for one part, and split_qkv_wide_parts, both without norms: see the template below
@@ -22,7 +22,8 @@
 #include "headers/sum_parts.cuh"
 #include "headers/tensor_core.cuh"
 
-// Rotates the pair (a, b). All kernels of this file round in the same way, so the same inputs give the same bits.
+// Rotates the pair (a, b). With fmaf and __fmul_rn, all kernels of this file round in the same way. The compiler could
+// round the expression a · cos - b · sin differently in each kernel.
 __device__ __forceinline__ float2 rotate(float a, float b, float cos, float sin) {
     return make_float2(fmaf(a, cos, -__fmul_rn(b, sin)), fmaf(b, cos, __fmul_rn(a, sin)));
 }
@@ -72,7 +73,7 @@ __device__ void split_qkv(const float* __restrict__ qkv, const float* __restrict
                                : v + (cache_row * kv_heads + head - heads - kv_heads) * head_dim;
     };
     const float *c = cos + (size_t)positions[token] * half, *s = sin + (size_t)positions[token] * half;
-    // This loop is unrolled so that the loads of an iteration do not wait for the stores of the previous iteration.
+    // Unrolling lets the loads of two iterations run before the stores of the first.
 #pragma unroll 2
     for (int i = lane; i < half; i += 32) {
         float a[HEADS], b[HEADS];
@@ -103,12 +104,12 @@ template <typename T> __device__ __forceinline__ void store_4(T* to, const float
         *reinterpret_cast<uint2*>(to) = make_uint2(pack<T>(v[0], v[1]), pack<T>(v[2], v[3]));
 }
 
-// Like split_qkv, but without norms, and only if RoPE rotates all elements of a head.
-// A lane loads four adjacent elements at once.
+// Like split_qkv, but without norms, and only for heads that RoPE rotates completely.
 // `head_dim` is 64, 128 or 256, and `head_dim` / 8 lanes share a head.
-// A lane handles eight elements in each of HEADS heads.
+// In each of HEADS heads, a lane computes four adjacent elements of the first half, and their partners in the second.
+// A lane loads four elements at once, so qkv, bias, cos and sin must be aligned to 16 bytes.
+// If PARTS is false, qkv has one part.
 //   grid: one warp per HEADS · 256 / head_dim heads of a token
-// PARTS says whether qkv can have several parts.
 template <typename T, int HEADS, bool PARTS>
 __device__ void split_qkv_wide(const float* __restrict__ qkv, const float* __restrict__ bias,
                                const float* __restrict__ cos, const float* __restrict__ sin,

@@ -3,7 +3,7 @@
 //! Before the rotation, [`split_qkv`] adds the bias and applies the QK norms, if the model has them.
 //! RoPE (RoFormer, arXiv 2104.09864) uses the split-half layout of Hugging Face checkpoints.
 //!
-//! The cosine and sine tables and all arithmetic are f32, because bf16 is too imprecise for large positions.
+//! The cosine and sine tables and all arithmetic are f32. Only the results are rounded to the dtype of the cache.
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 
@@ -20,7 +20,7 @@ pub struct HeadSizes {
 }
 
 impl HeadSizes {
-    /// Returns the number of rows of the fused QKV projection.
+    /// Returns the number of weight rows of the fused QKV projection.
     pub fn qkv_rows(self) -> usize {
         (self.heads + 2 * self.kv_heads) * self.head_dim
     }
@@ -122,7 +122,7 @@ fn check_inputs(
         || bias.is_some_and(|bias| bias.dims() != [width])
     {
         let bias = bias.map(Tensor::dims);
-        bail!("cannot compute split_qkv: shapes do not match: qkv {:?}, bias {bias:?}, {sizes:?}", qkv.dims());
+        bail!("cannot compute split_qkv: unsupported shapes: qkv {:?}, bias {bias:?}, {sizes:?}", qkv.dims());
     }
     if cos.dims() != sin.dims() || 2 * half > head_dim || positions.dims() != [tokens] {
         let (cos, sin, positions) = (cos.dims(), sin.dims(), positions.dims());
@@ -153,7 +153,7 @@ fn check_inputs(
     Ok(())
 }
 
-/// Copies each row i of `from` to row `slots[i]` of `to`. Copies rows with consecutive slots in one call.
+/// Copies each row i of `from` to row `slots[i]` of `to`. Rows with consecutive slots are copied in one call.
 fn scatter_rows(to: &Tensor, from: &Tensor, slots: &[u32]) -> Result<()> {
     let mut first = 0;
     for run in slots.chunk_by(|a, b| a + 1 == *b) {
@@ -211,7 +211,7 @@ mod on_gpu {
     use crate::kernels::launch::{Arguments, Launch, LaunchShape, address, dtype_suffix, module};
     use crate::kernels::scratch;
 
-    /// Computes [`split_qkv`](super::split_qkv), which has checked the shapes and dtypes of all arguments, on a GPU.
+    /// Computes `split_qkv` on a GPU. The caller, [`super::split_qkv`], has checked all shapes and dtypes.
     #[allow(clippy::too_many_arguments)]
     pub fn split_qkv(
         device: &CudaDevice,
@@ -249,8 +249,8 @@ mod on_gpu {
         for tensor in [Some(qkv), bias, Some(cos), Some(sin)].into_iter().flatten() {
             is_wide &= address(tensor)?.is_multiple_of(16);
         }
-        // Only products of few tokens have several parts, so several parts count as few tokens.
-        // The kernel `split_qkv` must not run with several parts, because it does not add them up.
+        // Only products of at most `DENSE_WGMMA_MAX_TOKENS` tokens have several parts, so they count as few tokens.
+        // The kernel `split_qkv` must not run with several parts, because it reads only the first part.
         let has_few_tokens = tokens <= ROPE_FEW_TOKENS || parts > 1;
         let (name, heads_per_warp) = match is_wide {
             true if parts > 1 => ("split_qkv_wide_parts", ROPE_WIDE_HEADS * 256 / head_dim),
@@ -263,9 +263,8 @@ mod on_gpu {
         let shape = LaunchShape::linear(warps.div_ceil(block / 32), block);
         let kernel = format!("{name}_{}", dtype_suffix(dtype)?);
         let launch = Launch::new(module!("rope"), kernel, shape, arguments).overlapping();
-        // SAFETY: `super::split_qkv` has checked shapes and dtypes.
-        // `Decoder::validate` accepts only positions that `cos` and `sin` cover, and `PassBlocks::new` only blocks of
-        // the cache. `BatchGraph::inputs` checks the positions and blocks of batch graphs.
+        // SAFETY: `super::split_qkv` has checked shapes and dtypes. Its caller guarantees valid positions and slots:
+        // `BatchGraph::inputs` checks them in batch graphs, `Decoder::validate` and `PassBlocks::new` in other passes.
         unsafe { launch.enqueue(device)? };
         Ok(q)
     }

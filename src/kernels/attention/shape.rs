@@ -22,7 +22,7 @@ impl AttentionShape {
         let shape = Self::of_tensors(q, layer, sinks)?;
         if queries.tokens() != shape.tokens {
             bail!(
-                "cannot compute attention: q has {} tokens, but the queries of the pass have {}",
+                "cannot compute attention: q has {} tokens, but the sequences of the pass have {} new tokens",
                 shape.tokens,
                 queries.tokens()
             );

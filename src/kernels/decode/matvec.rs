@@ -1,6 +1,7 @@
-//! Launch shapes and arguments for the matrix-vector kernels of a decode step.
+//! Checks, launch shapes and arguments for the decode kernels that multiply a [`Matrix`] by vectors.
 //!
-//! Weights are dense (`dense_matvec.cuh`) or quantized (`quantized_matvec.cuh`).
+//! In the kernels, `DenseStream` (`dense_matvec.cuh`) multiplies dense weights, and `QuantizedStream`
+//! (`quantized/quantized.cuh`) multiplies quantized weights.
 
 use candle_core::cuda_backend::CudaDevice;
 use candle_core::{DType, Result, bail};
@@ -14,14 +15,14 @@ use crate::kernels::quantized::{GROUP_COLUMNS, quantized_ops};
 /// Returns whether the decode kernels support `weight` with `inputs` input vectors on this GPU.
 ///
 /// The number of columns must be a multiple of 8, and all input vectors must fit in shared memory.
-/// The weight must not be [`Matrix::Concatenated`]. Dtypes are not checked here.
+/// The weight must not be [`Matrix::Concatenated`]. Dtypes are checked by `check_weight` instead.
 pub fn has_decode_kernel(device: &CudaDevice, weight: &Matrix, inputs: usize) -> Result<bool> {
-    // 1 KiB is reserved for static shared memory, which is enough for every decode kernel that multiplies a `Matrix`.
+    // Reserve 1 KiB for static shared memory. Every decode kernel that multiplies a `Matrix` needs less.
     let fits = weight.dims().1.is_multiple_of(8) && input_bytes(weight, inputs) + 1024 <= max_shared_bytes(device)?;
     Ok(fits && !matches!(weight, Matrix::Concatenated(_)))
 }
 
-/// Returns the size in bytes of the shared memory for `inputs` input vectors.
+/// Returns how many bytes of shared memory `inputs` input vectors of `weight` need.
 pub(super) fn input_bytes(weight: &Matrix, inputs: usize) -> usize {
     let (_, columns) = weight.dims();
     match weight {
@@ -57,6 +58,7 @@ pub(super) fn matvec_kernel(weight: &Matrix, name: &str) -> String {
 }
 
 /// Fails unless `weight` has shape `[rows, columns]` and a kernel supports it for activations in `dtype`.
+/// Does not check whether the input vectors fit in shared memory (see [`has_decode_kernel`]).
 pub(super) fn check_weight(weight: &Matrix, rows: usize, columns: usize, dtype: DType) -> Result<()> {
     let (has_kernel, kind) = match weight {
         Matrix::Dense(weight) => (weight.dtype() == dtype, weight.dtype().as_str()),
@@ -77,6 +79,7 @@ pub(super) fn check_weight(weight: &Matrix, rows: usize, columns: usize, dtype: 
 
 impl Arguments {
     /// Adds a weight: a dense weight as an address, or a quantized weight as a stack of matrices.
+    /// Fails for [`Matrix::Concatenated`].
     pub(super) fn weight(self, weight: &Matrix) -> Result<Self> {
         match weight {
             Matrix::Dense(weight) => self.tensor(weight),
@@ -88,6 +91,7 @@ impl Arguments {
     }
 
     /// Adds two weights: dense weights as two addresses, or quantized weights as one stack.
+    /// Fails unless both weights are dense or both are quantized.
     pub(super) fn two_weights(self, first: &Matrix, second: &Matrix) -> Result<Self> {
         match (first, second) {
             (Matrix::Dense(first), Matrix::Dense(second)) => self.tensor(first)?.tensor(second),
@@ -96,7 +100,8 @@ impl Arguments {
         }
     }
 
-    /// Adds the arguments that specify how to quantize the input, or nothing if the weight is dense.
+    /// Adds the arguments that specify how to quantize the input of a quantized weight, or nothing for a dense weight.
+    /// Fails if the parts of the weight quantize their input differently.
     pub(super) fn quantization_of(self, weight: &Matrix) -> Result<Self> {
         let Matrix::Quantized(_) = weight else { return Ok(self) };
         let Some(quantization) = weight.input_quantization() else {

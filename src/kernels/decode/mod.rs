@@ -1,19 +1,21 @@
-//! The fused CUDA kernels of the decode graph. A step computes one token of one sequence in static buffers.
+//! The fused CUDA kernels of the decode graph, except attention and the exchange of data between ranks.
+//! A step computes one token of one sequence in static buffers.
 //!
 //! Each `add_*` function checks shapes and dtypes, and adds its launches to a `LaunchList`.
-//! Launch lists are captured as a CUDA graph, which replays each launch with the same arguments.
+//! The launches of a step are captured as a CUDA graph, which replays each launch with the same arguments.
 //! Values that change from step to step, such as the position and the token, are therefore in device memory.
 //! A step multiplies each weight by at most one vector, so memory bandwidth limits the speed of these kernels.
 //!
 //! On Hopper and later GPUs, launches overlap (programmatic dependent launch).
-//! Most kernels with weights load their first weights while the previous kernel runs, and then wait for their input.
-//! The gate and up projections of routed experts wait before they load weights, because the router chooses the experts.
+//! Most matrix-vector kernels load their first weights while the previous kernel runs, and then wait for their input.
+//! The gate and up projections of routed experts wait before they load weights, because the previous kernel computes
+//! the router logits, which determine the experts.
 //!
 //! Two buffers of [`StepBuffers`] carry data from one step to the next:
 //! - `x`: the residual stream, f32 `[hidden]`; between steps, the embedding of the next input token
 //! - `state`: u32 `[4]`, the current position, the current token, the number of finished steps and an unused word
 //!
-//! In the CUDA files, `T` is bf16 or f16: the dtype of q, k, v, h and dense projection weights.
+//! In the CUDA files, `T` is the compute dtype of the model: bf16 or f16.
 //! Tests compare these kernels with the eager decoder (`tests/it/runner/decode_graph.rs`).
 
 mod buffers;

@@ -1,7 +1,8 @@
-// Computes the queries, keys and values of one token. Applies RMSNorm, the projection, its bias and RoPE.
-// Writes the queries to a buffer, and the keys and values to the KV cache.
+// Computes the queries, keys and values of one token: applies RMSNorm, the projection and its bias, and then RoPE to
+// queries and keys. Writes the queries to a buffer, and the keys and values to the KV cache.
+// If the model has QK norms, writes the queries and keys to `raw` instead, without RoPE, and decode_qk_norm follows.
 //
-//   x, norm: f32 [columns]
+//   x, norm: f32 [columns]; `norm` is the weight of the RMSNorm
 //   weight: T [(heads + 2 · kv_heads) · head_dim, columns], or up to three quantized matrices
 //   bias: f32 [(heads + 2 · kv_heads) · head_dim] or null
 //   cos, sin: f32 [positions, rotated / 2]; RoPE applies to the first `rotated` elements of a head
@@ -9,8 +10,7 @@
 //   q: T [heads, head_dim]
 //   k, v: the KV cache; see attention/paged.cuh
 //   table: u32 [blocks], the block table of the sequence
-//   raw: f32 [heads + kv_heads, head_dim] or null
-//     If the model has QK norms, `raw` receives the queries and keys before these norms and RoPE, for decode_qk_norm.
+//   raw: f32 [heads + kv_heads, head_dim], or null if the model has no QK norms
 //   grid: at most one block per multiprocessor
 //   block: at most DECODE_MAX_WARPS warps, or QUANTIZED_WARPS with quantized weights
 //   bytes moved: the weight
@@ -20,7 +20,7 @@
 #include "decode/quantized_matvec.cuh"
 #include "headers/pdl.cuh"
 
-// The output buffers of the projection, and the bias and RoPE tables that are applied to the outputs.
+// The output buffers of the projection, and the bias and the RoPE tables, which QkvPair applies to the outputs.
 template <typename T> struct QkvTarget {
     const float *bias, *cos, *sin;
     T *q, *k, *v;
@@ -39,7 +39,7 @@ template <typename T> struct QkvTarget {
 };
 
 // The two outputs of a unit.
-// The constructor loads the biases, cosine and sine early, before the dot products are computed.
+// The constructor loads the biases, cosine and sine before the dot products are computed, to hide the latency.
 template <typename T> struct QkvPair {
     int head, first, second;
     float a_bias, b_bias, cos, sin;

@@ -20,7 +20,7 @@ pub struct QkvProjection<'t> {
     pub sin: &'t Tensor,
     /// The output buffer for the queries: bf16 or f16 `[heads, head_dim]`.
     pub q: &'t Tensor,
-    /// The keys and values in the KV cache, in the dtype of `q`.
+    /// The keys and values of the layer in the KV cache, in the dtype of `q`.
     pub layer: CachedLayer<'t>,
     /// The block table of the sequence: u32 `[1, blocks]`.
     pub table: &'t Tensor,
@@ -41,10 +41,10 @@ pub struct QkNormBuffers<'t> {
 }
 
 /// Adds a launch that applies a layer's norm, the QKV projection and its bias to `x`, and then RoPE to q and k.
-/// With QK norms, the first launch does not apply RoPE. A second launch applies the QK norms and then RoPE.
+/// If there are QK norms, this launch does not apply RoPE. A second launch then applies the QK norms and RoPE.
 ///
 /// The launches write q to `projection.q`, and k and v to the KV cache.
-/// `cos`, `sin` and `table` must cover every position at which the launches run.
+/// The RoPE tables and the block table must cover every position at which the launches run.
 pub fn add_qkv(
     launches: &mut LaunchList,
     buffers: &StepBuffers,
@@ -93,8 +93,9 @@ pub fn add_qkv(
         .quantization_of(weight)?;
     let kernel = matvec_kernel(weight, &format!("qkv_{}", dtype_suffix(dtype)?));
     let launch = Launch::new(module!("qkv"), kernel, matvec_shape(buffers, rows / 2, weight), arguments);
-    // SAFETY: the shapes and dtypes of all tensors are checked above. `StepBuffers::new` created `x` and `state`.
-    // `DecodeGraph` runs a step only if the RoPE tables and the block table cover its position.
+    // SAFETY: the shapes and dtypes are checked above, except the lengths of the RoPE tables and of the block table.
+    // `DecodeGraph` runs a step only if these tables cover its position, and rejects blocks that are not in the cache.
+    // `StepBuffers::new` created `x` and `state`.
     unsafe { launches.add(launch.with_bytes_moved(weight.bytes()))? };
     let Some(norms) = qk_norm else { return Ok(()) };
     let arguments = Arguments::new()
@@ -114,7 +115,6 @@ pub fn add_qkv(
         .float(norms.eps);
     let shape = LaunchShape::one_warp_each(heads + kv_heads);
     let kernel = format!("decode_qk_norm_{}", dtype_suffix(dtype)?);
-    // SAFETY: all shapes and dtypes are checked above, including the scratch buffer and the QK norm weights.
-    // `DecodeGraph` runs a step only if the RoPE tables and the block table cover its position.
+    // SAFETY: as for the first launch. The scratch buffer and the QK norm weights are also checked above.
     unsafe { launches.add(Launch::new(module!("qkv"), kernel, shape, arguments)) }
 }

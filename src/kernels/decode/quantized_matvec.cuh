@@ -1,16 +1,16 @@
-// Loads the input vector of decode kernels with quantized weights.
-// Quantizes the vector to 8 bits if the checkpoint requires quantized activations.
+// Loads the input vector of decode kernels with quantized weights into a QuantizedInput in shared memory.
+// If the checkpoint requires quantized activations, first quantizes the vector to 8 bits.
 #pragma once
 #include "headers/block_sum.cuh"
 #include "quantized/quantized.cuh"
 
 // The number of groups (32 columns each) that a lane has in flight per row.
 // QUANTIZED_DEPTH_2 is for units of two rows, and QUANTIZED_DEPTH_1 is for units of one row.
-// Both keep four groups in flight.
+// In both cases, a lane has four groups in flight.
 constexpr int QUANTIZED_DEPTH_2 = 2, QUANTIZED_DEPTH_1 = 4;
 
-// Writes norm(x) / scale to shared memory and returns the scale.
-// Quantizes the vector to 8 bits unless `quantization.mode` is QUANTIZATION_NONE.
+// Stores norm(x) / scale in `input` and returns the scale. norm(x) is the RMSNorm of x with the weight `norm`.
+// Quantizes norm(x) / scale to 8 bits unless `quantization.mode` is QUANTIZATION_NONE.
 // The caller multiplies the dot products by the scale.
 __device__ __forceinline__ float load_normed(const QuantizedInput& input, const float* x, const float* norm,
                                              int columns, float eps, QuantizationArgs quantization, float* scratch) {
@@ -42,8 +42,8 @@ __device__ __forceinline__ float load_normed(const QuantizedInput& input, const 
     return fill_quantized(input, [&](int i) { return weighted(i, quad(i)); }, largest, rms, quantization, scratch);
 }
 
-// Writes y / scale to shared memory and returns the scale.
-// Quantizes the vector to 8 bits unless `quantization.mode` is QUANTIZATION_NONE.
+// Stores y / scale in `input` and returns the scale.
+// Quantizes y / scale to 8 bits unless `quantization.mode` is QUANTIZATION_NONE, for which the scale is 1.
 // The caller multiplies the dot products by the scale.
 template <typename T>
 __device__ __forceinline__ float load_vector(const QuantizedInput& input, const T* y, int columns,

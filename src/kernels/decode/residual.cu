@@ -1,4 +1,4 @@
-// Projections whose outputs are added to the residual stream: o_proj of attention and down_proj of the MLP.
+// Projections whose outputs are added to the residual stream: o_proj, and down_proj of MLPs without experts.
 //
 // Computes out = x + W·y + bias.
 //   weight: T [rows, columns], or one quantized matrix
@@ -6,7 +6,7 @@
 //   bias: f32 [rows] or null
 //   x: f32 [rows], or null if the model has a post-norm; decode_add_normed then adds norm(out) to the residual stream
 //   out: f32 [rows]; may be the same buffer as x
-//   m: if m.ranks > 1, the results are sent to all ranks instead (see Sender in exchange.cuh)
+//   m: if m.ranks > 1, the results are sent to all ranks instead of stored in `out` (see Sender in exchange.cuh)
 //   grid: at most one block per multiprocessor
 //   block: at most DECODE_MAX_WARPS warps, or QUANTIZED_WARPS with quantized weights
 //   bytes moved: the weight
@@ -62,7 +62,7 @@ __device__ void quantized_residual(const float* x, float* out, const T* y, const
 }
 
 // Computes x += norm(y).
-//   x, y, norm: f32 [columns]
+//   x, y, norm: f32 [columns]; norm(y) is the RMSNorm of y with the weight `norm`
 //   grid: 1; block: 1024
 //   bytes moved: 16 · columns
 __device__ void decode_add_normed(float* x, const float* y, const float* norm, int columns, float eps) {

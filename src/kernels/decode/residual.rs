@@ -18,9 +18,9 @@ pub struct PostNorm<'t> {
 
 /// Adds a launch that computes `partial += W·y + bias`.
 /// If several ranks run the layer together, a second launch writes the sum over these ranks to `x`.
-/// The first launch may then send its result instead of adding it to `partial` (see [`sender`]).
-/// With a `post_norm`, the launches compute `x += norm(s)` instead.
-/// `s` is the sum of `W·y` over the ranks that run the layer, plus the bias.
+/// The first launch may then send the updated elements of `partial` instead of storing them (see [`sender`]).
+/// With a `post_norm`, the launches compute `x += norm(s)` instead, where `s` is the sum of `W·y` over the ranks that
+/// run the layer, plus the bias.
 ///
 /// `weight` is `[hidden, columns]`, `y` is bf16 or f16 `[columns]`, and `bias` is f32 `[hidden]`.
 pub fn add_residual(
@@ -62,7 +62,7 @@ pub fn add_residual(
     let arguments =
         Arguments::new().tensor(&buffers.x)?.tensor(scratch)?.tensor(norm.weight)?.int(rows).float(norm.eps);
     // SAFETY: shapes and dtypes are checked above.
-    // The hidden size is a multiple of 4, because `add_head` accepts only multiples of 8.
+    // The kernel needs a hidden size that is a multiple of 4. `add_qkv` and `add_head` accept only multiples of 8.
     unsafe {
         launches.add(Launch::new(module!("residual"), "decode_add_normed_f32", LaunchShape::linear(1, 1024), arguments))
     }

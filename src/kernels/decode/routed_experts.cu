@@ -16,7 +16,7 @@
 //   grid: at most one block per multiprocessor
 //   block: at most DECODE_MAX_WARPS warps, or QUANTIZED_WARPS with quantized weights
 //   bytes moved: the weights of the chosen experts
-// A unit is one row of gate and the same row of up, of one chosen expert. Each unit produces one element of h.
+// A unit consists of row i of gate and row i of up of one chosen expert, and produces one element of h.
 template <typename T>
 __device__ void decode_routed_gate_up(const float* x, const float* norm, const T* weight, const float* logits, T* h,
                                       int experts, int chosen, int rows, int columns, float eps) {
@@ -70,8 +70,9 @@ __device__ void quantized_routed_gate_up(const float* x, const float* norm, cons
     }
 }
 
-// One weight row from each chosen expert, concatenated.
-// A piece is the part of a row that a lane loads at once: a segment (dense weights) or a group (quantized weights).
+// Finds the chosen expert to which a piece of a long row belongs.
+// *Long row* i is the concatenation of row i of every chosen expert.
+// A *piece* is the part of a row that a lane loads at once: a segment (dense weights) or a group (quantized weights).
 struct ChosenRows {
     const uint32_t* experts;
     int pieces;            // the number of pieces in one expert's row
@@ -82,11 +83,11 @@ struct ChosenRows {
     __device__ __forceinline__ ChosenRows(const uint32_t* experts, int pieces, size_t expert_pieces)
         : experts(experts), pieces(pieces), expert_pieces(expert_pieces), inverse(0xffffffffu / pieces + 1) {}
     // Returns `piece / pieces`: n if the piece belongs to the row of the n-th chosen expert.
-    // If `pieces` is 1, `inverse` (2^32) has overflowed to 0 and is not used.
+    // If `pieces` is 1, `inverse` would be 2^32, which does not fit in 32 bits.
     __device__ __forceinline__ int index_of(int piece) const { return pieces == 1 ? piece : __umulhi(piece, inverse); }
 };
 
-// One dense row from each chosen expert, concatenated. This is the Address type of a DenseStream.
+// A long row of dense weights: the Address type of a DenseStream.
 struct ChosenSegments {
     const uint4* row;  // the row of expert 0
     ChosenRows rows;
@@ -96,7 +97,7 @@ struct ChosenSegments {
     }
 };
 
-// One quantized row from each chosen expert, concatenated. This is the Layout type of a QuantizedStream.
+// Locates the groups and scales of long rows of quantized weights: the Layout type of a QuantizedStream.
 struct ChosenGroups {
     static constexpr bool is_gathered = true;
     ChosenRows rows;
@@ -111,18 +112,18 @@ struct ChosenGroups {
 };
 
 // Computes x += Σ routing weight · down(h) over the chosen experts.
-// Long row i is the concatenation of row i of every chosen expert.
-// x[i] increases by the dot product of long row i and the weighted h.
+// The kernel multiplies row n of h by the routing weight of the n-th chosen expert.
+// x[i] increases by the dot product of the result and long row i (see ChosenRows).
 //   x: f32 [rows]
 //   h: T [chosen, columns]
 //   logits: f32 [experts]
 //   weight: T [experts, rows, columns], or one quantized matrix
 //   over_all: 1 if the routing softmax covers all experts, 0 if it covers only the chosen experts
-//   m: if m.ranks > 1, the sums are sent to all ranks instead (see Sender in exchange.cuh)
+//   m: if m.ranks > 1, the new values of x are sent to all ranks instead of stored (see Sender in exchange.cuh)
 //   grid: at most one block per multiprocessor
 //   block: at most DECODE_MAX_WARPS warps, or QUANTIZED_WARPS with quantized weights
 //   bytes moved: the weights of the chosen experts
-// Each unit is one long row, and updates one element of x.
+// Each unit is one long row.
 template <typename T>
 __device__ void decode_routed_down(float* x, const T* h, const float* logits, const T* weight, int experts, int chosen,
                                    int rows, int columns, int over_all, const Mailboxes& m) {
@@ -130,8 +131,8 @@ __device__ void decode_routed_down(float* x, const T* h, const float* logits, co
     __shared__ Routing routing;
     const int segments = columns / 8;
     const DenseInput input{shared, chosen * segments};
-    // Reading the router logits before pdl_wait() is safe, because the router kernel has ended.
-    // Only the previous kernel, which computes h, can still be running (see headers/pdl.cuh).
+    // Reading the router logits before pdl_wait() is safe: only the previous kernel, which computes h, can still be
+    // running (see headers/pdl.cuh). The router kernel before it has ended.
     if (threadIdx.x < 32) routing.choose(logits, experts, chosen, chosen, threadIdx.x, over_all);
     const Sender sender(m);
     __syncthreads();
@@ -152,7 +153,7 @@ __device__ void decode_routed_down(float* x, const T* h, const float* logits, co
     }
 }
 
-// Writes h to shared memory. Multiplies each expert's row of h, or the row's scales, by the expert's routing weight.
+// Stores h in `input`. Multiplies each expert's row of h, or the row's scales, by the expert's routing weight.
 // Quantizes each row of h to 8 bits unless `quantization.mode` is QUANTIZATION_NONE.
 // `factors` is shared memory for the quantization scale of each row.
 template <typename T>
@@ -165,7 +166,8 @@ __device__ __forceinline__ void load_chosen(const QuantizedInput& input, const T
         const T* values = reinterpret_cast<const T*>(&two);
         return make_float4(to_float(values[0]), to_float(values[1]), to_float(values[2]), to_float(values[3]));
     };
-    // Returns quad i after applying `change` to its four values. Returns zeros past an expert's last column.
+    // Returns quad i of `input`: four values of the n-th expert's row of h, each replaced by change(value, n).
+    // Returns zeros past the last column of the row.
     const auto quad = [&](int i, auto change) {
         const int n = rows.index_of(i / 8), quad = i - n * rows.pieces * 8;
         if (4 * quad >= columns) return make_float4(0.0f, 0.0f, 0.0f, 0.0f);
@@ -210,8 +212,8 @@ __device__ void quantized_routed_down(float* x, const T* h, const float* logits,
     __shared__ Routing routing;
     const int expert_groups = (columns + 31) / 32, groups = chosen * expert_groups;
     const QuantizedInput input(vector, weight, groups);
-    // Reading the router logits before pdl_wait() is safe, because the router kernel has ended.
-    // Only the previous kernel, which computes h, can still be running (see headers/pdl.cuh).
+    // Reading the router logits before pdl_wait() is safe: only the previous kernel, which computes h, can still be
+    // running (see headers/pdl.cuh). The router kernel before it has ended.
     if (threadIdx.x < 32) routing.choose(logits, experts, chosen, chosen, threadIdx.x, over_all);
     const Sender sender(m);
     __syncthreads();

@@ -48,7 +48,7 @@ pub fn add_routed_gate_up(
 
 /// Adds a launch that computes `partial += Σ routing weight · down(h)` over the chosen experts.
 /// If several ranks run the layer together, a second launch writes the sum over these ranks to `x`.
-/// The first launch may then send its result instead of adding it to `partial` (see [`sender`]).
+/// The first launch may then send the updated elements of `partial` instead of storing them (see [`sender`]).
 ///
 /// `weight` is `[experts * hidden, intermediate]`.
 /// The router `logits` are f32 `[experts]`, and `h` is bf16 or f16 `[chosen, intermediate]`.

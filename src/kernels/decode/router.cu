@@ -15,7 +15,7 @@
 #include "headers/common.cuh"
 #include "headers/pdl.cuh"
 
-// Loads four floats. The compiler could move a plain load past pdl_wait(), but does not move this one.
+// Loads four floats with volatile assembly, because the compiler could move an ordinary load past pdl_wait().
 __device__ __forceinline__ float4 load_early(const float4* address) {
     float4 v;
     asm volatile("ld.global.nc.v4.f32 {%0,%1,%2,%3}, [%4];"
@@ -37,8 +37,8 @@ __device__ void decode_router(const float* x, const float* norm, const float* we
         const int quad = threadIdx.x + i * blockDim.x;
         if (quad < quads) w[i] = load_early(row + quad), n[i] = load_early(norms + quad);
     }
-    // If `normed` is not null, this block writes up to `slice` of its elements, starting at element `first`.
-    // This thread starts at element `own`.
+    // If `normed` is not null, this block writes up to `slice` elements of `normed`, from element `first` on.
+    // The first of them that this thread writes is element `own`.
     const int slice = (columns + experts - 1) / experts, first = expert * slice, own = first + threadIdx.x;
     const bool writes_normed = normed && threadIdx.x < slice && own < columns;
     const float own_norm = writes_normed ? __ldg(norm + own) : 0.0f, router_bias = bias ? __ldg(bias + expert) : 0.0f;

@@ -40,6 +40,7 @@ pub fn add_router(
         .int(experts)
         .float(norm.eps);
     let launch = Launch::new(module!("router"), "decode_router_f32", LaunchShape::linear(experts, 256), arguments);
-    // SAFETY: shapes and dtypes are checked above. `ExpertBuffers::new` allocates `normed` with the size of x.
+    // SAFETY: shapes and dtypes are checked above.
+    // `ExpertBuffers::new` allocates `normed` with the size of x, and `normed_scale` with one element.
     unsafe { launches.add(launch.with_bytes_moved(bytes(weight))) }
 }

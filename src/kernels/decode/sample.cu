@@ -1,4 +1,4 @@
-// Samples the next token from the logits on the GPU with penalties, temperature, top-k, top-p and min-p.
+// Samples the next token from the logits on the GPU, with penalties, temperature, top-k, top-p and min-p.
 // Each random number depends only on the seed and the number of earlier draws.
 // Never chooses a token whose logit is NaN or -inf. If every logit is NaN or -inf, the step fails.
 //
@@ -11,13 +11,13 @@
 //   The choice can differ at the cutoffs of top-p and min-p, or if the draw is near the boundary between two tokens.
 // - nvcc fuses multiplications and additions, so penalized logits can differ in the last bit.
 //
-// A launch has at most one block per multiprocessor, so all blocks run at the same time and can wait for each other.
+// A launch has at most one block per multiprocessor, so all blocks can run at the same time and wait for each other.
 // Each block handles a range of token ids. Each thread holds up to SAMPLE_IDS_PER_THREAD logits in registers.
 // Probability masses are 64-bit integers. The mass of the most likely token is 2^40.
-// Integer sums do not depend on the order of the additions.
-// The same logits, `params`, `seen` and number of earlier draws therefore always produce the same token.
+// Integer sums do not depend on the order of the additions, so the same logits, `params`, `seen` and `state` always
+// produce the same token.
 //   logits: f32 [vocab]
-//   seen: u32 [vocab]; 0 if the token has not appeared, otherwise 1 + the number of times it was generated
+//   seen: u32 [vocab]; 0 if no penalty applies to the token yet, otherwise 1 + the number of times it was generated
 //   params: SamplingKernelParams
 //   embedding: T [vocab, columns], or null if quantized_next (head.cu) writes x
 //   embedding_scale: the factor by which the embedding is multiplied
@@ -59,7 +59,7 @@ __device__ __forceinline__ bool has_penalty(const SamplingKernelParams& params) 
 }
 
 // Waits until all blocks of the grid have called this function, and makes their earlier writes visible.
-// `expected` is the number of arrivals at earlier barriers. It must be 0 before the first call.
+// `expected` counts the arrivals at all barriers so far: 0 before the first call, then updated by this function.
 __device__ void grid_barrier(Scratch* scratch, uint32_t& expected) {
     __syncthreads();
     expected += gridDim.x;
@@ -76,8 +76,8 @@ __device__ void grid_barrier(Scratch* scratch, uint32_t& expected) {
 // Returns the largest sort key k (see sort_key) for which all tokens with keys >= k together reach the target.
 // Ignores tokens with keys below `floor` and tokens without probability mass.
 // If the remaining tokens together do not reach the target, returns 0, which excludes no token.
-// With BY_MASS, the target is a probability mass, `share` times the total mass, and the argument `target` is ignored.
-// Without BY_MASS, the target is a number of tokens, the argument `target`, and `share` is ignored.
+// With BY_MASS, the target is `share` times the mass of the remaining tokens, and the argument `target` is ignored.
+// Without BY_MASS, the target is a count of `target` tokens, and `share` is ignored.
 // Each of the four rounds determines eight bits of the sort key, from the highest bits to the lowest.
 template <bool BY_MASS>
 __device__ uint32_t threshold(const uint32_t (&keys)[SAMPLE_IDS_PER_THREAD],
@@ -112,8 +112,8 @@ __device__ uint32_t threshold(const uint32_t (&keys)[SAMPLE_IDS_PER_THREAD],
     return prefix;
 }
 
-// Reads the logits of this thread's token ids, and applies the penalties. Writes -inf and key 0 for NaN.
-// Returns this thread's largest key.
+// Reads the logits of this thread's token ids and applies the penalties. Writes the results to `values` and their sort
+// keys to `keys`. For NaN, the value is -inf and the key is 0. Returns this thread's largest key.
 __device__ __forceinline__ uint32_t read_logits(const float* logits, const uint32_t* seen,
                                                 const SamplingKernelParams& params, const OwnIds& own,
                                                 float (&values)[SAMPLE_IDS_PER_THREAD],
@@ -135,7 +135,7 @@ __device__ __forceinline__ uint32_t read_logits(const float* logits, const uint3
     return top;
 }
 
-// Returns the largest key of the whole grid.
+// Returns the largest key of the whole grid. `top` is the largest key of this thread.
 __device__ __forceinline__ uint32_t grid_max(uint32_t top, Scratch* scratch, uint32_t& expected) {
     top = __reduce_max_sync(0xffffffffu, top);
     if (threadIdx.x % 32 == 0 && top > 0) atomicMax(&scratch->top, top);
@@ -144,8 +144,8 @@ __device__ __forceinline__ uint32_t grid_max(uint32_t top, Scratch* scratch, uin
 }
 
 // Computes the probability masses of this thread's tokens.
-// The mass is 0 if the logit is NaN, if the relative probability is below 2^-40, if top-k, top-p or min-p excludes the
-// token, or if sampling is greedy and another logit is larger.
+// A mass is 0 if the logit is NaN, if the relative probability is below 2^-40, or if top-k, top-p or min-p excludes the
+// token. In greedy sampling, only tokens with the largest logit have mass.
 // Returns the sum of this thread's masses.
 __device__ __forceinline__ unsigned long long probability_masses(const float (&values)[SAMPLE_IDS_PER_THREAD],
                                                                  uint32_t (&keys)[SAMPLE_IDS_PER_THREAD],
@@ -178,7 +178,7 @@ __device__ __forceinline__ unsigned long long probability_masses(const float (&v
     return total;
 }
 
-// Adds up the masses of all blocks. `total` is the mass of this thread.
+// Adds up the masses of all blocks. `total` is the sum of this thread's masses.
 // Sets `before` to the mass of all blocks with lower token ids, and `all` to the mass of all blocks.
 __device__ __forceinline__ void sum_blocks(unsigned long long total, unsigned long long& before,
                                            unsigned long long& all, Scratch* scratch, uint32_t& expected,
@@ -195,7 +195,8 @@ __device__ __forceinline__ void sum_blocks(unsigned long long total, unsigned lo
     before = sums[0], all = sums[1];
 }
 
-// Returns the first token of this block at which the cumulative mass exceeds `point`, or NO_TOKEN.
+// Returns the first token at which the cumulative mass of all tokens, in the order of their ids, exceeds `point`.
+// Returns NO_TOKEN if this token is not in this block.
 // `before` is the mass of all blocks with lower token ids. Every thread gets the same result.
 __device__ __forceinline__ uint32_t token_at(unsigned long long point, unsigned long long before,
                                              const unsigned long long (&masses)[SAMPLE_IDS_PER_THREAD],
@@ -217,7 +218,7 @@ __device__ __forceinline__ uint32_t token_at(unsigned long long point, unsigned 
     return winner;
 }
 
-// The last block that calls this function sets `scratch` to zeros, except for block_masses.
+// The last block to call this function sets `scratch` to zeros, except for block_masses.
 __device__ __forceinline__ void reset_scratch(Scratch* scratch) {
     __shared__ bool is_last;
     __syncthreads();
@@ -252,7 +253,8 @@ __device__ void sample(const float* logits, uint32_t* seen, const uint32_t* para
     unsigned long long before, all;
     sum_blocks(total, before, all, scratch, expected, warps);
 
-    // Draw a random point below the total mass, or use 0 if sampling is greedy. All blocks draw the same point.
+    // Draw a random point below the total mass. All blocks draw the same point.
+    // Greedy sampling uses 0, which selects the token with the largest logit, or the lowest id in a tie.
     const unsigned long long seed = (unsigned long long)params.seed[1] << 32 | params.seed[0];
     const unsigned long long point =
         params.temperature == 0.0f
@@ -260,7 +262,8 @@ __device__ void sample(const float* logits, uint32_t* seen, const uint32_t* para
             : min((unsigned long long)(uniform(seed, params.sampled_before + steps) * (double)all), all - 1);
     const uint32_t winner = token_at(point, before, masses, own, warps);
 
-    // If the step fails, token 0 is a placeholder. The host stops at MAILBOX_NO_TOKEN and ignores all later steps.
+    // After a failed step, token 0 is the input of the next step, because the embedding lookup needs a valid token.
+    // The host stops at MAILBOX_NO_TOKEN and ignores all later steps.
     const bool has_winner = has_token ? winner != NO_TOKEN : blockIdx.x == 0;
     if (has_winner) {
         const uint32_t token = has_token ? winner : 0;

@@ -1,4 +1,4 @@
-//! Sampling on the GPU with penalties, temperature, top-k, top-p and min-p (`sample.cu`).
+//! Sampling on the GPU, with penalties, temperature, top-k, top-p and min-p (`sample.cu`).
 //!
 //! Tests compare the kernel with the sampler on the host (`tests/it/runner/decode_graph.rs`).
 //! The comment at the top of `sample.cu` lists the known differences.
@@ -19,7 +19,7 @@ use crate::kernels::sampling::DeviceSampling;
 pub struct SamplingBuffers {
     /// The contents of `SamplingKernelParams` in `sampling.cuh`, as u32 words.
     params: Tensor,
-    /// u32 `[vocab]`: 0 for a token that has not appeared, otherwise 1 + the number of times it was generated.
+    /// u32 `[vocab]`: 0 if no penalty applies to the token yet, otherwise 1 + the number of times it was generated.
     /// Unused if no penalty is set.
     seen: Tensor,
     /// The contents of `Scratch` in `sample.cu`, as u32 words.
@@ -36,7 +36,7 @@ impl SamplingBuffers {
         })
     }
 
-    /// Copies the sampling parameters to the device and, if they have penalties, the token counts.
+    /// Copies the sampling parameters to the device and, if a penalty is set, the token counts.
     pub fn set(&self, sampling: DeviceSampling) -> Result<()> {
         copy_rows(&self.params, &Tensor::new(&sampling.params.words(), self.params.device())?, 0)?;
         if sampling.params.has_penalties() {
@@ -64,8 +64,9 @@ fn sample_blocks(vocab: usize, buffers: &StepBuffers) -> usize {
     vocab.div_ceil(SAMPLE_THREADS).min(buffers.multiprocessors)
 }
 
-/// Adds a launch that samples a token with the parameters in `sampling` and sends the token to the mailbox.
-/// The token's embedding becomes the input of the next step. If the embedding is quantized, adds a second launch.
+/// Adds a launch that samples a token from `buffers.logits` and sends the token to the mailbox.
+/// The token's embedding becomes the input of the next step.
+/// If the embedding is quantized, adds a second launch that looks up the embedding.
 pub fn add_sample(
     launches: &mut LaunchList,
     buffers: &StepBuffers,

@@ -13,7 +13,7 @@ use super::sizes::{ExchangeTimes, LARGE_ELEMENTS, SMALL_ELEMENTS};
 use crate::world::{Exchange, World};
 
 /// Returns `world` with an exchange on the first of `paths` that works. If no path works, returns `world` unchanged.
-/// Fails if the world has ended.
+/// Fails if the world has ended, or ends because a rank does not answer.
 pub fn connect(world: World, device: &CudaDevice, paths: &[ExchangePath]) -> CandleResult<World> {
     for &path in paths {
         match connected(&world, device, path)? {
@@ -30,7 +30,7 @@ pub fn connect(world: World, device: &CudaDevice, paths: &[ExchangePath]) -> Can
                 return Ok(world.with_exchange(Arc::new(exchange)));
             }
             Err(reason) => {
-                // All ranks receive the same error reason, so only the first rank logs the reason.
+                // All ranks get the same reason, so only the first rank logs it.
                 if world.is_first() {
                     tracing::warn!(%reason, ?path, "the GPUs cannot exchange data on this path");
                 }
@@ -64,14 +64,17 @@ fn connected(world: &World, device: &CudaDevice, path: ExchangePath) -> CandleRe
 }
 
 /// Connects the GPUs of all ranks on `path`, and measures the mean time of a sum over all ranks, for two tensor sizes.
+///
 /// The inner error is the reason why the GPUs cannot exchange data on `path`, or says that a GPU stopped answering.
+/// An outer error means that the world has ended or that a CUDA call failed.
 pub fn measure(world: &World, device: &CudaDevice, path: ExchangePath) -> CandleResult<Result<ExchangeTimes, String>> {
     let exchange = match connected(world, device, path)? {
         Ok(exchange) => exchange,
         Err(reason) => return Ok(Err(reason)),
     };
     let time = |elements: usize| -> CandleResult<f64> {
-        // If ranks share a GPU, many more operations could fill the launch queue of the GPU and block the other ranks.
+        // Many more operations than this could fill the launch queue of a GPU. On a shared GPU, the other ranks would
+        // then be blocked, too.
         const OPERATIONS: usize = 100;
         let x = Tensor::new(vec![1f32; elements], &Device::Cuda(device.clone()))?;
         device.cuda_stream().synchronize().w()?;
@@ -89,6 +92,7 @@ pub fn measure(world: &World, device: &CudaDevice, path: ExchangePath) -> Candle
 }
 
 /// Returns the results of all ranks, or the error message of the lowest-numbered rank that failed.
+/// An outer error means that the world has ended.
 ///
 /// Every rank must call this function, even if its `result` is an error, because the other ranks wait for this call.
 fn agree<T: Send + Sync + 'static>(

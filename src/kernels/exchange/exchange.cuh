@@ -4,13 +4,13 @@
 // A mailbox has EXCHANGE_SLOTS slots, and each slot has one region per sending rank.
 // A rank writes its values to its region in the mailbox of every other rank.
 // The rank then waits until the values of all other ranks have arrived in its own mailbox.
-// Like the Lamport kernels of TensorRT-LLM, the exchange needs no flags.
-// A word that has not yet arrived is EMPTY, the bits of a NaN. Before sending, a rank replaces EMPTY with another NaN.
+// Like the Lamport kernels of TensorRT-LLM, the exchange needs no flags that signal arrival: a word of a mailbox is
+// EMPTY, the bits of a NaN, until a value arrives. Before sending, a rank replaces EMPTY with another NaN.
 //
 // Operation k uses slot k mod EXCHANGE_SLOTS.
 // During operation k, a rank also empties the slot of operation k - 1 in its own mailbox.
-// Operation k - 1 + EXCHANGE_SLOTS is the next to use the emptied slot.
-// Before another rank starts this operation, the other rank has received this rank's values of operation k + 1.
+// The next operation to use that slot is operation k - 1 + EXCHANGE_SLOTS.
+// Before another rank starts that operation, it has waited for this rank's values of operation k + 1 or k + 2.
 // This rank sends those values only after its operation k has ended, when the slot is already empty.
 //
 // In exchange_add_norm and exchange_sum_shares_bf16, two ranks with empty shares send nothing to each other.
@@ -26,17 +26,18 @@
 
 constexpr uint32_t EMPTY = 0xffffffffu;
 constexpr uint32_t OTHER_NAN = 0x7fffffffu;
-// The number of loads that a thread issues before it uses the first result. The loads then overlap.
+// The maximum number of positions in a batch. A thread loads the values of a whole batch before it uses the first one,
+// so that the loads overlap.
 constexpr int BATCH = 4;
-// The number of polls after which a waiting thread checks whether to give up.
+// After every CHECK_TURNS polls, a waiting thread checks whether to give up.
 // Each check reads host memory, which is slow.
 constexpr uint32_t CHECK_TURNS = 4096;
 
 struct Mailboxes {
     // The mailbox of each rank: u32 [EXCHANGE_SLOTS, ranks, region].
     uint32_t* of[EXCHANGE_MAX_RANKS];
-    // This rank's state, three words: the number of earlier operations, the largest number of words that the last
-    // operation used in a region, and the number of thread blocks that have read the first two words.
+    // This rank's state, three words: the number of earlier operations, the largest number of words that the previous
+    // operation used in a region, and the number of this operation's thread blocks that have read the first two words.
     uint32_t* state;
     // A word in host memory that all ranks share. If it is nonzero, the exchange has ended, and threads stop waiting.
     uint32_t* control;
@@ -45,7 +46,7 @@ struct Mailboxes {
     // exchange_columns. The other kernels do not use this array.
     int first_item[EXCHANGE_MAX_RANKS + 1];
     int rank, ranks, region;
-    // The maximum time to wait for another rank.
+    // How long a thread waits for other ranks before it gives up.
     int timeout_seconds;
     // Nonzero if any two ranks use the same GPU.
     int shares_gpu;
@@ -105,7 +106,7 @@ __device__ __forceinline__ void add_to(uint4& sum, uint4 v) {
 
 // ---- bf16 values, two per word ----
 
-// Returns `word`, a pair of bf16 values. Replaces EMPTY, a pair of NaNs, with a pair of other NaNs.
+// Returns `word`, a pair of bf16 values, or a pair of other NaNs if `word` is EMPTY, which is a pair of NaNs.
 __device__ __forceinline__ uint32_t sendable_pair(uint32_t word) {
     constexpr uint32_t OTHER_NAN_PAIR = 0x7fff7fffu;
     return word == EMPTY ? OTHER_NAN_PAIR : word;
@@ -170,7 +171,8 @@ class Waiting {
 public:
     __device__ explicit Waiting(const Mailboxes& m) : control(m.control), timeout(m.timeout_seconds * 1000000000ull) {}
 
-    // Reloads `v` from address `from` until the word has arrived or this thread gives up.
+    // Reloads `v` from address `from` until all its words have arrived or this thread gives up.
+    // After a timeout, the host reports that the rank `sender` does not answer.
     template <typename V> __device__ void complete(typename V::Word& v, const uint32_t* from, int sender) {
         for (uint32_t turn = 1; !V::has_arrived(v) && !has_ended; ++turn) {
             if (turn % CHECK_TURNS == 0) has_ended = gives_up(sender);
@@ -199,8 +201,8 @@ template <typename Use> __device__ __forceinline__ void each_batch(int first, in
 }
 
 // Waits for the values that `rank` sends for the positions of a batch, and stores these values in `part`.
-// A rank sends nothing to itself. If `rank` is this rank, `own(j, i)` returns the value for the j-th position i.
-//   slot: the regions of all ranks in the mailbox of this rank
+// If `rank` is this rank, takes the values from `own(j, i)` instead (see Batch::each).
+//   slot: the address of position 0 in the region of rank 0, in this rank's mailbox
 template <typename V, typename Own>
 __device__ __forceinline__ void receive(const Batch& batch, const Mailboxes& m, const uint32_t* slot, int rank,
                                         Waiting& waiting, Own own, typename V::Word (&part)[BATCH]) {
@@ -234,12 +236,13 @@ struct Operation {
     }
     // Returns the current slot of this rank's mailbox, which starts with the region of rank 0.
     __device__ const uint32_t* own_slot() const { return m.of[m.rank] + slot; }
-    // Returns the region of this rank in the current slot of another rank's mailbox.
+    // Returns the region of this rank in the current slot of `rank`'s mailbox.
     __device__ uint32_t* region_at(int rank) const { return m.of[rank] + slot + (size_t)m.rank * m.region; }
 
-    // Empties the slot of the previous operation, and updates the state for the next operation.
-    // All threads call prepare_next before they wait for other ranks.
-    // Threads that send words send the first ones before this call.
+    // Empties the other ranks' regions in the previous operation's slot of this rank's mailbox, and updates the state
+    // for the next operation.
+    // All threads must call this function, because it synchronizes the block. They call it before they wait for other
+    // ranks, but after they have sent their first words, so that these words arrive sooner.
     // `thread` is the index of the calling thread in the grid, and `threads` is the number of threads in the grid.
     // `largest` is the largest number of words that this operation uses in a region.
     __device__ void prepare_next(int thread, int threads, int largest) const {
@@ -248,9 +251,9 @@ struct Operation {
         for (int i = 4 * thread; i < previous; i += 4 * threads)
             for (int rank = 0; rank < m.ranks; ++rank)
                 if (rank != m.rank) Quad::store(own + (size_t)rank * m.region + i, Quad::empty());
-        // The stores of two GPUs reach host memory over different PCIe paths, so only a fence ensures their order.
-        // The slot must be empty before this rank sends the values of the next operation.
-        // Those values allow the other ranks to use the slot again.
+        // The slot must be empty before this rank sends the values of the next operation, because those values allow
+        // the other ranks to use the slot again. The stores of different GPUs reach host memory over different PCIe
+        // paths, so only a fence ensures this order.
         if (m.in_host_memory) __threadfence_system();
         // The last block to read the state updates it. The next operation reads the state after this kernel has ended.
         // The update comes before the wait for the other ranks, so the wait hides the latency of the atomic operation.
@@ -265,10 +268,10 @@ struct Operation {
 
 // Sends the results of a kernel to all ranks, each value as soon as it is computed. The next kernel must be
 // exchange_sent_4 or exchange_sent_1 (exchange_sum.cu), which receives the values. Unless ranks share a GPU, the next
-// kernel does not wait until this kernel has ended.
+// kernel does not wait for the sending kernel to end.
 // A rank also sends to its own mailbox, so that its values arrive like the values of the other ranks.
-// If m.ranks is 1, the results are stored instead. This is the case if there is only one rank, or if the mailboxes are
-// in host memory (see `sender` in exchange_sum.rs).
+// If m.ranks is 1, the results are stored instead. This is the case if only one rank runs the layer, or if the
+// mailboxes are in host memory (see `sender` in exchange_sum.rs).
 class Sender {
     const Mailboxes& m;
     size_t offset = 0;  // the word offset of this rank's region in a mailbox

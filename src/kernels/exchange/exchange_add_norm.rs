@@ -1,11 +1,10 @@
-//! Updates of the residual stream (`exchange_add_norm.cu`).
+//! Updates of the residual stream x with the partial results y of all ranks (`exchange_add_norm.cu`).
 //!
-//! - In `exchange_add_norm_all`, each rank computes all rows, so x must be valid in all rows.
-//!   This kernel runs if x is valid in all rows, and if partial results are not rounded to bf16 or there are two ranks
-//!   and few rows.
+//! - In `exchange_add_norm_all`, each rank computes all rows.
+//!   This kernel runs if y is not rounded to bf16, or if there are two ranks and few rows.
+//!   In both cases, x must be valid in all rows, and y must fit in a region.
 //! - In `exchange_add_norm`, each rank computes its own rows and sends the normalized rows to the other ranks.
-//!   This kernel runs in all other cases in which partial results are rounded. It also accepts an x that is valid only
-//!   in the rank's own rows.
+//!   This kernel runs in all other cases in which y is rounded, even if x is valid only in the rank's own rows.
 
 use std::ops::Range;
 
@@ -51,6 +50,7 @@ impl GpuExchange {
 
     /// Computes a [`ResidualUpdate`]. If `rounds` is true, rounds y to bf16, and may round the normalized rows.
     /// Returns `None` if no kernel supports the sizes, dtypes or alignment, or if x is divided and `rounds` is false.
+    /// Fails if the shapes do not match.
     pub(super) fn update_residual(&self, update: &ResidualUpdate, rounds: bool) -> Result<Option<UpdatedResidual>> {
         let ResidualUpdate { x, is_divided, y, bias, weight, eps: _, dtype } = *update;
         let (rows, columns) = x.dims2()?;
@@ -145,15 +145,16 @@ impl GpuExchange {
         Ok(Some(UpdatedResidual { x: sum, is_divided: true, normed }))
     }
 
-    /// Returns the number of parts of a row, which ends the kernel's name, and the launch shape of a kernel.
-    /// A rank handles `rows` rows of `y`.
+    /// Returns the maximum number of parts of a row, with which the kernel's name ends, and the launch shape.
+    /// `rows` is the largest number of rows that a rank computes.
     fn row_shape(&self, y: PartialResult, rows: usize, columns: usize) -> (usize, LaunchShape) {
         let threads = columns.div_ceil(8).next_multiple_of(32);
         let (parts, threads) = match threads {
             ..=EXCHANGE_ROW_THREADS => (1, threads),
             _ => (EXCHANGE_ROW_PARTS, EXCHANGE_ROW_THREADS),
         };
-        // The ranks' forms of y can differ. Ranks that share a GPU must all launch kernels of which every block fits.
+        // On a shared GPU, the blocks of all ranks must fit at the same time. Another rank's y can have a form whose
+        // kernel fits fewer blocks, so no rank launches more than `max_blocks`.
         let blocks = match y {
             PartialResult::Rows(_) if parts == 1 && !self.shares_gpu => self.max_blocks() * EXCHANGE_ROW_BLOCKS,
             _ => self.max_blocks(),
@@ -177,7 +178,7 @@ impl GpuExchange {
         let arguments = Arguments::new().tensor(&part(x)?)?;
         let arguments = match y {
             PartialResult::Rows(y) => arguments.tensor(&part(y)?)?,
-            // The kernel finds the rows of the other parts at multiples of the size of a part.
+            // These rows are in the first part. The kernel adds multiples of the part size to find them in other parts.
             PartialResult::ProductParts(parts) => arguments.tensor(&part(&parts.get(0)?)?)?,
             PartialResult::Experts { outputs, weights } => {
                 arguments.tensor(&part(outputs)?)?.tensor(&part(weights)?)?
@@ -200,7 +201,7 @@ impl GpuExchange {
         let (rows, columns) = x.dims2()?;
         if x.dtype() != DType::F32 || !columns.is_multiple_of(4) || !address(x)?.is_multiple_of(16) {
             let dtype = x.dtype();
-            bail!("cannot gather the rows of all ranks: {dtype:?} rows of {columns} columns are not supported");
+            bail!("cannot gather the rows of x {dtype:?} [{rows}, {columns}]: unsupported dtype, size or alignment");
         }
         let Some(ranges) = self.row_ranges(rows, columns) else {
             bail!("cannot gather the rows of all ranks: a row of {columns} columns does not fit in a mailbox region");
@@ -209,8 +210,8 @@ impl GpuExchange {
         let out = unsafe { scratch::empty((rows, columns), DType::F32, x.device())? };
         for range in ranges {
             let own = self.own_rows(&range);
-            // The kernel concatenates columns. This launch passes the range as a single row.
-            // The columns of each rank in this row are the values of the rank's rows.
+            // The kernel concatenates columns. This launch passes the range as a single row, in which a rank's columns
+            // are the values of the rank's rows.
             let largest = share(range.len(), 1, 0, self.mailboxes.len()).len() * columns;
             let arguments = match own.len() {
                 0 => Arguments::new().address(0),
@@ -223,8 +224,8 @@ impl GpuExchange {
                 .int(largest);
             let shape = self.shape(largest / 4);
             let launch = Launch::new(module!("exchange_columns"), "exchange_columns_4", shape, arguments).overlapping();
-            // SAFETY: the dtype, the columns and the alignment are checked above, `out` has room for all rows, and the
-            // ranges of `row_ranges` fit in a region.
+            // SAFETY: the dtype, the columns and the alignment are checked above, and `out` has room for all rows.
+            // `row_ranges` returns ranges of which each rank's share fits in a region.
             unsafe { self.enqueue(launch)? };
         }
         Ok(out)
@@ -234,6 +235,7 @@ impl GpuExchange {
     pub(super) fn load_add_norm_kernels(&self) -> Result<()> {
         let shape = LaunchShape::linear(1, EXCHANGE_ROW_THREADS);
         // The form of y, and the numbers of addresses and integers that `exchange_add_norm` takes.
+        // `exchange_add_norm_all` also takes the number of rows.
         for (y, addresses, ints) in [("f32", 6, 1), ("bf16", 6, 1), ("parts", 6, 3), ("experts", 7, 2)] {
             for dtype in ["f32", "bf16"] {
                 let arguments = |ints| {
@@ -247,9 +249,10 @@ impl GpuExchange {
                     let exact = (format!("exchange_add_norm_all_exact_{y}_{dtype}_{parts}"), arguments(ints + 1));
                     for (kernel, arguments) in [own, rounded, exact] {
                         if kernel.contains("exact_bf16") {
-                            continue; // there is no such kernel
+                            continue; // without rounding, `update_residual` passes bf16 rows as f32
                         }
-                        // SAFETY: without rows, the kernel accesses only the state of this rank's mailbox.
+                        // SAFETY: before the first operation and without rows, the kernel accesses only this rank's
+                        // state.
                         unsafe {
                             Launch::new(module!("exchange_add_norm"), kernel, shape, arguments).enqueue(&self.device)?
                         };

@@ -54,7 +54,7 @@ __device__ void exchange_columns(const uint32_t* x, uint32_t* out, const Mailbox
 // Concatenates the columns of all ranks: row r of out is row r of x from rank 0, then from rank 1, and so on.
 //   x: f32 or u32 [rows, columns of this rank]
 //   out: f32 or u32 [rows, columns of all ranks]
-//   largest: rows · columns of the rank with the most columns
+//   largest: rows · columns of the rank with the most columns; at most the size of a region
 //   exchange_columns_4 requires that every rank's number of columns is a multiple of 4
 //   grid, block: as for exchange_sum_4 (exchange_sum.cu)
 //   bytes moved: 4 · rows · (columns of this rank + columns of all ranks), and the words sent to other ranks

@@ -40,8 +40,8 @@ impl GpuExchange {
         for start in (0..rows).step_by(max_rows) {
             let part = |tensor: &Tensor| tensor.narrow(0, start, max_rows.min(rows - start));
             let launch = self.columns_launch(&part(&from)?, &part(&out)?)?;
-            // This operation usually follows a graph: the ranks exchange the logits of a step after its graph.
-            // If the step needs only the largest logits, the graph itself exchanges them.
+            // In a step on a batch graph, the ranks exchange all logits with this operation after the graph.
+            // If the step needs only the largest logits, the graph itself contains the operation.
             // SAFETY: `columns_launch` checks the tensors. The mailboxes live as long as `self`.
             unsafe { self.enqueue_after_graph(launch)? };
         }
@@ -66,7 +66,7 @@ impl GpuExchange {
                 out.dims()
             );
         }
-        // A tensor without elements has no address.
+        // A tensor without elements may have no valid address.
         let x_address = if own > 0 { address(x)? } else { 0 };
         let is_aligned = x_address.is_multiple_of(16)
             && address(out)?.is_multiple_of(16)
@@ -86,7 +86,7 @@ impl GpuExchange {
         for kernel in ["exchange_columns_4", "exchange_columns_1"] {
             let arguments = Arguments::new().address(0).address(0).value(self.raw(0, 1), []).int(0).int(0);
             let launch = Launch::new(module!("exchange_columns"), kernel, self.shape(0), arguments);
-            // SAFETY: without rows, the kernel accesses only the state of this rank's mailbox.
+            // SAFETY: before the first operation and without rows, the kernel accesses only this rank's state.
             unsafe { launch.enqueue(&self.device)? };
         }
         Ok(())

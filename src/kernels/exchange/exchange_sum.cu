@@ -1,7 +1,7 @@
 // Sums over all ranks (see exchange/exchange.cuh).
 #include "exchange/exchange.cuh"
 
-// Adds the values of `rank` to the sums of a batch. The values of rank 0 must come first.
+// Adds the values of `rank` to the sums of a batch. The values of rank 0 must come first, because they set the sums.
 template <typename V>
 __device__ __forceinline__ void add_part(const Batch& batch, int rank, const typename V::Word (&part)[BATCH],
                                          typename V::Word (&sum)[BATCH]) {
@@ -48,8 +48,8 @@ extern "C" __global__ void __launch_bounds__(512)
 }
 
 // Computes the same sums as exchange_sum, of values that the previous kernel sends with a Sender.
-// Unless ranks share a GPU, this kernel does not wait for the previous kernel to end, because that kernel ends only
-// when all its values have been sent. The next kernel may then start to load weights while both kernels run.
+// Unless ranks share a GPU, this kernel does not wait for the previous kernel to end: it only waits for the values.
+// The next kernel can therefore start, and load weights, while both kernels run.
 template <typename V> __device__ void exchange_sent(uint32_t* out, const Mailboxes& m, int words) {
     // On a shared GPU, blocks that wait for values could leave no room for the kernels that send these values.
     if (m.shares_gpu)
@@ -70,7 +70,7 @@ template <typename V> __device__ void exchange_sent(uint32_t* out, const Mailbox
             add_part<V>(batch, rank, part, sum);
         }
         batch.each([&](int j, int i) {
-            // prepare_next empties only the regions of the other ranks.
+            // Empty this rank's own region here, because prepare_next empties only the regions of the other ranks.
             V::store(slot + (size_t)m.rank * m.region + i, V::empty());
             V::store(out + i, sum[j]);
         });
@@ -113,10 +113,11 @@ extern "C" __global__ void __launch_bounds__(512)
 }
 
 // Computes out = bf16(Σ bf16(x)) over all ranks, in two steps.
-// In step 1, each rank adds up the values of all ranks for its share of the elements, in f32 and in rank order.
+// In step 1, each rank receives the other ranks' values for its share of the elements, and adds up the values of all
+// ranks in f32 and in rank order.
 // In step 2, each rank sends the sums of its share to the other ranks.
-// With R ranks, a rank sends about 8 · (R - 1) / R · words bytes.
-// In exchange_sum_bf16, a rank sends 4 · (R - 1) · words bytes.
+// With R ranks, a rank sends about 8 · (R - 1) / R · words bytes. If R is more than 2, this is less than the
+// 4 · (R - 1) · words bytes that a rank sends in exchange_sum_bf16.
 //   x, out: f32 [2 · words]; out may be x
 //   words: a multiple of 4; a region must have room for twice the words of the largest share
 //   m.first_item: the first group of 4 words of each rank's share, then the number of groups

@@ -36,9 +36,10 @@ pub fn add_sum_of_sent(launches: &mut LaunchList, world: &World, x: &Tensor, out
         return add_sum(launches, world, x, out);
     }
     let launch = exchange.sent_sum_launch(out)?;
-    // SAFETY: as in `add_sum`. The added kernel does not wait for the last kernel to end. It starts when all blocks of
-    // the last kernel have waited for earlier kernels and read the state. It overwrites an element of `out` only after
-    // the last kernel has sent its result for this element. The last kernel does not read the element after that.
+    // SAFETY: as in `add_sum`. The added kernel may run while the last kernel still runs, but starts only after all
+    // blocks of the last kernel have waited for earlier kernels and read the exchange state. The added kernel
+    // overwrites an element of `out` only after the last kernel has sent its result for this element. After that, the
+    // last kernel does not read the element.
     unsafe { launches.add(launch) }
 }
 
@@ -53,8 +54,8 @@ pub fn sender(world: &World) -> Result<RawMailboxes> {
 }
 
 impl GpuExchange {
-    /// Returns whether kernels send their results with a [`sender`]. A sender stores one value at a time.
-    /// Such small stores would be slow over PCIe to mailboxes in host memory.
+    /// Returns whether kernels send their results with a [`sender`]: false if the mailboxes are in host memory.
+    /// A sender stores one value at a time, and such small stores to host memory would be slow.
     fn has_senders(&self) -> bool {
         self.own().path != ExchangePath::HostMemory
     }
@@ -98,8 +99,8 @@ impl GpuExchange {
             .overlapping())
     }
 
-    /// Returns a launch that receives the values that all ranks send with a [`sender`].
-    /// It writes the sum of the values to `out`, f32.
+    /// Returns a launch that receives the values that all ranks send with a [`sender`], and writes their sum to `out`.
+    /// `out` is f32 and has at most [`region`](Self::region) elements.
     fn sent_sum_launch(&self, out: &Tensor) -> Result<Launch> {
         let words = out.elem_count();
         if out.dtype() != DType::F32 || words > self.region() {
@@ -119,8 +120,8 @@ impl GpuExchange {
 
     /// Returns the maximum number of elements for [`rounded_sum_launch`](Self::rounded_sum_launch), a multiple of 8.
     fn rounded_elements(&self) -> usize {
-        // If each rank adds only its share, a region holds the addends and the sums of one share, two values per word.
-        // Otherwise, a region holds all addends, two values per word.
+        // A region of n words has room for 2n bf16 values. If each rank adds up only its share, these values are the
+        // addends and the sums of a share of n elements. Otherwise, they are the addends of all 2n elements.
         let shares = if self.sums_shares() { self.mailboxes.len() } else { 2 };
         self.region() / 8 * 8 * shares
     }
@@ -134,8 +135,8 @@ impl GpuExchange {
     /// Returns a launch that rounds every rank's `x` to bf16 and writes the sum, as f32, to `out`. `out` may be `x`.
     /// With more than two ranks, the launch also rounds the sum to bf16.
     ///
-    /// `x` and `out` are contiguous f32 and have the same number of elements.
-    /// The number of elements must be a multiple of 8, and at most [`rounded_elements`](Self::rounded_elements).
+    /// `x` and `out` are contiguous f32, aligned to 16 bytes, and have the same number of elements.
+    /// This number must be a multiple of 8, and at most [`rounded_elements`](Self::rounded_elements).
     fn rounded_sum_launch(&self, x: &Tensor, out: &Tensor) -> Result<Launch> {
         let (elements, words) = (x.elem_count(), x.elem_count() / 2);
         let (x_address, out_address) = (address(x)?, address(out)?);
@@ -192,7 +193,7 @@ impl GpuExchange {
             ("exchange_sum_shares_bf16", arguments()),
         ] {
             let launch = Launch::new(module!("exchange_sum"), kernel, self.shape(0), arguments);
-            // SAFETY: without words, the kernel accesses only the state of this rank's mailbox.
+            // SAFETY: before the first operation and without words, the kernel accesses only this rank's state.
             unsafe { launch.enqueue(&self.device)? };
         }
         Ok(())

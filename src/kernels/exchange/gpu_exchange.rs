@@ -1,5 +1,5 @@
-//! One rank's part of the exchange of data between the GPUs of all ranks.
-//! The files `exchange_*.rs` launch the kernels.
+//! The exchange of data between a rank's GPU and the GPUs of the other ranks.
+//! The files `exchange_*.rs` implement the operations, such as sums over all ranks.
 
 use std::any::Any;
 use std::sync::Arc;
@@ -18,26 +18,26 @@ use crate::kernels::constants::{EXCHANGE_BLOCKS, EXCHANGE_MAX_RANKS, EXCHANGE_SL
 use crate::kernels::launch::{HostWords, Launch, LaunchShape};
 use crate::world::{ANSWER_TIMEOUT, Exchange, ResidualUpdate, UpdatedResidual, World, share};
 
-/// The maximum time, in seconds, that a GPU waits for the data of another rank.
+/// How long a kernel waits for the data of other ranks before it gives up, in seconds.
 const TIMEOUT_SECONDS: i32 = ANSWER_TIMEOUT.as_secs() as i32;
-/// The time limit for waiting for the host threads of other ranks when those threads may be loading kernels.
+/// How long a host thread waits for the host threads of other ranks while those threads may be loading kernels.
 /// Reading the kernels of cuBLAS from a disk can take seconds.
-/// While a rank loads kernels, no GPU waits for it, because no rank launches an operation before all ranks are ready.
-/// If the ranks launch two graphs in a row, no rank loads kernels between them, and [`ANSWER_TIMEOUT`] applies instead.
+/// No GPU waits for a rank that is loading kernels, because a rank launches an operation only when all ranks are ready.
+/// Between two graphs in a row, no rank loads kernels, so [`ANSWER_TIMEOUT`] applies instead.
 const LOAD_TIMEOUT: Duration = Duration::from_secs(60);
 /// The value of the control word after [`Exchange::end`] has ended the exchange.
 /// Any other nonzero value of the control word is 1 + the rank that did not answer.
 const ENDED: u32 = u32::MAX;
 /// The number of times that a waiting thread checks the other ranks before it starts to yield its core.
-/// A thread that spins notices the other ranks sooner. A thread that yields lets other threads run.
+/// Spinning notices the other ranks sooner, but yielding lets other threads run.
 const SPINNING_TURNS: usize = 10_000;
 const NOT_CAPTURING: sys::CUstreamCaptureStatus = sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
 
-/// Returns the exchange of `world`. Fails if the ranks have no exchange on GPUs.
+/// Returns the exchange of `world`. Fails if the ranks do not exchange data with GPU kernels.
 pub(super) fn of_world(world: &World) -> Result<&GpuExchange> {
     match world.exchange().and_then(|exchange| (&**exchange as &dyn Any).downcast_ref()) {
         Some(exchange) => Ok(exchange),
-        None => bail!("internal error: the GPUs have no exchange for CUDA graphs"),
+        None => bail!("internal error: the ranks cannot exchange data within a CUDA graph"),
     }
 }
 
@@ -61,7 +61,7 @@ pub struct RawMailboxes {
 unsafe impl DeviceRepr for RawMailboxes {}
 
 impl RawMailboxes {
-    /// Returns the argument for kernels that exchange nothing: the mailboxes of a world with one rank.
+    /// Returns the argument for kernels that exchange nothing: one rank and no mailboxes.
     pub(super) fn alone() -> Self {
         Self {
             of: [0; EXCHANGE_MAX_RANKS],
@@ -124,8 +124,8 @@ impl GpuExchange {
         unsafe { self.enqueue_within(LOAD_TIMEOUT, launch) }
     }
 
-    /// Like [`enqueue`](Self::enqueue), but waits for the other ranks only for [`ANSWER_TIMEOUT`] if the operation follows
-    /// a graph. No rank loads kernels between a graph and such an operation.
+    /// Like [`enqueue`](Self::enqueue), for operations that may follow a graph. After a graph, the time limit for the
+    /// other ranks is [`ANSWER_TIMEOUT`], because no rank loads kernels between the graph and the operation.
     ///
     /// # Safety
     /// The same as for [`enqueue`](Self::enqueue).
@@ -150,7 +150,7 @@ impl GpuExchange {
     }
 
     /// Waits until every rank is ready, calls `launch`, and waits until every rank has launched.
-    /// Ends the exchange if waiting for the ranks takes longer than `limit`, before or after the launch.
+    /// Ends the exchange if one of the two waits takes longer than `limit`.
     fn launch_within(&self, limit: Duration, launch: &mut dyn FnMut() -> Result<()>) -> Result<()> {
         self.meet(limit, |mailbox| &mailbox.ready);
         let result = launch();
@@ -219,14 +219,16 @@ impl GpuExchange {
         raw
     }
 
-    /// Returns the maximum number of thread blocks of an exchange kernel, except for kernels with small blocks
-    /// (`row_shape`).
-    /// If ranks share a GPU, the ranks divide [`EXCHANGE_BLOCKS`], so that the blocks of all ranks can run together.
+    /// Returns the maximum number of thread blocks of an exchange kernel.
+    /// With one rank per GPU, `row_shape` allows more blocks for some kernels.
+    ///
+    /// If ranks share a GPU, they divide [`EXCHANGE_BLOCKS`], so that the blocks of all ranks can run at the same time.
     pub(super) fn max_blocks(&self) -> usize {
         if self.shares_gpu { EXCHANGE_BLOCKS / self.mailboxes.len() } else { EXCHANGE_BLOCKS }
     }
 
-    /// Returns the launch shape of a kernel for `items` words or groups of 4 words. A thread may process several items.
+    /// Returns the launch shape of a kernel for `items` items, each a word or a group of 4 words.
+    /// A thread may process several items.
     pub(super) fn shape(&self, items: usize) -> LaunchShape {
         // For few items, blocks are small, so that the items are spread over more multiprocessors.
         let blocks = self.max_blocks();
@@ -242,7 +244,7 @@ impl GpuExchange {
         self.device.cuda_stream().synchronize().w()
     }
 
-    /// Exchanges test values. Fails if a sum is wrong or a rank does not answer.
+    /// Sums test values over all ranks. Fails if a sum is wrong or a rank does not answer.
     pub fn test(&self) -> Result<()> {
         let (device, ranks) = (Device::Cuda(self.device.clone()), self.mailboxes.len());
         // Run more operations than there are slots, so that each slot is emptied and used again.
@@ -250,8 +252,8 @@ impl GpuExchange {
             let value = |rank: usize| (round * 100 + rank) as f32;
             let x = Tensor::new(vec![value(self.rank); 1024], &device)?;
             let sums = self.sum(&x)?;
-            // Synchronize before the copy to the host.
-            // If ranks share a GPU, a copy that waits for the sums could block the launches of the other ranks.
+            // Synchronize before the copy to the host: if ranks share a GPU, a copy that waits for the sums could block
+            // the launches of the other ranks.
             self.device.cuda_stream().synchronize().w()?;
             let sums = sums.to_vec1::<f32>()?;
             let expected: f32 = (0..ranks).map(value).sum();
@@ -311,7 +313,7 @@ impl Exchange for GpuExchange {
 
 impl Drop for GpuExchange {
     fn drop(&mut self) {
-        // Wait for queued kernels, because they write to the mailboxes of all ranks. `drop` cannot return an error.
+        // Wait for queued kernels, because they write to the mailboxes of all ranks. `drop` cannot return the error.
         let _ = self.device.cuda_stream().synchronize();
     }
 }

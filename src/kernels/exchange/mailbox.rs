@@ -14,7 +14,8 @@ use crate::kernels::launch::HostWords;
 /// The bytes allocated for a rank's exchange state. The kernels use three words (`Mailboxes` in `exchange.cuh`).
 const STATE_BYTES: usize = 256;
 
-/// The mailbox of a rank. Every rank holds a reference, so the mailbox lives as long as any rank uses it.
+/// The mailbox of a rank, with the rank's exchange state and launch counters.
+/// Every rank holds a reference, so the mailbox lives as long as any rank uses it.
 pub(super) struct RankMailbox {
     device: CudaDevice,
     pub context: Arc<CudaContext>,
@@ -44,7 +45,7 @@ impl RankMailbox {
         let (ready, launched) = (AtomicU64::new(0), AtomicU64::new(0));
         // If the next allocation fails, dropping the mailbox frees the state. Freeing address 0 does nothing.
         let mut mailbox = Self { device: device.clone(), context, path, address: 0, state, control, ready, launched };
-        // SAFETY: the context is bound, and the allocations have space for the state and the mailbox.
+        // SAFETY: the context is bound, and each memset writes exactly the bytes of one allocation.
         unsafe {
             result::memset_d8_async(state, 0, STATE_BYTES, stream.cu_stream()).w()?;
             mailbox.address = match path {
@@ -62,7 +63,8 @@ impl RankMailbox {
         Ok(mailbox)
     }
 
-    /// Gives the GPU of this mailbox access to the mailbox of `peer`. Fails if the GPUs do not support peer access.
+    /// Gives the GPU of this mailbox access to the mailbox of `peer`.
+    /// Fails if this requires peer access between the GPUs and they do not support it.
     pub fn enable_access_to(&self, peer: &RankMailbox) -> Result<()> {
         if self.path == ExchangePath::HostMemory || self.context.cu_device() == peer.context.cu_device() {
             return Ok(());
@@ -75,7 +77,7 @@ impl RankMailbox {
                 .result()
                 .w()?;
             if can_access == 0 {
-                bail!("this rank's GPU cannot access the memory of another rank's GPU");
+                bail!("a GPU cannot access the memory of another GPU");
             }
             match sys::cuCtxEnablePeerAccess(peer.context.cu_ctx(), 0) {
                 sys::CUresult::CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED => Ok(()),
@@ -87,10 +89,10 @@ impl RankMailbox {
 
 impl Drop for RankMailbox {
     fn drop(&mut self) {
-        // If synchronizing fails, a queued kernel may still use the memory, so the memory is leaked.
+        // If binding or synchronizing fails, a queued kernel may still use the memory, so the memory is leaked.
         if self.context.bind_to_thread().is_ok() && self.device.cuda_stream().synchronize().is_ok() {
-            // SAFETY: `new` allocated the memory. No kernel uses it any longer: before a rank drops its
-            // reference to the mailbox, `GpuExchange::drop` waits for the rank's kernels.
+            // SAFETY: `new` allocated the memory. No kernel uses it any longer: before a rank drops its reference to
+            // the mailbox, `GpuExchange::drop` waits for the rank's kernels.
             let _ = unsafe {
                 match self.path {
                     ExchangePath::Direct => result::free_sync(self.address),

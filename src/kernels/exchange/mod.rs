@@ -1,6 +1,6 @@
 //! Exchange of data between ranks on GPUs, without copies by the host (`exchange.cuh`).
 //!
-//! The exchange kernels run in stream order like all other kernels. CUDA graphs can therefore capture them.
+//! Kernels send and receive all data, so CUDA graphs can capture the exchange.
 
 #[cfg(feature = "cuda")]
 mod connect;
@@ -32,11 +32,11 @@ use candle_core::{Device, Result};
 
 use crate::world::World;
 
-/// Connects the GPUs of all ranks, and returns the world of this rank.
+/// Connects the GPUs of all ranks on the first of `paths` that works, and returns the connected world of this rank.
+/// If no path works, returns `world` unchanged: the ranks then exchange data by memory copies that the host starts.
 /// On a CPU or with a single rank, returns `world` unchanged.
 ///
-/// Uses the first of `paths` that works. If no path works, returns `world` unchanged: the host then copies the data.
-/// Fails if the world has ended.
+/// Fails if the world has ended, or ends because a rank does not answer.
 ///
 /// All ranks must call `connect` with the same paths, each rank on its own thread.
 pub fn connect(world: World, device: &Device, paths: &[ExchangePath]) -> Result<World> {

@@ -1,4 +1,4 @@
-//! The paths on which GPUs can exchange data.
+//! The choice of the path on which GPUs exchange data.
 
 use crate::text::quote;
 
@@ -7,14 +7,14 @@ use crate::text::quote;
 pub enum ExchangePath {
     /// Each GPU writes to the memory of the other GPUs, over NVLink or PCIe.
     Direct,
-    /// Each GPU writes to host memory that the other GPUs read. This path needs no access to the memory of other GPUs.
+    /// Each GPU writes to host memory that the other GPUs read. The GPUs need no access to each other's memory.
     HostMemory,
 }
 
 impl ExchangePath {
     /// Returns the paths to try, in order. The environment variable `INFERNO_EXCHANGE` can restrict them:
-    /// `host` allows only host memory, and `copy` allows no path, so that the host copies the data.
-    /// An empty value counts as unset. Fails if the variable has any other value, even one that is not valid Unicode.
+    /// `host` allows only host memory, and `copy` allows no path, so that memory copies replace the exchange kernels.
+    /// An empty value counts as unset. Fails if the variable has any other value.
     pub fn from_environment() -> Result<&'static [Self], String> {
         let value = std::env::var_os("INFERNO_EXCHANGE").unwrap_or_default();
         match &*value.to_string_lossy() {

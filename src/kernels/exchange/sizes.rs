@@ -1,11 +1,11 @@
-//! Constants of the exchange between GPUs, and the results of its benchmark.
+//! Constants of the exchange between GPUs, and the type of its benchmark results.
 
 /// The size of each rank's mailbox in bytes.
-/// In one operation, each sending rank can use only its region of the mailbox (`exchange.cuh`).
-/// If a tensor does not fit in a region, as with the partial results of a long chunk, it needs several operations.
+/// In one operation, each sending rank uses only its own region of the mailbox (`exchange.cuh`).
+/// A tensor that does not fit in a region, such as the partial results of a long chunk, needs several operations.
 pub const MAILBOX_BYTES: usize = 128 << 20;
 
-/// In bf16 models, ranks may round a partial result to bf16 if the result has at least this number of elements.
+/// In bf16 models without `--deterministic`, ranks may round partial results of at least this many elements to bf16.
 /// The time to exchange a smaller tensor is mostly latency, which rounding does not shorten.
 pub const MIN_ROUNDED_ELEMENTS: usize = 1 << 18;
 

@@ -10,9 +10,9 @@ __device__ __forceinline__ uint32_t arrive(uint32_t* counter, uint32_t last) {
     return before;
 }
 
-// Returns whether this block is the last of `count` blocks to arrive. All threads of the block receive the result.
-// After that, all threads of the last block can read earlier writes of all blocks with loads that bypass L1 (__ldcg).
-// The counter must be zero before the first block arrives. It is zero again after the last block has arrived.
+// Returns whether this block is the last of `count` blocks to call this function. All threads of a block must call it.
+// All threads of the last block can then read earlier writes of all blocks with loads that bypass L1 (__ldcg).
+// The counter must be zero before the first call, and is zero again after the call of the last block.
 __device__ __forceinline__ bool is_last_block(uint32_t* counter, uint32_t count) {
     __shared__ bool is_last;
     __syncthreads();

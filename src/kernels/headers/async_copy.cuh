@@ -11,7 +11,7 @@ __device__ __forceinline__ void copy_async(uint32_t to, const void* from) {
 }
 
 // Starts copying 16 bytes if `is_valid` is true. Otherwise, starts writing 16 zero bytes, and reads nothing.
-// copy_async_or_zero also asks the GPU to prefetch into L2 the aligned 128 bytes that contain `from`.
+// Unlike copy_async, this copy also asks the GPU to prefetch the aligned 128 bytes that contain `from` into L2.
 __device__ __forceinline__ void copy_async_or_zero(uint32_t to, const void* from, bool is_valid) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(is_valid ? 16 : 0)
                  : "memory");

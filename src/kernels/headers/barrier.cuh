@@ -6,8 +6,8 @@
 
 #include <stdint.h>
 
-// Initializes a barrier. A phase ends when there have been `count` arrivals and all bytes that barrier_expect announced
-// in the phase have arrived.
+// Initializes a barrier. A phase ends once there have been `count` arrivals of threads, and all bytes that
+// barrier_expect announced in the phase have been written.
 __device__ __forceinline__ void barrier_init(uint32_t barrier, int count) {
     asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }
@@ -17,7 +17,7 @@ __device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
     asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// Arrives at the barrier when all earlier copies of this thread with the functions of async_copy.cuh have completed.
+// Makes this thread arrive at the barrier as soon as its earlier copies (async_copy.cuh) have completed. Does not wait.
 __device__ __forceinline__ void barrier_arrive_after_copies(uint32_t barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
 }
@@ -41,7 +41,7 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
 #endif
 }
 
-// Arrives at the barrier, and makes the current phase wait for `bytes` bytes of bulk copies or of stores.
+// Arrives at the barrier, and makes the current phase wait for `bytes` more bytes of bulk copies or cluster stores.
 // Requires compute capability 9.0 or later.
 __device__ __forceinline__ void barrier_expect(uint32_t barrier, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");

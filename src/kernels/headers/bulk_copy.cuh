@@ -1,5 +1,5 @@
-// Bulk copies from device memory to shared memory (compute capability 9.0 and later).
-// A barrier (barrier.cuh) counts the bytes of a bulk copy.
+// Bulk copies from device memory to shared memory (cp.async.bulk, compute capability 9.0 and later).
+// The barrier of a bulk copy (barrier.cuh) counts the bytes that have arrived.
 #pragma once
 
 #include <stdint.h>
@@ -7,15 +7,15 @@
 #include "constants.cuh"
 
 // Starts copying `bytes` bytes, a multiple of 16, from device memory to shared memory.
-// The barrier counts the bytes when they have arrived.
 __device__ __forceinline__ void copy_bulk(uint32_t to, const void* from, int bytes, uint32_t barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
                  "l"(from), "r"(bytes), "r"(barrier)
                  : "memory");
 }
 
-// A tensor map describes a tensor in device memory for copy_tensor. It has the layout of CUtensorMap in cuda.h, and
-// launch/tensor_map.rs creates it. The alignment in cuda.h is 64 bytes in CUDA 12 and 128 bytes in CUDA 13.
+// A tensor map describes a tensor in device memory for copy_tensor. launch/tensor_map.rs creates tensor maps.
+// The size and the contents are those of CUtensorMap in cuda.h. The driver requires an alignment of only 64 bytes, even
+// with CUDA 13, whose CUtensorMap is aligned to 128 bytes.
 // A kernel takes a tensor map as a parameter of type `const __grid_constant__ TensorMap`.
 struct TensorMap {
     alignas(64) uint64_t words[16];
@@ -33,7 +33,7 @@ __device__ __forceinline__ void copy_tensor(uint32_t to, const TensorMap& map, i
         : "memory");
 }
 
-// Like the function above, for a tensor of four dimensions and the box that begins at (x, y, z, u).
+// Like the function above, for a four-dimensional tensor. The box begins at (x, y, z, u), where u is also an index.
 __device__ __forceinline__ void copy_tensor(uint32_t to, const TensorMap& map, int x, int y, int z, int u,
                                             uint32_t barrier) {
     asm volatile(
@@ -44,7 +44,7 @@ __device__ __forceinline__ void copy_tensor(uint32_t to, const TensorMap& map, i
 }
 
 // Returns true in one lane of the warp. All lanes must call elect_lane.
-// In a branch on elect_lane() instead of `lane == 0`, the compiler knows that a single lane runs.
+// Unlike a condition such as `lane == 0`, elect_lane() tells the compiler that only one lane runs the branch.
 // The compiler then needs no loop over lanes to move the operands of bulk copies to uniform registers.
 __device__ __forceinline__ bool elect_lane() {
     uint32_t elected;

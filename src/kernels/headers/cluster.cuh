@@ -4,15 +4,15 @@
 #include <stdint.h>
 
 #if __CUDA_ARCH__ >= 900
-// `own` is a 32-bit address in shared memory of the calling block (shared_memory.cuh).
-// Returns the 32-bit address of the same offset in shared memory of block `rank` of the cluster.
+// Maps `own`, a 32-bit address in the calling block's shared memory (shared_memory.cuh), to the 32-bit address of the
+// same offset in the shared memory of block `rank` of the cluster.
 __device__ __forceinline__ uint32_t address_in_cluster(uint32_t own, int rank) {
     uint32_t address;
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(own), "r"(rank));
     return address;
 }
 
-// Starts to store a float in the shared memory of block `rank` of the cluster.
+// Starts storing a float in the shared memory of block `rank` of the cluster.
 // `to` and `barrier` (barrier.cuh) are addresses in the calling block's shared memory. The float is stored at the same
 // offset in block `rank`, and the barrier at the same offset in block `rank` counts the four bytes when they arrive.
 __device__ __forceinline__ void store_in_cluster(uint32_t to, int rank, float value, uint32_t barrier) {
@@ -29,14 +29,15 @@ template <typename V> __device__ __forceinline__ const V* in_block_of_cluster(co
     return address;
 }
 
-// Tells the other blocks of the cluster that this thread has initialized its barriers (barrier.cuh).
-// All threads must call this function, and later wait_for_barriers_of_cluster.
+// Announces to the cluster the barriers (barrier.cuh) that this thread has initialized, if any.
+// All threads of the cluster must call this function, and later wait_for_barriers_of_cluster.
 __device__ __forceinline__ void announce_barriers_to_cluster() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
 
 // Waits until all threads of the cluster have called announce_barriers_to_cluster.
+// All blocks of the cluster can then use the barriers.
 __device__ __forceinline__ void wait_for_barriers_of_cluster() {
     asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }

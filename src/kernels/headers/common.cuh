@@ -1,4 +1,5 @@
-// Helpers for kernels: bit patterns of f32 values, conversions between storage types and f32, and the sum over a warp.
+// Helpers for kernels: bit patterns of f32 values, conversions between storage types and f32, the sum over a warp, and
+// a macro that defines one kernel per dtype.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>

@@ -4,8 +4,8 @@
 // Before such a kernel waits for earlier kernels, it may load data that no running kernel writes, such as weights.
 //
 // On older GPUs, the kernels of a stream do not overlap, and pdl_wait() and pdl_launch_dependents() have no effect.
-// A kernel launched without the PDL attribute starts only after all earlier kernels have ended. In this kernel,
-// pdl_wait() does not wait. In the kernel before it, pdl_launch_dependents() has no effect.
+// A kernel launched without the PDL attribute starts only after all earlier kernels have ended. In such a kernel,
+// pdl_wait() returns at once, and in the kernel before it, pdl_launch_dependents() has no effect.
 //
 // A kernel must call pdl_launch_dependents() only after pdl_wait().
 // At least one block of a kernel with the PDL attribute must call pdl_wait(), so that the kernel does not end before
@@ -16,7 +16,7 @@
 // exchange_sent (exchange/exchange_sum.cu) is an exception: unless ranks share a GPU, it calls pdl_launch_dependents()
 // without pdl_wait(), and receives the results of the previous kernel from a mailbox.
 // The kernel after exchange_sent can therefore start while the kernel before exchange_sent is still running.
-// Before pdl_wait(), the kernel after exchange_sent must load only data that no kernel of the step writes.
+// Before pdl_wait(), the kernel after exchange_sent may load only data that no kernel of the step writes.
 // When exchange_sent ends, the kernel before it has read all its inputs and sent all its results, so later kernels can
 // treat that kernel as ended.
 //
@@ -24,7 +24,7 @@
 // from an early start: only quantized_next can follow, and it loads nothing before pdl_wait().
 #pragma once
 
-// Waits until all earlier kernels have ended and their writes are visible.
+// Waits until the previous kernel has ended. The writes of all earlier kernels are then visible.
 __device__ __forceinline__ void pdl_wait() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");

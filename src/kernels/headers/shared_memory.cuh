@@ -1,12 +1,12 @@
 // Access to shared memory by 32-bit addresses.
-// With 32-bit addresses instead of pointers, a loop over stages needs fewer instructions:
+// With 32-bit addresses instead of pointers, a loop over the stages of a buffer needs fewer instructions:
 // the load instruction itself adds the address of a stage, the offset of a lane and a constant.
 // The compiler does not reorder the loads and stores in this file, nor move them across the functions of barrier.cuh.
 #pragma once
 
 #include <stdint.h>
 
-// Returns the 32-bit shared memory address of `p`, which PTX instructions take.
+// Returns the 32-bit address of `p`, a pointer to shared memory, for PTX instructions.
 __device__ __forceinline__ uint32_t shared_address(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
 
 __device__ __forceinline__ uint32_t load_shared_4(uint32_t from) {

@@ -3,9 +3,9 @@
 
 #include "headers/common.cuh"
 
-// Maps floats to integers that sort in the same order. The bits of positive floats already sort in this order.
-// Setting the sign bit of positive floats moves them above all negative floats.
-// The bits of negative floats sort in reverse order, so all bits of negative floats are flipped.
+// Maps floats to integers that sort in the same order.
+// The bits of positive floats already sort in this order. Setting the sign bit moves them above all negative floats.
+// The bits of negative floats sort in reverse order, so all bits are flipped.
 __device__ __forceinline__ uint32_t sort_key(float value) {
     const uint32_t bits = __float_as_uint(value);
     return bits & F32_SIGN ? ~bits : bits | F32_SIGN;

@@ -9,7 +9,7 @@ __device__ __forceinline__ float4 add(const float4& a, const float4& b) {
 __device__ __forceinline__ float add(float a, float b) { return a + b; }
 
 // Returns load(0) + load(1) + ... + load(parts - 1), added from left to right.
-// `parts` is at most MAX_PRODUCT_PARTS, or 1 if SEVERAL is false. If SEVERAL is true, a thread needs more registers.
+// `parts` is at most MAX_PRODUCT_PARTS. If SEVERAL is false, `parts` must be 1, and a thread needs fewer registers.
 // All loads are in flight at the same time. A loop of `parts` iterations would wait for each load before the next one.
 template <bool SEVERAL, typename Load> __device__ __forceinline__ auto sum_parts(int parts, Load&& load) {
     constexpr int MAX_PARTS = SEVERAL ? MAX_PRODUCT_PARTS : 1;

@@ -2,8 +2,7 @@
 //
 // Tensor cores read TF32 values: f32 values of which only the first 11 significant bits count.
 // Each f32 value is therefore split into a sum high + low. The product of two f32 values is computed as
-// high · high + high · low + low · high, with a relative error of about 2^-20.
-// The error includes the missing term low · low.
+// high · high + high · low + low · high, without low · low. The relative error is about 2^-20.
 #pragma once
 #include "headers/tensor_core.cuh"
 
@@ -11,7 +10,7 @@ struct Tf32Pair {
     uint32_t high, low;
 };
 
-// Splits a value. `high` has at most 11 significant bits. `low` has at most 13, of which tensor cores read 11.
+// Splits a value into high + low, with at most 11 and 13 significant bits. Tensor cores read only 11 bits of `low`.
 __device__ __forceinline__ Tf32Pair split_tf32(float value) {
     constexpr uint32_t TF32_BITS = 0xffffe000u;
     const uint32_t high = __float_as_uint(value) & TF32_BITS;
@@ -31,8 +30,8 @@ __device__ __forceinline__ void multiply_add_pairs(float (&sums)[M][N][4], const
     // Tensor cores round sums toward zero. To keep errors small, tensor cores add up only the products of one call.
     // Ordinary additions, which round to nearest, then add these sums to `sums`.
     float d[M][N][4] = {};
-    // Each MMA adds to the result of the previous MMA of the same tile of d. The tiles alternate, so that an MMA need
-    // not wait for the one before it.
+    // An MMA waits for the previous MMA that adds to the same tile of d. The loops below therefore switch to another
+    // tile after each MMA, if there is one.
     const auto multiply = [&](auto a_word, auto b_word, int i) {
 #pragma unroll
         for (int m = 0; m < M; ++m) {

@@ -80,7 +80,7 @@ DEFINE_WGMMA_SHARED(64, "%32", "%33")
 DEFINE_WGMMA_SHARED(96, "%48", "%49")
 DEFINE_WGMMA_SHARED(128, "%64", "%65")
 
-// Returns the wgmma descriptor of a or b at a shared memory address.
+// Returns the wgmma descriptor of the matrix a or b at `address` in shared memory.
 // A swizzled row of 128 bytes contains 64 values of one row of a or one column of b. One wgmma multiplies 16 of them.
 // Eight swizzled rows form a group. Groups are 1024 bytes apart.
 // Addresses and distances in a wgmma descriptor are in units of 16 bytes.
@@ -92,8 +92,8 @@ __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t address) {
     return SWIZZLE_128_BYTES | GROUP_DISTANCE | LEADING_DISTANCE | (address >> 4 & ADDRESS_MASK);
 }
 
-// A thread must call wgmma_fence before its first wgmma, and before a wgmma whose registers it has written since the
-// previous wgmma.
+// A thread must call wgmma_fence before its first wgmma, and before a wgmma whose registers it has read or written
+// since the previous wgmma.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
 // Commits all uncommitted wgmmas of this warpgroup as one group.
@@ -105,8 +105,8 @@ template <int LEFT> __device__ __forceinline__ void wgmma_wait() {
 }
 
 // A thread must call read_after_wgmma between wgmma_wait<0> and its first use of `sum`.
-// wgmma writes sums asynchronously, and the compiler does not know this. The empty asm statements keep the compiler
-// from reading the sums before wgmma_wait.
+// The compiler does not know that wgmma writes the sums asynchronously. The empty asm statements keep it from reading
+// the sums before wgmma_wait.
 template <int COUNT> __device__ __forceinline__ void read_after_wgmma(float (&sum)[COUNT]) {
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) asm volatile("" : "+f"(sum[i])::"memory");

@@ -12,7 +12,7 @@ use super::host_words::HostWords;
 use super::mailbox::HostMailbox;
 
 /// Returns the device address of a tensor's first element.
-/// Fails if the tensor is not contiguous, not on a GPU, or has a dtype that no kernel supports.
+/// Fails if the tensor is not contiguous, is not on a GPU, or has a dtype that no kernel supports.
 pub fn address(tensor: &Tensor) -> Result<CUdeviceptr> {
     if !tensor.is_contiguous() {
         let (shape, strides) = (tensor.shape(), tensor.stride());
@@ -61,7 +61,7 @@ impl Arg {
     }
 }
 
-/// The arguments of one launch, in the order of the kernel's parameters, and the memory that they point to.
+/// The arguments of one launch, in the order of the kernel's parameters, and the memory that they keep alive.
 #[derive(Default)]
 pub struct Arguments {
     args: Vec<Arg>,
@@ -70,7 +70,7 @@ pub struct Arguments {
     memory: ArgumentMemory,
 }
 
-/// Memory whose addresses are arguments of a launch. A recorded launch keeps this memory alive.
+/// Memory that the arguments of a launch point to. A recorded launch keeps this memory alive.
 #[derive(Clone, Default)]
 pub(super) struct ArgumentMemory {
     tensors: Vec<Tensor>,
@@ -107,8 +107,7 @@ impl Arguments {
         self
     }
 
-    /// Adds a C struct by value. `tensors` are the tensors whose addresses the struct contains.
-    /// The arguments keep these tensors alive.
+    /// Adds a C struct by value. The arguments keep `tensors` alive, the tensors whose addresses the struct contains.
     pub fn value<'t, T>(mut self, value: T, tensors: impl IntoIterator<Item = &'t Tensor>) -> Self
     where
         T: DeviceRepr + Send + Sync + 'static,

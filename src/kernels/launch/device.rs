@@ -1,4 +1,4 @@
-//! Queries a CUDA device for its attributes and for unfinished work.
+//! What a CUDA device supports, whether it is idle, and the dtype suffixes of kernel names.
 
 use candle_core::cuda_backend::cudarc::driver::sys;
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
@@ -33,8 +33,8 @@ pub fn runs_hopper_code(device: &CudaDevice) -> Result<bool> {
 }
 
 /// Returns whether the device runs the kernels that use wgmma instructions.
-/// In a build, only the machine code for compute capability 9.0 contains wgmma instructions.
-/// Only GPUs of this compute capability run this code.
+/// A build contains these instructions only in its machine code for compute capability 9.0, if it has such code.
+/// Only GPUs of exactly this compute capability run the code.
 pub fn runs_wgmma(device: &CudaDevice) -> bool {
     matches!(device.cuda_stream().context().compute_capability(), Ok((9, 0))) && has_machine_code((9, 0))
 }
@@ -51,6 +51,7 @@ pub fn is_idle(device: &CudaDevice) -> Result<bool> {
 }
 
 /// Returns the suffix of kernel names for `dtype`, such as `bf16` in `add_norm_bf16`.
+/// Fails if `dtype` is not f32, f16 or bf16.
 pub fn dtype_suffix(dtype: DType) -> Result<&'static str> {
     match dtype {
         DType::F32 => Ok("f32"),

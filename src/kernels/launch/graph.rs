@@ -1,4 +1,4 @@
-//! CUDA graphs of captured launches. The host starts a graph, such as a decode step, with a single call.
+//! CUDA graphs of captured launches. The host queues a whole graph, such as a decode step, with a single call.
 
 use candle_core::Result;
 use candle_core::cuda_backend::cudarc::driver::{CudaGraph, sys};
@@ -50,11 +50,11 @@ impl LaunchGraph {
         stream.context().bind_to_thread().w()?;
         stream.begin_capture(sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL).w()?;
         let queued = enqueue();
-        // cudarc stores errors from freeing tensors and returns them from its next call.
-        // Fetch these errors here, because `end_capture` would return them without ending the capture.
+        // If freeing a tensor fails, cudarc stores the error and returns it from its next call.
+        // Fetch the error here, because `end_capture` would return it without ending the capture.
         let freed = stream.context().check_err().w();
         let graph = stream.end_capture(sys::CUgraphInstantiate_flags(0)).w();
-        // Discard errors that `end_capture` stored, so that they do not make an unrelated call fail.
+        // If `end_capture` stored another error, discard it, so that it does not make an unrelated call fail.
         let _ = stream.context().check_err();
         queued?;
         freed?;

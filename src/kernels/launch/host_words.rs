@@ -1,4 +1,4 @@
-//! u32 words in host memory that the host and the kernels can read and write at the same time.
+//! u32 words in host memory that the host and running kernels can both read and write.
 
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -8,7 +8,7 @@ use candle_core::cuda_backend::cudarc::driver::{result, sys};
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
 use candle_core::{Result, bail};
 
-/// Page-locked words in host memory that are mapped into the address space of a GPU. All words start at zero.
+/// Page-locked u32 words in host memory that are mapped into the address space of a GPU. All words start at zero.
 pub struct HostWords {
     words: NonNull<AtomicU32>,
     count: usize,
@@ -32,7 +32,7 @@ impl HostWords {
         let Some(words) = NonNull::new(words.cast::<AtomicU32>()) else {
             bail!("cannot allocate {count} words of page-locked memory: the driver returned a null pointer")
         };
-        // SAFETY: the allocation has space for `count` words and is page-aligned. Writing zeros initializes the words.
+        // SAFETY: the allocation has space for `count` aligned words. Writing zeros initializes the words.
         unsafe { words.write_bytes(0, count) };
         Ok(Arc::new(Self { words, count, device: device.clone() }))
     }
@@ -48,7 +48,8 @@ impl HostWords {
 
     /// Returns all words as atomics.
     pub fn words(&self) -> &[AtomicU32] {
-        // SAFETY: all words are initialized and live as long as `self`. The device may write to atomics at any time.
+        // SAFETY: all words are initialized and live as long as `self`. Because they are atomics, the device may write
+        // to them at any time.
         unsafe { std::slice::from_raw_parts(self.words.as_ptr(), self.count) }
     }
 
@@ -70,7 +71,7 @@ impl Drop for HostWords {
     fn drop(&mut self) {
         // After a failed synchronization, a queued kernel may still use the words, so the words are leaked.
         if self.device.cuda_stream().synchronize().is_ok() {
-            // SAFETY: `malloc_host` allocated the words, only `drop` frees them, and all queued kernels have ended.
+            // SAFETY: `malloc_host` allocated the words, only `drop` frees them, and the stream's kernels have ended.
             let _ = unsafe { result::free_host(self.words.as_ptr().cast()) };
         }
     }

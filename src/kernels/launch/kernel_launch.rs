@@ -10,7 +10,7 @@ use super::device::runs_hopper_code;
 use super::module::Module;
 
 /// The bytes of dynamic shared memory that a kernel may use without raising its shared memory limit.
-/// The default limit is 48 KiB, of which 16 KiB are reserved here for static shared memory.
+/// The default limit for static and dynamic shared memory together is 48 KiB. 16 KiB are left for static memory.
 const DEFAULT_SHARED_BYTES: usize = 32 << 10;
 
 /// The maximum grid size in y and in z on every GPU. The maximum in x is 2^31 - 1.
@@ -93,9 +93,8 @@ impl Launch {
 
     /// Lets the kernel start before the previous kernel has ended, on GPUs with programmatic dependent launch.
     ///
-    /// Every block must call `pdl_wait` before it reads data that the previous kernel writes.
-    /// Every block must also call `pdl_wait` before it writes data that an earlier kernel uses.
-    /// The kernel must also follow the rules in `headers/pdl.cuh`.
+    /// Every block must call `pdl_wait` before it reads data that an unfinished kernel writes, and before it writes
+    /// data that an unfinished kernel uses. The kernel must also follow the rules in `headers/pdl.cuh`.
     pub fn overlapping(self) -> Self {
         Self { overlap: Overlap::Yes, ..self }
     }
@@ -105,6 +104,7 @@ impl Launch {
     /// # Safety
     /// The arguments must match the kernel's parameters.
     /// Every address must be valid for all of the kernel's reads and writes.
+    /// If [`overlapping`](Self::overlapping) was called, the kernel must meet its requirements.
     pub unsafe fn enqueue(self, device: &CudaDevice) -> Result<()> {
         if self.shape.is_empty() {
             return Ok(());
@@ -118,7 +118,7 @@ impl Launch {
     }
 
     /// Loads the kernel, and raises the kernel's shared memory limit if necessary.
-    /// Fails if the grid is empty or too large, or if an argument is too large.
+    /// Fails if the grid is empty or too large, or if a size among the arguments does not fit in an i32.
     pub(super) fn prepare(self, device: &CudaDevice) -> Result<PreparedLaunch> {
         let Self { module, kernel, shape, arguments, bytes_moved, .. } = self;
         if shape.is_empty() {
@@ -144,7 +144,7 @@ fn allow_shared_bytes(function: &CudaFunction, bytes: usize) -> Result<()> {
     }
 }
 
-/// Whether a kernel can start before the previous kernel has ended (programmatic dependent launch).
+/// Whether a kernel may start before the previous kernel has ended (programmatic dependent launch).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Overlap {
     Yes,

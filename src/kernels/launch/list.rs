@@ -1,7 +1,7 @@
 //! Launches that are recorded once and queued many times, such as a decode step on static buffers.
 //!
-//! On GPUs with programmatic dependent launch, each launch may start before the previous launch has ended.
-//! The kernels themselves wait for the data that they read (`pdl.cuh`).
+//! On GPUs with programmatic dependent launch, [`LaunchList::enqueue`] lets each kernel start before the previous
+//! kernel has ended. The kernels themselves wait before they use data of earlier kernels (`headers/pdl.cuh`).
 
 use candle_core::Result;
 use candle_core::cuda_backend::cudarc::driver::{CudaEvent, sys};
@@ -41,7 +41,7 @@ impl LaunchList {
         self.launches.is_empty()
     }
 
-    /// Appends a launch. The list keeps the memory of the launch's arguments alive.
+    /// Appends a launch. The list keeps the tensors, mailboxes and host words in the launch's arguments alive.
     ///
     /// # Safety
     /// The arguments must match the kernel's parameters.
@@ -85,7 +85,7 @@ impl LaunchList {
         &self.device
     }
 
-    /// Returns the memory that each launch's arguments point to.
+    /// Returns the memory that each launch keeps alive.
     pub(super) fn memory(&self) -> impl Iterator<Item = &ArgumentMemory> {
         self.launches.iter().map(|launch| launch.arguments.memory())
     }

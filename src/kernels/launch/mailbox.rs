@@ -11,9 +11,10 @@ use super::host_words::HostWords;
 
 /// u32 slots in host memory; zero means empty. Kernels write nonzero words. The host reads a word, then writes zero.
 ///
-/// If the host takes the words of a slot, a kernel that writes to the slot may be queued only after the host has emptied
-/// it. The host never takes the words of queued steps on other ranks than the first, so kernels overwrite them there.
-/// `DecodeGraph` and `QueuedStepBuffers` have slots for all words that can be sent before the host takes the first one.
+/// A kernel that writes to a slot may be queued only after the host has taken the slot's previous word.
+/// `DecodeGraph` and `QueuedStepBuffers` therefore have a slot for every word that queued kernels may still send.
+/// The words of queued steps are an exception on ranks other than the first: the host does not take these words, and
+/// later steps overwrite them.
 pub struct HostMailbox {
     slots: Arc<HostWords>,
     device: CudaDevice,
@@ -63,7 +64,7 @@ impl HostMailbox {
         self.slots.len()
     }
 
-    /// Returns the address of a slot on the device.
+    /// Returns the address through which kernels access a slot.
     pub(super) fn address(&self, slot: usize) -> u64 {
         self.slots.address(slot)
     }

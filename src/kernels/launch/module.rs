@@ -29,14 +29,14 @@ pub(crate) use module;
 
 type LoadedModules = HashMap<(DeviceId, &'static str), Arc<CudaModule>>;
 
-/// Returns the modules that this process has loaded on all candle devices.
+/// Returns the modules that this process has loaded, by candle device and module name.
 fn loaded_modules() -> &'static Mutex<LoadedModules> {
     static MODULES: OnceLock<Mutex<LoadedModules>> = OnceLock::new();
     MODULES.get_or_init(Mutex::default)
 }
 
 impl Module {
-    /// Returns a kernel of this module. Loads the module when a kernel is first used on the device.
+    /// Returns a kernel of this module. The first call for a device loads the module.
     pub(super) fn function(&self, device: &CudaDevice, kernel: &str) -> Result<CudaFunction> {
         let mut modules = loaded_modules().lock().unwrap_or_else(|poisoned| poisoned.into_inner());
         let module = match modules.get(&(device.id(), self.name)) {

@@ -10,7 +10,7 @@ use candle_core::{Device, Result, Tensor, bail};
 use super::arguments::address;
 use crate::kernels::constants::TENSOR_MAP_ELEMENT_BYTES;
 
-/// The order of the bytes of a copied box in shared memory.
+/// How the bytes of a copied box are ordered in shared memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum BoxOrder {
     /// Row by row.
@@ -19,8 +19,8 @@ pub enum BoxOrder {
     Swizzled,
 }
 
-/// Describes the bytes of a contiguous tensor in three or four dimensions. With a tensor map, a single instruction of a
-/// kernel copies a box of the tensor to shared memory. This requires compute capability 9.0 or later.
+/// Describes the bytes of a contiguous tensor in three or four dimensions. With a tensor map, a kernel copies a box of
+/// the tensor to shared memory with a single instruction. Tensor maps require compute capability 9.0 or later.
 ///
 /// A kernel takes a tensor map as a parameter of type `const __grid_constant__ TensorMap`.
 #[derive(Clone, Copy)]
@@ -31,11 +31,11 @@ pub struct TensorMap(sys::CUtensorMap);
 // `TensorMap` in `headers/bulk_copy.cuh` has the same size.
 unsafe impl DeviceRepr for TensorMap {}
 
-/// A dimension of a tensor map other than the bytes of a row.
+/// An outer dimension of a tensor map. The innermost dimension is always the bytes of a row.
 #[derive(Clone, Copy)]
 struct Dimension {
     size: usize,
-    /// The bytes from one index to the next.
+    /// The distance between adjacent indices, in bytes.
     stride: usize,
     /// The size of a box in this dimension.
     in_box: usize,
@@ -61,8 +61,8 @@ impl TensorMap {
     /// A box has `box_rows / 2` adjacent gate rows and the up rows for them: 8 gate rows, their 8 up rows, the next
     /// 8 gate rows and so on.
     ///
-    /// The dimensions are the bytes of a row, the row among 8 adjacent rows, gate or up, and the group of 8 rows.
-    /// In this order, a later dimension can have a smaller stride than an earlier one, which the driver accepts.
+    /// The dimensions, innermost first, are the bytes of a row, the rows of a group of 8, gate or up, and the groups.
+    /// The stride of the groups is usually smaller than the stride from gate to up, which the driver accepts.
     /// The number of gate rows and `box_rows / 2` must be multiples of 8.
     /// `width` and `box_width` are as in [`new`](Self::new).
     pub fn of_gate_up(
@@ -80,7 +80,7 @@ impl TensorMap {
         Self::of_rows(tensor, (width, box_width), &[row, gate_or_up, group], order)
     }
 
-    /// Describes the bytes of a tensor that consists of rows of `width` bytes. A box has `box_width` bytes of a row.
+    /// Describes a tensor that consists of rows of `width` bytes. A box has `box_width` bytes of each of its rows.
     fn of_rows(
         tensor: &Tensor,
         (width, box_width): (usize, usize),
@@ -98,7 +98,7 @@ impl TensorMap {
         let Device::Cuda(device) = tensor.device() else {
             bail!("cannot create a tensor map: the tensor is not on a GPU")
         };
-        // The driver function requires a context.
+        // The driver function requires a context that is bound to this thread.
         device.cuda_stream().context().bind_to_thread().w()?;
         let elements = |bytes: usize| (bytes / TENSOR_MAP_ELEMENT_BYTES) as u64;
         let dims: Vec<u64> = iter::once(elements(width)).chain(sizes.map(|size| size as u64)).collect();

@@ -1,9 +1,9 @@
 //! Matrix products computed with cuBLASLt.
 //!
-//! cuBLASLt proposes an algorithm for the sizes of a product, and loads the algorithm at its first use.
-//! Before loading, cuBLASLt waits until the GPU has finished all queued work, such as a step of many requests.
-//! Products with similar numbers of tokens therefore share an algorithm (see [`size_class`]).
-//! With few algorithms, all of them can be loaded before the first request.
+//! cuBLASLt proposes an algorithm for the sizes of a product. When an algorithm is first used, cuBLASLt waits until
+//! the GPU has finished all queued work, such as a step of many requests, and then loads the algorithm's kernel.
+//! To make such waits rare, products with similar numbers of tokens share an algorithm (see [`size_class`]).
+//! There are then so few algorithms that all of them can be loaded before the first request.
 
 use std::collections::{BTreeMap, HashMap};
 use std::ffi::c_void;
@@ -27,7 +27,7 @@ pub enum EightBitType {
     Fp8,
 }
 
-/// The types of the elements of a product.
+/// The element types of a product's input matrices and output.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 enum Elements {
     EightBit(EightBitType),
@@ -38,12 +38,12 @@ enum Elements {
     },
 }
 
-/// The types that cuBLASLt uses for a product.
+/// The types and reduction schemes that cuBLASLt uses for a product.
 struct ProductTypes {
     input: sys::cudaDataType_t,
     output: sys::cudaDataType_t,
     compute: sys::cublasComputeType_t,
-    /// The type of alpha and beta, the factors of the product and of the old output. alpha is 1, and beta is 0.
+    /// The type of alpha, the factor of the product, and beta, the factor of the old output. alpha is 1, and beta is 0.
     scale: sys::cudaDataType_t,
     /// The bits of alpha, an i32 or an f32. beta has only zero bits in both types.
     one: u32,
@@ -83,7 +83,7 @@ impl ProductTypes {
             }
             Elements::Float { input, output } => {
                 let types = with_f32_sums(float(input)?, float(output)?);
-                // With the other schemes, cuBLASLt would round the sum of each part to the dtype of the output.
+                // With the other split-K schemes, cuBLASLt would round the sum of each part to the dtype of the output.
                 let in_f32 = sys::cublasLtReductionScheme_t::CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE as u32;
                 Self { reductions: (output != DType::F32).then_some(in_f32), ..types }
             }
@@ -207,7 +207,7 @@ unsafe fn multiply(
     x: u64,
     out: u64,
 ) -> Result<()> {
-    // If a size overflowed i32, some algorithms would read or write out of bounds.
+    // If a size overflowed i32, some algorithms would read or write out of bounds. `rows` is at most `stride`.
     if [sizes.tokens, sizes.columns, sizes.stride].into_iter().any(|size| i32::try_from(size).is_err()) {
         let ProductSizes { tokens, columns, stride, .. } = sizes;
         bail!(
@@ -222,7 +222,7 @@ unsafe fn multiply(
     let class = ProductSizes { tokens: size_class(sizes.tokens), ..sizes };
     let key = AlgorithmKey { gpu: stream.context().ordinal(), elements, sizes: class, alignment };
     let Algorithm { algorithm, workspace_bytes } = algorithm(handle, &types, key)?;
-    // Many algorithms need no workspace. Even an empty allocation would call the driver.
+    // Many algorithms need no workspace. Allocate nothing then, because even an empty allocation calls the driver.
     let workspace = match workspace_bytes {
         0 => None,
         // SAFETY: only cuBLASLt accesses the workspace. candle frees it in stream order.

@@ -1,18 +1,19 @@
 // The matrix product y = x·Wᵀ for up to DENSE_FEW_TOKENS_MAX tokens.
 // Reading W takes most of the time, so the kernel keeps many reads in flight.
-//   w: T [rows, columns], multiples of DENSE_FEW_TOKENS_ROWS and DENSE_FEW_TOKENS_COLUMNS
+//   w: T [rows, columns]; multiples of DENSE_FEW_TOKENS_ROWS and of DENSE_FEW_TOKENS_COLUMNS, respectively
 //   x: T [tokens, columns]
 //   y: f32 [tokens, rows]
 //   block_units: the number of units per thread block; a unit is DENSE_FEW_TOKENS_ROWS rows of W
 //   parts: the number of warps that share the columns of a unit
 //   grid: ceil(rows / DENSE_FEW_TOKENS_ROWS / block_units); block: 32 · parts · block_units
-//   bytes moved: rows · columns · sizeof(T); every block also reads all of x, mostly from L2
+//   bytes moved: W and y once; every block also reads all of x, mostly from L2
 //
 // Each warp multiplies every `parts`-th column tile of one unit by x.
 // A column tile has DENSE_FEW_TOKENS_COLUMNS columns. A piece is 16 bytes of a row: eight adjacent columns.
-// A lane multiplies only the pieces of W that it has copied itself, so the copies of W need no barrier.
-// mma.sync expects columns 2i, 2i + 1, 2i + 8 and 2i + 9 in lane l, with i = l % 4, not eight adjacent columns.
-// However, any column order works if W and x have the same order, because mma.sync adds the products of all columns.
+// A lane passes to mma.sync only pieces of W that it has copied itself, so the copies of W need no barrier.
+// Of its 16 columns, mma.sync expects columns 2i, 2i + 1, 2i + 8 and 2i + 9 in the lanes with lane % 4 = i.
+// A lane passes four adjacent columns instead. This is correct because mma.sync adds the products of all columns, and
+// the columns of W and x have the same order.
 #include "constants.cuh"
 #include "headers/async_copy.cuh"
 #include "headers/barrier.cuh"
@@ -26,12 +27,12 @@ constexpr int PIECE_COLUMNS = 8, TILE_PIECES = COLUMNS / PIECE_COLUMNS, STAGES =
 constexpr int LANE_PIECES = ROWS * TILE_PIECES / 32, STAGE_PIECES = LANE_PIECES * 32;
 // The inputs of INPUT_TILES column tiles fill one of two buffers: [tile][half of the tile][token][piece of the half].
 constexpr int INPUT_TILES = DENSE_FEW_TOKENS_INPUT_TILES, INPUT_PIECES = INPUT_TILES * TILE_PIECES * TOKENS;
-static_assert(TOKENS == 8 && ROWS == 16 && TILE_PIECES == 8, "the code below assumes the matrix sizes of mma.sync");
+static_assert(TOKENS == 8 && ROWS == 16 && TILE_PIECES == 8, "the code below assumes these sizes");
 
 template <typename T>
 __device__ void dense_few_tokens(const T* w, const T* x, float* y, int rows, int columns, int tokens, int block_units,
                                  int parts) {
-    // The 16-byte pieces of eight consecutive lanes fill an aligned 128-byte line.
+    // Eight consecutive lanes access the 16-byte pieces of one aligned 128-byte line, which avoids bank conflicts.
     extern __shared__ __align__(128) uint4 shared[];
     __shared__ uint64_t barriers[2];  // each counts the threads whose copies to one input buffer have completed
 
@@ -69,7 +70,7 @@ __device__ void dense_few_tokens(const T* w, const T* x, float* y, int rows, int
     pdl_wait();
     pdl_launch_dependents();
 
-    // 2. Multiply the input tiles in one buffer while the next input tiles are copied to the other buffer.
+    // 2. Multiply W by the input tiles in one buffer while the next input tiles are copied to the other buffer.
     const auto copy_inputs = [&](int first, int buffer) {
         for (int i = threadIdx.x; i < INPUT_PIECES; i += blockDim.x) {
             const int token = i % 32 / 4, column = first * COLUMNS + (i / 32 * 4 + i % 4) * PIECE_COLUMNS;
@@ -117,7 +118,7 @@ __device__ void dense_few_tokens(const T* w, const T* x, float* y, int rows, int
         partial[(warp * TOKENS + token) * ROWS + row] = sums[i];
     }
     __syncthreads();
-    // Half a warp adds the partial sums of one token and one unit.
+    // The 16 lanes of half a warp add up the partial sums of one token, each for one row of the unit.
     const int row = lane % ROWS;
     for (int unit = warp; unit < block_units; unit += blockDim.x / 32) {
         const int y_row = (first_unit + unit) * ROWS + row;

@@ -39,7 +39,7 @@ impl WorkDivision {
 }
 
 /// Returns whether the dense_few_tokens kernel supports x·wᵀ on this GPU.
-/// x must have the same dtype and the same number of columns as w.
+/// x and w must be contiguous, and must have the same dtype and the same number of columns.
 pub fn is_supported(device: &CudaDevice, x: &Tensor, w: &Tensor) -> Result<bool> {
     let ((tokens, _), (rows, columns)) = (x.dims2()?, w.dims2()?);
     let fits = match WorkDivision::new(device, rows, w.dtype().size_in_bytes())? {

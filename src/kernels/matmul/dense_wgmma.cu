@@ -1,6 +1,6 @@
 // The matrix product x·wᵀ for up to DENSE_WGMMA_MAX_TOKENS tokens, for GPUs that run sm_90a code.
 // Reading w takes most of the time. If w has few rows, several blocks divide its columns, so that more multiprocessors
-// read w. The sums of these blocks are separate parts of the result. The next kernel reads the parts and adds them up.
+// read w. The sums of these blocks are separate parts of the result. The kernel that uses the result adds them up.
 //   w: T [rows, columns]; a box of the tensor map has the rows of a tile and DENSE_WGMMA_COLUMNS columns
 //     In gated kernels, w consists of the gate rows and then the up rows, and `rows` is the number of gate rows.
 //   x: T [tokens, columns]; a box has TOKENS rows and DENSE_WGMMA_COLUMNS columns
@@ -11,9 +11,9 @@
 //     for logits)
 //   first_id: the token id of the first row of w (only in kernels for logits)
 //   columns: the number of columns; at least DENSE_WGMMA_COLUMNS · parts if there are several parts
-//   tile_rows: the number of rows of w in a tile, or of gate rows in gated kernels, a multiple of 8; see below
+//   tile_rows: rows per tile, or gate rows per tile in gated kernels; a multiple of 8
 //   grid: (parts, blocks); block: DENSE_WGMMA_THREADS
-//     Each part has at most one block per tile of w. Kernels for logits have at most BEST_LOGITS_CANDIDATES blocks.
+//     `blocks` is at most the number of tiles, and at most BEST_LOGITS_CANDIDATES in kernels for logits.
 //   bytes moved: the bytes of w, and of y unless y stays unchanged; most reads of x hit L2
 //
 // A tile is `tile_rows` rows of w. In gated kernels, a tile is `tile_rows` gate rows and the up rows that belong to
@@ -21,7 +21,7 @@
 // already copies the next tile.
 //
 // The last warp copies w and x to a ring buffer. Each of the two warpgroups multiplies 64 rows of a tile by all tokens.
-// If a tile has fewer than 128 rows, the other sums are meaningless, and are not stored.
+// If a tile has fewer than 128 rows, the warpgroups also compute sums for the missing rows, but do not store them.
 // Elements of a box outside w or x are zero, so incomplete tiles need no special case until the sums are stored.
 #include "constants.cuh"
 #include "headers/activation.cuh"
@@ -68,7 +68,7 @@ __device__ void dense_wgmma(const TensorMap& w, const TensorMap& x, Y* y, int ro
     extern __shared__ uint8_t shared[];
     __shared__ uint64_t full[STAGES], empty[STAGES];                      // the barriers of each stage
     const uint32_t ring = (shared_address(shared) + 1023) / 1024 * 1024;  // swizzled boxes need this alignment
-    // The shuffle tells the compiler that all lanes have the same value.
+    // The shuffle tells the compiler that `warp` has the same value in all lanes.
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
     const int part = blockIdx.x, parts = gridDim.x;
     const int all_steps = (columns + COLUMNS - 1) / COLUMNS, first_step = all_steps * part / parts;
@@ -98,7 +98,7 @@ __device__ void dense_wgmma(const TensorMap& w, const TensorMap& x, Y* y, int ro
             barrier_init(shared_address(&full[stage]), 1);
             barrier_init(shared_address(&empty[stage]), MULTIPLYING_WARPS);
         }
-        // The fence makes the barriers visible to bulk copies, which access them through the async proxy.
+        // The fence makes the initialized barriers visible to the bulk copies.
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         for (int i = 0; i < early_copies; ++i, next_w.next()) copy_w(next_w, i);
     }
@@ -120,8 +120,7 @@ __device__ void dense_wgmma(const TensorMap& w, const TensorMap& x, Y* y, int ro
     }
 
     if constexpr (KIND == Kind::PLAIN) y += (size_t)part * tokens * rows;
-    // In kernels for logits: for each of this lane's tokens, the largest logit so far in the rows of this lane, and the
-    // row of this logit.
+    // In kernels for logits: the largest logit so far of each of this lane's tokens in this lane's rows, and its row.
     float largest[TOKENS / 4];
     int largest_row[TOKENS / 4];
 #pragma unroll
@@ -193,7 +192,7 @@ __device__ void dense_wgmma(const TensorMap& w, const TensorMap& x, Y* y, int ro
         __shared__ unsigned long long of_warps[MULTIPLYING_WARPS][TOKENS];
 #pragma unroll
         for (int t = 0; t < TOKENS / 4; ++t) {
-            // Eight lanes have rows of the same tokens.
+            // The eight lanes with equal lane % 4 have logits of the same tokens.
             unsigned long long key = candidate_key(largest[t], arguments.first_id + largest_row[t]);
             for (int offset = 16; offset >= 4; offset /= 2) key = max(key, __shfl_xor_sync(0xffffffffu, key, offset));
             if (lane < 4) of_warps[warp][t / 2 * 8 + lane * 2 + t % 2] = key;

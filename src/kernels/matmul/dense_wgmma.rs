@@ -42,16 +42,16 @@ pub struct LogitsOutput<'t> {
     pub first_token: usize,
 }
 
-/// How thread blocks divide a matrix.
+/// How a matrix is divided among thread blocks.
 struct Division {
-    /// The number of parts into which the columns are divided. Each part of a tile has its own block.
+    /// The number of parts into which the columns are divided. Different blocks multiply the parts of a tile.
     parts: usize,
     /// The rows of w per tile, a multiple of 8. In a gated product, half of them are gate rows, and half are up rows.
     tile_rows: usize,
 }
 
 impl Division {
-    /// Chooses a division in which the block that reads the most weights reads as few as possible.
+    /// Chooses the division that minimizes the largest number of weights that any block reads.
     /// Each multiprocessor runs at most one block.
     fn of_matrix(multiprocessors: usize, (rows, columns): (usize, usize), kind: ProductKind) -> Self {
         // Swizzled rows come in groups of 8, and a gated tile has as many gate rows as up rows.
@@ -76,7 +76,7 @@ impl Division {
 }
 
 /// Returns whether the dense_wgmma kernels support x·wᵀ on this GPU.
-/// x must have the same dtype and the same number of columns as w.
+/// x and w must be contiguous, and must have the same dtype and the same number of columns.
 ///
 /// With more than `DENSE_WGMMA_MAX_TOKENS` tokens, cuBLASLt is as fast.
 pub fn is_supported(device: &CudaDevice, x: &Tensor, w: &Tensor) -> Result<bool> {
@@ -92,7 +92,7 @@ pub fn is_supported(device: &CudaDevice, x: &Tensor, w: &Tensor) -> Result<bool>
         && address(w)?.is_multiple_of(16))
 }
 
-/// Returns the number of parts of a product with a matrix of `rows` rows and `columns` columns, at least 1.
+/// Returns the number of parts that [`matmul_parts`] computes for w `[rows, columns]`, at least 1.
 pub fn part_count(device: &CudaDevice, rows: usize, columns: usize) -> Result<usize> {
     Ok(Division::of_matrix(multiprocessors(device)?, (rows, columns), ProductKind::Plain).parts)
 }
@@ -165,7 +165,8 @@ pub fn matmul_gated(device: &CudaDevice, x: &Tensor, w: &Tensor, activation: Act
     Ok(y)
 }
 
-/// Queues the kernel that writes y: `[tokens, rows / 2]` if `kind` is gated, and otherwise `[parts, tokens, rows]`.
+/// Queues the kernel that writes y: `[parts, tokens, rows]` for a plain product, `[tokens, rows / 2]` for a gated
+/// product, and `[tokens, rows]` for logits.
 fn enqueue(device: &CudaDevice, x: &Tensor, w: &Tensor, y: &Tensor, kind: ProductKind) -> Result<()> {
     let ((tokens, columns), (rows, w_columns)) = (x.dims2()?, w.dims2()?);
     let is_gated = matches!(kind, ProductKind::Gated(_));
@@ -204,7 +205,7 @@ fn enqueue(device: &CudaDevice, x: &Tensor, w: &Tensor, y: &Tensor, kind: Produc
         LaunchShape::new((parts, blocks, 1), DENSE_WGMMA_THREADS).with_shared_bytes(DENSE_WGMMA_RING_BYTES + 1024);
     let kernel = format!("dense_wgmma_{name}{}_{box_tokens}", dtype_suffix(x.dtype())?);
     let launch = Launch::new(module!("dense_wgmma"), kernel, shape, arguments).overlapping();
-    // SAFETY: the shapes are checked above and by the callers. The tensor maps limit all reads to w and x.
+    // SAFETY: the shapes are checked above and by the callers. The tensor maps limit the reads of w and x.
     unsafe { launch.enqueue(device) }
 }
 
@@ -220,8 +221,11 @@ mod tests {
             for (kind, max_parts) in [(GATED, 1), (ProductKind::Plain, MAX_PRODUCT_PARTS)] {
                 let Division { parts, tile_rows } = Division::of_matrix(132, (rows, columns), kind);
                 let tiles = rows.div_ceil(tile_rows);
-                assert!(parts <= max_parts && tile_rows.is_multiple_of(8), "{rows} x {columns}: {parts} parts");
-                assert!(tile_rows <= DENSE_WGMMA_ROWS, "{rows} x {columns}: {tile_rows} rows");
+                assert!(
+                    parts <= max_parts && tile_rows.is_multiple_of(8),
+                    "{rows} x {columns}: {parts} parts, {tile_rows} rows per tile"
+                );
+                assert!(tile_rows <= DENSE_WGMMA_ROWS, "{rows} x {columns}: {tile_rows} rows per tile");
                 assert!(parts == 1 || parts * tiles <= 132, "{rows} x {columns}: {parts} x {tiles} blocks");
             }
         }
@@ -229,7 +233,8 @@ mod tests {
             let Division { parts, tile_rows } = Division::of_matrix(132, matrix, kind);
             (parts, tile_rows)
         };
-        // Llama-3.1-8B: q, k and v; o; gate and up. gpt-oss-20b: q, k and v; o.
+        // The matrices of Llama-3.1-8B: q, k and v in one matrix; o; gate and up in one matrix.
+        // Then the matrices of gpt-oss-20b: q, k and v in one matrix; o.
         assert_eq!(division((6144, 4096), ProductKind::Plain), (2, 96));
         assert_eq!(division((4096, 4096), ProductKind::Plain), (4, 128));
         assert_eq!(division((28_672, 4096), GATED), (1, 112));

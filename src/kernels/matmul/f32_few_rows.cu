@@ -2,7 +2,7 @@
 #include "headers/pdl.cuh"
 #include "matmul/f32_few_rows.cuh"
 
-// Computes y = x·wᵀ. A block computes F32_FEW_ROWS_TOKENS tokens × F32_FEW_ROWS_TILE rows.
+// Computes y = x·wᵀ. A block computes the products of F32_FEW_ROWS_TOKENS tokens and F32_FEW_ROWS_TILE weight rows.
 //   x: f32 [tokens, columns]; w: f32 [rows, columns]; y: f32 [tokens, rows]; columns is a multiple of 16
 //   grid: (ceil(tokens / F32_FEW_ROWS_TOKENS), ceil(rows / F32_FEW_ROWS_TILE)); block: 32 · F32_FEW_ROWS_WARPS
 //   bytes moved: x once per F32_FEW_ROWS_TILE rows and w once per F32_FEW_ROWS_TOKENS tokens, mostly from L2; y once

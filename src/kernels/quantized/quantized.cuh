@@ -1,12 +1,12 @@
 // Quantized matrices in the layout of `quantized/mod.rs`, and products of their rows with one input vector.
 //
-// A *group* is 32 consecutive columns of a row. A lane reads one group at a time.
-// With FP8 weights, the input vector is stored as floats, and all arithmetic is in floating point.
+// A *group* is 32 consecutive columns of a row. In these products, a lane reads one group at a time.
+// With FP8 weights, the input vector is stored as floats, and the products are computed in floating point.
 // With all other weights, the input vector is quantized to 16-bit integers with one scale per group.
-// Values that are already quantized to 8-bit integers are stored exactly, with a scale of 1.
-// Otherwise, the largest input value of a group keeps 15 significant bits, compared to 8 in bf16.
+// Input values that are already 8-bit integers are stored exactly.
+// Otherwise, the largest magnitude in a group keeps 15 significant bits, compared to 8 in bf16.
 // dp4a multiplies bytes, so the high and low bytes of the integers are stored separately. All dp4a results are exact.
-// Except with FP8 weights, floating point is used only to apply scales and mins, and to add up the groups.
+// With integer inputs, the products use floating point only to apply scales and mins, and to add up the groups.
 #pragma once
 #include <cuda_fp8.h>
 
@@ -41,13 +41,13 @@ struct QuantizedStack {
     int row_ends[MAX_STACKED_MATRICES];
 };
 
-// The number of bytes per group in each plane, and how a value is computed from its quantized bits q.
-//   low: bytes for the low bits of q
-//   high: bytes for the high bits of q, or 0 if there is no high plane
-//   scales: bytes for scales and mins, or 0 if each row has a single f32 scale
+// The layout of weight format F, and how an element is computed from its quantized value q.
+//   low: bytes per group for the low bits of q
+//   high: bytes per group for the high bits of q, or 0 if there is no high plane
+//   scales: bytes per group for scales and mins, or 0 if each row has a single f32 scale
 //   zero: the zero point, which is subtracted from q
 //   has_half_scales: whether each half of a group has its own scale
-//   has_supers: whether scales and mins are integers that are multiplied by f16 factors, one pair for each 8 groups
+//   has_supers: whether scales and mins are integers that are multiplied by the super-scales of their superblock
 template <int F> struct FormatLayout {
     static constexpr bool has_row_scale = F == INT8 || F == FP8, has_supers = F >= Q2_K && F <= Q6_K;
     static constexpr int low = F == Q2_K || F == Q3_K ? 8 : F == Q8_0 || has_row_scale ? 32 : 16;
@@ -59,13 +59,14 @@ template <int F> struct FormatLayout {
 };
 
 // Masks for the low 1, 2 or 4 bits of each byte.
-// Shifting a word unpacks four quantized values at once, but moves bits across bytes. The masks remove these bits.
+// A shift and a mask extract the bits of one quad, four quantized values, from a word that holds several quads.
 constexpr uint32_t LOW_BIT = 0x01010101u, LOW_2_BITS = 0x03030303u, LOW_4_BITS = 0x0f0f0f0fu;
 
 // The largest integer of a quantized input: high byte 127 (the largest signed byte), low byte 0.
 constexpr float MAX_QUANTIZED_INPUT = 127 * 256;
 
-// The smallest normal f32 value, and the smallest result of quantization_scale: dividing by less could overflow.
+// The smallest normal f32 value. quantization_scale returns at least this value, so that a vector of zeros is not
+// divided by zero.
 constexpr float F32_MIN_NORMAL = 1.17549435e-38f;
 
 // One quantized group in registers.
@@ -96,7 +97,6 @@ template <int F> __device__ __forceinline__ void load_group(RawGroup& raw, const
         const uint4 v = load_stream_16(low + 16);
         raw.words[4] = v.x, raw.words[5] = v.y, raw.words[6] = v.z, raw.words[7] = v.w;
     }
-    // The words of the high plane follow the words of the low plane.
     // Formats with 8 low words have no high plane, so the branches below never run for these formats.
     // The branches are still compiled, and `& 7` keeps their indices inside the array.
     constexpr int high_word = L::low / 4;
@@ -109,7 +109,7 @@ template <int F> __device__ __forceinline__ void load_group(RawGroup& raw, const
 }
 
 // Returns the quantized values q of quad j (columns 4j to 4j + 3), one byte each. Byte c belongs to column 4j + c.
-// A word of the low plane holds the bits of consecutive quads. The first quad is in the low bits of each byte.
+// A word of the low plane holds 1, 2 or 4 consecutive quads. The first quad is in the low bits of each byte.
 // The high plane has the same order, in a single word (1 bit per value) or in two words (2 bits per value).
 // `bits` is the number of bits that the low plane holds per value.
 template <int F> __device__ __forceinline__ uint32_t quad(const RawGroup& raw, int j) {
@@ -126,7 +126,7 @@ template <int F> __device__ __forceinline__ uint32_t quad(const RawGroup& raw, i
     return q;
 }
 
-// Converts four quantized values to floats and subtracts the zero point. In FP8, the zero point is 0.
+// Converts four quantized values to floats and subtracts the zero point of the format.
 template <int F> __device__ __forceinline__ float4 to_floats(uint32_t q) {
     if (F == FP8) {
         const auto pair = [](uint32_t two) {
@@ -137,7 +137,7 @@ template <int F> __device__ __forceinline__ float4 to_floats(uint32_t q) {
     }
     // 2^23 as a float has the bits 0x4b000000, and its last mantissa bit is worth 1.
     // Replacing the low byte of 0x4b000000 with q therefore gives the float 2^23 + q.
-    // For signed bytes, flipping the highest bit adds 128, so q is not negative. `offset` includes this 128.
+    // If q is signed, flipping its highest bit adds 128, so that q is not negative. `offset` includes this 128.
     constexpr bool is_signed = FormatLayout<F>::low == 32;
     constexpr uint32_t TWO_TO_23_BITS = 0x4b000000u;
     constexpr float TWO_TO_23 = 8388608.0f;
@@ -174,10 +174,11 @@ template <int F> __device__ __forceinline__ Scaling scaling(const RawGroup& raw)
     return {{pair.x, pair.x}, {m, m}};
 }
 
-// The dequantized values of columns 8p to 8p + 7 of a group (quads 2p and 2p + 1).
+// The dequantized values of two consecutive quads.
 struct EightValues {
     float4 first, second;
 };
+// Dequantizes columns 8p to 8p + 7 of a group (quads 2p and 2p + 1). `groups` is the number of groups per row.
 template <int F>
 __device__ __forceinline__ EightValues dequantize8(const QuantizedMatrix& m, int row, int group, int p, int groups) {
     using L = FormatLayout<F>;
@@ -208,7 +209,7 @@ __device__ __forceinline__ EightValues dequantize8(const QuantizedMatrix& m, int
     const Scaling s = scaling<F>(raw);
     const float scale = L::has_row_scale ? __ldg(reinterpret_cast<const float*>(m.scales) + row) : s.scale[p / 2],
                 min = s.min[p / 2];
-    // Do not use fma: ggml rounds the product before it subtracts the min.
+    // Do not use fma: the CPU code rounds the product before it subtracts the min, and tests require equal values.
     const auto value = [=](float q) { return __fsub_rn(__fmul_rn(scale, q), min); };
     const auto four = [=](float4 q) { return make_float4(value(q.x), value(q.y), value(q.z), value(q.w)); };
     return {four(to_floats<F>(first)), four(to_floats<F>(second))};
@@ -295,7 +296,8 @@ __device__ __forceinline__ float dot4(float4 a, float4 b, float sum) {
 }
 __device__ __forceinline__ int word(uint4 v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 
-// Multiplies a group of each of ROWS rows by the same group of the input. Adds the scaled products to `sum`.
+// Multiplies one group of ROWS rows by the same group of an integer input, and adds the products to `sum`.
+// Applies all scales except row scales.
 template <int F, int ROWS>
 __device__ __forceinline__ void multiply_integers(const RawGroup (&raw)[ROWS], const QuantizedInput& x, int group,
                                                   float (&sum)[ROWS]) {
@@ -376,10 +378,10 @@ struct ContiguousRows {
 
 // Multiplies the rows of a stack by an input vector. A *unit* is ROWS rows, which must have the same format.
 // Each warp processes one unit at a time. The warps of the grid take units in round-robin order.
-// Each lane has DEPTH groups of each row in flight.
+// Each lane has up to DEPTH groups of each row in flight.
 // Near the end of a unit, a lane already loads the first groups of the next unit, if both units have the same format.
-// `locate(u, r, matrix)` sets `matrix` to the index of the matrix that has row r of unit u.
-// `locate` returns the index of row r of unit u in this matrix.
+// `locate(u, r, matrix)` finds row r of unit u: it sets `matrix` to the index of the matrix that contains the row, and
+// returns the index of the row in this matrix.
 template <int ROWS, int DEPTH, class Locate, class Layout = ContiguousRows> struct QuantizedStream {
     struct UnitRows {
         int row[ROWS], matrix[ROWS];
@@ -432,9 +434,10 @@ template <int ROWS, int DEPTH, class Locate, class Layout = ContiguousRows> stru
         }
     }
 
-    // Adds the dot products of a group to `sum`. The groups of a gathered row come from different rows of the matrix.
-    // For gathered rows, this function therefore applies the row scale of each group.
-    // For contiguous rows, `multiply` applies one row scale to the whole sum.
+    // Adds the dot products of one group of each row to `sum`.
+    // The groups of a gathered row come from several rows of the matrix, which have different row scales.
+    // For gathered rows, this function therefore applies row scales to the dot products of the group.
+    // For contiguous rows, `multiply` applies the row scale to the whole sum.
     template <int F>
     __device__ __forceinline__ void add_group(const RawGroup (&raw)[ROWS], const QuantizedInput& x, int group,
                                               float (&sum)[ROWS]) const {
@@ -502,15 +505,15 @@ __device__ __forceinline__ float quantize_scaled(float v, int quantization) {
     return quantizes_to_int8(quantization) ? fminf(fmaxf(rintf(v), -128.0f), 127.0f) : round_to_e4m3(v);
 }
 // Returns the scale for quantizing a vector to 8 bits. `largest` is the largest magnitude in the vector.
-// In static modes, returns `static_scale`. In per-token modes, the scale maps `largest` to 127.5 (int8) or 448 (E4M3).
+// In static modes, the scale is `static_scale`. In per-token modes, it maps `largest` to 127.5 (int8) or 448 (E4M3).
+// Scales below F32_MIN_NORMAL are raised to F32_MIN_NORMAL. If `largest` is NaN or infinite, the scale is NaN.
 __device__ __forceinline__ float quantization_scale(float largest, int quantization, float static_scale) {
     // Integers from -128 to 127 span 255 steps, so an int8 step is 2 · largest / 255.
     const float scale = quantization == QUANTIZATION_INT8_PER_TOKEN  ? largest / 127.5f
                         : quantization == QUANTIZATION_FP8_PER_TOKEN ? largest / E4M3_MAX
                                                                      : static_scale;
-    // An int8 value cannot be NaN, and rounding to 8 bits may clamp an infinity to a finite value.
-    // If the vector contains a NaN or an infinity, the scale is therefore NaN, even in static modes.
-    // Every value or dot product that is multiplied by the scale is then NaN.
+    // A NaN in the vector would be lost in int8, and an infinity would be clamped to a finite value.
+    // With a NaN scale, every value or dot product that is multiplied by the scale is NaN.
     return !isfinite(largest) ? __uint_as_float(F32_NAN) : scale < F32_MIN_NORMAL ? F32_MIN_NORMAL : scale;
 }
 
@@ -529,7 +532,7 @@ __device__ __forceinline__ float max_magnitude(float4 v) {
 }
 
 // Returns the largest magnitude that any thread of the block passes as `value`. Every thread receives the result.
-// `scratch` holds one float per warp.
+// `scratch` is shared memory with one float per warp.
 __device__ __forceinline__ float block_max_magnitude(float value, float* scratch) {
     for (int offset = 16; offset > 0; offset /= 2)
         value = max_magnitude(value, __shfl_xor_sync(0xffffffffu, value, offset));

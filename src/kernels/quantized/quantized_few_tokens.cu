@@ -1,10 +1,10 @@
 // Multiplies quantized matrices by the inputs of a few tokens, as in batched decode steps: y = x·Wᵀ on tensor cores.
 //
 // A warp loads weights directly into registers. It converts each weight to T once for all tokens of a tile.
-// The blocks of neighboring tiles of tokens read the same weights at about the same time, mostly from the L2 cache.
+// With several tiles of tokens, the weights are loaded once per tile, from the L2 cache if they are still there.
 //
-// The unit of work is a *step* of one tile of weight rows: ROWS rows times STEP_COLUMNS columns.
-// All steps are divided evenly among the blocks, so a block can start or end inside a tile of rows.
+// The unit of work is a *step*: ROWS weight rows (one tile) times STEP_COLUMNS columns.
+// The steps are divided evenly among the blocks of a tile of tokens, so a block can start or end inside a tile of rows.
 // If several blocks share a tile of rows, the last block to finish adds the sums of all these blocks, in block order.
 // The order of additions depends only on the sizes of the matrices and the number of blocks.
 //
@@ -18,16 +18,16 @@
 
 constexpr int STAGES = QUANTIZED_FEW_TOKENS_STAGES, STEP_COLUMNS = QUANTIZED_FEW_TOKENS_COLUMNS,
               STEP_GROUPS = STEP_COLUMNS / 32;
-// The number of weight rows per tile. Each warp multiplies a *row pair*: two 16-row MMA tiles (32 rows).
+// Each warp multiplies a *row pair*: two 16-row MMA tiles (32 rows). ROWS is the number of weight rows per tile.
 constexpr int ROW_PAIRS = QUANTIZED_FEW_TOKENS_THREADS / 32, ROWS = 32 * ROW_PAIRS;
 
-// Counters of finished blocks. For each tile of tokens, each tile of rows that several blocks share has a counter.
-// The counters are zero between launches.
+// If several blocks share a tile of rows, a counter counts how many of them have finished their part of the tile.
+// Each tile of tokens has its own counters. The counters are zero between launches.
 // Two launches never use a counter at the same time: each rank opens its own candle device, each device loads this
 // module with its own counters (launch/module.rs), and the kernels of a device run in order.
 __device__ uint32_t finished[QUANTIZED_FEW_TOKENS_COUNTERS];
 
-// One lane's part of the sums of a row pair for N tokens: the mma.sync results of both row tiles.
+// The mma.sync results of one lane, for both 16-row tiles of a row pair and N tokens.
 template <int N> using Sums = float[2][N / 8][4];
 
 // The vector type for two values of type T, and the constants that convert small integers to T.
@@ -53,7 +53,8 @@ template <> struct Pair<__nv_bfloat16> {
 // Rounding a scale to bf16 changes all values of its group by the same factor.
 // These errors do not average out in a sum as independent rounding errors would.
 // If T is bf16 and the format has no mins, a scale is therefore stored as the sum of two values: `scale` and `rest`.
-// In formats with mins, `rest` is not used, because it would require more instructions.
+// Formats with mins accept the error: they do not use `rest`, which saves instructions.
+// `first_scale` is not rounded. It is for Q8_0, whose values are scaled as floats.
 template <typename T, int F> struct GroupScaling {
     using L = FormatLayout<F>;
     using Two = typename Pair<T>::Type;
@@ -73,7 +74,7 @@ template <typename T, int F> struct GroupScaling {
             min[half] = Pair<T>::both(-s.min[half]);
         }
     }
-    // Returns scale · v minus the group's min, or scale · v in formats without mins. The field `min` is negated.
+    // Applies the scale and, in formats with mins, the min of one half of the group. The field `min` is negated.
     __device__ __forceinline__ Two apply(Two v, int half) const {
         if constexpr (L::has_mins) return __hfma2(v, scale[half], min[half]);
         if constexpr (has_rest) return __hfma2(v, scale[half], __hmul2(v, rest[half]));
@@ -146,7 +147,7 @@ template <typename T, int N> struct Block {
         }
     }
 
-    // Multiplies the weights of one step by the inputs of N tokens.
+    // Multiplies the weights of one step by the inputs of N tokens, and adds the products to `sums`.
     template <int F>
     __device__ __forceinline__ void multiply(Sums<N>& sums, const RawGroup (&raw)[4], const unsigned char* x) const {
         const GroupScaling<T, F> s[4] = {GroupScaling<T, F>(raw[0]), GroupScaling<T, F>(raw[1]),
@@ -175,7 +176,7 @@ template <typename T, int N> struct Block {
         }
     }
 
-    // Multiplies the weights of all steps in a range by the inputs of N tokens. All steps belong to the same matrix.
+    // Multiplies the weights of all steps in a range by the inputs of N tokens, and stores the sums (see finish).
     template <int F> __device__ __forceinline__ void run(const Range& range) const {
         const QuantizedMatrix matrix = weights.matrices[range.matrix];
         const uint32_t stages = shared_address(shared);
@@ -203,7 +204,7 @@ template <typename T, int N> struct Block {
         start_tile();
         RawGroup raw[4], next[4];
         const auto load_next = [&] {
-            // Columns past the last group are zero in x, so the weights there do not matter.
+            // Past the last group, x is zero. The lane then loads the last group, because any weights will do.
             const int group = min(load_step * STEP_GROUPS + lane % 4, groups - 1);
 #pragma unroll
             for (int r = 0; r < 4; ++r) load_group<F>(next[r], matrix, first_group[r] + group);
@@ -234,9 +235,10 @@ template <typename T, int N> struct Block {
         }
     }
 
-    // Finishes steps `first` to `end` - 1, which belong to one tile of rows.
-    // If no other block has steps of this tile, stores the sums in y. Otherwise, stores the sums in `partials`.
-    // The last block to finish then adds the sums of all blocks and stores the results in y.
+    // Stores the sums of steps `first` to `end` - 1, which belong to one tile of rows.
+    // If no other block has steps of this tile, the sums are scaled and stored in y.
+    // Otherwise, each block stores its sums in `partials`. The last block to finish adds the sums of all blocks that
+    // share the tile, scales the results and stores them in y.
     template <int F> __device__ void finish(const Range& range, int first, int end, Sums<N>& sums) const {
         constexpr int VECTORS = 2 * TOKEN_TILES;
         const auto vector = [&](int i) -> float4& {
@@ -246,7 +248,7 @@ template <typename T, int N> struct Block {
         if (end - first < steps) {
             const auto block_of = [&](int step) { return (int)(((long long)gridDim.x * (step + 1) - 1) / total); };
             const int first_block = block_of(tile * steps), last_block = block_of(tile * steps + steps - 1);
-            // A block has two slots: slot 1 for the tile that it starts, slot 0 for a tile that another block started.
+            // A block can share two tiles: slot 1 is for the tile that it starts, and slot 0 for the other tile.
             const auto slot = [&](int block) {
                 const size_t at = ((size_t)blockIdx.y * gridDim.x + block) * 2 + (block == first_block ? 1 : 0);
                 return reinterpret_cast<float4*>(p.partials) + (at * ROW_PAIRS + row_pair) * VECTORS * 32 + lane;
@@ -294,8 +296,7 @@ template <typename T, int N> struct Block {
 //   partials: f32 [ceil(tokens / N), grid.x, 2, ROWS, N], scratch memory
 //   grid: (at most the number of steps, ceil(tokens / N)); block: QUANTIZED_FEW_TOKENS_THREADS
 //   shared memory: T [STAGES, N, STEP_COLUMNS]
-//   bytes moved: the size of W, if the L2 cache serves all tiles of tokens but the first; x once per tile of rows;
-//     y once
+//   bytes moved: W once, if the other tiles of tokens find it in the L2 cache; x once per tile of rows; y once
 template <typename T, int N>
 __device__ void multiply_few(const T* x, const float* x_scales, const QuantizedStack& weights, float* y,
                              float* partials, int count, int tokens, int columns, int stride) {

@@ -16,7 +16,7 @@ use crate::kernels::scratch;
 /// The maximum number of tokens for which [`is_fastest`] returns true.
 /// For more tokens, it is faster to dequantize the weights and multiply with cuBLASLt.
 const MAX_TOKENS: usize = 128;
-/// The number of weight rows in a tile.
+/// The number of weight rows in a tile: 32 per warp.
 const ROWS: usize = QUANTIZED_FEW_TOKENS_THREADS;
 /// The maximum number of thread blocks per tile of rows, on average over all tiles.
 /// More blocks keep more multiprocessors busy, but the last block of a tile must add the sums of all the tile's blocks.
@@ -50,8 +50,8 @@ pub fn is_supported(parts: &[QuantizedMatrix], columns: usize, dtype: DType) -> 
 /// Returns `x · Wᵀ` as f32 `[tokens, rows]`, where `W` is the vertical stack of all `parts`.
 ///
 /// `x` is contiguous, `[tokens, columns]`, in f16 or bf16. [`is_supported`] must return true for the parts.
-/// Values quantized to 8 bits (inputs, and weights with one scale per row) are exact in the dtype of `x`.
-/// Weights in other formats are rounded to the dtype of `x`.
+/// Quantized inputs and the weights of `Int8` and `Fp8` matrices are exact in the dtype of `x`, because their scales
+/// are applied to the sums. Weights in other formats are rounded to the dtype of `x`.
 pub fn matmul_few_tokens(
     device: &CudaDevice,
     parts: &[QuantizedMatrix],

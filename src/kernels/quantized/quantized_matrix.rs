@@ -33,9 +33,10 @@ pub struct QuantizedMatrix {
 }
 
 impl QuantizedMatrix {
-    /// Creates a matrix and copies its planes to `device`. Each plane holds its rows one after another.
+    /// Creates a matrix and copies its planes (low, high, scales and supers) to `device`.
+    /// Each plane holds its rows one after another. Planes that the format lacks are empty.
     ///
-    /// Fails if the planes are empty, or if their sizes or the number of columns do not match the format.
+    /// Fails if the matrix has no rows, or if the sizes of the planes or the number of columns do not match the format.
     pub fn new(format: WeightFormat, columns: usize, planes: [Vec<u8>; 4], device: &Device) -> Result<Self> {
         let row_bytes = format.row_bytes(columns);
         let rows = planes[0].len() / row_bytes[0].max(1);
@@ -83,7 +84,7 @@ impl QuantizedMatrix {
         self.low().device()
     }
 
-    /// Returns the size of the weights on the device, in bytes.
+    /// Returns the size of all planes, in bytes.
     pub fn bytes(&self) -> u64 {
         self.tensors().map(crate::kernels::bytes).sum()
     }

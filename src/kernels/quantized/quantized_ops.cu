@@ -1,19 +1,19 @@
 // Operations on quantized matrices:
-// - matrix-vector products, for few tokens
-// - dequantization of weights, for many tokens
+// - matrix-vector products
+// - dequantization of weights
 // - 8-bit quantization of activations, and multiplication by the scales after an 8-bit matrix product
 // - embedding lookup
 // More kernels for quantized matrices are in quantized_few_tokens.cu and kernels/decode.
 #include "quantized/quantized.cuh"
 
-// Matrix-vector products: y[t] = W·x[t / per_x].
+// Matrix-vector products: y[t] = W·x[t / per_x]. First quantizes x as `quantization` specifies.
 //   x: T [tokens / per_x, columns]; `per_x` consecutive rows of y share one row of x
 //   y: S [tokens, stride], where S is f32 or T; only the first `rows` columns are written
 //   ids: u32 [tokens] or null; with ids, t counts (token, expert) pairs, and W is the `rows` rows of expert ids[t]
 //   grid: (at most one block per multiprocessor, tokens); block: 32 · QUANTIZED_WARPS
 //   shared memory: see `input_bytes` in quantized_ops.rs
 //   bytes moved: the size of W once per token
-// Each warp multiplies two rows of W at a time. Two rows are one unit of the `QuantizedStream`.
+// Each warp multiplies two rows of W at a time: one unit of the `QuantizedStream`.
 template <typename T, typename S>
 __device__ void matvec(const T* x, const QuantizedStack& weights, const uint32_t* ids, S* y, int rows, int columns,
                        int stride, int per_x, QuantizationArgs quantization) {
@@ -77,7 +77,7 @@ template <typename T> __device__ void dequantize(const QuantizedStack& weights, 
     });
 }
 
-// Looks up token embeddings. Computes out[t] = factor · weights[ids[t]].
+// Looks up token embeddings: out[t] = factor · weights[ids[t]].
 //   ids: u32 [tokens]
 //   out: f32 [tokens, columns]
 //   bytes moved: one quantized row per token, plus out
@@ -139,7 +139,7 @@ __device__ void fake_quantize(const T* x, T* y, float* scales, int columns, Quan
 }
 
 // Applies the scales after an 8-bit matrix product: y[t, r] = sums[t, r] · x_scales[t] · w_scales[r].
-//   sums: int or float [tokens, rows]
+//   sums: S (int or float) [tokens, rows]
 //   y: f32 [tokens, stride]
 //   bytes moved: sums and y once
 //   grid: (tokens, ceil(rows / 256)); block: 256

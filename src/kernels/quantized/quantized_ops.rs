@@ -2,10 +2,10 @@
 //!
 //! With [`SumOrder::Fastest`], a matrix product usually uses the first of these methods that supports the product:
 //! - cuBLASLt in int8, for 2 or more tokens, if weights and activations are both int8
-//! - cuBLASLt in FP8, for more than 32 tokens, if weights and activations are both FP8
+//! - cuBLASLt in FP8, for more than 32 tokens (8 with f32 inputs), if weights and activations are both FP8
 //! - `quantized_few_tokens`, for 2 to 128 tokens in f16 or bf16; it converts each weight once per tile of tokens
 //! - `quantized_matvec`, for up to 8 tokens; it reads the quantized weights once per token
-//! - cuBLASLt with dequantized weights, in all other cases
+//! - cuBLASLt with dequantized weights
 
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
 use candle_core::{DType, Result, Tensor, bail};
@@ -23,13 +23,13 @@ use crate::kernels::scratch;
 use crate::kernels::sum_order::{SumOrder, each_row};
 
 /// The maximum number of tokens for `quantized_matvec`, which reads the quantized weights once per token.
-/// For more tokens, it is faster to dequantize the weights and use tensor cores.
+/// For more tokens, it is faster to dequantize the weights and multiply with cuBLASLt.
 ///
-/// A Q4_0 weight has 4.5 bits. Dequantizing to bf16 moves 36.5 bits per weight: 4.5 read, 16 written, 16 read again.
-/// This is about as much as reading the 4.5 bits 8 times.
+/// For example, a Q4_0 weight takes 4.5 bits. Dequantizing it to bf16 moves 36.5 bits: 4.5 read, 16 written, 16 read
+/// again. This is about as much as reading the 4.5 bits 8 times.
 const MATVEC_TOKENS: usize = 8;
 
-/// The approximate number of weights to dequantize at a time.
+/// The approximate number of weights to dequantize at a time for a product with cuBLASLt.
 /// In bf16, this many weights take 32 MiB, which fits in the L2 cache of an A100, H100 or H200 (40 to 50 MB).
 /// On a GPU with a smaller L2 cache, the matrix product reads some dequantized weights from device memory.
 const DEQUANTIZED_AT_A_TIME: usize = 16 << 20;
@@ -58,8 +58,7 @@ pub fn dequantize(device: &CudaDevice, matrix: &QuantizedMatrix, dtype: DType) -
 
 /// Looks up the embedding rows `ids` and multiplies each row by `scale`. Returns f32 `[tokens, columns]`.
 ///
-/// `ids` are u32 `[tokens]`.
-/// The caller guarantees that every id is a valid row index.
+/// `ids` are u32 `[tokens]`. The caller guarantees that every id is a valid row index.
 pub fn embed(device: &CudaDevice, matrix: &QuantizedMatrix, ids: &Tensor, scale: f32) -> Result<Tensor> {
     let (tokens, (_, columns)) = (ids.dims1()?, matrix.dims());
     if ids.dtype() != DType::U32 {
@@ -85,9 +84,10 @@ pub fn matmul(device: &CudaDevice, parts: &[QuantizedMatrix], x: &Tensor, sum_or
         bail!("cannot multiply: x has shape {:?}, and the matrix has shape {:?}", x.dims(), part.dims());
     }
     let has_few_tokens_kernel = quantized_few_tokens::is_supported(parts, columns, x.dtype());
-    // Tensor cores multiply 8-bit inputs by 8-bit weights without converting the weights.
-    // Hopper's tensor cores accumulate FP8 products with fewer mantissa bits than f32 has.
-    // With up to 32 tokens, memory bandwidth is the limit, so FP8 matrices are multiplied as floats for precision.
+    // With 8-bit inputs, tensor cores multiply 8-bit weights without converting them.
+    // However, Hopper's tensor cores accumulate FP8 products with fewer mantissa bits than f32 has.
+    // For up to 32 tokens, where memory bandwidth limits the speed, FP8 matrices are therefore multiplied as floats if
+    // `quantized_few_tokens` or `quantized_matvec` supports the product.
     let eight_bit_types = parts.iter().map(|part| eight_bit_type(device, part)).collect::<Result<Vec<_>>>()?;
     let uses_eight_bits = eight_bit_types.iter().all(|eight_bit_type| match eight_bit_type {
         Some(EightBitType::Int8) => tokens > 1,
@@ -174,7 +174,8 @@ fn matvec(device: &CudaDevice, part: &QuantizedMatrix, x: &Tensor, output: Outpu
     unsafe { Launch::new(module!("quantized_ops"), kernel, shape, arguments).enqueue(device) }
 }
 
-/// Multiplies `x` by the weights of the experts `ids` that each token has chosen.
+/// Multiplies the input of each token by the weights of the token's experts, which `ids` lists.
+/// First quantizes `x` as the `input_quantization` of `experts` specifies.
 /// Returns the products as `[tokens, chosen, rows]` in the dtype of `x`.
 ///
 /// `experts` is `[number of experts * rows, columns]`. `ids` are u32 `[tokens, chosen]`.
@@ -220,8 +221,8 @@ fn matmul_dequantized(device: &CudaDevice, part: &QuantizedMatrix, x: &Tensor, o
     Ok(())
 }
 
-/// Returns the element type of an 8-bit product. Returns `None` if products with the matrix do not quantize their
-/// input, or if the matrix or the GPU does not support 8-bit products.
+/// Returns the element type of 8-bit products with a matrix. Returns `None` if the matrix has no input quantization, or
+/// if its format, its number of rows or the GPU does not support 8-bit products.
 fn eight_bit_type(device: &CudaDevice, part: &QuantizedMatrix) -> Result<Option<EightBitType>> {
     let capability = device.cuda_stream().context().compute_capability().w()?;
     // cuBLASLt requires the rows of the result to be aligned to 16 bytes. A row length divisible by 16 guarantees this.
@@ -246,11 +247,11 @@ impl QuantizedRows {
     /// Quantizes the rows of `x`, `[tokens, columns]`.
     fn new(device: &CudaDevice, x: &Tensor, quantization: InputQuantization) -> Result<Self> {
         let (tokens, columns) = x.dims2()?;
-        // cuBLASLt requires dimensions that are multiples of 16.
+        // `matmul_8bit` requires multiples of 16 tokens and columns.
         // The low plane of the weights holds whole groups, so the columns of `x` are padded to a multiple of 32.
         let (padded_columns, padded_tokens) = (columns.next_multiple_of(GROUP_COLUMNS), tokens.next_multiple_of(16));
-        // SAFETY: the kernel writes one row per token. Padding rows stay uninitialized.
-        // The products of padding rows are not used.
+        // SAFETY: the kernel writes one row per token.
+        // Padding rows stay uninitialized, but their products are not used.
         let values = unsafe { scratch::empty((padded_tokens, padded_columns), DType::U8, x.device())? };
         // SAFETY: the kernel writes one scale per token.
         let scales = unsafe { scratch::empty(tokens, DType::F32, x.device())? };

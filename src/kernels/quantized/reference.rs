@@ -1,4 +1,4 @@
-//! CPU operations on quantized matrices. All except [`pack`] are the reference for the CUDA kernels.
+//! CPU operations on quantized matrices. Tests compare all of them except [`pack`] with the CUDA kernels.
 
 use candle_core::{Result, Tensor};
 use float8::F8E4M3;
@@ -63,7 +63,7 @@ impl HostPlanes<'_> {
     }
 }
 
-/// Unpacks the 32 quantized values of a group from the bytes of its planes.
+/// Unpacks the 32 quantized values of a group from its bytes in the low and high planes, which are padded to 32 bytes.
 fn unpack(low: &[u8; 32], low_bytes: usize, high: &[u8; 32], high_bytes: usize) -> [u8; 32] {
     let two = |plane: &[u8; 32], j: usize, i: usize| plane[4 * (j / 4) + i] >> (2 * (j % 4)) & 3;
     std::array::from_fn(|column| {
@@ -124,7 +124,7 @@ pub fn pack(q: &[u8; 32], low: &mut [u8], high: &mut [u8]) {
 }
 
 /// The scale and min of each half of a group, and the zero point. A half has 16 columns.
-/// If a format has one scale per group or per row, both halves have this scale.
+/// In formats with one scale and min for a whole group or row, both halves have the same scale and min.
 struct Scaling {
     scales: [f32; 2],
     mins: [f32; 2],

@@ -1,11 +1,11 @@
-// Greedy sampling of several sequences. If there are several GPUs, each GPU finds candidates for the largest logit
-// among its own logits, and the GPUs exchange only the candidates. If a kernel of matmul/dense_wgmma.cu computes the
-// logits, it also finds the candidates, and best_logits is not launched.
+// Greedy sampling from candidates for the largest logit of each row. If several GPUs run the model, each GPU finds
+// candidates among its own logits, and the GPUs exchange only the candidates. The kernels for logits in
+// matmul/dense_wgmma.cu find the candidates themselves. After such a kernel, best_logits is not launched.
 #include "sampling/candidate.cuh"
 #include "sampling/sampling.cuh"
 
-// Divides each row of logits among BEST_LOGITS_BLOCKS blocks, which find the largest logit of each part. Ignores NaN.
-//   logits: f32 [rows, columns], the logits of the tokens from `first_token` on
+// Divides each row of logits into BEST_LOGITS_BLOCKS parts, and finds the largest logit of each part. Ignores NaN.
+//   logits: f32 [rows, columns]; column i belongs to token first_token + i
 //   best: Candidate [rows, BEST_LOGITS_CANDIDATES]
 //   grid: (rows, BEST_LOGITS_BLOCKS); block: BEST_LOGITS_THREADS
 //   bytes moved: 4 · rows · columns
@@ -14,7 +14,7 @@ extern "C" __global__ void __launch_bounds__(BEST_LOGITS_THREADS)
     __shared__ unsigned long long warps[BEST_LOGITS_THREADS / 32];
     const float* row = logits + (size_t)blockIdx.x * columns;
     const int ids = (columns + BEST_LOGITS_BLOCKS - 1) / BEST_LOGITS_BLOCKS;
-    // The first blocks read the last part: its logits were computed last, so many of them are still in L2.
+    // The blocks that start first read the last parts, whose logits were computed last and may still be in L2.
     const int part = BEST_LOGITS_BLOCKS - 1 - blockIdx.y, start = part * ids, end = min(start + ids, columns);
     float top = -INFINITY;
     int id = 0;

@@ -1,4 +1,4 @@
-//! Greedy sampling of several sequences from candidates for the largest logit (`best_logits.cu`).
+//! Greedy sampling from candidates for the largest logit of each row (`best_logits.cu`).
 
 use std::sync::Arc;
 
@@ -11,16 +11,18 @@ use crate::kernels::scratch;
 /// The number of columns that [`best_logits`] returns: a logit and a token id for each candidate.
 pub const BEST_LOGITS_COLUMNS: usize = 2 * BEST_LOGITS_CANDIDATES;
 
-/// Token ids below this limit are exact in f32.
+/// Token ids of candidates must be below this limit, because candidates store them as f32.
 pub const TOKEN_LIMIT: usize = 1 << 24;
 
 /// Returns candidates for the largest logit of each row, f32 `[rows, BEST_LOGITS_COLUMNS]`.
-/// Each even column has a logit, and the next column has its token id.
-/// Candidates are the largest logits of parts of the row, so the largest logit of the row is among them.
-/// A candidate's logit is -inf if its part has no logit above -inf, or if the row has fewer parts than candidates.
-/// The candidate's token id is then meaningless.
+/// Each even column has a logit, and the next column has the id of the token with this logit.
 ///
-/// `logits` is f32 `[rows, columns]`, the logits of the tokens from `first_token` on. There may be no columns.
+/// Each row is divided into parts. The largest logit of each part is a candidate, so the largest logit of the row is
+/// among the candidates. The logit of a candidate is -inf if its part has no logit above -inf.
+/// A row has fewer parts than candidates, and the logits of the remaining candidates are -inf.
+/// If a candidate's logit is -inf, its token id is meaningless.
+///
+/// `logits` is f32 `[rows, columns]`. Column i belongs to token `first_token` + i. `columns` can be 0.
 pub fn best_logits(logits: &Tensor, first_token: usize) -> Result<Tensor> {
     let (rows, columns) = logits.dims2()?;
     let Device::Cuda(device) = logits.device() else {
@@ -35,20 +37,20 @@ pub fn best_logits(logits: &Tensor, first_token: usize) -> Result<Tensor> {
     }
     // SAFETY: the kernel writes every element.
     let best = unsafe { scratch::empty((rows, BEST_LOGITS_COLUMNS), DType::F32, logits.device())? };
-    // A tensor without elements has no address.
+    // Without columns, the kernel does not read the logits, so it needs no address.
     let arguments = if columns > 0 { Arguments::new().tensor(logits)? } else { Arguments::new().address(0) };
     let arguments = arguments.tensor(&best)?.int(columns).int(first_token);
     let shape = LaunchShape::new((rows, BEST_LOGITS_BLOCKS, 1), BEST_LOGITS_THREADS);
-    // SAFETY: the dtypes and shapes are checked above, and the kernel reads only the `rows · columns` logits.
+    // SAFETY: the dtype of `logits` is checked above, and the kernel reads only the `rows · columns` logits.
     unsafe { Launch::new(module!("best_logits"), "best_logits", shape, arguments).enqueue(device)? };
     Ok(best)
 }
 
-/// Queues the choice of the token with the largest logit in each row. Does not wait for the tokens.
+/// Queues a kernel that chooses the token with the largest logit in each row of `best`. Does not wait for the tokens.
 /// If several tokens have the largest logit, chooses the lowest token id.
 ///
-/// `best` has the columns of one or more results of [`best_logits`] or
-/// [`matmul_best`](crate::kernels::matmul::matmul_best) side by side.
+/// `best` contains candidates from [`best_logits`] or [`matmul_best`](crate::kernels::matmul::matmul_best).
+/// If several GPUs found candidates, the columns of all GPUs are side by side.
 /// The kernel writes the tokens to `tokens` and `mailbox`, like [`queue_rows`](super::queue_rows).
 pub fn queue_best(best: &Tensor, tokens: &Tensor, (mailbox, first_slot): (&Arc<HostMailbox>, usize)) -> Result<()> {
     let (rows, columns) = best.dims2()?;

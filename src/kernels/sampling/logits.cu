@@ -28,16 +28,17 @@ extern "C" __global__ void __launch_bounds__(256)
     logits[(size_t)masked[blockIdx.y] * vocab + id] = -INFINITY;
 }
 
-// Returns a key that orders logits by size. NaN has the same key as -inf.
+// Returns a key that is larger for a larger logit. NaN has the same key as -inf.
 __device__ __forceinline__ uint32_t logit_key(float logit) { return sort_key(isnan(logit) ? -INFINITY : logit + 0.0f); }
 
-// Returns a key that orders a row's tokens by logit. Among equal logits, the lower token id has the larger key.
+// Returns a key that is larger for a larger logit, and among equal logits, for a lower token id.
 __device__ __forceinline__ unsigned long long token_key(const float* logits, int id) {
     return (unsigned long long)logit_key(logits[id]) << 32 | ~(uint32_t)id;
 }
 
 // Computes the log probabilities of a row's chosen token and of the row's `count` most likely tokens.
-// `logits` is f32 [vocab]. If no token was chosen, `chosen` is NO_TOKEN, and its log probability is -inf or NaN.
+// `logits` is f32 [vocab]. `count` is at most `vocab`.
+// `chosen` is NO_TOKEN if no token was chosen. The argument of set_chosen is then -inf or NaN.
 // Thread 0 calls set_chosen(logprob) once, and set_top(rank, id, logprob) for each of the most likely tokens.
 // All SAMPLE_THREADS threads of the block must call this function.
 template <typename SetChosen, typename SetTop>
@@ -46,7 +47,8 @@ __device__ void row_logprobs(const float* logits, int vocab, uint32_t chosen, in
     __shared__ unsigned long long best;
     __shared__ float sums[SAMPLE_THREADS / 32];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    // Each thread keeps the largest key of its own tokens: threadIdx.x, threadIdx.x + SAMPLE_THREADS, and so on.
+    // Each thread owns the tokens threadIdx.x, threadIdx.x + SAMPLE_THREADS, and so on.
+    // `own` is the largest of their keys that no earlier round of the loop below has found.
     unsigned long long own = 0;
     for (int id = threadIdx.x; id < vocab; id += SAMPLE_THREADS) own = max(own, token_key(logits, id));
     float largest = 0.0f, log_sum = 0.0f;
@@ -78,7 +80,7 @@ __device__ void row_logprobs(const float* logits, int vocab, uint32_t chosen, in
             }
         }
         if (threadIdx.x == 0 && rank < count) set_top(rank, token, logit - largest - log_sum);
-        // `token` belongs to one thread. The warp of this thread finds the thread's next largest key.
+        // The warp of the thread that owns `token` finds this thread's next largest key.
         const int owner = token % SAMPLE_THREADS;
         if (warp == owner / 32) {
             unsigned long long next = 0;
@@ -98,7 +100,7 @@ __device__ void row_logprobs(const float* logits, int vocab, uint32_t chosen, in
 //   logits: f32 [rows, vocab]; chosen: u32 [rows]
 //   ids: u32 [rows, count]; logprobs: f32 [rows, 1 + count], with the chosen token first
 //   grid: rows; block: SAMPLE_THREADS
-//   bytes moved: 8 · vocab for each row; the second read hits L2
+//   bytes moved: 8 · vocab for each row; with few rows, the second read hits L2
 extern "C" __global__ void __launch_bounds__(SAMPLE_THREADS, 1)
     top_logprobs(const float* logits, const uint32_t* chosen, uint32_t* ids, float* logprobs, int vocab, int count) {
     ids += (size_t)blockIdx.x * count, logprobs += (size_t)blockIdx.x * (1 + count);
@@ -109,19 +111,20 @@ extern "C" __global__ void __launch_bounds__(SAMPLE_THREADS, 1)
 }
 
 // Computes the same log probabilities as top_logprobs, for the tokens of a queued step, and sends them to the host.
-//   logits: f32, any number of rows of vocab logits
+//   logits: f32 [n, vocab]; the kernel uses only the rows that `rows` names
 //   rows: u32 [gridDim.x, LOGPROBS_ROW_WORDS] in host memory:
 //     the row of logits, the index of the chosen token in `tokens`, and the number of most likely tokens
-//   tokens: u32, the chosen tokens, or NO_TOKEN
+//   tokens: u32; each is a chosen token, or NO_TOKEN
 //   mailbox: u32 [gridDim.x, LOGPROBS_SLOTS] in host memory
 //     A log probability arrives as its inverted bits, and a token id as id + 1.
-//   grid: the number of rows; block: SAMPLE_THREADS
-//   bytes moved: 8 · vocab for each row; the second read hits L2
+//   grid: one block per entry of `rows`; block: SAMPLE_THREADS
+//   bytes moved: 8 · vocab for each row; with few rows, the second read hits L2
 extern "C" __global__ void __launch_bounds__(SAMPLE_THREADS, 1)
     send_logprobs(const float* logits, const uint32_t* rows, const uint32_t* tokens, volatile uint32_t* mailbox,
                   int vocab) {
     rows += (size_t)blockIdx.x * LOGPROBS_ROW_WORDS, mailbox += (size_t)blockIdx.x * LOGPROBS_SLOTS;
-    // An empty slot holds 0, so a word must not be 0. The inverted bits are 0 only for one of the NaN values.
+    // An empty slot holds 0, so a word must not be 0. The bits of a log probability of 0 are 0, so they are inverted.
+    // Inverted bits are 0 only for one of the NaN values, which is replaced by another.
     const auto word = [](float logprob) { return max(~__float_as_uint(logprob), 1u); };
     row_logprobs(
         logits + (size_t)rows[0] * vocab, vocab, tokens[rows[1]], rows[2],

@@ -50,7 +50,7 @@ pub fn mask_logits(logits: &Tensor, masks: &[(u32, TokenMask)]) -> Result<()> {
     let words = vocab.div_ceil(32);
     if let Some((row, mask)) = masks.iter().find(|(row, mask)| *row as usize >= rows || mask.words().len() != words) {
         bail!(
-            "cannot mask logits: row {row} is not in 0..{rows}, or its mask has {} words, not {words}",
+            "cannot mask logits: expected a row in 0..{rows} with {words} mask words, got row {row} with {}",
             mask.words().len()
         );
     }
@@ -118,14 +118,15 @@ pub struct LogprobsRow {
     pub count: usize,
 }
 
-/// Queues the computation of the log probabilities that [`top_logprobs`] returns. Does not wait for them.
+/// Queues a kernel that computes log probabilities as [`top_logprobs`] does, and sends them to `mailbox`.
+/// Does not wait for the kernel.
 ///
 /// `logits` is f32 and has one column per token of the vocabulary. `tokens`, u32, holds the chosen tokens.
-/// Entry i of `rows` uses `LOGPROBS_SLOTS` slots of the mailbox from `first_slot + i · LOGPROBS_SLOTS` on.
-/// [`take_logprobs`] reads these slots.
+/// The log probabilities of entry i of `rows` take `LOGPROBS_SLOTS` slots of the mailbox, starting at
+/// `first_slot + i · LOGPROBS_SLOTS`. [`take_logprobs`] reads these slots.
 ///
 /// Writes a description of `rows` to words of `host`, starting at `first_word`. The kernel reads these words.
-/// The caller must leave these words unchanged until the log probabilities have arrived.
+/// The caller must leave these words unchanged until all log probabilities have arrived.
 pub fn send_logprobs(
     logits: &Tensor,
     rows: &[LogprobsRow],

@@ -1,7 +1,7 @@
-//! Kernels that edit rows of logits, choose tokens and compute log probabilities, and the sampling parameters.
+//! The sampling parameters, and the kernels that edit logits, choose tokens, and compute log probabilities.
 //!
-//! - `sample_rows`: samples a token from each row
-//! - `best_logits`: chooses tokens greedily, from a few candidates per row
+//! - `sample_rows`: samples a token from each row of logits
+//! - `best_logits`: finds candidates for the largest logit of each row, and chooses tokens greedily from them
 //! - `logits`: edits and masks logits, and computes log probabilities
 //! - `row_edits`: adds values to the logits of queued steps, then applies penalties
 //! - `token_mask`: a set of allowed tokens
@@ -35,7 +35,7 @@ pub use crate::kernels::constants::{LOGPROBS_ROW_WORDS, LOGPROBS_SLOTS, MAILBOX_
 
 pub use crate::kernels::constants::MAX_LOGPROBS;
 
-/// The parameters of the sampling kernels. `sampling.cuh` has a struct with the same name.
+/// The parameters of the sampling kernels, which receive them as the struct of the same name in `sampling.cuh`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct SamplingKernelParams {
     pub temperature: f32,
@@ -47,8 +47,8 @@ pub struct SamplingKernelParams {
     pub presence_penalty: f32,
     pub seed: u64,
     /// The number of earlier random draws of the sequence. A random number depends only on this count and the seed.
-    /// The host passes the parameters to the decode graph when the graph takes over a sequence.
-    /// The sampling kernel of the decode graph adds the number of steps that the graph has finished since then.
+    /// The decode graph receives the parameters only when it starts to decode a sequence.
+    /// Its sampling kernel therefore adds the number of steps that the graph has finished since then.
     pub sampled_before: u32,
 }
 

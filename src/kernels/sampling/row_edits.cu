@@ -1,9 +1,9 @@
-// Edits rows of logits before tokens are chosen. `RowEdits::apply` in row_edits.rs is the reference.
+// Edits rows of logits before tokens are chosen. `RowEdits::apply` in row_edits.rs is the CPU reference.
 #include "sampling/sampling.cuh"
 
 // Adds values to the logits of a row (logit biases, or -inf for forbidden tokens), then applies the row's penalties.
-// The host may write `description` before the previous step has chosen the last token of the row.
-// In this case, the counts in `description` leave out the last token, and the kernel counts it.
+// The host may write `description` before it knows the last token of a row's sequence, which the previous step chooses.
+// The row's counts then leave out this token, and the kernel counts it.
 //   tokens: u32, the tokens that the previous step chose, or NO_TOKEN
 //   description: u32, in host memory or on the device:
 //     rows [gridDim.x, ROW_EDITS_WORDS]:

@@ -1,7 +1,7 @@
 //! Edits rows of logits before tokens are chosen (`row_edits.cu`): adds values such as biases, then applies penalties.
 //!
-//! The host prepares a queued step before it knows the tokens of the previous step. These tokens are *in flight*.
-//! The host's token counts leave out the token in flight of each row. The kernel counts this token.
+//! The host can prepare a queued step before it knows the tokens of the previous step. These tokens are *in flight*.
+//! The token counts from the host leave out each row's token in flight, so the kernel counts it.
 
 #[cfg(feature = "cuda")]
 use std::collections::HashSet;
@@ -33,7 +33,8 @@ impl Penalties {
     /// Penalties that change no logits.
     pub const NONE: Self = Self { repetition: 1.0, frequency: 0.0, presence: 0.0 };
 
-    /// Returns the penalized logit of a token. `generated` is 0 if only the prompt contains the token.
+    /// Returns the penalized logit of a token. `generated` is the number of times that the token was generated,
+    /// which is 0 if only the prompt contains the token.
     pub fn apply(&self, logit: f32, generated: u32) -> f32 {
         let logit = if logit > 0.0 { logit / self.repetition } else { logit * self.repetition };
         match generated {
@@ -50,7 +51,7 @@ pub struct RowEdits {
     pub values: Vec<(u32, f32)>,
     pub penalties: Penalties,
     /// (token, count) pairs, at most one per token, for the tokens that get penalties.
-    /// The count is the number of times that the token was generated, without the token in flight.
+    /// The count is the number of times that the token was generated, not counting the token in flight.
     pub seen: Vec<(u32, u32)>,
 }
 
@@ -61,7 +62,7 @@ impl Default for RowEdits {
 }
 
 impl RowEdits {
-    /// Returns whether the edits change no logits, regardless of the token in flight.
+    /// Returns whether there are no values and no penalties, so that the edits change no logits.
     pub fn is_empty(&self) -> bool {
         self.values.is_empty() && self.penalties == Penalties::NONE
     }
@@ -85,8 +86,8 @@ impl RowEdits {
         }
     }
 
-    /// Adds the values and applies the penalties on the CPU.
-    /// Penalized logits can differ from the kernel's in the last bit, because nvcc fuses multiplications and additions.
+    /// Adds the values to `logits`, f32 `[vocab]`, and then applies the penalties.
+    /// The results of `edit_rows` can differ by rounding errors, because nvcc fuses multiplications and additions.
     pub fn apply(&self, logits: &mut [f32], in_flight: Option<u32>) {
         for &(token, value) in &self.values {
             if let Some(logit) = logits.get_mut(token as usize) {
@@ -108,16 +109,15 @@ pub struct EditedRow<'e> {
 }
 
 /// Queues a kernel that edits `rows` of `logits` in place.
-/// Fails if a row occurs twice or is not in `logits`, or if an `in_flight` index is not in `tokens`.
+/// Fails if a row occurs twice, or if a row or an `in_flight` index is out of range.
 /// `logits` is f32 and has one column per token of the vocabulary.
 ///
 /// `tokens`, u32, holds the tokens of the previous step.
-/// A row whose token is [`NO_TOKEN`](crate::kernels::constants::NO_TOKEN) has no token in flight.
+/// [`NO_TOKEN`](crate::kernels::constants::NO_TOKEN) at a row's `in_flight` index means that no token is in flight.
 ///
-/// If the description of the edits fits in `range` of `host`, the kernel reads it there.
-/// In this case, the call does not wait for earlier steps.
-/// The caller must leave the range unchanged until the kernel has ended.
-/// If the description does not fit, the call copies it to the device, and may wait for earlier steps.
+/// If the encoded edits fit in `range` of `host`, the call writes them there without waiting for earlier steps,
+/// and the kernel reads them there. The caller must leave the range unchanged until the kernel has ended.
+/// If they do not fit, the call copies them to the device, and may wait for earlier steps.
 #[cfg(feature = "cuda")]
 pub fn edit_rows(
     logits: &Tensor,
@@ -155,7 +155,7 @@ pub fn edit_rows(
     let shape = LaunchShape::linear(rows.len(), ROW_EDITS_THREADS);
     let launch = Launch::new(module!("row_edits"), "edit_rows", shape, arguments.int(vocab));
     // SAFETY: the dtypes and shapes are checked above, and `is_valid` has checked every row and its index into `tokens`.
-    // `description` contains only tokens of the vocabulary. The kernel ignores a last token outside the vocabulary.
+    // `description` contains only tokens of the vocabulary, and the kernel ignores a token in flight outside it.
     // The caller does not change the range of `host` until the kernel has ended.
     unsafe { launch.enqueue(device) }
 }

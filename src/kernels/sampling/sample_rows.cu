@@ -1,6 +1,6 @@
 // Samples one token from each row of logits, with temperature, top-k, top-p and min-p.
-// Chooses the same tokens as decode/sample.cu, given the same logits, parameters and numbers of earlier draws.
 // Ignores the penalties in `params`. To apply penalties, launch apply_penalties or edit_rows (row_edits.cu) first.
+// Given the same penalized logits, parameters and number of earlier draws, chooses the same token as decode/sample.cu.
 //   logits: f32 [rows, vocab]; aligned to 16 bytes if vocab is a multiple of 4
 //   params: SamplingKernelParams [rows]; temperature 0 chooses the largest logit
 //   tokens: u32 [rows], the chosen tokens, or NO_TOKEN if every logit of the row is NaN or -inf
@@ -8,20 +8,21 @@
 //   grid: BLOCKS · rows, in clusters of BLOCKS; block: SAMPLE_THREADS
 //   bytes moved: 4 · vocab per read of a row; with few rows, later reads hit L2
 //     With temperature 0, a row is read once. Otherwise, it is read twice, and 1 / (32 · BLOCKS) of it once more.
-//     Top-k and top-p each add 2 reads. A block with more than MAX_KEYS_IN_BIN logits in the bin of the cutoff reads
-//     its part of the row 6 times instead. Top-k adds only 1 read if fewer than top_k tokens have probability mass.
+//     Top-k and top-p each add 2 reads. Top-k adds only 1 read if fewer than top_k tokens have probability mass.
+//     A block with more than MAX_KEYS_IN_BIN logits in the bin of the cutoff adds 6 reads of its part of the row
+//     instead of 2.
 //
-// The BLOCKS blocks of a cluster divide the token ids of a row, so that a few rows occupy most multiprocessors.
+// The BLOCKS blocks of a cluster divide the token ids of a row, so that few rows occupy more multiprocessors.
 // They add up their counts and masses, which are integers, so the chosen token does not depend on BLOCKS.
-// GPUs without clusters (before Hopper) use one block per row.
+// Code for GPUs before Hopper, which have no clusters, always uses one block per row.
 #include "headers/cluster.cuh"
 #include "sampling/sampling.cuh"
 
-// The number of keys near the cutoff of top-k or top-p that fit in shared memory.
+// The number of keys from the bin of the top-k or top-p cutoff that fit in a block's shared memory (CutoffMemory).
 constexpr uint32_t MAX_KEYS_IN_BIN = 4096;
 constexpr uint32_t ALL_LANES = 0xffffffffu;
 
-// One row of logits, the ids that this block handles, and the row's temperature.
+// One row of logits, this block's part of the token ids, and values for the whole row.
 struct Row {
     const float* logits;
     int vocab;
@@ -31,7 +32,7 @@ struct Row {
     float bin_scale;  // the number of bins per unit of logits
 
     // Returns the logits of tokens id to id + 3, or NaN for tokens that are not below `end`. `id` is a multiple of 4.
-    // If ALIGNED is true, the row is aligned to 16 bytes, and `end` is a multiple of 4.
+    // ALIGNED requires that the row is aligned to 16 bytes and that `end` is a multiple of 4.
     template <bool ALIGNED> __device__ __forceinline__ float4 load(int id, int end) const {
         if constexpr (ALIGNED) {
             float4 v = make_float4(NAN, NAN, NAN, NAN);
@@ -49,7 +50,7 @@ struct Row {
     // Divides the logits of tokens with mass into SAMPLE_THREADS bins of equal width. `bottom` is the smallest logit
     // above -infinity.
     __device__ __forceinline__ void set_bins(float bottom) {
-        // Tokens have no mass if their probability is below e^-27.8 times the largest probability.
+        // Tokens have no mass if their probability is below 2^-40 times the largest one. e^-RANGE is slightly less.
         constexpr float RANGE = 27.8f;
         bin_scale = SAMPLE_THREADS / fminf(best - bottom, RANGE / inverse_temperature);
     }
@@ -62,7 +63,7 @@ struct Row {
 // Returns the sort key of a logit, or 0 if the logit is NaN. -0 becomes +0, so that both zeros have the same key.
 __device__ __forceinline__ uint32_t key_of(float logit) { return isnan(logit) ? 0 : sort_key(logit + 0.0f); }
 
-// Waits for all threads of the row's blocks. Their earlier stores to shared memory are then visible to all of them.
+// Waits for all threads of the row's blocks. Each of them then sees the earlier stores of all others to shared memory.
 template <int BLOCKS> __device__ __forceinline__ void sync_row() {
 #if __CUDA_ARCH__ >= 900
     if constexpr (BLOCKS > 1) return cluster_sync();
@@ -70,16 +71,17 @@ template <int BLOCKS> __device__ __forceinline__ void sync_row() {
     __syncthreads();
 }
 
-// Returns the address that `own`, which is in shared memory, has in block `rank` of the row's blocks.
-// The caller must call sync_row between the last store to this address and the load, and between the load and the next
-// store or the end of that block.
+// `own` points to a variable in this block's shared memory. Returns the address of the same variable in block `rank` of
+// the row's blocks. The caller must call sync_row after the last store to this address and before the load, and again
+// before the next store to it or the end of block `rank`.
 template <int BLOCKS, typename V> __device__ __forceinline__ const V* in_block_of_row(const V* own, int rank) {
 #if __CUDA_ARCH__ >= 900
     if constexpr (BLOCKS > 1) return in_block_of_cluster(own, rank);
 #endif
     return own;
 }
-// Returns combine(combine(v0, v1), v2) and so on, where vi is the value at in_block_of_row(own, i).
+// Combines the values that `own` points to in all blocks of the row: returns combine(combine(v0, v1), v2) and so on,
+// where vi is the value in block i. Callers must call sync_row as for in_block_of_row.
 template <int BLOCKS, typename V, typename Combine>
 __device__ __forceinline__ V of_all_blocks(const V* own, Combine combine) {
     V values[BLOCKS];
@@ -104,9 +106,9 @@ enum class Order { Forward, Backward };
 // Calls `use(id, logits)` with the logits of tokens id to id + 3, where id is start + offset, then start + step +
 // offset, and so on. Tokens that are not below `end` have logit NaN. Threads with equal `start`, `end` and `step` make
 // the same number of calls, so the lanes of a warp can exchange values in `use`.
-//   ORDER: with Order::Backward, the last tokens come first. They are still in L2 if the last pass over the row, or the
-//     kernel that wrote the row, ended with them.
-//   UNROLL: the number of loads that a thread issues before it uses the first result
+//   ORDER: Order::Backward reverses the order of the calls. The last tokens may still be in L2 if the previous pass
+//     over the row, or the kernel that wrote the row, ended with them.
+//   UNROLL: the unroll factor, so that a thread can have the loads of UNROLL calls in flight
 template <int UNROLL, Order ORDER, typename Use>
 __device__ __forceinline__ void each_four(const Row& row, int start, int end, int step, int offset, Use use) {
     const int count = (end - start + step - 1) / step;
@@ -131,7 +133,8 @@ __device__ __forceinline__ void each_four_of_block(const Row& row, Use use) {
     each_four<UNROLL, ORDER>(row, row.start, row.end, 4 * SAMPLE_THREADS, 4 * threadIdx.x, use);
 }
 
-// Calls `use(key)` for the tokens of this block. All threads call `use` together, with key 0 past the last token.
+// Calls `use(key)` with the sort key (see key_of) of each token of this block. All threads make the same number of
+// calls. Past the last token, the key is 0.
 template <int UNROLL, Order ORDER, typename Use>
 __device__ __forceinline__ void each_key_of_block(const Row& row, Use use) {
     each_four_of_block<UNROLL, ORDER>(row, [&](int, const float4& v) {
@@ -157,8 +160,8 @@ __device__ __forceinline__ unsigned long long sum_of_warps(unsigned long long ow
 // Returns the largest sort key k (see sort_key) for which the tokens with keys >= k together reach the target.
 // Ignores tokens with keys below `floor` and tokens without probability mass.
 // If BY_MASS is true, the target is a probability mass, otherwise a number of tokens.
-// `each_key(use)` calls `use(key)` for the keys that this block searches. Only keys that a block of the row searches
-// count toward the target. All lanes of a warp call `use` together.
+// `each_key(use)` calls `use(key)` for the keys that this block searches. All lanes of a warp call `use` together.
+// Only the keys that the blocks of the row search count toward the target.
 template <int BLOCKS, bool BY_MASS, typename EachKey>
 __device__ uint32_t threshold(const Row& row, EachKey each_key, uint32_t floor, unsigned long long target,
                               unsigned long long* warps) {
@@ -204,7 +207,8 @@ struct CutoffMemory {
 };
 
 // Returns the result of `threshold` for the keys of all tokens, or 0 if the tokens together do not reach the target.
-// If BY_MASS is true, the target is `share` of the mass of all tokens with keys >= floor. `target` is then ignored.
+// If BY_MASS is true, the target is `share` times the mass of all tokens with keys >= floor. Otherwise, the target is
+// `target` tokens.
 // A histogram finds the bin of the result, and `threshold` searches only the keys in this bin.
 template <int BLOCKS, bool BY_MASS>
 __device__ uint32_t cutoff(const Row& row, uint32_t floor, float share, unsigned long long target, CutoffMemory& memory,
@@ -319,7 +323,7 @@ __device__ void sample_row(const float* logits, const uint32_t* param_words, uin
         floor = max(floor, cutoff<BLOCKS, false>(row, floor, 0.0f, params.top_k, cutoff_memory, warps));
     if (params.top_p < 1.0f)
         floor = max(floor, cutoff<BLOCKS, true>(row, floor, params.top_p, 0, cutoff_memory, warps));
-    // The most likely token is always kept.
+    // min_mass is at most UNIT, so that min-p always keeps the most likely token.
     const unsigned long long min_mass = min((unsigned long long)(params.min_p * UNIT), (unsigned long long)UNIT);
     const auto kept_mass = [&](uint32_t key) {
         const unsigned long long mass = row.mass(key);
@@ -327,9 +331,9 @@ __device__ void sample_row(const float* logits, const uint32_t* param_words, uin
     };
 
     // 3. Draw a random point below the total mass. The first token whose cumulative mass exceeds the point is chosen.
-    // Each block handles a contiguous range of ids, and so does each of its warps, so that the cumulative mass follows
-    // the order of the ids. In the block whose range contains the point, the warps divide the warp range that contains
-    // the point into small ranges. One warp then searches the small range that contains the point.
+    // Each block has a contiguous range of ids, and each of its warps has a contiguous part of this range, so that the
+    // cumulative mass follows the order of the ids. The block whose range contains the point then divides the part that
+    // contains it into small ranges, one per warp. Its first warp searches the small range that contains the point.
     constexpr int WARPS = SAMPLE_THREADS / 32;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int small = (block_ids + 4 * WARPS * WARPS - 1) / (4 * WARPS * WARPS) * 4;  // the ids in a small range
@@ -343,7 +347,8 @@ __device__ void sample_row(const float* logits, const uint32_t* param_words, uin
         own = warp_sum(own);
         return sum_of_warps(own, warps, before);
     };
-    // Returns the start of the range that contains the point, and subtracts the mass before this range from the point.
+    // Each warp passes the first id of its range. Returns the first id of the range that contains the point, and
+    // subtracts the mass before this range from the point.
     const auto find_range = [&](int first_id) {
         if (lane == 0 && before <= point && point < before + own)  // true in exactly one warp
             range_start = first_id, range_point = point - before;
@@ -414,7 +419,7 @@ DEFINE(8)
 // Applies penalties to the logits of tokens that have appeared before.
 //   logits: f32 [rows, vocab]
 //   params: SamplingKernelParams [rows]
-//   seen: u32 [count, 3]: row, token, the number of times that the token was generated; each token once per row
+//   seen: u32 [count, 3]: row, token, how often the token was generated; each token occurs at most once per row
 //   grid: ceil(count / 256); block: 256
 //   bytes moved: 20 · count
 extern "C" __global__ void __launch_bounds__(256)

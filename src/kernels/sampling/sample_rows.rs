@@ -47,7 +47,7 @@ pub fn sample_rows(logits: &Tensor, rows: &[Option<DeviceSampling>]) -> Result<V
     Ok(tokens.into_iter().map(|token| (token != NO_TOKEN).then_some(token)).collect())
 }
 
-/// Queues sampling of a token from each row of `logits`, f32 `[rows, vocab]`. Does not wait for the tokens.
+/// Queues a kernel that samples a token from each row of `logits`, f32 `[rows, vocab]`. Does not wait for the tokens.
 ///
 /// The kernel writes the tokens to the first elements of `tokens`, which is u32.
 /// The kernel also writes each token + 1, or [`MAILBOX_NO_TOKEN`](super::MAILBOX_NO_TOKEN), to `mailbox`.
@@ -56,7 +56,7 @@ pub fn sample_rows(logits: &Tensor, rows: &[Option<DeviceSampling>]) -> Result<V
 /// Writes the parameters to words of `host`, starting at `first_word`. The kernel reads these words.
 /// The caller must leave these parameter words unchanged until the tokens are in `mailbox`.
 ///
-/// Ignores the penalties in `rows`. [`edit_rows`](super::edit_rows) must apply the penalties first.
+/// Ignores the penalties in `rows`. If a row has penalties, [`edit_rows`](super::edit_rows) must apply them first.
 pub fn queue_rows(
     logits: &Tensor,
     rows: &[SamplingKernelParams],
@@ -69,7 +69,7 @@ pub fn queue_rows(
     let is_too_small = tokens.dims1()? < count || mailbox.slots() < first_slot + count;
     if is_too_small || tokens.dtype() != DType::U32 || host.len() < first_word + words.len() {
         bail!(
-            "cannot sample: expected U32 tokens and buffers for {count} rows, got tokens of shape {:?}",
+            "cannot sample: tokens of shape {:?} are not U32, or a buffer has no room for {count} rows",
             tokens.shape()
         );
     }
@@ -95,8 +95,8 @@ fn enqueue_sampling(device: &CudaDevice, rows: usize, arguments: Arguments) -> R
 ///
 /// The kernel is fastest with as many blocks as can run at the same time.
 /// The blocks of a row form a cluster, which runs within one group of multiprocessors (GPC).
-/// Some groups do not hold a whole number of clusters of 4 or 8 blocks, so such clusters can leave about a quarter of
-/// the multiprocessors without a block.
+/// A group may not hold a whole number of clusters of 4 or 8 blocks, and some of its multiprocessors then stay idle.
+/// Rows therefore get 4 or 8 blocks only if all blocks together need at most 3/4 of the multiprocessors.
 fn blocks_per_row(device: &CudaDevice, rows: usize) -> Result<usize> {
     if !runs_hopper_code(device)? {
         return Ok(1);
@@ -117,7 +117,7 @@ fn check(logits: &Tensor, rows: usize) -> Result<(&CudaDevice, usize, usize)> {
     let (count, vocab) = logits.dims2()?;
     match logits.device() {
         Device::Cuda(device) if logits.dtype() == DType::F32 && rows == count && count > 0 => {
-            // The kernel loads four logits at once.
+            // In this case, the kernel loads four logits at once.
             if vocab.is_multiple_of(4) && !address(logits)?.is_multiple_of(16) {
                 bail!("cannot sample: the logits are not aligned to 16 bytes");
             }

@@ -1,6 +1,7 @@
 //! A set of allowed tokens, stored as a bit mask.
 
-/// A set of allowed tokens, such as the tokens that a grammar allows. Bit `id % 32` of word `id / 32` is token `id`.
+/// A set of allowed tokens, such as the tokens that a grammar allows.
+/// Bit `id % 32` of word `id / 32` is 1 if token `id` is allowed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TokenMask {
     words: Vec<u32>,
@@ -46,7 +47,7 @@ impl TokenMask {
         self.words.iter().all(|&word| word == 0)
     }
 
-    /// Sets the logits of all tokens that the mask does not allow to -inf, like `mask_logits` in `sampling/logits.cu`.
+    /// Sets the logit of each token that is not allowed to -inf, as `mask_logits` in `sampling/logits.cu` does.
     pub fn apply(&self, logits: &mut [f32]) {
         for (id, logit) in logits.iter_mut().enumerate() {
             if !self.is_allowed(id as u32) {

@@ -1,11 +1,12 @@
 //! Dequantizes the blocks of each supported ggml type.
 //! The function named after a type dequantizes one block, `bytes`, to `values`.
 //!
-//! In the layouts, `d` is the f16 scale of a block, and `m` is its f16 minimum. A quantized integer is named `q`.
-//! In K-quants, `d` is the scale of the group scales, and `dmin` is the scale of the group minimums (mins).
+//! In the layouts, `d` is the f16 scale of a block, and `m` is its f16 minimum, which is added.
+//! In K-quants, each group of 16 or 32 elements has an integer scale and, except in Q3_K and Q6_K, an integer minimum
+//! (min), which is subtracted. There, `d` is the f16 factor of all scales, and `dmin` is the f16 factor of all mins.
 //!
-//! Each byte of nibbles holds one element from each half of a group of 32, 64 or 128 elements.
-//! Each byte of 2-bit integers holds one element from each quarter of a group of 128 elements.
+//! Each byte of nibbles holds one element from each half of a run of 32, 64 or 128 elements.
+//! Each byte of 2-bit integers holds one element from each quarter of a run of 128 elements.
 //! Within a half or a quarter, adjacent elements are in adjacent bytes.
 
 use half::f16;
@@ -122,12 +123,11 @@ pub fn q6_k(bytes: &[u8], values: &mut [f32]) {
 const TWICE_E2M1: [f32; 16] = [0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 0.0, -1.0, -2.0, -3.0, -4.0, -6.0, -8.0, -12.0];
 
 /// Layout: an E8M0 scale, 16 bytes of nibbles.
-/// In GGUF files, the low nibbles of an MXFP4 block hold the first 16 elements.
-/// In the safetensors files of gpt-oss, the low nibbles hold the even elements.
+/// The low nibbles hold the first 16 elements. In the safetensors files of gpt-oss, they hold the even elements.
 pub fn mxfp4(bytes: &[u8], values: &mut [f32]) {
     // d is half of 2^(e - 127), because `TWICE_E2M1` holds doubled values.
     // For e = 0 and e = 1, d is subnormal.
-    // As in ggml, e = 255 means 2^128, although the E8M0 standard defines it as NaN.
+    // As in ggml, e = 255 means the scale 2^128, although the OCP standard for E8M0 defines it as NaN.
     let e = u32::from(bytes[0]);
     let d = f32::from_bits(if e < 2 { 0x0020_0000 << e } else { (e - 1) << 23 });
     for (i, value) in values.iter_mut().enumerate() {
@@ -141,7 +141,7 @@ pub fn q3_k_scale(scales: &[u8], s: usize) -> u8 {
     (scales[s % 8] >> (4 * (s / 8))) & 15 | ((scales[8 + s % 4] >> (2 * (s / 4))) & 3) << 4
 }
 
-/// Returns nibble `i` of a group. The low nibbles of `bytes` come first, followed by the high nibbles.
+/// Returns nibble `i` of `bytes`. The low nibbles of all bytes come first, followed by the high nibbles.
 fn nibble(bytes: &[u8], i: usize) -> u8 {
     if i < bytes.len() { bytes[i] & 15 } else { bytes[i - bytes.len()] >> 4 }
 }
@@ -157,7 +157,7 @@ pub fn bit(bytes: &[u8], i: usize) -> u8 {
     bytes[i / 8] >> (i % 8) & 1
 }
 
-/// Returns the scale and the min with index `s`. A block has 8 scales and 8 mins of 6 bits each.
+/// Returns the scale and the min with index `s` of a Q4_K or Q5_K block, which has 8 of each, with 6 bits each.
 /// The first four scales and the first four mins are the low 6 bits of the first 8 bytes.
 /// The last four scales and mins have their low 4 bits in the last 4 bytes.
 /// Their high 2 bits are the top 2 bits of the first 8 bytes.

@@ -19,7 +19,7 @@ fn nearest(value: f32, min: f32, max: f32) -> f32 {
 }
 
 /// In Q3_K and Q6_K, groups whose largest magnitude is below this limit are quantized as zeros.
-/// A Q6_K block whose largest scale is below the limit is also quantized as zeros.
+/// A Q6_K block whose largest group scale is below the limit is also quantized as zeros.
 /// ggml names this limit `GROUP_MAX_EPS`.
 const SMALLEST_MAGNITUDE: f32 = 1e-15;
 
@@ -36,7 +36,7 @@ pub fn quantize(ggml_type: GgmlType, values: &[f32], block: &mut [u8]) -> bool {
     true
 }
 
-/// A block of quantized values. Each group in the block has its own quantized scale and minimum.
+/// A Q2_K, Q4_K or Q5_K block before packing. Each group in the block has its own quantized scale and minimum.
 struct TwoLevels {
     d: f16,
     dmin: f16,
@@ -47,7 +47,7 @@ struct TwoLevels {
 
 impl TwoLevels {
     /// Quantizes the values `x` to codes from 0 to `max_code`, in groups of `group` values.
-    /// `fit` returns the scale and the minimum of a group, which are quantized to codes from 0 to `levels`.
+    /// `fit` returns the scale and the minimum of a group, which are quantized to integers from 0 to `levels`.
     fn new(x: &[f32], group: usize, max_code: f32, levels: f32, fit: impl Fn(&[f32]) -> (f32, f32)) -> Self {
         let fits: Vec<(f32, f32)> = x.chunks_exact(group).map(fit).collect();
         let largest = |part: fn(&(f32, f32)) -> f32| fits.iter().map(part).fold(0.0, f32::max);
@@ -97,13 +97,16 @@ impl TwoLevels {
     }
 }
 
-/// Fits `code * scale - minimum` to the values `x` with weighted least squares.
-/// Returns a non-negative scale and a non-negative minimum.
+/// Fits `code * scale + min` to the values `x`. Returns `scale` and `-min`, which are both non-negative.
+/// Returns a scale of 0 if the values are all equal and not positive, or differ too little for a finite inverse scale.
 ///
-/// First tries the scale `(max - min) / max_code`, where `min` is the smallest value of `x`, or 0 if all are positive.
-/// Then, for each `step` from 0 to `steps`, quantizes with the scale `(max - min) / (max_code + first + 0.1 * step)`,
-/// where `min` is the best minimum so far, and computes the scale and the minimum that fit these codes best.
-/// Keeps the fit for which the sum of `weight(value) * cost(error)` over the values is smallest.
+/// In the first attempt, `min` is the smallest value (or 0 if all values are positive), and `scale` is
+/// `(max - min) / max_code`, where `max` is the largest value.
+/// Another attempt follows for each `step` from 0 to `steps`:
+/// 1. Compute codes with the best `min` so far and the scale `(max - min) / (max_code + first + 0.1 * step)`.
+/// 2. Compute the `scale` and the `min` that fit these codes best, by weighted least squares.
+///
+/// The result is the attempt with the smallest sum of `weight(value) * cost(error)` over the values.
 fn fit_affine(
     x: &[f32],
     weight: impl Fn(f32) -> f32,
@@ -135,7 +138,7 @@ fn fit_affine(
     let mut best = (1.0 / inverse, min);
     let mut least = error(inverse, min, best);
     for step in 0..=steps {
-        // Quantize with the best minimum that the earlier attempts have found.
+        // As in ggml, each attempt starts from the best `min` of the earlier attempts.
         let min = best.1;
         let inverse = (first + 0.1 * f32::from(step) + max_code) / (max - min);
         let (mut sum_l, mut sum_l2, mut sum_xl) = (0.0, 0.0, 0.0);
@@ -162,7 +165,7 @@ fn fit_affine(
     (best.0, -best.1)
 }
 
-/// Packs 2-bit codes in groups of 128. Each byte holds one code from each quarter of a group.
+/// Packs 2-bit codes in runs of 128. Each byte holds one code from each quarter of a run.
 fn pack_quarters(codes: &[u8], to: &mut [u8]) {
     for (codes, to) in codes.chunks_exact(128).zip(to.chunks_exact_mut(32)) {
         for (i, byte) in to.iter_mut().enumerate() {
@@ -275,8 +278,9 @@ fn q6_k(x: &[f32], block: &mut [u8]) {
 
 /// Quantizes 16 values to codes from -32 to 31 and returns their scale (`make_qx_quants` in ggml).
 ///
+/// Tries 19 scales and keeps the one with the smallest squared error. Each error is weighted by the squared value.
 /// Writes each code plus 32 to `codes`.
-/// Tries 19 scales and keeps the scale with the smallest error. The squared values are the weights of the errors.
+/// If all magnitudes are below [`SMALLEST_MAGNITUDE`], returns 0 and leaves `codes` unchanged.
 fn fit_q6(x: &[f32], codes: &mut [u8]) -> f32 {
     let max = x.iter().fold(0.0f32, |max, x| if x.abs() > max.abs() { *x } else { max });
     if max.abs() < SMALLEST_MAGNITUDE {
@@ -308,6 +312,7 @@ fn fit_q6(x: &[f32], codes: &mut [u8]) -> f32 {
 /// Quantizes 16 values to codes from -4 to 3 and returns their scale (`make_q3_quants` in ggml).
 ///
 /// Writes each code plus 4 to `codes`.
+/// If all magnitudes are below [`SMALLEST_MAGNITUDE`], returns 0 and leaves `codes` unchanged.
 fn fit_q3(x: &[f32], codes: &mut [u8]) -> f32 {
     let max = x.iter().fold(0.0f32, |max, x| if x.abs() > max.abs() { *x } else { max });
     if max.abs() < SMALLEST_MAGNITUDE {

@@ -5,16 +5,17 @@ use super::types::GgmlType;
 
 /// Returns the quantized integers of one group of 32 elements and writes their scales to `scales`.
 ///
-/// `group` is the index of the group in the block.
+/// `bytes` is one block, and `group` is the index of the group in the block.
 /// The integers are unsigned, except for the signed bytes of Q8_0.
-/// For F32, F16, BF16 and MXFP4, which are not split, all integers are 0.
+/// F32, F16, BF16 and MXFP4 are not supported: for them, all integers are 0.
 ///
 /// The bytes in `scales` depend on the ggml type:
-/// - Q2_K, Q3_K and Q6_K: one byte per 16 elements. In Q2_K, the high nibble of the byte is the minimum.
+/// - Q2_K: one byte per 16 elements, with the scale in the low nibble and the minimum in the high nibble.
+/// - Q3_K and Q6_K: one byte per 16 elements, with the signed scale.
 /// - Q4_K and Q5_K: one byte for the scale of the group, and one byte for its minimum.
 /// - Other types: the f16 scale of the block, followed by the f16 minimum if the type has a minimum.
 ///
-/// For K-quants, the caller writes `d` and `dmin`, because `d` and `dmin` apply to the whole block.
+/// For K-quants, the caller writes the f16 super-scales (`d` and `dmin`), because they apply to the whole block.
 pub fn split_group(ggml_type: GgmlType, bytes: &[u8], group: usize, scales: &mut [u8]) -> [u8; 32] {
     match ggml_type {
         GgmlType::Q2K => scales.copy_from_slice(&bytes[2 * group..][..2]),

@@ -94,7 +94,7 @@ impl GgmlType {
         self.properties().id
     }
 
-    /// Returns the ggml name of the type.
+    /// Returns the name of the type, such as `Q4_K`.
     pub fn name(self) -> &'static str {
         self.properties().name
     }

@@ -39,7 +39,7 @@ const FILE_TYPES: &[(u32, &str)] = &[
     (38, "MXFP4"),
 ];
 
-/// An open GGUF model. Headers are parsed only once, when the model is opened.
+/// An open GGUF model: its parts, and one tensor table for all parts.
 pub struct GgufCheckpoint {
     parts: Vec<GgufPart>,
     tensors: BTreeMap<String, GgufTensorInfo>,
@@ -59,10 +59,10 @@ impl GgufCheckpoint {
         Self::from_parts(split::open_parts(path, &LocalParts)?)
     }
 
-    /// Opens a model on a hub. Fetches only headers and RoPE factors.
+    /// Opens a model on a hub. Fetches only the RoPE factors, and the beginning of each file with at least its header.
     /// A header includes the vocabulary, so it can be more than 10 MB long.
     ///
-    /// `files` lists the parts and their sizes in bytes. `read` fetches a range of a file.
+    /// `files` lists the names of the parts and their sizes in bytes. `read` fetches a range of a file.
     /// The returned checkpoint lists all tensors. Reading a tensor that was not fetched fails.
     pub fn open_remote(files: &[(String, u64)], read: &ReadRange) -> Result<Self> {
         let (first, _) = files.first().context("cannot open a GGUF model: the list of files is empty")?;
@@ -104,7 +104,8 @@ impl GgufCheckpoint {
     }
 
     /// Returns the number of query heads and the number of KV heads.
-    /// The number of KV heads defaults to the number of query heads. Fails if one of the numbers is 0.
+    /// The number of KV heads defaults to the number of query heads.
+    /// Fails if the number of query heads is missing, or if one of the numbers is 0.
     pub fn head_counts(&self) -> Result<(usize, usize)> {
         let (architecture, metadata) = (self.architecture()?, self.metadata());
         let heads = metadata.required(&format!("{architecture}.attention.head_count"), GgufMetadata::u32)?;

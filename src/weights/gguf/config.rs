@@ -20,7 +20,7 @@ use super::metadata::{GgufMetadata, Value as MetadataValue};
 impl GgufCheckpoint {
     /// Converts the GGUF metadata to the contents of a config.json.
     ///
-    /// Fails if a required metadata key is missing, or if config.json cannot express one of the values.
+    /// Fails if a required metadata key is missing, or if a value is invalid or cannot be expressed in config.json.
     /// Fails with [`UnsupportedArchitecture`](crate::error::Error::UnsupportedArchitecture) for unknown architectures.
     pub fn config(&self) -> Result<Value> {
         config(self)

@@ -67,8 +67,8 @@ pub fn phi3(keys: &ArchitectureKeys, fields: &mut Map<String, Value>) -> Result<
 /// Adds the fields that Gemma 2 and Gemma 3 share.
 ///
 /// The attention scale is 1 / sqrt(`query_pre_attn_scalar`). If the file does not specify the scale,
-/// `query_pre_attn_scalar` is the head size, or hidden size / number of heads in the largest model of each generation.
-/// The largest model has `layers_of_largest` layers.
+/// `query_pre_attn_scalar` is the head size, except in the largest model (27B) of Gemma 2 and of Gemma 3.
+/// There, it is hidden size / number of heads. The largest model has `layers_of_largest` layers.
 fn gemma(keys: &ArchitectureKeys, fields: &mut Map<String, Value>, layers_of_largest: usize) -> Result<()> {
     let (heads, _) = keys.file.head_counts()?;
     let scalar = match keys.float("attention.scale")?.filter(|scale| *scale > 0.0) {
@@ -125,7 +125,7 @@ pub fn gpt_oss(keys: &ArchitectureKeys, fields: &mut Map<String, Value>) -> Resu
     fields.insert("layer_types".into(), keys.layer_types(2)?);
     fields.insert("intermediate_size".into(), keys.required_size("expert_feed_forward_length")?.into());
     // The published gpt-oss models do not round the bounds of the YaRN ramp to integers.
-    // GGUF has no metadata key for this, so set it for every file.
+    // GGUF has no metadata key for this rounding, so turn it off for every file.
     if let Some(Value::Object(scaling)) = fields.get_mut("rope_scaling") {
         scaling.insert("truncate".into(), false.into());
     }

@@ -1,4 +1,4 @@
-//! Reads little-endian values and checks every length.
+//! Reads little-endian values. Checks that each value ends within the file.
 
 use anyhow::{Result, anyhow};
 
@@ -9,7 +9,7 @@ use crate::text::counted;
 pub struct Cursor<'b> {
     bytes: &'b [u8],
     position: usize,
-    /// The size of the whole file in bytes. `bytes` may contain only the beginning of the file.
+    /// The size of the file in bytes. `bytes` may contain only the beginning of the file.
     file_bytes: u64,
 }
 
@@ -20,7 +20,7 @@ pub struct Cursor<'b> {
 pub struct NeedsMoreBytes(pub u64);
 
 impl<'b> Cursor<'b> {
-    /// Creates a cursor at offset `position` of `bytes`. If the position is past the end, reading any byte fails.
+    /// Creates a cursor at offset `position` of `bytes`, which count as a whole file. Reading past their end fails.
     pub fn at(bytes: &'b [u8], position: usize) -> Self {
         Self { bytes, position, file_bytes: bytes.len() as u64 }
     }
@@ -43,7 +43,7 @@ impl<'b> Cursor<'b> {
     /// Returns the next `bytes` bytes and moves the cursor past them.
     #[inline]
     pub fn take(&mut self, bytes: u64) -> Result<&'b [u8]> {
-        // `position` may be past the end of `bytes`.
+        // `at` accepts a position past the end of `bytes`.
         let rest = self.bytes.get(self.position..).unwrap_or_default();
         if bytes > rest.len() as u64 {
             return Err(self.too_short(bytes));
@@ -82,7 +82,7 @@ impl<'b> Cursor<'b> {
         Ok(u64::from_le_bytes(self.array()?))
     }
 
-    /// Reads a string. The file stores a string as a 64-bit length followed by the bytes.
+    /// Reads a string and returns its bytes, which may not be UTF-8. The file stores their 64-bit length before them.
     #[inline]
     pub fn string(&mut self) -> Result<&'b [u8]> {
         let bytes = self.u64()?;

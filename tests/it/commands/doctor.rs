@@ -46,7 +46,7 @@ fn machine_without_a_gpu_fails_with_the_next_command() {
     expect(find("build"), "PASS", &[env!("CARGO_PKG_VERSION")]);
     expect(find("cache"), "PASS", &["models"]);
     assert_eq!(fs::read_dir(home.path().join("models")).unwrap().count(), 0, "the probe file was not deleted");
-    expect(find("hub"), "WARN", &["http://127.0.0.1:1", "does not respond", "curl -I"]);
+    expect(find("hub"), "WARN", &["http://127.0.0.1:1", "is unavailable", "curl -I"]);
     expect(find("models"), "PASS", &["inferno play demo"]);
     assert_eq!(report["status"], "FAIL");
     let (reason, next) =

@@ -106,7 +106,7 @@ fn leftovers_of_the_demo_are_pruned() {
     let lock = File::options().append(true).create(true).open(home.path().join("models/.locks/demo.lock")).unwrap();
     lock.lock().unwrap();
     let output = prune();
-    assert_eq!(text(&output.stdout), "demo: skipped because another inferno process is using it\n0 B freed\n");
+    assert_eq!(text(&output.stdout), "demo: skipped because another inferno process is changing it\n0 B freed\n");
     assert!(old.exists());
     drop(lock);
 

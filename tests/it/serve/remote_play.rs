@@ -285,7 +285,7 @@ fn failures_of_a_server_are_explained() {
         Mock::start(&format!("HTTP/1.1 {status}\r\n{headers}Content-Length: {}\r\n\r\n{body}", body.len()))
     };
     let busy = refusal("429 Too Many Requests", "Retry-After: 7\r\n", r#"{"error":{"message":"queue is full"}}"#);
-    assert_fails(&ask(&busy.url, &["org/a"]), 1, &["busy: queue is full", "try again in 7 s"]);
+    assert_fails(&ask(&busy.url, &["org/a"]), 1, &["too many requests: queue is full", "try again in 7 s"]);
     let loading = refusal("503 Service Unavailable", "", r#"{"error":{"message":"Loading model"}}"#);
     assert_fails(&ask(&loading.url, &["org/a"]), 1, &["not ready: Loading model"]);
     let redirect = refusal("307 Temporary Redirect", "Location: http://127.0.0.1:1/v1\r\n", "");

@@ -63,7 +63,7 @@ pub fn demo_with_config(change: impl FnOnce(&mut Value)) -> (TempDir, PathBuf) {
 pub fn libraries_are_loaded_on_demand() -> bool {
     let output = inferno(&TempDir::new().unwrap()).env("LD_TRACE_LOADED_OBJECTS", "1").output().unwrap();
     let loaded = text(&output.stdout);
-    !["libcuda.so", "libcublas", "libcurand", "libnvrtc"].iter().any(|library| loaded.contains(library))
+    !["libcuda.so", "libcublas", "libcurand", "libnvrtc", "libcudart"].iter().any(|library| loaded.contains(library))
 }
 
 /// A shell that can mount filesystems in its own mount namespace.
