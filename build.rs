@@ -100,7 +100,9 @@ fn link_cuda_runtime_statically(nvcc: &Path, out: &Path) {
     let folders = [format!("targets/{architecture}/lib"), "lib64".into(), "lib".into()];
     let libraries = folders.iter().filter_map(|folder| Some(home.as_ref()?.join(folder).join("libcudart_static.a")));
     let Some(library) = libraries.into_iter().find(|library| library.exists()) else {
-        println!("cargo::warning=no libcudart_static.a in the CUDA toolkit: the program will need libcudart.so to start");
+        println!(
+            "cargo::warning=no libcudart_static.a in the CUDA toolkit: the program will need libcudart.so to start"
+        );
         return;
     };
     let folder = out.join("cudart");

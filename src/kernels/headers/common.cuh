@@ -33,6 +33,17 @@ __device__ __forceinline__ float warp_sum(float x) {
     return x;
 }
 
+// Returns the sum of `x` over this lane and all lower lanes.
+template <typename T> __device__ __forceinline__ T warp_prefix_sum(T x) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int offset = 1; offset < 32; offset *= 2) {
+        const T other = __shfl_up_sync(0xffffffffu, x, offset);
+        if (lane >= offset) x += other;
+    }
+    return x;
+}
+
 // Templates cannot have extern "C" names, so .cu files use macros to define one kernel per type.
 // FOR_EACH_DTYPE(DEFINE) expands DEFINE(type, suffix) for the dtypes f32, f16 and bf16.
 #define FOR_EACH_DTYPE(DEFINE)                                                                                         \

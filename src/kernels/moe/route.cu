@@ -97,13 +97,8 @@ __device__ __forceinline__ void sort_pairs(uint32_t* sorted, uint32_t* offsets, 
             for (int w = 0; w < WARPS; ++w) counts[w] = next[w][e], count += counts[w];
             if (base + lane >= experts) count = 0;
             const uint32_t both = (8 - count % 8) % 8 << 16 | count;
-            uint32_t sum = both;
+            const uint32_t sum = warp_prefix_sum(both);
             used += __popc(__ballot_sync(0xffffffffu, count > 0));
-#pragma unroll
-            for (int offset = 1; offset < 32; offset *= 2) {
-                const uint32_t other = __shfl_up_sync(0xffffffffu, sum, offset);
-                if (lane >= offset) sum += other;
-            }
             if (base + lane < experts) {
                 const uint32_t earlier = before + sum - both;
                 uint32_t position = earlier & 0xffff;

@@ -47,13 +47,7 @@ extern "C" __global__ void __launch_bounds__(1024)
             const int e = base + lane;
             const uint32_t earlier = e < experts ? next[e] : 0, count = e < experts ? earlier + rest[e] : 0;
             const uint32_t own_unused = (8 - count % 8) % 8;
-            uint32_t pairs_up_to = count, unused_up_to = own_unused;
-#pragma unroll
-            for (int distance = 1; distance < 32; distance *= 2) {
-                const uint32_t more_pairs = __shfl_up_sync(0xffffffffu, pairs_up_to, distance);
-                const uint32_t more_unused = __shfl_up_sync(0xffffffffu, unused_up_to, distance);
-                if (lane >= distance) pairs_up_to += more_pairs, unused_up_to += more_unused;
-            }
+            const uint32_t pairs_up_to = warp_prefix_sum(count), unused_up_to = warp_prefix_sum(own_unused);
             if (e < experts) {
                 const uint32_t offset = start + pairs_up_to - count;
                 if (blockIdx.x == 0) offsets[e] = offset;

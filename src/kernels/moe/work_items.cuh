@@ -22,13 +22,7 @@ __device__ __forceinline__ bool find_work_item(const uint32_t* offsets, int expe
         const int first = expert < experts ? offsets[expert] : 0;
         const int pairs = expert < experts ? offsets[expert + 1] - first : 0;
         const int count = (pairs + unit - 1) / unit * times, rows = (pairs + 7) / 8 * 8;
-        int end = count, end_row = rows;
-#pragma unroll
-        for (int offset = 1; offset < 32; offset *= 2) {
-            const int other = __shfl_up_sync(0xffffffffu, end, offset);
-            const int other_row = __shfl_up_sync(0xffffffffu, end_row, offset);
-            if (lane >= offset) end += other, end_row += other_row;
-        }
+        const int end = warp_prefix_sum(count), end_row = warp_prefix_sum(rows);
         const uint32_t reached = __ballot_sync(0xffffffffu, number < before + end);
         if (reached) {
             const int owner = __ffs(reached) - 1;

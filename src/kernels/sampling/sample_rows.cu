@@ -381,11 +381,7 @@ __device__ void sample_row(const float* logits, const uint32_t* param_words, uin
         const unsigned long long masses[4] = {kept_mass(key_of(v.x)), kept_mass(key_of(v.y)), kept_mass(key_of(v.z)),
                                               kept_mass(key_of(v.w))};
         const unsigned long long lane_mass = masses[0] + masses[1] + masses[2] + masses[3];
-        unsigned long long sum = lane_mass;  // of the masses of this lane and of all lanes before it
-        for (int offset = 1; offset < 32; offset *= 2) {
-            const unsigned long long other = __shfl_up_sync(ALL_LANES, sum, offset);
-            if (lane >= offset) sum += other;
-        }
+        const unsigned long long sum = warp_prefix_sum(lane_mass);
         const unsigned long long all = __shfl_sync(ALL_LANES, sum, 31);
         if (point < all) {
             unsigned long long reached = sum - lane_mass;

@@ -52,10 +52,7 @@ __device__ __forceinline__ unsigned long long warp_largest(unsigned long long ke
 // `warps` is shared memory for one value per warp. All threads of the block must call this function.
 __device__ __forceinline__ unsigned long long inclusive_scan(unsigned long long value, unsigned long long* warps) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    for (int offset = 1; offset < 32; offset *= 2) {
-        const unsigned long long other = __shfl_up_sync(0xffffffffu, value, offset);
-        if (lane >= offset) value += other;
-    }
+    value = warp_prefix_sum(value);
     __syncthreads();
     if (lane == 31) warps[warp] = value;
     __syncthreads();
